@@ -1,0 +1,74 @@
+"""Prompt lookup: what followed the last time that the text ended like this?
+
+The longest suffix wins, from n_max tokens down to n_min, and among its earlier occurrences the
+most recent one. The index grows with the text, so a cycle costs the same at any context length.
+(Saxena 2023, "Prompt Lookup Decoding"; Fu et al. 2024, arXiv 2402.02057, section 3.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specdec.errors import UserError
+from specdec.types import NO_GUESS, Array, Sequence, Step
+
+N_MIN = 2
+"""Below two tokens a match says little: after a lone ` the` or newline anything may follow."""
+N_MAX = 5
+
+
+@dataclass
+class _Index:
+    """Where each n-gram of one sequence was last continued: n-gram -> position of what follows."""
+
+    follows: dict[tuple[int, ...], int] = field(default_factory=dict)
+    indexed: int = 0
+    """Tokens seen so far: every n-gram that ends before `indexed - 1` has a known continuation."""
+
+
+class NgramDrafter:
+    """Looks at the whole sequence: prompt, earlier chat turns, and what was emitted."""
+
+    def __init__(self, n_min: int = N_MIN, n_max: int = N_MAX) -> None:
+        if not 1 <= n_min <= n_max:
+            raise UserError(f"n-gram lengths need 1 <= n_min <= n_max, got {n_min} and {n_max}")
+        self.n_min, self.n_max = n_min, n_max
+        self._indices: dict[int, _Index] = {}
+
+    def propose(self, seqs: Rows[Sequence], k: int) -> Array:
+        draft = np.full((len(seqs), k), NO_GUESS, np.int32)
+        for b, seq in enumerate(seqs):
+            follow = self._lookup(seq)
+            if follow is not None:
+                draft[b] = continuation(seq.tokens, follow, k)
+        return draft
+
+    def observe(self, seqs: Rows[Sequence], step: Step, accepted: Array) -> None:
+        pass  # `propose` reads the engine's token history, there is nothing else to learn
+
+    def reset(self, seq: Sequence) -> None:
+        self._indices[seq.slot] = _Index()
+
+    def _lookup(self, seq: Sequence) -> int | None:
+        index = self._indices[seq.slot]
+        self._extend(index, seq.tokens)
+        for n in range(min(self.n_max, len(seq.tokens) - 1), self.n_min - 1, -1):
+            follow = index.follows.get(tuple(seq.tokens[-n:]))
+            if follow is not None:
+                return follow
+        return None
+
+    def _extend(self, index: _Index, tokens: list[int]) -> None:
+        for follow in range(max(index.indexed, 1), len(tokens)):
+            for n in range(self.n_min, min(self.n_max, follow) + 1):
+                index.follows[tuple(tokens[follow - n : follow])] = follow
+        index.indexed = len(tokens)
+
+
+def continuation(tokens: list[int], follow: int, k: int) -> list[int]:
+    """The k tokens from `follow` on; past the end of the text the match repeats with its period."""
+    period = len(tokens) - follow
+    return [tokens[follow + i % period] for i in range(k)]

@@ -1,0 +1,152 @@
+"""The engine: admit, prefill a chunk, run the cycle, emit. Token ids in, events out; one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from specdec.errors import UserError
+from specdec.protocols import Cycle, Drafter, Target
+from specdec.scheduler import Scheduler
+from specdec.stats import Acceptance
+from specdec.types import (
+    NO_GUESS,
+    Array,
+    Event,
+    FinishReason,
+    LogprobRows,
+    Round,
+    Sequence,
+    TokenLogprob,
+)
+
+
+class Engine:
+    """Continuous batching over the target's slots.
+
+    The cycle is *given* as a value (`host_cycle` or a device-resident one), so speculation has one
+    definition and several drivers. Call `submit` and `step` from one thread.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter, cycle: Cycle, max_waiting: int = 256
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.cycle = cycle
+        self.scheduler = Scheduler(target.slots, max_waiting, target.prefill_chunk)
+        self.acceptance = Acceptance()
+
+    def submit(self, seq: Sequence) -> None:
+        """Queue a sequence. Raises UserError if it can't ever fit, QueueFull if it can't now."""
+        if seq.prompt_len >= self.target.max_len:
+            raise UserError(
+                f"the prompt has {seq.prompt_len} tokens but the context is "
+                f"{self.target.max_len}: shorten it or start with a larger --max-len"
+            )
+        self.scheduler.submit(seq)
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle
+
+    def step(self) -> list[Event]:
+        """One turn: free what was cancelled, seat who waits, prefill one chunk, run the cycle."""
+        events = [self._finish(s, (), "cancelled") for s in self.scheduler.drop_cancelled()]
+        for seq in self.scheduler.admit():
+            self.drafter.reset(seq)
+        events += self._prefill()
+        if self.scheduler.running:
+            rows = tuple(self.scheduler.running)
+            for done in self.cycle(rows):
+                events += self._emit_round(rows, done)
+        return events
+
+    def run(self, seqs: list[Sequence]) -> Iterator[Event]:
+        """Submit all, step until idle, yield every event (for commands and tests)."""
+        for seq in seqs:
+            self.submit(seq)
+        while not self.idle:
+            yield from self.step()
+
+    def _prefill(self) -> list[Event]:
+        chunk = self.scheduler.next_chunk()
+        if chunk is None:
+            return []
+        seq, start, stop = chunk
+        try:
+            step = self.target.prefill(seq, start, stop)
+        except MemoryError as failure:
+            return [self._finish(seq, (), "error", error=f"prefill: {failure}")]
+        self.drafter.observe([seq], step, np.zeros(1, np.int32))
+        if not self.scheduler.chunk_done(seq, stop):
+            return []
+        return [self._emit(seq, np.asarray(step.chosen)[0], step.logprobs, 0)]
+
+    def _emit_round(self, rows: tuple[Sequence, ...], done: Round) -> list[Event]:
+        chosen, accepted = np.asarray(done.step.chosen), np.asarray(done.accepted)
+        drafted = np.asarray(done.draft) != NO_GUESS
+        events = []
+        for b, seq in enumerate(rows):
+            if seq.finish is not None:  # ended in an earlier round of the same dispatch
+                continue
+            n = int(accepted[b])
+            event = self._emit(seq, chosen[b, : n + 1], done.step.logprobs, b)
+            self._count(seq, drafted[b], n, len(event.tokens))
+            events.append(event)
+        return events
+
+    def _count(self, seq: Sequence, drafted: Array, accepted: int, emitted: int) -> None:
+        for stats in (seq.acceptance, self.acceptance):
+            stats.add(drafted.tolist(), min(accepted, emitted), emitted)
+
+    def _emit(
+        self, seq: Sequence, chosen: Array, logprobs: LogprobRows | None, row: int
+    ) -> Event:
+        """Append what was chosen, cut at a stop id or a limit; what lies beyond is discarded."""
+        tokens, finish = _cut(seq, [int(t) for t in chosen], self.target.max_len)
+        seq.tokens.extend(tokens)
+        details = _logprob_rows(seq, logprobs, row, len(tokens))
+        if finish is None:
+            return Event(seq, tuple(tokens), None, details)
+        return self._finish(seq, tuple(tokens), finish, details)
+
+    def _finish(
+        self,
+        seq: Sequence,
+        tokens: tuple[int, ...],
+        finish: FinishReason,
+        logprobs: tuple[TokenLogprob, ...] | None = None,
+        error: str | None = None,
+    ) -> Event:
+        seq.finish = finish
+        self.scheduler.release(seq)
+        return Event(seq, tokens, finish, logprobs, error)
+
+
+def _cut(seq: Sequence, chosen: list[int], max_len: int) -> tuple[list[int], FinishReason | None]:
+    room = min(seq.max_tokens - seq.emitted, max_len - len(seq.tokens))
+    for i, token in enumerate(chosen[:room]):
+        if token in seq.stop_ids:
+            return chosen[: i + 1], "stop"
+    if len(chosen) >= room:
+        return chosen[:room], "length"
+    return chosen, None
+
+
+def _logprob_rows(
+    seq: Sequence, logprobs: LogprobRows | None, row: int, count: int
+) -> tuple[TokenLogprob, ...] | None:
+    if seq.sampling.logprobs is None or logprobs is None:
+        return None
+    n = seq.sampling.logprobs
+    chosen = np.asarray(logprobs.chosen)[row]
+    ids, values = np.asarray(logprobs.top_ids)[row], np.asarray(logprobs.top_logprobs)[row]
+    return tuple(
+        TokenLogprob(
+            float(chosen[j]),
+            tuple((int(i), float(v)) for i, v in zip(ids[j, :n], values[j, :n], strict=True)),
+        )
+        for j in range(count)
+    )

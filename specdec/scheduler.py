@@ -1,0 +1,90 @@
+"""Who waits, who is being prefilled, who decodes: a bounded queue in front of a set of slots."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from specdec.types import Sequence
+
+
+class QueueFull(Exception):
+    """The waiting queue is at its bound: the caller should retry later (HTTP 429)."""
+
+
+@dataclass
+class Scheduler:
+    """First come, first served. A sequence is in exactly one of waiting, prefilling, running."""
+
+    slots: int
+    max_waiting: int
+    chunk: int
+    """Prefill chunks end at absolute multiples of this, whoever else is running: the cut decides
+    the order of reductions, so it must not depend on load."""
+    waiting: deque[Sequence] = field(default_factory=deque)
+    prefilling: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.slots))[::-1]
+
+    def submit(self, seq: Sequence) -> None:
+        """Queue a sequence; raises QueueFull at the bound (free slots count as room)."""
+        if len(self.waiting) >= self.max_waiting + len(self.free):
+            raise QueueFull(f"{len(self.waiting)} requests are waiting already")
+        self.waiting.append(seq)
+
+    def drop_cancelled(self) -> list[Sequence]:
+        """Take every cancelled sequence out, wherever it is, and free its slot."""
+        gone = [s for s in (*self.waiting, *self.prefilling, *self.running) if s.cancelled]
+        for seq in gone:
+            self.release(seq)
+        return gone
+
+    def admit(self) -> list[Sequence]:
+        """Give free slots to the longest waiting; returns the newly seated."""
+        seated = []
+        while self.free and self.waiting:
+            seq = self.waiting.popleft()
+            seq.slot = self.free.pop()
+            self.prefilling.append(seq)
+            seated.append(seq)
+        return seated
+
+    def next_chunk(self) -> tuple[Sequence, int, int] | None:
+        """The next (sequence, start, stop) to prefill, or None."""
+        if not self.prefilling:
+            return None
+        seq = self.prefilling[0]
+        start = seq.prefilled
+        stop = min(seq.prompt_len, (start // self.chunk + 1) * self.chunk)
+        return seq, start, stop
+
+    def chunk_done(self, seq: Sequence, stop: int) -> bool:
+        """Record a prefilled chunk; True where the prompt is complete and decoding may begin."""
+        seq.prefilled = stop
+        if stop < seq.prompt_len:
+            return False
+        self.prefilling.remove(seq)
+        self.running.append(seq)
+        return True
+
+    def release(self, seq: Sequence) -> None:
+        """Take a sequence out and free its slot, if it has one."""
+        for place in (self.waiting, self.prefilling, self.running):
+            if seq in place:
+                place.remove(seq)
+        if seq.slot >= 0:
+            self.free.append(seq.slot)
+            seq.slot = -1
+        self.check()
+
+    def check(self) -> None:
+        """Every slot is either free or held by exactly one seated sequence."""
+        held = [s.slot for s in (*self.prefilling, *self.running)]
+        assert sorted(held + self.free) == list(range(self.slots)), (held, self.free)
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.prefilling or self.running)

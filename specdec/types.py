@@ -1,0 +1,185 @@
+"""What travels between scheduler, target, drafter and server. Each field says who writes it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from specdec.errors import UserError
+from specdec.stats import Acceptance
+
+Array = Any
+"""A numpy, jax or torch array: the loop only indexes and compares."""
+
+NO_GUESS = -1
+"""The draft entry of a drafter that has nothing to say; it never equals a token id."""
+
+MAX_DRAFT = 31
+"""Largest number of draft tokens per cycle (K)."""
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target chooses one request's tokens. Written by the caller, read by the target.
+
+    Temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch the filter off. Penalties
+    follow vLLM: repetition over prompt and output, presence and frequency over the output.
+    Raises UserError where a value is out of range or not finite.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
+            value = getattr(self, name)
+            _require(math.isfinite(value), f"{name} must be a finite number, got {value}")
+        _require(
+            0 <= self.temperature <= 100,
+            f"temperature must be in [0, 100], got {self.temperature}; 0 is greedy",
+        )
+        _require(0 <= self.top_k < 2**31, f"top_k must be 0 (off) or more, got {self.top_k}")
+        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        _require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}")
+        _require(
+            self.repetition_penalty > 0,
+            f"repetition_penalty must be above 0, got {self.repetition_penalty}; 1 is off",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2 <= value <= 2, f"{name} must be in [-2, 2], got {value}")
+        _require(0 <= self.seed < 2**64, f"seed must be in [0, 2^64), got {self.seed}")
+        if self.logprobs is not None:
+            _require(0 <= self.logprobs <= 20, f"logprobs must be 0 to 20, got {self.logprobs}")
+        for token, bias in self.logit_bias:
+            _require(
+                token >= 0 and -100 <= bias <= 100,
+                f"logit_bias must map token ids to values in [-100, 100], got {token}: {bias}",
+            )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def shaped(self) -> bool:
+        """Whether anything but the raw argmax decides the choice."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return not self.greedy or bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request on its way. The engine owns `tokens`; drafters and targets only read it.
+
+    After prefill `tokens` is always one longer than what the target's KV cache holds: the last
+    token was chosen but has not been fed yet.
+    """
+
+    tokens: list[int]
+    """Prompt, then everything emitted. Written by the engine."""
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int = 16
+    """Most tokens to emit. Written by the caller."""
+    stop_ids: frozenset[int] = frozenset()
+    """Ids that end the sequence; the stop id itself is emitted last. Written by the caller."""
+    request_id: str = ""
+    prompt_len: int = 0
+    """Length of the prompt within `tokens`. Set here from `tokens`."""
+    slot: int = -1
+    """The target's KV slot, -1 while waiting. Written by the scheduler."""
+    prefilled: int = 0
+    """Prompt tokens that are in the KV cache. Written by the scheduler."""
+    finish: FinishReason | None = None
+    """Why it ended, None while it runs. Written by the engine."""
+    cancelled: bool = False
+    """Set by any thread; the engine frees the slot before its next cycle."""
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    """How speculation fared on this sequence. Written by the engine."""
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.tokens)
+        _require(self.prompt_len > 0, "the prompt is empty: send at least one token")
+        _require(self.max_tokens >= 1, f"max_tokens must be 1 or more, got {self.max_tokens}")
+
+    @property
+    def emitted(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+
+@dataclass(frozen=True)
+class LogprobRows:
+    """Log-probabilities of the unshaped distribution, one row per position.
+
+    chosen [B, T] float32; top_ids and top_logprobs [B, T, n], best first.
+    """
+
+    chosen: Array
+    top_ids: Array
+    top_logprobs: Array
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a target answers: `features[b, j]` is the state *from which* it chose `chosen[b, j]`.
+
+    chosen [B, T] int32; features [B, T, F] or None; logprobs only where a sequence asked.
+    """
+
+    chosen: Array
+    features: Array | None = None
+    logprobs: LogprobRows | None = None
+
+
+@dataclass(frozen=True)
+class Round:
+    """One cycle's outcome, for the rows it ran on.
+
+    draft [B, k] int32; accepted [B]: how many draft tokens each row keeps.
+    """
+
+    draft: Array
+    step: Step
+    accepted: Array
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One emitted token's log-probability and the best alternatives (id, logprob), best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Event:
+    """What the engine tells the world about one sequence after one cycle."""
+
+    sequence: Sequence
+    tokens: tuple[int, ...]
+    finish: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    error: str | None = None

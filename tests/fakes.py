@@ -1,0 +1,78 @@
+"""First-class fakes: a target that can be calculated by hand, and drafters that mean harm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+import numpy as np
+
+from specdec.types import NO_GUESS, Array, Sequence, Step
+
+
+class FakeTarget:
+    """Chooses (sum of (position + 1) * token over all it was fed, + seed) mod vocab.
+
+    It keeps what it was fed per slot as a KV cache would, so reading a rejected draft's entry or
+    losing a committed one changes every later token.
+    """
+
+    def __init__(
+        self, slots: int = 2, vocab: int = 50, max_len: int = 512, max_draft: int = 7, chunk: int = 4
+    ) -> None:
+        self.slots, self.vocab, self.max_len = slots, vocab, max_len
+        self.max_draft, self.prefill_chunk = max_draft, chunk
+        self.fed = np.full((slots, max_len + max_draft + 1), -7, np.int64)
+
+    def _choose(self, seq: Sequence, length: int) -> int:
+        fed = self.fed[seq.slot, :length]
+        return int((fed * np.arange(1, length + 1)).sum() + seq.sampling.seed) % self.vocab
+
+    def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
+        self.fed[seq.slot, start:stop] = seq.tokens[start:stop]
+        return Step(np.array([[self._choose(seq, stop)]], np.int32))
+
+    def verify(self, seqs: Rows[Sequence], draft: Array) -> Step:
+        rows = []
+        for b, seq in enumerate(seqs):
+            start = len(seq.tokens) - 1
+            fed = [seq.tokens[-1], *np.asarray(draft)[b]]
+            self.fed[seq.slot, start : start + len(fed)] = fed
+            rows.append([self._choose(seq, start + j + 1) for j in range(len(fed))])
+        return Step(np.array(rows, np.int32))
+
+
+class Oracle:
+    """Knows the plain run's tokens, so it can be always right or always wrong."""
+
+    def __init__(self, plain: dict[str, list[int]], shift: int = 0, vocab: int = 50) -> None:
+        self.plain, self.shift, self.vocab = plain, shift, vocab
+
+    def propose(self, seqs: Rows[Sequence], k: int) -> Array:
+        draft = np.full((len(seqs), k), NO_GUESS, np.int32)
+        for b, seq in enumerate(seqs):
+            coming = self.plain[seq.request_id][len(seq.tokens) :][:k]
+            draft[b, : len(coming)] = [(t + self.shift) % self.vocab for t in coming]
+        return draft
+
+    def observe(self, seqs: Rows[Sequence], step: Step, accepted: Array) -> None:
+        pass
+
+    def reset(self, seq: Sequence) -> None:
+        pass
+
+
+class Noise:
+    """Random guesses: from the vocabulary, or, with `wild`, from far outside it."""
+
+    def __init__(self, vocab: int, wild: bool = False, seed: int = 0) -> None:
+        self.low, self.high = (-(2**31), 2**31 - 1) if wild else (0, vocab)
+        self.random = np.random.default_rng(seed)
+
+    def propose(self, seqs: Rows[Sequence], k: int) -> Array:
+        return self.random.integers(self.low, self.high, (len(seqs), k)).astype(np.int32)
+
+    def observe(self, seqs: Rows[Sequence], step: Step, accepted: Array) -> None:
+        pass
+
+    def reset(self, seq: Sequence) -> None:
+        pass
