@@ -1,0 +1,227 @@
+"""Text to token ids and back, with the checkpoint's own files and nothing guessed.
+
+Everything a request needs before its first matmul: encoding, the chat template, the stop ids and
+the sampling defaults come from the checkpoint's `tokenizer.json`, `tokenizer_config.json`,
+`chat_template.jinja`, `generation_config.json` and `config.json`.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+
+from specdec.errors import UserError
+
+REPLACEMENT = "\ufffd"
+LONGEST_HELD = 8  # tokens; a UTF-8 character has at most 4 bytes, so a longer tail is not one
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
+
+
+class TextStream:
+    """Incremental decoder of one sequence: never emits half of a multi-byte character."""
+
+    def __init__(self, tokenizer: "Tokenizer", skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._ids: list[int] = []  # only those that still matter for the next piece of text
+        self._emitted = 0  # how many of _ids are already out; kept as left context
+
+    def step(self, token_id: int) -> str:
+        """Add one token; return the text that became certain ("" while a character is open)."""
+        self._ids.append(token_id)
+        pending = len(self._ids) - self._emitted
+        text = self._pending_text()
+        if not text:
+            self._ids.pop()  # an invisible (special) token must not count as a held byte
+            return ""
+        if text.endswith(REPLACEMENT) and pending < LONGEST_HELD:
+            return ""
+        self._ids = self._ids[self._emitted :]
+        self._emitted = len(self._ids)
+        return text
+
+    def finish(self) -> str:
+        """Return what is still held: an incomplete character comes out as U+FFFD."""
+        text = self._pending_text()
+        self._emitted = len(self._ids)
+        return text
+
+    def _pending_text(self) -> str:
+        """Text of the tokens after `_emitted`, decoded with their left context."""
+        context = self._tokenizer.decode(self._ids[: self._emitted], self._skip_special)
+        return self._tokenizer.decode(self._ids, self._skip_special)[len(context) :]
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer, chat template, stop ids and sampling defaults."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special: dict[str, str],
+        template: str | None,
+        generation: dict[str, Any],
+        fingerprint: str,
+    ) -> None:
+        self._backend = backend
+        self._special = special
+        self._template = template
+        self.fingerprint = fingerprint
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_id: int | None = backend.token_to_id(special.get("bos_token", "<bos>"))
+        self.stop_ids = self._without_newline(_as_ids(generation.get("eos_token_id")))
+        self.suppress_ids = _as_ids(generation.get("suppress_tokens"))
+        self.defaults: dict[str, float | int] = {
+            key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None
+        }
+        if generation.get("do_sample") is False:
+            self.defaults["temperature"] = 0.0
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text` with BOS in front exactly once, whether or not the text brings its own."""
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        if self.bos_id is None or (ids and ids[0] == self.bos_id):
+            return ids
+        return [self.bos_id, *ids]
+
+    def render(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> str:
+        """The prompt text of a chat, from the checkpoint's own template.
+
+        Ends with the header of the model's turn unless `add_generation_prompt=False`.
+        Raises UserError when there is no template or the template refuses the messages.
+        """
+        if self._template is None:
+            raise UserError(
+                "this checkpoint has no chat template (no chat_template.jinja, no chat_template "
+                "in tokenizer_config.json): use plain completion, or add the template file"
+            )
+        values = {"add_generation_prompt": True, **self._special, **template_kwargs}
+        try:
+            return _environment().from_string(self._template).render(messages=messages, **values)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"the checkpoint's chat template refuses these messages: {error}; "
+                "check their roles, order and contents"
+            ) from error
+
+    def encode_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
+        """Ids of a rendered chat; the template's own <bos> is not doubled."""
+        return self.encode(self.render(messages, **template_kwargs))
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of `ids`; special tokens are left out unless `skip_special` is False."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def stream(self, skip_special: bool = True) -> TextStream:
+        """A fresh incremental decoder for one sequence."""
+        return TextStream(self, skip_special)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of one vocabulary entry such as "<turn|>", or None."""
+        return self._backend.token_to_id(token)
+
+    def _without_newline(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        # A newline among the stop ids is a known copying mistake; it would end each answer early.
+        return tuple(i for i in ids if self.decode([i], skip_special=False) != "\n")
+
+
+def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
+    """Load the tokenizer of the checkpoint folder `path`.
+
+    vocab_size: the model's; without it, what `config.json` says (no check when it is silent).
+    Raises UserError for a missing or unreadable file and for a vocabulary of another size.
+    """
+    path = Path(path)
+    source = path / "tokenizer.json"
+    if not source.is_file():
+        raise UserError(f"{source} is missing: download the checkpoint's tokenizer files too")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(source))
+    except Exception as error:  # the library raises the bare class
+        raise UserError(f"{source} is not a tokenizer ({error}): download it again") from error
+    backend.no_truncation()
+    backend.no_padding()
+    settings = _read_json(path / "tokenizer_config.json")
+    config = _read_json(path / "config.json")
+    text_config = config.get("text_config") or {}
+    expected = vocab_size or text_config.get("vocab_size") or config.get("vocab_size")
+    found = backend.get_vocab_size(with_added_tokens=True)
+    if expected is not None and found != expected:
+        raise UserError(
+            f"{source} has {found} entries but the model's vocab_size is {expected}: "
+            "use the tokenizer that belongs to this checkpoint"
+        )
+    generation = _read_json(path / "generation_config.json")
+    if generation.get("eos_token_id") is None:
+        eos = config.get("eos_token_id", text_config.get("eos_token_id"))
+        generation["eos_token_id"] = eos
+    fingerprint = hashlib.sha256(source.read_bytes()).hexdigest()
+    template = _chat_template(path, settings)
+    return Tokenizer(backend, _special_tokens(settings), template, generation, fingerprint)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`; {} when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}): download it again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold one JSON object: download it again")
+    return value
+
+
+def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
+    """`chat_template.jinja` first, then the config's (one text, or a list of named ones)."""
+    own_file = path / "chat_template.jinja"
+    if own_file.is_file():
+        return own_file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default")
+    return template
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """Names that templates use (`bos_token`, ...) and their texts; old files wrap them in dicts."""
+    found = {"bos_token": "<bos>"}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _environment() -> jinja2.Environment:
+    """What transformers gives a chat template: sandboxed, with its three helpers."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **rest: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **rest)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
