@@ -101,9 +101,7 @@ class Engine:
         for stats in (seq.acceptance, self.acceptance):
             stats.add(drafted.tolist(), min(accepted, emitted), emitted)
 
-    def _emit(
-        self, seq: Sequence, chosen: Array, logprobs: LogprobRows | None, row: int
-    ) -> Event:
+    def _emit(self, seq: Sequence, chosen: Array, logprobs: LogprobRows | None, row: int) -> Event:
         """Append what was chosen, cut at a stop id or a limit; what lies beyond is discarded."""
         tokens, finish = _cut(seq, [int(t) for t in chosen], self.target.max_len)
         seq.tokens.extend(tokens)

@@ -17,7 +17,12 @@ class FakeTarget:
     """
 
     def __init__(
-        self, slots: int = 2, vocab: int = 50, max_len: int = 512, max_draft: int = 7, chunk: int = 4
+        self,
+        slots: int = 2,
+        vocab: int = 50,
+        max_len: int = 512,
+        max_draft: int = 7,
+        chunk: int = 4,
     ) -> None:
         self.slots, self.vocab, self.max_len = slots, vocab, max_len
         self.max_draft, self.prefill_chunk = max_draft, chunk

@@ -1,0 +1,213 @@
+"""What a Gemma 4 checkpoint's config.json says, one `LayerSpec` per layer. No backend in here.
+
+Lenient on keys we don't know, strict on what decides a number. Names and rules:
+shared notes `field/gemma4.md`, checked against transformers 5.23 `models/gemma4`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import UserError
+
+TEXT_TYPES = ("gemma4_text", "gemma4_unified_text")
+MULTIMODAL_TYPES = ("gemma4", "gemma4_unified")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of one layer kind: `rotated` of head_dim / 2 pairs (i, i + head_dim / 2)
+    turn by theta ** (-2 i / head_dim); the others stand still ("proportional")."""
+
+    theta: float
+    rotated: int
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    experts: int
+    top_k: int
+    width: int
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Everything that makes one decoder layer differ from another."""
+
+    window: int | None
+    """Keys visible to a query, itself included; None on global layers."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    k_eq_v: bool
+    """Values are the normalised raw keys: no v_proj tensor."""
+    kv_from: int | None
+    """The layer whose K/V this one attends to (KV sharing), None if it has its own."""
+    ffw: int
+    moe: MoeSpec | None
+
+    @property
+    def sliding(self) -> bool:
+        return self.window is not None
+
+
+@dataclass(frozen=True)
+class Arch:
+    """A Gemma 4 text decoder."""
+
+    vocab: int
+    hidden: int
+    layers: tuple[LayerSpec, ...]
+    eps: float
+    softcap: float | None
+    per_layer_input: int
+    """Width of per-layer inputs (E2B, E4B); 0 for none."""
+    per_layer_vocab: int
+    max_position: int
+
+    @property
+    def kv_owners(self) -> tuple[int, ...]:
+        return tuple(i for i, layer in enumerate(self.layers) if layer.kv_from is None)
+
+
+def read_arch(path: Path) -> Arch:
+    """Architecture from `path`/config.json. Raises UserError where it is missing or not Gemma 4."""
+    return parse_arch(read_config(path))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.is_file():
+        raise UserError(f"no config.json in {path}: give a Hugging Face checkpoint folder")
+    try:
+        return json.loads(file.read_text())
+    except json.JSONDecodeError as problem:
+        raise UserError(f"{file} is not valid JSON ({problem}): download it again") from None
+
+
+def parse_arch(config: dict[str, Any]) -> Arch:
+    """A config.json's dict, multimodal or text-only, to an `Arch`."""
+    text = _text_config(config)
+    kinds = _layer_types(text)
+    count = len(kinds)
+    shared = int(text.get("num_kv_shared_layers") or 0)
+    if not 0 <= shared < count:
+        raise UserError(f"num_kv_shared_layers is {shared} but the model has {count} layers")
+    donors = {kind: i for i, kind in enumerate(kinds[: count - shared])}
+    layers = []
+    for i, kind in enumerate(kinds):
+        donor = donors.get(kind) if i >= count - shared else None
+        if i >= count - shared and donor is None:
+            raise UserError(f"layer {i} shares K/V but no earlier {kind} layer has its own")
+        layers.append(_layer(text, i, kind, donor))
+    return Arch(
+        vocab=int(_need(text, "vocab_size")),
+        hidden=int(_need(text, "hidden_size")),
+        layers=tuple(layers),
+        eps=float(text.get("rms_norm_eps", 1e-6)),
+        softcap=text.get("final_logit_softcapping"),
+        per_layer_input=int(text.get("hidden_size_per_layer_input") or 0),
+        per_layer_vocab=int(text.get("vocab_size_per_layer_input") or 0),
+        max_position=int(text.get("max_position_embeddings", 131072)),
+    )
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    kind = config.get("model_type")
+    if kind in MULTIMODAL_TYPES and isinstance(config.get("text_config"), dict):
+        text = config["text_config"]
+    elif kind in TEXT_TYPES:
+        text = config
+    else:
+        known = ", ".join((*MULTIMODAL_TYPES, *TEXT_TYPES))
+        raise UserError(f"unknown model_type {kind!r}: specdec runs Gemma 4 ({known})")
+    for key, only in (("hidden_activation", "gelu_pytorch_tanh"), ("attention_bias", False)):
+        if text.get(key, only) != only:
+            raise UserError(f"config.json has {key}={text[key]!r}: only {only!r} is supported")
+    if not text.get("tie_word_embeddings", True):
+        raise UserError("config.json has tie_word_embeddings=false: Gemma 4 ties its head")
+    return text
+
+
+def _need(text: dict[str, Any], key: str) -> Any:
+    value = text.get(key)
+    if value is None:
+        raise UserError(f"config.json lacks {key}: this is not a complete Gemma 4 config")
+    return value
+
+
+def _layer_types(text: dict[str, Any]) -> list[str]:
+    count = int(_need(text, "num_hidden_layers"))
+    kinds = text.get("layer_types")
+    if kinds is None:  # transformers' own default: every sixth layer global, and the last
+        kinds = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(count)]
+        kinds[-1] = "full_attention"
+    if len(kinds) != count:
+        raise UserError(f"layer_types names {len(kinds)} layers, num_hidden_layers says {count}")
+    strange = set(kinds) - {"sliding_attention", "full_attention"}
+    if strange:
+        raise UserError(f"unknown layer_types {sorted(strange)}")
+    return list(kinds)
+
+
+def _layer(text: dict[str, Any], i: int, kind: str, donor: int | None) -> LayerSpec:
+    sliding = kind == "sliding_attention"
+    own = (text.get("per_layer_config") or {}).get(str(i), {})
+    k_eq_v = bool(text.get("attention_k_eq_v")) and not sliding
+    kv_heads, head_dim = int(_need(text, "num_key_value_heads")), int(_need(text, "head_dim"))
+    if not sliding:
+        head_dim = int(text.get("global_head_dim") or head_dim)
+        if k_eq_v:
+            kv_heads = int(text.get("num_global_key_value_heads") or kv_heads)
+    kv_heads = int(own.get("num_key_value_heads", kv_heads))
+    head_dim = int(own.get("head_dim", head_dim))
+    heads = int(_need(text, "num_attention_heads"))
+    if heads % kv_heads:
+        raise UserError(f"layer {i}: {heads} query heads do not divide into {kv_heads} kv heads")
+    wide = donor is not None and bool(text.get("use_double_wide_mlp"))
+    return LayerSpec(
+        window=int(_need(text, "sliding_window")) if sliding else None,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=_rope(text, kind, head_dim),
+        k_eq_v=k_eq_v,
+        kv_from=donor,
+        ffw=int(_need(text, "intermediate_size")) * (2 if wide else 1),
+        moe=_moe(text),
+    )
+
+
+def _rope(text: dict[str, Any], kind: str, head_dim: int) -> Rope:
+    default = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e6,
+        },
+    }
+    given = (text.get("rope_parameters") or default).get(kind) or default[kind]
+    rope_type = given.get("rope_type", "default")
+    theta, factor = float(given["rope_theta"]), float(given.get("factor", 1.0))
+    if rope_type == "default":
+        return Rope(theta, head_dim // 2, factor)
+    if rope_type == "proportional":
+        share = float(given.get("partial_rotary_factor", 1.0))
+        return Rope(theta, int(share * head_dim // 2), factor)
+    raise UserError(f"rope_type {rope_type!r} is not one that Gemma 4 uses (default, proportional)")
+
+
+def _moe(text: dict[str, Any]) -> MoeSpec | None:
+    if not text.get("enable_moe_block"):
+        return None
+    return MoeSpec(
+        experts=int(_need(text, "num_experts")),
+        top_k=int(_need(text, "top_k_experts")),
+        width=int(_need(text, "moe_intermediate_size")),
+    )

@@ -1,0 +1,214 @@
+"""Hugging Face safetensors to numpy, strict both ways: every parameter filled, every tensor used.
+
+Read as they are: bf16, f16, f32, FP8-dynamic (compressed-tensors: `.weight` e4m3 [out, in] with
+`.weight_scale` [out, 1]) and int8 per channel. What is decided per tensor is never read from the
+quantisation config's ignore list (third-party files disagree with theirs).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from specdec.errors import UserError
+from targets.arch import Arch
+from targets.tensors import TensorSpec, all_tensors, is_bare
+
+PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+OTHER_TOWERS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder")
+"""Parts of a multimodal checkpoint that text decoding does not need."""
+
+STORED_TYPES = {
+    np.dtype(t)
+    for t in (
+        np.float32,
+        np.float16,
+        np.int8,
+        ml_dtypes.bfloat16,
+        ml_dtypes.float8_e4m3fn,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """values [..., out, in]; scale [..., out] float32 for e4m3 and int8 values, else None."""
+
+    values: np.ndarray
+    scale: np.ndarray | None = None
+
+
+class Checkpoint:
+    """The text decoder's tensors of one checkpoint folder. `read` is lazy, one tensor at a time."""
+
+    def __init__(self, path: Path, arch: Arch) -> None:
+        """Opens and checks names, shapes and dtypes of the headers; raises UserError."""
+        self.path = path
+        self.specs = all_tensors(arch)
+        self._files = _open_shards(path)
+        self._where = {name: file for file in self._files for name in file.names}
+        self._prefix = self._find_prefix()
+        self._check_names()
+
+    def read(self, name: str) -> Stored:
+        """The tensor that `targets.tensors` calls `name`; raises UserError on a wrong shape."""
+        spec = self.specs[name]
+        parts = self._expert_parts(name, spec) if "experts." in name else None
+        if parts is None:
+            return self._read_one(name, self._stored_name(name), spec.shape)
+        stored = [self._read_one(name, p, shape) for p, shape in parts]
+        return _fuse_experts(name, stored, spec)
+
+    def _find_prefix(self) -> str:
+        for prefix in PREFIXES:
+            if f"{prefix}embed_tokens.weight" in self._where:
+                return prefix
+        raise UserError(
+            f"{self.path}: no tensor <prefix>embed_tokens.weight with one of the prefixes "
+            f"{', '.join(PREFIXES)}: this is not a Gemma 4 checkpoint, or a shard is missing"
+        )
+
+    def _stored_name(self, name: str) -> str:
+        return self._prefix + name + ("" if is_bare(name) else ".weight")
+
+    def _expert_parts(
+        self, name: str, spec: TensorSpec
+    ) -> list[tuple[str, tuple[int, ...]]] | None:
+        """Names and shapes of un-fused experts (compressed-tensors files), None where fused."""
+        if self._stored_name(name) in self._where:
+            return None
+        base, kind = name.rsplit(".", 1)
+        experts, out, inner = spec.shape
+        names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        shape = (out // len(names), inner)
+        return [
+            (f"{self._prefix}{base}.{e}.{part}.weight", shape)
+            for e in range(experts)
+            for part in names
+        ]
+
+    def _check_names(self) -> None:
+        needed: set[str] = set()
+        for name, spec in self.specs.items():
+            parts = self._expert_parts(name, spec) if "experts." in name else None
+            needed |= {p for p, _ in parts} if parts else {self._stored_name(name)}
+        _refuse("lacks", needed - self._where.keys(), self.path, "download the missing shards")
+        scales = {_scale_name(n) for n in needed}
+        extra = {n for n in self._where.keys() - needed - scales if not self._ignorable(n)}
+        _refuse(
+            "has unused",
+            extra,
+            self.path,
+            "config.json does not describe this checkpoint, or specdec does not know this variant",
+        )
+
+    def _ignorable(self, name: str) -> bool:
+        if any(f"{tower}." in name for tower in OTHER_TOWERS) or name.startswith("lm_head."):
+            return True
+        # released E2B/E4B files carry the K/V projections of layers that share another's K/V
+        shared = re.search(r"layers\.(\d+)\.self_attn\.([kv]_proj|k_norm)\.", name)
+        return bool(shared) and f"layers.{shared[1]}.self_attn.k_proj" not in self.specs
+
+    def _read_one(self, name: str, stored: str, shape: tuple[int, ...]) -> Stored:
+        values = self._where[stored].read(stored)
+        if values.shape != shape:
+            raise UserError(
+                f"{self.path}: {stored} has shape {list(values.shape)}, config.json needs "
+                f"{list(shape)}: config and weights are of different models"
+            )
+        if values.dtype not in STORED_TYPES:
+            raise UserError(f"{self.path}: {stored} is {values.dtype}, which specdec can't read")
+        if values.dtype not in (np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)):
+            return Stored(values)
+        return Stored(values, self._read_scale(name, stored, shape))
+
+    def _read_scale(self, name: str, stored: str, shape: tuple[int, ...]) -> np.ndarray:
+        file = self._where.get(_scale_name(stored))
+        if file is None:
+            raise UserError(
+                f"{self.path}: {stored} is quantised but {_scale_name(stored)} is missing"
+            )
+        scale = file.read(_scale_name(stored)).astype(np.float32)
+        if scale.size != int(np.prod(shape[:-1])):
+            raise UserError(
+                f"{self.path}: the scale of {stored} has shape {list(scale.shape)}: only one "
+                f"scale per output channel ({shape[-2]} of them) is supported"
+            )
+        return scale.reshape(shape[:-1])
+
+
+def quantise_int8(values: np.ndarray) -> Stored:
+    """Symmetric per output channel: scale = absmax / 127 in float32 over the last axis."""
+    wide = values.astype(np.float32)
+    scale = np.maximum(np.abs(wide).max(-1), 1e-12) / np.float32(127)
+    return Stored(np.rint(wide / scale[..., None]).astype(np.int8), scale)
+
+
+def dequantise(stored: Stored) -> np.ndarray:
+    """float32 values, whatever the storage."""
+    wide = stored.values.astype(np.float32)
+    return wide if stored.scale is None else wide * stored.scale[..., None]
+
+
+def _scale_name(stored: str) -> str:
+    return stored.removesuffix(".weight") + ".weight_scale"
+
+
+def _refuse(what: str, names: set[str], path: Path, remedy: str) -> None:
+    if names:
+        listed = ", ".join(sorted(names)[:8]) + (f" and {len(names) - 8} more" * (len(names) > 8))
+        raise UserError(f"{path} {what} tensors: {listed}: {remedy}")
+
+
+def _fuse_experts(name: str, parts: list[Stored], spec: TensorSpec) -> Stored:
+    values = np.concatenate([p.values for p in parts]).reshape(spec.shape)
+    scales = [p.scale for p in parts if p.scale is not None]
+    if len(scales) not in (0, len(parts)):
+        raise UserError(f"{name}: some experts are quantised and some are not")
+    return Stored(values, np.concatenate(scales).reshape(spec.shape[:-1]) if scales else None)
+
+
+class _Shard:
+    """One safetensors file. FP8 is read here, because safetensors' numpy front has no name for it
+    (0.8.0: `module 'numpy' has no attribute 'float8_e4m3fn'`)."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        try:
+            self._open = safe_open(file, framework="numpy")
+        except (SafetensorError, OSError) as problem:
+            raise UserError(
+                f"{file} is truncated or damaged ({problem}): download it again"
+            ) from None
+        with file.open("rb") as stream:
+            self._data = 8 + int.from_bytes(stream.read(8), "little")
+            self._header = json.loads(stream.read(self._data - 8))
+        self.names = set(self._header) - {"__metadata__"}
+
+    def read(self, name: str) -> np.ndarray:
+        entry = self._header[name]
+        if entry["dtype"] != "F8_E4M3":
+            return self._open.get_tensor(name)
+        start, stop = entry["data_offsets"]
+        raw = np.memmap(self.file, np.uint8, "r", self._data + start, (stop - start,))
+        return np.array(raw).view(ml_dtypes.float8_e4m3fn).reshape(entry["shape"])
+
+
+def _open_shards(path: Path) -> list[_Shard]:
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    elif single.is_file():
+        names = [single.name]
+    else:
+        raise UserError(f"{path} has neither model.safetensors nor {index.name}")
+    for name in names:
+        if not (path / name).is_file():
+            raise UserError(f"{path}: shard {name} is missing: download it again")
+    return [_Shard(path / name) for name in names]

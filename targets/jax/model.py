@@ -1,0 +1,278 @@
+"""Gemma 4 as one pure forward: prefill, verify, feature capture and training all call it.
+
+Layers are scanned in groups of their pattern (one body per segment, no branch per layer). Where a
+layer gets its keys and values from is a value, `Memory`: a cache for decoding, the sequence itself
+for training. Shape legend: see layers.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from specdec.types import Array
+from targets.arch import Arch, LayerSpec
+from targets.jax import cache as kv
+from targets.jax import layers
+from targets.jax.cache import Cache, Span
+from targets.jax.params import Params
+from targets.segments import Segment, segments
+
+
+class Hidden(NamedTuple):
+    """last [B, T, H]: after the final norm. features [B, T, F]: chosen layers' outputs, or None."""
+
+    last: Array
+    features: Array | None
+
+
+class Memory(Protocol):
+    """Where K/V go to and come from during one forward pass."""
+
+    def positions(self, tokens: int) -> Array:
+        """Absolute positions [B, T] (or [1, T]) of a call with T tokens."""
+        ...
+
+    def exchange(
+        self, stored: Any, group: Array | int, layer: LayerSpec, k: Array, v: Array
+    ) -> tuple[Any, Array, Array]:
+        """Store the new k, v [B, T, K, D]; return the updated store and all keys and values."""
+        ...
+
+    def recall(self, stored: Any, group: int) -> tuple[Array, Array]:
+        """All keys and values of a donor layer."""
+        ...
+
+    def visible(self, layer: LayerSpec, tokens: int, size: int) -> Array:
+        """[B, T, S]."""
+        ...
+
+
+class CacheMemory(NamedTuple):
+    """Decoding: write into the cache, then attend over the cache alone, so that the order of
+    each reduction follows entries (absolute positions), never how many rows a call has."""
+
+    span: Span
+
+    def positions(self, tokens: int) -> Array:
+        return self.span.start[:, None] + jnp.arange(tokens)
+
+    def exchange(self, stored, group, layer, k, v):
+        stored = kv.LayerCache(
+            kv.write(stored.k, group, self.span, k), kv.write(stored.v, group, self.span, v)
+        )
+        return stored, *self.recall(stored, group)
+
+    def recall(self, stored, group):
+        return kv.read(stored.k, group, self.span), kv.read(stored.v, group, self.span)
+
+    def visible(self, layer, tokens, size):
+        return kv.visible(self.span, tokens, size, layer.window)
+
+
+class SequenceMemory(NamedTuple):
+    """Training: whole sequences from position 0, no cache. The store keeps each layer's own K/V
+    for the layers that share it: pairs [repeats, B, T, K, D], filled group by group."""
+
+    def positions(self, tokens: int) -> Array:
+        return jnp.arange(tokens)[None]
+
+    def exchange(self, stored, group, layer, k, v):
+        if stored is None:  # nobody shares this layer's K/V: keep nothing
+            return None, k, v
+        stored = kv.LayerCache(stored.k.at[group].set(k), stored.v.at[group].set(v))
+        return stored, k, v
+
+    def recall(self, stored, group):
+        return stored.k[group], stored.v[group]
+
+    def visible(self, layer, tokens, size):
+        ahead = jnp.arange(tokens)[:, None] - jnp.arange(size)
+        seen = ahead >= 0
+        return (seen if layer.window is None else seen & (ahead < layer.window))[None]
+
+
+def decode(
+    params: Params, arch: Arch, cache: Cache, tokens: Array, span: Span, features: tuple[int, ...]
+) -> tuple[Cache, Hidden]:
+    """Feed tokens [B, T] int32 at `span`: the updated cache and the states. Ids outside the
+    vocabulary are fed as id 0; the target never chooses what follows from them."""
+    cache = cache._replace(tokens=kv.write(cache.tokens[None], 0, span, tokens)[0])
+    stored, hidden = _forward(params, arch, cache.layers, tokens, CacheMemory(span), features)
+    return cache._replace(layers=stored), hidden
+
+
+def sequence_hidden(
+    params: Params, arch: Arch, tokens: Array, features: tuple[int, ...] = ()
+) -> Hidden:
+    """Whole sequences [B, T] without a cache (training, teacher): states at every position."""
+    donors = {layer.kv_from for layer in arch.layers}
+
+    def store(segment: Segment, j: int, layer: LayerSpec) -> kv.LayerCache | None:
+        if not donors & {segment.layer(g, j) for g in range(segment.repeats)}:
+            return None
+        shape = (segment.repeats, *tokens.shape, layer.kv_heads, layer.head_dim)
+        zeros = jnp.zeros(shape, params.top["norm"].dtype)
+        return kv.LayerCache(zeros, zeros)
+
+    stored = tuple(
+        tuple(store(segment, j, layer) for j, layer in enumerate(segment.pattern))
+        for segment in segments(arch)
+    )
+    return _forward(params, arch, stored, tokens, SequenceMemory(), features)[1]
+
+
+def sequence_logits(params: Params, arch: Arch, tokens: Array) -> Array:
+    """Whole sequences [B, T] -> soft-capped logits [B, T, V] float32."""
+    return head(params, arch, sequence_hidden(params, arch, tokens).last)
+
+
+def head(params: Params, arch: Arch, hidden: Array) -> Array:
+    """Final states [..., H] -> soft-capped logits [..., V] float32 (the embedding is the head)."""
+    logits = layers._dot(hidden, params.top["embed_tokens"])
+    return logits if arch.softcap is None else arch.softcap * jnp.tanh(logits / arch.softcap)
+
+
+def _forward(
+    params: Params,
+    arch: Arch,
+    stored: tuple,
+    tokens: Array,
+    memory: Memory,
+    features: tuple[int, ...],
+) -> tuple[tuple, Hidden]:
+    tokens = jnp.where((tokens >= 0) & (tokens < arch.vocab), tokens, 0)
+    x = embed(params, arch, tokens)
+    per_layer = _per_layer_inputs(params, arch, tokens, x)
+    states: dict[int, Array] = {}
+    done: list[tuple] = []
+    for i, segment in enumerate(segments(arch)):
+        donors = _donors(arch, segment, done, memory)
+        x, store, seen = _run_segment(
+            params.segments[i], arch, segment, stored[i], x, per_layer, donors, memory, features
+        )
+        done.append(store)
+        states |= seen
+    last = layers.rms_norm(x, params.top["norm"], arch.eps)
+    captured = jnp.concatenate([states[i] for i in features], -1) if features else None
+    return tuple(done), Hidden(last, captured)
+
+
+def embed(params: Params, arch: Arch, tokens: Array) -> Array:
+    """Token ids [...] -> scaled embeddings [..., H]; the factor is rounded to the weight dtype."""
+    table = params.top["embed_tokens"]
+    return table[tokens] * jnp.asarray(arch.hidden**0.5, table.dtype)
+
+
+def _per_layer_inputs(params: Params, arch: Arch, tokens: Array, x: Array) -> Array | None:
+    """[B, T, L, P] for E2B and E4B: a table row per token, mixed with a projection of x."""
+    width = arch.per_layer_input
+    if not width:
+        return None
+    shape = (*tokens.shape, len(arch.layers), width)
+    table = params.top["embed_tokens_per_layer"]
+    own = jnp.where((tokens < arch.per_layer_vocab), tokens, 0)
+    row = (table[own] * jnp.asarray(width**0.5, table.dtype)).reshape(shape)
+    mixed = layers.project(x, params.top["per_layer_model_projection"])
+    mixed = (mixed * jnp.asarray(arch.hidden**-0.5, x.dtype)).reshape(shape)
+    mixed = layers.rms_norm(mixed, params.top["per_layer_projection_norm"], arch.eps)
+    return (mixed + row) * jnp.asarray(2**-0.5, x.dtype)
+
+
+def _donors(
+    arch: Arch, segment: Segment, done: list[tuple], memory: Memory
+) -> tuple[tuple[Array, Array] | None, ...]:
+    """For each layer of the pattern that shares K/V: its donor's, from an earlier segment."""
+
+    def find(layer: int) -> tuple[Array, Array]:
+        for earlier, store in zip(segments(arch), done, strict=False):
+            group, j = divmod(layer - earlier.first, len(earlier.pattern))
+            if 0 <= layer - earlier.first and group < earlier.repeats:
+                return memory.recall(store[j], group)
+        raise AssertionError(f"layer {layer} lends its K/V but comes later")
+
+    return tuple(None if la.kv_from is None else find(la.kv_from) for la in segment.pattern)
+
+
+def _run_segment(
+    weights: tuple[dict[str, Any], ...],
+    arch: Arch,
+    segment: Segment,
+    store: tuple,
+    x: Array,
+    per_layer: Array | None,
+    donors: tuple,
+    memory: Memory,
+    features: tuple[int, ...],
+) -> tuple[Array, tuple, dict[int, Array]]:
+    """Scan the segment's groups; the KV store rides in the carry, so it is updated in place."""
+    period, repeats = len(segment.pattern), segment.repeats
+    wanted = [
+        j for j in range(period) if any(segment.layer(g, j) in features for g in range(repeats))
+    ]
+    positions = memory.positions(x.shape[1])
+
+    def group_body(carry: tuple, group: tuple) -> tuple:
+        x, store = carry
+        number, w, extra = group
+        states, kept = [], list(store)
+        for j, layer in enumerate(segment.pattern):
+            with jax.named_scope(f"{'sliding' if layer.sliding else 'global'}_{j}"):
+                x, kept[j] = _layer(
+                    x,
+                    w[j],
+                    arch,
+                    layer,
+                    kept[j],
+                    number,
+                    positions,
+                    donors[j],
+                    memory,
+                    None if extra is None else extra[j],
+                )
+            if j in wanted:
+                states.append(x)
+        return (x, tuple(kept)), tuple(states)
+
+    extra = None
+    if per_layer is not None:
+        part = per_layer[:, :, segment.first : segment.first + period * repeats]
+        extra = jnp.moveaxis(part, 2, 0).reshape(repeats, period, *x.shape[:2], -1)
+    groups = (jnp.arange(repeats), weights, extra)
+    (x, store), states = jax.lax.scan(group_body, (x, store), groups)
+    seen = {segment.layer(g, j): states[n][g] for n, j in enumerate(wanted) for g in range(repeats)}
+    return x, store, seen
+
+
+def _layer(
+    h: Array,
+    w: dict[str, Any],
+    arch: Arch,
+    layer: LayerSpec,
+    store: Any,
+    group: Array,
+    positions: Array,
+    donor: tuple[Array, Array] | None,
+    memory: Memory,
+    per_layer: Array | None,
+) -> tuple[Array, Any]:
+    eps = arch.eps
+    x = layers.rms_norm(h, w["input_layernorm"], eps)
+    tables = layers.rope_tables(layer.rope, layer.head_dim, positions)
+    q = layers.queries(x, w, layer, tables, eps)
+    if donor is None:
+        new_k, new_v = layers.keys_values(x, w, layer, tables, eps)
+        store, k, v = memory.exchange(store, group, layer, new_k, new_v)
+    else:
+        k, v = donor
+    seen = memory.visible(layer, h.shape[1], k.shape[1])
+    mixed = layers.project(layers.attend(q, k, v, seen), w["self_attn.o_proj"])
+    h = h + layers.rms_norm(mixed, w["post_attention_layernorm"], eps)
+    h = h + layers.feed_forward(h, w, layer.moe, eps)
+    if per_layer is not None:
+        gate = jax.nn.gelu(layers.project(h, w["per_layer_input_gate"]), approximate=True)
+        extra = layers.project(gate * per_layer, w["per_layer_projection"])
+        h = h + layers.rms_norm(extra, w["post_per_layer_input_norm"], eps)
+    return h * w["layer_scalar"], store

@@ -1,0 +1,162 @@
+"""Parameters as a pytree: stacked by segment for the scan, placed by logical axes.
+
+`Params.segments[s][j][name]` holds tensor `name` of position j of segment s's pattern, with a
+leading axis of that segment's repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from specdec.types import Array
+from targets.arch import Arch
+from targets.checkpoint import Checkpoint, Stored, quantise_int8
+from targets.segments import Segment, segments
+from targets.tensors import TensorSpec, is_bare, layer_tensors, model_tensors
+
+
+class Quantized(NamedTuple):
+    """Per-output-channel weights: values [..., out, in] int8 or e4m3, scale [..., out] float32."""
+
+    values: Array
+    scale: Array
+
+
+class Params(NamedTuple):
+    """top: tensors outside the layers; segments: one tuple of dicts per segment (see module)."""
+
+    top: dict[str, Array]
+    segments: tuple[tuple[dict[str, Any], ...], ...]
+
+
+MESH_AXES = {"vocab": "tp", "heads": "tp", "kv": "tp", "ffw": "tp", "expert": "tp", "none": None}
+"""The one table that places parameters: logical axis to mesh axis."""
+
+
+def partition(spec: TensorSpec, tp: int, leading: int = 0) -> PartitionSpec:
+    """Where a tensor lives on a mesh whose `tp` axis has this size; what won't divide is copied."""
+    axes = [
+        MESH_AXES[axis] if size % tp == 0 else None
+        for axis, size in zip(spec.axes, spec.shape, strict=True)
+    ]
+    return PartitionSpec(*([None] * leading), *axes)
+
+
+def _build(arch: Arch, leaf: Callable[[list[str], TensorSpec, bool], Any]) -> Params:
+    """Walk the tree once: `leaf(names, spec, stacked)` makes the tensor that holds these names."""
+    top = {name: leaf([name], spec, False) for name, spec in model_tensors(arch).items()}
+    stacks = []
+    for segment in segments(arch):
+        pattern = [
+            {
+                name: leaf(_names(segment, j, name), spec, True)
+                for name, spec in layer_tensors(arch, layer).items()
+            }
+            for j, layer in enumerate(segment.pattern)
+        ]
+        stacks.append(tuple(pattern))
+    return Params(top, tuple(stacks))
+
+
+def _names(segment: Segment, position: int, name: str) -> list[str]:
+    return [f"layers.{segment.layer(g, position)}.{name}" for g in range(segment.repeats)]
+
+
+def load_params(
+    checkpoint: Checkpoint, arch: Arch, dtype: Any, int8: bool = False, mesh: Mesh | None = None
+) -> Params:
+    """Read, optionally quantise the linears to int8, stack and place. dtype: of what stays wide."""
+
+    def leaf(names: list[str], spec: TensorSpec, stacked: bool) -> Any:
+        stored = [checkpoint.read(name) for name in names]
+        if int8 and spec.linear and stored[0].scale is None:
+            stored = [quantise_int8(s.values) for s in stored]
+        return _place(stored, spec, stacked, dtype, mesh)
+
+    return _build(arch, leaf)
+
+
+def _place(
+    stored: list[Stored], spec: TensorSpec, stacked: bool, dtype: Any, mesh: Mesh | None
+) -> Any:
+    def place(parts: list[np.ndarray], spec: TensorSpec, kind: Any) -> Array:
+        values = np.stack(parts) if stacked else parts[0]
+        return jax.device_put(values.astype(kind), sharding_of(spec, stacked, mesh))
+
+    values = [s.values for s in stored]
+    scales = [s.scale for s in stored if s.scale is not None]
+    if not scales:
+        return place(values, spec, dtype)
+    return Quantized(
+        place(values, spec, values[0].dtype), place(scales, _scale_spec(spec), np.float32)
+    )
+
+
+def _scale_spec(spec: TensorSpec) -> TensorSpec:
+    return TensorSpec(spec.shape[:-1], spec.axes[:-1])
+
+
+def sharding_of(spec: TensorSpec, stacked: bool, mesh: Mesh | None) -> NamedSharding | None:
+    if mesh is None:
+        return None
+    return NamedSharding(mesh, partition(spec, mesh.shape["tp"], int(stacked)))
+
+
+def init_params(arch: Arch, key: Array, dtype: Any = jnp.float32) -> Params:
+    """Random parameters: linears with std 1 / sqrt(in), embeddings with 1 / sqrt(hidden), so
+    that scaled embeddings have unit variance; norms, scalars and router scales are 1."""
+    counter = iter(range(10**6))
+
+    def leaf(names: list[str], spec: TensorSpec, stacked: bool) -> Any:
+        shape = ((len(names),) if stacked else ()) + spec.shape
+        if len(spec.shape) == 1:
+            return jnp.ones(shape, dtype)
+        std = (arch.hidden if names[0] == "embed_tokens" else spec.shape[-1]) ** -0.5
+        if names[0] == "embed_tokens_per_layer":
+            std = arch.per_layer_input**-0.5
+        draw = jax.random.normal(jax.random.fold_in(key, next(counter)), shape, jnp.float32)
+        return (draw * std).astype(dtype)
+
+    return _build(arch, leaf)
+
+
+def abstract_params(arch: Arch, dtype: Any, int8: bool = False, mesh: Mesh | None = None) -> Params:
+    """Shapes, dtypes and shardings only: for compiling without weights."""
+
+    def leaf(names: list[str], spec: TensorSpec, stacked: bool) -> Any:
+        def shaped(spec: TensorSpec, kind: Any) -> jax.ShapeDtypeStruct:
+            shape = ((len(names),) if stacked else ()) + spec.shape
+            return jax.ShapeDtypeStruct(shape, kind, sharding=sharding_of(spec, stacked, mesh))
+
+        if not (int8 and spec.linear):
+            return shaped(spec, dtype)
+        return Quantized(shaped(spec, jnp.int8), shaped(_scale_spec(spec), jnp.float32))
+
+    return _build(arch, leaf)
+
+
+def to_tensors(
+    params: Params, arch: Arch, prefix: str = "model.language_model."
+) -> dict[str, np.ndarray]:
+    """Unstack into Hugging Face names, as bfloat16 (layout of the released files)."""
+    tensors: dict[str, np.ndarray] = {}
+
+    def keep(name: str, values: Array) -> None:
+        stored = prefix + name + ("" if is_bare(name) else ".weight")
+        tensors[stored] = np.asarray(values, np.float32).astype(ml_dtypes.bfloat16)
+
+    for name, values in params.top.items():
+        keep(name, values)
+    for segment, pattern in zip(segments(arch), params.segments, strict=True):
+        for j, group in enumerate(pattern):
+            for name, values in group.items():
+                for g, full_name in enumerate(_names(segment, j, name)):
+                    keep(full_name, values[g])
+    return tensors

@@ -1,0 +1,43 @@
+"""Layers in groups of the pattern, so that a backend can scan over groups instead of layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from targets.arch import Arch, LayerSpec
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`repeats` groups of the same `pattern` of layers, starting at layer `first`."""
+
+    first: int
+    pattern: tuple[LayerSpec, ...]
+    repeats: int
+
+    def layer(self, group: int, position: int) -> int:
+        return self.first + group * len(self.pattern) + position
+
+
+def segments(arch: Arch) -> tuple[Segment, ...]:
+    """Cut the layers into runs of a repeated pattern, longest run first, shortest pattern first.
+
+    31B: one segment of (5 sliding + 1 global) x 10. E4B: x 4 that own their K/V, x 3 that share.
+    """
+    found, first = [], 0
+    while first < len(arch.layers):
+        period, repeats = _longest_run(arch.layers[first:])
+        found.append(Segment(first, arch.layers[first : first + period], repeats))
+        first += period * repeats
+    return tuple(found)
+
+
+def _longest_run(layers: tuple[LayerSpec, ...]) -> tuple[int, int]:
+    best = (1, 1)
+    for period in range(1, len(layers) // 2 + 1):
+        repeats = 1
+        while layers[repeats * period : (repeats + 1) * period] == layers[:period]:
+            repeats += 1
+        if repeats > 1 and period * repeats > best[0] * best[1]:
+            best = (period, repeats)
+    return best
