@@ -1,0 +1,106 @@
+"""From a checkpoint folder, or from nothing but an architecture, to a JaxTarget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec.errors import UserError
+from specdec.types import MAX_DRAFT
+from targets.arch import Arch, read_arch
+from targets.checkpoint import Checkpoint
+from targets.jax.params import Params, init_params, load_params
+from targets.jax.programs import Plan
+from targets.jax.target import JaxTarget
+
+WIDTHS = (8, 16, 32)
+"""Compiled verify widths: the smallest that holds K + 1. Plain decoding runs at the same one."""
+CHUNK = 128
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclass(frozen=True)
+class JaxOptions:
+    """How to run a model with JAX. dtype and mapped: None takes what suits the platform."""
+
+    slots: int = 4
+    max_len: int = 2048
+    k: int = 4
+    dtype: str | None = None
+    int8: bool = False
+    features: tuple[int, ...] = ()
+    tp: int = 1
+    mapped: bool | None = None
+
+
+def width_for(k: int) -> int:
+    """The verify width for drafts of up to k tokens; raises UserError for K < 0 or K > 31."""
+    if not 0 <= k <= MAX_DRAFT:
+        raise UserError(f"K must be 0 to {MAX_DRAFT}, got {k}")
+    return next(width for width in WIDTHS if k < width)
+
+
+def load_target(path: Path, options: JaxOptions, suppress: tuple[int, ...] = ()) -> JaxTarget:
+    """Read, check, place. Raises UserError with one line for anything wrong in the folder."""
+    arch = read_arch(path)
+    mesh, dtype = make_mesh(options.tp), _dtype(options)
+    params = load_params(Checkpoint(path, arch), arch, dtype, options.int8, mesh)
+    return build_target(arch, params, options, suppress, mesh)
+
+
+def random_target(arch: Arch, options: JaxOptions, seed: int = 0) -> JaxTarget:
+    """A model of this architecture with random weights (speed tests)."""
+    params = jax.jit(init_params, static_argnums=(0, 2))(
+        arch, jax.random.key(seed), _dtype(options)
+    )
+    return build_target(arch, params, options)
+
+
+def build_target(
+    arch: Arch,
+    params: Params,
+    options: JaxOptions,
+    suppress: tuple[int, ...] = (),
+    mesh: jax.sharding.Mesh | None = None,
+) -> JaxTarget:
+    return JaxTarget(make_plan(arch, options), params, _dtype(options), suppress, mesh)
+
+
+def make_plan(arch: Arch, options: JaxOptions) -> Plan:
+    if options.slots < 1:
+        raise UserError(f"slots must be 1 or more, got {options.slots}")
+    if not 2 <= options.max_len <= arch.max_position:
+        raise UserError(
+            f"max-len must be 2 to {arch.max_position} (this model's limit), got {options.max_len}"
+        )
+    mapped = options.mapped if options.mapped is not None else jax.default_backend() == "cpu"
+    return Plan(
+        arch,
+        options.slots,
+        options.max_len,
+        width_for(options.k),
+        min(CHUNK, options.max_len),
+        options.features,
+        mapped,
+    )
+
+
+def make_mesh(tp: int) -> jax.sharding.Mesh | None:
+    """A mesh of `tp` devices on axis `tp`, None for one device."""
+    if tp == 1:
+        return None
+    if tp > jax.device_count():
+        raise UserError(f"tp={tp} needs {tp} devices, JAX sees {jax.device_count()}")
+    return jax.sharding.Mesh(np.array(jax.devices()[:tp]), ("tp",))
+
+
+def _dtype(options: JaxOptions) -> Any:
+    name = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    if name not in DTYPES:
+        raise UserError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}")
+    return DTYPES[name]

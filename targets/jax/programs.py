@@ -1,0 +1,126 @@
+"""The compiled programs of the JAX target: forward over slots, choose, prefill.
+
+Everything is indexed by slot. Two ways to run the rows, the same body:
+- mapped (CPU): a loop with a traced trip count runs the one-row forward for each live slot. A
+  row's arithmetic is then the same program whoever else is in the batch: exact by construction,
+  and on a CPU, which is bound by arithmetic, it costs nothing.
+- batched (TPU, GPU): all slots of a bucket in one call, so that the weights are read once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specdec.types import Array
+from targets.arch import Arch
+from targets.jax import sampling
+from targets.jax.cache import Cache, Span
+from targets.jax.model import decode, head
+from targets.jax.params import Params
+from targets.jax.sampling import Rules
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a program is compiled for: everything static."""
+
+    arch: Arch
+    slots: int
+    max_len: int
+    width: int
+    """Tokens per row and verify call, T = K_max + 1, for plain decoding too: one width."""
+    chunk: int
+    """Tokens per prefill call; chunks are cut at its absolute multiples."""
+    features: tuple[int, ...]
+    mapped: bool
+
+    @property
+    def slack(self) -> int:
+        """Extra cache entries, so that no call overwrites what its own queries still see."""
+        return max(self.width, self.chunk)
+
+
+class Feed(NamedTuple):
+    """tokens [B, T] int32, start [B], count [B] (0: the slot sits this call out), by slot."""
+
+    tokens: Array
+    start: Array
+    count: Array
+
+
+class Outcome(NamedTuple):
+    """logits [B, T, V] float32, soft-capped; features [B, T, F] or None."""
+
+    logits: Array
+    features: Array | None
+
+
+def verify(plan: Plan, params: Params, cache: Cache, feed: Feed) -> tuple[Cache, Outcome]:
+    """Feed every live slot its tokens and return the logits after each of them."""
+    if not plan.mapped:
+        return _run(plan, params, cache, feed, 0)
+    slots = feed.tokens.shape[0]
+    order, live = _live_first(feed)
+    shapes = jax.eval_shape(lambda c: _run(plan, params, c, _row(feed, 0), 0)[1], cache)
+    empty = jax.tree.map(lambda s: jnp.zeros((slots, *s.shape[1:]), s.dtype), shapes)
+
+    def body(i: Array, carry: tuple[Cache, Outcome]) -> tuple[Cache, Outcome]:
+        cache, out = carry
+        slot = order[i]
+        cache, row = _run(plan, params, cache, _row(feed, slot), slot)
+        return cache, jax.tree.map(lambda all_, one: all_.at[slot].set(one[0]), out, row)
+
+    return jax.lax.fori_loop(0, live, body, (cache, empty))
+
+
+def _run(
+    plan: Plan, params: Params, cache: Cache, feed: Feed, first: Array | int
+) -> tuple[Cache, Outcome]:
+    span = Span(first, feed.start, feed.count)
+    cache, hidden = decode(params, plan.arch, cache, feed.tokens, span, plan.features)
+    return cache, Outcome(head(params, plan.arch, hidden.last), hidden.features)
+
+
+def prefill(
+    plan: Plan, params: Params, cache: Cache, feed: Feed, slot: Array
+) -> tuple[Cache, Outcome]:
+    """One slot's chunk [1, chunk]; logits [1, 1, V] after its last real token only."""
+    span = Span(slot, feed.start, feed.count)
+    cache, hidden = decode(params, plan.arch, cache, feed.tokens, span, plan.features)
+    last = jax.lax.dynamic_slice_in_dim(hidden.last, feed.count[0] - 1, 1, 1)
+    return cache, Outcome(head(params, plan.arch, last), hidden.features)
+
+
+def choose(
+    plan: Plan, shaped: bool, logits: Array, bias: Array, rules: Rules, history: Array, feed: Feed
+) -> Array:
+    """[B, T] int32. `shaped` False: every row is a bare argmax, which no program can get wrong."""
+    if not shaped:
+        return sampling.choose_greedy(logits, bias)
+    if not plan.mapped:
+        return sampling.choose(logits, bias, rules, history, feed.start)
+    order, live = _live_first(feed)
+
+    def body(i: Array, out: Array) -> Array:
+        slot = order[i]
+        one = lambda tree: jax.tree.map(lambda leaf: leaf[slot][None], tree)  # noqa: E731
+        row = sampling.choose(
+            one(logits), one(bias), one(rules), one(history), feed.start[slot][None]
+        )
+        return out.at[slot].set(row[0])
+
+    return jax.lax.fori_loop(0, live, body, jnp.zeros(logits.shape[:2], jnp.int32))
+
+
+def _live_first(feed: Feed) -> tuple[Array, Array]:
+    """Slot numbers with the live ones first, and how many are live."""
+    idle = feed.count == 0
+    return jnp.argsort(idle, stable=True), jnp.sum(~idle)
+
+
+def _row(feed: Feed, slot: Array | int) -> Feed:
+    return Feed(*(leaf[slot][None] for leaf in feed))

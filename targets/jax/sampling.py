@@ -1,0 +1,138 @@
+"""The target chooses: logits and a request's parameters to one token id per position.
+
+Order as in vLLM: bias and suppression, penalties, temperature, min-p, top-k, top-p, then
+Gumbel-max with keyed noise. The filters are thresholds found by bisection over the bits of
+float32, so nothing is sorted and each row's reductions never depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specdec.types import Array, LogprobRows
+from targets.jax.noise import gumbel
+
+MAX_LOGPROBS = 20
+
+
+class Rules(NamedTuple):
+    """One row per sequence [B]; what `Sampling` holds, as arrays. seed [B, 2] uint32."""
+
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    repetition: Array
+    presence: Array
+    frequency: Array
+    seed: Array
+    prompt_len: Array
+
+
+def choose_greedy(logits: Array, bias: Array) -> Array:
+    """logits [B, T, V], bias [B, V] -> [B, T] int32; ties go to the lowest id."""
+    return jnp.argmax(logits + bias[:, None], -1).astype(jnp.int32)
+
+
+def choose(logits: Array, bias: Array, rules: Rules, history: Array, start: Array) -> Array:
+    """Any mixture of greedy and sampled rows.
+
+    logits [B, T, V] float32: row t follows position start + t. history [B, S] int32: what was fed
+    at each position, this call's tokens included. -> [B, T] int32.
+    """
+    tokens = logits.shape[1]
+    shaped = logits + bias[:, None]
+    shaped = _penalise(shaped, rules, history, start)
+    warm = jnp.where(rules.temperature > 0, rules.temperature, 1.0)[:, None, None]
+    kept = _filter(shaped / warm, rules)
+    position = start[:, None] + jnp.arange(tokens) + 1  # of the token that is chosen
+    seeds = jnp.broadcast_to(rules.seed[:, None], (*position.shape, 2))
+    sampled = jnp.argmax(kept + gumbel(seeds, position, logits.shape[-1]), -1)
+    greedy = jnp.argmax(shaped, -1)
+    return jnp.where(rules.temperature[:, None] > 0, sampled, greedy).astype(jnp.int32)
+
+
+def _penalise(logits: Array, rules: Rules, history: Array, start: Array) -> Array:
+    """Repetition over prompt and output, presence and frequency over the output (as in vLLM)."""
+    everything, output = _counts(logits.shape, rules, history, start)
+    factor = jnp.where(everything > 0, rules.repetition[:, None, None], 1.0)
+    logits = jnp.where(logits > 0, logits / factor, logits * factor)
+    logits = logits - rules.frequency[:, None, None] * output
+    return logits - rules.presence[:, None, None] * (output > 0)
+
+
+def _counts(
+    shape: tuple[int, ...], rules: Rules, history: Array, start: Array
+) -> tuple[Array, Array]:
+    """How often each id occurs up to position start + t [B, T, V]: anywhere, and in the output."""
+    batch, tokens, vocab = shape
+    position = jnp.arange(history.shape[1])
+    row = jnp.arange(batch)[:, None]
+    valid = (history >= 0) & (history < vocab)
+    ids = jnp.where(valid, history, vocab)  # out of range: dropped
+
+    def count(up_to: Array, after: Array) -> Array:
+        inside = (position <= up_to[:, None]) & (position >= after[:, None])
+        zeros = jnp.zeros((batch, vocab), jnp.float32)
+        return zeros.at[row, ids].add(inside.astype(jnp.float32), mode="drop")
+
+    none = jnp.zeros_like(start)
+    base = jnp.stack([count(start, none), count(start, rules.prompt_len)])  # [2, B, V]
+    drafted = start[:, None] + 1 + jnp.arange(tokens - 1)  # positions of the call's later tokens
+    later = jnp.take_along_axis(ids, drafted, 1)
+    steps = jax.nn.one_hot(later, vocab, dtype=jnp.float32)  # an id of `vocab` is all zeros
+    grown = jnp.cumsum(jnp.concatenate([jnp.zeros((batch, 1, vocab)), steps], 1), 1)
+    everything, output = base[:, :, None] + grown
+    return everything, output
+
+
+def _filter(logits: Array, rules: Rules) -> Array:
+    """-inf where min-p, top-k or top-p cuts; ties at a threshold stay together."""
+    best = logits.max(-1, keepdims=True)
+    floor = jnp.where(rules.min_p > 0, jnp.log(jnp.maximum(rules.min_p, 1e-30)), -jnp.inf)
+    logits = jnp.where(logits >= best + floor[:, None, None], logits, -jnp.inf)
+    off = rules.top_k <= 0
+    wanted = jnp.where(off, logits.shape[-1], rules.top_k)[:, None].astype(jnp.float32)
+    ones = jnp.ones_like(logits)
+    logits = _cut(logits, ones, wanted, off[:, None])
+    mass = jnp.exp(logits - best)
+    total = mass.sum(-1)
+    return _cut(logits, mass, rules.top_p[:, None] * total, (rules.top_p >= 1)[:, None])
+
+
+def _cut(logits: Array, weight: Array, wanted: Array, off: Array) -> Array:
+    """Keep the smallest top set whose weights reach `wanted` [B, T]; all where `off`."""
+    keys = _ordered(logits)
+
+    def halve(bit: Array, threshold: Array) -> Array:
+        trial = threshold | (jnp.uint32(1) << (jnp.uint32(31) - bit.astype(jnp.uint32)))
+        reached = jnp.where(keys >= trial[..., None], weight, 0.0).sum(-1) >= wanted
+        return jnp.where(reached, trial, threshold)
+
+    threshold = jax.lax.fori_loop(
+        0, 32, halve, jnp.zeros(wanted.shape[:1] + logits.shape[1:2], jnp.uint32)
+    )
+    return jnp.where((keys >= threshold[..., None]) | off[..., None], logits, -jnp.inf)
+
+
+def _ordered(values: Array) -> Array:
+    """float32 to uint32 with the same order."""
+    bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32)
+    negative = bits >> 31 == 1
+    return jnp.where(negative, ~bits, bits | jnp.uint32(0x80000000))
+
+
+def logprobs(logits: Array, chosen: Array) -> LogprobRows:
+    """Log-probabilities of the unshaped distribution (temperature 1, nothing cut), best 20."""
+    log_p = jax.nn.log_softmax(logits, -1)
+    values, ids = jax.lax.top_k(log_p, min(MAX_LOGPROBS, log_p.shape[-1]))
+    picked = jnp.take_along_axis(log_p, chosen[..., None], -1)[..., 0]
+    return LogprobRows(picked, ids, values)
+
+
+jax.tree_util.register_dataclass(
+    LogprobRows, data_fields=["chosen", "top_ids", "top_logprobs"], meta_fields=[]
+)

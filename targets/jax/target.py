@@ -1,0 +1,176 @@
+"""The JAX target: weights, cache and compiled programs behind `specdec.protocols.Target`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec.errors import UserError
+from specdec.types import NO_GUESS, Array, LogprobRows, Sampling, Sequence, Step
+from targets.jax import programs, sampling
+from targets.jax.cache import make_cache
+from targets.jax.noise import split_seed
+from targets.jax.params import Params
+from targets.jax.programs import Feed, Plan
+from targets.jax.sampling import Rules
+
+
+class JaxTarget:
+    """One model on one device or mesh, with `plan.slots` sequences of up to `plan.max_len`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        params: Params,
+        dtype: Any,
+        suppress: tuple[int, ...] = (),
+        mesh: jax.sharding.Mesh | None = None,
+    ) -> None:
+        self.plan, self.params, self.dtype = plan, params, dtype
+        arch = plan.arch
+        self.cache = make_cache(arch, plan.slots, plan.max_len, plan.slack, dtype, mesh)
+        self._unbiased = np.zeros(arch.vocab, np.float32)
+        self._unbiased[list(suppress)] = -np.inf
+        self.bias = jnp.asarray(np.tile(self._unbiased, (plan.slots, 1)))
+        self._biased: set[int] = set()
+        self._rules = _blank_rules(plan.slots)
+        self._device_rules: Rules | None = None
+        self._verify = jax.jit(partial(programs.verify, plan), donate_argnums=1)
+        self._prefill = jax.jit(partial(programs.prefill, plan), donate_argnums=1)
+        self._choose = jax.jit(partial(programs.choose, plan), static_argnums=0)
+        self._choose_one = jax.jit(_choose_one, static_argnums=0)
+        self._logprobs = jax.jit(sampling.logprobs)
+
+    @property
+    def slots(self) -> int:
+        return self.plan.slots
+
+    @property
+    def max_len(self) -> int:
+        return self.plan.max_len
+
+    @property
+    def max_draft(self) -> int:
+        return self.plan.width - 1
+
+    @property
+    def prefill_chunk(self) -> int:
+        return self.plan.chunk
+
+    @property
+    def vocab(self) -> int:
+        return self.plan.arch.vocab
+
+    def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
+        if start == 0:
+            self.seat(seq)
+        tokens = np.zeros((1, self.plan.chunk), np.int32)
+        tokens[0, : stop - start] = seq.tokens[start:stop]
+        feed = Feed(tokens, np.array([start], np.int32), np.array([stop - start], np.int32))
+        slot = np.int32(seq.slot)
+        self.cache, out = self._prefill(self.params, self.cache, feed, slot)
+        last = np.array([stop - 1], np.int32)
+        chosen = self._choose_one(
+            seq.sampling.shaped, out.logits, self.bias, self.rules(), self.cache.tokens, last, slot
+        )
+        features = None if out.features is None else out.features[:, : stop - start]
+        details = self._logprobs(out.logits, chosen) if seq.sampling.logprobs is not None else None
+        return Step(np.asarray(chosen), features, details)
+
+    def verify(self, seqs: Rows[Sequence], draft: Array) -> Step:
+        k = draft.shape[1]
+        if k > self.max_draft:
+            raise UserError(f"K is {k} but this target was compiled for at most {self.max_draft}")
+        feed = self._feed(seqs, np.asarray(draft))
+        self.cache, out = self._verify(self.params, self.cache, feed)
+        shaped = any(seq.sampling.shaped for seq in seqs)
+        chosen = self._choose(shaped, out.logits, self.bias, self.rules(), self.cache.tokens, feed)
+        rows = np.array([seq.slot for seq in seqs])
+        wanted = any(seq.sampling.logprobs is not None for seq in seqs)
+        details = self._logprobs(out.logits, chosen) if wanted else None
+        return Step(
+            np.asarray(chosen)[rows, : k + 1],
+            None if out.features is None else out.features[rows, : k + 1],
+            details and pick_rows(details, rows),
+        )
+
+    def seat(self, seq: Sequence) -> None:
+        """Take over a new owner's sampling parameters for its slot."""
+        sampling_, slot = seq.sampling, seq.slot
+        for token, _ in sampling_.logit_bias:
+            if token >= self.vocab:
+                raise UserError(f"logit_bias names token {token}, the vocabulary has {self.vocab}")
+        _set_rules(self._rules, slot, sampling_, seq.prompt_len)
+        self._device_rules = None
+        if sampling_.logit_bias or slot in self._biased:
+            row = self._unbiased.copy()
+            for token, bias in sampling_.logit_bias:
+                row[token] += bias
+            self.bias = self.bias.at[slot].set(row)
+            self._biased = self._biased | {slot} if sampling_.logit_bias else self._biased - {slot}
+
+    def rules(self) -> Rules:
+        """Every slot's sampling parameters on the device."""
+        if self._device_rules is None:
+            self._device_rules = jax.tree.map(jnp.asarray, self._rules)
+        return self._device_rules
+
+    def _feed(self, seqs: Rows[Sequence], draft: np.ndarray) -> Feed:
+        plan = self.plan
+        tokens = np.full((plan.slots, plan.width), NO_GUESS, np.int32)
+        start, count = np.zeros(plan.slots, np.int32), np.zeros(plan.slots, np.int32)
+        for b, seq in enumerate(seqs):
+            tokens[seq.slot, 0] = seq.tokens[-1]
+            tokens[seq.slot, 1 : 1 + draft.shape[1]] = draft[b]
+            start[seq.slot] = len(seq.tokens) - 1
+            count[seq.slot] = plan.width
+        return Feed(tokens, start, count)
+
+
+def _choose_one(
+    shaped: bool, logits: Array, bias: Array, rules: Rules, history: Array, last: Array, slot: Array
+) -> Array:
+    """The token after a prompt's last position [1, 1], by the same rules as in `verify`."""
+    one = partial(jax.tree.map, lambda leaf: leaf[slot][None])
+    if not shaped:
+        return sampling.choose_greedy(logits, one(bias))
+    return sampling.choose(logits, one(bias), one(rules), one(history), last)
+
+
+def pick_rows(details: LogprobRows, rows: np.ndarray) -> LogprobRows:
+    return LogprobRows(
+        *(np.asarray(a)[rows] for a in (details.chosen, details.top_ids, details.top_logprobs))
+    )
+
+
+def _blank_rules(slots: int) -> Rules:
+    zero, one = np.zeros(slots, np.float32), np.ones(slots, np.float32)
+    whole = np.zeros(slots, np.int32)
+    return Rules(
+        temperature=zero.copy(),
+        top_k=whole.copy(),
+        top_p=one.copy(),
+        min_p=zero.copy(),
+        repetition=one.copy(),
+        presence=zero.copy(),
+        frequency=zero.copy(),
+        seed=np.zeros((slots, 2), np.uint32),
+        prompt_len=whole.copy(),
+    )
+
+
+def _set_rules(rules: Rules, slot: int, given: Sampling, prompt_len: int) -> None:
+    rules.temperature[slot] = given.temperature
+    rules.top_k[slot] = given.top_k
+    rules.top_p[slot] = given.top_p
+    rules.min_p[slot] = given.min_p
+    rules.repetition[slot] = given.repetition_penalty
+    rules.presence[slot] = given.presence_penalty
+    rules.frequency[slot] = given.frequency_penalty
+    rules.seed[slot] = split_seed(given.seed)
+    rules.prompt_len[slot] = prompt_len
