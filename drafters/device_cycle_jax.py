@@ -1,0 +1,209 @@
+"""The device-resident driver: many cycles in one `lax.while_loop`, the host asked once.
+
+It traces `specdec.cycle.cycle` itself, with a target and a drafter whose methods act on traced
+state: one step, two drivers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec.cycle import cycle
+from specdec.protocols import Cycle
+from specdec.types import NO_GUESS, Array, LogprobRows, Round, Sequence, Step
+from targets.jax import programs, sampling
+from targets.jax.cache import Cache
+from targets.jax.params import Params
+from targets.jax.programs import Feed, Plan
+from targets.jax.sampling import Rules
+from targets.jax.target import JaxTarget, pick_rows
+
+CYCLES = 8
+"""Cycles per dispatch: enough to hide the host, few enough that streaming stays smooth."""
+STOPS = 16
+"""Stop ids per row that the device knows; the engine cuts by all of them in any case."""
+
+
+class TracedDrafter(Protocol):
+    """A drafter that is a pure function of the text; hashable, because it is compiled in."""
+
+    def propose(self, history: Array, length: Array, k: int) -> Array:
+        """history [B, S], of which length [B] are real -> draft [B, k], NO_GUESS allowed."""
+        ...
+
+
+class Limits(NamedTuple):
+    """Per slot: stop_ids [B, STOPS] (NO_GUESS: unused) and the longest length [B]."""
+
+    stop_ids: Array
+    length: Array
+
+
+class State(NamedTuple):
+    """Loop state. length [B]: tokens so far, the last one not yet fed; live [B]."""
+
+    cache: Cache
+    length: Array
+    live: Array
+
+
+class Tape(NamedTuple):
+    """What each cycle did [cycles, B, ...]: the host reads it once per dispatch."""
+
+    draft: Array
+    chosen: Array
+    accepted: Array
+    logprobs: LogprobRows | None
+
+
+class _TracedTarget:
+    """`Target.verify` on traced state: the rows are a State, updated in place of the slots."""
+
+    def __init__(self, job: Job, params: Params, bias: Array, rules: Rules, state: State) -> None:
+        self.job, self.params, self.bias, self.rules = job, params, bias, rules
+        self.state = state
+
+    def verify(self, seqs: State, draft: Array) -> Step:
+        plan, cache = self.job.plan, seqs.cache
+        last = jnp.take_along_axis(cache.tokens, seqs.length[:, None] - 1, 1)
+        padding = jnp.full((plan.slots, plan.width - 1 - draft.shape[1]), NO_GUESS, jnp.int32)
+        count = jnp.where(seqs.live, plan.width, 0)
+        feed = Feed(jnp.concatenate([last, draft, padding], 1), seqs.length - 1, count)
+        cache, out = programs.verify(plan, self.params, cache, feed)
+        # a wall, so that choosing cannot be fused into the forward and change its arithmetic
+        logits = jax.lax.optimization_barrier(out.logits)
+        chosen = programs.choose(
+            plan, self.job.shaped, logits, self.bias, self.rules, cache.tokens, feed
+        )
+        self.state = seqs._replace(cache=cache)
+        details = sampling.logprobs(logits, chosen) if self.job.logprobs else None
+        return Step(chosen[:, : draft.shape[1] + 1], None, details)
+
+
+class _TracedText:
+    """`Drafter.propose` on traced state: hands the drafter the text."""
+
+    def __init__(self, drafter: TracedDrafter) -> None:
+        self.drafter = drafter
+
+    def propose(self, seqs: State, k: int) -> Array:
+        return self.drafter.propose(seqs.cache.tokens, seqs.length, k)
+
+    def observe(self, seqs: State, step: Step, accepted: Array) -> None:
+        pass
+
+
+class Job(NamedTuple):
+    """What a device loop is compiled for."""
+
+    plan: Plan
+    drafter: TracedDrafter
+    k: int
+    cycles: int
+    shaped: bool
+    logprobs: bool
+
+
+def run_cycles(
+    job: Job, params: Params, state: State, bias: Array, rules: Rules, limits: Limits
+) -> tuple[Cache, Tape, Array]:
+    """Up to `job.cycles` cycles, fewer once no row is live; returns the tape and how many ran."""
+    _, shapes = jax.eval_shape(lambda s: _one_cycle(job, params, bias, rules, limits, s), state)
+    tape = jax.tree.map(lambda s: jnp.zeros((job.cycles, *s.shape), s.dtype), shapes)
+
+    def go_on(carry: tuple[Array, State, Tape]) -> Array:
+        return (carry[0] < job.cycles) & carry[1].live.any()
+
+    def body(carry: tuple[Array, State, Tape]) -> tuple[Array, State, Tape]:
+        i, state, tape = carry
+        state, entry = _one_cycle(job, params, bias, rules, limits, state)
+        return i + 1, state, jax.tree.map(lambda all_, one: all_.at[i].set(one), tape, entry)
+
+    ran, state, tape = jax.lax.while_loop(go_on, body, (jnp.int32(0), state, tape))
+    return state.cache, tape, ran
+
+
+def _one_cycle(
+    job: Job, params: Params, bias: Array, rules: Rules, limits: Limits, state: State
+) -> tuple[State, Tape]:
+    target = _TracedTarget(job, params, bias, rules, state)
+    rows: Any = state
+    done = cycle(target, _TracedText(job.drafter), rows, job.k)  # type: ignore[arg-type]
+    state = _commit(target.state, done, limits)
+    return state, Tape(done.draft, done.step.chosen, done.accepted, done.step.logprobs)
+
+
+def _commit(state: State, done: Round, limits: Limits) -> State:
+    """Append what was chosen to each live row's text and see who has come to an end."""
+    chosen, kept = done.step.chosen, done.accepted
+    offset = jnp.arange(chosen.shape[1])
+    emitted = (offset <= kept[:, None]) & state.live[:, None]
+    place = jnp.where(emitted, state.length[:, None] + offset, state.cache.tokens.shape[1])
+    row = jnp.arange(chosen.shape[0])[:, None]
+    tokens = state.cache.tokens.at[row, place].set(chosen, mode="drop")
+    length = state.length + jnp.where(state.live, kept + 1, 0).astype(jnp.int32)
+    stops = (chosen[..., None] == limits.stop_ids[:, None]).any(-1) & emitted
+    live = state.live & ~stops.any(1) & (length < limits.length)
+    return State(state.cache._replace(tokens=tokens), length, live)
+
+
+def device_cycle(target: JaxTarget, drafter: TracedDrafter, k: int, cycles: int = CYCLES) -> Cycle:
+    """A `Cycle` for the engine: one dispatch, up to `cycles` rounds."""
+    programs_: dict[Job, Any] = {}
+
+    def rounds(seqs: Rows[Sequence]) -> list[Round]:
+        shaped = any(seq.sampling.shaped for seq in seqs)
+        logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
+        job = Job(target.plan, drafter, k, cycles, shaped, logprobs)
+        if job not in programs_:
+            programs_[job] = jax.jit(partial(run_cycles, job), donate_argnums=1)
+        limits, state = _start(target, seqs)
+        target.cache, tape, ran = programs_[job](
+            target.params, state, target.bias, target.rules(), limits
+        )
+        return _replay(tape, int(ran), np.array([seq.slot for seq in seqs]))
+
+    return rounds
+
+
+def _start(target: JaxTarget, seqs: Rows[Sequence]) -> tuple[Limits, State]:
+    """The host's view of the rows; each last token is put where the device looks for it."""
+    slots = target.slots
+    stop_ids = np.full((slots, STOPS), NO_GUESS, np.int32)
+    limit, length = np.ones(slots, np.int32), np.ones(slots, np.int32)
+    live = np.zeros(slots, bool)
+    last = np.full(slots, target.cache.tokens.shape[1], np.int32)
+    token = np.zeros(slots, np.int32)
+    for seq in seqs:
+        known = sorted(seq.stop_ids)[:STOPS]
+        stop_ids[seq.slot, : len(known)] = known
+        limit[seq.slot] = min(seq.prompt_len + seq.max_tokens, target.max_len)
+        length[seq.slot] = len(seq.tokens)
+        live[seq.slot] = True
+        last[seq.slot], token[seq.slot] = len(seq.tokens) - 1, seq.tokens[-1]
+    cache = target.cache._replace(tokens=_put_last(target.cache.tokens, last, token))
+    return Limits(stop_ids, limit), State(cache, length, live)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put_last(tokens: Array, last: Array, token: Array) -> Array:
+    return tokens.at[jnp.arange(tokens.shape[0]), last].set(token, mode="drop")
+
+
+def _replay(tape: Tape, ran: int, rows: np.ndarray) -> list[Round]:
+    draft, chosen, accepted = (np.asarray(a) for a in (tape.draft, tape.chosen, tape.accepted))
+    details = tape.logprobs
+    rounds = []
+    for i in range(ran):
+        entry = details and LogprobRows(
+            details.chosen[i], details.top_ids[i], details.top_logprobs[i]
+        )
+        step = Step(chosen[i][rows], None, entry and pick_rows(entry, rows))
+        rounds.append(Round(draft[i][rows], step, accepted[i][rows]))
+    return rounds
