@@ -1,0 +1,157 @@
+"""The HTTP surface: OpenAI's routes on one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect
+
+from serve.answer import answer
+from serve.errors import ApiError, install_error_handlers
+from serve.generation import Context
+from serve.metrics import Metrics
+from serve.replies import ChatReply, CompletionReply, Json
+from serve.runner import EngineRunner
+from serve.schema import ChatRequest, CompletionRequest, parse
+from serve.stream import Tokenizer
+from specdec import __version__
+
+MAX_BODY = 8 * 2**20
+DRAINED = 64 * 2**20
+"""How much of a body that is too large is read and thrown away, so that its sender reads the 413
+instead of a reset connection."""
+
+
+def create_app(
+    runner: EngineRunner,
+    tokenizer: Tokenizer,
+    model_name: str,
+    *,
+    k: int | None = None,
+    api_key: str | None = None,
+    max_body: int = MAX_BODY,
+) -> FastAPI:
+    """The server for `runner`'s engine; the app's lifespan starts and closes the runner.
+
+    k: draft tokens per cycle, for the metrics' positions (default: the target's largest).
+    api_key: what clients must send as bearer token on /v1 routes; None asks for nothing.
+    """
+    k = runner.engine.target.max_draft if k is None else k
+    context = Context(runner, tokenizer, Metrics(runner, model_name, k), model_name)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        runner.start()
+        yield
+        await asyncio.to_thread(runner.close)
+
+    app = FastAPI(title="specdec", version=__version__, lifespan=lifespan)
+    install_error_handlers(app)
+    app.include_router(_openai_routes(context, max_body), dependencies=[Depends(_guard(api_key))])
+    app.include_router(_operator_routes(context))
+    return app
+
+
+def _openai_routes(context: Context, max_body: int) -> APIRouter:
+    router = APIRouter(prefix="/v1")
+    card = {
+        "id": context.model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "specdec",
+        "max_model_len": context.max_len,
+    }
+
+    @router.post("/chat/completions", openapi_extra=_body_schema(ChatRequest))
+    async def chat(request: Request) -> Response:
+        wire = parse(ChatRequest, await _read_body(request, max_body))
+        return await answer(
+            context, request, wire, ChatReply(context.model_name, bool(wire.logprobs))
+        )
+
+    @router.post("/completions", openapi_extra=_body_schema(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        wire = parse(CompletionRequest, await _read_body(request, max_body))
+        reply = CompletionReply(context.model_name, wire.logprobs is not None)
+        return await answer(context, request, wire, reply)
+
+    @router.get("/models")
+    async def models() -> Json:
+        return {"object": "list", "data": [card]}
+
+    @router.get("/models/{model:path}")
+    async def model(model: str) -> Json:
+        if model != context.model_name:
+            message = f"the model {model!r} does not exist: this server has {context.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return card
+
+    return router
+
+
+def _operator_routes(context: Context) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        if context.runner.failure is not None:
+            raise ApiError(503, context.runner.failure, code="engine_stopped")
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/version")
+    async def version() -> Json:
+        return {"version": __version__}
+
+    return router
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    """The JSON body; more than `limit` bytes are counted but never kept."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "send the body as Content-Type: application/json")
+    chunks, size = [], 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= limit:
+                chunks.append(chunk)
+            elif size > DRAINED:
+                break
+    except ClientDisconnect as left:
+        raise ApiError(499, "the client has gone") from left
+    if size > limit:
+        raise ApiError(413, f"the body is larger than {limit} bytes: send a shorter prompt")
+    return b"".join(chunks)
+
+
+def _guard(api_key: str | None):
+    """A dependency that asks for `Authorization: Bearer <api_key>`."""
+
+    async def check(request: Request) -> None:
+        sent = request.headers.get("authorization", "")
+        if api_key is not None and not hmac.compare_digest(
+            sent.encode(), f"Bearer {api_key}".encode()
+        ):
+            raise ApiError(
+                401, "wrong or missing API key: send it as bearer token", code="invalid_api_key"
+            )
+
+    return check
+
+
+def _body_schema(model: type[ChatRequest] | type[CompletionRequest]) -> Json:
+    """The body is read by hand (size, strictness), so /docs must be told about it."""
+    content = {"application/json": {"schema": model.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}

@@ -1,0 +1,73 @@
+"""OpenAI's error form, for every way in which a request can fail."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from specdec.errors import UserError
+
+log = logging.getLogger("specdec.serve")
+
+
+class ApiError(Exception):
+    """One clear sentence for the client, with its HTTP status and OpenAI's machine-read fields."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        fields = {
+            "message": self.message,
+            "type": kinds.get(self.status, kind),
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": fields}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every error of `app`, the framework's own included, come out in OpenAI's form."""
+
+    @app.exception_handler(ApiError)
+    async def known(request: Request, error: ApiError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(UserError)
+    async def bad_input(request: Request, error: UserError) -> JSONResponse:
+        return ApiError(400, str(error)).response()
+
+    @app.exception_handler(HTTPException)
+    async def framework(request: Request, error: HTTPException) -> JSONResponse:
+        where = f"{request.method} {request.url.path}"
+        message = {
+            404: f"no such route: {where}; /docs lists what there is",
+            405: f"method not allowed: {where}; /docs lists what there is",
+        }.get(error.status_code, str(error.detail))
+        headers = dict(error.headers or {})
+        return ApiError(error.status_code, message, headers=headers).response()
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return ApiError(500, f"internal error: {type(error).__name__}; see the log").response()

@@ -1,0 +1,183 @@
+"""The engine's thread, and the two crossings: sequences go in, updates come out to asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+from specdec.engine import Engine
+from specdec.errors import UserError
+from specdec.scheduler import QueueFull
+from specdec.types import Event, FinishReason, Sequence, TokenLogprob
+
+log = logging.getLogger("specdec.serve")
+
+
+class EngineStopped(Exception):
+    """The engine's thread has ended, by a failure or a shutdown; the message says which."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one cycle did to one sequence of a ticket. Written by the engine thread."""
+
+    index: int
+    """Which of the ticket's sequences."""
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish: FinishReason | None = None
+    error: str | None = None
+    drafted: int = 0
+    """Draft tokens of this sequence so far: a copy, because the engine goes on counting."""
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One request's sequences and the queue on which their updates arrive."""
+
+    sequences: tuple[Sequence, ...]
+    updates: asyncio.Queue[Update]
+
+
+class EngineRunner:
+    """Owns the engine: nobody else may touch it once `start` was called.
+
+    `start`, `submit` and `cancel` belong to one asyncio loop. `failure` is None while all is well.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.failure: str | None = None
+        self._submitted: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
+        self._live: dict[Sequence, tuple[Ticket, int]] = {}
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
+
+    @property
+    def capacity(self) -> int:
+        """Most sequences that may be seated or waiting at once."""
+        return self.engine.scheduler.slots + self.engine.scheduler.max_waiting
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold a slot."""
+        return self.engine.scheduler.slots - len(self.engine.scheduler.free)
+
+    @property
+    def waiting(self) -> int:
+        return max(0, len(self._live) - self.running)
+
+    def start(self) -> None:
+        """Start the engine's thread; updates go to the running asyncio loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def submit(self, sequences: Rows[Sequence]) -> Ticket:
+        """Hand over one request's sequences: all of them or none.
+
+        Raises QueueFull if they can't wait now, UserError if they never could, EngineStopped.
+        """
+        ticket = Ticket(tuple(sequences), asyncio.Queue())
+        if len(sequences) > self.capacity:
+            raise UserError(
+                f"the request asks for {len(sequences)} sequences but this server holds at most "
+                f"{self.capacity}: send fewer prompts or a smaller n"
+            )
+        with self._lock:
+            if self.failure is not None:
+                raise EngineStopped(self.failure)
+            # Live ones include those on their way to the engine and cancelled ones that it has not
+            # dropped yet, so the scheduler's own bound is never the first to be hit.
+            if len(self._live) + len(sequences) > self.capacity:
+                raise QueueFull(f"{self.waiting} requests are waiting already")
+            for index, sequence in enumerate(sequences):
+                self._live[sequence] = (ticket, index)
+                self._submitted.put(sequence)
+        return ticket
+
+    def cancel(self, sequences: Rows[Sequence]) -> None:
+        """Let the engine drop them before its next cycle; finished ones don't mind."""
+        for sequence in sequences:
+            sequence.cancelled = True
+
+    def close(self, timeout: float = 30.0) -> None:
+        """End the thread after its current step; whoever still waits is told."""
+        if self._thread.is_alive():
+            self._submitted.put(None)
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            while self._take_submitted():
+                self._deliver(self.engine.step())
+            self._fail("the server is shutting down")
+        except BaseException as failure:  # noqa: B036 - no silent death, whatever it was
+            log.exception("the engine has failed")
+            self._fail(f"the engine has failed ({type(failure).__name__}: {failure})")
+
+    def _take_submitted(self) -> bool:
+        """Move new sequences to the engine, waiting for one if it is idle; False to end."""
+        while True:
+            try:
+                sequence = self._submitted.get(block=self.engine.idle)
+            except queue.Empty:
+                return True
+            if sequence is None:
+                return False
+            try:
+                self.engine.submit(sequence)
+            except (UserError, QueueFull) as failure:  # this one's fault: the others go on
+                self._finish_early(sequence, str(failure))
+
+    def _finish_early(self, sequence: Sequence, message: str) -> None:
+        sequence.finish = "error"
+        self._deliver([Event(sequence, (), "error", error=message)])
+
+    def _deliver(self, events: list[Event]) -> None:
+        updates: list[tuple[Ticket, Update]] = []
+        for event in events:
+            ticket, index = self._live[event.sequence]
+            if event.finish is not None:
+                with self._lock:
+                    del self._live[event.sequence]
+            updates.append((ticket, _update(index, event)))
+        self._post(updates)
+
+    def _fail(self, message: str) -> None:
+        """Refuse from now on, and tell all who are live."""
+        with self._lock:
+            self.failure = message
+            live, self._live = list(self._live.values()), {}
+        self._post([(t, Update(i, (), finish="error", error=message)) for t, i in live])
+
+    def _post(self, updates: list[tuple[Ticket, Update]]) -> None:
+        if not updates or self._loop is None:
+            return
+        try:  # one crossing per step, however many sequences
+            self._loop.call_soon_threadsafe(_put_all, updates)
+        except RuntimeError:  # the loop is closed: nobody listens any more
+            log.info("dropped %d updates after the server's end", len(updates))
+
+
+def _update(index: int, event: Event) -> Update:
+    counts = event.sequence.acceptance
+    return Update(
+        index,
+        event.tokens,
+        event.logprobs,
+        event.finish,
+        event.error,
+        drafted=counts.drafted,
+        accepted=counts.accepted,
+    )
+
+
+def _put_all(updates: list[tuple[Ticket, Update]]) -> None:
+    for ticket, update in updates:
+        ticket.updates.put_nowait(update)

@@ -1,0 +1,71 @@
+"""A tokenizer that fits on a page, for the fake target: one printable character per token."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence as Rows
+from typing import Any
+
+from specdec.errors import UserError
+
+ALPHABET = "\0\1" + string.ascii_letters + "0123456"
+BOS, EOS = 0, 1
+
+
+class CharTokenizer:
+    """61 ids: BOS, EOS, letters, some digits. What it can't write becomes "x"."""
+
+    def __init__(self, defaults: dict[str, float | int] | None = None) -> None:
+        self.stop_ids = (EOS,)
+        self.defaults = {} if defaults is None else defaults
+        self.vocab_size = len(ALPHABET)
+
+    def encode(self, text: str) -> list[int]:
+        return [BOS, *(max(ALPHABET.find(c), 2) if c in ALPHABET else 25 for c in text)]
+
+    def encode_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
+        if messages[0]["role"] == "assistant":
+            raise UserError("the chat template refuses these messages: start with a user turn")
+        turns = [f"{m['role']}0{m['content']}1" for m in messages]
+        return self.encode("".join(turns) + "".join(f"{k}{v}" for k, v in template_kwargs.items()))
+
+    def decode(self, ids: Rows[int]) -> str:
+        return "".join(ALPHABET[i] for i in ids if i > EOS)
+
+    def stream(self) -> CharDecoder:
+        return CharDecoder(self)
+
+
+class CharDecoder:
+    def __init__(self, tokenizer: CharTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def step(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id])
+
+    def finish(self) -> str:
+        return ""
+
+
+class HalvesTokenizer(CharTokenizer):
+    """Two tokens make one character: its decoder holds the first half back."""
+
+    def decode(self, ids: Rows[int]) -> str:
+        text = super().decode(ids)
+        return "".join(text[i] if i + 1 < len(text) else "\ufffd" for i in range(0, len(text), 2))
+
+    def stream(self) -> HalvesDecoder:
+        return HalvesDecoder(self)
+
+
+class HalvesDecoder:
+    def __init__(self, tokenizer: HalvesTokenizer) -> None:
+        self._tokenizer, self._open = tokenizer, []
+
+    def step(self, token_id: int) -> str:
+        self._open.append(token_id)
+        return self.finish() if len(self._open) == 2 else ""
+
+    def finish(self) -> str:
+        text, self._open = self._tokenizer.decode(self._open), []
+        return text
