@@ -81,9 +81,9 @@ def installed_packages() -> tuple[list[Package], dict[str, str]]:
         if licence is None:
             refused[name] = statement or "no licence in the metadata"
             continue
-        listed = [f for f in distribution.files or [] if f.suffix == ".py" and ".." not in f.parts]
-        paths = sorted(Path(str(distribution.locate_file(f))) for f in listed if not _is_left_out(f))
-        usable[name] = Package(name, distribution.version, licence, tuple(paths))
+        inside = [f for f in distribution.files or [] if f.suffix == ".py" and ".." not in f.parts]
+        files = [Path(str(distribution.locate_file(f))) for f in inside if not _is_left_out(f)]
+        usable[name] = Package(name, distribution.version, licence, tuple(sorted(files)))
     return [usable[name] for name in sorted(usable)], refused
 
 

@@ -1,4 +1,4 @@
-"""Which installed packages may be learnt from: those whose own metadata names a permissive licence."""
+"""Which installed packages may be learnt from: those whose metadata names a permissive licence."""
 
 import re
 from importlib.metadata import Distribution

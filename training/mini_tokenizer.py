@@ -132,7 +132,8 @@ def main() -> None:
     heldout = list(texts_of(arguments.corpus / "heldout.jsonl"))
     tokens = sum(len(e.ids) for e in backend.encode_batch(heldout, add_special_tokens=False))
     characters = sum(map(len, heldout))
-    print(json.dumps({"entries": backend.get_vocab_size(), "characters_per_token": characters / tokens}))
+    ratio = round(characters / tokens, 4)
+    print(json.dumps({"entries": backend.get_vocab_size(), "characters_per_token": ratio}))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def signature(text: str) -> np.ndarray:
 
 
 class NearDuplicates:
-    """Remembers the files that were kept and recognises later ones that nearly equal one of them."""
+    """Remembers the files that were kept and recognises later ones nearly equal to one of them."""
 
     def __init__(self, threshold: float = NEARLY_EQUAL) -> None:
         self.threshold = threshold
@@ -52,7 +52,7 @@ class NearDuplicates:
         self._buckets: dict[bytes, list[int]] = {}
 
     def is_new(self, minhash: np.ndarray) -> bool:
-        """True (and remember it) unless a kept file's estimated similarity reaches the threshold."""
+        """True (and remember it) unless the estimated similarity to a kept file is too high."""
         bands = [
             bytes([start]) + minhash[start : start + BAND].tobytes()
             for start in range(0, PERMUTATIONS, BAND)
