@@ -124,7 +124,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def slow() -> Iterator[Server]:
     """One slot, one place in the queue, 10 ms per cycle."""
-    with serving(ServedTarget(slots=1, pause=0.01), max_waiting=1) as running:
+    with serving(ServedTarget(slots=1, pause=0.01, max_len=6000), max_waiting=1) as running:
         yield running
 
 
@@ -453,7 +453,8 @@ def test_models_version_health(server):
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slot(slow, stream, path):
-    body = {"prompt": "abc", "messages": CHAT, "max_tokens": 400, "ignore_eos": True}
+    body = {"prompt": "abc", "messages": CHAT, "max_tokens": 5000, "ignore_eos": True}
+    body["seed"] = LONG
     with httpx.Client(base_url=slow.url) as client:
         if stream:
             with client.stream("POST", f"/v1/{path}", json={**body, "stream": True}) as reply:
@@ -464,6 +465,13 @@ def test_a_client_that_leaves_frees_its_slot(slow, stream, path):
                 client.post(f"/v1/{path}", json=body, timeout=0.3)
     slow.wait_until_idle()
     assert slow.post("completions", prompt="abc", max_tokens=3).status_code == 200
+
+
+def test_a_stop_string_frees_the_slot_at_once(slow):
+    stop = plain_text("abc", 40, LONG)[5:8]
+    body = {"prompt": "abc", "max_tokens": 5000, "ignore_eos": True, "seed": LONG, "stop": stop}
+    assert slow.post("completions", **body).json()["choices"][0]["finish_reason"] == "stop"
+    slow.wait_until_idle()
 
 
 def test_a_full_queue_answers_429_and_the_others_go_on(slow):
