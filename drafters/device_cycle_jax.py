@@ -112,7 +112,7 @@ class Job(NamedTuple):
 
 def run_cycles(
     job: Job, params: Params, state: State, bias: Array, rules: Rules, limits: Limits
-) -> tuple[Cache, Tape, Array]:
+) -> tuple[State, Tape, Array]:
     """Up to `job.cycles` cycles, fewer once no row is live; returns the tape and how many ran."""
     _, shapes = jax.eval_shape(lambda s: _one_cycle(job, params, bias, rules, limits, s), state)
     tape = jax.tree.map(lambda s: jnp.zeros((job.cycles, *s.shape), s.dtype), shapes)
@@ -126,7 +126,7 @@ def run_cycles(
         return i + 1, state, jax.tree.map(lambda all_, one: all_.at[i].set(one), tape, entry)
 
     ran, state, tape = jax.lax.while_loop(go_on, body, (jnp.int32(0), state, tape))
-    return state.cache, tape, ran
+    return state, tape, ran
 
 
 def _one_cycle(
@@ -164,9 +164,10 @@ def device_cycle(target: JaxTarget, drafter: TracedDrafter, k: int, cycles: int 
         if job not in programs_:
             programs_[job] = jax.jit(partial(run_cycles, job), donate_argnums=1)
         limits, state = _start(target, seqs)
-        target.cache, tape, ran = programs_[job](
+        state, tape, ran = programs_[job](
             target.params, state, target.bias, target.rules(), limits
         )
+        target.cache = state.cache
         return _replay(tape, int(ran), np.array([seq.slot for seq in seqs]))
 
     return rounds

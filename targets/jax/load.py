@@ -21,6 +21,7 @@ from targets.jax.target import JaxTarget
 WIDTHS = (8, 16, 32)
 """Compiled verify widths: the smallest that holds K + 1. Plain decoding runs at the same one."""
 CHUNK = 128
+"""Tokens per prefill call; rings of sliding layers are this much longer than their window."""
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -36,6 +37,7 @@ class JaxOptions:
     features: tuple[int, ...] = ()
     tp: int = 1
     mapped: bool | None = None
+    chunk: int = CHUNK
 
 
 def width_for(k: int) -> int:
@@ -84,7 +86,7 @@ def make_plan(arch: Arch, options: JaxOptions) -> Plan:
         options.slots,
         options.max_len,
         width_for(options.k),
-        min(CHUNK, options.max_len),
+        min(options.chunk, options.max_len),
         options.features,
         mapped,
     )

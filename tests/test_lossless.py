@@ -1,0 +1,195 @@
+"""Our word of honour on real forwards: no drafter, K, slot count or loop changes one token.
+
+Chunks of 8 and windows of 12 make every ring wrap several times, with rejected drafts in it.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafters.device_cycle_jax import device_cycle
+from drafters.ngram import NgramDrafter
+from drafters.ngram_jax import TracedNgram, TracedNone
+from drafters.none import NoDrafter
+from specdec.cycle import host_cycle
+from specdec.engine import Engine
+from specdec.types import NO_GUESS, Sampling, Sequence
+from targets import mini
+from targets.jax.load import JaxOptions, load_target
+from tests.fakes import Noise, Oracle
+from tests.tiny import VARIANTS
+
+TOKENS = 60
+WIDE = 7  # every K up to 7 shares one compiled width
+
+
+def greedy(i: int) -> Sampling:
+    return Sampling()
+
+
+def nucleus(i: int) -> Sampling:
+    return Sampling(temperature=0.8, top_p=0.9, seed=100 + i)
+
+
+def everything(i: int) -> Sampling:
+    return Sampling(
+        temperature=1.0,
+        top_k=40,
+        min_p=0.01,
+        repetition_penalty=1.2,
+        presence_penalty=0.2,
+        frequency_penalty=0.1,
+        logit_bias=((7, 2.0),),
+        seed=i,
+    )
+
+
+MODES = {"greedy": greedy, "nucleus": nucleus, "everything": everything}
+
+
+class TracedNoise:
+    """Adversary on the device: a hash of the position, in the vocabulary or far outside it."""
+
+    def __init__(self, vocab: int, wild: bool) -> None:
+        self.vocab, self.wild = vocab, wild
+
+    def propose(self, history, length, k):
+        mixed = (length[:, None] * 7919 + jnp.arange(k) * 104729) % self.vocab
+        return jnp.where(mixed % 2 == 0, -mixed - 5, mixed + 2**30) if self.wild else mixed
+
+
+class TracedOracle:
+    """Adversary on the device: the plain run's own tokens, right or all shifted by one."""
+
+    def __init__(self, plain: np.ndarray, shift: int, vocab: int) -> None:
+        self.plain, self.shift, self.vocab = jnp.asarray(plain), shift, vocab
+
+    def propose(self, history, length, k):
+        coming = length[:, None] + jnp.arange(k)
+        row = jnp.arange(history.shape[0])[:, None]
+        inside = coming < self.plain.shape[1]
+        token = self.plain[row, jnp.minimum(coming, self.plain.shape[1] - 1)]
+        return jnp.where(inside, (token + self.shift) % self.vocab, NO_GUESS)
+
+
+@cache
+def target_of(path, slots):
+    chunk = 128 if path.name == "mini" else 8
+    return load_target(path, JaxOptions(slots=slots, max_len=256, k=WIDE, chunk=chunk))
+
+
+@cache
+def prompts_for(vocab, count=5):
+    random = np.random.default_rng(3)
+    lengths = [3, 40, 17, 1, 26][:count]
+    texts = [random.integers(3, vocab, n).tolist() for n in lengths]
+    texts[1] = (texts[1][:9] * 5)[:40]  # something for prompt lookup to find
+    return texts
+
+
+def decode(target, drafter, cycle, mode, tokens=TOKENS, prompts=None):
+    engine = Engine(target, drafter, cycle)
+    seqs = [
+        Sequence(list(p), MODES[mode](i), max_tokens=tokens, request_id=str(i))
+        for i, p in enumerate(prompts or prompts_for(target.vocab))
+    ]
+    for _ in engine.run(seqs):
+        pass
+    return {s.request_id: s.tokens for s in seqs}, engine.acceptance
+
+
+def host_drafters(plain, vocab):
+    return {
+        "none": NoDrafter(),
+        "ngram": NgramDrafter(1, 3),
+        "right": Oracle(plain, 0, vocab),
+        "wrong": Oracle(plain, 1, vocab),
+        "random": Noise(vocab),
+        "wild": Noise(vocab, wild=True),
+    }
+
+
+def check_host(path, mode, slots, ks, tokens=TOKENS):
+    reference = target_of(path, 1)
+    plain, _ = decode(reference, NoDrafter(), host_cycle(reference, NoDrafter(), 0), mode, tokens)
+    target = target_of(path, slots)
+    for name, drafter in host_drafters(plain, target.vocab).items():
+        for k in ks:
+            output, acceptance = decode(
+                target, drafter, host_cycle(target, drafter, k), mode, tokens
+            )
+            assert output == plain, (path.name, mode, slots, name, k)
+            assert name != "right" or acceptance.rate == 1.0 or k == 0
+            assert name not in ("wrong", "wild") or acceptance.accepted == 0
+    return plain
+
+
+def check_device(path, mode, slots, ks, tokens=TOKENS):
+    reference, target = target_of(path, 1), target_of(path, slots)
+    first = prompts_for(target.vocab)[:slots]
+    run = partial(decode, mode=mode, tokens=tokens, prompts=first)
+    plain, _ = run(reference, NoDrafter(), host_cycle(reference, NoDrafter(), 0))
+    table = np.zeros((slots, 256), np.int32)
+    for i, text in plain.items():
+        table[int(i), : len(text)] = text  # slots are handed out in order of arrival
+    drafters = {
+        "none": TracedNone(),
+        "ngram": TracedNgram(1, 3),
+        "right": TracedOracle(table, 0, target.vocab),
+        "wrong": TracedOracle(table, 1, target.vocab),
+        "random": TracedNoise(target.vocab, False),
+        "wild": TracedNoise(target.vocab, True),
+    }
+    for name, drafter in drafters.items():
+        for k in ks:
+            output, acceptance = run(target, NoDrafter(), device_cycle(target, drafter, k, 4))
+            assert output == plain, (path.name, mode, slots, name, k)
+            assert name not in ("wrong", "wild") or acceptance.accepted == 0
+            if name == "ngram":
+                host = NgramDrafter(1, 3)
+                again, host_acceptance = run(target, host, host_cycle(target, host, k))
+                assert again == plain and acceptance == host_acceptance
+
+
+@pytest.mark.parametrize(
+    ("variant", "mode"),
+    [("31b", "everything"), ("e2b", "greedy"), ("26b-a4b", "nucleus"), ("e4b", "nucleus")],
+)
+def test_host_loop(tiny, variant, mode):
+    check_host(tiny[variant], mode, slots=4, ks=[0, 4, 7])
+
+
+@pytest.mark.parametrize(("variant", "mode"), [("31b", "greedy"), ("e4b", "everything")])
+def test_device_loop(tiny, variant, mode):
+    check_device(tiny[variant], mode, slots=3, ks=[4])
+
+
+def test_mini_both_loops():
+    check_host(mini.path("mini"), "nucleus", slots=2, ks=[4], tokens=40)
+    check_device(mini.path("mini"), "nucleus", slots=2, ks=[4], tokens=40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["greedy", "nucleus"])
+@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize("variant", ["mini", *VARIANTS])
+def test_whole_matrix(tiny, variant, slots, mode):
+    path = mini.path("mini") if variant == "mini" else tiny[variant]
+    check_host(path, mode, slots, ks=[0, 1, 2, 4, 7])
+    check_device(path, mode, slots, ks=[0, 1, 2, 4, 7])
+
+
+def test_batched_rows_are_exact_within_their_bucket(tiny):
+    """The TPU and GPU way of running rows, on a CPU: same slots, any neighbours, any K."""
+    target = load_target(tiny["31b"], JaxOptions(slots=4, max_len=128, k=7, mapped=False, chunk=8))
+    run = partial(decode, target, tokens=40)
+    together, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0), "nucleus")
+    ngram = NgramDrafter(1, 3)
+    assert run(ngram, host_cycle(target, ngram, 4), "nucleus")[0] == together
+    lone = prompts_for(target.vocab)[0]
+    alone, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0), "nucleus", prompts=[lone])
+    assert alone["0"] == together["0"]
