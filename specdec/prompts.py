@@ -1,0 +1,103 @@
+"""Prompts for evaluation, from JSON lines in the forms that people have.
+
+| form        | a line                                             |
+|-------------|----------------------------------------------------|
+| plain       | `"text"`, `{"prompt": "text"}`, `{"text": "text"}` |
+| chat        | `{"messages": [{"role": "user", "content": …}]}`   |
+| HumanEval   | `{"task_id": …, "prompt": "def f(…"}`              |
+| Spec-Bench  | `{"question_id": …, "category": …, "turns": [...]}`|
+
+Of a Spec-Bench question only the first turn is asked: the second would need the model's own answer
+to the first. `id` and `category` are read where a line has them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from specdec.errors import UserError
+
+FORMS = 'a string, or an object with "prompt", "text", "messages" or "turns"'
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One thing to ask. Plain ones have `text`, chat ones have `messages`."""
+
+    id: str
+    category: str
+    kind: Literal["plain", "chat"]
+    text: str = ""
+    messages: tuple[dict[str, Any], ...] = ()
+
+    def encode(
+        self, encode: Callable[[str], list[int]], encode_chat: Callable[..., list[int]]
+    ) -> list[int]:
+        """Token ids, by a tokenizer's two ways in."""
+        return encode_chat(list(self.messages)) if self.kind == "chat" else encode(self.text)
+
+
+def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
+    """Read a JSONL file, at most `limit` prompts; blank lines are skipped.
+
+    Raises UserError that names the file, and the line where one is bad.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as failure:
+        raise UserError(f"can't read prompts from {path}: {failure}") from failure
+    prompts: list[Prompt] = []
+    for number, line in enumerate(lines, 1):
+        if limit is not None and len(prompts) >= limit:
+            break
+        if line.strip():
+            prompts.append(_read_line(line, f"{path}:{number}", str(number), path.stem))
+    if not prompts:
+        raise UserError(f"{path} holds no prompts: each line must be {FORMS}")
+    return prompts
+
+
+def _read_line(line: str, where: str, number: str, stem: str) -> Prompt:
+    try:
+        value = json.loads(line)
+    except ValueError as failure:
+        raise UserError(f"{where} is not valid JSON: {failure}") from failure
+    record = {"prompt": value} if isinstance(value, str) else value
+    if not isinstance(record, dict):
+        raise UserError(f"{where} must be {FORMS}")
+    name = next((str(record[key]) for key in ("id", "task_id", "question_id") if key in record), "")
+    category = str(record.get("category", "humaneval" if "task_id" in record else stem))
+    if "messages" in record:
+        messages = _check_messages(record["messages"], where)
+        return Prompt(name or number, category, "chat", messages=messages)
+    if "turns" in record:
+        turns = record["turns"]
+        if not isinstance(turns, list) or not turns:
+            raise UserError(f'{where}: "turns" must be a list of at least one string')
+        message = {"role": "user", "content": _check_text(turns[0], "turns[0]", where)}
+        return Prompt(name or number, category, "chat", messages=(message,))
+    for key in ("prompt", "text"):
+        if key in record:
+            text = _check_text(record[key], key, where)
+            return Prompt(name or number, category, "plain", text=text)
+    raise UserError(f"{where} must be {FORMS}")
+
+
+def _check_text(value: Any, key: str, where: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise UserError(f'{where}: "{key}" must be a string that isn\'t empty')
+    return value
+
+
+def _check_messages(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+    good = isinstance(value, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value
+    )
+    if not good or not value:
+        raise UserError(f'{where}: "messages" must be a list of objects with role and content')
+    return tuple(value)
