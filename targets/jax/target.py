@@ -99,6 +99,11 @@ class JaxTarget:
             details and pick_rows(details, rows),
         )
 
+    def logits(self, feed: Feed) -> np.ndarray:
+        """Feed the slots and return raw logits [slots, width, V] (self-check, tests)."""
+        self.cache, out = self._verify(self.params, self.cache, feed)
+        return np.asarray(out.logits)
+
     def seat(self, seq: Sequence) -> None:
         """Take over a new owner's sampling parameters for its slot."""
         sampling_, slot = seq.sampling, seq.slot

@@ -1,0 +1,69 @@
+"""The command line: `specdec generate | serve | eval-acceptance | perplexity | doctor`.
+
+Only this package may import everything, and it does so inside its commands, so that `--help`
+answers at once and a missing backend is only noticed by who needs it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from cyclopts import App, CycloptsError
+from cyclopts.config import Toml
+from rich.console import Console
+
+from specdec import __version__
+from specdec.errors import UserError
+
+app = App(
+    name="specdec",
+    version=__version__,
+    help=(
+        "Lossless speculative decoding for Gemma 4.\n\n"
+        'Start with:  specdec generate "def quicksort(items):" --drafter ngram --k 4\n\n'
+        "Without --model everything runs on the embedded model `mini`, on this machine. "
+        "Any option can come from a TOML file: specdec COMMAND --config FILE."
+    ),
+)
+COMMANDS = {
+    "generate": ("generate:generate", "Stream one answer and say what speculation was worth."),
+    "serve": ("serve:serve", "Serve an OpenAI-compatible API."),
+    "eval-acceptance": ("evaluate:eval_acceptance", "Measure tau and acceptance on your prompts."),
+    "perplexity": ("perplexity:perplexity", "Score a text file, with an interval."),
+    "doctor": ("doctor:doctor", "Check versions, devices, exactness and wiring."),
+}
+for _name, (_where, _help) in COMMANDS.items():
+    app.command(f"specdec.cli.{_where}", name=_name, help=_help)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a command; bad input is one line on stderr and exit code 2."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        arguments, config = _take_config(arguments)
+        app.config = (
+            [] if config is None else [Toml(config, use_commands_as_keys=False, must_exist=True)]
+        )
+        app(arguments, exit_on_error=False, print_error=False)
+    except (UserError, CycloptsError) as problem:
+        message = " ".join(str(problem).split())
+        Console(stderr=True, highlight=False).print(f"specdec: {message}", soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _take_config(arguments: list[str]) -> tuple[list[str], Path | None]:
+    """Cut `--config FILE` out of the arguments: it is read before any command is chosen."""
+    for i, argument in enumerate(arguments):
+        name, has_value, value = argument.partition("=")
+        if name != "--config":
+            continue
+        if not has_value and i + 1 == len(arguments):
+            raise UserError("--config needs a TOML file")
+        file = Path(value if has_value else arguments[i + 1])
+        if not file.is_file():
+            raise UserError(f"--config: {file} does not exist")
+        return arguments[:i] + arguments[i + (1 if has_value else 2) :], file
+    return arguments, None

@@ -1,0 +1,134 @@
+"""`specdec doctor`: what is installed, whether rows are exact, whether the wiring is sound."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from rich.table import Table
+
+from specdec.cli.assemble import (
+    Model,
+    console,
+    load_model,
+    print_json,
+    run_record,
+    versions,
+)
+from specdec.cli.config import ModelConfig, SpeculationConfig
+
+PROBE = '''def add(first, second):
+    """Return the sum of two numbers."""
+    return first + second
+
+
+def multiply(first, second):
+    """Return the product of two numbers."""
+    return first * second
+
+
+for number in range(10):
+    print(number, add(number, 1), multiply(number, 2))
+'''
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Mean nats per token of a plain text, of the same tokens shuffled, and of random tokens the
+    first and the second time that they are read."""
+
+    text: float
+    shuffled: float
+    first: float
+    second: float
+    uniform: float
+
+    @property
+    def verdict(self) -> str:
+        """A sound model prefers order to disorder and reads a repetition more easily, however
+        hard the text; a wiring fault takes away one or both, whatever the text."""
+        if not np.isfinite([self.text, self.shuffled, self.first, self.second]).all():
+            return "fault: scores are not finite (overflow, or damaged weights)"
+        if self.text > 0.95 * self.uniform or self.text > 0.9 * self.shuffled:
+            return "fault: word order makes no difference (positions, attention or embeddings)"
+        if self.second > 0.95 * self.first:
+            return "doubtful: a repetition is no easier to read (attention to earlier positions)"
+        return "sound"
+
+
+def doctor(
+    *,
+    model: ModelConfig = ModelConfig(),  # noqa: B008
+    k: int = 4,
+    json: bool = False,
+) -> None:
+    """Versions, devices, the one-width self-check of each compiled bucket, and a wiring probe.
+
+    Parameters
+    ----------
+    k
+        Draft tokens per cycle; the self-check runs at the width that holds them.
+    json
+        End stdout with one JSON document.
+    """
+    import jax
+
+    from targets.jax.selfcheck import self_check
+
+    _print_environment([f"{d.platform}: {d.device_kind}" for d in jax.devices()])
+    loaded = load_model(model, SpeculationConfig(k=k), prove=False)
+    with console.status("self-check"):
+        checks = self_check(loaded.target)
+    plan = loaded.target.plan
+    table = Table(title=f"rows: {plan.slots} slots, width {plan.width}", title_justify="left")
+    table.add_column("bitwise the same")
+    table.add_column("logits that differ", justify="right")
+    for check in checks:
+        mark = "[green]0[/green]" if check.passed else f"[red]{check.differing}[/red]"
+        table.add_row(check.question, f"{mark} of {check.total}")
+    console.print(table)
+    wiring = probe(loaded)
+    console.print(
+        f"wiring [bold]{wiring.verdict}[/bold]: {wiring.text:.2f} nats per token on plain code, "
+        f"{wiring.shuffled:.2f} shuffled; random tokens {wiring.first:.2f}, repeated "
+        f"{wiring.second:.2f}; uniform {wiring.uniform:.2f}"
+    )
+    healthy = wiring.verdict == "sound" and all(c.passed for c in checks)
+    if json:
+        found = {"checks": [asdict(c) for c in checks], "wiring": asdict(wiring)}
+        print_json(
+            run_record("doctor", model=model)
+            | found
+            | {"verdict": wiring.verdict, "healthy": healthy}
+        )
+    if not healthy:
+        sys.exit(1)
+
+
+def probe(model: Model) -> Wiring:
+    """Score the probe texts; see Wiring."""
+    from targets.jax.score import window_nll
+
+    random = np.random.default_rng(0)
+    ids = model.tokenizer.encode(PROBE)
+    bos, body = ids[0], ids[1:]
+    shuffled = [int(i) for i in random.permutation(body)]
+    common = sorted(set(body))
+    once = [int(i) for i in random.choice(common, 48)]
+    repeated = window_nll(model.target, [bos, *once, *once])
+    return Wiring(
+        text=float(window_nll(model.target, ids).mean()),
+        shuffled=float(window_nll(model.target, [bos, *shuffled]).mean()),
+        first=float(repeated[:48].mean()),
+        second=float(repeated[48:].mean()),
+        uniform=float(np.log(model.target.vocab)),
+    )
+
+
+def _print_environment(devices: list[str]) -> None:
+    table = Table.grid(padding=(0, 2))
+    for name, value in versions().items():
+        table.add_row(name, value)
+    table.add_row("devices", ", ".join(devices))
+    console.print(table)

@@ -1,0 +1,125 @@
+"""`specdec generate`: stream one answer, and say what speculation was worth."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from specdec.cli.assemble import (
+    console,
+    load_model,
+    make_engine,
+    print_json,
+    run_record,
+    say_model,
+    warm_up,
+)
+from specdec.cli.config import ModelConfig, SamplingConfig, SpeculationConfig
+from specdec.engine import Engine
+from specdec.errors import UserError
+from specdec.stats import Acceptance
+from specdec.types import Sequence
+
+
+def generate(
+    prompt: str = "",
+    /,
+    *,
+    model: ModelConfig = ModelConfig(),  # noqa: B008
+    speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008
+    sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
+    prompt_file: Path | None = None,
+    chat: bool = False,
+    max_tokens: int = 128,
+    json: bool = False,
+) -> None:
+    """Continue a prompt, streaming, and report tokens, tau, acceptance and speed.
+
+    specdec generate "def quicksort(items):" --drafter ngram --k 4
+
+    Parameters
+    ----------
+    prompt
+        Text to continue; with --chat, the user's message.
+    prompt_file
+        Read the prompt from a file instead.
+    chat
+        Apply the checkpoint's chat template.
+    max_tokens
+        Most tokens to generate.
+    json
+        End stdout with one JSON document.
+    """
+    text = _prompt(prompt, prompt_file)
+    speculation = speculation.resolved()
+    loaded = load_model(model, speculation)
+    say_model(model, loaded)
+    tokenizer = loaded.tokenizer
+    ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else None
+    ids = ids or tokenizer.encode(text)
+    seq = Sequence(
+        ids,
+        sampling.sampling(tokenizer.defaults),
+        max_tokens=max_tokens,
+        stop_ids=frozenset(tokenizer.stop_ids),
+    )
+    engine = make_engine(loaded, speculation)
+    warm_up(engine, [seq.sampling])
+    first, last = _stream(engine, seq, tokenizer, "" if chat else text)
+    rate = (seq.emitted - 1) / (last - first) if last > first else 0.0
+    console.print(_summary(seq, rate), soft_wrap=True)
+    if json:
+        record = run_record("generate", model=model, speculation=speculation, sampling=sampling)
+        output = tokenizer.decode(seq.tokens[seq.prompt_len :])
+        print_json(record | _report(seq, rate, output))
+
+
+def _prompt(prompt: str, prompt_file: Path | None) -> str:
+    if prompt_file is not None:
+        if prompt:
+            raise UserError("give a prompt or --prompt-file, not both")
+        if not prompt_file.is_file():
+            raise UserError(f"--prompt-file: {prompt_file} does not exist")
+        prompt = prompt_file.read_text()
+    if not prompt:
+        raise UserError('the prompt is empty: specdec generate "def quicksort(items):"')
+    return prompt
+
+
+def _stream(engine: Engine, seq: Sequence, tokenizer, echo: str) -> tuple[float, float]:
+    """Print tokens as they come; returns when the first and the last arrived, in seconds."""
+    text = tokenizer.stream()
+    sys.stdout.write(echo)
+    first = last = 0.0
+    for event in engine.run([seq]):
+        last = time.perf_counter()
+        first = first or last
+        sys.stdout.write("".join(text.step(token) for token in event.tokens))
+        sys.stdout.flush()
+    sys.stdout.write(text.finish() + "\n")
+    return first, last
+
+
+def _summary(seq: Sequence, rate: float) -> str:
+    acceptance = seq.acceptance
+    return (
+        f"[bold]{seq.emitted}[/bold] tokens ({seq.finish}), "
+        f"tau [bold]{acceptance.tau:.2f}[/bold] tokens per verify, accepted "
+        f"[bold]{acceptance.accepted} of {acceptance.drafted}[/bold] drafted, "
+        f"[bold]{rate:.1f}[/bold] tok/s after the first"
+    )
+
+
+def _report(seq: Sequence, rate: float, output: str) -> dict[str, object]:
+    acceptance: Acceptance = seq.acceptance
+    return {
+        "text": output,
+        "tokens": seq.emitted,
+        "prompt_tokens": seq.prompt_len,
+        "finish_reason": seq.finish,
+        "tau": acceptance.tau,
+        "drafted": acceptance.drafted,
+        "accepted": acceptance.accepted,
+        "tokens_per_second": rate,
+    }

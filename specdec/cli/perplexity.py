@@ -1,0 +1,65 @@
+"""`specdec perplexity`: how well a checkpoint predicts a text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.progress import Progress
+
+from specdec.cli.assemble import console, load_model, print_json, run_record, say_model
+from specdec.cli.config import ModelConfig, SpeculationConfig
+from specdec.errors import UserError
+from specdec.perplexity import measure, windows
+
+
+def perplexity(
+    text: Path,
+    /,
+    *,
+    model: ModelConfig = ModelConfig(),  # noqa: B008
+    window: int = 1024,
+    stride: int = 512,
+    json: bool = False,
+) -> None:
+    """Perplexity of a text file: sliding window, BOS in each, every token scored once.
+
+    specdec perplexity README.md
+
+    Parameters
+    ----------
+    text
+        A UTF-8 text file.
+    window
+        Tokens per window, BOS included.
+    stride
+        New tokens per window; the rest is left context.
+    json
+        End stdout with one JSON document.
+    """
+    from targets.jax.score import window_nll
+
+    if not text.is_file():
+        raise UserError(f"{text} is not a file")
+    loaded = load_model(model, SpeculationConfig())
+    say_model(model, loaded)
+    ids = loaded.tokenizer.encode(text.read_text())
+    bos, ids = ids[0], ids[1:]
+    if window > loaded.target.plan.arch.max_position:
+        raise UserError(f"--window {window} is longer than the model's context")
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("scoring", total=sum(1 for _ in windows(ids, bos, window, stride)))
+
+        def score(tokens: list[int]):
+            progress.advance(task)
+            return window_nll(loaded.target, tokens)
+
+        result = measure(ids, bos, window, stride, score)
+    console.print(
+        f"perplexity [bold]{result.perplexity:.3f}[/bold] "
+        f"(95 % {result.low:.3f} to {result.high:.3f}), {result.nll:.4f} nats per token, "
+        f"{result.tokens} tokens in {result.windows} windows"
+    )
+    if json:
+        values = asdict(result) | {"perplexity": result.perplexity}
+        print_json(run_record("perplexity", model=model) | values)

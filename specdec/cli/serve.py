@@ -1,0 +1,78 @@
+"""`specdec serve`: an OpenAI-compatible server on one engine."""
+
+from __future__ import annotations
+
+import socket
+
+from specdec.cli.assemble import console, load_model, make_engine, say_model, warm_up
+from specdec.cli.config import ModelConfig, SpeculationConfig
+from specdec.errors import UserError
+from specdec.types import Sampling
+
+
+def serve(
+    *,
+    model: ModelConfig = ModelConfig(),  # noqa: B008
+    speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    max_waiting: int = 256,
+    api_key: str | None = None,
+    served_model_name: str | None = None,
+) -> None:
+    """Serve /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
+
+    specdec serve --drafter ngram --k 4
+    curl localhost:8000/v1/completions -H 'Content-Type: application/json'
+    -d '{"model": "mini", "prompt": "def main():", "max_tokens": 64}'
+
+    Parameters
+    ----------
+    host
+        Address to listen on; 0.0.0.0 for every network.
+    port
+        Port to listen on.
+    max_waiting
+        Requests that may wait for a slot; more are answered 429 with Retry-After.
+    api_key
+        What clients must send as bearer token; nothing is asked by default.
+    served_model_name
+        The model's name in the API; by default its folder's.
+    """
+    import uvicorn
+
+    from serve.api import create_app
+    from serve.runner import EngineRunner
+
+    listener = _listen(host, port)
+    speculation = speculation.resolved()
+    loaded = load_model(model, speculation)
+    say_model(model, loaded)
+    engine = make_engine(loaded, speculation, max_waiting)
+    warm_up(engine, [Sampling(), Sampling(temperature=1.0)])
+    name = served_model_name or loaded.name
+    app = create_app(EngineRunner(engine), loaded.tokenizer, name, k=speculation.k, api_key=api_key)
+    console.print(
+        f"serving [bold]{name}[/bold] at http://{host}:{port}/v1 "
+        f"(drafter {speculation.drafter}, K = {speculation.k}, {engine.target.slots} slots)"
+    )
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    server.run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the port before the model is loaded: a port in use should not cost a minute."""
+    if not 0 <= port <= 65535:
+        raise UserError(f"port must be 0 to 65535, got {port}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as problem:
+        listener.close()
+        raise UserError(
+            f"cannot listen on {host}:{port} ({problem.strerror}): choose another --port or --host"
+        ) from None
+    return listener
