@@ -109,7 +109,9 @@ def _chat_token(token: TokenText) -> Json:
 
 
 def _token(text: str, logprob: float) -> Json:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    # Half a character has bytes that its text doesn't tell.
+    data = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": data}
 
 
 def _completion_logprobs(tokens: Rows[TokenText]) -> Json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 
@@ -33,10 +34,7 @@ def encode(
         prompts = [p if isinstance(p, list) else tokenizer.encode(p) for p in request.prompt]
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
     for prompt in prompts:
-        bad = next((token for token in prompt if not 0 <= token < tokenizer.vocab_size), None)
-        if bad is not None:
-            ids = f"ids go from 0 to {tokenizer.vocab_size - 1}"
-            raise ApiError(400, f"the prompt holds token id {bad}, but {ids}", param=param)
+        _check_ids(prompt, tokenizer, param)
         if len(prompt) >= max_len:
             raise ApiError(
                 400,
@@ -61,6 +59,7 @@ def to_sequences(
     """
     sampling = _sampling(request, tokenizer)
     stop_ids = frozenset(request.stop_token_ids or ())
+    _check_ids(stop_ids, tokenizer, "stop_token_ids")
     if not request.ignore_eos:
         stop_ids |= frozenset(tokenizer.stop_ids)
     sequences = []
@@ -70,7 +69,7 @@ def to_sequences(
                 Sequence(
                     list(prompt),
                     replace(sampling, seed=(sampling.seed + choice) % 2**64),
-                    max_tokens=request.limit or max_len - len(prompt),
+                    max_tokens=min(request.limit or max_len, max_len - len(prompt)),
                     stop_ids=stop_ids,
                     request_id=f"{request_id}-{len(sequences)}",
                 )
@@ -85,9 +84,7 @@ def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) ->
         wish = getattr(request, name)
         values[name] = tokenizer.defaults.get(name, values[name]) if wish is None else wish
     bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
-    if any(token >= tokenizer.vocab_size for token in bias):
-        ids = f"ids go from 0 to {tokenizer.vocab_size - 1}"
-        raise ApiError(400, f"logit_bias names an unknown token: {ids}", param="logit_bias")
+    _check_ids(bias, tokenizer, "logit_bias")
     top_k = int(values.pop("top_k"))
     return Sampling(
         **values,
@@ -96,3 +93,10 @@ def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) ->
         seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
         logprobs=request.logprob_count,
     )
+
+
+def _check_ids(ids: Iterable[int], tokenizer: Tokenizer, param: str) -> None:
+    bad = next((token for token in ids if not 0 <= token < tokenizer.vocab_size), None)
+    if bad is not None:
+        known = f"ids go from 0 to {tokenizer.vocab_size - 1}"
+        raise ApiError(400, f"{param} holds token id {bad}, but {known}", param=param)

@@ -21,7 +21,9 @@ def print_evaluation(evaluation: Evaluation, console: Console | None = None) -> 
     console.print(_equality_line(evaluation))
     console.print(f"distinct-4 {evaluation.distinct_4:.2f} (1 is never the same, 0 is a loop)")
     if evaluation.skipped:
-        console.print(f"[yellow]{len(evaluation.skipped)} prompts skipped: too long[/yellow]")
+        console.print(
+            f"[yellow]prompts skipped because they are too long: {len(evaluation.skipped)}[/yellow]"
+        )
 
 
 def plot_evaluation(evaluation: Evaluation, path: str | Path) -> None:
@@ -73,7 +75,8 @@ def _tau_table(evaluation: Evaluation) -> Table:
 
 
 def _tau_cells(row: Tau) -> tuple[str, ...]:
-    interval = f"{row.low:.2f} – {row.high:.2f}"
+    # One prompt can't be resampled: its interval would look certain.
+    interval = f"{row.low:.2f} – {row.high:.2f}" if row.prompts > 1 else "one prompt"
     counts = (f"{row.prompts}", f"{row.tokens:,}", f"{row.cycles:,}")
     return (escape(row.name), *counts, f"{row.tau:.3f}", interval, f"{row.rate:.1%}")
 

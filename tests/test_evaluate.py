@@ -131,7 +131,9 @@ def test_stop_ids_and_samples_and_json():
     assert result.equality.equal
     assert any(row["finish"] == "stop" for row in result.prompts)
     document = json.loads(json.dumps(result.to_json()))
-    assert document["settings"]["stop_ids"] == [stop] and document["settings"]["drafter"] == "oracle"
+    assert (
+        document["settings"]["stop_ids"] == [stop] and document["settings"]["drafter"] == "oracle"
+    )
     assert len(document["samples"]) == 2 and document["samples"][0]["output"].count("-") > 0
     assert document["speeds"]["plain"]["tokens_per_second"] > 0 and document["wall_ratio"] > 0
     assert document["equality"]["equal"] is True and len(document["prompts"]) == 11
@@ -152,6 +154,13 @@ def test_prompts_that_do_not_fit_are_skipped_and_said():
 
     with pytest.raises(UserError, match="prompt p0: no chat template"):
         evaluate(prompts, refuse, make_engine, settings, progress=False)
+
+
+def test_k_0_can_be_shown_too(tmp_path):
+    result = run(replace(SETTINGS, drafter="none", k=0))
+    assert result.positions == [] and result.histogram == [330]
+    print_evaluation(result, Console(file=io.StringIO()))
+    plot_evaluation(result, tmp_path / "plot.png")
 
 
 def test_tables_and_plot(tmp_path, monkeypatch):

@@ -208,6 +208,13 @@ def test_a_stop_id_ends_the_text_and_is_not_in_it(server):
     assert ignored.usage.completion_tokens == 40
 
 
+def test_more_tokens_than_the_context_holds_end_at_its_end(server):
+    body = {"prompt": "abc", "max_tokens": 10**12, "seed": LONG, "ignore_eos": True}
+    reply = server.post("completions", **body).json()
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["usage"]["total_tokens"] == 512
+
+
 def test_text_parts_and_developer_role_and_template_arguments(server):
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     messages = [{"role": "developer", "content": "short"}, {"role": "user", "content": parts}]
@@ -357,7 +364,9 @@ BAD = [
     ({"stop": [1]}, "stop must be"),
     ({"stop": ["a"] * 17}, "stop takes at most 16"),
     ({"logit_bias": {"x": 1}}, "logit_bias keys"),
-    ({"logit_bias": {"61": 1}}, "logit_bias names"),
+    ({"logit_bias": {"61": 1}}, "logit_bias holds token id 61"),
+    ({"stop_token_ids": [2**40]}, "stop_token_ids holds token id"),
+    ({"stop_token_ids": 3}, "stop_token_ids"),
     ({"logprobs": 21}, "logprobs"),
     ({"seed": 2**64}, "seed"),
     ({"echo": True}, "echo is not supported"),
@@ -465,6 +474,18 @@ def test_a_client_that_leaves_frees_its_slot(slow, stream, path):
                 client.post(f"/v1/{path}", json=body, timeout=0.3)
     slow.wait_until_idle()
     assert slow.post("completions", prompt="abc", max_tokens=3).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_long_silence_is_filled_with_pings(monkeypatch, stream):
+    monkeypatch.setattr("serve.generation.PING_SECONDS", 0.02)
+    with serving(ServedTarget(slots=1, pause=0.1), k=0) as running:
+        body = {"prompt": "abc", "max_tokens": 4, "seed": LONG, "stream": stream}
+        reply = running.post("completions", **body)
+    events = [json.loads(e[6:]) for e in reply.text.split("\n\n") if e.startswith("data: {")]
+    bodies = events if stream else [reply.json()]
+    assert "".join(b["choices"][0]["text"] for b in bodies) == plain_text("abc", 4, LONG)
+    assert (": ping" in reply.text) == stream
 
 
 def test_a_stop_string_frees_the_slot_at_once(slow):
