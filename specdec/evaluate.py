@@ -8,8 +8,7 @@ as often as the other, so that neither profits from a clock that drifts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Iterator, Sequence as Rows
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 

@@ -14,7 +14,7 @@ class Acceptance:
     """
 
     cycles: int = 0
-    """Verify passes (one per row and cycle); vLLM calls them drafts."""
+    """Verify passes (one per row and cycle), those without a guess included."""
     emitted: int = 0
     """Tokens that those passes emitted; the token that prefill chose is not among them."""
     drafted_at: Counter[int] = field(default_factory=Counter)

@@ -65,8 +65,8 @@ class Sampling:
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         _require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}")
         _require(
-            self.repetition_penalty > 0,
-            f"repetition_penalty must be above 0, got {self.repetition_penalty}; 1 is off",
+            0.01 <= self.repetition_penalty <= 100,
+            f"repetition_penalty must be in [0.01, 100], got {self.repetition_penalty}; 1 is off",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)

@@ -80,6 +80,15 @@ def read_arch(path: Path) -> Arch:
     return parse_arch(read_config(path))
 
 
+def released(name: str) -> Arch:
+    """A public model's dimensions without its weights, such as `gemma-4-31b` (speed, compiling)."""
+    folder = Path(__file__).parent / "released"
+    known = sorted(file.stem for file in folder.glob("*.json"))
+    if name not in known:
+        raise UserError(f"unknown architecture {name!r}: choose one of {', '.join(known)}")
+    return parse_arch(json.loads((folder / f"{name}.json").read_text()))
+
+
 def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():

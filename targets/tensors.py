@@ -18,19 +18,23 @@ class TensorSpec:
     axes: a logical name per dimension, which a backend's table maps to mesh axes. `heads`, `kv`,
     `ffw`, `vocab` and `expert` are the ones that tensor parallelism splits.
     linear: quantised checkpoints and quantise-on-load apply to it.
+    heads: attention projections split between whole heads only, and have this many.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     linear: bool = False
+    heads: int = 0
 
 
 def _norm(width: int) -> TensorSpec:
     return TensorSpec((width,), ("none",))
 
 
-def _linear(out: int, inner: int, out_axis: str, in_axis: str = "none") -> TensorSpec:
-    return TensorSpec((out, inner), (out_axis, in_axis), linear=True)
+def _linear(
+    out: int, inner: int, out_axis: str, in_axis: str = "none", heads: int = 0
+) -> TensorSpec:
+    return TensorSpec((out, inner), (out_axis, in_axis), linear=True, heads=heads)
 
 
 def model_tensors(arch: Arch) -> dict[str, TensorSpec]:
@@ -75,15 +79,15 @@ def layer_tensors(arch: Arch, layer: LayerSpec) -> dict[str, TensorSpec]:
 def _attention(arch: Arch, layer: LayerSpec) -> dict[str, TensorSpec]:
     query, key = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
     tensors = {
-        "self_attn.q_proj": _linear(query, arch.hidden, "heads"),
-        "self_attn.o_proj": _linear(arch.hidden, query, "none", "heads"),
+        "self_attn.q_proj": _linear(query, arch.hidden, "heads", heads=layer.heads),
+        "self_attn.o_proj": _linear(arch.hidden, query, "none", "heads", layer.heads),
         "self_attn.q_norm": _norm(layer.head_dim),
     }
     if layer.kv_from is None:
-        tensors["self_attn.k_proj"] = _linear(key, arch.hidden, "kv")
+        tensors["self_attn.k_proj"] = _linear(key, arch.hidden, "kv", heads=layer.kv_heads)
         tensors["self_attn.k_norm"] = _norm(layer.head_dim)
         if not layer.k_eq_v:
-            tensors["self_attn.v_proj"] = _linear(key, arch.hidden, "kv")
+            tensors["self_attn.v_proj"] = _linear(key, arch.hidden, "kv", heads=layer.kv_heads)
     return tensors
 
 

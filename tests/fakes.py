@@ -30,7 +30,7 @@ class FakeTarget:
 
     def _choose(self, seq: Sequence, length: int) -> int:
         fed = self.fed[seq.slot, :length]
-        return int((fed * np.arange(1, length + 1)).sum() + seq.sampling.seed) % self.vocab
+        return (int((fed * np.arange(1, length + 1)).sum()) + seq.sampling.seed) % self.vocab
 
     def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
         self.fed[seq.slot, start:stop] = seq.tokens[start:stop]

@@ -8,10 +8,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specdec.errors import UserError
-from targets.arch import parse_arch, read_arch
+from targets.arch import parse_arch, read_arch, released
 from targets.checkpoint import Checkpoint, dequantise, quantise_int8
 from targets.jax.load import JaxOptions, load_target, make_plan, width_for
 from targets.segments import segments
+from targets.tensors import all_tensors
 from tests.tiny import PREFIX, VARIANTS, config_of, write_tiny
 
 
@@ -156,3 +157,13 @@ def test_the_plan_refuses_impossible_sizes():
         with pytest.raises(UserError, match=words):
             make_plan(arch, options)
     assert [width_for(k) for k in (0, 4, 7, 8, 15, 31)] == [8, 8, 8, 16, 16, 32]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("e2b", 4.63), ("e4b", 7.46), ("12b", 11.91), ("26b-a4b", 25.23), ("31b", 30.70)],
+)
+def test_released_dimensions_have_the_published_parameter_counts(name, billions):
+    specs = all_tensors(released(f"gemma-4-{name}"))
+    count = sum(int(np.prod(spec.shape)) for spec in specs.values())
+    assert round(count / 1e9, 2) == billions

@@ -12,8 +12,7 @@ import torch
 
 from targets.arch import read_arch
 from targets.checkpoint import Checkpoint, dequantise
-from targets.jax import cache as kv
-from targets.jax import model
+from targets.jax import cache as kv, model
 from targets.jax.params import load_params
 from tests.tiny import VARIANTS, VOCAB, oracle, random_tensors, write_tiny
 

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from drafters.ngram import NgramDrafter
 from drafters.none import NoDrafter
@@ -132,7 +131,7 @@ def test_distribution(case):
 
 def test_penalties():
     history = [3, 3, 0, 1, 1]  # prompt 3 3, output 0 1 1
-    for given, expected in [
+    for request, expected in [
         (
             Sampling(temperature=1.0, repetition_penalty=1.5),
             penalised(LOGITS, [3], [0, 1, 1], repetition=1.5),
@@ -146,7 +145,7 @@ def test_penalties():
             penalised(LOGITS, [3], [0, 1, 1], frequency=0.8),
         ),
     ]:
-        frequencies = draws(given, history=history)
+        frequencies = draws(request, history=history)
         assert 0.5 * np.abs(frequencies - softmax(expected)).sum() < 0.015
 
 
@@ -160,14 +159,14 @@ def test_penalties_count_the_draft_tokens_before_each_row():
     """Row t of one call equals the only row of a call that was fed the same text."""
     text = np.array([[3, 3, 0, 1, 1, 5, 0, -1, -1, -1, -1, -1]], np.int32)
     rules = _blank_rules(1)
-    given = Sampling(
+    request = Sampling(
         temperature=1.0,
         repetition_penalty=1.3,
         presence_penalty=0.5,
         frequency_penalty=0.5,
         seed=11,
     )
-    _set_rules(rules, 0, given, 2)
+    _set_rules(rules, 0, request, 2)
     bias = np.zeros((1, VOCAB), np.float32)
     wide = sampling._penalise(
         jnp.asarray(np.tile(LOGITS, (1, 4, 1))), rules, jnp.asarray(text), np.array([3])

@@ -19,8 +19,7 @@ import numpy as np
 import openai
 import pytest
 import uvicorn
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from drafters.ngram import NgramDrafter
 from drafters.none import NoDrafter

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from specdec.errors import UserError

@@ -130,7 +130,8 @@ def random_tensors(variant: str, seed: int = 0) -> dict[str, np.ndarray]:
         elif len(spec.shape) == 1:
             value = 1 + 0.2 * noise
         else:
-            value = noise * np.float32(spec.shape[-1] ** -0.5 * (2 if name == "embed_tokens" else 1))
+            gain = 2 if name == "embed_tokens" else 1
+            value = noise * np.float32(gain * spec.shape[-1] ** -0.5)
         return value.astype(ml_dtypes.bfloat16).astype(np.float32)
 
     specs = all_tensors(parse_arch(config_of(variant)))

@@ -30,6 +30,7 @@ COMMANDS = {
     "generate": ("generate:generate", "Stream one answer and say what speculation was worth."),
     "serve": ("serve:serve", "Serve an OpenAI-compatible API."),
     "eval-acceptance": ("evaluate:eval_acceptance", "Measure tau and acceptance on your prompts."),
+    "bench": ("bench:bench", "Time steps against the memory roofline, and speed end to end."),
     "perplexity": ("perplexity:perplexity", "Score a text file, with an interval."),
     "doctor": ("doctor:doctor", "Check versions, devices, exactness and wiring."),
 }
@@ -48,7 +49,9 @@ def main(argv: list[str] | None = None) -> None:
         app(arguments, exit_on_error=False, print_error=False)
     except (UserError, CycloptsError) as problem:
         message = " ".join(str(problem).split())
-        Console(stderr=True, highlight=False).print(f"specdec: {message}", soft_wrap=True)
+        Console(stderr=True, highlight=False).print(
+            f"specdec: {message}", soft_wrap=True, markup=False
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

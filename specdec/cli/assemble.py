@@ -20,6 +20,7 @@ from specdec.errors import UserError
 from specdec.types import Sampling, Sequence
 
 if TYPE_CHECKING:
+    from targets.jax.load import JaxOptions
     from targets.jax.target import JaxTarget
     from targets.tokenizer import Tokenizer
 
@@ -46,14 +47,25 @@ def load_model(config: ModelConfig, speculation: SpeculationConfig, prove: bool 
     """
     import targets
     from targets.arch import read_arch
-    from targets.jax.load import JaxOptions, width_for
+    from targets.jax.load import width_for
     from targets.tokenizer import load_tokenizer
 
     width_for(speculation.k)
     path = checkpoint_path(config.model)
     arch = read_arch(path)
     tokenizer = load_tokenizer(path, arch.vocab)
-    options = JaxOptions(
+    options = jax_options(config, speculation)
+    with console.status(f"loading {path.name}"):
+        target = targets.load(path, config.backend, options, tokenizer.suppress_ids)
+    if prove and not target.plan.mapped:
+        require_exact(target)
+    return Model(path.name, path, target, tokenizer)
+
+
+def jax_options(config: ModelConfig, speculation: SpeculationConfig) -> JaxOptions:
+    from targets.jax.load import JaxOptions
+
+    return JaxOptions(
         slots=config.slots,
         max_len=config.max_len,
         k=speculation.k,
@@ -61,11 +73,6 @@ def load_model(config: ModelConfig, speculation: SpeculationConfig, prove: bool 
         int8=config.int8,
         tp=config.tp,
     )
-    with console.status(f"loading {path.name}"):
-        target = targets.load(path, config.backend, options, tokenizer.suppress_ids)
-    if prove and not target.plan.mapped:
-        require_exact(target)
-    return Model(path.name, path, target, tokenizer)
 
 
 def checkpoint_path(model: str) -> Path:

@@ -56,7 +56,7 @@ def serve(
         f"serving [bold]{name}[/bold] at http://{host}:{port}/v1 "
         f"(drafter {speculation.drafter}, K = {speculation.k}, {engine.target.slots} slots)"
     )
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     server.run(sockets=[listener])
 
 

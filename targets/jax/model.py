@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from specdec.types import Array
 from targets.arch import Arch, LayerSpec
-from targets.jax import cache as kv
-from targets.jax import layers
+from targets.jax import cache as kv, layers
 from targets.jax.cache import Cache, Span
 from targets.jax.params import Params
 from targets.segments import Segment, segments

@@ -42,10 +42,10 @@ MESH_AXES = {"vocab": "tp", "heads": "tp", "kv": "tp", "ffw": "tp", "expert": "t
 
 def partition(spec: TensorSpec, tp: int, leading: int = 0) -> PartitionSpec:
     """Where a tensor lives on a mesh whose `tp` axis has this size; what won't divide is copied."""
-    axes = [
-        MESH_AXES[axis] if size % tp == 0 else None
-        for axis, size in zip(spec.axes, spec.shape, strict=True)
-    ]
+    axes = []
+    for axis, size in zip(spec.axes, spec.shape, strict=True):
+        parts = spec.heads if axis in ("heads", "kv") else size
+        axes.append(MESH_AXES[axis] if parts % tp == 0 else None)
     return PartitionSpec(*([None] * leading), *axes)
 
 
@@ -100,7 +100,7 @@ def _place(
 
 
 def _scale_spec(spec: TensorSpec) -> TensorSpec:
-    return TensorSpec(spec.shape[:-1], spec.axes[:-1])
+    return TensorSpec(spec.shape[:-1], spec.axes[:-1], heads=spec.heads)
 
 
 def sharding_of(spec: TensorSpec, stacked: bool, mesh: Mesh | None) -> NamedSharding | None:

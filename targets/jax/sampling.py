@@ -109,8 +109,9 @@ def _cut(logits: Array, weight: Array, wanted: Array, off: Array) -> Array:
 
     def halve(bit: Array, threshold: Array) -> Array:
         trial = threshold | (jnp.uint32(1) << (jnp.uint32(31) - bit.astype(jnp.uint32)))
-        reached = jnp.where(keys >= trial[..., None], weight, 0.0).sum(-1) >= wanted
-        return jnp.where(reached, trial, threshold)
+        total = jnp.where(keys >= trial[..., None], weight, 0.0).sum(-1)
+        # the likeliest token always stays, however small `wanted` is
+        return jnp.where((total >= wanted) & (total > 0), trial, threshold)
 
     threshold = jax.lax.fori_loop(
         0, 32, halve, jnp.zeros(wanted.shape[:1] + logits.shape[1:2], jnp.uint32)

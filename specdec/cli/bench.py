@@ -1,0 +1,148 @@
+"""`specdec bench`: step times against the memory roofline, and speed end to end, as a receipt."""
+
+from __future__ import annotations
+
+import json as json_module
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from specdec.bench import Run, StepTime, end_to_end, fill, step_time
+from specdec.cli.assemble import (
+    Model,
+    console,
+    load_model,
+    make_engine,
+    print_json,
+    require_exact,
+    run_record,
+)
+from specdec.cli.config import ModelConfig, SpeculationConfig
+from specdec.errors import UserError
+
+
+def bench(
+    *,
+    model: ModelConfig = ModelConfig(),  # noqa: B008
+    speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008
+    random: str | None = None,
+    contexts: tuple[int, ...] = (512,),
+    max_tokens: int = 128,
+    out: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Step time by batch and context, its share of the measured bandwidth, speed end to end.
+
+    specdec bench --random gemma-4-e4b --slots 8 --contexts 512
+
+    Exit code 1 if any drafter or loop changes a token.
+
+    Parameters
+    ----------
+    random
+        Random weights of a public model's true size (gemma-4-e4b, gemma-4-31b, ...).
+    contexts
+        Tokens that each row's cache holds while steps are timed.
+    max_tokens
+        Tokens per row of the end-to-end runs.
+    out
+        Where to write the receipt (JSON).
+    json
+        End stdout with one JSON document.
+    """
+    from targets.jax.memory import read_bandwidth
+
+    loaded = _random_model(random, model, speculation) if random else load_model(model, speculation)
+    bandwidth = read_bandwidth()
+    if max(contexts) + loaded.target.max_draft + 1 >= loaded.target.max_len:
+        raise UserError(f"--contexts: {max(contexts)} does not fit --max-len {model.max_len}")
+    with console.status("timing steps"):
+        steps = _steps(loaded, contexts, speculation.k, bandwidth)
+    with console.status("end to end"):
+        runs = _runs(loaded, speculation, max_tokens)
+    equal = len({run.digest for run in runs}) == 1
+    _print(steps, runs, bandwidth, equal)
+    document = run_record("bench", model=model, speculation=speculation) | {
+        "architecture": random or loaded.name,
+        "read_bandwidth": bandwidth,
+        "steps": steps,
+        "runs": [asdict(run) for run in runs],
+        "equal": equal,
+    }
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json_module.dumps(document, indent=1))
+    if json:
+        print_json(document)
+    if not equal:
+        raise SystemExit(1)
+
+
+def _random_model(name: str, model: ModelConfig, speculation: SpeculationConfig) -> Model:
+    from specdec.cli.assemble import jax_options
+    from targets import mini
+    from targets.arch import released
+    from targets.jax.load import random_target
+    from targets.tokenizer import load_tokenizer
+
+    target = random_target(released(name), jax_options(model, speculation))
+    if not target.plan.mapped:
+        require_exact(target)
+    return Model(name, Path(), target, load_tokenizer(mini.path("mini")))
+
+
+def _steps(
+    loaded: Model, contexts: tuple[int, ...], k: int, bandwidth: float
+) -> list[dict[str, Any]]:
+    """Each batch and context, at the exact width and at width 1, with its share of bandwidth."""
+    from targets.jax.load import narrowed
+    from targets.jax.memory import cache_bytes, weight_bytes
+
+    rows = []
+    narrow, weights = narrowed(loaded.target), weight_bytes(loaded.target.params)
+    for context in contexts:
+        for batch in sorted({1, loaded.target.slots}):
+            for target, draft in ((narrow, 0), (loaded.target, k)):
+                seqs = fill(target, batch, context, target.vocab)
+                time: StepTime = step_time(target, seqs, draft)
+                needed = weights + cache_bytes(target, batch, context)
+                share = needed / time.seconds / bandwidth
+                rows.append(asdict(time) | {"bytes": needed, "bandwidth_share": share})
+    return rows
+
+
+def _runs(loaded: Model, speculation: SpeculationConfig, max_tokens: int) -> list[Run]:
+    """Plain, drafted, and drafted in the device loop, on prompts that repeat themselves."""
+    generator = np.random.default_rng(1)
+    prompts = [
+        [2, *generator.integers(3, loaded.target.vocab, 24).tolist() * 2]
+        for _ in range(loaded.target.slots)
+    ]
+    chosen = {
+        "none, host": SpeculationConfig("none", speculation.k),
+        "ngram, host": SpeculationConfig("ngram", speculation.k),
+        "none, device": SpeculationConfig("none", speculation.k, loop="device"),
+        "ngram, device": SpeculationConfig("ngram", speculation.k, loop="device"),
+    }
+    return [
+        end_to_end(name, partial(make_engine, loaded, config), prompts, max_tokens)
+        for name, config in chosen.items()
+    ]
+
+
+def _print(steps: list[dict[str, Any]], runs: list[Run], bandwidth: float, equal: bool) -> None:
+    table = Table(title=f"steps (measured read bandwidth {bandwidth / 1e9:.0f} GB/s)")
+    for name in ("batch", "context", "width", "ms", "share of bandwidth"):
+        table.add_column(name, justify="right")
+    for row in steps:
+        cells = (row["batch"], row["context"], row["width"])
+        share = f"{row['bandwidth_share']:.2f}"
+        table.add_row(*map(str, cells), f"{1000 * row['seconds']:.3f}", share)
+    console.print(table)
+    for run in runs:
+        console.print(f"{run.name}: {run.tokens_per_second:.1f} tok/s, tau {run.tau:.2f}")
+    console.print("outputs equal" if equal else "[red]OUTPUTS DIFFER[/red]")
