@@ -164,9 +164,7 @@ def device_cycle(target: JaxTarget, drafter: TracedDrafter, k: int, cycles: int 
         if job not in programs_:
             programs_[job] = jax.jit(partial(run_cycles, job), donate_argnums=1)
         limits, state = _start(target, seqs)
-        state, tape, ran = programs_[job](
-            target.params, state, target.bias, target.rules(), limits
-        )
+        state, tape, ran = programs_[job](target.params, state, target.bias, target.rules(), limits)
         target.cache = state.cache
         return _replay(tape, int(ran), np.array([seq.slot for seq in seqs]))
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from collections.abc import Sequence as Rows
+from collections.abc import AsyncIterator, Sequence as Rows
 from dataclasses import dataclass, field
 
 from serve.errors import ApiError

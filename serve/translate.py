@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
-from collections.abc import Sequence as Rows
+from collections.abc import Iterable, Sequence as Rows
 from dataclasses import replace
 
 from serve.errors import ApiError
