@@ -41,6 +41,7 @@ class Target(Protocol):
         """Feed `seq.tokens[start:stop]` into `seq.slot`; chosen [1, 1], features [1, T, F].
 
         `chosen` follows position stop - 1 and means something only where stop is the prompt's end.
+        Raises MemoryError where this one sequence does not fit the device: only it fails.
         """
         ...
 

@@ -173,34 +173,3 @@ def test_scheduler_never_loses_or_doubles_a_slot(actions):
 def test_sampling_refuses_what_makes_no_sense(field, value, words):
     with pytest.raises(UserError, match=words):
         Sampling(**{field: value})
-
-
-def test_ngram_prefers_the_longest_suffix_then_the_latest_occurrence():
-    drafter = NgramDrafter(2, 3)
-    seq = Sequence([1, 2, 3, 40, 2, 3, 50, 1, 2, 3])
-    seq.slot = 0
-    drafter.reset(seq)
-    assert drafter.propose([seq], 2).tolist() == [[40, 2]]
-    seq.tokens[:] = [7, 2, 3, 40, 2, 3, 50, 1, 2, 3]
-    drafter.reset(seq)
-    assert drafter.propose([seq], 2).tolist() == [[50, 1]]
-
-
-def test_ngram_says_nothing_from_a_single_token():
-    drafter = NgramDrafter()
-    seq = Sequence([1, 2, 3, 2])
-    seq.slot = 0
-    drafter.reset(seq)
-    assert drafter.propose([seq], 3).tolist() == [[NO_GUESS] * 3]
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 39))
-def test_ngram_index_grows_as_if_built_at_once(tokens, first):
-    grown, fresh = NgramDrafter(2, 4), NgramDrafter(2, 4)
-    seq = Sequence(tokens[:first] or tokens[:1])
-    seq.slot = 0
-    grown.reset(seq)
-    grown.propose([seq], 3)
-    seq.tokens[:] = tokens if len(tokens) >= len(seq.tokens) else seq.tokens
-    fresh.reset(seq)
-    assert grown.propose([seq], 3).tolist() == fresh.propose([seq], 3).tolist()

@@ -1,0 +1,132 @@
+"""The command line as a user types it: text, statistics, JSON, and one line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from specdec.cli import main
+
+PROMPT = "def add(first, second):\n    return"
+
+
+def run(capsys, *arguments) -> tuple[str, str]:
+    main(list(arguments))
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def refused(capsys, *arguments) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    assert stop.value.code == 2 and not captured.out
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("specdec: "), captured.err
+    return lines[0]
+
+
+def test_generate_streams_text_and_ends_with_json(capsys):
+    out, err = run(capsys, "generate", PROMPT, "--max-tokens", "12", "--json", "--slots", "1")
+    *text, last = out.splitlines()
+    document = json.loads(last)
+    assert "\n".join(text) == PROMPT + document["text"]
+    assert document["tokens"] <= 12 and document["tau"] >= 1
+    assert document["config"]["speculation"]["drafter"] == "ngram"
+    assert "embedded" in err and "tau" in err and "tok/s" in err
+
+
+def test_drafter_k_and_loop_do_not_change_the_text(capsys):
+    base = ["generate", PROMPT, "--max-tokens", "16", "--json", "--slots", "1", "--seed", "3"]
+    variants = [["--drafter", "none"], ["--k", "7"], ["--loop", "device"]]
+    texts = {json.loads(run(capsys, *base, *v)[0].splitlines()[-1])["text"] for v in variants}
+    assert len(texts) == 1
+
+
+def test_toml_then_flags_and_the_vllm_alias(capsys, tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text('drafter = "none"\nk = 2\nmax_tokens = 4\nslots = 1\n')
+    arguments = ["generate", PROMPT, "--config", str(config), "--k", "1", "--json"]
+    document = json.loads(run(capsys, *arguments)[0].splitlines()[-1])
+    assert document["tokens"] <= 4
+    chosen = document["config"]["speculation"]
+    assert (chosen["drafter"], chosen["k"]) == ("none", 1)
+    alias = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
+    arguments += ["--speculative-config", alias]
+    chosen = json.loads(run(capsys, *arguments)[0].splitlines()[-1])["config"]["speculation"]
+    assert (chosen["drafter"], chosen["k"], chosen["ngram_max"]) == ("ngram", 3, 4)
+
+
+def test_perplexity_scores_each_token_once(capsys, tmp_path):
+    text = tmp_path / "text.py"
+    text.write_text(PROMPT * 20)
+    out, err = run(capsys, "perplexity", str(text), "--window", "64", "--stride", "32", "--json")
+    document = json.loads(out.splitlines()[-1])
+    assert document["low"] <= document["perplexity"] <= document["high"]
+    assert "perplexity" in err
+
+
+def test_doctor_finds_mini_sound_and_exact(capsys):
+    out, _ = run(capsys, "doctor", "--json", "--slots", "2")
+    document = json.loads(out.splitlines()[-1])
+    assert document["healthy"] and document["verdict"] == "sound"
+    assert all(check["differing"] == 0 for check in document["checks"])
+
+
+def test_eval_acceptance_reports_and_proves_equality(capsys, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def f(x):"}\n{"prompt": "import os\\nimport sys\\n"}\n')
+    arguments = ["eval-acceptance", str(prompts), "--max-tokens", "24", "--out", str(tmp_path)]
+    out, err = run(capsys, *arguments, "--slots", "2", "--temperature", "0.8", "--json")
+    document = json.loads(out.splitlines()[-1])
+    assert document["equality"]["equal"] and document["overall"]["tau"] >= 1
+    assert json.loads((tmp_path / "report.json").read_text())["overall"] == document["overall"]
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+    assert "plain, width 1" in document["speeds"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", ""], ["empty"]),
+        (["generate", PROMPT, "--k", "32"], ["K must be 0 to 31", "32"]),
+        (["generate", PROMPT, "--k", "-1"], ["K must be 0 to 31", "-1"]),
+        (["generate", PROMPT, "--drafter", "oracle"], ["oracle", "none, ngram"]),
+        (["generate", PROMPT, "--backend", "tpu9"], ["tpu9", "jax"]),
+        (["generate", PROMPT, "--model", "/nowhere"], ["/nowhere", "Hugging Face"]),
+        (["generate", PROMPT, "--temperature", "nan"], ["temperature", "finite"]),
+        (["generate", PROMPT, "--top-p", "0"], ["top_p"]),
+        (["generate", PROMPT, "--slots", "0"], ["slots"]),
+        (["generate", PROMPT, "--max-len", "8"], ["--max-len"]),
+        (["generate", PROMPT, "--ngram-min", "0"], ["n_min"]),
+        (["generate", PROMPT, "--speculative-config", "{"], ["not JSON"]),
+        (["generate", PROMPT, "--speculative-config", '{"metod": 1}'], ["metod"]),
+        (["generate", "--prompt-file", "/nowhere"], ["/nowhere"]),
+        (["generate", PROMPT, "--sped", "3"], ["--sped"]),
+        (["generate", PROMPT, "--config", "/nowhere.toml"], ["/nowhere.toml"]),
+        (["eval-acceptance", "/nowhere.jsonl"], ["/nowhere.jsonl"]),
+        (["perplexity", "/nowhere.txt"], ["/nowhere.txt"]),
+        (["serve", "--port", "99999"], ["port", "99999"]),
+        (["bench", "--random", "gemma-9"], ["gemma-9", "gemma-4-31b"]),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(capsys, arguments, words):
+    line = refused(capsys, *arguments)
+    assert all(word in line for word in words), line
+
+
+def test_an_unknown_toml_key_is_named(capsys, tmp_path):
+    config = tmp_path / "bad.toml"
+    config.write_text("draftr = 'ngram'\n")
+    assert "draftr" in refused(capsys, "generate", PROMPT, "--config", str(config))
+
+
+def test_a_port_in_use_is_said_before_loading(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        line = refused(capsys, "serve", "--port", port, "--model", "/nowhere")
+        assert port in line and "--port" in line

@@ -1,0 +1,97 @@
+"""Prompt lookup: which match wins, what it costs, and the traced twin that guesses the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from drafters.ngram import NgramDrafter
+from drafters.ngram_jax import TracedNgram
+from specdec.errors import UserError
+from specdec.types import NO_GUESS, Sequence
+
+
+def test_ngram_prefers_the_longest_suffix_then_the_latest_occurrence():
+    drafter = NgramDrafter(2, 3)
+    seq = Sequence([1, 2, 3, 40, 2, 3, 50, 1, 2, 3])
+    seq.slot = 0
+    drafter.reset(seq)
+    assert drafter.propose([seq], 2).tolist() == [[40, 2]]
+    seq.tokens[:] = [7, 2, 3, 40, 2, 3, 50, 1, 2, 3]
+    drafter.reset(seq)
+    assert drafter.propose([seq], 2).tolist() == [[50, 1]]
+
+
+def test_ngram_says_nothing_from_a_single_token():
+    drafter = NgramDrafter()
+    seq = Sequence([1, 2, 3, 2])
+    seq.slot = 0
+    drafter.reset(seq)
+    assert drafter.propose([seq], 3).tolist() == [[NO_GUESS] * 3]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 39))
+def test_ngram_index_grows_as_if_built_at_once(tokens, first):
+    grown, fresh = NgramDrafter(2, 4), NgramDrafter(2, 4)
+    seq = Sequence(tokens[:first] or tokens[:1])
+    seq.slot = 0
+    grown.reset(seq)
+    grown.propose([seq], 3)
+    seq.tokens[:] = tokens if len(tokens) >= len(seq.tokens) else seq.tokens
+    fresh.reset(seq)
+    assert grown.propose([seq], 3).tolist() == fresh.propose([seq], 3).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=24), min_size=2, max_size=2))
+def test_the_traced_twin_guesses_the_same(texts):
+    """On the device the history is followed by whatever rejected drafts left there."""
+    history = np.full((2, 32), 1, np.int32)
+    for row, text in enumerate(texts):
+        history[row, : len(text)] = text
+    length = np.array([len(t) for t in texts], np.int32)
+    for n_min, n_max in ((1, 3), (2, 5)):
+        seqs = [Sequence(list(t)) for t in texts]
+        host = NgramDrafter(n_min, n_max)
+        for slot, seq in enumerate(seqs):
+            seq.slot = slot
+            host.reset(seq)
+        traced = TracedNgram(n_min, n_max).propose(history, length, 6)
+        assert np.asarray(traced).tolist() == host.propose(seqs, 6).tolist()
+
+
+def test_a_match_that_reaches_the_end_repeats_with_its_period():
+    drafter = NgramDrafter()
+    seq = Sequence([8, 1, 2, 1, 2])
+    seq.slot = 0
+    drafter.reset(seq)
+    assert drafter.propose([seq], 5).tolist() == [[1, 2, 1, 2, 1]]
+
+
+def test_the_index_does_not_look_back():
+    """Cost per cycle is independent of context length: only new tokens are indexed."""
+
+    class Counting(list):
+        reads = 0
+
+        def __getitem__(self, key):
+            Counting.reads += 1
+            return super().__getitem__(key)
+
+    drafter = NgramDrafter()
+    seq = Sequence([1])
+    seq.slot = 0
+    seq.tokens = Counting(range(50_000))
+    drafter.reset(seq)
+    drafter.propose([seq], 4)
+    Counting.reads = 0
+    seq.tokens.extend([3, 4, 5])
+    drafter.propose([seq], 4)
+    assert Counting.reads < 40
+
+
+@pytest.mark.parametrize(("n_min", "n_max"), [(0, 3), (4, 3)])
+def test_lengths_that_make_no_sense(n_min, n_max):
+    with pytest.raises(UserError, match="n_min"):
+        NgramDrafter(n_min, n_max)

@@ -1,0 +1,83 @@
+"""The whole house: the official client against a real server on the embedded model."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+import uvicorn
+
+from drafters.ngram import NgramDrafter
+from serve.api import create_app
+from serve.runner import EngineRunner
+from specdec.cycle import host_cycle
+from specdec.engine import Engine
+from targets import mini
+from targets.jax.load import JaxOptions, load_target
+from targets.tokenizer import load_tokenizer
+
+PROMPTS = [f"def function_{i}(items, count={i}):\n    " for i in range(16)]
+
+
+@pytest.fixture(scope="module")
+def client():
+    path = mini.path("mini")
+    target = load_target(path, JaxOptions(slots=4, max_len=512, k=4))
+    drafter = NgramDrafter()
+    engine = Engine(target, drafter, host_cycle(target, drafter, 4))
+    app = create_app(EngineRunner(engine), load_tokenizer(path), "mini", k=4)
+    config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        threading.Event().wait(0.05)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as made:
+        yield made
+    server.should_exit = True
+    thread.join()
+
+
+def complete(client, i: int) -> str:
+    answer = client.completions.create(
+        model="mini", prompt=PROMPTS[i], max_tokens=24, temperature=0.8 * (i % 2), seed=i
+    )
+    return answer.choices[0].text
+
+
+def test_sixteen_through_four_slots_equal_their_lone_runs(client):
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(lambda i: complete(client, i), range(16)))
+    assert [complete(client, i) for i in range(16)] == together
+
+
+def test_a_streamed_chat_equals_the_whole_one(client):
+    request = {
+        "model": "mini",
+        "messages": [{"role": "user", "content": "Write a function that adds two numbers."}],
+        "max_tokens": 40,
+        "temperature": 0.8,
+        "seed": 7,
+    }
+    whole = client.chat.completions.create(**request)
+    pieces = list(
+        client.chat.completions.create(
+            **request, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    text = "".join(p.choices[0].delta.content or "" for p in pieces if p.choices)
+    assert text == whole.choices[0].message.content
+    assert pieces[-1].usage == whole.usage and whole.usage.completion_tokens <= 40
+    reason = [p.choices[0].finish_reason for p in pieces if p.choices][-1]
+    assert reason == whole.choices[0].finish_reason
+
+
+def test_a_stop_string_cuts_the_text(client):
+    request = {"model": "mini", "prompt": PROMPTS[0], "max_tokens": 60, "temperature": 0}
+    whole = client.completions.create(**request).choices[0].text
+    stop = whole[10:14]
+    cut = client.completions.create(**request, stop=[stop]).choices[0]
+    assert cut.text == whole[: whole.index(stop)] and cut.finish_reason == "stop"
