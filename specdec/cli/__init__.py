@@ -27,15 +27,39 @@ app = App(
     ),
 )
 COMMANDS = {
-    "generate": ("generate:generate", "Stream one answer and say what speculation was worth."),
-    "serve": ("serve:serve", "Serve an OpenAI-compatible API."),
-    "eval-acceptance": ("evaluate:eval_acceptance", "Measure tau and acceptance on your prompts."),
-    "bench": ("bench:bench", "Time steps against the memory roofline, and speed end to end."),
-    "perplexity": ("perplexity:perplexity", "Score a text file, with an interval."),
-    "doctor": ("doctor:doctor", "Check versions, devices, exactness and wiring."),
+    "generate": (
+        "generate:generate",
+        "Stream one answer and say what speculation was worth.",
+        'specdec generate "def quicksort(items):" --drafter ngram --k 4',
+    ),
+    "serve": (
+        "serve:serve",
+        "Serve an OpenAI-compatible API.",
+        "specdec serve --model ./gemma-4-E4B-it --drafter ngram --k 4 --port 8000",
+    ),
+    "eval-acceptance": (
+        "evaluate:eval_acceptance",
+        "Measure tau and acceptance on your prompts, and prove equal output.",
+        "specdec eval-acceptance prompts.jsonl --k 4 --temperature 0.8 --out report",
+    ),
+    "bench": (
+        "bench:bench",
+        "Time steps against the memory roofline, and speed end to end.",
+        "specdec bench --random gemma-4-e4b --slots 8 --contexts 512",
+    ),
+    "perplexity": (
+        "perplexity:perplexity",
+        "Score a text file, with an interval.",
+        "specdec perplexity README.md --window 1024 --stride 512",
+    ),
+    "doctor": (
+        "doctor:doctor",
+        "Check versions, devices, exactness and wiring.",
+        "specdec doctor --model ./gemma-4-E4B-it --slots 8",
+    ),
 }
-for _name, (_where, _help) in COMMANDS.items():
-    app.command(f"specdec.cli.{_where}", name=_name, help=_help)
+for _name, (_where, _what, _example) in COMMANDS.items():
+    app.command(f"specdec.cli.{_where}", name=_name, help=f"{_what}\n\nExample:  {_example}")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -37,8 +37,6 @@ def bench(
 ) -> None:
     """Step time by batch and context, its share of the measured bandwidth, speed end to end.
 
-    specdec bench --random gemma-4-e4b --slots 8 --contexts 512
-
     Exit code 1 if any drafter or loop changes a token.
 
     Parameters

@@ -43,8 +43,6 @@ def eval_acceptance(
 ) -> None:
     """Acceptance, tau with its interval, speed against plain, and proof of equal output.
 
-    specdec eval-acceptance prompts.jsonl --drafter ngram --k 4 --temperature 0.8 --out report
-
     Exit code 1 if any output differs from plain decoding.
 
     Parameters

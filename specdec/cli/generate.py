@@ -36,8 +36,6 @@ def generate(
 ) -> None:
     """Continue a prompt, streaming, and report tokens, tau, acceptance and speed.
 
-    specdec generate "def quicksort(items):" --drafter ngram --k 4
-
     Parameters
     ----------
     prompt

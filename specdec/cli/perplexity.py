@@ -24,8 +24,6 @@ def perplexity(
 ) -> None:
     """Perplexity of a text file: sliding window, BOS in each, every token scored once.
 
-    specdec perplexity README.md
-
     Parameters
     ----------
     text

@@ -22,10 +22,6 @@ def serve(
 ) -> None:
     """Serve /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
 
-    specdec serve --drafter ngram --k 4
-    curl localhost:8000/v1/completions -H 'Content-Type: application/json'
-    -d '{"model": "mini", "prompt": "def main():", "max_tokens": 64}'
-
     Parameters
     ----------
     host
