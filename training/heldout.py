@@ -15,7 +15,7 @@ import optax
 import tokenizers
 
 from targets.arch import Arch
-from targets.jax.model import sequence_logits
+from training.blocks import block_logits
 from training.tokens import BOS
 
 ROWS = 32  # windows per call
@@ -71,7 +71,7 @@ def make_scorer(arch: Arch, dtype: Any = jnp.bfloat16) -> Scorer:
     @jax.jit
     def score(params: Any, inputs: Any, targets: Any) -> Any:
         cast = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-        logits = sequence_logits(cast, arch, inputs)
+        logits = block_logits(cast, arch, inputs)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
     return score

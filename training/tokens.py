@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=multiprocessing.cpu_count())
     arguments = parser.parse_args()
     texts = [row["text"] for row in documents(arguments.corpus / "train.jsonl")]
-    chats = all_chats(texts, arguments.checkpoint, arguments.seed, arguments.workers)
+    chats = all_chats(texts[::2], arguments.checkpoint, arguments.seed, arguments.workers)
     chosen = training_texts(texts, chats, arguments.seed)
     backend = tokenizers.Tokenizer.from_file(str(arguments.checkpoint / "tokenizer.json"))
     stream = encode_stream(backend, chosen)
