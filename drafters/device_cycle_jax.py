@@ -39,10 +39,12 @@ class TracedDrafter(Protocol):
 
 
 class Limits(NamedTuple):
-    """Per slot: stop_ids [B, STOPS] (NO_GUESS: unused) and the longest length [B]."""
+    """Per slot: stop_ids [B, STOPS] (NO_GUESS: unused) and the longest length [B]. For all:
+    cycles [], how many to run at most."""
 
     stop_ids: Array
     length: Array
+    cycles: Array
 
 
 class State(NamedTuple):
@@ -113,12 +115,12 @@ class Job(NamedTuple):
 def run_cycles(
     job: Job, params: Params, state: State, bias: Array, rules: Rules, limits: Limits
 ) -> tuple[State, Tape, Array]:
-    """Up to `job.cycles` cycles, fewer once no row is live; returns the tape and how many ran."""
+    """Up to `limits.cycles` cycles, fewer once no row is live; returns the tape and how many ran."""
     _, shapes = jax.eval_shape(lambda s: _one_cycle(job, params, bias, rules, limits, s), state)
     tape = jax.tree.map(lambda s: jnp.zeros((job.cycles, *s.shape), s.dtype), shapes)
 
     def go_on(carry: tuple[Array, State, Tape]) -> Array:
-        return (carry[0] < job.cycles) & carry[1].live.any()
+        return (carry[0] < limits.cycles) & carry[1].live.any()
 
     def body(carry: tuple[Array, State, Tape]) -> tuple[Array, State, Tape]:
         i, state, tape = carry
@@ -157,13 +159,13 @@ def device_cycle(target: JaxTarget, drafter: TracedDrafter, k: int, cycles: int 
     """A `Cycle` for the engine: one dispatch, up to `cycles` rounds."""
     programs_: dict[Job, Any] = {}
 
-    def rounds(seqs: Rows[Sequence]) -> list[Round]:
+    def rounds(seqs: Rows[Sequence], hurry: bool) -> list[Round]:
         shaped = any(seq.sampling.shaped for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
         job = Job(target.plan, drafter, k, cycles, shaped, logprobs)
         if job not in programs_:
             programs_[job] = jax.jit(partial(run_cycles, job), donate_argnums=1)
-        limits, state = _start(target, seqs)
+        limits, state = _start(target, seqs, 1 if hurry else cycles)
         state, tape, ran = programs_[job](target.params, state, target.bias, target.rules(), limits)
         target.cache = state.cache
         return _replay(tape, int(ran), np.array([seq.slot for seq in seqs]))
@@ -171,7 +173,7 @@ def device_cycle(target: JaxTarget, drafter: TracedDrafter, k: int, cycles: int 
     return rounds
 
 
-def _start(target: JaxTarget, seqs: Rows[Sequence]) -> tuple[Limits, State]:
+def _start(target: JaxTarget, seqs: Rows[Sequence], cycles: int) -> tuple[Limits, State]:
     """The host's view of the rows; each last token is put where the device looks for it."""
     slots = target.slots
     stop_ids = np.full((slots, STOPS), NO_GUESS, np.int32)
@@ -187,7 +189,7 @@ def _start(target: JaxTarget, seqs: Rows[Sequence]) -> tuple[Limits, State]:
         live[seq.slot] = True
         last[seq.slot], token[seq.slot] = len(seq.tokens) - 1, seq.tokens[-1]
     cache = target.cache._replace(tokens=_put_last(target.cache.tokens, last, token))
-    return Limits(stop_ids, limit), State(cache, length, live)
+    return Limits(stop_ids, limit, np.int32(cycles)), State(cache, length, live)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -196,13 +198,10 @@ def _put_last(tokens: Array, last: Array, token: Array) -> Array:
 
 
 def _replay(tape: Tape, ran: int, rows: np.ndarray) -> list[Round]:
-    draft, chosen, accepted = (np.asarray(a) for a in (tape.draft, tape.chosen, tape.accepted))
-    details = tape.logprobs
+    tape = jax.tree.map(np.asarray, tape)  # the one copy to the host
     rounds = []
     for i in range(ran):
-        entry = details and LogprobRows(
-            details.chosen[i], details.top_ids[i], details.top_logprobs[i]
-        )
-        step = Step(chosen[i][rows], None, entry and pick_rows(entry, rows))
-        rounds.append(Round(draft[i][rows], step, accepted[i][rows]))
+        draft, chosen, accepted, details = jax.tree.map(lambda leaf: leaf[i], tape)  # noqa: B023
+        step = Step(chosen[rows], None, details and pick_rows(details, rows))
+        rounds.append(Round(draft[rows], step, accepted[rows]))
     return rounds

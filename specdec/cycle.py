@@ -27,4 +27,4 @@ def cycle(target: Target, drafter: Drafter, seqs: Rows[Sequence], k: int) -> Rou
 
 def host_cycle(target: Target, drafter: Drafter, k: int) -> Cycle:
     """The plain driver: one cycle per call. Plain decoding is the drafter `none`, or k = 0."""
-    return lambda seqs: [cycle(target, drafter, seqs, k)]
+    return lambda seqs, hurry: [cycle(target, drafter, seqs, k)]

@@ -59,7 +59,7 @@ class Engine:
         events += self._prefill()
         if self.scheduler.running:
             rows = tuple(self.scheduler.running)
-            for done in self.cycle(rows):
+            for done in self.cycle(rows, bool(self.scheduler.prefilling)):
                 events += self._emit_round(rows, done)
         return events
 
@@ -77,8 +77,8 @@ class Engine:
         seq, start, stop = chunk
         try:
             step = self.target.prefill(seq, start, stop)
-        except MemoryError as failure:
-            return [self._finish(seq, (), "error", error=f"prefill: {failure}")]
+        except UserError as refusal:  # what the target refuses fails alone
+            return [self._finish(seq, (), "error", error=str(refusal))]
         self.drafter.observe([seq], step, np.zeros(1, np.int32))
         if not self.scheduler.chunk_done(seq, stop):
             return []

@@ -112,9 +112,9 @@ class Racer:
                 self._decode_tokens += engine.acceptance.emitted - before
         self._wall_seconds += time.perf_counter() - started
 
-    def _timed_cycle(self, seqs: Rows[Sequence]) -> list[Round]:
+    def _timed_cycle(self, seqs: Rows[Sequence], hurry: bool) -> list[Round]:
         started = time.perf_counter()
-        rounds = self._cycle(seqs)
+        rounds = self._cycle(seqs, hurry)
         for done in rounds:  # the engine would wait for these next; waiting here is being honest
             for array in (done.step.chosen, done.accepted, done.draft):
                 np.asarray(array)

@@ -41,7 +41,7 @@ class Target(Protocol):
         """Feed `seq.tokens[start:stop]` into `seq.slot`; chosen [1, 1], features [1, T, F].
 
         `chosen` follows position stop - 1 and means something only where stop is the prompt's end.
-        Raises MemoryError where this one sequence does not fit the device: only it fails.
+        Raises UserError for a request that this target can't take: only it fails.
         """
         ...
 
@@ -70,5 +70,6 @@ class Drafter(Protocol):
         ...
 
 
-Cycle = Callable[[Rows[Sequence]], list[Round]]
-"""What the engine runs between admissions: one round (host loop) or several (device loop)."""
+Cycle = Callable[[Rows[Sequence], bool], list[Round]]
+"""What the engine runs between admissions: one round (host loop) or several (device loop). The
+flag asks for no more than one, because somebody's prefill waits for the next turn."""

@@ -15,6 +15,8 @@ from specdec.errors import UserError
 
 TEXT_TYPES = ("gemma4_text", "gemma4_unified_text")
 MULTIMODAL_TYPES = ("gemma4", "gemma4_unified")
+GLOBAL_HEAD_DIM = 512
+"""Of global layers where the config is silent, as in transformers."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,6 @@ class Arch:
     per_layer_vocab: int
     max_position: int
 
-    @property
-    def kv_owners(self) -> tuple[int, ...]:
-        return tuple(i for i, layer in enumerate(self.layers) if layer.kv_from is None)
-
 
 def read_arch(path: Path) -> Arch:
     """Architecture from `path`/config.json. Raises UserError where it is missing or not Gemma 4."""
@@ -94,20 +92,30 @@ def read_config(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"no config.json in {path}: give a Hugging Face checkpoint folder")
     try:
-        return json.loads(file.read_text())
-    except json.JSONDecodeError as problem:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as problem:  # not JSON, or not UTF-8
         raise UserError(f"{file} is not valid JSON ({problem}): download it again") from None
 
 
 def parse_arch(config: dict[str, Any]) -> Arch:
-    """A config.json's dict, multimodal or text-only, to an `Arch`."""
-    text = _text_config(config)
+    """A config.json's dict, multimodal or text-only, to an `Arch`. Raises UserError."""
+    try:
+        return _parse(_text_config(config))
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as problem:
+        raise UserError(
+            f"config.json has a value that makes no sense ({type(problem).__name__}: {problem}): "
+            "download it again"
+        ) from None
+
+
+def _parse(text: dict[str, Any]) -> Arch:
     kinds = _layer_types(text)
     count = len(kinds)
     shared = int(text.get("num_kv_shared_layers") or 0)
     if not 0 <= shared < count:
         raise UserError(f"num_kv_shared_layers is {shared} but the model has {count} layers")
     donors = {kind: i for i, kind in enumerate(kinds[: count - shared])}
+    softcap = text.get("final_logit_softcapping")
     layers = []
     for i, kind in enumerate(kinds):
         donor = donors.get(kind) if i >= count - shared else None
@@ -119,7 +127,7 @@ def parse_arch(config: dict[str, Any]) -> Arch:
         hidden=int(_need(text, "hidden_size")),
         layers=tuple(layers),
         eps=float(text.get("rms_norm_eps", 1e-6)),
-        softcap=text.get("final_logit_softcapping"),
+        softcap=None if softcap is None else float(softcap),
         per_layer_input=int(text.get("hidden_size_per_layer_input") or 0),
         per_layer_vocab=int(text.get("vocab_size_per_layer_input") or 0),
         max_position=int(text.get("max_position_embeddings", 131072)),
@@ -138,6 +146,8 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     for key, only in (("hidden_activation", "gelu_pytorch_tanh"), ("attention_bias", False)):
         if text.get(key, only) != only:
             raise UserError(f"config.json has {key}={text[key]!r}: only {only!r} is supported")
+    if text.get("use_bidirectional_attention") == "all":
+        raise UserError("config.json asks for bidirectional attention: such a model can't decode")
     if not text.get("tie_word_embeddings", True):
         raise UserError("config.json has tie_word_embeddings=false: Gemma 4 ties its head")
     return text
@@ -161,16 +171,20 @@ def _layer_types(text: dict[str, Any]) -> list[str]:
     strange = set(kinds) - {"sliding_attention", "full_attention"}
     if strange:
         raise UserError(f"unknown layer_types {sorted(strange)}")
+    if kinds[-1] != "full_attention":
+        raise UserError("layer_types ends in a sliding layer: Gemma 4 needs a global one last")
     return list(kinds)
 
 
 def _layer(text: dict[str, Any], i: int, kind: str, donor: int | None) -> LayerSpec:
     sliding = kind == "sliding_attention"
-    own = (text.get("per_layer_config") or {}).get(str(i), {})
+    # transformers >= 5.15 saves head sizes per layer, under zero-padded numbers
+    overrides = {int(k): v for k, v in (text.get("per_layer_config") or {}).items()}
+    own = overrides.get(i, {})
     k_eq_v = bool(text.get("attention_k_eq_v")) and not sliding
     kv_heads, head_dim = int(_need(text, "num_key_value_heads")), int(_need(text, "head_dim"))
     if not sliding:
-        head_dim = int(text.get("global_head_dim") or head_dim)
+        head_dim = int(text.get("global_head_dim") or GLOBAL_HEAD_DIM)
         if k_eq_v:
             kv_heads = int(text.get("num_global_key_value_heads") or kv_heads)
     kv_heads = int(own.get("num_key_value_heads", kv_heads))

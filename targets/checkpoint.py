@@ -54,7 +54,7 @@ class Checkpoint:
         self._files = _open_shards(path)
         self._where = {name: file for file in self._files for name in file.names}
         self._prefix = self._find_prefix()
-        self._check_names()
+        self._check_headers()
 
     def read(self, name: str) -> Stored:
         """The tensor that `targets.tensors` calls `name`; raises UserError on a wrong shape."""
@@ -93,14 +93,18 @@ class Checkpoint:
             for part in names
         ]
 
-    def _check_names(self) -> None:
-        needed: set[str] = set()
+    def _check_headers(self) -> None:
+        """Names and shapes, before gigabytes are read."""
+        needed: dict[str, tuple[int, ...]] = {}
         for name, spec in self.specs.items():
             parts = self._expert_parts(name, spec) if "experts." in name else None
-            needed |= {p for p, _ in parts} if parts else {self._stored_name(name)}
-        _refuse("lacks", needed - self._where.keys(), self.path, "download the missing shards")
+            needed |= dict(parts) if parts else {self._stored_name(name): spec.shape}
+        missing = needed.keys() - self._where.keys()
+        _refuse("lacks", missing, self.path, "download the missing shards")
+        for stored, shape in needed.items():
+            self._check_shape(stored, shape)
         scales = {_scale_name(n) for n in needed}
-        extra = {n for n in self._where.keys() - needed - scales if not self._ignorable(n)}
+        extra = {n for n in self._where.keys() - needed.keys() - scales if not self._ignorable(n)}
         _refuse(
             "has unused",
             extra,
@@ -109,7 +113,7 @@ class Checkpoint:
         )
 
     def _ignorable(self, name: str) -> bool:
-        if any(f"{tower}." in name for tower in OTHER_TOWERS) or name.startswith("lm_head."):
+        if any(f"{tower}." in name for tower in OTHER_TOWERS) or "lm_head." in name:
             return True
         # released E2B/E4B files carry the K/V projections of layers that share another's K/V
         shared = re.search(r"layers\.(\d+)\.self_attn\.([kv]_proj|k_norm)\.", name)
@@ -117,16 +121,19 @@ class Checkpoint:
 
     def _read_one(self, name: str, stored: str, shape: tuple[int, ...]) -> Stored:
         values = self._where[stored].read(stored)
-        if values.shape != shape:
-            raise UserError(
-                f"{self.path}: {stored} has shape {list(values.shape)}, config.json needs "
-                f"{list(shape)}: config and weights are of different models"
-            )
         if values.dtype not in STORED_TYPES:
             raise UserError(f"{self.path}: {stored} is {values.dtype}, which specdec can't read")
         if values.dtype not in (np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)):
             return Stored(values)
         return Stored(values, self._read_scale(name, stored, shape))
+
+    def _check_shape(self, stored: str, shape: tuple[int, ...]) -> None:
+        found = self._where[stored].shape(stored)
+        if found != shape:
+            raise UserError(
+                f"{self.path}: {stored} has shape {list(found)}, config.json needs "
+                f"{list(shape)}: config and weights are of different models"
+            )
 
     def _read_scale(self, name: str, stored: str, shape: tuple[int, ...]) -> np.ndarray:
         file = self._where.get(_scale_name(stored))
@@ -191,6 +198,9 @@ class _Shard:
             self._header = json.loads(stream.read(self._data - 8))
         self.names = set(self._header) - {"__metadata__"}
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._header[name]["shape"])
+
     def read(self, name: str) -> np.ndarray:
         entry = self._header[name]
         if entry["dtype"] != "F8_E4M3":
@@ -200,10 +210,19 @@ class _Shard:
         return np.array(raw).view(ml_dtypes.float8_e4m3fn).reshape(entry["shape"])
 
 
+def _shard_names(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+        raise UserError(
+            f"{index} has no readable weight_map ({problem}): download it again"
+        ) from None
+
+
 def _open_shards(path: Path) -> list[_Shard]:
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = _shard_names(index)
     elif single.is_file():
         names = [single.name]
     else:

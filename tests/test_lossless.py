@@ -190,6 +190,9 @@ def test_batched_rows_are_exact_within_their_bucket(tiny):
     together, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0), "nucleus")
     ngram = NgramDrafter(1, 3)
     assert run(ngram, host_cycle(target, ngram, 4), "nucleus")[0] == together
+    for mode in ("greedy", "everything"):
+        plain, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0), mode)
+        assert run(NoDrafter(), device_cycle(target, TracedNgram(1, 3), 4), mode)[0] == plain
     lone = prompts_for(target.vocab)[0]
     alone, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0), "nucleus", prompts=[lone])
     assert alone["0"] == together["0"]

@@ -174,12 +174,11 @@ def collect(
     seen: set[str] = set()
     near = NearDuplicates()
     for reason, document, minhash in examine(items, scan, workers):
-        if document is not None and document.key in seen:
-            reason = "equal"
-        elif document is not None and not near.is_new(minhash):
-            reason = "nearly equal"
-        if reason or document is None:
+        if document is None or minhash is None:
             dropped[reason] += 1
+            continue
+        if document.key in seen or not near.is_new(minhash):
+            dropped["equal" if document.key in seen else "nearly equal"] += 1
             continue
         seen.add(document.key)
         sides[is_heldout(document.key)].append(document)

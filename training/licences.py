@@ -29,7 +29,7 @@ def licence_statement(distribution: Distribution) -> str:
         for value in metadata.get_all("Classifier") or []
         if value.startswith("License ::")
     ]
-    fields = [metadata.get("License-Expression") or "", metadata.get("License") or ""]
+    fields = [metadata[name] for name in ("License-Expression", "License") if name in metadata]
     return " | ".join(text[:LONGEST_NAME] for text in [*fields, *classifiers] if text.strip())
 
 

@@ -9,9 +9,6 @@ the same bits as if it had not stopped. Weights are float32, arithmetic is bfloa
 
 import argparse
 import json
-import shutil
-import subprocess
-import sys
 import time
 import tomllib
 from dataclasses import asdict, dataclass
@@ -33,6 +30,7 @@ from targets.jax.params import Params, init_params
 from training.blocks import block_logits
 from training.heldout import Windows, heldout_loss, make_scorer, windows_of
 from training.optimizer import OptimizerConfig, make_optimizer, schedule
+from training.record import write_run
 from training.tokens import BOS, documents, row_starts
 
 WATCHED_CHARACTERS = 400_000  # of held-out text that is scored during training
@@ -128,7 +126,7 @@ def make_step(arch: Arch, config: PretrainConfig, dtype: Any = jnp.bfloat16) -> 
         with jax.default_matmul_precision(precision):
             value, gradient = jax.value_and_grad(loss)(state.params, inputs, targets)
         updates, inner = optimizer.update(gradient, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, inner), value
 
     return step
@@ -145,7 +143,8 @@ def restore(manager: ocp.CheckpointManager, fresh: TrainState) -> TrainState:
     if manager.latest_step() is None:
         return fresh
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)
-    return manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(abstract))
+    found: Any = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(abstract))
+    return found
 
 
 class Trainer:
@@ -212,27 +211,9 @@ class Trainer:
             self.manager.save(step, args=ocp.args.StandardSave(self.state))
 
     def _log(self, step: int, **values: float) -> None:
-        row = {"step": step, "learning_rate": float(self._rate(step)), **values}
+        row = {"step": step, "learning_rate": float(np.asarray(self._rate(step))), **values}
         with (self.run / "log.jsonl").open("a") as log:
             log.write(json.dumps(row) + "\n")
-
-
-def git_revision() -> str:
-    """The commit of the working directory, "" where there is no git."""
-    if shutil.which("git") is None:
-        return ""
-    command = ["git", "rev-parse", "--verify", "-q", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def write_run(path: Path, config: PretrainConfig, stream: np.ndarray) -> None:
-    """RUN/run.json: what was run, with what, where."""
-    facts: dict[str, Any] = {"argv": sys.argv, "git": git_revision()}
-    versions = {"jax": jax.__version__, "optax": optax.__version__, "orbax": ocp.__version__}
-    device = jax.devices()[0].device_kind
-    facts |= {"versions": versions, "device": device}
-    facts |= {"config": asdict(config), "stream_tokens": len(stream)}
-    path.write_text(json.dumps(facts, indent=1))
 
 
 def watched_windows(corpus: Path, checkpoint: Path, width: int) -> Windows:
@@ -257,7 +238,8 @@ def main() -> None:
     stream = np.load(arguments.corpus / "train.npy")
     watched = watched_windows(arguments.corpus, arguments.checkpoint, config.phases[0].length)
     trainer = Trainer(config, arguments.run, stream, watched)
-    write_run(arguments.run / "run.json", config, stream)
+    facts = {"config": asdict(config), "stream_tokens": len(stream)}
+    write_run(arguments.run / "run.json", facts)
     step = trainer.train(config.steps, arguments.seconds)
     print(json.dumps({"step": step, "of": config.steps, "finished": step == config.steps}))
 

@@ -20,6 +20,8 @@ from targets.jax.target import JaxTarget
 
 WIDTHS = (8, 16, 32)
 """Compiled verify widths: the smallest that holds K + 1. Plain decoding runs at the same one."""
+SHORTEST = 16
+"""Least context: shorter ones can't even be checked."""
 CHUNK = 128
 """Tokens per prefill call; rings of sliding layers are this much longer than their window."""
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -56,10 +58,11 @@ def load_target(path: Path, options: JaxOptions, suppress: tuple[int, ...] = ())
 
 
 def random_target(arch: Arch, options: JaxOptions, seed: int = 0) -> JaxTarget:
-    """A model of this architecture with random weights (speed tests)."""
-    params = jax.jit(init_params, static_argnums=(0, 2))(
-        arch, jax.random.key(seed), _dtype(options)
-    )
+    """A model of this architecture with random weights (speed tests), on one device."""
+    if options.tp != 1:
+        raise UserError("random weights are made on one device: leave --tp at 1")
+    make = jax.jit(init_params, static_argnums=(0, 2, 3))
+    params = make(arch, jax.random.key(seed), _dtype(options), options.int8)
     return build_target(arch, params, options)
 
 
@@ -75,15 +78,16 @@ def build_target(
 
 def narrowed(target: JaxTarget) -> JaxTarget:
     """The same weights at width 1: the fastest plain decoding, but not bitwise the wide one."""
-    return JaxTarget(replace(target.plan, width=1), target.params, target.dtype)
+    plan = replace(target.plan, width=1)
+    return JaxTarget(plan, target.params, target.dtype, target.suppress, target.mesh)
 
 
 def make_plan(arch: Arch, options: JaxOptions) -> Plan:
     if options.slots < 1:
         raise UserError(f"slots must be 1 or more, got {options.slots}")
-    if not 2 <= options.max_len <= arch.max_position:
+    if not SHORTEST <= options.max_len <= arch.max_position:
         raise UserError(
-            f"max-len must be 2 to {arch.max_position} (this model's limit), got {options.max_len}"
+            f"max-len must be {SHORTEST} to {arch.max_position} (this model's limit), got {options.max_len}"
         )
     mapped = options.mapped if options.mapped is not None else jax.default_backend() == "cpu"
     return Plan(
@@ -99,6 +103,8 @@ def make_plan(arch: Arch, options: JaxOptions) -> Plan:
 
 def make_mesh(tp: int) -> jax.sharding.Mesh | None:
     """A mesh of `tp` devices on axis `tp`, None for one device."""
+    if tp < 1:
+        raise UserError(f"tp must be 1 or more, got {tp}")
     if tp == 1:
         return None
     if tp > jax.device_count():

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specdec.types import Array
 from targets.arch import Arch
-from targets.checkpoint import Checkpoint, Stored, quantise_int8
+from targets.checkpoint import Checkpoint, Stored, dequantise, quantise_int8
 from targets.segments import Segment, segments
 from targets.tensors import TensorSpec, is_bare, layer_tensors, model_tensors
 
@@ -75,12 +75,20 @@ def load_params(
     """Read, optionally quantise the linears to int8, stack and place. dtype: of what stays wide."""
 
     def leaf(names: list[str], spec: TensorSpec, stacked: bool) -> Any:
-        stored = [checkpoint.read(name) for name in names]
+        stored = _alike([checkpoint.read(name) for name in names])
         if int8 and spec.linear and stored[0].scale is None:
             stored = [quantise_int8(s.values) for s in stored]
         return _place(stored, spec, stacked, dtype, mesh)
 
     return _build(arch, leaf)
+
+
+def _alike(stored: list[Stored]) -> list[Stored]:
+    """Layers that are scanned together share one storage; where a file mixes quantised and wide
+    layers (third-party recipes do), all of them are widened."""
+    if len({(s.values.dtype, s.scale is None) for s in stored}) == 1:
+        return stored
+    return [Stored(dequantise(s)) for s in stored]
 
 
 def _place(
@@ -109,9 +117,10 @@ def sharding_of(spec: TensorSpec, stacked: bool, mesh: Mesh | None) -> NamedShar
     return NamedSharding(mesh, partition(spec, mesh.shape["tp"], int(stacked)))
 
 
-def init_params(arch: Arch, key: Array, dtype: Any = jnp.float32) -> Params:
+def init_params(arch: Arch, key: Array, dtype: Any = jnp.float32, int8: bool = False) -> Params:
     """Random parameters: linears with std 1 / sqrt(in), embeddings with 1 / sqrt(hidden), so
-    that scaled embeddings have unit variance; norms, scalars and router scales are 1."""
+    that scaled embeddings have unit variance; norms, scalars and router scales are 1.
+    int8: quantised linears, drawn as integers."""
     counter = iter(range(10**6))
 
     def leaf(names: list[str], spec: TensorSpec, stacked: bool) -> Any:
@@ -121,8 +130,12 @@ def init_params(arch: Arch, key: Array, dtype: Any = jnp.float32) -> Params:
         std = (arch.hidden if names[0] == "embed_tokens" else spec.shape[-1]) ** -0.5
         if names[0] == "embed_tokens_per_layer":
             std = arch.per_layer_input**-0.5
-        draw = jax.random.normal(jax.random.fold_in(key, next(counter)), shape, jnp.float32)
-        return (draw * std).astype(dtype)
+        noise = jax.random.fold_in(key, next(counter))
+        if int8 and spec.linear:
+            values = jax.random.randint(noise, shape, -127, 128, jnp.int8)
+            # integers uniform in [-127, 127] have std 127 / sqrt(3)
+            return Quantized(values, jnp.full(shape[:-1], std * 3**0.5 / 127, jnp.float32))
+        return (jax.random.normal(noise, shape, jnp.float32) * std).astype(dtype)
 
     return _build(arch, leaf)
 

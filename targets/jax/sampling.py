@@ -81,6 +81,8 @@ def _counts(
 
     none = jnp.zeros_like(start)
     base = jnp.stack([count(start, none), count(start, rules.prompt_len)])  # [2, B, V]
+    if tokens == 1:
+        return base[0][:, None], base[1][:, None]
     drafted = start[:, None] + 1 + jnp.arange(tokens - 1)  # positions of the call's later tokens
     later = jnp.take_along_axis(ids, drafted, 1)
     steps = jax.nn.one_hot(later, vocab, dtype=jnp.float32)  # an id of `vocab` is all zeros

@@ -32,6 +32,7 @@ class JaxTarget:
         mesh: jax.sharding.Mesh | None = None,
     ) -> None:
         self.plan, self.params, self.dtype = plan, params, dtype
+        self.suppress, self.mesh = suppress, mesh
         arch = plan.arch
         self.cache = make_cache(arch, plan.slots, plan.max_len, plan.slack, dtype, mesh)
         self._unbiased = np.zeros(arch.vocab, np.float32)
@@ -105,11 +106,15 @@ class JaxTarget:
         return np.asarray(out.logits)
 
     def seat(self, seq: Sequence) -> None:
-        """Take over a new owner's sampling parameters for its slot."""
+        """Take over a new owner's sampling parameters for its slot. Raises UserError for token
+        ids that this model does not have."""
         sampling_, slot = seq.sampling, seq.slot
-        for token, _ in sampling_.logit_bias:
-            if token >= self.vocab:
-                raise UserError(f"logit_bias names token {token}, the vocabulary has {self.vocab}")
+        strange = [t for t in (*seq.tokens, *dict(sampling_.logit_bias)) if t >= self.vocab]
+        if strange or min(seq.tokens) < 0:
+            raise UserError(
+                f"prompt or logit_bias names token {max(strange, default=min(seq.tokens))}, "
+                f"but this model's ids are 0 to {self.vocab - 1}"
+            )
         _set_rules(self._rules, slot, sampling_, seq.prompt_len)
         self._device_rules = None
         if sampling_.logit_bias or slot in self._biased:
