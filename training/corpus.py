@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,7 @@ def installed_packages() -> tuple[list[Package], dict[str, str]]:
     return [usable[name] for name in sorted(usable)], refused
 
 
-def _is_left_out(path: Path) -> bool:
+def _is_left_out(path: PurePath) -> bool:
     name = path.name
     return (
         not LEFT_OUT.isdisjoint(path.parts)
