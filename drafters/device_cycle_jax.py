@@ -115,7 +115,7 @@ class Job(NamedTuple):
 def run_cycles(
     job: Job, params: Params, state: State, bias: Array, rules: Rules, limits: Limits
 ) -> tuple[State, Tape, Array]:
-    """Up to `limits.cycles` cycles, fewer once no row is live; returns the tape and how many ran."""
+    """Up to `limits.cycles` cycles, fewer once no row is live; the tape, and how many ran."""
     _, shapes = jax.eval_shape(lambda s: _one_cycle(job, params, bias, rules, limits, s), state)
     tape = jax.tree.map(lambda s: jnp.zeros((job.cycles, *s.shape), s.dtype), shapes)
 

@@ -127,6 +127,7 @@ async def begin(
             param="model",
             code="model_not_found",
         )
+    _check_count(request, context.runner.capacity)
     # Off the loop: a long prompt must not hold up everybody else's tokens.
     prompts = await asyncio.to_thread(encode, request, context.tokenizer, context.max_len)
     sequences = to_sequences(request, prompts, context.tokenizer, context.max_len, request_id)
@@ -135,6 +136,19 @@ async def begin(
     zeros = [0] * len(sequences)
     usage = Usage(sum(map(len, prompts)), 0, zeros, zeros.copy())
     return Generation(context, ticket, texts, usage)
+
+
+def _check_count(request: ChatRequest | CompletionRequest, capacity: int) -> None:
+    """Refuse too many sequences before they are made: a small body can ask for millions."""
+    prompts = 1 if isinstance(request, ChatRequest) else len(request.prompt)
+    count = prompts * (request.n or 1)
+    if count > capacity:
+        raise ApiError(
+            400,
+            f"the request asks for {count} sequences but this server holds at most {capacity}: "
+            "send fewer prompts or a smaller n",
+            param="n" if prompts == 1 else "prompt",
+        )
 
 
 def _submit(runner: EngineRunner, sequences: Rows[Sequence]) -> Ticket:

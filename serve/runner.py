@@ -81,14 +81,9 @@ class EngineRunner:
     def submit(self, sequences: Rows[Sequence]) -> Ticket:
         """Hand over one request's sequences: all of them or none.
 
-        Raises QueueFull if they can't wait now, UserError if they never could, EngineStopped.
+        Raises QueueFull if they can't wait now, EngineStopped.
         """
         ticket = Ticket(tuple(sequences), asyncio.Queue())
-        if len(sequences) > self.capacity:
-            raise UserError(
-                f"the request asks for {len(sequences)} sequences but this server holds at most "
-                f"{self.capacity}: send fewer prompts or a smaller n"
-            )
         with self._lock:
             if self.failure is not None:
                 raise EngineStopped(self.failure)

@@ -100,7 +100,7 @@ class GenerationRequest(BaseModel):
     @field_validator("logit_bias")
     @classmethod
     def _bias_maps_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if value and not all(key.isascii() and key.isdigit() for key in value):
+        if value and not all(k.isascii() and k.isdigit() and len(k) <= 10 for k in value):
             raise ValueError("keys must be token ids")
         return value
 
@@ -183,7 +183,7 @@ class ChatRequest(GenerationRequest):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _own_template_only(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        for name in ("messages", "chat_template", "tokenize", "add_generation_prompt"):
+        for name in ("self", "messages", "chat_template", "tokenize", "add_generation_prompt"):
             if name in (value or {}):
                 raise ValueError(f"may not set {name}")
         return value

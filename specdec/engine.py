@@ -40,12 +40,16 @@ class Engine:
 
     def submit(self, seq: Sequence) -> None:
         """Queue a sequence. Raises UserError if it can't ever fit, QueueFull if it can't now."""
+        self.check(seq)
+        self.scheduler.submit(seq)
+
+    def check(self, seq: Sequence) -> None:
+        """Raise UserError where the sequence can't ever fit."""
         if seq.prompt_len >= self.target.max_len:
             raise UserError(
                 f"the prompt has {seq.prompt_len} tokens but the context is "
                 f"{self.target.max_len}: shorten it or start with a larger --max-len"
             )
-        self.scheduler.submit(seq)
 
     @property
     def idle(self) -> bool:
@@ -77,8 +81,8 @@ class Engine:
         seq, start, stop = chunk
         try:
             step = self.target.prefill(seq, start, stop)
-        except UserError as refusal:  # what the target refuses fails alone
-            return [self._finish(seq, (), "error", error=str(refusal))]
+        except (UserError, MemoryError) as refusal:  # fails alone, the others go on
+            return [self._finish(seq, (), "error", error=f"prefill: {refusal}")]
         self.drafter.observe([seq], step, np.zeros(1, np.int32))
         if not self.scheduler.chunk_done(seq, stop):
             return []

@@ -26,12 +26,19 @@ def print_evaluation(evaluation: Evaluation, console: Console | None = None) -> 
         )
 
 
-def plot_evaluation(evaluation: Evaluation, path: str | Path) -> None:
-    """Write a PNG: acceptance by position, accepted lengths, tau by category with intervals."""
+def require_matplotlib() -> None:
+    """Raise UserError where plots can't be drawn: before the work, not after it."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib  # noqa: F401
     except ImportError as missing:
         raise UserError("plots need matplotlib: pip install 'specdec[plots]'") from missing
+
+
+def plot_evaluation(evaluation: Evaluation, path: str | Path) -> None:
+    """Write a PNG: acceptance by position, accepted lengths, tau by category with intervals."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
     rows = [evaluation.overall, *evaluation.categories]
     figure = Figure(figsize=(14, max(3.6, 1.2 + 0.32 * len(rows))), layout="constrained")
     positions, lengths, categories = figure.subplots(1, 3)

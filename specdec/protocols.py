@@ -41,7 +41,8 @@ class Target(Protocol):
         """Feed `seq.tokens[start:stop]` into `seq.slot`; chosen [1, 1], features [1, T, F].
 
         `chosen` follows position stop - 1 and means something only where stop is the prompt's end.
-        Raises UserError for a request that this target can't take: only it fails.
+        Raises UserError for a request that this target can't take, and MemoryError where there is
+        no room for it and the target survived: only this sequence fails.
         """
         ...
 

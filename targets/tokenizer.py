@@ -86,7 +86,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` with BOS in front exactly once, whether or not the text brings its own."""
-        ids = self._backend.encode(text, add_special_tokens=False).ids
+        # a batch of one: unlike `encode` it lets other threads run meanwhile (tokenizers 0.23)
+        ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if self.bos_id is None or (ids and ids[0] == self.bos_id):
             return ids
         return [self.bos_id, *ids]

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 
 from targets.arch import Arch, LayerSpec
 from targets.jax.cache import LayerCache
-from targets.jax.model import _forward, head, sequence_logits
+from targets.jax.model import forward, head, sequence_logits, shared_stores
 from targets.jax.params import Params
-from targets.segments import segments
 
 
 class BlockMemory(NamedTuple):
@@ -75,27 +74,6 @@ def block_logits(params: Params, arch: Arch, tokens: Any) -> Any:
         return sequence_logits(params, arch, tokens)
     memory = BlockMemory(batch, length // size, size)
     rows = tokens.reshape(-1, size)
-    stored = _stores(params, arch, memory)
-    hidden = _forward(params, arch, stored, rows, memory, ())[1]
+    stored = shared_stores(params, arch, lambda layer: (len(rows), memory.reach(layer)))
+    hidden = forward(params, arch, stored, rows, memory, ())[1]
     return head(params, arch, hidden.last.reshape(batch, length, -1))
-
-
-def _stores(params: Params, arch: Arch, memory: BlockMemory) -> tuple:
-    """Room for the K/V of layers that others share, None for the rest."""
-    donors = {layer.kv_from for layer in arch.layers}
-    dtype = params.top["norm"].dtype
-
-    def store(layer: LayerSpec, repeats: int) -> LayerCache:
-        rows = memory.batch * memory.blocks
-        zeros = jnp.zeros((repeats, rows, memory.reach(layer), layer.kv_heads, layer.head_dim))
-        return LayerCache(zeros.astype(dtype), zeros.astype(dtype))
-
-    return tuple(
-        tuple(
-            store(layer, segment.repeats)
-            if donors & {segment.layer(group, j) for group in range(segment.repeats)}
-            else None
-            for j, layer in enumerate(segment.pattern)
-        )
-        for segment in segments(arch)
-    )

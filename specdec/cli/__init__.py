@@ -1,4 +1,4 @@
-"""The command line: `specdec generate | serve | eval-acceptance | perplexity | doctor`.
+"""The command line: one module per command, listed in COMMANDS.
 
 Only this package may import everything, and it does so inside its commands, so that `--help`
 answers at once and a missing backend is only noticed by who needs it.
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
         app.config = (
             [] if config is None else [Toml(config, use_commands_as_keys=False, must_exist=True)]
         )
-        app(arguments, exit_on_error=False, print_error=False)
+        app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except (UserError, CycloptsError) as problem:
         message = " ".join(str(problem).split())
         Console(stderr=True, highlight=False).print(

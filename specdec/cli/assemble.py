@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,6 +29,8 @@ console = Console(stderr=True, highlight=False)
 """People read stderr; stdout carries text and, last, JSON."""
 WARM_TOKENS = 12
 """Enough for a prefill and one dispatch of either loop."""
+VARIANTS = tuple(Sampling(temperature=t, logprobs=n, seed=1) for t in (0.0, 1.0) for n in (None, 0))
+"""One request for each variant of the compiled programs."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,10 @@ def load_model(config: ModelConfig, speculation: SpeculationConfig, prove: bool 
     options = jax_options(config, speculation)
     with console.status(f"loading {path.name}"):
         target = targets.load(path, config.backend, options, tokenizer.suppress_ids)
-    if prove and not target.plan.mapped:
-        require_exact(target)
-    return Model(path.name, path, target, tokenizer)
+    model = Model(path.name, path, target, tokenizer)
+    if prove:
+        require_exact(model, speculation)
+    return model
 
 
 def jax_options(config: ModelConfig, speculation: SpeculationConfig) -> JaxOptions:
@@ -73,6 +77,22 @@ def jax_options(config: ModelConfig, speculation: SpeculationConfig) -> JaxOptio
         int8=config.int8,
         tp=config.tp,
     )
+
+
+def read_text(file: Path) -> str:
+    """A UTF-8 text file that a user named. Raises UserError."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UserError(f"cannot read {file} as UTF-8 text: {problem}") from None
+
+
+def check_folder(folder: Path) -> None:
+    """Make sure that results can be written, before the work. Raises UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise UserError(f"--out: cannot write to {folder}: {problem.strerror}") from None
 
 
 def checkpoint_path(model: str) -> Path:
@@ -90,17 +110,38 @@ def checkpoint_path(model: str) -> Path:
     return path
 
 
-def require_exact(target: JaxTarget) -> None:
-    """Refuse to serve from a compiled program whose rows depend on their place or neighbours."""
+def require_exact(model: Model, speculation: SpeculationConfig) -> None:
+    """Refuse compiled programs whose rows depend on their place, their neighbours or the loop.
+
+    Mapped rows (CPU) are one program by construction; elsewhere it is proved on the device.
+    """
     from targets.jax.selfcheck import self_check
 
+    if model.target.plan.mapped:
+        return
     with console.status("proving that rows do not depend on their place"):
-        failed = [check.question for check in self_check(target) if not check.passed]
+        failed = [check.question for check in self_check(model.target) if not check.passed]
+        if speculation.loop == "device" and not _same_in_both_loops(model, speculation):
+            failed.append("the loop that drives the cycles")
     if failed:
         raise UserError(
             f"on this device results depend on: {'; '.join(failed)}. Output would not be "
-            "lossless; try --slots 1 or --dtype float32, and see `specdec doctor`"
+            "lossless; try --slots 1, --loop host or --dtype float32, and see `specdec doctor`"
         )
+
+
+def _same_in_both_loops(model: Model, speculation: SpeculationConfig) -> bool:
+    """The device loop compiles programs of its own: compare their texts with the host loop's."""
+    texts = []
+    for loop in ("host", "device"):
+        engine = make_engine(model, replace(speculation, loop=loop))
+        for sampling in VARIANTS:
+            prompts = [[2 + i, 3, 4] * 4 for i in range(model.target.slots)]
+            seqs = [Sequence(p, sampling, max_tokens=WARM_TOKENS) for p in prompts]
+            for _ in engine.run(seqs):
+                pass
+            texts.append([seq.tokens for seq in seqs])
+    return texts[: len(VARIANTS)] == texts[len(VARIANTS) :]
 
 
 def make_engine(model: Model, config: SpeculationConfig, max_waiting: int = 256) -> Engine:
@@ -121,11 +162,11 @@ def make_engine(model: Model, config: SpeculationConfig, max_waiting: int = 256)
     return Engine(target, NoDrafter(), device_cycle(target, traced, config.k), max_waiting)
 
 
-def warm_up(engine: Engine, samplings: list[Sampling]) -> None:
+def warm_up(engine: Engine, samplings: Iterable[Sampling]) -> None:
     """Compile what these requests will need, so that speed is measured without it."""
     with console.status("compiling"):
         for sampling in samplings:
-            seq = Sequence([2, 2, 2], replace(sampling, seed=0), max_tokens=WARM_TOKENS)
+            seq = Sequence([2], replace(sampling, seed=0), max_tokens=WARM_TOKENS)
             for _ in engine.run([seq]):
                 pass
     engine.acceptance = type(engine.acceptance)()
@@ -157,10 +198,19 @@ def versions() -> dict[str, str]:
 
 
 def _git_sha() -> str | None:
-    here = Path(__file__).parent
-    done = subprocess.run(
-        ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
+    """The commit of this checkout; None for an installed package, or where there is no git."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return None
     return done.stdout.strip() or None
 
 

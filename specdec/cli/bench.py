@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from rich.table import Table
 from specdec.bench import Run, StepTime, end_to_end, fill, step_time
 from specdec.cli.assemble import (
     Model,
+    check_folder,
     console,
+    jax_options,
     load_model,
     make_engine,
     print_json,
@@ -54,6 +56,11 @@ def bench(
     """
     from targets.jax.memory import read_bandwidth
 
+    speculation = speculation.resolved()
+    if out is not None:
+        check_folder(out.parent)
+    if min(contexts) < 1:
+        raise UserError(f"--contexts must be 1 or more, got {min(contexts)}")
     loaded = _random_model(random, model, speculation) if random else load_model(model, speculation)
     bandwidth = read_bandwidth()
     if max(contexts) + loaded.target.max_draft + 1 >= loaded.target.max_len:
@@ -72,7 +79,6 @@ def bench(
         "equal": equal,
     }
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json_module.dumps(document, indent=1))
     if json:
         print_json(document)
@@ -81,16 +87,15 @@ def bench(
 
 
 def _random_model(name: str, model: ModelConfig, speculation: SpeculationConfig) -> Model:
-    from specdec.cli.assemble import jax_options
     from targets import mini
     from targets.arch import released
     from targets.jax.load import random_target
     from targets.tokenizer import load_tokenizer
 
     target = random_target(released(name), jax_options(model, speculation))
-    if not target.plan.mapped:
-        require_exact(target)
-    return Model(name, Path(), target, load_tokenizer(mini.path("mini")))
+    made = Model(name, Path(), target, load_tokenizer(mini.path("mini")))
+    require_exact(made, speculation)
+    return made
 
 
 def _steps(
@@ -100,14 +105,15 @@ def _steps(
     from targets.jax.load import narrowed
     from targets.jax.memory import cache_bytes, weight_bytes
 
-    rows = []
-    narrow, weights = narrowed(loaded.target), weight_bytes(loaded.target.params)
+    rows: list[dict[str, Any]] = []
+    narrow = narrowed(loaded.target)
     for context in contexts:
         for batch in sorted({1, loaded.target.slots}):
             for target, draft in ((narrow, 0), (loaded.target, k)):
                 seqs = fill(target, batch, context, target.vocab)
                 time: StepTime = step_time(target, seqs, draft)
-                needed = weights + cache_bytes(target, batch, context)
+                rows_fed = batch * target.plan.width
+                needed = weight_bytes(target, rows_fed) + cache_bytes(target, batch, context)
                 share = needed / time.seconds / bandwidth
                 rows.append(asdict(time) | {"bytes": needed, "bandwidth_share": share})
     return rows
@@ -120,16 +126,13 @@ def _runs(loaded: Model, speculation: SpeculationConfig, max_tokens: int) -> lis
         [2, *generator.integers(3, loaded.target.vocab, 24).tolist() * 2]
         for _ in range(loaded.target.slots)
     ]
-    chosen = {
-        "none, host": SpeculationConfig("none", speculation.k),
-        "ngram, host": SpeculationConfig("ngram", speculation.k),
-        "none, device": SpeculationConfig("none", speculation.k, loop="device"),
-        "ngram, device": SpeculationConfig("ngram", speculation.k, loop="device"),
-    }
-    return [
-        end_to_end(name, partial(make_engine, loaded, config), prompts, max_tokens)
-        for name, config in chosen.items()
-    ]
+    runs = []
+    for drafter in dict.fromkeys(("none", speculation.drafter)):
+        for loop in ("host", "device"):
+            config = replace(speculation, drafter=drafter, loop=loop)
+            engine = partial(make_engine, loaded, config)
+            runs.append(end_to_end(f"{drafter}, {loop} loop", engine, prompts, max_tokens))
+    return runs
 
 
 def _print(steps: list[dict[str, Any]], runs: list[Run], bandwidth: float, equal: bool) -> None:

@@ -51,11 +51,14 @@ class SpeculationConfig:
 
     def resolved(self) -> SpeculationConfig:
         """Checked, with `speculative_config` folded in. Raises UserError."""
+        from drafters.ngram import NgramDrafter
+
         chosen = self if self.speculative_config is None else self._from_vllm()
         if chosen.drafter not in DRAFTERS:
             raise UserError(
                 f"unknown drafter {chosen.drafter!r}: choose one of {', '.join(DRAFTERS)}"
             )
+        NgramDrafter(chosen.ngram_min, chosen.ngram_max)  # refuses bad lengths before any loading
         return chosen
 
     def _from_vllm(self) -> SpeculationConfig:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from specdec.cli.assemble import (
     Model,
+    check_folder,
     console,
     load_model,
     make_engine,
@@ -20,7 +21,6 @@ from specdec.cli.assemble import (
 from specdec.cli.config import ModelConfig, SamplingConfig, SpeculationConfig
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
-from specdec.errors import UserError
 
 if TYPE_CHECKING:
     from specdec.report import Evaluation
@@ -59,11 +59,15 @@ def eval_acceptance(
         End stdout with one JSON document, the whole report.
     """
     from specdec.evaluate import Settings, evaluate
-    from specdec.plots import print_evaluation
+    from specdec.plots import print_evaluation, require_matplotlib
     from specdec.prompts import read_prompts
 
     questions = read_prompts(prompts, limit)
     speculation = speculation.resolved()
+    sampling.sampling({})  # refuse bad values before a model is loaded
+    if out is not None:
+        check_folder(out)
+        require_matplotlib()
     loaded = load_model(model, speculation)
     say_model(model, loaded)
     tokenizer = loaded.tokenizer
@@ -108,10 +112,6 @@ def _save(out: Path, document: dict, evaluation: Evaluation) -> None:
     """report.json and report.png, written beside and renamed, so that neither is ever half."""
     from specdec.plots import plot_evaluation
 
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise UserError(f"--out {out}: {problem.strerror}") from None
     partial_json, partial_png = out / "partial.json", out / "partial.png"
     partial_json.write_text(json_module.dumps(document, indent=1))
     plot_evaluation(evaluation, partial_png)

@@ -11,6 +11,7 @@ from specdec.cli.assemble import (
     load_model,
     make_engine,
     print_json,
+    read_text,
     run_record,
     say_model,
     warm_up,
@@ -51,6 +52,7 @@ def generate(
     """
     text = _prompt(prompt, prompt_file)
     speculation = speculation.resolved()
+    sampling.sampling({})  # refuse bad values before a model is loaded
     loaded = load_model(model, speculation)
     say_model(model, loaded)
     tokenizer = loaded.tokenizer
@@ -63,6 +65,7 @@ def generate(
         stop_ids=frozenset(tokenizer.stop_ids),
     )
     engine = make_engine(loaded, speculation)
+    engine.check(seq)
     warm_up(engine, [seq.sampling])
     first, last = _stream(engine, seq, tokenizer, "" if chat else text)
     rate = (seq.emitted - 1) / (last - first) if last > first else 0.0
@@ -77,9 +80,7 @@ def _prompt(prompt: str, prompt_file: Path | None) -> str:
     if prompt_file is not None:
         if prompt:
             raise UserError("give a prompt or --prompt-file, not both")
-        if not prompt_file.is_file():
-            raise UserError(f"--prompt-file: {prompt_file} does not exist")
-        prompt = prompt_file.read_text()
+        prompt = read_text(prompt_file)
     if not prompt:
         raise UserError('the prompt is empty: specdec generate "def quicksort(items):"')
     return prompt

@@ -7,7 +7,14 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from specdec.cli.assemble import console, load_model, print_json, run_record, say_model
+from specdec.cli.assemble import (
+    console,
+    load_model,
+    print_json,
+    read_text,
+    run_record,
+    say_model,
+)
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.errors import UserError
 from specdec.perplexity import measure, windows
@@ -37,11 +44,10 @@ def perplexity(
     """
     from targets.jax.score import window_nll
 
-    if not text.is_file():
-        raise UserError(f"{text} is not a file")
+    content = read_text(text)
     loaded = load_model(model, SpeculationConfig())
     say_model(model, loaded)
-    ids = loaded.tokenizer.encode(text.read_text())
+    ids = loaded.tokenizer.encode(content)
     bos, ids = ids[0], ids[1:]
     if window > loaded.target.plan.arch.max_position:
         raise UserError(f"--window {window} is longer than the model's context")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import socket
 
-from specdec.cli.assemble import console, load_model, make_engine, say_model, warm_up
+from specdec.cli.assemble import VARIANTS, console, load_model, make_engine, say_model, warm_up
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.errors import UserError
-from specdec.types import Sampling
 
 
 def serve(
@@ -40,12 +39,14 @@ def serve(
     from serve.api import create_app
     from serve.runner import EngineRunner
 
-    listener = _listen(host, port)
+    if max_waiting < 0:
+        raise UserError(f"max-waiting must be 0 or more, got {max_waiting}")
     speculation = speculation.resolved()
+    listener = _listen(host, port)
     loaded = load_model(model, speculation)
     say_model(model, loaded)
     engine = make_engine(loaded, speculation, max_waiting)
-    warm_up(engine, [Sampling(), Sampling(temperature=1.0)])
+    warm_up(engine, VARIANTS)
     name = served_model_name or loaded.name
     app = create_app(EngineRunner(engine), loaded.tokenizer, name, k=speculation.k, api_key=api_key)
     console.print(

@@ -84,10 +84,11 @@ def narrowed(target: JaxTarget) -> JaxTarget:
 
 def make_plan(arch: Arch, options: JaxOptions) -> Plan:
     if options.slots < 1:
-        raise UserError(f"slots must be 1 or more, got {options.slots}")
+        raise UserError(f"--slots must be 1 or more, got {options.slots}")
     if not SHORTEST <= options.max_len <= arch.max_position:
         raise UserError(
-            f"max-len must be {SHORTEST} to {arch.max_position} (this model's limit), got {options.max_len}"
+            f"--max-len must be {SHORTEST} to {arch.max_position} (this model's limit), "
+            f"got {options.max_len}"
         )
     mapped = options.mapped if options.mapped is not None else jax.default_backend() == "cpu"
     return Plan(
@@ -104,7 +105,7 @@ def make_plan(arch: Arch, options: JaxOptions) -> Plan:
 def make_mesh(tp: int) -> jax.sharding.Mesh | None:
     """A mesh of `tp` devices on axis `tp`, None for one device."""
     if tp < 1:
-        raise UserError(f"tp must be 1 or more, got {tp}")
+        raise UserError(f"--tp must be 1 or more, got {tp}")
     if tp == 1:
         return None
     if tp > jax.device_count():

@@ -8,15 +8,23 @@ import jax
 import jax.numpy as jnp
 
 from specdec.types import Array
-from targets.jax.params import Params
 from targets.jax.target import JaxTarget
+from targets.segments import segments
 
 
-def weight_bytes(params: Params) -> int:
-    """Bytes of weights that one step reads: all but the per-layer table, of which it reads rows."""
-    leaves = jax.tree.leaves(params)
-    table = params.top.get("embed_tokens_per_layer")
-    return sum(leaf.nbytes for leaf in leaves) - (0 if table is None else table.nbytes)
+def weight_bytes(target: JaxTarget, rows: int) -> int:
+    """Bytes of weights that one step of this many rows must read: of the per-layer table only
+    rows (nothing, that is), of the experts no more than the rows can pick."""
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
+    table = target.params.top.get("embed_tokens_per_layer")
+    total -= 0 if table is None else table.nbytes
+    for pattern, segment in zip(target.params.segments, segments(target.plan.arch), strict=True):
+        for weights, layer in zip(pattern, segment.pattern, strict=True):
+            if layer.moe is not None:
+                idle = 1 - min(1.0, rows * layer.moe.top_k / layer.moe.experts)
+                experts = [weights["experts.gate_up_proj"], weights["experts.down_proj"]]
+                total -= int(idle * sum(leaf.nbytes for leaf in jax.tree.leaves(experts)))
+    return total
 
 
 def cache_bytes(target: JaxTarget, batch: int, context: int) -> int:

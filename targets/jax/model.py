@@ -7,6 +7,7 @@ for training. Shape legend: see layers.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -99,7 +100,7 @@ def decode(
     """Feed tokens [B, T] int32 at `span`: the updated cache and the states. Ids outside the
     vocabulary are fed as id 0; the target never chooses what follows from them."""
     cache = cache._replace(tokens=kv.write(cache.tokens[None], 0, span, tokens)[0])
-    stored, hidden = _forward(params, arch, cache.layers, tokens, CacheMemory(span), features)
+    stored, hidden = forward(params, arch, cache.layers, tokens, CacheMemory(span), features)
     return cache._replace(layers=stored), hidden
 
 
@@ -107,20 +108,30 @@ def sequence_hidden(
     params: Params, arch: Arch, tokens: Array, features: tuple[int, ...] = ()
 ) -> Hidden:
     """Whole sequences [B, T] without a cache (training, teacher): states at every position."""
+    stored = shared_stores(params, arch, lambda layer: tokens.shape)
+    return forward(params, arch, stored, tokens, SequenceMemory(), features)[1]
+
+
+def shared_stores(
+    params: Params, arch: Arch, rows: Callable[[LayerSpec], tuple[int, ...]]
+) -> tuple:
+    """Room for the K/V of layers that others share, None for the rest (training memories).
+
+    rows: the leading shape [B, S] of what one layer keeps.
+    """
     donors = {layer.kv_from for layer in arch.layers}
+    dtype = params.top["norm"].dtype
 
     def store(segment: Segment, j: int, layer: LayerSpec) -> kv.LayerCache | None:
         if not donors & {segment.layer(g, j) for g in range(segment.repeats)}:
             return None
-        shape = (segment.repeats, *tokens.shape, layer.kv_heads, layer.head_dim)
-        zeros = jnp.zeros(shape, params.top["norm"].dtype)
-        return kv.LayerCache(zeros, zeros)
+        shape = (segment.repeats, *rows(layer), layer.kv_heads, layer.head_dim)
+        return kv.LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    stored = tuple(
+    return tuple(
         tuple(store(segment, j, layer) for j, layer in enumerate(segment.pattern))
         for segment in segments(arch)
     )
-    return _forward(params, arch, stored, tokens, SequenceMemory(), features)[1]
 
 
 def sequence_logits(params: Params, arch: Arch, tokens: Array) -> Array:
@@ -134,7 +145,7 @@ def head(params: Params, arch: Arch, hidden: Array) -> Array:
     return logits if arch.softcap is None else arch.softcap * jnp.tanh(logits / arch.softcap)
 
 
-def _forward(
+def forward(
     params: Params,
     arch: Arch,
     stored: tuple,
@@ -142,6 +153,10 @@ def _forward(
     memory: Memory,
     features: tuple[int, ...],
 ) -> tuple[tuple, Hidden]:
+    """The one forward: tokens [B, T] through every layer, K/V exchanged with `memory`.
+
+    stored: the memory's per-layer stores, shaped like `Params.segments`; returned updated.
+    """
     tokens = jnp.where((tokens >= 0) & (tokens < arch.vocab), tokens, 0)
     x = embed(params, arch, tokens)
     per_layer = _per_layer_inputs(params, arch, tokens, x)

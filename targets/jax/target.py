@@ -127,7 +127,7 @@ class JaxTarget:
     def rules(self) -> Rules:
         """Every slot's sampling parameters on the device."""
         if self._device_rules is None:
-            self._device_rules = jax.tree.map(jnp.asarray, self._rules)
+            self._device_rules = Rules(*map(jnp.asarray, self._rules))
         return self._device_rules
 
     def _feed(self, seqs: Rows[Sequence], draft: np.ndarray) -> Feed:
