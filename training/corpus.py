@@ -154,7 +154,7 @@ def examine(
     if workers <= 1:
         yield from map(examiner, items)
         return
-    with multiprocessing.get_context("fork").Pool(workers) as pool:
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
         yield from pool.imap(examiner, items, chunksize=32)
 
 

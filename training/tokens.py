@@ -53,7 +53,7 @@ def all_chats(texts: list[str], checkpoint: Path, seed: int, workers: int) -> li
     if workers <= 1:
         tokenizer = load_tokenizer(checkpoint)
         return [chat for job in jobs for chat in _chat_rendering(tokenizer, *job)]
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     with context.Pool(workers, _start_worker, (checkpoint,)) as pool:
         return [chat for chats in pool.imap(_chats_in_worker, jobs, 64) for chat in chats]
 
