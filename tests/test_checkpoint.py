@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import targets
 from specdec.errors import UserError
 from targets.arch import parse_arch, read_arch, released
 from targets.checkpoint import Checkpoint, dequantise, quantise_int8
@@ -44,6 +48,9 @@ def test_int8_round_trip_is_within_half_a_step():
     values = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
     stored = quantise_int8(values)
     assert (np.abs(dequantise(stored) - values) <= stored.scale[:, None] * 0.501).all()
+
+
+RELEASED = Path(targets.__file__).parent / "released"
 
 
 def edit(path, change):
@@ -132,6 +139,57 @@ def test_per_layer_config_replaces_the_global_keys():
         if kind == "full_attention"
     }
     assert parse_arch(text) == released
+
+
+@pytest.mark.parametrize("name", ["gemma-4-e4b", "gemma-4-31b", "gemma-4-26b-a4b"])
+def test_what_transformers_saves_is_read_back(name, tmp_path):
+    """Twelve layers and more: transformers zero-pads the layer numbers that it saves."""
+    from transformers import Gemma4TextConfig
+
+    text = json.loads((RELEASED / f"{name}.json").read_text())
+    Gemma4TextConfig(**text).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert "global_head_dim" not in saved and "per_layer_config" in saved
+    assert read_arch(tmp_path) == released(name)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_file_that_mixes_wide_and_quantised_layers(tmp_path, int8):
+    """Third-party recipes leave some layers alone; layers that are scanned together are alike."""
+    write_tiny(tmp_path / "wide", "31b")
+    write_tiny(tmp_path / "mixed", "31b", "int8")
+    name = f"{PREFIX}layers.0.self_attn.q_proj"
+    wide = load_file(tmp_path / "wide" / "model.safetensors")[f"{name}.weight"]
+
+    def widen(tensors):
+        tensors.pop(f"{name}.weight_scale")
+        tensors[f"{name}.weight"] = wide
+
+    edit(tmp_path / "mixed", widen)
+    target = load_target(tmp_path / "mixed", JaxOptions(max_len=64, int8=int8))
+    stack = target.params.segments[0][0]["self_attn.q_proj"]
+    values = stack.values * stack.scale[..., None] if int8 else stack
+    checkpoint = Checkpoint(tmp_path / "mixed", read_arch(tmp_path / "mixed"))
+    for group, layer in enumerate((0, 4)):
+        expected = dequantise(checkpoint.read(f"layers.{layer}.self_attn.q_proj"))
+        step = np.abs(expected).max() / 127
+        assert np.abs(np.asarray(values)[group] - expected).max() <= (step if int8 else 1e-6)
+
+
+@pytest.mark.parametrize("index", ["{}", "{", '{"weight_map": [1]}', '{"weight_map": 3}'])
+def test_an_index_that_is_no_index(tmp_path, index):
+    write_tiny(tmp_path, "31b")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    refuses(tmp_path, "weight_map", "download it again")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden_size": "abc"}, {"num_key_value_heads": 0}, {"layer_types": 3}, {"head_dim": []}],
+)
+def test_config_values_of_the_wrong_kind(change):
+    with pytest.raises(UserError, match="config.json"):
+        parse_arch(config_of("31b")["text_config"] | change)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -109,6 +109,11 @@ def test_eval_acceptance_reports_and_proves_equality(capsys, tmp_path):
         (["eval-acceptance", "/nowhere.jsonl"], ["/nowhere.jsonl"]),
         (["perplexity", "/nowhere.txt"], ["/nowhere.txt"]),
         (["serve", "--port", "99999"], ["port", "99999"]),
+        (["serve", "--max-waiting", "-5"], ["max-waiting", "-5"]),
+        (["generate", PROMPT, "--tp", "0"], ["--tp", "0"]),
+        (["bench", "--drafter", "oracle"], ["oracle", "none, ngram"]),
+        (["bench", "--contexts", "-5"], ["--contexts", "-5"]),
+        (["bench", "--out", "/proc/x/y.json"], ["--out", "/proc/x"]),
         (["bench", "--random", "gemma-9"], ["gemma-9", "gemma-4-31b"]),
     ],
 )
@@ -130,3 +135,19 @@ def test_a_port_in_use_is_said_before_loading(capsys):
         port = str(taken.getsockname()[1])
         line = refused(capsys, "serve", "--port", port, "--model", "/nowhere")
         assert port in line and "--port" in line
+
+
+def test_bench_times_steps_and_compares_texts(capsys, tmp_path):
+    receipt = tmp_path / "receipt.json"
+    arguments = ["bench", "--slots", "2", "--contexts", "40", "--max-tokens", "12"]
+    out, _ = run(capsys, *arguments, "--out", str(receipt), "--json")
+    document = json.loads(out.splitlines()[-1])
+    assert document == json.loads(receipt.read_text())
+    assert document["equal"] and len(document["runs"]) == 4
+    assert {(s["batch"], s["width"]) for s in document["steps"]} == {(1, 1), (1, 8), (2, 1), (2, 8)}
+
+
+def test_no_git_is_no_error(capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    out, _ = run(capsys, "generate", PROMPT, "--max-tokens", "2", "--slots", "1", "--json")
+    assert json.loads(out.splitlines()[-1])["git"] is None

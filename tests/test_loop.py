@@ -173,3 +173,18 @@ def test_scheduler_never_loses_or_doubles_a_slot(actions):
 def test_sampling_refuses_what_makes_no_sense(field, value, words):
     with pytest.raises(UserError, match=words):
         Sampling(**{field: value})
+
+
+def test_what_the_target_refuses_fails_alone():
+    class Picky(FakeTarget):
+        def prefill(self, seq, start, stop):
+            if 13 in seq.tokens:
+                raise UserError("no thirteen")
+            return super().prefill(seq, start, stop)
+
+    target = Picky(slots=1)
+    engine = Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 2))
+    bad, good = Sequence([13], max_tokens=3), Sequence([1, 2], max_tokens=3)
+    events = list(engine.run([bad, good]))
+    assert bad.finish == "error" and good.emitted == 3
+    assert [e.error for e in events if e.error] == ["prefill: no thirteen"]

@@ -364,6 +364,8 @@ BAD = [
     ({"stop": ["a"] * 17}, "stop takes at most 16"),
     ({"logit_bias": {"x": 1}}, "logit_bias keys"),
     ({"logit_bias": {"61": 1}}, "logit_bias holds token id 61"),
+    ({"logit_bias": {"1" * 5000: 1}}, "logit_bias keys"),
+    ({"prompt": ["a"] * 2000, "n": 128}, "send fewer prompts or a smaller n"),
     ({"stop_token_ids": [2**40]}, "stop_token_ids holds token id"),
     ({"stop_token_ids": 3}, "stop_token_ids"),
     ({"logprobs": 21}, "logprobs"),
@@ -385,6 +387,7 @@ BAD_CHAT = [
     ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
     ({"top_logprobs": 3}, "top_logprobs needs"),
     ({"chat_template_kwargs": {"messages": []}}, "may not set messages"),
+    ({"chat_template_kwargs": {"self": 1}}, "may not set self"),
 ]
 
 
