@@ -526,14 +526,20 @@ def test_one_request_that_fails_leaves_the_others_alone(server):
 
 
 def test_an_engine_that_dies_is_not_silent(caplog):
-    with serving(ServedTarget(slots=1, pause=0.01)) as running:
+    with serving(ServedTarget(slots=1, pause=0.05)) as running:
         body = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True}
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(running.post, "completions", **body)
             stream = running.openai.completions.create(
-                model=MODEL, prompt="abc", max_tokens=300, stream=True
+                model=MODEL,
+                prompt="abc",
+                max_tokens=300,
+                stream=True,
+                extra_body={"ignore_eos": True},  # else it may end before both are seen
             )
+            deadline = time.monotonic() + 30
             while not (running.runner.running and running.runner.waiting):
+                assert time.monotonic() < deadline
                 time.sleep(0.01)
             running.target.broken = True
             assert waiting.result().status_code == 500
