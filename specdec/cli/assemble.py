@@ -204,7 +204,7 @@ def _git_sha() -> str | None:
         return None
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"],
+            ["git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD"],
             capture_output=True,
             text=True,
             check=False,
