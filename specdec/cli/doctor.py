@@ -83,7 +83,7 @@ def doctor(
     plan = loaded.target.plan
     table = Table(title=f"rows: {plan.slots} slots, width {plan.width}", title_justify="left")
     table.add_column("bitwise the same")
-    table.add_column("logits that differ", justify="right")
+    table.add_column("results that differ", justify="right")
     for check in checks:
         mark = "[green]0[/green]" if check.passed else f"[red]{check.differing}[/red]"
         table.add_row(check.question, f"{mark} of {check.total}")

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specdec.types import NO_GUESS
+from specdec.types import NO_GUESS, Sampling, Sequence
 from targets.jax.programs import Feed
 from targets.jax.target import JaxTarget
 
 
 @dataclass(frozen=True)
 class Check:
-    """One question put to a compiled bucket: how many logits differ in any bit, of how many."""
+    """One question put to a compiled bucket: how many results differ in any bit, of how many."""
 
     question: str
     differing: int
@@ -46,7 +46,22 @@ def self_check(target: JaxTarget, seed: int = 0) -> list[Check]:
         checks.append(_compare("a row in another slot", shifted[1], together[0]))
         last = _whole(target, np.roll(texts, -1, 0), [plan.slots - 1], rounds)
         checks.append(_compare("a row alone in the last slot", last[plan.slots - 1], alone))
+        checks.append(_sampled(target, together[:, : plan.width]))
     return checks
+
+
+def _sampled(target: JaxTarget, logits: np.ndarray) -> Check:
+    """The full sampler on slot 0's logits, beside other rows and beside none."""
+    for slot in range(target.slots):
+        shape = Sampling(temperature=1.0, top_p=0.9, min_p=0.01, top_k=50, seed=slot)
+        target.seat(Sequence([1], shape, slot=slot))
+    counts = np.full(target.slots, target.plan.width, np.int32)
+    feed = Feed(np.zeros(logits.shape[:2], np.int32), np.zeros_like(counts), counts)
+    beside = target.choices(logits, feed)[0]
+    only = np.zeros_like(logits)
+    only[0] = logits[0]
+    alone = target.choices(only, feed._replace(count=counts * (np.arange(len(counts)) == 0)))[0]
+    return _compare("a sampled choice alone or beside others", beside, alone)
 
 
 def _compare(question: str, ours: np.ndarray, theirs: np.ndarray) -> Check:

@@ -105,6 +105,11 @@ class JaxTarget:
         self.cache, out = self._verify(self.params, self.cache, feed)
         return np.asarray(out.logits)
 
+    def choices(self, logits: np.ndarray, feed: Feed) -> np.ndarray:
+        """What the full sampler chooses from given logits [slots, width, V] (self-check)."""
+        chosen = self._choose(True, logits, self.bias, self.rules(), self.cache.tokens, feed)
+        return np.asarray(chosen)
+
     def seat(self, seq: Sequence) -> None:
         """Take over a new owner's sampling parameters for its slot. Raises UserError for token
         ids that this model does not have."""
