@@ -12,12 +12,13 @@ import jax.numpy as jnp
 
 from targets.arch import Arch, LayerSpec
 from targets.jax.cache import LayerCache
-from targets.jax.model import forward, head, sequence_logits, shared_stores
+from targets.jax.memory import shared_stores
+from targets.jax.model import forward, head, sequence_logits
 from targets.jax.params import Params
 
 
 class BlockMemory(NamedTuple):
-    """A `targets.jax.model.Memory` for rows R = batch * blocks of `size` tokens each."""
+    """A `targets.jax.memory.Memory` for rows R = batch * blocks of `size` tokens each."""
 
     batch: int
     blocks: int

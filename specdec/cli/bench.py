@@ -54,7 +54,7 @@ def bench(
     json
         End stdout with one JSON document.
     """
-    from targets.jax.memory import read_bandwidth
+    from targets.jax.roofline import read_bandwidth
 
     speculation = speculation.resolved()
     if out is not None:
@@ -103,7 +103,7 @@ def _steps(
 ) -> list[dict[str, Any]]:
     """Each batch and context, at the exact width and at width 1, with its share of bandwidth."""
     from targets.jax.load import narrowed
-    from targets.jax.memory import cache_bytes, weight_bytes
+    from targets.jax.roofline import cache_bytes, weight_bytes
 
     rows: list[dict[str, Any]] = []
     narrow = narrowed(loaded.target)

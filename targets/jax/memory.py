@@ -1,55 +1,108 @@
-"""What a decode step must read, and how fast this device reads."""
+"""Where a forward pass's keys and values go to and come from.
+
+A layer hands its new K/V to a `Memory` and gets back all that its queries may be compared with.
+`CacheMemory` decodes, `SequenceMemory` takes whole sequences (training, teacher, scoring);
+`training/blocks.py` has one more.
+"""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
 
 from specdec.types import Array
-from targets.jax.target import JaxTarget
-from targets.segments import segments
+from targets.arch import Arch, LayerSpec
+from targets.jax import cache as kv
+from targets.jax.cache import Span
+from targets.jax.params import Params
+from targets.segments import Segment, segments
 
 
-def weight_bytes(target: JaxTarget, rows: int) -> int:
-    """Bytes of weights that one step of this many rows must read: of the per-layer table only
-    rows (nothing, that is), of the experts no more than the rows can pick."""
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
-    table = target.params.top.get("embed_tokens_per_layer")
-    total -= 0 if table is None else table.nbytes
-    for pattern, segment in zip(target.params.segments, segments(target.plan.arch), strict=True):
-        for weights, layer in zip(pattern, segment.pattern, strict=True):
-            if layer.moe is not None:
-                idle = 1 - min(1.0, rows * layer.moe.top_k / layer.moe.experts)
-                experts = [weights["experts.gate_up_proj"], weights["experts.down_proj"]]
-                total -= int(idle * sum(leaf.nbytes for leaf in jax.tree.leaves(experts)))
-    return total
+class Memory(Protocol):
+    """Where K/V go to and come from during one forward pass."""
+
+    def positions(self, tokens: int) -> Array:
+        """Absolute positions [B, T] (or [1, T]) of a call with T tokens."""
+        ...
+
+    def exchange(
+        self, stored: Any, group: Array | int, layer: LayerSpec, k: Array, v: Array
+    ) -> tuple[Any, Array, Array]:
+        """Store the new k, v [B, T, K, D]; return the updated store and all keys and values."""
+        ...
+
+    def recall(self, stored: Any, group: int) -> tuple[Array, Array]:
+        """All keys and values of a donor layer."""
+        ...
+
+    def visible(self, layer: LayerSpec, tokens: int, size: int) -> Array:
+        """[B, T, S]."""
+        ...
 
 
-def cache_bytes(target: JaxTarget, batch: int, context: int) -> int:
-    """Bytes of filled K/V entries that a step of `batch` rows at this context must read."""
-    arch, item = target.plan.arch, jnp.dtype(target.dtype).itemsize
-    total = 0
-    for layer in arch.layers:
-        seen = min(context, layer.window or context)
-        total += 2 * seen * layer.kv_heads * layer.head_dim * item
-    return batch * total
+class CacheMemory(NamedTuple):
+    """Decoding: write into the cache, then attend over the cache alone, so that the order of
+    each reduction follows entries (absolute positions), never how many rows a call has."""
+
+    span: Span
+
+    def positions(self, tokens: int) -> Array:
+        return self.span.start[:, None] + jnp.arange(tokens)
+
+    def exchange(self, stored, group, layer, k, v):
+        stored = kv.LayerCache(
+            kv.write(stored.k, group, self.span, k), kv.write(stored.v, group, self.span, v)
+        )
+        return stored, *self.recall(stored, group)
+
+    def recall(self, stored, group):
+        return kv.read(stored.k, group, self.span), kv.read(stored.v, group, self.span)
+
+    def visible(self, layer, tokens, size):
+        return kv.visible(self.span, tokens, size, layer.window)
 
 
-def read_bandwidth(size: int | None = None) -> float:
-    """Bytes per second of summing one large array, the best of ten."""
-    size = size or (2**28 if jax.default_backend() == "cpu" else 2**33)
-    block = jnp.ones((size // 4 // 1024, 1024), jnp.float32)
+class SequenceMemory(NamedTuple):
+    """Training: whole sequences from position 0, no cache. The store keeps each layer's own K/V
+    for the layers that share it: pairs [repeats, B, T, K, D], filled group by group."""
 
-    @jax.jit
-    def total(values: Array) -> Array:
-        return values.sum()
+    def positions(self, tokens: int) -> Array:
+        return jnp.arange(tokens)[None]
 
-    total(block).block_until_ready()
-    best = float("inf")
-    for _ in range(10):
-        started = time.perf_counter()
-        total(block).block_until_ready()
-        best = min(best, time.perf_counter() - started)
-    return size / best
+    def exchange(self, stored, group, layer, k, v):
+        if stored is None:  # nobody shares this layer's K/V: keep nothing
+            return None, k, v
+        stored = kv.LayerCache(stored.k.at[group].set(k), stored.v.at[group].set(v))
+        return stored, k, v
+
+    def recall(self, stored, group):
+        return stored.k[group], stored.v[group]
+
+    def visible(self, layer, tokens, size):
+        ahead = jnp.arange(tokens)[:, None] - jnp.arange(size)
+        seen = ahead >= 0
+        return (seen if layer.window is None else seen & (ahead < layer.window))[None]
+
+
+def shared_stores(
+    params: Params, arch: Arch, rows: Callable[[LayerSpec], tuple[int, ...]]
+) -> tuple:
+    """Room for the K/V of layers that others share, None for the rest (training memories).
+
+    rows: the leading shape [B, S] of what one layer keeps.
+    """
+    donors = {layer.kv_from for layer in arch.layers}
+    dtype = params.top["norm"].dtype
+
+    def store(segment: Segment, j: int, layer: LayerSpec) -> kv.LayerCache | None:
+        if not donors & {segment.layer(g, j) for g in range(segment.repeats)}:
+            return None
+        shape = (segment.repeats, *rows(layer), layer.kv_heads, layer.head_dim)
+        return kv.LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    return tuple(
+        tuple(store(segment, j, layer) for j, layer in enumerate(segment.pattern))
+        for segment in segments(arch)
+    )
