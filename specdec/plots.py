@@ -29,7 +29,7 @@ def print_evaluation(evaluation: Evaluation, console: Console | None = None) -> 
 def require_matplotlib() -> None:
     """Raise UserError where plots can't be drawn: before the work, not after it."""
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib.figure  # noqa: F401
     except ImportError as missing:
         raise UserError("plots need matplotlib: pip install 'specdec[plots]'") from missing
 
