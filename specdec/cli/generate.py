@@ -97,6 +97,7 @@ def _stream(engine: Engine, seq: Sequence, tokenizer, echo: str) -> tuple[float,
         sys.stdout.write("".join(text.step(token) for token in event.tokens))
         sys.stdout.flush()
     sys.stdout.write(text.finish() + "\n")
+    sys.stdout.flush()  # before the statistics on stderr
     return first, last
 
 
