@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from specdec.errors import UserError
 from targets.arch import Arch
-from targets.tensors import TensorSpec, all_tensors, is_bare
+from targets.tensors import TensorSpec, all_tensors, stored_name
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 OTHER_TOWERS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder")
@@ -48,21 +48,24 @@ class Checkpoint:
     """The text decoder's tensors of one checkpoint folder. `read` is lazy, one tensor at a time."""
 
     def __init__(self, path: Path, arch: Arch) -> None:
-        """Opens and checks names, shapes and dtypes of the headers; raises UserError."""
+        """Opens, and checks names and shapes by the headers; raises UserError."""
         self.path = path
         self.specs = all_tensors(arch)
-        self._files = _open_shards(path)
-        self._where = {name: file for file in self._files for name in file.names}
+        self._where = {name: file for file in _open_shards(path) for name in file.names}
         self._prefix = self._find_prefix()
         self._check_headers()
 
     def read(self, name: str) -> Stored:
-        """The tensor that `targets.tensors` calls `name`; raises UserError on a wrong shape."""
+        """The tensor that `targets.tensors` calls `name`.
+
+        Raises UserError on a dtype that isn't read, and on a scale that is missing or not per
+        output channel.
+        """
         spec = self.specs[name]
-        parts = self._expert_parts(name, spec) if "experts." in name else None
+        parts = self._expert_parts(name, spec)
         if parts is None:
-            return self._read_one(name, self._stored_name(name), spec.shape)
-        stored = [self._read_one(name, p, shape) for p, shape in parts]
+            return self._read_one(stored_name(self._prefix, name), spec.shape)
+        stored = [self._read_one(p, shape) for p, shape in parts]
         return _fuse_experts(name, stored, spec)
 
     def _find_prefix(self) -> str:
@@ -74,14 +77,12 @@ class Checkpoint:
             f"{', '.join(PREFIXES)}: this is not a Gemma 4 checkpoint, or a shard is missing"
         )
 
-    def _stored_name(self, name: str) -> str:
-        return self._prefix + name + ("" if is_bare(name) else ".weight")
-
     def _expert_parts(
         self, name: str, spec: TensorSpec
     ) -> list[tuple[str, tuple[int, ...]]] | None:
-        """Names and shapes of un-fused experts (compressed-tensors files), None where fused."""
-        if self._stored_name(name) in self._where:
+        """Names and shapes of un-fused experts (compressed-tensors files); None where fused, and
+        for all other tensors."""
+        if "experts." not in name or stored_name(self._prefix, name) in self._where:
             return None
         base, kind = name.rsplit(".", 1)
         experts, out, inner = spec.shape
@@ -97,8 +98,8 @@ class Checkpoint:
         """Names and shapes, before gigabytes are read."""
         needed: dict[str, tuple[int, ...]] = {}
         for name, spec in self.specs.items():
-            parts = self._expert_parts(name, spec) if "experts." in name else None
-            needed |= dict(parts) if parts else {self._stored_name(name): spec.shape}
+            parts = self._expert_parts(name, spec)
+            needed |= dict(parts) if parts else {stored_name(self._prefix, name): spec.shape}
         missing = needed.keys() - self._where.keys()
         _refuse("lacks", missing, self.path, "download the missing shards")
         for stored, shape in needed.items():
@@ -119,13 +120,13 @@ class Checkpoint:
         shared = re.search(r"layers\.(\d+)\.self_attn\.([kv]_proj|k_norm)\.", name)
         return bool(shared) and f"layers.{shared[1]}.self_attn.k_proj" not in self.specs
 
-    def _read_one(self, name: str, stored: str, shape: tuple[int, ...]) -> Stored:
+    def _read_one(self, stored: str, shape: tuple[int, ...]) -> Stored:
         values = self._where[stored].read(stored)
         if values.dtype not in STORED_TYPES:
             raise UserError(f"{self.path}: {stored} is {values.dtype}, which specdec can't read")
         if values.dtype not in (np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)):
             return Stored(values)
-        return Stored(values, self._read_scale(name, stored, shape))
+        return Stored(values, self._read_scale(stored, shape))
 
     def _check_shape(self, stored: str, shape: tuple[int, ...]) -> None:
         found = self._where[stored].shape(stored)
@@ -135,7 +136,7 @@ class Checkpoint:
                 f"{list(shape)}: config and weights are of different models"
             )
 
-    def _read_scale(self, name: str, stored: str, shape: tuple[int, ...]) -> np.ndarray:
+    def _read_scale(self, stored: str, shape: tuple[int, ...]) -> np.ndarray:
         file = self._where.get(_scale_name(stored))
         if file is None:
             raise UserError(

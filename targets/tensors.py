@@ -119,8 +119,8 @@ def all_tensors(arch: Arch) -> dict[str, TensorSpec]:
     return tensors
 
 
-def is_bare(name: str) -> bool:
-    """Whether the checkpoint stores the tensor without a `.weight` suffix."""
+def stored_name(prefix: str, name: str) -> str:
+    """A tensor's name in a checkpoint: with its prefix, and with `.weight` but for bare ones."""
     last = name.rsplit(".", 1)[-1]
-    bare = ("layer_scalar", "scale", "per_expert_scale", "gate_up_proj")
-    return last in bare or name.endswith("experts.down_proj")
+    bare = last in ("layer_scalar", "scale", "per_expert_scale", "gate_up_proj")
+    return prefix + name + ("" if bare or name.endswith("experts.down_proj") else ".weight")

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from targets.arch import parse_arch
 from targets.checkpoint import quantise_int8
-from targets.tensors import TensorSpec, all_tensors, is_bare
+from targets.tensors import TensorSpec, all_tensors, stored_name
 
 VOCAB = 320
 PREFIX = "model.language_model."
@@ -138,10 +138,6 @@ def random_tensors(variant: str, seed: int = 0) -> dict[str, np.ndarray]:
     return {name: draw(name, spec) for name, spec in specs.items()}
 
 
-def stored_name(name: str) -> str:
-    return PREFIX + name + ("" if is_bare(name) else ".weight")
-
-
 def write_tiny(
     path: Path, variant: str, storage: str = "bfloat16", shards: int = 1
 ) -> dict[str, np.ndarray]:
@@ -158,7 +154,7 @@ def write_tiny(
             files |= _quantised(name, value, storage)
         else:
             kind = {"float16": np.float16, "float32": np.float32}.get(storage, ml_dtypes.bfloat16)
-            files[stored_name(name)] = value.astype(kind)
+            files[stored_name(PREFIX, name)] = value.astype(kind)
     files["model.vision_tower.patch_embedder.input_proj.weight"] = np.zeros((4, 4), np.float32)
     shared = len(specs) and config["text_config"]["num_kv_shared_layers"]
     if shared:  # released E2B / E4B files carry these, and nobody reads them
@@ -187,7 +183,7 @@ def _quantised(name: str, value: np.ndarray, storage: str) -> dict[str, np.ndarr
         scale = np.abs(value).max(-1) / np.float32(448)
         values = (value / scale[:, None]).astype(ml_dtypes.float8_e4m3fn)
     assert scale is not None
-    names = stored_name(name).removesuffix(".weight")
+    names = stored_name(PREFIX, name).removesuffix(".weight")
     return {f"{names}.weight": values, f"{names}.weight_scale": scale[:, None]}
 
 
@@ -220,9 +216,7 @@ def oracle(variant: str, tensors: dict[str, np.ndarray]):
     kind = Gemma4UnifiedTextConfig if unified else Gemma4TextConfig
     config = kind(**text, attn_implementation="eager")
     model = (Gemma4UnifiedForCausalLM if unified else Gemma4ForCausalLM)(config).float().eval()
-    state = {
-        stored_name(n).replace("language_model.", ""): torch.tensor(v) for n, v in tensors.items()
-    }
+    state = {stored_name("model.", n): torch.tensor(v) for n, v in tensors.items()}
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected, unexpected

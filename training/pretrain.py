@@ -25,12 +25,12 @@ import tokenizers
 from rich.progress import Progress, TextColumn
 
 from specdec.errors import UserError
+from specdec.record import run_record
 from targets.arch import Arch, parse_arch, read_config
 from targets.jax.params import Params, init_params
 from training.blocks import block_logits
 from training.heldout import Windows, heldout_loss, make_scorer, windows_of
 from training.optimizer import OptimizerConfig, make_optimizer, schedule
-from training.record import write_run
 from training.tokens import BOS, documents, row_starts
 
 WATCHED_CHARACTERS = 400_000  # of held-out text that is scored during training
@@ -239,7 +239,9 @@ def main() -> None:
     watched = watched_windows(arguments.corpus, arguments.checkpoint, config.phases[0].length)
     trainer = Trainer(config, arguments.run, stream, watched)
     facts = {"config": asdict(config), "stream_tokens": len(stream)}
-    write_run(arguments.run / "run.json", facts)
+    libraries = ("jax", "optax", "orbax-checkpoint")
+    record = run_record(jax.devices()[0].device_kind, libraries, **facts)
+    (arguments.run / "run.json").write_text(json.dumps(record, indent=1))
     step = trainer.train(config.steps, arguments.seconds)
     print(json.dumps({"step": step, "of": config.steps, "finished": step == config.steps}))
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from specdec import __version__
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.errors import UserError
+from specdec.record import run_record
+from specdec.stats import Acceptance
 from specdec.types import Sampling, Sequence
 
 if TYPE_CHECKING:
@@ -38,7 +36,6 @@ class Model:
     """A loaded checkpoint with its tokenizer."""
 
     name: str
-    path: Path
     target: JaxTarget
     tokenizer: Tokenizer
 
@@ -46,21 +43,19 @@ class Model:
 def load_model(config: ModelConfig, speculation: SpeculationConfig, prove: bool = True) -> Model:
     """Load and prove exactness where it isn't given by construction. Raises UserError.
 
-    prove: False for the doctor, who reports a failed proof instead of refusing.
+    prove: False where nothing is decoded, and for the doctor, who reports instead of refusing.
     """
     import targets
     from targets.arch import read_arch
-    from targets.jax.load import width_for
     from targets.tokenizer import load_tokenizer
 
-    width_for(speculation.k)
     path = checkpoint_path(config.model)
     arch = read_arch(path)
     tokenizer = load_tokenizer(path, arch.vocab)
     options = jax_options(config, speculation)
     with console.status(f"loading {path.name}"):
         target = targets.load(path, config.backend, options, tokenizer.suppress_ids)
-    model = Model(path.name, path, target, tokenizer)
+    model = Model(path.name, target, tokenizer)
     if prove:
         require_exact(model, speculation)
     return model
@@ -169,49 +164,16 @@ def warm_up(engine: Engine, samplings: Iterable[Sampling]) -> None:
             seq = Sequence([2], replace(sampling, seed=0), max_tokens=WARM_TOKENS)
             for _ in engine.run([seq]):
                 pass
-    engine.acceptance = type(engine.acceptance)()
+    engine.acceptance = Acceptance()
 
 
-def run_record(command: str, **configs: Any) -> dict[str, Any]:
-    """What is stored beside each output: argv, code and library versions, device, config."""
+def command_record(command: str, **configs: Any) -> dict[str, Any]:
+    """The run's record, with the command and its resolved configuration."""
     import jax
 
-    return {
-        "command": command,
-        "argv": sys.argv,
-        "specdec": __version__,
-        "git": _git_sha(),
-        "versions": versions(),
-        "device": f"{jax.default_backend()}: {jax.devices()[0].device_kind}",
-        "config": {name: asdict(value) for name, value in configs.items()},
-    }
-
-
-def versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for package in ("jax", "jaxlib", "numpy", "safetensors", "tokenizers", "libtpu", "torch"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _git_sha() -> str | None:
-    """The commit of this checkout; None for an installed package, or where there is no git."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except OSError:
-        return None
-    return done.stdout.strip() or None
+    device = f"{jax.default_backend()}: {jax.devices()[0].device_kind}"
+    resolved = {name: asdict(value) for name, value in configs.items()}
+    return run_record(device, command=command, config=resolved)
 
 
 def print_json(document: dict[str, Any]) -> None:

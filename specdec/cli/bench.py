@@ -15,13 +15,13 @@ from specdec.bench import Run, StepTime, end_to_end, fill, step_time
 from specdec.cli.assemble import (
     Model,
     check_folder,
+    command_record,
     console,
     jax_options,
     load_model,
     make_engine,
     print_json,
     require_exact,
-    run_record,
 )
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.errors import UserError
@@ -71,7 +71,7 @@ def bench(
         runs = _runs(loaded, speculation, max_tokens)
     equal = len({run.digest for run in runs}) == 1
     _print(steps, runs, bandwidth, equal)
-    document = run_record("bench", model=model, speculation=speculation) | {
+    document = command_record("bench", model=model, speculation=speculation) | {
         "architecture": random or loaded.name,
         "read_bandwidth": bandwidth,
         "steps": steps,
@@ -93,7 +93,7 @@ def _random_model(name: str, model: ModelConfig, speculation: SpeculationConfig)
     from targets.tokenizer import load_tokenizer
 
     target = random_target(released(name), jax_options(model, speculation))
-    made = Model(name, Path(), target, load_tokenizer(mini.path("mini")))
+    made = Model(name, target, load_tokenizer(mini.path("mini")))
     require_exact(made, speculation)
     return made
 

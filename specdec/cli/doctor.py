@@ -10,13 +10,13 @@ from rich.table import Table
 
 from specdec.cli.assemble import (
     Model,
+    command_record,
     console,
     load_model,
     print_json,
-    run_record,
-    versions,
 )
 from specdec.cli.config import ModelConfig, SpeculationConfig
+from specdec.record import versions
 
 PROBE = '''def add(first, second):
     """Return the sum of two numbers."""
@@ -98,7 +98,7 @@ def doctor(
     if json:
         found = {"checks": [asdict(c) for c in checks], "wiring": asdict(wiring)}
         print_json(
-            run_record("doctor", model=model)
+            command_record("doctor", model=model)
             | found
             | {"verdict": wiring.verdict, "healthy": healthy}
         )

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from specdec.cli.assemble import (
     Model,
     check_folder,
+    command_record,
     console,
     load_model,
     make_engine,
     print_json,
-    run_record,
     say_model,
 )
 from specdec.cli.config import ModelConfig, SamplingConfig, SpeculationConfig
@@ -23,6 +23,7 @@ from specdec.cycle import host_cycle
 from specdec.engine import Engine
 
 if TYPE_CHECKING:
+    from specdec.prompts import Prompt
     from specdec.report import Evaluation
 
 NARROW = "plain, width 1"
@@ -58,7 +59,6 @@ def eval_acceptance(
     json
         End stdout with one JSON document, the whole report.
     """
-    from specdec.evaluate import Settings, evaluate
     from specdec.plots import print_evaluation, require_matplotlib
     from specdec.prompts import read_prompts
 
@@ -70,6 +70,30 @@ def eval_acceptance(
         require_matplotlib()
     loaded = load_model(model, speculation)
     say_model(model, loaded)
+    evaluation = _compare(loaded, questions, speculation, sampling, max_tokens)
+    print_evaluation(evaluation, console)
+    record = command_record(
+        "eval-acceptance", model=model, speculation=speculation, sampling=sampling
+    )
+    document = record | {"prompts_file": str(prompts)} | evaluation.to_json()
+    if out is not None:
+        _save(out, document, evaluation)
+    if json:
+        print_json(document)
+    if not evaluation.equality.equal:
+        raise SystemExit(1)
+
+
+def _compare(
+    loaded: Model,
+    questions: list[Prompt],
+    speculation: SpeculationConfig,
+    sampling: SamplingConfig,
+    max_tokens: int,
+) -> Evaluation:
+    """Run the drafter, plain decoding, and the fastest plain decoding on the same prompts."""
+    from specdec.evaluate import Settings, evaluate
+
     tokenizer = loaded.tokenizer
     settings = Settings(
         drafter=speculation.drafter,
@@ -79,22 +103,13 @@ def eval_acceptance(
         stop_ids=frozenset(tokenizer.stop_ids),
         speed_only=(NARROW,),
     )
-    evaluation = evaluate(
+    return evaluate(
         questions,
         lambda prompt: prompt.encode(tokenizer.encode, tokenizer.encode_chat),
         partial(_engine, loaded, speculation),
         settings,
         decode=tokenizer.decode,
     )
-    print_evaluation(evaluation, console)
-    record = run_record("eval-acceptance", model=model, speculation=speculation, sampling=sampling)
-    document = record | {"prompts_file": str(prompts)} | evaluation.to_json()
-    if out is not None:
-        _save(out, document, evaluation)
-    if json:
-        print_json(document)
-    if not evaluation.equality.equal:
-        raise SystemExit(1)
 
 
 def _engine(loaded: Model, speculation: SpeculationConfig, name: str) -> Engine:

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 from specdec.cli.assemble import (
+    command_record,
     console,
     load_model,
     make_engine,
     print_json,
     read_text,
-    run_record,
     say_model,
     warm_up,
 )
@@ -71,7 +71,7 @@ def generate(
     rate = (seq.emitted - 1) / (last - first) if last > first else 0.0
     console.print(_summary(seq, rate), soft_wrap=True)
     if json:
-        record = run_record("generate", model=model, speculation=speculation, sampling=sampling)
+        record = command_record("generate", model=model, speculation=speculation, sampling=sampling)
         output = tokenizer.decode(seq.tokens[seq.prompt_len :])
         print_json(record | _report(seq, rate, output))
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.progress import Progress
 
 from specdec.cli.assemble import (
+    command_record,
     console,
     load_model,
     print_json,
     read_text,
-    run_record,
     say_model,
 )
 from specdec.cli.config import ModelConfig, SpeculationConfig
@@ -45,7 +45,7 @@ def perplexity(
     from targets.jax.score import window_nll
 
     content = read_text(text)
-    loaded = load_model(model, SpeculationConfig())
+    loaded = load_model(model, SpeculationConfig(), prove=False)
     say_model(model, loaded)
     ids = loaded.tokenizer.encode(content)
     bos, ids = ids[0], ids[1:]
@@ -66,4 +66,4 @@ def perplexity(
     )
     if json:
         values = asdict(result) | {"perplexity": result.perplexity}
-        print_json(run_record("perplexity", model=model) | values)
+        print_json(command_record("perplexity", model=model) | values)

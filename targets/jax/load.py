@@ -14,7 +14,7 @@ from specdec.errors import UserError
 from specdec.types import MAX_DRAFT
 from targets.arch import Arch, read_arch
 from targets.checkpoint import Checkpoint
-from targets.jax.params import Params, init_params, load_params
+from targets.jax.params import init_params, load_params
 from targets.jax.programs import Plan
 from targets.jax.target import JaxTarget
 
@@ -50,30 +50,21 @@ def width_for(k: int) -> int:
 
 
 def load_target(path: Path, options: JaxOptions, suppress: tuple[int, ...] = ()) -> JaxTarget:
-    """Read, check, place. Raises UserError with one line for anything wrong in the folder."""
+    """Check, read, place. Raises UserError with one line for anything wrong in the folder or the
+    options, and does so before gigabytes are read."""
     arch = read_arch(path)
-    mesh, dtype = make_mesh(options.tp), _dtype(options)
+    plan, mesh, dtype = make_plan(arch, options), make_mesh(options.tp), _dtype(options)
     params = load_params(Checkpoint(path, arch), arch, dtype, options.int8, mesh)
-    return build_target(arch, params, options, suppress, mesh)
+    return JaxTarget(plan, params, dtype, suppress, mesh)
 
 
 def random_target(arch: Arch, options: JaxOptions, seed: int = 0) -> JaxTarget:
     """A model of this architecture with random weights (speed tests), on one device."""
     if options.tp != 1:
         raise UserError("random weights are made on one device: leave --tp at 1")
+    plan, dtype = make_plan(arch, options), _dtype(options)
     make = jax.jit(init_params, static_argnums=(0, 2, 3))
-    params = make(arch, jax.random.key(seed), _dtype(options), options.int8)
-    return build_target(arch, params, options)
-
-
-def build_target(
-    arch: Arch,
-    params: Params,
-    options: JaxOptions,
-    suppress: tuple[int, ...] = (),
-    mesh: jax.sharding.Mesh | None = None,
-) -> JaxTarget:
-    return JaxTarget(make_plan(arch, options), params, _dtype(options), suppress, mesh)
+    return JaxTarget(plan, make(arch, jax.random.key(seed), dtype, options.int8), dtype)
 
 
 def narrowed(target: JaxTarget) -> JaxTarget:

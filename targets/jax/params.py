@@ -19,7 +19,7 @@ from specdec.types import Array
 from targets.arch import Arch
 from targets.checkpoint import Checkpoint, Stored, dequantise, quantise_int8
 from targets.segments import Segment, segments
-from targets.tensors import TensorSpec, is_bare, layer_tensors, model_tensors
+from targets.tensors import TensorSpec, layer_tensors, model_tensors, stored_name
 
 
 class Quantized(NamedTuple):
@@ -162,8 +162,9 @@ def to_tensors(
     tensors: dict[str, np.ndarray] = {}
 
     def keep(name: str, values: Array) -> None:
-        stored = prefix + name + ("" if is_bare(name) else ".weight")
-        tensors[stored] = np.asarray(values, np.float32).astype(ml_dtypes.bfloat16)
+        tensors[stored_name(prefix, name)] = np.asarray(values, np.float32).astype(
+            ml_dtypes.bfloat16
+        )
 
     for name, values in params.top.items():
         keep(name, values)

@@ -75,11 +75,13 @@ class JaxTarget:
         feed = Feed(tokens, np.array([start], np.int32), np.array([stop - start], np.int32))
         slot = np.int32(seq.slot)
         self.cache, out = self._prefill(self.params, self.cache, feed, slot)
+        features = None if out.features is None else out.features[:, : stop - start]
+        if stop < seq.prompt_len:  # no choice follows from here: nothing to wait for either
+            return Step(np.full((1, 1), NO_GUESS, np.int32), features)
         last = np.array([stop - 1], np.int32)
         chosen = self._choose_one(
             seq.sampling.shaped, out.logits, self.bias, self.rules(), self.cache.tokens, last, slot
         )
-        features = None if out.features is None else out.features[:, : stop - start]
         details = self._logprobs(out.logits, chosen) if seq.sampling.logprobs is not None else None
         return Step(np.asarray(chosen), features, details)
 
