@@ -1,0 +1,113 @@
+"""What a forward pass is made of: the operations that both the kernels and the references offer.
+
+`layers.Reference` computes them in plain torch on any device; `kernels.Kernels` launches our CUDA
+kernels. `model.py` is written in these words only.
+
+Shape legend: M rows of a call (B sequences times T tokens, row b * T + t), H hidden, N out, V vocab.
+`h` is the residual stream, float32 [M, H], updated in place. An `X` is a linear layer's input in
+whatever layout and dtype its implementation likes: only the same implementation may read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from targets.arch import LayerSpec, MoeSpec
+from targets.cuda.cache import LayerCache
+
+X = Any
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A weight [n, k]: `data` and per-row `scale` (None for wide weights) as the implementation
+    keeps them. kind: fp8 (e4m3 values), bf16 or float32."""
+
+    n: int
+    k: int
+    kind: str
+    data: torch.Tensor
+    scale: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a call feeds: tokens [B, T], start [B] (position of each first token), slot [B]
+    (-1: the row sits this call out, nothing of it is stored); all int32 on the device."""
+
+    tokens: torch.Tensor
+    start: torch.Tensor
+    slot: torch.Tensor
+
+
+class Ops(Protocol):
+    def embed(self, table: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """-> h [M, H] float32; ids outside the vocabulary count as 0."""
+        ...
+
+    def norm(
+        self,
+        h: torch.Tensor,
+        branch: torch.Tensor | None,
+        post: torch.Tensor | None,
+        scalar: torch.Tensor | None,
+        pre: torch.Tensor | None,
+        kind: str,
+    ) -> X:
+        """h = (h + rms(branch) * post) * scalar in place; -> rms(h) * pre (h itself where pre is
+        None), as input for a weight of this kind."""
+        ...
+
+    def linear(self, x: X, weight: Linear) -> torch.Tensor:
+        """-> [M, n] float32."""
+        ...
+
+    def gated(self, x: X, gate_up: Linear, kind: str) -> X:
+        """gelu_tanh(x gate) * (x up); `gate_up` holds gate's rows, then up's."""
+        ...
+
+    def attention(
+        self,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor,
+        k_norm: torch.Tensor | None,
+        layer: LayerSpec,
+        cache: LayerCache,
+        rows: Rows,
+        kind: str,
+    ) -> X:
+        """qkv [M, q (+ k (+ v))]: norm, rotate, store new K/V (not where the layer shares
+        another's: `cache` is then the donor's), attend over the cache alone."""
+        ...
+
+    def per_layer_inputs(
+        self, h: torch.Tensor, mixed: torch.Tensor, table: torch.Tensor, norm: torch.Tensor,
+        rows: Rows,
+    ) -> torch.Tensor:
+        """mixed [M, L * P], the projection of h -> [M, L * P] float32 (E2B, E4B)."""
+        ...
+
+    def gated_per_layer(self, x: X, gate: Linear, inputs: torch.Tensor, layer: int, kind: str) -> X:
+        """gelu_tanh(x gate) * inputs of this layer."""
+        ...
+
+    def route(
+        self, h: torch.Tensor, scale: torch.Tensor, proj: Linear, per_expert: torch.Tensor,
+        moe: MoeSpec,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> experts [M, top_k] int32 and shares [M, top_k] float32, in rank order."""
+        ...
+
+    def experts(
+        self, x: X, chosen: tuple[torch.Tensor, torch.Tensor], gate_up: Linear, down: Linear,
+        moe: MoeSpec,
+    ) -> torch.Tensor:
+        """Routed experts, summed in rank order -> [M, H] float32. Weights are [E * n, k]."""
+        ...
+
+    def head(self, x: X, table: Linear, softcap: float | None) -> torch.Tensor:
+        """-> soft-capped logits [M, V] float32."""
+        ...
