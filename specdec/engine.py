@@ -12,6 +12,7 @@ from specdec.scheduler import Scheduler
 from specdec.stats import Acceptance
 from specdec.types import (
     NO_GUESS,
+    SAT_OUT,
     Array,
     Event,
     FinishReason,
@@ -93,9 +94,10 @@ class Engine:
         drafted = np.asarray(done.draft) != NO_GUESS
         events = []
         for b, seq in enumerate(rows):
-            if seq.finish is not None:  # ended in an earlier round of the same dispatch
-                continue
             n = int(accepted[b])
+            # ended in an earlier round of the same dispatch, or not yet aboard
+            if seq.finish is not None or n == SAT_OUT:
+                continue
             event = self._emit(seq, chosen[b, : n + 1], done.step.logprobs, b)
             self._count(seq, drafted[b], n, len(event.tokens))
             events.append(event)

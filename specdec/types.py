@@ -15,6 +15,9 @@ Array = Any
 NO_GUESS = -1
 """The draft entry of a drafter that has nothing to say; it never equals a token id."""
 
+SAT_OUT = -1
+"""In `Round.accepted`: nothing was chosen for this row in this cycle, not even the free token."""
+
 MAX_DRAFT = 31
 """Largest number of draft tokens per cycle (K)."""
 
@@ -158,7 +161,8 @@ class Step:
 class Round:
     """One cycle's outcome, for the rows it ran on.
 
-    draft [B, k] int32; accepted [B]: how many draft tokens each row keeps.
+    draft [B, k] int32; accepted [B]: how many draft tokens each row keeps, SAT_OUT for a row that
+    took no part (a driver that runs ahead of the host may learn of a row only one cycle later).
     """
 
     draft: Array

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -13,7 +15,7 @@ from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.errors import UserError
 from specdec.scheduler import QueueFull, Scheduler
-from specdec.types import NO_GUESS, Sampling, Sequence
+from specdec.types import NO_GUESS, SAT_OUT, Round, Sampling, Sequence, Step
 from tests.fakes import FakeTarget, Noise, Oracle
 
 
@@ -188,3 +190,40 @@ def test_what_the_target_refuses_fails_alone():
     events = list(engine.run([bad, good]))
     assert bad.finish == "error" and good.emitted == 3
     assert [e.error for e in events if e.error] == ["prefill: no thirteen"]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_driver_may_run_late_and_rows_may_sit_out(slots):
+    """A driver one cycle behind answers with what it knows: no round at first, then rounds in
+    which the rows that came or went meanwhile sit out."""
+    target = FakeTarget(slots=slots)
+    drafter = NgramDrafter(1, 3)
+    inner, turns = host_cycle(target, drafter, 4), itertools.count()
+
+    def late(seqs, hurry):
+        turn = next(turns)
+        if turn % 3 == 0:
+            return []
+        awake = [b for b in range(len(seqs)) if (b + turn) % 2]
+        if not awake:
+            return []
+        (done,) = inner([seqs[b] for b in awake], hurry)
+        return [_spread(done, awake, len(seqs))]
+
+    engine = Engine(target, drafter, late)
+    seqs = [
+        Sequence(list(p), max_tokens=30, request_id=str(i), sampling=Sampling(seed=i))
+        for i, p in enumerate(PROMPTS)
+    ]
+    events = list(engine.run(seqs))
+    assert {s.request_id: s.tokens for s in seqs} == decode(NoDrafter(), PROMPTS)
+    assert all(event.tokens for event in events)
+    assert engine.acceptance.emitted == sum(s.emitted - 1 for s in seqs)
+
+
+def _spread(done: Round, awake: list[int], rows: int) -> Round:
+    """The round of the rows that were awake as one of all rows; what sits out is garbage."""
+    draft, chosen = np.full((rows, 4), 49, np.int32), np.full((rows, 5), 49, np.int32)
+    accepted = np.full(rows, SAT_OUT, np.int32)
+    draft[awake], chosen[awake], accepted[awake] = done.draft, done.step.chosen, done.accepted
+    return Round(draft, Step(chosen), accepted)
