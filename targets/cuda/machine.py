@@ -1,0 +1,100 @@
+"""Whether this machine can run the kernels. No torch at import: a machine without it should be told
+so, not shown a traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from specdec.errors import UserError
+
+CAPABILITY = (9, 0)
+"""Hopper: the kernels use its bulk copies, barriers and warp-group products."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was found. None where it isn't there."""
+
+    torch: str | None
+    cuda: str | None
+    """The CUDA that torch was built for."""
+    gpu: str | None
+    capability: tuple[int, int] = (0, 0)
+    missing: tuple[str, ...] = ()
+    """Modules that can't be imported."""
+
+
+def check_device() -> None:
+    """Raise UserError where the kernels can't run on this machine."""
+    refuse(find_machine())
+
+
+def refuse(machine: Machine) -> None:
+    """One clear line for the first thing that is missing."""
+    install = "pip install 'specdec[cuda]'"
+    remedy = "or run with --backend jax"
+    if machine.torch is None:
+        raise UserError(f"--backend cuda needs torch: {install}, {remedy}")
+    if machine.cuda is None:
+        raise UserError(f"torch {machine.torch} was built without CUDA: {install}, {remedy}")
+    if machine.gpu is None:
+        raise UserError(
+            f"torch {machine.torch} finds no NVIDIA GPU: check nvidia-smi, {remedy} "
+            "(--device cpu runs the slow references)"
+        )
+    if machine.capability < CAPABILITY:
+        has, wants = (".".join(map(str, c)) for c in (machine.capability, CAPABILITY))
+        raise UserError(
+            f"{machine.gpu} has compute capability {has}, the kernels need {wants} (Hopper) or "
+            "newer: run with --backend jax"
+        )
+    if machine.missing:
+        raise UserError(f"--backend cuda lacks {', '.join(machine.missing)}: {install}, {remedy}")
+
+
+def find_machine() -> Machine:
+    try:
+        torch = import_module("torch")
+    except ImportError:
+        return Machine(None, None, None)
+    gpu, capability = None, (0, 0)
+    if torch.version.cuda and torch.cuda.is_available():
+        gpu, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    missing = tuple(name for name, loads in PARTS.items() if gpu and not _works(loads))
+    return Machine(torch.__version__, torch.version.cuda, gpu, capability, missing)
+
+
+def _driver() -> Any:
+    return import_module("cuda.bindings.driver")
+
+
+def _compiler() -> Any:
+    """The module imports without the library: asking for its version loads that too."""
+    return import_module("cuda.bindings.nvrtc").nvrtcVersion()
+
+
+PARTS = {"cuda-bindings": _driver, "NVRTC": _compiler}
+
+
+def _works(loads: Callable[[], Any]) -> bool:
+    try:
+        loads()
+    except (ImportError, OSError, RuntimeError):
+        return False
+    return True
+
+
+def free_bytes() -> int:
+    """Free memory of the current GPU."""
+    return import_module("torch").cuda.mem_get_info()[0]
+
+
+def device_name(device: str) -> str:
+    """As people call it."""
+    if device == "cpu":
+        return "cpu: torch references"
+    return f"cuda: {import_module('torch').cuda.get_device_name()}"

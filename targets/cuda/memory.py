@@ -1,0 +1,169 @@
+"""What a model needs of a GPU, to the byte, before anything is loaded.
+
+Everything that decides a byte is a constant or a one-line rule here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+
+from specdec.errors import UserError
+from targets.arch import Arch, LayerSpec
+from targets.tensors import TensorSpec, all_tensors
+
+WIDE = {"float32": 4, "bfloat16": 2, "fp8": 2}
+"""Bytes per value of what stays wide: embeddings, head, router, per-layer inputs."""
+LINEAR = {"float32": 4, "bfloat16": 2, "fp8": 1}
+KV = {"float32": 4, "bfloat16": 2, "fp8": 1}
+NARROW_EXEMPT = "per_layer_"
+"""Linears of that name stay wide in fp8 too: they are small, and they gate the residual."""
+NORM = SCALE = 4
+"""Bytes of a norm's weight and of an output channel's scale: float32."""
+HEAD_COPIES = 2
+"""The table is kept as rows, for embedding, and tiled, as the head's weight."""
+HEAD_DIM_ALIGN, RING_ALIGN = 64, 128
+"""Cached heads are padded to the first, rings to the second."""
+SHORT, LONGEST = 128, 32
+"""Tokens of the longest prefill that runs as decoding does, and the widest verify."""
+LOGIT_COPIES = 3
+"""float32 [rows, vocab] at once: logits, their shaped copy, and the sampler's work."""
+GATES_AT_ONCE = 3
+"""Prefill holds the gate and up rows of a chunk, and what comes of them."""
+RUNTIME = 768 << 20
+"""CUDA context, library handles, compiled kernels, captured graphs."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides the bytes; dtype and kv as in LINEAR and KV, already resolved."""
+
+    slots: int
+    max_len: int
+    width: int
+    """Tokens per row of a verify, K + 1."""
+    chunk: int
+    """Tokens per prefill call."""
+    dtype: str
+    kv: str
+
+
+@dataclass(frozen=True)
+class Need:
+    weights: int
+    cache: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.workspace
+
+
+def need(arch: Arch, shape: Shape) -> Need:
+    """Bytes for weights, K/V cache and workspace."""
+    return Need(weight_bytes(arch, shape.dtype), cache_bytes(arch, shape), _workspace(arch, shape))
+
+
+def weight_bytes(arch: Arch, dtype: str) -> int:
+    """Of all weights as they lie on the device."""
+    tensors = all_tensors(arch)
+    total = sum(tensor_bytes(name, spec, dtype) for name, spec in tensors.items())
+    return total + (HEAD_COPIES - 1) * tensor_bytes("embed_tokens", tensors["embed_tokens"], dtype)
+
+
+def tensor_bytes(name: str, spec: TensorSpec, dtype: str) -> int:
+    """Of one tensor, its scales included."""
+    values = prod(spec.shape)
+    if len(spec.shape) == 1:
+        return NORM * values
+    if not spec.linear or name.rsplit(".", 1)[-1].startswith(NARROW_EXEMPT):
+        return WIDE[dtype] * values
+    scales = SCALE * values // spec.shape[-1] if dtype == "fp8" else 0
+    return LINEAR[dtype] * values + scales
+
+
+def ring(layer: LayerSpec, max_len: int, chunk: int) -> int:
+    """Cache entries per slot of one layer: what its window sees, and room for one call's rows."""
+    slack = max(LONGEST, min(chunk, SHORT))
+    return _up(min(layer.window or max_len, max_len) + slack, RING_ALIGN)
+
+
+def cache_bytes(arch: Arch, shape: Shape) -> int:
+    """Of keys, values and the text that was fed, for all slots."""
+    slack = max(LONGEST, min(shape.chunk, SHORT))
+    total = 4 * (shape.max_len + slack)
+    for layer in arch.layers:
+        if layer.kv_from is None:
+            entries = layer.kv_heads * ring(layer, shape.max_len, shape.chunk)
+            total += 2 * entries * _up(layer.head_dim, HEAD_DIM_ALIGN) * KV[shape.kv]
+    return shape.slots * total
+
+
+def check_fits(arch: Arch, shape: Shape, free: int) -> None:
+    """Raise UserError, with what would fit, where `free` bytes are not enough."""
+    needed = need(arch, shape)
+    if needed.total <= free:
+        return
+    raise UserError(
+        f"this needs {_gib(needed.total)} of GPU memory (weights {_gib(needed.weights)}, K/V cache "
+        f"{_gib(needed.cache)}, workspace {_gib(needed.workspace)}) but {_gib(free)} are free: "
+        f"{_remedy(arch, shape, free)}"
+    )
+
+
+def _remedy(arch: Arch, shape: Shape, free: int) -> str:
+    def fits(**change: int) -> bool:
+        return need(arch, replace(shape, **change)).total <= free
+
+    offers = []
+    longest = RING_ALIGN * largest(
+        lambda n: fits(max_len=n * RING_ALIGN), shape.max_len // RING_ALIGN
+    )
+    if longest:
+        offers.append(f"--max-len {longest}")
+    slots = largest(lambda n: fits(slots=n), shape.slots)
+    if slots:
+        offers.append(f"--slots {slots}")
+    if offers:
+        return f"{' or '.join(offers)} would fit"
+    if shape.dtype != "fp8" and need(arch, replace(shape, dtype="fp8")).total <= free:
+        return "--dtype fp8 would fit"
+    if fits(slots=1, max_len=RING_ALIGN):
+        return f"--slots 1 --max-len {RING_ALIGN} would fit"
+    return "not even one short sequence fits; free the GPU, or take a larger one or a smaller model"
+
+
+def largest(fits: Callable[[int], bool], top: int) -> int:
+    """The largest n in [1, top] that fits, where fitting only gets harder; 0 if none does."""
+    low, high = 0, top
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _workspace(arch: Arch, shape: Shape) -> int:
+    """The runtime itself, the logits of a verify, each slot's bias, and a chunk's prefill."""
+    rows = shape.slots * shape.width
+    logits = 4 * arch.vocab * (LOGIT_COPIES * rows + shape.slots)
+    return RUNTIME + logits + _prefill(arch, shape)
+
+
+def _prefill(arch: Arch, shape: Shape) -> int:
+    """A chunk's widest layer; a long one also needs that layer's weights row by row again."""
+    chunk = min(shape.chunk, shape.max_len)
+    widest = max(max(layer.ffw, layer.heads * layer.head_dim) for layer in arch.layers)
+    total = 4 * chunk * (4 * arch.hidden + GATES_AT_ONCE * 2 * widest)
+    if chunk <= SHORT:
+        return total
+    flat = [prod(spec.shape) for spec in all_tensors(arch).values() if spec.linear]
+    return total + LINEAR[shape.dtype] * 2 * max(flat)
+
+
+def _up(value: int, to: int) -> int:
+    return -(-value // to) * to
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

@@ -1,0 +1,113 @@
+"""What a decode step must read, how fast this GPU reads, and how long its forward takes there.
+
+Counted from the architecture, not from what the device holds: padding and copies are our own cost
+and belong into the time, not into the bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from math import prod
+
+from targets.arch import Arch, MoeSpec
+from targets.cuda.memory import KV, WIDE, tensor_bytes
+from targets.tensors import all_tensors
+
+TABLES = ("embed_tokens_per_layer",)
+"""Only looked up; the other table, `embed_tokens`, is read whole as the head."""
+GROUPS, REPLAYS = 10, 8
+"""Timed groups of back-to-back forwards: a group hides the clock's own resolution."""
+CPU_BLOCK = 2**26
+
+
+def weight_bytes(arch: Arch, dtype: str, rows: int, expected: bool = True) -> int:
+    """Bytes of weights that a step of this many rows must read.
+
+    Of the experts: with `expected`, those that rows with independent, even routing pick on average;
+    without, the most that they can pick. Of lookup tables: a row for each row.
+    """
+    total = 0.0
+    for name, spec in all_tensors(arch).items():
+        size = tensor_bytes(name, spec, dtype)
+        layer = name.split(".")
+        if name in TABLES:
+            size = rows * spec.shape[1] * WIDE[dtype]
+        elif "experts" in layer:
+            moe = arch.layers[int(layer[1])].moe
+            assert moe is not None
+            size *= expert_share(moe, rows, expected)
+        total += size
+    return int(total) + rows * arch.hidden * WIDE[dtype]
+
+
+def expert_share(moe: MoeSpec, rows: int, expected: bool = True) -> float:
+    """Share of the experts that `rows` rows pick: on average, or at most."""
+    if not expected:
+        return min(1.0, rows * moe.top_k / moe.experts)
+    return 1 - (1 - moe.top_k / moe.experts) ** rows
+
+
+def cache_bytes(arch: Arch, kv: str, batch: int, context: int) -> int:
+    """Bytes of K/V entries that a step of `batch` sequences at this context must read: no more
+    than the window of sliding layers, and again for each layer that shares another's."""
+    total = 0
+    for layer in arch.layers:
+        seen = min(context, layer.window or context)
+        total += prod((2, seen, layer.kv_heads, layer.head_dim, KV[kv]))
+    return batch * total
+
+
+def read_bandwidth(device: str) -> float:
+    """Bytes per second: the device's read-only stream, or the references' own on a CPU."""
+    if device != "cpu":
+        from targets.cuda.kernels import stream_bandwidth
+
+        return stream_bandwidth()
+    import torch
+
+    block = torch.ones(CPU_BLOCK // 4)
+    return CPU_BLOCK / min(_seconds(block.sum) for _ in range(10))
+
+
+def forward_samples(forward: Callable[[], object], device: str) -> list[float]:
+    """Seconds per forward, its device time alone: launched as one graph, many in a row."""
+    if device == "cpu":
+        return [_seconds(forward) for _ in range(GROUPS)]
+    import torch
+
+    replay = _captured(forward)
+    samples = []
+    for _ in range(GROUPS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(REPLAYS):
+            replay()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) / 1000 / REPLAYS)
+    return samples
+
+
+def _captured(forward: Callable[[], object]) -> Callable[[], None]:
+    """The forward as a CUDA graph; warm before the capture, which can't allocate or compile."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            forward()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward()
+    for _ in range(REPLAYS):
+        graph.replay()
+    return graph.replay
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started

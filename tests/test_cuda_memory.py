@@ -1,0 +1,132 @@
+"""Bytes of a CUDA target and of its steps, against figures known by hand; and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from specdec.errors import UserError
+from targets.arch import LayerSpec, released
+from targets.cuda import memory, roofline
+from targets.cuda.machine import Machine, refuse
+from targets.cuda.memory import Shape, check_fits, need
+
+SHAPE = Shape(slots=4, max_len=2048, width=5, chunk=2048, dtype="fp8", kv="bfloat16")
+B31 = released("gemma-4-31b")
+GIB = 2**30
+
+
+def test_weights_of_31b_by_hand():
+    """perf.md: 30.70 billion parameters, of them 1.409 in the table; scales are a float32 a row."""
+    bf16 = memory.weight_bytes(B31, "bfloat16")
+    assert bf16 / 1e9 == pytest.approx(2 * (30.696 + 1.409), rel=1e-3)
+    fp8 = memory.weight_bytes(B31, "fp8")
+    assert fp8 / 1e9 == pytest.approx(30.696 + 3 * 1.409, rel=2e-3)
+
+
+def test_cache_of_31b_by_hand():
+    """50 rings of 1,024 + 128 entries of 16 x 256 and 10 caches of 2,048 + 128 of 4 x 512."""
+    by_hand = 50 * 1152 * 16 * 256 + 10 * 2176 * 4 * 512
+    text = 4 * (2048 + 128)
+    assert memory.cache_bytes(B31, SHAPE) == 4 * (2 * 2 * by_hand + text)
+    assert memory.cache_bytes(B31, replace(SHAPE, kv="fp8")) == 4 * (2 * by_hand + text)
+
+
+def test_layers_that_share_keep_no_cache_but_read_one():
+    e4b = released("gemma-4-e4b")
+    owners = [layer for layer in e4b.layers if layer.kv_from is None]
+    assert len(owners) == 24
+    sliding = sum(layer.sliding for layer in e4b.layers)
+    read = 2 * 2 * 2 * (sliding * 512 * 256 + (42 - sliding) * 8192 * 512)
+    assert roofline.cache_bytes(e4b, "bfloat16", 1, 8192) == read
+    stored = memory.cache_bytes(e4b, SHAPE) - 4 * 4 * (2048 + 128)
+    assert stored == sum(4 * 2 * 2 * _entries(layer) for layer in owners)
+
+
+def _entries(layer: LayerSpec) -> int:
+    return layer.kv_heads * layer.head_dim * memory.ring(layer, 2048, 2048)
+
+
+def test_what_fits_is_offered_and_does_fit():
+    big = replace(SHAPE, slots=16, max_len=8192)
+    for free in (34, 40, 50, 58):
+        with pytest.raises(UserError) as refused:
+            check_fits(B31, big, free * GIB)
+        line = str(refused.value)
+        assert "needs 59." in line and f"but {free}.0 GiB are free" in line and "\n" not in line
+        for offer in _offers(line):
+            check_fits(B31, replace(big, **offer), free * GIB)
+    check_fits(B31, big, need(B31, big).total)
+
+
+def _offers(line: str) -> list[dict[str, int]]:
+    """The alternatives that a refusal names, as changes of a Shape."""
+    offered = line.rsplit(": ", 1)[1].removesuffix(" would fit")
+    words = [alternative.split() for alternative in offered.split(" or ")]
+    return [{w[i][2:].replace("-", "_"): int(w[i + 1]) for i in range(0, len(w), 2)} for w in words]
+
+
+def test_a_model_that_cannot_fit_says_what_would():
+    with pytest.raises(UserError, match="--dtype fp8 would fit"):
+        check_fits(B31, replace(SHAPE, dtype="bfloat16"), 45 * GIB)
+    with pytest.raises(UserError, match="larger one or a smaller model"):
+        check_fits(B31, SHAPE, 20 * GIB)
+
+
+@pytest.mark.parametrize("top", [0, 1, 2, 7, 64])
+def test_largest_finds_the_edge(top):
+    for edge in range(top + 1):
+        assert memory.largest(lambda n, edge=edge: n <= edge, top) == edge
+
+
+H200 = Machine("2.13.0", "13.0", "NVIDIA H200", (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        (Machine(None, None, None), ["needs torch", "specdec[cuda]"]),
+        (Machine("2.13.0+cpu", None, None), ["without CUDA"]),
+        (Machine("2.13.0", "13.0", None), ["no NVIDIA GPU", "--device cpu"]),
+        (replace(H200, gpu="NVIDIA A100", capability=(8, 0)), ["A100", "8.0", "9.0"]),
+        (replace(H200, missing=("cuda-bindings", "NVRTC")), ["cuda-bindings, NVRTC"]),
+    ],
+)
+def test_a_machine_without_a_part_is_told_in_one_line(machine, words):
+    with pytest.raises(UserError) as refused:
+        refuse(machine)
+    line = str(refused.value)
+    assert all(word in line for word in words) and "\n" not in line
+    refuse(H200)
+
+
+def test_bytes_of_a_step_of_31b():
+    """perf.md: 32.1 GB with a bf16 head, whatever the rows; 440 MiB of K/V at context 512."""
+    for rows in (1, 5, 64):
+        assert roofline.weight_bytes(B31, "fp8", rows) / 1e9 == pytest.approx(32.1, rel=2e-3)
+    assert roofline.cache_bytes(B31, "bfloat16", 1, 512) == 440 * 2**20
+    assert roofline.cache_bytes(B31, "fp8", 3, 2048) == 3 * 480 * 2**20
+
+
+def test_experts_are_read_as_they_are_picked():
+    moe = released("gemma-4-26b-a4b").layers[0].moe
+    assert moe is not None and (moe.experts, moe.top_k) == (128, 8)
+    assert roofline.expert_share(moe, 1) == roofline.expert_share(moe, 1, False) == 1 / 16
+    assert roofline.expert_share(moe, 2) == pytest.approx(1 - (15 / 16) ** 2)
+    assert roofline.expert_share(moe, 16, expected=False) == 1.0
+    one, many = (roofline.weight_bytes(released("gemma-4-26b-a4b"), "fp8", m) for m in (1, 10**4))
+    assert one / 1e9 == pytest.approx(4.57, rel=5e-3)
+    assert many / 1e9 == pytest.approx(25.2 + 0.74, rel=1e-2)
+
+
+def test_lookup_tables_cost_their_rows():
+    e4b = released("gemma-4-e4b")
+    growth = roofline.weight_bytes(e4b, "fp8", 2) - roofline.weight_bytes(e4b, "fp8", 1)
+    assert growth == 2 * (42 * 256 + 2560)
+
+
+def test_the_references_are_timed_too():
+    assert roofline.read_bandwidth("cpu") > 0
+    samples = roofline.forward_samples(lambda: None, "cpu")
+    assert len(samples) == roofline.GROUPS and min(samples) >= 0
