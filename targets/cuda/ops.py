@@ -3,7 +3,7 @@
 `layers.Reference` computes them in plain torch on any device; `kernels.Kernels` launches our CUDA
 kernels. `model.py` is written in these words only.
 
-Shape legend: M rows of a call (B sequences times T tokens, row b * T + t), H hidden, N out, V vocab.
+Shape legend: M rows of a call (B sequences times T tokens, row b * T + t), H hidden, V vocab.
 `h` is the residual stream, float32 [M, H], updated in place. An `X` is a linear layer's input in
 whatever layout and dtype its implementation likes: only the same implementation may read it.
 """
@@ -44,6 +44,19 @@ class Rows:
 
 
 class Ops(Protocol):
+    def pack(
+        self, values: torch.Tensor, scale: torch.Tensor | None, kind: str, layout: str
+    ) -> Linear:
+        """A weight as this implementation keeps it. values [n, k], or [E, n, k] for a layout of
+        experts (then `Linear.n` is E * n); scale as values without the last axis. layout: plain,
+        gated (gate's rows, then up's), experts or experts_gated."""
+        ...
+
+    def dense(self, weight: Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Its values [n, k] and scale [n] in plain order, for library matmuls (prefill); valid
+        until the next call."""
+        ...
+
     def embed(self, table: torch.Tensor, rows: Rows) -> torch.Tensor:
         """-> h [M, H] float32; ids outside the vocabulary count as 0."""
         ...
@@ -84,7 +97,11 @@ class Ops(Protocol):
         ...
 
     def per_layer_inputs(
-        self, h: torch.Tensor, mixed: torch.Tensor, table: torch.Tensor, norm: torch.Tensor,
+        self,
+        h: torch.Tensor,
+        mixed: torch.Tensor,
+        table: torch.Tensor,
+        norm: torch.Tensor,
         rows: Rows,
     ) -> torch.Tensor:
         """mixed [M, L * P], the projection of h -> [M, L * P] float32 (E2B, E4B)."""
@@ -95,17 +112,35 @@ class Ops(Protocol):
         ...
 
     def route(
-        self, h: torch.Tensor, scale: torch.Tensor, proj: Linear, per_expert: torch.Tensor,
+        self,
+        h: torch.Tensor,
+        scale: torch.Tensor,
+        proj: Linear,
+        per_expert: torch.Tensor,
         moe: MoeSpec,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """-> experts [M, top_k] int32 and shares [M, top_k] float32, in rank order."""
         ...
 
     def experts(
-        self, x: X, chosen: tuple[torch.Tensor, torch.Tensor], gate_up: Linear, down: Linear,
+        self,
+        x: X,
+        chosen: tuple[torch.Tensor, torch.Tensor],
+        gate_up: Linear,
+        down: Linear,
         moe: MoeSpec,
     ) -> torch.Tensor:
         """Routed experts, summed in rank order -> [M, H] float32. Weights are [E * n, k]."""
+        ...
+
+    def join(
+        self,
+        dense: torch.Tensor,
+        dense_norm: torch.Tensor,
+        routed: torch.Tensor,
+        routed_norm: torch.Tensor,
+    ) -> torch.Tensor:
+        """rms(dense) * dense_norm + rms(routed) * routed_norm -> [M, H] float32 (MoE layers)."""
         ...
 
     def head(self, x: X, table: Linear, softcap: float | None) -> torch.Tensor:

@@ -1,0 +1,117 @@
+"""The KV cache on one device, in the layout that the kernels read; rings for sliding layers.
+
+A position p lives in entry p mod S, always: on global layers S exceeds every position, on sliding
+ones S >= window + slack, so that what a rejected draft overwrote had already left the window. An
+entry is valid iff its position is below the sequence's length: the length is the rollback.
+
+Shape legend: S entries (a multiple of CHUNK), K kv heads, D head_dim, D' = D padded to 64s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from targets.arch import Arch, LayerSpec
+
+CHUNK = 128
+"""Keys per attention partial, at absolute multiples: what fixes a row's order of reduction."""
+LANES = 32
+"""V is transposed within blocks of this many entries, so that a warp reads them coalesced."""
+FP8_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """k [slots, K, S, D'], v [slots, K, S / 32, D', 32], in one dtype (FP8 without a scale: keys
+    and values are normed)."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    size: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """layers[i]: None where layer i shares another's K/V.
+
+    history [slots + 1, max_len + slack] int32: what was fed at each position; row -1 takes what
+    idle rows would write.
+    """
+
+    layers: tuple[LayerCache | None, ...]
+    history: torch.Tensor
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """[slots, max_len + slack] int32, valid below each length like K/V."""
+        return self.history[:-1]
+
+    def of(self, layers: tuple[LayerSpec, ...], i: int) -> LayerCache:
+        """Layer i's own cache, or its donor's."""
+        donor = layers[i].kv_from
+        cache = self.layers[i if donor is None else donor]
+        assert cache is not None, f"layer {i} has no K/V to read"
+        return cache
+
+    def remember(self, tokens: torch.Tensor, start: torch.Tensor, slot: torch.Tensor) -> None:
+        """Put tokens [B, T] from start [B] on into the history, without asking the host."""
+        place = start[:, None] + torch.arange(tokens.shape[1], device=start.device)
+        self.history[slot[:, None].long(), place.long()] = tokens
+
+
+def entries(layer: LayerSpec, max_len: int, slack: int) -> int:
+    """Cache entries S of a layer."""
+    needed = min(layer.window or max_len, max_len) + slack
+    return -(-needed // CHUNK) * CHUNK
+
+
+def make_cache(
+    arch: Arch, slots: int, max_len: int, slack: int, dtype: torch.dtype, device: str
+) -> KVCache:
+    """Zeros. slack: the most rows that one call through the cache feeds to a sequence."""
+
+    def one(layer: LayerSpec) -> LayerCache | None:
+        if layer.kv_from is not None:
+            return None
+        size, padded = entries(layer, max_len, slack), -(-layer.head_dim // 64) * 64
+        heads = (slots, layer.kv_heads)
+        return LayerCache(
+            torch.zeros((*heads, size, padded), dtype=dtype, device=device),
+            torch.zeros((*heads, size // LANES, padded, LANES), dtype=dtype, device=device),
+            size,
+            layer.head_dim,
+        )
+
+    history = torch.zeros((slots + 1, max_len + slack), dtype=torch.int32, device=device)
+    return KVCache(tuple(map(one, arch.layers)), history)
+
+
+def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rounded to the cache's dtype. FP8 saturates: a bare convert would turn large into NaN."""
+    if dtype == torch.float8_e4m3fn:
+        values = values.clamp(-FP8_MAX, FP8_MAX)
+    return values.to(dtype)
+
+
+def write(cache: LayerCache, slot: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    """New k, v [T, K, D] at positions start .. start + T - 1 of one slot."""
+    entry = torch.arange(start, start + len(k), device=k.device) % cache.size
+    keys, values = _bits(cache.k)[slot], _bits(cache.v)[slot]
+    keys[:, entry, : cache.head_dim] = _bits(stored(k, cache.k.dtype)).transpose(0, 1)
+    values[:, entry // LANES, : cache.head_dim, entry % LANES] = _bits(stored(v, cache.v.dtype))
+
+
+def read(cache: LayerCache, slot: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """k, v [K, stop - start, D] of these positions' entries, whatever they hold."""
+    entry = torch.arange(start, stop, device=cache.k.device) % cache.size
+    k = _bits(cache.k)[slot][:, entry, : cache.head_dim]
+    v = _bits(cache.v)[slot][:, entry // LANES, : cache.head_dim, entry % LANES]
+    return k.view(cache.k.dtype), v.transpose(0, 1).contiguous().view(cache.v.dtype)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """FP8 as bytes: torch can't index e4m3 everywhere."""
+    return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values

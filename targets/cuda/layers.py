@@ -1,0 +1,214 @@
+"""The forward's operations in plain torch, on any device: what every kernel is compared with.
+
+Each row is computed on its own, from fresh tensors of a shape that no other row decides. A CPU
+library blocks a matmul by its shape and treats the end of an array apart (gelu there is another
+function), so anything less would make a row depend on its neighbours.
+Shape legend: as in ops.py; K kv heads, G = heads / K, D head_dim, n keys, C chunks of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from targets.arch import Arch, LayerSpec, MoeSpec
+from targets.cuda import cache as kv
+from targets.cuda.cache import CHUNK, LayerCache
+from targets.cuda.formulas import (
+    expert,
+    gate,
+    gelu,
+    inverse_frequencies,
+    lookup,
+    mix_inputs,
+    new_entry,
+    rank,
+    rms,
+    rotate,
+    soft_cap,
+)
+from targets.cuda.ops import Linear, Rows
+
+MASKED = -1e30
+"""Score of an invisible key: exp underflows to exactly 0, so its value adds exactly nothing."""
+
+
+def each_row(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """function on row r of all tensors, stacked. Rows are copied: an aligned start for each."""
+    return torch.stack([function(*(t.clone() for t in row)) for row in zip(*tensors, strict=True)])
+
+
+def wide(weight: Linear) -> torch.Tensor:
+    """Values [n, k] in float32, without the scale."""
+    return weight.data.float()
+
+
+def as_input(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """bf16 weights take bf16 inputs; FP8 ones take them as finely as the implementation can."""
+    return x.bfloat16() if kind == "bf16" else x
+
+
+class Reference:
+    """`ops.Ops` in torch. Weights are [n, k] tensors, an X is a tensor [M, k]."""
+
+    def __init__(self, arch: Arch) -> None:
+        self.arch = arch
+
+    def pack(
+        self, values: torch.Tensor, scale: torch.Tensor | None, kind: str, layout: str
+    ) -> Linear:
+        values = values.flatten(0, -2).contiguous()
+        n, k = values.shape
+        return Linear(n, k, kind, values, None if scale is None else scale.flatten())
+
+    def dense(self, weight: Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return weight.data, weight.scale
+
+    def embed(self, table: torch.Tensor, rows: Rows) -> torch.Tensor:
+        return lookup(table, rows.tokens.flatten(), self.arch.hidden)
+
+    def norm(
+        self,
+        h: torch.Tensor,
+        branch: torch.Tensor | None,
+        post: torch.Tensor | None,
+        scalar: torch.Tensor | None,
+        pre: torch.Tensor | None,
+        kind: str,
+    ) -> torch.Tensor:
+        if branch is not None:
+            h += each_row(lambda row: rms(row, post, self.arch.eps), branch)
+        if scalar is not None:
+            h *= scalar
+        if pre is None:
+            return as_input(h.clone(), kind)
+        return as_input(each_row(lambda row: rms(row, pre, self.arch.eps), h), kind)
+
+    def linear(self, x: torch.Tensor, weight: Linear) -> torch.Tensor:
+        return _matmul(x, wide(weight), weight.scale)
+
+    def gated(self, x: torch.Tensor, gate_up: Linear, kind: str) -> torch.Tensor:
+        return as_input(each_row(gate, self.linear(x, gate_up)), kind)
+
+    def attention(
+        self,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor,
+        k_norm: torch.Tensor | None,
+        layer: LayerSpec,
+        cache: LayerCache,
+        rows: Rows,
+        kind: str,
+    ) -> torch.Tensor:
+        """Waits for slots and positions to reach the host, unlike a kernel."""
+        batch, tokens = rows.tokens.shape
+        slots, starts = rows.slot.tolist(), rows.start.tolist()
+        places = [(slots[b], starts[b] + t) for b in range(batch) for t in range(tokens)]
+        inverse = inverse_frequencies(layer.rope, layer.head_dim, qkv.device)
+        if k_norm is not None:
+            for (slot, position), row in zip(places, qkv, strict=True):
+                if slot >= 0:
+                    k, v = new_entry(row.clone(), k_norm, layer, position * inverse, self.arch.eps)
+                    kv.write(cache, slot, position, k[None], v[None])
+        out = torch.zeros((len(qkv), layer.heads * layer.head_dim), device=qkv.device)
+        for r, (slot, position) in enumerate(places):
+            if slot >= 0:
+                q = qkv[r, : out.shape[1]].clone().view(layer.kv_heads, -1, layer.head_dim)
+                q = rotate(rms(q, q_norm, self.arch.eps), position * inverse)
+                out[r] = attend(q, cache, slot, position, layer.window).flatten()
+        return as_input(out, kind)
+
+    def per_layer_inputs(
+        self,
+        h: torch.Tensor,
+        mixed: torch.Tensor,
+        table: torch.Tensor,
+        norm: torch.Tensor,
+        rows: Rows,
+    ) -> torch.Tensor:
+        def mix(row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+            return mix_inputs(self.arch, row, table, norm, token)
+
+        return each_row(mix, mixed, rows.tokens.flatten())
+
+    def gated_per_layer(
+        self, x: torch.Tensor, gate: Linear, inputs: torch.Tensor, layer: int, kind: str
+    ) -> torch.Tensor:
+        width = self.arch.per_layer_input
+        own = inputs[:, layer * width : (layer + 1) * width]
+        return as_input(each_row(gelu, self.linear(x, gate)) * own, kind)
+
+    def route(
+        self,
+        h: torch.Tensor,
+        scale: torch.Tensor,
+        proj: Linear,
+        per_expert: torch.Tensor,
+        moe: MoeSpec,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        factor = scale * self.arch.hidden**-0.5
+        x = as_input(each_row(lambda row: rms(row, factor, self.arch.eps), h), proj.kind)
+        shares = each_row(lambda row: row.softmax(-1), self.linear(x, proj))
+        ranked = [rank(row[None].clone(), per_expert, moe) for row in shares]
+        numbers, parts = zip(*ranked, strict=True)
+        return torch.cat(numbers), torch.cat(parts)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        chosen: tuple[torch.Tensor, torch.Tensor],
+        gate_up: Linear,
+        down: Linear,
+        moe: MoeSpec,
+    ) -> torch.Tensor:
+        out = torch.zeros((len(x), down.n // moe.experts), device=x.device)
+        for row, numbers, shares, total in zip(x, *chosen, out, strict=True):
+            for number, share in zip(numbers.tolist(), shares, strict=True):
+                part = self.linear(row[None], expert(gate_up, number, moe))
+                x_down = as_input(each_row(gate, part), down.kind)
+                total += share * self.linear(x_down, expert(down, number, moe))[0]
+        return out
+
+    def join(
+        self,
+        dense: torch.Tensor,
+        dense_norm: torch.Tensor,
+        routed: torch.Tensor,
+        routed_norm: torch.Tensor,
+    ) -> torch.Tensor:
+        eps = self.arch.eps
+        return each_row(
+            lambda d, r: rms(d, dense_norm, eps) + rms(r, routed_norm, eps), dense, routed
+        )
+
+    def head(self, x: torch.Tensor, table: Linear, softcap: float | None) -> torch.Tensor:
+        return each_row(lambda row: soft_cap(row, softcap), self.linear(x, table))
+
+
+def attend(
+    q: torch.Tensor, cache: LayerCache, slot: int, position: int, window: int | None
+) -> torch.Tensor:
+    """One query q [K, G, D] over all it may see -> [K, G, D]: a partial per chunk of keys
+    (best score, sum, mixed values), combined by rising position. No 1 / sqrt(D): q and k
+    are normed."""
+    oldest = 0 if window is None else max(0, position - window + 1)
+    start, stop = oldest // CHUNK * CHUNK, (position // CHUNK + 1) * CHUNK
+    k, v = (part.float() for part in kv.read(cache, slot, start, stop))
+    places = torch.arange(start, stop, device=q.device)
+    seen = (places >= oldest) & (places <= position)
+    scores = torch.where(seen, q @ k.transpose(1, 2), MASKED).unflatten(-1, (-1, CHUNK))
+    best = scores.amax(-1)  # [K, G, C]
+    parts = torch.exp(scores - best[..., None])
+    mixed = parts.transpose(1, 2) @ v.unflatten(1, (-1, CHUNK))  # [K, C, G, D]
+    share = torch.exp(best - best.amax(-1, keepdim=True))
+    total, whole = torch.zeros_like(q), torch.zeros_like(share[..., 0])
+    for c in range(share.shape[-1]):
+        total += share[..., c, None] * mixed[:, c]
+        whole += share[..., c] * parts[..., c, :].sum(-1)
+    return total / whole[..., None]
+
+
+def _matmul(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    out = each_row(lambda row: values @ row.float(), x)
+    return out if scale is None else out * scale

@@ -1,0 +1,94 @@
+"""Gemma 4 in the words of `ops.Ops`: verify, plain decoding and short prefill chunks are this one
+forward. Long prefill chunks take the library's matmuls instead (`prefill.py`).
+
+A norm closes one branch and opens the next: residual, layer scalar and the next layer's input
+norm are one operation, so that a kernel reads and writes the stream once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from targets.arch import Arch, MoeSpec
+from targets.cuda.cache import KVCache
+from targets.cuda.ops import Ops, Rows
+from targets.cuda.params import LayerWeights, Moe, Weights
+
+
+class Hidden(NamedTuple):
+    """logits [M, V] float32, soft-capped, of each row or of the last alone; features [M, F]: the
+    chosen layers' outputs, or None."""
+
+    logits: torch.Tensor
+    features: torch.Tensor | None
+
+
+def decode(
+    weights: Weights,
+    arch: Arch,
+    cache: KVCache,
+    rows: Rows,
+    ops: Ops,
+    features: tuple[int, ...] = (),
+    last: bool = False,
+) -> Hidden:
+    """Feed the rows: write their K/V, attend over the cache alone. last: logits of the last row
+    only."""
+    h = ops.embed(weights.embed, rows)
+    inputs = _per_layer_inputs(weights, h, rows, ops)
+    first = weights.layers[0]
+    x = ops.norm(h, None, None, None, first.input_norm, first.qkv.kind)
+    states: dict[int, torch.Tensor] = {}
+    for i, w in enumerate(weights.layers):
+        layer = arch.layers[i]
+        qkv = ops.linear(x, w.qkv)
+        store = cache.of(arch.layers, i)
+        mixed = ops.attention(qkv, w.q_norm, w.k_norm, layer, store, rows, w.o.kind)
+        branch, gate_up = ops.linear(mixed, w.o), w.gate_up.kind
+        x = ops.norm(h, branch, w.post_attention_norm, None, w.pre_feedforward_norm, gate_up)
+        branch = ops.linear(ops.gated(x, w.gate_up, w.down.kind), w.down)
+        if layer.moe and w.moe:
+            branch = _with_experts(h, branch, w.moe, layer.moe, ops)
+        post = w.post_feedforward_norm
+        if w.per_layer and inputs is not None:
+            gate, projection = w.per_layer.gate, w.per_layer.projection
+            x = ops.norm(h, branch, post, None, None, gate.kind)
+            x = ops.gated_per_layer(x, gate, inputs, i, projection.kind)
+            branch, post = ops.linear(x, projection), w.per_layer.post_norm
+        x = ops.norm(h, branch, post, w.scalar, *_opening(weights, i + 1))
+        if i in features:
+            states[i] = h.clone()
+    if last:
+        x = ops.norm(h[-1:], None, None, None, *_opening(weights, len(weights.layers)))
+    captured = torch.cat([states[i] for i in features], -1) if features else None
+    return Hidden(ops.head(x, weights.head, arch.softcap), captured)
+
+
+def _opening(weights: Weights, i: int) -> tuple[torch.Tensor, str]:
+    """The norm that opens layer i, or the head, and the kind of weight that reads its output."""
+    if i == len(weights.layers):
+        return weights.norm, weights.head.kind
+    layer: LayerWeights = weights.layers[i]
+    return layer.input_norm, layer.qkv.kind
+
+
+def _per_layer_inputs(
+    weights: Weights, h: torch.Tensor, rows: Rows, ops: Ops
+) -> torch.Tensor | None:
+    top = weights.per_layer
+    if top is None:
+        return None
+    x = ops.norm(h, None, None, None, None, top.projection.kind)
+    return ops.per_layer_inputs(h, ops.linear(x, top.projection), top.table, top.norm, rows)
+
+
+def _with_experts(
+    h: torch.Tensor, dense: torch.Tensor, w: Moe, moe: MoeSpec, ops: Ops
+) -> torch.Tensor:
+    """The dense branch and the routed one, each with its own norms, summed."""
+    chosen = ops.route(h, w.router_scale, w.router, w.per_expert, moe)
+    x = ops.norm(h, None, None, None, w.pre_norm, w.gate_up.kind)
+    routed = ops.experts(x, chosen, w.gate_up, w.down, moe)
+    return ops.join(dense, w.dense_norm, routed, w.routed_norm)

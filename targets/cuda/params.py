@@ -1,0 +1,238 @@
+"""Weights by layer, fused as the forward reads them, straight from the file to the device.
+
+dtype "fp8": every quantisable linear as e4m3 per output channel, taken from an FP8 file as it is
+or quantised on load, and the rest bf16. "bfloat16" and "float32": everything wide. An int8 file is
+dequantised first: its integers don't fit e4m3, so "fp8" rounds them a second time.
+Per-layer inputs (E2B, E4B) stay wide in any case: they are small, and the kernels read them so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from targets.arch import Arch, LayerSpec
+from targets.checkpoint import Checkpoint
+from targets.cuda.cache import FP8_MAX
+from targets.cuda.ops import Linear
+from targets.tensors import TensorSpec, all_tensors
+
+READERS = 8
+"""Layers read at once: one thread alone copies from the page cache at a fraction of the bus."""
+
+Raw = tuple[torch.Tensor, torch.Tensor | None]
+"""A tensor as stored and its scale (None where it is wide), on the device."""
+Source = Callable[[str], Raw]
+Pack = Callable[[torch.Tensor, torch.Tensor | None, str, str], Linear]
+
+
+@dataclass(frozen=True)
+class Moe:
+    router_scale: torch.Tensor
+    router: Linear
+    per_expert: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    pre_norm: torch.Tensor
+    dense_norm: torch.Tensor
+    routed_norm: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    gate: Linear
+    projection: Linear
+    post_norm: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer; norms and scalar [1] are float32. qkv: q's rows, then k's, then v's, as
+    far as the layer has them; gate_up: gate's rows, then up's."""
+
+    input_norm: torch.Tensor
+    post_attention_norm: torch.Tensor
+    pre_feedforward_norm: torch.Tensor
+    post_feedforward_norm: torch.Tensor
+    scalar: torch.Tensor
+    q_norm: torch.Tensor
+    k_norm: torch.Tensor | None
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
+    moe: Moe | None
+    per_layer: PerLayer | None
+
+
+@dataclass(frozen=True)
+class TopPerLayer:
+    """table [vocab, L * P] in the wide dtype."""
+
+    table: torch.Tensor
+    projection: Linear
+    norm: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Weights:
+    """embed [V, H] in the wide dtype; head: the same table, packed."""
+
+    embed: torch.Tensor
+    head: Linear
+    norm: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    per_layer: TopPerLayer | None
+
+
+def load_params(checkpoint: Checkpoint, arch: Arch, dtype: str, device: str, pack: Pack) -> Weights:
+    """Read, quantise or widen, fuse and pack, a few layers at a time."""
+
+    def source(name: str) -> Raw:
+        stored = checkpoint.read(name)
+        scale = None if stored.scale is None else torch.from_numpy(stored.scale).to(device)
+        return _tensor(stored.values).to(device), scale
+
+    with ThreadPoolExecutor(READERS) as readers:
+        return _build(arch, source, dtype, pack, lambda make, items: list(readers.map(make, items)))
+
+
+def random_params(arch: Arch, dtype: str, device: str, pack: Pack, seed: int = 0) -> Weights:
+    """Random weights of true size, made on the device: linears with std 1 / sqrt(in), embeddings
+    with 1 / sqrt(hidden), norms, scalars and router scales 1."""
+    generator = torch.Generator(device).manual_seed(seed)
+    specs = all_tensors(arch)
+    wide = _wide(dtype)
+
+    def source(name: str) -> Raw:
+        shape = specs[name].shape
+        if len(shape) == 1:
+            return torch.ones(shape, device=device), None
+        inner = {"embed_tokens_per_layer": arch.per_layer_input}.get(name, shape[-1])
+        values = torch.empty(shape, dtype=wide, device=device)
+        return values.normal_(0.0, inner**-0.5, generator=generator), None
+
+    return _build(arch, source, dtype, pack, lambda make, items: [make(i) for i in items])
+
+
+def quantise_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 per output channel [..., out, in]: scale [..., out] = absmax / 448."""
+    values = values.float()
+    scale = values.abs().amax(-1).clamp(min=1e-12) / FP8_MAX
+    return (values / scale[..., None]).to(torch.float8_e4m3fn), scale
+
+
+class _Reader:
+    """Tensors by name in the form that the forward wants them."""
+
+    def __init__(self, source: Source, specs: dict[str, TensorSpec], dtype: str, pack: Pack):
+        self.source, self.specs, self.pack = source, specs, pack
+        self.wide = _wide(dtype)
+        self.wide_kind = "float32" if dtype == "float32" else "bf16"
+        self.fp8 = dtype == "fp8"
+
+    def vector(self, name: str) -> torch.Tensor:
+        return self._wide(name).float()
+
+    def table(self, name: str) -> torch.Tensor:
+        return self._wide(name)
+
+    def linear(self, names: list[str], layout: str = "plain") -> Linear:
+        """Several weights with one input, below each other. What is not quantisable stays wide."""
+        if self.fp8 and all(self.specs[n].linear and "per_layer" not in n for n in names):
+            values, scales = zip(*map(self._quantised, names), strict=True)
+            return self.pack(_joined(values), _joined(scales), "fp8", layout)
+        return self.pack(_joined([self._wide(n) for n in names]), None, self.wide_kind, layout)
+
+    def _quantised(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        values, scale = self.source(name)
+        if values.dtype == torch.float8_e4m3fn:
+            assert scale is not None, name
+            return values, scale
+        return quantise_fp8(_widened(values, scale))
+
+    def _wide(self, name: str) -> torch.Tensor:
+        return _widened(*self.source(name)).to(self.wide)
+
+
+def _build(arch: Arch, source: Source, dtype: str, pack: Pack, each: Callable) -> Weights:
+    reader = _Reader(source, all_tensors(arch), dtype, pack)
+    embed = reader.table("embed_tokens")
+    per_layer = None
+    if arch.per_layer_input:
+        per_layer = TopPerLayer(
+            reader.table("embed_tokens_per_layer"),
+            reader.linear(["per_layer_model_projection"]),
+            reader.vector("per_layer_projection_norm"),
+        )
+    layers = each(lambda i: _layer(reader, arch, i, arch.layers[i]), range(len(arch.layers)))
+    head = pack(embed, None, reader.wide_kind, "plain")
+    return Weights(embed, head, reader.vector("norm"), tuple(layers), per_layer)
+
+
+def _layer(reader: _Reader, arch: Arch, i: int, layer: LayerSpec) -> LayerWeights:
+    at = f"layers.{i}."
+    own = layer.kv_from is None
+    names = ["q_proj"] + ["k_proj"] * own + ["v_proj"] * (own and not layer.k_eq_v)
+    return LayerWeights(
+        input_norm=reader.vector(at + "input_layernorm"),
+        post_attention_norm=reader.vector(at + "post_attention_layernorm"),
+        pre_feedforward_norm=reader.vector(at + "pre_feedforward_layernorm"),
+        post_feedforward_norm=reader.vector(at + "post_feedforward_layernorm"),
+        scalar=reader.vector(at + "layer_scalar"),
+        q_norm=reader.vector(at + "self_attn.q_norm"),
+        k_norm=reader.vector(at + "self_attn.k_norm") if own else None,
+        qkv=reader.linear([f"{at}self_attn.{name}" for name in names]),
+        o=reader.linear([at + "self_attn.o_proj"]),
+        gate_up=reader.linear([at + "mlp.gate_proj", at + "mlp.up_proj"], "gated"),
+        down=reader.linear([at + "mlp.down_proj"]),
+        moe=_moe(reader, at) if layer.moe else None,
+        per_layer=_per_layer(reader, at) if arch.per_layer_input else None,
+    )
+
+
+def _moe(reader: _Reader, at: str) -> Moe:
+    return Moe(
+        router_scale=reader.vector(at + "router.scale"),
+        router=reader.linear([at + "router.proj"]),
+        per_expert=reader.vector(at + "router.per_expert_scale"),
+        gate_up=reader.linear([at + "experts.gate_up_proj"], "experts_gated"),
+        down=reader.linear([at + "experts.down_proj"], "experts"),
+        pre_norm=reader.vector(at + "pre_feedforward_layernorm_2"),
+        dense_norm=reader.vector(at + "post_feedforward_layernorm_1"),
+        routed_norm=reader.vector(at + "post_feedforward_layernorm_2"),
+    )
+
+
+def _per_layer(reader: _Reader, at: str) -> PerLayer:
+    return PerLayer(
+        gate=reader.linear([at + "per_layer_input_gate"]),
+        projection=reader.linear([at + "per_layer_projection"]),
+        post_norm=reader.vector(at + "post_per_layer_input_norm"),
+    )
+
+
+def _wide(dtype: str) -> torch.dtype:
+    return torch.float32 if dtype == "float32" else torch.bfloat16
+
+
+def _joined(parts: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _widened(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return values if scale is None else values.float() * scale[..., None]
+
+
+def _tensor(values: np.ndarray) -> torch.Tensor:
+    """Without a copy: torch takes numpy's memory, under a name that both know."""
+    if values.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    if values.dtype == ml_dtypes.float8_e4m3fn:
+        return torch.from_numpy(values.view(np.uint8)).view(torch.float8_e4m3fn)
+    return torch.from_numpy(values)
