@@ -24,16 +24,17 @@ PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 OTHER_TOWERS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder")
 """Parts of a multimodal checkpoint that text decoding does not need."""
 
-STORED_TYPES = {
-    np.dtype(t)
-    for t in (
-        np.float32,
-        np.float16,
-        np.int8,
-        ml_dtypes.bfloat16,
-        ml_dtypes.float8_e4m3fn,
-    )
+MAPPED_TYPES = {
+    name: np.dtype(kind)
+    for name, kind in {
+        "F32": np.float32,
+        "F16": np.float16,
+        "I8": np.int8,
+        "BF16": ml_dtypes.bfloat16,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    }.items()
 }
+"""What is read, by safetensors' names."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class Checkpoint:
             return self._read_one(stored_name(self._prefix, name), spec.shape)
         stored = [self._read_one(p, shape) for p, shape in parts]
         return _fuse_experts(name, stored, spec)
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether any of its tensors is stored as FP8."""
+        return any(shard.dtype(name) == "F8_E4M3" for name, shard in self._where.items())
 
     def _find_prefix(self) -> str:
         for prefix in PREFIXES:
@@ -122,7 +128,7 @@ class Checkpoint:
 
     def _read_one(self, stored: str, shape: tuple[int, ...]) -> Stored:
         values = self._where[stored].read(stored)
-        if values.dtype not in STORED_TYPES:
+        if values.dtype not in MAPPED_TYPES.values():
             raise UserError(f"{self.path}: {stored} is {values.dtype}, which specdec can't read")
         if values.dtype not in (np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)):
             return Stored(values)
@@ -183,11 +189,9 @@ def _fuse_experts(name: str, parts: list[Stored], spec: TensorSpec) -> Stored:
 
 
 class _Shard:
-    """One safetensors file. FP8 is read here, because safetensors' numpy front has no name for it
-    (0.8.0: `module 'numpy' has no attribute 'float8_e4m3fn'`)."""
+    """One safetensors file. Tensors are views of the mapped file, read when they are used."""
 
     def __init__(self, file: Path) -> None:
-        self.file = file
         try:
             self._open = safe_open(file, framework="numpy")
         except (SafetensorError, OSError) as problem:
@@ -195,20 +199,25 @@ class _Shard:
                 f"{file} is truncated or damaged ({problem}): download it again"
             ) from None
         with file.open("rb") as stream:
-            self._data = 8 + int.from_bytes(stream.read(8), "little")
-            self._header = json.loads(stream.read(self._data - 8))
+            start = 8 + int.from_bytes(stream.read(8), "little")
+            self._header = json.loads(stream.read(start - 8))
         self.names = set(self._header) - {"__metadata__"}
+        # copy on write: writable, as torch wants its memory, and the file stays as it is
+        self._data = np.memmap(file, np.uint8, "c")[start:]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._header[name]["shape"])
 
+    def dtype(self, name: str) -> str:
+        """As safetensors calls it."""
+        return self._header[name]["dtype"]
+
     def read(self, name: str) -> np.ndarray:
-        entry = self._header[name]
-        if entry["dtype"] != "F8_E4M3":
+        kind = MAPPED_TYPES.get(self.dtype(name))
+        if kind is None:
             return self._open.get_tensor(name)
-        start, stop = entry["data_offsets"]
-        raw = np.memmap(self.file, np.uint8, "r", self._data + start, (stop - start,))
-        return np.array(raw).view(ml_dtypes.float8_e4m3fn).reshape(entry["shape"])
+        start, stop = self._header[name]["data_offsets"]
+        return np.asarray(self._data[start:stop]).view(kind).reshape(self.shape(name))
 
 
 def _shard_names(index: Path) -> list[str]:

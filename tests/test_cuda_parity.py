@@ -6,15 +6,21 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.types import Sequence
+from targets import mini
 from targets.arch import read_arch
-from targets.checkpoint import Checkpoint
-from targets.cuda.cache import make_cache
+from targets.checkpoint import Checkpoint, dequantise
+from targets.cuda.cache import make_cache, read
 from targets.cuda.layers import Reference
+from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.model import decode
 from targets.cuda.ops import Rows
 from targets.cuda.params import load_params
-from tests.tiny import VARIANTS, VOCAB, oracle, random_tensors
+from targets.cuda.selfcheck import self_check
+from targets.jax.load import JaxOptions, load_target as load_jax
+from tests.tiny import VARIANTS, VOCAB, oracle, random_tensors, write_tiny
 
+torch.set_num_threads(1)  # as targets.cuda.load does
 TOLERANCE = 5e-4
 LENGTH = 40
 IDS = np.random.default_rng(1).integers(0, VOCAB, (2, LENGTH))
@@ -99,3 +105,105 @@ def test_a_row_of_a_mixed_batch_is_its_own_run(tiny, references, variant):
         starts[live] += 5
     for ours, theirs in zip(together.cache.layers, alone.cache.layers, strict=True):
         assert ours is None or ((ours.k == theirs.k).all() and (ours.v == theirs.v).all())
+
+
+@pytest.mark.parametrize("variant", ["31b", "26b-a4b", "e2b"])
+def test_fp8_files_equal_their_dequantised_tensors(tmp_path, variant):
+    """Weight-only arithmetic: what transformers computes on values * scale. Beside FP8 the rest
+    is bf16, and so are its inputs: coarser than float32, but the same numbers."""
+    write_tiny(tmp_path, variant, "fp8")
+    wide, narrow = Runner(tmp_path), Runner(tmp_path, "fp8")
+    checkpoint = Checkpoint(tmp_path, wide.arch)
+    tensors = {name: dequantise(checkpoint.read(name)) for name in checkpoint.specs}
+    with torch.no_grad():
+        logits = oracle(variant, tensors)(torch.tensor(IDS)).logits.numpy()
+    ours = wide.feed(IDS[:, :32], [0, 0], [0, 1])[0]
+    assert np.abs(ours - logits[:, :32]).max() <= TOLERANCE
+    error = narrow.feed(IDS[:, :32], [0, 0], [0, 1])[0] - logits[:, :32]
+    # a router that reads bf16 picks another expert now and then
+    assert np.sqrt((error**2).mean() / (logits**2).mean()) <= (
+        0.4 if wide.arch.layers[0].moe else 0.05
+    )
+    stored = checkpoint.read("layers.0.self_attn.o_proj")
+    kept = narrow.weights.layers[0].o
+    assert (kept.data.float().numpy() == stored.values.astype(np.float32)).all()
+    assert (kept.scale.numpy() == stored.scale).all()
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", "int8"])
+def test_fp8_on_load_is_near_the_wide_file(tmp_path, storage):
+    write_tiny(tmp_path, "31b", storage)
+    wide, narrow = Runner(tmp_path), Runner(tmp_path, "fp8")
+    layer = narrow.weights.layers[0]
+    assert (layer.o.kind, layer.gate_up.kind, narrow.weights.head.kind) == ("fp8", "fp8", "bf16")
+    exact = wide.weights.layers[0].gate_up.data
+    near = layer.gate_up.data.float() * layer.gate_up.scale[:, None]
+    assert ((near - exact).abs() <= exact.abs() / 16 + layer.gate_up.scale[:, None] / 512).all()
+
+
+@pytest.mark.parametrize(("dtype", "step"), [(torch.bfloat16, 2**-8), (torch.float8_e4m3fn, 2**-4)])
+def test_narrow_caches_round_and_nothing_else(tiny, dtype, step):
+    exact, near = Runner(tiny["31b"]), Runner(tiny["31b"], cache_dtype=dtype)
+    for runner in (exact, near):
+        runner.feed(IDS[:, :32], [0, 0], [2, 1])
+    for wide, narrow in zip(
+        *(read(r.cache.layers[0], 2, 0, 32) for r in (exact, near)), strict=True
+    ):
+        assert ((narrow.float() - wide).abs() <= wide.abs() * step + 2**-10).all()
+    assert not near.cache.layers[0].k[0].float().any()  # nobody's slot
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_long_prefill_chunks_equal_short_ones(tiny, references, variant):
+    """The library's path against the forward of decoding: logits, features, and what the cache
+    holds, with rings that wrap within a chunk and with none."""
+    text = np.random.default_rng(4).integers(0, VOCAB, 400).tolist()
+    layers = tuple(range(len(read_arch(tiny[variant]).layers)))
+    base = dict(slots=2, max_len=512, device="cpu", features=layers)
+    long = load_target(tiny[variant], CudaOptions(**base, chunk=160, short=0))
+    short = load_target(tiny[variant], CudaOptions(**base, chunk=32))
+    seq = Sequence(text, slot=1)
+    steps = {}
+    for target in (long, short):
+        chunk = target.prefill_chunk
+        cuts = [(a, min(a + chunk, 400)) for a in range(0, 400, chunk)]
+        parts = [target.prefill(seq, *cut) for cut in cuts]
+        steps[target] = parts[-1].chosen, np.concatenate([p.features for p in parts], 1)
+    assert steps[long][0] == steps[short][0]
+    scale = np.abs(steps[short][1]).max()
+    assert np.abs(steps[long][1] - steps[short][1]).max() <= TOLERANCE * scale
+    assert (long.cache.tokens[:, :400] == short.cache.tokens[:, :400]).all()
+    for layer, ours, theirs in zip(
+        long.arch.layers, long.cache.layers, short.cache.layers, strict=True
+    ):
+        if ours is not None:
+            seen = 400 - (layer.window or 400), 400
+            for a, b in zip(read(ours, 1, *seen), read(theirs, 1, *seen), strict=True):
+                assert (a - b).abs().max() <= TOLERANCE * scale and a.abs().max() > 0
+
+
+def test_mini_agrees_with_jax():
+    """The two targets in float32 on the embedded model say the same text."""
+    path = mini.path("mini")
+    ours = load_target(path, CudaOptions(slots=1, max_len=256, device="cpu"))
+    theirs = load_jax(path, JaxOptions(slots=1, max_len=256, dtype="float32"))
+    text = np.random.default_rng(0).integers(3, ours.vocab, 150).tolist()
+    steps = []
+    for target in (ours, theirs):
+        seq = Sequence(list(text), slot=0)
+        for start in range(0, 150, 128):
+            step = target.prefill(seq, start, min(start + 128, 150))
+        for _ in range(8):
+            seq.tokens.append(int(step.chosen[0, 0]))
+            step = target.verify([seq], np.zeros((1, 0), np.int32))
+        steps.append(seq.tokens)
+    assert steps[0] == steps[1]
+
+
+def test_self_check_passes_and_fails(tiny, monkeypatch):
+    target = load_target(tiny["e2b"], CudaOptions(slots=3, max_len=64, device="cpu"))
+    checks = self_check(target)
+    assert len(checks) == 6 and all(check.passed and check.total for check in checks)
+    honest = target.ops.linear
+    monkeypatch.setattr(target.ops, "linear", lambda x, w: honest(x, w) + len(x) * 1e-3)
+    assert not all(check.passed for check in self_check(target))

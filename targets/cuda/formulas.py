@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from targets.arch import Arch, LayerSpec, MoeSpec, Rope
-from targets.cuda.ops import Linear
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -44,14 +43,6 @@ def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 def soft_cap(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def expert(weight: Linear, number: int, moe: MoeSpec) -> Linear:
-    """One expert's rows of weights that hold all."""
-    n = weight.n // moe.experts
-    rows = slice(number * n, (number + 1) * n)
-    scale = None if weight.scale is None else weight.scale[rows]
-    return Linear(n, weight.k, weight.kind, weight.data[rows], scale)
 
 
 def rank(

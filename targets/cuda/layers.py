@@ -16,7 +16,6 @@ from targets.arch import Arch, LayerSpec, MoeSpec
 from targets.cuda import cache as kv
 from targets.cuda.cache import CHUNK, LayerCache
 from targets.cuda.formulas import (
-    expert,
     gate,
     gelu,
     inverse_frequencies,
@@ -58,9 +57,9 @@ class Reference:
     def pack(
         self, values: torch.Tensor, scale: torch.Tensor | None, kind: str, layout: str
     ) -> Linear:
-        values = values.flatten(0, -2).contiguous()
-        n, k = values.shape
-        return Linear(n, k, kind, values, None if scale is None else scale.flatten())
+        n, k = values.shape[-2:]
+        flat = values.flatten(0, -2).contiguous()
+        return Linear(n, k, kind, flat, None if scale is None else scale.flatten(), layout)
 
     def dense(self, weight: Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
         return weight.data, weight.scale
@@ -162,12 +161,12 @@ class Reference:
         down: Linear,
         moe: MoeSpec,
     ) -> torch.Tensor:
-        out = torch.zeros((len(x), down.n // moe.experts), device=x.device)
+        out = torch.zeros((len(x), down.n), device=x.device)
         for row, numbers, shares, total in zip(x, *chosen, out, strict=True):
             for number, share in zip(numbers.tolist(), shares, strict=True):
-                part = self.linear(row[None], expert(gate_up, number, moe))
+                part = self.linear(row[None], expert(gate_up, number))
                 x_down = as_input(each_row(gate, part), down.kind)
-                total += share * self.linear(x_down, expert(down, number, moe))[0]
+                total += share * self.linear(x_down, expert(down, number))[0]
         return out
 
     def join(
@@ -184,6 +183,13 @@ class Reference:
 
     def head(self, x: torch.Tensor, table: Linear, softcap: float | None) -> torch.Tensor:
         return each_row(lambda row: soft_cap(row, softcap), self.linear(x, table))
+
+
+def expert(weight: Linear, number: int) -> Linear:
+    """One expert's rows of weights that hold all of them."""
+    rows = slice(number * weight.n, (number + 1) * weight.n)
+    scale = None if weight.scale is None else weight.scale[rows]
+    return Linear(weight.n, weight.k, weight.kind, weight.data[rows], scale)
 
 
 def attend(

@@ -23,14 +23,16 @@ X = Any
 
 @dataclass(frozen=True)
 class Linear:
-    """A weight [n, k]: `data` and per-row `scale` (None for wide weights) as the implementation
-    keeps them. kind: fp8 (e4m3 values), bf16 or float32."""
+    """A weight [n, k], or one for each of E experts: `data` and per-row `scale` (None for wide
+    weights) as the implementation keeps them. kind: fp8 (e4m3 values), bf16 or float32. layout:
+    plain, gated (gate's rows, then up's), experts or experts_gated."""
 
     n: int
     k: int
     kind: str
     data: torch.Tensor
     scale: torch.Tensor | None
+    layout: str = "plain"
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,13 @@ class Ops(Protocol):
     def pack(
         self, values: torch.Tensor, scale: torch.Tensor | None, kind: str, layout: str
     ) -> Linear:
-        """A weight as this implementation keeps it. values [n, k], or [E, n, k] for a layout of
-        experts (then `Linear.n` is E * n); scale as values without the last axis. layout: plain,
-        gated (gate's rows, then up's), experts or experts_gated."""
+        """A weight as this implementation keeps it. values [n, k], or [E, n, k] for the layouts of
+        experts; scale as values without the last axis."""
         ...
 
     def dense(self, weight: Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Its values [n, k] and scale [n] in plain order, for library matmuls (prefill); valid
-        until the next call."""
+        """Its values [n, k] and scale [n] in plain order (of experts [E * n, k] and [E * n]), for
+        library matmuls (prefill); valid until the next call."""
         ...
 
     def embed(self, table: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -130,7 +131,7 @@ class Ops(Protocol):
         down: Linear,
         moe: MoeSpec,
     ) -> torch.Tensor:
-        """Routed experts, summed in rank order -> [M, H] float32. Weights are [E * n, k]."""
+        """Routed experts, summed in rank order -> [M, H] float32."""
         ...
 
     def join(

@@ -1,0 +1,116 @@
+"""From a checkpoint folder, or from nothing but an architecture, to a CudaTarget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specdec.errors import UserError
+from specdec.types import MAX_DRAFT
+from targets.arch import Arch, read_arch
+from targets.checkpoint import Checkpoint
+from targets.cuda.layers import Reference
+from targets.cuda.ops import Ops
+from targets.cuda.params import load_params, random_params
+from targets.cuda.target import DTYPES, CudaTarget, Plan
+
+SHORTEST = 16
+"""Least context: shorter ones can't even be checked."""
+SHORT = 128
+"""Prefill chunks of up to this many tokens run as decoding does, longer ones on the library."""
+CHUNKS = {"cuda": 2048, "cpu": SHORT}
+"""Tokens per prefill call: enough to be bound by arithmetic, where it matters."""
+
+
+@dataclass(frozen=True)
+class CudaOptions:
+    """How to run a model with torch. None takes what suits the checkpoint and the device.
+
+    dtype: fp8, bfloat16 or float32. By default an FP8 file runs as fp8, any other as bfloat16, and
+    all as float32 on a CPU. float32 is for comparing: it runs the references, on a GPU too.
+    kv_dtype: fp8, bfloat16 or float32; by default as wide as dtype, but bfloat16 beside fp8.
+    device: cuda runs the kernels, cpu their references in plain torch.
+    """
+
+    slots: int = 4
+    max_len: int = 2048
+    k: int = 4
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    features: tuple[int, ...] = ()
+    device: str = "cuda"
+    chunk: int | None = None
+    short: int = SHORT
+
+
+def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()) -> CudaTarget:
+    """Check, read, place. Raises UserError with one line for anything wrong in the folder or the
+    options, and does so before gigabytes are read."""
+    arch = read_arch(path)
+    checkpoint = Checkpoint(path, arch)
+    plan = make_plan(arch, options, _stored(checkpoint))
+    ops = make_ops(arch, plan)
+    weights = load_params(checkpoint, arch, plan.dtype, plan.device, ops.pack)
+    return CudaTarget(plan, arch, weights, ops, suppress)
+
+
+def random_target(arch: Arch, options: CudaOptions, seed: int = 0) -> CudaTarget:
+    """A model of this architecture with random weights (speed tests)."""
+    plan = make_plan(arch, options, "bfloat16")
+    ops = make_ops(arch, plan)
+    weights = random_params(arch, plan.dtype, plan.device, ops.pack, seed)
+    return CudaTarget(plan, arch, weights, ops)
+
+
+def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
+    """stored: what the checkpoint itself suggests as dtype. Raises UserError."""
+    if options.slots < 1:
+        raise UserError(f"--slots must be 1 or more, got {options.slots}")
+    if not 0 <= options.k <= MAX_DRAFT:
+        raise UserError(f"K must be 0 to {MAX_DRAFT}, got {options.k}")
+    if not SHORTEST <= options.max_len <= arch.max_position:
+        raise UserError(
+            f"--max-len must be {SHORTEST} to {arch.max_position} (this model's limit), "
+            f"got {options.max_len}"
+        )
+    if options.device not in CHUNKS:
+        raise UserError(f"unknown device {options.device!r}: choose one of {', '.join(CHUNKS)}")
+    dtype = options.dtype or ("float32" if options.device == "cpu" else stored)
+    kv_dtype = options.kv_dtype or ("bfloat16" if dtype == "fp8" else dtype)
+    for given in (dtype, kv_dtype):
+        if given not in DTYPES:
+            raise UserError(f"unknown dtype {given!r}: choose one of {', '.join(DTYPES)}")
+    return Plan(
+        options.slots,
+        options.max_len,
+        min(options.chunk or CHUNKS[options.device], options.max_len),
+        options.short,
+        dtype,
+        kv_dtype,
+        options.features,
+        options.device,
+    )
+
+
+def make_ops(arch: Arch, plan: Plan) -> Ops:
+    """The kernels on a GPU; plain torch on a CPU, and for float32 anywhere."""
+    if plan.device == "cpu":
+        # rows are computed one by one: threads would wait for each other far longer than they work
+        torch.set_num_threads(1)
+    if plan.device == "cpu" or plan.dtype == "float32":
+        return Reference(arch)
+    from targets.cuda.kernels import Kernels
+
+    kinds = {"bf16", "fp8"} if plan.dtype == "fp8" else {"bf16"}
+    return Kernels(arch, plan.max_len + plan.slack, DTYPES[plan.kv_dtype], kinds)
+
+
+def stored_dtype(path: Path) -> str:
+    """The dtype that suits what the checkpoint's files hold: fp8 or bfloat16. Raises UserError."""
+    return _stored(Checkpoint(path, read_arch(path)))
+
+
+def _stored(checkpoint: Checkpoint) -> str:
+    return "fp8" if checkpoint.has_fp8 else "bfloat16"

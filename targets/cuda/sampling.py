@@ -1,0 +1,162 @@
+"""The target chooses: logits and a request's parameters to one token id per position.
+
+The rules are those of `targets/jax/sampling.py`, in the same order. Each row is a computation of
+its own over [V], so nothing about a row can depend on its neighbours; nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from specdec.types import LogprobRows, Sampling
+from targets.cuda.noise import gumbel, split_seed
+from targets.cuda.ops import Rows
+
+MAX_LOGPROBS = 20
+
+
+class Rules(NamedTuple):
+    """One row per slot: what `Sampling` holds, as tensors on the device. seed [slots, 2] holds
+    words as int64, the rest is [slots]."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    repetition: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+    seed: torch.Tensor
+    prompt_len: torch.Tensor
+
+
+def blank_rules(slots: int, device: str) -> Rules:
+    """Greedy everywhere."""
+    zero, one = torch.zeros(slots, device=device), torch.ones(slots, device=device)
+    whole = torch.zeros(slots, dtype=torch.int32, device=device)
+    return Rules(
+        temperature=zero.clone(),
+        top_k=whole.clone(),
+        top_p=one.clone(),
+        min_p=zero.clone(),
+        repetition=one.clone(),
+        presence=zero.clone(),
+        frequency=zero.clone(),
+        seed=torch.zeros((slots, 2), dtype=torch.int64, device=device),
+        prompt_len=whole.clone(),
+    )
+
+
+def set_rules(rules: Rules, slot: int, given: Sampling, prompt_len: int) -> None:
+    """In place: a captured graph reads these very tensors."""
+    rules.temperature[slot] = given.temperature
+    rules.top_k[slot] = given.top_k
+    rules.top_p[slot] = given.top_p
+    rules.min_p[slot] = given.min_p
+    rules.repetition[slot] = given.repetition_penalty
+    rules.presence[slot] = given.presence_penalty
+    rules.frequency[slot] = given.frequency_penalty
+    rules.seed[slot, 0], rules.seed[slot, 1] = split_seed(given.seed)
+    rules.prompt_len[slot] = prompt_len
+
+
+def choose_greedy(logits: torch.Tensor, bias: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """logits [B, T, V], bias [slots, V] -> [B, T] int32; ties go to the lowest id."""
+    own = bias.index_select(0, rows.slot.clamp(min=0))
+    return (logits + own[:, None]).argmax(-1).int()
+
+
+def choose(
+    logits: torch.Tensor, bias: torch.Tensor, rules: Rules, history: torch.Tensor, rows: Rows
+) -> torch.Tensor:
+    """Any mixture of greedy and sampled rows.
+
+    logits [B, T, V] float32: row t follows position start + t. bias [slots, V]. history [slots, S]
+    int32: what was fed at each position, this call's tokens included. -> [B, T] int32.
+    """
+    batch, tokens = logits.shape[:2]
+    chosen = []
+    for b in range(batch):
+        slot = rows.slot[b : b + 1].clamp(min=0)
+        mine = lambda leaf: leaf.index_select(0, slot)[0]  # noqa: B023, E731
+        rule = Rules(*map(mine, rules))
+        for t in range(tokens):
+            position = rows.start[b] + t
+            row = logits[b, t] + mine(bias)
+            chosen.append(_choose_row(row, rule, mine(history), position))
+    return torch.stack(chosen).view(batch, tokens)
+
+
+def _choose_row(
+    logits: torch.Tensor, rule: Rules, history: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
+    """logits [V] that follow `position` -> [] int32; every leaf of `rule` is one slot's."""
+    shaped = penalise(logits, rule, history, position)
+    warm = torch.where(rule.temperature > 0, rule.temperature, 1.0)
+    kept = _filter(shaped / warm, rule)
+    sampled = (kept + gumbel(rule.seed, position + 1, len(logits))).argmax()
+    return torch.where(rule.temperature > 0, sampled, shaped.argmax()).int()
+
+
+def penalise(
+    logits: torch.Tensor, rule: Rules, history: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
+    """Repetition over prompt and output, presence and frequency over the output (as in vLLM);
+    counts are those up to `position`."""
+    vocab = len(logits)
+    place = torch.arange(len(history), device=history.device)
+    known = (history >= 0) & (history < vocab)
+    ids = torch.where(known, history, vocab).long()  # out of range: counted apart
+
+    def count(inside: torch.Tensor) -> torch.Tensor:
+        zeros = torch.zeros(vocab + 1, device=logits.device)
+        return zeros.scatter_add(0, ids, inside.float())[:vocab]
+
+    fed = place <= position
+    everything, output = count(fed), count(fed & (place >= rule.prompt_len))
+    factor = torch.where(everything > 0, rule.repetition, 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    return logits - rule.frequency * output - rule.presence * (output > 0)
+
+
+def _filter(logits: torch.Tensor, rule: Rules) -> torch.Tensor:
+    """-inf where min-p, top-k or top-p cuts; ties at a threshold stay together."""
+    best = logits.max()
+    floor = torch.where(rule.min_p > 0, rule.min_p.clamp(min=1e-30).log(), -torch.inf)
+    logits = torch.where(logits >= best + floor, logits, -torch.inf)
+    off = rule.top_k <= 0
+    wanted = torch.where(off, len(logits), rule.top_k).float()
+    logits = _cut(logits, torch.ones_like(logits), wanted, off)
+    mass = torch.exp(logits - best)
+    return _cut(logits, mass, rule.top_p * mass.sum(), rule.top_p >= 1)
+
+
+def _cut(
+    logits: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor, off: torch.Tensor
+) -> torch.Tensor:
+    """Keep the smallest top set whose weights reach `wanted`; all where `off`."""
+    keys = _ordered(logits)
+    threshold = torch.zeros_like(keys[0])
+    for bit in range(31, -1, -1):
+        trial = threshold | (1 << bit)
+        total = torch.where(keys >= trial, weight, 0.0).sum()
+        # the likeliest token always stays, however small `wanted` is
+        threshold = torch.where((total >= wanted) & (total > 0), trial, threshold)
+    return torch.where((keys >= threshold) | off, logits, -torch.inf)
+
+
+def _ordered(values: torch.Tensor) -> torch.Tensor:
+    """float32 to integers in [0, 2^32) with the same order."""
+    bits = values.view(torch.int32).long() & 0xFFFFFFFF
+    return torch.where(bits >> 31 == 1, ~bits & 0xFFFFFFFF, bits | 0x80000000)
+
+
+def logprobs(logits: torch.Tensor, chosen: torch.Tensor) -> LogprobRows:
+    """Of the unshaped distribution (temperature 1, nothing cut), best 20; numpy, as logits
+    [B, T, V] and chosen [B, T] say."""
+    log_p = logits.log_softmax(-1)
+    values, ids = log_p.topk(min(MAX_LOGPROBS, log_p.shape[-1]), -1)
+    picked = log_p.gather(-1, chosen[..., None].long())[..., 0]
+    return LogprobRows(picked.cpu().numpy(), ids.int().cpu().numpy(), values.cpu().numpy())

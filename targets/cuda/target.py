@@ -1,0 +1,195 @@
+"""The CUDA target: weights, cache and operations behind `specdec.protocols.Target`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seqs
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from specdec.errors import UserError
+from specdec.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Sequence, Step
+from targets.arch import Arch
+from targets.cuda import sampling
+from targets.cuda.cache import make_cache
+from targets.cuda.model import Hidden, decode
+from targets.cuda.ops import Ops, Rows
+from targets.cuda.params import Weights
+from targets.cuda.prefill import Chunk, prefill
+from targets.cuda.sampling import blank_rules, set_rules
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a target is made for. dtype and kv_dtype are names out of DTYPES."""
+
+    slots: int
+    max_len: int
+    chunk: int
+    """Tokens per prefill call; chunks are cut at its absolute multiples."""
+    short: int
+    """Prefill chunks of up to this many tokens run as decoding does, longer ones on the library."""
+    dtype: str
+    kv_dtype: str
+    features: tuple[int, ...]
+    device: str
+
+    @property
+    def slack(self) -> int:
+        """Extra cache entries, so that no call overwrites what its own queries still see."""
+        return max(MAX_DRAFT + 1, min(self.chunk, self.short))
+
+
+class Outcome(NamedTuple):
+    """chosen [B, T] int32; logits [B, T, V] float32, soft-capped; features [B, T, F] or None."""
+
+    chosen: torch.Tensor
+    logits: torch.Tensor
+    features: torch.Tensor | None
+
+
+class CudaTarget:
+    """One model on one device, with `plan.slots` sequences of up to `plan.max_len`.
+
+    A row's result is the same at any width and beside any neighbours, so calls are fed what there
+    is: the live sequences, K + 1 tokens each, without padding.
+    """
+
+    def __init__(
+        self, plan: Plan, arch: Arch, weights: Weights, ops: Ops, suppress: tuple[int, ...] = ()
+    ) -> None:
+        self.plan, self.arch, self.weights, self.ops = plan, arch, weights, ops
+        self.suppress, self.device = suppress, torch.device(plan.device)
+        kv = DTYPES[plan.kv_dtype]
+        self.cache = make_cache(arch, plan.slots, plan.max_len, plan.slack, kv, plan.device)
+        self._unbiased = torch.zeros(arch.vocab, device=self.device)
+        self._unbiased[list(suppress)] = -torch.inf
+        self.bias = self._unbiased.repeat(plan.slots, 1)
+        self._biased: set[int] = set()
+        self.rules = blank_rules(plan.slots, plan.device)
+
+    @property
+    def slots(self) -> int:
+        return self.plan.slots
+
+    @property
+    def max_len(self) -> int:
+        return self.plan.max_len
+
+    @property
+    def max_draft(self) -> int:
+        return MAX_DRAFT
+
+    @property
+    def prefill_chunk(self) -> int:
+        return self.plan.chunk
+
+    @property
+    def vocab(self) -> int:
+        return self.arch.vocab
+
+    @property
+    def dtype(self) -> str:
+        return self.plan.dtype
+
+    @property
+    def kv_dtype(self) -> str:
+        return self.plan.kv_dtype
+
+    def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
+        if start == 0:
+            self.seat(seq)
+        try:
+            return self._prefill(seq, start, stop)
+        except torch.cuda.OutOfMemoryError as problem:
+            raise MemoryError(
+                f"the GPU has no room for a chunk of {stop - start} tokens: start with a smaller "
+                "--max-len or fewer --slots"
+            ) from problem
+
+    @torch.inference_mode()
+    def _prefill(self, seq: Sequence, start: int, stop: int) -> Step:
+        rows = self._rows([seq.tokens[start:stop]], [start], [seq.slot])
+        self.cache.remember(rows.tokens, rows.start, rows.slot)
+        out = self._chunk(rows, start, seq.slot)
+        features = None if out.features is None else out.features[None]
+        if stop < seq.prompt_len:  # no choice follows from here: nothing to wait for either
+            return Step(np.full((1, 1), NO_GUESS, np.int32), features)
+        last = Rows(rows.tokens[:, -1:], rows.start + (stop - start - 1), rows.slot)
+        logits = out.logits[None]
+        chosen = self.choose(logits, last, seq.sampling.shaped)
+        wanted = seq.sampling.logprobs is not None
+        details = sampling.logprobs(logits, chosen) if wanted else None
+        return Step(chosen.cpu().numpy(), features, details)
+
+    def _chunk(self, rows: Rows, start: int, slot: int) -> Hidden:
+        plan, ops = self.plan, self.ops
+        common = self.weights, self.arch, self.cache
+        if rows.tokens.shape[1] <= plan.short:
+            return decode(*common, rows, ops, plan.features, last=True)
+        return prefill(*common, Chunk(rows.tokens[0], start, slot), ops, plan.features)
+
+    def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
+        if draft.shape[1] > self.max_draft:
+            raise UserError(f"K is {draft.shape[1]} but at most {self.max_draft} is possible")
+        out = self.forward(self.feed(seqs, draft), any(s.sampling.shaped for s in seqs))
+        details: LogprobRows | None = None
+        if any(seq.sampling.logprobs is not None for seq in seqs):
+            details = sampling.logprobs(out.logits, out.chosen)
+        return Step(out.chosen.cpu().numpy(), out.features, details)
+
+    def feed(self, seqs: Seqs[Sequence], draft: Array) -> Rows:
+        """Each sequence's last token and its draft [B, k], as `forward` takes them."""
+        draft = np.asarray(draft)
+        tokens = [[seq.tokens[-1], *row] for seq, row in zip(seqs, draft, strict=True)]
+        starts = [len(seq.tokens) - 1 for seq in seqs]
+        return self._rows(tokens, starts, [seq.slot for seq in seqs])
+
+    @torch.inference_mode()
+    def forward(self, rows: Rows, shaped: bool) -> Outcome:
+        """Feed the rows and choose. Works on the device alone and never waits for it (with the
+        kernels, that is), so that it can be captured as a graph."""
+        self.cache.remember(rows.tokens, rows.start, rows.slot)
+        features = self.plan.features
+        out = decode(self.weights, self.arch, self.cache, rows, self.ops, features)
+        shape = (*rows.tokens.shape, -1)
+        logits = out.logits.view(shape)
+        kept = None if out.features is None else out.features.view(shape)
+        return Outcome(self.choose(logits, rows, shaped), logits, kept)
+
+    @torch.inference_mode()
+    def choose(self, logits: torch.Tensor, rows: Rows, shaped: bool) -> torch.Tensor:
+        """logits [B, T, V] -> [B, T] int32. `shaped` False: every row is a bare argmax."""
+        if not shaped:
+            return sampling.choose_greedy(logits, self.bias, rows)
+        return sampling.choose(logits, self.bias, self.rules, self.cache.tokens, rows)
+
+    def seat(self, seq: Sequence) -> None:
+        """Take over a new owner's sampling parameters for its slot. Raises UserError for token
+        ids that this model does not have."""
+        given, slot = seq.sampling, seq.slot
+        strange = [t for t in (*seq.tokens, *dict(given.logit_bias)) if t >= self.vocab]
+        if strange or min(seq.tokens) < 0:
+            raise UserError(
+                f"prompt or logit_bias names token {max(strange, default=min(seq.tokens))}, "
+                f"but this model's ids are 0 to {self.vocab - 1}"
+            )
+        set_rules(self.rules, slot, given, seq.prompt_len)
+        if given.logit_bias or slot in self._biased:
+            row = self._unbiased.clone()
+            for token, bias in given.logit_bias:
+                row[token] += bias
+            self.bias[slot] = row
+            self._biased = self._biased | {slot} if given.logit_bias else self._biased - {slot}
+
+    def _rows(self, tokens: list[list[int]], start: list[int], slot: list[int]) -> Rows:
+        packed = (torch.from_numpy(np.array(a, np.int32)) for a in (tokens, start, slot))
+        return Rows(*(a.to(self.device) for a in packed))
