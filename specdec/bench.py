@@ -1,7 +1,7 @@
 """Step times and end-to-end speed of one target, as ratios measured side by side in one run.
 
-Contexts are really filled and each row has its own. A step is a whole host cycle: feed, verify,
-choose, copy the ids back. Knows nothing of frameworks: what it needs of the device is given to it.
+Contexts are really filled and each row has its own. Knows nothing of frameworks: what it needs of
+the device is given to it. Each function returns samples; `specdec.measured` makes figures of them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ from specdec.engine import Engine
 from specdec.protocols import Target
 from specdec.types import NO_GUESS, Sampling, Sequence
 
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds per step: median and the middle half's spread over `samples` steps."""
-
-    batch: int
-    context: int
-    width: int
-    seconds: float
-    quartiles: tuple[float, float]
-    samples: int
+STEPS, WARM_STEPS = 30, 5
+CYCLE_SAMPLES, CYCLES_EACH = 20, 4
+"""Several cycles to a sample: a driver may answer for many at once, or for the one before."""
+FIRST_TOKENS = 5
+ROOM = 64
+"""Tokens that a context needs beyond itself to be timed."""
+ENDLESS = 10**9
+NUCLEUS = Sampling(temperature=0.8, top_p=0.95)
 
 
 @dataclass(frozen=True)
@@ -41,12 +38,16 @@ class Run:
     digest: str
 
 
+def random_prompts(batch: int, length: int, vocab: int, seed: int = 0) -> list[list[int]]:
+    """A text of its own for each row."""
+    return np.random.default_rng(seed).integers(3, vocab, (batch, length)).tolist()
+
+
 def fill(target: Target, batch: int, context: int, vocab: int) -> list[Sequence]:
     """Prefill `batch` random texts of `context` tokens, each in its own slot."""
-    random = np.random.default_rng(0)
     seqs = []
-    for slot in range(batch):
-        seq = Sequence([int(t) for t in random.integers(3, vocab, context)], max_tokens=10**9)
+    for slot, tokens in enumerate(random_prompts(batch, context, vocab)):
+        seq = Sequence(tokens, max_tokens=ENDLESS)
         seq.slot = slot
         for start in range(0, context, target.prefill_chunk):
             target.prefill(seq, start, min(context, start + target.prefill_chunk))
@@ -55,35 +56,73 @@ def fill(target: Target, batch: int, context: int, vocab: int) -> list[Sequence]
     return seqs
 
 
-def step_time(target: Target, seqs: list[Sequence], k: int, samples: int = 50) -> StepTime:
-    """Time verify at this context. The same positions are fed again and again: nothing grows."""
+def step_samples(target: Target, seqs: list[Sequence], k: int) -> list[float]:
+    """Seconds of whole host steps: feed, verify, choose, copy the ids back. The same positions are
+    fed again and again: nothing grows."""
     draft = np.full((len(seqs), k), NO_GUESS, np.int32)
     times = []
-    for i in range(samples + 5):
+    for _ in range(WARM_STEPS + STEPS):
         started = time.perf_counter()
         np.asarray(target.verify(seqs, draft).chosen)
-        if i >= 5:  # compiled and warm
-            times.append(time.perf_counter() - started)
-    low, middle, high = np.quantile(times, [0.25, 0.5, 0.75])
-    context = len(seqs[0].tokens)
-    width = target.max_draft + 1
-    return StepTime(len(seqs), context, width, float(middle), (float(low), float(high)), samples)
+        times.append(time.perf_counter() - started)
+    return times[WARM_STEPS:]
+
+
+def cycle_samples(engine: Engine, prompts: list[list[int]]) -> list[float]:
+    """Seconds per cycle, whoever drives it: drafting, accepting, emitting and the host included.
+
+    Texts grow as they are decoded; stops early where one comes to the end of its context.
+    """
+    rounds, inner = 0, engine.cycle
+
+    def counted(seqs, hurry):
+        nonlocal rounds
+        done = inner(seqs, hurry)
+        rounds += len(done)
+        return done
+
+    engine.cycle = counted
+    seqs = [Sequence(list(p), max_tokens=ENDLESS) for p in prompts]
+    _prefilled(engine, seqs)
+    for _ in range(WARM_STEPS):
+        engine.step()
+    samples = []
+    while len(samples) < CYCLE_SAMPLES and len(engine.scheduler.running) == len(seqs):
+        before, started = rounds, time.perf_counter()
+        while rounds < before + CYCLES_EACH and engine.scheduler.running:
+            engine.step()
+        samples.append((time.perf_counter() - started) / max(1, rounds - before))
+    for seq in seqs:
+        seq.cancelled = True
+    engine.step()
+    return samples
+
+
+def first_token_samples(engine: Engine, length: int, vocab: int) -> list[float]:
+    """Seconds from submitting a prompt of this length to its first token, on an idle engine."""
+    times = []
+    for i in range(FIRST_TOKENS + 1):
+        (prompt,) = random_prompts(1, length, vocab, seed=i)
+        seq, started = Sequence(prompt, max_tokens=1), time.perf_counter()
+        for _ in engine.run([seq]):
+            pass
+        times.append(time.perf_counter() - started)
+    return times[1:]
 
 
 def end_to_end(
-    name: str, make_engine: Callable[[], Engine], prompts: list[list[int]], max_tokens: int
+    name: str,
+    make_engine: Callable[[], Engine],
+    prompts: list[list[int]],
+    max_tokens: int,
+    sampling: Sampling = NUCLEUS,
 ) -> Run:
-    """Decode the prompts twice and time the second run; seeded sampling at T = 0.8."""
+    """Decode the prompts twice and time the second run, from when all prompts are read."""
+    emitted, started, seconds, engine, seqs = 0, 0.0, 0.0, make_engine(), []
     for _ in range(2):
         engine = make_engine()
-        seqs = [
-            Sequence(list(p), Sampling(temperature=0.8, top_p=0.95, seed=i), max_tokens=max_tokens)
-            for i, p in enumerate(prompts)
-        ]
-        for seq in seqs:
-            engine.submit(seq)
-        while not engine.idle and (engine.scheduler.waiting or engine.scheduler.prefilling):
-            engine.step()
+        seqs = [Sequence(list(p), sampling, max_tokens=max_tokens) for p in prompts]
+        _prefilled(engine, seqs)
         emitted, started = sum(s.emitted for s in seqs), time.perf_counter()
         while not engine.idle:
             engine.step()
@@ -92,3 +131,10 @@ def end_to_end(
     ids = [s.tokens[s.prompt_len :] for s in seqs]
     digest = sha256(repr(ids).encode()).hexdigest()
     return Run(name, (tokens - emitted) / seconds, engine.acceptance.tau, tokens, digest)
+
+
+def _prefilled(engine: Engine, seqs: list[Sequence]) -> None:
+    for seq in seqs:
+        engine.submit(seq)
+    while engine.scheduler.waiting or engine.scheduler.prefilling:
+        engine.step()

@@ -12,6 +12,10 @@ from typing import Any
 from specdec import __version__
 
 PACKAGES = ("jax", "jaxlib", "numpy", "safetensors", "tokenizers", "libtpu", "torch")
+PACKAGES += ("cuda-bindings", "transformers")
+
+GPU_FACTS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm")
+GPU_FACTS += ("power.draw", "power.limit", "temperature.gpu", "memory.used", "memory.total")
 
 
 def run_record(device: str, packages: Iterable[str] = PACKAGES, **facts: Any) -> dict[str, Any]:
@@ -37,11 +41,25 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     return found
 
 
+def gpus() -> list[dict[str, str]]:
+    """Each NVIDIA GPU's name, driver, clocks and limits at this moment; empty where there is none
+    or nobody to ask."""
+    try:
+        asked = ["nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader"]
+        done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = done.stdout.splitlines() if done.returncode == 0 else []
+    return [dict(zip(GPU_FACTS, row.split(", "), strict=False)) for row in rows]
+
+
 def _git_sha() -> str | None:
-    """The commit of this checkout; None for an installed package, or where there is no git."""
+    """The commit of this checkout, or what a copy of it without history was told in `.git-sha`;
+    None for an installed package, or where there is no git."""
     root = Path(__file__).parents[1]
+    noted = root / ".git-sha"
     if not (root / ".git").exists():
-        return None
+        return noted.read_text().strip() if noted.is_file() else None
     try:
         done = subprocess.run(
             ["git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD"],

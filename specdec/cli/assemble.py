@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from specdec.cli.backends import Backend, LoadedTarget, backend_of
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.errors import UserError
 from specdec.record import run_record
 from specdec.stats import Acceptance
+from specdec.synthetic import synthetic_cycle
 from specdec.types import Sampling, Sequence
 
 if TYPE_CHECKING:
-    from targets.jax.load import JaxOptions
-    from targets.jax.target import JaxTarget
+    from specdec.types import Array
     from targets.tokenizer import Tokenizer
 
 console = Console(stderr=True, highlight=False)
@@ -36,8 +37,9 @@ class Model:
     """A loaded checkpoint with its tokenizer."""
 
     name: str
-    target: JaxTarget
+    target: LoadedTarget
     tokenizer: Tokenizer
+    backend: Backend
 
 
 def load_model(config: ModelConfig, speculation: SpeculationConfig, prove: bool = True) -> Model:
@@ -45,33 +47,32 @@ def load_model(config: ModelConfig, speculation: SpeculationConfig, prove: bool 
 
     prove: False where nothing is decoded, and for the doctor, who reports instead of refusing.
     """
-    import targets
     from targets.arch import read_arch
     from targets.tokenizer import load_tokenizer
 
+    backend = backend_of(config)
     path = checkpoint_path(config.model)
-    arch = read_arch(path)
-    tokenizer = load_tokenizer(path, arch.vocab)
-    options = jax_options(config, speculation)
+    tokenizer = load_tokenizer(path, read_arch(path).vocab)
     with console.status(f"loading {path.name}"):
-        target = targets.load(path, config.backend, options, tokenizer.suppress_ids)
-    model = Model(path.name, target, tokenizer)
+        target = backend.load(path, config, speculation, tokenizer.suppress_ids)
+    model = Model(path.name, target, tokenizer, backend)
     if prove:
         require_exact(model, speculation)
     return model
 
 
-def jax_options(config: ModelConfig, speculation: SpeculationConfig) -> JaxOptions:
-    from targets.jax.load import JaxOptions
+def random_model(name: str, config: ModelConfig, speculation: SpeculationConfig) -> Model:
+    """A public model's true size with random weights, and mini's tokenizer. Raises UserError."""
+    from targets import mini
+    from targets.arch import released
+    from targets.tokenizer import load_tokenizer
 
-    return JaxOptions(
-        slots=config.slots,
-        max_len=config.max_len,
-        k=speculation.k,
-        dtype=config.dtype,
-        int8=config.int8,
-        tp=config.tp,
-    )
+    backend, arch = backend_of(config), released(name)
+    with console.status(f"making random weights of {name}"):
+        target = backend.random(arch, config, speculation)
+    model = Model(name, target, load_tokenizer(mini.path("mini")), backend)
+    require_exact(model, speculation)
+    return model
 
 
 def read_text(file: Path) -> str:
@@ -106,16 +107,12 @@ def checkpoint_path(model: str) -> Path:
 
 
 def require_exact(model: Model, speculation: SpeculationConfig) -> None:
-    """Refuse compiled programs whose rows depend on their place, their neighbours or the loop.
-
-    Mapped rows (CPU) are one program by construction; elsewhere it is proved on the device.
-    """
-    from targets.jax.selfcheck import self_check
-
-    if model.target.plan.mapped:
+    """Refuse programs whose rows depend on their place, their neighbours or the loop: proved on
+    the device at hand, unless they are exact by construction."""
+    if model.backend.exact(model.target):
         return
     with console.status("proving that rows do not depend on their place"):
-        failed = [check.question for check in self_check(model.target) if not check.passed]
+        failed = [c.question for c in model.backend.self_check(model.target) if not c.passed]
         if speculation.loop == "device" and not _same_in_both_loops(model, speculation):
             failed.append("the loop that drives the cycles")
     if failed:
@@ -139,41 +136,64 @@ def _same_in_both_loops(model: Model, speculation: SpeculationConfig) -> bool:
     return texts[: len(VARIANTS)] == texts[len(VARIANTS) :]
 
 
-def make_engine(model: Model, config: SpeculationConfig, max_waiting: int = 256) -> Engine:
-    """The engine on this model's target, with the drafter and loop that were asked for."""
+def make_engine(
+    model: Model,
+    config: SpeculationConfig,
+    max_waiting: int = 256,
+    accepted: Array | None = None,
+) -> Engine:
+    """The engine on this model's target, with the drafter and loop that were asked for.
+
+    accepted: counts to take instead of comparing, see specdec.synthetic (speed tests only).
+    """
     from drafters.ngram import NgramDrafter
     from drafters.none import NoDrafter
 
-    target, on_device = model.target, config.loop == "device"
-    ngram = config.drafter == "ngram"
+    target, ngram = model.target, config.drafter == "ngram"
+    k = config.k if ngram or accepted is not None else 0
+    if config.loop == "device":
+        # the drafter on the device reads the device's own history: the engine's has nothing to do
+        driver = model.backend.cycle(target, config, k, accepted)
+        return Engine(target, NoDrafter(), driver, max_waiting)
     drafter = NgramDrafter(config.ngram_min, config.ngram_max) if ngram else NoDrafter()
-    if not on_device:
-        return Engine(target, drafter, host_cycle(target, drafter, config.k), max_waiting)
-    from drafters.device_cycle_jax import device_cycle
-    from drafters.ngram_jax import TracedNgram, TracedNone
-
-    traced = TracedNgram(config.ngram_min, config.ngram_max) if ngram else TracedNone()
-    # the traced drafter reads the device's own history: the engine's has nothing to do
-    return Engine(target, NoDrafter(), device_cycle(target, traced, config.k), max_waiting)
+    driver = host_cycle(target, drafter, k)
+    driver = driver if accepted is None else synthetic_cycle(driver, accepted)
+    return Engine(target, drafter, driver, max_waiting)
 
 
-def warm_up(engine: Engine, samplings: Iterable[Sampling]) -> None:
-    """Compile what these requests will need, so that speed is measured without it."""
+def warm_up(
+    engine: Engine,
+    samplings: Iterable[Sampling],
+    sizes: Iterable[int] = (1,),
+    lengths: Iterable[int] = (1,),
+) -> None:
+    """Compile what these requests will need, so that speed is measured without it.
+
+    sizes: batches to decode; lengths: prompts to prefill.
+    """
     with console.status("compiling"):
         for sampling in samplings:
-            seq = Sequence([2], replace(sampling, seed=0), max_tokens=WARM_TOKENS)
-            for _ in engine.run([seq]):
-                pass
+            for size in sizes:
+                _decode(engine, [[2]] * size, replace(sampling, seed=0))
+        for length in lengths:
+            _decode(engine, [[2] * length], Sampling())
     engine.acceptance = Acceptance()
 
 
-def command_record(command: str, **configs: Any) -> dict[str, Any]:
-    """The run's record, with the command and its resolved configuration."""
-    import jax
+def _decode(engine: Engine, prompts: list[list[int]], sampling: Sampling) -> None:
+    for _ in engine.run([Sequence(list(p), sampling, max_tokens=WARM_TOKENS) for p in prompts]):
+        pass
 
-    device = f"{jax.default_backend()}: {jax.devices()[0].device_kind}"
-    resolved = {name: asdict(value) for name, value in configs.items()}
-    return run_record(device, command=command, config=resolved)
+
+def command_record(command: str, model: ModelConfig, **configs: Any) -> dict[str, Any]:
+    """The run's record, with the command and its resolved configuration."""
+    resolved = {name: _plain(asdict(value)) for name, value in {"model": model, **configs}.items()}
+    return run_record(backend_of(model).device(model), command=command, config=resolved)
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows no paths."""
+    return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -183,8 +203,6 @@ def print_json(document: dict[str, Any]) -> None:
 
 def say_model(config: ModelConfig, model: Model) -> None:
     """Tell who runs where; who typed no model should know that it is the small one."""
-    import jax
-
-    device = jax.devices()[0].device_kind
+    device = model.backend.device(config)
     embedded = " (embedded; --model PATH runs another)" if config.model == "mini" else ""
-    console.print(f"[dim]model {model.name}{embedded} on {jax.default_backend()} ({device})[/dim]")
+    console.print(f"[dim]model {model.name}{embedded} on {device}[/dim]")

@@ -3,147 +3,179 @@
 from __future__ import annotations
 
 import json as json_module
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
-from rich.table import Table
+from cyclopts import Parameter
 
-from specdec.bench import Run, StepTime, end_to_end, fill, step_time
+from specdec import measured
+from specdec.bench_report import plot_bench, print_bench
 from specdec.cli.assemble import (
     Model,
     check_folder,
     command_record,
     console,
-    jax_options,
     load_model,
-    make_engine,
     print_json,
-    require_exact,
+    random_model,
 )
-from specdec.cli.config import ModelConfig, SpeculationConfig
+from specdec.cli.backends import backend_of
+from specdec.cli.config import ModelConfig, Real, SpeculationConfig, Whole
+from specdec.cli.measure import Grid, measure, targets_by_width
 from specdec.errors import UserError
+from specdec.measured import Figures
+from specdec.plots import require_matplotlib
+from specdec.record import gpus
+
+
+@Parameter(name="*", group="Bench")
+@dataclass(frozen=True)
+class BenchConfig:
+    random: str | None = None
+    "Random weights of a public model's true size (gemma-4-e4b, gemma-4-31b, ...)."
+    batches: Whole = ()
+    "Rows per step, as in 1,8,32; by default 1 and --slots. More slots than given are made."
+    contexts: Whole = (512,)
+    "Tokens that each row's cache holds while steps are timed."
+    widths: Whole = ()
+    "Tokens per row of a step; by default 1 (plain decoding) and K + 1."
+    prompt_lengths: Whole = (128,)
+    "Prompts whose time to first token is measured."
+    synthetic_tau: Real = ()
+    "Speed end to end as if cycles emitted this many tokens on average."
+    max_tokens: int = 128
+    "Tokens per row of the end-to-end runs."
+    repeats: int = 2
+    "How often everything is measured: the receipt tells the spread."
+    peer: Literal["transformers"] | None = None
+    "Run this engine beside, on random weights of the same dimensions."
+    out: Path | None = None
+    "Where to write the receipt (JSON)."
+    plot: Path | None = None
+    "Where to draw the share of the bandwidth by batch and by context (PNG)."
 
 
 def bench(
     *,
     model: ModelConfig = ModelConfig(),  # noqa: B008
     speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008
-    random: str | None = None,
-    contexts: tuple[int, ...] = (512,),
-    max_tokens: int = 128,
-    out: Path | None = None,
+    config: BenchConfig = BenchConfig(),  # noqa: B008
     json: bool = False,
 ) -> None:
-    """Step time by batch and context, its share of the measured bandwidth, speed end to end.
+    """Steps by batch, width and context against the measured bandwidth; cycles; speed end to end.
 
     Exit code 1 if any drafter or loop changes a token.
 
     Parameters
     ----------
-    random
-        Random weights of a public model's true size (gemma-4-e4b, gemma-4-31b, ...).
-    contexts
-        Tokens that each row's cache holds while steps are timed.
-    max_tokens
-        Tokens per row of the end-to-end runs.
-    out
-        Where to write the receipt (JSON).
     json
         End stdout with one JSON document.
     """
-    from targets.jax.roofline import read_bandwidth
-
-    speculation = speculation.resolved()
-    if out is not None:
-        check_folder(out.parent)
-    if min(contexts) < 1:
-        raise UserError(f"--contexts must be 1 or more, got {min(contexts)}")
-    loaded = _random_model(random, model, speculation) if random else load_model(model, speculation)
-    bandwidth = read_bandwidth()
-    if max(contexts) + loaded.target.max_draft + 1 >= loaded.target.max_len:
-        raise UserError(f"--contexts: {max(contexts)} does not fit --max-len {model.max_len}")
-    with console.status("timing steps"):
-        steps = _steps(loaded, contexts, speculation.k, bandwidth)
-    with console.status("end to end"):
-        runs = _runs(loaded, speculation, max_tokens)
-    equal = len({run.digest for run in runs}) == 1
-    _print(steps, runs, bandwidth, equal)
-    document = command_record("bench", model=model, speculation=speculation) | {
-        "architecture": random or loaded.name,
-        "read_bandwidth": bandwidth,
-        "steps": steps,
-        "runs": [asdict(run) for run in runs],
-        "equal": equal,
-    }
-    if out is not None:
-        out.write_text(json_module.dumps(document, indent=1))
+    speculation = speculation.resolved(model)
+    grid = _grid(config, model, speculation)
+    _refuse(config, model, speculation, grid)
+    model = replace(model, slots=max(model.slots, *grid.batches))
+    widest = replace(speculation, k=max(speculation.k, *(w - 1 for w in grid.widths)))
+    load = partial(random_model, config.random) if config.random else load_model
+    loaded = load(model, widest)
+    grid.refuse(loaded.target.max_len, loaded.target.max_draft, speculation.k)
+    document = command_record("bench", model=model, speculation=speculation, bench=config)
+    document |= {"architecture": loaded.name, **_measure(loaded, speculation, grid, config.repeats)}
+    print_bench(document, console)
+    _save(document, config)
+    if config.peer is not None:
+        document["peer"] = _peer(loaded, model, speculation, grid, config)
+        _save(document, config)
     if json:
         print_json(document)
-    if not equal:
+    if not document["equal"]:
         raise SystemExit(1)
 
 
-def _random_model(name: str, model: ModelConfig, speculation: SpeculationConfig) -> Model:
-    from targets import mini
-    from targets.arch import released
-    from targets.jax.load import random_target
-    from targets.tokenizer import load_tokenizer
-
-    target = random_target(released(name), jax_options(model, speculation))
-    made = Model(name, target, load_tokenizer(mini.path("mini")))
-    require_exact(made, speculation)
-    return made
-
-
-def _steps(
-    loaded: Model, contexts: tuple[int, ...], k: int, bandwidth: float
-) -> list[dict[str, Any]]:
-    """Each batch and context, at the exact width and at width 1, with its share of bandwidth."""
-    from targets.jax.load import narrowed
-    from targets.jax.roofline import cache_bytes, weight_bytes
-
-    rows: list[dict[str, Any]] = []
-    narrow = narrowed(loaded.target)
-    for context in contexts:
-        for batch in sorted({1, loaded.target.slots}):
-            for target, draft in ((narrow, 0), (loaded.target, k)):
-                seqs = fill(target, batch, context, target.vocab)
-                time: StepTime = step_time(target, seqs, draft)
-                rows_fed = batch * target.plan.width
-                needed = weight_bytes(target, rows_fed) + cache_bytes(target, batch, context)
-                share = needed / time.seconds / bandwidth
-                rows.append(asdict(time) | {"bytes": needed, "bandwidth_share": share})
-    return rows
+def _grid(config: BenchConfig, model: ModelConfig, speculation: SpeculationConfig) -> Grid:
+    return Grid(
+        batches=config.batches or tuple(sorted({1, model.slots})),
+        contexts=config.contexts,
+        widths=config.widths or tuple(sorted({1, speculation.k + 1})),
+        prompt_lengths=config.prompt_lengths,
+        taus=config.synthetic_tau,
+        max_tokens=config.max_tokens,
+    )
 
 
-def _runs(loaded: Model, speculation: SpeculationConfig, max_tokens: int) -> list[Run]:
-    """Plain, drafted, and drafted in the device loop, on prompts that repeat themselves."""
-    generator = np.random.default_rng(1)
-    prompts = [
-        [2, *generator.integers(3, loaded.target.vocab, 24).tolist() * 2]
-        for _ in range(loaded.target.slots)
-    ]
-    runs = []
-    for drafter in dict.fromkeys(("none", speculation.drafter)):
-        for loop in ("host", "device"):
-            config = replace(speculation, drafter=drafter, loop=loop)
-            engine = partial(make_engine, loaded, config)
-            runs.append(end_to_end(f"{drafter}, {loop} loop", engine, prompts, max_tokens))
-    return runs
+def _refuse(
+    config: BenchConfig, model: ModelConfig, speculation: SpeculationConfig, grid: Grid
+) -> None:
+    """What can be known to be wrong before minutes are spent. Raises UserError."""
+    for name in ("batches", "contexts", "widths", "prompt_lengths"):
+        if min(getattr(grid, name), default=1) < 1:
+            option = name.replace("_", "-")
+            raise UserError(f"--{option} must be 1 or more, got {min(getattr(grid, name))}")
+    if config.repeats < 1 or config.max_tokens < 2:
+        raise UserError("--repeats must be 1 or more, --max-tokens 2 or more")
+    if config.synthetic_tau and model.backend == "jax" and speculation.loop == "device":
+        raise UserError("--synthetic-tau with --backend jax needs --loop host")
+    backend_of(model)
+    for file in (config.out, config.plot):
+        if file is not None:
+            check_folder(file.parent)
+    if config.plot is not None:
+        require_matplotlib()
 
 
-def _print(steps: list[dict[str, Any]], runs: list[Run], bandwidth: float, equal: bool) -> None:
-    table = Table(title=f"steps (measured read bandwidth {bandwidth / 1e9:.0f} GB/s)")
-    for name in ("batch", "context", "width", "ms", "share of bandwidth"):
-        table.add_column(name, justify="right")
-    for row in steps:
-        cells = (row["batch"], row["context"], row["width"])
-        share = f"{row['bandwidth_share']:.2f}"
-        table.add_row(*map(str, cells), f"{1000 * row['seconds']:.3f}", share)
-    console.print(table)
-    for run in runs:
-        console.print(f"{run.name}: {run.tokens_per_second:.1f} tok/s, tau {run.tau:.2f}")
-    console.print("outputs equal" if equal else "[red]OUTPUTS DIFFER[/red]")
+def _measure(
+    model: Model, speculation: SpeculationConfig, grid: Grid, repeats: int
+) -> dict[str, Any]:
+    """Every figure of the receipt. The bandwidth is the best that was seen in this run."""
+    backend, target = model.backend, model.target
+    figures, bandwidths, machine = Figures(), [], [gpus()]
+    targets = targets_by_width(model, grid)
+    for _ in range(repeats):
+        bandwidths.append(backend.read_bandwidth(target))
+        measure(model, targets, speculation, grid, figures)
+        machine.append(gpus())
+
+    def needed(batch: int, context: int, width: int) -> int:
+        return backend.step_bytes(target, batch, width, context)
+
+    runs = figures.run_rows("end to end")
+    same = len({run["digest"] for run in runs}) == 1
+    return {
+        "gpus": machine,
+        "read_bandwidth": max(bandwidths),
+        "read_bandwidths": bandwidths,
+        "steps": measured.step_rows(figures, needed, max(bandwidths)),
+        "cycles": measured.cycle_rows(figures, needed, max(bandwidths)),
+        "first_token": measured.first_token_rows(figures),
+        "runs": runs,
+        "synthetic": figures.run_rows("synthetic"),
+        "equal": same and all(run["repeatable"] for run in runs),
+    }
+
+
+def _peer(
+    loaded: Model,
+    model: ModelConfig,
+    speculation: SpeculationConfig,
+    grid: Grid,
+    config: BenchConfig,
+) -> dict[str, Any]:
+    from specdec.cli import peer
+
+    with console.status("the peer, transformers"):
+        text = peer.text_config(config.random, model.model)
+        figures = peer.measure(text, grid, speculation.k, model)
+    for row in figures["runs"]:
+        said = row.get("failure") or f"{row['tokens_per_second']:.1f} tok/s"
+        console.print(f"transformers, {row['name']}, batch {row['batch']}: {said}", markup=False)
+    return figures
+
+
+def _save(document: dict[str, Any], config: BenchConfig) -> None:
+    """Receipt and picture, as soon as there are any: a peer may take its time, or the machine."""
+    if config.out is not None:
+        config.out.write_text(json_module.dumps(document, indent=1))
+    if config.plot is not None:
+        plot_bench(document, config.plot)

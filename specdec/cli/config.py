@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 
 from specdec.errors import UserError
 from specdec.types import Sampling
 
 DRAFTERS = ("none", "ngram")
+
+
+def _numbers(kind: type, tokens: Rows[Token]) -> tuple[float, ...]:
+    """`1,8,32`, or the option several times."""
+    parts = [part for token in tokens for part in token.value.split(",") if part.strip()]
+    return tuple(kind(part) for part in parts)
+
+
+Whole = Annotated[
+    tuple[int, ...], Parameter(converter=lambda _, tokens: _numbers(int, tokens), n_tokens=1)
+]
+Real = Annotated[
+    tuple[float, ...], Parameter(converter=lambda _, tokens: _numbers(float, tokens), n_tokens=1)
+]
 
 
 @Parameter(name="*", group="Model")
@@ -20,9 +35,13 @@ class ModelConfig:
     model: str = "mini"
     "A Hugging Face checkpoint folder of Gemma 4, or mini / mini-e, the embedded models."
     backend: str = "jax"
-    "Who computes: jax (CPU, GPU, TPU)."
-    dtype: Literal["float32", "bfloat16"] | None = None
-    "Arithmetic; by default float32 on a CPU, bfloat16 elsewhere."
+    "Who computes: jax (CPU, GPU, TPU) or cuda (our kernels on a Hopper GPU)."
+    dtype: Literal["float32", "bfloat16", "fp8"] | None = None
+    "Arithmetic; by default the checkpoint's (float32 on a CPU). fp8: linear layers, with cuda."
+    kv_dtype: Literal["bfloat16", "fp8"] | None = None
+    "What cuda caches keys and values in; bfloat16 by default."
+    device: Literal["cuda", "cpu"] | None = None
+    "Where cuda runs: a GPU, or the slow references on a CPU, which are for tests."
     int8: bool = False
     "Quantise the linear layers to int8 per output channel while loading."
     max_len: int = 2048
@@ -31,6 +50,11 @@ class ModelConfig:
     "Sequences that decode at the same time."
     tp: int = 1
     "Devices to split the model over."
+
+    @property
+    def captures(self) -> bool:
+        """Whether cycles run as captured graphs, which is how our kernels are meant to be used."""
+        return self.backend == "cuda" and self.device != "cpu"
 
 
 @Parameter(name="*", group="Speculation")
@@ -44,22 +68,24 @@ class SpeculationConfig:
     "Shortest suffix that prompt lookup matches; shorter ones say too little."
     ngram_max: int = 5
     "Longest suffix that prompt lookup tries first."
-    loop: Literal["host", "device"] = "host"
-    "Where cycles are driven: host, or device (several cycles per dispatch)."
+    loop: Literal["host", "device"] | None = None
+    "Where cycles are driven: host, or device (no wait for the host); cuda's default on a GPU."
     speculative_config: Annotated[str | None, Parameter(show_default=False)] = None
     """vLLM's JSON, understood as an alias: '{"method": "ngram", "num_speculative_tokens": 4}'."""
 
-    def resolved(self) -> SpeculationConfig:
-        """Checked, with `speculative_config` folded in. Raises UserError."""
+    def resolved(self, model: ModelConfig) -> SpeculationConfig:
+        """Checked, with `speculative_config` folded in and the model's loop. Raises UserError."""
         from drafters.ngram import NgramDrafter
 
         chosen = self if self.speculative_config is None else self._from_vllm()
+        if chosen.loop == "device" and model.device == "cpu":
+            raise UserError("--loop device captures CUDA graphs: with --device cpu use --loop host")
         if chosen.drafter not in DRAFTERS:
             raise UserError(
                 f"unknown drafter {chosen.drafter!r}: choose one of {', '.join(DRAFTERS)}"
             )
         NgramDrafter(chosen.ngram_min, chosen.ngram_max)  # refuses bad lengths before any loading
-        return chosen
+        return replace(chosen, loop=chosen.loop or ("device" if model.captures else "host"))
 
     def _from_vllm(self) -> SpeculationConfig:
         names = {

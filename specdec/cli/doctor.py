@@ -8,13 +8,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from rich.table import Table
 
-from specdec.cli.assemble import (
-    Model,
-    command_record,
-    console,
-    load_model,
-    print_json,
-)
+from specdec.cli.assemble import Model, command_record, console, load_model, print_json
+from specdec.cli.backends import backend_of
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.record import versions
 
@@ -72,16 +67,14 @@ def doctor(
     json
         End stdout with one JSON document.
     """
-    import jax
-
-    from targets.jax.selfcheck import self_check
-
-    _print_environment([f"{d.platform}: {d.device_kind}" for d in jax.devices()])
+    backend = backend_of(model)
+    _print_environment()
     loaded = load_model(model, SpeculationConfig(k=k), prove=False)
+    console.print(f"device {backend.device(model)}")
     with console.status("self-check"):
-        checks = self_check(loaded.target)
-    plan = loaded.target.plan
-    table = Table(title=f"rows: {plan.slots} slots, width {plan.width}", title_justify="left")
+        checks = backend.self_check(loaded.target)
+    rows = f"{loaded.target.slots} slots, width up to {loaded.target.max_draft + 1}"
+    table = Table(title=f"rows: {rows}", title_justify="left")
     table.add_column("bitwise the same")
     table.add_column("results that differ", justify="right")
     for check in checks:
@@ -108,27 +101,25 @@ def doctor(
 
 def probe(model: Model) -> Wiring:
     """Score the probe texts; see Wiring."""
-    from targets.jax.score import window_nll
-
+    window_nll = model.backend.scorer(model.target)
     random = np.random.default_rng(0)
     ids = model.tokenizer.encode(PROBE)
     bos, body = ids[0], ids[1:]
     shuffled = [int(i) for i in random.permutation(body)]
     common = sorted(set(body))
     once = [int(i) for i in random.choice(common, 48)]
-    repeated = window_nll(model.target, [bos, *once, *once])
+    repeated = window_nll([bos, *once, *once])
     return Wiring(
-        text=float(window_nll(model.target, ids).mean()),
-        shuffled=float(window_nll(model.target, [bos, *shuffled]).mean()),
+        text=float(window_nll(ids).mean()),
+        shuffled=float(window_nll([bos, *shuffled]).mean()),
         first=float(repeated[:48].mean()),
         second=float(repeated[48:].mean()),
         uniform=float(np.log(model.target.vocab)),
     )
 
 
-def _print_environment(devices: list[str]) -> None:
+def _print_environment() -> None:
     table = Table.grid(padding=(0, 2))
     for name, value in versions().items():
         table.add_row(name, value)
-    table.add_row("devices", ", ".join(devices))
     console.print(table)

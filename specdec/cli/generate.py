@@ -51,7 +51,7 @@ def generate(
         End stdout with one JSON document.
     """
     text = _prompt(prompt, prompt_file)
-    speculation = speculation.resolved()
+    speculation = speculation.resolved(model)
     sampling.sampling({})  # refuse bad values before a model is loaded
     loaded = load_model(model, speculation)
     say_model(model, loaded)

@@ -42,21 +42,20 @@ def perplexity(
     json
         End stdout with one JSON document.
     """
-    from targets.jax.score import window_nll
-
     content = read_text(text)
     loaded = load_model(model, SpeculationConfig(), prove=False)
     say_model(model, loaded)
     ids = loaded.tokenizer.encode(content)
     bos, ids = ids[0], ids[1:]
-    if window > loaded.target.plan.arch.max_position:
+    if window > loaded.target.arch.max_position:
         raise UserError(f"--window {window} is longer than the model's context")
+    window_nll = loaded.backend.scorer(loaded.target)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("scoring", total=sum(1 for _ in windows(ids, bos, window, stride)))
 
         def score(tokens: list[int]):
             progress.advance(task)
-            return window_nll(loaded.target, tokens)
+            return window_nll(tokens)
 
         result = measure(ids, bos, window, stride, score)
     console.print(

@@ -12,6 +12,7 @@ import numpy as np
 
 from specdec.errors import UserError
 from specdec.types import NO_GUESS, Array, LogprobRows, Sampling, Sequence, Step
+from targets.arch import Arch
 from targets.jax import programs, sampling
 from targets.jax.cache import make_cache
 from targets.jax.noise import split_seed
@@ -62,6 +63,10 @@ class JaxTarget:
     @property
     def prefill_chunk(self) -> int:
         return self.plan.chunk
+
+    @property
+    def arch(self) -> Arch:
+        return self.plan.arch
 
     @property
     def vocab(self) -> int:

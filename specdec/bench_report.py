@@ -1,0 +1,131 @@
+"""A bench's receipt for people: tables on the screen, and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from specdec.errors import UserError
+from specdec.plots import require_matplotlib
+
+Row = dict[str, Any]
+
+
+def print_bench(document: Row, console: Console) -> None:
+    """The receipt's tables; one that has no rows is left out."""
+    bandwidth = document["read_bandwidth"] / 1e9
+    console.print(f"measured read bandwidth [bold]{bandwidth:,.0f} GB/s[/bold]")
+    columns = {
+        "batch": _plain("batch"),
+        "context": _plain("context"),
+        "width": _plain("width"),
+        "step ms": lambda row: _ms(row["seconds"]),
+        "spread": lambda row: _percent(row["spread"]),
+        "share": lambda row: _percent(row["bandwidth_share"]),
+        "forward ms": lambda row: _ms(row["forward"]["seconds"]) if "forward" in row else "",
+        "its share": lambda row: _percent(row["forward_share"]) if "forward" in row else "",
+        "/ plain": lambda row: f"{row['over_plain']:.3f}" if "over_plain" in row else "",
+    }
+    _print("steps, host-driven, and the forward's device time", document["steps"], columns, console)
+    columns = {
+        "drafter": _plain("drafter"),
+        "loop": _plain("loop"),
+        "batch": _plain("batch"),
+        "context": _plain("context"),
+        "cycle ms": lambda row: _ms(row["seconds"]),
+        "spread": lambda row: _percent(row["spread"]),
+        "share": lambda row: _percent(row["bandwidth_share"]),
+        "overhead ms": lambda row: _ms(row["overhead"]) if "overhead" in row else "",
+        "tok/s at tau 1": lambda row: f"{row['tokens_per_second_at_tau_1']:,.1f}",
+    }
+    _print("cycles, as the engine drives them", document["cycles"], columns, console)
+    columns = {
+        "prompt": _plain("prompt_length"),
+        "ms": lambda row: _ms(row["seconds"]),
+        "spread": lambda row: _percent(row["spread"]),
+    }
+    _print("time to first token", document["first_token"], columns, console)
+    for kind, title in (("runs", "end to end"), ("synthetic", "synthetic acceptance")):
+        _print(title, document[kind], _RUN, console)
+    console.print("outputs equal" if document["equal"] else "[bold red]OUTPUTS DIFFER[/bold red]")
+
+
+def plot_bench(document: Row, path: str | Path) -> None:
+    """Write a PNG: the share of the measured bandwidth by batch and by context."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    by_batch, by_context = figure.subplots(1, 2, sharey=True)
+    points = list(_points(document["steps"]))
+    _lines(by_batch, points, "batch", "context")
+    _lines(by_context, points, "context", "batch")
+    by_batch.set_ylabel("share of the measured read bandwidth")
+    figure.suptitle(
+        f"{document['architecture']}: bytes that a step must read / its time / "
+        f"{document['read_bandwidth'] / 1e12:.2f} TB/s"
+    )
+    try:
+        figure.savefig(path, dpi=120, format="png")
+    except OSError as failure:
+        raise UserError(f"can't write the plot to {path}: {failure}") from failure
+
+
+def _points(steps: Iterable[Row]) -> Iterable[Row]:
+    """The device's own share where it is known, the host-driven step's elsewhere."""
+    for row in steps:
+        yield row | {"share": row.get("forward_share", row["bandwidth_share"])}
+
+
+def _lines(axes: Any, points: list[Row], along: str, other: str) -> None:
+    """A line per width and value of the other axis."""
+    for width, fixed in sorted({(p["width"], p[other]) for p in points}):
+        line = [p for p in points if (p["width"], p[other]) == (width, fixed)]
+        line.sort(key=lambda p: p[along])
+        style = "o-" if width == 1 else "s--"
+        shares = [p["share"] for p in line]
+        axes.plot([p[along] for p in line], shares, style, label=f"width {width}, {other} {fixed}")
+    axes.set(xlabel=along, xscale="log", ylim=(0, 1.05))
+    ticks = sorted({p[along] for p in points})
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.legend(fontsize="small")
+
+
+def _print(
+    title: str, rows: list[Row], columns: dict[str, Callable[[Row], str]], console: Console
+) -> None:
+    if not rows:
+        return
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(escape(cell(row)) for cell in columns.values()))
+    console.print(table)
+
+
+def _plain(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[name]:,}" if isinstance(row[name], int) else str(row[name])
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3f}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+_RUN: dict[str, Callable[[Row], str]] = {
+    "run": _plain("name"),
+    "tok/s": lambda row: f"{row['tokens_per_second']:,.1f}",
+    "spread": lambda row: _percent(row["spread"]),
+    "tau": lambda row: f"{row['tau']:.2f}",
+}

@@ -1,0 +1,146 @@
+"""The CUDA backend: our kernels on one Hopper GPU, or their torch references on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Rows
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from specdec.cli.config import ModelConfig, SpeculationConfig
+from specdec.errors import UserError
+from specdec.protocols import Cycle
+from specdec.types import NO_GUESS, Array, Sequence
+
+if TYPE_CHECKING:
+    from targets.arch import Arch
+    from targets.cuda.load import CudaOptions
+    from targets.cuda.selfcheck import Check
+    from targets.cuda.target import CudaTarget
+
+LONG = 256
+"""A prompt that is prefilled by the long path, which has programs of its own."""
+
+
+class CudaBackend:
+    def refuse(self, config: ModelConfig) -> None:
+        if config.tp != 1:
+            raise UserError("--tp needs --backend jax: cuda runs on one GPU")
+        if config.int8:
+            raise UserError("--int8 needs --backend jax: with cuda, use --dtype fp8")
+
+    def load(
+        self,
+        path: Path,
+        config: ModelConfig,
+        speculation: SpeculationConfig,
+        suppress: tuple[int, ...],
+    ) -> CudaTarget:
+        self._check(config)
+        from targets.arch import read_arch
+        from targets.cuda.load import load_target, stored_dtype
+
+        options = _options(config, speculation)
+        self._fit(read_arch(path), options, stored_dtype(path))
+        return load_target(path, options, suppress)
+
+    def random(self, arch: Arch, config: ModelConfig, speculation: SpeculationConfig) -> CudaTarget:
+        self._check(config)
+        from targets.cuda.load import random_target
+
+        options = _options(config, speculation)
+        self._fit(arch, options, "bfloat16")
+        return random_target(arch, options)
+
+    def device(self, config: ModelConfig) -> str:
+        from targets.cuda.machine import device_name
+
+        return device_name(config.device or "cuda")
+
+    def exact(self, target: CudaTarget) -> bool:
+        return target.device.type == "cpu"
+
+    def self_check(self, target: CudaTarget) -> Rows[Check]:
+        from targets.cuda.selfcheck import self_check
+
+        return self_check(target)
+
+    def cycle(
+        self, target: CudaTarget, config: SpeculationConfig, k: int, accepted: Array | None = None
+    ) -> Cycle:
+        from drafters.device_cycle_cuda import device_cycle
+
+        lengths = config.ngram_min, config.ngram_max
+        return device_cycle(target, config.drafter, k, *lengths, synthetic=accepted)
+
+    def plain(self, target: CudaTarget) -> None:
+        return None  # kernels do not pad: the exact one is the fastest
+
+    def warm(self, target: CudaTarget) -> tuple[Rows[int], Rows[int]]:
+        sizes = {min(2**i, target.slots) for i in range(target.slots.bit_length() + 1)}
+        return sorted(sizes), (1, min(LONG, target.max_len - LONG // 4))
+
+    def scorer(self, target: CudaTarget) -> Callable[[list[int]], np.ndarray]:
+        from targets.cuda.score import window_nll
+
+        return partial(window_nll, target)
+
+    def at_width(self, target: CudaTarget, width: int) -> tuple[CudaTarget, int]:
+        return target, width
+
+    def fed_width(self, target: CudaTarget, k: int) -> int:
+        return k + 1
+
+    def loops(self, target: CudaTarget) -> Rows[Literal["host", "device"]]:
+        return ("host",) if target.device.type == "cpu" else ("host", "device")
+
+    def step_bytes(self, target: CudaTarget, batch: int, width: int, context: int) -> int:
+        from targets.cuda.roofline import cache_bytes, weight_bytes
+
+        weights = weight_bytes(target.arch, target.dtype, batch * width)
+        return weights + cache_bytes(target.arch, target.kv_dtype, batch, context)
+
+    def read_bandwidth(self, target: CudaTarget) -> float:
+        from targets.cuda.roofline import read_bandwidth
+
+        return read_bandwidth(target.device.type)
+
+    def forward_samples(self, target: CudaTarget, seqs: Rows[Sequence], width: int) -> list[float]:
+        from targets.cuda.roofline import forward_samples
+
+        draft = np.full((len(seqs), width - 1), NO_GUESS, np.int32)
+        rows = target.feed(seqs, draft)
+        return forward_samples(lambda: target.forward(rows, False), target.device.type)
+
+    def _check(self, config: ModelConfig) -> None:
+        if config.device != "cpu":
+            from targets.cuda.machine import check_device
+
+            check_device()
+
+    def _fit(self, arch: Arch, options: CudaOptions, stored: str) -> None:
+        """Refuse before loading what will not fit. A CPU's memory is the system's own affair."""
+        if options.device == "cpu":
+            return
+        from targets.cuda.load import make_plan
+        from targets.cuda.machine import free_bytes
+        from targets.cuda.memory import Shape, check_fits
+
+        plan = make_plan(arch, options, stored)
+        sizes = plan.slots, plan.max_len, options.k + 1, plan.chunk
+        check_fits(arch, Shape(*sizes, plan.dtype, plan.kv_dtype), free_bytes())
+
+
+def _options(config: ModelConfig, speculation: SpeculationConfig) -> CudaOptions:
+    from targets.cuda.load import CudaOptions
+
+    return CudaOptions(
+        slots=config.slots,
+        max_len=config.max_len,
+        k=speculation.k,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        device=config.device or "cuda",
+    )

@@ -1,0 +1,120 @@
+"""The JAX backend: CPU, GPU and TPU through XLA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Rows
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from specdec.cli.config import ModelConfig, SpeculationConfig
+from specdec.errors import UserError
+from specdec.protocols import Cycle
+from specdec.types import Array, Sequence
+
+if TYPE_CHECKING:
+    from targets.arch import Arch
+    from targets.jax.load import JaxOptions
+    from targets.jax.selfcheck import Check
+    from targets.jax.target import JaxTarget
+
+
+class JaxBackend:
+    def refuse(self, config: ModelConfig) -> None:
+        if config.dtype == "fp8":
+            raise UserError("--dtype fp8 needs --backend cuda: with jax, --int8 quantises on load")
+        for name, given in (("kv-dtype", config.kv_dtype), ("device", config.device)):
+            if given is not None:
+                raise UserError(f"--{name} needs --backend cuda: JAX decides that by itself")
+
+    def load(
+        self,
+        path: Path,
+        config: ModelConfig,
+        speculation: SpeculationConfig,
+        suppress: tuple[int, ...],
+    ) -> JaxTarget:
+        from targets.jax.load import load_target
+
+        return load_target(path, _options(config, speculation), suppress)
+
+    def random(self, arch: Arch, config: ModelConfig, speculation: SpeculationConfig) -> JaxTarget:
+        from targets.jax.load import random_target
+
+        return random_target(arch, _options(config, speculation))
+
+    def device(self, config: ModelConfig) -> str:
+        import jax
+
+        return f"{jax.default_backend()}: {jax.devices()[0].device_kind}"
+
+    def exact(self, target: JaxTarget) -> bool:
+        return target.plan.mapped
+
+    def self_check(self, target: JaxTarget) -> Rows[Check]:
+        from targets.jax.selfcheck import self_check
+
+        return self_check(target)
+
+    def cycle(
+        self, target: JaxTarget, config: SpeculationConfig, k: int, accepted: Array | None = None
+    ) -> Cycle:
+        from drafters.device_cycle_jax import device_cycle
+        from drafters.ngram_jax import TracedNgram, TracedNone
+
+        assert accepted is None, "the traced loop compares: bench asks the host loop"
+        ngram = config.drafter == "ngram"
+        drafter = TracedNgram(config.ngram_min, config.ngram_max) if ngram else TracedNone()
+        return device_cycle(target, drafter, k)
+
+    def plain(self, target: JaxTarget) -> JaxTarget:
+        """Width 1: the exact one is as wide as the widest verify."""
+        from targets.jax.load import narrowed
+
+        return narrowed(target)
+
+    def warm(self, target: JaxTarget) -> tuple[Rows[int], Rows[int]]:
+        return (1,), (1,)  # all slots are one program, and chunks are padded to one length
+
+    def scorer(self, target: JaxTarget) -> Callable[[list[int]], np.ndarray]:
+        from targets.jax.score import window_nll
+
+        return partial(window_nll, target)
+
+    def at_width(self, target: JaxTarget, width: int) -> tuple[JaxTarget, int]:
+        target = self.plain(target) if width == 1 else target
+        return target, target.plan.width
+
+    def fed_width(self, target: JaxTarget, k: int) -> int:
+        return target.plan.width
+
+    def loops(self, target: JaxTarget) -> Rows[Literal["host", "device"]]:
+        return "host", "device"
+
+    def step_bytes(self, target: JaxTarget, batch: int, width: int, context: int) -> int:
+        from targets.jax.roofline import cache_bytes, weight_bytes
+
+        return weight_bytes(target, batch * width) + cache_bytes(target, batch, context)
+
+    def read_bandwidth(self, target: JaxTarget) -> float:
+        from targets.jax.roofline import read_bandwidth
+
+        return read_bandwidth()
+
+    def forward_samples(self, target: JaxTarget, seqs: Rows[Sequence], width: int) -> None:
+        return None  # XLA's programs return host ids: a step is what can be timed
+
+
+def _options(config: ModelConfig, speculation: SpeculationConfig) -> JaxOptions:
+    from targets.jax.load import JaxOptions
+
+    return JaxOptions(
+        slots=config.slots,
+        max_len=config.max_len,
+        k=speculation.k,
+        dtype=config.dtype,
+        int8=config.int8,
+        tp=config.tp,
+    )

@@ -1,0 +1,137 @@
+"""The points that `specdec bench` measures, one repeat after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from specdec.bench import (
+    ROOM,
+    cycle_samples,
+    end_to_end,
+    fill,
+    first_token_samples,
+    random_prompts,
+    step_samples,
+)
+from specdec.cli.assemble import Model, console, make_engine
+from specdec.cli.config import SpeculationConfig
+from specdec.errors import UserError
+from specdec.measured import Figures
+from specdec.synthetic import accepted_table
+from specdec.types import Sampling
+
+if TYPE_CHECKING:
+    from specdec.engine import Engine
+
+LOOKUP = 24
+"""Tokens that a prompt of the end-to-end runs says twice, so that prompt lookup finds them."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where to measure; see the command's options."""
+
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    widths: tuple[int, ...]
+    prompt_lengths: tuple[int, ...]
+    taus: tuple[float, ...]
+    max_tokens: int
+
+    def refuse(self, max_len: int, max_draft: int, k: int) -> None:
+        """Raise UserError for a point that can't be measured on such a target."""
+        longest = max((*self.contexts, *(n - ROOM for n in self.prompt_lengths)))
+        if longest + max(ROOM, max_draft + 2) > max_len:
+            raise UserError(
+                f"--contexts or --prompt-lengths: {longest} does not fit --max-len {max_len}"
+            )
+        if self.taus and self.contexts[0] + self.max_tokens > max_len:
+            raise UserError(
+                f"--synthetic-tau decodes --max-tokens {self.max_tokens} after a context of "
+                f"{self.contexts[0]}: they do not fit --max-len {max_len}"
+            )
+        for tau in self.taus:
+            accepted_table(tau, k, slots=1)
+
+
+Targets = dict[int, tuple[Any, int]]
+"""By the width that is really fed: the target that feeds it, and the width that was asked for."""
+
+
+def targets_by_width(model: Model, grid: Grid) -> Targets:
+    """Made once: a backend may compile a width anew."""
+    asked = ((w, *model.backend.at_width(model.target, w)) for w in grid.widths)
+    return {fed: (target, width) for width, target, fed in asked}
+
+
+def measure(
+    model: Model, targets: Targets, speculation: SpeculationConfig, grid: Grid, figures: Figures
+) -> None:
+    """One repeat of everything: steps, then what engines drive."""
+    for context in grid.contexts:
+        with console.status(f"timing steps at context {context}"):
+            _steps(model, targets, grid, context, figures)
+        with console.status(f"timing cycles at context {context}"):
+            _cycles(model, speculation, grid, context, figures)
+    with console.status("time to first token"):
+        engine = make_engine(model, replace(speculation, drafter="none"))
+        for n in grid.prompt_lengths:
+            samples = first_token_samples(engine, n, model.target.vocab)
+            figures.add("first token", n, samples)
+    with console.status("end to end"):
+        _runs(model, speculation, grid, figures)
+        _synthetic(model, speculation, grid, figures)
+
+
+def _steps(model: Model, targets: Targets, grid: Grid, context: int, figures: Figures) -> None:
+    """Each batch and width, host-driven and, where it can be told, by the device's own clock."""
+    for fed, (target, width) in targets.items():
+        seqs = fill(target, max(grid.batches), context, model.target.vocab)
+        for batch in grid.batches:
+            place = (batch, context, fed)
+            figures.add("step", place, step_samples(target, seqs[:batch], width - 1))
+            forward = model.backend.forward_samples(target, seqs[:batch], width)
+            figures.add("forward", place, forward)
+
+
+def _cycles(
+    model: Model, speculation: SpeculationConfig, grid: Grid, context: int, figures: Figures
+) -> None:
+    """Plain decoding and the drafter, in the loop that was chosen."""
+    for batch in grid.batches:
+        prompts = random_prompts(batch, context, model.target.vocab)
+        for drafter in dict.fromkeys(("none", speculation.drafter)):
+            k = 0 if drafter == "none" else speculation.k
+            width = model.backend.fed_width(model.target, k)
+            engine = make_engine(model, replace(speculation, drafter=drafter))
+            place = (batch, context, drafter, speculation.loop, width)
+            figures.add("cycle", place, cycle_samples(engine, prompts))
+
+
+def _runs(model: Model, speculation: SpeculationConfig, grid: Grid, figures: Figures) -> None:
+    """Plain and drafted, in every loop that there is, on prompts that repeat themselves."""
+    vocab, slots = model.target.vocab, max(grid.batches)
+    prompts = [[2, *text * 2] for text in random_prompts(slots, LOOKUP, vocab, seed=1)]
+    for drafter in dict.fromkeys(("none", speculation.drafter)):
+        for loop in model.backend.loops(model.target):
+            config = replace(speculation, drafter=drafter, loop=loop)
+            engine = partial(make_engine, model, config)
+            run = end_to_end(f"{drafter}, {loop} loop", engine, prompts, grid.max_tokens)
+            figures.add_run("end to end", run)
+
+
+def _synthetic(model: Model, speculation: SpeculationConfig, grid: Grid, figures: Figures) -> None:
+    """Greedy, each batch, after the first context: speed as if tau were this."""
+    for tau in grid.taus:
+        table = accepted_table(tau, speculation.k, model.target.slots)
+        for batch in grid.batches:
+            prompts = random_prompts(batch, grid.contexts[0], model.target.vocab)
+
+            def engine(table: Any = table) -> Engine:
+                return make_engine(model, speculation, accepted=table)
+
+            name = f"tau {tau:g}, batch {batch}"
+            run = end_to_end(name, engine, prompts, grid.max_tokens, Sampling())
+            figures.add_run("synthetic", run)
