@@ -113,7 +113,7 @@ def host_drafters(plain, vocab):
     }
 
 
-def check_host(path, mode, slots, ks, tokens=TOKENS):
+def check_host(path, mode, slots, ks, tokens=TOKENS, target_of=target_of):
     reference = target_of(path, 1)
     plain, _ = decode(reference, NoDrafter(), host_cycle(reference, NoDrafter(), 0), mode, tokens)
     target = target_of(path, slots)

@@ -116,9 +116,9 @@ class _Pass:
         slot, start = self.chunk.slot, self.chunk.start
         oldest = 0 if layer.window is None else max(0, start - layer.window + 1)
         past = [part.transpose(0, 1) for part in kv.read(store, slot, oldest, start)]
-        fresh = [kv.stored(part, store.k.dtype) for part in (k, v)]
         skip = max(0, len(k) - store.size)
-        kv.write(store, slot, start + skip, fresh[0][skip:], fresh[1][skip:])
+        kv.write(store, slot, start + skip, k[skip:], v[skip:])
+        fresh = [kv.stored(part, store.k.dtype) for part in (k, v)]
         k, v = (
             torch.cat([old.to(self.dtype), new.to(self.dtype)])
             for old, new in zip(past, fresh, strict=True)

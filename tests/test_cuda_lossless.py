@@ -1,0 +1,118 @@
+"""The word of honour of test_lossless.py, on the CUDA target's references."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import numpy as np
+import pytest
+import torch
+
+from drafters.none import NoDrafter
+from specdec.cycle import host_cycle
+from specdec.engine import Engine
+from specdec.errors import UserError
+from specdec.types import Sampling, Sequence
+from targets import mini
+from targets.arch import parse_arch
+from targets.cuda.load import CudaOptions, load_target, random_target
+from targets.cuda.memory import Shape, cache_bytes
+from tests.test_lossless import check_host
+from tests.tiny import VARIANTS, config_of
+
+
+@cache
+def target_of(path, slots, **options):
+    """Chunks of 16: those of 9 tokens and more take the library's path, shorter ones don't."""
+    chunk = 128 if path.name == "mini" else 16
+    given = {"chunk": chunk, "short": chunk // 2, "max_len": 256} | options
+    return load_target(path, CudaOptions(slots=slots, device="cpu", **given))
+
+
+check = partial(check_host, target_of=target_of)
+
+
+@pytest.mark.parametrize(
+    ("variant", "mode"),
+    [("31b", "everything"), ("e2b", "greedy"), ("26b-a4b", "nucleus")],
+)
+def test_host_loop(tiny, variant, mode):
+    check(tiny[variant], mode, slots=3, ks=[4], tokens=24)
+
+
+def test_every_draft_length(tiny):
+    check(tiny["12b"], "nucleus", slots=2, ks=[0, 1, 7], tokens=8)
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("fp8", "fp8"), ("bfloat16", "bfloat16")])
+def test_narrow_weights_and_caches(tiny, dtype, kv_dtype):
+    narrow = partial(target_of, dtype=dtype, kv_dtype=kv_dtype)
+    check_host(tiny["31b"], "nucleus", slots=2, ks=[4], tokens=12, target_of=narrow)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["greedy", "nucleus", "everything"])
+@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize("variant", ["mini", *VARIANTS])
+def test_whole_matrix(tiny, variant, slots, mode):
+    path = mini.path("mini") if variant == "mini" else tiny[variant]
+    check(path, mode, slots, ks=[0, 1, 2, 4, 7])
+
+
+def test_out_of_memory_in_prefill_fails_that_request_alone(tiny, monkeypatch):
+    target = target_of(tiny["31b"], 2)
+    honest = target._chunk
+
+    def chunk(rows, start, slot):
+        if (rows.tokens == 13).any():
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return honest(rows, start, slot)
+
+    monkeypatch.setattr(target, "_chunk", chunk)
+    engine = Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
+    large, small = Sequence([5, 13, 6], max_tokens=4), Sequence([5, 6], max_tokens=4)
+    events = list(engine.run([large, small]))
+    errors = [event.error for event in events if event.error]
+    assert len(errors) == 1 and "no room" in errors[0] and large.finish == "error"
+    assert small.finish == "length" and small.emitted == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"slots": 0}, "--slots"),
+        ({"max_len": 8}, "--max-len"),
+        ({"max_len": 10**6}, "--max-len"),
+        ({"k": 32}, "K must be 0 to 31"),
+        ({"dtype": "int4"}, "dtype"),
+        ({"kv_dtype": "int8"}, "dtype"),
+        ({"device": "tpu"}, "device"),
+    ],
+)
+def test_bad_options_are_one_line(tiny, options, said):
+    with pytest.raises(UserError, match=said) as refusal:
+        load_target(tiny["31b"], CudaOptions(**{"device": "cpu", "max_len": 64} | options))
+    assert "\n" not in str(refusal.value)
+
+
+def test_ids_and_drafts_that_the_model_does_not_have(tiny):
+    target = target_of(tiny["31b"], 1)
+    for prompt, bias in (([5, 320], ()), ([-1], ()), ([5], ((400, 1.0),))):
+        with pytest.raises(UserError, match="this model's ids are 0 to 319"):
+            target.prefill(Sequence(prompt, Sampling(logit_bias=bias), slot=0), 0, len(prompt))
+    with pytest.raises(UserError, match="at most 31"):
+        target.verify([Sequence([5], slot=0)], np.zeros((1, 32), np.int32))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_random_weights_and_their_bytes(variant):
+    """What `memory` counts before loading is what lies on the device afterwards."""
+    arch = parse_arch(config_of(variant))
+    target = random_target(arch, CudaOptions(slots=2, max_len=64, device="cpu", dtype="fp8"))
+    step = target.prefill(Sequence([1, 2, 3], slot=0), 0, 3)
+    assert 0 <= step.chosen[0, 0] < arch.vocab
+    plan = target.plan
+    shape = Shape(plan.slots, plan.max_len, 5, plan.chunk, plan.dtype, plan.kv_dtype)
+    caches = [c for c in target.cache.layers if c is not None]
+    held = sum(t.nbytes for c in caches for t in (c.k, c.v)) + target.cache.tokens.nbytes
+    assert held == cache_bytes(arch, shape)
