@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.errors import UserError
 from specdec.types import Sequence
 from targets import mini
 from targets.arch import read_arch
@@ -16,6 +17,7 @@ from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.model import decode
 from targets.cuda.ops import Rows
 from targets.cuda.params import load_params
+from targets.cuda.score import window_nll
 from targets.cuda.selfcheck import self_check
 from targets.jax.load import JaxOptions, load_target as load_jax
 from tests.tiny import VARIANTS, VOCAB, oracle, random_tensors, write_tiny
@@ -207,3 +209,12 @@ def test_self_check_passes_and_fails(tiny, monkeypatch):
     honest = target.ops.linear
     monkeypatch.setattr(target.ops, "linear", lambda x, w: honest(x, w) + len(x) * 1e-3)
     assert not all(check.passed for check in self_check(target))
+
+
+def test_scores_equal_transformers(tiny, references):
+    target = load_target(tiny["31b"], CudaOptions(slots=1, max_len=64, device="cpu"))
+    ours = window_nll(target, IDS[0].tolist())
+    log_p = torch.tensor(references["31b"][0][0]).log_softmax(-1).numpy()
+    assert np.abs(ours + log_p[np.arange(LENGTH - 1), IDS[0, 1:]]).max() <= TOLERANCE
+    with pytest.raises(UserError, match="--window"):
+        window_nll(target, [1] * 66)
