@@ -21,7 +21,7 @@ STEPS, WARM_STEPS = 30, 5
 CYCLE_SAMPLES, CYCLES_EACH = 20, 4
 """Several cycles to a sample: a driver may answer for many at once, or for the one before."""
 FIRST_TOKENS = 5
-ROOM = 64
+ROOM = 128
 """Tokens that a context needs beyond itself to be timed."""
 ENDLESS = 10**9
 NUCLEUS = Sampling(temperature=0.8, top_p=0.95)
@@ -87,11 +87,13 @@ def cycle_samples(engine: Engine, prompts: list[list[int]]) -> list[float]:
     for _ in range(WARM_STEPS):
         engine.step()
     samples = []
-    while len(samples) < CYCLE_SAMPLES and len(engine.scheduler.running) == len(seqs):
+    while len(samples) < CYCLE_SAMPLES:
         before, started = rounds, time.perf_counter()
-        while rounds < before + CYCLES_EACH and engine.scheduler.running:
+        while rounds < before + CYCLES_EACH and len(engine.scheduler.running) == len(seqs):
             engine.step()
-        samples.append((time.perf_counter() - started) / max(1, rounds - before))
+        if len(engine.scheduler.running) < len(seqs):
+            break
+        samples.append((time.perf_counter() - started) / (rounds - before))
     for seq in seqs:
         seq.cancelled = True
     engine.step()

@@ -21,29 +21,28 @@ def print_bench(document: Row, console: Console) -> None:
     bandwidth = document["read_bandwidth"] / 1e9
     console.print(f"measured read bandwidth [bold]{bandwidth:,.0f} GB/s[/bold]")
     columns = {
-        "batch": _plain("batch"),
+        "B": _plain("batch"),
         "context": _plain("context"),
-        "width": _plain("width"),
-        "step ms": lambda row: _ms(row["seconds"]),
+        "T": _plain("width"),
+        "step": lambda row: _ms(row["seconds"]),
         "spread": lambda row: _percent(row["spread"]),
         "share": lambda row: _percent(row["bandwidth_share"]),
-        "forward ms": lambda row: _ms(row["forward"]["seconds"]) if "forward" in row else "",
+        "forward": lambda row: _ms(row["forward"]["seconds"]) if "forward" in row else "",
         "its share": lambda row: _percent(row["forward_share"]) if "forward" in row else "",
         "/ plain": lambda row: f"{row['over_plain']:.3f}" if "over_plain" in row else "",
     }
-    _print("steps, host-driven, and the forward's device time", document["steps"], columns, console)
+    _print("ms per host-driven step, and of its forward alone", document["steps"], columns, console)
     columns = {
         "drafter": _plain("drafter"),
         "loop": _plain("loop"),
-        "batch": _plain("batch"),
+        "B": _plain("batch"),
         "context": _plain("context"),
-        "cycle ms": lambda row: _ms(row["seconds"]),
+        "cycle": lambda row: _ms(row["seconds"]),
         "spread": lambda row: _percent(row["spread"]),
-        "share": lambda row: _percent(row["bandwidth_share"]),
-        "overhead ms": lambda row: _ms(row["overhead"]) if "overhead" in row else "",
-        "tok/s at tau 1": lambda row: f"{row['tokens_per_second_at_tau_1']:,.1f}",
+        "overhead": lambda row: _ms(row["overhead"]) if "overhead" in row else "",
+        "tok/s, tau 1": lambda row: f"{row['tokens_per_second_at_tau_1']:,.1f}",
     }
-    _print("cycles, as the engine drives them", document["cycles"], columns, console)
+    _print("ms per cycle, as the engine drives it", document["cycles"], columns, console)
     columns = {
         "prompt": _plain("prompt_length"),
         "ms": lambda row: _ms(row["seconds"]),

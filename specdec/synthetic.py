@@ -17,23 +17,23 @@ from specdec.types import SAT_OUT, Array, Round, Sequence
 
 CYCLES = 1000
 """Rows of the table; then it starts again."""
+GOLDEN = (5**0.5 - 1) / 2
 
 
 def accepted_table(tau: float, k: int, slots: int, seed: int = 0) -> np.ndarray:
     """int32 [CYCLES, slots]: draft tokens kept, 0 to k, whose mean is tau - 1 in each column.
 
     Drawn as if each guess were right with the same probability, whatever came before. Quantiles
-    at even steps, in random order: the mean is then tau's but for rounding, in every slot.
+    by golden steps from a random start: short runs have the mean too, as independent draws do not.
     """
     if not 1 <= tau <= k + 1:
         raise UserError(f"--synthetic-tau must be 1 to K + 1 = {k + 1}, got {tau:g}")
     rate = _rate(tau - 1, k)
-    quantiles = (np.arange(CYCLES) + 0.5) / CYCLES
+    start = np.random.default_rng(seed).random(slots)
+    quantiles = (start + GOLDEN * np.arange(CYCLES)[:, None]) % 1
     # n are kept or more with probability rate ** n
-    counts = sum((quantiles < rate**n).astype(np.int32) for n in range(1, k + 1))
-    random = np.random.default_rng(seed)
-    columns = [random.permutation(np.broadcast_to(counts, CYCLES)) for _ in range(slots)]
-    return np.stack(columns, 1).astype(np.int32)
+    kept = (quantiles[..., None] < rate ** np.arange(1, k + 1)).sum(-1)
+    return kept.astype(np.int32)
 
 
 def synthetic_cycle(inner: Cycle, table: np.ndarray) -> Cycle:

@@ -20,7 +20,7 @@ from specdec.cli.config import SpeculationConfig
 from specdec.errors import UserError
 from specdec.measured import Figures
 from specdec.synthetic import accepted_table
-from specdec.types import Sampling
+from specdec.types import Sampling, Sequence
 
 if TYPE_CHECKING:
     from specdec.engine import Engine
@@ -42,11 +42,14 @@ class Grid:
 
     def refuse(self, max_len: int, max_draft: int, k: int) -> None:
         """Raise UserError for a point that can't be measured on such a target."""
-        longest = max((*self.contexts, *(n - ROOM for n in self.prompt_lengths)))
-        if longest + max(ROOM, max_draft + 2) > max_len:
+        longest = max(max(self.contexts) + ROOM, *(n + 1 for n in self.prompt_lengths), 0)
+        if longest > max_len:
             raise UserError(
-                f"--contexts or --prompt-lengths: {longest} does not fit --max-len {max_len}"
+                f"--contexts (with {ROOM} tokens of room) or --prompt-lengths need {longest} "
+                f"tokens: they do not fit --max-len {max_len}"
             )
+        if max(self.widths) > max_draft + 1:
+            raise UserError(f"--widths must be 1 to {max_draft + 1}, got {max(self.widths)}")
         if self.taus and self.contexts[0] + self.max_tokens > max_len:
             raise UserError(
                 f"--synthetic-tau decodes --max-tokens {self.max_tokens} after a context of "
@@ -87,8 +90,11 @@ def measure(
 
 def _steps(model: Model, targets: Targets, grid: Grid, context: int, figures: Figures) -> None:
     """Each batch and width, host-driven and, where it can be told, by the device's own clock."""
+    filled: dict[int, list[Sequence]] = {}
     for fed, (target, width) in targets.items():
-        seqs = fill(target, max(grid.batches), context, model.target.vocab)
+        if id(target) not in filled:
+            filled[id(target)] = fill(target, max(grid.batches), context, model.target.vocab)
+        seqs = filled[id(target)]
         for batch in grid.batches:
             place = (batch, context, fed)
             figures.add("step", place, step_samples(target, seqs[:batch], width - 1))

@@ -42,19 +42,23 @@ def serve(
     if max_waiting < 0:
         raise UserError(f"max-waiting must be 0 or more, got {max_waiting}")
     speculation = speculation.resolved(model)
-    listener = _listen(host, port)
-    loaded = load_model(model, speculation)
-    say_model(model, loaded)
-    engine = make_engine(loaded, speculation, max_waiting)
-    warm_up(engine, VARIANTS, *loaded.backend.warm(loaded.target))
-    name = served_model_name or loaded.name
-    app = create_app(EngineRunner(engine), loaded.tokenizer, name, k=speculation.k, api_key=api_key)
-    console.print(
-        f"serving [bold]{name}[/bold] at http://{host}:{port}/v1 "
-        f"(drafter {speculation.drafter}, K = {speculation.k}, {engine.target.slots} slots)"
-    )
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
-    server.run(sockets=[listener])
+    with _listen(host, port) as listener:
+        loaded = load_model(model, speculation)
+        say_model(model, loaded)
+        engine = make_engine(loaded, speculation, max_waiting)
+        warm_up(engine, VARIANTS, *loaded.backend.warm(loaded.target))
+        name = served_model_name or loaded.name
+        app = create_app(
+            EngineRunner(engine), loaded.tokenizer, name, k=speculation.k, api_key=api_key
+        )
+        console.print(
+            f"serving [bold]{name}[/bold] at http://{host}:{port}/v1 "
+            f"(drafter {speculation.drafter}, K = {speculation.k}, {engine.target.slots} slots)"
+        )
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+        )
+        server.run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -90,14 +90,13 @@ def ring(layer: LayerSpec, max_len: int, chunk: int) -> int:
 
 
 def cache_bytes(arch: Arch, shape: Shape) -> int:
-    """Of keys, values and the text that was fed, for all slots."""
-    slack = max(LONGEST, min(shape.chunk, SHORT))
-    total = 4 * (shape.max_len + slack)
+    """Of keys, values and the text that was fed, for all slots; idle rows have a text too."""
+    text, total = 4 * (shape.max_len + max(LONGEST, min(shape.chunk, SHORT))), 0
     for layer in arch.layers:
         if layer.kv_from is None:
             entries = layer.kv_heads * ring(layer, shape.max_len, shape.chunk)
             total += 2 * entries * _up(layer.head_dim, HEAD_DIM_ALIGN) * KV[shape.kv]
-    return shape.slots * total
+    return shape.slots * total + (shape.slots + 1) * text
 
 
 def check_fits(arch: Arch, shape: Shape, free: int) -> None:

@@ -1,0 +1,163 @@
+"""What a bench measures: acceptance as asked for, figures with their spread, tables and a plot."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from drafters.none import NoDrafter
+from specdec import bench, measured
+from specdec.bench_report import plot_bench, print_bench
+from specdec.cycle import host_cycle
+from specdec.engine import Engine
+from specdec.errors import UserError
+from specdec.measured import Figures
+from specdec.record import gpus, run_record
+from specdec.synthetic import CYCLES, accepted_table, synthetic_cycle
+from specdec.types import SAT_OUT, Round, Sequence, Step
+from tests.fakes import FakeTarget
+
+
+@pytest.mark.parametrize(
+    ("tau", "k"), [(1, 4), (1.3, 1), (2.7, 4), (3, 4), (5, 4), (1, 0), (9, 31)]
+)
+def test_a_table_has_the_mean_that_was_asked_for_over_short_runs_too(tau, k):
+    table = accepted_table(tau, k, slots=3)
+    assert table.shape == (CYCLES, 3) and table.dtype == np.int32
+    assert table.min() >= 0 and table.max() <= k
+    assert table.mean(0) + 1 == pytest.approx([tau] * 3, abs=0.02)
+    assert table[100:150].mean(0) + 1 == pytest.approx([tau] * 3, rel=0.1)
+    assert (table == accepted_table(tau, k, slots=3)).all()
+
+
+def test_a_table_is_drawn_as_guesses_are():
+    """Kept guesses fall geometrically, and slots and seeds differ."""
+    table = accepted_table(2.7, 4, slots=2)
+    kept = [(table >= n).mean() for n in range(1, 5)]
+    assert np.array(kept[1:]) / kept[:-1] == pytest.approx([kept[0]] * 3, rel=0.03)
+    assert (table[:, 0] != table[:, 1]).any()
+    assert (table != accepted_table(2.7, 4, slots=2, seed=1)).any()
+
+
+@pytest.mark.parametrize("tau", [0.9, 5.1, float("nan")])
+def test_a_tau_out_of_reach_is_refused(tau):
+    with pytest.raises(UserError, match="--synthetic-tau must be 1 to K"):
+        accepted_table(tau, 4, slots=1)
+
+
+def test_synthetic_decoding_has_that_tau_whatever_the_drafter_guesses():
+    target = FakeTarget(slots=2)
+
+    def make_engine() -> Engine:
+        drafter = NoDrafter()
+        driver = synthetic_cycle(host_cycle(target, drafter, 4), accepted_table(2.7, 4, 2))
+        return Engine(target, drafter, driver)
+
+    run = bench.end_to_end("tau 2.7", make_engine, [[1, 2], [3]], max_tokens=200)
+    assert run.tau == pytest.approx(2.7, rel=0.03) and run.tokens == 400
+
+
+def test_synthetic_rows_that_sit_out_stay_out():
+    silent = Round(np.zeros((1, 4)), Step(np.zeros((1, 5))), np.array([SAT_OUT]))
+    driver = synthetic_cycle(lambda seqs, hurry: [silent], accepted_table(3, 4, 1))
+    (done,) = driver([Sequence([1], slot=0)], False)
+    assert done.accepted.tolist() == [SAT_OUT]
+
+
+def test_cycles_are_counted_by_round_and_the_engine_is_left_idle():
+    target = FakeTarget(slots=2)
+    inner = host_cycle(target, NoDrafter(), 0)
+    engine = Engine(target, NoDrafter(), lambda seqs, hurry: inner(seqs, hurry))
+    samples = bench.cycle_samples(engine, [[1, 2], [3]])
+    assert len(samples) == bench.CYCLE_SAMPLES and min(samples) > 0 and engine.idle
+    short = FakeTarget(slots=1, max_len=20)
+    engine = Engine(short, NoDrafter(), host_cycle(short, NoDrafter(), 0))
+    assert len(bench.cycle_samples(engine, [[1]])) < bench.CYCLE_SAMPLES and engine.idle
+
+
+def test_first_tokens_and_steps_are_sampled():
+    target = FakeTarget(slots=2)
+    engine = Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
+    assert len(bench.first_token_samples(engine, 9, target.vocab)) == bench.FIRST_TOKENS
+    seqs = bench.fill(target, 2, 9, target.vocab)
+    assert seqs[0].tokens != seqs[1].tokens
+    assert len(bench.step_samples(target, seqs, 4)) == bench.STEPS
+
+
+def document() -> dict:
+    """A receipt's figures by hand: the forward takes 4 s at T = 1, 5 s at T = 5; 8 bytes a step at
+    a bandwidth of 4."""
+    figures = Figures()
+    for width, seconds in ((1, 4.0), (5, 5.0)):
+        for batch in (1, 8):
+            for drift in (0.0, 0.1):
+                place = (batch, 512, width)
+                figures.add("step", place, [seconds + 1 + drift] * 3)
+                figures.add("forward", place, [seconds + drift])
+    figures.add("forward", (1, 512, 7), None)
+    figures.add("cycle", (1, 512, "ngram", "device", 5), [5.5, 5.5])
+    figures.add("first token", 128, [0.25])
+    for speed in (90.0, 110.0):
+        figures.add_run("end to end", bench.Run("none", speed, 1.0, 7, "same"))
+    needed, runs = (lambda batch, context, width: 8), figures.run_rows("end to end")
+    return {
+        "architecture": "tiny",
+        "read_bandwidth": 4.0,
+        "steps": measured.step_rows(figures, needed, 4.0),
+        "cycles": measured.cycle_rows(figures, needed, 4.0),
+        "first_token": measured.first_token_rows(figures),
+        "runs": runs,
+        "synthetic": [],
+        "equal": True,
+    }
+
+
+def test_figures_by_hand():
+    found = document()
+    plain, _, wide, _ = found["steps"]
+    assert plain["seconds"] == pytest.approx(5.05) and plain["spread"] == pytest.approx(0.1 / 5.05)
+    assert plain["forward_share"] == pytest.approx(8 / 4.05 / 4)
+    assert plain["over_plain"] == 1 and wide["over_plain"] == pytest.approx(5.05 / 4.05)
+    assert plain["samples"] == ((5.0,) * 3, (5.1,) * 3)
+    (cycle,) = found["cycles"]
+    assert cycle["overhead"] == pytest.approx(0.45)
+    assert cycle["tokens_per_second_at_tau_1"] == pytest.approx(1 / 5.5)
+    (run,) = found["runs"]
+    assert (run["tokens_per_second"], run["spread"], run["repeatable"]) == (100.0, 0.2, True)
+
+
+def test_a_receipt_is_printed_and_drawn(tmp_path):
+    found = json.loads(json.dumps(document()))
+    console = Console(file=io.StringIO(), width=80)
+    print_bench(found, console)
+    text = console.file.getvalue()
+    assert "1.247" in text and "outputs equal" in text and "…" not in text
+    plot_bench(found, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="can't write the plot"):
+        plot_bench(found, tmp_path / "missing" / "plot.png")
+
+
+def test_gpus_are_asked_of_nvidia_smi(monkeypatch, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 580.1, 1980 MHz, 3201 MHz'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (found,) = gpus()
+    assert found["name"] == "NVIDIA H200" and found["clocks.mem"] == "3201 MHz"
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert gpus() == []
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert gpus() == []
+
+
+def test_a_copy_without_history_says_its_commit(monkeypatch, tmp_path):
+    (tmp_path / "specdec").mkdir()
+    monkeypatch.setattr("specdec.record.__file__", str(tmp_path / "specdec" / "record.py"))
+    assert run_record("cpu")["git"] is None
+    (tmp_path / ".git-sha").write_text("abc123\n")
+    assert run_record("cpu")["git"] == "abc123"
