@@ -158,6 +158,14 @@ def test_a_port_in_use_is_said_before_loading(capsys):
         assert port in line and "--port" in line
 
 
+@pytest.fixture
+def few_samples(monkeypatch):
+    for name, value in {"STEPS": 3, "CYCLE_SAMPLES": 2, "FIRST_TOKENS": 2}.items():
+        monkeypatch.setattr(f"specdec.bench.{name}", value)
+    monkeypatch.setattr("targets.cuda.roofline.GROUPS", 3)
+
+
+@pytest.mark.usefixtures("few_samples")
 def test_bench_times_steps_and_compares_texts(capsys, tmp_path):
     receipt = tmp_path / "receipt.json"
     arguments = ["bench", "--slots", "2", "--contexts", "40", "--max-tokens", "12"]
@@ -169,6 +177,7 @@ def test_bench_times_steps_and_compares_texts(capsys, tmp_path):
     assert {(s["batch"], s["width"]) for s in document["steps"]} == {(1, 1), (1, 8), (2, 1), (2, 8)}
 
 
+@pytest.mark.usefixtures("few_samples")
 def test_bench_of_the_cuda_target_with_a_synthetic_tau_and_a_peer(capsys, tmp_path):
     receipt, plot = tmp_path / "receipt.json", tmp_path / "plot.png"
     arguments = ["bench", *CUDA, "--batches", "1,2", "--contexts", "30", "--widths", "1,3"]
