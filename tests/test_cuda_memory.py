@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import pytest
+import torch
 
 from specdec.errors import UserError
 from targets.arch import LayerSpec, released
 from targets.cuda import memory, roofline
+from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.machine import Machine, refuse
 from targets.cuda.memory import Shape, check_fits, need
+from tests.tiny import VARIANTS
 
 SHAPE = Shape(slots=4, max_len=2048, width=5, chunk=2048, dtype="fp8", kv="bfloat16")
 B31 = released("gemma-4-31b")
@@ -31,6 +36,33 @@ def test_cache_of_31b_by_hand():
     text = 4 * (2048 + 128)
     assert memory.cache_bytes(B31, SHAPE) == 4 * 2 * 2 * by_hand + 5 * text
     assert memory.cache_bytes(B31, replace(SHAPE, kv="fp8")) == 4 * 2 * by_hand + 5 * text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_counted_is_what_a_target_holds(tiny, variant, dtype):
+    """To the byte; but the references share one table between embedding and head."""
+    options = CudaOptions(slots=3, max_len=64, dtype=dtype, device="cpu")
+    target = load_target(tiny[variant], options)
+    counted = need(target.arch, Shape(3, 64, 5, target.plan.chunk, dtype, target.kv_dtype))
+    table = target.weights.embed.nbytes
+    assert _held(target.weights) == counted.weights - table
+    assert _held(target.cache) == counted.cache
+
+
+def _held(part: Any) -> int:
+    """Bytes behind all tensors of a dataclass; a storage that two share counts once."""
+    storages = (tensor.untyped_storage() for tensor in _tensors(part))
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def _tensors(part: Any) -> Iterator[torch.Tensor]:
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif is_dataclass(part) or isinstance(part, tuple):
+        parts = part if isinstance(part, tuple) else (getattr(part, f.name) for f in fields(part))
+        for inner in parts:
+            yield from _tensors(inner)
 
 
 def test_layers_that_share_keep_no_cache_but_read_one():
