@@ -16,9 +16,7 @@ from targets.arch import Arch, LayerSpec, MoeSpec, Rope
 
 def rms(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """float32 over the last axis; plain `weight`, not 1 + weight."""
-    x = x.float()
-    x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
-    return x if weight is None else x * weight
+    return F.rms_norm(x.float(), x.shape[-1:], weight, eps)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -38,7 +36,8 @@ def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """NeoX pairing (i, i + D / 2) of x [..., D] by angles [..., D / 2]."""
     cos, sin = angles.cos(), angles.sin()
     low, high = x.chunk(2, -1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+    left = torch.addcmul(low * cos, high, sin, value=-1)
+    return torch.cat([left, torch.addcmul(high * cos, low, sin)], -1)
 
 
 def soft_cap(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:

@@ -20,10 +20,11 @@ from targets.arch import Arch, LayerSpec
 from targets.checkpoint import Checkpoint
 from targets.cuda.cache import FP8_MAX
 from targets.cuda.ops import Linear
+from targets.cuda.upload import upload
 from targets.tensors import TensorSpec, all_tensors
 
-READERS = 8
-"""Layers read at once: one thread alone copies from the page cache at a fraction of the bus."""
+READERS = 4
+"""Layers read at once: one thread copies out of the page cache at half the speed of the bus."""
 
 Raw = tuple[torch.Tensor, torch.Tensor | None]
 """A tensor as stored and its scale (None where it is wide), on the device."""
@@ -96,7 +97,8 @@ def load_params(checkpoint: Checkpoint, arch: Arch, dtype: str, device: str, pac
     def source(name: str) -> Raw:
         stored = checkpoint.read(name)
         scale = None if stored.scale is None else torch.from_numpy(stored.scale).to(device)
-        return _tensor(stored.values).to(device), scale
+        values = _tensor(stored.values)
+        return (values if device == "cpu" else upload(values, device)), scale
 
     with ThreadPoolExecutor(READERS) as readers:
         return _build(arch, source, dtype, pack, lambda make, items: list(readers.map(make, items)))
