@@ -16,7 +16,6 @@ from specdec.types import Sampling, Sequence
 from targets import mini
 from targets.arch import parse_arch
 from targets.cuda.load import CudaOptions, load_target, random_target
-from targets.cuda.memory import Shape, cache_bytes
 from tests.test_lossless import check_host
 from tests.tiny import VARIANTS, config_of
 
@@ -105,14 +104,9 @@ def test_ids_and_drafts_that_the_model_does_not_have(tiny):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_random_weights_and_their_bytes(variant):
-    """What `memory` counts before loading is what lies on the device afterwards."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+def test_random_weights_run(variant, dtype):
     arch = parse_arch(config_of(variant))
-    target = random_target(arch, CudaOptions(slots=2, max_len=64, device="cpu", dtype="fp8"))
-    step = target.prefill(Sequence([1, 2, 3], slot=0), 0, 3)
-    assert 0 <= step.chosen[0, 0] < arch.vocab
-    plan = target.plan
-    shape = Shape(plan.slots, plan.max_len, 5, plan.chunk, plan.dtype, plan.kv_dtype)
-    caches = [c for c in target.cache.layers if c is not None]
-    held = sum(t.nbytes for c in caches for t in (c.k, c.v)) + target.cache.tokens.nbytes
-    assert held == cache_bytes(arch, shape)
+    target = random_target(arch, CudaOptions(slots=2, max_len=64, device="cpu", dtype=dtype))
+    step = target.prefill(Sequence([1, 2, 3], Sampling(logprobs=1), slot=0), 0, 3)
+    assert 0 <= step.chosen[0, 0] < arch.vocab and np.isfinite(step.logprobs.chosen).all()
