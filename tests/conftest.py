@@ -16,3 +16,11 @@ def tiny(tmp_path_factory) -> dict[str, Path]:
     for variant in VARIANTS:
         write_tiny(root / variant, variant)
     return {variant: root / variant for variant in VARIANTS}
+
+
+@pytest.fixture
+def few_samples(monkeypatch):
+    """A bench that is only run, not believed."""
+    for name, value in {"STEPS": 3, "CYCLE_SAMPLES": 2, "FIRST_TOKENS": 2}.items():
+        monkeypatch.setattr(f"specdec.bench.{name}", value)
+    monkeypatch.setattr("targets.cuda.roofline.GROUPS", 3)

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable
 from math import prod
 
+from specdec.errors import UserError
 from targets.arch import Arch, MoeSpec
+from targets.cuda.machine import free_bytes
 from targets.cuda.memory import KV, WIDE, tensor_bytes
 from targets.tensors import all_tensors
 
@@ -18,7 +20,7 @@ TABLES = ("embed_tokens_per_layer",)
 """Only looked up; the other table, `embed_tokens`, is read whole as the head."""
 GROUPS, REPLAYS = 10, 8
 """Timed groups of back-to-back forwards: a group hides the clock's own resolution."""
-CPU_BLOCK = 2**26
+STREAM, CPU_BLOCK = 2**34, 2**26
 
 
 def weight_bytes(arch: Arch, dtype: str, rows: int, expected: bool = True) -> int:
@@ -61,13 +63,26 @@ def cache_bytes(arch: Arch, kv: str, batch: int, context: int) -> int:
 def read_bandwidth(device: str) -> float:
     """Bytes per second: the device's read-only stream, or the references' own on a CPU."""
     if device != "cpu":
-        from targets.cuda.kernels import stream_bandwidth
-
-        return stream_bandwidth()
+        return _stream()
     import torch
 
     block = torch.ones(CPU_BLOCK // 4)
     return CPU_BLOCK / min(_seconds(block.sum) for _ in range(10))
+
+
+def _stream() -> float:
+    """The read-only stream over what memory the model leaves: far more than any cache holds."""
+    import torch
+
+    from targets.cuda.kernels import stream_bandwidth
+
+    torch.cuda.empty_cache()
+    size = min(STREAM, free_bytes() // 2 >> 30 << 30)
+    if not size:
+        raise UserError("no 2 GiB are free to measure the read bandwidth: use fewer --batches")
+    bandwidth = stream_bandwidth(size)
+    torch.cuda.empty_cache()
+    return bandwidth
 
 
 def forward_samples(forward: Callable[[], object], device: str) -> list[float]:

@@ -1,0 +1,27 @@
+"""Running commands as a user types them, and being refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.cli import main
+
+PROMPT = "def add(first, second):\n    return"
+CUDA = ["--backend", "cuda", "--device", "cpu"]
+"""The CUDA target on its references, which need no GPU."""
+
+
+def run(capsys, *arguments) -> tuple[str, str]:
+    main(list(arguments))
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def refused(capsys, *arguments) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    assert stop.value.code == 2 and not captured.out
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("specdec: "), captured.err
+    return lines[0]

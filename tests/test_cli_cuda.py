@@ -1,0 +1,85 @@
+"""The commands on the CUDA target's references, and what they say where it can't run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from targets.cuda.machine import Machine
+from tests.commands import CUDA, PROMPT, refused, run
+
+
+@pytest.mark.usefixtures("few_samples")
+def test_bench_of_the_cuda_target_with_a_synthetic_tau_and_a_peer(capsys, tmp_path):
+    receipt, plot = tmp_path / "receipt.json", tmp_path / "plot.png"
+    arguments = ["bench", *CUDA, "--batches", "1,2", "--contexts", "30", "--widths", "1,3"]
+    arguments += ["--k", "2", "--prompt-lengths", "16", "--synthetic-tau", "2", "--max-len", "256"]
+    arguments += ["--max-tokens", "8", "--peer", "transformers", "--plot", str(plot)]
+    out, err = run(capsys, *arguments, "--out", str(receipt), "--json")
+    document = json.loads(out.splitlines()[-1])
+    assert document == json.loads(receipt.read_text()) and document["equal"]
+    steps = document["steps"]
+    assert {(s["batch"], s["width"]) for s in steps} == {(1, 1), (1, 3), (2, 1), (2, 3)}
+    assert all(len(s["samples"]) == len(s["forward"]["samples"]) == 2 for s in steps)
+    cycles = document["cycles"]
+    assert {(c["drafter"], c["width"]) for c in cycles} == {("none", 1), ("ngram", 3)}
+    assert [run["tau"] > 1 for run in document["synthetic"]] == [True, True]
+    assert len(document["read_bandwidths"]) == 2 and plot.stat().st_size > 10_000
+    assert all(run.get("tokens_per_second") for run in document["peer"]["runs"]), document["peer"]
+    assert "transformers, prompt lookup, batch 1" in err
+
+
+def test_cuda_references_say_the_same_whatever_the_drafter(capsys, tmp_path):
+    base = ["generate", PROMPT, "--max-tokens", "10", "--json", "--slots", "1", *CUDA]
+    base += ["--temperature", "0.8", "--seed", "3"]
+    variants = [["--drafter", "none"], [], ["--k", "7"]]
+    texts = {json.loads(run(capsys, *base, *v)[0].splitlines()[-1])["text"] for v in variants}
+    assert len(texts) == 1
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def f(x):"}\n{"prompt": "import os\\nimport sys\\n"}\n')
+    arguments = ["eval-acceptance", str(prompts), "--max-tokens", "12", "--slots", "2", *CUDA]
+    document = json.loads(run(capsys, *arguments, "--json")[0].splitlines()[-1])
+    assert document["equality"]["equal"] and list(document["speeds"]) == ["plain", "drafted"]
+    assert document["device"] == "cpu: torch references"
+
+
+def test_cuda_references_score_and_check_as_jax_does(capsys, tmp_path):
+    text = tmp_path / "text.py"
+    text.write_text(PROMPT * 10)
+    arguments = ["perplexity", str(text), "--window", "64", "--stride", "32", "--json"]
+    ours, theirs = (
+        json.loads(run(capsys, *arguments, *backend)[0].splitlines()[-1]) for backend in (CUDA, [])
+    )
+    assert ours["nll"] == pytest.approx(theirs["nll"], abs=1e-4)
+    assert ours["tokens"] == theirs["tokens"]
+    out, _ = run(capsys, "doctor", *CUDA, "--json", "--slots", "2")
+    assert json.loads(out.splitlines()[-1])["healthy"]
+
+
+def test_cuda_without_a_gpu_is_one_line(capsys, monkeypatch):
+    nothing = Machine("2.13.0", "13.0", None)
+    monkeypatch.setattr("targets.cuda.machine.find_machine", lambda: nothing)
+    assert "no NVIDIA GPU" in refused(capsys, "serve", "--port", "0", "--backend", "cuda")
+
+
+def test_cuda_refuses_what_will_not_fit_before_it_loads(capsys, monkeypatch):
+    monkeypatch.setattr("targets.cuda.machine.check_device", lambda: None)
+    monkeypatch.setattr("targets.cuda.machine.free_bytes", lambda: 40 * 2**30)
+    arguments = ["bench", "--random", "gemma-4-31b", "--backend", "cuda", "--dtype", "fp8"]
+    line = refused(capsys, *arguments, "--max-len", "8192", "--slots", "16")
+    assert "40.0 GiB are free" in line and "--slots 3 would fit" in line
+
+
+def test_neither_backend_needs_the_other_framework():
+    code = (
+        "import sys; sys.modules[{absent!r}] = None\n"
+        "from specdec.cli import main\n"
+        "main(['generate', 'def f', '--max-tokens', '3', '--slots', '1', '--json', *{options!r}])"
+    )
+    for absent, options in (("jax", CUDA), ("torch", [])):
+        script = code.format(absent=absent, options=options)
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
