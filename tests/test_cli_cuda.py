@@ -8,8 +8,14 @@ import sys
 
 import pytest
 
+from drafters.none import NoDrafter
+from specdec.cli.assemble import warm_up
+from specdec.cycle import host_cycle
+from specdec.engine import Engine
+from specdec.types import Sampling
 from targets.cuda.machine import Machine
 from tests.commands import CUDA, PROMPT, refused, run
+from tests.fakes import FakeTarget
 
 
 @pytest.mark.usefixtures("few_samples")
@@ -83,3 +89,28 @@ def test_neither_backend_needs_the_other_framework():
         script = code.format(absent=absent, options=options)
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
+
+def test_warming_up_meets_every_batch_and_leaves_no_trace():
+    target, met = FakeTarget(slots=3), set()
+    inner = host_cycle(target, NoDrafter(), 2)
+
+    def watched(seqs, hurry):
+        met.add(len(seqs))
+        return inner(seqs, hurry)
+
+    engine = Engine(target, NoDrafter(), watched)
+    warm_up(engine, [Sampling()], rows=3, lengths=(1, 9))
+    assert met == {1, 2, 3} and engine.idle and engine.acceptance.cycles == 0
+
+
+@pytest.mark.parametrize(
+    "options", [["--dtype", "fp8"], ["--dtype", "bfloat16", "--kv-dtype", "fp8"]]
+)
+def test_narrow_weights_and_cache_run_on_the_references(capsys, options):
+    base = ["generate", PROMPT, "--max-tokens", "6", "--slots", "1", "--json", *CUDA, *options]
+    texts = {
+        json.loads(run(capsys, *base, "--drafter", drafter)[0].splitlines()[-1])["text"]
+        for drafter in ("none", "ngram")
+    }
+    assert len(texts) == 1

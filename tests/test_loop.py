@@ -177,11 +177,12 @@ def test_sampling_refuses_what_makes_no_sense(field, value, words):
         Sampling(**{field: value})
 
 
-def test_what_the_target_refuses_fails_alone():
+@pytest.mark.parametrize("refusal", [UserError, MemoryError])
+def test_what_the_target_refuses_fails_alone(refusal):
     class Picky(FakeTarget):
         def prefill(self, seq, start, stop):
             if 13 in seq.tokens:
-                raise UserError("no thirteen")
+                raise refusal("no thirteen")
             return super().prefill(seq, start, stop)
 
     target = Picky(slots=1)

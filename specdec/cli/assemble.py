@@ -164,26 +164,23 @@ def make_engine(
 
 
 def warm_up(
-    engine: Engine,
-    samplings: Iterable[Sampling],
-    sizes: Iterable[int] = (1,),
-    lengths: Iterable[int] = (1,),
+    engine: Engine, samplings: Iterable[Sampling], rows: int = 1, lengths: Iterable[int] = (1,)
 ) -> None:
     """Compile what these requests will need, so that speed is measured without it.
 
-    sizes: batches to decode; lengths: prompts to prefill.
+    rows: every batch up to this many is decoded; lengths: prompts to prefill.
     """
     with console.status("compiling"):
         for sampling in samplings:
-            for size in sizes:
-                _decode(engine, [[2]] * size, replace(sampling, seed=0))
+            # one row joins per turn, so the first must last until the last is there
+            _decode(engine, [[2]] * rows, replace(sampling, seed=0), WARM_TOKENS + rows)
         for length in lengths:
-            _decode(engine, [[2] * length], Sampling())
+            _decode(engine, [[2] * length], Sampling(), WARM_TOKENS)
     engine.acceptance = Acceptance()
 
 
-def _decode(engine: Engine, prompts: list[list[int]], sampling: Sampling) -> None:
-    for _ in engine.run([Sequence(list(p), sampling, max_tokens=WARM_TOKENS) for p in prompts]):
+def _decode(engine: Engine, prompts: list[list[int]], sampling: Sampling, count: int) -> None:
+    for _ in engine.run([Sequence(list(p), sampling, max_tokens=count) for p in prompts]):
         pass
 
 

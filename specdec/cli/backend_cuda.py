@@ -78,9 +78,10 @@ class CudaBackend:
     def plain(self, target: CudaTarget) -> None:
         return None  # kernels do not pad: the exact one is the fastest
 
-    def warm(self, target: CudaTarget) -> tuple[Rows[int], Rows[int]]:
-        sizes = {min(2**i, target.slots) for i in range(target.slots.bit_length() + 1)}
-        return sorted(sizes), (1, min(LONG, target.max_len - LONG // 4))
+    def warm(self, target: CudaTarget) -> tuple[int, Rows[int]]:
+        if self.exact(target):
+            return 1, (1,)  # the references are not compiled
+        return target.slots, (1, min(LONG, target.max_len // 2))
 
     def scorer(self, target: CudaTarget) -> Callable[[list[int]], np.ndarray]:
         from targets.cuda.score import window_nll

@@ -75,8 +75,8 @@ class JaxBackend:
 
         return narrowed(target)
 
-    def warm(self, target: JaxTarget) -> tuple[Rows[int], Rows[int]]:
-        return (1,), (1,)  # all slots are one program, and chunks are padded to one length
+    def warm(self, target: JaxTarget) -> tuple[int, Rows[int]]:
+        return 1, (1,)  # all slots are one program, and chunks are padded to one length
 
     def scorer(self, target: JaxTarget) -> Callable[[list[int]], np.ndarray]:
         from targets.jax.score import window_nll

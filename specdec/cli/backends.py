@@ -88,8 +88,8 @@ class Backend(Protocol):
         """The fastest plain decoding, where that isn't the exact one."""
         ...
 
-    def warm(self, target: Any) -> tuple[Rows[int], Rows[int]]:
-        """Batch sizes and prompt lengths that each need programs of their own."""
+    def warm(self, target: Any) -> tuple[int, Rows[int]]:
+        """Up to how many rows each batch size, and which prompt lengths, need programs."""
         ...
 
     def scorer(self, target: Any) -> Callable[[list[int]], np.ndarray]:
