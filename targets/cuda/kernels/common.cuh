@@ -1,0 +1,98 @@
+// What every kernel needs: programmatic dependent launch, fragments, conversions, layouts.
+// No CUDA headers: NVRTC then needs nothing but itself.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// Kernels start before their predecessor has ended (programmatic dependent launch). Nothing that
+// an earlier kernel of the same cycle writes may be touched before `wait_for_previous`.
+__device__ inline void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ inline void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+// Starts bytes (a multiple of 16) on their way to the L2 cache.
+__device__ inline void prefetch(const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
+}
+
+__device__ inline u32 shared_address(const void* p) {
+  return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+// Activations of fp8 weights travel as f16 of value / 32: f16 then reaches 2 million and still
+// carries 11 bits (bf16: 8). The weight's scale is multiplied by 32 when it is packed.
+constexpr float kActivationScale = 1.0f / 32.0f;
+
+#undef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+
+__device__ inline u16 to_f16(float v) {  // saturates
+  u16 bits;
+  v = fminf(fmaxf(v, -65504.0f), 65504.0f);
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+  return bits;
+}
+__device__ inline u16 to_bf16(float v) {
+  u16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+  return bits;
+}
+__device__ inline float from_bf16(u16 bits) { return __uint_as_float(u32(bits) << 16); }
+__device__ inline u16 input_of_fp8(float v) { return to_f16(v * kActivationScale); }
+
+// Where element f of row m of a linear layer's input lies: [m / block][f / 32][m % block][f % 32].
+// A warp then reads the B fragment of 32 input features with one 16-byte load per lane.
+__device__ inline size_t x_offset(int m, int f, int k_blocks, int block) {
+  return ((size_t(m / block) * k_blocks + f / 32) * block + m % block) * 32 + f % 32;
+}
+
+// Four e4m3 -> two f16x2, exact.
+__device__ inline void widen(u32 four, u32& low, u32& high) {
+  asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; }"
+      : "=r"(low), "=r"(high)
+      : "r"(four));
+}
+
+// D[16 x 8] += A[16 x 16] B[16 x 8]; a column of D depends on its own column of B alone.
+__device__ inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ inline void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ inline float gelu_tanh(float x) {
+  const float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+  return 0.5f * x * (1.0f + tanhf(inner));
+}
+
+__device__ inline float warp_sum(float v) {
+#pragma unroll
+  for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(~0u, v, d);
+  return v;
+}
+__device__ inline float warp_max(float v) {
+#pragma unroll
+  for (int d = 16; d; d >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, d));
+  return v;
+}
+
+// Sum over the block in a fixed order: warps by shuffles, then the warps' sums, by every warp. Each
+// use of a kernel needs its own `scratch` [32].
+__device__ inline float block_sum(float v, float* scratch) {
+  const int lane = threadIdx.x % 32;
+  v = warp_sum(v);
+  if (lane == 0) scratch[threadIdx.x / 32] = v;
+  __syncthreads();
+  return warp_sum(lane < blockDim.x / 32 ? scratch[lane] : 0.0f);
+}

@@ -1,0 +1,153 @@
+// The residual stream: embedding, RMS norms fused with the residual addition. One CTA per row.
+#include "common.cuh"
+
+#ifndef FP8  // what the next linear layer's weights are
+#define FP8 1
+#endif
+__device__ inline u16 narrow(float v) { return FP8 ? input_of_fp8(v) : to_bf16(v); }
+
+constexpr int kThreads = 512;
+constexpr int kMax = 4;  // float4 per thread: hidden sizes up to 8192
+
+__device__ inline float4 load4(const float* p, int i) { return reinterpret_cast<const float4*>(p)[i]; }
+__device__ inline float square4(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
+
+__device__ inline void store_input(void* x, int m, int i, float4 v, int k_blocks, int block) {
+  const u32 low = narrow(v.x) | u32(narrow(v.y)) << 16, high = narrow(v.z) | u32(narrow(v.w)) << 16;
+  *reinterpret_cast<uint2*>(static_cast<u16*>(x) + x_offset(m, 4 * i, k_blocks, block)) =
+      make_uint2(low, high);
+}
+
+// h = (h + rms(branch) * post) * scalar; x = rms(h) * pre. branch, post, scalar, pre may be null.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    add_norm(float* h, const float* branch, const float* post, const float* scalar, const float* pre,
+             void* x, int hidden, float eps, int k_blocks, int block) {
+  __shared__ float scratch[2][32];
+  let_next_start();
+  const int m = blockIdx.x, quads = hidden / 4;
+  float4 weight[kMax], closing[kMax], stream[kMax], added[kMax];
+#pragma unroll
+  for (int j = 0; j < kMax; j++) {
+    const int i = threadIdx.x + j * kThreads;
+    if (pre && i < quads) weight[j] = load4(pre, i);
+    if (branch && i < quads) closing[j] = load4(post, i);
+  }
+  const float factor = scalar ? *scalar : 1.0f;
+  wait_for_previous();
+  float* row = h + size_t(m) * hidden;
+  float squares = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kMax; j++) {
+    const int i = threadIdx.x + j * kThreads;
+    if (i >= quads) continue;
+    stream[j] = load4(row, i);
+    if (!branch) continue;
+    added[j] = load4(branch + size_t(m) * hidden, i);
+    squares += square4(added[j]);
+  }
+  if (branch) {
+    const float inverse = rsqrtf(block_sum(squares, scratch[0]) / hidden + eps);
+#pragma unroll
+    for (int j = 0; j < kMax; j++) {
+      const int i = threadIdx.x + j * kThreads;
+      if (i >= quads) continue;
+      const float4 w = closing[j];
+      float4 v = stream[j];
+      v.x = (v.x + added[j].x * inverse * w.x) * factor;
+      v.y = (v.y + added[j].y * inverse * w.y) * factor;
+      v.z = (v.z + added[j].z * inverse * w.z) * factor;
+      v.w = (v.w + added[j].w * inverse * w.w) * factor;
+      stream[j] = v;
+      reinterpret_cast<float4*>(row)[i] = v;
+    }
+  }
+  if (!x) return;
+  float inverse = 1.0f;
+  if (pre) {
+    squares = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kMax; j++)
+      if (threadIdx.x + j * kThreads < quads) squares += square4(stream[j]);
+    inverse = rsqrtf(block_sum(squares, scratch[1]) / hidden + eps);
+  }
+#pragma unroll
+  for (int j = 0; j < kMax; j++) {
+    const int i = threadIdx.x + j * kThreads;
+    if (i >= quads) continue;
+    float4 v = stream[j];
+    if (pre) {
+      v.x *= inverse * weight[j].x, v.y *= inverse * weight[j].y;
+      v.z *= inverse * weight[j].z, v.w *= inverse * weight[j].w;
+    }
+    store_input(x, m, i, v, k_blocks, block);
+  }
+}
+
+// out = rms(first) * first_weight + rms(second) * second_weight: the two branches of a MoE layer.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    join(const float* first, const float* first_weight, const float* second,
+         const float* second_weight, float* out, int hidden, float eps) {
+  __shared__ float scratch[2][32];
+  let_next_start();
+  wait_for_previous();
+  const size_t row = size_t(blockIdx.x) * hidden;
+  const int quads = hidden / 4;
+  float4 a[kMax], b[kMax];
+  float a_squares = 0.0f, b_squares = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kMax; j++) {
+    const int i = threadIdx.x + j * kThreads;
+    if (i >= quads) continue;
+    a[j] = load4(first + row, i), b[j] = load4(second + row, i);
+    a_squares += square4(a[j]), b_squares += square4(b[j]);
+  }
+  const float p = rsqrtf(block_sum(a_squares, scratch[0]) / hidden + eps);
+  const float q = rsqrtf(block_sum(b_squares, scratch[1]) / hidden + eps);
+#pragma unroll
+  for (int j = 0; j < kMax; j++) {
+    const int i = threadIdx.x + j * kThreads;
+    if (i >= quads) continue;
+    const float4 u = load4(first_weight, i), v = load4(second_weight, i);
+    reinterpret_cast<float4*>(out + row)[i] =
+        make_float4(a[j].x * p * u.x + b[j].x * q * v.x, a[j].y * p * u.y + b[j].y * q * v.y,
+                    a[j].z * p * u.z + b[j].z * q * v.z, a[j].w * p * u.w + b[j].w * q * v.w);
+  }
+}
+
+// h[m] = table[token] * factor, rounded to bf16 as the published models do.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    embed(const u16* table, const int* tokens, float* h, int hidden, int vocab,
+          float factor) {
+  const int token = tokens[blockIdx.x];
+  const u16* row = table + size_t(token >= 0 && token < vocab ? token : 0) * hidden;
+  for (int i = threadIdx.x; i < hidden; i += kThreads)
+    h[size_t(blockIdx.x) * hidden + i] =
+        from_bf16(to_bf16(from_bf16(row[i]) * factor));
+}
+
+// Per-layer inputs of E2B and E4B: (rms(mixed * hidden^-1/2) * weight + table row) / sqrt(2).
+// One warp per layer of a row; width is at most 1024.
+extern "C" __global__ void __launch_bounds__(256)
+    per_layer_inputs(const float* mixed, const u16* table, const float* weight,
+                     const int* tokens, float* out, int layers, int width, int vocab, float eps,
+                     float mixed_factor, float table_factor) {
+  let_next_start();
+  wait_for_previous();
+  const int lane = threadIdx.x % 32, layer = blockIdx.y * 8 + threadIdx.x / 32, m = blockIdx.x;
+  if (layer >= layers) return;
+  const int token = tokens[m];
+  const size_t at = size_t(m) * layers * width + size_t(layer) * width;
+  const u16* row =
+      table + size_t(token >= 0 && token < vocab ? token : 0) * layers * width + size_t(layer) * width;
+  float squares = 0.0f;
+  for (int i = lane; i < width; i += 32) {
+    const float v = mixed[at + i] * mixed_factor;
+    squares += v * v;
+  }
+  const float inverse = rsqrtf(warp_sum(squares) / width + eps);
+  for (int i = lane; i < width; i += 32) {
+    const float v = mixed[at + i] * mixed_factor * inverse * weight[i];
+    const float own = from_bf16(to_bf16(from_bf16(row[i]) * table_factor));
+    out[at + i] = (v + own) * 0.70710678118654752f;
+  }
+}

@@ -1,0 +1,166 @@
+"""From a .cu file to a running kernel: NVRTC, a cache of binaries, launches with PDL.
+
+cuda-python does all three, so there is one mechanism and no build step. The cache is keyed by the
+source, the options, the compiler, the architecture and the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import UserError
+
+SOURCES = Path(__file__).parent / "kernels"
+ARCHITECTURE = "sm_90a"
+HEADER = "common.cuh"
+SHARED_LIMIT = 227 * 1024
+"""Bytes of dynamic shared memory that a Hopper CTA may have, once it is allowed to."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One .cu file with its macros, such as ("gemm", (("FP8", 1), ("NT", 2)))."""
+
+    file: str
+    macros: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def options(self) -> list[str]:
+        defines = [f"-D{name}={value}" for name, value in self.macros]
+        return [f"-arch={ARCHITECTURE}", "-std=c++17", *defines]
+
+
+def compile_variant(variant: Variant) -> bytes:
+    """The variant's cubin for sm_90a. Raises UserError with the compiler's log."""
+    nvrtc = _import("nvrtc")
+    source = (SOURCES / f"{variant.file}.cu").read_text()
+    header = (SOURCES / HEADER).read_text()
+    result, program = nvrtc.nvrtcCreateProgram(
+        source.encode(), f"{variant.file}.cu".encode(), 1, [header.encode()], [HEADER.encode()]
+    )
+    _demand(nvrtc, result, "nvrtcCreateProgram")
+    options = [option.encode() for option in variant.options]
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        size = nvrtc.nvrtcGetProgramLogSize(program)[1]
+        log = b" " * size
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise UserError(f"{variant.file}.cu does not compile: {log.decode().strip()}")
+    size = nvrtc.nvrtcGetCUBINSize(program)[1]
+    binary = b" " * size
+    nvrtc.nvrtcGetCUBIN(program, binary)
+    return binary
+
+
+def cached_binary(variant: Variant, folder: Path, driver: int) -> bytes:
+    """From the cache, else compiled and kept; a file is complete or not there at all."""
+    nvrtc = _import("nvrtc")
+    digest = hashlib.sha256()
+    for part in (f"{variant.file}.cu", HEADER):
+        digest.update((SOURCES / part).read_bytes())
+    digest.update(repr((variant.options, nvrtc.nvrtcVersion()[1:], driver)).encode())
+    file = folder / f"{variant.file}-{digest.hexdigest()[:24]}.cubin"
+    if file.is_file():
+        return file.read_bytes()
+    binary = compile_variant(variant)
+    folder.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_bytes(binary)
+    part.replace(file)
+    return binary
+
+
+class Library:
+    """The kernels of a set of variants on the current device, compiled side by side."""
+
+    def __init__(self, variants: set[Variant], folder: Path | None = None) -> None:
+        cuda = _import("driver")
+        folder = folder or Path.home() / ".cache" / "specdec" / "kernels"
+        version = _call(cuda.cuDriverGetVersion())
+        ordered = sorted(variants, key=repr)
+        with ThreadPoolExecutor() as pool:
+            binaries = list(pool.map(lambda v: cached_binary(v, folder, version), ordered))
+        self._modules = {
+            variant: _call(cuda.cuModuleLoadData(binary))
+            for variant, binary in zip(ordered, binaries, strict=True)
+        }
+        self._kernels: dict[tuple[Variant, str], Any] = {}
+
+    def kernel(self, variant: Variant, name: str) -> Any:
+        """A kernel's handle, allowed to take as much shared memory as there is."""
+        cuda, key = _import("driver"), (variant, name)
+        if key not in self._kernels:
+            handle = _call(cuda.cuModuleGetFunction(self._modules[variant], name.encode()))
+            attribute = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            static = _call(
+                cuda.cuFuncGetAttribute(
+                    cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle
+                )
+            )
+            _call(cuda.cuFuncSetAttribute(handle, attribute, SHARED_LIMIT - static))
+            self._kernels[key] = handle
+        return self._kernels[key]
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    threads: int,
+    arguments: list[Any],
+    stream: int,
+    shared: int = 0,
+    early: bool = True,
+) -> None:
+    """Launch with ctypes values (or one ctypes Structure). early: may start before the previous
+    kernel has ended (programmatic dependent launch); it waits by itself."""
+    cuda = _import("driver")
+    config = cuda.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared, stream
+    if early:
+        config.attrs, config.numAttrs = [_early()], 1
+    pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(a) for a in arguments])
+    _call(cuda.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
+
+
+@cache
+def _early() -> Any:
+    cuda = _import("driver")
+    attribute = cuda.CUlaunchAttribute()
+    attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+@cache
+def _import(name: str) -> Any:
+    try:
+        import importlib
+
+        module = importlib.import_module(f"cuda.bindings.{name}")
+    except (ImportError, RuntimeError) as problem:
+        raise UserError(
+            f"the CUDA backend needs cuda-bindings ({problem}): pip install 'specdec[cuda]'"
+        ) from None
+    return module
+
+
+def _call(answer: tuple) -> Any:
+    """The value of a driver call. Raises RuntimeError where the driver reports an error."""
+    status, *values = answer
+    if status.value != 0:
+        raise RuntimeError(f"CUDA driver: {status.name}")
+    return values[0] if values else None
+
+
+def _demand(nvrtc: Any, status: Any, what: str) -> None:
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise UserError(f"{what} failed ({status.name}): pip install nvidia-cuda-nvrtc")

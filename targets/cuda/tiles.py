@@ -1,0 +1,141 @@
+"""Weights in the order in which `kernels/gemm.cu` reads them.
+
+A tile is 16 rows; every CTA owns equally many and walks all inputs in steps. Memory holds every
+CTA's first step, then every CTA's second, and so on, so that the whole GPU reads one stretch at a
+time; within a step, warp by warp in the tensor cores' fragment order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from targets.cuda.ops import Linear
+
+TILE = 16
+INPUTS = 32
+"""Inputs of one block: a tile of a block is what a warp loads at once."""
+INPUT_ALIGN = 64
+TILE_BYTES = {"fp8": 512, "bf16": 1024}
+TILES_PER_PASS = 22
+WARPS = 11
+"""And a producer: three per scheduler, which leaves 168 registers to each thread."""
+STEP_BYTES = 24 * 1024
+BLOCKS = 16
+"""Most blocks of inputs per step: for 64 tokens they are 64 KiB, and two steps must fit."""
+ACTIVATION_SCALE = 32.0
+"""Inputs of fp8 weights travel divided by this (kernels/common.cuh)."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a weight is dealt: a function of its shape and the machine alone.
+
+    ctas x passes x tiles cover the rows; steps x k_groups x depth blocks cover the inputs; a
+    CTA's warps are row_groups (of `wide` tiles each) x k_groups.
+    """
+
+    ctas: int
+    passes: int
+    tiles: int
+    wide: int
+    row_groups: int
+    k_groups: int
+    depth: int
+    steps: int
+
+    @property
+    def warps(self) -> int:
+        return self.row_groups * self.k_groups
+
+    def step_bytes(self, kind: str) -> int:
+        return self.warps * self.depth * self.wide * TILE_BYTES[kind]
+
+
+def padded_inputs(k: int) -> int:
+    return -(-k // INPUT_ALIGN) * INPUT_ALIGN
+
+
+def schedule(n: int, k: int, kind: str, gated: bool, processors: int) -> Schedule:
+    """n rows (of both halves where gated) by k inputs on this many multiprocessors."""
+    tiles = 2 * -(-(n // 2) // TILE) if gated else -(-n // TILE)
+    each = -(-tiles // processors)
+    passes = -(-each // TILES_PER_PASS)
+    each = -(-each // passes)
+    wide = 2 if gated or each % 2 == 0 else 3 if each % 3 == 0 else 1
+    if wide == 1 and each > WARPS:
+        wide = 2
+    each = -(-each // wide) * wide
+    row_groups = each // wide
+    blocks = padded_inputs(k) // INPUTS
+    k_groups = 1
+    if passes == 1:
+        k_groups = max(g for g in (1, 2, 4, 8) if blocks % g == 0 and g * row_groups <= WARPS)
+    step = row_groups * k_groups * wide * TILE_BYTES[kind]
+    depths = (d for d in (1, 2, 3, 4) if blocks % (d * k_groups) == 0 and d * k_groups <= BLOCKS)
+    depth = max((d for d in depths if d * step <= STEP_BYTES), default=1)
+    ctas = -(-tiles // (each * passes))
+    return Schedule(
+        ctas, passes, each, wide, row_groups, k_groups, depth, blocks // (k_groups * depth)
+    )
+
+
+def schedule_of(weight: Linear, processors: int) -> Schedule:
+    gated = weight.layout.endswith("gated")
+    return schedule(weight.n, weight.k, weight.kind, gated, processors)
+
+
+def tile(values: torch.Tensor, kind: str, gated: bool, processors: int) -> torch.Tensor:
+    """values [n, k] -> bytes [passes, steps, ctas, step bytes]. gated: gate's rows, then up's;
+    their tiles alternate, so that one warp holds both of a feature."""
+    n, k = values.shape
+    plan = schedule(n, k, kind, gated, processors)
+    rows = plan.ctas * plan.passes * plan.tiles * TILE
+    words = _words(values, padded_inputs(k))
+    if gated:
+        half = words.new_zeros((2, rows // 2, words.shape[1]))
+        half[:, : n // 2] = words.view(2, n // 2, -1)
+        words = half.view(2, rows // 2 // TILE, TILE, -1).transpose(0, 1).reshape(rows, -1)
+    elif rows > n:
+        words = torch.cat([words, words.new_zeros((rows - n, words.shape[1]))])
+    ordered = words.view(_sizes(plan, kind)).permute(_ORDER[kind]).contiguous()
+    return ordered.view(torch.uint8).view(plan.passes, plan.steps, plan.ctas, -1)
+
+
+def untile(weight: Linear, processors: int) -> torch.Tensor:
+    """The inverse of `tile`: values [n, k] in the weight's dtype."""
+    plan = schedule_of(weight, processors)
+    rows = plan.ctas * plan.passes * plan.tiles * TILE
+    order, sizes = _ORDER[weight.kind], _sizes(plan, weight.kind)
+    shaped = weight.data.view(torch.int32).view([sizes[axis] for axis in order])
+    words = shaped.permute([order.index(axis) for axis in range(len(order))]).reshape(rows, -1)
+    if weight.layout.endswith("gated"):
+        halves = words.view(rows // 2 // TILE, 2, TILE, -1).transpose(0, 1)
+        words = halves.reshape(2, rows // 2, -1)[:, : weight.n // 2].reshape(weight.n, -1)
+    dtype = torch.float8_e4m3fn if weight.kind == "fp8" else torch.bfloat16
+    return words[: weight.n].contiguous().view(dtype)[:, : weight.k]
+
+
+# Axes of a padded weight as int32 words. Rows: 0 pass, 1 CTA, 2 row group, 3 tile of the warp,
+# 4 half of 8, 5 row. Inputs: 6 step, 7 k group, 8 depth, then for fp8: 9 lane, 10 word (4 inputs);
+# for bf16: 9 lane, 10 step of 16, 11 pair (2 inputs).
+_ORDER = {
+    "fp8": (0, 6, 1, 7, 2, 8, 3, 5, 9, 10, 4),
+    "bf16": (0, 6, 1, 7, 2, 8, 3, 10, 5, 9, 11, 4),
+}
+
+
+def _sizes(plan: Schedule, kind: str) -> tuple[int, ...]:
+    rows = (plan.passes, plan.ctas, plan.row_groups, plan.wide, 2, 8)
+    inputs = (plan.steps, plan.k_groups, plan.depth)
+    return rows + inputs + ((4, 2) if kind == "fp8" else (4, 2, 2))
+
+
+def _words(values: torch.Tensor, padded: int) -> torch.Tensor:
+    """[n, padded k] as int32 words."""
+    raw = values.contiguous().view(torch.uint8)
+    size = values.element_size()
+    if padded != values.shape[1]:
+        raw = torch.nn.functional.pad(raw, (0, (padded - values.shape[1]) * size))
+    return raw.contiguous().view(torch.int32)
