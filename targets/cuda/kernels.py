@@ -19,6 +19,7 @@ from targets.cuda.cache import CHUNK, LayerCache
 from targets.cuda.formulas import inverse_frequencies
 from targets.cuda.launch import Library, Variant, launch
 from targets.cuda.ops import Linear, Rows
+from targets.cuda.sampling import Rules
 
 BLOCKS = (8, 16, 32, 64)
 """Tokens per CTA of the skinny GEMM; longer calls take several blocks of the last."""
@@ -61,7 +62,19 @@ class _Attention(Structure):
     )
 
 
+class _Choose(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "bias", "history", "start", "slot")),
+        *((name, c_void_p) for name in Rules._fields),
+        *((name, c_void_p) for name in ("counts", "chosen")),
+        *((name, c_int) for name in ("vocab", "stride", "tokens", "shaped")),
+    )
+
+
 PLAIN, GATED, LOGITS, PER_LAYER = range(4)
+CLUSTER = 8
+"""CTAs that choose one row's token together."""
+CHOOSE, CYCLE = Variant("choose"), Variant("cycle")
 
 
 class Kernels:
@@ -82,7 +95,7 @@ class Kernels:
             )
 
     def _variants(self, kinds: set[str]) -> set[Variant]:
-        variants: set[Variant] = set()
+        variants = {CHOOSE, CYCLE}
         for kind in kinds:
             variants |= {_gemm(kind, block, wide) for block in BLOCKS for wide in (1, 2, 3)}
             variants.add(_norm(kind))
@@ -160,6 +173,28 @@ class Kernels:
         out = self._new(x.rows, table.n)
         self._gemm(x, table, out, LOGITS if softcap else PLAIN, table.n, softcap=softcap or 0.0)
         return out
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        bias: torch.Tensor,
+        rules: Rules,
+        history: torch.Tensor,
+        rows: Rows,
+        shaped: bool,
+    ) -> torch.Tensor:
+        batch, tokens, vocab = logits.shape
+        m = batch * tokens
+        chosen = torch.empty((batch, tokens), dtype=torch.int32, device=self.device)
+        counts = torch.empty((m, vocab) if shaped else 0, dtype=torch.int32, device=self.device)
+        job = _Choose(
+            *map(_address, (logits, bias, history, rows.start, rows.slot, *rules)),
+            *map(_address, (counts, chosen)),
+            *(vocab, history.stride(0), tokens, int(shaped)),
+        )
+        share = (vocab + 4 * CLUSTER - 1) // (4 * CLUSTER) * 4
+        self._launch(CHOOSE, "choose", (m * CLUSTER, 1, 1), 1024, [job], 4 * share)
+        return chosen
 
     def attention(
         self,
@@ -267,7 +302,9 @@ class Kernels:
         high = next(t for t in (1, 2, 4) if rows <= 16 * t or t == 4)
         variant = _attend(dim, high, self.kv8, kind)
         vectors = layer.heads + (layer.kv_heads if layer.kv_from is None else 0)
-        self._launch(variant, "prepare", (batch * tokens, -(-vectors // 8), 1), THREADS, [job])
+        # a later part's starts were computed just now: it can't overtake that
+        grid = (batch * tokens, -(-vectors // 8), 1)
+        self._launch(variant, "prepare", grid, THREADS, [job], early=not first)
         grid = (chunks, layer.kv_heads, batch * -(-rows // (16 * high)))
         self._launch(variant, "attend", grid, THREADS, [job], _attend_shared(dim, high))
         arguments: list[Any] = [*map(_p, (partial, weight, start, slot, x.data))]
@@ -313,6 +350,40 @@ class Kernels:
         kernel = self.library.kernel(variant, name)
         stream = torch.cuda.current_stream().cuda_stream
         launch(kernel, grid, threads, arguments, stream, shared, early)
+
+    def draft(
+        self,
+        history: torch.Tensor,
+        state: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        k: int,
+        lengths: tuple[int, int],
+    ) -> tuple[torch.Tensor, Rows]:
+        """Prompt lookup in each slot's text, and the verify that it leads to. state: length and
+        live [slots]; lengths: the shortest and longest suffix, the longest 0 for no guesses."""
+        batch = len(slots)
+        make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=self.device)  # noqa: E731
+        guesses, rows = make(batch, k), Rows(make(batch, k + 1), make(batch), make(batch))
+        tensors = (history, *state, slots, guesses, rows.tokens, rows.start, rows.slot)
+        arguments = [*map(_p, tensors), *map(c_int, (history.stride(0), k, *lengths))]
+        self._launch(CYCLE, "draft", (batch, 1, 1), 1024, arguments, early=False)
+        return guesses, rows
+
+    def commit(
+        self,
+        history: torch.Tensor,
+        state: tuple[torch.Tensor, torch.Tensor],
+        rows: Rows,
+        chosen: torch.Tensor,
+        accepted: torch.Tensor,
+        limits: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Append chosen[: accepted + 1] to the texts, end what has come to its end; `accepted`
+        [B] int32 becomes SAT_OUT where a row did not run. limits: stop ids [slots, 16], longest."""
+        batch, tokens = chosen.shape
+        tensors = (history, *state, rows.slot, chosen, accepted, *limits)
+        arguments = [*map(_p, tensors), *map(c_int, (batch, history.stride(0), tokens))]
+        self._launch(CYCLE, "commit", (-(-batch // 128), 1, 1), 128, arguments)
 
 
 def stream_bandwidth(size: int = 16 << 30) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from targets.arch import Arch, LayerSpec, MoeSpec
-from targets.cuda import cache as kv
+from targets.cuda import cache as kv, sampling
 from targets.cuda.cache import CHUNK, LayerCache
 from targets.cuda.formulas import (
     gate,
@@ -180,6 +180,19 @@ class Reference:
         return each_row(
             lambda d, r: rms(d, dense_norm, eps) + rms(r, routed_norm, eps), dense, routed
         )
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        bias: torch.Tensor,
+        rules: sampling.Rules,
+        history: torch.Tensor,
+        rows: Rows,
+        shaped: bool,
+    ) -> torch.Tensor:
+        if shaped:
+            return sampling.choose(logits, bias, rules, history, rows)
+        return sampling.choose_greedy(logits, bias, rows)
 
     def head(self, x: torch.Tensor, table: Linear, softcap: float | None) -> torch.Tensor:
         return each_row(lambda row: soft_cap(row, softcap), self.linear(x, table))

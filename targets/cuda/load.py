@@ -43,6 +43,8 @@ class CudaOptions:
     device: str = "cuda"
     chunk: int | None = None
     short: int = SHORT
+    graphs: bool = True
+    """Replay captured CUDA graphs; off to launch kernel by kernel (the text is the same)."""
 
 
 def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()) -> CudaTarget:
@@ -53,7 +55,7 @@ def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()
     plan = make_plan(arch, options, _stored(checkpoint))
     ops = make_ops(arch, plan)
     weights = load_params(checkpoint, arch, plan.dtype, plan.device, ops.pack)
-    return CudaTarget(plan, arch, weights, ops, suppress)
+    return CudaTarget(plan, arch, weights, ops, suppress, _captures(options, ops))
 
 
 def random_target(arch: Arch, options: CudaOptions, seed: int = 0) -> CudaTarget:
@@ -61,7 +63,7 @@ def random_target(arch: Arch, options: CudaOptions, seed: int = 0) -> CudaTarget
     plan = make_plan(arch, options, "bfloat16")
     ops = make_ops(arch, plan)
     weights = random_params(arch, plan.dtype, plan.device, ops.pack, seed)
-    return CudaTarget(plan, arch, weights, ops)
+    return CudaTarget(plan, arch, weights, ops, graphs=_captures(options, ops))
 
 
 def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
@@ -105,6 +107,11 @@ def make_ops(arch: Arch, plan: Plan) -> Ops:
 
     kinds = {"bf16", "fp8"} if plan.dtype == "fp8" else {"bf16"}
     return Kernels(arch, plan.max_len + plan.slack, DTYPES[plan.kv_dtype], kinds)
+
+
+def _captures(options: CudaOptions, ops: Ops) -> bool:
+    """Kernels can be captured; references ask the host as they go."""
+    return options.graphs and not isinstance(ops, Reference)
 
 
 def stored_dtype(path: Path) -> str:

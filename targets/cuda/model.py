@@ -18,7 +18,7 @@ from targets.cuda.params import LayerWeights, Moe, Weights
 
 
 class Hidden(NamedTuple):
-    """logits [M, V] float32, soft-capped, of each row or of the last alone; features [M, F]: the
+    """logits [M, V] float32, soft-capped, of each row or of one alone; features [M, F]: the
     chosen layers' outputs, or None."""
 
     logits: torch.Tensor
@@ -32,10 +32,10 @@ def decode(
     rows: Rows,
     ops: Ops,
     features: tuple[int, ...] = (),
-    last: bool = False,
+    only: torch.Tensor | None = None,
 ) -> Hidden:
-    """Feed the rows: write their K/V, attend over the cache alone. last: logits of the last row
-    only."""
+    """Feed the rows: write their K/V, attend over the cache alone. only [1]: logits of that row
+    alone."""
     h = ops.embed(weights.embed, rows)
     inputs = _per_layer_inputs(weights, h, rows, ops)
     first = weights.layers[0]
@@ -60,8 +60,10 @@ def decode(
         x = ops.norm(h, branch, post, w.scalar, *_opening(weights, i + 1))
         if i in features:
             states[i] = h.clone()
-    if last:
-        x = ops.norm(h[-1:], None, None, None, *_opening(weights, len(weights.layers)))
+    if only is not None:
+        x = ops.norm(
+            h.index_select(0, only), None, None, None, *_opening(weights, len(weights.layers))
+        )
     captured = torch.cat([states[i] for i in features], -1) if features else None
     return Hidden(ops.head(x, weights.head, arch.softcap), captured)
 

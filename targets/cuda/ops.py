@@ -11,12 +11,15 @@ whatever layout and dtype its implementation likes: only the same implementation
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from targets.arch import LayerSpec, MoeSpec
 from targets.cuda.cache import LayerCache
+
+if TYPE_CHECKING:
+    from targets.cuda.sampling import Rules
 
 X = Any
 
@@ -146,4 +149,17 @@ class Ops(Protocol):
 
     def head(self, x: X, table: Linear, softcap: float | None) -> torch.Tensor:
         """-> soft-capped logits [M, V] float32."""
+        ...
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        bias: torch.Tensor,
+        rules: Rules,
+        history: torch.Tensor,
+        rows: Rows,
+        shaped: bool,
+    ) -> torch.Tensor:
+        """logits [B, T, V], bias [slots, V], history [slots, S] -> [B, T] int32. `shaped` False:
+        every row is a bare argmax."""
         ...

@@ -153,10 +153,17 @@ def _ordered(values: torch.Tensor) -> torch.Tensor:
     return torch.where(bits >> 31 == 1, ~bits & 0xFFFFFFFF, bits | 0x80000000)
 
 
-def logprobs(logits: torch.Tensor, chosen: torch.Tensor) -> LogprobRows:
-    """Of the unshaped distribution (temperature 1, nothing cut), best 20; numpy, as logits
-    [B, T, V] and chosen [B, T] say."""
+def logprob_rows(logits: torch.Tensor, chosen: torch.Tensor) -> LogprobRows:
+    """Of the unshaped distribution (temperature 1, nothing cut), best 20; tensors on the device,
+    as logits [B, T, V] and chosen [B, T] say."""
     log_p = logits.log_softmax(-1)
     values, ids = log_p.topk(min(MAX_LOGPROBS, log_p.shape[-1]), -1)
     picked = log_p.gather(-1, chosen[..., None].long())[..., 0]
-    return LogprobRows(picked.cpu().numpy(), ids.int().cpu().numpy(), values.cpu().numpy())
+    return LogprobRows(picked, ids.int(), values)
+
+
+def logprobs(logits: torch.Tensor, chosen: torch.Tensor) -> LogprobRows:
+    """`logprob_rows` as numpy."""
+    rows = logprob_rows(logits, chosen)
+    parts = (rows.chosen, rows.top_ids, rows.top_logprobs)
+    return LogprobRows(*(part.cpu().numpy() for part in parts))

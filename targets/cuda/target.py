@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from specdec.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Sequence, Ste
 from targets.arch import Arch
 from targets.cuda import sampling
 from targets.cuda.cache import make_cache
+from targets.cuda.graphs import Graphs, Outcome
 from targets.cuda.model import Hidden, decode
 from targets.cuda.ops import Ops, Rows
 from targets.cuda.params import Weights
@@ -48,14 +48,6 @@ class Plan:
         return max(MAX_DRAFT + 1, min(self.chunk, self.short))
 
 
-class Outcome(NamedTuple):
-    """chosen [B, T] int32; logits [B, T, V] float32, soft-capped; features [B, T, F] or None."""
-
-    chosen: torch.Tensor
-    logits: torch.Tensor
-    features: torch.Tensor | None
-
-
 class CudaTarget:
     """One model on one device, with `plan.slots` sequences of up to `plan.max_len`.
 
@@ -64,8 +56,15 @@ class CudaTarget:
     """
 
     def __init__(
-        self, plan: Plan, arch: Arch, weights: Weights, ops: Ops, suppress: tuple[int, ...] = ()
+        self,
+        plan: Plan,
+        arch: Arch,
+        weights: Weights,
+        ops: Ops,
+        suppress: tuple[int, ...] = (),
+        graphs: bool = False,
     ) -> None:
+        """graphs: replay captured CUDA graphs instead of launching kernel by kernel."""
         self.plan, self.arch, self.weights, self.ops = plan, arch, weights, ops
         self.suppress, self.device = suppress, torch.device(plan.device)
         kv = DTYPES[plan.kv_dtype]
@@ -75,6 +74,7 @@ class CudaTarget:
         self.bias = self._unbiased.repeat(plan.slots, 1)
         self._biased: set[int] = set()
         self.rules = blank_rules(plan.slots, plan.device)
+        self._graphs = Graphs(self.forward, self.short) if graphs else None
 
     @property
     def slots(self) -> int:
@@ -134,13 +134,14 @@ class CudaTarget:
         plan, ops = self.plan, self.ops
         common = self.weights, self.arch, self.cache
         if rows.tokens.shape[1] <= plan.short:
-            return decode(*common, rows, ops, plan.features, last=True)
+            return self._graphs.prefill(rows) if self._graphs else self.short(rows)
         return prefill(*common, Chunk(rows.tokens[0], start, slot), ops, plan.features)
 
     def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
         if draft.shape[1] > self.max_draft:
             raise UserError(f"K is {draft.shape[1]} but at most {self.max_draft} is possible")
-        out = self.forward(self.feed(seqs, draft), any(s.sampling.shaped for s in seqs))
+        forward = self._graphs.forward if self._graphs else self.forward
+        out = forward(self.feed(seqs, draft), any(s.sampling.shaped for s in seqs))
         details: LogprobRows | None = None
         if any(seq.sampling.logprobs is not None for seq in seqs):
             details = sampling.logprobs(out.logits, out.chosen)
@@ -166,11 +167,17 @@ class CudaTarget:
         return Outcome(self.choose(logits, rows, shaped), logits, kept)
 
     @torch.inference_mode()
+    def short(self, rows: Rows, only: torch.Tensor | None = None) -> Hidden:
+        """A short prefill chunk [1, T] like a verify; logits of row `only` [1], or the last."""
+        if only is None:
+            only = torch.tensor([rows.tokens.shape[1] - 1], device=self.device)
+        common = self.weights, self.arch, self.cache, rows, self.ops
+        return decode(*common, self.plan.features, only)
+
+    @torch.inference_mode()
     def choose(self, logits: torch.Tensor, rows: Rows, shaped: bool) -> torch.Tensor:
         """logits [B, T, V] -> [B, T] int32. `shaped` False: every row is a bare argmax."""
-        if not shaped:
-            return sampling.choose_greedy(logits, self.bias, rows)
-        return sampling.choose(logits, self.bias, self.rules, self.cache.tokens, rows)
+        return self.ops.choose(logits, self.bias, self.rules, self.cache.tokens, rows, shaped)
 
     def seat(self, seq: Sequence) -> None:
         """Take over a new owner's sampling parameters for its slot. Raises UserError for token

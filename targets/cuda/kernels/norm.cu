@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// h[m] = table[token] * factor, rounded to bf16 as the published models do.
+// h[m] = table[token] * factor.
 extern "C" __global__ void __launch_bounds__(kThreads)
     embed(const u16* table, const int* tokens, float* h, int hidden, int vocab,
           float factor) {
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const u16* row = table + size_t(token >= 0 && token < vocab ? token : 0) * hidden;
   for (int i = threadIdx.x; i < hidden; i += kThreads)
     h[size_t(blockIdx.x) * hidden + i] =
-        from_bf16(to_bf16(from_bf16(row[i]) * factor));
+        from_bf16(row[i]) * factor;
 }
 
 // Per-layer inputs of E2B and E4B: (rms(mixed * hidden^-1/2) * weight + table row) / sqrt(2).
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const float inverse = rsqrtf(warp_sum(squares) / width + eps);
   for (int i = lane; i < width; i += 32) {
     const float v = mixed[at + i] * mixed_factor * inverse * weight[i];
-    const float own = from_bf16(to_bf16(from_bf16(row[i]) * table_factor));
+    const float own = from_bf16(row[i]) * table_factor;
     out[at + i] = (v + own) * 0.70710678118654752f;
   }
 }

@@ -1,0 +1,107 @@
+"""Captured forwards: one CUDA graph per batch bucket, width and kind of choice.
+
+A graph launches some 550 kernels in one go, and it keeps the early starts between them. Rows are
+exact at any batch and width, so a call is simply padded to its bucket with idle rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+from specdec.types import NO_GUESS
+from targets.cuda.model import Hidden
+from targets.cuda.ops import Rows
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+TOKENS = (8, 16, 32, 64, 128)
+"""Short prefill chunks are padded to these: what lies beyond their end is never read."""
+
+
+Result = TypeVar("Result")
+
+
+class Outcome(NamedTuple):
+    """chosen [B, T] int32; logits [B, T, V] float32, soft-capped; features [B, T, F] or None."""
+
+    chosen: torch.Tensor
+    logits: torch.Tensor
+    features: torch.Tensor | None
+
+
+class Captured(Generic[Result]):
+    """A function of device tensors as a graph; its result's tensors are the same at each replay."""
+
+    def __init__(self, function: Callable[[], Result], pool: tuple[int, int]) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            function()  # warm: nothing may be allocated by libraries or compiled in a capture
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self.result = function()
+
+    def replay(self) -> Result:
+        self._graph.replay()
+        return self.result
+
+
+class Graphs:
+    """The target's forwards, captured when a shape is first met."""
+
+    def __init__(
+        self,
+        forward: Callable[[Rows, bool], Outcome],
+        short: Callable[[Rows, torch.Tensor], Hidden],
+    ) -> None:
+        self._forward, self._short = forward, short
+        self._pool = torch.cuda.graph_pool_handle()
+        self._verifies: dict[tuple[int, int, bool], tuple[Rows, Captured[Outcome]]] = {}
+        self._chunks: dict[int, tuple[Rows, torch.Tensor, Captured[Hidden]]] = {}
+
+    def forward(self, rows: Rows, shaped: bool) -> Outcome:
+        """As `CudaTarget.forward`; the result is valid until the next call."""
+        batch, tokens = rows.tokens.shape
+        bucket = next(size for size in BATCHES if batch <= size)
+        key = bucket, tokens, shaped
+        if key not in self._verifies:
+            idle = idle_rows(bucket, tokens, rows.tokens.device)
+            self._verifies[key] = idle, Captured(lambda: self._forward(idle, shaped), self._pool)
+        feed, graph = self._verifies[key]
+        _fill(feed, rows)
+        out = graph.replay()
+        kept = None if out.features is None else out.features[:batch]
+        return Outcome(out.chosen[:batch], out.logits[:batch], kept)
+
+    def prefill(self, rows: Rows) -> Hidden:
+        """As `CudaTarget.short` of a chunk [1, T]; the result is valid until the next call."""
+        tokens = rows.tokens.shape[1]
+        bucket = next(size for size in TOKENS if tokens <= size)
+        if bucket not in self._chunks:
+            idle = idle_rows(1, bucket, rows.tokens.device)
+            only = torch.zeros(1, dtype=torch.int64, device=rows.tokens.device)
+            captured = Captured(lambda: self._short(idle, only), self._pool)
+            self._chunks[bucket] = idle, only, captured
+        feed, only, graph = self._chunks[bucket]
+        _fill(feed, rows)
+        only.fill_(tokens - 1)
+        logits, features = graph.replay()
+        return Hidden(logits, None if features is None else features[:tokens])
+
+
+def idle_rows(batch: int, tokens: int, device: torch.device) -> Rows:
+    """Rows that store nothing: what a graph is captured with, and padded with."""
+    make = lambda value, *shape: torch.full(shape, value, dtype=torch.int32, device=device)  # noqa: E731
+    return Rows(make(NO_GUESS, batch, tokens), make(0, batch), make(-1, batch))
+
+
+def _fill(feed: Rows, rows: Rows) -> None:
+    batch, tokens = rows.tokens.shape
+    feed.tokens[:batch, :tokens] = rows.tokens
+    feed.tokens[:batch, tokens:] = NO_GUESS
+    feed.start[:batch] = rows.start
+    feed.slot[:batch] = rows.slot
+    feed.slot[batch:] = -1

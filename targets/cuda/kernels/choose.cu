@@ -1,0 +1,229 @@
+// The target chooses: bias, penalties, temperature, min-p, top-k, top-p, then Gumbel-max with
+// Philox noise keyed on (seed, position, token id); greedy rows take the argmax. Ties go to the
+// lowest id. Semantics: targets/cuda/sampling.py, the reference.
+//
+// A cluster of 8 CTAs owns one row, each an eighth of the vocabulary. Sums run in a fixed order:
+// a thread's tokens, the warp, the block, the cluster's ranks; nothing depends on other rows.
+#include "common.cuh"
+
+constexpr int kCtas = 8;
+constexpr int kThreads = 1024;
+
+struct Job {
+  const float* logits;  // [M, vocab]
+  const float* bias;    // [slots, vocab]
+  const int* history;   // [slots, stride]
+  const int* start;     // [B]
+  const int* slot;      // [B]; below 0: idle
+  const float* temperature;
+  const int* top_k;
+  const float* top_p;
+  const float* min_p;
+  const float* repetition;
+  const float* presence;
+  const float* frequency;
+  const long long* seed;  // [slots, 2] words
+  const int* prompt_len;
+  u32* counts;  // [M, vocab] scratch: bit 31 seen anywhere, below: times in the output
+  int* chosen;  // [M]
+  int vocab, stride, tokens, shaped;
+};
+
+struct Best {
+  float value;
+  int id;
+};
+__device__ inline Best better(Best a, Best b) {
+  return b.value > a.value || (b.value == a.value && b.id < a.id) ? b : a;
+}
+
+__device__ inline void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ inline u32 cluster_rank() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ inline float peer(const float* mine, int rank) {
+  u32 at;
+  float v;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(mine)), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+  return v;
+}
+
+// Scratch for reductions over the cluster; two sets, used in turn, so that one barrier serves.
+struct Room {
+  float warps[2][32];
+  int ids[2][32];
+  float total[2];
+  float id[2];
+};
+
+struct Cluster {
+  Room* room;
+  int turn = 0;
+
+  __device__ float sum(float v) {
+    Room& r = *room;
+    turn ^= 1;
+    v = block_sum(v, r.warps[turn]);
+    if (threadIdx.x == 0) r.total[turn] = v;
+    cluster_sync();
+    float all = 0.0f;
+    for (int c = 0; c < kCtas; c++) all += peer(&r.total[turn], c);
+    return all;
+  }
+  __device__ Best best(Best v) {
+    Room& r = *room;
+    turn ^= 1;
+#pragma unroll
+    for (int d = 16; d; d >>= 1)
+      v = better(v, {__shfl_xor_sync(~0u, v.value, d), __shfl_xor_sync(~0u, v.id, d)});
+    if (threadIdx.x % 32 == 0) r.warps[turn][threadIdx.x / 32] = v.value, r.ids[turn][threadIdx.x / 32] = v.id;
+    __syncthreads();
+    v = {r.warps[turn][threadIdx.x % 32], r.ids[turn][threadIdx.x % 32]};
+#pragma unroll
+    for (int d = 16; d; d >>= 1)
+      v = better(v, {__shfl_xor_sync(~0u, v.value, d), __shfl_xor_sync(~0u, v.id, d)});
+    if (threadIdx.x == 0) r.total[turn] = v.value, r.id[turn] = __int_as_float(v.id);
+    cluster_sync();
+    v = {peer(&r.total[turn], 0), __float_as_int(peer(&r.id[turn], 0))};
+    for (int c = 1; c < kCtas; c++)
+      v = better(v, {peer(&r.total[turn], c), __float_as_int(peer(&r.id[turn], c))});
+    return v;
+  }
+};
+
+// Same order as the floats.
+__device__ inline u32 ordered(float v) {
+  const u32 bits = __float_as_uint(v);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// Standard Gumbel noise of four tokens (4 * block .. 4 * block + 3) at a position.
+__device__ inline void gumbel(u32 k0, u32 k1, u32 block, u32 position, float (&out)[4]) {
+  u32 c[4] = {block, position, 0, 0};
+#pragma unroll
+  for (int round = 0; round < 10; round++) {
+    const u32 high0 = __umulhi(0xD2511F53u, c[0]), low0 = 0xD2511F53u * c[0];
+    const u32 high1 = __umulhi(0xCD9E8D57u, c[2]), low1 = 0xCD9E8D57u * c[2];
+    c[0] = high1 ^ c[1] ^ k0, c[1] = low1, c[2] = high0 ^ c[3] ^ k1, c[3] = low0;
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float u = fminf((__uint2float_rn(c[i]) + 0.5f) * 2.3283064365386963e-10f, 1.0f - 5.9604644775390625e-08f);
+    out[i] = -logf(-log1pf(-u));
+  }
+}
+
+// What counts towards penalties: this row's history up to its own position.
+__device__ void count(const Job& job, int slot, int last, int from, int to, u32* counts) {
+  for (int i = from + threadIdx.x; i < to; i += kThreads) counts[i] = 0;
+  __syncthreads();
+  const int* history = job.history + size_t(slot) * job.stride;
+  const int prompt = job.prompt_len[slot];
+  for (int p = threadIdx.x; p <= last; p += kThreads) {
+    const int token = history[p];
+    if (token < from || token >= to) continue;
+    atomicOr(counts + token, 0x80000000u);
+    if (p >= prompt) atomicAdd(counts + token, 1u);
+  }
+  __syncthreads();
+}
+
+// The largest threshold whose upper set still weighs `wanted`; keys below it are cut.
+template <typename Weight>
+__device__ float cut(Cluster& cluster, float* values, int size, float wanted, Weight weight) {
+  u32 threshold = 0;
+  for (int bit = 31; bit >= 0; bit--) {
+    const u32 trial = threshold | 1u << bit;
+    float mine = 0.0f;
+    for (int i = threadIdx.x; i < size; i += kThreads)
+      if (ordered(values[i]) >= trial) mine += weight(values[i]);
+    const float total = cluster.sum(mine);
+    if (total >= wanted && total > 0.0f) threshold = trial;
+  }
+  for (int i = threadIdx.x; i < size; i += kThreads)
+    if (ordered(values[i]) < threshold) values[i] = -INFINITY;
+  return 0.0f;
+}
+
+__device__ int choose_shaped(const Job& job, int m, int slot, int position, int from, int to,
+                             float* values, Cluster& cluster) {
+  const int size = to - from;
+  const float* logits = job.logits + size_t(m) * job.vocab;
+  const float* bias = job.bias + size_t(slot) * job.vocab;
+  const float repetition = job.repetition[slot], presence = job.presence[slot],
+              frequency = job.frequency[slot], temperature = job.temperature[slot];
+  const bool penalised = repetition != 1.0f || presence != 0.0f || frequency != 0.0f;
+  u32* counts = job.counts + size_t(m) * job.vocab;
+  if (penalised) count(job, slot, position, from, to, counts);
+  Best top = {-INFINITY, 0x7fffffff};
+  for (int i = threadIdx.x; i < size; i += kThreads) {
+    float v = logits[from + i] + bias[from + i];
+    if (penalised) {
+      const u32 seen = counts[from + i];
+      const float times = float(seen & 0x7fffffffu);
+      if (seen) v = v > 0.0f ? v / repetition : v * repetition;
+      v = v - frequency * times - (times > 0.0f ? presence : 0.0f);
+    }
+    if (temperature > 0.0f) v /= temperature;
+    values[i] = v;
+    top = better(top, {v, from + i});
+  }
+  top = cluster.best(top);
+  if (temperature <= 0.0f) return top.id;
+  const float best = top.value, min_p = job.min_p[slot];
+  const float floor = min_p > 0.0f ? best + logf(fmaxf(min_p, 1e-30f)) : -INFINITY;
+  for (int i = threadIdx.x; i < size; i += kThreads)
+    if (!(values[i] >= floor)) values[i] = -INFINITY;
+  if (job.top_k[slot] > 0)
+    cut(cluster, values, size, float(job.top_k[slot]), [](float) { return 1.0f; });
+  if (job.top_p[slot] < 1.0f) {
+    float mass = 0.0f;
+    for (int i = threadIdx.x; i < size; i += kThreads) mass += expf(values[i] - best);
+    const float wanted = job.top_p[slot] * cluster.sum(mass);
+    cut(cluster, values, size, wanted, [best](float v) { return expf(v - best); });
+  }
+  __syncthreads();  // noise comes four tokens at a time
+  const u32 k0 = u32(job.seed[2 * slot]), k1 = u32(job.seed[2 * slot + 1]);
+  Best drawn = {-INFINITY, 0x7fffffff};
+  for (int q = threadIdx.x; q * 4 < size; q += kThreads) {
+    bool any = false;
+    for (int i = 0; i < 4; i++) any |= q * 4 + i < size && values[q * 4 + i] > -INFINITY;
+    if (!any) continue;
+    float noise[4];
+    gumbel(k0, k1, from / 4 + q, position + 1, noise);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (q * 4 + i < size) drawn = better(drawn, {values[q * 4 + i] + noise[i], from + q * 4 + i});
+  }
+  return cluster.best(drawn).id;
+}
+
+extern "C" __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads)
+    choose(const __grid_constant__ Job job) {
+  extern __shared__ float values[];
+  __shared__ Room room;
+  let_next_start();
+  wait_for_previous();
+  const int m = blockIdx.x / kCtas, b = m / job.tokens, slot = max(job.slot[b], 0);
+  const int share = (job.vocab + 4 * kCtas - 1) / (4 * kCtas) * 4;
+  const int from = min(int(cluster_rank()) * share, job.vocab), to = min(from + share, job.vocab);
+  Cluster cluster{&room};
+  int id;
+  if (job.shaped) {
+    id = choose_shaped(job, m, slot, job.start[b] + m % job.tokens, from, to, values, cluster);
+  } else {
+    const float* logits = job.logits + size_t(m) * job.vocab;
+    const float* bias = job.bias + size_t(slot) * job.vocab;
+    Best top = {-INFINITY, 0x7fffffff};
+    for (int i = from + threadIdx.x; i < to; i += kThreads) top = better(top, {logits[i] + bias[i], i});
+    id = cluster.best(top).id;
+  }
+  if (cluster_rank() == 0 && threadIdx.x == 0) job.chosen[m] = id;
+  cluster_sync();  // nobody leaves while others still read its memory
+}
