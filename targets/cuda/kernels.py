@@ -101,7 +101,7 @@ class Kernels:
             variants.add(_norm(kind))
             for layer in self.arch.layers:
                 dim = _padded(layer.head_dim)
-                variants |= {_attend(dim, tiles_, self.kv8, kind) for tiles_ in (1, 2, 4)}
+                variants |= {_attend(dim, tiles_, self.kv8, kind) for tiles_ in (1, 2)}
         return variants
 
     def pack(
@@ -299,7 +299,7 @@ class Kernels:
             *(qkv.stride(0), tokens, group, layer.kv_heads, layer.head_dim, cache.size, window),
             *(chunks, int(layer.kv_from is None), int(layer.k_eq_v), self.arch.eps),
         )
-        high = next(t for t in (1, 2, 4) if rows <= 16 * t or t == 4)
+        high = 1 if rows <= 16 else 2
         variant = _attend(dim, high, self.kv8, kind)
         vectors = layer.heads + (layer.kv_heads if layer.kv_from is None else 0)
         # a later part's starts were computed just now: it can't overtake that

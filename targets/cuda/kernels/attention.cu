@@ -11,7 +11,7 @@
 #ifndef HD  // head_dim, padded up to 64, 128, 256 or 512
 #define HD 256
 #endif
-#ifndef MT  // 16-row tiles of query rows per CTA: 1, 2, 4
+#ifndef MT  // 16-row tiles of query rows per CTA: 1, 2
 #define MT 1
 #endif
 #ifndef KV8  // 1: e4m3 cache, arithmetic in f16; 0: bf16 both
@@ -152,7 +152,6 @@ extern "C" __global__ void __launch_bounds__(256, MT == 1 && HD <= 256 ? 2 : 1)
   u16* queries = reinterpret_cast<u16*>(memory);                   // [HD / 32][kRows][32]
   float* scores = reinterpret_cast<float*>(queries + kRows * HD);  // [kRows][kScores]
   u16* shares = reinterpret_cast<u16*>(scores + kRows * kScores);  // [4][kRows][32]
-  let_next_start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, tg = lane % 4;
   const int all_rows = job.tokens * job.group, blocks = (all_rows + kRows - 1) / kRows;
   const int b = blockIdx.z / blocks, first_row = (blockIdx.z % blocks) * kRows;
@@ -182,6 +181,7 @@ extern "C" __global__ void __launch_bounds__(256, MT == 1 && HD <= 256 ? 2 : 1)
   }
   if (MT == 1 && settled) load_keys();
   wait_for_previous();
+  let_next_start();
   if (MT == 1 && !settled) load_keys();
   {
     const uint4* from = reinterpret_cast<const uint4*>(job.q) +

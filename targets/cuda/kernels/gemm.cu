@@ -190,29 +190,44 @@ __device__ inline void add_groups(const Job& job, Tile& sum, float4* shared, int
 }
 
 // Element e of a fragment: weight row lane / 4 (+ 8 for e >= 2), token 2 (lane % 4) (+ 1 for odd e).
-__device__ inline void finish(const Job& job, Tile& sum, int first_tile, int lane) {
+// Tile t's row of a lane: the weight's row n, or past its end. Gated weights alternate tiles of
+// gate and up rows of the same features.
+__device__ inline int row_of(const Job& job, int tile, int lane, int half) {
+  const int row = lane / 4 + half * 8;
+  if (job.epilogue != kGated) return tile * 16 + row;
+  const int feature = tile / 2 * 16 + row;
+  return feature < job.n / 2 ? feature + tile % 2 * (job.n / 2) : job.n;
+}
+
+typedef float Scales[TW][2];
+
+__device__ inline void load_scales(const Job& job, Scales& scales, int first_tile, int lane) {
+#pragma unroll
+  for (int t = 0; t < TW; t++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int n = row_of(job, first_tile + t, lane, half);
+      scales[t][half] = FP8 && n < job.n ? job.scale[n] : 1.0f;
+    }
+}
+
+__device__ inline void finish(const Job& job, Tile& sum, const Scales& scales, int first_tile,
+                              int lane) {
   const int first_token = blockIdx.y * kBlock + (lane % 4) * 2;
-  const bool gated = job.epilogue == kGated;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int row = lane / 4 + half * 8;
 #if TW == 2
-    if (gated) {  // tile 0 holds gate rows, tile 1 the up rows of the same features
-      const int feature = first_tile / 2 * 16 + row;
-      if (feature >= job.n / 2) continue;
-#if FP8
-      const float gate_scale = job.scale[feature], up_scale = job.scale[job.n / 2 + feature];
-#else
-      const float gate_scale = 1.0f, up_scale = 1.0f;
-#endif
+    if (job.epilogue == kGated) {
+      const int feature = row_of(job, first_tile, lane, half);
+      if (feature >= job.n) continue;
 #pragma unroll
       for (int j = 0; j < NT; j++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const int m = first_token + j * 8 + e;
           if (m >= job.rows) continue;
-          const float v = gelu_tanh(sum[0][j][half * 2 + e] * gate_scale) *
-                          (sum[1][j][half * 2 + e] * up_scale);
+          const float v = gelu_tanh(sum[0][j][half * 2 + e] * scales[0][half]) *
+                          (sum[1][j][half * 2 + e] * scales[1][half]);
           static_cast<u16*>(job.out)[x_offset(m, feature, job.out_stride, kBlock)] =
               FP8 ? input_of_fp8(v) : to_bf16(v);
         }
@@ -221,16 +236,15 @@ __device__ inline void finish(const Job& job, Tile& sum, int first_tile, int lan
 #endif
 #pragma unroll
     for (int t = 0; t < TW; t++) {
-      const int n = (first_tile + t) * 16 + row;
+      const int n = row_of(job, first_tile + t, lane, half);
       if (n >= job.n) continue;
-      const float scale = FP8 ? job.scale[n] : 1.0f;
 #pragma unroll
       for (int j = 0; j < NT; j++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const int m = first_token + j * 8 + e;
           if (m >= job.rows) continue;
-          float v = sum[t][j][half * 2 + e] * scale;
+          float v = sum[t][j][half * 2 + e] * scales[t][half];
           if (job.epilogue == kPerLayer) {
             v = gelu_tanh(v) * job.inputs[size_t(m) * job.inputs_stride + n];
             static_cast<u16*>(job.out)[x_offset(m, n, job.out_stride, kBlock)] = to_bf16(v);
@@ -243,7 +257,7 @@ __device__ inline void finish(const Job& job, Tile& sum, int first_tile, int lan
   }
 }
 
-extern "C" __global__ void __launch_bounds__(384, NT * TW <= 6 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(384, 1)
     gemm(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) u8 memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -263,8 +277,11 @@ extern "C" __global__ void __launch_bounds__(384, NT * TW <= 6 ? 2 : 1)
     if (lane == 0) produce(job, shared_address(memory), full, empty);
     return;
   }
-  wait_for_previous();
   const int row_group = warp % job.row_groups, k_group = warp / job.row_groups;
+  int first_tile = blockIdx.x * job.tiles + row_group * TW;
+  Scales scales;  // weights too: here by the time that they are needed
+  load_scales(job, scales, first_tile, lane);
+  wait_for_previous();
   const int at = (k_group * job.row_groups + row_group) * job.depth * TW * kTileBytes + lane * 16;
   const int input_at = bytes + k_group * job.depth * kInputBytes + lane * 16;
   int stage = 0, phase = 0;
@@ -284,7 +301,8 @@ extern "C" __global__ void __launch_bounds__(384, NT * TW <= 6 ? 2 : 1)
     if (job.k_groups > 1)
       add_groups(job, sum, reinterpret_cast<float4*>(memory), job.stages * stage_bytes / 16,
                  row_group, k_group, lane);
-    const int first_tile = (pass * job.ctas + blockIdx.x) * job.tiles + row_group * TW;
-    if (k_group == 0) finish(job, sum, first_tile, lane);
+    if (k_group == 0) finish(job, sum, scales, first_tile, lane);
+    first_tile += job.ctas * job.tiles;
+    if (pass + 1 < job.passes) load_scales(job, scales, first_tile, lane);
   }
 }
