@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from targets.arch import Arch, LayerSpec, Rope
-from targets.cuda import tiles
+from targets.arch import Arch, LayerSpec, MoeSpec, Rope
+from targets.cuda import experts, tiles
 from targets.cuda.cache import CHUNK, LayerCache
 from targets.cuda.formulas import inverse_frequencies
 from targets.cuda.launch import Library, Variant, launch
@@ -62,6 +62,14 @@ class _Attention(Structure):
     )
 
 
+class _Untile(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("tiled", "out")),
+        *((name, c_int) for name in ("n", "k", "passes", "tiles", "row_groups", "k_groups")),
+        *((name, c_int) for name in ("wide", "depth", "gated", "fp8")),
+    )
+
+
 class _Choose(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("logits", "bias", "history", "start", "slot")),
@@ -74,7 +82,7 @@ class _Choose(Structure):
 PLAIN, GATED, LOGITS, PER_LAYER = range(4)
 CLUSTER = 8
 """CTAs that choose one row's token together."""
-CHOOSE, CYCLE = Variant("choose"), Variant("cycle")
+CHOOSE, CYCLE, UNTILE = Variant("choose"), Variant("cycle"), Variant("untile")
 
 
 class Kernels:
@@ -86,7 +94,8 @@ class Kernels:
         self.device = torch.device("cuda", torch.cuda.current_device())
         torch.zeros(1, device=self.device)  # torch makes the context that modules are loaded into
         self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self.library = Library(self._variants(kinds))
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self.library = Library(variants(arch, self.kv8, kinds))
         self._rope: dict[tuple[Rope, int], tuple[torch.Tensor, torch.Tensor]] = {}
         for layer in arch.layers:
             self._rope.setdefault(
@@ -94,30 +103,35 @@ class Kernels:
                 _rope_tables(layer.rope, layer.head_dim, max_len, self.device),
             )
 
-    def _variants(self, kinds: set[str]) -> set[Variant]:
-        variants = {CHOOSE, CYCLE}
-        for kind in kinds:
-            variants |= {_gemm(kind, block, wide) for block in BLOCKS for wide in (1, 2, 3)}
-            variants.add(_norm(kind))
-            for layer in self.arch.layers:
-                dim = _padded(layer.head_dim)
-                variants |= {_attend(dim, tiles_, self.kv8, kind) for tiles_ in (1, 2)}
-        return variants
-
     def pack(
         self, values: torch.Tensor, scale: torch.Tensor | None, kind: str, layout: str
     ) -> Linear:
-        gated = layout.endswith("gated")
         if kind == "fp8":
             assert scale is not None
             scale = (scale.float() * tiles.ACTIVATION_SCALE).contiguous()
         n, k = values.shape[-2:]
-        data = tiles.tile(values, kind, gated, self.processors)
+        data = tiles.tile(values, kind, layout, self.processors)
         return Linear(n, k, kind, data, scale, layout)
 
     def dense(self, weight: Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-        values = tiles.untile(weight, self.processors)
-        return values, None if weight.scale is None else weight.scale / tiles.ACTIVATION_SCALE
+        plan, fp8 = tiles.schedule_of(weight, self.processors), weight.kind == "fp8"
+        assert weight.k % 8 == 0, weight.k
+        count = len(weight.data) if weight.layout.startswith("experts") else 1
+        size = count * weight.n * weight.k * tiles.VALUE_BYTES[weight.kind]
+        if len(self._scratch) < size:
+            self._scratch = torch.empty(0)  # the old one goes before the new one comes
+            self._scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
+        job = _Untile(
+            *map(_address, (weight.data, self._scratch)),
+            *(weight.n, weight.k, plan.passes, plan.tiles),
+            *(plan.row_groups, plan.k_groups, plan.wide, plan.depth),
+            *(int(weight.layout.endswith("gated")), int(fp8)),
+        )
+        grid = (plan.ctas, plan.steps, count * plan.passes)
+        self._launch(UNTILE, "untile", grid, THREADS, [job], early=False)
+        values = self._scratch[:size].view(torch.float8_e4m3fn if fp8 else torch.bfloat16)
+        scale = None if weight.scale is None else weight.scale.flatten() / tiles.ACTIVATION_SCALE
+        return values.view(-1, weight.k), scale
 
     def embed(self, table: torch.Tensor, rows: Rows) -> torch.Tensor:
         m, hidden = rows.tokens.numel(), self.arch.hidden
@@ -233,6 +247,27 @@ class Kernels:
         arguments += [c_float(factor) for factor in factors]
         self._launch(_norm("bf16"), "per_layer_inputs", (m, -(-layers // 8), 1), THREADS, arguments)
         return out
+
+    def route(
+        self,
+        h: torch.Tensor,
+        scale: torch.Tensor,
+        proj: Linear,
+        per_expert: torch.Tensor,
+        moe: MoeSpec,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.linear(self.norm(h, None, None, None, scale, proj.kind), proj)
+        return experts.pick(self._launch, logits, per_expert, moe, self.arch.hidden**-0.5)
+
+    def experts(
+        self,
+        x: Input,
+        chosen: tuple[torch.Tensor, torch.Tensor],
+        gate_up: Linear,
+        down: Linear,
+        moe: MoeSpec,
+    ) -> torch.Tensor:
+        return experts.run(self._launch, x, chosen, gate_up, down)
 
     def join(
         self,
@@ -404,6 +439,17 @@ def stream_bandwidth(size: int = 16 << 30) -> float:
         end.synchronize()
         best = min(best, begin.elapsed_time(end) / 1000)
     return size / best
+
+
+def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
+    """All that this architecture launches with weights of these kinds, and an e4m3 cache or not."""
+    needed = {CHOOSE, CYCLE, UNTILE} | experts.variants(arch, kinds)
+    for kind in kinds:
+        needed |= {_gemm(kind, block, wide) for block in BLOCKS for wide in (1, 2, 3)}
+        needed.add(_norm(kind))
+        dims = {_padded(layer.head_dim) for layer in arch.layers}
+        needed |= {_attend(dim, high, kv8, kind) for dim in dims for high in (1, 2)}
+    return needed
 
 
 def _gemm(kind: str, block: int, wide: int) -> Variant:

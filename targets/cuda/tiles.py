@@ -18,6 +18,8 @@ INPUTS = 32
 """Inputs of one block: a tile of a block is what a warp loads at once."""
 INPUT_ALIGN = 64
 TILE_BYTES = {"fp8": 512, "bf16": 1024}
+VALUE_BYTES = {"fp8": 1, "bf16": 2}
+"""Bytes of one value."""
 TILES_PER_PASS = 22
 WARPS = 11
 """And a producer: three per scheduler, which leaves 168 registers to each thread."""
@@ -81,45 +83,71 @@ def schedule(n: int, k: int, kind: str, gated: bool, processors: int) -> Schedul
     )
 
 
+def expert_schedule(n: int, k: int, gated: bool) -> Schedule:
+    """Of one expert, on any machine: units of two tiles, each with all of its inputs."""
+    tiles = 2 * -(-(n // 2) // TILE) if gated else -(-n // TILE)
+    return Schedule(
+        ctas=1,
+        passes=-(-tiles // 2),
+        tiles=2,
+        wide=2,
+        row_groups=1,
+        k_groups=1,
+        depth=padded_inputs(k) // INPUTS,
+        steps=1,
+    )
+
+
 def schedule_of(weight: Linear, processors: int) -> Schedule:
-    gated = weight.layout.endswith("gated")
-    return schedule(weight.n, weight.k, weight.kind, gated, processors)
+    return _plan(weight.n, weight.k, weight.kind, weight.layout, processors)
 
 
-def tile(values: torch.Tensor, kind: str, gated: bool, processors: int) -> torch.Tensor:
-    """values [n, k] -> bytes [passes, steps, ctas, step bytes]. gated: gate's rows, then up's;
-    their tiles alternate, so that one warp holds both of a feature."""
-    n, k = values.shape
-    plan = schedule(n, k, kind, gated, processors)
+def _plan(n: int, k: int, kind: str, layout: str, processors: int) -> Schedule:
+    gated = layout.endswith("gated")
+    if layout.startswith("experts"):
+        return expert_schedule(n, k, gated)
+    return schedule(n, k, kind, gated, processors)
+
+
+def tile(values: torch.Tensor, kind: str, layout: str, processors: int) -> torch.Tensor:
+    """values [n, k] -> bytes [passes, steps, ctas, step bytes]; of experts [E, n, k] ->
+    [E, units, unit bytes]. gated: gate's rows, then up's; their tiles alternate, so that one warp
+    holds both of a feature."""
+    n, k = values.shape[-2:]
+    plan = _plan(n, k, kind, layout, processors)
     rows = plan.ctas * plan.passes * plan.tiles * TILE
-    words = _words(values, padded_inputs(k))
-    if gated:
-        half = words.new_zeros((2, rows // 2, words.shape[1]))
-        half[:, : n // 2] = words.view(2, n // 2, -1)
-        words = half.view(2, rows // 2 // TILE, TILE, -1).transpose(0, 1).reshape(rows, -1)
+    words = _words(values.reshape(-1, k), padded_inputs(k)).unflatten(0, (-1, n))
+    if layout.endswith("gated"):
+        half = words.new_zeros((len(words), 2, rows // 2, words.shape[-1]))
+        half[:, :, : n // 2] = words.unflatten(1, (2, n // 2))
+        words = half.unflatten(2, (-1, TILE)).transpose(1, 2)
     elif rows > n:
-        words = torch.cat([words, words.new_zeros((rows - n, words.shape[1]))])
-    ordered = words.view(_sizes(plan, kind)).permute(_ORDER[kind]).contiguous()
-    return ordered.view(torch.uint8).view(plan.passes, plan.steps, plan.ctas, -1)
+        words = torch.cat([words, words.new_zeros((len(words), rows - n, words.shape[-1]))], 1)
+    ordered = words.reshape(_sizes(plan, kind)).permute(_ORDER[kind]).contiguous()
+    data = ordered.view(torch.uint8)
+    if layout.startswith("experts"):
+        return data.view(len(values), plan.passes, -1)
+    return data.view(plan.passes, plan.steps, plan.ctas, -1)
 
 
 def untile(weight: Linear, processors: int) -> torch.Tensor:
-    """The inverse of `tile`: values [n, k] in the weight's dtype."""
-    plan = schedule_of(weight, processors)
+    """The inverse of `tile`: values [n, k], of experts [E * n, k], in the weight's dtype."""
+    plan, n = schedule_of(weight, processors), weight.n
     rows = plan.ctas * plan.passes * plan.tiles * TILE
     order, sizes = _ORDER[weight.kind], _sizes(plan, weight.kind)
     shaped = weight.data.view(torch.int32).view([sizes[axis] for axis in order])
-    words = shaped.permute([order.index(axis) for axis in range(len(order))]).reshape(rows, -1)
+    words = shaped.permute([order.index(axis) for axis in range(len(order))])
+    words = words.reshape(-1, rows, padded_inputs(weight.k) * VALUE_BYTES[weight.kind] // 4)
     if weight.layout.endswith("gated"):
-        halves = words.view(rows // 2 // TILE, 2, TILE, -1).transpose(0, 1)
-        words = halves.reshape(2, rows // 2, -1)[:, : weight.n // 2].reshape(weight.n, -1)
+        halves = words.unflatten(1, (-1, 2, TILE)).transpose(1, 2)
+        words = halves.reshape(len(words), 2, rows // 2, -1)[:, :, : n // 2].flatten(1, 2)
     dtype = torch.float8_e4m3fn if weight.kind == "fp8" else torch.bfloat16
-    return words[: weight.n].contiguous().view(dtype)[:, : weight.k]
+    return words[:, :n].flatten(0, 1).contiguous().view(dtype)[:, : weight.k]
 
 
-# Axes of a padded weight as int32 words. Rows: 0 pass, 1 CTA, 2 row group, 3 tile of the warp,
-# 4 half of 8, 5 row. Inputs: 6 step, 7 k group, 8 depth, then for fp8: 9 lane, 10 word (4 inputs);
-# for bf16: 9 lane, 10 step of 16, 11 pair (2 inputs).
+# Axes of a padded weight as int32 words. Rows: 0 pass (of all experts), 1 CTA, 2 row group, 3 tile
+# of the warp, 4 half of 8, 5 row. Inputs: 6 step, 7 k group, 8 depth, then for fp8: 9 lane, 10 word
+# (4 inputs); for bf16: 9 lane, 10 step of 16, 11 pair (2 inputs).
 _ORDER = {
     "fp8": (0, 6, 1, 7, 2, 8, 3, 5, 9, 10, 4),
     "bf16": (0, 6, 1, 7, 2, 8, 3, 10, 5, 9, 11, 4),
@@ -127,7 +155,7 @@ _ORDER = {
 
 
 def _sizes(plan: Schedule, kind: str) -> tuple[int, ...]:
-    rows = (plan.passes, plan.ctas, plan.row_groups, plan.wide, 2, 8)
+    rows = (-1, plan.ctas, plan.row_groups, plan.wide, 2, 8)
     inputs = (plan.steps, plan.k_groups, plan.depth)
     return rows + inputs + ((4, 2) if kind == "fp8" else (4, 2, 2))
 

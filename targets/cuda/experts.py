@@ -1,0 +1,132 @@
+"""Mixture of experts as launches of `kernels/route.cu` and `moe.cu`: a part of `Kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import Structure, c_float, c_int, c_void_p
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specdec.errors import UserError
+from targets.arch import Arch, MoeSpec
+from targets.cuda import tiles
+from targets.cuda.launch import Variant
+from targets.cuda.ops import Linear
+
+if TYPE_CHECKING:
+    from targets.cuda.kernels import Input
+
+Launch = Callable[..., None]
+"""`Kernels._launch`."""
+
+THREADS = 256
+WARPS = THREADS // 32
+TOKENS = 8
+"""Columns of an MMA; a CTA takes up to AT_ONCE such blocks of an expert's tokens together."""
+AT_ONCE = 2
+MOST_EXPERTS, MOST_PICKED = 256, 32
+"""What `pick` has registers for, and lanes."""
+ROUTE = Variant("route")
+
+
+class _Job(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("weight", "scale", "x", "out", "numbers")),
+        *((name, c_int) for name in ("n", "units", "blocks", "experts", "pairs", "top_k")),
+        *((name, c_int) for name in ("k_blocks", "block", "row_groups", "k_groups", "out_stride")),
+    )
+
+
+def variants(arch: Arch, kinds: set[str]) -> set[Variant]:
+    """None for architectures without experts. Raises UserError for what the kernels don't fit."""
+    moes = {layer.moe for layer in arch.layers if layer.moe}
+    for moe in moes:
+        if moe.experts > MOST_EXPERTS or moe.top_k > MOST_PICKED:
+            raise UserError(
+                f"this model picks {moe.top_k} of {moe.experts} experts, the kernels at most "
+                f"{MOST_PICKED} of {MOST_EXPERTS}: run it with --device cpu"
+            )
+    return {ROUTE, *map(_variant, kinds)} if moes else set()
+
+
+def pick(
+    launch: Launch, logits: torch.Tensor, per_expert: torch.Tensor, moe: MoeSpec, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The router's choice from logits [M, E], which are multiplied by `factor` first."""
+    m = len(logits)
+    numbers = torch.empty((m, moe.top_k), dtype=torch.int32, device=logits.device)
+    shares = torch.empty((m, moe.top_k), device=logits.device)
+    arguments: list[Any] = [*map(_pointer, (logits, per_expert, numbers, shares))]
+    arguments += [c_int(moe.experts), c_int(moe.top_k), c_float(factor)]
+    launch(ROUTE, "pick", (m, 1, 1), 32, arguments)
+    return numbers, shares
+
+
+def run(
+    launch: Launch,
+    x: Input,
+    chosen: tuple[torch.Tensor, torch.Tensor],
+    gate_up: Linear,
+    down: Linear,
+) -> torch.Tensor:
+    """Three kernels: gate and up of every (row, rank) pair, down, and the sum over ranks."""
+    numbers, shares = chosen
+    pairs, device = numbers.numel(), numbers.device
+    width, inputs = gate_up.n // 2, tiles.padded_inputs(down.k)
+    # inputs that only pad k meet weights of zero, and must not be NaN
+    make = torch.empty if inputs == width else torch.zeros
+    gated = make((pairs, inputs), dtype=torch.int16, device=device)
+    parts = torch.empty((pairs, down.n), device=device)
+    out = torch.empty((len(numbers), down.n), device=device)
+    # no other launch between these two: `down` reads `numbers` before it waits
+    _experts(launch, "gate_up", gate_up, x.data, (x.k_blocks, x.block), numbers, gated)
+    _experts(launch, "down", down, gated, (inputs // tiles.INPUTS, 1), numbers, parts)
+    arguments = [*map(_pointer, (parts, shares, out)), c_int(down.n), c_int(numbers.shape[1])]
+    grid = (len(numbers), -(-down.n // (4 * THREADS)), 1)
+    launch(ROUTE, "combine", grid, THREADS, arguments)
+    return out
+
+
+def _experts(
+    launch: Launch,
+    name: str,
+    weight: Linear,
+    x: torch.Tensor,
+    blocked: tuple[int, int],
+    numbers: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """blocked: 32-input blocks of x, and tokens per block."""
+    count, units = weight.data.shape[:2]
+    rows, top_k = numbers.shape
+    blocks = tiles.padded_inputs(weight.k) // tiles.INPUTS
+    row_groups = _row_groups(blocks)
+    scale = None if weight.scale is None else weight.scale.data_ptr()
+    job = _Job(
+        *(weight.data.data_ptr(), scale, x.data_ptr(), out.data_ptr(), numbers.data_ptr()),
+        *(weight.n, units, blocks, count, rows * top_k, top_k, *blocked),
+        *(row_groups, WARPS // row_groups, out.shape[1]),
+    )
+    grid = (-(-units // row_groups), min(count, rows * top_k), 1)
+    launch(_variant(weight.kind), name, grid, THREADS, [job], _shared(rows, job))
+
+
+def _row_groups(blocks: int) -> int:
+    """Units per CTA, such that each of its warps has work: a function of the inputs alone."""
+    return next(g for g in (1, 2, 4, 8) if g == WARPS or blocks * g >= 5 * WARPS)
+
+
+def _shared(rows: int, job: _Job) -> int:
+    """The pairs of one expert, and the sums of all k groups but the first."""
+    at_once = 1 if rows <= TOKENS else AT_ONCE
+    sums = (job.k_groups - 1) * job.row_groups * 2 * at_once * 32 * 16
+    return -(-job.pairs // 4) * 16 + sums
+
+
+def _variant(kind: str) -> Variant:
+    return Variant("moe", (("FP8", int(kind == "fp8")),))
+
+
+def _pointer(tensor: torch.Tensor) -> c_void_p:
+    return c_void_p(tensor.data_ptr())

@@ -1,0 +1,248 @@
+// Mixture of experts for few rows: bound by reading the experts that the rows picked, and no other.
+//
+// Weights are the A operand as in gemm.cu, the tokens that picked an expert its columns, so that a
+// token's result depends on nothing beside it. A unit is two tiles of 16 weight rows (gate's and
+// up's of the same features) with all of their inputs, contiguous in memory. A CTA takes
+// `row_groups` units of one expert; `k_groups` warps share each and are added in ascending order.
+// The CTAs of one index find their expert themselves in what the router picked: the host needs to
+// know nothing, and the ones beyond the last picked expert leave.
+#include "common.cuh"
+
+#ifndef FP8  // 1: e4m3 weights and f16 inputs; 0: bf16 both
+#define FP8 1
+#endif
+
+constexpr int kThreads = 256;
+constexpr int kTileBytes = FP8 ? 512 : 1024;  // 16 rows x 32 inputs
+constexpr int kUnit = 2 * kTileBytes;         // per 32 inputs
+constexpr int kParts = FP8 ? 1 : 2;           // 16-byte fragments of a tile per lane
+constexpr int kAhead = FP8 ? 4 : 2;           // 32-input blocks that a warp has in flight
+constexpr int kMost = 2;                      // blocks of 8 tokens at once
+constexpr int kMaxExperts = 256;
+
+struct Job {
+  const u8* weight;    // [experts, units, blocks, 2 tiles]
+  const float* scale;  // [experts, n] of fp8 weights
+  const u16* x;        // blocked input: of rows for gate_up, of pairs for down
+  void* out;           // gate_up: next input [pairs, out_stride]; down: float [pairs, out_stride]
+  const int* numbers;  // [pairs] experts; pair = row * top_k + rank
+  int n, units, blocks;       // rows of an expert; its units; 32-input blocks
+  int experts, pairs, top_k;
+  int k_blocks, block;        // of x
+  int row_groups, k_groups;
+  int out_stride;
+};
+
+__device__ inline uint4 load_weight(const uint4* p) {
+  uint4 v;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(p));
+  return v;
+}
+// What a kernel before the previous one wrote: from L2, which no early start makes stale.
+__device__ inline int load_number(const int* p) {
+  int v;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+
+// The expert of this CTA: the blockIdx.y-th picked one, by rising number, or -1 beyond the last;
+// and its pairs, in any order.
+__device__ inline int find_expert(const Job& job, int* list, int& count) {
+  __shared__ u32 picked[kMaxExperts / 32];
+  __shared__ int mine, total;
+  if (threadIdx.x < kMaxExperts / 32) picked[threadIdx.x] = 0;
+  if (threadIdx.x == 0) mine = -1, total = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < job.pairs; i += kThreads) {
+    const int e = load_number(job.numbers + i);
+    atomicOr(&picked[e / 32], 1u << (e % 32));
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < job.experts; e += kThreads) {
+    const u32 word = picked[e / 32], bit = 1u << (e % 32);
+    if (!(word & bit)) continue;
+    int before = __popc(word & (bit - 1));
+    for (int w = 0; w < e / 32; w++) before += __popc(picked[w]);
+    if (before == blockIdx.y) mine = e;
+  }
+  __syncthreads();
+  if (mine < 0) return -1;
+  for (int i = threadIdx.x; i < job.pairs; i += kThreads)
+    if (load_number(job.numbers + i) == mine) list[atomicAdd(&total, 1)] = i;
+  __syncthreads();
+  count = total;
+  return mine;
+}
+
+template <int NB>
+struct Sum {
+  float of[2][NB][4];  // [tile][8 tokens][fragment]
+};
+
+__device__ inline void multiply_tile(float (&sum)[4], const uint4 (&w)[kParts], uint4 x) {
+#if FP8
+  u32 a[2][4];
+  widen(w[0].x, a[0][0], a[0][2]);
+  widen(w[0].y, a[0][1], a[0][3]);
+  widen(w[0].z, a[1][0], a[1][2]);
+  widen(w[0].w, a[1][1], a[1][3]);
+  mma_f16(sum, a[0][0], a[0][1], a[0][2], a[0][3], x.x, x.y);
+  mma_f16(sum, a[1][0], a[1][1], a[1][2], a[1][3], x.z, x.w);
+#else
+  mma_bf16(sum, w[0].x, w[0].y, w[0].z, w[0].w, x.x, x.y);
+  mma_bf16(sum, w[kParts - 1].x, w[kParts - 1].y, w[kParts - 1].z, w[kParts - 1].w, x.z, x.w);
+#endif
+}
+
+// One warp: a unit's two tiles times `blocks` blocks of 32 inputs, for up to 8 NB tokens. x: each
+// lane's token in each block of 8, null where there is none.
+template <int NB>
+__device__ inline void multiply(Sum<NB>& sum, const uint4* w, const uint4* const (&x)[NB],
+                                int stride, int blocks, int live) {
+  for (int first = 0; first < blocks; first += kAhead) {
+    uint4 a[kAhead][2][kParts], early[kAhead];
+#pragma unroll
+    for (int u = 0; u < kAhead; u++) {
+      if (first + u >= blocks) continue;
+#pragma unroll
+      for (int i = 0; i < 2 * kParts; i++)
+        a[u][i / kParts][i % kParts] = load_weight(w + (first + u) * (kUnit / 16) + i * 32);
+    }
+#pragma unroll
+    for (int u = 0; u < kAhead; u++) {
+      early[u] = make_uint4(0, 0, 0, 0);
+      if (x[0] && first + u < blocks) early[u] = x[0][(first + u) * stride];
+    }
+#pragma unroll
+    for (int u = 0; u < kAhead; u++) {
+      if (first + u >= blocks) continue;
+#pragma unroll
+      for (int j = 0; j < NB; j++) {
+        if (j >= live) continue;
+        uint4 b = early[u];
+        if (j) b = x[j] ? x[j][(first + u) * stride] : make_uint4(0, 0, 0, 0);
+        multiply_tile(sum.of[0][j], a[u][0], b);
+        multiply_tile(sum.of[1][j], a[u][1], b);
+      }
+    }
+  }
+}
+
+// Adds the k groups in ascending order; group 0 holds the sum.
+template <int NB>
+__device__ inline void add_groups(const Job& job, Sum<NB>& sum, float4* shared, int row_group,
+                                  int k_group, int lane) {
+  float4* mine = shared + row_group * 2 * NB * 32 + lane;
+  const int size = job.row_groups * 2 * NB * 32;
+  __syncthreads();  // everyone has read the last tokens' sums
+  if (k_group)
+#pragma unroll
+    for (int i = 0; i < 2 * NB; i++) {
+      const float* v = sum.of[i / NB][i % NB];
+      mine[(k_group - 1) * size + i * 32] = make_float4(v[0], v[1], v[2], v[3]);
+    }
+  __syncthreads();
+  if (k_group) return;
+  for (int g = 0; g < job.k_groups - 1; g++)
+#pragma unroll
+    for (int i = 0; i < 2 * NB; i++) {
+      const float4 v = mine[g * size + i * 32];
+      float* to = sum.of[i / NB][i % NB];
+      to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w;
+    }
+}
+
+// Element e of a fragment: weight row lane / 4 (+ 8 for e >= 2), token 2 (lane % 4) (+ 1 for odd e).
+template <int NB, bool kGate>
+__device__ inline void finish(const Job& job, const Sum<NB>& sum, int expert, int unit,
+                              const int* list, int count, int lane) {
+  const float* scale = job.scale + size_t(expert) * job.n;
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+#pragma unroll
+    for (int t = 0; t < (kGate ? 1 : 2); t++) {
+      const int n = (kGate ? unit : 2 * unit + t) * 16 + lane / 4 + half * 8;
+      if (n >= (kGate ? job.n / 2 : job.n)) continue;
+      const float own = FP8 ? scale[n] : 1.0f, up = FP8 && kGate ? scale[job.n / 2 + n] : 1.0f;
+#pragma unroll
+      for (int j = 0; j < NB; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const int token = j * 8 + (lane % 4) * 2 + e;
+          if (token >= count) continue;
+          const size_t at = size_t(list[token]) * job.out_stride + n;
+          const float v = sum.of[t][j][half * 2 + e] * own;
+          if (kGate) {
+            const float gated = gelu_tanh(v) * (sum.of[1][j][half * 2 + e] * up);
+            static_cast<u16*>(job.out)[at] = FP8 ? input_of_fp8(gated) : to_bf16(gated);
+          } else {
+            static_cast<float*>(job.out)[at] = v;
+          }
+        }
+    }
+}
+
+// Up to 8 NB of an expert's tokens.
+template <int NB, bool kGate>
+__device__ inline void compute(const Job& job, int expert, const int* list, int count,
+                               float4* shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row_group = warp % job.row_groups, k_group = warp / job.row_groups;
+  const int unit = blockIdx.x * job.row_groups + row_group;
+  const int each = (job.blocks + job.k_groups - 1) / job.k_groups, first = k_group * each;
+  const int blocks = unit < job.units ? max(0, min(each, job.blocks - first)) : 0;
+  const uint4* x[NB];
+#pragma unroll
+  for (int j = 0; j < NB; j++) {
+    const int token = j * 8 + lane / 4;
+    x[j] = nullptr;
+    if (token >= count) continue;
+    const int m = kGate ? list[token] / job.top_k : list[token];
+    x[j] = reinterpret_cast<const uint4*>(
+        job.x + x_offset(m, first * 32 + lane % 4 * 8, job.k_blocks, job.block));
+  }
+  Sum<NB> sum = {};
+  const u8* weight = job.weight + ((size_t(expert) * job.units + unit) * job.blocks + first) * kUnit;
+  multiply(sum, reinterpret_cast<const uint4*>(weight) + lane, x, job.block * 4, blocks,
+           (count + 7) / 8);
+  add_groups(job, sum, shared, row_group, k_group, lane);
+  if (k_group == 0 && unit < job.units)
+    finish<NB, kGate>(job, sum, expert, unit, list, count, lane);
+}
+
+template <bool kGate>
+__device__ inline void all_tokens(const Job& job, int expert, const int* list, int count,
+                                  float4* shared) {
+  if (count <= 8) return compute<1, kGate>(job, expert, list, count, shared);
+  for (int i = 0; i < count; i += 8 * kMost)
+    compute<kMost, kGate>(job, expert, list + i, min(8 * kMost, count - i), shared);
+}
+
+extern __shared__ __align__(128) u8 memory[];
+
+extern "C" __global__ void __launch_bounds__(kThreads, 3) gate_up(const __grid_constant__ Job job) {
+  wait_for_previous();
+  let_next_start();  // only now: `down` may then read what the router wrote before it waits
+  int count = 0, *list = reinterpret_cast<int*>(memory);
+  const int expert = find_expert(job, list, count);
+  if (expert < 0) return;
+  float4* shared = reinterpret_cast<float4*>(memory + (job.pairs + 3) / 4 * 16);
+  all_tokens<true>(job, expert, list, count, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 3) down(const __grid_constant__ Job job) {
+  let_next_start();
+  int count = 0, *list = reinterpret_cast<int*>(memory);
+  const int expert = find_expert(job, list, count);
+  if (expert < 0) return wait_for_previous();
+  if (threadIdx.x == 0) {
+    const int unit = blockIdx.x * job.row_groups, units = min(job.row_groups, job.units - unit);
+    prefetch(job.weight + (size_t(expert) * job.units + unit) * job.blocks * kUnit,
+             units * job.blocks * kUnit);
+  }
+  wait_for_previous();
+  float4* shared = reinterpret_cast<float4*>(memory + (job.pairs + 3) / 4 * 16);
+  all_tokens<false>(job, expert, list, count, shared);
+}
