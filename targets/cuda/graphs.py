@@ -6,7 +6,9 @@ exact at any batch and width, so a call is simply padded to its bucket with idle
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -41,12 +43,24 @@ class Captured(Generic[Result]):
             function()  # warm: nothing may be allocated by libraries or compiled in a capture
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        with torch.cuda.graph(self._graph, pool=pool), _no_collection():
             self.result = function()
 
     def replay(self) -> Result:
         self._graph.replay()
         return self.result
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Freeing what an older engine left behind talks to the device, which a capture forbids."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Graphs:

@@ -224,6 +224,7 @@ extern "C" __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThre
     for (int i = from + threadIdx.x; i < to; i += kThreads) top = better(top, {logits[i] + bias[i], i});
     id = cluster.best(top).id;
   }
-  if (cluster_rank() == 0 && threadIdx.x == 0) job.chosen[m] = id;
+  // idle rows hold anything, and nothing compares with NaN: a valid id all the same
+  if (cluster_rank() == 0 && threadIdx.x == 0) job.chosen[m] = min(id, job.vocab - 1);
   cluster_sync();  // nobody leaves while others still read its memory
 }
