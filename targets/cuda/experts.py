@@ -27,6 +27,8 @@ TOKENS = 8
 AT_ONCE = 2
 MOST_EXPERTS, MOST_PICKED = 256, 32
 """What `pick` has registers for, and lanes."""
+FILL = 1600
+"""CTAs to aim at: four times what a Hopper GPU holds at once."""
 ROUTE = Variant("route")
 
 
@@ -108,13 +110,21 @@ def _experts(
         *(weight.n, units, blocks, count, rows * top_k, top_k, *blocked),
         *(row_groups, WARPS // row_groups, out.shape[1]),
     )
-    grid = (-(-units // row_groups), min(count, rows * top_k), 1)
+    active = min(count, rows * top_k)
+    grid = (_ctas(-(-units // row_groups), active), active, 1)
     launch(_variant(weight.kind), name, grid, THREADS, [job], _shared(rows, job))
 
 
 def _row_groups(blocks: int) -> int:
     """Units per CTA, such that each of its warps has work: a function of the inputs alone."""
     return next(g for g in (1, 2, 4, 8) if g == WARPS or blocks * g >= 5 * WARPS)
+
+
+def _ctas(groups: int, active: int) -> int:
+    """CTAs per expert: each takes as many groups of units as any, and all of them fill the GPU a
+    few times. Which CTA takes a group is nothing to its arithmetic."""
+    wanted = max(1, FILL // active)
+    return -(-groups // -(-groups // wanted))
 
 
 def _shared(rows: int, job: _Job) -> int:

@@ -47,16 +47,15 @@ __device__ inline int load_number(const int* p) {
   return v;
 }
 
-// The expert of this CTA: the blockIdx.y-th picked one, by rising number, or -1 beyond the last;
-// and its pairs, in any order.
-__device__ inline int find_expert(const Job& job, int* list, int& count) {
+// The expert of this CTA: the blockIdx.y-th picked one, by rising number; -1 beyond the last.
+__device__ inline int find_expert(const Job& job, int first) {
   __shared__ u32 picked[kMaxExperts / 32];
-  __shared__ int mine, total;
+  __shared__ int mine;
   if (threadIdx.x < kMaxExperts / 32) picked[threadIdx.x] = 0;
-  if (threadIdx.x == 0) mine = -1, total = 0;
+  if (threadIdx.x == 0) mine = -1;
   __syncthreads();
   for (int i = threadIdx.x; i < job.pairs; i += kThreads) {
-    const int e = load_number(job.numbers + i);
+    const int e = i < kThreads ? first : load_number(job.numbers + i);
     atomicOr(&picked[e / 32], 1u << (e % 32));
   }
   __syncthreads();
@@ -68,12 +67,18 @@ __device__ inline int find_expert(const Job& job, int* list, int& count) {
     if (before == blockIdx.y) mine = e;
   }
   __syncthreads();
-  if (mine < 0) return -1;
-  for (int i = threadIdx.x; i < job.pairs; i += kThreads)
-    if (load_number(job.numbers + i) == mine) list[atomicAdd(&total, 1)] = i;
-  __syncthreads();
-  count = total;
   return mine;
+}
+
+// Puts the pairs that picked the expert into `list`, in any order; -> how many.
+__device__ inline int list_pairs(const Job& job, int expert, int first, int* list) {
+  __shared__ int count;
+  if (threadIdx.x == 0) count = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < job.pairs; i += kThreads)
+    if ((i < kThreads ? first : load_number(job.numbers + i)) == expert) list[atomicAdd(&count, 1)] = i;
+  __syncthreads();
+  return count;
 }
 
 template <int NB>
@@ -186,11 +191,11 @@ __device__ inline void finish(const Job& job, const Sum<NB>& sum, int expert, in
 
 // Up to 8 NB of an expert's tokens.
 template <int NB, bool kGate>
-__device__ inline void compute(const Job& job, int expert, const int* list, int count,
+__device__ inline void compute(const Job& job, int expert, int group, const int* list, int count,
                                float4* shared) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_group = warp % job.row_groups, k_group = warp / job.row_groups;
-  const int unit = blockIdx.x * job.row_groups + row_group;
+  const int unit = group * job.row_groups + row_group;
   const int each = (job.blocks + job.k_groups - 1) / job.k_groups, first = k_group * each;
   const int blocks = unit < job.units ? max(0, min(each, job.blocks - first)) : 0;
   const uint4* x[NB];
@@ -213,36 +218,33 @@ __device__ inline void compute(const Job& job, int expert, const int* list, int 
 }
 
 template <bool kGate>
-__device__ inline void all_tokens(const Job& job, int expert, const int* list, int count,
-                                  float4* shared) {
-  if (count <= 8) return compute<1, kGate>(job, expert, list, count, shared);
-  for (int i = 0; i < count; i += 8 * kMost)
-    compute<kMost, kGate>(job, expert, list + i, min(8 * kMost, count - i), shared);
+__device__ inline void run(const Job& job) {
+  extern __shared__ __align__(128) u8 memory[];
+  int* list = reinterpret_cast<int*>(memory);
+  float4* shared = reinterpret_cast<float4*>(memory + (job.pairs + 3) / 4 * 16);
+  // the numbers are needed twice, but loaded once where they are few
+  const int first = threadIdx.x < job.pairs ? load_number(job.numbers + threadIdx.x) : -1;
+  const int expert = find_expert(job, first), groups = (job.units + job.row_groups - 1) / job.row_groups;
+  if (!kGate) wait_for_previous();
+  if (expert < 0) return;
+  const int count = list_pairs(job, expert, first, list);
+  for (int group = blockIdx.x; group < groups; group += gridDim.x) {
+    if (count <= 8) {
+      compute<1, kGate>(job, expert, group, list, count, shared);
+      continue;
+    }
+    for (int i = 0; i < count; i += 8 * kMost)
+      compute<kMost, kGate>(job, expert, group, list + i, min(8 * kMost, count - i), shared);
+  }
 }
-
-extern __shared__ __align__(128) u8 memory[];
 
 extern "C" __global__ void __launch_bounds__(kThreads, 3) gate_up(const __grid_constant__ Job job) {
   wait_for_previous();
   let_next_start();  // only now: `down` may then read what the router wrote before it waits
-  int count = 0, *list = reinterpret_cast<int*>(memory);
-  const int expert = find_expert(job, list, count);
-  if (expert < 0) return;
-  float4* shared = reinterpret_cast<float4*>(memory + (job.pairs + 3) / 4 * 16);
-  all_tokens<true>(job, expert, list, count, shared);
+  run<true>(job);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 3) down(const __grid_constant__ Job job) {
   let_next_start();
-  int count = 0, *list = reinterpret_cast<int*>(memory);
-  const int expert = find_expert(job, list, count);
-  if (expert < 0) return wait_for_previous();
-  if (threadIdx.x == 0) {
-    const int unit = blockIdx.x * job.row_groups, units = min(job.row_groups, job.units - unit);
-    prefetch(job.weight + (size_t(expert) * job.units + unit) * job.blocks * kUnit,
-             units * job.blocks * kUnit);
-  }
-  wait_for_previous();
-  float4* shared = reinterpret_cast<float4*>(memory + (job.pairs + 3) / 4 * 16);
-  all_tokens<false>(job, expert, list, count, shared);
+  run<false>(job);
 }

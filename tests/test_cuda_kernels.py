@@ -1,0 +1,156 @@
+"""Without a GPU: every kernel compiles for Hopper, and weights lie where the kernels look."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from specdec.errors import UserError
+from targets import arch, mini
+from targets.arch import read_arch, released
+from targets.cuda import kernels, launch, tiles
+from targets.cuda.launch import Variant, cached_binary, compile_variant
+from targets.cuda.ops import Linear
+
+RELEASED = sorted(file.stem for file in Path(arch.__file__).with_name("released").glob("*.json"))
+FILES = sorted(file.stem for file in launch.SOURCES.glob("*.cu"))
+DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+LAYOUTS = ["plain", "gated", "experts", "experts_gated"]
+
+
+def variants() -> set[Variant]:
+    """What any released model and the embedded ones launch, with either cache."""
+    archs = [released(name) for name in RELEASED]
+    archs += [read_arch(mini.path(name)) for name in ("mini", "mini-e")]
+    return {v for a in archs for kv8 in (0, 1) for v in kernels.variants(a, kv8, {"fp8", "bf16"})}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_variant_compiles_for_hopper(file):
+    needed = {v for v in variants() if v.file == file} or {Variant(file)}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        binaries = list(pool.map(compile_variant, sorted(needed, key=repr)))
+    assert all(binary.startswith(b"\x7fELF") for binary in binaries)
+
+
+def test_every_variant_has_a_file():
+    assert {v.file for v in variants()} <= set(FILES)
+
+
+def test_a_kernel_that_does_not_compile_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "SOURCES", tmp_path)
+    (tmp_path / launch.HEADER).write_text("")
+    (tmp_path / "broken.cu").write_text("__global__ void k() { nonsense; }")
+    with pytest.raises(UserError, match="broken.cu does not compile.*nonsense"):
+        compile_variant(Variant("broken"))
+
+
+def test_binaries_are_kept_until_something_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "SOURCES", tmp_path)
+    header, source, folder = tmp_path / launch.HEADER, tmp_path / "a.cu", tmp_path / "cache"
+    header.write_text("")
+    source.write_text('extern "C" __global__ void k() {}')
+    first = cached_binary(Variant("a"), folder, 1)
+    monkeypatch.setattr(launch, "compile_variant", lambda variant: b"new")
+    assert cached_binary(Variant("a"), folder, 1) == first
+    assert cached_binary(Variant("a"), folder, 2) == b"new"
+    assert cached_binary(Variant("a", (("N", 1),)), folder, 1) == b"new"
+    header.write_text("// changed")
+    assert cached_binary(Variant("a"), folder, 1) == b"new"
+
+
+processors = st.sampled_from([2, 5, 132])
+"""Few make each one's share as deep as that of a weight of true size."""
+shapes = st.tuples(
+    st.integers(1, 900), st.one_of(st.integers(1, 250), st.integers(1, 32).map(lambda k: 8 * k))
+).map(lambda shape: (shape[0], 8 * shape[1]))
+kinds = st.sampled_from(sorted(DTYPES))
+layouts = st.sampled_from(LAYOUTS)
+
+
+def draw(
+    shape: tuple[int, int], kind: str, layout: str, processors: int
+) -> tuple[Linear, torch.Tensor]:
+    """A weight as the kernels keep it, and its values [E, n, k] as bytes [E, n, k, size]."""
+    n, k = shape[0] * (2 if layout.endswith("gated") else 1), shape[1]
+    size = tiles.VALUE_BYTES[kind]
+    count = 3 if layout.startswith("experts") else 1
+    raw = torch.randint(0, 256, (count, n, k, size), dtype=torch.uint8)
+    values = raw.flatten(2).view(DTYPES[kind])
+    if not layout.startswith("experts"):
+        values = values[0]
+    return Linear(n, k, kind, tiles.tile(values, kind, layout, processors), None, layout), raw
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, kinds, layouts, processors)
+def test_tiles_turn_back_into_rows(shape, kind, layout, processors):
+    weight, raw = draw(shape, kind, layout, processors)
+    back = tiles.untile(weight, processors).contiguous().view(torch.uint8)
+    assert torch.equal(back, raw.flatten(0, 1).flatten(1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, kinds, layouts, processors)
+def test_every_value_is_where_the_kernels_look(shape, kind, layout, processors):
+    """The addresses of gemm.cu and moe.cu, from a value's row and input."""
+    weight, raw = draw(shape, kind, layout, processors)
+    row, column = torch.arange(weight.n)[:, None], torch.arange(weight.k)
+    if layout.endswith("gated"):  # one warp holds both halves of a feature
+        half = weight.n // 2
+        tile, row = row % half // 16 * 2 + row // half, row % half % 16
+    else:
+        tile, row = row // 16, row % 16
+    block, lane = column // 32, row % 8 * 4 + column % 32 // 8
+    size, value = tiles.VALUE_BYTES[kind], column % 8
+    if kind == "fp8":
+        within = lane * 16 + (value // 4 * 2 + row // 8) * 4 + value % 4
+    else:
+        word = value % 4 // 2 * 2 + row // 8
+        within = value // 4 * 512 + lane * 16 + word * 4 + value % 2 * 2
+    if layout.startswith("experts"):
+        at = _in_moe(weight, tile, block) + within
+    else:
+        at = _in_gemm(weight, tiles.schedule_of(weight, processors), tile, block) + within
+    expert = torch.arange(len(raw))[:, None, None] * (weight.data.numel() // len(raw))
+    data = weight.data.flatten()
+    for byte in range(size):
+        assert torch.equal(data[expert + at + byte], raw[..., byte])
+
+
+def _in_gemm(
+    weight: Linear, plan: tiles.Schedule, tile: torch.Tensor, block: torch.Tensor
+) -> torch.Tensor:
+    owner, mine = tile // plan.tiles, tile % plan.tiles
+    step, part = block // (plan.k_groups * plan.depth), block % (plan.k_groups * plan.depth)
+    steps = (owner // plan.ctas * plan.steps + step) * plan.ctas + owner % plan.ctas
+    warp = part // plan.depth * plan.row_groups + mine // plan.wide
+    before = (warp * plan.depth + part % plan.depth) * plan.wide + mine % plan.wide
+    return steps * plan.step_bytes(weight.kind) + before * tiles.TILE_BYTES[weight.kind]
+
+
+def _in_moe(weight: Linear, tile: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    blocks = tiles.padded_inputs(weight.k) // 32
+    return ((tile // 2 * blocks + block) * 2 + tile % 2) * tiles.TILE_BYTES[weight.kind]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 300_000), st.integers(1, 30_000), kinds, st.booleans(), st.integers(1, 160))
+def test_a_schedule_covers_the_weight_and_fits_the_machine(n, k, kind, gated, processors):
+    n *= 2 if gated else 1
+    plan = tiles.schedule(n, k, kind, gated, processors)
+    needed = 2 * -(-(n // 2) // 16) if gated else -(-n // 16)
+    assert (plan.ctas - 1) * plan.passes * plan.tiles < needed
+    assert needed <= plan.ctas * plan.passes * plan.tiles
+    assert plan.steps * plan.k_groups * plan.depth * 32 == tiles.padded_inputs(k) >= k
+    assert plan.row_groups * plan.wide == plan.tiles and plan.wide == 2 or not gated
+    assert plan.ctas <= processors and plan.warps <= tiles.WARPS
+    assert plan.k_groups == 1 or plan.passes == 1  # sums of k groups take the ring's place
+    for block in kernels.BLOCKS:
+        *_, stages, shared, _ahead = kernels._ring(plan, kind, block)
+        assert stages >= 2 and shared <= launch.SHARED_LIMIT
