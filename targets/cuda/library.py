@@ -1,4 +1,5 @@
-"""The compute-bound pieces of a long prefill chunk, done by torch's own kernels.
+"""The steps of a long prefill chunk in plain torch and float32, on any device: the reference of
+`prefill_kernels.py`.
 
 Shape legend: T tokens of the chunk, S keys, N query heads, K kv heads, D head_dim.
 """
@@ -9,51 +10,81 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from targets.cuda.cache import FP8_MAX
-
-FLASH_HEAD_DIM = 256
-"""The widest head that torch's flash attention takes; it masks windows and shares KV heads."""
-WIDE_BLOCK = 256
-"""Queries at once where scores exist: 270 MB of them for 32 heads at 8192 keys."""
-
-
-def matmul(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """x [T, k] times weight values [n, k] (times scale [n]) -> [T, n]. FP8 weights meet inputs of
-    FP8 on a GPU, with a scale per token found on the spot; elsewhere they are widened."""
-    if scale is None:
-        return x.to(values.dtype) @ values.T
-    if not x.is_cuda:
-        return (x.float() @ values.float().T) * scale
-    narrow, per_token = _per_token(x)
-    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-        narrow,
-        values.T,
-        scale_a=per_token[:, None],
-        scale_b=scale[None],
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
-    )
+from targets.arch import LayerSpec
+from targets.cuda import cache as kv
+from targets.cuda.cache import LayerCache
+from targets.cuda.formulas import gate, inverse_frequencies, new_entry, rms, rotate
+from targets.cuda.prefill_steps import Chunk, Input, Pair
 
 
-def _per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 and its scale [T] for each row of x [T, k] bf16. A row's factor is itself bf16, so that
-    no pass over x is wider than x; the scale undoes just that factor."""
-    largest = torch.linalg.vector_norm(x, torch.inf, dim=-1).float().clamp(min=1e-12)
-    factor = (FP8_MAX / largest).bfloat16()
-    return (x * factor[:, None]).to(torch.float8_e4m3fn), factor.float().reciprocal()
+class Library:
+    """`prefill_steps.Steps` for one chunk."""
+
+    def __init__(self, chunk: Chunk, eps: float) -> None:
+        self.chunk, self.eps = chunk, eps
+        device = chunk.tokens.device
+        self.positions = chunk.start + torch.arange(len(chunk.tokens), device=device)
+
+    def turn(
+        self,
+        h: torch.Tensor,
+        branch: torch.Tensor | None,
+        post: torch.Tensor | None,
+        scalar: torch.Tensor | None,
+        pre: torch.Tensor | None,
+        kind: str,
+    ) -> Input:
+        if branch is not None:
+            h += rms(branch, post, self.eps)
+        if scalar is not None:
+            h *= scalar
+        return Input(h if pre is None else rms(h, pre, self.eps), None)
+
+    def matmul(self, x: Input, values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        if scale is None:
+            return (x.values.to(values.dtype) @ values.T).float()
+        return (x.values @ values.float().T) * scale
+
+    def grouped(
+        self, x: Input, ends: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        out, first = [], 0
+        for expert, last in enumerate(ends.tolist()):
+            own = None if scale is None else scale[expert]
+            out.append(self.matmul(Input(x.values[first:last], None), values[expert], own))
+            first = last
+        return torch.cat(out)
+
+    def gated(self, gate_up: torch.Tensor, kind: str) -> Input:
+        return Input(gate(gate_up), None)
+
+    def exchange(
+        self, qkv: torch.Tensor, k_norm: torch.Tensor, layer: LayerSpec, store: LayerCache
+    ) -> Pair:
+        slot, start = self.chunk.slot, self.chunk.start
+        k, v = new_entry(qkv, k_norm, layer, self._angles(layer), self.eps)
+        oldest = self.chunk.oldest(layer.window)
+        past = [part.transpose(0, 1) for part in kv.read(store, slot, oldest, start)]
+        skip = max(0, len(k) - store.size)
+        kv.write(store, slot, start + skip, k[skip:], v[skip:])
+        fresh = [kv.stored(part, store.k.dtype) for part in (k, v)]
+        k, v = (torch.cat([old.float(), new.float()]) for old, new in zip(past, fresh, strict=True))
+        return k, v
+
+    def attend(
+        self, qkv: torch.Tensor, q_norm: torch.Tensor, layer: LayerSpec, pair: Pair, kind: str
+    ) -> Input:
+        q = qkv[:, : layer.heads * layer.head_dim].unflatten(-1, (layer.heads, layer.head_dim))
+        q = rotate(rms(q, q_norm, self.eps), self._angles(layer))
+        return Input(attend(q, *pair, layer.window), None)
+
+    def _angles(self, layer: LayerSpec) -> torch.Tensor:
+        inverse = inverse_frequencies(layer.rope, layer.head_dim, self.positions.device)
+        return self.positions[:, None, None] * inverse
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
-    """q [T, N, D], k and v [S, K, D], of which the last T are the queries' own -> [T, N * D].
-
-    Scores never exist all at once on a GPU: flash attention goes through the keys in tiles, and
-    heads that are too wide for it through the queries in blocks.
-    """
-    if q.is_cuda and q.dtype == torch.bfloat16:
-        if q.shape[-1] <= FLASH_HEAD_DIM:
-            return _flash(q, k, v, window).flatten(1)
-        if window is None:
-            return _wide(q, k, v).flatten(1)
+    """q [T, N, D], k and v [S, K, D], of which the last T are the queries' own -> [T, N * D]."""
     block = len(q) if window is None else window
     parts = []
     for first in range(0, len(q), block):
@@ -62,41 +93,6 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
         start = 0 if window is None else max(0, stop - len(part) - window + 1)
         parts.append(_masked(part, k[start:stop], v[start:stop], window))
     return torch.cat(parts).flatten(1)
-
-
-def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
-    """The operator itself: torch's own fronts to it have no windows, or not in every version."""
-    return torch.ops.aten._flash_attention_forward(
-        *(x[None] for x in (q, k, v)),
-        None,
-        None,
-        len(q),
-        len(k),
-        0.0,  # dropout
-        True,  # causal, the last query beside the last key
-        False,
-        scale=1.0,
-        window_size_left=None if window is None else window - 1,
-        window_size_right=0,
-    )[0][0]
-
-
-def _wide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Plain matmuls, which for heads of 512 are twice as fast as the kernel that takes them."""
-    tokens, keys, kv_heads = len(q), len(k), k.shape[1]
-    across, values = k.permute(1, 2, 0), v.transpose(0, 1)
-    out = torch.empty_like(q)
-    for first in range(0, tokens, WIDE_BLOCK):
-        part = q[first : first + WIDE_BLOCK].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-        rows = part.shape[2]
-        seen = keys - tokens + first + rows
-        scores = torch.bmm(part.flatten(1, 2), across[..., :seen], out_dtype=torch.float32)
-        later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
-        scores.unflatten(1, (-1, rows))[..., seen - rows :].masked_fill_(later, -torch.inf)
-        mixed = torch.bmm(scores.softmax(-1).to(q.dtype), values[:, :seen])
-        mixed = mixed.unflatten(1, (-1, rows)).permute(2, 0, 1, 3).flatten(1, 2)
-        out[first : first + rows] = mixed
-    return out
 
 
 def _masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:

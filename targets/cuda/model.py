@@ -57,18 +57,18 @@ def decode(
             x = ops.norm(h, branch, post, None, None, gate.kind)
             x = ops.gated_per_layer(x, gate, inputs, i, projection.kind)
             branch, post = ops.linear(x, projection), w.per_layer.post_norm
-        x = ops.norm(h, branch, post, w.scalar, *_opening(weights, i + 1))
+        x = ops.norm(h, branch, post, w.scalar, *opening(weights, i + 1))
         if i in features:
             states[i] = h.clone()
     if only is not None:
         x = ops.norm(
-            h.index_select(0, only), None, None, None, *_opening(weights, len(weights.layers))
+            h.index_select(0, only), None, None, None, *opening(weights, len(weights.layers))
         )
     captured = torch.cat([states[i] for i in features], -1) if features else None
     return Hidden(ops.head(x, weights.head, arch.softcap), captured)
 
 
-def _opening(weights: Weights, i: int) -> tuple[torch.Tensor, str]:
+def opening(weights: Weights, i: int) -> tuple[torch.Tensor, str]:
     """The norm that opens layer i, or the head, and the kind of weight that reads its output."""
     if i == len(weights.layers):
         return weights.norm, weights.head.kind

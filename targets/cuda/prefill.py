@@ -7,39 +7,18 @@ bitwise `model.decode`: which of the two a chunk takes follows from its own leng
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from targets.arch import Arch, LayerSpec, MoeSpec
-from targets.cuda import cache as kv, library
-from targets.cuda.cache import KVCache, LayerCache
-from targets.cuda.formulas import (
-    gate,
-    gelu,
-    inverse_frequencies,
-    lookup,
-    mix_inputs,
-    new_entry,
-    rank,
-    rms,
-    rotate,
-)
-from targets.cuda.model import Hidden
+from targets.arch import Arch, MoeSpec
+from targets.cuda.cache import KVCache
+from targets.cuda.formulas import gelu, lookup, mix_inputs, rank, rms
+from targets.cuda.layers import Reference
+from targets.cuda.library import Library
+from targets.cuda.model import Hidden, opening
 from targets.cuda.ops import Linear, Ops
 from targets.cuda.params import LayerWeights, Moe, PerLayer, Weights
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""k, v [S, K, D]: all that the chunk's queries may see in one layer."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """tokens [T] int32 on the device, at positions start .. start + T - 1 of `slot`."""
-
-    tokens: torch.Tensor
-    start: int
-    slot: int
+from targets.cuda.prefill_kernels import PrefillKernels
+from targets.cuda.prefill_steps import Chunk, Input, Pair, Steps
 
 
 def prefill(
@@ -51,83 +30,61 @@ def prefill(
     features: tuple[int, ...] = (),
 ) -> Hidden:
     """Logits [1, V] after the chunk's last token; features [T, F]."""
-    return _Pass(weights, arch, cache, chunk, ops).run(features)
+    make = Library if isinstance(ops, Reference) else PrefillKernels
+    return _Pass(weights, arch, cache, chunk, ops, make(chunk, arch.eps)).run(features)
 
 
 class _Pass:
-    """One chunk on its way through the layers; h [T, H] is float32, branches are in `dtype`."""
+    """One chunk on its way through the layers; h [T, H] is float32."""
 
     def __init__(
-        self, weights: Weights, arch: Arch, cache: KVCache, chunk: Chunk, ops: Ops
+        self, weights: Weights, arch: Arch, cache: KVCache, chunk: Chunk, ops: Ops, steps: Steps
     ) -> None:
-        self.weights, self.arch, self.cache, self.chunk, self.ops = weights, arch, cache, chunk, ops
-        device = chunk.tokens.device
-        self.dtype = weights.embed.dtype if device.type == "cuda" else torch.float32
-        self.positions = chunk.start + torch.arange(len(chunk.tokens), device=device)
+        self.weights, self.arch, self.cache, self.chunk = weights, arch, cache, chunk
+        self.ops, self.steps = ops, steps
         self.lenders = {layer.kv_from for layer in arch.layers}
         self.lent: dict[int | None, Pair] = {}
 
     def run(self, features: tuple[int, ...]) -> Hidden:
-        weights, arch, eps = self.weights, self.arch, self.arch.eps
+        weights, arch, turn = self.weights, self.arch, self.steps.turn
         h = lookup(weights.embed, self.chunk.tokens, arch.hidden)
         inputs = self._per_layer_inputs(h)
+        x = turn(h, None, None, None, *opening(weights, 0))
         states: dict[int, torch.Tensor] = {}
         for i, w in enumerate(weights.layers):
-            h += rms(self._attention(i, h, w), w.post_attention_norm, eps)
-            h += rms(self._feed_forward(h, w, arch.layers[i].moe), w.post_feedforward_norm, eps)
+            branch, inner = self._attention(i, x, w), w.pre_feedforward_norm
+            x = turn(h, branch, w.post_attention_norm, None, inner, w.gate_up.kind)
+            branch, post = self._feed_forward(h, x, w, arch.layers[i].moe), w.post_feedforward_norm
             if w.per_layer and inputs is not None:
-                extra = self._gated_inputs(h, w.per_layer, inputs[:, i])
-                h += rms(extra, w.per_layer.post_norm, eps)
-            h *= w.scalar
+                x = turn(h, branch, post, None, None, w.per_layer.gate.kind)
+                branch = self._gated_inputs(x, w.per_layer, inputs[:, i])
+                post = w.per_layer.post_norm
+            x = turn(h, branch, post, w.scalar, *opening(weights, i + 1))
             if i in features:
                 states[i] = h.clone()
-        x = self.ops.norm(h[-1:], None, None, None, weights.norm, weights.head.kind)
+        last = self.ops.norm(h[-1:], None, None, None, weights.norm, weights.head.kind)
         captured = torch.cat([states[i] for i in features], -1) if features else None
-        return Hidden(self.ops.head(x, weights.head, arch.softcap), captured)
+        return Hidden(self.ops.head(last, weights.head, arch.softcap), captured)
 
-    def _project(self, x: torch.Tensor, weight: Linear) -> torch.Tensor:
-        return library.matmul(x, *self.ops.dense(weight)).to(self.dtype)
+    def _project(self, x: Input, weight: Linear) -> torch.Tensor:
+        return self.steps.matmul(x, *self.ops.dense(weight))
 
-    def _normed(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return rms(h, weight, self.arch.eps).to(self.dtype)
-
-    def _attention(self, i: int, h: torch.Tensor, w: LayerWeights) -> torch.Tensor:
+    def _attention(self, i: int, x: Input, w: LayerWeights) -> torch.Tensor:
         layer = self.arch.layers[i]
-        qkv = self._project(self._normed(h, w.input_norm), w.qkv)
-        angles = self.positions[:, None, None] * inverse_frequencies(
-            layer.rope, layer.head_dim, h.device
-        )
-        q = qkv[:, : layer.heads * layer.head_dim].unflatten(-1, (layer.heads, layer.head_dim))
-        q = rotate(rms(q, w.q_norm, self.arch.eps), angles).to(self.dtype)
+        qkv = self._project(x, w.qkv)
         if w.k_norm is None:
-            k, v = self.lent[layer.kv_from]
+            pair = self.lent[layer.kv_from]
         else:
-            fresh = new_entry(qkv, w.k_norm, layer, angles, self.arch.eps)
-            k, v = self._exchange(self.cache.of(self.arch.layers, i), layer, *fresh)
+            pair = self.steps.exchange(qkv, w.k_norm, layer, self.cache.of(self.arch.layers, i))
         if i in self.lenders:
-            self.lent[i] = k, v
-        return self._project(library.attend(q, k, v, layer.window), w.o)
+            self.lent[i] = pair
+        return self._project(self.steps.attend(qkv, w.q_norm, layer, pair, w.o.kind), w.o)
 
-    def _exchange(
-        self, store: LayerCache, layer: LayerSpec, k: torch.Tensor, v: torch.Tensor
-    ) -> Pair:
-        """Store the chunk's k, v [T, K, D], of a ring's no more than it holds, and return them
-        behind what the cache had for the first query."""
-        slot, start = self.chunk.slot, self.chunk.start
-        oldest = 0 if layer.window is None else max(0, start - layer.window + 1)
-        past = [part.transpose(0, 1) for part in kv.read(store, slot, oldest, start)]
-        skip = max(0, len(k) - store.size)
-        kv.write(store, slot, start + skip, k[skip:], v[skip:])
-        fresh = [kv.stored(part, store.k.dtype) for part in (k, v)]
-        k, v = (
-            torch.cat([old.to(self.dtype), new.to(self.dtype)])
-            for old, new in zip(past, fresh, strict=True)
-        )
-        return k, v
-
-    def _feed_forward(self, h: torch.Tensor, w: LayerWeights, moe: MoeSpec | None) -> torch.Tensor:
-        x = self._normed(h, w.pre_feedforward_norm)
-        dense = self._project(gate(self._project(x, w.gate_up)), w.down)
+    def _feed_forward(
+        self, h: torch.Tensor, x: Input, w: LayerWeights, moe: MoeSpec | None
+    ) -> torch.Tensor:
+        gated = self.steps.gated(self._project(x, w.gate_up), w.down.kind)
+        dense = self._project(gated, w.down)
         if not (moe and w.moe):
             return dense
         routed = self._experts(h, w.moe, moe)
@@ -135,35 +92,38 @@ class _Pass:
         return rms(dense, w.moe.dense_norm, eps) + rms(routed, w.moe.routed_norm, eps)
 
     def _experts(self, h: torch.Tensor, w: Moe, moe: MoeSpec) -> torch.Tensor:
-        """Rows sorted by expert, one matmul for each; summed in rank order [T, H] float32. How
-        many rows each expert has must reach the host."""
-        x = self._normed(h, w.router_scale * self.arch.hidden**-0.5)
+        """Rows sorted by expert, summed in rank order [T, H] float32."""
+        router = w.router_scale * self.arch.hidden**-0.5
+        x = self.steps.turn(h, None, None, None, router, w.router.kind)
         shares = self._project(x, w.router).float().softmax(-1)
         numbers, parts = rank(shares, w.per_expert, moe)
         order = numbers.flatten().argsort(stable=True)
-        counts = numbers.flatten().bincount(minlength=moe.experts).tolist()
-        x = self._normed(h, w.pre_norm)[order // moe.top_k]
-        x = gate(self._by_expert(x, counts, w.gate_up))
+        edges = torch.arange(moe.experts, dtype=torch.int32, device=h.device)
+        ends = torch.searchsorted(numbers.flatten()[order], edges, right=True, out_int32=True)
+        x = self.steps.turn(h, None, None, None, w.pre_norm, w.gate_up.kind)
+        gate_up = self._by_expert(x.rows(order // moe.top_k), ends, w.gate_up)
+        down = self._by_expert(self.steps.gated(gate_up, w.down.kind), ends, w.down)
         out = torch.empty((len(order), self.arch.hidden), device=h.device)
-        out[order] = self._by_expert(x, counts, w.down).float()
+        out[order] = down.float()
         return (out.unflatten(0, numbers.shape) * parts[..., None]).sum(1)
 
-    def _by_expert(self, x: torch.Tensor, counts: list[int], weight: Linear) -> torch.Tensor:
+    def _by_expert(self, x: Input, ends: torch.Tensor, weight: Linear) -> torch.Tensor:
         values, scale = self.ops.dense(weight)
-        values = values.unflatten(0, (len(counts), -1))
-        scales = [None] * len(counts) if scale is None else scale.unflatten(0, (len(counts), -1))
-        rows = zip(x.split(counts), values, scales, strict=True)
-        return torch.cat([library.matmul(*each).to(self.dtype) for each in rows if len(each[0])])
+        shape = len(ends), -1
+        scale = None if scale is None else scale.unflatten(0, shape)
+        return self.steps.grouped(x, ends, values.unflatten(0, shape), scale)
 
     def _per_layer_inputs(self, h: torch.Tensor) -> torch.Tensor | None:
         """[T, L, P] float32."""
         top = self.weights.per_layer
         if top is None:
             return None
-        mixed = self._project(h.to(self.dtype), top.projection).float()
+        x = self.steps.turn(h, None, None, None, None, top.projection.kind)
+        mixed = self._project(x, top.projection).float()
         mixed = mix_inputs(self.arch, mixed, top.table, top.norm, self.chunk.tokens)
         return mixed.unflatten(-1, (len(self.arch.layers), self.arch.per_layer_input))
 
-    def _gated_inputs(self, h: torch.Tensor, w: PerLayer, inputs: torch.Tensor) -> torch.Tensor:
-        gated = gelu(self._project(h.to(self.dtype), w.gate)) * inputs
-        return self._project(gated.to(self.dtype), w.projection)
+    def _gated_inputs(self, x: Input, w: PerLayer, inputs: torch.Tensor) -> torch.Tensor:
+        gated = gelu(self._project(x, w.gate)) * inputs
+        # per-layer weights are wide in any case (params.py), and so are their inputs
+        return self._project(Input(gated.to(x.values.dtype), None), w.projection)

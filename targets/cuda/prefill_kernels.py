@@ -1,0 +1,214 @@
+"""The steps of a long prefill chunk on a Hopper GPU: cuBLAS multiplies, flash attention attends,
+and kernels of our own (`kernels/prefill*.cu`) do in one pass what lies between two matmuls.
+
+Everything that a row meets follows from the chunk's own length and position. Nothing waits for
+the device. Shape legend: as in prefill_steps.py; N query heads, R rows of queries at once.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int, c_void_p
+
+import torch
+
+from targets.arch import LayerSpec, Rope
+from targets.cuda.cache import LANES, LayerCache
+from targets.cuda.formulas import inverse_frequencies
+from targets.cuda.prefill_launch import PACKS, QUADS, Launcher, attention, pointer
+from targets.cuda.prefill_steps import Chunk, Input, Pair
+
+FLASH_HEAD_DIM = 256
+"""The widest head that torch's flash attention takes; it masks windows and shares KV heads."""
+ALIGN = 64
+"""Keys are padded to multiples of this where scores exist: matmuls want aligned rows."""
+SCORES = 64 << 20
+"""Scores at once: 256 MB, and half as much for their softmax."""
+MOST_ROWS = 512
+"""Queries at once: each meets the keys of the last one, which are more in a larger block."""
+
+
+class _Place(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("k", "v", "keys", "values")),
+        *((name, c_int) for name in ("entries", "padded", "dim", "kv_heads")),
+        *((name, c_int) for name in ("slot", "start", "tokens", "oldest")),
+    )
+
+
+class PrefillKernels:
+    """`prefill_steps.Steps` for one chunk."""
+
+    def __init__(self, chunk: Chunk, eps: float) -> None:
+        self.chunk, self.eps, self.tokens = chunk, eps, len(chunk.tokens)
+        self.device = chunk.tokens.device
+        self.launch = Launcher(self.device)
+        self._rotations: dict[tuple[Rope, int], Pair] = {}
+        self._scores: Pair | None = None
+
+    def turn(
+        self,
+        h: torch.Tensor,
+        branch: torch.Tensor | None,
+        post: torch.Tensor | None,
+        scalar: torch.Tensor | None,
+        pre: torch.Tensor | None,
+        kind: str,
+    ) -> Input:
+        rows, hidden = h.shape
+        x = self.launch.input(rows, hidden, kind)
+        wide = branch is not None and branch.dtype == torch.float32
+        arguments = [*map(pointer, (h, branch, post, scalar, pre, *x))]
+        arguments += [c_int(hidden), c_float(self.eps), c_int(wide)]
+        self.launch.each_row("add_norm", kind, rows, hidden // 4, QUADS, arguments)
+        return x
+
+    def matmul(self, x: Input, values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        if scale is None or x.scale is None:
+            return x.values @ values.T
+        # fast accumulation: fewer bits between tensor core steps, an error far below that of the
+        # inputs' own 4 bits, and the only way to the card's full FP8 rate
+        return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+            x.values,
+            values.T,
+            scale_a=x.scale[:, None],
+            scale_b=scale[None],
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+
+    def grouped(
+        self, x: Input, ends: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        across = values.transpose(1, 2)
+        if scale is None or x.scale is None:
+            return torch._grouped_mm(x.values, across, ends)  # pyright: ignore[reportPrivateImportUsage]
+        return torch._scaled_grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
+            x.values,
+            across,
+            x.scale,
+            scale,
+            ends,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+
+    def gated(self, gate_up: torch.Tensor, kind: str) -> Input:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        x = self.launch.input(rows, width, kind)
+        arguments = [*map(pointer, (gate_up, *x)), c_int(width)]
+        self.launch.each_row("gate", kind, rows, width // 8, PACKS, arguments)
+        return x
+
+    def exchange(
+        self, qkv: torch.Tensor, k_norm: torch.Tensor, layer: LayerSpec, store: LayerCache
+    ) -> Pair:
+        start, stop = self.chunk.start, self.chunk.start + self.tokens
+        oldest = self.chunk.oldest(layer.window)
+        count, heads, dim = stop - oldest, layer.kv_heads, layer.head_dim
+        k, v = (self.launch.new(-(-count // ALIGN) * ALIGN, heads, dim) for _ in range(2))
+        for part in (k, v):
+            part[count:] = 0  # met by shares of 0, and must not be NaN
+        place = _Place(
+            *(t.data_ptr() for t in (store.k, store.v, k, v)),
+            *(store.size, store.k.shape[-1], dim, heads),
+            *(self.chunk.slot, start, self.tokens, oldest),
+        )
+        variant = attention(store.k.dtype)
+        if oldest < start:
+            self.launch(variant, "recall", (_blocks(oldest, start), heads, 1), 256, [place])
+        raw = qkv[:, layer.heads * dim :]
+        arguments = [place, pointer(raw), pointer(k_norm), *self._rotation(layer)]
+        arguments += [c_int(qkv.stride(0)), c_int(layer.k_eq_v), c_float(self.eps)]
+        self.launch(variant, "keys", (_blocks(start, stop), heads, 1), 256, arguments)
+        return k, v
+
+    def attend(
+        self, qkv: torch.Tensor, q_norm: torch.Tensor, layer: LayerSpec, pair: Pair, kind: str
+    ) -> Input:
+        heads, dim = layer.heads, layer.head_dim
+        runs = layer.kv_heads if dim > FLASH_HEAD_DIM else 1
+        q = self.launch.new(runs, self.tokens, heads // runs, dim)
+        arguments = [pointer(qkv), pointer(q_norm), *self._rotation(layer), pointer(q)]
+        arguments += [c_int(n) for n in (qkv.stride(0), heads, runs, dim)] + [c_float(self.eps)]
+        grid = (self.tokens, -(-heads // 8), 1)
+        self.launch(attention(torch.bfloat16), "queries", grid, 256, arguments)
+        count = self.chunk.start + self.tokens - self.chunk.oldest(layer.window)
+        if dim > FLASH_HEAD_DIM:
+            out = self._wide(q, *pair, count, layer.window)
+        else:
+            out = _flash(q[0], pair[0][:count], pair[1][:count], layer.window)
+        width = heads * dim
+        if kind != "fp8" and runs == 1:
+            return Input(out.view(self.tokens, width), None)
+        x = self.launch.input(self.tokens, width, kind)
+        arguments = [pointer(out), *map(pointer, x), c_int(width), c_int(runs)]
+        self.launch.each_row("narrow", kind, self.tokens, width // 8, PACKS, arguments)
+        return x
+
+    def _wide(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, count: int, window: int | None
+    ) -> torch.Tensor:
+        """q [K, T, G, D] -> the same shape. Plain matmuls around a softmax, a block of queries at
+        a time, no further than the last key that its last query sees."""
+        kv_heads, tokens, group, dim = q.shape
+        across, values, rows = k.permute(1, 2, 0), v.transpose(0, 1), q.flatten(1, 2)
+        out = torch.empty_like(rows)
+        block = SCORES // (kv_heads * group * len(k)) // 16 * 16
+        block = max(16, min(MOST_ROWS, block))
+        for first in range(0, tokens, block):
+            part = slice(first * group, min(first + block, tokens) * group)
+            query = count - tokens + first
+            width = -(-min(query + block, count) // ALIGN) * ALIGN
+            scores, shares = self._room(kv_heads, part.stop - part.start, width)
+            torch.ops.aten.bmm.dtype_out(
+                rows[:, part], across[..., :width], torch.float32, out=scores
+            )
+            arguments = [pointer(scores), pointer(shares)]
+            arguments += [c_int(n) for n in (width, query, group, window or 0)]
+            grid = (scores.shape[1], kv_heads, 1)
+            self.launch(attention(torch.bfloat16), "softmax", grid, 256, arguments)
+            torch.bmm(shares, values[:, :width], out=out[:, part])
+        return out
+
+    def _room(self, *shape: int) -> Pair:
+        """Scores and shares of this shape: one piece of memory for all of a chunk's, so that no
+        two sizes lie side by side in the allocator."""
+        size = shape[0] * shape[1] * shape[2]
+        if self._scores is None or len(self._scores[0]) < size:
+            room = max(size, SCORES)
+            types = torch.float32, torch.bfloat16
+            wide, narrow = (torch.empty(room, dtype=t, device=self.device) for t in types)
+            self._scores = wide, narrow
+        return self._scores[0][:size].view(shape), self._scores[1][:size].view(shape)
+
+    def _rotation(self, layer: LayerSpec) -> tuple[c_void_p, c_void_p]:
+        """cos and sin [T, D / 2] float32 of the chunk's positions."""
+        key = layer.rope, layer.head_dim
+        if key not in self._rotations:
+            places = torch.arange(self.tokens, device=self.device) + self.chunk.start
+            angles = places[:, None] * inverse_frequencies(*key, self.device)
+            self._rotations[key] = angles.cos(), angles.sin()
+        cosine, sine = self._rotations[key]
+        return pointer(cosine), pointer(sine)
+
+
+def _blocks(start: int, stop: int) -> int:
+    """Blocks of LANES positions that start .. stop - 1 touch."""
+    return (stop - 1) // LANES - start // LANES + 1
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    """The operator itself: torch's own fronts to it have no windows, or not in every version."""
+    return torch.ops.aten._flash_attention_forward(
+        *(x[None] for x in (q, k, v)),
+        None,
+        None,
+        len(q),
+        len(k),
+        0.0,  # dropout
+        True,  # causal, the last query beside the last key
+        False,
+        scale=1.0,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=0,
+    )[0][0]

@@ -1,0 +1,73 @@
+"""How the kernels of a long prefill chunk (`kernels/prefill*.cu`) are launched."""
+
+from __future__ import annotations
+
+from ctypes import c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+
+from targets.cuda.launch import Library, Variant, launch
+from targets.cuda.prefill_steps import Input
+
+THREADS = 512
+QUADS, PACKS = 4, 6
+"""What a thread holds of a row at most (prefill.cu): pieces of 4 floats, of 8 narrow values."""
+
+
+class Launcher:
+    """Launches on the current stream, without programmatic overlap: cuBLAS runs in between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.current_stream().cuda_stream
+        self.library = compiled()
+
+    def input(self, rows: int, width: int, kind: str) -> Input:
+        """Room for the input [rows, width] of a weight of this kind."""
+        if kind != "fp8":
+            return Input(self.new(rows, width), None)
+        values = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=self.device)
+        return Input(values, torch.empty(rows, device=self.device))
+
+    def new(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+
+    def each_row(
+        self, name: str, kind: str, rows: int, pieces: int, most: int, arguments: list[Any]
+    ) -> None:
+        """One CTA per row, of just as many threads as share its pieces evenly."""
+        each = -(-pieces // THREADS)
+        assert each <= most, f"{name}: a row of {pieces} pieces, {most * THREADS} fit"
+        threads = -(-pieces // each // 32) * 32
+        self(_rows(kind), name, (rows, 1, 1), threads, arguments)
+
+    def __call__(
+        self,
+        variant: Variant,
+        name: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: list[Any],
+    ) -> None:
+        kernel = self.library.kernel(variant, name)
+        launch(kernel, grid, threads, arguments, self.stream, early=False)
+
+
+@cache
+def compiled() -> Library:
+    """All kernels of a prefill, for the current device."""
+    kinds = {_rows(kind) for kind in ("fp8", "bf16")}
+    return Library(kinds | {attention(t) for t in (torch.bfloat16, torch.float8_e4m3fn)})
+
+
+def attention(cache: torch.dtype) -> Variant:
+    return Variant("prefill_attention", (("KV8", int(cache == torch.float8_e4m3fn)),))
+
+
+def pointer(tensor: torch.Tensor | None) -> c_void_p:
+    return c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _rows(kind: str) -> Variant:
+    return Variant("prefill", (("FP8", int(kind == "fp8")),))

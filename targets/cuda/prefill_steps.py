@@ -1,0 +1,87 @@
+"""What a long prefill chunk is made of between its layers' structure (`prefill.py`) and the
+arithmetic: `library.Library` in plain torch, `prefill_kernels.PrefillKernels` on a Hopper GPU.
+
+Shape legend: T tokens of the chunk, H hidden, S keys, K kv heads, D head_dim, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from targets.arch import LayerSpec
+from targets.cuda.cache import LayerCache
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""k, v [S, K, D]: all that a chunk's queries may see in one layer; S may be padded."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """tokens [T] int32 on the device, at positions start .. start + T - 1 of `slot`."""
+
+    tokens: torch.Tensor
+    start: int
+    slot: int
+
+    def oldest(self, window: int | None) -> int:
+        """The first position that the chunk's first query sees."""
+        return 0 if window is None else max(0, self.start - window + 1)
+
+
+class Input(NamedTuple):
+    """A linear layer's input: values [T, k], and a scale [T] where they are e4m3."""
+
+    values: torch.Tensor
+    scale: torch.Tensor | None
+
+    def rows(self, index: torch.Tensor) -> Input:
+        """Rows by number, as bytes: torch can't index e4m3 everywhere."""
+        flat = self.values.view(torch.uint8)[index].view(self.values.dtype)
+        return Input(flat, None if self.scale is None else self.scale[index])
+
+
+class Steps(Protocol):
+    def turn(
+        self,
+        h: torch.Tensor,
+        branch: torch.Tensor | None,
+        post: torch.Tensor | None,
+        scalar: torch.Tensor | None,
+        pre: torch.Tensor | None,
+        kind: str,
+    ) -> Input:
+        """One branch closes and the next opens: h = (h + rms(branch) * post) * scalar in place
+        (h [T, H] float32); -> rms(h) * pre (h where pre is None) for a weight of this kind."""
+        ...
+
+    def matmul(self, x: Input, values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        """x times weight values [n, k] (times scale [n]) -> [T, n]."""
+        ...
+
+    def grouped(
+        self, x: Input, ends: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Rows sorted by expert, each times its own expert's weight: values [E, n, k], scale
+        [E, n], ends [E] int32: where each expert's rows end -> [rows, n]."""
+        ...
+
+    def gated(self, gate_up: torch.Tensor, kind: str) -> Input:
+        """gelu_tanh(gate) * up of [T, 2 * width]."""
+        ...
+
+    def exchange(
+        self, qkv: torch.Tensor, k_norm: torch.Tensor, layer: LayerSpec, store: LayerCache
+    ) -> Pair:
+        """Norm and rotate the chunk's new keys and values, round them as the cache does, store
+        them (of a ring's no more than it holds), and return them behind what the cache had for
+        the first query."""
+        ...
+
+    def attend(
+        self, qkv: torch.Tensor, q_norm: torch.Tensor, layer: LayerSpec, pair: Pair, kind: str
+    ) -> Input:
+        """Norm and rotate the queries; attend to the pair, the chunk's own keys being its last."""
+        ...

@@ -1,0 +1,167 @@
+"""A long prefill chunk on the card: each kernel, then the whole, against the torch path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from targets import mini
+from targets.arch import LayerSpec, Rope, read_arch, released
+from targets.checkpoint import Checkpoint
+from targets.cuda.cache import make_cache, read
+from targets.cuda.kernels import Kernels
+from targets.cuda.layers import Reference
+from targets.cuda.library import Library
+from targets.cuda.params import load_params, quantise_fp8
+from targets.cuda.prefill import prefill
+from targets.cuda.prefill_kernels import PrefillKernels
+from targets.cuda.prefill_steps import Chunk, Input
+
+pytestmark = pytest.mark.gpu
+EPS = 1e-6
+E4M3 = 2**-4
+"""Half a step of e4m3, relative; BF16 likewise."""
+BF16 = 2**-8
+SLIDING = LayerSpec(1024, 32, 16, 256, Rope(1e4, 128), False, None, 256, None)
+GLOBAL = LayerSpec(None, 32, 4, 512, Rope(1e6, 64), True, None, 256, None)
+ODD = LayerSpec(20, 4, 2, 16, Rope(1e4, 8), False, None, 256, None)
+NARROW_GLOBAL = LayerSpec(None, 4, 1, 128, Rope(1e6, 16), True, None, 256, None)
+LONE = LayerSpec(None, 16, 1, 512, Rope(1e6, 64), True, None, 256, None)
+UNSHARED = LayerSpec(None, 8, 2, 512, Rope(1e6, 64), False, None, 256, None)
+
+
+def chunk_of(tokens, start=0, slot=0):
+    return Chunk(torch.zeros(tokens, dtype=torch.int32, device="cuda"), start, slot)
+
+
+def both(chunk):
+    return PrefillKernels(chunk, EPS), Library(chunk, EPS)
+
+
+def randn(*shape, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda")
+
+
+def same_input(ours, exact, kind):
+    """Each value within half a step of what it was rounded to."""
+    values, step = ours.values.float(), BF16
+    if kind == "fp8":
+        values, step = values * ours.scale[:, None], E4M3
+        assert (exact.values.abs().amax(1) / ours.scale - 448).abs().max() < 1
+    smallest = exact.values.abs().amax(1, keepdim=True) / 448 * 2**-9
+    assert ((values - exact.values).abs() <= exact.values.abs() * step * 1.13 + smallest).all()
+
+
+def error(ours, exact):
+    return ((ours.float() - exact.float()).norm() / exact.float().norm()).item()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+@pytest.mark.parametrize("hidden", [5376, 48, 8192])
+def test_turn(kind, hidden):
+    kernels, library = both(chunk_of(133))
+    post, pre, scalar = 1 + randn(hidden, seed=1), 1 + randn(hidden, seed=2), randn(1, seed=3)
+    for dtype in (torch.bfloat16, torch.float32, None):
+        branch = None if dtype is None else (3 * randn(133, hidden, seed=4)).to(dtype)
+        for opening in (pre, None):
+            h, exact = randn(133, hidden, seed=5), randn(133, hidden, seed=5)
+            factor = None if branch is None else scalar
+            ours = kernels.turn(h, branch, post, factor, opening, kind)
+            theirs = library.turn(exact, branch, post, factor, opening, kind)
+            assert (h - exact).abs().max() <= 1e-5 * exact.abs().max()
+            same_input(ours, theirs, kind)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+@pytest.mark.parametrize("width", [21504, 80, 24576])
+def test_gate(kind, width):
+    kernels, library = both(chunk_of(77))
+    gate_up = (3 * randn(77, 2 * width)).bfloat16()
+    exact = library.gated(gate_up.float(), kind).values
+    if kind == "fp8":  # it rounds to bf16 on its way
+        exact = exact.bfloat16().float()
+    same_input(kernels.gated(gate_up, kind), Input(exact, None), kind)
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("layer", [SLIDING, GLOBAL, ODD, NARROW_GLOBAL, LONE, UNSHARED])
+@pytest.mark.parametrize("cuts", [(2048, 3248), (130, 131, 650), (1333, 1500, 2950)])
+def test_attention(layer, cache, cuts):
+    """Keys and values as the cache keeps them, and what the queries make of them, chunk by
+    chunk: rings that wrap within one, starts off every grid."""
+    arch = replace(released("gemma-4-31b"), layers=(layer,))
+    stores = [make_cache(arch, 2, 3328, 128, cache, "cuda").layers[0] for _ in "ab"]
+    q_norm, k_norm = (1 + 0.1 * randn(layer.head_dim, seed=s) for s in (1, 2))
+    vectors = layer.heads + layer.kv_heads * (1 if layer.k_eq_v else 2)
+    for start, stop in zip((0, *cuts), cuts, strict=False):
+        steps = both(chunk_of(stop - start, start, 1))
+        qkv = (2 * randn(stop - start, vectors * layer.head_dim, seed=start)).bfloat16()
+        given = qkv, qkv.float()
+        pairs = [
+            s.exchange(g, k_norm, layer, c) for s, g, c in zip(steps, given, stores, strict=True)
+        ]
+        count = len(pairs[1][0])
+        for ours, theirs in zip(*pairs, strict=True):
+            assert error(ours[:count], theirs) < 5e-3 and not ours[count:].any()
+        for kind in ("bf16", "fp8"):
+            ours, theirs = (
+                s.attend(g, q_norm, layer, p, kind)
+                for s, g, p in zip(steps, given, pairs, strict=True)
+            )
+            values = ours.values.float()
+            if kind == "fp8":
+                values = values * ours.scale[:, None]
+            assert error(values, theirs.values) < (0.04 if kind == "fp8" else 0.025)
+        seen = max(0, stop - (layer.window or stop)), stop
+        for ours, theirs in zip(*(read(store, 1, *seen) for store in stores), strict=True):
+            assert error(ours, theirs) < 5e-3
+            assert theirs.float().any()
+    for store in stores:
+        assert not store.k[0].float().any() and not store.v[0].float().any()  # another's slot
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_matmuls(kind):
+    """Plain, and by expert, one of whom has nothing to do."""
+    kernels, library = both(chunk_of(300))
+    h, weight = randn(300, 512), randn(4, 384, 512, seed=1) / 16
+    x = kernels.turn(h, None, None, None, torch.ones(512, device="cuda"), kind)
+    values, scale = quantise_fp8(weight) if kind == "fp8" else (weight.bfloat16(), None)
+    widened = x.values.float() * (1 if x.scale is None else x.scale[:, None])
+    exact = Input(widened.to(torch.float32), None)
+    ends = torch.tensor([100, 100, 117, 300], dtype=torch.int32, device="cuda")
+    ours = kernels.grouped(x, ends, values, scale)
+    assert error(ours, library.grouped(exact, ends, values, scale)) < 5e-3
+    one = None if scale is None else scale[2]
+    ours = kernels.matmul(x, values[2], one)
+    assert error(ours, library.matmul(exact, values[2], one)) < 5e-3
+    assert (
+        kernels.grouped(x, ends, values, scale) == kernels.grouped(x, ends, values, scale)
+    ).all()
+
+
+@pytest.mark.parametrize("name", ["mini", "mini-e"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.03), ("fp8", 0.12)])
+def test_whole_prefill(name, dtype, tolerance):
+    path = mini.path(name)
+    arch = read_arch(path)
+    last = len(arch.layers) - 1
+    ids = torch.randint(3, arch.vocab, (700,), generator=torch.Generator().manual_seed(3))
+    runs = []
+    for ops in (Kernels(arch, 1024, torch.bfloat16, {"fp8", "bf16"}), Reference(arch)):
+        weights = load_params(Checkpoint(path, arch), arch, dtype, "cuda", ops.pack)
+        for _ in range(2):
+            cache = make_cache(arch, 2, 1024, 128, torch.bfloat16, "cuda")
+            outs = []
+            for start, stop in ((0, 400), (400, 700)):
+                chunk = Chunk(ids[start:stop].int().cuda(), start, 1)
+                outs.append(prefill(weights, arch, cache, chunk, ops, (0, last)))
+            runs.append(outs)
+    ours, again, theirs, _ = runs
+    for a, b, c in zip(ours, again, theirs, strict=True):
+        assert (a.logits == b.logits).all() and (a.features == b.features).all()
+        assert error(a.features, c.features) < tolerance
+        assert error(a.logits.softmax(-1), c.logits.softmax(-1)) < 4 * tolerance
