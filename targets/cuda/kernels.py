@@ -24,6 +24,10 @@ from targets.cuda.sampling import Rules
 BLOCKS = (8, 16, 32, 64)
 """Tokens per CTA of the skinny GEMM; longer calls take several blocks of the last."""
 RING_BYTES = {8: 168 << 10, 16: 168 << 10, 32: 168 << 10, 64: 200 << 10}
+PARTS = 8
+"""K groups of the weights that `gemm_spread` takes."""
+SPREAD_FROM = 32
+"""Tokens per CTA from which their inputs cost more than adding up partial sums."""
 AHEAD_BYTES = 64 << 10
 """Weights per CTA on their way to L2 before a kernel's inputs are ready."""
 THREADS = 256
@@ -166,6 +170,10 @@ class Kernels:
         return x
 
     def linear(self, x: Input, weight: Linear) -> torch.Tensor:
+        plan = tiles.schedule_of(weight, self.processors)
+        whole = plan.row_groups == plan.passes == 1 and plan.k_groups == PARTS
+        if x.block >= SPREAD_FROM and whole and weight.n % 4 == 0:
+            return self._spread(x, weight, plan)
         out = self._new(x.rows, weight.n)
         self._gemm(x, weight, out, PLAIN, weight.n)
         return out
@@ -305,6 +313,26 @@ class Kernels:
         grid = (plan.ctas, -(-x.rows // x.block), 1)
         variant = _gemm(weight.kind, x.block, plan.wide)
         self._launch(variant, "gemm", grid, 32 * (plan.warps + 1), [job], shared)
+
+    def _spread(self, x: Input, weight: Linear, plan: tiles.Schedule) -> torch.Tensor:
+        """As `_gemm`, bit for bit, with the k groups spread over CTAs: many tokens' inputs are
+        then read once for eight CTAs."""
+        rows, n = x.rows, weight.n
+        partial, out = self._new(PARTS, rows, n), self._new(rows, n)
+        stage = plan.step_bytes(weight.kind) + plan.depth * x.block * 2 * tiles.INPUTS
+        stages = min(RING_BYTES[x.block] // stage, plan.steps)
+        job = _Gemm(
+            *map(_address, (weight.data, weight.scale, x.data, partial, None)),
+            *(0, n, plan.ctas, plan.tiles, plan.passes, plan.steps),
+            *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
+            *(stages, 0, rows, n, PLAIN, 0.0),
+        )
+        grid = (-(-plan.ctas // PARTS) * PARTS, -(-rows // x.block), 1)
+        variant, shared = _gemm(weight.kind, x.block, plan.wide), stages * (stage + 16)
+        self._launch(variant, "gemm_spread", grid, 32 * (PARTS + 1), [job], shared)
+        arguments = [*map(_p, (partial, weight.scale, out)), c_int(rows), c_int(n)]
+        self._launch(variant, "gather", (-(-n // 1024), rows, 1), THREADS, arguments)
+        return out
 
     def _attend(
         self,

@@ -27,6 +27,7 @@ enum Epilogue { kPlain = 0, kGated = 1, kLogits = 2, kPerLayer = 3 };
 constexpr int kBlock = 8 * NT;  // tokens of this CTA
 constexpr int kTileBytes = FP8 ? 512 : 1024;  // 16 rows x 32 inputs
 constexpr int kInputBytes = kBlock * 64;      // 32 inputs of all tokens
+constexpr int kTogether = NT < 4 ? NT : NT * TW < 24 ? 4 : 2;  // token tiles whose inputs are held at once
 typedef float Tile[TW][NT][4];
 
 struct Job {
@@ -106,6 +107,14 @@ __device__ inline void produce(const Job& job, u32 ring, u32 full, u32 empty) {
   }
 }
 
+__device__ inline void accumulate(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if FP8
+  mma_f16(sum, a[0], a[1], a[2], a[3], b0, b1);
+#else
+  mma_bf16(sum, a[0], a[1], a[2], a[3], b0, b1);
+#endif
+}
+
 // One warp: TW tiles times `depth` blocks of 32 inputs, for all tokens.
 __device__ inline void multiply(Tile& sum, const uint4* w, const uint4* input, int depth) {
 #pragma unroll 2
@@ -128,18 +137,19 @@ __device__ inline void multiply(Tile& sum, const uint4* w, const uint4* input, i
 #endif
     }
 #pragma unroll
-    for (int j = 0; j < NT; j++) {
-      const uint4 b = input[j * 32];
+    for (int first = 0; first < NT; first += kTogether) {
+      uint4 b[kTogether];
 #pragma unroll
-      for (int t = 0; t < TW; t++) {
-#if FP8
-        mma_f16(sum[t][j], a[t][0][0], a[t][0][1], a[t][0][2], a[t][0][3], b.x, b.y);
-        mma_f16(sum[t][j], a[t][1][0], a[t][1][1], a[t][1][2], a[t][1][3], b.z, b.w);
-#else
-        mma_bf16(sum[t][j], a[t][0][0], a[t][0][1], a[t][0][2], a[t][0][3], b.x, b.y);
-        mma_bf16(sum[t][j], a[t][1][0], a[t][1][1], a[t][1][2], a[t][1][3], b.z, b.w);
-#endif
-      }
+      for (int j = 0; j < kTogether; j++) b[j] = input[(first + j) * 32];
+      // all first halves before any second: an accumulator is not needed again right away
+#pragma unroll
+      for (int j = 0; j < kTogether; j++)
+#pragma unroll
+        for (int t = 0; t < TW; t++) accumulate(sum[t][first + j], a[t][0], b[j].x, b[j].y);
+#pragma unroll
+      for (int j = 0; j < kTogether; j++)
+#pragma unroll
+        for (int t = 0; t < TW; t++) accumulate(sum[t][first + j], a[t][1], b[j].z, b[j].w);
     }
   }
 }
@@ -305,4 +315,105 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     first_tile += job.ctas * job.tiles;
     if (pass + 1 < job.passes) load_scales(job, scales, first_tile, lane);
   }
+}
+
+// The same sums for more tokens, where inputs rather than weights are what a CTA waits for: CTA
+// (group, g) takes the k group g of eight of `gemm`'s CTAs, so that it reads an eighth of the
+// inputs. Only for 8 k groups and one row group. A warp's sum is bitwise the one of warp g there;
+// they go to partial[g, m, n], and `gather` adds them in the same order.
+constexpr int kParts = 8;
+
+__device__ inline void produce_spread(const Job& job, u32 ring, u32 full, u32 empty, int lane) {
+  u64 stream, keep;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(stream));
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
+  const int part = blockIdx.x % kParts, first = blockIdx.x / kParts * kParts;
+  const int piece = job.depth * TW * kTileBytes, slice = job.depth * kInputBytes;
+  const int pieces = min(kParts, job.ctas - first), stage_bytes = kParts * piece + slice;
+  const u8* weight = job.weight + size_t(first + lane) * kParts * piece + part * piece;
+  const size_t stride = size_t(job.ctas) * kParts * piece;
+  const u8* x = job.x + (size_t(blockIdx.y) * job.k_blocks + part * job.depth) * kInputBytes;
+  const auto weights = [&](int i, int stage) {
+    if (lane == 0) expect(full + 8 * stage, pieces * piece + slice);
+    __syncwarp();
+    if (lane < pieces)
+      copy(ring + stage * stage_bytes + lane * piece, weight + i * stride, piece, full + 8 * stage, stream);
+  };
+  const int filled = min(job.stages, job.steps);
+  for (int i = 0; i < filled; i++) weights(i, i);
+  wait_for_previous();
+  int stage = 0, phase = 1;
+  for (int i = 0; i < job.steps; i++) {
+    if (i >= filled) {
+      await(empty + 8 * stage, phase);
+      weights(i, stage);
+    }
+    if (lane == 0)
+      copy(ring + stage * stage_bytes + kParts * piece, x + size_t(i) * kParts * slice, slice,
+           full + 8 * stage, keep);
+    if (++stage == job.stages) stage = 0, phase ^= 1;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) gemm_spread(const __grid_constant__ Job job) {
+  extern __shared__ __align__(128) u8 memory[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int piece = job.depth * TW * kTileBytes, bytes = kParts * piece;
+  const int stage_bytes = bytes + job.depth * kInputBytes;
+  const u32 full = shared_address(memory + job.stages * stage_bytes), empty = full + 8 * job.stages;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < job.stages; i++) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, kParts);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  let_next_start();
+  if (warp == kParts) return produce_spread(job, shared_address(memory), full, empty, lane);
+  wait_for_previous();
+  Tile sum;
+  clear(sum);
+  int stage = 0, phase = 0;
+  for (int step = 0; step < job.steps; step++) {
+    await(full + 8 * stage, phase);
+    const u8* here = memory + stage * stage_bytes;
+    multiply(sum, reinterpret_cast<const uint4*>(here + warp * piece + lane * 16),
+             reinterpret_cast<const uint4*>(here + bytes + lane * 16), job.depth);
+    __syncwarp();
+    if (lane == 0) arrive(empty + 8 * stage);
+    if (++stage == job.stages) stage = 0, phase ^= 1;
+  }
+  const int cta = blockIdx.x / kParts * kParts + warp;
+  if (cta >= job.ctas) return;
+  float* out = static_cast<float*>(job.out) + size_t(blockIdx.x % kParts) * job.rows * job.n;
+  const int first_token = blockIdx.y * kBlock + (lane % 4) * 2;
+#pragma unroll
+  for (int t = 0; t < TW; t++)
+#pragma unroll
+    for (int j = 0; j < NT; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int n = row_of(job, cta * job.tiles + t, lane, e / 2), m = first_token + j * 8 + e % 2;
+        if (n < job.n && m < job.rows) out[size_t(m) * job.n + n] = sum[t][j][e];
+      }
+}
+
+// out[m, n] = scale[n] * the sum of partial[g, m, n] in ascending order of g. n is a multiple of 4.
+extern "C" __global__ void __launch_bounds__(256)
+    gather(const float* partial, const float* scale, float* out, int rows, int n) {
+  let_next_start();
+  const int i = (blockIdx.x * 256 + threadIdx.x) * 4;
+  float4 s = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+  if (FP8 && i < n) s = *reinterpret_cast<const float4*>(scale + i);
+  wait_for_previous();
+  if (i >= n) return;
+  const size_t at = size_t(blockIdx.y) * n + i, part = size_t(rows) * n;
+  float4 v[kParts];
+#pragma unroll
+  for (int g = 0; g < kParts; g++) v[g] = *reinterpret_cast<const float4*>(partial + g * part + at);
+  float4 sum = v[0];
+#pragma unroll
+  for (int g = 1; g < kParts; g++) sum.x += v[g].x, sum.y += v[g].y, sum.z += v[g].z, sum.w += v[g].w;
+  *reinterpret_cast<float4*>(out + at) = make_float4(sum.x * s.x, sum.y * s.y, sum.z * s.z, sum.w * s.w);
 }
