@@ -148,7 +148,7 @@ def test_matmuls(kind):
 def test_whole_prefill(name, dtype, tolerance):
     path = mini.path(name)
     arch = read_arch(path)
-    last = len(arch.layers) - 1
+    features = 0, len(arch.layers) - 1
     ids = torch.randint(3, arch.vocab, (700,), generator=torch.Generator().manual_seed(3))
     runs = []
     for ops in (Kernels(arch, 1024, torch.bfloat16, {"fp8", "bf16"}), Reference(arch)):
@@ -156,9 +156,9 @@ def test_whole_prefill(name, dtype, tolerance):
         for _ in range(2):
             cache = make_cache(arch, 2, 1024, 128, torch.bfloat16, "cuda")
             outs = []
-            for start, stop in ((0, 400), (400, 700)):
+            for start, stop in ((0, 401), (401, 700)):
                 chunk = Chunk(ids[start:stop].int().cuda(), start, 1)
-                outs.append(prefill(weights, arch, cache, chunk, ops, (0, last)))
+                outs.append(prefill(weights, arch, cache, chunk, ops, features))
             runs.append(outs)
     ours, again, theirs, _ = runs
     for a, b, c in zip(ours, again, theirs, strict=True):

@@ -15,6 +15,8 @@ THREADS = 512
 QUADS, PACKS = 4, 6
 """What a thread holds of a row at most (prefill.cu): pieces of 4 floats, of 8 narrow values."""
 
+SOFTMAX = Variant("prefill_softmax")
+
 
 class Launcher:
     """Launches on the current stream, without programmatic overlap: cuBLAS runs in between."""
@@ -58,11 +60,13 @@ class Launcher:
 def compiled() -> Library:
     """All kernels of a prefill, for the current device."""
     kinds = {_rows(kind) for kind in ("fp8", "bf16")}
-    return Library(kinds | {attention(t) for t in (torch.bfloat16, torch.float8_e4m3fn)})
+    caches = torch.bfloat16, torch.float8_e4m3fn
+    return Library(kinds | {SOFTMAX} | {attention(t, dim) for t in caches for dim in (256, 512)})
 
 
-def attention(cache: torch.dtype) -> Variant:
-    return Variant("prefill_attention", (("KV8", int(cache == torch.float8_e4m3fn)),))
+def attention(cache: torch.dtype, head_dim: int) -> Variant:
+    kv8, widest = int(cache == torch.float8_e4m3fn), 256 if head_dim <= 256 else 512
+    return Variant("prefill_attention", (("KV8", kv8), ("HD", widest)))
 
 
 def pointer(tensor: torch.Tensor | None) -> c_void_p:

@@ -163,7 +163,7 @@ __device__ inline u32 gated2(u32 gate, u32 up) {
 }
 
 // x = gelu_tanh(gate) * up; a row of gate_up is gate's `width` values, then up's.
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
+extern "C" __global__ void __launch_bounds__(kThreads, 3)
     gate(const u16* gate_up, void* x, float* scale, int width) {
   __shared__ float scratch[32];
   const uint4* left = reinterpret_cast<const uint4*>(gate_up + size_t(blockIdx.x) * 2 * width);

@@ -1,5 +1,5 @@
-// Around attention in a long prefill chunk: queries, keys and values from the projection, the
-// cache written and read, and the softmax of heads that are too wide for flash attention.
+// Before attention in a long prefill chunk: queries, keys and values from the projection, the cache
+// written and read.
 //
 // Cache: k [slots, kv_heads, S, D'], v [slots, kv_heads, S / 32, D', 32], position p in entry
 // p mod S. A chunk's keys and values, older ones included, lie in [positions, kv_heads, D] bf16.
@@ -9,9 +9,12 @@
 #define KV8 0
 #endif
 
-constexpr int kWide = 512;   // widest head
-constexpr int kPasses = kWide / 2 / 128;  // a lane's groups of 4 pairs
-constexpr int kLanes = 32;   // positions per CTA of `keys` and `recall`: a block of v
+#ifndef HD  // widest head: 256 or 512
+#define HD 256
+#endif
+
+constexpr int kPasses = HD / 2 / 128;  // a lane's groups of 4 pairs
+constexpr int kLanes = 32;             // positions per CTA of `keys` and `recall`: a block of v
 
 #if KV8
 typedef u8 Cached;
@@ -50,35 +53,12 @@ __device__ inline float4 four(const u16* p) {
 __device__ inline void store_four(u16* p, const u16 (&v)[4]) {
   *reinterpret_cast<uint2*>(p) = make_uint2(v[0] | u32(v[1]) << 16, v[2] | u32(v[3]) << 16);
 }
-__device__ inline float square(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
 
-// A head vector in a warp: lane holds elements 4 lane + 128 j + 0..3 of each half.
-struct Vector {
-  float low[kPasses][4], high[kPasses][4];
+// A norm's weight [dim] and a position's angles [dim / 2], as `Vector` holds its elements.
+struct Turn {
+  float low[kPasses][4], high[kPasses][4], cosine[kPasses][4], sine[kPasses][4];
 
-  // Reads, scales to mean square 1. Returns nothing: `squares` is summed lane by lane, then over
-  // the warp, in an order that follows from dim alone.
-  __device__ void load(const u16* from, int dim, float eps) {
-    const int lane = threadIdx.x % 32, half = dim / 2;
-    float squares = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kPasses; j++) {
-      const int i = 4 * lane + 128 * j;
-      if (i >= half) continue;
-      const float4 a = four(from + i), b = four(from + half + i);
-      low[j][0] = a.x, low[j][1] = a.y, low[j][2] = a.z, low[j][3] = a.w;
-      high[j][0] = b.x, high[j][1] = b.y, high[j][2] = b.z, high[j][3] = b.w;
-      squares += square(a) + square(b);
-    }
-    const float inverse = rsqrtf(warp_sum(squares) / dim + eps);
-#pragma unroll
-    for (int j = 0; j < kPasses; j++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) low[j][e] *= inverse, high[j][e] *= inverse;
-  }
-
-  // Times weight [dim], then turned by this position's angles [dim / 2].
-  __device__ void rotate(const float* weight, const float* cosine, const float* sine, int dim) {
+  __device__ Turn(const float* weight, const float* cosines, const float* sines, int dim) {
     const int lane = threadIdx.x % 32, half = dim / 2;
 #pragma unroll
     for (int j = 0; j < kPasses; j++)
@@ -86,32 +66,85 @@ struct Vector {
       for (int e = 0; e < 4; e++) {
         const int i = 4 * lane + 128 * j + e;
         if (i >= half) continue;
-        const float a = low[j][e] * weight[i], b = high[j][e] * weight[half + i];
-        low[j][e] = a * cosine[i] - b * sine[i];
-        high[j][e] = b * cosine[i] + a * sine[i];
+        low[j][e] = weight[i], high[j][e] = weight[half + i];
+        cosine[j][e] = cosines[i], sine[j][e] = sines[i];
       }
   }
 };
 
-// One warp per query head of a token (grid: tokens, heads / 8). q [runs, tokens, heads / runs, D].
+// A head vector in a warp: lane holds elements 4 lane + 128 j + 0..3 of each half.
+struct Vector {
+  float low[kPasses][4], high[kPasses][4];
+
+  __device__ void load(const u16* from, int dim) {
+    const int lane = threadIdx.x % 32, half = dim / 2;
+#pragma unroll
+    for (int j = 0; j < kPasses; j++) {
+      const int i = 4 * lane + 128 * j;
+      const bool inside = i < half;
+      const float4 a = inside ? four(from + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      const float4 b = inside ? four(from + half + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      low[j][0] = a.x, low[j][1] = a.y, low[j][2] = a.z, low[j][3] = a.w;
+      high[j][0] = b.x, high[j][1] = b.y, high[j][2] = b.z, high[j][3] = b.w;
+    }
+  }
+
+  // To mean square 1: lane by lane, then over the warp.
+  __device__ void norm(int dim, float eps) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kPasses; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) squares += low[j][e] * low[j][e] + high[j][e] * high[j][e];
+    const float inverse = rsqrtf(warp_sum(squares) / dim + eps);
+#pragma unroll
+    for (int j = 0; j < kPasses; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) low[j][e] *= inverse, high[j][e] *= inverse;
+  }
+
+  __device__ void rotate(const Turn& turn) {
+#pragma unroll
+    for (int j = 0; j < kPasses; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const float a = low[j][e] * turn.low[j][e], b = high[j][e] * turn.high[j][e];
+        low[j][e] = a * turn.cosine[j][e] - b * turn.sine[j][e];
+        high[j][e] = b * turn.cosine[j][e] + a * turn.sine[j][e];
+      }
+  }
+};
+
+// One CTA per token, whose warps take its query heads in turn, two at a time.
+// q [runs, tokens, heads / runs, D].
 extern "C" __global__ void __launch_bounds__(256)
     queries(const u16* qkv, const float* weight, const float* cosine, const float* sine, u16* q,
             int stride, int heads, int runs, int dim, float eps) {
-  const int lane = threadIdx.x % 32, head = blockIdx.y * 8 + threadIdx.x / 32, t = blockIdx.x;
-  const int half = dim / 2, run = heads / runs;
-  if (head >= heads) return;
-  Vector x;
-  x.load(qkv + size_t(t) * stride + head * dim, dim, eps);
-  x.rotate(weight, cosine + size_t(t) * half, sine + size_t(t) * half, dim);
-  u16* to = q + ((size_t(head / run) * gridDim.x + t) * run + head % run) * dim;
+  const int lane = threadIdx.x % 32, t = blockIdx.x, half = dim / 2, run = heads / runs;
+  const Turn turn(weight, cosine + size_t(t) * half, sine + size_t(t) * half, dim);
+  const u16* from = qkv + size_t(t) * stride;
+  const auto put = [&](Vector& x, int head) {
+    x.norm(dim, eps);
+    x.rotate(turn);
+    u16* to = q + ((size_t(head / run) * gridDim.x + t) * run + head % run) * dim;
 #pragma unroll
-  for (int j = 0; j < kPasses; j++) {
-    const int i = 4 * lane + 128 * j;
-    if (i >= half) continue;
-    const u16 a[4] = {to_bf16(x.low[j][0]), to_bf16(x.low[j][1]), to_bf16(x.low[j][2]), to_bf16(x.low[j][3])};
-    const u16 b[4] = {to_bf16(x.high[j][0]), to_bf16(x.high[j][1]), to_bf16(x.high[j][2]), to_bf16(x.high[j][3])};
-    store_four(to + i, a);
-    store_four(to + half + i, b);
+    for (int j = 0; j < kPasses; j++) {
+      const int i = 4 * lane + 128 * j;
+      if (i >= half) continue;
+      u16 a[4], b[4];
+#pragma unroll
+      for (int e = 0; e < 4; e++) a[e] = to_bf16(x.low[j][e]), b[e] = to_bf16(x.high[j][e]);
+      store_four(to + i, a);
+      store_four(to + half + i, b);
+    }
+  };
+  for (int head = threadIdx.x / 32; head < heads; head += 16) {
+    Vector x, y;
+    const bool second = head + 8 < heads;
+    x.load(from + head * dim, dim);
+    if (second) y.load(from + (head + 8) * dim, dim);
+    put(x, head);
+    if (second) put(y, head + 8);
   }
 }
 
@@ -136,25 +169,30 @@ __device__ inline void store(const Vector& x, int dim, u16* flat, Cached* cached
 
 // New keys and values: one CTA per 32 positions (at absolute multiples) and KV head. v is
 // transposed in shared memory. raw: the KV part of qkv.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(512)
     keys(const __grid_constant__ Place at, const u16* raw, const float* weight, const float* cosine,
          const float* sine, int stride, int k_eq_v, float eps) {
-  __shared__ Cached turned[kWide * (kLanes + 1)];
+  __shared__ Cached turned[HD * (kLanes + 1)];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y, dim = at.dim;
   const int base = (at.start / kLanes + blockIdx.x) * kLanes, stop = at.start + at.tokens;
   const int kept = max(at.start, stop - at.entries);  // older ones have no place in a ring
   const size_t row = size_t(at.slot) * at.kv_heads + head;
-  for (int i = warp; i < kLanes; i += 8) {
+  for (int i = warp; i < kLanes; i += 16) {
     const int p = base + i, t = p - at.start;
     if (t < 0 || p >= stop) continue;
     const u16* from = raw + size_t(t) * stride + head * dim;
     const size_t flat = (size_t(p - at.oldest) * at.kv_heads + head) * dim;
-    Vector x;
-    x.load(from, dim, eps);
-    Vector value = x;
-    if (!k_eq_v) value.load(from + at.kv_heads * dim, dim, eps);
+    Vector x, value;
+    x.load(from, dim);
+    if (!k_eq_v) value.load(from + at.kv_heads * dim, dim);
+    const Turn turn(weight, cosine + size_t(t) * (dim / 2), sine + size_t(t) * (dim / 2), dim);
+    x.norm(dim, eps);
+    if (k_eq_v)
+      value = x;
+    else
+      value.norm(dim, eps);
     store(value, dim, at.values + flat, turned + i, kLanes + 1);
-    x.rotate(weight, cosine + size_t(t) * (dim / 2), sine + size_t(t) * (dim / 2), dim);
+    x.rotate(turn);
     Cached* k = at.k + (row * at.entries + p % at.entries) * at.padded;
     store(x, dim, at.keys + flat, p >= kept ? k : nullptr, 1);
   }
@@ -162,12 +200,12 @@ extern "C" __global__ void __launch_bounds__(256)
   const int p = base + lane;
   if (p < kept || p >= stop) return;
   Cached* block = at.v + (row * at.entries + base % at.entries) * at.padded;
-  for (int d = warp; d < dim; d += 8) block[d * kLanes + lane] = turned[d * (kLanes + 1) + lane];
+  for (int d = warp; d < dim; d += 16) block[d * kLanes + lane] = turned[d * (kLanes + 1) + lane];
 }
 
 // What the cache holds of positions `oldest` .. start - 1, in plain order. Grid as for `keys`.
 extern "C" __global__ void __launch_bounds__(256) recall(const __grid_constant__ Place at) {
-  __shared__ u16 turned[kLanes * (kWide + 2)];
+  __shared__ u16 turned[kLanes * (HD + 2)];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y, dim = at.dim;
   const int base = (at.oldest / kLanes + blockIdx.x) * kLanes;
   const size_t row = size_t(at.slot) * at.kv_heads + head;
@@ -184,55 +222,5 @@ extern "C" __global__ void __launch_bounds__(256) recall(const __grid_constant__
       *reinterpret_cast<u32*>(at.values + flat + d) = v;
       *reinterpret_cast<u32*>(at.keys + flat + d) = wide(k[d]) | u32(wide(k[d + 1])) << 16;
     }
-  }
-}
-
-// Softmax of scores [kv_heads, rows, width] over the keys that a row's query sees, as bf16; the
-// others become 0. Row r is query `first` + r / group among the keys. One CTA per row, which reads
-// it twice: for the largest and the sum, then for the shares.
-extern "C" __global__ void __launch_bounds__(256)
-    softmax(const float* scores, u16* shares, int width, int first, int group, int window) {
-  __shared__ float best_of[8], sum_of[8];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const size_t row = size_t(blockIdx.y) * gridDim.x + blockIdx.x;
-  const int query = first + blockIdx.x / group;
-  const int from = window ? max(0, query - window + 1) : 0;
-  const float4* in = reinterpret_cast<const float4*>(scores + row * width);
-  uint2* out = reinterpret_cast<uint2*>(shares + row * width);
-  const auto seen = [&](int i) {
-    float4 v = in[i];
-    const int k = 4 * i;
-    if (k + 3 > query || k < from) {
-      v.x = k <= query && k >= from ? v.x : -INFINITY;
-      v.y = k + 1 <= query && k + 1 >= from ? v.y : -INFINITY;
-      v.z = k + 2 <= query && k + 2 >= from ? v.z : -INFINITY;
-      v.w = k + 3 <= query && k + 3 >= from ? v.w : -INFINITY;
-    }
-    return v;
-  };
-  float best = -1e30f, sum = 0.0f;
-  for (int i = from / 4 + threadIdx.x; 4 * i <= query; i += 256) {
-    const float4 v = seen(i);
-    const float higher = fmaxf(best, fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)));
-    sum = sum * __expf(best - higher) + ((__expf(v.x - higher) + __expf(v.y - higher)) +
-                                         (__expf(v.z - higher) + __expf(v.w - higher)));
-    best = higher;
-  }
-  const float top = warp_max(best);
-  sum = warp_sum(sum * __expf(best - top));
-  if (lane == 0) best_of[warp] = top, sum_of[warp] = sum;
-  __syncthreads();
-  const float all = warp_max(best_of[lane % 8]);
-  sum = warp_sum(lane < 8 ? sum_of[lane] * __expf(best_of[lane] - all) : 0.0f);
-  const float share = 1.0f / sum;
-  for (int i = threadIdx.x; i < width / 4; i += 256) {
-    if (4 * i > query || 4 * i + 3 < from) {
-      out[i] = make_uint2(0, 0);
-      continue;
-    }
-    const float4 v = seen(i);
-    const u16 p[4] = {to_bf16(__expf(v.x - all) * share), to_bf16(__expf(v.y - all) * share),
-                      to_bf16(__expf(v.z - all) * share), to_bf16(__expf(v.w - all) * share)};
-    out[i] = make_uint2(p[0] | u32(p[1]) << 16, p[2] | u32(p[3]) << 16);
   }
 }
