@@ -1,0 +1,85 @@
+"""On the card: weights come back as rows, and whole models agree with transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from targets.arch import read_arch, released
+from targets.checkpoint import Checkpoint, dequantise
+from targets.cuda.cache import make_cache
+from targets.cuda.kernels import Kernels
+from targets.cuda.layers import Reference
+from targets.cuda.model import decode
+from targets.cuda.ops import Ops, Rows
+from targets.cuda.params import load_params
+from tests.card import KINDS, error, one_layer, random_weight
+from tests.tiny import VARIANTS, VOCAB, oracle, write_tiny
+
+pytestmark = pytest.mark.gpu
+torch.set_num_threads(1)  # as targets.cuda.load does for the references
+IDS = np.random.default_rng(1).integers(0, VOCAB, (2, 32))
+LEAST, ROUTED = 0.05, 0.4
+"""Relative errors of logits that are allowed in any case, and where a router that reads 8 bits
+picks another expert now and then. Models as small as these amplify what rounding to 8 bits does:
+the references are off by up to 0.15 themselves."""
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_weights_come_back_as_rows(kind):
+    ops = Kernels(one_layer(released("gemma-4-26b-a4b"), 0), 128, torch.bfloat16, KINDS)
+    plain = [(300, 1000), (128, 2816), (16384, 5376), (7, 48)]
+    cases = [(shape, "plain") for shape in plain]
+    cases += [((2 * n, k), "gated") for n, k in plain]
+    cases += [((128, 2816, 704), "experts"), ((128, 1408, 2816), "experts_gated")]
+    cases += [((5, 300, 104), "experts"), ((5, 2 * 72, 48), "experts_gated")]
+    for shape, layout in cases:
+        weight = random_weight(ops, shape, kind, layout)
+        values, scale = ops.dense(weight.packed)
+        flat = weight.values.reshape(-1, shape[-1])
+        assert values.dtype == flat.dtype
+        assert torch.equal(values.view(torch.uint8), flat.view(torch.uint8)), (shape, layout)
+        assert (scale is None) == (kind == "bf16")
+        assert scale is None or torch.equal(scale, weight.scale.flatten())
+
+
+class Runner:
+    """A checkpoint on some operations, as decoding runs it: two rows in slots 2 and 0."""
+
+    def __init__(self, path: Path, ops: Ops, dtype: str, device: str) -> None:
+        self.arch, self.ops, self.device = read_arch(path), ops, device
+        checkpoint = Checkpoint(path, self.arch)
+        self.weights = load_params(checkpoint, self.arch, dtype, device, ops.pack)
+
+    def feed(self, sizes: tuple[int, ...]) -> torch.Tensor:
+        """Logits [2, T, V] of IDS, so many tokens per call."""
+        cache = make_cache(self.arch, 3, 64, 32, torch.bfloat16, self.device)
+        start, parts = 0, []
+        for size in sizes:
+            rows = (IDS[:, start : start + size], [start] * 2, [2, 0])
+            fed = Rows(*(torch.tensor(r, dtype=torch.int32, device=self.device) for r in rows))
+            out = decode(self.weights, self.arch, cache, fed, self.ops)
+            parts.append(out.logits.view(2, size, VOCAB).cpu())
+            start += size
+        return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_model_agrees_with_transformers(tmp_path, variant, dtype):
+    """Its logits at every position, whole and one token at a time."""
+    write_tiny(tmp_path, variant, dtype)
+    arch = read_arch(tmp_path)
+    ours = Runner(tmp_path, Kernels(arch, 128, torch.bfloat16, KINDS), dtype, "cuda")
+    whole = ours.feed((32,))
+    assert torch.equal(ours.feed((1,) * 32), whole)
+    checkpoint = Checkpoint(tmp_path, arch)
+    tensors = {name: dequantise(checkpoint.read(name)) for name in checkpoint.specs}
+    with torch.no_grad():
+        exact = oracle(variant, tensors)(torch.tensor(IDS)).logits.double()
+    reference = Runner(tmp_path, Reference(arch), dtype, "cpu").feed((32,))
+    allowed = max(LEAST, 2 * error(reference, exact))
+    assert error(whole, exact) <= (ROUTED if arch.layers[0].moe else allowed)
