@@ -61,7 +61,9 @@ class _Text:
     def propose(self, slots: Any, k: int) -> torch.Tensor:
         lengths = self.job.n_min, self.job.n_max
         places = self.state.length, self.state.live
-        guesses, self.rows = self.ops.draft(self.target.cache.tokens, places, slots, k, lengths)
+        guesses, self.rows = self.ops.choosing.draft(
+            self.target.cache.tokens, places, slots, k, lengths
+        )
         return guesses
 
     def observe(self, slots: Any, step: Step, accepted: Array) -> None:
@@ -173,7 +175,7 @@ class CapturedCycle:
             accepted = turn.index_select(0, slots.clamp(min=0)).clamp(max=job.k)
         places, limits = self.state[:2], self.state[2:4]
         history, chosen = self.target.cache.tokens, done.step.chosen
-        self.ops.commit(history, places, text.rows, chosen, accepted, limits)
+        self.ops.choosing.commit(history, places, text.rows, chosen, accepted, limits)
         self.state.cycles.add_(1)
         words = torch.cat([done.draft, chosen, accepted[:, None]], 1)
         return Tape(words, done.step.logprobs)

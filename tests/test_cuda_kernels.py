@@ -13,7 +13,8 @@ from hypothesis import given, settings, strategies as st
 from specdec.errors import UserError
 from targets import arch, mini
 from targets.arch import read_arch, released
-from targets.cuda import kernels, launch, tiles
+from targets.cuda import kernels, launch, skinny, tiles
+from targets.cuda.inputs import BLOCKS
 from targets.cuda.launch import Variant, cached_binary, compile_variant
 from targets.cuda.ops import Linear
 
@@ -151,6 +152,6 @@ def test_a_schedule_covers_the_weight_and_fits_the_machine(n, k, kind, gated, pr
     assert plan.row_groups * plan.wide == plan.tiles and plan.wide == 2 or not gated
     assert plan.ctas <= processors and plan.warps <= tiles.WARPS
     assert plan.k_groups == 1 or plan.passes == 1  # sums of k groups take the ring's place
-    for block in kernels.BLOCKS:
-        *_, stages, shared, _ahead = kernels._ring(plan, kind, block)
+    for block in BLOCKS:
+        *_, stages, shared, _ahead = skinny._ring(plan, kind, block)
         assert stages >= 2 and shared <= launch.SHARED_LIMIT

@@ -11,11 +11,11 @@ import torch
 from specdec.errors import UserError
 from targets.arch import Arch, MoeSpec
 from targets.cuda import tiles
-from targets.cuda.launch import Variant
+from targets.cuda.launch import Variant, pointer
 from targets.cuda.ops import Linear
 
 if TYPE_CHECKING:
-    from targets.cuda.kernels import Input
+    from targets.cuda.inputs import Input
 
 Launch = Callable[..., None]
 """`Kernels._launch`."""
@@ -59,7 +59,7 @@ def pick(
     m = len(logits)
     numbers = torch.empty((m, moe.top_k), dtype=torch.int32, device=logits.device)
     shares = torch.empty((m, moe.top_k), device=logits.device)
-    arguments: list[Any] = [*map(_pointer, (logits, per_expert, numbers, shares))]
+    arguments: list[Any] = [*map(pointer, (logits, per_expert, numbers, shares))]
     arguments += [c_int(moe.experts), c_int(moe.top_k), c_float(factor)]
     launch(ROUTE, "pick", (m, 1, 1), 32, arguments)
     return numbers, shares
@@ -84,7 +84,7 @@ def run(
     # no other launch between these two: `down` reads `numbers` before it waits
     _experts(launch, "gate_up", gate_up, x.data, (x.k_blocks, x.block), numbers, gated)
     _experts(launch, "down", down, gated, (inputs // tiles.INPUTS, 1), numbers, parts)
-    arguments = [*map(_pointer, (parts, shares, out)), c_int(down.n), c_int(numbers.shape[1])]
+    arguments = [*map(pointer, (parts, shares, out)), c_int(down.n), c_int(numbers.shape[1])]
     grid = (len(numbers), -(-down.n // (4 * THREADS)), 1)
     launch(ROUTE, "combine", grid, THREADS, arguments)
     return out
@@ -136,7 +136,3 @@ def _shared(rows: int, job: _Job) -> int:
 
 def _variant(kind: str) -> Variant:
     return Variant("moe", (("FP8", int(kind == "fp8")),))
-
-
-def _pointer(tensor: torch.Tensor) -> c_void_p:
-    return c_void_p(tensor.data_ptr())

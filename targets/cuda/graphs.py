@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 class Captured(Generic[Result]):
     """A function of device tensors as a graph; its result's tensors are the same at each replay."""
 
-    def __init__(self, function: Callable[[], Result], pool: tuple[int, int]) -> None:
+    def __init__(self, function: Callable[[], Result], pool: Any) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

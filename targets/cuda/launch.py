@@ -131,6 +131,16 @@ def launch(
     _call(cuda.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
 
 
+def pointer(tensor: Any | None) -> ctypes.c_void_p:
+    """A tensor's device address as an argument; None is null."""
+    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
+
+
+def address(tensor: Any | None) -> int | None:
+    """A tensor's device address as a field of a Structure; None is null."""
+    return None if tensor is None else tensor.data_ptr()
+
+
 @cache
 def _early() -> Any:
     cuda = _import("driver")

@@ -74,7 +74,7 @@ def _stream() -> float:
     """The read-only stream over what memory the model leaves: far more than any cache holds."""
     import torch
 
-    from targets.cuda.kernels import stream_bandwidth
+    from targets.cuda.stream import stream_bandwidth
 
     torch.cuda.empty_cache()
     size = min(STREAM, free_bytes() // 2 >> 30 << 30)

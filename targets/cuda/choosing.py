@@ -1,0 +1,91 @@
+"""Choose, draft and commit as launches of `choose.cu` and `cycle.cu`: a part of `Kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import Structure, c_int, c_void_p
+
+import torch
+
+from targets.cuda.launch import Variant, address, pointer
+from targets.cuda.ops import Rows
+from targets.cuda.sampling import Rules
+
+Launch = Callable[..., None]
+"""`Kernels._launch`."""
+
+CLUSTER = 8
+"""CTAs that choose one row's token together."""
+THREADS = 1024
+CHOOSE, CYCLE = Variant("choose"), Variant("cycle")
+
+
+class _Job(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "bias", "history", "start", "slot")),
+        *((name, c_void_p) for name in Rules._fields),
+        *((name, c_void_p) for name in ("counts", "chosen")),
+        *((name, c_int) for name in ("vocab", "stride", "tokens", "shaped")),
+    )
+
+
+class Choosing:
+    def __init__(self, launch: Launch, device: torch.device) -> None:
+        self._launch, self._device = launch, device
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        bias: torch.Tensor,
+        rules: Rules,
+        history: torch.Tensor,
+        rows: Rows,
+        shaped: bool,
+    ) -> torch.Tensor:
+        """`Ops.choose`."""
+        batch, tokens, vocab = logits.shape
+        m = batch * tokens
+        chosen = torch.empty((batch, tokens), dtype=torch.int32, device=self._device)
+        counts = torch.empty((m, vocab) if shaped else 0, dtype=torch.int32, device=self._device)
+        job = _Job(
+            *map(address, (logits, bias, history, rows.start, rows.slot, *rules)),
+            *map(address, (counts, chosen)),
+            *(vocab, history.stride(0), tokens, int(shaped)),
+        )
+        share = (vocab + 4 * CLUSTER - 1) // (4 * CLUSTER) * 4
+        self._launch(CHOOSE, "choose", (m * CLUSTER, 1, 1), THREADS, [job], 4 * share)
+        return chosen
+
+    def draft(
+        self,
+        history: torch.Tensor,
+        state: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        k: int,
+        lengths: tuple[int, int],
+    ) -> tuple[torch.Tensor, Rows]:
+        """Prompt lookup in each slot's text, and the verify that it leads to. state: length and
+        live [slots]; lengths: the shortest and longest suffix, the longest 0 for no guesses."""
+        batch = len(slots)
+        make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=self._device)  # noqa: E731
+        guesses, rows = make(batch, k), Rows(make(batch, k + 1), make(batch), make(batch))
+        tensors = (history, *state, slots, guesses, rows.tokens, rows.start, rows.slot)
+        arguments = [*map(pointer, tensors), *map(c_int, (history.stride(0), k, *lengths))]
+        self._launch(CYCLE, "draft", (batch, 1, 1), THREADS, arguments, early=False)
+        return guesses, rows
+
+    def commit(
+        self,
+        history: torch.Tensor,
+        state: tuple[torch.Tensor, torch.Tensor],
+        rows: Rows,
+        chosen: torch.Tensor,
+        accepted: torch.Tensor,
+        limits: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Append chosen[: accepted + 1] to the texts, end what has come to its end; `accepted`
+        [B] int32 becomes SAT_OUT where a row did not run. limits: stop ids [slots, 16], longest."""
+        batch, tokens = chosen.shape
+        tensors = (history, *state, rows.slot, chosen, accepted, *limits)
+        arguments = [*map(pointer, tensors), *map(c_int, (batch, history.stride(0), tokens))]
+        self._launch(CYCLE, "commit", (-(-batch // 128), 1, 1), 128, arguments)
