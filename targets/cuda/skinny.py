@@ -122,7 +122,7 @@ class Skinny:
             *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
             *(stages, ahead, x.rows, stride, epilogue, softcap),
         )
-        grid = (plan.ctas, -(-x.rows // x.block), 1)
+        grid = (-(-x.rows // x.block), plan.ctas, 1)
         variant = _variant(weight.kind, x.block, plan.wide)
         self._launch(variant, "gemm", grid, 32 * (plan.warps + 1), [job], shared)
 
@@ -140,7 +140,7 @@ class Skinny:
             *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
             *(stages, 0, rows, n, PLAIN, 0.0),
         )
-        grid = (-(-plan.ctas // PARTS) * PARTS, -(-rows // x.block), 1)
+        grid = (-(-rows // x.block), -(-plan.ctas // PARTS) * PARTS, 1)
         variant, shared = _variant(weight.kind, x.block, plan.wide), stages * (stage + 16)
         self._launch(variant, "gemm_spread", grid, 32 * (PARTS + 1), [job], shared)
         arguments = [*map(pointer, (partial, weight.scale, out)), c_int(rows), c_int(n)]

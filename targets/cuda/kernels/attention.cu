@@ -35,20 +35,22 @@ __device__ inline Cached to_cache(float v) {
   return u8(two & 0xff);
 }
 #define MMA mma_f16
-__device__ inline uint4 load8(const Cached* p) {
-  const uint2 raw = *reinterpret_cast<const uint2*>(p);
-  uint4 wide;
-  widen(raw.x, wide.x, wide.y);
-  widen(raw.y, wide.z, wide.w);
-  return wide;
+typedef uint2 Eight;  // values of the cache as they are stored
+__device__ inline uint4 wide(Eight raw) {
+  uint4 v;
+  widen(raw.x, v.x, v.y);
+  widen(raw.y, v.z, v.w);
+  return v;
 }
 #else
 typedef u16 Cached;
 __device__ inline u16 to_math(float v) { return to_bf16(v); }
 __device__ inline Cached to_cache(float v) { return to_bf16(v); }
 #define MMA mma_bf16
-__device__ inline uint4 load8(const Cached* p) { return *reinterpret_cast<const uint4*>(p); }
+typedef uint4 Eight;  // values of the cache as they are stored
+__device__ inline uint4 wide(Eight raw) { return raw; }
 #endif
+__device__ inline Eight load8(const Cached* p) { return *reinterpret_cast<const Eight*>(p); }
 
 struct Job {
   const float* qkv;
@@ -143,7 +145,11 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant_
   }
 }
 
-constexpr int kKeyLoads = MT == 1 ? HD / 32 : 1;  // few rows leave registers for all keys
+// Few rows leave registers for all of a warp's keys, and then for its values: at once with the
+// keys where both are small, else where the keys were.
+constexpr int kKeyLoads = MT == 1 ? HD / 32 : 1;
+constexpr bool kHold = MT == 1 && (HD <= 256 || KV8), kEarlyValues = kHold && KV8 && HD <= 256;
+constexpr int kHeld = kHold ? 4 : 1, kHeldTiles = kHold ? kTiles : 1;
 constexpr int kKeyUnroll = MT == 1 || HD < 256 ? HD / 32 : 8;
 
 extern "C" __global__ void __launch_bounds__(256, MT == 1 && HD <= 256 ? 2 : 1)
@@ -169,20 +175,35 @@ extern "C" __global__ void __launch_bounds__(256, MT == 1 && HD <= 256 ? 2 : 1)
   const Cached* values = job.v + (cache_row + key0 % job.entries) * HD;
   const Cached* mine = keys + size_t(warp * 16 + g) * HD + tg * 8;
   const bool settled = key0 + kChunk <= start;  // nothing in this chunk is being written
-  uint4 early[kKeyLoads][2];
+  Eight early[kKeyLoads][2];
   const auto load_keys = [&] {
 #pragma unroll
     for (int kb = 0; kb < kKeyLoads; kb++)
       early[kb][0] = load8(mine + kb * 32), early[kb][1] = load8(mine + 8 * HD + kb * 32);
   };
+  const int column0 = warp * (HD / 8);
+  const auto load_value = [&](int kb, int n) {
+    return load8(values + size_t(kb * HD + column0 + n * 8 + g) * 32 + tg * 8);
+  };
+  Eight held[kHeld][kHeldTiles];
+  const auto load_values = [&] {
+#pragma unroll
+    for (int kb = 0; kb < kHeld; kb++)
+#pragma unroll
+      for (int n = 0; n < kHeldTiles; n++) held[kb][n] = load_value(kb, n);
+  };
+  const auto load_early = [&] {
+    load_keys();
+    if (kEarlyValues) load_values();
+  };
   if (threadIdx.x == 0) {
-    prefetch(values, kChunk * HD * sizeof(Cached));
+    if (!kEarlyValues) prefetch(values, kChunk * HD * sizeof(Cached));
     if (MT > 1) prefetch(keys, kChunk * HD * sizeof(Cached));
   }
-  if (MT == 1 && settled) load_keys();
+  if (MT == 1 && settled) load_early();
   wait_for_previous();
   let_next_start();
-  if (MT == 1 && !settled) load_keys();
+  if (MT == 1 && !settled) load_early();
   {
     const uint4* from = reinterpret_cast<const uint4*>(job.q) +
                         size_t(b * job.kv_heads + head) * (HD / 32) * all_rows * 4;
@@ -198,8 +219,8 @@ extern "C" __global__ void __launch_bounds__(256, MT == 1 && HD <= 256 ? 2 : 1)
     float s[MT][2][4] = {};
 #pragma unroll kKeyUnroll
     for (int kb = 0; kb < HD / 32; kb++) {
-      const uint4 k0 = MT == 1 ? early[kb % kKeyLoads][0] : load8(mine + kb * 32);
-      const uint4 k1 = MT == 1 ? early[kb % kKeyLoads][1] : load8(mine + 8 * HD + kb * 32);
+      const uint4 k0 = wide(MT == 1 ? early[kb % kKeyLoads][0] : load8(mine + kb * 32));
+      const uint4 k1 = wide(MT == 1 ? early[kb % kKeyLoads][1] : load8(mine + 8 * HD + kb * 32));
 #pragma unroll
       for (int t = 0; t < MT; t++) {
         const uint4* q = reinterpret_cast<const uint4*>(queries + (kb * kRows + t * 16) * 32);
@@ -224,17 +245,7 @@ extern "C" __global__ void __launch_bounds__(256, MT == 1 && HD <= 256 ? 2 : 1)
   }
   __syncthreads();
 
-  constexpr bool kHold = MT == 1 && HD <= 256;  // values fit where the keys were
-  const int column0 = warp * (HD / 8);
-  const auto load_value = [&](int kb, int n) {
-    return load8(values + size_t(kb * HD + column0 + n * 8 + g) * 32 + tg * 8);
-  };
-  uint4 held[kHold ? 4 : 1][kHold ? kTiles : 1];
-  if (kHold)
-#pragma unroll
-    for (int kb = 0; kb < 4; kb++)
-#pragma unroll
-      for (int n = 0; n < kTiles; n++) held[kb % (kHold ? 4 : 1)][n % (kHold ? kTiles : 1)] = load_value(kb, n);
+  if (kHold && !kEarlyValues) load_values();
   const size_t part = (size_t(b * job.kv_heads + head) * job.chunks + blockIdx.x) * all_rows + first_row;
   for (int r = warp; r < kRows; r += 8) {
     const float4 s = *reinterpret_cast<const float4*>(scores + r * kScores + lane * 4);
@@ -254,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(256, MT == 1 && HD <= 256 ? 2 : 1)
   for (int kb = 0; kb < kChunk / 32; kb++)
 #pragma unroll
     for (int n = 0; n < kTiles; n++) {
-      const uint4 v = kHold ? held[kb % (kHold ? 4 : 1)][n % (kHold ? kTiles : 1)] : load_value(kb, n);
+      const uint4 v = wide(kHold ? held[kb % kHeld][n % kHeldTiles] : load_value(kb, n));
 #pragma unroll
       for (int t = 0; t < MT; t++) {
         const uint4* p = reinterpret_cast<const uint4*>(shares + (kb * kRows + t * 16) * 32);

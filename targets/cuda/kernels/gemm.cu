@@ -7,7 +7,9 @@
 // k_groups-th part of k and are added in ascending order at the end. All of that is a function of
 // the weight's shape and of the machine (tiles.py), never of M.
 //
-// Memory holds [pass][step][CTA]: at any time all CTAs read one contiguous stretch. A producer warp
+// The grid is (token blocks, CTAs): blocks of the same weights run beside each other, so that the
+// cache serves all but the first. Memory holds [pass][step][CTA]: at any time all CTAs read one
+// contiguous stretch. A producer warp
 // keeps a ring of steps in flight with bulk copies. It fills the ring, and starts the next steps
 // on their way to the L2 cache, before the previous kernel has ended: weights are never written.
 #include "common.cuh"
@@ -83,9 +85,9 @@ __device__ inline void produce(const Job& job, u32 ring, u32 full, u32 empty) {
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(stream));
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
   const int bytes = step_bytes(job), slice = input_bytes(job), stage_bytes = bytes + slice;
-  const u8* weight = job.weight + size_t(blockIdx.x) * bytes;
+  const u8* weight = job.weight + size_t(blockIdx.y) * bytes;
   const size_t stride = size_t(job.ctas) * bytes;
-  const u8* x = job.x + size_t(blockIdx.y) * job.k_blocks * kInputBytes;
+  const u8* x = job.x + size_t(blockIdx.x) * job.k_blocks * kInputBytes;
   const int count = job.passes * job.steps, filled = min(job.stages, count);
   for (int i = 0; i < filled; i++) {
     expect(full + 8 * i, stage_bytes);
@@ -223,7 +225,7 @@ __device__ inline void load_scales(const Job& job, Scales& scales, int first_til
 
 __device__ inline void finish(const Job& job, Tile& sum, const Scales& scales, int first_tile,
                               int lane) {
-  const int first_token = blockIdx.y * kBlock + (lane % 4) * 2;
+  const int first_token = blockIdx.x * kBlock + (lane % 4) * 2;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
 #if TW == 2
@@ -288,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     return;
   }
   const int row_group = warp % job.row_groups, k_group = warp / job.row_groups;
-  int first_tile = blockIdx.x * job.tiles + row_group * TW;
+  int first_tile = blockIdx.y * job.tiles + row_group * TW;
   Scales scales;  // weights too: here by the time that they are needed
   load_scales(job, scales, first_tile, lane);
   wait_for_previous();
@@ -327,12 +329,12 @@ __device__ inline void produce_spread(const Job& job, u32 ring, u32 full, u32 em
   u64 stream, keep;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(stream));
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
-  const int part = blockIdx.x % kParts, first = blockIdx.x / kParts * kParts;
+  const int part = blockIdx.y % kParts, first = blockIdx.y / kParts * kParts;
   const int piece = job.depth * TW * kTileBytes, slice = job.depth * kInputBytes;
   const int pieces = min(kParts, job.ctas - first), stage_bytes = kParts * piece + slice;
   const u8* weight = job.weight + size_t(first + lane) * kParts * piece + part * piece;
   const size_t stride = size_t(job.ctas) * kParts * piece;
-  const u8* x = job.x + (size_t(blockIdx.y) * job.k_blocks + part * job.depth) * kInputBytes;
+  const u8* x = job.x + (size_t(blockIdx.x) * job.k_blocks + part * job.depth) * kInputBytes;
   const auto weights = [&](int i, int stage) {
     if (lane == 0) expect(full + 8 * stage, pieces * piece + slice);
     __syncwarp();
@@ -384,10 +386,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) gemm_spread(const __grid_co
     if (lane == 0) arrive(empty + 8 * stage);
     if (++stage == job.stages) stage = 0, phase ^= 1;
   }
-  const int cta = blockIdx.x / kParts * kParts + warp;
+  const int cta = blockIdx.y / kParts * kParts + warp;
   if (cta >= job.ctas) return;
-  float* out = static_cast<float*>(job.out) + size_t(blockIdx.x % kParts) * job.rows * job.n;
-  const int first_token = blockIdx.y * kBlock + (lane % 4) * 2;
+  float* out = static_cast<float*>(job.out) + size_t(blockIdx.y % kParts) * job.rows * job.n;
+  const int first_token = blockIdx.x * kBlock + (lane % 4) * 2;
 #pragma unroll
   for (int t = 0; t < TW; t++)
 #pragma unroll
