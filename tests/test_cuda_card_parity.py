@@ -11,6 +11,7 @@ import torch
 from targets.arch import read_arch, released
 from targets.checkpoint import Checkpoint, dequantise
 from targets.cuda.cache import make_cache
+from targets.cuda.formulas import lookup
 from targets.cuda.kernels import Kernels
 from targets.cuda.layers import Reference
 from targets.cuda.model import decode
@@ -44,6 +45,21 @@ def test_weights_come_back_as_rows(kind):
         assert torch.equal(values.view(torch.uint8), flat.view(torch.uint8)), (shape, layout)
         assert (scale is None) == (kind == "bf16")
         assert scale is None or torch.equal(scale, weight.scale.flatten())
+
+
+@pytest.mark.parametrize(
+    "shape", [(300, 1000), (7, 48), (262144, 1536), (262144, 5376), (5000, 64)]
+)
+def test_embeddings_are_rows_of_the_head(shape):
+    """Tiled for the head, looked up for a token: to the bit, also of ids that don't exist."""
+    vocab, width = shape
+    ops = Kernels(one_layer(released("gemma-4-26b-a4b"), 0), 128, torch.bfloat16, KINDS)
+    weight = random_weight(ops, shape, "bf16")
+    ids = torch.randint(0, vocab, (5, 203), dtype=torch.int32, device="cuda")
+    ids[0, :6] = torch.tensor([0, vocab - 1, vocab, -1, 2**31 - 1, -(2**31)], device="cuda")
+    place = torch.zeros(5, dtype=torch.int32, device="cuda")
+    h = ops.embed(weight.packed, Rows(ids, place, place))
+    assert torch.equal(h, lookup(weight.values, ids.flatten(), width))
 
 
 class Runner:

@@ -6,22 +6,31 @@ graph. Outputs come from torch's allocator; kernels are launched on torch's curr
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int
+from ctypes import Structure, c_float, c_int, c_void_p
 from typing import Any
 
 import torch
 
 from targets.arch import Arch, LayerSpec, MoeSpec
-from targets.cuda import attention, choosing, experts, skinny
+from targets.cuda import attention, choosing, experts, skinny, tiles
 from targets.cuda.cache import LayerCache
 from targets.cuda.inputs import Input, make_input
-from targets.cuda.launch import Library, Variant, launch, pointer
+from targets.cuda.launch import Library, Variant, address, launch, pointer
 from targets.cuda.ops import Linear, Rows
 from targets.cuda.sampling import Rules
 from targets.cuda.skinny import GATED, LOGITS, PER_LAYER, PLAIN
 
 THREADS = 256
 NORM_THREADS = 512
+
+
+class _Embed(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("table", "tokens", "h")),
+        *((name, c_int) for name in ("vocab", "hidden", "ctas", "tiles", "steps")),
+        *((name, c_int) for name in ("row_groups", "k_groups", "wide", "depth")),
+        ("factor", c_float),
+    )
 
 
 class Kernels:
@@ -74,14 +83,18 @@ class Kernels:
     ) -> torch.Tensor:
         return self.choosing.choose(logits, bias, rules, history, rows, shaped)
 
-    def embed(self, table: torch.Tensor, rows: Rows) -> torch.Tensor:
-        m, hidden = rows.tokens.numel(), self.arch.hidden
-        h = torch.empty((m, hidden), device=self.device)
-        factor = float(torch.tensor(hidden**0.5).to(table.dtype))
-        arguments: list[Any] = [*map(pointer, (table, rows.tokens, h))]
-        arguments += [c_int(hidden), c_int(self.arch.vocab), c_float(factor)]
+    def embed(self, head: Linear, rows: Rows) -> torch.Tensor:
+        assert (head.kind, head.layout) == ("bf16", "plain"), head.kind
+        plan, m = tiles.schedule_of(head, self.processors), rows.tokens.numel()
+        h = torch.empty((m, head.k), device=self.device)
+        job = _Embed(
+            *map(address, (head.data, rows.tokens, h)),
+            *(head.n, head.k, plan.ctas, plan.tiles, plan.steps),
+            *(plan.row_groups, plan.k_groups, plan.wide, plan.depth),
+            torch.tensor(head.k**0.5, dtype=torch.bfloat16).item(),
+        )
         # the first kernel of a call: everything before it has ended when it starts
-        self._launch(_norm("bf16"), "embed", (m, 1, 1), NORM_THREADS, arguments, early=False)
+        self._launch(_norm("bf16"), "embed", (m, 1, 1), NORM_THREADS, [job], early=False)
         return h
 
     def norm(

@@ -64,8 +64,8 @@ class Reference:
     def dense(self, weight: Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
         return weight.data, weight.scale
 
-    def embed(self, table: torch.Tensor, rows: Rows) -> torch.Tensor:
-        return lookup(table, rows.tokens.flatten(), self.arch.hidden)
+    def embed(self, head: Linear, rows: Rows) -> torch.Tensor:
+        return lookup(head.data, rows.tokens.flatten(), self.arch.hidden)
 
     def norm(
         self,

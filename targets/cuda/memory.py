@@ -21,8 +21,6 @@ NARROW_EXEMPT = "per_layer_"
 """Linears of that name stay wide in fp8 too: they are small, and they gate the residual."""
 NORM = SCALE = 4
 """Bytes of a norm's weight and of an output channel's scale: float32."""
-HEAD_COPIES = 2
-"""The table is kept as rows, for embedding, and tiled, as the head's weight."""
 HEAD_DIM_ALIGN, RING_ALIGN = 64, 128
 """Cached heads are padded to the first, rings to the second."""
 SHORT, LONGEST = 128, 32
@@ -67,9 +65,7 @@ def need(arch: Arch, shape: Shape) -> Need:
 
 def weight_bytes(arch: Arch, dtype: str) -> int:
     """Of all weights as they lie on the device."""
-    tensors = all_tensors(arch)
-    total = sum(tensor_bytes(name, spec, dtype) for name, spec in tensors.items())
-    return total + (HEAD_COPIES - 1) * tensor_bytes("embed_tokens", tensors["embed_tokens"], dtype)
+    return sum(tensor_bytes(name, spec, dtype) for name, spec in all_tensors(arch).items())
 
 
 def tensor_bytes(name: str, spec: TensorSpec, dtype: str) -> int:

@@ -36,7 +36,7 @@ def decode(
 ) -> Hidden:
     """Feed the rows: write their K/V, attend over the cache alone. only [1]: logits of that row
     alone."""
-    h = ops.embed(weights.embed, rows)
+    h = ops.embed(weights.head, rows)
     inputs = _per_layer_inputs(weights, h, rows, ops)
     first = weights.layers[0]
     x = ops.norm(h, None, None, None, first.input_norm, first.qkv.kind)

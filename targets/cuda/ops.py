@@ -61,8 +61,9 @@ class Ops(Protocol):
         library matmuls (prefill); valid until the next call."""
         ...
 
-    def embed(self, table: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """-> h [M, H] float32; ids outside the vocabulary count as 0."""
+    def embed(self, head: Linear, rows: Rows) -> torch.Tensor:
+        """The tokens' rows of the head's own table -> h [M, H] float32; ids outside the vocabulary
+        count as 0."""
         ...
 
     def norm(

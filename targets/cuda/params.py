@@ -82,9 +82,8 @@ class TopPerLayer:
 
 @dataclass(frozen=True)
 class Weights:
-    """embed [V, H] in the wide dtype; head: the same table, packed."""
+    """head [V, H]: wide, and the embedding's table too."""
 
-    embed: torch.Tensor
     head: Linear
     norm: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -164,7 +163,7 @@ class _Reader:
 
 def _build(arch: Arch, source: Source, dtype: str, pack: Pack, each: Callable) -> Weights:
     reader = _Reader(source, all_tensors(arch), dtype, pack)
-    embed = reader.table("embed_tokens")
+    head = reader.linear(["embed_tokens"])  # packing needs room: before all else
     per_layer = None
     if arch.per_layer_input:
         per_layer = TopPerLayer(
@@ -173,8 +172,7 @@ def _build(arch: Arch, source: Source, dtype: str, pack: Pack, each: Callable) -
             reader.vector("per_layer_projection_norm"),
         )
     layers = each(lambda i: _layer(reader, arch, i, arch.layers[i]), range(len(arch.layers)))
-    head = pack(embed, None, reader.wide_kind, "plain")
-    return Weights(embed, head, reader.vector("norm"), tuple(layers), per_layer)
+    return Weights(head, reader.vector("norm"), tuple(layers), per_layer)
 
 
 def _layer(reader: _Reader, arch: Arch, i: int, layer: LayerSpec) -> LayerWeights:

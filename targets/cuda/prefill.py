@@ -11,7 +11,7 @@ import torch
 
 from targets.arch import Arch, MoeSpec
 from targets.cuda.cache import KVCache
-from targets.cuda.formulas import gelu, lookup, mix_inputs, rank, rms
+from targets.cuda.formulas import gelu, mix_inputs, rank, rms
 from targets.cuda.layers import Reference
 from targets.cuda.library import Library
 from targets.cuda.model import Hidden, opening
@@ -47,7 +47,7 @@ class _Pass:
 
     def run(self, features: tuple[int, ...]) -> Hidden:
         weights, arch, turn = self.weights, self.arch, self.steps.turn
-        h = lookup(weights.embed, self.chunk.tokens, arch.hidden)
+        h = self.ops.embed(weights.head, self.chunk.as_rows())
         inputs = self._per_layer_inputs(h)
         x = turn(h, None, None, None, *opening(weights, 0))
         states: dict[int, torch.Tensor] = {}

@@ -13,6 +13,7 @@ import torch
 
 from targets.arch import LayerSpec
 from targets.cuda.cache import LayerCache
+from targets.cuda.ops import Rows
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """k, v [S, K, D]: all that a chunk's queries may see in one layer; S may be padded."""
@@ -29,6 +30,11 @@ class Chunk:
     def oldest(self, window: int | None) -> int:
         """The first position that the chunk's first query sees."""
         return 0 if window is None else max(0, self.start - window + 1)
+
+    def as_rows(self) -> Rows:
+        """As a call of one sequence."""
+        start, slot = (self.tokens.new_full((1,), value) for value in (self.start, self.slot))
+        return Rows(self.tokens[None], start, slot)
 
 
 class Input(NamedTuple):

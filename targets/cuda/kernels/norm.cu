@@ -114,15 +114,36 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 
+struct Embed {
+  const u32* table;  // the head's bf16 weight, tiled
+  const int* tokens;
+  float* h;
+  int vocab, hidden;
+  int ctas, tiles, steps, row_groups, k_groups, wide, depth;  // how it was dealt (gemm.cu)
+  float factor;
+};
+
+// Where inputs 2 i and 2 i + 1 of a row lie, in 4-byte words: [pass][step][CTA], then [k group]
+// [row group][depth][tile], then [16 inputs][lane][word].
+__device__ inline size_t pair_at(const Embed& job, int row, int i) {
+  const int owner = row / 16 / job.tiles, mine = row / 16 % job.tiles;
+  const int block = i / 16, together = job.k_groups * job.depth, part = block % together;
+  const int step = (owner / job.ctas * job.steps + block / together) * job.ctas + owner % job.ctas;
+  const int warp = part / job.depth * job.row_groups + mine / job.wide;
+  const int tile = (warp * job.depth + part % job.depth) * job.wide + mine % job.wide;
+  const int lane = row % 8 * 4 + i % 16 / 4, word = i % 2 * 2 + row % 16 / 8;
+  return (size_t(step) * job.row_groups * together * job.wide + tile) * 256 + i % 4 / 2 * 128 +
+         lane * 4 + word;
+}
+
 // h[m] = table[token] * factor.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    embed(const u16* table, const int* tokens, float* h, int hidden, int vocab,
-          float factor) {
-  const int token = tokens[blockIdx.x];
-  const u16* row = table + size_t(token >= 0 && token < vocab ? token : 0) * hidden;
-  for (int i = threadIdx.x; i < hidden; i += kThreads)
-    h[size_t(blockIdx.x) * hidden + i] =
-        from_bf16(row[i]) * factor;
+extern "C" __global__ void __launch_bounds__(kThreads) embed(const __grid_constant__ Embed job) {
+  const int token = job.tokens[blockIdx.x], row = token >= 0 && token < job.vocab ? token : 0;
+  float2* h = reinterpret_cast<float2*>(job.h + size_t(blockIdx.x) * job.hidden);
+  for (int i = threadIdx.x; i < job.hidden / 2; i += kThreads) {
+    const u32 both = job.table[pair_at(job, row, i)];
+    h[i] = make_float2(from_bf16(u16(both)) * job.factor, from_bf16(both >> 16) * job.factor);
+  }
 }
 
 // Per-layer inputs of E2B and E4B: (rms(mixed * hidden^-1/2) * weight + table row) / sqrt(2).
