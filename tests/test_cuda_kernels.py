@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from specdec.errors import UserError
 from targets import arch, mini
 from targets.arch import read_arch, released
-from targets.cuda import kernels, launch, skinny, tiles
+from targets.cuda import kernels, launch, prefill_launch, skinny, tiles
 from targets.cuda.inputs import BLOCKS
 from targets.cuda.launch import Variant, cached_binary, compile_variant
 from targets.cuda.ops import Linear
@@ -28,7 +28,8 @@ def variants() -> set[Variant]:
     """What any released model and the embedded ones launch, with either cache."""
     archs = [released(name) for name in RELEASED]
     archs += [read_arch(mini.path(name)) for name in ("mini", "mini-e")]
-    return {v for a in archs for kv8 in (0, 1) for v in kernels.variants(a, kv8, {"fp8", "bf16"})}
+    decoding = [kernels.variants(a, kv8, {"fp8", "bf16"}) for a in archs for kv8 in (0, 1)]
+    return prefill_launch.variants().union(*decoding)
 
 
 @pytest.mark.parametrize("file", FILES)

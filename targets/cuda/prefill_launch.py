@@ -59,9 +59,14 @@ class Launcher:
 @cache
 def compiled() -> Library:
     """All kernels of a prefill, for the current device."""
+    return Library(variants())
+
+
+def variants() -> set[Variant]:
+    """All that the prefill of any model launches."""
     kinds = {_rows(kind) for kind in ("fp8", "bf16")}
     caches = torch.bfloat16, torch.float8_e4m3fn
-    return Library(kinds | {SOFTMAX} | {attention(t, dim) for t in caches for dim in (256, 512)})
+    return kinds | {SOFTMAX} | {attention(t, dim) for t in caches for dim in (256, 512)}
 
 
 def attention(cache: torch.dtype, head_dim: int) -> Variant:
