@@ -59,6 +59,7 @@ class Skinny:
     def __init__(self, launch: Launch, processors: int) -> None:
         self._launch, self._processors = launch, processors
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scales: dict[torch.Tensor, torch.Tensor] = {}  # as packed -> as they were
 
     def pack(
         self, values: torch.Tensor, scale: torch.Tensor | None, kind: str, layout: str
@@ -88,8 +89,15 @@ class Skinny:
         grid = (plan.ctas, plan.steps, count * plan.passes)
         self._launch(UNTILE, "untile", grid, THREADS, [job], early=False)
         values = self._scratch[:size].view(torch.float8_e4m3fn if fp8 else torch.bfloat16)
-        scale = None if weight.scale is None else weight.scale.flatten() / tiles.ACTIVATION_SCALE
-        return values.view(-1, weight.k), scale
+        return values.view(-1, weight.k), self._plain_scale(weight.scale)
+
+    def _plain_scale(self, packed: torch.Tensor | None) -> torch.Tensor | None:
+        """Divided when first asked for: a launch of its own otherwise costs each call."""
+        if packed is None:
+            return None
+        if packed not in self._scales:
+            self._scales[packed] = packed.flatten() / tiles.ACTIVATION_SCALE
+        return self._scales[packed]
 
     def linear(self, x: Input, weight: Linear) -> torch.Tensor:
         """`Ops.linear`."""

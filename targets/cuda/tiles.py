@@ -8,6 +8,7 @@ time; within a step, warp by warp in the tensor cores' fragment order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -59,6 +60,7 @@ def padded_inputs(k: int) -> int:
     return -(-k // INPUT_ALIGN) * INPUT_ALIGN
 
 
+@cache
 def schedule(n: int, k: int, kind: str, gated: bool, processors: int) -> Schedule:
     """n rows (of both halves where gated) by k inputs on this many multiprocessors."""
     tiles = 2 * -(-(n // 2) // TILE) if gated else -(-n // TILE)
@@ -83,6 +85,7 @@ def schedule(n: int, k: int, kind: str, gated: bool, processors: int) -> Schedul
     )
 
 
+@cache
 def expert_schedule(n: int, k: int, gated: bool) -> Schedule:
     """Of one expert, on any machine: units of two tiles, each with all of its inputs."""
     tiles = 2 * -(-(n // 2) // TILE) if gated else -(-n // TILE)
