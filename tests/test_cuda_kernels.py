@@ -151,7 +151,7 @@ def test_a_schedule_covers_the_weight_and_fits_the_machine(n, k, kind, gated, pr
     assert needed <= plan.ctas * plan.passes * plan.tiles
     assert plan.steps * plan.k_groups * plan.depth * 32 == tiles.padded_inputs(k) >= k
     assert plan.row_groups * plan.wide == plan.tiles and plan.wide == 2 or not gated
-    assert plan.ctas <= processors and plan.warps <= tiles.WARPS
+    assert plan.ctas <= processors and plan.warps <= tiles.WARPS[plan.wide]
     assert plan.k_groups == 1 or plan.passes == 1  # sums of k groups take the ring's place
     for block in BLOCKS:
         *_, stages, shared, _ahead = skinny._ring(plan, kind, block)

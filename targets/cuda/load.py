@@ -11,6 +11,7 @@ from specdec.errors import UserError
 from specdec.types import MAX_DRAFT
 from targets.arch import Arch, read_arch
 from targets.checkpoint import Checkpoint
+from targets.cuda.graphs import BATCHES, TOKENS
 from targets.cuda.layers import Reference
 from targets.cuda.ops import Ops
 from targets.cuda.params import load_params, random_params
@@ -18,7 +19,7 @@ from targets.cuda.target import DTYPES, CudaTarget, Plan
 
 SHORTEST = 16
 """Least context: shorter ones can't even be checked."""
-SHORT = 128
+SHORT = TOKENS[-1]
 """Prefill chunks of up to this many tokens run as decoding does, longer ones on the library."""
 CHUNKS = {"cuda": 2048, "cpu": SHORT}
 """Tokens per prefill call: enough to be bound by arithmetic, where it matters."""
@@ -84,6 +85,14 @@ def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
     for given in (dtype, kv_dtype):
         if given not in DTYPES:
             raise UserError(f"unknown dtype {given!r}: choose one of {', '.join(DTYPES)}")
+    if options.device != "cpu" and dtype != "float32":
+        if kv_dtype == "float32":
+            raise UserError("the kernels cache no float32: choose --kv-dtype bfloat16 or fp8")
+        if options.slots > BATCHES[-1]:
+            raise UserError(
+                f"--slots must be 1 to {BATCHES[-1]} (the largest batch that is captured), got "
+                f"{options.slots}"
+            )
     return Plan(
         options.slots,
         options.max_len,

@@ -12,7 +12,7 @@ from typing import Any
 from specdec.errors import UserError
 
 CAPABILITY = (9, 0)
-"""Hopper: the kernels use its bulk copies, barriers and warp-group products."""
+"""Hopper, and nothing else: the binaries are for sm_90a, which no later GPU runs either."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ def refuse(machine: Machine) -> None:
             f"torch {machine.torch} finds no NVIDIA GPU: check nvidia-smi, {remedy} "
             "(--device cpu runs the slow references)"
         )
-    if machine.capability < CAPABILITY:
+    if machine.capability != CAPABILITY:
         has, wants = (".".join(map(str, c)) for c in (machine.capability, CAPABILITY))
         raise UserError(
-            f"{machine.gpu} has compute capability {has}, the kernels need {wants} (Hopper) or "
-            "newer: run with --backend jax"
+            f"{machine.gpu} has compute capability {has}, the kernels need {wants} "
+            "(Hopper): run with --backend jax"
         )
     if machine.missing:
         raise UserError(f"--backend cuda lacks {', '.join(machine.missing)}: {install}, {remedy}")

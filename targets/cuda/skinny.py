@@ -17,6 +17,8 @@ Launch = Callable[..., None]
 
 RING_BYTES = {8: 168 << 10, 16: 168 << 10, 32: 168 << 10, 64: 200 << 10}
 """By tokens per CTA."""
+SHARED_FROM, SHARED_WARPS = 32, 8
+"""Tokens per CTA from which two groups of warps share them, where there are no more warps."""
 PARTS = 8
 """K groups of the weights that `gemm_spread` takes."""
 SPREAD_FROM = 32
@@ -49,7 +51,8 @@ class _Untile(Structure):
 
 def variants(kinds: set[str]) -> set[Variant]:
     """For weights of these kinds."""
-    shapes = [(block, wide) for block in BLOCKS for wide in (1, 2, 3)]
+    shapes = [(block, wide, 1) for block in BLOCKS for wide in (1, 2, 3)]
+    shapes += [(block, wide, 2) for block, wide, _ in shapes if block >= SHARED_FROM]
     return {UNTILE} | {_variant(kind, *shape) for kind in kinds for shape in shapes}
 
 
@@ -131,8 +134,9 @@ class Skinny:
             *(stages, ahead, x.rows, stride, epilogue, softcap),
         )
         grid = (-(-x.rows // x.block), plan.ctas, 1)
-        variant = _variant(weight.kind, x.block, plan.wide)
-        self._launch(variant, "gemm", grid, 32 * (plan.warps + 1), [job], shared)
+        groups = _column_groups(plan, x.block)
+        variant = _variant(weight.kind, x.block, plan.wide, groups)
+        self._launch(variant, "gemm", grid, 32 * (plan.warps * groups + 1), [job], shared)
 
     def _spread(self, x: Input, weight: Linear, plan: tiles.Schedule) -> torch.Tensor:
         """As `run`, bit for bit, with the k groups spread over CTAs: many tokens' inputs are
@@ -149,15 +153,21 @@ class Skinny:
             *(stages, 0, rows, n, PLAIN, 0.0),
         )
         grid = (-(-rows // x.block), -(-plan.ctas // PARTS) * PARTS, 1)
-        variant, shared = _variant(weight.kind, x.block, plan.wide), stages * (stage + 16)
-        self._launch(variant, "gemm_spread", grid, 32 * (PARTS + 1), [job], shared)
+        groups, shared = _column_groups(plan, x.block), stages * (stage + 16)
+        variant = _variant(weight.kind, x.block, plan.wide, groups)
+        self._launch(variant, "gemm_spread", grid, 32 * (PARTS * groups + 1), [job], shared)
         arguments = [*map(pointer, (partial, weight.scale, out)), c_int(rows), c_int(n)]
         self._launch(variant, "gather", (-(-n // 1024), rows, 1), THREADS, arguments)
         return out
 
 
-def _variant(kind: str, block: int, wide: int) -> Variant:
-    return Variant("gemm", (("FP8", int(kind == "fp8")), ("NT", block // 8), ("TW", wide)))
+def _column_groups(plan: tiles.Schedule, block: int) -> int:
+    return 2 if block >= SHARED_FROM and plan.warps <= SHARED_WARPS else 1
+
+
+def _variant(kind: str, block: int, wide: int, groups: int) -> Variant:
+    tokens = ("NT", block // 8 // groups), ("CG", groups)
+    return Variant("gemm", (("FP8", int(kind == "fp8")), *tokens, ("TW", wide)))
 
 
 def _ring(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int, int]:

@@ -22,8 +22,9 @@ TILE_BYTES = {"fp8": 512, "bf16": 1024}
 VALUE_BYTES = {"fp8": 1, "bf16": 2}
 """Bytes of one value."""
 TILES_PER_PASS = 22
-WARPS = 11
-"""And a producer: three per scheduler, which leaves 168 registers to each thread."""
+WARPS = {1: 11, 2: 11, 3: 8}
+"""By tiles per warp, the most warps of a CTA (gemm.cu adds a producer, and doubles them for many
+tokens); wide ones need more registers each."""
 STEP_BYTES = 24 * 1024
 BLOCKS = 16
 """Most blocks of inputs per step: for 64 tokens they are 64 KiB, and two steps must fit."""
@@ -68,14 +69,14 @@ def schedule(n: int, k: int, kind: str, gated: bool, processors: int) -> Schedul
     passes = -(-each // TILES_PER_PASS)
     each = -(-each // passes)
     wide = 2 if gated or each % 2 == 0 else 3 if each % 3 == 0 else 1
-    if wide == 1 and each > WARPS:
+    if wide == 1 and each > WARPS[1]:
         wide = 2
     each = -(-each // wide) * wide
     row_groups = each // wide
     blocks = padded_inputs(k) // INPUTS
     k_groups = 1
     if passes == 1:
-        k_groups = max(g for g in (1, 2, 4, 8) if blocks % g == 0 and g * row_groups <= WARPS)
+        k_groups = max(g for g in (1, 2, 4, 8) if blocks % g == 0 and g * row_groups <= WARPS[wide])
     step = row_groups * k_groups * wide * TILE_BYTES[kind]
     depths = (d for d in (1, 2, 3, 4) if blocks % (d * k_groups) == 0 and d * k_groups <= BLOCKS)
     depth = max((d for d in depths if d * step <= STEP_BYTES), default=1)

@@ -14,8 +14,11 @@
 // on their way to the L2 cache, before the previous kernel has ended: weights are never written.
 #include "common.cuh"
 
-#ifndef NT  // 8-token tiles per CTA: 1, 2, 4, 8
+#ifndef NT  // 8-token tiles per warp: 1, 2, 4, 8
 #define NT 1
+#endif
+#ifndef CG  // groups of warps, each with tokens of its own: 1, 2. Tensor cores need many warps.
+#define CG 1
 #endif
 #ifndef TW  // 16-row tiles per warp: 1, 2, 3
 #define TW 2
@@ -26,9 +29,10 @@
 
 enum Epilogue { kPlain = 0, kGated = 1, kLogits = 2, kPerLayer = 3 };
 
-constexpr int kBlock = 8 * NT;  // tokens of this CTA
+constexpr int kBlock = 8 * NT * CG;  // tokens of this CTA
 constexpr int kTileBytes = FP8 ? 512 : 1024;  // 16 rows x 32 inputs
 constexpr int kInputBytes = kBlock * 64;      // 32 inputs of all tokens
+constexpr int kThreads = 32 * (1 + (CG == 2 ? 16 : TW == 3 ? 8 : 11));  // a producer, and skinny.py's
 constexpr int kTogether = NT < 4 ? NT : NT * TW < 24 ? 4 : 2;  // token tiles whose inputs are held at once
 typedef float Tile[TW][NT][4];
 
@@ -120,7 +124,7 @@ __device__ inline void accumulate(float (&sum)[4], const u32 (&a)[4], u32 b0, u3
 // One warp: TW tiles times `depth` blocks of 32 inputs, for all tokens.
 __device__ inline void multiply(Tile& sum, const uint4* w, const uint4* input, int depth) {
 #pragma unroll 2
-  for (int d = 0; d < depth; d++, w += TW * kTileBytes / 16, input += NT * 32) {
+  for (int d = 0; d < depth; d++, w += TW * kTileBytes / 16, input += CG * NT * 32) {
     u32 a[TW][2][4];  // [tile][k16 step][fragment]
 #pragma unroll
     for (int t = 0; t < TW; t++) {
@@ -170,9 +174,10 @@ __device__ inline void consumers_sync(int warps) {
 }
 
 // Adds the k groups in ascending order; group 0 holds the sum. `room`: float4 of shared memory.
+// `row_group` counts those of all column groups.
 __device__ inline void add_groups(const Job& job, Tile& sum, float4* shared, int room, int row_group,
                                   int k_group, int lane) {
-  const int warps = job.row_groups * job.k_groups, size = job.row_groups * TW * NT * 32;
+  const int warps = job.row_groups * CG * job.k_groups, size = job.row_groups * CG * TW * NT * 32;
   const int at_once = max(1, room / size);
   for (int first = 1; first < job.k_groups; first += at_once) {
     consumers_sync(warps);
@@ -224,8 +229,8 @@ __device__ inline void load_scales(const Job& job, Scales& scales, int first_til
 }
 
 __device__ inline void finish(const Job& job, Tile& sum, const Scales& scales, int first_tile,
-                              int lane) {
-  const int first_token = blockIdx.x * kBlock + (lane % 4) * 2;
+                              int column_group, int lane) {
+  const int first_token = blockIdx.x * kBlock + column_group * 8 * NT + (lane % 4) * 2;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
 #if TW == 2
@@ -269,11 +274,11 @@ __device__ inline void finish(const Job& job, Tile& sum, const Scales& scales, i
   }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gemm(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) u8 memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int warps = job.row_groups * job.k_groups;
+  const int warps = job.row_groups * job.k_groups * CG;
   const int bytes = step_bytes(job), stage_bytes = bytes + input_bytes(job);
   const u32 full = shared_address(memory + job.stages * stage_bytes), empty = full + 8 * job.stages;
   if (threadIdx.x == 0) {
@@ -289,13 +294,15 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (lane == 0) produce(job, shared_address(memory), full, empty);
     return;
   }
-  const int row_group = warp % job.row_groups, k_group = warp / job.row_groups;
+  const int row_group = warp % job.row_groups, k_group = warp / job.row_groups % job.k_groups;
+  const int column_group = CG == 1 ? 0 : warp / job.row_groups / job.k_groups;
   int first_tile = blockIdx.y * job.tiles + row_group * TW;
   Scales scales;  // weights too: here by the time that they are needed
   load_scales(job, scales, first_tile, lane);
   wait_for_previous();
   const int at = (k_group * job.row_groups + row_group) * job.depth * TW * kTileBytes + lane * 16;
-  const int input_at = bytes + k_group * job.depth * kInputBytes + lane * 16;
+  const int input_at =
+      bytes + k_group * job.depth * kInputBytes + column_group * NT * 512 + lane * 16;
   int stage = 0, phase = 0;
   for (int pass = 0; pass < job.passes; pass++) {
     Tile sum;
@@ -312,8 +319,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     // several k groups: one pass only, the ring is empty now and free for their sums
     if (job.k_groups > 1)
       add_groups(job, sum, reinterpret_cast<float4*>(memory), job.stages * stage_bytes / 16,
-                 row_group, k_group, lane);
-    if (k_group == 0) finish(job, sum, scales, first_tile, lane);
+                 column_group * job.row_groups + row_group, k_group, lane);
+    if (k_group == 0) finish(job, sum, scales, first_tile, column_group, lane);
     first_tile += job.ctas * job.tiles;
     if (pass + 1 < job.passes) load_scales(job, scales, first_tile, lane);
   }
@@ -357,7 +364,7 @@ __device__ inline void produce_spread(const Job& job, u32 ring, u32 full, u32 em
   }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) gemm_spread(const __grid_constant__ Job job) {
+extern "C" __global__ void __launch_bounds__(32 * (1 + 8 * CG), 1) gemm_spread(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) u8 memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int piece = job.depth * TW * kTileBytes, bytes = kParts * piece;
@@ -366,30 +373,32 @@ extern "C" __global__ void __launch_bounds__(384, 1) gemm_spread(const __grid_co
   if (threadIdx.x == 0) {
     for (int i = 0; i < job.stages; i++) {
       barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, kParts);
+      barrier_init(empty + 8 * i, kParts * CG);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   let_next_start();
-  if (warp == kParts) return produce_spread(job, shared_address(memory), full, empty, lane);
+  if (warp == kParts * CG) return produce_spread(job, shared_address(memory), full, empty, lane);
   wait_for_previous();
+  const int part = warp % kParts, column_group = CG == 1 ? 0 : warp / kParts;
   Tile sum;
   clear(sum);
   int stage = 0, phase = 0;
   for (int step = 0; step < job.steps; step++) {
     await(full + 8 * stage, phase);
     const u8* here = memory + stage * stage_bytes;
-    multiply(sum, reinterpret_cast<const uint4*>(here + warp * piece + lane * 16),
-             reinterpret_cast<const uint4*>(here + bytes + lane * 16), job.depth);
+    multiply(sum, reinterpret_cast<const uint4*>(here + part * piece + lane * 16),
+             reinterpret_cast<const uint4*>(here + bytes + column_group * NT * 512 + lane * 16),
+             job.depth);
     __syncwarp();
     if (lane == 0) arrive(empty + 8 * stage);
     if (++stage == job.stages) stage = 0, phase ^= 1;
   }
-  const int cta = blockIdx.y / kParts * kParts + warp;
+  const int cta = blockIdx.y / kParts * kParts + part;
   if (cta >= job.ctas) return;
   float* out = static_cast<float*>(job.out) + size_t(blockIdx.y % kParts) * job.rows * job.n;
-  const int first_token = blockIdx.x * kBlock + (lane % 4) * 2;
+  const int first_token = blockIdx.x * kBlock + column_group * 8 * NT + (lane % 4) * 2;
 #pragma unroll
   for (int t = 0; t < TW; t++)
 #pragma unroll
