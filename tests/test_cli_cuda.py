@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from drafters.none import NoDrafter
 from specdec.cli.assemble import warm_up
+from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
+from specdec.errors import UserError
 from specdec.types import Sampling
-from targets.cuda.machine import Machine
+from targets.arch import released
+from targets.cuda.load import CudaOptions, make_plan
+from targets.cuda.machine import Machine, refuse
 from tests.commands import CUDA, PROMPT, refused, run
 from tests.fakes import FakeTarget
 
@@ -69,6 +74,32 @@ def test_cuda_without_a_gpu_is_one_line(capsys, monkeypatch):
     nothing = Machine("2.13.0", "13.0", None)
     monkeypatch.setattr("targets.cuda.machine.find_machine", lambda: nothing)
     assert "no NVIDIA GPU" in refused(capsys, "serve", "--port", "0", "--backend", "cuda")
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
+def test_binaries_for_hopper_are_refused_elsewhere(capability):
+    """Those of sm_90a run on nothing later either."""
+    found = Machine("2.13.0", "13.0", "NVIDIA B200", capability)
+    with pytest.raises(UserError, match=r"B200 has compute capability .* need 9\.0 \(Hopper\)"):
+        refuse(found)
+
+
+def test_the_kernels_refuse_what_only_references_do():
+    arch = released("gemma-4-e2b")
+    with pytest.raises(UserError, match="--slots must be 1 to 512"):
+        make_plan(arch, CudaOptions(slots=513), "bfloat16")
+    with pytest.raises(UserError, match="cache no float32"):
+        make_plan(arch, CudaOptions(kv_dtype="float32"), "bfloat16")
+    for options in (CudaOptions(dtype="float32"), CudaOptions(device="cpu")):
+        assert make_plan(arch, replace(options, slots=513), "bfloat16").kv_dtype == "float32"
+
+
+def test_float32_on_a_gpu_runs_references_which_are_not_captured(capsys):
+    model = ModelConfig(backend="cuda", dtype="float32")
+    assert SpeculationConfig().resolved(model).loop == "host"
+    assert SpeculationConfig().resolved(ModelConfig(backend="cuda")).loop == "device"
+    arguments = ["generate", PROMPT, "--backend", "cuda", "--dtype", "float32", "--loop", "device"]
+    assert "--dtype float32 use --loop host" in refused(capsys, *arguments)
 
 
 def test_cuda_refuses_what_will_not_fit_before_it_loads(capsys, monkeypatch):

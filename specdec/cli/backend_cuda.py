@@ -81,7 +81,10 @@ class CudaBackend:
     def warm(self, target: CudaTarget) -> tuple[int, Rows[int]]:
         if self.exact(target):
             return 1, (1,)  # the references are not compiled
-        return target.slots, (1, min(LONG, target.max_len // 2))
+        from targets.cuda.graphs import TOKENS
+
+        fit = target.max_len // 2
+        return target.slots, (*(n for n in TOKENS if n <= fit), min(LONG, fit))
 
     def scorer(self, target: CudaTarget) -> Callable[[list[int]], np.ndarray]:
         from targets.cuda.score import window_nll
@@ -95,7 +98,9 @@ class CudaBackend:
         return k + 1
 
     def loops(self, target: CudaTarget) -> Rows[Literal["host", "device"]]:
-        return ("host",) if target.device.type == "cpu" else ("host", "device")
+        from targets.cuda.layers import Reference
+
+        return ("host",) if isinstance(target.ops, Reference) else ("host", "device")
 
     def step_bytes(self, target: CudaTarget, batch: int, width: int, context: int) -> int:
         from targets.cuda.roofline import cache_bytes, weight_bytes
@@ -108,7 +113,11 @@ class CudaBackend:
 
         return read_bandwidth(target.device.type)
 
-    def forward_samples(self, target: CudaTarget, seqs: Rows[Sequence], width: int) -> list[float]:
+    def forward_samples(
+        self, target: CudaTarget, seqs: Rows[Sequence], width: int
+    ) -> list[float] | None:
+        if "device" not in self.loops(target) and target.device.type != "cpu":
+            return None  # references on a GPU wait for the host: nothing that can be captured
         from targets.cuda.roofline import forward_samples
 
         draft = np.full((len(seqs), width - 1), NO_GUESS, np.int32)

@@ -53,8 +53,9 @@ class ModelConfig:
 
     @property
     def captures(self) -> bool:
-        """Whether cycles run as captured graphs, which is how our kernels are meant to be used."""
-        return self.backend == "cuda" and self.device != "cpu"
+        """Whether cycles run as captured graphs, which is how our kernels are meant to be used;
+        their references, which a CPU and float32 run, ask the host as they go."""
+        return self.backend == "cuda" and self.device != "cpu" and self.dtype != "float32"
 
 
 @Parameter(name="*", group="Speculation")
@@ -78,8 +79,11 @@ class SpeculationConfig:
         from drafters.ngram import NgramDrafter
 
         chosen = self if self.speculative_config is None else self._from_vllm()
-        if chosen.loop == "device" and model.device == "cpu":
-            raise UserError("--loop device captures CUDA graphs: with --device cpu use --loop host")
+        if chosen.loop == "device" and model.backend == "cuda" and not model.captures:
+            raise UserError(
+                "--loop device captures CUDA graphs: with --device cpu or --dtype float32 use "
+                "--loop host"
+            )
         if chosen.drafter not in DRAFTERS:
             raise UserError(
                 f"unknown drafter {chosen.drafter!r}: choose one of {', '.join(DRAFTERS)}"
