@@ -102,7 +102,6 @@ def test_eager_equals_captured(mode):
     """With a drafter, so that widths differ; graphs are replayed or each kernel launched."""
     eager = target_of(*KINDS[1], 3, graphs=False)
     captured = target_of(*KINDS[1], 3)
-    texts = [
-        decode(t, NgramDrafter(), host_cycle(t, NgramDrafter(), 4), mode) for t in (eager, captured)
-    ]
+    drafter = NgramDrafter()
+    texts = [decode(t, drafter, host_cycle(t, drafter, 4), mode) for t in (eager, captured)]
     assert texts[0] == texts[1]
