@@ -15,6 +15,7 @@ import numpy as np
 
 from specdec.engine import Engine
 from specdec.protocols import Target
+from specdec.stats import Acceptance
 from specdec.types import NO_GUESS, Sampling, Sequence
 
 STEPS, WARM_STEPS = 30, 5
@@ -119,10 +120,11 @@ def end_to_end(
     max_tokens: int,
     sampling: Sampling = NUCLEUS,
 ) -> Run:
-    """Decode the prompts twice and time the second run, from when all prompts are read."""
+    """Decode the prompts twice and time the second run, from when all prompts are read: every row
+    decodes from the start on, and none has to be compiled or captured for."""
     emitted, started, seconds, engine, seqs = 0, 0.0, 0.0, make_engine(), []
     for _ in range(2):
-        engine = make_engine()
+        engine.acceptance = Acceptance()
         seqs = [Sequence(list(p), sampling, max_tokens=max_tokens) for p in prompts]
         _prefilled(engine, seqs)
         emitted, started = sum(s.emitted for s in seqs), time.perf_counter()
@@ -136,7 +138,11 @@ def end_to_end(
 
 
 def _prefilled(engine: Engine, seqs: list[Sequence]) -> None:
+    """Read all prompts, one chunk per turn. Nobody decodes meanwhile: with many rows, the first
+    would else have come to its end before the last is there."""
+    cycle, engine.cycle = engine.cycle, lambda seqs, hurry: []
     for seq in seqs:
         engine.submit(seq)
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
+    engine.cycle = cycle

@@ -61,6 +61,27 @@ def test_synthetic_decoding_has_that_tau_whatever_the_drafter_guesses():
     assert run.tau == pytest.approx(2.7, rel=0.03) and run.tokens == 400
 
 
+def test_rows_decode_together_however_many_prompts_there_are():
+    """One prompt is read per turn; the first row must not be done when the last one joins."""
+    target, met, made = FakeTarget(slots=12), [], []
+    inner = host_cycle(target, NoDrafter(), 0)
+
+    def watched(seqs, hurry):
+        met.append(len(seqs))
+        return inner(seqs, hurry)
+
+    def make_engine():
+        made.append(Engine(target, NoDrafter(), watched))
+        return made[-1]
+
+    prompts = [[3 + i, 5] for i in range(12)]
+    run = bench.end_to_end("twelve", make_engine, prompts, max_tokens=6)
+    assert met == [12] * 10 and run.tokens == 72 and run.tau == 1
+    assert len(made) == 1  # what it compiled for the first run serves the second
+    samples = bench.cycle_samples(made[0], prompts)
+    assert len(samples) == bench.CYCLE_SAMPLES and set(met[10:]) == {12} and made[0].idle
+
+
 def test_synthetic_rows_that_sit_out_stay_out():
     silent = Round(np.zeros((1, 4)), Step(np.zeros((1, 5))), np.array([SAT_OUT]))
     driver = synthetic_cycle(lambda seqs, hurry: [silent], accepted_table(3, 4, 1))

@@ -17,6 +17,7 @@ from specdec.engine import Engine
 from specdec.errors import UserError
 from specdec.types import Sampling
 from targets.arch import released
+from targets.cuda.launch import Variant, cached_binary
 from targets.cuda.load import CudaOptions, make_plan
 from targets.cuda.machine import Machine, refuse
 from tests.commands import CUDA, PROMPT, refused, run
@@ -82,6 +83,12 @@ def test_binaries_for_hopper_are_refused_elsewhere(capability):
     found = Machine("2.13.0", "13.0", "NVIDIA B200", capability)
     with pytest.raises(UserError, match=r"B200 has compute capability .* need 9\.0 \(Hopper\)"):
         refuse(found)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
+    folder = tmp_path / "file"
+    folder.write_text("")
+    assert cached_binary(Variant("stream"), folder / "kernels", 1).startswith(b"\x7fELF")
 
 
 def test_the_kernels_refuse_what_only_references_do():

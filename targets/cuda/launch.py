@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -70,10 +71,11 @@ def cached_binary(variant: Variant, folder: Path, driver: int) -> bytes:
     if file.is_file():
         return file.read_bytes()
     binary = compile_variant(variant)
-    folder.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
-    part.write_bytes(binary)
-    part.replace(file)
+    with suppress(OSError):  # a folder that can't be written costs the next start its time, no more
+        folder.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_bytes(binary)
+        part.replace(file)
     return binary
 
 
