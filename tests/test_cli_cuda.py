@@ -97,6 +97,11 @@ def test_the_kernels_refuse_what_only_references_do():
         make_plan(arch, CudaOptions(slots=513), "bfloat16")
     with pytest.raises(UserError, match="cache no float32"):
         make_plan(arch, CudaOptions(kv_dtype="float32"), "bfloat16")
+    odd = replace(arch, layers=tuple(replace(layer, head_dim=192) for layer in arch.layers))
+    for shape in (odd, replace(arch, hidden=10240)):
+        with pytest.raises(UserError, match="--device cpu"):
+            make_plan(shape, CudaOptions(), "bfloat16")
+        make_plan(shape, CudaOptions(device="cpu"), "bfloat16")
     for options in (CudaOptions(dtype="float32"), CudaOptions(device="cpu")):
         assert make_plan(arch, replace(options, slots=513), "bfloat16").kv_dtype == "float32"
 

@@ -23,6 +23,8 @@ SHORT = TOKENS[-1]
 """Prefill chunks of up to this many tokens run as decoding does, longer ones on the library."""
 CHUNKS = {"cuda": 2048, "cpu": SHORT}
 """Tokens per prefill call: enough to be bound by arithmetic, where it matters."""
+WIDEST, HEADS = 8192, (64, 128, 256, 512)
+"""What a CTA of the norms holds of a row; padded heads that attention has kernels for."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,7 @@ def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
         if given not in DTYPES:
             raise UserError(f"unknown dtype {given!r}: choose one of {', '.join(DTYPES)}")
     if options.device != "cpu" and dtype != "float32":
-        if kv_dtype == "float32":
-            raise UserError("the kernels cache no float32: choose --kv-dtype bfloat16 or fp8")
-        if options.slots > BATCHES[-1]:
-            raise UserError(
-                f"--slots must be 1 to {BATCHES[-1]} (the largest batch that is captured), got "
-                f"{options.slots}"
-            )
+        _refuse_for_kernels(arch, options.slots, kv_dtype)
     return Plan(
         options.slots,
         options.max_len,
@@ -103,6 +99,22 @@ def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
         options.features,
         options.device,
     )
+
+
+def _refuse_for_kernels(arch: Arch, slots: int, kv_dtype: str) -> None:
+    """What only the references can do. Raises UserError."""
+    if kv_dtype == "float32":
+        raise UserError("the kernels cache no float32: choose --kv-dtype bfloat16 or fp8")
+    if slots > BATCHES[-1]:
+        raise UserError(
+            f"--slots must be 1 to {BATCHES[-1]} (the largest batch that is captured), got {slots}"
+        )
+    dims = {layer.head_dim for layer in arch.layers}
+    if arch.hidden > WIDEST or any(-(-d // 64) * 64 not in HEADS or d % 8 for d in dims):
+        raise UserError(
+            f"the kernels take hidden sizes up to {WIDEST} and heads that fill up to 64, 128, 256 "
+            f"or 512, not {arch.hidden} with heads of {sorted(dims)}: run it with --device cpu"
+        )
 
 
 def make_ops(arch: Arch, plan: Plan) -> Ops:
