@@ -52,7 +52,7 @@ class CudaTarget:
     """One model on one device, with `plan.slots` sequences of up to `plan.max_len`.
 
     A row's result is the same at any width and beside any neighbours, so calls are fed what there
-    is: the live sequences, K + 1 tokens each, without padding.
+    is: the live sequences, K + 1 tokens each. Only graphs pad: the batch, and short prompts.
     """
 
     def __init__(
