@@ -54,12 +54,14 @@ def gpus() -> list[dict[str, str]]:
 
 
 def _git_sha() -> str | None:
-    """The commit of this checkout, or what a copy of it without history was told in `.git-sha`;
-    None for an installed package, or where there is no git."""
+    """What a copy of a checkout was told in `.git-sha` (its own history may be an older one), else
+    this checkout's commit; None for an installed package, or where there is no git."""
     root = Path(__file__).parents[1]
     noted = root / ".git-sha"
+    if noted.is_file():
+        return noted.read_text().strip()
     if not (root / ".git").exists():
-        return noted.read_text().strip() if noted.is_file() else None
+        return None
     try:
         done = subprocess.run(
             ["git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD"],

@@ -97,6 +97,8 @@ def test_the_kernels_refuse_what_only_references_do():
         make_plan(arch, CudaOptions(slots=513), "bfloat16")
     with pytest.raises(UserError, match="cache no float32"):
         make_plan(arch, CudaOptions(kv_dtype="float32"), "bfloat16")
+    with pytest.raises(UserError, match="pairs of row and expert"):
+        make_plan(released("gemma-4-26b-a4b"), CudaOptions(slots=512, k=15), "bfloat16")
     odd = replace(arch, layers=tuple(replace(layer, head_dim=192) for layer in arch.layers))
     for shape in (odd, replace(arch, hidden=10240)):
         with pytest.raises(UserError, match="--device cpu"):
@@ -119,7 +121,7 @@ def test_cuda_refuses_what_will_not_fit_before_it_loads(capsys, monkeypatch):
     monkeypatch.setattr("targets.cuda.machine.free_bytes", lambda: 40 * 2**30)
     arguments = ["bench", "--random", "gemma-4-31b", "--backend", "cuda", "--dtype", "fp8"]
     line = refused(capsys, *arguments, "--max-len", "8192", "--slots", "16")
-    assert "40.0 GiB are free" in line and "--slots 5 would fit" in line
+    assert "40.0 GiB are free" in line and "--slots 4 would fit" in line
 
 
 def test_neither_backend_needs_the_other_framework():

@@ -85,7 +85,7 @@ def test_what_fits_is_offered_and_does_fit():
         with pytest.raises(UserError) as refused:
             check_fits(B31, big, free * GIB)
         line = str(refused.value)
-        assert "needs 56." in line and f"but {free}.0 GiB are free" in line and "\n" not in line
+        assert "needs 57." in line and f"but {free}.0 GiB are free" in line and "\n" not in line
         for offer in _offers(line):
             check_fits(B31, replace(big, **offer), free * GIB)
     check_fits(B31, big, need(B31, big).total)
@@ -161,3 +161,9 @@ def test_the_references_are_timed_too():
     assert roofline.read_bandwidth("cpu") > 0
     samples = roofline.forward_samples(lambda: None, "cpu")
     assert len(samples) == roofline.GROUPS and min(samples) >= 0
+
+
+def test_long_contexts_count_attentions_partial_results():
+    short, long = replace(SHAPE, slots=8), replace(SHAPE, slots=8, max_len=131072)
+    grown = need(B31, long).workspace - need(B31, short).workspace
+    assert grown > 8 * SHAPE.width * 32 * 512 * 4 * (131072 - SHAPE.max_len) // 128

@@ -25,6 +25,8 @@ CHUNKS = {"cuda": 2048, "cpu": SHORT}
 """Tokens per prefill call: enough to be bound by arithmetic, where it matters."""
 WIDEST, HEADS = 8192, (64, 128, 256, 512)
 """What a CTA of the norms holds of a row; padded heads that attention has kernels for."""
+MOST_PAIRS = 48 * 1024
+"""Pairs of row and expert that one call's CTAs can list in shared memory."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
         if given not in DTYPES:
             raise UserError(f"unknown dtype {given!r}: choose one of {', '.join(DTYPES)}")
     if options.device != "cpu" and dtype != "float32":
-        _refuse_for_kernels(arch, options.slots, kv_dtype)
+        _refuse_for_kernels(arch, options, kv_dtype)
     return Plan(
         options.slots,
         options.max_len,
@@ -101,13 +103,21 @@ def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
     )
 
 
-def _refuse_for_kernels(arch: Arch, slots: int, kv_dtype: str) -> None:
+def _refuse_for_kernels(arch: Arch, options: CudaOptions, kv_dtype: str) -> None:
     """What only the references can do. Raises UserError."""
+    slots = options.slots
     if kv_dtype == "float32":
         raise UserError("the kernels cache no float32: choose --kv-dtype bfloat16 or fp8")
     if slots > BATCHES[-1]:
         raise UserError(
             f"--slots must be 1 to {BATCHES[-1]} (the largest batch that is captured), got {slots}"
+        )
+    rows = next(size for size in BATCHES if slots <= size) * (options.k + 1)
+    pairs = rows * max((layer.moe.top_k for layer in arch.layers if layer.moe), default=0)
+    if pairs > MOST_PAIRS:
+        raise UserError(
+            f"{slots} slots at K = {options.k} route {pairs} pairs of row and expert at once, the "
+            f"kernels at most {MOST_PAIRS}: choose fewer --slots or a smaller --k"
         )
     dims = {layer.head_dim for layer in arch.layers}
     if arch.hidden > WIDEST or any(-(-d // 64) * 64 not in HEADS or d % 8 for d in dims):

@@ -29,6 +29,8 @@ LOGIT_COPIES = 3
 """float32 [rows, vocab] at once: logits, their shaped copy, and the sampler's work."""
 GATES_AT_ONCE = 3
 """Prefill holds the gate and up rows of a chunk, and what comes of them."""
+SCORES = 192 << 20
+"""Scores and shares of a long prefill's queries, a block of them at a time."""
 RUNTIME = 768 << 20
 """CUDA context, library handles, compiled kernels, captured graphs."""
 
@@ -139,21 +141,41 @@ def largest(fits: Callable[[int], bool], top: int) -> int:
 
 
 def _workspace(arch: Arch, shape: Shape) -> int:
-    """The runtime itself, the logits of a verify, each slot's bias, and a chunk's prefill."""
-    rows = shape.slots * shape.width
+    """The runtime itself, the logits of a verify, each slot's bias, attention's partial results
+    and angles, and a chunk's prefill."""
+    rows = _bucket(shape.slots) * shape.width
     logits = 4 * arch.vocab * (LOGIT_COPIES * rows + shape.slots)
-    return RUNTIME + logits + _prefill(arch, shape)
+    partial = max(_partial(layer, shape) for layer in arch.layers)
+    kinds = {(layer.rope, layer.head_dim) for layer in arch.layers}
+    angles = sum(4 * shape.max_len * head_dim for _, head_dim in kinds)
+    return RUNTIME + logits + rows * partial + angles + _prefill(arch, shape)
+
+
+def _bucket(slots: int) -> int:
+    """Rows that a batch of all slots is padded to: a power of two."""
+    return 1 << (slots - 1).bit_length()
+
+
+def _partial(layer: LayerSpec, shape: Shape) -> int:
+    """Of one row's attention: a float32 vector per query head and chunk of keys."""
+    chunks = -(-shape.max_len // RING_ALIGN)
+    if layer.window:
+        chunks = min(chunks, (layer.window + shape.width - 2) // RING_ALIGN + 2)
+    return 4 * chunks * layer.heads * _up(layer.head_dim, HEAD_DIM_ALIGN)
 
 
 def _prefill(arch: Arch, shape: Shape) -> int:
-    """A chunk's widest layer; a long one also needs that layer's weights row by row again."""
+    """A chunk's widest layer; a long one also needs that layer's weights row by row again, and
+    all keys and values of a global one."""
     chunk = min(shape.chunk, shape.max_len)
     widest = max(max(layer.ffw, layer.heads * layer.head_dim) for layer in arch.layers)
     total = 4 * chunk * (4 * arch.hidden + GATES_AT_ONCE * 2 * widest)
     if chunk <= SHORT:
         return total
     flat = [prod(spec.shape) for spec in all_tensors(arch).values() if spec.linear]
-    return total + LINEAR[shape.dtype] * 2 * max(flat)
+    keys = max(layer.kv_heads * layer.head_dim for layer in arch.layers if not layer.window)
+    copies = 2 * 2 * shape.max_len * keys  # K and V of a global layer in rows
+    return total + SCORES + copies + LINEAR[shape.dtype] * 2 * max(flat)
 
 
 def _up(value: int, to: int) -> int:
