@@ -132,6 +132,16 @@ class Sequence:
     def emitted(self) -> int:
         return len(self.tokens) - self.prompt_len
 
+    def check_ids(self, vocab: int) -> None:
+        """Raise UserError for token ids that a model with `vocab` of them does not have."""
+        named = (*self.tokens, *dict(self.sampling.logit_bias))
+        strange = max(named) if max(named) >= vocab else min(named)
+        _require(
+            0 <= strange < vocab,
+            f"prompt or logit_bias names token {strange}, but this model's ids are 0 to "
+            f"{vocab - 1}",
+        )
+
 
 @dataclass(frozen=True)
 class LogprobRows:

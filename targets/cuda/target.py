@@ -182,13 +182,8 @@ class CudaTarget:
     def seat(self, seq: Sequence) -> None:
         """Take over a new owner's sampling parameters for its slot. Raises UserError for token
         ids that this model does not have."""
+        seq.check_ids(self.vocab)
         given, slot = seq.sampling, seq.slot
-        strange = [t for t in (*seq.tokens, *dict(given.logit_bias)) if t >= self.vocab]
-        if strange or min(seq.tokens) < 0:
-            raise UserError(
-                f"prompt or logit_bias names token {max(strange, default=min(seq.tokens))}, "
-                f"but this model's ids are 0 to {self.vocab - 1}"
-            )
         set_rules(self.rules, slot, given, seq.prompt_len)
         if given.logit_bias or slot in self._biased:
             row = self._unbiased.clone()

@@ -120,13 +120,8 @@ class JaxTarget:
     def seat(self, seq: Sequence) -> None:
         """Take over a new owner's sampling parameters for its slot. Raises UserError for token
         ids that this model does not have."""
+        seq.check_ids(self.vocab)
         sampling_, slot = seq.sampling, seq.slot
-        strange = [t for t in (*seq.tokens, *dict(sampling_.logit_bias)) if t >= self.vocab]
-        if strange or min(seq.tokens) < 0:
-            raise UserError(
-                f"prompt or logit_bias names token {max(strange, default=min(seq.tokens))}, "
-                f"but this model's ids are 0 to {self.vocab - 1}"
-            )
         _set_rules(self._rules, slot, sampling_, seq.prompt_len)
         self._device_rules = None
         if sampling_.logit_bias or slot in self._biased:
