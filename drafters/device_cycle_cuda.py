@@ -19,7 +19,7 @@ from specdec.cycle import cycle
 from specdec.protocols import Cycle
 from specdec.types import NO_GUESS, SAT_OUT, Array, LogprobRows, Round, Sequence, Step
 from targets.cuda import sampling
-from targets.cuda.graphs import BATCHES, Captured
+from targets.cuda.graphs import Captured, bucket_of
 from targets.cuda.kernels import Kernels
 from targets.cuda.ops import Rows
 from targets.cuda.target import CudaTarget
@@ -138,10 +138,9 @@ class CapturedCycle:
         return [] if former is None else [_read(former, seqs)]
 
     def _job(self, seqs: tuple[Sequence, ...]) -> Job:
-        bucket = next(size for size in BATCHES if len(seqs) <= size)
         shaped = any(seq.sampling.shaped for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
-        return Job(bucket, self.k, *self.lengths, shaped, logprobs)
+        return Job(bucket_of(len(seqs)), self.k, *self.lengths, shaped, logprobs)
 
     @torch.inference_mode()
     def _launch(self, seqs: tuple[Sequence, ...]) -> Launched:

@@ -21,8 +21,8 @@ from targets.jax import programs, sampling
 from targets.jax.cache import Cache
 from targets.jax.params import Params
 from targets.jax.programs import Feed, Plan
-from targets.jax.sampling import Rules
 from targets.jax.target import JaxTarget, pick_rows
+from targets.rules import Rules
 
 CYCLES = 8
 """Cycles per dispatch: enough to hide the host, few enough that streaming stays smooth."""

@@ -18,6 +18,9 @@ NO_GUESS = -1
 SAT_OUT = -1
 """In `Round.accepted`: nothing was chosen for this row in this cycle, not even the free token."""
 
+MAX_LOGPROBS = 20
+"""Most alternatives that a request may ask for at each position."""
+
 MAX_DRAFT = 31
 """Largest number of draft tokens per cycle (K)."""
 
@@ -76,7 +79,10 @@ class Sampling:
             _require(-2 <= value <= 2, f"{name} must be in [-2, 2], got {value}")
         _require(0 <= self.seed < 2**64, f"seed must be in [0, 2^64), got {self.seed}")
         if self.logprobs is not None:
-            _require(0 <= self.logprobs <= 20, f"logprobs must be 0 to 20, got {self.logprobs}")
+            _require(
+                0 <= self.logprobs <= MAX_LOGPROBS,
+                f"logprobs must be 0 to {MAX_LOGPROBS}, got {self.logprobs}",
+            )
         for token, bias in self.logit_bias:
             _require(
                 token >= 0 and -100 <= bias <= 100,
@@ -165,6 +171,19 @@ class Step:
     chosen: Array
     features: Array | None = None
     logprobs: LogprobRows | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question of a target's self-check: how many results differ in any bit, of how many."""
+
+    question: str
+    differing: int
+    total: int
+
+    @property
+    def passed(self) -> bool:
+        return self.differing == 0
 
 
 @dataclass(frozen=True)

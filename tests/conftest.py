@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import VARIANTS, write_tiny
+from tests.tiny import IDS, VARIANTS, oracle, random_tensors, write_tiny
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +16,21 @@ def tiny(tmp_path_factory) -> dict[str, Path]:
     for variant in VARIANTS:
         write_tiny(root / variant, variant)
     return {variant: root / variant for variant in VARIANTS}
+
+
+@pytest.fixture(scope="session")
+def references() -> dict:
+    """transformers' logits [2, LENGTH, V] of tiny's IDS and hidden states, per variant."""
+    import torch
+
+    made = {}
+    for variant in VARIANTS:
+        with torch.no_grad():
+            out = oracle(variant, random_tensors(variant))(
+                torch.tensor(IDS), output_hidden_states=True
+            )
+        made[variant] = out.logits.numpy(), [h.numpy() for h in out.hidden_states]
+    return made
 
 
 @pytest.fixture

@@ -11,30 +11,17 @@ from drafters.ngram import NgramDrafter
 from drafters.none import NoDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
-from specdec.types import Sampling, Sequence
+from specdec.types import Sequence
 from targets import mini
 from targets.cuda.load import CudaOptions, load_target
 from tests.fakes import Noise, Oracle
+from tests.modes import MODES
 
 pytestmark = pytest.mark.gpu
 
 TOKENS, MAX_LEN = 24, 512
 LENGTHS = (3, 40, 170, 1, 26, 64, 128, 129, 300, 9, 17, 33, 2, 5, 77, 100)
 """Prompts of one token and of several chunks of the cache; short prefill and the library's."""
-MODES = {
-    "greedy": lambda i: Sampling(),
-    "nucleus": lambda i: Sampling(temperature=0.8, top_p=0.9, seed=100 + i),
-    "everything": lambda i: Sampling(
-        temperature=1.0,
-        top_k=40,
-        min_p=0.01,
-        repetition_penalty=1.2,
-        presence_penalty=0.2,
-        frequency_penalty=0.1,
-        logit_bias=((7, 2.0),),
-        seed=i,
-    ),
-}
 KINDS = [("mini", "bfloat16", "bfloat16"), ("mini", "fp8", "fp8"), ("mini-e", "fp8", "bfloat16")]
 CASES = [(kind, "nucleus") for kind in KINDS] + [(KINDS[1], m) for m in ("greedy", "everything")]
 

@@ -12,6 +12,7 @@ import torch
 from specdec.errors import UserError
 from targets.arch import LayerSpec, released
 from targets.cuda import memory, roofline
+from targets.cuda.cache import entries
 from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.machine import Machine, refuse
 from targets.cuda.memory import Shape, check_fits, need
@@ -76,7 +77,7 @@ def test_layers_that_share_keep_no_cache_but_read_one():
 
 
 def _entries(layer: LayerSpec) -> int:
-    return layer.kv_heads * layer.head_dim * memory.ring(layer, 2048, 2048)
+    return layer.kv_heads * layer.head_dim * entries(layer, 2048, slack=128)
 
 
 def test_what_fits_is_offered_and_does_fit():

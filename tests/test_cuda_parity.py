@@ -20,12 +20,10 @@ from targets.cuda.params import load_params
 from targets.cuda.score import window_nll
 from targets.cuda.selfcheck import self_check
 from targets.jax.load import JaxOptions, load_target as load_jax
-from tests.tiny import VARIANTS, VOCAB, oracle, random_tensors, write_tiny
+from tests.tiny import IDS, LENGTH, VARIANTS, VOCAB, oracle, write_tiny
 
 torch.set_num_threads(1)  # as targets.cuda.load does
 TOLERANCE = 5e-4
-LENGTH = 40
-IDS = np.random.default_rng(1).integers(0, VOCAB, (2, LENGTH))
 
 
 class Runner:
@@ -46,19 +44,6 @@ class Runner:
         out = decode(self.weights, self.arch, self.cache, rows, self.ops, features)
         split = lambda x: x.view(*rows.tokens.shape, -1).numpy()  # noqa: E731
         return split(out.logits), None if out.features is None else split(out.features)
-
-
-@pytest.fixture(scope="module")
-def references():
-    """transformers' logits [2, LENGTH, V] and hidden states, per variant."""
-    made = {}
-    for variant in VARIANTS:
-        with torch.no_grad():
-            out = oracle(variant, random_tensors(variant))(
-                torch.tensor(IDS), output_hidden_states=True
-            )
-        made[variant] = out.logits.numpy(), [h.numpy() for h in out.hidden_states]
-    return made
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -12,7 +12,7 @@ from specdec.types import Sampling
 from targets.cuda import noise, sampling
 from targets.cuda.ops import Rows
 from targets.jax import noise as jax_noise, sampling as jax_sampling
-from targets.jax.target import _blank_rules, _set_rules
+from targets.rules import blank_rules, set_rules, split_seed
 
 VOCAB = 517
 SLOTS, TOKENS, PAST = 3, 4, 30
@@ -21,9 +21,9 @@ SLOTS, TOKENS, PAST = 3, 4, 30
 @pytest.mark.parametrize("seed", [0, 5, 2**32 - 1, 2**63 + 12345])
 @pytest.mark.parametrize("position", [0, 1, 131_071])
 def test_uniforms_are_bitwise_those_of_jax(seed, position):
-    words = jnp.asarray(jax_noise.split_seed(seed), jnp.uint32)
+    words = jnp.asarray(split_seed(seed), jnp.uint32)
     theirs = np.asarray(jax_noise.uniform(words, jnp.asarray(position), VOCAB))
-    ours = noise.uniform(torch.tensor(noise.split_seed(seed)), torch.tensor(position), VOCAB)
+    ours = noise.uniform(torch.tensor(split_seed(seed)), torch.tensor(position), VOCAB)
     assert (ours.numpy() == theirs).all() and 0 < theirs.min() and theirs.max() < 1
 
 
@@ -48,11 +48,11 @@ REQUESTS = [
 
 def both(requests, logits, bias, history, start):
     """JAX's and our choices [B, T] for these requests in slots 0, 1, ..."""
-    theirs = _blank_rules(SLOTS)
+    theirs = blank_rules(SLOTS)
     ours = sampling.blank_rules(SLOTS, "cpu")
     for slot, request in enumerate(requests):
-        _set_rules(theirs, slot, request, 9)
-        sampling.set_rules(ours, slot, request, 9)
+        set_rules(theirs, slot, request, 9)
+        set_rules(ours, slot, request, 9)
     expected = jax.jit(jax_sampling.choose)(logits, bias, theirs, history, start)
     tensors = [torch.from_numpy(a) for a in (logits, bias, history, start)]
     slots = torch.arange(SLOTS, dtype=torch.int32)

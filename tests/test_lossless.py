@@ -17,38 +17,15 @@ from drafters.ngram_jax import TracedNgram, TracedNone
 from drafters.none import NoDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
-from specdec.types import NO_GUESS, Sampling, Sequence
+from specdec.types import NO_GUESS, Sequence
 from targets import mini
 from targets.jax.load import JaxOptions, load_target
 from tests.fakes import Noise, Oracle
+from tests.modes import MODES
 from tests.tiny import VARIANTS
 
 TOKENS = 60
 WIDE = 7  # every K up to 7 shares one compiled width
-
-
-def greedy(i: int) -> Sampling:
-    return Sampling()
-
-
-def nucleus(i: int) -> Sampling:
-    return Sampling(temperature=0.8, top_p=0.9, seed=100 + i)
-
-
-def everything(i: int) -> Sampling:
-    return Sampling(
-        temperature=1.0,
-        top_k=40,
-        min_p=0.01,
-        repetition_penalty=1.2,
-        presence_penalty=0.2,
-        frequency_penalty=0.1,
-        logit_bias=((7, 2.0),),
-        seed=i,
-    )
-
-
-MODES = {"greedy": greedy, "nucleus": nucleus, "everything": everything}
 
 
 class TracedNoise:

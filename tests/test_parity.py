@@ -14,29 +14,14 @@ from targets.arch import read_arch
 from targets.checkpoint import Checkpoint, dequantise
 from targets.jax import cache as kv, model
 from targets.jax.params import load_params
-from tests.tiny import VARIANTS, VOCAB, oracle, random_tensors, write_tiny
+from tests.tiny import IDS, LENGTH, VARIANTS, oracle, write_tiny
 
 TOLERANCE = 5e-4
-LENGTH = 40
-IDS = np.random.default_rng(1).integers(0, VOCAB, (2, LENGTH))
 
 
 def load(path):
     arch = read_arch(path)
     return arch, load_params(Checkpoint(path, arch), arch, jnp.float32)
-
-
-@pytest.fixture(scope="module")
-def references():
-    """transformers' logits [2, LENGTH, V] and hidden states, per variant."""
-    made = {}
-    for variant in VARIANTS:
-        with torch.no_grad():
-            out = oracle(variant, random_tensors(variant))(
-                torch.tensor(IDS), output_hidden_states=True
-            )
-        made[variant] = out.logits.numpy(), [h.numpy() for h in out.hidden_states]
-    return made
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

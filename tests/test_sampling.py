@@ -15,7 +15,7 @@ from specdec.engine import Engine
 from specdec.types import Sampling, Sequence
 from targets.jax import noise, sampling
 from targets.jax.load import JaxOptions, load_target
-from targets.jax.target import _blank_rules, _set_rules
+from targets.rules import blank_rules, set_rules, split_seed
 
 VOCAB = 12
 LOGITS = np.linspace(2.0, -2.0, VOCAB).astype(np.float32) + np.float32([0.3, 0] * 6)
@@ -53,7 +53,7 @@ def test_philox_known_answers():
 
 
 def test_noise_depends_on_seed_position_and_token_only():
-    seeds = jnp.asarray([noise.split_seed(5), noise.split_seed(2**40 + 5)], jnp.uint32)
+    seeds = jnp.asarray([split_seed(5), split_seed(2**40 + 5)], jnp.uint32)
     u = np.asarray(noise.uniform(seeds, jnp.asarray([3, 3]), 10))
     assert 0 < u.min() and u.max() < 1 and (u[0] != u[1]).all()
     again = np.asarray(noise.uniform(seeds[:1], jnp.asarray([3]), 7))
@@ -62,10 +62,10 @@ def test_noise_depends_on_seed_position_and_token_only():
 
 def draws(given: Sampling, count=20_000, history=(), logits=LOGITS, position=50):
     """Relative frequencies over `count` seeds, the text so far being `history` after a prompt."""
-    rules = _blank_rules(count)
+    rules = blank_rules(count)
     prompt = 2
     for slot in range(count):
-        _set_rules(rules, slot, given, prompt)
+        set_rules(rules, slot, given, prompt)
     rules.seed[:, 0] = np.arange(count)
     text = np.full((count, position + 4), -1, np.int32)
     text[:, : len(history)] = history
@@ -158,7 +158,7 @@ def test_greedy_takes_the_argmax_and_ties_go_to_the_lowest_id():
 def test_penalties_count_the_draft_tokens_before_each_row():
     """Row t of one call equals the only row of a call that was fed the same text."""
     text = np.array([[3, 3, 0, 1, 1, 5, 0, -1, -1, -1, -1, -1]], np.int32)
-    rules = _blank_rules(1)
+    rules = blank_rules(1)
     request = Sampling(
         temperature=1.0,
         repetition_penalty=1.3,
@@ -166,7 +166,7 @@ def test_penalties_count_the_draft_tokens_before_each_row():
         frequency_penalty=0.5,
         seed=11,
     )
-    _set_rules(rules, 0, request, 2)
+    set_rules(rules, 0, request, 2)
     bias = np.zeros((1, VOCAB), np.float32)
     wide = sampling._penalise(
         jnp.asarray(np.tile(LOGITS, (1, 4, 1))), rules, jnp.asarray(text), np.array([3])

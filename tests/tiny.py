@@ -19,6 +19,9 @@ from targets.checkpoint import quantise_int8
 from targets.tensors import TensorSpec, all_tensors, stored_name
 
 VOCAB = 320
+LENGTH = 40
+IDS = np.random.default_rng(1).integers(0, VOCAB, (2, LENGTH))
+"""Two texts for comparisons with the oracle."""
 PREFIX = "model.language_model."
 
 

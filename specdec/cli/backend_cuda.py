@@ -12,12 +12,11 @@ import numpy as np
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.errors import UserError
 from specdec.protocols import Cycle
-from specdec.types import NO_GUESS, Array, Sequence
+from specdec.types import NO_GUESS, Array, Check, Sequence
 
 if TYPE_CHECKING:
     from targets.arch import Arch
     from targets.cuda.load import CudaOptions
-    from targets.cuda.selfcheck import Check
     from targets.cuda.target import CudaTarget
 
 LONG = 256

@@ -12,12 +12,11 @@ import numpy as np
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.errors import UserError
 from specdec.protocols import Cycle
-from specdec.types import Array, Sequence
+from specdec.types import Array, Check, Sequence
 
 if TYPE_CHECKING:
     from targets.arch import Arch
     from targets.jax.load import JaxOptions
-    from targets.jax.selfcheck import Check
     from targets.jax.target import JaxTarget
 
 

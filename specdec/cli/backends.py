@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Rows
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.errors import UserError
 from specdec.protocols import Cycle, Target
-from specdec.types import Sequence
+from specdec.types import Check, Sequence
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,24 +29,6 @@ class LoadedTarget(Target, Protocol):
 
     @property
     def arch(self) -> Arch: ...
-
-
-class Check(Protocol):
-    """One question of a self-check, a dataclass: how many results differ, of how many."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def question(self) -> str: ...
-
-    @property
-    def differing(self) -> int: ...
-
-    @property
-    def total(self) -> int: ...
-
-    @property
-    def passed(self) -> bool: ...
 
 
 class Backend(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import Structure, c_float, c_int, c_void_p
 from typing import Any
 
@@ -12,15 +11,14 @@ from targets.arch import Arch, LayerSpec, Rope
 from targets.cuda.cache import CHUNK, LayerCache
 from targets.cuda.formulas import inverse_frequencies
 from targets.cuda.inputs import Input, make_input
-from targets.cuda.launch import Variant, address, pointer
+from targets.cuda.launch import Launch, Variant, address, pointer
 from targets.cuda.ops import Rows
-
-Launch = Callable[..., None]
-"""`Kernels._launch`."""
 
 PARTIAL_BYTES = 256 << 20
 """Most that partial results may take; longer calls are cut by tokens."""
 THREADS = 256
+HEADS = (64, 128, 256, 512)
+"""What head_dim is padded to: there is a kernel for each."""
 TILES = (1, 2)
 """16-row tiles of query rows per CTA."""
 
@@ -143,7 +141,7 @@ def _shared(dim: int, high: int) -> int:
 
 
 def _padded(head_dim: int) -> int:
-    return next(dim for dim in (64, 128, 256, 512) if head_dim <= dim)
+    return next(dim for dim in HEADS if head_dim <= dim)
 
 
 def _rope_tables(

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.types import MAX_DRAFT
 from targets.arch import Arch, LayerSpec
 
 CHUNK = 128
 """Keys per attention partial, at absolute multiples: what fixes a row's order of reduction."""
+HEAD_ALIGN = 64
+"""Cached heads are padded to a multiple of this."""
 LANES = 32
 """V is transposed within blocks of this many entries, so that a warp reads them coalesced."""
 FP8_MAX = 448.0
@@ -62,6 +65,12 @@ class KVCache:
         self.history[slot[:, None].long(), place.long()] = tokens
 
 
+def slack_of(chunk: int, short: int) -> int:
+    """Extra cache entries, so that no call overwrites what its own queries still see: the most
+    rows that one call feeds to a sequence, a verify or a prefill chunk of up to `short` tokens."""
+    return max(MAX_DRAFT + 1, min(chunk, short))
+
+
 def entries(layer: LayerSpec, max_len: int, slack: int) -> int:
     """Cache entries S of a layer."""
     needed = min(layer.window or max_len, max_len) + slack
@@ -76,7 +85,7 @@ def make_cache(
     def one(layer: LayerSpec) -> LayerCache | None:
         if layer.kv_from is not None:
             return None
-        size, padded = entries(layer, max_len, slack), -(-layer.head_dim // 64) * 64
+        size, padded = entries(layer, max_len, slack), -(-layer.head_dim // HEAD_ALIGN) * HEAD_ALIGN
         heads = (slots, layer.kv_heads)
         return LayerCache(
             torch.zeros((*heads, size, padded), dtype=dtype, device=device),

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import Structure, c_int, c_void_p
 
 import torch
 
-from targets.cuda.launch import Variant, address, pointer
+from targets.cuda.launch import Launch, Variant, address, pointer
 from targets.cuda.ops import Rows
-from targets.cuda.sampling import Rules
-
-Launch = Callable[..., None]
-"""`Kernels._launch`."""
+from targets.rules import Rules
 
 CLUSTER = 8
 """CTAs that choose one row's token together."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import Structure, c_float, c_int, c_void_p
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +10,11 @@ import torch
 from specdec.errors import UserError
 from targets.arch import Arch, MoeSpec
 from targets.cuda import tiles
-from targets.cuda.launch import Variant, pointer
+from targets.cuda.launch import Launch, Variant, pointer
 from targets.cuda.ops import Linear
 
 if TYPE_CHECKING:
     from targets.cuda.inputs import Input
-
-Launch = Callable[..., None]
-"""`Kernels._launch`."""
 
 THREADS = 256
 WARPS = THREADS // 32

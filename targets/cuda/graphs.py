@@ -17,12 +17,18 @@ from specdec.types import NO_GUESS
 from targets.cuda.model import Hidden
 from targets.cuda.ops import Rows
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+MOST_ROWS = 512
+"""Largest batch that is captured."""
 TOKENS = (8, 16, 32, 64, 128)
 """Short prefill chunks are padded to these: what lies beyond their end is never read."""
 
 
 Result = TypeVar("Result")
+
+
+def bucket_of(rows: int) -> int:
+    """Rows that a batch is padded to: the next power of two."""
+    return 1 << (rows - 1).bit_length()
 
 
 class Outcome(NamedTuple):
@@ -79,7 +85,7 @@ class Graphs:
     def forward(self, rows: Rows, shaped: bool) -> Outcome:
         """As `CudaTarget.forward`; the result is valid until the next call."""
         batch, tokens = rows.tokens.shape
-        bucket = next(size for size in BATCHES if batch <= size)
+        bucket = bucket_of(batch)
         key = bucket, tokens, shaped
         if key not in self._verifies:
             idle = idle_rows(bucket, tokens, rows.tokens.device)

@@ -17,8 +17,8 @@ from targets.cuda.cache import LayerCache
 from targets.cuda.inputs import Input, make_input
 from targets.cuda.launch import Library, Variant, address, launch, pointer
 from targets.cuda.ops import Linear, Rows
-from targets.cuda.sampling import Rules
 from targets.cuda.skinny import GATED, LOGITS, PER_LAYER, PLAIN
+from targets.rules import Rules
 
 THREADS = 256
 NORM_THREADS = 512

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from typing import Any
 
 from specdec.errors import UserError
 
+Launch = Callable[..., None]
+"""`Kernels._launch`, as its parts are given it."""
 SOURCES = Path(__file__).parent / "kernels"
 ARCHITECTURE = "sm_90a"
 HEADER = "common.cuh"

@@ -28,6 +28,7 @@ from targets.cuda.formulas import (
     soft_cap,
 )
 from targets.cuda.ops import Linear, Rows
+from targets.rules import Rules
 
 MASKED = -1e30
 """Score of an invisible key: exp underflows to exactly 0, so its value adds exactly nothing."""
@@ -185,7 +186,7 @@ class Reference:
         self,
         logits: torch.Tensor,
         bias: torch.Tensor,
-        rules: sampling.Rules,
+        rules: Rules,
         history: torch.Tensor,
         rows: Rows,
         shaped: bool,

@@ -11,7 +11,8 @@ from specdec.errors import UserError
 from specdec.types import MAX_DRAFT
 from targets.arch import Arch, read_arch
 from targets.checkpoint import Checkpoint
-from targets.cuda.graphs import BATCHES, TOKENS
+from targets.cuda.attention import HEADS
+from targets.cuda.graphs import MOST_ROWS, TOKENS, bucket_of
 from targets.cuda.layers import Reference
 from targets.cuda.ops import Ops
 from targets.cuda.params import load_params, random_params
@@ -23,8 +24,8 @@ SHORT = TOKENS[-1]
 """Prefill chunks of up to this many tokens run as decoding does, longer ones on the library."""
 CHUNKS = {"cuda": 2048, "cpu": SHORT}
 """Tokens per prefill call: enough to be bound by arithmetic, where it matters."""
-WIDEST, HEADS = 8192, (64, 128, 256, 512)
-"""What a CTA of the norms holds of a row; padded heads that attention has kernels for."""
+WIDEST = 8192
+"""What a CTA of the norms holds of a row."""
 MOST_PAIRS = 48 * 1024
 """Pairs of row and expert that one call's CTAs can list in shared memory."""
 
@@ -108,11 +109,11 @@ def _refuse_for_kernels(arch: Arch, options: CudaOptions, kv_dtype: str) -> None
     slots = options.slots
     if kv_dtype == "float32":
         raise UserError("the kernels cache no float32: choose --kv-dtype bfloat16 or fp8")
-    if slots > BATCHES[-1]:
+    if slots > MOST_ROWS:
         raise UserError(
-            f"--slots must be 1 to {BATCHES[-1]} (the largest batch that is captured), got {slots}"
+            f"--slots must be 1 to {MOST_ROWS} (the largest batch that is captured), got {slots}"
         )
-    rows = next(size for size in BATCHES if slots <= size) * (options.k + 1)
+    rows = bucket_of(slots) * (options.k + 1)
     pairs = rows * max((layer.moe.top_k for layer in arch.layers if layer.moe), default=0)
     if pairs > MOST_PAIRS:
         raise UserError(

@@ -11,6 +11,9 @@ from math import prod
 
 from specdec.errors import UserError
 from targets.arch import Arch, LayerSpec
+from targets.cuda.cache import CHUNK, HEAD_ALIGN, entries, slack_of
+from targets.cuda.graphs import bucket_of
+from targets.cuda.load import SHORT
 from targets.tensors import TensorSpec, all_tensors
 
 WIDE = {"float32": 4, "bfloat16": 2, "fp8": 2}
@@ -21,10 +24,6 @@ NARROW_EXEMPT = "per_layer_"
 """Linears of that name stay wide in fp8 too: they are small, and they gate the residual."""
 NORM = SCALE = 4
 """Bytes of a norm's weight and of an output channel's scale: float32."""
-HEAD_DIM_ALIGN, RING_ALIGN = 64, 128
-"""Cached heads are padded to the first, rings to the second."""
-SHORT, LONGEST = 128, 32
-"""Tokens of the longest prefill that runs as decoding does, and the widest verify."""
 LOGIT_COPIES = 3
 """float32 [rows, vocab] at once: logits, their shaped copy, and the sampler's work."""
 GATES_AT_ONCE = 3
@@ -81,19 +80,14 @@ def tensor_bytes(name: str, spec: TensorSpec, dtype: str) -> int:
     return LINEAR[dtype] * values + scales
 
 
-def ring(layer: LayerSpec, max_len: int, chunk: int) -> int:
-    """Cache entries per slot of one layer: what its window sees, and room for one call's rows."""
-    slack = max(LONGEST, min(chunk, SHORT))
-    return _up(min(layer.window or max_len, max_len) + slack, RING_ALIGN)
-
-
 def cache_bytes(arch: Arch, shape: Shape) -> int:
     """Of keys, values and the text that was fed, for all slots; idle rows have a text too."""
-    text, total = 4 * (shape.max_len + max(LONGEST, min(shape.chunk, SHORT))), 0
+    slack = slack_of(shape.chunk, SHORT)
+    text, total = 4 * (shape.max_len + slack), 0
     for layer in arch.layers:
         if layer.kv_from is None:
-            entries = layer.kv_heads * ring(layer, shape.max_len, shape.chunk)
-            total += 2 * entries * _up(layer.head_dim, HEAD_DIM_ALIGN) * KV[shape.kv]
+            held = layer.kv_heads * entries(layer, shape.max_len, slack)
+            total += 2 * held * _up(layer.head_dim, HEAD_ALIGN) * KV[shape.kv]
     return shape.slots * total + (shape.slots + 1) * text
 
 
@@ -114,9 +108,7 @@ def _remedy(arch: Arch, shape: Shape, free: int) -> str:
         return need(arch, replace(shape, **change)).total <= free
 
     offers = []
-    longest = RING_ALIGN * largest(
-        lambda n: fits(max_len=n * RING_ALIGN), shape.max_len // RING_ALIGN
-    )
+    longest = CHUNK * largest(lambda n: fits(max_len=n * CHUNK), shape.max_len // CHUNK)
     if longest:
         offers.append(f"--max-len {longest}")
     slots = largest(lambda n: fits(slots=n), shape.slots)
@@ -126,8 +118,8 @@ def _remedy(arch: Arch, shape: Shape, free: int) -> str:
         return f"{' or '.join(offers)} would fit"
     if shape.dtype != "fp8" and need(arch, replace(shape, dtype="fp8")).total <= free:
         return "--dtype fp8 would fit"
-    if fits(slots=1, max_len=RING_ALIGN):
-        return f"--slots 1 --max-len {RING_ALIGN} would fit"
+    if fits(slots=1, max_len=CHUNK):
+        return f"--slots 1 --max-len {CHUNK} would fit"
     return "not even one short sequence fits; free the GPU, or take a larger one or a smaller model"
 
 
@@ -143,7 +135,7 @@ def largest(fits: Callable[[int], bool], top: int) -> int:
 def _workspace(arch: Arch, shape: Shape) -> int:
     """The runtime itself, the logits of a verify, each slot's bias, attention's partial results
     and angles, and a chunk's prefill."""
-    rows = _bucket(shape.slots) * shape.width
+    rows = bucket_of(shape.slots) * shape.width
     logits = 4 * arch.vocab * (LOGIT_COPIES * rows + shape.slots)
     partial = max(_partial(layer, shape) for layer in arch.layers)
     kinds = {(layer.rope, layer.head_dim) for layer in arch.layers}
@@ -151,17 +143,12 @@ def _workspace(arch: Arch, shape: Shape) -> int:
     return RUNTIME + logits + rows * partial + angles + _prefill(arch, shape)
 
 
-def _bucket(slots: int) -> int:
-    """Rows that a batch of all slots is padded to: a power of two."""
-    return 1 << (slots - 1).bit_length()
-
-
 def _partial(layer: LayerSpec, shape: Shape) -> int:
     """Of one row's attention: a float32 vector per query head and chunk of keys."""
-    chunks = -(-shape.max_len // RING_ALIGN)
+    chunks = -(-shape.max_len // CHUNK)
     if layer.window:
-        chunks = min(chunks, (layer.window + shape.width - 2) // RING_ALIGN + 2)
-    return 4 * chunks * layer.heads * _up(layer.head_dim, HEAD_DIM_ALIGN)
+        chunks = min(chunks, (layer.window + shape.width - 2) // CHUNK + 2)
+    return 4 * chunks * layer.heads * _up(layer.head_dim, HEAD_ALIGN)
 
 
 def _prefill(arch: Arch, shape: Shape) -> int:

@@ -41,8 +41,3 @@ def uniform(seed: torch.Tensor, position: torch.Tensor, vocab: int) -> torch.Ten
 def gumbel(seed: torch.Tensor, position: torch.Tensor, vocab: int) -> torch.Tensor:
     """Standard Gumbel noise [V] float32, from the uniform's fine end: -log(-log(1 - u))."""
     return -torch.log(-torch.log1p(-uniform(seed, position, vocab)))
-
-
-def split_seed(seed: int) -> tuple[int, int]:
-    """A request's 64-bit seed as the key's two words, low first."""
-    return seed & MASK, seed >> 32

@@ -11,15 +11,13 @@ whatever layout and dtype its implementation likes: only the same implementation
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from targets.arch import LayerSpec, MoeSpec
 from targets.cuda.cache import LayerCache
-
-if TYPE_CHECKING:
-    from targets.cuda.sampling import Rules
+from targets.rules import Rules
 
 X = Any
 

@@ -14,7 +14,8 @@ import torch
 from targets.arch import LayerSpec, Rope
 from targets.cuda.cache import LANES, LayerCache
 from targets.cuda.formulas import inverse_frequencies
-from targets.cuda.prefill_launch import PACKS, QUADS, SOFTMAX, Launcher, attention, pointer
+from targets.cuda.launch import pointer
+from targets.cuda.prefill_launch import PACKS, QUADS, SOFTMAX, Launcher, attention
 from targets.cuda.prefill_steps import Chunk, Input, Pair
 
 FLASH_HEAD_DIM = 256

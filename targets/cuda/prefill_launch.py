@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ctypes import c_void_p
 from functools import cache
 from typing import Any
 
@@ -72,10 +71,6 @@ def variants() -> set[Variant]:
 def attention(cache: torch.dtype, head_dim: int) -> Variant:
     kv8, widest = int(cache == torch.float8_e4m3fn), 256 if head_dim <= 256 else 512
     return Variant("prefill_attention", (("KV8", kv8), ("HD", widest)))
-
-
-def pointer(tensor: torch.Tensor | None) -> c_void_p:
-    return c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 def _rows(kind: str) -> Variant:

@@ -91,7 +91,11 @@ def forward_samples(forward: Callable[[], object], device: str) -> list[float]:
         return [_seconds(forward) for _ in range(GROUPS)]
     import torch
 
-    replay = _captured(forward)
+    from targets.cuda.graphs import Captured
+
+    replay = Captured(forward, torch.cuda.graph_pool_handle()).replay
+    for _ in range(REPLAYS):  # warm
+        replay()
     samples = []
     for _ in range(GROUPS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -102,24 +106,6 @@ def forward_samples(forward: Callable[[], object], device: str) -> list[float]:
         end.synchronize()
         samples.append(start.elapsed_time(end) / 1000 / REPLAYS)
     return samples
-
-
-def _captured(forward: Callable[[], object]) -> Callable[[], None]:
-    """The forward as a CUDA graph; warm before the capture, which can't allocate or compile."""
-    import torch
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            forward()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        forward()
-    for _ in range(REPLAYS):
-        graph.replay()
-    return graph.replay
 
 
 def _seconds(action: Callable[[], object]) -> float:

@@ -6,60 +6,24 @@ its own over [V], so nothing about a row can depend on its neighbours; nothing w
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+import numpy as np
 import torch
 
-from specdec.types import LogprobRows, Sampling
-from targets.cuda.noise import gumbel, split_seed
+from specdec.types import MAX_LOGPROBS, LogprobRows
+from targets import rules
+from targets.cuda.noise import gumbel
 from targets.cuda.ops import Rows
-
-MAX_LOGPROBS = 20
-
-
-class Rules(NamedTuple):
-    """One row per slot: what `Sampling` holds, as tensors on the device. seed [slots, 2] holds
-    words as int64, the rest is [slots]."""
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    repetition: torch.Tensor
-    presence: torch.Tensor
-    frequency: torch.Tensor
-    seed: torch.Tensor
-    prompt_len: torch.Tensor
+from targets.rules import Rules
 
 
 def blank_rules(slots: int, device: str) -> Rules:
-    """Greedy everywhere."""
-    zero, one = torch.zeros(slots, device=device), torch.ones(slots, device=device)
-    whole = torch.zeros(slots, dtype=torch.int32, device=device)
-    return Rules(
-        temperature=zero.clone(),
-        top_k=whole.clone(),
-        top_p=one.clone(),
-        min_p=zero.clone(),
-        repetition=one.clone(),
-        presence=zero.clone(),
-        frequency=zero.clone(),
-        seed=torch.zeros((slots, 2), dtype=torch.int64, device=device),
-        prompt_len=whole.clone(),
-    )
+    """Greedy everywhere, on the device; torch has no arithmetic on uint32, so seeds are int64."""
 
+    def place(leaf: np.ndarray) -> torch.Tensor:
+        wide = leaf.astype(np.int64) if leaf.dtype == np.uint32 else leaf
+        return torch.from_numpy(wide).to(device)
 
-def set_rules(rules: Rules, slot: int, given: Sampling, prompt_len: int) -> None:
-    """In place: a captured graph reads these very tensors."""
-    rules.temperature[slot] = given.temperature
-    rules.top_k[slot] = given.top_k
-    rules.top_p[slot] = given.top_p
-    rules.min_p[slot] = given.min_p
-    rules.repetition[slot] = given.repetition_penalty
-    rules.presence[slot] = given.presence_penalty
-    rules.frequency[slot] = given.frequency_penalty
-    rules.seed[slot, 0], rules.seed[slot, 1] = split_seed(given.seed)
-    rules.prompt_len[slot] = prompt_len
+    return Rules(*map(place, rules.blank_rules(slots)))
 
 
 def choose_greedy(logits: torch.Tensor, bias: torch.Tensor, rows: Rows) -> torch.Tensor:

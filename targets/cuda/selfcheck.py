@@ -5,12 +5,10 @@ The kernels are built for it and the tests hold them to it; this asks the device
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
-from specdec.types import Sampling, Sequence
+from specdec.types import Check, Sampling, Sequence
 from targets.cuda.ops import Rows
 from targets.cuda.target import CudaTarget
 
@@ -18,19 +16,6 @@ WIDTH = 8
 ROUNDS = 3
 ROWS = 8
 """Slots that are asked, the last one among them: all logits are kept, which takes memory."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One question: how many results differ in any bit, of how many."""
-
-    question: str
-    differing: int
-    total: int
-
-    @property
-    def passed(self) -> bool:
-        return self.differing == 0
 
 
 def self_check(target: CudaTarget, seed: int = 0) -> list[Check]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import Structure, c_float, c_int, c_void_p
 
 import torch
 
 from targets.cuda import tiles
 from targets.cuda.inputs import BLOCKS, Input
-from targets.cuda.launch import Variant, address, pointer
+from targets.cuda.launch import Launch, Variant, address, pointer
 from targets.cuda.ops import Linear
-
-Launch = Callable[..., None]
-"""`Kernels._launch`."""
 
 RING_BYTES = {8: 168 << 10, 16: 168 << 10, 32: 168 << 10, 64: 200 << 10}
 """By tokens per CTA."""

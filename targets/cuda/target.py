@@ -12,13 +12,14 @@ from specdec.errors import UserError
 from specdec.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Sequence, Step
 from targets.arch import Arch
 from targets.cuda import sampling
-from targets.cuda.cache import make_cache
+from targets.cuda.cache import make_cache, slack_of
 from targets.cuda.graphs import Graphs, Outcome
 from targets.cuda.model import Hidden, decode
 from targets.cuda.ops import Ops, Rows
 from targets.cuda.params import Weights
 from targets.cuda.prefill import Chunk, prefill
-from targets.cuda.sampling import blank_rules, set_rules
+from targets.cuda.sampling import blank_rules
+from targets.rules import set_rules
 
 DTYPES = {
     "float32": torch.float32,
@@ -44,8 +45,8 @@ class Plan:
 
     @property
     def slack(self) -> int:
-        """Extra cache entries, so that no call overwrites what its own queries still see."""
-        return max(MAX_DRAFT + 1, min(self.chunk, self.short))
+        """Extra cache entries."""
+        return slack_of(self.chunk, self.short)
 
 
 class CudaTarget:

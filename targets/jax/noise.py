@@ -56,8 +56,3 @@ def gumbel(seed: Array, position: Array, vocab: int) -> Array:
     Large noise decides draws, and it comes from the uniform's fine end: -log(-log(1 - u)).
     """
     return -jnp.log(-jnp.log1p(-uniform(seed, position, vocab)))
-
-
-def split_seed(seed: int) -> tuple[int, int]:
-    """A request's 64-bit seed as the key's two words, low first."""
-    return seed & 0xFFFFFFFF, seed >> 32

@@ -21,7 +21,7 @@ from targets.jax import sampling
 from targets.jax.cache import Cache, Span
 from targets.jax.model import decode, head
 from targets.jax.params import Params
-from targets.jax.sampling import Rules
+from targets.rules import Rules
 
 
 @dataclass(frozen=True)

@@ -7,29 +7,12 @@ float32, so nothing is sorted and each row's reductions never depend on its neig
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
-from specdec.types import Array, LogprobRows
+from specdec.types import MAX_LOGPROBS, Array, LogprobRows
 from targets.jax.noise import gumbel
-
-MAX_LOGPROBS = 20
-
-
-class Rules(NamedTuple):
-    """One row per sequence [B]; what `Sampling` holds, as arrays. seed [B, 2] uint32."""
-
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    min_p: Array
-    repetition: Array
-    presence: Array
-    frequency: Array
-    seed: Array
-    prompt_len: Array
+from targets.rules import Rules
 
 
 def choose_greedy(logits: Array, bias: Array) -> Array:

@@ -5,26 +5,11 @@ XLA owns the kernels, so exactness is proved for each compiled program on the de
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from specdec.types import NO_GUESS, Sampling, Sequence
+from specdec.types import NO_GUESS, Check, Sampling, Sequence
 from targets.jax.programs import Feed
 from targets.jax.target import JaxTarget
-
-
-@dataclass(frozen=True)
-class Check:
-    """One question put to a compiled bucket: how many results differ in any bit, of how many."""
-
-    question: str
-    differing: int
-    total: int
-
-    @property
-    def passed(self) -> bool:
-        return self.differing == 0
 
 
 def self_check(target: JaxTarget, seed: int = 0) -> list[Check]:

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec.errors import UserError
-from specdec.types import NO_GUESS, Array, LogprobRows, Sampling, Sequence, Step
+from specdec.types import NO_GUESS, Array, LogprobRows, Sequence, Step
 from targets.arch import Arch
 from targets.jax import programs, sampling
 from targets.jax.cache import make_cache
-from targets.jax.noise import split_seed
 from targets.jax.params import Params
 from targets.jax.programs import Feed, Plan
-from targets.jax.sampling import Rules
+from targets.rules import Rules, blank_rules, set_rules
 
 
 class JaxTarget:
@@ -40,7 +39,7 @@ class JaxTarget:
         self._unbiased[list(suppress)] = -np.inf
         self.bias = jnp.asarray(np.tile(self._unbiased, (plan.slots, 1)))
         self._biased: set[int] = set()
-        self._rules = _blank_rules(plan.slots)
+        self._rules = blank_rules(plan.slots)
         self._device_rules: Rules | None = None
         self._verify = jax.jit(partial(programs.verify, plan), donate_argnums=1)
         self._prefill = jax.jit(partial(programs.prefill, plan), donate_argnums=1)
@@ -122,7 +121,7 @@ class JaxTarget:
         ids that this model does not have."""
         seq.check_ids(self.vocab)
         sampling_, slot = seq.sampling, seq.slot
-        _set_rules(self._rules, slot, sampling_, seq.prompt_len)
+        set_rules(self._rules, slot, sampling_, seq.prompt_len)
         self._device_rules = None
         if sampling_.logit_bias or slot in self._biased:
             row = self._unbiased.copy()
@@ -163,31 +162,3 @@ def pick_rows(details: LogprobRows, rows: np.ndarray) -> LogprobRows:
     return LogprobRows(
         *(np.asarray(a)[rows] for a in (details.chosen, details.top_ids, details.top_logprobs))
     )
-
-
-def _blank_rules(slots: int) -> Rules:
-    zero, one = np.zeros(slots, np.float32), np.ones(slots, np.float32)
-    whole = np.zeros(slots, np.int32)
-    return Rules(
-        temperature=zero.copy(),
-        top_k=whole.copy(),
-        top_p=one.copy(),
-        min_p=zero.copy(),
-        repetition=one.copy(),
-        presence=zero.copy(),
-        frequency=zero.copy(),
-        seed=np.zeros((slots, 2), np.uint32),
-        prompt_len=whole.copy(),
-    )
-
-
-def _set_rules(rules: Rules, slot: int, given: Sampling, prompt_len: int) -> None:
-    rules.temperature[slot] = given.temperature
-    rules.top_k[slot] = given.top_k
-    rules.top_p[slot] = given.top_p
-    rules.min_p[slot] = given.min_p
-    rules.repetition[slot] = given.repetition_penalty
-    rules.presence[slot] = given.presence_penalty
-    rules.frequency[slot] = given.frequency_penalty
-    rules.seed[slot] = split_seed(given.seed)
-    rules.prompt_len[slot] = prompt_len
