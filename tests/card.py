@@ -11,6 +11,7 @@ from targets.cuda.inputs import Input, make_input
 from targets.cuda.kernels import Kernels
 from targets.cuda.ops import Linear
 from targets.cuda.params import quantise_fp8
+from targets.cuda.skinny import WIDE_FROM
 from targets.cuda.tiles import ACTIVATION_SCALE
 
 KINDS = {"fp8", "bf16"}
@@ -51,14 +52,19 @@ def as_input(x: torch.Tensor, kind: str) -> Input:
     values = (x / ACTIVATION_SCALE).half() if kind == "fp8" else x.bfloat16()
     rows = values.new_zeros((blocks * block, made.k_blocks * 32))
     rows[:m, :k] = values
-    data = rows.view(blocks, block, made.k_blocks, 32).transpose(1, 2).contiguous()
-    return replace(made, data=data.view(torch.int16))
+    data = rows.view(blocks, block, made.k_blocks, 32).transpose(1, 2)
+    if block >= WIDE_FROM:  # pairs of features: [pair of 4, token, quad of 4, 2]
+        data = data.unflatten(-1, (4, 4, 2)).permute(0, 1, 4, 2, 3, 5)
+    return replace(made, data=data.contiguous().view(torch.int16).view(made.data.shape))
 
 
 def rows_of(x: Input, k: int, kind: str) -> torch.Tensor:
     """[M, k]: the inverse."""
-    values = x.data.view(torch.float16 if kind == "fp8" else torch.bfloat16).transpose(1, 2)
-    rows = values.reshape(-1, x.k_blocks * 32)[: x.rows, :k]
+    data = x.data.view(torch.float16 if kind == "fp8" else torch.bfloat16)
+    if x.block >= WIDE_FROM:
+        parts = data.view(*data.shape[:2], 4, x.block, 4, 2)
+        data = parts.permute(0, 1, 3, 4, 2, 5).flatten(-3)
+    rows = data.transpose(1, 2).reshape(-1, x.k_blocks * 32)[: x.rows, :k]
     return rows.float() * ACTIVATION_SCALE if kind == "fp8" else rows.float()
 
 

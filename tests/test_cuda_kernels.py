@@ -46,7 +46,6 @@ def test_every_variant_has_a_file():
 
 def test_a_kernel_that_does_not_compile_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "SOURCES", tmp_path)
-    (tmp_path / launch.HEADER).write_text("")
     (tmp_path / "broken.cu").write_text("__global__ void k() { nonsense; }")
     with pytest.raises(UserError, match="broken.cu does not compile.*nonsense"):
         compile_variant(Variant("broken"))
@@ -54,7 +53,7 @@ def test_a_kernel_that_does_not_compile_is_an_error(tmp_path, monkeypatch):
 
 def test_binaries_are_kept_until_something_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "SOURCES", tmp_path)
-    header, source, folder = tmp_path / launch.HEADER, tmp_path / "a.cu", tmp_path / "cache"
+    header, source, folder = tmp_path / "any.cuh", tmp_path / "a.cu", tmp_path / "cache"
     header.write_text("")
     source.write_text('extern "C" __global__ void k() {}')
     first = cached_binary(Variant("a"), folder, 1)
@@ -153,6 +152,8 @@ def test_a_schedule_covers_the_weight_and_fits_the_machine(n, k, kind, gated, pr
     assert plan.row_groups * plan.wide == plan.tiles and plan.wide == 2 or not gated
     assert plan.ctas <= processors and plan.warps <= tiles.WARPS[plan.wide]
     assert plan.k_groups == 1 or plan.passes == 1  # sums of k groups take the ring's place
+    assert skinny.many_threads(plan) <= 13 * 32  # wide.cu's kThreads
     for block in BLOCKS:
-        *_, stages, shared, _ahead = skinny._ring(plan, kind, block)
+        ring = skinny.few_stages if block in skinny.FEW else skinny.many_stages
+        stages, shared = ring(plan, kind, block)
         assert stages >= 2 and shared <= launch.SHARED_LIMIT

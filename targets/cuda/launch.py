@@ -23,7 +23,6 @@ Launch = Callable[..., None]
 """`Kernels._launch`, as its parts are given it."""
 SOURCES = Path(__file__).parent / "kernels"
 ARCHITECTURE = "sm_90a"
-HEADER = "common.cuh"
 SHARED_LIMIT = 227 * 1024
 """Bytes of dynamic shared memory that a Hopper CTA may have, once it is allowed to."""
 
@@ -45,9 +44,10 @@ def compile_variant(variant: Variant) -> bytes:
     """The variant's cubin for sm_90a. Raises UserError with the compiler's log."""
     nvrtc = _import("nvrtc")
     source = (SOURCES / f"{variant.file}.cu").read_text()
-    header = (SOURCES / HEADER).read_text()
+    headers = {file.name.encode(): file.read_bytes() for file in _headers()}
+    name = f"{variant.file}.cu".encode()
     result, program = nvrtc.nvrtcCreateProgram(
-        source.encode(), f"{variant.file}.cu".encode(), 1, [header.encode()], [HEADER.encode()]
+        source.encode(), name, len(headers), list(headers.values()), list(headers)
     )
     _demand(nvrtc, result, "nvrtcCreateProgram")
     options = [option.encode() for option in variant.options]
@@ -63,12 +63,16 @@ def compile_variant(variant: Variant) -> bytes:
     return binary
 
 
+def _headers() -> list[Path]:
+    return sorted(SOURCES.glob("*.cuh"))
+
+
 def cached_binary(variant: Variant, folder: Path, driver: int) -> bytes:
     """From the cache, else compiled and kept; a file is complete or not there at all."""
     nvrtc = _import("nvrtc")
     digest = hashlib.sha256()
-    for part in (f"{variant.file}.cu", HEADER):
-        digest.update((SOURCES / part).read_bytes())
+    for part in (SOURCES / f"{variant.file}.cu", *_headers()):
+        digest.update(part.read_bytes())
     digest.update(repr((variant.options, nvrtc.nvrtcVersion()[1:], driver)).encode())
     file = folder / f"{variant.file}-{digest.hexdigest()[:24]}.cubin"
     if file.is_file():

@@ -8,19 +8,20 @@ import torch
 
 from targets.cuda import tiles
 from targets.cuda.inputs import BLOCKS, Input
-from targets.cuda.launch import Launch, Variant, address, pointer
+from targets.cuda.launch import Launch, Variant, address
 from targets.cuda.ops import Linear
 
-RING_BYTES = {8: 168 << 10, 16: 168 << 10, 32: 168 << 10, 64: 200 << 10}
-"""By tokens per CTA."""
-SHARED_FROM, SHARED_WARPS = 32, 8
-"""Tokens per CTA from which two groups of warps share them, where there are no more warps."""
-PARTS = 8
-"""K groups of the weights that `gemm_spread` takes."""
-SPREAD_FROM = 32
-"""Tokens per CTA from which their inputs cost more than adding up partial sums."""
-AHEAD_BYTES = 64 << 10
-"""Weights per CTA on their way to L2 before a kernel's inputs are ready."""
+RING_BYTES = 168 << 10
+"""Of a CTA for few tokens. It takes most of a multiprocessor: two CTAs on one would leave another
+without any."""
+WIDE_RING_BYTES = 200 << 10
+WIDE_FROM = 32
+"""Tokens per CTA from which `wide.cu` takes over: inputs then cost as much as weights, and tensor
+cores need warpgroups."""
+FEW = tuple(block for block in BLOCKS if block < WIDE_FROM)
+MANY = tuple(block for block in BLOCKS if block >= WIDE_FROM)
+BARRIERS = 16
+"""Bytes of a stage's two."""
 THREADS = 256
 UNTILE = Variant("untile")
 PLAIN, GATED, LOGITS, PER_LAYER = range(4)
@@ -29,10 +30,10 @@ PLAIN, GATED, LOGITS, PER_LAYER = range(4)
 
 class _Job(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("weight", "scale", "x", "out", "inputs")),
+        *((name, c_void_p) for name in ("weight", "scale", "x", "out", "inputs", "partial")),
         *((name, c_int) for name in ("inputs_stride", "n", "ctas", "tiles", "passes", "steps")),
         *((name, c_int) for name in ("row_groups", "k_groups", "depth", "k_blocks")),
-        *((name, c_int) for name in ("stages", "ahead", "rows", "out_stride", "epilogue")),
+        *((name, c_int) for name in ("stages", "rows", "out_stride", "epilogue")),
         ("softcap", c_float),
     )
 
@@ -47,9 +48,9 @@ class _Untile(Structure):
 
 def variants(kinds: set[str]) -> set[Variant]:
     """For weights of these kinds."""
-    shapes = [(block, wide, 1) for block in BLOCKS for wide in (1, 2, 3)]
-    shapes += [(block, wide, 2) for block, wide, _ in shapes if block >= SHARED_FROM]
-    return {UNTILE} | {_variant(kind, *shape) for kind in kinds for shape in shapes}
+    few = {_few(kind, block, wide) for kind in kinds for block in FEW for wide in (1, 2, 3)}
+    many = {_many(kind, block, depth) for kind in kinds for block in MANY for depth in tiles.DEPTHS}
+    return {UNTILE} | few | many | {_gather(kind, block) for kind in kinds for block in MANY}
 
 
 class Skinny:
@@ -100,10 +101,6 @@ class Skinny:
 
     def linear(self, x: Input, weight: Linear) -> torch.Tensor:
         """`Ops.linear`."""
-        plan = tiles.schedule_of(weight, self._processors)
-        whole = plan.row_groups == plan.passes == 1 and plan.k_groups == PARTS
-        if x.block >= SPREAD_FROM and whole and weight.n % 4 == 0:
-            return self._spread(x, weight, plan)
         out = torch.empty((x.rows, weight.n), device=x.data.device)
         self.run(x, weight, out, PLAIN, weight.n)
         return out
@@ -121,55 +118,66 @@ class Skinny:
         """out: float32 rows of `stride`, or an `Input`'s data of `stride` blocks. inputs: what
         PER_LAYER multiplies with."""
         plan = tiles.schedule_of(weight, self._processors)
-        stages, shared, ahead = _ring(plan, weight.kind, x.block)
         job = _Job(
-            *map(address, (weight.data, weight.scale, x.data, out, inputs)),
+            *map(address, (weight.data, weight.scale, x.data, out, inputs, None)),
             0 if inputs is None else inputs.stride(0),
             *(weight.n, plan.ctas, plan.tiles, plan.passes, plan.steps),
             *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
-            *(stages, ahead, x.rows, stride, epilogue, softcap),
+            *(0, x.rows, stride, epilogue, softcap),
         )
-        grid = (-(-x.rows // x.block), plan.ctas, 1)
-        groups = _column_groups(plan, x.block)
-        variant = _variant(weight.kind, x.block, plan.wide, groups)
-        self._launch(variant, "gemm", grid, 32 * (plan.warps * groups + 1), [job], shared)
+        if x.block in FEW:
+            job.stages, shared = few_stages(plan, weight.kind, x.block)
+            variant = _few(weight.kind, x.block, plan.wide)
+            self._launch(variant, "gemm", (plan.ctas, 1, 1), 32 * (plan.warps + 1), [job], shared)
+        elif plan.k_groups == 1 and epilogue != PER_LAYER:
+            self._wide(x, weight, plan, job)
+        else:
+            self._spread(x, weight, plan, job)
 
-    def _spread(self, x: Input, weight: Linear, plan: tiles.Schedule) -> torch.Tensor:
-        """As `run`, bit for bit, with the k groups spread over CTAs: many tokens' inputs are
-        then read once for eight CTAs."""
-        rows, n = x.rows, weight.n
-        new = lambda *shape: torch.empty(shape, device=x.data.device)  # noqa: E731
-        partial, out = new(PARTS, rows, n), new(rows, n)
-        stage = plan.step_bytes(weight.kind) + plan.depth * x.block * 2 * tiles.INPUTS
-        stages = min(RING_BYTES[x.block] // stage, plan.steps)
-        job = _Job(
-            *map(address, (weight.data, weight.scale, x.data, partial, None)),
-            *(0, n, plan.ctas, plan.tiles, plan.passes, plan.steps),
-            *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
-            *(stages, 0, rows, n, PLAIN, 0.0),
-        )
-        grid = (-(-rows // x.block), -(-plan.ctas // PARTS) * PARTS, 1)
-        groups, shared = _column_groups(plan, x.block), stages * (stage + 16)
-        variant = _variant(weight.kind, x.block, plan.wide, groups)
-        self._launch(variant, "gemm_spread", grid, 32 * (PARTS * groups + 1), [job], shared)
-        arguments = [*map(pointer, (partial, weight.scale, out)), c_int(rows), c_int(n)]
-        self._launch(variant, "gather", (-(-n // 1024), rows, 1), THREADS, arguments)
-        return out
+    def _wide(self, x: Input, weight: Linear, plan: tiles.Schedule, job: _Job) -> None:
+        job.stages, shared = many_stages(plan, weight.kind, x.block)
+        shares = -(-plan.ctas // plan.k_groups) * plan.k_groups
+        grid = (-(-x.rows // x.block), shares, 1)
+        variant = _many(weight.kind, x.block, plan.depth)
+        self._launch(variant, "wide", grid, many_threads(plan), [job], shared)
 
-
-def _column_groups(plan: tiles.Schedule, block: int) -> int:
-    return 2 if block >= SHARED_FROM and plan.warps <= SHARED_WARPS else 1
+    def _spread(self, x: Input, weight: Linear, plan: tiles.Schedule, job: _Job) -> None:
+        """The k groups' sums one by one, then added."""
+        count, blocks = plan.passes * plan.ctas * plan.tiles, -(-x.rows // x.block)
+        size = plan.k_groups, count, blocks, tiles.TILE * x.block
+        partial = torch.empty(size, device=x.data.device)
+        job.partial = partial.data_ptr()
+        self._wide(x, weight, plan, job)
+        grid = (count // 2 if job.epilogue == GATED else count, blocks, 1)
+        self._launch(_gather(weight.kind, x.block), "gather", grid, 4 * x.block, [job])
 
 
-def _variant(kind: str, block: int, wide: int, groups: int) -> Variant:
-    tokens = ("NT", block // 8 // groups), ("CG", groups)
-    return Variant("gemm", (("FP8", int(kind == "fp8")), *tokens, ("TW", wide)))
+def _few(kind: str, block: int, wide: int) -> Variant:
+    return Variant("gemm", (("FP8", int(kind == "fp8")), ("NT", block // 8), ("TW", wide)))
 
 
-def _ring(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int, int]:
-    """Stages of the ring, its bytes, and steps to prefetch beyond it. A ring takes most of a
-    multiprocessor: two CTAs on one would leave another without any."""
-    step = plan.step_bytes(kind)
-    stage = step + plan.k_groups * plan.depth * block * 2 * tiles.INPUTS
-    stages = max(2, min(RING_BYTES[block] // stage, plan.steps * plan.passes))
-    return stages, stages * stage + 16 * stages, AHEAD_BYTES // step
+def _many(kind: str, block: int, depth: int) -> Variant:
+    return Variant("wide", (("FP8", int(kind == "fp8")), ("TOKENS", block), ("DEPTH", depth)))
+
+
+def _gather(kind: str, block: int) -> Variant:
+    return Variant("gather", (("FP8", int(kind == "fp8")), ("TOKENS", block)))
+
+
+def few_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:
+    """Stages of gemm.cu's ring, and the shared memory of a CTA in bytes."""
+    stage = plan.step_bytes(kind) + plan.k_groups * plan.depth * block * 2 * tiles.INPUTS
+    stages = max(2, min(RING_BYTES // stage, plan.steps * plan.passes))
+    return stages, stages * (stage + BARRIERS)
+
+
+def many_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:
+    """Of wide.cu's."""
+    stage = plan.step_bytes(kind) + plan.depth * block * 2 * tiles.INPUTS
+    stages = max(2, min(WIDE_RING_BYTES // stage, plan.steps * plan.passes))
+    return stages, stages * (stage + BARRIERS)
+
+
+def many_threads(plan: tiles.Schedule) -> int:
+    """A warp per two tiles, in whole warpgroups, and a producer."""
+    return 128 * -(-plan.k_groups * plan.tiles // 8) + 32

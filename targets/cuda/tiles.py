@@ -28,6 +28,8 @@ tokens); wide ones need more registers each."""
 STEP_BYTES = 24 * 1024
 BLOCKS = 16
 """Most blocks of inputs per step: for 64 tokens they are 64 KiB, and two steps must fit."""
+DEPTHS = (1, 2, 3, 4)
+"""Blocks of inputs per warp and step."""
 ACTIVATION_SCALE = 32.0
 """Inputs of fp8 weights travel divided by this (kernels/common.cuh)."""
 
@@ -78,7 +80,7 @@ def schedule(n: int, k: int, kind: str, gated: bool, processors: int) -> Schedul
     if passes == 1:
         k_groups = max(g for g in (1, 2, 4, 8) if blocks % g == 0 and g * row_groups <= WARPS[wide])
     step = row_groups * k_groups * wide * TILE_BYTES[kind]
-    depths = (d for d in (1, 2, 3, 4) if blocks % (d * k_groups) == 0 and d * k_groups <= BLOCKS)
+    depths = (d for d in DEPTHS if blocks % (d * k_groups) == 0 and d * k_groups <= BLOCKS)
     depth = max((d for d in depths if d * step <= STEP_BYTES), default=1)
     ctas = -(-tiles // (each * passes))
     return Schedule(

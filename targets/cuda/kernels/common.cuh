@@ -42,10 +42,15 @@ __device__ inline u16 to_bf16(float v) {
 __device__ inline float from_bf16(u16 bits) { return __uint_as_float(u32(bits) << 16); }
 __device__ inline u16 input_of_fp8(float v) { return to_f16(v * kActivationScale); }
 
-// Where element f of row m of a linear layer's input lies: [m / block][f / 32][m % block][f % 32].
-// A warp then reads the B fragment of 32 input features with one 16-byte load per lane.
+// Where element f of row m of a linear layer's input lies, in blocks of [m / block][f / 32].
+// Up to 16 tokens: [token][f % 32], so that a warp reads the B fragments of 32 inputs with one
+// 16-byte load per lane. From 32 tokens on: as core matrices, [16-byte part][token][8 inputs], with
+// the inputs in the order in which those fragments give them to the two MMAs.
 __device__ inline size_t x_offset(int m, int f, int k_blocks, int block) {
-  return ((size_t(m / block) * k_blocks + f / 32) * block + m % block) * 32 + f % 32;
+  const size_t start = (size_t(m / block) * k_blocks + f / 32) * block * 32;
+  const int token = m % block, quad = f % 32 / 8, pair = f % 8 / 2;
+  if (block < 32) return start + token * 32 + f % 32;
+  return start + (pair * block + token) * 8 + quad * 2 + f % 2;
 }
 
 // Four e4m3 -> two f16x2, exact.
@@ -71,9 +76,10 @@ __device__ inline void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// x (1 + tanh(inner)) / 2 = x / (1 + exp(-2 inner)): one exponential.
 __device__ inline float gelu_tanh(float x) {
   const float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-  return 0.5f * x * (1.0f + tanhf(inner));
+  return __fdividef(x, 1.0f + __expf(-2.0f * inner));
 }
 
 __device__ inline float warp_sum(float v) {

@@ -101,11 +101,18 @@ __device__ inline void multiply_tile(float (&sum)[4], const uint4 (&w)[kParts], 
 #endif
 }
 
+// The eight inputs of a lane in one block of 32 (`x_offset`): together, or a pair from each part.
+__device__ inline uint4 load_inputs(const u32* x, int block) {
+  if (block < 32) return *reinterpret_cast<const uint4*>(x);
+  return make_uint4(x[0], x[block * 4], x[block * 8], x[block * 12]);
+}
+
 // One warp: a unit's two tiles times `blocks` blocks of 32 inputs, for up to 8 NB tokens. x: each
 // lane's token in each block of 8, null where there is none.
 template <int NB>
-__device__ inline void multiply(Sum<NB>& sum, const uint4* w, const uint4* const (&x)[NB],
-                                int stride, int blocks, int live) {
+__device__ inline void multiply(Sum<NB>& sum, const uint4* w, const u32* const (&x)[NB],
+                                int block, int blocks, int live) {
+  const int stride = block * 16;
   for (int first = 0; first < blocks; first += kAhead) {
     uint4 a[kAhead][2][kParts], early[kAhead];
 #pragma unroll
@@ -118,7 +125,7 @@ __device__ inline void multiply(Sum<NB>& sum, const uint4* w, const uint4* const
 #pragma unroll
     for (int u = 0; u < kAhead; u++) {
       early[u] = make_uint4(0, 0, 0, 0);
-      if (x[0] && first + u < blocks) early[u] = x[0][(first + u) * stride];
+      if (x[0] && first + u < blocks) early[u] = load_inputs(x[0] + (first + u) * stride, block);
     }
 #pragma unroll
     for (int u = 0; u < kAhead; u++) {
@@ -127,7 +134,7 @@ __device__ inline void multiply(Sum<NB>& sum, const uint4* w, const uint4* const
       for (int j = 0; j < NB; j++) {
         if (j >= live) continue;
         uint4 b = early[u];
-        if (j) b = x[j] ? x[j][(first + u) * stride] : make_uint4(0, 0, 0, 0);
+        if (j) b = x[j] ? load_inputs(x[j] + (first + u) * stride, block) : make_uint4(0, 0, 0, 0);
         multiply_tile(sum.of[0][j], a[u][0], b);
         multiply_tile(sum.of[1][j], a[u][1], b);
       }
@@ -198,19 +205,19 @@ __device__ inline void compute(const Job& job, int expert, int group, const int*
   const int unit = group * job.row_groups + row_group;
   const int each = (job.blocks + job.k_groups - 1) / job.k_groups, first = k_group * each;
   const int blocks = unit < job.units ? max(0, min(each, job.blocks - first)) : 0;
-  const uint4* x[NB];
+  const u32* x[NB];
 #pragma unroll
   for (int j = 0; j < NB; j++) {
     const int token = j * 8 + lane / 4;
     x[j] = nullptr;
     if (token >= count) continue;
     const int m = kGate ? list[token] / job.top_k : list[token];
-    x[j] = reinterpret_cast<const uint4*>(
+    x[j] = reinterpret_cast<const u32*>(
         job.x + x_offset(m, first * 32 + lane % 4 * 8, job.k_blocks, job.block));
   }
   Sum<NB> sum = {};
   const u8* weight = job.weight + ((size_t(expert) * job.units + unit) * job.blocks + first) * kUnit;
-  multiply(sum, reinterpret_cast<const uint4*>(weight) + lane, x, job.block * 4, blocks,
+  multiply(sum, reinterpret_cast<const uint4*>(weight) + lane, x, job.block, blocks,
            (count + 7) / 8);
   add_groups(job, sum, shared, row_group, k_group, lane);
   if (k_group == 0 && unit < job.units)

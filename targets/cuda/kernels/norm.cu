@@ -13,9 +13,9 @@ __device__ inline float4 load4(const float* p, int i) { return reinterpret_cast<
 __device__ inline float square4(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
 
 __device__ inline void store_input(void* x, int m, int i, float4 v, int k_blocks, int block) {
-  const u32 low = narrow(v.x) | u32(narrow(v.y)) << 16, high = narrow(v.z) | u32(narrow(v.w)) << 16;
-  *reinterpret_cast<uint2*>(static_cast<u16*>(x) + x_offset(m, 4 * i, k_blocks, block)) =
-      make_uint2(low, high);
+  u32* to = static_cast<u32*>(x);  // pairs of features stay together
+  to[x_offset(m, 4 * i, k_blocks, block) / 2] = narrow(v.x) | u32(narrow(v.y)) << 16;
+  to[x_offset(m, 4 * i + 2, k_blocks, block) / 2] = narrow(v.z) | u32(narrow(v.w)) << 16;
 }
 
 // h = (h + rms(branch) * post) * scalar; x = rms(h) * pre. branch, post, scalar, pre may be null.

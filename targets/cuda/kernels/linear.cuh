@@ -1,0 +1,104 @@
+// What the kernels of a linear layer share: the job, where a weight's rows are, what becomes of sums.
+#pragma once
+#include "common.cuh"
+
+#ifndef FP8  // 1: e4m3 weights and f16 inputs; 0: bf16 both
+#define FP8 1
+#endif
+
+enum Epilogue { kPlain = 0, kGated = 1, kLogits = 2, kPerLayer = 3 };
+
+constexpr int kTileBytes = FP8 ? 512 : 1024;  // 16 rows x 32 inputs
+
+struct Job {
+  const u8* weight;
+  const float* scale;   // [n] of fp8 weights
+  const u8* x;          // blocked input
+  void* out;
+  const float* inputs;  // kPerLayer: [M, inputs_stride]
+  float4* partial;      // of wide.cu, where gather.cu does the rest
+  int inputs_stride;
+  int n, ctas, tiles;   // rows of the weight; CTAs that work; tiles per CTA and pass
+  int passes, steps;    // steps along k per pass
+  int row_groups, k_groups, depth;  // depth: 32-input blocks per warp and step
+  int k_blocks;         // 32-input blocks of x
+  int stages;           // of the ring
+  int rows;             // M
+  int out_stride;       // floats per row, or 32-feature blocks of the next input
+  int epilogue;
+  float softcap;
+};
+
+// The weight's row n that is `row` of a tile, or past its end. Gated weights alternate tiles of gate
+// and up rows of the same features.
+__device__ inline int row_of(const Job& job, int tile, int row) {
+  if (job.epilogue != kGated) return tile * 16 + row;
+  const int feature = tile / 2 * 16 + row;
+  return feature < job.n / 2 ? feature + tile % 2 * (job.n / 2) : job.n;
+}
+
+// What a row of floats gets. The error of this tanh is absolute, and no larger than that of a sum.
+__device__ inline float to_row(const Job& job, float v) {
+  if (job.epilogue != kLogits) return v;
+  return job.softcap - __fdividef(2.0f * job.softcap, 1.0f + __expf(v * (2.0f / job.softcap)));
+}
+
+// The scaled sum v of weight row n and token m. `block`: tokens per block of the output's layout.
+__device__ inline void store(const Job& job, float v, int m, int n, int block) {
+  if (job.epilogue != kPerLayer) {
+    static_cast<float*>(job.out)[size_t(m) * job.out_stride + n] = to_row(job, v);
+    return;
+  }
+  v = gelu_tanh(v) * job.inputs[size_t(m) * job.inputs_stride + n];
+  static_cast<u16*>(job.out)[x_offset(m, n, job.out_stride, block)] = to_bf16(v);
+}
+
+// Four sums as MMAs leave them: element e is of weight row lane / 4 (+ 8 for e >= 2) of a tile and of
+// token 2 (lane % 4) (+ 1 for odd e) of eight. Scales: of the two rows.
+typedef float Four[4];
+typedef float Scales[2];
+
+__device__ inline void load_scales(const Job& job, Scales& scales, int tile, int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int n = row_of(job, tile, lane / 4 + half * 8);
+    scales[half] = FP8 && n < job.n ? job.scale[n] : 1.0f;
+  }
+}
+
+__device__ inline void finish(const Job& job, const Four& sum, const Scales& scales, int tile,
+                              int first_token, int block, int lane) {
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    const int n = row_of(job, tile, lane / 4 + e / 2 * 8), m = first_token + lane % 4 * 2 + e % 2;
+    if (n < job.n && m < job.rows) store(job, sum[e] * scales[e / 2], m, n, block);
+  }
+}
+
+// Of a tile of gate rows and the tile of the same features' up rows. Lanes of neighbouring features
+// trade tokens, so that each stores pairs of features.
+__device__ inline void finish_gated(const Job& job, const Four& gate, const Four& up,
+                                    const Scales& gate_scales, const Scales& up_scales, int tile,
+                                    int first_token, int block, int lane) {
+  u32 value[4];
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    const float v = gelu_tanh(gate[e] * gate_scales[e / 2]) * (up[e] * up_scales[e / 2]);
+    value[e] = FP8 ? input_of_fp8(v) : to_bf16(v);
+  }
+  const int odd = lane / 4 % 2, feature = tile / 2 * 16 + lane / 8 * 2;
+  const u32 given = odd ? value[0] | value[2] << 16 : value[1] | value[3] << 16;
+  const u32 taken = __shfl_xor_sync(~0u, given, 4);
+  const u32 low = odd ? (taken & 0xffff) | value[1] << 16 : value[0] | taken << 16;
+  const u32 high = odd ? taken >> 16 | value[3] << 16 : value[2] | (taken & 0xffff0000);
+  const int m = first_token + lane % 4 * 2 + odd;
+  if (m >= job.rows || feature >= job.n / 2) return;
+  // features past the weight's end have weights of zero, and pad the next layer's inputs
+  u16* x = static_cast<u16*>(job.out) + x_offset(m, feature, job.out_stride, block);
+  if (block < 32) {
+    *reinterpret_cast<u32*>(x) = low;
+    *reinterpret_cast<u32*>(x + 8) = high;
+  } else {
+    *reinterpret_cast<uint2*>(x) = make_uint2(low, high);
+  }
+}

@@ -1,0 +1,53 @@
+// A ring of stages in shared memory, filled by bulk copies that report to mbarriers.
+#pragma once
+#include "common.cuh"
+
+__device__ inline void barrier_init(u32 bar, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+}
+__device__ inline void arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ inline void expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+               : "memory");
+}
+__device__ inline void await(u32 bar, u32 parity) {
+  asm volatile(
+      "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; "
+      "bra again; done: }" ::"r"(bar),
+      "r"(parity)
+      : "memory");
+}
+__device__ inline void copy(u32 to, const void* from, u32 bytes, u32 bar, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], "
+      "%2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(bar), "l"(policy)
+      : "memory");
+}
+
+// A barrier of one arrival (the producer's) when a stage is full, one of `consumers` when it is free.
+__device__ inline void init_ring(u32 full, u32 empty, int stages, int consumers) {
+  for (int i = 0; i < stages; i++) {
+    barrier_init(full + 8 * i, 1);
+    barrier_init(empty + 8 * i, consumers);
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Weights pass through the L2 cache once, activations are needed by every CTA.
+__device__ inline u64 read_once() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline u64 read_often() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ inline void consumers_sync(int warps) {
+  asm volatile("bar.sync 1, %0;" ::"r"(warps * 32) : "memory");
+}
