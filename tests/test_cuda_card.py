@@ -27,6 +27,8 @@ from tests.card import (
 
 pytestmark = pytest.mark.gpu
 MOST = 64
+MORE = (65, 100, 128, 129, 192, 193, 256)
+"""In blocks of 64 or 128 tokens, one or several."""
 SUMS = 1e-5
 """Relative error of a float32 sum of exact products, of either kind."""
 ROUNDED = {"fp8": 2e-4, "bf16": 1e-3}
@@ -58,12 +60,12 @@ def linears(arch: Arch, wide: str) -> dict[tuple[int, int, str, str], None]:
 @pytest.mark.parametrize("wide", ["fp8", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_skinny_gemm(name, wide):
-    """All M up to 64, each row at its own place and at every other that M leaves it, 3 seeds."""
+    """All M up to 64, each row at its own place and at every other that M leaves it, and more, 3 seeds."""
     arch = released(name)
     ops = Kernels(one_layer(arch, 0), 128, torch.bfloat16, KINDS)
     for n, k, kind, layout in linears(arch, wide):
         weight = random_weight(ops, (n, k), kind, "gated" if layout == "gated" else "plain")
-        extra = randn(MOST, n, seed=9) if layout == "per layer" else None
+        extra = randn(MORE[-1], n, seed=9) if layout == "per layer" else None
 
         def call(x: torch.Tensor, first: int, w=weight, layout=layout, kind=kind, extra=extra):
             given = as_input(x, kind)
@@ -86,6 +88,8 @@ def test_every_skinny_gemm(name, wide):
                 same.check(call(x[MOST - m :], MOST - m), whole[MOST - m :])
             for row in range(MOST):
                 same.check(call(x[row : row + 1], row), whole[row : row + 1])
+            for m in MORE:
+                same.check(call(torch.cat([x, x, x, x])[:m], 0)[:MOST], whole[:m])
         assert same.none(), (n, k, kind, layout, int(same.count))
         few = 4
         exact = weight.times(rounded(x[:few], kind))

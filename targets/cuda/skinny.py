@@ -139,7 +139,7 @@ class Skinny:
         shares = -(-plan.ctas // plan.k_groups) * plan.k_groups
         grid = (-(-x.rows // x.block), shares, 1)
         variant = _many(weight.kind, x.block, plan.depth)
-        self._launch(variant, "wide", grid, many_threads(plan), [job], shared)
+        self._launch(variant, "wide", grid, many_threads(plan, x.block), [job], shared)
 
     def _spread(self, x: Input, weight: Linear, plan: tiles.Schedule, job: _Job) -> None:
         """The k groups' sums one by one, then added."""
@@ -178,6 +178,6 @@ def many_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:
     return stages, stages * (stage + BARRIERS)
 
 
-def many_threads(plan: tiles.Schedule) -> int:
-    """A warp per two tiles, in whole warpgroups, and a producer."""
-    return 128 * -(-plan.k_groups * plan.tiles // 8) + 32
+def many_threads(plan: tiles.Schedule, block: int) -> int:
+    """A warp per two tiles, in whole warpgroups, and the producers (wide.cu)."""
+    return 128 * -(-plan.k_groups * plan.tiles // 8) + (128 if block == 128 else 32)

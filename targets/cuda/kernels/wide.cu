@@ -14,14 +14,16 @@
 #include "linear.cuh"
 #include "ring.cuh"
 
-#ifndef TOKENS  // per CTA: 32, 64
+#ifndef TOKENS  // per CTA: 32, 64, 128
 #define TOKENS 64
 #endif
 #ifndef DEPTH  // the job's: 1 to 4
 #define DEPTH 2
 #endif
 
-constexpr int kThreads = 32 * (12 + 1);  // two of skinny.py's most tiles each, and a producer
+// Twelve warps, with two of skinny.py's most tiles each, and a producer. For 128 tokens it is a
+// warpgroup, which leaves its registers to the others.
+constexpr int kProducers = TOKENS == 128 ? 4 : 1, kThreads = 32 * (12 + kProducers);
 constexpr int kInputBytes = TOKENS * 64;  // 32 inputs of all tokens
 constexpr int kSums = TOKENS / 2;         // per thread and tile: 16 x TOKENS of a warp
 typedef float Sums[kSums];
@@ -80,6 +82,16 @@ __device__ inline void multiply(Sums& sum, const u32* a, u64 b) {
       " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
       : F4(0), F4(4), F4(8), F4(12)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#elif TOKENS == 128
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k16." TYPES " {"
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,"
+      "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,"
+      "%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+      "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
+      : F4(0), F4(4), F4(8), F4(12), F4(16), F4(20), F4(24), F4(28),
+        F4(32), F4(36), F4(40), F4(44), F4(48), F4(52), F4(56), F4(60)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #else
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n64k16." TYPES
@@ -90,83 +102,113 @@ __device__ inline void multiply(Sums& sum, const u32* a, u64 b) {
 #endif
 }
 
-// Where the core matrices of 16 inputs begin, how far apart they are along the inputs (all tokens')
-// and along the tokens (8 tokens'); not swizzled. In units of 16 bytes.
-__device__ inline u64 inputs_at(u32 address) { return u64(8) << 32 | u32((address >> 4) + (TOKENS << 16)); }
+// Where the core matrices of a stage's inputs begin, how far apart they are along the inputs (all
+// tokens') and along the tokens (8 tokens'); not swizzled. In units of 16 bytes. Adding to it moves
+// the beginning.
+__device__ inline u32 inputs_at(u32 address) { return (address >> 4) + (TOKENS << 16); }
+constexpr u64 kApart = u64(8) << 32;
 
-// A tile of 16 rows x 32 inputs as it is stored, and as the A fragments of two MMAs.
-constexpr int kParts = FP8 ? 1 : 2;
-typedef uint4 Stored[kParts];
-__device__ inline void load(Stored& tile, u32 from) {
-#pragma unroll
-  for (int i = 0; i < kParts; i++)
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(tile[i].x), "=r"(tile[i].y), "=r"(tile[i].z), "=r"(tile[i].w)
-                 : "r"(from + i * 512));
+__device__ inline uint4 load(u32 from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
+  return v;
 }
-__device__ inline void expand(u32 (&a)[8], const Stored& tile) {
-#if FP8
-  widen(tile[0].x, a[0], a[2]);
-  widen(tile[0].y, a[1], a[3]);
-  widen(tile[0].z, a[4], a[6]);
-  widen(tile[0].w, a[5], a[7]);
-#else
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    a[4 * i] = tile[i].x, a[4 * i + 1] = tile[i].y, a[4 * i + 2] = tile[i].z, a[4 * i + 3] = tile[i].w;
-#endif
+// Half of an fp8 tile of 16 rows x 32 inputs as the A fragment of an MMA.
+__device__ inline void expand(u32* a, u32 first, u32 second) {
+  widen(first, a[0], a[2]);
+  widen(second, a[1], a[3]);
 }
 
-// Where a warp is in the ring, and its two tiles of the block that comes next.
+// Where a warp is in the ring.
 struct Reader {
-  u32 ring, full, empty, here, bar;
-  int stage, phase;
-  u32 at[2], stride, inputs;  // of the two tiles, to their next block, and of the inputs in a stage
-  Stored tile[2];
+  u32 ring, full, stages, stage_bytes;
+  u32 at[2], stride, inputs;  // in a stage: of its two tiles, to their next block, and of the inputs
+  u32 stage, phase;
 
-  __device__ void load_block(int d) {
-#pragma unroll
-    for (int t = 0; t < 2; t++) load(tile[t], here + at[t] + d * stride);
+  __device__ u32 here() const { return ring + stage * stage_bytes; }
+  __device__ void open() const { await(full + 8 * stage, phase); }
+  __device__ void next() {
+    if (++stage == stages) stage = 0, phase ^= 1;
   }
-  __device__ void open_stage() {
-    await(bar, phase);
-    load_block(0);
-  }
-  __device__ void next_stage(int stages, u32 bytes) {
-    here += bytes, bar += 8;
-    if (++stage == stages) stage = 0, phase ^= 1, here = ring, bar = full;
-  }
-  // For the MMAs; the tiles may be expanded only then.
-  __device__ void wait() {
-#define V4(v) "+r"((v).x), "+r"((v).y), "+r"((v).z), "+r"((v).w)
-    asm volatile("wgmma.wait_group.sync.aligned 0;"
-                 : V4(tile[0][0]), V4(tile[1][0]), V4(tile[0][kParts - 1]), V4(tile[1][kParts - 1])::"memory");
-  }
+  __device__ void free(u32 done) const { arrive(full + 8 * (stages + done)); }
 };
 
-// A step: DEPTH blocks of 32 inputs. What the next block needs is loaded while this one is
-// multiplied; bf16 fragments are the tiles themselves, and must be read first.
-__device__ inline void walk(Sums (&sums)[2], Reader& reader, const Job& job, u32 stage_bytes, bool last, int lane) {
-  const u32 inputs = reader.here + reader.inputs, done = reader.bar + (reader.empty - reader.full);
+__device__ inline void begin_mma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void commit_mma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// A step: DEPTH blocks of 32 inputs.
+#if FP8 && TOKENS < 128
+// The next block's tiles are loaded while this one's are multiplied, and expanded after.
+struct Tiles {
+  uint4 tile[2];
+  __device__ void load_block(const Reader& reader, int d) {
+#pragma unroll
+    for (int t = 0; t < 2; t++) tile[t] = load(reader.here() + reader.at[t] + d * reader.stride);
+  }
+  __device__ void await_mma() {
+#define V4(v) "+r"((v).x), "+r"((v).y), "+r"((v).z), "+r"((v).w)
+    asm volatile("wgmma.wait_group.sync.aligned 0;" : V4(tile[0]), V4(tile[1])::"memory");
+  }
+};
+__device__ inline void start(Tiles& tiles, const Reader& reader) {
+  reader.open();
+  tiles.load_block(reader, 0);
+}
+__device__ inline void walk(Sums (&sums)[2], Tiles& tiles, Reader& reader, bool last, int lane) {
+  const u32 inputs = inputs_at(reader.here() + reader.inputs), done = reader.stage;
 #pragma unroll
   for (int d = 0; d < DEPTH; d++) {
     u32 a[2][8];
-    expand(a[0], reader.tile[0]), expand(a[1], reader.tile[1]);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+      expand(a[t], tiles.tile[t].x, tiles.tile[t].y);
+      expand(a[t] + 4, tiles.tile[t].z, tiles.tile[t].w);
+    }
+    begin_mma();
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      multiply(sums[i % 2], a[i % 2] + i / 2 * 4, inputs_at(inputs + (2 * d + i / 2) * (kInputBytes / 2)));
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    if (d + 1 == DEPTH) reader.next_stage(job.stages, stage_bytes);
-    if (!FP8) reader.wait();
-    if (d + 1 < DEPTH)
-      reader.load_block(d + 1);
-    else if (!last)
-      reader.open_stage();
-    if (FP8) reader.wait();
+      multiply(sums[i % 2], a[i % 2] + i / 2 * 4, kApart | (inputs + (2 * d + i / 2) * (kInputBytes / 32)));
+    commit_mma();
+    if (d + 1 < DEPTH) {
+      tiles.load_block(reader, d + 1);
+    } else {
+      reader.next();
+      if (!last) start(tiles, reader);
+    }
+    tiles.await_mma();
   }
-  if (lane == 0) arrive(done);
+  if (lane == 0) reader.free(done);
 }
+#else
+// One fragment after the other: of bf16 weights they are what was loaded, and the sums of 128 tokens
+// leave registers for no more, but more time.
+struct Tiles {};
+__device__ inline void start(Tiles&, const Reader&) {}
+__device__ inline void walk(Sums (&sums)[2], Tiles&, Reader& reader, bool, int lane) {
+  reader.open();
+  const u32 inputs = inputs_at(reader.here() + reader.inputs);
+  uint4 tile;
+#pragma unroll
+  for (int i = 0; i < 4 * DEPTH; i++) {
+    const int d = i / 4, t = i / 2 % 2, half = i % 2;
+    const u32 from = reader.here() + reader.at[t] + d * reader.stride;
+    u32 a[4];
+#if FP8
+    if (half == 0) tile = load(from);
+    expand(a, half ? tile.z : tile.x, half ? tile.w : tile.y);
+#else
+    tile = load(from + half * 512);
+    a[0] = tile.x, a[1] = tile.y, a[2] = tile.z, a[3] = tile.w;
+#endif
+    begin_mma();
+    multiply(sums[t], a, kApart | (inputs + (2 * d + half) * (kInputBytes / 32)));
+    commit_mma();
+    asm volatile("wgmma.wait_group.sync.aligned 0;" : "+r"(tile.z), "+r"(tile.w)::"memory");
+  }
+  if (lane == 0) reader.free(reader.stage);
+  reader.next();
+}
+#endif
 
 // To partial[k group][tile][token block], four sums at a time (linear.cuh).
 __device__ inline void finish_part(const Job& job, const Sums& sums, int part, int tile, int lane) {
@@ -189,8 +231,11 @@ __device__ inline void finish_rows(const Job& job, const Sums (&sums)[2], const 
   }
 }
 
-__device__ inline void finish(const Job& job, const Share& own, const Sums (&sums)[2], const Scales (&scales)[2],
-                              int tile, int count, int lane) {
+__device__ inline void finish(const Job& job, const Share& own, const Sums (&sums)[2], int tile, int count, int lane) {
+  // where sums go is found out only now: computed before the steps, it would take their registers
+  asm volatile("" : "+r"(lane));
+  Scales scales[2];
+  if (!job.partial) load_scales(job, scales[0], tile, lane), load_scales(job, scales[1], tile + 1, lane);
   if (job.partial) {
     finish_part(job, sums[0], own.part, tile, lane);
     if (count > 1) finish_part(job, sums[1], own.part, tile + 1, lane);
@@ -204,19 +249,9 @@ __device__ inline void finish(const Job& job, const Share& own, const Sums (&sum
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    wide(const __grid_constant__ Job job) {
-  extern __shared__ __align__(128) u8 memory[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32 - 1;
-  const Share own(job);
-  const u32 ring = shared_address(memory), full = ring + job.stages * own.stage;
-  const u32 empty = full + 8 * job.stages;
-  if (threadIdx.x == 0) init_ring(full, empty, job.stages, warps);
-  __syncthreads();
-  let_next_start();
-  if (warp == warps) return produce(job, own, ring, full, empty, lane);
+__device__ inline void consume(const Job& job, const Share& own, u32 ring, u32 full, int warp, int lane) {
   const int each = job.tiles / job.row_groups;
-  Reader reader = {ring, full, empty, ring, full, 0, 0, {}, u32(each) * kTileBytes, u32(job.k_groups * own.piece)};
+  Reader reader = {ring, full, u32(job.stages), u32(own.stage), {}, u32(each) * kTileBytes, u32(job.k_groups * own.piece), 0, 0};
   // a warp's tiles are neighbours: gate and up of the same features. Those past the end only fill
   // up the last warpgroup: they are multiplied by what is there, and dropped
   const int count = own.pieces * job.tiles - 2 * warp;
@@ -225,18 +260,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int tile = t < count ? 2 * warp + t : 0, owner = tile / job.tiles, mine = tile % job.tiles;
     reader.at[t] = owner * own.piece + mine / each * DEPTH * reader.stride + mine % each * kTileBytes + lane * 16;
   }
-  int tile = own.first * job.tiles + 2 * warp;
-  Scales scales[2];  // weights too: here by the time that they are needed
-  load_scales(job, scales[0], tile, lane), load_scales(job, scales[1], tile + 1, lane);
   wait_for_previous();
+  Tiles tiles;
   for (int pass = 0; pass < job.passes; pass++) {
     Sums sums[2];
 #pragma unroll
     for (int i = 0; i < 2 * kSums; i++) sums[i / kSums][i % kSums] = 0.0f;
-    reader.open_stage();
-    for (int step = 1; step <= job.steps; step++) walk(sums, reader, job, own.stage, step == job.steps, lane);
-    if (count > 0) finish(job, own, sums, scales, tile, count, lane);
-    tile += job.ctas * job.tiles;
-    if (pass + 1 < job.passes) load_scales(job, scales[0], tile, lane), load_scales(job, scales[1], tile + 1, lane);
+    start(tiles, reader);
+    for (int step = 1; step <= job.steps; step++) walk(sums, tiles, reader, step == job.steps, lane);
+    const int tile = (pass * job.ctas + own.first) * job.tiles + 2 * warp;
+    if (count > 0) finish(job, own, sums, tile, count, lane);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    wide(const __grid_constant__ Job job) {
+  extern __shared__ __align__(128) u8 memory[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32 - kProducers;
+  const Share own(job);
+  const u32 ring = shared_address(memory), full = ring + job.stages * own.stage;
+  const u32 empty = full + 8 * job.stages;
+  if (threadIdx.x == 0) init_ring(full, empty, job.stages, warps);
+  __syncthreads();
+  let_next_start();
+  if (warp < warps) {
+    if (kProducers > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+    consume(job, own, ring, full, warp, lane);
+  } else {
+    if (kProducers > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (warp == warps) produce(job, own, ring, full, empty, lane);
   }
 }
