@@ -20,6 +20,10 @@ from targets.cuda.params import LayerWeights, Moe, PerLayer, Weights
 from targets.cuda.prefill_kernels import PrefillKernels
 from targets.cuda.prefill_steps import Chunk, Input, Pair, Steps
 
+TAIL = 16
+"""Rows of a chunk that go on after the last layer's keys and values are stored: only the last row's
+logits are asked for, and the library's matmuls want 16."""
+
 
 def prefill(
     weights: Weights,
@@ -32,6 +36,10 @@ def prefill(
     """Logits [1, V] after the chunk's last token; features [T, F]."""
     make = Library if isinstance(ops, Reference) else PrefillKernels
     return _Pass(weights, arch, cache, chunk, ops, make(chunk, arch.eps)).run(features)
+
+
+def tail(x: Input) -> Input:
+    return x.rows(torch.arange(len(x.values) - TAIL, len(x.values), device=x.values.device))
 
 
 class _Pass:
@@ -52,7 +60,14 @@ class _Pass:
         x = turn(h, None, None, None, *opening(weights, 0))
         states: dict[int, torch.Tensor] = {}
         for i, w in enumerate(weights.layers):
-            branch, inner = self._attention(i, x, w), w.pre_feedforward_norm
+            mixed, inner = self._attention(i, x, w), w.pre_feedforward_norm
+            if i + 1 == len(weights.layers) and i not in features:
+                h, inputs, mixed = (
+                    h[-TAIL:],
+                    inputs if inputs is None else inputs[-TAIL:],
+                    tail(mixed),
+                )
+            branch = self._project(mixed, w.o)
             x = turn(h, branch, w.post_attention_norm, None, inner, w.gate_up.kind)
             branch, post = self._feed_forward(h, x, w, arch.layers[i].moe), w.post_feedforward_norm
             if w.per_layer and inputs is not None:
@@ -69,7 +84,7 @@ class _Pass:
     def _project(self, x: Input, weight: Linear) -> torch.Tensor:
         return self.steps.matmul(x, *self.ops.dense(weight))
 
-    def _attention(self, i: int, x: Input, w: LayerWeights) -> torch.Tensor:
+    def _attention(self, i: int, x: Input, w: LayerWeights) -> Input:
         layer = self.arch.layers[i]
         qkv = self._project(x, w.qkv)
         if w.k_norm is None:
@@ -78,7 +93,7 @@ class _Pass:
             pair = self.steps.exchange(qkv, w.k_norm, layer, self.cache.of(self.arch.layers, i))
         if i in self.lenders:
             self.lent[i] = pair
-        return self._project(self.steps.attend(qkv, w.q_norm, layer, pair, w.o.kind), w.o)
+        return self.steps.attend(qkv, w.q_norm, layer, pair, w.o.kind)
 
     def _feed_forward(
         self, h: torch.Tensor, x: Input, w: LayerWeights, moe: MoeSpec | None

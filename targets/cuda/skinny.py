@@ -22,8 +22,9 @@ FEW = tuple(block for block in BLOCKS if block < WIDE_FROM)
 MANY = tuple(block for block in BLOCKS if block >= WIDE_FROM)
 BARRIERS = 16
 """Bytes of a stage's two."""
-THREADS = 256
 UNTILE = Variant("untile")
+UNTILE_THREADS, UNTILE_BYTES = 512, 96 << 10
+"""Of a CTA of untile.cu; what it lays out at once, two of them on a multiprocessor."""
 PLAIN, GATED, LOGITS, PER_LAYER = range(4)
 """What is done with the sums (gemm.cu)."""
 
@@ -42,7 +43,8 @@ class _Untile(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("tiled", "out")),
         *((name, c_int) for name in ("n", "k", "passes", "tiles", "row_groups", "k_groups")),
-        *((name, c_int) for name in ("wide", "depth", "gated", "fp8")),
+        *((name, c_int) for name in ("wide", "depth", "steps", "together")),
+        *((name, c_int) for name in ("gated", "fp8")),
     )
 
 
@@ -80,14 +82,17 @@ class Skinny:
         if len(self._scratch) < size:
             self._scratch = torch.empty(0)  # the old one goes before the new one comes
             self._scratch = torch.empty(size, dtype=torch.uint8, device=weight.data.device)
+        step = plan.k_groups * plan.depth * tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
+        together = min(plan.steps, max(1, UNTILE_BYTES // (plan.tiles * tiles.TILE * step)))
         job = _Untile(
             *map(address, (weight.data, self._scratch)),
             *(weight.n, weight.k, plan.passes, plan.tiles),
-            *(plan.row_groups, plan.k_groups, plan.wide, plan.depth),
+            *(plan.row_groups, plan.k_groups, plan.wide, plan.depth, plan.steps, together),
             *(int(weight.layout.endswith("gated")), int(fp8)),
         )
-        grid = (plan.ctas, plan.steps, count * plan.passes)
-        self._launch(UNTILE, "untile", grid, THREADS, [job], early=False)
+        grid = (plan.ctas, -(-plan.steps // together), count * plan.passes)
+        shared = plan.tiles * tiles.TILE * (together * step + 16)
+        self._launch(UNTILE, "untile", grid, UNTILE_THREADS, [job], shared, early=False)
         values = self._scratch[:size].view(torch.float8_e4m3fn if fp8 else torch.bfloat16)
         return values.view(-1, weight.k), self._plain_scale(weight.scale)
 

@@ -1,7 +1,7 @@
 // Tiled weights back to rows, for the library's matmuls: the inverse of `tiles.tile`.
 //
-// One CTA per step of one pass of one CTA of the schedule; a warp takes a tile (16 rows, 32 inputs)
-// at a time. k must be a multiple of 8, which every Gemma's is.
+// One CTA per few steps of one pass of one CTA of the schedule: so many that rows come out in whole
+// cache lines. k must be a multiple of 8, which every Gemma's is.
 #include "common.cuh"
 
 struct Job {
@@ -10,6 +10,7 @@ struct Job {
   int n, k; // of one expert
   int passes, tiles;  // of one expert; per CTA and pass
   int row_groups, k_groups, wide, depth;
+  int steps, together;  // along k; of a CTA
   int gated, fp8;
 };
 
@@ -19,32 +20,47 @@ __device__ inline int row_of(const Job& job, int tile, int r) {  // -1: only pad
   return row < half ? row + tile % 2 * half : -1;
 }
 
-__device__ inline void put(const Job& job, int tile, int r, int input, const u32 (&words)[4]) {
-  const int row = row_of(job, tile, r);
-  if (row < 0 || input >= job.k) return;
-  const size_t at = (size_t(blockIdx.z / job.passes) * job.n + row) * job.k + input;
-  if (job.fp8)
-    *reinterpret_cast<uint2*>(job.out + at) = make_uint2(words[0], words[1]);
-  else
-    *reinterpret_cast<uint4*>(job.out + 2 * at) = make_uint4(words[0], words[1], words[2], words[3]);
+constexpr int kWarps = 16;
+
+// What was stored tile by tile, into rows of shared memory.
+__device__ inline void lay_out(const Job& job, u8* rows, int pitch, int first_step, int steps) {
+  const int lane = threadIdx.x % 32, parts = job.fp8 ? 1 : 2, together = job.k_groups * job.depth;
+  const int count = job.row_groups * together * job.wide;
+  for (int i = threadIdx.x / 32; i < steps * count; i += kWarps) {
+    const int s = i / count, place = i % count;  // [k group][row group][depth][wide]
+    const int t = place % job.wide, d = place / job.wide % job.depth, group = place / job.wide / job.depth;
+    const size_t step = (size_t(blockIdx.z) * job.steps + first_step + s) * gridDim.x + blockIdx.x;
+    const uint4* from = job.tiled + (step * count + place) * parts * 32 + lane;
+    const int row = (group % job.row_groups * job.wide + t) * 16 + lane / 4;
+    const int column = (s * together + group / job.row_groups * job.depth + d) * 32 + lane % 4 * 8;
+    u8* to = rows + row * pitch + column * parts;
+    const uint4 a = from[0];
+    if (job.fp8) {
+      *reinterpret_cast<uint2*>(to) = make_uint2(a.x, a.z);
+      *reinterpret_cast<uint2*>(to + 8 * pitch) = make_uint2(a.y, a.w);
+    } else {
+      const uint4 b = from[32];
+      *reinterpret_cast<uint4*>(to) = make_uint4(a.x, a.z, b.x, b.z);
+      *reinterpret_cast<uint4*>(to + 8 * pitch) = make_uint4(a.y, a.w, b.y, b.w);
+    }
+  }
 }
 
-extern "C" __global__ void __launch_bounds__(256) untile(const __grid_constant__ Job job) {
-  const int lane = threadIdx.x % 32, parts = job.fp8 ? 1 : 2;
-  const int count = job.row_groups * job.k_groups * job.depth * job.wide;
-  const size_t step = (size_t(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-  const uint4* from = job.tiled + step * count * parts * 32 + lane;
-  const int first = ((blockIdx.z % job.passes) * gridDim.x + blockIdx.x) * job.tiles;
-  // a tile's place within a step: [k group][row group][depth][wide]
-  for (int i = threadIdx.x / 32; i < count; i += 8) {
-    const int t = i % job.wide, d = i / job.wide % job.depth, group = i / job.wide / job.depth;
-    const int tile = first + group % job.row_groups * job.wide + t;
-    const int block = (blockIdx.y * job.k_groups + group / job.row_groups) * job.depth + d;
-    const int input = block * 32 + lane % 4 * 8;
-    const uint4 a = from[i * parts * 32];
-    const uint4 b = job.fp8 ? make_uint4(0, 0, 0, 0) : from[(i * parts + 1) * 32];
-    const u32 low[4] = {a.x, a.z, b.x, b.z}, high[4] = {a.y, a.w, b.y, b.w};
-    put(job, tile, lane / 4, input, low);
-    put(job, tile, lane / 4 + 8, input, high);
+extern "C" __global__ void __launch_bounds__(32 * kWarps) untile(const __grid_constant__ Job job) {
+  extern __shared__ __align__(16) u8 rows[];  // [16 tiles][pitch]
+  const int size = job.fp8 ? 1 : 2, width = job.k_groups * job.depth * 32;  // inputs of a step
+  const int first_step = blockIdx.y * job.together, steps = min(job.together, job.steps - first_step);
+  const int pitch = job.together * width * size + 16;
+  lay_out(job, rows, pitch, first_step, steps);
+  __syncthreads();
+  const int first = ((blockIdx.z % job.passes) * gridDim.x + blockIdx.x) * job.tiles, input = first_step * width;
+  const int inputs = min(steps * width, job.k - input);
+  for (int r = threadIdx.x / 32; r < job.tiles * 16; r += kWarps) {
+    const int row = row_of(job, first + r / 16, r % 16);
+    if (row < 0) continue;
+    const u8* from = rows + r * pitch;
+    u8* to = job.out + ((size_t(blockIdx.z / job.passes) * job.n + row) * job.k + input) * size;
+    for (int i = threadIdx.x % 32 * 8; i < inputs * size; i += 256)
+      *reinterpret_cast<uint2*>(to + i) = *reinterpret_cast<const uint2*>(from + i);
   }
 }
