@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from targets.arch import Arch, LayerSpec, MoeSpec, Rope, released
-from targets.cuda.cache import LayerCache, make_cache, read
-from targets.cuda.formulas import inverse_frequencies, rotate
+from targets.arch import Arch, MoeSpec, released
 from targets.cuda.kernels import Kernels
-from targets.cuda.ops import Rows
 from tests.card import (
     KINDS,
     Differences,
@@ -104,70 +99,6 @@ def test_every_skinny_gemm(name, wide):
         limit = {"fp8": 2**-11, "bf16": 2**-8}[kind] if stored else SUMS
         assert error(whole[:few], exact) <= limit, (n, k, kind, layout)
         del weight, exact
-
-
-SLIDING = LayerSpec(1024, 32, 16, 256, Rope(1e4, 128), False, None, 256, None)
-GLOBAL = LayerSpec(None, 32, 4, 512, Rope(1e6, 64), True, None, 256, None)
-LONE = LayerSpec(None, 16, 1, 512, Rope(1e6, 64), True, None, 256, None)
-UNEQUAL = LayerSpec(512, 8, 2, 256, Rope(1e4, 128), False, None, 256, None)
-ODD = LayerSpec(20, 4, 2, 16, Rope(1e4, 8), False, None, 256, None)
-STARTS = [0, 1, 63, 119, 120, 121, 126, 127, 128, 129, 255, 256, 511, 1020, 1023, 1151, 1152, 1405]
-"""Around edges of chunks, of windows, and where rings wrap."""
-ATTENTION = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 2e-3}
-"""Queries and shares have 8 bits beside a bf16 cache, 11 beside an FP8 one."""
-
-
-def attention_rows(tokens: int, start: list[int], slot: list[int]) -> Rows:
-    cuda = lambda values: torch.tensor(values, dtype=torch.int32, device="cuda")  # noqa: E731
-    shape = (len(start), tokens)
-    return Rows(torch.zeros(shape, dtype=torch.int32, device="cuda"), cuda(start), cuda(slot))
-
-
-@pytest.mark.parametrize("kv", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("layer", [SLIDING, GLOBAL, LONE, UNEQUAL, ODD])
-def test_attention(layer, kv):
-    arch = replace(released("gemma-4-31b"), layers=(layer,))
-    ops = Kernels(arch, 1536, kv, KINDS)
-    cache = make_cache(arch, len(STARTS), 1536, 128, kv, "cuda").layers[0]
-    assert cache is not None
-    for seed, part in enumerate((cache.k, cache.v)):
-        part.copy_(randn(*part.shape, seed=seed).to(kv))
-    q_norm, k_norm = (1 + 0.1 * randn(layer.head_dim, seed=s) for s in (2, 3))
-    vectors = layer.heads + layer.kv_heads * (1 if layer.k_eq_v else 2)
-    width, slots = layer.heads * layer.head_dim, list(range(len(STARTS)))
-
-    def call(qkv: torch.Tensor, rows: Rows) -> torch.Tensor:
-        x = ops.attention(qkv, q_norm, k_norm, layer, cache, rows, "fp8")
-        return rows_of(x, width, "fp8")
-
-    for tokens in range(1, 9):
-        qkv = 2 * randn(len(STARTS) * tokens, vectors * layer.head_dim, seed=tokens)
-        together = call(qkv, attention_rows(tokens, STARTS, slots))
-        kept, same = [part.clone() for part in (cache.k, cache.v)], Differences()
-        for row in range(len(qkv)):
-            slot, start = row // tokens, STARTS[row // tokens] + row % tokens
-            alone = call(qkv[row : row + 1], attention_rows(1, [start], [slot]))
-            same.check(alone, together[row : row + 1])
-        for ours, theirs in zip((cache.k, cache.v), kept, strict=True):
-            same.check(ours.view(torch.uint8), theirs.view(torch.uint8))  # stored alike
-        assert same.none(), (tokens, int(same.count))
-    exact = attend_exactly(qkv, q_norm, layer, cache, tokens, arch.eps)
-    assert error(together, exact) <= ATTENTION[kv]
-
-
-def attend_exactly(qkv, q_norm, layer: LayerSpec, cache: LayerCache, tokens, eps) -> torch.Tensor:
-    """float64 over what the cache holds; slot b starts at STARTS[b]."""
-    inverse = inverse_frequencies(layer.rope, layer.head_dim, "cuda").double()
-    out = []
-    for row, values in enumerate(qkv.double()):
-        slot, position = row // tokens, STARTS[row // tokens] + row % tokens
-        oldest = max(0, position - layer.window + 1) if layer.window else 0
-        k, v = (part.double() for part in read(cache, slot, oldest, position + 1))
-        q = values[: layer.heads * layer.head_dim].view(layer.kv_heads, -1, layer.head_dim)
-        q = q * (q.square().mean(-1, keepdim=True) + eps).rsqrt() * q_norm.double()
-        shares = (rotate(q, position * inverse) @ k.transpose(1, 2)).softmax(-1)
-        out.append((shares @ v).flatten())
-    return torch.stack(out)
 
 
 MOE = MoeSpec(128, 8, 704)

@@ -1,42 +1,63 @@
-"""Split-KV attention as launches of `kernels/attention.cu`: a part of `Kernels`."""
+"""Split-KV attention as launches of our kernels: a part of `Kernels`.
+
+Few rows: `prepare`, `split` (a CTA per lane of chunks) and `combine`. Enough of them to keep the
+machine busy: `walk` alone. Both do the same arithmetic (kernels/attention.cuh).
+"""
 
 from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_void_p
-from typing import Any
 
 import torch
 
 from targets.arch import Arch, LayerSpec, Rope
-from targets.cuda.cache import CHUNK, LayerCache
+from targets.cuda.cache import LayerCache
 from targets.cuda.formulas import inverse_frequencies
 from targets.cuda.inputs import Input, make_input
-from targets.cuda.launch import Launch, Variant, address, pointer
+from targets.cuda.launch import SHARED_LIMIT, Launch, Variant, address
 from targets.cuda.ops import Rows
 
-PARTIAL_BYTES = 256 << 20
-"""Most that partial results may take; longer calls are cut by tokens."""
 THREADS = 256
 HEADS = (64, 128, 256, 512)
-"""What head_dim is padded to: there is a kernel for each."""
-TILES = (1, 2)
-"""16-row tiles of query rows per CTA."""
+"""What head_dim is padded to: there are kernels for each."""
+TILES = (1, 2, 4)
+"""Tiles of 8 query rows per CTA."""
+WIDE, WIDE_TILES = 512, 2
+"""Heads of which `walk` has no registers for more tiles."""
+LANES = 16
+"""What chunks of keys are dealt to, by absolute position (attention.cuh)."""
+STAGE, FEWEST = 64, 3
+"""Keys per stage of `walk`'s ring; stages with which it still keeps memory busy."""
+WALK_FROM = 128
+"""CTAs that are enough for the machine when each does all lanes."""
+STORED_APART = 16
+"""Tokens per sequence from which a kernel of its own stores their keys and values: attention
+otherwise does it in every CTA that sees them."""
 
 
 class _Job(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("qkv", "q_norm", "k_norm", "cosine", "sine", "k", "v")),
-        *((name, c_void_p) for name in ("q", "start", "slot", "partial", "weight")),
-        *((name, c_int) for name in ("stride", "tokens", "group", "kv_heads", "head_dim")),
-        *((name, c_int) for name in ("entries", "window", "chunks", "own", "k_eq_v")),
+        *((name, c_void_p) for name in ("start", "slot", "x", "q", "partial", "sums")),
+        *((name, c_int) for name in ("stride", "batch", "tokens", "group", "kv_heads")),
+        *((name, c_int) for name in ("head_dim", "entries", "window", "own", "k_eq_v")),
+        *((name, c_int) for name in ("stores", "stages", "fp8", "k_blocks", "block")),
         ("eps", c_float),
     )
 
 
-def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
-    """kv8: whether the cache is e4m3. kinds: of the output projections."""
+def variants(arch: Arch, kv8: int) -> set[Variant]:
+    """kv8: whether the cache is e4m3."""
     dims = {_padded(layer.head_dim) for layer in arch.layers}
-    return {_variant(dim, high, kv8, kind) for dim in dims for high in TILES for kind in kinds}
+    splits = {_variant("split", dim, kv8, high) for dim in dims for high in TILES}
+    walks = {
+        _variant("walk", dim, kv8, high)
+        for dim in dims
+        for high in TILES
+        if high <= _most_walking(dim)
+    }
+    around = {_variant(file, dim, kv8) for file in ("prepare", "combine") for dim in dims}
+    return splits | walks | around
 
 
 class Attention:
@@ -45,7 +66,7 @@ class Attention:
     def __init__(
         self, launch: Launch, arch: Arch, positions: int, kv8: int, device: torch.device
     ) -> None:
-        self._launch, self._positions, self._kv8 = launch, positions, kv8
+        self._launch, self._kv8 = launch, kv8
         self._eps, self._device = arch.eps, device
         self._rope = {
             (layer.rope, layer.head_dim): _rope_tables(
@@ -66,78 +87,109 @@ class Attention:
         """`Ops.attention`. norms: q's and k's."""
         batch, tokens = rows.tokens.shape
         x = make_input(batch * tokens, layer.heads * layer.head_dim, self._device)
-        step = self._tokens_at_once(batch, tokens, layer)
-        for t in range(0, tokens, step):
-            part = Rows(
-                rows.tokens[:, t : t + step], rows.start + t if t else rows.start, rows.slot
-            )
-            self._part(qkv[t:] if t else qkv, part, t, x, norms, layer, cache, kind)
+        heads, queries = batch * layer.kv_heads, tokens * layer.heads // layer.kv_heads
+        dim = _padded(layer.head_dim)
+        high = _high(queries, _most_walking(dim))
+        if heads * -(-queries // (8 * high)) >= WALK_FROM:
+            self._walk(self._job(qkv, norms, layer, cache, rows, x, kind), layer, batch, high)
+            return x
+        new = lambda *shape: torch.empty(shape, device=self._device)  # noqa: E731
+        # of q halves as floats; lanes first: the few of a short context share pages of memory
+        room = new(heads, dim // 2, queries), new(LANES, heads, queries, dim)
+        sums = new(LANES, heads, queries, 2)
+        job = self._job(qkv, norms, layer, cache, rows, x, kind, (*room, sums))
+        self._split(job, layer, batch, _high(queries, TILES[-1]))
         return x
 
-    def _part(
+    def _job(
         self,
         qkv: torch.Tensor,
-        rows: Rows,
-        first: int,
-        x: Input,
         norms: tuple[torch.Tensor, torch.Tensor | None],
         layer: LayerSpec,
         cache: LayerCache,
+        rows: Rows,
+        x: Input,
         kind: str,
-    ) -> None:
-        dim, group = _padded(layer.head_dim), layer.heads // layer.kv_heads
+        room: tuple[torch.Tensor | None, ...] = (None, None, None),
+    ) -> _Job:
+        """room: for queries, partial outputs and their sums."""
         batch, tokens = rows.tokens.shape
-        queries, chunks = tokens * group, self._chunks(tokens, layer)
-        new = lambda *shape: torch.empty(shape, device=self._device)  # noqa: E731
-        q = torch.empty(
-            batch * layer.kv_heads * queries * dim, dtype=torch.int16, device=self._device
-        )
-        partial = new(batch * layer.kv_heads, chunks, queries, dim)
-        weight = new(batch * layer.kv_heads, chunks, queries, 2)
         cosine, sine = self._rope[layer.rope, layer.head_dim]
-        window = layer.window or 0
-        job = _Job(
+        own = layer.kv_from is None
+        return _Job(
             *map(address, (qkv, *norms, cosine, sine, cache.k, cache.v)),
-            *map(address, (q, rows.start, rows.slot, partial, weight)),
-            *(qkv.stride(0), tokens, group, layer.kv_heads, layer.head_dim, cache.size, window),
-            *(chunks, int(layer.kv_from is None), int(layer.k_eq_v), self._eps),
+            *map(address, (rows.start, rows.slot, x.data, *room)),
+            *(qkv.stride(0), batch, tokens, layer.heads // layer.kv_heads, layer.kv_heads),
+            *(layer.head_dim, cache.size, layer.window or 0, int(own), int(layer.k_eq_v)),
+            *(int(own and tokens <= STORED_APART), 0),
+            *(int(kind == "fp8"), x.k_blocks, x.block, self._eps),
         )
-        high = TILES[0] if queries <= 16 else TILES[1]
-        variant = _variant(dim, high, self._kv8, kind)
-        vectors = layer.heads + (layer.kv_heads if layer.kv_from is None else 0)
-        # a later part's starts were computed just now: it can't overtake that
-        grid = (batch * tokens, -(-vectors // 8), 1)
-        self._launch(variant, "prepare", grid, THREADS, [job], early=not first)
-        grid = (chunks, layer.kv_heads, batch * -(-queries // (16 * high)))
-        self._launch(variant, "attend", grid, THREADS, [job], _shared(dim, high))
-        arguments: list[Any] = [*map(pointer, (partial, weight, rows.start, rows.slot, x.data))]
-        arguments += map(c_int, (tokens, group, layer.kv_heads, layer.head_dim, window, chunks))
-        arguments += map(c_int, (x.k_blocks, x.block, first))
-        grid = (batch * tokens, layer.heads, 1)
-        self._launch(variant, "combine", grid, dim, arguments)
 
-    def _chunks(self, tokens: int, layer: LayerSpec) -> int:
-        """Most chunks that a call of this many tokens per sequence can see."""
-        every = -(-self._positions // CHUNK)
-        return min(every, (layer.window + tokens - 2) // CHUNK + 2) if layer.window else every
+    def _walk(self, job: _Job, layer: LayerSpec, batch: int, high: int) -> None:
+        dim = _padded(layer.head_dim)
+        if job.own and not job.stores:
+            self._prepare(job, dim, 2 * layer.kv_heads)
+        job.stages, shared = _ring(dim, high, self._kv8)
+        grid = (_tiles(job, high), layer.kv_heads, batch)
+        variant = _variant("walk", dim, self._kv8, high)
+        self._launch(variant, "walk", grid, THREADS + 32, [job], shared)
 
-    def _tokens_at_once(self, batch: int, tokens: int, layer: LayerSpec) -> int:
-        """All of them, unless a lone sequence's partial results would grow too large."""
-        if batch > 1:
-            return tokens
-        per_token = self._chunks(tokens, layer) * layer.heads * _padded(layer.head_dim) * 4
-        return max(1, min(tokens, PARTIAL_BYTES // per_token))
+    def _split(self, job: _Job, layer: LayerSpec, batch: int, high: int) -> None:
+        dim = _padded(layer.head_dim)
+        self._prepare(job, dim, layer.heads + (2 * layer.kv_heads if job.own else 0))
+        grid = (_tiles(job, high) * LANES, layer.kv_heads, batch)
+        variant = _variant("split", dim, self._kv8, high)
+        self._launch(variant, "split", grid, THREADS, [job], _fixed(dim, high))
+        grid = (batch * job.tokens, layer.heads, 1)
+        self._launch(_variant("combine", dim, self._kv8), "combine", grid, dim // 4, [job])
 
-
-def _variant(dim: int, high: int, kv8: int, kind: str) -> Variant:
-    return Variant(
-        "attention", (("HD", dim), ("MT", high), ("KV8", kv8), ("FP8", int(kind == "fp8")))
-    )
+    def _prepare(self, job: _Job, dim: int, vectors: int) -> None:
+        rows = job.batch * job.tokens
+        grid = (rows, -(-vectors // 8), 1)
+        # several rows' CTAs, waiting beside the projection, cost more than they gain
+        variant, early = _variant("prepare", dim, self._kv8), rows == 1
+        self._launch(variant, "prepare", grid, THREADS, [job], early=early)
 
 
-def _shared(dim: int, high: int) -> int:
-    rows = 16 * high
-    return rows * dim * 2 + rows * (CHUNK + 4) * 4 + rows * CHUNK * 2
+def partial_bytes(layer: LayerSpec, rows: int) -> int:
+    """Most that partial outputs and their sums take in calls of up to this many rows: more rows
+    walk, and have none."""
+    most = min(rows * layer.heads, WALK_FROM * 8 * TILES[-1])
+    return LANES * most * (_padded(layer.head_dim) + 2) * 4
+
+
+def _high(queries: int, most: int) -> int:
+    """Tiles of 8 rows per CTA."""
+    return next((high for high in TILES if queries <= 8 * high and high <= most), most)
+
+
+def _most_walking(dim: int) -> int:
+    return WIDE_TILES if dim == WIDE else TILES[-1]
+
+
+def _tiles(job: _Job, high: int) -> int:
+    """CTAs that share a KV head's rows."""
+    return -(-job.tokens * job.group // (8 * high))
+
+
+def _variant(file: str, dim: int, kv8: int, high: int | None = None) -> Variant:
+    tiles = () if high is None else (("NT", high),)
+    return Variant(file, (("HD", dim), ("KV8", kv8), *tiles))
+
+
+def _fixed(dim: int, high: int) -> int:
+    """Bytes of `Shared` in chunk.cuh."""
+    chunk, slices = (128, 1) if dim <= 256 else (64, 2)
+    return 8 * high * (dim * 2 + slices * (chunk + 4) * 4 + chunk * 2 + 16)
+
+
+def _ring(dim: int, high: int, kv8: int) -> tuple[int, int]:
+    """Stages of `walk`'s ring, and bytes with all that is beside it: of half a multiprocessor's
+    shared memory if enough stages fit into that, else of all."""
+    fixed, stage = _fixed(dim, high), STAGE * dim * (1 if kv8 else 2) + 16
+    half = ((SHARED_LIMIT - 1024) // 2 - fixed) // stage
+    stages = half if half >= FEWEST else (SHARED_LIMIT - fixed) // stage
+    return stages, fixed + stages * stage
 
 
 def _padded(head_dim: int) -> int:

@@ -17,7 +17,8 @@ from specdec.types import MAX_DRAFT
 from targets.arch import Arch, LayerSpec
 
 CHUNK = 128
-"""Keys per attention partial, at absolute multiples: what fixes a row's order of reduction."""
+"""Entries come in multiples of this: attention takes keys in whole chunks, at absolute positions,
+which is what fixes a row's order of reduction."""
 HEAD_ALIGN = 64
 """Cached heads are padded to a multiple of this."""
 LANES = 32

@@ -205,7 +205,7 @@ def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
     """All that this architecture launches with weights of these kinds, and an e4m3 cache or not."""
     parts = (
         skinny.variants(kinds),
-        attention.variants(arch, kv8, kinds),
+        attention.variants(arch, kv8),
         experts.variants(arch, kinds),
     )
     return {choosing.CHOOSE, choosing.CYCLE, *map(_norm, kinds)}.union(*parts)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from specdec.errors import UserError
-from targets.arch import Arch, LayerSpec
+from targets.arch import Arch
+from targets.cuda.attention import partial_bytes
 from targets.cuda.cache import CHUNK, HEAD_ALIGN, entries, slack_of
 from targets.cuda.graphs import bucket_of
 from targets.cuda.load import SHORT
@@ -137,18 +138,10 @@ def _workspace(arch: Arch, shape: Shape) -> int:
     and angles, and a chunk's prefill."""
     rows = bucket_of(shape.slots) * shape.width
     logits = 4 * arch.vocab * (LOGIT_COPIES * rows + shape.slots)
-    partial = max(_partial(layer, shape) for layer in arch.layers)
+    partial = max(partial_bytes(layer, max(rows, SHORT)) for layer in arch.layers)
     kinds = {(layer.rope, layer.head_dim) for layer in arch.layers}
     angles = sum(4 * shape.max_len * head_dim for _, head_dim in kinds)
-    return RUNTIME + logits + rows * partial + angles + _prefill(arch, shape)
-
-
-def _partial(layer: LayerSpec, shape: Shape) -> int:
-    """Of one row's attention: a float32 vector per query head and chunk of keys."""
-    chunks = -(-shape.max_len // CHUNK)
-    if layer.window:
-        chunks = min(chunks, (layer.window + shape.width - 2) // CHUNK + 2)
-    return 4 * chunks * layer.heads * _up(layer.head_dim, HEAD_ALIGN)
+    return RUNTIME + logits + partial + angles + _prefill(arch, shape)
 
 
 def _prefill(arch: Arch, shape: Shape) -> int:

@@ -1,0 +1,212 @@
+// What attention's kernels share: a call's place in the cache, the cache's number format, head vectors
+// in a warp, sums of shares.
+//
+// Keys are cut into chunks of 128 (64 for wide heads) at absolute positions, and chunk c belongs to
+// lane c % 16. A lane takes its chunks in ascending order with a running maximum; then the lanes'
+// results are merged in ascending order. So a row's sums follow absolute positions alone, whoever
+// computes them. Chunks that a row can't see add exactly nothing to it.
+// k [slots, kv_heads, S, HD]; v [slots, kv_heads, S / 32, HD, 32]: position p is entry p mod S.
+#pragma once
+#include "common.cuh"
+
+#ifndef HD  // head_dim, padded up to 64, 128, 256 or 512
+#define HD 256
+#endif
+#ifndef KV8  // 1: e4m3 cache, arithmetic in f16; 0: bf16 both
+#define KV8 0
+#endif
+
+#if KV8
+typedef u8 Cached;
+__device__ inline u16 to_math(float v) { return to_f16(v); }
+__device__ inline Cached to_cache(float v) {
+  unsigned short two;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(0.0f), "f"(v));
+  return u8(two & 0xff);
+}
+#define MMA mma_f16
+typedef uint2 Eight;  // values of the cache as they are stored
+__device__ inline Eight nothing() { return make_uint2(0, 0); }
+__device__ inline uint4 wide(Eight raw) {
+  uint4 v;
+  widen(raw.x, v.x, v.y);
+  widen(raw.y, v.z, v.w);
+  return v;
+}
+#else
+typedef u16 Cached;
+__device__ inline u16 to_math(float v) { return to_bf16(v); }
+__device__ inline Cached to_cache(float v) { return to_bf16(v); }
+#define MMA mma_bf16
+typedef uint4 Eight;  // values of the cache as they are stored
+__device__ inline Eight nothing() { return make_uint4(0, 0, 0, 0); }
+__device__ inline uint4 wide(Eight raw) { return raw; }
+#endif
+__device__ inline Eight load8(const Cached* p) { return *reinterpret_cast<const Eight*>(p); }
+
+constexpr int kChunk = HD <= 256 ? 128 : 64, kLanes = 16;
+
+struct Job {
+  const float* qkv;
+  const float* q_norm;
+  const float* k_norm;
+  const float* cosine;  // [positions, head_dim / 2]
+  const float* sine;
+  Cached* k;
+  Cached* v;
+  const int* start;
+  const int* slot;
+  void* x;        // the output projection's input
+  u16* q;         // [B * kv_heads, HD / 32, T * G, 32]; null: `walk` prepares queries itself
+  float* partial; // [lanes, B * kv_heads, T * G, HD]: short contexts touch few pages
+  float2* sums;   // [lanes, B * kv_heads, T * G]: (m, l)
+  int stride;     // floats per row of qkv
+  int batch, tokens, group, kv_heads, head_dim;
+  int entries, window;       // S; 0: global
+  int own, k_eq_v;           // whether K/V are this layer's own; values are the raw keys
+  int stores;                // whether `walk` stores them, not `prepare`
+  int stages;                // of `walk`'s ring
+  int fp8, k_blocks, block;  // what reads x: FP8 weights or bf16 ones, and x's layout
+  float eps;
+
+  __device__ size_t part(int b, int head, int lane, int row) const {
+    return (size_t(lane * batch + b) * kv_heads + head) * tokens * group + row;
+  }
+};
+
+// The place of a call in the cache and in time. Written before the first kernel of a call, which
+// no other one overtakes: it may be read before `wait_for_previous`.
+struct Place {
+  int slot, start;
+  __device__ Place(const Job& job, int b) : slot(job.slot[b]), start(job.start[b]) {}
+};
+
+enum Role { kQuery, kKey, kValue };
+constexpr int kQuads = HD <= 256 ? 1 : HD / 256;  // a lane's groups of 4 elements of each half
+
+// A head vector in a warp: lane holds elements 4 lane + 128 j + 0..3 of each half, which rotary
+// turns in pairs.
+struct Vector {
+  float low[kQuads][4], high[kQuads][4];
+
+  __device__ static int first(int j) { return 4 * (threadIdx.x % 32) + 128 * j; }
+
+  __device__ void load(const float* lows, const float* highs, int half) {
+#pragma unroll
+    for (int j = 0; j < kQuads; j++) {
+      const int i = first(j);
+      const float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      const float4 a = i < half ? *reinterpret_cast<const float4*>(lows + i) : none;
+      const float4 b = i < half ? *reinterpret_cast<const float4*>(highs + i) : none;
+      low[j][0] = a.x, low[j][1] = a.y, low[j][2] = a.z, low[j][3] = a.w;
+      high[j][0] = b.x, high[j][1] = b.y, high[j][2] = b.z, high[j][3] = b.w;
+    }
+  }
+};
+
+// What turns a raw head vector into a query, a key or a value. Several kernels do it: how products
+// and sums are rounded is spelled out, not left to the compiler.
+struct Turn {
+  Vector weight, angle;  // angle: cosines in the low half, sines in the high one
+
+  __device__ void load(const Job& job, Role role, int position) {
+    if (role == kValue) return;
+    const int half = job.head_dim / 2;
+    const float* norm = role == kQuery ? job.q_norm : job.k_norm;
+    const size_t at = size_t(position) * half;
+    weight.load(norm, norm + half, half);
+    angle.load(job.cosine + at, job.sine + at, half);
+  }
+
+  __device__ void apply(const Job& job, Role role, Vector& x) const {
+    float squares = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kQuads; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        squares = __fmaf_rn(x.high[j][e], x.high[j][e], __fmaf_rn(x.low[j][e], x.low[j][e], squares));
+    const float inverse = rsqrtf(warp_sum(squares) / job.head_dim + job.eps);
+#pragma unroll
+    for (int j = 0; j < kQuads; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        float& a = x.low[j][e];
+        float& b = x.high[j][e];
+        a = __fmul_rn(a, inverse), b = __fmul_rn(b, inverse);
+        if (role == kValue) continue;
+        a = __fmul_rn(a, weight.low[j][e]), b = __fmul_rn(b, weight.high[j][e]);
+        const float c = angle.low[j][e], s = angle.high[j][e];
+        const float turned = __fmaf_rn(a, c, -__fmul_rn(b, s));
+        b = __fmaf_rn(b, c, __fmul_rn(a, s)), a = turned;
+      }
+  }
+};
+
+// A row's raw key or value. Where values are the raw keys, there are none of their own.
+__device__ inline const float* raw_key(const Job& job, size_t row, int head, Role role) {
+  const int heads = job.kv_heads * (job.group + (role == kValue && !job.k_eq_v)) + head;
+  return job.qkv + row * job.stride + heads * job.head_dim;
+}
+
+// queries [HD / 32][rows][32]: of global or shared memory.
+__device__ inline void store_query(u16* queries, int rows, int row, int dim, const Vector& x) {
+  const int half = dim / 2;
+#pragma unroll
+  for (int j = 0; j < kQuads; j++)
+#pragma unroll
+    for (int high = 0; high < 2; high++) {
+      const float(&v)[4] = high ? x.high[j] : x.low[j];
+      const int i = Vector::first(j), d = i + high * half;
+      if (i < half)
+        *reinterpret_cast<uint2*>(queries + (d / 32 * rows + row) * 32 + d % 32) =
+            make_uint2(to_math(v[0]) | u32(to_math(v[1])) << 16, to_math(v[2]) | u32(to_math(v[3])) << 16);
+    }
+  for (int d = dim + threadIdx.x % 32; d < HD; d += 32) queries[(d / 32 * rows + row) * 32 + d % 32] = 0;
+}
+
+__device__ inline void store_key(const Job& job, int slot, int head, int position, Role role,
+                                 const Vector& x) {
+  const int entry = position % job.entries, half = job.head_dim / 2;
+  const size_t row = (size_t(slot) * job.kv_heads + head) * job.entries;
+  Cached* key = job.k + (row + entry) * HD;
+  Cached* column = job.v + (row + entry / 32 * 32) * HD + entry % 32;
+#pragma unroll
+  for (int j = 0; j < kQuads; j++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const int i = Vector::first(j) + e;
+      if (i >= half) continue;
+      if (role == kKey)
+        key[i] = to_cache(x.low[j][e]), key[half + i] = to_cache(x.high[j][e]);
+      else
+        column[i * 32] = to_cache(x.low[j][e]), column[(half + i) * 32] = to_cache(x.high[j][e]);
+    }
+}
+
+// Sums of shares, relative to their maximum.
+struct Sums {
+  float m = -INFINITY, l = 0.0f;
+};
+
+// Takes in a lane's sums; factors of the vectors so far, and of the lane's.
+__device__ inline float2 merge(Sums& all, Sums lane) {
+  const float m = fmaxf(all.m, lane.m);
+  const bool none = lane.m == -INFINITY;
+  const float2 factor = make_float2(none ? 1.0f : __expf(all.m - m), none ? 0.0f : __expf(lane.m - m));
+  all.l = __fmaf_rn(all.l, factor.x, __fmul_rn(lane.l, factor.y));
+  all.m = m;
+  return factor;
+}
+__device__ inline float merged(float all, float lane, float2 factor) {
+  return __fmaf_rn(all, factor.x, __fmul_rn(lane, factor.y));
+}
+
+// Four outputs of query head `head` of call row m, for the output projection.
+__device__ inline void emit(const Job& job, int m, int head, int column, float4 o, float l) {
+  if (column >= job.head_dim) return;
+  const int f = head * job.head_dim + column;
+  const auto narrow = [&](float v) { return job.fp8 ? input_of_fp8(v) : to_bf16(v); };
+  u32* x = static_cast<u32*>(job.x);  // pairs of features stay together
+  x[x_offset(m, f, job.k_blocks, job.block) / 2] = narrow(o.x / l) | u32(narrow(o.y / l)) << 16;
+  x[x_offset(m, f + 2, job.k_blocks, job.block) / 2] = narrow(o.z / l) | u32(narrow(o.w / l)) << 16;
+}

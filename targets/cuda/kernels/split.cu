@@ -1,0 +1,124 @@
+// Attention of few rows: a CTA per lane and tile of rows, between `prepare` and `combine`. Its first
+// chunk is loaded, and the next ones are on their way to L2, before the previous kernel has ended.
+#include "chunk.cuh"
+
+constexpr int kAhead = 2;  // chunks
+// Whether there are registers for a chunk's values beside its keys; else they come where the keys were.
+constexpr bool kBoth = kChunk * HD * sizeof(Cached) <= 32 << 10;
+
+// A chunk's keys and values as a warp multiplies them, in registers. What no row sees is zero.
+struct Keys {
+  Eight at[kKeyBlocks][2];
+
+  __device__ Eight operator()(int kb, int half) const { return at[kb][half]; }
+
+  __device__ void load(const Job& job, const Work& work) {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, tg = threadIdx.x % 4;
+    const int key0 = work.chunk * kChunk, key = warp % kKeyGroups * 16 + g;
+    const Cached* from = job.k + (work.entry(job) + key) * HD + warp / kKeyGroups * (HD / kSlices) + tg * 8;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int position = key0 + key + half * 8;
+      const bool seen = position >= work.oldest && position <= work.newest;
+#pragma unroll
+      for (int kb = 0; kb < kKeyBlocks; kb++)
+        at[kb][half] = seen ? load8(from + half * 8 * HD + kb * 32) : nothing();
+    }
+  }
+};
+struct Values {
+  Eight at[kBlocks][kTiles][2];
+
+  __device__ Eight operator()(int kb, int n, int half) const { return at[kb][n][half]; }
+
+  __device__ void load(const Job& job, const Work& work) {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, tg = threadIdx.x % 4;
+    const Cached* from = job.v + work.entry(job) * HD + (warp * kTiles * 16 + g) * 32 + tg * 8;
+#pragma unroll
+    for (int kb = 0; kb < kBlocks; kb++) {
+      const bool seen = warp < kColumnWarps && work.sees_block(kb);
+#pragma unroll
+      for (int n = 0; n < kTiles; n++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          at[kb][n][half] = seen ? load8(from + kb * 32 * HD + (n * 16 + half * 8) * 32) : nothing();
+    }
+  }
+};
+
+// This CTA's queries, as the kernel `prepare` left them.
+__device__ inline void fetch(const Job& job, const Work& work, u16* queries) {
+  const int all = job.tokens * job.group;
+  const size_t head = size_t(work.b) * job.kv_heads + work.head;
+  const uint4* from = reinterpret_cast<const uint4*>(job.q) + head * (HD / 8) * all;
+  wait_for_previous();
+  let_next_start();
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kRows * HD / 8; i += kWarps * 32) {
+    const int kb = i / (kRows * 4), r = i / 4 % kRows;
+    if (r < work.rows)
+      reinterpret_cast<uint4*>(queries)[i] = from[(size_t(kb) * all + work.first_row + r) * 4 + i % 4];
+  }
+}
+
+// A chunk's keys and values on their way to the L2 cache, as far as some row sees them.
+__device__ inline void prefetch_chunk(const Job& job, const Work& work) {
+  const int key0 = work.chunk * kChunk, begin = max(0, work.oldest - key0), block = begin / 32;
+  const int end = min(kChunk, work.newest + 1 - key0);
+  const size_t row = work.entry(job);
+  prefetch(job.k + (row + begin) * HD, (end - begin) * HD * sizeof(Cached));
+  prefetch(job.v + (row + block * 32) * HD, ((end + 31) / 32 - block) * 32 * HD * sizeof(Cached));
+}
+
+extern "C" __global__ void __launch_bounds__(256, HD <= 256 && NT <= 2 ? 2 : 1)
+    split(const __grid_constant__ Job job) {
+  extern __shared__ __align__(128) u8 memory[];
+  const Shared shared(memory);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Work work(job, blockIdx.z, blockIdx.y, blockIdx.x / kLanes, blockIdx.x % kLanes, kLanes);
+  if (work.slot < 0 || work.chunk < 0) return wait_for_previous();
+  const bool settled = work.settled();
+  Keys keys;
+  Values values;
+  const auto load = [&] {
+    keys.load(job, work);
+    if (kBoth) values.load(job, work);
+  };
+  if (settled) load();
+  if (threadIdx.x == 0) {
+    Work ahead = work;
+    for (int i = 0; i <= kAhead && ahead.chunk >= 0; i++, ahead.advance())
+      if (i || !settled || !kBoth) prefetch_chunk(job, ahead);
+  }
+  fetch(job, work, shared.queries);
+  __syncthreads();
+  if (!settled) load();
+
+  Outputs o = {};
+  Sums sums[NT];
+  const size_t part = job.part(work.b, work.head, work.lane, work.first_row);
+  while (true) {
+    score(keys, shared);
+    __syncthreads();
+    if (!kBoth) values.load(job, work);
+#pragma unroll
+    for (int i = 0; i < NT; i++) {
+      const int r = warp + i * kWarps;
+      if (r >= work.rows) continue;
+      const float keep = share(job, work, shared, r, sums[i]);
+      if (lane == 0) shared.factors[r].x = keep;
+    }
+    __syncthreads();
+    add_values(values, work, shared, o);
+    if (work.last_of_lane()) break;
+    work.advance();
+    load();
+  }
+  each_output([&](int n, int t, int e, int row, int column) {
+    if (row < work.rows && column < HD) job.partial[(part + row) * HD + column] = o[n][t][e];
+  });
+#pragma unroll
+  for (int i = 0; i < NT; i++)
+    if (lane == 0 && warp + i * kWarps < work.rows)
+      job.sums[part + warp + i * kWarps] = make_float2(sums[i].m, sums[i].l);
+}

@@ -1,0 +1,219 @@
+// Attention of rows that keep the machine busy: one CTA does all lanes of a KV head for a tile of its
+// rows, from the projection's output to the next one's input. A producer warp keeps a ring of keys and
+// values in flight with bulk copies (a chunk of either is contiguous in the cache), and stores the new
+// ones before it comes to them.
+#include "chunk.cuh"
+
+constexpr int kOutputs = HD / 2 + 4;  // floats per row, without bank conflicts
+constexpr int kPart = 64, kParts = kChunk / kPart;  // keys per stage of the ring
+constexpr u32 kStage = kPart * HD * sizeof(Cached);
+
+__device__ inline void barrier_init(u32 bar, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+}
+__device__ inline void arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ inline void expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+               : "memory");
+}
+__device__ inline void await(u32 bar, u32 parity) {
+  asm volatile(
+      "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; "
+      "bra again; done: }" ::"r"(bar),
+      "r"(parity)
+      : "memory");
+}
+__device__ inline void copy(u32 to, const void* from, u32 bytes, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(bar)
+      : "memory");
+}
+__device__ inline void consumers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+
+struct Ring {
+  u32 at, full, empty;
+  int stages, stage = 0, phase = 0;
+
+  __device__ Ring(u8* memory, int stages) : stages(stages) {
+    at = shared_address(memory), full = at + stages * kStage, empty = full + 8 * stages;
+  }
+  __device__ void init() {
+    for (int i = 0; i < stages; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, kWarps);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __device__ void advance() {
+    if (++stage == stages) stage = 0, phase ^= 1;
+  }
+  // One lane of the producer: keys begin .. end of a chunk, of `width` bytes each.
+  __device__ void fill(const Cached* chunk, int begin, int end) {
+    const u32 width = HD * sizeof(Cached);
+    for (int part = 0; part < kParts; part++, advance()) {
+      const int from = max(begin - part * kPart, 0), to = min(end - part * kPart, kPart);
+      const u32 bytes = to > from ? (to - from) * width : 0;
+      await(empty + 8 * stage, phase ^ 1);
+      expect(full + 8 * stage, bytes);
+      if (bytes)
+        copy(at + stage * kStage + from * width, chunk + size_t(part * kPart + from) * HD, bytes,
+             full + 8 * stage);
+    }
+  }
+  __device__ u32 ready(int part) const {  // a consumer's stage
+    const int s = stage + part, wraps = s >= stages;
+    await(full + 8 * (s - wraps * stages), phase ^ wraps);
+    return (s - wraps * stages) * kStage;
+  }
+  __device__ void release() {
+    __syncwarp();
+    for (int part = 0; part < kParts; part++, advance())
+      if (threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
+  }
+};
+
+// The producer stores the new keys and values of its KV head, which other CTAs may do as well.
+__device__ inline void store_new(const Job& job, const Work& work) {
+  const int half = job.head_dim / 2;
+#pragma unroll 1
+  for (int i = 0; i < 2 * job.tokens; i++) {
+    const Role role = i % 2 ? kValue : kKey;
+    const int t = i / 2, position = work.start + t;
+    const float* raw = raw_key(job, size_t(work.b) * job.tokens + t, work.head, role);
+    Turn turn;
+    Vector x;
+    x.load(raw, raw + half, half);
+    turn.load(job, role, position);
+    turn.apply(job, role, x);
+    store_key(job, work.slot, work.head, position, role, x);
+  }
+  asm volatile("fence.proxy.async.global;" ::: "memory");  // bulk copies read them
+  __syncwarp();
+}
+
+// As much of each chunk as some row sees, values in blocks of 32 keys.
+__device__ inline void produce(const Job& job, Work work, Ring& ring) {
+  for (bool stored = false; work.chunk >= 0; work.advance()) {
+    if (!stored && !work.settled()) {
+      wait_for_previous();
+      if (job.stores) store_new(job, work);
+      stored = true;
+    }
+    const int key0 = work.chunk * kChunk, begin = max(0, work.oldest - key0);
+    const int end = min(kChunk, work.newest + 1 - key0);
+    if (threadIdx.x % 32 == 0) {
+      ring.fill(job.k + work.entry(job) * HD, begin, end);
+      ring.fill(job.v + work.entry(job) * HD, begin / 32 * 32, (end + 31) / 32 * 32);
+    }
+    __syncwarp();
+  }
+}
+
+// Row r's query, one warp each.
+__device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
+  const int half = job.head_dim / 2, warp = threadIdx.x / 32;
+  Turn turn;
+  if (warp < work.rows) turn.load(job, kQuery, work.position(job, warp));
+  wait_for_previous();
+  let_next_start();
+#pragma unroll 1
+  for (int r = warp; r < work.rows; r += kWarps) {
+    const int row = work.first_row + r, head = work.head * job.group + row % job.group;
+    const size_t m = size_t(work.b) * job.tokens + row / job.group;
+    const float* raw = job.qkv + m * job.stride + head * job.head_dim;
+    Vector x;
+    x.load(raw, raw + half, half);
+    if (r != warp) turn.load(job, kQuery, work.position(job, r));
+    turn.apply(job, kQuery, x);
+    store_query(queries, kRows, r, job.head_dim, x);
+  }
+}
+
+// The merged outputs to the output projection's input: through shared memory, half of the columns at
+// a time, where queries and scores were.
+__device__ inline void give(const Job& job, const Work& work, const Shared& shared, const Outputs& all,
+                            const Sums (&sums)[NT]) {
+  float* outputs = reinterpret_cast<float*>(shared.queries);
+  const int warp = threadIdx.x / 32;
+  consumers_sync();
+#pragma unroll
+  for (int i = 0; i < NT; i++)
+    if (threadIdx.x % 32 == 0) shared.factors[warp + i * kWarps].x = sums[i].l;
+#pragma unroll 1
+  for (int first = 0; first < HD; first += HD / 2) {
+    each_output([&](int n, int t, int e, int row, int column) {
+      if (row < work.rows && column >= first && column < first + HD / 2)
+        outputs[row * kOutputs + column - first] = all[n][t][e];
+    });
+    consumers_sync();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < work.rows * HD / 8; i += kWarps * 32) {
+      const int row = i / (HD / 8), column = i % (HD / 8) * 4, r = work.first_row + row;
+      const float4 o = *reinterpret_cast<const float4*>(outputs + row * kOutputs + column);
+      emit(job, work.b * job.tokens + r / job.group, work.head * job.group + r % job.group, first + column,
+           o, shared.factors[row].x);
+    }
+    consumers_sync();
+  }
+}
+
+constexpr int kTogether = NT == 1 || HD <= 256 && NT == 2 ? 2 : 1;  // CTAs per multiprocessor
+
+// The other warps.
+__device__ inline void consume(const Job& job, Work work, const Shared& shared, Ring& ring) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, tg = lane % 4;
+  prepare(job, work, shared.queries);
+  consumers_sync();
+  Outputs o = {}, all = {};
+  Sums lane_sums[NT], all_sums[NT];
+#pragma unroll 1
+  for (; work.chunk >= 0; work.advance()) {
+    const int key = warp % kKeyGroups * 16;
+    const Cached* keys = reinterpret_cast<const Cached*>(shared.rest + ring.ready(key / kPart));
+    keys += (key % kPart + g) * HD + warp / kKeyGroups * (HD / kSlices) + tg * 8;
+    score([&](int kb, int half) { return load8(keys + half * 8 * HD + kb * 32); }, shared);
+    ring.release();
+    consumers_sync();
+    const bool last = work.last_of_lane();
+#pragma unroll
+    for (int i = 0; i < NT; i++) {
+      const int r = warp + i * kWarps;
+      if (r >= work.rows) continue;
+      const float keep = share(job, work, shared, r, lane_sums[i]);
+      float2 factor = make_float2(1.0f, 0.0f);
+      if (last) factor = merge(all_sums[i], lane_sums[i]), lane_sums[i] = Sums();
+      if (lane == 0) shared.factors[r] = make_float4(keep, factor.x, factor.y, 0.0f);
+    }
+    consumers_sync();
+    const Cached* parts[kParts];
+    for (int part = 0; part < kParts; part++)
+      parts[part] = reinterpret_cast<const Cached*>(shared.rest + ring.ready(part)) +
+                    (warp * kTiles * 16 + g) * 32 + tg * 8;
+    const auto values = [&](int kb, int n, int half) {
+      return load8(parts[kb * 32 / kPart] + kb * 32 % kPart * HD + (n * 16 + half * 8) * 32);
+    };
+    if (warp < kColumnWarps) add_values(values, work, shared, o);
+    ring.release();
+    if (last)
+      each_output([&](int n, int t, int e, int row, int) {
+        const float4 factor = shared.factors[row];
+        all[n][t][e] = merged(all[n][t][e], o[n][t][e], make_float2(factor.y, factor.z));
+        o[n][t][e] = 0.0f;
+      });
+  }
+  give(job, work, shared, all, all_sums);
+}
+
+extern "C" __global__ void __launch_bounds__(288, kTogether) walk(const __grid_constant__ Job job) {
+  extern __shared__ __align__(128) u8 memory[];
+  const Shared shared(memory);
+  const Work work(job, blockIdx.z, blockIdx.y, blockIdx.x, 0, 1);
+  if (work.slot < 0) return wait_for_previous();
+  Ring ring(shared.rest, job.stages);
+  if (threadIdx.x == 0) ring.init();
+  __syncthreads();
+  if (threadIdx.x / 32 == kWarps)
+    produce(job, work, ring);
+  else
+    consume(job, work, shared, ring);
+}
