@@ -27,6 +27,13 @@ __device__ inline void copy(u32 to, const void* from, u32 bytes, u32 bar, u64 po
       : "memory");
 }
 
+__device__ inline void copy(u32 to, const void* from, u32 bytes, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(bar)
+      : "memory");
+}
+
 // A barrier of one arrival (the producer's) when a stage is full, one of `consumers` when it is free.
 __device__ inline void init_ring(u32 full, u32 empty, int stages, int consumers) {
   for (int i = 0; i < stages; i++) {

@@ -3,35 +3,11 @@
 // values in flight with bulk copies (a chunk of either is contiguous in the cache), and stores the new
 // ones before it comes to them.
 #include "chunk.cuh"
+#include "ring.cuh"
 
 constexpr int kOutputs = HD / 2 + 4;  // floats per row, without bank conflicts
 constexpr int kPart = 64, kParts = kChunk / kPart;  // keys per stage of the ring
 constexpr u32 kStage = kPart * HD * sizeof(Cached);
-
-__device__ inline void barrier_init(u32 bar, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
-}
-__device__ inline void arrive(u32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ inline void expect(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
-               : "memory");
-}
-__device__ inline void await(u32 bar, u32 parity) {
-  asm volatile(
-      "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; "
-      "bra again; done: }" ::"r"(bar),
-      "r"(parity)
-      : "memory");
-}
-__device__ inline void copy(u32 to, const void* from, u32 bytes, u32 bar) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(bar)
-      : "memory");
-}
-__device__ inline void consumers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
 struct Ring {
   u32 at, full, empty;
@@ -40,10 +16,7 @@ struct Ring {
   __device__ Ring(u8* memory, int stages) : stages(stages) {
     at = shared_address(memory), full = at + stages * kStage, empty = full + 8 * stages;
   }
-  __device__ void init() {
-    for (int i = 0; i < stages; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, kWarps);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
+  __device__ void init() { init_ring(full, empty, stages, kWarps); }
   __device__ void advance() {
     if (++stage == stages) stage = 0, phase ^= 1;
   }
@@ -135,7 +108,7 @@ __device__ inline void give(const Job& job, const Work& work, const Shared& shar
                             const Sums (&sums)[NT]) {
   float* outputs = reinterpret_cast<float*>(shared.queries);
   const int warp = threadIdx.x / 32;
-  consumers_sync();
+  consumers_sync(kWarps);
 #pragma unroll
   for (int i = 0; i < NT; i++)
     if (threadIdx.x % 32 == 0) shared.factors[warp + i * kWarps].x = sums[i].l;
@@ -145,7 +118,7 @@ __device__ inline void give(const Job& job, const Work& work, const Shared& shar
       if (row < work.rows && column >= first && column < first + HD / 2)
         outputs[row * kOutputs + column - first] = all[n][t][e];
     });
-    consumers_sync();
+    consumers_sync(kWarps);
 #pragma unroll 1
     for (int i = threadIdx.x; i < work.rows * HD / 8; i += kWarps * 32) {
       const int row = i / (HD / 8), column = i % (HD / 8) * 4, r = work.first_row + row;
@@ -153,7 +126,7 @@ __device__ inline void give(const Job& job, const Work& work, const Shared& shar
       emit(job, work.b * job.tokens + r / job.group, work.head * job.group + r % job.group, first + column,
            o, shared.factors[row].x);
     }
-    consumers_sync();
+    consumers_sync(kWarps);
   }
 }
 
@@ -163,7 +136,7 @@ constexpr int kTogether = NT == 1 || HD <= 256 && NT == 2 ? 2 : 1;  // CTAs per 
 __device__ inline void consume(const Job& job, Work work, const Shared& shared, Ring& ring) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, tg = lane % 4;
   prepare(job, work, shared.queries);
-  consumers_sync();
+  consumers_sync(kWarps);
   Outputs o = {}, all = {};
   Sums lane_sums[NT], all_sums[NT];
 #pragma unroll 1
@@ -173,7 +146,7 @@ __device__ inline void consume(const Job& job, Work work, const Shared& shared, 
     keys += (key % kPart + g) * HD + warp / kKeyGroups * (HD / kSlices) + tg * 8;
     score([&](int kb, int half) { return load8(keys + half * 8 * HD + kb * 32); }, shared);
     ring.release();
-    consumers_sync();
+    consumers_sync(kWarps);
     const bool last = work.last_of_lane();
 #pragma unroll
     for (int i = 0; i < NT; i++) {
@@ -184,7 +157,7 @@ __device__ inline void consume(const Job& job, Work work, const Shared& shared, 
       if (last) factor = merge(all_sums[i], lane_sums[i]), lane_sums[i] = Sums();
       if (lane == 0) shared.factors[r] = make_float4(keep, factor.x, factor.y, 0.0f);
     }
-    consumers_sync();
+    consumers_sync(kWarps);
     const Cached* parts[kParts];
     for (int part = 0; part < kParts; part++)
       parts[part] = reinterpret_cast<const Cached*>(shared.rest + ring.ready(part)) +
