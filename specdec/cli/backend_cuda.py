@@ -7,14 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
+from specdec.bench import some_draft
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.errors import UserError
 from specdec.protocols import Cycle
-from specdec.types import NO_GUESS, Array, Check, Sequence
+from specdec.types import Array, Check, Sequence
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from targets.arch import Arch
     from targets.cuda.load import CudaOptions
     from targets.cuda.target import CudaTarget
@@ -119,8 +120,7 @@ class CudaBackend:
             return None  # references on a GPU wait for the host: nothing that can be captured
         from targets.cuda.roofline import forward_samples
 
-        draft = np.full((len(seqs), width - 1), NO_GUESS, np.int32)
-        rows = target.feed(seqs, draft)
+        rows = target.feed(seqs, some_draft(seqs, width - 1))
         return forward_samples(lambda: target.forward(rows, False), target.device.type)
 
     def _check(self, config: ModelConfig) -> None:
