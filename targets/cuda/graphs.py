@@ -19,6 +19,11 @@ from targets.cuda.ops import Rows
 
 MOST_ROWS = 512
 """Largest batch that is captured."""
+BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, *range(192, MOST_ROWS + 1, 64))
+"""Batches that are captured. Up to 16 rows a step reads the weights and little else: twice the rows
+cost next to nothing. From there on they are computed for, block of 64 tokens by block, so buckets
+lie closer together. Not closer still: a server captures each, once per kind of choice, before its
+first request."""
 TOKENS = (8, 16, 32, 64, 128)
 """Short prefill chunks are padded to these: what lies beyond their end is never read."""
 
@@ -27,8 +32,8 @@ Result = TypeVar("Result")
 
 
 def bucket_of(rows: int) -> int:
-    """Rows that a batch is padded to: the next power of two."""
-    return 1 << (rows - 1).bit_length()
+    """Rows that a batch is padded to; beyond the largest nothing is captured."""
+    return next((bucket for bucket in BUCKETS if rows <= bucket), rows)
 
 
 class Outcome(NamedTuple):
