@@ -22,6 +22,7 @@ from targets.cuda import sampling
 from targets.cuda.graphs import Captured, bucket_of
 from targets.cuda.kernels import Kernels
 from targets.cuda.ops import Rows
+from targets.cuda.room import room_for
 from targets.cuda.target import CudaTarget
 
 STOPS = 16
@@ -134,7 +135,9 @@ class CapturedCycle:
 
     def __call__(self, seqs: Seqs[Sequence], hurry: bool) -> list[Round]:
         self._seat([seq for seq in seqs if self.owners.get(seq.slot) is not seq])
-        former, self.pending = self.pending, self._launch(tuple(seqs))
+        with room_for(f"a cycle of {len(seqs)} sequences"):  # else the last one stays to be read
+            launched = self._launch(tuple(seqs))
+        former, self.pending = self.pending, launched
         return [] if former is None else [_read(former, seqs)]
 
     def _job(self, seqs: tuple[Sequence, ...]) -> Job:

@@ -18,6 +18,7 @@ from targets.cuda.model import Hidden, decode
 from targets.cuda.ops import Ops, Rows
 from targets.cuda.params import Weights
 from targets.cuda.prefill import Chunk, prefill
+from targets.cuda.room import room_for
 from targets.cuda.sampling import blank_rules
 from targets.rules import set_rules
 
@@ -108,13 +109,8 @@ class CudaTarget:
     def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
         if start == 0:
             self.seat(seq)
-        try:
+        with room_for(f"a chunk of {stop - start} tokens"):
             return self._prefill(seq, start, stop)
-        except torch.cuda.OutOfMemoryError as problem:
-            raise MemoryError(
-                f"the GPU has no room for a chunk of {stop - start} tokens: start with a smaller "
-                "--max-len or fewer --slots"
-            ) from problem
 
     @torch.inference_mode()
     def _prefill(self, seq: Sequence, start: int, stop: int) -> Step:
@@ -141,6 +137,10 @@ class CudaTarget:
     def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
         if draft.shape[1] > self.max_draft:
             raise UserError(f"K is {draft.shape[1]} but at most {self.max_draft} is possible")
+        with room_for(f"a step of {len(seqs)} sequences"):
+            return self._verify(seqs, draft)
+
+    def _verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
         forward = self._graphs.forward if self._graphs else self.forward
         out = forward(self.feed(seqs, draft), any(s.sampling.shaped for s in seqs))
         details: LogprobRows | None = None
