@@ -135,7 +135,7 @@ class CapturedCycle:
 
     def __call__(self, seqs: Seqs[Sequence], hurry: bool) -> list[Round]:
         self._seat([seq for seq in seqs if self.owners.get(seq.slot) is not seq])
-        with room_for(f"a cycle of {len(seqs)} sequences"):  # else the last one stays to be read
+        with room_for(f"a batch of {len(seqs)}"):  # else the last one stays to be read
             launched = self._launch(tuple(seqs))
         former, self.pending = self.pending, launched
         return [] if former is None else [_read(former, seqs)]

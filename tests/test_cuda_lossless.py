@@ -104,7 +104,7 @@ def test_out_of_memory_in_a_cycle_fails_who_joined_last(tiny, monkeypatch, said)
     engine = Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
     seqs = [Sequence(list(p), max_tokens=9) for p in prompts]
     errors = [event.error for event in engine.run(seqs) if event.error]
-    assert len(errors) == 1 and "no room for a step of 3 sequences" in errors[0]
+    assert len(errors) == 1 and "no room for a batch of 3" in errors[0]
     assert [seq.finish for seq in seqs] == ["length", "length", "error"]
     assert [seq.tokens for seq in seqs[:2]] == [seq.tokens for seq in alone[:2]]
 

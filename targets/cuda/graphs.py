@@ -7,6 +7,7 @@ exact at any batch and width, so a call is simply padded to its bucket with idle
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -54,12 +55,20 @@ class Captured(Generic[Result]):
             function()  # warm: nothing may be allocated by libraries or compiled in a capture
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool), _no_collection():
+        with _quiet(), torch.cuda.graph(self._graph, pool=pool), _no_collection():
             self.result = function()
 
     def replay(self) -> Result:
         self._graph.replay()
         return self.result
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A capture that fails before its first kernel says why; torch also warns of an empty graph."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+        yield
 
 
 @contextmanager

@@ -137,7 +137,7 @@ class CudaTarget:
     def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
         if draft.shape[1] > self.max_draft:
             raise UserError(f"K is {draft.shape[1]} but at most {self.max_draft} is possible")
-        with room_for(f"a step of {len(seqs)} sequences"):
+        with room_for(f"a batch of {len(seqs)}"):
             return self._verify(seqs, draft)
 
     def _verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
