@@ -86,6 +86,17 @@ class CudaBackend:
         fit = target.max_len // 2
         return target.slots, (*(n for n in TOKENS if n <= fit), min(LONG, fit))
 
+    def memory(self, target: CudaTarget) -> dict[str, int] | None:
+        if target.device.type == "cpu":
+            return None
+        from targets.cuda.machine import used_bytes
+        from targets.cuda.memory import Shape, need
+
+        plan = target.plan
+        sizes = plan.slots, plan.max_len, 1, plan.chunk
+        counted = need(target.arch, Shape(*sizes, plan.dtype, plan.kv_dtype))
+        return {"weights": counted.weights, "cache": counted.cache, "used": used_bytes()}
+
     def scorer(self, target: CudaTarget) -> Callable[[list[int]], np.ndarray]:
         from targets.cuda.score import window_nll
 
