@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.cli.backend_cuda import CudaBackend
 from specdec.errors import UserError
 from targets.arch import LayerSpec, released
 from targets.cuda import memory, roofline
@@ -188,3 +189,8 @@ def test_buckets_hold_every_batch_and_lie_closer_where_rows_cost():
         *(1, 4, 16, 32, 48, 96, 192, 512)
     ]
     assert bucket_of(MOST_ROWS + 1) == MOST_ROWS + 1
+
+
+def test_a_cpu_tells_no_gpu_memory(tiny):
+    target = load_target(tiny["31b"], CudaOptions(slots=1, max_len=64, device="cpu"))
+    assert CudaBackend().memory(target) is None

@@ -18,7 +18,7 @@ from targets.cuda.graphs import MOST_ROWS, TOKENS, bucket_of
 from targets.cuda.layers import Reference
 from targets.cuda.ops import Ops
 from targets.cuda.params import load_params, random_params
-from targets.cuda.room import room_for
+from targets.cuda.room import room_for, use_pages
 from targets.cuda.target import DTYPES, CudaTarget, Plan
 
 SHORTEST = 16
@@ -151,6 +151,8 @@ def make_ops(arch: Arch, plan: Plan) -> Ops:
     if plan.device == "cpu":
         # rows are computed one by one: threads would wait for each other far longer than they work
         torch.set_num_threads(1)
+    else:
+        use_pages()
     if plan.device == "cpu" or plan.dtype == "float32":
         return Reference(arch)
     from targets.cuda.kernels import Kernels

@@ -8,6 +8,13 @@ from contextlib import contextmanager
 import torch
 
 
+def use_pages() -> None:
+    """Let torch's memory on the GPU grow and shrink by pages. It takes it in blocks otherwise, of
+    which those that something small still lies in are lost: 0.4 GiB after a long prompt of 31B.
+    torch has no public name for it but an environment variable."""
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
 @contextmanager
 def room_for(what: str) -> Iterator[None]:
     """Raise MemoryError, which names `what`, where the GPU has no room for it. What torch keeps for
