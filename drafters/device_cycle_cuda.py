@@ -18,10 +18,11 @@ import torch
 from specdec.cycle import cycle
 from specdec.protocols import Cycle
 from specdec.types import NO_GUESS, SAT_OUT, Array, LogprobRows, Round, Sequence, Step
-from targets.cuda import sampling
 from targets.cuda.graphs import Captured, bucket_of
 from targets.cuda.kernels import Kernels
 from targets.cuda.ops import Rows
+from targets.cuda.room import room_for
+from targets.cuda.sampling import each_part
 from targets.cuda.target import CudaTarget
 
 STOPS = 16
@@ -78,9 +79,8 @@ class _Verify:
 
     def verify(self, slots: Any, draft: torch.Tensor) -> Step:
         assert self.text.rows is not None
-        out = self.target.forward(self.text.rows, self.job.shaped)
-        details = sampling.logprob_rows(out.logits, out.chosen) if self.job.logprobs else None
-        return Step(out.chosen, out.features, details)
+        out = self.target.step(self.text.rows, self.job.shaped, self.job.logprobs)
+        return Step(out.chosen, out.features, out.details)
 
 
 class Tape(NamedTuple):
@@ -129,12 +129,13 @@ class CapturedCycle:
         self.owners: dict[int, Sequence] = {}
         self.graphs: dict[Job, tuple[torch.Tensor, Captured[Tape]]] = {}
         self.fed: dict[Job, tuple[int, ...]] = {}
-        self.pool = torch.cuda.graph_pool_handle()
         self.pending: Launched | None = None
 
     def __call__(self, seqs: Seqs[Sequence], hurry: bool) -> list[Round]:
         self._seat([seq for seq in seqs if self.owners.get(seq.slot) is not seq])
-        former, self.pending = self.pending, self._launch(tuple(seqs))
+        with room_for(f"a batch of {len(seqs)}"):  # else the last one stays to be read
+            launched = self._launch(tuple(seqs))
+        former, self.pending = self.pending, launched
         return [] if former is None else [_read(former, seqs)]
 
     def _job(self, seqs: tuple[Sequence, ...]) -> Job:
@@ -147,7 +148,7 @@ class CapturedCycle:
         job = self._job(seqs)
         if job not in self.graphs:
             idle = torch.full((job.batch,), -1, dtype=torch.int32, device=self.target.device)
-            self.graphs[job] = idle, Captured(lambda: self._cycle(job, idle), self.pool)
+            self.graphs[job] = idle, Captured(lambda: self._cycle(job, idle), self.target.pool)
         slots, graph = self.graphs[job]
         wanted = tuple(seq.slot for seq in seqs)
         if self.fed.get(job) != wanted:
@@ -157,7 +158,7 @@ class CapturedCycle:
             self.fed[job] = wanted
         tape = graph.replay()
         words = _to_host(tape.words)
-        parts = tape.details and LogprobRows(*map(_to_host, _leaves(tape.details)))
+        parts = tape.details and each_part(_to_host, tape.details)
         done = torch.cuda.Event()
         done.record()
         return Launched(seqs, job, words, parts, done)
@@ -203,10 +204,6 @@ class CapturedCycle:
         self.target.cache.tokens[at, length.long() - 1] = last
 
 
-def _leaves(details: LogprobRows) -> tuple[Any, Any, Any]:
-    return details.chosen, details.top_ids, details.top_logprobs
-
-
 def _to_host(values: torch.Tensor) -> torch.Tensor:
     """Enqueue the copy to page-locked memory; torch keeps such memory for reuse."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -222,5 +219,5 @@ def _read(cycle_: Launched, seqs: Seqs[Sequence]) -> Round:
     rows = np.array([where.get(id(seq), -1) for seq in seqs])
     mine = words[rows]
     accepted = np.where(rows >= 0, mine[:, -1], SAT_OUT)
-    details = cycle_.details and LogprobRows(*(p.numpy()[rows] for p in _leaves(cycle_.details)))
+    details = cycle_.details and each_part(lambda part: part.numpy()[rows], cycle_.details)
     return Round(mine[:, :k], Step(mine[:, k : 2 * k + 1], None, details), accepted)

@@ -63,10 +63,15 @@ class Engine:
             self.drafter.reset(seq)
         events += self._prefill()
         if self.scheduler.running:
-            rows = tuple(self.scheduler.running)
-            for done in self.cycle(rows, bool(self.scheduler.prefilling)):
-                events += self._emit_round(rows, done)
+            events += self._decode(tuple(self.scheduler.running))
         return events
+
+    def _decode(self, rows: tuple[Sequence, ...]) -> list[Event]:
+        try:
+            rounds = self.cycle(rows, bool(self.scheduler.prefilling))
+        except MemoryError as refusal:  # the last to join gives way, the others go on
+            return [self._finish(rows[-1], (), "error", error=f"decode: {refusal}")]
+        return [event for done in rounds for event in self._emit_round(rows, done)]
 
     def run(self, seqs: list[Sequence]) -> Iterator[Event]:
         """Submit all, step until idle, yield every event (for commands and tests)."""
@@ -74,6 +79,12 @@ class Engine:
             self.submit(seq)
         while not self.idle:
             yield from self.step()
+
+    def run_to_end(self, seqs: list[Sequence]) -> None:
+        """`run`, for who wants no events. Raises UserError where one fails."""
+        for event in self.run(seqs):
+            if event.error is not None:
+                raise UserError(event.error)
 
     def _prefill(self) -> list[Event]:
         chunk = self.scheduler.next_chunk()

@@ -77,6 +77,47 @@ def test_out_of_memory_in_prefill_fails_that_request_alone(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "said",
+    [
+        torch.cuda.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA driver: CUDA_ERROR_OUT_OF_MEMORY"),
+        RuntimeError("operation failed due to a previous error during capture"),
+    ],
+)
+def test_out_of_memory_in_a_cycle_fails_who_joined_last(tiny, monkeypatch, said):
+    target = target_of(tiny["31b"], 3)
+    honest = target.forward
+
+    def forward(rows, shaped):
+        if len(rows.slot) < 3:
+            return honest(rows, shaped)
+        try:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise said  # as the end of a capture does: what came first is its context
+
+    prompts = [[5, 6], [7], [8, 9, 10]]
+    alone = [Sequence(list(p), max_tokens=9) for p in prompts]
+    for seq in alone:
+        Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0)).run_to_end([seq])
+    monkeypatch.setattr(target, "forward", forward)
+    engine = Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
+    seqs = [Sequence(list(p), max_tokens=9) for p in prompts]
+    errors = [event.error for event in engine.run(seqs) if event.error]
+    assert len(errors) == 1 and "no room for a batch of 3" in errors[0]
+    assert [seq.finish for seq in seqs] == ["length", "length", "error"]
+    assert [seq.tokens for seq in seqs[:2]] == [seq.tokens for seq in alone[:2]]
+
+
+def test_other_failures_stay_what_they_are(tiny, monkeypatch):
+    target = target_of(tiny["31b"], 1)
+    monkeypatch.setattr(target, "forward", lambda rows, shaped: torch.zeros(2) @ torch.zeros(3))
+    engine = Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
+    with pytest.raises(RuntimeError, match="inconsistent tensor size|size"):
+        engine.run_to_end([Sequence([5, 6], max_tokens=4)])
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"slots": 0}, "--slots"),

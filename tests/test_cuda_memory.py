@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.cli.backend_cuda import CudaBackend
 from specdec.errors import UserError
 from targets.arch import LayerSpec, released
 from targets.cuda import memory, roofline
 from targets.cuda.cache import entries
+from targets.cuda.graphs import MOST_ROWS, bucket_of
 from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.machine import Machine, refuse
 from targets.cuda.memory import Shape, check_fits, need
@@ -176,3 +178,19 @@ def test_attentions_partial_results_are_counted_and_bounded():
     angles = 4 * (131072 - SHAPE.max_len) * (256 + 512)
     chunk = replace(SHAPE, chunk=128), replace(long, chunk=128)
     assert need(B31, chunk[1]).workspace - need(B31, chunk[0]).workspace == angles
+
+
+def test_buckets_hold_every_batch_and_lie_closer_where_rows_cost():
+    for rows in range(1, MOST_ROWS + 1):
+        assert rows <= bucket_of(rows) < 2 * rows + (rows == 1)
+        if rows > 32:
+            assert bucket_of(rows) <= 1.5 * rows
+    assert [bucket_of(n) for n in (1, 3, 16, 17, 33, 65, 129, 512)] == [
+        *(1, 4, 16, 32, 48, 96, 192, 512)
+    ]
+    assert bucket_of(MOST_ROWS + 1) == MOST_ROWS + 1
+
+
+def test_a_cpu_tells_no_gpu_memory(tiny):
+    target = load_target(tiny["31b"], CudaOptions(slots=1, max_len=64, device="cpu"))
+    assert CudaBackend().memory(target) is None

@@ -169,6 +169,26 @@ def test_long_prefill_chunks_equal_short_ones(tiny, references, variant):
                 assert (a - b).abs().max() <= TOLERANCE * scale and a.abs().max() > 0
 
 
+def test_rows_that_sit_out_pick_no_expert(tiny):
+    """Nor do drafts that don't exist; the other rows don't notice."""
+    arch = read_arch(tiny["26b-a4b"])
+    ops, moe = Reference(arch), arch.layers[0].moe
+    weights = load_params(Checkpoint(tiny["26b-a4b"], arch), arch, "float32", "cpu", ops.pack)
+    w = weights.layers[0].moe
+    assert moe is not None and w is not None
+    h = torch.randn((6, arch.hidden), generator=torch.Generator().manual_seed(0))
+
+    def call(ids, slot):
+        rows = Rows(torch.tensor(ids), torch.zeros(2), torch.tensor(slot))
+        chosen = ops.route(h, w.router_scale, w.router, w.per_expert, rows, moe)
+        return chosen[0], ops.experts(h, chosen, w.gate_up, w.down, moe)
+
+    numbers, whole = call([[5, 6, 7], [8, 9, 10]], [0, 1])
+    some, parts = call([[5, 6, -1], [8, 9, 10]], [0, -1])
+    assert torch.equal(some[:2], numbers[:2]) and torch.equal(parts[:2], whole[:2])
+    assert (some[2:] == -1).all() and not parts[2:].any() and whole.any(1).all()
+
+
 def test_mini_agrees_with_jax():
     """The two targets in float32 on the embedded model say the same text."""
     path = mini.path("mini")

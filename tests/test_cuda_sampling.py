@@ -94,7 +94,7 @@ def test_greedy_and_logprobs_equal_jax():
     rows = Rows(torch.zeros((SLOTS, TOKENS)).int(), torch.zeros(SLOTS).int(), slots)
     chosen = sampling.choose_greedy(torch.from_numpy(logits), torch.from_numpy(bias), rows)
     assert (chosen.numpy() == np.asarray(jax_sampling.choose_greedy(logits, bias[::-1]))).all()
-    ours = sampling.logprobs(torch.from_numpy(logits), chosen)
+    ours = sampling.on_host(sampling.logprobs(torch.from_numpy(logits), chosen))
     theirs = jax_sampling.logprobs(jnp.asarray(logits), jnp.asarray(chosen.numpy()))
     assert (ours.top_ids == np.asarray(theirs.top_ids)).all()
     for name in ("chosen", "top_logprobs"):

@@ -132,8 +132,7 @@ def _same_in_both_loops(model: Model, speculation: SpeculationConfig) -> bool:
         for sampling in VARIANTS:
             prompts = [[2 + i, 3, 4] * 4 for i in range(min(model.target.slots, PROVEN_ROWS))]
             seqs = [Sequence(p, sampling, max_tokens=WARM_TOKENS) for p in prompts]
-            for _ in engine.run(seqs):
-                pass
+            engine.run_to_end(seqs)
             texts.append([seq.tokens for seq in seqs])
     return texts[: len(VARIANTS)] == texts[len(VARIANTS) :]
 
@@ -180,8 +179,7 @@ def warm_up(
 
 
 def _decode(engine: Engine, prompts: list[list[int]], sampling: Sampling, count: int) -> None:
-    for _ in engine.run([Sequence(list(p), sampling, max_tokens=count) for p in prompts]):
-        pass
+    engine.run_to_end([Sequence(list(p), sampling, max_tokens=count) for p in prompts])
 
 
 def command_record(command: str, model: ModelConfig, **configs: Any) -> dict[str, Any]:

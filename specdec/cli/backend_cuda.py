@@ -7,14 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
+from specdec.bench import some_draft
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.errors import UserError
 from specdec.protocols import Cycle
-from specdec.types import NO_GUESS, Array, Check, Sequence
+from specdec.types import Array, Check, Sequence
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from targets.arch import Arch
     from targets.cuda.load import CudaOptions
     from targets.cuda.target import CudaTarget
@@ -85,6 +86,17 @@ class CudaBackend:
         fit = target.max_len // 2
         return target.slots, (*(n for n in TOKENS if n <= fit), min(LONG, fit))
 
+    def memory(self, target: CudaTarget) -> dict[str, int] | None:
+        if target.device.type == "cpu":
+            return None
+        from targets.cuda.machine import used_bytes
+        from targets.cuda.memory import Shape, need
+
+        plan = target.plan
+        sizes = plan.slots, plan.max_len, 1, plan.chunk
+        counted = need(target.arch, Shape(*sizes, plan.dtype, plan.kv_dtype))
+        return {"weights": counted.weights, "cache": counted.cache, "used": used_bytes()}
+
     def scorer(self, target: CudaTarget) -> Callable[[list[int]], np.ndarray]:
         from targets.cuda.score import window_nll
 
@@ -119,8 +131,7 @@ class CudaBackend:
             return None  # references on a GPU wait for the host: nothing that can be captured
         from targets.cuda.roofline import forward_samples
 
-        draft = np.full((len(seqs), width - 1), NO_GUESS, np.int32)
-        rows = target.feed(seqs, draft)
+        rows = target.feed(seqs, some_draft(seqs, width - 1))
         return forward_samples(lambda: target.forward(rows, False), target.device.type)
 
     def _check(self, config: ModelConfig) -> None:

@@ -77,6 +77,9 @@ class JaxBackend:
     def warm(self, target: JaxTarget) -> tuple[int, Rows[int]]:
         return 1, (1,)  # all slots are one program, and chunks are padded to one length
 
+    def memory(self, target: JaxTarget) -> None:
+        return None  # XLA takes most of the device at once: what is in use says nothing
+
     def scorer(self, target: JaxTarget) -> Callable[[list[int]], np.ndarray]:
         from targets.jax.score import window_nll
 

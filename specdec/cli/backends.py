@@ -74,6 +74,10 @@ class Backend(Protocol):
         """Up to how many rows each batch size, and which prompt lengths, need programs."""
         ...
 
+    def memory(self, target: Any) -> dict[str, int] | None:
+        """Bytes on the GPU: weights, cache, and all that is in use; None where it can't be told."""
+        ...
+
     def scorer(self, target: Any) -> Callable[[list[int]], np.ndarray]:
         """tokens -> nll [len - 1] in nats (specdec.perplexity.Score)."""
         ...

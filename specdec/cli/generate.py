@@ -92,6 +92,8 @@ def _stream(engine: Engine, seq: Sequence, tokenizer, echo: str) -> tuple[float,
     sys.stdout.write(echo)
     first = last = 0.0
     for event in engine.run([seq]):
+        if event.error is not None:
+            raise UserError(event.error)
         last = time.perf_counter()
         first = first or last
         sys.stdout.write("".join(text.step(token) for token in event.tokens))

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import socket
 
-from specdec.cli.assemble import VARIANTS, console, load_model, make_engine, say_model, warm_up
+from specdec.cli.assemble import (
+    VARIANTS,
+    Model,
+    console,
+    load_model,
+    make_engine,
+    say_model,
+    warm_up,
+)
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.errors import UserError
 
@@ -47,6 +55,7 @@ def serve(
         say_model(model, loaded)
         engine = make_engine(loaded, speculation, max_waiting)
         warm_up(engine, VARIANTS, *loaded.backend.warm(loaded.target))
+        _say_memory(loaded)
         name = served_model_name or loaded.name
         app = create_app(
             EngineRunner(engine), loaded.tokenizer, name, k=speculation.k, api_key=api_key
@@ -59,6 +68,17 @@ def serve(
             uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
         )
         server.run(sockets=[listener])
+
+
+def _say_memory(model: Model) -> None:
+    """What is left when all is ready tells an operator how many more slots would fit."""
+    held = model.backend.memory(model.target)
+    if held is not None:
+        weights, cache, used = (held[part] / 1e9 for part in ("weights", "cache", "used"))
+        console.print(
+            f"[dim]{used:.1f} GB of GPU memory in use: weights {weights:.1f}, K/V cache "
+            f"{cache:.1f}, all else {used - weights - cache:.1f}[/dim]"
+        )
 
 
 def _listen(host: str, port: int) -> socket.socket:

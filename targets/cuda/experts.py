@@ -11,7 +11,7 @@ from specdec.errors import UserError
 from targets.arch import Arch, MoeSpec
 from targets.cuda import tiles
 from targets.cuda.launch import Launch, Variant, pointer
-from targets.cuda.ops import Linear
+from targets.cuda.ops import Linear, Rows
 
 if TYPE_CHECKING:
     from targets.cuda.inputs import Input
@@ -49,14 +49,20 @@ def variants(arch: Arch, kinds: set[str]) -> set[Variant]:
 
 
 def pick(
-    launch: Launch, logits: torch.Tensor, per_expert: torch.Tensor, moe: MoeSpec, factor: float
+    launch: Launch,
+    logits: torch.Tensor,
+    per_expert: torch.Tensor,
+    rows: Rows,
+    moe: MoeSpec,
+    factor: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The router's choice from logits [M, E], which are multiplied by `factor` first."""
     m = len(logits)
     numbers = torch.empty((m, moe.top_k), dtype=torch.int32, device=logits.device)
     shares = torch.empty((m, moe.top_k), device=logits.device)
-    arguments: list[Any] = [*map(pointer, (logits, per_expert, numbers, shares))]
-    arguments += [c_int(moe.experts), c_int(moe.top_k), c_float(factor)]
+    tensors = logits, per_expert, rows.tokens, rows.slot, numbers, shares
+    arguments: list[Any] = [*map(pointer, tensors)]
+    arguments += [*map(c_int, (moe.experts, moe.top_k, rows.tokens.shape[1])), c_float(factor)]
     launch(ROUTE, "pick", (m, 1, 1), 32, arguments)
     return numbers, shares
 
@@ -80,7 +86,8 @@ def run(
     # no other launch between these two: `down` reads `numbers` before it waits
     _experts(launch, "gate_up", gate_up, x.data, (x.k_blocks, x.block), numbers, gated)
     _experts(launch, "down", down, gated, (inputs // tiles.INPUTS, 1), numbers, parts)
-    arguments = [*map(pointer, (parts, shares, out)), c_int(down.n), c_int(numbers.shape[1])]
+    tensors = parts, shares, numbers, out
+    arguments = [*map(pointer, tensors), c_int(down.n), c_int(numbers.shape[1])]
     grid = (len(numbers), -(-down.n // (4 * THREADS)), 1)
     launch(ROUTE, "combine", grid, THREADS, arguments)
     return out

@@ -7,18 +7,25 @@ exact at any batch and width, so a call is simply padded to its bucket with idle
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from specdec.types import NO_GUESS
+from specdec.types import NO_GUESS, LogprobRows
 from targets.cuda.model import Hidden
 from targets.cuda.ops import Rows
+from targets.cuda.sampling import each_part
 
 MOST_ROWS = 512
 """Largest batch that is captured."""
+BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, *range(192, MOST_ROWS + 1, 64))
+"""Batches that are captured. Up to 16 rows a step reads the weights and little else: twice the rows
+cost next to nothing. From there on they are computed for, block of 64 tokens by block, so buckets
+lie closer together. Not closer still: a server captures each, once per kind of choice, before its
+first request."""
 TOKENS = (8, 16, 32, 64, 128)
 """Short prefill chunks are padded to these: what lies beyond their end is never read."""
 
@@ -27,8 +34,8 @@ Result = TypeVar("Result")
 
 
 def bucket_of(rows: int) -> int:
-    """Rows that a batch is padded to: the next power of two."""
-    return 1 << (rows - 1).bit_length()
+    """Rows that a batch is padded to; beyond the largest nothing is captured."""
+    return next((bucket for bucket in BUCKETS if rows <= bucket), rows)
 
 
 class Outcome(NamedTuple):
@@ -36,6 +43,15 @@ class Outcome(NamedTuple):
 
     chosen: torch.Tensor
     logits: torch.Tensor
+    features: torch.Tensor | None
+
+
+class Chosen(NamedTuple):
+    """What a step says: chosen [B, T] int32; its log-probabilities where they were asked for;
+    features. Not the logits: a graph's results stay in memory, and every graph has its own."""
+
+    chosen: torch.Tensor
+    details: LogprobRows | None
     features: torch.Tensor | None
 
 
@@ -49,12 +65,20 @@ class Captured(Generic[Result]):
             function()  # warm: nothing may be allocated by libraries or compiled in a capture
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool), _no_collection():
+        with _quiet(), torch.cuda.graph(self._graph, pool=pool), _no_collection():
             self.result = function()
 
     def replay(self) -> Result:
         self._graph.replay()
         return self.result
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A capture that fails before its first kernel says why; torch also warns of an empty graph."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+        yield
 
 
 @contextmanager
@@ -70,31 +94,34 @@ def _no_collection() -> Iterator[None]:
 
 
 class Graphs:
-    """The target's forwards, captured when a shape is first met."""
+    """The target's steps and short chunks, captured when a shape is first met."""
 
     def __init__(
         self,
-        forward: Callable[[Rows, bool], Outcome],
+        step: Callable[[Rows, bool, bool], Chosen],
         short: Callable[[Rows, torch.Tensor], Hidden],
+        pool: Any,
     ) -> None:
-        self._forward, self._short = forward, short
-        self._pool = torch.cuda.graph_pool_handle()
-        self._verifies: dict[tuple[int, int, bool], tuple[Rows, Captured[Outcome]]] = {}
+        """pool: of memory that no two graphs use at the same time."""
+        self._step, self._short, self._pool = step, short, pool
+        self._steps: dict[tuple[int, int, bool, bool], tuple[Rows, Captured[Chosen]]] = {}
         self._chunks: dict[int, tuple[Rows, torch.Tensor, Captured[Hidden]]] = {}
 
-    def forward(self, rows: Rows, shaped: bool) -> Outcome:
-        """As `CudaTarget.forward`; the result is valid until the next call."""
+    def step(self, rows: Rows, shaped: bool, logprobs: bool) -> Chosen:
+        """As `CudaTarget.step`; the result is valid until the next call."""
         batch, tokens = rows.tokens.shape
         bucket = bucket_of(batch)
-        key = bucket, tokens, shaped
-        if key not in self._verifies:
+        key = bucket, tokens, shaped, logprobs
+        if key not in self._steps:
             idle = idle_rows(bucket, tokens, rows.tokens.device)
-            self._verifies[key] = idle, Captured(lambda: self._forward(idle, shaped), self._pool)
-        feed, graph = self._verifies[key]
+            captured = Captured(lambda: self._step(idle, shaped, logprobs), self._pool)
+            self._steps[key] = idle, captured
+        feed, graph = self._steps[key]
         _fill(feed, rows)
         out = graph.replay()
         kept = None if out.features is None else out.features[:batch]
-        return Outcome(out.chosen[:batch], out.logits[:batch], kept)
+        details = out.details and each_part(lambda part: part[:batch], out.details)
+        return Chosen(out.chosen[:batch], details, kept)
 
     def prefill(self, rows: Rows) -> Hidden:
         """As `CudaTarget.short` of a chunk [1, T]; the result is valid until the next call."""

@@ -157,10 +157,11 @@ class Kernels:
         scale: torch.Tensor,
         proj: Linear,
         per_expert: torch.Tensor,
+        rows: Rows,
         moe: MoeSpec,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.linear(self.norm(h, None, None, None, scale, proj.kind), proj)
-        return experts.pick(self._launch, logits, per_expert, moe, self.arch.hidden**-0.5)
+        return experts.pick(self._launch, logits, per_expert, rows, moe, self.arch.hidden**-0.5)
 
     def experts(
         self,

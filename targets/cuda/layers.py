@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from specdec.types import NO_GUESS
 from targets.arch import Arch, LayerSpec, MoeSpec
 from targets.cuda import cache as kv, sampling
 from targets.cuda.cache import CHUNK, LayerCache
@@ -145,14 +146,16 @@ class Reference:
         scale: torch.Tensor,
         proj: Linear,
         per_expert: torch.Tensor,
+        rows: Rows,
         moe: MoeSpec,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         factor = scale * self.arch.hidden**-0.5
         x = as_input(each_row(lambda row: rms(row, factor, self.arch.eps), h), proj.kind)
         shares = each_row(lambda row: row.softmax(-1), self.linear(x, proj))
         ranked = [rank(row[None].clone(), per_expert, moe) for row in shares]
-        numbers, parts = zip(*ranked, strict=True)
-        return torch.cat(numbers), torch.cat(parts)
+        numbers, parts = map(torch.cat, zip(*ranked, strict=True))
+        out = ((rows.slot[:, None] < 0) | (rows.tokens == NO_GUESS)).flatten()[:, None]
+        return numbers.masked_fill(out, -1), parts.masked_fill(out, 0.0)
 
     def experts(
         self,
@@ -165,6 +168,8 @@ class Reference:
         out = torch.zeros((len(x), down.n), device=x.device)
         for row, numbers, shares, total in zip(x, *chosen, out, strict=True):
             for number, share in zip(numbers.tolist(), shares, strict=True):
+                if number < 0:
+                    continue
                 part = self.linear(row[None], expert(gate_up, number))
                 x_down = as_input(each_row(gate, part), down.kind)
                 total += share * self.linear(x_down, expert(down, number))[0]

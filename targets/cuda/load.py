@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from targets.cuda.graphs import MOST_ROWS, TOKENS, bucket_of
 from targets.cuda.layers import Reference
 from targets.cuda.ops import Ops
 from targets.cuda.params import load_params, random_params
+from targets.cuda.room import room_for, use_pages
 from targets.cuda.target import DTYPES, CudaTarget, Plan
 
 SHORTEST = 16
@@ -60,16 +63,31 @@ def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()
     checkpoint = Checkpoint(path, arch)
     plan = make_plan(arch, options, _stored(checkpoint))
     ops = make_ops(arch, plan)
-    weights = load_params(checkpoint, arch, plan.dtype, plan.device, ops.pack)
-    return CudaTarget(plan, arch, weights, ops, suppress, _captures(options, ops))
+    with _all_or_nothing():
+        weights = load_params(checkpoint, arch, plan.dtype, plan.device, ops.pack)
+        return CudaTarget(plan, arch, weights, ops, suppress, _captures(options, ops))
 
 
 def random_target(arch: Arch, options: CudaOptions, seed: int = 0) -> CudaTarget:
     """A model of this architecture with random weights (speed tests)."""
     plan = make_plan(arch, options, "bfloat16")
     ops = make_ops(arch, plan)
-    weights = random_params(arch, plan.dtype, plan.device, ops.pack, seed)
-    return CudaTarget(plan, arch, weights, ops, graphs=_captures(options, ops))
+    with _all_or_nothing():
+        weights = random_params(arch, plan.dtype, plan.device, ops.pack, seed)
+        return CudaTarget(plan, arch, weights, ops, graphs=_captures(options, ops))
+
+
+@contextmanager
+def _all_or_nothing() -> Iterator[None]:
+    """What a load leaves behind is the target alone. Raises UserError where it has no room: another
+    process may have taken what was free when it was checked."""
+    try:
+        with room_for("the weights and the K/V cache"):
+            yield
+    except MemoryError as problem:
+        raise UserError(str(problem)) from problem
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
@@ -133,6 +151,8 @@ def make_ops(arch: Arch, plan: Plan) -> Ops:
     if plan.device == "cpu":
         # rows are computed one by one: threads would wait for each other far longer than they work
         torch.set_num_threads(1)
+    else:
+        use_pages()
     if plan.device == "cpu" or plan.dtype == "float32":
         return Reference(arch)
     from targets.cuda.kernels import Kernels

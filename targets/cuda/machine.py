@@ -93,6 +93,12 @@ def free_bytes() -> int:
     return import_module("torch").cuda.mem_get_info()[0]
 
 
+def used_bytes() -> int:
+    """Memory of the current GPU that is in use, by whomever."""
+    free, total = import_module("torch").cuda.mem_get_info()
+    return total - free
+
+
 def device_name(device: str) -> str:
     """As people call it."""
     if device == "cpu":

@@ -50,7 +50,7 @@ def decode(
         x = ops.norm(h, branch, w.post_attention_norm, None, w.pre_feedforward_norm, gate_up)
         branch = ops.linear(ops.gated(x, w.gate_up, w.down.kind), w.down)
         if layer.moe and w.moe:
-            branch = _with_experts(h, branch, w.moe, layer.moe, ops)
+            branch = _with_experts(h, branch, w.moe, layer.moe, rows, ops)
         post = w.post_feedforward_norm
         if w.per_layer and inputs is not None:
             gate, projection = w.per_layer.gate, w.per_layer.projection
@@ -87,10 +87,10 @@ def _per_layer_inputs(
 
 
 def _with_experts(
-    h: torch.Tensor, dense: torch.Tensor, w: Moe, moe: MoeSpec, ops: Ops
+    h: torch.Tensor, dense: torch.Tensor, w: Moe, moe: MoeSpec, rows: Rows, ops: Ops
 ) -> torch.Tensor:
     """The dense branch and the routed one, each with its own norms, summed."""
-    chosen = ops.route(h, w.router_scale, w.router, w.per_expert, moe)
+    chosen = ops.route(h, w.router_scale, w.router, w.per_expert, rows, moe)
     x = ops.norm(h, None, None, None, w.pre_norm, w.gate_up.kind)
     routed = ops.experts(x, chosen, w.gate_up, w.down, moe)
     return ops.join(dense, w.dense_norm, routed, w.routed_norm)

@@ -120,9 +120,11 @@ class Ops(Protocol):
         scale: torch.Tensor,
         proj: Linear,
         per_expert: torch.Tensor,
+        rows: Rows,
         moe: MoeSpec,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> experts [M, top_k] int32 and shares [M, top_k] float32, in rank order."""
+        """-> experts [M, top_k] int32 and shares [M, top_k] float32, in rank order. Rows that sit
+        the call out and drafts that don't exist (NO_GUESS) pick nobody: -1, with shares of 0."""
         ...
 
     def experts(
@@ -133,7 +135,7 @@ class Ops(Protocol):
         down: Linear,
         moe: MoeSpec,
     ) -> torch.Tensor:
-        """Routed experts, summed in rank order -> [M, H] float32."""
+        """Routed experts, summed in rank order -> [M, H] float32; 0 where a row picked nobody."""
         ...
 
     def join(

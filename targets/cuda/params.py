@@ -12,15 +12,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import ml_dtypes
-import numpy as np
 import torch
 
 from targets.arch import Arch, LayerSpec
 from targets.checkpoint import Checkpoint
 from targets.cuda.cache import FP8_MAX
 from targets.cuda.ops import Linear
-from targets.cuda.upload import upload
+from targets.cuda.upload import as_tensor, upload
+from targets.cuda.workshop import Workshop
 from targets.tensors import TensorSpec, all_tensors
 
 READERS = 4
@@ -96,11 +95,12 @@ def load_params(checkpoint: Checkpoint, arch: Arch, dtype: str, device: str, pac
     def source(name: str) -> Raw:
         stored = checkpoint.read(name)
         scale = None if stored.scale is None else torch.from_numpy(stored.scale).to(device)
-        values = _tensor(stored.values)
+        values = as_tensor(stored.values)
         return (values if device == "cpu" else upload(values, device)), scale
 
     with ThreadPoolExecutor(READERS) as readers:
-        return _build(arch, source, dtype, pack, lambda make, items: list(readers.map(make, items)))
+        each = lambda make, items: list(readers.map(make, items))  # noqa: E731
+        return _build(arch, source, dtype, device, pack, each)
 
 
 def random_params(arch: Arch, dtype: str, device: str, pack: Pack, seed: int = 0) -> Weights:
@@ -118,7 +118,7 @@ def random_params(arch: Arch, dtype: str, device: str, pack: Pack, seed: int = 0
         values = torch.empty(shape, dtype=wide, device=device)
         return values.normal_(0.0, inner**-0.5, generator=generator), None
 
-    return _build(arch, source, dtype, pack, lambda make, items: [make(i) for i in items])
+    return _build(arch, source, dtype, device, pack, lambda make, items: [make(i) for i in items])
 
 
 def quantise_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,8 +131,15 @@ def quantise_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class _Reader:
     """Tensors by name in the form that the forward wants them."""
 
-    def __init__(self, source: Source, specs: dict[str, TensorSpec], dtype: str, pack: Pack):
-        self.source, self.specs, self.pack = source, specs, pack
+    def __init__(
+        self,
+        source: Source,
+        specs: dict[str, TensorSpec],
+        dtype: str,
+        pack: Pack,
+        workshop: Workshop,
+    ) -> None:
+        self.source, self.specs, self.pack, self.workshop = source, specs, pack, workshop
         self.wide = _wide(dtype)
         self.wide_kind = "float32" if dtype == "float32" else "bf16"
         self.fp8 = dtype == "fp8"
@@ -145,6 +152,11 @@ class _Reader:
 
     def linear(self, names: list[str], layout: str = "plain") -> Linear:
         """Several weights with one input, below each other. What is not quantisable stays wide."""
+        with self.workshop.aside():
+            packed = self._packed(names, layout)
+        return self.workshop.settled(packed)
+
+    def _packed(self, names: list[str], layout: str) -> Linear:
         if self.fp8 and all(self.specs[n].linear and "per_layer" not in n for n in names):
             values, scales = zip(*map(self._quantised, names), strict=True)
             return self.pack(_joined(values), _joined(scales), "fp8", layout)
@@ -161,8 +173,10 @@ class _Reader:
         return _widened(*self.source(name)).to(self.wide)
 
 
-def _build(arch: Arch, source: Source, dtype: str, pack: Pack, each: Callable) -> Weights:
-    reader = _Reader(source, all_tensors(arch), dtype, pack)
+def _build(
+    arch: Arch, source: Source, dtype: str, device: str, pack: Pack, each: Callable
+) -> Weights:
+    reader = _Reader(source, all_tensors(arch), dtype, pack, Workshop(device))
     head = reader.linear(["embed_tokens"])  # packing needs room: before all else
     per_layer = None
     if arch.per_layer_input:
@@ -227,12 +241,3 @@ def _joined(parts: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> torch.Tenso
 
 def _widened(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     return values if scale is None else values.float() * scale[..., None]
-
-
-def _tensor(values: np.ndarray) -> torch.Tensor:
-    """Without a copy: torch takes numpy's memory, under a name that both know."""
-    if values.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    if values.dtype == ml_dtypes.float8_e4m3fn:
-        return torch.from_numpy(values.view(np.uint8)).view(torch.float8_e4m3fn)
-    return torch.from_numpy(values)

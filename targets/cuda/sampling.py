@@ -6,6 +6,9 @@ its own over [V], so nothing about a row can depend on its neighbours; nothing w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -117,7 +120,7 @@ def _ordered(values: torch.Tensor) -> torch.Tensor:
     return torch.where(bits >> 31 == 1, ~bits & 0xFFFFFFFF, bits | 0x80000000)
 
 
-def logprob_rows(logits: torch.Tensor, chosen: torch.Tensor) -> LogprobRows:
+def logprobs(logits: torch.Tensor, chosen: torch.Tensor) -> LogprobRows:
     """Of the unshaped distribution (temperature 1, nothing cut), best 20; tensors on the device,
     as logits [B, T, V] and chosen [B, T] say."""
     log_p = logits.log_softmax(-1)
@@ -126,8 +129,11 @@ def logprob_rows(logits: torch.Tensor, chosen: torch.Tensor) -> LogprobRows:
     return LogprobRows(picked, ids.int(), values)
 
 
-def logprobs(logits: torch.Tensor, chosen: torch.Tensor) -> LogprobRows:
-    """`logprob_rows` as numpy."""
-    rows = logprob_rows(logits, chosen)
-    parts = (rows.chosen, rows.top_ids, rows.top_logprobs)
-    return LogprobRows(*(part.cpu().numpy() for part in parts))
+def each_part(function: Callable[[torch.Tensor], Any], rows: LogprobRows) -> LogprobRows:
+    """function of all three arrays."""
+    return LogprobRows(*map(function, (rows.chosen, rows.top_ids, rows.top_logprobs)))
+
+
+def on_host(rows: LogprobRows) -> LogprobRows:
+    """As numpy."""
+    return each_part(lambda part: part.cpu().numpy(), rows)

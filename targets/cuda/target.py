@@ -9,15 +9,16 @@ import numpy as np
 import torch
 
 from specdec.errors import UserError
-from specdec.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Sequence, Step
+from specdec.types import MAX_DRAFT, NO_GUESS, Array, Sequence, Step
 from targets.arch import Arch
 from targets.cuda import sampling
 from targets.cuda.cache import make_cache, slack_of
-from targets.cuda.graphs import Graphs, Outcome
+from targets.cuda.graphs import Chosen, Graphs, Outcome
 from targets.cuda.model import Hidden, decode
 from targets.cuda.ops import Ops, Rows
 from targets.cuda.params import Weights
 from targets.cuda.prefill import Chunk, prefill
+from targets.cuda.room import room_for
 from targets.cuda.sampling import blank_rules
 from targets.rules import set_rules
 
@@ -75,7 +76,8 @@ class CudaTarget:
         self.bias = self._unbiased.repeat(plan.slots, 1)
         self._biased: set[int] = set()
         self.rules = blank_rules(plan.slots, plan.device)
-        self._graphs = Graphs(self.forward, self.short) if graphs else None
+        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._graphs = Graphs(self.step, self.short, self.pool) if graphs else None
 
     @property
     def slots(self) -> int:
@@ -108,13 +110,8 @@ class CudaTarget:
     def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
         if start == 0:
             self.seat(seq)
-        try:
+        with room_for(f"a chunk of {stop - start} tokens"):
             return self._prefill(seq, start, stop)
-        except torch.cuda.OutOfMemoryError as problem:
-            raise MemoryError(
-                f"the GPU has no room for a chunk of {stop - start} tokens: start with a smaller "
-                "--max-len or fewer --slots"
-            ) from problem
 
     @torch.inference_mode()
     def _prefill(self, seq: Sequence, start: int, stop: int) -> Step:
@@ -128,7 +125,7 @@ class CudaTarget:
         logits = out.logits[None]
         chosen = self.choose(logits, last, seq.sampling.shaped)
         wanted = seq.sampling.logprobs is not None
-        details = sampling.logprobs(logits, chosen) if wanted else None
+        details = sampling.on_host(sampling.logprobs(logits, chosen)) if wanted else None
         return Step(chosen.cpu().numpy(), features, details)
 
     def _chunk(self, rows: Rows, start: int, slot: int) -> Hidden:
@@ -141,11 +138,15 @@ class CudaTarget:
     def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
         if draft.shape[1] > self.max_draft:
             raise UserError(f"K is {draft.shape[1]} but at most {self.max_draft} is possible")
-        forward = self._graphs.forward if self._graphs else self.forward
-        out = forward(self.feed(seqs, draft), any(s.sampling.shaped for s in seqs))
-        details: LogprobRows | None = None
-        if any(seq.sampling.logprobs is not None for seq in seqs):
-            details = sampling.logprobs(out.logits, out.chosen)
+        with room_for(f"a batch of {len(seqs)}"):
+            return self._verify(seqs, draft)
+
+    def _verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
+        step = self._graphs.step if self._graphs else self.step
+        shaped = any(seq.sampling.shaped for seq in seqs)
+        logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
+        out = step(self.feed(seqs, draft), shaped, logprobs)
+        details = out.details and sampling.on_host(out.details)
         return Step(out.chosen.cpu().numpy(), out.features, details)
 
     def feed(self, seqs: Seqs[Sequence], draft: Array) -> Rows:
@@ -154,6 +155,13 @@ class CudaTarget:
         tokens = [[seq.tokens[-1], *row] for seq, row in zip(seqs, draft, strict=True)]
         starts = [len(seq.tokens) - 1 for seq in seqs]
         return self._rows(tokens, starts, [seq.slot for seq in seqs])
+
+    @torch.inference_mode()
+    def step(self, rows: Rows, shaped: bool, logprobs: bool) -> Chosen:
+        """`forward`, and what of it a cycle asks for."""
+        out = self.forward(rows, shaped)
+        details = sampling.logprobs(out.logits, out.chosen) if logprobs else None
+        return Chosen(out.chosen, details, out.features)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, shaped: bool) -> Outcome:

@@ -8,10 +8,21 @@ from __future__ import annotations
 
 import threading
 
+import ml_dtypes
+import numpy as np
 import torch
 
 PIECE = 32 << 20
 _local = threading.local()
+
+
+def as_tensor(values: np.ndarray) -> torch.Tensor:
+    """Without a copy: torch takes numpy's memory, under a name that both know."""
+    if values.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    if values.dtype == ml_dtypes.float8_e4m3fn:
+        return torch.from_numpy(values.view(np.uint8)).view(torch.float8_e4m3fn)
+    return torch.from_numpy(values)
 
 
 def upload(values: torch.Tensor, device: str) -> torch.Tensor:

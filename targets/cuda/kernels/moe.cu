@@ -25,7 +25,7 @@ struct Job {
   const float* scale;  // [experts, n] of fp8 weights
   const u16* x;        // blocked input: of rows for gate_up, of pairs for down
   void* out;           // gate_up: next input [pairs, out_stride]; down: float [pairs, out_stride]
-  const int* numbers;  // [pairs] experts; pair = row * top_k + rank
+  const int* numbers;  // [pairs] experts, -1 for none; pair = row * top_k + rank
   int n, units, blocks;       // rows of an expert; its units; 32-input blocks
   int experts, pairs, top_k;
   int k_blocks, block;        // of x
@@ -56,7 +56,7 @@ __device__ inline int find_expert(const Job& job, int first) {
   __syncthreads();
   for (int i = threadIdx.x; i < job.pairs; i += kThreads) {
     const int e = i < kThreads ? first : load_number(job.numbers + i);
-    atomicOr(&picked[e / 32], 1u << (e % 32));
+    if (e >= 0) atomicOr(&picked[e / 32], 1u << (e % 32));
   }
   __syncthreads();
   for (int e = threadIdx.x; e < job.experts; e += kThreads) {

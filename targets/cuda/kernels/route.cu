@@ -3,15 +3,21 @@
 
 constexpr int kThreads = 256;
 constexpr int kMaxShares = 8;  // experts per lane: up to 256
+constexpr int kNoGuess = -1, kNobody = -1;
 
 // One warp per row: softmax of logits * factor, the best top_k (at most 32) by falling share, ties
-// to the lower number; their shares are made to sum to 1, then weighted per expert.
+// to the lower number; their shares are made to sum to 1, then weighted per expert. Rows that sit
+// out and drafts that don't exist pick nobody: no expert is read for them.
 extern "C" __global__ void __launch_bounds__(32)
-    pick(const float* logits, const float* per_expert, int* numbers, float* shares, int experts,
-         int top_k, float factor) {
+    pick(const float* logits, const float* per_expert, const int* tokens, const int* slot,
+         int* numbers, float* shares, int experts, int top_k, int width, float factor) {
   let_next_start();
   wait_for_previous();
   const int m = blockIdx.x, lane = threadIdx.x;
+  if (slot[m / width] < 0 || tokens[m] == kNoGuess) {
+    if (lane < top_k) numbers[m * top_k + lane] = kNobody, shares[m * top_k + lane] = 0.0f;
+    return;
+  }
   float share[kMaxShares];
   float best = -INFINITY, sum = 0.0f;
 #pragma unroll
@@ -55,16 +61,19 @@ extern "C" __global__ void __launch_bounds__(32)
   shares[m * top_k + lane] = mine / total * per_expert[number];
 }
 
-// out[m] = sum over ranks, in their order, of share * part. Grid: rows, 1024 features each.
+// out[m] = sum over ranks, in their order, of share * part; 0 for a row that picked nobody, whose
+// parts nobody wrote. Grid: rows, 1024 features each.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    combine(const float* parts, const float* shares, float* out, int width, int top_k) {
+    combine(const float* parts, const float* shares, const int* numbers, float* out, int width,
+            int top_k) {
   let_next_start();
   wait_for_previous();
   const int m = blockIdx.x, quads = width / 4, i = blockIdx.y * kThreads + threadIdx.x;
   if (i >= quads) return;
   const float4* part = reinterpret_cast<const float4*>(parts) + size_t(m) * top_k * quads + i;
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  for (int r = 0; r < top_k; r++) {
+  const int ranks = numbers[m * top_k] == kNobody ? 0 : top_k;
+  for (int r = 0; r < ranks; r++) {
     const float share = shares[m * top_k + r];
     const float4 v = part[size_t(r) * quads];
     sum.x += share * v.x, sum.y += share * v.y, sum.z += share * v.z, sum.w += share * v.w;
