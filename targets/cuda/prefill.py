@@ -39,7 +39,8 @@ def prefill(
 
 
 def tail(x: Input) -> Input:
-    return x.rows(torch.arange(len(x.values) - TAIL, len(x.values), device=x.values.device))
+    first = max(0, len(x.values) - TAIL)
+    return x.rows(torch.arange(first, len(x.values), device=x.values.device))
 
 
 class _Pass:

@@ -53,6 +53,12 @@ __device__ inline size_t x_offset(int m, int f, int k_blocks, int block) {
   return start + (pair * block + token) * 8 + quad * 2 + f % 2;
 }
 
+// Eight of a token's inputs, 8 i to 8 i + 7 of a block: together, or a pair from each part.
+__device__ inline uint4 load_inputs(const u32* x, int block) {
+  if (block < 32) return *reinterpret_cast<const uint4*>(x);
+  return make_uint4(x[0], x[block * 4], x[block * 8], x[block * 12]);
+}
+
 // Four e4m3 -> two f16x2, exact.
 __device__ inline void widen(u32 four, u32& low, u32& high) {
   asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; }"

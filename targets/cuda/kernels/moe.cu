@@ -101,12 +101,6 @@ __device__ inline void multiply_tile(float (&sum)[4], const uint4 (&w)[kParts], 
 #endif
 }
 
-// The eight inputs of a lane in one block of 32 (`x_offset`): together, or a pair from each part.
-__device__ inline uint4 load_inputs(const u32* x, int block) {
-  if (block < 32) return *reinterpret_cast<const uint4*>(x);
-  return make_uint4(x[0], x[block * 4], x[block * 8], x[block * 12]);
-}
-
 // One warp: a unit's two tiles times `blocks` blocks of 32 inputs, for up to 8 NB tokens. x: each
 // lane's token in each block of 8, null where there is none.
 template <int NB>
