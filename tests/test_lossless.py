@@ -15,6 +15,7 @@ from drafters.device_cycle_jax import device_cycle
 from drafters.ngram import NgramDrafter
 from drafters.ngram_jax import TracedNgram, TracedNone
 from drafters.none import NoDrafter
+from drafters.resident_jax import TextOnly
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import NO_GUESS, Sequence
@@ -123,7 +124,9 @@ def check_device(path, mode, slots, ks, tokens=TOKENS):
     }
     for name, drafter in drafters.items():
         for k in ks:
-            output, acceptance = run(target, NoDrafter(), device_cycle(target, drafter, k, 4))
+            output, acceptance = run(
+                target, NoDrafter(), device_cycle(target, TextOnly(drafter), k, 4)
+            )
             assert output == plain, (path.name, mode, slots, name, k)
             assert name not in ("wrong", "wild") or acceptance.accepted == 0
             if name == "ngram":
@@ -169,7 +172,9 @@ def test_batched_rows_are_exact_within_their_bucket(tiny):
     assert run(ngram, host_cycle(target, ngram, 4), "nucleus")[0] == together
     for mode in ("greedy", "everything"):
         plain, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0), mode)
-        assert run(NoDrafter(), device_cycle(target, TracedNgram(1, 3), 4), mode)[0] == plain
+        assert (
+            run(NoDrafter(), device_cycle(target, TextOnly(TracedNgram(1, 3)), 4), mode)[0] == plain
+        )
     lone = prompts_for(target.vocab)[0]
     alone, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0), "nucleus", prompts=[lone])
     assert alone["0"] == together["0"]

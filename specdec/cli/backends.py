@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.errors import UserError
-from specdec.protocols import Cycle, Target
+from specdec.protocols import Cycle, Drafter, Target
 from specdec.types import Check, Sequence
 
 if TYPE_CHECKING:
@@ -46,6 +46,15 @@ class Backend(Protocol):
         """The checkpoint's target. Raises UserError, before gigabytes are read."""
         ...
 
+    def load_draft(self, path: Path, config: ModelConfig, suppress: tuple[int, ...]) -> Any:
+        """A draft model's target, with as many slots and as much of the context as it takes.
+        Raises UserError."""
+        ...
+
+    def random_draft(self, arch: Arch, config: ModelConfig) -> Any:
+        """A draft model with random weights. Raises UserError."""
+        ...
+
     def random(self, arch: Arch, config: ModelConfig, speculation: SpeculationConfig) -> Any:
         """A target with random weights. Raises UserError."""
         ...
@@ -62,8 +71,9 @@ class Backend(Protocol):
         """Prove on the device that rows do not depend on place and neighbours."""
         ...
 
-    def cycle(self, target: Any, config: SpeculationConfig, k: int, accepted: Any = None) -> Cycle:
-        """The device-resident driver; accepted: counts to take instead of comparing (bench)."""
+    def cycle(self, target: Any, drafter: Drafter, k: int, accepted: Any = None) -> Cycle:
+        """The device-resident driver of what this drafter does; accepted: counts to take instead
+        of comparing (bench)."""
         ...
 
     def plain(self, target: Any) -> Any | None:
