@@ -25,11 +25,13 @@ def stored_name(name: str, prefix: str) -> str:
 
 
 def flat_config(spec: HeadSpec, stop_ids: tuple[int, ...]) -> dict[str, Any]:
-    """As vLLM, SGLang and SpecForge read it. No soft-cap: SGLang would apply it to the draft."""
+    """As vLLM, SGLang and SpecForge read it. No soft-cap: SGLang would apply it to the draft. No
+    norm_output but a true one: SpecForge takes a false one to mean no final norm at all."""
+    shared = {name: v for name, v in _shared(spec).items() if name != "norm_output" or v}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_llama(spec, stop_ids),
-        **_shared(spec),
+        **shared,
         "eagle_config": {
             "use_aux_hidden_state": True,
             LAYER_IDS: list(spec.layers),
