@@ -12,7 +12,13 @@ from rich.console import Console
 
 from specdec.cli.backends import Backend, LoadedTarget, backend_of
 from specdec.cli.config import ModelConfig, SpeculationConfig
-from specdec.cli.drafting import checkpoint_path, draft_dimensions, draft_folder, make_drafter
+from specdec.cli.drafting import (
+    checkpoint_path,
+    draft_dimensions,
+    draft_folder,
+    make_drafter,
+    read_head,
+)
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.errors import UserError
@@ -44,7 +50,7 @@ class Model:
     tokenizer: Tokenizer
     backend: Backend
     draft: Any = None
-    """The draft model, where the drafter has one; see specdec.cli.drafting."""
+    """The draft model's target or the EAGLE-3 head, where the drafter has one."""
 
 
 def load_model(config: ModelConfig, speculation: SpeculationConfig, prove: bool = True) -> Model:
@@ -57,11 +63,13 @@ def load_model(config: ModelConfig, speculation: SpeculationConfig, prove: bool 
 
     backend = backend_of(config)
     path = checkpoint_path(config.model)
-    tokenizer = load_tokenizer(path, read_arch(path).vocab)
+    arch = read_arch(path)
+    tokenizer, head = load_tokenizer(path, arch.vocab), read_head(speculation, arch)
     folder, suppress = draft_folder(speculation, tokenizer), tokenizer.suppress_ids
     with console.status(f"loading {path.name}"):
-        target = backend.load(path, config, speculation, suppress)
-        draft = folder and backend.load_draft(folder, config, suppress)
+        layers = head.spec.layers if head else ()
+        target = backend.load(path, config, speculation, suppress, layers)
+        draft = head or folder and backend.load_draft(folder, config, suppress)
     model = Model(path.name, target, tokenizer, backend, draft)
     if prove:
         require_exact(model, speculation)
@@ -140,7 +148,7 @@ def make_engine(
     """
     from drafters.none import NoDrafter
 
-    target, drafter = model.target, make_drafter(config, model.draft)
+    target, drafter = model.target, make_drafter(config, model)
     k = 0 if config.drafter == "none" and accepted is None else config.k
     if config.loop == "device":
         driver = model.backend.cycle(target, drafter, k, accepted)

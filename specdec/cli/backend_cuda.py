@@ -17,6 +17,7 @@ from specdec.types import Array, Check, Sequence
 if TYPE_CHECKING:
     import numpy as np
 
+    from drafters.eagle3.spec import Head
     from targets.arch import Arch
     from targets.cuda.load import CudaOptions
     from targets.cuda.target import CudaTarget
@@ -38,12 +39,13 @@ class CudaBackend:
         config: ModelConfig,
         speculation: SpeculationConfig,
         suppress: tuple[int, ...],
+        features: tuple[int, ...] = (),
     ) -> CudaTarget:
         self._check(config)
         from targets.arch import read_arch
         from targets.cuda.load import load_target, stored_dtype
 
-        options = _options(config, speculation)
+        options = replace(_options(config, speculation), features=features)
         self._fit(read_arch(path), options, stored_dtype(path))
         return load_target(path, options, suppress)
 
@@ -54,6 +56,9 @@ class CudaBackend:
 
     def random_draft(self, arch: Arch, config: ModelConfig) -> CudaTarget:
         return self.random(arch, *_drafting(config, arch))
+
+    def eagle3(self, head: Head, target: CudaTarget, k: int, greedy: bool) -> Drafter:
+        raise AssertionError("refused before anything was loaded")
 
     def random(self, arch: Arch, config: ModelConfig, speculation: SpeculationConfig) -> CudaTarget:
         self._check(config)

@@ -16,6 +16,7 @@ from specdec.protocols import Cycle, Drafter
 from specdec.types import Array, Check, Sequence
 
 if TYPE_CHECKING:
+    from drafters.eagle3.spec import Head
     from drafters.resident_jax import Resident
     from targets.arch import Arch
     from targets.jax.load import JaxOptions
@@ -36,10 +37,12 @@ class JaxBackend:
         config: ModelConfig,
         speculation: SpeculationConfig,
         suppress: tuple[int, ...],
+        features: tuple[int, ...] = (),
     ) -> JaxTarget:
         from targets.jax.load import load_target
 
-        return load_target(path, _options(config, speculation), suppress)
+        options = replace(_options(config, speculation), features=features)
+        return load_target(path, options, suppress)
 
     def load_draft(self, path: Path, config: ModelConfig, suppress: tuple[int, ...]) -> JaxTarget:
         from targets.arch import read_arch
@@ -51,6 +54,11 @@ class JaxBackend:
         from targets.jax.load import random_target
 
         return random_target(arch, _draft_options(config, arch), seed=1)
+
+    def eagle3(self, head: Head, target: JaxTarget, k: int, greedy: bool) -> Drafter:
+        from drafters.eagle3.drafter_jax import EagleDrafter
+
+        return EagleDrafter(head, target, k, greedy)
 
     def random(self, arch: Arch, config: ModelConfig, speculation: SpeculationConfig) -> JaxTarget:
         from targets.jax.load import random_target
@@ -121,12 +129,15 @@ class JaxBackend:
 
 def _resident(drafter: Drafter) -> Resident:
     """What the drafter is to the traced loop."""
+    from drafters.eagle3.drafter_jax import EagleDrafter
     from drafters.model import ModelDrafter
     from drafters.model_jax import ModelOnDevice
     from drafters.ngram import NgramDrafter
     from drafters.ngram_jax import TracedNgram, TracedNone
     from drafters.resident_jax import TextOnly
 
+    if isinstance(drafter, EagleDrafter):
+        return drafter
     if isinstance(drafter, ModelDrafter):
         return ModelOnDevice(drafter)
     if isinstance(drafter, NgramDrafter):

@@ -18,6 +18,7 @@ from specdec.types import Check, Sequence
 if TYPE_CHECKING:
     import numpy as np
 
+    from drafters.eagle3.spec import Head
     from targets.arch import Arch
 
 
@@ -42,8 +43,10 @@ class Backend(Protocol):
         config: ModelConfig,
         speculation: SpeculationConfig,
         suppress: tuple[int, ...],
+        features: tuple[int, ...] = (),
     ) -> Any:
-        """The checkpoint's target. Raises UserError, before gigabytes are read."""
+        """The checkpoint's target; features: the layers whose outputs its steps bring along.
+        Raises UserError, before gigabytes are read."""
         ...
 
     def load_draft(self, path: Path, config: ModelConfig, suppress: tuple[int, ...]) -> Any:
@@ -53,6 +56,10 @@ class Backend(Protocol):
 
     def random_draft(self, arch: Arch, config: ModelConfig) -> Any:
         """A draft model with random weights. Raises UserError."""
+        ...
+
+    def eagle3(self, head: Head, target: Any, k: int, greedy: bool) -> Drafter:
+        """The drafter of an EAGLE-3 head. Raises UserError for a head of another target."""
         ...
 
     def random(self, arch: Arch, config: ModelConfig, speculation: SpeculationConfig) -> Any:

@@ -12,7 +12,7 @@ from cyclopts import Parameter, Token
 from specdec.errors import UserError
 from specdec.types import Sampling
 
-DRAFTERS = ("none", "ngram", "model")
+DRAFTERS = ("none", "ngram", "model", "eagle3")
 EMBEDDED_DRAFTS = {("model", "mini"): "mini-e"}
 """Drafter and model for which a draft model comes with specdec, so that no path is needed."""
 
@@ -64,16 +64,17 @@ class ModelConfig:
 @dataclass(frozen=True)
 class SpeculationConfig:
     drafter: str = "ngram"
-    """Who guesses: none (plain decoding), ngram (prompt lookup) or model (a smaller Gemma 4 of the
-    same tokenizer, see --draft-model). Never changes the output."""
+    """Who guesses: none (plain decoding), ngram (prompt lookup), model (a smaller Gemma 4 of the
+    same tokenizer) or eagle3 (a head that reads the model's states). Never changes the output."""
     k: int = 4
     "Draft tokens per cycle, 0 to 31."
     draft_model: str | None = None
-    """The checkpoint folder of the drafter: --drafter model takes any smaller Gemma 4 with the
-    model's own tokenizer (E4B for 31B); mini brings mini-e, and needs none."""
+    """The drafter's folder. --drafter model: any smaller Gemma 4 with the model's own tokenizer
+    (E4B for 31B); mini brings mini-e, and needs none. --drafter eagle3: a head trained for this
+    very model, as vLLM, SGLang or speculators read it."""
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
-    """How a draft model guesses when sampling: with the target's own noise, which agrees with it
-    more often, or its argmax (to compare)."""
+    """How model and eagle3 guess when sampling: with the target's own noise, which agrees with it
+    more often, or their argmax (to compare)."""
     ngram_min: int = 2
     "Shortest suffix that prompt lookup matches; shorter ones say too little."
     ngram_max: int = 5
@@ -92,15 +93,17 @@ class SpeculationConfig:
             raise UserError(
                 f"unknown drafter {chosen.drafter!r}: choose one of {', '.join(DRAFTERS)}"
             )
-        chosen._refuse_capture(model)
+        chosen._refuse_on_cuda(model)
         NgramDrafter(chosen.ngram_min, chosen.ngram_max)  # refuses bad lengths before any loading
         loop = "device" if model.captures and not chosen.drafts else "host"
         return replace(
             chosen, loop=chosen.loop or loop, draft_model=chosen._draft_model(model.model)
         )
 
-    def _refuse_capture(self, model: ModelConfig) -> None:
-        """Raise UserError for cycles that can't be captured as CUDA graphs."""
+    def _refuse_on_cuda(self, model: ModelConfig) -> None:
+        """Raise UserError for what the CUDA backend can't draft with or capture as graphs."""
+        if self.drafter == "eagle3" and model.backend == "cuda":
+            raise UserError("--drafter eagle3 needs --backend jax: cuda has no kernels for it yet")
         if self.loop != "device" or model.backend != "cuda":
             return
         if not model.captures:
@@ -117,20 +120,22 @@ class SpeculationConfig:
     @property
     def drafts(self) -> bool:
         """Whether the drafter has weights of its own."""
-        return self.drafter == "model"
+        return self.drafter in ("model", "eagle3")
 
     def _draft_model(self, model: str) -> str | None:
         """The draft model's folder or name, None for drafters that have none. Raises UserError."""
         if not self.drafts:
             if self.draft_model is not None:
                 raise UserError(
-                    f"--draft-model is for --drafter model, but the drafter is {self.drafter}"
+                    "--draft-model is for --drafter model or eagle3, but the drafter is "
+                    f"{self.drafter}"
                 )
             return None
         found = self.draft_model or EMBEDDED_DRAFTS.get((self.drafter, model))
         if found is None:
             raise UserError(
-                f"--drafter {self.drafter} needs --draft-model PATH: only mini brings a drafter"
+                f"--drafter {self.drafter} needs --draft-model PATH; without one, mini drafts with "
+                "--drafter model, and every model with --drafter ngram"
             )
         return found
 
