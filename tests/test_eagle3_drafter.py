@@ -3,6 +3,7 @@ on the committed text, its wrong inputs one line."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 
@@ -17,15 +18,15 @@ from drafters.eagle3.spec import Head, HeadSpec, tensors
 from drafters.none import NoDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
-from specdec.errors import UserError
 from specdec.types import NO_GUESS, Sampling, Sequence
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.noise import gumbel
+from targets.jax.programs import Feed
 from targets.rules import split_seed
 from tests.commands import CUDA, refused, run
 from tests.eagle3_oracle import Oracle
+from tests.modes import MODES
 from tests.test_lossless import decode
-from tests.tiny import config_of
 
 SPEC = HeadSpec(
     hidden=48,
@@ -53,6 +54,12 @@ def random_head(spec: HeadSpec = SPEC) -> Head:
 def target_of(path, slots=2, max_len=96):
     options = JaxOptions(slots=slots, max_len=max_len, k=7, chunk=8, features=SPEC.layers)
     return load_target(path, options)
+
+
+@cache
+def drafter_of(path, **change):
+    """Drafters may be used again and again: each prompt overwrites what was there."""
+    return EagleDrafter(random_head(replace(SPEC, **change)), target_of(path), K)
 
 
 class Judged(EagleDrafter):
@@ -100,85 +107,83 @@ def test_guesses_are_those_of_a_fresh_prefill(tiny):
     assert drafter.judged >= 9
 
 
-@pytest.mark.parametrize("mode", ["greedy", "nucleus", "everything"])
-def test_lossless_in_both_loops(tiny, mode):
-    target = target_of(tiny["31b"])
-    plain, _ = decode(target, NoDrafter(), host_cycle(target, NoDrafter(), 0), mode, 24)
-    drafter = EagleDrafter(random_head(), target, K)
-    host = decode(target, drafter, host_cycle(target, drafter, K), mode, 24)
-    device = decode(target, drafter, device_cycle(target, drafter, K, 4), mode, 24)
-    assert host[0] == device[0] == plain
-    assert host[1] == device[1]  # the same guesses: the caches agree
-    assert host[1].accepted > 0
+def test_lossless_in_both_loops(tiny):
+    target, drafter = target_of(tiny["31b"]), drafter_of(tiny["31b"])
+    host, device = host_cycle(target, drafter, K), device_cycle(target, drafter, K, 4)
+    for mode in MODES:
+        plain, _ = decode(target, NoDrafter(), host_cycle(target, NoDrafter(), 0), mode, 24)
+        text, acceptance = decode(target, drafter, host, mode, 24)
+        again, device_acceptance = decode(target, drafter, device, mode, 24)
+        assert text == again == plain, mode
+        assert acceptance == device_acceptance  # the same guesses: the caches agree
+        assert acceptance.accepted > 0
 
 
-def test_nothing_is_guessed_beyond_a_context(tiny):
-    """Of the target's 32 tokens, and of a head's 16: K reaches beyond both."""
-    target = target_of(tiny["31b"], max_len=32)
-    for spec, end in ((SPEC, 32), (replace(SPEC, max_position=16), 16)):
-        drafter = EagleDrafter(random_head(spec), target, 7)
-        seen = []
-        propose = drafter.propose
-
-        def watched(seqs, k, propose=propose, seen=seen):
-            draft = propose(seqs, k)
-            seen.extend(
-                (len(s.tokens) + j, int(g))
-                for s, row in zip(seqs, draft, strict=True)
-                for j, g in enumerate(row)
-            )
-            return draft
-
-        drafter.propose = watched
-        engine = Engine(target, drafter, host_cycle(target, drafter, 7))
-        seqs = [Sequence([5] * n, max_tokens=99) for n in (3, 20, 31)]
-        engine.run_to_end(seqs)
-        assert all(len(s.tokens) == 32 for s in seqs)
-        assert {place < end for place, guess in seen if guess != NO_GUESS} == {True}
-        assert all(guess == NO_GUESS for place, guess in seen if place >= end)
+def test_feature_layers_change_no_logit(tiny):
+    """A target that was compiled for a head says what one without says, on this machine."""
+    options = JaxOptions(slots=2, max_len=96, k=7, chunk=8)
+    bare, featured = load_target(tiny["31b"], options), target_of(tiny["31b"])
+    tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
+    feed = Feed(tokens, np.zeros(2, np.int32), np.full(2, 8, np.int32))
+    assert (bare.logits(feed) == featured.logits(feed)).all()
 
 
-def test_says_nothing_where_the_target_may_say_nothing_that_it_knows(tiny):
-    head = random_head()
-    ids = tuple(int(i) for i in head.target_ids)
-    target = load_target(
-        tiny["31b"], JaxOptions(slots=1, max_len=64, k=4, chunk=8, features=SPEC.layers), ids
-    )
+@pytest.mark.parametrize(("change", "end"), [({}, 96), ({"max_position": 48}, 48)])
+def test_nothing_is_guessed_beyond_a_context(tiny, monkeypatch, change, end):
+    """Of the target's 96 tokens, or of a shorter head's: K reaches beyond both."""
+    target, drafter, seen = target_of(tiny["31b"]), drafter_of(tiny["31b"], **change), []
+    propose = drafter.propose
+
+    def watched(seqs, k):
+        draft = propose(seqs, k)
+        for seq, row in zip(seqs, draft.tolist(), strict=True):
+            seen.extend((len(seq.tokens) + j, guess) for j, guess in enumerate(row))
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    engine = Engine(target, drafter, host_cycle(target, drafter, K))
+    seqs = [Sequence([5] * n, max_tokens=99) for n in (40, 90, 95)]
+    engine.run_to_end(seqs)
+    assert all(len(seq.tokens) == 96 for seq in seqs)
+    assert {guess == NO_GUESS for place, guess in seen if place < end} == {False}
+    assert {guess == NO_GUESS for place, guess in seen if place >= end} == {True}
+
+
+def test_says_nothing_where_nothing_that_it_knows_may_be_said(tiny, monkeypatch):
+    target, drafter = target_of(tiny["31b"]), drafter_of(tiny["31b"])
+    ids = random_head().target_ids
+    monkeypatch.setattr(target, "bias", target.bias.at[:, ids].set(-np.inf))
     for sampling in (Sampling(), Sampling(1.0, seed=3)):
-        drafter = EagleDrafter(head, target, K)
         engine = Engine(target, drafter, host_cycle(target, drafter, K))
         engine.run_to_end([Sequence([5, 6], sampling, max_tokens=6)])
         assert engine.acceptance.drafted == 0
 
 
-def test_a_head_for_another_target_is_one_line(tiny, tmp_path, capsys):
-    for name, change, said in (
-        ("wide", {"hidden": 96}, "width 96, not 48"),
-        ("words", {"vocab": 400}, "vocabulary of 400, not 320"),
-        ("deep", {"layers": (0, 2, 40)}, "layers"),
-    ):
-        save_flat(random_head(replace(SPEC, **change)), tmp_path / name, stop_ids=(1,))
-        line = refused(
-            capsys, "generate", "x", "--model", str(tiny["31b"]), "--drafter", "eagle3",
-            "--draft-model", str(tmp_path / name),
-        )  # fmt: skip
-        assert said in line
-    target = target_of(tiny["31b"])
-    with pytest.raises(UserError, match="width 96"):
-        EagleDrafter(random_head(replace(SPEC, hidden=96)), target, K)
-    assert config_of("31b")["hidden_size"] == 48
+MINI = replace(SPEC, hidden=256, vocab=4096, draft_vocab=500, layers=(1, 5, 8))
+BASE = ["generate", "def f(", "--max-tokens", "8", "--slots", "1", "--max-len", "64", "--k", "3"]
+EAGLE3 = [*BASE, "--drafter", "eagle3", "--draft-model"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden": 96}, "width 96, not 256"),
+        ({"vocab": 4000}, "vocabulary of 4000, not 4096"),
+        ({"layers": (0, 2, 40)}, "layers"),
+    ],
+)
+def test_a_head_for_another_target_is_one_line(tmp_path, capsys, change, said):
+    save_flat(random_head(replace(MINI, **change)), tmp_path, stop_ids=(1,))
+    assert said in refused(capsys, *EAGLE3, str(tmp_path))
 
 
 def test_eagle3_from_the_command_line(tmp_path, capsys):
     """A random head for mini: the text is plain decoding's, and what's wrong is one line."""
-    spec = replace(SPEC, hidden=256, vocab=4096, draft_vocab=500, layers=(1, 5, 8))
-    save_flat(random_head(spec), tmp_path, stop_ids=(1,))
-    base = ["generate", "def f(", "--max-tokens", "8", "--slots", "1", "--k", "3"]
-    plain, _ = run(capsys, *base, "--drafter", "none")
-    head = f'{{"method": "eagle3", "model": "{tmp_path}", "num_speculative_tokens": 3}}'
-    drafted, _ = run(capsys, *base, "--speculative-config", head)
+    save_flat(random_head(MINI), tmp_path, stop_ids=(1,))
+    plain, _ = run(capsys, *BASE, "--drafter", "none")
+    alias = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3}
+    drafted, _ = run(capsys, *BASE, "--speculative-config", json.dumps(alias))
     assert drafted == plain
-    assert "needs --draft-model" in refused(capsys, *base, "--drafter", "eagle3")
-    eagle3 = ["--drafter", "eagle3", "--draft-model"]
-    assert "no folder" in refused(capsys, *base, *eagle3, "/nowhere")
-    assert "--backend jax" in refused(capsys, *base, *eagle3, str(tmp_path), *CUDA)
+    assert "needs --draft-model" in refused(capsys, *BASE, "--drafter", "eagle3")
+    assert "no folder" in refused(capsys, *EAGLE3, "/nowhere")
+    assert "--backend jax" in refused(capsys, *EAGLE3, str(tmp_path), *CUDA)
