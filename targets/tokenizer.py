@@ -84,6 +84,11 @@ class Tokenizer:
         if generation.get("do_sample") is False:
             self.defaults["temperature"] = 0.0
 
+    @property
+    def template_fingerprint(self) -> str:
+        """sha256 of the chat template; of nothing where there is none."""
+        return hashlib.sha256((self._template or "").encode()).hexdigest()
+
     def encode(self, text: str) -> list[int]:
         """Ids of `text` with BOS in front exactly once, whether or not the text brings its own."""
         # a batch of one: unlike `encode` it lets other threads run meanwhile (tokenizers 0.23)
