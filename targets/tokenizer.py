@@ -92,6 +92,11 @@ class Tokenizer:
         words = sorted(self._backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
+    @property
+    def template_fingerprint(self) -> str:
+        """sha256 of the chat template; of nothing where there is none."""
+        return hashlib.sha256((self._template or "").encode()).hexdigest()
+
     def encode(self, text: str) -> list[int]:
         """Ids of `text` with BOS in front exactly once, whether or not the text brings its own."""
         # a batch of one: unlike `encode` it lets other threads run meanwhile (tokenizers 0.23)
