@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import jax
@@ -137,7 +138,12 @@ def assert_holds(model, fresh, seq, count):
 
 
 @pytest.mark.parametrize(
-    ("name", "draft", "loop"), [("e2b", "e2b", "device"), ("31b", "12b", "host")]
+    ("name", "draft", "loop"),
+    [
+        ("e2b", "e2b", "device"),
+        pytest.param("31b", "12b", "host", marks=pytest.mark.slow),
+        pytest.param("e4b", "e4b", "host", marks=pytest.mark.slow),
+    ],
 )
 def test_draft_kv_equals_a_fresh_prefill(tiny, name, draft, loop):
     """Rings of 12 wrap several times; a draft model that agrees, and one that never does."""
@@ -151,13 +157,16 @@ def test_draft_kv_equals_a_fresh_prefill(tiny, name, draft, loop):
     prompts = np.random.default_rng(1).integers(3, 300, (3, 21)).tolist()
     for i, prompt in enumerate(prompts):
         engine.submit(Sequence(prompt[: 21 - 9 * i], Sampling(0.8, seed=i), max_tokens=20))
+    turns = itertools.count()
     while not engine.idle:
         engine.step()
-        for seq in engine.scheduler.running:
-            assert_holds(model, fresh, seq, len(seq.tokens) - 2)
+        if next(turns) % 3 == 0:
+            for seq in engine.scheduler.running:
+                assert_holds(model, fresh, seq, len(seq.tokens) - 2)
     assert (engine.acceptance.rate > 0.9) == (name == draft)
 
 
+@pytest.mark.slow
 def test_guesses_with_the_targets_noise_agree_more_often():
     """mini-e for mini at T = 1: the same noise against the draft model's argmax."""
     path = mini.path("mini")
