@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from drafters.resident_jax import Resident, State, Traced
 from specdec.cycle import cycle
 from specdec.protocols import Cycle
 from specdec.types import NO_GUESS, Array, LogprobRows, Round, Sequence, Step
 from targets.jax import programs, sampling
-from targets.jax.cache import Cache
 from targets.jax.params import Params
 from targets.jax.programs import Feed, Plan
 from targets.jax.target import JaxTarget, pick_rows
@@ -30,14 +30,6 @@ STOPS = 16
 """Stop ids per row that the device knows; the engine cuts by all of them in any case."""
 
 
-class TracedDrafter(Protocol):
-    """A drafter that is a pure function of the text; hashable, because it is compiled in."""
-
-    def propose(self, history: Array, length: Array, k: int) -> Array:
-        """history [B, S], of which length [B] are real -> draft [B, k], NO_GUESS allowed."""
-        ...
-
-
 class Limits(NamedTuple):
     """Per slot: stop_ids [B, STOPS] (NO_GUESS: unused) and the longest length [B]. For all:
     cycles [], how many to run at most."""
@@ -45,14 +37,6 @@ class Limits(NamedTuple):
     stop_ids: Array
     length: Array
     cycles: Array
-
-
-class State(NamedTuple):
-    """Loop state. length [B]: tokens so far, the last one not yet fed; live [B]."""
-
-    cache: Cache
-    length: Array
-    live: Array
 
 
 class Tape(NamedTuple):
@@ -67,78 +51,82 @@ class Tape(NamedTuple):
 class _TracedTarget:
     """`Target.verify` on traced state: the rows are a State, updated in place of the slots."""
 
-    def __init__(self, job: Job, params: Params, bias: Array, rules: Rules, state: State) -> None:
-        self.job, self.params, self.bias, self.rules = job, params, bias, rules
-        self.state = state
+    def __init__(self, job: Job, given: Given, state: State) -> None:
+        self.job, self.given, self.state = job, given, state
 
     def verify(self, seqs: State, draft: Array) -> Step:
-        plan, cache = self.job.plan, seqs.cache
+        plan, given, cache = self.job.plan, self.given, seqs.cache
         last = jnp.take_along_axis(cache.tokens, seqs.length[:, None] - 1, 1)
         padding = jnp.full((plan.slots, plan.width - 1 - draft.shape[1]), NO_GUESS, jnp.int32)
         count = jnp.where(seqs.live, plan.width, 0)
         feed = Feed(jnp.concatenate([last, draft, padding], 1), seqs.length - 1, count)
-        cache, out = programs.verify(plan, self.params, cache, feed)
+        cache, out = programs.verify(plan, given.params, cache, feed)
         # a wall, so that choosing cannot be fused into the forward and change its arithmetic
         logits = jax.lax.optimization_barrier(out.logits)
         chosen = programs.choose(
-            plan, self.job.shaped, logits, self.bias, self.rules, cache.tokens, feed
+            plan, self.job.shaped, logits, given.bias, given.rules, cache.tokens, feed
         )
         self.state = seqs._replace(cache=cache)
         details = sampling.logprobs(logits, chosen) if self.job.logprobs else None
-        return Step(chosen[:, : draft.shape[1] + 1], None, details)
-
-
-class _TracedText:
-    """`Drafter.propose` on traced state: hands the drafter the text."""
-
-    def __init__(self, drafter: TracedDrafter) -> None:
-        self.drafter = drafter
-
-    def propose(self, seqs: State, k: int) -> Array:
-        return self.drafter.propose(seqs.cache.tokens, seqs.length, k)
-
-    def observe(self, seqs: State, step: Step, accepted: Array) -> None:
-        pass
+        width = draft.shape[1] + 1
+        features = None if out.features is None else out.features[:, :width]
+        return Step(chosen[:, :width], features, details)
 
 
 class Job(NamedTuple):
     """What a device loop is compiled for."""
 
     plan: Plan
-    drafter: TracedDrafter
+    drafter: Traced
     k: int
     cycles: int
     shaped: bool
     logprobs: bool
 
 
-def run_cycles(
-    job: Job, params: Params, state: State, bias: Array, rules: Rules, limits: Limits
-) -> tuple[State, Tape, Array]:
+class Loop(NamedTuple):
+    """What the loop carries: the rows, and the drafter's own memory."""
+
+    rows: State
+    memory: Any
+
+
+class Given(NamedTuple):
+    """What the loop only reads: the target's weights and sampling parameters by slot, the
+    drafter's weights, and where rows end."""
+
+    params: Params
+    bias: Array
+    rules: Rules
+    drafter: Any
+    limits: Limits
+
+
+def run_cycles(job: Job, given: Given, loop: Loop) -> tuple[Loop, Tape, Array]:
     """Up to `limits.cycles` cycles, fewer once no row is live; the tape, and how many ran."""
-    _, shapes = jax.eval_shape(lambda s: _one_cycle(job, params, bias, rules, limits, s), state)
+    _, shapes = jax.eval_shape(partial(_one_cycle, job, given), loop)
     tape = jax.tree.map(lambda s: jnp.zeros((job.cycles, *s.shape), s.dtype), shapes)
 
-    def go_on(carry: tuple[Array, State, Tape]) -> Array:
-        return (carry[0] < limits.cycles) & carry[1].live.any()
+    def go_on(carry: tuple[Array, Loop, Tape]) -> Array:
+        return (carry[0] < given.limits.cycles) & carry[1].rows.live.any()
 
-    def body(carry: tuple[Array, State, Tape]) -> tuple[Array, State, Tape]:
-        i, state, tape = carry
-        state, entry = _one_cycle(job, params, bias, rules, limits, state)
-        return i + 1, state, jax.tree.map(lambda all_, one: all_.at[i].set(one), tape, entry)
+    def body(carry: tuple[Array, Loop, Tape]) -> tuple[Array, Loop, Tape]:
+        i, loop, tape = carry
+        loop, entry = _one_cycle(job, given, loop)
+        return i + 1, loop, jax.tree.map(lambda all_, one: all_.at[i].set(one), tape, entry)
 
-    ran, state, tape = jax.lax.while_loop(go_on, body, (jnp.int32(0), state, tape))
-    return state, tape, ran
+    ran, loop, tape = jax.lax.while_loop(go_on, body, (jnp.int32(0), loop, tape))
+    return loop, tape, ran
 
 
-def _one_cycle(
-    job: Job, params: Params, bias: Array, rules: Rules, limits: Limits, state: State
-) -> tuple[State, Tape]:
-    target = _TracedTarget(job, params, bias, rules, state)
-    rows: Any = state
-    done = cycle(target, _TracedText(job.drafter), rows, job.k)  # type: ignore[arg-type]
-    state = _commit(target.state, done, limits)
-    return state, Tape(done.draft, done.step.chosen, done.accepted, done.step.logprobs)
+def _one_cycle(job: Job, given: Given, loop: Loop) -> tuple[Loop, Tape]:
+    target = _TracedTarget(job, given, loop.rows)
+    drafter = job.drafter.on(given.drafter, loop.memory)
+    rows: Any = loop.rows
+    done = cycle(target, drafter, rows, job.k)  # type: ignore[arg-type]
+    rows = _commit(target.state, done, given.limits)
+    tape = Tape(done.draft, done.step.chosen, done.accepted, done.step.logprobs)
+    return Loop(rows, drafter.memory), tape
 
 
 def _commit(state: State, done: Round, limits: Limits) -> State:
@@ -155,19 +143,21 @@ def _commit(state: State, done: Round, limits: Limits) -> State:
     return State(state.cache._replace(tokens=tokens), length, live)
 
 
-def device_cycle(target: JaxTarget, drafter: TracedDrafter, k: int, cycles: int = CYCLES) -> Cycle:
+def device_cycle(target: JaxTarget, drafter: Resident, k: int, cycles: int = CYCLES) -> Cycle:
     """A `Cycle` for the engine: one dispatch, up to `cycles` rounds."""
     programs_: dict[Job, Any] = {}
 
     def rounds(seqs: Rows[Sequence], hurry: bool) -> list[Round]:
         shaped = any(seq.sampling.shaped for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
-        job = Job(target.plan, drafter, k, cycles, shaped, logprobs)
+        job = Job(target.plan, drafter.traced(shaped), k, cycles, shaped, logprobs)
         if job not in programs_:
             programs_[job] = jax.jit(partial(run_cycles, job), donate_argnums=1)
+        drafter.ready(seqs)
         limits, state = _start(target, seqs, 1 if hurry else cycles)
-        state, tape, ran = programs_[job](target.params, state, target.bias, target.rules(), limits)
-        target.cache = state.cache
+        given = Given(target.params, target.bias, target.rules(), drafter.weights(), limits)
+        loop, tape, ran = programs_[job](given, Loop(state, drafter.memory))
+        target.cache, drafter.memory = loop.rows.cache, loop.memory
         return _replay(tape, int(ran), np.array([seq.slot for seq in seqs]))
 
     return rounds

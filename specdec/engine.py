@@ -93,9 +93,9 @@ class Engine:
         seq, start, stop = chunk
         try:
             step = self.target.prefill(seq, start, stop)
+            self.drafter.observe([seq], step, np.zeros(1, np.int32))
         except (UserError, MemoryError) as refusal:  # fails alone, the others go on
             return [self._finish(seq, (), "error", error=f"prefill: {refusal}")]
-        self.drafter.observe([seq], step, np.zeros(1, np.int32))
         if not self.scheduler.chunk_done(seq, stop):
             return []
         return [self._emit(seq, np.asarray(step.chosen)[0], step.logprobs, 0)]

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,18 @@ class Tokenizer:
         }
         if generation.get("do_sample") is False:
             self.defaults["temperature"] = 0.0
+
+    @cached_property
+    def vocabulary(self) -> str:
+        """sha256 of which token each id stands for: equal where two models' ids mean the same,
+        whatever else their tokenizer files say."""
+        words = sorted(self._backend.get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+
+    @property
+    def template_fingerprint(self) -> str:
+        """sha256 of the chat template; of nothing where there is none."""
+        return hashlib.sha256((self._template or "").encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` with BOS in front exactly once, whether or not the text brings its own."""

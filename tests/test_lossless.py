@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 from drafters.device_cycle_jax import device_cycle
+from drafters.model import CATCH_UP, ModelDrafter
+from drafters.model_jax import ModelOnDevice
 from drafters.ngram import NgramDrafter
 from drafters.ngram_jax import TracedNgram, TracedNone
 from drafters.none import NoDrafter
+from drafters.resident_jax import TextOnly
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import NO_GUESS, Sequence
@@ -60,6 +63,13 @@ def target_of(path, slots):
 
 
 @cache
+def draft_of(path, slots):
+    """mini-e for mini; else the very same weights, so that whole drafts are accepted."""
+    small = mini.path("mini-e") if path.name == "mini" else path
+    return load_target(small, JaxOptions(slots=slots, max_len=256, width=CATCH_UP, chunk=8))
+
+
+@cache
 def prompts_for(vocab, count=5):
     random = np.random.default_rng(3)
     lengths = [3, 40, 17, 1, 26][:count]
@@ -79,8 +89,9 @@ def decode(target, drafter, cycle, mode, tokens=TOKENS, prompts=None):
     return {s.request_id: s.tokens for s in seqs}, engine.acceptance
 
 
-def host_drafters(plain, vocab):
+def host_drafters(plain, vocab, draft):
     return {
+        "model": ModelDrafter(draft),
         "none": NoDrafter(),
         "ngram": NgramDrafter(1, 3),
         "right": Oracle(plain, 0, vocab),
@@ -90,17 +101,19 @@ def host_drafters(plain, vocab):
     }
 
 
-def check_host(path, mode, slots, ks, tokens=TOKENS, target_of=target_of):
+def check_host(path, mode, slots, ks, tokens=TOKENS, target_of=target_of, draft_of=draft_of):
     reference = target_of(path, 1)
     plain, _ = decode(reference, NoDrafter(), host_cycle(reference, NoDrafter(), 0), mode, tokens)
     target = target_of(path, slots)
-    for name, drafter in host_drafters(plain, target.vocab).items():
+    draft = draft_of(path, slots)
+    for name, drafter in host_drafters(plain, target.vocab, draft).items():
         for k in ks:
             output, acceptance = decode(
                 target, drafter, host_cycle(target, drafter, k), mode, tokens
             )
             assert output == plain, (path.name, mode, slots, name, k)
             assert name != "right" or acceptance.rate == 1.0 or k == 0
+            assert name != "model" or acceptance.rate > 0.2 or k == 0
             assert name not in ("wrong", "wild") or acceptance.accepted == 0
     return plain
 
@@ -123,13 +136,28 @@ def check_device(path, mode, slots, ks, tokens=TOKENS):
     }
     for name, drafter in drafters.items():
         for k in ks:
-            output, acceptance = run(target, NoDrafter(), device_cycle(target, drafter, k, 4))
+            output, acceptance = run(
+                target, NoDrafter(), device_cycle(target, TextOnly(drafter), k, 4)
+            )
             assert output == plain, (path.name, mode, slots, name, k)
             assert name not in ("wrong", "wild") or acceptance.accepted == 0
             if name == "ngram":
                 host = NgramDrafter(1, 3)
                 again, host_acceptance = run(target, host, host_cycle(target, host, k))
                 assert again == plain and acceptance == host_acceptance
+
+
+def check_device_model(path, mode, slots, ks, tokens=TOKENS):
+    """The traced draft model says what the host's says."""
+    target, first = target_of(path, slots), prompts_for(target_of(path, slots).vocab)[:slots]
+    run = partial(decode, target, mode=mode, tokens=tokens, prompts=first)
+    plain, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0))
+    for k in ks:
+        drafter = ModelDrafter(draft_of(path, slots))
+        output, acceptance = run(drafter, device_cycle(target, ModelOnDevice(drafter), k, 4))
+        again, host_acceptance = run(drafter, host_cycle(target, drafter, k))
+        assert output == again == plain, (path.name, mode, slots, k)
+        assert acceptance == host_acceptance
 
 
 @pytest.mark.parametrize(
@@ -143,6 +171,7 @@ def test_host_loop(tiny, variant, mode):
 @pytest.mark.parametrize(("variant", "mode"), [("31b", "greedy"), ("e4b", "everything")])
 def test_device_loop(tiny, variant, mode):
     check_device(tiny[variant], mode, slots=3, ks=[4])
+    check_device_model(tiny[variant], mode, slots=3, ks=[4])
 
 
 def test_mini_both_loops():
@@ -158,6 +187,7 @@ def test_whole_matrix(tiny, variant, slots, mode):
     path = mini.path("mini") if variant == "mini" else tiny[variant]
     check_host(path, mode, slots, ks=[0, 1, 2, 4, 7])
     check_device(path, mode, slots, ks=[0, 1, 2, 4, 7])
+    check_device_model(path, mode, slots, ks=[0, 1, 2, 4, 7])
 
 
 def test_batched_rows_are_exact_within_their_bucket(tiny):
@@ -169,7 +199,9 @@ def test_batched_rows_are_exact_within_their_bucket(tiny):
     assert run(ngram, host_cycle(target, ngram, 4), "nucleus")[0] == together
     for mode in ("greedy", "everything"):
         plain, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0), mode)
-        assert run(NoDrafter(), device_cycle(target, TracedNgram(1, 3), 4), mode)[0] == plain
+        assert (
+            run(NoDrafter(), device_cycle(target, TextOnly(TracedNgram(1, 3)), 4), mode)[0] == plain
+        )
     lone = prompts_for(target.vocab)[0]
     alone, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0), "nucleus", prompts=[lone])
     assert alone["0"] == together["0"]

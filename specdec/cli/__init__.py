@@ -42,6 +42,11 @@ COMMANDS = {
         "Measure tau and acceptance on your prompts, and prove equal output.",
         "specdec eval-acceptance prompts.jsonl --k 4 --temperature 0.8 --out report",
     ),
+    "distil": (
+        "distil:distil",
+        "Let the target answer prompts, as data to train a drafter on.",
+        "specdec distil prompts.jsonl --out data --temperature 1",
+    ),
     "bench": (
         "bench:bench",
         "Time steps against the memory roofline, and speed end to end.",

@@ -12,6 +12,13 @@ from rich.console import Console
 
 from specdec.cli.backends import Backend, LoadedTarget, backend_of
 from specdec.cli.config import ModelConfig, SpeculationConfig
+from specdec.cli.drafting import (
+    checkpoint_path,
+    draft_dimensions,
+    draft_folder,
+    make_drafter,
+    read_head,
+)
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.errors import UserError
@@ -42,6 +49,8 @@ class Model:
     target: LoadedTarget
     tokenizer: Tokenizer
     backend: Backend
+    draft: Any = None
+    """The draft model's target or the EAGLE-3 head, where the drafter has one."""
 
 
 def load_model(config: ModelConfig, speculation: SpeculationConfig, prove: bool = True) -> Model:
@@ -54,10 +63,14 @@ def load_model(config: ModelConfig, speculation: SpeculationConfig, prove: bool 
 
     backend = backend_of(config)
     path = checkpoint_path(config.model)
-    tokenizer = load_tokenizer(path, read_arch(path).vocab)
+    arch = read_arch(path)
+    tokenizer, head = load_tokenizer(path, arch.vocab), read_head(speculation, arch)
+    folder, suppress = draft_folder(speculation, tokenizer), tokenizer.suppress_ids
     with console.status(f"loading {path.name}"):
-        target = backend.load(path, config, speculation, tokenizer.suppress_ids)
-    model = Model(path.name, target, tokenizer, backend)
+        layers = head.spec.layers if head else ()
+        target = backend.load(path, config, speculation, suppress, layers)
+        draft = head or folder and backend.load_draft(folder, config, suppress)
+    model = Model(path.name, target, tokenizer, backend, draft)
     if prove:
         require_exact(model, speculation)
     return model
@@ -69,10 +82,11 @@ def random_model(name: str, config: ModelConfig, speculation: SpeculationConfig)
     from targets.arch import released
     from targets.tokenizer import load_tokenizer
 
-    backend, arch = backend_of(config), released(name)
+    backend, arch, small = backend_of(config), released(name), draft_dimensions(speculation)
     with console.status(f"making random weights of {name}"):
         target = backend.random(arch, config, speculation)
-    model = Model(name, target, load_tokenizer(mini.path("mini")), backend)
+        draft = small and backend.random_draft(small, config)
+    model = Model(name, target, load_tokenizer(mini.path("mini")), backend, draft)
     require_exact(model, speculation)
     return model
 
@@ -91,21 +105,6 @@ def check_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise UserError(f"--out: cannot write to {folder}: {problem.strerror}") from None
-
-
-def checkpoint_path(model: str) -> Path:
-    """A folder, or the embedded model of that name."""
-    from targets import mini
-
-    if model in mini.NAMES:
-        return mini.path(model)
-    path = Path(model)
-    if not path.is_dir():
-        raise UserError(
-            f"no checkpoint folder {model!r}: download one from Hugging Face, or use "
-            f"{' or '.join(mini.NAMES)}, which come with specdec"
-        )
-    return path
 
 
 def require_exact(model: Model, speculation: SpeculationConfig) -> None:
@@ -147,16 +146,14 @@ def make_engine(
 
     accepted: counts to take instead of comparing, see specdec.synthetic (speed tests only).
     """
-    from drafters.ngram import NgramDrafter
     from drafters.none import NoDrafter
 
-    target, ngram = model.target, config.drafter == "ngram"
-    k = config.k if ngram or accepted is not None else 0
+    target, drafter = model.target, make_drafter(config, model)
+    k = 0 if config.drafter == "none" and accepted is None else config.k
     if config.loop == "device":
-        # the drafter on the device reads the device's own history: the engine's has nothing to do
-        driver = model.backend.cycle(target, config, k, accepted)
-        return Engine(target, NoDrafter(), driver, max_waiting)
-    drafter = NgramDrafter(config.ngram_min, config.ngram_max) if ngram else NoDrafter()
+        driver = model.backend.cycle(target, drafter, k, accepted)
+        # who has no prompts to read looks at the device's own history: nothing to do on the host
+        return Engine(target, drafter if config.drafts else NoDrafter(), driver, max_waiting)
     driver = host_cycle(target, drafter, k)
     driver = driver if accepted is None else synthetic_cycle(driver, accepted)
     return Engine(target, drafter, driver, max_waiting)

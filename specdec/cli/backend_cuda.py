@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Rows
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Literal
 from specdec.bench import some_draft
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.errors import UserError
-from specdec.protocols import Cycle
+from specdec.protocols import Cycle, Drafter
 from specdec.types import Array, Check, Sequence
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from drafters.eagle3.spec import Head
     from targets.arch import Arch
     from targets.cuda.load import CudaOptions
     from targets.cuda.target import CudaTarget
@@ -37,14 +39,26 @@ class CudaBackend:
         config: ModelConfig,
         speculation: SpeculationConfig,
         suppress: tuple[int, ...],
+        features: tuple[int, ...] = (),
     ) -> CudaTarget:
         self._check(config)
         from targets.arch import read_arch
         from targets.cuda.load import load_target, stored_dtype
 
-        options = _options(config, speculation)
+        options = replace(_options(config, speculation), features=features)
         self._fit(read_arch(path), options, stored_dtype(path))
         return load_target(path, options, suppress)
+
+    def load_draft(self, path: Path, config: ModelConfig, suppress: tuple[int, ...]) -> CudaTarget:
+        from targets.arch import read_arch
+
+        return self.load(path, *_drafting(config, read_arch(path)), suppress)
+
+    def random_draft(self, arch: Arch, config: ModelConfig) -> CudaTarget:
+        return self.random(arch, *_drafting(config, arch))
+
+    def eagle3(self, head: Head, target: CudaTarget, k: int, greedy: bool) -> Drafter:
+        raise AssertionError("refused before anything was loaded")
 
     def random(self, arch: Arch, config: ModelConfig, speculation: SpeculationConfig) -> CudaTarget:
         self._check(config)
@@ -68,12 +82,15 @@ class CudaBackend:
         return self_check(target)
 
     def cycle(
-        self, target: CudaTarget, config: SpeculationConfig, k: int, accepted: Array | None = None
+        self, target: CudaTarget, drafter: Drafter, k: int, accepted: Array | None = None
     ) -> Cycle:
         from drafters.device_cycle_cuda import device_cycle
+        from drafters.ngram import N_MAX, N_MIN, NgramDrafter
 
-        lengths = config.ngram_min, config.ngram_max
-        return device_cycle(target, config.drafter, k, *lengths, synthetic=accepted)
+        if isinstance(drafter, NgramDrafter):
+            lengths = drafter.n_min, drafter.n_max
+            return device_cycle(target, "ngram", k, *lengths, synthetic=accepted)
+        return device_cycle(target, "none", k, N_MIN, N_MAX, synthetic=accepted)
 
     def plain(self, target: CudaTarget) -> None:
         return None  # kernels do not pad: the exact one is the fastest
@@ -151,6 +168,14 @@ class CudaBackend:
         plan = make_plan(arch, options, stored)
         sizes = plan.slots, plan.max_len, options.k + 1, plan.chunk
         check_fits(arch, Shape(*sizes, plan.dtype, plan.kv_dtype), free_bytes())
+
+
+def _drafting(config: ModelConfig, arch: Arch) -> tuple[ModelConfig, SpeculationConfig]:
+    """How a draft model runs: no wider than it is fed, in the context that it has."""
+    from drafters.model import CATCH_UP
+
+    shorter = min(config.max_len, arch.max_position)
+    return replace(config, max_len=shorter), SpeculationConfig(k=CATCH_UP - 1)
 
 
 def _options(config: ModelConfig, speculation: SpeculationConfig) -> CudaOptions:

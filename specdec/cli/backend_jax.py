@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Rows
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -11,10 +12,12 @@ import numpy as np
 
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.errors import UserError
-from specdec.protocols import Cycle
+from specdec.protocols import Cycle, Drafter
 from specdec.types import Array, Check, Sequence
 
 if TYPE_CHECKING:
+    from drafters.eagle3.spec import Head
+    from drafters.resident_jax import Resident
     from targets.arch import Arch
     from targets.jax.load import JaxOptions
     from targets.jax.target import JaxTarget
@@ -34,10 +37,28 @@ class JaxBackend:
         config: ModelConfig,
         speculation: SpeculationConfig,
         suppress: tuple[int, ...],
+        features: tuple[int, ...] = (),
     ) -> JaxTarget:
         from targets.jax.load import load_target
 
-        return load_target(path, _options(config, speculation), suppress)
+        options = replace(_options(config, speculation), features=features)
+        return load_target(path, options, suppress)
+
+    def load_draft(self, path: Path, config: ModelConfig, suppress: tuple[int, ...]) -> JaxTarget:
+        from targets.arch import read_arch
+        from targets.jax.load import load_target
+
+        return load_target(path, _draft_options(config, read_arch(path)), suppress)
+
+    def random_draft(self, arch: Arch, config: ModelConfig) -> JaxTarget:
+        from targets.jax.load import random_target
+
+        return random_target(arch, _draft_options(config, arch), seed=1)
+
+    def eagle3(self, head: Head, target: JaxTarget, k: int, greedy: bool) -> Drafter:
+        from drafters.eagle3.drafter_jax import EagleDrafter
+
+        return EagleDrafter(head, target, k, greedy)
 
     def random(self, arch: Arch, config: ModelConfig, speculation: SpeculationConfig) -> JaxTarget:
         from targets.jax.load import random_target
@@ -58,15 +79,12 @@ class JaxBackend:
         return self_check(target)
 
     def cycle(
-        self, target: JaxTarget, config: SpeculationConfig, k: int, accepted: Array | None = None
+        self, target: JaxTarget, drafter: Drafter, k: int, accepted: Array | None = None
     ) -> Cycle:
         from drafters.device_cycle_jax import device_cycle
-        from drafters.ngram_jax import TracedNgram, TracedNone
 
         assert accepted is None, "the traced loop compares: bench asks the host loop"
-        ngram = config.drafter == "ngram"
-        drafter = TracedNgram(config.ngram_min, config.ngram_max) if ngram else TracedNone()
-        return device_cycle(target, drafter, k)
+        return device_cycle(target, _resident(drafter), k)
 
     def plain(self, target: JaxTarget) -> JaxTarget:
         """Width 1: the exact one is as wide as the widest verify."""
@@ -107,6 +125,32 @@ class JaxBackend:
 
     def forward_samples(self, target: JaxTarget, seqs: Rows[Sequence], width: int) -> None:
         return None  # XLA's programs return host ids: a step is what can be timed
+
+
+def _resident(drafter: Drafter) -> Resident:
+    """What the drafter is to the traced loop."""
+    from drafters.eagle3.drafter_jax import EagleDrafter
+    from drafters.model import ModelDrafter
+    from drafters.model_jax import ModelOnDevice
+    from drafters.ngram import NgramDrafter
+    from drafters.ngram_jax import TracedNgram, TracedNone
+    from drafters.resident_jax import TextOnly
+
+    if isinstance(drafter, EagleDrafter):
+        return drafter
+    if isinstance(drafter, ModelDrafter):
+        return ModelOnDevice(drafter)
+    if isinstance(drafter, NgramDrafter):
+        return TextOnly(TracedNgram(drafter.n_min, drafter.n_max))
+    return TextOnly(TracedNone())
+
+
+def _draft_options(config: ModelConfig, arch: Arch) -> JaxOptions:
+    from drafters.model import CATCH_UP
+
+    shorter = min(config.max_len, arch.max_position)
+    options = _options(config, SpeculationConfig())
+    return replace(options, max_len=shorter, width=CATCH_UP)
 
 
 def _options(config: ModelConfig, speculation: SpeculationConfig) -> JaxOptions:

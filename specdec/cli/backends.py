@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.errors import UserError
-from specdec.protocols import Cycle, Target
+from specdec.protocols import Cycle, Drafter, Target
 from specdec.types import Check, Sequence
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from drafters.eagle3.spec import Head
     from targets.arch import Arch
 
 
@@ -42,8 +43,23 @@ class Backend(Protocol):
         config: ModelConfig,
         speculation: SpeculationConfig,
         suppress: tuple[int, ...],
+        features: tuple[int, ...] = (),
     ) -> Any:
-        """The checkpoint's target. Raises UserError, before gigabytes are read."""
+        """The checkpoint's target; features: the layers whose outputs its steps bring along.
+        Raises UserError, before gigabytes are read."""
+        ...
+
+    def load_draft(self, path: Path, config: ModelConfig, suppress: tuple[int, ...]) -> Any:
+        """A draft model's target, with as many slots and as much of the context as it takes.
+        Raises UserError."""
+        ...
+
+    def random_draft(self, arch: Arch, config: ModelConfig) -> Any:
+        """A draft model with random weights. Raises UserError."""
+        ...
+
+    def eagle3(self, head: Head, target: Any, k: int, greedy: bool) -> Drafter:
+        """The drafter of an EAGLE-3 head. Raises UserError for a head of another target."""
         ...
 
     def random(self, arch: Arch, config: ModelConfig, speculation: SpeculationConfig) -> Any:
@@ -62,8 +78,9 @@ class Backend(Protocol):
         """Prove on the device that rows do not depend on place and neighbours."""
         ...
 
-    def cycle(self, target: Any, config: SpeculationConfig, k: int, accepted: Any = None) -> Cycle:
-        """The device-resident driver; accepted: counts to take instead of comparing (bench)."""
+    def cycle(self, target: Any, drafter: Drafter, k: int, accepted: Any = None) -> Cycle:
+        """The device-resident driver of what this drafter does; accepted: counts to take instead
+        of comparing (bench)."""
         ...
 
     def plain(self, target: Any) -> Any | None:

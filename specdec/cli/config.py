@@ -12,7 +12,9 @@ from cyclopts import Parameter, Token
 from specdec.errors import UserError
 from specdec.types import Sampling
 
-DRAFTERS = ("none", "ngram")
+DRAFTERS = ("none", "ngram", "model", "eagle3")
+EMBEDDED_DRAFTS = {("model", "mini"): "mini-e"}
+"""Drafter and model for which a draft model comes with specdec, so that no path is needed."""
 
 
 def _numbers(kind: type, tokens: Rows[Token]) -> tuple[float, ...]:
@@ -62,9 +64,17 @@ class ModelConfig:
 @dataclass(frozen=True)
 class SpeculationConfig:
     drafter: str = "ngram"
-    "Who guesses: none (plain decoding) or ngram (prompt lookup). Never changes the output."
+    """Who guesses: none (plain decoding), ngram (prompt lookup), model (a smaller Gemma 4 of the
+    same tokenizer) or eagle3 (a head that reads the model's states). Never changes the output."""
     k: int = 4
     "Draft tokens per cycle, 0 to 31."
+    draft_model: str | None = None
+    """The drafter's folder. --drafter model: any smaller Gemma 4 with the model's own tokenizer
+    (E4B for 31B); mini brings mini-e, and needs none. --drafter eagle3: a head trained for this
+    very model, as vLLM, SGLang or speculators read it."""
+    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
+    """How model and eagle3 guess when sampling: with the target's own noise, which agrees with it
+    more often, or their argmax (to compare)."""
     ngram_min: int = 2
     "Shortest suffix that prompt lookup matches; shorter ones say too little."
     ngram_max: int = 5
@@ -79,21 +89,61 @@ class SpeculationConfig:
         from drafters.ngram import NgramDrafter
 
         chosen = self if self.speculative_config is None else self._from_vllm()
-        if chosen.loop == "device" and model.backend == "cuda" and not model.captures:
-            raise UserError(
-                "--loop device captures CUDA graphs: with --device cpu or --dtype float32 use "
-                "--loop host"
-            )
         if chosen.drafter not in DRAFTERS:
             raise UserError(
                 f"unknown drafter {chosen.drafter!r}: choose one of {', '.join(DRAFTERS)}"
             )
+        chosen._refuse_on_cuda(model)
         NgramDrafter(chosen.ngram_min, chosen.ngram_max)  # refuses bad lengths before any loading
-        return replace(chosen, loop=chosen.loop or ("device" if model.captures else "host"))
+        loop = "device" if model.captures and not chosen.drafts else "host"
+        return replace(
+            chosen, loop=chosen.loop or loop, draft_model=chosen._draft_model(model.model)
+        )
+
+    def _refuse_on_cuda(self, model: ModelConfig) -> None:
+        """Raise UserError for what the CUDA backend can't draft with or capture as graphs."""
+        if self.drafter == "eagle3" and model.backend == "cuda":
+            raise UserError("--drafter eagle3 needs --backend jax: cuda has no kernels for it yet")
+        if self.loop != "device" or model.backend != "cuda":
+            return
+        if not model.captures:
+            raise UserError(
+                "--loop device captures CUDA graphs: with --device cpu or --dtype float32 use "
+                "--loop host"
+            )
+        if self.drafts:
+            raise UserError(
+                f"--loop device with --backend cuda drafts none or ngram only: with --drafter "
+                f"{self.drafter} use --loop host"
+            )
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the drafter has weights of its own."""
+        return self.drafter in ("model", "eagle3")
+
+    def _draft_model(self, model: str) -> str | None:
+        """The draft model's folder or name, None for drafters that have none. Raises UserError."""
+        if not self.drafts:
+            if self.draft_model is not None:
+                raise UserError(
+                    "--draft-model is for --drafter model or eagle3, but the drafter is "
+                    f"{self.drafter}"
+                )
+            return None
+        found = self.draft_model or EMBEDDED_DRAFTS.get((self.drafter, model))
+        if found is None:
+            raise UserError(
+                f"--drafter {self.drafter} needs --draft-model PATH; without one, mini drafts with "
+                "--drafter model, and every model with --drafter ngram"
+            )
+        return found
 
     def _from_vllm(self) -> SpeculationConfig:
         names = {
             "method": "drafter",
+            "model": "draft_model",
+            "draft_sample_method": "draft_sample_method",
             "num_speculative_tokens": "k",
             "prompt_lookup_min": "ngram_min",
             "prompt_lookup_max": "ngram_max",
@@ -109,8 +159,15 @@ class SpeculationConfig:
             )
         values = {names[key]: value for key, value in given.items()}
         for key, value in values.items():
-            if not isinstance(value, str if key == "drafter" else int):
+            if not isinstance(value, int if key in ("k", "ngram_min", "ngram_max") else str):
                 raise UserError(f"--speculative-config: {value!r} does not fit {key}")
+        if values.get("drafter") == "draft_model":  # what vLLM calls it
+            values["drafter"] = "model"
+        if values.get("draft_sample_method", "greedy") not in ("probabilistic", "greedy"):
+            raise UserError(
+                "--speculative-config: draft_sample_method must be probabilistic or greedy, got "
+                f"{values['draft_sample_method']!r}"
+            )
         return replace(self, speculative_config=None, **values)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.bench import random_prompts
-from specdec.cli.assemble import checkpoint_path
 from specdec.cli.config import ModelConfig
+from specdec.cli.drafting import checkpoint_path
 from specdec.errors import UserError
 
 if TYPE_CHECKING:

@@ -34,6 +34,9 @@ class JaxOptions:
     slots: int = 4
     max_len: int = 2048
     k: int = 4
+    width: int | None = None
+    """Tokens per row and call; None: the narrowest of WIDTHS that holds K + 1. A draft model, who
+    need not be exact, takes no more than it is fed."""
     dtype: str | None = None
     int8: bool = False
     features: tuple[int, ...] = ()
@@ -86,7 +89,7 @@ def make_plan(arch: Arch, options: JaxOptions) -> Plan:
         arch,
         options.slots,
         options.max_len,
-        width_for(options.k),
+        options.width or width_for(options.k),
         min(options.chunk, options.max_len),
         options.features,
         mapped,

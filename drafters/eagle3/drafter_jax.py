@@ -1,0 +1,99 @@
+"""The EAGLE-3 drafter of the JAX target: for the host loop a `Drafter`, for the device loop a
+`Resident` as well. Both run `drafting_jax`; here is what the host has to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from drafters.eagle3 import drafting_jax as drafting
+from drafters.eagle3.drafting_jax import Given, Memory, Pending, Texts, TracedHead
+from drafters.eagle3.jax import make_cache, place
+from drafters.eagle3.spec import Head, check_pair
+from specdec.types import Array, Sequence, Step
+from targets.jax.target import JaxTarget
+
+
+class EagleDrafter:
+    """One head beside its target; k draft tokens a cycle, neither more nor fewer."""
+
+    def __init__(self, head: Head, target: JaxTarget, k: int, greedy: bool = False) -> None:
+        """greedy: guess the argmax at any temperature, as other engines do (to compare).
+
+        Raises UserError for a head of another target.
+        """
+        check_pair(head.spec, target.arch)
+        assert target.plan.features == head.spec.layers, (target.plan.features, head.spec.layers)
+        self.spec, self.target, self.greedy, self.k = head.spec, target, greedy, k
+        self.head, self.target_ids = place(head, target.dtype)
+        self.longest = min(target.max_len, head.spec.max_position)
+        self.memory = self._blank()
+        self._read = jax.jit(partial(drafting.read, self.traced(False)), donate_argnums=1)
+        self._propose = {
+            shaped: jax.jit(
+                partial(drafting.propose, self.traced(shaped)), static_argnums=3, donate_argnums=1
+            )
+            for shaped in (False, True)
+        }
+
+    def _blank(self) -> Memory:
+        slots, width = self.target.slots, self.k + 1
+        pending = Pending(
+            jnp.zeros((slots, width, self.spec.features), self.target.dtype),
+            jnp.zeros((slots, width), jnp.int32),
+            jnp.ones(slots, jnp.int32),
+        )
+        return Memory(make_cache(self.spec, slots, self.longest, self.target.dtype), pending)
+
+    def reset(self, seq: Sequence) -> None:
+        pass  # the new owner's entries overwrite the old one's before anything sees them
+
+    def observe(self, seqs: Rows[Sequence], step: Step, accepted: Array) -> None:
+        assert step.features is not None
+        if not seqs[0].emitted:
+            self._observe_prompt(seqs[0], step.features, int(step.chosen[0, 0]))
+            return
+        slots = np.array([seq.slot for seq in seqs])
+        old = self.memory.pending
+        pending = Pending(
+            old.features.at[slots].set(step.features),
+            old.chosen.at[slots].set(step.chosen),
+            old.count.at[slots].set(np.asarray(accepted, np.int32) + 1),
+        )
+        self.memory = self.memory._replace(pending=pending)
+
+    def _observe_prompt(self, seq: Sequence, features: Array, chosen: int) -> None:
+        """A chunk of the prompt: each position's features go with the token after it, which
+        after the last position is the one chosen."""
+        start, count, chunk = seq.prefilled, features.shape[1], self.target.prefill_chunk
+        tokens = np.zeros((1, chunk), np.int32)
+        tokens[0, :count] = [*seq.tokens[start + 1 : start + count + 1], chosen][:count]
+        features = jnp.pad(features, ((0, 0), (0, chunk - count), (0, 0)))
+        where = np.int32(seq.slot), features, tokens, np.int32(start), np.int32(count)
+        self.memory = self._read(self.weights(), self.memory, *where)
+
+    def propose(self, seqs: Rows[Sequence], k: int) -> Array:
+        """[B, k], one dispatch."""
+        slots = np.array([seq.slot for seq in seqs])
+        length, live = np.ones(self.target.slots, np.int32), np.zeros(self.target.slots, bool)
+        length[slots], live[slots] = [len(seq.tokens) for seq in seqs], True
+        texts = Texts(self.target.cache.tokens, length, live)
+        program = self._propose[any(seq.sampling.shaped for seq in seqs)]
+        self.memory, draft = program(self.weights(), self.memory, texts, k)
+        return np.asarray(draft)[slots]
+
+    def ready(self, seqs: Rows[Sequence]) -> None:
+        pass
+
+    def traced(self, shaped: bool) -> TracedHead:
+        return TracedHead(self.spec, self.longest, shaped)
+
+    def weights(self) -> Given:
+        rules, top = self.target.rules(), self.target.params.top
+        if self.greedy:
+            rules = rules._replace(temperature=jnp.zeros_like(rules.temperature))
+        return Given(self.head, self.target_ids, top["embed_tokens"], self.target.bias, rules)

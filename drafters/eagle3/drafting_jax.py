@@ -1,0 +1,188 @@
+"""Drafting with an EAGLE-3 head, as traced functions on slots: the host loop compiles one of them
+alone, the device loop within its cycle.
+
+Entry p of the draft cache is of (x[p + 1], the target's features at p) and tells x[p + 2]. What is
+drafted writes entries of its own output; the next cycle begins by writing those of the accepted
+tokens again, from the target's features, so the cache is always that of a fresh prefill. Which
+they are rides in `Pending`. Entries beyond are rejected: the length is the rollback.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from drafters.eagle3 import jax as head
+from drafters.eagle3.jax import DraftCache, Weights
+from drafters.eagle3.spec import HeadSpec
+from drafters.resident_jax import State, TracedRows
+from specdec.types import NO_GUESS, Array, Step
+from targets.jax import sampling
+from targets.rules import Rules
+
+
+class Pending(NamedTuple):
+    """What the last cycle chose, by slot: features [B, W, F] and the tokens [B, W] chosen from
+    them; the first count [B] are real, and the last of those ends the text."""
+
+    features: Array
+    chosen: Array
+    count: Array
+
+
+class Memory(NamedTuple):
+    cache: DraftCache
+    pending: Pending
+
+
+class Given(NamedTuple):
+    """What drafting only reads: the head, target ids [V] of its vocabulary, the target's embedding
+    and its sampling parameters by slot."""
+
+    head: Weights
+    target_ids: Array
+    table: Array
+    bias: Array
+    rules: Rules
+
+
+class Texts(NamedTuple):
+    """history [B, S] of which length [B] are real, but for the last; live [B]."""
+
+    history: Array
+    length: Array
+    live: Array
+
+
+@dataclass(frozen=True)
+class TracedHead:
+    """shaped False: every guess is a bare argmax. longest: no token from this position on is
+    guessed; the target's context or the head's ends there."""
+
+    spec: HeadSpec
+    longest: int
+    shaped: bool
+
+    def on(self, weights: Given, memory: Memory) -> TracedRows:
+        return _HeadRows(self, weights, memory)
+
+
+class _HeadRows:
+    def __init__(self, static: TracedHead, given: Given, memory: Memory) -> None:
+        self.static, self.given, self.memory = static, given, memory
+
+    def propose(self, seqs: State, k: int) -> Array:
+        texts = Texts(seqs.cache.tokens, seqs.length, seqs.live)
+        self.memory, draft = propose(self.static, self.given, self.memory, texts, k)
+        return draft
+
+    def observe(self, seqs: State, step: Step, accepted: Array) -> None:
+        assert step.features is not None, "the target was made without the head's layers"
+        new = Pending(step.features, step.chosen, accepted.astype(jnp.int32) + 1)
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(seqs.live.reshape(-1, *[1] * (new.ndim - 1)), new, old),
+            new,
+            self.memory.pending,
+        )
+        self.memory = self.memory._replace(pending=kept)
+
+
+def propose(
+    static: TracedHead, given: Given, memory: Memory, texts: Texts, k: int
+) -> tuple[Memory, Array]:
+    """The accepted tokens' entries from the target's features, then a guess at a time: [B, k]."""
+    draft = jnp.full((texts.length.shape[0], k), NO_GUESS, jnp.int32)
+    if k == 0:
+        return memory, draft
+    row, pending = jnp.arange(texts.length.shape[0]), memory.pending
+    last = pending.chosen[row, pending.count - 1]
+    history = texts.history.at[row, texts.length - 1].set(last)
+    cache, out = _catch_up(static, given, memory, texts)
+    draft = draft.at[:, 0].set(_choose(static, given, out, texts._replace(history=history), 0))
+
+    def step(j: Array, carry: tuple) -> tuple:
+        cache, out, history, draft = carry
+        token, place = draft[:, j - 1], texts.length + j - 1
+        history = history.at[row, place].set(token)
+        position = jnp.where(texts.live, place - 1, -1)[:, None]
+        embedded = head.embed(given.table, token)[:, None].astype(out.dtype)
+        hidden = head.feedback(given.head, static.spec, out)[:, None]
+        cache, out = head.decode(given.head, static.spec, cache, embedded, hidden, position)
+        guess = _choose(static, given, out[:, 0], texts._replace(history=history), j)
+        return cache, out[:, 0], history, draft.at[:, j].set(guess)
+
+    cache, _, _, draft = jax.lax.fori_loop(1, k, step, (cache, out, history, draft))
+    return memory._replace(cache=cache), draft
+
+
+def _catch_up(
+    static: TracedHead, given: Given, memory: Memory, texts: Texts
+) -> tuple[DraftCache, Array]:
+    """Write what is pending -> (cache, the head's output [B, H] after the last committed token)."""
+    features, chosen, count = memory.pending
+    offset = jnp.arange(chosen.shape[1])
+    real = (offset < count[:, None]) & texts.live[:, None]
+    positions = jnp.where(real, (texts.length - 1 - count)[:, None] + offset, -1)
+    cache, out = _extend(static, given, memory.cache, chosen, features, positions)
+    return cache, out[jnp.arange(len(count)), count - 1]
+
+
+def read(
+    static: TracedHead,
+    given: Given,
+    memory: Memory,
+    slot: Array,
+    features: Array,
+    tokens: Array,
+    start: Array,
+    count: Array,
+) -> Memory:
+    """One slot's prefill chunk: features [1, T, F] from position `start` on, and the tokens [1, T]
+    that follow each; the first `count` are real. The last is pending too, to draft from."""
+    row = jax.tree.map(lambda leaf: leaf[slot][None], memory.cache)
+    offset = jnp.arange(tokens.shape[1])[None]
+    positions = jnp.where(offset < count, start + offset, -1)
+    row, _ = _extend(static, given, row, tokens, features, positions)
+    cache = jax.tree.map(lambda all_, one: all_.at[slot].set(one[0]), memory.cache, row)
+    old = memory.pending
+    pending = Pending(
+        old.features.at[slot, 0].set(features[0, count - 1].astype(old.features.dtype)),
+        old.chosen.at[slot, 0].set(tokens[0, count - 1]),
+        old.count.at[slot].set(1),
+    )
+    return Memory(cache, pending)
+
+
+def _extend(
+    static: TracedHead,
+    given: Given,
+    cache: DraftCache,
+    tokens: Array,
+    features: Array,
+    positions: Array,
+) -> tuple[DraftCache, Array]:
+    """Entries of tokens [B, T] that were chosen from features [B, T, F]."""
+    hidden = head.fuse(given.head, static.spec, features)
+    embedded = head.embed(given.table, tokens).astype(hidden.dtype)
+    return head.decode(given.head, static.spec, cache, embedded, hidden, positions)
+
+
+def _choose(static: TracedHead, given: Given, out: Array, texts: Texts, j: Array | int) -> Array:
+    """The head's output [B, H] -> guess j of each text [B], as the target would choose: by its
+    rules, and with its noise. NO_GUESS where a row sits out, or may say nothing the head knows."""
+    logits = head.logits(given.head, static.spec, out)
+    own = given.bias[:, given.target_ids]
+    place = texts.length + j
+    if static.shaped:
+        known = jnp.full(given.bias.shape, -jnp.inf).at[:, given.target_ids].set(logits)
+        chosen = sampling.choose(known[:, None], given.bias, given.rules, texts.history, place - 1)[
+            :, 0
+        ]
+    else:
+        chosen = given.target_ids[jnp.argmax(logits + own, -1)]
+    possible = (logits + own).max(-1) > -jnp.inf
+    going = texts.live & (place < static.longest) & possible
+    return jnp.where(going, chosen, NO_GUESS).astype(jnp.int32)

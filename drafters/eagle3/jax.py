@@ -1,0 +1,190 @@
+"""The EAGLE-3 head's forward in JAX: the one definition that training and the drafter call.
+
+At position p the head is fed the embedding of the token that the target chose from p's features,
+and those features; it predicts the token after that one. When it drafts on, its own output takes
+the features' place. Where keys and values go to and come from is a value, an `Exchange`.
+
+Shape legend: B batch, T tokens, H hidden, F = layers * H, N query heads, K kv heads, D head_dim,
+S cache entries, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from drafters.eagle3.spec import Head, HeadSpec
+from specdec.types import Array
+from targets.arch import Rope
+from targets.jax.layers import attend, project, rms_norm, rope_tables, rotate
+
+Weights = dict[str, Any]
+"""Arrays by the names of `drafters.eagle3.spec.tensors`."""
+Exchange = Callable[[Array, Array, Array], tuple[Any, Array]]
+"""q [B, T, N, D] (scaled, rotated), k and v [B, T, K, D] -> (what is kept, mixed [B, T, N * D])."""
+
+
+class DraftCache(NamedTuple):
+    """k, v [B, S, K, D]. Position p lives in entry p, and is valid iff p < the row's length."""
+
+    k: Array
+    v: Array
+
+
+def place(head: Head, dtype: Any) -> tuple[Weights, Array]:
+    """A head on the device: weights in `dtype`, target ids [V] int32."""
+    weights = {name: jnp.asarray(value, dtype) for name, value in head.weights.items()}
+    return weights, jnp.asarray(head.target_ids, jnp.int32)
+
+
+def make_cache(spec: HeadSpec, rows: int, entries: int, dtype: Any) -> DraftCache:
+    shape = (rows, entries, spec.kv_heads, spec.head_dim)
+    return DraftCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def embed(table: Array, tokens: Array) -> Array:
+    """The target's embeddings [..., H] of tokens [...], as stored: without Gemma's sqrt(H).
+    Ids outside the vocabulary count as 0."""
+    return table[jnp.where((tokens >= 0) & (tokens < table.shape[0]), tokens, 0)]
+
+
+def fuse(weights: Weights, spec: HeadSpec, features: Array) -> Array:
+    """The target's features [..., F] -> [..., H]. Never applied to the head's own output."""
+    if spec.norm_before_fc:
+        features = rms_norm(features, weights["input_norm"], spec.eps)
+    if spec.fc_norm:
+        parts = jnp.split(features, len(spec.layers), -1)
+        normed = [rms_norm(x, weights[f"fc_norm.{i}"], spec.eps) for i, x in enumerate(parts)]
+        features = jnp.concatenate(normed, -1)
+    return project(features, weights["fc"])
+
+
+def layer(
+    weights: Weights,
+    spec: HeadSpec,
+    embedded: Array,
+    hidden: Array,
+    positions: Array,
+    exchange: Exchange,
+) -> tuple[Any, Array]:
+    """The one decoder layer: embedded and hidden [B, T, H] at positions [B, T] (or [1, T]).
+
+    -> (what `exchange` keeps, output [B, T, H]: for `logits`, and by `feedback` the next step).
+    """
+    normed = rms_norm(hidden, weights["hidden_norm"], spec.eps)
+    both = [rms_norm(embedded, weights["input_layernorm"], spec.eps), normed]
+    kept, mixed = exchange(*_projections(weights, spec, jnp.concatenate(both, -1), positions))
+    residual = normed if spec.norm_before_residual else hidden
+    out = residual + project(mixed, weights["self_attn.o_proj"])
+    return kept, out + _mlp(weights, rms_norm(out, weights["post_attention_layernorm"], spec.eps))
+
+
+def logits(weights: Weights, spec: HeadSpec, out: Array) -> Array:
+    """The layer's output [..., H] -> [..., V] float32 over draft ids; no soft-cap."""
+    normed = rms_norm(out, weights["norm"], spec.eps)
+    return project(normed, weights["lm_head"]).astype(jnp.float32)
+
+
+def feedback(weights: Weights, spec: HeadSpec, out: Array) -> Array:
+    """What the next draft step is fed in the features' place [..., H]."""
+    return rms_norm(out, weights["norm"], spec.eps) if spec.norm_output else out
+
+
+def decode(
+    weights: Weights,
+    spec: HeadSpec,
+    cache: DraftCache,
+    embedded: Array,
+    hidden: Array,
+    positions: Array,
+) -> tuple[DraftCache, Array]:
+    """Draft: write entries at positions [B, T], attend to all up to each. -> (cache, [B, T, H]).
+
+    A negative position, or one past the cache, writes nothing; its output means nothing.
+    """
+
+    def exchange(q: Array, k: Array, v: Array) -> tuple[DraftCache, Array]:
+        entries = cache.k.shape[1]
+        row = jnp.arange(positions.shape[0])[:, None]
+        where = jnp.where(positions < 0, entries, positions)  # out of range: dropped
+        new_k = cache.k.at[row, where].set(k.astype(cache.k.dtype), mode="drop")
+        new_v = cache.v.at[row, where].set(v.astype(cache.v.dtype), mode="drop")
+        seen = _visible(spec, positions, jnp.arange(entries)[None])
+        return DraftCache(new_k, new_v), attend(q, new_k, new_v, seen)
+
+    return layer(weights, spec, embedded, hidden, positions, exchange)
+
+
+class Unrolled(NamedTuple):
+    """Keys and values of the steps so far, newest last: lists of [B, T, K, D]."""
+
+    k: tuple[Array, ...]
+    v: tuple[Array, ...]
+
+
+def unroll(
+    weights: Weights,
+    spec: HeadSpec,
+    before: Unrolled,
+    embedded: Array,
+    hidden: Array,
+    documents: Array,
+) -> tuple[Unrolled, Array]:
+    """Train: one draft step from every position at once. documents [B, T] int32: positions of
+    different documents don't see each other. -> (keys and values with this step's, [B, T, H]).
+
+    Row i at step n sees step 0 up to i, and of each later step its own entry only: what a draft
+    that began at i would have in its cache.
+    """
+    step, tokens = len(before.k), embedded.shape[1]
+
+    def exchange(q: Array, k: Array, v: Array) -> tuple[Unrolled, Array]:
+        kept = Unrolled((*before.k, k), (*before.v, v))
+        ahead = jnp.arange(tokens)[None]
+        seen = _visible(spec, ahead, ahead) & (documents[:, :, None] == documents[:, None])
+        return kept, _attend_unrolled(q, kept, seen)
+
+    positions = jnp.arange(tokens)[None] + step
+    return layer(weights, spec, embedded, hidden, positions, exchange)
+
+
+def _visible(spec: HeadSpec, queries: Array, keys: Array) -> Array:
+    """[B, T, S] for query positions [B, T] and key positions [B, S]."""
+    ahead = queries[:, :, None] - keys[:, None]
+    return (ahead >= 0) if spec.window is None else (ahead >= 0) & (ahead < spec.window)
+
+
+def _projections(
+    weights: Weights, spec: HeadSpec, both: Array, positions: Array
+) -> tuple[Array, Array, Array]:
+    tables = rope_tables(Rope(spec.theta, spec.head_dim // 2), spec.head_dim, positions)
+
+    def heads(name: str) -> Array:
+        flat = project(both, weights[f"self_attn.{name}_proj"])
+        return flat.reshape(*flat.shape[:-1], -1, spec.head_dim)
+
+    scale = jnp.asarray(spec.head_dim**-0.5, both.dtype)
+    return rotate(heads("q"), tables) * scale, rotate(heads("k"), tables), heads("v")
+
+
+def _mlp(weights: Weights, x: Array) -> Array:
+    gate = jax.nn.silu(project(x, weights["mlp.gate_proj"]))
+    return project(gate * project(x, weights["mlp.up_proj"]), weights["mlp.down_proj"])
+
+
+def _attend_unrolled(q: Array, kept: Unrolled, seen: Array) -> Array:
+    """Step 0 by position, later steps by their diagonal, one softmax over both: [B, T, N * D]."""
+    batch, tokens, heads, dim = q.shape
+    grouped = q.reshape(batch, tokens, kept.k[0].shape[2], -1, dim)
+    wide = {"preferred_element_type": jnp.float32}
+    first = jnp.einsum("btkgd,bskd->btkgs", grouped, kept.k[0], **wide)
+    first = jnp.where(seen[:, :, None, None], first, -jnp.inf)  # a position always sees itself
+    own = [jnp.einsum("btkgd,btkd->btkg", grouped, k, **wide)[..., None] for k in kept.k[1:]]
+    shares = jax.nn.softmax(jnp.concatenate([first, *own], -1), -1).astype(q.dtype)
+    mixed = jnp.einsum("btkgs,bskd->btkgd", shares[..., :tokens], kept.v[0], **wide)
+    for n, v in enumerate(kept.v[1:]):
+        mixed = mixed + shares[..., tokens + n, None].astype(jnp.float32) * v[:, :, :, None]
+    return mixed.astype(q.dtype).reshape(batch, tokens, heads * dim)

@@ -1,0 +1,92 @@
+"""A smaller model of the same vocabulary as drafter: a second Target, with its own K/V.
+
+The draft model chooses as the target would, by the request's own sampling parameters: at
+temperature 0 its argmax, else with noise of the same key (seed, position, token), so that the two
+agree as often as their distributions allow (Gumbel coupling, arXiv 2408.07978).
+
+Nothing has to be rolled back or remembered. A cycle feeds the draft model every guess but its
+last, so once k guesses and the free token are kept, at most two committed tokens are not in its
+cache: each cycle begins by feeding the last two again, whatever was accepted. The length is the
+rollback here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+
+import numpy as np
+
+from specdec.protocols import Target
+from specdec.types import NO_GUESS, Array, Sampling, Sequence, Step
+
+CATCH_UP = 2
+"""Committed tokens that each cycle feeds first: the widest call that a draft model ever gets."""
+
+
+class ModelDrafter:
+    """`model` has at least the target's slots; its context may be shorter: from its end on, and
+    for prompts that it can't hold, it says nothing."""
+
+    def __init__(self, model: Target, greedy: bool = False) -> None:
+        """greedy: guess the argmax at any temperature, as other engines do (to compare)."""
+        self.model, self.greedy = model, greedy
+        self._ahead: dict[int, Sequence] = {}
+
+    def reset(self, seq: Sequence) -> None:
+        self._ahead[seq.slot] = Sequence(list(seq.tokens), self._sampling(seq), slot=seq.slot)
+
+    def observe(self, seqs: Rows[Sequence], step: Step, accepted: Array) -> None:
+        """Read the prompt beside the target, a chunk for a chunk; later there is nothing to learn.
+        Raises MemoryError where the draft model has no room for it."""
+        for seq in seqs:
+            if not seq.emitted:
+                self._read_chunk(self._ahead[seq.slot])
+
+    def finish_prompts(self, seqs: Rows[Sequence]) -> None:
+        """Read what is left of their prompts: its chunks may be shorter than the target's."""
+        for ahead in (self._ahead[seq.slot] for seq in seqs):
+            while ahead.prefilled < ahead.prompt_len < self.model.max_len:
+                self._read_chunk(ahead)
+
+    def propose(self, seqs: Rows[Sequence], k: int) -> Array:
+        draft = np.full((len(seqs), k), NO_GUESS, np.int32)
+        self.finish_prompts(seqs)
+        ahead = [self._caught_up(seq) for seq in seqs]
+        for j in range(k):
+            # a token at position max_len could never be emitted
+            going = [b for b, seq in enumerate(ahead) if len(seq.tokens) < self.model.max_len]
+            if not going:
+                break
+            draft[going, j] = self._guess([ahead[b] for b in going], first=j == 0)
+            for b in going:
+                ahead[b].tokens.append(int(draft[b, j]))
+        for seq, real in zip(ahead, seqs, strict=True):
+            del seq.tokens[len(real.tokens) :]
+        return draft
+
+    def _guess(self, ahead: list[Sequence], first: bool) -> Array:
+        """What the draft model chooses after each text [B]."""
+        if not first:
+            return self.model.verify(ahead, np.empty((len(ahead), 0), np.int32)).chosen[:, 0]
+        last = np.array([[seq.tokens.pop()] for seq in ahead], np.int32)
+        chosen = self.model.verify(ahead, last).chosen[:, 1]
+        for seq, (token,) in zip(ahead, last, strict=True):
+            seq.tokens.append(int(token))
+        return chosen
+
+    def _caught_up(self, seq: Sequence) -> Sequence:
+        """The slot's sequence as the draft model sees it: all of the text, nothing guessed yet."""
+        ahead = self._ahead[seq.slot]
+        ahead.tokens += seq.tokens[len(ahead.tokens) :]
+        return ahead
+
+    def _read_chunk(self, ahead: Sequence) -> None:
+        start, chunk = ahead.prefilled, self.model.prefill_chunk
+        if start < ahead.prompt_len < self.model.max_len:
+            ahead.prefilled = min(ahead.prompt_len, (start // chunk + 1) * chunk)
+            self.model.prefill(ahead, start, ahead.prefilled)
+
+    def _sampling(self, seq: Sequence) -> Sampling:
+        own = replace(seq.sampling, logprobs=None)
+        return replace(own, temperature=0.0) if self.greedy else own

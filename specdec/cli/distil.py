@@ -1,0 +1,151 @@
+"""`specdec distil`: the target's own answers, to train a drafter on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.progress import Progress as Bar, TextColumn, TimeRemainingColumn
+
+from specdec.cli.assemble import (
+    Model,
+    check_folder,
+    checkpoint_path,
+    command_record,
+    console,
+    load_model,
+    make_engine,
+    print_json,
+    say_model,
+)
+from specdec.cli.config import ModelConfig, SamplingConfig, SpeculationConfig
+from specdec.errors import UserError
+
+if TYPE_CHECKING:
+    from specdec.prompts import Prompt
+    from specdec.types import Sampling
+    from training.distil import Source
+
+
+def distil(
+    prompts: Path,
+    /,
+    *,
+    out: Path,
+    model: ModelConfig = ModelConfig(),  # noqa: B008
+    speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008
+    sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
+    max_tokens: int = 256,
+    cut: int | None = None,
+    limit: int | None = None,
+    shard_rows: int = 64,
+    json: bool = False,
+) -> None:
+    """Let the target answer prompts, and keep the token ids. The same command continues.
+
+    Parameters
+    ----------
+    prompts
+        JSONL: {"prompt": ...}, {"messages": [...]}, or documents as {"text": ...} with --cut.
+    out
+        Folder for the Arrow shards.
+    max_tokens
+        Most tokens per answer.
+    cut
+        Cut plain texts into prompts of this many tokens.
+    limit
+        Use only so many prompts, spread evenly over all.
+    shard_rows
+        Answers per shard: what a kill can cost.
+    json
+        End stdout with one JSON document.
+    """
+    require_training()
+    from specdec.prompts import read_prompts
+    from training.distil import distil as answer
+
+    questions = read_prompts(prompts)
+    speculation = speculation.resolved(model)
+    sampling.sampling({})  # refuse bad values before a model is loaded
+    check_folder(out)
+    if shard_rows < 1 or (cut is not None and cut < 2) or (limit is not None and limit < 1):
+        raise UserError("--shard-rows and --limit must be 1 or more, --cut 2 or more")
+    loaded = load_model(model, speculation)
+    say_model(model, loaded)
+    chosen = sampling.sampling(loaded.tokenizer.defaults)
+    asked = _encode(questions, loaded, cut, limit)
+    source = _source(model, loaded, asked, chosen, max_tokens, shard_rows)
+    engine = make_engine(loaded, speculation, max_waiting=2 * model.slots)
+    columns = (
+        *Bar.get_default_columns()[:-1],
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Bar(*columns, console=console) as bar:
+        task = bar.add_task("distilling", total=len(asked), note="")
+
+        def tell(progress) -> None:
+            pace = progress.tokens / max(progress.seconds, 1e-9)
+            bar.update(task, completed=progress.rows, note=f"{pace:,.0f} tokens/s")
+
+        tokens = answer(engine, asked, chosen, source, out, tell)
+    tau = engine.acceptance.tau
+    console.print(f"{len(asked)} answers in {out}: {tokens:,} new tokens, tau {tau:.2f}")
+    if json:
+        record = command_record("distil", model=model, speculation=speculation, sampling=sampling)
+        print_json(record | {"rows": len(asked), "new_tokens": tokens, "tau": tau})
+
+
+def require_training() -> None:
+    """Raise UserError where the training libraries are not installed."""
+    missing = [name for name in ("datasets", "optax", "orbax") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"training needs {', '.join(missing)}: pip install 'specdec[train]'")
+
+
+def _encode(
+    questions: list[Prompt], loaded: Model, cut: int | None, limit: int | None
+) -> list[list[int]]:
+    """Token ids of what fits the context; says how many don't. Raises UserError if none does."""
+    from training.distil import cut_documents
+
+    tokenizer = loaded.tokenizer
+    encoded = [q.encode(tokenizer.encode, tokenizer.encode_chat) for q in questions]
+    if cut is not None:
+        encoded = cut_documents(encoded, cut)
+    fitting = [ids for ids in encoded if len(ids) < loaded.target.max_len]
+    if len(fitting) < len(encoded):
+        console.print(f"{len(encoded) - len(fitting)} prompts do not fit --max-len: left out")
+    if not fitting:
+        raise UserError("no prompt fits the context: shorten them, --cut them or raise --max-len")
+    if limit is None or limit >= len(fitting):
+        return fitting
+    return [fitting[i * len(fitting) // limit] for i in range(limit)]
+
+
+def _source(
+    model: ModelConfig,
+    loaded: Model,
+    asked: list[list[int]],
+    sampling: Sampling,
+    max_tokens: int,
+    shard_rows: int,
+) -> Source:
+    from training.distil import Source, prompts_hash, target_hash
+
+    with console.status("hashing the target"):
+        target = target_hash(checkpoint_path(model.model))
+    return Source(
+        target=target,
+        tokenizer=loaded.tokenizer.fingerprint,
+        template=loaded.tokenizer.template_fingerprint,
+        prompts=prompts_hash(asked),
+        sampling=asdict(sampling),
+        max_tokens=max_tokens,
+        max_len=loaded.target.max_len,
+        stop_ids=tuple(loaded.tokenizer.stop_ids),
+        shard_rows=shard_rows,
+        rows=len(asked),
+    )

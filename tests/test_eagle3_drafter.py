@@ -1,0 +1,188 @@
+"""The EAGLE-3 drafter of the JAX target: lossless in both loops, its guesses those of the formulas
+on the committed text, its wrong inputs one line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from drafters.device_cycle_jax import device_cycle
+from drafters.eagle3.drafter_jax import EagleDrafter
+from drafters.eagle3.files import save_flat
+from drafters.eagle3.spec import Head, HeadSpec, tensors
+from drafters.none import NoDrafter
+from specdec.cycle import host_cycle
+from specdec.engine import Engine
+from specdec.types import NO_GUESS, Sampling, Sequence
+from targets.jax.load import JaxOptions, load_target
+from targets.jax.noise import gumbel
+from targets.jax.programs import Feed
+from targets.rules import split_seed
+from tests.commands import CUDA, refused, run
+from tests.eagle3_oracle import Oracle
+from tests.test_lossless import decode
+
+SPEC = HeadSpec(
+    hidden=48,
+    ffw=40,
+    heads=4,
+    kv_heads=2,
+    head_dim=12,
+    vocab=320,
+    draft_vocab=200,
+    layers=(0, 2, 4),
+    max_position=256,
+)
+K = 4
+
+
+def random_head(spec: HeadSpec = SPEC) -> Head:
+    random, weights = np.random.default_rng(0), {}
+    for name, shape in tensors(spec).items():
+        noise = random.standard_normal(shape).astype(np.float32)
+        weights[name] = 1 + 0.2 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5
+    return Head(spec, weights, np.sort(random.choice(spec.vocab, spec.draft_vocab, replace=False)))
+
+
+@cache
+def target_of(path, slots=2, max_len=96):
+    options = JaxOptions(slots=slots, max_len=max_len, k=7, chunk=8, features=SPEC.layers)
+    return load_target(path, options)
+
+
+@cache
+def drafter_of(path, **change):
+    """Drafters may be used again and again: each prompt overwrites what was there."""
+    return EagleDrafter(random_head(replace(SPEC, **change)), target_of(path), K)
+
+
+class Judged(EagleDrafter):
+    """Compares guesses with the formulas on a fresh prefill of the text, chosen by argmax or with
+    the target's noise."""
+
+    judged = 0
+
+    def propose(self, seqs, k):
+        draft = super().propose(seqs, k)
+        for seq, guesses in zip(seqs, draft, strict=True):
+            if seq.emitted % 6 == 1:  # the formulas take a while
+                expected = self.by_the_formulas(seq, guesses)
+                assert guesses.tolist() == expected, (seq.request_id, seq.emitted)
+                self.judged += 1
+        return draft
+
+    def by_the_formulas(self, seq, guesses):
+        fresh, tokens, sampling = target_of(self.path, slots=1), seq.tokens, seq.sampling
+        text, chunk = Sequence(tokens[:-1], slot=0), fresh.prefill_chunk
+        starts = range(0, len(tokens) - 1, chunk)
+        steps = [fresh.prefill(text, s, min(len(tokens) - 1, s + chunk)) for s in starts]
+        features = torch.tensor(np.concatenate([np.asarray(s.features[0]) for s in steps]))
+        table = np.array(self.target.params.top["embed_tokens"])
+        embedded = torch.tensor(table[[*tokens[1:], *guesses[:-1]]])
+        rows = Oracle(random_head()).chain(embedded, features, len(tokens) - 2, len(guesses))
+        ids, scores = random_head().target_ids, rows.numpy()
+        if sampling.temperature:
+            places = np.arange(len(tokens), len(tokens) + len(guesses))
+            seeds = np.tile(np.array(split_seed(sampling.seed), np.uint32), (len(guesses), 1))
+            noise = np.asarray(gumbel(seeds, places, SPEC.vocab))[:, ids]
+            scores = scores / sampling.temperature + noise
+        return ids[scores.argmax(-1)].tolist()
+
+
+def test_guesses_are_those_of_a_fresh_prefill(tiny):
+    """So the draft cache is that of the committed text, whatever was drafted and rejected."""
+    target = target_of(tiny["31b"])
+    drafter = Judged(random_head(), target, K)
+    drafter.path = tiny["31b"]
+    samplings = Sampling(), Sampling(0.8, seed=5), Sampling()
+    prompts = [5, 9, 3], [7] * 17, [11, 12]
+    seqs = [Sequence(list(p), s, 14) for p, s in zip(prompts, samplings, strict=True)]
+    Engine(target, drafter, host_cycle(target, drafter, K)).run_to_end(seqs)
+    assert drafter.judged >= 6
+
+
+def test_lossless_in_both_loops(tiny):
+    target, drafter = target_of(tiny["31b"]), drafter_of(tiny["31b"])
+    host, device = host_cycle(target, drafter, K), device_cycle(target, drafter, K, 4)
+    for mode in ("greedy", "everything"):
+        plain, _ = decode(target, NoDrafter(), host_cycle(target, NoDrafter(), 0), mode, 24)
+        text, acceptance = decode(target, drafter, host, mode, 24)
+        again, device_acceptance = decode(target, drafter, device, mode, 24)
+        assert text == again == plain, mode
+        assert acceptance == device_acceptance  # the same guesses: the caches agree
+        assert acceptance.accepted > 0
+
+
+def test_feature_layers_change_no_logit(tiny):
+    """A target that was compiled for a head says what one without says, on this machine."""
+    options = JaxOptions(slots=2, max_len=96, k=7, chunk=8)
+    bare, featured = load_target(tiny["31b"], options), target_of(tiny["31b"])
+    tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
+    feed = Feed(tokens, np.zeros(2, np.int32), np.full(2, 8, np.int32))
+    assert (bare.logits(feed) == featured.logits(feed)).all()
+
+
+@pytest.mark.parametrize(("change", "end"), [({}, 96), ({"max_position": 48}, 48)])
+def test_nothing_is_guessed_beyond_a_context(tiny, monkeypatch, change, end):
+    """Of the target's 96 tokens, or of a shorter head's: K reaches beyond both."""
+    target, drafter, seen = target_of(tiny["31b"]), drafter_of(tiny["31b"], **change), []
+    propose = drafter.propose
+
+    def watched(seqs, k):
+        draft = propose(seqs, k)
+        for seq, row in zip(seqs, draft.tolist(), strict=True):
+            seen.extend((len(seq.tokens) + j, guess) for j, guess in enumerate(row))
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    engine = Engine(target, drafter, host_cycle(target, drafter, K))
+    seqs = [Sequence([5] * n, max_tokens=99) for n in (40, 90, 95)]
+    engine.run_to_end(seqs)
+    assert all(len(seq.tokens) == 96 for seq in seqs)
+    assert {guess == NO_GUESS for place, guess in seen if place < end} == {False}
+    assert {guess == NO_GUESS for place, guess in seen if place >= end} == {True}
+
+
+def test_says_nothing_where_nothing_that_it_knows_may_be_said(tiny, monkeypatch):
+    target, drafter = target_of(tiny["31b"]), drafter_of(tiny["31b"])
+    ids = random_head().target_ids
+    monkeypatch.setattr(target, "bias", target.bias.at[:, ids].set(-np.inf))
+    for sampling in (Sampling(), Sampling(1.0, seed=3)):
+        engine = Engine(target, drafter, host_cycle(target, drafter, K))
+        engine.run_to_end([Sequence([5, 6], sampling, max_tokens=6)])
+        assert engine.acceptance.drafted == 0
+
+
+MINI = replace(SPEC, hidden=256, vocab=4096, draft_vocab=500, layers=(1, 5, 8))
+BASE = ["generate", "def f(", "--max-tokens", "8", "--slots", "1", "--max-len", "64", "--k", "3"]
+EAGLE3 = [*BASE, "--drafter", "eagle3", "--draft-model"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden": 96}, "width 96, not 256"),
+        ({"vocab": 4000}, "vocabulary of 4000, not 4096"),
+        ({"layers": (0, 2, 40)}, "layers"),
+    ],
+)
+def test_a_head_for_another_target_is_one_line(tmp_path, capsys, change, said):
+    save_flat(random_head(replace(MINI, **change)), tmp_path, stop_ids=(1,))
+    assert said in refused(capsys, *EAGLE3, str(tmp_path))
+
+
+def test_eagle3_from_the_command_line(tmp_path, capsys):
+    save_flat(random_head(MINI), tmp_path, stop_ids=(1,))
+    alias = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3}
+    out, _ = run(capsys, *BASE, "--json", "--speculative-config", json.dumps(alias))
+    document = json.loads(out.splitlines()[-1])
+    assert document["tokens"] == 8 and document["drafted"] > 0
+    assert document["config"]["speculation"]["drafter"] == "eagle3"
+    assert "needs --draft-model" in refused(capsys, *BASE, "--drafter", "eagle3")
+    assert "no folder" in refused(capsys, *EAGLE3, "/nowhere")
+    assert "--backend jax" in refused(capsys, *EAGLE3, str(tmp_path), *CUDA)

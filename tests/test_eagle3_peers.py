@@ -1,0 +1,114 @@
+"""Our exported heads in the peers' own classes: the same logits for k = 0, 1, 2.
+
+The peers pin older libraries, so they are no dependency: CONTRIBUTING.md says how to run this.
+"""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from drafters.eagle3.files import save_flat, save_speculators
+from tests.eagle3_oracle import FLAGS, SPEC, random_head
+from tests.test_eagle3_head import STEPS, TOKENS, unrolled_logits
+from tests.tiny import config_of
+
+TOLERANCE = 1e-5
+pytestmark = pytest.mark.filterwarnings("ignore")
+SPECFORGE_FLAGS = [{}, {"fc_norm": True}]
+"""It has no other ones, and means by norm_output what no engine serves (eagle3.md, finding 7)."""
+
+
+def text(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids [TOKENS + STEPS], an embedding table, features [TOKENS, F]."""
+    random = np.random.default_rng(seed)
+    ids = random.integers(0, SPEC.vocab, TOKENS + STEPS)
+    table = random.standard_normal((SPEC.vocab, SPEC.hidden)).astype(np.float32)
+    return ids, table, random.standard_normal((TOKENS, SPEC.features)).astype(np.float32)
+
+
+def ours(head, ids, table, features) -> np.ndarray:
+    documents = np.zeros(TOKENS, np.int32)
+    return np.stack(unrolled_logits(head, np.asarray(table[ids]), jnp.asarray(features), documents))
+
+
+def write_verifier(path, table) -> None:
+    """What speculators wants to see of a target: its table, final norm and width."""
+    from safetensors.numpy import save_file
+
+    text_config = config_of("31b")["text_config"] | {
+        "hidden_size": SPEC.hidden,
+        "vocab_size": SPEC.vocab,
+        "architectures": ["Gemma4ForCausalLM"],
+    }
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(text_config))
+    stored = {"model.embed_tokens.weight": table, "lm_head.weight": table}
+    save_file(
+        stored | {"model.norm.weight": np.ones(SPEC.hidden, np.float32)}, path / "model.safetensors"
+    )
+
+
+@pytest.mark.parametrize("flags", SPECFORGE_FLAGS, ids=str)
+def test_specforge_computes_the_same_logits(tmp_path, flags) -> None:
+    peer = pytest.importorskip("specforge.modeling.draft.llama3_eagle")
+    from safetensors.torch import load_file
+    from transformers import LlamaConfig
+
+    head, (ids, table, features) = random_head(**flags), text()
+    save_flat(head, tmp_path, (1,), "float32", embedding=table)
+    config = LlamaConfig(**json.loads((tmp_path / "config.json").read_text()))
+    model = peer.LlamaForCausalLMEagle3(config, attention_backend="sdpa").eval()
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
+    expected, cache = [], [[], []]
+    with torch.no_grad():
+        hidden = model.project_hidden_states(torch.tensor(features)[None])
+        mask = torch.ones(1, TOKENS, dtype=torch.bool)
+        mask = model.prepare_decoder_attention_mask(mask, hidden, 1, TOKENS, 0)
+        for n in range(STEPS):
+            hidden = model.backbone(
+                input_embeds=model.embed_input_ids(torch.tensor(ids[None, n : n + TOKENS])),
+                hidden_states=hidden,
+                cache_hidden=cache,
+                attention_mask=mask,
+                position_ids=torch.arange(TOKENS)[None],
+                past_key_values=None,
+                use_cache=True,
+            )
+            expected.append(model.compute_logits(hidden)[0].numpy())
+    worst = np.abs(np.stack(expected) - ours(head, ids, table, features)).max((1, 2))
+    print(f"specforge {flags}: {worst}")
+    assert worst.max() < TOLERANCE
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_speculators_computes_the_same_logits(tmp_path, flags) -> None:
+    speculators = pytest.importorskip("speculators")
+    head, (ids, table, features) = random_head(**flags), text()
+    write_verifier(tmp_path / "target", table)
+    out = tmp_path / "head"
+    save_speculators(head, out, (1,), tmp_path / "target", table, 3, "float32")
+    config = json.loads((out / "config.json").read_text())
+    config["transformer_layer_config"]["_attn_implementation"] = "eager"  # flex needs a GPU
+    (out / "config.json").write_text(json.dumps(config))
+    model = speculators.SpeculatorModel.from_pretrained(str(out)).float().eval()
+    seen: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda _, __, result: seen.append(result.detach()))
+    with torch.no_grad():
+        model(
+            hidden_states=torch.tensor(features)[None],
+            input_ids=torch.tensor(ids[None, :TOKENS]),
+            document_ids=torch.zeros(1, TOKENS, dtype=torch.long),
+            ttt_steps=STEPS,
+        )
+    mine = ours(head, ids, table, features)
+    # the peer's unroll ends with the text: row i of step n is fed token i + n
+    worst = [
+        np.abs(seen[n][0, : TOKENS - n].numpy() - mine[n, : TOKENS - n]).max() for n in range(STEPS)
+    ]
+    print(f"speculators {flags}: {worst}")
+    assert max(worst) < TOLERANCE

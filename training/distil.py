@@ -1,0 +1,200 @@
+"""Self-distillation: the target's own answers as training data, in Arrow shards.
+
+Ids are stored, never text to be tokenised again. Row i is prompt i, sampled with seed + i, so what
+it holds depends neither on the drafter nor on the batch (the engine is lossless), and a run that
+was killed goes on after its last whole shard with nothing lost and nothing doubled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence as Rows
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from datasets import Dataset, Features, Sequence as ListOf, Value, concatenate_datasets
+from datasets.arrow_writer import ArrowWriter
+
+from specdec.engine import Engine
+from specdec.errors import UserError
+from specdec.types import Sampling, Sequence
+
+MANIFEST = "distil.json"
+FEATURES = Features(
+    {
+        "row": Value("int64"),
+        "input_ids": ListOf(Value("int32")),
+        "gen_mask": ListOf(Value("bool")),
+        "finish": Value("string"),
+        "seed": Value("uint64"),
+    }
+)
+"""One answer: prompt and answer together, which of the ids the target chose, why it ended."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What decides every row; a folder belongs to one of these. Hashes are sha256."""
+
+    target: str
+    tokenizer: str
+    template: str
+    prompts: str
+    sampling: dict[str, Any]
+    max_tokens: int
+    max_len: int
+    stop_ids: tuple[int, ...]
+    shard_rows: int
+    rows: int
+
+
+class Progress(NamedTuple):
+    """rows: finished, of all; tokens: generated in this run, in `seconds`."""
+
+    rows: int
+    tokens: int
+    seconds: float
+
+
+def prompts_hash(prompts: Rows[Rows[int]]) -> str:
+    return hashlib.sha256(json.dumps([list(p) for p in prompts]).encode()).hexdigest()
+
+
+def target_hash(path: Path) -> str:
+    """Of a checkpoint's config and weights, file by file in the order of their names."""
+    total = hashlib.sha256()
+    for file in (path / "config.json", *sorted(path.glob("*.safetensors"))):
+        with file.open("rb") as stream:
+            total.update(hashlib.file_digest(stream, "sha256").digest())
+    return total.hexdigest()
+
+
+def cut_documents(documents: Rows[Rows[int]], tokens: int) -> list[list[int]]:
+    """Each document (BOS first) as prompts of up to `tokens` ids, each with that BOS in front; a
+    last piece of less than half the length is left out, unless it is all there is."""
+    pieces = []
+    for first, *rest in documents:
+        for start in range(0, max(len(rest), 1), tokens - 1):
+            piece = rest[start : start + tokens - 1]
+            if start == 0 or len(piece) >= tokens // 2:
+                pieces.append([first, *piece])
+    return pieces
+
+
+def claim(out: Path, source: Source) -> int:
+    """Make `out` this source's folder and return how many rows it already holds.
+
+    Raises UserError where it belongs to another source, saying in what they differ.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    described = json.loads(json.dumps(asdict(source)))
+    if (out / MANIFEST).exists():
+        found = read_manifest(out)
+        differing = [name for name in described if found.get(name) != described[name]]
+        if differing:
+            raise UserError(
+                f"{out} holds answers of another run (other {', '.join(differing)}): repeat that "
+                "run's options to continue it, or name another --out"
+            )
+    else:
+        beside = out / "partial.json"
+        beside.write_text(json.dumps(described, indent=1))
+        beside.rename(out / MANIFEST)
+    return min(len(shards(out)) * source.shard_rows, source.rows)
+
+
+def distil(
+    engine: Engine,
+    prompts: Rows[Rows[int]],
+    sampling: Sampling,
+    source: Source,
+    out: Path,
+    tell: Callable[[Progress], None] = lambda _: None,
+) -> int:
+    """Answer the prompts that `out` lacks, shard by shard; returns how many tokens were made."""
+    start = claim(out, source)
+    began, tokens, done = time.monotonic(), 0, start
+    finished: dict[int, Sequence] = {}
+    next_row = start
+    for seq in _answers(engine, prompts, sampling, source, start):
+        finished[int(seq.request_id)] = seq
+        tokens, done = tokens + seq.emitted, done + 1
+        tell(Progress(done, tokens, time.monotonic() - began))
+        stop = min(next_row + source.shard_rows, source.rows)
+        while next_row < stop and all(row in finished for row in range(next_row, stop)):
+            _write_shard(out, next_row // source.shard_rows, next_row, stop, finished)
+            next_row, stop = stop, min(stop + source.shard_rows, source.rows)
+    return tokens
+
+
+def _answers(
+    engine: Engine, prompts: Rows[Rows[int]], sampling: Sampling, source: Source, start: int
+) -> Iterator[Sequence]:
+    """Finished sequences in the order in which they end; slots stay full across shards."""
+    waiting = iter(range(start, source.rows))
+    alive = 0
+    while True:
+        while alive < 2 * engine.target.slots and (row := next(waiting, None)) is not None:
+            engine.submit(_sequence(prompts[row], row, sampling, source))
+            alive += 1
+        if not alive:
+            return
+        for event in engine.step():
+            if event.error is not None:
+                raise UserError(f"prompt {event.sequence.request_id}: {event.error}")
+            if event.finish is not None:
+                alive -= 1
+                yield event.sequence
+
+
+def _sequence(prompt: Rows[int], row: int, sampling: Sampling, source: Source) -> Sequence:
+    own = replace(sampling, seed=(sampling.seed + row) % 2**64)
+    stops = frozenset(source.stop_ids)
+    return Sequence(list(prompt), own, source.max_tokens, stops, request_id=str(row))
+
+
+def _write_shard(
+    out: Path, number: int, start: int, stop: int, finished: dict[int, Sequence]
+) -> None:
+    """Beside and renamed: a shard exists whole or not at all."""
+    beside = out / "partial.arrow"
+    with ArrowWriter(features=FEATURES, path=str(beside)) as writer:
+        for row in range(start, stop):
+            writer.write(_record(row, finished.pop(row)))
+        writer.finalize()
+    beside.rename(out / f"shard-{number:05d}.arrow")
+
+
+def _record(row: int, seq: Sequence) -> dict[str, Any]:
+    return {
+        "row": row,
+        "input_ids": seq.tokens,
+        "gen_mask": [False] * seq.prompt_len + [True] * seq.emitted,
+        "finish": seq.finish,
+        "seed": seq.sampling.seed,
+    }
+
+
+def shards(out: Path) -> list[Path]:
+    return sorted(out.glob("shard-*.arrow"))
+
+
+def read_manifest(out: Path) -> dict[str, Any]:
+    """What the rows of a folder are. Raises UserError where it is no distilled data."""
+    try:
+        return json.loads((out / MANIFEST).read_text())
+    except (OSError, ValueError) as problem:
+        raise UserError(
+            f"{out} holds no distilled answers ({problem}): make some with `specdec distil`"
+        ) from None
+
+
+def read_answers(out: Path) -> tuple[Dataset, dict[str, Any]]:
+    """All rows of a folder, memory-mapped, and its manifest. Raises UserError where it is empty."""
+    manifest, files = read_manifest(out), shards(out)
+    if not files:
+        raise UserError(f"{out} holds no whole shard yet: run `specdec distil` to its end")
+    return concatenate_datasets([Dataset.from_file(str(file)) for file in files]), manifest
