@@ -18,16 +18,22 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from drafters.eagle3 import jax as eagle3
+from drafters.eagle3.files import load_head, save_flat
+from drafters.eagle3.spec import default_layers
 from specdec.errors import UserError
+from targets import mini
+from targets.arch import read_arch, released
 from targets.jax.model import head, sequence_hidden
+from tests.commands import refused
 from tests.eagle3_oracle import SPEC, Oracle, random_head
 from tests.eagle3_worker import RECIPE, SHAPE, STOPS, answers, target, trainer
 from training.eagle3 import contract_of, sign
 from training.packing import PADDING, Rows, pack, rows_of_step
 from training.recipe import read_recipe, spec_for
 from training.teacher import Lesson, teach
+from training.trained import trained_head
 from training.unroll import judge, loss_of, masks, measures
-from training.vocabulary import coverage, draft_vocabulary
+from training.vocabulary import count_generated, coverage, draft_vocabulary
 
 STEPS, DECAY = 3, 0.8
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -286,6 +292,29 @@ def test_learning_needs_the_right_features(tmp_path) -> None:
     assert found[made_up] < 0.7 * found[shuffled], found
 
 
+def test_an_exported_head_is_the_trained_one(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("training.trained.target_hash", lambda path: path.name)
+    run, out = tmp_path / "run", tmp_path / "head"
+    spec = spec_for(target()[1], SHAPE, STOPS)
+    ids = draft_vocabulary(count_generated(pack(answers(60), 32), spec.vocab), 200, STOPS)
+    sign(run, contract_of(RECIPE, spec, {"target": "right"}), ids)
+    with pytest.raises(UserError, match="no checkpoint yet"):
+        trained_head(run, tmp_path / "right")
+    done = trainer(run, made_up, replace(RECIPE, evaluate_every=100))
+    monkeypatch.setattr(type(done), "evaluate", lambda self: {})
+    done.train(2)
+    with pytest.raises(UserError, match="another model"):
+        trained_head(run, tmp_path / "wrong")
+    head, step, steps = trained_head(run, tmp_path / "right")
+    assert (step, steps) == (2, RECIPE.unroll)
+    save_flat(head, out, STOPS, "float32")
+    found = load_head(out, target()[1])
+    assert found.spec == spec and np.array_equal(found.target_ids, ids)
+    assert found.weights.keys() == done.state.weights.keys()
+    for name, value in done.state.weights.items():
+        assert np.array_equal(found.weights[name], value)
+
+
 # --- refusals ---------------------------------------------------------------------------------
 
 
@@ -309,6 +338,22 @@ def test_impossible_data_and_recipes_are_refused(tmp_path) -> None:
     (tmp_path / "odd.toml").write_text("steps = 3\ncolour = 1\n")
     with pytest.raises(UserError, match="compare with"):
         read_recipe(tmp_path / "odd.toml")
+
+
+@pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("eagle3-*.toml")), ids=lambda p: p.stem)
+def test_the_shipped_recipes_fit_their_targets(recipe) -> None:
+    name = recipe.stem.removeprefix("eagle3-")
+    arch = read_arch(mini.path("mini")) if name.startswith("mini") else released(f"gemma-4-{name}")
+    spec = spec_for(arch, read_recipe(recipe).head, STOPS)
+    assert spec.layers == default_layers(len(arch.layers))
+
+
+def test_the_commands_refuse_in_one_line(tmp_path, capsys) -> None:
+    recipe, nowhere = str(CONFIGS / "eagle3-mini-cpu.toml"), str(tmp_path / "nowhere")
+    command = ["train-eagle3", recipe, "--run", str(tmp_path / "run"), "--data"]
+    assert "specdec distil" in refused(capsys, *command, nowhere)
+    assert "unquantised" in refused(capsys, *command, nowhere, "--int8")
+    assert "no training run" in refused(capsys, "export-eagle3", nowhere, "--out", str(tmp_path))
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch) -> None:
