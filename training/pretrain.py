@@ -14,7 +14,7 @@ import tomllib
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from training.tokens import BOS, documents, row_starts
 
 WATCHED_CHARACTERS = 400_000  # of held-out text that is scored during training
 LOG_EVERY = 20  # steps
+State = TypeVar("State", bound=tuple)
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def open_checkpoints(run: Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager((run / "checkpoints").resolve(), options=options)
 
 
-def restore(manager: ocp.CheckpointManager, fresh: TrainState) -> TrainState:
+def restore(manager: ocp.CheckpointManager, fresh: State) -> State:
     """The newest checkpoint in `fresh`'s structure, or `fresh` itself if there is none."""
     if manager.latest_step() is None:
         return fresh

@@ -47,6 +47,16 @@ COMMANDS = {
         "Let the target answer prompts, as data to train a drafter on.",
         "specdec distil prompts.jsonl --out data --temperature 1",
     ),
+    "train-eagle3": (
+        "train_eagle3:train_eagle3",
+        "Train an EAGLE-3 head on distilled answers.",
+        "specdec train-eagle3 configs/eagle3-mini-cpu.toml --data data --run run",
+    ),
+    "export-eagle3": (
+        "export_eagle3:export_eagle3",
+        "Write a trained head in the forms that engines load.",
+        "specdec export-eagle3 run --out head",
+    ),
     "bench": (
         "bench:bench",
         "Time steps against the memory roofline, and speed end to end.",

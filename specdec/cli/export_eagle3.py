@@ -1,0 +1,66 @@
+"""`specdec export-eagle3`: a trained head in the forms that engines load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from specdec.cli.assemble import check_folder, checkpoint_path, console, print_json
+from specdec.cli.distil import require_training
+
+
+def export_eagle3(
+    run: Path,
+    /,
+    *,
+    out: Path,
+    model: str = "mini",
+    form: Literal["flat", "speculators"] = "flat",
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    with_embed: bool = False,
+    json: bool = False,
+) -> None:
+    """Write a head's folder from a run's newest checkpoint.
+
+    Parameters
+    ----------
+    run
+        The folder that `specdec train-eagle3` made.
+    out
+        Folder for config.json and model.safetensors.
+    model
+        The target that it was trained for.
+    form
+        flat: vLLM, SGLang, SpecForge and specdec. speculators: speculators and vLLM.
+    dtype
+        Of the weights.
+    with_embed
+        Put the target's embedding into the flat form too, as SpecForge wants it.
+    json
+        End stdout with one JSON document.
+    """
+    require_training()
+    from drafters.eagle3.files import load_head, save_flat, save_speculators
+    from targets.arch import read_arch
+    from targets.checkpoint import Checkpoint, dequantise
+    from targets.tokenizer import load_tokenizer
+    from training.trained import trained_head
+
+    check_folder(out)
+    path = checkpoint_path(model)
+    arch = read_arch(path)
+    stop_ids = load_tokenizer(path, arch.vocab).stop_ids
+    head, step, unroll = trained_head(run, path)
+    embedding = None
+    if with_embed or form == "speculators":
+        embedding = dequantise(Checkpoint(path, arch).read("embed_tokens"))
+    if form == "flat":
+        save_flat(head, out, stop_ids, dtype, embedding)
+    else:
+        assert embedding is not None
+        save_speculators(head, out, stop_ids, path, embedding, unroll, dtype)
+    load_head(out, arch)  # what was written is what is loaded
+    size = (out / "model.safetensors").stat().st_size
+    console.print(f"wrote step {step} to {out} ({form}, {size / 2**20:.1f} MiB)")
+    if json:
+        print_json({"step": step, "form": form, "bytes": size, "out": str(out)})

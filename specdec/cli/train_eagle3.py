@@ -1,0 +1,141 @@
+"""`specdec train-eagle3`: a head from distilled answers."""
+
+from __future__ import annotations
+
+import json as json_module
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress as Bar,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from specdec.cli.assemble import (
+    check_folder,
+    checkpoint_path,
+    command_record,
+    console,
+    print_json,
+)
+from specdec.cli.config import ModelConfig
+from specdec.cli.distil import require_training
+from specdec.errors import UserError
+
+if TYPE_CHECKING:
+    from training.eagle3 import Trainer
+    from training.recipe import Recipe
+
+
+def train_eagle3(
+    recipe: Path,
+    /,
+    *,
+    data: Path,
+    run: Path,
+    model: ModelConfig = ModelConfig(),  # noqa: B008
+    json: bool = False,
+) -> None:
+    """Train an EAGLE-3 head for the model that wrote the data. The same command continues.
+
+    Parameters
+    ----------
+    recipe
+        TOML: see configs/eagle3-*.toml.
+    data
+        The folder that `specdec distil` made.
+    run
+        Folder for checkpoints, log.jsonl and curve.png.
+    json
+        End stdout with one JSON document.
+    """
+    require_training()
+    from training.curves import plot_run
+    from training.recipe import read_recipe
+
+    chosen = read_recipe(recipe)
+    if model.backend != "jax" or model.int8 or model.dtype == "fp8" or model.tp != 1:
+        raise UserError(
+            "train-eagle3 runs with JAX on unquantised weights: leave --backend, "
+            "--int8, --tp and --dtype fp8 out"
+        )
+    check_folder(run)
+    trainer, covered = _make_trainer(chosen, data, run, model)
+    console.print(f"the draft vocabulary covers {covered:.2%} of the generated tokens")
+    record = command_record("train-eagle3", model=model, recipe=chosen) | {"coverage": covered}
+    (run / "run.json").write_text(json_module.dumps(record, indent=1, default=str))
+    found = _train(trainer, chosen)
+    plot_run(run)
+    console.print(f"wrote {run / 'log.jsonl'} and {run / 'curve.png'}; next: specdec export-eagle3")
+    if json:
+        print_json(record | {"steps": chosen.steps, "heldout": found})
+
+
+def _make_trainer(
+    recipe: Recipe, data: Path, run: Path, model: ModelConfig
+) -> tuple[Trainer, float]:
+    """Everything loaded and checked, and the draft vocabulary's coverage. Raises UserError."""
+    from targets.tokenizer import load_tokenizer
+    from training.distil import read_answers, target_hash
+    from training.eagle3 import Trainer, contract_of, sign
+    from training.packing import pack
+    from training.recipe import spec_for
+    from training.teacher import load_teacher
+    from training.vocabulary import count_generated, coverage, draft_vocabulary
+
+    path = checkpoint_path(model.model)
+    answers, manifest = read_answers(data)
+    with console.status("checking that this model wrote the data"):
+        if manifest["target"] != target_hash(path):
+            raise UserError(f"{data} was written by another model than {path.name}: distil anew")
+    params, arch = load_teacher(path, model.dtype)
+    tokenizer = load_tokenizer(path, arch.vocab)
+    spec = spec_for(arch, recipe.head, tokenizer.stop_ids)
+    heldout = max(1, round(len(answers) * recipe.heldout_share))
+    rows = pack(answers.select(range(len(answers) - heldout)), recipe.length)
+    judged = pack(answers.select(range(len(answers) - heldout, len(answers))), recipe.length)
+    counts = count_generated(rows, arch.vocab)
+    ids = draft_vocabulary(counts, spec.draft_vocab, tokenizer.stop_ids)
+    sign(run, contract_of(recipe, spec, manifest | {"answers": len(answers)}), ids)
+    teach = partial(_teach, arch, spec.layers, ids, tokenizer.suppress_ids)
+    trainer = Trainer(recipe, spec, run, params, teach, rows, judged, ids)
+    return trainer, coverage(counts, ids)
+
+
+def _teach(arch: Any, layers: Any, ids: Any, suppress: Any, params: Any, tokens: Any, docs: Any):
+    from training.teacher import teach
+
+    return teach(params, arch, layers, ids, suppress, tokens, docs)
+
+
+def _train(trainer: Trainer, recipe: Recipe) -> dict[str, Any]:
+    """Run to the end with a bar and a line per evaluation; the last evaluation."""
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    last: dict[str, Any] = {}
+    with Bar(*columns, TextColumn("{task.fields[note]}"), console=console) as bar:
+        done = int(trainer.state.step)
+        task = bar.add_task("", total=recipe.steps, completed=done, note="")
+
+        def tell(row: dict[str, Any]) -> None:
+            if row["kind"] == "train":
+                note = f"loss {row['loss']:.3f}, {row['tokens_per_second']:,} tokens/s"
+                bar.update(task, completed=row["step"], note=note)
+            else:
+                last.update(row)
+                console.print(_line(row))
+
+        trainer.train(recipe.steps, tell)
+    return last
+
+
+def _line(row: dict[str, Any]) -> str:
+    """One evaluation, for people."""
+    hits = " ".join(f"{share:.2f}" for share in row["accuracy"])
+    return (
+        f"step {row['step']}: held-out loss {row['loss']:.3f}, accuracy by draft step {hits}, "
+        f"simulated tau {row['tau_t0']:.2f} (T=0) {row['tau_t1']:.2f} (T=1)"
+    )

@@ -1,0 +1,91 @@
+"""A small EAGLE-3 training on a random target. Run as a program, it kills itself (SIGKILL):
+
+python -m tests.eagle3_worker RUN N: after N steps are saved and a few more are done.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from targets.arch import Arch, parse_arch
+from targets.jax.params import Params, init_params
+from tests.tiny import VOCAB, config_of
+from training.eagle3 import Trainer
+from training.packing import Rows, pack
+from training.recipe import HeadShape, Rates, Recipe, spec_for
+from training.teacher import teach
+from training.vocabulary import count_generated, draft_vocabulary
+
+SHAPE = HeadShape(ffw=64, heads=4, kv_heads=2, head_dim=16, draft_vocab=200, max_position=512)
+RECIPE = Recipe(
+    seed=3,
+    steps=20,
+    batch=4,
+    length=32,
+    unroll=3,
+    decay=0.8,
+    heldout_share=0.2,
+    evaluate_every=10,
+    save_every=10,
+    head=SHAPE,
+    rates=Rates(learning_rate=3e-3, warmup_steps=5, clip=1.0),
+)
+STOPS = (1, 16)
+
+
+def target() -> tuple[Params, Arch]:
+    """A random one."""
+    arch = parse_arch(config_of("12b"))
+    return init_params(arch, jax.random.key(0)), arch
+
+
+def answers(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Made-up answers of 6 to 30 tokens."""
+    random, made = np.random.default_rng(seed), []
+    for _ in range(count):
+        size, prompt = int(random.integers(6, 31)), int(random.integers(1, 5))
+        ids = random.integers(2, VOCAB, size).tolist()
+        finish = "stop" if random.random() < 0.5 else "length"
+        if finish == "stop":
+            ids[-1] = 1
+        mask = [i >= prompt for i in range(size)]
+        made.append({"input_ids": ids, "gen_mask": mask, "finish": finish})
+    return made
+
+
+def trainer(run: Path, wrap=lambda teach: teach, recipe: Recipe = RECIPE) -> Trainer:
+    """wrap: changes the teacher (negative controls)."""
+    params, arch = target()
+    spec = spec_for(arch, recipe.head, STOPS)
+    rows: Rows = pack(answers(60), recipe.length)
+    ids = draft_vocabulary(count_generated(rows, VOCAB), recipe.head.draft_vocab, STOPS)
+    teacher = wrap(partial(_teach, arch, spec.layers, jnp.asarray(ids)))
+    run.mkdir(parents=True, exist_ok=True)
+    return Trainer(recipe, spec, run, params, teacher, rows, pack(answers(12, 1), 32), ids)
+
+
+def _teach(arch, layers, ids, params, tokens, documents):
+    return teach(params, arch, layers, ids, (), tokens, documents)
+
+
+def main() -> None:
+    after = int(sys.argv[2])
+
+    def die(row: dict[str, Any]) -> None:
+        if row["step"] > after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer(Path(sys.argv[1])).train(20, die)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Train an EAGLE-3 head on what its target wrote, the target itself teaching in each step.
+
+RUN receives orbax checkpoints, log.jsonl, curve.png, vocabulary.npy and contract.json; the same
+command continues where the last one stopped, with the same bits as if it had not stopped.
+Weights are float32, arithmetic is the teacher's.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from drafters.eagle3.jax import Weights
+from drafters.eagle3.spec import HeadSpec, tensors
+from specdec.errors import UserError
+from targets.jax.params import Params
+from training.packing import Rows, rows_of_step
+from training.pretrain import open_checkpoints, restore
+from training.recipe import Recipe, make_optimizer
+from training.teacher import Lesson
+from training.unroll import judge, loss_of, measures
+
+LOG_EVERY = 10  # steps
+HELDOUT_BATCHES = 8
+"""Most batches that one evaluation takes."""
+Teach = Callable[[Params, Any, Any], Lesson]
+"""(target's parameters, tokens, documents) -> Lesson; pure."""
+
+
+class TrainState(NamedTuple):
+    """What a checkpoint holds; `step` is also the position in the data."""
+
+    step: Any
+    weights: Weights
+    optimizer: Any
+
+
+def initial_state(
+    spec: HeadSpec, recipe: Recipe, table: np.ndarray, target_ids: np.ndarray
+) -> TrainState:
+    """Fresh weights; the head's rows start as the target's own. table [V, H]: its embeddings."""
+    random = np.random.default_rng(recipe.seed)
+    weights: Weights = {}
+    for name, shape in tensors(spec).items():
+        noise = random.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
+        weights[name] = jnp.ones(shape, jnp.float32) if len(shape) == 1 else jnp.asarray(noise)
+    weights["lm_head"] = jnp.asarray(table[target_ids], jnp.float32)
+    optimizer = make_optimizer(recipe)
+    return TrainState(jnp.zeros((), jnp.int32), weights, optimizer.init(weights))
+
+
+def make_step(spec: HeadSpec, recipe: Recipe, teach: Teach, target_ids: Any) -> Any:
+    """A compiled (state, target's parameters, rows) -> (state, measures)."""
+    optimizer = make_optimizer(recipe)
+
+    def loss(weights: Weights, params: Params, rows: Rows, lesson: Lesson, noise: Any) -> Any:
+        judged = _judge(spec, recipe, weights, params, rows, lesson, target_ids, noise)
+        return loss_of(judged, recipe.decay), measures(judged)
+
+    def step(state: TrainState, params: Params, rows: Rows) -> tuple[TrainState, dict[str, Any]]:
+        lesson = teach(params, rows.tokens, rows.documents)
+        noise = jax.random.fold_in(jax.random.key(recipe.seed), state.step)
+        both = jax.value_and_grad(loss, has_aux=True)(state.weights, params, rows, lesson, noise)
+        (value, found), gradient = both
+        updates, inner = optimizer.update(gradient, state.optimizer, state.weights)
+        weights: Any = optax.apply_updates(state.weights, updates)
+        found |= {"loss": value, "gradient_norm": optax.tree.norm(gradient)}
+        return TrainState(state.step + 1, weights, inner), found
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_evaluation(spec: HeadSpec, recipe: Recipe, teach: Teach, target_ids: Any) -> Any:
+    """A compiled (weights, target's parameters, rows, number of the batch) -> measures."""
+
+    def evaluate(weights: Weights, params: Params, rows: Rows, number: Any) -> dict[str, Any]:
+        lesson = teach(params, rows.tokens, rows.documents)
+        noise = jax.random.fold_in(jax.random.key(recipe.seed), number)
+        judged = _judge(spec, recipe, weights, params, rows, lesson, target_ids, noise)
+        return measures(judged) | {"loss": loss_of(judged, recipe.decay)}
+
+    return jax.jit(evaluate)
+
+
+def _judge(
+    spec: HeadSpec,
+    recipe: Recipe,
+    weights: Weights,
+    params: Params,
+    rows: Rows,
+    lesson: Lesson,
+    target_ids: Any,
+    noise: Any,
+) -> Any:
+    table = params.top["embed_tokens"]
+    cast = jax.tree.map(lambda leaf: leaf.astype(table.dtype), weights)
+    return judge(cast, spec, table, target_ids, rows, lesson, recipe.unroll, noise)
+
+
+class Trainer:
+    """The loop: owns the state, the log and the checkpoints of one RUN folder."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        spec: HeadSpec,
+        run: Path,
+        params: Params,
+        teach: Teach,
+        rows: Rows,
+        heldout: Rows,
+        target_ids: np.ndarray,
+    ) -> None:
+        self.recipe, self.run, self.params = recipe, run, params
+        self.rows, self.heldout = rows, heldout
+        self.manager = open_checkpoints(run)
+        table = np.asarray(params.top["embed_tokens"])
+        self.state = restore(self.manager, initial_state(spec, recipe, table, target_ids))
+        ids = jnp.asarray(target_ids, jnp.int32)
+        self._step = make_step(spec, recipe, teach, ids)
+        self._evaluation = make_evaluation(spec, recipe, teach, ids)
+        _forget_after(run / "log.jsonl", int(self.state.step))
+
+    def train(self, until: int, tell: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
+        """Train up to step `until` and save. tell: gets each row of the log."""
+        step, marked = int(self.state.step), time.monotonic()
+        while step < until:
+            batch = rows_of_step(self.rows, self.recipe.seed, step, self.recipe.batch)
+            self.state, found = self._step(self.state, self.params, batch)
+            step += 1
+            if step % LOG_EVERY == 0 or step == until:
+                row = {"step": step, "kind": "train", **_plain(found)}  # waits for the device
+                tokens = LOG_EVERY * batch.tokens.size
+                row["tokens_per_second"] = round(tokens / (time.monotonic() - marked))
+                marked = time.monotonic()
+                self._log(row, tell)
+            if step % self.recipe.evaluate_every == 0 or step == until:
+                self._log({"step": step, "kind": "heldout", **self.evaluate()}, tell)
+                marked = time.monotonic()
+            if step % self.recipe.save_every == 0 or step == until:
+                self._save(step)
+
+    def evaluate(self) -> dict[str, Any]:
+        """Measures of the held-out rows, means over up to HELDOUT_BATCHES batches."""
+        batches = min(HELDOUT_BATCHES, -(-len(self.heldout.tokens) // self.recipe.batch))
+        found = []
+        for number in range(batches):
+            batch = rows_of_step(self.heldout, 0, number, self.recipe.batch)
+            found.append(self._evaluation(self.state.weights, self.params, batch, number))
+        return _plain(jax.tree.map(lambda *parts: np.mean(parts, 0), *found))
+
+    def _save(self, step: int) -> None:
+        if self.manager.latest_step() == step:
+            return
+        import orbax.checkpoint as ocp
+
+        try:
+            self.manager.save(step, args=ocp.args.StandardSave(self.state))
+            self.manager.wait_until_finished()
+        except (OSError, ValueError) as problem:  # tensorstore says ValueError for a full disk
+            raise UserError(
+                f"cannot save step {step} in {self.run}: {problem}; the checkpoint of step "
+                f"{self.manager.latest_step()} stands: make room and repeat the command"
+            ) from None
+
+    def _log(self, row: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+        with (self.run / "log.jsonl").open("a") as log:
+            log.write(json.dumps(row) + "\n")
+        tell(row)
+
+
+def sign(run: Path, contract: dict[str, Any], target_ids: np.ndarray) -> None:
+    """Make RUN this contract's, or check that it is. Raises UserError saying what differs."""
+    run.mkdir(parents=True, exist_ok=True)
+    wanted = json.loads(json.dumps(contract))
+    file = run / "contract.json"
+    if file.exists():
+        found = json.loads(file.read_text())
+        differing = [name for name in wanted if found.get(name) != wanted[name]]
+        if differing:
+            raise UserError(
+                f"{run} is a run with other {', '.join(differing)}: repeat its options to continue "
+                "it, or name another --run"
+            )
+        return
+    np.save(run / "vocabulary.npy", target_ids)
+    beside = run / "partial.json"
+    beside.write_text(json.dumps(wanted, indent=1))
+    beside.rename(file)
+
+
+def contract_of(recipe: Recipe, spec: HeadSpec, data: dict[str, Any]) -> dict[str, Any]:
+    """All that decides a run's bits. data: the distilled answers' manifest."""
+    return {"recipe": asdict(recipe), "spec": asdict(spec), "data": data}
+
+
+def _forget_after(log: Path, step: int) -> None:
+    """Drop log rows of steps that a kill undid, and a half line."""
+    if not log.exists():
+        return
+    lines = log.read_text().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
+    kept = [line for line in whole if json.loads(line)["step"] <= step]
+    beside = log.with_suffix(".partial")
+    beside.write_text("".join(kept))
+    beside.rename(log)
+
+
+def _plain(found: dict[str, Any]) -> dict[str, Any]:
+    """Arrays to numbers and lists, for JSON."""
+    return {name: np.asarray(value).tolist() for name, value in found.items()}

@@ -1,0 +1,109 @@
+"""How to train one EAGLE-3 head: a TOML file such as configs/eagle3-mini.toml."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import optax
+
+from drafters.eagle3.spec import HeadSpec, check_pair, check_spec, default_layers
+from specdec.errors import UserError
+from targets.arch import Arch
+
+EXAMPLE = "configs/eagle3-mini.toml"
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What is free in a head; the rest is the target's. layers: by output, () for the default."""
+
+    ffw: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    draft_vocab: int
+    max_position: int
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rates:
+    """AdamW without decay: linear warm-up to `learning_rate`, then a cosine down to 0."""
+
+    learning_rate: float
+    warmup_steps: int
+    clip: float
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`steps` steps of `batch` rows of `length` tokens; the head drafts `unroll` tokens from each.
+
+    Draft step n weighs decay ** n. heldout_share of the answers, the last ones, are never trained
+    on: they are what the head is judged by.
+    """
+
+    seed: int
+    steps: int
+    batch: int
+    length: int
+    unroll: int
+    decay: float
+    heldout_share: float
+    evaluate_every: int
+    save_every: int
+    head: HeadShape
+    rates: Rates
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Raises UserError on a missing file, on unknown or missing keys and on impossible values."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        head = values.pop("head")
+        layers = tuple(head.pop("layers", ()))
+        shape, rates = HeadShape(**head, layers=layers), Rates(**values.pop("rates"))
+        recipe = Recipe(**values, head=shape, rates=rates)
+    except OSError:
+        raise UserError(f"{path} is missing: name a recipe such as {EXAMPLE}") from None
+    except (TypeError, KeyError, ValueError) as problem:
+        raise UserError(f"{path}: {problem}: compare with {EXAMPLE}") from None
+    for name in ("steps", "batch", "unroll", "evaluate_every", "save_every"):
+        if getattr(recipe, name) < 1:
+            raise UserError(f"{path}: {name} must be 1 or more, got {getattr(recipe, name)}")
+    if recipe.length <= recipe.unroll + 1 or not 0 < recipe.heldout_share < 1:
+        raise UserError(f"{path}: length must exceed unroll + 1, heldout_share be inside (0, 1)")
+    return recipe
+
+
+def spec_for(arch: Arch, shape: HeadShape, stop_ids: Collection[int]) -> HeadSpec:
+    """The recipe's head for this target. Raises UserError where it can't be."""
+    if shape.draft_vocab < len(stop_ids):
+        raise UserError(f"draft_vocab {shape.draft_vocab} has no room for {len(stop_ids)} stop ids")
+    spec = HeadSpec(
+        hidden=arch.hidden,
+        ffw=shape.ffw,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab=arch.vocab,
+        draft_vocab=shape.draft_vocab,
+        layers=shape.layers or default_layers(len(arch.layers)),
+        max_position=shape.max_position,
+    )
+    check_spec(spec)
+    check_pair(spec, arch)
+    return spec
+
+
+def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    rates = recipe.rates
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, rates.learning_rate, rates.warmup_steps, max(recipe.steps, rates.warmup_steps + 1)
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(rates.clip), optax.adamw(schedule, 0.9, 0.95, weight_decay=0.0)
+    )

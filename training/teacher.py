@@ -1,0 +1,90 @@
+"""The target as teacher: features and distributions of packed documents, in the jitted step.
+
+The forward is the one that serves. Distributions are soft-capped and after the final norm, as the
+target samples from them; over a large vocabulary they are made a block of tokens at a time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from targets.arch import Arch, LayerSpec, read_arch
+from targets.checkpoint import Checkpoint
+from targets.jax.memory import SequenceMemory, shared_stores
+from targets.jax.model import forward, head
+from targets.jax.params import Params, load_params
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+BLOCK = 512
+"""Tokens whose logits over the whole vocabulary exist at a time."""
+
+
+class Lesson(NamedTuple):
+    """What is taught at each position. features [B, T, F]; logits [B, T, D] float32 over the draft
+    vocabulary; total [B, T]: log-sum-exp over the whole one; best [B, T]: its argmax."""
+
+    features: Any
+    logits: Any
+    total: Any
+    best: Any
+
+
+class PackedMemory(NamedTuple):
+    """A `targets.jax.memory.Memory` for packed rows: documents [B, T], each its own sequence."""
+
+    documents: Any
+
+    def positions(self, tokens: int) -> Any:
+        """[B, T], from 0 in each document, as when it is served."""
+        first = self.documents != jnp.pad(self.documents, ((0, 0), (1, 0)))[:, :-1]
+        first = first.at[:, 0].set(True)
+        index = jnp.arange(tokens)
+        return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
+
+    def exchange(self, stored: Any, group: Any, layer: LayerSpec, k: Any, v: Any) -> tuple:
+        return SequenceMemory().exchange(stored, group, layer, k, v)
+
+    def recall(self, stored: Any, group: int) -> tuple[Any, Any]:
+        return SequenceMemory().recall(stored, group)
+
+    def visible(self, layer: LayerSpec, tokens: int, size: int) -> Any:
+        same = self.documents[:, :, None] == self.documents[:, None]
+        return SequenceMemory().visible(layer, tokens, size) & same
+
+
+def load_teacher(path: Path, dtype: str | None = None) -> tuple[Params, Arch]:
+    """A checkpoint's parameters for teaching. dtype: float32 or bfloat16; by default what suits
+    the platform. Raises UserError for anything wrong in the folder."""
+    arch = read_arch(path)
+    kind = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    return load_params(Checkpoint(path, arch), arch, DTYPES[kind]), arch
+
+
+def teach(
+    params: Params,
+    arch: Arch,
+    layers: tuple[int, ...],
+    target_ids: Any,
+    suppress: tuple[int, ...],
+    tokens: Any,
+    documents: Any,
+) -> Lesson:
+    """One pass over packed rows tokens [B, T]; suppress: ids that the target never chooses."""
+    stored = shared_stores(params, arch, lambda _: tokens.shape)
+    hidden = forward(params, arch, stored, tokens, PackedMemory(documents), layers)[1]
+
+    def token(state: Any) -> tuple[Any, Any, Any]:
+        logits = head(params, arch, state)
+        if suppress:
+            logits = logits.at[jnp.asarray(suppress)].set(-jnp.inf)
+        total = jax.nn.logsumexp(logits)
+        return logits[target_ids], total, jnp.argmax(logits).astype(jnp.int32)
+
+    flat = hidden.last.reshape(-1, hidden.last.shape[-1])
+    found = jax.lax.map(token, flat, batch_size=min(BLOCK, len(flat)))
+    shaped = [part.reshape(*tokens.shape, *part.shape[1:]) for part in found]
+    return jax.lax.stop_gradient(Lesson(hidden.features, *shaped))

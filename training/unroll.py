@@ -1,0 +1,134 @@
+"""Training-time test: the head drafts on from every position at once, and is judged at each step.
+
+Row i of step n is fed the true token i + 1 + n and the head's own output of step n - 1, and is
+compared with the target's distribution after that token. It counts where all of the tokens i + 1 to
+i + 1 + n were generated (so i may be the prompt's last position, the first that is drafted from),
+belong to i's document, and the last of them did not end it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from drafters.eagle3.jax import Unrolled, Weights, embed, feedback, fuse, logits, unroll
+from drafters.eagle3.spec import HeadSpec
+from training.packing import Rows
+from training.teacher import Lesson
+
+
+class Judged(NamedTuple):
+    """[K, B, T] float32. mask: counts at all; known: the target's favourite is a draft id (else it
+    teaches nothing); divergence: KL on the draft vocabulary; hit: same argmax as the target;
+    overlap: sum of min(p, q) over the whole vocabulary; coupled: same choice under one noise."""
+
+    mask: Any
+    known: Any
+    divergence: Any
+    hit: Any
+    overlap: Any
+    coupled: Any
+
+
+def ahead(x: Any, n: int) -> Any:
+    """x [B, T, ...] as seen from n positions earlier; zeros past the end."""
+    return jnp.pad(x[:, n:], ((0, 0), (0, n), *((0, 0),) * (x.ndim - 2)))
+
+
+def masks(rows: Rows, steps: int) -> list[Any]:
+    """Where each step counts (see module): bool [B, T] each."""
+    found, generated = [], jnp.ones(rows.tokens.shape, bool)
+    documents = jnp.asarray(rows.documents) + 1  # padding is 0 now, as what `ahead` fills in
+    for n in range(1, steps + 1):
+        same = (ahead(documents, n) == documents) & (documents > 0)
+        generated = generated & ahead(jnp.asarray(rows.generated), n) & same
+        found.append(generated & ~ahead(jnp.asarray(rows.ends), n))
+    return found
+
+
+def judge(
+    weights: Weights,
+    spec: HeadSpec,
+    table: Any,
+    target_ids: Any,
+    rows: Rows,
+    lesson: Lesson,
+    steps: int,
+    noise: Any,
+) -> Judged:
+    """Unroll `steps` steps. table: the target's embeddings; noise: a key for `coupled`."""
+
+    @jax.checkpoint  # a step's scores and logits are made again rather than kept
+    def one(weights: Weights, before: Unrolled, hidden: Any, embedded: Any, taught: Lesson, key):
+        kept, out = unroll(weights, spec, before, embedded, hidden, jnp.asarray(rows.documents))
+        guessed = logits(weights, spec, out)
+        return kept, feedback(weights, spec, out), _compare(guessed, taught, target_ids, key)
+
+    hidden, kept, seen = fuse(weights, spec, lesson.features), Unrolled((), ()), []
+    for n, mask in enumerate(masks(rows, steps)):
+        taught = jax.tree.map(lambda part, n=n: ahead(part, n + 1), lesson)
+        fed = embed(table, ahead(jnp.asarray(rows.tokens), n + 1))
+        key = jax.random.fold_in(noise, n)
+        kept, hidden, judged = one(weights, kept, hidden, fed, taught, key)
+        seen.append(Judged(mask.astype(jnp.float32), *judged))
+    return Judged(*(jnp.stack(parts) for parts in zip(*seen, strict=True)))
+
+
+def _compare(guessed: Any, taught: Lesson, target_ids: Any, key: Any) -> tuple[Any, ...]:
+    """Judged's fields after `mask`; guessed [B, T, D]."""
+    log_q = jax.nn.log_softmax(guessed, -1)
+    log_p = taught.logits - taught.total[..., None]
+    within = jax.nn.log_softmax(taught.logits, -1)
+    share = jnp.exp(within)
+    divergence = jnp.where(share > 0, share * (within - log_q), 0.0).sum(-1)
+    favourite = target_ids[jnp.argmax(guessed, -1)]
+    known = taught.best == target_ids[jnp.argmax(taught.logits, -1)]
+    overlap = jnp.exp(jnp.minimum(log_p, log_q)).sum(-1)
+    fields = (known, divergence, favourite == taught.best, overlap, _coupled(log_p, log_q, key))
+    return tuple(field.astype(jnp.float32) for field in fields)
+
+
+def _coupled(log_p: Any, log_q: Any, key: Any) -> Any:
+    """Whether target and draft choose alike under the same Gumbel noise. What the target may
+    choose outside of the draft vocabulary is one more choice, of all of that probability."""
+    inside_key, rest_key = jax.random.split(key)
+    noise = jax.random.gumbel(inside_key, log_p.shape)
+    rest = jax.random.gumbel(rest_key, log_p.shape[:-1])
+    outside = jnp.log(jnp.maximum(1 - jnp.exp(log_p).sum(-1), 1e-30))
+    targets = log_p + noise
+    same = jnp.argmax(targets, -1) == jnp.argmax(log_q + noise, -1)
+    return same & (targets.max(-1) > outside + rest)
+
+
+def loss_of(judged: Judged, decay: float) -> Any:
+    """Sum over steps of decay ** n times the mean divergence of what counts and is known."""
+    weight = judged.mask * judged.known
+    means = (weight * judged.divergence).sum((1, 2)) / jnp.maximum(weight.sum((1, 2)), 1)
+    return (decay ** jnp.arange(len(means)) * means).sum()
+
+
+def measures(judged: Judged) -> dict[str, Any]:
+    """Means [K] per step, and the tokens per cycle that they amount to: over positions from which
+    every step counts, 1 + the sum over steps of the chance that all up to it are accepted."""
+    counted = jnp.maximum(judged.mask.sum((1, 2)), 1)
+
+    def mean(field: Any) -> Any:
+        return (judged.mask * field).sum((1, 2)) / counted
+
+    def tau(field: Any) -> Any:
+        all_count = judged.mask[-1]
+        chains = (jnp.cumprod(field, 0) * all_count).sum((1, 2))
+        return 1 + (chains / jnp.maximum(all_count.sum(), 1)).sum()
+
+    return {
+        "divergence": mean(judged.divergence),
+        "accuracy": mean(judged.hit),
+        "overlap": mean(judged.overlap),
+        "coupled": mean(judged.coupled),
+        "known": mean(judged.known),
+        "tau_t0": tau(judged.hit),
+        "tau_t1": tau(judged.coupled),
+        "tau_t1_bound": tau(judged.overlap),
+    }
