@@ -21,6 +21,7 @@ from datasets.arrow_writer import ArrowWriter
 from specdec.engine import Engine
 from specdec.errors import UserError
 from specdec.types import Sampling, Sequence
+from training.contract import agree, recall
 
 MANIFEST = "distil.json"
 FEATURES = Features(
@@ -90,19 +91,14 @@ def claim(out: Path, source: Source) -> int:
     Raises UserError where it belongs to another source, saying in what they differ.
     """
     out.mkdir(parents=True, exist_ok=True)
-    described = json.loads(json.dumps(asdict(source)))
-    if (out / MANIFEST).exists():
-        found = read_manifest(out)
-        differing = [name for name in described if found.get(name) != described[name]]
-        if differing:
-            raise UserError(
-                f"{out} holds answers of another run (other {', '.join(differing)}): repeat that "
-                "run's options to continue it, or name another --out"
-            )
-    else:
-        beside = out / "partial.json"
-        beside.write_text(json.dumps(described, indent=1))
-        beside.rename(out / MANIFEST)
+    agree(
+        out / MANIFEST,
+        asdict(source),
+        lambda names: (
+            f"{out} holds answers of another run (other {names}): repeat that run's "
+            "options to continue it, or name another --out"
+        ),
+    )
     return min(len(shards(out)) * source.shard_rows, source.rows)
 
 
@@ -184,12 +180,12 @@ def shards(out: Path) -> list[Path]:
 
 def read_manifest(out: Path) -> dict[str, Any]:
     """What the rows of a folder are. Raises UserError where it is no distilled data."""
-    try:
-        return json.loads((out / MANIFEST).read_text())
-    except (OSError, ValueError) as problem:
-        raise UserError(
+    return recall(
+        out / MANIFEST,
+        lambda problem: (
             f"{out} holds no distilled answers ({problem}): make some with `specdec distil`"
-        ) from None
+        ),
+    )
 
 
 def read_answers(out: Path) -> tuple[Dataset, dict[str, Any]]:

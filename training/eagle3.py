@@ -23,12 +23,14 @@ from drafters.eagle3.jax import Weights
 from drafters.eagle3.spec import HeadSpec, tensors
 from specdec.errors import UserError
 from targets.jax.params import Params
+from training.contract import agree
 from training.packing import Rows, rows_of_step
 from training.pretrain import open_checkpoints, restore
 from training.recipe import Recipe, make_optimizer
 from training.teacher import Lesson
 from training.unroll import judge, loss_of, measures
 
+CONTRACT = "contract.json"
 LOG_EVERY = 10  # steps
 HELDOUT_BATCHES = 8
 """Most batches that one evaluation takes."""
@@ -181,21 +183,17 @@ class Trainer:
 def sign(run: Path, contract: dict[str, Any], target_ids: np.ndarray) -> None:
     """Make RUN this contract's, or check that it is. Raises UserError saying what differs."""
     run.mkdir(parents=True, exist_ok=True)
-    wanted = json.loads(json.dumps(contract))
-    file = run / "contract.json"
-    if file.exists():
-        found = json.loads(file.read_text())
-        differing = [name for name in wanted if found.get(name) != wanted[name]]
-        if differing:
-            raise UserError(
-                f"{run} is a run with other {', '.join(differing)}: repeat its options to continue "
-                "it, or name another --run"
-            )
-        return
-    np.save(run / "vocabulary.npy", target_ids)
-    beside = run / "partial.json"
-    beside.write_text(json.dumps(wanted, indent=1))
-    beside.rename(file)
+    file = run / CONTRACT
+    if not file.exists():  # before the contract: who has that has both
+        np.save(run / "vocabulary.npy", target_ids)
+    agree(
+        file,
+        contract,
+        lambda names: (
+            f"{run} is a run with other {names}: repeat its options to continue it, or "
+            "name another --run"
+        ),
+    )
 
 
 def contract_of(recipe: Recipe, spec: HeadSpec, data: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import orbax.checkpoint as ocp
 
 from drafters.eagle3.spec import Head, HeadSpec
 from specdec.errors import UserError
+from training.contract import recall
 from training.distil import target_hash
-from training.eagle3 import initial_state
+from training.eagle3 import CONTRACT, initial_state
 from training.pretrain import open_checkpoints, restore
 from training.recipe import HeadShape, Rates, Recipe
 
@@ -23,7 +23,13 @@ def trained_head(run: Path, target: Path) -> tuple[Head, int, int]:
 
     Raises UserError where RUN is no such run, has no checkpoint, or is of another target.
     """
-    contract, ids = _contract(run), np.load(run / "vocabulary.npy")
+    contract = recall(
+        run / CONTRACT,
+        lambda problem: (
+            f"{run} is no training run ({problem}): name a --run of `specdec train-eagle3`"
+        ),
+    )
+    ids = np.load(run / "vocabulary.npy")
     if contract["data"]["target"] != target_hash(target):
         raise UserError(f"{run} trained a head for another model than {target.name}: say --model")
     spec, recipe = _spec(contract["spec"]), _recipe(contract["recipe"])
@@ -34,15 +40,6 @@ def trained_head(run: Path, target: Path) -> tuple[Head, int, int]:
     state = restore(manager, jax.eval_shape(lambda: initial_state(spec, recipe, blank, ids)))
     weights = {name: np.asarray(value) for name, value in state.weights.items()}
     return Head(spec, weights, ids), int(state.step), recipe.unroll
-
-
-def _contract(run: Path) -> dict[str, Any]:
-    try:
-        return json.loads((run / "contract.json").read_text())
-    except (OSError, ValueError) as problem:
-        raise UserError(
-            f"{run} is no training run ({problem}): name a --run of `specdec train-eagle3`"
-        ) from None
 
 
 def _spec(values: dict[str, Any]) -> HeadSpec:

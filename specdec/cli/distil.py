@@ -24,6 +24,7 @@ from specdec.cli.config import ModelConfig, SamplingConfig, SpeculationConfig
 from specdec.errors import UserError
 
 if TYPE_CHECKING:
+    from specdec.engine import Engine
     from specdec.prompts import Prompt
     from specdec.types import Sampling
     from training.distil import Source
@@ -64,7 +65,6 @@ def distil(
     """
     require_training()
     from specdec.prompts import read_prompts
-    from training.distil import distil as answer
 
     questions = read_prompts(prompts)
     speculation = speculation.resolved(model)
@@ -78,6 +78,20 @@ def distil(
     asked = _encode(questions, loaded, cut, limit)
     source = _source(model, loaded, asked, chosen, max_tokens, shard_rows)
     engine = make_engine(loaded, speculation, max_waiting=2 * model.slots)
+    tokens = _answer(engine, asked, chosen, source, out)
+    tau = engine.acceptance.tau
+    console.print(f"{len(asked)} answers in {out}: {tokens:,} new tokens, tau {tau:.2f}")
+    if json:
+        record = command_record("distil", model=model, speculation=speculation, sampling=sampling)
+        print_json(record | {"rows": len(asked), "new_tokens": tokens, "tau": tau})
+
+
+def _answer(
+    engine: Engine, asked: list[list[int]], sampling: Sampling, source: Source, out: Path
+) -> int:
+    """Answer what `out` lacks, with a bar; how many tokens were made."""
+    from training.distil import distil
+
     columns = (
         *Bar.get_default_columns()[:-1],
         TimeRemainingColumn(),
@@ -90,12 +104,7 @@ def distil(
             pace = progress.tokens / max(progress.seconds, 1e-9)
             bar.update(task, completed=progress.rows, note=f"{pace:,.0f} tokens/s")
 
-        tokens = answer(engine, asked, chosen, source, out, tell)
-    tau = engine.acceptance.tau
-    console.print(f"{len(asked)} answers in {out}: {tokens:,} new tokens, tau {tau:.2f}")
-    if json:
-        record = command_record("distil", model=model, speculation=speculation, sampling=sampling)
-        print_json(record | {"rows": len(asked), "new_tokens": tokens, "tau": tau})
+        return distil(engine, asked, sampling, source, out, tell)
 
 
 def require_training() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,10 @@ from specdec.cli.distil import require_training
 from specdec.errors import UserError
 
 if TYPE_CHECKING:
+    from targets.jax.params import Params
     from training.eagle3 import Trainer
     from training.recipe import Recipe
+    from training.teacher import Lesson
 
 
 def train_eagle3(
@@ -84,7 +85,7 @@ def _make_trainer(
     from training.eagle3 import Trainer, contract_of, sign
     from training.packing import pack
     from training.recipe import spec_for
-    from training.teacher import load_teacher
+    from training.teacher import load_teacher, teach
     from training.vocabulary import count_generated, coverage, draft_vocabulary
 
     path = checkpoint_path(model.model)
@@ -101,15 +102,13 @@ def _make_trainer(
     counts = count_generated(rows, arch.vocab)
     ids = draft_vocabulary(counts, spec.draft_vocab, tokenizer.stop_ids)
     sign(run, contract_of(recipe, spec, manifest | {"answers": len(answers)}), ids)
-    teach = partial(_teach, arch, spec.layers, ids, tokenizer.suppress_ids)
-    trainer = Trainer(recipe, spec, run, params, teach, rows, judged, ids)
+
+    def lesson(params: Params, tokens: Any, documents: Any) -> Lesson:
+        suppress = tokenizer.suppress_ids
+        return teach(params, arch, spec.layers, ids, suppress, tokens, documents)
+
+    trainer = Trainer(recipe, spec, run, params, lesson, rows, judged, ids)
     return trainer, coverage(counts, ids)
-
-
-def _teach(arch: Any, layers: Any, ids: Any, suppress: Any, params: Any, tokens: Any, docs: Any):
-    from training.teacher import teach
-
-    return teach(params, arch, layers, ids, suppress, tokens, docs)
 
 
 def _train(trainer: Trainer, recipe: Recipe) -> dict[str, Any]:

@@ -1,0 +1,35 @@
+"""Whose folder it is: what decided its contents, written once and compared on each return."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import UserError
+
+
+def agree(file: Path, described: dict[str, Any], refusal: Callable[[str], str]) -> None:
+    """Write `described` as JSON, beside and renamed, or check that this is what stands there.
+
+    Raises UserError with `refusal` of the names, by commas, in which they differ.
+    """
+    wanted = json.loads(json.dumps(described))
+    if file.exists():
+        found = json.loads(file.read_text())
+        differing = [name for name in wanted if found.get(name) != wanted[name]]
+        if differing:
+            raise UserError(refusal(", ".join(differing)))
+        return
+    beside = file.with_name("partial.json")
+    beside.write_text(json.dumps(wanted, indent=1))
+    beside.rename(file)
+
+
+def recall(file: Path, refusal: Callable[[Exception], str]) -> dict[str, Any]:
+    """What `agree` wrote. Raises UserError with `refusal` of the problem."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as problem:
+        raise UserError(refusal(problem)) from None
