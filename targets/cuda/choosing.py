@@ -49,7 +49,8 @@ class Choosing:
             *(vocab, history.stride(0), tokens, int(shaped)),
         )
         share = (vocab + 4 * CLUSTER - 1) // (4 * CLUSTER) * 4
-        self._launch(CHOOSE, "choose", (m * CLUSTER, 1, 1), THREADS, [job], 4 * share)
+        room = 4 * share if shaped else 0
+        self._launch(CHOOSE, "choose", (m * CLUSTER, 1, 1), THREADS, [job], room)
         return chosen
 
     def draft(

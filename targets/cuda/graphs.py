@@ -10,6 +10,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -59,7 +60,7 @@ class Captured(Generic[Result]):
     """A function of device tensors as a graph; its result's tensors are the same at each replay."""
 
     def __init__(self, function: Callable[[], Result], pool: Any) -> None:
-        side = torch.cuda.Stream()
+        side = _side_stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             function()  # warm: nothing may be allocated by libraries or compiled in a capture
@@ -71,6 +72,12 @@ class Captured(Generic[Result]):
     def replay(self) -> Result:
         self._graph.replay()
         return self.result
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    """One for all: torch keeps freed memory for the stream that it was taken on."""
+    return torch.cuda.Stream()
 
 
 @contextmanager

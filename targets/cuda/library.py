@@ -55,6 +55,11 @@ class Library:
             first = last
         return torch.cat(out)
 
+    def gate_up(
+        self, x: Input, values: torch.Tensor, scale: torch.Tensor | None, kind: str
+    ) -> Input:
+        return self.gated(self.matmul(x, values, scale), kind)
+
     def gated(self, gate_up: torch.Tensor, kind: str) -> Input:
         return Input(gate(gate_up), None)
 

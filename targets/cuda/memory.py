@@ -29,7 +29,7 @@ LOGIT_COPIES = 3
 """float32 [rows, vocab] at once: logits, their shaped copy, and the sampler's work."""
 GATES_AT_ONCE = 3
 """Prefill holds the gate and up rows of a chunk, and what comes of them."""
-SCORES = 192 << 20
+SCORES = 96 << 20
 """Scores and shares of a long prefill's queries, a block of them at a time."""
 RUNTIME = 768 << 20
 """CUDA context, library handles, compiled kernels, captured graphs."""

@@ -99,7 +99,7 @@ class _Pass:
     def _feed_forward(
         self, h: torch.Tensor, x: Input, w: LayerWeights, moe: MoeSpec | None
     ) -> torch.Tensor:
-        gated = self.steps.gated(self._project(x, w.gate_up), w.down.kind)
+        gated = self.steps.gate_up(x, *self.ops.dense(w.gate_up), w.down.kind)
         dense = self._project(gated, w.down)
         if not (moe and w.moe):
             return dense

@@ -22,8 +22,10 @@ FLASH_HEAD_DIM = 256
 """The widest head that torch's flash attention takes; it masks windows and shares KV heads."""
 ALIGN = 64
 """Keys are padded to multiples of this where scores exist: matmuls want aligned rows."""
-SCORES = 32 << 20
-"""Scores at once: 128 MB, and half as much for their softmax. More was no faster."""
+SCORES = 16 << 20
+"""Scores at once: 64 MB, and half as much for their softmax. More was no faster."""
+GATED_ROWS, ROWS = 1280, 16
+"""Rows whose gate and up exist at once, for they are the widest of a layer; cut at multiples."""
 MOST_ROWS = 512
 """Queries at once: each meets the keys of the last one, which are more in a larger block."""
 
@@ -93,12 +95,27 @@ class PrefillKernels:
             use_fast_accum=True,
         )
 
+    def gate_up(
+        self, x: Input, values: torch.Tensor, scale: torch.Tensor | None, kind: str
+    ) -> Input:
+        rows, width = len(x.values), len(values) // 2
+        out = self.launch.input(rows, width, kind)
+        blocks = -(-rows // GATED_ROWS)
+        size = -(-rows // blocks // ROWS) * ROWS
+        for first in range(0, rows, size):
+            part = slice(first, min(first + size, rows))
+            self._gate(self.matmul(x.part(part), values, scale), out.part(part), kind)
+        return out
+
     def gated(self, gate_up: torch.Tensor, kind: str) -> Input:
-        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        x = self.launch.input(rows, width, kind)
-        arguments = [*map(pointer, (gate_up, *x)), c_int(width)]
+        out = self.launch.input(gate_up.shape[0], gate_up.shape[1] // 2, kind)
+        self._gate(gate_up, out, kind)
+        return out
+
+    def _gate(self, gate_up: torch.Tensor, out: Input, kind: str) -> None:
+        rows, width = out.values.shape
+        arguments = [*map(pointer, (gate_up, *out)), c_int(width)]
         self.launch.each_row("gate", kind, rows, width // 8, PACKS, arguments)
-        return x
 
     def exchange(
         self, qkv: torch.Tensor, k_norm: torch.Tensor, layer: LayerSpec, store: LayerCache

@@ -43,6 +43,9 @@ class Input(NamedTuple):
     values: torch.Tensor
     scale: torch.Tensor | None
 
+    def part(self, rows: slice) -> Input:
+        return Input(self.values[rows], None if self.scale is None else self.scale[rows])
+
     def rows(self, index: torch.Tensor) -> Input:
         """Rows by number, as bytes: torch can't index e4m3 everywhere."""
         flat = self.values.view(torch.uint8)[index].view(self.values.dtype)
@@ -72,6 +75,12 @@ class Steps(Protocol):
     ) -> torch.Tensor:
         """Rows sorted by expert, each times its own expert's weight: values [E, n, k], scale
         [E, n], ends [E] int32: where each expert's rows end -> [rows, n]."""
+        ...
+
+    def gate_up(
+        self, x: Input, values: torch.Tensor, scale: torch.Tensor | None, kind: str
+    ) -> Input:
+        """`gated` of x times weight values."""
         ...
 
     def gated(self, gate_up: torch.Tensor, kind: str) -> Input:

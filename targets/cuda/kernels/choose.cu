@@ -204,6 +204,26 @@ __device__ int choose_shaped(const Job& job, int m, int slot, int position, int 
   return cluster.best(drawn).id;
 }
 
+// This thread's part of a greedy row: four tokens at a time where rows begin at whole 16 bytes.
+__device__ Best largest(const Job& job, int m, int slot, int from, int to) {
+  const float* logits = job.logits + size_t(m) * job.vocab;
+  const float* bias = job.bias + size_t(slot) * job.vocab;
+  Best top = {-INFINITY, 0x7fffffff};
+  if (job.vocab % 4) {
+    for (int i = from + threadIdx.x; i < to; i += kThreads) top = better(top, {logits[i] + bias[i], i});
+    return top;
+  }
+#pragma unroll 4
+  for (int i = from + threadIdx.x * 4; i < to; i += kThreads * 4) {
+    const float4 v = *reinterpret_cast<const float4*>(logits + i), b = *reinterpret_cast<const float4*>(bias + i);
+    top = better(top, {v.x + b.x, i});
+    top = better(top, {v.y + b.y, i + 1});
+    top = better(top, {v.z + b.z, i + 2});
+    top = better(top, {v.w + b.w, i + 3});
+  }
+  return top;
+}
+
 extern "C" __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads)
     choose(const __grid_constant__ Job job) {
   extern __shared__ float values[];
@@ -218,11 +238,7 @@ extern "C" __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThre
   if (job.shaped) {
     id = choose_shaped(job, m, slot, job.start[b] + m % job.tokens, from, to, values, cluster);
   } else {
-    const float* logits = job.logits + size_t(m) * job.vocab;
-    const float* bias = job.bias + size_t(slot) * job.vocab;
-    Best top = {-INFINITY, 0x7fffffff};
-    for (int i = from + threadIdx.x; i < to; i += kThreads) top = better(top, {logits[i] + bias[i], i});
-    id = cluster.best(top).id;
+    id = cluster.best(largest(job, m, slot, from, to)).id;
   }
   // idle rows hold anything, and nothing compares with NaN: a valid id all the same
   if (cluster_rank() == 0 && threadIdx.x == 0) job.chosen[m] = min(id, job.vocab - 1);

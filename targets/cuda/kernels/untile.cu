@@ -21,32 +21,53 @@ __device__ inline int row_of(const Job& job, int tile, int r) {  // -1: only pad
 }
 
 constexpr int kWarps = 16;
+constexpr int kAhead = 4;  // tiles that a warp has on their way
+
+// Where a tile of a block is stored, and where its first value goes.
+struct Place {
+  const uint4* from;
+  u8* to;
+};
+
+__device__ inline Place place_of(const Job& job, u8* rows, int pitch, int first_step, int i) {
+  const int lane = threadIdx.x % 32, parts = job.fp8 ? 1 : 2, together = job.k_groups * job.depth;
+  const int count = job.row_groups * together * job.wide;
+  const int s = i / count, place = i % count;  // [k group][row group][depth][wide]
+  const int t = place % job.wide, d = place / job.wide % job.depth, group = place / job.wide / job.depth;
+  const size_t step = (size_t(blockIdx.z) * job.steps + first_step + s) * gridDim.x + blockIdx.x;
+  const int row = (group % job.row_groups * job.wide + t) * 16 + lane / 4;
+  const int column = (s * together + group / job.row_groups * job.depth + d) * 32 + lane % 4 * 8;
+  return {job.tiled + (step * count + place) * parts * 32 + lane, rows + row * pitch + column * parts};
+}
 
 // What was stored tile by tile, into rows of shared memory.
 __device__ inline void lay_out(const Job& job, u8* rows, int pitch, int first_step, int steps) {
-  const int lane = threadIdx.x % 32, parts = job.fp8 ? 1 : 2, together = job.k_groups * job.depth;
-  const int count = job.row_groups * together * job.wide;
-  for (int i = threadIdx.x / 32; i < steps * count; i += kWarps) {
-    const int s = i / count, place = i % count;  // [k group][row group][depth][wide]
-    const int t = place % job.wide, d = place / job.wide % job.depth, group = place / job.wide / job.depth;
-    const size_t step = (size_t(blockIdx.z) * job.steps + first_step + s) * gridDim.x + blockIdx.x;
-    const uint4* from = job.tiled + (step * count + place) * parts * 32 + lane;
-    const int row = (group % job.row_groups * job.wide + t) * 16 + lane / 4;
-    const int column = (s * together + group / job.row_groups * job.depth + d) * 32 + lane % 4 * 8;
-    u8* to = rows + row * pitch + column * parts;
-    const uint4 a = from[0];
-    if (job.fp8) {
-      *reinterpret_cast<uint2*>(to) = make_uint2(a.x, a.z);
-      *reinterpret_cast<uint2*>(to + 8 * pitch) = make_uint2(a.y, a.w);
-    } else {
-      const uint4 b = from[32];
-      *reinterpret_cast<uint4*>(to) = make_uint4(a.x, a.z, b.x, b.z);
-      *reinterpret_cast<uint4*>(to + 8 * pitch) = make_uint4(a.y, a.w, b.y, b.w);
+  const int count = steps * job.row_groups * job.k_groups * job.depth * job.wide;
+  for (int first = threadIdx.x / 32; first < count; first += kAhead * kWarps) {
+    uint4 a[kAhead], b[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; i++) {
+      if (first + i * kWarps >= count) break;
+      const uint4* from = place_of(job, rows, pitch, first_step, first + i * kWarps).from;
+      a[i] = from[0];
+      if (!job.fp8) b[i] = from[32];
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; i++) {
+      if (first + i * kWarps >= count) break;
+      u8* to = place_of(job, rows, pitch, first_step, first + i * kWarps).to;
+      if (job.fp8) {
+        *reinterpret_cast<uint2*>(to) = make_uint2(a[i].x, a[i].z);
+        *reinterpret_cast<uint2*>(to + 8 * pitch) = make_uint2(a[i].y, a[i].w);
+      } else {
+        *reinterpret_cast<uint4*>(to) = make_uint4(a[i].x, a[i].z, b[i].x, b[i].z);
+        *reinterpret_cast<uint4*>(to + 8 * pitch) = make_uint4(a[i].y, a[i].w, b[i].y, b[i].w);
+      }
     }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * kWarps) untile(const __grid_constant__ Job job) {
+extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) untile(const __grid_constant__ Job job) {
   extern __shared__ __align__(16) u8 rows[];  // [16 tiles][pitch]
   const int size = job.fp8 ? 1 : 2, width = job.k_groups * job.depth * 32;  // inputs of a step
   const int first_step = blockIdx.y * job.together, steps = min(job.together, job.steps - first_step);
