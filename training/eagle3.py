@@ -47,15 +47,19 @@ class TrainState(NamedTuple):
 
 
 def initial_state(
-    spec: HeadSpec, recipe: Recipe, table: np.ndarray, target_ids: np.ndarray
+    spec: HeadSpec, recipe: Recipe, table: np.ndarray, norm: np.ndarray, target_ids: np.ndarray
 ) -> TrainState:
-    """Fresh weights; the head's rows start as the target's own. table [V, H]: its embeddings."""
+    """Fresh weights; the last norm and the head's rows start as the target's own.
+
+    table [V, H]: its embeddings; norm [H]: its final norm.
+    """
     random = np.random.default_rng(recipe.seed)
     weights: Weights = {}
     for name, shape in tensors(spec).items():
         noise = random.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
         weights[name] = jnp.ones(shape, jnp.float32) if len(shape) == 1 else jnp.asarray(noise)
     weights["lm_head"] = jnp.asarray(table[target_ids], jnp.float32)
+    weights["norm"] = jnp.asarray(norm, jnp.float32)
     optimizer = make_optimizer(recipe)
     return TrainState(jnp.zeros((), jnp.int32), weights, optimizer.init(weights))
 
@@ -64,14 +68,13 @@ def make_step(spec: HeadSpec, recipe: Recipe, teach: Teach, target_ids: Any) -> 
     """A compiled (state, target's parameters, rows) -> (state, measures)."""
     optimizer = make_optimizer(recipe)
 
-    def loss(weights: Weights, params: Params, rows: Rows, lesson: Lesson, noise: Any) -> Any:
-        judged = _judge(spec, recipe, weights, params, rows, lesson, target_ids, noise)
+    def loss(weights: Weights, params: Params, rows: Rows, lesson: Lesson) -> Any:
+        judged = _judge(spec, recipe, weights, params, rows, lesson, target_ids, None)
         return loss_of(judged, recipe.decay), measures(judged)
 
     def step(state: TrainState, params: Params, rows: Rows) -> tuple[TrainState, dict[str, Any]]:
         lesson = teach(params, rows.tokens, rows.documents)
-        noise = jax.random.fold_in(jax.random.key(recipe.seed), state.step)
-        both = jax.value_and_grad(loss, has_aux=True)(state.weights, params, rows, lesson, noise)
+        both = jax.value_and_grad(loss, has_aux=True)(state.weights, params, rows, lesson)
         (value, found), gradient = both
         updates, inner = optimizer.update(gradient, state.optimizer, state.weights)
         weights: Any = optax.apply_updates(state.weights, updates)
@@ -125,8 +128,8 @@ class Trainer:
         self.recipe, self.run, self.params = recipe, run, params
         self.rows, self.heldout = rows, heldout
         self.manager = open_checkpoints(run)
-        table = np.asarray(params.top["embed_tokens"])
-        self.state = restore(self.manager, initial_state(spec, recipe, table, target_ids))
+        table, norm = (np.asarray(params.top[name]) for name in ("embed_tokens", "norm"))
+        self.state = restore(self.manager, initial_state(spec, recipe, table, norm, target_ids))
         ids = jnp.asarray(target_ids, jnp.int32)
         self._step = make_step(spec, recipe, teach, ids)
         self._evaluation = make_evaluation(spec, recipe, teach, ids)

@@ -6,12 +6,16 @@ import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import jax
 import optax
+from optax.contrib import MuonDimensionNumbers, muon
 
 from drafters.eagle3.spec import HeadSpec, check_pair, check_spec, default_layers
 from specdec.errors import UserError
 from targets.arch import Arch
+from training.optimizer import ADAM_LIKE_RMS
 
 EXAMPLE = "configs/eagle3-mini.toml"
 
@@ -31,11 +35,13 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class Rates:
-    """AdamW without decay: linear warm-up to `learning_rate`, then a cosine down to 0."""
+    """Linear warm-up, then a cosine down to 0. AdamW without decay peaks at `learning_rate`; the
+    layer's matrices follow Muon, which peaks at `muon`, or AdamW too where that is 0."""
 
     learning_rate: float
     warmup_steps: int
     clip: float
+    muon: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,9 +107,27 @@ def spec_for(arch: Arch, shape: HeadShape, stop_ids: Collection[int]) -> HeadSpe
 
 def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     rates = recipe.rates
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, rates.learning_rate, rates.warmup_steps, max(recipe.steps, rates.warmup_steps + 1)
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(rates.clip), optax.adamw(schedule, 0.9, 0.95, weight_decay=0.0)
-    )
+    rule = optax.adamw(_schedule(recipe, rates.learning_rate), 0.9, 0.95, weight_decay=0.0)
+    if rates.muon:
+        rule = muon(
+            _schedule(recipe, rates.muon),
+            adam_b2=0.95,
+            adam_learning_rate=_schedule(recipe, rates.learning_rate),
+            muon_weight_dimension_numbers=_matrix_axes,
+            consistent_rms=ADAM_LIKE_RMS,
+        )
+    return optax.chain(optax.clip_by_global_norm(rates.clip), rule)
+
+
+def _schedule(recipe: Recipe, peak: float) -> optax.Schedule:
+    warmup = recipe.rates.warmup_steps
+    return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(recipe.steps, warmup + 1))
+
+
+def _matrix_axes(weights: Any) -> Any:
+    """The layer's matrices [out, in]; norms and the rows of `lm_head` go to AdamW."""
+
+    def axes(path: Any, value: Any) -> MuonDimensionNumbers | None:
+        return MuonDimensionNumbers(1, 0) if value.ndim == 2 and path[-1].key != "lm_head" else None
+
+    return jax.tree_util.tree_map_with_path(axes, weights)

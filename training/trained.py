@@ -36,8 +36,8 @@ def trained_head(run: Path, target: Path) -> tuple[Head, int, int]:
     manager: ocp.CheckpointManager = open_checkpoints(run)
     if manager.latest_step() is None:
         raise UserError(f"{run} has no checkpoint yet: train until the first one is saved")
-    blank = np.zeros((spec.vocab, spec.hidden), np.float32)
-    state = restore(manager, jax.eval_shape(lambda: initial_state(spec, recipe, blank, ids)))
+    blank = np.zeros((spec.vocab, spec.hidden), np.float32), np.zeros(spec.hidden, np.float32)
+    state = restore(manager, jax.eval_shape(lambda: initial_state(spec, recipe, *blank, ids)))
     weights = {name: np.asarray(value) for name, value in state.weights.items()}
     return Head(spec, weights, ids), int(state.step), recipe.unroll
 

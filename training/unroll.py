@@ -22,14 +22,15 @@ from training.teacher import Lesson
 class Judged(NamedTuple):
     """[K, B, T] float32. mask: counts at all; known: the target's favourite is a draft id (else it
     teaches nothing); divergence: KL on the draft vocabulary; hit: same argmax as the target;
-    overlap: sum of min(p, q) over the whole vocabulary; coupled: same choice under one noise."""
+    overlap: sum of min(p, q) over the whole vocabulary; coupled: same choice under one noise (both
+    only where there is noise)."""
 
     mask: Any
     known: Any
     divergence: Any
     hit: Any
-    overlap: Any
-    coupled: Any
+    overlap: Any = None
+    coupled: Any = None
 
 
 def ahead(x: Any, n: int) -> Any:
@@ -58,7 +59,8 @@ def judge(
     steps: int,
     noise: Any,
 ) -> Judged:
-    """Unroll `steps` steps. table: the target's embeddings; noise: a key for `coupled`."""
+    """Unroll `steps` steps. table: the target's embeddings; noise: a key for what sampling would
+    do, or None."""
 
     @jax.checkpoint  # a step's scores and logits are made again rather than kept
     def one(weights: Weights, before: Unrolled, hidden: Any, embedded: Any, taught: Lesson, key):
@@ -70,10 +72,10 @@ def judge(
     for n, mask in enumerate(masks(rows, steps)):
         taught = jax.tree.map(lambda part, n=n: ahead(part, n + 1), lesson)
         fed = embed(table, ahead(jnp.asarray(rows.tokens), n + 1))
-        key = jax.random.fold_in(noise, n)
+        key = None if noise is None else jax.random.fold_in(noise, n)
         kept, hidden, judged = one(weights, kept, hidden, fed, taught, key)
         seen.append(Judged(mask.astype(jnp.float32), *judged))
-    return Judged(*(jnp.stack(parts) for parts in zip(*seen, strict=True)))
+    return jax.tree.map(lambda *parts: jnp.stack(parts), *seen)
 
 
 def _compare(guessed: Any, taught: Lesson, target_ids: Any, key: Any) -> tuple[Any, ...]:
@@ -85,8 +87,10 @@ def _compare(guessed: Any, taught: Lesson, target_ids: Any, key: Any) -> tuple[A
     divergence = jnp.where(share > 0, share * (within - log_q), 0.0).sum(-1)
     favourite = target_ids[jnp.argmax(guessed, -1)]
     known = taught.best == target_ids[jnp.argmax(taught.logits, -1)]
-    overlap = jnp.exp(jnp.minimum(log_p, log_q)).sum(-1)
-    fields = (known, divergence, favourite == taught.best, overlap, _coupled(log_p, log_q, key))
+    fields = known, divergence, favourite == taught.best
+    if key is not None:
+        overlap = jnp.exp(jnp.minimum(log_p, log_q)).sum(-1)
+        fields += overlap, _coupled(log_p, log_q, key)
     return tuple(field.astype(jnp.float32) for field in fields)
 
 
@@ -122,13 +126,13 @@ def measures(judged: Judged) -> dict[str, Any]:
         chains = (jnp.cumprod(field, 0) * all_count).sum((1, 2))
         return 1 + (chains / jnp.maximum(all_count.sum(), 1)).sum()
 
-    return {
+    found = {
         "divergence": mean(judged.divergence),
         "accuracy": mean(judged.hit),
-        "overlap": mean(judged.overlap),
-        "coupled": mean(judged.coupled),
         "known": mean(judged.known),
         "tau_t0": tau(judged.hit),
-        "tau_t1": tau(judged.coupled),
-        "tau_t1_bound": tau(judged.overlap),
     }
+    if judged.coupled is not None:
+        found |= {"overlap": mean(judged.overlap), "coupled": mean(judged.coupled)}
+        found |= {"tau_t1": tau(judged.coupled), "tau_t1_bound": tau(judged.overlap)}
+    return found

@@ -121,9 +121,13 @@ def _encode(
     from training.distil import cut_documents
 
     tokenizer = loaded.tokenizer
-    encoded = [q.encode(tokenizer.encode, tokenizer.encode_chat) for q in questions]
-    if cut is not None:
-        encoded = cut_documents(encoded, cut)
+    encoded: list[list[int]] = []
+    for question in questions:
+        ids = question.encode(tokenizer.encode, tokenizer.encode_chat)
+        if cut is None or question.kind == "chat":
+            encoded.append(ids)
+        else:
+            encoded += cut_documents([ids], cut)
     fitting = [ids for ids in encoded if len(ids) < loaded.target.max_len]
     if len(fitting) < len(encoded):
         console.print(f"{len(encoded) - len(fitting)} prompts do not fit --max-len: left out")
