@@ -34,6 +34,7 @@ RECIPE = Recipe(
     unroll=3,
     decay=0.8,
     heldout_share=0.2,
+    live_prompts=2,
     evaluate_every=10,
     save_every=10,
     head=SHAPE,

@@ -26,8 +26,9 @@ from targets.arch import read_arch, released
 from targets.jax.model import head, sequence_hidden
 from tests.commands import refused
 from tests.eagle3_oracle import SPEC, Oracle, random_head
-from tests.eagle3_worker import RECIPE, SHAPE, STOPS, answers, target, trainer
-from training.eagle3 import contract_of, sign
+from tests.eagle3_worker import RECIPE, SHAPE, STOPS, VOCAB, answers, target, trainer
+from training.eagle3 import contract_of, initial_state, sign
+from training.live import Live, prompts_of
 from training.packing import PADDING, Rows, pack, rows_of_step
 from training.recipe import read_recipe, spec_for
 from training.teacher import Lesson, teach
@@ -281,15 +282,65 @@ def shuffled(teach):
     return lesson
 
 
-def test_learning_needs_the_right_features(tmp_path) -> None:
-    rates = replace(RECIPE.rates, learning_rate=6e-3, clip=10.0)
-    recipe = replace(RECIPE, steps=200, evaluate_every=200, save_every=200, unroll=1, rates=rates)
-    found = {}
-    for wrap in (made_up, shuffled):
-        run = tmp_path / wrap.__name__
-        trainer(run, wrap, recipe).train(200)
-        found[wrap] = losses(run)[-1]["divergence"][0]
-    assert found[made_up] < 0.7 * found[shuffled], found
+def one_early(teach):
+    """Negative control: `made_up` that tells what follows one token later."""
+
+    def lesson(params, tokens, documents):
+        features, *told = made_up(teach)(params, tokens, documents)
+        return Lesson(features, *(jnp.roll(part, -1, 1) for part in told))
+
+    return lesson
+
+
+def another_target(teach):
+    """Negative control: `made_up` with another's answers."""
+
+    def lesson(params, tokens, documents):
+        right = made_up(teach)(params, tokens, documents)
+        logits = jnp.roll(right.logits, 5, -1)
+        return right._replace(logits=logits, best=teach.args[-1][logits.argmax(-1)])
+
+    return lesson
+
+
+LEARNING = replace(
+    RECIPE,
+    steps=200,
+    evaluate_every=200,
+    save_every=200,
+    unroll=1,
+    rates=replace(RECIPE.rates, learning_rate=6e-3, clip=10.0),
+)
+
+
+def learnt(run: Path, wrap) -> float:
+    """Held-out divergence after training with one teacher, as `made_up` judges it."""
+    done, judging = trainer(run, wrap, LEARNING), trainer(run / "judge", made_up, LEARNING)
+    done.train(LEARNING.steps)
+    judging.state = done.state
+    return judging.evaluate()["divergence"][0]
+
+
+def test_learning_needs_the_right_lesson(tmp_path) -> None:
+    right = learnt(tmp_path / "right", made_up)
+    for control in (shuffled, one_early, another_target):
+        found = learnt(tmp_path / control.__name__, control)
+        assert right < 0.7 * found, (control.__name__, right, found)
+
+
+def test_real_acceptance_is_measured_with_the_weights_at_hand() -> None:
+    """The engine decodes the same text with any head, and the same head is accepted as often."""
+    params, arch = target()
+    spec = spec_for(arch, replace(SHAPE, draft_vocab=VOCAB), STOPS)
+    prompts = prompts_of(answers(12), 3, 4)
+    assert len(prompts) == 3 and all(1 <= len(prompt) <= 4 for prompt in prompts)
+    live = Live(params, arch, spec, np.arange(VOCAB), prompts, 2, (), ())
+    table, norm = (np.asarray(params.top[name]) for name in ("embed_tokens", "norm"))
+    blank = initial_state(spec, RECIPE, table, norm, np.arange(VOCAB)).weights
+    found = live(blank)
+    assert set(found) == {"real_tau_t0", "real_tau_t1"}
+    assert all(1 <= tau <= 3 for tau in found.values())
+    assert live(blank) == found
 
 
 def test_an_exported_head_is_the_trained_one(tmp_path, monkeypatch) -> None:

@@ -32,8 +32,11 @@ def plot_run(run: Path) -> None:
         axis.set_title(title)
         axis.legend()
     for name, label in (("tau_t0", "T = 0"), ("tau_t1", "T = 1, shared noise")):
-        axes[2].plot(steps, [row[name] for row in rows], marker=".", label=label)
-    axes[2].set_title("simulated tau")
+        (line,) = axes[2].plot(steps, [row[name] for row in rows], marker=".", label=label)
+        real = [row.get(f"real_{name}") for row in rows]
+        if None not in real:
+            axes[2].plot(steps, real, ":", color=line.get_color(), label=f"{label}, real")
+    axes[2].set_title("tau, simulated and real")
     axes[2].legend()
     for axis in axes:
         axis.set_xlabel("training step")

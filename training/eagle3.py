@@ -124,7 +124,10 @@ class Trainer:
         rows: Rows,
         heldout: Rows,
         target_ids: np.ndarray,
+        live: Callable[[Weights], dict[str, Any]] | None = None,
     ) -> None:
+        """live: what to measure besides, at each evaluation (training.live)."""
+        self.live = live
         self.recipe, self.run, self.params = recipe, run, params
         self.rows, self.heldout = rows, heldout
         self.manager = open_checkpoints(run)
@@ -155,13 +158,14 @@ class Trainer:
                 self._save(step)
 
     def evaluate(self) -> dict[str, Any]:
-        """Measures of the held-out rows, means over up to HELDOUT_BATCHES batches."""
+        """Measures of the held-out rows, means over up to HELDOUT_BATCHES batches; `live`'s."""
         batches = min(HELDOUT_BATCHES, -(-len(self.heldout.tokens) // self.recipe.batch))
         found = []
         for number in range(batches):
             batch = rows_of_step(self.heldout, 0, number, self.recipe.batch)
             found.append(self._evaluation(self.state.weights, self.params, batch, number))
-        return _plain(jax.tree.map(lambda *parts: np.mean(parts, 0), *found))
+        means = jax.tree.map(lambda *parts: np.mean(parts, 0), *found)
+        return _plain(means | (self.live(self.state.weights) if self.live else {}))
 
     def _save(self, step: int) -> None:
         if self.manager.latest_step() == step:

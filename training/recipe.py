@@ -49,7 +49,8 @@ class Recipe:
     """`steps` steps of `batch` rows of `length` tokens; the head drafts `unroll` tokens from each.
 
     Draft step n weighs decay ** n. heldout_share of the answers, the last ones, are never trained
-    on: they are what the head is judged by.
+    on: they are what the head is judged by. live_prompts of their prompts are decoded through the
+    engine at each evaluation, drafted by the head as it is.
     """
 
     seed: int
@@ -59,6 +60,7 @@ class Recipe:
     unroll: int
     decay: float
     heldout_share: float
+    live_prompts: int
     evaluate_every: int
     save_every: int
     head: HeadShape
@@ -77,7 +79,7 @@ def read_recipe(path: Path) -> Recipe:
         raise UserError(f"{path} is missing: name a recipe such as {EXAMPLE}") from None
     except (TypeError, KeyError, ValueError) as problem:
         raise UserError(f"{path}: {problem}: compare with {EXAMPLE}") from None
-    for name in ("steps", "batch", "unroll", "evaluate_every", "save_every"):
+    for name in ("steps", "batch", "unroll", "live_prompts", "evaluate_every", "save_every"):
         if getattr(recipe, name) < 1:
             raise UserError(f"{path}: {name} must be 1 or more, got {getattr(recipe, name)}")
     if recipe.length <= recipe.unroll + 1 or not 0 < recipe.heldout_share < 1:

@@ -83,6 +83,7 @@ def _make_trainer(
     from targets.tokenizer import load_tokenizer
     from training.distil import read_answers, target_hash
     from training.eagle3 import Trainer, contract_of, sign
+    from training.live import Live, prompts_of
     from training.packing import pack
     from training.recipe import spec_for
     from training.teacher import load_teacher, teach
@@ -96,9 +97,10 @@ def _make_trainer(
     params, arch = load_teacher(path, model.dtype)
     tokenizer = load_tokenizer(path, arch.vocab)
     spec = spec_for(arch, recipe.head, tokenizer.stop_ids)
-    heldout = max(1, round(len(answers) * recipe.heldout_share))
-    rows = pack(answers.select(range(len(answers) - heldout)), recipe.length)
-    judged = pack(answers.select(range(len(answers) - heldout, len(answers))), recipe.length)
+    first_kept = len(answers) - max(1, round(len(answers) * recipe.heldout_share))
+    kept = answers.select(range(first_kept, len(answers)))
+    rows = pack(answers.select(range(first_kept)), recipe.length)
+    judged = pack(kept, recipe.length)
     counts = count_generated(rows, arch.vocab)
     ids = draft_vocabulary(counts, spec.draft_vocab, tokenizer.stop_ids)
     sign(run, contract_of(recipe, spec, manifest | {"answers": len(answers)}), ids)
@@ -107,7 +109,10 @@ def _make_trainer(
         suppress = tokenizer.suppress_ids
         return teach(params, arch, spec.layers, ids, suppress, tokens, documents)
 
-    trainer = Trainer(recipe, spec, run, params, lesson, rows, judged, ids)
+    prompts = prompts_of(kept, recipe.live_prompts, recipe.length)
+    ends = tuple(tokenizer.stop_ids), tokenizer.suppress_ids
+    live = Live(params, arch, spec, ids, prompts, recipe.unroll, *ends)
+    trainer = Trainer(recipe, spec, run, params, lesson, rows, judged, ids, live)
     return trainer, coverage(counts, ids)
 
 
@@ -136,5 +141,6 @@ def _line(row: dict[str, Any]) -> str:
     hits = " ".join(f"{share:.2f}" for share in row["accuracy"])
     return (
         f"step {row['step']}: held-out loss {row['loss']:.3f}, accuracy by draft step {hits}, "
-        f"simulated tau {row['tau_t0']:.2f} (T=0) {row['tau_t1']:.2f} (T=1)"
+        f"tau {row['tau_t0']:.2f} (T=0) {row['tau_t1']:.2f} (T=1) simulated, "
+        f"{row['real_tau_t0']:.2f} and {row['real_tau_t1']:.2f} real"
     )

@@ -1,0 +1,81 @@
+"""Real acceptance while a head is trained: held-out prompts go through the engine, drafted by the
+head as it is. What training simulates must come true here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from drafters.eagle3.drafter_jax import EagleDrafter
+from drafters.eagle3.jax import Weights
+from drafters.eagle3.spec import Head, HeadSpec, tensors
+from specdec.cycle import host_cycle
+from specdec.engine import Engine
+from specdec.stats import Acceptance
+from specdec.types import Sampling, Sequence
+from targets.arch import Arch
+from targets.jax.load import SHORTEST, JaxOptions, make_plan
+from targets.jax.params import Params
+from targets.jax.target import JaxTarget
+
+TOKENS = 64
+"""Decoded per prompt and temperature."""
+MOST_SLOTS = 32
+TEMPERATURES = {"real_tau_t0": 0.0, "real_tau_t1": 1.0}
+
+
+class Live:
+    """Call it with a head's weights for its tau at T = 0 and at T = 1."""
+
+    def __init__(
+        self,
+        params: Params,
+        arch: Arch,
+        spec: HeadSpec,
+        target_ids: np.ndarray,
+        prompts: Rows[Rows[int]],
+        k: int,
+        stop_ids: Rows[int],
+        suppress: tuple[int, ...],
+    ) -> None:
+        """params: the teacher's, which this target shares. k: draft tokens per cycle."""
+        self.prompts, self.stop_ids = prompts, frozenset(stop_ids)
+        options = JaxOptions(
+            slots=min(MOST_SLOTS, len(prompts)),
+            max_len=max(SHORTEST, max(map(len, prompts)) + TOKENS),
+            k=k,
+            features=spec.layers,
+        )
+        plan, dtype = make_plan(arch, options), params.top["norm"].dtype
+        target = JaxTarget(plan, params, dtype, suppress)
+        blank = {name: np.zeros(shape, np.float32) for name, shape in tensors(spec).items()}
+        self.drafter = EagleDrafter(Head(spec, blank, target_ids), target, k)
+        cycle = host_cycle(target, self.drafter, k)
+        self.engine = Engine(target, self.drafter, cycle, max_waiting=len(prompts))
+
+    def __call__(self, weights: Weights) -> dict[str, Any]:
+        dtype = self.drafter.target.dtype
+        self.drafter.head = {name: jnp.asarray(value, dtype) for name, value in weights.items()}
+        return {name: self._tau(t) for name, t in TEMPERATURES.items()}
+
+    def _tau(self, temperature: float) -> float:
+        seqs = [
+            Sequence(list(prompt), Sampling(temperature, seed=i), TOKENS, self.stop_ids)
+            for i, prompt in enumerate(self.prompts)
+        ]
+        self.engine.run_to_end(seqs)
+        total = Acceptance()
+        for seq in seqs:
+            total.merge(seq.acceptance)
+        return total.tau
+
+
+def prompts_of(answers: Any, count: int, longest: int) -> list[list[int]]:
+    """The prompts of `count` distilled answers, spread evenly, cut at `longest` tokens."""
+    count = min(count, len(answers))
+    chosen = (answers[i * len(answers) // count] for i in range(count))
+    sizes_and_ids = ((sum(not made for made in a["gen_mask"]), a["input_ids"]) for a in chosen)
+    return [list(ids[: min(size, longest)]) for size, ids in sizes_and_ids]
