@@ -63,7 +63,9 @@ def answers(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return made
 
 
-def trainer(run: Path, wrap=lambda teach: teach, recipe: Recipe = RECIPE) -> Trainer:
+def trainer(
+    run: Path, wrap=lambda teach: teach, recipe: Recipe = RECIPE, devices: int = 1
+) -> Trainer:
     """wrap: changes the teacher (negative controls)."""
     params, arch = target()
     spec = spec_for(arch, recipe.head, STOPS)
@@ -71,7 +73,8 @@ def trainer(run: Path, wrap=lambda teach: teach, recipe: Recipe = RECIPE) -> Tra
     ids = draft_vocabulary(count_generated(rows, VOCAB), recipe.head.draft_vocab, STOPS)
     teacher = wrap(partial(_teach, arch, spec.layers, jnp.asarray(ids)))
     run.mkdir(parents=True, exist_ok=True)
-    return Trainer(recipe, spec, run, params, teacher, rows, pack(answers(12, 1), 32), ids)
+    kept = pack(answers(12, 1), 32)
+    return Trainer(recipe, spec, run, params, teacher, rows, kept, ids, devices=devices)
 
 
 def _teach(arch, layers, ids, params, tokens, documents):

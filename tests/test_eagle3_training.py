@@ -4,6 +4,7 @@ goes on as if it had not been."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -326,6 +327,29 @@ def test_learning_needs_the_right_lesson(tmp_path) -> None:
     for control in (shuffled, one_early, another_target):
         found = learnt(tmp_path / control.__name__, control)
         assert right < 0.7 * found, (control.__name__, right, found)
+
+
+def test_devices_share_the_rows_of_a_batch(tmp_path) -> None:
+    """Two devices, each with half of the rows, train as one does but for the order of sums."""
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    recipe = replace(RECIPE, evaluate_every=4, save_every=4)
+    trainer(alone, recipe=recipe).train(4)
+    script = (
+        "import sys; from dataclasses import replace; from pathlib import Path; import jax; "
+        "from tests.eagle3_worker import RECIPE, trainer; assert jax.device_count() == 2; "
+        "recipe = replace(RECIPE, evaluate_every=4, save_every=4); "
+        "trainer(Path(sys.argv[1]), recipe=recipe, devices=2).train(4)"
+    )
+    flags = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, "-c", script, str(shared)]
+    ran = subprocess.run(command, cwd=CONFIGS.parent, env=flags, capture_output=True, check=False)
+    assert ran.returncode == 0, ran.stderr.decode()[-2000:]
+    for one, two in zip(losses(alone), losses(shared), strict=True):
+        for name, value in one.items():
+            if name not in ("kind", "tokens_per_second"):
+                assert np.allclose(value, two[name], rtol=1e-4, atol=1e-5), name
+    with pytest.raises(UserError, match="devices that JAX sees"):
+        trainer(tmp_path / "many", devices=99)
 
 
 def test_real_acceptance_is_measured_with_the_weights_at_hand() -> None:

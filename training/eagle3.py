@@ -27,6 +27,7 @@ from training.contract import agree
 from training.packing import Rows, rows_of_step
 from training.pretrain import open_checkpoints, restore
 from training.recipe import Recipe, make_optimizer
+from training.spread import Spread
 from training.teacher import Lesson
 from training.unroll import judge, loss_of, measures
 
@@ -125,14 +126,17 @@ class Trainer:
         heldout: Rows,
         target_ids: np.ndarray,
         live: Callable[[Weights], dict[str, Any]] | None = None,
+        devices: int = 1,
     ) -> None:
-        """live: what to measure besides, at each evaluation (training.live)."""
-        self.live = live
-        self.recipe, self.run, self.params = recipe, run, params
+        """live: what to measure besides, at each evaluation (training.live). devices: that share
+        a batch's rows. Raises UserError where they can't."""
+        self.live, self._spread = live, Spread(devices, recipe.batch)
+        self.recipe, self.run, self.params = recipe, run, self._spread.copies(params)
         self.rows, self.heldout = rows, heldout
         self.manager = open_checkpoints(run)
         table, norm = (np.asarray(params.top[name]) for name in ("embed_tokens", "norm"))
-        self.state = restore(self.manager, initial_state(spec, recipe, table, norm, target_ids))
+        fresh = initial_state(spec, recipe, table, norm, target_ids)
+        self.state = self._spread.copies(restore(self.manager, fresh))
         ids = jnp.asarray(target_ids, jnp.int32)
         self._step = make_step(spec, recipe, teach, ids)
         self._evaluation = make_evaluation(spec, recipe, teach, ids)
@@ -143,6 +147,7 @@ class Trainer:
         step, marked = int(self.state.step), time.monotonic()
         while step < until:
             batch = rows_of_step(self.rows, self.recipe.seed, step, self.recipe.batch)
+            batch = self._spread.shares(batch)
             self.state, found = self._step(self.state, self.params, batch)
             step += 1
             if step % LOG_EVERY == 0 or step == until:
@@ -163,6 +168,7 @@ class Trainer:
         found = []
         for number in range(batches):
             batch = rows_of_step(self.heldout, 0, number, self.recipe.batch)
+            batch = self._spread.shares(batch)
             found.append(self._evaluation(self.state.weights, self.params, batch, number))
         means = jax.tree.map(lambda *parts: np.mean(parts, 0), *found)
         return _plain(means | (self.live(self.state.weights) if self.live else {}))

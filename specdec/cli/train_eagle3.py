@@ -39,6 +39,7 @@ def train_eagle3(
     data: Path,
     run: Path,
     model: ModelConfig = ModelConfig(),  # noqa: B008
+    data_parallel_size: int = 1,
     json: bool = False,
 ) -> None:
     """Train an EAGLE-3 head for the model that wrote the data. The same command continues.
@@ -51,6 +52,8 @@ def train_eagle3(
         The folder that `specdec distil` made.
     run
         Folder for checkpoints, log.jsonl and curve.png.
+    data_parallel_size
+        Devices that share the rows of each batch; the target is on each of them.
     json
         End stdout with one JSON document.
     """
@@ -65,7 +68,7 @@ def train_eagle3(
             "--int8, --tp and --dtype fp8 out"
         )
     check_folder(run)
-    trainer, covered = _make_trainer(chosen, data, run, model)
+    trainer, covered = _make_trainer(chosen, data, run, model, data_parallel_size)
     console.print(f"the draft vocabulary covers {covered:.2%} of the generated tokens")
     record = command_record("train-eagle3", model=model, recipe=chosen) | {"coverage": covered}
     (run / "run.json").write_text(json_module.dumps(record, indent=1, default=str))
@@ -77,7 +80,7 @@ def train_eagle3(
 
 
 def _make_trainer(
-    recipe: Recipe, data: Path, run: Path, model: ModelConfig
+    recipe: Recipe, data: Path, run: Path, model: ModelConfig, devices: int
 ) -> tuple[Trainer, float]:
     """Everything loaded and checked, and the draft vocabulary's coverage. Raises UserError."""
     from targets.tokenizer import load_tokenizer
@@ -112,7 +115,7 @@ def _make_trainer(
     prompts = prompts_of(kept, recipe.live_prompts, recipe.length)
     ends = tuple(tokenizer.stop_ids), tokenizer.suppress_ids
     live = Live(params, arch, spec, ids, prompts, recipe.unroll, *ends)
-    trainer = Trainer(recipe, spec, run, params, lesson, rows, judged, ids, live)
+    trainer = Trainer(recipe, spec, run, params, lesson, rows, judged, ids, live, devices)
     return trainer, coverage(counts, ids)
 
 
