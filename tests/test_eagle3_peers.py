@@ -1,4 +1,5 @@
-"""Our exported heads in the peers' own classes: the same logits for k = 0, 1, 2.
+"""Our exported heads in the peers' own classes: the same logits for k = 0, 1, 2, the same loss and
+the same gradients.
 
 The peers pin older libraries, so they are no dependency: CONTRIBUTING.md says how to run this.
 """
@@ -7,15 +8,20 @@ from __future__ import annotations
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
 from drafters.eagle3.files import save_flat, save_speculators
+from drafters.eagle3.jax import place
 from tests.eagle3_oracle import FLAGS, SPEC, random_head
 from tests.test_eagle3_head import STEPS, TOKENS, unrolled_logits
 from tests.tiny import config_of
+from training.packing import Rows
+from training.teacher import Lesson
+from training.unroll import judge, loss_of
 
 TOLERANCE = 1e-5
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -85,17 +91,22 @@ def test_specforge_computes_the_same_logits(tmp_path, flags) -> None:
     assert worst.max() < TOLERANCE
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-def test_speculators_computes_the_same_logits(tmp_path, flags) -> None:
+def in_speculators(head, table, folder):
+    """The exported head as speculators' own class."""
     speculators = pytest.importorskip("speculators")
-    head, (ids, table, features) = random_head(**flags), text()
-    write_verifier(tmp_path / "target", table)
-    out = tmp_path / "head"
-    save_speculators(head, out, (1,), tmp_path / "target", table, 3, "float32")
+    write_verifier(folder / "target", table)
+    out = folder / "head"
+    save_speculators(head, out, (1,), folder / "target", table, 3, "float32")
     config = json.loads((out / "config.json").read_text())
     config["transformer_layer_config"]["_attn_implementation"] = "eager"  # flex needs a GPU
     (out / "config.json").write_text(json.dumps(config))
-    model = speculators.SpeculatorModel.from_pretrained(str(out)).float().eval()
+    return speculators.SpeculatorModel.from_pretrained(str(out)).float().eval()
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_speculators_computes_the_same_logits(tmp_path, flags) -> None:
+    head, (ids, table, features) = random_head(**flags), text()
+    model = in_speculators(head, table, tmp_path)
     seen: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda _, __, result: seen.append(result.detach()))
     with torch.no_grad():
@@ -112,3 +123,61 @@ def test_speculators_computes_the_same_logits(tmp_path, flags) -> None:
     ]
     print(f"speculators {flags}: {worst}")
     assert max(worst) < TOLERANCE
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_speculators_has_the_same_loss_and_gradients(tmp_path, flags) -> None:
+    """Every token counts, no soft-cap, all favourites in the draft vocabulary: what it lacks."""
+    head, (ids, table, features) = random_head(**flags), text()
+    model, ids = in_speculators(head, table, tmp_path), ids[: TOKENS + 1]
+    from speculators.losses.utils import resolve_loss_config
+
+    states = np.random.default_rng(1).standard_normal((TOKENS + 1, SPEC.hidden)).astype(np.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("verifier" not in name and "embed" not in name)
+    _, loss, _ = model(
+        hidden_states=torch.tensor(features)[None],
+        input_ids=torch.tensor(ids[None, 1:]),
+        document_ids=torch.zeros(1, TOKENS, dtype=torch.long),
+        loss_mask=torch.ones(1, TOKENS, dtype=torch.bool),
+        verifier_last_hidden_states=torch.tensor(states[None, 1:]),
+        ttt_steps=STEPS,
+        ttt_step_loss_decay=DECAY,
+        loss_config=resolve_loss_config("kl_div", "eager"),
+    )
+    loss.backward()
+    mine, gradients = our_loss(head, ids, table, features, states)
+    print(f"speculators {flags}: loss {loss.item()}, ours {mine}")
+    assert abs(loss.item() - mine) < TOLERANCE * mine
+    theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for name, gradient in gradients.items():
+        found = theirs[SPECULATORS.get(name, f"layers.0.{name}") + ".weight"].numpy()
+        worst = np.abs(found - gradient).max() / np.abs(gradient).max()
+        assert worst < 10 * TOLERANCE, (name, worst)
+
+
+DECAY = 0.8
+SPECULATORS = {name: name for name in ("fc", "norm", "lm_head", "input_norm")}
+SPECULATORS |= {f"fc_norm.{i}": f"fc_norm.{i}" for i in range(3)}
+"""Names that are not of the layer."""
+
+
+def our_loss(head, ids, table, features, states) -> tuple[float, dict[str, np.ndarray]]:
+    """Of the text as one document. states [TOKENS + 1, H]: before the target's final norm."""
+    weights, chosen = place(head, jnp.float32)
+    normed = states / np.sqrt((states**2).mean(-1, keepdims=True) + SPEC.eps)
+    logits = jnp.asarray(normed @ table[np.asarray(head.target_ids)].T)[None]
+    best = chosen[logits.argmax(-1)]
+    padded = np.concatenate([features, np.zeros_like(features[:1])])
+    lesson = Lesson(jnp.asarray(padded)[None], logits, jax.nn.logsumexp(logits, -1), best)
+    one = np.ones((1, TOKENS + 1), bool)
+    rows = Rows(ids[None].astype(np.int32), np.zeros_like(one, np.int32), one, ~one)
+
+    def loss(weights):
+        judged = judge(
+            weights, head.spec, jnp.asarray(table), chosen, rows, lesson, STEPS, noise=None
+        )
+        return loss_of(judged, DECAY)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return float(value), {name: np.asarray(gradient) for name, gradient in gradients.items()}
