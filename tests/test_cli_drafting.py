@@ -51,7 +51,7 @@ def test_another_vocabulary_is_refused_with_both_hashes(capsys, tmp_path):
         (["--drafter", "model", "--model", "mini-e"], "needs --draft-model PATH"),
         (["--drafter", "model", "--draft-model", "/nowhere"], "no checkpoint folder"),
         (["--drafter", "ngram", "--draft-model", "mini-e"], "--draft-model is for"),
-        (["--drafter", "model", "--backend", "cuda", "--loop", "device"], "--loop host"),
+        (["--drafter", "model", *CUDA, "--loop", "device"], "--loop host"),
         (["--speculative-config", '{"draft_sample_method": "beam"}'], "probabilistic or greedy"),
     ],
 )

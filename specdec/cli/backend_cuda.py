@@ -17,7 +17,9 @@ from specdec.types import Array, Check, Sequence
 if TYPE_CHECKING:
     import numpy as np
 
+    from drafters.eagle3.cuda import HeadModel
     from drafters.eagle3.spec import Head
+    from drafters.resident_cuda import Resident
     from targets.arch import Arch
     from targets.cuda.load import CudaOptions
     from targets.cuda.target import CudaTarget
@@ -57,14 +59,27 @@ class CudaBackend:
     def random_draft(self, arch: Arch, config: ModelConfig) -> CudaTarget:
         return self.random(arch, *_drafting(config, arch))
 
-    def eagle3(self, head: Head, target: CudaTarget, k: int, greedy: bool) -> Drafter:
-        raise AssertionError("refused before anything was loaded")
+    def place_head(self, head: Head, target: CudaTarget) -> HeadModel:
+        from drafters.eagle3.cuda import HeadModel
 
-    def random(self, arch: Arch, config: ModelConfig, speculation: SpeculationConfig) -> CudaTarget:
+        return HeadModel(head, target)
+
+    def eagle3(self, head: HeadModel, target: CudaTarget, k: int, greedy: bool) -> Drafter:
+        from drafters.eagle3.drafter_cuda import EagleDrafter
+
+        return EagleDrafter(head, k, greedy)
+
+    def random(
+        self,
+        arch: Arch,
+        config: ModelConfig,
+        speculation: SpeculationConfig,
+        features: tuple[int, ...] = (),
+    ) -> CudaTarget:
         self._check(config)
         from targets.cuda.load import random_target
 
-        options = _options(config, speculation)
+        options = replace(_options(config, speculation), features=features)
         self._fit(arch, options, "bfloat16")
         return random_target(arch, options)
 
@@ -85,12 +100,8 @@ class CudaBackend:
         self, target: CudaTarget, drafter: Drafter, k: int, accepted: Array | None = None
     ) -> Cycle:
         from drafters.device_cycle_cuda import device_cycle
-        from drafters.ngram import N_MAX, N_MIN, NgramDrafter
 
-        if isinstance(drafter, NgramDrafter):
-            lengths = drafter.n_min, drafter.n_max
-            return device_cycle(target, "ngram", k, *lengths, synthetic=accepted)
-        return device_cycle(target, "none", k, N_MIN, N_MAX, synthetic=accepted)
+        return device_cycle(target, _resident(drafter, target), k, accepted)
 
     def plain(self, target: CudaTarget) -> None:
         return None  # kernels do not pad: the exact one is the fastest
@@ -168,6 +179,23 @@ class CudaBackend:
         plan = make_plan(arch, options, stored)
         sizes = plan.slots, plan.max_len, options.k + 1, plan.chunk
         check_fits(arch, Shape(*sizes, plan.dtype, plan.kv_dtype), free_bytes())
+
+
+def _resident(drafter: Drafter, target: CudaTarget) -> Resident:
+    """What the drafter is to the captured cycle."""
+    from drafters.eagle3.drafter_cuda import EagleDrafter, EagleOnDevice
+    from drafters.model import ModelDrafter
+    from drafters.model_cuda import ModelOnDevice
+    from drafters.ngram import NgramDrafter
+    from drafters.resident_cuda import Lookup
+
+    if isinstance(drafter, EagleDrafter):
+        return EagleOnDevice(drafter)
+    if isinstance(drafter, ModelDrafter):
+        return ModelOnDevice(drafter, target)
+    if isinstance(drafter, NgramDrafter):
+        return Lookup(target, (drafter.n_min, drafter.n_max))
+    return Lookup(target, None)
 
 
 def _drafting(config: ModelConfig, arch: Arch) -> tuple[ModelConfig, SpeculationConfig]:

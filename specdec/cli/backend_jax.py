@@ -55,15 +55,24 @@ class JaxBackend:
 
         return random_target(arch, _draft_options(config, arch), seed=1)
 
+    def place_head(self, head: Head, target: JaxTarget) -> Head:
+        return head  # the drafter places it
+
     def eagle3(self, head: Head, target: JaxTarget, k: int, greedy: bool) -> Drafter:
         from drafters.eagle3.drafter_jax import EagleDrafter
 
         return EagleDrafter(head, target, k, greedy)
 
-    def random(self, arch: Arch, config: ModelConfig, speculation: SpeculationConfig) -> JaxTarget:
+    def random(
+        self,
+        arch: Arch,
+        config: ModelConfig,
+        speculation: SpeculationConfig,
+        features: tuple[int, ...] = (),
+    ) -> JaxTarget:
         from targets.jax.load import random_target
 
-        return random_target(arch, _options(config, speculation))
+        return random_target(arch, replace(_options(config, speculation), features=features))
 
     def device(self, config: ModelConfig) -> str:
         import jax

@@ -58,12 +58,22 @@ class Backend(Protocol):
         """A draft model with random weights. Raises UserError."""
         ...
 
-    def eagle3(self, head: Head, target: Any, k: int, greedy: bool) -> Drafter:
-        """The drafter of an EAGLE-3 head. Raises UserError for a head of another target."""
+    def place_head(self, head: Head, target: Any) -> Any:
+        """An EAGLE-3 head beside its target, as `eagle3` takes it. Raises UserError."""
         ...
 
-    def random(self, arch: Arch, config: ModelConfig, speculation: SpeculationConfig) -> Any:
-        """A target with random weights. Raises UserError."""
+    def eagle3(self, head: Any, target: Any, k: int, greedy: bool) -> Drafter:
+        """The drafter of an EAGLE-3 head that was placed."""
+        ...
+
+    def random(
+        self,
+        arch: Arch,
+        config: ModelConfig,
+        speculation: SpeculationConfig,
+        features: tuple[int, ...] = (),
+    ) -> Any:
+        """A target with random weights; features as in `load`. Raises UserError."""
         ...
 
     def device(self, config: ModelConfig) -> str:

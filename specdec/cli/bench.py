@@ -73,7 +73,7 @@ def bench(
     json
         End stdout with one JSON document.
     """
-    speculation = speculation.resolved(model)
+    speculation = speculation.resolved(model, random=config.random is not None)
     grid = _grid(config, model, speculation)
     _refuse(config, model, speculation, grid)
     model = replace(model, slots=max(model.slots, *grid.batches))
