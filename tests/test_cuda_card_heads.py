@@ -6,17 +6,21 @@ from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from drafters.eagle3.cuda import HeadModel, arch_of, place
 from drafters.eagle3.spec import random_head
-from specdec.types import NO_GUESS
+from specdec.types import NO_GUESS, Sampling
 from targets.cuda.draft_kernels import DraftKernels
-from targets.cuda.draft_ops import DraftReference, Layout, PairNorms, Pending
+from targets.cuda.draft_ops import DraftReference, Layout, PairNorms, Pending, Vocabulary
 from targets.cuda.ops import Rows
+from targets.cuda.sampling import blank_rules
+from targets.rules import set_rules
 from tests.card import as_input, error, randn, rows_of
+from tests.modes import MODES
 from tests.test_cuda_card_drafting import SPEC, target_of
 
 pytestmark = pytest.mark.gpu
@@ -71,29 +75,44 @@ def test_bookkeeping_equals_its_twin(batch):
     mine, theirs = (ops.lay_out(pending, rows, k, 60) for ops in (ours, twin))
     for a, b in zip(parts_of(mine), parts_of(theirs), strict=True):
         assert torch.equal(a, b)
-    drafts = torch.full((4096,), -1, device="cuda").int()
-    drafts[torch.arange(0, 4096, 5)] = torch.arange(820, device="cuda").int()
-    logits = randn(batch, 820)
-    spread = ours.spread(logits, drafts)
-    assert torch.equal(spread, twin.spread(logits, drafts))
-    bias = torch.zeros(slots, 4096, device="cuda")
-    bias[slot[0].item()] = -torch.inf
-    chosen = whole(820, batch, 1) * 5
-    outcomes = []
+    kept = []
     for ops in (ours, twin):
-        history = torch.zeros(slots + 1, 128, device="cuda").int()
-        at = Rows(rows.tokens.clone(), rows.start, slot)
-        ops.note(chosen, spread, bias, at, history[:-1], 2)
-        outcomes.append((at.tokens, history))
-        kept = Pending(*(part.clone() for part in pending))
-        features = randn(batch, width, 8, seed=2)
-        told = features, rows.tokens, slot.clamp(min=0) % width
-        ops.keep(kept, rows, *told)
-        outcomes[-1] += tuple(part[:-1] for part in kept)
+        kept.append(Pending(*(part.clone() for part in pending)))
+        told = randn(batch, width, 8, seed=2), rows.tokens, slot.clamp(min=0) % width
+        ops.keep(kept[-1], rows, *told)
+    for mine, theirs in zip(*kept, strict=True):
+        assert torch.equal(mine[:-1], theirs[:-1])  # the spare row holds anything
+
+
+@pytest.mark.parametrize(("drafts", "vocab"), [(820, 4096), (32000, 262144), (60000, 262144)])
+@pytest.mark.parametrize("mode", [*MODES, "argmax"])
+def test_guesses_equal_their_twins(mode, drafts, vocab):
+    """Of more words than a CTA holds too; a row that sits out, and one that may say nothing."""
+    ours, twin = both_ops("fp8")
+    batch, slots, width, j = 6, 9, 5, 2
+    random = np.random.default_rng(1)
+    ids = torch.from_numpy(np.sort(random.choice(vocab, drafts, replace=False)))
+    inverse = torch.full((vocab,), -1)
+    inverse[ids] = torch.arange(drafts)
+    known = Vocabulary(ids.int().cuda(), inverse.int().cuda())
+    rules = blank_rules(slots, "cuda")
+    for slot in range(slots):
+        set_rules(rules, slot, MODES[mode](slot) if mode in MODES else Sampling(), 7)
+    history = ids[torch.from_numpy(random.integers(0, 40, (slots + 1, 64)))].int().cuda()
+    bias = torch.zeros(slots, vocab, device="cuda")
+    bias[:, 7], bias[3] = 2.0, -torch.inf
+    slot = torch.tensor([4, 0, -1, 3, 8, 1], device="cuda").int()
+    start = torch.tensor([30, 8, 5, 20, 40, 62], device="cuda").int()
+    logits, outcomes = 4 * randn(batch, drafts), []
+    for ops in (ours, twin):
+        at = Rows(torch.zeros(batch, width, device="cuda").int(), start, slot)
+        text = history.clone()
+        ops.guess(logits, known, bias, rules, text[:-1], at, j, mode != "argmax")
+        outcomes.append((at.tokens, text))
     for mine, theirs in zip(*outcomes, strict=True):
         assert torch.equal(mine, theirs)
-    said = outcomes[0][0][:, 3] != NO_GUESS
-    assert not said[0] and said.any() == (batch > 1)
+    said = outcomes[0][0][:, j + 1]
+    assert (said == NO_GUESS).tolist() == [False, False, True, True, False, False]
 
 
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])

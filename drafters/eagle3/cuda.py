@@ -18,7 +18,7 @@ from targets.arch import Arch, LayerSpec, Rope
 from targets.cuda.attention import HEADS
 from targets.cuda.cache import KVCache, make_cache, slack_of
 from targets.cuda.draft_kernels import DraftKernels
-from targets.cuda.draft_ops import DraftOps, DraftReference, PairNorms
+from targets.cuda.draft_ops import DraftOps, DraftReference, PairNorms, Vocabulary
 from targets.cuda.layers import Reference
 from targets.cuda.load import WIDEST
 from targets.cuda.ops import Linear, Rows
@@ -86,10 +86,7 @@ class HeadModel:
         kv = torch.float32 if kind == "float32" else torch.bfloat16
         sizes = target.slots, self.longest, slack
         self.cache: KVCache = make_cache(self.arch, *sizes, kv, str(device))
-        ids = torch.full((spec.vocab,), -1, dtype=torch.int32)
-        ids[torch.from_numpy(head.target_ids)] = torch.arange(spec.draft_vocab).int()
-        self.draft_ids = ids.to(device)
-        """[V] int32: the draft id of each of the target's ids, -1 where it has none."""
+        self.known = _vocabulary(head, device)
 
     def fuse(self, features: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         """The target's features [S, W, F] of slots [B] -> states [B W, H] float32."""
@@ -127,6 +124,12 @@ class HeadModel:
         x = ops.norm(h, mixed, None, None, w.post_norm, w.gate_up.kind)
         branch = ops.linear(ops.gated(x, w.gate_up, w.down.kind), w.down)
         return ops.head(ops.norm(h, branch, None, None, w.norm, w.lm_head.kind), w.lm_head, None)
+
+
+def _vocabulary(head: Head, device: torch.device) -> Vocabulary:
+    ids, inverse = torch.from_numpy(head.target_ids), torch.full((head.spec.vocab,), -1)
+    inverse[ids] = torch.arange(len(ids))
+    return Vocabulary(ids.int().to(device), inverse.int().to(device))
 
 
 def _ops(arch: Arch, target: CudaTarget, positions: int, kind: str) -> DraftOps:

@@ -32,7 +32,7 @@ class Drafting:
 def propose(given: Drafting, rows: Rows, shaped: bool) -> None:
     """Fill rows.tokens [B, k + 1] behind the last tokens with guesses. shaped False: every guess is
     a bare argmax."""
-    head, k = given.head, rows.tokens.shape[1] - 1
+    head, target, k = given.head, given.head.target, rows.tokens.shape[1] - 1
     if k == 0:
         return
     layout = head.ops.lay_out(given.pending, rows, k, head.longest)
@@ -43,16 +43,9 @@ def propose(given: Drafting, rows: Rows, shaped: bool) -> None:
         if j > 0:
             fed = Rows(rows.tokens[:, j : j + 1], layout.starts[j - 1], layout.slots[j])
             mixed = head.mix(fed, h, own=True)
-        logits = head.ops.spread(head.logits(h, mixed), head.draft_ids)
-        _guess(given, Rows(rows.tokens, layout.starts[j], layout.slots[j]), logits, j, shaped)
-
-
-def _guess(given: Drafting, at: Rows, logits: torch.Tensor, j: int, shaped: bool) -> None:
-    """Guess j from logits [B, 1, V], as the target would choose: by its rules, with its noise."""
-    target, ops = given.head.target, given.head.ops
-    last = Rows(at.tokens[:, :1], at.start, at.slot)
-    chosen = ops.choose(logits, target.bias, given.rules, target.cache.tokens, last, shaped)
-    ops.note(chosen, logits, target.bias, at, target.cache.tokens, j)
+        at = Rows(rows.tokens, layout.starts[j], layout.slots[j])
+        logits, history = head.logits(h, mixed), target.cache.tokens
+        head.ops.guess(logits, head.known, target.bias, given.rules, history, at, j, shaped)
 
 
 @torch.inference_mode()

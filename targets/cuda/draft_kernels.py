@@ -7,16 +7,20 @@ from ctypes import Structure, c_float, c_int, c_void_p
 import torch
 
 from targets.arch import Arch
-from targets.cuda.draft_ops import Layout, PairNorms, Pending
+from targets.cuda.draft_ops import Layout, PairNorms, Pending, Vocabulary
 from targets.cuda.inputs import Input, make_input
 from targets.cuda.kernels import NORM_THREADS, Embed, Kernels, variants
 from targets.cuda.launch import Variant, address, pointer
 from targets.cuda.ops import Linear, Rows
+from targets.rules import Rules
 
-DRAFT = Variant("draft")
+DRAFT, GUESS = Variant("draft"), Variant("guess")
 PAIRS = {kind: Variant("pair", (("FP8", int(kind == "fp8")),)) for kind in ("fp8", "bf16")}
 """By the kind of weight that reads what they make."""
 THREADS = 256
+MOST_DRAFTS = 48 * 1024
+"""Draft vocabulary that fits into a CTA's shared memory, so that one can guess; over larger ones
+the target's own chooser does."""
 
 
 class _Pair(Structure):
@@ -28,9 +32,17 @@ class _Pair(Structure):
     )
 
 
+class _Guess(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "ids", "draft_ids", "bias", "history")),
+        *((name, c_void_p) for name in ("start", "slot", *Rules._fields, "counts", "tokens")),
+        *((name, c_int) for name in ("drafts", "vocab", "stride", "width", "j", "shaped")),
+    )
+
+
 def draft_variants(arch: Arch, kinds: set[str]) -> set[Variant]:
     """Of a head of this architecture; its K/V are bf16."""
-    return variants(arch, 0, kinds) | {DRAFT, *(PAIRS[kind] for kind in kinds)}
+    return variants(arch, 0, kinds) | {DRAFT, GUESS, *(PAIRS[kind] for kind in kinds)}
 
 
 class DraftKernels(Kernels):
@@ -70,7 +82,8 @@ class DraftKernels(Kernels):
         arguments = [pointer(t) for t in (features, slot, weight, x.data)]
         arguments += [c_int(n) for n in (width // parts, tokens, slots - 1)]
         arguments += [c_float(self.arch.eps), c_int(x.k_blocks), c_int(x.block)]
-        # the first kernel of a call: everything before it has ended when it starts
+        # everything before the first kernel of a cycle has ended when it starts; later steps may
+        # rely on that, and on each guess (guess.cu, draft.cu) to have seen all before it end
         grid = m, parts, 1
         self._launch(PAIRS[kind], "features", grid, NORM_THREADS, arguments, early=False)
         return x
@@ -86,11 +99,39 @@ class DraftKernels(Kernels):
             *map(address, (*weights, x.data)),
             *(tokens.stride(0), int(norms.residual), x.k_blocks, x.block, self.arch.eps),
         )
-        # often the first kernel of a call: see `features`
-        self._launch(PAIRS[kind], "pair", (m, 2, 1), NORM_THREADS, [job], early=False)
+        self._launch(PAIRS[kind], "pair", (m, 2, 1), NORM_THREADS, [job])
         return x
 
-    def spread(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
+    def guess(
+        self,
+        logits: torch.Tensor,
+        known: Vocabulary,
+        bias: torch.Tensor,
+        rules: Rules,
+        history: torch.Tensor,
+        at: Rows,
+        j: int,
+        shaped: bool,
+    ) -> None:
+        (batch, drafts), vocab = logits.shape, bias.shape[1]
+        if drafts > MOST_DRAFTS:
+            fed = Rows(at.tokens[:, :1], at.start, at.slot)
+            spread = self._spread(logits, known.draft_ids)
+            chosen = self.choose(spread, bias, rules, history, fed, shaped)
+            self._note(chosen, spread, bias, at, history, j)
+            return
+        size = (batch, drafts) if shaped else 0
+        counts = torch.empty(size, dtype=torch.int32, device=self.device)
+        job = _Guess(
+            *map(address, (logits, *known, bias, history, at.start, at.slot, *rules)),
+            *map(address, (counts, at.tokens)),
+            *(drafts, vocab, history.stride(0), at.tokens.shape[1], j, int(shaped)),
+        )
+        shared = 4 * drafts if shaped else 0
+        self._launch(GUESS, "guess", (batch, 1, 1), 1024, [job], shared)
+
+    def _spread(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
+        """[B, D] over draft ids -> [B, 1, V], -inf for what the head does not know."""
         batch, vocab = len(logits), len(draft_ids)
         out = torch.empty((batch, 1, vocab), device=self.device)
         arguments = [*map(pointer, (logits, draft_ids, out))]
@@ -98,7 +139,7 @@ class DraftKernels(Kernels):
         self._launch(DRAFT, "spread", (-(-vocab // THREADS), batch, 1), THREADS, arguments)
         return out
 
-    def note(
+    def _note(
         self,
         chosen: torch.Tensor,
         logits: torch.Tensor,
@@ -107,6 +148,7 @@ class DraftKernels(Kernels):
         history: torch.Tensor,
         j: int,
     ) -> None:
+        """What was `chosen` [B, 1] from logits [B, 1, V] as guess j."""
         batch, width = at.tokens.shape
         tensors = chosen, logits, bias, at.start, at.slot, at.tokens, history
         sizes = batch, logits.shape[-1], width, history.stride(0), j

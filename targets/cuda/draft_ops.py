@@ -16,6 +16,7 @@ from specdec.types import NO_GUESS
 from targets.cuda.formulas import rms
 from targets.cuda.layers import Reference, as_input
 from targets.cuda.ops import Linear, Ops, Rows, X
+from targets.rules import Rules
 
 
 class Pending(NamedTuple):
@@ -49,6 +50,13 @@ class PairNorms(NamedTuple):
     residual: bool
 
 
+class Vocabulary(NamedTuple):
+    """ids [D] int32: the target's, ascending; draft_ids [V] int32: the inverse, -1 for the rest."""
+
+    ids: torch.Tensor
+    draft_ids: torch.Tensor
+
+
 class DraftOps(Ops, Protocol):
     def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> Layout:
         """longest: no guess lies at this position or beyond."""
@@ -73,22 +81,21 @@ class DraftOps(Ops, Protocol):
         the layer's residual in place. Embeddings are as stored, ids outside the vocabulary 0."""
         ...
 
-    def spread(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
-        """[B, D] over draft ids -> [B, 1, V]; draft_ids [V] int32: -1 (-inf) for unknown ones."""
-        ...
-
-    def note(
+    def guess(
         self,
-        chosen: torch.Tensor,
         logits: torch.Tensor,
+        known: Vocabulary,
         bias: torch.Tensor,
-        at: Rows,
+        rules: Rules,
         history: torch.Tensor,
+        at: Rows,
         j: int,
+        shaped: bool,
     ) -> None:
-        """Guess j is `chosen` [B, 1], or NO_GUESS where that is impossible or the row's slot -1: it
-        goes to at.tokens[:, j + 1] and to its place in the history. at: the verify's tokens, and
-        this step's start and slot."""
+        """Guess j from logits [B, D], by `Ops.choose`'s rules and noise; NO_GUESS where nothing
+        that is known may be said, or the slot is -1. It goes to at.tokens[:, j + 1], and to its
+        place in the history, where the next one's penalties look. at: the verify's tokens, and
+        the position that the guess follows."""
         ...
 
     def keep(
@@ -142,25 +149,26 @@ class DraftReference(Reference):
             h.copy_(normed)
         return as_input(torch.cat([rms(embedded, norms.embedding, eps), normed], 1), kind)
 
-    def spread(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
-        known = logits[:, draft_ids.clamp(min=0).long()]
-        return torch.where(draft_ids >= 0, known, -torch.inf)[:, None]
-
-    def note(
+    def guess(
         self,
-        chosen: torch.Tensor,
         logits: torch.Tensor,
+        known: Vocabulary,
         bias: torch.Tensor,
-        at: Rows,
+        rules: Rules,
         history: torch.Tensor,
+        at: Rows,
         j: int,
+        shaped: bool,
     ) -> None:
-        slot, ids = at.slot.clamp(min=0).long(), chosen[:, 0].long()
-        best = logits[:, 0].gather(1, ids[:, None])[:, 0] + bias[slot, ids]
-        said = (at.slot >= 0) & (best > -torch.inf)
-        at.tokens[:, j + 1] = guess = torch.where(said, chosen[:, 0], NO_GUESS)
-        live = at.slot >= 0
-        history[slot[live], at.start[live].long() + 1] = guess[live]
+        spread = logits.new_full((len(logits), 1, bias.shape[1]), -torch.inf)
+        spread[:, 0, known.ids.long()] = logits
+        fed = Rows(at.tokens[:, :1], at.start, at.slot)
+        chosen = self.choose(spread, bias, rules, history, fed, shaped)[:, 0]
+        slot, live = at.slot.clamp(min=0).long(), at.slot >= 0
+        best = spread[:, 0].gather(1, chosen[:, None].long())[:, 0] + bias[slot, chosen.long()]
+        guesses = torch.where(live & (best > -torch.inf), chosen, NO_GUESS)
+        at.tokens[:, j + 1] = guesses
+        history[slot[live], at.start[live].long() + 1] = guesses[live]
 
     def keep(
         self,

@@ -43,8 +43,8 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void note(const int* chosen, const float* logits, const float* bias, const int* start,
                                 const int* slot, int* tokens, int* history, int rows, int vocab, int width,
                                 int stride, int j) {
-  let_next_start();
   wait_for_previous();
+  let_next_start();  // not before: who starts then may take all earlier kernels for ended
   const int b = blockIdx.x * blockDim.x + threadIdx.x;
   if (b >= rows) return;
   const int own = slot[b], id = chosen[b];
