@@ -7,6 +7,7 @@ from ctypes import Structure, c_float, c_int, c_void_p
 import torch
 
 from targets.arch import Arch
+from targets.cuda.choosing import CLUSTER
 from targets.cuda.draft_ops import Layout, PairNorms, Pending, Vocabulary
 from targets.cuda.inputs import Input, make_input
 from targets.cuda.kernels import NORM_THREADS, Embed, Kernels, variants
@@ -19,8 +20,8 @@ PAIRS = {kind: Variant("pair", (("FP8", int(kind == "fp8")),)) for kind in ("fp8
 """By the kind of weight that reads what they make."""
 THREADS = 256
 MOST_DRAFTS = 48 * 1024
-"""Draft vocabulary that fits into a CTA's shared memory, so that one can guess; over larger ones
-the target's own chooser does."""
+"""Draft vocabulary that fits into a cluster's registers (guess.cu); among more words, the target's
+own chooser chooses."""
 
 
 class _Pair(Structure):
@@ -127,8 +128,7 @@ class DraftKernels(Kernels):
             *map(address, (counts, at.tokens)),
             *(drafts, vocab, history.stride(0), at.tokens.shape[1], j, int(shaped)),
         )
-        shared = 4 * drafts if shaped else 0
-        self._launch(GUESS, "guess", (batch, 1, 1), 1024, [job], shared)
+        self._launch(GUESS, "guess", (batch * CLUSTER, 1, 1), THREADS, [job])
 
     def _spread(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
         """[B, D] over draft ids -> [B, 1, V], -inf for what the head does not know."""

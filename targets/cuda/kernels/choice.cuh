@@ -1,6 +1,15 @@
-// What choosing and guessing share: the better of two, an order of floats, the keyed noise.
+// What choosing and guessing share: clusters, the better of two, an order of floats, the keyed noise.
 #pragma once
 #include "common.cuh"
+
+__device__ inline void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ inline u32 cluster_rank() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
 
 struct Best {
   float value;

@@ -29,14 +29,6 @@ struct Job {
   int vocab, stride, tokens, shaped;
 };
 
-__device__ inline void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ inline u32 cluster_rank() {
-  u32 rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
 __device__ inline float peer(const float* mine, int rank) {
   u32 at;
   float v;
