@@ -24,9 +24,10 @@ from targets.cuda.load import WIDEST
 from targets.cuda.ops import Linear, Rows
 from targets.cuda.params import quantise_fp8
 from targets.cuda.target import CudaTarget
+from targets.cuda.workshop import Workshop
 
-KINDS = {"fp8": "fp8", "bfloat16": "bf16", "float32": "float32"}
-"""Of the head's linear layers, by the target's dtype."""
+KINDS = {"bfloat16": "bf16", "float32": "float32"}
+"""Of the head's linear layers, by the target's dtype; fp8 beside narrower ones."""
 PIECE = 128
 """Rows of a prompt that the head reads at once: what its sums take stays small."""
 
@@ -80,7 +81,7 @@ class HeadModel:
         self.spec, self.target, self.arch = spec, target, arch_of(spec)
         self.longest = min(target.max_len, spec.max_position)
         """No token from this position on is guessed: the target's context or the head's ends."""
-        kind, slack = KINDS[target.dtype], slack_of(PIECE, PIECE)
+        kind, slack = KINDS.get(target.dtype, "fp8"), slack_of(PIECE, PIECE)
         self.ops = _ops(self.arch, target, self.longest + slack, kind)
         self.weights = place(head, kind, self.ops, device)
         kv = torch.float32 if kind == "float32" else torch.bfloat16
@@ -151,11 +152,17 @@ def place(head: Head, kind: str, ops: DraftOps, device: torch.device) -> Weights
         return torch.from_numpy(head.weights[name]).float().to(device)
 
     def linear(*names: str, layout: str = "plain") -> Linear:
+        with workshop.aside():
+            packed = pack(names, layout)
+        return workshop.settled(packed)
+
+    def pack(names: tuple[str, ...], layout: str) -> Linear:
         values = torch.cat([torch.from_numpy(head.weights[name]).to(device) for name in names])
         if kind == "fp8":
             return ops.pack(*quantise_fp8(values), kind, layout)
         return ops.pack(values.bfloat16() if kind == "bf16" else values.float(), None, kind, layout)
 
+    workshop = Workshop(str(device))
     spec, parts = head.spec, [f"fc_norm.{i}" for i in range(len(head.spec.layers))]
     norms = parts if spec.fc_norm else ["input_norm"] if spec.norm_before_fc else []
     attention = [f"self_attn.{name}_proj" for name in ("q", "k", "v")]

@@ -61,8 +61,13 @@ class CudaBackend:
 
     def place_head(self, head: Head, target: CudaTarget) -> HeadModel:
         from drafters.eagle3.cuda import HeadModel
+        from targets.cuda.room import room_for
 
-        return HeadModel(head, target)
+        try:
+            with room_for("the EAGLE-3 head beside the model"):
+                return HeadModel(head, target)
+        except MemoryError as problem:
+            raise UserError(str(problem)) from problem
 
     def eagle3(self, head: HeadModel, target: CudaTarget, k: int, greedy: bool) -> Drafter:
         from drafters.eagle3.drafter_cuda import EagleDrafter
