@@ -122,7 +122,9 @@ def test_the_kernels_refuse_what_only_references_do():
 def test_float32_on_a_gpu_runs_references_which_are_not_captured(capsys):
     model = ModelConfig(backend="cuda", dtype="float32")
     assert SpeculationConfig().resolved(model).loop == "host"
-    assert SpeculationConfig().resolved(ModelConfig(backend="cuda")).loop == "device"
+    for drafter in ("ngram", "none", "model"):
+        captured = SpeculationConfig(drafter=drafter).resolved(ModelConfig(backend="cuda"))
+        assert captured.loop == "device"
     arguments = ["generate", PROMPT, "--backend", "cuda", "--dtype", "float32", "--loop", "device"]
     assert "--dtype float32 use --loop host" in refused(capsys, *arguments)
 

@@ -8,13 +8,16 @@ from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
+from drafters.eagle3 import jax as jax_head
 from drafters.eagle3.cuda import HeadModel
 from drafters.eagle3.drafter_cuda import EagleDrafter
 from drafters.eagle3.files import save_flat
+from drafters.eagle3.jax import place
 from drafters.none import NoDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
@@ -81,6 +84,26 @@ def test_cached_steps_equal_the_formulas(flags):
         expected = Oracle(head).chain(*fed, anchor, STEPS)
         mine = torch.stack([step[row] for step in found])
         assert (mine - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_both_heads_say_the_same(flags):
+    """JAX's and ours on the same text, then each on its own output."""
+    head, (embedded, features) = eagle3_oracle.random_head(**flags), inputs(seed=2)
+    ours, weights = HeadModel(head, standing_in(head.spec, embedded)), place(head, jnp.float32)[0]
+    cache = jax_head.make_cache(head.spec, 1, TOKENS + STEPS, jnp.float32)
+    hidden = jax_head.fuse(weights, head.spec, jnp.asarray(features[None]))
+    h = ours.fuse(torch.from_numpy(features)[None], torch.zeros(1, dtype=torch.int32))
+    fed, first = np.arange(TOKENS), 0
+    for n in range(STEPS):
+        positions = jnp.asarray(first + np.arange(len(fed))[None])
+        given = jnp.asarray(embedded[fed][None]), hidden, positions
+        cache, out = jax_head.decode(weights, head.spec, cache, *given)
+        theirs = np.asarray(jax_head.logits(weights, head.spec, out[0]))
+        mine = ours.logits(h, ours.mix(rows([fed.tolist()], [first], [0]), h, own=n > 0))
+        assert np.abs(mine.numpy() - theirs).max() < TOLERANCE
+        hidden, h = jax_head.feedback(weights, head.spec, out[:, -1:]), h[-1:].clone()
+        first, fed = TOKENS + n, np.array([TOKENS + n])
 
 
 @cache
