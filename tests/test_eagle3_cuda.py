@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from drafters.eagle3 import jax as jax_head
-from drafters.eagle3.cuda import HeadModel
+from drafters.eagle3.cuda import HeadModel, need_bytes
 from drafters.eagle3.drafter_cuda import EagleDrafter
 from drafters.eagle3.files import save_flat
 from drafters.eagle3.jax import place
@@ -25,6 +25,7 @@ from specdec.errors import UserError
 from specdec.types import NO_GUESS, Sampling, Sequence
 from targets.cuda.layers import Reference
 from targets.cuda.load import CudaOptions, load_target
+from targets.cuda.memory import Shape, check_fits
 from targets.cuda.noise import gumbel
 from targets.cuda.ops import Linear, Rows
 from targets.rules import split_seed
@@ -185,6 +186,19 @@ def test_narrow_weights(tiny, dtype):
         decode(target, d, host_cycle(target, d, K), "greedy", 8) for d in (NoDrafter(), drafter)
     ]
     assert run_[0][0] == run_[1][0]
+
+
+def test_what_a_head_needs_is_known_before_it_is_there(tiny):
+    target = target_of(tiny["31b"], dtype="fp8", max_len=64)
+    given = drafter_of(target).given
+    weights = [part for part in vars(given.head.weights).values() if isinstance(part, Linear)]
+    parts = [*(part.data for part in weights), *given.pending[:1]]
+    parts += [given.head.cache.layers[0].k, given.head.cache.layers[0].v]
+    held = sum(part.numel() * part.element_size() for part in parts)
+    needed = need_bytes(SPEC, Shape(2, 64, K + 1, 0, "fp8", "fp8"))
+    assert held < needed < 1.1 * held
+    with pytest.raises(UserError, match=r"are free beside 0\.\d GiB of the EAGLE-3 head"):
+        check_fits(target.arch, Shape(2, 64, 5, 16, "fp8", "fp8"), 2**30, 2**29)
 
 
 @pytest.mark.parametrize(("change", "end"), [({}, 96), ({"max_position": 48}, 48)])

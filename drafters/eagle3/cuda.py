@@ -9,18 +9,21 @@ Shape legend: M rows, H hidden, F features of a token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
-from drafters.eagle3.spec import Head, HeadSpec, check_pair
+from drafters.eagle3.spec import Head, HeadSpec, check_pair, tensors
 from specdec.errors import UserError
 from targets.arch import Arch, LayerSpec, Rope
 from targets.cuda.attention import HEADS
-from targets.cuda.cache import KVCache, make_cache, slack_of
+from targets.cuda.cache import KVCache, entries, make_cache, slack_of
 from targets.cuda.draft_kernels import DraftKernels
 from targets.cuda.draft_ops import DraftOps, DraftReference, PairNorms, Vocabulary
+from targets.cuda.graphs import bucket_of
 from targets.cuda.layers import Reference
 from targets.cuda.load import WIDEST
+from targets.cuda.memory import LINEAR, Shape
 from targets.cuda.ops import Linear, Rows
 from targets.cuda.params import quantise_fp8
 from targets.cuda.target import CudaTarget
@@ -125,6 +128,21 @@ class HeadModel:
         x = ops.norm(h, mixed, None, None, w.post_norm, w.gate_up.kind)
         branch = ops.linear(ops.gated(x, w.gate_up, w.down.kind), w.down)
         return ops.head(ops.norm(h, branch, None, None, w.norm, w.lm_head.kind), w.lm_head, None)
+
+
+def need_bytes(spec: HeadSpec, shape: Shape) -> int:
+    """What a head adds to a target's need: weights, K/V, what is pending of each slot, and the
+    states that a verify and a prefill chunk bring along."""
+    longest, slots = min(shape.max_len, spec.max_position), shape.slots
+    values = sum(prod(dims) for dims in tensors(spec).values())
+    (layer,) = arch_of(spec).layers
+    held = entries(layer, longest, slack_of(PIECE, PIECE)) * -(-spec.head_dim // 64) * 64
+    states = (slots + 1 + bucket_of(slots)) * shape.width + shape.chunk
+    return (
+        LINEAR[shape.dtype] * values
+        + 2 * 2 * slots * spec.kv_heads * held
+        + 4 * spec.features * states
+    )
 
 
 def _vocabulary(head: Head, device: torch.device) -> Vocabulary:

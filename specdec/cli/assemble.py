@@ -68,8 +68,7 @@ def load_model(config: ModelConfig, speculation: SpeculationConfig, prove: bool 
     tokenizer, head = load_tokenizer(path, arch.vocab), read_head(speculation, arch)
     folder, suppress = draft_folder(speculation, tokenizer), tokenizer.suppress_ids
     with console.status(f"loading {path.name}"):
-        layers = head.spec.layers if head else ()
-        target = backend.load(path, config, speculation, suppress, layers)
+        target = backend.load(path, config, speculation, suppress, head and head.spec)
         draft = folder and backend.load_draft(folder, config, suppress)
         draft = backend.place_head(head, target) if head else draft
     model = Model(path.name, target, tokenizer, backend, draft)
@@ -88,7 +87,7 @@ def random_model(name: str, config: ModelConfig, speculation: SpeculationConfig)
     backend, arch = backend_of(config), released(name)
     small, shape = draft_dimensions(speculation), head_dimensions(speculation, arch)
     with console.status(f"making random weights of {name}"):
-        target = backend.random(arch, config, speculation, shape.layers if shape else ())
+        target = backend.random(arch, config, speculation, shape)
         draft = small and backend.random_draft(small, config)
         draft = backend.place_head(random_head(shape), target) if shape else draft
     model = Model(name, target, load_tokenizer(mini.path("mini")), backend, draft)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from drafters.eagle3.cuda import HeadModel
-    from drafters.eagle3.spec import Head
+    from drafters.eagle3.spec import Head, HeadSpec
     from drafters.resident_cuda import Resident
     from targets.arch import Arch
     from targets.cuda.load import CudaOptions
@@ -41,14 +41,14 @@ class CudaBackend:
         config: ModelConfig,
         speculation: SpeculationConfig,
         suppress: tuple[int, ...],
-        features: tuple[int, ...] = (),
+        head: HeadSpec | None = None,
     ) -> CudaTarget:
         self._check(config)
         from targets.arch import read_arch
         from targets.cuda.load import load_target, stored_dtype
 
-        options = replace(_options(config, speculation), features=features)
-        self._fit(read_arch(path), options, stored_dtype(path))
+        options = replace(_options(config, speculation), features=head.layers if head else ())
+        self._fit(read_arch(path), options, stored_dtype(path), head)
         return load_target(path, options, suppress)
 
     def load_draft(self, path: Path, config: ModelConfig, suppress: tuple[int, ...]) -> CudaTarget:
@@ -79,13 +79,13 @@ class CudaBackend:
         arch: Arch,
         config: ModelConfig,
         speculation: SpeculationConfig,
-        features: tuple[int, ...] = (),
+        head: HeadSpec | None = None,
     ) -> CudaTarget:
         self._check(config)
         from targets.cuda.load import random_target
 
-        options = replace(_options(config, speculation), features=features)
-        self._fit(arch, options, "bfloat16")
+        options = replace(_options(config, speculation), features=head.layers if head else ())
+        self._fit(arch, options, "bfloat16", head)
         return random_target(arch, options)
 
     def device(self, config: ModelConfig) -> str:
@@ -173,17 +173,19 @@ class CudaBackend:
 
             check_device()
 
-    def _fit(self, arch: Arch, options: CudaOptions, stored: str) -> None:
+    def _fit(self, arch: Arch, options: CudaOptions, stored: str, head: HeadSpec | None) -> None:
         """Refuse before loading what will not fit. A CPU's memory is the system's own affair."""
         if options.device == "cpu":
             return
+        from drafters.eagle3.cuda import need_bytes
         from targets.cuda.load import make_plan
         from targets.cuda.machine import free_bytes
         from targets.cuda.memory import Shape, check_fits
 
         plan = make_plan(arch, options, stored)
         sizes = plan.slots, plan.max_len, options.k + 1, plan.chunk
-        check_fits(arch, Shape(*sizes, plan.dtype, plan.kv_dtype), free_bytes())
+        shape = Shape(*sizes, plan.dtype, plan.kv_dtype)
+        check_fits(arch, shape, free_bytes(), need_bytes(head, shape) if head else 0)
 
 
 def _resident(drafter: Drafter, target: CudaTarget) -> Resident:

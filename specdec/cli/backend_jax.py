@@ -16,7 +16,7 @@ from specdec.protocols import Cycle, Drafter
 from specdec.types import Array, Check, Sequence
 
 if TYPE_CHECKING:
-    from drafters.eagle3.spec import Head
+    from drafters.eagle3.spec import Head, HeadSpec
     from drafters.resident_jax import Resident
     from targets.arch import Arch
     from targets.jax.load import JaxOptions
@@ -37,11 +37,11 @@ class JaxBackend:
         config: ModelConfig,
         speculation: SpeculationConfig,
         suppress: tuple[int, ...],
-        features: tuple[int, ...] = (),
+        head: HeadSpec | None = None,
     ) -> JaxTarget:
         from targets.jax.load import load_target
 
-        options = replace(_options(config, speculation), features=features)
+        options = replace(_options(config, speculation), features=head.layers if head else ())
         return load_target(path, options, suppress)
 
     def load_draft(self, path: Path, config: ModelConfig, suppress: tuple[int, ...]) -> JaxTarget:
@@ -68,11 +68,13 @@ class JaxBackend:
         arch: Arch,
         config: ModelConfig,
         speculation: SpeculationConfig,
-        features: tuple[int, ...] = (),
+        head: HeadSpec | None = None,
     ) -> JaxTarget:
         from targets.jax.load import random_target
 
-        return random_target(arch, replace(_options(config, speculation), features=features))
+        return random_target(
+            arch, replace(_options(config, speculation), features=head.layers if head else ())
+        )
 
     def device(self, config: ModelConfig) -> str:
         import jax

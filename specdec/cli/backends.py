@@ -18,7 +18,7 @@ from specdec.types import Check, Sequence
 if TYPE_CHECKING:
     import numpy as np
 
-    from drafters.eagle3.spec import Head
+    from drafters.eagle3.spec import Head, HeadSpec
     from targets.arch import Arch
 
 
@@ -43,10 +43,10 @@ class Backend(Protocol):
         config: ModelConfig,
         speculation: SpeculationConfig,
         suppress: tuple[int, ...],
-        features: tuple[int, ...] = (),
+        head: HeadSpec | None = None,
     ) -> Any:
-        """The checkpoint's target; features: the layers whose outputs its steps bring along.
-        Raises UserError, before gigabytes are read."""
+        """The checkpoint's target; head: of the EAGLE-3 head that will read its states. Raises
+        UserError, before gigabytes are read."""
         ...
 
     def load_draft(self, path: Path, config: ModelConfig, suppress: tuple[int, ...]) -> Any:
@@ -71,9 +71,9 @@ class Backend(Protocol):
         arch: Arch,
         config: ModelConfig,
         speculation: SpeculationConfig,
-        features: tuple[int, ...] = (),
+        head: HeadSpec | None = None,
     ) -> Any:
-        """A target with random weights; features as in `load`. Raises UserError."""
+        """A target with random weights; head as in `load`. Raises UserError."""
         ...
 
     def device(self, config: ModelConfig) -> str:
