@@ -36,8 +36,7 @@ from tests.test_eagle3_drafter import BASE, EAGLE3, MINI, SPEC, random_head
 from tests.test_eagle3_head import STEPS, TOKENS, inputs
 from tests.test_lossless import decode
 
-K = 4
-TOLERANCE = 1e-5
+K, TOLERANCE = 4, 1e-5
 
 
 def standing_in(spec, embedded: np.ndarray) -> SimpleNamespace:
@@ -71,9 +70,8 @@ def test_cached_steps_equal_the_formulas(flags):
     anchors, ids = [9, 3], torch.arange(TOKENS + STEPS)
     given, first = torch.from_numpy(features)[None], torch.zeros(1, dtype=torch.int32)
     for slot, anchor in enumerate(anchors):
-        if anchor:
-            fed = rows(ids[None, :anchor].tolist(), [0], [slot])
-            model.store(fed, model.fuse(given[:, :anchor].contiguous(), first))
+        fed = rows(ids[None, :anchor].tolist(), [0], [slot])
+        model.store(fed, model.fuse(given[:, :anchor].contiguous(), first))
     last = given[0, anchors][:, None].contiguous()
     h = model.fuse(last, torch.tensor([0, 1], dtype=torch.int32))
     found = []
