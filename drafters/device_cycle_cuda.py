@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from drafters.resident_cuda import Resident, State
 from specdec.cycle import cycle
 from specdec.protocols import Cycle
 from specdec.types import NO_GUESS, SAT_OUT, Array, LogprobRows, Round, Sequence, Step
@@ -31,56 +32,33 @@ STOPS = 16
 
 @dataclass(frozen=True)
 class Job:
-    """What one graph is captured for. n_max 0: nothing is drafted."""
+    """What one graph is captured for."""
 
     batch: int
     k: int
-    n_min: int
-    n_max: int
     shaped: bool
     logprobs: bool
 
 
-class State(NamedTuple):
-    """Per slot, int32 on the device: tokens so far (the last one not yet fed), whether the row
-    goes on, its stop ids [slots, STOPS] and the length at which it ends; cycles [1] counts."""
+class _Captured:
+    """`Drafter` and `Target` of the captured cycle: the rows are what the drafter lays out."""
 
-    length: torch.Tensor
-    live: torch.Tensor
-    stops: torch.Tensor
-    limit: torch.Tensor
-    cycles: torch.Tensor
-
-
-class _Text:
-    """`Drafter` on the device: prompt lookup in the slots' own texts."""
-
-    def __init__(self, target: CudaTarget, ops: Kernels, state: State, job: Job) -> None:
-        self.target, self.ops, self.state, self.job = target, ops, state, job
+    def __init__(self, target: CudaTarget, drafter: Resident, state: State, job: Job) -> None:
+        self.target, self.drafter, self.state, self.job = target, drafter, state, job
         self.rows: Rows | None = None
 
     def propose(self, slots: Any, k: int) -> torch.Tensor:
-        lengths = self.job.n_min, self.job.n_max
-        places = self.state.length, self.state.live
-        guesses, self.rows = self.ops.choosing.draft(
-            self.target.cache.tokens, places, slots, k, lengths
-        )
-        return guesses
-
-    def observe(self, slots: Any, step: Step, accepted: Array) -> None:
-        pass  # `propose` reads the texts, there is nothing else to learn
-
-
-class _Verify:
-    """`Target.verify` on the device, for the rows that the drafter has laid out."""
-
-    def __init__(self, target: CudaTarget, text: _Text, job: Job) -> None:
-        self.target, self.text, self.job = target, text, job
+        self.rows = self.drafter.propose(self.state, slots, k, self.job.shaped)
+        return self.rows.tokens[:, 1:]
 
     def verify(self, slots: Any, draft: torch.Tensor) -> Step:
-        assert self.text.rows is not None
-        out = self.target.step(self.text.rows, self.job.shaped, self.job.logprobs)
+        assert self.rows is not None
+        out = self.target.step(self.rows, self.job.shaped, self.job.logprobs)
         return Step(out.chosen, out.features, out.details)
+
+    def observe(self, slots: Any, step: Step, accepted: Array) -> None:
+        assert self.rows is not None
+        self.drafter.observe(self.rows, step, accepted)
 
 
 class Tape(NamedTuple):
@@ -102,26 +80,21 @@ class Launched:
 
 
 def device_cycle(
-    target: CudaTarget,
-    drafter: str,
-    k: int,
-    n_min: int,
-    n_max: int,
-    synthetic: Array | None = None,
+    target: CudaTarget, drafter: Resident, k: int, synthetic: Array | None = None
 ) -> Cycle:
-    """A `Cycle` for the engine. drafter: none or ngram. synthetic: int32 [cycles, slots], draft
-    tokens to keep whatever was chosen (speed tests)."""
-    return CapturedCycle(target, k, n_min, n_max if drafter == "ngram" else 0, synthetic)
+    """A `Cycle` for the engine. synthetic: int32 [cycles, slots], draft tokens to keep whatever
+    was chosen (speed tests)."""
+    return CapturedCycle(target, drafter, k, synthetic)
 
 
 class CapturedCycle:
     """Graphs by `Job`, the slots' state, and the one cycle that the host has not read yet."""
 
     def __init__(
-        self, target: CudaTarget, k: int, n_min: int, n_max: int, synthetic: Array | None
+        self, target: CudaTarget, drafter: Resident, k: int, synthetic: Array | None
     ) -> None:
         assert isinstance(target.ops, Kernels), "references ask the host: they can't be captured"
-        self.target, self.ops, self.k, self.lengths = target, target.ops, k, (n_min, n_max)
+        self.target, self.ops, self.drafter, self.k = target, target.ops, drafter, k
         self.table = None if synthetic is None else torch.from_numpy(synthetic).to(target.device)
         make = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=target.device)  # noqa: E731
         slots = target.slots
@@ -133,6 +106,7 @@ class CapturedCycle:
 
     def __call__(self, seqs: Seqs[Sequence], hurry: bool) -> list[Round]:
         self._seat([seq for seq in seqs if self.owners.get(seq.slot) is not seq])
+        self.drafter.ready(seqs)
         with room_for(f"a batch of {len(seqs)}"):  # else the last one stays to be read
             launched = self._launch(tuple(seqs))
         former, self.pending = self.pending, launched
@@ -141,7 +115,7 @@ class CapturedCycle:
     def _job(self, seqs: tuple[Sequence, ...]) -> Job:
         shaped = any(seq.sampling.shaped for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
-        return Job(bucket_of(len(seqs)), self.k, *self.lengths, shaped, logprobs)
+        return Job(bucket_of(len(seqs)), self.k, shaped, logprobs)
 
     @torch.inference_mode()
     def _launch(self, seqs: tuple[Sequence, ...]) -> Launched:
@@ -165,17 +139,16 @@ class CapturedCycle:
 
     def _cycle(self, job: Job, slots: torch.Tensor) -> Tape:
         """What is captured. The rows are slot numbers [B] on the device."""
-        text = _Text(self.target, self.ops, self.state, job)
+        both: Any = _Captured(self.target, self.drafter, self.state, job)
         rows: Any = slots
-        done = cycle(_Verify(self.target, text, job), text, rows, job.k)  # type: ignore[arg-type]
-        assert text.rows is not None
+        done = cycle(both, both, rows, job.k)
         accepted = done.accepted.int()
         if self.table is not None:
             turn = self.table[self.state.cycles % len(self.table)][0]
             accepted = turn.index_select(0, slots.clamp(min=0)).clamp(max=job.k)
         places, limits = self.state[:2], self.state[2:4]
         history, chosen = self.target.cache.tokens, done.step.chosen
-        self.ops.choosing.commit(history, places, text.rows, chosen, accepted, limits)
+        self.ops.choosing.commit(history, places, both.rows, chosen, accepted, limits)
         self.state.cycles.add_(1)
         words = torch.cat([done.draft, chosen, accepted[:, None]], 1)
         return Tape(words, done.step.logprobs)

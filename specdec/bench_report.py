@@ -34,6 +34,7 @@ def print_bench(document: Row, console: Console) -> None:
     _print("ms per host-driven step, and of its forward alone", document["steps"], columns, console)
     columns = {
         "drafter": _plain("drafter"),
+        "K": _plain("k"),
         "loop": _plain("loop"),
         "B": _plain("batch"),
         "context": _plain("context"),

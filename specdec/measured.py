@@ -94,15 +94,15 @@ def step_rows(
 def cycle_rows(
     figures: Figures, needed: Callable[[int, int, int], int], bandwidth: float
 ) -> list[dict[str, Any]]:
-    """A row per (batch, context, drafter, loop, width): a cycle's time, its share of the
+    """A row per (batch, context, drafter, loop, width, k): a cycle's time, its share of the
     bandwidth, what it adds to the forward's own time, and plain tokens per second."""
     forwards = figures.timings("forward")
     rows = []
     for place, cycle in figures.timings("cycle").items():
-        batch, context, drafter, loop, width = place
+        batch, context, drafter, loop, width, k = place
         forward = forwards.get((batch, context, width))
         row = {"batch": batch, "context": context, "drafter": drafter, "loop": loop}
-        row |= {"width": width, **asdict(cycle)}
+        row |= {"width": width, "k": k, **asdict(cycle)}
         row |= {"bandwidth_share": needed(batch, context, width) / cycle.seconds / bandwidth}
         row |= {"tokens_per_second_at_tau_1": batch / cycle.seconds}
         row |= {} if forward is None else {"overhead": cycle.seconds - forward.seconds}

@@ -52,6 +52,9 @@ class LayerSpec:
     """The layer whose K/V this one attends to (KV sharing), None if it has its own."""
     ffw: int
     moe: MoeSpec | None
+    normed: bool = True
+    """Queries, keys and values are normed; else scores are scaled by head_dim ** -0.5 (Llama's
+    layers, of which draft heads are made)."""
 
     @property
     def sliding(self) -> bool:
@@ -71,6 +74,8 @@ class Arch:
     """Width of per-layer inputs (E2B, E4B); 0 for none."""
     per_layer_vocab: int
     max_position: int
+    silu: bool = False
+    """Gates are SiLU, as Llama's, not tanh GELU."""
 
 
 def read_arch(path: Path) -> Arch:

@@ -120,7 +120,7 @@ def document() -> dict:
                 figures.add("step", place, [seconds + 1 + drift] * 3)
                 figures.add("forward", place, [seconds + drift])
     figures.add("forward", (1, 512, 7), None)
-    figures.add("cycle", (1, 512, "ngram", "device", 5), [5.5, 5.5])
+    figures.add("cycle", (1, 512, "ngram", "device", 5, 4), [5.5, 5.5])
     figures.add("first token", 128, [0.25])
     for speed in (90.0, 110.0):
         figures.add_run("end to end", bench.Run("none", speed, 1.0, 7, "same"))

@@ -28,7 +28,18 @@ from tests.fakes import FakeTarget
 def test_bench_of_the_cuda_target_with_a_synthetic_tau_and_a_peer(capsys, tmp_path):
     receipt, plot = tmp_path / "receipt.json", tmp_path / "plot.png"
     arguments = ["bench", *CUDA, "--batches", "1,2", "--contexts", "30", "--widths", "1,3"]
-    arguments += ["--k", "2", "--prompt-lengths", "16", "--synthetic-tau", "2", "--max-len", "256"]
+    arguments += [
+        "--k",
+        "2",
+        "--ks",
+        "1,2",
+        "--prompt-lengths",
+        "16",
+        "--synthetic-tau",
+        "2",
+        "--max-len",
+        "256",
+    ]
     arguments += ["--max-tokens", "8", "--peer", "transformers", "--plot", str(plot)]
     out, err = run(capsys, *arguments, "--out", str(receipt), "--json")
     document = json.loads(out.splitlines()[-1])
@@ -37,7 +48,7 @@ def test_bench_of_the_cuda_target_with_a_synthetic_tau_and_a_peer(capsys, tmp_pa
     assert {(s["batch"], s["width"]) for s in steps} == {(1, 1), (1, 3), (2, 1), (2, 3)}
     assert all(len(s["samples"]) == len(s["forward"]["samples"]) == 2 for s in steps)
     cycles = document["cycles"]
-    assert {(c["drafter"], c["width"]) for c in cycles} == {("none", 1), ("ngram", 3)}
+    assert {(c["drafter"], c["k"]) for c in cycles} == {("none", 0), ("ngram", 1), ("ngram", 2)}
     assert [run["tau"] > 1 for run in document["synthetic"]] == [True, True]
     assert len(document["read_bandwidths"]) == 2 and plot.stat().st_size > 10_000
     assert all(run.get("tokens_per_second") for run in document["peer"]["runs"]), document["peer"]
@@ -111,7 +122,9 @@ def test_the_kernels_refuse_what_only_references_do():
 def test_float32_on_a_gpu_runs_references_which_are_not_captured(capsys):
     model = ModelConfig(backend="cuda", dtype="float32")
     assert SpeculationConfig().resolved(model).loop == "host"
-    assert SpeculationConfig().resolved(ModelConfig(backend="cuda")).loop == "device"
+    for drafter in ("ngram", "none", "model"):
+        captured = SpeculationConfig(drafter=drafter).resolved(ModelConfig(backend="cuda"))
+        assert captured.loop == "device"
     arguments = ["generate", PROMPT, "--backend", "cuda", "--dtype", "float32", "--loop", "device"]
     assert "--dtype float32 use --loop host" in refused(capsys, *arguments)
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
+from drafters.eagle3.spec import random_head, sized, tensors
+from specdec.cli.config import ModelConfig, SpeculationConfig
 from targets import mini
+from targets.arch import released
 from tests.commands import CUDA, PROMPT, refused, run
 
 SHORT = ["generate", PROMPT, "--max-tokens", "10", "--slots", "1", "--max-len", "128", "--json"]
@@ -51,12 +55,24 @@ def test_another_vocabulary_is_refused_with_both_hashes(capsys, tmp_path):
         (["--drafter", "model", "--model", "mini-e"], "needs --draft-model PATH"),
         (["--drafter", "model", "--draft-model", "/nowhere"], "no checkpoint folder"),
         (["--drafter", "ngram", "--draft-model", "mini-e"], "--draft-model is for"),
-        (["--drafter", "model", "--backend", "cuda", "--loop", "device"], "--loop host"),
+        (["--drafter", "model", *CUDA, "--loop", "device"], "--loop host"),
         (["--speculative-config", '{"draft_sample_method": "beam"}'], "probabilistic or greedy"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(capsys, arguments, said):
     assert said in refused(capsys, *SHORT, *arguments)
+
+
+def test_a_random_head_is_of_the_models_size(capsys):
+    given = SpeculationConfig(drafter="eagle3")
+    assert given.resolved(ModelConfig(), random=True).draft_model is None
+    spec = sized(released("gemma-4-31b"))
+    assert (spec.heads, spec.kv_heads, spec.ffw, spec.draft_vocab) == (42, 6, 21504, 32000)
+    small = random_head(replace(spec, hidden=64, ffw=32, vocab=500, draft_vocab=100))
+    assert {n: w.shape for n, w in small.weights.items()} == tensors(small.spec)
+    assert len(set(small.target_ids.tolist())) == 100 and small.target_ids.max() < 500
+    arguments = ["bench", "--random", "gemma-4-e4b", "--drafter", "eagle3", "--draft-model", "head"]
+    assert "leave --draft-model out" in refused(capsys, *arguments)
 
 
 def test_help_teaches_the_drafters(capsys):

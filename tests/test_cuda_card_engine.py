@@ -29,8 +29,10 @@ def target_of(slots, max_len=512, name="mini", graphs=True):
 def captured(slots, k=4, max_len=512, name="mini"):
     """One cycle for all tests of a shape: its graphs, and what former rows left behind."""
     from drafters.device_cycle_cuda import device_cycle
+    from drafters.resident_cuda import Lookup
 
-    return device_cycle(target_of(slots, max_len, name), "ngram", k, 2, 5)
+    target = target_of(slots, max_len, name)
+    return device_cycle(target, Lookup(target, (2, 5)), k)
 
 
 def engine_of(slots, k=4, max_len=512, name="mini"):

@@ -70,13 +70,14 @@ def host_drafters(plain, vocab):
 def test_every_token_is_plain_decodings(kind, mode, slots):
     """Plain: one slot, launched kernel by kernel. 16 prompts of 24 tokens in each run."""
     from drafters.device_cycle_cuda import device_cycle
+    from drafters.resident_cuda import Lookup
 
     lone = target_of(*kind, 1, graphs=False)
     plain = decode(lone, NoDrafter(), host_cycle(lone, NoDrafter(), 0), mode)
     target = target_of(*kind, slots)
     for k in (0, 1, 4, 7):
-        for name in ("none", "ngram"):
-            cycle = device_cycle(target, name, k, 2, 5)
+        for name, lengths in (("none", None), ("ngram", (2, 5))):
+            cycle = device_cycle(target, Lookup(target, lengths), k)
             assert decode(target, NoDrafter(), cycle, mode) == plain, (name, k, "captured cycle")
         for name, drafter in host_drafters(plain, target.vocab).items():
             if k in (0, 4) or name in ("ngram", "right"):

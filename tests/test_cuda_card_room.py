@@ -67,11 +67,12 @@ def texts(count: int) -> list[Sequence]:
 @pytest.mark.parametrize("loop", ["host", "device"])
 def test_who_joins_without_room_fails_alone(loop):
     from drafters.device_cycle_cuda import device_cycle
+    from drafters.resident_cuda import Lookup
 
     target = load_target(mini.path("mini"), CudaOptions(slots=16, max_len=256, dtype="fp8", k=31))
     cycle = host_cycle(target, NoDrafter(), 31)
     if loop == "device":
-        cycle = device_cycle(target, "none", 31, 2, 5)
+        cycle = device_cycle(target, Lookup(target, None), 31)
     engine = Engine(target, NoDrafter(), cycle)
     alone, crowd = texts(16), texts(16)
     for seq in alone:

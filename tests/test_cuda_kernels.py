@@ -10,10 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from drafters.eagle3.cuda import arch_of
+from drafters.eagle3.spec import sized
 from specdec.errors import UserError
 from targets import arch, mini
 from targets.arch import read_arch, released
 from targets.cuda import kernels, launch, prefill_launch, skinny, tiles
+from targets.cuda.draft_kernels import draft_variants
 from targets.cuda.inputs import BLOCKS
 from targets.cuda.launch import Variant, cached_binary, compile_variant
 from targets.cuda.ops import Linear
@@ -29,7 +32,8 @@ def variants() -> set[Variant]:
     archs = [released(name) for name in RELEASED]
     archs += [read_arch(mini.path(name)) for name in ("mini", "mini-e")]
     decoding = [kernels.variants(a, kv8, {"fp8", "bf16"}) for a in archs for kv8 in (0, 1)]
-    return prefill_launch.variants().union(*decoding)
+    heads = [draft_variants(arch_of(sized(a)), {"fp8", "bf16"}) for a in archs]
+    return prefill_launch.variants().union(*decoding, *heads)
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -23,7 +23,7 @@ from targets.jax.load import JaxOptions, load_target
 from targets.jax.noise import gumbel
 from targets.jax.programs import Feed
 from targets.rules import split_seed
-from tests.commands import CUDA, refused, run
+from tests.commands import refused, run
 from tests.eagle3_oracle import Oracle
 from tests.test_lossless import decode
 
@@ -185,4 +185,3 @@ def test_eagle3_from_the_command_line(tmp_path, capsys):
     assert document["config"]["speculation"]["drafter"] == "eagle3"
     assert "needs --draft-model" in refused(capsys, *BASE, "--drafter", "eagle3")
     assert "no folder" in refused(capsys, *EAGLE3, "/nowhere")
-    assert "--backend jax" in refused(capsys, *EAGLE3, str(tmp_path), *CUDA)

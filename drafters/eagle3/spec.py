@@ -15,6 +15,11 @@ import numpy as np
 from specdec.errors import UserError
 from targets.arch import Arch
 
+HEAD_DIM, DRAFT_VOCAB = 128, 32_000
+"""Of heads as they are commonly trained."""
+NOISE = 1_000_003
+"""Random values that repeat: a prime, so that no two rows of a weight are the same."""
+
 
 @dataclass(frozen=True)
 class HeadSpec:
@@ -82,6 +87,37 @@ def tensors(spec: HeadSpec) -> dict[str, tuple[int, ...]]:
     if spec.fc_norm:
         shapes |= {f"fc_norm.{i}": (spec.hidden,) for i in range(len(spec.layers))}
     return shapes
+
+
+def sized(arch: Arch) -> HeadSpec:
+    """A head such as is trained for a target of this size (configs/eagle3-31b.toml), to measure
+    with. Raises UserError where the target is too small."""
+    heads = max(1, arch.hidden // HEAD_DIM)
+    return HeadSpec(
+        hidden=arch.hidden,
+        ffw=max(layer.ffw for layer in arch.layers),
+        heads=heads,
+        kv_heads=max(n for n in range(1, 7) if heads % n == 0),
+        head_dim=HEAD_DIM,
+        vocab=arch.vocab,
+        draft_vocab=min(DRAFT_VOCAB, arch.vocab),
+        layers=default_layers(len(arch.layers)),
+        max_position=arch.max_position,
+    )
+
+
+def random_head(spec: HeadSpec, seed: int = 0) -> Head:
+    """Norms of 1, linears with std 1 / sqrt(in) in float32, draft ids spread over the vocabulary;
+    to measure with: values repeat themselves, as gigabytes of noise would take minutes."""
+    noise = np.random.default_rng(seed).standard_normal(NOISE, np.float32)
+
+    def draw(shape: tuple[int, ...]) -> np.ndarray:
+        if len(shape) == 1:
+            return np.ones(shape, np.float32)
+        return np.resize(noise * np.float32(shape[-1] ** -0.5), shape)
+
+    weights = {name: draw(shape) for name, shape in tensors(spec).items()}
+    return Head(spec, weights, np.arange(spec.draft_vocab) * spec.vocab // spec.draft_vocab)
 
 
 def default_layers(count: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from specdec.cli.drafting import (
     checkpoint_path,
     draft_dimensions,
     draft_folder,
+    head_dimensions,
     make_drafter,
     read_head,
 )
@@ -50,7 +51,7 @@ class Model:
     tokenizer: Tokenizer
     backend: Backend
     draft: Any = None
-    """The draft model's target or the EAGLE-3 head, where the drafter has one."""
+    """The draft model's target or the placed EAGLE-3 head, where the drafter has one."""
 
 
 def load_model(config: ModelConfig, speculation: SpeculationConfig, prove: bool = True) -> Model:
@@ -67,9 +68,9 @@ def load_model(config: ModelConfig, speculation: SpeculationConfig, prove: bool 
     tokenizer, head = load_tokenizer(path, arch.vocab), read_head(speculation, arch)
     folder, suppress = draft_folder(speculation, tokenizer), tokenizer.suppress_ids
     with console.status(f"loading {path.name}"):
-        layers = head.spec.layers if head else ()
-        target = backend.load(path, config, speculation, suppress, layers)
-        draft = head or folder and backend.load_draft(folder, config, suppress)
+        target = backend.load(path, config, speculation, suppress, head and head.spec)
+        draft = folder and backend.load_draft(folder, config, suppress)
+        draft = backend.place_head(head, target) if head else draft
     model = Model(path.name, target, tokenizer, backend, draft)
     if prove:
         require_exact(model, speculation)
@@ -78,14 +79,17 @@ def load_model(config: ModelConfig, speculation: SpeculationConfig, prove: bool 
 
 def random_model(name: str, config: ModelConfig, speculation: SpeculationConfig) -> Model:
     """A public model's true size with random weights, and mini's tokenizer. Raises UserError."""
+    from drafters.eagle3.spec import random_head
     from targets import mini
     from targets.arch import released
     from targets.tokenizer import load_tokenizer
 
-    backend, arch, small = backend_of(config), released(name), draft_dimensions(speculation)
+    backend, arch = backend_of(config), released(name)
+    small, shape = draft_dimensions(speculation), head_dimensions(speculation, arch)
     with console.status(f"making random weights of {name}"):
-        target = backend.random(arch, config, speculation)
+        target = backend.random(arch, config, speculation, shape)
         draft = small and backend.random_draft(small, config)
+        draft = backend.place_head(random_head(shape), target) if shape else draft
     model = Model(name, target, load_tokenizer(mini.path("mini")), backend, draft)
     require_exact(model, speculation)
     return model

@@ -17,7 +17,9 @@ from specdec.types import Array, Check, Sequence
 if TYPE_CHECKING:
     import numpy as np
 
-    from drafters.eagle3.spec import Head
+    from drafters.eagle3.cuda import HeadModel
+    from drafters.eagle3.spec import Head, HeadSpec
+    from drafters.resident_cuda import Resident
     from targets.arch import Arch
     from targets.cuda.load import CudaOptions
     from targets.cuda.target import CudaTarget
@@ -39,14 +41,14 @@ class CudaBackend:
         config: ModelConfig,
         speculation: SpeculationConfig,
         suppress: tuple[int, ...],
-        features: tuple[int, ...] = (),
+        head: HeadSpec | None = None,
     ) -> CudaTarget:
         self._check(config)
         from targets.arch import read_arch
         from targets.cuda.load import load_target, stored_dtype
 
-        options = replace(_options(config, speculation), features=features)
-        self._fit(read_arch(path), options, stored_dtype(path))
+        options = replace(_options(config, speculation), features=head.layers if head else ())
+        self._fit(read_arch(path), options, stored_dtype(path), head)
         return load_target(path, options, suppress)
 
     def load_draft(self, path: Path, config: ModelConfig, suppress: tuple[int, ...]) -> CudaTarget:
@@ -57,15 +59,33 @@ class CudaBackend:
     def random_draft(self, arch: Arch, config: ModelConfig) -> CudaTarget:
         return self.random(arch, *_drafting(config, arch))
 
-    def eagle3(self, head: Head, target: CudaTarget, k: int, greedy: bool) -> Drafter:
-        raise AssertionError("refused before anything was loaded")
+    def place_head(self, head: Head, target: CudaTarget) -> HeadModel:
+        from drafters.eagle3.cuda import HeadModel
+        from targets.cuda.room import room_for
 
-    def random(self, arch: Arch, config: ModelConfig, speculation: SpeculationConfig) -> CudaTarget:
+        try:
+            with room_for("the EAGLE-3 head beside the model"):
+                return HeadModel(head, target)
+        except MemoryError as problem:
+            raise UserError(str(problem)) from problem
+
+    def eagle3(self, head: HeadModel, target: CudaTarget, k: int, greedy: bool) -> Drafter:
+        from drafters.eagle3.drafter_cuda import EagleDrafter
+
+        return EagleDrafter(head, k, greedy)
+
+    def random(
+        self,
+        arch: Arch,
+        config: ModelConfig,
+        speculation: SpeculationConfig,
+        head: HeadSpec | None = None,
+    ) -> CudaTarget:
         self._check(config)
         from targets.cuda.load import random_target
 
-        options = _options(config, speculation)
-        self._fit(arch, options, "bfloat16")
+        options = replace(_options(config, speculation), features=head.layers if head else ())
+        self._fit(arch, options, "bfloat16", head)
         return random_target(arch, options)
 
     def device(self, config: ModelConfig) -> str:
@@ -85,12 +105,8 @@ class CudaBackend:
         self, target: CudaTarget, drafter: Drafter, k: int, accepted: Array | None = None
     ) -> Cycle:
         from drafters.device_cycle_cuda import device_cycle
-        from drafters.ngram import N_MAX, N_MIN, NgramDrafter
 
-        if isinstance(drafter, NgramDrafter):
-            lengths = drafter.n_min, drafter.n_max
-            return device_cycle(target, "ngram", k, *lengths, synthetic=accepted)
-        return device_cycle(target, "none", k, N_MIN, N_MAX, synthetic=accepted)
+        return device_cycle(target, _resident(drafter, target), k, accepted)
 
     def plain(self, target: CudaTarget) -> None:
         return None  # kernels do not pad: the exact one is the fastest
@@ -157,17 +173,36 @@ class CudaBackend:
 
             check_device()
 
-    def _fit(self, arch: Arch, options: CudaOptions, stored: str) -> None:
+    def _fit(self, arch: Arch, options: CudaOptions, stored: str, head: HeadSpec | None) -> None:
         """Refuse before loading what will not fit. A CPU's memory is the system's own affair."""
         if options.device == "cpu":
             return
+        from drafters.eagle3.cuda import need_bytes
         from targets.cuda.load import make_plan
         from targets.cuda.machine import free_bytes
         from targets.cuda.memory import Shape, check_fits
 
         plan = make_plan(arch, options, stored)
         sizes = plan.slots, plan.max_len, options.k + 1, plan.chunk
-        check_fits(arch, Shape(*sizes, plan.dtype, plan.kv_dtype), free_bytes())
+        shape = Shape(*sizes, plan.dtype, plan.kv_dtype)
+        check_fits(arch, shape, free_bytes(), need_bytes(head, shape) if head else 0)
+
+
+def _resident(drafter: Drafter, target: CudaTarget) -> Resident:
+    """What the drafter is to the captured cycle."""
+    from drafters.eagle3.drafter_cuda import EagleDrafter, EagleOnDevice
+    from drafters.model import ModelDrafter
+    from drafters.model_cuda import ModelOnDevice
+    from drafters.ngram import NgramDrafter
+    from drafters.resident_cuda import Lookup
+
+    if isinstance(drafter, EagleDrafter):
+        return EagleOnDevice(drafter)
+    if isinstance(drafter, ModelDrafter):
+        return ModelOnDevice(drafter, target)
+    if isinstance(drafter, NgramDrafter):
+        return Lookup(target, (drafter.n_min, drafter.n_max))
+    return Lookup(target, None)
 
 
 def _drafting(config: ModelConfig, arch: Arch) -> tuple[ModelConfig, SpeculationConfig]:

@@ -16,7 +16,7 @@ from specdec.protocols import Cycle, Drafter
 from specdec.types import Array, Check, Sequence
 
 if TYPE_CHECKING:
-    from drafters.eagle3.spec import Head
+    from drafters.eagle3.spec import Head, HeadSpec
     from drafters.resident_jax import Resident
     from targets.arch import Arch
     from targets.jax.load import JaxOptions
@@ -37,11 +37,11 @@ class JaxBackend:
         config: ModelConfig,
         speculation: SpeculationConfig,
         suppress: tuple[int, ...],
-        features: tuple[int, ...] = (),
+        head: HeadSpec | None = None,
     ) -> JaxTarget:
         from targets.jax.load import load_target
 
-        options = replace(_options(config, speculation), features=features)
+        options = replace(_options(config, speculation), features=head.layers if head else ())
         return load_target(path, options, suppress)
 
     def load_draft(self, path: Path, config: ModelConfig, suppress: tuple[int, ...]) -> JaxTarget:
@@ -55,15 +55,26 @@ class JaxBackend:
 
         return random_target(arch, _draft_options(config, arch), seed=1)
 
+    def place_head(self, head: Head, target: JaxTarget) -> Head:
+        return head  # the drafter places it
+
     def eagle3(self, head: Head, target: JaxTarget, k: int, greedy: bool) -> Drafter:
         from drafters.eagle3.drafter_jax import EagleDrafter
 
         return EagleDrafter(head, target, k, greedy)
 
-    def random(self, arch: Arch, config: ModelConfig, speculation: SpeculationConfig) -> JaxTarget:
+    def random(
+        self,
+        arch: Arch,
+        config: ModelConfig,
+        speculation: SpeculationConfig,
+        head: HeadSpec | None = None,
+    ) -> JaxTarget:
         from targets.jax.load import random_target
 
-        return random_target(arch, _options(config, speculation))
+        return random_target(
+            arch, replace(_options(config, speculation), features=head.layers if head else ())
+        )
 
     def device(self, config: ModelConfig) -> str:
         import jax

@@ -18,7 +18,7 @@ from specdec.types import Check, Sequence
 if TYPE_CHECKING:
     import numpy as np
 
-    from drafters.eagle3.spec import Head
+    from drafters.eagle3.spec import Head, HeadSpec
     from targets.arch import Arch
 
 
@@ -43,10 +43,10 @@ class Backend(Protocol):
         config: ModelConfig,
         speculation: SpeculationConfig,
         suppress: tuple[int, ...],
-        features: tuple[int, ...] = (),
+        head: HeadSpec | None = None,
     ) -> Any:
-        """The checkpoint's target; features: the layers whose outputs its steps bring along.
-        Raises UserError, before gigabytes are read."""
+        """The checkpoint's target; head: of the EAGLE-3 head that will read its states. Raises
+        UserError, before gigabytes are read."""
         ...
 
     def load_draft(self, path: Path, config: ModelConfig, suppress: tuple[int, ...]) -> Any:
@@ -58,12 +58,22 @@ class Backend(Protocol):
         """A draft model with random weights. Raises UserError."""
         ...
 
-    def eagle3(self, head: Head, target: Any, k: int, greedy: bool) -> Drafter:
-        """The drafter of an EAGLE-3 head. Raises UserError for a head of another target."""
+    def place_head(self, head: Head, target: Any) -> Any:
+        """An EAGLE-3 head beside its target, as `eagle3` takes it. Raises UserError."""
         ...
 
-    def random(self, arch: Arch, config: ModelConfig, speculation: SpeculationConfig) -> Any:
-        """A target with random weights. Raises UserError."""
+    def eagle3(self, head: Any, target: Any, k: int, greedy: bool) -> Drafter:
+        """The drafter of an EAGLE-3 head that was placed."""
+        ...
+
+    def random(
+        self,
+        arch: Arch,
+        config: ModelConfig,
+        speculation: SpeculationConfig,
+        head: HeadSpec | None = None,
+    ) -> Any:
+        """A target with random weights; head as in `load`. Raises UserError."""
         ...
 
     def device(self, config: ModelConfig) -> str:

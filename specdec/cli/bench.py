@@ -28,6 +28,7 @@ from specdec.errors import UserError
 from specdec.measured import Figures
 from specdec.plots import require_matplotlib
 from specdec.record import gpus
+from specdec.types import MAX_DRAFT
 
 
 @Parameter(name="*", group="Bench")
@@ -40,7 +41,9 @@ class BenchConfig:
     contexts: Whole = (512,)
     "Tokens that each row's cache holds while steps are timed."
     widths: Whole = ()
-    "Tokens per row of a step; by default 1 (plain decoding) and K + 1."
+    "Tokens per row of a step; by default 1 (plain decoding) and one more than --ks."
+    ks: Whole = ()
+    "Draft tokens per cycle with which cycles are timed; by default K."
     prompt_lengths: Whole = (128,)
     "Prompts whose time to first token is measured."
     synthetic_tau: Real = ()
@@ -73,11 +76,11 @@ def bench(
     json
         End stdout with one JSON document.
     """
-    speculation = speculation.resolved(model)
+    speculation = speculation.resolved(model, random=config.random is not None)
     grid = _grid(config, model, speculation)
     _refuse(config, model, speculation, grid)
     model = replace(model, slots=max(model.slots, *grid.batches))
-    widest = replace(speculation, k=max(speculation.k, *(w - 1 for w in grid.widths)))
+    widest = replace(speculation, k=max(speculation.k, *grid.ks, *(w - 1 for w in grid.widths)))
     load = partial(random_model, config.random) if config.random else load_model
     loaded = load(model, widest)
     grid.refuse(loaded.target.max_len, loaded.target.max_draft, speculation.k)
@@ -95,10 +98,12 @@ def bench(
 
 
 def _grid(config: BenchConfig, model: ModelConfig, speculation: SpeculationConfig) -> Grid:
+    ks = config.ks or (speculation.k,)
     return Grid(
         batches=config.batches or tuple(sorted({1, model.slots})),
         contexts=config.contexts,
-        widths=config.widths or tuple(sorted({1, speculation.k + 1})),
+        widths=config.widths or tuple(sorted({1, *(k + 1 for k in ks)})),
+        ks=ks,
         prompt_lengths=config.prompt_lengths,
         taus=config.synthetic_tau,
         max_tokens=config.max_tokens,
@@ -113,6 +118,8 @@ def _refuse(
         if min(getattr(grid, name), default=1) < 1:
             option = name.replace("_", "-")
             raise UserError(f"--{option} must be 1 or more, got {min(getattr(grid, name))}")
+    if not 0 <= min(grid.ks) <= max(grid.ks) <= MAX_DRAFT:
+        raise UserError(f"--ks must be 0 to {MAX_DRAFT}, got {', '.join(map(str, grid.ks))}")
     if config.repeats < 1 or config.max_tokens < 2:
         raise UserError("--repeats must be 1 or more, --max-tokens 2 or more")
     if config.synthetic_tau and model.backend == "jax" and speculation.loop == "device":

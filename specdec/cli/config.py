@@ -84,8 +84,9 @@ class SpeculationConfig:
     speculative_config: Annotated[str | None, Parameter(show_default=False)] = None
     """vLLM's JSON, understood as an alias: '{"method": "ngram", "num_speculative_tokens": 4}'."""
 
-    def resolved(self, model: ModelConfig) -> SpeculationConfig:
-        """Checked, with `speculative_config` folded in and the model's loop. Raises UserError."""
+    def resolved(self, model: ModelConfig, random: bool = False) -> SpeculationConfig:
+        """Checked, with `speculative_config` folded in and the model's loop. random: weights are
+        made, an EAGLE-3 head's too. Raises UserError."""
         from drafters.ngram import NgramDrafter
 
         chosen = self if self.speculative_config is None else self._from_vllm()
@@ -95,26 +96,16 @@ class SpeculationConfig:
             )
         chosen._refuse_on_cuda(model)
         NgramDrafter(chosen.ngram_min, chosen.ngram_max)  # refuses bad lengths before any loading
-        loop = "device" if model.captures and not chosen.drafts else "host"
-        return replace(
-            chosen, loop=chosen.loop or loop, draft_model=chosen._draft_model(model.model)
-        )
+        loop = "device" if model.captures else "host"
+        draft = chosen._draft_model(model.model, random)
+        return replace(chosen, loop=chosen.loop or loop, draft_model=draft)
 
     def _refuse_on_cuda(self, model: ModelConfig) -> None:
-        """Raise UserError for what the CUDA backend can't draft with or capture as graphs."""
-        if self.drafter == "eagle3" and model.backend == "cuda":
-            raise UserError("--drafter eagle3 needs --backend jax: cuda has no kernels for it yet")
-        if self.loop != "device" or model.backend != "cuda":
-            return
-        if not model.captures:
+        """Raise UserError for what the CUDA backend can't capture as graphs."""
+        if self.loop == "device" and model.backend == "cuda" and not model.captures:
             raise UserError(
                 "--loop device captures CUDA graphs: with --device cpu or --dtype float32 use "
                 "--loop host"
-            )
-        if self.drafts:
-            raise UserError(
-                f"--loop device with --backend cuda drafts none or ngram only: with --drafter "
-                f"{self.drafter} use --loop host"
             )
 
     @property
@@ -122,8 +113,14 @@ class SpeculationConfig:
         """Whether the drafter has weights of its own."""
         return self.drafter in ("model", "eagle3")
 
-    def _draft_model(self, model: str) -> str | None:
+    def _draft_model(self, model: str, random: bool) -> str | None:
         """The draft model's folder or name, None for drafters that have none. Raises UserError."""
+        if random and self.drafter == "eagle3":
+            if self.draft_model is not None:
+                raise UserError(
+                    "--random makes an EAGLE-3 head for the model's size: leave --draft-model out"
+                )
+            return None
         if not self.drafts:
             if self.draft_model is not None:
                 raise UserError(

@@ -10,7 +10,7 @@ from specdec.errors import UserError
 from specdec.protocols import Drafter
 
 if TYPE_CHECKING:
-    from drafters.eagle3.spec import Head
+    from drafters.eagle3.spec import Head, HeadSpec
     from specdec.cli.assemble import Model
     from targets.arch import Arch
     from targets.tokenizer import Tokenizer
@@ -69,14 +69,22 @@ def draft_dimensions(speculation: SpeculationConfig) -> Arch | None:
     from targets import mini
     from targets.arch import released
 
-    if speculation.drafter == "eagle3":
-        raise UserError("--random makes no EAGLE-3 head: use --drafter model, ngram or none")
+    if speculation.drafter != "model":
+        return None
     if speculation.draft_model in mini.NAMES:
         raise UserError(
             "--random makes the draft model's weights too: name its size, as in --draft-model "
             "gemma-4-e4b"
         )
     return None if speculation.draft_model is None else released(speculation.draft_model)
+
+
+def head_dimensions(speculation: SpeculationConfig, arch: Arch) -> HeadSpec | None:
+    """Of an EAGLE-3 head with random weights for a target of this size; None for other drafters.
+    Raises UserError."""
+    from drafters.eagle3.spec import sized
+
+    return sized(arch) if speculation.drafter == "eagle3" else None
 
 
 def make_drafter(config: SpeculationConfig, model: Model) -> Drafter:

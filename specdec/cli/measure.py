@@ -36,6 +36,7 @@ class Grid:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     widths: tuple[int, ...]
+    ks: tuple[int, ...]
     prompt_lengths: tuple[int, ...]
     taus: tuple[float, ...]
     max_tokens: int
@@ -105,14 +106,14 @@ def _steps(model: Model, targets: Targets, grid: Grid, context: int, figures: Fi
 def _cycles(
     model: Model, speculation: SpeculationConfig, grid: Grid, context: int, figures: Figures
 ) -> None:
-    """Plain decoding and the drafter, in the loop that was chosen."""
+    """Plain decoding and the drafter with each K, in the loop that was chosen."""
     for batch in grid.batches:
         prompts = random_prompts(batch, context, model.target.vocab)
-        for drafter in dict.fromkeys(("none", speculation.drafter)):
-            k = 0 if drafter == "none" else speculation.k
+        drafted = [(speculation.drafter, k) for k in grid.ks if speculation.drafter != "none"]
+        for drafter, k in (("none", 0), *drafted):
             width = model.backend.fed_width(model.target, k)
-            engine = make_engine(model, replace(speculation, drafter=drafter))
-            place = (batch, context, drafter, speculation.loop, width)
+            engine = make_engine(model, replace(speculation, drafter=drafter, k=k))
+            place = (batch, context, drafter, speculation.loop, width, k)
             figures.add("cycle", place, cycle_samples(engine, prompts))
 
 

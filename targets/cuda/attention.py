@@ -34,6 +34,9 @@ STORED_APART = 16
 """Tokens per sequence from which a kernel of its own stores their keys and values: attention
 otherwise does it in every CTA that sees them."""
 
+Norms = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Of queries and of keys."""
+
 
 class _Job(Structure):
     _fields_ = (
@@ -48,16 +51,16 @@ class _Job(Structure):
 
 def variants(arch: Arch, kv8: int) -> set[Variant]:
     """kv8: whether the cache is e4m3."""
-    dims = {_padded(layer.head_dim) for layer in arch.layers}
-    splits = {_variant("split", dim, kv8, high) for dim in dims for high in TILES}
+    kinds = {(_padded(layer.head_dim), layer.normed) for layer in arch.layers}
+    splits = {_variant("split", dim, kv8, high=high) for dim, _ in kinds for high in TILES}
     walks = {
-        _variant("walk", dim, kv8, high)
-        for dim in dims
+        _variant("walk", dim, kv8, normed, high)
+        for dim, normed in kinds
         for high in TILES
         if high <= _most_walking(dim)
     }
-    around = {_variant(file, dim, kv8) for file in ("prepare", "combine") for dim in dims}
-    return splits | walks | around
+    before = {_variant("prepare", dim, kv8, normed) for dim, normed in kinds}
+    return splits | walks | before | {_variant("combine", dim, kv8) for dim, _ in kinds}
 
 
 class Attention:
@@ -78,7 +81,7 @@ class Attention:
     def run(
         self,
         qkv: torch.Tensor,
-        norms: tuple[torch.Tensor, torch.Tensor | None],
+        norms: Norms,
         layer: LayerSpec,
         cache: LayerCache,
         rows: Rows,
@@ -101,14 +104,22 @@ class Attention:
         self._split(job, layer, batch, _high(queries, TILES[-1]))
         return x
 
+    def store(
+        self, qkv: torch.Tensor, norms: Norms, layer: LayerSpec, cache: LayerCache, rows: Rows
+    ) -> None:
+        """The new keys and values alone: nobody attends yet."""
+        self._prepare(
+            self._job(qkv, norms, layer, cache, rows, None, ""), layer, 2 * layer.kv_heads
+        )
+
     def _job(
         self,
         qkv: torch.Tensor,
-        norms: tuple[torch.Tensor, torch.Tensor | None],
+        norms: Norms,
         layer: LayerSpec,
         cache: LayerCache,
         rows: Rows,
-        x: Input,
+        x: Input | None,
         kind: str,
         room: tuple[torch.Tensor | None, ...] = (None, None, None),
     ) -> _Job:
@@ -118,36 +129,37 @@ class Attention:
         own = layer.kv_from is None
         return _Job(
             *map(address, (qkv, *norms, cosine, sine, cache.k, cache.v)),
-            *map(address, (rows.start, rows.slot, x.data, *room)),
+            *map(address, (rows.start, rows.slot, x and x.data, *room)),
             *(qkv.stride(0), batch, tokens, layer.heads // layer.kv_heads, layer.kv_heads),
             *(layer.head_dim, cache.size, layer.window or 0, int(own), int(layer.k_eq_v)),
             *(int(own and tokens <= STORED_APART), 0),
-            *(int(kind == "fp8"), x.k_blocks, x.block, self._eps),
+            *(int(kind == "fp8"), *((x.k_blocks, x.block) if x else (0, 0)), self._eps),
         )
 
     def _walk(self, job: _Job, layer: LayerSpec, batch: int, high: int) -> None:
         dim = _padded(layer.head_dim)
         if job.own and not job.stores:
-            self._prepare(job, dim, 2 * layer.kv_heads)
+            self._prepare(job, layer, 2 * layer.kv_heads)
         job.stages, shared = _ring(dim, high, self._kv8)
         grid = (_tiles(job, high), layer.kv_heads, batch)
-        variant = _variant("walk", dim, self._kv8, high)
+        variant = _variant("walk", dim, self._kv8, layer.normed, high)
         self._launch(variant, "walk", grid, THREADS + 32, [job], shared)
 
     def _split(self, job: _Job, layer: LayerSpec, batch: int, high: int) -> None:
         dim = _padded(layer.head_dim)
-        self._prepare(job, dim, layer.heads + (2 * layer.kv_heads if job.own else 0))
+        self._prepare(job, layer, layer.heads + (2 * layer.kv_heads if job.own else 0))
         grid = (_tiles(job, high) * LANES, layer.kv_heads, batch)
-        variant = _variant("split", dim, self._kv8, high)
+        variant = _variant("split", dim, self._kv8, high=high)
         self._launch(variant, "split", grid, THREADS, [job], _fixed(dim, high))
         grid = (batch * job.tokens, layer.heads, 1)
         self._launch(_variant("combine", dim, self._kv8), "combine", grid, dim // 4, [job])
 
-    def _prepare(self, job: _Job, dim: int, vectors: int) -> None:
+    def _prepare(self, job: _Job, layer: LayerSpec, vectors: int) -> None:
         rows = job.batch * job.tokens
         grid = (rows, -(-vectors // 8), 1)
         # several rows' CTAs, waiting beside the projection, cost more than they gain
-        variant, early = _variant("prepare", dim, self._kv8), rows == 1
+        variant = _variant("prepare", _padded(layer.head_dim), self._kv8, layer.normed)
+        early = rows == 1
         self._launch(variant, "prepare", grid, THREADS, [job], early=early)
 
 
@@ -172,9 +184,12 @@ def _tiles(job: _Job, high: int) -> int:
     return -(-job.tokens * job.group // (8 * high))
 
 
-def _variant(file: str, dim: int, kv8: int, high: int | None = None) -> Variant:
+def _variant(
+    file: str, dim: int, kv8: int, normed: bool = True, high: int | None = None
+) -> Variant:
     tiles = () if high is None else (("NT", high),)
-    return Variant(file, (("HD", dim), ("KV8", kv8), *tiles))
+    raw = () if normed else (("NORMED", 0),)
+    return Variant(file, (("HD", dim), ("KV8", kv8), *tiles, *raw))
 
 
 def _fixed(dim: int, high: int) -> int:

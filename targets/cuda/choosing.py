@@ -60,16 +60,16 @@ class Choosing:
         slots: torch.Tensor,
         k: int,
         lengths: tuple[int, int],
-    ) -> tuple[torch.Tensor, Rows]:
-        """Prompt lookup in each slot's text, and the verify that it leads to. state: length and
-        live [slots]; lengths: the shortest and longest suffix, the longest 0 for no guesses."""
+    ) -> Rows:
+        """The verify that prompt lookup in each slot's text leads to. state: length and live
+        [slots]; lengths: the shortest and longest suffix, the longest 0 for no guesses."""
         batch = len(slots)
         make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=self._device)  # noqa: E731
-        guesses, rows = make(batch, k), Rows(make(batch, k + 1), make(batch), make(batch))
-        tensors = (history, *state, slots, guesses, rows.tokens, rows.start, rows.slot)
+        rows = Rows(make(batch, k + 1), make(batch), make(batch))
+        tensors = (history, *state, slots, rows.tokens, rows.start, rows.slot)
         arguments = [*map(pointer, tensors), *map(c_int, (history.stride(0), k, *lengths))]
         self._launch(CYCLE, "draft", (batch, 1, 1), THREADS, arguments, early=False)
-        return guesses, rows
+        return rows
 
     def commit(
         self,

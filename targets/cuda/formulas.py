@@ -1,7 +1,8 @@
 """What a Gemma 4 layer computes between its matmuls, on tensors of any leading shape.
 
 Formulas: transformers 5.23 `models/gemma4/modeling_gemma4.py`, as in targets/jax/layers.py.
-Shape legend: as in ops.py; K kv heads, D head_dim, E experts, L layers, P per-layer inputs.
+Shape legend: as in ops.py; K kv heads, G = heads / K, D head_dim, C chunks of keys, E experts, L
+layers, P per-layer inputs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from targets.arch import Arch, LayerSpec, MoeSpec, Rope
+from targets.cuda import cache as kv
+from targets.cuda.cache import CHUNK, LayerCache
+
+MASKED = -1e30
+"""Score of an invisible key: exp underflows to exactly 0, so its value adds exactly nothing."""
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -72,18 +78,60 @@ def mix_inputs(
     ) * 2**-0.5
 
 
+def query(
+    row: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    layer: LayerSpec,
+    angles: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """q [..., K, G, D] from a row of q, k, v."""
+    raw = row[..., : layer.heads * layer.head_dim]
+    q = raw.unflatten(-1, (layer.kv_heads, -1, layer.head_dim))
+    return rotate(rms(q, q_norm, eps) if layer.normed else q * layer.head_dim**-0.5, angles)
+
+
 def new_entry(
-    row: torch.Tensor, k_norm: torch.Tensor, layer: LayerSpec, angles: torch.Tensor, eps: float
+    row: torch.Tensor,
+    k_norm: torch.Tensor | None,
+    layer: LayerSpec,
+    angles: torch.Tensor,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """k, v [..., K, D] from a row of q, k, v. With k_eq_v the values are the raw keys, normed."""
     size = layer.kv_heads * layer.head_dim
     first = layer.heads * layer.head_dim
     raw = row[..., first : first + size].unflatten(-1, (layer.kv_heads, layer.head_dim))
     value = raw if layer.k_eq_v else row[..., first + size :].unflatten(-1, raw.shape[-2:])
+    if not layer.normed:
+        return rotate(raw, angles), value
     return rotate(rms(raw, k_norm, eps), angles), rms(value, None, eps)
 
 
-def gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """gelu_tanh(gate) * up of [..., 2 * width]."""
+def gate(gate_up: torch.Tensor, silu: bool = False) -> torch.Tensor:
+    """gelu_tanh(gate) * up of [..., 2 * width], or silu(gate) * up."""
     left, right = gate_up.chunk(2, -1)
-    return gelu(left) * right
+    return (F.silu(left) if silu else gelu(left)) * right
+
+
+def attend(
+    q: torch.Tensor, cache: LayerCache, slot: int, position: int, window: int | None
+) -> torch.Tensor:
+    """One query q [K, G, D] over all it may see -> [K, G, D]: a partial per chunk of keys
+    (best score, sum, mixed values), combined by rising position. No 1 / sqrt(D): q and k
+    are normed."""
+    oldest = 0 if window is None else max(0, position - window + 1)
+    start, stop = oldest // CHUNK * CHUNK, (position // CHUNK + 1) * CHUNK
+    k, v = (part.float() for part in kv.read(cache, slot, start, stop))
+    places = torch.arange(start, stop, device=q.device)
+    seen = (places >= oldest) & (places <= position)
+    scores = torch.where(seen, q @ k.transpose(1, 2), MASKED).unflatten(-1, (-1, CHUNK))
+    best = scores.amax(-1)  # [K, G, C]
+    parts = torch.exp(scores - best[..., None])
+    mixed = parts.transpose(1, 2) @ v.unflatten(1, (-1, CHUNK))  # [K, C, G, D]
+    share = torch.exp(best - best.amax(-1, keepdim=True))
+    total, whole = torch.zeros_like(q), torch.zeros_like(share[..., 0])
+    for c in range(share.shape[-1]):
+        total += share[..., c, None] * mixed[:, c]
+        whole += share[..., c] * parts[..., c, :].sum(-1)
+    return total / whole[..., None]

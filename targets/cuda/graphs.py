@@ -110,7 +110,7 @@ class Graphs:
         pool: Any,
     ) -> None:
         """pool: of memory that no two graphs use at the same time."""
-        self._step, self._short, self._pool = step, short, pool
+        self._step, self._short, self.pool = step, short, pool
         self._steps: dict[tuple[int, int, bool, bool], tuple[Rows, Captured[Chosen]]] = {}
         self._chunks: dict[int, tuple[Rows, torch.Tensor, Captured[Hidden]]] = {}
 
@@ -121,7 +121,7 @@ class Graphs:
         key = bucket, tokens, shaped, logprobs
         if key not in self._steps:
             idle = idle_rows(bucket, tokens, rows.tokens.device)
-            captured = Captured(lambda: self._step(idle, shaped, logprobs), self._pool)
+            captured = Captured(lambda: self._step(idle, shaped, logprobs), self.pool)
             self._steps[key] = idle, captured
         feed, graph = self._steps[key]
         _fill(feed, rows)
@@ -137,7 +137,7 @@ class Graphs:
         if bucket not in self._chunks:
             idle = idle_rows(1, bucket, rows.tokens.device)
             only = torch.zeros(1, dtype=torch.int64, device=rows.tokens.device)
-            captured = Captured(lambda: self._short(idle, only), self._pool)
+            captured = Captured(lambda: self._short(idle, only), self.pool)
             self._chunks[bucket] = idle, only, captured
         feed, only, graph = self._chunks[bucket]
         _fill(feed, rows)

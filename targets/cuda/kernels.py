@@ -6,6 +6,7 @@ graph. Outputs come from torch's allocator; kernels are launched on torch's curr
 
 from __future__ import annotations
 
+from collections.abc import Set
 from ctypes import Structure, c_float, c_int, c_void_p
 from typing import Any
 
@@ -24,7 +25,9 @@ THREADS = 256
 NORM_THREADS = 512
 
 
-class _Embed(Structure):
+class Embed(Structure):
+    """Of norm.cu."""
+
     _fields_ = (
         *((name, c_void_p) for name in ("table", "tokens", "h")),
         *((name, c_int) for name in ("vocab", "hidden", "ctas", "tiles", "steps")),
@@ -36,15 +39,23 @@ class _Embed(Structure):
 class Kernels:
     """`ops.Ops` for one architecture on the current device."""
 
-    def __init__(self, arch: Arch, max_len: int, kv: torch.dtype, kinds: set[str]) -> None:
-        """max_len: positions. kv: the cache's dtype. kinds: of the weights."""
+    def __init__(
+        self,
+        arch: Arch,
+        max_len: int,
+        kv: torch.dtype,
+        kinds: set[str],
+        more: Set[Variant] = frozenset(),
+    ) -> None:
+        """max_len: positions. kv: the cache's dtype. kinds: of the weights. more: variants to
+        compile besides."""
         self.arch = arch
         kv8 = int(kv == torch.float8_e4m3fn)
         self.device = torch.device("cuda", torch.cuda.current_device())
         torch.zeros(1, device=self.device)  # torch makes the context that modules are loaded into
         properties = torch.cuda.get_device_properties(self.device)
         self.processors = properties.multi_processor_count
-        self.library = Library(variants(arch, kv8, kinds))
+        self.library = Library(variants(arch, kv8, kinds) | more)
         self._skinny = skinny.Skinny(self._launch, self.processors)
         self._attention = attention.Attention(self._launch, arch, max_len, kv8, self.device)
         self.choosing = choosing.Choosing(self._launch, self.device)
@@ -63,7 +74,7 @@ class Kernels:
     def attention(
         self,
         qkv: torch.Tensor,
-        q_norm: torch.Tensor,
+        q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
         layer: LayerSpec,
         cache: LayerCache,
@@ -71,6 +82,16 @@ class Kernels:
         kind: str,
     ) -> Input:
         return self._attention.run(qkv, (q_norm, k_norm), layer, cache, rows, kind)
+
+    def store(
+        self,
+        qkv: torch.Tensor,
+        k_norm: torch.Tensor | None,
+        layer: LayerSpec,
+        cache: LayerCache,
+        rows: Rows,
+    ) -> None:
+        self._attention.store(qkv, (None, k_norm), layer, cache, rows)
 
     def choose(
         self,
@@ -84,18 +105,23 @@ class Kernels:
         return self.choosing.choose(logits, bias, rules, history, rows, shaped)
 
     def embed(self, head: Linear, rows: Rows) -> torch.Tensor:
-        assert (head.kind, head.layout) == ("bf16", "plain"), head.kind
-        plan, m = tiles.schedule_of(head, self.processors), rows.tokens.numel()
+        m = rows.tokens.numel()
         h = torch.empty((m, head.k), device=self.device)
-        job = _Embed(
-            *map(address, (head.data, rows.tokens, h)),
+        job = self.lookup(head, rows.tokens, h)
+        # the first kernel of a call: everything before it has ended when it starts
+        self._launch(norm_variant("bf16"), "embed", (m, 1, 1), NORM_THREADS, [job], early=False)
+        return h
+
+    def lookup(self, head: Linear, tokens: torch.Tensor, h: torch.Tensor) -> Embed:
+        """The head's own table by tokens, and rows h [M, H]."""
+        assert (head.kind, head.layout) == ("bf16", "plain"), head.kind
+        plan = tiles.schedule_of(head, self.processors)
+        return Embed(
+            *map(address, (head.data, tokens, h)),
             *(head.n, head.k, plan.ctas, plan.tiles, plan.steps),
             *(plan.row_groups, plan.k_groups, plan.wide, plan.depth),
             torch.tensor(head.k**0.5, dtype=torch.bfloat16).item(),
         )
-        # the first kernel of a call: everything before it has ended when it starts
-        self._launch(_norm("bf16"), "embed", (m, 1, 1), NORM_THREADS, [job], early=False)
-        return h
 
     def norm(
         self,
@@ -110,12 +136,12 @@ class Kernels:
         x = make_input(m, hidden, self.device)
         arguments = [pointer(t) for t in (h, branch, post, scalar, pre, x.data)]
         arguments += [c_int(hidden), c_float(self.arch.eps), c_int(x.k_blocks), c_int(x.block)]
-        self._launch(_norm(kind), "add_norm", (m, 1, 1), NORM_THREADS, arguments)
+        self._launch(norm_variant(kind), "add_norm", (m, 1, 1), NORM_THREADS, arguments)
         return x
 
     def gated(self, x: Input, gate_up: Linear, kind: str) -> Input:
         out = make_input(x.rows, gate_up.n // 2, self.device)
-        self._skinny.run(x, gate_up, out.data, GATED, out.k_blocks)
+        self._skinny.run(x, gate_up, out.data, GATED, out.k_blocks, silu=self.arch.silu)
         return out
 
     def gated_per_layer(
@@ -148,7 +174,9 @@ class Kernels:
         arguments = [pointer(t) for t in (mixed, table, norm, rows.tokens, out)]
         arguments += [c_int(layers), c_int(width), c_int(arch.per_layer_vocab), c_float(arch.eps)]
         arguments += [c_float(factor) for factor in factors]
-        self._launch(_norm("bf16"), "per_layer_inputs", (m, -(-layers // 8), 1), THREADS, arguments)
+        self._launch(
+            norm_variant("bf16"), "per_layer_inputs", (m, -(-layers // 8), 1), THREADS, arguments
+        )
         return out
 
     def route(
@@ -184,7 +212,7 @@ class Kernels:
         out = torch.empty((m, hidden), device=self.device)
         arguments = [pointer(t) for t in (dense, dense_norm, routed, routed_norm, out)]
         arguments += [c_int(hidden), c_float(self.arch.eps)]
-        self._launch(_norm("bf16"), "join", (m, 1, 1), NORM_THREADS, arguments)
+        self._launch(norm_variant("bf16"), "join", (m, 1, 1), NORM_THREADS, arguments)
         return out
 
     def _launch(
@@ -209,8 +237,9 @@ def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
         attention.variants(arch, kv8),
         experts.variants(arch, kinds),
     )
-    return {choosing.CHOOSE, choosing.CYCLE, *map(_norm, kinds)}.union(*parts)
+    return {choosing.CHOOSE, choosing.CYCLE, *map(norm_variant, kinds)}.union(*parts)
 
 
-def _norm(kind: str) -> Variant:
+def norm_variant(kind: str) -> Variant:
+    """What feeds weights of this kind."""
     return Variant("norm", (("FP8", int(kind == "fp8")),))

@@ -15,24 +15,22 @@ import torch
 from specdec.types import NO_GUESS
 from targets.arch import Arch, LayerSpec, MoeSpec
 from targets.cuda import cache as kv, sampling
-from targets.cuda.cache import CHUNK, LayerCache
+from targets.cuda.cache import LayerCache
 from targets.cuda.formulas import (
+    attend,
     gate,
     gelu,
     inverse_frequencies,
     lookup,
     mix_inputs,
     new_entry,
+    query,
     rank,
     rms,
-    rotate,
     soft_cap,
 )
 from targets.cuda.ops import Linear, Rows
 from targets.rules import Rules
-
-MASKED = -1e30
-"""Score of an invisible key: exp underflows to exactly 0, so its value adds exactly nothing."""
 
 
 def each_row(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
@@ -79,7 +77,11 @@ class Reference:
         kind: str,
     ) -> torch.Tensor:
         if branch is not None:
-            h += each_row(lambda row: rms(row, post, self.arch.eps), branch)
+            h += (
+                branch
+                if post is None
+                else each_row(lambda row: rms(row, post, self.arch.eps), branch)
+            )
         if scalar is not None:
             h *= scalar
         if pre is None:
@@ -90,12 +92,13 @@ class Reference:
         return _matmul(x, wide(weight), weight.scale)
 
     def gated(self, x: torch.Tensor, gate_up: Linear, kind: str) -> torch.Tensor:
-        return as_input(each_row(gate, self.linear(x, gate_up)), kind)
+        rows = self.linear(x, gate_up)
+        return as_input(each_row(lambda row: gate(row, self.arch.silu), rows), kind)
 
     def attention(
         self,
         qkv: torch.Tensor,
-        q_norm: torch.Tensor,
+        q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
         layer: LayerSpec,
         cache: LayerCache,
@@ -103,22 +106,29 @@ class Reference:
         kind: str,
     ) -> torch.Tensor:
         """Waits for slots and positions to reach the host, unlike a kernel."""
-        batch, tokens = rows.tokens.shape
-        slots, starts = rows.slot.tolist(), rows.start.tolist()
-        places = [(slots[b], starts[b] + t) for b in range(batch) for t in range(tokens)]
+        if layer.kv_from is None:
+            self.store(qkv, k_norm, layer, cache, rows)
         inverse = inverse_frequencies(layer.rope, layer.head_dim, qkv.device)
-        if k_norm is not None:
-            for (slot, position), row in zip(places, qkv, strict=True):
-                if slot >= 0:
-                    k, v = new_entry(row.clone(), k_norm, layer, position * inverse, self.arch.eps)
-                    kv.write(cache, slot, position, k[None], v[None])
         out = torch.zeros((len(qkv), layer.heads * layer.head_dim), device=qkv.device)
-        for r, (slot, position) in enumerate(places):
+        for r, (slot, position) in enumerate(_places(rows)):
             if slot >= 0:
-                q = qkv[r, : out.shape[1]].clone().view(layer.kv_heads, -1, layer.head_dim)
-                q = rotate(rms(q, q_norm, self.arch.eps), position * inverse)
+                q = query(qkv[r].clone(), q_norm, layer, position * inverse, self.arch.eps)
                 out[r] = attend(q, cache, slot, position, layer.window).flatten()
         return as_input(out, kind)
+
+    def store(
+        self,
+        qkv: torch.Tensor,
+        k_norm: torch.Tensor | None,
+        layer: LayerSpec,
+        cache: LayerCache,
+        rows: Rows,
+    ) -> None:
+        inverse = inverse_frequencies(layer.rope, layer.head_dim, qkv.device)
+        for (slot, position), row in zip(_places(rows), qkv, strict=True):
+            if slot >= 0:
+                k, v = new_entry(row.clone(), k_norm, layer, position * inverse, self.arch.eps)
+                kv.write(cache, slot, position, k[None], v[None])
 
     def per_layer_inputs(
         self,
@@ -204,34 +214,19 @@ class Reference:
         return each_row(lambda row: soft_cap(row, softcap), self.linear(x, table))
 
 
+def _places(rows: Rows) -> list[tuple[int, int]]:
+    """Slot and position of each row of a call."""
+    tokens, starts = rows.tokens.shape[1], rows.start.tolist()
+    return [
+        (slot, starts[b] + t) for b, slot in enumerate(rows.slot.tolist()) for t in range(tokens)
+    ]
+
+
 def expert(weight: Linear, number: int) -> Linear:
     """One expert's rows of weights that hold all of them."""
     rows = slice(number * weight.n, (number + 1) * weight.n)
     scale = None if weight.scale is None else weight.scale[rows]
     return Linear(weight.n, weight.k, weight.kind, weight.data[rows], scale)
-
-
-def attend(
-    q: torch.Tensor, cache: LayerCache, slot: int, position: int, window: int | None
-) -> torch.Tensor:
-    """One query q [K, G, D] over all it may see -> [K, G, D]: a partial per chunk of keys
-    (best score, sum, mixed values), combined by rising position. No 1 / sqrt(D): q and k
-    are normed."""
-    oldest = 0 if window is None else max(0, position - window + 1)
-    start, stop = oldest // CHUNK * CHUNK, (position // CHUNK + 1) * CHUNK
-    k, v = (part.float() for part in kv.read(cache, slot, start, stop))
-    places = torch.arange(start, stop, device=q.device)
-    seen = (places >= oldest) & (places <= position)
-    scores = torch.where(seen, q @ k.transpose(1, 2), MASKED).unflatten(-1, (-1, CHUNK))
-    best = scores.amax(-1)  # [K, G, C]
-    parts = torch.exp(scores - best[..., None])
-    mixed = parts.transpose(1, 2) @ v.unflatten(1, (-1, CHUNK))  # [K, C, G, D]
-    share = torch.exp(best - best.amax(-1, keepdim=True))
-    total, whole = torch.zeros_like(q), torch.zeros_like(share[..., 0])
-    for c in range(share.shape[-1]):
-        total += share[..., c, None] * mixed[:, c]
-        whole += share[..., c] * parts[..., c, :].sum(-1)
-    return total / whole[..., None]
 
 
 def _matmul(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

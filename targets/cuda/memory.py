@@ -92,15 +92,17 @@ def cache_bytes(arch: Arch, shape: Shape) -> int:
     return shape.slots * total + (shape.slots + 1) * text
 
 
-def check_fits(arch: Arch, shape: Shape, free: int) -> None:
-    """Raise UserError, with what would fit, where `free` bytes are not enough."""
-    needed = need(arch, shape)
+def check_fits(arch: Arch, shape: Shape, free: int, head: int = 0) -> None:
+    """Raise UserError, with what would fit, where `free` bytes are not enough. head: bytes of them
+    that an EAGLE-3 head takes."""
+    needed, free = need(arch, shape), free - head
     if needed.total <= free:
         return
+    beside = f" beside {_gib(head)} of the EAGLE-3 head" if head else ""
     raise UserError(
         f"this needs {_gib(needed.total)} of GPU memory (weights {_gib(needed.weights)}, K/V cache "
-        f"{_gib(needed.cache)}, workspace {_gib(needed.workspace)}) but {_gib(free)} are free: "
-        f"{_remedy(arch, shape, free)}"
+        f"{_gib(needed.cache)}, workspace {_gib(needed.workspace)}) but {_gib(free)} are free"
+        f"{beside}: {_remedy(arch, shape, free)}"
     )
 
 

@@ -40,7 +40,7 @@ def decode(
     inputs = _per_layer_inputs(weights, h, rows, ops)
     first = weights.layers[0]
     x = ops.norm(h, None, None, None, first.input_norm, first.qkv.kind)
-    states: dict[int, torch.Tensor] = {}
+    captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None
     for i, w in enumerate(weights.layers):
         layer = arch.layers[i]
         qkv = ops.linear(x, w.qkv)
@@ -58,14 +58,14 @@ def decode(
             x = ops.gated_per_layer(x, gate, inputs, i, projection.kind)
             branch, post = ops.linear(x, projection), w.per_layer.post_norm
         x = ops.norm(h, branch, post, w.scalar, *opening(weights, i + 1))
-        if i in features:
-            states[i] = h.clone()
+        if captured is not None and i in features:
+            captured[:, features.index(i)] = h
     if only is not None:
         x = ops.norm(
             h.index_select(0, only), None, None, None, *opening(weights, len(weights.layers))
         )
-    captured = torch.cat([states[i] for i in features], -1) if features else None
-    return Hidden(ops.head(x, weights.head, arch.softcap), captured)
+    logits = ops.head(x, weights.head, arch.softcap)
+    return Hidden(logits, None if captured is None else captured.flatten(1))
 
 
 def opening(weights: Weights, i: int) -> tuple[torch.Tensor, str]:

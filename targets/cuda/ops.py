@@ -73,8 +73,8 @@ class Ops(Protocol):
         pre: torch.Tensor | None,
         kind: str,
     ) -> X:
-        """h = (h + rms(branch) * post) * scalar in place; -> rms(h) * pre (h itself where pre is
-        None), as input for a weight of this kind."""
+        """h = (h + rms(branch) * post) * scalar in place (h + branch where post is None); ->
+        rms(h) * pre (h itself where pre is None), as input for a weight of this kind."""
         ...
 
     def linear(self, x: X, weight: Linear) -> torch.Tensor:
@@ -82,13 +82,14 @@ class Ops(Protocol):
         ...
 
     def gated(self, x: X, gate_up: Linear, kind: str) -> X:
-        """gelu_tanh(x gate) * (x up); `gate_up` holds gate's rows, then up's."""
+        """gelu_tanh(x gate) * (x up), or with SiLU as the architecture says; `gate_up` holds gate's
+        rows, then up's."""
         ...
 
     def attention(
         self,
         qkv: torch.Tensor,
-        q_norm: torch.Tensor,
+        q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
         layer: LayerSpec,
         cache: LayerCache,
@@ -96,7 +97,19 @@ class Ops(Protocol):
         kind: str,
     ) -> X:
         """qkv [M, q (+ k (+ v))]: norm, rotate, store new K/V (not where the layer shares
-        another's: `cache` is then the donor's), attend over the cache alone."""
+        another's: `cache` is then the donor's), attend over the cache alone. Layers that aren't
+        normed have no q_norm and k_norm."""
+        ...
+
+    def store(
+        self,
+        qkv: torch.Tensor,
+        k_norm: torch.Tensor | None,
+        layer: LayerSpec,
+        cache: LayerCache,
+        rows: Rows,
+    ) -> None:
+        """Of `attention` the new K/V alone."""
         ...
 
     def per_layer_inputs(

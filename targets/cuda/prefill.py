@@ -59,7 +59,7 @@ class _Pass:
         h = self.ops.embed(weights.head, self.chunk.as_rows())
         inputs = self._per_layer_inputs(h)
         x = turn(h, None, None, None, *opening(weights, 0))
-        states: dict[int, torch.Tensor] = {}
+        captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None
         for i, w in enumerate(weights.layers):
             mixed, inner = self._attention(i, x, w), w.pre_feedforward_norm
             if i + 1 == len(weights.layers) and i not in features:
@@ -76,11 +76,11 @@ class _Pass:
                 branch = self._gated_inputs(x, w.per_layer, inputs[:, i])
                 post = w.per_layer.post_norm
             x = turn(h, branch, post, w.scalar, *opening(weights, i + 1))
-            if i in features:
-                states[i] = h.clone()
+            if captured is not None and i in features:
+                captured[:, features.index(i)] = h
         last = self.ops.norm(h[-1:], None, None, None, weights.norm, weights.head.kind)
-        captured = torch.cat([states[i] for i in features], -1) if features else None
-        return Hidden(self.ops.head(last, weights.head, arch.softcap), captured)
+        logits = self.ops.head(last, weights.head, arch.softcap)
+        return Hidden(logits, None if captured is None else captured.flatten(1))
 
     def _project(self, x: Input, weight: Linear) -> torch.Tensor:
         return self.steps.matmul(x, *self.ops.dense(weight))

@@ -36,6 +36,7 @@ class _Job(Structure):
         *((name, c_int) for name in ("row_groups", "k_groups", "depth", "k_blocks")),
         *((name, c_int) for name in ("stages", "rows", "out_stride", "epilogue")),
         ("softcap", c_float),
+        ("silu", c_int),
     )
 
 
@@ -119,16 +120,17 @@ class Skinny:
         stride: int,
         inputs: torch.Tensor | None = None,
         softcap: float = 0.0,
+        silu: bool = False,
     ) -> None:
         """out: float32 rows of `stride`, or an `Input`'s data of `stride` blocks. inputs: what
-        PER_LAYER multiplies with."""
+        PER_LAYER multiplies with. silu: what GATED gates with, else tanh GELU."""
         plan = tiles.schedule_of(weight, self._processors)
         job = _Job(
             *map(address, (weight.data, weight.scale, x.data, out, inputs, None)),
             0 if inputs is None else inputs.stride(0),
             *(weight.n, plan.ctas, plan.tiles, plan.passes, plan.steps),
             *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
-            *(0, x.rows, stride, epilogue, softcap),
+            *(0, x.rows, stride, epilogue, softcap, int(silu)),
         )
         if x.block in FEW:
             job.stages, shared = few_stages(plan, weight.kind, x.block)

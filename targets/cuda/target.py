@@ -79,6 +79,13 @@ class CudaTarget:
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._graphs = Graphs(self.step, self.short, self.pool) if graphs else None
 
+    def share_pool(self, other: CudaTarget) -> None:
+        """What is captured from now on lies where the other's graphs do: no result of either may
+        then be read after any graph's next replay."""
+        self.pool = other.pool
+        if self._graphs:
+            self._graphs.pool = other.pool
+
     @property
     def slots(self) -> int:
         return self.plan.slots

@@ -15,6 +15,9 @@
 #ifndef KV8  // 1: e4m3 cache, arithmetic in f16; 0: bf16 both
 #define KV8 0
 #endif
+#ifndef NORMED  // 0: queries are scaled, keys and values are taken as they are
+#define NORMED 1
+#endif
 
 #if KV8
 typedef u8 Cached;
@@ -112,13 +115,16 @@ struct Turn {
   __device__ void load(const Job& job, Role role, int position) {
     if (role == kValue) return;
     const int half = job.head_dim / 2;
-    const float* norm = role == kQuery ? job.q_norm : job.k_norm;
     const size_t at = size_t(position) * half;
+#if NORMED
+    const float* norm = role == kQuery ? job.q_norm : job.k_norm;
     weight.load(norm, norm + half, half);
+#endif
     angle.load(job.cosine + at, job.sine + at, half);
   }
 
   __device__ void apply(const Job& job, Role role, Vector& x) const {
+#if NORMED
     float squares = 0.0f;
 #pragma unroll
     for (int j = 0; j < kQuads; j++)
@@ -126,6 +132,9 @@ struct Turn {
       for (int e = 0; e < 4; e++)
         squares = __fmaf_rn(x.high[j][e], x.high[j][e], __fmaf_rn(x.low[j][e], x.low[j][e], squares));
     const float inverse = rsqrtf(warp_sum(squares) / job.head_dim + job.eps);
+#else
+    const float inverse = role == kQuery ? rsqrtf(float(job.head_dim)) : 1.0f;
+#endif
 #pragma unroll
     for (int j = 0; j < kQuads; j++)
 #pragma unroll
@@ -134,7 +143,9 @@ struct Turn {
         float& b = x.high[j][e];
         a = __fmul_rn(a, inverse), b = __fmul_rn(b, inverse);
         if (role == kValue) continue;
+#if NORMED
         a = __fmul_rn(a, weight.low[j][e]), b = __fmul_rn(b, weight.high[j][e]);
+#endif
         const float c = angle.low[j][e], s = angle.high[j][e];
         const float turned = __fmaf_rn(a, c, -__fmul_rn(b, s));
         b = __fmaf_rn(b, c, __fmul_rn(a, s)), a = turned;

@@ -4,7 +4,7 @@
 //
 // A cluster of 8 CTAs owns one row, each an eighth of the vocabulary. Sums run in a fixed order:
 // a thread's tokens, the warp, the block, the cluster's ranks; nothing depends on other rows.
-#include "common.cuh"
+#include "choice.cuh"
 
 constexpr int kCtas = 8;
 constexpr int kThreads = 1024;
@@ -29,22 +29,6 @@ struct Job {
   int vocab, stride, tokens, shaped;
 };
 
-struct Best {
-  float value;
-  int id;
-};
-__device__ inline Best better(Best a, Best b) {
-  return b.value > a.value || (b.value == a.value && b.id < a.id) ? b : a;
-}
-
-__device__ inline void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ inline u32 cluster_rank() {
-  u32 rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
 __device__ inline float peer(const float* mine, int rank) {
   u32 at;
   float v;
@@ -78,15 +62,11 @@ struct Cluster {
   __device__ Best best(Best v) {
     Room& r = *room;
     turn ^= 1;
-#pragma unroll
-    for (int d = 16; d; d >>= 1)
-      v = better(v, {__shfl_xor_sync(~0u, v.value, d), __shfl_xor_sync(~0u, v.id, d)});
+    v = warp_best(v);
     if (threadIdx.x % 32 == 0) r.warps[turn][threadIdx.x / 32] = v.value, r.ids[turn][threadIdx.x / 32] = v.id;
     __syncthreads();
     v = {r.warps[turn][threadIdx.x % 32], r.ids[turn][threadIdx.x % 32]};
-#pragma unroll
-    for (int d = 16; d; d >>= 1)
-      v = better(v, {__shfl_xor_sync(~0u, v.value, d), __shfl_xor_sync(~0u, v.id, d)});
+    v = warp_best(v);
     if (threadIdx.x == 0) r.total[turn] = v.value, r.id[turn] = __int_as_float(v.id);
     cluster_sync();
     v = {peer(&r.total[turn], 0), __float_as_int(peer(&r.id[turn], 0))};
@@ -95,29 +75,6 @@ struct Cluster {
     return v;
   }
 };
-
-// Same order as the floats.
-__device__ inline u32 ordered(float v) {
-  const u32 bits = __float_as_uint(v);
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
-
-// Standard Gumbel noise of four tokens (4 * block .. 4 * block + 3) at a position.
-__device__ inline void gumbel(u32 k0, u32 k1, u32 block, u32 position, float (&out)[4]) {
-  u32 c[4] = {block, position, 0, 0};
-#pragma unroll
-  for (int round = 0; round < 10; round++) {
-    const u32 high0 = __umulhi(0xD2511F53u, c[0]), low0 = 0xD2511F53u * c[0];
-    const u32 high1 = __umulhi(0xCD9E8D57u, c[2]), low1 = 0xCD9E8D57u * c[2];
-    c[0] = high1 ^ c[1] ^ k0, c[1] = low1, c[2] = high0 ^ c[3] ^ k1, c[3] = low0;
-    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-  }
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const float u = fminf((__uint2float_rn(c[i]) + 0.5f) * 2.3283064365386963e-10f, 1.0f - 5.9604644775390625e-08f);
-    out[i] = -logf(-log1pf(-u));
-  }
-}
 
 // What counts towards penalties: this row's history up to its own position.
 __device__ void count(const Job& job, int slot, int last, int from, int to, u32* counts) {

@@ -88,6 +88,8 @@ __device__ inline float gelu_tanh(float x) {
   return __fdividef(x, 1.0f + __expf(-2.0f * inner));
 }
 
+__device__ inline float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
 __device__ inline float warp_sum(float v) {
 #pragma unroll
   for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(~0u, v, d);

@@ -10,7 +10,7 @@ constexpr int kNoGuess = -1, kSatOut = -1;
 // occurred before, its latest occurrence, and what followed; past the end the match repeats. One
 // CTA per row. n_max 0: no guesses. Also lays out the verify: the last token, then the draft.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    draft(const int* history, const int* length, const int* live, const int* slots, int* guesses,
+    draft(const int* history, const int* length, const int* live, const int* slots,
           int* tokens, int* start, int* slot_out, int stride, int k, int n_min, int n_max) {
   __shared__ int best[32];
   const int b = blockIdx.x, slot = slots[b];
@@ -30,11 +30,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   for (int w = 0; w < 32; w++) found = max(found, best[w]);
   const int follow = found & 0xffffff, period = end - follow;
-  if (threadIdx.x < k) {
-    const int guess = found ? text[follow + threadIdx.x % period] : kNoGuess;
-    guesses[b * k + threadIdx.x] = guess;
-    tokens[b * (k + 1) + 1 + threadIdx.x] = guess;
-  }
+  if (threadIdx.x < k)
+    tokens[b * (k + 1) + 1 + threadIdx.x] = found ? text[follow + threadIdx.x % period] : kNoGuess;
   if (threadIdx.x == 0) {
     tokens[b * (k + 1)] = runs ? text[end - 1] : 0;
     start[b] = end - 1;

@@ -27,6 +27,7 @@ struct Job {
   int out_stride;       // floats per row, or 32-feature blocks of the next input
   int epilogue;
   float softcap;
+  int silu;             // what gates: 1 SiLU, 0 tanh GELU
 };
 
 // The weight's row n that is `row` of a tile, or past its end. Gated weights alternate tiles of gate
@@ -83,7 +84,8 @@ __device__ inline void finish_gated(const Job& job, const Four& gate, const Four
   u32 value[4];
 #pragma unroll
   for (int e = 0; e < 4; e++) {
-    const float v = gelu_tanh(gate[e] * gate_scales[e / 2]) * (up[e] * up_scales[e / 2]);
+    const float g = gate[e] * gate_scales[e / 2];
+    const float v = (job.silu ? silu(g) : gelu_tanh(g)) * (up[e] * up_scales[e / 2]);
     value[e] = FP8 ? input_of_fp8(v) : to_bf16(v);
   }
   const int odd = lane / 4 % 2, feature = tile / 2 * 16 + lane / 8 * 2;

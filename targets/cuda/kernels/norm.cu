@@ -1,24 +1,8 @@
 // The residual stream: embedding, RMS norms fused with the residual addition. One CTA per row.
-#include "common.cuh"
+#include "hidden.cuh"
 
-#ifndef FP8  // what the next linear layer's weights are
-#define FP8 1
-#endif
-__device__ inline u16 narrow(float v) { return FP8 ? input_of_fp8(v) : to_bf16(v); }
-
-constexpr int kThreads = 512;
-constexpr int kMax = 4;  // float4 per thread: hidden sizes up to 8192
-
-__device__ inline float4 load4(const float* p, int i) { return reinterpret_cast<const float4*>(p)[i]; }
-__device__ inline float square4(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
-
-__device__ inline void store_input(void* x, int m, int i, float4 v, int k_blocks, int block) {
-  u32* to = static_cast<u32*>(x);  // pairs of features stay together
-  to[x_offset(m, 4 * i, k_blocks, block) / 2] = narrow(v.x) | u32(narrow(v.y)) << 16;
-  to[x_offset(m, 4 * i + 2, k_blocks, block) / 2] = narrow(v.z) | u32(narrow(v.w)) << 16;
-}
-
-// h = (h + rms(branch) * post) * scalar; x = rms(h) * pre. branch, post, scalar, pre may be null.
+// h = (h + rms(branch) * post) * scalar; x = rms(h) * pre. branch, scalar, pre may be null, and post:
+// the branch is then added as it is.
 extern "C" __global__ void __launch_bounds__(kThreads)
     add_norm(float* h, const float* branch, const float* post, const float* scalar, const float* pre,
              void* x, int hidden, float eps, int k_blocks, int block) {
@@ -30,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int j = 0; j < kMax; j++) {
     const int i = threadIdx.x + j * kThreads;
     if (pre && i < quads) weight[j] = load4(pre, i);
-    if (branch && i < quads) closing[j] = load4(post, i);
+    if (post && i < quads) closing[j] = load4(post, i);
   }
   const float factor = scalar ? *scalar : 1.0f;
   wait_for_previous();
@@ -46,12 +30,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     squares += square4(added[j]);
   }
   if (branch) {
-    const float inverse = rsqrtf(block_sum(squares, scratch[0]) / hidden + eps);
+    const float inverse = post ? rsqrtf(block_sum(squares, scratch[0]) / hidden + eps) : 1.0f;
 #pragma unroll
     for (int j = 0; j < kMax; j++) {
       const int i = threadIdx.x + j * kThreads;
       if (i >= quads) continue;
-      const float4 w = closing[j];
+      const float4 w = post ? closing[j] : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
       float4 v = stream[j];
       v.x = (v.x + added[j].x * inverse * w.x) * factor;
       v.y = (v.y + added[j].y * inverse * w.y) * factor;
@@ -112,28 +96,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         make_float4(a[j].x * p * u.x + b[j].x * q * v.x, a[j].y * p * u.y + b[j].y * q * v.y,
                     a[j].z * p * u.z + b[j].z * q * v.z, a[j].w * p * u.w + b[j].w * q * v.w);
   }
-}
-
-struct Embed {
-  const u32* table;  // the head's bf16 weight, tiled
-  const int* tokens;
-  float* h;
-  int vocab, hidden;
-  int ctas, tiles, steps, row_groups, k_groups, wide, depth;  // how it was dealt (gemm.cu)
-  float factor;
-};
-
-// Where inputs 2 i and 2 i + 1 of a row lie, in 4-byte words: [pass][step][CTA], then [k group]
-// [row group][depth][tile], then [16 inputs][lane][word].
-__device__ inline size_t pair_at(const Embed& job, int row, int i) {
-  const int owner = row / 16 / job.tiles, mine = row / 16 % job.tiles;
-  const int block = i / 16, together = job.k_groups * job.depth, part = block % together;
-  const int step = (owner / job.ctas * job.steps + block / together) * job.ctas + owner % job.ctas;
-  const int warp = part / job.depth * job.row_groups + mine / job.wide;
-  const int tile = (warp * job.depth + part % job.depth) * job.wide + mine % job.wide;
-  const int lane = row % 8 * 4 + i % 16 / 4, word = i % 2 * 2 + row % 16 / 8;
-  return (size_t(step) * job.row_groups * together * job.wide + tile) * 256 + i % 4 / 2 * 128 +
-         lane * 4 + word;
 }
 
 // h[m] = table[token] * factor.

@@ -1,0 +1,200 @@
+"""The EAGLE-3 head's forward in the words of `targets.cuda.draft_ops`: our kernels on a Hopper GPU,
+plain torch elsewhere. The mathematics, and the JAX twin: `drafters/eagle3/jax.py`.
+
+A head is a Llama layer to the operations: nothing normed within attention, gates of SiLU. Linear
+layers are fp8 where the target's are, quantised on load; K/V are bf16 (float32 for references).
+Shape legend: M rows, H hidden, F features of a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from drafters.eagle3.spec import Head, HeadSpec, check_pair, tensors
+from specdec.errors import UserError
+from targets.arch import Arch, LayerSpec, Rope
+from targets.cuda.attention import HEADS
+from targets.cuda.cache import KVCache, entries, make_cache, slack_of
+from targets.cuda.draft_kernels import DraftKernels
+from targets.cuda.draft_ops import DraftOps, DraftReference, PairNorms, Vocabulary
+from targets.cuda.graphs import bucket_of
+from targets.cuda.layers import Reference
+from targets.cuda.load import WIDEST
+from targets.cuda.memory import LINEAR, Shape
+from targets.cuda.ops import Linear, Rows
+from targets.cuda.params import quantise_fp8
+from targets.cuda.target import CudaTarget
+from targets.cuda.workshop import Workshop
+
+KINDS = {"bfloat16": "bf16", "float32": "float32"}
+"""Of the head's linear layers, by the target's dtype; fp8 beside narrower ones."""
+PIECE = 128
+"""Rows of a prompt that the head reads at once: what its sums take stays small."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """features_norm [F]: `fc_norm`s side by side, or `input_norm`, in `norm_parts` parts; None
+    where the head has neither. Norms are float32."""
+
+    fc: Linear
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
+    lm_head: Linear
+    features_norm: torch.Tensor | None
+    norm_parts: int
+    embedding_norm: torch.Tensor
+    hidden_norm: torch.Tensor
+    post_norm: torch.Tensor
+    norm: torch.Tensor
+
+
+def arch_of(spec: HeadSpec) -> Arch:
+    """The head as the operations see it: one layer."""
+    layer = LayerSpec(
+        window=spec.window,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        rope=Rope(spec.theta, spec.head_dim // 2),
+        k_eq_v=False,
+        kv_from=None,
+        ffw=spec.ffw,
+        moe=None,
+        normed=False,
+    )
+    return Arch(
+        spec.draft_vocab, spec.hidden, (layer,), spec.eps, None, 0, 0, spec.max_position, True
+    )
+
+
+class HeadModel:
+    """One head beside its target, with a K/V cache of the target's slots."""
+
+    def __init__(self, head: Head, target: CudaTarget) -> None:
+        """Raises UserError for a head of another target, or one that the kernels don't take."""
+        spec, device = head.spec, target.device
+        check_pair(spec, target.arch)
+        assert target.plan.features == spec.layers, (target.plan.features, spec.layers)
+        self.spec, self.target, self.arch = spec, target, arch_of(spec)
+        self.longest = min(target.max_len, spec.max_position)
+        """No token from this position on is guessed: the target's context or the head's ends."""
+        kind, slack = KINDS.get(target.dtype, "fp8"), slack_of(PIECE, PIECE)
+        self.ops = _ops(self.arch, target, self.longest + slack, kind)
+        self.weights = place(head, kind, self.ops, device)
+        kv = torch.float32 if kind == "float32" else torch.bfloat16
+        sizes = target.slots, self.longest, slack
+        self.cache: KVCache = make_cache(self.arch, *sizes, kv, str(device))
+        self.known = _vocabulary(head, device)
+
+    def fuse(self, features: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        """The target's features [S, W, F] of slots [B] -> states [B W, H] float32."""
+        w = self.weights
+        x = self.ops.features(features, slot, w.features_norm, w.norm_parts, w.fc.kind)
+        return self.ops.linear(x, w.fc)
+
+    def mix(self, rows: Rows, h: torch.Tensor, own: bool) -> torch.Tensor:
+        """Write the rows' entries and attend: -> [M, H] float32, to be added to h, which becomes
+        the residual. own: h is the head's own output."""
+        w, (layer,) = self.weights, self.arch.layers
+        qkv = self._project(rows, h, own)
+        cache = self.cache.of(self.arch.layers, 0)
+        x = self.ops.attention(qkv, None, None, layer, cache, rows, w.o.kind)
+        return self.ops.linear(x, w.o)
+
+    def store(self, rows: Rows, h: torch.Tensor) -> None:
+        """Write the rows' entries from the target's states: nothing is asked of them yet."""
+        (layer,) = self.arch.layers
+        cache = self.cache.of(self.arch.layers, 0)
+        self.ops.store(self._project(rows, h, False), None, layer, cache, rows)
+
+    def _project(self, rows: Rows, h: torch.Tensor, own: bool) -> torch.Tensor:
+        w = self.weights
+        feedback = w.norm if own and self.spec.norm_output else None
+        residual = self.spec.norm_before_residual
+        norms = PairNorms(w.embedding_norm, w.hidden_norm, feedback, residual)
+        tokens = rows.tokens.flatten() if rows.tokens.shape[1] > 1 else rows.tokens[:, 0]
+        x = self.ops.pair(self.target.weights.head, tokens, h, norms, w.qkv.kind)
+        return self.ops.linear(x, w.qkv)
+
+    def logits(self, h: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """The rest of the layer -> [M, draft vocabulary] float32; h becomes the head's output."""
+        w, ops = self.weights, self.ops
+        x = ops.norm(h, mixed, None, None, w.post_norm, w.gate_up.kind)
+        branch = ops.linear(ops.gated(x, w.gate_up, w.down.kind), w.down)
+        return ops.head(ops.norm(h, branch, None, None, w.norm, w.lm_head.kind), w.lm_head, None)
+
+
+def need_bytes(spec: HeadSpec, shape: Shape) -> int:
+    """What a head adds to a target's need: weights, K/V, what is pending of each slot, and the
+    states that a verify and a prefill chunk bring along."""
+    longest, slots = min(shape.max_len, spec.max_position), shape.slots
+    values = sum(prod(dims) for dims in tensors(spec).values())
+    (layer,) = arch_of(spec).layers
+    held = entries(layer, longest, slack_of(PIECE, PIECE)) * -(-spec.head_dim // 64) * 64
+    states = (slots + 1 + bucket_of(slots)) * shape.width + shape.chunk
+    return (
+        LINEAR[shape.dtype] * values
+        + 2 * 2 * slots * spec.kv_heads * held
+        + 4 * spec.features * states
+    )
+
+
+def _vocabulary(head: Head, device: torch.device) -> Vocabulary:
+    ids, inverse = torch.from_numpy(head.target_ids), torch.full((head.spec.vocab,), -1)
+    inverse[ids] = torch.arange(len(ids))
+    return Vocabulary(ids.int().to(device), inverse.int().to(device))
+
+
+def _ops(arch: Arch, target: CudaTarget, positions: int, kind: str) -> DraftOps:
+    if isinstance(target.ops, Reference):
+        return DraftReference(arch)
+    dim = arch.layers[0].head_dim
+    if -(-dim // 64) * 64 not in HEADS or dim % 8 or arch.hidden > WIDEST:
+        raise UserError(
+            f"the kernels take EAGLE-3 heads of width up to {WIDEST} whose attention heads fill up "
+            f"to 64, 128, 256 or 512, not {arch.hidden} with {dim}: use --backend jax"
+        )
+    return DraftKernels(arch, positions, {kind, "bf16"})
+
+
+def place(head: Head, kind: str, ops: DraftOps, device: torch.device) -> Weights:
+    """A head's weights on the device, fused as they are read."""
+
+    def vector(name: str) -> torch.Tensor:
+        return torch.from_numpy(head.weights[name]).float().to(device)
+
+    def linear(*names: str, layout: str = "plain") -> Linear:
+        with workshop.aside():
+            packed = pack(names, layout)
+        return workshop.settled(packed)
+
+    def pack(names: tuple[str, ...], layout: str) -> Linear:
+        values = torch.cat([torch.from_numpy(head.weights[name]).to(device) for name in names])
+        if kind == "fp8":
+            return ops.pack(*quantise_fp8(values), kind, layout)
+        return ops.pack(values.bfloat16() if kind == "bf16" else values.float(), None, kind, layout)
+
+    workshop = Workshop(str(device))
+    spec, parts = head.spec, [f"fc_norm.{i}" for i in range(len(head.spec.layers))]
+    norms = parts if spec.fc_norm else ["input_norm"] if spec.norm_before_fc else []
+    attention = [f"self_attn.{name}_proj" for name in ("q", "k", "v")]
+    return Weights(
+        fc=linear("fc"),
+        qkv=linear(*attention),
+        o=linear("self_attn.o_proj"),
+        gate_up=linear("mlp.gate_proj", "mlp.up_proj", layout="gated"),
+        down=linear("mlp.down_proj"),
+        lm_head=linear("lm_head"),
+        features_norm=torch.cat([vector(name) for name in norms]) if norms else None,
+        norm_parts=max(1, len(norms)),
+        embedding_norm=vector("input_layernorm"),
+        hidden_norm=vector("hidden_norm"),
+        post_norm=vector("post_attention_layernorm"),
+        norm=vector("norm"),
+    )

@@ -1,0 +1,64 @@
+"""Drafting with an EAGLE-3 head on device tensors: the host loop launches it, the captured cycle
+captures it. `drafting_jax.py`, step for step, says why.
+
+Entry p of the draft cache is of (x[p + 1], the target's features at p) and tells x[p + 2]. A cycle
+begins by writing those of the accepted tokens again, from the target's features that are pending:
+all that it verified, in one call, so that no shape depends on what was accepted. What was rejected
+lies behind the text, and the guesses overwrite it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from drafters.eagle3.cuda import PIECE, HeadModel
+from targets.cuda.draft_ops import Pending
+from targets.cuda.ops import Rows
+from targets.rules import Rules
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """rules: the requests' sampling parameters, as guesses are to follow them."""
+
+    head: HeadModel
+    pending: Pending
+    rules: Rules
+
+
+@torch.inference_mode()
+def propose(given: Drafting, rows: Rows, shaped: bool) -> None:
+    """Fill rows.tokens [B, k + 1] behind the last tokens with guesses. shaped False: every guess is
+    a bare argmax."""
+    head, target, k = given.head, given.head.target, rows.tokens.shape[1] - 1
+    if k == 0:
+        return
+    layout = head.ops.lay_out(given.pending, rows, k, head.longest)
+    h = head.fuse(given.pending.features, rows.slot)
+    mixed = head.mix(layout.pending, h, own=False)
+    h, mixed = h.index_select(0, layout.last), mixed.index_select(0, layout.last)
+    for j in range(k):
+        if j > 0:
+            fed = Rows(rows.tokens[:, j : j + 1], layout.starts[j - 1], layout.slots[j])
+            mixed = head.mix(fed, h, own=True)
+        at = Rows(rows.tokens, layout.starts[j], layout.slots[j])
+        logits, history = head.logits(h, mixed), target.cache.tokens
+        head.ops.guess(logits, head.known, target.bias, given.rules, history, at, j, shaped)
+
+
+@torch.inference_mode()
+def read(given: Drafting, slot: int, start: int, features: torch.Tensor, tokens: list[int]) -> None:
+    """A chunk of a prompt: features [1, T, F] from position `start` on, and the token that follows
+    each. The last is pending too, to draft from."""
+    device, head = features.device, given.head
+    ids = torch.tensor(tokens, dtype=torch.int32, device=device)
+    first = torch.zeros(1, dtype=torch.int32, device=device)
+    for at in range(0, len(tokens), PIECE):
+        part = ids[None, at : at + PIECE].contiguous()
+        h = head.fuse(features[:, at : at + PIECE].contiguous(), first)
+        head.store(Rows(part, first + (start + at), first + slot), h)
+    pending = given.pending
+    pending.features[slot, 0], pending.chosen[slot, 0] = features[0, -1], ids[-1]
+    pending.count[slot] = 1

@@ -1,0 +1,169 @@
+"""`draft_ops.DraftOps` as launches of our own kernels (`pair.cu`, `draft.cu`)."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int, c_void_p
+
+import torch
+
+from targets.arch import Arch
+from targets.cuda.choosing import CLUSTER
+from targets.cuda.draft_ops import Layout, PairNorms, Pending, Vocabulary
+from targets.cuda.inputs import Input, make_input
+from targets.cuda.kernels import NORM_THREADS, Embed, Kernels, variants
+from targets.cuda.launch import Variant, address, pointer
+from targets.cuda.ops import Linear, Rows
+from targets.rules import Rules
+
+DRAFT, GUESS = Variant("draft"), Variant("guess")
+PAIRS = {kind: Variant("pair", (("FP8", int(kind == "fp8")),)) for kind in ("fp8", "bf16")}
+"""By the kind of weight that reads what they make."""
+THREADS = 256
+MOST_DRAFTS = 48 * 1024
+"""Draft vocabulary that fits into a cluster's registers (guess.cu); among more words, the target's
+own chooser chooses."""
+
+
+class _Pair(Structure):
+    _fields_ = (
+        ("table", Embed),
+        *((name, c_void_p) for name in ("embedding", "feedback", "hidden", "x")),
+        *((name, c_int) for name in ("token_stride", "normed", "k_blocks", "block")),
+        ("eps", c_float),
+    )
+
+
+class _Guess(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "ids", "draft_ids", "bias", "history")),
+        *((name, c_void_p) for name in ("start", "slot", *Rules._fields, "counts", "tokens")),
+        *((name, c_int) for name in ("drafts", "vocab", "stride", "width", "j", "shaped")),
+    )
+
+
+def draft_variants(arch: Arch, kinds: set[str]) -> set[Variant]:
+    """Of a head of this architecture; its K/V are bf16."""
+    return variants(arch, 0, kinds) | {DRAFT, GUESS, *(PAIRS[kind] for kind in kinds)}
+
+
+class DraftKernels(Kernels):
+    """`DraftOps` for one head on the current device."""
+
+    def __init__(self, arch: Arch, max_len: int, kinds: set[str]) -> None:
+        super().__init__(arch, max_len, torch.bfloat16, kinds, draft_variants(arch, kinds))
+
+    def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> Layout:
+        batch, width = len(rows.slot), pending.chosen.shape[1]
+        make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=self.device)  # noqa: E731
+        tokens, first, starts, slots = (
+            make(batch, width),
+            make(batch),
+            make(k, batch),
+            make(k, batch),
+        )
+        last = torch.empty(batch, dtype=torch.int64, device=self.device)
+        read = rows.start, rows.slot, pending.chosen, pending.count
+        arguments = [*map(pointer, (*read, tokens, first, last, starts, slots))]
+        spare = len(pending.count) - 1
+        arguments += [c_int(n) for n in (batch, width, k, spare, longest)]
+        self._launch(DRAFT, "lay_out", (1, 1, 1), 1024, arguments)
+        return Layout(Rows(tokens, first, slots[0]), last, starts, slots)
+
+    def features(
+        self,
+        features: torch.Tensor,
+        slot: torch.Tensor,
+        weight: torch.Tensor | None,
+        parts: int,
+        kind: str,
+    ) -> Input:
+        slots, tokens, width = features.shape
+        m = len(slot) * tokens
+        x = make_input(m, width, self.device)
+        arguments = [pointer(t) for t in (features, slot, weight, x.data)]
+        arguments += [c_int(n) for n in (width // parts, tokens, slots - 1)]
+        arguments += [c_float(self.arch.eps), c_int(x.k_blocks), c_int(x.block)]
+        # everything before the first kernel of a cycle has ended when it starts; later steps may
+        # rely on that, and on each guess (guess.cu, draft.cu) to have seen all before it end
+        grid = m, parts, 1
+        self._launch(PAIRS[kind], "features", grid, NORM_THREADS, arguments, early=False)
+        return x
+
+    def pair(
+        self, table: Linear, tokens: torch.Tensor, h: torch.Tensor, norms: PairNorms, kind: str
+    ) -> Input:
+        m = len(h)
+        x = make_input(m, 2 * table.k, self.device)
+        weights = norms.embedding, norms.feedback, norms.hidden
+        job = _Pair(
+            self.lookup(table, tokens, h),
+            *map(address, (*weights, x.data)),
+            *(tokens.stride(0), int(norms.residual), x.k_blocks, x.block, self.arch.eps),
+        )
+        self._launch(PAIRS[kind], "pair", (m, 2, 1), NORM_THREADS, [job])
+        return x
+
+    def guess(
+        self,
+        logits: torch.Tensor,
+        known: Vocabulary,
+        bias: torch.Tensor,
+        rules: Rules,
+        history: torch.Tensor,
+        at: Rows,
+        j: int,
+        shaped: bool,
+    ) -> None:
+        (batch, drafts), vocab = logits.shape, bias.shape[1]
+        if drafts > MOST_DRAFTS:
+            fed = Rows(at.tokens[:, :1], at.start, at.slot)
+            spread = self._spread(logits, known.draft_ids)
+            chosen = self.choose(spread, bias, rules, history, fed, shaped)
+            self._note(chosen, spread, bias, at, history, j)
+            return
+        size = (batch, drafts) if shaped else 0
+        counts = torch.empty(size, dtype=torch.int32, device=self.device)
+        job = _Guess(
+            *map(address, (logits, *known, bias, history, at.start, at.slot, *rules)),
+            *map(address, (counts, at.tokens)),
+            *(drafts, vocab, history.stride(0), at.tokens.shape[1], j, int(shaped)),
+        )
+        self._launch(GUESS, "guess", (batch * CLUSTER, 1, 1), THREADS, [job])
+
+    def _spread(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
+        """[B, D] over draft ids -> [B, 1, V], -inf for what the head does not know."""
+        batch, vocab = len(logits), len(draft_ids)
+        out = torch.empty((batch, 1, vocab), device=self.device)
+        arguments = [*map(pointer, (logits, draft_ids, out))]
+        arguments += [c_int(logits.shape[1]), c_int(vocab)]
+        self._launch(DRAFT, "spread", (-(-vocab // THREADS), batch, 1), THREADS, arguments)
+        return out
+
+    def _note(
+        self,
+        chosen: torch.Tensor,
+        logits: torch.Tensor,
+        bias: torch.Tensor,
+        at: Rows,
+        history: torch.Tensor,
+        j: int,
+    ) -> None:
+        """What was `chosen` [B, 1] from logits [B, 1, V] as guess j."""
+        batch, width = at.tokens.shape
+        tensors = chosen, logits, bias, at.start, at.slot, at.tokens, history
+        sizes = batch, logits.shape[-1], width, history.stride(0), j
+        arguments = [*map(pointer, tensors), *map(c_int, sizes)]
+        self._launch(DRAFT, "note", (-(-batch // 128), 1, 1), 128, arguments)
+
+    def keep(
+        self,
+        pending: Pending,
+        rows: Rows,
+        features: torch.Tensor,
+        chosen: torch.Tensor,
+        accepted: torch.Tensor,
+    ) -> None:
+        batch, width = chosen.shape
+        tensors = features, chosen, accepted, rows.slot, *pending
+        arguments = [*map(pointer, tensors), c_int(width), c_int(features.shape[-1] // 4)]
+        self._launch(DRAFT, "keep", (batch * width, 1, 1), THREADS, arguments)

@@ -1,0 +1,183 @@
+"""What an EAGLE-3 head needs beyond a decoder layer's operations, and their plain torch twin.
+
+`Pending` is what the target said last, by slot: from there the next draft starts. A head's rows are
+those of a verify (`ops.Rows`): `start` is the position of the text's last token.
+Shape legend: as in ops.py; S slots, W pending tokens per slot, F features of a token, k draft
+steps, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from specdec.types import NO_GUESS
+from targets.cuda.formulas import rms
+from targets.cuda.layers import Reference, as_input
+from targets.cuda.ops import Linear, Ops, Rows, X
+from targets.rules import Rules
+
+
+class Pending(NamedTuple):
+    """features [S + 1, W, F] float32 and the tokens chosen [S + 1, W] from them; the first count
+    [S + 1] of each are real, and the last of those ends the text. Row S takes what idle rows would
+    write."""
+
+    features: torch.Tensor
+    chosen: torch.Tensor
+    count: torch.Tensor
+
+
+class Layout(NamedTuple):
+    """pending: the entries that are pending, as a call [B, W]; last [B] int64: its rows that end
+    the texts. starts, slots [k, B]: the position that guess j follows, and the slot, -1 where no
+    guess may lie."""
+
+    pending: Rows
+    last: torch.Tensor
+    starts: torch.Tensor
+    slots: torch.Tensor
+
+
+class PairNorms(NamedTuple):
+    """Weights [H]. feedback: of states that are the head's own output, None to take them as they
+    are. residual: the residual is the normed state, not the raw one."""
+
+    embedding: torch.Tensor
+    hidden: torch.Tensor
+    feedback: torch.Tensor | None
+    residual: bool
+
+
+class Vocabulary(NamedTuple):
+    """ids [D] int32: the target's, ascending; draft_ids [V] int32: the inverse, -1 for the rest."""
+
+    ids: torch.Tensor
+    draft_ids: torch.Tensor
+
+
+class DraftOps(Ops, Protocol):
+    def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> Layout:
+        """longest: no guess lies at this position or beyond."""
+        ...
+
+    def features(
+        self,
+        features: torch.Tensor,
+        slot: torch.Tensor,
+        weight: torch.Tensor | None,
+        parts: int,
+        kind: str,
+    ) -> X:
+        """features [S, W, F] of slots [B] (-1: the last) -> B W rows, as they are, or each of
+        `parts` equal parts normed by its share of weight [F]; for a weight of this kind."""
+        ...
+
+    def pair(
+        self, table: Linear, tokens: torch.Tensor, h: torch.Tensor, norms: PairNorms, kind: str
+    ) -> X:
+        """rms(embedding of tokens [M]) beside rms(h) [M, 2 H], for a weight of this kind; h becomes
+        the layer's residual in place. Embeddings are as stored, ids outside the vocabulary 0."""
+        ...
+
+    def guess(
+        self,
+        logits: torch.Tensor,
+        known: Vocabulary,
+        bias: torch.Tensor,
+        rules: Rules,
+        history: torch.Tensor,
+        at: Rows,
+        j: int,
+        shaped: bool,
+    ) -> None:
+        """Guess j from logits [B, D], by `Ops.choose`'s rules and noise; NO_GUESS where nothing
+        that is known may be said, or the slot is -1. It goes to at.tokens[:, j + 1], and to its
+        place in the history, where the next one's penalties look. at: the verify's tokens, and
+        the position that the guess follows."""
+        ...
+
+    def keep(
+        self,
+        pending: Pending,
+        rows: Rows,
+        features: torch.Tensor,
+        chosen: torch.Tensor,
+        accepted: torch.Tensor,
+    ) -> None:
+        """features [B, W, F], chosen [B, W] int32 and accepted [B] int32 of a verify are pending
+        now; not those of idle rows."""
+        ...
+
+
+class DraftReference(Reference):
+    """`DraftOps` in torch."""
+
+    def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> Layout:
+        slot = rows.slot.long()  # -1: the last row, the spare one
+        count = pending.count[slot]
+        starts = rows.start[None] + torch.arange(k, dtype=torch.int32, device=slot.device)[:, None]
+        slots = torch.where(starts + 1 < longest, rows.slot, -1)
+        fed = Rows(pending.chosen[slot], rows.start - count, slots[0])
+        last = torch.arange(len(slot), device=slot.device) * fed.tokens.shape[1] + count - 1
+        return Layout(fed, last, starts, slots)
+
+    def features(
+        self,
+        features: torch.Tensor,
+        slot: torch.Tensor,
+        weight: torch.Tensor | None,
+        parts: int,
+        kind: str,
+    ) -> torch.Tensor:
+        rows = features[slot.long()].flatten(0, 1)
+        if weight is not None:
+            own = weight.view(parts, -1)
+            rows = rms(rows.unflatten(1, own.shape), None, self.arch.eps).mul(own).flatten(1)
+        return as_input(rows, kind)
+
+    def pair(
+        self, table: Linear, tokens: torch.Tensor, h: torch.Tensor, norms: PairNorms, kind: str
+    ) -> torch.Tensor:
+        eps, known = self.arch.eps, (tokens >= 0) & (tokens < table.n)
+        embedded = table.data[torch.where(known, tokens, 0).long()].float()
+        if norms.feedback is not None:
+            h.copy_(rms(h, norms.feedback, eps))
+        normed = rms(h, norms.hidden, eps)
+        if norms.residual:
+            h.copy_(normed)
+        return as_input(torch.cat([rms(embedded, norms.embedding, eps), normed], 1), kind)
+
+    def guess(
+        self,
+        logits: torch.Tensor,
+        known: Vocabulary,
+        bias: torch.Tensor,
+        rules: Rules,
+        history: torch.Tensor,
+        at: Rows,
+        j: int,
+        shaped: bool,
+    ) -> None:
+        spread = logits.new_full((len(logits), 1, bias.shape[1]), -torch.inf)
+        spread[:, 0, known.ids.long()] = logits
+        fed = Rows(at.tokens[:, :1], at.start, at.slot)
+        chosen = self.choose(spread, bias, rules, history, fed, shaped)[:, 0]
+        slot, live = at.slot.clamp(min=0).long(), at.slot >= 0
+        best = spread[:, 0].gather(1, chosen[:, None].long())[:, 0] + bias[slot, chosen.long()]
+        guesses = torch.where(live & (best > -torch.inf), chosen, NO_GUESS)
+        at.tokens[:, j + 1] = guesses
+        history[slot[live], at.start[live].long() + 1] = guesses[live]
+
+    def keep(
+        self,
+        pending: Pending,
+        rows: Rows,
+        features: torch.Tensor,
+        chosen: torch.Tensor,
+        accepted: torch.Tensor,
+    ) -> None:
+        slot = rows.slot.long()
+        pending.features[slot], pending.chosen[slot] = features, chosen
+        pending.count[slot] = accepted + 1

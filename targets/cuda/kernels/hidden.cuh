@@ -1,0 +1,43 @@
+// What the kernels of the residual stream share: rows in registers, inputs of the next linear layer, and
+// the embedding's table, which is the head's weight, tiled.
+#pragma once
+#include "common.cuh"
+
+#ifndef FP8  // what the next linear layer's weights are
+#define FP8 1
+#endif
+__device__ inline u16 narrow(float v) { return FP8 ? input_of_fp8(v) : to_bf16(v); }
+
+constexpr int kThreads = 512;
+constexpr int kMax = 4;  // float4 per thread: hidden sizes up to 8192
+
+__device__ inline float4 load4(const float* p, int i) { return reinterpret_cast<const float4*>(p)[i]; }
+__device__ inline float square4(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
+
+__device__ inline void store_input(void* x, int m, int i, float4 v, int k_blocks, int block) {
+  u32* to = static_cast<u32*>(x);  // pairs of features stay together
+  to[x_offset(m, 4 * i, k_blocks, block) / 2] = narrow(v.x) | u32(narrow(v.y)) << 16;
+  to[x_offset(m, 4 * i + 2, k_blocks, block) / 2] = narrow(v.z) | u32(narrow(v.w)) << 16;
+}
+
+struct Embed {
+  const u32* table;  // the head's bf16 weight, tiled
+  const int* tokens;
+  float* h;
+  int vocab, hidden;
+  int ctas, tiles, steps, row_groups, k_groups, wide, depth;  // how it was dealt (gemm.cu)
+  float factor;
+};
+
+// Where inputs 2 i and 2 i + 1 of a row lie, in 4-byte words: [pass][step][CTA], then [k group]
+// [row group][depth][tile], then [16 inputs][lane][word].
+__device__ inline size_t pair_at(const Embed& job, int row, int i) {
+  const int owner = row / 16 / job.tiles, mine = row / 16 % job.tiles;
+  const int block = i / 16, together = job.k_groups * job.depth, part = block % together;
+  const int step = (owner / job.ctas * job.steps + block / together) * job.ctas + owner % job.ctas;
+  const int warp = part / job.depth * job.row_groups + mine / job.wide;
+  const int tile = (warp * job.depth + part % job.depth) * job.wide + mine % job.wide;
+  const int lane = row % 8 * 4 + i % 16 / 4, word = i % 2 * 2 + row % 16 / 8;
+  return (size_t(step) * job.row_groups * together * job.wide + tile) * 256 + i % 4 / 2 * 128 +
+         lane * 4 + word;
+}

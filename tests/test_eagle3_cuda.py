@@ -1,0 +1,250 @@
+"""The EAGLE-3 drafter of the CUDA target, on its references: the formulas' guesses on the committed
+text, in any batch; lossless; its wrong inputs one line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from drafters.eagle3 import jax as jax_head
+from drafters.eagle3.cuda import HeadModel, need_bytes
+from drafters.eagle3.drafter_cuda import EagleDrafter
+from drafters.eagle3.files import save_flat
+from drafters.eagle3.jax import place
+from drafters.none import NoDrafter
+from specdec.cycle import host_cycle
+from specdec.engine import Engine
+from specdec.errors import UserError
+from specdec.types import NO_GUESS, Sampling, Sequence
+from targets.cuda.layers import Reference
+from targets.cuda.load import CudaOptions, load_target
+from targets.cuda.memory import Shape, check_fits
+from targets.cuda.noise import gumbel
+from targets.cuda.ops import Linear, Rows
+from targets.rules import split_seed
+from tests import eagle3_oracle
+from tests.commands import CUDA, refused, run
+from tests.eagle3_oracle import FLAGS, Oracle
+from tests.test_eagle3_drafter import BASE, EAGLE3, MINI, SPEC, random_head
+from tests.test_eagle3_head import STEPS, TOKENS, inputs
+from tests.test_lossless import decode
+
+K, TOLERANCE = 4, 1e-5
+
+
+def standing_in(spec, embedded: np.ndarray) -> SimpleNamespace:
+    """What a head asks of its target; token t's embedding is row t."""
+    arch = SimpleNamespace(hidden=spec.hidden, vocab=spec.vocab, layers=range(8))
+    table = torch.zeros(spec.vocab, spec.hidden)
+    table[: len(embedded)] = torch.from_numpy(embedded)
+    return SimpleNamespace(
+        arch=arch,
+        plan=SimpleNamespace(features=spec.layers),
+        ops=Reference(arch),
+        weights=SimpleNamespace(head=Linear(*table.shape, "float32", table, None)),
+        dtype="float32",
+        device=torch.device("cpu"),
+        slots=2,
+        max_len=64,
+    )
+
+
+def rows(tokens, start, slot) -> Rows:
+    return Rows(*(torch.tensor(part, dtype=torch.int32) for part in (tokens, start, slot)))
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_cached_steps_equal_the_formulas(flags):
+    """Two rows of different lengths, their prefixes stored over stale entries, then drafted on."""
+    head, (embedded, features) = eagle3_oracle.random_head(**flags), inputs()
+    model = HeadModel(head, standing_in(head.spec, embedded))
+    for part in (model.cache.layers[0].k, model.cache.layers[0].v):
+        part += 7
+    anchors, ids = [9, 3], torch.arange(TOKENS + STEPS)
+    given, first = torch.from_numpy(features)[None], torch.zeros(1, dtype=torch.int32)
+    for slot, anchor in enumerate(anchors):
+        fed = rows(ids[None, :anchor].tolist(), [0], [slot])
+        model.store(fed, model.fuse(given[:, :anchor].contiguous(), first))
+    last = given[0, anchors][:, None].contiguous()
+    h = model.fuse(last, torch.tensor([0, 1], dtype=torch.int32))
+    found = []
+    for n in range(STEPS):
+        fed = rows([[a + n] for a in anchors], [a + n for a in anchors], [0, 1])
+        found.append(model.logits(h, model.mix(fed, h, own=n > 0)))
+    for row, anchor in enumerate(anchors):
+        fed = torch.from_numpy(embedded), torch.from_numpy(features)
+        expected = Oracle(head).chain(*fed, anchor, STEPS)
+        mine = torch.stack([step[row] for step in found])
+        assert (mine - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_both_heads_say_the_same(flags):
+    """JAX's and ours on the same text, then each on its own output."""
+    head, (embedded, features) = eagle3_oracle.random_head(**flags), inputs(seed=2)
+    ours, weights = HeadModel(head, standing_in(head.spec, embedded)), place(head, jnp.float32)[0]
+    cache = jax_head.make_cache(head.spec, 1, TOKENS + STEPS, jnp.float32)
+    hidden = jax_head.fuse(weights, head.spec, jnp.asarray(features[None]))
+    h = ours.fuse(torch.from_numpy(features)[None], torch.zeros(1, dtype=torch.int32))
+    fed, first = np.arange(TOKENS), 0
+    for n in range(STEPS):
+        positions = jnp.asarray(first + np.arange(len(fed))[None])
+        given = jnp.asarray(embedded[fed][None]), hidden, positions
+        cache, out = jax_head.decode(weights, head.spec, cache, *given)
+        theirs = np.asarray(jax_head.logits(weights, head.spec, out[0]))
+        mine = ours.logits(h, ours.mix(rows([fed.tolist()], [first], [0]), h, own=n > 0))
+        assert np.abs(mine.numpy() - theirs).max() < TOLERANCE
+        hidden, h = jax_head.feedback(weights, head.spec, out[:, -1:]), h[-1:].clone()
+        first, fed = TOKENS + n, np.array([TOKENS + n])
+
+
+@cache
+def target_of(path, slots=2, max_len=96, **options):
+    given = {"chunk": 16, "short": 8, "features": SPEC.layers, "max_len": max_len} | options
+    return load_target(path, CudaOptions(slots=slots, k=K, device="cpu", **given))
+
+
+def drafter_of(target, k=K, **change):
+    return EagleDrafter(HeadModel(random_head(replace(SPEC, **change)), target), k)
+
+
+class Judged(EagleDrafter):
+    """Compares guesses with the formulas on a fresh prefill of the text, chosen by argmax or with
+    the target's noise."""
+
+    judged = 0
+
+    def propose(self, seqs, k):
+        draft = super().propose(seqs, k)
+        for seq, guesses in zip(seqs, draft, strict=True):
+            if seq.emitted % 6 == 1:  # the formulas take a while
+                assert guesses.tolist() == self.by_the_formulas(seq, guesses)
+                self.judged += 1
+        return draft
+
+    def by_the_formulas(self, seq, guesses):
+        fresh, tokens, sampling = target_of(self.path, slots=1), seq.tokens, seq.sampling
+        text, chunk = Sequence(tokens[:-1], slot=0), fresh.prefill_chunk
+        starts = range(0, len(tokens) - 1, chunk)
+        steps = [fresh.prefill(text, s, min(len(tokens) - 1, s + chunk)) for s in starts]
+        features = torch.cat([step.features[0] for step in steps])
+        embedded = fresh.weights.head.data[[*tokens[1:], *guesses[:-1]]].float()
+        scores = Oracle(random_head()).chain(embedded, features, len(tokens) - 2, len(guesses))
+        ids = torch.from_numpy(random_head().target_ids)
+        if sampling.temperature:
+            seed = torch.tensor(split_seed(sampling.seed))
+            places = torch.arange(len(tokens), len(tokens) + len(guesses))
+            noise = torch.stack([gumbel(seed, place, SPEC.vocab) for place in places])
+            scores = scores.detach() / sampling.temperature + noise[:, ids]
+        return ids[scores.argmax(-1)].tolist()
+
+
+def test_guesses_are_those_of_a_fresh_prefill(tiny):
+    """So the draft cache is that of the committed text, whatever was drafted and rejected."""
+    target = target_of(tiny["31b"])
+    drafter = Judged(HeadModel(random_head(), target), K)
+    drafter.path = tiny["31b"]
+    samplings = Sampling(), Sampling(0.8, seed=5), Sampling()
+    prompts = [5, 9, 3], [7] * 17, [11, 12]
+    seqs = [Sequence(list(p), s, 14) for p, s in zip(prompts, samplings, strict=True)]
+    Engine(target, drafter, host_cycle(target, drafter, K)).run_to_end(seqs)
+    assert drafter.judged >= 6
+
+
+@pytest.mark.parametrize(
+    ("mode", "k", "slots"),
+    [
+        ("greedy", 1, 1),
+        ("everything", 4, 3),
+        pytest.param("nucleus", 7, 8, marks=pytest.mark.slow),
+    ],
+)
+def test_lossless(tiny, mode, k, slots):
+    plain = target_of(tiny["31b"], 1, features=())
+    expected, _ = decode(plain, NoDrafter(), host_cycle(plain, NoDrafter(), 0), mode, 24)
+    target = target_of(tiny["31b"], slots)
+    drafter = drafter_of(target, k)
+    text, acceptance = decode(target, drafter, host_cycle(target, drafter, k), mode, 24)
+    assert text == expected and acceptance.drafted > 0
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "bfloat16"])
+def test_narrow_weights(tiny, dtype):
+    target = target_of(tiny["31b"], dtype=dtype, max_len=64)
+    drafter = drafter_of(target)
+    assert drafter.given.head.weights.lm_head.kind == {"fp8": "fp8", "bfloat16": "bf16"}[dtype]
+    run_ = [
+        decode(target, d, host_cycle(target, d, K), "greedy", 8) for d in (NoDrafter(), drafter)
+    ]
+    assert run_[0][0] == run_[1][0]
+
+
+def test_what_a_head_needs_is_known_before_it_is_there(tiny):
+    target = target_of(tiny["31b"], dtype="fp8", max_len=64)
+    given = drafter_of(target).given
+    weights = [part for part in vars(given.head.weights).values() if isinstance(part, Linear)]
+    parts = [*(part.data for part in weights), *given.pending[:1]]
+    parts += [given.head.cache.layers[0].k, given.head.cache.layers[0].v]
+    held = sum(part.numel() * part.element_size() for part in parts)
+    needed = need_bytes(SPEC, Shape(2, 64, K + 1, 0, "fp8", "fp8"))
+    assert held < needed < 1.1 * held
+    with pytest.raises(UserError, match=r"are free beside 0\.\d GiB of the EAGLE-3 head"):
+        check_fits(target.arch, Shape(2, 64, 5, 16, "fp8", "fp8"), 2**30, 2**29)
+
+
+@pytest.mark.parametrize(("change", "end"), [({}, 96), ({"max_position": 48}, 48)])
+def test_nothing_is_guessed_beyond_a_context(tiny, change, end):
+    """Of the target's 96 tokens, or of a shorter head's: K reaches beyond both."""
+    target, seen = target_of(tiny["31b"]), []
+    drafter = drafter_of(target, **change)
+    propose = drafter.propose
+
+    def watched(seqs, k):
+        draft = propose(seqs, k)
+        for seq, row in zip(seqs, draft.tolist(), strict=True):
+            seen.extend((len(seq.tokens) + j, guess) for j, guess in enumerate(row))
+        return draft
+
+    drafter.propose = watched
+    engine = Engine(target, drafter, host_cycle(target, drafter, K))
+    seqs = [Sequence([5] * n, max_tokens=99) for n in (44, 90, 95)]
+    engine.run_to_end(seqs)
+    assert all(len(seq.tokens) == 96 for seq in seqs)
+    assert {guess == NO_GUESS for place, guess in seen if place < end} == {False}
+    assert {guess == NO_GUESS for place, guess in seen if place >= end} == {True}
+
+
+def test_says_nothing_where_nothing_that_it_knows_may_be_said(tiny, monkeypatch):
+    target = target_of(tiny["31b"])
+    drafter, bias = drafter_of(target), target.bias.clone()
+    bias[:, random_head().target_ids] = -torch.inf
+    monkeypatch.setattr(target, "bias", bias)
+    for sampling in (Sampling(), Sampling(1.0, seed=3)):
+        engine = Engine(target, drafter, host_cycle(target, drafter, K))
+        engine.run_to_end([Sequence([5, 6], sampling, max_tokens=6)])
+        assert engine.acceptance.drafted == 0
+
+
+def test_a_head_for_another_target_is_one_line(tiny):
+    for change, said in (({"hidden": 96}, "width 96, not 48"), ({"vocab": 400}, "of 400, not 320")):
+        with pytest.raises(UserError, match=said):
+            HeadModel(random_head(replace(SPEC, **change)), target_of(tiny["31b"]))
+
+
+def test_eagle3_from_the_command_line(tmp_path, capsys):
+    save_flat(random_head(MINI), tmp_path, stop_ids=(1,))
+    texts = set()
+    for drafter in (["eagle3", "--draft-model", str(tmp_path)], ["none"]):
+        out, _ = run(capsys, *BASE, *CUDA, "--json", "--drafter", *drafter)
+        document = json.loads(out.splitlines()[-1])
+        texts.add(document["text"])
+        assert (document["drafted"] > 0) == (drafter != ["none"])
+    assert len(texts) == 1
+    assert "--loop host" in refused(capsys, *EAGLE3, str(tmp_path), *CUDA, "--loop", "device")
