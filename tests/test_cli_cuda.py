@@ -150,7 +150,8 @@ def test_warming_up_meets_every_batch_and_leaves_no_trace():
 
 
 @pytest.mark.parametrize(
-    "options", [["--dtype", "fp8"], ["--dtype", "bfloat16", "--kv-dtype", "fp8"]]
+    "options",
+    [["--dtype", "fp8"], ["--dtype", "fp8-w8a8"], ["--dtype", "bfloat16", "--kv-dtype", "fp8"]],
 )
 def test_narrow_weights_and_cache_run_on_the_references(capsys, options):
     base = ["generate", PROMPT, "--max-tokens", "6", "--slots", "1", "--json", *CUDA, *options]

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from targets.arch import Arch, LayerSpec, MoeSpec
-from targets.cuda import attention, choosing, experts, skinny, tiles
+from targets.cuda import attention, choosing, experts, skinny, tiles, w8a8
 from targets.cuda.cache import LayerCache
-from targets.cuda.inputs import Input, make_input
+from targets.cuda.inputs import Input, make_input, make_narrow_input
 from targets.cuda.launch import Library, Variant, address, launch, pointer
 from targets.cuda.ops import Linear, Rows
 from targets.cuda.skinny import GATED, LOGITS, PER_LAYER, PLAIN
@@ -46,19 +46,21 @@ class Kernels:
         self.processors = properties.multi_processor_count
         self.library = Library(variants(arch, kv8, kinds))
         self._skinny = skinny.Skinny(self._launch, self.processors)
+        self._w8a8 = w8a8.W8A8(self._launch, self.processors)
         self._attention = attention.Attention(self._launch, arch, max_len, kv8, self.device)
         self.choosing = choosing.Choosing(self._launch, self.device)
 
     def pack(
         self, values: torch.Tensor, scale: torch.Tensor | None, kind: str, layout: str
     ) -> Linear:
-        return self._skinny.pack(values, scale, kind, layout)
+        maker = self._w8a8 if kind == "w8a8" else self._skinny
+        return maker.pack(values, scale, kind, layout)
 
     def dense(self, weight: Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self._skinny.dense(weight)
 
     def linear(self, x: Input, weight: Linear) -> torch.Tensor:
-        return self._skinny.linear(x, weight)
+        return (self._w8a8 if weight.kind == "w8a8" else self._skinny).linear(x, weight)
 
     def attention(
         self,
@@ -70,7 +72,8 @@ class Kernels:
         rows: Rows,
         kind: str,
     ) -> Input:
-        return self._attention.run(qkv, (q_norm, k_norm), layer, cache, rows, kind)
+        x = self._attention.run(qkv, (q_norm, k_norm), layer, cache, rows, kind)
+        return self._w8a8.quantise(x.data) if kind == "w8a8" else x
 
     def choose(
         self,
@@ -107,13 +110,15 @@ class Kernels:
         kind: str,
     ) -> Input:
         m, hidden = h.shape
-        x = make_input(m, hidden, self.device)
-        arguments = [pointer(t) for t in (h, branch, post, scalar, pre, x.data)]
+        x = (make_narrow_input if kind == "w8a8" else make_input)(m, hidden, self.device)
+        arguments = [pointer(t) for t in (h, branch, post, scalar, pre, x.data, x.scale)]
         arguments += [c_int(hidden), c_float(self.arch.eps), c_int(x.k_blocks), c_int(x.block)]
         self._launch(_norm(kind), "add_norm", (m, 1, 1), NORM_THREADS, arguments)
         return x
 
     def gated(self, x: Input, gate_up: Linear, kind: str) -> Input:
+        if gate_up.kind == "w8a8":
+            return self._w8a8.quantise(self._w8a8.gated(x, gate_up))
         out = make_input(x.rows, gate_up.n // 2, self.device)
         self._skinny.run(x, gate_up, out.data, GATED, out.k_blocks)
         return out
@@ -205,12 +210,13 @@ class Kernels:
 def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
     """All that this architecture launches with weights of these kinds, and an e4m3 cache or not."""
     parts = (
-        skinny.variants(kinds),
+        skinny.variants(kinds - {"w8a8"}),
+        w8a8.variants() if "w8a8" in kinds else set(),
         attention.variants(arch, kv8),
-        experts.variants(arch, kinds),
+        experts.variants(arch, kinds - {"w8a8"}),
     )
     return {choosing.CHOOSE, choosing.CYCLE, *map(_norm, kinds)}.union(*parts)
 
 
 def _norm(kind: str) -> Variant:
-    return Variant("norm", (("FP8", int(kind == "fp8")),))
+    return Variant("norm", (("FP8", int(kind != "bf16")), ("W8A8", int(kind == "w8a8"))))

@@ -15,7 +15,7 @@ import torch
 from specdec.types import NO_GUESS
 from targets.arch import Arch, LayerSpec, MoeSpec
 from targets.cuda import cache as kv, sampling
-from targets.cuda.cache import CHUNK, LayerCache
+from targets.cuda.cache import CHUNK, FP8_MAX, LayerCache
 from targets.cuda.formulas import (
     gate,
     gelu,
@@ -46,8 +46,18 @@ def wide(weight: Linear) -> torch.Tensor:
 
 
 def as_input(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """bf16 weights take bf16 inputs; FP8 ones take them as finely as the implementation can."""
+    """bf16 weights take bf16 inputs; FP8 ones take them as finely as the implementation can, unless
+    they take e4m3 as well (w8a8)."""
+    if kind == "w8a8":
+        return as_e4m3(x)
     return x.bfloat16() if kind == "bf16" else x
+
+
+def as_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """x [M, k] rounded to e4m3 with a scale per token: its largest magnitude / 448."""
+    largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-12)
+    narrow = (x * (FP8_MAX / largest)).to(torch.float8_e4m3fn)
+    return narrow.float() * (largest / FP8_MAX)
 
 
 class Reference:

@@ -25,8 +25,9 @@ X = Any
 @dataclass(frozen=True)
 class Linear:
     """A weight [n, k], or one for each of E experts: `data` and per-row `scale` (None for wide
-    weights) as the implementation keeps them. kind: fp8 (e4m3 values), bf16 or float32. layout:
-    plain, gated (gate's rows, then up's), experts or experts_gated."""
+    weights) as the implementation keeps them. kind: fp8 (e4m3 values), w8a8 (e4m3 values that meet
+    e4m3 inputs), bf16 or float32. layout: plain, gated (gate's rows, then up's), experts or
+    experts_gated."""
 
     n: int
     k: int

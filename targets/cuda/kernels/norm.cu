@@ -1,8 +1,11 @@
 // The residual stream: embedding, RMS norms fused with the residual addition. One CTA per row.
-#include "common.cuh"
+#include "narrow.cuh"
 
 #ifndef FP8  // what the next linear layer's weights are
 #define FP8 1
+#endif
+#ifndef W8A8  // 1: and its inputs are e4m3
+#define W8A8 0
 #endif
 __device__ inline u16 narrow(float v) { return FP8 ? input_of_fp8(v) : to_bf16(v); }
 
@@ -21,8 +24,8 @@ __device__ inline void store_input(void* x, int m, int i, float4 v, int k_blocks
 // h = (h + rms(branch) * post) * scalar; x = rms(h) * pre. branch, post, scalar, pre may be null.
 extern "C" __global__ void __launch_bounds__(kThreads)
     add_norm(float* h, const float* branch, const float* post, const float* scalar, const float* pre,
-             void* x, int hidden, float eps, int k_blocks, int block) {
-  __shared__ float scratch[2][32];
+             void* x, float* scale, int hidden, float eps, int k_blocks, int block) {
+  __shared__ float scratch[3][32];
   let_next_start();
   const int m = blockIdx.x, quads = hidden / 4;
   float4 weight[kMax], closing[kMax], stream[kMax], added[kMax];
@@ -70,17 +73,29 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       if (threadIdx.x + j * kThreads < quads) squares += square4(stream[j]);
     inverse = rsqrtf(block_sum(squares, scratch[1]) / hidden + eps);
   }
+  float largest = 0.0f;
 #pragma unroll
   for (int j = 0; j < kMax; j++) {
     const int i = threadIdx.x + j * kThreads;
     if (i >= quads) continue;
-    float4 v = stream[j];
+    float4& v = stream[j];
     if (pre) {
       v.x *= inverse * weight[j].x, v.y *= inverse * weight[j].y;
       v.z *= inverse * weight[j].z, v.w *= inverse * weight[j].w;
     }
-    store_input(x, m, i, v, k_blocks, block);
+    if (W8A8)
+      largest = fmaxf(largest, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+    else
+      store_input(x, m, i, v, k_blocks, block);
   }
+#if W8A8
+  const float to_e4m3 = range(largest, scale, 1.0f, scratch[2]);
+#pragma unroll
+  for (int j = 0; j < kMax; j++) {
+    const int i = threadIdx.x + j * kThreads;
+    if (i < quads) store_four(static_cast<u8*>(x), m, 4 * i, stream[j], to_e4m3, k_blocks, block);
+  }
+#endif
 }
 
 // out = rms(first) * first_weight + rms(second) * second_weight: the two branches of a MoE layer.
