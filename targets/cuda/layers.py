@@ -56,8 +56,8 @@ def as_input(x: torch.Tensor, kind: str) -> torch.Tensor:
 def as_e4m3(x: torch.Tensor) -> torch.Tensor:
     """x [M, k] rounded to e4m3 with a scale per token: its largest magnitude / 448."""
     largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-12)
-    narrow = (x * (FP8_MAX / largest)).to(torch.float8_e4m3fn)
-    return narrow.float() * (largest / FP8_MAX)
+    most = torch.full_like(largest, FP8_MAX)  # divided by as a number, torch would multiply
+    return (x * (most / largest)).to(torch.float8_e4m3fn).float() * (largest / most)
 
 
 class Reference:
