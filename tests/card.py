@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from targets.arch import Arch
+from targets.cuda.formulas import as_e4m3
 from targets.cuda.inputs import Input, make_input, make_narrow_input
 from targets.cuda.kernels import Kernels
-from targets.cuda.layers import as_e4m3
 from targets.cuda.ops import Linear
 from targets.cuda.params import quantise_fp8
 from targets.cuda.skinny import WIDE_FROM

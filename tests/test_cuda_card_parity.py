@@ -99,4 +99,6 @@ def test_a_model_agrees_with_transformers(tmp_path, variant, dtype):
         exact = oracle(variant, tensors)(torch.tensor(IDS)).logits.double()
     reference = Runner(tmp_path, Reference(arch), dtype, "cpu").feed((32,))
     allowed = max(LEAST, 2 * error(reference, exact))
-    assert error(whole, exact) <= (ROUTED if arch.layers[0].moe else allowed)
+    if arch.layers[0].moe:
+        allowed = max(ROUTED, allowed) if dtype == "fp8-w8a8" else ROUTED
+    assert error(whole, exact) <= allowed

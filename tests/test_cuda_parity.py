@@ -12,7 +12,8 @@ from targets import mini
 from targets.arch import read_arch
 from targets.checkpoint import Checkpoint, dequantise
 from targets.cuda.cache import make_cache, read
-from targets.cuda.layers import Reference, as_e4m3
+from targets.cuda.formulas import as_e4m3
+from targets.cuda.layers import Reference
 from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.model import decode
 from targets.cuda.ops import Rows

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from targets.arch import Arch, LayerSpec, MoeSpec, Rope
+from targets.cuda.cache import FP8_MAX
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -87,3 +88,10 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     """gelu_tanh(gate) * up of [..., 2 * width]."""
     left, right = gate_up.chunk(2, -1)
     return gelu(left) * right
+
+
+def as_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """x [M, k] rounded to e4m3 with a scale per token: its largest magnitude / 448."""
+    largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-12)
+    most = torch.full_like(largest, FP8_MAX)  # divided by as a number, torch would multiply
+    return (x * (most / largest)).to(torch.float8_e4m3fn).float() * (largest / most)

@@ -18,6 +18,7 @@ from targets.cuda.inputs import Input, make_input, make_narrow_input
 from targets.cuda.launch import Library, Variant, address, launch, pointer
 from targets.cuda.ops import Linear, Rows
 from targets.cuda.skinny import GATED, LOGITS, PER_LAYER, PLAIN
+from targets.cuda.w8a8 import Parts, as_branch
 from targets.rules import Rules
 
 THREADS = 256
@@ -62,6 +63,11 @@ class Kernels:
     def linear(self, x: Input, weight: Linear) -> torch.Tensor:
         return (self._w8a8 if weight.kind == "w8a8" else self._skinny).linear(x, weight)
 
+    def branch(self, x: Input, weight: Linear) -> torch.Tensor | Parts:
+        if weight.kind == "w8a8":
+            return self._w8a8.branch(x, weight)
+        return self._skinny.linear(x, weight)
+
     def attention(
         self,
         qkv: torch.Tensor,
@@ -103,7 +109,7 @@ class Kernels:
     def norm(
         self,
         h: torch.Tensor,
-        branch: torch.Tensor | None,
+        branch: torch.Tensor | Parts | None,
         post: torch.Tensor | None,
         scalar: torch.Tensor | None,
         pre: torch.Tensor | None,
@@ -111,7 +117,8 @@ class Kernels:
     ) -> Input:
         m, hidden = h.shape
         x = (make_narrow_input if kind == "w8a8" else make_input)(m, hidden, self.device)
-        arguments = [pointer(t) for t in (h, branch, post, scalar, pre, x.data, x.scale)]
+        arguments: list[Any] = [pointer(h), as_branch(branch)]
+        arguments += [pointer(t) for t in (post, scalar, pre, x.data, x.scale)]
         arguments += [c_int(hidden), c_float(self.arch.eps), c_int(x.k_blocks), c_int(x.block)]
         self._launch(_norm(kind), "add_norm", (m, 1, 1), NORM_THREADS, arguments)
         return x
@@ -180,14 +187,15 @@ class Kernels:
 
     def join(
         self,
-        dense: torch.Tensor,
+        dense: torch.Tensor | Parts,
         dense_norm: torch.Tensor,
         routed: torch.Tensor,
         routed_norm: torch.Tensor,
     ) -> torch.Tensor:
         m, hidden = dense.shape
         out = torch.empty((m, hidden), device=self.device)
-        arguments = [pointer(t) for t in (dense, dense_norm, routed, routed_norm, out)]
+        arguments: list[Any] = [as_branch(dense)]
+        arguments += [pointer(t) for t in (dense_norm, routed, routed_norm, out)]
         arguments += [c_int(hidden), c_float(self.arch.eps)]
         self._launch(_norm("bf16"), "join", (m, 1, 1), NORM_THREADS, arguments)
         return out

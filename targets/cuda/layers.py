@@ -15,8 +15,9 @@ import torch
 from specdec.types import NO_GUESS
 from targets.arch import Arch, LayerSpec, MoeSpec
 from targets.cuda import cache as kv, sampling
-from targets.cuda.cache import CHUNK, FP8_MAX, LayerCache
+from targets.cuda.cache import CHUNK, LayerCache
 from targets.cuda.formulas import (
+    as_e4m3,
     gate,
     gelu,
     inverse_frequencies,
@@ -51,13 +52,6 @@ def as_input(x: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "w8a8":
         return as_e4m3(x)
     return x.bfloat16() if kind == "bf16" else x
-
-
-def as_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """x [M, k] rounded to e4m3 with a scale per token: its largest magnitude / 448."""
-    largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-12)
-    most = torch.full_like(largest, FP8_MAX)  # divided by as a number, torch would multiply
-    return (x * (most / largest)).to(torch.float8_e4m3fn).float() * (largest / most)
 
 
 class Reference:
@@ -98,6 +92,8 @@ class Reference:
 
     def linear(self, x: torch.Tensor, weight: Linear) -> torch.Tensor:
         return _matmul(x, wide(weight), weight.scale)
+
+    branch = linear
 
     def gated(self, x: torch.Tensor, gate_up: Linear, kind: str) -> torch.Tensor:
         return as_input(each_row(gate, self.linear(x, gate_up)), kind)

@@ -20,6 +20,9 @@ from targets.cuda.cache import LayerCache
 from targets.rules import Rules
 
 X = Any
+Branch = Any
+"""What a branch of a layer adds to the residual stream [M, H], as its implementation keeps it: for
+`norm` and `join` alone."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Ops(Protocol):
     def norm(
         self,
         h: torch.Tensor,
-        branch: torch.Tensor | None,
+        branch: Branch | None,
         post: torch.Tensor | None,
         scalar: torch.Tensor | None,
         pre: torch.Tensor | None,
@@ -80,6 +83,10 @@ class Ops(Protocol):
 
     def linear(self, x: X, weight: Linear) -> torch.Tensor:
         """-> [M, n] float32."""
+        ...
+
+    def branch(self, x: X, weight: Linear) -> Branch:
+        """`linear` for `norm` and `join`."""
         ...
 
     def gated(self, x: X, gate_up: Linear, kind: str) -> X:
@@ -141,7 +148,7 @@ class Ops(Protocol):
 
     def join(
         self,
-        dense: torch.Tensor,
+        dense: Branch,
         dense_norm: torch.Tensor,
         routed: torch.Tensor,
         routed_norm: torch.Tensor,

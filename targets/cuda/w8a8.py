@@ -7,6 +7,7 @@ Inputs get a scale per token as they come (dynamically), weights have one per ou
 from __future__ import annotations
 
 from ctypes import Structure, c_int, c_void_p
+from dataclasses import dataclass
 
 import torch
 
@@ -19,8 +20,8 @@ AT_ONCE = 128
 """Most tokens per CTA of which a warp has registers for two tiles."""
 BARRIERS = 16
 """Bytes of a stage's two."""
-ADD_THREADS, QUANTISE_THREADS = 256, 512
-WIDEST = 6 * 8 * QUANTISE_THREADS
+ADD_THREADS, QUANTISE_THREADS = 256, 1024
+WIDEST = 3 * 8 * QUANTISE_THREADS
 """What a CTA of quantise.cu holds of a row."""
 PLAIN, GATED, PART = range(3)
 """What becomes of sums (w8a8.cu)."""
@@ -33,6 +34,35 @@ class _Job(Structure):
         *((name, c_int) for name in ("n", "ctas", "tiles", "passes", "steps", "k_groups")),
         *((name, c_int) for name in ("k_blocks", "stages", "rows", "epilogue")),
     )
+
+
+class Branch(Structure):
+    """A linear layer's output as the norms read it (narrow.cuh); without `parts`, none."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("parts", "scale", "x_scale")),
+        ("groups", c_int),
+    )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The sums of a linear layer's k groups [groups, M, n] float32, and their scales [n], [M]."""
+
+    sums: torch.Tensor
+    scale: torch.Tensor | None
+    x_scale: torch.Tensor | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the output."""
+        return self.sums.shape[1:]
+
+
+def as_branch(out: torch.Tensor | Parts | None) -> Branch:
+    if isinstance(out, Parts):
+        return Branch(*map(address, (out.sums, out.scale, out.x_scale)), len(out.sums))
+    return Branch(address(out), None, None, 1)
 
 
 def variants() -> set[Variant]:
@@ -74,19 +104,25 @@ class W8A8:
 
     def linear(self, x: Input, weight: Linear) -> torch.Tensor:
         """`Ops.linear`."""
-        plan, device = tiles.schedule_of(weight, self._processors), x.data.device
-        out = torch.empty((x.rows, weight.n), device=device)
-        if plan.k_groups == 1:
-            self._multiply(x, weight, plan, out, PLAIN)
-            return out
-        parts = torch.empty((plan.k_groups, x.rows, weight.n), device=device)
-        self._multiply(x, weight, plan, parts, PART)
-        quads = weight.n // 4
-        arguments = [pointer(t) for t in (parts, weight.scale, x.scale, out)]
-        arguments += [c_int(plan.k_groups), c_int(quads)]
-        grid = (-(-quads // ADD_THREADS), x.rows, 1)
+        made = self.branch(x, weight)
+        if isinstance(made, torch.Tensor):
+            return made
+        out = torch.empty(made.shape, device=x.data.device)
+        arguments = [as_branch(made), pointer(out), c_int(weight.n)]
+        grid = (-(-weight.n // (4 * ADD_THREADS)), x.rows, 1)
         self._launch(AROUND, "add_groups", grid, ADD_THREADS, arguments)
         return out
+
+    def branch(self, x: Input, weight: Linear) -> torch.Tensor | Parts:
+        """`Ops.branch`."""
+        plan, device = tiles.schedule_of(weight, self._processors), x.data.device
+        if plan.k_groups == 1:
+            out = torch.empty((x.rows, weight.n), device=device)
+            self._multiply(x, weight, plan, out, PLAIN)
+            return out
+        sums = torch.empty((plan.k_groups, x.rows, weight.n), device=device)
+        self._multiply(x, weight, plan, sums, PART)
+        return Parts(sums, weight.scale, x.scale)
 
     def gated(self, x: Input, gate_up: Linear) -> torch.Tensor:
         """-> rows for `quantise`."""

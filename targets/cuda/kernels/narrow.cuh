@@ -11,6 +11,33 @@ __device__ inline size_t narrow_offset(int m, int f, int k_blocks, int block) {
   return start + (f / 4 % 2 * block + m % block) * 16 + f % 32 / 8 * 4 + f % 4;
 }
 
+// A linear layer's output, row by row: as it is, or the sums of its k groups [groups, M, width], which
+// are added in ascending order and scaled.
+struct Branch {
+  const float* parts;
+  const float* scale;    // [width]; null: one group, scaled already
+  const float* x_scale;  // [M]
+  int groups;            // up to 8
+
+  // Values 4 i to 4 i + 3 of row m.
+  __device__ float4 load(int m, int i, int rows, int width) const {
+    const float4* at = reinterpret_cast<const float4*>(parts) + size_t(m) * (width / 4) + i;
+    if (!scale) return *at;
+    const size_t stride = size_t(rows) * (width / 4);
+    float4 v[8];
+#pragma unroll
+    for (int g = 0; g < 8; g++)
+      if (g < groups) v[g] = at[g * stride];
+    float4 sum = v[0];
+#pragma unroll
+    for (int g = 1; g < 8; g++)
+      if (g < groups) sum.x += v[g].x, sum.y += v[g].y, sum.z += v[g].z, sum.w += v[g].w;
+    const float4 s = reinterpret_cast<const float4*>(scale)[i];
+    const float token = x_scale[m];
+    return make_float4(sum.x * s.x * token, sum.y * s.y * token, sum.z * s.z * token, sum.w * s.w * token);
+  }
+};
+
 // The factor that brings row blockIdx.x, whose largest magnitude is the block's, into e4m3. Its inverse,
 // times `unit`, goes to `scale`.
 __device__ inline float range(float largest, float* scale, float unit, float* scratch) {

@@ -21,9 +21,9 @@ __device__ inline void store_input(void* x, int m, int i, float4 v, int k_blocks
   to[x_offset(m, 4 * i + 2, k_blocks, block) / 2] = narrow(v.z) | u32(narrow(v.w)) << 16;
 }
 
-// h = (h + rms(branch) * post) * scalar; x = rms(h) * pre. branch, post, scalar, pre may be null.
+// h = (h + rms(branch) * post) * scalar; x = rms(h) * pre. branch.parts, post, scalar, pre may be null.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    add_norm(float* h, const float* branch, const float* post, const float* scalar, const float* pre,
+    add_norm(float* h, const __grid_constant__ Branch branch, const float* post, const float* scalar, const float* pre,
              void* x, float* scale, int hidden, float eps, int k_blocks, int block) {
   __shared__ float scratch[3][32];
   let_next_start();
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int j = 0; j < kMax; j++) {
     const int i = threadIdx.x + j * kThreads;
     if (pre && i < quads) weight[j] = load4(pre, i);
-    if (branch && i < quads) closing[j] = load4(post, i);
+    if (branch.parts && i < quads) closing[j] = load4(post, i);
   }
   const float factor = scalar ? *scalar : 1.0f;
   wait_for_previous();
@@ -44,11 +44,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int i = threadIdx.x + j * kThreads;
     if (i >= quads) continue;
     stream[j] = load4(row, i);
-    if (!branch) continue;
-    added[j] = load4(branch + size_t(m) * hidden, i);
+    if (!branch.parts) continue;
+    added[j] = branch.load(m, i, gridDim.x, hidden);
     squares += square4(added[j]);
   }
-  if (branch) {
+  if (branch.parts) {
     const float inverse = rsqrtf(block_sum(squares, scratch[0]) / hidden + eps);
 #pragma unroll
     for (int j = 0; j < kMax; j++) {
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 // out = rms(first) * first_weight + rms(second) * second_weight: the two branches of a MoE layer.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    join(const float* first, const float* first_weight, const float* second,
+    join(const __grid_constant__ Branch first, const float* first_weight, const float* second,
          const float* second_weight, float* out, int hidden, float eps) {
   __shared__ float scratch[2][32];
   let_next_start();
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int j = 0; j < kMax; j++) {
     const int i = threadIdx.x + j * kThreads;
     if (i >= quads) continue;
-    a[j] = load4(first + row, i), b[j] = load4(second + row, i);
+    a[j] = first.load(blockIdx.x, i, gridDim.x, hidden), b[j] = load4(second + row, i);
     a_squares += square4(a[j]), b_squares += square4(b[j]);
   }
   const float p = rsqrtf(block_sum(a_squares, scratch[0]) / hidden + eps);

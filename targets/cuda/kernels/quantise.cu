@@ -1,8 +1,8 @@
 // Around w8a8.cu: inputs to e4m3 with a scale per token, and the sums of its k groups.
 #include "narrow.cuh"
 
-constexpr int kThreads = 512;
-constexpr int kPacks = 6;  // of 8 inputs per thread: widths up to 24576
+constexpr int kThreads = 1024;
+constexpr int kPacks = 3;  // of 8 inputs per thread: widths up to 24576
 
 __device__ inline float largest_of(u32 two) {  // of |f16|
   float low, high;
@@ -50,23 +50,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// parts [groups, M, n], n a multiple of 4 -> out [M, n]. Grid: (quads of a row in blocks of 256, M).
+// out [M, width], width a multiple of 4. Grid: (quads of a row in blocks of 256, M).
 extern "C" __global__ void __launch_bounds__(256)
-    add_groups(const float4* parts, const float4* scale, const float* x_scale, float4* out, int groups, int quads) {
+    add_groups(const __grid_constant__ Branch branch, float4* out, int width) {
   let_next_start();
   const int i = blockIdx.x * 256 + threadIdx.x;
-  const float4 s = i < quads ? scale[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   wait_for_previous();
-  if (i >= quads) return;
-  const size_t at = size_t(blockIdx.y) * quads + i, stride = size_t(gridDim.y) * quads;
-  float4 v[8];
-#pragma unroll
-  for (int g = 0; g < 8; g++)
-    if (g < groups) v[g] = parts[g * stride + at];
-  float4 sum = v[0];
-#pragma unroll
-  for (int g = 1; g < 8; g++)
-    if (g < groups) sum.x += v[g].x, sum.y += v[g].y, sum.z += v[g].z, sum.w += v[g].w;
-  const float token = x_scale[blockIdx.y];
-  out[at] = make_float4(sum.x * s.x * token, sum.y * s.y * token, sum.z * s.z * token, sum.w * s.w * token);
+  if (i < width / 4) out[size_t(blockIdx.y) * (width / 4) + i] = branch.load(blockIdx.y, i, gridDim.y, width);
 }

@@ -2,8 +2,8 @@
 //
 // For any number of rows m the same warpgroup MMAs: 64 weight rows from registers, a tile of 16 from
 // each warp, by TOKENS tokens in shared memory. A row of a weight walks a k group's inputs in ascending
-// order; CTA (c, g) does k group g of its tiles, and `add_groups` adds the groups in ascending order.
-// Which rows are together, in a CTA or an MMA, is nothing to any sum.
+// order; CTA (c, g) does k group g of its tiles, and who reads them (narrow.cuh) adds the groups in
+// ascending order. Which rows are together, in a CTA or an MMA, is nothing to any sum.
 //
 // A warp holds TILES tiles: those of as many passes, which are then one walk over the inputs. Grid:
 // (token blocks, CTAs x k groups): blocks of the same weights run beside each other.
