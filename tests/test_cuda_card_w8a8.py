@@ -67,10 +67,10 @@ def test_long_calls(ops, shape):
         return rows_of(ops.gated(given, weight.packed, "w8a8"), shape[0] // 2, "w8a8")
 
     whole = call(x)
-    if layout == "plain":
+    if shape[0] == ops.arch.hidden:
         h, ones = torch.zeros_like(whole), torch.ones_like(whole[0])
         ops.norm(h, ops.branch(as_input(x, "w8a8"), weight.packed), ones, None, None, "bf16")
-        assert error(h, rms(whole.double(), ones.double(), ops.arch.eps)) < 1e-5
+        assert error(h, rms(whole, ones, ops.arch.eps).double()) < 1e-5
     for m in ROWS:
         same.check(call(x[:m]), whole[:m])
         same.check(call(x[len(x) - m :]), whole[len(x) - m :])
