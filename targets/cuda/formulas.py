@@ -91,7 +91,7 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def as_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """x [M, k] rounded to e4m3 with a scale per token: its largest magnitude / 448."""
+    """x [..., k] rounded to e4m3 with a scale per token: its largest magnitude / 448."""
     largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-12)
     most = torch.full_like(largest, FP8_MAX)  # divided by as a number, torch would multiply
     return (x * (most / largest)).to(torch.float8_e4m3fn).float() * (largest / most)

@@ -50,7 +50,7 @@ def as_input(x: torch.Tensor, kind: str) -> torch.Tensor:
     """bf16 weights take bf16 inputs; FP8 ones take them as finely as the implementation can, unless
     they take e4m3 as well (w8a8)."""
     if kind == "w8a8":
-        return as_e4m3(x)
+        return each_row(as_e4m3, x)
     return x.bfloat16() if kind == "bf16" else x
 
 
