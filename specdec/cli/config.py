@@ -40,7 +40,7 @@ class ModelConfig:
     "Who computes: jax (CPU, GPU, TPU) or cuda (our kernels on a Hopper GPU)."
     dtype: Literal["float32", "bfloat16", "fp8", "fp8-w8a8"] | None = None
     """Arithmetic; by default the checkpoint's (float32 on a CPU). With cuda, of linear layers: fp8
-    (8-bit weights), fp8-w8a8 (8-bit inputs too: coarser, faster for 64 rows and more at once)."""
+    (8-bit weights), fp8-w8a8 (8-bit inputs too: coarser, faster from 32 rows at once on)."""
     kv_dtype: Literal["bfloat16", "fp8"] | None = None
     "What cuda caches keys and values in; bfloat16 by default."
     device: Literal["cuda", "cpu"] | None = None
