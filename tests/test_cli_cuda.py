@@ -99,6 +99,9 @@ def test_the_kernels_refuse_what_only_references_do():
         make_plan(arch, CudaOptions(kv_dtype="float32"), "bfloat16")
     with pytest.raises(UserError, match="pairs of row and expert"):
         make_plan(released("gemma-4-26b-a4b"), CudaOptions(slots=512, k=15), "bfloat16")
+    wide = replace(arch, layers=(replace(arch.layers[0], ffw=24584),))
+    with pytest.raises(UserError, match="24584: choose --dtype fp8"):
+        make_plan(wide, CudaOptions(dtype="fp8-w8a8"), "fp8")
     odd = replace(arch, layers=tuple(replace(layer, head_dim=192) for layer in arch.layers))
     for shape in (odd, replace(arch, hidden=10240)):
         with pytest.raises(UserError, match="--device cpu"):
