@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from targets.arch import Arch
-from targets.cuda.inputs import Input, make_input
+from targets.cuda.formulas import as_e4m3
+from targets.cuda.inputs import Input, make_input, make_narrow_input
 from targets.cuda.kernels import Kernels
 from targets.cuda.ops import Linear
 from targets.cuda.params import quantise_fp8
 from targets.cuda.skinny import WIDE_FROM
 from targets.cuda.tiles import ACTIVATION_SCALE
 
-KINDS = {"fp8", "bf16"}
+KINDS = {"fp8", "w8a8", "bf16"}
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -40,13 +41,15 @@ def random_weight(
     ops: Kernels, shape: tuple[int, ...], kind: str, layout: str = "plain", seed: int = 0
 ) -> Weight:
     values = randn(*shape, seed=seed).bfloat16().mul_(shape[-1] ** -0.5)
-    values, scale = quantise_fp8(values) if kind == "fp8" else (values, None)
+    values, scale = (values, None) if kind == "bf16" else quantise_fp8(values)
     return Weight(ops.pack(values, scale, kind, layout), values, scale)
 
 
 def as_input(x: torch.Tensor, kind: str) -> Input:
     """x [M, k] in the layout and dtype that a weight of this kind reads."""
     m, k = x.shape
+    if kind == "w8a8":
+        return _narrow_input(x)
     made = make_input(m, k, x.device)
     blocks, _, block, _ = made.data.shape
     values = (x / ACTIVATION_SCALE).half() if kind == "fp8" else x.bfloat16()
@@ -58,8 +61,23 @@ def as_input(x: torch.Tensor, kind: str) -> Input:
     return replace(made, data=data.contiguous().view(torch.int16).view(made.data.shape))
 
 
+def _narrow_input(x: torch.Tensor) -> Input:
+    values, scale = quantise_fp8(x)
+    made = make_narrow_input(*x.shape, x.device)
+    blocks, k_blocks, block, _ = made.data.shape
+    rows = made.data.new_zeros((blocks * block, k_blocks * 32))
+    rows[: len(x), : x.shape[1]] = values.view(torch.uint8)
+    data = rows.view(blocks, block, k_blocks, 4, 2, 4).permute(0, 2, 4, 1, 3, 5)
+    return replace(made, data=data.reshape(made.data.shape).contiguous(), scale=scale)
+
+
 def rows_of(x: Input, k: int, kind: str) -> torch.Tensor:
     """[M, k]: the inverse."""
+    if kind == "w8a8":
+        assert x.scale is not None
+        parts = x.data.view(*x.data.shape[:2], 2, x.block, 4, 4).permute(0, 3, 1, 4, 2, 5)
+        rows = parts.reshape(-1, x.k_blocks * 32)[: x.rows, :k].contiguous()
+        return rows.view(torch.float8_e4m3fn).float() * x.scale[:, None]
     data = x.data.view(torch.float16 if kind == "fp8" else torch.bfloat16)
     if x.block >= WIDE_FROM:
         parts = data.view(*data.shape[:2], 4, x.block, 4, 2)
@@ -72,6 +90,8 @@ def rounded(x: torch.Tensor, kind: str) -> torch.Tensor:
     """x as a weight of this kind sees it, in float64."""
     if kind == "fp8":
         return (x.float() / ACTIVATION_SCALE).half().double() * ACTIVATION_SCALE
+    if kind == "w8a8":
+        return as_e4m3(x.float()).double()
     return x.float().bfloat16().double()
 
 

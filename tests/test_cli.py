@@ -107,6 +107,7 @@ def test_eval_acceptance_reports_and_proves_equality(capsys, tmp_path):
         (["bench", "--synthetic-tau", "2", "--loop", "device"], ["--synthetic-tau", "host"]),
         (["bench", "--plot", "/proc/x/y.png"], ["/proc/x"]),
         (["generate", PROMPT, "--dtype", "fp8"], ["--dtype fp8", "--backend cuda", "--int8"]),
+        (["generate", PROMPT, "--dtype", "fp8-w8a8"], ["--dtype fp8-w8a8", "--backend cuda"]),
         (["generate", PROMPT, "--kv-dtype", "fp8"], ["--kv-dtype", "--backend cuda"]),
         (["serve", "--port", "0", "--device", "cpu"], ["--device", "--backend cuda"]),
         (["doctor", "--backend", "cuda", "--tp", "2"], ["--tp", "--backend jax"]),

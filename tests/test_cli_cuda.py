@@ -110,6 +110,9 @@ def test_the_kernels_refuse_what_only_references_do():
         make_plan(arch, CudaOptions(kv_dtype="float32"), "bfloat16")
     with pytest.raises(UserError, match="pairs of row and expert"):
         make_plan(released("gemma-4-26b-a4b"), CudaOptions(slots=512, k=15), "bfloat16")
+    wide = replace(arch, layers=(replace(arch.layers[0], ffw=24584),))
+    with pytest.raises(UserError, match="24584: choose --dtype fp8"):
+        make_plan(wide, CudaOptions(dtype="fp8-w8a8"), "fp8")
     odd = replace(arch, layers=tuple(replace(layer, head_dim=192) for layer in arch.layers))
     for shape in (odd, replace(arch, hidden=10240)):
         with pytest.raises(UserError, match="--device cpu"):
@@ -163,7 +166,8 @@ def test_warming_up_meets_every_batch_and_leaves_no_trace():
 
 
 @pytest.mark.parametrize(
-    "options", [["--dtype", "fp8"], ["--dtype", "bfloat16", "--kv-dtype", "fp8"]]
+    "options",
+    [["--dtype", "fp8"], ["--dtype", "fp8-w8a8"], ["--dtype", "bfloat16", "--kv-dtype", "fp8"]],
 )
 def test_narrow_weights_and_cache_run_on_the_references(capsys, options):
     base = ["generate", PROMPT, "--max-tokens", "6", "--slots", "1", "--json", *CUDA, *options]

@@ -15,23 +15,25 @@ from drafters.eagle3.spec import sized
 from specdec.errors import UserError
 from targets import arch, mini
 from targets.arch import read_arch, released
-from targets.cuda import kernels, launch, prefill_launch, skinny, tiles
+from targets.cuda import kernels, launch, prefill_launch, skinny, tiles, w8a8
 from targets.cuda.draft_kernels import draft_variants
-from targets.cuda.inputs import BLOCKS
+from targets.cuda.inputs import BLOCKS, NARROW_BLOCKS
 from targets.cuda.launch import Variant, cached_binary, compile_variant
 from targets.cuda.ops import Linear
 
 RELEASED = sorted(file.stem for file in Path(arch.__file__).with_name("released").glob("*.json"))
 FILES = sorted(file.stem for file in launch.SOURCES.glob("*.cu"))
-DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+DTYPES = {"fp8": torch.float8_e4m3fn, "w8a8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 LAYOUTS = ["plain", "gated", "experts", "experts_gated"]
+MADE = [(kind, layout) for kind in ("fp8", "bf16") for layout in LAYOUTS]
+MADE += [("w8a8", "plain"), ("w8a8", "gated")]
 
 
 def variants() -> set[Variant]:
     """What any released model and the embedded ones launch, with either cache."""
     archs = [released(name) for name in RELEASED]
     archs += [read_arch(mini.path(name)) for name in ("mini", "mini-e")]
-    decoding = [kernels.variants(a, kv8, {"fp8", "bf16"}) for a in archs for kv8 in (0, 1)]
+    decoding = [kernels.variants(a, kv8, set(DTYPES)) for a in archs for kv8 in (0, 1)]
     heads = [draft_variants(arch_of(sized(a)), {"fp8", "bf16"}) for a in archs]
     return prefill_launch.variants().union(*decoding, *heads)
 
@@ -74,8 +76,9 @@ processors = st.sampled_from([2, 5, 132])
 shapes = st.tuples(
     st.integers(1, 900), st.one_of(st.integers(1, 250), st.integers(1, 32).map(lambda k: 8 * k))
 ).map(lambda shape: (shape[0], 8 * shape[1]))
-kinds = st.sampled_from(sorted(DTYPES))
-layouts = st.sampled_from(LAYOUTS)
+wide = st.sampled_from(["fp8", "bf16"])
+"""Kinds with inputs of 16 bits."""
+made = st.sampled_from(MADE)
 
 
 def draw(
@@ -93,27 +96,29 @@ def draw(
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes, kinds, layouts, processors)
-def test_tiles_turn_back_into_rows(shape, kind, layout, processors):
-    weight, raw = draw(shape, kind, layout, processors)
+@given(shapes, made, processors)
+def test_tiles_turn_back_into_rows(shape, made, processors):
+    weight, raw = draw(shape, *made, processors)
     back = tiles.untile(weight, processors).contiguous().view(torch.uint8)
     assert torch.equal(back, raw.flatten(0, 1).flatten(1))
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes, kinds, layouts, processors)
-def test_every_value_is_where_the_kernels_look(shape, kind, layout, processors):
-    """The addresses of gemm.cu and moe.cu, from a value's row and input."""
+@given(shapes, made, processors)
+def test_every_value_is_where_the_kernels_look(shape, made, processors):
+    """The addresses of gemm.cu, w8a8.cu and moe.cu, from a value's row and input."""
+    kind, layout = made
     weight, raw = draw(shape, kind, layout, processors)
     row, column = torch.arange(weight.n)[:, None], torch.arange(weight.k)
     if layout.endswith("gated"):  # one warp holds both halves of a feature
-        half = weight.n // 2
-        tile, row = row % half // 16 * 2 + row // half, row % half % 16
+        half, together = weight.n // 2, tiles.GATE_ROWS[kind]
+        place = (row % half // together * 2 + row // half) * together + row % half % together
+        tile, row = place // 16, place % 16
     else:
         tile, row = row // 16, row % 16
     block, lane = column // 32, row % 8 * 4 + column % 32 // 8
     size, value = tiles.VALUE_BYTES[kind], column % 8
-    if kind == "fp8":
+    if kind != "bf16":
         within = lane * 16 + (value // 4 * 2 + row // 8) * 4 + value % 4
     else:
         word = value % 4 // 2 * 2 + row // 8
@@ -145,7 +150,26 @@ def _in_moe(weight: Linear, tile: torch.Tensor, block: torch.Tensor) -> torch.Te
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 300_000), st.integers(1, 30_000), kinds, st.booleans(), st.integers(1, 160))
+@given(st.integers(1, 300_000), st.integers(1, 30_000), st.booleans(), st.integers(1, 160))
+def test_a_schedule_of_e4m3_covers_the_weight_and_fits_the_machine(n, k, gated, processors):
+    n *= 2 if gated else 1
+    plan = tiles.w8a8_schedule(n, k, gated, processors)
+    needed = -(-(n // 2) // 8) if gated else -(-n // 16)
+    assert (plan.ctas - 1) * plan.passes * plan.tiles < needed
+    assert needed <= plan.ctas * plan.passes * plan.tiles
+    assert plan.steps * plan.k_groups * plan.depth * 32 == tiles.padded_inputs(k) >= k
+    assert plan.row_groups == plan.tiles <= tiles.TILES_PER_CTA and plan.wide == 1
+    assert plan.ctas * plan.k_groups <= processors
+    assert plan.k_groups == 1 or not gated and n % 4 == 0  # sums are added in quads of a row
+    for block in NARROW_BLOCKS:
+        for together in (1, 2) if plan.passes % 2 == 0 and block <= w8a8.AT_ONCE else (1,):
+            stages, shared = w8a8.ring(plan, block, together)
+            assert stages >= 2 and shared <= launch.SHARED_LIMIT
+            assert w8a8.threads(plan, block, together) <= 512
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 300_000), st.integers(1, 30_000), wide, st.booleans(), st.integers(1, 160))
 def test_a_schedule_covers_the_weight_and_fits_the_machine(n, k, kind, gated, processors):
     n *= 2 if gated else 1
     plan = tiles.schedule(n, k, kind, gated, processors)

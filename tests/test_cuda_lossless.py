@@ -49,12 +49,13 @@ def test_every_draft_length(tiny):
     check(tiny["12b"], "nucleus", slots=2, ks=[0, 1, 7], tokens=8)
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("fp8", "fp8"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("fp8", "fp8"), ("bfloat16", "bfloat16"), ("fp8-w8a8", "fp8")]
+)
 def test_narrow_weights_and_caches(tiny, dtype, kv_dtype):
     narrow = partial(target_of, dtype=dtype, kv_dtype=kv_dtype)
-    check_host(
-        tiny["31b"], "nucleus", slots=2, ks=[4], tokens=12, target_of=narrow, draft_of=narrow
-    )
+    own = partial(narrow, graphs=False)  # not the same target, with the same cache
+    check_host(tiny["31b"], "nucleus", slots=2, ks=[4], tokens=12, target_of=narrow, draft_of=own)
 
 
 @pytest.mark.slow
@@ -153,7 +154,7 @@ def test_ids_and_drafts_that_the_model_does_not_have(tiny):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8", "fp8-w8a8"])
 def test_random_weights_run(variant, dtype):
     arch = parse_arch(config_of(variant))
     target = random_target(arch, CudaOptions(slots=2, max_len=64, device="cpu", dtype=dtype))

@@ -41,7 +41,7 @@ def test_cache_of_31b_by_hand():
     assert memory.cache_bytes(B31, replace(SHAPE, kv="fp8")) == 4 * 2 * by_hand + 5 * text
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8", "fp8-w8a8"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_counted_is_what_a_target_holds(tiny, variant, dtype):
     """To the byte."""

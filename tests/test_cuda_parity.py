@@ -12,6 +12,7 @@ from targets import mini
 from targets.arch import read_arch
 from targets.checkpoint import Checkpoint, dequantise
 from targets.cuda.cache import make_cache, read
+from targets.cuda.formulas import as_e4m3
 from targets.cuda.layers import Reference
 from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.model import decode
@@ -126,6 +127,30 @@ def test_fp8_on_load_is_near_the_wide_file(tmp_path, storage):
     exact = wide.weights.layers[0].gate_up.data
     near = layer.gate_up.data.float() * layer.gate_up.scale[:, None]
     assert ((near - exact).abs() <= exact.abs() / 16 + layer.gate_up.scale[:, None] / 512).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_w8a8_is_the_same_weights_and_inputs_of_4_bits(tmp_path, variant):
+    """A scale per token and linear layer. Experts, and what is not quantised, stay as they are."""
+    write_tiny(tmp_path, variant, "fp8")
+    wide, narrow = Runner(tmp_path, "fp8"), Runner(tmp_path, "fp8-w8a8")
+    for ours, theirs in zip(narrow.weights.layers, wide.weights.layers, strict=True):
+        assert (ours.qkv.kind, ours.o.kind, ours.gate_up.kind, ours.down.kind) == ("w8a8",) * 4
+        assert torch.equal(ours.down.data.view(torch.uint8), theirs.down.data.view(torch.uint8))
+        assert ours.moe is None or (ours.moe.down.kind, ours.moe.router.kind) == ("fp8", "bf16")
+        assert ours.per_layer is None or ours.per_layer.gate.kind == "bf16"
+    near, exact = (r.feed(IDS[:, :32], [0, 0], [0, 1])[0] for r in (narrow, wide))
+    error = np.sqrt(((near - exact) ** 2).mean() / (exact**2).mean())
+    assert 1e-3 < error < 0.7  # models as small as these amplify what rounding does
+
+
+def test_inputs_round_to_e4m3_of_their_own_largest():
+    x = torch.randn(5, 64) * torch.tensor([1e-3, 1.0, 1e4, 0.0, 3.0])[:, None]
+    near = as_e4m3(x)
+    largest = x.abs().amax(-1, keepdim=True)
+    assert ((near - x).abs() <= x.abs() / 16 + largest / 448 / 512).all()
+    assert torch.equal(near.abs().amax(-1), largest[:, 0])
+    assert torch.equal(as_e4m3(x[2:3]), near[2:3]) and not near[3].any()
 
 
 @pytest.mark.parametrize(("dtype", "step"), [(torch.bfloat16, 2**-8), (torch.float8_e4m3fn, 2**-4)])

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 class JaxBackend:
     def refuse(self, config: ModelConfig) -> None:
-        if config.dtype == "fp8":
-            raise UserError("--dtype fp8 needs --backend cuda: with jax, --int8 quantises on load")
+        if config.dtype in ("fp8", "fp8-w8a8"):
+            raise UserError(
+                f"--dtype {config.dtype} needs --backend cuda: with jax, --int8 quantises on load"
+            )
         for name, given in (("kv-dtype", config.kv_dtype), ("device", config.device)):
             if given is not None:
                 raise UserError(f"--{name} needs --backend cuda: JAX decides that by itself")

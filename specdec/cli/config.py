@@ -38,8 +38,9 @@ class ModelConfig:
     "A Hugging Face checkpoint folder of Gemma 4, or mini / mini-e, the embedded models."
     backend: str = "jax"
     "Who computes: jax (CPU, GPU, TPU) or cuda (our kernels on a Hopper GPU)."
-    dtype: Literal["float32", "bfloat16", "fp8"] | None = None
-    "Arithmetic; by default the checkpoint's (float32 on a CPU). fp8: linear layers, with cuda."
+    dtype: Literal["float32", "bfloat16", "fp8", "fp8-w8a8"] | None = None
+    """Arithmetic; by default the checkpoint's (float32 on a CPU). With cuda, of linear layers: fp8
+    (8-bit weights), fp8-w8a8 (8-bit inputs too: coarser, faster from 32 rows at once on)."""
     kv_dtype: Literal["bfloat16", "fp8"] | None = None
     "What cuda caches keys and values in; bfloat16 by default."
     device: Literal["cuda", "cpu"] | None = None

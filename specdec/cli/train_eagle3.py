@@ -62,7 +62,7 @@ def train_eagle3(
     from training.recipe import read_recipe
 
     chosen = read_recipe(recipe)
-    if model.backend != "jax" or model.int8 or model.dtype == "fp8" or model.tp != 1:
+    if model.backend != "jax" or model.int8 or model.dtype in ("fp8", "fp8-w8a8") or model.tp != 1:
         raise UserError(
             "train-eagle3 runs with JAX on unquantised weights: leave --backend, "
             "--int8, --tp and --dtype fp8 out"

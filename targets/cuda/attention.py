@@ -13,7 +13,7 @@ import torch
 from targets.arch import Arch, LayerSpec, Rope
 from targets.cuda.cache import LayerCache
 from targets.cuda.formulas import inverse_frequencies
-from targets.cuda.inputs import Input, make_input
+from targets.cuda.inputs import Input, make_input, make_rows
 from targets.cuda.launch import SHARED_LIMIT, Launch, Variant, address
 from targets.cuda.ops import Rows
 
@@ -87,9 +87,11 @@ class Attention:
         rows: Rows,
         kind: str,
     ) -> Input:
-        """`Ops.attention`. norms: q's and k's."""
+        """`Ops.attention`. norms: q's and k's. For "w8a8" rows of f16 (value / 32), yet to be
+        quantised, as an input in blocks of 0."""
         batch, tokens = rows.tokens.shape
-        x = make_input(batch * tokens, layer.heads * layer.head_dim, self._device)
+        make = make_rows if kind == "w8a8" else make_input
+        x = make(batch * tokens, layer.heads * layer.head_dim, self._device)
         heads, queries = batch * layer.kv_heads, tokens * layer.heads // layer.kv_heads
         dim = _padded(layer.head_dim)
         high = _high(queries, _most_walking(dim))
@@ -133,7 +135,7 @@ class Attention:
             *(qkv.stride(0), batch, tokens, layer.heads // layer.kv_heads, layer.kv_heads),
             *(layer.head_dim, cache.size, layer.window or 0, int(own), int(layer.k_eq_v)),
             *(int(own and tokens <= STORED_APART), 0),
-            *(int(kind == "fp8"), *((x.k_blocks, x.block) if x else (0, 0)), self._eps),
+            *(int(kind != "bf16"), *((x.k_blocks, x.block) if x else (0, 0)), self._eps),
         )
 
     def _walk(self, job: _Job, layer: LayerSpec, batch: int, high: int) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from targets.arch import Arch, LayerSpec, MoeSpec, Rope
 from targets.cuda import cache as kv
-from targets.cuda.cache import CHUNK, LayerCache
+from targets.cuda.cache import CHUNK, FP8_MAX, LayerCache
 
 MASKED = -1e30
 """Score of an invisible key: exp underflows to exactly 0, so its value adds exactly nothing."""
@@ -135,3 +135,10 @@ def attend(
         total += share[..., c, None] * mixed[:, c]
         whole += share[..., c] * parts[..., c, :].sum(-1)
     return total / whole[..., None]
+
+
+def as_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """x [..., k] rounded to e4m3 with a scale per token: its largest magnitude / 448."""
+    largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-12)
+    most = torch.full_like(largest, FP8_MAX)  # divided by as a number, torch would multiply
+    return (x * (most / largest)).to(torch.float8_e4m3fn).float() * (largest / most)

@@ -10,23 +10,27 @@ from targets.cuda import tiles
 
 BLOCKS = (8, 16, 32, 64, 128)
 """Tokens per CTA of the skinny GEMM; longer calls take several blocks."""
+NARROW_BLOCKS = (*BLOCKS, 256)
+"""Of w8a8.cu."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """A linear layer's input [rows, k] as 16-bit words, blocked (`x_offset` in common.cuh)."""
+    """A linear layer's input [rows, k], in blocks: 16-bit words (`x_offset` in common.cuh), or e4m3
+    (`narrow_offset` in narrow.cuh) with a scale [rows]."""
 
     data: torch.Tensor
     rows: int
     block: int
     k_blocks: int
+    scale: torch.Tensor | None = None
 
 
-def block_of(rows: int) -> int:
-    """Tokens per block: as few blocks as can be, and no more than 63 tokens of padding."""
-    if rows <= BLOCKS[-1]:
-        return next(block for block in BLOCKS if rows <= block)
-    return BLOCKS[-1] if -(-rows // BLOCKS[-2]) % 2 == 0 else BLOCKS[-2]
+def block_of(rows: int, blocks: tuple[int, ...] = BLOCKS) -> int:
+    """Tokens per block: as few blocks as can be, and less padding than the last but one has."""
+    if rows <= blocks[-1]:
+        return next(block for block in blocks if rows <= block)
+    return blocks[-1] if -(-rows // blocks[-2]) % 2 == 0 else blocks[-2]
 
 
 def make_input(rows: int, k: int, device: torch.device) -> Input:
@@ -37,3 +41,19 @@ def make_input(rows: int, k: int, device: torch.device) -> Input:
     # inputs that only pad k meet weights of zero, and must not be NaN
     make = torch.empty if k % tiles.INPUT_ALIGN == 0 else torch.zeros
     return Input(make(size, dtype=torch.int16, device=device), rows, block, k_blocks)
+
+
+def make_rows(rows: int, k: int, device: torch.device) -> Input:
+    """Room for plain rows [rows, k] of f16, which no linear layer reads: in blocks of 0."""
+    data = torch.empty((rows, k), dtype=torch.float16, device=device)
+    return Input(data, rows, 0, 0)
+
+
+def make_narrow_input(rows: int, k: int, device: torch.device) -> Input:
+    """Room for one of w8a8.cu."""
+    block = block_of(rows, NARROW_BLOCKS)
+    k_blocks = tiles.padded_inputs(k) // tiles.INPUTS
+    size = (-(-rows // block), k_blocks, block, tiles.INPUTS)
+    make = torch.empty if k % tiles.INPUT_ALIGN == 0 else torch.zeros
+    data = make(size, dtype=torch.uint8, device=device)
+    return Input(data, rows, block, k_blocks, torch.empty(rows, device=device))

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from targets.arch import Arch, LayerSpec, MoeSpec
-from targets.cuda import attention, choosing, experts, skinny, tiles
+from targets.cuda import attention, choosing, experts, skinny, tiles, w8a8
 from targets.cuda.cache import LayerCache
-from targets.cuda.inputs import Input, make_input
+from targets.cuda.inputs import Input, make_input, make_narrow_input
 from targets.cuda.launch import Library, Variant, address, launch, pointer
 from targets.cuda.ops import Linear, Rows
 from targets.cuda.skinny import GATED, LOGITS, PER_LAYER, PLAIN
+from targets.cuda.w8a8 import Parts, as_branch
 from targets.rules import Rules
 
 THREADS = 256
@@ -57,18 +58,25 @@ class Kernels:
         self.processors = properties.multi_processor_count
         self.library = Library(variants(arch, kv8, kinds) | more)
         self._skinny = skinny.Skinny(self._launch, self.processors)
+        self._w8a8 = w8a8.W8A8(self._launch, self.processors)
         self._attention = attention.Attention(self._launch, arch, max_len, kv8, self.device)
         self.choosing = choosing.Choosing(self._launch, self.device)
 
     def pack(
         self, values: torch.Tensor, scale: torch.Tensor | None, kind: str, layout: str
     ) -> Linear:
-        return self._skinny.pack(values, scale, kind, layout)
+        maker = self._w8a8 if kind == "w8a8" else self._skinny
+        return maker.pack(values, scale, kind, layout)
 
     def dense(self, weight: Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self._skinny.dense(weight)
 
     def linear(self, x: Input, weight: Linear) -> torch.Tensor:
+        return (self._w8a8 if weight.kind == "w8a8" else self._skinny).linear(x, weight)
+
+    def branch(self, x: Input, weight: Linear) -> torch.Tensor | Parts:
+        if weight.kind == "w8a8":
+            return self._w8a8.branch(x, weight)
         return self._skinny.linear(x, weight)
 
     def attention(
@@ -81,7 +89,8 @@ class Kernels:
         rows: Rows,
         kind: str,
     ) -> Input:
-        return self._attention.run(qkv, (q_norm, k_norm), layer, cache, rows, kind)
+        x = self._attention.run(qkv, (q_norm, k_norm), layer, cache, rows, kind)
+        return self._w8a8.quantise(x.data) if kind == "w8a8" else x
 
     def store(
         self,
@@ -126,20 +135,23 @@ class Kernels:
     def norm(
         self,
         h: torch.Tensor,
-        branch: torch.Tensor | None,
+        branch: torch.Tensor | Parts | None,
         post: torch.Tensor | None,
         scalar: torch.Tensor | None,
         pre: torch.Tensor | None,
         kind: str,
     ) -> Input:
         m, hidden = h.shape
-        x = make_input(m, hidden, self.device)
-        arguments = [pointer(t) for t in (h, branch, post, scalar, pre, x.data)]
+        x = (make_narrow_input if kind == "w8a8" else make_input)(m, hidden, self.device)
+        arguments: list[Any] = [pointer(h), as_branch(branch)]
+        arguments += [pointer(t) for t in (post, scalar, pre, x.data, x.scale)]
         arguments += [c_int(hidden), c_float(self.arch.eps), c_int(x.k_blocks), c_int(x.block)]
         self._launch(norm_variant(kind), "add_norm", (m, 1, 1), NORM_THREADS, arguments)
         return x
 
     def gated(self, x: Input, gate_up: Linear, kind: str) -> Input:
+        if gate_up.kind == "w8a8":
+            return self._w8a8.quantise(self._w8a8.gated(x, gate_up))
         out = make_input(x.rows, gate_up.n // 2, self.device)
         self._skinny.run(x, gate_up, out.data, GATED, out.k_blocks, silu=self.arch.silu)
         return out
@@ -203,14 +215,15 @@ class Kernels:
 
     def join(
         self,
-        dense: torch.Tensor,
+        dense: torch.Tensor | Parts,
         dense_norm: torch.Tensor,
         routed: torch.Tensor,
         routed_norm: torch.Tensor,
     ) -> torch.Tensor:
         m, hidden = dense.shape
         out = torch.empty((m, hidden), device=self.device)
-        arguments = [pointer(t) for t in (dense, dense_norm, routed, routed_norm, out)]
+        arguments: list[Any] = [as_branch(dense)]
+        arguments += [pointer(t) for t in (dense_norm, routed, routed_norm, out)]
         arguments += [c_int(hidden), c_float(self.arch.eps)]
         self._launch(norm_variant("bf16"), "join", (m, 1, 1), NORM_THREADS, arguments)
         return out
@@ -233,13 +246,14 @@ class Kernels:
 def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
     """All that this architecture launches with weights of these kinds, and an e4m3 cache or not."""
     parts = (
-        skinny.variants(kinds),
+        skinny.variants(kinds - {"w8a8"}),
+        w8a8.variants() if "w8a8" in kinds else set(),
         attention.variants(arch, kv8),
-        experts.variants(arch, kinds),
+        experts.variants(arch, kinds - {"w8a8"}),
     )
     return {choosing.CHOOSE, choosing.CYCLE, *map(norm_variant, kinds)}.union(*parts)
 
 
 def norm_variant(kind: str) -> Variant:
     """What feeds weights of this kind."""
-    return Variant("norm", (("FP8", int(kind == "fp8")),))
+    return Variant("norm", (("FP8", int(kind != "bf16")), ("W8A8", int(kind == "w8a8"))))

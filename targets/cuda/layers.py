@@ -17,6 +17,7 @@ from targets.arch import Arch, LayerSpec, MoeSpec
 from targets.cuda import cache as kv, sampling
 from targets.cuda.cache import LayerCache
 from targets.cuda.formulas import (
+    as_e4m3,
     attend,
     gate,
     gelu,
@@ -44,7 +45,10 @@ def wide(weight: Linear) -> torch.Tensor:
 
 
 def as_input(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """bf16 weights take bf16 inputs; FP8 ones take them as finely as the implementation can."""
+    """bf16 weights take bf16 inputs; FP8 ones take them as finely as the implementation can, unless
+    they take e4m3 as well (w8a8)."""
+    if kind == "w8a8":
+        return each_row(as_e4m3, x)
     return x.bfloat16() if kind == "bf16" else x
 
 
@@ -90,6 +94,8 @@ class Reference:
 
     def linear(self, x: torch.Tensor, weight: Linear) -> torch.Tensor:
         return _matmul(x, wide(weight), weight.scale)
+
+    branch = linear
 
     def gated(self, x: torch.Tensor, gate_up: Linear, kind: str) -> torch.Tensor:
         rows = self.linear(x, gate_up)

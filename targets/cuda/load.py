@@ -17,9 +17,10 @@ from targets.cuda.attention import HEADS
 from targets.cuda.graphs import MOST_ROWS, TOKENS, bucket_of
 from targets.cuda.layers import Reference
 from targets.cuda.ops import Ops
-from targets.cuda.params import load_params, random_params
+from targets.cuda.params import DTYPES, QUANTISED, load_params, random_params
 from targets.cuda.room import room_for, use_pages
-from targets.cuda.target import DTYPES, CudaTarget, Plan
+from targets.cuda.target import KV_DTYPES, CudaTarget, Plan
+from targets.cuda.w8a8 import WIDEST as WIDEST_INPUT
 
 SHORTEST = 16
 """Least context: shorter ones can't even be checked."""
@@ -37,8 +38,9 @@ MOST_PAIRS = 48 * 1024
 class CudaOptions:
     """How to run a model with torch. None takes what suits the checkpoint and the device.
 
-    dtype: fp8, bfloat16 or float32. By default an FP8 file runs as fp8, any other as bfloat16, and
-    all as float32 on a CPU. float32 is for comparing: it runs the references, on a GPU too.
+    dtype: fp8, fp8-w8a8, bfloat16 or float32. By default an FP8 file runs as fp8, any other as
+    bfloat16, and all as float32 on a CPU. fp8-w8a8 rounds the inputs of linear layers to 8 bits as
+    well: for many rows at once. float32 is for comparing: it runs the references, on a GPU too.
     kv_dtype: fp8, bfloat16 or float32; by default as wide as dtype, but bfloat16 beside fp8.
     device: cuda runs the kernels, cpu their references in plain torch.
     """
@@ -104,12 +106,14 @@ def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
     if options.device not in CHUNKS:
         raise UserError(f"unknown device {options.device!r}: choose one of {', '.join(CHUNKS)}")
     dtype = options.dtype or ("float32" if options.device == "cpu" else stored)
-    kv_dtype = options.kv_dtype or ("bfloat16" if dtype == "fp8" else dtype)
-    for given in (dtype, kv_dtype):
-        if given not in DTYPES:
-            raise UserError(f"unknown dtype {given!r}: choose one of {', '.join(DTYPES)}")
+    kv_dtype = options.kv_dtype or ("bfloat16" if dtype in QUANTISED else dtype)
+    for given, known in ((dtype, DTYPES), (kv_dtype, tuple(KV_DTYPES))):
+        if given not in known:
+            raise UserError(f"unknown dtype {given!r}: choose one of {', '.join(known)}")
     if options.device != "cpu" and dtype != "float32":
         _refuse_for_kernels(arch, options, kv_dtype)
+        if dtype == "fp8-w8a8":
+            _refuse_for_w8a8(arch)
     return Plan(
         options.slots,
         options.max_len,
@@ -146,6 +150,16 @@ def _refuse_for_kernels(arch: Arch, options: CudaOptions, kv_dtype: str) -> None
         )
 
 
+def _refuse_for_w8a8(arch: Arch) -> None:
+    """Raises UserError for what its kernels don't fit."""
+    widths = {w for layer in arch.layers for w in (layer.ffw, layer.heads * layer.head_dim)}
+    if max(widths) > WIDEST_INPUT or any(width % 8 for width in widths):
+        raise UserError(
+            f"fp8-w8a8 takes feed-forward and attention widths that are multiples of 8 up to "
+            f"{WIDEST_INPUT}, not {', '.join(map(str, sorted(widths)))}: choose --dtype fp8"
+        )
+
+
 def make_ops(arch: Arch, plan: Plan) -> Ops:
     """The kernels on a GPU; plain torch on a CPU, and for float32 anywhere."""
     if plan.device == "cpu":
@@ -158,10 +172,18 @@ def make_ops(arch: Arch, plan: Plan) -> Ops:
     from targets.cuda.kernels import Kernels
     from targets.cuda.prefill_launch import compiled
 
-    kinds = {"bf16", "fp8"} if plan.dtype == "fp8" else {"bf16"}
-    ops = Kernels(arch, plan.max_len + plan.slack, DTYPES[plan.kv_dtype], kinds)
+    kv = KV_DTYPES[plan.kv_dtype]
+    ops = Kernels(arch, plan.max_len + plan.slack, kv, _kinds(arch, plan.dtype))
     compiled()  # now, not within the first request
     return ops
+
+
+def _kinds(arch: Arch, dtype: str) -> set[str]:
+    """The kinds of weights that kernels are needed for."""
+    if dtype not in QUANTISED:
+        return {"bf16"}
+    experts = any(layer.moe for layer in arch.layers)
+    return {"bf16", "fp8" if dtype == "fp8" else "w8a8"} | ({"fp8"} if experts else set())
 
 
 def _captures(options: CudaOptions, ops: Ops) -> bool:

@@ -15,11 +15,12 @@ from targets.cuda.attention import partial_bytes
 from targets.cuda.cache import CHUNK, HEAD_ALIGN, entries, slack_of
 from targets.cuda.graphs import bucket_of
 from targets.cuda.load import SHORT
+from targets.cuda.params import QUANTISED
 from targets.tensors import TensorSpec, all_tensors
 
-WIDE = {"float32": 4, "bfloat16": 2, "fp8": 2}
+WIDE = {"float32": 4, "bfloat16": 2, "fp8": 2, "fp8-w8a8": 2}
 """Bytes per value of what stays wide: embeddings, head, router, per-layer inputs."""
-LINEAR = {"float32": 4, "bfloat16": 2, "fp8": 1}
+LINEAR = {"float32": 4, "bfloat16": 2, "fp8": 1, "fp8-w8a8": 1}
 KV = {"float32": 4, "bfloat16": 2, "fp8": 1}
 NARROW_EXEMPT = "per_layer_"
 """Linears of that name stay wide in fp8 too: they are small, and they gate the residual."""
@@ -77,7 +78,7 @@ def tensor_bytes(name: str, spec: TensorSpec, dtype: str) -> int:
         return NORM * values
     if not spec.linear or name.rsplit(".", 1)[-1].startswith(NARROW_EXEMPT):
         return WIDE[dtype] * values
-    scales = SCALE * values // spec.shape[-1] if dtype == "fp8" else 0
+    scales = SCALE * values // spec.shape[-1] if dtype in QUANTISED else 0
     return LINEAR[dtype] * values + scales
 
 
@@ -119,7 +120,7 @@ def _remedy(arch: Arch, shape: Shape, free: int) -> str:
         offers.append(f"--slots {slots}")
     if offers:
         return f"{' or '.join(offers)} would fit"
-    if shape.dtype != "fp8" and need(arch, replace(shape, dtype="fp8")).total <= free:
+    if shape.dtype not in QUANTISED and need(arch, replace(shape, dtype="fp8")).total <= free:
         return "--dtype fp8 would fit"
     if fits(slots=1, max_len=CHUNK):
         return f"--slots 1 --max-len {CHUNK} would fit"

@@ -13,7 +13,7 @@ import torch
 
 from targets.arch import Arch, MoeSpec
 from targets.cuda.cache import KVCache
-from targets.cuda.ops import Ops, Rows
+from targets.cuda.ops import Branch, Ops, Rows
 from targets.cuda.params import LayerWeights, Moe, Weights
 
 
@@ -46,9 +46,9 @@ def decode(
         qkv = ops.linear(x, w.qkv)
         store = cache.of(arch.layers, i)
         mixed = ops.attention(qkv, w.q_norm, w.k_norm, layer, store, rows, w.o.kind)
-        branch, gate_up = ops.linear(mixed, w.o), w.gate_up.kind
+        branch, gate_up = ops.branch(mixed, w.o), w.gate_up.kind
         x = ops.norm(h, branch, w.post_attention_norm, None, w.pre_feedforward_norm, gate_up)
-        branch = ops.linear(ops.gated(x, w.gate_up, w.down.kind), w.down)
+        branch = ops.branch(ops.gated(x, w.gate_up, w.down.kind), w.down)
         if layer.moe and w.moe:
             branch = _with_experts(h, branch, w.moe, layer.moe, rows, ops)
         post = w.post_feedforward_norm
@@ -56,7 +56,7 @@ def decode(
             gate, projection = w.per_layer.gate, w.per_layer.projection
             x = ops.norm(h, branch, post, None, None, gate.kind)
             x = ops.gated_per_layer(x, gate, inputs, i, projection.kind)
-            branch, post = ops.linear(x, projection), w.per_layer.post_norm
+            branch, post = ops.branch(x, projection), w.per_layer.post_norm
         x = ops.norm(h, branch, post, w.scalar, *opening(weights, i + 1))
         if captured is not None and i in features:
             captured[:, features.index(i)] = h
@@ -87,7 +87,7 @@ def _per_layer_inputs(
 
 
 def _with_experts(
-    h: torch.Tensor, dense: torch.Tensor, w: Moe, moe: MoeSpec, rows: Rows, ops: Ops
+    h: torch.Tensor, dense: Branch, w: Moe, moe: MoeSpec, rows: Rows, ops: Ops
 ) -> torch.Tensor:
     """The dense branch and the routed one, each with its own norms, summed."""
     chosen = ops.route(h, w.router_scale, w.router, w.per_expert, rows, moe)

@@ -20,13 +20,17 @@ from targets.cuda.cache import LayerCache
 from targets.rules import Rules
 
 X = Any
+Branch = Any
+"""What a branch of a layer adds to the residual stream [M, H], as its implementation keeps it: for
+`norm` and `join` alone."""
 
 
 @dataclass(frozen=True)
 class Linear:
     """A weight [n, k], or one for each of E experts: `data` and per-row `scale` (None for wide
-    weights) as the implementation keeps them. kind: fp8 (e4m3 values), bf16 or float32. layout:
-    plain, gated (gate's rows, then up's), experts or experts_gated."""
+    weights) as the implementation keeps them. kind: fp8 (e4m3 values), w8a8 (e4m3 values that meet
+    e4m3 inputs), bf16 or float32. layout: plain, gated (gate's rows, then up's), experts or
+    experts_gated."""
 
     n: int
     k: int
@@ -67,7 +71,7 @@ class Ops(Protocol):
     def norm(
         self,
         h: torch.Tensor,
-        branch: torch.Tensor | None,
+        branch: Branch | None,
         post: torch.Tensor | None,
         scalar: torch.Tensor | None,
         pre: torch.Tensor | None,
@@ -79,6 +83,10 @@ class Ops(Protocol):
 
     def linear(self, x: X, weight: Linear) -> torch.Tensor:
         """-> [M, n] float32."""
+        ...
+
+    def branch(self, x: X, weight: Linear) -> Branch:
+        """`linear` for `norm` and `join`."""
         ...
 
     def gated(self, x: X, gate_up: Linear, kind: str) -> X:
@@ -153,7 +161,7 @@ class Ops(Protocol):
 
     def join(
         self,
-        dense: torch.Tensor,
+        dense: Branch,
         dense_norm: torch.Tensor,
         routed: torch.Tensor,
         routed_norm: torch.Tensor,

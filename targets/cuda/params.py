@@ -1,8 +1,10 @@
 """Weights by layer, fused as the forward reads them, straight from the file to the device.
 
 dtype "fp8": every quantisable linear as e4m3 per output channel, taken from an FP8 file as it is
-or quantised on load, and the rest bf16. "bfloat16" and "float32": everything wide. An int8 file is
-dequantised first: its integers don't fit e4m3, so "fp8" rounds them a second time.
+or quantised on load, and the rest bf16. "fp8-w8a8": the same weights, of kind "w8a8" but for
+experts, whose inputs stay 16 bits wide: each of them meets few rows. "bfloat16" and "float32":
+everything wide. An int8 file is dequantised first: its integers don't fit e4m3, so both of the
+former round them a second time.
 Per-layer inputs (E2B, E4B) stay wide in any case: they are small, and the kernels read them so.
 """
 
@@ -24,6 +26,10 @@ from targets.tensors import TensorSpec, all_tensors
 
 READERS = 4
 """Layers read at once: one thread copies out of the page cache at half the speed of the bus."""
+
+QUANTISED = ("fp8", "fp8-w8a8")
+"""Dtypes of e4m3 weights."""
+DTYPES = ("float32", "bfloat16", *QUANTISED)
 
 Raw = tuple[torch.Tensor, torch.Tensor | None]
 """A tensor as stored and its scale (None where it is wide), on the device."""
@@ -142,7 +148,7 @@ class _Reader:
         self.source, self.specs, self.pack, self.workshop = source, specs, pack, workshop
         self.wide = _wide(dtype)
         self.wide_kind = "float32" if dtype == "float32" else "bf16"
-        self.fp8 = dtype == "fp8"
+        self.fp8, self.w8a8 = dtype in QUANTISED, dtype == "fp8-w8a8"
 
     def vector(self, name: str) -> torch.Tensor:
         return self._wide(name).float()
@@ -159,7 +165,8 @@ class _Reader:
     def _packed(self, names: list[str], layout: str) -> Linear:
         if self.fp8 and all(self.specs[n].linear and "per_layer" not in n for n in names):
             values, scales = zip(*map(self._quantised, names), strict=True)
-            return self.pack(_joined(values), _joined(scales), "fp8", layout)
+            kind = "w8a8" if self.w8a8 and not layout.startswith("experts") else "fp8"
+            return self.pack(_joined(values), _joined(scales), kind, layout)
         return self.pack(_joined([self._wide(n) for n in names]), None, self.wide_kind, layout)
 
     def _quantised(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -156,7 +156,7 @@ class PrefillKernels:
         else:
             out = _flash(q[0], pair[0][:count], pair[1][:count], layer.window)
         width = heads * dim
-        if kind != "fp8" and runs == 1:
+        if kind == "bf16" and runs == 1:
             return Input(out.view(self.tokens, width), None)
         x = self.launch.input(self.tokens, width, kind)
         arguments = [pointer(out), *map(pointer, x), c_int(width), c_int(runs)]

@@ -26,7 +26,7 @@ class Launcher:
 
     def input(self, rows: int, width: int, kind: str) -> Input:
         """Room for the input [rows, width] of a weight of this kind."""
-        if kind != "fp8":
+        if kind == "bf16":
             return Input(self.new(rows, width), None)
         values = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=self.device)
         return Input(values, torch.empty(rows, device=self.device))
@@ -74,4 +74,4 @@ def attention(cache: torch.dtype, head_dim: int) -> Variant:
 
 
 def _rows(kind: str) -> Variant:
-    return Variant("prefill", (("FP8", int(kind == "fp8")),))
+    return Variant("prefill", (("FP8", int(kind != "bf16")),))

@@ -45,7 +45,7 @@ class _Untile(Structure):
         *((name, c_void_p) for name in ("tiled", "out")),
         *((name, c_int) for name in ("n", "k", "passes", "tiles", "row_groups", "k_groups")),
         *((name, c_int) for name in ("wide", "depth", "steps", "together")),
-        *((name, c_int) for name in ("gated", "fp8")),
+        *((name, c_int) for name in ("gate_rows", "fp8")),
     )
 
 
@@ -76,7 +76,7 @@ class Skinny:
         return Linear(n, k, kind, data, scale, layout)
 
     def dense(self, weight: Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-        plan, fp8 = tiles.schedule_of(weight, self._processors), weight.kind == "fp8"
+        plan, fp8 = tiles.schedule_of(weight, self._processors), weight.kind != "bf16"
         assert weight.k % 8 == 0, weight.k
         count = len(weight.data) if weight.layout.startswith("experts") else 1
         size = count * weight.n * weight.k * tiles.VALUE_BYTES[weight.kind]
@@ -89,18 +89,19 @@ class Skinny:
             *map(address, (weight.data, self._scratch)),
             *(weight.n, weight.k, plan.passes, plan.tiles),
             *(plan.row_groups, plan.k_groups, plan.wide, plan.depth, plan.steps, together),
-            *(int(weight.layout.endswith("gated")), int(fp8)),
+            *(tiles.GATE_ROWS[weight.kind] * weight.layout.endswith("gated"), int(fp8)),
         )
         grid = (plan.ctas, -(-plan.steps // together), count * plan.passes)
         shared = plan.tiles * tiles.TILE * (together * step + 16)
         self._launch(UNTILE, "untile", grid, UNTILE_THREADS, [job], shared, early=False)
         values = self._scratch[:size].view(torch.float8_e4m3fn if fp8 else torch.bfloat16)
-        return values.view(-1, weight.k), self._plain_scale(weight.scale)
+        return values.view(-1, weight.k), self._plain_scale(weight)
 
-    def _plain_scale(self, packed: torch.Tensor | None) -> torch.Tensor | None:
+    def _plain_scale(self, weight: Linear) -> torch.Tensor | None:
         """Divided when first asked for: a launch of its own otherwise costs each call."""
-        if packed is None:
-            return None
+        packed = weight.scale
+        if packed is None or weight.kind == "w8a8":
+            return packed
         if packed not in self._scales:
             self._scales[packed] = packed.flatten() / tiles.ACTIVATION_SCALE
         return self._scales[packed]

@@ -22,7 +22,7 @@ from targets.cuda.room import room_for
 from targets.cuda.sampling import blank_rules
 from targets.rules import set_rules
 
-DTYPES = {
+KV_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
@@ -31,7 +31,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a target is made for. dtype and kv_dtype are names out of DTYPES."""
+    """What a target is made for. dtype is one of params.DTYPES, kv_dtype of KV_DTYPES."""
 
     slots: int
     max_len: int
@@ -69,7 +69,7 @@ class CudaTarget:
         """graphs: replay captured CUDA graphs instead of launching kernel by kernel."""
         self.plan, self.arch, self.weights, self.ops = plan, arch, weights, ops
         self.suppress, self.device = suppress, torch.device(plan.device)
-        kv = DTYPES[plan.kv_dtype]
+        kv = KV_DTYPES[plan.kv_dtype]
         self.cache = make_cache(arch, plan.slots, plan.max_len, plan.slack, kv, plan.device)
         self._unbiased = torch.zeros(arch.vocab, device=self.device)
         self._unbiased[list(suppress)] = -torch.inf

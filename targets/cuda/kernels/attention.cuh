@@ -69,7 +69,7 @@ struct Job {
   int own, k_eq_v;           // whether K/V are this layer's own; values are the raw keys
   int stores;                // whether `walk` stores them, not `prepare`
   int stages;                // of `walk`'s ring
-  int fp8, k_blocks, block;  // what reads x: FP8 weights or bf16 ones, and x's layout
+  int fp8, k_blocks, block;  // what reads x: FP8 weights or bf16 ones; its layout, or rows where block is 0
   float eps;
 
   __device__ size_t part(int b, int head, int lane, int row) const {
@@ -218,6 +218,13 @@ __device__ inline void emit(const Job& job, int m, int head, int column, float4 
   const int f = head * job.head_dim + column;
   const auto narrow = [&](float v) { return job.fp8 ? input_of_fp8(v) : to_bf16(v); };
   u32* x = static_cast<u32*>(job.x);  // pairs of features stay together
-  x[x_offset(m, f, job.k_blocks, job.block) / 2] = narrow(o.x / l) | u32(narrow(o.y / l)) << 16;
-  x[x_offset(m, f + 2, job.k_blocks, job.block) / 2] = narrow(o.z / l) | u32(narrow(o.w / l)) << 16;
+  const u32 low = narrow(o.x / l) | u32(narrow(o.y / l)) << 16;
+  const u32 high = narrow(o.z / l) | u32(narrow(o.w / l)) << 16;
+  if (!job.block) {
+    const size_t row = size_t(m) * job.kv_heads * job.group * job.head_dim;
+    *reinterpret_cast<uint2*>(x + (row + f) / 2) = make_uint2(low, high);
+    return;
+  }
+  x[x_offset(m, f, job.k_blocks, job.block) / 2] = low;
+  x[x_offset(m, f + 2, job.k_blocks, job.block) / 2] = high;
 }

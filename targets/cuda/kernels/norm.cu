@@ -1,12 +1,17 @@
 // The residual stream: embedding, RMS norms fused with the residual addition. One CTA per row.
 #include "hidden.cuh"
+#include "narrow.cuh"
 
-// h = (h + rms(branch) * post) * scalar; x = rms(h) * pre. branch, scalar, pre may be null, and post:
-// the branch is then added as it is.
+#ifndef W8A8  // 1: the next linear layer's inputs are e4m3
+#define W8A8 0
+#endif
+
+// h = (h + rms(branch) * post) * scalar; x = rms(h) * pre. branch.parts, scalar, pre may be null, and
+// post: the branch is then added as it is.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    add_norm(float* h, const float* branch, const float* post, const float* scalar, const float* pre,
-             void* x, int hidden, float eps, int k_blocks, int block) {
-  __shared__ float scratch[2][32];
+    add_norm(float* h, const __grid_constant__ Branch branch, const float* post, const float* scalar, const float* pre,
+             void* x, float* scale, int hidden, float eps, int k_blocks, int block) {
+  __shared__ float scratch[3][32];
   let_next_start();
   const int m = blockIdx.x, quads = hidden / 4;
   float4 weight[kMax], closing[kMax], stream[kMax], added[kMax];
@@ -25,11 +30,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int i = threadIdx.x + j * kThreads;
     if (i >= quads) continue;
     stream[j] = load4(row, i);
-    if (!branch) continue;
-    added[j] = load4(branch + size_t(m) * hidden, i);
+    if (!branch.parts) continue;
+    added[j] = branch.load(m, i, gridDim.x, hidden);
     squares += square4(added[j]);
   }
-  if (branch) {
+  if (branch.parts) {
     const float inverse = post ? rsqrtf(block_sum(squares, scratch[0]) / hidden + eps) : 1.0f;
 #pragma unroll
     for (int j = 0; j < kMax; j++) {
@@ -54,22 +59,34 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       if (threadIdx.x + j * kThreads < quads) squares += square4(stream[j]);
     inverse = rsqrtf(block_sum(squares, scratch[1]) / hidden + eps);
   }
+  float largest = 0.0f;
 #pragma unroll
   for (int j = 0; j < kMax; j++) {
     const int i = threadIdx.x + j * kThreads;
     if (i >= quads) continue;
-    float4 v = stream[j];
+    float4& v = stream[j];
     if (pre) {
       v.x *= inverse * weight[j].x, v.y *= inverse * weight[j].y;
       v.z *= inverse * weight[j].z, v.w *= inverse * weight[j].w;
     }
-    store_input(x, m, i, v, k_blocks, block);
+    if (W8A8)
+      largest = fmaxf(largest, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+    else
+      store_input(x, m, i, v, k_blocks, block);
   }
+#if W8A8
+  const float to_e4m3 = range(largest, scale, 1.0f, scratch[2]);
+#pragma unroll
+  for (int j = 0; j < kMax; j++) {
+    const int i = threadIdx.x + j * kThreads;
+    if (i < quads) store_four(static_cast<u8*>(x), m, 4 * i, stream[j], to_e4m3, k_blocks, block);
+  }
+#endif
 }
 
 // out = rms(first) * first_weight + rms(second) * second_weight: the two branches of a MoE layer.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    join(const float* first, const float* first_weight, const float* second,
+    join(const __grid_constant__ Branch first, const float* first_weight, const float* second,
          const float* second_weight, float* out, int hidden, float eps) {
   __shared__ float scratch[2][32];
   let_next_start();
@@ -82,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int j = 0; j < kMax; j++) {
     const int i = threadIdx.x + j * kThreads;
     if (i >= quads) continue;
-    a[j] = load4(first + row, i), b[j] = load4(second + row, i);
+    a[j] = first.load(blockIdx.x, i, gridDim.x, hidden), b[j] = load4(second + row, i);
     a_squares += square4(a[j]), b_squares += square4(b[j]);
   }
   const float p = rsqrtf(block_sum(a_squares, scratch[0]) / hidden + eps);

@@ -11,13 +11,14 @@ struct Job {
   int passes, tiles;  // of one expert; per CTA and pass
   int row_groups, k_groups, wide, depth;
   int steps, together;  // along k; of a CTA
-  int gated, fp8;
+  int gate_rows, fp8;  // of gate's rows, as many as stand together; 0: not gated
 };
 
 __device__ inline int row_of(const Job& job, int tile, int r) {  // -1: only pads
-  const int half = job.n / 2, row = (job.gated ? tile / 2 : tile) * 16 + r;
-  if (!job.gated) return row < job.n ? row : -1;
-  return row < half ? row + tile % 2 * half : -1;
+  const int place = tile * 16 + r, together = job.gate_rows, half = job.n / 2;
+  if (!together) return place < job.n ? place : -1;
+  const int row = place / together / 2 * together + place % together;
+  return row < half ? row + place / together % 2 * half : -1;
 }
 
 constexpr int kWarps = 16;

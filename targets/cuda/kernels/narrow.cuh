@@ -1,0 +1,59 @@
+// Inputs of w8a8.cu: e4m3, with a float32 scale per token, its largest magnitude / 448.
+#pragma once
+#include "common.cuh"
+
+constexpr float kMaxE4m3 = 448.0f;
+
+// Where input f of row m lies, in blocks of [m / block][f / 32]: core matrices, [half][token][16], whose
+// 16 are those that a lane's neighbours hold of a weight in the same two words (tiles.py).
+__device__ inline size_t narrow_offset(int m, int f, int k_blocks, int block) {
+  const size_t start = (size_t(m / block) * k_blocks + f / 32) * block * 32;
+  return start + (f / 4 % 2 * block + m % block) * 16 + f % 32 / 8 * 4 + f % 4;
+}
+
+// A linear layer's output, row by row: as it is, or the sums of its k groups [groups, M, width], which
+// are added in ascending order and scaled.
+struct Branch {
+  const float* parts;
+  const float* scale;    // [width]; null: one group, scaled already
+  const float* x_scale;  // [M]
+  int groups;            // up to 8
+
+  // Values 4 i to 4 i + 3 of row m.
+  __device__ float4 load(int m, int i, int rows, int width) const {
+    const float4* at = reinterpret_cast<const float4*>(parts) + size_t(m) * (width / 4) + i;
+    if (!scale) return *at;
+    const size_t stride = size_t(rows) * (width / 4);
+    float4 v[8];
+#pragma unroll
+    for (int g = 0; g < 8; g++)
+      if (g < groups) v[g] = at[g * stride];
+    float4 sum = v[0];
+#pragma unroll
+    for (int g = 1; g < 8; g++)
+      if (g < groups) sum.x += v[g].x, sum.y += v[g].y, sum.z += v[g].z, sum.w += v[g].w;
+    const float4 s = reinterpret_cast<const float4*>(scale)[i];
+    const float token = x_scale[m];
+    return make_float4(sum.x * s.x * token, sum.y * s.y * token, sum.z * s.z * token, sum.w * s.w * token);
+  }
+};
+
+// The factor that brings row blockIdx.x, whose largest magnitude is the block's, into e4m3. Its inverse,
+// times `unit`, goes to `scale`.
+__device__ inline float range(float largest, float* scale, float unit, float* scratch) {
+  const int lane = threadIdx.x % 32;
+  largest = warp_max(largest);
+  if (lane == 0) scratch[threadIdx.x / 32] = largest;
+  __syncthreads();
+  largest = fmaxf(warp_max(lane < blockDim.x / 32 ? scratch[lane] : 0.0f), 1e-12f);
+  if (threadIdx.x == 0) scale[blockIdx.x] = largest / kMaxE4m3 * unit;
+  return kMaxE4m3 / largest;
+}
+
+// Inputs f to f + 3 (f a multiple of 4) of row m.
+__device__ inline void store_four(u8* x, int m, int f, float4 v, float factor, int k_blocks, int block) {
+  u16 low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(v.y * factor), "f"(v.x * factor));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(v.w * factor), "f"(v.z * factor));
+  *reinterpret_cast<u32*>(x + narrow_offset(m, f, k_blocks, block)) = low | u32(high) << 16;
+}

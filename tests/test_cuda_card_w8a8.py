@@ -1,0 +1,77 @@
+"""On the card: e4m3 inputs are the reference's to the bit, and rows of any call the rows alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from targets.arch import released
+from targets.cuda.formulas import as_e4m3, rms
+from targets.cuda.kernels import Kernels
+from targets.cuda.tiles import ACTIVATION_SCALE
+from targets.cuda.w8a8 import W8A8
+from tests.card import KINDS, Differences, as_input, error, one_layer, randn, random_weight, rows_of
+
+pytestmark = pytest.mark.gpu
+ROWS = (1, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 385, 512, 700)
+"""In blocks of 8 to 256 tokens, one or several."""
+
+
+@pytest.fixture(scope="module")
+def ops() -> Kernels:
+    return Kernels(one_layer(released("gemma-4-31b"), 0), 128, torch.bfloat16, KINDS)
+
+
+@pytest.mark.parametrize("k", [48, 1000, 5376, 8192, 21504, 24576])
+def test_rows_become_inputs(ops, k):
+    """Of attention and of gated layers: f16 of value / 32."""
+    narrow = W8A8(ops._launch, ops.processors)
+    x = randn(ROWS[-1], k) * torch.logspace(-3, 4, ROWS[-1], device="cuda")[:, None]
+    x[3] = 0.0
+    rows = (x / ACTIVATION_SCALE).half()
+    exact = as_e4m3(rows.float()) * ACTIVATION_SCALE
+    for m in ROWS:
+        assert torch.equal(rows_of(narrow.quantise(rows[:m]), k, "w8a8"), exact[:m]), m
+
+
+@pytest.mark.parametrize("hidden", [48, 1536, 5376, 8192])
+def test_norms_become_inputs(ops, hidden):
+    """Near the reference, whose norm may differ in a last bit; a row is the row alone."""
+    h, branch = randn(ROWS[-1], hidden), randn(ROWS[-1], hidden, seed=1)
+    post, pre = (1 + 0.1 * randn(hidden, seed=s) for s in (2, 3))
+    scalar = torch.tensor([0.7], device="cuda")
+
+    def call(m: int) -> torch.Tensor:
+        x = ops.norm(h[:m].clone(), branch[:m], post, scalar, pre, "w8a8")
+        return rows_of(x, hidden, "w8a8")
+
+    whole, same = call(ROWS[-1]), Differences()
+    exact = as_e4m3(rms((h + rms(branch, post, ops.arch.eps)) * scalar, pre, ops.arch.eps))
+    assert error(whole, exact.double()) < 2e-3
+    for m in ROWS:
+        same.check(call(m), whole[:m])
+    assert same.none()
+
+
+@pytest.mark.parametrize("shape", [(5376, 8192), (5376, 21504), (18432, 5376), (43008, 5376)])
+def test_long_calls(ops, shape):
+    """In blocks of 128 and 256 tokens: the same rows at other places."""
+    layout = "gated" if shape[0] > 40000 else "plain"
+    weight = random_weight(ops, shape, "w8a8", layout)
+    x, same = randn(ROWS[-1], shape[1]), Differences()
+
+    def call(rows: torch.Tensor) -> torch.Tensor:
+        given = as_input(rows, "w8a8")
+        if layout == "plain":
+            return ops.linear(given, weight.packed)
+        return rows_of(ops.gated(given, weight.packed, "w8a8"), shape[0] // 2, "w8a8")
+
+    whole = call(x)
+    if shape[0] == ops.arch.hidden:
+        h, ones = torch.zeros_like(whole), torch.ones_like(whole[0])
+        ops.norm(h, ops.branch(as_input(x, "w8a8"), weight.packed), ones, None, None, "bf16")
+        assert error(h, rms(whole, ones, ops.arch.eps).double()) < 1e-5
+    for m in ROWS:
+        same.check(call(x[:m]), whole[:m])
+        same.check(call(x[len(x) - m :]), whole[len(x) - m :])
+    assert same.none()
