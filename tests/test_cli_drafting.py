@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from drafters.eagle3 import embedded
 from drafters.eagle3.spec import random_head, sized, tensors
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from targets import mini
@@ -21,10 +22,20 @@ def document(capsys, *arguments):
     return json.loads(run(capsys, *SHORT, *arguments)[0].splitlines()[-1])
 
 
-def test_mini_brings_its_draft_model(capsys):
-    drafted = document(capsys, "--drafter", "model")
-    assert drafted["config"]["speculation"]["draft_model"] == "mini-e"
+@pytest.mark.parametrize(("drafter", "name"), [("model", "mini-e"), ("eagle3", "mini-eagle3")])
+def test_mini_brings_what_drafts_for_it(capsys, drafter, name):
+    drafted = document(capsys, "--drafter", drafter)
+    assert drafted["config"]["speculation"]["draft_model"] == name
     assert drafted["tokens"] == 10 and drafted["drafted"] > drafted["accepted"] > 0
+
+
+def test_the_embedded_head_is_small_and_for_mini_alone(capsys):
+    files = embedded.path("mini-eagle3").iterdir()
+    assert sum(file.stat().st_size for file in files if file.suffix != ".png") <= 8 << 20
+    line = refused(
+        capsys, *SHORT, "--drafter", "eagle3", "--model", "mini-e", "--draft-model", "mini-eagle3"
+    )
+    assert "head is for" in line or "layers" in line
 
 
 def test_vllms_words_and_the_cuda_target(capsys):

@@ -13,8 +13,8 @@ from specdec.errors import UserError
 from specdec.types import Sampling
 
 DRAFTERS = ("none", "ngram", "model", "eagle3")
-EMBEDDED_DRAFTS = {("model", "mini"): "mini-e"}
-"""Drafter and model for which a draft model comes with specdec, so that no path is needed."""
+EMBEDDED_DRAFTS = {("model", "mini"): "mini-e", ("eagle3", "mini"): "mini-eagle3"}
+"""Drafter and model for which weights to draft with come with specdec, so no path is needed."""
 
 
 def _numbers(kind: type, tokens: Rows[Token]) -> tuple[float, ...]:
@@ -71,8 +71,8 @@ class SpeculationConfig:
     "Draft tokens per cycle, 0 to 31."
     draft_model: str | None = None
     """The drafter's folder. --drafter model: any smaller Gemma 4 with the model's own tokenizer
-    (E4B for 31B); mini brings mini-e, and needs none. --drafter eagle3: a head trained for this
-    very model, as vLLM, SGLang or speculators read it."""
+    (E4B for 31B). --drafter eagle3: a head trained for this very model, as vLLM, SGLang or
+    speculators read it. mini brings both, mini-e and mini-eagle3, and needs none."""
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
     """How model and eagle3 guess when sampling: with the target's own noise, which agrees with it
     more often, or their argmax (to compare)."""
@@ -132,8 +132,8 @@ class SpeculationConfig:
         found = self.draft_model or EMBEDDED_DRAFTS.get((self.drafter, model))
         if found is None:
             raise UserError(
-                f"--drafter {self.drafter} needs --draft-model PATH; without one, mini drafts with "
-                "--drafter model, and every model with --drafter ngram"
+                f"--drafter {self.drafter} needs --draft-model PATH; without one, every model "
+                "drafts with --drafter ngram, and mini with any"
             )
         return found
 

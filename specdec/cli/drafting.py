@@ -53,10 +53,13 @@ def draft_folder(speculation: SpeculationConfig, tokenizer: Tokenizer) -> Path |
 def read_head(speculation: SpeculationConfig, arch: Arch) -> Head | None:
     """The EAGLE-3 head for a target of this architecture, None for other drafters. Raises
     UserError, too for a head of another target."""
+    from drafters.eagle3 import embedded
     from drafters.eagle3.files import load_head
 
     if speculation.drafter != "eagle3" or speculation.draft_model is None:
         return None
+    if speculation.draft_model in embedded.NAMES:
+        return load_head(embedded.path(speculation.draft_model), arch)
     folder = Path(speculation.draft_model)
     if not folder.is_dir():
         raise UserError(f"no folder {folder}: --draft-model names an EAGLE-3 head's folder")
