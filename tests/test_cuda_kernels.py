@@ -15,11 +15,12 @@ from drafters.eagle3.spec import sized
 from specdec.errors import UserError
 from targets import arch, mini
 from targets.arch import read_arch, released
-from targets.cuda import kernels, launch, prefill_launch, skinny, tiles, w8a8
+from targets.cuda import launch, prefill_launch, skinny, tiles, w8a8
 from targets.cuda.draft_kernels import draft_variants
 from targets.cuda.inputs import BLOCKS, NARROW_BLOCKS
 from targets.cuda.launch import Variant, cached_binary, compile_variant
 from targets.cuda.ops import Linear
+from targets.cuda.variants import variants as target_variants
 
 RELEASED = sorted(file.stem for file in Path(arch.__file__).with_name("released").glob("*.json"))
 FILES = sorted(file.stem for file in launch.SOURCES.glob("*.cu"))
@@ -33,7 +34,7 @@ def variants() -> set[Variant]:
     """What any released model and the embedded ones launch, with either cache."""
     archs = [released(name) for name in RELEASED]
     archs += [read_arch(mini.path(name)) for name in ("mini", "mini-e")]
-    decoding = [kernels.variants(a, kv8, set(DTYPES)) for a in archs for kv8 in (0, 1)]
+    decoding = [target_variants(a, kv8, set(DTYPES)) for a in archs for kv8 in (0, 1)]
     heads = [draft_variants(arch_of(sized(a)), {"fp8", "bf16"}) for a in archs]
     return prefill_launch.variants().union(*decoding, *heads)
 

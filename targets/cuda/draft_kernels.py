@@ -10,9 +10,10 @@ from targets.arch import Arch
 from targets.cuda.choosing import CLUSTER
 from targets.cuda.draft_ops import Layout, PairNorms, Pending, Vocabulary
 from targets.cuda.inputs import Input, make_input
-from targets.cuda.kernels import NORM_THREADS, Embed, Kernels, variants
+from targets.cuda.kernels import NORM_THREADS, Embed, Kernels
 from targets.cuda.launch import Variant, address, pointer
 from targets.cuda.ops import Linear, Rows
+from targets.cuda.variants import variants
 from targets.rules import Rules
 
 DRAFT, GUESS = Variant("draft"), Variant("guess")

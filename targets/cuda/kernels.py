@@ -19,6 +19,7 @@ from targets.cuda.inputs import Input, make_input, make_narrow_input
 from targets.cuda.launch import Library, Variant, address, launch, pointer
 from targets.cuda.ops import Linear, Rows
 from targets.cuda.skinny import GATED, LOGITS, PER_LAYER, PLAIN
+from targets.cuda.variants import norm_variant, variants
 from targets.cuda.w8a8 import Parts, as_branch
 from targets.rules import Rules
 
@@ -241,19 +242,3 @@ class Kernels:
         kernel = self.library.kernel(variant, name)
         stream = torch.cuda.current_stream().cuda_stream
         launch(kernel, grid, threads, arguments, stream, shared, early)
-
-
-def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
-    """All that this architecture launches with weights of these kinds, and an e4m3 cache or not."""
-    parts = (
-        skinny.variants(kinds - {"w8a8"}),
-        w8a8.variants() if "w8a8" in kinds else set(),
-        attention.variants(arch, kv8),
-        experts.variants(arch, kinds - {"w8a8"}),
-    )
-    return {choosing.CHOOSE, choosing.CYCLE, *map(norm_variant, kinds)}.union(*parts)
-
-
-def norm_variant(kind: str) -> Variant:
-    """What feeds weights of this kind."""
-    return Variant("norm", (("FP8", int(kind != "bf16")), ("W8A8", int(kind == "w8a8"))))

@@ -1,0 +1,23 @@
+"""Which kernels an architecture needs: what a start compiles, or finds in the cache."""
+
+from __future__ import annotations
+
+from targets.arch import Arch
+from targets.cuda import attention, choosing, experts, skinny, w8a8
+from targets.cuda.launch import Variant
+
+
+def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
+    """All that this architecture launches with weights of these kinds, and an e4m3 cache or not."""
+    parts = (
+        skinny.variants(kinds - {"w8a8"}),
+        w8a8.variants() if "w8a8" in kinds else set(),
+        attention.variants(arch, kv8),
+        experts.variants(arch, kinds - {"w8a8"}),
+    )
+    return {choosing.CHOOSE, choosing.CYCLE, *map(norm_variant, kinds)}.union(*parts)
+
+
+def norm_variant(kind: str) -> Variant:
+    """What feeds weights of this kind."""
+    return Variant("norm", (("FP8", int(kind != "bf16")), ("W8A8", int(kind == "w8a8"))))
