@@ -183,5 +183,6 @@ def test_eagle3_from_the_command_line(tmp_path, capsys):
     document = json.loads(out.splitlines()[-1])
     assert document["tokens"] == 8 and document["drafted"] > 0
     assert document["config"]["speculation"]["drafter"] == "eagle3"
-    assert "needs --draft-model" in refused(capsys, *BASE, "--drafter", "eagle3")
+    other = [*BASE, "--drafter", "eagle3", "--model", "mini-e"]
+    assert "needs --draft-model" in refused(capsys, *other)
     assert "no folder" in refused(capsys, *EAGLE3, "/nowhere")

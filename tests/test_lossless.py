@@ -5,6 +5,7 @@ Chunks of 8 and windows of 12 make every ring wrap several times, with rejected 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 
 import jax.numpy as jnp
@@ -12,6 +13,10 @@ import numpy as np
 import pytest
 
 from drafters.device_cycle_jax import device_cycle
+from drafters.eagle3 import embedded
+from drafters.eagle3.drafter_jax import EagleDrafter
+from drafters.eagle3.files import load_head
+from drafters.eagle3.spec import HeadSpec, random_head
 from drafters.model import CATCH_UP, ModelDrafter
 from drafters.model_jax import ModelOnDevice
 from drafters.ngram import NgramDrafter
@@ -22,6 +27,7 @@ from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import NO_GUESS, Sequence
 from targets import mini
+from targets.arch import read_arch
 from targets.jax.load import JaxOptions, load_target
 from tests.fakes import Noise, Oracle
 from tests.modes import MODES
@@ -160,6 +166,43 @@ def check_device_model(path, mode, slots, ks, tokens=TOKENS):
         assert acceptance == host_acceptance
 
 
+def head_for(path):
+    """mini's own; a random one for any other target."""
+    arch = read_arch(path)
+    if path.name == "mini":
+        return load_head(embedded.path("mini-eagle3"), arch)
+    spec = HeadSpec(
+        hidden=arch.hidden,
+        ffw=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        vocab=arch.vocab,
+        draft_vocab=arch.vocab // 2,
+        layers=(0, 1, len(arch.layers) - 2),
+        max_position=256,
+    )
+    return random_head(spec)
+
+
+def check_eagle3(path, mode, slots, ks, tokens=TOKENS):
+    """A target compiled for a head says the same in both loops, drafted or not."""
+    head, first = head_for(path), prompts_for(read_arch(path).vocab)[:slots]
+    options = JaxOptions(
+        slots=slots, max_len=256, k=WIDE, chunk=target_of(path, slots).prefill_chunk
+    )
+    target = load_target(path, replace(options, features=head.spec.layers))
+    run = partial(decode, target, mode=mode, tokens=tokens, prompts=first)
+    plain, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0))
+    for k in ks:
+        drafter = EagleDrafter(head, target, k)
+        output, acceptance = run(drafter, host_cycle(target, drafter, k))
+        again, device_acceptance = run(drafter, device_cycle(target, drafter, k, 4))
+        assert output == again == plain, (path.name, mode, slots, k)
+        assert acceptance == device_acceptance
+        assert path.name != "mini" or acceptance.rate > 0.2
+
+
 @pytest.mark.parametrize(
     ("variant", "mode"),
     [("31b", "everything"), ("e2b", "greedy"), ("26b-a4b", "nucleus"), ("e4b", "nucleus")],
@@ -177,6 +220,7 @@ def test_device_loop(tiny, variant, mode):
 def test_mini_both_loops():
     check_host(mini.path("mini"), "nucleus", slots=2, ks=[4], tokens=40)
     check_device(mini.path("mini"), "nucleus", slots=2, ks=[4], tokens=40)
+    check_eagle3(mini.path("mini"), "nucleus", slots=2, ks=[4], tokens=40)
 
 
 @pytest.mark.slow
@@ -188,6 +232,7 @@ def test_whole_matrix(tiny, variant, slots, mode):
     check_host(path, mode, slots, ks=[0, 1, 2, 4, 7])
     check_device(path, mode, slots, ks=[0, 1, 2, 4, 7])
     check_device_model(path, mode, slots, ks=[0, 1, 2, 4, 7])
+    check_eagle3(path, mode, slots, ks=[1, 2, 4, 7])
 
 
 def test_batched_rows_are_exact_within_their_bucket(tiny):
