@@ -34,7 +34,7 @@ from training.packing import PADDING, Rows, pack, rows_of_step
 from training.recipe import read_recipe, spec_for
 from training.teacher import Lesson, teach
 from training.trained import trained_head
-from training.unroll import judge, loss_of, masks, measures
+from training.unroll import judge, loss_of, masks, measures, walked_tau
 from training.vocabulary import count_generated, coverage, draft_vocabulary
 
 STEPS, DECAY = 3, 0.8
@@ -210,6 +210,29 @@ def test_measures_of_a_perfect_draft() -> None:
         np.testing.assert_allclose(found[name], 1.0, atol=1e-5)
     for name in ("tau_t0", "tau_t1", "tau_t1_bound"):
         np.testing.assert_allclose(found[name], 1 + STEPS, atol=1e-4)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 999), st.integers(1, 4))
+def test_simulated_tau_is_that_of_decoding_the_rows(seed, steps) -> None:
+    rows = pack(answers(9, seed), 40)
+    mask = np.stack([np.asarray(m) for m in masks(rows, steps)])
+    hit = np.random.default_rng(seed).random(mask.shape) < 0.6
+    cycles = emitted = 0
+    for r in range(mask.shape[1]):
+        i = 0
+        while i < mask.shape[2]:
+            if not mask[0, r, i]:
+                i += 1
+                continue
+            count = 0
+            while count < steps and mask[count, r, i] and hit[count, r, i]:
+                count += 1
+            if mask[-1, r, i]:
+                cycles, emitted = cycles + 1, emitted + count + 1
+            i += count + 1
+    expected = emitted / cycles if cycles else 1.0
+    assert np.isclose(walked_tau(jnp.float32(hit), jnp.float32(mask)), expected)
 
 
 def test_coupled_choices_agree_as_often_as_the_theorem_says() -> None:

@@ -114,25 +114,43 @@ def loss_of(judged: Judged, decay: float) -> Any:
 
 
 def measures(judged: Judged) -> dict[str, Any]:
-    """Means [K] per step, and the tokens per cycle that they amount to: over positions from which
-    every step counts, 1 + the sum over steps of the chance that all up to it are accepted."""
+    """Means [K] per step over what counts; and, where there was noise, the tokens per cycle that
+    decoding the rows would have taken. tau_t1_bound is what others report: as if cycles began at
+    every position alike, and each guess were accepted with the chance min(p, q)."""
     counted = jnp.maximum(judged.mask.sum((1, 2)), 1)
 
     def mean(field: Any) -> Any:
         return (judged.mask * field).sum((1, 2)) / counted
 
-    def tau(field: Any) -> Any:
-        all_count = judged.mask[-1]
-        chains = (jnp.cumprod(field, 0) * all_count).sum((1, 2))
-        return 1 + (chains / jnp.maximum(all_count.sum(), 1)).sum()
-
     found = {
         "divergence": mean(judged.divergence),
         "accuracy": mean(judged.hit),
         "known": mean(judged.known),
-        "tau_t0": tau(judged.hit),
     }
     if judged.coupled is not None:
         found |= {"overlap": mean(judged.overlap), "coupled": mean(judged.coupled)}
-        found |= {"tau_t1": tau(judged.coupled), "tau_t1_bound": tau(judged.overlap)}
+        found |= {"tau_t0": walked_tau(judged.hit, judged.mask)}
+        found |= {"tau_t1": walked_tau(judged.coupled, judged.mask)}
+        chains = (jnp.cumprod(judged.overlap, 0) * judged.mask[-1]).sum((1, 2))
+        found |= {"tau_t1_bound": 1 + (chains / jnp.maximum(judged.mask[-1].sum(), 1)).sum()}
     return found
+
+
+def walked_tau(hit: Any, mask: Any) -> Any:
+    """Tokens per cycle of going through the rows as decoding does: a cycle begins after what the
+    one before accepted and its free token, so hard places begin more cycles than easy ones.
+
+    hit, mask [K, B, T]. Cycles that an answer's end cuts short are walked, but not counted.
+    """
+    accepted = jnp.cumprod(hit * mask, 0).sum(0).astype(jnp.int32)
+
+    def visit(free: Any, at: Any) -> Any:
+        place, count, begins = at
+        begins = begins & (place >= free)
+        return jnp.where(begins, place + count + 1, free), begins
+
+    places = jnp.arange(mask.shape[2])
+    steps = places, accepted.T, mask[0].T > 0
+    begun = jax.lax.scan(visit, jnp.zeros(mask.shape[1], jnp.int32), steps)[1].T
+    whole = begun & (mask[-1] > 0)
+    return 1 + (accepted * whole).sum() / jnp.maximum(whole.sum(), 1)
