@@ -1,4 +1,4 @@
-"""Tensor parallelism on forced host devices: the same model, split, gives the same text."""
+"""Tensor parallelism on eight forced host devices: the same model, split, gives the same text."""
 
 from __future__ import annotations
 
@@ -9,37 +9,42 @@ import sys
 
 import pytest
 
-PROGRAM = """
-import json, sys
-from pathlib import Path
-from drafters.ngram import NgramDrafter
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.types import Sequence
-from targets.jax.load import JaxOptions, load_target
-out = {}
-for tp in (1, 2, 4):
-    options = JaxOptions(slots=2, max_len=64, k=4, chunk=8, tp=tp, mapped=False)
-    target, drafter = load_target(Path(sys.argv[1]), options), NgramDrafter(1, 3)
-    engine = Engine(target, drafter, host_cycle(target, drafter, 4))
-    seqs = [Sequence([5, 6, 7] * 4, max_tokens=24), Sequence([9], max_tokens=24)]
-    list(engine.run(seqs))
-    out[tp] = [s.tokens for s in seqs]
-    gate = target.params.segments[0][0]["mlp.gate_proj"]
-    assert len({s.device for s in gate.addressable_shards}) == tp
-print(json.dumps(out))
-"""
+from tests.mesh_worker import SPLITS
+from tests.tiny import VARIANTS, config_of
+
+FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+"""Programs of tiny models take longer to optimise than to run."""
 
 
-@pytest.mark.parametrize("variant", ["31b", "e4b", "26b-a4b"])
-def test_any_split_gives_the_same_greedy_text(tiny, variant):
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory) -> dict:
+    """What the worker said, by variant and split: one process, for jax starts but once."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tiny[variant])],
-        env=os.environ | flags,
+        [sys.executable, "-m", "tests.mesh_worker", str(tmp_path_factory.mktemp("mesh"))],
+        env=os.environ | {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        check=True,
     )
-    texts = json.loads(done.stdout.splitlines()[-1])
-    assert texts["1"] == texts["2"] == texts["4"]
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {
+        (line["variant"], line["tp"]): line
+        for line in map(json.loads, done.stdout.split("\n")[:-1])
+    }
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_any_split_drafter_and_loop_gives_the_same_text(lines, variant):
+    plain = lines[variant, 1]["texts"]["none host"]
+    assert [len(tokens) for tokens in plain] == [26, 28]
+    for tp in SPLITS:
+        for way, tokens in lines[variant, tp]["texts"].items():
+            assert tokens == plain, (tp, way)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_divides_is_split_and_the_rest_is_copied(lines, variant):
+    kv_heads = config_of(variant)["text_config"]["num_key_value_heads"]
+    for tp in SPLITS:
+        parts = lines[variant, tp]["parts"]
+        whole = tp if kv_heads % tp == 0 else 1
+        assert parts == {"mlp.gate_proj": tp, "self_attn.k_proj": whole, "input_layernorm": 1}

@@ -1,0 +1,71 @@
+"""Run by test_mesh.py on eight forced host devices: every tiny variant's text by split and loop.
+
+`python -m tests.mesh_worker ROOT` writes checkpoints there and prints one JSON line per variant and
+split. What takes time is compiling, so the variants have two groups of two layers here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from drafters.device_cycle_jax import device_cycle
+from drafters.ngram import NgramDrafter
+from drafters.ngram_jax import TracedNgram, TracedNone
+from drafters.none import NoDrafter
+from drafters.resident_jax import TextOnly
+from specdec.cycle import host_cycle
+from specdec.engine import Engine
+from specdec.types import Sampling, Sequence
+from targets.jax.load import JaxOptions, load_target
+from targets.jax.target import JaxTarget
+from tests.tiny import VARIANTS, write_tiny
+
+SPLITS = (1, 2, 4, 8)
+K = 4
+LAYERS = ["sliding_attention", "full_attention"] * 2
+
+
+def texts(target: JaxTarget, drafter, cycle) -> list[list[int]]:
+    """A seeded and a greedy row together. The seeded one is there first and leaves last, so the
+    device loop is one program, that of a batch in which somebody samples."""
+    seeded = Sampling(temperature=0.8, top_p=0.9, seed=7)
+    seqs = [Sequence([9, 4], seeded, max_tokens=24), Sequence([5, 6, 7] * 4, max_tokens=16)]
+    Engine(target, drafter, cycle).run_to_end(seqs)
+    return [seq.tokens for seq in seqs]
+
+
+def every_way(target: JaxTarget, thorough: bool) -> dict[str, list[list[int]]]:
+    """By drafter and loop; thorough: the device loop with either drafter, else with ngram."""
+    none, ngram = NoDrafter(), NgramDrafter(1, 3)
+    ways = {
+        "none host": texts(target, none, host_cycle(target, none, 0)),
+        "ngram host": texts(target, ngram, host_cycle(target, ngram, K)),
+        "ngram device": texts(target, none, device_cycle(target, TextOnly(TracedNgram(1, 3)), K)),
+    }
+    if thorough:
+        ways["none device"] = texts(target, none, device_cycle(target, TextOnly(TracedNone()), 0))
+    return ways
+
+
+def main(root: Path) -> None:
+    for variant, config in VARIANTS.items():
+        shared = {"num_kv_shared_layers": 2} if "num_kv_shared_layers" in config else {}
+        config |= {"layer_types": LAYERS} | shared
+        write_tiny(root / variant, variant)
+        for tp in SPLITS:
+            options = JaxOptions(slots=2, max_len=64, k=K, tp=tp, mapped=False, chunk=8)
+            target = load_target(root / variant, options)
+            layer = target.params.segments[0][0]
+            parts = {
+                name: len({str(shard.index) for shard in layer[name].addressable_shards})
+                for name in ("mlp.gate_proj", "self_attn.k_proj", "input_layernorm")
+            }
+            ways = every_way(target, thorough=variant == "31b")
+            line = {"variant": variant, "tp": tp, "parts": parts, "texts": ways}
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
