@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from specdec.cli import backend_jax
 from tests.tiny import IDS, VARIANTS, oracle, random_tensors, write_tiny
 
 
@@ -31,6 +32,12 @@ def references() -> dict:
             )
         made[variant] = out.logits.numpy(), [h.numpy() for h in out.hidden_states]
     return made
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_programs(tmp_path_factory) -> None:
+    """Commands keep their programs for this session only, not where the user's are."""
+    backend_jax.PROGRAMS = tmp_path_factory.mktemp("programs")
 
 
 @pytest.fixture

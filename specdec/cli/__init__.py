@@ -37,6 +37,11 @@ COMMANDS = {
         "Serve an OpenAI-compatible API.",
         "specdec serve --model ./gemma-4-E4B-it --drafter ngram --k 4 --port 8000",
     ),
+    "compile": (
+        "compile:compile",
+        "Compile ahead all that `serve` with the same options will run.",
+        "specdec compile --model ./gemma-4-E4B-it --drafter ngram --k 4 --slots 8",
+    ),
     "eval-acceptance": (
         "evaluate:eval_acceptance",
         "Measure tau and acceptance on your prompts, and prove equal output.",

@@ -67,6 +67,7 @@ def load_model(config: ModelConfig, speculation: SpeculationConfig, prove: bool 
     arch = read_arch(path)
     tokenizer, head = load_tokenizer(path, arch.vocab), read_head(speculation, arch)
     folder, suppress = draft_folder(speculation, tokenizer), tokenizer.suppress_ids
+    backend.prepare(config)
     with console.status(f"loading {path.name}"):
         target = backend.load(path, config, speculation, suppress, head and head.spec)
         draft = folder and backend.load_draft(folder, config, suppress)
@@ -86,6 +87,7 @@ def random_model(name: str, config: ModelConfig, speculation: SpeculationConfig)
 
     backend, arch = backend_of(config), released(name)
     small, shape = draft_dimensions(speculation), head_dimensions(speculation, arch)
+    backend.prepare(config)
     with console.status(f"making random weights of {name}"):
         target = backend.random(arch, config, speculation, shape)
         draft = small and backend.random_draft(small, config)
@@ -177,6 +179,24 @@ def warm_up(
         for length in lengths:
             _decode(engine, [[2] * length], Sampling(), WARM_TOKENS)
     engine.acceptance = Acceptance()
+
+
+def start(
+    config: ModelConfig, speculation: SpeculationConfig, max_waiting: int = 256
+) -> tuple[Model, Engine]:
+    """Everything that a server does before its first request, which then compiles nothing."""
+    model = load_model(config, speculation)
+    say_model(config, model)
+    engine = make_engine(model, speculation, max_waiting)
+    warm_up(engine, VARIANTS, *model.backend.warm(model.target))
+    return model, engine
+
+
+def say_compiled(backend: Backend) -> None:
+    """Tell what the cache of compiled programs was worth, where anybody counts."""
+    counts = backend.compiled()
+    if counts is not None:
+        console.print(f"[dim]programs: {counts[0]} from the cache, {counts[1]} compiled[/dim]")
 
 
 def _decode(engine: Engine, prompts: list[list[int]], sampling: Sampling, count: int) -> None:

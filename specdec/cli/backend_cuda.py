@@ -34,6 +34,16 @@ class CudaBackend:
             raise UserError("--tp needs --backend jax: cuda runs on one GPU")
         if config.int8:
             raise UserError("--int8 needs --backend jax: with cuda, use --dtype fp8")
+        if config.cache is not None:
+            raise UserError(
+                "--cache needs --backend jax: cuda keeps its kernels in ~/.cache/specdec/kernels"
+            )
+
+    def prepare(self, config: ModelConfig) -> None:
+        pass  # kernels are compiled, and kept, as they are needed
+
+    def compiled(self) -> None:
+        return None
 
     def load(
         self,

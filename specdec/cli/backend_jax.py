@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from targets.jax.target import JaxTarget
 
 
+PROGRAMS = Path.home() / ".cache" / "specdec" / "xla"
+"""Where compiled programs are kept unless --cache names a folder."""
+
+
 class JaxBackend:
     def refuse(self, config: ModelConfig) -> None:
         if config.dtype in ("fp8", "fp8-w8a8"):
@@ -32,6 +36,16 @@ class JaxBackend:
         for name, given in (("kv-dtype", config.kv_dtype), ("device", config.device)):
             if given is not None:
                 raise UserError(f"--{name} needs --backend cuda: JAX decides that by itself")
+
+    def prepare(self, config: ModelConfig) -> None:
+        from targets.jax.compile_cache import keep_programs
+
+        keep_programs(config.cache or PROGRAMS)
+
+    def compiled(self) -> tuple[int, int]:
+        from targets.jax.compile_cache import programs_so_far
+
+        return programs_so_far()
 
     def load(
         self,

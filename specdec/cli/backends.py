@@ -37,6 +37,15 @@ class Backend(Protocol):
         """Raise UserError for options that make no sense here; imports nothing."""
         ...
 
+    def prepare(self, config: ModelConfig) -> None:
+        """Before anything is loaded or compiled. Raises UserError."""
+        ...
+
+    def compiled(self) -> tuple[int, int] | None:
+        """Programs of this process that the cache had, and that were compiled; None where nobody
+        counts."""
+        ...
+
     def load(
         self,
         path: Path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter, Token
@@ -53,6 +54,9 @@ class ModelConfig:
     "Sequences that decode at the same time."
     tp: int = 1
     "Devices to split the model over."
+    cache: Path | None = None
+    """Where jax keeps compiled programs between runs; ~/.cache/specdec/xla by default. `specdec
+    compile` fills it ahead."""
 
     @property
     def captures(self) -> bool:

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from specdec.cli.assemble import (
-    VARIANTS,
-    Model,
-    console,
-    load_model,
-    make_engine,
-    say_model,
-    warm_up,
-)
+from specdec.cli.assemble import Model, console, say_compiled, start
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.errors import UserError
 
@@ -51,10 +43,8 @@ def serve(
         raise UserError(f"max-waiting must be 0 or more, got {max_waiting}")
     speculation = speculation.resolved(model)
     with _listen(host, port) as listener:
-        loaded = load_model(model, speculation)
-        say_model(model, loaded)
-        engine = make_engine(loaded, speculation, max_waiting)
-        warm_up(engine, VARIANTS, *loaded.backend.warm(loaded.target))
+        loaded, engine = start(model, speculation, max_waiting)
+        say_compiled(loaded.backend)
         _say_memory(loaded)
         name = served_model_name or loaded.name
         app = create_app(

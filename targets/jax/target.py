@@ -37,7 +37,9 @@ class JaxTarget:
         self.cache = make_cache(arch, plan.slots, plan.max_len, plan.slack, dtype, mesh)
         self._unbiased = np.zeros(arch.vocab, np.float32)
         self._unbiased[list(suppress)] = -np.inf
-        self.bias = jnp.asarray(np.tile(self._unbiased, (plan.slots, 1)))
+        self.bias = jnp.zeros((plan.slots, arch.vocab), jnp.float32)
+        for slot in range(plan.slots):
+            self._set_bias(slot, self._unbiased)
         self._biased: set[int] = set()
         self._rules = blank_rules(plan.slots)
         self._device_rules: Rules | None = None
@@ -127,8 +129,12 @@ class JaxTarget:
             row = self._unbiased.copy()
             for token, bias in sampling_.logit_bias:
                 row[token] += bias
-            self.bias = self.bias.at[slot].set(row)
+            self._set_bias(slot, row)
             self._biased = self._biased | {slot} if sampling_.logit_bias else self._biased - {slot}
+
+    def _set_bias(self, slot: int, row: np.ndarray) -> None:
+        """One program, compiled at the start: no request's bias has to wait for the compiler."""
+        self.bias = _put_row(self.bias, np.int32(slot), row)
 
     def rules(self) -> Rules:
         """Every slot's sampling parameters on the device."""
@@ -146,6 +152,11 @@ class JaxTarget:
             start[seq.slot] = len(seq.tokens) - 1
             count[seq.slot] = plan.width
         return Feed(tokens, start, count)
+
+
+@jax.jit
+def _put_row(table: Array, slot: Array, row: Array) -> Array:
+    return table.at[slot].set(row)
 
 
 def _choose_one(

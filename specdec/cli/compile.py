@@ -1,0 +1,38 @@
+"""`specdec compile`: fill the cache of compiled programs, so that a served start has them all."""
+
+from __future__ import annotations
+
+import time
+
+from specdec.cli.assemble import command_record, console, print_json, say_compiled, start
+from specdec.cli.config import ModelConfig, SpeculationConfig
+
+
+def compile(
+    *,
+    model: ModelConfig = ModelConfig(),  # noqa: B008
+    speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008
+    json: bool = False,
+) -> None:
+    """Do all that `specdec serve` does before its first request, and keep the compiled programs.
+
+    Run it on the machine that will serve, with the options of `serve` that it shares: a program
+    is compiled for a model's shapes, --slots, --max-len, --k, --drafter, --loop, --dtype, --tp,
+    the device and the versions of jax. Weights are read but not kept. A later `serve`,
+    `generate`, `eval-acceptance` or `bench` with the same --cache finds what it needs there and
+    compiles the rest.
+
+    Parameters
+    ----------
+    json
+        End stdout with one JSON document.
+    """
+    began = time.perf_counter()
+    speculation = speculation.resolved(model)
+    loaded, _ = start(model, speculation)
+    say_compiled(loaded.backend)
+    console.print(f"ready after {time.perf_counter() - began:.1f} s; start `specdec serve` alike")
+    if json:
+        record = command_record("compile", model=model, speculation=speculation)
+        found, made = loaded.backend.compiled() or (None, None)
+        print_json(record | {"programs": {"found": found, "compiled": made}})

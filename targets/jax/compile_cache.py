@@ -1,0 +1,49 @@
+"""JAX's persistent cache of compiled programs: where it lies, and how much it was worth.
+
+A program is found again by its text, the options and versions of the compiler, and the device;
+its arithmetic is what was compiled once, so a warm start is also the same start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from specdec.errors import UserError
+
+_ASKED = "/jax/compilation_cache/compile_requests_use_cache"
+_FOUND = "/jax/compilation_cache/cache_hits"
+_events: Counter[str] = Counter()
+
+
+def _count(event: str, **_: object) -> None:
+    _events[event] += 1
+
+
+jax.monitoring.register_event_listener(_count)
+
+
+def keep_programs(folder: Path) -> None:
+    """Keep every program compiled from now on in this folder, and look there first. Raises
+    UserError where it can't be written."""
+    with suppress(OSError):  # said below
+        folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--cache: cannot write to {folder}: name a folder for compiled programs")
+    if jax.config.jax_compilation_cache_dir == str(folder):
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    # the small ones too: a start has hundreds of milliseconds of them
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()  # JAX decides once, at the first program, if it has a cache
+
+
+def programs_so_far() -> tuple[int, int]:
+    """Programs of this process that were found, and that had to be compiled."""
+    return _events[_FOUND], _events[_ASKED] - _events[_FOUND]
