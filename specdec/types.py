@@ -165,7 +165,8 @@ class LogprobRows:
 class Step:
     """What a target answers: `features[b, j]` is the state *from which* it chose `chosen[b, j]`.
 
-    chosen [B, T] int32; features [B, T, F] or None; logprobs only where a sequence asked.
+    chosen [B, T] int32; features [B, T, F] or None, a matter between a target and the drafters
+    made for it (JAX pads them, see `JaxTarget`); logprobs only where a sequence asked.
     """
 
     chosen: Array

@@ -10,11 +10,15 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import httpx
 import pytest
 
+from drafters.eagle3.files import save_flat
+from drafters.eagle3.spec import random_head
 from tests.commands import CUDA, PROMPT, refused
+from tests.eagle3_oracle import SPEC
 
 OPTIONS = ["--slots", "3", "--max-len", "256", "--k", "3"]
 KINDS = {
@@ -75,10 +79,23 @@ def ask_everything(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--drafter", "ngram"], ["--drafter", "model", "--loop", "device"]]
+    ("drafter", "loop"), [("ngram", "host"), ("model", "device"), ("eagle3", "host")]
 )
-def test_a_warm_start_and_its_requests_compile_nothing(tmp_path, options):
-    options = [*OPTIONS, *options, "--cache", str(tmp_path / "programs")]
+def test_a_warm_start_and_its_requests_compile_nothing(tmp_path, drafter, loop):
+    options = [
+        *OPTIONS,
+        "--drafter",
+        drafter,
+        "--loop",
+        loop,
+        "--cache",
+        str(tmp_path / "programs"),
+    ]
+    if drafter == "eagle3":
+        save_flat(
+            random_head(replace(SPEC, hidden=256, vocab=4096, layers=(1, 5, 8))), tmp_path, (1,)
+        )
+        options += ["--draft-model", str(tmp_path)]
     first = compile_ahead(tmp_path / "compile.log", *options)
     assert first["found"] == 0 and first["compiled"] > 10
     assert MISSED in (tmp_path / "compile.log").read_text()  # so the log does tell

@@ -81,7 +81,8 @@ class Judged(EagleDrafter):
         text, chunk = Sequence(tokens[:-1], slot=0), fresh.prefill_chunk
         starts = range(0, len(tokens) - 1, chunk)
         steps = [fresh.prefill(text, s, min(len(tokens) - 1, s + chunk)) for s in starts]
-        features = torch.tensor(np.concatenate([np.asarray(s.features[0]) for s in steps]))
+        padded = np.concatenate([np.asarray(s.features[0]) for s in steps])
+        features = torch.tensor(padded[: len(tokens) - 1])
         table = np.array(self.target.params.top["embed_tokens"])
         embedded = torch.tensor(table[[*tokens[1:], *guesses[:-1]]])
         rows = Oracle(random_head()).chain(embedded, features, len(tokens) - 2, len(guesses))

@@ -17,6 +17,8 @@ from drafters.eagle3.spec import Head, check_pair
 from specdec.types import Array, Sequence, Step
 from targets.jax.target import JaxTarget
 
+_learn = jax.jit(drafting.learn)
+
 
 class EagleDrafter:
     """One head beside its target; k draft tokens a cycle, neither more nor fewer."""
@@ -57,22 +59,21 @@ class EagleDrafter:
         if not seqs[0].emitted:
             self._observe_prompt(seqs[0], step.features, int(step.chosen[0, 0]))
             return
-        slots = np.array([seq.slot for seq in seqs])
-        old = self.memory.pending
-        pending = Pending(
-            old.features.at[slots].set(step.features),
-            old.chosen.at[slots].set(step.chosen),
-            old.count.at[slots].set(np.asarray(accepted, np.int32) + 1),
-        )
+        rows, slots = [seq.slot for seq in seqs], self.target.slots
+        chosen = np.zeros((slots, self.k + 1), np.int32)
+        count, live = np.ones(slots, np.int32), np.zeros(slots, bool)
+        chosen[rows], count[rows], live[rows] = step.chosen, np.asarray(accepted) + 1, True
+        new = Pending(step.features, chosen, count)
+        pending = _learn(self.memory.pending, new, live)
         self.memory = self.memory._replace(pending=pending)
 
     def _observe_prompt(self, seq: Sequence, features: Array, chosen: int) -> None:
         """A chunk of the prompt: each position's features go with the token after it, which
         after the last position is the one chosen."""
-        start, count, chunk = seq.prefilled, features.shape[1], self.target.prefill_chunk
+        start, chunk = seq.prefilled, features.shape[1]
+        count = min(seq.prompt_len - start, chunk - start % chunk)
         tokens = np.zeros((1, chunk), np.int32)
         tokens[0, :count] = [*seq.tokens[start + 1 : start + count + 1], chosen][:count]
-        features = jnp.pad(features, ((0, 0), (0, chunk - count), (0, 0)))
         where = np.int32(seq.slot), features, tokens, np.int32(start), np.int32(count)
         self.memory = self._read(self.weights(), self.memory, *where)
 

@@ -82,12 +82,16 @@ class _HeadRows:
     def observe(self, seqs: State, step: Step, accepted: Array) -> None:
         assert step.features is not None, "the target was made without the head's layers"
         new = Pending(step.features, step.chosen, accepted.astype(jnp.int32) + 1)
-        kept = jax.tree.map(
-            lambda new, old: jnp.where(seqs.live.reshape(-1, *[1] * (new.ndim - 1)), new, old),
-            new,
-            self.memory.pending,
-        )
-        self.memory = self.memory._replace(pending=kept)
+        pending = learn(self.memory.pending, new, seqs.live)
+        self.memory = self.memory._replace(pending=pending)
+
+
+def learn(old: Pending, new: Pending, live: Array) -> Pending:
+    """What live rows [B] have chosen now is pending; `new.features` may be wider than `chosen`."""
+    new = new._replace(features=new.features[:, : new.chosen.shape[1]])
+    return jax.tree.map(
+        lambda new, old: jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old), new, old
+    )
 
 
 def propose(

@@ -21,7 +21,12 @@ from targets.rules import Rules, blank_rules, set_rules
 
 
 class JaxTarget:
-    """One model on one device or mesh, with `plan.slots` sequences of up to `plan.max_len`."""
+    """One model on one device or mesh, with `plan.slots` sequences of up to `plan.max_len`.
+
+    Features are handed out as the programs make them: `prefill`'s [1, chunk, F], `verify`'s by
+    slot [slots, width, F]. Cutting out what is real would be a program to compile for each length
+    of a prompt and each number of rows, while requests wait.
+    """
 
     def __init__(
         self,
@@ -81,15 +86,14 @@ class JaxTarget:
         feed = Feed(tokens, np.array([start], np.int32), np.array([stop - start], np.int32))
         slot = np.int32(seq.slot)
         self.cache, out = self._prefill(self.params, self.cache, feed, slot)
-        features = None if out.features is None else out.features[:, : stop - start]
         if stop < seq.prompt_len:  # no choice follows from here: nothing to wait for either
-            return Step(np.full((1, 1), NO_GUESS, np.int32), features)
+            return Step(np.full((1, 1), NO_GUESS, np.int32), out.features)
         last = np.array([stop - 1], np.int32)
         chosen = self._choose_one(
             seq.sampling.shaped, out.logits, self.bias, self.rules(), self.cache.tokens, last, slot
         )
         details = self._logprobs(out.logits, chosen) if seq.sampling.logprobs is not None else None
-        return Step(np.asarray(chosen), features, details)
+        return Step(np.asarray(chosen), out.features, details)
 
     def verify(self, seqs: Rows[Sequence], draft: Array) -> Step:
         k = draft.shape[1]
@@ -104,7 +108,7 @@ class JaxTarget:
         details = self._logprobs(out.logits, chosen) if wanted else None
         return Step(
             np.asarray(chosen)[rows, : k + 1],
-            None if out.features is None else out.features[rows, : k + 1],
+            out.features,
             details and pick_rows(details, rows),
         )
 
