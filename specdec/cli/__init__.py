@@ -39,7 +39,8 @@ COMMANDS = {
     ),
     "compile": (
         "compile:compile",
-        "Compile ahead all that `serve` with the same options will run.",
+        "Compile ahead all that `serve` with the same options will run, so that it compiles "
+        "nothing: on the machine that will serve, into the folder of --cache.",
         "specdec compile --model ./gemma-4-E4B-it --drafter ngram --k 4 --slots 8",
     ),
     "eval-acceptance": (

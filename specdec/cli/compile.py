@@ -16,11 +16,9 @@ def compile(
 ) -> None:
     """Do all that `specdec serve` does before its first request, and keep the compiled programs.
 
-    Run it on the machine that will serve, with the options of `serve` that it shares: a program
-    is compiled for a model's shapes, --slots, --max-len, --k, --drafter, --loop, --dtype, --tp,
-    the device and the versions of jax. Weights are read but not kept. A later `serve`,
-    `generate`, `eval-acceptance` or `bench` with the same --cache finds what it needs there and
-    compiles the rest.
+    A program is compiled for a model's shapes, --slots, --max-len, --k, --drafter, --loop,
+    --dtype, --tp, the device and the versions of jax; what other commands find of theirs they
+    take, and the rest they compile. With cuda, kernels are compiled and kept, in their own folder.
 
     Parameters
     ----------

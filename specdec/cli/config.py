@@ -55,8 +55,7 @@ class ModelConfig:
     tp: int = 1
     "Devices to split the model over."
     cache: Path | None = None
-    """Where jax keeps compiled programs between runs; ~/.cache/specdec/xla by default. `specdec
-    compile` fills it ahead."""
+    "Where jax keeps compiled programs between runs; ~/.cache/specdec/xla by default."
 
     @property
     def captures(self) -> bool:

@@ -21,6 +21,7 @@ from specdec.cli.assemble import (
     console,
     print_json,
 )
+from specdec.cli.backends import backend_of
 from specdec.cli.config import ModelConfig
 from specdec.cli.distil import require_training
 from specdec.errors import UserError
@@ -68,6 +69,7 @@ def train_eagle3(
             "--int8, --tp and --dtype fp8 out"
         )
     check_folder(run)
+    backend_of(model).prepare(model)
     trainer, covered = _make_trainer(chosen, data, run, model, data_parallel_size)
     console.print(f"the draft vocabulary covers {covered:.2%} of the generated tokens")
     record = command_record("train-eagle3", model=model, recipe=chosen) | {"coverage": covered}

@@ -35,7 +35,7 @@ def keep_programs(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise UserError(f"--cache: cannot write to {folder}: name a folder for compiled programs")
-    if jax.config.jax_compilation_cache_dir == str(folder):
+    if jax.config.values["jax_compilation_cache_dir"] == str(folder):
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # the small ones too: a start has hundreds of milliseconds of them
