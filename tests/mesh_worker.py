@@ -36,14 +36,16 @@ def texts(target: JaxTarget, drafter, cycle) -> list[list[int]]:
     return [seq.tokens for seq in seqs]
 
 
-def every_way(target: JaxTarget, thorough: bool) -> dict[str, list[list[int]]]:
-    """By drafter and loop; thorough: the device loop with either drafter, else with ngram."""
+def every_way(target: JaxTarget, device: bool, thorough: bool) -> dict[str, list[list[int]]]:
+    """By drafter and loop. device: the device loop with ngram too; thorough: and with none."""
     none, ngram = NoDrafter(), NgramDrafter(1, 3)
     ways = {
         "none host": texts(target, none, host_cycle(target, none, 0)),
         "ngram host": texts(target, ngram, host_cycle(target, ngram, K)),
-        "ngram device": texts(target, none, device_cycle(target, TextOnly(TracedNgram(1, 3)), K)),
     }
+    if device:
+        traced = TextOnly(TracedNgram(1, 3))
+        ways["ngram device"] = texts(target, none, device_cycle(target, traced, K))
     if thorough:
         ways["none device"] = texts(target, none, device_cycle(target, TextOnly(TracedNone()), 0))
     return ways
@@ -62,7 +64,8 @@ def main(root: Path) -> None:
                 name: len({str(shard.index) for shard in layer[name].addressable_shards})
                 for name in ("mlp.gate_proj", "self_attn.k_proj", "input_layernorm")
             }
-            ways = every_way(target, thorough=variant == "31b")
+            thorough = variant == "31b"
+            ways = every_way(target, thorough or tp == SPLITS[-1], thorough)
             line = {"variant": variant, "tp": tp, "parts": parts, "texts": ways}
             print(json.dumps(line), flush=True)
 
