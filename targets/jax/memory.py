@@ -52,6 +52,8 @@ class CacheMemory(NamedTuple):
         return self.span.start[:, None] + jnp.arange(tokens)
 
     def exchange(self, stored, group, layer, k, v):
+        copies = stored.k.shape[3] // layer.kv_heads  # see cache.cached_heads
+        k, v = (jnp.repeat(new, copies, 2) for new in (k, v))
         stored = kv.LayerCache(
             kv.write(stored.k, group, self.span, k), kv.write(stored.v, group, self.span, v)
         )
