@@ -120,12 +120,10 @@ def _per_layer_inputs(params: Params, arch: Arch, tokens: Array, x: Array) -> Ar
     return (mixed + row) * jnp.asarray(2**-0.5, x.dtype)
 
 
-def _donors(
-    arch: Arch, segment: Segment, done: list[tuple], memory: Memory
-) -> tuple[tuple[Array, Array] | None, ...]:
+def _donors(arch: Arch, segment: Segment, done: list[tuple], memory: Memory) -> tuple:
     """For each layer of the pattern that shares K/V: its donor's, from an earlier segment."""
 
-    def find(layer: int) -> tuple[Array, Array]:
+    def find(layer: int) -> Any:
         for earlier, store in zip(segments(arch), done, strict=False):
             group, j = divmod(layer - earlier.first, len(earlier.pattern))
             if 0 <= layer - earlier.first and group < earlier.repeats:
@@ -197,7 +195,7 @@ def _layer(
     store: Any,
     group: Array,
     positions: Array,
-    donor: tuple[Array, Array] | None,
+    donor: Any,
     memory: Memory,
     per_layer: Array | None,
 ) -> tuple[Array, Any]:
@@ -207,11 +205,10 @@ def _layer(
     q = layers.queries(x, w, layer, tables, eps)
     if donor is None:
         new_k, new_v = layers.keys_values(x, w, layer, tables, eps)
-        store, k, v = memory.exchange(store, group, layer, new_k, new_v)
+        store, seen = memory.exchange(store, group, layer, new_k, new_v)
     else:
-        k, v = donor
-    seen = memory.visible(layer, h.shape[1], k.shape[1])
-    mixed = layers.project(layers.attend(q, k, v, seen), w["self_attn.o_proj"])
+        seen = donor
+    mixed = layers.project(memory.attend(q, seen, layer), w["self_attn.o_proj"])
     h = h + layers.rms_norm(mixed, w["post_attention_layernorm"], eps)
     h = h + feed_forward(h, real, w, layer.moe, eps)
     if per_layer is not None:

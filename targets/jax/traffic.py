@@ -146,6 +146,8 @@ class _Walk:
         self.found.flops += times * self._flops(i, operands)
         self._collect(i, times)
         for operand, origin, size in zip(operands, given, self._read(i, operands), strict=True):
+            if operand.op == "constant":
+                continue
             if len(operand.shapes) == 1 and operand.shapes[0].space == HBM:
                 name = origin if isinstance(origin, str) else MEANT
                 self.found.reads[name] += times * size
