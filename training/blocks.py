@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from targets.arch import Arch, LayerSpec
+from targets.jax import layers
 from targets.jax.cache import LayerCache
 from targets.jax.memory import shared_stores
 from targets.jax.model import forward, head, sequence_logits
@@ -34,11 +35,15 @@ class BlockMemory(NamedTuple):
         k, v = self._reach(layer, k), self._reach(layer, v)
         if stored is not None:
             stored = LayerCache(stored.k.at[group].set(k), stored.v.at[group].set(v))
-        return stored, k, v
+        return stored, (k, v)
 
-    def recall(self, stored: Any, group: int) -> tuple[Any, Any]:
+    def recall(self, stored: Any, group: int) -> Any:
         """What `exchange` kept."""
         return stored.k[group], stored.v[group]
+
+    def attend(self, q: Any, seen: Any, layer: LayerSpec) -> Any:
+        k, v = seen
+        return layers.attend(q, k, v, self.visible(layer, q.shape[1], k.shape[1]))
 
     def visible(self, layer: LayerSpec, tokens: int, size: int) -> Any:
         """[R, T, S]."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from targets.arch import Arch, LayerSpec, read_arch
 from targets.checkpoint import Checkpoint
+from targets.jax import layers
 from targets.jax.memory import SequenceMemory, shared_stores
 from targets.jax.model import forward, head
 from targets.jax.params import Params, load_params
@@ -48,8 +49,12 @@ class PackedMemory(NamedTuple):
     def exchange(self, stored: Any, group: Any, layer: LayerSpec, k: Any, v: Any) -> tuple:
         return SequenceMemory().exchange(stored, group, layer, k, v)
 
-    def recall(self, stored: Any, group: int) -> tuple[Any, Any]:
+    def recall(self, stored: Any, group: int) -> Any:
         return SequenceMemory().recall(stored, group)
+
+    def attend(self, q: Any, seen: Any, layer: LayerSpec) -> Any:
+        k, v = seen
+        return layers.attend(q, k, v, self.visible(layer, q.shape[1], k.shape[1]))
 
     def visible(self, layer: LayerSpec, tokens: int, size: int) -> Any:
         same = self.documents[:, :, None] == self.documents[:, None]

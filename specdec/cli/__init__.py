@@ -68,6 +68,11 @@ COMMANDS = {
         "Time steps against the memory roofline, and speed end to end.",
         "specdec bench --random gemma-4-e4b --slots 8 --contexts 512",
     ),
+    "compile-report": (
+        "compile_report:compile_report",
+        "Compile for a TPU that is not there, and count what a step moves.",
+        "specdec compile-report gemma-4-31b --tp 4 --int8 --contexts 512,2048",
+    ),
     "perplexity": (
         "perplexity:perplexity",
         "Score a text file, with an interval.",

@@ -143,7 +143,8 @@ class JaxBackend:
     def step_bytes(self, target: JaxTarget, batch: int, width: int, context: int) -> int:
         from targets.jax.roofline import cache_bytes, weight_bytes
 
-        return weight_bytes(target, batch * width) + cache_bytes(target, batch, context)
+        weights = weight_bytes(target.params, target.arch, batch * width)
+        return weights + cache_bytes(target.arch, target.dtype, batch, context)
 
     def read_bandwidth(self, target: JaxTarget) -> float:
         from targets.jax.roofline import read_bandwidth

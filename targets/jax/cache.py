@@ -55,11 +55,23 @@ def entries(layer: LayerSpec, max_len: int, slack: int) -> int:
     return -(-needed // 8) * 8
 
 
-def _layer_shapes(arch: Arch, slots: int, max_len: int, slack: int) -> Any:
+def cached_heads(layer: LayerSpec, tp: int) -> int:
+    """K/V heads in the cache: a layer that has fewer than devices, and divides them, is stored
+    once per device, so that each holds and reads the one head that its queries need."""
+    return tp if tp % layer.kv_heads == 0 else layer.kv_heads
+
+
+def _layer_shapes(arch: Arch, slots: int, max_len: int, slack: int, tp: int) -> Any:
     def shape(layer: LayerSpec, repeats: int) -> tuple[int, ...] | None:
         if layer.kv_from is not None:
             return None
-        return repeats, slots, entries(layer, max_len, slack), layer.kv_heads, layer.head_dim
+        return (
+            repeats,
+            slots,
+            entries(layer, max_len, slack),
+            cached_heads(layer, tp),
+            layer.head_dim,
+        )
 
     return tuple(
         tuple(shape(layer, segment.repeats) for layer in segment.pattern)
@@ -91,7 +103,7 @@ def abstract_cache(
 
     layers = tuple(
         tuple(s and LayerCache(one(s, dtype), one(s, dtype)) for s in pattern)
-        for pattern in _layer_shapes(arch, slots, max_len, slack)
+        for pattern in _layer_shapes(arch, slots, max_len, slack, mesh.shape["tp"] if mesh else 1)
     )
     return Cache(layers, one((slots, max_len + slack), jnp.int32))
 

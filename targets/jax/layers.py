@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec.types import Array
-from targets.arch import LayerSpec, MoeSpec, Rope
+from targets.arch import LayerSpec, Rope
 from targets.jax.params import Quantized
 
 MASKED = -1e30
@@ -91,77 +91,3 @@ def attend(q: Array, k: Array, v: Array, visible: Array) -> Array:
     weights = jax.nn.softmax(scores, -1).astype(v.dtype)
     mixed = jnp.einsum("bkgts,bskd->btkgd", weights, v, preferred_element_type=jnp.float32)
     return mixed.astype(q.dtype).reshape(batch, tokens, heads * dim)
-
-
-def gated_mlp(x: Array, w: dict[str, Any]) -> Array:
-    gate = jax.nn.gelu(project(x, w["mlp.gate_proj"]), approximate=True)
-    return project(gate * project(x, w["mlp.up_proj"]), w["mlp.down_proj"])
-
-
-def feed_forward(h: Array, w: dict[str, Any], moe: MoeSpec | None, eps: float) -> Array:
-    """The feed-forward branch of stream h [B, T, H], its own norms included."""
-    out = gated_mlp(rms_norm(h, w["pre_feedforward_layernorm"], eps), w)
-    if moe:
-        out = rms_norm(out, w["post_feedforward_layernorm_1"], eps)
-        out = out + rms_norm(mixture(h, w, moe, eps), w["post_feedforward_layernorm_2"], eps)
-    return rms_norm(out, w["post_feedforward_layernorm"], eps)
-
-
-def route(h: Array, w: dict[str, Any], moe: MoeSpec, eps: float) -> tuple[Array, Array]:
-    """Experts and their weights [B, T, top_k] from the raw stream (not the pre-normed one)."""
-    x = rms_norm(h, None, eps) * w["router.scale"] * jnp.asarray(h.shape[-1] ** -0.5, h.dtype)
-    shares = jax.nn.softmax(project(x, w["router.proj"]).astype(jnp.float32), -1)
-    top, experts = jax.lax.top_k(shares, moe.top_k)
-    top = top / top.sum(-1, keepdims=True)
-    return experts, top * w["router.per_expert_scale"][experts].astype(jnp.float32)
-
-
-def mixture(h: Array, w: dict[str, Any], moe: MoeSpec, eps: float) -> Array:
-    """The routed experts' sum [B, T, H]; each row sums its own experts, in expert order.
-
-    A scan over the experts reads every expert once. Where fewer (row, expert) pairs than experts
-    are needed, only those are gathered and read.
-    """
-    experts, shares = route(h, w, moe, eps)
-    x = rms_norm(h, w["pre_feedforward_layernorm_2"], eps)
-    pairs = experts.size
-    sum_up = _gathered if pairs < moe.experts else _scanned
-    rows = sum_up(
-        x.reshape(-1, h.shape[-1]),
-        experts.reshape(-1, moe.top_k),
-        shares.reshape(-1, moe.top_k),
-        w,
-        moe,
-    )
-    return rows.astype(h.dtype).reshape(h.shape)
-
-
-def _expert(x: Array, gate_up: Any, down: Any) -> Array:
-    gate, up = jnp.split(project(x, gate_up), 2, -1)
-    return project(jax.nn.gelu(gate, approximate=True) * up, down).astype(jnp.float32)
-
-
-def _scanned(x: Array, experts: Array, shares: Array, w: dict[str, Any], moe: MoeSpec) -> Array:
-    def add(total: Array, expert: Any) -> tuple[Array, None]:
-        number, gate_up, down = expert
-        share = jnp.where(experts == number, shares, 0.0).sum(-1, keepdims=True)
-        return total + share * _expert(x, gate_up, down), None
-
-    every = (jnp.arange(moe.experts), w["experts.gate_up_proj"], w["experts.down_proj"])
-    return jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), every)[0]
-
-
-def _gathered(x: Array, experts: Array, shares: Array, w: dict[str, Any], moe: MoeSpec) -> Array:
-    def row(x_row: Array, experts_row: Array, shares_row: Array) -> Array:
-        order = jnp.argsort(experts_row)
-
-        def add(total: Array, pick: Any) -> tuple[Array, None]:
-            number, share = pick
-            at = lambda tensor: jax.tree.map(lambda leaf: leaf[number], tensor)  # noqa: E731
-            out = _expert(x_row, at(w["experts.gate_up_proj"]), at(w["experts.down_proj"]))
-            return total + share * out, None
-
-        picks = (experts_row[order], shares_row[order])
-        return jax.lax.scan(add, jnp.zeros(x_row.shape, jnp.float32), picks)[0]
-
-    return jax.lax.map(lambda args: row(*args), (x, experts, shares))

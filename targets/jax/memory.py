@@ -7,17 +7,23 @@ A layer hands its new K/V to a `Memory` and gets back all that its queries may b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 
 from specdec.types import Array
 from targets.arch import Arch, LayerSpec
-from targets.jax import cache as kv
+from targets.jax import cache as kv, layers
 from targets.jax.cache import Span
 from targets.jax.params import Params
 from targets.segments import Segment, segments
+
+AT_ONCE = 2**26
+"""Bytes of keys that attention takes at a time: they and the values, over four chips, are a
+quarter of a TPU v6e's 128 MiB on the chip."""
 
 
 class Memory(Protocol):
@@ -29,16 +35,17 @@ class Memory(Protocol):
 
     def exchange(
         self, stored: Any, group: Array | int, layer: LayerSpec, k: Array, v: Array
-    ) -> tuple[Any, Array, Array]:
-        """Store the new k, v [B, T, K, D]; return the updated store and all keys and values."""
+    ) -> tuple[Any, Any]:
+        """Store the new k, v [B, T, K, D]; return the updated store and the layer's keys and
+        values, in whatever form `attend` takes them."""
         ...
 
-    def recall(self, stored: Any, group: int) -> tuple[Array, Array]:
-        """All keys and values of a donor layer."""
+    def recall(self, stored: Any, group: int) -> Any:
+        """The keys and values of a donor layer, for `attend`."""
         ...
 
-    def visible(self, layer: LayerSpec, tokens: int, size: int) -> Array:
-        """[B, T, S]."""
+    def attend(self, q: Array, seen: Any, layer: LayerSpec) -> Array:
+        """Queries [B, T, N, D] over what `exchange` or `recall` gave -> [B, T, N * D]."""
         ...
 
 
@@ -52,16 +59,38 @@ class CacheMemory(NamedTuple):
         return self.span.start[:, None] + jnp.arange(tokens)
 
     def exchange(self, stored, group, layer, k, v):
+        copies = stored.k.shape[3] // layer.kv_heads  # see cache.cached_heads
+        k, v = (jnp.repeat(new, copies, 2) for new in (k, v))
         stored = kv.LayerCache(
             kv.write(stored.k, group, self.span, k), kv.write(stored.v, group, self.span, v)
         )
-        return stored, *self.recall(stored, group)
+        return stored, self.recall(stored, group)
 
     def recall(self, stored, group):
-        return kv.read(stored.k, group, self.span), kv.read(stored.v, group, self.span)
+        return stored, group
 
-    def visible(self, layer, tokens, size):
-        return kv.visible(self.span, tokens, size, layer.window)
+    def attend(self, q, seen, layer):
+        """A few rows at a time where their entries are many: XLA copies what it slices from the
+        cache, within the chip where it fits, else through memory."""
+        (stored, group), rows = seen, q.shape[0]
+        some = _rows_at_once(rows, stored.k)
+
+        def part(first: Array | int) -> Array:
+            cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, some)  # noqa: E731
+            span = Span(self.span.first + first, cut(self.span.start), cut(self.span.count))
+            k, v = kv.read(stored.k, group, span), kv.read(stored.v, group, span)
+            visible = kv.visible(span, q.shape[1], k.shape[1], layer.window)
+            return layers.attend(cut(q), k, v, visible)
+
+        if some == rows:
+            return part(0)
+        return jax.lax.map(part, jnp.arange(0, rows, some)).reshape(rows, q.shape[1], -1)
+
+
+def _rows_at_once(rows: int, cache: Array) -> int:
+    """The most rows, out of `rows` evenly, whose entries of one layer stay under AT_ONCE."""
+    row = math.prod(cache.shape[2:]) * cache.dtype.itemsize
+    return next(n for n in range(rows, 0, -1) if rows % n == 0 and (n == 1 or n * row <= AT_ONCE))
 
 
 class SequenceMemory(NamedTuple):
@@ -73,14 +102,19 @@ class SequenceMemory(NamedTuple):
 
     def exchange(self, stored, group, layer, k, v):
         if stored is None:  # nobody shares this layer's K/V: keep nothing
-            return None, k, v
+            return None, (k, v)
         stored = kv.LayerCache(stored.k.at[group].set(k), stored.v.at[group].set(v))
-        return stored, k, v
+        return stored, (k, v)
 
     def recall(self, stored, group):
         return stored.k[group], stored.v[group]
 
-    def visible(self, layer, tokens, size):
+    def attend(self, q, seen, layer):
+        k, v = seen
+        return layers.attend(q, k, v, self.visible(layer, q.shape[1], k.shape[1]))
+
+    def visible(self, layer: LayerSpec, tokens: int, size: int) -> Array:
+        """[1, T, S]."""
         ahead = jnp.arange(tokens)[:, None] - jnp.arange(size)
         seen = ahead >= 0
         return (seen if layer.window is None else seen & (ahead < layer.window))[None]

@@ -16,6 +16,7 @@ from specdec.types import Array
 from targets.arch import Arch, LayerSpec
 from targets.jax import cache as kv, layers
 from targets.jax.cache import Cache, Span
+from targets.jax.feedforward import experts_of, feed_forward
 from targets.jax.memory import CacheMemory, Memory, SequenceMemory, shared_stores
 from targets.jax.params import Params
 from targets.segments import Segment, segments
@@ -69,7 +70,10 @@ def forward(
 
     stored: the memory's per-layer stores, shaped like `Params.segments`; returned updated.
     """
-    tokens = jnp.where((tokens >= 0) & (tokens < arch.vocab), tokens, 0)
+    real = (tokens >= 0) & (tokens < arch.vocab)
+    tokens = jnp.where(real, tokens, 0)
+    if not isinstance(memory, CacheMemory):  # whole sequences: all real, and some are trained on
+        real = None
     x = embed(params, arch, tokens)
     per_layer = _per_layer_inputs(params, arch, tokens, x)
     states: dict[int, Array] = {}
@@ -77,7 +81,16 @@ def forward(
     for i, segment in enumerate(segments(arch)):
         donors = _donors(arch, segment, done, memory)
         x, store, seen = _run_segment(
-            params.segments[i], arch, segment, stored[i], x, per_layer, donors, memory, features
+            params.segments[i],
+            arch,
+            segment,
+            stored[i],
+            x,
+            real,
+            per_layer,
+            donors,
+            memory,
+            features,
         )
         done.append(store)
         states |= seen
@@ -107,12 +120,10 @@ def _per_layer_inputs(params: Params, arch: Arch, tokens: Array, x: Array) -> Ar
     return (mixed + row) * jnp.asarray(2**-0.5, x.dtype)
 
 
-def _donors(
-    arch: Arch, segment: Segment, done: list[tuple], memory: Memory
-) -> tuple[tuple[Array, Array] | None, ...]:
+def _donors(arch: Arch, segment: Segment, done: list[tuple], memory: Memory) -> tuple:
     """For each layer of the pattern that shares K/V: its donor's, from an earlier segment."""
 
-    def find(layer: int) -> tuple[Array, Array]:
+    def find(layer: int) -> Any:
         for earlier, store in zip(segments(arch), done, strict=False):
             group, j = divmod(layer - earlier.first, len(earlier.pattern))
             if 0 <= layer - earlier.first and group < earlier.repeats:
@@ -128,6 +139,7 @@ def _run_segment(
     segment: Segment,
     store: tuple,
     x: Array,
+    real: Array | None,
     per_layer: Array | None,
     donors: tuple,
     memory: Memory,
@@ -148,7 +160,8 @@ def _run_segment(
             with jax.named_scope(f"{'sliding' if layer.sliding else 'global'}_{j}"):
                 x, kept[j] = _layer(
                     x,
-                    w[j],
+                    real,
+                    w[j] | experts_of(weights[j], number),
                     arch,
                     layer,
                     kept[j],
@@ -166,7 +179,8 @@ def _run_segment(
     if per_layer is not None:
         part = per_layer[:, :, segment.first : segment.first + period * repeats]
         extra = jnp.moveaxis(part, 2, 0).reshape(repeats, period, *x.shape[:2], -1)
-    groups = (jnp.arange(repeats), weights, extra)
+    scanned = tuple({n: t for n, t in w.items() if not n.startswith("experts.")} for w in weights)
+    groups = (jnp.arange(repeats), scanned, extra)
     (x, store), states = jax.lax.scan(group_body, (x, store), groups)
     seen = {segment.layer(g, j): states[n][g] for n, j in enumerate(wanted) for g in range(repeats)}
     return x, store, seen
@@ -174,13 +188,14 @@ def _run_segment(
 
 def _layer(
     h: Array,
+    real: Array | None,
     w: dict[str, Any],
     arch: Arch,
     layer: LayerSpec,
     store: Any,
     group: Array,
     positions: Array,
-    donor: tuple[Array, Array] | None,
+    donor: Any,
     memory: Memory,
     per_layer: Array | None,
 ) -> tuple[Array, Any]:
@@ -190,13 +205,12 @@ def _layer(
     q = layers.queries(x, w, layer, tables, eps)
     if donor is None:
         new_k, new_v = layers.keys_values(x, w, layer, tables, eps)
-        store, k, v = memory.exchange(store, group, layer, new_k, new_v)
+        store, seen = memory.exchange(store, group, layer, new_k, new_v)
     else:
-        k, v = donor
-    seen = memory.visible(layer, h.shape[1], k.shape[1])
-    mixed = layers.project(layers.attend(q, k, v, seen), w["self_attn.o_proj"])
+        seen = donor
+    mixed = layers.project(memory.attend(q, seen, layer), w["self_attn.o_proj"])
     h = h + layers.rms_norm(mixed, w["post_attention_layernorm"], eps)
-    h = h + layers.feed_forward(h, w, layer.moe, eps)
+    h = h + feed_forward(h, real, w, layer.moe, eps)
     if per_layer is not None:
         gate = jax.nn.gelu(layers.project(h, w["per_layer_input_gate"]), approximate=True)
         extra = layers.project(gate * per_layer, w["per_layer_projection"])

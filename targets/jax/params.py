@@ -7,6 +7,8 @@ leading axis of that segment's repeats.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +29,16 @@ class Quantized(NamedTuple):
 
     values: Array
     scale: Array
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["mesh"])
+@dataclass(frozen=True)
+class Spread:
+    """Experts [..., E, out, in] of which each device of the mesh holds E / tp. The mesh rides
+    along: looping over its own experts is a program of each device (feedforward.py)."""
+
+    weight: Any
+    mesh: Mesh
 
 
 class Params(NamedTuple):
@@ -78,7 +90,7 @@ def load_params(
         stored = _alike([checkpoint.read(name) for name in names])
         if int8 and spec.linear and stored[0].scale is None:
             stored = [quantise_int8(s.values) for s in stored]
-        return _place(stored, spec, stacked, dtype, mesh)
+        return _spread(_place(stored, spec, stacked, dtype, mesh), spec, mesh)
 
     return _build(arch, leaf)
 
@@ -105,6 +117,13 @@ def _place(
     return Quantized(
         place(values, spec, values[0].dtype), place(scales, _scale_spec(spec), np.float32)
     )
+
+
+def _spread(weight: Any, spec: TensorSpec, mesh: Mesh | None) -> Any:
+    """The weight, marked as spread if it is experts of whom each device holds a part."""
+    if mesh is None or spec.axes[0] != "expert" or spec.shape[0] % mesh.shape["tp"]:
+        return weight
+    return Spread(weight, mesh)
 
 
 def _scale_spec(spec: TensorSpec) -> TensorSpec:
@@ -149,8 +168,9 @@ def abstract_params(arch: Arch, dtype: Any, int8: bool = False, mesh: Mesh | Non
             return jax.ShapeDtypeStruct(shape, kind, sharding=sharding_of(spec, stacked, mesh))
 
         if not (int8 and spec.linear):
-            return shaped(spec, dtype)
-        return Quantized(shaped(spec, jnp.int8), shaped(_scale_spec(spec), jnp.float32))
+            return _spread(shaped(spec, dtype), spec, mesh)
+        scale = shaped(_scale_spec(spec), jnp.float32)
+        return _spread(Quantized(shaped(spec, jnp.int8), scale), spec, mesh)
 
     return _build(arch, leaf)
 

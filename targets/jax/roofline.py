@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from specdec.types import Array
-from targets.jax.target import JaxTarget
+from targets.arch import Arch
+from targets.jax.params import Params
 from targets.segments import segments
 
 
-def weight_bytes(target: JaxTarget, rows: int) -> int:
-    """Bytes of weights that one step of this many rows must read: of the per-layer table only
-    rows (nothing, that is), of the experts no more than the rows can pick."""
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
-    table = target.params.top.get("embed_tokens_per_layer")
-    total -= 0 if table is None else table.nbytes
-    for pattern, segment in zip(target.params.segments, segments(target.plan.arch), strict=True):
+def weight_bytes(params: Params, arch: Arch, rows: int) -> int:
+    """Bytes of weights (arrays, or their shapes) that one step of this many rows must read: of the
+    per-layer table only rows (nothing, that is), of the experts those that rows with independent,
+    even routing pick on average."""
+    total = _bytes(params)
+    total -= _bytes(params.top.get("embed_tokens_per_layer"))
+    for pattern, segment in zip(params.segments, segments(arch), strict=True):
         for weights, layer in zip(pattern, segment.pattern, strict=True):
             if layer.moe is not None:
-                idle = 1 - min(1.0, rows * layer.moe.top_k / layer.moe.experts)
+                idle = (1 - layer.moe.top_k / layer.moe.experts) ** rows
                 experts = [weights["experts.gate_up_proj"], weights["experts.down_proj"]]
-                total -= int(idle * sum(leaf.nbytes for leaf in jax.tree.leaves(experts)))
+                total -= int(idle * _bytes(experts))
     return total
 
 
-def cache_bytes(target: JaxTarget, batch: int, context: int) -> int:
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def cache_bytes(arch: Arch, dtype: Any, batch: int, context: int) -> int:
     """Bytes of filled K/V entries that a step of `batch` rows at this context must read."""
-    arch, item = target.plan.arch, jnp.dtype(target.dtype).itemsize
     total = 0
     for layer in arch.layers:
         seen = min(context, layer.window or context)
-        total += 2 * seen * layer.kv_heads * layer.head_dim * item
+        total += 2 * seen * layer.kv_heads * layer.head_dim * jnp.dtype(dtype).itemsize
     return batch * total
 
 

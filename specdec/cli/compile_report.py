@@ -1,0 +1,202 @@
+"""`specdec compile-report`: the decode/verify program, compiled for a TPU that is not there."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cyclopts import Parameter
+from rich.table import Table
+
+from specdec.cli.assemble import check_folder, console, print_json
+from specdec.cli.config import Whole
+from specdec.errors import UserError
+from specdec.plots import require_matplotlib
+from specdec.record import run_record
+
+Row = dict[str, Any]
+
+
+@Parameter(name="*", group="Program")
+@dataclass(frozen=True)
+class ProgramConfig:
+    topology: str = "v6e:2x2x1"
+    "The chips to compile for, as libtpu names them."
+    tp: int = 4
+    "Chips to split the model over."
+    int8: bool = False
+    "Linear layers in int8, per output channel; else bfloat16, like K/V and the head."
+    k: int = 7
+    "Draft tokens per cycle; plain decoding runs at the width that holds them, too."
+    batches: Whole = (1,)
+    "Rows per step, as in 1,8,64."
+    contexts: Whole = (512, 2048)
+    "Tokens that each row's cache has room for, all of them filled."
+    out: Path | None = None
+    "Where to write the receipt (JSON)."
+    plot: Path | None = None
+    "Where to draw estimated step time and floor by context (PNG)."
+
+
+def compile_report(
+    model: str,
+    /,
+    *,
+    config: ProgramConfig = ProgramConfig(),
+    json: bool = False,  # noqa: B008
+) -> None:
+    """Memory, bytes, operations and collectives of a step, counted in the compiled program, and
+    its estimated time against what must be read. No weights are made, no TPU is needed: libtpu is.
+
+    Parameters
+    ----------
+    model
+        A public model's dimensions: gemma-4-e4b, gemma-4-31b, ...
+    json
+        End stdout with one JSON document.
+    """
+    from targets.arch import released
+    from targets.jax.aot import topology_mesh
+    from targets.jax.estimate import chip_of
+    from targets.jax.load import JaxOptions, make_plan
+
+    arch, chip = released(model), chip_of(config.topology)
+    _refuse(config)
+    plans = [
+        make_plan(arch, JaxOptions(slots=batch, max_len=context, k=config.k, mapped=False))
+        for batch in config.batches
+        for context in config.contexts
+    ]
+    mesh = topology_mesh(config.topology, config.tp)
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(config).items()}
+    facts = {"architecture": model, "config": settings, "chip": asdict(chip)}
+    document = run_record(config.topology, command="compile-report", **facts)
+    document |= {"rows": _rows(plans, mesh, chip, config.int8)}
+    _print(document)
+    if config.out is not None:
+        config.out.write_text(json_module.dumps(document, indent=1))
+    if config.plot is not None:
+        _plot(document, config.plot)
+    if json:
+        print_json(document)
+
+
+def _refuse(config: ProgramConfig) -> None:
+    """What can be known to be wrong before anything is compiled. Raises UserError."""
+    for name in ("batches", "contexts"):
+        if min(getattr(config, name), default=0) < 1:
+            raise UserError(f"--{name} must be 1 or more")
+    for file in (config.out, config.plot):
+        if file is not None:
+            check_folder(file.parent)
+    if config.plot is not None:
+        require_matplotlib()
+
+
+def _rows(plans: list[Any], mesh: Any, chip: Any, int8: bool) -> list[Row]:
+    from targets.jax.aot import DoesNotFit
+    from targets.jax.report import report
+
+    rows: list[Row] = []
+    for plan in plans:
+        what = {"batch": plan.slots, "context": plan.max_len, "width": plan.width}
+        with console.status(f"compiling batch {plan.slots}, context {plan.max_len}"):
+            try:
+                rows += report(plan, mesh, chip, int8)
+            except DoesNotFit as problem:
+                rows.append(what | {"kind": "does not fit", "why": str(problem)})
+    return rows
+
+
+def _print(document: Row) -> None:
+    chips = f"{document['architecture']} on {document['config']['topology']}"
+    rows = [row for row in document["rows"] if "bytes" in row]
+    _table(f"{chips}: GB on a chip", [r for r in rows if r["kind"] == "plain"], _MEMORY)
+    _table(f"{chips}: a step on a chip", _distinct(rows), _STEP)
+    for row in document["rows"]:
+        if "why" in row:
+            console.print(f"batch {row['batch']}, context {row['context']:,}: {row['why']}")
+    console.print(
+        "[dim]GB: moved from and to HBM, counted in the compiled program; / need: over weights and "
+        "filled K/V, shared out evenly; reduces, others: collectives a layer; ms: an estimate from "
+        "the data sheet's rates, nothing was run; share: of it what must be read takes. A verify "
+        "that is not shown is its plain step.[/dim]"
+    )
+
+
+def _distinct(rows: list[Row]) -> list[Row]:
+    """Without verify steps that move what their plain step moves: plain comes right before."""
+    kept: list[Row] = []
+    for row in rows:
+        if row["kind"] == "plain" or row["bytes"] != kept[-1]["bytes"]:
+            kept.append(row)
+    return kept
+
+
+def _table(title: str, rows: list[Row], columns: dict[str, Callable[[Row], str]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(cell(row) for cell in columns.values()))
+    console.print(table)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f}"
+
+
+def _per_layer(row: Row, reduces: bool) -> str:
+    chosen = [one for one in row["collectives"] if (one["kind"] == "all-reduce") == reduces]
+    return f"{sum(one['per_layer'] for one in chosen):g}"
+
+
+_MEMORY: dict[str, Callable[[Row], str]] = {
+    "B": lambda row: str(row["batch"]),
+    "context": lambda row: f"{row['context']:,}",
+    "weights": lambda row: _gb(row["memory"]["weights"]),
+    "K/V": lambda row: _gb(row["memory"]["kv"]),
+    "temporaries": lambda row: _gb(row["memory"]["temporaries"]),
+    "results": lambda row: _gb(row["memory"]["results"]),
+    "in all": lambda row: _gb(row["memory"]["total"]),
+}
+_STEP: dict[str, Callable[[Row], str]] = {
+    "step": lambda row: row["kind"],
+    "B": lambda row: str(row["batch"]),
+    "context": lambda row: f"{row['context']:,}",
+    "GB": lambda row: _gb(row["bytes"]),
+    "/ need": lambda row: f"{row['bytes_over_needed']:.3f}",
+    "TFLOP": lambda row: f"{row['flops'] / 1e12:.2f}",
+    "reduces": lambda row: _per_layer(row, True),
+    "others": lambda row: _per_layer(row, False),
+    "ms": lambda row: f"{1e3 * row['estimate']['step']:.2f}",
+    "share": lambda row: f"{row['share_of_floor']:.0%}",
+}
+
+
+def _plot(document: Row, path: Path) -> None:
+    """A PNG: estimated step time, its parts and the floor, for each program that fits."""
+    from matplotlib.figure import Figure
+
+    rows = _distinct([row for row in document["rows"] if "bytes" in row])
+    names = [f"{r['kind']}\nB {r['batch']}\n{r['context']:,}" for r in rows]
+    figure = Figure(figsize=(2 + 1.1 * len(rows), 4.6), layout="constrained")
+    axes = figure.subplots()
+    work = [1e3 * max(r["estimate"]["memory"], r["estimate"]["compute"]) for r in rows]
+    waits = [1e3 * r["estimate"]["collectives"] for r in rows]
+    axes.bar(range(len(rows)), work, label="memory or matmuls, the longer")
+    axes.bar(range(len(rows)), waits, bottom=work, label="collectives")
+    floors = [1e3 * r["floor_seconds"] for r in rows]
+    axes.hlines(floors, [i - 0.45 for i in range(len(rows))], [i + 0.45 for i in range(len(rows))])
+    axes.plot([], [], color="black", label="floor: what must be read")
+    axes.set(ylabel="ms per step, estimated", yscale="log")
+    axes.set_xticks(range(len(rows)), names, fontsize="small")
+    axes.legend(fontsize="small")
+    figure.suptitle(f"{document['architecture']}, {document['config']['topology']}")
+    try:
+        figure.savefig(path, dpi=120, format="png")
+    except OSError as failure:
+        raise UserError(f"can't write the plot to {path}: {failure}") from failure

@@ -1,0 +1,135 @@
+"""What `specdec compile-report` says of one compiled program: memory, traffic, floor, time."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from targets.arch import Arch, MoeSpec
+from targets.jax.aot import compile_verify, shapes
+from targets.jax.estimate import Chip, estimate
+from targets.jax.hlo import Module, parse
+from targets.jax.programs import Plan
+from targets.jax.roofline import cache_bytes, weight_bytes
+from targets.jax.traffic import MEANT, Collective, traffic
+
+DRAWS = 400
+"""Routings that the busiest chip's experts are averaged over."""
+ENOUGH = 256
+"""Rows by which every expert is picked."""
+
+
+def report(plan: Plan, mesh: Mesh, chip: Chip, int8: bool) -> list[dict[str, Any]]:
+    """Compile for full caches, and count: a row of the table for plain decoding, one for a verify
+    of all tokens of the width. It is one program; only what rows pick of experts differs. Bytes
+    and operations are per chip and step, seconds are estimates. Raises DoesNotFit."""
+    arch, batch, context = plan.arch, plan.slots, plan.max_len
+    arguments = shapes(plan, jnp.bfloat16, int8, mesh)
+    started = time.perf_counter()
+    program = compile_verify(plan, arguments, chip.memory)
+    seconds = time.perf_counter() - started
+    module, devices = parse(program.as_text()), mesh.shape["tp"]
+    common = {
+        "batch": batch,
+        "context": context,
+        "width": plan.width,
+        "compile_seconds": seconds,
+        "memory": memory(module, program.memory_analysis(), chip),
+    }
+    rows = []
+    for kind, tokens in (("plain", 1), ("verify", plan.width)):
+        found = traffic(module, lambda _, n=batch * tokens: busiest(arch, n, devices))
+        parts = by_kind(found.reads)
+        floor = {
+            "weights": weight_bytes(arguments[0], arch, batch * tokens) / devices,
+            "kv": cache_bytes(arch, jnp.bfloat16, batch, context) / devices,
+        }
+        time_ = estimate(found, chip, devices)
+        needed = sum(floor.values())
+        rows.append(
+            common
+            | {
+                "kind": kind,
+                "read": parts,
+                "written": found.written,
+                "bytes": found.bytes,
+                "needed": floor,
+                "bytes_over_needed": found.bytes / needed,
+                "flops": found.flops,
+                "collectives": summary(found.collectives, len(arch.layers)),
+                "estimate": asdict(time_) | {"step": time_.step},
+                "floor_seconds": needed / chip.bandwidth,
+                "share_of_floor": needed / chip.bandwidth / time_.step,
+                "compiler": {"cycles": found.cycles, **costs(program)},
+            }
+        )
+    return rows
+
+
+def memory(module: Module, stats: Any, chip: Chip) -> dict[str, Any]:
+    """Bytes on one chip by kind, padding included, and whether they fit."""
+    kinds = by_kind({p.op_name: p.shapes[0].bytes for p in module.entry.parameters})
+    kinds.pop(MEANT)
+    fresh = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    kinds |= {
+        "temporaries": stats.temp_size_in_bytes,
+        "results": fresh,
+        "code": stats.generated_code_size_in_bytes,
+    }
+    total = sum(kinds.values())
+    return kinds | {"total": total, "fits": total <= chip.memory}
+
+
+def by_kind(sizes: Mapping[str, float]) -> dict[str, float]:
+    """Bytes by argument name to bytes of weights, K/V and the rest."""
+    kinds: dict[str, float] = {"weights": 0, "kv": 0, "other": 0, MEANT: 0}
+    for name, size in sizes.items():
+        if name == MEANT:
+            kinds[MEANT] += size
+        elif name.startswith("params"):
+            kinds["weights"] += size
+        else:
+            kinds["kv" if name.startswith("cache.layers") else "other"] += size
+    return kinds
+
+
+def summary(collectives: list[Collective], layers: int) -> list[dict[str, Any]]:
+    """Collectives alike, with how often they run in a step and, of those in layers, per layer."""
+    runs: defaultdict[tuple[str, int, bool], float] = defaultdict(float)
+    for one in collectives:
+        runs[one.kind, one.bytes, "/while/body/" in one.op_name] += one.runs
+    return [
+        {"kind": kind, "bytes": size, "runs": count, "per_layer": inside and count / layers}
+        for (kind, size, inside), count in sorted(runs.items())
+    ]
+
+
+def costs(program: Any) -> dict[str, float]:
+    """What XLA's own analysis says, for comparison; see targets/jax/traffic.py."""
+    said = program.cost_analysis() or {}
+    return {name: said.get(name, 0.0) for name in ("bytes accessed", "flops")}
+
+
+def busiest(arch: Arch, rows: int, devices: int) -> float:
+    """Experts that the busiest device reads in a layer, when rows pick evenly and independently:
+    the mean of many draws, for all wait for that device."""
+    moe = next(layer.moe for layer in arch.layers if layer.moe is not None)
+    return _busiest(moe, min(rows, ENOUGH), devices if moe.experts % devices == 0 else 1)
+
+
+@cache
+def _busiest(moe: MoeSpec, rows: int, devices: int) -> float:
+    random, most = np.random.default_rng(0), []
+    for _ in range(DRAWS):
+        picks = random.random((rows, moe.experts)).argsort(1)[:, : moe.top_k]
+        picked = np.isin(np.arange(moe.experts), picks)
+        most.append(picked.reshape(devices, -1).sum(1).max())
+    return float(np.mean(most))
