@@ -145,11 +145,13 @@ def test_w8a8_is_the_same_weights_and_inputs_of_4_bits(tmp_path, variant):
 
 
 def test_inputs_round_to_e4m3_of_their_own_largest():
-    x = torch.randn(5, 64) * torch.tensor([1e-3, 1.0, 1e4, 0.0, 3.0])[:, None]
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 64, generator=random) * torch.tensor([1e-3, 1.0, 1e4, 0.0, 3.0])[:, None]
     near = as_e4m3(x)
     largest = x.abs().amax(-1, keepdim=True)
     assert ((near - x).abs() <= x.abs() / 16 + largest / 448 / 512).all()
-    assert torch.equal(near.abs().amax(-1), largest[:, 0])
+    # 448 steps of largest / 448, of which each is rounded
+    torch.testing.assert_close(near.abs().amax(-1), largest[:, 0], rtol=2**-23, atol=0)
     assert torch.equal(as_e4m3(x[2:3]), near[2:3]) and not near[3].any()
 
 
