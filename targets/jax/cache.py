@@ -57,8 +57,10 @@ def entries(layer: LayerSpec, max_len: int, slack: int) -> int:
 
 def cached_heads(layer: LayerSpec, tp: int) -> int:
     """K/V heads in the cache: a layer that has fewer than devices, and divides them, is stored
-    once per device, so that each holds and reads the one head that its queries need."""
-    return tp if tp % layer.kv_heads == 0 else layer.kv_heads
+    once per device, so that each holds and reads the one head that its queries need. Where the
+    queries don't divide among the devices, they are all on each, and so are these."""
+    spread = tp % layer.kv_heads == 0 and layer.heads % tp == 0
+    return tp if spread else layer.kv_heads
 
 
 def _layer_shapes(arch: Arch, slots: int, max_len: int, slack: int, tp: int) -> Any:
