@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specdec.errors import UserError
-from specdec.plots import require_matplotlib
+from specdec.plots import require_matplotlib, save_figure
 
 Row = dict[str, Any]
 
@@ -70,10 +69,7 @@ def plot_bench(document: Row, path: str | Path) -> None:
         f"{document['architecture']}: bytes that a step must read / its time / "
         f"{document['read_bandwidth'] / 1e12:.2f} TB/s"
     )
-    try:
-        figure.savefig(path, dpi=120, format="png")
-    except OSError as failure:
-        raise UserError(f"can't write the plot to {path}: {failure}") from failure
+    save_figure(figure, path)
 
 
 def _points(steps: Iterable[Row]) -> Iterable[Row]:

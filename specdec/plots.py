@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -58,8 +59,13 @@ def plot_evaluation(evaluation: Evaluation, path: str | Path) -> None:
     categories.set_yticklabels([r.name for r in rows])
     categories.invert_yaxis()
     figure.suptitle(_title(evaluation))
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a PNG. Raises UserError where it can't be written."""
     try:
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=120, format="png")
     except OSError as failure:
         raise UserError(f"can't write the plot to {path}: {failure}") from failure
 

@@ -113,3 +113,19 @@ class Oracle:
             out = self.step(cache, embedded[anchor + n], fed, anchor + n)
             rows.append(self.logits(out))
         return torch.stack(rows)
+
+
+class Judging:
+    """Mixed into a drafter: compares guesses with the formulas on a fresh prefill of the text,
+    chosen by argmax or with the target's noise: `by_the_formulas`, of each backend its own."""
+
+    judged = 0
+
+    def propose(self, seqs, k):
+        draft = super().propose(seqs, k)
+        for seq, guesses in zip(seqs, draft, strict=True):
+            if seq.emitted % 6 == 1:  # the formulas take a while
+                expected = self.by_the_formulas(seq, guesses)
+                assert guesses.tolist() == expected, (seq.request_id, seq.emitted)
+                self.judged += 1
+        return draft

@@ -31,7 +31,7 @@ from targets.cuda.ops import Linear, Rows
 from targets.rules import split_seed
 from tests import eagle3_oracle
 from tests.commands import CUDA, refused, run
-from tests.eagle3_oracle import FLAGS, Oracle
+from tests.eagle3_oracle import FLAGS, Judging, Oracle
 from tests.test_eagle3_drafter import BASE, EAGLE3, MINI, SPEC, random_head
 from tests.test_eagle3_head import STEPS, TOKENS, inputs
 from tests.test_lossless import decode
@@ -115,20 +115,7 @@ def drafter_of(target, k=K, **change):
     return EagleDrafter(HeadModel(random_head(replace(SPEC, **change)), target), k)
 
 
-class Judged(EagleDrafter):
-    """Compares guesses with the formulas on a fresh prefill of the text, chosen by argmax or with
-    the target's noise."""
-
-    judged = 0
-
-    def propose(self, seqs, k):
-        draft = super().propose(seqs, k)
-        for seq, guesses in zip(seqs, draft, strict=True):
-            if seq.emitted % 6 == 1:  # the formulas take a while
-                assert guesses.tolist() == self.by_the_formulas(seq, guesses)
-                self.judged += 1
-        return draft
-
+class Judged(Judging, EagleDrafter):
     def by_the_formulas(self, seq, guesses):
         fresh, tokens, sampling = target_of(self.path, slots=1), seq.tokens, seq.sampling
         text, chunk = Sequence(tokens[:-1], slot=0), fresh.prefill_chunk

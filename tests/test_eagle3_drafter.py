@@ -24,7 +24,7 @@ from targets.jax.noise import gumbel
 from targets.jax.programs import Feed
 from targets.rules import split_seed
 from tests.commands import refused, run
-from tests.eagle3_oracle import Oracle
+from tests.eagle3_oracle import Judging, Oracle
 from tests.test_lossless import decode
 
 SPEC = HeadSpec(
@@ -61,21 +61,7 @@ def drafter_of(path, **change):
     return EagleDrafter(random_head(replace(SPEC, **change)), target_of(path), K)
 
 
-class Judged(EagleDrafter):
-    """Compares guesses with the formulas on a fresh prefill of the text, chosen by argmax or with
-    the target's noise."""
-
-    judged = 0
-
-    def propose(self, seqs, k):
-        draft = super().propose(seqs, k)
-        for seq, guesses in zip(seqs, draft, strict=True):
-            if seq.emitted % 6 == 1:  # the formulas take a while
-                expected = self.by_the_formulas(seq, guesses)
-                assert guesses.tolist() == expected, (seq.request_id, seq.emitted)
-                self.judged += 1
-        return draft
-
+class Judged(Judging, EagleDrafter):
     def by_the_formulas(self, seq, guesses):
         fresh, tokens, sampling = target_of(self.path, slots=1), seq.tokens, seq.sampling
         text, chunk = Sequence(tokens[:-1], slot=0), fresh.prefill_chunk

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from targets.arch import Arch, LayerSpec
-from targets.jax import layers
 from targets.jax.cache import LayerCache
-from targets.jax.memory import shared_stores
+from targets.jax.memory import attend_visible, shared_stores
 from targets.jax.model import forward, head, sequence_logits
 from targets.jax.params import Params
 
@@ -41,9 +40,7 @@ class BlockMemory(NamedTuple):
         """What `exchange` kept."""
         return stored.k[group], stored.v[group]
 
-    def attend(self, q: Any, seen: Any, layer: LayerSpec) -> Any:
-        k, v = seen
-        return layers.attend(q, k, v, self.visible(layer, q.shape[1], k.shape[1]))
+    attend = attend_visible
 
     def visible(self, layer: LayerSpec, tokens: int, size: int) -> Any:
         """[R, T, S]."""

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from targets.arch import Arch, LayerSpec, read_arch
 from targets.checkpoint import Checkpoint
-from targets.jax import layers
-from targets.jax.memory import SequenceMemory, shared_stores
+from targets.jax.memory import SequenceMemory, attend_visible, shared_stores
 from targets.jax.model import forward, head
 from targets.jax.params import Params, load_params
 
@@ -52,9 +51,7 @@ class PackedMemory(NamedTuple):
     def recall(self, stored: Any, group: int) -> Any:
         return SequenceMemory().recall(stored, group)
 
-    def attend(self, q: Any, seen: Any, layer: LayerSpec) -> Any:
-        k, v = seen
-        return layers.attend(q, k, v, self.visible(layer, q.shape[1], k.shape[1]))
+    attend = attend_visible
 
     def visible(self, layer: LayerSpec, tokens: int, size: int) -> Any:
         same = self.documents[:, :, None] == self.documents[:, None]

@@ -57,7 +57,7 @@ class CudaBackend:
         from targets.arch import read_arch
         from targets.cuda.load import load_target, stored_dtype
 
-        options = replace(_options(config, speculation), features=head.layers if head else ())
+        options = _options(config, speculation, head)
         self._fit(read_arch(path), options, stored_dtype(path), head)
         return load_target(path, options, suppress)
 
@@ -94,7 +94,7 @@ class CudaBackend:
         self._check(config)
         from targets.cuda.load import random_target
 
-        options = replace(_options(config, speculation), features=head.layers if head else ())
+        options = _options(config, speculation, head)
         self._fit(arch, options, "bfloat16", head)
         return random_target(arch, options)
 
@@ -223,7 +223,9 @@ def _drafting(config: ModelConfig, arch: Arch) -> tuple[ModelConfig, Speculation
     return replace(config, max_len=shorter), SpeculationConfig(k=CATCH_UP - 1)
 
 
-def _options(config: ModelConfig, speculation: SpeculationConfig) -> CudaOptions:
+def _options(
+    config: ModelConfig, speculation: SpeculationConfig, head: HeadSpec | None
+) -> CudaOptions:
     from targets.cuda.load import CudaOptions
 
     return CudaOptions(
@@ -232,5 +234,6 @@ def _options(config: ModelConfig, speculation: SpeculationConfig) -> CudaOptions
         k=speculation.k,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
+        features=head.layers if head else (),
         device=config.device or "cuda",
     )

@@ -57,7 +57,7 @@ class JaxBackend:
     ) -> JaxTarget:
         from targets.jax.load import load_target
 
-        options = replace(_options(config, speculation), features=head.layers if head else ())
+        options = _options(config, speculation, head)
         return load_target(path, options, suppress)
 
     def load_draft(self, path: Path, config: ModelConfig, suppress: tuple[int, ...]) -> JaxTarget:
@@ -88,9 +88,7 @@ class JaxBackend:
     ) -> JaxTarget:
         from targets.jax.load import random_target
 
-        return random_target(
-            arch, replace(_options(config, speculation), features=head.layers if head else ())
-        )
+        return random_target(arch, _options(config, speculation, head))
 
     def device(self, config: ModelConfig) -> str:
         import jax
@@ -177,11 +175,13 @@ def _draft_options(config: ModelConfig, arch: Arch) -> JaxOptions:
     from drafters.model import CATCH_UP
 
     shorter = min(config.max_len, arch.max_position)
-    options = _options(config, SpeculationConfig())
+    options = _options(config, SpeculationConfig(), None)
     return replace(options, max_len=shorter, width=CATCH_UP)
 
 
-def _options(config: ModelConfig, speculation: SpeculationConfig) -> JaxOptions:
+def _options(
+    config: ModelConfig, speculation: SpeculationConfig, head: HeadSpec | None
+) -> JaxOptions:
     from targets.jax.load import JaxOptions
 
     return JaxOptions(
@@ -190,5 +190,6 @@ def _options(config: ModelConfig, speculation: SpeculationConfig) -> JaxOptions:
         k=speculation.k,
         dtype=config.dtype,
         int8=config.int8,
+        features=head.layers if head else (),
         tp=config.tp,
     )

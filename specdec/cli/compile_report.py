@@ -14,7 +14,7 @@ from rich.table import Table
 from specdec.cli.assemble import check_folder, console, print_json
 from specdec.cli.config import Whole
 from specdec.errors import UserError
-from specdec.plots import require_matplotlib
+from specdec.plots import require_matplotlib, save_figure
 from specdec.record import run_record
 
 Row = dict[str, Any]
@@ -196,7 +196,4 @@ def _plot(document: Row, path: Path) -> None:
     axes.set_xticks(range(len(rows)), names, fontsize="small")
     axes.legend(fontsize="small")
     figure.suptitle(f"{document['architecture']}, {document['config']['topology']}")
-    try:
-        figure.savefig(path, dpi=120, format="png")
-    except OSError as failure:
-        raise UserError(f"can't write the plot to {path}: {failure}") from failure
+    save_figure(figure, path)

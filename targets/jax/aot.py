@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -28,11 +29,10 @@ _ALONE = {
 
 def topology_mesh(name: str, tp: int) -> Mesh:
     """The first `tp` chips of a topology such as `v6e:2x2x1` on axis `tp`. Raises UserError."""
-    os.environ.update({key: os.environ.get(key, value) for key, value in _ALONE.items()})
-    try:
-        import libtpu  # noqa: F401
-    except ImportError as missing:
-        raise UserError("compiling for a TPU needs its compiler: pip install libtpu") from missing
+    for key, value in _ALONE.items():
+        os.environ.setdefault(key, value)
+    if find_spec("libtpu") is None:
+        raise UserError("compiling for a TPU needs its compiler: pip install libtpu")
     from jax.experimental import topologies
 
     try:

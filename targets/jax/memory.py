@@ -93,6 +93,12 @@ def _rows_at_once(rows: int, cache: Array) -> int:
     return next(n for n in range(rows, 0, -1) if rows % n == 0 and (n == 1 or n * row <= AT_ONCE))
 
 
+def attend_visible(memory: Any, q: Array, seen: tuple[Array, Array], layer: LayerSpec) -> Array:
+    """`attend` of the training memories: over whole keys and values, as far as `visible` says."""
+    k, v = seen
+    return layers.attend(q, k, v, memory.visible(layer, q.shape[1], k.shape[1]))
+
+
 class SequenceMemory(NamedTuple):
     """Training: whole sequences from position 0, no cache. The store keeps each layer's own K/V
     for the layers that share it: pairs [repeats, B, T, K, D], filled group by group."""
@@ -109,9 +115,7 @@ class SequenceMemory(NamedTuple):
     def recall(self, stored, group):
         return stored.k[group], stored.v[group]
 
-    def attend(self, q, seen, layer):
-        k, v = seen
-        return layers.attend(q, k, v, self.visible(layer, q.shape[1], k.shape[1]))
+    attend = attend_visible
 
     def visible(self, layer: LayerSpec, tokens: int, size: int) -> Array:
         """[1, T, S]."""
