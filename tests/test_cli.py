@@ -109,6 +109,7 @@ def test_eval_acceptance_reports_and_proves_equality(capsys, tmp_path):
         (["generate", PROMPT, "--dtype", "fp8"], ["--dtype fp8", "--backend cuda", "--int8"]),
         (["generate", PROMPT, "--dtype", "fp8-w8a8"], ["--dtype fp8-w8a8", "--backend cuda"]),
         (["generate", PROMPT, "--kv-dtype", "fp8"], ["--kv-dtype", "--backend cuda"]),
+        (["generate", PROMPT, *CUDA, "--kv-dtype", "int8"], ["int8", "fp8"]),
         (["serve", "--port", "0", "--device", "cpu"], ["--device", "--backend cuda"]),
         (["doctor", "--backend", "cuda", "--tp", "2"], ["--tp", "--backend jax"]),
         (["perplexity", __file__, "--backend", "cuda", "--int8"], ["--int8", "--dtype fp8"]),

@@ -11,7 +11,7 @@ from targets.arch import released
 from targets.jax.aot import topology_mesh
 from targets.jax.estimate import chip_of
 from targets.jax.load import JaxOptions, make_plan
-from targets.jax.report import report
+from targets.jax.report import Job, report
 
 pytestmark = pytest.mark.tpu
 TOPOLOGY = "v6e:2x2x1"
@@ -27,7 +27,7 @@ def rows(name: str, mesh, batch: int, context: int):
     """Plain and verify."""
     arch = released(f"gemma-4-{name}")
     plan = make_plan(arch, JaxOptions(slots=batch, max_len=context, k=7, mapped=False))
-    return report(plan, mesh, chip_of(TOPOLOGY), int8=True)
+    return report(Job(plan, mesh, chip_of(TOPOLOGY), int8=True), (context,))
 
 
 def collectives(row):

@@ -33,9 +33,10 @@ class JaxBackend:
             raise UserError(
                 f"--dtype {config.dtype} needs --backend cuda: with jax, --int8 quantises on load"
             )
-        for name, given in (("kv-dtype", config.kv_dtype), ("device", config.device)):
-            if given is not None:
-                raise UserError(f"--{name} needs --backend cuda: JAX decides that by itself")
+        if config.kv_dtype == "fp8":
+            raise UserError("--kv-dtype fp8 needs --backend cuda: with jax, int8 is as small")
+        if config.device is not None:
+            raise UserError("--device needs --backend cuda: JAX decides that by itself")
 
     def prepare(self, config: ModelConfig) -> None:
         from targets.jax.compile_cache import keep_programs
@@ -142,7 +143,7 @@ class JaxBackend:
         from targets.jax.roofline import cache_bytes, weight_bytes
 
         weights = weight_bytes(target.params, target.arch, batch * width)
-        return weights + cache_bytes(target.arch, target.dtype, batch, context)
+        return weights + cache_bytes(target.arch, target.kv_dtype, batch, context)
 
     def read_bandwidth(self, target: JaxTarget) -> float:
         from targets.jax.roofline import read_bandwidth
@@ -189,6 +190,7 @@ def _options(
         max_len=config.max_len,
         k=speculation.k,
         dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         int8=config.int8,
         features=head.layers if head else (),
         tp=config.tp,

@@ -6,7 +6,7 @@ import json as json_module
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import Parameter
 from rich.table import Table
@@ -16,6 +16,11 @@ from specdec.cli.config import Whole
 from specdec.errors import UserError
 from specdec.plots import require_matplotlib, save_figure
 from specdec.record import run_record
+
+if TYPE_CHECKING:
+    from targets.arch import Arch
+    from targets.jax.estimate import Chip
+    from targets.jax.report import Job
 
 Row = dict[str, Any]
 
@@ -28,13 +33,17 @@ class ProgramConfig:
     tp: int = 4
     "Chips to split the model over."
     int8: bool = False
-    "Linear layers in int8, per output channel; else bfloat16, like K/V and the head."
+    "Linear layers in int8, per output channel; else bfloat16, like the head."
+    kv_dtype: Literal["bfloat16", "int8"] = "bfloat16"
+    "What keys and values are cached in."
     k: int = 7
     "Draft tokens per cycle; plain decoding runs at the width that holds them, too."
     batches: Whole = (1,)
     "Rows per step, as in 1,8,64."
     contexts: Whole = (512, 2048)
-    "Tokens that each row's cache has room for, all of them filled."
+    "Tokens that each row has, all that its cache has room for unless --max-len says more."
+    max_len: int | None = None
+    "Tokens that each row's cache has room for."
     out: Path | None = None
     "Where to write the receipt (JSON)."
     plot: Path | None = None
@@ -59,22 +68,15 @@ def compile_report(
         End stdout with one JSON document.
     """
     from targets.arch import released
-    from targets.jax.aot import topology_mesh
     from targets.jax.estimate import chip_of
-    from targets.jax.load import JaxOptions, make_plan
 
     arch, chip = released(model), chip_of(config.topology)
     _refuse(config)
-    plans = [
-        make_plan(arch, JaxOptions(slots=batch, max_len=context, k=config.k, mapped=False))
-        for batch in config.batches
-        for context in config.contexts
-    ]
-    mesh = topology_mesh(config.topology, config.tp)
+    jobs = _jobs(arch, chip, config)
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(config).items()}
     facts = {"architecture": model, "config": settings, "chip": asdict(chip)}
     document = run_record(config.topology, command="compile-report", **facts)
-    document |= {"rows": _rows(plans, mesh, chip, config.int8)}
+    document |= {"rows": [row for job, contexts in jobs for row in _rows(job, contexts)]}
     _print(document)
     if config.out is not None:
         config.out.write_text(json_module.dumps(document, indent=1))
@@ -82,6 +84,23 @@ def compile_report(
         _plot(document, config.plot)
     if json:
         print_json(document)
+
+
+def _jobs(arch: Arch, chip: Chip, config: ProgramConfig) -> list[tuple[Job, tuple[int, ...]]]:
+    """The programs, each with the contexts to count it for. Raises UserError."""
+    from targets.jax.aot import topology_mesh
+    from targets.jax.load import KV_DTYPES, JaxOptions, make_plan
+    from targets.jax.report import Job
+
+    kind, contexts = KV_DTYPES[config.kv_dtype], config.contexts
+    rooms = {c: (c,) for c in contexts} if config.max_len is None else {config.max_len: contexts}
+    plans = [
+        (make_plan(arch, JaxOptions(slots=batch, max_len=room, k=config.k, mapped=False)), filled)
+        for batch in config.batches
+        for room, filled in rooms.items()
+    ]
+    mesh = topology_mesh(config.topology, config.tp)
+    return [(Job(plan, mesh, chip, config.int8, kind), filled) for plan, filled in plans]
 
 
 def _refuse(config: ProgramConfig) -> None:
@@ -92,23 +111,23 @@ def _refuse(config: ProgramConfig) -> None:
     for file in (config.out, config.plot):
         if file is not None:
             check_folder(file.parent)
+    if config.max_len is not None and max(config.contexts) > config.max_len:
+        raise UserError(f"--contexts: {max(config.contexts)} is more than --max-len has room for")
     if config.plot is not None:
         require_matplotlib()
 
 
-def _rows(plans: list[Any], mesh: Any, chip: Any, int8: bool) -> list[Row]:
+def _rows(job: Job, contexts: tuple[int, ...]) -> list[Row]:
     from targets.jax.aot import DoesNotFit
     from targets.jax.report import report
 
-    rows: list[Row] = []
-    for plan in plans:
-        what = {"batch": plan.slots, "context": plan.max_len, "width": plan.width}
-        with console.status(f"compiling batch {plan.slots}, context {plan.max_len}"):
-            try:
-                rows += report(plan, mesh, chip, int8)
-            except DoesNotFit as problem:
-                rows.append(what | {"kind": "does not fit", "why": str(problem)})
-    return rows
+    plan = job.plan
+    with console.status(f"compiling batch {plan.slots}, room for {plan.max_len}"):
+        try:
+            return report(job, contexts)
+        except DoesNotFit as problem:
+            what = {"batch": plan.slots, "context": plan.max_len, "width": plan.width}
+            return [what | {"kind": "does not fit", "why": str(problem)}]
 
 
 def _print(document: Row) -> None:

@@ -42,8 +42,9 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16", "fp8", "fp8-w8a8"] | None = None
     """Arithmetic; by default the checkpoint's (float32 on a CPU). With cuda, of linear layers: fp8
     (8-bit weights), fp8-w8a8 (8-bit inputs too: coarser, faster from 32 rows at once on)."""
-    kv_dtype: Literal["bfloat16", "fp8"] | None = None
-    "What cuda caches keys and values in; bfloat16 by default."
+    kv_dtype: Literal["bfloat16", "fp8", "int8"] | None = None
+    """What keys and values are cached in, bfloat16 by default (float32 on a CPU): fp8 with cuda,
+    int8 with jax halve the cache and what long contexts read of it."""
     device: Literal["cuda", "cpu"] | None = None
     "Where cuda runs: a GPU, or the slow references on a CPU, which are for tests."
     int8: bool = False

@@ -45,10 +45,12 @@ def topology_mesh(name: str, tp: int) -> Mesh:
     return Mesh(np.array(chips[:tp]), ("tp",))
 
 
-def shapes(plan: Plan, dtype: Any, int8: bool, mesh: Mesh) -> tuple[Params, Cache, Feed]:
+def shapes(
+    plan: Plan, dtype: Any, kv_dtype: Any, int8: bool, mesh: Mesh
+) -> tuple[Params, Cache, Feed]:
     """The verify program's arguments as placed shapes."""
     params = abstract_params(plan.arch, dtype, int8, mesh)
-    cache = abstract_cache(plan.arch, plan.slots, plan.max_len, plan.slack, dtype, mesh)
+    cache = abstract_cache(plan.arch, plan.slots, plan.max_len, plan.slack, kv_dtype, mesh)
     whole = NamedSharding(mesh, PartitionSpec())
     row = jax.ShapeDtypeStruct((plan.slots,), jnp.int32, sharding=whole)
     tokens = jax.ShapeDtypeStruct((plan.slots, plan.width), jnp.int32, sharding=whole)

@@ -17,12 +17,27 @@ from specdec.types import Array
 from targets.arch import Arch, LayerSpec
 from targets.segments import segments
 
+TILE = 32
+"""Entries of int8 in a TPU's tile. A slice that may begin within one makes XLA lay out the whole
+cache anew, so that none may must show in the program: entries are sliced by tiles."""
+
+
+class Rounded(NamedTuple):
+    """Entries in int8: values [..., S, K, D], and one scale per entry and head, [..., K, S]
+    float32. Entries are its minor axis: a TPU pads that to 128."""
+
+    values: Array
+    scale: Array
+
+
+Entries = Array | Rounded
+
 
 class LayerCache(NamedTuple):
     """k, v [repeats, slots, S, K, D] of one position of a segment's pattern."""
 
-    k: Array
-    v: Array
+    k: Entries
+    v: Entries
 
 
 class Cache(NamedTuple):
@@ -50,9 +65,9 @@ class Span(NamedTuple):
 
 
 def entries(layer: LayerSpec, max_len: int, slack: int) -> int:
-    """Cache entries S of a layer, rounded up to a multiple of 8 lanes."""
+    """Cache entries S of a layer, rounded up to whole tiles."""
     needed = min(layer.window or max_len, max_len) + slack
-    return -(-needed // 8) * 8
+    return -(-needed // TILE) * TILE
 
 
 def cached_heads(layer: LayerSpec, tp: int) -> int:
@@ -92,47 +107,95 @@ def make_cache(
 def abstract_cache(
     arch: Arch, slots: int, max_len: int, slack: int, dtype: Any, mesh: Mesh | None = None
 ) -> Cache:
-    def place(shape: tuple[int, ...]) -> NamedSharding | None:
-        if mesh is None:
-            return None
-        split = "tp" if len(shape) == 5 and shape[3] % mesh.shape["tp"] == 0 else None
-        return NamedSharding(
-            mesh, PartitionSpec(*([None] * 3), split) if split else PartitionSpec()
-        )
+    """Shapes, dtypes and shardings only. dtype: of keys and values; int8 makes them `Rounded`."""
 
-    def one(shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, kind, sharding=place(shape))
+    def one(shape: tuple[int, ...], kind: Any, heads: int | None = None) -> jax.ShapeDtypeStruct:
+        if mesh is None:
+            return jax.ShapeDtypeStruct(shape, kind)
+        spec = PartitionSpec()
+        if heads is not None and shape[heads] % mesh.shape["tp"] == 0:
+            spec = PartitionSpec(*([None] * heads), "tp")
+        return jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(mesh, spec))
+
+    def kept(shape: tuple[int, ...]) -> Any:
+        values = one(shape, dtype, heads=3)
+        if dtype != jnp.int8:
+            return values
+        repeats, slots, size, heads, _ = shape
+        return Rounded(values, one((repeats, slots, heads, size), jnp.float32, heads=2))
 
     layers = tuple(
-        tuple(s and LayerCache(one(s, dtype), one(s, dtype)) for s in pattern)
+        tuple(s and LayerCache(kept(s), kept(s)) for s in pattern)
         for pattern in _layer_shapes(arch, slots, max_len, slack, mesh.shape["tp"] if mesh else 1)
     )
     return Cache(layers, one((slots, max_len + slack), jnp.int32))
 
 
-def write(cache: Array, group: Array | int, span: Span, new: Array) -> Array:
+def size(stored: Entries) -> int:
+    """Entries S of a layer's cache."""
+    return (stored.values if isinstance(stored, Rounded) else stored).shape[2]
+
+
+def heads(stored: Entries) -> int:
+    """K/V heads of a layer's cache."""
+    return (stored.values if isinstance(stored, Rounded) else stored).shape[3]
+
+
+def round_entries(new: Array) -> tuple[Array, Array]:
+    """[..., D] to int8 and a scale [...] float32 that brings the largest to 127; the error is at
+    most half a scale. Zeros stay zeros."""
+    wide = new.astype(jnp.float32)
+    scale = jnp.maximum(jnp.abs(wide).max(-1), jnp.finfo(jnp.float32).tiny) / 127
+    return jnp.round(wide / scale[..., None]).astype(jnp.int8), scale
+
+
+def write(cache: Entries, group: Array | int, span: Span, new: Array) -> Any:
     """cache [repeats, slots, S, ...] with new [B, T, ...] at its rows' positions, in place."""
-    batch, tokens = new.shape[:2]
-    size = cache.shape[2]
-    offset = jnp.arange(tokens)
-    entry = (span.start[:, None] + offset) % size
-    entry = jnp.where(offset < span.count[:, None], entry, size)  # out of range: dropped
-    slot = span.first + jnp.arange(batch)
-    return cache.at[group, slot[:, None], entry].set(new.astype(cache.dtype), mode="drop")
+    stored = size(cache)
+    offset = jnp.arange(new.shape[1])
+    entry = (span.start[:, None] + offset) % stored
+    entry = jnp.where(offset < span.count[:, None], entry, stored)  # out of range: dropped
+    slot = (span.first + jnp.arange(new.shape[0]))[:, None]
+    if not isinstance(cache, Rounded):
+        return cache.at[group, slot, entry].set(new.astype(cache.dtype), mode="drop")
+    values, scale = round_entries(new)
+    return Rounded(
+        cache.values.at[group, slot, entry].set(values, mode="drop"),
+        cache.scale.at[group, slot, :, entry].set(scale, mode="drop"),
+    )
 
 
-def read(cache: Array, group: Array | int, span: Span) -> Array:
-    """The call's rows of one layer: [B, S, ...]."""
-    batch = span.start.shape[0]
-    start = (group, span.first, *([0] * (cache.ndim - 2)))
-    return jax.lax.dynamic_slice(cache, start, (1, batch, *cache.shape[2:]))[0]
+def read(
+    cache: Entries, group: Array | int, span: Span, begin: Array | int = 0, count: int | None = None
+) -> Entries:
+    """The call's rows of one layer, entries begin .. begin + count - 1 (all): [B, count, ...].
+    Both are multiples of TILE."""
+    batch, whole = span.start.shape[0], size(cache)
+    count = count or whole
+
+    def cut(array: Array, axis: int, begin: Array | int, count: int) -> Array:
+        start = [group, span.first, *([0] * (array.ndim - 2))]
+        shape = [1, batch, *array.shape[2:]]
+        start[axis], shape[axis] = begin, count
+        return jax.lax.dynamic_slice(array, start, shape)[0]
+
+    if not isinstance(cache, Rounded):
+        return cut(cache, 2, begin, count)
+    scale = cut(cache.scale, 3, begin, count)
+    if count == whole:
+        return Rounded(cut(cache.values, 2, 0, whole), scale)
+    repeats, slots, _, *rest = cache.values.shape
+    tiles = cache.values.reshape(repeats, slots, whole // TILE, TILE, *rest)
+    values = cut(tiles, 2, begin // TILE, count // TILE)
+    return Rounded(values.reshape(batch, count, *rest), scale)
 
 
-def visible(span: Span, tokens: int, size: int, window: int | None) -> Array:
-    """[B, T, S]: may query start + t see the entry? After `write`, entry s holds the highest
-    fed position p with p = s mod S; it is seen iff 0 <= p, q - window < p <= q."""
+def visible(span: Span, tokens: int, entries: Array, size: int, window: int | None) -> Array:
+    """[B, T, C]: may query start + t see entries [C], out of a cache of `size`? After `write`,
+    entry s holds the highest fed position p with p = s mod size; it is seen iff 0 <= p and
+    q - window < p <= q."""
     last = (span.start + span.count - 1)[:, None]
-    held = last - (last - jnp.arange(size)) % size  # [B, S]
+    held = last - (last - entries) % size  # [B, C]
     query = (span.start[:, None] + jnp.arange(tokens))[..., None]  # [B, T, 1]
     held = held[:, None]
     seen = (held >= 0) & (held <= query)

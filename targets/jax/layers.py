@@ -7,13 +7,15 @@ Formulas: transformers 5.23 `models/gemma4/modeling_gemma4.py`; checked by tests
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specdec.types import Array
 from targets.arch import LayerSpec, Rope
+from targets.jax.cache import Entries, Rounded
 from targets.jax.params import Quantized
 
 MASKED = -1e30
@@ -79,15 +81,79 @@ def keys_values(
     return k, rms_norm(value, None, eps)
 
 
-def attend(q: Array, k: Array, v: Array, visible: Array) -> Array:
+def attend(q: Array, k: Entries, v: Entries, visible: Array) -> Array:
     """q [B, T, N, D], k and v [B, S, K, D], visible [B, T, S] -> [B, T, N * D].
 
     No 1 / sqrt(D): q and k are normed. Softmax in float32; an invisible key weighs exactly 0.
     """
+    weights = jax.nn.softmax(_scores(q, k, visible), -1)
+    return _rows(_mix(weights, v, q.dtype), q.dtype)
+
+
+class Running(NamedTuple):
+    """Softmax so far, float32: best score and sum of weights [B, K, G, T, 1], and the weighted
+    sum of values [B, K, G, T, D] (Milakov and Gimelshein, arXiv 1805.02867)."""
+
+    best: Array
+    total: Array
+    mixed: Array
+
+
+def attend_blocks(
+    q: Array, block: Callable[[Array], tuple[Entries, Entries, Array]], count: Array
+) -> Array:
+    """`attend` over blocks 0 .. count - 1 in ascending order, where block(i) is (k, v, visible).
+
+    Each row must see an entry of block 0. A block of which a row sees nothing then leaves its
+    result as it is, bit for bit: it may be read or not.
+    """
+
+    def body(i: Array, so_far: Running) -> Running:
+        k, v, visible = block(i)
+        scores = _scores(q, k, visible)
+        best = jnp.maximum(so_far.best, scores.max(-1, keepdims=True))
+        weights, faded = jnp.exp(scores - best), jnp.exp(so_far.best - best)
+        total = so_far.total * faded + weights.sum(-1, keepdims=True)
+        return Running(best, total, so_far.mixed * faded + _mix(weights, v, q.dtype))
+
     batch, tokens, heads, dim = q.shape
-    grouped = q.reshape(batch, tokens, k.shape[2], -1, dim)
-    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, -1).astype(v.dtype)
-    mixed = jnp.einsum("bkgts,bskd->btkgd", weights, v, preferred_element_type=jnp.float32)
-    return mixed.astype(q.dtype).reshape(batch, tokens, heads * dim)
+    kv_heads = _values(jax.eval_shape(block, jnp.int32(0))[0]).shape[2]
+    rows = (batch, kv_heads, heads // kv_heads, tokens)
+    start = Running(jnp.full((*rows, 1), MASKED), jnp.zeros((*rows, 1)), jnp.zeros((*rows, dim)))
+    _, total, mixed = jax.lax.fori_loop(0, count, body, start)
+    return _rows(mixed / total, q.dtype)
+
+
+def _values(entries: Entries) -> Array:
+    return entries.values if isinstance(entries, Rounded) else entries
+
+
+def _scores(q: Array, k: Entries, visible: Array) -> Array:
+    """[B, K, G, T, S] float32, MASKED where a query may not look."""
+    values = _values(k)
+    grouped = q.reshape(*q.shape[:2], values.shape[2], -1, q.shape[3])
+    scores = jnp.einsum(
+        "btkgd,bskd->bkgts", grouped, values.astype(q.dtype), preferred_element_type=jnp.float32
+    )
+    if isinstance(k, Rounded):
+        scores = scores * k.scale[:, :, None, None]
+    return jnp.where(visible[:, None, None], scores, MASKED)
+
+
+def _mix(weights: Array, v: Entries, dtype: Any) -> Array:
+    """weights [B, K, G, T, S] float32 over values [B, S, K, D] -> [B, K, G, T, D] float32; the
+    product is of numbers in `dtype`."""
+    if isinstance(v, Rounded):
+        weights = weights * v.scale[:, :, None, None]
+    return jnp.einsum(
+        "bkgts,bskd->bkgtd",
+        weights.astype(dtype),
+        _values(v).astype(dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _rows(mixed: Array, dtype: Any) -> Array:
+    """[B, K, G, T, D] -> [B, T, N * D]."""
+    batch, _, _, tokens, _ = mixed.shape
+    return jnp.moveaxis(mixed.astype(dtype), 3, 1).reshape(batch, tokens, -1)

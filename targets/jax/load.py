@@ -25,6 +25,7 @@ SHORTEST = 16
 CHUNK = 128
 """Tokens per prefill call; rings of sliding layers are this much longer than their window."""
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+KV_DTYPES = {"bfloat16": jnp.bfloat16, "int8": jnp.int8}
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class JaxOptions:
     """Tokens per row and call; None: the narrowest of WIDTHS that holds K + 1. A draft model, who
     need not be exact, takes no more than it is fed."""
     dtype: str | None = None
+    kv_dtype: str | None = None
+    """What keys and values are cached in: one of KV_DTYPES; None: as wide as dtype."""
     int8: bool = False
     features: tuple[int, ...] = ()
     tp: int = 1
@@ -58,7 +61,7 @@ def load_target(path: Path, options: JaxOptions, suppress: tuple[int, ...] = ())
     arch = read_arch(path)
     plan, mesh, dtype = make_plan(arch, options), make_mesh(options.tp), _dtype(options)
     params = load_params(Checkpoint(path, arch), arch, dtype, options.int8, mesh)
-    return JaxTarget(plan, params, dtype, suppress, mesh)
+    return JaxTarget(plan, params, dtype, suppress, mesh, _kv_dtype(options))
 
 
 def random_target(arch: Arch, options: JaxOptions, seed: int = 0) -> JaxTarget:
@@ -67,13 +70,16 @@ def random_target(arch: Arch, options: JaxOptions, seed: int = 0) -> JaxTarget:
         raise UserError("random weights are made on one device: leave --tp at 1")
     plan, dtype = make_plan(arch, options), _dtype(options)
     make = jax.jit(init_params, static_argnums=(0, 2, 3))
-    return JaxTarget(plan, make(arch, jax.random.key(seed), dtype, options.int8), dtype)
+    params = make(arch, jax.random.key(seed), dtype, options.int8)
+    return JaxTarget(plan, params, dtype, kv_dtype=_kv_dtype(options))
 
 
 def narrowed(target: JaxTarget) -> JaxTarget:
     """The same weights at width 1: the fastest plain decoding, but not bitwise the wide one."""
     plan = replace(target.plan, width=1)
-    return JaxTarget(plan, target.params, target.dtype, target.suppress, target.mesh)
+    return JaxTarget(
+        plan, target.params, target.dtype, target.suppress, target.mesh, target.kv_dtype
+    )
 
 
 def make_plan(arch: Arch, options: JaxOptions) -> Plan:
@@ -112,3 +118,7 @@ def _dtype(options: JaxOptions) -> Any:
     if name not in DTYPES:
         raise UserError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def _kv_dtype(options: JaxOptions) -> Any:
+    return None if options.kv_dtype is None else KV_DTYPES[options.kv_dtype]

@@ -21,6 +21,11 @@ from targets.jax.cache import Span
 from targets.jax.params import Params
 from targets.segments import Segment, segments
 
+BLOCK = 4096
+"""Entries of a global layer's cache that attention reads at a time, as far as the longest row is
+filled. A cache of no more than this is read whole."""
+FILLED = "filled_blocks"
+"""What the loop over them is called in a compiled program."""
 AT_ONCE = 2**26
 """Bytes of keys that attention takes at a time: they and the values, over four chips, are a
 quarter of a TPU v6e's 128 MiB on the chip."""
@@ -59,7 +64,7 @@ class CacheMemory(NamedTuple):
         return self.span.start[:, None] + jnp.arange(tokens)
 
     def exchange(self, stored, group, layer, k, v):
-        copies = stored.k.shape[3] // layer.kv_heads  # see cache.cached_heads
+        copies = kv.heads(stored.k) // layer.kv_heads  # see cache.cached_heads
         k, v = (jnp.repeat(new, copies, 2) for new in (k, v))
         stored = kv.LayerCache(
             kv.write(stored.k, group, self.span, k), kv.write(stored.v, group, self.span, v)
@@ -78,18 +83,43 @@ class CacheMemory(NamedTuple):
         def part(first: Array | int) -> Array:
             cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, some)  # noqa: E731
             span = Span(self.span.first + first, cut(self.span.start), cut(self.span.count))
-            k, v = kv.read(stored.k, group, span), kv.read(stored.v, group, span)
-            visible = kv.visible(span, q.shape[1], k.shape[1], layer.window)
-            return layers.attend(cut(q), k, v, visible)
+            return _attend_cached(cut(q), stored, group, span, layer.window)
 
         if some == rows:
             return part(0)
         return jax.lax.map(part, jnp.arange(0, rows, some)).reshape(rows, q.shape[1], -1)
 
 
-def _rows_at_once(rows: int, cache: Array) -> int:
+def _attend_cached(
+    q: Array, stored: kv.LayerCache, group: Array | int, span: Span, window: int | None
+) -> Array:
+    """Queries [B, T, N, D] over the whole of a short cache or a ring, and over the filled blocks
+    of a long one."""
+    size = kv.size(stored.k)
+
+    def cut(begin: Array | int, count: int) -> tuple[kv.Entries, kv.Entries, Array]:
+        k, v = (kv.read(half, group, span, begin, count) for half in stored)
+        return k, v, begin + jnp.arange(count)
+
+    def block(i: Array) -> tuple[kv.Entries, kv.Entries, Array]:
+        begin = jnp.minimum(i * BLOCK, size - BLOCK)  # the last block reaches back: not twice
+        k, v, entries = cut(begin, BLOCK)
+        seen = kv.visible(span, q.shape[1], entries, size, window)
+        return k, v, seen & (entries >= i * BLOCK)
+
+    if window is not None or size <= BLOCK:
+        k, v, entries = cut(0, size)
+        return layers.attend(q, k, v, kv.visible(span, q.shape[1], entries, size, window))
+    filled = jnp.maximum((span.start + span.count).max(), 1)
+    with jax.named_scope(FILLED):
+        return layers.attend_blocks(q, block, -(-filled // BLOCK))
+
+
+def _rows_at_once(rows: int, cache: kv.Entries) -> int:
     """The most rows, out of `rows` evenly, whose entries of one layer stay under AT_ONCE."""
-    row = math.prod(cache.shape[2:]) * cache.dtype.itemsize
+    leaves = jax.tree.leaves(cache)
+    row = sum(math.prod(x.shape[2:]) * x.dtype.itemsize for x in leaves)
+    row = row * min(kv.size(cache), BLOCK) // kv.size(cache)
     return next(n for n in range(rows, 0, -1) if rows % n == 0 and (n == 1 or n * row <= AT_ONCE))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict
-from functools import cache
+from collections.abc import Mapping, Sequence as Rows
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from targets.arch import Arch, MoeSpec
 from targets.jax.aot import compile_verify, shapes
 from targets.jax.estimate import Chip, estimate
 from targets.jax.hlo import Module, parse
+from targets.jax.memory import BLOCK, FILLED
+from targets.jax.params import Params
 from targets.jax.programs import Plan
 from targets.jax.roofline import cache_bytes, weight_bytes
 from targets.jax.traffic import MEANT, Collective, traffic
@@ -27,51 +29,80 @@ ENOUGH = 256
 """Rows by which every expert is picked."""
 
 
-def report(plan: Plan, mesh: Mesh, chip: Chip, int8: bool) -> list[dict[str, Any]]:
-    """Compile for full caches, and count: a row of the table for plain decoding, one for a verify
-    of all tokens of the width. It is one program; only what rows pick of experts differs. Bytes
-    and operations are per chip and step, seconds are estimates. Raises DoesNotFit."""
-    arch, batch, context = plan.arch, plan.slots, plan.max_len
-    arguments = shapes(plan, jnp.bfloat16, int8, mesh)
+@dataclass(frozen=True)
+class Job:
+    """What to compile and for whom. kv_dtype: of keys and values; int8: linear layers."""
+
+    plan: Plan
+    mesh: Mesh
+    chip: Chip
+    int8: bool = False
+    kv_dtype: Any = jnp.bfloat16
+
+    @property
+    def devices(self) -> int:
+        return self.mesh.shape["tp"]
+
+
+def report(job: Job, contexts: Rows[int]) -> list[dict[str, Any]]:
+    """Compile, and count for rows that have so many tokens: for each context a row of the table
+    for plain decoding and one for a verify of all tokens of the width. It is one program; only
+    what rows pick of experts differs. Bytes and operations are per chip and step, seconds are
+    estimates. Raises DoesNotFit."""
+    plan = job.plan
+    arguments = shapes(plan, jnp.bfloat16, job.kv_dtype, job.int8, job.mesh)
     started = time.perf_counter()
-    program = compile_verify(plan, arguments, chip.memory)
+    program = compile_verify(plan, arguments, job.chip.memory)
     seconds = time.perf_counter() - started
-    module, devices = parse(program.as_text()), mesh.shape["tp"]
+    module = parse(program.as_text())
     common = {
-        "batch": batch,
-        "context": context,
+        "batch": plan.slots,
+        "max_len": plan.max_len,
         "width": plan.width,
         "compile_seconds": seconds,
-        "memory": memory(module, program.memory_analysis(), chip),
+        "memory": memory(module, program.memory_analysis(), job.chip),
     }
+    said = costs(program)
     rows = []
-    for kind, tokens in (("plain", 1), ("verify", plan.width)):
-        found = traffic(module, lambda _, n=batch * tokens: busiest(arch, n, devices))
-        parts = by_kind(found.reads)
-        floor = {
-            "weights": weight_bytes(arguments[0], arch, batch * tokens) / devices,
-            "kv": cache_bytes(arch, jnp.bfloat16, batch, context) / devices,
-        }
-        time_ = estimate(found, chip, devices)
-        needed = sum(floor.values())
-        rows.append(
-            common
-            | {
-                "kind": kind,
-                "read": parts,
-                "written": found.written,
-                "bytes": found.bytes,
-                "needed": floor,
-                "bytes_over_needed": found.bytes / needed,
-                "flops": found.flops,
-                "collectives": summary(found.collectives, len(arch.layers)),
-                "estimate": asdict(time_) | {"step": time_.step},
-                "floor_seconds": needed / chip.bandwidth,
-                "share_of_floor": needed / chip.bandwidth / time_.step,
-                "compiler": {"cycles": found.cycles, **costs(program)},
-            }
-        )
+    for filled in contexts:
+        for kind, tokens in (("plain", 1), ("verify", plan.width)):
+            counted = count(job, module, arguments[0], filled, plan.slots * tokens)
+            counted["compiler"] |= said
+            rows.append(common | {"context": filled, "kind": kind} | counted)
     return rows
+
+
+def count(job: Job, module: Module, params: Params, filled: int, tokens: int) -> dict[str, Any]:
+    """What a step of so many tokens in all moves and computes, beside what it must read."""
+    arch, devices = job.plan.arch, job.devices
+    found = traffic(module, partial(trips, arch, filled, tokens, devices))
+    floor = {
+        "weights": weight_bytes(params, arch, tokens) / devices,
+        "kv": cache_bytes(arch, job.kv_dtype, job.plan.slots, filled) / devices,
+    }
+    time_ = estimate(found, job.chip, devices)
+    needed = sum(floor.values())
+    return {
+        "read": by_kind(found.reads),
+        "written": found.written,
+        "bytes": found.bytes,
+        "needed": floor,
+        "bytes_over_needed": found.bytes / needed,
+        "flops": found.flops,
+        "collectives": summary(found.collectives, len(arch.layers)),
+        "estimate": asdict(time_) | {"step": time_.step},
+        "floor_seconds": needed / job.chip.bandwidth,
+        "share_of_floor": needed / job.chip.bandwidth / time_.step,
+        "compiler": {"cycles": found.cycles},
+    }
+
+
+def trips(arch: Arch, filled: int, rows: int, devices: int, loop: str) -> float:
+    """How often a loop whose count depends on data runs, by its JAX path: attention's over blocks
+    of the cache, or the routed experts'."""
+    if FILLED in loop:
+        return -(-filled // BLOCK)
+    return busiest(arch, rows, devices)
 
 
 def memory(module: Module, stats: Any, chip: Chip) -> dict[str, Any]:

@@ -35,10 +35,11 @@ def _bytes(tree: Any) -> int:
 
 def cache_bytes(arch: Arch, dtype: Any, batch: int, context: int) -> int:
     """Bytes of filled K/V entries that a step of `batch` rows at this context must read."""
-    total = 0
+    total, scale = 0, jnp.dtype(jnp.float32).itemsize if dtype == jnp.int8 else 0
     for layer in arch.layers:
         seen = min(context, layer.window or context)
-        total += 2 * seen * layer.kv_heads * layer.head_dim * jnp.dtype(dtype).itemsize
+        entry = layer.head_dim * jnp.dtype(dtype).itemsize + scale
+        total += 2 * seen * layer.kv_heads * entry
     return batch * total
 
 

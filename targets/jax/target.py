@@ -35,11 +35,14 @@ class JaxTarget:
         dtype: Any,
         suppress: tuple[int, ...] = (),
         mesh: jax.sharding.Mesh | None = None,
+        kv_dtype: Any = None,
     ) -> None:
+        """kv_dtype: what keys and values are cached in, int8 say; None: as wide as `dtype`."""
         self.plan, self.params, self.dtype = plan, params, dtype
+        self.kv_dtype = dtype if kv_dtype is None else kv_dtype
         self.suppress, self.mesh = suppress, mesh
         arch = plan.arch
-        self.cache = make_cache(arch, plan.slots, plan.max_len, plan.slack, dtype, mesh)
+        self.cache = make_cache(arch, plan.slots, plan.max_len, plan.slack, self.kv_dtype, mesh)
         self._unbiased = np.zeros(arch.vocab, np.float32)
         self._unbiased[list(suppress)] = -np.inf
         self.bias = jnp.zeros((plan.slots, arch.vocab), jnp.float32)

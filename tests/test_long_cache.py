@@ -1,0 +1,153 @@
+"""Caches read in blocks as far as they are filled, and keys and values in int8."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from drafters.device_cycle_jax import device_cycle
+from drafters.ngram import NgramDrafter
+from drafters.ngram_jax import TracedNgram
+from drafters.none import NoDrafter
+from drafters.resident_jax import TextOnly
+from specdec.cli.backend_jax import JaxBackend
+from specdec.cli.config import ModelConfig, SpeculationConfig
+from specdec.cycle import host_cycle
+from specdec.types import Sequence
+from targets import mini
+from targets.arch import read_arch
+from targets.jax import layers, memory
+from targets.jax.cache import Rounded, make_cache, round_entries
+from targets.jax.load import JaxOptions, load_target
+from targets.jax.programs import Feed
+from targets.jax.roofline import cache_bytes
+from targets.tokenizer import load_tokenizer
+from tests.test_lossless import WIDE, check_host, decode, draft_of, prompts_for
+
+ROWS, TOKENS, HEADS, KV_HEADS, DIM, SIZE, PIECE = 3, 4, 4, 2, 8, 40, 16
+PROSE = (
+    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n"
+    "    return a\n\n\nclass Stack:\n    def __init__(self):\n        self.items = []\n"
+)
+
+
+@pytest.fixture
+def short_blocks(monkeypatch):
+    """Tiny caches of 288 entries have five blocks, the last of which reaches back."""
+    monkeypatch.setattr(memory, "BLOCK", 64)
+
+
+def logits_of(target, text):
+    """[len(text) - 24, V] after a prompt of 24 tokens, a width at a time."""
+    target.prefill(Sequence(text[:24], slot=0), 0, 24)
+    found, width = [], target.plan.width
+    for start in range(24, len(text) - width + 1, width):
+        tokens = np.array([text[start : start + width]], np.int32)
+        feed = Feed(tokens, np.array([start], np.int32), np.array([width], np.int32))
+        found.append(target.logits(feed)[0])
+    return np.concatenate(found)
+
+
+one_pass = jax.jit(layers.attend)
+
+
+@jax.jit
+def in_blocks(q, k, v, visible, count):
+    def block(i):
+        begin = jnp.minimum(i * PIECE, SIZE - PIECE)
+        cut = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, begin, PIECE, axis)  # noqa: E731
+        fresh = begin + jnp.arange(PIECE) >= i * PIECE
+        return cut(k, 1), cut(v, 1), cut(visible, 2) & fresh
+
+    return layers.attend_blocks(q, block, count)
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, SIZE - TOKENS), min_size=ROWS, max_size=ROWS),
+    seed=st.integers(0, 99),
+)
+def test_blocks_are_one_pass_and_more_of_them_change_no_bit(lengths, seed):
+    random = np.random.default_rng(seed)
+    q = random.normal(size=(ROWS, TOKENS, HEADS, DIM)).astype(np.float32)
+    k, v = random.normal(size=(2, ROWS, SIZE, KV_HEADS, DIM)).astype(np.float32)
+    place = np.array(lengths)[:, None] + np.arange(TOKENS)
+    visible = np.arange(SIZE) <= place[..., None]
+    needed = -(-(max(lengths) + TOKENS) // PIECE)
+    found = np.asarray(in_blocks(q, k, v, visible, needed))
+    np.testing.assert_allclose(found, one_pass(q, k, v, visible), rtol=2e-5, atol=2e-6)
+    assert (found == np.asarray(in_blocks(q, k, v, visible, -(-SIZE // PIECE)))).all()
+
+
+@pytest.mark.parametrize("variant", ["31b", "e4b"])
+def test_a_forward_in_blocks_says_what_one_pass_says(tiny, variant, monkeypatch):
+    text = prompts_for(320)[1] * 6
+    options = JaxOptions(slots=1, max_len=256, k=WIDE, chunk=24)
+    whole = logits_of(load_target(tiny[variant], options), text)
+    monkeypatch.setattr(memory, "BLOCK", 64)
+    blocks = logits_of(load_target(tiny[variant], options), text)
+    np.testing.assert_allclose(blocks, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_no_drafter_changes_a_token_of_rows_in_blocks(tiny, short_blocks):
+    """Rows of 1 to 40 prompt tokens: some fill one block, some two, and none may notice."""
+
+    @cache
+    def target_of(path, slots):
+        return load_target(path, JaxOptions(slots=slots, max_len=256, k=WIDE, chunk=8))
+
+    check_host(tiny["31b"], "nucleus", 4, [4], 60, target_of, draft_of)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([jnp.float32, jnp.bfloat16]))
+def test_an_entry_is_off_by_half_a_step_at_most(seed, dtype):
+    new = jnp.asarray(np.random.default_rng(seed).normal(size=(3, 2, 16)), dtype)
+    values, scale = round_entries(new.at[1].set(0))
+    wide = np.asarray(new.at[1].set(0), np.float32)
+    error = np.abs(np.asarray(values, np.float32) * np.asarray(scale)[..., None] - wide)
+    assert (error <= 0.5001 * np.asarray(scale)[..., None]).all()
+    assert (np.abs(np.asarray(values)[[0, 2]]).max(-1) == 127).all()
+    assert not np.asarray(values)[1].any()
+
+
+def test_int8_halves_what_bfloat16_keeps(tiny):
+    arch = read_arch(tiny["31b"])
+    held = make_cache(arch, 2, 64, 8, jnp.int8)
+    layer = next(layer for layer in held.layers[0] if layer is not None)
+    assert isinstance(layer.k, Rounded) and layer.k.values.dtype == jnp.int8
+    assert layer.k.scale.shape == (*layer.k.values.shape[:2], *layer.k.values.shape[3:1:-1])
+    one = [cache_bytes(arch, kind, 1, 10) for kind in (jnp.int8, jnp.bfloat16)]
+    dims = {layer.head_dim for layer in arch.layers}
+    assert min(dims) == 16 and one[0] / one[1] == pytest.approx(0.5, abs=4 / (2 * min(dims)))
+
+
+def test_int8_says_nearly_the_same():
+    """The error that ARCHITECTURE.md states, on a trained model."""
+    path, cut = mini.path("mini"), SpeculationConfig(k=WIDE)
+    text = load_tokenizer(path).encode(PROSE)
+    narrow, wide = (
+        jax.nn.log_softmax(
+            logits_of(JaxBackend().load(path, ModelConfig(slots=1, kv_dtype=kind), cut, ()), text)
+        )
+        for kind in ("int8", None)
+    )
+    divergence = np.asarray((jnp.exp(wide) * (wide - narrow)).sum(-1))
+    assert 0 < divergence.mean() < 1e-4 and divergence.max() < 1e-3
+    assert (wide.argmax(-1) == narrow.argmax(-1)).all()
+
+
+def test_int8_is_lossless_within_itself(tiny, short_blocks):
+    options = JaxOptions(slots=2, max_len=256, k=WIDE, chunk=8, kv_dtype="int8")
+    target, none, ngram = load_target(tiny["31b"], options), NoDrafter(), NgramDrafter(1, 3)
+    run = partial(decode, target, mode="everything", tokens=70)
+    plain, _ = run(none, host_cycle(target, none, 0))
+    found, acceptance = run(ngram, host_cycle(target, ngram, 4))
+    assert found == plain and acceptance.drafted
+    found, again = run(none, device_cycle(target, TextOnly(TracedNgram(1, 3)), 4, 4))
+    assert found == plain and again == acceptance
