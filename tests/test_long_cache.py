@@ -62,9 +62,9 @@ def in_blocks(q, k, v, visible, count):
         begin = jnp.minimum(i * PIECE, SIZE - PIECE)
         cut = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, begin, PIECE, axis)  # noqa: E731
         fresh = begin + jnp.arange(PIECE) >= i * PIECE
-        return cut(k, 1), cut(v, 1), cut(visible, 2) & fresh
+        return (cut(k, 1),), cut(v, 1), cut(visible, 2) & fresh
 
-    return layers.attend_blocks(q, block, count)
+    return layers.attend_blocks((q,), block, count)
 
 
 @settings(deadline=None)

@@ -34,7 +34,8 @@ Entries = Array | Rounded
 
 
 class LayerCache(NamedTuple):
-    """k, v [repeats, slots, S, K, D] of one position of a segment's pattern."""
+    """k [repeats, slots, S, K, key_dims], v [repeats, slots, S, K, D] of one position of a
+    segment's pattern."""
 
     k: Entries
     v: Entries
@@ -70,30 +71,18 @@ def entries(layer: LayerSpec, max_len: int, slack: int) -> int:
     return -(-needed // TILE) * TILE
 
 
+def key_dims(layer: LayerSpec) -> int:
+    """Dimensions of a key that are kept: where keys are RoPE(weight * values), those that turn,
+    for the others are the values (layers.queries_in_parts)."""
+    return 2 * layer.rope.rotated if layer.k_eq_v else layer.head_dim
+
+
 def cached_heads(layer: LayerSpec, tp: int) -> int:
     """K/V heads in the cache: a layer that has fewer than devices, and divides them, is stored
     once per device, so that each holds and reads the one head that its queries need. Where the
     queries don't divide among the devices, they are all on each, and so are these."""
     spread = tp % layer.kv_heads == 0 and layer.heads % tp == 0
     return tp if spread else layer.kv_heads
-
-
-def _layer_shapes(arch: Arch, slots: int, max_len: int, slack: int, tp: int) -> Any:
-    def shape(layer: LayerSpec, repeats: int) -> tuple[int, ...] | None:
-        if layer.kv_from is not None:
-            return None
-        return (
-            repeats,
-            slots,
-            entries(layer, max_len, slack),
-            cached_heads(layer, tp),
-            layer.head_dim,
-        )
-
-    return tuple(
-        tuple(shape(layer, segment.repeats) for layer in segment.pattern)
-        for segment in segments(arch)
-    )
 
 
 def make_cache(
@@ -117,16 +106,22 @@ def abstract_cache(
             spec = PartitionSpec(*([None] * heads), "tp")
         return jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(mesh, spec))
 
-    def kept(shape: tuple[int, ...]) -> Any:
-        values = one(shape, dtype, heads=3)
+    def half(repeats: int, size: int, heads: int, dims: int) -> Any:
+        values = one((repeats, slots, size, heads, dims), dtype, heads=3)
         if dtype != jnp.int8:
             return values
-        repeats, slots, size, heads, _ = shape
         return Rounded(values, one((repeats, slots, heads, size), jnp.float32, heads=2))
 
+    def whole(layer: LayerSpec, repeats: int) -> LayerCache | None:
+        if layer.kv_from is not None:
+            return None
+        size, tp = entries(layer, max_len, slack), mesh.shape["tp"] if mesh else 1
+        common = repeats, size, cached_heads(layer, tp)
+        return LayerCache(half(*common, key_dims(layer)), half(*common, layer.head_dim))
+
     layers = tuple(
-        tuple(s and LayerCache(kept(s), kept(s)) for s in pattern)
-        for pattern in _layer_shapes(arch, slots, max_len, slack, mesh.shape["tp"] if mesh else 1)
+        tuple(whole(layer, segment.repeats) for layer in segment.pattern)
+        for segment in segments(arch)
     )
     return Cache(layers, one((slots, max_len + slack), jnp.int32))
 

@@ -81,13 +81,38 @@ def keys_values(
     return k, rms_norm(value, None, eps)
 
 
-def attend(q: Array, k: Entries, v: Entries, visible: Array) -> Array:
+def turning(x: Array, rope: Rope) -> Array:
+    """The dimensions of x [..., D] that RoPE turns: [..., 2 * rotated]."""
+    low, high = jnp.split(x, 2, -1)
+    return jnp.concatenate([low[..., : rope.rotated], high[..., : rope.rotated]], -1)
+
+
+def queries_in_parts(q: Array, layer: LayerSpec, key_norm: Array) -> tuple[Array, Array]:
+    """Queries for keys that were not kept: k = RoPE(w * v), so q . k is the product of what turns
+    with the keys' turning dimensions, and of the rest of q * w with the values themselves.
+
+    q [B, T, N, D], key_norm w [D] -> ([B, T, N, 2 * rotated], [B, T, N, D]).
+    """
+    still = jnp.arange(layer.head_dim) % (layer.head_dim // 2) >= layer.rope.rotated
+    return turning(q, layer.rope), jnp.where(still, q * key_norm.astype(q.dtype), 0)
+
+
+Parts = tuple[Any, ...]
+"""Queries, or keys, whose products are added."""
+
+
+def attend(q: Array, k: Array, v: Array, visible: Array) -> Array:
     """q [B, T, N, D], k and v [B, S, K, D], visible [B, T, S] -> [B, T, N * D].
 
     No 1 / sqrt(D): q and k are normed. Softmax in float32; an invisible key weighs exactly 0.
     """
+    return attend_parts((q,), (k,), v, visible)
+
+
+def attend_parts(q: Parts, k: Parts, v: Entries, visible: Array) -> Array:
+    """`attend` where q and k come in parts."""
     weights = jax.nn.softmax(_scores(q, k, visible), -1)
-    return _rows(_mix(weights, v, q.dtype), q.dtype)
+    return _rows(_mix(weights, v, q[0].dtype), q[0].dtype)
 
 
 class Running(NamedTuple):
@@ -100,9 +125,10 @@ class Running(NamedTuple):
 
 
 def attend_blocks(
-    q: Array, block: Callable[[Array], tuple[Entries, Entries, Array]], count: Array
+    q: Parts, block: Callable[[Array], tuple[Parts, Entries, Array]], count: Array
 ) -> Array:
-    """`attend` over blocks 0 .. count - 1 in ascending order, where block(i) is (k, v, visible).
+    """`attend_parts` over blocks 0 .. count - 1 in ascending order, where block(i) is
+    (k, v, visible).
 
     Each row must see an entry of block 0. A block of which a row sees nothing then leaves its
     result as it is, bit for bit: it may be read or not.
@@ -114,30 +140,33 @@ def attend_blocks(
         best = jnp.maximum(so_far.best, scores.max(-1, keepdims=True))
         weights, faded = jnp.exp(scores - best), jnp.exp(so_far.best - best)
         total = so_far.total * faded + weights.sum(-1, keepdims=True)
-        return Running(best, total, so_far.mixed * faded + _mix(weights, v, q.dtype))
+        return Running(best, total, so_far.mixed * faded + _mix(weights, v, dtype))
 
-    batch, tokens, heads, dim = q.shape
-    kv_heads = _values(jax.eval_shape(block, jnp.int32(0))[0]).shape[2]
-    rows = (batch, kv_heads, heads // kv_heads, tokens)
+    batch, tokens, heads, _ = q[0].shape
+    *_, kv_heads, dim = _values(jax.eval_shape(block, jnp.int32(0))[1]).shape
+    rows, dtype = (batch, kv_heads, heads // kv_heads, tokens), q[0].dtype
     start = Running(jnp.full((*rows, 1), MASKED), jnp.zeros((*rows, 1)), jnp.zeros((*rows, dim)))
     _, total, mixed = jax.lax.fori_loop(0, count, body, start)
-    return _rows(mixed / total, q.dtype)
+    return _rows(mixed / total, dtype)
 
 
 def _values(entries: Entries) -> Array:
     return entries.values if isinstance(entries, Rounded) else entries
 
 
-def _scores(q: Array, k: Entries, visible: Array) -> Array:
+def _scores(q: Parts, k: Parts, visible: Array) -> Array:
     """[B, K, G, T, S] float32, MASKED where a query may not look."""
+    products = [_products(*pair) for pair in zip(q, k, strict=True)]
+    return jnp.where(visible[:, None, None], sum(products[1:], products[0]), MASKED)
+
+
+def _products(q: Array, k: Entries) -> Array:
     values = _values(k)
     grouped = q.reshape(*q.shape[:2], values.shape[2], -1, q.shape[3])
     scores = jnp.einsum(
         "btkgd,bskd->bkgts", grouped, values.astype(q.dtype), preferred_element_type=jnp.float32
     )
-    if isinstance(k, Rounded):
-        scores = scores * k.scale[:, :, None, None]
-    return jnp.where(visible[:, None, None], scores, MASKED)
+    return scores * k.scale[:, :, None, None] if isinstance(k, Rounded) else scores
 
 
 def _mix(weights: Array, v: Entries, dtype: Any) -> Array:

@@ -49,8 +49,9 @@ class Memory(Protocol):
         """The keys and values of a donor layer, for `attend`."""
         ...
 
-    def attend(self, q: Array, seen: Any, layer: LayerSpec) -> Array:
-        """Queries [B, T, N, D] over what `exchange` or `recall` gave -> [B, T, N * D]."""
+    def attend(self, q: Array, seen: Any, layer: LayerSpec, key_norm: Array | None) -> Array:
+        """Queries [B, T, N, D] over what `exchange` or `recall` gave -> [B, T, N * D]. key_norm
+        [D]: the weight of the layer's key norm, for a memory that keeps no whole keys."""
         ...
 
 
@@ -65,6 +66,7 @@ class CacheMemory(NamedTuple):
 
     def exchange(self, stored, group, layer, k, v):
         copies = kv.heads(stored.k) // layer.kv_heads  # see cache.cached_heads
+        k = layers.turning(k, layer.rope) if layer.k_eq_v else k  # see cache.key_dims
         k, v = (jnp.repeat(new, copies, 2) for new in (k, v))
         stored = kv.LayerCache(
             kv.write(stored.k, group, self.span, k), kv.write(stored.v, group, self.span, v)
@@ -74,16 +76,17 @@ class CacheMemory(NamedTuple):
     def recall(self, stored, group):
         return stored, group
 
-    def attend(self, q, seen, layer):
+    def attend(self, q, seen, layer, key_norm):
         """A few rows at a time where their entries are many: XLA copies what it slices from the
         cache, within the chip where it fits, else through memory."""
         (stored, group), rows = seen, q.shape[0]
-        some = _rows_at_once(rows, stored.k)
+        some = _rows_at_once(rows, stored.v)
+        parts = layers.queries_in_parts(q, layer, key_norm) if layer.k_eq_v else (q,)
 
         def part(first: Array | int) -> Array:
             cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, some)  # noqa: E731
             span = Span(self.span.first + first, cut(self.span.start), cut(self.span.count))
-            return _attend_cached(cut(q), stored, group, span, layer.window)
+            return _attend_cached(tuple(map(cut, parts)), stored, group, span, layer.window)
 
         if some == rows:
             return part(0)
@@ -91,25 +94,29 @@ class CacheMemory(NamedTuple):
 
 
 def _attend_cached(
-    q: Array, stored: kv.LayerCache, group: Array | int, span: Span, window: int | None
+    q: layers.Parts, stored: kv.LayerCache, group: Array | int, span: Span, window: int | None
 ) -> Array:
-    """Queries [B, T, N, D] over the whole of a short cache or a ring, and over the filled blocks
-    of a long one."""
-    size = kv.size(stored.k)
+    """Queries over the whole of a short cache or a ring, and over the filled blocks of a long
+    one. Values that keys are made of are barred from being read twice: XLA would."""
+    size, tokens = kv.size(stored.v), q[0].shape[1]
 
-    def cut(begin: Array | int, count: int) -> tuple[kv.Entries, kv.Entries, Array]:
+    def cut(begin: Array | int, count: int) -> tuple[layers.Parts, kv.Entries, Array]:
         k, v = (kv.read(half, group, span, begin, count) for half in stored)
-        return k, v, begin + jnp.arange(count)
+        entries = begin + jnp.arange(count)
+        if len(q) == 1:
+            return (k,), v, entries
+        v = jax.lax.optimization_barrier(v)
+        return (k, v), v, entries
 
-    def block(i: Array) -> tuple[kv.Entries, kv.Entries, Array]:
+    def block(i: Array) -> tuple[layers.Parts, kv.Entries, Array]:
         begin = jnp.minimum(i * BLOCK, size - BLOCK)  # the last block reaches back: not twice
         k, v, entries = cut(begin, BLOCK)
-        seen = kv.visible(span, q.shape[1], entries, size, window)
+        seen = kv.visible(span, tokens, entries, size, window)
         return k, v, seen & (entries >= i * BLOCK)
 
     if window is not None or size <= BLOCK:
         k, v, entries = cut(0, size)
-        return layers.attend(q, k, v, kv.visible(span, q.shape[1], entries, size, window))
+        return layers.attend_parts(q, k, v, kv.visible(span, tokens, entries, size, window))
     filled = jnp.maximum((span.start + span.count).max(), 1)
     with jax.named_scope(FILLED):
         return layers.attend_blocks(q, block, -(-filled // BLOCK))
@@ -123,7 +130,9 @@ def _rows_at_once(rows: int, cache: kv.Entries) -> int:
     return next(n for n in range(rows, 0, -1) if rows % n == 0 and (n == 1 or n * row <= AT_ONCE))
 
 
-def attend_visible(memory: Any, q: Array, seen: tuple[Array, Array], layer: LayerSpec) -> Array:
+def attend_visible(
+    memory: Any, q: Array, seen: tuple[Array, Array], layer: LayerSpec, key_norm: Array | None
+) -> Array:
     """`attend` of the training memories: over whole keys and values, as far as `visible` says."""
     k, v = seen
     return layers.attend(q, k, v, memory.visible(layer, q.shape[1], k.shape[1]))

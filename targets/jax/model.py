@@ -208,7 +208,8 @@ def _layer(
         store, seen = memory.exchange(store, group, layer, new_k, new_v)
     else:
         seen = donor
-    mixed = layers.project(memory.attend(q, seen, layer), w["self_attn.o_proj"])
+    mixed = memory.attend(q, seen, layer, w.get("self_attn.k_norm"))
+    mixed = layers.project(mixed, w["self_attn.o_proj"])
     h = h + layers.rms_norm(mixed, w["post_attention_layernorm"], eps)
     h = h + feed_forward(h, real, w, layer.moe, eps)
     if per_layer is not None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from specdec.types import Array
 from targets.arch import Arch
+from targets.jax.cache import key_dims
 from targets.jax.params import Params
 from targets.segments import segments
 
@@ -38,8 +39,8 @@ def cache_bytes(arch: Arch, dtype: Any, batch: int, context: int) -> int:
     total, scale = 0, jnp.dtype(jnp.float32).itemsize if dtype == jnp.int8 else 0
     for layer in arch.layers:
         seen = min(context, layer.window or context)
-        entry = layer.head_dim * jnp.dtype(dtype).itemsize + scale
-        total += 2 * seen * layer.kv_heads * entry
+        dims = key_dims(layer) + layer.head_dim
+        total += seen * layer.kv_heads * (dims * jnp.dtype(dtype).itemsize + 2 * scale)
     return batch * total
 
 
