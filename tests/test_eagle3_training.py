@@ -116,7 +116,7 @@ def test_every_row_is_seen_once_an_epoch() -> None:
 def test_the_teacher_is_the_target_alone_with_each_document() -> None:
     params, arch = target()
     rows, ids = pack(answers(2), 64), np.arange(arch.vocab)
-    lesson = teach(params, arch, (1, 3, 5), ids, (7,), rows.tokens, rows.documents)
+    lesson = teach(params, arch, (1, 3, 5), ids, (7,), rows)
     for r in range(len(rows.tokens)):
         for document in range(rows.documents[r].max() + 1):
             at = rows.documents[r] == document
@@ -285,9 +285,9 @@ def made_up(teach):
     """A teacher whose next distribution follows from the last position's features alone."""
     ids = teach.args[-1]
 
-    def lesson(params, tokens, documents):
-        key = jax.random.fold_in(jax.random.key(0), tokens.sum())
-        features = jax.random.normal(key, (*tokens.shape, 3 * params.top["norm"].shape[0]))
+    def lesson(params, rows):
+        key = jax.random.fold_in(jax.random.key(0), rows.tokens.sum())
+        features = jax.random.normal(key, (*rows.tokens.shape, 3 * params.top["norm"].shape[0]))
         meaning = jax.random.normal(jax.random.key(1), (4, SHAPE.draft_vocab)) * 3
         logits = jnp.roll(features[..., :4] @ meaning, 1, 1)
         total = jax.nn.logsumexp(logits, -1)
@@ -299,8 +299,8 @@ def made_up(teach):
 def shuffled(teach):
     """Negative control: `made_up` with the features of other positions."""
 
-    def lesson(params, tokens, documents):
-        right = made_up(teach)(params, tokens, documents)
+    def lesson(params, rows):
+        right = made_up(teach)(params, rows)
         return right._replace(features=jnp.roll(right.features, 7, 1))
 
     return lesson
@@ -309,8 +309,8 @@ def shuffled(teach):
 def one_early(teach):
     """Negative control: `made_up` that tells what follows one token later."""
 
-    def lesson(params, tokens, documents):
-        features, *told = made_up(teach)(params, tokens, documents)
+    def lesson(params, rows):
+        features, *told = made_up(teach)(params, rows)
         return Lesson(features, *(jnp.roll(part, -1, 1) for part in told))
 
     return lesson
@@ -319,8 +319,8 @@ def one_early(teach):
 def another_target(teach):
     """Negative control: `made_up` with another's answers."""
 
-    def lesson(params, tokens, documents):
-        right = made_up(teach)(params, tokens, documents)
+    def lesson(params, rows):
+        right = made_up(teach)(params, rows)
         logits = jnp.roll(right.logits, 5, -1)
         return right._replace(logits=logits, best=teach.args[-1][logits.argmax(-1)])
 
