@@ -192,8 +192,9 @@ def same_entries(turns: list[Turn], first: Call, start: int, text: list[int]) ->
     assert end >= len(text) - 1 - (K + 1)  # but for what the last cycle brought
 
 
-def same_steps(turns: list[Turn], steps: list[Call], start: int, text: list[int]) -> int:
-    """A draft's later steps, as far as its guesses came true: the unroll's; how many there were."""
+def same_steps(turns: list[Turn], steps: list[Call], mask, start: int, text: list[int]) -> int:
+    """Each draft's steps, as far as its guesses came true: the unroll's, where mask [K, L] counts
+    them. Returns how many there were after the first."""
     compared = 0
     for turn in turns[1:]:
         for n, (mine, theirs) in enumerate(zip(turn.calls, steps, strict=True)):
@@ -201,7 +202,7 @@ def same_steps(turns: list[Turn], steps: list[Call], start: int, text: list[int]
             if text[turn.anchor + 1 + n : turn.anchor + 2 + n] != [mine.tokens[last]]:
                 break
             assert mine.positions[last] == theirs.positions[i] - start
-            assert mine.tokens[last] == theirs.tokens[i]
+            assert mine.tokens[last] == theirs.tokens[i] and mask[n, i]
             np.testing.assert_allclose(mine.hidden[last], theirs.hidden[i], atol=TOLERANCE, rtol=0)
             compared += n > 0
     return compared
@@ -215,14 +216,14 @@ def test_training_feeds_the_head_what_drafting_does(
     made, requests = answered(*drafting(tiny["31b"], monkeypatch, log), log, tmp_path)
     rows = pack(made, LENGTH)
     steps = learn(rows)
-    mask, compared, number = np.asarray(masks(rows, K)[0]), 0, 0
+    mask, compared, number = np.stack(masks(rows, K)), 0, 0
     for r, documents in enumerate(rows.documents):
         for document in range(documents.max() + 1):
             text, turns = made[number]["input_ids"], requests[number]
             start, prompt = int(np.argmax(documents == document)), PROMPTS[number % len(PROMPTS)]
             same_entries(turns, steps[r][0], start, text)
-            compared += same_steps(turns, steps[r], start, text)
-            counted = np.flatnonzero(mask[r] & (documents == document)) - start
+            compared += same_steps(turns, steps[r], mask[:, r], start, text)
+            counted = np.flatnonzero(mask[0, r] & (documents == document)) - start
             anchors = [turn.anchor for turn in turns[1:]]
             assert counted[0] == anchors[0] == len(prompt) - 1
             assert set(anchors) <= set(counted.tolist())
