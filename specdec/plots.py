@@ -32,7 +32,9 @@ def require_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as missing:
-        raise UserError("plots need matplotlib: pip install 'specdec[plots]'") from missing
+        raise UserError(
+            "plots need matplotlib: pip install '.[plots]' in specdec's clone"
+        ) from missing
 
 
 def plot_evaluation(evaluation: Evaluation, path: str | Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from targets.arch import Arch, parse_arch
 from targets.jax.params import Params, init_params
 from tests.tiny import VOCAB, config_of
 from training.eagle3 import Trainer
+from training.feature_cache import FeatureCache, Layout, Read, joined, with_states
 from training.packing import Rows, pack
 from training.recipe import HeadShape, Rates, Recipe, spec_for
-from training.teacher import teach
+from training.teacher import read, teach
 from training.vocabulary import count_generated, draft_vocabulary
 
 SHAPE = HeadShape(ffw=64, heads=4, kv_heads=2, head_dim=16, draft_vocab=200, max_position=512)
@@ -31,7 +32,7 @@ RECIPE = Recipe(
     steps=20,
     batch=4,
     length=32,
-    unroll=3,
+    unroll=2,
     decay=0.8,
     heldout_share=0.2,
     live_prompts=2,
@@ -43,8 +44,9 @@ RECIPE = Recipe(
 STOPS = (1, 16)
 
 
+@cache
 def target() -> tuple[Params, Arch]:
-    """A random one."""
+    """A random one, the same for all."""
     arch = parse_arch(config_of("12b"))
     return init_params(arch, jax.random.key(0)), arch
 
@@ -64,9 +66,13 @@ def answers(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def trainer(
-    run: Path, wrap=lambda teach: teach, recipe: Recipe = RECIPE, devices: int = 1
+    run: Path,
+    wrap=lambda teach: teach,
+    recipe: Recipe = RECIPE,
+    devices: int = 1,
+    cache: Path | None = None,
 ) -> Trainer:
-    """wrap: changes the teacher (negative controls)."""
+    """wrap: changes the teacher (negative controls). cache: of its states."""
     params, arch = target()
     spec = spec_for(arch, recipe.head, STOPS)
     rows: Rows = pack(answers(60), recipe.length)
@@ -74,11 +80,27 @@ def trainer(
     teacher = wrap(partial(_teach, arch, spec.layers, jnp.asarray(ids)))
     run.mkdir(parents=True, exist_ok=True)
     kept = pack(answers(12, 1), 32)
+    if cache is not None:
+        features = cache_of(cache, joined(rows, kept), spec.layers)
+        features.build(reader(spec.layers), recipe.batch)
+        rows, kept = with_states(features, rows, kept)
     return Trainer(recipe, spec, run, params, teacher, rows, kept, ids, devices=devices)
 
 
-def _teach(arch, layers, ids, params, tokens, documents):
-    return teach(params, arch, layers, ids, (), tokens, documents)
+def reader(layers: tuple[int, ...]) -> Read:
+    """The random target's forward."""
+    params, arch = target()
+    return partial(jax.jit(lambda params, *rows: read(params, arch, layers, *rows)), params)
+
+
+def cache_of(folder: Path, rows: Rows, layers: tuple[int, ...], **facts: Any) -> FeatureCache:
+    hidden = target()[1].hidden
+    layout = Layout(*rows.tokens.shape, len(layers) * hidden, hidden, "float32")
+    return FeatureCache(folder, rows, layout, {"target": "x", "layers": layers} | facts)
+
+
+def _teach(arch, layers, ids, params, rows):
+    return teach(params, arch, layers, ids, (), rows)
 
 
 def main() -> None:

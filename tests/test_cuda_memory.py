@@ -120,7 +120,7 @@ H200 = Machine("2.13.0", "13.0", "NVIDIA H200", (9, 0))
 @pytest.mark.parametrize(
     ("machine", "words"),
     [
-        (Machine(None, None, None), ["needs torch", "specdec[cuda]"]),
+        (Machine(None, None, None), ["needs torch", ".[cuda]"]),
         (Machine("2.13.0+cpu", None, None), ["without CUDA"]),
         (Machine("2.13.0", "13.0", None), ["no NVIDIA GPU", "--device cpu"]),
         (replace(H200, gpu="NVIDIA A100", capability=(8, 0)), ["A100", "8.0", "9.0"]),

@@ -35,8 +35,8 @@ CONTRACT = "contract.json"
 LOG_EVERY = 10  # steps
 HELDOUT_BATCHES = 8
 """Most batches that one evaluation takes."""
-Teach = Callable[[Params, Any, Any], Lesson]
-"""(target's parameters, tokens, documents) -> Lesson; pure."""
+Teach = Callable[[Params, Rows], Lesson]
+"""(target's parameters, packed rows) -> Lesson; pure."""
 
 
 class TrainState(NamedTuple):
@@ -74,7 +74,7 @@ def make_step(spec: HeadSpec, recipe: Recipe, teach: Teach, target_ids: Any) -> 
         return loss_of(judged, recipe.decay), measures(judged)
 
     def step(state: TrainState, params: Params, rows: Rows) -> tuple[TrainState, dict[str, Any]]:
-        lesson = teach(params, rows.tokens, rows.documents)
+        lesson = teach(params, rows)
         both = jax.value_and_grad(loss, has_aux=True)(state.weights, params, rows, lesson)
         (value, found), gradient = both
         updates, inner = optimizer.update(gradient, state.optimizer, state.weights)
@@ -89,7 +89,7 @@ def make_evaluation(spec: HeadSpec, recipe: Recipe, teach: Teach, target_ids: An
     """A compiled (weights, target's parameters, rows, number of the batch) -> measures."""
 
     def evaluate(weights: Weights, params: Params, rows: Rows, number: Any) -> dict[str, Any]:
-        lesson = teach(params, rows.tokens, rows.documents)
+        lesson = teach(params, rows)
         noise = jax.random.fold_in(jax.random.key(recipe.seed), number)
         judged = _judge(spec, recipe, weights, params, rows, lesson, target_ids, noise)
         return measures(judged) | {"loss": loss_of(judged, recipe.decay)}
@@ -209,9 +209,13 @@ def sign(run: Path, contract: dict[str, Any], target_ids: np.ndarray) -> None:
     )
 
 
-def contract_of(recipe: Recipe, spec: HeadSpec, data: dict[str, Any]) -> dict[str, Any]:
-    """All that decides a run's bits. data: the distilled answers' manifest."""
-    return {"recipe": asdict(recipe), "spec": asdict(spec), "data": data}
+def contract_of(
+    recipe: Recipe, spec: HeadSpec, data: dict[str, Any], cached: bool = False
+) -> dict[str, Any]:
+    """All that decides a run's bits. data: the distilled answers' manifest; cached: the teacher
+    spoke before the run, in a program of its own."""
+    made = {"recipe": asdict(recipe), "spec": asdict(spec), "data": data}
+    return made | {"feature_cache": cached}
 
 
 def _forget_after(log: Path, step: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from specdec.errors import UserError
@@ -19,12 +20,14 @@ PADDING = -1
 
 class Rows(NamedTuple):
     """[R, L] each. tokens int32; documents int32, PADDING outside; generated bool: the target
-    chose this token; ends bool: a stop id after which nothing follows."""
+    chose this token; ends bool: a stop id after which nothing follows. states: what the teacher's
+    forward makes of them (`targets.jax.model.Hidden`), None where it is still to run."""
 
     tokens: Any
     documents: Any
     generated: Any
     ends: Any
+    states: Any = None
 
 
 def pack(answers: Iterable[Any], length: int) -> Rows:
@@ -72,7 +75,7 @@ def _fill(answers: list[dict[str, Any]], length: int) -> Rows:
 
 
 def _stack(rows: list[Rows]) -> Rows:
-    return Rows(*(np.stack(parts) for parts in zip(*rows, strict=True)))
+    return jax.tree.map(lambda *parts: np.stack(parts), *rows)
 
 
 @lru_cache(maxsize=2)
@@ -85,4 +88,4 @@ def rows_of_step(rows: Rows, seed: int, step: int, batch: int) -> Rows:
     count = len(rows.tokens)
     numbers = range(step * batch, (step + 1) * batch)
     chosen = [int(_epoch(seed, n // count, count)[n % count]) for n in numbers]
-    return Rows(*(part[chosen] for part in rows))
+    return jax.tree.map(lambda part: part[chosen], rows)

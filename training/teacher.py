@@ -1,7 +1,8 @@
 """The target as teacher: features and distributions of packed documents, in the jitted step.
 
-The forward is the one that serves. Distributions are soft-capped and after the final norm, as the
-target samples from them; over a large vocabulary they are made a block of tokens at a time.
+The forward is the one that serves; rows that bring its states, from a feature cache, spare it.
+Distributions are soft-capped and after the final norm, as the target samples from them; over a
+large vocabulary they are made a block of tokens at a time.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import jax.numpy as jnp
 from targets.arch import Arch, LayerSpec, read_arch
 from targets.checkpoint import Checkpoint
 from targets.jax.memory import SequenceMemory, attend_visible, shared_stores
-from targets.jax.model import forward, head
+from targets.jax.model import Hidden, forward, head
 from targets.jax.params import Params, load_params
+from training.packing import Rows
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 BLOCK = 512
@@ -66,18 +68,27 @@ def load_teacher(path: Path, dtype: str | None = None) -> tuple[Params, Arch]:
     return load_params(Checkpoint(path, arch), arch, DTYPES[kind]), arch
 
 
+def read(
+    params: Params, arch: Arch, layers: tuple[int, ...], tokens: Any, documents: Any
+) -> Hidden:
+    """One pass over packed rows tokens [B, T]: all of the target but its head."""
+    stored = shared_stores(params, arch, lambda _: tokens.shape)
+    return forward(params, arch, stored, tokens, PackedMemory(documents), layers)[1]
+
+
 def teach(
     params: Params,
     arch: Arch,
     layers: tuple[int, ...],
     target_ids: Any,
     suppress: tuple[int, ...],
-    tokens: Any,
-    documents: Any,
+    rows: Rows,
 ) -> Lesson:
-    """One pass over packed rows tokens [B, T]; suppress: ids that the target never chooses."""
-    stored = shared_stores(params, arch, lambda _: tokens.shape)
-    hidden = forward(params, arch, stored, tokens, PackedMemory(documents), layers)[1]
+    """What packed rows teach, from their states if they bring them. suppress: ids that the target
+    never chooses."""
+    hidden = rows.states
+    if hidden is None:
+        hidden = read(params, arch, layers, rows.tokens, rows.documents)
 
     def token(state: Any) -> tuple[Any, Any, Any]:
         logits = head(params, arch, state)
@@ -88,5 +99,5 @@ def teach(
 
     flat = hidden.last.reshape(-1, hidden.last.shape[-1])
     found = jax.lax.map(token, flat, batch_size=min(BLOCK, len(flat)))
-    shaped = [part.reshape(*tokens.shape, *part.shape[1:]) for part in found]
+    shaped = [part.reshape(*rows.tokens.shape, *part.shape[1:]) for part in found]
     return jax.lax.stop_gradient(Lesson(hidden.features, *shaped))

@@ -109,9 +109,12 @@ def _answer(
 
 def require_training() -> None:
     """Raise UserError where the training libraries are not installed."""
-    missing = [name for name in ("datasets", "optax", "orbax") if find_spec(name) is None]
+    needed = ("datasets", "optax", "orbax", "matplotlib")
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        raise UserError(f"training needs {', '.join(missing)}: pip install 'specdec[train]'")
+        raise UserError(
+            f"training needs {', '.join(missing)}: pip install '.[train]' in specdec's clone"
+        )
 
 
 def _encode(

@@ -167,7 +167,8 @@ def _import(name: str) -> Any:
         module = importlib.import_module(f"cuda.bindings.{name}")
     except (ImportError, RuntimeError) as problem:
         raise UserError(
-            f"the CUDA backend needs cuda-bindings ({problem}): pip install 'specdec[cuda]'"
+            f"the CUDA backend needs cuda-bindings ({problem}): pip install '.[cuda]' in specdec's "
+            "clone"
         ) from None
     return module
 

@@ -35,7 +35,7 @@ def check_device() -> None:
 
 def refuse(machine: Machine) -> None:
     """One clear line for the first thing that is missing."""
-    install = "pip install 'specdec[cuda]'"
+    install = "pip install '.[cuda]' in specdec's clone"
     remedy = "or run with --backend jax"
     if machine.torch is None:
         raise UserError(f"--backend cuda needs torch: {install}, {remedy}")

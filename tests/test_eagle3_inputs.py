@@ -1,0 +1,232 @@
+"""What the head is fed when it learns is what it is fed when it drafts: requests go through the
+engine and are distilled, then the trainer makes its inputs of the very same answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import drafters.eagle3.jax as jax_head
+import training.unroll
+from drafters.eagle3 import drafter_cuda, drafter_jax
+from drafters.eagle3.cuda import HeadModel
+from drafters.eagle3.jax import place
+from specdec.cycle import host_cycle
+from specdec.engine import Engine
+from specdec.types import Sampling
+from tests import test_eagle3_cuda, test_eagle3_drafter
+from tests.distil_worker import source
+from tests.eagle3_worker import answers
+from tests.test_eagle3_drafter import SPEC, random_head
+from training.distil import distil, read_answers
+from training.packing import Rows, pack
+from training.teacher import load_teacher, teach
+from training.unroll import judge, masks
+
+K, LENGTH, TOLERANCE = 3, 64, 2e-5
+"""States reach 10; the largest difference seen is 3e-6."""
+PROMPTS = [[5, 9, 3], [7, 8] * 9, [11]]
+KNOWN = random_head().target_ids[40:44].tolist()
+SAMPLINGS = {
+    "greedy": Sampling(logit_bias=tuple((i, 30.0) for i in KNOWN)),
+    "sampled": Sampling(1.0, seed=7, logit_bias=tuple((i, 30.0) for i in KNOWN)),
+}
+"""Few tokens may be said, so that a random head is right now and then."""
+
+
+@dataclass
+class Call:
+    """One call of the decoder layer, as it was fed: tokens and positions [T], hidden [T, H], and
+    the features [T, F] that hidden was made of; None where it is the head's own output."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    hidden: np.ndarray
+    features: np.ndarray | None
+
+
+@dataclass
+class Turn:
+    """A piece of a prompt that the head read, or one draft of it. anchor: the position of the
+    features that the draft began from; -1 for a piece of a prompt."""
+
+    anchor: int
+    calls: list[Call] = field(default_factory=list)
+
+
+class Log:
+    """What one head was fed, by request and turn."""
+
+    def __init__(self) -> None:
+        self.requests: list[list[Turn]] = [[Turn(-1)]]
+        self._tokens = self._features = np.empty(0)
+        self._fused = False
+
+    def embedded(self, tokens) -> None:
+        self._tokens = np.array(tokens).reshape(-1)
+
+    def fused(self, features) -> None:
+        self._features, self._fused = np.array(features).reshape(-1, SPEC.features), True
+
+    def fed(self, hidden, positions) -> None:
+        hidden, positions = np.array(hidden).reshape(-1, SPEC.hidden), np.array(positions)
+        features, self._fused = self._features if self._fused else None, False
+        call = Call(self._tokens, positions.reshape(-1), hidden, features)
+        self.requests[-1][-1].calls.append(call)
+
+    def watch(self, drafter) -> None:
+        """Note where a request and where a draft begin."""
+        propose = drafter.propose
+
+        def begin(_) -> None:
+            jax.effects_barrier()
+            self.requests.append([Turn(-1)])
+
+        def turn(seqs, k):
+            jax.effects_barrier()
+            self.requests[-1].append(Turn(len(seqs[0].tokens) - 2))
+            return propose(seqs, k)
+
+        drafter.reset, drafter.propose = begin, turn
+
+
+def listen_in_jax(monkeypatch, log: Log) -> None:
+    """To all that is traced from now on, whoever calls the head."""
+
+    def heard(original, note, first: int, last: int):
+        def call(*given):
+            jax.debug.callback(note, *given[first:last], ordered=True)
+            return original(*given)
+
+        return call
+
+    fuse, embed = heard(jax_head.fuse, log.fused, 2, 3), heard(jax_head.embed, log.embedded, 1, 2)
+    for module in (jax_head, training.unroll):
+        monkeypatch.setattr(module, "fuse", fuse)
+        monkeypatch.setattr(module, "embed", embed)
+    monkeypatch.setattr(jax_head, "layer", heard(jax_head.layer, log.fed, 3, 5))
+
+
+def drafting_in_jax(path, monkeypatch, log: Log):
+    listen_in_jax(monkeypatch, log)
+    target = test_eagle3_drafter.target_of(path, slots=1)
+    return target, drafter_jax.EagleDrafter(random_head(), target, K)
+
+
+def drafting_in_cuda(path, monkeypatch, log: Log):
+    """On its references."""
+    target = test_eagle3_cuda.target_of(path, 1)
+    model = HeadModel(random_head(), target)
+    fuse, mix, store = model.fuse, model.mix, model.store
+
+    def fused(features, slot):
+        log.fused(features[slot.long()].numpy())
+        return fuse(features, slot)
+
+    def fed(rows, h) -> None:
+        log.embedded(rows.tokens.numpy())
+        log.fed(h.numpy(), rows.start.numpy()[:, None] + np.arange(rows.tokens.shape[1]))
+
+    monkeypatch.setattr(model, "fuse", fused)
+    monkeypatch.setattr(model, "mix", lambda rows, h, own: (fed(rows, h), mix(rows, h, own))[1])
+    monkeypatch.setattr(model, "store", lambda rows, h: (fed(rows, h), store(rows, h))[1])
+    return target, drafter_cuda.EagleDrafter(model, K)
+
+
+def answered(target, drafter, log: Log, folder) -> tuple[list[dict], list[list[Turn]]]:
+    """Distilled answers, greedy and sampled, and what the head was fed meanwhile."""
+    log.watch(drafter)
+    made, log.requests = [], []
+    for name, sampling in SAMPLINGS.items():
+        engine = Engine(target, drafter, host_cycle(target, drafter, K))
+        told = source(max_tokens=24, rows=len(PROMPTS))
+        distil(engine, PROMPTS, sampling, told, folder / name)
+        assert 0 < engine.acceptance.accepted < engine.acceptance.drafted, name
+        made += list(read_answers(folder / name)[0])
+    jax.effects_barrier()
+    return made, log.requests
+
+
+@pytest.fixture(scope="module")
+def learn(tiny):
+    """Packed rows -> what the trainer feeds the head, by row: a call for each step."""
+    log, head = Log(), random_head()
+    params, arch = load_teacher(tiny["31b"])
+    weights, ids = place(head, jnp.float32)
+
+    @jax.jit
+    def step(rows):
+        lesson = teach(params, arch, SPEC.layers, ids, (), rows)
+        return judge(weights, SPEC, params.top["embed_tokens"], ids, rows, lesson, K, None)
+
+    def fed(rows: Rows) -> list[list[Call]]:
+        for r in range(len(rows.tokens)):
+            log.requests.append([Turn(-1)])
+            step(jax.tree.map(lambda part, r=r: part[r : r + 1], rows))
+            jax.effects_barrier()
+        return [turn.calls for (turn,) in log.requests[-len(rows.tokens) :]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        listen_in_jax(patch, log)
+        fed(pack(answers(1), LENGTH))  # compiled while somebody listens
+    return fed
+
+
+def same_entries(turns: list[Turn], first: Call, start: int, text: list[int]) -> None:
+    """The draft cache after all cycles, up to where the last draft began: the trainer's step 0."""
+    entries, end = {}, turns[-1].anchor + 1
+    for turn in turns:
+        for call in turn.calls:
+            features = [None] * len(call.tokens) if call.features is None else call.features
+            for given in zip(call.positions.tolist(), call.tokens, features, strict=True):
+                entries[given[0]] = given
+    for p in range(end):
+        position, token, features = entries[p]
+        assert position == first.positions[start + p] - start
+        assert token == first.tokens[start + p] == text[p + 1]
+        np.testing.assert_allclose(features, first.features[start + p], atol=TOLERANCE, rtol=0)
+    assert end >= len(text) - 1 - (K + 1)  # but for what the last cycle brought
+
+
+def same_steps(turns: list[Turn], steps: list[Call], mask, start: int, text: list[int]) -> int:
+    """Each draft's steps, as far as its guesses came true: the unroll's, where mask [K, L] counts
+    them. Returns how many there were after the first."""
+    compared = 0
+    for turn in turns[1:]:
+        for n, (mine, theirs) in enumerate(zip(turn.calls, steps, strict=True)):
+            i, last = start + turn.anchor, -1 if n else mine.positions.tolist().index(turn.anchor)
+            if text[turn.anchor + 1 + n : turn.anchor + 2 + n] != [mine.tokens[last]]:
+                break
+            assert mine.positions[last] == theirs.positions[i] - start
+            assert mine.tokens[last] == theirs.tokens[i] and mask[n, i]
+            np.testing.assert_allclose(mine.hidden[last], theirs.hidden[i], atol=TOLERANCE, rtol=0)
+            compared += n > 0
+    return compared
+
+
+@pytest.mark.parametrize("drafting", [drafting_in_jax, drafting_in_cuda])
+def test_training_feeds_the_head_what_drafting_does(
+    tiny, learn, tmp_path, monkeypatch, drafting
+) -> None:
+    log = Log()
+    made, requests = answered(*drafting(tiny["31b"], monkeypatch, log), log, tmp_path)
+    rows = pack(made, LENGTH)
+    steps = learn(rows)
+    mask, compared, number = np.stack(masks(rows, K)), 0, 0
+    for r, documents in enumerate(rows.documents):
+        for document in range(documents.max() + 1):
+            text, turns = made[number]["input_ids"], requests[number]
+            start, prompt = int(np.argmax(documents == document)), PROMPTS[number % len(PROMPTS)]
+            same_entries(turns, steps[r][0], start, text)
+            compared += same_steps(turns, steps[r], mask[:, r], start, text)
+            counted = np.flatnonzero(mask[0, r] & (documents == document)) - start
+            anchors = [turn.anchor for turn in turns[1:]]
+            assert counted[0] == anchors[0] == len(prompt) - 1
+            assert set(anchors) <= set(counted.tolist())
+            number += 1
+    assert number == len(requests) == len(made) and rows.documents.max() > 0
+    assert compared >= 10

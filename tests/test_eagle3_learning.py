@@ -1,0 +1,82 @@
+"""An EAGLE-3 head learns from the right lesson, and from no other one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from tests.eagle3_worker import RECIPE, SHAPE, trainer
+from training.eagle3 import Trainer
+from training.teacher import Lesson
+
+
+def made_up(teach):
+    """A teacher whose next distribution follows from the last position's features alone."""
+    ids = teach.args[-1]
+
+    def lesson(params, rows):
+        key = jax.random.fold_in(jax.random.key(0), rows.tokens.sum())
+        features = jax.random.normal(key, (*rows.tokens.shape, 3 * params.top["norm"].shape[0]))
+        meaning = jax.random.normal(jax.random.key(1), (4, SHAPE.draft_vocab)) * 3
+        logits = jnp.roll(features[..., :4] @ meaning, 1, 1)
+        total = jax.nn.logsumexp(logits, -1)
+        return Lesson(features, logits, total, ids[logits.argmax(-1)])
+
+    return lesson
+
+
+def shuffled(teach):
+    """Negative control: `made_up` with the features of other positions."""
+
+    def lesson(params, rows):
+        right = made_up(teach)(params, rows)
+        return right._replace(features=jnp.roll(right.features, 7, 1))
+
+    return lesson
+
+
+def one_early(teach):
+    """Negative control: `made_up` that tells what follows one token later."""
+
+    def lesson(params, rows):
+        features, *told = made_up(teach)(params, rows)
+        return Lesson(features, *(jnp.roll(part, -1, 1) for part in told))
+
+    return lesson
+
+
+def another_target(teach):
+    """Negative control: `made_up` with another's answers."""
+
+    def lesson(params, rows):
+        right = made_up(teach)(params, rows)
+        logits = jnp.roll(right.logits, 5, -1)
+        return right._replace(logits=logits, best=teach.args[-1][logits.argmax(-1)])
+
+    return lesson
+
+
+LEARNING = replace(
+    RECIPE,
+    steps=200,
+    evaluate_every=200,
+    save_every=200,
+    unroll=1,
+    rates=replace(RECIPE.rates, learning_rate=6e-3, clip=10.0),
+)
+
+
+def test_learning_needs_the_right_lesson(tmp_path, monkeypatch) -> None:
+    """By held-out divergence after training with each teacher, as `made_up` judges it."""
+    judging, found = trainer(tmp_path / "judge", made_up, LEARNING), {}
+    for wrap in (made_up, shuffled, one_early, another_target):
+        done = trainer(tmp_path / wrap.__name__, wrap, LEARNING)
+        with monkeypatch.context() as patch:  # its own teacher need not judge it
+            patch.setattr(Trainer, "evaluate", lambda self: {})
+            done.train(LEARNING.steps)
+        judging.state = done.state
+        found[wrap] = judging.evaluate()["divergence"][0]
+    right = found.pop(made_up)
+    assert all(right < 0.7 * other for other in found.values()), (right, found)

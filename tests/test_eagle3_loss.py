@@ -1,0 +1,181 @@
+"""The teacher is the target, the loss is its formulas, what is measured is what decoding does."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from hypothesis import given, settings, strategies as st
+
+from drafters.eagle3 import jax as eagle3
+from targets.jax.model import head, sequence_hidden
+from tests.eagle3_oracle import SPEC, Oracle, random_head
+from tests.eagle3_worker import answers, target
+from training.packing import Rows, pack
+from training.teacher import Lesson, teach
+from training.unroll import judge, loss_of, masks, measures, walked_tau
+
+STEPS, DECAY = 3, 0.8
+
+
+def lesson_for(rows: Rows, ids: np.ndarray) -> Lesson:
+    """Made-up features and distributions; at some positions the favourite is no draft id."""
+    random, shape = np.random.default_rng(0), rows.tokens.shape
+    features = random.standard_normal((*shape, SPEC.features)).astype(np.float32)
+    whole = random.standard_normal((*shape, SPEC.vocab)).astype(np.float32) * 3
+    return Lesson(
+        jnp.asarray(features),
+        jnp.asarray(whole[..., ids]),
+        jax.nn.logsumexp(jnp.asarray(whole), -1),
+        jnp.asarray(whole.argmax(-1).astype(np.int32)),
+    )
+
+
+def judged(head, rows: Rows, lesson: Lesson, table, weights=None):
+    placed, ids = eagle3.place(head, jnp.float32)
+    noise = jax.random.key(0)
+    return judge(weights or placed, head.spec, jnp.asarray(table), ids, rows, lesson, STEPS, noise)
+
+
+def small_rows(count: int = 4, length: int = 20) -> Rows:
+    made = [a | {"input_ids": [i % SPEC.vocab for i in a["input_ids"]]} for a in answers(count)]
+    return pack(made, length)
+
+
+def test_the_teacher_is_the_target_alone_with_each_document() -> None:
+    params, arch = target()
+    rows, ids = pack(answers(2), 64), np.arange(arch.vocab)
+    lesson = jax.jit(lambda rows: teach(params, arch, (1, 3, 5), ids, (7,), rows))(rows)
+    hear = jax.jit(lambda tokens: sequence_hidden(params, arch, tokens, (1, 3, 5)))
+    for r in range(len(rows.tokens)):
+        for document in range(rows.documents[r].max() + 1):
+            at = rows.documents[r] == document
+            alone, size = rows.tokens[r][at][None], at.sum()
+            hidden = hear(np.pad(alone, ((0, 0), (0, 64 - size))))
+            expected = np.array(head(params, arch, hidden.last)[0, :size])
+            expected[:, 7] = -np.inf
+            np.testing.assert_allclose(lesson.features[r][at], hidden.features[0, :size], atol=1e-4)
+            np.testing.assert_allclose(lesson.logits[r][at], expected, atol=1e-4)
+            assert np.array_equal(lesson.best[r][at], expected.argmax(-1))
+            total = np.log(np.exp(expected.astype(np.float64)).sum(-1))
+            np.testing.assert_allclose(lesson.total[r][at], total, atol=1e-4)
+
+
+def oracle_loss(oracle: Oracle, rows: Rows, lesson: Lesson, table, ids) -> torch.Tensor:
+    """The loss, anchor by anchor, from the definition."""
+    terms: list[list[torch.Tensor]] = [[] for _ in range(STEPS)]
+    wanted = [np.asarray(mask) for mask in masks(rows, STEPS)]
+    embeddings = torch.tensor(table)
+    for r, i in zip(*np.nonzero(wanted[0]), strict=True):
+        begin = int(np.flatnonzero(rows.documents[r] == rows.documents[r, i])[0])
+        tokens = np.append(rows.tokens[r], np.zeros(STEPS, np.int32))[begin + 1 :]
+        features = torch.tensor(np.asarray(lesson.features[r])[begin:])
+        guessed = oracle.chain(embeddings[tokens], features, int(i) - begin, STEPS)
+        for n in range(STEPS):
+            at = (r, i + 1 + n)
+            if wanted[n][r, i] and int(lesson.best[at]) in ids:
+                share = torch.tensor(np.asarray(lesson.logits[at])).log_softmax(-1)
+                log_q = guessed[n].log_softmax(-1)
+                terms[n].append((share.exp() * (share - log_q)).sum())
+    assert all(terms)
+    return sum(DECAY**n * torch.stack(t).mean() for n, t in enumerate(terms))  # type: ignore[return-value]
+
+
+def test_loss_and_gradients_equal_the_formulas() -> None:
+    head, rows = random_head(fc_norm=True, norm_output=True), small_rows()
+    lesson = lesson_for(rows, head.target_ids)
+    table = np.random.default_rng(5).standard_normal((SPEC.vocab, SPEC.hidden)).astype(np.float32)
+
+    def loss(weights):
+        return loss_of(judged(head, rows, lesson, table, weights), DECAY)
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(eagle3.place(head, jnp.float32)[0])
+    oracle = Oracle(head, grad=True)
+    expected = oracle_loss(oracle, rows, lesson, table, set(head.target_ids.tolist()))
+    expected.backward()
+    assert abs(float(value) - expected.item()) < 1e-5
+    for name, weight in oracle.w.items():
+        assert weight.grad is not None
+        np.testing.assert_allclose(gradient[name], weight.grad.numpy(), atol=1e-5, err_msg=name)
+
+
+def test_packed_documents_are_judged_as_if_alone() -> None:
+    head, made = random_head(), answers(6)
+    made = [a | {"input_ids": [i % SPEC.vocab for i in a["input_ids"]]} for a in made]
+    packed = pack(made, 64)
+    table = np.random.default_rng(5).standard_normal((SPEC.vocab, SPEC.hidden)).astype(np.float32)
+    lesson = lesson_for(packed, head.target_ids)
+    count = len(packed.tokens)  # of rows each time, so that one program judges all
+    judge_rows = jax.jit(lambda rows, lesson: judged(head, rows, lesson, table))
+    together = judge_rows(packed, lesson)
+    number = 0
+    for r in range(len(packed.tokens)):
+        for document in range(packed.documents[r].max() + 1):
+            at = np.flatnonzero(packed.documents[r] == document)
+            begun = jax.tree.map(lambda x, r=r, at=at: jnp.roll(x[r], -at[0], 0), lesson)
+            own = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), begun)
+            one = jax.tree.map(lambda x: x.repeat(count, 0), pack([made[number]], 64))
+            alone, size = judge_rows(one, own), len(at)
+            assert np.array_equal(alone.mask[:, 0, :size], together.mask[:, r, at])
+            for field in ("divergence", "hit", "overlap"):
+                mine = getattr(together, field)[:, r, at] * together.mask[:, r, at]
+                theirs = (getattr(alone, field) * alone.mask)[:, 0, :size]
+                np.testing.assert_allclose(mine, theirs, atol=1e-5)
+            number += 1
+
+
+def test_measures_of_a_perfect_draft() -> None:
+    """A draft that is the target has overlap 1 and is always accepted, under any noise."""
+    head, rows = random_head(), small_rows()
+    ids = jnp.asarray(head.target_ids)
+    guessed = jax.random.normal(jax.random.key(2), (*rows.tokens.shape, len(ids))) * 3
+    from training.unroll import Judged, _compare
+
+    total = jax.nn.logsumexp(guessed, -1)
+    taught = Lesson(None, guessed, total, ids[guessed.argmax(-1)])
+    fields = _compare(guessed, taught, ids, jax.random.key(0))
+    mask = jnp.stack([m.astype(jnp.float32) for m in masks(rows, STEPS)])
+    found = measures(Judged(mask, *(jnp.stack([field] * STEPS) for field in fields)))
+    for name in ("accuracy", "overlap", "coupled", "known"):
+        np.testing.assert_allclose(found[name], 1.0, atol=1e-5)
+    for name in ("tau_t0", "tau_t1", "tau_t1_bound"):
+        np.testing.assert_allclose(found[name], 1 + STEPS, atol=1e-4)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 999), st.integers(1, 4))
+def test_simulated_tau_is_that_of_decoding_the_rows(seed, steps) -> None:
+    rows = jax.tree.map(lambda part: part[:3], pack(answers(15, seed), 40))
+    mask = np.stack([np.asarray(m) for m in masks(rows, steps)])
+    hit = np.random.default_rng(seed).random(mask.shape) < 0.6
+    cycles = emitted = 0
+    for r in range(mask.shape[1]):
+        i = 0
+        while i < mask.shape[2]:
+            if not mask[0, r, i]:
+                i += 1
+                continue
+            count = 0
+            while count < steps and mask[count, r, i] and hit[count, r, i]:
+                count += 1
+            if mask[-1, r, i]:
+                cycles, emitted = cycles + 1, emitted + count + 1
+            i += count + 1
+    expected = emitted / cycles if cycles else 1.0
+    assert np.isclose(jax.jit(walked_tau)(jnp.float32(hit), jnp.float32(mask)), expected)
+
+
+def test_coupled_choices_agree_as_often_as_the_theorem_says() -> None:
+    """Between (1 - TV) / (1 + TV) and 1 - TV (arXiv 2408.07978), here over 20,000 draws."""
+    from training.unroll import _compare
+
+    draws = 20_000
+    p, q = (jax.random.normal(jax.random.key(i), (9,)) * 1.5 for i in (0, 1))
+    whole = jax.nn.logsumexp(p)
+    taught = Lesson(None, p[None, None, 1:], whole[None, None], jnp.argmax(p)[None, None])
+    taught = jax.tree.map(lambda x: jnp.broadcast_to(x, (1, draws, *x.shape[2:])), taught)
+    guessed = jnp.broadcast_to(q[1:], (1, draws, 8))
+    _, _, _, overlap, coupled = _compare(guessed, taught, jnp.arange(1, 9), jax.random.key(7))
+    bound = float(overlap[0, 0])
+    assert bound / (2 - bound) - 0.01 < float(coupled.mean()) < bound + 0.01
