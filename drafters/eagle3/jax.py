@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
 from drafters.eagle3.spec import Head, HeadSpec
 from specdec.types import Array
 from targets.arch import Rope
 from targets.jax.layers import attend, project, rms_norm, rope_tables, rotate
+from targets.jax.placing import put, replicated, zeros
 
 Weights = dict[str, Any]
 """Arrays by the names of `drafters.eagle3.spec.tensors`."""
@@ -34,15 +37,19 @@ class DraftCache(NamedTuple):
     v: Array
 
 
-def place(head: Head, dtype: Any) -> tuple[Weights, Array]:
-    """A head on the device: weights in `dtype`, target ids [V] int32."""
-    weights = {name: jnp.asarray(value, dtype) for name, value in head.weights.items()}
-    return weights, jnp.asarray(head.target_ids, jnp.int32)
+def place(head: Head, dtype: Any, mesh: Mesh | None = None) -> tuple[Weights, Array]:
+    """A head, whole on each device: weights in `dtype`, target ids [V] int32."""
+    whole = replicated(mesh)
+    weights = {name: put(value.astype(dtype), whole) for name, value in head.weights.items()}
+    return weights, put(head.target_ids.astype(np.int32), whole)
 
 
-def make_cache(spec: HeadSpec, rows: int, entries: int, dtype: Any) -> DraftCache:
+def make_cache(
+    spec: HeadSpec, rows: int, entries: int, dtype: Any, mesh: Mesh | None = None
+) -> DraftCache:
     shape = (rows, entries, spec.kv_heads, spec.head_dim)
-    return DraftCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    k, v = (zeros(shape, dtype, replicated(mesh)) for _ in DraftCache._fields)
+    return DraftCache(k, v)
 
 
 def embed(table: Array, tokens: Array) -> Array:
