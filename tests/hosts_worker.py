@@ -1,7 +1,7 @@
 """Run by test_hosts.py, alone or as one of two processes: a tiny model's text over four devices.
 
 `python -m tests.hosts_worker FOLDER [PORT PROCESS]` prints one JSON line: plain, in the host loop,
-and, where there are two, with guesses in the device loop.
+and, where there are two, with guesses of two drafters in the device loop.
 """
 
 from __future__ import annotations
@@ -9,18 +9,25 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 
 from drafters.device_cycle_jax import device_cycle
+from drafters.eagle3.drafter_jax import EagleDrafter
+from drafters.eagle3.spec import random_head
 from drafters.ngram_jax import TracedNgram
 from drafters.none import NoDrafter
 from drafters.resident_jax import TextOnly
 from specdec.cycle import host_cycle
 from targets.jax import hosts
 from targets.jax.load import JaxOptions, load_target
+from tests.eagle3_oracle import SPEC
 from tests.mesh_worker import K, texts
+
+LAYERS = (0, 1, 2)
+"""Whose outputs the head reads."""
 
 
 def main(folder: Path, port: str = "", process: str = "") -> None:
@@ -34,6 +41,10 @@ def main(folder: Path, port: str = "", process: str = "") -> None:
     if port:
         looped = device_cycle(target, TextOnly(TracedNgram(1, 3)), K)
         said["device"] = texts(target, none, looped)
+        target = load_target(folder, replace(options, features=LAYERS))
+        head = random_head(replace(SPEC, hidden=48, vocab=target.vocab, layers=LAYERS))
+        drafter = EagleDrafter(head, target, K)
+        said["eagle3"] = texts(target, drafter, device_cycle(target, drafter, K))
     print(json.dumps(said), flush=True)
 
 
