@@ -12,8 +12,10 @@ import pytest
 
 from drafters.ngram import NgramDrafter
 from serve.lockstep import Leader, Orders, follow
+from specdec.cli.hosts import check_same
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
+from specdec.errors import UserError
 from specdec.lines import Lines, Meeting, call, invite
 from specdec.types import Sampling, Sequence
 from tests.fakes import FakeTarget
@@ -66,6 +68,14 @@ def test_who_dies_is_missed(ends):
     assert losses[0].get(timeout=WAIT).startswith("process 1 is gone")
     first.send(b"and the rest go on")
     assert rest[1].receive() == b"and the rest go on"
+
+
+def test_processes_that_were_started_otherwise_are_refused(ends):
+    first, (same, other), _ = ends
+    check_same(first, {"k": 4, "cache": "/here"})
+    check_same(same, {"k": 4, "cache": "/there"})
+    with pytest.raises(UserError, match="k is 5 in process 2 and 4 in process 0"):
+        check_same(other, {"k": 5, "cache": "/here"})
 
 
 def test_followers_do_the_leaders_steps():

@@ -30,7 +30,7 @@ def compile(
     """
     began = time.perf_counter()
     speculation = speculation.resolved(model)
-    with joined(hosts, model):
+    with joined(hosts, model, speculation):
         loaded, _ = start(model, speculation)
         say_compiled(loaded.backend)
         took = time.perf_counter() - began

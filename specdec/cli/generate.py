@@ -55,7 +55,9 @@ def generate(
     text = _prompt(prompt, prompt_file)
     speculation = speculation.resolved(model)
     sampling.sampling({})  # refuse bad values before a model is loaded
-    with joined(hosts, model):
+    topics = {"model": model, "speculation": speculation, "sampling": sampling}
+    asked = {"prompt": text, "chat": chat, "max_tokens": max_tokens}
+    with joined(hosts, model, speculation, sampling, **asked):
         loaded = load_model(model, speculation)
         say_model(model, loaded)
         tokenizer = loaded.tokenizer
@@ -74,9 +76,7 @@ def generate(
         rate = (seq.emitted - 1) / (last - first) if last > first else 0.0
         console.print(_summary(seq, rate), soft_wrap=True)
         if json:
-            record = command_record(
-                "generate", model=model, speculation=speculation, sampling=sampling
-            )
+            record = command_record("generate", **topics, hosts=hosts)
             output = tokenizer.decode(seq.tokens[seq.prompt_len :])
             print_json(record | _report(seq, rate, output))
 

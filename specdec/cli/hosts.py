@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -9,7 +10,8 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from cyclopts import Parameter
 
@@ -22,6 +24,8 @@ from specdec.lines import Lines, Meeting, call, invite
 AUTO = "auto"
 GRACE = 10.0
 """Seconds for a line to tell who is gone, after a collective has failed."""
+PLACES = ("model", "draft_model", "cache")
+"""Options that name folders, which each host may have elsewhere."""
 
 
 @Parameter(name="*", group="Hosts")
@@ -74,11 +78,14 @@ class HostsConfig:
 
 
 @contextmanager
-def joined(config: HostsConfig, model: ModelConfig) -> Iterator[Lines | None]:
+def joined(
+    config: HostsConfig, model: ModelConfig, *topics: Any, **options: Any
+) -> Iterator[Lines | None]:
     """The lines to the other processes while the command runs, None where it runs alone.
 
-    Processes other than 0 are silent but for failures. Where one fails or dies, all end with one
-    line and exit code 2: without its devices the others could only wait. Raises UserError.
+    topics (dataclasses) and options: what else must be the same in all. Processes other than 0 are
+    silent but for failures. Where one fails or dies, all end with one line and exit code 2: without
+    its devices the others could only wait. Raises UserError.
     """
     config.check(model)
     if config.coordinator_address is None:
@@ -88,6 +95,8 @@ def joined(config: HostsConfig, model: ModelConfig) -> Iterator[Lines | None]:
     lines = _meet(config, end)
     try:
         _check_split(model)
+        fields = {k: v for topic in (model, *topics) for k, v in asdict(topic).items()}
+        check_same(lines, fields | options)
         if lines.leads:
             yield lines
         else:
@@ -121,6 +130,22 @@ def _check_split(model: ModelConfig) -> None:
     from targets.jax.hosts import check_split
 
     check_split(model.tp)
+
+
+def check_same(lines: Lines, options: dict[str, Any]) -> None:
+    """Raise UserError where an option is not that of process 0: programs that differ would wait for
+    each other for ever."""
+    mine = {name: repr(value) for name, value in options.items() if name not in PLACES}
+    if lines.leads:
+        lines.send(json.dumps(mine).encode())
+        return
+    first = json.loads(lines.receive())
+    for name, value in mine.items():
+        if value != first[name]:
+            raise UserError(
+                f"{name} is {value} in process {lines.process} and {first[name]} in process 0: "
+                "start the same command in each"
+            )
 
 
 class _End:

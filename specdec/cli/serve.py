@@ -46,7 +46,7 @@ def serve(
     if max_waiting < 0:
         raise UserError(f"max-waiting must be 0 or more, got {max_waiting}")
     speculation = speculation.resolved(model)
-    with joined(hosts, model) as lines:
+    with joined(hosts, model, speculation, max_waiting=max_waiting) as lines:
         if lines is not None and not lines.leads:
             _follow(model, speculation, max_waiting, lines)
             return
