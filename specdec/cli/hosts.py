@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from cyclopts import Parameter
 
@@ -123,7 +123,11 @@ def _meet(config: HostsConfig, end: _End) -> Lines:
         if process == 0:
             host = address.rpartition(":")[0] if address else socket.gethostname()
             return invite(host, count - 1, hosts.share, end.now)
-        return call(process, Meeting.unpacked(hosts.share(b"")), end.now)
+        meeting = Meeting.unpacked(hosts.share(b""))
+        try:
+            return call(process, meeting, end.now)
+        except OSError as problem:
+            end.now(f"process 0 cannot be reached at {meeting.host}:{meeting.port}: {problem}")
 
 
 def _check_split(model: ModelConfig) -> None:
@@ -141,9 +145,9 @@ def check_same(lines: Lines, options: dict[str, Any]) -> None:
         return
     first = json.loads(lines.receive())
     for name, value in mine.items():
-        if value != first[name]:
+        if value != first.get(name):
             raise UserError(
-                f"{name} is {value} in process {lines.process} and {first[name]} in process 0: "
+                f"{name} is {value} in process {lines.process} and {first.get(name)} in process 0: "
                 "start the same command in each"
             )
 
@@ -155,12 +159,12 @@ class _End:
     def __init__(self) -> None:
         self._once = threading.Lock()
 
-    def now(self, why: str) -> None:
+    def now(self, why: str) -> NoReturn:
         with self._once:
             say_failure(why)
             os._exit(2)
 
-    def by(self, problem: BaseException, lines: Lines) -> None:
+    def by(self, problem: BaseException, lines: Lines) -> NoReturn:
         """Of what the command raised; the others are told."""
         if isinstance(problem, UserError):
             lines.fail(str(problem))
