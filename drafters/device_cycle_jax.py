@@ -20,6 +20,7 @@ from specdec.protocols import Cycle
 from specdec.types import NO_GUESS, Array, LogprobRows, Round, Sequence, Step
 from targets.jax import programs, sampling
 from targets.jax.params import Params
+from targets.jax.placing import replicated
 from targets.jax.programs import Feed, Plan
 from targets.jax.target import JaxTarget, pick_rows
 from targets.rules import Rules
@@ -146,13 +147,16 @@ def _commit(state: State, done: Round, limits: Limits) -> State:
 def device_cycle(target: JaxTarget, drafter: Resident, k: int, cycles: int = CYCLES) -> Cycle:
     """A `Cycle` for the engine: one dispatch, up to `cycles` rounds."""
     programs_: dict[Job, Any] = {}
+    whole = replicated(target.mesh)  # the tape is read by each process's host
 
     def rounds(seqs: Rows[Sequence], hurry: bool) -> list[Round]:
         shaped = any(seq.sampling.shaped for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
         job = Job(target.plan, drafter.traced(shaped), k, cycles, shaped, logprobs)
         if job not in programs_:
-            programs_[job] = jax.jit(partial(run_cycles, job), donate_argnums=1)
+            programs_[job] = jax.jit(
+                partial(run_cycles, job), donate_argnums=1, out_shardings=(None, whole, whole)
+            )
         drafter.ready(seqs)
         limits, state = _start(target, seqs, 1 if hurry else cycles)
         given = Given(target.params, target.bias, target.rules(), drafter.weights(), limits)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+from serve.lockstep import Leader, Orders
 from specdec.engine import Engine
 from specdec.errors import UserError
 from specdec.scheduler import QueueFull
@@ -37,6 +38,13 @@ class Update:
 
 
 @dataclass(frozen=True)
+class _Cancel:
+    """On its way to the engine's thread, behind what was submitted before."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True)
 class Ticket:
     """One request's sequences and the queue on which their updates arrive."""
 
@@ -50,10 +58,11 @@ class EngineRunner:
     `start`, `submit` and `cancel` belong to one asyncio loop. `failure` is None while all is well.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, leader: Leader | None = None) -> None:
+        """leader: tells other processes' engines what to do, where the model is split over them."""
+        self.engine, self.leader = engine, leader
         self.failure: str | None = None
-        self._submitted: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[Sequence | _Cancel | None] = queue.SimpleQueue()
         self._live: dict[Sequence, tuple[Ticket, int]] = {}
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -99,7 +108,7 @@ class EngineRunner:
     def cancel(self, sequences: Rows[Sequence]) -> None:
         """Let the engine drop them before its next cycle; finished ones don't mind."""
         for sequence in sequences:
-            sequence.cancelled = True
+            self._submitted.put(_Cancel(sequence))
 
     def close(self, timeout: float = 30.0) -> None:
         """End the thread after its current step; whoever still waits is told."""
@@ -109,26 +118,35 @@ class EngineRunner:
 
     def _run(self) -> None:
         try:
-            while self._take_submitted():
+            while (orders := self._take_orders()) is not None:
+                if self.leader is not None:
+                    self.leader.announce(orders)
                 self._deliver(self.engine.step())
             self._fail("the server is shutting down")
         except BaseException as failure:  # noqa: B036 - no silent death, whatever it was
             log.exception("the engine has failed")
             self._fail(f"the engine has failed ({type(failure).__name__}: {failure})")
 
-    def _take_submitted(self) -> bool:
-        """Move new sequences to the engine, waiting for one if it is idle; False to end."""
+    def _take_orders(self) -> Orders | None:
+        """Move new sequences to the engine, waiting for one if it is idle, and mark those that
+        nobody wants any more: what was done, or None to end."""
+        orders = Orders()
         while True:
             try:
-                sequence = self._submitted.get(block=self.engine.idle)
+                order = self._submitted.get(block=self.engine.idle)
             except queue.Empty:
-                return True
-            if sequence is None:
-                return False
+                return orders
+            if order is None:
+                return None
+            if isinstance(order, _Cancel):
+                order.sequence.cancelled = True
+                orders.cancelled.append(order.sequence)
+                continue
             try:
-                self.engine.submit(sequence)
+                self.engine.submit(order)
+                orders.submitted.append(order)
             except (UserError, QueueFull) as failure:  # this one's fault: the others go on
-                self._finish_early(sequence, str(failure))
+                self._finish_early(order, str(failure))
 
     def _finish_early(self, sequence: Sequence, message: str) -> None:
         sequence.finish = "error"

@@ -125,7 +125,7 @@ class Sequence:
     finish: FinishReason | None = None
     """Why it ended, None while it runs. Written by the engine."""
     cancelled: bool = False
-    """Set by any thread; the engine frees the slot before its next cycle."""
+    """Set between steps; the engine frees the slot at the next."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """How speculation fared on this sequence. Written by the engine."""
 

@@ -12,7 +12,7 @@ from drafters.ngram import NgramDrafter
 from drafters.none import NoDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
-from specdec.types import Sampling, Sequence
+from specdec.types import MAX_LOGPROBS, Sampling, Sequence
 from targets.jax import noise, sampling
 from targets.jax.load import JaxOptions, load_target
 from targets.rules import blank_rules, set_rules, split_seed
@@ -218,3 +218,12 @@ def test_logprobs_are_of_the_unshaped_distribution(tiny):
         values = [v for _, v in detail.top]
         assert values == sorted(values, reverse=True) and np.exp(values).sum() <= 1 + 1e-5
         assert detail.logprob <= values[0]
+
+
+def test_the_likeliest_come_in_order_and_ties_by_id():
+    """Of a vocabulary that is cut into parts (see PARTS), and of one that isn't."""
+    random = np.random.default_rng(0)
+    for vocab in (4096, 321):
+        logits = np.round(random.standard_normal((2, 3, vocab)) * 2).astype(np.float32)
+        best = sampling.logprobs(jnp.asarray(logits), jnp.zeros((2, 3), jnp.int32))
+        assert (best.top_ids == np.argsort(-logits, -1, stable=True)[..., :MAX_LOGPROBS]).all()

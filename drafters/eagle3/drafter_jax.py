@@ -15,6 +15,7 @@ from drafters.eagle3.drafting_jax import Given, Memory, Pending, Texts, TracedHe
 from drafters.eagle3.jax import make_cache, place
 from drafters.eagle3.spec import Head, check_pair
 from specdec.types import Array, Sequence, Step
+from targets.jax.placing import put, replicated, zeros
 from targets.jax.target import JaxTarget
 
 _learn = jax.jit(drafting.learn)
@@ -31,25 +32,29 @@ class EagleDrafter:
         check_pair(head.spec, target.arch)
         assert target.plan.features == head.spec.layers, (target.plan.features, head.spec.layers)
         self.spec, self.target, self.greedy, self.k = head.spec, target, greedy, k
-        self.head, self.target_ids = place(head, target.dtype)
+        self.head, self.target_ids = place(head, target.dtype, target.mesh)
         self.longest = min(target.max_len, head.spec.max_position)
         self.memory = self._blank()
         self._read = jax.jit(partial(drafting.read, self.traced(False)), donate_argnums=1)
         self._propose = {
             shaped: jax.jit(
-                partial(drafting.propose, self.traced(shaped)), static_argnums=3, donate_argnums=1
+                partial(drafting.propose, self.traced(shaped)),
+                static_argnums=3,
+                donate_argnums=1,
+                out_shardings=(None, replicated(target.mesh)),
             )
             for shaped in (False, True)
         }
 
     def _blank(self) -> Memory:
-        slots, width = self.target.slots, self.k + 1
+        slots, width, mesh = self.target.slots, self.k + 1, self.target.mesh
+        dtype, whole = self.target.dtype, replicated(mesh)
         pending = Pending(
-            jnp.zeros((slots, width, self.spec.features), self.target.dtype),
-            jnp.zeros((slots, width), jnp.int32),
-            jnp.ones(slots, jnp.int32),
+            zeros((slots, width, self.spec.features), dtype, whole),
+            zeros((slots, width), jnp.int32, whole),
+            put(np.ones(slots, np.int32), whole),
         )
-        return Memory(make_cache(self.spec, slots, self.longest, self.target.dtype), pending)
+        return Memory(make_cache(self.spec, slots, self.longest, dtype, mesh), pending)
 
     def reset(self, seq: Sequence) -> None:
         pass  # the new owner's entries overwrite the old one's before anything sees them

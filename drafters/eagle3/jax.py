@@ -15,34 +15,64 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from drafters.eagle3.spec import Head, HeadSpec
 from specdec.types import Array
 from targets.arch import Rope
 from targets.jax.layers import attend, project, rms_norm, rope_tables, rotate
+from targets.jax.placing import put, replicated, zeros
 
 Weights = dict[str, Any]
 """Arrays by the names of `drafters.eagle3.spec.tensors`."""
 Exchange = Callable[[Array, Array, Array], tuple[Any, Array]]
 """q [B, T, N, D] (scaled, rotated), k and v [B, T, K, D] -> (what is kept, mixed [B, T, N * D])."""
+SPLIT = {
+    "fc": (0, "hidden"),
+    "self_attn.q_proj": (0, "heads"),
+    "self_attn.o_proj": (1, "heads"),
+    "mlp.gate_proj": (0, "ffw"),
+    "mlp.up_proj": (0, "ffw"),
+    "mlp.down_proj": (1, "ffw"),
+    "lm_head": (0, "draft_vocab"),
+}
+"""Which axis of a weight is split over devices, and what of the spec must divide among them."""
 
 
 class DraftCache(NamedTuple):
-    """k, v [B, S, K, D]. Position p lives in entry p, and is valid iff p < the row's length."""
+    """k, v [B, S, K * D]. Position p lives in entry p, and is valid iff p < the row's length."""
 
     k: Array
     v: Array
 
 
-def place(head: Head, dtype: Any) -> tuple[Weights, Array]:
-    """A head on the device: weights in `dtype`, target ids [V] int32."""
-    weights = {name: jnp.asarray(value, dtype) for name, value in head.weights.items()}
-    return weights, jnp.asarray(head.target_ids, jnp.int32)
+def place(head: Head, dtype: Any, mesh: Mesh | None = None) -> tuple[Weights, Array]:
+    """A head on the devices: weights in `dtype`, target ids [V] int32."""
+    weights = {
+        name: put(value.astype(dtype), sharding_of(name, head.spec, mesh))
+        for name, value in head.weights.items()
+    }
+    return weights, put(head.target_ids.astype(np.int32), replicated(mesh))
 
 
-def make_cache(spec: HeadSpec, rows: int, entries: int, dtype: Any) -> DraftCache:
-    shape = (rows, entries, spec.kv_heads, spec.head_dim)
-    return DraftCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+def sharding_of(name: str, spec: HeadSpec, mesh: Mesh | None) -> NamedSharding | None:
+    """Where a weight lives: split as in the target, what won't divide is on each device, and so is
+    the cache: it is one layer's."""
+    if mesh is None or name not in SPLIT:
+        return replicated(mesh)
+    axis, parts = SPLIT[name]
+    if getattr(spec, parts) % mesh.shape["tp"]:
+        return replicated(mesh)
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, "tp"))
+
+
+def make_cache(
+    spec: HeadSpec, rows: int, entries: int, dtype: Any, mesh: Mesh | None = None
+) -> DraftCache:
+    shape = (rows, entries, spec.kv_heads * spec.head_dim)
+    k, v = (zeros(shape, dtype, replicated(mesh)) for _ in DraftCache._fields)
+    return DraftCache(k, v)
 
 
 def embed(table: Array, tokens: Array) -> Array:
@@ -110,12 +140,25 @@ def decode(
         entries = cache.k.shape[1]
         row = jnp.arange(positions.shape[0])[:, None]
         where = jnp.where(positions < 0, entries, positions)  # out of range: dropped
-        new_k = cache.k.at[row, where].set(k.astype(cache.k.dtype), mode="drop")
-        new_v = cache.v.at[row, where].set(v.astype(cache.v.dtype), mode="drop")
+        flat = (*positions.shape, -1)
+        new_k = cache.k.at[row, where].set(k.reshape(flat).astype(cache.k.dtype), mode="drop")
+        new_v = cache.v.at[row, where].set(v.reshape(flat).astype(cache.v.dtype), mode="drop")
         seen = _visible(spec, positions, jnp.arange(entries)[None])
-        return DraftCache(new_k, new_v), attend(q, new_k, new_v, seen)
+        kept = DraftCache(new_k, new_v)
+        return kept, _attend_heads(spec, q, kept, seen)
 
     return layer(weights, spec, embedded, hidden, positions, exchange)
+
+
+def _attend_heads(spec: HeadSpec, q: Array, cache: DraftCache, seen: Array) -> Array:
+    """Head by head, each a range of lanes: any other way a TPU copies the cache first."""
+    queries = jnp.split(q, spec.kv_heads, 2)
+    keys, values = (jnp.split(leaf, spec.kv_heads, -1) for leaf in cache)
+    mixed = [
+        attend(q, k[:, :, None], v[:, :, None], seen)
+        for q, k, v in zip(queries, keys, values, strict=True)
+    ]
+    return jnp.concatenate(mixed, -1)
 
 
 class Unrolled(NamedTuple):

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from cyclopts import App, CycloptsError
 from cyclopts.config import Toml
-from rich.console import Console
 
 from specdec import __version__
+from specdec.cli.failure import say_failure
 from specdec.errors import UserError
 
 app = App(
@@ -98,10 +98,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except (UserError, CycloptsError) as problem:
-        message = " ".join(str(problem).split())
-        Console(stderr=True, highlight=False).print(
-            f"specdec: {message}", soft_wrap=True, markup=False
-        )
+        say_failure(problem)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

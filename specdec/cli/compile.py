@@ -6,19 +6,22 @@ import time
 
 from specdec.cli.assemble import command_record, console, print_json, say_compiled, start
 from specdec.cli.config import ModelConfig, SpeculationConfig
+from specdec.cli.hosts import HostsConfig, joined
 
 
 def compile(
     *,
     model: ModelConfig = ModelConfig(),  # noqa: B008
     speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008
+    hosts: HostsConfig = HostsConfig(),  # noqa: B008
     json: bool = False,
 ) -> None:
     """Do all that `specdec serve` does before its first request, and keep the compiled programs.
 
     A program is compiled for a model's shapes, --slots, --max-len, --k, --drafter, --loop,
     --dtype, --tp, the device and the versions of jax; what other commands find of theirs they
-    take, and the rest they compile. With cuda, kernels are compiled and kept, in their own folder.
+    take, and the rest they compile. Of several processes the first one writes: let all read its
+    folder. With cuda, kernels are compiled and kept, in their own folder.
 
     Parameters
     ----------
@@ -27,10 +30,12 @@ def compile(
     """
     began = time.perf_counter()
     speculation = speculation.resolved(model)
-    loaded, _ = start(model, speculation)
-    say_compiled(loaded.backend)
-    console.print(f"ready after {time.perf_counter() - began:.1f} s; start `specdec serve` alike")
-    if json:
-        record = command_record("compile", model=model, speculation=speculation)
-        found, made = loaded.backend.compiled() or (None, None)
-        print_json(record | {"programs": {"found": found, "compiled": made}})
+    with joined(hosts, model, speculation):
+        loaded, _ = start(model, speculation)
+        say_compiled(loaded.backend)
+        took = time.perf_counter() - began
+        console.print(f"ready after {took:.1f} s; start `specdec serve` alike")
+        if json:
+            record = command_record("compile", model=model, speculation=speculation, hosts=hosts)
+            found, made = loaded.backend.compiled() or (None, None)
+            print_json(record | {"programs": {"found": found, "compiled": made}})

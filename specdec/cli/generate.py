@@ -17,6 +17,7 @@ from specdec.cli.assemble import (
     warm_up,
 )
 from specdec.cli.config import ModelConfig, SamplingConfig, SpeculationConfig
+from specdec.cli.hosts import HostsConfig, joined
 from specdec.engine import Engine
 from specdec.errors import UserError
 from specdec.stats import Acceptance
@@ -30,6 +31,7 @@ def generate(
     model: ModelConfig = ModelConfig(),  # noqa: B008
     speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008
     sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
+    hosts: HostsConfig = HostsConfig(),  # noqa: B008
     prompt_file: Path | None = None,
     chat: bool = False,
     max_tokens: int = 128,
@@ -53,27 +55,30 @@ def generate(
     text = _prompt(prompt, prompt_file)
     speculation = speculation.resolved(model)
     sampling.sampling({})  # refuse bad values before a model is loaded
-    loaded = load_model(model, speculation)
-    say_model(model, loaded)
-    tokenizer = loaded.tokenizer
-    ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else None
-    ids = ids or tokenizer.encode(text)
-    seq = Sequence(
-        ids,
-        sampling.sampling(tokenizer.defaults),
-        max_tokens=max_tokens,
-        stop_ids=frozenset(tokenizer.stop_ids),
-    )
-    engine = make_engine(loaded, speculation)
-    engine.check(seq)
-    warm_up(engine, [seq.sampling])
-    first, last = _stream(engine, seq, tokenizer, "" if chat else text)
-    rate = (seq.emitted - 1) / (last - first) if last > first else 0.0
-    console.print(_summary(seq, rate), soft_wrap=True)
-    if json:
-        record = command_record("generate", model=model, speculation=speculation, sampling=sampling)
-        output = tokenizer.decode(seq.tokens[seq.prompt_len :])
-        print_json(record | _report(seq, rate, output))
+    topics = {"model": model, "speculation": speculation, "sampling": sampling}
+    asked = {"prompt": text, "chat": chat, "max_tokens": max_tokens}
+    with joined(hosts, model, speculation, sampling, **asked):
+        loaded = load_model(model, speculation)
+        say_model(model, loaded)
+        tokenizer = loaded.tokenizer
+        ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else None
+        ids = ids or tokenizer.encode(text)
+        seq = Sequence(
+            ids,
+            sampling.sampling(tokenizer.defaults),
+            max_tokens=max_tokens,
+            stop_ids=frozenset(tokenizer.stop_ids),
+        )
+        engine = make_engine(loaded, speculation)
+        engine.check(seq)
+        warm_up(engine, [seq.sampling])
+        first, last = _stream(engine, seq, tokenizer, "" if chat else text)
+        rate = (seq.emitted - 1) / (last - first) if last > first else 0.0
+        console.print(_summary(seq, rate), soft_wrap=True)
+        if json:
+            record = command_record("generate", **topics, hosts=hosts)
+            output = tokenizer.decode(seq.tokens[seq.prompt_len :])
+            print_json(record | _report(seq, rate, output))
 
 
 def _prompt(prompt: str, prompt_file: Path | None) -> str:

@@ -6,13 +6,16 @@ import socket
 
 from specdec.cli.assemble import Model, console, say_compiled, start
 from specdec.cli.config import ModelConfig, SpeculationConfig
+from specdec.cli.hosts import HostsConfig, joined
 from specdec.errors import UserError
+from specdec.lines import Lines
 
 
 def serve(
     *,
     model: ModelConfig = ModelConfig(),  # noqa: B008
     speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008
+    hosts: HostsConfig = HostsConfig(),  # noqa: B008
     host: str = "127.0.0.1",
     port: int = 8000,
     max_waiting: int = 256,
@@ -37,27 +40,47 @@ def serve(
     import uvicorn
 
     from serve.api import create_app
+    from serve.lockstep import Leader
     from serve.runner import EngineRunner
 
     if max_waiting < 0:
         raise UserError(f"max-waiting must be 0 or more, got {max_waiting}")
     speculation = speculation.resolved(model)
-    with _listen(host, port) as listener:
-        loaded, engine = start(model, speculation, max_waiting)
-        say_compiled(loaded.backend)
-        _say_memory(loaded)
-        name = served_model_name or loaded.name
-        app = create_app(
-            EngineRunner(engine), loaded.tokenizer, name, k=speculation.k, api_key=api_key
-        )
-        console.print(
-            f"serving [bold]{name}[/bold] at http://{host}:{port}/v1 "
-            f"(drafter {speculation.drafter}, K = {speculation.k}, {engine.target.slots} slots)"
-        )
-        server = uvicorn.Server(
-            uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
-        )
-        server.run(sockets=[listener])
+    with joined(hosts, model, speculation, max_waiting=max_waiting) as lines:
+        if lines is not None and not lines.leads:
+            _follow(model, speculation, max_waiting, lines)
+            return
+        with _listen(host, port) as listener:
+            loaded, engine = start(model, speculation, max_waiting)
+            say_compiled(loaded.backend)
+            _say_memory(loaded)
+            name = served_model_name or loaded.name
+            leader = None if lines is None else Leader(lines.send)
+            runner = EngineRunner(engine, leader)
+            app = create_app(runner, loaded.tokenizer, name, k=speculation.k, api_key=api_key)
+            console.print(
+                f"serving [bold]{name}[/bold] at http://{host}:{port}/v1 "
+                f"(drafter {speculation.drafter}, K = {speculation.k}, {engine.target.slots} slots)"
+            )
+            server = uvicorn.Server(
+                uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+            )
+            try:
+                server.run(sockets=[listener])
+            finally:  # also on the way out of Ctrl-C
+                if leader is not None and lines is not None:
+                    leader.end()
+                    lines.close()
+
+
+def _follow(
+    model: ModelConfig, speculation: SpeculationConfig, max_waiting: int, lines: Lines
+) -> None:
+    """What a process other than 0 does: the same start, and then the same steps."""
+    from serve.lockstep import follow
+
+    _, engine = start(model, speculation, max_waiting)
+    follow(engine, lines.receive)
 
 
 def _say_memory(model: Model) -> None:

@@ -40,12 +40,16 @@ def philox(counter: tuple[Array, Array, Array, Array], key: tuple[Array, Array])
 
 def uniform(seed: Array, position: Array, vocab: int) -> Array:
     """seed [..., 2] uint32, position [...] int32 -> [..., V] float32 in (0, 1), finest near 0."""
-    block = jnp.arange(-(-vocab // 4), dtype=jnp.uint32)
-    stream = jnp.broadcast_to(position[..., None].astype(jnp.uint32), (*position.shape, block.size))
+    token = jnp.arange(vocab, dtype=jnp.uint32)
+    stream = jnp.broadcast_to(position[..., None].astype(jnp.uint32), (*position.shape, vocab))
     zero = jnp.zeros_like(stream)
-    counter = (jnp.broadcast_to(block, stream.shape), stream, zero, zero)
-    words = philox(counter, (seed[..., None, 0], seed[..., None, 1]))
-    flat = jnp.stack(words, -1).reshape(*position.shape, -1)[..., :vocab]
+    counter = (jnp.broadcast_to(token // 4, stream.shape), stream, zero, zero)
+    # each id makes its block's four words and takes one: four in a row would be an axis of 4,
+    # which a TPU pads to 128 and writes to memory
+    first, second, third, fourth = philox(counter, (seed[..., None, 0], seed[..., None, 1]))
+    odd = token % 2 == 1
+    low, high = jnp.where(odd, second, first), jnp.where(odd, fourth, third)
+    flat = jnp.where(token % 4 >= 2, high, low)
     # centred in its cell of 2^-32, so never 0; rounding to float32 may reach 1, so it is capped
     return jnp.minimum((flat.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), 1 - 2**-24)
 

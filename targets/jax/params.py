@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from specdec.types import Array
 from targets.arch import Arch
 from targets.checkpoint import Checkpoint, Stored, dequantise, quantise_int8
+from targets.jax.placing import put
 from targets.segments import Segment, segments
 from targets.tensors import TensorSpec, layer_tensors, model_tensors, stored_name
 
@@ -108,7 +109,7 @@ def _place(
 ) -> Any:
     def place(parts: list[np.ndarray], spec: TensorSpec, kind: Any) -> Array:
         values = np.stack(parts) if stacked else parts[0]
-        return jax.device_put(values.astype(kind), sharding_of(spec, stacked, mesh))
+        return put(values.astype(kind), sharding_of(spec, stacked, mesh))
 
     values = [s.values for s in stored]
     scales = [s.scale for s in stored if s.scale is not None]

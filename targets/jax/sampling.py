@@ -114,9 +114,26 @@ def _ordered(values: Array) -> Array:
 def logprobs(logits: Array, chosen: Array) -> LogprobRows:
     """Log-probabilities of the unshaped distribution (temperature 1, nothing cut), best 20."""
     log_p = jax.nn.log_softmax(logits, -1)
-    values, ids = jax.lax.top_k(log_p, min(MAX_LOGPROBS, log_p.shape[-1]))
+    values, ids = _best(log_p, min(MAX_LOGPROBS, log_p.shape[-1]))
     picked = jnp.take_along_axis(log_p, chosen[..., None], -1)[..., 0]
     return LogprobRows(picked, ids, values)
+
+
+PARTS = 8
+"""Parts of the vocabulary of which each gives its best, so that devices that hold whole parts pass
+on those alone."""
+
+
+def _best(log_p: Array, count: int) -> tuple[Array, Array]:
+    """The largest [..., count] of [..., V] and where they are, ties by id, as `top_k` says it."""
+    vocab = log_p.shape[-1]
+    if vocab % PARTS or vocab // PARTS < count:
+        return jax.lax.top_k(log_p, count)
+    values, ids = jax.lax.top_k(log_p.reshape(*log_p.shape[:-1], PARTS, -1), count)
+    ids = ids + (jnp.arange(PARTS) * (vocab // PARTS))[:, None]
+    flat = (*log_p.shape[:-1], PARTS * count)
+    values, place = jax.lax.top_k(values.reshape(flat), count)
+    return values, jnp.take_along_axis(ids.reshape(flat), place, -1)
 
 
 jax.tree_util.register_dataclass(

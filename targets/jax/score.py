@@ -12,6 +12,7 @@ from specdec.types import Array
 from targets.arch import Arch
 from targets.jax.model import head, sequence_hidden
 from targets.jax.params import Params
+from targets.jax.placing import read
 from targets.jax.target import JaxTarget
 
 BLOCK = 128
@@ -41,4 +42,4 @@ def window_nll(target: JaxTarget, tokens: list[int]) -> np.ndarray:
     scored = len(tokens) - 1
     padded = np.zeros(-(-scored // BLOCK) * BLOCK + 1, np.int32)
     padded[: len(tokens)] = tokens
-    return np.asarray(_window_nll(target.params, target.plan.arch, jnp.asarray(padded)))[:scored]
+    return read(_window_nll(target.params, target.plan.arch, jnp.asarray(padded)))[:scored]

@@ -16,6 +16,7 @@ from targets.arch import Arch
 from targets.jax import programs, sampling
 from targets.jax.cache import make_cache
 from targets.jax.params import Params
+from targets.jax.placing import by_vocabulary, put, read, replicated, zeros
 from targets.jax.programs import Feed, Plan
 from targets.rules import Rules, blank_rules, set_rules
 
@@ -43,9 +44,11 @@ class JaxTarget:
         self.suppress, self.mesh = suppress, mesh
         arch = plan.arch
         self.cache = make_cache(arch, plan.slots, plan.max_len, plan.slack, self.kv_dtype, mesh)
+        self._whole, split = replicated(mesh), by_vocabulary(mesh, 2, arch.vocab)
         self._unbiased = np.zeros(arch.vocab, np.float32)
         self._unbiased[list(suppress)] = -np.inf
-        self.bias = jnp.zeros((plan.slots, arch.vocab), jnp.float32)
+        self.bias = zeros((plan.slots, arch.vocab), jnp.float32, split)
+        self._put_row = jax.jit(_put_row, donate_argnums=0, out_shardings=split)
         for slot in range(plan.slots):
             self._set_bias(slot, self._unbiased)
         self._biased: set[int] = set()
@@ -53,9 +56,12 @@ class JaxTarget:
         self._device_rules: Rules | None = None
         self._verify = jax.jit(partial(programs.verify, plan), donate_argnums=1)
         self._prefill = jax.jit(partial(programs.prefill, plan), donate_argnums=1)
-        self._choose = jax.jit(partial(programs.choose, plan), static_argnums=0)
-        self._choose_one = jax.jit(_choose_one, static_argnums=0)
-        self._logprobs = jax.jit(sampling.logprobs)
+        # the host reads what is chosen: each process all of it
+        read_by_host: dict[str, Any] = {"out_shardings": self._whole}
+        choose = partial(programs.choose, plan)
+        self._choose = jax.jit(choose, static_argnums=0, **read_by_host)
+        self._choose_one = jax.jit(_choose_one, static_argnums=0, **read_by_host)
+        self._logprobs = jax.jit(sampling.logprobs, **read_by_host)
 
     @property
     def slots(self) -> int:
@@ -118,7 +124,7 @@ class JaxTarget:
     def logits(self, feed: Feed) -> np.ndarray:
         """Feed the slots and return raw logits [slots, width, V] (self-check, tests)."""
         self.cache, out = self._verify(self.params, self.cache, feed)
-        return np.asarray(out.logits)
+        return read(out.logits)
 
     def choices(self, logits: np.ndarray, feed: Feed) -> np.ndarray:
         """What the full sampler chooses from given logits [slots, width, V] (self-check)."""
@@ -141,12 +147,12 @@ class JaxTarget:
 
     def _set_bias(self, slot: int, row: np.ndarray) -> None:
         """One program, compiled at the start: no request's bias has to wait for the compiler."""
-        self.bias = _put_row(self.bias, np.int32(slot), row)
+        self.bias = self._put_row(self.bias, np.int32(slot), row)
 
     def rules(self) -> Rules:
         """Every slot's sampling parameters on the device."""
         if self._device_rules is None:
-            self._device_rules = Rules(*map(jnp.asarray, self._rules))
+            self._device_rules = Rules(*(put(leaf.copy(), self._whole) for leaf in self._rules))
         return self._device_rules
 
     def _feed(self, seqs: Rows[Sequence], draft: np.ndarray) -> Feed:
@@ -161,7 +167,6 @@ class JaxTarget:
         return Feed(tokens, start, count)
 
 
-@jax.jit
 def _put_row(table: Array, slot: Array, row: Array) -> Array:
     return table.at[slot].set(row)
 

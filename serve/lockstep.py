@@ -1,0 +1,80 @@
+"""One engine in each of several processes, all in step: process 0 decides, the others repeat.
+
+An engine's steps follow from which sequences came and which were cancelled before each of them, so
+that, told before each step, is all that process 0's runner sends. A model that is split over
+processes needs every one of them in each of its programs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from specdec.engine import Engine
+from specdec.types import Sampling, Sequence
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What happens to the engine before its next step, in this order."""
+
+    submitted: list[Sequence] = field(default_factory=list)
+    cancelled: list[Sequence] = field(default_factory=list)
+
+
+class Leader:
+    """Tells the followers. Sequences go by number: each process has objects of its own."""
+
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        self._send, self._next = send, 0
+        self._numbers: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
+
+    def announce(self, orders: Orders) -> None:
+        """Before each of the engine's steps; call from its thread."""
+        for seq in orders.submitted:
+            self._numbers[seq] = self._next
+            self._next += 1
+        message = {
+            "submitted": [[self._numbers[seq], _packed(seq)] for seq in orders.submitted],
+            "cancelled": [self._numbers[seq] for seq in orders.cancelled if seq in self._numbers],
+        }
+        self._send(json.dumps(message).encode())
+
+    def end(self) -> None:
+        """No step will follow."""
+        self._send(b"")
+
+
+def follow(engine: Engine, receive: Callable[[], bytes]) -> None:
+    """Step as the leader steps, until it ends. receive: its next message, waiting for it."""
+    known: WeakValueDictionary[int, Sequence] = WeakValueDictionary()
+    while message := receive():
+        orders = json.loads(message)
+        for number, packed in orders["submitted"]:
+            seq = _unpacked(packed)
+            engine.submit(seq)
+            known[number] = seq
+        for number in orders["cancelled"]:
+            seq = known.get(number)
+            if seq is not None:
+                seq.cancelled = True
+        engine.step()
+
+
+def _packed(seq: Sequence) -> dict[str, Any]:
+    return {
+        "tokens": seq.tokens,
+        "sampling": asdict(seq.sampling),
+        "max_tokens": seq.max_tokens,
+        "stop_ids": sorted(seq.stop_ids),
+    }
+
+
+def _unpacked(packed: dict[str, Any]) -> Sequence:
+    given = packed["sampling"]
+    given["logit_bias"] = tuple((token, bias) for token, bias in given["logit_bias"])
+    stop_ids = frozenset(packed["stop_ids"])
+    return Sequence(packed["tokens"], Sampling(**given), packed["max_tokens"], stop_ids)

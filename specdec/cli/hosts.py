@@ -1,0 +1,182 @@
+"""One command in several processes, each with its own devices, often on its own host."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+from cyclopts import Parameter
+
+from specdec.cli.assemble import console
+from specdec.cli.config import ModelConfig
+from specdec.cli.failure import say_failure
+from specdec.errors import UserError
+from specdec.lines import Lines, Meeting, call, invite
+
+AUTO = "auto"
+GRACE = 10.0
+"""Seconds for a line to tell who is gone, after a collective has failed."""
+PLACES = ("model", "draft_model", "cache")
+"""Options that name folders, which each host may have elsewhere."""
+
+
+@Parameter(name="*", group="Hosts")
+@dataclass(frozen=True)
+class HostsConfig:
+    coordinator_address: str | None = None
+    """HOST:PORT of process 0, the same in every process: jax splits the model over the devices of
+    all of them, which --tp counts together. auto: a Cloud TPU pod, Slurm or Open MPI tells it,
+    and the next two."""
+    num_processes: int | None = None
+    "How many processes there are. Start the same command in each."
+    process_id: int | None = None
+    "Which one this is, from 0. Process 0 alone prints, listens and answers."
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise UserError for what can be known to be wrong before anybody is waited for."""
+        numbers = (self.num_processes, self.process_id)
+        if self.coordinator_address is None:
+            if numbers != (None, None):
+                raise UserError("--num-processes and --process-id need --coordinator-address")
+            return
+        if model.backend != "jax":
+            raise UserError("--coordinator-address needs --backend jax: cuda uses one GPU")
+        if self.coordinator_address == AUTO:
+            if numbers != (None, None):
+                raise UserError(
+                    "--coordinator-address auto finds --num-processes and --process-id by itself: "
+                    "leave them out, or name HOST:PORT"
+                )
+            return
+        host, _, port = self.coordinator_address.rpartition(":")
+        if not host or not port.isdigit():
+            raise UserError(
+                f"--coordinator-address must be HOST:PORT or auto, got {self.coordinator_address}"
+            )
+        if self.num_processes is None or self.process_id is None:
+            raise UserError(
+                "--coordinator-address HOST:PORT needs --num-processes and --process-id"
+            )
+        if not 0 <= self.process_id < self.num_processes:
+            raise UserError(
+                f"--process-id must be 0 to {self.num_processes - 1} (--num-processes "
+                f"{self.num_processes}), got {self.process_id}"
+            )
+
+    @property
+    def found(self) -> bool:
+        """Whether the cluster is asked for address and numbers."""
+        return self.coordinator_address == AUTO
+
+
+@contextmanager
+def joined(
+    config: HostsConfig, model: ModelConfig, *topics: Any, **options: Any
+) -> Iterator[Lines | None]:
+    """The lines to the other processes while the command runs, None where it runs alone.
+
+    topics (dataclasses) and options: what else must be the same in all. Processes other than 0 are
+    silent but for failures. Where one fails or dies, all end with one line and exit code 2: without
+    its devices the others could only wait. Raises UserError.
+    """
+    config.check(model)
+    if config.coordinator_address is None:
+        yield None
+        return
+    end = _End()
+    lines = _meet(config, end)
+    try:
+        _check_split(model)
+        fields = {k: v for topic in (model, *topics) for k, v in asdict(topic).items()}
+        check_same(lines, fields | options)
+        if lines.leads:
+            yield lines
+        else:
+            console.quiet = True
+            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+                yield lines
+    except BaseException as problem:
+        if lines.closed:
+            raise
+        end.by(problem, lines)
+    lines.close()
+
+
+def _meet(config: HostsConfig, end: _End) -> Lines:
+    from targets.jax import hosts
+
+    address = None if config.found else config.coordinator_address
+    where = "the cluster's coordinator" if address is None else address
+    late = f"not all processes came to {where} within {hosts.PATIENCE} s: start the command in each"
+    with console.status(f"waiting for the other processes at {where}"):
+        process, count = hosts.join(
+            address, config.num_processes, config.process_id, lambda: end.now(late)
+        )
+        if process == 0:
+            host = address.rpartition(":")[0] if address else socket.gethostname()
+            return invite(host, count - 1, hosts.share, end.now)
+        meeting = Meeting.unpacked(hosts.share(b""))
+        try:
+            return call(process, meeting, end.now)
+        except OSError as problem:
+            end.now(f"process 0 cannot be reached at {meeting.host}:{meeting.port}: {problem}")
+
+
+def _check_split(model: ModelConfig) -> None:
+    from targets.jax.hosts import check_split
+
+    check_split(model.tp)
+
+
+def check_same(lines: Lines, options: dict[str, Any]) -> None:
+    """Raise UserError where an option is not that of process 0: programs that differ would wait for
+    each other for ever."""
+    mine = {name: repr(value) for name, value in options.items() if name not in PLACES}
+    if lines.leads:
+        lines.send(json.dumps(mine).encode())
+        return
+    first = json.loads(lines.receive())
+    for name, value in mine.items():
+        if value != first.get(name):
+            raise UserError(
+                f"{name} is {value} in process {lines.process} and {first.get(name)} in process 0: "
+                "start the same command in each"
+            )
+
+
+class _End:
+    """Ends this process with one line, whoever sees the reason first. At once: leaving in order
+    would wait for the others, in JAX's barrier."""
+
+    def __init__(self) -> None:
+        self._once = threading.Lock()
+
+    def now(self, why: str) -> NoReturn:
+        with self._once:
+            say_failure(why)
+            os._exit(2)
+
+    def by(self, problem: BaseException, lines: Lines) -> NoReturn:
+        """Of what the command raised; the others are told."""
+        if isinstance(problem, UserError):
+            lines.fail(str(problem))
+            self.now(str(problem))
+        if isinstance(problem, KeyboardInterrupt):
+            lines.fail("interrupted")
+            with self._once:
+                os._exit(130)
+        if type(problem).__name__ == "JaxRuntimeError":  # a collective, if somebody is gone
+            threading.Event().wait(GRACE)
+        lines.fail(f"{type(problem).__name__}: {problem}")
+        with self._once:
+            traceback.print_exception(problem)
+            sys.stderr.flush()
+            os._exit(1)

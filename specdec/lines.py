@@ -1,0 +1,115 @@
+"""Lines between process 0 and the others, where a model is split over several processes.
+
+Messages go out from process 0 and arrive in order. Both ends learn at once when the other is gone,
+also while they wait for a collective that will never end: that is why each line has a thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Listener
+from secrets import token_bytes
+from typing import Protocol
+
+Lost = Callable[[str], None]
+"""Told in one line, from a line's own thread, that a process is gone."""
+
+KEY_BYTES = 32
+_MESSAGE, _FAILED, _BYE = b"m", b"f", b"b"
+"""The first byte of all that is sent."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where process 0 waits for the others, and what they prove themselves with."""
+
+    host: str
+    port: int
+    key: bytes
+
+    def packed(self) -> bytes:
+        return self.key + f"{self.host}:{self.port}".encode()
+
+    @staticmethod
+    def unpacked(packed: bytes) -> Meeting:
+        host, _, port = packed[KEY_BYTES:].decode().rpartition(":")
+        return Meeting(host, int(port), packed[:KEY_BYTES])
+
+
+class Line(Protocol):
+    """A connection of multiprocessing's."""
+
+    def send_bytes(self, buf: bytes, /) -> None: ...
+
+    def recv_bytes(self) -> bytes: ...
+
+
+class Lines:
+    """One process's end of its lines: process 0 has one to each of the others, they one to it."""
+
+    def __init__(self, process: int, peers: dict[int, Line], lost: Lost) -> None:
+        self.process, self._peers, self._lost = process, peers, lost
+        self.closed = False
+        self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        for peer, line in peers.items():
+            threading.Thread(
+                target=self._listen, args=(peer, line), name=f"line-{peer}", daemon=True
+            ).start()
+
+    @property
+    def leads(self) -> bool:
+        return self.process == 0
+
+    def send(self, message: bytes) -> None:
+        """Process 0 to all others; returns before it has arrived."""
+        self._send(_MESSAGE + message)
+
+    def receive(self) -> bytes:
+        """Process 0's next message, waiting for it."""
+        return self._arrived.get()
+
+    def fail(self, why: str) -> None:
+        """Tell the other ends that this process ends, and why."""
+        self._send(_FAILED + why.encode())
+
+    def close(self) -> None:
+        """Part in peace: the other ends will not miss this process."""
+        self.closed = True
+        self._send(_BYE)
+
+    def _send(self, parcel: bytes) -> None:
+        for line in self._peers.values():
+            try:
+                line.send_bytes(parcel)
+            except OSError:
+                pass  # its thread tells who is gone
+
+    def _listen(self, peer: int, line: Line) -> None:
+        try:
+            while (parcel := line.recv_bytes())[:1] == _MESSAGE:
+                self._arrived.put(parcel[1:])
+        except (EOFError, OSError):
+            self._lost(f"process {peer} is gone: its own output says why")
+            return
+        if parcel[:1] == _FAILED:
+            self._lost(f"process {peer} has failed: {parcel[1:].decode()}")
+
+
+def invite(host: str, others: int, share: Callable[[bytes], object], lost: Lost) -> Lines:
+    """Process 0: wait at `host` until all others have called. share: lets them know where."""
+    key = token_bytes(KEY_BYTES)
+    with Listener(("", 0), backlog=others, authkey=key) as listener:
+        share(Meeting(host, int(listener.address[1]), key).packed())
+        lines = [listener.accept() for _ in range(others)]
+    return Lines(0, {int(line.recv_bytes()): line for line in lines}, lost)
+
+
+def call(process: int, meeting: Meeting, lost: Lost) -> Lines:
+    """Another process: call process 0. Raises OSError where it can't be reached."""
+    line = Client((socket.gethostbyname(meeting.host), meeting.port), authkey=meeting.key)
+    line.send_bytes(str(process).encode())
+    return Lines(process, {0: line}, lost)

@@ -1,0 +1,52 @@
+"""Run by test_hosts.py, alone or as one of two processes: a tiny model's text over four devices.
+
+`python -m tests.hosts_worker FOLDER [PORT PROCESS]` prints one JSON line: plain, in the host loop,
+and, where there are two, with guesses of two drafters in the device loop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+from drafters.device_cycle_jax import device_cycle
+from drafters.eagle3.drafter_jax import EagleDrafter
+from drafters.eagle3.spec import random_head
+from drafters.ngram_jax import TracedNgram
+from drafters.none import NoDrafter
+from drafters.resident_jax import TextOnly
+from specdec.cycle import host_cycle
+from targets.jax import hosts
+from targets.jax.load import JaxOptions, load_target
+from tests.eagle3_oracle import SPEC
+from tests.mesh_worker import K, texts
+
+LAYERS = (0, 1, 2)
+"""Whose outputs the head reads."""
+
+
+def main(folder: Path, port: str = "", process: str = "") -> None:
+    if port:
+        hosts.join(f"localhost:{port}", 2, int(process), late=lambda: os._exit(3))
+        assert hosts.share(b"from %s" % process.encode()) == b"from 0"
+    assert jax.device_count() == 4
+    options = JaxOptions(slots=2, max_len=64, k=K, tp=4, mapped=False, chunk=8)
+    target, none = load_target(folder, options), NoDrafter()
+    said = {"host": texts(target, none, host_cycle(target, none, 0))}
+    if port:
+        looped = device_cycle(target, TextOnly(TracedNgram(1, 3)), K)
+        said["device"] = texts(target, none, looped)
+        target = load_target(folder, replace(options, features=LAYERS))
+        head = random_head(replace(SPEC, hidden=48, vocab=target.vocab, layers=LAYERS))
+        drafter = EagleDrafter(head, target, K)
+        said["eagle3"] = texts(target, drafter, device_cycle(target, drafter, K))
+    print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

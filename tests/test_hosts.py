@@ -1,0 +1,129 @@
+"""One model over two processes, as over two hosts: the same text, in a worker and over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from targets import mini
+from tests.commands import CUDA, PROMPT, refused, run
+from tests.mesh_worker import LAYERS
+from tests.test_compile import wait_until_ready
+from tests.tiny import VARIANTS, write_tiny
+
+WORDS = 4096
+"""Ids of mini's tokenizer, which the tiny model borrows."""
+PROMPTS = ("def add(a, b):", "for i in range(")
+SHAPE = ["--slots", "2", "--max-len", "64", "--k", "3"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model of four layers, with a tokenizer."""
+    path = tmp_path_factory.mktemp("hosts") / "tiny"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(VARIANTS["31b"], "layer_types", LAYERS)
+        patch.setitem(VARIANTS["31b"], "vocab_size", WORDS)
+        write_tiny(path, "31b")
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(mini.path("mini") / file, path)
+    return path
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def python(devices: int, *arguments: str, **extra) -> subprocess.Popen[str]:
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    return subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        text=True,
+        stdout=subprocess.PIPE,
+        **extra,
+    )
+
+
+def answers(*workers: subprocess.Popen[str]) -> list[dict]:
+    with ThreadPoolExecutor() as pool:
+        said = list(pool.map(lambda worker: worker.communicate(timeout=300)[0], workers))
+    assert [worker.returncode for worker in workers] == [0] * len(workers)
+    return [json.loads(out.splitlines()[-1]) for out in said]
+
+
+@pytest.mark.slow
+def test_two_processes_say_what_one_says_in_either_loop(folder):
+    port, worker = free_port(), ("tests.hosts_worker", str(folder))
+    (alone,) = answers(python(4, *worker))
+    assert [len(tokens) for tokens in alone["host"]] == [26, 28]  # a seeded text, a greedy one
+    both = dict.fromkeys(("host", "device", "eagle3"), alone["host"])
+    assert answers(*(python(2, *worker, port, p) for p in "01")) == [both, both]
+
+
+def test_a_server_over_two_processes_answers_as_one_device_does(folder, tmp_path, capsys):
+    ports, options = (free_port(), free_port()), [*SHAPE, "--model", str(folder)]
+    meet = ["--tp", "4", "--coordinator-address", f"localhost:{ports[0]}", "--num-processes", "2"]
+    rest = ["--cache", str(tmp_path), "--port", ports[1]]
+    servers = [
+        python(2, "specdec", "serve", *options, *meet, *rest, "--process-id", p) for p in "01"
+    ]
+    try:
+        url = f"http://127.0.0.1:{ports[1]}"
+        wait_until_ready(servers[0], url)
+        texts = [ask(url, i) for i in (0, 1)]
+        leave(url)
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(lambda i: ask(url, i), (0, 1, 0))) == [*texts, texts[0]]
+        servers[0].send_signal(signal.SIGINT)
+        for server in servers:
+            server.communicate(timeout=60)
+    finally:
+        for server in servers:
+            server.kill()
+    assert [server.returncode for server in servers] == [130, 0]  # one was interrupted
+    for i, text in enumerate(texts):
+        asked = ["--temperature", str(0.8 * i), "--seed", str(i), "--max-tokens", "24"]
+        out, _ = run(capsys, "generate", PROMPTS[i], *options, *asked, "--json")
+        assert json.loads(out.splitlines()[-1])["text"] == text
+
+
+def ask(url: str, i: int) -> str:
+    body = {"model": "tiny", "prompt": PROMPTS[i], "max_tokens": 24, "seed": i}
+    answer = httpx.post(f"{url}/v1/completions", json=body | {"temperature": 0.8 * i}, timeout=120)
+    return answer.json()["choices"][0]["text"]
+
+
+def leave(url: str) -> None:
+    """Ask, and go after the first words: the followers must drop it at the same step."""
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 50, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+        next(answer.iter_lines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--num-processes", "2"], ["--coordinator-address"]),
+        (["--coordinator-address", "here", "--num-processes", "2"], ["HOST:PORT or auto", "here"]),
+        (["--coordinator-address", "here:1"], ["--num-processes and --process-id"]),
+        (["--coordinator-address", "auto", "--process-id", "0"], ["auto", "leave them out"]),
+        ([*"--coordinator-address a:1 --num-processes 2 --process-id 2".split()], ["0 to 1"]),
+        ([*CUDA, "--coordinator-address", "auto"], ["--coordinator-address", "--backend jax"]),
+    ],
+)
+def test_mistakes_are_one_line(capsys, arguments, words):
+    line = refused(capsys, "generate", PROMPT, *arguments)
+    assert all(word in line for word in words), line
