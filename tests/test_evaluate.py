@@ -173,7 +173,7 @@ def test_tables_and_plot(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="can't write the plot"):
         plot_evaluation(result, tmp_path / "missing" / "plot.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match=r"specdec\[plots\]"):
+    with pytest.raises(UserError, match=r"pip install '.\[plots\]'"):
         plot_evaluation(result, tmp_path / "plot.png")
 
 

@@ -46,7 +46,7 @@ class Abstract:
         features = head.layers if drafter == "eagle3" else ()
         options = JaxOptions(slots=ROWS, max_len=CONTEXT, k=K, mapped=False, features=features)
         self.plan = make_plan(self.arch, options)
-        self.params, self.cache, _ = shapes(self.plan, jnp.bfloat16, True, self.mesh)
+        self.params, self.cache, _ = shapes(self.plan, jnp.bfloat16, jnp.bfloat16, True, self.mesh)
         split = by_vocabulary(self.mesh, 2, self.arch.vocab)
         self.bias = self.of((ROWS, self.arch.vocab), jnp.float32, split)
         self.rules = Rules(*(self.of(x.shape, x.dtype) for x in blank_rules(ROWS)))
@@ -79,7 +79,7 @@ class Abstract:
     def _model(self) -> tuple[Any, Any, Any]:
         options = JaxOptions(slots=ROWS, max_len=CONTEXT, width=CATCH_UP, mapped=False)
         plan = make_plan(released("gemma-4-e4b"), options)
-        params, cache, _ = shapes(plan, jnp.bfloat16, True, self.mesh)
+        params, cache, _ = shapes(plan, jnp.bfloat16, jnp.bfloat16, True, self.mesh)
         return TracedModel(plan, True), ModelWeights(params, self.bias, self.rules), cache
 
     def compiled(self) -> Any:
