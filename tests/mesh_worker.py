@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from drafters.device_cycle_jax import device_cycle
@@ -18,12 +19,14 @@ from drafters.resident_jax import TextOnly
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import Sampling, Sequence
+from targets.jax import memory
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.target import JaxTarget
 from tests.tiny import VARIANTS, write_tiny
 
 SPLITS = (1, 2, 4, 8)
 K = 4
+NARROW = "31b in int8"
 LAYERS = ["sliding_attention", "full_attention"] * 2
 
 
@@ -68,6 +71,17 @@ def main(root: Path) -> None:
             ways = every_way(target, thorough or tp == SPLITS[-1], thorough)
             line = {"variant": variant, "tp": tp, "parts": parts, "texts": ways}
             print(json.dumps(line), flush=True)
+    in_blocks_of_int8(root / "31b")
+
+
+def in_blocks_of_int8(path: Path) -> None:
+    """Keys and values in int8, caches of 96 entries in three blocks."""
+    memory.BLOCK = 32
+    for tp in (SPLITS[0], SPLITS[-1]):
+        options = JaxOptions(slots=2, max_len=64, k=K, tp=tp, mapped=False, chunk=8)
+        target = load_target(path, replace(options, kv_dtype="int8"))
+        ways = every_way(target, device=tp > 1, thorough=False)
+        print(json.dumps({"variant": NARROW, "tp": tp, "texts": ways}), flush=True)
 
 
 if __name__ == "__main__":

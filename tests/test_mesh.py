@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.mesh_worker import SPLITS
+from tests.mesh_worker import NARROW, SPLITS
 from tests.tiny import VARIANTS, config_of
 
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -48,3 +48,9 @@ def test_what_divides_is_split_and_the_rest_is_copied(lines, variant):
         parts = lines[variant, tp]["parts"]
         whole = tp if kv_heads % tp == 0 else 1
         assert parts == {"mlp.gate_proj": tp, "self_attn.k_proj": whole, "input_layernorm": 1}
+
+
+def test_a_split_in_blocks_of_int8_gives_the_same_text(lines):
+    plain = lines[NARROW, 1]["texts"]["none host"]
+    for tp in (SPLITS[0], SPLITS[-1]):
+        assert all(tokens == plain for tokens in lines[NARROW, tp]["texts"].values()), tp
