@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
@@ -62,8 +63,8 @@ def test_the_teacher_is_the_target_alone_with_each_document() -> None:
             np.testing.assert_allclose(lesson.total[r][at], total, atol=1e-4)
 
 
-def oracle_loss(oracle: Oracle, rows: Rows, lesson: Lesson, table, ids) -> torch.Tensor:
-    """The loss, anchor by anchor, from the definition."""
+def oracle_loss(oracle: Oracle, rows: Rows, lesson: Lesson, table, ids, kind) -> torch.Tensor:
+    """The loss, anchor by anchor, from the definition (arXiv 2602.23881 for "lk")."""
     terms: list[list[torch.Tensor]] = [[] for _ in range(STEPS)]
     wanted = [np.asarray(mask) for mask in masks(rows, STEPS)]
     embeddings = torch.tensor(table)
@@ -77,22 +78,27 @@ def oracle_loss(oracle: Oracle, rows: Rows, lesson: Lesson, table, ids) -> torch
             if wanted[n][r, i] and int(lesson.best[at]) in ids:
                 share = torch.tensor(np.asarray(lesson.logits[at])).log_softmax(-1)
                 log_q = guessed[n].log_softmax(-1)
-                terms[n].append((share.exp() * (share - log_q)).sum())
+                divergence = (share.exp() * (share - log_q)).sum()
+                p = torch.tensor(np.exp(np.asarray(lesson.logits[at] - lesson.total[at])))
+                overlap = torch.minimum(p, log_q.exp()).sum()
+                part = torch.exp(-3.0 * overlap.detach()) if kind == "lk" else 1.0
+                terms[n].append(part * divergence + (1 - part) * (1 - overlap))
     assert all(terms)
     return sum(DECAY**n * torch.stack(t).mean() for n, t in enumerate(terms))  # type: ignore[return-value]
 
 
-def test_loss_and_gradients_equal_the_formulas() -> None:
+@pytest.mark.parametrize("kind", ["kl", "lk"])
+def test_loss_and_gradients_equal_the_formulas(kind) -> None:
     head, rows = random_head(fc_norm=True, norm_output=True), small_rows()
     lesson = lesson_for(rows, head.target_ids)
     table = np.random.default_rng(5).standard_normal((SPEC.vocab, SPEC.hidden)).astype(np.float32)
 
     def loss(weights):
-        return loss_of(judged(head, rows, lesson, table, weights), DECAY)
+        return loss_of(judged(head, rows, lesson, table, weights), DECAY, kind)
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(eagle3.place(head, jnp.float32)[0])
     oracle = Oracle(head, grad=True)
-    expected = oracle_loss(oracle, rows, lesson, table, set(head.target_ids.tolist()))
+    expected = oracle_loss(oracle, rows, lesson, table, set(head.target_ids.tolist()), kind)
     expected.backward()
     assert abs(float(value) - expected.item()) < 1e-5
     for name, weight in oracle.w.items():

@@ -71,7 +71,7 @@ def make_step(spec: HeadSpec, recipe: Recipe, teach: Teach, target_ids: Any) -> 
 
     def loss(weights: Weights, params: Params, rows: Rows, lesson: Lesson) -> Any:
         judged = _judge(spec, recipe, weights, params, rows, lesson, target_ids, None)
-        return loss_of(judged, recipe.decay), measures(judged)
+        return loss_of(judged, recipe.decay, recipe.loss), measures(judged)
 
     def step(state: TrainState, params: Params, rows: Rows) -> tuple[TrainState, dict[str, Any]]:
         lesson = teach(params, rows)
@@ -92,7 +92,7 @@ def make_evaluation(spec: HeadSpec, recipe: Recipe, teach: Teach, target_ids: An
         lesson = teach(params, rows)
         noise = jax.random.fold_in(jax.random.key(recipe.seed), number)
         judged = _judge(spec, recipe, weights, params, rows, lesson, target_ids, noise)
-        return measures(judged) | {"loss": loss_of(judged, recipe.decay)}
+        return measures(judged) | {"loss": loss_of(judged, recipe.decay, recipe.loss)}
 
     return jax.jit(evaluate)
 

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import optax
@@ -17,6 +17,7 @@ from specdec.errors import UserError
 from targets.arch import Arch
 from training.optimizer import ADAM_LIKE_RMS
 
+Loss = Literal["kl", "lk"]
 EXAMPLE = "configs/eagle3-mini.toml"
 
 
@@ -65,6 +66,8 @@ class Recipe:
     save_every: int
     head: HeadShape
     rates: Rates
+    loss: Loss = "kl"
+    """What is made small: the divergence from the target, or its hybrid with lost acceptance."""
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -82,6 +85,8 @@ def read_recipe(path: Path) -> Recipe:
     for name in ("steps", "batch", "unroll", "live_prompts", "evaluate_every", "save_every"):
         if getattr(recipe, name) < 1:
             raise UserError(f"{path}: {name} must be 1 or more, got {getattr(recipe, name)}")
+    if recipe.loss not in get_args(Loss):
+        raise UserError(f"{path}: loss must be {' or '.join(get_args(Loss))}, got {recipe.loss!r}")
     if recipe.length <= recipe.unroll + 1 or not 0 < recipe.heldout_share < 1:
         raise UserError(f"{path}: length must exceed unroll + 1, heldout_share be inside (0, 1)")
     return recipe

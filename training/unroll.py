@@ -18,18 +18,21 @@ from drafters.eagle3.spec import HeadSpec
 from training.packing import Rows
 from training.teacher import Lesson
 
+LK_ETA = 3.0
+"""How early "lk" turns to acceptance: the paper's value for EAGLE-3 heads."""
+
 
 class Judged(NamedTuple):
     """[K, B, T] float32. mask: counts at all; known: the target's favourite is a draft id (else it
     teaches nothing); divergence: KL on the draft vocabulary; hit: same argmax as the target;
-    overlap: sum of min(p, q) over the whole vocabulary; coupled: same choice under one noise (both
-    only where there is noise)."""
+    overlap: sum of min(p, q) over the whole vocabulary; coupled: same choice under one noise (only
+    where there is noise)."""
 
     mask: Any
     known: Any
     divergence: Any
     hit: Any
-    overlap: Any = None
+    overlap: Any
     coupled: Any = None
 
 
@@ -87,10 +90,10 @@ def _compare(guessed: Any, taught: Lesson, target_ids: Any, key: Any) -> tuple[A
     divergence = jnp.where(share > 0, share * (within - log_q), 0.0).sum(-1)
     favourite = target_ids[jnp.argmax(guessed, -1)]
     known = taught.best == target_ids[jnp.argmax(taught.logits, -1)]
-    fields = known, divergence, favourite == taught.best
+    overlap = jnp.exp(jnp.minimum(log_p, log_q)).sum(-1)
+    fields = known, divergence, favourite == taught.best, overlap
     if key is not None:
-        overlap = jnp.exp(jnp.minimum(log_p, log_q)).sum(-1)
-        fields += overlap, _coupled(log_p, log_q, key)
+        fields += (_coupled(log_p, log_q, key),)
     return tuple(field.astype(jnp.float32) for field in fields)
 
 
@@ -106,11 +109,20 @@ def _coupled(log_p: Any, log_q: Any, key: Any) -> Any:
     return same & (targets.max(-1) > outside + rest)
 
 
-def loss_of(judged: Judged, decay: float) -> Any:
-    """Sum over steps of decay ** n times the mean divergence of what counts and is known."""
+def loss_of(judged: Judged, decay: float, kind: str = "kl") -> Any:
+    """Sum over steps of decay ** n times the mean loss of what counts and is known. kind: "kl",
+    the divergence, or "lk", its hybrid with what acceptance loses (arXiv 2602.23881, eq. 8)."""
     weight = judged.mask * judged.known
-    means = (weight * judged.divergence).sum((1, 2)) / jnp.maximum(weight.sum((1, 2)), 1)
+    each = judged.divergence if kind == "kl" else _hybrid(judged)
+    means = (weight * each).sum((1, 2)) / jnp.maximum(weight.sum((1, 2)), 1)
     return (decay ** jnp.arange(len(means)) * means).sum()
+
+
+def _hybrid(judged: Judged) -> Any:
+    """Divergence while a guess is bad, 1 - overlap (total variation) once it is good: a head that
+    can't be the target everywhere gives up what is seldom chosen."""
+    share = jnp.exp(-LK_ETA * jax.lax.stop_gradient(judged.overlap))
+    return share * judged.divergence + (1 - share) * (1 - judged.overlap)
 
 
 def measures(judged: Judged) -> dict[str, Any]:
