@@ -106,8 +106,9 @@ class FeatureCache:
 
         Raises UserError where the disk fills up after all; the shards before stand.
         """
+        shards = self.layout.shards()
         for number in self.missing():
-            parts, shard = [], self.layout.shards()[number]
+            parts, shard = [], shards[number]
             for start in shard[::batch]:
                 parts.append(self._read(read, start, min(start + batch, shard.stop), batch))
                 tell(len(parts[-1].last))

@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from specdec.errors import UserError
 from targets.jax import programs
 from targets.jax.cache import Cache, abstract_cache
 from targets.jax.params import Params, abstract_params
+from targets.jax.placing import replicated
 from targets.jax.programs import Feed, Plan
 
 _ALONE = {
@@ -51,7 +52,7 @@ def shapes(
     """The verify program's arguments as placed shapes."""
     params = abstract_params(plan.arch, dtype, int8, mesh)
     cache = abstract_cache(plan.arch, plan.slots, plan.max_len, plan.slack, kv_dtype, mesh)
-    whole = NamedSharding(mesh, PartitionSpec())
+    whole = replicated(mesh)
     row = jax.ShapeDtypeStruct((plan.slots,), jnp.int32, sharding=whole)
     tokens = jax.ShapeDtypeStruct((plan.slots, plan.width), jnp.int32, sharding=whole)
     return params, cache, Feed(tokens, row, row)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specdec.types import Array
 from targets.arch import Arch, LayerSpec
+from targets.jax.placing import zeros
 from targets.segments import segments
 
 TILE = 32
@@ -90,7 +91,7 @@ def make_cache(
 ) -> Cache:
     """Zeros of the right shapes; kv heads are split over the mesh where they divide."""
     abstract = abstract_cache(arch, slots, max_len, slack, dtype, mesh)
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), abstract)
+    return jax.tree.map(lambda s: zeros(s.shape, s.dtype, s.sharding), abstract)
 
 
 def abstract_cache(
@@ -126,14 +127,19 @@ def abstract_cache(
     return Cache(layers, one((slots, max_len + slack), jnp.int32))
 
 
+def numbers(entries: Entries) -> Array:
+    """The entries themselves [..., S, K, D], without their scale."""
+    return entries.values if isinstance(entries, Rounded) else entries
+
+
 def size(stored: Entries) -> int:
     """Entries S of a layer's cache."""
-    return (stored.values if isinstance(stored, Rounded) else stored).shape[2]
+    return numbers(stored).shape[2]
 
 
 def heads(stored: Entries) -> int:
     """K/V heads of a layer's cache."""
-    return (stored.values if isinstance(stored, Rounded) else stored).shape[3]
+    return numbers(stored).shape[3]
 
 
 def round_entries(new: Array) -> tuple[Array, Array]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from specdec.types import Array
 from targets.arch import LayerSpec, Rope
-from targets.jax.cache import Entries, Rounded
+from targets.jax.cache import Entries, Rounded, numbers
 from targets.jax.params import Quantized
 
 MASKED = -1e30
@@ -143,15 +143,11 @@ def attend_blocks(
         return Running(best, total, so_far.mixed * faded + _mix(weights, v, dtype))
 
     batch, tokens, heads, _ = q[0].shape
-    *_, kv_heads, dim = _values(jax.eval_shape(block, jnp.int32(0))[1]).shape
+    *_, kv_heads, dim = numbers(jax.eval_shape(block, jnp.int32(0))[1]).shape
     rows, dtype = (batch, kv_heads, heads // kv_heads, tokens), q[0].dtype
     start = Running(jnp.full((*rows, 1), MASKED), jnp.zeros((*rows, 1)), jnp.zeros((*rows, dim)))
     _, total, mixed = jax.lax.fori_loop(0, count, body, start)
     return _rows(mixed / total, dtype)
-
-
-def _values(entries: Entries) -> Array:
-    return entries.values if isinstance(entries, Rounded) else entries
 
 
 def _scores(q: Parts, k: Parts, visible: Array) -> Array:
@@ -161,7 +157,7 @@ def _scores(q: Parts, k: Parts, visible: Array) -> Array:
 
 
 def _products(q: Array, k: Entries) -> Array:
-    values = _values(k)
+    values = numbers(k)
     grouped = q.reshape(*q.shape[:2], values.shape[2], -1, q.shape[3])
     scores = jnp.einsum(
         "btkgd,bskd->bkgts", grouped, values.astype(q.dtype), preferred_element_type=jnp.float32
@@ -177,7 +173,7 @@ def _mix(weights: Array, v: Entries, dtype: Any) -> Array:
     return jnp.einsum(
         "bkgts,bskd->bkgtd",
         weights.astype(dtype),
-        _values(v).astype(dtype),
+        numbers(v).astype(dtype),
         preferred_element_type=jnp.float32,
     )
 

@@ -114,11 +114,15 @@ def make_mesh(tp: int) -> jax.sharding.Mesh | None:
 
 
 def _dtype(options: JaxOptions) -> Any:
-    name = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    if name not in DTYPES:
-        raise UserError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    suits = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return _named(options.dtype or suits, DTYPES)
 
 
 def _kv_dtype(options: JaxOptions) -> Any:
-    return None if options.kv_dtype is None else KV_DTYPES[options.kv_dtype]
+    return None if options.kv_dtype is None else _named(options.kv_dtype, KV_DTYPES)
+
+
+def _named(name: str, known: dict[str, Any]) -> Any:
+    if name not in known:
+        raise UserError(f"unknown dtype {name!r}: choose one of {', '.join(known)}")
+    return known[name]
