@@ -10,8 +10,9 @@ from targets.arch import Arch
 from targets.cuda.choosing import CLUSTER
 from targets.cuda.draft_ops import Layout, PairNorms, Pending, Vocabulary
 from targets.cuda.inputs import Input, make_input
-from targets.cuda.kernels import NORM_THREADS, Embed, Kernels
+from targets.cuda.kernels import Embed, Kernels
 from targets.cuda.launch import Variant, address, pointer
+from targets.cuda.norms import ROW_THREADS
 from targets.cuda.ops import Linear, Rows
 from targets.cuda.variants import variants
 from targets.rules import Rules
@@ -87,7 +88,7 @@ class DraftKernels(Kernels):
         # everything before the first kernel of a cycle has ended when it starts; later steps may
         # rely on that, and on each guess (guess.cu, draft.cu) to have seen all before it end
         grid = m, parts, 1
-        self._launch(PAIRS[kind], "features", grid, NORM_THREADS, arguments, early=False)
+        self._launch(PAIRS[kind], "features", grid, ROW_THREADS, arguments, early=False)
         return x
 
     def pair(
@@ -101,7 +102,7 @@ class DraftKernels(Kernels):
             *map(address, (*weights, x.data)),
             *(tokens.stride(0), int(norms.residual), x.k_blocks, x.block, self.arch.eps),
         )
-        self._launch(PAIRS[kind], "pair", (m, 2, 1), NORM_THREADS, [job])
+        self._launch(PAIRS[kind], "pair", (m, 2, 1), ROW_THREADS, [job])
         return x
 
     def guess(

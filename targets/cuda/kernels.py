@@ -15,16 +15,16 @@ import torch
 from targets.arch import Arch, LayerSpec, MoeSpec
 from targets.cuda import attention, choosing, experts, skinny, tiles, w8a8
 from targets.cuda.cache import LayerCache
-from targets.cuda.inputs import Input, make_input, make_narrow_input
+from targets.cuda.inputs import Input, make_input
 from targets.cuda.launch import Library, Variant, address, launch, pointer
+from targets.cuda.norms import ROW_THREADS, Norms
 from targets.cuda.ops import Linear, Rows
 from targets.cuda.skinny import GATED, LOGITS, PER_LAYER, PLAIN
 from targets.cuda.variants import norm_variant, variants
-from targets.cuda.w8a8 import Parts, as_branch
+from targets.cuda.w8a8 import Parts
 from targets.rules import Rules
 
 THREADS = 256
-NORM_THREADS = 512
 
 
 class Embed(Structure):
@@ -60,6 +60,7 @@ class Kernels:
         self.library = Library(variants(arch, kv8, kinds) | more)
         self._skinny = skinny.Skinny(self._launch, self.processors)
         self._w8a8 = w8a8.W8A8(self._launch, self.processors)
+        self._norms = Norms(self._launch, arch.eps)
         self._attention = attention.Attention(self._launch, arch, max_len, kv8, self.device)
         self.choosing = choosing.Choosing(self._launch, self.device)
 
@@ -119,7 +120,7 @@ class Kernels:
         h = torch.empty((m, head.k), device=self.device)
         job = self.lookup(head, rows.tokens, h)
         # the first kernel of a call: everything before it has ended when it starts
-        self._launch(norm_variant("bf16"), "embed", (m, 1, 1), NORM_THREADS, [job], early=False)
+        self._launch(norm_variant("bf16"), "embed", (m, 1, 1), ROW_THREADS, [job], early=False)
         return h
 
     def lookup(self, head: Linear, tokens: torch.Tensor, h: torch.Tensor) -> Embed:
@@ -142,13 +143,7 @@ class Kernels:
         pre: torch.Tensor | None,
         kind: str,
     ) -> Input:
-        m, hidden = h.shape
-        x = (make_narrow_input if kind == "w8a8" else make_input)(m, hidden, self.device)
-        arguments: list[Any] = [pointer(h), as_branch(branch)]
-        arguments += [pointer(t) for t in (post, scalar, pre, x.data, x.scale)]
-        arguments += [c_int(hidden), c_float(self.arch.eps), c_int(x.k_blocks), c_int(x.block)]
-        self._launch(norm_variant(kind), "add_norm", (m, 1, 1), NORM_THREADS, arguments)
-        return x
+        return self._norms.norm(h, branch, post, scalar, pre, kind)
 
     def gated(self, x: Input, gate_up: Linear, kind: str) -> Input:
         if gate_up.kind == "w8a8":
@@ -221,13 +216,7 @@ class Kernels:
         routed: torch.Tensor,
         routed_norm: torch.Tensor,
     ) -> torch.Tensor:
-        m, hidden = dense.shape
-        out = torch.empty((m, hidden), device=self.device)
-        arguments: list[Any] = [as_branch(dense)]
-        arguments += [pointer(t) for t in (dense_norm, routed, routed_norm, out)]
-        arguments += [c_int(hidden), c_float(self.arch.eps)]
-        self._launch(norm_variant("bf16"), "join", (m, 1, 1), NORM_THREADS, arguments)
-        return out
+        return self._norms.join(dense, dense_norm, routed, routed_norm)
 
     def _launch(
         self,

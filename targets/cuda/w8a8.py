@@ -36,8 +36,8 @@ class _Job(Structure):
     )
 
 
-class Branch(Structure):
-    """A linear layer's output as the norms read it (narrow.cuh); without `parts`, none."""
+class Groups(Structure):
+    """`Parts` as the norms read them (narrow.cuh)."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("parts", "scale", "x_scale")),
@@ -59,10 +59,8 @@ class Parts:
         return self.sums.shape[1:]
 
 
-def as_branch(out: torch.Tensor | Parts | None) -> Branch:
-    if isinstance(out, Parts):
-        return Branch(*map(address, (out.sums, out.scale, out.x_scale)), len(out.sums))
-    return Branch(address(out), None, None, 1)
+def as_groups(parts: Parts) -> Groups:
+    return Groups(*map(address, (parts.sums, parts.scale, parts.x_scale)), len(parts.sums))
 
 
 def variants() -> set[Variant]:
@@ -108,7 +106,7 @@ class W8A8:
         if isinstance(made, torch.Tensor):
             return made
         out = torch.empty(made.shape, device=x.data.device)
-        arguments = [as_branch(made), pointer(out), c_int(weight.n)]
+        arguments = [as_groups(made), pointer(out), c_int(weight.n)]
         grid = (-(-weight.n // (4 * ADD_THREADS)), x.rows, 1)
         self._launch(AROUND, "add_groups", grid, ADD_THREADS, arguments)
         return out

@@ -11,18 +11,18 @@ __device__ inline size_t narrow_offset(int m, int f, int k_blocks, int block) {
   return start + (f / 4 % 2 * block + m % block) * 16 + f % 32 / 8 * 4 + f % 4;
 }
 
-// A linear layer's output, row by row: as it is, or the sums of its k groups [groups, M, width], which
-// are added in ascending order and scaled.
-struct Branch {
+// A linear layer's output, row by row, that left k groups: their sums [groups, M, width] are added in
+// ascending order and scaled.
+struct Groups {
   const float* parts;
-  const float* scale;    // [width]; null: one group, scaled already
+  const float* scale;    // [width]
   const float* x_scale;  // [M]
   int groups;            // up to 8
 
+  __device__ bool here() const { return true; }
   // Values 4 i to 4 i + 3 of row m.
   __device__ float4 load(int m, int i, int rows, int width) const {
     const float4* at = reinterpret_cast<const float4*>(parts) + size_t(m) * (width / 4) + i;
-    if (!scale) return *at;
     const size_t stride = size_t(rows) * (width / 4);
     float4 v[8];
 #pragma unroll

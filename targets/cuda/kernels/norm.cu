@@ -6,41 +6,58 @@
 #define W8A8 0
 #endif
 
-// h = (h + rms(branch) * post) * scalar; x = rms(h) * pre. branch.parts, scalar, pre may be null, and
+// A linear layer's output as it is: what the norms read but for Groups (narrow.cuh). Two kernels of each,
+// since loads that may be of groups would wait for one another: 1 us more a norm.
+struct Whole {
+  const float* rows;  // may be null
+
+  __device__ bool here() const { return rows; }
+  __device__ float4 load(int m, int i, int, int width) const { return load4(rows + size_t(m) * width, i); }
+};
+
+struct Turn {
+  float* h;
+  const float *post, *scalar, *pre;
+  void* x;
+  float* scale;
+  int hidden, k_blocks, block;
+  float eps;
+};
+
+// h = (h + rms(branch) * post) * scalar; x = rms(h) * pre. The branch, scalar, pre may be missing, and
 // post: the branch is then added as it is.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    add_norm(float* h, const __grid_constant__ Branch branch, const float* post, const float* scalar, const float* pre,
-             void* x, float* scale, int hidden, float eps, int k_blocks, int block) {
+template <class Branch>
+__device__ inline void turn(const Turn& job, const Branch& branch) {
   __shared__ float scratch[3][32];
   let_next_start();
-  const int m = blockIdx.x, quads = hidden / 4;
+  const int m = blockIdx.x, quads = job.hidden / 4;
   float4 weight[kMax], closing[kMax], stream[kMax], added[kMax];
 #pragma unroll
   for (int j = 0; j < kMax; j++) {
     const int i = threadIdx.x + j * kThreads;
-    if (pre && i < quads) weight[j] = load4(pre, i);
-    if (post && i < quads) closing[j] = load4(post, i);
+    if (job.pre && i < quads) weight[j] = load4(job.pre, i);
+    if (job.post && i < quads) closing[j] = load4(job.post, i);
   }
-  const float factor = scalar ? *scalar : 1.0f;
+  const float factor = job.scalar ? *job.scalar : 1.0f;
   wait_for_previous();
-  float* row = h + size_t(m) * hidden;
+  float* row = job.h + size_t(m) * job.hidden;
   float squares = 0.0f;
 #pragma unroll
   for (int j = 0; j < kMax; j++) {
     const int i = threadIdx.x + j * kThreads;
     if (i >= quads) continue;
     stream[j] = load4(row, i);
-    if (!branch.parts) continue;
-    added[j] = branch.load(m, i, gridDim.x, hidden);
+    if (!branch.here()) continue;
+    added[j] = branch.load(m, i, gridDim.x, job.hidden);
     squares += square4(added[j]);
   }
-  if (branch.parts) {
-    const float inverse = post ? rsqrtf(block_sum(squares, scratch[0]) / hidden + eps) : 1.0f;
+  if (branch.here()) {
+    const float inverse = job.post ? rsqrtf(block_sum(squares, scratch[0]) / job.hidden + job.eps) : 1.0f;
 #pragma unroll
     for (int j = 0; j < kMax; j++) {
       const int i = threadIdx.x + j * kThreads;
       if (i >= quads) continue;
-      const float4 w = post ? closing[j] : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+      const float4 w = job.post ? closing[j] : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
       float4 v = stream[j];
       v.x = (v.x + added[j].x * inverse * w.x) * factor;
       v.y = (v.y + added[j].y * inverse * w.y) * factor;
@@ -50,14 +67,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       reinterpret_cast<float4*>(row)[i] = v;
     }
   }
-  if (!x) return;
+  if (!job.x) return;
   float inverse = 1.0f;
-  if (pre) {
+  if (job.pre) {
     squares = 0.0f;
 #pragma unroll
     for (int j = 0; j < kMax; j++)
       if (threadIdx.x + j * kThreads < quads) squares += square4(stream[j]);
-    inverse = rsqrtf(block_sum(squares, scratch[1]) / hidden + eps);
+    inverse = rsqrtf(block_sum(squares, scratch[1]) / job.hidden + job.eps);
   }
   float largest = 0.0f;
 #pragma unroll
@@ -65,54 +82,76 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int i = threadIdx.x + j * kThreads;
     if (i >= quads) continue;
     float4& v = stream[j];
-    if (pre) {
+    if (job.pre) {
       v.x *= inverse * weight[j].x, v.y *= inverse * weight[j].y;
       v.z *= inverse * weight[j].z, v.w *= inverse * weight[j].w;
     }
     if (W8A8)
       largest = fmaxf(largest, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
     else
-      store_input(x, m, i, v, k_blocks, block);
+      store_input(job.x, m, i, v, job.k_blocks, job.block);
   }
 #if W8A8
-  const float to_e4m3 = range(largest, scale, 1.0f, scratch[2]);
+  const float to_e4m3 = range(largest, job.scale, 1.0f, scratch[2]);
 #pragma unroll
   for (int j = 0; j < kMax; j++) {
     const int i = threadIdx.x + j * kThreads;
-    if (i < quads) store_four(static_cast<u8*>(x), m, 4 * i, stream[j], to_e4m3, k_blocks, block);
+    if (i < quads) store_four(static_cast<u8*>(job.x), m, 4 * i, stream[j], to_e4m3, job.k_blocks, job.block);
   }
 #endif
 }
 
-// out = rms(first) * first_weight + rms(second) * second_weight: the two branches of a MoE layer.
+extern "C" __global__ void __launch_bounds__(kThreads) add_norm(const __grid_constant__ Turn job, const float* branch) {
+  turn(job, Whole{branch});
+}
 extern "C" __global__ void __launch_bounds__(kThreads)
-    join(const __grid_constant__ Branch first, const float* first_weight, const float* second,
-         const float* second_weight, float* out, int hidden, float eps) {
+    add_norm_groups(const __grid_constant__ Turn job, const __grid_constant__ Groups branch) {
+  turn(job, branch);
+}
+
+struct Join {
+  const float *first_weight, *second, *second_weight;
+  float* out;
+  int hidden;
+  float eps;
+};
+
+// out = rms(first) * first_weight + rms(second) * second_weight: the two branches of a MoE layer.
+template <class Branch>
+__device__ inline void join_of(const Join& job, const Branch& first) {
   __shared__ float scratch[2][32];
   let_next_start();
   wait_for_previous();
-  const size_t row = size_t(blockIdx.x) * hidden;
-  const int quads = hidden / 4;
+  const size_t row = size_t(blockIdx.x) * job.hidden;
+  const int quads = job.hidden / 4;
   float4 a[kMax], b[kMax];
   float a_squares = 0.0f, b_squares = 0.0f;
 #pragma unroll
   for (int j = 0; j < kMax; j++) {
     const int i = threadIdx.x + j * kThreads;
     if (i >= quads) continue;
-    a[j] = first.load(blockIdx.x, i, gridDim.x, hidden), b[j] = load4(second + row, i);
+    a[j] = first.load(blockIdx.x, i, gridDim.x, job.hidden), b[j] = load4(job.second + row, i);
     a_squares += square4(a[j]), b_squares += square4(b[j]);
   }
-  const float p = rsqrtf(block_sum(a_squares, scratch[0]) / hidden + eps);
-  const float q = rsqrtf(block_sum(b_squares, scratch[1]) / hidden + eps);
+  const float p = rsqrtf(block_sum(a_squares, scratch[0]) / job.hidden + job.eps);
+  const float q = rsqrtf(block_sum(b_squares, scratch[1]) / job.hidden + job.eps);
 #pragma unroll
   for (int j = 0; j < kMax; j++) {
     const int i = threadIdx.x + j * kThreads;
     if (i >= quads) continue;
-    const float4 u = load4(first_weight, i), v = load4(second_weight, i);
-    reinterpret_cast<float4*>(out + row)[i] =
+    const float4 u = load4(job.first_weight, i), v = load4(job.second_weight, i);
+    reinterpret_cast<float4*>(job.out + row)[i] =
         make_float4(a[j].x * p * u.x + b[j].x * q * v.x, a[j].y * p * u.y + b[j].y * q * v.y,
                     a[j].z * p * u.z + b[j].z * q * v.z, a[j].w * p * u.w + b[j].w * q * v.w);
   }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) join(const __grid_constant__ Join job, const float* first) {
+  join_of(job, Whole{first});
+}
+extern "C" __global__ void __launch_bounds__(kThreads)
+    join_groups(const __grid_constant__ Join job, const __grid_constant__ Groups first) {
+  join_of(job, first);
 }
 
 // h[m] = table[token] * factor.

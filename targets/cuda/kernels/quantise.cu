@@ -52,9 +52,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 // out [M, width], width a multiple of 4. Grid: (quads of a row in blocks of 256, M).
 extern "C" __global__ void __launch_bounds__(256)
-    add_groups(const __grid_constant__ Branch branch, float4* out, int width) {
+    add_groups(const __grid_constant__ Groups groups, float4* out, int width) {
   let_next_start();
   const int i = blockIdx.x * 256 + threadIdx.x;
   wait_for_previous();
-  if (i < width / 4) out[size_t(blockIdx.y) * (width / 4) + i] = branch.load(blockIdx.y, i, gridDim.y, width);
+  if (i < width / 4) out[size_t(blockIdx.y) * (width / 4) + i] = groups.load(blockIdx.y, i, gridDim.y, width);
 }
