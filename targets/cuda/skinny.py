@@ -92,7 +92,9 @@ class Skinny:
             *(tiles.GATE_ROWS[weight.kind] * weight.layout.endswith("gated"), int(fp8)),
         )
         grid = (plan.ctas, -(-plan.steps // together), count * plan.passes)
-        shared = plan.tiles * tiles.TILE * (together * step + 16)
+        rows, pads = plan.tiles * tiles.TILE, tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
+        places = plan.warps * plan.wide * plan.depth * together
+        shared = rows * (together * step + pads + 4) + 8 * places
         self._launch(UNTILE, "untile", grid, UNTILE_THREADS, [job], shared, early=False)
         values = self._scratch[:size].view(torch.float8_e4m3fn if fp8 else torch.bfloat16)
         return values.view(-1, weight.k), self._plain_scale(weight)

@@ -24,39 +24,36 @@ __device__ inline int row_of(const Job& job, int tile, int r) {  // -1: only pad
 constexpr int kWarps = 16;
 constexpr int kAhead = 4;  // tiles that a warp has on their way
 
-// Where a tile of a block is stored, and where its first value goes.
-struct Place {
-  const uint4* from;
-  u8* to;
-};
-
-__device__ inline Place place_of(const Job& job, u8* rows, int pitch, int first_step, int i) {
-  const int lane = threadIdx.x % 32, parts = job.fp8 ? 1 : 2, together = job.k_groups * job.depth;
+// Where a tile of a CTA's is: stored, from its first, in 16 bytes; and its first value, among the rows.
+// Found once per tile, by one thread: divisions by every lane would take longer than the memory.
+__device__ inline uint2 place_of(const Job& job, int pitch, int i) {
+  const int parts = job.fp8 ? 1 : 2, together = job.k_groups * job.depth;
   const int count = job.row_groups * together * job.wide;
   const int s = i / count, place = i % count;  // [k group][row group][depth][wide]
   const int t = place % job.wide, d = place / job.wide % job.depth, group = place / job.wide / job.depth;
-  const size_t step = (size_t(blockIdx.z) * job.steps + first_step + s) * gridDim.x + blockIdx.x;
-  const int row = (group % job.row_groups * job.wide + t) * 16 + lane / 4;
-  const int column = (s * together + group / job.row_groups * job.depth + d) * 32 + lane % 4 * 8;
-  return {job.tiled + (step * count + place) * parts * 32 + lane, rows + row * pitch + column * parts};
+  const int row = (group % job.row_groups * job.wide + t) * 16;
+  const int column = (s * together + group / job.row_groups * job.depth + d) * 32;
+  return make_uint2((s * gridDim.x * count + place) * parts * 32, row * pitch + column * parts);
 }
 
 // What was stored tile by tile, into rows of shared memory.
-__device__ inline void lay_out(const Job& job, u8* rows, int pitch, int first_step, int steps) {
-  const int count = steps * job.row_groups * job.k_groups * job.depth * job.wide;
+__device__ inline void lay_out(const Job& job, const uint4* tiled, u8* rows, int pitch, const uint2* places, int count) {
+  const int lane = threadIdx.x % 32;
+  tiled += lane;
+  rows += lane / 4 * pitch + lane % 4 * (job.fp8 ? 8 : 16);
   for (int first = threadIdx.x / 32; first < count; first += kAhead * kWarps) {
     uint4 a[kAhead], b[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; i++) {
       if (first + i * kWarps >= count) break;
-      const uint4* from = place_of(job, rows, pitch, first_step, first + i * kWarps).from;
+      const uint4* from = tiled + places[first + i * kWarps].x;
       a[i] = from[0];
       if (!job.fp8) b[i] = from[32];
     }
 #pragma unroll
     for (int i = 0; i < kAhead; i++) {
       if (first + i * kWarps >= count) break;
-      u8* to = place_of(job, rows, pitch, first_step, first + i * kWarps).to;
+      u8* to = rows + places[first + i * kWarps].y;
       if (job.fp8) {
         *reinterpret_cast<uint2*>(to) = make_uint2(a[i].x, a[i].z);
         *reinterpret_cast<uint2*>(to + 8 * pitch) = make_uint2(a[i].y, a[i].w);
@@ -68,21 +65,38 @@ __device__ inline void lay_out(const Job& job, u8* rows, int pitch, int first_st
   }
 }
 
+// `bytes` of each row that is real, to its place in the output.
+template <class Piece>
+__device__ inline void store_rows(const Job& job, const u8* rows, int pitch, const int* numbers, int input, int bytes) {
+  const int size = job.fp8 ? 1 : 2, lane = threadIdx.x % 32;
+  u8* out = job.out + (size_t(blockIdx.z / job.passes) * job.n * job.k + input) * size;
+  for (int r = threadIdx.x / 32; r < job.tiles * 16; r += kWarps) {
+    if (numbers[r] < 0) continue;
+    const Piece* from = reinterpret_cast<const Piece*>(rows + r * pitch);
+    Piece* to = reinterpret_cast<Piece*>(out + size_t(numbers[r]) * job.k * size);
+    for (int i = lane; i < bytes / int(sizeof(Piece)); i += 32) to[i] = from[i];
+  }
+}
+
+// Shared memory: rows [16 tiles][pitch], the rows' numbers, the tiles' places (skinny.py).
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) untile(const __grid_constant__ Job job) {
-  extern __shared__ __align__(16) u8 rows[];  // [16 tiles][pitch]
+  extern __shared__ __align__(16) u8 rows[];
   const int size = job.fp8 ? 1 : 2, width = job.k_groups * job.depth * 32;  // inputs of a step
   const int first_step = blockIdx.y * job.together, steps = min(job.together, job.steps - first_step);
-  const int pitch = job.together * width * size + 16;
-  lay_out(job, rows, pitch, first_step, steps);
+  const int pitch = (job.together * width + 32) * size;  // so that a tile's rows lie in banks of their own
+  const int each = job.row_groups * job.k_groups * job.depth * job.wide, count = steps * each;
+  int* numbers = reinterpret_cast<int*>(rows + job.tiles * 16 * pitch);
+  uint2* places = reinterpret_cast<uint2*>(numbers + job.tiles * 16);
+  const int first = ((blockIdx.z % job.passes) * gridDim.x + blockIdx.x) * job.tiles;
+  for (int r = threadIdx.x; r < job.tiles * 16; r += blockDim.x) numbers[r] = row_of(job, first + r / 16, r % 16);
+  for (int i = threadIdx.x; i < count; i += blockDim.x) places[i] = place_of(job, pitch, i);
   __syncthreads();
-  const int first = ((blockIdx.z % job.passes) * gridDim.x + blockIdx.x) * job.tiles, input = first_step * width;
-  const int inputs = min(steps * width, job.k - input);
-  for (int r = threadIdx.x / 32; r < job.tiles * 16; r += kWarps) {
-    const int row = row_of(job, first + r / 16, r % 16);
-    if (row < 0) continue;
-    const u8* from = rows + r * pitch;
-    u8* to = job.out + ((size_t(blockIdx.z / job.passes) * job.n + row) * job.k + input) * size;
-    for (int i = threadIdx.x % 32 * 8; i < inputs * size; i += 256)
-      *reinterpret_cast<uint2*>(to + i) = *reinterpret_cast<const uint2*>(from + i);
-  }
+  const size_t step = (size_t(blockIdx.z) * job.steps + first_step) * gridDim.x + blockIdx.x;
+  lay_out(job, job.tiled + step * each * size * 32, rows, pitch, places, count);
+  __syncthreads();
+  const int input = first_step * width, bytes = min(steps * width, job.k - input) * size;
+  if (job.k * size % 16 == 0)
+    store_rows<uint4>(job, rows, pitch, numbers, input, bytes);
+  else
+    store_rows<uint2>(job, rows, pitch, numbers, input, bytes);
 }
