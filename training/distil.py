@@ -194,3 +194,30 @@ def read_answers(out: Path) -> tuple[Dataset, dict[str, Any]]:
     if not files:
         raise UserError(f"{out} holds no whole shard yet: run `specdec distil` to its end")
     return concatenate_datasets([Dataset.from_file(str(file)) for file in files]), manifest
+
+
+class Split(NamedTuple):
+    """Answers to train on, answers to judge by, and where they come from."""
+
+    trained: Dataset
+    heldout: Dataset
+    source: dict[str, Any]
+
+
+def split_answers(folders: Rows[Path], target: str, heldout_share: float) -> Split:
+    """The answers of all folders; the last share of each is held out.
+
+    target: hash of the model that is to have written them. Raises UserError where another did, and
+    where a folder is empty.
+    """
+    trained, heldout, parts = [], [], []
+    for folder in folders:
+        answers, manifest = read_answers(folder)
+        if manifest["target"] != target:
+            raise UserError(f"{folder} was written by another model than this one: distil anew")
+        first = len(answers) - max(1, round(len(answers) * heldout_share))
+        trained.append(answers.select(range(first)))
+        heldout.append(answers.select(range(first, len(answers))))
+        parts.append(manifest | {"answers": len(answers)})
+    source = {"target": target, "folders": parts}
+    return Split(concatenate_datasets(trained), concatenate_datasets(heldout), source)

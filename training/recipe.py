@@ -23,7 +23,8 @@ EXAMPLE = "configs/eagle3-mini.toml"
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What is free in a head; the rest is the target's. layers: by output, () for the default."""
+    """What is free in a head; the rest is the target's. layers: by output, () for the default.
+    fc_norm, norm_output: as in EAGLE-3.1 (`HeadSpec`)."""
 
     ffw: int
     heads: int
@@ -32,6 +33,8 @@ class HeadShape:
     draft_vocab: int
     max_position: int
     layers: tuple[int, ...] = ()
+    fc_norm: bool = False
+    norm_output: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ def spec_for(arch: Arch, shape: HeadShape, stop_ids: Collection[int]) -> HeadSpe
         draft_vocab=shape.draft_vocab,
         layers=shape.layers or default_layers(len(arch.layers)),
         max_position=shape.max_position,
+        fc_norm=shape.fc_norm,
+        norm_output=shape.norm_output,
     )
     check_spec(spec)
     check_pair(spec, arch)

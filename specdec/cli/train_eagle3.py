@@ -41,7 +41,7 @@ def train_eagle3(
     recipe: Path,
     /,
     *,
-    data: Path,
+    data: list[Path],
     run: Path,
     model: ModelConfig = ModelConfig(),  # noqa: B008
     feature_cache: Path | None = None,
@@ -55,7 +55,7 @@ def train_eagle3(
     recipe
         TOML: see configs/eagle3-*.toml.
     data
-        The folder that `specdec distil` made.
+        The folder that `specdec distil` made; repeat it to train on several.
     run
         Folder for checkpoints, log.jsonl and curve.png.
     feature_cache
@@ -94,7 +94,7 @@ def train_eagle3(
 
 def _make_trainer(
     recipe: Recipe,
-    data: Path,
+    data: list[Path],
     run: Path,
     model: ModelConfig,
     feature_cache: Path | None,
@@ -102,7 +102,7 @@ def _make_trainer(
 ) -> tuple[Trainer, float]:
     """Everything loaded and checked, and the draft vocabulary's coverage. Raises UserError."""
     from targets.tokenizer import load_tokenizer
-    from training.distil import read_answers, target_hash
+    from training.distil import split_answers, target_hash
     from training.eagle3 import Trainer, contract_of, sign
     from training.feature_cache import with_states
     from training.live import Live, prompts_of
@@ -112,20 +112,14 @@ def _make_trainer(
     from training.vocabulary import count_generated, coverage, draft_vocabulary
 
     path = checkpoint_path(model.model)
-    answers, manifest = read_answers(data)
     with console.status("checking that this model wrote the data"):
-        if manifest["target"] != target_hash(path):
-            raise UserError(f"{data} was written by another model than {path.name}: distil anew")
+        answers, kept, source = split_answers(data, target_hash(path), recipe.heldout_share)
     params, arch = load_teacher(path, model.dtype)
     tokenizer = load_tokenizer(path, arch.vocab)
     spec = spec_for(arch, recipe.head, tokenizer.stop_ids)
-    first_kept = len(answers) - max(1, round(len(answers) * recipe.heldout_share))
-    kept = answers.select(range(first_kept, len(answers)))
-    rows = pack(answers.select(range(first_kept)), recipe.length)
-    judged = pack(kept, recipe.length)
+    rows, judged = pack(answers, recipe.length), pack(kept, recipe.length)
     counts = count_generated(rows, arch.vocab)
     ids = draft_vocabulary(counts, spec.draft_vocab, tokenizer.stop_ids)
-    source = manifest | {"answers": len(answers)}
     teacher, cache = (params, arch, spec.layers), None
     if feature_cache is not None:
         cache = _claim_cache(feature_cache, *teacher, source, (rows, judged))
