@@ -1,13 +1,15 @@
-"""Prompts for mini to answer when its EAGLE-3 head's data is distilled: source, and requests.
+"""Prompts for mini to answer when its EAGLE-3 head's data is distilled.
 
-`python -m training.draft_prompts corpus/train.jsonl prompts.jsonl` writes one document in so many
-whole (`specdec distil --cut` makes prompts of it), followed by requests for functions of the next.
-With `--openings N` it writes instead how up to N functions of each document begin, up to the end of
-their docstrings.
+`python -m training.draft_prompts corpus/train.jsonl prompts.jsonl` writes for each document a piece
+from somewhere in it (`specdec distil --cut` makes several prompts of it), how some of its functions
+begin, and requests for functions. A little of every document: a head that saw all of a few files
+knows those files.
 """
 
 import argparse
+import hashlib
 import json
+import random
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -17,40 +19,46 @@ from training.chats import chats_of, requests_and_answers
 SEED = 0
 
 
-def prompts_of(documents: list[str], every: int, chats: int) -> Iterator[dict[str, object]]:
-    """One document in `every`, and after each up to `chats` requests made from those between."""
-    for start in range(0, len(documents), every):
-        yield {"text": documents[start], "category": "source"}
-        between = documents[start + 1 : start + every]
-        requests = (chat[0] for text in between for chat in chats_of(text, SEED))
-        for request in islice(requests, chats):
-            yield {"messages": [request], "category": "chat"}
-
-
-def openings_of(documents: list[str], most: int) -> Iterator[dict[str, object]]:
-    """The longest openings first: they say most about what is to follow."""
+def prompts_of(
+    documents: list[str], characters: int, functions: int
+) -> Iterator[dict[str, object]]:
+    """Of each document a piece of so many characters; openings of and requests for functions."""
     for text in documents:
-        openings = {function["header"] for function in requests_and_answers(text)}
-        for opening in sorted(openings, key=lambda o: (-len(o), o))[:most]:
-            yield {"prompt": opening + "\n", "category": "opening"}
+        yield {"text": excerpt(text, characters), "category": "source"}
+        for opening in islice(openings(text), functions):
+            yield {"prompt": opening, "category": "opening"}
+        for chat in islice(chats_of(text, SEED), functions):
+            yield {"messages": [chat[0]], "category": "chat"}
+
+
+def excerpt(text: str, characters: int) -> str:
+    """Whole lines but for the last one; the same text gives the same piece."""
+    digest = hashlib.sha256(f"{SEED}\n{text}".encode()).digest()
+    place = random.Random(int.from_bytes(digest[:8], "big"))
+    start = place.randint(0, max(0, len(text) - characters))
+    start = text.rfind("\n", 0, start) + 1
+    return text[start : start + characters]
+
+
+def openings(text: str) -> Iterator[str]:
+    """How functions begin, up to the end of their docstrings; the longest first, as they say most
+    about what is to follow."""
+    found = {function["header"] for function in requests_and_answers(text)}
+    for opening in sorted(found, key=lambda o: (-len(o), o)):
+        yield opening + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("corpus", type=Path, help="train.jsonl of training.corpus")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--every", type=int, default=14, help="one document in so many")
-    parser.add_argument("--chats", type=int, default=8, help="requests after each document")
-    parser.add_argument("--openings", type=int, default=0, help="functions of each document")
+    parser.add_argument("--characters", type=int, default=1000, help="of each document")
+    parser.add_argument("--functions", type=int, default=2, help="of each document")
     options = parser.parse_args()
     with options.corpus.open(encoding="utf-8") as lines:
         documents = [json.loads(line)["text"] for line in lines]
-    if options.openings:
-        prompts = openings_of(documents, options.openings)
-    else:
-        prompts = prompts_of(documents, options.every, options.chats)
     with options.out.open("w", encoding="utf-8") as out:
-        for prompt in prompts:
+        for prompt in prompts_of(documents, options.characters, options.functions):
             out.write(json.dumps(prompt) + "\n")
 
 
