@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from specdec.errors import UserError
 from tests.commands import refused, run
 from tests.distil_worker import PROMPTS, run as distil_fake, source
-from training.distil import claim, cut_documents, read_answers, shards
+from training.distil import claim, cut_documents, read_answers, shards, split_answers
 
 
 def killed(out: Path, where: str, count: int) -> int:
@@ -58,6 +58,20 @@ def test_another_runs_folder_is_refused(tmp_path) -> None:
         read_answers(tmp_path)
     with pytest.raises(UserError, match="specdec distil"):
         read_answers(tmp_path / "nowhere")
+
+
+def test_of_each_folder_the_last_answers_are_held_out(tmp_path) -> None:
+    folders = tmp_path / "drafted", tmp_path / "plain"
+    for folder in folders:
+        distil_fake(folder)
+    target, whole = source().target, read_answers(folders[0])[0]
+    first = len(whole) - round(len(whole) * 0.2)
+    split = split_answers(folders, target, 0.2)
+    assert split.trained["row"][:] == 2 * list(range(first))
+    assert split.heldout["row"][:] == 2 * list(range(first, len(whole)))
+    assert [part["answers"] for part in split.source["folders"]] == [len(whole)] * 2
+    with pytest.raises(UserError, match="drafted was written by another model"):
+        split_answers(folders, "another", 0.2)
 
 
 @given(st.lists(st.lists(st.integers(3, 99), max_size=40), min_size=1), st.integers(2, 12))

@@ -75,6 +75,8 @@ def test_impossible_data_and_recipes_are_refused(tmp_path) -> None:
         spec_for(target()[1], replace(SHAPE, draft_vocab=1), STOPS)
     with pytest.raises(UserError, match="layers 0 to 8"):
         spec_for(target()[1], replace(SHAPE, layers=(1, 3, 9)), STOPS)
+    newer = spec_for(target()[1], replace(SHAPE, fc_norm=True, norm_output=True), STOPS)
+    assert newer.fc_norm and newer.norm_output
     spec = spec_for(target()[1], SHAPE, STOPS)
     sign(tmp_path, contract_of(RECIPE, spec, {}), np.arange(3))
     sign(tmp_path, contract_of(RECIPE, spec, {}), np.arange(3))

@@ -3,7 +3,7 @@ engine and are distilled, then the trainer makes its inputs of the very same ans
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import training.unroll
 from drafters.eagle3 import drafter_cuda, drafter_jax
 from drafters.eagle3.cuda import HeadModel
 from drafters.eagle3.jax import place
+from drafters.eagle3.spec import Head
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import Sampling
@@ -30,12 +31,16 @@ from training.unroll import judge, masks
 K, LENGTH, TOLERANCE = 3, 64, 2e-5
 """States reach 10; the largest difference seen is 3e-6."""
 PROMPTS = [[5, 9, 3], [7, 8] * 9, [11]]
-KNOWN = random_head().target_ids[40:44].tolist()
-SAMPLINGS = {
-    "greedy": Sampling(logit_bias=tuple((i, 30.0) for i in KNOWN)),
-    "sampled": Sampling(1.0, seed=7, logit_bias=tuple((i, 30.0) for i in KNOWN)),
+HEADS = {
+    "eagle3": random_head(),
+    "eagle3.1": random_head(replace(SPEC, fc_norm=True, norm_output=True)),
 }
-"""Few tokens may be said, so that a random head is right now and then."""
+
+
+def samplings(head: Head) -> dict[str, Sampling]:
+    """Few tokens may be said, so that a random head is right now and then."""
+    bias = tuple((i, 30.0) for i in head.target_ids[40:44].tolist())
+    return {"greedy": Sampling(logit_bias=bias), "sampled": Sampling(1.0, seed=7, logit_bias=bias)}
 
 
 @dataclass
@@ -111,16 +116,16 @@ def listen_in_jax(monkeypatch, log: Log) -> None:
     monkeypatch.setattr(jax_head, "layer", heard(jax_head.layer, log.fed, 3, 5))
 
 
-def drafting_in_jax(path, monkeypatch, log: Log):
+def drafting_in_jax(path, monkeypatch, log: Log, head: Head):
     listen_in_jax(monkeypatch, log)
     target = test_eagle3_drafter.target_of(path, slots=1)
-    return target, drafter_jax.EagleDrafter(random_head(), target, K)
+    return target, drafter_jax.EagleDrafter(head, target, K)
 
 
-def drafting_in_cuda(path, monkeypatch, log: Log):
+def drafting_in_cuda(path, monkeypatch, log: Log, head: Head):
     """On its references."""
     target = test_eagle3_cuda.target_of(path, 1)
-    model = HeadModel(random_head(), target)
+    model = HeadModel(head, target)
     fuse, mix, store = model.fuse, model.mix, model.store
 
     def fused(features, slot):
@@ -137,11 +142,11 @@ def drafting_in_cuda(path, monkeypatch, log: Log):
     return target, drafter_cuda.EagleDrafter(model, K)
 
 
-def answered(target, drafter, log: Log, folder) -> tuple[list[dict], list[list[Turn]]]:
+def answered(target, drafter, log: Log, head: Head, folder) -> tuple[list[dict], list[list[Turn]]]:
     """Distilled answers, greedy and sampled, and what the head was fed meanwhile."""
     log.watch(drafter)
     made, log.requests = [], []
-    for name, sampling in SAMPLINGS.items():
+    for name, sampling in samplings(head).items():
         engine = Engine(target, drafter, host_cycle(target, drafter, K))
         told = source(max_tokens=24, rows=len(PROMPTS))
         distil(engine, PROMPTS, sampling, told, folder / name)
@@ -151,17 +156,17 @@ def answered(target, drafter, log: Log, folder) -> tuple[list[dict], list[list[T
     return made, log.requests
 
 
-@pytest.fixture(scope="module")
-def learn(tiny):
-    """Packed rows -> what the trainer feeds the head, by row: a call for each step."""
-    log, head = Log(), random_head()
+@pytest.fixture(scope="module", params=HEADS)
+def learn(request, tiny):
+    """A head; and packed rows -> what the trainer feeds it, by row: a call for each step."""
+    log, head = Log(), HEADS[request.param]
     params, arch = load_teacher(tiny["31b"])
     weights, ids = place(head, jnp.float32)
 
     @jax.jit
     def step(rows):
         lesson = teach(params, arch, SPEC.layers, ids, (), rows)
-        return judge(weights, SPEC, params.top["embed_tokens"], ids, rows, lesson, K, None)
+        return judge(weights, head.spec, params.top["embed_tokens"], ids, rows, lesson, K, None)
 
     def fed(rows: Rows) -> list[list[Call]]:
         for r in range(len(rows.tokens)):
@@ -173,7 +178,7 @@ def learn(tiny):
     with pytest.MonkeyPatch.context() as patch:
         listen_in_jax(patch, log)
         fed(pack(answers(1), LENGTH))  # compiled while somebody listens
-    return fed
+    return head, fed
 
 
 def same_entries(turns: list[Turn], first: Call, start: int, text: list[int]) -> None:
@@ -212,10 +217,13 @@ def same_steps(turns: list[Turn], steps: list[Call], mask, start: int, text: lis
 def test_training_feeds_the_head_what_drafting_does(
     tiny, learn, tmp_path, monkeypatch, drafting
 ) -> None:
-    log = Log()
-    made, requests = answered(*drafting(tiny["31b"], monkeypatch, log), log, tmp_path)
+    log, (head, fed) = Log(), learn
+    if head.spec.norm_output and drafting is drafting_in_cuda:
+        pytest.skip("its feedback is normed where it is read: test_eagle3_cuda.py compares results")
+    engaged = drafting(tiny["31b"], monkeypatch, log, head)
+    made, requests = answered(*engaged, log, head, tmp_path)
     rows = pack(made, LENGTH)
-    steps = learn(rows)
+    steps = fed(rows)
     mask, compared, number = np.stack(masks(rows, K)), 0, 0
     for r, documents in enumerate(rows.documents):
         for document in range(documents.max() + 1):
