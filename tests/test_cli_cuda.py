@@ -6,18 +6,22 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from drafters.none import NoDrafter
 from specdec.cli.assemble import warm_up
-from specdec.cli.config import ModelConfig, SpeculationConfig
+from specdec.cli.backend_cuda import CudaBackend
+from specdec.cli.backend_jax import JaxBackend
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.errors import UserError
 from specdec.types import Sampling
 from targets.arch import released
 from targets.cuda.launch import Variant, cached_binary
+from targets.cuda.layers import Reference
 from targets.cuda.load import CudaOptions, make_plan
 from targets.cuda.machine import Machine, refuse
 from tests.commands import CUDA, PROMPT, refused, run
@@ -122,12 +126,16 @@ def test_the_kernels_refuse_what_only_references_do():
         assert make_plan(arch, replace(options, slots=513), "bfloat16").kv_dtype == "float32"
 
 
+def test_the_loop_is_the_faster_one(monkeypatch):
+    one, four, references = (SimpleNamespace(slots=n, ops=None) for n in (1, 4, 1))
+    references.ops = Reference.__new__(Reference)
+    assert [CudaBackend().loop(target) for target in (one, references)] == ["device", "host"]
+    assert JaxBackend().loop(one) == "host"  # on a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert [JaxBackend().loop(target) for target in (one, four)] == ["device", "host"]
+
+
 def test_float32_on_a_gpu_runs_references_which_are_not_captured(capsys):
-    model = ModelConfig(backend="cuda", dtype="float32")
-    assert SpeculationConfig().resolved(model).loop == "host"
-    for drafter in ("ngram", "none", "model"):
-        captured = SpeculationConfig(drafter=drafter).resolved(ModelConfig(backend="cuda"))
-        assert captured.loop == "device"
     arguments = ["generate", PROMPT, "--backend", "cuda", "--dtype", "float32", "--loop", "device"]
     assert "--dtype float32 use --loop host" in refused(capsys, *arguments)
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
@@ -120,7 +120,7 @@ def require_exact(model: Model, speculation: SpeculationConfig) -> None:
         return
     with console.status("proving that rows do not depend on their place"):
         failed = [c.question for c in model.backend.self_check(model.target) if not c.passed]
-        if speculation.loop == "device" and not _same_in_both_loops(model, speculation):
+        if loop_of(model, speculation) == "device" and not _same_in_both_loops(model, speculation):
             failed.append("the loop that drives the cycles")
     if failed:
         raise UserError(
@@ -142,6 +142,11 @@ def _same_in_both_loops(model: Model, speculation: SpeculationConfig) -> bool:
     return texts[: len(VARIANTS)] == texts[len(VARIANTS) :]
 
 
+def loop_of(model: Model, speculation: SpeculationConfig) -> Literal["host", "device"]:
+    """The one that was asked for, or the faster."""
+    return speculation.loop or model.backend.loop(model.target)
+
+
 def make_engine(
     model: Model,
     config: SpeculationConfig,
@@ -156,7 +161,7 @@ def make_engine(
 
     target, drafter = model.target, make_drafter(config, model)
     k = 0 if config.drafter == "none" and accepted is None else config.k
-    if config.loop == "device":
+    if loop_of(model, config) == "device":
         driver = model.backend.cycle(target, drafter, k, accepted)
         # who has no prompts to read looks at the device's own history: nothing to do on the host
         return Engine(target, drafter if config.drafts else NoDrafter(), driver, max_waiting)

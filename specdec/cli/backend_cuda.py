@@ -156,6 +156,9 @@ class CudaBackend:
 
         return ("host",) if isinstance(target.ops, Reference) else ("host", "device")
 
+    def loop(self, target: CudaTarget) -> Literal["host", "device"]:
+        return self.loops(target)[-1]
+
     def step_bytes(self, target: CudaTarget, batch: int, width: int, context: int) -> int:
         from targets.cuda.roofline import cache_bytes, weight_bytes
 

@@ -130,6 +130,10 @@ class Backend(Protocol):
         """The drivers that it has."""
         ...
 
+    def loop(self, target: Any) -> Literal["host", "device"]:
+        """The faster one, as far as was measured (docs/results)."""
+        ...
+
     def step_bytes(self, target: Any, batch: int, width: int, context: int) -> int:
         """What one step must read, of weights and of K/V."""
         ...

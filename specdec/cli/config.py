@@ -85,13 +85,14 @@ class SpeculationConfig:
     ngram_max: int = 5
     "Longest suffix that prompt lookup tries first."
     loop: Literal["host", "device"] | None = None
-    "Where cycles are driven: host, or device (no wait for the host); cuda's default on a GPU."
+    """Where cycles are driven: host, or device (no wait for the host); by default the faster one:
+    device with cuda, and with jax for one slot on a GPU."""
     speculative_config: Annotated[str | None, Parameter(show_default=False)] = None
     """vLLM's JSON, understood as an alias: '{"method": "ngram", "num_speculative_tokens": 4}'."""
 
     def resolved(self, model: ModelConfig, random: bool = False) -> SpeculationConfig:
-        """Checked, with `speculative_config` folded in and the model's loop. random: weights are
-        made, an EAGLE-3 head's too. Raises UserError."""
+        """Checked, with `speculative_config` folded in. random: weights are made, an EAGLE-3
+        head's too. Raises UserError."""
         from drafters.ngram import NgramDrafter
 
         chosen = self if self.speculative_config is None else self._from_vllm()
@@ -101,9 +102,8 @@ class SpeculationConfig:
             )
         chosen._refuse_on_cuda(model)
         NgramDrafter(chosen.ngram_min, chosen.ngram_max)  # refuses bad lengths before any loading
-        loop = "device" if model.captures else "host"
         draft = chosen._draft_model(model.model, random)
-        return replace(chosen, loop=chosen.loop or loop, draft_model=draft)
+        return replace(chosen, draft_model=draft)
 
     def _refuse_on_cuda(self, model: ModelConfig) -> None:
         """Raise UserError for what the CUDA backend can't capture as graphs."""

@@ -15,7 +15,7 @@ from specdec.bench import (
     random_prompts,
     step_samples,
 )
-from specdec.cli.assemble import Model, console, make_engine
+from specdec.cli.assemble import Model, console, loop_of, make_engine
 from specdec.cli.config import SpeculationConfig
 from specdec.errors import UserError
 from specdec.measured import Figures
@@ -113,7 +113,7 @@ def _cycles(
         for drafter, k in (("none", 0), *drafted):
             width = model.backend.fed_width(model.target, k)
             engine = make_engine(model, replace(speculation, drafter=drafter, k=k))
-            place = (batch, context, drafter, speculation.loop, width, k)
+            place = (batch, context, drafter, loop_of(model, speculation), width, k)
             figures.add("cycle", place, cycle_samples(engine, prompts))
 
 
