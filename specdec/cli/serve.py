@@ -67,6 +67,7 @@ def serve(
             )
             try:
                 server.run(sockets=[listener])
+                raise KeyboardInterrupt  # only a signal ends it; uvloop may keep that to itself
             finally:  # also on the way out of Ctrl-C
                 if leader is not None and lines is not None:
                     leader.end()
