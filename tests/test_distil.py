@@ -64,14 +64,15 @@ def test_of_each_folder_the_last_answers_are_held_out(tmp_path) -> None:
     folders = tmp_path / "drafted", tmp_path / "plain"
     for folder in folders:
         distil_fake(folder)
-    target, whole = source().target, read_answers(folders[0])[0]
+    read = [(folder, *read_answers(folder)) for folder in folders]
+    target, whole = source().target, read[0][1]
     first = len(whole) - round(len(whole) * 0.2)
-    split = split_answers(folders, target, 0.2)
+    split = split_answers(read, target, 0.2)
     assert split.trained["row"][:] == 2 * list(range(first))
     assert split.heldout["row"][:] == 2 * list(range(first, len(whole)))
     assert [part["answers"] for part in split.source["folders"]] == [len(whole)] * 2
     with pytest.raises(UserError, match="drafted was written by another model"):
-        split_answers(folders, "another", 0.2)
+        split_answers(read, "another", 0.2)
 
 
 @given(st.lists(st.lists(st.integers(3, 99), max_size=40), min_size=1), st.integers(2, 12))

@@ -204,15 +204,16 @@ class Split(NamedTuple):
     source: dict[str, Any]
 
 
-def split_answers(folders: Rows[Path], target: str, heldout_share: float) -> Split:
+def split_answers(
+    read: Rows[tuple[Path, Dataset, dict[str, Any]]], target: str, heldout_share: float
+) -> Split:
     """The answers of all folders; the last share of each is held out.
 
-    target: hash of the model that is to have written them. Raises UserError where another did, and
-    where a folder is empty.
+    read: folder, answers and manifest (`read_answers`). target: hash of the model that is to have
+    written them. Raises UserError where another did.
     """
     trained, heldout, parts = [], [], []
-    for folder in folders:
-        answers, manifest = read_answers(folder)
+    for folder, answers, manifest in read:
         if manifest["target"] != target:
             raise UserError(f"{folder} was written by another model than this one: distil anew")
         first = len(answers) - max(1, round(len(answers) * heldout_share))

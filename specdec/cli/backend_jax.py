@@ -142,7 +142,7 @@ class JaxBackend:
     def loop(self, target: JaxTarget) -> Literal["host", "device"]:
         import jax
 
-        # one H200: 8 to 14 % faster with one slot, 14 to 16 % slower with 8 (E4B, 12B)
+        # one H200: 8 to 14 % faster with one slot (E4B, 12B), 14 to 16 % slower with 8 (E4B)
         alone = target.slots == 1 and jax.process_count() == 1
         return "device" if alone and jax.default_backend() == "gpu" else "host"
 

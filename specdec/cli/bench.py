@@ -80,9 +80,9 @@ def bench(
     grid = _grid(config, model, speculation)
     _refuse(config, model, speculation, grid)
     model = replace(model, slots=max(model.slots, *grid.batches))
-    widest = replace(speculation, k=max(speculation.k, *grid.ks, *(w - 1 for w in grid.widths)))
     if config.synthetic_tau and model.backend == "jax":
         speculation = replace(speculation, loop="host")  # the traced loop compares
+    widest = replace(speculation, k=max(speculation.k, *grid.ks, *(w - 1 for w in grid.widths)))
     load = partial(random_model, config.random) if config.random else load_model
     loaded = load(model, widest)
     grid.refuse(loaded.target.max_len, loaded.target.max_draft, speculation.k)

@@ -58,12 +58,6 @@ class ModelConfig:
     cache: Path | None = None
     "Where jax keeps compiled programs between runs; ~/.cache/specdec/xla by default."
 
-    @property
-    def captures(self) -> bool:
-        """Whether cycles run as captured graphs, which is how our kernels are meant to be used;
-        their references, which a CPU and float32 run, ask the host as they go."""
-        return self.backend == "cuda" and self.device != "cpu" and self.dtype != "float32"
-
 
 @Parameter(name="*", group="Speculation")
 @dataclass(frozen=True)
@@ -106,8 +100,10 @@ class SpeculationConfig:
         return replace(chosen, draft_model=draft)
 
     def _refuse_on_cuda(self, model: ModelConfig) -> None:
-        """Raise UserError for what the CUDA backend can't capture as graphs."""
-        if self.loop == "device" and model.backend == "cuda" and not model.captures:
+        """Raise UserError for what the CUDA backend can't capture as graphs: its references, which
+        a CPU and float32 run, ask the host as they go."""
+        references = model.device == "cpu" or model.dtype == "float32"
+        if self.loop == "device" and model.backend == "cuda" and references:
             raise UserError(
                 "--loop device captures CUDA graphs: with --device cpu or --dtype float32 use "
                 "--loop host"

@@ -102,7 +102,7 @@ def _make_trainer(
 ) -> tuple[Trainer, float]:
     """Everything loaded and checked, and the draft vocabulary's coverage. Raises UserError."""
     from targets.tokenizer import load_tokenizer
-    from training.distil import split_answers, target_hash
+    from training.distil import read_answers, split_answers, target_hash
     from training.eagle3 import Trainer, contract_of, sign
     from training.feature_cache import with_states
     from training.live import Live, prompts_of
@@ -112,8 +112,9 @@ def _make_trainer(
     from training.vocabulary import count_generated, coverage, draft_vocabulary
 
     path = checkpoint_path(model.model)
+    read = [(folder, *read_answers(folder)) for folder in data]
     with console.status("checking that this model wrote the data"):
-        answers, kept, source = split_answers(data, target_hash(path), recipe.heldout_share)
+        answers, kept, source = split_answers(read, target_hash(path), recipe.heldout_share)
     params, arch = load_teacher(path, model.dtype)
     tokenizer = load_tokenizer(path, arch.vocab)
     spec = spec_for(arch, recipe.head, tokenizer.stop_ids)
