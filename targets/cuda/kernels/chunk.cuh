@@ -102,32 +102,46 @@ __device__ inline void score(const Keys& keys, const Shared& shared) {
     for (int e = 0; e < 4; e++) out[(t * 8 + e % 2) * kScores + e / 2 * 8] = s[t][e];
 }
 
-// Row r's shares of a chunk; the factor of what its lane has so far.
-__device__ inline float share(const Job& job, const Work& work, const Shared& shared, int r,
-                              Sums& sums) {
-  const int first = threadIdx.x % 32 * kKeysPerLane, key0 = work.chunk * kChunk + first;
-  const int query = work.position(job, r), oldest = job.window ? query - job.window + 1 : 0;
-  float s[kKeysPerLane], top = -INFINITY, total = 0.0f;
+// Shares of a chunk in this warp's rows (each kWarps-th), and the factors of what their lanes have so
+// far. All rows at once, those beyond the last too: nobody reads them, and reductions are chains of
+// latency that run beside one another.
+__device__ inline void share(const Job& job, const Work& work, const Shared& shared, Sums (&sums)[NT],
+                             float (&keep)[NT]) {
+  const int warp = threadIdx.x / 32, first = threadIdx.x % 32 * kKeysPerLane;
+  const int key0 = work.chunk * kChunk + first;
+  float s[NT][kKeysPerLane], top[NT], total[NT];
 #pragma unroll
-  for (int i = 0; i < kKeysPerLane; i++) {
-    const float* at = shared.scores + r * kScores + first + i;
-    const float sum = kSlices == 1 ? at[0] : at[0] + at[kRows * kScores];
-    s[i] = key0 + i <= query && key0 + i >= oldest ? sum : -INFINITY;
-    top = fmaxf(top, s[i]);
-  }
-  const float m = fmaxf(sums.m, warp_max(top));
-  const bool none = m == -INFINITY;
-  const float keep = none ? 1.0f : __expf(sums.m - m);
-  u32* out = reinterpret_cast<u32*>(shared.shares + (first / 32 * kRows + r) * 32 + first % 32);
+  for (int t = 0; t < NT; t++) {
+    const int r = warp + t * kWarps, query = work.position(job, r);
+    const int oldest = job.window ? query - job.window + 1 : 0;
+    top[t] = -INFINITY;
 #pragma unroll
-  for (int i = 0; i < kKeysPerLane; i += 2) {
-    const float p0 = none ? 0.0f : __expf(s[i] - m), p1 = none ? 0.0f : __expf(s[i + 1] - m);
-    out[i / 2] = to_math(p0) | u32(to_math(p1)) << 16;
-    total += p0 + p1;
+    for (int i = 0; i < kKeysPerLane; i++) {
+      const float* at = shared.scores + r * kScores + first + i;
+      const float sum = kSlices == 1 ? at[0] : at[0] + at[kRows * kScores];
+      s[t][i] = key0 + i <= query && key0 + i >= oldest ? sum : -INFINITY;
+      top[t] = fmaxf(top[t], s[t][i]);
+    }
   }
-  sums.l = __fmaf_rn(sums.l, keep, warp_sum(total));
-  sums.m = m;
-  return keep;
+  warp_max(top);
+#pragma unroll
+  for (int t = 0; t < NT; t++) {
+    const int r = warp + t * kWarps;
+    const float m = fmaxf(sums[t].m, top[t]);
+    const bool none = m == -INFINITY;
+    keep[t] = none ? 1.0f : __expf(sums[t].m - m);
+    sums[t].m = m, total[t] = 0.0f;
+    u32* out = reinterpret_cast<u32*>(shared.shares + (first / 32 * kRows + r) * 32 + first % 32);
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; i += 2) {
+      const float p0 = none ? 0.0f : __expf(s[t][i] - m), p1 = none ? 0.0f : __expf(s[t][i + 1] - m);
+      out[i / 2] = to_math(p0) | u32(to_math(p1)) << 16;
+      total[t] += p0 + p1;
+    }
+  }
+  warp_sum(total);
+#pragma unroll
+  for (int t = 0; t < NT; t++) sums[t].l = __fmaf_rn(sums[t].l, keep[t], total[t]);
 }
 
 typedef float Outputs[kTiles][NT][4];  // a warp's columns (rows of the fragment) of all query rows

@@ -1,9 +1,9 @@
 // What `split` left, merged in ascending order of lanes.
 #include "attention.cuh"
 
-// Grid: rows, query heads; a thread has four columns.
+// Grid: rows, query heads; a thread has four columns. All that it reads is on its way at once, and of the
+// merge only sums are a chain: maxima so far need none.
 extern "C" __global__ void __launch_bounds__(HD / 4) combine(const __grid_constant__ Job job) {
-  constexpr int kTogether = 8;  // lanes whose loads are under way at once
   let_next_start();
   const int m = blockIdx.x, head = blockIdx.y, b = m / job.tokens, t = m % job.tokens;
   const Place place(job, b);
@@ -12,27 +12,24 @@ extern "C" __global__ void __launch_bounds__(HD / 4) combine(const __grid_consta
   const int begin = (job.window ? max(0, query - job.window + 1) : 0) / kChunk;
   wait_for_previous();
   if (place.slot < 0) return;
+  Sums lane[kLanes];
+  float4 v[kLanes];
+#pragma unroll
+  for (int j = 0; j < kLanes; j++) {
+    v[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (begin + ((j - begin) & (kLanes - 1)) > end) continue;  // it has no chunk of this row
+    const size_t at = job.part(b, head / job.group, j, row);
+    const float2 raw = job.sums[at];
+    lane[j].m = raw.x, lane[j].l = raw.y;
+    v[j] = *reinterpret_cast<const float4*>(job.partial + at * HD + 4 * threadIdx.x);
+  }
   Sums all;
   float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-  for (int first = 0; first < kLanes; first += kTogether) {
-    Sums lane[kTogether];
-    float4 v[kTogether];
-#pragma unroll
-    for (int j = 0; j < kTogether; j++) {
-      v[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (begin + ((first + j - begin) & (kLanes - 1)) > end) continue;  // it has no chunk of this row
-      const size_t at = job.part(b, head / job.group, first + j, row);
-      const float2 raw = job.sums[at];
-      lane[j].m = raw.x, lane[j].l = raw.y;
-      v[j] = *reinterpret_cast<const float4*>(job.partial + at * HD + 4 * threadIdx.x);
-    }
-#pragma unroll
-    for (int j = 0; j < kTogether; j++) {
-      const float2 factor = merge(all, lane[j]);
-      o.x = merged(o.x, v[j].x, factor), o.y = merged(o.y, v[j].y, factor);
-      o.z = merged(o.z, v[j].z, factor), o.w = merged(o.w, v[j].w, factor);
-    }
+  for (int j = 0; j < kLanes; j++) {
+    const float2 factor = merge(all, lane[j]);
+    o.x = merged(o.x, v[j].x, factor), o.y = merged(o.y, v[j].y, factor);
+    o.z = merged(o.z, v[j].z, factor), o.w = merged(o.w, v[j].w, factor);
   }
   emit(job, m, head, 4 * threadIdx.x, o, all.l);
 }

@@ -21,6 +21,12 @@ __device__ inline u32 shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 
+// Starts 16 bytes on their way to shared memory; `copies_done` waits for all of this thread's.
+__device__ inline void copy16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ inline void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Activations of fp8 weights travel as f16 of value / 32: f16 then reaches 2 million and still
 // carries 11 bits (bf16: 8). The weight's scale is multiplied by 32 when it is packed.
 constexpr float kActivationScale = 1.0f / 32.0f;
@@ -99,6 +105,22 @@ __device__ inline float warp_max(float v) {
 #pragma unroll
   for (int d = 16; d; d >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, d));
   return v;
+}
+
+// Several at once, each as above: of a chain of latency, one step of all before the next of any.
+template <int N>
+__device__ inline void warp_sum(float (&v)[N]) {
+#pragma unroll
+  for (int d = 16; d; d >>= 1)
+#pragma unroll
+    for (int i = 0; i < N; i++) v[i] += __shfl_xor_sync(~0u, v[i], d);
+}
+template <int N>
+__device__ inline void warp_max(float (&v)[N]) {
+#pragma unroll
+  for (int d = 16; d; d >>= 1)
+#pragma unroll
+    for (int i = 0; i < N; i++) v[i] = fmaxf(v[i], __shfl_xor_sync(~0u, v[i], d));
 }
 
 // Sum over the block in a fixed order: warps by shuffles, then the warps' sums, by every warp. Each

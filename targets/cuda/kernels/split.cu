@@ -46,19 +46,21 @@ struct Values {
   }
 };
 
-// This CTA's queries, as the kernel `prepare` left them.
+// This CTA's queries, as the kernel `prepare` left them: all on their way before any is waited for.
 __device__ inline void fetch(const Job& job, const Work& work, u16* queries) {
-  const int all = job.tokens * job.group;
+  constexpr int kStep = kWarps * 8 / kRows;  // blocks of 32 that all threads copy at once
+  const int all = job.tokens * job.group, kb = threadIdx.x / (kRows * 4), r = threadIdx.x / 4 % kRows;
   const size_t head = size_t(work.b) * job.kv_heads + work.head;
-  const uint4* from = reinterpret_cast<const uint4*>(job.q) + head * (HD / 8) * all;
+  const uint4* from = reinterpret_cast<const uint4*>(job.q) + (head * (HD / 32) + kb) * all * 4 +
+                      (work.first_row + r) * 4 + threadIdx.x % 4;
+  const u32 to = shared_address(queries) + threadIdx.x * 16;
   wait_for_previous();
   let_next_start();
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kRows * HD / 8; i += kWarps * 32) {
-    const int kb = i / (kRows * 4), r = i / 4 % kRows;
-    if (r < work.rows)
-      reinterpret_cast<uint4*>(queries)[i] = from[(size_t(kb) * all + work.first_row + r) * 4 + i % 4];
-  }
+  if (r >= work.rows) return;
+#pragma unroll
+  for (int i = 0; i < HD / 32; i += kStep)
+    if (HD / 32 % kStep == 0 || i + kb < HD / 32) copy16(to + i * kRows * 64, from + i * all * 4);
+  copies_done();
 }
 
 // A chunk's keys and values on their way to the L2 cache, as far as some row sees them.
@@ -99,15 +101,13 @@ extern "C" __global__ void __launch_bounds__(256, HD <= 256 && NT <= 2 ? 2 : 1)
   const size_t part = job.part(work.b, work.head, work.lane, work.first_row);
   while (true) {
     score(keys, shared);
-    __syncthreads();
     if (!kBoth) values.load(job, work);
+    __syncthreads();
+    float keep[NT];
+    share(job, work, shared, sums, keep);
 #pragma unroll
-    for (int i = 0; i < NT; i++) {
-      const int r = warp + i * kWarps;
-      if (r >= work.rows) continue;
-      const float keep = share(job, work, shared, r, sums[i]);
-      if (lane == 0) shared.factors[r].x = keep;
-    }
+    for (int i = 0; i < NT; i++)
+      if (lane == 0) shared.factors[warp + i * kWarps].x = keep[i];
     __syncthreads();
     add_values(values, work, shared, o);
     if (work.last_of_lane()) break;

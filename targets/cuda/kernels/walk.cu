@@ -148,14 +148,13 @@ __device__ inline void consume(const Job& job, Work work, const Shared& shared, 
     ring.release();
     consumers_sync(kWarps);
     const bool last = work.last_of_lane();
+    float keep[NT];
+    share(job, work, shared, lane_sums, keep);
 #pragma unroll
     for (int i = 0; i < NT; i++) {
-      const int r = warp + i * kWarps;
-      if (r >= work.rows) continue;
-      const float keep = share(job, work, shared, r, lane_sums[i]);
       float2 factor = make_float2(1.0f, 0.0f);
       if (last) factor = merge(all_sums[i], lane_sums[i]), lane_sums[i] = Sums();
-      if (lane == 0) shared.factors[r] = make_float4(keep, factor.x, factor.y, 0.0f);
+      if (lane == 0) shared.factors[warp + i * kWarps] = make_float4(keep[i], factor.x, factor.y, 0.0f);
     }
     consumers_sync(kWarps);
     const Cached* parts[kParts];
