@@ -142,7 +142,8 @@ class JaxBackend:
     def loop(self, target: JaxTarget) -> Literal["host", "device"]:
         import jax
 
-        # one H200: 8 to 14 % faster with one slot (E4B, 12B), 14 to 16 % slower with 8 (E4B)
+        # one H200: 8 to 14 % faster with one slot (E4B, 12B); with 8, 16 % faster (12B) or 14 to
+        # 16 % slower (E4B, of older code)
         alone = target.slots == 1 and jax.process_count() == 1
         return "device" if alone and jax.default_backend() == "gpu" else "host"
 
