@@ -16,7 +16,7 @@ class TensorSpec:
     """One tensor as the engine holds it; linears are [out, in] as in the checkpoint.
 
     axes: a logical name per dimension, which a backend's table maps to mesh axes. `heads`, `kv`,
-    `ffw`, `vocab` and `expert` are the ones that tensor parallelism splits.
+    `ffw`, `vocab`, `per_layer` and `expert` are the ones that tensor parallelism splits.
     linear: quantised checkpoints and quantise-on-load apply to it.
     heads: attention projections split between whole heads only, and have this many.
     """
@@ -47,7 +47,7 @@ def model_tensors(arch: Arch) -> dict[str, TensorSpec]:
         width = len(arch.layers) * arch.per_layer_input
         tensors |= {
             "embed_tokens_per_layer": TensorSpec((arch.per_layer_vocab, width), ("vocab", "none")),
-            "per_layer_model_projection": _linear(width, arch.hidden, "none"),
+            "per_layer_model_projection": _linear(width, arch.hidden, "per_layer"),
             "per_layer_projection_norm": _norm(arch.per_layer_input),
         }
     return tensors

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from specdec.types import Array
 from targets.arch import LayerSpec, Rope
 from targets.jax.cache import Entries, Rounded, numbers
-from targets.jax.params import Quantized
+from targets.jax.params import Quantized, Spread
 
 MASKED = -1e30
 """Score of an invisible key: exp underflows to exactly 0, so its value adds exactly nothing."""
@@ -32,6 +33,26 @@ def project(x: Array, weight: Any) -> Array:
         wide = _dot(x, weight.values.astype(x.dtype))
         return (wide * weight.scale).astype(x.dtype)
     return _dot(x, weight).astype(x.dtype)
+
+
+def project_spread(x: Array, weight: Any) -> Array:
+    """`project`; where each device holds a part of the outputs, it makes those, and all get all.
+
+    For outputs that are cut into other pieces than the devices': left to itself, the partitioner
+    exchanges them piece by piece.
+    """
+    if not isinstance(weight, Spread):
+        return project(x, weight)
+
+    def one_device(x: Array, weight: Any) -> Array:
+        return jax.lax.all_gather(project(x, weight), "tp", axis=x.ndim - 1, tiled=True)
+
+    whole = PartitionSpec()
+    specs = (whole, PartitionSpec("tp"))
+    spread = jax.shard_map(
+        one_device, mesh=weight.mesh, in_specs=specs, out_specs=whole, check_vma=False
+    )
+    return spread(x, weight.weight)
 
 
 def _dot(x: Array, weight: Array) -> Array:

@@ -114,7 +114,7 @@ def _per_layer_inputs(params: Params, arch: Arch, tokens: Array, x: Array) -> Ar
     table = params.top["embed_tokens_per_layer"]
     own = jnp.where((tokens < arch.per_layer_vocab), tokens, 0)
     row = (table[own] * jnp.asarray(width**0.5, table.dtype)).reshape(shape)
-    mixed = layers.project(x, params.top["per_layer_model_projection"])
+    mixed = layers.project_spread(x, params.top["per_layer_model_projection"])
     mixed = (mixed * jnp.asarray(arch.hidden**-0.5, x.dtype)).reshape(shape)
     mixed = layers.rms_norm(mixed, params.top["per_layer_projection_norm"], arch.eps)
     return (mixed + row) * jnp.asarray(2**-0.5, x.dtype)

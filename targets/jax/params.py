@@ -35,8 +35,9 @@ class Quantized(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["mesh"])
 @dataclass(frozen=True)
 class Spread:
-    """Experts [..., E, out, in] of which each device of the mesh holds E / tp. The mesh rides
-    along: looping over its own experts is a program of each device (feedforward.py)."""
+    """A weight of which each device of the mesh holds a part: experts [..., E, out, in] their
+    E / tp, the per-layer projection [out, in] its outputs. The mesh rides along: what is done with
+    the part is a program of each device (feedforward.py, layers.py)."""
 
     weight: Any
     mesh: Mesh
@@ -49,7 +50,9 @@ class Params(NamedTuple):
     segments: tuple[tuple[dict[str, Any], ...], ...]
 
 
-MESH_AXES = {"vocab": "tp", "heads": "tp", "kv": "tp", "ffw": "tp", "expert": "tp", "none": None}
+SPREAD = ("expert", "per_layer")
+"""First axes of weights that are multiplied as programs of each device, not by the partitioner."""
+MESH_AXES = dict.fromkeys(("vocab", "heads", "kv", "ffw", *SPREAD), "tp") | {"none": None}
 """The one table that places parameters: logical axis to mesh axis."""
 
 
@@ -121,8 +124,8 @@ def _place(
 
 
 def _spread(weight: Any, spec: TensorSpec, mesh: Mesh | None) -> Any:
-    """The weight, marked as spread if it is experts of whom each device holds a part."""
-    if mesh is None or spec.axes[0] != "expert" or spec.shape[0] % mesh.shape["tp"]:
+    """The weight, marked as spread if each device holds a part of it to work on by itself."""
+    if mesh is None or spec.axes[0] not in SPREAD or spec.shape[0] % mesh.shape["tp"]:
         return weight
     return Spread(weight, mesh)
 
