@@ -19,12 +19,14 @@ class TensorSpec:
     `ffw`, `vocab`, `per_layer` and `expert` are the ones that tensor parallelism splits.
     linear: quantised checkpoints and quantise-on-load apply to it.
     heads: attention projections split between whole heads only, and have this many.
+    halves: two halves lie behind one another on the split axis, and each is split alike.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     linear: bool = False
     heads: int = 0
+    halves: bool = False
 
 
 def _norm(width: int) -> TensorSpec:
@@ -100,10 +102,10 @@ def _moe(arch: Arch, layer: LayerSpec) -> dict[str, TensorSpec]:
         "router.scale": _norm(hidden),
         "router.per_expert_scale": _norm(experts),
         "experts.gate_up_proj": TensorSpec(
-            (experts, 2 * width, hidden), ("expert", "none", "none"), linear=True
+            (experts, 2 * width, hidden), ("none", "expert", "none"), linear=True, halves=True
         ),
         "experts.down_proj": TensorSpec(
-            (experts, hidden, width), ("expert", "none", "none"), linear=True
+            (experts, hidden, width), ("none", "none", "expert"), linear=True
         ),
     }
     names = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1")

@@ -1,7 +1,8 @@
 """The feed-forward branch of a layer: a dense MLP and, in mixtures, routed experts beside it.
 
-Shapes and formulas as in layers.py. Experts are read one by one, each once, and only those that a
-row picked: on one device or, where they are spread over a mesh, each device its own.
+Shapes and formulas as in layers.py. Experts are read once each, and only those that a row picked:
+on one device or, where they are spread over a mesh, of each of them every device its part. (Whole
+experts of its own would be read unevenly: of 8 picks the luckless one of four devices has 3.5.)
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from specdec.types import Array
 from targets.arch import MoeSpec
-from targets.jax.layers import project, rms_norm
+from targets.jax.layers import project, project_wide, rms_norm
 from targets.jax.params import Spread
 
 
@@ -62,6 +63,11 @@ def mixture(h: Array, real: Array | None, w: dict[str, Any], moe: MoeSpec, eps: 
     return rows.astype(h.dtype).reshape(h.shape)
 
 
+TOGETHER = (4, 2, 1)
+"""Experts in one round of the loop, as many as divide their number: their weights are on their way
+at the same time. Those beyond the last picked one weigh nothing."""
+
+
 class Experts(NamedTuple):
     """The experts of group `group` of a segment: its layers' weights [repeats, E, out, in] whole,
     so that a loop cuts one expert out of the stack; a scan would cut, and copy, a layer's."""
@@ -81,30 +87,31 @@ def experts_of(w: dict[str, Any], group: Array) -> dict[str, Any]:
 def routed(x: Array, picks: Array, shares: Array, experts: Experts, every: bool) -> Array:
     """Sums [R, H] float32 for rows x [R, H] of experts picks [R, top_k], by their shares.
 
-    Of weights that are `Spread` over a mesh each device takes its own, and the sums are added.
+    Of weights that are `Spread` over a mesh each device multiplies its part, and all are added.
     """
     if not isinstance(experts.down, Spread):
-        return _own_experts(x, picks, shares, experts, every)
+        return _sum_of_experts(x, picks, shares, experts, every)
     axis = "tp"
 
     def one_device(x: Array, picks: Array, shares: Array, experts: Experts) -> Array:
-        first = jax.lax.axis_index(axis) * jax.tree.leaves(experts.down)[0].shape[1]
-        return jax.lax.psum(_own_experts(x, picks - first, shares, experts, every), axis)
+        return jax.lax.psum(_sum_of_experts(x, picks, shares, experts, every), axis)
 
-    whole, split = PartitionSpec(), PartitionSpec(None, axis)
+    whole, rows = PartitionSpec(), PartitionSpec(None, None, axis)
+    columns = PartitionSpec(None, None, None, axis)
+    local = Experts(experts.gate_up.weight, experts.down.weight, experts.group)
+    down = jax.tree.map(lambda leaf: columns if leaf.ndim == 4 else whole, local.down)
     spread = jax.shard_map(
         one_device,
         mesh=experts.down.mesh,
-        in_specs=(whole, whole, whole, Experts(split, split, whole)),
+        in_specs=(whole, whole, whole, Experts(rows, down, whole)),
         out_specs=whole,
         check_vma=False,
     )
-    local = Experts(experts.gate_up.weight, experts.down.weight, experts.group)
     return spread(x, picks, shares, local)
 
 
-def _own_experts(x: Array, picks: Array, shares: Array, experts: Experts, every: bool) -> Array:
-    """The part of the sums that experts 0 .. E - 1 make; other `picks` add nothing.
+def _sum_of_experts(x: Array, picks: Array, shares: Array, experts: Experts, every: bool) -> Array:
+    """The sums over all experts, of as much of their width as is here; picks of none add nothing.
 
     Each picked expert takes all rows, in ascending order: what it says to a row that did not pick
     it weighs exactly 0, so a row's sum has its own experts in their order, whoever else is there.
@@ -112,15 +119,21 @@ def _own_experts(x: Array, picks: Array, shares: Array, experts: Experts, every:
     count = jax.tree.leaves(experts.down)[0].shape[1]
     picked = (picks[..., None] == jnp.arange(count)).any((0, 1))
     order = jnp.argsort(~picked, stable=True)
+    together = next(number for number in TOGETHER if count % number == 0)
 
     def add(number: Array, total: Array) -> Array:
         share = jnp.where(picks == number, shares, 0.0).sum(-1, keepdims=True)
         at = partial(jax.tree.map, lambda leaf: leaf[experts.group, number])
         gate, up = jnp.split(project(x, at(experts.gate_up)), 2, -1)
-        out = project(jax.nn.gelu(gate, approximate=True) * up, at(experts.down))
-        return total + share * out.astype(jnp.float32)
+        out = project_wide(jax.nn.gelu(gate, approximate=True) * up, at(experts.down))
+        return total + share * out
+
+    def add_some(i: Array, total: Array) -> Array:
+        for j in range(together):
+            total = add(order[i * together + j], total)
+        return total
 
     zeros = jnp.zeros(x.shape, jnp.float32)
     if every:  # a loop of known length: it can be differentiated
         return jax.lax.fori_loop(0, count, add, zeros)
-    return jax.lax.fori_loop(0, picked.sum(), lambda i, total: add(order[i], total), zeros)
+    return jax.lax.fori_loop(0, -(-picked.sum() // together), add_some, zeros)

@@ -24,15 +24,19 @@ MASKED = -1e30
 
 
 def project(x: Array, weight: Any) -> Array:
-    """x [..., in] times weight [out, in] -> [..., out] in x's dtype, accumulated in float32.
+    """x [..., in] times weight [out, in] -> [..., out] in x's dtype, accumulated in float32."""
+    return project_wide(x, weight).astype(x.dtype)
+
+
+def project_wide(x: Array, weight: Any) -> Array:
+    """As `project`, in float32.
 
     Quantised weights are read as they are stored: the convert fuses into the dot's operand, and
     the per-channel scale is applied to the float32 result.
     """
     if isinstance(weight, Quantized):
-        wide = _dot(x, weight.values.astype(x.dtype))
-        return (wide * weight.scale).astype(x.dtype)
-    return _dot(x, weight).astype(x.dtype)
+        return _dot(x, weight.values.astype(x.dtype)) * weight.scale
+    return _dot(x, weight)
 
 
 def project_spread(x: Array, weight: Any) -> Array:

@@ -35,9 +35,9 @@ class Quantized(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["mesh"])
 @dataclass(frozen=True)
 class Spread:
-    """A weight of which each device of the mesh holds a part: experts [..., E, out, in] their
-    E / tp, the per-layer projection [out, in] its outputs. The mesh rides along: what is done with
-    the part is a program of each device (feedforward.py, layers.py)."""
+    """A weight of which each device of the mesh holds a part: of every expert some of its width,
+    of the per-layer projection some outputs. The mesh rides along: what is done with the part is a
+    program of each device (feedforward.py, layers.py)."""
 
     weight: Any
     mesh: Mesh
@@ -50,8 +50,8 @@ class Params(NamedTuple):
     segments: tuple[tuple[dict[str, Any], ...], ...]
 
 
-SPREAD = ("expert", "per_layer")
-"""First axes of weights that are multiplied as programs of each device, not by the partitioner."""
+SPREAD = {"expert", "per_layer"}
+"""Axes of weights that are multiplied as programs of each device, not by the partitioner."""
 MESH_AXES = dict.fromkeys(("vocab", "heads", "kv", "ffw", *SPREAD), "tp") | {"none": None}
 """The one table that places parameters: logical axis to mesh axis."""
 
@@ -60,7 +60,7 @@ def partition(spec: TensorSpec, tp: int, leading: int = 0) -> PartitionSpec:
     """Where a tensor lives on a mesh whose `tp` axis has this size; what won't divide is copied."""
     axes = []
     for axis, size in zip(spec.axes, spec.shape, strict=True):
-        parts = spec.heads if axis in ("heads", "kv") else size
+        parts = spec.heads if axis in ("heads", "kv") else size // (1 + spec.halves)
         axes.append(MESH_AXES[axis] if parts % tp == 0 else None)
     return PartitionSpec(*([None] * leading), *axes)
 
@@ -111,6 +111,8 @@ def _place(
     stored: list[Stored], spec: TensorSpec, stacked: bool, dtype: Any, mesh: Mesh | None
 ) -> Any:
     def place(parts: list[np.ndarray], spec: TensorSpec, kind: Any) -> Array:
+        if spec.halves and mesh is not None:
+            parts = [_halves_by_device(part, spec, mesh.shape["tp"]) for part in parts]
         values = np.stack(parts) if stacked else parts[0]
         return put(values.astype(kind), sharding_of(spec, stacked, mesh))
 
@@ -123,15 +125,23 @@ def _place(
     )
 
 
+def _halves_by_device(values: np.ndarray, spec: TensorSpec, tp: int) -> np.ndarray:
+    """[E, 2 I, ...] in an order in which a device's part has its share of both halves."""
+    if not any(partition(spec, tp)):
+        return values
+    each = values.reshape(len(values), 2, tp, -1, *values.shape[2:])
+    return each.swapaxes(1, 2).reshape(values.shape)
+
+
 def _spread(weight: Any, spec: TensorSpec, mesh: Mesh | None) -> Any:
     """The weight, marked as spread if each device holds a part of it to work on by itself."""
-    if mesh is None or spec.axes[0] not in SPREAD or spec.shape[0] % mesh.shape["tp"]:
+    if mesh is None or not SPREAD & set(spec.axes) or not any(partition(spec, mesh.shape["tp"])):
         return weight
     return Spread(weight, mesh)
 
 
 def _scale_spec(spec: TensorSpec) -> TensorSpec:
-    return TensorSpec(spec.shape[:-1], spec.axes[:-1], heads=spec.heads)
+    return TensorSpec(spec.shape[:-1], spec.axes[:-1], heads=spec.heads, halves=spec.halves)
 
 
 def sharding_of(spec: TensorSpec, stacked: bool, mesh: Mesh | None) -> NamedSharding | None:

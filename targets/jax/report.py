@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from targets.arch import Arch, MoeSpec
 from targets.jax.aot import compile_verify, shapes
 from targets.jax.estimate import Chip, estimate
+from targets.jax.feedforward import TOGETHER
 from targets.jax.hlo import Module, parse
 from targets.jax.memory import BLOCK, FILLED
 from targets.jax.params import Params
@@ -24,7 +25,7 @@ from targets.jax.roofline import cache_bytes, weight_bytes
 from targets.jax.traffic import MEANT, Collective, traffic
 
 DRAWS = 400
-"""Routings that the busiest chip's experts are averaged over."""
+"""Routings that the rounds over experts are averaged over."""
 ENOUGH = 256
 """Rows by which every expert is picked."""
 
@@ -75,7 +76,7 @@ def report(job: Job, contexts: Rows[int]) -> list[dict[str, Any]]:
 def count(job: Job, module: Module, params: Params, filled: int, tokens: int) -> dict[str, Any]:
     """What a step of so many tokens in all moves and computes, beside what it must read."""
     arch, devices = job.plan.arch, job.devices
-    found = traffic(module, partial(trips, arch, filled, tokens, devices))
+    found = traffic(module, partial(trips, arch, filled, tokens))
     floor = {
         "weights": weight_bytes(params, arch, tokens) / devices,
         "kv": cache_bytes(arch, job.kv_dtype, job.plan.slots, filled) / devices,
@@ -97,12 +98,12 @@ def count(job: Job, module: Module, params: Params, filled: int, tokens: int) ->
     }
 
 
-def trips(arch: Arch, filled: int, rows: int, devices: int, loop: str) -> float:
+def trips(arch: Arch, filled: int, rows: int, loop: str) -> float:
     """How often a loop whose count depends on data runs, by its JAX path: attention's over blocks
     of the cache, or the routed experts'."""
     if FILLED in loop:
         return -(-filled // BLOCK)
-    return busiest(arch, rows, devices)
+    return rounds(arch, rows)
 
 
 def memory(module: Module, stats: Any, chip: Chip) -> dict[str, Any]:
@@ -149,18 +150,18 @@ def costs(program: Any) -> dict[str, float]:
     return {name: said.get(name, 0.0) for name in ("bytes accessed", "flops")}
 
 
-def busiest(arch: Arch, rows: int, devices: int) -> float:
-    """Experts that the busiest device reads in a layer, when rows pick evenly and independently:
-    the mean of many draws, for all wait for that device."""
+def rounds(arch: Arch, rows: int) -> float:
+    """Rounds of the loop over a layer's routed experts, when rows pick evenly and independently:
+    the mean of many draws."""
     moe = next(layer.moe for layer in arch.layers if layer.moe is not None)
-    return _busiest(moe, min(rows, ENOUGH), devices if moe.experts % devices == 0 else 1)
+    return _rounds(moe, min(rows, ENOUGH))
 
 
 @cache
-def _busiest(moe: MoeSpec, rows: int, devices: int) -> float:
-    random, most = np.random.default_rng(0), []
+def _rounds(moe: MoeSpec, rows: int) -> float:
+    random, found = np.random.default_rng(0), []
+    together = next(number for number in TOGETHER if moe.experts % number == 0)
     for _ in range(DRAWS):
         picks = random.random((rows, moe.experts)).argsort(1)[:, : moe.top_k]
-        picked = np.isin(np.arange(moe.experts), picks)
-        most.append(picked.reshape(devices, -1).sum(1).max())
-    return float(np.mean(most))
+        found.append(-(-len(np.unique(picks)) // together))
+    return float(np.mean(found))
