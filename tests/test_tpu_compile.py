@@ -31,9 +31,11 @@ def rows(name: str, mesh, batch: int, context: int):
 
 
 def collectives(row):
+    """Per layer, of those inside layers."""
     counts = {}
     for one in row["collectives"]:
-        counts[one["kind"]] = counts.get(one["kind"], 0) + one["per_layer"]
+        if one["per_layer"]:
+            counts[one["kind"]] = counts.get(one["kind"], 0) + one["per_layer"]
     return counts
 
 
@@ -55,8 +57,8 @@ def test_a_large_batch_is_not_copied(mesh):
     assert plain["read"]["temporaries"] + plain["written"] < 0.03 * plain["bytes"]
 
 
-@pytest.mark.parametrize(("name", "bar"), [("e4b", 1.20), ("26b-a4b", 1.30)])
+@pytest.mark.parametrize(("name", "bar"), [("e4b", 1.10), ("26b-a4b", 1.05)])
 def test_experts_and_shared_caches_stay_where_they_are(mesh, name, bar):
     plain, verify = rows(name, mesh, 1, 512)
     assert collectives(plain) == {"all-reduce": 2}
-    assert verify["bytes_over_needed"] <= plain["bytes_over_needed"] <= bar
+    assert max(plain["bytes_over_needed"], verify["bytes_over_needed"]) <= bar
