@@ -10,6 +10,9 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from drafters.device_cycle_jax import device_cycle
 from drafters.ngram import NgramDrafter
@@ -27,6 +30,11 @@ from tests.tiny import VARIANTS, write_tiny
 SPLITS = (1, 2, 4, 8)
 K = 4
 NARROW = "31b in int8"
+SPLIT_OR_NOT = (
+    *("mlp.gate_proj", "self_attn.k_proj", "input_layernorm"),
+    *("experts.gate_up_proj", "experts.down_proj", "per_layer_model_projection"),
+)
+"""Tensors of which the parts are counted."""
 LAYERS = ["sliding_attention", "full_attention"] * 2
 
 
@@ -62,16 +70,19 @@ def main(root: Path) -> None:
         for tp in SPLITS:
             options = JaxOptions(slots=2, max_len=64, k=K, tp=tp, mapped=False, chunk=8)
             target = load_target(root / variant, options)
-            layer = target.params.segments[0][0]
-            parts = {
-                name: len({str(shard.index) for shard in layer[name].addressable_shards})
-                for name in ("mlp.gate_proj", "self_attn.k_proj", "input_layernorm")
-            }
+            found = target.params.segments[0][0] | target.params.top
+            parts = {name: split_in(found[name]) for name in SPLIT_OR_NOT if name in found}
             thorough = variant == "31b"
             ways = every_way(target, thorough or tp == SPLITS[-1], thorough)
             line = {"variant": variant, "tp": tp, "parts": parts, "texts": ways}
             print(json.dumps(line), flush=True)
     in_blocks_of_int8(root / "31b")
+
+
+def split_in(weight: Any) -> int:
+    """How many different parts of it the devices hold."""
+    (array,) = jax.tree.leaves(weight)
+    return len({str(shard.index) for shard in array.addressable_shards})
 
 
 def in_blocks_of_int8(path: Path) -> None:
