@@ -63,9 +63,10 @@ def mixture(h: Array, real: Array | None, w: dict[str, Any], moe: MoeSpec, eps: 
     return rows.astype(h.dtype).reshape(h.shape)
 
 
-TOGETHER = (4, 2, 1)
-"""Experts in one round of the loop, as many as divide their number: their weights are on their way
-at the same time. Those beyond the last picked one weigh nothing."""
+def experts_a_round(experts: int) -> int:
+    """Of the loop over them, so that several's weights are on their way at the same time: up to
+    four that divide their number. Those beyond the last picked one weigh nothing."""
+    return next(number for number in (4, 2, 1) if experts % number == 0)
 
 
 class Experts(NamedTuple):
@@ -119,7 +120,7 @@ def _sum_of_experts(x: Array, picks: Array, shares: Array, experts: Experts, eve
     count = jax.tree.leaves(experts.down)[0].shape[1]
     picked = (picks[..., None] == jnp.arange(count)).any((0, 1))
     order = jnp.argsort(~picked, stable=True)
-    together = next(number for number in TOGETHER if count % number == 0)
+    together = experts_a_round(count)
 
     def add(number: Array, total: Array) -> Array:
         share = jnp.where(picks == number, shares, 0.0).sum(-1, keepdims=True)

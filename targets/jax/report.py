@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from targets.arch import Arch, MoeSpec
 from targets.jax.aot import compile_verify, shapes
 from targets.jax.estimate import Chip, estimate
-from targets.jax.feedforward import TOGETHER
+from targets.jax.feedforward import experts_a_round
 from targets.jax.hlo import Module, parse
 from targets.jax.memory import BLOCK, FILLED
 from targets.jax.params import Params
@@ -160,8 +160,7 @@ def rounds(arch: Arch, rows: int) -> float:
 @cache
 def _rounds(moe: MoeSpec, rows: int) -> float:
     random, found = np.random.default_rng(0), []
-    together = next(number for number in TOGETHER if moe.experts % number == 0)
     for _ in range(DRAWS):
         picks = random.random((rows, moe.experts)).argsort(1)[:, : moe.top_k]
-        found.append(-(-len(np.unique(picks)) // together))
+        found.append(-(-len(np.unique(picks)) // experts_a_round(moe.experts)))
     return float(np.mean(found))

@@ -1,8 +1,7 @@
 // What `split` left, merged in ascending order of lanes.
 #include "attention.cuh"
 
-// Grid: rows, query heads; a thread has four columns. All that it reads is on its way at once, and of the
-// merge only sums are a chain: maxima so far need none.
+// Grid: rows, query heads; a thread has four columns. All lanes are on their way before any is merged.
 extern "C" __global__ void __launch_bounds__(HD / 4) combine(const __grid_constant__ Job job) {
   let_next_start();
   const int m = blockIdx.x, head = blockIdx.y, b = m / job.tokens, t = m % job.tokens;
