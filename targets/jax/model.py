@@ -54,7 +54,7 @@ def sequence_logits(params: Params, arch: Arch, tokens: Array) -> Array:
 
 def head(params: Params, arch: Arch, hidden: Array) -> Array:
     """Final states [..., H] -> soft-capped logits [..., V] float32 (the embedding is the head)."""
-    logits = layers._dot(hidden, params.top["embed_tokens"])
+    logits = layers.project_wide(hidden, params.top["embed_tokens"])
     return logits if arch.softcap is None else arch.softcap * jnp.tanh(logits / arch.softcap)
 
 
