@@ -15,7 +15,18 @@ from tests.eagle3_oracle import SPEC, Oracle, random_head
 from tests.eagle3_worker import answers, target
 from training.packing import Rows, pack
 from training.teacher import Lesson, teach
-from training.unroll import judge, loss_of, masks, measures, walked_tau
+from training.unroll import (
+    Judged,
+    _compare,
+    _coupled,
+    continued,
+    judge,
+    loss_of,
+    masks,
+    measures,
+    simulated,
+    walked_tau,
+)
 
 STEPS, DECAY = 3, 0.8
 
@@ -35,8 +46,7 @@ def lesson_for(rows: Rows, ids: np.ndarray) -> Lesson:
 
 def judged(head, rows: Rows, lesson: Lesson, table, weights=None):
     placed, ids = eagle3.place(head, jnp.float32)
-    noise = jax.random.key(0)
-    return judge(weights or placed, head.spec, jnp.asarray(table), ids, rows, lesson, STEPS, noise)
+    return judge(weights or placed, head.spec, jnp.asarray(table), ids, rows, lesson, STEPS)
 
 
 def small_rows(count: int = 4, length: int = 20) -> Rows:
@@ -132,17 +142,17 @@ def test_packed_documents_are_judged_as_if_alone() -> None:
 
 
 def test_measures_of_a_perfect_draft() -> None:
-    """A draft that is the target has overlap 1 and is always accepted, under any noise."""
+    """A draft that is the target has overlap 1 and is always accepted, whatever it chose."""
     head, rows = random_head(), small_rows()
     ids = jnp.asarray(head.target_ids)
     guessed = jax.random.normal(jax.random.key(2), (*rows.tokens.shape, len(ids))) * 3
-    from training.unroll import Judged, _compare
-
     total = jax.nn.logsumexp(guessed, -1)
     taught = Lesson(None, guessed, total, ids[guessed.argmax(-1)])
-    fields = _compare(guessed, taught, ids, jax.random.key(0))
-    mask = jnp.stack([m.astype(jnp.float32) for m in masks(rows, STEPS)])
-    found = measures(Judged(mask, *(jnp.stack([field] * STEPS) for field in fields)))
+    chosen = jax.random.choice(jax.random.key(3), ids, rows.tokens.shape)
+    fields = (jnp.stack([x] * STEPS) for x in _compare(guessed, taught, ids, chosen))
+    counts = (jnp.stack(found(rows, STEPS)).astype(jnp.float32) for found in (masks, continued))
+    perfect = Judged(*counts, *fields)
+    found = measures(perfect) | simulated(perfect, jax.random.key(0))
     for name in ("accuracy", "overlap", "coupled", "known"):
         np.testing.assert_allclose(found[name], 1.0, atol=1e-5)
     for name in ("tau_t0", "tau_t1", "tau_t1_bound"):
@@ -172,16 +182,18 @@ def test_simulated_tau_is_that_of_decoding_the_rows(seed, steps) -> None:
     assert np.isclose(jax.jit(walked_tau)(jnp.float32(hit), jnp.float32(mask)), expected)
 
 
-def test_coupled_choices_agree_as_often_as_the_theorem_says() -> None:
-    """Between (1 - TV) / (1 + TV) and 1 - TV (arXiv 2408.07978), here over 20,000 draws."""
-    from training.unroll import _compare
-
-    draws = 20_000
-    p, q = (jax.random.normal(jax.random.key(i), (9,)) * 1.5 for i in (0, 1))
-    whole = jax.nn.logsumexp(p)
-    taught = Lesson(None, p[None, None, 1:], whole[None, None], jnp.argmax(p)[None, None])
-    taught = jax.tree.map(lambda x: jnp.broadcast_to(x, (1, draws, *x.shape[2:])), taught)
-    guessed = jnp.broadcast_to(q[1:], (1, draws, 8))
-    _, _, _, overlap, coupled = _compare(guessed, taught, jnp.arange(1, 9), jax.random.key(7))
-    bound = float(overlap[0, 0])
-    assert bound / (2 - bound) - 0.01 < float(coupled.mean()) < bound + 0.01
+def test_coupled_choices_agree_as_often_as_the_formulas_say() -> None:
+    """Each choice of the target's for itself, over 200,000 draws; and all together between
+    (1 - TV) / (1 + TV) and 1 - TV (arXiv 2408.07978)."""
+    p, q = (jax.nn.log_softmax(jax.random.normal(jax.random.key(i), (9,)) * 1.5) for i in (0, 1))
+    noise = jax.random.gumbel(jax.random.key(7), (200_000, 9))
+    q = jax.nn.log_softmax(q[1:])  # token 0 is no draft id
+    targets, drafts = np.argmax(p + noise, -1), 1 + np.argmax(q + noise[:, 1:], -1)
+    chance = _coupled(p[1:], q, np.arange(1, 9) == np.arange(9)[:, None])
+    assert chance[0] == 0
+    for choice in range(1, 9):
+        drawn = (drafts == choice)[targets == choice]
+        assert abs(drawn.mean() - chance[choice]) < 4 * (0.25 / len(drawn)) ** 0.5
+    together, overlap = (jnp.exp(p) * chance).sum(), jnp.exp(jnp.minimum(p[1:], q)).sum()
+    assert abs((targets == drafts).mean() - together) < 0.005
+    assert overlap / (2 - overlap) < together < overlap

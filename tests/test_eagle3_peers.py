@@ -174,9 +174,7 @@ def our_loss(head, ids, table, features, states) -> tuple[float, dict[str, np.nd
     rows = Rows(ids[None].astype(np.int32), np.zeros_like(one, np.int32), one, ~one)
 
     def loss(weights):
-        judged = judge(
-            weights, head.spec, jnp.asarray(table), chosen, rows, lesson, STEPS, noise=None
-        )
+        judged = judge(weights, head.spec, jnp.asarray(table), chosen, rows, lesson, STEPS)
         return loss_of(judged, DECAY)
 
     value, gradients = jax.value_and_grad(loss)(weights)

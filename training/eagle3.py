@@ -29,7 +29,7 @@ from training.pretrain import open_checkpoints, restore
 from training.recipe import Recipe, make_optimizer
 from training.spread import Spread
 from training.teacher import Lesson
-from training.unroll import judge, loss_of, measures
+from training.unroll import judge, loss_of, measures, simulated
 
 CONTRACT = "contract.json"
 LOG_EVERY = 10  # steps
@@ -70,7 +70,7 @@ def make_step(spec: HeadSpec, recipe: Recipe, teach: Teach, target_ids: Any) -> 
     optimizer = make_optimizer(recipe)
 
     def loss(weights: Weights, params: Params, rows: Rows, lesson: Lesson) -> Any:
-        judged = _judge(spec, recipe, weights, params, rows, lesson, target_ids, None)
+        judged = _judge(spec, recipe, weights, params, rows, lesson, target_ids)
         return loss_of(judged, recipe.decay, recipe.loss), measures(judged)
 
     def step(state: TrainState, params: Params, rows: Rows) -> tuple[TrainState, dict[str, Any]]:
@@ -90,9 +90,9 @@ def make_evaluation(spec: HeadSpec, recipe: Recipe, teach: Teach, target_ids: An
 
     def evaluate(weights: Weights, params: Params, rows: Rows, number: Any) -> dict[str, Any]:
         lesson = teach(params, rows)
-        noise = jax.random.fold_in(jax.random.key(recipe.seed), number)
-        judged = _judge(spec, recipe, weights, params, rows, lesson, target_ids, noise)
-        return measures(judged) | {"loss": loss_of(judged, recipe.decay, recipe.loss)}
+        judged = _judge(spec, recipe, weights, params, rows, lesson, target_ids)
+        found = measures(judged) | {"loss": loss_of(judged, recipe.decay, recipe.loss)}
+        return found | simulated(judged, jax.random.fold_in(jax.random.key(recipe.seed), number))
 
     return jax.jit(evaluate)
 
@@ -105,11 +105,10 @@ def _judge(
     rows: Rows,
     lesson: Lesson,
     target_ids: Any,
-    noise: Any,
 ) -> Any:
     table = params.top["embed_tokens"]
     cast = jax.tree.map(lambda leaf: leaf.astype(table.dtype), weights)
-    return judge(cast, spec, table, target_ids, rows, lesson, recipe.unroll, noise)
+    return judge(cast, spec, table, target_ids, rows, lesson, recipe.unroll)
 
 
 class Trainer:

@@ -23,17 +23,19 @@ LK_ETA = 3.0
 
 
 class Judged(NamedTuple):
-    """[K, B, T] float32. mask: counts at all; known: the target's favourite is a draft id (else it
-    teaches nothing); divergence: KL on the draft vocabulary; hit: same argmax as the target;
-    overlap: sum of min(p, q) over the whole vocabulary; coupled: same choice under one noise (only
-    where there is noise)."""
+    """[K, B, T] float32. mask: counts at all; told: the answer goes on, with the token that the
+    target chose; known: the target's favourite is a draft id (else it teaches nothing); divergence:
+    KL on the draft vocabulary; hit: same argmax as the target; overlap: sum of min(p, q) over the
+    whole vocabulary; coupled: chance that the draft chooses the answer's token too, drawn with the
+    noise by which the target chose it."""
 
     mask: Any
+    told: Any
     known: Any
     divergence: Any
     hit: Any
     overlap: Any
-    coupled: Any = None
+    coupled: Any
 
 
 def ahead(x: Any, n: int) -> Any:
@@ -52,6 +54,13 @@ def masks(rows: Rows, steps: int) -> list[Any]:
     return found
 
 
+def continued(rows: Rows, steps: int) -> list[Any]:
+    """Where each step counts and the answer's next token stands in the row too."""
+    ends = jnp.zeros_like(jnp.asarray(rows.ends))
+    after = masks(rows._replace(ends=ends), steps + 1)[1:]
+    return [mask & more for mask, more in zip(masks(rows, steps), after, strict=True)]
+
+
 def judge(
     weights: Weights,
     spec: HeadSpec,
@@ -60,29 +69,27 @@ def judge(
     rows: Rows,
     lesson: Lesson,
     steps: int,
-    noise: Any,
 ) -> Judged:
-    """Unroll `steps` steps. table: the target's embeddings; noise: a key for what sampling would
-    do, or None."""
+    """Unroll `steps` steps. table: the target's embeddings."""
 
     @jax.checkpoint  # a step's scores and logits are made again rather than kept
-    def one(weights: Weights, before: Unrolled, hidden: Any, embedded: Any, taught: Lesson, key):
+    def one(weights: Weights, before: Unrolled, hidden: Any, embedded: Any, taught: Lesson, chosen):
         kept, out = unroll(weights, spec, before, embedded, hidden, jnp.asarray(rows.documents))
         guessed = logits(weights, spec, out)
-        return kept, feedback(weights, spec, out), _compare(guessed, taught, target_ids, key)
+        return kept, feedback(weights, spec, out), _compare(guessed, taught, target_ids, chosen)
 
     hidden, kept, seen = fuse(weights, spec, lesson.features), Unrolled((), ()), []
-    for n, mask in enumerate(masks(rows, steps)):
+    tokens = jnp.asarray(rows.tokens)
+    for n, (mask, told) in enumerate(zip(masks(rows, steps), continued(rows, steps), strict=True)):
         taught = jax.tree.map(lambda part, n=n: ahead(part, n + 1), lesson)
-        fed = embed(table, ahead(jnp.asarray(rows.tokens), n + 1))
-        key = None if noise is None else jax.random.fold_in(noise, n)
-        kept, hidden, judged = one(weights, kept, hidden, fed, taught, key)
-        seen.append(Judged(mask.astype(jnp.float32), *judged))
+        fed, chosen = embed(table, ahead(tokens, n + 1)), ahead(tokens, n + 2)
+        kept, hidden, judged = one(weights, kept, hidden, fed, taught, chosen)
+        seen.append(Judged(mask.astype(jnp.float32), told.astype(jnp.float32), *judged))
     return jax.tree.map(lambda *parts: jnp.stack(parts), *seen)
 
 
-def _compare(guessed: Any, taught: Lesson, target_ids: Any, key: Any) -> tuple[Any, ...]:
-    """Judged's fields after `mask`; guessed [B, T, D]."""
+def _compare(guessed: Any, taught: Lesson, target_ids: Any, chosen: Any) -> tuple[Any, ...]:
+    """Judged's fields after `told`; guessed [B, T, D], chosen [B, T]: the answer's tokens."""
     log_q = jax.nn.log_softmax(guessed, -1)
     log_p = taught.logits - taught.total[..., None]
     within = jax.nn.log_softmax(taught.logits, -1)
@@ -91,22 +98,22 @@ def _compare(guessed: Any, taught: Lesson, target_ids: Any, key: Any) -> tuple[A
     favourite = target_ids[jnp.argmax(guessed, -1)]
     known = taught.best == target_ids[jnp.argmax(taught.logits, -1)]
     overlap = jnp.exp(jnp.minimum(log_p, log_q)).sum(-1)
-    fields = known, divergence, favourite == taught.best, overlap
-    if key is not None:
-        fields += (_coupled(log_p, log_q, key),)
+    log_q = jax.lax.stop_gradient(log_q)  # what follows is measured, not taught
+    coupled = _coupled(log_p, log_q, target_ids == chosen[..., None])
+    fields = known, divergence, favourite == taught.best, overlap, coupled
     return tuple(field.astype(jnp.float32) for field in fields)
 
 
-def _coupled(log_p: Any, log_q: Any, key: Any) -> Any:
-    """Whether target and draft choose alike under the same Gumbel noise. What the target may
-    choose outside of the draft vocabulary is one more choice, of all of that probability."""
-    inside_key, rest_key = jax.random.split(key)
-    noise = jax.random.gumbel(inside_key, log_p.shape)
-    rest = jax.random.gumbel(rest_key, log_p.shape[:-1])
-    outside = jnp.log(jnp.maximum(1 - jnp.exp(log_p).sum(-1), 1e-30))
-    targets = log_p + noise
-    same = jnp.argmax(targets, -1) == jnp.argmax(log_q + noise, -1)
-    return same & (targets.max(-1) > outside + rest)
+def _coupled(log_p: Any, log_q: Any, chosen: Any) -> Any:
+    """Chance that argmax(log q + g) is c, given that argmax(log p + g) was c, for Gumbel noise g:
+    1 / sum_j max(p_j, q_j p_c / q_c), since both are c with the chance 1 / sum_j max(p_j / p_c,
+    q_j / q_c) (arXiv 2408.07978). chosen [B, T, D]: one-hot of c, or nothing where it is no draft
+    id. What the target may choose outside of the draft vocabulary is one more j, with q_j = 0.
+    """
+    p = jnp.exp(log_p)
+    handicap = jnp.where(chosen, log_p - log_q, -jnp.inf).max(-1)
+    rivals = jnp.maximum(p, jnp.exp(log_q + handicap[..., None])).sum(-1)
+    return chosen.any(-1) / (rivals + jnp.maximum(1 - p.sum(-1), 0))
 
 
 def loss_of(judged: Judged, decay: float, kind: str = "kl") -> Any:
@@ -126,26 +133,32 @@ def _hybrid(judged: Judged) -> Any:
 
 
 def measures(judged: Judged) -> dict[str, Any]:
-    """Means [K] per step over what counts; and, where there was noise, the tokens per cycle that
-    decoding the rows would have taken. tau_t1_bound is what others report: as if cycles began at
-    every position alike, and each guess were accepted with the chance min(p, q)."""
-    counted = jnp.maximum(judged.mask.sum((1, 2)), 1)
-
-    def mean(field: Any) -> Any:
-        return (judged.mask * field).sum((1, 2)) / counted
-
-    found = {
-        "divergence": mean(judged.divergence),
-        "accuracy": mean(judged.hit),
-        "known": mean(judged.known),
+    """Means [K] per step over what counts."""
+    return {
+        "divergence": _mean(judged.divergence, judged.mask),
+        "accuracy": _mean(judged.hit, judged.mask),
+        "known": _mean(judged.known, judged.mask),
     }
-    if judged.coupled is not None:
-        found |= {"overlap": mean(judged.overlap), "coupled": mean(judged.coupled)}
-        found |= {"tau_t0": walked_tau(judged.hit, judged.mask)}
-        found |= {"tau_t1": walked_tau(judged.coupled, judged.mask)}
-        chains = (jnp.cumprod(judged.overlap, 0) * judged.mask[-1]).sum((1, 2))
-        found |= {"tau_t1_bound": 1 + (chains / jnp.maximum(judged.mask[-1].sum(), 1)).sum()}
-    return found
+
+
+def simulated(judged: Judged, key: Any) -> dict[str, Any]:
+    """Overlap and chance of acceptance by step [K], and the tokens per cycle that decoding the rows
+    would have taken: tau_t1 for answers that were drawn at T = 1, each guess accepted with its
+    chance; tau_t0 for greedy ones. tau_t1_bound is what others report: as if cycles began at every
+    position alike, and each guess were accepted with the chance min(p, q)."""
+    accepted = jax.random.uniform(key, judged.coupled.shape) < judged.coupled
+    chains = (jnp.cumprod(judged.overlap, 0) * judged.mask[-1]).sum((1, 2))
+    return {
+        "overlap": _mean(judged.overlap, judged.mask),
+        "coupled": _mean(judged.coupled, judged.told),
+        "tau_t0": walked_tau(judged.hit, judged.mask),
+        "tau_t1": walked_tau(accepted, judged.told),
+        "tau_t1_bound": 1 + (chains / jnp.maximum(judged.mask[-1].sum(), 1)).sum(),
+    }
+
+
+def _mean(field: Any, mask: Any) -> Any:
+    return (mask * field).sum((1, 2)) / jnp.maximum(mask.sum((1, 2)), 1)
 
 
 def walked_tau(hit: Any, mask: Any) -> Any:
