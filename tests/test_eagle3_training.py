@@ -17,6 +17,8 @@ import pytest
 
 from drafters.eagle3.files import load_head, save_flat
 from specdec.errors import UserError
+from targets import mini
+from targets.arch import read_arch
 from tests.commands import refused
 from tests.eagle3_worker import RECIPE, SHAPE, STOPS, VOCAB, answers, target, trainer
 from tests.test_eagle3_learning import made_up
@@ -24,6 +26,7 @@ from training.eagle3 import contract_of, initial_state, sign
 from training.live import Live, prompts_of
 from training.packing import pack
 from training.recipe import spec_for
+from training.throughput import measure
 from training.trained import trained_head
 from training.vocabulary import count_generated, draft_vocabulary
 
@@ -148,3 +151,12 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch) -> None:
         with pytest.raises(UserError, match="step 1 stands"):
             run.train(2)
     assert int(trainer(tmp_path).state.step) == 1
+
+
+def test_throughput_is_of_whole_steps_whoever_teaches() -> None:
+    """Here mini-e's states, repeated to the width of mini's, as E4B's may teach 31B's head."""
+    recipe = replace(RECIPE, head=replace(SHAPE, draft_vocab=64), steps=1)
+    mine, teacher = (read_arch(mini.path(name)) for name in ("mini", "mini-e"))
+    found = measure(recipe, mine, teacher, steps=1)
+    assert found["batch"] * found["length"] == 4 * 32
+    assert found["tokens_per_second"] == pytest.approx(4 * 32 / found["step_seconds"][0])
