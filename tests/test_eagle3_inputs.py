@@ -166,7 +166,7 @@ def learn(request, tiny):
     @jax.jit
     def step(rows):
         lesson = teach(params, arch, SPEC.layers, ids, (), rows)
-        return judge(weights, head.spec, params.top["embed_tokens"], ids, rows, lesson, K, None)
+        return judge(weights, head.spec, params.top["embed_tokens"], ids, rows, lesson, K)
 
     def fed(rows: Rows) -> list[list[Call]]:
         for r in range(len(rows.tokens)):

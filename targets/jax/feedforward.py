@@ -92,19 +92,17 @@ def routed(x: Array, picks: Array, shares: Array, experts: Experts, every: bool)
     """
     if not isinstance(experts.down, Spread):
         return _sum_of_experts(x, picks, shares, experts, every)
-    axis = "tp"
 
     def one_device(x: Array, picks: Array, shares: Array, experts: Experts) -> Array:
-        return jax.lax.psum(_sum_of_experts(x, picks, shares, experts, every), axis)
+        return jax.lax.psum(_sum_of_experts(x, picks, shares, experts, every), "tp")
 
-    whole, rows = PartitionSpec(), PartitionSpec(None, None, axis)
-    columns = PartitionSpec(None, None, None, axis)
+    whole = PartitionSpec()
+    parts = Experts(experts.gate_up.parts, experts.down.parts, whole)
     local = Experts(experts.gate_up.weight, experts.down.weight, experts.group)
-    down = jax.tree.map(lambda leaf: columns if leaf.ndim == 4 else whole, local.down)
     spread = jax.shard_map(
         one_device,
         mesh=experts.down.mesh,
-        in_specs=(whole, whole, whole, Experts(rows, down, whole)),
+        in_specs=(whole, whole, whole, parts),
         out_specs=whole,
         check_vma=False,
     )

@@ -52,7 +52,7 @@ def project_spread(x: Array, weight: Any) -> Array:
         return jax.lax.all_gather(project(x, weight), "tp", axis=x.ndim - 1, tiled=True)
 
     whole = PartitionSpec()
-    specs = (whole, PartitionSpec("tp"))
+    specs = (whole, weight.parts)
     spread = jax.shard_map(
         one_device, mesh=weight.mesh, in_specs=specs, out_specs=whole, check_vma=False
     )
