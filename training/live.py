@@ -57,20 +57,29 @@ class Live:
         self.engine = Engine(target, self.drafter, cycle, max_waiting=len(prompts))
 
     def __call__(self, weights: Weights) -> dict[str, Any]:
+        self.draft_by(weights)
+        return {name: tau_of(self.decode(t)) for name, t in TEMPERATURES.items()}
+
+    def draft_by(self, weights: Weights) -> None:
         dtype = self.drafter.target.dtype
         self.drafter.head = {name: jnp.asarray(value, dtype) for name, value in weights.items()}
-        return {name: self._tau(t) for name, t in TEMPERATURES.items()}
 
-    def _tau(self, temperature: float) -> float:
+    def decode(self, temperature: float) -> list[Sequence]:
+        """The prompts with their answers of up to TOKENS."""
         seqs = [
             Sequence(list(prompt), Sampling(temperature, seed=i), TOKENS, self.stop_ids)
             for i, prompt in enumerate(self.prompts)
         ]
         self.engine.run_to_end(seqs)
-        total = Acceptance()
-        for seq in seqs:
-            total.merge(seq.acceptance)
-        return total.tau
+        return seqs
+
+
+def tau_of(seqs: Rows[Sequence]) -> float:
+    """Of all their cycles together."""
+    total = Acceptance()
+    for seq in seqs:
+        total.merge(seq.acceptance)
+    return total.tau
 
 
 def prompts_of(answers: Any, count: int, longest: int) -> list[list[int]]:

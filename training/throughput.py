@@ -43,6 +43,7 @@ def measure(recipe: Recipe, target: Arch, teacher: Arch, steps: int) -> dict[str
     """Train `steps` steps on random tokens, two documents a row, in bfloat16."""
     spec = spec_for(target, recipe.head, [STOP])
     ids = np.arange(spec.draft_vocab) * (target.vocab // spec.draft_vocab)
+    draft_ids = jnp.asarray(ids)
     table = np.resize(_normal(1_000_003), (target.vocab, target.hidden))
     norm = np.ones(target.hidden, np.float32)
     state = initial_state(spec, recipe, table, norm, ids)
@@ -51,12 +52,12 @@ def measure(recipe: Recipe, target: Arch, teacher: Arch, steps: int) -> dict[str
     layers = default_layers(len(teacher.layers))
 
     def lesson(params: Any, rows: Rows) -> Lesson:
-        heard = teach(params.teacher, teacher, layers, jnp.asarray(ids), (), rows)
+        heard = teach(params.teacher, teacher, layers, draft_ids, (), rows)
         times = -(-spec.features // heard.features.shape[-1])
         wide = jnp.tile(heard.features, times)[..., : spec.features]
         return heard._replace(features=wide)
 
-    step, seconds = make_step(spec, recipe, lesson, jnp.asarray(ids)), []
+    step, seconds = make_step(spec, recipe, lesson, draft_ids), []
     parameters = sum(leaf.size for leaf in state.weights.values())
     for number in range(WARM + steps):
         rows = _rows(recipe, min(target.vocab, teacher.vocab), number)

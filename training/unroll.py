@@ -45,20 +45,25 @@ def ahead(x: Any, n: int) -> Any:
 
 def masks(rows: Rows, steps: int) -> list[Any]:
     """Where each step counts (see module): bool [B, T] each."""
-    found, generated = [], jnp.ones(rows.tokens.shape, bool)
-    documents = jnp.asarray(rows.documents) + 1  # padding is 0 now, as what `ahead` fills in
-    for n in range(1, steps + 1):
-        same = (ahead(documents, n) == documents) & (documents > 0)
-        generated = generated & ahead(jnp.asarray(rows.generated), n) & same
-        found.append(generated & ~ahead(jnp.asarray(rows.ends), n))
-    return found
+    ends = jnp.asarray(rows.ends)
+    return [made & ~ahead(ends, n) for n, made in enumerate(_generated(rows, steps), 1)]
 
 
 def continued(rows: Rows, steps: int) -> list[Any]:
     """Where each step counts and the answer's next token stands in the row too."""
-    ends = jnp.zeros_like(jnp.asarray(rows.ends))
-    after = masks(rows._replace(ends=ends), steps + 1)[1:]
+    after = _generated(rows, steps + 1)[1:]
     return [mask & more for mask, more in zip(masks(rows, steps), after, strict=True)]
+
+
+def _generated(rows: Rows, most: int) -> list[Any]:
+    """For n = 1 .. most, where the tokens i + 1 to i + n were generated and are i's document's."""
+    found, generated = [], jnp.ones(rows.tokens.shape, bool)
+    documents = jnp.asarray(rows.documents) + 1  # padding is 0 now, as what `ahead` fills in
+    for n in range(1, most + 1):
+        same = (ahead(documents, n) == documents) & (documents > 0)
+        generated = generated & ahead(jnp.asarray(rows.generated), n) & same
+        found.append(generated)
+    return found
 
 
 def judge(

@@ -96,7 +96,7 @@ def load_params(
         stored = _alike([checkpoint.read(name) for name in names])
         if int8 and spec.linear and stored[0].scale is None:
             stored = [quantise_int8(s.values) for s in stored]
-        return _spread(_place(stored, spec, stacked, dtype, mesh), spec, stacked, mesh)
+        return _spread(_place(stored, spec, stacked, dtype, mesh), spec, mesh)
 
     return _build(arch, leaf)
 
@@ -135,14 +135,11 @@ def _halves_by_device(values: np.ndarray, spec: TensorSpec, tp: int) -> np.ndarr
     return each.swapaxes(1, 2).reshape(values.shape)
 
 
-def _spread(weight: Any, spec: TensorSpec, stacked: bool, mesh: Mesh | None) -> Any:
+def _spread(weight: Any, spec: TensorSpec, mesh: Mesh | None) -> Any:
     """The weight, marked as spread if each device holds a part of it to work on by itself."""
     if mesh is None or not SPREAD & set(spec.axes) or not any(partition(spec, mesh.shape["tp"])):
         return weight
-    parts = partition(spec, mesh.shape["tp"], int(stacked))
-    if isinstance(weight, Quantized):
-        parts = Quantized(parts, partition(_scale_spec(spec), mesh.shape["tp"], int(stacked)))
-    return Spread(weight, mesh, parts)
+    return Spread(weight, mesh, jax.tree.map(lambda leaf: leaf.sharding.spec, weight))
 
 
 def _scale_spec(spec: TensorSpec) -> TensorSpec:
@@ -187,9 +184,9 @@ def abstract_params(arch: Arch, dtype: Any, int8: bool = False, mesh: Mesh | Non
             return jax.ShapeDtypeStruct(shape, kind, sharding=sharding_of(spec, stacked, mesh))
 
         if not (int8 and spec.linear):
-            return _spread(shaped(spec, dtype), spec, stacked, mesh)
+            return _spread(shaped(spec, dtype), spec, mesh)
         scale = shaped(_scale_spec(spec), jnp.float32)
-        return _spread(Quantized(shaped(spec, jnp.int8), scale), spec, stacked, mesh)
+        return _spread(Quantized(shaped(spec, jnp.int8), scale), spec, mesh)
 
     return _build(arch, leaf)
 
