@@ -4,7 +4,7 @@ the committed text bit for bit."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -62,13 +62,14 @@ def target_of(kind, slots, graphs=True, features=SPEC.layers, max_len=MAX_LEN, n
     return load_target(mini.path(name), options)
 
 
-def drafter_of(name, target, k, greedy=False, **flags):
-    """The host's drafter and its resident."""
+def drafter_of(name, target, k, greedy=False, draft_len=None, **flags):
+    """The host's drafter and its resident. draft_len: the draft's own context; the target's."""
+    flags |= {"max_position": draft_len} if draft_len else {}
     if name == "eagle3":
         host = EagleDrafter(HeadModel(random_head(replace(SPEC, **flags)), target), k, greedy)
         return host, EagleOnDevice(host)
     kind = target.dtype, target.kv_dtype
-    model = target_of(kind, target.slots, True, (), target.max_len, "mini-e")
+    model = target_of(kind, target.slots, True, (), draft_len or target.max_len, "mini-e")
     host = ModelDrafter(model, greedy)
     return host, ModelOnDevice(host, target)
 
@@ -116,6 +117,22 @@ def test_every_token_is_plain_decodings(kind, slots, name):
             assert text == plain(kind, mode), (k, mode, "host loop")
             assert drafted == again, (k, mode)  # the same guesses: the caches agree
             assert name == "eagle3" or drafted.accepted > 0
+
+
+@pytest.mark.parametrize("k", [1, 7, 19])
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("name", ["model", "eagle3"])
+def test_a_draft_context_shorter_than_the_targets(name, slots, k):
+    """Drafting ends where the draft's own context does, the text goes on to its limit."""
+    kind, lengths, tokens = KINDS[0], (3, 180, 199, 200, 201, 300, 20), 90
+    target = target_of(kind, slots, max_len=400)
+    run = partial(decode, target, mode="nucleus", tokens=tokens, lengths=lengths)
+    expected, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0))
+    host, resident = drafter_of(name, target, k, draft_len=200)
+    captured, drafted = run(host, device_cycle(target, resident, k))
+    text, again = run(host, host_cycle(target, host, k))
+    assert captured == text == expected
+    assert drafted == again and drafted.drafted > 0
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from drafters.model import ModelDrafter
 from drafters.none import NoDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
@@ -16,7 +17,7 @@ from specdec.types import Sampling, Sequence
 from targets import mini
 from targets.arch import parse_arch
 from targets.cuda.load import CudaOptions, load_target, random_target
-from tests.test_lossless import check_host
+from tests.test_lossless import check_host, decode
 from tests.tiny import VARIANTS, config_of
 
 
@@ -116,6 +117,25 @@ def test_out_of_memory_in_a_cycle_fails_who_joined_last(tiny, monkeypatch, said)
     assert len(errors) == 1 and "no room for a batch of 3" in errors[0]
     assert [seq.finish for seq in seqs] == ["length", "length", "error"]
     assert [seq.tokens for seq in seqs[:2]] == [seq.tokens for seq in alone[:2]]
+
+
+def test_a_draft_context_shorter_than_the_targets(tiny):
+    """Drafting ends where the draft model's context does, the text goes on."""
+    target, short = target_of(tiny["31b"], 2), target_of(tiny["31b"], 2, max_len=24)
+    run = partial(decode, target, mode="nucleus", tokens=16, prompts=[[5, 6, 7] * 4, [9] * 30])
+    drafter = ModelDrafter(short)
+    text, drafted = run(drafter, host_cycle(target, drafter, 7))
+    assert text == run(NoDrafter(), host_cycle(target, NoDrafter(), 0))[0]
+    assert drafted.drafted > 0
+
+
+def test_rows_that_sit_out_may_start_anywhere(tiny):
+    """A captured draft step pads its batch with rows that are beyond the draft's context."""
+    cache = target_of(tiny["31b"], 2, max_len=48).cache
+    before = cache.tokens[0].clone()
+    far, slots = torch.tensor([[10_000, 3], [-1, 1]], dtype=torch.int32)
+    cache.remember(torch.full((2, 2), 7, dtype=torch.int32), far, slots)
+    assert cache.tokens[1, 3:5].tolist() == [7, 7] and torch.equal(cache.tokens[0], before)
 
 
 def test_other_failures_stay_what_they_are(tiny, monkeypatch):

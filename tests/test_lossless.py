@@ -153,7 +153,7 @@ def check_device(path, mode, slots, ks, tokens=TOKENS):
                 assert again == plain and acceptance == host_acceptance
 
 
-def check_device_model(path, mode, slots, ks, tokens=TOKENS):
+def check_device_model(path, mode, slots, ks, tokens=TOKENS, draft_of=draft_of):
     """The traced draft model says what the host's says."""
     target, first = target_of(path, slots), prompts_for(target_of(path, slots).vocab)[:slots]
     run = partial(decode, target, mode=mode, tokens=tokens, prompts=first)
@@ -166,7 +166,7 @@ def check_device_model(path, mode, slots, ks, tokens=TOKENS):
         assert acceptance == host_acceptance
 
 
-def head_for(path):
+def head_for(path, max_position=256):
     """mini's own; a random one for any other target."""
     arch = read_arch(path)
     if path.name == "mini":
@@ -180,14 +180,14 @@ def head_for(path):
         vocab=arch.vocab,
         draft_vocab=arch.vocab // 2,
         layers=(0, 1, len(arch.layers) - 2),
-        max_position=256,
+        max_position=max_position,
     )
     return random_head(spec)
 
 
-def check_eagle3(path, mode, slots, ks, tokens=TOKENS):
+def check_eagle3(path, mode, slots, ks, tokens=TOKENS, max_position=256):
     """A target compiled for a head says the same in both loops, drafted or not."""
-    head, first = head_for(path), prompts_for(read_arch(path).vocab)[:slots]
+    head, first = head_for(path, max_position), prompts_for(read_arch(path).vocab)[:slots]
     options = JaxOptions(
         slots=slots, max_len=256, k=WIDE, chunk=target_of(path, slots).prefill_chunk
     )
@@ -221,6 +221,15 @@ def test_mini_both_loops():
     check_host(mini.path("mini"), "nucleus", slots=2, ks=[4], tokens=40)
     check_device(mini.path("mini"), "nucleus", slots=2, ks=[4], tokens=40)
     check_eagle3(mini.path("mini"), "nucleus", slots=2, ks=[4], tokens=40)
+
+
+def test_a_draft_context_shorter_than_the_targets(tiny):
+    """Drafting ends where the draft's own context does, the text goes on, in both loops."""
+    path, options = tiny["31b"], JaxOptions(slots=3, width=CATCH_UP, chunk=8)
+    short = load_target(path, replace(options, max_len=48))
+    check_host(path, "nucleus", 3, ks=[4], draft_of=lambda path, slots: short)
+    check_device_model(path, "nucleus", slots=3, ks=[1, 7], draft_of=lambda path, slots: short)
+    check_eagle3(path, "nucleus", slots=3, ks=[1, 7], max_position=48)
 
 
 @pytest.mark.slow

@@ -61,8 +61,11 @@ class KVCache:
         return cache
 
     def remember(self, tokens: torch.Tensor, start: torch.Tensor, slot: torch.Tensor) -> None:
-        """Put tokens [B, T] from start [B] on into the history, without asking the host."""
-        place = start[:, None] + torch.arange(tokens.shape[1], device=start.device)
+        """Put tokens [B, T] from start [B] on into the history, without asking the host. An idle
+        row may start anywhere, beyond this cache's context too: what it would write goes to the
+        spare row's first places."""
+        first = torch.where(slot < 0, 0, start)
+        place = first[:, None] + torch.arange(tokens.shape[1], device=start.device)
         self.history[slot[:, None].long(), place.long()] = tokens
 
 
