@@ -126,6 +126,24 @@ def test_the_kernels_refuse_what_only_references_do():
         assert make_plan(arch, replace(options, slots=513), "bfloat16").kv_dtype == "float32"
 
 
+def test_sizes_that_the_kernels_do_not_take_name_tensor_and_size():
+    """They would otherwise end in an assertion in the middle of a long prompt."""
+    arch = released("gemma-4-26b-a4b")
+    layer = arch.layers[0]
+    assert layer.moe is not None
+    experts = replace(layer, moe=replace(layer.moe, width=700))
+    cases = [(experts, "bfloat16", r"experts.down_proj has shape \[128, 2816, 700\]")]
+    cases += [(replace(layer, ffw=2104), "fp8", r"mlp.gate_proj has shape \[2104, 2816\]")]
+    for odd, dtype, said in cases:
+        shape = replace(arch, layers=(odd, *arch.layers[1:]))
+        with pytest.raises(UserError, match=f"layers.0.{said}: with --dtype {dtype}"):
+            make_plan(shape, CudaOptions(dtype=dtype), "bfloat16")
+        make_plan(shape, CudaOptions(dtype=dtype, device="cpu"), "bfloat16")
+    for name in ("31b", "12b", "26b-a4b", "e4b", "e2b"):
+        for dtype in ("bfloat16", "fp8", "fp8-w8a8"):
+            make_plan(released(f"gemma-4-{name}"), CudaOptions(dtype=dtype), "bfloat16")
+
+
 def test_the_loop_is_the_faster_one(monkeypatch):
     one, four, references = (SimpleNamespace(slots=n, ops=None) for n in (1, 4, 1))
     references.ops = Reference.__new__(Reference)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from drafters.eagle3 import embedded
 from drafters.eagle3.spec import random_head, sized, tensors
+from specdec.cli.backend_cuda import CudaBackend
+from specdec.cli.backend_jax import JaxBackend
 from specdec.cli.config import ModelConfig, SpeculationConfig
+from specdec.errors import UserError
 from targets import mini
 from targets.arch import released
 from tests.commands import CUDA, PROMPT, refused, run
+from tests.fakes import Noise
 
 SHORT = ["generate", PROMPT, "--max-tokens", "10", "--slots", "1", "--max-len", "128", "--json"]
 
@@ -90,3 +95,10 @@ def test_help_teaches_the_drafters(capsys):
     out, _ = run(capsys, "generate", "--help")
     for word in ("mini-e", "eagle3", "--draft-model", "speculators"):
         assert word in out
+
+
+@pytest.mark.parametrize("backend", [JaxBackend, CudaBackend])
+def test_a_drafter_that_a_device_loop_does_not_know_is_refused(backend):
+    """It would otherwise propose nothing, and nobody would be told."""
+    with pytest.raises(UserError, match="does not know the drafter Noise: use --loop host"):
+        backend().cycle(SimpleNamespace(), Noise(320), 4)

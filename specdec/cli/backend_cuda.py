@@ -207,6 +207,7 @@ def _resident(drafter: Drafter, target: CudaTarget) -> Resident:
     from drafters.model import ModelDrafter
     from drafters.model_cuda import ModelOnDevice
     from drafters.ngram import NgramDrafter
+    from drafters.none import NoDrafter
     from drafters.resident_cuda import Lookup
 
     if isinstance(drafter, EagleDrafter):
@@ -215,7 +216,11 @@ def _resident(drafter: Drafter, target: CudaTarget) -> Resident:
         return ModelOnDevice(drafter, target)
     if isinstance(drafter, NgramDrafter):
         return Lookup(target, (drafter.n_min, drafter.n_max))
-    return Lookup(target, None)
+    if isinstance(drafter, NoDrafter):
+        return Lookup(target, None)
+    raise UserError(
+        f"the device loop does not know the drafter {type(drafter).__name__}: use --loop host"
+    )
 
 
 def _drafting(config: ModelConfig, arch: Arch) -> tuple[ModelConfig, SpeculationConfig]:

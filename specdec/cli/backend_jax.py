@@ -168,6 +168,7 @@ def _resident(drafter: Drafter) -> Resident:
     from drafters.model_jax import ModelOnDevice
     from drafters.ngram import NgramDrafter
     from drafters.ngram_jax import TracedNgram, TracedNone
+    from drafters.none import NoDrafter
     from drafters.resident_jax import TextOnly
 
     if isinstance(drafter, EagleDrafter):
@@ -176,7 +177,11 @@ def _resident(drafter: Drafter) -> Resident:
         return ModelOnDevice(drafter)
     if isinstance(drafter, NgramDrafter):
         return TextOnly(TracedNgram(drafter.n_min, drafter.n_max))
-    return TextOnly(TracedNone())
+    if isinstance(drafter, NoDrafter):
+        return TextOnly(TracedNone())
+    raise UserError(
+        f"the device loop does not know the drafter {type(drafter).__name__}: use --loop host"
+    )
 
 
 def _draft_options(config: ModelConfig, arch: Arch) -> JaxOptions:

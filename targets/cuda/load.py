@@ -17,10 +17,11 @@ from targets.cuda.attention import HEADS
 from targets.cuda.graphs import MOST_ROWS, TOKENS, bucket_of
 from targets.cuda.layers import Reference
 from targets.cuda.ops import Ops
-from targets.cuda.params import DTYPES, QUANTISED, load_params, random_params
+from targets.cuda.params import DTYPES, QUANTISED, load_params, quantised, random_params
 from targets.cuda.room import room_for, use_pages
 from targets.cuda.target import KV_DTYPES, CudaTarget, Plan
 from targets.cuda.w8a8 import WIDEST as WIDEST_INPUT
+from targets.tensors import all_tensors
 
 SHORTEST = 16
 """Least context: shorter ones can't even be checked."""
@@ -114,6 +115,7 @@ def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
         _refuse_for_kernels(arch, options, kv_dtype)
         if dtype == "fp8-w8a8":
             _refuse_for_w8a8(arch)
+        _refuse_sizes(arch, dtype)
     return Plan(
         options.slots,
         options.max_len,
@@ -148,6 +150,21 @@ def _refuse_for_kernels(arch: Arch, options: CudaOptions, kv_dtype: str) -> None
             f"the kernels take hidden sizes up to {WIDEST} and heads that fill up to 64, 128, 256 "
             f"or 512, not {arch.hidden} with heads of {sorted(dims)}: run it with --device cpu"
         )
+
+
+def _refuse_sizes(arch: Arch, dtype: str) -> None:
+    """The library's matmuls read rows of whole 16 bytes, and of 8-bit weights as many of them.
+    Raises UserError: a long prompt would be the first to meet a weight of another size."""
+    for name, spec in all_tensors(arch).items():
+        if len(spec.shape) < 2 or name == "embed_tokens_per_layer":
+            continue
+        narrow = dtype in QUANTISED and quantised(name, spec)
+        multiple, sizes = (16, spec.shape[-2:]) if narrow else (8, spec.shape[-1:])
+        if any(size % multiple for size in sizes):
+            raise UserError(
+                f"{name} has shape {list(spec.shape)}: with --dtype {dtype} the kernels take "
+                f"multiples of {multiple}; try --dtype bfloat16, or --device cpu"
+            )
 
 
 def _refuse_for_w8a8(arch: Arch) -> None:

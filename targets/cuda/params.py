@@ -134,6 +134,11 @@ def quantise_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (values / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
+def quantised(name: str, spec: TensorSpec) -> bool:
+    """Whether a narrow dtype narrows this tensor: per-layer inputs stay wide."""
+    return spec.linear and "per_layer" not in name
+
+
 class _Reader:
     """Tensors by name in the form that the forward wants them."""
 
@@ -163,7 +168,7 @@ class _Reader:
         return self.workshop.settled(packed)
 
     def _packed(self, names: list[str], layout: str) -> Linear:
-        if self.fp8 and all(self.specs[n].linear and "per_layer" not in n for n in names):
+        if self.fp8 and all(quantised(name, self.specs[name]) for name in names):
             values, scales = zip(*map(self._quantised, names), strict=True)
             kind = "w8a8" if self.w8a8 and not layout.startswith("experts") else "fp8"
             return self.pack(_joined(values), _joined(scales), kind, layout)
