@@ -4,24 +4,22 @@ The drafter guesses k tokens, the target reads its weights once and chooses at a
 and the longest prefix of the guess that equals the choice is kept, plus one token for free. The
 output is the target's own choice at every position, so it cannot depend on the drafter.
 
-The host loop calls this with numpy and real sequences; the device loop traces this very function
-(`drafters/device_cycle_jax.py`).
+The host loop calls this with the running sequences; the device loops trace it (JAX) or capture it
+in a CUDA graph, with a batch of arrays (`targets/jax/device_loop.py`, `targets/cuda/`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
-
 from specdec.accept import accept
-from specdec.protocols import Cycle, Drafter, Target
-from specdec.types import Round, Sequence
+from specdec.protocols import Batch, Cycle, Drafter, Proposer, Target, Verifier
+from specdec.types import Round
 
 
-def cycle(target: Target, drafter: Drafter, seqs: Rows[Sequence], k: int) -> Round:
-    draft = drafter.propose(seqs, k)
-    step = target.verify(seqs, draft)
+def cycle(target: Verifier[Batch], drafter: Proposer[Batch], batch: Batch, k: int) -> Round:
+    draft = drafter.propose(batch, k)
+    step = target.verify(batch, draft)
     accepted = accept(draft, step.chosen)
-    drafter.observe(seqs, step, accepted)
+    drafter.observe(batch, step, accepted)
     return Round(draft, step, accepted)
 
 

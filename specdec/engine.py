@@ -93,7 +93,7 @@ class Engine:
         seq, start, stop = chunk
         try:
             step = self.target.prefill(seq, start, stop)
-            self.drafter.observe([seq], step, np.zeros(1, np.int32))
+            self.drafter.prefill(seq, start, stop, step)
         except (UserError, MemoryError) as refusal:  # fails alone, the others go on
             return [self._finish(seq, (), "error", error=f"prefill: {refusal}")]
         if not self.scheduler.chunk_done(seq, stop):

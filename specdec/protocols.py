@@ -4,17 +4,47 @@ The pairing rule, stated once: `features[b, j]` is the state *from which* the ta
 `chosen[b, j]`. Prefill obeys it too. What is emitted is `chosen[b, :accepted + 1]`, never a draft
 token. The target owns the KV cache: an entry at position p is valid iff p < the sequence's fed
 length, so the length *is* the rollback and there is no `rollback` method.
+
+A cycle asks a target to verify and a drafter to propose and observe, for a *batch* of rows. In the
+host loop a batch is the running sequences; in a device loop it is arrays on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Rows
-from typing import Protocol
+from collections.abc import Callable, Sequence as Seqs
+from typing import Protocol, TypeVar
 
 from specdec.types import Array, Round, Sequence, Step
 
+Batch = TypeVar("Batch", contravariant=True)
 
-class Target(Protocol):
+
+class Verifier(Protocol[Batch]):
+    """What a cycle needs of a target."""
+
+    def verify(self, batch: Batch, draft: Array, /) -> Step:
+        """Feed each row's last token and its draft [B, k] int32 (NO_GUESS allowed).
+
+        Returns chosen [B, k + 1] and features, see `Step`. A row's result is bitwise the same
+        whoever else is in the batch and whatever k is.
+        """
+        ...
+
+
+class Proposer(Protocol[Batch]):
+    """What a cycle needs of a drafter."""
+
+    def propose(self, batch: Batch, k: int, /) -> Array:
+        """[B, k] int32 target ids; NO_GUESS where it has nothing to say."""
+        ...
+
+    def observe(self, batch: Batch, step: Step, accepted: Array, /) -> None:
+        """Learn what the cycle chose, and from which features: `accepted` [B] draft tokens and the
+        one after them are kept. The rows are not extended yet."""
+        ...
+
+
+class Target(Verifier[Seqs[Sequence]], Protocol):
     """The model that decides every token. Weights, KV cache, sampling and device are its own."""
 
     @property
@@ -41,36 +71,26 @@ class Target(Protocol):
         """Feed `seq.tokens[start:stop]` into `seq.slot`; chosen [1, 1], features [1, T, F].
 
         `chosen` follows position stop - 1 and means something only where stop is the prompt's end.
+        Features may be padded beyond the chunk's own T = stop - start tokens.
         Raises UserError for a request that this target can't take, and MemoryError where there is
         no room for it and the target survived: only this sequence fails.
         """
         ...
 
-    def verify(self, seqs: Rows[Sequence], draft: Array) -> Step:
-        """Feed each sequence's last token and its draft [B, k] int32 (NO_GUESS allowed).
 
-        Returns chosen [B, k + 1], features [B, k + 1, F]. Row b's result is bitwise the same
-        whoever else is in the batch and whatever k is.
-        """
-        ...
-
-
-class Drafter(Protocol):
+class Drafter(Proposer[Seqs[Sequence]], Protocol):
     """Guesses what the target will choose. It can only cost or save time, never change a token."""
-
-    def propose(self, seqs: Rows[Sequence], k: int) -> Array:
-        """[B, k] int32 target ids; NO_GUESS where it has nothing to say."""
-        ...
-
-    def observe(self, seqs: Rows[Sequence], step: Step, accepted: Array) -> None:
-        """Learn what was chosen, and from which features; `seqs[b].tokens` is not extended yet."""
-        ...
 
     def reset(self, seq: Sequence) -> None:
         """`seq` now owns its slot: forget the slot's former owner."""
         ...
 
+    def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
+        """Learn `seq.tokens[start:stop]` of its prompt, which the target has just read: `step` is
+        what the target's `prefill` answered. Raises MemoryError where there is no room for it."""
+        ...
 
-Cycle = Callable[[Rows[Sequence], bool], list[Round]]
+
+Cycle = Callable[[Seqs[Sequence], bool], list[Round]]
 """What the engine runs between admissions: one round (host loop) or several (device loop). The
 flag asks for no more than one, because somebody's prefill waits for the next turn."""

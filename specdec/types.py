@@ -163,15 +163,19 @@ class LogprobRows:
 
 @dataclass(frozen=True)
 class Step:
-    """What a target answers: `features[b, j]` is the state *from which* it chose `chosen[b, j]`.
-
-    chosen [B, T] int32; features [B, T, F] or None, a matter between a target and the drafters
-    made for it (JAX pads them, see `JaxTarget`); logprobs only where a sequence asked.
-    """
+    """What a target answers: row b's `features[b, j]` is the state *from which* it chose
+    `chosen[b, j]`. Written by the target, read by the engine and the drafter."""
 
     chosen: Array
+    """[B, T] int32."""
     features: Array | None = None
+    """[at least B, at least T, F], or None where the target was loaded to hand out none. Padding
+    lies beyond; which entry is row b's, `by_slot` tells."""
     logprobs: LogprobRows | None = None
+    """Only where a sequence asked."""
+    by_slot: bool = False
+    """Whether a row's features lie at its slot's number, not at its place in the batch: cutting
+    them out would be a program to compile for each number of rows, while requests wait."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from drafters.ngram import NgramDrafter
+from drafters.ngram.host import NgramDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import Sampling

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import jax
 
-from drafters.device_cycle_jax import device_cycle
-from drafters.eagle3.drafter_jax import EagleDrafter
+from targets.jax.device_loop import device_cycle
+from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.spec import random_head
-from drafters.ngram_jax import TracedNgram
-from drafters.none import NoDrafter
-from drafters.resident_jax import TextOnly
+from drafters.ngram.jax import TracedNgram
+from drafters.none.host import NoDrafter
+from targets.jax.device_drafter import TextOnly
 from specdec.cycle import host_cycle
 from targets.jax import hosts
 from targets.jax.load import JaxOptions, load_target

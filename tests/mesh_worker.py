@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 
-from drafters.device_cycle_jax import device_cycle
-from drafters.ngram import NgramDrafter
-from drafters.ngram_jax import TracedNgram, TracedNone
-from drafters.none import NoDrafter
-from drafters.resident_jax import TextOnly
+from targets.jax.device_loop import device_cycle
+from drafters.ngram.host import NgramDrafter
+from drafters.ngram.jax import TracedNgram, TracedNone
+from drafters.none.host import NoDrafter
+from targets.jax.device_drafter import TextOnly
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import Sampling, Sequence

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from drafters.none import NoDrafter
+from drafters.none.host import NoDrafter
 from specdec import bench, measured
 from specdec.bench_report import plot_bench, print_bench
 from specdec.cycle import host_cycle

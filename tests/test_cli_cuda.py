@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from drafters.none import NoDrafter
+from drafters.none.host import NoDrafter
 from specdec.cli.assemble import warm_up
 from specdec.cli.backend_cuda import CudaBackend
 from specdec.cli.backend_jax import JaxBackend

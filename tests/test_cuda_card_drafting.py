@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.device_cycle_cuda import device_cycle
-from drafters.eagle3.cuda import HeadModel
-from drafters.eagle3.drafter_cuda import EagleDrafter, EagleOnDevice
+from targets.cuda.device_loop import device_cycle
+from drafters.eagle3.cuda.head import HeadModel
+from drafters.eagle3.cuda.drafter import EagleDrafter, EagleOnDevice
 from drafters.eagle3.spec import HeadSpec, random_head
-from drafters.model import ModelDrafter
-from drafters.model_cuda import ModelOnDevice
-from drafters.none import NoDrafter
+from drafters.model.host import ModelDrafter
+from drafters.model.cuda import ModelOnDevice
+from drafters.none.host import NoDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import Sampling, Sequence

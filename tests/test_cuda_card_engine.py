@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from drafters.none import NoDrafter
+from drafters.none.host import NoDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import Event, Sampling, Sequence
@@ -28,8 +28,8 @@ def target_of(slots, max_len=512, name="mini", graphs=True):
 @cache
 def captured(slots, k=4, max_len=512, name="mini"):
     """One cycle for all tests of a shape: its graphs, and what former rows left behind."""
-    from drafters.device_cycle_cuda import device_cycle
-    from drafters.resident_cuda import Lookup
+    from targets.cuda.device_loop import device_cycle
+    from targets.cuda.device_drafter import Lookup
 
     target = target_of(slots, max_len, name)
     return device_cycle(target, Lookup(target, (2, 5)), k)

@@ -7,8 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from drafters.ngram import NgramDrafter
-from drafters.none import NoDrafter
+from drafters.ngram.host import NgramDrafter
+from drafters.none.host import NoDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import Sequence
@@ -70,8 +70,8 @@ def host_drafters(plain, vocab):
 @pytest.mark.parametrize(("kind", "mode"), CASES)
 def test_every_token_is_plain_decodings(kind, mode, slots):
     """Plain: one slot, launched kernel by kernel. 16 prompts of 24 tokens in each run."""
-    from drafters.device_cycle_cuda import device_cycle
-    from drafters.resident_cuda import Lookup
+    from targets.cuda.device_loop import device_cycle
+    from targets.cuda.device_drafter import Lookup
 
     lone = target_of(*kind, 1, graphs=False)
     plain = decode(lone, NoDrafter(), host_cycle(lone, NoDrafter(), 0), mode)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from drafters.none import NoDrafter
+from drafters.none.host import NoDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import Sequence
@@ -66,8 +66,8 @@ def texts(count: int) -> list[Sequence]:
 
 @pytest.mark.parametrize("loop", ["host", "device"])
 def test_who_joins_without_room_fails_alone(loop):
-    from drafters.device_cycle_cuda import device_cycle
-    from drafters.resident_cuda import Lookup
+    from targets.cuda.device_loop import device_cycle
+    from targets.cuda.device_drafter import Lookup
 
     target = load_target(mini.path("mini"), CudaOptions(slots=16, max_len=256, dtype="fp8", k=31))
     cycle = host_cycle(target, NoDrafter(), 31)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.model import ModelDrafter
-from drafters.none import NoDrafter
+from drafters.model.host import ModelDrafter
+from drafters.none.host import NoDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.errors import UserError

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.eagle3 import jax as jax_head
-from drafters.eagle3.cuda import HeadModel, need_bytes
-from drafters.eagle3.drafter_cuda import EagleDrafter
+from drafters.eagle3.jax import head as jax_head
+from drafters.eagle3.cuda.head import HeadModel, need_bytes
+from drafters.eagle3.cuda.drafter import EagleDrafter
 from drafters.eagle3.files import save_flat
-from drafters.eagle3.jax import place
-from drafters.none import NoDrafter
+from drafters.eagle3.jax.head import place
+from drafters.none.host import NoDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.errors import UserError
@@ -182,7 +182,7 @@ def test_what_a_head_needs_is_known_before_it_is_there(tiny):
     held = sum(part.numel() * part.element_size() for part in parts)
     needed = need_bytes(SPEC, Shape(2, 64, K + 1, 0, "fp8", "fp8"))
     assert held < needed < 1.1 * held
-    with pytest.raises(UserError, match=r"are free beside 0\.\d GiB of the EAGLE-3 head"):
+    with pytest.raises(UserError, match=r"are free beside 0\.\d GiB for the drafter"):
         check_fits(target.arch, Shape(2, 64, 5, 16, "fp8", "fp8"), 2**30, 2**29)
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.device_cycle_jax import device_cycle
-from drafters.eagle3.drafter_jax import EagleDrafter
+from targets.jax.device_loop import device_cycle
+from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.files import save_flat
 from drafters.eagle3.spec import Head, HeadSpec, tensors
-from drafters.none import NoDrafter
+from drafters.none.host import NoDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import NO_GUESS, Sampling, Sequence

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.eagle3 import jax as eagle3
+from drafters.eagle3.jax import head as eagle3
 from tests.eagle3_oracle import FLAGS, SPEC, Oracle, random_head
 
 TOKENS, STEPS = 10, 3

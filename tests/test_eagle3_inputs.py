@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import drafters.eagle3.jax as jax_head
+import drafters.eagle3.jax.head as jax_head
 import training.unroll
 from drafters.eagle3 import drafter_cuda, drafter_jax
-from drafters.eagle3.cuda import HeadModel
-from drafters.eagle3.jax import place
+from drafters.eagle3.cuda.head import HeadModel
+from drafters.eagle3.jax.head import place
 from drafters.eagle3.spec import Head
 from specdec.cycle import host_cycle
 from specdec.engine import Engine

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from drafters.eagle3 import jax as eagle3
+from drafters.eagle3.jax import head as eagle3
 from targets.jax.model import head, sequence_hidden
 from tests.eagle3_oracle import SPEC, Oracle, random_head
 from tests.eagle3_worker import answers, target

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from drafters.eagle3.files import save_flat, save_speculators
-from drafters.eagle3.jax import place
+from drafters.eagle3.jax.head import place
 from tests.eagle3_oracle import FLAGS, SPEC, random_head
 from tests.test_eagle3_head import STEPS, TOKENS, unrolled_logits
 from tests.tiny import config_of

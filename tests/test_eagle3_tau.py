@@ -9,7 +9,7 @@ import pytest
 
 from drafters.eagle3 import embedded
 from drafters.eagle3.files import load_head
-from drafters.eagle3.jax import place
+from drafters.eagle3.jax.head import place
 from specdec.types import Sequence
 from targets import mini
 from targets.tokenizer import load_tokenizer

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, strategies as st
 from rich.console import Console
 
-from drafters.ngram import NgramDrafter
-from drafters.none import NoDrafter
+from drafters.ngram.host import NgramDrafter
+from drafters.none.host import NoDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.errors import UserError

@@ -10,7 +10,7 @@ from itertools import cycle as around
 
 import pytest
 
-from drafters.ngram import NgramDrafter
+from drafters.ngram.host import NgramDrafter
 from serve.lockstep import Leader, Orders, follow
 from specdec.cli.hosts import check_same
 from specdec.cycle import host_cycle

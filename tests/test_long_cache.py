@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from drafters.device_cycle_jax import device_cycle
-from drafters.ngram import NgramDrafter
-from drafters.ngram_jax import TracedNgram
-from drafters.none import NoDrafter
-from drafters.resident_jax import TextOnly
+from targets.jax.device_loop import device_cycle
+from drafters.ngram.host import NgramDrafter
+from drafters.ngram.jax import TracedNgram
+from drafters.none.host import NoDrafter
+from targets.jax.device_drafter import TextOnly
 from specdec.cli.backend_jax import JaxBackend
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.cycle import host_cycle

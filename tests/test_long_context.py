@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from drafters.device_cycle_jax import device_cycle
-from drafters.ngram import NgramDrafter
-from drafters.ngram_jax import TracedNgram
-from drafters.none import NoDrafter
-from drafters.resident_jax import TextOnly
+from targets.jax.device_loop import device_cycle
+from drafters.ngram.host import NgramDrafter
+from drafters.ngram.jax import TracedNgram
+from drafters.none.host import NoDrafter
+from targets.jax.device_drafter import TextOnly
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import Sequence

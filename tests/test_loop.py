@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from drafters.ngram import NgramDrafter
-from drafters.none import NoDrafter
+from drafters.ngram.host import NgramDrafter
+from drafters.none.host import NoDrafter
 from specdec.accept import accept
 from specdec.cycle import host_cycle
 from specdec.engine import Engine

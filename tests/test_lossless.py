@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafters.device_cycle_jax import device_cycle
+from targets.jax.device_loop import device_cycle
 from drafters.eagle3 import embedded
-from drafters.eagle3.drafter_jax import EagleDrafter
+from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.files import load_head
 from drafters.eagle3.spec import HeadSpec, random_head
-from drafters.model import CATCH_UP, ModelDrafter
-from drafters.model_jax import ModelOnDevice
-from drafters.ngram import NgramDrafter
-from drafters.ngram_jax import TracedNgram, TracedNone
-from drafters.none import NoDrafter
-from drafters.resident_jax import TextOnly
+from drafters.model.host import CATCH_UP, ModelDrafter
+from drafters.model.jax import ModelOnDevice
+from drafters.ngram.host import NgramDrafter
+from drafters.ngram.jax import TracedNgram, TracedNone
+from drafters.none.host import NoDrafter
+from targets.jax.device_drafter import TextOnly
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import NO_GUESS, Sequence

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from drafters.device_cycle_jax import device_cycle
-from drafters.model import ModelDrafter
-from drafters.model_jax import ModelOnDevice
+from targets.jax.device_loop import device_cycle
+from drafters.model.host import ModelDrafter
+from drafters.model.jax import ModelOnDevice
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import NO_GUESS, Sampling, Sequence

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from drafters.ngram import NgramDrafter
-from drafters.ngram_jax import TracedNgram
+from drafters.ngram.host import NgramDrafter
+from drafters.ngram.jax import TracedNgram
 from specdec.errors import UserError
 from specdec.types import NO_GUESS, Sequence
 

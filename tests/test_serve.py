@@ -21,8 +21,8 @@ import pytest
 import uvicorn
 from hypothesis import given, strategies as st
 
-from drafters.ngram import NgramDrafter
-from drafters.none import NoDrafter
+from drafters.ngram.host import NgramDrafter
+from drafters.none.host import NoDrafter
 from serve.api import create_app
 from serve.runner import EngineRunner, Update
 from serve.stream import ChoiceText, held_back

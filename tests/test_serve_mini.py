@@ -9,7 +9,7 @@ import openai
 import pytest
 import uvicorn
 
-from drafters.ngram import NgramDrafter
+from drafters.ngram.host import NgramDrafter
 from serve.api import create_app
 from serve.runner import EngineRunner
 from specdec.cycle import host_cycle

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from drafters.device_cycle_jax import CYCLES, STOPS, Given, Job, Limits, Loop, run_cycles
+from targets.jax.device_loop import CYCLES, STOPS, Given, Job, Limits, Loop, run_cycles
 from drafters.eagle3 import drafting_jax as eagle3
-from drafters.eagle3.jax import DraftCache, sharding_of
+from drafters.eagle3.jax.head import DraftCache, sharding_of
 from drafters.eagle3.spec import sized, tensors
-from drafters.model import CATCH_UP
-from drafters.model_jax import ModelWeights, TracedModel
-from drafters.ngram_jax import TracedNgram
-from drafters.resident_jax import State, TextOnly
+from drafters.model.host import CATCH_UP
+from drafters.model.jax import ModelWeights, TracedModel
+from drafters.ngram.jax import TracedNgram
+from targets.jax.device_drafter import State, TextOnly
 from targets.arch import released
 from targets.jax.aot import shapes, topology_mesh
 from targets.jax.estimate import chip_of

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from drafters.eagle3.jax import Weights
+from drafters.eagle3.jax.head import Weights
 from drafters.eagle3.spec import HeadSpec, tensors
 from specdec.errors import UserError
 from targets.jax.params import Params

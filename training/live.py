@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from drafters.eagle3.drafter_jax import EagleDrafter
-from drafters.eagle3.jax import Weights
+from drafters.eagle3.jax.drafter import EagleDrafter
+from drafters.eagle3.jax.head import Weights
 from drafters.eagle3.spec import Head, HeadSpec, tensors
 from specdec.cycle import host_cycle
 from specdec.engine import Engine

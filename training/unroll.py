@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from drafters.eagle3.jax import Unrolled, Weights, embed, feedback, fuse, logits, unroll
+from drafters.eagle3.jax.head import Unrolled, Weights, embed, feedback, fuse, logits, unroll
 from drafters.eagle3.spec import HeadSpec
 from training.packing import Rows
 from training.teacher import Lesson

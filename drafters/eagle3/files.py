@@ -12,7 +12,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from drafters.eagle3 import names
+from drafters.eagle3 import config_json as names
 from drafters.eagle3.spec import (
     Head,
     HeadSpec,

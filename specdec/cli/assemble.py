@@ -157,7 +157,7 @@ def make_engine(
 
     accepted: counts to take instead of comparing, see specdec.synthetic (speed tests only).
     """
-    from drafters.none import NoDrafter
+    from drafters.none.host import NoDrafter
 
     target, drafter = model.target, make_drafter(config, model)
     k = 0 if config.drafter == "none" and accepted is None else config.k

@@ -17,10 +17,10 @@ from specdec.types import Array, Check, Sequence
 if TYPE_CHECKING:
     import numpy as np
 
-    from drafters.eagle3.cuda import HeadModel
+    from drafters.eagle3.cuda.head import HeadModel
     from drafters.eagle3.spec import Head, HeadSpec
-    from drafters.resident_cuda import Resident
     from targets.arch import Arch
+    from targets.cuda.device_drafter import Resident
     from targets.cuda.load import CudaOptions
     from targets.cuda.target import CudaTarget
 
@@ -70,7 +70,7 @@ class CudaBackend:
         return self.random(arch, *_drafting(config, arch))
 
     def place_head(self, head: Head, target: CudaTarget) -> HeadModel:
-        from drafters.eagle3.cuda import HeadModel
+        from drafters.eagle3.cuda.head import HeadModel
         from targets.cuda.room import room_for
 
         try:
@@ -80,7 +80,7 @@ class CudaBackend:
             raise UserError(str(problem)) from problem
 
     def eagle3(self, head: HeadModel, target: CudaTarget, k: int, greedy: bool) -> Drafter:
-        from drafters.eagle3.drafter_cuda import EagleDrafter
+        from drafters.eagle3.cuda.drafter import EagleDrafter
 
         return EagleDrafter(head, k, greedy)
 
@@ -114,7 +114,7 @@ class CudaBackend:
     def cycle(
         self, target: CudaTarget, drafter: Drafter, k: int, accepted: Array | None = None
     ) -> Cycle:
-        from drafters.device_cycle_cuda import device_cycle
+        from targets.cuda.device_loop import device_cycle
 
         return device_cycle(target, _resident(drafter, target), k, accepted)
 
@@ -190,7 +190,7 @@ class CudaBackend:
         """Refuse before loading what will not fit. A CPU's memory is the system's own affair."""
         if options.device == "cpu":
             return
-        from drafters.eagle3.cuda import need_bytes
+        from drafters.eagle3.cuda.head import need_bytes
         from targets.cuda.load import make_plan
         from targets.cuda.machine import free_bytes
         from targets.cuda.memory import Shape, check_fits
@@ -203,12 +203,12 @@ class CudaBackend:
 
 def _resident(drafter: Drafter, target: CudaTarget) -> Resident:
     """What the drafter is to the captured cycle."""
-    from drafters.eagle3.drafter_cuda import EagleDrafter, EagleOnDevice
-    from drafters.model import ModelDrafter
-    from drafters.model_cuda import ModelOnDevice
-    from drafters.ngram import NgramDrafter
-    from drafters.none import NoDrafter
-    from drafters.resident_cuda import Lookup
+    from drafters.eagle3.cuda.drafter import EagleDrafter, EagleOnDevice
+    from drafters.model.cuda import ModelOnDevice
+    from drafters.model.host import ModelDrafter
+    from drafters.ngram.host import NgramDrafter
+    from drafters.none.host import NoDrafter
+    from targets.cuda.device_drafter import Lookup
 
     if isinstance(drafter, EagleDrafter):
         return EagleOnDevice(drafter)
@@ -225,7 +225,7 @@ def _resident(drafter: Drafter, target: CudaTarget) -> Resident:
 
 def _drafting(config: ModelConfig, arch: Arch) -> tuple[ModelConfig, SpeculationConfig]:
     """How a draft model runs: no wider than it is fed, in the context that it has."""
-    from drafters.model import CATCH_UP
+    from drafters.model.host import CATCH_UP
 
     shorter = min(config.max_len, arch.max_position)
     return replace(config, max_len=shorter), SpeculationConfig(k=CATCH_UP - 1)

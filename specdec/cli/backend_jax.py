@@ -17,8 +17,8 @@ from specdec.types import Array, Check, Sequence
 
 if TYPE_CHECKING:
     from drafters.eagle3.spec import Head, HeadSpec
-    from drafters.resident_jax import Resident
     from targets.arch import Arch
+    from targets.jax.device_drafter import Resident
     from targets.jax.load import JaxOptions
     from targets.jax.target import JaxTarget
 
@@ -76,7 +76,7 @@ class JaxBackend:
         return head  # the drafter places it
 
     def eagle3(self, head: Head, target: JaxTarget, k: int, greedy: bool) -> Drafter:
-        from drafters.eagle3.drafter_jax import EagleDrafter
+        from drafters.eagle3.jax.drafter import EagleDrafter
 
         return EagleDrafter(head, target, k, greedy)
 
@@ -107,7 +107,7 @@ class JaxBackend:
     def cycle(
         self, target: JaxTarget, drafter: Drafter, k: int, accepted: Array | None = None
     ) -> Cycle:
-        from drafters.device_cycle_jax import device_cycle
+        from targets.jax.device_loop import device_cycle
 
         assert accepted is None, "the traced loop compares: bench asks the host loop"
         return device_cycle(target, _resident(drafter), k)
@@ -163,13 +163,13 @@ class JaxBackend:
 
 def _resident(drafter: Drafter) -> Resident:
     """What the drafter is to the traced loop."""
-    from drafters.eagle3.drafter_jax import EagleDrafter
-    from drafters.model import ModelDrafter
-    from drafters.model_jax import ModelOnDevice
-    from drafters.ngram import NgramDrafter
-    from drafters.ngram_jax import TracedNgram, TracedNone
-    from drafters.none import NoDrafter
-    from drafters.resident_jax import TextOnly
+    from drafters.eagle3.jax.drafter import EagleDrafter
+    from drafters.model.host import ModelDrafter
+    from drafters.model.jax import ModelOnDevice
+    from drafters.ngram.host import NgramDrafter
+    from drafters.ngram.jax import TracedNgram, TracedNone
+    from drafters.none.host import NoDrafter
+    from targets.jax.device_drafter import TextOnly
 
     if isinstance(drafter, EagleDrafter):
         return drafter
@@ -185,7 +185,7 @@ def _resident(drafter: Drafter) -> Resident:
 
 
 def _draft_options(config: ModelConfig, arch: Arch) -> JaxOptions:
-    from drafters.model import CATCH_UP
+    from drafters.model.host import CATCH_UP
 
     shorter = min(config.max_len, arch.max_position)
     options = _options(config, SpeculationConfig(), None)

@@ -87,7 +87,7 @@ class SpeculationConfig:
     def resolved(self, model: ModelConfig, random: bool = False) -> SpeculationConfig:
         """Checked, with `speculative_config` folded in. random: weights are made, an EAGLE-3
         head's too. Raises UserError."""
-        from drafters.ngram import NgramDrafter
+        from drafters.ngram.host import NgramDrafter
 
         chosen = self if self.speculative_config is None else self._from_vllm()
         if chosen.drafter not in DRAFTERS:

@@ -92,9 +92,9 @@ def head_dimensions(speculation: SpeculationConfig, arch: Arch) -> HeadSpec | No
 
 def make_drafter(config: SpeculationConfig, model: Model) -> Drafter:
     """The drafter on this model's target."""
-    from drafters.model import ModelDrafter
-    from drafters.ngram import NgramDrafter
-    from drafters.none import NoDrafter
+    from drafters.model.host import ModelDrafter
+    from drafters.ngram.host import NgramDrafter
+    from drafters.none.host import NoDrafter
 
     greedy = config.draft_sample_method == "greedy"
     if config.drafter == "ngram":

@@ -116,7 +116,7 @@ def _engine(loaded: Model, speculation: SpeculationConfig, name: str) -> Engine:
     """The engine that `evaluate` asks for by name."""
     if name != NARROW:
         return make_engine(loaded, replace(speculation, drafter=name))
-    from drafters.none import NoDrafter
+    from drafters.none.host import NoDrafter
 
     target = loaded.backend.plain(loaded.target)
     assert target is not None, "only asked for where it differs from the exact one"

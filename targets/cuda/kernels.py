@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from targets.arch import Arch, LayerSpec, MoeSpec
-from targets.cuda import attention, choosing, experts, skinny, tiles, w8a8
+from targets.cuda import attention, experts, sampler, skinny, tiles, w8a8
 from targets.cuda.cache import LayerCache
 from targets.cuda.inputs import Input, make_input
 from targets.cuda.launch import Library, Variant, address, launch, pointer
@@ -62,7 +62,7 @@ class Kernels:
         self._w8a8 = w8a8.W8A8(self._launch, self.processors)
         self._norms = Norms(self._launch, arch.eps)
         self._attention = attention.Attention(self._launch, arch, max_len, kv8, self.device)
-        self.choosing = choosing.Choosing(self._launch, self.device)
+        self.sampler = sampler.Sampler(self._launch, self.device)
 
     def pack(
         self, values: torch.Tensor, scale: torch.Tensor | None, kind: str, layout: str
@@ -113,7 +113,7 @@ class Kernels:
         rows: Rows,
         shaped: bool,
     ) -> torch.Tensor:
-        return self.choosing.choose(logits, bias, rules, history, rows, shaped)
+        return self.sampler.choose(logits, bias, rules, history, rows, shaped)
 
     def embed(self, head: Linear, rows: Rows) -> torch.Tensor:
         m = rows.tokens.numel()

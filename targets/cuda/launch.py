@@ -33,6 +33,12 @@ class Variant:
 
     file: str
     macros: tuple[tuple[str, int], ...] = ()
+    folder: Path = SOURCES
+    """Where the file lies: a drafter brings its own. Headers are the target's."""
+
+    @property
+    def source(self) -> Path:
+        return self.folder / f"{self.file}.cu"
 
     @property
     def options(self) -> list[str]:
@@ -43,7 +49,7 @@ class Variant:
 def compile_variant(variant: Variant) -> bytes:
     """The variant's cubin for sm_90a. Raises UserError with the compiler's log."""
     nvrtc = _import("nvrtc")
-    source = (SOURCES / f"{variant.file}.cu").read_text()
+    source = variant.source.read_text()
     headers = {file.name.encode(): file.read_bytes() for file in _headers()}
     name = f"{variant.file}.cu".encode()
     result, program = nvrtc.nvrtcCreateProgram(
@@ -71,7 +77,7 @@ def cached_binary(variant: Variant, folder: Path, driver: int) -> bytes:
     """From the cache, else compiled and kept; a file is complete or not there at all."""
     nvrtc = _import("nvrtc")
     digest = hashlib.sha256()
-    for part in (SOURCES / f"{variant.file}.cu", *_headers()):
+    for part in (variant.source, *_headers()):
         digest.update(part.read_bytes())
     digest.update(repr((variant.options, nvrtc.nvrtcVersion()[1:], driver)).encode())
     file = folder / f"{variant.file}-{digest.hexdigest()[:24]}.cubin"

@@ -93,13 +93,13 @@ def cache_bytes(arch: Arch, shape: Shape) -> int:
     return shape.slots * total + (shape.slots + 1) * text
 
 
-def check_fits(arch: Arch, shape: Shape, free: int, head: int = 0) -> None:
-    """Raise UserError, with what would fit, where `free` bytes are not enough. head: bytes of them
-    that an EAGLE-3 head takes."""
-    needed, free = need(arch, shape), free - head
+def check_fits(arch: Arch, shape: Shape, free: int, drafter: int = 0) -> None:
+    """Raise UserError, with what would fit, where `free` bytes are not enough. drafter: bytes of
+    them that the drafter takes."""
+    needed, free = need(arch, shape), free - drafter
     if needed.total <= free:
         return
-    beside = f" beside {_gib(head)} of the EAGLE-3 head" if head else ""
+    beside = f" beside {_gib(drafter)} for the drafter" if drafter else ""
     raise UserError(
         f"this needs {_gib(needed.total)} of GPU memory (weights {_gib(needed.weights)}, K/V cache "
         f"{_gib(needed.cache)}, workspace {_gib(needed.workspace)}) but {_gib(free)} are free"

@@ -14,6 +14,7 @@ from targets.arch import Arch
 from targets.cuda import sampling
 from targets.cuda.cache import make_cache, slack_of
 from targets.cuda.graphs import Chosen, Graphs, Outcome
+from targets.cuda.layers import Reference
 from targets.cuda.model import Hidden, decode
 from targets.cuda.ops import Ops, Rows
 from targets.cuda.params import Weights
@@ -85,6 +86,15 @@ class CudaTarget:
         self.pool = other.pool
         if self._graphs:
             self._graphs.pool = other.pool
+
+    @property
+    def backend(self) -> str:
+        return "cuda"
+
+    @property
+    def capturable(self) -> bool:
+        """Whether its operations can be captured in graphs: references ask the host as they go."""
+        return not isinstance(self.ops, Reference)
 
     @property
     def slots(self) -> int:

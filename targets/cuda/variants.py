@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from targets.arch import Arch
-from targets.cuda import attention, choosing, experts, skinny, w8a8
+from targets.cuda import attention, experts, sampler, skinny, w8a8
 from targets.cuda.launch import Variant
 
 
@@ -15,7 +15,7 @@ def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
         attention.variants(arch, kv8),
         experts.variants(arch, kinds - {"w8a8"}),
     )
-    return {choosing.CHOOSE, choosing.CYCLE, *map(norm_variant, kinds)}.union(*parts)
+    return {sampler.SAMPLE, sampler.CYCLE, *map(norm_variant, kinds)}.union(*parts)
 
 
 def norm_variant(kind: str) -> Variant:

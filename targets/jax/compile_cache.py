@@ -16,6 +16,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from specdec.errors import UserError
 
+PROGRAMS = Path.home() / ".cache" / "specdec" / "xla"
+"""Where compiled programs are kept unless --cache names a folder."""
 _ASKED = "/jax/compilation_cache/compile_requests_use_cache"
 _FOUND = "/jax/compilation_cache/cache_hits"
 _events: Counter[str] = Counter()

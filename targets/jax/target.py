@@ -64,6 +64,10 @@ class JaxTarget:
         self._logprobs = jax.jit(sampling.logprobs, **read_by_host)
 
     @property
+    def backend(self) -> str:
+        return "jax"
+
+    @property
     def slots(self) -> int:
         return self.plan.slots
 
@@ -119,6 +123,7 @@ class JaxTarget:
             np.asarray(chosen)[rows, : k + 1],
             out.features,
             details and pick_rows(details, rows),
+            by_slot=True,
         )
 
     def logits(self, feed: Feed) -> np.ndarray:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from specdec.errors import UserError
+
 NAMES = ("mini", "mini-e")
 
 
@@ -12,3 +14,16 @@ def path(name: str) -> Path:
     """The checkpoint folder of an embedded model; `name` is one of NAMES."""
     assert name in NAMES, name
     return Path(__file__).parent / "assets" / name
+
+
+def checkpoint_path(model: str) -> Path:
+    """A folder, or the embedded model of that name. Raises UserError."""
+    if model in NAMES:
+        return path(model)
+    folder = Path(model)
+    if not folder.is_dir():
+        raise UserError(
+            f"no checkpoint folder {model!r}: download one from Hugging Face, or use "
+            f"{' or '.join(NAMES)}, which come with specdec"
+        )
+    return folder

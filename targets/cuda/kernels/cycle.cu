@@ -1,42 +1,22 @@
-// What surrounds a verify in the captured cycle: the n-gram draft before it, the commit after it.
+// What surrounds a verify in the captured cycle: laying it out before it, the commit after it.
 // The state of each slot lives on the device: its text, its length, whether it goes on.
 #include "common.cuh"
 
-constexpr int kThreads = 1024;
 constexpr int kStops = 16;
 constexpr int kNoGuess = -1, kSatOut = -1;
 
-// Prompt lookup, as drafters/ngram.py: the longest suffix of n_max down to n_min tokens that
-// occurred before, its latest occurrence, and what followed; past the end the match repeats. One
-// CTA per row. n_max 0: no guesses. Also lays out the verify: the last token, then the draft.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    draft(const int* history, const int* length, const int* live, const int* slots,
-          int* tokens, int* start, int* slot_out, int stride, int k, int n_min, int n_max) {
-  __shared__ int best[32];
-  const int b = blockIdx.x, slot = slots[b];
+// The verify of each slot's text: its last token, then no guesses. A row that does not run gets slot
+// -1. One warp per row: k + 1 is 32 at most.
+extern "C" __global__ void __launch_bounds__(32)
+    lay_out(const int* history, const int* length, const int* live, const int* slots, int* tokens,
+            int* start, int* slot_out, int stride, int k) {
+  const int b = blockIdx.x, slot = slots[b], i = threadIdx.x;
   const bool runs = slot >= 0 && live[max(slot, 0)];
-  const int* text = history + size_t(max(slot, 0)) * stride;
   const int end = runs ? length[slot] : 1;
-  int found = 0;  // matched tokens << 24 | position of what follows
-  if (runs)
-    for (int follow = 1 + threadIdx.x; follow < end; follow += kThreads) {
-      int n = 0;
-      while (n < n_max && n < follow && text[follow - 1 - n] == text[end - 1 - n]) n++;
-      if (n >= n_min && n_max) found = max(found, n << 24 | follow);
-    }
-#pragma unroll
-  for (int d = 16; d; d >>= 1) found = max(found, __shfl_xor_sync(~0u, found, d));
-  if (threadIdx.x % 32 == 0) best[threadIdx.x / 32] = found;
-  __syncthreads();
-  for (int w = 0; w < 32; w++) found = max(found, best[w]);
-  const int follow = found & 0xffffff, period = end - follow;
-  if (threadIdx.x < k)
-    tokens[b * (k + 1) + 1 + threadIdx.x] = found ? text[follow + threadIdx.x % period] : kNoGuess;
-  if (threadIdx.x == 0) {
-    tokens[b * (k + 1)] = runs ? text[end - 1] : 0;
-    start[b] = end - 1;
-    slot_out[b] = runs ? slot : -1;
-  }
+  if (i <= k) tokens[b * (k + 1) + i] = i ? kNoGuess : runs ? history[size_t(slot) * stride + end - 1] : 0;
+  if (i) return;
+  start[b] = end - 1;
+  slot_out[b] = runs ? slot : -1;
 }
 
 // Appends chosen[: accepted + 1] to each live row's text and sees who has come to an end. accepted

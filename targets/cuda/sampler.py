@@ -1,4 +1,5 @@
-"""Choose, draft and commit as launches of `choose.cu` and `cycle.cu`: a part of `Kernels`."""
+"""Choose, lay a cycle out and commit it, as launches of `sample.cu` and `cycle.cu`: a part of
+`Kernels`."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from targets.rules import Rules
 
 CLUSTER = 8
 """CTAs that choose one row's token together."""
-THREADS = 1024
-CHOOSE, CYCLE = Variant("choose"), Variant("cycle")
+THREADS, WARP = 1024, 32
+SAMPLE, CYCLE = Variant("sample"), Variant("cycle")
 
 
 class _Job(Structure):
@@ -25,7 +26,7 @@ class _Job(Structure):
     )
 
 
-class Choosing:
+class Sampler:
     def __init__(self, launch: Launch, device: torch.device) -> None:
         self._launch, self._device = launch, device
 
@@ -50,25 +51,24 @@ class Choosing:
         )
         share = (vocab + 4 * CLUSTER - 1) // (4 * CLUSTER) * 4
         room = 4 * share if shaped else 0
-        self._launch(CHOOSE, "choose", (m * CLUSTER, 1, 1), THREADS, [job], room)
+        self._launch(SAMPLE, "choose", (m * CLUSTER, 1, 1), THREADS, [job], room)
         return chosen
 
-    def draft(
+    def lay_out(
         self,
         history: torch.Tensor,
         state: tuple[torch.Tensor, torch.Tensor],
         slots: torch.Tensor,
         k: int,
-        lengths: tuple[int, int],
     ) -> Rows:
-        """The verify that prompt lookup in each slot's text leads to. state: length and live
-        [slots]; lengths: the shortest and longest suffix, the longest 0 for no guesses."""
+        """The verify of these slots [B] (-1: padding), before anybody has drafted: each text's last
+        token, then k times NO_GUESS. state: length and live [slots]."""
         batch = len(slots)
         make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=self._device)  # noqa: E731
         rows = Rows(make(batch, k + 1), make(batch), make(batch))
         tensors = (history, *state, slots, rows.tokens, rows.start, rows.slot)
-        arguments = [*map(pointer, tensors), *map(c_int, (history.stride(0), k, *lengths))]
-        self._launch(CYCLE, "draft", (batch, 1, 1), THREADS, arguments, early=False)
+        arguments = [*map(pointer, tensors), *map(c_int, (history.stride(0), k))]
+        self._launch(CYCLE, "lay_out", (batch, 1, 1), WARP, arguments, early=False)
         return rows
 
     def commit(

@@ -7,7 +7,7 @@ most recent one. The index grows with the text, so a cycle costs the same at any
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Seqs
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,7 +38,13 @@ class NgramDrafter:
         self.n_min, self.n_max = n_min, n_max
         self._indices: dict[int, _Index] = {}
 
-    def propose(self, seqs: Rows[Sequence], k: int) -> Array:
+    def reset(self, seq: Sequence) -> None:
+        self._indices[seq.slot] = _Index()
+
+    def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
+        pass  # `propose` reads the engine's token history, there is nothing else to learn
+
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
         draft = np.full((len(seqs), k), NO_GUESS, np.int32)
         for b, seq in enumerate(seqs):
             follow = self._lookup(seq)
@@ -46,11 +52,8 @@ class NgramDrafter:
                 draft[b] = continuation(seq.tokens, follow, k)
         return draft
 
-    def observe(self, seqs: Rows[Sequence], step: Step, accepted: Array) -> None:
-        pass  # `propose` reads the engine's token history, there is nothing else to learn
-
-    def reset(self, seq: Sequence) -> None:
-        self._indices[seq.slot] = _Index()
+    def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
+        pass
 
     def _lookup(self, seq: Sequence) -> int | None:
         index = self._indices[seq.slot]

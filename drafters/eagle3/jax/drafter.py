@@ -1,18 +1,18 @@
 """The EAGLE-3 drafter of the JAX target: for the host loop a `Drafter`, for the device loop a
-`Resident` as well. Both run `drafting_jax`; here is what the host has to do."""
+`DeviceDrafter` as well. Both run `draft.py`; here is what the host has to do."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Seqs
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from drafters.eagle3 import drafting_jax as drafting
-from drafters.eagle3.drafting_jax import Given, Memory, Pending, Texts, TracedHead
-from drafters.eagle3.jax import make_cache, place
+from drafters.eagle3.jax import draft as drafting
+from drafters.eagle3.jax.draft import DraftInputs, DraftState, HeadProgram, Pending, Texts
+from drafters.eagle3.jax.head import make_cache, place
 from drafters.eagle3.spec import Head, check_pair
 from specdec.types import Array, Sequence, Step
 from targets.jax.placing import put, replicated, zeros
@@ -35,10 +35,10 @@ class EagleDrafter:
         self.head, self.target_ids = place(head, target.dtype, target.mesh)
         self.longest = min(target.max_len, head.spec.max_position)
         self.memory = self._blank()
-        self._read = jax.jit(partial(drafting.read, self.traced(False)), donate_argnums=1)
+        self._read = jax.jit(partial(drafting.read, self.program(False)), donate_argnums=1)
         self._propose = {
             shaped: jax.jit(
-                partial(drafting.propose, self.traced(shaped)),
+                partial(drafting.propose, self.program(shaped)),
                 static_argnums=3,
                 donate_argnums=1,
                 out_shardings=(None, replicated(target.mesh)),
@@ -46,7 +46,7 @@ class EagleDrafter:
             for shaped in (False, True)
         }
 
-    def _blank(self) -> Memory:
+    def _blank(self) -> DraftState:
         slots, width, mesh = self.target.slots, self.k + 1, self.target.mesh
         dtype, whole = self.target.dtype, replicated(mesh)
         pending = Pending(
@@ -54,35 +54,32 @@ class EagleDrafter:
             zeros((slots, width), jnp.int32, whole),
             put(np.ones(slots, np.int32), whole),
         )
-        return Memory(make_cache(self.spec, slots, self.longest, dtype, mesh), pending)
+        return DraftState(make_cache(self.spec, slots, self.longest, dtype, mesh), pending)
 
     def reset(self, seq: Sequence) -> None:
         pass  # the new owner's entries overwrite the old one's before anything sees them
 
-    def observe(self, seqs: Rows[Sequence], step: Step, accepted: Array) -> None:
-        assert step.features is not None
-        if not seqs[0].emitted:
-            self._observe_prompt(seqs[0], step.features, int(step.chosen[0, 0]))
-            return
+    def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
+        assert step.features is not None and step.by_slot, "as the JAX target hands them out"
         rows, slots = [seq.slot for seq in seqs], self.target.slots
         chosen = np.zeros((slots, self.k + 1), np.int32)
         count, live = np.ones(slots, np.int32), np.zeros(slots, bool)
         chosen[rows], count[rows], live[rows] = step.chosen, np.asarray(accepted) + 1, True
         new = Pending(step.features, chosen, count)
         pending = _learn(self.memory.pending, new, live)
-        self.memory = self.memory._replace(pending=pending)
+        self.memory = self.memory.replace(pending=pending)
 
-    def _observe_prompt(self, seq: Sequence, features: Array, chosen: int) -> None:
-        """A chunk of the prompt: each position's features go with the token after it, which
-        after the last position is the one chosen."""
-        start, chunk = seq.prefilled, features.shape[1]
-        count = min(seq.prompt_len - start, chunk - start % chunk)
-        tokens = np.zeros((1, chunk), np.int32)
-        tokens[0, :count] = [*seq.tokens[start + 1 : start + count + 1], chosen][:count]
-        where = np.int32(seq.slot), features, tokens, np.int32(start), np.int32(count)
+    def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
+        """Each position's features go with the token after it, which after the last position is
+        the one chosen."""
+        assert step.features is not None, "the target was made without the head's layers"
+        tokens = np.zeros((1, step.features.shape[1]), np.int32)
+        chosen, count = int(step.chosen[0, 0]), stop - start
+        tokens[0, :count] = [*seq.tokens[start + 1 : stop + 1], chosen][:count]
+        where = np.int32(seq.slot), step.features, tokens, np.int32(start), np.int32(count)
         self.memory = self._read(self.weights(), self.memory, *where)
 
-    def propose(self, seqs: Rows[Sequence], k: int) -> Array:
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
         """[B, k], one dispatch."""
         slots = np.array([seq.slot for seq in seqs])
         length, live = np.ones(self.target.slots, np.int32), np.zeros(self.target.slots, bool)
@@ -92,14 +89,14 @@ class EagleDrafter:
         self.memory, draft = program(self.weights(), self.memory, texts, k)
         return np.asarray(draft)[slots]
 
-    def ready(self, seqs: Rows[Sequence]) -> None:
+    def ready(self, seqs: Seqs[Sequence]) -> None:
         pass
 
-    def traced(self, shaped: bool) -> TracedHead:
-        return TracedHead(self.spec, self.longest, shaped)
+    def program(self, needs_sampler: bool) -> HeadProgram:
+        return HeadProgram(self.spec, self.longest, needs_sampler)
 
-    def weights(self) -> Given:
+    def weights(self) -> DraftInputs:
         rules, top = self.target.rules(), self.target.params.top
         if self.greedy:
             rules = rules._replace(temperature=jnp.zeros_like(rules.temperature))
-        return Given(self.head, self.target_ids, top["embed_tokens"], self.target.bias, rules)
+        return DraftInputs(self.head, self.target_ids, top["embed_tokens"], self.target.bias, rules)

@@ -1,28 +1,33 @@
-"""`draft_ops.DraftOps` as launches of our own kernels (`pair.cu`, `draft.cu`)."""
+"""`ops.DraftOps` as launches of our own kernels (`sources/*.cu`)."""
 
 from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_void_p
+from pathlib import Path
 
 import torch
 
+from drafters.eagle3.cuda.ops import Layout, PairNorms, Pending, Vocabulary
 from targets.arch import Arch
-from targets.cuda.choosing import CLUSTER
-from targets.cuda.draft_ops import Layout, PairNorms, Pending, Vocabulary
 from targets.cuda.inputs import Input, make_input
 from targets.cuda.kernels import Embed, Kernels
 from targets.cuda.launch import Variant, address, pointer
 from targets.cuda.norms import ROW_THREADS
 from targets.cuda.ops import Linear, Rows
+from targets.cuda.sampler import CLUSTER
 from targets.cuda.variants import variants
 from targets.rules import Rules
 
-DRAFT, GUESS = Variant("draft"), Variant("guess")
-PAIRS = {kind: Variant("pair", (("FP8", int(kind == "fp8")),)) for kind in ("fp8", "bf16")}
+SOURCES = Path(__file__).parent / "sources"
+LAYOUT = Variant("layout", folder=SOURCES)
+SAMPLE = Variant("draft_sample", folder=SOURCES)
+INPUTS = {
+    kind: Variant("inputs", (("FP8", int(kind == "fp8")),), SOURCES) for kind in ("fp8", "bf16")
+}
 """By the kind of weight that reads what they make."""
 THREADS = 256
 MOST_DRAFTS = 48 * 1024
-"""Draft vocabulary that fits into a cluster's registers (guess.cu); among more words, the target's
+"""Draft vocabulary that fits into a cluster's registers (draft_sample.cu); among more words, the target's
 own chooser chooses."""
 
 
@@ -45,7 +50,7 @@ class _Guess(Structure):
 
 def draft_variants(arch: Arch, kinds: set[str]) -> set[Variant]:
     """Of a head of this architecture; its K/V are bf16."""
-    return variants(arch, 0, kinds) | {DRAFT, GUESS, *(PAIRS[kind] for kind in kinds)}
+    return variants(arch, 0, kinds) | {LAYOUT, SAMPLE, *(INPUTS[kind] for kind in kinds)}
 
 
 class DraftKernels(Kernels):
@@ -68,7 +73,7 @@ class DraftKernels(Kernels):
         arguments = [*map(pointer, (*read, tokens, first, last, starts, slots))]
         spare = len(pending.count) - 1
         arguments += [c_int(n) for n in (batch, width, k, spare, longest)]
-        self._launch(DRAFT, "lay_out", (1, 1, 1), 1024, arguments)
+        self._launch(LAYOUT, "lay_out", (1, 1, 1), 1024, arguments)
         return Layout(Rows(tokens, first, slots[0]), last, starts, slots)
 
     def features(
@@ -86,9 +91,9 @@ class DraftKernels(Kernels):
         arguments += [c_int(n) for n in (width // parts, tokens, slots - 1)]
         arguments += [c_float(self.arch.eps), c_int(x.k_blocks), c_int(x.block)]
         # everything before the first kernel of a cycle has ended when it starts; later steps may
-        # rely on that, and on each guess (guess.cu, draft.cu) to have seen all before it end
+        # rely on that, and on each guess (draft_sample.cu, layout.cu) to have seen all before it end
         grid = m, parts, 1
-        self._launch(PAIRS[kind], "features", grid, ROW_THREADS, arguments, early=False)
+        self._launch(INPUTS[kind], "features", grid, ROW_THREADS, arguments, early=False)
         return x
 
     def pair(
@@ -102,7 +107,7 @@ class DraftKernels(Kernels):
             *map(address, (*weights, x.data)),
             *(tokens.stride(0), int(norms.residual), x.k_blocks, x.block, self.arch.eps),
         )
-        self._launch(PAIRS[kind], "pair", (m, 2, 1), ROW_THREADS, [job])
+        self._launch(INPUTS[kind], "pair", (m, 2, 1), ROW_THREADS, [job])
         return x
 
     def guess(
@@ -130,7 +135,7 @@ class DraftKernels(Kernels):
             *map(address, (counts, at.tokens)),
             *(drafts, vocab, history.stride(0), at.tokens.shape[1], j, int(shaped)),
         )
-        self._launch(GUESS, "guess", (batch * CLUSTER, 1, 1), THREADS, [job])
+        self._launch(SAMPLE, "guess", (batch * CLUSTER, 1, 1), THREADS, [job])
 
     def _spread(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
         """[B, D] over draft ids -> [B, 1, V], -inf for what the head does not know."""
@@ -138,7 +143,7 @@ class DraftKernels(Kernels):
         out = torch.empty((batch, 1, vocab), device=self.device)
         arguments = [*map(pointer, (logits, draft_ids, out))]
         arguments += [c_int(logits.shape[1]), c_int(vocab)]
-        self._launch(DRAFT, "spread", (-(-vocab // THREADS), batch, 1), THREADS, arguments)
+        self._launch(LAYOUT, "spread", (-(-vocab // THREADS), batch, 1), THREADS, arguments)
         return out
 
     def _note(
@@ -155,7 +160,7 @@ class DraftKernels(Kernels):
         tensors = chosen, logits, bias, at.start, at.slot, at.tokens, history
         sizes = batch, logits.shape[-1], width, history.stride(0), j
         arguments = [*map(pointer, tensors), *map(c_int, sizes)]
-        self._launch(DRAFT, "note", (-(-batch // 128), 1, 1), 128, arguments)
+        self._launch(LAYOUT, "note", (-(-batch // 128), 1, 1), 128, arguments)
 
     def keep(
         self,
@@ -168,4 +173,4 @@ class DraftKernels(Kernels):
         batch, width = chosen.shape
         tensors = features, chosen, accepted, rows.slot, *pending
         arguments = [*map(pointer, tensors), c_int(width), c_int(features.shape[-1] // 4)]
-        self._launch(DRAFT, "keep", (batch * width, 1, 1), THREADS, arguments)
+        self._launch(LAYOUT, "keep", (batch * width, 1, 1), THREADS, arguments)

@@ -1,5 +1,5 @@
 // A draft head's guess, as the target would choose among the words that the head knows: by the same
-// rules (choose.cu), with the same noise. A cluster of 8 CTAs owns one row; a draft vocabulary fits into
+// rules (the target's sample.cu), with the same noise. A cluster of 8 CTAs owns one row; a draft vocabulary fits into
 // its registers.
 #include "choice.cuh"
 

@@ -1,5 +1,5 @@
 """The EAGLE-3 drafter of the CUDA target: for the host loop a `Drafter`, for the captured cycle a
-`Resident` (`on_device`). Both run `drafting_cuda`; here is what the host has to do."""
+`DeviceDrafter`. Both run `draft.py`; here is what the host has to do."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from collections.abc import Sequence as Seqs
 import numpy as np
 import torch
 
-from drafters.eagle3 import drafting_cuda as drafting
-from drafters.eagle3.cuda import HeadModel
-from drafters.eagle3.drafting_cuda import Drafting
-from drafters.resident_cuda import Lookup, State
+from drafters.eagle3.cuda import draft as drafting
+from drafters.eagle3.cuda.draft import Drafting
+from drafters.eagle3.cuda.head import HeadModel
+from drafters.eagle3.cuda.ops import Pending
 from specdec.types import NO_GUESS, Array, Sequence, Step
-from targets.cuda.draft_ops import Pending
-from targets.cuda.ops import Rows
+from targets.cuda.device_drafter import CapturedBatch
 
 
 class EagleDrafter:
@@ -32,21 +31,19 @@ class EagleDrafter:
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         assert step.features is not None, "the target was made without the head's layers"
-        if not seqs[0].emitted:
-            self._observe_prompt(seqs[0], step.features, int(step.chosen[0, 0]))
-            return
         rows = self.target.feed(seqs, np.empty((len(seqs), 0), np.int32))
         told = (np.asarray(part, np.int32) for part in (step.chosen, accepted))
         chosen, kept = (torch.from_numpy(part).to(self.target.device) for part in told)
         self.given.head.ops.keep(self.given.pending, rows, step.features, chosen, kept)
 
-    def _observe_prompt(self, seq: Sequence, features: torch.Tensor, chosen: int) -> None:
-        """A chunk of the prompt: each position's features go with the token after it, which
-        after the last position is the one chosen."""
-        start, count = seq.prefilled, features.shape[1]
+    def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
+        """Each position's features go with the token after it, which after the last position is
+        the one chosen."""
+        assert step.features is not None, "the target was made without the head's layers"
         if seq.prompt_len < self.given.head.longest:  # else nothing will ever be guessed
-            tokens = [*seq.tokens[start + 1 : start + count + 1], chosen][:count]
-            drafting.read(self.given, seq.slot, start, features, tokens)
+            chosen = int(step.chosen[0, 0])
+            tokens = [*seq.tokens[start + 1 : stop + 1], chosen][: stop - start]
+            drafting.read(self.given, seq.slot, start, step.features, tokens)
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
         rows = self.target.feed(seqs, np.full((len(seqs), k), NO_GUESS, np.int32))
@@ -56,25 +53,23 @@ class EagleDrafter:
         return rows.tokens[:, 1:].cpu().numpy()
 
 
-class EagleOnDevice:
-    """A `Resident`. The host's drafter stays the engine's: it reads the prompts."""
+class DeviceEagle:
+    """A `DeviceDrafter`. The host's drafter stays the engine's: it reads the prompts."""
 
     def __init__(self, drafter: EagleDrafter) -> None:
         self.given = drafter.given
-        self._layout = Lookup(drafter.target, None)
 
     def ready(self, seqs: Seqs[Sequence]) -> None:
         pass
 
-    def propose(self, state: State, slots: torch.Tensor, k: int, shaped: bool) -> Rows:
-        rows = self._layout.propose(state, slots, k, shaped)
-        drafting.propose(self.given, rows, shaped)
-        return rows
+    def propose(self, batch: CapturedBatch, k: int) -> torch.Tensor:
+        drafting.propose(self.given, batch.rows, batch.needs_sampler)
+        return batch.draft
 
-    def observe(self, rows: Rows, step: Step, accepted: torch.Tensor) -> None:
+    def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
         assert step.features is not None, "the target was made without the head's layers"
         ops, pending = self.given.head.ops, self.given.pending
-        ops.keep(pending, rows, step.features, step.chosen, accepted.int())
+        ops.keep(pending, batch.rows, step.features, step.chosen, accepted.int())
 
 
 def _nothing(head: HeadModel, width: int) -> Pending:

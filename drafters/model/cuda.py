@@ -1,4 +1,4 @@
-"""The model drafter in the captured cycle: `drafters/model.py`, step for step, on the device."""
+"""The model drafter in the captured cycle: `host.py`, step for step, on the device."""
 
 from __future__ import annotations
 
@@ -6,41 +6,40 @@ from collections.abc import Sequence as Seqs
 
 import torch
 
-from drafters.model import CATCH_UP, ModelDrafter
-from drafters.resident_cuda import Lookup, State
+from drafters.model.host import CATCH_UP, ModelDrafter
 from specdec.types import NO_GUESS, Sequence, Step
+from targets.cuda.device_drafter import CapturedBatch
 from targets.cuda.ops import Rows
 from targets.cuda.target import CudaTarget
 
 
-class ModelOnDevice:
-    """A `Resident`. The host's drafter stays the engine's: it reads the prompts."""
+class DeviceModel:
+    """A `DeviceDrafter`. The host's drafter stays the engine's: it reads the prompts."""
 
     def __init__(self, drafter: ModelDrafter, target: CudaTarget) -> None:
         assert isinstance(drafter.model, CudaTarget), "the cycle captures its forward"
         self.drafter, self.model, self.target = drafter, drafter.model, target
         self.model.share_pool(target)
-        self._layout = Lookup(target, None)
 
     def ready(self, seqs: Seqs[Sequence]) -> None:
         self.drafter.finish_prompts(seqs)
 
-    def propose(self, state: State, slots: torch.Tensor, k: int, shaped: bool) -> Rows:
+    def propose(self, batch: CapturedBatch, k: int) -> torch.Tensor:
         """The last two committed tokens first, then a guess at a time."""
-        rows = self._layout.propose(state, slots, k, shaped)
+        rows = batch.rows
         tokens = _last_two(self.target, rows)
         for j in range(k):
             # a token at position max_len could never be emitted
             going = (rows.start + (j + 1) < self.model.max_len) & (rows.slot >= 0)
             start = rows.start + (j + 1 - tokens.shape[1])
             feed = Rows(tokens, start, torch.where(going, rows.slot, -1))
-            chosen = self.model.forward(feed, shaped).chosen[:, -1]
+            chosen = self.model.forward(feed, batch.needs_sampler).chosen[:, -1]
             guess = torch.where(going, chosen, NO_GUESS)
             rows.tokens[:, j + 1] = guess
             tokens = guess[:, None]
-        return rows
+        return batch.draft
 
-    def observe(self, rows: Rows, step: Step, accepted: torch.Tensor) -> None:
+    def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
         pass  # what was rejected lies beyond the length, and is overwritten
 
 

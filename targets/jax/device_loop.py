@@ -6,19 +6,21 @@ state: one step, two drivers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Seqs
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
-from drafters.resident_jax import Resident, State, Traced
 from specdec.cycle import cycle
 from specdec.protocols import Cycle
 from specdec.types import NO_GUESS, Array, LogprobRows, Round, Sequence, Step
 from targets.jax import programs, sampling
+from targets.jax.device_drafter import DeviceDrafter, SlotState, TracedProgram
 from targets.jax.params import Params
 from targets.jax.placing import replicated
 from targets.jax.programs import Feed, Plan
@@ -31,16 +33,56 @@ STOPS = 16
 """Stop ids per row that the device knows; the engine cuts by all of them in any case."""
 
 
-class Limits(NamedTuple):
-    """Per slot: stop_ids [B, STOPS] (NO_GUESS: unused) and the longest length [B]. For all:
-    cycles [], how many to run at most."""
+@dataclass(frozen=True)
+class LoopPlan:
+    """What a device loop is compiled for."""
+
+    plan: Plan
+    drafter: TracedProgram
+    k: int
+    cycles: int
+    """Most cycles of a dispatch."""
+    needs_sampler: bool
+    """Whether any row's choice is more than the raw argmax."""
+    logprobs: bool
+
+
+@struct.dataclass
+class Limits:
+    """Where the rows of a dispatch end. Written by the host."""
 
     stop_ids: Array
+    """[B, STOPS] int32, NO_GUESS where unused."""
     length: Array
+    """[B] int32: the longest each text may become."""
     cycles: Array
+    """[]: how many cycles to run at most."""
 
 
-class Tape(NamedTuple):
+@struct.dataclass
+class LoopInputs:
+    """What the loop only reads. Written by the host."""
+
+    params: Params
+    bias: Array
+    rules: Rules
+    """The requests' sampling parameters, by slot."""
+    drafter: Any
+    """The drafter's weights."""
+    limits: Limits
+
+
+@struct.dataclass
+class LoopState:
+    """What the loop carries."""
+
+    slots: SlotState
+    memory: Any
+    """The drafter's own."""
+
+
+@struct.dataclass
+class Tape:
     """What each cycle did [cycles, B, ...]: the host reads it once per dispatch."""
 
     draft: Array
@@ -50,87 +92,57 @@ class Tape(NamedTuple):
 
 
 class _TracedTarget:
-    """`Target.verify` on traced state: the rows are a State, updated in place of the slots."""
+    """`Verifier` of traced state. `state` is what the verify left behind."""
 
-    def __init__(self, job: Job, given: Given, state: State) -> None:
-        self.job, self.given, self.state = job, given, state
+    def __init__(self, plan: LoopPlan, given: LoopInputs, state: SlotState) -> None:
+        self.plan, self.given, self.state = plan, given, state
 
-    def verify(self, seqs: State, draft: Array) -> Step:
-        plan, given, cache = self.job.plan, self.given, seqs.cache
-        last = jnp.take_along_axis(cache.tokens, seqs.length[:, None] - 1, 1)
+    def verify(self, batch: SlotState, draft: Array) -> Step:
+        plan, given, cache = self.plan.plan, self.given, batch.cache
+        last = jnp.take_along_axis(cache.tokens, batch.length[:, None] - 1, 1)
         padding = jnp.full((plan.slots, plan.width - 1 - draft.shape[1]), NO_GUESS, jnp.int32)
-        count = jnp.where(seqs.live, plan.width, 0)
-        feed = Feed(jnp.concatenate([last, draft, padding], 1), seqs.length - 1, count)
+        count = jnp.where(batch.live, plan.width, 0)
+        feed = Feed(jnp.concatenate([last, draft, padding], 1), batch.length - 1, count)
         cache, out = programs.verify(plan, given.params, cache, feed)
         # a wall, so that choosing cannot be fused into the forward and change its arithmetic
         logits = jax.lax.optimization_barrier(out.logits)
         chosen = programs.choose(
-            plan, self.job.shaped, logits, given.bias, given.rules, cache.tokens, feed
+            plan, self.plan.needs_sampler, logits, given.bias, given.rules, cache.tokens, feed
         )
-        self.state = seqs._replace(cache=cache)
-        details = sampling.logprobs(logits, chosen) if self.job.logprobs else None
+        self.state = batch.replace(cache=cache)
+        details = sampling.logprobs(logits, chosen) if self.plan.logprobs else None
         width = draft.shape[1] + 1
         features = None if out.features is None else out.features[:, :width]
         return Step(chosen[:, :width], features, details)
 
 
-class Job(NamedTuple):
-    """What a device loop is compiled for."""
-
-    plan: Plan
-    drafter: Traced
-    k: int
-    cycles: int
-    shaped: bool
-    logprobs: bool
-
-
-class Loop(NamedTuple):
-    """What the loop carries: the rows, and the drafter's own memory."""
-
-    rows: State
-    memory: Any
-
-
-class Given(NamedTuple):
-    """What the loop only reads: the target's weights and sampling parameters by slot, the
-    drafter's weights, and where rows end."""
-
-    params: Params
-    bias: Array
-    rules: Rules
-    drafter: Any
-    limits: Limits
-
-
-def run_cycles(job: Job, given: Given, loop: Loop) -> tuple[Loop, Tape, Array]:
+def run_cycles(plan: LoopPlan, given: LoopInputs, loop: LoopState) -> tuple[LoopState, Tape, Array]:
     """Up to `limits.cycles` cycles, fewer once no row is live; the tape, and how many ran."""
-    _, shapes = jax.eval_shape(partial(_one_cycle, job, given), loop)
-    tape = jax.tree.map(lambda s: jnp.zeros((job.cycles, *s.shape), s.dtype), shapes)
+    _, shapes = jax.eval_shape(partial(_one_cycle, plan, given), loop)
+    tape = jax.tree.map(lambda s: jnp.zeros((plan.cycles, *s.shape), s.dtype), shapes)
 
-    def go_on(carry: tuple[Array, Loop, Tape]) -> Array:
-        return (carry[0] < given.limits.cycles) & carry[1].rows.live.any()
+    def go_on(carry: tuple[Array, LoopState, Tape]) -> Array:
+        return (carry[0] < given.limits.cycles) & carry[1].slots.live.any()
 
-    def body(carry: tuple[Array, Loop, Tape]) -> tuple[Array, Loop, Tape]:
+    def body(carry: tuple[Array, LoopState, Tape]) -> tuple[Array, LoopState, Tape]:
         i, loop, tape = carry
-        loop, entry = _one_cycle(job, given, loop)
+        loop, entry = _one_cycle(plan, given, loop)
         return i + 1, loop, jax.tree.map(lambda all_, one: all_.at[i].set(one), tape, entry)
 
     ran, loop, tape = jax.lax.while_loop(go_on, body, (jnp.int32(0), loop, tape))
     return loop, tape, ran
 
 
-def _one_cycle(job: Job, given: Given, loop: Loop) -> tuple[Loop, Tape]:
-    target = _TracedTarget(job, given, loop.rows)
-    drafter = job.drafter.on(given.drafter, loop.memory)
-    rows: Any = loop.rows
-    done = cycle(target, drafter, rows, job.k)  # type: ignore[arg-type]
-    rows = _commit(target.state, done, given.limits)
+def _one_cycle(plan: LoopPlan, given: LoopInputs, loop: LoopState) -> tuple[LoopState, Tape]:
+    target = _TracedTarget(plan, given, loop.slots)
+    drafter = plan.drafter.on(given.drafter, loop.memory)
+    done = cycle(target, drafter, loop.slots, plan.k)
+    slots = _commit(target.state, done, given.limits)
     tape = Tape(done.draft, done.step.chosen, done.accepted, done.step.logprobs)
-    return Loop(rows, drafter.memory), tape
+    return LoopState(slots, drafter.memory), tape
 
 
-def _commit(state: State, done: Round, limits: Limits) -> State:
+def _commit(state: SlotState, done: Round, limits: Limits) -> SlotState:
     """Append what was chosen to each live row's text and see who has come to an end."""
     chosen, kept = done.step.chosen, done.accepted
     offset = jnp.arange(chosen.shape[1])
@@ -141,33 +153,35 @@ def _commit(state: State, done: Round, limits: Limits) -> State:
     length = state.length + jnp.where(state.live, kept + 1, 0).astype(jnp.int32)
     stops = (chosen[..., None] == limits.stop_ids[:, None]).any(-1) & emitted
     live = state.live & ~stops.any(1) & (length < limits.length)
-    return State(state.cache._replace(tokens=tokens), length, live)
+    return SlotState(state.cache._replace(tokens=tokens), length, live)
 
 
-def device_cycle(target: JaxTarget, drafter: Resident, k: int, cycles: int = CYCLES) -> Cycle:
+def device_loop(target: JaxTarget, drafter: DeviceDrafter, k: int, cycles: int = CYCLES) -> Cycle:
     """A `Cycle` for the engine: one dispatch, up to `cycles` rounds."""
-    programs_: dict[Job, Any] = {}
+    compiled: dict[LoopPlan, Any] = {}
     whole = replicated(target.mesh)  # the tape is read by each process's host
 
-    def rounds(seqs: Rows[Sequence], hurry: bool) -> list[Round]:
-        shaped = any(seq.sampling.shaped for seq in seqs)
+    def rounds(seqs: Seqs[Sequence], hurry: bool) -> list[Round]:
+        needs_sampler = any(seq.sampling.shaped for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
-        job = Job(target.plan, drafter.traced(shaped), k, cycles, shaped, logprobs)
-        if job not in programs_:
-            programs_[job] = jax.jit(
-                partial(run_cycles, job), donate_argnums=1, out_shardings=(None, whole, whole)
+        program = drafter.program(needs_sampler)
+        plan = LoopPlan(target.plan, program, k, cycles, needs_sampler, logprobs)
+        if plan not in compiled:
+            compiled[plan] = jax.jit(
+                partial(run_cycles, plan), donate_argnums=1, out_shardings=(None, whole, whole)
             )
         drafter.ready(seqs)
         limits, state = _start(target, seqs, 1 if hurry else cycles)
-        given = Given(target.params, target.bias, target.rules(), drafter.weights(), limits)
-        loop, tape, ran = programs_[job](given, Loop(state, drafter.memory))
-        target.cache, drafter.memory = loop.rows.cache, loop.memory
+        weights = drafter.weights()
+        given = LoopInputs(target.params, target.bias, target.rules(), weights, limits)
+        loop, tape, ran = compiled[plan](given, LoopState(state, drafter.memory))
+        target.cache, drafter.memory = loop.slots.cache, loop.memory
         return _replay(tape, int(ran), np.array([seq.slot for seq in seqs]))
 
     return rounds
 
 
-def _start(target: JaxTarget, seqs: Rows[Sequence], cycles: int) -> tuple[Limits, State]:
+def _start(target: JaxTarget, seqs: Seqs[Sequence], cycles: int) -> tuple[Limits, SlotState]:
     """The host's view of the rows; each last token is put where the device looks for it."""
     slots = target.slots
     stop_ids = np.full((slots, STOPS), NO_GUESS, np.int32)
@@ -183,7 +197,7 @@ def _start(target: JaxTarget, seqs: Rows[Sequence], cycles: int) -> tuple[Limits
         live[seq.slot] = True
         last[seq.slot], token[seq.slot] = len(seq.tokens) - 1, seq.tokens[-1]
     cache = target.cache._replace(tokens=_put_last(target.cache.tokens, last, token))
-    return Limits(stop_ids, limit, np.int32(cycles)), State(cache, length, live)
+    return Limits(stop_ids, limit, np.int32(cycles)), SlotState(cache, length, live)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -195,7 +209,8 @@ def _replay(tape: Tape, ran: int, rows: np.ndarray) -> list[Round]:
     tape = jax.tree.map(np.asarray, tape)  # the one copy to the host
     rounds = []
     for i in range(ran):
-        draft, chosen, accepted, details = jax.tree.map(lambda leaf: leaf[i], tape)  # noqa: B023
-        step = Step(chosen[rows], None, details and pick_rows(details, rows))
-        rounds.append(Round(draft[rows], step, accepted[rows]))
+        now = jax.tree.map(lambda leaf: leaf[i], tape)  # noqa: B023
+        details = now.logprobs and pick_rows(now.logprobs, rows)
+        step = Step(now.chosen[rows], None, details)
+        rounds.append(Round(now.draft[rows], step, now.accepted[rows]))
     return rounds

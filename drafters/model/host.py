@@ -12,7 +12,7 @@ rollback here too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Seqs
 from dataclasses import replace
 
 import numpy as np
@@ -36,20 +36,20 @@ class ModelDrafter:
     def reset(self, seq: Sequence) -> None:
         self._ahead[seq.slot] = Sequence(list(seq.tokens), self._sampling(seq), slot=seq.slot)
 
-    def observe(self, seqs: Rows[Sequence], step: Step, accepted: Array) -> None:
-        """Read the prompt beside the target, a chunk for a chunk; later there is nothing to learn.
-        Raises MemoryError where the draft model has no room for it."""
-        for seq in seqs:
-            if not seq.emitted:
-                self._read_chunk(self._ahead[seq.slot])
+    def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
+        """Read the prompt beside the target, a chunk for a chunk."""
+        self._read_chunk(self._ahead[seq.slot])
 
-    def finish_prompts(self, seqs: Rows[Sequence]) -> None:
+    def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
+        pass  # what was rejected lies beyond the length, and is overwritten
+
+    def finish_prompts(self, seqs: Seqs[Sequence]) -> None:
         """Read what is left of their prompts: its chunks may be shorter than the target's."""
         for ahead in (self._ahead[seq.slot] for seq in seqs):
             while ahead.prefilled < ahead.prompt_len < self.model.max_len:
                 self._read_chunk(ahead)
 
-    def propose(self, seqs: Rows[Sequence], k: int) -> Array:
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
         draft = np.full((len(seqs), k), NO_GUESS, np.int32)
         self.finish_prompts(seqs)
         ahead = [self._caught_up(seq) for seq in seqs]

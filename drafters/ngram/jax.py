@@ -1,4 +1,4 @@
-"""The n-gram drafter inside a traced loop: the same guesses as `drafters/ngram.py`, vectorised.
+"""Prompt lookup inside the traced loop: the same guesses as `host.py`, vectorised.
 
 Comparing the last tokens with every window of the history is one pass over a few KB, which a
 device does faster than a host can be asked.
@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from drafters.ngram import N_MAX, N_MIN
+from drafters.ngram.host import N_MAX, N_MIN
 from specdec.types import NO_GUESS, Array
 
 
 @dataclass(frozen=True)
 class TracedNgram:
+    """A `TextFunction`: the guesses follow from the text alone."""
+
     n_min: int = N_MIN
     n_max: int = N_MAX
 
@@ -37,11 +39,3 @@ class TracedNgram:
         period = jnp.maximum(length - follow, 1)
         source = follow[:, None] + jnp.arange(k) % period[:, None]
         return jnp.where(follow[:, None] > 0, history[rows, source], NO_GUESS)
-
-
-@dataclass(frozen=True)
-class TracedNone:
-    """Plain decoding inside a traced loop."""
-
-    def propose(self, history: Array, length: Array, k: int) -> Array:
-        return jnp.full((history.shape[0], k), NO_GUESS, jnp.int32)

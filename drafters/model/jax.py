@@ -1,35 +1,37 @@
-"""The model drafter inside the traced loop: `drafters/model.py`, step for step, on traced state."""
+"""The model drafter inside the traced loop: `host.py`, step for step, on traced state."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Seqs
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-from drafters.model import CATCH_UP, ModelDrafter
-from drafters.resident_jax import State, Traced, TracedRows
+from drafters.model.host import CATCH_UP, ModelDrafter
 from specdec.types import NO_GUESS, Array, Sequence, Step
 from targets.jax import programs
 from targets.jax.cache import Cache
+from targets.jax.device_drafter import SlotState, TracedDrafter, TracedProgram
 from targets.jax.params import Params
 from targets.jax.programs import Feed, Plan
 from targets.jax.target import JaxTarget
 from targets.rules import Rules
 
 
-class ModelWeights(NamedTuple):
-    """The draft model's weights, and what it knows of the requests' sampling parameters."""
+@struct.dataclass
+class ModelInputs:
+    """What drafting only reads: the draft model's weights, and what it knows of the requests'
+    sampling parameters, by slot."""
 
     params: Params
     bias: Array
     rules: Rules
 
 
-class ModelOnDevice:
-    """A `Resident`. The host's drafter stays the engine's: it reads the prompts."""
+class DeviceModel:
+    """A `DeviceDrafter`. The host's drafter stays the engine's: it reads the prompts."""
 
     def __init__(self, drafter: ModelDrafter) -> None:
         assert isinstance(drafter.model, JaxTarget), "the loop traces its forward"
@@ -43,51 +45,51 @@ class ModelOnDevice:
     def memory(self, cache: Cache) -> None:
         self.model.cache = cache
 
-    def ready(self, seqs: Rows[Sequence]) -> None:
+    def ready(self, seqs: Seqs[Sequence]) -> None:
         self.drafter.finish_prompts(seqs)
 
-    def traced(self, shaped: bool) -> Traced:
-        return TracedModel(self.model.plan, shaped)
+    def program(self, needs_sampler: bool) -> TracedProgram:
+        return ModelProgram(self.model.plan, needs_sampler)
 
-    def weights(self) -> ModelWeights:
-        return ModelWeights(self.model.params, self.model.bias, self.model.rules())
+    def weights(self) -> ModelInputs:
+        return ModelInputs(self.model.params, self.model.bias, self.model.rules())
 
 
 @dataclass(frozen=True)
-class TracedModel:
-    """shaped False: every guess is a bare argmax."""
+class ModelProgram:
+    """needs_sampler False: every guess is a bare argmax."""
 
     plan: Plan
-    shaped: bool
+    needs_sampler: bool
 
-    def on(self, weights: ModelWeights, memory: Cache) -> TracedRows:
-        return _ModelRows(self, weights, memory)
+    def on(self, weights: ModelInputs, memory: Cache) -> TracedDrafter:
+        return _TracedModel(self, weights, memory)
 
 
-class _ModelRows:
-    def __init__(self, static: TracedModel, weights: ModelWeights, memory: Cache) -> None:
+class _TracedModel:
+    def __init__(self, static: ModelProgram, weights: ModelInputs, memory: Cache) -> None:
         self.static, self.weights, self.memory = static, weights, memory
 
-    def propose(self, seqs: State, k: int) -> Array:
+    def propose(self, batch: SlotState, k: int) -> Array:
         """The last two committed tokens first, then a guess at a time."""
-        draft = jnp.full((seqs.length.shape[0], k), NO_GUESS, jnp.int32)
+        draft = jnp.full((batch.length.shape[0], k), NO_GUESS, jnp.int32)
         if k == 0:
             return draft
-        place = seqs.length[:, None] - CATCH_UP + jnp.arange(CATCH_UP)
-        last = jnp.take_along_axis(seqs.cache.tokens, place, 1)
-        memory, chosen = self._feed(self.memory, last, seqs.length - CATCH_UP, seqs.live)
+        place = batch.length[:, None] - CATCH_UP + jnp.arange(CATCH_UP)
+        last = jnp.take_along_axis(batch.cache.tokens, place, 1)
+        memory, chosen = self._feed(self.memory, last, batch.length - CATCH_UP, batch.live)
         draft = draft.at[:, 0].set(chosen[:, CATCH_UP - 1])
 
         def step(j: Array, carry: tuple[Cache, Array]) -> tuple[Cache, Array]:
             memory, draft = carry
             guess = jax.lax.dynamic_slice_in_dim(draft, j - 1, 1, 1)
-            memory, chosen = self._feed(memory, guess, seqs.length + j - 1, seqs.live)
+            memory, chosen = self._feed(memory, guess, batch.length + j - 1, batch.live)
             return memory, draft.at[:, j].set(chosen[:, 0])
 
         self.memory, draft = jax.lax.fori_loop(1, k, step, (memory, draft))
         return draft
 
-    def observe(self, seqs: State, step: Step, accepted: Array) -> None:
+    def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:
         pass  # what was rejected lies beyond the length, and is overwritten
 
     def _feed(self, memory: Cache, tokens: Array, start: Array, live: Array) -> tuple[Cache, Array]:
@@ -102,6 +104,6 @@ class _ModelRows:
         feed = Feed(jnp.concatenate([tokens, padding], 1), start, jnp.where(going, given, 0))
         memory, out = programs.verify(plan, weights.params, memory, feed)
         chosen = programs.choose(
-            plan, static.shaped, out.logits, weights.bias, weights.rules, memory.tokens, feed
+            plan, static.needs_sampler, out.logits, weights.bias, weights.rules, memory.tokens, feed
         )
         return memory, jnp.where(going[:, None], chosen, NO_GUESS)

@@ -1,4 +1,4 @@
-"""The EAGLE-3 head's forward in the words of `targets.cuda.draft_ops`: our kernels on a Hopper GPU,
+"""The EAGLE-3 head's forward in the words of `drafters.eagle3.cuda.ops`: our kernels on a Hopper GPU,
 plain torch elsewhere. The mathematics, and the JAX twin: `drafters/eagle3/jax.py`.
 
 A head is a Llama layer to the operations: nothing normed within attention, gates of SiLU. Linear
@@ -13,19 +13,20 @@ from math import prod
 
 import torch
 
+from drafters.eagle3.cuda.kernels import DraftKernels
+from drafters.eagle3.cuda.ops import DraftOps, DraftReference, PairNorms, Vocabulary
 from drafters.eagle3.spec import Head, HeadSpec, check_pair, tensors
 from specdec.errors import UserError
 from targets.arch import Arch, LayerSpec, Rope
 from targets.cuda.attention import HEADS
 from targets.cuda.cache import KVCache, entries, make_cache, slack_of
-from targets.cuda.draft_kernels import DraftKernels
-from targets.cuda.draft_ops import DraftOps, DraftReference, PairNorms, Vocabulary
 from targets.cuda.graphs import bucket_of
 from targets.cuda.layers import Reference
 from targets.cuda.load import WIDEST
 from targets.cuda.memory import LINEAR, Shape
 from targets.cuda.ops import Linear, Rows
 from targets.cuda.params import quantise_fp8
+from targets.cuda.room import room_for
 from targets.cuda.target import CudaTarget
 from targets.cuda.workshop import Workshop
 
@@ -128,6 +129,15 @@ class HeadModel:
         x = ops.norm(h, mixed, None, None, w.post_norm, w.gate_up.kind)
         branch = ops.linear(ops.gated(x, w.gate_up, w.down.kind), w.down)
         return ops.head(ops.norm(h, branch, None, None, w.norm, w.lm_head.kind), w.lm_head, None)
+
+
+def placed(head: Head, target: CudaTarget) -> HeadModel:
+    """The head beside its target. Raises UserError, too where it has no room."""
+    try:
+        with room_for("the EAGLE-3 head beside the model"):
+            return HeadModel(head, target)
+    except MemoryError as problem:
+        raise UserError(str(problem)) from problem
 
 
 def need_bytes(spec: HeadSpec, shape: Shape) -> int:

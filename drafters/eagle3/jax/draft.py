@@ -10,93 +10,105 @@ they are rides in `Pending`. Entries beyond are rejected: the length is the roll
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-from drafters.eagle3 import jax as head
-from drafters.eagle3.jax import DraftCache, Weights
+from drafters.eagle3.jax import head
+from drafters.eagle3.jax.head import DraftCache, Weights
 from drafters.eagle3.spec import HeadSpec
-from drafters.resident_jax import State, TracedRows
 from specdec.types import NO_GUESS, Array, Step
 from targets.jax import sampling
+from targets.jax.device_drafter import SlotState, TracedDrafter
 from targets.rules import Rules
 
 
-class Pending(NamedTuple):
-    """What the last cycle chose, by slot: features [B, W, F] and the tokens [B, W] chosen from
-    them; the first count [B] are real, and the last of those ends the text."""
+@struct.dataclass
+class Pending:
+    """What the last cycle chose, by slot: the next one begins by reading it."""
 
     features: Array
+    """[B, W, F]: the target's states."""
     chosen: Array
+    """[B, W] int32: the tokens that were chosen from them."""
     count: Array
+    """[B] int32: how many are real; the last of those ends the text."""
 
 
-class Memory(NamedTuple):
+@struct.dataclass
+class DraftState:
+    """What drafting reads and writes."""
+
     cache: DraftCache
     pending: Pending
 
 
-class Given(NamedTuple):
-    """What drafting only reads: the head, target ids [V] of its vocabulary, the target's embedding
-    and its sampling parameters by slot."""
+@struct.dataclass
+class DraftInputs:
+    """What drafting only reads."""
 
     head: Weights
     target_ids: Array
+    """[V] int32: the target's id of each draft id."""
     table: Array
+    """The target's embedding."""
     bias: Array
     rules: Rules
+    """The target's sampling parameters by slot."""
 
 
-class Texts(NamedTuple):
-    """history [B, S] of which length [B] are real, but for the last; live [B]."""
+@struct.dataclass
+class Texts:
+    """The slots' texts."""
 
     history: Array
+    """[B, S] int32, of which the first `length` are real, but for the last of them."""
     length: Array
     live: Array
 
 
 @dataclass(frozen=True)
-class TracedHead:
-    """shaped False: every guess is a bare argmax. longest: no token from this position on is
-    guessed; the target's context or the head's ends there."""
+class HeadProgram:
+    """What of a head is compiled in."""
 
     spec: HeadSpec
     longest: int
-    shaped: bool
+    """No token from this position on is guessed: the target's context or the head's ends there."""
+    needs_sampler: bool
+    """False: every guess is a bare argmax."""
 
-    def on(self, weights: Given, memory: Memory) -> TracedRows:
-        return _HeadRows(self, weights, memory)
+    def on(self, weights: DraftInputs, memory: DraftState) -> TracedDrafter:
+        return _TracedHead(self, weights, memory)
 
 
-class _HeadRows:
-    def __init__(self, static: TracedHead, given: Given, memory: Memory) -> None:
+class _TracedHead:
+    def __init__(self, static: HeadProgram, given: DraftInputs, memory: DraftState) -> None:
         self.static, self.given, self.memory = static, given, memory
 
-    def propose(self, seqs: State, k: int) -> Array:
-        texts = Texts(seqs.cache.tokens, seqs.length, seqs.live)
+    def propose(self, batch: SlotState, k: int) -> Array:
+        texts = Texts(batch.cache.tokens, batch.length, batch.live)
         self.memory, draft = propose(self.static, self.given, self.memory, texts, k)
         return draft
 
-    def observe(self, seqs: State, step: Step, accepted: Array) -> None:
+    def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:
         assert step.features is not None, "the target was made without the head's layers"
         new = Pending(step.features, step.chosen, accepted.astype(jnp.int32) + 1)
-        pending = learn(self.memory.pending, new, seqs.live)
-        self.memory = self.memory._replace(pending=pending)
+        pending = learn(self.memory.pending, new, batch.live)
+        self.memory = self.memory.replace(pending=pending)
 
 
 def learn(old: Pending, new: Pending, live: Array) -> Pending:
     """What live rows [B] have chosen now is pending; `new.features` may be wider than `chosen`."""
-    new = new._replace(features=new.features[:, : new.chosen.shape[1]])
+    new = new.replace(features=new.features[:, : new.chosen.shape[1]])
     return jax.tree.map(
         lambda new, old: jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old), new, old
     )
 
 
 def propose(
-    static: TracedHead, given: Given, memory: Memory, texts: Texts, k: int
-) -> tuple[Memory, Array]:
+    static: HeadProgram, given: DraftInputs, memory: DraftState, texts: Texts, k: int
+) -> tuple[DraftState, Array]:
     """The accepted tokens' entries from the target's features, then a guess at a time: [B, k]."""
     draft = jnp.full((texts.length.shape[0], k), NO_GUESS, jnp.int32)
     if k == 0:
@@ -105,7 +117,7 @@ def propose(
     last = pending.chosen[row, pending.count - 1]
     history = texts.history.at[row, texts.length - 1].set(last)
     cache, out = _catch_up(static, given, memory, texts)
-    draft = draft.at[:, 0].set(_choose(static, given, out, texts._replace(history=history), 0))
+    draft = draft.at[:, 0].set(_choose(static, given, out, texts.replace(history=history), 0))
 
     def step(j: Array, carry: tuple) -> tuple:
         cache, out, history, draft = carry
@@ -115,35 +127,36 @@ def propose(
         embedded = head.embed(given.table, token)[:, None].astype(out.dtype)
         hidden = head.feedback(given.head, static.spec, out)[:, None]
         cache, out = head.decode(given.head, static.spec, cache, embedded, hidden, position)
-        guess = _choose(static, given, out[:, 0], texts._replace(history=history), j)
+        guess = _choose(static, given, out[:, 0], texts.replace(history=history), j)
         return cache, out[:, 0], history, draft.at[:, j].set(guess)
 
     cache, _, _, draft = jax.lax.fori_loop(1, k, step, (cache, out, history, draft))
-    return memory._replace(cache=cache), draft
+    return memory.replace(cache=cache), draft
 
 
 def _catch_up(
-    static: TracedHead, given: Given, memory: Memory, texts: Texts
+    static: HeadProgram, given: DraftInputs, memory: DraftState, texts: Texts
 ) -> tuple[DraftCache, Array]:
     """Write what is pending -> (cache, the head's output [B, H] after the last committed token)."""
-    features, chosen, count = memory.pending
+    pending = memory.pending
+    chosen, count = pending.chosen, pending.count
     offset = jnp.arange(chosen.shape[1])
     real = (offset < count[:, None]) & texts.live[:, None]
     positions = jnp.where(real, (texts.length - 1 - count)[:, None] + offset, -1)
-    cache, out = _extend(static, given, memory.cache, chosen, features, positions)
+    cache, out = _extend(static, given, memory.cache, chosen, pending.features, positions)
     return cache, out[jnp.arange(len(count)), count - 1]
 
 
 def read(
-    static: TracedHead,
-    given: Given,
-    memory: Memory,
+    static: HeadProgram,
+    given: DraftInputs,
+    memory: DraftState,
     slot: Array,
     features: Array,
     tokens: Array,
     start: Array,
     count: Array,
-) -> Memory:
+) -> DraftState:
     """One slot's prefill chunk: features [1, T, F] from position `start` on, and the tokens [1, T]
     that follow each; the first `count` are real. The last is pending too, to draft from."""
     row = jax.tree.map(lambda leaf: leaf[slot][None], memory.cache)
@@ -157,12 +170,12 @@ def read(
         old.chosen.at[slot, 0].set(tokens[0, count - 1]),
         old.count.at[slot].set(1),
     )
-    return Memory(cache, pending)
+    return DraftState(cache, pending)
 
 
 def _extend(
-    static: TracedHead,
-    given: Given,
+    static: HeadProgram,
+    given: DraftInputs,
     cache: DraftCache,
     tokens: Array,
     features: Array,
@@ -174,13 +187,15 @@ def _extend(
     return head.decode(given.head, static.spec, cache, embedded, hidden, positions)
 
 
-def _choose(static: TracedHead, given: Given, out: Array, texts: Texts, j: Array | int) -> Array:
+def _choose(
+    static: HeadProgram, given: DraftInputs, out: Array, texts: Texts, j: Array | int
+) -> Array:
     """The head's output [B, H] -> guess j of each text [B], as the target would choose: by its
     rules, and with its noise. NO_GUESS where a row sits out, or may say nothing the head knows."""
     logits = head.logits(given.head, static.spec, out)
     own = given.bias[:, given.target_ids]
     place = texts.length + j
-    if static.shaped:
+    if static.needs_sampler:
         known = jnp.full(given.bias.shape, -jnp.inf).at[:, given.target_ids].set(logits)
         chosen = sampling.choose(known[:, None], given.bias, given.rules, texts.history, place - 1)[
             :, 0

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from drafters.resident_cuda import Resident, State
 from specdec.cycle import cycle
 from specdec.protocols import Cycle
 from specdec.types import NO_GUESS, SAT_OUT, Array, LogprobRows, Round, Sequence, Step
+from targets.cuda.device_drafter import CapturedBatch, DeviceDrafter, SlotState
 from targets.cuda.graphs import Captured, bucket_of
 from targets.cuda.kernels import Kernels
-from targets.cuda.ops import Rows
 from targets.cuda.room import room_for
 from targets.cuda.sampling import each_part
 from targets.cuda.target import CudaTarget
@@ -31,34 +30,26 @@ STOPS = 16
 
 
 @dataclass(frozen=True)
-class Job:
+class GraphKey:
     """What one graph is captured for."""
 
     batch: int
     k: int
-    shaped: bool
+    needs_sampler: bool
     logprobs: bool
 
 
-class _Captured:
-    """`Drafter` and `Target` of the captured cycle: the rows are what the drafter lays out."""
+class _CapturedTarget:
+    """`Verifier` of the captured cycle."""
 
-    def __init__(self, target: CudaTarget, drafter: Resident, state: State, job: Job) -> None:
-        self.target, self.drafter, self.state, self.job = target, drafter, state, job
-        self.rows: Rows | None = None
+    def __init__(self, target: CudaTarget) -> None:
+        self.target = target
 
-    def propose(self, slots: Any, k: int) -> torch.Tensor:
-        self.rows = self.drafter.propose(self.state, slots, k, self.job.shaped)
-        return self.rows.tokens[:, 1:]
-
-    def verify(self, slots: Any, draft: torch.Tensor) -> Step:
-        assert self.rows is not None
-        out = self.target.step(self.rows, self.job.shaped, self.job.logprobs)
+    def verify(self, batch: CapturedBatch, draft: torch.Tensor) -> Step:
+        if draft.data_ptr() != batch.draft.data_ptr():  # most drafters write where it is read
+            batch.draft.copy_(draft)
+        out = self.target.step(batch.rows, batch.needs_sampler, batch.logprobs)
         return Step(out.chosen, out.features, out.details)
-
-    def observe(self, slots: Any, step: Step, accepted: Array) -> None:
-        assert self.rows is not None
-        self.drafter.observe(self.rows, step, accepted)
 
 
 class Tape(NamedTuple):
@@ -73,14 +64,14 @@ class Launched:
     """A cycle under way: its rows, what it will have said once `done` is reached."""
 
     seqs: tuple[Sequence, ...]
-    job: Job
+    key: GraphKey
     words: torch.Tensor
     details: LogprobRows | None
     done: torch.cuda.Event
 
 
-def device_cycle(
-    target: CudaTarget, drafter: Resident, k: int, synthetic: Array | None = None
+def device_loop(
+    target: CudaTarget, drafter: DeviceDrafter, k: int, synthetic: Array | None = None
 ) -> Cycle:
     """A `Cycle` for the engine. synthetic: int32 [cycles, slots], draft tokens to keep whatever
     was chosen (speed tests)."""
@@ -88,20 +79,20 @@ def device_cycle(
 
 
 class CapturedCycle:
-    """Graphs by `Job`, the slots' state, and the one cycle that the host has not read yet."""
+    """Graphs by `GraphKey`, the slots' state, and the one cycle that the host has not read yet."""
 
     def __init__(
-        self, target: CudaTarget, drafter: Resident, k: int, synthetic: Array | None
+        self, target: CudaTarget, drafter: DeviceDrafter, k: int, synthetic: Array | None
     ) -> None:
         assert isinstance(target.ops, Kernels), "references ask the host: they can't be captured"
         self.target, self.ops, self.drafter, self.k = target, target.ops, drafter, k
         self.table = None if synthetic is None else torch.from_numpy(synthetic).to(target.device)
         make = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=target.device)  # noqa: E731
         slots = target.slots
-        self.state = State(make(slots), make(slots), make(slots, STOPS), make(slots), make(1))
+        self.state = SlotState(make(slots), make(slots), make(slots, STOPS), make(slots), make(1))
         self.owners: dict[int, Sequence] = {}
-        self.graphs: dict[Job, tuple[torch.Tensor, Captured[Tape]]] = {}
-        self.fed: dict[Job, tuple[int, ...]] = {}
+        self.graphs: dict[GraphKey, tuple[torch.Tensor, Captured[Tape]]] = {}
+        self.fed: dict[GraphKey, tuple[int, ...]] = {}
         self.pending: Launched | None = None
 
     def __call__(self, seqs: Seqs[Sequence], hurry: bool) -> list[Round]:
@@ -112,44 +103,45 @@ class CapturedCycle:
         former, self.pending = self.pending, launched
         return [] if former is None else [_read(former, seqs)]
 
-    def _job(self, seqs: tuple[Sequence, ...]) -> Job:
-        shaped = any(seq.sampling.shaped for seq in seqs)
+    def _key(self, seqs: tuple[Sequence, ...]) -> GraphKey:
+        needs_sampler = any(seq.sampling.shaped for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
-        return Job(bucket_of(len(seqs)), self.k, shaped, logprobs)
+        return GraphKey(bucket_of(len(seqs)), self.k, needs_sampler, logprobs)
 
     @torch.inference_mode()
     def _launch(self, seqs: tuple[Sequence, ...]) -> Launched:
-        job = self._job(seqs)
-        if job not in self.graphs:
-            idle = torch.full((job.batch,), -1, dtype=torch.int32, device=self.target.device)
-            self.graphs[job] = idle, Captured(lambda: self._cycle(job, idle), self.target.pool)
-        slots, graph = self.graphs[job]
+        key = self._key(seqs)
+        if key not in self.graphs:
+            idle = torch.full((key.batch,), -1, dtype=torch.int32, device=self.target.device)
+            self.graphs[key] = idle, Captured(lambda: self._cycle(key, idle), self.target.pool)
+        slots, graph = self.graphs[key]
         wanted = tuple(seq.slot for seq in seqs)
-        if self.fed.get(job) != wanted:
-            padded = np.full(job.batch, -1, np.int32)
+        if self.fed.get(key) != wanted:
+            padded = np.full(key.batch, -1, np.int32)
             padded[: len(wanted)] = wanted
             slots.copy_(torch.from_numpy(padded))
-            self.fed[job] = wanted
+            self.fed[key] = wanted
         tape = graph.replay()
         words = _to_host(tape.words)
         parts = tape.details and each_part(_to_host, tape.details)
         done = torch.cuda.Event()
         done.record()
-        return Launched(seqs, job, words, parts, done)
+        return Launched(seqs, key, words, parts, done)
 
-    def _cycle(self, job: Job, slots: torch.Tensor) -> Tape:
-        """What is captured. The rows are slot numbers [B] on the device."""
-        both: Any = _Captured(self.target, self.drafter, self.state, job)
-        rows: Any = slots
-        done = cycle(both, both, rows, job.k)
+    def _cycle(self, key: GraphKey, slots: torch.Tensor) -> Tape:
+        """What is captured. slots [B] on the device, -1 for padding."""
+        state, sampler, history = self.state, self.ops.sampler, self.target.cache.tokens
+        places = state.length, state.live
+        rows = sampler.lay_out(history, places, slots, key.k)
+        batch = CapturedBatch(rows, key.needs_sampler, key.logprobs)
+        done = cycle(_CapturedTarget(self.target), self.drafter, batch, key.k)
         accepted = done.accepted.int()
         if self.table is not None:
-            turn = self.table[self.state.cycles % len(self.table)][0]
-            accepted = turn.index_select(0, slots.clamp(min=0)).clamp(max=job.k)
-        places, limits = self.state[:2], self.state[2:4]
-        history, chosen = self.target.cache.tokens, done.step.chosen
-        self.ops.choosing.commit(history, places, both.rows, chosen, accepted, limits)
-        self.state.cycles.add_(1)
+            turn = self.table[state.cycles % len(self.table)][0]
+            accepted = turn.index_select(0, slots.clamp(min=0)).clamp(max=key.k)
+        chosen = done.step.chosen
+        sampler.commit(history, places, rows, chosen, accepted, (state.stops, state.limit))
+        state.cycles.add_(1)
         words = torch.cat([done.draft, chosen, accepted[:, None]], 1)
         return Tape(words, done.step.logprobs)
 
@@ -187,7 +179,7 @@ def _to_host(values: torch.Tensor) -> torch.Tensor:
 def _read(cycle_: Launched, seqs: Seqs[Sequence]) -> Round:
     """Wait for a cycle and say what it did for these rows; who was not in it sat it out."""
     cycle_.done.synchronize()
-    k, words = cycle_.job.k, cycle_.words.numpy()
+    k, words = cycle_.key.k, cycle_.words.numpy()
     where = {id(seq): row for row, seq in enumerate(cycle_.seqs)}
     rows = np.array([where.get(id(seq), -1) for seq in seqs])
     mine = words[rows]

@@ -1,5 +1,5 @@
 """Drafting with an EAGLE-3 head on device tensors: the host loop launches it, the captured cycle
-captures it. `drafting_jax.py`, step for step, says why.
+captures it. `../jax/draft.py` is its twin, and says why.
 
 Entry p of the draft cache is of (x[p + 1], the target's features at p) and tells x[p + 2]. A cycle
 begins by writing those of the accepted tokens again, from the target's features that are pending:
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from drafters.eagle3.cuda import PIECE, HeadModel
-from targets.cuda.draft_ops import Pending
+from drafters.eagle3.cuda.head import PIECE, HeadModel
+from drafters.eagle3.cuda.ops import Pending
 from targets.cuda.ops import Rows
 from targets.rules import Rules
 
@@ -29,9 +29,9 @@ class Drafting:
 
 
 @torch.inference_mode()
-def propose(given: Drafting, rows: Rows, shaped: bool) -> None:
-    """Fill rows.tokens [B, k + 1] behind the last tokens with guesses. shaped False: every guess is
-    a bare argmax."""
+def propose(given: Drafting, rows: Rows, needs_sampler: bool) -> None:
+    """Fill rows.tokens [B, k + 1] behind the last tokens with guesses. needs_sampler False: every
+    guess is a bare argmax."""
     head, target, k = given.head, given.head.target, rows.tokens.shape[1] - 1
     if k == 0:
         return
@@ -45,7 +45,7 @@ def propose(given: Drafting, rows: Rows, shaped: bool) -> None:
             mixed = head.mix(fed, h, own=True)
         at = Rows(rows.tokens, layout.starts[j], layout.slots[j])
         logits, history = head.logits(h, mixed), target.cache.tokens
-        head.ops.guess(logits, head.known, target.bias, given.rules, history, at, j, shaped)
+        head.ops.guess(logits, head.known, target.bias, given.rules, history, at, j, needs_sampler)
 
 
 @torch.inference_mode()

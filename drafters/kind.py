@@ -1,0 +1,141 @@
+"""What a drafter's folder offers: one `DrafterKind`, in its module `kind`. Nobody outside the folder
+knows more of it, and `registry.py` alone knows its name.
+
+A drafter comes to be in three steps. `DrafterKind.read` (or `random`) checks what was asked for and
+reads it on the host, before gigabytes of the target are loaded: a `Draft`. `Draft.place` puts it
+beside the loaded target: a `PlacedDrafter`. That makes a `Drafter` for each engine, and what a
+device loop traces or captures of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.errors import UserError
+from specdec.protocols import Drafter
+from targets.backend import Backend
+
+if TYPE_CHECKING:
+    from targets.arch import Arch
+    from targets.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Of drafters that have no options of their own."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a drafter is made for. Written by who puts a model and a drafter together."""
+
+    arch: Arch
+    """The target's architecture."""
+    tokenizer: Tokenizer | None
+    """The target's; None where weights are random."""
+    speculation: SpeculationConfig
+    """Resolved, with the drafter's own options as fields."""
+
+
+class PlacedDrafter(Protocol):
+    """A drafter beside its target."""
+
+    def drafter(self, k: int) -> Drafter:
+        """A fresh one for an engine that drafts k tokens a cycle."""
+        ...
+
+    def on_device(self, drafter: Drafter) -> Any:
+        """What the target's device loop runs of this drafter (`targets.jax.device_drafter`,
+        `targets.cuda.device_drafter`). Raises UserError where the folder brings nothing for it."""
+        ...
+
+
+class Draft(Protocol):
+    """A drafter that was asked for and fits the target; its weights, if any, are on the host."""
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The target's layers whose outputs it wants to see, none for most."""
+        ...
+
+    def extra_bytes(self, shape: Any) -> int:
+        """What it takes of a GPU beside a target of this shape (`targets.cuda.memory.Shape`), as
+        far as it does not check that by itself when it is placed."""
+        ...
+
+    def place(self, backend: Backend, target: Any, config: ModelConfig) -> PlacedDrafter:
+        """Put it beside the loaded target. Raises UserError."""
+        ...
+
+
+class DrafterKind(Protocol):
+    """One drafter's folder, as everybody else sees it."""
+
+    name: str
+    """What users type."""
+    summary: str
+    """For `--help`, after the name."""
+    options: type
+    """A frozen dataclass of its own options: each field has a default and, in its metadata, `help`.
+    Its names and types become options of the command line."""
+    vllm_method: str
+    """What vLLM's `--speculative-config` calls it."""
+    vllm_keys: Mapping[str, str]
+    """Keys of that JSON that are its own, and the options that they mean."""
+    most_k: int
+    """Most draft tokens of a cycle."""
+
+    def resolve(
+        self, speculation: SpeculationConfig, model: str, random: bool
+    ) -> SpeculationConfig:
+        """The options checked, and what follows from the model filled in. random: weights are made,
+        not read. Raises UserError."""
+        ...
+
+    def read(self, asked: Asked) -> Draft:
+        """Raises UserError for files that are missing, damaged, or of another target."""
+        ...
+
+    def random(self, asked: Asked) -> Draft:
+        """With random weights, to measure with."""
+        ...
+
+
+def own_options(kind: DrafterKind, speculation: SpeculationConfig) -> Any:
+    """The drafter's own options, as an instance of `kind.options`."""
+    names = kind.options.__dataclass_fields__
+    return kind.options(**{n: getattr(speculation, n) for n in names if hasattr(speculation, n)})
+
+
+def refuse_draft_model(speculation: SpeculationConfig) -> SpeculationConfig:
+    """For drafters without weights of their own. Raises UserError."""
+    if speculation.draft_model is not None:
+        raise UserError(
+            "--draft-model is for drafters with weights of their own, but the drafter is "
+            f"{speculation.drafter}"
+        )
+    return speculation
+
+
+def find_draft_model(
+    speculation: SpeculationConfig, model: str, embedded: Mapping[str, str]
+) -> SpeculationConfig:
+    """For drafters with weights: the folder that was named, or the embedded weights for this model.
+    Raises UserError."""
+    found = speculation.draft_model or embedded.get(model)
+    if found is None:
+        raise UserError(
+            f"--drafter {speculation.drafter} needs --draft-model PATH; without one, every model "
+            "drafts with --drafter ngram, and mini with any"
+        )
+    return replace(speculation, draft_model=found)
+
+
+def no_device_step(name: str, target: Any) -> UserError:
+    """For `PlacedDrafter.on_device` where there is nothing for this target's loop."""
+    return UserError(
+        f"the drafter {name} has no step for the device loop of {target.backend}: use --loop host"
+    )

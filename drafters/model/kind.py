@@ -1,0 +1,116 @@
+"""`--drafter model`: a smaller model of the same vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from drafters.kind import Asked, NoOptions, find_draft_model, no_device_step
+from drafters.model.host import CATCH_UP, ModelDrafter
+from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.errors import UserError
+from specdec.protocols import Drafter
+from specdec.types import MAX_DRAFT
+from targets import mini
+from targets.arch import Arch, read_arch, released
+from targets.backend import Backend, LoadedTarget, TargetRequest
+from targets.mini import checkpoint_path
+from targets.tokenizer import load_tokenizer
+
+EMBEDDED = {"mini": "mini-e"}
+"""The embedded model that drafts for another."""
+
+
+class ModelKind:
+    name = "model"
+    summary = "a smaller Gemma 4 of the same tokenizer"
+    options = NoOptions
+    vllm_method = "draft_model"
+    vllm_keys = MappingProxyType({})
+    most_k = MAX_DRAFT
+
+    def resolve(
+        self, speculation: SpeculationConfig, model: str, random: bool
+    ) -> SpeculationConfig:
+        found = find_draft_model(speculation, model, EMBEDDED)
+        if random and found.draft_model in mini.NAMES:
+            raise UserError(
+                "--random makes the draft model's weights too: name its size, as in --draft-model "
+                "gemma-4-e4b"
+            )
+        return found
+
+    def read(self, asked: Asked) -> ModelDraft:
+        """Raises UserError, too for a vocabulary that is not the target's: the same id would be
+        another word."""
+        assert asked.speculation.draft_model and asked.tokenizer
+        path, mine = checkpoint_path(asked.speculation.draft_model), asked.tokenizer.vocabulary
+        arch = read_arch(path)
+        own = load_tokenizer(path, arch.vocab).vocabulary
+        if own != mine:
+            raise UserError(
+                f"--draft-model {path.name} has another vocabulary than the model (sha256 "
+                f"{own[:16]}, the model's {mine[:16]}): choose a draft model with the model's own "
+                "tokenizer"
+            )
+        return ModelDraft(arch, path, asked.tokenizer.suppress_ids, asked.speculation.greedy)
+
+    def random(self, asked: Asked) -> ModelDraft:
+        assert asked.speculation.draft_model
+        arch = released(asked.speculation.draft_model)
+        return ModelDraft(arch, None, (), asked.speculation.greedy)
+
+
+@dataclass(frozen=True)
+class ModelDraft:
+    """`Draft`. path: None for random weights."""
+
+    arch: Arch
+    path: Path | None
+    suppress: tuple[int, ...]
+    greedy: bool
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return ()
+
+    def extra_bytes(self, shape: Any) -> int:
+        return 0  # it is loaded after the target, and counted then
+
+    def place(self, backend: Backend, target: LoadedTarget, config: ModelConfig) -> PlacedModel:
+        """As many slots as the target's, and as much of the context as the draft model takes."""
+        own = replace(config, max_len=min(config.max_len, self.arch.max_position))
+        request = TargetRequest(k=CATCH_UP - 1, suppress=self.suppress, exact=False)
+        if self.path is None:
+            model = backend.random(self.arch, own, request, seed=1)
+        else:
+            model = backend.load(self.path, own, request)
+        return PlacedModel(model, target, self.greedy)
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """`PlacedDrafter`."""
+
+    model: Any
+    target: Any
+    greedy: bool
+
+    def drafter(self, k: int) -> ModelDrafter:
+        return ModelDrafter(self.model, self.greedy)
+
+    def on_device(self, drafter: Drafter) -> Any:
+        if self.target.backend == "jax":
+            from drafters.model.jax import DeviceModel as TracedModel
+
+            return TracedModel(drafter)
+        if self.target.backend == "cuda":
+            from drafters.model.cuda import DeviceModel as CapturedModel
+
+            return CapturedModel(drafter, self.target)
+        raise no_device_step(KIND.name, self.target)
+
+
+KIND = ModelKind()

@@ -1,0 +1,40 @@
+"""Prompt lookup in the captured cycle: the same guesses as `host.py`, by a kernel of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seqs
+from ctypes import c_int
+from pathlib import Path
+
+import torch
+
+from specdec.types import Sequence, Step
+from targets.cuda.device_drafter import CapturedBatch
+from targets.cuda.launch import Library, Variant, launch, pointer
+from targets.cuda.target import CudaTarget
+
+LOOKUP = Variant("lookup", folder=Path(__file__).parent / "sources")
+THREADS = 1024
+
+
+class DeviceNgram:
+    """A `DeviceDrafter`: it reads the slots' own texts, there is nothing else to learn."""
+
+    def __init__(self, target: CudaTarget, n_min: int, n_max: int) -> None:
+        """n_min, n_max: the shortest and the longest suffix to look up."""
+        self.target, self.lengths = target, (n_min, n_max)
+        self._kernel = Library({LOOKUP}).kernel(LOOKUP, "lookup")
+
+    def ready(self, seqs: Seqs[Sequence]) -> None:
+        pass
+
+    def propose(self, batch: CapturedBatch, k: int) -> torch.Tensor:
+        history, rows = self.target.cache.tokens, batch.rows
+        tensors = history, rows.start, rows.slot, rows.tokens
+        arguments = [*map(pointer, tensors), *map(c_int, (history.stride(0), k, *self.lengths))]
+        stream = torch.cuda.current_stream().cuda_stream
+        launch(self._kernel, (len(rows.slot), 1, 1), THREADS, arguments, stream)
+        return batch.draft
+
+    def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
+        pass

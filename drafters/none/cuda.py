@@ -1,0 +1,23 @@
+"""Plain decoding in the captured cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seqs
+
+import torch
+
+from specdec.types import Sequence, Step
+from targets.cuda.device_drafter import CapturedBatch
+
+
+class DeviceNone:
+    """A `DeviceDrafter` that leaves the guesses as they were laid out: none."""
+
+    def ready(self, seqs: Seqs[Sequence]) -> None:
+        pass
+
+    def propose(self, batch: CapturedBatch, k: int) -> torch.Tensor:
+        return batch.draft
+
+    def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
+        pass

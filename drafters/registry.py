@@ -1,0 +1,100 @@
+"""The drafters by name. To add one, make its folder and add a line here."""
+
+from __future__ import annotations
+
+from dataclasses import Field, field, fields, make_dataclass, replace
+from importlib import import_module
+from json import JSONDecodeError, loads
+from typing import Any
+
+from drafters.kind import DrafterKind
+from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.errors import UserError
+
+KINDS = {
+    "none": "drafters.none.kind",
+    "ngram": "drafters.ngram.kind",
+    "model": "drafters.model.kind",
+    "eagle3": "drafters.eagle3.kind",
+}
+"""Each name's module, whose `KIND` is the drafter's `DrafterKind`; imported when it is asked for."""
+PLAIN = "none"
+"""The drafter of plain decoding."""
+SHARED_KEYS = {
+    "method": "drafter",
+    "model": "draft_model",
+    "draft_sample_method": "draft_sample_method",
+    "num_speculative_tokens": "k",
+}
+"""Keys of vLLM's JSON that mean the same for every drafter."""
+
+
+def find(name: str) -> DrafterKind:
+    """The drafter of that name. Raises UserError."""
+    if name not in KINDS:
+        raise UserError(f"unknown drafter {name!r}: choose one of {', '.join(KINDS)}")
+    return import_module(KINDS[name]).KIND
+
+
+def every() -> list[DrafterKind]:
+    return [find(name) for name in KINDS]
+
+
+def plain(speculation: SpeculationConfig) -> SpeculationConfig:
+    """The same, but for plain decoding."""
+    return replace(speculation, drafter=PLAIN, k=0)
+
+
+def config_type() -> type[SpeculationConfig]:
+    """`SpeculationConfig` with the drafters' own options as further fields."""
+    return make_dataclass(
+        "Speculation",
+        [
+            (f.name, f.type, field(default=f.default, metadata=f.metadata))
+            for f in own_fields().values()
+        ],
+        bases=(SpeculationConfig,),
+        frozen=True,
+    )
+
+
+def own_fields() -> dict[str, Field[Any]]:
+    """The options that belong to one drafter alone, by name."""
+    return {f.name: f for kind in every() for f in fields(kind.options)}
+
+
+def resolved(
+    speculation: SpeculationConfig, model: ModelConfig, random: bool = False
+) -> SpeculationConfig:
+    """Checked, with vLLM's JSON folded in, before anything is loaded. random: weights are made, the
+    drafter's too. Raises UserError."""
+    if speculation.speculative_config is not None:
+        speculation = _from_vllm(speculation)
+    return find(speculation.drafter).resolve(speculation, model.model, random)
+
+
+def _from_vllm(speculation: SpeculationConfig) -> SpeculationConfig:
+    names = SHARED_KEYS | {key: name for kind in every() for key, name in kind.vllm_keys.items()}
+    try:
+        given = loads(speculation.speculative_config or "")
+    except JSONDecodeError as problem:
+        raise UserError(f"--speculative-config is not JSON: {problem}") from None
+    if not isinstance(given, dict) or given.keys() - names.keys():
+        strange = ", ".join(given.keys() - names.keys()) if isinstance(given, dict) else given
+        raise UserError(
+            f"--speculative-config: unknown key {strange}; known are {', '.join(names)}"
+        )
+    values = {names[key]: value for key, value in given.items()}
+    for key, value in values.items():
+        kind = str if key in ("drafter", "draft_model", "draft_sample_method") else int
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise UserError(f"--speculative-config: {value!r} does not fit {key}")
+    methods = {kind.vllm_method: kind.name for kind in every()}
+    if "drafter" in values:
+        values["drafter"] = methods.get(values["drafter"], values["drafter"])
+    if values.get("draft_sample_method", "greedy") not in ("probabilistic", "greedy"):
+        raise UserError(
+            "--speculative-config: draft_sample_method must be probabilistic or greedy, got "
+            f"{values['draft_sample_method']!r}"
+        )
+    return replace(speculation, speculative_config=None, **values)

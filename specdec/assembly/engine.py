@@ -1,0 +1,100 @@
+"""Engines on a loaded model: drafter and loop, the proof of exactness, and warming up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from drafters import registry
+from specdec.assembly.model import Model, Status, quiet
+from specdec.core.config import Loop, SpeculationConfig
+from specdec.cycle import host_cycle
+from specdec.engine import Engine
+from specdec.errors import UserError
+from specdec.stats import Acceptance
+from specdec.synthetic import synthetic_cycle
+from specdec.types import Array, Sampling, Sequence
+
+WARM_TOKENS = 12
+"""Enough for a prefill and one dispatch of either loop."""
+PROVEN_ROWS = 8
+"""Rows that both loops decode before either is trusted; more would only take longer."""
+VARIANTS = tuple(Sampling(temperature=t, logprobs=n, seed=1) for t in (0.0, 1.0) for n in (None, 0))
+"""One request for each variant of the compiled programs."""
+
+
+def loop_of(model: Model, speculation: SpeculationConfig) -> Loop:
+    """The one that was asked for, or the faster."""
+    return speculation.loop or model.backend.loops(model.target)[0]
+
+
+def make_engine(
+    model: Model,
+    speculation: SpeculationConfig,
+    max_waiting: int = 256,
+    accepted: Array | None = None,
+) -> Engine:
+    """The engine on this model's target, with the drafter (the model's own, or none) and the loop
+    that were asked for. Raises UserError for a drafter that this loop can't run.
+
+    accepted: counts to take instead of comparing, see specdec.synthetic (speed tests only).
+    """
+    placed, target = model.drafters[speculation.drafter], model.target
+    most = registry.find(speculation.drafter).most_k if accepted is None else speculation.k
+    k = min(speculation.k, most)
+    drafter = placed.drafter(k)
+    if loop_of(model, speculation) == "device":
+        on_device = placed.on_device(drafter)
+        driver = model.backend.device_loop(target, on_device, k, accepted)
+    else:
+        driver = host_cycle(target, drafter, k)
+        driver = driver if accepted is None else synthetic_cycle(driver, accepted)
+    return Engine(target, drafter, driver, max_waiting)
+
+
+def require_exact(model: Model, speculation: SpeculationConfig, status: Status = quiet) -> None:
+    """Refuse programs whose rows depend on their place, their neighbours or the loop: proved on
+    the device at hand, unless they are exact by construction. Raises UserError."""
+    if model.backend.exact(model.target):
+        return
+    with status("proving that rows do not depend on their place"):
+        failed = [c.question for c in model.backend.self_check(model.target) if not c.passed]
+        if loop_of(model, speculation) == "device" and not _same_in_both_loops(model, speculation):
+            failed.append("the loop that drives the cycles")
+    if failed:
+        raise UserError(
+            f"on this device results depend on: {'; '.join(failed)}. Output would not be "
+            "lossless; try --slots 1, --loop host or --dtype float32, and see `specdec doctor`"
+        )
+
+
+def _same_in_both_loops(model: Model, speculation: SpeculationConfig) -> bool:
+    """The device loop compiles programs of its own: compare their texts with the host loop's."""
+    texts = []
+    for loop in ("host", "device"):
+        engine = make_engine(model, replace(speculation, loop=loop))
+        for sampling in VARIANTS:
+            prompts = [[2 + i, 3, 4] * 4 for i in range(min(model.target.slots, PROVEN_ROWS))]
+            seqs = [Sequence(p, sampling, max_tokens=WARM_TOKENS) for p in prompts]
+            engine.run_to_end(seqs)
+            texts.append([seq.tokens for seq in seqs])
+    return texts[: len(VARIANTS)] == texts[len(VARIANTS) :]
+
+
+def warm_up(
+    engine: Engine, samplings: Iterable[Sampling], rows: int = 1, lengths: Iterable[int] = (1,)
+) -> None:
+    """Compile what these requests will need, so that none has to wait for it.
+
+    rows: every batch up to this many is decoded; lengths: prompts to prefill.
+    """
+    for sampling in samplings:
+        # one row joins per turn, so the first must last until the last is there
+        _decode(engine, [[2]] * rows, replace(sampling, seed=0), WARM_TOKENS + rows)
+    for length in lengths:
+        _decode(engine, [[2] * length], Sampling(), WARM_TOKENS)
+    engine.acceptance = Acceptance()
+
+
+def _decode(engine: Engine, prompts: list[list[int]], sampling: Sampling, count: int) -> None:
+    engine.run_to_end([Sequence(list(p), sampling, max_tokens=count) for p in prompts])

@@ -1,0 +1,92 @@
+"""A checkpoint, or a public model's size with random weights, loaded with its drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from drafters import registry
+from drafters.kind import Asked, Draft, DrafterKind, PlacedDrafter
+from specdec.core.config import ModelConfig, SpeculationConfig
+from targets import mini
+from targets.arch import Arch, read_arch, released
+from targets.backend import Backend, LoadedTarget, TargetRequest, backend_of
+from targets.mini import checkpoint_path
+from targets.tokenizer import Tokenizer, load_tokenizer
+
+Status = Callable[[str], AbstractContextManager[Any]]
+"""Shows what is being done for as long as it is done."""
+
+
+def quiet(doing: str) -> AbstractContextManager[None]:
+    """A `Status` that shows nothing."""
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded checkpoint with its tokenizer, and the drafters beside it."""
+
+    name: str
+    target: LoadedTarget
+    tokenizer: Tokenizer
+    backend: Backend
+    drafters: Mapping[str, PlacedDrafter]
+    """By name: the one that was asked for, and plain decoding's."""
+
+
+def load_model(
+    config: ModelConfig, speculation: SpeculationConfig, status: Status = quiet
+) -> Model:
+    """Load what was asked for. speculation: resolved. Raises UserError."""
+    backend, kind = backend_of(config, speculation.loop), registry.find(speculation.drafter)
+    path = checkpoint_path(config.model)
+    arch = read_arch(path)
+    tokenizer = load_tokenizer(path, arch.vocab)
+    draft = kind.read(Asked(arch, tokenizer, speculation))
+    backend.prepare(config)
+    with status(f"loading {path.name}"):
+        request = _request(speculation, draft, tokenizer.suppress_ids)
+        target = backend.load(path, config, request)
+        drafters = _placed(kind, draft, arch, backend, target, config)
+    return Model(path.name, target, tokenizer, backend, drafters)
+
+
+def random_model(
+    name: str, config: ModelConfig, speculation: SpeculationConfig, status: Status = quiet
+) -> Model:
+    """A public model's true size with random weights, and mini's tokenizer. Raises UserError."""
+    backend, kind = backend_of(config, speculation.loop), registry.find(speculation.drafter)
+    arch = released(name)
+    backend.prepare(config)
+    with status(f"making random weights of {name}"):
+        draft = kind.random(Asked(arch, None, speculation))
+        target = backend.random(arch, config, _request(speculation, draft))
+        drafters = _placed(kind, draft, arch, backend, target, config)
+    return Model(name, target, load_tokenizer(mini.path("mini")), backend, drafters)
+
+
+def _request(
+    speculation: SpeculationConfig, draft: Draft, suppress: tuple[int, ...] = ()
+) -> TargetRequest:
+    return TargetRequest(
+        k=speculation.k,
+        suppress=suppress,
+        features=draft.features,
+        extra_bytes=draft.extra_bytes,
+    )
+
+
+def _placed(
+    kind: DrafterKind,
+    draft: Draft,
+    arch: Arch,
+    backend: Backend,
+    target: Any,
+    config: ModelConfig,
+) -> dict[str, PlacedDrafter]:
+    plain = registry.find(registry.PLAIN).read(Asked(arch, None, SpeculationConfig()))
+    drafts = {registry.PLAIN: plain, kind.name: draft}
+    return {name: one.place(backend, target, config) for name, one in drafts.items()}

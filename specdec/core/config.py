@@ -1,0 +1,98 @@
+"""What a user can ask for: one frozen dataclass per topic. The command line, the door
+(`specdec.load`) and the records beside each result are made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from specdec.types import Sampling
+
+Loop = Literal["host", "device"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    model: str = "mini"
+    "A Hugging Face checkpoint folder of Gemma 4, or mini / mini-e, the embedded models."
+    backend: str = "jax"
+    "Who computes: jax (CPU, GPU, TPU) or cuda (our kernels on a Hopper GPU)."
+    dtype: Literal["float32", "bfloat16", "fp8", "fp8-w8a8"] | None = None
+    """Arithmetic; by default the checkpoint's (float32 on a CPU). With cuda, of linear layers: fp8
+    (8-bit weights), fp8-w8a8 (8-bit inputs too: coarser, faster from 32 rows at once on)."""
+    kv_dtype: Literal["bfloat16", "fp8", "int8"] | None = None
+    """What keys and values are cached in, bfloat16 by default (float32 on a CPU): fp8 with cuda,
+    int8 with jax halve the cache and what long contexts read of it."""
+    device: Literal["cuda", "cpu"] | None = None
+    "Where cuda runs: a GPU, or the slow references on a CPU, which are for tests."
+    int8: bool = False
+    "Quantise the linear layers to int8 per output channel while loading."
+    max_len: int = 2048
+    "Context per sequence, prompt and output together, in tokens."
+    slots: int = 4
+    "Sequences that decode at the same time."
+    tp: int = 1
+    "Devices to split the model over."
+    cache: Path | None = None
+    "Where jax keeps compiled programs between runs; ~/.cache/specdec/xla by default."
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """What every drafter understands. Those of a drafter alone are fields that
+    `drafters.registry` adds."""
+
+    drafter: str = "ngram"
+    "Who guesses. Never changes the output."
+    k: int = 4
+    "Draft tokens per cycle, 0 to 31."
+    draft_model: str | None = None
+    """The folder of the drafter's weights: of a smaller Gemma 4 with the model's own tokenizer (E4B
+    for 31B), or of a head trained for this very model, as vLLM, SGLang or speculators read it. The
+    embedded model brings both, and needs none."""
+    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
+    """How drafters with weights guess when sampling: with the target's own noise, which agrees with
+    it more often, or their argmax (to compare)."""
+    loop: Loop | None = None
+    """Where cycles are driven: host, or device (no wait for the host). By default the faster one:
+    device with cuda, and with jax on a GPU."""
+    speculative_config: str | None = None
+    """vLLM's JSON, understood as an alias: '{"method": "ngram", "num_speculative_tokens": 4}'."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether drafters guess their argmax at any temperature."""
+        return self.draft_sample_method == "greedy"
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    temperature: float | None = None
+    "0 is greedy. By default what the checkpoint's generation_config.json says."
+    top_p: float | None = None
+    "Nucleus sampling; 1 is off."
+    top_k: int | None = None
+    "Sample from the k likeliest tokens; 0 is off."
+    min_p: float = 0.0
+    "Drop tokens less likely than this share of the likeliest."
+    repetition_penalty: float = 1.0
+    "Above 1 discourages tokens that occur in prompt or output."
+    seed: int = 0
+    "Same seed, same output, whatever the drafter."
+
+    def sampling(self, defaults: dict[str, float]) -> Sampling:
+        """The request's `Sampling`, gaps filled from the checkpoint's defaults."""
+
+        def pick(name: str, fallback: float) -> float:
+            given = getattr(self, name)
+            return defaults.get(name, fallback) if given is None else given
+
+        return Sampling(
+            temperature=pick("temperature", 0.0),
+            top_p=pick("top_p", 1.0),
+            top_k=int(pick("top_k", 0)),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=self.seed,
+        )

@@ -1,0 +1,163 @@
+"""Who computes: everything in which the backends differ, behind one contract.
+
+Each backend is a class without state whose methods import their framework, so that neither is
+needed where the other runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seqs
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from specdec.core.config import Loop, ModelConfig
+from specdec.errors import UserError
+from specdec.protocols import Cycle, Target
+from specdec.types import Array, Check, Sequence
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from targets.arch import Arch
+
+BACKENDS = {"jax": "targets.jax.backend:JaxBackend", "cuda": "targets.cuda.backend:CudaBackend"}
+"""Where each backend's class lies. Its folder is imported when it is asked for."""
+
+
+class LoadedTarget(Target, Protocol):
+    """What those who load a target know of it, beyond what the loop does."""
+
+    @property
+    def backend(self) -> str:
+        """The name of its backend."""
+        ...
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def arch(self) -> Arch: ...
+
+
+@dataclass(frozen=True)
+class TargetRequest:
+    """What a target is loaded for. Written by who puts a model and a drafter together."""
+
+    k: int
+    """Most draft tokens that a verify feeds."""
+    suppress: tuple[int, ...] = ()
+    """Token ids that it never chooses."""
+    features: tuple[int, ...] = ()
+    """Layers whose outputs it hands out with each step."""
+    exact: bool = True
+    """Whether a row must be the same at any width. A draft model need not be exact: it is compiled
+    no wider than it is fed."""
+    extra_bytes: Callable[[Any], int] = lambda shape: 0
+    """What the drafter takes beside it on a GPU, for `targets.cuda.footprint.Shape`."""
+
+
+class Meter(Protocol):
+    """What is measured on a target: for `specdec bench`, and for who wants plain decoding fast."""
+
+    def memory(self) -> dict[str, int] | None:
+        """Bytes on the GPU: weights, cache, and all that is in use; None where it can't be told."""
+        ...
+
+    def plain(self) -> Any | None:
+        """The target of the fastest plain decoding, where that isn't the exact one."""
+        ...
+
+    def at_width(self, width: int) -> tuple[Any, int]:
+        """The target that feeds `width` tokens per row, and how many it really feeds."""
+        ...
+
+    def fed_width(self, k: int) -> int:
+        """Tokens per row that decoding with up to k draft tokens feeds."""
+        ...
+
+    def step_bytes(self, batch: int, width: int, context: int) -> int:
+        """What one step must read, of weights and of K/V."""
+        ...
+
+    def read_bandwidth(self) -> float:
+        """Bytes per second that this device reads."""
+        ...
+
+    def forward_samples(self, seqs: Seqs[Sequence], draft: Array) -> list[float] | None:
+        """Seconds of the forward's device time alone; None where it can't be told."""
+        ...
+
+
+class Backend(Protocol):
+    def refuse(self, config: ModelConfig, loop: Loop | None = None) -> None:
+        """Raise UserError for options that make no sense here; imports nothing."""
+        ...
+
+    def prepare(self, config: ModelConfig) -> None:
+        """Before anything is loaded or compiled. Raises UserError."""
+        ...
+
+    def compiled(self) -> tuple[int, int] | None:
+        """Programs of this process that the cache had, and that were compiled; None where nobody
+        counts."""
+        ...
+
+    def device(self, config: ModelConfig) -> str:
+        """The device at hand, for people and records."""
+        ...
+
+    def load(self, path: Path, config: ModelConfig, request: TargetRequest) -> Any:
+        """The checkpoint's target. Raises UserError, before gigabytes are read."""
+        ...
+
+    def random(self, arch: Arch, config: ModelConfig, request: TargetRequest, seed: int = 0) -> Any:
+        """A target with random weights. Raises UserError."""
+        ...
+
+    def exact(self, target: Any) -> bool:
+        """Whether rows are exact by construction: then nothing need be proved."""
+        ...
+
+    def self_check(self, target: Any) -> Seqs[Check]:
+        """Prove on the device that rows do not depend on place and neighbours."""
+        ...
+
+    def loops(self, target: Any) -> Seqs[Loop]:
+        """The drivers that it has, the faster one first (as measured: docs/results)."""
+        ...
+
+    def device_loop(
+        self, target: Any, drafter: Any, k: int, accepted: Array | None = None
+    ) -> Cycle:
+        """The device-resident driver. drafter: what the drafter's folder brings for this backend's
+        loop; accepted: counts to take instead of comparing (speed tests)."""
+        ...
+
+    def warm(self, target: Any) -> tuple[int, Seqs[int]]:
+        """Up to how many rows each batch size, and which prompt lengths, need programs."""
+        ...
+
+    def scorer(self, target: Any) -> Callable[[list[int]], np.ndarray]:
+        """tokens -> nll [len - 1] in nats (specdec.perplexity.Score)."""
+        ...
+
+
+def backend_of(config: ModelConfig, loop: Loop | None = None) -> Backend:
+    """The backend that was asked for, its options checked. Raises UserError."""
+    if config.backend not in BACKENDS:
+        raise UserError(f"unknown backend {config.backend!r}: choose one of {', '.join(BACKENDS)}")
+    backend = _class_of(config.backend)()
+    backend.refuse(config, loop)
+    return backend
+
+
+def meter_of(target: LoadedTarget) -> Meter:
+    """What measures this target."""
+    return import_module(f"targets.{target.backend}.meter").Meter(target)
+
+
+def _class_of(name: str) -> type[Backend]:
+    module, _, attribute = BACKENDS[name].partition(":")
+    return getattr(import_module(module), attribute)

@@ -1,0 +1,139 @@
+"""The CUDA backend: our kernels on one Hopper GPU, or their torch references on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seqs
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specdec.core.config import Loop, ModelConfig
+from specdec.errors import UserError
+from specdec.protocols import Cycle
+from specdec.types import Array, Check
+from targets.backend import TargetRequest
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from targets.arch import Arch
+    from targets.cuda.device_drafter import DeviceDrafter
+    from targets.cuda.load import CudaOptions
+    from targets.cuda.target import CudaTarget
+
+LONG = 256
+"""A prompt that is prefilled by the long path, which has programs of its own."""
+
+
+class CudaBackend:
+    def refuse(self, config: ModelConfig, loop: Loop | None = None) -> None:
+        if config.tp != 1:
+            raise UserError("--tp needs --backend jax: cuda runs on one GPU")
+        if config.int8:
+            raise UserError("--int8 needs --backend jax: with cuda, use --dtype fp8")
+        if config.cache is not None:
+            raise UserError(
+                "--cache needs --backend jax: cuda keeps its kernels in ~/.cache/specdec/kernels"
+            )
+        if loop == "device" and (config.device == "cpu" or config.dtype == "float32"):
+            # those run the references, which ask the host as they go
+            raise UserError(
+                "--loop device captures CUDA graphs: with --device cpu or --dtype float32 use "
+                "--loop host"
+            )
+
+    def prepare(self, config: ModelConfig) -> None:
+        pass  # kernels are compiled, and kept, as they are needed
+
+    def compiled(self) -> None:
+        return None
+
+    def device(self, config: ModelConfig) -> str:
+        from targets.cuda.machine import device_name
+
+        return device_name(config.device or "cuda")
+
+    def load(self, path: Path, config: ModelConfig, request: TargetRequest) -> CudaTarget:
+        _check(config)
+        from targets.arch import read_arch
+        from targets.cuda.load import load_target, stored_dtype
+
+        options = _options(config, request)
+        _fit(read_arch(path), options, stored_dtype(path), request)
+        return load_target(path, options, request.suppress)
+
+    def random(
+        self, arch: Arch, config: ModelConfig, request: TargetRequest, seed: int = 0
+    ) -> CudaTarget:
+        _check(config)
+        from targets.cuda.load import random_target
+
+        options = _options(config, request)
+        _fit(arch, options, "bfloat16", request)
+        return random_target(arch, options, seed)
+
+    def exact(self, target: CudaTarget) -> bool:
+        return target.device.type == "cpu"
+
+    def self_check(self, target: CudaTarget) -> Seqs[Check]:
+        from targets.cuda.selfcheck import self_check
+
+        return self_check(target)
+
+    def loops(self, target: CudaTarget) -> Seqs[Loop]:
+        return ("device", "host") if target.capturable else ("host",)
+
+    def device_loop(
+        self, target: CudaTarget, drafter: DeviceDrafter, k: int, accepted: Array | None = None
+    ) -> Cycle:
+        from targets.cuda.device_loop import device_loop
+
+        return device_loop(target, drafter, k, accepted)
+
+    def warm(self, target: CudaTarget) -> tuple[int, Seqs[int]]:
+        if self.exact(target):
+            return 1, (1,)  # the references are not compiled
+        from targets.cuda.graphs import TOKENS
+
+        fit = target.max_len // 2
+        return target.slots, (*(n for n in TOKENS if n <= fit), min(LONG, fit))
+
+    def scorer(self, target: CudaTarget) -> Callable[[list[int]], np.ndarray]:
+        from targets.cuda.score import window_nll
+
+        return partial(window_nll, target)
+
+
+def _check(config: ModelConfig) -> None:
+    if config.device != "cpu":
+        from targets.cuda.machine import check_device
+
+        check_device()
+
+
+def _fit(arch: Arch, options: CudaOptions, stored: str, request: TargetRequest) -> None:
+    """Refuse before loading what will not fit. A CPU's memory is the system's own affair."""
+    if options.device == "cpu":
+        return
+    from targets.cuda.load import make_plan
+    from targets.cuda.machine import free_bytes
+    from targets.cuda.memory import Shape, check_fits
+
+    plan = make_plan(arch, options, stored)
+    sizes = plan.slots, plan.max_len, options.k + 1, plan.chunk
+    shape = Shape(*sizes, plan.dtype, plan.kv_dtype)
+    check_fits(arch, shape, free_bytes(), request.extra_bytes(shape))
+
+
+def _options(config: ModelConfig, request: TargetRequest) -> CudaOptions:
+    from targets.cuda.load import CudaOptions
+
+    return CudaOptions(
+        slots=config.slots,
+        max_len=config.max_len,
+        k=request.k,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        features=request.features,
+        device=config.device or "cuda",
+    )

@@ -1,0 +1,58 @@
+"""What a drafter is to the captured cycle: methods on device tensors that never wait for the host.
+
+A drafter's folder brings a `DeviceDrafter` for this target, with whatever weights and caches it
+needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seqs
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from specdec.protocols import Proposer
+from specdec.types import Sequence
+from targets.cuda.ops import Rows
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """Each slot's place in time, int32 on the device. Written by the captured cycle."""
+
+    length: torch.Tensor
+    """[slots]: tokens so far, the last one not yet fed."""
+    live: torch.Tensor
+    """[slots]: whether the row goes on."""
+    stops: torch.Tensor
+    """[slots, STOPS]: its stop ids. Written by the host."""
+    limit: torch.Tensor
+    """[slots]: the length at which it ends. Written by the host."""
+    cycles: torch.Tensor
+    """[1]: how many cycles have run."""
+
+
+@dataclass(frozen=True)
+class CapturedBatch:
+    """The batch of a captured cycle: the verify as it is laid out before anybody drafts."""
+
+    rows: Rows
+    """tokens [B, k + 1]: each row's last token, then NO_GUESS, which drafters overwrite."""
+    needs_sampler: bool
+    """Whether any row's choice is more than an argmax."""
+    logprobs: bool
+
+    @property
+    def draft(self) -> torch.Tensor:
+        """[B, k]: where the guesses go."""
+        return self.rows.tokens[:, 1:]
+
+
+class DeviceDrafter(Proposer[CapturedBatch], Protocol):
+    """All but `ready` is captured. A `propose` that writes into `batch.draft` and returns that saves
+    a copy."""
+
+    def ready(self, seqs: Seqs[Sequence]) -> None:
+        """What the host has to do for these rows before a cycle."""
+        ...

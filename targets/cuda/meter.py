@@ -1,0 +1,50 @@
+"""What is measured on a CUDA target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seqs
+
+from specdec.types import Array, Sequence
+from targets.cuda import roofline
+from targets.cuda.machine import used_bytes
+from targets.cuda.memory import Shape, need
+from targets.cuda.target import CudaTarget
+
+
+class Meter:
+    """`targets.backend.Meter`."""
+
+    def __init__(self, target: CudaTarget) -> None:
+        self.target = target
+
+    def memory(self) -> dict[str, int] | None:
+        if self.target.device.type == "cpu":
+            return None
+        plan = self.target.plan
+        sizes = plan.slots, plan.max_len, 1, plan.chunk
+        counted = need(self.target.arch, Shape(*sizes, plan.dtype, plan.kv_dtype))
+        return {"weights": counted.weights, "cache": counted.cache, "used": used_bytes()}
+
+    def plain(self) -> None:
+        return None  # kernels do not pad: the exact one is the fastest
+
+    def at_width(self, width: int) -> tuple[CudaTarget, int]:
+        return self.target, width
+
+    def fed_width(self, k: int) -> int:
+        return k + 1
+
+    def step_bytes(self, batch: int, width: int, context: int) -> int:
+        target = self.target
+        weights = roofline.weight_bytes(target.arch, target.dtype, batch * width)
+        return weights + roofline.cache_bytes(target.arch, target.kv_dtype, batch, context)
+
+    def read_bandwidth(self) -> float:
+        return roofline.read_bandwidth(self.target.device.type)
+
+    def forward_samples(self, seqs: Seqs[Sequence], draft: Array) -> list[float] | None:
+        kind = self.target.device.type
+        if not self.target.capturable and kind != "cpu":
+            return None  # references on a GPU wait for the host: nothing that can be captured
+        rows = self.target.feed(seqs, draft)
+        return roofline.forward_samples(lambda: self.target.forward(rows, False), kind)
