@@ -80,7 +80,7 @@ class SpeculationConfig:
     "Longest suffix that prompt lookup tries first."
     loop: Literal["host", "device"] | None = None
     """Where cycles are driven: host, or device (no wait for the host); by default the faster one:
-    device with cuda, and with jax for one slot on a GPU."""
+    device with cuda, and with jax in one process on a GPU; else host."""
     speculative_config: Annotated[str | None, Parameter(show_default=False)] = None
     """vLLM's JSON, understood as an alias: '{"method": "ngram", "num_speculative_tokens": 4}'."""
 
