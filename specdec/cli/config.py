@@ -157,8 +157,10 @@ class SpeculationConfig:
             )
         values = {names[key]: value for key, value in given.items()}
         for key, value in values.items():
-            if not isinstance(value, int if key in ("k", "ngram_min", "ngram_max") else str):
-                raise UserError(f"--speculative-config: {value!r} does not fit {key}")
+            # by type, for true is an int to Python
+            if type(value) is not (int if key in ("k", "ngram_min", "ngram_max") else str):
+                name = next(theirs for theirs, ours in names.items() if ours == key)
+                raise UserError(f"--speculative-config: {value!r} does not fit {name}")
         if values.get("drafter") == "draft_model":  # what vLLM calls it
             values["drafter"] = "model"
         if values.get("draft_sample_method", "greedy") not in ("probabilistic", "greedy"):
