@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Collection
 from pathlib import Path
 from types import NoneType
@@ -32,23 +31,13 @@ def take_config(arguments: list[str]) -> tuple[list[str], Path | None]:
 
 def read_config(file: Path, commands: Collection[str]) -> Dict:
     """A TOML file's options, for whatever command is chosen. Raises UserError."""
+    from specdec.toml import read_toml  # pydantic takes a moment, and --help should not
+
     values = read_toml(file)
     for name in commands:  # cyclopts would pass over these tables
         if name in values:
             raise UserError(f"{file}: options belong at the top, not in a table [{name}]")
     return Dict(values, use_commands_as_keys=False, source=str(file))
-
-
-def read_toml(file: Path) -> dict[str, Any]:
-    """Raises UserError that names the file."""
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise UserError(f"{file} is not UTF-8 text") from None
-    except tomllib.TOMLDecodeError as problem:
-        raise UserError(f"{file} is not valid TOML: {problem}") from None
-    except OSError as problem:
-        raise UserError(f"cannot read {file}: {problem.strerror}") from None
 
 
 def check_whole(_app: Any, _commands: Any, arguments: ArgumentCollection) -> None:
