@@ -100,4 +100,19 @@ def _check_messages(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     )
     if not good or not value:
         raise UserError(f'{where}: "messages" must be a list of objects with role and content')
-    return tuple(value)
+    return tuple(m | {"content": _text_of(m["content"], where)} for m in value)
+
+
+def _text_of(content: Any, where: str) -> str:
+    """A template would write anything else as Python shows it. Parts are joined as the server
+    does."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(
+        isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str)
+        for p in parts
+    ):
+        raise UserError(
+            f'{where}: the content of "messages" must be a string or a list of '
+            '{"type": "text", "text": ...} parts'
+        )
+    return "\n".join(part["text"] for part in parts)

@@ -1,7 +1,7 @@
 """What a Gemma 4 checkpoint's config.json says, one `LayerSpec` per layer. No backend in here.
 
-Lenient on keys we don't know, strict on what decides a number. Names and rules:
-shared notes `field/gemma4.md`, checked against transformers 5.23 `models/gemma4`.
+Lenient on keys we don't know, strict on what decides a number. Names and rules are those of
+transformers 5.23, `models/gemma4`.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ import jinja2.sandbox
 import tokenizers
 
 from specdec.errors import UserError
+from targets.generation import as_ids, check_generation, sampling_defaults
 
 REPLACEMENT = "\ufffd"
 LONGEST_HELD = 8  # tokens; a UTF-8 character has at most 4 bytes, so a longer tail is not one
-SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
 
 
 class TextStream:
@@ -77,13 +77,9 @@ class Tokenizer:
         self.fingerprint = fingerprint
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_id: int | None = backend.token_to_id(special.get("bos_token", "<bos>"))
-        self.stop_ids = self._without_newline(_as_ids(generation.get("eos_token_id")))
-        self.suppress_ids = _as_ids(generation.get("suppress_tokens"))
-        self.defaults: dict[str, float | int] = {
-            key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None
-        }
-        if generation.get("do_sample") is False:
-            self.defaults["temperature"] = 0.0
+        self.stop_ids = self._without_newline(as_ids(generation.get("eos_token_id")))
+        self.suppress_ids = as_ids(generation.get("suppress_tokens"))
+        self.defaults = sampling_defaults(generation)
 
     @cached_property
     def vocabulary(self) -> str:
@@ -173,8 +169,10 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
             "use the tokenizer that belongs to this checkpoint"
         )
     generation = _read_json(path / "generation_config.json")
+    check_generation(generation, path / "generation_config.json", found)
     if generation.get("eos_token_id") is None:
         eos = config.get("eos_token_id", text_config.get("eos_token_id"))
+        check_generation({"eos_token_id": eos}, path / "config.json", found)
         generation["eos_token_id"] = eos
     fingerprint = hashlib.sha256(source.read_bytes()).hexdigest()
     template = _chat_template(path, settings)
@@ -214,12 +212,6 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(text, str):
             found[name] = text
     return found
-
-
-def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
 
 
 def _environment() -> jinja2.Environment:

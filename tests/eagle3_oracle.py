@@ -1,5 +1,5 @@
-"""An EAGLE-3 head in plain torch, one anchor at a time, straight from the formulas of shared notes
-`field/eagle3.md` 1.1. It shares no code with the head that it judges."""
+"""An EAGLE-3 head in plain torch, one anchor at a time, straight from the formulas of EAGLE-3
+(arXiv 2503.01840). It shares no code with the head that it judges."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ GIB = 2**30
 
 
 def test_weights_of_31b_by_hand():
-    """perf.md: 30.70 billion parameters, of them 1.409 in the table; scales are a float32 a row."""
+    """30.70 billion parameters, of them 1.409 in the table; scales are a float32 a row."""
     bf16 = memory.weight_bytes(B31, "bfloat16")
     assert bf16 / 1e9 == pytest.approx(2 * 30.696, rel=1e-3)
     fp8 = memory.weight_bytes(B31, "fp8")
@@ -136,7 +136,7 @@ def test_a_machine_without_a_part_is_told_in_one_line(machine, words):
 
 
 def test_bytes_of_a_step_of_31b():
-    """perf.md: 32.1 GB with a bf16 head, whatever the rows; 440 MiB of K/V at context 512."""
+    """32.1 GB with a bf16 head, whatever the rows; 440 MiB of K/V at context 512."""
     for rows in (1, 5, 64):
         assert roofline.weight_bytes(B31, "fp8", rows) / 1e9 == pytest.approx(32.1, rel=2e-3)
     assert roofline.cache_bytes(B31, "bfloat16", 1, 512) == 440 * 2**20

@@ -90,8 +90,36 @@ def test_impossible_data_and_recipes_are_refused(tmp_path) -> None:
     shipped = (CONFIGS / "eagle3-mini.toml").read_text(encoding="utf-8")
     assert read_recipe(CONFIGS / "eagle3-mini.toml").loss == "lk"
     (tmp_path / "loss.toml").write_text(shipped.replace('loss = "lk"', 'loss = "tv"'))
-    with pytest.raises(UserError, match="loss must be kl or lk, got 'tv'"):
+    with pytest.raises(UserError, match="loss .*'kl' or 'lk', got 'tv'"):
         read_recipe(tmp_path / "loss.toml")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ('steps = "2000"', "steps should be a valid integer, got '2000'"),
+        ("steps = true", "steps .*integer, got True"),
+        ("steps = 1.5", "steps .*integer, got 1.5"),
+        ("steps = 0", "steps .*greater than or equal to 1, got 0"),
+        ("colour = 1", "steps is missing; colour is not a key that is known"),
+        ("steps = ", "not valid TOML"),
+        ("steps = 8\nhead = 3", "not valid TOML|head"),
+    ],
+)
+def test_a_bad_recipe_is_one_line_with_file_and_key(tmp_path, wrong, told) -> None:
+    shipped = (CONFIGS / "eagle3-mini-cpu.toml").read_text(encoding="utf-8")
+    file = tmp_path / "bad.toml"
+    file.write_text(shipped.replace("steps = 300", wrong))
+    with pytest.raises(UserError, match=f"bad.toml.*({told})") as refusal:
+        read_recipe(file)
+    assert "\n" not in str(refusal.value)
+
+
+def test_bad_keys_of_a_recipes_tables_are_named(tmp_path) -> None:
+    shipped = (CONFIGS / "eagle3-mini-cpu.toml").read_text(encoding="utf-8")
+    (tmp_path / "bad.toml").write_text(shipped.replace("ffw = 384", "ffw = 'wide'\nffv = 3"))
+    with pytest.raises(UserError, match="head.ffw should .*'wide'; head.ffv is not"):
+        read_recipe(tmp_path / "bad.toml")
 
 
 @pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("eagle3-*.toml")), ids=lambda p: p.stem)

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import UserError
+from specdec.writing import write_whole
 
 
 def agree(file: Path, described: dict[str, Any], refusal: Callable[[str], str]) -> None:
     """Write `described` as JSON, beside and renamed, or check that this is what stands there.
 
-    Raises UserError with `refusal` of the names, by commas, in which they differ.
+    Raises UserError with `refusal` of the names, by commas, in which they differ, and where it
+    can't be written.
     """
     wanted = json.loads(json.dumps(described))
     if file.exists():
@@ -22,9 +24,7 @@ def agree(file: Path, described: dict[str, Any], refusal: Callable[[str], str]) 
         if differing:
             raise UserError(refusal(", ".join(differing)))
         return
-    beside = file.with_name("partial.json")
-    beside.write_text(json.dumps(wanted, indent=1))
-    beside.rename(file)
+    write_whole(file, json.dumps(wanted, indent=1))
 
 
 def recall(file: Path, refusal: Callable[[Exception], str]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from datasets.arrow_writer import ArrowWriter
 from specdec.engine import Engine
 from specdec.errors import UserError
 from specdec.types import Sampling, Sequence
+from specdec.writing import writing
 from training.contract import agree, recall
 
 MANIFEST = "distil.json"
@@ -155,13 +156,18 @@ def _sequence(prompt: Rows[int], row: int, sampling: Sampling, source: Source) -
 def _write_shard(
     out: Path, number: int, start: int, stop: int, finished: dict[int, Sequence]
 ) -> None:
-    """Beside and renamed: a shard exists whole or not at all."""
-    beside = out / "partial.arrow"
-    with ArrowWriter(features=FEATURES, path=str(beside)) as writer:
-        for row in range(start, stop):
-            writer.write(_record(row, finished.pop(row)))
-        writer.finalize()
-    beside.rename(out / f"shard-{number:05d}.arrow")
+    """Beside and renamed: a shard exists whole or not at all. Raises UserError on a full disk."""
+    beside, shard = out / "partial.arrow", out / f"shard-{number:05d}.arrow"
+    with writing(shard, "the shards before it stand"):
+        try:
+            with ArrowWriter(features=FEATURES, path=str(beside)) as writer:
+                for row in range(start, stop):
+                    writer.write(_record(row, finished.pop(row)))
+                writer.finalize()
+            beside.rename(shard)
+        except OSError:
+            beside.unlink(missing_ok=True)  # what it holds is room
+            raise
 
 
 def _record(row: int, seq: Sequence) -> dict[str, Any]:

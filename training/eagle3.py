@@ -22,6 +22,7 @@ import optax
 from drafters.eagle3.jax.head import Weights
 from drafters.eagle3.spec import HeadSpec, tensors
 from specdec.errors import UserError
+from specdec.writing import writing
 from targets.jax.params import Params
 from training.contract import agree
 from training.packing import Rows, rows_of_step
@@ -187,8 +188,9 @@ class Trainer:
             ) from None
 
     def _log(self, row: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
-        with (self.run / "log.jsonl").open("a") as log:
-            log.write(json.dumps(row) + "\n")
+        with writing(file := self.run / "log.jsonl", "the checkpoints before stand"):
+            with file.open("a") as log:
+                log.write(json.dumps(row) + "\n")
         tell(row)
 
 
@@ -197,7 +199,8 @@ def sign(run: Path, contract: dict[str, Any], target_ids: np.ndarray) -> None:
     run.mkdir(parents=True, exist_ok=True)
     file = run / CONTRACT
     if not file.exists():  # before the contract: who has that has both
-        np.save(run / "vocabulary.npy", target_ids)
+        with writing(run / "vocabulary.npy"):
+            np.save(run / "vocabulary.npy", target_ids)
     agree(
         file,
         contract,

@@ -7,6 +7,8 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
+from specdec.toml import STRICT
+
 ADAM_LIKE_RMS = 0.2  # size of Muon's update relative to the learning rate (arXiv 2502.16982)
 
 
@@ -22,6 +24,7 @@ class OptimizerConfig:
     decay_fraction: float
     floor: float
     clip: float
+    __pydantic_config__ = STRICT
 
 
 def schedule(peak: float, config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -10,7 +10,6 @@ the same bits as if it had not stopped. Weights are float32, arithmetic is bfloa
 import argparse
 import json
 import time
-import tomllib
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,8 +23,8 @@ import orbax.checkpoint as ocp
 import tokenizers
 from rich.progress import Progress, TextColumn
 
-from specdec.errors import UserError
 from specdec.record import run_record
+from specdec.toml import STRICT, read_recipe_as
 from targets.arch import Arch, parse_arch, read_config
 from targets.jax.params import Params, init_params
 from training.blocks import block_logits
@@ -45,6 +44,7 @@ class Phase:
     steps: int
     batch: int
     length: int
+    __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class PretrainConfig:
     save_every: int
     phases: tuple[Phase, ...]
     optimizer: OptimizerConfig
+    __pydantic_config__ = STRICT
 
     @property
     def steps(self) -> int:
@@ -81,15 +82,7 @@ class TrainState(NamedTuple):
 
 def read_config_file(path: Path) -> PretrainConfig:
     """Parse a TOML recipe. Raises UserError on a missing file and on unknown or missing keys."""
-    if not path.is_file():
-        raise UserError(f"{path} is missing: name a recipe such as configs/pretrain-mini.toml")
-    values = tomllib.loads(path.read_text())
-    try:
-        phases = tuple(Phase(**phase) for phase in values.pop("phases"))
-        optimizer = OptimizerConfig(**values.pop("optimizer"))
-        return PretrainConfig(**values, phases=phases, optimizer=optimizer)
-    except (TypeError, KeyError) as error:
-        raise UserError(f"{path}: {error}: compare with configs/pretrain-mini.toml") from error
+    return read_recipe_as(PretrainConfig, path, "configs/pretrain-mini.toml")
 
 
 def initial_state(arch: Arch, config: PretrainConfig) -> TrainState:

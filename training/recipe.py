@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
+from pydantic import Field
 
 from drafters.eagle3.spec import HeadSpec, check_pair, check_spec, default_layers
 from specdec.errors import UserError
+from specdec.toml import STRICT, read_recipe_as
 from targets.arch import Arch
 from training.optimizer import ADAM_LIKE_RMS
 
 Loss = Literal["kl", "lk"]
 EXAMPLE = "configs/eagle3-mini.toml"
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Rate = Annotated[float, Field(gt=0)]
+OrNone = Annotated[float, Field(ge=0)]
+"""A rate, or 0 for none."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +32,16 @@ class HeadShape:
     """What is free in a head; the rest is the target's. layers: by output, () for the default.
     fc_norm, norm_output: as in EAGLE-3.1 (`HeadSpec`)."""
 
-    ffw: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    draft_vocab: int
-    max_position: int
+    ffw: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    draft_vocab: Count
+    max_position: Count
     layers: tuple[int, ...] = ()
     fc_norm: bool = False
     norm_output: bool = False
+    __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True)
@@ -42,10 +49,11 @@ class Rates:
     """Linear warm-up, then a cosine down to 0. AdamW without decay peaks at `learning_rate`; the
     layer's matrices follow Muon, which peaks at `muon`, or AdamW too where that is 0."""
 
-    learning_rate: float
-    warmup_steps: int
-    clip: float
-    muon: float = 0.0
+    learning_rate: Rate
+    warmup_steps: Annotated[int, Field(ge=0)]
+    clip: Rate
+    muon: OrNone = 0.0
+    __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True)
@@ -57,41 +65,30 @@ class Recipe:
     engine at each evaluation, drafted by the head as it is.
     """
 
-    seed: int
-    steps: int
-    batch: int
-    length: int
-    unroll: int
-    decay: float
-    heldout_share: float
-    live_prompts: int
-    evaluate_every: int
-    save_every: int
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    steps: Count
+    batch: Count
+    length: Count
+    unroll: Count
+    decay: Annotated[float, Field(ge=0, le=1)]
+    heldout_share: Share
+    live_prompts: Count
+    evaluate_every: Count
+    save_every: Count
     head: HeadShape
     rates: Rates
     loss: Loss = "kl"
     """What is made small: the divergence from the target, or its hybrid with lost acceptance."""
+    __pydantic_config__ = STRICT
 
 
 def read_recipe(path: Path) -> Recipe:
     """Raises UserError on a missing file, on unknown or missing keys and on impossible values."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-        head = values.pop("head")
-        layers = tuple(head.pop("layers", ()))
-        shape, rates = HeadShape(**head, layers=layers), Rates(**values.pop("rates"))
-        recipe = Recipe(**values, head=shape, rates=rates)
-    except OSError:
-        raise UserError(f"{path} is missing: name a recipe such as {EXAMPLE}") from None
-    except (TypeError, KeyError, ValueError) as problem:
-        raise UserError(f"{path}: {problem}: compare with {EXAMPLE}") from None
-    for name in ("steps", "batch", "unroll", "live_prompts", "evaluate_every", "save_every"):
-        if getattr(recipe, name) < 1:
-            raise UserError(f"{path}: {name} must be 1 or more, got {getattr(recipe, name)}")
-    if recipe.loss not in get_args(Loss):
-        raise UserError(f"{path}: loss must be {' or '.join(get_args(Loss))}, got {recipe.loss!r}")
-    if recipe.length <= recipe.unroll + 1 or not 0 < recipe.heldout_share < 1:
-        raise UserError(f"{path}: length must exceed unroll + 1, heldout_share be inside (0, 1)")
+    recipe = read_recipe_as(Recipe, path, EXAMPLE)
+    if recipe.length <= recipe.unroll + 1:
+        raise UserError(
+            f"{path}: length {recipe.length} must exceed unroll + 1, which is {recipe.unroll + 1}"
+        )
     return recipe
 
 

@@ -2,7 +2,7 @@
 
 Layers are numbered by their *output*: feature layer L is the residual stream after layer L. That is
 what `targets.jax.model.forward` captures, SpecForge and SGLang write, and vLLM calls L + 1.
-Mathematics: shared notes `field/eagle3.md` 1.1.
+Mathematics: EAGLE-3 (arXiv 2503.01840), as vLLM's `llama_eagle3.py` computes it.
 """
 
 from __future__ import annotations

@@ -6,15 +6,16 @@ answers at once and a missing backend is only noticed by who needs it.
 
 from __future__ import annotations
 
+import os
 import sys
-from pathlib import Path
 
 from cyclopts import App, CycloptsError
-from cyclopts.config import Toml
 
 from specdec import __version__
 from specdec.cli.failure import say_failure
+from specdec.cli.options import check_whole, read_config, take_config
 from specdec.errors import UserError
+from specdec.writing import said_of
 
 app = App(
     name="specdec",
@@ -90,30 +91,39 @@ for _name, (_where, _what, _example) in COMMANDS.items():
 
 def main(argv: list[str] | None = None) -> None:
     """Run a command; bad input is one line on stderr and exit code 2."""
-    arguments = sys.argv[1:] if argv is None else argv
     try:
-        arguments, config = _take_config(arguments)
-        app.config = (
-            [] if config is None else [Toml(config, use_commands_as_keys=False, must_exist=True)]
-        )
-        app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        try:
+            _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()  # here, where a failure can still be told
     except (UserError, CycloptsError) as problem:
         say_failure(problem)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as problem:
+        unwritable = _drop_output()
+        if isinstance(problem, BrokenPipeError) and unwritable:
+            sys.exit(141)  # who read it has seen enough: what a shell makes of SIGPIPE
+        line = said_of(problem)
+        if line is None:
+            raise
+        say_failure(line)
+        sys.exit(2)
 
 
-def _take_config(arguments: list[str]) -> tuple[list[str], Path | None]:
-    """Cut `--config FILE` out of the arguments: it is read before any command is chosen."""
-    for i, argument in enumerate(arguments):
-        name, has_value, value = argument.partition("=")
-        if name != "--config":
-            continue
-        if not has_value and i + 1 == len(arguments):
-            raise UserError("--config needs a TOML file")
-        file = Path(value if has_value else arguments[i + 1])
-        if not file.is_file():
-            raise UserError(f"--config: {file} does not exist")
-        return arguments[:i] + arguments[i + (1 if has_value else 2) :], file
-    return arguments, None
+def _run(arguments: list[str]) -> None:
+    arguments, file = take_config(arguments)
+    given = [] if file is None else [read_config(file, COMMANDS)]
+    app.config = [*given, check_whole]
+    app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+
+
+def _drop_output() -> bool:
+    """Whether stdout can't be written. Python would try once more on its way out, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
@@ -105,12 +107,26 @@ def read_text(file: Path) -> str:
         raise UserError(f"cannot read {file} as UTF-8 text: {problem}") from None
 
 
-def check_folder(folder: Path) -> None:
-    """Make sure that results can be written, before the work. Raises UserError."""
+def check_folder(folder: Path, option: str = "--out") -> None:
+    """Make sure that results can be written, before the work: try it. Raises UserError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            file.write(b"specdec")
+            file.flush()
     except OSError as problem:
-        raise UserError(f"--out: cannot write to {folder}: {problem.strerror}") from None
+        raise UserError(
+            f"{option}: cannot write to {folder} ({problem.strerror}): name another folder"
+        ) from None
+
+
+def check_file(file: Path, option: str) -> None:
+    """The same for one file. Raises UserError."""
+    if file.is_dir():
+        raise UserError(f"{option}: {file} is a folder: name a file")
+    if file.exists() and not os.access(file, os.W_OK):
+        raise UserError(f"{option}: {file} may not be written: name another file")
+    check_folder(file.parent, option)
 
 
 def require_exact(model: Model, speculation: SpeculationConfig) -> None:

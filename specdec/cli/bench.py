@@ -14,7 +14,7 @@ from specdec import measured
 from specdec.bench_report import plot_bench, print_bench
 from specdec.cli.assemble import (
     Model,
-    check_folder,
+    check_file,
     command_record,
     console,
     load_model,
@@ -29,6 +29,7 @@ from specdec.measured import Figures
 from specdec.plots import require_matplotlib
 from specdec.record import gpus
 from specdec.types import MAX_DRAFT
+from specdec.writing import write_whole
 
 
 @Parameter(name="*", group="Bench")
@@ -127,9 +128,9 @@ def _refuse(
     if config.synthetic_tau and model.backend == "jax" and speculation.loop == "device":
         raise UserError("--synthetic-tau with --backend jax needs --loop host")
     backend_of(model)
-    for file in (config.out, config.plot):
+    for option, file in (("--out", config.out), ("--plot", config.plot)):
         if file is not None:
-            check_folder(file.parent)
+            check_file(file, option)
     if config.plot is not None:
         require_matplotlib()
 
@@ -185,6 +186,6 @@ def _peer(
 def _save(document: dict[str, Any], config: BenchConfig) -> None:
     """Receipt and picture, as soon as there are any: a peer may take its time, or the machine."""
     if config.out is not None:
-        config.out.write_text(json_module.dumps(document, indent=1))
+        write_whole(config.out, json_module.dumps(document, indent=1))
     if config.plot is not None:
         plot_bench(document, config.plot)

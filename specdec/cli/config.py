@@ -80,7 +80,7 @@ class SpeculationConfig:
     "Longest suffix that prompt lookup tries first."
     loop: Literal["host", "device"] | None = None
     """Where cycles are driven: host, or device (no wait for the host); by default the faster one:
-    device with cuda, and with jax for one slot on a GPU."""
+    device with cuda, and with jax in one process on a GPU; else host."""
     speculative_config: Annotated[str | None, Parameter(show_default=False)] = None
     """vLLM's JSON, understood as an alias: '{"method": "ngram", "num_speculative_tokens": 4}'."""
 
@@ -157,8 +157,10 @@ class SpeculationConfig:
             )
         values = {names[key]: value for key, value in given.items()}
         for key, value in values.items():
-            if not isinstance(value, int if key in ("k", "ngram_min", "ngram_max") else str):
-                raise UserError(f"--speculative-config: {value!r} does not fit {key}")
+            # by type, for true is an int to Python
+            if type(value) is not (int if key in ("k", "ngram_min", "ngram_max") else str):
+                name = next(theirs for theirs, ours in names.items() if ours == key)
+                raise UserError(f"--speculative-config: {value!r} does not fit {name}")
         if values.get("drafter") == "draft_model":  # what vLLM calls it
             values["drafter"] = "model"
         if values.get("draft_sample_method", "greedy") not in ("probabilistic", "greedy"):

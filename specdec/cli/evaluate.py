@@ -21,6 +21,7 @@ from specdec.cli.assemble import (
 from specdec.cli.config import ModelConfig, SamplingConfig, SpeculationConfig
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
+from specdec.writing import write_whole
 
 if TYPE_CHECKING:
     from specdec.prompts import Prompt
@@ -127,9 +128,7 @@ def _save(out: Path, document: dict, evaluation: Evaluation) -> None:
     """report.json and report.png, written beside and renamed, so that neither is ever half."""
     from specdec.plots import plot_evaluation
 
-    partial_json, partial_png = out / "partial.json", out / "partial.png"
-    partial_json.write_text(json_module.dumps(document, indent=1))
-    plot_evaluation(evaluation, partial_png)
-    partial_json.rename(out / "report.json")
-    partial_png.rename(out / "report.png")
+    write_whole(out / "report.json", json_module.dumps(document, indent=1))
+    plot_evaluation(evaluation, out / "partial.png")
+    (out / "partial.png").rename(out / "report.png")
     console.print(f"wrote {out / 'report.json'} and {out / 'report.png'}")

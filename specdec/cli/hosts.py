@@ -169,6 +169,10 @@ class _End:
         if isinstance(problem, UserError):
             lines.fail(str(problem))
             self.now(str(problem))
+        if isinstance(problem, BrokenPipeError):  # who read process 0 has seen enough
+            lines.fail("its output was closed")
+            with self._once:
+                os._exit(141)
         if isinstance(problem, KeyboardInterrupt):
             lines.fail("interrupted")
             with self._once:

@@ -26,6 +26,7 @@ from specdec.cli.backends import backend_of
 from specdec.cli.config import ModelConfig
 from specdec.cli.distil import require_training
 from specdec.errors import UserError
+from specdec.writing import write_whole, writing
 
 if TYPE_CHECKING:
     from targets.arch import Arch
@@ -79,14 +80,17 @@ def train_eagle3(
             "train-eagle3 runs with JAX on unquantised weights: leave --backend, "
             "--int8, --tp and --dtype fp8 out"
         )
-    check_folder(run)
+    check_folder(run, "--run")
+    if feature_cache is not None:
+        check_folder(feature_cache, "--feature-cache")
     backend_of(model).prepare(model)
     trainer, covered = _make_trainer(chosen, data, run, model, feature_cache, data_parallel_size)
     console.print(f"the draft vocabulary covers {covered:.2%} of the generated tokens")
     record = command_record("train-eagle3", model=model, recipe=chosen) | {"coverage": covered}
-    (run / "run.json").write_text(json_module.dumps(record, indent=1, default=str))
+    write_whole(run / "run.json", json_module.dumps(record, indent=1, default=str))
     found = _train(trainer, chosen)
-    plot_run(run)
+    with writing(run / "curve.png", "the head is trained and saved"):
+        plot_run(run)
     console.print(f"wrote {run / 'log.jsonl'} and {run / 'curve.png'}; next: specdec export-eagle3")
     if json:
         print_json(record | {"steps": chosen.steps, "heldout": found})

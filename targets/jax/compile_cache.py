@@ -35,7 +35,7 @@ def keep_programs(folder: Path) -> None:
     UserError where it can't be written."""
     with suppress(OSError):  # said below
         folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(f"--cache: cannot write to {folder}: name a folder for compiled programs")
     if jax.config.values["jax_compilation_cache_dir"] == str(folder):
         return

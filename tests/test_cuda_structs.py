@@ -1,0 +1,79 @@
+"""What Python hands to a kernel is what the kernel reads: every ctypes Structure has the fields of
+the C struct that it mirrors, by name, kind and order. To see it needs no compiler and no GPU."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from ctypes import Structure, c_float, c_int, c_void_p
+from pathlib import Path
+
+import pytest
+
+import targets.cuda
+
+KERNELS = Path(targets.cuda.__file__).parent / "kernels"
+MIRRORS = {
+    "attention._Job": "attention.cuh Job",
+    "choosing._Job": "choose.cu Job",
+    "draft_kernels._Guess": "guess.cu Job",
+    "draft_kernels._Pair": "pair.cu Pair",
+    "experts._Job": "moe.cu Job",
+    "kernels.Embed": "hidden.cuh Embed",
+    "norms._Join": "norm.cu Join",
+    "norms._Turn": "norm.cu Turn",
+    "prefill_kernels._Place": "prefill_attention.cu Place",
+    "skinny._Job": "linear.cuh Job",
+    "skinny._Untile": "untile.cu Job",
+    "w8a8.Groups": "narrow.cuh Groups",
+    "w8a8._Job": "w8a8.cu Job",
+}
+"""Each Structure, and where the struct that it mirrors is declared."""
+KINDS = {c_void_p: "*", c_int: "int", c_float: "float"}
+DECLARATION = re.compile(r"(?:const )?(?P<kind>(?:long )?\w+)\s*(?P<names>[\w\s*,]+);")
+
+
+def structures() -> dict[str, type[Structure]]:
+    """All that the CUDA target defines."""
+    for module in pkgutil.iter_modules(targets.cuda.__path__, "targets.cuda."):
+        importlib.import_module(module.name)
+    found = [c for c in Structure.__subclasses__() if c.__module__.startswith("targets.cuda.")]
+    return {f"{c.__module__.removeprefix('targets.cuda.')}.{c.__name__}": c for c in found}
+
+
+def declared(text: str, name: str) -> list[tuple[str, str]]:
+    """(name, kind) of a struct's fields in order; every pointer is of kind `*`."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+    (body,) = re.findall(rf"^struct {name} {{ *\n(.*?)^}};", text, re.DOTALL | re.MULTILINE)
+    fields = []
+    for line in body.partition("__device__")[0].splitlines():  # functions come after the fields
+        if not line.strip():
+            continue
+        found = DECLARATION.fullmatch(line.strip())
+        assert found, f"{name}: what is {line!r}?"
+        for word in found["names"].split(","):
+            kind = "*" if "*" in word else found["kind"]
+            fields.append((word.strip(" *"), kind))
+    return fields
+
+
+def mirrored(structure: type[Structure]) -> list[tuple[str, str]]:
+    fields = [field[:2] for field in structure._fields_]
+    return [(name, KINDS.get(kind, kind.__name__)) for name, kind in fields]
+
+
+def test_every_structure_is_compared() -> None:
+    assert structures().keys() == MIRRORS.keys()
+
+
+@pytest.mark.parametrize("name", MIRRORS)
+def test_a_structure_has_the_fields_of_its_struct(name) -> None:
+    file, struct = MIRRORS[name].split()
+    assert mirrored(structures()[name]) == declared((KERNELS / file).read_text(), struct)
+
+
+def test_what_is_reordered_renamed_or_retyped_is_seen() -> None:
+    text = "struct Job {\n  const float *a, *b;  // [n]\n  long long* c;\n  int d;\n};\n"
+    assert declared(text, "Job") == [("a", "*"), ("b", "*"), ("c", "*"), ("d", "int")]
+    assert declared(text.replace("int", "long long"), "Job")[-1] == ("d", "long long")
