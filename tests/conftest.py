@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from specdec.cli import backend_jax
 from tests.tiny import IDS, VARIANTS, oracle, random_tensors, write_tiny
+
+
+def pytest_addoption(parser) -> None:
+    """What `pytest -m campaign` can be told, see test_campaign.py."""
+    group = parser.getgroup("campaign", "a random campaign")
+    group.addoption("--seconds", type=float, default=60.0, help="draw new cases for so long")
+    group.addoption("--seed", type=int, default=0, help="of the cases that are drawn")
+    group.addoption("--backend", choices=("jax", "cuda"), help="one of them; both by default")
+    group.addoption("--case", type=json.loads, help="one case, as a failure printed it")
 
 
 @pytest.fixture(scope="session")
