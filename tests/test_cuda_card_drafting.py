@@ -13,53 +13,27 @@ import torch
 from drafters.device_cycle_cuda import device_cycle
 from drafters.eagle3.cuda import HeadModel
 from drafters.eagle3.drafter_cuda import EagleDrafter, EagleOnDevice
-from drafters.eagle3.spec import HeadSpec, random_head
+from drafters.eagle3.spec import random_head
 from drafters.model import ModelDrafter
 from drafters.model_cuda import ModelOnDevice
 from drafters.none import NoDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import Sampling, Sequence
-from targets import mini
-from targets.cuda.load import CudaOptions, load_target
+from tests.card_targets import SPEC, target_of
 from tests.modes import MODES
 
 pytestmark = pytest.mark.gpu
 
-SPEC = HeadSpec(
-    hidden=256,
-    ffw=320,
-    heads=4,
-    kv_heads=2,
-    head_dim=64,
-    vocab=4096,
-    draft_vocab=1000,
-    layers=(1, 5, 8),
-    max_position=4096,
-)
 FLAGS = (
     {},
     {"norm_before_residual": True, "norm_output": True},
     {"fc_norm": True},
     {"norm_before_fc": True, "window": 70},
 )
-MAX_LEN, TOKENS = 512, 24
+TOKENS = 24
 LENGTHS = (3, 40, 170, 1, 26, 64, 129, 300, 9, 17)
 KINDS = [("fp8", "fp8"), ("bfloat16", "bfloat16")]
-
-
-@cache
-def target_of(kind, slots, graphs=True, features=SPEC.layers, max_len=MAX_LEN, name="mini"):
-    dtype, kv_dtype = kind
-    options = CudaOptions(
-        slots=slots,
-        max_len=max_len,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        graphs=graphs,
-        features=features,
-    )
-    return load_target(mini.path(name), options)
 
 
 def drafter_of(name, target, k, greedy=False, **flags):

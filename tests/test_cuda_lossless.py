@@ -16,7 +16,7 @@ from specdec.types import Sampling, Sequence
 from targets import mini
 from targets.arch import parse_arch
 from targets.cuda.load import CudaOptions, load_target, random_target
-from tests.test_lossless import check_host
+from tests.lossless import check_host
 from tests.tiny import VARIANTS, config_of
 
 

@@ -27,7 +27,7 @@ from targets.jax.load import JaxOptions, load_target
 from targets.jax.programs import Feed
 from targets.jax.roofline import cache_bytes
 from targets.tokenizer import load_tokenizer
-from tests.test_lossless import WIDE, check_host, decode, draft_of, prompts_for
+from tests.lossless import WIDE, check_host, decode, draft_of, prompts_for
 
 ROWS, TOKENS, HEADS, KV_HEADS, DIM, SIZE, PIECE = 3, 4, 4, 2, 8, 40, 16
 PROSE = (
