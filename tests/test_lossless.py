@@ -14,6 +14,7 @@ from drafters.resident_jax import TextOnly
 from specdec.cycle import host_cycle
 from targets import mini
 from targets.jax.load import JaxOptions, load_target
+from targets.jax.selfcheck import self_check
 from tests.lossless import (
     check_device,
     check_device_model,
@@ -72,3 +73,10 @@ def test_batched_rows_are_exact_within_their_bucket(tiny):
     lone = prompts_for(target.vocab)[0]
     alone, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0), "nucleus", prompts=[lone])
     assert alone["0"] == together["0"]
+
+
+def test_the_self_check_asks_a_context_that_is_shorter_than_a_call(tiny):
+    """32 tokens a call, of which 16 can ever be fed."""
+    options = JaxOptions(slots=2, max_len=17, k=31, mapped=False, chunk=8)
+    checks = self_check(load_target(tiny["31b"], options))
+    assert len(checks) == 5 and all(check.passed and check.total for check in checks)
