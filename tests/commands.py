@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
+
+import httpx
 import pytest
 
 from specdec.cli import main
@@ -25,3 +29,15 @@ def refused(capsys, *arguments) -> str:
     lines = captured.err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("specdec: "), captured.err
     return lines[0]
+
+
+def wait_until_ready(server: subprocess.Popen[str], url: str) -> None:
+    for _ in range(1200):
+        assert server.poll() is None, "the server ended"
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.25)
+    raise AssertionError("the server never came up")

@@ -1,13 +1,58 @@
-"""Tiny checkpoints, written once per session."""
+"""Tiny checkpoints, written once per session, and how a session shares its machine."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from specdec.cli import backend_jax
 from tests.tiny import IDS, VARIANTS, oracle, random_tensors, write_tiny
+
+PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
+KEPT = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+"""However small: a program that one worker compiled no other one compiles, nor a process of its."""
+
+
+def pytest_configure(config) -> None:
+    """Before anything imports JAX. Workers, and the processes that tests start, inherit it."""
+    number = os.environ.get("PYTEST_XDIST_WORKER")
+    if number is None:
+        os.environ |= KEPT | {PROGRAMS: tempfile.mkdtemp(prefix="programs-")}
+    else:
+        _keep_to_own_cores(int(number[2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+
+
+def _keep_to_own_cores(worker: int, workers: int) -> None:
+    """Where each worker has a thread for every core, they wait for each other's more than they
+    work."""
+    if not hasattr(os, "sched_setaffinity"):
+        return  # not on every system
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // workers
+    if share:
+        os.sched_setaffinity(0, cores[worker * share : (worker + 1) * share])
+
+
+def pytest_unconfigure(config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ[PROGRAMS], ignore_errors=True)
+
+
+def pytest_addoption(parser) -> None:
+    """What `pytest -m campaign` can be told, see test_campaign.py."""
+    group = parser.getgroup("campaign", "a random campaign")
+    group.addoption("--seconds", type=float, default=60.0, help="draw new cases for so long")
+    group.addoption("--seed", type=int, default=0, help="of the cases that are drawn")
+    group.addoption("--backend", choices=("jax", "cuda"), help="one of them; both by default")
+    group.addoption("--case", type=json.loads, help="one case, as a failure printed it")
 
 
 @pytest.fixture(scope="session")
@@ -35,9 +80,9 @@ def references() -> dict:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled_programs(tmp_path_factory) -> None:
+def compiled_programs() -> None:
     """Commands keep their programs for this session only, not where the user's are."""
-    backend_jax.PROGRAMS = tmp_path_factory.mktemp("programs")
+    backend_jax.PROGRAMS = Path(os.environ[PROGRAMS])
 
 
 @pytest.fixture

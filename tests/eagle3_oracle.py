@@ -23,6 +23,7 @@ SPEC = HeadSpec(
     max_position=512,
     theta=1e4,
 )
+TOKENS, STEPS = 10, 3
 FLAGS = [
     {},
     {"norm_before_residual": True},
@@ -43,6 +44,13 @@ def random_head(seed: int = 0, **flags) -> Head:
         weights[name] = 1 + 0.2 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5
     ids = np.sort(random.choice(spec.vocab, spec.draft_vocab, replace=False)).astype(np.int64)
     return Head(spec, {name: value.astype(np.float32) for name, value in weights.items()}, ids)
+
+
+def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Embedded next tokens [TOKENS + STEPS, H] and features [TOKENS, F]."""
+    random = np.random.default_rng(seed)
+    embedded = random.standard_normal((TOKENS + STEPS, SPEC.hidden)).astype(np.float32)
+    return embedded, random.standard_normal((TOKENS, SPEC.features)).astype(np.float32)
 
 
 def _norm(x, weight, eps):

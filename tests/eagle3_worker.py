@@ -23,7 +23,7 @@ from training.eagle3 import Trainer
 from training.feature_cache import FeatureCache, Layout, Read, joined, with_states
 from training.packing import Rows, pack
 from training.recipe import HeadShape, Rates, Recipe, spec_for
-from training.teacher import read, teach
+from training.teacher import Lesson, read, teach
 from training.vocabulary import count_generated, draft_vocabulary
 
 SHAPE = HeadShape(ffw=64, heads=4, kv_heads=2, head_dim=16, draft_vocab=200, max_position=512)
@@ -101,6 +101,21 @@ def cache_of(folder: Path, rows: Rows, layers: tuple[int, ...], **facts: Any) ->
 
 def _teach(arch, layers, ids, params, rows):
     return teach(params, arch, layers, ids, (), rows)
+
+
+def made_up(teach):
+    """A teacher whose next distribution follows from the last position's features alone."""
+    ids = teach.args[-1]
+
+    def lesson(params, rows):
+        key = jax.random.fold_in(jax.random.key(0), rows.tokens.sum())
+        features = jax.random.normal(key, (*rows.tokens.shape, 3 * params.top["norm"].shape[0]))
+        meaning = jax.random.normal(jax.random.key(1), (4, SHAPE.draft_vocab)) * 3
+        logits = jnp.roll(features[..., :4] @ meaning, 1, 1)
+        total = jax.nn.logsumexp(logits, -1)
+        return Lesson(features, logits, total, ids[logits.argmax(-1)])
+
+    return lesson
 
 
 def main() -> None:

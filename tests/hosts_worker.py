@@ -14,12 +14,12 @@ from pathlib import Path
 
 import jax
 
-from targets.jax.device_loop import device_cycle
+from targets.jax.device_loop import device_loop
 from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.spec import random_head
 from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
-from targets.jax.device_drafter import TextOnly
+from targets.jax.device_drafter import TextDrafter
 from specdec.cycle import host_cycle
 from targets.jax import hosts
 from targets.jax.load import JaxOptions, load_target
@@ -39,12 +39,12 @@ def main(folder: Path, port: str = "", process: str = "") -> None:
     target, none = load_target(folder, options), NoDrafter()
     said = {"host": texts(target, none, host_cycle(target, none, 0))}
     if port:
-        looped = device_cycle(target, TextOnly(TracedNgram(1, 3)), K)
+        looped = device_loop(target, TextDrafter(TracedNgram(1, 3)), K)
         said["device"] = texts(target, none, looped)
         target = load_target(folder, replace(options, features=LAYERS))
         head = random_head(replace(SPEC, hidden=48, vocab=target.vocab, layers=LAYERS))
         drafter = EagleDrafter(head, target, K)
-        said["eagle3"] = texts(target, drafter, device_cycle(target, drafter, K))
+        said["eagle3"] = texts(target, drafter, device_loop(target, drafter, K))
     print(json.dumps(said), flush=True)
 
 

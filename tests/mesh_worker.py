@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 
-from targets.jax.device_loop import device_cycle
+from targets.jax.device_loop import device_loop
 from drafters.ngram.host import NgramDrafter
-from drafters.ngram.jax import TracedNgram, TracedNone
+from drafters.ngram.jax import TracedNgram
+from drafters.none.jax import TracedNone
 from drafters.none.host import NoDrafter
-from targets.jax.device_drafter import TextOnly
+from targets.jax.device_drafter import TextDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import Sampling, Sequence
@@ -55,10 +56,10 @@ def every_way(target: JaxTarget, device: bool, thorough: bool) -> dict[str, list
         "ngram host": texts(target, ngram, host_cycle(target, ngram, K)),
     }
     if device:
-        traced = TextOnly(TracedNgram(1, 3))
-        ways["ngram device"] = texts(target, none, device_cycle(target, traced, K))
+        traced = TextDrafter(TracedNgram(1, 3))
+        ways["ngram device"] = texts(target, none, device_loop(target, traced, K))
     if thorough:
-        ways["none device"] = texts(target, none, device_cycle(target, TextOnly(TracedNone()), 0))
+        ways["none device"] = texts(target, none, device_loop(target, TextDrafter(TracedNone()), 0))
     return ways
 
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ import pytest
 
 from drafters.eagle3.files import save_flat
 from drafters.eagle3.spec import random_head
-from tests.commands import CUDA, PROMPT, refused
+from tests.commands import CUDA, PROMPT, refused, wait_until_ready
 from tests.eagle3_oracle import SPEC
 
 OPTIONS = ["--slots", "3", "--max-len", "256", "--k", "3"]
@@ -50,18 +49,6 @@ def compile_ahead(log, *options: str) -> dict:
         out, _ = done.communicate(timeout=300)
     assert done.returncode == 0, log.read_text()[-4000:]
     return json.loads(out.splitlines()[-1])["programs"]
-
-
-def wait_until_ready(server: subprocess.Popen[str], url: str) -> None:
-    for _ in range(1200):
-        assert server.poll() is None, "the server ended"
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.25)
-    raise AssertionError("the server never came up")
 
 
 def ask_everything(url: str) -> None:

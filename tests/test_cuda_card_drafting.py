@@ -10,68 +10,42 @@ import numpy as np
 import pytest
 import torch
 
-from targets.cuda.device_loop import device_cycle
+from targets.cuda.device_loop import device_loop
 from drafters.eagle3.cuda.head import HeadModel
-from drafters.eagle3.cuda.drafter import EagleDrafter, EagleOnDevice
-from drafters.eagle3.spec import HeadSpec, random_head
+from drafters.eagle3.cuda.drafter import EagleDrafter, DeviceEagle
+from drafters.eagle3.spec import random_head
 from drafters.model.host import ModelDrafter
-from drafters.model.cuda import ModelOnDevice
+from drafters.model.cuda import DeviceModel
 from drafters.none.host import NoDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import Sampling, Sequence
-from targets import mini
-from targets.cuda.load import CudaOptions, load_target
+from tests.card_targets import SPEC, target_of
 from tests.modes import MODES
 
 pytestmark = pytest.mark.gpu
 
-SPEC = HeadSpec(
-    hidden=256,
-    ffw=320,
-    heads=4,
-    kv_heads=2,
-    head_dim=64,
-    vocab=4096,
-    draft_vocab=1000,
-    layers=(1, 5, 8),
-    max_position=4096,
-)
 FLAGS = (
     {},
     {"norm_before_residual": True, "norm_output": True},
     {"fc_norm": True},
     {"norm_before_fc": True, "window": 70},
 )
-MAX_LEN, TOKENS = 512, 24
+TOKENS = 24
 LENGTHS = (3, 40, 170, 1, 26, 64, 129, 300, 9, 17)
 KINDS = [("fp8", "fp8"), ("bfloat16", "bfloat16")]
 
 
-@cache
-def target_of(kind, slots, graphs=True, features=SPEC.layers, max_len=MAX_LEN, name="mini"):
-    dtype, kv_dtype = kind
-    options = CudaOptions(
-        slots=slots,
-        max_len=max_len,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        graphs=graphs,
-        features=features,
-    )
-    return load_target(mini.path(name), options)
-
-
 def drafter_of(name, target, k, greedy=False, draft_len=None, **flags):
-    """The host's drafter and its resident. draft_len: the draft's own context; the target's."""
+    """The host's drafter, and the device's. draft_len: the draft's own context; the target's."""
     flags |= {"max_position": draft_len} if draft_len else {}
     if name == "eagle3":
         host = EagleDrafter(HeadModel(random_head(replace(SPEC, **flags)), target), k, greedy)
-        return host, EagleOnDevice(host)
+        return host, DeviceEagle(host)
     kind = target.dtype, target.kv_dtype
     model = target_of(kind, target.slots, True, (), draft_len or target.max_len, "mini-e")
     host = ModelDrafter(model, greedy)
-    return host, ModelOnDevice(host, target)
+    return host, DeviceModel(host, target)
 
 
 @cache
@@ -106,7 +80,7 @@ def test_every_token_is_plain_decodings(kind, slots, name):
     modes = MODES if kind == KINDS[0] else ("nucleus",)
     for k in (1, 4, 7):
         host, resident = drafter_of(name, target, k)
-        device = device_cycle(target, resident, k)
+        device = device_loop(target, resident, k)
         for mode in modes:
             text, drafted = decode(target, host, device, mode)
             assert text == plain(kind, mode), (k, mode, "captured")
@@ -129,7 +103,7 @@ def test_a_draft_context_shorter_than_the_targets(name, slots, k):
     run = partial(decode, target, mode="nucleus", tokens=tokens, lengths=lengths)
     expected, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0))
     host, resident = drafter_of(name, target, k, draft_len=200)
-    captured, drafted = run(host, device_cycle(target, resident, k))
+    captured, drafted = run(host, device_loop(target, resident, k))
     text, again = run(host, host_cycle(target, host, k))
     assert captured == text == expected
     assert drafted == again and drafted.drafted > 0
@@ -141,7 +115,7 @@ def test_every_kind_of_head_guesses_the_same_in_both_loops(flags):
     host, resident = drafter_of("eagle3", target, 4, **flags)
     runs = [
         decode(target, host, cycle, "everything")
-        for cycle in (device_cycle(target, resident, 4), host_cycle(target, host, 4))
+        for cycle in (device_loop(target, resident, 4), host_cycle(target, host, 4))
     ]
     assert runs[0] == runs[1] and runs[0][0] == plain(KINDS[0], "everything")
 
@@ -153,7 +127,7 @@ def test_draft_kv_is_that_of_a_fresh_prefill(name, loop):
     target = target_of(KINDS[0], 3)
     host, resident = drafter_of(name, target, 4)
     fresh, _ = drafter_of(name, target_of(KINDS[0], 1), 4)
-    cycle = host_cycle(target, host, 4) if loop == "host" else device_cycle(target, resident, 4)
+    cycle = host_cycle(target, host, 4) if loop == "host" else device_loop(target, resident, 4)
     engine, turns = Engine(target, host, cycle), 0
     for i, prompt in enumerate(prompts_for((9, 40, 26, 64))):
         engine.submit(Sequence(list(prompt), Sampling(0.8, seed=i), max_tokens=40))
@@ -175,7 +149,7 @@ def assert_holds(host, fresh, seq):
     count = len(text.tokens)
     step = lone.prefill(text, 0, count)
     if isinstance(fresh, EagleDrafter):
-        fresh.observe([text], step, np.zeros(1, np.int32))
+        fresh.prefill(text, 0, count, step)
         caches = [d.given.head.cache for d in (host, fresh)]
         kept = 5  # what the last cycle verified is pending
     else:
@@ -206,7 +180,7 @@ def test_rows_come_to_the_end_of_their_context(name):
     texts = []
     for target, drafter, cycle in (
         (lone, NoDrafter(), host_cycle(lone, NoDrafter(), 0)),
-        (short, host, device_cycle(short, resident, 7)),
+        (short, host, device_loop(short, resident, 7)),
         (short, host, host_cycle(short, host, 7)),
     ):
         texts.append(decode(target, drafter, cycle, "nucleus", 10**6, lengths)[0])
@@ -218,5 +192,5 @@ def test_argmax_drafts_change_nothing_either():
     target = target_of(KINDS[0], 3)
     for name in ("model", "eagle3"):
         host, resident = drafter_of(name, target, 4, greedy=True)
-        text, _ = decode(target, host, device_cycle(target, resident, 4), "nucleus")
+        text, _ = decode(target, host, device_loop(target, resident, 4), "nucleus")
         assert text == plain(KINDS[0], "nucleus")

@@ -28,11 +28,12 @@ def target_of(slots, max_len=512, name="mini", graphs=True):
 @cache
 def captured(slots, k=4, max_len=512, name="mini"):
     """One cycle for all tests of a shape: its graphs, and what former rows left behind."""
-    from targets.cuda.device_loop import device_cycle
-    from targets.cuda.device_drafter import Lookup
+    from targets.cuda.device_loop import device_loop
+    from drafters.ngram.cuda import DeviceNgram
+from drafters.none.cuda import DeviceNone
 
     target = target_of(slots, max_len, name)
-    return device_cycle(target, Lookup(target, (2, 5)), k)
+    return device_loop(target, DeviceNgram(target, 2, 5), k)
 
 
 def engine_of(slots, k=4, max_len=512, name="mini"):

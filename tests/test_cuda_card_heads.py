@@ -20,8 +20,8 @@ from targets.cuda.ops import Rows
 from targets.cuda.sampling import blank_rules
 from targets.rules import set_rules
 from tests.card import as_input, error, randn, rows_of
+from tests.card_targets import SPEC, target_of
 from tests.modes import MODES
-from tests.test_cuda_card_drafting import SPEC, target_of
 
 pytestmark = pytest.mark.gpu
 

@@ -66,13 +66,14 @@ def texts(count: int) -> list[Sequence]:
 
 @pytest.mark.parametrize("loop", ["host", "device"])
 def test_who_joins_without_room_fails_alone(loop):
-    from targets.cuda.device_loop import device_cycle
-    from targets.cuda.device_drafter import Lookup
+    from targets.cuda.device_loop import device_loop
+    from drafters.ngram.cuda import DeviceNgram
+from drafters.none.cuda import DeviceNone
 
     target = load_target(mini.path("mini"), CudaOptions(slots=16, max_len=256, dtype="fp8", k=31))
     cycle = host_cycle(target, NoDrafter(), 31)
     if loop == "device":
-        cycle = device_cycle(target, Lookup(target, None), 31)
+        cycle = device_loop(target, DeviceNone(), 31)
     engine = Engine(target, NoDrafter(), cycle)
     alone, crowd = texts(16), texts(16)
     for seq in alone:

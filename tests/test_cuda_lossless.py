@@ -17,7 +17,7 @@ from specdec.types import Sampling, Sequence
 from targets import mini
 from targets.arch import parse_arch
 from targets.cuda.load import CudaOptions, load_target, random_target
-from tests.test_lossless import check_host, decode
+from tests.lossless import check_host, decode
 from tests.tiny import VARIANTS, config_of
 
 

@@ -10,41 +10,19 @@ from specdec.errors import UserError
 from specdec.types import Sequence
 from targets import mini
 from targets.arch import read_arch
-from targets.checkpoint import Checkpoint, dequantise
-from targets.cuda.cache import make_cache, read
-from targets.cuda.formulas import as_e4m3
+from targets.checkpoint import Checkpoint
+from targets.cuda.cache import read
 from targets.cuda.layers import Reference
 from targets.cuda.load import CudaOptions, load_target
-from targets.cuda.model import decode
 from targets.cuda.ops import Rows
 from targets.cuda.params import load_params
 from targets.cuda.score import window_nll
 from targets.cuda.selfcheck import self_check
 from targets.jax.load import JaxOptions, load_target as load_jax
-from tests.tiny import IDS, LENGTH, VARIANTS, VOCAB, oracle, write_tiny
+from tests.cuda_runner import Runner
+from tests.tiny import IDS, LENGTH, VARIANTS, VOCAB
 
-torch.set_num_threads(1)  # as targets.cuda.load does
 TOLERANCE = 5e-4
-
-
-class Runner:
-    """One checkpoint on the references, with a cache of three slots."""
-
-    def __init__(self, path, dtype="float32", cache_dtype=torch.float32):
-        self.arch = read_arch(path)
-        self.ops = Reference(self.arch)
-        checkpoint = Checkpoint(path, self.arch)
-        self.weights = load_params(checkpoint, self.arch, dtype, "cpu", self.ops.pack)
-        self.cache = make_cache(self.arch, 3, 64, 32, cache_dtype, "cpu")
-
-    def feed(self, tokens, start, slot, features=()):
-        """Logits [B, T, V] and features [B, T, F] of tokens [B, T] at start [B] in slot [B]."""
-        rows = Rows(
-            *(torch.tensor(np.asarray(a), dtype=torch.int32) for a in (tokens, start, slot))
-        )
-        out = decode(self.weights, self.arch, self.cache, rows, self.ops, features)
-        split = lambda x: x.view(*rows.tokens.shape, -1).numpy()  # noqa: E731
-        return split(out.logits), None if out.features is None else split(out.features)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -93,78 +71,6 @@ def test_a_row_of_a_mixed_batch_is_its_own_run(tiny, references, variant):
         starts[live] += 5
     for ours, theirs in zip(together.cache.layers, alone.cache.layers, strict=True):
         assert ours is None or ((ours.k == theirs.k).all() and (ours.v == theirs.v).all())
-
-
-@pytest.mark.parametrize("variant", ["31b", "26b-a4b", "e2b"])
-def test_fp8_files_equal_their_dequantised_tensors(tmp_path, variant):
-    """Weight-only arithmetic: what transformers computes on values * scale. Beside FP8 the rest
-    is bf16, and so are its inputs: coarser than float32, but the same numbers."""
-    write_tiny(tmp_path, variant, "fp8")
-    wide, narrow = Runner(tmp_path), Runner(tmp_path, "fp8")
-    checkpoint = Checkpoint(tmp_path, wide.arch)
-    tensors = {name: dequantise(checkpoint.read(name)) for name in checkpoint.specs}
-    with torch.no_grad():
-        logits = oracle(variant, tensors)(torch.tensor(IDS)).logits.numpy()
-    ours = wide.feed(IDS[:, :32], [0, 0], [0, 1])[0]
-    assert np.abs(ours - logits[:, :32]).max() <= TOLERANCE
-    error = narrow.feed(IDS[:, :32], [0, 0], [0, 1])[0] - logits[:, :32]
-    # a router that reads bf16 picks another expert now and then
-    assert np.sqrt((error**2).mean() / (logits**2).mean()) <= (
-        0.4 if wide.arch.layers[0].moe else 0.05
-    )
-    stored = checkpoint.read("layers.0.self_attn.o_proj")
-    kept = narrow.weights.layers[0].o
-    assert (kept.data.float().numpy() == stored.values.astype(np.float32)).all()
-    assert (kept.scale.numpy() == stored.scale).all()
-
-
-@pytest.mark.parametrize("storage", ["bfloat16", "int8"])
-def test_fp8_on_load_is_near_the_wide_file(tmp_path, storage):
-    write_tiny(tmp_path, "31b", storage)
-    wide, narrow = Runner(tmp_path), Runner(tmp_path, "fp8")
-    layer = narrow.weights.layers[0]
-    assert (layer.o.kind, layer.gate_up.kind, narrow.weights.head.kind) == ("fp8", "fp8", "bf16")
-    exact = wide.weights.layers[0].gate_up.data
-    near = layer.gate_up.data.float() * layer.gate_up.scale[:, None]
-    assert ((near - exact).abs() <= exact.abs() / 16 + layer.gate_up.scale[:, None] / 512).all()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_w8a8_is_the_same_weights_and_inputs_of_4_bits(tmp_path, variant):
-    """A scale per token and linear layer. Experts, and what is not quantised, stay as they are."""
-    write_tiny(tmp_path, variant, "fp8")
-    wide, narrow = Runner(tmp_path, "fp8"), Runner(tmp_path, "fp8-w8a8")
-    for ours, theirs in zip(narrow.weights.layers, wide.weights.layers, strict=True):
-        assert (ours.qkv.kind, ours.o.kind, ours.gate_up.kind, ours.down.kind) == ("w8a8",) * 4
-        assert torch.equal(ours.down.data.view(torch.uint8), theirs.down.data.view(torch.uint8))
-        assert ours.moe is None or (ours.moe.down.kind, ours.moe.router.kind) == ("fp8", "bf16")
-        assert ours.per_layer is None or ours.per_layer.gate.kind == "bf16"
-    near, exact = (r.feed(IDS[:, :32], [0, 0], [0, 1])[0] for r in (narrow, wide))
-    error = np.sqrt(((near - exact) ** 2).mean() / (exact**2).mean())
-    assert 1e-3 < error < 0.7  # models as small as these amplify what rounding does
-
-
-def test_inputs_round_to_e4m3_of_their_own_largest():
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn(5, 64, generator=random) * torch.tensor([1e-3, 1.0, 1e4, 0.0, 3.0])[:, None]
-    near = as_e4m3(x)
-    largest = x.abs().amax(-1, keepdim=True)
-    assert ((near - x).abs() <= x.abs() / 16 + largest / 448 / 512).all()
-    # 448 steps of largest / 448, of which each is rounded
-    torch.testing.assert_close(near.abs().amax(-1), largest[:, 0], rtol=2**-23, atol=0)
-    assert torch.equal(as_e4m3(x[2:3]), near[2:3]) and not near[3].any()
-
-
-@pytest.mark.parametrize(("dtype", "step"), [(torch.bfloat16, 2**-8), (torch.float8_e4m3fn, 2**-4)])
-def test_narrow_caches_round_and_nothing_else(tiny, dtype, step):
-    exact, near = Runner(tiny["31b"]), Runner(tiny["31b"], cache_dtype=dtype)
-    for runner in (exact, near):
-        runner.feed(IDS[:, :32], [0, 0], [2, 1])
-    for wide, narrow in zip(
-        *(read(r.cache.layers[0], 2, 0, 32) for r in (exact, near)), strict=True
-    ):
-        assert ((narrow.float() - wide).abs() <= wide.abs() * step + 2**-10).all()
-    assert not near.cache.layers[0].k[0].float().any()  # nobody's slot
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

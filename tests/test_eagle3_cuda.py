@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -24,17 +23,15 @@ from specdec.engine import Engine
 from specdec.errors import UserError
 from specdec.types import NO_GUESS, Sampling, Sequence
 from targets.cuda.layers import Reference
-from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.memory import Shape, check_fits
 from targets.cuda.noise import gumbel
 from targets.cuda.ops import Linear, Rows
 from targets.rules import split_seed
 from tests import eagle3_oracle
 from tests.commands import CUDA, refused, run
-from tests.eagle3_oracle import FLAGS, Judging, Oracle
-from tests.test_eagle3_drafter import BASE, EAGLE3, MINI, SPEC, random_head
-from tests.test_eagle3_head import STEPS, TOKENS, inputs
-from tests.test_lossless import decode
+from tests.eagle3_heads import BASE, EAGLE3, MINI, SPEC, cuda_target_of, random_head
+from tests.eagle3_oracle import FLAGS, STEPS, TOKENS, Judging, Oracle, inputs
+from tests.lossless import decode
 
 K, TOLERANCE = 4, 1e-5
 
@@ -105,19 +102,13 @@ def test_both_heads_say_the_same(flags):
         first, fed = TOKENS + n, np.array([TOKENS + n])
 
 
-@cache
-def target_of(path, slots=2, max_len=96, **options):
-    given = {"chunk": 16, "short": 8, "features": SPEC.layers, "max_len": max_len} | options
-    return load_target(path, CudaOptions(slots=slots, k=K, device="cpu", **given))
-
-
 def drafter_of(target, k=K, **change):
     return EagleDrafter(HeadModel(random_head(replace(SPEC, **change)), target), k)
 
 
 class Judged(Judging, EagleDrafter):
     def by_the_formulas(self, seq, guesses):
-        fresh, tokens, sampling = target_of(self.path, slots=1), seq.tokens, seq.sampling
+        fresh, tokens, sampling = cuda_target_of(self.path, slots=1), seq.tokens, seq.sampling
         text, chunk = Sequence(tokens[:-1], slot=0), fresh.prefill_chunk
         starts = range(0, len(tokens) - 1, chunk)
         steps = [fresh.prefill(text, s, min(len(tokens) - 1, s + chunk)) for s in starts]
@@ -135,7 +126,7 @@ class Judged(Judging, EagleDrafter):
 
 def test_guesses_are_those_of_a_fresh_prefill(tiny):
     """So the draft cache is that of the committed text, whatever was drafted and rejected."""
-    target = target_of(tiny["31b"])
+    target = cuda_target_of(tiny["31b"])
     drafter = Judged(HeadModel(random_head(), target), K)
     drafter.path = tiny["31b"]
     samplings = Sampling(), Sampling(0.8, seed=5), Sampling()
@@ -154,9 +145,9 @@ def test_guesses_are_those_of_a_fresh_prefill(tiny):
     ],
 )
 def test_lossless(tiny, mode, k, slots):
-    plain = target_of(tiny["31b"], 1, features=())
+    plain = cuda_target_of(tiny["31b"], 1, features=())
     expected, _ = decode(plain, NoDrafter(), host_cycle(plain, NoDrafter(), 0), mode, 24)
-    target = target_of(tiny["31b"], slots)
+    target = cuda_target_of(tiny["31b"], slots)
     drafter = drafter_of(target, k)
     text, acceptance = decode(target, drafter, host_cycle(target, drafter, k), mode, 24)
     assert text == expected and acceptance.drafted > 0
@@ -164,7 +155,7 @@ def test_lossless(tiny, mode, k, slots):
 
 @pytest.mark.parametrize("dtype", ["fp8", "bfloat16"])
 def test_narrow_weights(tiny, dtype):
-    target = target_of(tiny["31b"], dtype=dtype, max_len=64)
+    target = cuda_target_of(tiny["31b"], dtype=dtype, max_len=64)
     drafter = drafter_of(target)
     assert drafter.given.head.weights.lm_head.kind == {"fp8": "fp8", "bfloat16": "bf16"}[dtype]
     run_ = [
@@ -174,7 +165,7 @@ def test_narrow_weights(tiny, dtype):
 
 
 def test_what_a_head_needs_is_known_before_it_is_there(tiny):
-    target = target_of(tiny["31b"], dtype="fp8", max_len=64)
+    target = cuda_target_of(tiny["31b"], dtype="fp8", max_len=64)
     given = drafter_of(target).given
     weights = [part for part in vars(given.head.weights).values() if isinstance(part, Linear)]
     parts = [*(part.data for part in weights), *given.pending[:1]]
@@ -189,7 +180,7 @@ def test_what_a_head_needs_is_known_before_it_is_there(tiny):
 @pytest.mark.parametrize(("change", "end"), [({}, 96), ({"max_position": 48}, 48)])
 def test_nothing_is_guessed_beyond_a_context(tiny, change, end):
     """Of the target's 96 tokens, or of a shorter head's: K reaches beyond both."""
-    target, seen = target_of(tiny["31b"]), []
+    target, seen = cuda_target_of(tiny["31b"]), []
     drafter = drafter_of(target, **change)
     propose = drafter.propose
 
@@ -209,7 +200,7 @@ def test_nothing_is_guessed_beyond_a_context(tiny, change, end):
 
 
 def test_says_nothing_where_nothing_that_it_knows_may_be_said(tiny, monkeypatch):
-    target = target_of(tiny["31b"])
+    target = cuda_target_of(tiny["31b"])
     drafter, bias = drafter_of(target), target.bias.clone()
     bias[:, random_head().target_ids] = -torch.inf
     monkeypatch.setattr(target, "bias", bias)
@@ -222,7 +213,7 @@ def test_says_nothing_where_nothing_that_it_knows_may_be_said(tiny, monkeypatch)
 def test_a_head_for_another_target_is_one_line(tiny):
     for change, said in (({"hidden": 96}, "width 96, not 48"), ({"vocab": 400}, "of 400, not 320")):
         with pytest.raises(UserError, match=said):
-            HeadModel(random_head(replace(SPEC, **change)), target_of(tiny["31b"]))
+            HeadModel(random_head(replace(SPEC, **change)), cuda_target_of(tiny["31b"]))
 
 
 def test_eagle3_from_the_command_line(tmp_path, capsys):

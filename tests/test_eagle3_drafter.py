@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from targets.jax.device_loop import device_cycle
+from targets.jax.device_loop import device_loop
 from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.files import save_flat
-from drafters.eagle3.spec import Head, HeadSpec, tensors
 from drafters.none.host import NoDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
@@ -24,46 +23,22 @@ from targets.jax.noise import gumbel
 from targets.jax.programs import Feed
 from targets.rules import split_seed
 from tests.commands import refused, run
+from tests.eagle3_heads import BASE, EAGLE3, MINI, SPEC, jax_target_of, random_head
 from tests.eagle3_oracle import Judging, Oracle
-from tests.test_lossless import decode
+from tests.lossless import decode
 
-SPEC = HeadSpec(
-    hidden=48,
-    ffw=40,
-    heads=4,
-    kv_heads=2,
-    head_dim=12,
-    vocab=320,
-    draft_vocab=200,
-    layers=(0, 2, 4),
-    max_position=256,
-)
 K = 4
-
-
-def random_head(spec: HeadSpec = SPEC) -> Head:
-    random, weights = np.random.default_rng(0), {}
-    for name, shape in tensors(spec).items():
-        noise = random.standard_normal(shape).astype(np.float32)
-        weights[name] = 1 + 0.2 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5
-    return Head(spec, weights, np.sort(random.choice(spec.vocab, spec.draft_vocab, replace=False)))
-
-
-@cache
-def target_of(path, slots=2, max_len=96):
-    options = JaxOptions(slots=slots, max_len=max_len, k=7, chunk=8, features=SPEC.layers)
-    return load_target(path, options)
 
 
 @cache
 def drafter_of(path, **change):
     """Drafters may be used again and again: each prompt overwrites what was there."""
-    return EagleDrafter(random_head(replace(SPEC, **change)), target_of(path), K)
+    return EagleDrafter(random_head(replace(SPEC, **change)), jax_target_of(path), K)
 
 
 class Judged(Judging, EagleDrafter):
     def by_the_formulas(self, seq, guesses):
-        fresh, tokens, sampling = target_of(self.path, slots=1), seq.tokens, seq.sampling
+        fresh, tokens, sampling = jax_target_of(self.path, slots=1), seq.tokens, seq.sampling
         text, chunk = Sequence(tokens[:-1], slot=0), fresh.prefill_chunk
         starts = range(0, len(tokens) - 1, chunk)
         steps = [fresh.prefill(text, s, min(len(tokens) - 1, s + chunk)) for s in starts]
@@ -83,7 +58,7 @@ class Judged(Judging, EagleDrafter):
 
 def test_guesses_are_those_of_a_fresh_prefill(tiny):
     """So the draft cache is that of the committed text, whatever was drafted and rejected."""
-    target = target_of(tiny["31b"])
+    target = jax_target_of(tiny["31b"])
     drafter = Judged(random_head(), target, K)
     drafter.path = tiny["31b"]
     samplings = Sampling(), Sampling(0.8, seed=5), Sampling()
@@ -94,8 +69,8 @@ def test_guesses_are_those_of_a_fresh_prefill(tiny):
 
 
 def test_lossless_in_both_loops(tiny):
-    target, drafter = target_of(tiny["31b"]), drafter_of(tiny["31b"])
-    host, device = host_cycle(target, drafter, K), device_cycle(target, drafter, K, 4)
+    target, drafter = jax_target_of(tiny["31b"]), drafter_of(tiny["31b"])
+    host, device = host_cycle(target, drafter, K), device_loop(target, drafter, K, 4)
     for mode in ("greedy", "everything"):
         plain, _ = decode(target, NoDrafter(), host_cycle(target, NoDrafter(), 0), mode, 24)
         text, acceptance = decode(target, drafter, host, mode, 24)
@@ -108,7 +83,7 @@ def test_lossless_in_both_loops(tiny):
 def test_feature_layers_change_no_logit(tiny):
     """A target that was compiled for a head says what one without says, on this machine."""
     options = JaxOptions(slots=2, max_len=96, k=7, chunk=8)
-    bare, featured = load_target(tiny["31b"], options), target_of(tiny["31b"])
+    bare, featured = load_target(tiny["31b"], options), jax_target_of(tiny["31b"])
     tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
     feed = Feed(tokens, np.zeros(2, np.int32), np.full(2, 8, np.int32))
     assert (bare.logits(feed) == featured.logits(feed)).all()
@@ -117,7 +92,7 @@ def test_feature_layers_change_no_logit(tiny):
 @pytest.mark.parametrize(("change", "end"), [({}, 96), ({"max_position": 48}, 48)])
 def test_nothing_is_guessed_beyond_a_context(tiny, monkeypatch, change, end):
     """Of the target's 96 tokens, or of a shorter head's: K reaches beyond both."""
-    target, drafter, seen = target_of(tiny["31b"]), drafter_of(tiny["31b"], **change), []
+    target, drafter, seen = jax_target_of(tiny["31b"]), drafter_of(tiny["31b"], **change), []
     propose = drafter.propose
 
     def watched(seqs, k):
@@ -136,18 +111,13 @@ def test_nothing_is_guessed_beyond_a_context(tiny, monkeypatch, change, end):
 
 
 def test_says_nothing_where_nothing_that_it_knows_may_be_said(tiny, monkeypatch):
-    target, drafter = target_of(tiny["31b"]), drafter_of(tiny["31b"])
+    target, drafter = jax_target_of(tiny["31b"]), drafter_of(tiny["31b"])
     ids = random_head().target_ids
     monkeypatch.setattr(target, "bias", target.bias.at[:, ids].set(-np.inf))
     for sampling in (Sampling(), Sampling(1.0, seed=3)):
         engine = Engine(target, drafter, host_cycle(target, drafter, K))
         engine.run_to_end([Sequence([5, 6], sampling, max_tokens=6)])
         assert engine.acceptance.drafted == 0
-
-
-MINI = replace(SPEC, hidden=256, vocab=4096, draft_vocab=500, layers=(1, 5, 8))
-BASE = ["generate", "def f(", "--max-tokens", "8", "--slots", "1", "--max-len", "64", "--k", "3"]
-EAGLE3 = [*BASE, "--drafter", "eagle3", "--draft-model"]
 
 
 @pytest.mark.parametrize(

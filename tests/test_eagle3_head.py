@@ -9,32 +9,10 @@ import pytest
 import torch
 
 from drafters.eagle3.jax import head as eagle3
-from tests.eagle3_oracle import FLAGS, SPEC, Oracle, random_head
+from tests.eagle3_heads import unrolled_logits
+from tests.eagle3_oracle import FLAGS, STEPS, TOKENS, Oracle, inputs, random_head
 
-TOKENS, STEPS = 10, 3
 TOLERANCE = 1e-5
-
-
-def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Embedded next tokens [TOKENS + STEPS, H] and features [TOKENS, F]."""
-    random = np.random.default_rng(seed)
-    embedded = random.standard_normal((TOKENS + STEPS, SPEC.hidden)).astype(np.float32)
-    return embedded, random.standard_normal((TOKENS, SPEC.features)).astype(np.float32)
-
-
-def unrolled_logits(head, embedded, features, documents) -> list[np.ndarray]:
-    weights, _ = eagle3.place(head, jnp.float32)
-    hidden, kept, rows = (
-        eagle3.fuse(weights, head.spec, features[None]),
-        eagle3.Unrolled((), ()),
-        [],
-    )
-    for n in range(STEPS):
-        fed = jnp.asarray(embedded[None, n : n + TOKENS])
-        kept, out = eagle3.unroll(weights, head.spec, kept, fed, hidden, documents[None])
-        rows.append(np.asarray(eagle3.logits(weights, head.spec, out)[0]))
-        hidden = eagle3.feedback(weights, head.spec, out)
-    return rows
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)

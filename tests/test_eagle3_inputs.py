@@ -12,17 +12,17 @@ import pytest
 
 import drafters.eagle3.jax.head as jax_head
 import training.unroll
-from drafters.eagle3 import drafter_cuda, drafter_jax
+from drafters.eagle3.cuda import drafter as drafter_cuda
+from drafters.eagle3.jax import drafter as drafter_jax
 from drafters.eagle3.cuda.head import HeadModel
 from drafters.eagle3.jax.head import place
 from drafters.eagle3.spec import Head
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import Sampling
-from tests import test_eagle3_cuda, test_eagle3_drafter
 from tests.distil_worker import source
+from tests.eagle3_heads import SPEC, cuda_target_of, jax_target_of, random_head
 from tests.eagle3_worker import answers
-from tests.test_eagle3_drafter import SPEC, random_head
 from training.distil import distil, read_answers
 from training.packing import Rows, pack
 from training.teacher import load_teacher, teach
@@ -118,13 +118,13 @@ def listen_in_jax(monkeypatch, log: Log) -> None:
 
 def drafting_in_jax(path, monkeypatch, log: Log, head: Head):
     listen_in_jax(monkeypatch, log)
-    target = test_eagle3_drafter.target_of(path, slots=1)
+    target = jax_target_of(path, slots=1)
     return target, drafter_jax.EagleDrafter(head, target, K)
 
 
 def drafting_in_cuda(path, monkeypatch, log: Log, head: Head):
     """On its references."""
-    target = test_eagle3_cuda.target_of(path, 1)
+    target = cuda_target_of(path, 1)
     model = HeadModel(head, target)
     fuse, mix, store = model.fuse, model.mix, model.store
 

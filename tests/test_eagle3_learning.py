@@ -4,27 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 
-from tests.eagle3_worker import RECIPE, SHAPE, trainer
+from tests.eagle3_worker import RECIPE, made_up, trainer
 from training.eagle3 import Trainer
 from training.teacher import Lesson
-
-
-def made_up(teach):
-    """A teacher whose next distribution follows from the last position's features alone."""
-    ids = teach.args[-1]
-
-    def lesson(params, rows):
-        key = jax.random.fold_in(jax.random.key(0), rows.tokens.sum())
-        features = jax.random.normal(key, (*rows.tokens.shape, 3 * params.top["norm"].shape[0]))
-        meaning = jax.random.normal(jax.random.key(1), (4, SHAPE.draft_vocab)) * 3
-        logits = jnp.roll(features[..., :4] @ meaning, 1, 1)
-        total = jax.nn.logsumexp(logits, -1)
-        return Lesson(features, logits, total, ids[logits.argmax(-1)])
-
-    return lesson
 
 
 def shuffled(teach):

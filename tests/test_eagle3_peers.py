@@ -16,8 +16,8 @@ import torch
 
 from drafters.eagle3.files import save_flat, save_speculators
 from drafters.eagle3.jax.head import place
-from tests.eagle3_oracle import FLAGS, SPEC, random_head
-from tests.test_eagle3_head import STEPS, TOKENS, unrolled_logits
+from tests.eagle3_heads import unrolled_logits
+from tests.eagle3_oracle import FLAGS, SPEC, STEPS, TOKENS, random_head
 from tests.tiny import config_of
 from training.packing import Rows
 from training.teacher import Lesson

@@ -20,8 +20,7 @@ from specdec.errors import UserError
 from targets import mini
 from targets.arch import read_arch
 from tests.commands import refused
-from tests.eagle3_worker import RECIPE, SHAPE, STOPS, VOCAB, answers, target, trainer
-from tests.test_eagle3_learning import made_up
+from tests.eagle3_worker import RECIPE, SHAPE, STOPS, VOCAB, answers, made_up, target, trainer
 from training.eagle3 import contract_of, initial_state, sign
 from training.live import Live, prompts_of
 from training.packing import pack

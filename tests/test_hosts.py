@@ -16,9 +16,8 @@ import httpx
 import pytest
 
 from targets import mini
-from tests.commands import CUDA, PROMPT, refused, run
+from tests.commands import CUDA, PROMPT, refused, run, wait_until_ready
 from tests.mesh_worker import LAYERS
-from tests.test_compile import wait_until_ready
 from tests.tiny import VARIANTS, write_tiny
 
 WORDS = 4096

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from targets.jax.device_loop import device_cycle
+from targets.jax.device_loop import device_loop
 from drafters.ngram.host import NgramDrafter
 from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
-from targets.jax.device_drafter import TextOnly
+from targets.jax.device_drafter import TextDrafter
 from specdec.cli.backend_jax import JaxBackend
 from specdec.cli.config import ModelConfig, SpeculationConfig
 from specdec.cycle import host_cycle
@@ -27,7 +27,7 @@ from targets.jax.load import JaxOptions, load_target
 from targets.jax.programs import Feed
 from targets.jax.roofline import cache_bytes
 from targets.tokenizer import load_tokenizer
-from tests.test_lossless import WIDE, check_host, decode, draft_of, prompts_for
+from tests.lossless import WIDE, check_host, decode, draft_of, prompts_for
 
 ROWS, TOKENS, HEADS, KV_HEADS, DIM, SIZE, PIECE = 3, 4, 4, 2, 8, 40, 16
 PROSE = (
@@ -149,5 +149,5 @@ def test_int8_is_lossless_within_itself(tiny, short_blocks):
     plain, _ = run(none, host_cycle(target, none, 0))
     found, acceptance = run(ngram, host_cycle(target, ngram, 4))
     assert found == plain and acceptance.drafted
-    found, again = run(none, device_cycle(target, TextOnly(TracedNgram(1, 3)), 4, 4))
+    found, again = run(none, device_loop(target, TextDrafter(TracedNgram(1, 3)), 4, 4))
     assert found == plain and again == acceptance

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from targets.jax.device_loop import device_cycle
+from targets.jax.device_loop import device_loop
 from drafters.ngram.host import NgramDrafter
 from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
-from targets.jax.device_drafter import TextOnly
+from targets.jax.device_drafter import TextDrafter
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import Sequence
@@ -90,5 +90,5 @@ def test_no_drafter_changes_a_token_far_out(variant, mode):
     plain = decode(none, host_cycle(target, none, 0))
     for drafter, k in ((ngram, 4), (Oracle({"0": plain}, 0, VOCAB), 7), (Noise(VOCAB), 7)):
         assert decode(drafter, host_cycle(target, drafter, k)) == plain
-    traced = TextOnly(TracedNgram(1, 3))
-    assert decode(none, device_cycle(target, traced, 4)) == plain
+    traced = TextDrafter(TracedNgram(1, 3))
+    assert decode(none, device_loop(target, traced, 4)) == plain

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from targets.jax.device_loop import device_cycle
+from targets.jax.device_loop import device_loop
 from drafters.model.host import ModelDrafter
-from drafters.model.jax import ModelOnDevice
+from drafters.model.jax import DeviceModel
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.types import NO_GUESS, Sampling, Sequence
@@ -152,7 +152,7 @@ def test_draft_kv_equals_a_fresh_prefill(tiny, name, draft, loop):
     drafter = ModelDrafter(model)
     drive = host_cycle(target, drafter, 4)
     if loop == "device":
-        drive = device_cycle(target, ModelOnDevice(drafter), 4, 2)
+        drive = device_loop(target, DeviceModel(drafter), 4, 2)
     engine = Engine(target, drafter, drive)
     prompts = np.random.default_rng(1).integers(3, 300, (3, 21)).tolist()
     for i, prompt in enumerate(prompts):

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from targets.jax.device_loop import CYCLES, STOPS, Given, Job, Limits, Loop, run_cycles
-from drafters.eagle3 import drafting_jax as eagle3
+from targets.jax.device_loop import CYCLES, STOPS, Limits, LoopInputs, LoopPlan, LoopState, run_cycles
+from drafters.eagle3.jax import draft as eagle3
 from drafters.eagle3.jax.head import DraftCache, sharding_of
 from drafters.eagle3.spec import sized, tensors
 from drafters.model.host import CATCH_UP
-from drafters.model.jax import ModelWeights, TracedModel
+from drafters.model.jax import ModelInputs, ModelProgram
 from drafters.ngram.jax import TracedNgram
-from targets.jax.device_drafter import State, TextOnly
+from targets.jax.device_drafter import SlotState, TextDrafter
 from targets.arch import released
 from targets.jax.aot import shapes, topology_mesh
 from targets.jax.estimate import chip_of
@@ -57,7 +57,7 @@ class Abstract:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or replicated(self.mesh))
 
     def _ngram(self) -> tuple[Any, Any, Any]:
-        return TextOnly(TracedNgram()).traced(True), (), ()
+        return TextDrafter(TracedNgram()).program(True), (), ()
 
     def _eagle3(self, spec) -> tuple[Any, Any, Any]:
         weights = {
@@ -66,31 +66,32 @@ class Abstract:
         }
         ids = self.of((spec.draft_vocab,), jnp.int32)
         table = self.params.top["embed_tokens"]
-        given = eagle3.Given(weights, ids, table, self.bias, self.rules)
+        given = eagle3.DraftInputs(weights, ids, table, self.bias, self.rules)
         entries = self.of((ROWS, CONTEXT, spec.kv_heads * spec.head_dim), jnp.bfloat16)
         pending = eagle3.Pending(
             self.of((ROWS, K + 1, spec.features), jnp.bfloat16),
             self.of((ROWS, K + 1), jnp.int32),
             self.of((ROWS,), jnp.int32),
         )
-        memory = eagle3.Memory(DraftCache(entries, entries), pending)
-        return eagle3.TracedHead(spec, CONTEXT, True), given, memory
+        memory = eagle3.DraftState(DraftCache(entries, entries), pending)
+        return eagle3.HeadProgram(spec, CONTEXT, True), given, memory
 
     def _model(self) -> tuple[Any, Any, Any]:
         options = JaxOptions(slots=ROWS, max_len=CONTEXT, width=CATCH_UP, mapped=False)
         plan = make_plan(released("gemma-4-e4b"), options)
         params, cache, _ = shapes(plan, jnp.bfloat16, jnp.bfloat16, True, self.mesh)
-        return TracedModel(plan, True), ModelWeights(params, self.bias, self.rules), cache
+        return ModelProgram(plan, True), ModelInputs(params, self.bias, self.rules), cache
 
     def compiled(self) -> Any:
-        """The sampling loop as `device_cycle` makes it."""
-        whole, job = replicated(self.mesh), Job(self.plan, self.traced, K, CYCLES, True, False)
+        """The sampling loop as `device_loop` makes it."""
+        whole = replicated(self.mesh)
+        plan = LoopPlan(self.plan, self.traced, K, CYCLES, True, False)
         one = self.of((ROWS,), jnp.int32)
         limits = Limits(self.of((ROWS, STOPS), jnp.int32), one, self.of((), jnp.int32))
-        given = Given(self.params, self.bias, self.rules, self.weights, limits)
-        loop = Loop(State(self.cache, one, self.of((ROWS,), jnp.bool_)), self.memory)
+        given = LoopInputs(self.params, self.bias, self.rules, self.weights, limits)
+        loop = LoopState(SlotState(self.cache, one, self.of((ROWS,), jnp.bool_)), self.memory)
         outs = (None, whole, whole)
-        run = jax.jit(partial(run_cycles, job), donate_argnums=1, out_shardings=outs)
+        run = jax.jit(partial(run_cycles, plan), donate_argnums=1, out_shardings=outs)
         return run.lower(given, loop).compile(compiler_options=READABLE)
 
     def donated(self) -> list[Any]:

@@ -17,12 +17,11 @@ def self_check(target: JaxTarget, seed: int = 0) -> list[Check]:
     plan = target.plan
     random = np.random.default_rng(seed)
     texts = random.integers(0, target.vocab, (plan.slots, 3 * plan.width)).astype(np.int32)
-    rounds = min(3, (plan.max_len - 1) // plan.width)
+    rounds = max(1, min(3, (plan.max_len - 1) // plan.width))
     slots = range(plan.slots)
     alone = _whole(target, texts, [0], rounds)[0]
-    checks = [
-        _compare("a token fed alone or behind others", _singly(target, texts[0], rounds), alone)
-    ]
+    singly = _singly(target, texts[0], min(rounds * plan.width, plan.max_len - 1))
+    checks = [_compare("a token fed alone or behind others", singly, alone[: len(singly)])]
     if plan.slots > 1:
         together = _whole(target, texts, slots, rounds)
         checks.append(_compare("a row alone or beside full slots", together[0], alone))
@@ -62,10 +61,10 @@ def _whole(target: JaxTarget, texts: np.ndarray, live, rounds: int) -> np.ndarra
     return np.concatenate(pieces, 1)
 
 
-def _singly(target: JaxTarget, text: np.ndarray, rounds: int) -> np.ndarray:
-    """Logits [rounds * T, V] of slot 0's text, one token per call as in plain decoding."""
+def _singly(target: JaxTarget, text: np.ndarray, count: int) -> np.ndarray:
+    """Logits [count, V] of slot 0's text, one token per call as in plain decoding."""
     plan, pieces = target.plan, []
-    for position in range(rounds * plan.width):
+    for position in range(count):
         part = np.full((plan.slots, plan.width), NO_GUESS, np.int32)
         part[0, 0] = text[position]
         pieces.append(_logits(target, part, position, [0])[0, :1])

@@ -1,0 +1,154 @@
+"""A random campaign: whatever is drawn, each request's text is that of its own lone plain run.
+
+python -m tests.campaign --seconds 120 --seed 3 --backend cuda
+python -m tests.campaign --case '<what a failure printed>'
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from specdec.engine import Engine
+from specdec.errors import UserError
+from specdec.types import Sequence, TokenLogprob
+from tests import campaign_parts as parts
+from tests.campaign_draw import Case, draw_case
+
+
+class Failed(AssertionError):
+    """A difference or a crash; says how to see it again."""
+
+    def __init__(self, problem: str, case: Case) -> None:
+        line = json.dumps(case, separators=(",", ":"))
+        again = f"python -m tests.campaign --case '{line}'"
+        super().__init__(f"{problem}\ncase: {line}\nagain: {again}")
+        self.case = case
+
+
+@dataclass
+class Outcome:
+    """What one request was told, event by event."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: str | None = None
+    error: str | None = None
+
+    def agrees(self, plain: Outcome) -> bool:
+        if self.finish == "cancelled":
+            whole = plain.tokens[: len(self.tokens)], plain.logprobs[: len(self.logprobs)]
+            return (self.tokens, self.logprobs) == whole
+        return self == plain
+
+
+@dataclass
+class Counts:
+    cases: int = 0
+    runs: int = 0
+    requests: int = 0
+    tokens: int = 0
+    cancelled: int = 0
+    accepted: int = 0
+    refused: int = 0
+    """Cases whose target did not pass its proof on this device: nothing is promised there."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{value} {name}" for name, value in vars(self).items())
+
+
+def drive(engine: Engine, seqs: list[Sequence], requests: list[dict[str, Any]]) -> list[Outcome]:
+    """Submit and cancel each at its turn, until all have ended."""
+    outcomes = {id(seq): Outcome() for seq in seqs}
+    coming, turn = list(zip(seqs, requests, strict=True)), 0
+    while coming or not engine.idle:
+        for seq, _ in (pair for pair in coming if pair[1]["at"] <= turn):
+            engine.submit(seq)
+        coming = [pair for pair in coming if pair[1]["at"] > turn]
+        for seq, request in zip(seqs, requests, strict=True):
+            seq.cancelled |= request["cancel"] == turn
+        for event in engine.step():
+            outcome = outcomes[id(event.sequence)]
+            assert outcome.finish is None, "an event after the last one"
+            outcome.tokens += event.tokens
+            outcome.logprobs += event.logprobs or ()
+            outcome.finish, outcome.error = event.finish, event.error
+        turn += 1
+    for seq in seqs:
+        assert seq.tokens[seq.prompt_len :] == outcomes[id(seq)].tokens, "text and events differ"
+    return [outcomes[id(seq)] for seq in seqs]
+
+
+def check_run(bench: parts.Bench, run: dict[str, Any], counts: Counts) -> None:
+    """Raise AssertionError where a request's text is not that of its lone plain run."""
+    vocab, requests = bench.target.vocab, run["requests"]
+    engine = bench.engine(run)
+    outcomes = drive(engine, [parts.sequence(r, vocab) for r in requests], requests)
+    for i, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
+        lone = request | {"at": 0, "cancel": None}
+        (plain,) = drive(bench.engine(parts.PLAIN), [parts.sequence(request, vocab)], [lone])
+        assert plain.error is None and plain.tokens, plain
+        assert outcome.agrees(plain), f"request {i} said {outcome}, alone and plainly {plain}"
+        counts.requests += 1
+        counts.tokens += len(outcome.tokens)
+        counts.cancelled += outcome.finish == "cancelled"
+    counts.runs += 1
+    counts.accepted += engine.acceptance.accepted
+
+
+def check_case(case: Case, counts: Counts) -> None:
+    """Raises Failed, with as many runs of the case as it took."""
+    done = 0
+    try:
+        bench = parts.Bench(case["target"])
+        try:
+            bench.prove()
+        except UserError:
+            counts.refused += 1
+            return
+        for run in case["runs"]:
+            done += 1
+            check_run(bench, run, counts)
+        counts.cases += 1
+    except Exception as problem:  # whatever goes wrong, the case is what matters
+        said = str(problem) if isinstance(problem, AssertionError) else traceback.format_exc()
+        raise Failed(said, case | {"runs": case["runs"][:done]}) from problem
+
+
+def campaign(seconds: float, seed: int, backend: str, device: str, show: bool = False) -> Counts:
+    """Draw and check cases until the seconds are over. Raises Failed at the first that fails."""
+    counts, end, number = Counts(), time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        case = draw_case(Random(f"{seed} {number}"), backend, device)
+        if show:  # before it runs: some crashes take the process along
+            print(json.dumps(case, separators=(",", ":")), flush=True)
+        check_case(case, counts)
+        number += 1
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", choices=("jax", "cuda"), default="jax")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="of --backend cuda")
+    parser.add_argument("--case", type=json.loads, help="one case, as a failure printed it")
+    parser.add_argument("--show", action="store_true", help="print each case before it runs")
+    given = parser.parse_args()
+    if given.case:
+        counts = Counts()
+        check_case(given.case, counts)
+    else:
+        device = given.device or (parts.cuda_device() if given.backend == "cuda" else "cpu")
+        counts = campaign(given.seconds, given.seed, given.backend, device, given.show)
+    print(f"no difference: {counts}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""What a campaign's case is made of. The one file of it that knows where the product's pieces lie.
+
+A case is plain JSON, see campaign_draw.py. Frameworks are imported where they are needed, so that
+a machine with one of them will do.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from drafters.eagle3 import embedded
+from drafters.eagle3.files import load_head
+from drafters.eagle3.spec import Head, HeadSpec, random_head
+from drafters.model.host import CATCH_UP
+from drafters import registry
+from drafters.kind import Asked
+from drafters.eagle3.kind import EagleDraft
+from drafters.model.kind import PlacedModel
+from specdec.assembly.engine import make_engine, require_exact
+from specdec.assembly.model import Model
+from specdec.core.config import ModelConfig, SpeculationConfig
+from targets.backend import backend_of
+from specdec.cycle import host_cycle
+from specdec.engine import Engine
+from specdec.types import Sampling, Sequence
+from targets import mini
+from targets.arch import Arch, read_arch
+from tests.fakes import Noise
+from tests.tiny import write_tiny
+
+HEADS = {"mini": "mini-eagle3"}
+"""Trained heads that come with a model: random ones are hardly ever right."""
+PLAIN = {"drafter": "none", "k": 0, "loop": "host"}
+
+
+@cache
+def folder(model: str) -> Path:
+    """An embedded model's, or that of a tiny checkpoint which is written for this process."""
+    if model in mini.NAMES:
+        return mini.path(model)
+    path = Path(_folders().name) / model
+    write_tiny(path, model)
+    return path
+
+
+@cache
+def _folders() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="campaign-")
+
+
+@cache
+def arch_of(model: str) -> Arch:
+    return read_arch(folder(model))
+
+
+def embedded_layers(model: str) -> tuple[int, ...]:
+    """What the model's own head reads, () where it has none."""
+    return _trained(model).spec.layers if model in HEADS else ()
+
+
+@cache
+def _trained(model: str) -> Head:
+    return load_head(embedded.path(HEADS[model]), arch_of(model))
+
+
+def cuda_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load(given: dict[str, Any], draft: bool = False) -> Any:
+    """The target, or as narrow as a draft model is asked."""
+    options = dict(given)
+    path, backend = folder(options.pop("model")), options.pop("backend")
+    options["features"] = tuple(options.get("features", ()))
+    if backend == "jax":
+        from targets.jax.load import JaxOptions, load_target
+
+        options |= {"width": CATCH_UP} if draft else {}
+        return load_target(path, JaxOptions(**options))
+    from targets.cuda.load import CudaOptions, load_target as load_cuda
+
+    options |= {"k": CATCH_UP - 1} if draft else {}
+    return load_cuda(path, CudaOptions(**options))
+
+
+class Bench:
+    """One target, and engines on it."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.given, self.target = given, load(given)
+        self.config = ModelConfig(backend=given["backend"], device=given.get("device"))
+        self.backend = backend_of(self.config)
+
+    def prove(self) -> None:
+        """As a start does. Raises UserError where this device's rows depend on their place: then
+        nothing is promised."""
+        speculation = SpeculationConfig(drafter="none", k=self.given["k"])
+        require_exact(self._model(speculation), speculation)
+
+    def engine(self, run: dict[str, Any]) -> Engine:
+        """run: drafter, k and loop, and what such a drafter needs."""
+        if run["drafter"] in ("noise", "wild"):
+            noise = Noise(self.target.vocab, run["drafter"] == "wild")
+            return Engine(self.target, noise, host_cycle(self.target, noise, run["k"]))
+        low, high = run.get("lengths", (2, 5))
+        own = {"ngram_min": low, "ngram_max": high}
+        speculation = registry.config_type()(
+            drafter=run["drafter"],
+            k=run["k"],
+            loop=run["loop"],
+            draft_sample_method="greedy" if run.get("argmax") else "probabilistic",
+            **own,
+        )
+        return make_engine(self._model(speculation, run), speculation)
+
+    def _model(self, speculation: SpeculationConfig, run: dict[str, Any] | None = None) -> Model:
+        tokenizer: Any = None  # nothing is read or written in words
+        drafters = {speculation.drafter: self._placed(speculation, run or {})}
+        return Model(self.given["model"], self.target, tokenizer, self.backend, drafters)
+
+    def _placed(self, speculation: SpeculationConfig, run: dict[str, Any]) -> Any:
+        if "draft" in run:
+            same = {n: self.given[n] for n in ("backend", "device", "slots") if n in self.given}
+            model = load(run["draft"] | same, draft=True)
+            return PlacedModel(model, self.target, speculation.greedy)
+        if "head" in run:
+            draft = EagleDraft(self._head(run["head"]), self.target.arch, speculation.greedy)
+        else:
+            draft = registry.find(speculation.drafter).read(
+                Asked(self.target.arch, None, speculation)
+            )
+        return draft.place(self.backend, self.target, self.config)
+
+    def _head(self, given: dict[str, Any]) -> Head:
+        if given.get("trained"):
+            head = _trained(self.given["model"])
+            return head._replace(spec=replace(head.spec, max_position=given["max_position"]))
+        arch, layers = self.target.arch, tuple(self.given["features"])
+        return random_head(HeadSpec(hidden=arch.hidden, vocab=arch.vocab, layers=layers, **given))
+
+
+def sequence(request: dict[str, Any], vocab: int) -> Sequence:
+    """A request of a case, ready to be submitted. Its text repeats with a period, so that prompt
+    lookup finds something."""
+    prompt = request["prompt"]
+    random = np.random.default_rng(prompt["seed"])
+    text = np.resize(random.integers(0, vocab, prompt["period"]), prompt["length"]).tolist()
+    sampling = dict(request["sampling"])
+    bias = tuple((int(i), float(v)) for i, v in sampling.pop("logit_bias", ()))
+    return Sequence(
+        text,
+        Sampling(**sampling, logit_bias=bias),
+        max_tokens=request["max_tokens"],
+        stop_ids=frozenset(request["stop_ids"]),
+    )

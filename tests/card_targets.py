@@ -1,0 +1,36 @@
+"""Targets on a GPU that feed a head, and the head that they feed."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from drafters.eagle3.spec import HeadSpec
+from targets import mini
+from targets.cuda.load import CudaOptions, load_target
+
+SPEC = HeadSpec(
+    hidden=256,
+    ffw=320,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    vocab=4096,
+    draft_vocab=1000,
+    layers=(1, 5, 8),
+    max_position=4096,
+)
+MAX_LEN = 512
+
+
+@cache
+def target_of(kind, slots, graphs=True, features=SPEC.layers, max_len=MAX_LEN, name="mini"):
+    dtype, kv_dtype = kind
+    options = CudaOptions(
+        slots=slots,
+        max_len=max_len,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        graphs=graphs,
+        features=features,
+    )
+    return load_target(mini.path(name), options)

@@ -1,0 +1,127 @@
+"""A server on a fake target: a real socket, the official openai client, and the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import uvicorn
+
+from drafters.ngram.host import NgramDrafter
+from drafters.none.host import NoDrafter
+from serve.api import create_app
+from serve.runner import EngineRunner
+from specdec.cycle import host_cycle
+from specdec.engine import Engine
+from specdec.protocols import Drafter
+from specdec.types import LogprobRows, Sampling, Sequence, Step
+from tests.fakes import FakeTarget
+from tests.fakes_text import ALPHABET, EOS, CharTokenizer
+
+MODEL = "fake"
+TOKENIZER = CharTokenizer()
+POISON = ALPHABET.index("Z")
+
+
+class ServedTarget(FakeTarget):
+    """The fake target with log-probabilities that can be calculated, a pace, and two faults."""
+
+    def __init__(self, pause: float = 0.0, **kwargs) -> None:
+        super().__init__(vocab=len(ALPHABET), **kwargs)
+        self.pause, self.poisoned, self.broken = pause, False, False
+
+    def prefill(self, seq, start, stop):
+        if self.poisoned and POISON in seq.tokens[start:stop]:
+            raise MemoryError("no room for this one")
+        return self._with_logprobs(super().prefill(seq, start, stop))
+
+    def verify(self, seqs, draft):
+        time.sleep(self.pause)
+        if self.broken:
+            raise RuntimeError("device lost")
+        return self._with_logprobs(super().verify(seqs, draft))
+
+    def _with_logprobs(self, step: Step) -> Step:
+        ids = (step.chosen[..., None] + np.arange(20)) % self.vocab
+        values = -(step.chosen[..., None] / 10 + np.arange(20)).astype(np.float32)
+        return Step(step.chosen, None, LogprobRows(values[..., 0], ids, values))
+
+
+@dataclass
+class Server:
+    url: str
+    runner: EngineRunner
+    target: ServedTarget
+    openai: openai.OpenAI
+
+    def post(self, path: str, **body) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=20)
+
+    def metrics(self) -> dict[str, float]:
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in samples}
+
+    def wait_until_idle(self) -> None:
+        deadline = time.monotonic() + 5
+        while self.runner.running or self.runner.waiting:
+            assert time.monotonic() < deadline, "a slot was never freed"
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def serving(
+    target: ServedTarget,
+    drafter: Drafter | None = None,
+    k: int = 4,
+    max_waiting: int = 64,
+    **options: Any,
+) -> Iterator[Server]:
+    drafter = drafter or NgramDrafter()
+    runner = EngineRunner(Engine(target, drafter, host_cycle(target, drafter, k), max_waiting))
+    app = create_app(runner, model_name=MODEL, k=k, **{"tokenizer": TOKENIZER} | options)
+    config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        key = options.get("api_key", "none")
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=20)
+        try:
+            with client:
+                yield Server(url, runner, target, client)
+        finally:
+            server.should_exit = True
+            thread.join()
+    assert not runner._thread.is_alive()
+
+
+def plain(prompt: list[int], max_tokens: int, seed: int, stop_ids=(EOS,)) -> list[int]:
+    """What plain decoding gives one lone request: the oracle."""
+    target = FakeTarget(slots=1, vocab=len(ALPHABET))
+    engine = Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
+    sampling, stops = Sampling(seed=seed), frozenset(stop_ids)
+    seq = Sequence(list(prompt), sampling, max_tokens=max_tokens, stop_ids=stops)
+    list(engine.run([seq]))
+    return seq.tokens[seq.prompt_len :]
+
+
+def plain_text(prompt: str, max_tokens: int, seed: int) -> str:
+    return TOKENIZER.decode(plain(TOKENIZER.encode(prompt), max_tokens, seed))
+
+
+LONG = next(seed for seed in range(99) if len(plain_text("abc", 40, seed)) == 40)
+"""A seed with which nothing but the limit ends a completion of "abc"."""
+CHAT = [{"role": "system", "content": "short"}, {"role": "user", "content": "hello"}]
+CHAT_IDS = TOKENIZER.encode_chat(CHAT)

@@ -1,0 +1,107 @@
+"""Narrow weights and caches of the CUDA target's references: what they round, and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from targets.checkpoint import Checkpoint, dequantise
+from targets.cuda.cache import read
+from targets.cuda.formulas import as_e4m3
+from tests.cuda_runner import Routers, Runner
+from tests.tiny import IDS, VARIANTS, oracle, write_tiny
+
+TOLERANCE = 5e-4
+
+
+def relative(ours: np.ndarray, exact: np.ndarray) -> float:
+    """Root mean square of the difference, relative to the exact one's."""
+    return float(np.sqrt(((ours - exact) ** 2).mean() / (exact**2).mean()))
+
+
+@pytest.mark.parametrize("variant", ["31b", "26b-a4b", "e2b"])
+def test_fp8_files_equal_their_dequantised_tensors(tmp_path, monkeypatch, variant):
+    """Weight-only arithmetic: what transformers computes on values * scale. Beside FP8 the rest
+    is bf16, and so are its inputs: coarser than float32, but the same numbers, where routers pick
+    the same experts (see the next test)."""
+    write_tiny(tmp_path, variant, "fp8")
+    wide, narrow, routers = Runner(tmp_path), Runner(tmp_path, "fp8"), Routers(monkeypatch)
+    checkpoint = Checkpoint(tmp_path, wide.arch)
+    tensors = {name: dequantise(checkpoint.read(name)) for name in checkpoint.specs}
+    with torch.no_grad():
+        logits = oracle(variant, tensors)(torch.tensor(IDS)).logits.numpy()
+    routers.note()
+    ours = wide.feed(IDS[:, :32], [0, 0], [0, 1])[0]
+    assert np.abs(ours - logits[:, :32]).max() <= TOLERANCE
+    routers.pick_again()
+    near = narrow.feed(IDS[:, :32], [0, 0], [0, 1])[0]
+    assert relative(near, logits[:, :32]) <= 0.05
+    stored = checkpoint.read("layers.0.self_attn.o_proj")
+    kept = narrow.weights.layers[0].o
+    assert (kept.data.float().numpy() == stored.values.astype(np.float32)).all()
+    assert (kept.scale.numpy() == stored.scale).all()
+
+
+def test_a_router_flips_only_where_experts_are_all_but_equal(tmp_path, monkeypatch):
+    """Why a narrow forward of experts may be far from the wide one (0.25 here, 0.005 with the same
+    picks): a row whose second and third expert differ by less than bf16 can tell takes the other,
+    and all that follows is another text's. It is no error of the experts' arithmetic."""
+    write_tiny(tmp_path, "26b-a4b", "fp8")
+    routers, narrow = Routers(monkeypatch), [Runner(tmp_path, "fp8") for _ in range(2)]
+    free = narrow[0].feed(IDS[:, :32], [0, 0], [0, 1])[0]
+    routers.note()
+    wide = Runner(tmp_path).feed(IDS[:, :32], [0, 0], [0, 1])[0]
+    routers.pick_again()
+    same = narrow[1].feed(IDS[:, :32], [0, 0], [0, 1])[0]
+    assert relative(same, wide) <= 0.05 < relative(free, wide)
+    # of 384 picks a few, each between shares that are 1/8 on average
+    assert 0 < len(routers.margins) < 20 and max(routers.margins) < 1e-3
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", "int8"])
+def test_fp8_on_load_is_near_the_wide_file(tmp_path, storage):
+    write_tiny(tmp_path, "31b", storage)
+    wide, narrow = Runner(tmp_path), Runner(tmp_path, "fp8")
+    layer = narrow.weights.layers[0]
+    assert (layer.o.kind, layer.gate_up.kind, narrow.weights.head.kind) == ("fp8", "fp8", "bf16")
+    exact = wide.weights.layers[0].gate_up.data
+    near = layer.gate_up.data.float() * layer.gate_up.scale[:, None]
+    assert ((near - exact).abs() <= exact.abs() / 16 + layer.gate_up.scale[:, None] / 512).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_w8a8_is_the_same_weights_and_inputs_of_4_bits(tmp_path, variant):
+    """A scale per token and linear layer. Experts, and what is not quantised, stay as they are."""
+    write_tiny(tmp_path, variant, "fp8")
+    wide, narrow = Runner(tmp_path, "fp8"), Runner(tmp_path, "fp8-w8a8")
+    for ours, theirs in zip(narrow.weights.layers, wide.weights.layers, strict=True):
+        assert (ours.qkv.kind, ours.o.kind, ours.gate_up.kind, ours.down.kind) == ("w8a8",) * 4
+        assert torch.equal(ours.down.data.view(torch.uint8), theirs.down.data.view(torch.uint8))
+        assert ours.moe is None or (ours.moe.down.kind, ours.moe.router.kind) == ("fp8", "bf16")
+        assert ours.per_layer is None or ours.per_layer.gate.kind == "bf16"
+    near, exact = (r.feed(IDS[:, :32], [0, 0], [0, 1])[0] for r in (narrow, wide))
+    assert 1e-3 < relative(near, exact) < 0.7  # models as small as these amplify what rounding does
+
+
+def test_inputs_round_to_e4m3_of_their_own_largest():
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 64, generator=random) * torch.tensor([1e-3, 1.0, 1e4, 0.0, 3.0])[:, None]
+    near = as_e4m3(x)
+    largest = x.abs().amax(-1, keepdim=True)
+    assert ((near - x).abs() <= x.abs() / 16 + largest / 448 / 512).all()
+    # 448 steps of largest / 448, of which each is rounded
+    torch.testing.assert_close(near.abs().amax(-1), largest[:, 0], rtol=2**-23, atol=0)
+    assert torch.equal(as_e4m3(x[2:3]), near[2:3]) and not near[3].any()
+
+
+@pytest.mark.parametrize(("dtype", "step"), [(torch.bfloat16, 2**-8), (torch.float8_e4m3fn, 2**-4)])
+def test_narrow_caches_round_and_nothing_else(tiny, dtype, step):
+    exact, near = Runner(tiny["31b"]), Runner(tiny["31b"], cache_dtype=dtype)
+    for runner in (exact, near):
+        runner.feed(IDS[:, :32], [0, 0], [2, 1])
+    for wide, narrow in zip(
+        *(read(r.cache.layers[0], 2, 0, 32) for r in (exact, near)), strict=True
+    ):
+        assert ((narrow.float() - wide).abs() <= wide.abs() * step + 2**-10).all()
+    assert not near.cache.layers[0].k[0].float().any()  # nobody's slot
