@@ -1,5 +1,5 @@
-"""What a drafter's folder offers: one `DrafterKind`, in its module `kind`. Nobody outside the folder
-knows more of it, and `registry.py` alone knows its name.
+"""What a drafter's folder offers: one `DrafterKind`, in its module `kind`. Nobody outside the
+folder knows more of it, and `registry.py` alone knows its name.
 
 A drafter comes to be in three steps. `DrafterKind.read` (or `random`) checks what was asked for and
 reads it on the host, before gigabytes of the target are loaded: a `Draft`. `Draft.place` puts it
@@ -10,12 +10,12 @@ device loop traces or captures of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specdec.core.config import ModelConfig, SpeculationConfig
-from specdec.errors import UserError
-from specdec.protocols import Drafter
+from specdec.core.errors import UserError
+from specdec.core.protocols import Drafter
 from targets.backend import Backend
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ class DrafterKind(Protocol):
 
 def own_options(kind: DrafterKind, speculation: SpeculationConfig) -> Any:
     """The drafter's own options, as an instance of `kind.options`."""
-    names = kind.options.__dataclass_fields__
-    return kind.options(**{n: getattr(speculation, n) for n in names if hasattr(speculation, n)})
+    own = fields(kind.options)
+    return kind.options(**{f.name: getattr(speculation, f.name, f.default) for f in own})
 
 
 def refuse_draft_model(speculation: SpeculationConfig) -> SpeculationConfig:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import Field, field, fields, make_dataclass, replace
 from importlib import import_module
 from json import JSONDecodeError, loads
-from typing import Any
+from typing import Any, get_type_hints
 
 from drafters.kind import DrafterKind
 from specdec.core.config import ModelConfig, SpeculationConfig
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 
 KINDS = {
     "none": "drafters.none.kind",
@@ -17,7 +17,7 @@ KINDS = {
     "model": "drafters.model.kind",
     "eagle3": "drafters.eagle3.kind",
 }
-"""Each name's module, whose `KIND` is the drafter's `DrafterKind`; imported when it is asked for."""
+"""Each name's module, whose `KIND` is its `DrafterKind`; imported when it is asked for."""
 PLAIN = "none"
 """The drafter of plain decoding."""
 SHARED_KEYS = {
@@ -47,15 +47,9 @@ def plain(speculation: SpeculationConfig) -> SpeculationConfig:
 
 def config_type() -> type[SpeculationConfig]:
     """`SpeculationConfig` with the drafters' own options as further fields."""
-    return make_dataclass(
-        "Speculation",
-        [
-            (f.name, f.type, field(default=f.default, metadata=f.metadata))
-            for f in own_fields().values()
-        ],
-        bases=(SpeculationConfig,),
-        frozen=True,
-    )
+    hints = {name: hint for kind in every() for name, hint in get_type_hints(kind.options).items()}
+    own = [(f.name, hints[f.name], field(default=f.default)) for f in own_fields().values()]
+    return make_dataclass("Speculation", own, bases=(SpeculationConfig,), frozen=True)
 
 
 def own_fields() -> dict[str, Field[Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from drafters.kind import no_device_step
 from specdec.core.config import ModelConfig
-from specdec.protocols import Drafter
+from specdec.core.protocols import Drafter
 from targets.backend import Backend
 
 

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 
 log = logging.getLogger("specdec.serve")
 

@@ -13,8 +13,8 @@ from serve.runner import EngineRunner, EngineStopped, Ticket, Update
 from serve.schema import ChatRequest, CompletionRequest
 from serve.stream import ChoiceText, Piece, Tokenizer
 from serve.translate import encode, to_sequences
-from specdec.scheduler import QueueFull
-from specdec.types import Sequence
+from specdec.core.scheduler import QueueFull
+from specdec.core.types import Sequence
 
 PING_SECONDS = 15.0
 RETRY_SECONDS = 1

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from specdec.engine import Engine
-from specdec.types import Sampling, Sequence
+from specdec.core.engine import Engine
+from specdec.core.types import Sampling, Sequence
 
 
 @dataclass(frozen=True)

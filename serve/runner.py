@@ -10,10 +10,10 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 from serve.lockstep import Leader, Orders
-from specdec.engine import Engine
-from specdec.errors import UserError
-from specdec.scheduler import QueueFull
-from specdec.types import Event, FinishReason, Sequence, TokenLogprob
+from specdec.core.engine import Engine
+from specdec.core.errors import UserError
+from specdec.core.scheduler import QueueFull
+from specdec.core.types import Event, FinishReason, Sequence, TokenLogprob
 
 log = logging.getLogger("specdec.serve")
 

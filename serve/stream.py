@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from serve.runner import Update
-from specdec.types import TokenLogprob
+from specdec.core.types import TokenLogprob
 
 ChoiceFinish = Literal["stop", "length"]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from serve.errors import ApiError
 from serve.schema import ChatRequest, CompletionRequest
 from serve.stream import Tokenizer
-from specdec.types import Sampling, Sequence
+from specdec.core.types import Sampling, Sequence
 
 VLLM_DEFAULTS: dict[str, float] = {
     "temperature": 1.0,

@@ -1,3 +1,5 @@
-"""specdec: lossless speculative decoding for Gemma 4. Start reading at `specdec/cycle.py`."""
+"""specdec: lossless speculative decoding for Gemma 4. Start reading at `specdec/core/cycle.py`."""
 
-__version__ = "0.1.0"
+from specdec.core.version import VERSION as __version__
+
+__all__ = ["__version__"]

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specdec.core.config import Loop, ModelConfig
-from specdec.errors import UserError
-from specdec.protocols import Cycle, Target
-from specdec.types import Array, Check, Sequence
+from specdec.core.errors import UserError
+from specdec.core.protocols import Cycle, Target
+from specdec.core.types import Array, Check, Sequence
 
 if TYPE_CHECKING:
     import numpy as np
@@ -140,7 +140,7 @@ class Backend(Protocol):
         ...
 
     def scorer(self, target: Any) -> Callable[[list[int]], np.ndarray]:
-        """tokens -> nll [len - 1] in nats (specdec.perplexity.Score)."""
+        """tokens -> nll [len - 1] in nats (specdec.evaluation.perplexity.Score)."""
         ...
 
 

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets.arch import Arch
 from targets.tensors import TensorSpec, all_tensors, stored_name
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import UserError
-from specdec.types import Sampling
+from specdec.core.errors import UserError
+from specdec.core.types import Sampling
 
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
 ID_KEYS = ("eos_token_id", "suppress_tokens")

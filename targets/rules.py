@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec.types import Array, Sampling
+from specdec.core.types import Array, Sampling
 
 
 class Rules(NamedTuple):

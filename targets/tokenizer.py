@@ -18,7 +18,7 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets.generation import as_ids, check_generation, sampling_defaults
 
 REPLACEMENT = "\ufffd"

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from specdec.engine import Engine
-from specdec.errors import UserError
-from specdec.types import Sequence, TokenLogprob
+from specdec.core.engine import Engine
+from specdec.core.errors import UserError
+from specdec.core.types import Sequence, TokenLogprob
 from tests import campaign_parts as parts
 from tests.campaign_draw import Case, draw_case
 

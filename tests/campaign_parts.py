@@ -14,23 +14,23 @@ from typing import Any
 
 import numpy as np
 
+from drafters import registry
 from drafters.eagle3 import embedded
 from drafters.eagle3.files import load_head
-from drafters.eagle3.spec import Head, HeadSpec, random_head
-from drafters.model.host import CATCH_UP
-from drafters import registry
-from drafters.kind import Asked
 from drafters.eagle3.kind import EagleDraft
+from drafters.eagle3.spec import Head, HeadSpec, random_head
+from drafters.kind import Asked
+from drafters.model.host import CATCH_UP
 from drafters.model.kind import PlacedModel
 from specdec.assembly.engine import make_engine, require_exact
 from specdec.assembly.model import Model
 from specdec.core.config import ModelConfig, SpeculationConfig
-from targets.backend import backend_of
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.types import Sampling, Sequence
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.types import Sampling, Sequence
 from targets import mini
 from targets.arch import Arch, read_arch
+from targets.backend import backend_of
 from tests.fakes import Noise
 from tests.tiny import write_tiny
 

@@ -89,5 +89,5 @@ def compiled_programs() -> None:
 def few_samples(monkeypatch):
     """A bench that is only run, not believed."""
     for name, value in {"STEPS": 3, "CYCLE_SAMPLES": 2, "FIRST_TOKENS": 2}.items():
-        monkeypatch.setattr(f"specdec.bench.{name}", value)
+        monkeypatch.setattr(f"specdec.bench.timing.{name}", value)
     monkeypatch.setattr("targets.cuda.roofline.GROUPS", 3)

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from drafters.ngram.host import NgramDrafter
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.types import Sampling
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.types import Sampling
 from tests.fakes import FakeTarget
 from training import distil as module
 from training.distil import Source, distil

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Rows
 
 import numpy as np
 
-from specdec.types import NO_GUESS, Array, Sequence, Step
+from specdec.core.types import NO_GUESS, Array, Sequence, Step
 
 
 class FakeTarget:

@@ -6,7 +6,7 @@ import string
 from collections.abc import Sequence as Rows
 from typing import Any
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 
 ALPHABET = "\0\1" + string.ascii_letters + "0123456"
 BOS, EOS = 0, 1

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import jax
 
-from targets.jax.device_loop import device_loop
 from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.spec import random_head
 from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
-from targets.jax.device_drafter import TextDrafter
-from specdec.cycle import host_cycle
+from specdec.core.cycle import host_cycle
 from targets.jax import hosts
+from targets.jax.device_drafter import TextDrafter
+from targets.jax.device_loop import device_loop
 from targets.jax.load import JaxOptions, load_target
 from tests.eagle3_oracle import SPEC
 from tests.mesh_worker import K, texts

@@ -11,23 +11,23 @@ from functools import cache, partial
 import jax.numpy as jnp
 import numpy as np
 
-from targets.jax.device_loop import device_loop
 from drafters.eagle3 import embedded
-from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.files import load_head
+from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.spec import HeadSpec, random_head
 from drafters.model.host import CATCH_UP, ModelDrafter
 from drafters.model.jax import DeviceModel
 from drafters.ngram.host import NgramDrafter
 from drafters.ngram.jax import TracedNgram
-from drafters.none.jax import TracedNone
 from drafters.none.host import NoDrafter
-from targets.jax.device_drafter import TextDrafter
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.types import NO_GUESS, Sequence
+from drafters.none.jax import TracedNone
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.types import NO_GUESS, Sequence
 from targets import mini
 from targets.arch import read_arch
+from targets.jax.device_drafter import TextDrafter
+from targets.jax.device_loop import device_loop
 from targets.jax.load import JaxOptions, load_target
 from tests.fakes import Noise, Oracle
 from tests.modes import MODES

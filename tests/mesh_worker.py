@@ -14,16 +14,16 @@ from typing import Any
 
 import jax
 
-from targets.jax.device_loop import device_loop
 from drafters.ngram.host import NgramDrafter
 from drafters.ngram.jax import TracedNgram
-from drafters.none.jax import TracedNone
 from drafters.none.host import NoDrafter
-from targets.jax.device_drafter import TextDrafter
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.types import Sampling, Sequence
+from drafters.none.jax import TracedNone
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.types import Sampling, Sequence
 from targets.jax import memory
+from targets.jax.device_drafter import TextDrafter
+from targets.jax.device_loop import device_loop
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.target import JaxTarget
 from tests.tiny import VARIANTS, write_tiny

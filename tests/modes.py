@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.types import Sampling
+from specdec.core.types import Sampling
 
 
 def greedy(i: int) -> Sampling:

@@ -19,10 +19,10 @@ from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
 from serve.api import create_app
 from serve.runner import EngineRunner
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.protocols import Drafter
-from specdec.types import LogprobRows, Sampling, Sequence, Step
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.protocols import Drafter
+from specdec.core.types import LogprobRows, Sampling, Sequence, Step
 from tests.fakes import FakeTarget
 from tests.fakes_text import ALPHABET, EOS, CharTokenizer
 

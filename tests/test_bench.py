@@ -11,14 +11,14 @@ from rich.console import Console
 
 from drafters.none.host import NoDrafter
 from specdec import bench, measured
-from specdec.bench_report import plot_bench, print_bench
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.errors import UserError
-from specdec.measured import Figures
-from specdec.record import gpus, run_record
-from specdec.synthetic import CYCLES, accepted_table, synthetic_cycle
-from specdec.types import SAT_OUT, Round, Sequence, Step
+from specdec.bench.aggregate import Figures
+from specdec.bench.display import plot_bench, print_bench
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.errors import UserError
+from specdec.core.provenance import gpus, run_record
+from specdec.core.synthetic import CYCLES, accepted_table, synthetic_cycle
+from specdec.core.types import SAT_OUT, Round, Sequence, Step
 from tests.fakes import FakeTarget
 
 
@@ -178,7 +178,7 @@ def test_gpus_are_asked_of_nvidia_smi(monkeypatch, tmp_path):
 
 def test_a_copy_without_history_says_its_commit(monkeypatch, tmp_path):
     (tmp_path / "specdec").mkdir()
-    monkeypatch.setattr("specdec.record.__file__", str(tmp_path / "specdec" / "record.py"))
+    monkeypatch.setattr("specdec.core.provenance.__file__", str(tmp_path / "specdec" / "record.py"))
     assert run_record("cpu")["git"] is None
     (tmp_path / ".git-sha").write_text("abc123\n")
     assert run_record("cpu")["git"] == "abc123"

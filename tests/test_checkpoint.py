@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import targets
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets.arch import parse_arch, read_arch, released
 from targets.checkpoint import Checkpoint, dequantise, quantise_int8
 from targets.jax.load import JaxOptions, load_target, make_plan, width_for

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-
-from drafters.none.host import NoDrafter
 from specdec.cli.assemble import warm_up
 from specdec.cli.backend_cuda import CudaBackend
 from specdec.cli.backend_jax import JaxBackend
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.errors import UserError
-from specdec.types import Sampling
+
+from drafters.none.host import NoDrafter
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.errors import UserError
+from specdec.core.types import Sampling
 from targets.arch import released
 from targets.cuda.launch import Variant, cached_binary
 from targets.cuda.layers import Reference

@@ -8,13 +8,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from specdec.cli.backend_cuda import CudaBackend
+from specdec.cli.backend_jax import JaxBackend
 
 from drafters.eagle3 import embedded
 from drafters.eagle3.spec import random_head, sized, tensors
-from specdec.cli.backend_cuda import CudaBackend
-from specdec.cli.backend_jax import JaxBackend
-from specdec.cli.config import ModelConfig, SpeculationConfig
-from specdec.errors import UserError
+from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.errors import UserError
 from targets import mini
 from targets.arch import released
 from tests.commands import CUDA, PROMPT, refused, run

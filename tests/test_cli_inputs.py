@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from specdec.errors import UserError
-from specdec.prompts import read_prompts
+from specdec.core.errors import UserError
+from specdec.evaluation.prompts import read_prompts
 from targets import mini
 from targets.tokenizer import load_tokenizer
 from tests.commands import PROMPT, refused

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from targets.cuda.device_loop import device_loop
+from drafters.eagle3.cuda.drafter import DeviceEagle, EagleDrafter
 from drafters.eagle3.cuda.head import HeadModel
-from drafters.eagle3.cuda.drafter import EagleDrafter, DeviceEagle
 from drafters.eagle3.spec import random_head
-from drafters.model.host import ModelDrafter
 from drafters.model.cuda import DeviceModel
+from drafters.model.host import ModelDrafter
 from drafters.none.host import NoDrafter
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.types import Sampling, Sequence
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.types import Sampling, Sequence
+from targets.cuda.device_loop import device_loop
 from tests.card_targets import SPEC, target_of
 from tests.modes import MODES
 

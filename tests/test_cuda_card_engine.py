@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from drafters.none.host import NoDrafter
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.types import Event, Sampling, Sequence
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.types import Event, Sampling, Sequence
 from targets import mini
 from targets.cuda.load import CudaOptions, load_target
 from tests.modes import MODES
@@ -28,9 +28,8 @@ def target_of(slots, max_len=512, name="mini", graphs=True):
 @cache
 def captured(slots, k=4, max_len=512, name="mini"):
     """One cycle for all tests of a shape: its graphs, and what former rows left behind."""
-    from targets.cuda.device_loop import device_loop
     from drafters.ngram.cuda import DeviceNgram
-from drafters.none.cuda import DeviceNone
+    from targets.cuda.device_loop import device_loop
 
     target = target_of(slots, max_len, name)
     return device_loop(target, DeviceNgram(target, 2, 5), k)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specdec.types import NO_GUESS
+from specdec.core.types import NO_GUESS
 from targets.arch import MoeSpec, released
 from targets.cuda.kernels import Kernels
 from targets.cuda.ops import Rows

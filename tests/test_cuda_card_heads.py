@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from drafters.eagle3.cuda.head import HeadModel, arch_of, place
-from drafters.eagle3.spec import random_head
-from specdec.types import NO_GUESS, Sampling
 from drafters.eagle3.cuda.kernels import DraftKernels
 from drafters.eagle3.cuda.ops import DraftReference, Layout, PairNorms, Pending, Vocabulary
+from drafters.eagle3.spec import random_head
+from specdec.core.types import NO_GUESS, Sampling
 from targets.cuda.ops import Rows
 from targets.cuda.sampling import blank_rules
 from targets.rules import set_rules

@@ -9,9 +9,9 @@ import pytest
 
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.types import Sequence
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.types import Sequence
 from targets import mini
 from targets.cuda.load import CudaOptions, load_target
 from tests.fakes import Noise, Oracle

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from drafters.none.host import NoDrafter
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.types import Sequence
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.types import Sequence
 from targets import mini
 from targets.cuda.graphs import Captured
 from targets.cuda.load import CudaOptions, load_target
@@ -66,9 +66,8 @@ def texts(count: int) -> list[Sequence]:
 
 @pytest.mark.parametrize("loop", ["host", "device"])
 def test_who_joins_without_room_fails_alone(loop):
+    from drafters.none.cuda import DeviceNone
     from targets.cuda.device_loop import device_loop
-    from drafters.ngram.cuda import DeviceNgram
-from drafters.none.cuda import DeviceNone
 
     target = load_target(mini.path("mini"), CudaOptions(slots=16, max_len=256, dtype="fp8", k=31))
     cycle = host_cycle(target, NoDrafter(), 31)

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from drafters.eagle3.cuda.head import arch_of
+from drafters.eagle3.cuda.kernels import draft_variants
 from drafters.eagle3.spec import sized
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets import arch, mini
 from targets.arch import read_arch, released
 from targets.cuda import launch, prefill_launch, skinny, tiles, w8a8
-from drafters.eagle3.cuda.kernels import draft_variants
 from targets.cuda.inputs import BLOCKS, NARROW_BLOCKS
 from targets.cuda.launch import Variant, cached_binary, compile_variant
 from targets.cuda.ops import Linear

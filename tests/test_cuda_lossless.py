@@ -10,10 +10,10 @@ import torch
 
 from drafters.model.host import ModelDrafter
 from drafters.none.host import NoDrafter
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.errors import UserError
-from specdec.types import Sampling, Sequence
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.errors import UserError
+from specdec.core.types import Sampling, Sequence
 from targets import mini
 from targets.arch import parse_arch
 from targets.cuda.load import CudaOptions, load_target, random_target

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from specdec.cli.backend_cuda import CudaBackend
-from specdec.errors import UserError
+
+from specdec.core.errors import UserError
 from targets.arch import LayerSpec, released
 from targets.cuda import memory, roofline
 from targets.cuda.cache import entries

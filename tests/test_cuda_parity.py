@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.errors import UserError
-from specdec.types import Sequence
+from specdec.core.errors import UserError
+from specdec.core.types import Sequence
 from targets import mini
 from targets.arch import read_arch
 from targets.checkpoint import Checkpoint

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.types import Sampling
+from specdec.core.types import Sampling
 from targets.cuda import noise, sampling
 from targets.cuda.ops import Rows
 from targets.jax import noise as jax_noise, sampling as jax_sampling

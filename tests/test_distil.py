@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from tests.commands import refused, run
 from tests.distil_worker import PROMPTS, run as distil_fake, source
 from training.distil import claim, cut_documents, read_answers, shards, split_answers

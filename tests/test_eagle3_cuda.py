@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.eagle3.jax import head as jax_head
-from drafters.eagle3.cuda.head import HeadModel, need_bytes
 from drafters.eagle3.cuda.drafter import EagleDrafter
+from drafters.eagle3.cuda.head import HeadModel, need_bytes
 from drafters.eagle3.files import save_flat
+from drafters.eagle3.jax import head as jax_head
 from drafters.eagle3.jax.head import place
 from drafters.none.host import NoDrafter
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.errors import UserError
-from specdec.types import NO_GUESS, Sampling, Sequence
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.errors import UserError
+from specdec.core.types import NO_GUESS, Sampling, Sequence
 from targets.cuda.layers import Reference
 from targets.cuda.memory import Shape, check_fits
 from targets.cuda.noise import gumbel

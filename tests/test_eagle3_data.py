@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from drafters.eagle3.spec import default_layers
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets import mini
 from targets.arch import read_arch, released
 from tests.eagle3_worker import RECIPE, SHAPE, STOPS, answers, target

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from targets.jax.device_loop import device_loop
-from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.files import save_flat
+from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.none.host import NoDrafter
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.types import NO_GUESS, Sampling, Sequence
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.types import NO_GUESS, Sampling, Sequence
+from targets.jax.device_loop import device_loop
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.noise import gumbel
 from targets.jax.programs import Feed

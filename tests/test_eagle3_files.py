@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from drafters.eagle3.files import load_head, save_flat, save_speculators
 from drafters.eagle3.spec import Head, default_layers, from_offsets, offsets
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets.arch import Arch, parse_arch
 from tests.eagle3_oracle import FLAGS, SPEC, random_head
 from tests.tiny import config_of

@@ -13,13 +13,13 @@ import pytest
 import drafters.eagle3.jax.head as jax_head
 import training.unroll
 from drafters.eagle3.cuda import drafter as drafter_cuda
-from drafters.eagle3.jax import drafter as drafter_jax
 from drafters.eagle3.cuda.head import HeadModel
+from drafters.eagle3.jax import drafter as drafter_jax
 from drafters.eagle3.jax.head import place
 from drafters.eagle3.spec import Head
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.types import Sampling
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.types import Sampling
 from tests.distil_worker import source
 from tests.eagle3_heads import SPEC, cuda_target_of, jax_target_of, random_head
 from tests.eagle3_worker import answers

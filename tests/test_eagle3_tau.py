@@ -10,7 +10,7 @@ import pytest
 from drafters.eagle3 import embedded
 from drafters.eagle3.files import load_head
 from drafters.eagle3.jax.head import place
-from specdec.types import Sequence
+from specdec.core.types import Sequence
 from targets import mini
 from targets.tokenizer import load_tokenizer
 from training.live import Live, tau_of

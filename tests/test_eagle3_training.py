@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from drafters.eagle3.files import load_head, save_flat
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets import mini
 from targets.arch import read_arch
 from tests.commands import refused

@@ -14,15 +14,15 @@ from rich.console import Console
 
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.errors import UserError
-from specdec.evaluate import Settings, evaluate
-from specdec.plots import plot_evaluation, print_evaluation
-from specdec.prompts import Prompt, read_prompts
-from specdec.report import Outcome, compare, distinct, measure_positions, measure_tau
-from specdec.stats import Acceptance
-from specdec.types import Sampling, Sequence
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.errors import UserError
+from specdec.core.stats import Acceptance
+from specdec.core.types import Sampling, Sequence
+from specdec.evaluation.display import plot_evaluation, print_evaluation
+from specdec.evaluation.prompts import Prompt, read_prompts
+from specdec.evaluation.results import Outcome, compare, distinct, measure_positions, measure_tau
+from specdec.evaluation.run import Settings, evaluate
 from tests.fakes import FakeTarget, Oracle
 
 K = 4

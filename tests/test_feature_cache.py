@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from datasets.arrow_writer import ArrowWriter
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets import mini
 from targets.jax.model import Hidden
 from tests.commands import refused, run

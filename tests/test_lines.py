@@ -13,11 +13,11 @@ import pytest
 from drafters.ngram.host import NgramDrafter
 from serve.lockstep import Leader, Orders, follow
 from specdec.cli.hosts import check_same
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.errors import UserError
-from specdec.lines import Lines, Meeting, call, invite
-from specdec.types import Sampling, Sequence
+from specdec.core.control_channel import Lines, Meeting, call, invite
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.errors import UserError
+from specdec.core.types import Sampling, Sequence
 from tests.fakes import FakeTarget
 
 WAIT = 20

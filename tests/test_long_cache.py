@@ -9,20 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from specdec.cli.backend_jax import JaxBackend
 
-from targets.jax.device_loop import device_loop
 from drafters.ngram.host import NgramDrafter
 from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
-from targets.jax.device_drafter import TextDrafter
-from specdec.cli.backend_jax import JaxBackend
-from specdec.cli.config import ModelConfig, SpeculationConfig
-from specdec.cycle import host_cycle
-from specdec.types import Sequence
+from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.cycle import host_cycle
+from specdec.core.types import Sequence
 from targets import mini
 from targets.arch import read_arch
 from targets.jax import layers, memory
 from targets.jax.cache import Rounded, make_cache, round_entries
+from targets.jax.device_drafter import TextDrafter
+from targets.jax.device_loop import device_loop
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.programs import Feed
 from targets.jax.roofline import cache_bytes

@@ -8,16 +8,16 @@ import jax
 import numpy as np
 import pytest
 
-from targets.jax.device_loop import device_loop
 from drafters.ngram.host import NgramDrafter
 from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
-from targets.jax.device_drafter import TextDrafter
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.types import Sequence
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.types import Sequence
 from targets.arch import parse_arch
 from targets.jax.cache import entries
+from targets.jax.device_drafter import TextDrafter
+from targets.jax.device_loop import device_loop
 from targets.jax.model import head, sequence_hidden
 from targets.jax.params import init_params
 from targets.jax.programs import Feed, Plan

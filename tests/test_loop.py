@@ -10,12 +10,12 @@ from hypothesis import given, settings, strategies as st
 
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
-from specdec.accept import accept
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.errors import UserError
-from specdec.scheduler import QueueFull, Scheduler
-from specdec.types import NO_GUESS, SAT_OUT, Round, Sampling, Sequence, Step
+from specdec.core.accept import accept
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.errors import UserError
+from specdec.core.scheduler import QueueFull, Scheduler
+from specdec.core.types import NO_GUESS, SAT_OUT, Round, Sampling, Sequence, Step
 from tests.fakes import FakeTarget, Noise, Oracle
 
 

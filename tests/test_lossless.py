@@ -6,14 +6,14 @@ from functools import partial
 
 import pytest
 
-from targets.jax.device_loop import device_loop
 from drafters.model.host import CATCH_UP
 from drafters.ngram.host import NgramDrafter
 from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
-from targets.jax.device_drafter import TextDrafter
-from specdec.cycle import host_cycle
+from specdec.core.cycle import host_cycle
 from targets import mini
+from targets.jax.device_drafter import TextDrafter
+from targets.jax.device_loop import device_loop
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.selfcheck import self_check
 from tests.lossless import (
@@ -77,7 +77,8 @@ def test_batched_rows_are_exact_within_their_bucket(tiny):
     for mode in ("greedy", "everything"):
         plain, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0), mode)
         assert (
-            run(NoDrafter(), device_loop(target, TextDrafter(TracedNgram(1, 3)), 4), mode)[0] == plain
+            run(NoDrafter(), device_loop(target, TextDrafter(TracedNgram(1, 3)), 4), mode)[0]
+            == plain
         )
     lone = prompts_for(target.vocab)[0]
     alone, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0), "nucleus", prompts=[lone])

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from targets.jax.device_loop import device_loop
 from drafters.model.host import ModelDrafter
 from drafters.model.jax import DeviceModel
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.types import NO_GUESS, Sampling, Sequence
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.types import NO_GUESS, Sampling, Sequence
 from targets import mini
+from targets.jax.device_loop import device_loop
 from targets.jax.load import JaxOptions, load_target
 from targets.tokenizer import load_tokenizer
 from tests.fakes import FakeTarget

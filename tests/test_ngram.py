@@ -8,8 +8,8 @@ from hypothesis import given, settings, strategies as st
 
 from drafters.ngram.host import NgramDrafter
 from drafters.ngram.jax import TracedNgram
-from specdec.errors import UserError
-from specdec.types import NO_GUESS, Sequence
+from specdec.core.errors import UserError
+from specdec.core.types import NO_GUESS, Sequence
 
 
 def test_ngram_prefers_the_longest_suffix_then_the_latest_occurrence():

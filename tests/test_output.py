@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.errors import UserError
-from specdec.writing import write_whole
+from specdec.core.errors import UserError
+from specdec.core.writing import write_whole
 from tests.commands import PROMPT, refused
 from tests.distil_worker import run as distil_fake
 from tests.eagle3_worker import RECIPE

@@ -12,7 +12,7 @@ import tokenizers
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets import mini
 from targets.arch import Arch, parse_arch, read_arch
 from targets.checkpoint import Checkpoint

@@ -10,9 +10,9 @@ from hypothesis import given, settings, strategies as st
 
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.types import MAX_LOGPROBS, Sampling, Sequence
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.types import MAX_LOGPROBS, Sampling, Sequence
 from targets.jax import noise, sampling
 from targets.jax.load import JaxOptions, load_target
 from targets.rules import blank_rules, set_rules, split_seed

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from drafters.none.host import NoDrafter
-from specdec.types import Sampling
+from specdec.core.types import Sampling
 from tests.fakes_text import ALPHABET, EOS, CharTokenizer
 from tests.serving import (
     CHAT,

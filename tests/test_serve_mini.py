@@ -12,8 +12,8 @@ import uvicorn
 from drafters.ngram.host import NgramDrafter
 from serve.api import create_app
 from serve.runner import EngineRunner
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
 from targets import mini
 from targets.jax.load import JaxOptions, load_target
 from targets.tokenizer import load_tokenizer

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from serve.runner import Update
 from serve.stream import ChoiceText, held_back
-from specdec.types import TokenLogprob
+from specdec.core.types import TokenLogprob
 from tests.fakes_text import ALPHABET, EOS, CharTokenizer, HalvesTokenizer
 
 

@@ -8,7 +8,7 @@ import tokenizers
 from hypothesis import HealthCheck, given, settings, strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets.tokenizer import Tokenizer, load_tokenizer
 
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>"]

@@ -12,16 +12,24 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from targets.jax.device_loop import CYCLES, STOPS, Limits, LoopInputs, LoopPlan, LoopState, run_cycles
 from drafters.eagle3.jax import draft as eagle3
 from drafters.eagle3.jax.head import DraftCache, sharding_of
 from drafters.eagle3.spec import sized, tensors
 from drafters.model.host import CATCH_UP
 from drafters.model.jax import ModelInputs, ModelProgram
 from drafters.ngram.jax import TracedNgram
-from targets.jax.device_drafter import SlotState, TextDrafter
 from targets.arch import released
 from targets.jax.aot import shapes, topology_mesh
+from targets.jax.device_drafter import SlotState, TextDrafter
+from targets.jax.device_loop import (
+    CYCLES,
+    STOPS,
+    Limits,
+    LoopInputs,
+    LoopPlan,
+    LoopState,
+    run_cycles,
+)
 from targets.jax.estimate import chip_of
 from targets.jax.load import JaxOptions, make_plan
 from targets.jax.placing import by_vocabulary, replicated

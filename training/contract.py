@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import UserError
-from specdec.writing import write_whole
+from specdec.core.errors import UserError
+from specdec.core.writing import write_whole
 
 
 def agree(file: Path, described: dict[str, Any], refusal: Callable[[str], str]) -> None:

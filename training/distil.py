@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from datasets import Dataset, Features, Sequence as ListOf, Value, concatenate_datasets
 from datasets.arrow_writer import ArrowWriter
 
-from specdec.engine import Engine
-from specdec.errors import UserError
-from specdec.types import Sampling, Sequence
-from specdec.writing import writing
+from specdec.core.engine import Engine
+from specdec.core.errors import UserError
+from specdec.core.types import Sampling, Sequence
+from specdec.core.writing import writing
 from training.contract import agree, recall
 
 MANIFEST = "distil.json"

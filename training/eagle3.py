@@ -21,8 +21,8 @@ import optax
 
 from drafters.eagle3.jax.head import Weights
 from drafters.eagle3.spec import HeadSpec, tensors
-from specdec.errors import UserError
-from specdec.writing import writing
+from specdec.core.errors import UserError
+from specdec.core.writing import writing
 from targets.jax.params import Params
 from training.contract import agree
 from training.packing import Rows, rows_of_step

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from specdec import __version__
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets.jax.model import Hidden
 from training.contract import agree
 from training.packing import PADDING, Rows

@@ -12,10 +12,10 @@ import numpy as np
 from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.jax.head import Weights
 from drafters.eagle3.spec import Head, HeadSpec, tensors
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.stats import Acceptance
-from specdec.types import Sampling, Sequence
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.stats import Acceptance
+from specdec.core.types import Sampling, Sequence
 from targets.arch import Arch
 from targets.jax.load import SHORTEST, JaxOptions, make_plan
 from targets.jax.params import Params

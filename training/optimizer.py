@@ -7,7 +7,7 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
-from specdec.toml import STRICT
+from specdec.core.toml import STRICT
 
 ADAM_LIKE_RMS = 0.2  # size of Muon's update relative to the learning rate (arXiv 2502.16982)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 
 PADDING = -1
 """The document number of positions that belong to none."""

@@ -23,8 +23,8 @@ import orbax.checkpoint as ocp
 import tokenizers
 from rich.progress import Progress, TextColumn
 
-from specdec.record import run_record
-from specdec.toml import STRICT, read_recipe_as
+from specdec.core.provenance import run_record
+from specdec.core.toml import STRICT, read_recipe_as
 from targets.arch import Arch, parse_arch, read_config
 from targets.jax.params import Params, init_params
 from training.blocks import block_logits

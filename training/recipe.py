@@ -13,8 +13,8 @@ from optax.contrib import MuonDimensionNumbers, muon
 from pydantic import Field
 
 from drafters.eagle3.spec import HeadSpec, check_pair, check_spec, default_layers
-from specdec.errors import UserError
-from specdec.toml import STRICT, read_recipe_as
+from specdec.core.errors import UserError
+from specdec.core.toml import STRICT, read_recipe_as
 from targets.arch import Arch
 from training.optimizer import ADAM_LIKE_RMS
 

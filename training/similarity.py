@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 
 PERMUTATIONS = 64
 BAND = 4  # rows per band: 16 bands find pairs from a similarity of about 0.5 upwards

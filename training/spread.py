@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from training.packing import Rows
 
 

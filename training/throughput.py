@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafters.eagle3.spec import default_layers
-from specdec.record import run_record
+from specdec.core.provenance import run_record
 from targets.arch import Arch, released
 from targets.jax.params import Params, init_params
 from training.eagle3 import initial_state, make_step

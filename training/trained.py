@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from drafters.eagle3.spec import Head, HeadSpec
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from training.contract import recall
 from training.distil import target_hash
 from training.eagle3 import CONTRACT, initial_state

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from drafters.eagle3.spec import HeadSpec, default_layers
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

@@ -22,7 +22,7 @@ from drafters.eagle3.spec import (
     offsets,
     tensors,
 )
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets.arch import Arch, read_config
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}

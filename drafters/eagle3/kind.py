@@ -12,9 +12,9 @@ from drafters.eagle3.files import load_head
 from drafters.eagle3.spec import Head, random_head, sized
 from drafters.kind import Asked, NoOptions, find_draft_model, no_device_step
 from specdec.core.config import ModelConfig, SpeculationConfig
-from specdec.errors import UserError
-from specdec.protocols import Drafter
-from specdec.types import MAX_DRAFT
+from specdec.core.errors import UserError
+from specdec.core.protocols import Drafter
+from specdec.core.types import MAX_DRAFT
 from targets.arch import Arch
 from targets.backend import Backend
 

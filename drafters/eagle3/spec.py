@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets.arch import Arch
 
 HEAD_DIM, DRAFT_VOCAB = 128, 32_000

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seqs
 import torch
 
 from drafters.model.host import CATCH_UP, ModelDrafter
-from specdec.types import NO_GUESS, Sequence, Step
+from specdec.core.types import NO_GUESS, Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch
 from targets.cuda.ops import Rows
 from targets.cuda.target import CudaTarget

@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from specdec.protocols import Target
-from specdec.types import NO_GUESS, Array, Sampling, Sequence, Step
+from specdec.core.protocols import Target
+from specdec.core.types import NO_GUESS, Array, Sampling, Sequence, Step
 
 CATCH_UP = 2
 """Committed tokens that each cycle feeds first: the widest call that a draft model ever gets."""

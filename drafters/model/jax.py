@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from drafters.model.host import CATCH_UP, ModelDrafter
-from specdec.types import NO_GUESS, Array, Sequence, Step
+from specdec.core.types import NO_GUESS, Array, Sequence, Step
 from targets.jax import programs
 from targets.jax.cache import Cache
 from targets.jax.device_drafter import SlotState, TracedDrafter, TracedProgram

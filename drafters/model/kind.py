@@ -10,9 +10,9 @@ from typing import Any
 from drafters.kind import Asked, NoOptions, find_draft_model, no_device_step
 from drafters.model.host import CATCH_UP, ModelDrafter
 from specdec.core.config import ModelConfig, SpeculationConfig
-from specdec.errors import UserError
-from specdec.protocols import Drafter
-from specdec.types import MAX_DRAFT
+from specdec.core.errors import UserError
+from specdec.core.protocols import Drafter
+from specdec.core.types import MAX_DRAFT
 from targets import mini
 from targets.arch import Arch, read_arch, released
 from targets.backend import Backend, LoadedTarget, TargetRequest

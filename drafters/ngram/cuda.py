@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from specdec.types import Sequence, Step
+from specdec.core.types import Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch
 from targets.cuda.launch import Library, Variant, launch, pointer
 from targets.cuda.target import CudaTarget

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specdec.errors import UserError
-from specdec.types import NO_GUESS, Array, Sequence, Step
+from specdec.core.errors import UserError
+from specdec.core.types import NO_GUESS, Array, Sequence, Step
 
 N_MIN = 2
 """Below two tokens a match says little: after a lone ` the` or newline anything may follow."""

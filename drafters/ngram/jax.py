@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from drafters.ngram.host import N_MAX, N_MIN
-from specdec.types import NO_GUESS, Array
+from specdec.core.types import NO_GUESS, Array
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from drafters.kind import Asked, own_options, refuse_draft_model
 from drafters.ngram.host import N_MAX, N_MIN, NgramDrafter
 from drafters.weightless import WeightlessDraft
 from specdec.core.config import SpeculationConfig
-from specdec.types import MAX_DRAFT
+from specdec.core.types import MAX_DRAFT
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seqs
 
 import torch
 
-from specdec.types import Sequence, Step
+from specdec.core.types import Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch
 
 

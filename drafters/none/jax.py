@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from specdec.types import NO_GUESS, Array
+from specdec.core.types import NO_GUESS, Array
 
 
 @dataclass(frozen=True)

@@ -1,2 +1,2 @@
-"""From what was asked for to a running engine: model, drafter, loop, proof and warm-up as a library.
-The command line and the door (`specdec.load`) are made of it."""
+"""From what was asked for to a running engine: model, drafter, loop, proof and warm-up. The command
+line and the door (`specdec.load`) are made of it."""

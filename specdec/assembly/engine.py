@@ -8,12 +8,12 @@ from dataclasses import replace
 from drafters import registry
 from specdec.assembly.model import Model, Status, quiet
 from specdec.core.config import Loop, SpeculationConfig
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.errors import UserError
-from specdec.stats import Acceptance
-from specdec.synthetic import synthetic_cycle
-from specdec.types import Array, Sampling, Sequence
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.errors import UserError
+from specdec.core.stats import Acceptance
+from specdec.core.synthetic import synthetic_cycle
+from specdec.core.types import Array, Sampling, Sequence
 
 WARM_TOKENS = 12
 """Enough for a prefill and one dispatch of either loop."""
@@ -37,7 +37,7 @@ def make_engine(
     """The engine on this model's target, with the drafter (the model's own, or none) and the loop
     that were asked for. Raises UserError for a drafter that this loop can't run.
 
-    accepted: counts to take instead of comparing, see specdec.synthetic (speed tests only).
+    accepted: counts to take instead of comparing, see specdec.core.synthetic (speed tests only).
     """
     placed, target = model.drafters[speculation.drafter], model.target
     most = registry.find(speculation.drafter).most_k if accepted is None else speculation.k

@@ -11,15 +11,15 @@ import sys
 
 from cyclopts import App, CycloptsError
 
-from specdec import __version__
+from specdec.core.version import VERSION
 from specdec.cli.failure import say_failure
 from specdec.cli.options import check_whole, read_config, take_config
-from specdec.errors import UserError
-from specdec.writing import said_of
+from specdec.core.errors import UserError
+from specdec.core.writing import said_of
 
 app = App(
     name="specdec",
-    version=__version__,
+    version=VERSION,
     help=(
         "Lossless speculative decoding for Gemma 4.\n\n"
         'Start with:  specdec generate "def quicksort(items):" --drafter ngram --k 4\n\n'

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import json as json_module
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from cyclopts import Parameter
 
-from specdec import measured
-from specdec.bench_report import plot_bench, print_bench
-from specdec.cli.assemble import (
-    Model,
-    check_file,
-    command_record,
-    console,
-    load_model,
-    print_json,
-    random_model,
-)
-from specdec.cli.backends import backend_of
-from specdec.cli.config import ModelConfig, Real, SpeculationConfig, Whole
-from specdec.cli.measure import Grid, measure, targets_by_width
-from specdec.errors import UserError
-from specdec.measured import Figures
-from specdec.plots import require_matplotlib
-from specdec.record import gpus
-from specdec.types import MAX_DRAFT
-from specdec.writing import write_whole
+from drafters.registry import resolved
+from specdec.assembly.model import Model
+from specdec.bench import aggregate
+from specdec.bench.aggregate import Figures
+from specdec.bench.display import plot_bench, print_bench
+from specdec.bench.sweep import Grid, measure, targets_by_width
+from specdec.cli import topics
+from specdec.cli.console import check_file, command_record, console, print_json
+from specdec.cli.start import loaded_model
+from specdec.cli.topics import Real, Whole
+from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.errors import UserError
+from specdec.core.provenance import gpus
+from specdec.core.types import MAX_DRAFT
+from specdec.core.writing import write_whole
+from specdec.evaluation.display import require_matplotlib
+from targets.backend import backend_of, meter_of
 
 
 @Parameter(name="*", group="Bench")
@@ -46,7 +42,7 @@ class BenchConfig:
     ks: Whole = ()
     "Draft tokens per cycle with which cycles are timed; by default K."
     prompt_lengths: Whole = (128,)
-    "Prompts whose time to first token is measured."
+    "Prompts whose time to first token is aggregate."
     synthetic_tau: Real = ()
     "Speed end to end as if cycles emitted this many tokens on average."
     max_tokens: int = 128
@@ -63,8 +59,8 @@ class BenchConfig:
 
 def bench(
     *,
-    model: ModelConfig = ModelConfig(),  # noqa: B008
-    speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008
+    model: topics.Model = ModelConfig(),  # noqa: B008
+    speculation: topics.Speculation = topics.AnySpeculation(),  # noqa: B008
     config: BenchConfig = BenchConfig(),  # noqa: B008
     json: bool = False,
 ) -> None:
@@ -77,15 +73,14 @@ def bench(
     json
         End stdout with one JSON document.
     """
-    speculation = speculation.resolved(model, random=config.random is not None)
+    speculation = resolved(speculation, model, random=config.random is not None)
     grid = _grid(config, model, speculation)
     _refuse(config, model, speculation, grid)
     model = replace(model, slots=max(model.slots, *grid.batches))
     if config.synthetic_tau and model.backend == "jax":
         speculation = replace(speculation, loop="host")  # the traced loop compares
     widest = replace(speculation, k=max(speculation.k, *grid.ks, *(w - 1 for w in grid.widths)))
-    load = partial(random_model, config.random) if config.random else load_model
-    loaded = load(model, widest)
+    loaded = loaded_model(model, widest, random=config.random or "")
     grid.refuse(loaded.target.max_len, loaded.target.max_draft, speculation.k)
     document = command_record("bench", model=model, speculation=speculation, bench=config)
     document |= {"architecture": loaded.name, **_measure(loaded, speculation, grid, config.repeats)}
@@ -139,16 +134,15 @@ def _measure(
     model: Model, speculation: SpeculationConfig, grid: Grid, repeats: int
 ) -> dict[str, Any]:
     """Every figure of the receipt. The bandwidth is the best that was seen in this run."""
-    backend, target = model.backend, model.target
-    figures, bandwidths, machine = Figures(), [], [gpus()]
+    meter, figures, bandwidths, machine = meter_of(model.target), Figures(), [], [gpus()]
     targets = targets_by_width(model, grid)
     for _ in range(repeats):
-        bandwidths.append(backend.read_bandwidth(target))
-        measure(model, targets, speculation, grid, figures)
+        bandwidths.append(meter.read_bandwidth())
+        measure(model, targets, speculation, grid, figures, console.status)
         machine.append(gpus())
 
     def needed(batch: int, context: int, width: int) -> int:
-        return backend.step_bytes(target, batch, width, context)
+        return meter.step_bytes(batch, width, context)
 
     runs = figures.run_rows("end to end")
     same = len({run["digest"] for run in runs}) == 1
@@ -156,9 +150,9 @@ def _measure(
         "gpus": machine,
         "read_bandwidth": max(bandwidths),
         "read_bandwidths": bandwidths,
-        "steps": measured.step_rows(figures, needed, max(bandwidths)),
-        "cycles": measured.cycle_rows(figures, needed, max(bandwidths)),
-        "first_token": measured.first_token_rows(figures),
+        "steps": aggregate.step_rows(figures, needed, max(bandwidths)),
+        "cycles": aggregate.cycle_rows(figures, needed, max(bandwidths)),
+        "first_token": aggregate.first_token_rows(figures),
         "runs": runs,
         "synthetic": figures.run_rows("synthetic"),
         "equal": same and all(run["repeatable"] for run in runs),
@@ -172,7 +166,7 @@ def _peer(
     grid: Grid,
     config: BenchConfig,
 ) -> dict[str, Any]:
-    from specdec.cli import peer
+    from specdec.bench import peer
 
     with console.status("the peer, transformers"):
         text = peer.text_config(config.random, model.model)

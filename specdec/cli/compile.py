@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 
-from specdec.cli.assemble import command_record, console, print_json, say_compiled, start
-from specdec.cli.config import ModelConfig, SpeculationConfig
+from drafters.registry import resolved
+from specdec.cli import topics
+from specdec.cli.console import command_record, console, print_json, say_compiled
 from specdec.cli.hosts import HostsConfig, joined
+from specdec.cli.start import started
+from specdec.core.config import ModelConfig
 
 
 def compile(
     *,
-    model: ModelConfig = ModelConfig(),  # noqa: B008
-    speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008
+    model: topics.Model = ModelConfig(),  # noqa: B008
+    speculation: topics.Speculation = topics.AnySpeculation(),  # noqa: B008
     hosts: HostsConfig = HostsConfig(),  # noqa: B008
     json: bool = False,
 ) -> None:
@@ -29,9 +32,9 @@ def compile(
         End stdout with one JSON document.
     """
     began = time.perf_counter()
-    speculation = speculation.resolved(model)
+    speculation = resolved(speculation, model)
     with joined(hosts, model, speculation):
-        loaded, _ = start(model, speculation)
+        loaded, _ = started(model, speculation)
         say_compiled(loaded.backend)
         took = time.perf_counter() - began
         console.print(f"ready after {took:.1f} s; start `specdec serve` alike")

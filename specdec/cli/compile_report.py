@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from cyclopts import Parameter
 from rich.table import Table
 
-from specdec.cli.assemble import check_folder, console, print_json
-from specdec.cli.config import Whole
-from specdec.errors import UserError
-from specdec.plots import require_matplotlib, save_figure
-from specdec.record import run_record
+from specdec.cli.console import check_folder, console, print_json
+from specdec.cli.topics import Whole
+from specdec.core.errors import UserError
+from specdec.core.provenance import run_record
+from specdec.evaluation.display import require_matplotlib, save_figure
 
 if TYPE_CHECKING:
     from targets.arch import Arch

@@ -9,24 +9,20 @@ from typing import TYPE_CHECKING
 
 from rich.progress import Progress as Bar, TextColumn, TimeRemainingColumn
 
-from specdec.cli.assemble import (
-    Model,
-    check_folder,
-    checkpoint_path,
-    command_record,
-    console,
-    load_model,
-    make_engine,
-    print_json,
-    say_model,
-)
-from specdec.cli.config import ModelConfig, SamplingConfig, SpeculationConfig
-from specdec.errors import UserError
+from drafters.registry import resolved
+from specdec.assembly.engine import make_engine
+from specdec.assembly.model import Model
+from specdec.cli import topics
+from specdec.cli.console import check_folder, command_record, console, print_json, say_model
+from specdec.cli.start import loaded_model
+from specdec.core.config import ModelConfig, SamplingConfig
+from specdec.core.errors import UserError
+from targets.mini import checkpoint_path
 
 if TYPE_CHECKING:
-    from specdec.engine import Engine
-    from specdec.prompts import Prompt
-    from specdec.types import Sampling
+    from specdec.core.engine import Engine
+    from specdec.core.types import Sampling
+    from specdec.evaluation.prompts import Prompt
     from training.distil import Source
 
 
@@ -35,9 +31,9 @@ def distil(
     /,
     *,
     out: Path,
-    model: ModelConfig = ModelConfig(),  # noqa: B008
-    speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008
-    sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
+    model: topics.Model = ModelConfig(),  # noqa: B008
+    speculation: topics.Speculation = topics.AnySpeculation(),  # noqa: B008
+    sampling: topics.Sampling = SamplingConfig(),  # noqa: B008
     max_tokens: int = 256,
     cut: int | None = None,
     limit: int | None = None,
@@ -64,15 +60,15 @@ def distil(
         End stdout with one JSON document.
     """
     require_training()
-    from specdec.prompts import read_prompts
+    from specdec.evaluation.prompts import read_prompts
 
     questions = read_prompts(prompts)
-    speculation = speculation.resolved(model)
+    speculation = resolved(speculation, model)
     sampling.sampling({})  # refuse bad values before a model is loaded
     check_folder(out)
     if shard_rows < 1 or (cut is not None and cut < 2) or (limit is not None and limit < 1):
         raise UserError("--shard-rows and --limit must be 1 or more, --cut 2 or more")
-    loaded = load_model(model, speculation)
+    loaded = loaded_model(model, speculation)
     say_model(model, loaded)
     chosen = sampling.sampling(loaded.tokenizer.defaults)
     asked = _encode(questions, loaded, cut, limit)

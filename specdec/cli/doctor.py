@@ -8,10 +8,13 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from rich.table import Table
 
-from specdec.cli.assemble import Model, command_record, console, load_model, print_json
-from specdec.cli.backends import backend_of
-from specdec.cli.config import ModelConfig, SpeculationConfig
-from specdec.record import versions
+from specdec.assembly.model import Model
+from specdec.cli import topics
+from specdec.cli.console import command_record, console, print_json
+from specdec.cli.start import loaded_model
+from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.provenance import versions
+from targets.backend import backend_of
 
 PROBE = '''def add(first, second):
     """Return the sum of two numbers."""
@@ -54,7 +57,7 @@ class Wiring:
 
 def doctor(
     *,
-    model: ModelConfig = ModelConfig(),  # noqa: B008
+    model: topics.Model = ModelConfig(),  # noqa: B008
     k: int = 4,
     json: bool = False,
 ) -> None:
@@ -69,7 +72,7 @@ def doctor(
     """
     backend = backend_of(model)
     _print_environment()
-    loaded = load_model(model, SpeculationConfig(k=k), prove=False)
+    loaded = loaded_model(model, SpeculationConfig(k=k), prove=False)
     console.print(f"device {backend.device(model)}")
     with console.status("self-check"):
         checks = backend.self_check(loaded.target)

@@ -8,24 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.cli.assemble import (
-    Model,
-    check_folder,
-    command_record,
-    console,
-    load_model,
-    make_engine,
-    print_json,
-    say_model,
-)
-from specdec.cli.config import ModelConfig, SamplingConfig, SpeculationConfig
-from specdec.cycle import host_cycle
-from specdec.engine import Engine
-from specdec.writing import write_whole
+from drafters.registry import plain, resolved
+from specdec.assembly.engine import make_engine
+from specdec.assembly.model import Model
+from specdec.cli import topics
+from specdec.cli.console import check_folder, command_record, console, print_json, say_model
+from specdec.cli.start import loaded_model
+from specdec.core.config import ModelConfig, SamplingConfig, SpeculationConfig
+from specdec.core.engine import Engine
+from specdec.core.writing import write_whole
+from targets.backend import meter_of
 
 if TYPE_CHECKING:
-    from specdec.prompts import Prompt
-    from specdec.report import Evaluation
+    from specdec.evaluation.prompts import Prompt
+    from specdec.evaluation.results import Evaluation
 
 NARROW = "plain, width 1"
 """The fastest plain decoding, where the exact one is wider: speed-ups are quoted against it too."""
@@ -35,9 +31,9 @@ def eval_acceptance(
     prompts: Path,
     /,
     *,
-    model: ModelConfig = ModelConfig(),  # noqa: B008
-    speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008
-    sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
+    model: topics.Model = ModelConfig(),  # noqa: B008
+    speculation: topics.Speculation = topics.AnySpeculation(),  # noqa: B008
+    sampling: topics.Sampling = SamplingConfig(),  # noqa: B008
     max_tokens: int = 128,
     limit: int | None = None,
     out: Path | None = None,
@@ -60,16 +56,16 @@ def eval_acceptance(
     json
         End stdout with one JSON document, the whole report.
     """
-    from specdec.plots import print_evaluation, require_matplotlib
-    from specdec.prompts import read_prompts
+    from specdec.evaluation.display import print_evaluation, require_matplotlib
+    from specdec.evaluation.prompts import read_prompts
 
     questions = read_prompts(prompts, limit)
-    speculation = speculation.resolved(model)
+    speculation = resolved(speculation, model)
     sampling.sampling({})  # refuse bad values before a model is loaded
     if out is not None:
         check_folder(out)
         require_matplotlib()
-    loaded = load_model(model, speculation)
+    loaded = loaded_model(model, speculation)
     say_model(model, loaded)
     evaluation = _compare(loaded, questions, speculation, sampling, max_tokens)
     print_evaluation(evaluation, console)
@@ -93,7 +89,7 @@ def _compare(
     max_tokens: int,
 ) -> Evaluation:
     """Run the drafter, plain decoding, and the fastest plain decoding on the same prompts."""
-    from specdec.evaluate import Settings, evaluate
+    from specdec.evaluation.run import Settings, evaluate
 
     tokenizer = loaded.tokenizer
     settings = Settings(
@@ -102,7 +98,7 @@ def _compare(
         max_tokens=max_tokens,
         sampling=sampling.sampling(tokenizer.defaults),
         stop_ids=frozenset(tokenizer.stop_ids),
-        speed_only=() if loaded.backend.plain(loaded.target) is None else (NARROW,),
+        speed_only=() if meter_of(loaded.target).plain() is None else (NARROW,),
     )
     return evaluate(
         questions,
@@ -117,16 +113,15 @@ def _engine(loaded: Model, speculation: SpeculationConfig, name: str) -> Engine:
     """The engine that `evaluate` asks for by name."""
     if name != NARROW:
         return make_engine(loaded, replace(speculation, drafter=name))
-    from drafters.none.host import NoDrafter
-
-    target = loaded.backend.plain(loaded.target)
+    target = meter_of(loaded.target).plain()
     assert target is not None, "only asked for where it differs from the exact one"
-    return Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
+    narrow = replace(loaded, target=target)
+    return make_engine(narrow, replace(plain(speculation), loop="host"))
 
 
 def _save(out: Path, document: dict, evaluation: Evaluation) -> None:
     """report.json and report.png, written beside and renamed, so that neither is ever half."""
-    from specdec.plots import plot_evaluation
+    from specdec.evaluation.display import plot_evaluation
 
     write_whole(out / "report.json", json_module.dumps(document, indent=1))
     plot_evaluation(evaluation, out / "partial.png")

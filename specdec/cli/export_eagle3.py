@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from specdec.cli.assemble import check_folder, checkpoint_path, console, print_json
+from specdec.cli.console import check_folder, console, print_json
 from specdec.cli.distil import require_training
+from targets.mini import checkpoint_path
 
 
 def export_eagle3(

@@ -6,31 +6,26 @@ import sys
 import time
 from pathlib import Path
 
-from specdec.cli.assemble import (
-    command_record,
-    console,
-    load_model,
-    make_engine,
-    print_json,
-    read_text,
-    say_model,
-    warm_up,
-)
-from specdec.cli.config import ModelConfig, SamplingConfig, SpeculationConfig
+from drafters.registry import resolved
+from specdec.assembly.engine import make_engine
+from specdec.cli import topics
+from specdec.cli.console import command_record, console, print_json, read_text, say_model
 from specdec.cli.hosts import HostsConfig, joined
-from specdec.engine import Engine
-from specdec.errors import UserError
-from specdec.stats import Acceptance
-from specdec.types import Sequence
+from specdec.cli.start import loaded_model, warm_up
+from specdec.core.config import ModelConfig, SamplingConfig
+from specdec.core.engine import Engine
+from specdec.core.errors import UserError
+from specdec.core.stats import Acceptance
+from specdec.core.types import Sequence
 
 
 def generate(
     prompt: str = "",
     /,
     *,
-    model: ModelConfig = ModelConfig(),  # noqa: B008
-    speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008
-    sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
+    model: topics.Model = ModelConfig(),  # noqa: B008
+    speculation: topics.Speculation = topics.AnySpeculation(),  # noqa: B008
+    sampling: topics.Sampling = SamplingConfig(),  # noqa: B008
     hosts: HostsConfig = HostsConfig(),  # noqa: B008
     prompt_file: Path | None = None,
     chat: bool = False,
@@ -53,12 +48,12 @@ def generate(
         End stdout with one JSON document.
     """
     text = _prompt(prompt, prompt_file)
-    speculation = speculation.resolved(model)
+    speculation = resolved(speculation, model)
     sampling.sampling({})  # refuse bad values before a model is loaded
     topics = {"model": model, "speculation": speculation, "sampling": sampling}
     asked = {"prompt": text, "chat": chat, "max_tokens": max_tokens}
     with joined(hosts, model, speculation, sampling, **asked):
-        loaded = load_model(model, speculation)
+        loaded = loaded_model(model, speculation)
         say_model(model, loaded)
         tokenizer = loaded.tokenizer
         ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else None

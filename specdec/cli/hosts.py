@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 
 from cyclopts import Parameter
 
-from specdec.cli.assemble import console
-from specdec.cli.config import ModelConfig
+from specdec.cli.console import console
 from specdec.cli.failure import say_failure
-from specdec.errors import UserError
-from specdec.lines import Lines, Meeting, call, invite
+from specdec.core.config import ModelConfig
+from specdec.core.control_channel import Lines, Meeting, call, invite
+from specdec.core.errors import UserError
 
 AUTO = "auto"
 GRACE = 10.0

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from cyclopts.argument import ArgumentCollection
 from cyclopts.config import Dict
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 
 
 def take_config(arguments: list[str]) -> tuple[list[str], Path | None]:
@@ -31,7 +31,7 @@ def take_config(arguments: list[str]) -> tuple[list[str], Path | None]:
 
 def read_config(file: Path, commands: Collection[str]) -> Dict:
     """A TOML file's options, for whatever command is chosen. Raises UserError."""
-    from specdec.toml import read_toml  # pydantic takes a moment, and --help should not
+    from specdec.core.toml import read_toml  # pydantic takes a moment, and --help should not
 
     values = read_toml(file)
     for name in commands:  # cyclopts would pass over these tables

@@ -7,24 +7,19 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from specdec.cli.assemble import (
-    command_record,
-    console,
-    load_model,
-    print_json,
-    read_text,
-    say_model,
-)
-from specdec.cli.config import ModelConfig, SpeculationConfig
-from specdec.errors import UserError
-from specdec.perplexity import measure, windows
+from specdec.cli import topics
+from specdec.cli.console import command_record, console, print_json, read_text, say_model
+from specdec.cli.start import loaded_model
+from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.errors import UserError
+from specdec.evaluation.perplexity import measure, windows
 
 
 def perplexity(
     text: Path,
     /,
     *,
-    model: ModelConfig = ModelConfig(),  # noqa: B008
+    model: topics.Model = ModelConfig(),  # noqa: B008
     window: int = 1024,
     stride: int = 512,
     json: bool = False,
@@ -43,7 +38,7 @@ def perplexity(
         End stdout with one JSON document.
     """
     content = read_text(text)
-    loaded = load_model(model, SpeculationConfig(), prove=False)
+    loaded = loaded_model(model, SpeculationConfig(), prove=False)
     say_model(model, loaded)
     ids = loaded.tokenizer.encode(content)
     bos, ids = ids[0], ids[1:]

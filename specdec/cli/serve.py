@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import socket
 
-from specdec.cli.assemble import Model, console, say_compiled, start
-from specdec.cli.config import ModelConfig, SpeculationConfig
+from drafters.registry import resolved
+from specdec.assembly.model import Model
+from specdec.cli import topics
+from specdec.cli.console import console, say_compiled
 from specdec.cli.hosts import HostsConfig, joined
-from specdec.errors import UserError
-from specdec.lines import Lines
+from specdec.cli.start import started
+from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.control_channel import Lines
+from specdec.core.errors import UserError
+from targets.backend import meter_of
 
 
 def serve(
     *,
-    model: ModelConfig = ModelConfig(),  # noqa: B008
-    speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008
+    model: topics.Model = ModelConfig(),  # noqa: B008
+    speculation: topics.Speculation = topics.AnySpeculation(),  # noqa: B008
     hosts: HostsConfig = HostsConfig(),  # noqa: B008
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -45,13 +50,13 @@ def serve(
 
     if max_waiting < 0:
         raise UserError(f"max-waiting must be 0 or more, got {max_waiting}")
-    speculation = speculation.resolved(model)
+    speculation = resolved(speculation, model)
     with joined(hosts, model, speculation, max_waiting=max_waiting) as lines:
         if lines is not None and not lines.leads:
             _follow(model, speculation, max_waiting, lines)
             return
         with _listen(host, port) as listener:
-            loaded, engine = start(model, speculation, max_waiting)
+            loaded, engine = started(model, speculation, max_waiting)
             say_compiled(loaded.backend)
             _say_memory(loaded)
             name = served_model_name or loaded.name
@@ -80,13 +85,13 @@ def _follow(
     """What a process other than 0 does: the same start, and then the same steps."""
     from serve.lockstep import follow
 
-    _, engine = start(model, speculation, max_waiting)
+    _, engine = started(model, speculation, max_waiting)
     follow(engine, lines.receive)
 
 
 def _say_memory(model: Model) -> None:
     """What is left when all is ready tells an operator how many more slots would fit."""
-    held = model.backend.memory(model.target)
+    held = meter_of(model.target).memory()
     if held is not None:
         weights, cache, used = (held[part] / 1e9 for part in ("weights", "cache", "used"))
         console.print(

@@ -15,18 +15,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from specdec.cli.assemble import (
-    check_folder,
-    checkpoint_path,
-    command_record,
-    console,
-    print_json,
-)
-from specdec.cli.backends import backend_of
-from specdec.cli.config import ModelConfig
+from specdec.cli import topics
+from specdec.cli.console import check_folder, command_record, console, print_json
 from specdec.cli.distil import require_training
-from specdec.errors import UserError
-from specdec.writing import write_whole, writing
+from specdec.core.config import ModelConfig
+from specdec.core.errors import UserError
+from specdec.core.writing import write_whole, writing
+from targets.backend import backend_of
+from targets.mini import checkpoint_path
 
 if TYPE_CHECKING:
     from targets.arch import Arch
@@ -44,7 +40,7 @@ def train_eagle3(
     *,
     data: list[Path],
     run: Path,
-    model: ModelConfig = ModelConfig(),  # noqa: B008
+    model: topics.Model = ModelConfig(),  # noqa: B008
     feature_cache: Path | None = None,
     data_parallel_size: int = 1,
     json: bool = False,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from specdec.types import Sampling
+from specdec.core.types import Sampling
 
 Loop = Literal["host", "device"]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.core.config import Loop, ModelConfig
-from specdec.errors import UserError
-from specdec.protocols import Cycle
-from specdec.types import Array, Check
+from specdec.core.errors import UserError
+from specdec.core.protocols import Cycle
+from specdec.core.types import Array, Check
 from targets.backend import TargetRequest
 
 if TYPE_CHECKING:

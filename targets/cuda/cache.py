@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.types import MAX_DRAFT
+from specdec.core.types import MAX_DRAFT
 from targets.arch import Arch, LayerSpec
 
 CHUNK = 128

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from specdec.protocols import Proposer
-from specdec.types import Sequence
+from specdec.core.protocols import Proposer
+from specdec.core.types import Sequence
 from targets.cuda.ops import Rows
 
 
@@ -50,8 +50,8 @@ class CapturedBatch:
 
 
 class DeviceDrafter(Proposer[CapturedBatch], Protocol):
-    """All but `ready` is captured. A `propose` that writes into `batch.draft` and returns that saves
-    a copy."""
+    """All but `ready` is captured. A `propose` that writes into `batch.draft`, and returns that,
+    saves a copy."""
 
     def ready(self, seqs: Seqs[Sequence]) -> None:
         """What the host has to do for these rows before a cycle."""

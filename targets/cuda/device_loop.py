@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specdec.cycle import cycle
-from specdec.protocols import Cycle
-from specdec.types import NO_GUESS, SAT_OUT, Array, LogprobRows, Round, Sequence, Step
+from specdec.core.cycle import cycle
+from specdec.core.protocols import Cycle
+from specdec.core.types import NO_GUESS, SAT_OUT, Array, LogprobRows, Round, Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch, DeviceDrafter, SlotState
 from targets.cuda.graphs import Captured, bucket_of
 from targets.cuda.kernels import Kernels

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets.arch import Arch, MoeSpec
 from targets.cuda import tiles
 from targets.cuda.launch import Launch, Variant, pointer

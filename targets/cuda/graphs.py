@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from specdec.types import NO_GUESS, LogprobRows
+from specdec.core.types import NO_GUESS, LogprobRows
 from targets.cuda.model import Hidden
 from targets.cuda.ops import Rows
 from targets.cuda.sampling import each_part

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 
 Launch = Callable[..., None]
 """`Kernels._launch`, as its parts are given it."""

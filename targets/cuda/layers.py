@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from specdec.types import NO_GUESS
+from specdec.core.types import NO_GUESS
 from targets.arch import Arch, LayerSpec, MoeSpec
 from targets.cuda import cache as kv, sampling
 from targets.cuda.cache import LayerCache

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from specdec.errors import UserError
-from specdec.types import MAX_DRAFT
+from specdec.core.errors import UserError
+from specdec.core.types import MAX_DRAFT
 from targets.arch import Arch, read_arch
 from targets.checkpoint import Checkpoint
 from targets.cuda.attention import HEADS

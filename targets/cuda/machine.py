@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 
 CAPABILITY = (9, 0)
 """Hopper, and nothing else: the binaries are for sm_90a, which no later GPU runs either."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets.arch import Arch
 from targets.cuda.attention import partial_bytes
 from targets.cuda.cache import CHUNK, HEAD_ALIGN, entries, slack_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
 
-from specdec.types import Array, Sequence
+from specdec.core.types import Array, Sequence
 from targets.cuda import roofline
 from targets.cuda.machine import used_bytes
 from targets.cuda.memory import Shape, need

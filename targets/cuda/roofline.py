@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from math import prod
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets.arch import Arch, MoeSpec
 from targets.cuda.machine import free_bytes
 from targets.cuda.memory import KV, WIDE, tensor_bytes

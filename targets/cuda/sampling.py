@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.types import MAX_LOGPROBS, LogprobRows
+from specdec.core.types import MAX_LOGPROBS, LogprobRows
 from targets import rules
 from targets.cuda.noise import gumbel
 from targets.cuda.ops import Rows

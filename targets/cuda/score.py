@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from specdec.errors import UserError
-from specdec.types import MAX_DRAFT
+from specdec.core.errors import UserError
+from specdec.core.types import MAX_DRAFT
 from targets.cuda.ops import Rows
 from targets.cuda.target import CudaTarget
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from specdec.types import Check, Sampling, Sequence
+from specdec.core.types import Check, Sampling, Sequence
 from targets.cuda.ops import Rows
 from targets.cuda.target import CudaTarget
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from specdec.errors import UserError
-from specdec.types import MAX_DRAFT, NO_GUESS, Array, Sequence, Step
+from specdec.core.errors import UserError
+from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, Sequence, Step
 from targets.arch import Arch
 from targets.cuda import sampling
 from targets.cuda.cache import make_cache, slack_of

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets.jax import programs
 from targets.jax.cache import Cache, abstract_cache
 from targets.jax.params import Params, abstract_params

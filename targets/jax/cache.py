@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specdec.types import Array
+from specdec.core.types import Array
 from targets.arch import Arch, LayerSpec
 from targets.jax.placing import zeros
 from targets.segments import segments

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 
 PROGRAMS = Path.home() / ".cache" / "specdec" / "xla"
 """Where compiled programs are kept unless --cache names a folder."""

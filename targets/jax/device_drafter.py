@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 from flax import struct
 
-from specdec.protocols import Proposer
-from specdec.types import Array, Sequence, Step
+from specdec.core.protocols import Proposer
+from specdec.core.types import Array, Sequence, Step
 from targets.jax.cache import Cache
 
 

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from specdec.cycle import cycle
-from specdec.protocols import Cycle
-from specdec.types import NO_GUESS, Array, LogprobRows, Round, Sequence, Step
+from specdec.core.cycle import cycle
+from specdec.core.protocols import Cycle
+from specdec.core.types import NO_GUESS, Array, LogprobRows, Round, Sequence, Step
 from targets.jax import programs, sampling
 from targets.jax.device_drafter import DeviceDrafter, SlotState, TracedProgram
 from targets.jax.params import Params

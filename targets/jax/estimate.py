@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets.jax.traffic import Collective, Traffic
 
 

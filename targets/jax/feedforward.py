@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specdec.types import Array
+from specdec.core.types import Array
 from targets.arch import MoeSpec
 from targets.jax.layers import project, project_wide, rms_norm
 from targets.jax.params import Spread

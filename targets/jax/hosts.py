@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 
 PATIENCE = 300
 """Seconds until all processes must have come."""

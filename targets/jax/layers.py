@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specdec.types import Array
+from specdec.core.types import Array
 from targets.arch import LayerSpec, Rope
 from targets.jax.cache import Entries, Rounded, numbers
 from targets.jax.params import Quantized, Spread

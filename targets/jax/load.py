@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.errors import UserError
-from specdec.types import MAX_DRAFT
+from specdec.core.errors import UserError
+from specdec.core.types import MAX_DRAFT
 from targets.arch import Arch, read_arch
 from targets.checkpoint import Checkpoint
 from targets.jax.params import init_params, load_params

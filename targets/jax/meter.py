@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
 
-from specdec.types import Array, Sequence
+from specdec.core.types import Array, Sequence
 from targets.jax import roofline
 from targets.jax.load import narrowed
 from targets.jax.target import JaxTarget

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specdec.types import Array
+from specdec.core.types import Array
 from targets.arch import Arch, LayerSpec
 from targets.jax import cache as kv, layers
 from targets.jax.cache import Cache, Span

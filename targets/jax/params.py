@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specdec.types import Array
+from specdec.core.types import Array
 from targets.arch import Arch
 from targets.checkpoint import Checkpoint, Stored, dequantise, quantise_int8
 from targets.jax.placing import put

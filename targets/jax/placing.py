@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specdec.types import Array
+from specdec.core.types import Array
 
 
 def replicated(mesh: Mesh | None) -> NamedSharding | None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specdec.types import Array
+from specdec.core.types import Array
 from targets.arch import Arch
 from targets.jax import sampling
 from targets.jax.cache import Cache, Span

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specdec.types import Array
+from specdec.core.types import Array
 from targets.arch import Arch
 from targets.jax.cache import key_dims
 from targets.jax.params import Params

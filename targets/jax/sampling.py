@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specdec.types import MAX_LOGPROBS, Array, LogprobRows
+from specdec.core.types import MAX_LOGPROBS, Array, LogprobRows
 from targets.jax.noise import gumbel
 from targets.rules import Rules
 

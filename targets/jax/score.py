@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.types import Array
+from specdec.core.types import Array
 from targets.arch import Arch
 from targets.jax.model import head, sequence_hidden
 from targets.jax.params import Params

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from specdec.types import NO_GUESS, Check, Sampling, Sequence
+from specdec.core.types import NO_GUESS, Check, Sampling, Sequence
 from targets.jax.programs import Feed
 from targets.jax.target import JaxTarget
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.errors import UserError
-from specdec.types import NO_GUESS, Array, LogprobRows, Sequence, Step
+from specdec.core.errors import UserError
+from specdec.core.types import NO_GUESS, Array, LogprobRows, Sequence, Step
 from targets.arch import Arch
 from targets.jax import programs, sampling
 from targets.jax.cache import make_cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 
 NAMES = ("mini", "mini-e")
 

@@ -12,7 +12,7 @@ from drafters.eagle3.cuda import draft as drafting
 from drafters.eagle3.cuda.draft import Drafting
 from drafters.eagle3.cuda.head import HeadModel
 from drafters.eagle3.cuda.ops import Pending
-from specdec.types import NO_GUESS, Array, Sequence, Step
+from specdec.core.types import NO_GUESS, Array, Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch
 
 

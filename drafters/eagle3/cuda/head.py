@@ -1,5 +1,5 @@
-"""The EAGLE-3 head's forward in the words of `drafters.eagle3.cuda.ops`: our kernels on a Hopper GPU,
-plain torch elsewhere. The mathematics, and the JAX twin: `drafters/eagle3/jax.py`.
+"""The EAGLE-3 head's forward in the words of `ops.py`: our kernels on a Hopper GPU, plain torch
+elsewhere. The mathematics, and the JAX twin: `../jax/head.py`.
 
 A head is a Llama layer to the operations: nothing normed within attention, gates of SiLU. Linear
 layers are fp8 where the target's are, quantised on load; K/V are bf16 (float32 for references).
@@ -16,7 +16,7 @@ import torch
 from drafters.eagle3.cuda.kernels import DraftKernels
 from drafters.eagle3.cuda.ops import DraftOps, DraftReference, PairNorms, Vocabulary
 from drafters.eagle3.spec import Head, HeadSpec, check_pair, tensors
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 from targets.arch import Arch, LayerSpec, Rope
 from targets.cuda.attention import HEADS
 from targets.cuda.cache import KVCache, entries, make_cache, slack_of

@@ -27,8 +27,8 @@ INPUTS = {
 """By the kind of weight that reads what they make."""
 THREADS = 256
 MOST_DRAFTS = 48 * 1024
-"""Draft vocabulary that fits into a cluster's registers (draft_sample.cu); among more words, the target's
-own chooser chooses."""
+"""Draft vocabulary that fits into a cluster's registers (draft_sample.cu); among more words, the
+target's own sampler chooses."""
 
 
 class _Pair(Structure):
@@ -91,7 +91,8 @@ class DraftKernels(Kernels):
         arguments += [c_int(n) for n in (width // parts, tokens, slots - 1)]
         arguments += [c_float(self.arch.eps), c_int(x.k_blocks), c_int(x.block)]
         # everything before the first kernel of a cycle has ended when it starts; later steps may
-        # rely on that, and on each guess (draft_sample.cu, layout.cu) to have seen all before it end
+        # rely on that, and on each guess (draft_sample.cu, layout.cu) to have seen all before it
+        # end
         grid = m, parts, 1
         self._launch(INPUTS[kind], "features", grid, ROW_THREADS, arguments, early=False)
         return x

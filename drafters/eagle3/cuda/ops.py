@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from specdec.types import NO_GUESS
+from specdec.core.types import NO_GUESS
 from targets.cuda.formulas import rms
 from targets.cuda.layers import Reference, as_input
 from targets.cuda.ops import Linear, Ops, Rows, X

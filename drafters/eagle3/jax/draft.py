@@ -18,7 +18,7 @@ from flax import struct
 from drafters.eagle3.jax import head
 from drafters.eagle3.jax.head import DraftCache, Weights
 from drafters.eagle3.spec import HeadSpec
-from specdec.types import NO_GUESS, Array, Step
+from specdec.core.types import NO_GUESS, Array, Step
 from targets.jax import sampling
 from targets.jax.device_drafter import SlotState, TracedDrafter
 from targets.rules import Rules

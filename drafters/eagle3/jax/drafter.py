@@ -14,7 +14,7 @@ from drafters.eagle3.jax import draft as drafting
 from drafters.eagle3.jax.draft import DraftInputs, DraftState, HeadProgram, Pending, Texts
 from drafters.eagle3.jax.head import make_cache, place
 from drafters.eagle3.spec import Head, check_pair
-from specdec.types import Array, Sequence, Step
+from specdec.core.types import Array, Sequence, Step
 from targets.jax.placing import put, replicated, zeros
 from targets.jax.target import JaxTarget
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from drafters.eagle3.spec import Head, HeadSpec
-from specdec.types import Array
+from specdec.core.types import Array
 from targets.arch import Rope
 from targets.jax.layers import attend, project, rms_norm, rope_tables, rotate
 from targets.jax.placing import put, replicated, zeros

@@ -7,7 +7,7 @@ couples sampled drafts through the same noise).
 
 from __future__ import annotations
 
-from specdec.types import Array
+from specdec.core.types import Array
 
 
 def accept(draft: Array, chosen: Array) -> Array:

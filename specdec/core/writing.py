@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 

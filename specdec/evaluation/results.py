@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.stats import Acceptance
+from specdec.core.stats import Acceptance
 
 
 @dataclass(frozen=True)

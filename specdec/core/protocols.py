@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seqs
 from typing import Protocol, TypeVar
 
-from specdec.types import Array, Round, Sequence, Step
+from specdec.core.types import Array, Round, Sequence, Step
 
 Batch = TypeVar("Batch", contravariant=True)
 

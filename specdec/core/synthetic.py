@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from specdec.errors import UserError
-from specdec.protocols import Cycle
-from specdec.types import SAT_OUT, Array, Round, Sequence
+from specdec.core.errors import UserError
+from specdec.core.protocols import Cycle
+from specdec.core.types import SAT_OUT, Array, Round, Sequence
 
 CYCLES = 1000
 """Rows of the table; then it starts again."""

@@ -10,9 +10,9 @@ in a CUDA graph, with a batch of arrays (`targets/jax/device_loop.py`, `targets/
 
 from __future__ import annotations
 
-from specdec.accept import accept
-from specdec.protocols import Batch, Cycle, Drafter, Proposer, Target, Verifier
-from specdec.types import Round
+from specdec.core.accept import accept
+from specdec.core.protocols import Batch, Cycle, Drafter, Proposer, Target, Verifier
+from specdec.core.types import Round
 
 
 def cycle(target: Verifier[Batch], drafter: Proposer[Batch], batch: Batch, k: int) -> Round:

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from specdec import __version__
+from specdec.core.version import VERSION
 
 PACKAGES = ("jax", "jaxlib", "numpy", "safetensors", "tokenizers", "libtpu", "torch")
 PACKAGES += ("cuda-bindings", "transformers")
@@ -22,7 +22,7 @@ def run_record(device: str, packages: Iterable[str] = PACKAGES, **facts: Any) ->
     """argv, commit, versions and device, and `facts` with them."""
     return {
         "argv": sys.argv,
-        "specdec": __version__,
+        "specdec": VERSION,
         "git": _git_sha(),
         "versions": versions(packages),
         "device": device,

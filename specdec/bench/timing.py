@@ -1,7 +1,7 @@
 """Step times and end-to-end speed of one target, as ratios measured side by side in one run.
 
 Contexts are really filled and each row has its own. Knows nothing of frameworks: what it needs of
-the device is given to it. Each function returns samples; `specdec.measured` makes figures of them.
+the device is given to it. Each function returns samples; `aggregate.py` makes figures of them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from hashlib import sha256
 
 import numpy as np
 
-from specdec.engine import Engine
-from specdec.protocols import Target
-from specdec.stats import Acceptance
-from specdec.types import Array, Sampling, Sequence
+from specdec.core.engine import Engine
+from specdec.core.protocols import Target
+from specdec.core.stats import Acceptance
+from specdec.core.types import Array, Sampling, Sequence
 
 STEPS, WARM_STEPS = 30, 5
 CYCLE_SAMPLES, CYCLES_EACH = 20, 4

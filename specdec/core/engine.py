@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from specdec.errors import UserError
-from specdec.protocols import Cycle, Drafter, Target
-from specdec.scheduler import Scheduler
-from specdec.stats import Acceptance
-from specdec.types import (
+from specdec.core.errors import UserError
+from specdec.core.protocols import Cycle, Drafter, Target
+from specdec.core.scheduler import Scheduler
+from specdec.core.stats import Acceptance
+from specdec.core.types import (
     NO_GUESS,
     SAT_OUT,
     Array,

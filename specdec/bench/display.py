@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specdec.plots import require_matplotlib, save_figure
+from specdec.evaluation.display import require_matplotlib, save_figure
 
 Row = dict[str, Any]
 

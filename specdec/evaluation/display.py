@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specdec.errors import UserError
-from specdec.report import Evaluation, Tau
+from specdec.core.errors import UserError
+from specdec.evaluation.results import Evaluation, Tau
 
 
 def print_evaluation(evaluation: Evaluation, console: Console | None = None) -> None:

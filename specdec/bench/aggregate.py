@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.bench import Run
+from specdec.bench.timing import Run
 
 
 @dataclass(frozen=True)

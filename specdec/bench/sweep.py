@@ -6,24 +6,28 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from specdec.bench import (
+from drafters.registry import PLAIN, find, plain
+from specdec.assembly.engine import loop_of, make_engine
+from specdec.assembly.model import Model, Status
+from specdec.bench.aggregate import Figures
+from specdec.bench.timing import (
     ROOM,
     cycle_samples,
     end_to_end,
     fill,
     first_token_samples,
     random_prompts,
+    some_draft,
     step_samples,
 )
-from specdec.cli.assemble import Model, console, loop_of, make_engine
-from specdec.cli.config import SpeculationConfig
-from specdec.errors import UserError
-from specdec.measured import Figures
-from specdec.synthetic import accepted_table
-from specdec.types import Sampling, Sequence
+from specdec.core.config import SpeculationConfig
+from specdec.core.errors import UserError
+from specdec.core.synthetic import accepted_table
+from specdec.core.types import Sampling, Sequence
+from targets.backend import meter_of
 
 if TYPE_CHECKING:
-    from specdec.engine import Engine
+    from specdec.core.engine import Engine
 
 LOOKUP = 24
 """Tokens that a prompt of the end-to-end runs says twice, so that prompt lookup finds them."""
@@ -66,25 +70,31 @@ Targets = dict[int, tuple[Any, int]]
 
 def targets_by_width(model: Model, grid: Grid) -> Targets:
     """Made once: a backend may compile a width anew."""
-    asked = ((w, *model.backend.at_width(model.target, w)) for w in grid.widths)
+    meter = meter_of(model.target)
+    asked = ((w, *meter.at_width(w)) for w in grid.widths)
     return {fed: (target, width) for width, target, fed in asked}
 
 
 def measure(
-    model: Model, targets: Targets, speculation: SpeculationConfig, grid: Grid, figures: Figures
+    model: Model,
+    targets: Targets,
+    speculation: SpeculationConfig,
+    grid: Grid,
+    figures: Figures,
+    status: Status,
 ) -> None:
     """One repeat of everything: steps, then what engines drive."""
     for context in grid.contexts:
-        with console.status(f"timing steps at context {context}"):
+        with status(f"timing steps at context {context}"):
             _steps(model, targets, grid, context, figures)
-        with console.status(f"timing cycles at context {context}"):
+        with status(f"timing cycles at context {context}"):
             _cycles(model, speculation, grid, context, figures)
-    with console.status("time to first token"):
-        engine = make_engine(model, replace(speculation, drafter="none"))
+    with status("time to first token"):
+        engine = make_engine(model, plain(speculation))
         for n in grid.prompt_lengths:
             samples = first_token_samples(engine, n, model.target.vocab)
             figures.add("first token", n, samples)
-    with console.status("end to end"):
+    with status("end to end"):
         _runs(model, speculation, grid, figures)
         _synthetic(model, speculation, grid, figures)
 
@@ -99,8 +109,8 @@ def _steps(model: Model, targets: Targets, grid: Grid, context: int, figures: Fi
         for batch in grid.batches:
             place = (batch, context, fed)
             figures.add("step", place, step_samples(target, seqs[:batch], width - 1))
-            forward = model.backend.forward_samples(target, seqs[:batch], width)
-            figures.add("forward", place, forward)
+            draft = some_draft(seqs[:batch], width - 1)
+            figures.add("forward", place, meter_of(target).forward_samples(seqs[:batch], draft))
 
 
 def _cycles(
@@ -109,20 +119,25 @@ def _cycles(
     """Plain decoding and the drafter with each K, in the loop that was chosen."""
     for batch in grid.batches:
         prompts = random_prompts(batch, context, model.target.vocab)
-        drafted = [(speculation.drafter, k) for k in grid.ks if speculation.drafter != "none"]
-        for drafter, k in (("none", 0), *drafted):
-            width = model.backend.fed_width(model.target, k)
-            engine = make_engine(model, replace(speculation, drafter=drafter, k=k))
-            place = (batch, context, drafter, loop_of(model, speculation), width, k)
+        for config in (plain(speculation), *_drafting(speculation, grid.ks)):
+            width = meter_of(model.target).fed_width(config.k)
+            engine = make_engine(model, config)
+            loop = loop_of(model, speculation)
+            place = (batch, context, config.drafter, loop, width, config.k)
             figures.add("cycle", place, cycle_samples(engine, prompts))
+
+
+def _drafting(speculation: SpeculationConfig, ks: tuple[int, ...]) -> list[SpeculationConfig]:
+    """With each K; none for a drafter that never drafts."""
+    return [replace(speculation, k=k) for k in ks if find(speculation.drafter).most_k]
 
 
 def _runs(model: Model, speculation: SpeculationConfig, grid: Grid, figures: Figures) -> None:
     """Plain and drafted, in every loop that there is, on prompts that repeat themselves."""
     vocab, slots = model.target.vocab, max(grid.batches)
     prompts = [[2, *text * 2] for text in random_prompts(slots, LOOKUP, vocab, seed=1)]
-    for drafter in dict.fromkeys(("none", speculation.drafter)):
-        for loop in model.backend.loops(model.target):
+    for drafter in dict.fromkeys((PLAIN, speculation.drafter)):
+        for loop in sorted(model.backend.loops(model.target), reverse=True):
             config = replace(speculation, drafter=drafter, loop=loop)
             engine = partial(make_engine, model, config)
             run = end_to_end(f"{drafter}, {loop} loop", engine, prompts, grid.max_tokens)

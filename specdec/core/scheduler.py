@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from specdec.types import Sequence
+from specdec.core.types import Sequence
 
 
 class QueueFull(Exception):

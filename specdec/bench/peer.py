@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.bench import random_prompts
-from specdec.cli.config import ModelConfig
+from specdec.bench.timing import random_prompts
 from specdec.cli.drafting import checkpoint_path
-from specdec.errors import UserError
+from specdec.core.config import ModelConfig
+from specdec.core.errors import UserError
 
 if TYPE_CHECKING:
-    from specdec.cli.measure import Grid
+    from specdec.bench.sweep import Grid
 
 RUNS: dict[str, dict[str, Any]] = {
     "dynamic cache": {},

@@ -16,15 +16,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from specdec import report
-from specdec.engine import Engine
-from specdec.errors import UserError
-from specdec.prompts import Prompt
-from specdec.report import Evaluation, Outcome, Speed
-from specdec.stats import Acceptance
-from specdec.types import Round, Sampling, Sequence
-
-PLAIN = "none"
+from drafters.registry import PLAIN
+from specdec.core.engine import Engine
+from specdec.core.errors import UserError
+from specdec.core.stats import Acceptance
+from specdec.core.types import Round, Sampling, Sequence
+from specdec.evaluation import results
+from specdec.evaluation.prompts import Prompt
+from specdec.evaluation.results import Evaluation, Outcome, Speed
 
 
 @dataclass(frozen=True)
@@ -197,13 +196,13 @@ def _report(
         total.merge(outcome.acceptance)
     return Evaluation(
         settings=settings.to_json(),
-        overall=report.measure_tau("all", drafted, settings.resamples),
-        categories=report.by_category(drafted, settings.resamples),
-        positions=report.measure_positions(total, settings.k),
+        overall=results.measure_tau("all", drafted, settings.resamples),
+        categories=results.by_category(drafted, settings.resamples),
+        positions=results.measure_positions(total, settings.k),
         histogram=[total.lengths[i] for i in range(settings.k + 1)],
         speeds={name: racer.speed for name, racer in racers.items()},
-        equality=report.compare(plain, drafted),
-        distinct_4=report.distinct([o.tokens for o in plain]),
+        equality=results.compare(plain, drafted),
+        distinct_4=results.distinct([o.tokens for o in plain]),
         prompts=[_prompt_row(outcome) for outcome in drafted],
         skipped=skipped,
         samples=[_sample(outcome, decode) for outcome in drafted[: settings.samples]],

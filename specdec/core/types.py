@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from specdec.errors import UserError
-from specdec.stats import Acceptance
+from specdec.core.errors import UserError
+from specdec.core.stats import Acceptance
 
 Array = Any
 """A numpy, jax or torch array: the loop only indexes and compares."""

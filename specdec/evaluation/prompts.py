@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 
 FORMS = 'a string, or an object with "prompt", "text", "messages" or "turns"'
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 
 Score = Callable[[list[int]], np.ndarray]
 """tokens -> nll [len - 1] in nats, nll[i] of tokens[i + 1] given everything before it."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from specdec.errors import UserError
+from specdec.core.errors import UserError
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """What a dataclass to be read sets as `__pydantic_config__`: "3" is no number, and a key that

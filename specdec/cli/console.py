@@ -1,0 +1,81 @@
+"""What the commands share: where they print, and the files and records that they read and write."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from rich.console import Console
+
+from specdec.assembly.model import Model
+from specdec.core.config import ModelConfig
+from specdec.core.errors import UserError
+from specdec.core.provenance import run_record
+from targets.backend import Backend, backend_of
+
+console = Console(stderr=True, highlight=False)
+"""People read stderr; stdout carries text and, last, JSON."""
+
+
+def read_text(file: Path) -> str:
+    """A UTF-8 text file that a user named. Raises UserError."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UserError(f"cannot read {file} as UTF-8 text: {problem}") from None
+
+
+def check_folder(folder: Path, option: str = "--out") -> None:
+    """Make sure that results can be written, before the work: try it. Raises UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            file.write(b"specdec")
+            file.flush()
+    except OSError as problem:
+        raise UserError(
+            f"{option}: cannot write to {folder} ({problem.strerror}): name another folder"
+        ) from None
+
+
+def check_file(file: Path, option: str) -> None:
+    """The same for one file. Raises UserError."""
+    if file.is_dir():
+        raise UserError(f"{option}: {file} is a folder: name a file")
+    if file.exists() and not os.access(file, os.W_OK):
+        raise UserError(f"{option}: {file} may not be written: name another file")
+    check_folder(file.parent, option)
+
+
+def command_record(command: str, model: ModelConfig, **configs: Any) -> dict[str, Any]:
+    """The run's record, with the command and its resolved configuration."""
+    resolved = {name: _plain(asdict(value)) for name, value in {"model": model, **configs}.items()}
+    return run_record(backend_of(model).device(model), command=command, config=resolved)
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows no paths."""
+    return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """The one JSON document that ends stdout."""
+    print(json.dumps(document))
+
+
+def say_model(config: ModelConfig, model: Model) -> None:
+    """Tell which model runs where; who typed no model should know that it is the small one."""
+    device = model.backend.device(config)
+    embedded = " (embedded; --model PATH runs another)" if config.model == "mini" else ""
+    console.print(f"[dim]model {model.name}{embedded} on {device}[/dim]")
+
+
+def say_compiled(backend: Backend) -> None:
+    """Tell what the cache of compiled programs was worth, where anybody counts."""
+    counts = backend.compiled()
+    if counts is not None:
+        console.print(f"[dim]programs: {counts[0]} from the cache, {counts[1]} compiled[/dim]")

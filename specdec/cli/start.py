@@ -1,0 +1,48 @@
+"""How commands come by a model and an engine: assembled, proved and warmed up, saying so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from specdec.assembly import engine as engines
+from specdec.assembly.engine import VARIANTS, make_engine, require_exact
+from specdec.assembly.model import Model, load_model, random_model
+from specdec.cli.console import console, say_model
+from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.engine import Engine
+from specdec.core.types import Sampling
+
+
+def loaded_model(
+    config: ModelConfig, speculation: SpeculationConfig, prove: bool = True, random: str = ""
+) -> Model:
+    """Load, or make with random weights of a public model's size, and prove exactness where it
+    isn't given by construction. Raises UserError.
+
+    prove: False where nothing is decoded, and for the doctor, which reports instead of refusing.
+    """
+    if random:
+        model = random_model(random, config, speculation, console.status)
+    else:
+        model = load_model(config, speculation, console.status)
+    if prove:
+        require_exact(model, speculation, console.status)
+    return model
+
+
+def warm_up(engine: Engine, samplings: Iterable[Sampling]) -> None:
+    """Compile what these requests will need, so that speed is measured without it."""
+    with console.status("compiling"):
+        engines.warm_up(engine, samplings)
+
+
+def started(
+    config: ModelConfig, speculation: SpeculationConfig, max_waiting: int = 256
+) -> tuple[Model, Engine]:
+    """Everything that a server does before its first request, which then compiles nothing."""
+    model = loaded_model(config, speculation)
+    say_model(config, model)
+    engine = make_engine(model, speculation, max_waiting)
+    with console.status("compiling"):
+        engines.warm_up(engine, VARIANTS, *model.backend.warm(model.target))
+    return model, engine

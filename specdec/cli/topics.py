@@ -1,0 +1,53 @@
+"""The options that several commands share, by topic, as cyclopts reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seqs
+from dataclasses import field, make_dataclass
+from typing import TYPE_CHECKING, Annotated, get_type_hints
+
+from cyclopts import Parameter, Token
+
+from drafters import registry
+from specdec.core.config import ModelConfig, SamplingConfig, SpeculationConfig
+
+
+def _numbers(kind: type, tokens: Seqs[Token]) -> tuple[float, ...]:
+    """`1,8,32`, or the option several times."""
+    parts = [part for token in tokens for part in token.value.split(",") if part.strip()]
+    return tuple(kind(part) for part in parts)
+
+
+Whole = Annotated[
+    tuple[int, ...], Parameter(converter=lambda _, tokens: _numbers(int, tokens), n_tokens=1)
+]
+Real = Annotated[
+    tuple[float, ...], Parameter(converter=lambda _, tokens: _numbers(float, tokens), n_tokens=1)
+]
+
+
+def _with_drafters() -> type[SpeculationConfig]:
+    """`SpeculationConfig` with the drafters' own options and help, from the registry."""
+    kinds = ", ".join(f"{kind.name} ({kind.summary})" for kind in registry.every())
+    who = f"Who guesses: {kinds}. Never changes the output."
+    whole = registry.config_type()
+    helps = {name: f.metadata["help"] for name, f in registry.own_fields().items()}
+    helps |= {"drafter": who}
+    told = [
+        (name, Annotated[kind, Parameter(help=helps[name])] if name in helps else kind)
+        for name, kind in get_type_hints(whole, include_extras=True).items()
+    ]
+    named = [(name, kind, field(default=getattr(whole, name))) for name, kind in told]
+    made = make_dataclass("Speculation", named, bases=(whole,), frozen=True)
+    made.__module__ = __name__  # cyclopts takes what it finds in `types` for a builtin
+    return made
+
+
+Model = Annotated[ModelConfig, Parameter(name="*", group="Model")]
+Sampling = Annotated[SamplingConfig, Parameter(name="*", group="Sampling")]
+if TYPE_CHECKING:
+    Speculation = SpeculationConfig
+    AnySpeculation = SpeculationConfig
+else:
+    AnySpeculation = _with_drafters()
+    Speculation = Annotated[AnySpeculation, Parameter(name="*", group="Speculation")]

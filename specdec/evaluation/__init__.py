@@ -1,0 +1,1 @@
+"""What a drafter is worth: running prompts, comparing texts, statistics, tables and plots."""
