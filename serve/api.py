@@ -21,7 +21,7 @@ from serve.replies import ChatReply, CompletionReply, Json
 from serve.runner import EngineRunner
 from serve.schema import ChatRequest, CompletionRequest, parse
 from serve.stream import Tokenizer
-from specdec import __version__
+from specdec.core.version import VERSION
 
 MAX_BODY = 8 * 2**20
 DRAINED = 64 * 2**20
@@ -52,7 +52,7 @@ def create_app(
         yield
         await asyncio.to_thread(runner.close)
 
-    app = FastAPI(title="specdec", version=__version__, lifespan=lifespan)
+    app = FastAPI(title="specdec", version=VERSION, lifespan=lifespan)
     install_error_handlers(app)
     app.include_router(_openai_routes(context, max_body), dependencies=[Depends(_guard(api_key))])
     app.include_router(_operator_routes(context))
@@ -111,7 +111,7 @@ def _operator_routes(context: Context) -> APIRouter:
 
     @router.get("/version")
     async def version() -> Json:
-        return {"version": __version__}
+        return {"version": VERSION}
 
     return router
 

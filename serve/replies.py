@@ -8,7 +8,7 @@ from collections.abc import Sequence as Rows
 from typing import Any, Protocol
 
 from serve.stream import ChoiceFinish, TokenText
-from specdec import __version__
+from specdec.core.version import VERSION
 
 Json = dict[str, Any]
 
@@ -99,7 +99,7 @@ def _head(request_id: str, model_name: str) -> Json:
         "id": request_id,
         "created": int(time.time()),
         "model": model_name,
-        "system_fingerprint": f"specdec-{__version__}",
+        "system_fingerprint": f"specdec-{VERSION}",
     }
 
 

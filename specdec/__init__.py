@@ -1,5 +1,21 @@
 """specdec: lossless speculative decoding for Gemma 4. Start reading at `specdec/core/cycle.py`."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from specdec.core.version import VERSION as __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from specdec.llm import LLM, Answer, Chunk, SamplingParams, load
+
+__all__ = ["LLM", "Answer", "Chunk", "SamplingParams", "__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """The door opens when it is first asked for: every module of ours imports this one before."""
+    if name not in __all__:
+        raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+    from specdec import llm
+
+    return getattr(llm, name)

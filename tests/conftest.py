@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli import backend_jax
 from tests.tiny import IDS, VARIANTS, oracle, random_tensors, write_tiny
 
 PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
@@ -82,7 +81,9 @@ def references() -> dict:
 @pytest.fixture(scope="session", autouse=True)
 def compiled_programs() -> None:
     """Commands keep their programs for this session only, not where the user's are."""
-    backend_jax.PROGRAMS = Path(os.environ[PROGRAMS])
+    from targets.jax import compile_cache
+
+    compile_cache.PROGRAMS = Path(os.environ[PROGRAMS])
 
 
 @pytest.fixture

@@ -52,6 +52,9 @@ class Oracle:
     def __init__(self, plain: dict[str, list[int]], shift: int = 0, vocab: int = 50) -> None:
         self.plain, self.shift, self.vocab = plain, shift, vocab
 
+    def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
+        pass
+
     def propose(self, seqs: Rows[Sequence], k: int) -> Array:
         draft = np.full((len(seqs), k), NO_GUESS, np.int32)
         for b, seq in enumerate(seqs):
@@ -72,6 +75,9 @@ class Noise:
     def __init__(self, vocab: int, wild: bool = False, seed: int = 0) -> None:
         self.low, self.high = (-(2**31), 2**31 - 1) if wild else (0, vocab)
         self.random = np.random.default_rng(seed)
+
+    def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
+        pass
 
     def propose(self, seqs: Rows[Sequence], k: int) -> Array:
         return self.random.integers(self.low, self.high, (len(seqs), k)).astype(np.int32)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from drafters.none.host import NoDrafter
-from specdec import bench, measured
+from specdec.bench import aggregate, timing as bench
 from specdec.bench.aggregate import Figures
 from specdec.bench.display import plot_bench, print_bench
 from specdec.core.cycle import host_cycle
@@ -128,9 +128,9 @@ def document() -> dict:
     return {
         "architecture": "tiny",
         "read_bandwidth": 4.0,
-        "steps": measured.step_rows(figures, needed, 4.0),
-        "cycles": measured.cycle_rows(figures, needed, 4.0),
-        "first_token": measured.first_token_rows(figures),
+        "steps": aggregate.step_rows(figures, needed, 4.0),
+        "cycles": aggregate.cycle_rows(figures, needed, 4.0),
+        "first_token": aggregate.first_token_rows(figures),
         "runs": runs,
         "synthetic": [],
         "equal": True,

@@ -10,20 +10,19 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from specdec.cli.assemble import warm_up
-from specdec.cli.backend_cuda import CudaBackend
-from specdec.cli.backend_jax import JaxBackend
 
 from drafters.none.host import NoDrafter
+from specdec.assembly.engine import warm_up
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from specdec.core.types import Sampling
 from targets.arch import released
+from targets.cuda.backend import CudaBackend
 from targets.cuda.launch import Variant, cached_binary
-from targets.cuda.layers import Reference
 from targets.cuda.load import CudaOptions, make_plan
 from targets.cuda.machine import Machine, refuse
+from targets.jax.backend import JaxBackend
 from tests.commands import CUDA, PROMPT, refused, run
 from tests.fakes import FakeTarget
 
@@ -145,12 +144,12 @@ def test_sizes_that_the_kernels_do_not_take_name_tensor_and_size():
 
 
 def test_the_loop_is_the_faster_one(monkeypatch):
-    one, four, references = (SimpleNamespace(slots=n, ops=None) for n in (1, 4, 1))
-    references.ops = Reference.__new__(Reference)
-    assert [CudaBackend().loop(target) for target in (one, references)] == ["device", "host"]
-    assert JaxBackend().loop(one) == "host"  # on a CPU
+    one, four = (SimpleNamespace(slots=n, capturable=True) for n in (1, 4))
+    references = SimpleNamespace(slots=1, capturable=False)
+    assert [CudaBackend().loops(t)[0] for t in (one, references)] == ["device", "host"]
+    assert JaxBackend().loops(one)[0] == "host"  # on a CPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert [JaxBackend().loop(target) for target in (one, four)] == ["device", "device"]
+    assert [JaxBackend().loops(t)[0] for t in (one, four)] == ["device", "device"]
 
 
 def test_float32_on_a_gpu_runs_references_which_are_not_captured(capsys):

@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from specdec.cli.backend_cuda import CudaBackend
-from specdec.cli.backend_jax import JaxBackend
 
 from drafters.eagle3 import embedded
 from drafters.eagle3.spec import random_head, sized, tensors
+from drafters.registry import resolved
 from specdec.core.config import ModelConfig, SpeculationConfig
-from specdec.core.errors import UserError
 from targets import mini
 from targets.arch import released
 from tests.commands import CUDA, PROMPT, refused, run
-from tests.fakes import Noise
 
 SHORT = ["generate", PROMPT, "--max-tokens", "10", "--slots", "1", "--max-len", "128", "--json"]
 
@@ -81,7 +77,7 @@ def test_what_makes_no_sense_is_one_line(capsys, arguments, said):
 
 def test_a_random_head_is_of_the_models_size(capsys):
     given = SpeculationConfig(drafter="eagle3")
-    assert given.resolved(ModelConfig(), random=True).draft_model is None
+    assert resolved(given, ModelConfig(), random=True).draft_model is None
     spec = sized(released("gemma-4-31b"))
     assert (spec.heads, spec.kv_heads, spec.ffw, spec.draft_vocab) == (42, 6, 21504, 32000)
     small = random_head(replace(spec, hidden=64, ffw=32, vocab=500, draft_vocab=100))
@@ -95,10 +91,3 @@ def test_help_teaches_the_drafters(capsys):
     out, _ = run(capsys, "generate", "--help")
     for word in ("mini-e", "eagle3", "--draft-model", "speculators"):
         assert word in out
-
-
-@pytest.mark.parametrize("backend", [JaxBackend, CudaBackend])
-def test_a_drafter_that_a_device_loop_does_not_know_is_refused(backend):
-    """It would otherwise propose nothing, and nobody would be told."""
-    with pytest.raises(UserError, match="does not know the drafter Noise: use --loop host"):
-        backend().cycle(SimpleNamespace(), Noise(320), 4)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from specdec.cli.backend_cuda import CudaBackend
 
 from specdec.core.errors import UserError
 from targets.arch import LayerSpec, released
+from targets.backend import meter_of
 from targets.cuda import memory, roofline
 from targets.cuda.cache import entries
 from targets.cuda.graphs import MOST_ROWS, bucket_of
@@ -193,4 +193,4 @@ def test_buckets_hold_every_batch_and_lie_closer_where_rows_cost():
 
 def test_a_cpu_tells_no_gpu_memory(tiny):
     target = load_target(tiny["31b"], CudaOptions(slots=1, max_len=64, device="cpu"))
-    assert CudaBackend().memory(target) is None
+    assert meter_of(target).memory() is None

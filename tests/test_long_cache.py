@@ -9,17 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from specdec.cli.backend_jax import JaxBackend
 
 from drafters.ngram.host import NgramDrafter
 from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
-from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.config import ModelConfig
 from specdec.core.cycle import host_cycle
 from specdec.core.types import Sequence
 from targets import mini
 from targets.arch import read_arch
+from targets.backend import TargetRequest
 from targets.jax import layers, memory
+from targets.jax.backend import JaxBackend
 from targets.jax.cache import Rounded, make_cache, round_entries
 from targets.jax.device_drafter import TextDrafter
 from targets.jax.device_loop import device_loop
@@ -129,11 +130,11 @@ def test_int8_halves_what_bfloat16_keeps(tiny):
 
 def test_int8_says_nearly_the_same():
     """The error that ARCHITECTURE.md states, on a trained model."""
-    path, cut = mini.path("mini"), SpeculationConfig(k=WIDE)
+    path, cut = mini.path("mini"), TargetRequest(k=WIDE)
     text = load_tokenizer(path).encode(PROSE)
     narrow, wide = (
         jax.nn.log_softmax(
-            logits_of(JaxBackend().load(path, ModelConfig(slots=1, kv_dtype=kind), cut, ()), text)
+            logits_of(JaxBackend().load(path, ModelConfig(slots=1, kv_dtype=kind), cut), text)
         )
         for kind in ("int8", None)
     )

@@ -20,8 +20,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from specdec import __version__
 from specdec.core.errors import UserError
+from specdec.core.version import VERSION
 from targets.jax.model import Hidden
 from training.contract import agree
 from training.packing import PADDING, Rows
@@ -70,7 +70,7 @@ class FeatureCache:
         """
         self.folder, self.rows, self.layout = folder, rows, layout
         written = facts | asdict(layout) | {"packing": _packing_hash(rows)}
-        written |= {"shard_rows": layout.shard_rows, "specdec": __version__}
+        written |= {"shard_rows": layout.shard_rows, "specdec": VERSION}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             agree(

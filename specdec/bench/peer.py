@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.bench.timing import random_prompts
-from specdec.cli.drafting import checkpoint_path
 from specdec.core.config import ModelConfig
 from specdec.core.errors import UserError
+from targets.mini import checkpoint_path
 
 if TYPE_CHECKING:
     from specdec.bench.sweep import Grid

@@ -11,10 +11,10 @@ import sys
 
 from cyclopts import App, CycloptsError
 
-from specdec.core.version import VERSION
 from specdec.cli.failure import say_failure
 from specdec.cli.options import check_whole, read_config, take_config
 from specdec.core.errors import UserError
+from specdec.core.version import VERSION
 from specdec.core.writing import said_of
 
 app = App(

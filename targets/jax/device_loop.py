@@ -7,7 +7,7 @@ state: one step, two drivers.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -109,7 +109,7 @@ class _TracedTarget:
         chosen = programs.choose(
             plan, self.plan.needs_sampler, logits, given.bias, given.rules, cache.tokens, feed
         )
-        self.state = batch.replace(cache=cache)
+        self.state = replace(batch, cache=cache)
         details = sampling.logprobs(logits, chosen) if self.plan.logprobs else None
         width = draft.shape[1] + 1
         features = None if out.features is None else out.features[:, :width]

@@ -9,7 +9,7 @@ they are rides in `Pending`. Entries beyond are rejected: the length is the roll
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -95,12 +95,12 @@ class _TracedHead:
         assert step.features is not None, "the target was made without the head's layers"
         new = Pending(step.features, step.chosen, accepted.astype(jnp.int32) + 1)
         pending = learn(self.memory.pending, new, batch.live)
-        self.memory = self.memory.replace(pending=pending)
+        self.memory = replace(self.memory, pending=pending)
 
 
 def learn(old: Pending, new: Pending, live: Array) -> Pending:
     """What live rows [B] have chosen now is pending; `new.features` may be wider than `chosen`."""
-    new = new.replace(features=new.features[:, : new.chosen.shape[1]])
+    new = replace(new, features=new.features[:, : new.chosen.shape[1]])
     return jax.tree.map(
         lambda new, old: jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old), new, old
     )
@@ -117,7 +117,7 @@ def propose(
     last = pending.chosen[row, pending.count - 1]
     history = texts.history.at[row, texts.length - 1].set(last)
     cache, out = _catch_up(static, given, memory, texts)
-    draft = draft.at[:, 0].set(_choose(static, given, out, texts.replace(history=history), 0))
+    draft = draft.at[:, 0].set(_choose(static, given, out, replace(texts, history=history), 0))
 
     def step(j: Array, carry: tuple) -> tuple:
         cache, out, history, draft = carry
@@ -127,11 +127,11 @@ def propose(
         embedded = head.embed(given.table, token)[:, None].astype(out.dtype)
         hidden = head.feedback(given.head, static.spec, out)[:, None]
         cache, out = head.decode(given.head, static.spec, cache, embedded, hidden, position)
-        guess = _choose(static, given, out[:, 0], texts.replace(history=history), j)
+        guess = _choose(static, given, out[:, 0], replace(texts, history=history), j)
         return cache, out[:, 0], history, draft.at[:, j].set(guess)
 
     cache, _, _, draft = jax.lax.fori_loop(1, k, step, (cache, out, history, draft))
-    return memory.replace(cache=cache), draft
+    return replace(memory, cache=cache), draft
 
 
 def _catch_up(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -67,7 +68,7 @@ class EagleDrafter:
         chosen[rows], count[rows], live[rows] = step.chosen, np.asarray(accepted) + 1, True
         new = Pending(step.features, chosen, count)
         pending = _learn(self.memory.pending, new, live)
-        self.memory = self.memory.replace(pending=pending)
+        self.memory = replace(self.memory, pending=pending)
 
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         """Each position's features go with the token after it, which after the last position is

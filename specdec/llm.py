@@ -1,0 +1,302 @@
+"""The door: an engine in five lines of Python.
+
+    import specdec
+
+    with specdec.load("mini", drafter="ngram", k=4) as llm:
+        answer = llm.generate("def quicksort(items):", max_tokens=64)
+        print(answer.text, answer.acceptance.tau)
+
+Requests of any thread, or of a notebook's cells, share the engine's batch: each is as if it were
+alone, bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence as Seqs
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from drafters import registry
+from serve.runner import EngineRunner, Update
+from serve.stream import ChoiceText, Piece
+from specdec.assembly.engine import make_engine, require_exact
+from specdec.assembly.model import Model, load_model
+from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.errors import UserError
+from specdec.core.stats import Acceptance
+from specdec.core.types import Sampling, Sequence, TokenLogprob
+
+Prompt = str | Seqs[int] | Seqs[Mapping[str, Any]]
+"""A text to continue, its token ids, or chat messages ({"role": ..., "content": ...})."""
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request's tokens are chosen, by vLLM's names. None: as the checkpoint's
+    generation_config.json says, and where that is silent greedy and unfiltered."""
+
+    temperature: float | None = None
+    """0 is greedy."""
+    top_p: float | None = None
+    top_k: int | None = None
+    """0 and -1 are off."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int = 0
+    """Same seed, same output, whatever the drafter."""
+    max_tokens: int = 128
+    stop: str | Seqs[str] = ()
+    """Strings that end the answer; they are not part of it."""
+    stop_token_ids: Seqs[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Alternatives whose log-probabilities are wanted beside each token's own."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def for_target(self, defaults: Mapping[str, float]) -> Sampling:
+        """What the target is told, gaps filled. Raises UserError for impossible values."""
+
+        def pick(wish: float | None, name: str, off: float) -> float:
+            return defaults.get(name, off) if wish is None else wish
+
+        top_k = int(pick(self.top_k, "top_k", 0))
+        return Sampling(
+            temperature=pick(self.temperature, "temperature", 0.0),
+            top_p=pick(self.top_p, "top_p", 1.0),
+            top_k=0 if top_k == -1 else top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            seed=self.seed,
+            logprobs=self.logprobs,
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of one prompt."""
+
+    prompt_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    """stop or length."""
+    acceptance: Acceptance
+    """What was drafted and accepted, and tau: tokens per verify."""
+    logprobs: list[TokenLogprob] | None = None
+    """Of each token, where they were asked for."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one cycle added to a streamed answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    drafted: int
+    """Draft tokens of this answer so far."""
+    accepted: int
+    finish_reason: str | None
+
+
+class LLM:
+    """A model with a drafter beside it, and an engine that runs in a thread of its own. Close it,
+    or use it as a context."""
+
+    def __init__(self, model: Model, speculation: SpeculationConfig) -> None:
+        """speculation: resolved. Prefer `load`."""
+        self.model, self.speculation = model, speculation
+        self._runner = EngineRunner(make_engine(model, speculation))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="specdec-llm", daemon=True)
+        self._thread.start()
+        self._call(self._open())
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.model.tokenizer
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **wishes: Any
+    ) -> Answer:
+        """One answer. params, or single parameters by the names of `SamplingParams`.
+
+        Raises UserError for prompts and parameters that this model can't take.
+        """
+        return self.generate_all([prompt], params, **wishes)[0]
+
+    def generate_all(
+        self, prompts: Seqs[Prompt], params: SamplingParams | None = None, **wishes: Any
+    ) -> list[Answer]:
+        """An answer to each prompt, in their order; as many as there are slots run together."""
+        given = _params(params, wishes)
+        seqs = [self._sequence(prompt, given) for prompt in prompts]
+        return self._call(self._answers(seqs, given))
+
+    def chat(
+        self,
+        messages: Seqs[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        **wishes: Any,
+    ) -> Answer:
+        """The next message of a conversation, by the checkpoint's chat template."""
+        return self.generate(messages, params, **wishes)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **wishes: Any
+    ) -> Iterator[Chunk]:
+        """The answer piece by piece, as cycles make it. Leaving the loop early cancels it."""
+        given = _params(params, wishes)
+        seq = self._sequence(prompt, given)
+        arrived: queue.SimpleQueue[Chunk | BaseException] = queue.SimpleQueue()
+        task = asyncio.run_coroutine_threadsafe(self._forward(seq, given, arrived), self._loop)
+        try:
+            while True:
+                chunk = arrived.get()
+                if isinstance(chunk, BaseException):
+                    raise chunk
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            task.cancel()
+
+    def close(self) -> None:
+        """End the engine's thread and let go of the model."""
+        if self._thread.is_alive():
+            self._call(asyncio.to_thread(self._runner.close))
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _call(self, work: Coroutine[Any, Any, Value]) -> Value:
+        """Run on the event loop's thread, from any other."""
+        if not self._thread.is_alive():
+            work.close()
+            raise UserError("this LLM is closed: load another")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _open(self) -> None:
+        self._room = asyncio.Semaphore(self._runner.capacity)
+        self._runner.start()
+
+    def _sequence(self, prompt: Prompt, given: SamplingParams) -> Sequence:
+        stop_ids = frozenset(given.stop_token_ids)
+        if not given.ignore_eos:
+            stop_ids |= frozenset(self.tokenizer.stop_ids)
+        sampling = given.for_target(self.tokenizer.defaults)
+        seq = Sequence(self._ids(prompt), sampling, given.max_tokens, stop_ids)
+        seq.check_ids(self.model.target.vocab)
+        self._runner.engine.check(seq)
+        return seq
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if prompt and isinstance(prompt[0], Mapping):
+            return self.tokenizer.encode_chat([dict(m) for m in prompt])  # pyright: ignore
+        if not all(isinstance(token, int) for token in prompt):
+            raise UserError("a prompt is a text, a list of token ids or a list of chat messages")
+        return list(prompt)  # pyright: ignore[reportReturnType]
+
+    async def _answers(self, seqs: list[Sequence], given: SamplingParams) -> list[Answer]:
+        return list(await asyncio.gather(*(self._answer(seq, given) for seq in seqs)))
+
+    async def _answer(self, seq: Sequence, given: SamplingParams) -> Answer:
+        text, finish, logprobs = "", "length", []
+        tokens: list[int] = []
+        async for update, piece in self._pieces(seq, given):
+            text += piece.text
+            tokens += update.tokens
+            logprobs += update.logprobs or ()
+            finish = piece.finish or finish
+        wanted = None if given.logprobs is None else logprobs
+        prompt = seq.tokens[: seq.prompt_len]
+        return Answer(prompt, text, tokens, finish, seq.acceptance, wanted)
+
+    async def _forward(
+        self,
+        seq: Sequence,
+        given: SamplingParams,
+        arrived: queue.SimpleQueue[Chunk | BaseException],
+    ) -> None:
+        try:
+            async for update, piece in self._pieces(seq, given):
+                counts = update.drafted, update.accepted
+                arrived.put(Chunk(piece.text, update.tokens, *counts, piece.finish))
+        except Exception as failure:
+            arrived.put(failure)
+
+    async def _pieces(self, seq: Sequence, given: SamplingParams) -> Any:
+        """(update, piece) until the answer ends. Raises UserError where the engine refuses."""
+        text = ChoiceText(self.tokenizer, given.stops)
+        async with self._room:
+            ticket = self._runner.submit([seq])
+            try:
+                finish = None
+                while finish is None:
+                    update: Update = await ticket.updates.get()
+                    if update.error is not None:
+                        raise UserError(update.error)
+                    piece: Piece = text.feed(update)
+                    finish = piece.finish
+                    yield update, piece
+            finally:
+                if seq.finish is None:  # a stop string, or nobody listens any more
+                    self._runner.cancel([seq])
+
+
+def load(model: str = "mini", drafter: str = "ngram", k: int = 4, **options: Any) -> LLM:
+    """A model with a drafter, ready to generate.
+
+    model: a Hugging Face checkpoint folder of Gemma 4, or an embedded model. options: those of the
+    command line, by name: backend, dtype, kv_dtype, device, int8, max_len, slots, tp, cache;
+    draft_model, draft_sample_method, loop, and the drafters' own, such as ngram_max.
+    Raises UserError for options that make no sense, and for checkpoints that are not whole.
+    """
+    models, speculations = ModelConfig.__dataclass_fields__, registry.config_type()
+    known = models.keys() | speculations.__dataclass_fields__.keys()
+    if strange := options.keys() - known:
+        raise UserError(
+            f"unknown option {', '.join(sorted(strange))}: known are {', '.join(sorted(known))}"
+        )
+    config = ModelConfig(model, **{n: v for n, v in options.items() if n in models})
+    own = {n: v for n, v in options.items() if n not in models}
+    speculation = registry.resolved(speculations(drafter=drafter, k=k, **own), config)
+    loaded = load_model(config, speculation)
+    require_exact(loaded, speculation)
+    return LLM(loaded, speculation)
+
+
+def _params(params: SamplingParams | None, wishes: dict[str, Any]) -> SamplingParams:
+    """Raises UserError for names that `SamplingParams` has not."""
+    if strange := wishes.keys() - SamplingParams.__dataclass_fields__.keys():
+        known = ", ".join(SamplingParams.__dataclass_fields__)
+        raise UserError(f"unknown sampling parameter {', '.join(strange)}: known are {known}")
+    if params is None:
+        return SamplingParams(**wishes)
+    if wishes:
+        raise UserError("give SamplingParams or single parameters, not both")
+    return params

@@ -1,0 +1,99 @@
+"""A drafter is a folder and a name: a stranger's runs in every loop, an unknown one is an error."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from drafters import registry
+from drafters.weightless import WeightlessDraft
+from specdec.assembly.engine import make_engine
+from specdec.assembly.model import load_model
+from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.errors import UserError
+from specdec.core.types import Sampling, Sequence
+from tests.commands import refused, run
+from tests.fakes import Noise
+
+PROMPT = "def quicksort(items):"
+MODEL = {"slots": 2, "max_len": 128}
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    monkeypatch.setitem(registry.KINDS, "toy", "tests.toy_drafter")
+
+
+def decoded(model, speculation):
+    """Texts, and what was drafted and accepted."""
+    engine = make_engine(model, speculation)
+    ids = model.tokenizer.encode(PROMPT)
+    seqs = [Sequence(ids + [9 + i], Sampling(0.8 * i, seed=i), max_tokens=12) for i in range(3)]
+    engine.run_to_end(seqs)
+    return [seq.tokens for seq in seqs], engine.acceptance
+
+
+def load(config, **chosen):
+    speculation = registry.config_type()(drafter="toy", k=3, **chosen)
+    speculation = registry.resolved(speculation, config)
+    return load_model(config, speculation), speculation
+
+
+def check(config, loops):
+    """Every loop says what plain decoding says, and guesses the same."""
+    model, speculation = load(config)
+    plain, _ = decoded(model, registry.plain(speculation))
+    runs = [
+        decoded(model, type(speculation)(**{**vars(speculation), "loop": loop})) for loop in loops
+    ]
+    assert all(text == plain for text, _ in runs)
+    assert all(acceptance == runs[0][1] for _, acceptance in runs)
+    assert runs[0][1].drafted > 0
+
+
+def test_a_strangers_drafter_runs_in_both_loops_of_jax(toy):
+    check(ModelConfig(**MODEL), ("host", "device"))
+
+
+def test_a_strangers_drafter_runs_on_the_cuda_target(toy):
+    check(ModelConfig(backend="cuda", device="cpu", slots=2, max_len=64), ("host",))
+
+
+@pytest.mark.gpu
+def test_a_strangers_drafter_is_captured(toy):
+    check(ModelConfig(backend="cuda", dtype="bfloat16", **MODEL), ("host", "device"))
+
+
+def test_its_options_are_options_of_the_command_line(toy):
+    assert registry.config_type()(toy_shift=3).toy_shift == 3
+    alias = json.dumps({"method": "toy", "num_speculative_tokens": 2, "toy": 5})
+    given = registry.config_type()(speculative_config=alias)
+    found = registry.resolved(given, ModelConfig())
+    assert (found.drafter, found.k, found.toy_shift) == ("toy", 2, 5)
+
+
+@pytest.mark.parametrize("loop", ["host", "device"])
+@pytest.mark.parametrize("backend", ["jax", "cuda"])
+def test_an_unknown_drafter_is_one_line_in_every_loop(capsys, backend, loop):
+    line = refused(
+        capsys, "generate", PROMPT, "--drafter", "medusa", "--backend", backend, "--loop", loop
+    )
+    assert "unknown drafter 'medusa': choose one of none, ngram, model, eagle3" in line
+
+
+def test_a_drafter_without_a_device_step_is_one_line(monkeypatch):
+    """It would otherwise propose nothing, and nobody would be told."""
+    config, speculation = ModelConfig(**MODEL), SpeculationConfig(drafter="none", loop="device")
+    model = load_model(config, speculation)
+    lone = WeightlessDraft("noise", lambda: Noise(320), {})
+    placed = lone.place(model.backend, model.target, config)
+    monkeypatch.setitem(model.drafters, "none", placed)  # pyright: ignore
+    with pytest.raises(UserError, match="noise has no step for the device loop of jax: use --loop"):
+        make_engine(model, speculation)
+
+
+def test_help_names_every_drafter(capsys):
+    out, _ = run(capsys, "generate", "--help")
+    assert all(kind.name in out for kind in registry.every())
+    assert "--ngram-min" in out and "--ngram-max" in out

@@ -1,0 +1,171 @@
+"""A drafter that the product does not know: with weights, wanting features, for every loop of both
+targets. All that it needs is this file and a name in the registry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from drafters.kind import Asked, own_options, refuse_draft_model
+from specdec.core.types import Array, Sequence, Step
+
+LAYER = 2
+
+
+@dataclass(frozen=True)
+class ToyOptions:
+    toy_shift: int = field(default=0, metadata={"help": "Added to each guess."})
+
+
+class ToyKind:
+    name = vllm_method = "toy"
+    summary = "a random projection of the model's state"
+    options = ToyOptions
+    vllm_keys = MappingProxyType({"toy": "toy_shift"})
+    most_k = 8
+
+    def resolve(self, speculation, model, random):
+        return refuse_draft_model(speculation)
+
+    def read(self, asked: Asked) -> ToyDraft:
+        shape = asked.arch.hidden, asked.arch.vocab
+        weights = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        return ToyDraft(weights, own_options(self, asked.speculation).toy_shift)
+
+    random = read
+
+
+@dataclass(frozen=True)
+class ToyDraft:
+    weights: np.ndarray
+    shift: int
+    features = (LAYER,)
+
+    def extra_bytes(self, shape: Any) -> int:
+        return self.weights.nbytes
+
+    def place(self, backend, target, config):
+        return PlacedToy(self, target)
+
+
+@dataclass(frozen=True)
+class PlacedToy:
+    draft: ToyDraft
+    target: Any
+
+    def drafter(self, k: int) -> ToyDrafter:
+        shape = self.target.slots + 1, len(self.draft.weights)
+        if self.target.backend == "cuda":
+            import torch
+
+            state = torch.zeros(shape, device=self.target.device)
+        else:
+            state = np.zeros(shape, np.float32)
+        return ToyDrafter(self.draft, state)
+
+    def on_device(self, drafter: ToyDrafter) -> Any:
+        return {"jax": _traced, "cuda": _captured}[self.target.backend](drafter)
+
+
+class ToyDrafter:
+    """state [slots + 1, F]: the features of each text's last token."""
+
+    def __init__(self, draft: ToyDraft, state: Any) -> None:
+        self.draft, self.state = draft, state
+
+    def reset(self, seq: Sequence) -> None:
+        self.state[seq.slot] = 0
+
+    def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
+        self._keep(seq.slot, step.features[0, stop - start - 1])
+
+    def propose(self, seqs, k: int) -> Array:
+        state = np.stack([_numpy(self.state[seq.slot]) for seq in seqs])
+        best = (state @ self.draft.weights).argmax(-1)[:, None]
+        return ((best + np.arange(k) + self.draft.shift) % self.draft.weights.shape[1]).astype(
+            np.int32
+        )
+
+    def observe(self, seqs, step: Step, accepted: Array) -> None:
+        for b, seq in enumerate(seqs):
+            row = seq.slot if step.by_slot else b
+            self._keep(seq.slot, step.features[row, int(accepted[b])])
+
+    def _keep(self, slot: int, features: Any) -> None:
+        self.state[slot] = features if hasattr(self.state, "device") else _numpy(features)
+
+
+def _numpy(values: Any) -> np.ndarray:
+    return values.float().cpu().numpy() if hasattr(values, "cpu") else np.asarray(values)
+
+
+def _traced(drafter: ToyDrafter) -> Any:
+    import jax.numpy as jnp
+
+    @dataclass(frozen=True)
+    class Program:
+        shift: int
+
+        def on(self, weights, memory):
+            return Traced(self.shift, weights, memory)
+
+    class Traced:
+        def __init__(self, shift, weights, memory):
+            self.shift, self.weights, self.memory = shift, weights, memory
+
+        def propose(self, batch, k):
+            best = (self.memory[:-1] @ self.weights).argmax(-1)[:, None]
+            return ((best + jnp.arange(k) + self.shift) % self.weights.shape[1]).astype(jnp.int32)
+
+        def observe(self, batch, step, accepted):
+            kept = step.features[jnp.arange(len(accepted)), accepted]
+            new = jnp.where(batch.live[:, None], kept, self.memory[:-1])
+            self.memory = self.memory.at[:-1].set(new)
+
+    class Device:
+        @property
+        def memory(self):
+            return jnp.asarray(drafter.state)
+
+        @memory.setter
+        def memory(self, state):
+            drafter.state[:] = np.asarray(state)
+
+        def ready(self, seqs):
+            pass
+
+        def program(self, needs_sampler):
+            return Program(drafter.draft.shift)
+
+        def weights(self):
+            return drafter.draft.weights
+
+    return Device()
+
+
+def _captured(drafter: ToyDrafter) -> Any:
+    import torch
+
+    weights = torch.from_numpy(drafter.draft.weights).to(drafter.state.device)
+
+    class Device:
+        def ready(self, seqs):
+            pass
+
+        def propose(self, batch, k):
+            mine = drafter.state.index_select(0, batch.rows.slot.clamp(min=0))
+            best = (mine @ weights).argmax(-1)[:, None]
+            ahead = torch.arange(k, device=best.device)
+            return ((best + ahead + drafter.draft.shift) % weights.shape[1]).int()
+
+        def observe(self, batch, step, accepted):
+            row = torch.arange(len(accepted), device=accepted.device)
+            drafter.state[batch.rows.slot.long()] = step.features[row, accepted.long()]
+
+    return Device()
+
+
+KIND = ToyKind()
