@@ -22,6 +22,7 @@ from specdec.cli.drafting import (
     make_drafter,
     read_head,
 )
+from specdec.cli.progress import working
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.errors import UserError
@@ -70,7 +71,7 @@ def load_model(config: ModelConfig, speculation: SpeculationConfig, prove: bool 
     tokenizer, head = load_tokenizer(path, arch.vocab), read_head(speculation, arch)
     folder, suppress = draft_folder(speculation, tokenizer), tokenizer.suppress_ids
     backend.prepare(config)
-    with console.status(f"loading {path.name}"):
+    with working(console, f"loading {path.name}"):
         target = backend.load(path, config, speculation, suppress, head and head.spec)
         draft = folder and backend.load_draft(folder, config, suppress)
         draft = backend.place_head(head, target) if head else draft
@@ -90,7 +91,7 @@ def random_model(name: str, config: ModelConfig, speculation: SpeculationConfig)
     backend, arch = backend_of(config), released(name)
     small, shape = draft_dimensions(speculation), head_dimensions(speculation, arch)
     backend.prepare(config)
-    with console.status(f"making random weights of {name}"):
+    with working(console, f"making random weights of {name}"):
         target = backend.random(arch, config, speculation, shape)
         draft = small and backend.random_draft(small, config)
         draft = backend.place_head(random_head(shape), target) if shape else draft
@@ -134,7 +135,7 @@ def require_exact(model: Model, speculation: SpeculationConfig) -> None:
     the device at hand, unless they are exact by construction."""
     if model.backend.exact(model.target):
         return
-    with console.status("proving that rows do not depend on their place"):
+    with working(console, "proving that rows do not depend on their place"):
         failed = [c.question for c in model.backend.self_check(model.target) if not c.passed]
         if loop_of(model, speculation) == "device" and not _same_in_both_loops(model, speculation):
             failed.append("the loop that drives the cycles")
@@ -193,7 +194,7 @@ def warm_up(
 
     rows: every batch up to this many is decoded; lengths: prompts to prefill.
     """
-    with console.status("compiling"):
+    with working(console, "compiling"):
         for sampling in samplings:
             # one row joins per turn, so the first must last until the last is there
             _decode(engine, [[2]] * rows, replace(sampling, seed=0), WARM_TOKENS + rows)

@@ -24,6 +24,7 @@ from specdec.cli.assemble import (
 from specdec.cli.backends import backend_of
 from specdec.cli.config import ModelConfig, Real, SpeculationConfig, Whole
 from specdec.cli.measure import Grid, measure, targets_by_width
+from specdec.cli.progress import working
 from specdec.errors import UserError
 from specdec.measured import Figures
 from specdec.plots import require_matplotlib
@@ -174,7 +175,7 @@ def _peer(
 ) -> dict[str, Any]:
     from specdec.cli import peer
 
-    with console.status("the peer, transformers"):
+    with working(console, "the peer, transformers"):
         text = peer.text_config(config.random, model.model)
         figures = peer.measure(text, grid, speculation.k, model)
     for row in figures["runs"]:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from specdec.cli.assemble import check_folder, console, print_json
 from specdec.cli.config import Whole
+from specdec.cli.progress import working
 from specdec.errors import UserError
 from specdec.plots import require_matplotlib, save_figure
 from specdec.record import run_record
@@ -122,7 +123,7 @@ def _rows(job: Job, contexts: tuple[int, ...]) -> list[Row]:
     from targets.jax.report import report
 
     plan = job.plan
-    with console.status(f"compiling batch {plan.slots}, room for {plan.max_len}"):
+    with working(console, f"compiling batch {plan.slots}, room for {plan.max_len}"):
         try:
             return report(job, contexts)
         except DoesNotFit as problem:

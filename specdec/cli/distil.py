@@ -7,8 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.progress import Progress as Bar, TextColumn, TimeRemainingColumn
-
 from specdec.cli.assemble import (
     Model,
     check_folder,
@@ -21,6 +19,7 @@ from specdec.cli.assemble import (
     say_model,
 )
 from specdec.cli.config import ModelConfig, SamplingConfig, SpeculationConfig
+from specdec.cli.progress import Bar, continues, working
 from specdec.errors import UserError
 
 if TYPE_CHECKING:
@@ -90,19 +89,15 @@ def _answer(
     engine: Engine, asked: list[list[int]], sampling: Sampling, source: Source, out: Path
 ) -> int:
     """Answer what `out` lacks, with a bar; how many tokens were made."""
-    from training.distil import distil
+    from training.distil import claim, distil
 
-    columns = (
-        *Bar.get_default_columns()[:-1],
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Bar(*columns, console=console) as bar:
-        task = bar.add_task("distilling", total=len(asked), note="")
+    done = claim(out, source)
+    continues(console, "row", done, len(asked))
+    with Bar(console, "distilling", len(asked), done) as bar:
 
         def tell(progress) -> None:
             pace = progress.tokens / max(progress.seconds, 1e-9)
-            bar.update(task, completed=progress.rows, note=f"{pace:,.0f} tokens/s")
+            bar.update(progress.rows, f"{pace:,.0f} tokens/s")
 
         return distil(engine, asked, sampling, source, out, tell)
 
@@ -151,7 +146,7 @@ def _source(
 ) -> Source:
     from training.distil import Source, prompts_hash, target_hash
 
-    with console.status("hashing the target"):
+    with working(console, "hashing the target"):
         target = target_hash(checkpoint_path(model.model))
     return Source(
         target=target,

@@ -11,6 +11,7 @@ from rich.table import Table
 from specdec.cli.assemble import Model, command_record, console, load_model, print_json
 from specdec.cli.backends import backend_of
 from specdec.cli.config import ModelConfig, SpeculationConfig
+from specdec.cli.progress import working
 from specdec.record import versions
 
 PROBE = '''def add(first, second):
@@ -71,7 +72,7 @@ def doctor(
     _print_environment()
     loaded = load_model(model, SpeculationConfig(k=k), prove=False)
     console.print(f"device {backend.device(model)}")
-    with console.status("self-check"):
+    with working(console, "self-check"):
         checks = backend.self_check(loaded.target)
     rows = f"{loaded.target.slots} slots, width up to {loaded.target.max_draft + 1}"
     table = Table(title=f"rows: {rows}", title_justify="left")

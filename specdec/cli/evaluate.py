@@ -19,6 +19,7 @@ from specdec.cli.assemble import (
     say_model,
 )
 from specdec.cli.config import ModelConfig, SamplingConfig, SpeculationConfig
+from specdec.cli.progress import Bar
 from specdec.cycle import host_cycle
 from specdec.engine import Engine
 from specdec.writing import write_whole
@@ -104,13 +105,15 @@ def _compare(
         stop_ids=frozenset(tokenizer.stop_ids),
         speed_only=() if loaded.backend.plain(loaded.target) is None else (NARROW,),
     )
-    return evaluate(
-        questions,
-        lambda prompt: prompt.encode(tokenizer.encode, tokenizer.encode_chat),
-        partial(_engine, loaded, speculation),
-        settings,
-        decode=tokenizer.decode,
-    )
+    with Bar(console, "evaluating", len(questions)) as bar:
+        return evaluate(
+            questions,
+            lambda prompt: prompt.encode(tokenizer.encode, tokenizer.encode_chat),
+            partial(_engine, loaded, speculation),
+            settings,
+            decode=tokenizer.decode,
+            tell=lambda done, total: bar.update(done, total=total),
+        )
 
 
 def _engine(loaded: Model, speculation: SpeculationConfig, name: str) -> Engine:

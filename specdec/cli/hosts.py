@@ -18,6 +18,7 @@ from cyclopts import Parameter
 from specdec.cli.assemble import console
 from specdec.cli.config import ModelConfig
 from specdec.cli.failure import say_failure
+from specdec.cli.progress import working
 from specdec.errors import UserError
 from specdec.lines import Lines, Meeting, call, invite
 
@@ -116,7 +117,7 @@ def _meet(config: HostsConfig, end: _End) -> Lines:
     address = None if config.found else config.coordinator_address
     where = "the cluster's coordinator" if address is None else address
     late = f"not all processes came to {where} within {hosts.PATIENCE} s: start the command in each"
-    with console.status(f"waiting for the other processes at {where}"):
+    with working(console, f"waiting for the other processes at {where}"):
         process, count = hosts.join(
             address, config.num_processes, config.process_id, lambda: end.now(late)
         )

@@ -17,6 +17,7 @@ from specdec.bench import (
 )
 from specdec.cli.assemble import Model, console, loop_of, make_engine
 from specdec.cli.config import SpeculationConfig
+from specdec.cli.progress import working
 from specdec.errors import UserError
 from specdec.measured import Figures
 from specdec.synthetic import accepted_table
@@ -75,16 +76,16 @@ def measure(
 ) -> None:
     """One repeat of everything: steps, then what engines drive."""
     for context in grid.contexts:
-        with console.status(f"timing steps at context {context}"):
+        with working(console, f"timing steps at context {context}"):
             _steps(model, targets, grid, context, figures)
-        with console.status(f"timing cycles at context {context}"):
+        with working(console, f"timing cycles at context {context}"):
             _cycles(model, speculation, grid, context, figures)
-    with console.status("time to first token"):
+    with working(console, "time to first token"):
         engine = make_engine(model, replace(speculation, drafter="none"))
         for n in grid.prompt_lengths:
             samples = first_token_samples(engine, n, model.target.vocab)
             figures.add("first token", n, samples)
-    with console.status("end to end"):
+    with working(console, "end to end"):
         _runs(model, speculation, grid, figures)
         _synthetic(model, speculation, grid, figures)
 
