@@ -93,3 +93,4 @@ def test_the_command_distils_mini_and_continues(tmp_path, capsys) -> None:
     rows, manifest = read_answers(out)
     assert len(rows) == 2 and len(manifest["target"]) == 64
     assert "--shard-rows" in refused(capsys, *command, "--shard-rows", "0")
+    assert "continues at row 2 of 2" in run(capsys, *command)[1]

@@ -67,7 +67,7 @@ def make_engines(target: FakeTarget, other: FakeTarget | None = None):
 
 def run(settings: Settings = SETTINGS, slots: int = 2, **options):
     make_engine = make_engines(FakeTarget(slots=slots), Tampered(slots=slots))
-    return evaluate(PROMPTS, encode, make_engine, settings, progress=False, **options)
+    return evaluate(PROMPTS, encode, make_engine, settings, **options)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -143,16 +143,16 @@ def test_prompts_that_do_not_fit_are_skipped_and_said():
     prompts = [PROMPTS[0], Prompt("long", "a", "plain", text="a" * 600), PROMPTS[1]]
     make_engine = make_engines(FakeTarget())
     settings = replace(SETTINGS, drafter="ngram")
-    result = evaluate(prompts, encode, make_engine, settings, progress=False)
+    result = evaluate(prompts, encode, make_engine, settings)
     assert [s["prompt"] for s in result.skipped] == ["long"] and result.overall.prompts == 2
     with pytest.raises(UserError, match="no prompt is left"):
-        evaluate(prompts[1:2], encode, make_engine, settings, progress=False)
+        evaluate(prompts[1:2], encode, make_engine, settings)
 
     def refuse(prompt: Prompt) -> list[int]:
         raise UserError("no chat template")
 
     with pytest.raises(UserError, match="prompt p0: no chat template"):
-        evaluate(prompts, refuse, make_engine, settings, progress=False)
+        evaluate(prompts, refuse, make_engine, settings)
 
 
 def test_k_0_can_be_shown_too(tmp_path):

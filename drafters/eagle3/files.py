@@ -24,6 +24,7 @@ from drafters.eagle3.spec import (
 )
 from specdec.core.errors import UserError
 from targets.arch import Arch, read_config
+from targets.soundness import is_sound, refuse_unsound
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 LAYER_PREFIXES = ("midlayer.", "layers.0.")
@@ -49,6 +50,8 @@ def load_head(path: Path, arch: Arch) -> Head:
                 f"{list(shape)}: config and weights are of different heads"
             )
         weights[name] = found.astype(np.float32)
+        if not is_sound(weights[name]):
+            refuse_unsound(path, name)
     ids = _target_ids(spec, stored.pop("d2t", None), path)
     strange = [n for n in stored if n not in NOT_OURS]
     if strange:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,12 +12,13 @@ from cyclopts import Parameter
 
 from drafters.registry import resolved
 from specdec.assembly.model import Model
-from specdec.bench import aggregate
 from specdec.bench.aggregate import Figures
 from specdec.bench.display import plot_bench, print_bench
 from specdec.bench.sweep import Grid, measure, targets_by_width
+from specdec.bench.timing import aggregate
 from specdec.cli import topics
 from specdec.cli.console import check_file, command_record, console, print_json
+from specdec.cli.progress import working
 from specdec.cli.start import loaded_model
 from specdec.cli.topics import Real, Whole
 from specdec.core.config import ModelConfig, SpeculationConfig
@@ -138,7 +140,7 @@ def _measure(
     targets = targets_by_width(model, grid)
     for _ in range(repeats):
         bandwidths.append(meter.read_bandwidth())
-        measure(model, targets, speculation, grid, figures, console.status)
+        measure(model, targets, speculation, grid, figures, partial(working, console))
         machine.append(gpus())
 
     def needed(batch: int, context: int, width: int) -> int:
@@ -166,9 +168,9 @@ def _peer(
     grid: Grid,
     config: BenchConfig,
 ) -> dict[str, Any]:
-    from specdec.bench import peer
+    from specdec.bench.timing import peer
 
-    with console.status("the peer, transformers"):
+    with working(console, "the peer, transformers"):
         text = peer.text_config(config.random, model.model)
         figures = peer.measure(text, grid, speculation.k, model)
     for row in figures["runs"]:

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from rich.table import Table
 
 from specdec.cli.console import check_folder, console, print_json
+from specdec.cli.progress import working
 from specdec.cli.topics import Whole
 from specdec.core.errors import UserError
 from specdec.core.provenance import run_record
@@ -122,7 +123,7 @@ def _rows(job: Job, contexts: tuple[int, ...]) -> list[Row]:
     from targets.jax.report import report
 
     plan = job.plan
-    with console.status(f"compiling batch {plan.slots}, room for {plan.max_len}"):
+    with working(console, f"compiling batch {plan.slots}, room for {plan.max_len}"):
         try:
             return report(job, contexts)
         except DoesNotFit as problem:

@@ -7,13 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.progress import Progress as Bar, TextColumn, TimeRemainingColumn
-
 from drafters.registry import resolved
 from specdec.assembly.engine import make_engine
 from specdec.assembly.model import Model
 from specdec.cli import topics
 from specdec.cli.console import check_folder, command_record, console, print_json, say_model
+from specdec.cli.progress import Bar, continues, working
 from specdec.cli.start import loaded_model
 from specdec.core.config import ModelConfig, SamplingConfig
 from specdec.core.errors import UserError
@@ -86,19 +85,15 @@ def _answer(
     engine: Engine, asked: list[list[int]], sampling: Sampling, source: Source, out: Path
 ) -> int:
     """Answer what `out` lacks, with a bar; how many tokens were made."""
-    from training.distil import distil
+    from training.distil import claim, distil
 
-    columns = (
-        *Bar.get_default_columns()[:-1],
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Bar(*columns, console=console) as bar:
-        task = bar.add_task("distilling", total=len(asked), note="")
+    done = claim(out, source)
+    continues(console, "row", done, len(asked))
+    with Bar(console, "distilling", len(asked), done) as bar:
 
         def tell(progress) -> None:
             pace = progress.tokens / max(progress.seconds, 1e-9)
-            bar.update(task, completed=progress.rows, note=f"{pace:,.0f} tokens/s")
+            bar.update(progress.rows, f"{pace:,.0f} tokens/s")
 
         return distil(engine, asked, sampling, source, out, tell)
 
@@ -147,7 +142,7 @@ def _source(
 ) -> Source:
     from training.distil import Source, prompts_hash, target_hash
 
-    with console.status("hashing the target"):
+    with working(console, "hashing the target"):
         target = target_hash(checkpoint_path(model.model))
     return Source(
         target=target,

@@ -11,6 +11,7 @@ from rich.table import Table
 from specdec.assembly.model import Model
 from specdec.cli import topics
 from specdec.cli.console import command_record, console, print_json
+from specdec.cli.progress import working
 from specdec.cli.start import loaded_model
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.provenance import versions
@@ -74,7 +75,7 @@ def doctor(
     _print_environment()
     loaded = loaded_model(model, SpeculationConfig(k=k), prove=False)
     console.print(f"device {backend.device(model)}")
-    with console.status("self-check"):
+    with working(console, "self-check"):
         checks = backend.self_check(loaded.target)
     rows = f"{loaded.target.slots} slots, width up to {loaded.target.max_draft + 1}"
     table = Table(title=f"rows: {rows}", title_justify="left")

@@ -13,6 +13,7 @@ from specdec.assembly.engine import make_engine
 from specdec.assembly.model import Model
 from specdec.cli import topics
 from specdec.cli.console import check_folder, command_record, console, print_json, say_model
+from specdec.cli.progress import Bar
 from specdec.cli.start import loaded_model
 from specdec.core.config import ModelConfig, SamplingConfig, SpeculationConfig
 from specdec.core.engine import Engine
@@ -100,13 +101,15 @@ def _compare(
         stop_ids=frozenset(tokenizer.stop_ids),
         speed_only=() if meter_of(loaded.target).plain() is None else (NARROW,),
     )
-    return evaluate(
-        questions,
-        lambda prompt: prompt.encode(tokenizer.encode, tokenizer.encode_chat),
-        partial(_engine, loaded, speculation),
-        settings,
-        decode=tokenizer.decode,
-    )
+    with Bar(console, "evaluating", len(questions)) as bar:
+        return evaluate(
+            questions,
+            lambda prompt: prompt.encode(tokenizer.encode, tokenizer.encode_chat),
+            partial(_engine, loaded, speculation),
+            settings,
+            decode=tokenizer.decode,
+            tell=lambda done, total: bar.update(done, total=total),
+        )
 
 
 def _engine(loaded: Model, speculation: SpeculationConfig, name: str) -> Engine:

@@ -17,6 +17,7 @@ from cyclopts import Parameter
 
 from specdec.cli.console import console
 from specdec.cli.failure import say_failure
+from specdec.cli.progress import working
 from specdec.core.config import ModelConfig
 from specdec.core.control_channel import Lines, Meeting, call, invite
 from specdec.core.errors import UserError
@@ -116,7 +117,7 @@ def _meet(config: HostsConfig, end: _End) -> Lines:
     address = None if config.found else config.coordinator_address
     where = "the cluster's coordinator" if address is None else address
     late = f"not all processes came to {where} within {hosts.PATIENCE} s: start the command in each"
-    with console.status(f"waiting for the other processes at {where}"):
+    with working(console, f"waiting for the other processes at {where}"):
         process, count = hosts.join(
             address, config.num_processes, config.process_id, lambda: end.now(late)
         )

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.progress import Progress
-
 from specdec.cli import topics
 from specdec.cli.console import command_record, console, print_json, read_text, say_model
+from specdec.cli.progress import Bar
 from specdec.cli.start import loaded_model
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
@@ -45,11 +44,10 @@ def perplexity(
     if window > loaded.target.arch.max_position:
         raise UserError(f"--window {window} is longer than the model's context")
     window_nll = loaded.backend.scorer(loaded.target)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("scoring", total=sum(1 for _ in windows(ids, bos, window, stride)))
+    with Bar(console, "scoring", sum(1 for _ in windows(ids, bos, window, stride))) as bar:
 
         def score(tokens: list[int]):
-            progress.advance(task)
+            bar.advance()
             return window_nll(tokens)
 
         result = measure(ids, bos, window, stride, score)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from specdec.assembly import engine as engines
 from specdec.assembly.engine import VARIANTS, make_engine, require_exact
 from specdec.assembly.model import Model, load_model, random_model
 from specdec.cli.console import console, say_model
+from specdec.cli.progress import working
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.engine import Engine
 from specdec.core.types import Sampling
@@ -21,18 +23,19 @@ def loaded_model(
 
     prove: False where nothing is decoded, and for the doctor, which reports instead of refusing.
     """
+    status = partial(working, console)
     if random:
-        model = random_model(random, config, speculation, console.status)
+        model = random_model(random, config, speculation, status)
     else:
-        model = load_model(config, speculation, console.status)
+        model = load_model(config, speculation, status)
     if prove:
-        require_exact(model, speculation, console.status)
+        require_exact(model, speculation, status)
     return model
 
 
 def warm_up(engine: Engine, samplings: Iterable[Sampling]) -> None:
     """Compile what these requests will need, so that speed is measured without it."""
-    with console.status("compiling"):
+    with working(console, "compiling"):
         engines.warm_up(engine, samplings)
 
 
@@ -43,6 +46,6 @@ def started(
     model = loaded_model(config, speculation)
     say_model(config, model)
     engine = make_engine(model, speculation, max_waiting)
-    with console.status("compiling"):
+    with working(console, "compiling"):
         engines.warm_up(engine, VARIANTS, *model.backend.warm(model.target))
     return model, engine

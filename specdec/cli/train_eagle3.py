@@ -7,17 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress as Bar,
-    TextColumn,
-    TimeRemainingColumn,
-)
-
 from specdec.cli import topics
 from specdec.cli.console import check_folder, command_record, console, print_json
 from specdec.cli.distil import require_training
+from specdec.cli.progress import Bar, continues, working
 from specdec.core.config import ModelConfig
 from specdec.core.errors import UserError
 from specdec.core.writing import write_whole, writing
@@ -113,7 +106,7 @@ def _make_trainer(
 
     path = checkpoint_path(model.model)
     read = [(folder, *read_answers(folder)) for folder in data]
-    with console.status("checking that this model wrote the data"):
+    with working(console, "checking that this model wrote the data"):
         answers, kept, source = split_answers(read, target_hash(path), recipe.heldout_share)
     params, arch = load_teacher(path, model.dtype)
     tokenizer = load_tokenizer(path, arch.vocab)
@@ -168,25 +161,26 @@ def _fill_cache(
 
     from training.teacher import read
 
-    columns = (TextColumn("features"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     program = jax.jit(lambda params, *given: read(params, arch, layers, *given))
-    with Bar(*columns, console=console) as bar:
-        task = bar.add_task("", total=cache.check_room())
-        cache.build(partial(program, params), batch, lambda count: bar.advance(task, count))
+    total = len(cache.rows.tokens)
+    done = total - cache.check_room()
+    if done < total:
+        continues(console, "row", done, total)
+    with Bar(console, "features", total, done) as bar:
+        cache.build(partial(program, params), batch, bar.advance)
 
 
 def _train(trainer: Trainer, recipe: Recipe) -> dict[str, Any]:
     """Run to the end with a bar and a line per evaluation; the last evaluation."""
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     last: dict[str, Any] = {}
-    with Bar(*columns, TextColumn("{task.fields[note]}"), console=console) as bar:
-        done = int(trainer.state.step)
-        task = bar.add_task("", total=recipe.steps, completed=done, note="")
+    done = int(trainer.state.step)
+    continues(console, "step", done, recipe.steps)
+    with Bar(console, "training", recipe.steps, done) as bar:
 
         def tell(row: dict[str, Any]) -> None:
             if row["kind"] == "train":
                 note = f"loss {row['loss']:.3f}, {row['tokens_per_second']:,} tokens/s"
-                bar.update(task, completed=row["step"], note=note)
+                bar.update(row["step"], note)
             else:
                 last.update(row)
                 console.print(_line(row))

@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 
 from drafters.registry import PLAIN
 from specdec.core.engine import Engine
@@ -128,13 +126,14 @@ def evaluate(
     settings: Settings,
     *,
     decode: Callable[[Rows[int]], str] | None = None,
-    progress: bool = True,
+    tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Ask every prompt of the drafter `none` and of `settings.drafter`, and compare.
 
     make_engine: an idle engine for a drafter's name, always on the same target (engines never run
     at the same time, so they may share its slots). Plain decoding is "none".
-    decode: token ids to text, for the report's samples. progress: a bar on stderr.
+    decode: token ids to text, for the report's samples. tell: gets how many answers there
+    are, and how many there will be.
     Raises UserError for a prompt that can't be encoded, or if none fits the context.
     """
     names = ["plain", "drafted", *settings.speed_only]
@@ -142,16 +141,15 @@ def evaluate(
     racers = dict(zip(names, map(Racer, engines), strict=True))
     questions, skipped = _questions(prompts, encode, settings, engines[0].target.max_len)
     slots = engines[0].target.slots
-    with Progress(console=Console(stderr=True), disable=not progress) as bar:
-        task = bar.add_task("warming up", total=len(questions) * len(racers))
-        for racer in racers.values():
-            racer.warm_up(questions[:slots], settings)
-        bar.update(task, description="evaluating")
-        for number, group in enumerate(_groups(questions, max(4, 2 * slots))):
-            turn = list(racers.values())
-            for racer in turn if number % 2 == 0 else reversed(turn):
-                racer.run(group, settings)
-                bar.advance(task, len(group))
+    done, total = 0, len(questions) * len(racers)
+    for racer in racers.values():
+        racer.warm_up(questions[:slots], settings)
+    for number, group in enumerate(_groups(questions, max(4, 2 * slots))):
+        turn = list(racers.values())
+        for racer in turn if number % 2 == 0 else reversed(turn):
+            racer.run(group, settings)
+            done += len(group)
+            tell(done, total)
     return _report(racers, settings, skipped, decode)
 
 

@@ -20,6 +20,7 @@ from targets.arch import Arch, LayerSpec
 from targets.checkpoint import Checkpoint
 from targets.cuda.cache import FP8_MAX
 from targets.cuda.ops import Linear
+from targets.cuda.soundness import check_sound
 from targets.cuda.upload import as_tensor, upload
 from targets.cuda.workshop import Workshop
 from targets.tensors import TensorSpec, all_tensors
@@ -96,13 +97,12 @@ class Weights:
 
 
 def load_params(checkpoint: Checkpoint, arch: Arch, dtype: str, device: str, pack: Pack) -> Weights:
-    """Read, quantise or widen, fuse and pack, a few layers at a time."""
+    """Read, quantise or widen, fuse and pack, a few layers at a time. Raises UserError."""
 
     def source(name: str) -> Raw:
         stored = checkpoint.read(name)
         scale = None if stored.scale is None else torch.from_numpy(stored.scale).to(device)
-        values = as_tensor(stored.values)
-        return (values if device == "cpu" else upload(values, device)), scale
+        return check_sound((upload(as_tensor(stored.values), device), scale), checkpoint.path, name)
 
     with ThreadPoolExecutor(READERS) as readers:
         each = lambda make, items: list(readers.map(make, items))  # noqa: E731

@@ -70,6 +70,8 @@ def forward(
 
     stored: the memory's per-layer stores, shaped like `Params.segments`; returned updated.
     """
+    # a draft head's layers, Llama's, are the CUDA target's to run: here they would come out wrong
+    assert not arch.silu and all(layer.normed for layer in arch.layers), (arch.silu, arch.layers)
     real = (tokens >= 0) & (tokens < arch.vocab)
     tokens = jnp.where(real, tokens, 0)
     if not isinstance(memory, CacheMemory):  # whole sequences: all real, and some are trained on

@@ -22,6 +22,7 @@ from targets.arch import Arch
 from targets.checkpoint import Checkpoint, Stored, dequantise, quantise_int8
 from targets.jax.placing import put
 from targets.segments import Segment, segments
+from targets.soundness import is_sound, refuse_unsound
 from targets.tensors import TensorSpec, layer_tensors, model_tensors, stored_name
 
 
@@ -93,12 +94,20 @@ def load_params(
     """Read, optionally quantise the linears to int8, stack and place. dtype: of what stays wide."""
 
     def leaf(names: list[str], spec: TensorSpec, stacked: bool) -> Any:
-        stored = _alike([checkpoint.read(name) for name in names])
+        stored = _alike([_read(checkpoint, name) for name in names])
         if int8 and spec.linear and stored[0].scale is None:
             stored = [quantise_int8(s.values) for s in stored]
         return _spread(_place(stored, spec, stacked, dtype, mesh), spec, mesh)
 
     return _build(arch, leaf)
+
+
+def _read(checkpoint: Checkpoint, name: str) -> Stored:
+    """Raises UserError for weights that are no numbers: on the host, which copies them anyway."""
+    stored = checkpoint.read(name)
+    if not all(is_sound(part) for part in (stored.values, stored.scale) if part is not None):
+        refuse_unsound(checkpoint.path, name)
+    return stored
 
 
 def _alike(stored: list[Stored]) -> list[Stored]:
