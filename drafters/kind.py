@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
@@ -21,6 +21,9 @@ from targets.backend import Backend
 if TYPE_CHECKING:
     from targets.arch import Arch
     from targets.tokenizer import Tokenizer
+
+
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,10 @@ class DrafterKind(Protocol):
         ...
 
 
-def own_options(kind: DrafterKind, speculation: SpeculationConfig) -> Any:
-    """The drafter's own options, as an instance of `kind.options`."""
-    own = fields(kind.options)
-    return kind.options(**{f.name: getattr(speculation, f.name, f.default) for f in own})
+def own_options(options: type[Options], speculation: SpeculationConfig) -> Options:
+    """The drafter's own options, out of a configuration that has them as fields."""
+    own = fields(options)  # pyright: ignore[reportArgumentType]
+    return options(**{f.name: getattr(speculation, f.name, f.default) for f in own})
 
 
 def refuse_draft_model(speculation: SpeculationConfig) -> SpeculationConfig:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence as Seqs
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence as Seqs
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -249,7 +249,9 @@ class LLM:
         except Exception as failure:
             arrived.put(failure)
 
-    async def _pieces(self, seq: Sequence, given: SamplingParams) -> Any:
+    async def _pieces(
+        self, seq: Sequence, given: SamplingParams
+    ) -> AsyncIterator[tuple[Update, Piece]]:
         """(update, piece) until the answer ends. Raises UserError where the engine refuses."""
         text = ChoiceText(self.tokenizer, given.stops)
         async with self._room:

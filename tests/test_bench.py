@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from drafters.none.host import NoDrafter
+from specdec.bench import aggregate, timing as bench
 from specdec.bench.aggregate import Figures
 from specdec.bench.display import plot_bench, print_bench
-from specdec.bench.timing import aggregate, timing as bench
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError

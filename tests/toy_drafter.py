@@ -33,7 +33,7 @@ class ToyKind:
     def read(self, asked: Asked) -> ToyDraft:
         shape = asked.arch.hidden, asked.arch.vocab
         weights = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-        return ToyDraft(weights, own_options(self, asked.speculation).toy_shift)
+        return ToyDraft(weights, own_options(ToyOptions, asked.speculation).toy_shift)
 
     random = read
 

@@ -13,7 +13,6 @@ from drafters.eagle3.spec import Head, random_head, sized
 from drafters.kind import Asked, NoOptions, find_draft_model, no_device_step
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
-from specdec.core.protocols import Drafter
 from specdec.core.types import MAX_DRAFT
 from targets.arch import Arch
 from targets.backend import Backend
@@ -101,13 +100,13 @@ class PlacedEagle:
 
         return JaxDrafter(self.head, self.target, k, self.greedy)
 
-    def on_device(self, drafter: Drafter) -> Any:
+    def on_device(self, drafter: Any) -> Any:
         if self.target.backend == "jax":
             return drafter  # it is both
         if self.target.backend == "cuda":
             from drafters.eagle3.cuda.drafter import DeviceEagle
 
-            return DeviceEagle(drafter)  # pyright: ignore[reportArgumentType]
+            return DeviceEagle(drafter)
         raise no_device_step(KIND.name, self.target)
 
 

@@ -11,7 +11,6 @@ from drafters.kind import Asked, NoOptions, find_draft_model, no_device_step
 from drafters.model.host import CATCH_UP, ModelDrafter
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
-from specdec.core.protocols import Drafter
 from specdec.core.types import MAX_DRAFT
 from targets import mini
 from targets.arch import Arch, read_arch, released
@@ -101,7 +100,7 @@ class PlacedModel:
     def drafter(self, k: int) -> ModelDrafter:
         return ModelDrafter(self.model, self.greedy)
 
-    def on_device(self, drafter: Drafter) -> Any:
+    def on_device(self, drafter: Any) -> Any:
         if self.target.backend == "jax":
             from drafters.model.jax import DeviceModel as TracedModel
 

@@ -43,14 +43,14 @@ class NgramKind:
         return refuse_draft_model(speculation)
 
     def read(self, asked: Asked) -> WeightlessDraft:
-        lengths = own_options(self, asked.speculation)
+        lengths = own_options(NgramOptions, asked.speculation)
         on_device = {"jax": partial(_traced, lengths), "cuda": partial(_captured, lengths)}
         return WeightlessDraft(self.name, partial(self._drafter, asked.speculation), on_device)
 
     random = read
 
     def _drafter(self, speculation: SpeculationConfig) -> NgramDrafter:
-        lengths = own_options(self, speculation)
+        lengths = own_options(NgramOptions, speculation)
         return NgramDrafter(lengths.ngram_min, lengths.ngram_max)
 
 

@@ -12,10 +12,9 @@ from cyclopts import Parameter
 
 from drafters.registry import resolved
 from specdec.assembly.model import Model
-from specdec.bench.aggregate import Figures
+from specdec.bench.aggregate import Figures, cycle_rows, first_token_rows, step_rows
 from specdec.bench.display import plot_bench, print_bench
 from specdec.bench.sweep import Grid, measure, targets_by_width
-from specdec.bench.timing import aggregate
 from specdec.cli import topics
 from specdec.cli.console import check_file, command_record, console, print_json
 from specdec.cli.progress import working
@@ -152,9 +151,9 @@ def _measure(
         "gpus": machine,
         "read_bandwidth": max(bandwidths),
         "read_bandwidths": bandwidths,
-        "steps": aggregate.step_rows(figures, needed, max(bandwidths)),
-        "cycles": aggregate.cycle_rows(figures, needed, max(bandwidths)),
-        "first_token": aggregate.first_token_rows(figures),
+        "steps": step_rows(figures, needed, max(bandwidths)),
+        "cycles": cycle_rows(figures, needed, max(bandwidths)),
+        "first_token": first_token_rows(figures),
         "runs": runs,
         "synthetic": figures.run_rows("synthetic"),
         "equal": same and all(run["repeatable"] for run in runs),
@@ -168,7 +167,7 @@ def _peer(
     grid: Grid,
     config: BenchConfig,
 ) -> dict[str, Any]:
-    from specdec.bench.timing import peer
+    from specdec.bench import peer
 
     with working(console, "the peer, transformers"):
         text = peer.text_config(config.random, model.model)
