@@ -14,7 +14,7 @@ from specdec.core.errors import UserError
 from specdec.core.types import MAX_DRAFT
 from targets.arch import Arch, read_arch
 from targets.checkpoint import Checkpoint
-from targets.jax.params import init_params, load_params
+from targets.jax.params import load_params, random_params
 from targets.jax.programs import Plan
 from targets.jax.target import JaxTarget
 
@@ -65,13 +65,10 @@ def load_target(path: Path, options: JaxOptions, suppress: tuple[int, ...] = ())
 
 
 def random_target(arch: Arch, options: JaxOptions, seed: int = 0) -> JaxTarget:
-    """A model of this architecture with random weights (speed tests), on one device."""
-    if options.tp != 1:
-        raise UserError("random weights are made on one device: leave --tp at 1")
-    plan, dtype = make_plan(arch, options), _dtype(options)
-    make = jax.jit(init_params, static_argnums=(0, 2, 3))
-    params = make(arch, jax.random.key(seed), dtype, options.int8)
-    return JaxTarget(plan, params, dtype, kv_dtype=_kv_dtype(options))
+    """A model of this architecture with random weights (speed tests), the same for any split."""
+    plan, mesh, dtype = make_plan(arch, options), make_mesh(options.tp), _dtype(options)
+    params = random_params(arch, seed, dtype, options.int8, mesh)
+    return JaxTarget(plan, params, dtype, mesh=mesh, kv_dtype=_kv_dtype(options))
 
 
 def narrowed(target: JaxTarget) -> JaxTarget:

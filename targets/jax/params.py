@@ -136,7 +136,7 @@ def _place(
     )
 
 
-def _halves_by_device(values: np.ndarray, spec: TensorSpec, tp: int) -> np.ndarray:
+def _halves_by_device(values: Any, spec: TensorSpec, tp: int) -> Any:
     """[E, 2 I, ...] in an order in which a device's part has its share of both halves."""
     if not any(partition(spec, tp)):
         return values
@@ -161,10 +161,27 @@ def sharding_of(spec: TensorSpec, stacked: bool, mesh: Mesh | None) -> NamedShar
     return NamedSharding(mesh, partition(spec, mesh.shape["tp"], int(stacked)))
 
 
-def init_params(arch: Arch, key: Array, dtype: Any = jnp.float32, int8: bool = False) -> Params:
+def random_params(arch: Arch, seed: int, dtype: Any, int8: bool, mesh: Mesh | None) -> Params:
+    """`init_params`, each device making its own part; the values don't depend on the split."""
+    leaves, tree = jax.tree.flatten(abstract_params(arch, dtype, int8, mesh))
+
+    def make(key: Array) -> list[Array]:
+        return jax.tree.leaves(init_params(arch, key, dtype, int8, mesh))
+
+    where = [leaf.sharding for leaf in leaves]
+    return jax.tree.unflatten(tree, jax.jit(make, out_shardings=where)(jax.random.key(seed)))
+
+
+def init_params(
+    arch: Arch,
+    key: Array,
+    dtype: Any = jnp.float32,
+    int8: bool = False,
+    mesh: Mesh | None = None,
+) -> Params:
     """Random parameters: linears with std 1 / sqrt(in), embeddings with 1 / sqrt(hidden), so
     that scaled embeddings have unit variance; norms, scalars and router scales are 1.
-    int8: quantised linears, drawn as integers."""
+    int8: quantised linears, drawn as integers. mesh: whose devices' parts are to lie together."""
     counter = iter(range(10**6))
 
     def leaf(names: list[str], spec: TensorSpec, stacked: bool) -> Any:
@@ -178,8 +195,16 @@ def init_params(arch: Arch, key: Array, dtype: Any = jnp.float32, int8: bool = F
         if int8 and spec.linear:
             values = jax.random.randint(noise, shape, -127, 128, jnp.int8)
             # integers uniform in [-127, 127] have std 127 / sqrt(3)
-            return Quantized(values, jnp.full(shape[:-1], std * 3**0.5 / 127, jnp.float32))
-        return (jax.random.normal(noise, shape, jnp.float32) * std).astype(dtype)
+            scale = jnp.full(shape[:-1], std * 3**0.5 / 127, jnp.float32)
+            return Quantized(dealt(values, spec, stacked), scale)
+        values = (jax.random.normal(noise, shape, jnp.float32) * std).astype(dtype)
+        return dealt(values, spec, stacked)
+
+    def dealt(values: Array, spec: TensorSpec, stacked: bool) -> Array:
+        if not spec.halves or mesh is None:
+            return values
+        deal = partial(_halves_by_device, spec=spec, tp=mesh.shape["tp"])
+        return jax.vmap(deal)(values) if stacked else deal(values)
 
     return _build(arch, leaf)
 

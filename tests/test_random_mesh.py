@@ -1,0 +1,52 @@
+"""Random weights of a split model are made where they lie, and are those of one device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.random_mesh_worker import CASES, SPLITS
+
+FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+
+
+def worker(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        env=os.environ | {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def lines() -> dict:
+    """What the worker said, by variant and split."""
+    said = map(json.loads, worker("tests.random_mesh_worker").splitlines())
+    return {(line["variant"], line["tp"]): line for line in said}
+
+
+@pytest.mark.parametrize("variant", CASES)
+def test_the_weights_are_split_and_those_of_one_device(lines, variant) -> None:
+    whole = lines[variant, 1]
+    for tp in SPLITS[1:]:
+        found = lines[variant, tp]
+        assert found["parts"]["mlp.gate_proj"] == tp and found["parts"]["input_layernorm"] == 1
+        if variant == "26b-a4b":
+            assert found["parts"]["experts.gate_up_proj"] == tp and found["spread"]
+        for name, sums in whole["sums"].items():
+            assert found["sums"][name] == pytest.approx(sums, rel=1e-6), (name, tp)
+        for way, tokens in found["texts"].items():
+            assert tokens == whole["texts"]["plain"], (way, tp)
+
+
+def test_bench_takes_random_weights_of_a_split_model() -> None:
+    document = json.loads(worker("tests.random_mesh_worker", "bench").splitlines()[-1])
+    assert document["equal"] and document["config"]["model"]["tp"] == 2
+    assert {run["name"].split(",")[0] for run in document["runs"]} == {"none", "eagle3"}
