@@ -78,11 +78,12 @@ def _from_vllm(speculation: SpeculationConfig) -> SpeculationConfig:
         raise UserError(
             f"--speculative-config: unknown key {strange}; known are {', '.join(names)}"
         )
-    values = {names[key]: value for key, value in given.items()}
-    for key, value in values.items():
-        kind = str if key in ("drafter", "draft_model", "draft_sample_method") else int
-        if not isinstance(value, kind) or isinstance(value, bool):
+    hints = get_type_hints(config_type())
+    for key, value in given.items():
+        kind = int if hints[names[key]] is int else str
+        if type(value) is not kind:  # by type, for true is an int to Python
             raise UserError(f"--speculative-config: {value!r} does not fit {key}")
+    values = {names[key]: value for key, value in given.items()}
     methods = {kind.vllm_method: kind.name for kind in every()}
     if "drafter" in values:
         values["drafter"] = methods.get(values["drafter"], values["drafter"])
