@@ -9,15 +9,15 @@ from typing import Any
 
 import jax
 import numpy as np
-
 from drafters.eagle3.drafter_jax import EagleDrafter
+from specdec.cycle import host_cycle
+
 from drafters.eagle3.spec import random_head
 from drafters.model import CATCH_UP, ModelDrafter
 from drafters.none import NoDrafter
-from specdec.cycle import host_cycle
 from targets.arch import Arch, parse_arch
 from targets.jax.load import JaxOptions, random_target
-from targets.jax.params import Spread
+from targets.jax.params import DataParallel
 from targets.jax.target import JaxTarget
 from tests.eagle3_oracle import SPEC
 from tests.mesh_worker import LAYERS, K, split_in, texts
@@ -50,7 +50,7 @@ def say(variant: str, arch: Arch, int8: bool, tp: int) -> dict[str, Any]:
         target = random_target(arch, read)
         drafter = EagleDrafter(random_head(shape), target, K)
         said["eagle3"] = texts(target, drafter, host_cycle(target, drafter, K))
-    spread = any(isinstance(weight, Spread) for weight in first.values())
+    spread = any(isinstance(weight, DataParallel) for weight in first.values())
     sums = {name: values(target, name) for name in found}
     return {"texts": said, "parts": found, "spread": spread, "sums": sums}
 

@@ -16,7 +16,7 @@ from drafters.eagle3.spec import sized
 from specdec.core.errors import UserError
 from targets import arch, mini
 from targets.arch import read_arch, released
-from targets.cuda import launch, prefill_launch, skinny, tiles, w8a8
+from targets.cuda import gemm, launch, prefill_launch, tiles, w8a8
 from targets.cuda.inputs import BLOCKS, NARROW_BLOCKS
 from targets.cuda.launch import Variant, cached_binary, compile_variant
 from targets.cuda.ops import Linear
@@ -182,7 +182,7 @@ def test_a_schedule_covers_the_weight_and_fits_the_machine(n, k, kind, gated, pr
     assert plan.ctas <= processors and plan.warps <= tiles.WARPS[plan.wide]
     assert plan.k_groups == 1 or plan.passes == 1  # sums of k groups take the ring's place
     for block in BLOCKS:
-        ring = skinny.few_stages if block in skinny.FEW else skinny.many_stages
+        ring = gemm.few_stages if block in gemm.FEW else gemm.many_stages
         stages, shared = ring(plan, kind, block)
         assert stages >= 2 and shared <= launch.SHARED_LIMIT
-        assert skinny.many_threads(plan, block) <= (16 if block == 128 else 13) * 32  # wide.cu's
+        assert gemm.many_threads(plan, block) <= (16 if block == 128 else 13) * 32  # wide.cu's

@@ -98,9 +98,9 @@ def test_out_of_memory_in_a_cycle_fails_who_joined_last(tiny, monkeypatch, said)
     target = target_of(tiny["31b"], 3)
     honest = target.forward
 
-    def forward(rows, shaped):
+    def forward(rows, needs_sampler):
         if len(rows.slot) < 3:
-            return honest(rows, shaped)
+            return honest(rows, needs_sampler)
         try:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         finally:
@@ -140,7 +140,9 @@ def test_rows_that_sit_out_may_start_anywhere(tiny):
 
 def test_other_failures_stay_what_they_are(tiny, monkeypatch):
     target = target_of(tiny["31b"], 1)
-    monkeypatch.setattr(target, "forward", lambda rows, shaped: torch.zeros(2) @ torch.zeros(3))
+    monkeypatch.setattr(
+        target, "forward", lambda rows, needs_sampler: torch.zeros(2) @ torch.zeros(3)
+    )
     engine = Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
     with pytest.raises(RuntimeError, match="inconsistent tensor size|size"):
         engine.run_to_end([Sequence([5, 6], max_tokens=4)])

@@ -15,19 +15,19 @@ import targets.cuda
 
 KERNELS = Path(targets.cuda.__file__).parent / "kernels"
 MIRRORS = {
-    "attention._Job": "attention.cuh Job",
-    "choosing._Job": "choose.cu Job",
+    "attention._AttentionJob": "attention.cuh Job",
+    "sampler._SampleJob": "sample.cu Job",
     "draft_kernels._Guess": "guess.cu Job",
     "draft_kernels._Pair": "pair.cu Pair",
-    "experts._Job": "moe.cu Job",
+    "experts._ExpertsJob": "moe.cu Job",
     "kernels.Embed": "hidden.cuh Embed",
     "norms._Join": "norm.cu Join",
-    "norms._Turn": "norm.cu Turn",
+    "norms._AddNorm": "norm.cu AddNorm",
     "prefill_kernels._Place": "prefill_attention.cu Place",
-    "skinny._Job": "linear.cuh Job",
-    "skinny._Untile": "untile.cu Job",
+    "gemm._GemmJob": "linear.cuh Job",
+    "gemm._Untile": "untile.cu Job",
     "w8a8.Groups": "narrow.cuh Groups",
-    "w8a8._Job": "w8a8.cu Job",
+    "w8a8._W8A8Job": "w8a8.cu Job",
 }
 """Each Structure, and where the struct that it mirrors is declared."""
 KINDS = {c_void_p: "*", c_int: "int", c_float: "float"}

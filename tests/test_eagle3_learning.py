@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from tests.eagle3_worker import RECIPE, made_up, trainer
 from training.eagle3 import Trainer
-from training.teacher import Lesson
+from training.teacher import TeacherOutput
 
 
 def shuffled(teach):
@@ -26,7 +26,7 @@ def one_early(teach):
 
     def lesson(params, rows):
         features, *told = made_up(teach)(params, rows)
-        return Lesson(features, *(jnp.roll(part, -1, 1) for part in told))
+        return TeacherOutput(features, *(jnp.roll(part, -1, 1) for part in told))
 
     return lesson
 

@@ -22,8 +22,8 @@ from targets.arch import read_arch
 from tests.commands import refused
 from tests.eagle3_worker import RECIPE, SHAPE, STOPS, VOCAB, answers, made_up, target, trainer
 from training.eagle3 import contract_of, initial_state, sign
-from training.live import Live, prompts_of
 from training.packing import pack
+from training.real_acceptance import Live, prompts_of
 from training.recipe import spec_for
 from training.throughput import measure
 from training.trained import trained_head
