@@ -11,14 +11,19 @@ from pathlib import Path
 
 import pytest
 
+import drafters.eagle3.cuda
+import drafters.ngram
 import targets.cuda
 
-KERNELS = Path(targets.cuda.__file__).parent / "kernels"
+PACKAGES = (targets.cuda, drafters.eagle3.cuda, drafters.ngram)
+"""Who launches kernels."""
+FOLDERS = [Path(p.__file__ or "").parent / n for p in PACKAGES for n in ("kernels", "sources")]
+SOURCES = {file.name: file for folder in FOLDERS for file in folder.glob("*.cu*")}
 MIRRORS = {
     "attention._AttentionJob": "attention.cuh Job",
     "sampler._SampleJob": "sample.cu Job",
-    "draft_kernels._Guess": "guess.cu Job",
-    "draft_kernels._Pair": "pair.cu Pair",
+    "kernels._Guess": "draft_sample.cu Job",
+    "kernels._Pair": "inputs.cu Pair",
     "experts._ExpertsJob": "moe.cu Job",
     "kernels.Embed": "hidden.cuh Embed",
     "norms._Join": "norm.cu Join",
@@ -35,11 +40,13 @@ DECLARATION = re.compile(r"(?:const )?(?P<kind>(?:long )?\w+)\s*(?P<names>[\w\s*
 
 
 def structures() -> dict[str, type[Structure]]:
-    """All that the CUDA target defines."""
-    for module in pkgutil.iter_modules(targets.cuda.__path__, "targets.cuda."):
-        importlib.import_module(module.name)
-    found = [c for c in Structure.__subclasses__() if c.__module__.startswith("targets.cuda.")]
-    return {f"{c.__module__.removeprefix('targets.cuda.')}.{c.__name__}": c for c in found}
+    """All that the CUDA target and the drafters define, by module and name."""
+    names = [package.__name__ + "." for package in PACKAGES]
+    for package, name in zip(PACKAGES, names, strict=True):
+        for module in pkgutil.iter_modules(package.__path__, name):
+            importlib.import_module(module.name)
+    found = [c for c in Structure.__subclasses__() if c.__module__.startswith(tuple(names))]
+    return {f"{c.__module__.rpartition('.')[2]}.{c.__name__}": c for c in found}
 
 
 def declared(text: str, name: str) -> list[tuple[str, str]]:
@@ -70,7 +77,7 @@ def test_every_structure_is_compared() -> None:
 @pytest.mark.parametrize("name", MIRRORS)
 def test_a_structure_has_the_fields_of_its_struct(name) -> None:
     file, struct = MIRRORS[name].split()
-    assert mirrored(structures()[name]) == declared((KERNELS / file).read_text(), struct)
+    assert mirrored(structures()[name]) == declared(SOURCES[file].read_text(), struct)
 
 
 def test_what_is_reordered_renamed_or_retyped_is_seen() -> None:

@@ -130,8 +130,8 @@ class Trainer:
         live: Callable[[Weights], dict[str, Any]] | None = None,
         devices: int = 1,
     ) -> None:
-        """live: what to measure besides, at each evaluation (real_acceptance.py). devices: that share a
-        batch's rows. Raises UserError where they can't."""
+        """live: what to measure besides, at each evaluation (real_acceptance.py). devices: how many
+        share a batch's rows. Raises UserError where they can't."""
         self.live, self._spread = live, DataParallel(devices, recipe.batch)
         self.recipe, self.run, self.params = recipe, run, self._spread.copies(params)
         self.rows, self.heldout = rows, heldout

@@ -70,7 +70,7 @@ def experts_a_round(experts: int) -> int:
 
 
 class Experts(NamedTuple):
-    """The experts of repeat `repeat` of a layer group: its layers' weights [repeats, E, out, in] whole,
+    """The experts of one repeat of a layer group: the group's weights [repeats, E, out, in] whole,
     so that a loop cuts one expert out of the stack; a scan would cut, and copy, a layer's."""
 
     gate_up: Any
