@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from drafters.eagle3.drafter_jax import EagleDrafter
-from specdec.cycle import host_cycle
 
+from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.spec import random_head
-from drafters.model import CATCH_UP, ModelDrafter
-from drafters.none import NoDrafter
+from drafters.model.host import CATCH_UP, ModelDrafter
+from drafters.none.host import NoDrafter
+from specdec.core.cycle import host_cycle
 from targets.arch import Arch, parse_arch
 from targets.jax.load import JaxOptions, random_target
 from targets.jax.params import DataParallel
@@ -62,7 +62,11 @@ def bench() -> None:
     from specdec.cli import main as command
 
     targets.arch.released = lambda name: parse_arch(config_of("31b"))
-    specdec.bench.STEPS, specdec.bench.CYCLE_SAMPLES, specdec.bench.FIRST_TOKENS = 3, 2, 2
+    (
+        specdec.bench.timing.STEPS,
+        specdec.bench.timing.CYCLE_SAMPLES,
+        specdec.bench.timing.FIRST_TOKENS,
+    ) = 3, 2, 2
     options = "--tp 2 --drafter eagle3 --k 2 --widths 1 --slots 1 --contexts 20 --max-len 256"
     more = "--max-tokens 6 --repeats 1 --prompt-lengths 8 --loop host --json"
     command(["bench", "--random", "gemma-4-31b", *options.split(), *more.split()])

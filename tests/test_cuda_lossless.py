@@ -39,15 +39,22 @@ check = partial(check_host, target_of=target_of, draft_of=draft_of)
 
 
 @pytest.mark.parametrize(
-    ("variant", "mode"),
-    [("31b", "everything"), ("e2b", "greedy"), ("26b-a4b", "nucleus")],
+    ("variant", "mode", "adversaries"),
+    [
+        ("31b", "everything", ("model", "ngram", "wild")),
+        ("e2b", "greedy", ("model", "right", "random")),
+        ("26b-a4b", "nucleus", ("ngram", "wrong", "right")),
+    ],
 )
-def test_host_loop(tiny, variant, mode):
-    check(tiny[variant], mode, slots=3, ks=[4], tokens=24)
+def test_host_loop(tiny, variant, mode, adversaries):
+    """Each adversary with some variant; test_whole_matrix has them all."""
+    check(tiny[variant], mode, slots=3, ks=[0, 4], tokens=24, adversaries=adversaries)
 
 
 def test_every_draft_length(tiny):
-    check(tiny["12b"], "nucleus", slots=2, ks=[0, 1, 7], tokens=8)
+    """With all of it kept, and nothing."""
+    ends = ("right", "wrong")
+    check(tiny["12b"], "nucleus", slots=2, ks=[0, 1, 7], tokens=8, adversaries=ends)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +63,8 @@ def test_every_draft_length(tiny):
 def test_narrow_weights_and_caches(tiny, dtype, kv_dtype):
     narrow = partial(target_of, dtype=dtype, kv_dtype=kv_dtype)
     own = partial(narrow, graphs=False)  # not the same target, with the same cache
-    check_host(tiny["31b"], "nucleus", slots=2, ks=[4], tokens=12, target_of=narrow, draft_of=own)
+    given = {"target_of": narrow, "draft_of": own, "adversaries": ("model", "ngram", "wild")}
+    check_host(tiny["31b"], "nucleus", slots=2, ks=[4], tokens=12, **given)
 
 
 @pytest.mark.slow

@@ -33,6 +33,8 @@ from tests.eagle3_heads import BASE, EAGLE3, MINI, SPEC, cuda_target_of, random_
 from tests.eagle3_oracle import FLAGS, STEPS, TOKENS, Judging, Oracle, inputs
 from tests.lossless import decode
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 K, TOLERANCE = 4, 1e-5
 
 

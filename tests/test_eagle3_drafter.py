@@ -27,6 +27,8 @@ from tests.eagle3_heads import BASE, EAGLE3, MINI, SPEC, jax_target_of, random_h
 from tests.eagle3_oracle import Judging, Oracle
 from tests.lossless import decode
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 K = 4
 
 

@@ -26,6 +26,8 @@ from training.packing import PackedRows, pack
 from training.teacher import load_teacher, teach
 from training.unroll import judge, masks
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 K, LENGTH, TOLERANCE = 3, 64, 2e-5
 """States reach 10; the largest difference seen is 3e-6."""
 PROMPTS = [[5, 9, 3], [7, 8] * 9, [11]]

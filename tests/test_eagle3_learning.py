@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax.numpy as jnp
+import pytest
 
 from tests.eagle3_worker import RECIPE, made_up, trainer
 from training.eagle3 import Trainer
 from training.teacher import TeacherOutput
+
+pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 
 def shuffled(teach):

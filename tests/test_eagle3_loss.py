@@ -28,6 +28,8 @@ from training.unroll import (
     walked_tau,
 )
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 STEPS, DECAY = 3, 0.8
 
 

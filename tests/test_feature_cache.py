@@ -28,6 +28,8 @@ from training.eagle3 import Trainer
 from training.feature_cache import CacheLayout, FeatureCache, joined, with_states
 from training.packing import pack, rows_of_step
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 CONFIGS = Path(__file__).parent.parent / "configs"
 LAYERS, LENGTH, HIDDEN = (1, 3, 5), 32, 48
 SHARD_ROWS = 5

@@ -30,6 +30,8 @@ from targets.jax.roofline import cache_bytes
 from targets.tokenizer import load_tokenizer
 from tests.lossless import WIDE, check_host, decode, draft_of, prompts_for
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 ROWS, TOKENS, HEADS, KV_HEADS, DIM, SIZE, PIECE = 3, 4, 4, 2, 8, 40, 16
 PROSE = (
     "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n"

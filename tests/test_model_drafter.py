@@ -21,6 +21,8 @@ from targets.jax.load import JaxOptions, load_target
 from targets.tokenizer import load_tokenizer
 from tests.fakes import FakeTarget
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 PROMPTS = [[3, 1, 4], [1] * 9, [2, 7, 1, 8, 2, 8], [5], [9, 9, 8, 9, 9]]
 
 

@@ -16,6 +16,8 @@ from targets.jax import cache as kv, kv_exchange, model
 from targets.jax.params import load_params
 from tests.tiny import IDS, LENGTH, VARIANTS, oracle, write_tiny
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 TOLERANCE = 5e-4
 
 

@@ -17,6 +17,8 @@ from targets.jax import noise, sampling
 from targets.jax.load import JaxOptions, load_target
 from targets.sampling_params import blank_table, set_row, split_seed
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 VOCAB = 12
 LOGITS = np.linspace(2.0, -2.0, VOCAB).astype(np.float32) + np.float32([0.3, 0] * 6)
 
