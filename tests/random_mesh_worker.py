@@ -57,16 +57,12 @@ def say(variant: str, arch: Arch, int8: bool, tp: int) -> dict[str, Any]:
 
 def bench() -> None:
     """The command, on a tiny "released" model and with few samples."""
-    import specdec.bench
+    from specdec.bench import timing
     import targets.arch
     from specdec.cli import main as command
 
     targets.arch.released = lambda name: parse_arch(config_of("31b"))
-    (
-        specdec.bench.timing.STEPS,
-        specdec.bench.timing.CYCLE_SAMPLES,
-        specdec.bench.timing.FIRST_TOKENS,
-    ) = 3, 2, 2
+    timing.STEPS, timing.CYCLE_SAMPLES, timing.FIRST_TOKENS = 3, 2, 2
     options = "--tp 2 --drafter eagle3 --k 2 --widths 1 --slots 1 --contexts 20 --max-len 256"
     more = "--max-tokens 6 --repeats 1 --prompt-lengths 8 --loop host --json"
     command(["bench", "--random", "gemma-4-31b", *options.split(), *more.split()])

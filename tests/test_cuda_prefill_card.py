@@ -16,7 +16,7 @@ from targets.cuda.params import load_params, quantise_fp8
 from targets.cuda.prefill import prefill
 from targets.cuda.prefill_kernels import PrefillKernels
 from targets.cuda.prefill_reference import PrefillReference
-from targets.cuda.prefill_steps import Input, PrefillChunk
+from targets.cuda.prefill_steps import PrefillChunk, PrefillInput
 from targets.cuda.reference import Reference
 
 pytestmark = pytest.mark.gpu
@@ -83,7 +83,7 @@ def test_gate(kind, width):
     exact = library.gated(gate_up.float(), kind).values
     if kind == "fp8":  # it rounds to bf16 on its way
         exact = exact.bfloat16().float()
-    same_input(kernels.gated(gate_up, kind), Input(exact, None), kind)
+    same_input(kernels.gated(gate_up, kind), PrefillInput(exact, None), kind)
 
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
@@ -131,7 +131,7 @@ def test_matmuls(kind):
     x = kernels.add_norm(h, None, None, None, torch.ones(512, device="cuda"), kind)
     values, scale = quantise_fp8(weight) if kind == "fp8" else (weight.bfloat16(), None)
     widened = x.values.float() * (1 if x.scale is None else x.scale[:, None])
-    exact = Input(widened.to(torch.float32), None)
+    exact = PrefillInput(widened.to(torch.float32), None)
     ends = torch.tensor([100, 100, 117, 300], dtype=torch.int32, device="cuda")
     ours = kernels.grouped(x, ends, values, scale)
     assert error(ours, library.grouped(exact, ends, values, scale)) < 5e-3
