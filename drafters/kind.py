@@ -9,13 +9,14 @@ device loop traces or captures of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from specdec.core.protocols import Drafter
+from specdec.core.types import MAX_DRAFT
 from targets.backend import Backend
 
 if TYPE_CHECKING:
@@ -43,17 +44,15 @@ class Asked:
     """Resolved, with the drafter's own options as fields."""
 
 
-class PlacedDrafter(Protocol):
+@dataclass(frozen=True)
+class PlacedDrafter:
     """A drafter beside its target."""
 
-    def drafter(self, k: int) -> Drafter:
-        """A fresh one for an engine that drafts k tokens a cycle."""
-        ...
-
-    def on_device(self, drafter: Drafter) -> Any:
-        """What the target's device loop runs of this drafter (`targets.jax.device_drafter`,
-        `targets.cuda.device_drafter`). Raises UserError where the folder brings nothing for it."""
-        ...
+    make: Callable[[int], Any]
+    """A fresh `Drafter` for an engine that drafts k tokens a cycle."""
+    on_device: Callable[[Any], Any]
+    """What the target's device loop runs of that drafter (`targets.jax.device_drafter`,
+    `targets.cuda.device_drafter`). Raises UserError where the folder brings nothing for it."""
 
 
 class Draft(Protocol):
@@ -65,8 +64,8 @@ class Draft(Protocol):
         ...
 
     def extra_bytes(self, shape: Any) -> int:
-        """What it takes of a GPU beside a target of this shape (`targets.cuda.footprint.Shape`), as
-        far as it does not check that by itself when it is placed."""
+        """What it takes of a GPU beside a target of this shape (`targets.cuda.footprint`), as far
+        as it does not check that by itself when it is placed."""
         ...
 
     def place(self, backend: Backend, target: Any, config: ModelConfig) -> PlacedDrafter:
@@ -74,53 +73,69 @@ class Draft(Protocol):
         ...
 
 
-class DrafterKind(Protocol):
-    """One drafter's folder, as everybody else sees it."""
+@dataclass(frozen=True)
+class TextDraft:
+    """`Draft` of a drafter that needs the text alone: nothing to read, nothing to place."""
 
     name: str
-    """What users type."""
-    summary: str
-    """For `--help`, after the name."""
-    options: type
-    """A frozen dataclass of its own options: each field has a default and, in its metadata, `help`.
-    Its names and types become options of the command line."""
-    vllm_method: str
-    """What vLLM's `--speculative-config` calls it."""
-    vllm_keys: Mapping[str, str]
-    """Keys of that JSON that are its own, and the options that they mean."""
-    most_k: int
-    """Most draft tokens of a cycle."""
+    host: Callable[[], Drafter]
+    """Makes the host loop's drafter."""
+    steps: Mapping[str, Callable[[Any], Any]]
+    """By backend: makes what its device loop runs, from the target."""
+    features: tuple[int, ...] = ()
 
-    def resolve(
-        self, speculation: SpeculationConfig, model: str, random: bool
-    ) -> SpeculationConfig:
-        """The options checked, and what follows from the model filled in. random: weights are made,
-        not read. Raises UserError."""
-        ...
+    def extra_bytes(self, shape: Any) -> int:
+        return 0
 
-    def read(self, asked: Asked) -> Draft:
-        """Raises UserError for files that are missing, damaged, or of another target."""
-        ...
+    def place(self, backend: Backend, target: Any, config: ModelConfig) -> PlacedDrafter:
+        def on_device(drafter: Drafter) -> Any:
+            return step_of(self.name, self.steps, target)(target)
 
-    def random(self, asked: Asked) -> Draft:
-        """With random weights, to measure with."""
-        ...
+        return PlacedDrafter(lambda k: self.host(), on_device)
 
 
-def own_options(options: type[Options], speculation: SpeculationConfig) -> Options:
-    """The drafter's own options, out of a configuration that has them as fields."""
-    own = fields(options)  # pyright: ignore[reportArgumentType]
-    return options(**{f.name: getattr(speculation, f.name, f.default) for f in own})
-
-
-def refuse_draft_model(speculation: SpeculationConfig) -> SpeculationConfig:
-    """For drafters without weights of their own. Raises UserError."""
+def refuse_draft_model(
+    speculation: SpeculationConfig, model: str, random: bool
+) -> SpeculationConfig:
+    """`DrafterKind.resolve` of drafters without weights of their own. Raises UserError."""
     if speculation.draft_model is not None:
         raise UserError(
             "--draft-model is for drafters with weights of their own, but the drafter is "
             f"{speculation.drafter}"
         )
     return speculation
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """One drafter's folder, as everybody else sees it."""
+
+    name: str
+    """What users type."""
+    summary: str
+    """For `--help`, after the name."""
+    read: Callable[[Asked], Draft]
+    """Raises UserError for files that are missing, damaged, or of another target."""
+    random: Callable[[Asked], Draft] | None = None
+    """With random weights, to measure with; None: there are none to make."""
+    resolve: Callable[[SpeculationConfig, str, bool], SpeculationConfig] = refuse_draft_model
+    """(options, model's name, whether weights are random) -> the options checked, and what follows
+    from the model filled in. Raises UserError."""
+    options: type = NoOptions
+    """A frozen dataclass of its own options: each field has a default and, in its metadata, `help`.
+    Its names and types become options of the command line."""
+    vllm_method: str | None = None
+    """What vLLM's `--speculative-config` calls it; None: the same name."""
+    vllm_keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of that JSON that are its own, and the options that they mean."""
+    most_k: int = MAX_DRAFT
+    """Most draft tokens of a cycle."""
+
+
+def own_options(options: type[Options], speculation: SpeculationConfig) -> Options:
+    """The drafter's own options, out of a configuration that has them as fields."""
+    own = fields(options)  # pyright: ignore[reportArgumentType]
+    return options(**{f.name: getattr(speculation, f.name, f.default) for f in own})
 
 
 def find_draft_model(
@@ -137,8 +152,12 @@ def find_draft_model(
     return replace(speculation, draft_model=found)
 
 
-def no_device_step(name: str, target: Any) -> UserError:
-    """For `PlacedDrafter.on_device` where there is nothing for this target's loop."""
-    return UserError(
-        f"the drafter {name} has no step for the device loop of {target.backend}: use --loop host"
-    )
+def step_of(name: str, steps: Mapping[str, Callable[..., Any]], target: Any) -> Callable[..., Any]:
+    """The one of these, by backend, for this target's device loop. Raises UserError where there is
+    none."""
+    if target.backend not in steps:
+        raise UserError(
+            f"the drafter {name} has no step for the device loop of {target.backend}: use "
+            "--loop host"
+        )
+    return steps[target.backend]

@@ -85,7 +85,7 @@ def _from_vllm(speculation: SpeculationConfig) -> SpeculationConfig:
         if type(value) is not kind:  # by type, for true is an int to Python
             raise UserError(f"--speculative-config: {value!r} does not fit {key}")
     values = {names[key]: value for key, value in given.items()}
-    methods = {kind.vllm_method: kind.name for kind in every()}
+    methods = {kind.vllm_method or kind.name: kind.name for kind in every()}
     if "drafter" in values:
         values["drafter"] = methods.get(values["drafter"], values["drafter"])
     if values.get("draft_sample_method", "greedy") not in ("probabilistic", "greedy"):

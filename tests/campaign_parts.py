@@ -21,7 +21,7 @@ from drafters.eagle3.kind import EagleDraft
 from drafters.eagle3.spec import Head, HeadSpec, random_head
 from drafters.kind import Asked
 from drafters.model.host import CATCH_UP
-from drafters.model.kind import PlacedModel
+from drafters.model.kind import placed as placed_model
 from specdec.assembly.engine import make_engine, require_exact
 from specdec.assembly.model import Model
 from specdec.core.config import ModelConfig, SpeculationConfig
@@ -130,9 +130,9 @@ class Bench:
         if "draft" in run:
             same = {n: self.given[n] for n in ("backend", "device", "slots") if n in self.given}
             model = load(run["draft"] | same, draft=True)
-            return PlacedModel(model, self.target, speculation.greedy)
+            return placed_model(model, self.target, speculation.greedy)
         if "head" in run:
-            draft = EagleDraft(self._head(run["head"]), self.target.arch, speculation.greedy)
+            draft = EagleDraft(self._head(run["head"]), speculation.greedy)
         else:
             draft = registry.find(speculation.drafter).read(
                 Asked(self.target.arch, None, speculation)

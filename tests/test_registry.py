@@ -7,7 +7,7 @@ import json
 import pytest
 
 from drafters import registry
-from drafters.weightless import WeightlessDraft
+from drafters.kind import TextDraft
 from specdec.assembly.engine import make_engine
 from specdec.assembly.model import load_model
 from specdec.core.config import ModelConfig, SpeculationConfig
@@ -87,7 +87,7 @@ def test_a_drafter_without_a_device_step_is_one_line(monkeypatch):
     """It would otherwise propose nothing, and nobody would be told."""
     config, speculation = ModelConfig(**MODEL), SpeculationConfig(drafter="none", loop="device")
     model = load_model(config, speculation)
-    lone = WeightlessDraft("noise", lambda: Noise(320), {})
+    lone = TextDraft("noise", lambda: Noise(320), {})
     placed = lone.place(model.backend, model.target, config)
     monkeypatch.setitem(model.drafters, "none", placed)  # pyright: ignore
     with pytest.raises(UserError, match="noise has no step for the device loop of jax: use --loop"):

@@ -4,12 +4,11 @@ targets. All that it needs is this file and a name in the registry."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from drafters.kind import Asked, own_options, refuse_draft_model
+from drafters.kind import Asked, DrafterKind, PlacedDrafter, own_options
 from specdec.core.types import Array, Sequence, Step
 
 LAYER = 2
@@ -20,22 +19,10 @@ class ToyOptions:
     toy_shift: int = field(default=0, metadata={"help": "Added to each guess."})
 
 
-class ToyKind:
-    name = vllm_method = "toy"
-    summary = "a random projection of the model's state"
-    options = ToyOptions
-    vllm_keys = MappingProxyType({"toy": "toy_shift"})
-    most_k = 8
-
-    def resolve(self, speculation, model, random):
-        return refuse_draft_model(speculation)
-
-    def read(self, asked: Asked) -> ToyDraft:
-        shape = asked.arch.hidden, asked.arch.vocab
-        weights = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-        return ToyDraft(weights, own_options(ToyOptions, asked.speculation).toy_shift)
-
-    random = read
+def read(asked: Asked) -> ToyDraft:
+    shape = asked.arch.hidden, asked.arch.vocab
+    weights = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    return ToyDraft(weights, own_options(ToyOptions, asked.speculation).toy_shift)
 
 
 @dataclass(frozen=True)
@@ -47,27 +34,17 @@ class ToyDraft:
     def extra_bytes(self, shape: Any) -> int:
         return self.weights.nbytes
 
-    def place(self, backend, target, config):
-        return PlacedToy(self, target)
+    def place(self, backend, target, config) -> PlacedDrafter:
+        steps = {"jax": _traced, "cuda": _captured}
+        return PlacedDrafter(lambda k: self.drafter(target), steps[target.backend])
 
-
-@dataclass(frozen=True)
-class PlacedToy:
-    draft: ToyDraft
-    target: Any
-
-    def drafter(self, k: int) -> ToyDrafter:
-        shape = self.target.slots + 1, len(self.draft.weights)
-        if self.target.backend == "cuda":
+    def drafter(self, target: Any) -> ToyDrafter:
+        shape = target.slots + 1, len(self.weights)
+        if target.backend == "cuda":
             import torch
 
-            state = torch.zeros(shape, device=self.target.device)
-        else:
-            state = np.zeros(shape, np.float32)
-        return ToyDrafter(self.draft, state)
-
-    def on_device(self, drafter: ToyDrafter) -> Any:
-        return {"jax": _traced, "cuda": _captured}[self.target.backend](drafter)
+            return ToyDrafter(self, torch.zeros(shape, device=target.device))
+        return ToyDrafter(self, np.zeros(shape, np.float32))
 
 
 class ToyDrafter:
@@ -168,4 +145,11 @@ def _captured(drafter: ToyDrafter) -> Any:
     return Device()
 
 
-KIND = ToyKind()
+KIND = DrafterKind(
+    "toy",
+    "a random projection of the model's state",
+    read,
+    options=ToyOptions,
+    vllm_keys={"toy": "toy_shift"},
+    most_k=8,
+)

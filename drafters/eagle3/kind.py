@@ -4,57 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from drafters.eagle3 import embedded
 from drafters.eagle3.files import load_head
 from drafters.eagle3.spec import Head, random_head, sized
-from drafters.kind import Asked, NoOptions, find_draft_model, no_device_step
+from drafters.kind import Asked, DrafterKind, PlacedDrafter, find_draft_model
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
-from specdec.core.types import MAX_DRAFT
-from targets.arch import Arch
 from targets.backend import Backend
 
 EMBEDDED = {model: name for name, model in embedded.NAMES.items()}
 """The embedded models' heads."""
-
-
-class EagleKind:
-    name = vllm_method = "eagle3"
-    summary = "an EAGLE-3 head, which reads the model's states"
-    options = NoOptions
-    vllm_keys = MappingProxyType({})
-    most_k = MAX_DRAFT
-
-    def resolve(
-        self, speculation: SpeculationConfig, model: str, random: bool
-    ) -> SpeculationConfig:
-        if not random:
-            return find_draft_model(speculation, model, EMBEDDED)
-        if speculation.draft_model is not None:
-            raise UserError(
-                "--random makes an EAGLE-3 head for the model's size: leave --draft-model out"
-            )
-        return speculation
-
-    def read(self, asked: Asked) -> EagleDraft:
-        """Raises UserError, too for a head of another target."""
-        assert asked.speculation.draft_model
-        head = load_head(folder_of(asked.speculation.draft_model), asked.arch)
-        return EagleDraft(head, asked.arch, asked.speculation.greedy)
-
-    def random(self, asked: Asked) -> EagleDraft:
-        return EagleDraft(random_head(sized(asked.arch)), asked.arch, asked.speculation.greedy)
-
-
-def folder_of(name: str) -> Path:
-    """A head's folder, or the embedded head of that name. Raises UserError."""
-    folder = embedded.path(name) if name in embedded.NAMES else Path(name)
-    if not folder.is_dir():
-        raise UserError(f"no folder {folder}: --draft-model names an EAGLE-3 head's folder")
-    return folder
 
 
 @dataclass(frozen=True)
@@ -62,7 +23,6 @@ class EagleDraft:
     """`Draft`. Its weights are on the host."""
 
     head: Head
-    arch: Arch
     greedy: bool
 
     @property
@@ -74,40 +34,55 @@ class EagleDraft:
 
         return need_bytes(self.head.spec, shape)
 
-    def place(self, backend: Backend, target: Any, config: ModelConfig) -> PlacedEagle:
-        head: Any = self.head  # the JAX drafter places it
-        if target.backend == "cuda":
-            from drafters.eagle3.cuda.head import placed
-
-            head = placed(self.head, target)
-        return PlacedEagle(head, target, self.greedy)
+    def place(self, backend: Backend, target: Any, config: ModelConfig) -> PlacedDrafter:
+        return {"jax": _beside_jax, "cuda": _beside_cuda}[target.backend](self, target)
 
 
-@dataclass(frozen=True)
-class PlacedEagle:
-    """`PlacedDrafter`. head: as the backend's drafter takes it."""
+def _beside_jax(draft: EagleDraft, target: Any) -> PlacedDrafter:
+    from drafters.eagle3.jax.drafter import EagleDrafter
 
-    head: Any
-    target: Any
-    greedy: bool
+    def make(k: int) -> EagleDrafter:
+        return EagleDrafter(draft.head, target, k, draft.greedy)
 
-    def drafter(self, k: int) -> Any:
-        if self.target.backend == "cuda":
-            from drafters.eagle3.cuda.drafter import EagleDrafter as CudaDrafter
-
-            return CudaDrafter(self.head, k, self.greedy)
-        from drafters.eagle3.jax.drafter import EagleDrafter as JaxDrafter
-
-        return JaxDrafter(self.head, self.target, k, self.greedy)
-
-    def on_device(self, drafter: Any) -> Any:
-        if self.target.backend == "jax":
-            return drafter  # it is both
-        if self.target.backend == "cuda":
-            from drafters.eagle3.cuda.drafter import DeviceEagle
-
-            return DeviceEagle(drafter)
-        raise no_device_step(KIND.name, self.target)
+    return PlacedDrafter(make, lambda drafter: drafter)  # it is both
 
 
-KIND = EagleKind()
+def _beside_cuda(draft: EagleDraft, target: Any) -> PlacedDrafter:
+    from drafters.eagle3.cuda.drafter import DeviceEagle, EagleDrafter
+    from drafters.eagle3.cuda.head import placed
+
+    head = placed(draft.head, target)
+    return PlacedDrafter(lambda k: EagleDrafter(head, k, draft.greedy), DeviceEagle)
+
+
+def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:
+    if not random:
+        return find_draft_model(speculation, model, EMBEDDED)
+    if speculation.draft_model is not None:
+        raise UserError(
+            "--random makes an EAGLE-3 head for the model's size: leave --draft-model out"
+        )
+    return speculation
+
+
+def _read(asked: Asked) -> EagleDraft:
+    """Raises UserError, too for a head of another target."""
+    name = asked.speculation.draft_model
+    assert name
+    folder = embedded.path(name) if name in embedded.NAMES else Path(name)
+    if not folder.is_dir():
+        raise UserError(f"no folder {folder}: --draft-model names an EAGLE-3 head's folder")
+    return EagleDraft(load_head(folder, asked.arch), asked.speculation.greedy)
+
+
+def _random(asked: Asked) -> EagleDraft:
+    return EagleDraft(random_head(sized(asked.arch)), asked.speculation.greedy)
+
+
+KIND = DrafterKind(
+    "eagle3",
+    "an EAGLE-3 head, which reads the model's states",
+    _read,
+    random=_random,
+    resolve=_resolve,
+)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from drafters.kind import Asked, NoOptions, find_draft_model, no_device_step
+from drafters.kind import Asked, DrafterKind, PlacedDrafter, find_draft_model, step_of
 from drafters.model.host import CATCH_UP, ModelDrafter
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
-from specdec.core.types import MAX_DRAFT
 from targets import mini
 from targets.arch import Arch, read_arch, released
 from targets.backend import Backend, LoadedTarget, TargetRequest
@@ -22,46 +20,6 @@ EMBEDDED = {"mini": "mini-e"}
 """The embedded model that drafts for another."""
 
 
-class ModelKind:
-    name = "model"
-    summary = "a smaller Gemma 4 of the same tokenizer"
-    options = NoOptions
-    vllm_method = "draft_model"
-    vllm_keys = MappingProxyType({})
-    most_k = MAX_DRAFT
-
-    def resolve(
-        self, speculation: SpeculationConfig, model: str, random: bool
-    ) -> SpeculationConfig:
-        found = find_draft_model(speculation, model, EMBEDDED)
-        if random and found.draft_model in mini.NAMES:
-            raise UserError(
-                "--random makes the draft model's weights too: name its size, as in --draft-model "
-                "gemma-4-e4b"
-            )
-        return found
-
-    def read(self, asked: Asked) -> ModelDraft:
-        """Raises UserError, too for a vocabulary that is not the target's: the same id would be
-        another word."""
-        assert asked.speculation.draft_model and asked.tokenizer
-        path, mine = checkpoint_path(asked.speculation.draft_model), asked.tokenizer.vocabulary
-        arch = read_arch(path)
-        own = load_tokenizer(path, arch.vocab).vocabulary
-        if own != mine:
-            raise UserError(
-                f"--draft-model {path.name} has another vocabulary than the model (sha256 "
-                f"{own[:16]}, the model's {mine[:16]}): choose a draft model with the model's own "
-                "tokenizer"
-            )
-        return ModelDraft(arch, path, asked.tokenizer.suppress_ids, asked.speculation.greedy)
-
-    def random(self, asked: Asked) -> ModelDraft:
-        assert asked.speculation.draft_model
-        arch = released(asked.speculation.draft_model)
-        return ModelDraft(arch, None, (), asked.speculation.greedy)
-
-
 @dataclass(frozen=True)
 class ModelDraft:
     """`Draft`. path: None for random weights."""
@@ -70,15 +28,12 @@ class ModelDraft:
     path: Path | None
     suppress: tuple[int, ...]
     greedy: bool
-
-    @property
-    def features(self) -> tuple[int, ...]:
-        return ()
+    features: tuple[int, ...] = ()
 
     def extra_bytes(self, shape: Any) -> int:
         return 0  # it is loaded after the target, and counted then
 
-    def place(self, backend: Backend, target: LoadedTarget, config: ModelConfig) -> PlacedModel:
+    def place(self, backend: Backend, target: LoadedTarget, config: ModelConfig) -> PlacedDrafter:
         """As many slots as the target's, and as much of the context as the draft model takes."""
         own = replace(config, max_len=min(config.max_len, self.arch.max_position))
         request = TargetRequest(k=CATCH_UP - 1, suppress=self.suppress, exact=False)
@@ -86,30 +41,66 @@ class ModelDraft:
             model = backend.random(self.arch, own, request, seed=1)
         else:
             model = backend.load(self.path, own, request)
-        return PlacedModel(model, target, self.greedy)
+        return placed(model, target, self.greedy)
 
 
-@dataclass(frozen=True)
-class PlacedModel:
-    """`PlacedDrafter`."""
-
-    model: Any
-    target: Any
-    greedy: bool
-
-    def drafter(self, k: int) -> ModelDrafter:
-        return ModelDrafter(self.model, self.greedy)
-
-    def on_device(self, drafter: Any) -> Any:
-        if self.target.backend == "jax":
-            from drafters.model.jax import DeviceModel as TracedModel
-
-            return TracedModel(drafter)
-        if self.target.backend == "cuda":
-            from drafters.model.cuda import DeviceModel as CapturedModel
-
-            return CapturedModel(drafter, self.target)
-        raise no_device_step(KIND.name, self.target)
+def placed(model: Any, target: Any, greedy: bool) -> PlacedDrafter:
+    """A loaded draft model beside its target."""
+    steps = {"jax": _traced, "cuda": _captured}
+    return PlacedDrafter(
+        lambda k: ModelDrafter(model, greedy),
+        lambda drafter: step_of("model", steps, target)(drafter, target),
+    )
 
 
-KIND = ModelKind()
+def _traced(drafter: ModelDrafter, target: Any) -> Any:
+    from drafters.model.jax import DeviceModel
+
+    return DeviceModel(drafter)
+
+
+def _captured(drafter: ModelDrafter, target: Any) -> Any:
+    from drafters.model.cuda import DeviceModel
+
+    return DeviceModel(drafter, target)
+
+
+def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:
+    found = find_draft_model(speculation, model, EMBEDDED)
+    if random and found.draft_model in mini.NAMES:
+        raise UserError(
+            "--random makes the draft model's weights too: name its size, as in --draft-model "
+            "gemma-4-e4b"
+        )
+    return found
+
+
+def _read(asked: Asked) -> ModelDraft:
+    """Raises UserError, too for a vocabulary that is not the target's: the same id would be another
+    word."""
+    assert asked.speculation.draft_model and asked.tokenizer
+    path, mine = checkpoint_path(asked.speculation.draft_model), asked.tokenizer.vocabulary
+    arch = read_arch(path)
+    own = load_tokenizer(path, arch.vocab).vocabulary
+    if own != mine:
+        raise UserError(
+            f"--draft-model {path.name} has another vocabulary than the model (sha256 "
+            f"{own[:16]}, the model's {mine[:16]}): choose a draft model with the model's own "
+            "tokenizer"
+        )
+    return ModelDraft(arch, path, asked.tokenizer.suppress_ids, asked.speculation.greedy)
+
+
+def _random(asked: Asked) -> ModelDraft:
+    assert asked.speculation.draft_model
+    return ModelDraft(released(asked.speculation.draft_model), None, (), asked.speculation.greedy)
+
+
+KIND = DrafterKind(
+    "model",
+    "a smaller Gemma 4 of the same tokenizer",
+    _read,
+    random=_random,
+    resolve=_resolve,
+    vllm_method="draft_model",
+)

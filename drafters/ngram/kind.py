@@ -4,67 +4,53 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
-from drafters.kind import Asked, own_options, refuse_draft_model
+from drafters.kind import Asked, DrafterKind, TextDraft, own_options, refuse_draft_model
 from drafters.ngram.host import N_MAX, N_MIN, NgramDrafter
-from drafters.weightless import WeightlessDraft
 from specdec.core.config import SpeculationConfig
-from specdec.core.types import MAX_DRAFT
+
+SHORTEST = "Shortest suffix that prompt lookup matches; shorter ones say too little."
+LONGEST = "Longest suffix that prompt lookup tries first."
 
 
 @dataclass(frozen=True)
 class NgramOptions:
-    ngram_min: int = field(
-        default=N_MIN,
-        metadata={
-            "help": "Shortest suffix that prompt lookup matches; shorter ones say too little."
-        },
-    )
-    ngram_max: int = field(
-        default=N_MAX, metadata={"help": "Longest suffix that prompt lookup tries first."}
-    )
+    ngram_min: int = field(default=N_MIN, metadata={"help": SHORTEST})
+    ngram_max: int = field(default=N_MAX, metadata={"help": LONGEST})
 
 
-class NgramKind:
-    name = vllm_method = "ngram"
-    summary = "prompt lookup in the text so far, no weights"
-    options = NgramOptions
-    vllm_keys = MappingProxyType(
-        {"prompt_lookup_min": "ngram_min", "prompt_lookup_max": "ngram_max"}
-    )
-    most_k = MAX_DRAFT
-
-    def resolve(
-        self, speculation: SpeculationConfig, model: str, random: bool
-    ) -> SpeculationConfig:
-        self._drafter(speculation)  # refuses bad lengths before any loading
-        return refuse_draft_model(speculation)
-
-    def read(self, asked: Asked) -> WeightlessDraft:
-        lengths = own_options(NgramOptions, asked.speculation)
-        on_device = {"jax": partial(_traced, lengths), "cuda": partial(_captured, lengths)}
-        return WeightlessDraft(self.name, partial(self._drafter, asked.speculation), on_device)
-
-    random = read
-
-    def _drafter(self, speculation: SpeculationConfig) -> NgramDrafter:
-        lengths = own_options(NgramOptions, speculation)
-        return NgramDrafter(lengths.ngram_min, lengths.ngram_max)
+def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:
+    given = own_options(NgramOptions, speculation)
+    NgramDrafter(given.ngram_min, given.ngram_max)  # refuses bad lengths before any loading
+    return refuse_draft_model(speculation, model, random)
 
 
-def _traced(lengths: NgramOptions, target: Any) -> Any:
+def _read(asked: Asked) -> TextDraft:
+    given = own_options(NgramOptions, asked.speculation)
+    lengths = given.ngram_min, given.ngram_max
+    steps = {"jax": partial(_traced, lengths), "cuda": partial(_captured, lengths)}
+    return TextDraft("ngram", partial(NgramDrafter, *lengths), steps)
+
+
+def _traced(lengths: tuple[int, int], target: Any) -> Any:
     from drafters.ngram.jax import TracedNgram
     from targets.jax.device_drafter import TextDrafter
 
-    return TextDrafter(TracedNgram(lengths.ngram_min, lengths.ngram_max))
+    return TextDrafter(TracedNgram(*lengths))
 
 
-def _captured(lengths: NgramOptions, target: Any) -> Any:
+def _captured(lengths: tuple[int, int], target: Any) -> Any:
     from drafters.ngram.cuda import DeviceNgram
 
-    return DeviceNgram(target, lengths.ngram_min, lengths.ngram_max)
+    return DeviceNgram(target, *lengths)
 
 
-KIND = NgramKind()
+KIND = DrafterKind(
+    "ngram",
+    "prompt lookup in the text so far, no weights",
+    _read,
+    resolve=_resolve,
+    options=NgramOptions,
+    vllm_keys={"prompt_lookup_min": "ngram_min", "prompt_lookup_max": "ngram_max"},
+)

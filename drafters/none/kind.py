@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Any
 
-from drafters.kind import Asked, NoOptions, refuse_draft_model
+from drafters.kind import Asked, DrafterKind, TextDraft
 from drafters.none.host import NoDrafter
-from drafters.weightless import WeightlessDraft
-from specdec.core.config import SpeculationConfig
 
 
-class NoneKind:
-    name = vllm_method = "none"
-    summary = "plain decoding"
-    options = NoOptions
-    vllm_keys = MappingProxyType({})
-    most_k = 0
-
-    def resolve(
-        self, speculation: SpeculationConfig, model: str, random: bool
-    ) -> SpeculationConfig:
-        return refuse_draft_model(speculation)
-
-    def read(self, asked: Asked) -> WeightlessDraft:
-        return WeightlessDraft(self.name, NoDrafter, {"jax": _traced, "cuda": _captured})
-
-    random = read
+def _read(asked: Asked) -> TextDraft:
+    return TextDraft("none", NoDrafter, {"jax": _traced, "cuda": _captured})
 
 
 def _traced(target: Any) -> Any:
@@ -42,4 +25,4 @@ def _captured(target: Any) -> Any:
     return DeviceNone()
 
 
-KIND = NoneKind()
+KIND = DrafterKind("none", "plain decoding", _read, most_k=0)

@@ -42,7 +42,7 @@ def make_engine(
     placed, target = model.drafters[speculation.drafter], model.target
     most = registry.find(speculation.drafter).most_k if accepted is None else speculation.k
     k = min(speculation.k, most)
-    drafter = placed.drafter(k)
+    drafter = placed.make(k)
     if loop_of(model, speculation) == "device":
         on_device = placed.on_device(drafter)
         driver = model.backend.device_loop(target, on_device, k, accepted)

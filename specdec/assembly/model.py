@@ -62,7 +62,7 @@ def random_model(
     arch = released(name)
     backend.prepare(config)
     with status(f"making random weights of {name}"):
-        draft = kind.random(Asked(arch, None, speculation))
+        draft = (kind.random or kind.read)(Asked(arch, None, speculation))
         target = backend.random(arch, config, _request(speculation, draft))
         drafters = _placed(kind, draft, arch, backend, target, config)
     return Model(name, target, load_tokenizer(mini.path("mini")), backend, drafters)
