@@ -65,7 +65,7 @@ class Draft(Protocol):
         ...
 
     def extra_bytes(self, shape: Any) -> int:
-        """What it takes of a GPU beside a target of this shape (`targets.cuda.memory.Shape`), as
+        """What it takes of a GPU beside a target of this shape (`targets.cuda.footprint.Shape`), as
         far as it does not check that by itself when it is placed."""
         ...
 

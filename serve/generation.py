@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence as Rows
+from collections.abc import AsyncIterator, Sequence as Seqs
 from dataclasses import dataclass, field
 
 from serve.errors import ApiError
@@ -151,7 +151,7 @@ def _check_count(request: ChatRequest | CompletionRequest, capacity: int) -> Non
         )
 
 
-def _submit(runner: EngineRunner, sequences: Rows[Sequence]) -> Ticket:
+def _submit(runner: EngineRunner, sequences: Seqs[Sequence]) -> Ticket:
     try:
         return runner.submit(sequences)
     except QueueFull as full:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Seqs
 from typing import Any, Protocol
 
 from serve.stream import ChoiceFinish, TokenText
@@ -21,12 +21,12 @@ class Reply(Protocol):
 
     def envelope(self, choices: list[Json], streaming: bool) -> Json: ...
 
-    def whole(self, index: int, text: str, tokens: Rows[TokenText], finish: ChoiceFinish) -> Json:
+    def whole(self, index: int, text: str, tokens: Seqs[TokenText], finish: ChoiceFinish) -> Json:
         """A choice of a reply that isn't streamed."""
         ...
 
     def part(
-        self, index: int, text: str, tokens: Rows[TokenText], finish: ChoiceFinish | None
+        self, index: int, text: str, tokens: Seqs[TokenText], finish: ChoiceFinish | None
     ) -> Json:
         """A choice of one chunk."""
         ...
@@ -46,12 +46,12 @@ class ChatReply:
         kind = "chat.completion.chunk" if streaming else "chat.completion"
         return {**self._head, "object": kind, "choices": choices}
 
-    def whole(self, index: int, text: str, tokens: Rows[TokenText], finish: ChoiceFinish) -> Json:
+    def whole(self, index: int, text: str, tokens: Seqs[TokenText], finish: ChoiceFinish) -> Json:
         message = {"role": "assistant", "content": text, "refusal": None}
         return self._choice(index, "message", message, tokens, finish)
 
     def part(
-        self, index: int, text: str, tokens: Rows[TokenText], finish: ChoiceFinish | None
+        self, index: int, text: str, tokens: Seqs[TokenText], finish: ChoiceFinish | None
     ) -> Json:
         return self._choice(index, "delta", {"content": text} if text else {}, tokens, finish)
 
@@ -63,7 +63,7 @@ class ChatReply:
         index: int,
         key: str,
         message: Json,
-        tokens: Rows[TokenText],
+        tokens: Seqs[TokenText],
         finish: ChoiceFinish | None,
     ) -> Json:
         content = {"content": [_chat_token(t) for t in tokens], "refusal": None}
@@ -81,11 +81,11 @@ class CompletionReply:
     def envelope(self, choices: list[Json], streaming: bool) -> Json:
         return {**self._head, "object": "text_completion", "choices": choices}
 
-    def whole(self, index: int, text: str, tokens: Rows[TokenText], finish: ChoiceFinish) -> Json:
+    def whole(self, index: int, text: str, tokens: Seqs[TokenText], finish: ChoiceFinish) -> Json:
         return self.part(index, text, tokens, finish)
 
     def part(
-        self, index: int, text: str, tokens: Rows[TokenText], finish: ChoiceFinish | None
+        self, index: int, text: str, tokens: Seqs[TokenText], finish: ChoiceFinish | None
     ) -> Json:
         logprobs = _completion_logprobs(tokens) if self.logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
@@ -114,7 +114,7 @@ def _token(text: str, logprob: float) -> Json:
     return {"token": text, "logprob": logprob, "bytes": data}
 
 
-def _completion_logprobs(tokens: Rows[TokenText]) -> Json:
+def _completion_logprobs(tokens: Seqs[TokenText]) -> Json:
     """The older form: parallel lists, and per token a map that holds the chosen one as well."""
     return {
         "text_offset": [t.offset for t in tokens],

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Seqs
 from dataclasses import dataclass
 
 from serve.lockstep import Leader, Orders
@@ -87,7 +87,7 @@ class EngineRunner:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def submit(self, sequences: Rows[Sequence]) -> Ticket:
+    def submit(self, sequences: Seqs[Sequence]) -> Ticket:
         """Hand over one request's sequences: all of them or none.
 
         Raises QueueFull if they can't wait now, EngineStopped.
@@ -105,7 +105,7 @@ class EngineRunner:
                 self._submitted.put(sequence)
         return ticket
 
-    def cancel(self, sequences: Rows[Sequence]) -> None:
+    def cancel(self, sequences: Seqs[Sequence]) -> None:
         """Let the engine drop them before its next cycle; finished ones don't mind."""
         for sequence in sequences:
             self._submitted.put(_Cancel(sequence))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Seqs
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 
     def encode_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]: ...
 
-    def decode(self, ids: Rows[int]) -> str: ...
+    def decode(self, ids: Seqs[int]) -> str: ...
 
     def stream(self) -> Decoder: ...
 
@@ -59,7 +59,7 @@ class Piece:
 class ChoiceText:
     """One choice's text. Feed it updates until a piece says `finish`; then feed it no more."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Rows[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Seqs[str] = ()) -> None:
         self.token_count = 0
         """Tokens that count as the completion's: up to and with the one that ended it."""
         self._tokenizer, self._decoder, self._stops = tokenizer, tokenizer.stream(), stops
@@ -107,7 +107,7 @@ class ChoiceText:
         return TokenText(self._tokenizer.decode([token]), offset, _finite(chosen.logprob), top)
 
 
-def held_back(text: str, stops: Rows[str]) -> int:
+def held_back(text: str, stops: Seqs[str]) -> int:
     """Length of the longest suffix of `text` that may still grow into one of `stops`."""
     longest = max(map(len, stops), default=1) - 1
     for start in range(max(0, len(text) - longest), len(text)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence as Rows
+from collections.abc import Iterable, Sequence as Seqs
 from dataclasses import replace
 
 from serve.errors import ApiError
@@ -46,7 +46,7 @@ def encode(
 
 def to_sequences(
     request: ChatRequest | CompletionRequest,
-    prompts: Rows[list[int]],
+    prompts: Seqs[list[int]],
     tokenizer: Tokenizer,
     max_len: int,
     request_id: str,

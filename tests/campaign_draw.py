@@ -20,6 +20,8 @@ TINY = tuple(VARIANTS)
 CONTEXTS = (16, 17, 24, 33, 48, 64, 96, 129, 200, 400)
 SLOW = 64
 """Longest context where references go row by row, in Python."""
+RUNS = 4
+"""On each target."""
 WIDTHS = (7, 7, 15, 31)
 """Most guesses: JAX compiles a width for each."""
 
@@ -27,7 +29,7 @@ WIDTHS = (7, 7, 15, 31)
 def draw_case(random: Random, backend: str, device: str) -> Case:
     """backend: jax or cuda; device: where cuda runs, cuda or cpu."""
     target = draw_target(random, backend, device)
-    return {"target": target, "runs": [draw_run(random, target, device) for _ in range(3)]}
+    return {"target": target, "runs": [draw_run(random, target, device) for _ in range(RUNS)]}
 
 
 def draw_target(random: Random, backend: str, device: str) -> dict[str, Any]:

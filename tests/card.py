@@ -8,11 +8,11 @@ import torch
 
 from targets.arch import Arch
 from targets.cuda.formulas import as_e4m3
+from targets.cuda.gemm import WIDE_FROM
 from targets.cuda.inputs import Input, make_input, make_narrow_input
 from targets.cuda.kernels import Kernels
 from targets.cuda.ops import Linear
 from targets.cuda.params import quantise_fp8
-from targets.cuda.skinny import WIDE_FROM
 from targets.cuda.tiles import ACTIVATION_SCALE
 
 KINDS = {"fp8", "w8a8", "bf16"}

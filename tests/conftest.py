@@ -6,10 +6,12 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import cheap
 from tests.tiny import IDS, VARIANTS, oracle, random_tensors, write_tiny
 
 PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
@@ -84,6 +86,27 @@ def compiled_programs() -> None:
     from targets.jax import compile_cache
 
     compile_cache.PROGRAMS = Path(os.environ[PROGRAMS])
+
+
+@pytest.fixture(scope="module")
+def cheap_programs() -> Iterator[None]:
+    """See cheap.py. For whole modules: what two programs say is compared bit for bit only where
+    both are compiled alike."""
+    import jax
+    from jax._src import compiler  # no option of jax.jit will do: the product's are what is tested
+
+    honest = compiler.get_compile_options
+
+    def options(*given, **named):
+        made = honest(*given, **named)
+        made.env_option_overrides = [*made.env_option_overrides, *cheap.OPTIONS.items()]
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", options)
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
 
 
 @pytest.fixture

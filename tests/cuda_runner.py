@@ -7,12 +7,12 @@ import torch
 
 from targets.arch import read_arch
 from targets.checkpoint import Checkpoint
-from targets.cuda import layers
+from targets.cuda import reference
 from targets.cuda.cache import make_cache
-from targets.cuda.layers import Reference
 from targets.cuda.model import decode
 from targets.cuda.ops import Rows
 from targets.cuda.params import load_params
+from targets.cuda.reference import Reference
 
 torch.set_num_threads(1)  # as targets.cuda.load does
 
@@ -41,7 +41,7 @@ class Routers:
     """Stands where routers rank their experts: notes who was picked, or has them picked again."""
 
     def __init__(self, monkeypatch):
-        self.patch, self.honest = monkeypatch, layers.rank
+        self.patch, self.honest = monkeypatch, reference.rank
         self.noted, self.margins = [], []
 
     def note(self):
@@ -52,7 +52,7 @@ class Routers:
             self.noted.append((shares.clone(), numbers.long()))
             return numbers, parts
 
-        self.patch.setattr(layers, "rank", rank)
+        self.patch.setattr(reference, "rank", rank)
 
     def pick_again(self):
         """From here on: the same experts as noted, with the shares that they have now. `margins`
@@ -68,4 +68,4 @@ class Routers:
             top = shares.gather(-1, numbers)
             return numbers.int(), top / top.sum(-1, keepdim=True) * per_expert[numbers]
 
-        self.patch.setattr(layers, "rank", rank)
+        self.patch.setattr(reference, "rank", rank)

@@ -21,9 +21,9 @@ from targets.jax.params import Params, init_params
 from tests.tiny import VOCAB, config_of
 from training.eagle3 import Trainer
 from training.feature_cache import FeatureCache, Layout, Read, joined, with_states
-from training.packing import Rows, pack
+from training.packing import PackedRows, pack
 from training.recipe import HeadShape, Rates, Recipe, spec_for
-from training.teacher import Lesson, read, teach
+from training.teacher import TeacherOutput, read, teach
 from training.vocabulary import count_generated, draft_vocabulary
 
 SHAPE = HeadShape(ffw=64, heads=4, kv_heads=2, head_dim=16, draft_vocab=200, max_position=512)
@@ -75,7 +75,7 @@ def trainer(
     """wrap: changes the teacher (negative controls). cache: of its states."""
     params, arch = target()
     spec = spec_for(arch, recipe.head, STOPS)
-    rows: Rows = pack(answers(60), recipe.length)
+    rows: PackedRows = pack(answers(60), recipe.length)
     ids = draft_vocabulary(count_generated(rows, VOCAB), recipe.head.draft_vocab, STOPS)
     teacher = wrap(partial(_teach, arch, spec.layers, jnp.asarray(ids)))
     run.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def reader(layers: tuple[int, ...]) -> Read:
     return partial(jax.jit(lambda params, *rows: read(params, arch, layers, *rows)), params)
 
 
-def cache_of(folder: Path, rows: Rows, layers: tuple[int, ...], **facts: Any) -> FeatureCache:
+def cache_of(folder: Path, rows: PackedRows, layers: tuple[int, ...], **facts: Any) -> FeatureCache:
     hidden = target()[1].hidden
     layout = Layout(*rows.tokens.shape, len(layers) * hidden, hidden, "float32")
     return FeatureCache(folder, rows, layout, {"target": "x", "layers": layers} | facts)
@@ -113,7 +113,7 @@ def made_up(teach):
         meaning = jax.random.normal(jax.random.key(1), (4, SHAPE.draft_vocab)) * 3
         logits = jnp.roll(features[..., :4] @ meaning, 1, 1)
         total = jax.nn.logsumexp(logits, -1)
-        return Lesson(features, logits, total, ids[logits.argmax(-1)])
+        return TeacherOutput(features, logits, total, ids[logits.argmax(-1)])
 
     return lesson
 

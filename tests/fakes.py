@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Seqs
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class FakeTarget:
         self.fed[seq.slot, start:stop] = seq.tokens[start:stop]
         return Step(np.array([[self._choose(seq, stop)]], np.int32))
 
-    def verify(self, seqs: Rows[Sequence], draft: Array) -> Step:
+    def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
         rows = []
         for b, seq in enumerate(seqs):
             start = len(seq.tokens) - 1
@@ -55,14 +55,14 @@ class Oracle:
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         pass
 
-    def propose(self, seqs: Rows[Sequence], k: int) -> Array:
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
         draft = np.full((len(seqs), k), NO_GUESS, np.int32)
         for b, seq in enumerate(seqs):
             coming = self.plain[seq.request_id][len(seq.tokens) :][:k]
             draft[b, : len(coming)] = [(t + self.shift) % self.vocab for t in coming]
         return draft
 
-    def observe(self, seqs: Rows[Sequence], step: Step, accepted: Array) -> None:
+    def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         pass
 
     def reset(self, seq: Sequence) -> None:
@@ -79,10 +79,10 @@ class Noise:
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         pass
 
-    def propose(self, seqs: Rows[Sequence], k: int) -> Array:
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
         return self.random.integers(self.low, self.high, (len(seqs), k)).astype(np.int32)
 
-    def observe(self, seqs: Rows[Sequence], step: Step, accepted: Array) -> None:
+    def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         pass
 
     def reset(self, seq: Sequence) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Seqs
 from typing import Any
 
 from specdec.core.errors import UserError
@@ -29,7 +29,7 @@ class CharTokenizer:
         turns = [f"{m['role']}0{m['content']}1" for m in messages]
         return self.encode("".join(turns) + "".join(f"{k}{v}" for k, v in template_kwargs.items()))
 
-    def decode(self, ids: Rows[int]) -> str:
+    def decode(self, ids: Seqs[int]) -> str:
         return "".join(ALPHABET[i] for i in ids if i > EOS)
 
     def stream(self) -> CharDecoder:
@@ -50,7 +50,7 @@ class CharDecoder:
 class HalvesTokenizer(CharTokenizer):
     """Two tokens make one character: its decoder holds the first half back."""
 
-    def decode(self, ids: Rows[int]) -> str:
+    def decode(self, ids: Seqs[int]) -> str:
         text = super().decode(ids)
         return "".join(text[i] if i + 1 < len(text) else "\ufffd" for i in range(0, len(text), 2))
 

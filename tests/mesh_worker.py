@@ -21,7 +21,7 @@ from drafters.none.jax import TracedNone
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.types import Sampling, Sequence
-from targets.jax import memory
+from targets.jax import kv_exchange
 from targets.jax.device_drafter import TextDrafter
 from targets.jax.device_loop import device_loop
 from targets.jax.load import JaxOptions, load_target
@@ -88,7 +88,7 @@ def split_in(weight: Any) -> int:
 
 def in_blocks_of_int8(path: Path) -> None:
     """Keys and values in int8, caches of 96 entries in three blocks."""
-    memory.BLOCK = 32
+    kv_exchange.BLOCK = 32
     for tp in (SPLITS[0], SPLITS[-1]):
         options = JaxOptions(slots=2, max_len=64, k=K, tp=tp, mapped=False, chunk=8)
         target = load_target(path, replace(options, kv_dtype="int8"))

@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from drafters.eagle3.drafter_jax import EagleDrafter
+from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.spec import random_head
-from drafters.model import CATCH_UP, ModelDrafter
-from drafters.none import NoDrafter
-from specdec.cycle import host_cycle
+from drafters.model.host import CATCH_UP, ModelDrafter
+from drafters.none.host import NoDrafter
+from specdec.core.cycle import host_cycle
 from targets.arch import Arch, parse_arch
 from targets.jax.load import JaxOptions, random_target
-from targets.jax.params import Spread
+from targets.jax.params import DataParallel
 from targets.jax.target import JaxTarget
 from tests.eagle3_oracle import SPEC
 from tests.mesh_worker import LAYERS, K, split_in, texts
@@ -50,19 +50,19 @@ def say(variant: str, arch: Arch, int8: bool, tp: int) -> dict[str, Any]:
         target = random_target(arch, read)
         drafter = EagleDrafter(random_head(shape), target, K)
         said["eagle3"] = texts(target, drafter, host_cycle(target, drafter, K))
-    spread = any(isinstance(weight, Spread) for weight in first.values())
+    spread = any(isinstance(weight, DataParallel) for weight in first.values())
     sums = {name: values(target, name) for name in found}
     return {"texts": said, "parts": found, "spread": spread, "sums": sums}
 
 
 def bench() -> None:
     """The command, on a tiny "released" model and with few samples."""
-    import specdec.bench
+    from specdec.bench import timing
     import targets.arch
     from specdec.cli import main as command
 
     targets.arch.released = lambda name: parse_arch(config_of("31b"))
-    specdec.bench.STEPS, specdec.bench.CYCLE_SAMPLES, specdec.bench.FIRST_TOKENS = 3, 2, 2
+    timing.STEPS, timing.CYCLE_SAMPLES, timing.FIRST_TOKENS = 3, 2, 2
     options = "--tp 2 --drafter eagle3 --k 2 --widths 1 --slots 1 --contexts 20 --max-len 256"
     more = "--max-tokens 6 --repeats 1 --prompt-lengths 8 --loop host --json"
     command(["bench", "--random", "gemma-4-31b", *options.split(), *more.split()])

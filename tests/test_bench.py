@@ -66,9 +66,9 @@ def test_rows_decode_together_however_many_prompts_there_are():
     target, met, made = FakeTarget(slots=12), [], []
     inner = host_cycle(target, NoDrafter(), 0)
 
-    def watched(seqs, hurry):
+    def watched(seqs, single):
         met.append(len(seqs))
-        return inner(seqs, hurry)
+        return inner(seqs, single)
 
     def make_engine():
         made.append(Engine(target, NoDrafter(), watched))
@@ -84,7 +84,7 @@ def test_rows_decode_together_however_many_prompts_there_are():
 
 def test_synthetic_rows_that_sit_out_stay_out():
     silent = Round(np.zeros((1, 4)), Step(np.zeros((1, 5))), np.array([SAT_OUT]))
-    driver = synthetic_cycle(lambda seqs, hurry: [silent], accepted_table(3, 4, 1))
+    driver = synthetic_cycle(lambda seqs, single: [silent], accepted_table(3, 4, 1))
     (done,) = driver([Sequence([1], slot=0)], False)
     assert done.accepted.tolist() == [SAT_OUT]
 
@@ -92,7 +92,7 @@ def test_synthetic_rows_that_sit_out_stay_out():
 def test_cycles_are_counted_by_round_and_the_engine_is_left_idle():
     target = FakeTarget(slots=2)
     inner = host_cycle(target, NoDrafter(), 0)
-    engine = Engine(target, NoDrafter(), lambda seqs, hurry: inner(seqs, hurry))
+    engine = Engine(target, NoDrafter(), lambda seqs, single: inner(seqs, single))
     samples = bench.cycle_samples(engine, [[1, 2], [3]])
     assert len(samples) == bench.CYCLE_SAMPLES and min(samples) > 0 and engine.idle
     short = FakeTarget(slots=1, max_len=20)

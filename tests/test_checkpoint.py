@@ -15,7 +15,7 @@ from specdec.core.errors import UserError
 from targets.arch import parse_arch, read_arch, released
 from targets.checkpoint import Checkpoint, dequantise, quantise_int8
 from targets.jax.load import JaxOptions, load_target, make_plan, width_for
-from targets.segments import segments
+from targets.layer_groups import layer_groups
 from targets.tensors import all_tensors
 from tests.tiny import PREFIX, VARIANTS, config_of, write_tiny
 
@@ -196,11 +196,11 @@ def test_config_values_of_the_wrong_kind(change):
 def test_segments_cover_every_layer_once(variant):
     arch = parse_arch(config_of(variant))
     covered = []
-    for segment in segments(arch):
-        for g in range(segment.repeats):
-            for j, layer in enumerate(segment.pattern):
-                assert arch.layers[segment.layer(g, j)] == layer
-                covered.append(segment.layer(g, j))
+    for group in layer_groups(arch):
+        for g in range(group.repeats):
+            for j, layer in enumerate(group.pattern):
+                assert arch.layers[group.layer(g, j)] == layer
+                covered.append(group.layer(g, j))
     assert covered == list(range(len(arch.layers)))
 
 

@@ -19,9 +19,9 @@ from specdec.core.errors import UserError
 from specdec.core.types import Sampling
 from targets.arch import released
 from targets.cuda.backend import CudaBackend
+from targets.cuda.device import Machine, refuse
 from targets.cuda.launch import Variant, cached_binary
 from targets.cuda.load import CudaOptions, make_plan
-from targets.cuda.machine import Machine, refuse
 from targets.jax.backend import JaxBackend
 from tests.commands import CUDA, PROMPT, refused, run
 from tests.fakes import FakeTarget
@@ -87,7 +87,7 @@ def test_cuda_references_score_and_check_as_jax_does(capsys, tmp_path):
 
 def test_cuda_without_a_gpu_is_one_line(capsys, monkeypatch):
     nothing = Machine("2.13.0", "13.0", None)
-    monkeypatch.setattr("targets.cuda.machine.find_machine", lambda: nothing)
+    monkeypatch.setattr("targets.cuda.device.find_machine", lambda: nothing)
     assert "no NVIDIA GPU" in refused(capsys, "serve", "--port", "0", "--backend", "cuda")
 
 
@@ -102,7 +102,7 @@ def test_binaries_for_hopper_are_refused_elsewhere(capability):
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
     folder = tmp_path / "file"
     folder.write_text("")
-    assert cached_binary(Variant("stream"), folder / "kernels", 1).startswith(b"\x7fELF")
+    assert cached_binary(Variant("bandwidth"), folder / "kernels", 1).startswith(b"\x7fELF")
 
 
 def test_the_kernels_refuse_what_only_references_do():
@@ -158,8 +158,8 @@ def test_float32_on_a_gpu_runs_references_which_are_not_captured(capsys):
 
 
 def test_cuda_refuses_what_will_not_fit_before_it_loads(capsys, monkeypatch):
-    monkeypatch.setattr("targets.cuda.machine.check_device", lambda: None)
-    monkeypatch.setattr("targets.cuda.machine.free_bytes", lambda: 40 * 2**30)
+    monkeypatch.setattr("targets.cuda.device.check_device", lambda: None)
+    monkeypatch.setattr("targets.cuda.device.free_bytes", lambda: 40 * 2**30)
     arguments = ["bench", "--random", "gemma-4-31b", "--backend", "cuda", "--dtype", "fp8"]
     line = refused(capsys, *arguments, "--max-len", "8192", "--slots", "16")
     assert "40.0 GiB are free" in line and "--slots 4 would fit" in line
@@ -181,9 +181,9 @@ def test_warming_up_meets_every_batch_and_leaves_no_trace():
     target, met = FakeTarget(slots=3), set()
     inner = host_cycle(target, NoDrafter(), 2)
 
-    def watched(seqs, hurry):
+    def watched(seqs, single):
         met.add(len(seqs))
-        return inner(seqs, hurry)
+        return inner(seqs, single)
 
     engine = Engine(target, NoDrafter(), watched)
     warm_up(engine, [Sampling()], rows=3, lengths=(1, 9))

@@ -16,6 +16,7 @@ import pytest
 
 from drafters.eagle3.files import save_flat
 from drafters.eagle3.spec import random_head
+from tests import cheap
 from tests.commands import CUDA, PROMPT, refused, wait_until_ready
 from tests.eagle3_oracle import SPEC
 
@@ -36,7 +37,7 @@ def specdec(*arguments: str, **extra) -> subprocess.Popen[str]:
     log = {"JAX_EXPLAIN_CACHE_MISSES": "1", "JAX_LOG_COMPILES": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "specdec", *arguments],
-        env=os.environ | log | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | log | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": cheap.FLAGS},
         text=True,
         stdout=subprocess.PIPE,
         **extra,

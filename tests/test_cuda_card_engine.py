@@ -155,7 +155,7 @@ def test_a_batch_that_grows_and_shrinks(mode):
     """From 1 row to 17 and back: each size of the captured batches, on the way up and down."""
     engine, sizes = engine_of(17), []
     inner = engine.cycle
-    engine.cycle = lambda seqs, hurry: sizes.append(len(seqs)) or inner(seqs, hurry)
+    engine.cycle = lambda seqs, single: sizes.append(len(seqs)) or inner(seqs, single)
     seqs = [
         Sequence(prompt(i, 5 + 7 * i % 90), MODES[mode](i), max_tokens=200 + 9 * i)
         for i in range(17)

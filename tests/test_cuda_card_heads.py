@@ -13,12 +13,12 @@ import torch.nn.functional as F
 
 from drafters.eagle3.cuda.head import HeadModel, arch_of, place
 from drafters.eagle3.cuda.kernels import DraftKernels
-from drafters.eagle3.cuda.ops import DraftReference, Layout, PairNorms, Pending, Vocabulary
+from drafters.eagle3.cuda.ops import DraftLayout, DraftReference, PairNorms, Pending, Vocabulary
 from drafters.eagle3.spec import random_head
 from specdec.core.types import NO_GUESS, Sampling
 from targets.cuda.ops import Rows
-from targets.cuda.sampling import blank_rules
-from targets.rules import set_rules
+from targets.cuda.sampling import blank_table
+from targets.sampling_params import set_row
 from tests.card import as_input, error, randn, rows_of
 from tests.card_targets import SPEC, target_of
 from tests.modes import MODES
@@ -56,7 +56,7 @@ def test_inputs_of_a_head_equal_their_twins(kind, batch):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
-def parts_of(layout: Layout) -> tuple[torch.Tensor, ...]:
+def parts_of(layout: DraftLayout) -> tuple[torch.Tensor, ...]:
     fed = layout.pending
     return fed.tokens, fed.start, fed.slot, *layout[1:]
 
@@ -95,9 +95,9 @@ def test_guesses_equal_their_twins(mode, drafts, vocab):
     inverse = torch.full((vocab,), -1)
     inverse[ids] = torch.arange(drafts)
     known = Vocabulary(ids.int().cuda(), inverse.int().cuda())
-    rules = blank_rules(slots, "cuda")
+    sampling_params = blank_table(slots, "cuda")
     for slot in range(slots):
-        set_rules(rules, slot, MODES[mode](slot) if mode in MODES else Sampling(), 7)
+        set_row(sampling_params, slot, MODES[mode](slot) if mode in MODES else Sampling(), 7)
     history = ids[torch.from_numpy(random.integers(0, 40, (slots + 1, 64)))].int().cuda()
     bias = torch.zeros(slots, vocab, device="cuda")
     bias[:, 7], bias[3] = 2.0, -torch.inf
@@ -107,7 +107,7 @@ def test_guesses_equal_their_twins(mode, drafts, vocab):
     for ops in (ours, twin):
         at = Rows(torch.zeros(batch, width, device="cuda").int(), start, slot)
         text = history.clone()
-        ops.guess(logits, known, bias, rules, text[:-1], at, j, mode != "argmax")
+        ops.guess(logits, known, bias, sampling_params, text[:-1], at, j, mode != "argmax")
         outcomes.append((at.tokens, text))
     for mine, theirs in zip(*outcomes, strict=True):
         assert torch.equal(mine, theirs)

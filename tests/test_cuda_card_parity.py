@@ -13,10 +13,10 @@ from targets.checkpoint import Checkpoint, dequantise
 from targets.cuda.cache import make_cache
 from targets.cuda.formulas import lookup
 from targets.cuda.kernels import Kernels
-from targets.cuda.layers import Reference
 from targets.cuda.model import decode
 from targets.cuda.ops import Ops, Rows
 from targets.cuda.params import load_params
+from targets.cuda.reference import Reference
 from tests.card import KINDS, error, one_layer, random_weight
 from tests.tiny import VARIANTS, VOCAB, oracle, write_tiny
 

@@ -15,7 +15,7 @@ from specdec.core.types import Sequence
 from targets import mini
 from targets.cuda.graphs import Captured
 from targets.cuda.load import CudaOptions, load_target
-from targets.cuda.room import room_for
+from targets.cuda.out_of_memory import room_for
 
 pytestmark = pytest.mark.gpu
 LARGE = 8 << 30

@@ -10,20 +10,24 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+import drafters
 from drafters.eagle3.cuda.head import arch_of
 from drafters.eagle3.cuda.kernels import draft_variants
 from drafters.eagle3.spec import sized
+from drafters.ngram.cuda import LOOKUP
 from specdec.core.errors import UserError
 from targets import arch, mini
 from targets.arch import read_arch, released
-from targets.cuda import launch, prefill_launch, skinny, tiles, w8a8
+from targets.cuda import gemm, launch, prefill_launch, tiles, w8a8
 from targets.cuda.inputs import BLOCKS, NARROW_BLOCKS
 from targets.cuda.launch import Variant, cached_binary, compile_variant
 from targets.cuda.ops import Linear
 from targets.cuda.variants import variants as target_variants
 
 RELEASED = sorted(file.stem for file in Path(arch.__file__).with_name("released").glob("*.json"))
-FILES = sorted(file.stem for file in launch.SOURCES.glob("*.cu"))
+DRAFTERS = Path(drafters.__file__).parent
+FOLDERS = (launch.SOURCES, *DRAFTERS.glob("**/sources"))
+FILES = {file.stem: folder for folder in FOLDERS for file in folder.glob("*.cu")}
 DTYPES = {"fp8": torch.float8_e4m3fn, "w8a8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 LAYOUTS = ["plain", "gated", "experts", "experts_gated"]
 MADE = [(kind, layout) for kind in ("fp8", "bf16") for layout in LAYOUTS]
@@ -36,12 +40,12 @@ def variants() -> set[Variant]:
     archs += [read_arch(mini.path(name)) for name in ("mini", "mini-e")]
     decoding = [target_variants(a, kv8, set(DTYPES)) for a in archs for kv8 in (0, 1)]
     heads = [draft_variants(arch_of(sized(a)), {"fp8", "bf16"}) for a in archs]
-    return prefill_launch.variants().union(*decoding, *heads)
+    return prefill_launch.variants().union({LOOKUP}, *decoding, *heads)
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", sorted(FILES))
 def test_every_variant_compiles_for_hopper(file):
-    needed = {v for v in variants() if v.file == file} or {Variant(file)}
+    needed = {v for v in variants() if v.file == file} or {Variant(file, folder=FILES[file])}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         binaries = list(pool.map(compile_variant, sorted(needed, key=repr)))
     assert all(binary.startswith(b"\x7fELF") for binary in binaries)
@@ -51,11 +55,10 @@ def test_every_variant_has_a_file():
     assert {v.file for v in variants()} <= set(FILES)
 
 
-def test_a_kernel_that_does_not_compile_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "SOURCES", tmp_path)
+def test_a_kernel_that_does_not_compile_is_an_error(tmp_path):
     (tmp_path / "broken.cu").write_text("__global__ void k() { nonsense; }")
     with pytest.raises(UserError, match="broken.cu does not compile.*nonsense"):
-        compile_variant(Variant("broken"))
+        compile_variant(Variant("broken", folder=tmp_path))
 
 
 def test_binaries_are_kept_until_something_changes(tmp_path, monkeypatch):
@@ -63,13 +66,13 @@ def test_binaries_are_kept_until_something_changes(tmp_path, monkeypatch):
     header, source, folder = tmp_path / "any.cuh", tmp_path / "a.cu", tmp_path / "cache"
     header.write_text("")
     source.write_text('extern "C" __global__ void k() {}')
-    first = cached_binary(Variant("a"), folder, 1)
+    first = cached_binary(Variant("a", folder=tmp_path), folder, 1)
     monkeypatch.setattr(launch, "compile_variant", lambda variant: b"new")
-    assert cached_binary(Variant("a"), folder, 1) == first
-    assert cached_binary(Variant("a"), folder, 2) == b"new"
-    assert cached_binary(Variant("a", (("N", 1),)), folder, 1) == b"new"
+    assert cached_binary(Variant("a", folder=tmp_path), folder, 1) == first
+    assert cached_binary(Variant("a", folder=tmp_path), folder, 2) == b"new"
+    assert cached_binary(Variant("a", (("N", 1),), tmp_path), folder, 1) == b"new"
     header.write_text("// changed")
-    assert cached_binary(Variant("a"), folder, 1) == b"new"
+    assert cached_binary(Variant("a", folder=tmp_path), folder, 1) == b"new"
 
 
 processors = st.sampled_from([2, 5, 132])
@@ -182,7 +185,7 @@ def test_a_schedule_covers_the_weight_and_fits_the_machine(n, k, kind, gated, pr
     assert plan.ctas <= processors and plan.warps <= tiles.WARPS[plan.wide]
     assert plan.k_groups == 1 or plan.passes == 1  # sums of k groups take the ring's place
     for block in BLOCKS:
-        ring = skinny.few_stages if block in skinny.FEW else skinny.many_stages
+        ring = gemm.few_stages if block in gemm.FEW else gemm.many_stages
         stages, shared = ring(plan, kind, block)
         assert stages >= 2 and shared <= launch.SHARED_LIMIT
-        assert skinny.many_threads(plan, block) <= (16 if block == 128 else 13) * 32  # wide.cu's
+        assert gemm.many_threads(plan, block) <= (16 if block == 128 else 13) * 32  # wide.cu's

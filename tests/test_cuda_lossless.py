@@ -39,15 +39,22 @@ check = partial(check_host, target_of=target_of, draft_of=draft_of)
 
 
 @pytest.mark.parametrize(
-    ("variant", "mode"),
-    [("31b", "everything"), ("e2b", "greedy"), ("26b-a4b", "nucleus")],
+    ("variant", "mode", "adversaries"),
+    [
+        ("31b", "everything", ("model", "ngram", "wild")),
+        ("e2b", "greedy", ("model", "right", "random")),
+        ("26b-a4b", "nucleus", ("ngram", "wrong", "right")),
+    ],
 )
-def test_host_loop(tiny, variant, mode):
-    check(tiny[variant], mode, slots=3, ks=[4], tokens=24)
+def test_host_loop(tiny, variant, mode, adversaries):
+    """Each adversary with some variant; test_whole_matrix has them all."""
+    check(tiny[variant], mode, slots=3, ks=[0, 4], tokens=24, adversaries=adversaries)
 
 
 def test_every_draft_length(tiny):
-    check(tiny["12b"], "nucleus", slots=2, ks=[0, 1, 7], tokens=8)
+    """With all of it kept, and nothing."""
+    ends = ("right", "wrong")
+    check(tiny["12b"], "nucleus", slots=2, ks=[0, 1, 7], tokens=8, adversaries=ends)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +63,8 @@ def test_every_draft_length(tiny):
 def test_narrow_weights_and_caches(tiny, dtype, kv_dtype):
     narrow = partial(target_of, dtype=dtype, kv_dtype=kv_dtype)
     own = partial(narrow, graphs=False)  # not the same target, with the same cache
-    check_host(tiny["31b"], "nucleus", slots=2, ks=[4], tokens=12, target_of=narrow, draft_of=own)
+    given = {"target_of": narrow, "draft_of": own, "adversaries": ("model", "ngram", "wild")}
+    check_host(tiny["31b"], "nucleus", slots=2, ks=[4], tokens=12, **given)
 
 
 @pytest.mark.slow
@@ -98,9 +106,9 @@ def test_out_of_memory_in_a_cycle_fails_who_joined_last(tiny, monkeypatch, said)
     target = target_of(tiny["31b"], 3)
     honest = target.forward
 
-    def forward(rows, shaped):
+    def forward(rows, needs_sampler):
         if len(rows.slot) < 3:
-            return honest(rows, shaped)
+            return honest(rows, needs_sampler)
         try:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         finally:
@@ -140,7 +148,9 @@ def test_rows_that_sit_out_may_start_anywhere(tiny):
 
 def test_other_failures_stay_what_they_are(tiny, monkeypatch):
     target = target_of(tiny["31b"], 1)
-    monkeypatch.setattr(target, "forward", lambda rows, shaped: torch.zeros(2) @ torch.zeros(3))
+    monkeypatch.setattr(
+        target, "forward", lambda rows, needs_sampler: torch.zeros(2) @ torch.zeros(3)
+    )
     engine = Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
     with pytest.raises(RuntimeError, match="inconsistent tensor size|size"):
         engine.run_to_end([Sequence([5, 6], max_tokens=4)])

@@ -12,24 +12,24 @@ import torch
 from specdec.core.errors import UserError
 from targets.arch import LayerSpec, released
 from targets.backend import meter_of
-from targets.cuda import memory, roofline
+from targets.cuda import footprint, roofline
 from targets.cuda.cache import entries
+from targets.cuda.device import Machine, refuse
+from targets.cuda.footprint import TargetShape, check_fits, need
 from targets.cuda.graphs import MOST_ROWS, bucket_of
 from targets.cuda.load import CudaOptions, load_target
-from targets.cuda.machine import Machine, refuse
-from targets.cuda.memory import Shape, check_fits, need
 from tests.tiny import VARIANTS
 
-SHAPE = Shape(slots=4, max_len=2048, width=5, chunk=2048, dtype="fp8", kv="bfloat16")
+SHAPE = TargetShape(slots=4, max_len=2048, width=5, chunk=2048, dtype="fp8", kv="bfloat16")
 B31 = released("gemma-4-31b")
 GIB = 2**30
 
 
 def test_weights_of_31b_by_hand():
     """30.70 billion parameters, of them 1.409 in the table; scales are a float32 a row."""
-    bf16 = memory.weight_bytes(B31, "bfloat16")
+    bf16 = footprint.weight_bytes(B31, "bfloat16")
     assert bf16 / 1e9 == pytest.approx(2 * 30.696, rel=1e-3)
-    fp8 = memory.weight_bytes(B31, "fp8")
+    fp8 = footprint.weight_bytes(B31, "fp8")
     assert fp8 / 1e9 == pytest.approx(30.696 + 1.409, rel=2e-3)
 
 
@@ -37,8 +37,8 @@ def test_cache_of_31b_by_hand():
     """50 rings of 1,024 + 128 entries of 16 x 256 and 10 caches of 2,048 + 128 of 4 x 512."""
     by_hand = 50 * 1152 * 16 * 256 + 10 * 2176 * 4 * 512
     text = 4 * (2048 + 128)
-    assert memory.cache_bytes(B31, SHAPE) == 4 * 2 * 2 * by_hand + 5 * text
-    assert memory.cache_bytes(B31, replace(SHAPE, kv="fp8")) == 4 * 2 * by_hand + 5 * text
+    assert footprint.cache_bytes(B31, SHAPE) == 4 * 2 * 2 * by_hand + 5 * text
+    assert footprint.cache_bytes(B31, replace(SHAPE, kv="fp8")) == 4 * 2 * by_hand + 5 * text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8", "fp8-w8a8"])
@@ -47,7 +47,7 @@ def test_what_is_counted_is_what_a_target_holds(tiny, variant, dtype):
     """To the byte."""
     options = CudaOptions(slots=3, max_len=64, dtype=dtype, device="cpu")
     target = load_target(tiny[variant], options)
-    counted = need(target.arch, Shape(3, 64, 5, target.plan.chunk, dtype, target.kv_dtype))
+    counted = need(target.arch, TargetShape(3, 64, 5, target.plan.chunk, dtype, target.kv_dtype))
     assert _held(target.weights) == counted.weights
     assert _held(target.cache) == counted.cache
 
@@ -74,7 +74,7 @@ def test_layers_that_share_keep_no_cache_but_read_one():
     sliding = sum(layer.sliding for layer in e4b.layers)
     read = 2 * 2 * 2 * (sliding * 512 * 256 + (42 - sliding) * 8192 * 512)
     assert roofline.cache_bytes(e4b, "bfloat16", 1, 8192) == read
-    stored = memory.cache_bytes(e4b, SHAPE) - 5 * 4 * (2048 + 128)
+    stored = footprint.cache_bytes(e4b, SHAPE) - 5 * 4 * (2048 + 128)
     assert stored == sum(4 * 2 * 2 * _entries(layer) for layer in owners)
 
 
@@ -111,7 +111,7 @@ def test_a_model_that_cannot_fit_says_what_would():
 @pytest.mark.parametrize("top", [0, 1, 2, 7, 64])
 def test_largest_finds_the_edge(top):
     for edge in range(top + 1):
-        assert memory.largest(lambda n, edge=edge: n <= edge, top) == edge
+        assert footprint.largest(lambda n, edge=edge: n <= edge, top) == edge
 
 
 H200 = Machine("2.13.0", "13.0", "NVIDIA H200", (9, 0))
@@ -193,4 +193,4 @@ def test_buckets_hold_every_batch_and_lie_closer_where_rows_cost():
 
 def test_a_cpu_tells_no_gpu_memory(tiny):
     target = load_target(tiny["31b"], CudaOptions(slots=1, max_len=64, device="cpu"))
-    assert meter_of(target).memory() is None
+    assert meter_of(target).footprint() is None

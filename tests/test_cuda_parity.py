@@ -12,10 +12,10 @@ from targets import mini
 from targets.arch import read_arch
 from targets.checkpoint import Checkpoint
 from targets.cuda.cache import read
-from targets.cuda.layers import Reference
 from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.ops import Rows
 from targets.cuda.params import load_params
+from targets.cuda.reference import Reference
 from targets.cuda.score import window_nll
 from targets.cuda.selfcheck import self_check
 from targets.jax.load import JaxOptions, load_target as load_jax

@@ -12,12 +12,12 @@ from targets.arch import LayerSpec, Rope, read_arch, released
 from targets.checkpoint import Checkpoint
 from targets.cuda.cache import make_cache, read
 from targets.cuda.kernels import Kernels
-from targets.cuda.layers import Reference
-from targets.cuda.library import Library
 from targets.cuda.params import load_params, quantise_fp8
 from targets.cuda.prefill import prefill
 from targets.cuda.prefill_kernels import PrefillKernels
-from targets.cuda.prefill_steps import Chunk, Input
+from targets.cuda.prefill_reference import PrefillReference
+from targets.cuda.prefill_steps import PrefillChunk, PrefillInput
+from targets.cuda.reference import Reference
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-6
@@ -33,11 +33,11 @@ UNSHARED = LayerSpec(None, 8, 2, 512, Rope(1e6, 64), False, None, 256, None)
 
 
 def chunk_of(tokens, start=0, slot=0):
-    return Chunk(torch.zeros(tokens, dtype=torch.int32, device="cuda"), start, slot)
+    return PrefillChunk(torch.zeros(tokens, dtype=torch.int32, device="cuda"), start, slot)
 
 
 def both(chunk):
-    return PrefillKernels(chunk, EPS), Library(chunk, EPS)
+    return PrefillKernels(chunk, EPS), PrefillReference(chunk, EPS)
 
 
 def randn(*shape, seed=0):
@@ -69,8 +69,8 @@ def test_turn(kind, hidden):
         for opening in (pre, None):
             h, exact = randn(133, hidden, seed=5), randn(133, hidden, seed=5)
             factor = None if branch is None else scalar
-            ours = kernels.turn(h, branch, post, factor, opening, kind)
-            theirs = library.turn(exact, branch, post, factor, opening, kind)
+            ours = kernels.add_norm(h, branch, post, factor, opening, kind)
+            theirs = library.add_norm(exact, branch, post, factor, opening, kind)
             assert (h - exact).abs().max() <= 1e-5 * exact.abs().max()
             same_input(ours, theirs, kind)
 
@@ -83,7 +83,7 @@ def test_gate(kind, width):
     exact = library.gated(gate_up.float(), kind).values
     if kind == "fp8":  # it rounds to bf16 on its way
         exact = exact.bfloat16().float()
-    same_input(kernels.gated(gate_up, kind), Input(exact, None), kind)
+    same_input(kernels.gated(gate_up, kind), PrefillInput(exact, None), kind)
 
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
@@ -128,10 +128,10 @@ def test_matmuls(kind):
     """Plain, and by expert, one of whom has nothing to do."""
     kernels, library = both(chunk_of(300))
     h, weight = randn(300, 512), randn(4, 384, 512, seed=1) / 16
-    x = kernels.turn(h, None, None, None, torch.ones(512, device="cuda"), kind)
+    x = kernels.add_norm(h, None, None, None, torch.ones(512, device="cuda"), kind)
     values, scale = quantise_fp8(weight) if kind == "fp8" else (weight.bfloat16(), None)
     widened = x.values.float() * (1 if x.scale is None else x.scale[:, None])
-    exact = Input(widened.to(torch.float32), None)
+    exact = PrefillInput(widened.to(torch.float32), None)
     ends = torch.tensor([100, 100, 117, 300], dtype=torch.int32, device="cuda")
     ours = kernels.grouped(x, ends, values, scale)
     assert error(ours, library.grouped(exact, ends, values, scale)) < 5e-3
@@ -157,7 +157,7 @@ def test_whole_prefill(name, dtype, tolerance):
             cache = make_cache(arch, 2, 1024, 128, torch.bfloat16, "cuda")
             outs = []
             for start, stop in ((0, 401), (401, 700)):
-                chunk = Chunk(ids[start:stop].int().cuda(), start, 1)
+                chunk = PrefillChunk(ids[start:stop].int().cuda(), start, 1)
                 outs.append(prefill(weights, arch, cache, chunk, ops, features))
             runs.append(outs)
     ours, again, theirs, _ = runs

@@ -12,7 +12,7 @@ from specdec.core.types import Sampling
 from targets.cuda import noise, sampling
 from targets.cuda.ops import Rows
 from targets.jax import noise as jax_noise, sampling as jax_sampling
-from targets.rules import blank_rules, set_rules, split_seed
+from targets.sampling_params import blank_table, set_row, split_seed
 
 VOCAB = 517
 SLOTS, TOKENS, PAST = 3, 4, 30
@@ -48,11 +48,11 @@ REQUESTS = [
 
 def both(requests, logits, bias, history, start):
     """JAX's and our choices [B, T] for these requests in slots 0, 1, ..."""
-    theirs = blank_rules(SLOTS)
-    ours = sampling.blank_rules(SLOTS, "cpu")
+    theirs = blank_table(SLOTS)
+    ours = sampling.blank_table(SLOTS, "cpu")
     for slot, request in enumerate(requests):
-        set_rules(theirs, slot, request, 9)
-        set_rules(ours, slot, request, 9)
+        set_row(theirs, slot, request, 9)
+        set_row(ours, slot, request, 9)
     expected = jax.jit(jax_sampling.choose)(logits, bias, theirs, history, start)
     tensors = [torch.from_numpy(a) for a in (logits, bias, history, start)]
     slots = torch.arange(SLOTS, dtype=torch.int32)
@@ -71,7 +71,7 @@ def test_choices_equal_jax(first, seed):
     history = random.integers(-3, VOCAB + 3, (SLOTS, PAST)).astype(np.int32)
     start = np.array([0, 12, 20], np.int32)
     requests = REQUESTS[first : first + SLOTS]
-    expected, chosen, rows, rules = both(requests, logits, bias, history, start)
+    expected, chosen, rows, sampling_params = both(requests, logits, bias, history, start)
     assert (chosen.numpy() == expected).all()
     # a row alone, out of a call of its own
     tensors = [torch.from_numpy(a) for a in (logits, bias, history)]
@@ -81,7 +81,7 @@ def test_choices_equal_jax(first, seed):
                 rows.tokens[b : b + 1, t : t + 1], rows.start[b : b + 1] + t, rows.slot[b : b + 1]
             )
             lone = sampling.choose(
-                tensors[0][b : b + 1, t : t + 1], tensors[1], rules, tensors[2], one
+                tensors[0][b : b + 1, t : t + 1], tensors[1], sampling_params, tensors[2], one
             )
             assert lone[0, 0] == expected[b, t]
 

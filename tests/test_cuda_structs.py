@@ -11,23 +11,28 @@ from pathlib import Path
 
 import pytest
 
+import drafters.eagle3.cuda
+import drafters.ngram
 import targets.cuda
 
-KERNELS = Path(targets.cuda.__file__).parent / "kernels"
+PACKAGES = (targets.cuda, drafters.eagle3.cuda, drafters.ngram.host)
+"""Who launches kernels."""
+FOLDERS = [Path(p.__file__ or "").parent / n for p in PACKAGES for n in ("kernels", "sources")]
+SOURCES = {file.name: file for folder in FOLDERS for file in folder.glob("*.cu*")}
 MIRRORS = {
-    "attention._Job": "attention.cuh Job",
-    "choosing._Job": "choose.cu Job",
-    "draft_kernels._Guess": "guess.cu Job",
-    "draft_kernels._Pair": "pair.cu Pair",
-    "experts._Job": "moe.cu Job",
+    "attention._AttentionJob": "attention.cuh Job",
+    "sampler._SampleJob": "sample.cu Job",
+    "kernels._Guess": "draft_sample.cu Job",
+    "kernels._Pair": "inputs.cu Pair",
+    "experts._ExpertsJob": "moe.cu Job",
     "kernels.Embed": "hidden.cuh Embed",
     "norms._Join": "norm.cu Join",
-    "norms._Turn": "norm.cu Turn",
+    "norms._AddNorm": "norm.cu AddNorm",
     "prefill_kernels._Place": "prefill_attention.cu Place",
-    "skinny._Job": "linear.cuh Job",
-    "skinny._Untile": "untile.cu Job",
+    "gemm._GemmJob": "linear.cuh Job",
+    "gemm._Untile": "untile.cu Job",
     "w8a8.Groups": "narrow.cuh Groups",
-    "w8a8._Job": "w8a8.cu Job",
+    "w8a8._W8A8Job": "w8a8.cu Job",
 }
 """Each Structure, and where the struct that it mirrors is declared."""
 KINDS = {c_void_p: "*", c_int: "int", c_float: "float"}
@@ -35,11 +40,13 @@ DECLARATION = re.compile(r"(?:const )?(?P<kind>(?:long )?\w+)\s*(?P<names>[\w\s*
 
 
 def structures() -> dict[str, type[Structure]]:
-    """All that the CUDA target defines."""
-    for module in pkgutil.iter_modules(targets.cuda.__path__, "targets.cuda."):
-        importlib.import_module(module.name)
-    found = [c for c in Structure.__subclasses__() if c.__module__.startswith("targets.cuda.")]
-    return {f"{c.__module__.removeprefix('targets.cuda.')}.{c.__name__}": c for c in found}
+    """All that the CUDA target and the drafters define, by module and name."""
+    names = [package.__name__ + "." for package in PACKAGES]
+    for package, name in zip(PACKAGES, names, strict=True):
+        for module in pkgutil.iter_modules(package.__path__, name):
+            importlib.import_module(module.name)
+    found = [c for c in Structure.__subclasses__() if c.__module__.startswith(tuple(names))]
+    return {f"{c.__module__.rpartition('.')[2]}.{c.__name__}": c for c in found}
 
 
 def declared(text: str, name: str) -> list[tuple[str, str]]:
@@ -70,7 +77,7 @@ def test_every_structure_is_compared() -> None:
 @pytest.mark.parametrize("name", MIRRORS)
 def test_a_structure_has_the_fields_of_its_struct(name) -> None:
     file, struct = MIRRORS[name].split()
-    assert mirrored(structures()[name]) == declared((KERNELS / file).read_text(), struct)
+    assert mirrored(structures()[name]) == declared(SOURCES[file].read_text(), struct)
 
 
 def test_what_is_reordered_renamed_or_retyped_is_seen() -> None:

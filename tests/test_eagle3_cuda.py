@@ -22,16 +22,18 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from specdec.core.types import NO_GUESS, Sampling, Sequence
-from targets.cuda.layers import Reference
-from targets.cuda.memory import Shape, check_fits
+from targets.cuda.footprint import Shape, check_fits
 from targets.cuda.noise import gumbel
-from targets.cuda.ops import Linear, Rows
-from targets.rules import split_seed
+from targets.cuda.ops import Linear, PackedRows
+from targets.cuda.reference import Reference
+from targets.sampling_params import split_seed
 from tests import eagle3_oracle
 from tests.commands import CUDA, refused, run
 from tests.eagle3_heads import BASE, EAGLE3, MINI, SPEC, cuda_target_of, random_head
 from tests.eagle3_oracle import FLAGS, STEPS, TOKENS, Judging, Oracle, inputs
 from tests.lossless import decode
+
+pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 K, TOLERANCE = 4, 1e-5
 
@@ -53,8 +55,8 @@ def standing_in(spec, embedded: np.ndarray) -> SimpleNamespace:
     )
 
 
-def rows(tokens, start, slot) -> Rows:
-    return Rows(*(torch.tensor(part, dtype=torch.int32) for part in (tokens, start, slot)))
+def rows(tokens, start, slot) -> PackedRows:
+    return PackedRows(*(torch.tensor(part, dtype=torch.int32) for part in (tokens, start, slot)))
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)

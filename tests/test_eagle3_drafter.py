@@ -21,11 +21,13 @@ from targets.jax.device_loop import device_loop
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.noise import gumbel
 from targets.jax.programs import Feed
-from targets.rules import split_seed
+from targets.sampling_params import split_seed
 from tests.commands import refused, run
 from tests.eagle3_heads import BASE, EAGLE3, MINI, SPEC, jax_target_of, random_head
 from tests.eagle3_oracle import Judging, Oracle
 from tests.lossless import decode
+
+pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 K = 4
 

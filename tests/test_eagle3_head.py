@@ -12,6 +12,8 @@ from drafters.eagle3.jax import head as eagle3
 from tests.eagle3_heads import unrolled_logits
 from tests.eagle3_oracle import FLAGS, STEPS, TOKENS, Oracle, inputs, random_head
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 TOLERANCE = 1e-5
 
 

@@ -22,9 +22,11 @@ from tests.distil_worker import source
 from tests.eagle3_heads import SPEC, cuda_target_of, jax_target_of, random_head
 from tests.eagle3_worker import answers
 from training.distil import distil, read_answers
-from training.packing import Rows, pack
+from training.packing import PackedRows, pack
 from training.teacher import load_teacher, teach
 from training.unroll import judge, masks
+
+pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 K, LENGTH, TOLERANCE = 3, 64, 2e-5
 """States reach 10; the largest difference seen is 3e-6."""
@@ -166,7 +168,7 @@ def learn(request, tiny):
         lesson = teach(params, arch, SPEC.layers, ids, (), rows)
         return judge(weights, head.spec, params.top["embed_tokens"], ids, rows, lesson, K)
 
-    def fed(rows: Rows) -> list[list[Call]]:
+    def fed(rows: PackedRows) -> list[list[Call]]:
         for r in range(len(rows.tokens)):
             log.requests.append([Turn(-1)])
             step(jax.tree.map(lambda part, r=r: part[r : r + 1], rows))

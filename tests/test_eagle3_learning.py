@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax.numpy as jnp
+import pytest
 
 from tests.eagle3_worker import RECIPE, made_up, trainer
 from training.eagle3 import Trainer
-from training.teacher import Lesson
+from training.teacher import TeacherOutput
+
+pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 
 def shuffled(teach):
@@ -26,7 +29,7 @@ def one_early(teach):
 
     def lesson(params, rows):
         features, *told = made_up(teach)(params, rows)
-        return Lesson(features, *(jnp.roll(part, -1, 1) for part in told))
+        return TeacherOutput(features, *(jnp.roll(part, -1, 1) for part in told))
 
     return lesson
 

@@ -13,8 +13,8 @@ from drafters.eagle3.jax import head as eagle3
 from targets.jax.model import head, sequence_hidden
 from tests.eagle3_oracle import SPEC, Oracle, random_head
 from tests.eagle3_worker import answers, target
-from training.packing import Rows, pack
-from training.teacher import Lesson, teach
+from training.packing import PackedRows, pack
+from training.teacher import TeacherOutput, teach
 from training.unroll import (
     Judged,
     _compare,
@@ -28,15 +28,17 @@ from training.unroll import (
     walked_tau,
 )
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 STEPS, DECAY = 3, 0.8
 
 
-def lesson_for(rows: Rows, ids: np.ndarray) -> Lesson:
+def lesson_for(rows: PackedRows, ids: np.ndarray) -> TeacherOutput:
     """Made-up features and distributions; at some positions the favourite is no draft id."""
     random, shape = np.random.default_rng(0), rows.tokens.shape
     features = random.standard_normal((*shape, SPEC.features)).astype(np.float32)
     whole = random.standard_normal((*shape, SPEC.vocab)).astype(np.float32) * 3
-    return Lesson(
+    return TeacherOutput(
         jnp.asarray(features),
         jnp.asarray(whole[..., ids]),
         jax.nn.logsumexp(jnp.asarray(whole), -1),
@@ -44,12 +46,12 @@ def lesson_for(rows: Rows, ids: np.ndarray) -> Lesson:
     )
 
 
-def judged(head, rows: Rows, lesson: Lesson, table, weights=None):
+def judged(head, rows: PackedRows, lesson: TeacherOutput, table, weights=None):
     placed, ids = eagle3.place(head, jnp.float32)
     return judge(weights or placed, head.spec, jnp.asarray(table), ids, rows, lesson, STEPS)
 
 
-def small_rows(count: int = 4, length: int = 20) -> Rows:
+def small_rows(count: int = 4, length: int = 20) -> PackedRows:
     made = [a | {"input_ids": [i % SPEC.vocab for i in a["input_ids"]]} for a in answers(count)]
     return pack(made, length)
 
@@ -73,7 +75,9 @@ def test_the_teacher_is_the_target_alone_with_each_document() -> None:
             np.testing.assert_allclose(lesson.total[r][at], total, atol=1e-4)
 
 
-def oracle_loss(oracle: Oracle, rows: Rows, lesson: Lesson, table, ids, kind) -> torch.Tensor:
+def oracle_loss(
+    oracle: Oracle, rows: PackedRows, lesson: TeacherOutput, table, ids, kind
+) -> torch.Tensor:
     """The loss, anchor by anchor, from the definition (arXiv 2602.23881 for "lk")."""
     terms: list[list[torch.Tensor]] = [[] for _ in range(STEPS)]
     wanted = [np.asarray(mask) for mask in masks(rows, STEPS)]
@@ -147,7 +151,7 @@ def test_measures_of_a_perfect_draft() -> None:
     ids = jnp.asarray(head.target_ids)
     guessed = jax.random.normal(jax.random.key(2), (*rows.tokens.shape, len(ids))) * 3
     total = jax.nn.logsumexp(guessed, -1)
-    taught = Lesson(None, guessed, total, ids[guessed.argmax(-1)])
+    taught = TeacherOutput(None, guessed, total, ids[guessed.argmax(-1)])
     chosen = jax.random.choice(jax.random.key(3), ids, rows.tokens.shape)
     fields = (jnp.stack([x] * STEPS) for x in _compare(guessed, taught, ids, chosen))
     counts = (jnp.stack(found(rows, STEPS)).astype(jnp.float32) for found in (masks, continued))

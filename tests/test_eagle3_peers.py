@@ -19,8 +19,8 @@ from drafters.eagle3.jax.head import place
 from tests.eagle3_heads import unrolled_logits
 from tests.eagle3_oracle import FLAGS, SPEC, STEPS, TOKENS, random_head
 from tests.tiny import config_of
-from training.packing import Rows
-from training.teacher import Lesson
+from training.packing import PackedRows
+from training.teacher import TeacherOutput
 from training.unroll import judge, loss_of
 
 TOLERANCE = 1e-5
@@ -169,9 +169,9 @@ def our_loss(head, ids, table, features, states) -> tuple[float, dict[str, np.nd
     logits = jnp.asarray(normed @ table[np.asarray(head.target_ids)].T)[None]
     best = chosen[logits.argmax(-1)]
     padded = np.concatenate([features, np.zeros_like(features[:1])])
-    lesson = Lesson(jnp.asarray(padded)[None], logits, jax.nn.logsumexp(logits, -1), best)
+    lesson = TeacherOutput(jnp.asarray(padded)[None], logits, jax.nn.logsumexp(logits, -1), best)
     one = np.ones((1, TOKENS + 1), bool)
-    rows = Rows(ids[None].astype(np.int32), np.zeros_like(one, np.int32), one, ~one)
+    rows = PackedRows(ids[None].astype(np.int32), np.zeros_like(one, np.int32), one, ~one)
 
     def loss(weights):
         judged = judge(weights, head.spec, jnp.asarray(table), chosen, rows, lesson, STEPS)

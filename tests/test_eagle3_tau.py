@@ -13,8 +13,8 @@ from drafters.eagle3.jax.head import place
 from specdec.core.types import Sequence
 from targets import mini
 from targets.tokenizer import load_tokenizer
-from training.live import Live, tau_of
-from training.packing import Rows, pack
+from training.packing import PackedRows, pack
+from training.real_acceptance import Live, tau_of
 from training.teacher import load_teacher, teach
 from training.unroll import judge, simulated
 
@@ -23,7 +23,7 @@ NAMES = "add", "mean", "is_prime", "reverse", "split_words", "read_json"
 TEXTS = [f"def {name}({given}):\n" for name in NAMES for given in ("x", "items, limit=3")]
 
 
-def rows_of(seqs: list[Sequence]) -> Rows:
+def rows_of(seqs: list[Sequence]) -> PackedRows:
     made = [
         {
             "input_ids": seq.tokens,
@@ -48,7 +48,7 @@ def test_simulated_tau_is_what_the_engine_measures() -> None:
     live.draft_by(weights)
 
     @jax.jit
-    def simulate(rows: Rows):
+    def simulate(rows: PackedRows):
         lesson = teach(params, arch, head.spec.layers, ids, suppressed, rows)
         table = params.top["embed_tokens"]
         judged = judge(weights, head.spec, table, ids, rows, lesson, K)

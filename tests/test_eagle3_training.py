@@ -19,15 +19,18 @@ from drafters.eagle3.files import load_head, save_flat
 from specdec.core.errors import UserError
 from targets import mini
 from targets.arch import read_arch
+from tests import cheap
 from tests.commands import refused
 from tests.eagle3_worker import RECIPE, SHAPE, STOPS, VOCAB, answers, made_up, target, trainer
 from training.eagle3 import contract_of, initial_state, sign
-from training.live import Live, prompts_of
 from training.packing import pack
+from training.real_acceptance import Live, prompts_of
 from training.recipe import spec_for
 from training.throughput import measure
 from training.trained import trained_head
 from training.vocabulary import count_generated, draft_vocabulary
+
+pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,11 +45,15 @@ def without_speed(run: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
 
 
-def beside(*arguments: str, env=None) -> subprocess.Popen:
-    """Another Python, while this one works."""
-    command = [sys.executable, *arguments]
+def beside(*arguments: str, devices: int = 1) -> subprocess.Popen:
+    """Another Python, while this one works; it compiles as this one does."""
+    flags = f"--xla_force_host_platform_device_count={devices} {cheap.FLAGS}"
     return subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": flags},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
@@ -78,8 +85,7 @@ def test_devices_share_the_rows_of_a_batch(tmp_path) -> None:
         "recipe = replace(RECIPE, evaluate_every=4, save_every=4); "
         "trainer(Path(sys.argv[1]), recipe=recipe, devices=2).train(4)"
     )
-    flags = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    with beside("-c", script, str(shared), env=flags) as running:
+    with beside("-c", script, str(shared), devices=2) as running:
         trainer(alone, recipe=recipe).train(4)
         _, said = running.communicate()
     assert running.returncode == 0, said.decode()[-2000:]

@@ -21,7 +21,13 @@ from specdec.core.stats import Acceptance
 from specdec.core.types import Sampling, Sequence
 from specdec.evaluation.display import plot_evaluation, print_evaluation
 from specdec.evaluation.prompts import Prompt, read_prompts
-from specdec.evaluation.results import Outcome, compare, distinct, measure_positions, measure_tau
+from specdec.evaluation.results import (
+    PromptOutcome,
+    compare,
+    distinct,
+    measure_positions,
+    measure_tau,
+)
 from specdec.evaluation.run import Settings, evaluate
 from tests.fakes import FakeTarget, Oracle
 
@@ -180,8 +186,8 @@ def test_tables_and_plot(tmp_path, monkeypatch):
 # Figures by hand
 
 
-def outcome(name: str, emitted: int, cycles: int, tokens=(1, 2, 3)) -> Outcome:
-    return Outcome(name, "c", 1, tuple(tokens), "length", Acceptance(cycles, emitted))
+def outcome(name: str, emitted: int, cycles: int, tokens=(1, 2, 3)) -> PromptOutcome:
+    return PromptOutcome(name, "c", 1, tuple(tokens), "length", Acceptance(cycles, emitted))
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)), min_size=2, max_size=30))

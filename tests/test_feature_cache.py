@@ -25,8 +25,10 @@ from tests.eagle3_worker import RECIPE, answers, cache_of, trainer
 from training import feature_cache
 from training.distil import FEATURES, claim, target_hash
 from training.eagle3 import Trainer
-from training.feature_cache import FeatureCache, Layout, joined, with_states
+from training.feature_cache import CacheLayout, FeatureCache, joined, with_states
 from training.packing import pack, rows_of_step
+
+pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 LAYERS, LENGTH, HIDDEN = (1, 3, 5), 32, 48
@@ -108,7 +110,7 @@ def test_bfloat16_keeps_its_bits(tmp_path) -> None:
     def rounded(tokens, documents) -> Hidden:
         return Hidden(*(part.astype(ml_dtypes.bfloat16) for part in spoken(tokens, documents)))
 
-    layout = Layout(len(ROWS.tokens), LENGTH, len(LAYERS) * HIDDEN, HIDDEN, "bfloat16")
+    layout = CacheLayout(len(ROWS.tokens), LENGTH, len(LAYERS) * HIDDEN, HIDDEN, "bfloat16")
     cache = FeatureCache(tmp_path, ROWS, layout, {})
     cache.build(rounded, 4)
     for number in (0, len(ROWS.tokens) - 1):

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from targets import mini
+from tests import cheap
 from tests.commands import CUDA, PROMPT, refused, run, wait_until_ready
 from tests.mesh_worker import LAYERS
 from tests.tiny import VARIANTS, write_tiny
@@ -46,7 +47,7 @@ def free_port() -> str:
 
 
 def python(devices: int, *arguments: str, **extra) -> subprocess.Popen[str]:
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count={devices} {cheap.FLAGS}"
     return subprocess.Popen(
         [sys.executable, "-m", *arguments],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},

@@ -13,7 +13,7 @@ import pytest
 from drafters.ngram.host import NgramDrafter
 from serve.lockstep import Leader, Orders, follow
 from specdec.cli.hosts import check_same
-from specdec.core.control_channel import Lines, Meeting, call, invite
+from specdec.core.control_channel import ControlChannel, Meeting, call, invite
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
@@ -28,7 +28,7 @@ def ends():
     """Process 0's end of two lines and the others', and what each is told of losses."""
     losses = {process: queue.SimpleQueue() for process in range(3)}
     told: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    made: queue.SimpleQueue[Lines] = queue.SimpleQueue()
+    made: queue.SimpleQueue[ControlChannel] = queue.SimpleQueue()
     share = lambda packed: [told.put(packed) for _ in range(2)]  # noqa: E731
 
     def join(process: int) -> None:

@@ -19,7 +19,7 @@ from specdec.core.types import Sequence
 from targets import mini
 from targets.arch import read_arch
 from targets.backend import TargetRequest
-from targets.jax import layers, memory
+from targets.jax import kv_exchange, layers
 from targets.jax.backend import JaxBackend
 from targets.jax.cache import Rounded, make_cache, round_entries
 from targets.jax.device_drafter import TextDrafter
@@ -29,6 +29,8 @@ from targets.jax.programs import Feed
 from targets.jax.roofline import cache_bytes
 from targets.tokenizer import load_tokenizer
 from tests.lossless import WIDE, check_host, decode, draft_of, prompts_for
+
+pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 ROWS, TOKENS, HEADS, KV_HEADS, DIM, SIZE, PIECE = 3, 4, 4, 2, 8, 40, 16
 PROSE = (
@@ -40,7 +42,7 @@ PROSE = (
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Tiny caches of 288 entries have five blocks, the last of which reaches back."""
-    monkeypatch.setattr(memory, "BLOCK", 64)
+    monkeypatch.setattr(kv_exchange, "BLOCK", 64)
 
 
 def logits_of(target, text):
@@ -90,7 +92,7 @@ def test_a_forward_in_blocks_says_what_one_pass_says(tiny, variant, monkeypatch)
     text = prompts_for(320)[1] * 6
     options = JaxOptions(slots=1, max_len=256, k=WIDE, chunk=24)
     whole = logits_of(load_target(tiny[variant], options), text)
-    monkeypatch.setattr(memory, "BLOCK", 64)
+    monkeypatch.setattr(kv_exchange, "BLOCK", 64)
     blocks = logits_of(load_target(tiny[variant], options), text)
     np.testing.assert_allclose(blocks, whole, rtol=1e-4, atol=1e-4)
 

@@ -201,14 +201,14 @@ def test_a_driver_may_run_late_and_rows_may_sit_out(slots):
     drafter = NgramDrafter(1, 3)
     inner, turns = host_cycle(target, drafter, 4), itertools.count()
 
-    def late(seqs, hurry):
+    def late(seqs, single):
         turn = next(turns)
         if turn % 3 == 0:
             return []
         awake = [b for b in range(len(seqs)) if (b + turn) % 2]
         if not awake:
             return []
-        (done,) = inner([seqs[b] for b in awake], hurry)
+        (done,) = inner([seqs[b] for b in awake], single)
         return [_spread(done, awake, len(seqs))]
 
     engine = Engine(target, drafter, late)

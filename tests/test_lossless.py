@@ -11,28 +11,43 @@ from drafters.ngram.host import NgramDrafter
 from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
-from targets import mini
 from targets.jax.device_drafter import TextDrafter
 from targets.jax.device_loop import device_loop
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.selfcheck import self_check
 from tests.lossless import (
+    ADVERSARIES,
     check_device,
     check_device_model,
     check_eagle3,
     check_host,
     decode,
+    forget_targets,
     prompts_for,
 )
-from tests.tiny import VARIANTS
+
+pytestmark = pytest.mark.usefixtures("cheap_programs", "own_targets")
+
+
+@pytest.fixture(scope="module")
+def own_targets():
+    forget_targets()
+    yield
+    forget_targets()
 
 
 @pytest.mark.parametrize(
-    ("variant", "mode"),
-    [("31b", "everything"), ("e2b", "greedy"), ("26b-a4b", "nucleus"), ("e4b", "nucleus")],
+    ("variant", "mode", "ks", "adversaries"),
+    [
+        ("31b", "everything", (0, 4), ADVERSARIES),
+        ("e2b", "greedy", (0, 7), ("model", "ngram", "wrong")),
+        ("26b-a4b", "nucleus", (0, 7), ("ngram", "right", "wild")),
+        ("e4b", "nucleus", (0, 4, 7), ("ngram", "random")),
+    ],
 )
-def test_host_loop(tiny, variant, mode):
-    check_host(tiny[variant], mode, slots=4, ks=[0, 4, 7])
+def test_host_loop(tiny, variant, mode, ks, adversaries):
+    """Each adversary, and each variant with some; test_whole_matrix has them all."""
+    check_host(tiny[variant], mode, 4, ks, adversaries=adversaries)
 
 
 @pytest.mark.parametrize(("variant", "mode"), [("31b", "greedy"), ("e4b", "everything")])
@@ -41,30 +56,12 @@ def test_device_loop(tiny, variant, mode):
     check_device_model(tiny[variant], mode, slots=3, ks=[4])
 
 
-def test_mini_both_loops():
-    check_host(mini.path("mini"), "nucleus", slots=2, ks=[4], tokens=40)
-    check_device(mini.path("mini"), "nucleus", slots=2, ks=[4], tokens=40)
-    check_eagle3(mini.path("mini"), "nucleus", slots=2, ks=[4], tokens=40)
-
-
 def test_a_draft_context_shorter_than_the_targets(tiny):
     """Drafting ends where the draft's own context does, the text goes on, in both loops."""
     path = tiny["31b"]
     short = load_target(path, JaxOptions(slots=3, width=CATCH_UP, chunk=8, max_len=48))
     check_device_model(path, "nucleus", slots=3, ks=[1, 7], draft_of=lambda *_: short)
     check_eagle3(path, "nucleus", slots=3, ks=[7], max_position=48)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["greedy", "nucleus"])
-@pytest.mark.parametrize("slots", [1, 2, 4])
-@pytest.mark.parametrize("variant", ["mini", *VARIANTS])
-def test_whole_matrix(tiny, variant, slots, mode):
-    path = mini.path("mini") if variant == "mini" else tiny[variant]
-    check_host(path, mode, slots, ks=[0, 1, 2, 4, 7])
-    check_device(path, mode, slots, ks=[0, 1, 2, 4, 7])
-    check_device_model(path, mode, slots, ks=[0, 1, 2, 4, 7])
-    check_eagle3(path, mode, slots, ks=[1, 2, 4, 7])
 
 
 def test_batched_rows_are_exact_within_their_bucket(tiny):

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
+from tests import cheap
 from tests.mesh_worker import NARROW, SPLITS
 from tests.tiny import VARIANTS, config_of
 
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-"""Programs of tiny models take longer to optimise than to run."""
+FLAGS = f"--xla_force_host_platform_device_count=8 {cheap.FLAGS}"
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,8 @@ from targets.jax.load import JaxOptions, load_target
 from targets.tokenizer import load_tokenizer
 from tests.fakes import FakeTarget
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 PROMPTS = [[3, 1, 4], [1] * 9, [2, 7, 1, 8, 2, 8], [5], [9, 9, 8, 9, 9]]
 
 
@@ -122,10 +124,10 @@ def jax_target(path, width=None, slots=2):
 def held(target, slot: int, count: int) -> list[np.ndarray]:
     """K and V of positions below `count` that a next token could still see, layer by layer."""
     plan, found = target.plan, []
-    for segment in jax.tree.leaves(target.cache.layers):
-        size = segment.shape[2]
+    for group in jax.tree.leaves(target.cache.layers):
+        size = group.shape[2]
         first = 0 if size >= plan.max_len else max(0, count - (size - plan.slack))
-        found.append(np.asarray(segment)[:, slot, np.arange(first, count) % size])
+        found.append(np.asarray(group)[:, slot, np.arange(first, count) % size])
     return found
 
 

@@ -12,9 +12,11 @@ import torch
 
 from targets.arch import read_arch
 from targets.checkpoint import Checkpoint, dequantise
-from targets.jax import cache as kv, memory, model
+from targets.jax import cache as kv, kv_exchange, model
 from targets.jax.params import load_params
 from tests.tiny import IDS, LENGTH, VARIANTS, oracle, write_tiny
+
+pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 TOLERANCE = 5e-4
 
@@ -65,12 +67,12 @@ def test_chunks_and_single_tokens_equal_the_whole(tiny, references, variant):
         assert np.abs(through_cache(arch, params, IDS, chunks) - logits).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("at_once", [memory.AT_ONCE, 1])
+@pytest.mark.parametrize("at_once", [kv_exchange.AT_ONCE, 1])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_row_of_a_mixed_batch_is_its_own_run(tiny, references, variant, at_once, monkeypatch):
     """Rows at different positions: each row's logits are those of the whole sequence, whether
     attention takes all rows at once or one by one."""
-    monkeypatch.setattr(memory, "AT_ONCE", at_once)
+    monkeypatch.setattr(kv_exchange, "AT_ONCE", at_once)
     arch, params = load(tiny[variant])
     logits, _ = references[variant]
     cache = kv.make_cache(arch, 3, 64, 16, jnp.float32)

@@ -29,7 +29,7 @@ from training.heldout import heldout_nats, make_scorer, summarise, windows_of
 from training.licences import permissive_licence
 from training.mini_tokenizer import train_tokenizer, write_tokenizer
 from training.optimizer import OptimizerConfig
-from training.pretrain import Phase, PretrainConfig, Trainer, read_config_file
+from training.pretrain import Phase, PretrainConfig, Pretrainer, read_config_file
 from training.similarity import LeakScan, evaluation_texts
 from training.tokens import encode_stream, row_starts, training_texts
 
@@ -175,13 +175,13 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trainer(toy: Path, run: Path) -> Trainer:
+def trainer(toy: Path, run: Path) -> Pretrainer:
     optimizer = OptimizerConfig(1e-2, 1e-2, 0.1, 2, 0.5, 0.0, 1.0)
     phases = (Phase(4, 4, 32), Phase(2, 4, 32))
     config = PretrainConfig(str(toy), 1, 3, 100, phases, optimizer)
     backend = tokenizers.Tokenizer.from_file(str(toy / "tokenizer.json"))
     watched = windows_of(backend, [python_file(90)], 32)
-    return Trainer(config, run, np.load(toy / "train.npy"), watched, jnp.float32)
+    return Pretrainer(config, run, np.load(toy / "train.npy"), watched, jnp.float32)
 
 
 def test_resume_is_bit_exact(toy: Path, tmp_path: Path) -> None:

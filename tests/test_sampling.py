@@ -15,7 +15,9 @@ from specdec.core.engine import Engine
 from specdec.core.types import MAX_LOGPROBS, Sampling, Sequence
 from targets.jax import noise, sampling
 from targets.jax.load import JaxOptions, load_target
-from targets.rules import blank_rules, set_rules, split_seed
+from targets.sampling_params import blank_table, set_row, split_seed
+
+pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 VOCAB = 12
 LOGITS = np.linspace(2.0, -2.0, VOCAB).astype(np.float32) + np.float32([0.3, 0] * 6)
@@ -62,11 +64,11 @@ def test_noise_depends_on_seed_position_and_token_only():
 
 def draws(given: Sampling, count=20_000, history=(), logits=LOGITS, position=50):
     """Relative frequencies over `count` seeds, the text so far being `history` after a prompt."""
-    rules = blank_rules(count)
+    sampling_params = blank_table(count)
     prompt = 2
     for slot in range(count):
-        set_rules(rules, slot, given, prompt)
-    rules.seed[:, 0] = np.arange(count)
+        set_row(sampling_params, slot, given, prompt)
+    sampling_params.seed[:, 0] = np.arange(count)
     text = np.full((count, position + 4), -1, np.int32)
     text[:, : len(history)] = history
     start = np.full(count, max(len(history) - 1, 0), np.int32)
@@ -74,7 +76,7 @@ def draws(given: Sampling, count=20_000, history=(), logits=LOGITS, position=50)
     for token, value in given.logit_bias:
         bias[:, token] += value
     rows = np.tile(logits, (count, 1, 1))
-    chosen = jax.jit(sampling.choose)(rows, bias, rules, text, start)
+    chosen = jax.jit(sampling.choose)(rows, bias, sampling_params, text, start)
     return np.bincount(np.asarray(chosen)[:, 0], minlength=VOCAB) / count
 
 
@@ -158,7 +160,7 @@ def test_greedy_takes_the_argmax_and_ties_go_to_the_lowest_id():
 def test_penalties_count_the_draft_tokens_before_each_row():
     """Row t of one call equals the only row of a call that was fed the same text."""
     text = np.array([[3, 3, 0, 1, 1, 5, 0, -1, -1, -1, -1, -1]], np.int32)
-    rules = blank_rules(1)
+    sampling_params = blank_table(1)
     request = Sampling(
         temperature=1.0,
         repetition_penalty=1.3,
@@ -166,14 +168,14 @@ def test_penalties_count_the_draft_tokens_before_each_row():
         frequency_penalty=0.5,
         seed=11,
     )
-    set_rules(rules, 0, request, 2)
+    set_row(sampling_params, 0, request, 2)
     bias = np.zeros((1, VOCAB), np.float32)
     wide = sampling._penalise(
-        jnp.asarray(np.tile(LOGITS, (1, 4, 1))), rules, jnp.asarray(text), np.array([3])
+        jnp.asarray(np.tile(LOGITS, (1, 4, 1))), sampling_params, jnp.asarray(text), np.array([3])
     )
     for t in range(4):
         one = sampling._penalise(
-            jnp.asarray(LOGITS[None, None]), rules, jnp.asarray(text), np.array([3 + t])
+            jnp.asarray(LOGITS[None, None]), sampling_params, jnp.asarray(text), np.array([3 + t])
         )
         assert (np.asarray(wide)[0, t] == np.asarray(one)[0, 0]).all()
     assert bias.sum() == 0

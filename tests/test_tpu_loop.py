@@ -33,7 +33,7 @@ from targets.jax.device_loop import (
 from targets.jax.estimate import chip_of
 from targets.jax.load import JaxOptions, make_plan
 from targets.jax.placing import by_vocabulary, replicated
-from targets.rules import Rules, blank_rules
+from targets.sampling_params import SamplingTable, blank_table
 
 pytestmark = pytest.mark.tpu
 TOPOLOGY, ROWS, CONTEXT, K = "v6e:2x2x1", 8, 2048, 7
@@ -57,7 +57,9 @@ class Abstract:
         self.params, self.cache, _ = shapes(self.plan, jnp.bfloat16, jnp.bfloat16, True, self.mesh)
         split = by_vocabulary(self.mesh, 2, self.arch.vocab)
         self.bias = self.of((ROWS, self.arch.vocab), jnp.float32, split)
-        self.rules = Rules(*(self.of(x.shape, x.dtype) for x in blank_rules(ROWS)))
+        self.sampling_params = SamplingTable(
+            *(self.of(x.shape, x.dtype) for x in blank_table(ROWS))
+        )
         make = {"ngram": self._ngram, "eagle3": partial(self._eagle3, head), "model": self._model}
         self.traced, self.weights, self.memory = make[drafter]()
 
@@ -74,7 +76,7 @@ class Abstract:
         }
         ids = self.of((spec.draft_vocab,), jnp.int32)
         table = self.params.top["embed_tokens"]
-        given = eagle3.DraftInputs(weights, ids, table, self.bias, self.rules)
+        given = eagle3.DraftInputs(weights, ids, table, self.bias, self.sampling_params)
         entries = self.of((ROWS, CONTEXT, spec.kv_heads * spec.head_dim), jnp.bfloat16)
         pending = eagle3.Pending(
             self.of((ROWS, K + 1, spec.features), jnp.bfloat16),
@@ -88,7 +90,7 @@ class Abstract:
         options = JaxOptions(slots=ROWS, max_len=CONTEXT, width=CATCH_UP, mapped=False)
         plan = make_plan(released("gemma-4-e4b"), options)
         params, cache, _ = shapes(plan, jnp.bfloat16, jnp.bfloat16, True, self.mesh)
-        return ModelProgram(plan, True), ModelInputs(params, self.bias, self.rules), cache
+        return ModelProgram(plan, True), ModelInputs(params, self.bias, self.sampling_params), cache
 
     def compiled(self) -> Any:
         """The sampling loop as `device_loop` makes it."""
@@ -96,7 +98,7 @@ class Abstract:
         plan = LoopPlan(self.plan, self.traced, K, CYCLES, True, False)
         one = self.of((ROWS,), jnp.int32)
         limits = Limits(self.of((ROWS, STOPS), jnp.int32), one, self.of((), jnp.int32))
-        given = LoopInputs(self.params, self.bias, self.rules, self.weights, limits)
+        given = LoopInputs(self.params, self.bias, self.sampling_params, self.weights, limits)
         loop = LoopState(SlotState(self.cache, one, self.of((ROWS,), jnp.bool_)), self.memory)
         outs = (None, whole, whole)
         run = jax.jit(partial(run_cycles, plan), donate_argnums=1, out_shardings=outs)

@@ -84,7 +84,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "enable_moe_block": True,
         "num_experts": 8,
         "top_k_experts": 2,
-        "moe_intermediate_size": 24,
+        "moe_intermediate_size": 32,
     },
     "e4b": {
         "layer_types": _pattern(2, 4),

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 
 from targets.arch import Arch, LayerSpec
 from targets.jax.cache import LayerCache
-from targets.jax.memory import attend_visible, shared_stores
+from targets.jax.kv_exchange import attend_visible, shared_stores
 from targets.jax.model import forward, head, sequence_logits
 from targets.jax.params import Params
 
 
-class BlockMemory(NamedTuple):
-    """A `targets.jax.memory.Memory` for rows R = batch * blocks of `size` tokens each."""
+class BlockExchange(NamedTuple):
+    """A `targets.jax.kv_exchange.KVExchange` for rows R = batch * blocks of `size` tokens each."""
 
     batch: int
     blocks: int
@@ -29,16 +29,16 @@ class BlockMemory(NamedTuple):
         starts = jnp.tile(jnp.arange(self.blocks) * self.size, self.batch)
         return starts[:, None] + jnp.arange(tokens)
 
-    def exchange(self, stored: Any, group: Any, layer: LayerSpec, k: Any, v: Any) -> tuple:
+    def exchange(self, stored: Any, repeat: Any, layer: LayerSpec, k: Any, v: Any) -> tuple:
         """k, v [R, T, K, D] to what each row may see [R, S, K, D]; kept if another layer asks."""
         k, v = self._reach(layer, k), self._reach(layer, v)
         if stored is not None:
-            stored = LayerCache(stored.k.at[group].set(k), stored.v.at[group].set(v))
+            stored = LayerCache(stored.k.at[repeat].set(k), stored.v.at[repeat].set(v))
         return stored, (k, v)
 
-    def recall(self, stored: Any, group: int) -> Any:
+    def recall(self, stored: Any, repeat: int) -> Any:
         """What `exchange` kept."""
-        return stored.k[group], stored.v[group]
+        return stored.k[repeat], stored.v[repeat]
 
     attend = attend_visible
 
@@ -75,8 +75,8 @@ def block_logits(params: Params, arch: Arch, tokens: Any) -> Any:
     size = max(windows, default=length)
     if length % size or length == size:
         return sequence_logits(params, arch, tokens)
-    memory = BlockMemory(batch, length // size, size)
+    exchange = BlockExchange(batch, length // size, size)
     rows = tokens.reshape(-1, size)
-    stored = shared_stores(params, arch, lambda layer: (len(rows), memory.reach(layer)))
-    hidden = forward(params, arch, stored, rows, memory, ())[1]
+    stored = shared_stores(params, arch, lambda layer: (len(rows), exchange.reach(layer)))
+    hidden = forward(params, arch, stored, rows, exchange, ())[1]
     return head(params, arch, hidden.last.reshape(batch, length, -1))

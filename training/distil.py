@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence as Rows
+from collections.abc import Callable, Iterator, Sequence as Seqs
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from specdec.core.types import Sampling, Sequence
 from specdec.core.writing import writing
-from training.contract import agree, recall
+from training.manifest import agree, recall
 
 MANIFEST = "distil.json"
 FEATURES = Features(
@@ -61,7 +61,7 @@ class Progress(NamedTuple):
     seconds: float
 
 
-def prompts_hash(prompts: Rows[Rows[int]]) -> str:
+def prompts_hash(prompts: Seqs[Seqs[int]]) -> str:
     return hashlib.sha256(json.dumps([list(p) for p in prompts]).encode()).hexdigest()
 
 
@@ -74,7 +74,7 @@ def target_hash(path: Path) -> str:
     return total.hexdigest()
 
 
-def cut_documents(documents: Rows[Rows[int]], tokens: int) -> list[list[int]]:
+def cut_documents(documents: Seqs[Seqs[int]], tokens: int) -> list[list[int]]:
     """Each document (BOS first) as prompts of up to `tokens` ids, each with that BOS in front; a
     last piece of less than half the length is left out, unless it is all there is."""
     pieces = []
@@ -105,7 +105,7 @@ def claim(out: Path, source: Source) -> int:
 
 def distil(
     engine: Engine,
-    prompts: Rows[Rows[int]],
+    prompts: Seqs[Seqs[int]],
     sampling: Sampling,
     source: Source,
     out: Path,
@@ -128,7 +128,7 @@ def distil(
 
 
 def _answers(
-    engine: Engine, prompts: Rows[Rows[int]], sampling: Sampling, source: Source, start: int
+    engine: Engine, prompts: Seqs[Seqs[int]], sampling: Sampling, source: Source, start: int
 ) -> Iterator[Sequence]:
     """Finished sequences in the order in which they end; slots stay full across shards."""
     waiting = iter(range(start, source.rows))
@@ -147,7 +147,7 @@ def _answers(
                 yield event.sequence
 
 
-def _sequence(prompt: Rows[int], row: int, sampling: Sampling, source: Source) -> Sequence:
+def _sequence(prompt: Seqs[int], row: int, sampling: Sampling, source: Source) -> Sequence:
     own = replace(sampling, seed=(sampling.seed + row) % 2**64)
     stops = frozenset(source.stop_ids)
     return Sequence(list(prompt), own, source.max_tokens, stops, request_id=str(row))
@@ -211,7 +211,7 @@ class Split(NamedTuple):
 
 
 def split_answers(
-    read: Rows[tuple[Path, Dataset, dict[str, Any]]], target: str, heldout_share: float
+    read: Seqs[tuple[Path, Dataset, dict[str, Any]]], target: str, heldout_share: float
 ) -> Split:
     """The answers of all folders; the last share of each is held out.
 

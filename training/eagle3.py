@@ -24,19 +24,19 @@ from drafters.eagle3.spec import HeadSpec, tensors
 from specdec.core.errors import UserError
 from specdec.core.writing import writing
 from targets.jax.params import Params
-from training.contract import agree
-from training.packing import Rows, rows_of_step
+from training.data_parallel import DataParallel
+from training.manifest import agree
+from training.packing import PackedRows, rows_of_step
 from training.pretrain import open_checkpoints, restore
 from training.recipe import Recipe, make_optimizer
-from training.spread import Spread
-from training.teacher import Lesson
+from training.teacher import TeacherOutput
 from training.unroll import judge, loss_of, measures, simulated
 
 CONTRACT = "contract.json"
 LOG_EVERY = 10  # steps
 HELDOUT_BATCHES = 8
 """Most batches that one evaluation takes."""
-Teach = Callable[[Params, Rows], Lesson]
+Teach = Callable[[Params, PackedRows], TeacherOutput]
 """(target's parameters, packed rows) -> Lesson; pure."""
 
 
@@ -70,11 +70,13 @@ def make_step(spec: HeadSpec, recipe: Recipe, teach: Teach, target_ids: Any) -> 
     """A compiled (state, target's parameters, rows) -> (state, measures)."""
     optimizer = make_optimizer(recipe)
 
-    def loss(weights: Weights, params: Params, rows: Rows, lesson: Lesson) -> Any:
+    def loss(weights: Weights, params: Params, rows: PackedRows, lesson: TeacherOutput) -> Any:
         judged = _judge(spec, recipe, weights, params, rows, lesson, target_ids)
         return loss_of(judged, recipe.decay, recipe.loss), measures(judged)
 
-    def step(state: TrainState, params: Params, rows: Rows) -> tuple[TrainState, dict[str, Any]]:
+    def step(
+        state: TrainState, params: Params, rows: PackedRows
+    ) -> tuple[TrainState, dict[str, Any]]:
         lesson = teach(params, rows)
         both = jax.value_and_grad(loss, has_aux=True)(state.weights, params, rows, lesson)
         (value, found), gradient = both
@@ -89,7 +91,7 @@ def make_step(spec: HeadSpec, recipe: Recipe, teach: Teach, target_ids: Any) -> 
 def make_evaluation(spec: HeadSpec, recipe: Recipe, teach: Teach, target_ids: Any) -> Any:
     """A compiled (weights, target's parameters, rows, number of the batch) -> measures."""
 
-    def evaluate(weights: Weights, params: Params, rows: Rows, number: Any) -> dict[str, Any]:
+    def evaluate(weights: Weights, params: Params, rows: PackedRows, number: Any) -> dict[str, Any]:
         lesson = teach(params, rows)
         judged = _judge(spec, recipe, weights, params, rows, lesson, target_ids)
         found = measures(judged) | {"loss": loss_of(judged, recipe.decay, recipe.loss)}
@@ -103,8 +105,8 @@ def _judge(
     recipe: Recipe,
     weights: Weights,
     params: Params,
-    rows: Rows,
-    lesson: Lesson,
+    rows: PackedRows,
+    lesson: TeacherOutput,
     target_ids: Any,
 ) -> Any:
     table = params.top["embed_tokens"]
@@ -122,15 +124,15 @@ class Trainer:
         run: Path,
         params: Params,
         teach: Teach,
-        rows: Rows,
-        heldout: Rows,
+        rows: PackedRows,
+        heldout: PackedRows,
         target_ids: np.ndarray,
         live: Callable[[Weights], dict[str, Any]] | None = None,
         devices: int = 1,
     ) -> None:
-        """live: what to measure besides, at each evaluation (training.live). devices: that share
-        a batch's rows. Raises UserError where they can't."""
-        self.live, self._spread = live, Spread(devices, recipe.batch)
+        """live: what to measure besides, at each evaluation (real_acceptance.py). devices: how many
+        share a batch's rows. Raises UserError where they can't."""
+        self.live, self._spread = live, DataParallel(devices, recipe.batch)
         self.recipe, self.run, self.params = recipe, run, self._spread.copies(params)
         self.rows, self.heldout = rows, heldout
         self.manager = open_checkpoints(run)

@@ -23,8 +23,8 @@ from safetensors.numpy import save_file
 from specdec.core.errors import UserError
 from specdec.core.version import VERSION
 from targets.jax.model import Hidden
-from training.contract import agree
-from training.packing import PADDING, Rows
+from training.manifest import agree
+from training.packing import PADDING, PackedRows
 
 MANIFEST = "cache.json"
 SHARD_BYTES = 2**28
@@ -36,7 +36,7 @@ Read = Callable[[Any, Any], Hidden]
 
 
 @dataclass(frozen=True)
-class Layout:
+class CacheLayout:
     """rows of `length` tokens; features and last: widths of a token's states, of this dtype."""
 
     rows: int
@@ -62,7 +62,9 @@ class Layout:
 class FeatureCache:
     """One folder: of one teacher, and of some packed rows in their order."""
 
-    def __init__(self, folder: Path, rows: Rows, layout: Layout, facts: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, rows: PackedRows, layout: CacheLayout, facts: dict[str, Any]
+    ) -> None:
         """facts: what decides the states besides rows and layout.
 
         Raises UserError for a folder where any of it differs, naming that, and for one that can't
@@ -151,7 +153,7 @@ class FeatureCache:
 
 @dataclass(frozen=True)
 class Kept:
-    """`Rows.states` of a cache's rows from `first` on: what is indexed is read from the disk."""
+    """`PackedRows.states` of a cache's rows from `first` on: what is indexed is read from disk."""
 
     cache: FeatureCache
     first: int
@@ -161,17 +163,17 @@ class Kept:
         return Hidden(*map(np.stack, zip(*found, strict=True)))
 
 
-def joined(*parts: Rows) -> Rows:
+def joined(*parts: PackedRows) -> PackedRows:
     """All rows, in one cache's order."""
     return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
 
-def with_states(cache: FeatureCache, *parts: Rows) -> list[Rows]:
+def with_states(cache: FeatureCache, *parts: PackedRows) -> list[PackedRows]:
     """The parts that were `joined` for the cache, each with its states."""
     firsts = np.cumsum([0, *(len(part.tokens) for part in parts)]).tolist()
     return [p._replace(states=Kept(cache, n)) for p, n in zip(parts, firsts, strict=False)]
 
 
-def _packing_hash(rows: Rows) -> str:
+def _packing_hash(rows: PackedRows) -> str:
     """sha256 of which tokens stand where, and to which document they belong."""
     return hashlib.sha256(rows.tokens.tobytes() + rows.documents.tobytes()).hexdigest()

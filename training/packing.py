@@ -18,7 +18,7 @@ PADDING = -1
 """The document number of positions that belong to none."""
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """[R, L] each. tokens int32; documents int32, PADDING outside; generated bool: the target
     chose this token; ends bool: a stop id after which nothing follows. states: what the teacher's
     forward makes of them (`targets.jax.model.Hidden`), None where it is still to run."""
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     states: Any = None
 
 
-def pack(answers: Iterable[Any], length: int) -> Rows:
+def pack(answers: Iterable[Any], length: int) -> PackedRows:
     """Rows of `training.distil.FEATURES`, in their order, each cut at `length` tokens.
 
     Raises UserError where nothing could be learned: no answer, or no generated token.
@@ -55,8 +55,8 @@ def pack(answers: Iterable[Any], length: int) -> Rows:
     return packed
 
 
-def _fill(answers: list[dict[str, Any]], length: int) -> Rows:
-    row = Rows(
+def _fill(answers: list[dict[str, Any]], length: int) -> PackedRows:
+    row = PackedRows(
         np.zeros(length, np.int32),
         np.full(length, PADDING, np.int32),
         np.zeros(length, bool),
@@ -74,7 +74,7 @@ def _fill(answers: list[dict[str, Any]], length: int) -> Rows:
     return row
 
 
-def _stack(rows: list[Rows]) -> Rows:
+def _stack(rows: list[PackedRows]) -> PackedRows:
     return jax.tree.map(lambda *parts: np.stack(parts), *rows)
 
 
@@ -83,7 +83,7 @@ def _epoch(seed: int, epoch: int, rows: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(rows)
 
 
-def rows_of_step(rows: Rows, seed: int, step: int, batch: int) -> Rows:
+def rows_of_step(rows: PackedRows, seed: int, step: int, batch: int) -> PackedRows:
     """The `batch` rows of one step: each epoch in its own order, nothing left out between."""
     count = len(rows.tokens)
     numbers = range(step * batch, (step + 1) * batch)

@@ -72,7 +72,7 @@ class PretrainConfig:
         raise AssertionError("step past the last phase")
 
 
-class TrainState(NamedTuple):
+class PretrainState(NamedTuple):
     """What a checkpoint holds; `step` is also the position in the data."""
 
     step: Any
@@ -85,7 +85,7 @@ def read_config_file(path: Path) -> PretrainConfig:
     return read_recipe_as(PretrainConfig, path, "configs/pretrain-mini.toml")
 
 
-def initial_state(arch: Arch, config: PretrainConfig) -> TrainState:
+def initial_state(arch: Arch, config: PretrainConfig) -> PretrainState:
     """Fresh weights and optimizer. q_norm and k_norm start at head_dim ** -0.25: Gemma 4 does not
     divide scores by sqrt(head_dim), so norms of 1 would start with saturated attention."""
     params = init_params(arch, jax.random.key(config.seed), jnp.float32)
@@ -96,7 +96,7 @@ def initial_state(arch: Arch, config: PretrainConfig) -> TrainState:
 
     params = jax.tree_util.tree_map_with_path(shrink, params)
     optimizer = make_optimizer(config.optimizer, config.steps)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    return PretrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
 
 def make_step(arch: Arch, config: PretrainConfig, dtype: Any = jnp.bfloat16) -> Any:
@@ -112,7 +112,9 @@ def make_step(arch: Arch, config: PretrainConfig, dtype: Any = jnp.bfloat16) -> 
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
     @partial(jax.jit, donate_argnums=0, static_argnames="length")
-    def step(state: TrainState, stream: Any, starts: Any, length: int) -> tuple[TrainState, Any]:
+    def step(
+        state: PretrainState, stream: Any, starts: Any, length: int
+    ) -> tuple[PretrainState, Any]:
         cut = jax.vmap(lambda start: jax.lax.dynamic_slice(stream, (start,), (length,)))
         targets = cut(starts).astype(jnp.int32)
         # <bos> stands first in every row, as it does in every use of the model
@@ -121,7 +123,7 @@ def make_step(arch: Arch, config: PretrainConfig, dtype: Any = jnp.bfloat16) -> 
             value, gradient = jax.value_and_grad(loss)(state.params, inputs, targets)
         updates, inner = optimizer.update(gradient, state.optimizer, state.params)
         params: Any = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, inner), value
+        return PretrainState(state.step + 1, params, inner), value
 
     return step
 
@@ -141,7 +143,7 @@ def restore(manager: ocp.CheckpointManager, fresh: State) -> State:
     return found
 
 
-class Trainer:
+class Pretrainer:
     """The loop: owns the state, the log and the checkpoints of one RUN folder."""
 
     def __init__(
@@ -231,7 +233,7 @@ def main() -> None:
     config = read_config_file(arguments.config)
     stream = np.load(arguments.corpus / "train.npy")
     watched = watched_windows(arguments.corpus, arguments.checkpoint, config.phases[0].length)
-    trainer = Trainer(config, arguments.run, stream, watched)
+    trainer = Pretrainer(config, arguments.run, stream, watched)
     facts = {"config": asdict(config), "stream_tokens": len(stream)}
     libraries = ("jax", "optax", "orbax-checkpoint")
     record = run_record(jax.devices()[0].device_kind, libraries, **facts)

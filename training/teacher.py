@@ -15,17 +15,17 @@ import jax.numpy as jnp
 
 from targets.arch import Arch, LayerSpec, read_arch
 from targets.checkpoint import Checkpoint
-from targets.jax.memory import SequenceMemory, attend_visible, shared_stores
+from targets.jax.kv_exchange import SequenceExchange, attend_visible, shared_stores
 from targets.jax.model import Hidden, forward, head
 from targets.jax.params import Params, load_params
-from training.packing import Rows
+from training.packing import PackedRows
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 BLOCK = 512
 """Tokens whose logits over the whole vocabulary exist at a time."""
 
 
-class Lesson(NamedTuple):
+class TeacherOutput(NamedTuple):
     """What is taught at each position. features [B, T, F]; logits [B, T, D] float32 over the draft
     vocabulary; total [B, T]: log-sum-exp over the whole one; best [B, T]: its argmax."""
 
@@ -35,8 +35,8 @@ class Lesson(NamedTuple):
     best: Any
 
 
-class PackedMemory(NamedTuple):
-    """A `targets.jax.memory.Memory` for packed rows: documents [B, T], each its own sequence."""
+class PackedExchange(NamedTuple):
+    """A `KVExchange` for packed rows: documents [B, T], each its own sequence."""
 
     documents: Any
 
@@ -47,17 +47,17 @@ class PackedMemory(NamedTuple):
         index = jnp.arange(tokens)
         return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
 
-    def exchange(self, stored: Any, group: Any, layer: LayerSpec, k: Any, v: Any) -> tuple:
-        return SequenceMemory().exchange(stored, group, layer, k, v)
+    def exchange(self, stored: Any, repeat: Any, layer: LayerSpec, k: Any, v: Any) -> tuple:
+        return SequenceExchange().exchange(stored, repeat, layer, k, v)
 
-    def recall(self, stored: Any, group: int) -> Any:
-        return SequenceMemory().recall(stored, group)
+    def recall(self, stored: Any, repeat: int) -> Any:
+        return SequenceExchange().recall(stored, repeat)
 
     attend = attend_visible
 
     def visible(self, layer: LayerSpec, tokens: int, size: int) -> Any:
         same = self.documents[:, :, None] == self.documents[:, None]
-        return SequenceMemory().visible(layer, tokens, size) & same
+        return SequenceExchange().visible(layer, tokens, size) & same
 
 
 def load_teacher(path: Path, dtype: str | None = None) -> tuple[Params, Arch]:
@@ -73,7 +73,7 @@ def read(
 ) -> Hidden:
     """One pass over packed rows tokens [B, T]: all of the target but its head."""
     stored = shared_stores(params, arch, lambda _: tokens.shape)
-    return forward(params, arch, stored, tokens, PackedMemory(documents), layers)[1]
+    return forward(params, arch, stored, tokens, PackedExchange(documents), layers)[1]
 
 
 def teach(
@@ -82,8 +82,8 @@ def teach(
     layers: tuple[int, ...],
     target_ids: Any,
     suppress: tuple[int, ...],
-    rows: Rows,
-) -> Lesson:
+    rows: PackedRows,
+) -> TeacherOutput:
     """What packed rows teach, from their states if they bring them. suppress: ids that the target
     never chooses."""
     hidden = rows.states
@@ -99,5 +99,5 @@ def teach(
 
     flat = hidden.last.reshape(-1, hidden.last.shape[-1])
     found = jax.lax.map(token, flat, batch_size=min(BLOCK, len(flat)))
-    shaped = [part.reshape(*rows.tokens.shape, *part.shape[1:]) for part in found]
-    return jax.lax.stop_gradient(Lesson(hidden.features, *shaped))
+    needs_sampler = [part.reshape(*rows.tokens.shape, *part.shape[1:]) for part in found]
+    return jax.lax.stop_gradient(TeacherOutput(hidden.features, *needs_sampler))

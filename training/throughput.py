@@ -23,9 +23,9 @@ from specdec.core.provenance import run_record
 from targets.arch import Arch, released
 from targets.jax.params import Params, init_params
 from training.eagle3 import initial_state, make_step
-from training.packing import Rows
+from training.packing import PackedRows
 from training.recipe import Recipe, read_recipe, spec_for
-from training.teacher import Lesson, teach
+from training.teacher import TeacherOutput, teach
 
 WARM = 2
 """Steps before those that count."""
@@ -51,7 +51,7 @@ def measure(recipe: Recipe, target: Arch, teacher: Arch, steps: int) -> dict[str
     params: Any = Pair({"embed_tokens": jnp.asarray(table, jnp.bfloat16)}, weights)
     layers = default_layers(len(teacher.layers))
 
-    def lesson(params: Any, rows: Rows) -> Lesson:
+    def lesson(params: Any, rows: PackedRows) -> TeacherOutput:
         heard = teach(params.teacher, teacher, layers, draft_ids, (), rows)
         times = -(-spec.features // heard.features.shape[-1])
         wide = jnp.tile(heard.features, times)[..., : spec.features]
@@ -82,13 +82,13 @@ def _normal(size: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(size, np.float32)
 
 
-def _rows(recipe: Recipe, vocab: int, seed: int) -> Rows:
+def _rows(recipe: Recipe, vocab: int, seed: int) -> PackedRows:
     shape = recipe.batch, recipe.length
     tokens = np.random.default_rng(seed).integers(STOP + 1, vocab, shape, np.int32)
     documents = np.broadcast_to(
         np.arange(recipe.length, dtype=np.int32) * 2 // recipe.length, shape
     )
-    return Rows(tokens, documents, np.ones(shape, bool), np.zeros(shape, bool))
+    return PackedRows(tokens, documents, np.ones(shape, bool), np.zeros(shape, bool))
 
 
 def main() -> None:

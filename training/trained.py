@@ -11,9 +11,9 @@ import orbax.checkpoint as ocp
 
 from drafters.eagle3.spec import Head, HeadSpec
 from specdec.core.errors import UserError
-from training.contract import recall
 from training.distil import target_hash
 from training.eagle3 import CONTRACT, initial_state
+from training.manifest import recall
 from training.pretrain import open_checkpoints, restore
 from training.recipe import HeadShape, Rates, Recipe
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from drafters.eagle3.jax.head import Unrolled, Weights, embed, feedback, fuse, logits, unroll
 from drafters.eagle3.spec import HeadSpec
-from training.packing import Rows
-from training.teacher import Lesson
+from training.packing import PackedRows
+from training.teacher import TeacherOutput
 
 LK_ETA = 3.0
 """How early "lk" turns to acceptance: the paper's value for EAGLE-3 heads."""
@@ -43,19 +43,19 @@ def ahead(x: Any, n: int) -> Any:
     return jnp.pad(x[:, n:], ((0, 0), (0, n), *((0, 0),) * (x.ndim - 2)))
 
 
-def masks(rows: Rows, steps: int) -> list[Any]:
+def masks(rows: PackedRows, steps: int) -> list[Any]:
     """Where each step counts (see module): bool [B, T] each."""
     ends = jnp.asarray(rows.ends)
     return [made & ~ahead(ends, n) for n, made in enumerate(_generated(rows, steps), 1)]
 
 
-def continued(rows: Rows, steps: int) -> list[Any]:
+def continued(rows: PackedRows, steps: int) -> list[Any]:
     """Where each step counts and the answer's next token stands in the row too."""
     after = _generated(rows, steps + 1)[1:]
     return [mask & more for mask, more in zip(masks(rows, steps), after, strict=True)]
 
 
-def _generated(rows: Rows, most: int) -> list[Any]:
+def _generated(rows: PackedRows, most: int) -> list[Any]:
     """For n = 1 .. most, where the tokens i + 1 to i + n were generated and are i's document's."""
     found, generated = [], jnp.ones(rows.tokens.shape, bool)
     documents = jnp.asarray(rows.documents) + 1  # padding is 0 now, as what `ahead` fills in
@@ -71,14 +71,21 @@ def judge(
     spec: HeadSpec,
     table: Any,
     target_ids: Any,
-    rows: Rows,
-    lesson: Lesson,
+    rows: PackedRows,
+    lesson: TeacherOutput,
     steps: int,
 ) -> Judged:
     """Unroll `steps` steps. table: the target's embeddings."""
 
     @jax.checkpoint  # a step's scores and logits are made again rather than kept
-    def one(weights: Weights, before: Unrolled, hidden: Any, embedded: Any, taught: Lesson, chosen):
+    def one(
+        weights: Weights,
+        before: Unrolled,
+        hidden: Any,
+        embedded: Any,
+        taught: TeacherOutput,
+        chosen,
+    ):
         kept, out = unroll(weights, spec, before, embedded, hidden, jnp.asarray(rows.documents))
         guessed = logits(weights, spec, out)
         return kept, feedback(weights, spec, out), _compare(guessed, taught, target_ids, chosen)
@@ -93,7 +100,7 @@ def judge(
     return jax.tree.map(lambda *parts: jnp.stack(parts), *seen)
 
 
-def _compare(guessed: Any, taught: Lesson, target_ids: Any, chosen: Any) -> tuple[Any, ...]:
+def _compare(guessed: Any, taught: TeacherOutput, target_ids: Any, chosen: Any) -> tuple[Any, ...]:
     """Judged's fields after `told`; guessed [B, T, D], chosen [B, T]: the answer's tokens."""
     log_q = jax.nn.log_softmax(guessed, -1)
     log_p = taught.logits - taught.total[..., None]

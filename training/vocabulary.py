@@ -6,10 +6,10 @@ from collections.abc import Collection
 
 import numpy as np
 
-from training.packing import Rows
+from training.packing import PackedRows
 
 
-def count_generated(rows: Rows, vocab: int) -> np.ndarray:
+def count_generated(rows: PackedRows, vocab: int) -> np.ndarray:
     """How often the target chose each id [vocab]."""
     return np.bincount(rows.tokens[rows.generated], minlength=vocab)
 

@@ -17,7 +17,7 @@ from targets.jax.device_drafter import SlotState, TracedDrafter, TracedProgram
 from targets.jax.params import Params
 from targets.jax.programs import Feed, Plan
 from targets.jax.target import JaxTarget
-from targets.rules import Rules
+from targets.sampling_params import SamplingTable
 
 
 @struct.dataclass
@@ -27,7 +27,7 @@ class ModelInputs:
 
     params: Params
     bias: Array
-    rules: Rules
+    sampling_params: SamplingTable
 
 
 class DeviceModel:
@@ -52,7 +52,7 @@ class DeviceModel:
         return ModelProgram(self.model.plan, needs_sampler)
 
     def weights(self) -> ModelInputs:
-        return ModelInputs(self.model.params, self.model.bias, self.model.rules())
+        return ModelInputs(self.model.params, self.model.bias, self.model.sampling_params())
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,12 @@ class _TracedModel:
         feed = Feed(jnp.concatenate([tokens, padding], 1), start, jnp.where(going, given, 0))
         memory, out = programs.verify(plan, weights.params, memory, feed)
         chosen = programs.choose(
-            plan, static.needs_sampler, out.logits, weights.bias, weights.rules, memory.tokens, feed
+            plan,
+            static.needs_sampler,
+            out.logits,
+            weights.bias,
+            weights.sampling_params,
+            memory.tokens,
+            feed,
         )
         return memory, jnp.where(going[:, None], chosen, NO_GUESS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence as Rows
+from collections.abc import Callable, Hashable, Sequence as Seqs
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,14 +24,14 @@ class Timing:
     """All of them, by repeat."""
 
 
-def timing(repeats: Rows[Rows[float]]) -> Timing:
+def timing(repeats: Seqs[Seqs[float]]) -> Timing:
     medians = [float(np.median(samples)) for samples in repeats]
     low, high = np.quantile(np.concatenate([np.asarray(r) for r in repeats]), [0.25, 0.75])
     kept = tuple(tuple(round(s, 9) for s in samples) for samples in repeats)
     return Timing(float(np.median(medians)), spread(medians), (float(low), float(high)), kept)
 
 
-def spread(values: Rows[float]) -> float:
+def spread(values: Seqs[float]) -> float:
     """(largest - smallest) / median."""
     middle = float(np.median(values))
     return (max(values) - min(values)) / middle if middle else 0.0

@@ -7,7 +7,7 @@ the device is given to it. Each function returns samples; `aggregate.py` makes f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence as Rows
+from collections.abc import Callable, Sequence as Seqs
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -57,7 +57,7 @@ def fill(target: Target, batch: int, context: int, vocab: int) -> list[Sequence]
     return seqs
 
 
-def some_draft(seqs: Rows[Sequence], k: int) -> Array:
+def some_draft(seqs: Seqs[Sequence], k: int) -> Array:
     """[B, k] ids out of the texts. Guesses that don't exist would cost less: no expert is read."""
     return np.array([np.resize(seq.tokens, k) for seq in seqs], np.int32)
 
@@ -80,9 +80,9 @@ def cycle_samples(engine: Engine, prompts: list[list[int]]) -> list[float]:
     """
     rounds, inner = 0, engine.cycle
 
-    def counted(seqs, hurry):
+    def counted(seqs, single):
         nonlocal rounds
-        done = inner(seqs, hurry)
+        done = inner(seqs, single)
         rounds += len(done)
         return done
 
@@ -143,7 +143,7 @@ def end_to_end(
 def _prefilled(engine: Engine, seqs: list[Sequence]) -> None:
     """Read all prompts, one chunk per turn. Nobody decodes meanwhile: with many rows, the first
     would else have come to its end before the last is there."""
-    cycle, engine.cycle = engine.cycle, lambda seqs, hurry: []
+    cycle, engine.cycle = engine.cycle, lambda seqs, single: []
     for seq in seqs:
         engine.submit(seq)
     while engine.scheduler.waiting or engine.scheduler.prefilling:

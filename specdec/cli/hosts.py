@@ -19,7 +19,7 @@ from specdec.cli.console import console
 from specdec.cli.failure import say_failure
 from specdec.cli.progress import working
 from specdec.core.config import ModelConfig
-from specdec.core.control_channel import Lines, Meeting, call, invite
+from specdec.core.control_channel import ControlChannel, Meeting, call, invite
 from specdec.core.errors import UserError
 
 AUTO = "auto"
@@ -81,7 +81,7 @@ class HostsConfig:
 @contextmanager
 def joined(
     config: HostsConfig, model: ModelConfig, *topics: Any, **options: Any
-) -> Iterator[Lines | None]:
+) -> Iterator[ControlChannel | None]:
     """The lines to the other processes while the command runs, None where it runs alone.
 
     topics (dataclasses) and options: what else must be the same in all. Processes other than 0 are
@@ -111,7 +111,7 @@ def joined(
     lines.close()
 
 
-def _meet(config: HostsConfig, end: _End) -> Lines:
+def _meet(config: HostsConfig, end: _End) -> ControlChannel:
     from targets.jax import hosts
 
     address = None if config.found else config.coordinator_address
@@ -137,7 +137,7 @@ def _check_split(model: ModelConfig) -> None:
     check_split(model.tp)
 
 
-def check_same(lines: Lines, options: dict[str, Any]) -> None:
+def check_same(lines: ControlChannel, options: dict[str, Any]) -> None:
     """Raise UserError where an option is not that of process 0: programs that differ would wait for
     each other for ever."""
     mine = {name: repr(value) for name, value in options.items() if name not in PLACES}
@@ -165,7 +165,7 @@ class _End:
             say_failure(why)
             os._exit(2)
 
-    def by(self, problem: BaseException, lines: Lines) -> NoReturn:
+    def by(self, problem: BaseException, lines: ControlChannel) -> NoReturn:
         """Of what the command raised; the others are told."""
         if isinstance(problem, UserError):
             lines.fail(str(problem))

@@ -11,7 +11,7 @@ from specdec.cli.console import console, say_compiled
 from specdec.cli.hosts import HostsConfig, joined
 from specdec.cli.start import started
 from specdec.core.config import ModelConfig, SpeculationConfig
-from specdec.core.control_channel import Lines
+from specdec.core.control_channel import ControlChannel
 from specdec.core.errors import UserError
 from targets.backend import meter_of
 
@@ -80,7 +80,7 @@ def serve(
 
 
 def _follow(
-    model: ModelConfig, speculation: SpeculationConfig, max_waiting: int, lines: Lines
+    model: ModelConfig, speculation: SpeculationConfig, max_waiting: int, lines: ControlChannel
 ) -> None:
     """What a process other than 0 does: the same start, and then the same steps."""
     from serve.lockstep import follow

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from targets.jax.params import Params
     from training.eagle3 import Trainer
     from training.feature_cache import FeatureCache
-    from training.packing import Rows
+    from training.packing import PackedRows
     from training.recipe import Recipe
-    from training.teacher import Lesson
+    from training.teacher import TeacherOutput
 
 
 def train_eagle3(
@@ -98,8 +98,8 @@ def _make_trainer(
     from training.distil import read_answers, split_answers, target_hash
     from training.eagle3 import Trainer, contract_of, sign
     from training.feature_cache import with_states
-    from training.live import Live, prompts_of
     from training.packing import pack
+    from training.real_acceptance import Live, prompts_of
     from training.recipe import spec_for
     from training.teacher import load_teacher, teach
     from training.vocabulary import count_generated, coverage, draft_vocabulary
@@ -122,7 +122,7 @@ def _make_trainer(
         _fill_cache(cache, *teacher, recipe.batch)
         rows, judged = with_states(cache, rows, judged)
 
-    def lesson(params: Params, rows: Rows) -> Lesson:
+    def lesson(params: Params, rows: PackedRows) -> TeacherOutput:
         return teach(params, arch, spec.layers, ids, tokenizer.suppress_ids, rows)
 
     prompts = prompts_of(kept, recipe.live_prompts, recipe.length)
@@ -138,14 +138,14 @@ def _claim_cache(
     arch: Arch,
     layers: tuple[int, ...],
     source: dict[str, Any],
-    parts: tuple[Rows, Rows],
+    parts: tuple[PackedRows, PackedRows],
 ) -> FeatureCache:
     """The folder for these rows, and whether it has room. Raises UserError."""
-    from training.feature_cache import FeatureCache, Layout, joined
+    from training.feature_cache import CacheLayout, FeatureCache, joined
 
     rows, dtype = joined(*parts), str(params.top["norm"].dtype)
     count, length = rows.tokens.shape
-    layout = Layout(count, length, len(layers) * arch.hidden, arch.hidden, dtype)
+    layout = CacheLayout(count, length, len(layers) * arch.hidden, arch.hidden, dtype)
     facts = {"target": source["target"], "data": source, "layers": layers}
     cache = FeatureCache(folder, rows, layout, facts)
     missing, size = cache.check_room(), count * layout.row_bytes / 2**20

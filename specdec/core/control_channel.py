@@ -40,7 +40,7 @@ class Meeting:
         return Meeting(host, int(port), packed[:KEY_BYTES])
 
 
-class Line(Protocol):
+class Connection(Protocol):
     """A connection of multiprocessing's."""
 
     def send_bytes(self, buf: bytes, /) -> None: ...
@@ -48,10 +48,10 @@ class Line(Protocol):
     def recv_bytes(self) -> bytes: ...
 
 
-class Lines:
+class ControlChannel:
     """One process's end of its lines: process 0 has one to each of the others, they one to it."""
 
-    def __init__(self, process: int, peers: dict[int, Line], lost: Lost) -> None:
+    def __init__(self, process: int, peers: dict[int, Connection], lost: Lost) -> None:
         self.process, self._peers, self._lost = process, peers, lost
         self.closed = False
         self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -88,7 +88,7 @@ class Lines:
             except OSError:
                 pass  # its thread tells who is gone
 
-    def _listen(self, peer: int, line: Line) -> None:
+    def _listen(self, peer: int, line: Connection) -> None:
         try:
             while (parcel := line.recv_bytes())[:1] == _MESSAGE:
                 self._arrived.put(parcel[1:])
@@ -99,17 +99,17 @@ class Lines:
             self._lost(f"process {peer} has failed: {parcel[1:].decode()}")
 
 
-def invite(host: str, others: int, share: Callable[[bytes], object], lost: Lost) -> Lines:
+def invite(host: str, others: int, share: Callable[[bytes], object], lost: Lost) -> ControlChannel:
     """Process 0: wait at `host` until all others have called. share: lets them know where."""
     key = token_bytes(KEY_BYTES)
     with Listener(("", 0), backlog=others, authkey=key) as listener:
         share(Meeting(host, int(listener.address[1]), key).packed())
         lines = [listener.accept() for _ in range(others)]
-    return Lines(0, {int(line.recv_bytes()): line for line in lines}, lost)
+    return ControlChannel(0, {int(line.recv_bytes()): line for line in lines}, lost)
 
 
-def call(process: int, meeting: Meeting, lost: Lost) -> Lines:
+def call(process: int, meeting: Meeting, lost: Lost) -> ControlChannel:
     """Another process: call process 0. Raises OSError where it can't be reached."""
     line = Client((socket.gethostbyname(meeting.host), meeting.port), authkey=meeting.key)
     line.send_bytes(str(process).encode())
-    return Lines(process, {0: line}, lost)
+    return ControlChannel(process, {0: line}, lost)

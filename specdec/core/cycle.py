@@ -25,4 +25,4 @@ def cycle(target: Verifier[Batch], drafter: Proposer[Batch], batch: Batch, k: in
 
 def host_cycle(target: Target, drafter: Drafter, k: int) -> Cycle:
     """The plain driver: one cycle per call. Plain decoding is the drafter `none`, or k = 0."""
-    return lambda seqs, hurry: [cycle(target, drafter, seqs, k)]
+    return lambda seqs, single: [cycle(target, drafter, seqs, k)]

@@ -6,7 +6,7 @@ instead of from comparing. What is emitted is then no longer the target's text: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Seqs
 from dataclasses import replace
 
 import numpy as np
@@ -40,10 +40,10 @@ def synthetic_cycle(inner: Cycle, table: np.ndarray) -> Cycle:
     """`inner` on the host, keeping what the table says: entry (cycle, slot)."""
     turn = 0
 
-    def run(seqs: Rows[Sequence], hurry: bool) -> list[Round]:
+    def run(seqs: Seqs[Sequence], single: bool) -> list[Round]:
         nonlocal turn
         rounds, slots = [], [seq.slot for seq in seqs]
-        for done in inner(seqs, hurry):
+        for done in inner(seqs, single):
             kept = table[turn % len(table), slots]
             rounds.append(replace(done, accepted=_unless_out(done.accepted, kept)))
             turn += 1

@@ -94,7 +94,7 @@ class Sampling:
         return self.temperature == 0.0
 
     @property
-    def shaped(self) -> bool:
+    def needs_sampler(self) -> bool:
         """Whether anything but the raw argmax decides the choice."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return not self.greedy or bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Seqs
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from specdec.core.stats import Acceptance
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PromptOutcome:
     """One prompt's run: what was emitted, and how speculation fared on it."""
 
     prompt_id: str
@@ -113,7 +113,7 @@ class Evaluation:
         return {**document, "decode_ratio": self.decode_ratio, "wall_ratio": self.wall_ratio}
 
 
-def measure_tau(name: str, outcomes: Rows[Outcome], resamples: int, seed: int = 0) -> Tau:
+def measure_tau(name: str, outcomes: Seqs[PromptOutcome], resamples: int, seed: int = 0) -> Tau:
     """Tau as a ratio of sums; the interval resamples prompts, which are what is independent."""
     emitted = np.array([o.acceptance.emitted for o in outcomes], np.float64)
     cycles = np.array([o.acceptance.cycles for o in outcomes], np.float64)
@@ -131,7 +131,7 @@ def measure_tau(name: str, outcomes: Rows[Outcome], resamples: int, seed: int = 
     return Tau(name, len(outcomes), tokens, total.cycles, total.tau, low, high, total.rate)
 
 
-def by_category(outcomes: Rows[Outcome], resamples: int) -> list[Tau]:
+def by_category(outcomes: Seqs[PromptOutcome], resamples: int) -> list[Tau]:
     names = sorted({o.category for o in outcomes})
     groups = ([o for o in outcomes if o.category == name] for name in names)
     return [measure_tau(name, group, resamples) for name, group in zip(names, groups, strict=True)]
@@ -148,25 +148,27 @@ def measure_positions(total: Acceptance, k: int) -> list[Position]:
     return positions
 
 
-def compare(plain: Rows[Outcome], drafted: Rows[Outcome]) -> Equality:
+def compare(plain: Seqs[PromptOutcome], drafted: Seqs[PromptOutcome]) -> Equality:
     """Outcomes of the same prompts in the same order."""
     ours, theirs = digest(plain), digest(drafted)
     return Equality(ours == theirs, ours, theirs, _first_difference(plain, drafted))
 
 
-def digest(outcomes: Rows[Outcome]) -> str:
+def digest(outcomes: Seqs[PromptOutcome]) -> str:
     """SHA-256 over prompt ids and output ids."""
     lines = (f"{o.prompt_id}:{' '.join(map(str, o.tokens))}\n" for o in outcomes)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def distinct(outputs: Rows[Rows[int]], n: int = 4) -> float:
+def distinct(outputs: Seqs[Seqs[int]], n: int = 4) -> float:
     """Distinct n-grams over all n-grams, pooled over the outputs; 0 where there are none."""
     grams = [tuple(out[i : i + n]) for out in outputs for i in range(len(out) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
-def _first_difference(plain: Rows[Outcome], drafted: Rows[Outcome]) -> dict[str, Any] | None:
+def _first_difference(
+    plain: Seqs[PromptOutcome], drafted: Seqs[PromptOutcome]
+) -> dict[str, Any] | None:
     for ours, theirs in zip(plain, drafted, strict=True):
         a, b = ours.tokens, theirs.tokens
         if a != b:

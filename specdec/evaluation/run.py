@@ -8,7 +8,7 @@ as often as the other, so that neither profits from a clock that drifts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence as Rows
+from collections.abc import Callable, Iterator, Sequence as Seqs
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from specdec.core.stats import Acceptance
 from specdec.core.types import Round, Sampling, Sequence
 from specdec.evaluation import results
 from specdec.evaluation.prompts import Prompt
-from specdec.evaluation.results import Evaluation, Outcome, Speed
+from specdec.evaluation.results import Evaluation, PromptOutcome, Speed
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Racer:
     """One engine with its stopwatch. It wraps the engine's cycle, which is a value like another."""
 
     def __init__(self, engine: Engine) -> None:
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[PromptOutcome] = []
         self._engine, self._cycle = engine, engine.cycle
         self._decode_tokens, self._decode_seconds, self._wall_seconds = 0, 0.0, 0.0
         self._last = 0.0
@@ -76,20 +76,22 @@ class Racer:
     def speed(self) -> Speed:
         return Speed(self._decode_tokens, self._decode_seconds, self._wall_seconds)
 
-    def warm_up(self, questions: Rows[Question], settings: Settings) -> None:
+    def warm_up(self, questions: Seqs[Question], settings: Settings) -> None:
         """Compile and touch everything; lengths differ, so that every batch size is met."""
         lengths = (8 * (i + 1) for i in range(len(questions)))
         self._race([q.sequence(settings, n) for q, n in zip(questions, lengths, strict=True)])
         self._decode_tokens, self._decode_seconds, self._wall_seconds = 0, 0.0, 0.0
 
-    def run(self, questions: Rows[Question], settings: Settings) -> None:
+    def run(self, questions: Seqs[Question], settings: Settings) -> None:
         sequences = [q.sequence(settings, settings.max_tokens) for q in questions]
         self._race(sequences)
         for question, seq in zip(questions, sequences, strict=True):
             tokens = tuple(seq.tokens[seq.prompt_len :])
             prompt, counts = question.prompt, seq.acceptance
             self.outcomes.append(
-                Outcome(prompt.id, prompt.category, seq.prompt_len, tokens, seq.finish, counts)
+                PromptOutcome(
+                    prompt.id, prompt.category, seq.prompt_len, tokens, seq.finish, counts
+                )
             )
 
     def _race(self, sequences: list[Sequence]) -> None:
@@ -109,9 +111,9 @@ class Racer:
                 self._decode_tokens += engine.acceptance.emitted - before
         self._wall_seconds += time.perf_counter() - started
 
-    def _timed_cycle(self, seqs: Rows[Sequence], hurry: bool) -> list[Round]:
+    def _timed_cycle(self, seqs: Seqs[Sequence], single: bool) -> list[Round]:
         started = time.perf_counter()
-        rounds = self._cycle(seqs, hurry)
+        rounds = self._cycle(seqs, single)
         for done in rounds:  # the engine would wait for these next; waiting here is being honest
             for array in (done.step.chosen, done.accepted, done.draft):
                 np.asarray(array)
@@ -120,12 +122,12 @@ class Racer:
 
 
 def evaluate(
-    prompts: Rows[Prompt],
+    prompts: Seqs[Prompt],
     encode: Callable[[Prompt], list[int]],
     make_engine: Callable[[str], Engine],
     settings: Settings,
     *,
-    decode: Callable[[Rows[int]], str] | None = None,
+    decode: Callable[[Seqs[int]], str] | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Ask every prompt of the drafter `none` and of `settings.drafter`, and compare.
@@ -154,7 +156,7 @@ def evaluate(
 
 
 def _questions(
-    prompts: Rows[Prompt],
+    prompts: Seqs[Prompt],
     encode: Callable[[Prompt], list[int]],
     settings: Settings,
     max_len: int,
@@ -186,7 +188,7 @@ def _report(
     racers: dict[str, Racer],
     settings: Settings,
     skipped: list[dict[str, Any]],
-    decode: Callable[[Rows[int]], str] | None,
+    decode: Callable[[Seqs[int]], str] | None,
 ) -> Evaluation:
     plain, drafted = racers["plain"].outcomes, racers["drafted"].outcomes
     total = Acceptance()
@@ -207,7 +209,7 @@ def _report(
     )
 
 
-def _prompt_row(outcome: Outcome) -> dict[str, Any]:
+def _prompt_row(outcome: PromptOutcome) -> dict[str, Any]:
     return {
         "prompt": outcome.prompt_id,
         "category": outcome.category,
@@ -219,6 +221,6 @@ def _prompt_row(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _sample(outcome: Outcome, decode: Callable[[Rows[int]], str] | None) -> dict[str, Any]:
+def _sample(outcome: PromptOutcome, decode: Callable[[Seqs[int]], str] | None) -> dict[str, Any]:
     shown = list(outcome.tokens) if decode is None else decode(outcome.tokens)
     return {"prompt": outcome.prompt_id, "tau": outcome.acceptance.tau, "output": shown}

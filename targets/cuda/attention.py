@@ -38,7 +38,7 @@ Norms = tuple[torch.Tensor | None, torch.Tensor | None]
 """Of queries and of keys."""
 
 
-class _Job(Structure):
+class _AttentionJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("qkv", "q_norm", "k_norm", "cosine", "sine", "k", "v")),
         *((name, c_void_p) for name in ("start", "slot", "x", "q", "partial", "sums")),
@@ -52,15 +52,17 @@ class _Job(Structure):
 def variants(arch: Arch, kv8: int) -> set[Variant]:
     """kv8: whether the cache is e4m3."""
     kinds = {(_padded(layer.head_dim), layer.normed) for layer in arch.layers}
-    splits = {_variant("split", dim, kv8, high=high) for dim, _ in kinds for high in TILES}
+    splits = {
+        _variant("attention_split", dim, kv8, high=high) for dim, _ in kinds for high in TILES
+    }
     walks = {
-        _variant("walk", dim, kv8, normed, high)
+        _variant("attention_fused", dim, kv8, normed, high)
         for dim, normed in kinds
         for high in TILES
         if high <= _most_walking(dim)
     }
-    before = {_variant("prepare", dim, kv8, normed) for dim, normed in kinds}
-    return splits | walks | before | {_variant("combine", dim, kv8) for dim, _ in kinds}
+    before = {_variant("attention_prepare", dim, kv8, normed) for dim, normed in kinds}
+    return splits | walks | before | {_variant("attention_combine", dim, kv8) for dim, _ in kinds}
 
 
 class Attention:
@@ -124,12 +126,12 @@ class Attention:
         x: Input | None,
         kind: str,
         room: tuple[torch.Tensor | None, ...] = (None, None, None),
-    ) -> _Job:
+    ) -> _AttentionJob:
         """room: for queries, partial outputs and their sums."""
         batch, tokens = rows.tokens.shape
         cosine, sine = self._rope[layer.rope, layer.head_dim]
         own = layer.kv_from is None
-        return _Job(
+        return _AttentionJob(
             *map(address, (qkv, *norms, cosine, sine, cache.k, cache.v)),
             *map(address, (rows.start, rows.slot, x and x.data, *room)),
             *(qkv.stride(0), batch, tokens, layer.heads // layer.kv_heads, layer.kv_heads),
@@ -138,29 +140,31 @@ class Attention:
             *(int(kind != "bf16"), *((x.k_blocks, x.block) if x else (0, 0)), self._eps),
         )
 
-    def _walk(self, job: _Job, layer: LayerSpec, batch: int, high: int) -> None:
+    def _walk(self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int) -> None:
         dim = _padded(layer.head_dim)
         if job.own and not job.stores:
             self._prepare(job, layer, 2 * layer.kv_heads)
         job.stages, shared = _ring(dim, high, self._kv8)
         grid = (_tiles(job, high), layer.kv_heads, batch)
-        variant = _variant("walk", dim, self._kv8, layer.normed, high)
+        variant = _variant("attention_fused", dim, self._kv8, layer.normed, high)
         self._launch(variant, "walk", grid, THREADS + 32, [job], shared)
 
-    def _split(self, job: _Job, layer: LayerSpec, batch: int, high: int) -> None:
+    def _split(self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int) -> None:
         dim = _padded(layer.head_dim)
         self._prepare(job, layer, layer.heads + (2 * layer.kv_heads if job.own else 0))
         grid = (_tiles(job, high) * LANES, layer.kv_heads, batch)
-        variant = _variant("split", dim, self._kv8, high=high)
+        variant = _variant("attention_split", dim, self._kv8, high=high)
         self._launch(variant, "split", grid, THREADS, [job], _fixed(dim, high))
         grid = (batch * job.tokens, layer.heads, 1)
-        self._launch(_variant("combine", dim, self._kv8), "combine", grid, dim // 4, [job])
+        self._launch(
+            _variant("attention_combine", dim, self._kv8), "combine", grid, dim // 4, [job]
+        )
 
-    def _prepare(self, job: _Job, layer: LayerSpec, vectors: int) -> None:
+    def _prepare(self, job: _AttentionJob, layer: LayerSpec, vectors: int) -> None:
         rows = job.batch * job.tokens
         grid = (rows, -(-vectors // 8), 1)
         # several rows' CTAs, waiting beside the projection, cost more than they gain
-        variant = _variant("prepare", _padded(layer.head_dim), self._kv8, layer.normed)
+        variant = _variant("attention_prepare", _padded(layer.head_dim), self._kv8, layer.normed)
         early = rows == 1
         self._launch(variant, "prepare", grid, THREADS, [job], early=early)
 
@@ -181,7 +185,7 @@ def _most_walking(dim: int) -> int:
     return WIDE_TILES if dim == WIDE else TILES[-1]
 
 
-def _tiles(job: _Job, high: int) -> int:
+def _tiles(job: _AttentionJob, high: int) -> int:
     """CTAs that share a KV head's rows."""
     return -(-job.tokens * job.group // (8 * high))
 
@@ -195,7 +199,7 @@ def _variant(
 
 
 def _fixed(dim: int, high: int) -> int:
-    """Bytes of `Shared` in chunk.cuh."""
+    """Bytes of `Shared` in attention_chunk.cuh."""
     chunk, slices = (128, 1) if dim <= 256 else (64, 2)
     return 8 * high * (dim * 2 + slices * (chunk + 4) * 4 + chunk * 2 + 16)
 

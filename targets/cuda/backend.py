@@ -49,7 +49,7 @@ class CudaBackend:
         return None
 
     def device(self, config: ModelConfig) -> str:
-        from targets.cuda.machine import device_name
+        from targets.cuda.device import device_name
 
         return device_name(config.device or "cuda")
 
@@ -106,7 +106,7 @@ class CudaBackend:
 
 def _check(config: ModelConfig) -> None:
     if config.device != "cpu":
-        from targets.cuda.machine import check_device
+        from targets.cuda.device import check_device
 
         check_device()
 
@@ -115,13 +115,13 @@ def _fit(arch: Arch, options: CudaOptions, stored: str, request: TargetRequest) 
     """Refuse before loading what will not fit. A CPU's memory is the system's own affair."""
     if options.device == "cpu":
         return
+    from targets.cuda.device import free_bytes
+    from targets.cuda.footprint import TargetShape, check_fits
     from targets.cuda.load import make_plan
-    from targets.cuda.machine import free_bytes
-    from targets.cuda.memory import Shape, check_fits
 
     plan = make_plan(arch, options, stored)
     sizes = plan.slots, plan.max_len, options.k + 1, plan.chunk
-    shape = Shape(*sizes, plan.dtype, plan.kv_dtype)
+    shape = TargetShape(*sizes, plan.dtype, plan.kv_dtype)
     check_fits(arch, shape, free_bytes(), request.extra_bytes(shape))
 
 

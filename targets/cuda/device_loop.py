@@ -21,7 +21,7 @@ from specdec.core.types import NO_GUESS, SAT_OUT, Array, LogprobRows, Round, Seq
 from targets.cuda.device_drafter import CapturedBatch, DeviceDrafter, SlotState
 from targets.cuda.graphs import Captured, bucket_of
 from targets.cuda.kernels import Kernels
-from targets.cuda.room import room_for
+from targets.cuda.out_of_memory import room_for
 from targets.cuda.sampling import each_part
 from targets.cuda.target import CudaTarget
 
@@ -95,7 +95,7 @@ class CapturedCycle:
         self.fed: dict[GraphKey, tuple[int, ...]] = {}
         self.pending: Launched | None = None
 
-    def __call__(self, seqs: Seqs[Sequence], hurry: bool) -> list[Round]:
+    def __call__(self, seqs: Seqs[Sequence], single: bool) -> list[Round]:
         self._seat([seq for seq in seqs if self.owners.get(seq.slot) is not seq])
         self.drafter.ready(seqs)
         with room_for(f"a batch of {len(seqs)}"):  # else the last one stays to be read
@@ -104,7 +104,7 @@ class CapturedCycle:
         return [] if former is None else [_read(former, seqs)]
 
     def _key(self, seqs: tuple[Sequence, ...]) -> GraphKey:
-        needs_sampler = any(seq.sampling.shaped for seq in seqs)
+        needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
         return GraphKey(bucket_of(len(seqs)), self.k, needs_sampler, logprobs)
 

@@ -28,7 +28,7 @@ FILL = 1600
 ROUTE = Variant("route")
 
 
-class _Job(Structure):
+class _ExpertsJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "scale", "x", "out", "numbers")),
         *((name, c_int) for name in ("n", "units", "blocks", "experts", "pairs", "top_k")),
@@ -108,7 +108,7 @@ def _experts(
     blocks = tiles.padded_inputs(weight.k) // tiles.INPUTS
     row_groups = _row_groups(blocks)
     scale = None if weight.scale is None else weight.scale.data_ptr()
-    job = _Job(
+    job = _ExpertsJob(
         *(weight.data.data_ptr(), scale, x.data_ptr(), out.data_ptr(), numbers.data_ptr()),
         *(weight.n, units, blocks, count, rows * top_k, top_k, *blocked),
         *(row_groups, WARPS // row_groups, out.shape[1]),
@@ -130,7 +130,7 @@ def _ctas(groups: int, active: int) -> int:
     return -(-groups // -(-groups // wanted))
 
 
-def _shared(rows: int, job: _Job) -> int:
+def _shared(rows: int, job: _ExpertsJob) -> int:
     """The pairs of one expert, and the sums of all k groups but the first."""
     at_once = 1 if rows <= TOKENS else AT_ONCE
     sums = (job.k_groups - 1) * job.row_groups * 2 * at_once * 32 * 16

@@ -39,7 +39,7 @@ def bucket_of(rows: int) -> int:
     return next((bucket for bucket in BUCKETS if rows <= bucket), rows)
 
 
-class Outcome(NamedTuple):
+class ForwardOutput(NamedTuple):
     """chosen [B, T] int32; logits [B, T, V] float32, soft-capped; features [B, T, F] or None."""
 
     chosen: torch.Tensor
@@ -114,14 +114,14 @@ class Graphs:
         self._steps: dict[tuple[int, int, bool, bool], tuple[Rows, Captured[Chosen]]] = {}
         self._chunks: dict[int, tuple[Rows, torch.Tensor, Captured[Hidden]]] = {}
 
-    def step(self, rows: Rows, shaped: bool, logprobs: bool) -> Chosen:
+    def step(self, rows: Rows, needs_sampler: bool, logprobs: bool) -> Chosen:
         """As `CudaTarget.step`; the result is valid until the next call."""
         batch, tokens = rows.tokens.shape
         bucket = bucket_of(batch)
-        key = bucket, tokens, shaped, logprobs
+        key = bucket, tokens, needs_sampler, logprobs
         if key not in self._steps:
             idle = idle_rows(bucket, tokens, rows.tokens.device)
-            captured = Captured(lambda: self._step(idle, shaped, logprobs), self.pool)
+            captured = Captured(lambda: self._step(idle, needs_sampler, logprobs), self.pool)
             self._steps[key] = idle, captured
         feed, graph = self._steps[key]
         _fill(feed, rows)

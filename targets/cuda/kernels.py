@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from targets.arch import Arch, LayerSpec, MoeSpec
-from targets.cuda import attention, experts, sampler, skinny, tiles, w8a8
+from targets.cuda import attention, experts, gemm, sampler, tiles, w8a8
 from targets.cuda.cache import LayerCache
+from targets.cuda.gemm import GATED, LOGITS, PER_LAYER, PLAIN
 from targets.cuda.inputs import Input, make_input
 from targets.cuda.launch import Library, Variant, address, launch, pointer
 from targets.cuda.norms import ROW_THREADS, Norms
 from targets.cuda.ops import Linear, Rows
-from targets.cuda.skinny import GATED, LOGITS, PER_LAYER, PLAIN
 from targets.cuda.variants import norm_variant, variants
 from targets.cuda.w8a8 import Parts
-from targets.rules import Rules
+from targets.sampling_params import SamplingTable
 
 THREADS = 256
 
@@ -58,7 +58,7 @@ class Kernels:
         properties = torch.cuda.get_device_properties(self.device)
         self.processors = properties.multi_processor_count
         self.library = Library(variants(arch, kv8, kinds) | more)
-        self._skinny = skinny.Skinny(self._launch, self.processors)
+        self._gemm = gemm.Gemm(self._launch, self.processors)
         self._w8a8 = w8a8.W8A8(self._launch, self.processors)
         self._norms = Norms(self._launch, arch.eps)
         self._attention = attention.Attention(self._launch, arch, max_len, kv8, self.device)
@@ -67,19 +67,19 @@ class Kernels:
     def pack(
         self, values: torch.Tensor, scale: torch.Tensor | None, kind: str, layout: str
     ) -> Linear:
-        maker = self._w8a8 if kind == "w8a8" else self._skinny
+        maker = self._w8a8 if kind == "w8a8" else self._gemm
         return maker.pack(values, scale, kind, layout)
 
     def dense(self, weight: Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._skinny.dense(weight)
+        return self._gemm.dense(weight)
 
     def linear(self, x: Input, weight: Linear) -> torch.Tensor:
-        return (self._w8a8 if weight.kind == "w8a8" else self._skinny).linear(x, weight)
+        return (self._w8a8 if weight.kind == "w8a8" else self._gemm).linear(x, weight)
 
     def branch(self, x: Input, weight: Linear) -> torch.Tensor | Parts:
         if weight.kind == "w8a8":
             return self._w8a8.branch(x, weight)
-        return self._skinny.linear(x, weight)
+        return self._gemm.linear(x, weight)
 
     def attention(
         self,
@@ -108,12 +108,12 @@ class Kernels:
         self,
         logits: torch.Tensor,
         bias: torch.Tensor,
-        rules: Rules,
+        sampling_params: SamplingTable,
         history: torch.Tensor,
         rows: Rows,
-        shaped: bool,
+        needs_sampler: bool,
     ) -> torch.Tensor:
-        return self.sampler.choose(logits, bias, rules, history, rows, shaped)
+        return self.sampler.choose(logits, bias, sampling_params, history, rows, needs_sampler)
 
     def embed(self, head: Linear, rows: Rows) -> torch.Tensor:
         m = rows.tokens.numel()
@@ -149,7 +149,7 @@ class Kernels:
         if gate_up.kind == "w8a8":
             return self._w8a8.quantise(self._w8a8.gated(x, gate_up))
         out = make_input(x.rows, gate_up.n // 2, self.device)
-        self._skinny.run(x, gate_up, out.data, GATED, out.k_blocks, silu=self.arch.silu)
+        self._gemm.run(x, gate_up, out.data, GATED, out.k_blocks, silu=self.arch.silu)
         return out
 
     def gated_per_layer(
@@ -157,14 +157,12 @@ class Kernels:
     ) -> Input:
         out = make_input(x.rows, gate.n, self.device)
         mine = inputs[:, layer * gate.n :]
-        self._skinny.run(x, gate, out.data, PER_LAYER, out.k_blocks, mine)
+        self._gemm.run(x, gate, out.data, PER_LAYER, out.k_blocks, mine)
         return out
 
     def head(self, x: Input, table: Linear, softcap: float | None) -> torch.Tensor:
         out = torch.empty((x.rows, table.n), device=self.device)
-        self._skinny.run(
-            x, table, out, LOGITS if softcap else PLAIN, table.n, softcap=softcap or 0.0
-        )
+        self._gemm.run(x, table, out, LOGITS if softcap else PLAIN, table.n, softcap=softcap or 0.0)
         return out
 
     def per_layer_inputs(

@@ -15,10 +15,10 @@ from targets.arch import Arch, read_arch
 from targets.checkpoint import Checkpoint
 from targets.cuda.attention import HEADS
 from targets.cuda.graphs import MOST_ROWS, TOKENS, bucket_of
-from targets.cuda.layers import Reference
 from targets.cuda.ops import Ops
+from targets.cuda.out_of_memory import room_for, use_pages
 from targets.cuda.params import DTYPES, QUANTISED, load_params, quantised, random_params
-from targets.cuda.room import room_for, use_pages
+from targets.cuda.reference import Reference
 from targets.cuda.target import KV_DTYPES, CudaTarget, Plan
 from targets.cuda.w8a8 import WIDEST as WIDEST_INPUT
 from targets.tensors import all_tensors

@@ -6,8 +6,8 @@ from collections.abc import Sequence as Seqs
 
 from specdec.core.types import Array, Sequence
 from targets.cuda import roofline
-from targets.cuda.machine import used_bytes
-from targets.cuda.memory import Shape, need
+from targets.cuda.device import used_bytes
+from targets.cuda.footprint import TargetShape, need
 from targets.cuda.target import CudaTarget
 
 
@@ -22,7 +22,7 @@ class Meter:
             return None
         plan = self.target.plan
         sizes = plan.slots, plan.max_len, 1, plan.chunk
-        counted = need(self.target.arch, Shape(*sizes, plan.dtype, plan.kv_dtype))
+        counted = need(self.target.arch, TargetShape(*sizes, plan.dtype, plan.kv_dtype))
         return {"weights": counted.weights, "cache": counted.cache, "used": used_bytes()}
 
     def plain(self) -> None:

@@ -16,7 +16,7 @@ ROW_THREADS = 512
 """Of a CTA that has a row of the residual stream."""
 
 
-class _Turn(Structure):
+class _AddNorm(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("h", "post", "scalar", "pre", "x", "scale")),
         *((name, c_int) for name in ("hidden", "k_blocks", "block")),
@@ -49,7 +49,7 @@ class Norms:
         m, hidden = h.shape
         x = (make_narrow_input if kind == "w8a8" else make_input)(m, hidden, h.device)
         pointers = map(address, (h, post, scalar, pre, x.data, x.scale))
-        job = _Turn(*pointers, hidden, x.k_blocks, x.block, self._eps)
+        job = _AddNorm(*pointers, hidden, x.k_blocks, x.block, self._eps)
         self._launch_over(m, kind, "add_norm", job, branch)
         return x
 

@@ -17,7 +17,7 @@ import torch
 
 from targets.arch import LayerSpec, MoeSpec
 from targets.cuda.cache import LayerCache
-from targets.rules import Rules
+from targets.sampling_params import SamplingTable
 
 X = Any
 Branch = Any
@@ -177,11 +177,11 @@ class Ops(Protocol):
         self,
         logits: torch.Tensor,
         bias: torch.Tensor,
-        rules: Rules,
+        sampling_params: SamplingTable,
         history: torch.Tensor,
         rows: Rows,
-        shaped: bool,
+        needs_sampler: bool,
     ) -> torch.Tensor:
-        """logits [B, T, V], bias [slots, V], history [slots, S] -> [B, T] int32. `shaped` False:
-        every row is a bare argmax."""
+        """logits [B, T, V], bias [slots, V], history [slots, S] -> [B, T] int32. needs_sampler
+        False: every row is a bare argmax."""
         ...

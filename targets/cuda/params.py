@@ -21,8 +21,8 @@ from targets.checkpoint import Checkpoint
 from targets.cuda.cache import FP8_MAX
 from targets.cuda.ops import Linear
 from targets.cuda.soundness import check_sound
+from targets.cuda.staging import Staging
 from targets.cuda.upload import as_tensor, upload
-from targets.cuda.workshop import Workshop
 from targets.tensors import TensorSpec, all_tensors
 
 READERS = 4
@@ -148,9 +148,9 @@ class _Reader:
         specs: dict[str, TensorSpec],
         dtype: str,
         pack: Pack,
-        workshop: Workshop,
+        staging: Staging,
     ) -> None:
-        self.source, self.specs, self.pack, self.workshop = source, specs, pack, workshop
+        self.source, self.specs, self.pack, self.staging = source, specs, pack, staging
         self.wide = _wide(dtype)
         self.wide_kind = "float32" if dtype == "float32" else "bf16"
         self.fp8, self.w8a8 = dtype in QUANTISED, dtype == "fp8-w8a8"
@@ -163,9 +163,9 @@ class _Reader:
 
     def linear(self, names: list[str], layout: str = "plain") -> Linear:
         """Several weights with one input, below each other. What is not quantisable stays wide."""
-        with self.workshop.aside():
+        with self.staging.aside():
             packed = self._packed(names, layout)
-        return self.workshop.settled(packed)
+        return self.staging.settled(packed)
 
     def _packed(self, names: list[str], layout: str) -> Linear:
         if self.fp8 and all(quantised(name, self.specs[name]) for name in names):
@@ -188,7 +188,7 @@ class _Reader:
 def _build(
     arch: Arch, source: Source, dtype: str, device: str, pack: Pack, each: Callable
 ) -> Weights:
-    reader = _Reader(source, all_tensors(arch), dtype, pack, Workshop(device))
+    reader = _Reader(source, all_tensors(arch), dtype, pack, Staging(device))
     head = reader.linear(["embed_tokens"])  # packing needs room: before all else
     per_layer = None
     if arch.per_layer_input:

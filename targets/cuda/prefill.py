@@ -12,13 +12,13 @@ import torch
 from targets.arch import Arch, MoeSpec
 from targets.cuda.cache import KVCache
 from targets.cuda.formulas import gelu, mix_inputs, rank, rms
-from targets.cuda.layers import Reference
-from targets.cuda.library import Library
 from targets.cuda.model import Hidden, opening
 from targets.cuda.ops import Linear, Ops
 from targets.cuda.params import LayerWeights, Moe, PerLayer, Weights
 from targets.cuda.prefill_kernels import PrefillKernels
-from targets.cuda.prefill_steps import Chunk, Input, Pair, Steps
+from targets.cuda.prefill_reference import PrefillReference
+from targets.cuda.prefill_steps import Pair, PrefillChunk, PrefillInput, Steps
+from targets.cuda.reference import Reference
 
 TAIL = 16
 """Rows of a chunk that go on after the last layer's keys and values are stored: only the last row's
@@ -29,16 +29,16 @@ def prefill(
     weights: Weights,
     arch: Arch,
     cache: KVCache,
-    chunk: Chunk,
+    chunk: PrefillChunk,
     ops: Ops,
     features: tuple[int, ...] = (),
 ) -> Hidden:
     """Logits [1, V] after the chunk's last token; features [T, F]."""
-    make = Library if isinstance(ops, Reference) else PrefillKernels
+    make = PrefillReference if isinstance(ops, Reference) else PrefillKernels
     return _Pass(weights, arch, cache, chunk, ops, make(chunk, arch.eps)).run(features)
 
 
-def tail(x: Input) -> Input:
+def tail(x: PrefillInput) -> PrefillInput:
     first = max(0, len(x.values) - TAIL)
     return x.rows(torch.arange(first, len(x.values), device=x.values.device))
 
@@ -47,7 +47,13 @@ class _Pass:
     """One chunk on its way through the layers; h [T, H] is float32."""
 
     def __init__(
-        self, weights: Weights, arch: Arch, cache: KVCache, chunk: Chunk, ops: Ops, steps: Steps
+        self,
+        weights: Weights,
+        arch: Arch,
+        cache: KVCache,
+        chunk: PrefillChunk,
+        ops: Ops,
+        steps: Steps,
     ) -> None:
         self.weights, self.arch, self.cache, self.chunk = weights, arch, cache, chunk
         self.ops, self.steps = ops, steps
@@ -55,10 +61,10 @@ class _Pass:
         self.lent: dict[int | None, Pair] = {}
 
     def run(self, features: tuple[int, ...]) -> Hidden:
-        weights, arch, turn = self.weights, self.arch, self.steps.turn
+        weights, arch, add_norm = self.weights, self.arch, self.steps.add_norm
         h = self.ops.embed(weights.head, self.chunk.as_rows())
         inputs = self._per_layer_inputs(h)
-        x = turn(h, None, None, None, *opening(weights, 0))
+        x = add_norm(h, None, None, None, *opening(weights, 0))
         captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None
         for i, w in enumerate(weights.layers):
             mixed, inner = self._attention(i, x, w), w.pre_feedforward_norm
@@ -69,23 +75,23 @@ class _Pass:
                     tail(mixed),
                 )
             branch = self._project(mixed, w.o)
-            x = turn(h, branch, w.post_attention_norm, None, inner, w.gate_up.kind)
+            x = add_norm(h, branch, w.post_attention_norm, None, inner, w.gate_up.kind)
             branch, post = self._feed_forward(h, x, w, arch.layers[i].moe), w.post_feedforward_norm
             if w.per_layer and inputs is not None:
-                x = turn(h, branch, post, None, None, w.per_layer.gate.kind)
+                x = add_norm(h, branch, post, None, None, w.per_layer.gate.kind)
                 branch = self._gated_inputs(x, w.per_layer, inputs[:, i])
                 post = w.per_layer.post_norm
-            x = turn(h, branch, post, w.scalar, *opening(weights, i + 1))
+            x = add_norm(h, branch, post, w.scalar, *opening(weights, i + 1))
             if captured is not None and i in features:
                 captured[:, features.index(i)] = h
         last = self.ops.norm(h[-1:], None, None, None, weights.norm, weights.head.kind)
         logits = self.ops.head(last, weights.head, arch.softcap)
         return Hidden(logits, None if captured is None else captured.flatten(1))
 
-    def _project(self, x: Input, weight: Linear) -> torch.Tensor:
+    def _project(self, x: PrefillInput, weight: Linear) -> torch.Tensor:
         return self.steps.matmul(x, *self.ops.dense(weight))
 
-    def _attention(self, i: int, x: Input, w: LayerWeights) -> Input:
+    def _attention(self, i: int, x: PrefillInput, w: LayerWeights) -> PrefillInput:
         layer = self.arch.layers[i]
         qkv = self._project(x, w.qkv)
         if w.k_norm is None:
@@ -97,7 +103,7 @@ class _Pass:
         return self.steps.attend(qkv, w.q_norm, layer, pair, w.o.kind)
 
     def _feed_forward(
-        self, h: torch.Tensor, x: Input, w: LayerWeights, moe: MoeSpec | None
+        self, h: torch.Tensor, x: PrefillInput, w: LayerWeights, moe: MoeSpec | None
     ) -> torch.Tensor:
         gated = self.steps.gate_up(x, *self.ops.dense(w.gate_up), w.down.kind)
         dense = self._project(gated, w.down)
@@ -110,20 +116,20 @@ class _Pass:
     def _experts(self, h: torch.Tensor, w: Moe, moe: MoeSpec) -> torch.Tensor:
         """Rows sorted by expert, summed in rank order [T, H] float32."""
         router = w.router_scale * self.arch.hidden**-0.5
-        x = self.steps.turn(h, None, None, None, router, w.router.kind)
+        x = self.steps.add_norm(h, None, None, None, router, w.router.kind)
         shares = self._project(x, w.router).float().softmax(-1)
         numbers, parts = rank(shares, w.per_expert, moe)
         order = numbers.flatten().argsort(stable=True)
         edges = torch.arange(moe.experts, dtype=torch.int32, device=h.device)
         ends = torch.searchsorted(numbers.flatten()[order], edges, right=True, out_int32=True)
-        x = self.steps.turn(h, None, None, None, w.pre_norm, w.gate_up.kind)
+        x = self.steps.add_norm(h, None, None, None, w.pre_norm, w.gate_up.kind)
         gate_up = self._by_expert(x.rows(order // moe.top_k), ends, w.gate_up)
         down = self._by_expert(self.steps.gated(gate_up, w.down.kind), ends, w.down)
         out = torch.empty((len(order), self.arch.hidden), device=h.device)
         out[order] = down.float()
         return (out.unflatten(0, numbers.shape) * parts[..., None]).sum(1)
 
-    def _by_expert(self, x: Input, ends: torch.Tensor, weight: Linear) -> torch.Tensor:
+    def _by_expert(self, x: PrefillInput, ends: torch.Tensor, weight: Linear) -> torch.Tensor:
         values, scale = self.ops.dense(weight)
         shape = len(ends), -1
         scale = None if scale is None else scale.unflatten(0, shape)
@@ -134,12 +140,12 @@ class _Pass:
         top = self.weights.per_layer
         if top is None:
             return None
-        x = self.steps.turn(h, None, None, None, None, top.projection.kind)
+        x = self.steps.add_norm(h, None, None, None, None, top.projection.kind)
         mixed = self._project(x, top.projection).float()
         mixed = mix_inputs(self.arch, mixed, top.table, top.norm, self.chunk.tokens)
         return mixed.unflatten(-1, (len(self.arch.layers), self.arch.per_layer_input))
 
-    def _gated_inputs(self, x: Input, w: PerLayer, inputs: torch.Tensor) -> torch.Tensor:
+    def _gated_inputs(self, x: PrefillInput, w: PerLayer, inputs: torch.Tensor) -> torch.Tensor:
         gated = gelu(self._project(x, w.gate)) * inputs
         # per-layer weights are wide in any case (params.py), and so are their inputs
-        return self._project(Input(gated.to(x.values.dtype), None), w.projection)
+        return self._project(PrefillInput(gated.to(x.values.dtype), None), w.projection)

@@ -16,7 +16,7 @@ from targets.cuda.cache import LANES, LayerCache
 from targets.cuda.formulas import inverse_frequencies
 from targets.cuda.launch import pointer
 from targets.cuda.prefill_launch import PACKS, QUADS, SOFTMAX, Launcher, attention
-from targets.cuda.prefill_steps import Chunk, Input, Pair
+from targets.cuda.prefill_steps import Pair, PrefillChunk, PrefillInput
 
 FLASH_HEAD_DIM = 256
 """The widest head that torch's flash attention takes; it masks windows and shares KV heads."""
@@ -41,14 +41,14 @@ class _Place(Structure):
 class PrefillKernels:
     """`prefill_steps.Steps` for one chunk."""
 
-    def __init__(self, chunk: Chunk, eps: float) -> None:
+    def __init__(self, chunk: PrefillChunk, eps: float) -> None:
         self.chunk, self.eps, self.tokens = chunk, eps, len(chunk.tokens)
         self.device = chunk.tokens.device
         self.launch = Launcher(self.device)
         self._rotations: dict[tuple[Rope, int], Pair] = {}
         self._scores: Pair | None = None
 
-    def turn(
+    def add_norm(
         self,
         h: torch.Tensor,
         branch: torch.Tensor | None,
@@ -56,7 +56,7 @@ class PrefillKernels:
         scalar: torch.Tensor | None,
         pre: torch.Tensor | None,
         kind: str,
-    ) -> Input:
+    ) -> PrefillInput:
         rows, hidden = h.shape
         x = self.launch.input(rows, hidden, kind)
         wide = branch is not None and branch.dtype == torch.float32
@@ -65,7 +65,9 @@ class PrefillKernels:
         self.launch.each_row("add_norm", kind, rows, hidden // 4, QUADS, arguments)
         return x
 
-    def matmul(self, x: Input, values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    def matmul(
+        self, x: PrefillInput, values: torch.Tensor, scale: torch.Tensor | None
+    ) -> torch.Tensor:
         if scale is None or x.scale is None:
             return x.values @ values.T
         # fast accumulation errs by 0.4 % where the full one errs by 0.2 %: both little beside the
@@ -80,7 +82,7 @@ class PrefillKernels:
         )
 
     def grouped(
-        self, x: Input, ends: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None
+        self, x: PrefillInput, ends: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None
     ) -> torch.Tensor:
         across = values.transpose(1, 2)
         if scale is None or x.scale is None:
@@ -96,8 +98,8 @@ class PrefillKernels:
         )
 
     def gate_up(
-        self, x: Input, values: torch.Tensor, scale: torch.Tensor | None, kind: str
-    ) -> Input:
+        self, x: PrefillInput, values: torch.Tensor, scale: torch.Tensor | None, kind: str
+    ) -> PrefillInput:
         rows, width = len(x.values), len(values) // 2
         out = self.launch.input(rows, width, kind)
         blocks = -(-rows // GATED_ROWS)
@@ -107,12 +109,12 @@ class PrefillKernels:
             self._gate(self.matmul(x.part(part), values, scale), out.part(part), kind)
         return out
 
-    def gated(self, gate_up: torch.Tensor, kind: str) -> Input:
+    def gated(self, gate_up: torch.Tensor, kind: str) -> PrefillInput:
         out = self.launch.input(gate_up.shape[0], gate_up.shape[1] // 2, kind)
         self._gate(gate_up, out, kind)
         return out
 
-    def _gate(self, gate_up: torch.Tensor, out: Input, kind: str) -> None:
+    def _gate(self, gate_up: torch.Tensor, out: PrefillInput, kind: str) -> None:
         rows, width = out.values.shape
         arguments = [*map(pointer, (gate_up, *out)), c_int(width)]
         self.launch.each_row("gate", kind, rows, width // 8, PACKS, arguments)
@@ -142,7 +144,7 @@ class PrefillKernels:
 
     def attend(
         self, qkv: torch.Tensor, q_norm: torch.Tensor, layer: LayerSpec, pair: Pair, kind: str
-    ) -> Input:
+    ) -> PrefillInput:
         heads, dim = layer.heads, layer.head_dim
         runs = layer.kv_heads if dim > FLASH_HEAD_DIM else 1
         q = self.launch.new(runs, self.tokens, heads // runs, dim)
@@ -157,7 +159,7 @@ class PrefillKernels:
             out = _flash(q[0], pair[0][:count], pair[1][:count], layer.window)
         width = heads * dim
         if kind == "bf16" and runs == 1:
-            return Input(out.view(self.tokens, width), None)
+            return PrefillInput(out.view(self.tokens, width), None)
         x = self.launch.input(self.tokens, width, kind)
         arguments = [pointer(out), *map(pointer, x), c_int(width), c_int(runs)]
         self.launch.each_row("narrow", kind, self.tokens, width // 8, PACKS, arguments)

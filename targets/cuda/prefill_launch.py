@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from targets.cuda.launch import Library, Variant, launch
-from targets.cuda.prefill_steps import Input
+from targets.cuda.prefill_steps import PrefillInput
 
 THREADS = 512
 QUADS, PACKS = 4, 6
@@ -24,12 +24,12 @@ class Launcher:
         self.device, self.stream = device, torch.cuda.current_stream().cuda_stream
         self.library = compiled()
 
-    def input(self, rows: int, width: int, kind: str) -> Input:
+    def input(self, rows: int, width: int, kind: str) -> PrefillInput:
         """Room for the input [rows, width] of a weight of this kind."""
         if kind == "bf16":
-            return Input(self.new(rows, width), None)
+            return PrefillInput(self.new(rows, width), None)
         values = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=self.device)
-        return Input(values, torch.empty(rows, device=self.device))
+        return PrefillInput(values, torch.empty(rows, device=self.device))
 
     def new(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=self.device)

@@ -20,7 +20,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PrefillChunk:
     """tokens [T] int32 on the device, at positions start .. start + T - 1 of `slot`."""
 
     tokens: torch.Tensor
@@ -37,23 +37,23 @@ class Chunk:
         return Rows(self.tokens[None], start, slot)
 
 
-class Input(NamedTuple):
+class PrefillInput(NamedTuple):
     """A linear layer's input: values [T, k], and a scale [T] where they are e4m3."""
 
     values: torch.Tensor
     scale: torch.Tensor | None
 
-    def part(self, rows: slice) -> Input:
-        return Input(self.values[rows], None if self.scale is None else self.scale[rows])
+    def part(self, rows: slice) -> PrefillInput:
+        return PrefillInput(self.values[rows], None if self.scale is None else self.scale[rows])
 
-    def rows(self, index: torch.Tensor) -> Input:
+    def rows(self, index: torch.Tensor) -> PrefillInput:
         """Rows by number, as bytes: torch can't index e4m3 everywhere."""
         flat = self.values.view(torch.uint8)[index].view(self.values.dtype)
-        return Input(flat, None if self.scale is None else self.scale[index])
+        return PrefillInput(flat, None if self.scale is None else self.scale[index])
 
 
 class Steps(Protocol):
-    def turn(
+    def add_norm(
         self,
         h: torch.Tensor,
         branch: torch.Tensor | None,
@@ -61,29 +61,31 @@ class Steps(Protocol):
         scalar: torch.Tensor | None,
         pre: torch.Tensor | None,
         kind: str,
-    ) -> Input:
+    ) -> PrefillInput:
         """One branch closes and the next opens: h = (h + rms(branch) * post) * scalar in place
         (h [T, H] float32); -> rms(h) * pre (h where pre is None) for a weight of this kind."""
         ...
 
-    def matmul(self, x: Input, values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    def matmul(
+        self, x: PrefillInput, values: torch.Tensor, scale: torch.Tensor | None
+    ) -> torch.Tensor:
         """x times weight values [n, k] (times scale [n]) -> [T, n]."""
         ...
 
     def grouped(
-        self, x: Input, ends: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None
+        self, x: PrefillInput, ends: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None
     ) -> torch.Tensor:
         """Rows sorted by expert, each times its own expert's weight: values [E, n, k], scale
         [E, n], ends [E] int32: where each expert's rows end -> [rows, n]."""
         ...
 
     def gate_up(
-        self, x: Input, values: torch.Tensor, scale: torch.Tensor | None, kind: str
-    ) -> Input:
+        self, x: PrefillInput, values: torch.Tensor, scale: torch.Tensor | None, kind: str
+    ) -> PrefillInput:
         """`gated` of x times weight values."""
         ...
 
-    def gated(self, gate_up: torch.Tensor, kind: str) -> Input:
+    def gated(self, gate_up: torch.Tensor, kind: str) -> PrefillInput:
         """gelu_tanh(gate) * up of [T, 2 * width]."""
         ...
 
@@ -97,6 +99,6 @@ class Steps(Protocol):
 
     def attend(
         self, qkv: torch.Tensor, q_norm: torch.Tensor, layer: LayerSpec, pair: Pair, kind: str
-    ) -> Input:
+    ) -> PrefillInput:
         """Norm and rotate the queries; attend to the pair, the chunk's own keys being its last."""
         ...

@@ -12,8 +12,8 @@ from math import prod
 
 from specdec.core.errors import UserError
 from targets.arch import Arch, MoeSpec
-from targets.cuda.machine import free_bytes
-from targets.cuda.memory import KV, WIDE, tensor_bytes
+from targets.cuda.device import free_bytes
+from targets.cuda.footprint import KV, WIDE, tensor_bytes
 from targets.tensors import all_tensors
 
 TABLES = ("embed_tokens_per_layer",)
@@ -74,7 +74,7 @@ def _stream() -> float:
     """The read-only stream over what memory the model leaves: far more than any cache holds."""
     import torch
 
-    from targets.cuda.stream import stream_bandwidth
+    from targets.cuda.bandwidth import stream_bandwidth
 
     torch.cuda.empty_cache()
     size = min(STREAM, free_bytes() // 2 >> 30 << 30)

@@ -9,7 +9,7 @@ import torch
 
 from targets.cuda.launch import Launch, Variant, address, pointer
 from targets.cuda.ops import Rows
-from targets.rules import Rules
+from targets.sampling_params import SamplingTable
 
 CLUSTER = 8
 """CTAs that choose one row's token together."""
@@ -17,10 +17,10 @@ THREADS, WARP = 1024, 32
 SAMPLE, CYCLE = Variant("sample"), Variant("cycle")
 
 
-class _Job(Structure):
+class _SampleJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("logits", "bias", "history", "start", "slot")),
-        *((name, c_void_p) for name in Rules._fields),
+        *((name, c_void_p) for name in SamplingTable._fields),
         *((name, c_void_p) for name in ("counts", "chosen")),
         *((name, c_int) for name in ("vocab", "stride", "tokens", "shaped")),
     )
@@ -34,23 +34,25 @@ class Sampler:
         self,
         logits: torch.Tensor,
         bias: torch.Tensor,
-        rules: Rules,
+        sampling_params: SamplingTable,
         history: torch.Tensor,
         rows: Rows,
-        shaped: bool,
+        needs_sampler: bool,
     ) -> torch.Tensor:
         """`Ops.choose`."""
         batch, tokens, vocab = logits.shape
         m = batch * tokens
         chosen = torch.empty((batch, tokens), dtype=torch.int32, device=self._device)
-        counts = torch.empty((m, vocab) if shaped else 0, dtype=torch.int32, device=self._device)
-        job = _Job(
-            *map(address, (logits, bias, history, rows.start, rows.slot, *rules)),
+        counts = torch.empty(
+            (m, vocab) if needs_sampler else 0, dtype=torch.int32, device=self._device
+        )
+        job = _SampleJob(
+            *map(address, (logits, bias, history, rows.start, rows.slot, *sampling_params)),
             *map(address, (counts, chosen)),
-            *(vocab, history.stride(0), tokens, int(shaped)),
+            *(vocab, history.stride(0), tokens, int(needs_sampler)),
         )
         share = (vocab + 4 * CLUSTER - 1) // (4 * CLUSTER) * 4
-        room = 4 * share if shaped else 0
+        room = 4 * share if needs_sampler else 0
         self._launch(SAMPLE, "choose", (m * CLUSTER, 1, 1), THREADS, [job], room)
         return chosen
 

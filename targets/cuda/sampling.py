@@ -13,20 +13,20 @@ import numpy as np
 import torch
 
 from specdec.core.types import MAX_LOGPROBS, LogprobRows
-from targets import rules
+from targets import sampling_params
 from targets.cuda.noise import gumbel
 from targets.cuda.ops import Rows
-from targets.rules import Rules
+from targets.sampling_params import SamplingTable
 
 
-def blank_rules(slots: int, device: str) -> Rules:
+def blank_table(slots: int, device: str) -> SamplingTable:
     """Greedy everywhere, on the device; torch has no arithmetic on uint32, so seeds are int64."""
 
     def place(leaf: np.ndarray) -> torch.Tensor:
         wide = leaf.astype(np.int64) if leaf.dtype == np.uint32 else leaf
         return torch.from_numpy(wide).to(device)
 
-    return Rules(*map(place, rules.blank_rules(slots)))
+    return SamplingTable(*map(place, sampling_params.blank_table(slots)))
 
 
 def choose_greedy(logits: torch.Tensor, bias: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -36,7 +36,11 @@ def choose_greedy(logits: torch.Tensor, bias: torch.Tensor, rows: Rows) -> torch
 
 
 def choose(
-    logits: torch.Tensor, bias: torch.Tensor, rules: Rules, history: torch.Tensor, rows: Rows
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    sampling_params: SamplingTable,
+    history: torch.Tensor,
+    rows: Rows,
 ) -> torch.Tensor:
     """Any mixture of greedy and sampled rows.
 
@@ -48,7 +52,7 @@ def choose(
     for b in range(batch):
         slot = rows.slot[b : b + 1].clamp(min=0)
         mine = lambda leaf: leaf.index_select(0, slot)[0]  # noqa: B023, E731
-        rule = Rules(*map(mine, rules))
+        rule = SamplingTable(*map(mine, sampling_params))
         for t in range(tokens):
             position = rows.start[b] + t
             row = logits[b, t] + mine(bias)
@@ -57,18 +61,18 @@ def choose(
 
 
 def _choose_row(
-    logits: torch.Tensor, rule: Rules, history: torch.Tensor, position: torch.Tensor
+    logits: torch.Tensor, rule: SamplingTable, history: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
     """logits [V] that follow `position` -> [] int32; every leaf of `rule` is one slot's."""
-    shaped = penalise(logits, rule, history, position)
+    needs_sampler = penalise(logits, rule, history, position)
     warm = torch.where(rule.temperature > 0, rule.temperature, 1.0)
-    kept = _filter(shaped / warm, rule)
+    kept = _filter(needs_sampler / warm, rule)
     sampled = (kept + gumbel(rule.seed, position + 1, len(logits))).argmax()
-    return torch.where(rule.temperature > 0, sampled, shaped.argmax()).int()
+    return torch.where(rule.temperature > 0, sampled, needs_sampler.argmax()).int()
 
 
 def penalise(
-    logits: torch.Tensor, rule: Rules, history: torch.Tensor, position: torch.Tensor
+    logits: torch.Tensor, rule: SamplingTable, history: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
     """Repetition over prompt and output, presence and frequency over the output (as in vLLM);
     counts are those up to `position`."""
@@ -88,7 +92,7 @@ def penalise(
     return logits - rule.frequency * output - rule.presence * (output > 0)
 
 
-def _filter(logits: torch.Tensor, rule: Rules) -> torch.Tensor:
+def _filter(logits: torch.Tensor, rule: SamplingTable) -> torch.Tensor:
     """-inf where min-p, top-k or top-p cuts; ties at a threshold stay together."""
     best = logits.max()
     floor = torch.where(rule.min_p > 0, rule.min_p.clamp(min=1e-30).log(), -torch.inf)

@@ -13,15 +13,15 @@ from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, Sequence, Step
 from targets.arch import Arch
 from targets.cuda import sampling
 from targets.cuda.cache import make_cache, slack_of
-from targets.cuda.graphs import Chosen, Graphs, Outcome
-from targets.cuda.layers import Reference
+from targets.cuda.graphs import Chosen, ForwardOutput, Graphs
 from targets.cuda.model import Hidden, decode
 from targets.cuda.ops import Ops, Rows
+from targets.cuda.out_of_memory import room_for
 from targets.cuda.params import Weights
-from targets.cuda.prefill import Chunk, prefill
-from targets.cuda.room import room_for
-from targets.cuda.sampling import blank_rules
-from targets.rules import set_rules
+from targets.cuda.prefill import PrefillChunk, prefill
+from targets.cuda.reference import Reference
+from targets.cuda.sampling import blank_table
+from targets.sampling_params import set_row
 
 KV_DTYPES = {
     "float32": torch.float32,
@@ -76,7 +76,7 @@ class CudaTarget:
         self._unbiased[list(suppress)] = -torch.inf
         self.bias = self._unbiased.repeat(plan.slots, 1)
         self._biased: set[int] = set()
-        self.rules = blank_rules(plan.slots, plan.device)
+        self.sampling_params = blank_table(plan.slots, plan.device)
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._graphs = Graphs(self.step, self.short, self.pool) if graphs else None
 
@@ -140,7 +140,7 @@ class CudaTarget:
             return Step(np.full((1, 1), NO_GUESS, np.int32), features)
         last = Rows(rows.tokens[:, -1:], rows.start + (stop - start - 1), rows.slot)
         logits = out.logits[None]
-        chosen = self.choose(logits, last, seq.sampling.shaped)
+        chosen = self.choose(logits, last, seq.sampling.needs_sampler)
         wanted = seq.sampling.logprobs is not None
         details = sampling.on_host(sampling.logprobs(logits, chosen)) if wanted else None
         return Step(chosen.cpu().numpy(), features, details)
@@ -150,7 +150,7 @@ class CudaTarget:
         common = self.weights, self.arch, self.cache
         if rows.tokens.shape[1] <= plan.short:
             return self._graphs.prefill(rows) if self._graphs else self.short(rows)
-        return prefill(*common, Chunk(rows.tokens[0], start, slot), ops, plan.features)
+        return prefill(*common, PrefillChunk(rows.tokens[0], start, slot), ops, plan.features)
 
     def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
         if draft.shape[1] > self.max_draft:
@@ -160,9 +160,9 @@ class CudaTarget:
 
     def _verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
         step = self._graphs.step if self._graphs else self.step
-        shaped = any(seq.sampling.shaped for seq in seqs)
+        needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
-        out = step(self.feed(seqs, draft), shaped, logprobs)
+        out = step(self.feed(seqs, draft), needs_sampler, logprobs)
         details = out.details and sampling.on_host(out.details)
         return Step(out.chosen.cpu().numpy(), out.features, details)
 
@@ -174,14 +174,14 @@ class CudaTarget:
         return self._rows(tokens, starts, [seq.slot for seq in seqs])
 
     @torch.inference_mode()
-    def step(self, rows: Rows, shaped: bool, logprobs: bool) -> Chosen:
+    def step(self, rows: Rows, needs_sampler: bool, logprobs: bool) -> Chosen:
         """`forward`, and what of it a cycle asks for."""
-        out = self.forward(rows, shaped)
+        out = self.forward(rows, needs_sampler)
         details = sampling.logprobs(out.logits, out.chosen) if logprobs else None
         return Chosen(out.chosen, details, out.features)
 
     @torch.inference_mode()
-    def forward(self, rows: Rows, shaped: bool) -> Outcome:
+    def forward(self, rows: Rows, needs_sampler: bool) -> ForwardOutput:
         """Feed the rows and choose. Works on the device alone and never waits for it (with the
         kernels, that is), so that it can be captured as a graph."""
         self.cache.remember(rows.tokens, rows.start, rows.slot)
@@ -190,7 +190,7 @@ class CudaTarget:
         shape = (*rows.tokens.shape, -1)
         logits = out.logits.view(shape)
         kept = None if out.features is None else out.features.view(shape)
-        return Outcome(self.choose(logits, rows, shaped), logits, kept)
+        return ForwardOutput(self.choose(logits, rows, needs_sampler), logits, kept)
 
     @torch.inference_mode()
     def short(self, rows: Rows, only: torch.Tensor | None = None) -> Hidden:
@@ -201,16 +201,18 @@ class CudaTarget:
         return decode(*common, self.plan.features, only)
 
     @torch.inference_mode()
-    def choose(self, logits: torch.Tensor, rows: Rows, shaped: bool) -> torch.Tensor:
-        """logits [B, T, V] -> [B, T] int32. `shaped` False: every row is a bare argmax."""
-        return self.ops.choose(logits, self.bias, self.rules, self.cache.tokens, rows, shaped)
+    def choose(self, logits: torch.Tensor, rows: Rows, needs_sampler: bool) -> torch.Tensor:
+        """logits [B, T, V] -> [B, T] int32. `needs_sampler` False: every row is a bare argmax."""
+        return self.ops.choose(
+            logits, self.bias, self.sampling_params, self.cache.tokens, rows, needs_sampler
+        )
 
     def seat(self, seq: Sequence) -> None:
         """Take over a new owner's sampling parameters for its slot. Raises UserError for token
         ids that this model does not have."""
         seq.check_ids(self.vocab)
         given, slot = seq.sampling, seq.slot
-        set_rules(self.rules, slot, given, seq.prompt_len)
+        set_row(self.sampling_params, slot, given, seq.prompt_len)
         if given.logit_bias or slot in self._biased:
             row = self._unbiased.clone()
             for token, bias in given.logit_bias:

@@ -28,7 +28,7 @@ PLAIN, GATED, PART = range(3)
 AROUND = Variant("quantise")
 
 
-class _Job(Structure):
+class _W8A8Job(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "scale", "x", "x_scale", "out")),
         *((name, c_int) for name in ("n", "ctas", "tiles", "passes", "steps", "k_groups")),
@@ -134,7 +134,7 @@ class W8A8:
     ) -> None:
         together = 2 if plan.passes % 2 == 0 and x.block <= AT_ONCE else 1
         stages, shared = ring(plan, x.block, together)
-        job = _Job(
+        job = _W8A8Job(
             *map(address, (weight.data, weight.scale, x.data, x.scale, out)),
             *(weight.n, plan.ctas, plan.tiles, plan.passes, plan.steps, plan.k_groups),
             *(x.k_blocks, stages, x.rows, epilogue),

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from specdec.core.types import Array
 from targets.arch import Arch, LayerSpec
 from targets.jax.placing import zeros
-from targets.segments import segments
+from targets.layer_groups import layer_groups
 
 TILE = 32
 """Entries of int8 in a TPU's tile. A slice that may begin within one makes XLA lay out the whole
@@ -36,7 +36,7 @@ Entries = Array | Rounded
 
 class LayerCache(NamedTuple):
     """k [repeats, slots, S, K, key_dims], v [repeats, slots, S, K, D] of one position of a
-    segment's pattern."""
+    layer group's pattern."""
 
     k: Entries
     v: Entries
@@ -121,8 +121,8 @@ def abstract_cache(
         return LayerCache(half(*common, key_dims(layer)), half(*common, layer.head_dim))
 
     layers = tuple(
-        tuple(whole(layer, segment.repeats) for layer in segment.pattern)
-        for segment in segments(arch)
+        tuple(whole(layer, group.repeats) for layer in group.pattern)
+        for group in layer_groups(arch)
     )
     return Cache(layers, one((slots, max_len + slack), jnp.int32))
 
@@ -150,7 +150,7 @@ def round_entries(new: Array) -> tuple[Array, Array]:
     return jnp.round(wide / scale[..., None]).astype(jnp.int8), scale
 
 
-def write(cache: Entries, group: Array | int, span: Span, new: Array) -> Any:
+def write(cache: Entries, repeat: Array | int, span: Span, new: Array) -> Any:
     """cache [repeats, slots, S, ...] with new [B, T, ...] at its rows' positions, in place."""
     stored = size(cache)
     offset = jnp.arange(new.shape[1])
@@ -158,16 +158,20 @@ def write(cache: Entries, group: Array | int, span: Span, new: Array) -> Any:
     entry = jnp.where(offset < span.count[:, None], entry, stored)  # out of range: dropped
     slot = (span.first + jnp.arange(new.shape[0]))[:, None]
     if not isinstance(cache, Rounded):
-        return cache.at[group, slot, entry].set(new.astype(cache.dtype), mode="drop")
+        return cache.at[repeat, slot, entry].set(new.astype(cache.dtype), mode="drop")
     values, scale = round_entries(new)
     return Rounded(
-        cache.values.at[group, slot, entry].set(values, mode="drop"),
-        cache.scale.at[group, slot, :, entry].set(scale, mode="drop"),
+        cache.values.at[repeat, slot, entry].set(values, mode="drop"),
+        cache.scale.at[repeat, slot, :, entry].set(scale, mode="drop"),
     )
 
 
 def read(
-    cache: Entries, group: Array | int, span: Span, begin: Array | int = 0, count: int | None = None
+    cache: Entries,
+    repeat: Array | int,
+    span: Span,
+    begin: Array | int = 0,
+    count: int | None = None,
 ) -> Entries:
     """The call's rows of one layer, entries begin .. begin + count - 1 (all): [B, count, ...].
     Both are multiples of TILE."""
@@ -175,7 +179,7 @@ def read(
     count = count or whole
 
     def cut(array: Array, axis: int, begin: Array | int, count: int) -> Array:
-        start = [group, span.first, *([0] * (array.ndim - 2))]
+        start = [repeat, span.first, *([0] * (array.ndim - 2))]
         shape = [1, batch, *array.shape[2:]]
         start[axis], shape[axis] = begin, count
         return jax.lax.dynamic_slice(array, start, shape)[0]

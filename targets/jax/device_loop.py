@@ -25,7 +25,7 @@ from targets.jax.params import Params
 from targets.jax.placing import replicated
 from targets.jax.programs import Feed, Plan
 from targets.jax.target import JaxTarget, pick_rows
-from targets.rules import Rules
+from targets.sampling_params import SamplingTable
 
 CYCLES = 8
 """Cycles per dispatch: enough to hide the host, few enough that streaming stays smooth."""
@@ -65,7 +65,7 @@ class LoopInputs:
 
     params: Params
     bias: Array
-    rules: Rules
+    sampling_params: SamplingTable
     """The requests' sampling parameters, by slot."""
     drafter: Any
     """The drafter's weights."""
@@ -107,7 +107,13 @@ class _TracedTarget:
         # a wall, so that choosing cannot be fused into the forward and change its arithmetic
         logits = jax.lax.optimization_barrier(out.logits)
         chosen = programs.choose(
-            plan, self.plan.needs_sampler, logits, given.bias, given.rules, cache.tokens, feed
+            plan,
+            self.plan.needs_sampler,
+            logits,
+            given.bias,
+            given.sampling_params,
+            cache.tokens,
+            feed,
         )
         self.state = replace(batch, cache=cache)
         details = sampling.logprobs(logits, chosen) if self.plan.logprobs else None
@@ -161,8 +167,8 @@ def device_loop(target: JaxTarget, drafter: DeviceDrafter, k: int, cycles: int =
     compiled: dict[LoopPlan, Any] = {}
     whole = replicated(target.mesh)  # the tape is read by each process's host
 
-    def rounds(seqs: Seqs[Sequence], hurry: bool) -> list[Round]:
-        needs_sampler = any(seq.sampling.shaped for seq in seqs)
+    def rounds(seqs: Seqs[Sequence], single: bool) -> list[Round]:
+        needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
         program = drafter.program(needs_sampler)
         plan = LoopPlan(target.plan, program, k, cycles, needs_sampler, logprobs)
@@ -171,9 +177,9 @@ def device_loop(target: JaxTarget, drafter: DeviceDrafter, k: int, cycles: int =
                 partial(run_cycles, plan), donate_argnums=1, out_shardings=(None, whole, whole)
             )
         drafter.ready(seqs)
-        limits, state = _start(target, seqs, 1 if hurry else cycles)
+        limits, state = _start(target, seqs, 1 if single else cycles)
         weights = drafter.weights()
-        given = LoopInputs(target.params, target.bias, target.rules(), weights, limits)
+        given = LoopInputs(target.params, target.bias, target.sampling_params(), weights, limits)
         loop, tape, ran = compiled[plan](given, LoopState(state, drafter.memory))
         target.cache, drafter.memory = loop.slots.cache, loop.memory
         return _replay(tape, int(ran), np.array([seq.slot for seq in seqs]))

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from specdec.core.types import Array
 from targets.arch import MoeSpec
 from targets.jax.layers import project, project_wide, rms_norm
-from targets.jax.params import Spread
+from targets.jax.params import SpreadWeight
 
 
 def gated_mlp(x: Array, w: dict[str, Any]) -> Array:
@@ -70,27 +70,27 @@ def experts_a_round(experts: int) -> int:
 
 
 class Experts(NamedTuple):
-    """The experts of group `group` of a segment: its layers' weights [repeats, E, out, in] whole,
+    """The experts of one repeat of a layer group: the group's weights [repeats, E, out, in] whole,
     so that a loop cuts one expert out of the stack; a scan would cut, and copy, a layer's."""
 
     gate_up: Any
     down: Any
-    group: Array
+    repeat: Array
 
 
-def experts_of(w: dict[str, Any], group: Array) -> dict[str, Any]:
+def experts_of(w: dict[str, Any], repeat: Array) -> dict[str, Any]:
     """A layer's `experts`, from its stacked tensors; nothing if it has none."""
     if "experts.down_proj" not in w:
         return {}
-    return {"experts": Experts(w["experts.gate_up_proj"], w["experts.down_proj"], group)}
+    return {"experts": Experts(w["experts.gate_up_proj"], w["experts.down_proj"], repeat)}
 
 
 def routed(x: Array, picks: Array, shares: Array, experts: Experts, every: bool) -> Array:
     """Sums [R, H] float32 for rows x [R, H] of experts picks [R, top_k], by their shares.
 
-    Of weights that are `Spread` over a mesh each device multiplies its part, and all are added.
+    Of weights that are `SpreadWeight` over a mesh each device multiplies its part; all are added.
     """
-    if not isinstance(experts.down, Spread):
+    if not isinstance(experts.down, SpreadWeight):
         return _sum_of_experts(x, picks, shares, experts, every)
 
     def one_device(x: Array, picks: Array, shares: Array, experts: Experts) -> Array:
@@ -98,7 +98,7 @@ def routed(x: Array, picks: Array, shares: Array, experts: Experts, every: bool)
 
     whole = PartitionSpec()
     parts = Experts(experts.gate_up.parts, experts.down.parts, whole)
-    local = Experts(experts.gate_up.weight, experts.down.weight, experts.group)
+    local = Experts(experts.gate_up.weight, experts.down.weight, experts.repeat)
     spread = jax.shard_map(
         one_device,
         mesh=experts.down.mesh,
@@ -122,7 +122,7 @@ def _sum_of_experts(x: Array, picks: Array, shares: Array, experts: Experts, eve
 
     def add(number: Array, total: Array) -> Array:
         share = jnp.where(picks == number, shares, 0.0).sum(-1, keepdims=True)
-        at = partial(jax.tree.map, lambda leaf: leaf[experts.group, number])
+        at = partial(jax.tree.map, lambda leaf: leaf[experts.repeat, number])
         gate, up = jnp.split(project(x, at(experts.gate_up)), 2, -1)
         out = project_wide(jax.nn.gelu(gate, approximate=True) * up, at(experts.down))
         return total + share * out

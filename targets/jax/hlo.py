@@ -20,7 +20,7 @@ _CALLED = re.compile(r"(calls|to_apply|body|condition)=%([\w.\-]+)")
 
 
 @dataclass(frozen=True)
-class Shape:
+class ArrayShape:
     """One array: dims in logical order, and the bytes that it takes up, tile padding included."""
 
     dtype: str
@@ -39,7 +39,7 @@ class Instruction:
 
     name: str
     op: str
-    shapes: list[Shape]
+    shapes: list[ArrayShape]
     operands: list[str]
     text: str
     """Everything after the operands: attributes and metadata."""
@@ -119,15 +119,15 @@ def _balanced(text: str) -> tuple[str, str]:
     raise AssertionError(f"unbalanced parentheses in {text[:200]}")
 
 
-def shapes(text: str) -> list[Shape]:
+def shapes(text: str) -> list[ArrayShape]:
     """Every array of a result type, `bf16[8,128]{1,0:T(8,128)(2,1)S(1)}` or a tuple of such."""
     return [_shape(*found) for found in _ARRAY.findall(re.sub(r"/\*.*?\*/", "", text))]
 
 
-def _shape(dtype: str, dims: str, order: str, layout: str) -> Shape:
+def _shape(dtype: str, dims: str, order: str, layout: str) -> ArrayShape:
     sizes = tuple(int(d) for d in dims.split(",") if d)
     space = re.search(r"S\((\d+)\)", layout)
-    return Shape(
+    return ArrayShape(
         dtype, sizes, _bytes(dtype, sizes, order, layout), int(space.group(1)) if space else HBM
     )
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from specdec.core.types import Array
 from targets.arch import LayerSpec, Rope
 from targets.jax.cache import Entries, Rounded, numbers
-from targets.jax.params import Quantized, Spread
+from targets.jax.params import Quantized, SpreadWeight
 
 MASKED = -1e30
 """Score of an invisible key: exp underflows to exactly 0, so its value adds exactly nothing."""
@@ -45,7 +45,7 @@ def project_spread(x: Array, weight: Any) -> Array:
     For outputs that are cut into other pieces than the devices': left to itself, the partitioner
     exchanges them piece by piece.
     """
-    if not isinstance(weight, Spread):
+    if not isinstance(weight, SpreadWeight):
         return project(x, weight)
 
     def one_device(x: Array, weight: Any) -> Array:
@@ -106,7 +106,7 @@ def keys_values(
     return k, rms_norm(value, None, eps)
 
 
-def turning(x: Array, rope: Rope) -> Array:
+def rotating(x: Array, rope: Rope) -> Array:
     """The dimensions of x [..., D] that RoPE turns: [..., 2 * rotated]."""
     low, high = jnp.split(x, 2, -1)
     return jnp.concatenate([low[..., : rope.rotated], high[..., : rope.rotated]], -1)
@@ -119,7 +119,7 @@ def queries_in_parts(q: Array, layer: LayerSpec, key_norm: Array) -> tuple[Array
     q [B, T, N, D], key_norm w [D] -> ([B, T, N, 2 * rotated], [B, T, N, D]).
     """
     still = jnp.arange(layer.head_dim) % (layer.head_dim // 2) >= layer.rope.rotated
-    return turning(q, layer.rope), jnp.where(still, q * key_norm.astype(q.dtype), 0)
+    return rotating(q, layer.rope), jnp.where(still, q * key_norm.astype(q.dtype), 0)
 
 
 Parts = tuple[Any, ...]

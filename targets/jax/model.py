@@ -1,8 +1,8 @@
 """Gemma 4 as one pure forward: prefill, verify, feature capture and training all call it.
 
-Layers are scanned in groups of their pattern (one body per segment, no branch per layer). Where a
-layer gets its keys and values from is a value, `Memory`: a cache for decoding, the sequence itself
-for training. Shape legend: see layers.py.
+Layers are scanned in groups of their pattern (one body per group, no branch per layer). Where a
+layer gets its keys and values from is a value, `KVExchange`: a cache for decoding, the sequence
+itself for training. Shape legend: see layers.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from targets.arch import Arch, LayerSpec
 from targets.jax import cache as kv, layers
 from targets.jax.cache import Cache, Span
 from targets.jax.feedforward import experts_of, feed_forward
-from targets.jax.memory import CacheMemory, Memory, SequenceMemory, shared_stores
+from targets.jax.kv_exchange import CacheExchange, KVExchange, SequenceExchange, shared_stores
 from targets.jax.params import Params
-from targets.segments import Segment, segments
+from targets.layer_groups import LayerGroup, layer_groups
 
 
 class Hidden(NamedTuple):
@@ -35,7 +35,7 @@ def decode(
     """Feed tokens [B, T] int32 at `span`: the updated cache and the states. Ids outside the
     vocabulary are fed as id 0; the target never chooses what follows from them."""
     cache = cache._replace(tokens=kv.write(cache.tokens[None], 0, span, tokens)[0])
-    stored, hidden = forward(params, arch, cache.layers, tokens, CacheMemory(span), features)
+    stored, hidden = forward(params, arch, cache.layers, tokens, CacheExchange(span), features)
     return cache._replace(layers=stored), hidden
 
 
@@ -44,7 +44,7 @@ def sequence_hidden(
 ) -> Hidden:
     """Whole sequences [B, T] without a cache (training, teacher): states at every position."""
     stored = shared_stores(params, arch, lambda layer: tokens.shape)
-    return forward(params, arch, stored, tokens, SequenceMemory(), features)[1]
+    return forward(params, arch, stored, tokens, SequenceExchange(), features)[1]
 
 
 def sequence_logits(params: Params, arch: Arch, tokens: Array) -> Array:
@@ -63,10 +63,10 @@ def forward(
     arch: Arch,
     stored: tuple,
     tokens: Array,
-    memory: Memory,
+    exchange: KVExchange,
     features: tuple[int, ...],
 ) -> tuple[tuple, Hidden]:
-    """The one forward: tokens [B, T] through every layer, K/V exchanged with `memory`.
+    """The one forward: tokens [B, T] through every layer, K/V exchanged with `exchange`.
 
     stored: the memory's per-layer stores, shaped like `Params.segments`; returned updated.
     """
@@ -74,24 +74,26 @@ def forward(
     assert not arch.silu and all(layer.normed for layer in arch.layers), (arch.silu, arch.layers)
     real = (tokens >= 0) & (tokens < arch.vocab)
     tokens = jnp.where(real, tokens, 0)
-    if not isinstance(memory, CacheMemory):  # whole sequences: all real, and some are trained on
+    if not isinstance(
+        exchange, CacheExchange
+    ):  # whole sequences: all real, and some are trained on
         real = None
     x = embed(params, arch, tokens)
     per_layer = _per_layer_inputs(params, arch, tokens, x)
     states: dict[int, Array] = {}
     done: list[tuple] = []
-    for i, segment in enumerate(segments(arch)):
-        donors = _donors(arch, segment, done, memory)
-        x, store, seen = _run_segment(
+    for i, group in enumerate(layer_groups(arch)):
+        donors = _donors(arch, group, done, exchange)
+        x, store, seen = _run_group(
             params.segments[i],
             arch,
-            segment,
+            group,
             stored[i],
             x,
             real,
             per_layer,
             donors,
-            memory,
+            exchange,
             features,
         )
         done.append(store)
@@ -122,43 +124,43 @@ def _per_layer_inputs(params: Params, arch: Arch, tokens: Array, x: Array) -> Ar
     return (mixed + row) * jnp.asarray(2**-0.5, x.dtype)
 
 
-def _donors(arch: Arch, segment: Segment, done: list[tuple], memory: Memory) -> tuple:
-    """For each layer of the pattern that shares K/V: its donor's, from an earlier segment."""
+def _donors(arch: Arch, group: LayerGroup, done: list[tuple], exchange: KVExchange) -> tuple:
+    """For each layer of the pattern that shares K/V: its donor's, from an earlier group."""
 
     def find(layer: int) -> Any:
-        for earlier, store in zip(segments(arch), done, strict=False):
-            group, j = divmod(layer - earlier.first, len(earlier.pattern))
-            if 0 <= layer - earlier.first and group < earlier.repeats:
-                return memory.recall(store[j], group)
+        for earlier, store in zip(layer_groups(arch), done, strict=False):
+            repeat, j = divmod(layer - earlier.first, len(earlier.pattern))
+            if 0 <= layer - earlier.first and repeat < earlier.repeats:
+                return exchange.recall(store[j], repeat)
         raise AssertionError(f"layer {layer} lends its K/V but comes later")
 
-    return tuple(None if la.kv_from is None else find(la.kv_from) for la in segment.pattern)
+    return tuple(None if la.kv_from is None else find(la.kv_from) for la in group.pattern)
 
 
-def _run_segment(
+def _run_group(
     weights: tuple[dict[str, Any], ...],
     arch: Arch,
-    segment: Segment,
+    group: LayerGroup,
     store: tuple,
     x: Array,
     real: Array | None,
     per_layer: Array | None,
     donors: tuple,
-    memory: Memory,
+    exchange: KVExchange,
     features: tuple[int, ...],
 ) -> tuple[Array, tuple, dict[int, Array]]:
-    """Scan the segment's groups; the KV store rides in the carry, so it is updated in place."""
-    period, repeats = len(segment.pattern), segment.repeats
+    """Scan the group's repeats; the KV store rides in the carry, so it is updated in place."""
+    period, repeats = len(group.pattern), group.repeats
     wanted = [
-        j for j in range(period) if any(segment.layer(g, j) in features for g in range(repeats))
+        j for j in range(period) if any(group.layer(g, j) in features for g in range(repeats))
     ]
-    positions = memory.positions(x.shape[1])
+    positions = exchange.positions(x.shape[1])
 
-    def group_body(carry: tuple, group: tuple) -> tuple:
+    def repeat_body(carry: tuple, repeat: tuple) -> tuple:
         x, store = carry
-        number, w, extra = group
+        number, w, extra = repeat
         states, kept = [], list(store)
-        for j, layer in enumerate(segment.pattern):
+        for j, layer in enumerate(group.pattern):
             with jax.named_scope(f"{'sliding' if layer.sliding else 'global'}_{j}"):
                 x, kept[j] = _layer(
                     x,
@@ -170,7 +172,7 @@ def _run_segment(
                     number,
                     positions,
                     donors[j],
-                    memory,
+                    exchange,
                     None if extra is None else extra[j],
                 )
             if j in wanted:
@@ -179,12 +181,12 @@ def _run_segment(
 
     extra = None
     if per_layer is not None:
-        part = per_layer[:, :, segment.first : segment.first + period * repeats]
+        part = per_layer[:, :, group.first : group.first + period * repeats]
         extra = jnp.moveaxis(part, 2, 0).reshape(repeats, period, *x.shape[:2], -1)
     scanned = tuple({n: t for n, t in w.items() if not n.startswith("experts.")} for w in weights)
     groups = (jnp.arange(repeats), scanned, extra)
-    (x, store), states = jax.lax.scan(group_body, (x, store), groups)
-    seen = {segment.layer(g, j): states[n][g] for n, j in enumerate(wanted) for g in range(repeats)}
+    (x, store), states = jax.lax.scan(repeat_body, (x, store), groups)
+    seen = {group.layer(g, j): states[n][g] for n, j in enumerate(wanted) for g in range(repeats)}
     return x, store, seen
 
 
@@ -195,10 +197,10 @@ def _layer(
     arch: Arch,
     layer: LayerSpec,
     store: Any,
-    group: Array,
+    repeat: Array,
     positions: Array,
     donor: Any,
-    memory: Memory,
+    exchange: KVExchange,
     per_layer: Array | None,
 ) -> tuple[Array, Any]:
     eps = arch.eps
@@ -207,10 +209,10 @@ def _layer(
     q = layers.queries(x, w, layer, tables, eps)
     if donor is None:
         new_k, new_v = layers.keys_values(x, w, layer, tables, eps)
-        store, seen = memory.exchange(store, group, layer, new_k, new_v)
+        store, seen = exchange.exchange(store, repeat, layer, new_k, new_v)
     else:
         seen = donor
-    mixed = memory.attend(q, seen, layer, w.get("self_attn.k_norm"))
+    mixed = exchange.attend(q, seen, layer, w.get("self_attn.k_norm"))
     mixed = layers.project(mixed, w["self_attn.o_proj"])
     h = h + layers.rms_norm(mixed, w["post_attention_layernorm"], eps)
     h = h + feed_forward(h, real, w, layer.moe, eps)

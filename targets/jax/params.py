@@ -1,7 +1,7 @@
-"""Parameters as a pytree: stacked by segment for the scan, placed by logical axes.
+"""Parameters as a pytree: stacked by layer group for the scan, placed by logical axes.
 
-`Params.segments[s][j][name]` holds tensor `name` of position j of segment s's pattern, with a
-leading axis of that segment's repeats.
+`Params.segments[s][j][name]` holds tensor `name` of position j of layer group s's pattern, with
+a leading axis of that group's repeats.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specdec.core.types import Array
 from targets.arch import Arch
 from targets.checkpoint import Checkpoint, Stored, dequantise, quantise_int8
 from targets.jax.placing import put
-from targets.segments import Segment, segments
+from targets.layer_groups import LayerGroup, layer_groups
 from targets.soundness import is_sound, refuse_unsound
 from targets.tensors import TensorSpec, layer_tensors, model_tensors, stored_name
 
@@ -35,7 +35,7 @@ class Quantized(NamedTuple):
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["mesh", "parts"])
 @dataclass(frozen=True)
-class Spread:
+class SpreadWeight:
     """A weight of which each device of the mesh holds a part: of every expert some of its width,
     of the per-layer projection some outputs. Mesh and PartitionSpecs (parts, as the weight is
     built) ride along: what is done with the part is a program of each device (feedforward.py,
@@ -47,7 +47,8 @@ class Spread:
 
 
 class Params(NamedTuple):
-    """top: tensors outside the layers; segments: one tuple of dicts per segment (see module)."""
+    """top: tensors outside the layers; segments: one tuple of dicts per layer group (see
+    module), by the name that checkpoints of pretraining have had since 0.1.0."""
 
     top: dict[str, Array]
     segments: tuple[tuple[dict[str, Any], ...], ...]
@@ -72,20 +73,20 @@ def _build(arch: Arch, leaf: Callable[[list[str], TensorSpec, bool], Any]) -> Pa
     """Walk the tree once: `leaf(names, spec, stacked)` makes the tensor that holds these names."""
     top = {name: leaf([name], spec, False) for name, spec in model_tensors(arch).items()}
     stacks = []
-    for segment in segments(arch):
+    for group in layer_groups(arch):
         pattern = [
             {
-                name: leaf(_names(segment, j, name), spec, True)
+                name: leaf(_names(group, j, name), spec, True)
                 for name, spec in layer_tensors(arch, layer).items()
             }
-            for j, layer in enumerate(segment.pattern)
+            for j, layer in enumerate(group.pattern)
         ]
         stacks.append(tuple(pattern))
     return Params(top, tuple(stacks))
 
 
-def _names(segment: Segment, position: int, name: str) -> list[str]:
-    return [f"layers.{segment.layer(g, position)}.{name}" for g in range(segment.repeats)]
+def _names(group: LayerGroup, position: int, name: str) -> list[str]:
+    return [f"layers.{group.layer(g, position)}.{name}" for g in range(group.repeats)]
 
 
 def load_params(
@@ -148,7 +149,7 @@ def _spread(weight: Any, spec: TensorSpec, mesh: Mesh | None) -> Any:
     """The weight, marked as spread if each device holds a part of it to work on by itself."""
     if mesh is None or not SPREAD & set(spec.axes) or not any(partition(spec, mesh.shape["tp"])):
         return weight
-    return Spread(weight, mesh, jax.tree.map(lambda leaf: leaf.sharding.spec, weight))
+    return SpreadWeight(weight, mesh, jax.tree.map(lambda leaf: leaf.sharding.spec, weight))
 
 
 def _scale_spec(spec: TensorSpec) -> TensorSpec:
@@ -213,14 +214,14 @@ def abstract_params(arch: Arch, dtype: Any, int8: bool = False, mesh: Mesh | Non
     """Shapes, dtypes and shardings only: for compiling without weights."""
 
     def leaf(names: list[str], spec: TensorSpec, stacked: bool) -> Any:
-        def shaped(spec: TensorSpec, kind: Any) -> jax.ShapeDtypeStruct:
+        def needs_sampler(spec: TensorSpec, kind: Any) -> jax.ShapeDtypeStruct:
             shape = ((len(names),) if stacked else ()) + spec.shape
             return jax.ShapeDtypeStruct(shape, kind, sharding=sharding_of(spec, stacked, mesh))
 
         if not (int8 and spec.linear):
-            return _spread(shaped(spec, dtype), spec, mesh)
-        scale = shaped(_scale_spec(spec), jnp.float32)
-        return _spread(Quantized(shaped(spec, jnp.int8), scale), spec, mesh)
+            return _spread(needs_sampler(spec, dtype), spec, mesh)
+        scale = needs_sampler(_scale_spec(spec), jnp.float32)
+        return _spread(Quantized(needs_sampler(spec, jnp.int8), scale), spec, mesh)
 
     return _build(arch, leaf)
 
@@ -238,9 +239,9 @@ def to_tensors(
 
     for name, values in params.top.items():
         keep(name, values)
-    for segment, pattern in zip(segments(arch), params.segments, strict=True):
-        for j, group in enumerate(pattern):
-            for name, values in group.items():
-                for g, full_name in enumerate(_names(segment, j, name)):
+    for group, pattern in zip(layer_groups(arch), params.segments, strict=True):
+        for j, weights in enumerate(pattern):
+            for name, values in weights.items():
+                for g, full_name in enumerate(_names(group, j, name)):
                     keep(full_name, values[g])
     return tensors

@@ -6,7 +6,7 @@ others. What the host reads each step is replicated, so that each process can re
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Seqs
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ def put(values: np.ndarray, sharding: NamedSharding | None) -> Array:
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
-def zeros(shape: Rows[int], dtype: Any, sharding: NamedSharding | None) -> Array:
+def zeros(shape: Seqs[int], dtype: Any, sharding: NamedSharding | None) -> Array:
     return jnp.zeros(shape, dtype, device=sharding)
 
 

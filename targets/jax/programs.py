@@ -21,7 +21,7 @@ from targets.jax import sampling
 from targets.jax.cache import Cache, Span
 from targets.jax.model import decode, head
 from targets.jax.params import Params
-from targets.rules import Rules
+from targets.sampling_params import SamplingTable
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Feed(NamedTuple):
     count: Array
 
 
-class Outcome(NamedTuple):
+class ForwardOutput(NamedTuple):
     """logits [B, T, V] float32, soft-capped; features [B, T, F] or None."""
 
     logits: Array
     features: Array | None
 
 
-def verify(plan: Plan, params: Params, cache: Cache, feed: Feed) -> tuple[Cache, Outcome]:
+def verify(plan: Plan, params: Params, cache: Cache, feed: Feed) -> tuple[Cache, ForwardOutput]:
     """Feed every live slot its tokens and return the logits after each of them."""
     if not plan.mapped:
         return _run(plan, params, cache, feed, 0)
@@ -68,7 +68,7 @@ def verify(plan: Plan, params: Params, cache: Cache, feed: Feed) -> tuple[Cache,
     shapes = jax.eval_shape(lambda c: _run(plan, params, c, _row(feed, 0), 0)[1], cache)
     empty = jax.tree.map(lambda s: jnp.zeros((slots, *s.shape[1:]), s.dtype), shapes)
 
-    def body(i: Array, carry: tuple[Cache, Outcome]) -> tuple[Cache, Outcome]:
+    def body(i: Array, carry: tuple[Cache, ForwardOutput]) -> tuple[Cache, ForwardOutput]:
         cache, out = carry
         slot = order[i]
         cache, row = _run(plan, params, cache, _row(feed, slot), slot)
@@ -79,37 +79,44 @@ def verify(plan: Plan, params: Params, cache: Cache, feed: Feed) -> tuple[Cache,
 
 def _run(
     plan: Plan, params: Params, cache: Cache, feed: Feed, first: Array | int
-) -> tuple[Cache, Outcome]:
+) -> tuple[Cache, ForwardOutput]:
     span = Span(first, feed.start, feed.count)
     cache, hidden = decode(params, plan.arch, cache, feed.tokens, span, plan.features)
-    return cache, Outcome(head(params, plan.arch, hidden.last), hidden.features)
+    return cache, ForwardOutput(head(params, plan.arch, hidden.last), hidden.features)
 
 
 def prefill(
     plan: Plan, params: Params, cache: Cache, feed: Feed, slot: Array
-) -> tuple[Cache, Outcome]:
+) -> tuple[Cache, ForwardOutput]:
     """One slot's chunk [1, chunk]; logits [1, 1, V] after its last real token only."""
     span = Span(slot, feed.start, feed.count)
     cache, hidden = decode(params, plan.arch, cache, feed.tokens, span, plan.features)
     last = jax.lax.dynamic_slice_in_dim(hidden.last, feed.count[0] - 1, 1, 1)
-    return cache, Outcome(head(params, plan.arch, last), hidden.features)
+    return cache, ForwardOutput(head(params, plan.arch, last), hidden.features)
 
 
 def choose(
-    plan: Plan, shaped: bool, logits: Array, bias: Array, rules: Rules, history: Array, feed: Feed
+    plan: Plan,
+    needs_sampler: bool,
+    logits: Array,
+    bias: Array,
+    sampling_params: SamplingTable,
+    history: Array,
+    feed: Feed,
 ) -> Array:
-    """[B, T] int32. `shaped` False: every row is a bare argmax, which no program can get wrong."""
-    if not shaped:
+    """[B, T] int32. needs_sampler False: every row is a bare argmax, which no program can get
+    wrong."""
+    if not needs_sampler:
         return sampling.choose_greedy(logits, bias)
     if not plan.mapped:
-        return sampling.choose(logits, bias, rules, history, feed.start)
+        return sampling.choose(logits, bias, sampling_params, history, feed.start)
     order, live = _live_first(feed)
 
     def body(i: Array, out: Array) -> Array:
         slot = order[i]
         one = lambda tree: jax.tree.map(lambda leaf: leaf[slot][None], tree)  # noqa: E731
         row = sampling.choose(
-            one(logits), one(bias), one(rules), one(history), feed.start[slot][None]
+            one(logits), one(bias), one(sampling_params), one(history), feed.start[slot][None]
         )
         return out.at[slot].set(row[0])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence as Rows
+from collections.abc import Mapping, Sequence as Seqs
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any
@@ -18,7 +18,7 @@ from targets.jax.aot import compile_verify, shapes
 from targets.jax.estimate import Chip, estimate
 from targets.jax.feedforward import experts_a_round
 from targets.jax.hlo import Module, parse
-from targets.jax.memory import BLOCK, FILLED
+from targets.jax.kv_exchange import BLOCK, FILLED
 from targets.jax.params import Params
 from targets.jax.programs import Plan
 from targets.jax.roofline import cache_bytes, weight_bytes
@@ -45,7 +45,7 @@ class Job:
         return self.mesh.shape["tp"]
 
 
-def report(job: Job, contexts: Rows[int]) -> list[dict[str, Any]]:
+def report(job: Job, contexts: Seqs[int]) -> list[dict[str, Any]]:
     """Compile, and count for rows that have so many tokens: for each context a row of the table
     for plain decoding and one for a verify of all tokens of the width. It is one program; only
     what rows pick of experts differs. Bytes and operations are per chip and step, seconds are

@@ -12,7 +12,7 @@ from specdec.core.types import Array
 from targets.arch import Arch
 from targets.jax.cache import key_dims
 from targets.jax.params import Params
-from targets.segments import segments
+from targets.layer_groups import layer_groups
 
 
 def weight_bytes(params: Params, arch: Arch, rows: int) -> int:
@@ -21,8 +21,8 @@ def weight_bytes(params: Params, arch: Arch, rows: int) -> int:
     even routing pick on average."""
     total = _bytes(params)
     total -= _bytes(params.top.get("embed_tokens_per_layer"))
-    for pattern, segment in zip(params.segments, segments(arch), strict=True):
-        for weights, layer in zip(pattern, segment.pattern, strict=True):
+    for pattern, group in zip(params.segments, layer_groups(arch), strict=True):
+        for weights, layer in zip(pattern, group.pattern, strict=True):
             if layer.moe is not None:
                 idle = (1 - layer.moe.top_k / layer.moe.experts) ** rows
                 experts = [weights["experts.gate_up_proj"], weights["experts.down_proj"]]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from specdec.core.types import MAX_LOGPROBS, Array, LogprobRows
 from targets.jax.noise import gumbel
-from targets.rules import Rules
+from targets.sampling_params import SamplingTable
 
 
 def choose_greedy(logits: Array, bias: Array) -> Array:
@@ -20,35 +20,39 @@ def choose_greedy(logits: Array, bias: Array) -> Array:
     return jnp.argmax(logits + bias[:, None], -1).astype(jnp.int32)
 
 
-def choose(logits: Array, bias: Array, rules: Rules, history: Array, start: Array) -> Array:
+def choose(
+    logits: Array, bias: Array, sampling_params: SamplingTable, history: Array, start: Array
+) -> Array:
     """Any mixture of greedy and sampled rows.
 
     logits [B, T, V] float32: row t follows position start + t. history [B, S] int32: what was fed
     at each position, this call's tokens included. -> [B, T] int32.
     """
     tokens = logits.shape[1]
-    shaped = logits + bias[:, None]
-    shaped = _penalise(shaped, rules, history, start)
-    warm = jnp.where(rules.temperature > 0, rules.temperature, 1.0)[:, None, None]
-    kept = _filter(shaped / warm, rules)
+    needs_sampler = logits + bias[:, None]
+    needs_sampler = _penalise(needs_sampler, sampling_params, history, start)
+    warm = jnp.where(sampling_params.temperature > 0, sampling_params.temperature, 1.0)[
+        :, None, None
+    ]
+    kept = _filter(needs_sampler / warm, sampling_params)
     position = start[:, None] + jnp.arange(tokens) + 1  # of the token that is chosen
-    seeds = jnp.broadcast_to(rules.seed[:, None], (*position.shape, 2))
+    seeds = jnp.broadcast_to(sampling_params.seed[:, None], (*position.shape, 2))
     sampled = jnp.argmax(kept + gumbel(seeds, position, logits.shape[-1]), -1)
-    greedy = jnp.argmax(shaped, -1)
-    return jnp.where(rules.temperature[:, None] > 0, sampled, greedy).astype(jnp.int32)
+    greedy = jnp.argmax(needs_sampler, -1)
+    return jnp.where(sampling_params.temperature[:, None] > 0, sampled, greedy).astype(jnp.int32)
 
 
-def _penalise(logits: Array, rules: Rules, history: Array, start: Array) -> Array:
+def _penalise(logits: Array, sampling_params: SamplingTable, history: Array, start: Array) -> Array:
     """Repetition over prompt and output, presence and frequency over the output (as in vLLM)."""
-    everything, output = _counts(logits.shape, rules, history, start)
-    factor = jnp.where(everything > 0, rules.repetition[:, None, None], 1.0)
+    everything, output = _counts(logits.shape, sampling_params, history, start)
+    factor = jnp.where(everything > 0, sampling_params.repetition[:, None, None], 1.0)
     logits = jnp.where(logits > 0, logits / factor, logits * factor)
-    logits = logits - rules.frequency[:, None, None] * output
-    return logits - rules.presence[:, None, None] * (output > 0)
+    logits = logits - sampling_params.frequency[:, None, None] * output
+    return logits - sampling_params.presence[:, None, None] * (output > 0)
 
 
 def _counts(
-    shape: tuple[int, ...], rules: Rules, history: Array, start: Array
+    shape: tuple[int, ...], sampling_params: SamplingTable, history: Array, start: Array
 ) -> tuple[Array, Array]:
     """How often each id occurs up to position start + t [B, T, V]: anywhere, and in the output."""
     batch, tokens, vocab = shape
@@ -63,7 +67,7 @@ def _counts(
         return zeros.at[row, ids].add(inside.astype(jnp.float32), mode="drop")
 
     none = jnp.zeros_like(start)
-    base = jnp.stack([count(start, none), count(start, rules.prompt_len)])  # [2, B, V]
+    base = jnp.stack([count(start, none), count(start, sampling_params.prompt_len)])  # [2, B, V]
     if tokens == 1:
         return base[0][:, None], base[1][:, None]
     drafted = start[:, None] + 1 + jnp.arange(tokens - 1)  # positions of the call's later tokens
@@ -74,18 +78,22 @@ def _counts(
     return everything, output
 
 
-def _filter(logits: Array, rules: Rules) -> Array:
+def _filter(logits: Array, sampling_params: SamplingTable) -> Array:
     """-inf where min-p, top-k or top-p cuts; ties at a threshold stay together."""
     best = logits.max(-1, keepdims=True)
-    floor = jnp.where(rules.min_p > 0, jnp.log(jnp.maximum(rules.min_p, 1e-30)), -jnp.inf)
+    floor = jnp.where(
+        sampling_params.min_p > 0, jnp.log(jnp.maximum(sampling_params.min_p, 1e-30)), -jnp.inf
+    )
     logits = jnp.where(logits >= best + floor[:, None, None], logits, -jnp.inf)
-    off = rules.top_k <= 0
-    wanted = jnp.where(off, logits.shape[-1], rules.top_k)[:, None].astype(jnp.float32)
+    off = sampling_params.top_k <= 0
+    wanted = jnp.where(off, logits.shape[-1], sampling_params.top_k)[:, None].astype(jnp.float32)
     ones = jnp.ones_like(logits)
     logits = _cut(logits, ones, wanted, off[:, None])
     mass = jnp.exp(logits - best)
     total = mass.sum(-1)
-    return _cut(logits, mass, rules.top_p[:, None] * total, (rules.top_p >= 1)[:, None])
+    return _cut(
+        logits, mass, sampling_params.top_p[:, None] * total, (sampling_params.top_p >= 1)[:, None]
+    )
 
 
 def _cut(logits: Array, weight: Array, wanted: Array, off: Array) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Seqs
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from targets.jax.cache import make_cache
 from targets.jax.params import Params
 from targets.jax.placing import by_vocabulary, put, read, replicated, zeros
 from targets.jax.programs import Feed, Plan
-from targets.rules import Rules, blank_rules, set_rules
+from targets.sampling_params import SamplingTable, blank_table, set_row
 
 
 class JaxTarget:
@@ -52,8 +52,8 @@ class JaxTarget:
         for slot in range(plan.slots):
             self._set_bias(slot, self._unbiased)
         self._biased: set[int] = set()
-        self._rules = blank_rules(plan.slots)
-        self._device_rules: Rules | None = None
+        self._sampling_params = blank_table(plan.slots)
+        self._device_params: SamplingTable | None = None
         self._verify = jax.jit(partial(programs.verify, plan), donate_argnums=1)
         self._prefill = jax.jit(partial(programs.prefill, plan), donate_argnums=1)
         # the host reads what is chosen: each process all of it
@@ -103,19 +103,27 @@ class JaxTarget:
             return Step(np.full((1, 1), NO_GUESS, np.int32), out.features)
         last = np.array([stop - 1], np.int32)
         chosen = self._choose_one(
-            seq.sampling.shaped, out.logits, self.bias, self.rules(), self.cache.tokens, last, slot
+            seq.sampling.needs_sampler,
+            out.logits,
+            self.bias,
+            self.sampling_params(),
+            self.cache.tokens,
+            last,
+            slot,
         )
         details = self._logprobs(out.logits, chosen) if seq.sampling.logprobs is not None else None
         return Step(np.asarray(chosen), out.features, details)
 
-    def verify(self, seqs: Rows[Sequence], draft: Array) -> Step:
+    def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
         k = draft.shape[1]
         if k > self.max_draft:
             raise UserError(f"K is {k} but this target was compiled for at most {self.max_draft}")
         feed = self._feed(seqs, np.asarray(draft))
         self.cache, out = self._verify(self.params, self.cache, feed)
-        shaped = any(seq.sampling.shaped for seq in seqs)
-        chosen = self._choose(shaped, out.logits, self.bias, self.rules(), self.cache.tokens, feed)
+        needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
+        chosen = self._choose(
+            needs_sampler, out.logits, self.bias, self.sampling_params(), self.cache.tokens, feed
+        )
         rows = np.array([seq.slot for seq in seqs])
         wanted = any(seq.sampling.logprobs is not None for seq in seqs)
         details = self._logprobs(out.logits, chosen) if wanted else None
@@ -133,7 +141,9 @@ class JaxTarget:
 
     def choices(self, logits: np.ndarray, feed: Feed) -> np.ndarray:
         """What the full sampler chooses from given logits [slots, width, V] (self-check)."""
-        chosen = self._choose(True, logits, self.bias, self.rules(), self.cache.tokens, feed)
+        chosen = self._choose(
+            True, logits, self.bias, self.sampling_params(), self.cache.tokens, feed
+        )
         return np.asarray(chosen)
 
     def seat(self, seq: Sequence) -> None:
@@ -141,8 +151,8 @@ class JaxTarget:
         ids that this model does not have."""
         seq.check_ids(self.vocab)
         sampling_, slot = seq.sampling, seq.slot
-        set_rules(self._rules, slot, sampling_, seq.prompt_len)
-        self._device_rules = None
+        set_row(self._sampling_params, slot, sampling_, seq.prompt_len)
+        self._device_params = None
         if sampling_.logit_bias or slot in self._biased:
             row = self._unbiased.copy()
             for token, bias in sampling_.logit_bias:
@@ -154,13 +164,15 @@ class JaxTarget:
         """One program, compiled at the start: no request's bias has to wait for the compiler."""
         self.bias = self._put_row(self.bias, np.int32(slot), row)
 
-    def rules(self) -> Rules:
+    def sampling_params(self) -> SamplingTable:
         """Every slot's sampling parameters on the device."""
-        if self._device_rules is None:
-            self._device_rules = Rules(*(put(leaf.copy(), self._whole) for leaf in self._rules))
-        return self._device_rules
+        if self._device_params is None:
+            self._device_params = SamplingTable(
+                *(put(leaf.copy(), self._whole) for leaf in self._sampling_params)
+            )
+        return self._device_params
 
-    def _feed(self, seqs: Rows[Sequence], draft: np.ndarray) -> Feed:
+    def _feed(self, seqs: Seqs[Sequence], draft: np.ndarray) -> Feed:
         plan = self.plan
         tokens = np.full((plan.slots, plan.width), NO_GUESS, np.int32)
         start, count = np.zeros(plan.slots, np.int32), np.zeros(plan.slots, np.int32)
@@ -177,13 +189,19 @@ def _put_row(table: Array, slot: Array, row: Array) -> Array:
 
 
 def _choose_one(
-    shaped: bool, logits: Array, bias: Array, rules: Rules, history: Array, last: Array, slot: Array
+    needs_sampler: bool,
+    logits: Array,
+    bias: Array,
+    sampling_params: SamplingTable,
+    history: Array,
+    last: Array,
+    slot: Array,
 ) -> Array:
     """The token after a prompt's last position [1, 1], by the same rules as in `verify`."""
     one = partial(jax.tree.map, lambda leaf: leaf[slot][None])
-    if not shaped:
+    if not needs_sampler:
         return sampling.choose_greedy(logits, one(bias))
-    return sampling.choose(logits, one(bias), one(rules), one(history), last)
+    return sampling.choose(logits, one(bias), one(sampling_params), one(history), last)
 
 
 def pick_rows(details: LogprobRows, rows: np.ndarray) -> LogprobRows:

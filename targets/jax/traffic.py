@@ -16,7 +16,7 @@ from typing import Any
 
 from targets.jax.demand import IN_PLACE, asks, demands, results, through
 from targets.jax.flops import flops
-from targets.jax.hlo import HBM, Computation, Instruction, Module, Shape
+from targets.jax.hlo import HBM, ArrayShape, Computation, Instruction, Module
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 FREE = {
@@ -211,7 +211,7 @@ class _Walk:
         return total, updated
 
 
-def _in_hbm(shape: Shape) -> int:
+def _in_hbm(shape: ArrayShape) -> int:
     return shape.bytes if shape.space == HBM else 0
 
 

@@ -16,7 +16,7 @@ import torch
 from drafters.eagle3.cuda.head import PIECE, HeadModel
 from drafters.eagle3.cuda.ops import Pending
 from targets.cuda.ops import Rows
-from targets.rules import Rules
+from targets.sampling_params import SamplingTable
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Drafting:
 
     head: HeadModel
     pending: Pending
-    rules: Rules
+    sampling_params: SamplingTable
 
 
 @torch.inference_mode()
@@ -45,7 +45,9 @@ def propose(given: Drafting, rows: Rows, needs_sampler: bool) -> None:
             mixed = head.mix(fed, h, own=True)
         at = Rows(rows.tokens, layout.starts[j], layout.slots[j])
         logits, history = head.logits(h, mixed), target.cache.tokens
-        head.ops.guess(logits, head.known, target.bias, given.rules, history, at, j, needs_sampler)
+        head.ops.guess(
+            logits, head.known, target.bias, given.sampling_params, history, at, j, needs_sampler
+        )
 
 
 @torch.inference_mode()

@@ -21,10 +21,15 @@ class EagleDrafter:
 
     def __init__(self, head: HeadModel, k: int, greedy: bool = False) -> None:
         """greedy: guess the argmax at any temperature, as other engines do (to compare)."""
-        rules = head.target.rules
+        sampling_params = head.target.sampling_params
         if greedy:
-            rules = rules._replace(temperature=torch.zeros_like(rules.temperature))
-        self.target, self.given = head.target, Drafting(head, _nothing(head, k + 1), rules)
+            sampling_params = sampling_params._replace(
+                temperature=torch.zeros_like(sampling_params.temperature)
+            )
+        self.target, self.given = (
+            head.target,
+            Drafting(head, _nothing(head, k + 1), sampling_params),
+        )
 
     def reset(self, seq: Sequence) -> None:
         pass  # the new owner's entries overwrite the old one's before anything sees them
@@ -49,7 +54,7 @@ class EagleDrafter:
         rows = self.target.feed(seqs, np.full((len(seqs), k), NO_GUESS, np.int32))
         # penalties count the last token too, which is fed only with the guesses
         self.target.cache.remember(rows.tokens[:, :1], rows.start, rows.slot)
-        drafting.propose(self.given, rows, any(seq.sampling.shaped for seq in seqs))
+        drafting.propose(self.given, rows, any(seq.sampling.needs_sampler for seq in seqs))
         return rows.tokens[:, 1:].cpu().numpy()
 
 

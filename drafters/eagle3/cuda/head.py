@@ -20,15 +20,15 @@ from specdec.core.errors import UserError
 from targets.arch import Arch, LayerSpec, Rope
 from targets.cuda.attention import HEADS
 from targets.cuda.cache import KVCache, entries, make_cache, slack_of
+from targets.cuda.footprint import LINEAR, TargetShape
 from targets.cuda.graphs import bucket_of
-from targets.cuda.layers import Reference
 from targets.cuda.load import WIDEST
-from targets.cuda.memory import LINEAR, Shape
 from targets.cuda.ops import Linear, Rows
+from targets.cuda.out_of_memory import room_for
 from targets.cuda.params import quantise_fp8
-from targets.cuda.room import room_for
+from targets.cuda.reference import Reference
+from targets.cuda.staging import Staging
 from targets.cuda.target import CudaTarget
-from targets.cuda.workshop import Workshop
 
 KINDS = {"bfloat16": "bf16", "float32": "float32"}
 """Of the head's linear layers, by the target's dtype; fp8 beside narrower ones."""
@@ -37,7 +37,7 @@ PIECE = 128
 
 
 @dataclass(frozen=True)
-class Weights:
+class HeadWeights:
     """features_norm [F]: `fc_norm`s side by side, or `input_norm`, in `norm_parts` parts; None
     where the head has neither. Norms are float32."""
 
@@ -140,7 +140,7 @@ def placed(head: Head, target: CudaTarget) -> HeadModel:
         raise UserError(str(problem)) from problem
 
 
-def need_bytes(spec: HeadSpec, shape: Shape) -> int:
+def need_bytes(spec: HeadSpec, shape: TargetShape) -> int:
     """What a head adds to a target's need: weights, K/V, what is pending of each slot, and the
     states that a verify and a prefill chunk bring along."""
     longest, slots = min(shape.max_len, spec.max_position), shape.slots
@@ -173,16 +173,16 @@ def _ops(arch: Arch, target: CudaTarget, positions: int, kind: str) -> DraftOps:
     return DraftKernels(arch, positions, {kind, "bf16"})
 
 
-def place(head: Head, kind: str, ops: DraftOps, device: torch.device) -> Weights:
+def place(head: Head, kind: str, ops: DraftOps, device: torch.device) -> HeadWeights:
     """A head's weights on the device, fused as they are read."""
 
     def vector(name: str) -> torch.Tensor:
         return torch.from_numpy(head.weights[name]).float().to(device)
 
     def linear(*names: str, layout: str = "plain") -> Linear:
-        with workshop.aside():
+        with staging.aside():
             packed = pack(names, layout)
-        return workshop.settled(packed)
+        return staging.settled(packed)
 
     def pack(names: tuple[str, ...], layout: str) -> Linear:
         values = torch.cat([torch.from_numpy(head.weights[name]).to(device) for name in names])
@@ -190,11 +190,11 @@ def place(head: Head, kind: str, ops: DraftOps, device: torch.device) -> Weights
             return ops.pack(*quantise_fp8(values), kind, layout)
         return ops.pack(values.bfloat16() if kind == "bf16" else values.float(), None, kind, layout)
 
-    workshop = Workshop(str(device))
+    staging = Staging(str(device))
     spec, parts = head.spec, [f"fc_norm.{i}" for i in range(len(head.spec.layers))]
     norms = parts if spec.fc_norm else ["input_norm"] if spec.norm_before_fc else []
     attention = [f"self_attn.{name}_proj" for name in ("q", "k", "v")]
-    return Weights(
+    return HeadWeights(
         fc=linear("fc"),
         qkv=linear(*attention),
         o=linear("self_attn.o_proj"),

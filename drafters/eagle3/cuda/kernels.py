@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from drafters.eagle3.cuda.ops import Layout, PairNorms, Pending, Vocabulary
+from drafters.eagle3.cuda.ops import DraftLayout, PairNorms, Pending, Vocabulary
 from targets.arch import Arch
 from targets.cuda.inputs import Input, make_input
 from targets.cuda.kernels import Embed, Kernels
@@ -16,7 +16,7 @@ from targets.cuda.norms import ROW_THREADS
 from targets.cuda.ops import Linear, Rows
 from targets.cuda.sampler import CLUSTER
 from targets.cuda.variants import variants
-from targets.rules import Rules
+from targets.sampling_params import SamplingTable
 
 SOURCES = Path(__file__).parent / "sources"
 LAYOUT = Variant("layout", folder=SOURCES)
@@ -43,7 +43,10 @@ class _Pair(Structure):
 class _Guess(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("logits", "ids", "draft_ids", "bias", "history")),
-        *((name, c_void_p) for name in ("start", "slot", *Rules._fields, "counts", "tokens")),
+        *(
+            (name, c_void_p)
+            for name in ("start", "slot", *SamplingTable._fields, "counts", "tokens")
+        ),
         *((name, c_int) for name in ("drafts", "vocab", "stride", "width", "j", "shaped")),
     )
 
@@ -59,7 +62,7 @@ class DraftKernels(Kernels):
     def __init__(self, arch: Arch, max_len: int, kinds: set[str]) -> None:
         super().__init__(arch, max_len, torch.bfloat16, kinds, draft_variants(arch, kinds))
 
-    def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> Layout:
+    def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> DraftLayout:
         batch, width = len(rows.slot), pending.chosen.shape[1]
         make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=self.device)  # noqa: E731
         tokens, first, starts, slots = (
@@ -74,7 +77,7 @@ class DraftKernels(Kernels):
         spare = len(pending.count) - 1
         arguments += [c_int(n) for n in (batch, width, k, spare, longest)]
         self._launch(LAYOUT, "lay_out", (1, 1, 1), 1024, arguments)
-        return Layout(Rows(tokens, first, slots[0]), last, starts, slots)
+        return DraftLayout(Rows(tokens, first, slots[0]), last, starts, slots)
 
     def features(
         self,
@@ -116,25 +119,25 @@ class DraftKernels(Kernels):
         logits: torch.Tensor,
         known: Vocabulary,
         bias: torch.Tensor,
-        rules: Rules,
+        sampling_params: SamplingTable,
         history: torch.Tensor,
         at: Rows,
         j: int,
-        shaped: bool,
+        needs_sampler: bool,
     ) -> None:
         (batch, drafts), vocab = logits.shape, bias.shape[1]
         if drafts > MOST_DRAFTS:
             fed = Rows(at.tokens[:, :1], at.start, at.slot)
             spread = self._spread(logits, known.draft_ids)
-            chosen = self.choose(spread, bias, rules, history, fed, shaped)
+            chosen = self.choose(spread, bias, sampling_params, history, fed, needs_sampler)
             self._note(chosen, spread, bias, at, history, j)
             return
-        size = (batch, drafts) if shaped else 0
+        size = (batch, drafts) if needs_sampler else 0
         counts = torch.empty(size, dtype=torch.int32, device=self.device)
         job = _Guess(
-            *map(address, (logits, *known, bias, history, at.start, at.slot, *rules)),
+            *map(address, (logits, *known, bias, history, at.start, at.slot, *sampling_params)),
             *map(address, (counts, at.tokens)),
-            *(drafts, vocab, history.stride(0), at.tokens.shape[1], j, int(shaped)),
+            *(drafts, vocab, history.stride(0), at.tokens.shape[1], j, int(needs_sampler)),
         )
         self._launch(SAMPLE, "guess", (batch * CLUSTER, 1, 1), THREADS, [job])
 

@@ -14,9 +14,9 @@ import torch
 
 from specdec.core.types import NO_GUESS
 from targets.cuda.formulas import rms
-from targets.cuda.layers import Reference, as_input
 from targets.cuda.ops import Linear, Ops, Rows, X
-from targets.rules import Rules
+from targets.cuda.reference import Reference, as_input
+from targets.sampling_params import SamplingTable
 
 
 class Pending(NamedTuple):
@@ -29,7 +29,7 @@ class Pending(NamedTuple):
     count: torch.Tensor
 
 
-class Layout(NamedTuple):
+class DraftLayout(NamedTuple):
     """pending: the entries that are pending, as a call [B, W]; last [B] int64: its rows that end
     the texts. starts, slots [k, B]: the position that guess j follows, and the slot, -1 where no
     guess may lie."""
@@ -58,7 +58,7 @@ class Vocabulary(NamedTuple):
 
 
 class DraftOps(Ops, Protocol):
-    def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> Layout:
+    def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> DraftLayout:
         """longest: no guess lies at this position or beyond."""
         ...
 
@@ -86,11 +86,11 @@ class DraftOps(Ops, Protocol):
         logits: torch.Tensor,
         known: Vocabulary,
         bias: torch.Tensor,
-        rules: Rules,
+        sampling_params: SamplingTable,
         history: torch.Tensor,
         at: Rows,
         j: int,
-        shaped: bool,
+        needs_sampler: bool,
     ) -> None:
         """Guess j from logits [B, D], by `Ops.choose`'s rules and noise; NO_GUESS where nothing
         that is known may be said, or the slot is -1. It goes to at.tokens[:, j + 1], and to its
@@ -114,14 +114,14 @@ class DraftOps(Ops, Protocol):
 class DraftReference(Reference):
     """`DraftOps` in torch."""
 
-    def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> Layout:
+    def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> DraftLayout:
         slot = rows.slot.long()  # -1: the last row, the spare one
         count = pending.count[slot]
         starts = rows.start[None] + torch.arange(k, dtype=torch.int32, device=slot.device)[:, None]
         slots = torch.where(starts + 1 < longest, rows.slot, -1)
         fed = Rows(pending.chosen[slot], rows.start - count, slots[0])
         last = torch.arange(len(slot), device=slot.device) * fed.tokens.shape[1] + count - 1
-        return Layout(fed, last, starts, slots)
+        return DraftLayout(fed, last, starts, slots)
 
     def features(
         self,
@@ -154,16 +154,16 @@ class DraftReference(Reference):
         logits: torch.Tensor,
         known: Vocabulary,
         bias: torch.Tensor,
-        rules: Rules,
+        sampling_params: SamplingTable,
         history: torch.Tensor,
         at: Rows,
         j: int,
-        shaped: bool,
+        needs_sampler: bool,
     ) -> None:
         spread = logits.new_full((len(logits), 1, bias.shape[1]), -torch.inf)
         spread[:, 0, known.ids.long()] = logits
         fed = Rows(at.tokens[:, :1], at.start, at.slot)
-        chosen = self.choose(spread, bias, rules, history, fed, shaped)[:, 0]
+        chosen = self.choose(spread, bias, sampling_params, history, fed, needs_sampler)[:, 0]
         slot, live = at.slot.clamp(min=0).long(), at.slot >= 0
         best = spread[:, 0].gather(1, chosen[:, None].long())[:, 0] + bias[slot, chosen.long()]
         guesses = torch.where(live & (best > -torch.inf), chosen, NO_GUESS)

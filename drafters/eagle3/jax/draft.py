@@ -21,7 +21,7 @@ from drafters.eagle3.spec import HeadSpec
 from specdec.core.types import NO_GUESS, Array, Step
 from targets.jax import sampling
 from targets.jax.device_drafter import SlotState, TracedDrafter
-from targets.rules import Rules
+from targets.sampling_params import SamplingTable
 
 
 @struct.dataclass
@@ -54,7 +54,7 @@ class DraftInputs:
     table: Array
     """The target's embedding."""
     bias: Array
-    rules: Rules
+    sampling_params: SamplingTable
     """The target's sampling parameters by slot."""
 
 
@@ -197,9 +197,9 @@ def _choose(
     place = texts.length + j
     if static.needs_sampler:
         known = jnp.full(given.bias.shape, -jnp.inf).at[:, given.target_ids].set(logits)
-        chosen = sampling.choose(known[:, None], given.bias, given.rules, texts.history, place - 1)[
-            :, 0
-        ]
+        chosen = sampling.choose(
+            known[:, None], given.bias, given.sampling_params, texts.history, place - 1
+        )[:, 0]
     else:
         chosen = given.target_ids[jnp.argmax(logits + own, -1)]
     possible = (logits + own).max(-1) > -jnp.inf

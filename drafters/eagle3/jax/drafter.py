@@ -38,13 +38,13 @@ class EagleDrafter:
         self.memory = self._blank()
         self._read = jax.jit(partial(drafting.read, self.program(False)), donate_argnums=1)
         self._propose = {
-            shaped: jax.jit(
-                partial(drafting.propose, self.program(shaped)),
+            needs_sampler: jax.jit(
+                partial(drafting.propose, self.program(needs_sampler)),
                 static_argnums=3,
                 donate_argnums=1,
                 out_shardings=(None, replicated(target.mesh)),
             )
-            for shaped in (False, True)
+            for needs_sampler in (False, True)
         }
 
     def _blank(self) -> DraftState:
@@ -86,7 +86,7 @@ class EagleDrafter:
         length, live = np.ones(self.target.slots, np.int32), np.zeros(self.target.slots, bool)
         length[slots], live[slots] = [len(seq.tokens) for seq in seqs], True
         texts = Texts(self.target.cache.tokens, length, live)
-        program = self._propose[any(seq.sampling.shaped for seq in seqs)]
+        program = self._propose[any(seq.sampling.needs_sampler for seq in seqs)]
         self.memory, draft = program(self.weights(), self.memory, texts, k)
         return np.asarray(draft)[slots]
 
@@ -97,7 +97,11 @@ class EagleDrafter:
         return HeadProgram(self.spec, self.longest, needs_sampler)
 
     def weights(self) -> DraftInputs:
-        rules, top = self.target.rules(), self.target.params.top
+        sampling_params, top = self.target.sampling_params(), self.target.params.top
         if self.greedy:
-            rules = rules._replace(temperature=jnp.zeros_like(rules.temperature))
-        return DraftInputs(self.head, self.target_ids, top["embed_tokens"], self.target.bias, rules)
+            sampling_params = sampling_params._replace(
+                temperature=jnp.zeros_like(sampling_params.temperature)
+            )
+        return DraftInputs(
+            self.head, self.target_ids, top["embed_tokens"], self.target.bias, sampling_params
+        )

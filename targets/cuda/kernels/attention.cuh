@@ -109,7 +109,7 @@ struct Vector {
 
 // What turns a raw head vector into a query, a key or a value. Several kernels do it: how products
 // and sums are rounded is spelled out, not left to the compiler.
-struct Turn {
+struct Rotation {
   Vector weight, angle;  // angle: cosines in the low half, sines in the high one
 
   __device__ void load(const Job& job, Role role, int position) {

@@ -16,7 +16,7 @@ struct Job {
   const u8* x;          // blocked input
   void* out;
   const float* inputs;  // kPerLayer: [M, inputs_stride]
-  float4* partial;      // of wide.cu, where gather.cu does the rest
+  float4* partial;      // of wide.cu, where gemm_reduce.cu does the rest
   int inputs_stride;
   int n, ctas, tiles;   // rows of the weight; CTAs that work; tiles per CTA and pass
   int passes, steps;    // steps along k per pass

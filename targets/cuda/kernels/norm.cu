@@ -15,7 +15,7 @@ struct Whole {
   __device__ float4 load(int m, int i, int, int width) const { return load4(rows + size_t(m) * width, i); }
 };
 
-struct Turn {
+struct AddNorm {
   float* h;
   const float *post, *scalar, *pre;
   void* x;
@@ -27,7 +27,7 @@ struct Turn {
 // h = (h + rms(branch) * post) * scalar; x = rms(h) * pre. The branch, scalar, pre may be missing, and
 // post: the branch is then added as it is.
 template <class Branch>
-__device__ inline void turn(const Turn& job, const Branch& branch) {
+__device__ inline void add_and_norm(const AddNorm& job, const Branch& branch) {
   __shared__ float scratch[3][32];
   let_next_start();
   const int m = blockIdx.x, quads = job.hidden / 4;
@@ -101,12 +101,12 @@ __device__ inline void turn(const Turn& job, const Branch& branch) {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) add_norm(const __grid_constant__ Turn job, const float* branch) {
-  turn(job, Whole{branch});
+extern "C" __global__ void __launch_bounds__(kThreads) add_norm(const __grid_constant__ AddNorm job, const float* branch) {
+  add_and_norm(job, Whole{branch});
 }
 extern "C" __global__ void __launch_bounds__(kThreads)
-    add_norm_groups(const __grid_constant__ Turn job, const __grid_constant__ Groups branch) {
-  turn(job, branch);
+    add_norm_groups(const __grid_constant__ AddNorm job, const __grid_constant__ Groups branch) {
+  add_and_norm(job, branch);
 }
 
 struct Join {

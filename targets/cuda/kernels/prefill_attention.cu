@@ -55,10 +55,10 @@ __device__ inline void store_four(u16* p, const u16 (&v)[4]) {
 }
 
 // A norm's weight [dim] and a position's angles [dim / 2], as `Vector` holds its elements.
-struct Turn {
+struct Rotation {
   float low[kPasses][4], high[kPasses][4], cosine[kPasses][4], sine[kPasses][4];
 
-  __device__ Turn(const float* weight, const float* cosines, const float* sines, int dim) {
+  __device__ Rotation(const float* weight, const float* cosines, const float* sines, int dim) {
     const int lane = threadIdx.x % 32, half = dim / 2;
 #pragma unroll
     for (int j = 0; j < kPasses; j++)
@@ -103,14 +103,14 @@ struct Vector {
       for (int e = 0; e < 4; e++) low[j][e] *= inverse, high[j][e] *= inverse;
   }
 
-  __device__ void rotate(const Turn& turn) {
+  __device__ void rotate(const Rotation& by) {
 #pragma unroll
     for (int j = 0; j < kPasses; j++)
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        const float a = low[j][e] * turn.low[j][e], b = high[j][e] * turn.high[j][e];
-        low[j][e] = a * turn.cosine[j][e] - b * turn.sine[j][e];
-        high[j][e] = b * turn.cosine[j][e] + a * turn.sine[j][e];
+        const float a = low[j][e] * by.low[j][e], b = high[j][e] * by.high[j][e];
+        low[j][e] = a * by.cosine[j][e] - b * by.sine[j][e];
+        high[j][e] = b * by.cosine[j][e] + a * by.sine[j][e];
       }
   }
 };
@@ -121,11 +121,11 @@ extern "C" __global__ void __launch_bounds__(256)
     queries(const u16* qkv, const float* weight, const float* cosine, const float* sine, u16* q,
             int stride, int heads, int runs, int dim, float eps) {
   const int lane = threadIdx.x % 32, t = blockIdx.x, half = dim / 2, run = heads / runs;
-  const Turn turn(weight, cosine + size_t(t) * half, sine + size_t(t) * half, dim);
+  const Rotation rotation(weight, cosine + size_t(t) * half, sine + size_t(t) * half, dim);
   const u16* from = qkv + size_t(t) * stride;
   const auto put = [&](Vector& x, int head) {
     x.norm(dim, eps);
-    x.rotate(turn);
+    x.rotate(rotation);
     u16* to = q + ((size_t(head / run) * gridDim.x + t) * run + head % run) * dim;
 #pragma unroll
     for (int j = 0; j < kPasses; j++) {
@@ -185,14 +185,14 @@ extern "C" __global__ void __launch_bounds__(512)
     Vector x, value;
     x.load(from, dim);
     if (!k_eq_v) value.load(from + at.kv_heads * dim, dim);
-    const Turn turn(weight, cosine + size_t(t) * (dim / 2), sine + size_t(t) * (dim / 2), dim);
+    const Rotation rotation(weight, cosine + size_t(t) * (dim / 2), sine + size_t(t) * (dim / 2), dim);
     x.norm(dim, eps);
     if (k_eq_v)
       value = x;
     else
       value.norm(dim, eps);
     store(value, dim, at.values + flat, turned + i, kLanes + 1);
-    x.rotate(turn);
+    x.rotate(rotation);
     Cached* k = at.k + (row * at.entries + p % at.entries) * at.padded;
     store(x, dim, at.keys + flat, p >= kept ? k : nullptr, 1);
   }

@@ -7,7 +7,7 @@
 //
 // From 32 tokens on, inputs cost as much traffic as weights. So CTA (group, g) takes the k group g
 // of `k_groups` of gemm.cu's CTAs, and reads that part of the inputs alone. Its sums go to
-// partial[g], which gather.cu adds in ascending order, as gemm.cu does in its one CTA.
+// partial[g], which gemm_reduce.cu adds in ascending order, as gemm.cu does in its one CTA.
 //
 // The grid is (token blocks, CTAs): blocks of the same weights run beside each other, so that the
 // cache serves all but the first.

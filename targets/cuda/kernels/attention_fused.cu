@@ -2,7 +2,7 @@
 // rows, from the projection's output to the next one's input. A producer warp keeps a ring of keys and
 // values in flight with bulk copies (a chunk of either is contiguous in the cache), and stores the new
 // ones before it comes to them.
-#include "chunk.cuh"
+#include "attention_chunk.cuh"
 #include "ring.cuh"
 
 constexpr int kOutputs = HD / 2 + 4;  // floats per row, without bank conflicts
@@ -53,11 +53,11 @@ __device__ inline void store_new(const Job& job, const Work& work) {
     const Role role = i % 2 ? kValue : kKey;
     const int t = i / 2, position = work.start + t;
     const float* raw = raw_key(job, size_t(work.b) * job.tokens + t, work.head, role);
-    Turn turn;
+    Rotation rotation;
     Vector x;
     x.load(raw, raw + half, half);
-    turn.load(job, role, position);
-    turn.apply(job, role, x);
+    rotation.load(job, role, position);
+    rotation.apply(job, role, x);
     store_key(job, work.slot, work.head, position, role, x);
   }
   asm volatile("fence.proxy.async.global;" ::: "memory");  // bulk copies read them
@@ -85,8 +85,8 @@ __device__ inline void produce(const Job& job, Work work, Ring& ring) {
 // Row r's query, one warp each.
 __device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
   const int half = job.head_dim / 2, warp = threadIdx.x / 32;
-  Turn turn;
-  if (warp < work.rows) turn.load(job, kQuery, work.position(job, warp));
+  Rotation rotation;
+  if (warp < work.rows) rotation.load(job, kQuery, work.position(job, warp));
   wait_for_previous();
   let_next_start();
 #pragma unroll 1
@@ -96,8 +96,8 @@ __device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
     const float* raw = job.qkv + m * job.stride + head * job.head_dim;
     Vector x;
     x.load(raw, raw + half, half);
-    if (r != warp) turn.load(job, kQuery, work.position(job, r));
-    turn.apply(job, kQuery, x);
+    if (r != warp) rotation.load(job, kQuery, work.position(job, r));
+    rotation.apply(job, kQuery, x);
     store_query(queries, kRows, r, job.head_dim, x);
   }
 }

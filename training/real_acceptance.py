@@ -3,7 +3,7 @@ head as it is. What training simulates must come true here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Seqs
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,9 +36,9 @@ class Live:
         arch: Arch,
         spec: HeadSpec,
         target_ids: np.ndarray,
-        prompts: Rows[Rows[int]],
+        prompts: Seqs[Seqs[int]],
         k: int,
-        stop_ids: Rows[int],
+        stop_ids: Seqs[int],
         suppress: tuple[int, ...],
     ) -> None:
         """params: the teacher's, which this target shares. k: draft tokens per cycle."""
@@ -74,7 +74,7 @@ class Live:
         return seqs
 
 
-def tau_of(seqs: Rows[Sequence]) -> float:
+def tau_of(seqs: Seqs[Sequence]) -> float:
     """Of all their cycles together."""
     total = Acceptance()
     for seq in seqs:

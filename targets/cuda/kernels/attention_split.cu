@@ -1,6 +1,6 @@
 // Attention of few rows: a CTA per lane and tile of rows, between `prepare` and `combine`. Its first
 // chunk is loaded, and the next ones are on their way to L2, before the previous kernel has ended.
-#include "chunk.cuh"
+#include "attention_chunk.cuh"
 
 constexpr int kAhead = 2;  // chunks
 // Whether there are registers for a chunk's values beside its keys; else they come where the keys were.

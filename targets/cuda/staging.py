@@ -15,7 +15,7 @@ import torch
 from targets.cuda.ops import Linear
 
 
-class Workshop:
+class Staging:
     """One load's. On a CPU the system looks after its memory itself."""
 
     def __init__(self, device: str) -> None:

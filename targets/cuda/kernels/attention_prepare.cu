@@ -13,12 +13,12 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant_
   const int position = place.start + t, half = job.head_dim / 2;
   const float* raw = role == kQuery ? job.qkv + size_t(m) * job.stride + head * job.head_dim
                                     : raw_key(job, m, head, role);
-  Turn turn;
-  turn.load(job, role, position);
+  Rotation rotation;
+  rotation.load(job, role, position);
   wait_for_previous();
   Vector x;
   x.load(raw, raw + half, half);
-  turn.apply(job, role, x);
+  rotation.apply(job, role, x);
   if (role != kQuery) return store_key(job, place.slot, head, position, role, x);
   const int rows = job.tokens * job.group, row = t * job.group + head % job.group;
   u16* queries = job.q + size_t(b * job.kv_heads + head / job.group) * rows * HD;

@@ -37,7 +37,7 @@ RUNTIME = 768 << 20
 
 
 @dataclass(frozen=True)
-class Shape:
+class TargetShape:
     """What decides the bytes; dtype and kv as in LINEAR and KV, already resolved."""
 
     slots: int
@@ -61,7 +61,7 @@ class Need:
         return self.weights + self.cache + self.workspace
 
 
-def need(arch: Arch, shape: Shape) -> Need:
+def need(arch: Arch, shape: TargetShape) -> Need:
     """Bytes for weights, K/V cache and workspace."""
     return Need(weight_bytes(arch, shape.dtype), cache_bytes(arch, shape), _workspace(arch, shape))
 
@@ -82,7 +82,7 @@ def tensor_bytes(name: str, spec: TensorSpec, dtype: str) -> int:
     return LINEAR[dtype] * values + scales
 
 
-def cache_bytes(arch: Arch, shape: Shape) -> int:
+def cache_bytes(arch: Arch, shape: TargetShape) -> int:
     """Of keys, values and the text that was fed, for all slots; idle rows have a text too."""
     slack = slack_of(shape.chunk, SHORT)
     text, total = 4 * (shape.max_len + slack), 0
@@ -93,7 +93,7 @@ def cache_bytes(arch: Arch, shape: Shape) -> int:
     return shape.slots * total + (shape.slots + 1) * text
 
 
-def check_fits(arch: Arch, shape: Shape, free: int, drafter: int = 0) -> None:
+def check_fits(arch: Arch, shape: TargetShape, free: int, drafter: int = 0) -> None:
     """Raise UserError, with what would fit, where `free` bytes are not enough. drafter: bytes of
     them that the drafter takes."""
     needed, free = need(arch, shape), free - drafter
@@ -107,7 +107,7 @@ def check_fits(arch: Arch, shape: Shape, free: int, drafter: int = 0) -> None:
     )
 
 
-def _remedy(arch: Arch, shape: Shape, free: int) -> str:
+def _remedy(arch: Arch, shape: TargetShape, free: int) -> str:
     def fits(**change: int) -> bool:
         return need(arch, replace(shape, **change)).total <= free
 
@@ -136,7 +136,7 @@ def largest(fits: Callable[[int], bool], top: int) -> int:
     return low
 
 
-def _workspace(arch: Arch, shape: Shape) -> int:
+def _workspace(arch: Arch, shape: TargetShape) -> int:
     """The runtime itself, the logits of a verify, each slot's bias, attention's partial results
     and angles, and a chunk's prefill."""
     rows = bucket_of(shape.slots) * shape.width
@@ -147,7 +147,7 @@ def _workspace(arch: Arch, shape: Shape) -> int:
     return RUNTIME + logits + partial + angles + _prefill(arch, shape)
 
 
-def _prefill(arch: Arch, shape: Shape) -> int:
+def _prefill(arch: Arch, shape: TargetShape) -> int:
     """A chunk's widest layer; a long one also needs that layer's weights row by row again, and
     all keys and values of a global one."""
     chunk = min(shape.chunk, shape.max_len)

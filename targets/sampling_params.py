@@ -12,7 +12,7 @@ import numpy as np
 from specdec.core.types import Array, Sampling
 
 
-class Rules(NamedTuple):
+class SamplingTable(NamedTuple):
     """What `Sampling` holds, as arrays [B]; seed [B, 2]: the words of `split_seed`."""
 
     temperature: Array
@@ -26,11 +26,11 @@ class Rules(NamedTuple):
     prompt_len: Array
 
 
-def blank_rules(rows: int) -> Rules:
+def blank_table(rows: int) -> SamplingTable:
     """Greedy everywhere, in numpy: float32, int32, and uint32 for the seed."""
     zero, one = np.zeros(rows, np.float32), np.ones(rows, np.float32)
     whole = np.zeros(rows, np.int32)
-    return Rules(
+    return SamplingTable(
         temperature=zero.copy(),
         top_k=whole.copy(),
         top_p=one.copy(),
@@ -43,18 +43,18 @@ def blank_rules(rows: int) -> Rules:
     )
 
 
-def set_rules(rules: Any, row: int, given: Sampling, prompt_len: int) -> None:
+def set_row(sampling_params: Any, row: int, given: Sampling, prompt_len: int) -> None:
     """Write a request's parameters into its row, in place: a captured graph may read these very
     arrays."""
-    rules.temperature[row] = given.temperature
-    rules.top_k[row] = given.top_k
-    rules.top_p[row] = given.top_p
-    rules.min_p[row] = given.min_p
-    rules.repetition[row] = given.repetition_penalty
-    rules.presence[row] = given.presence_penalty
-    rules.frequency[row] = given.frequency_penalty
-    rules.seed[row, 0], rules.seed[row, 1] = split_seed(given.seed)
-    rules.prompt_len[row] = prompt_len
+    sampling_params.temperature[row] = given.temperature
+    sampling_params.top_k[row] = given.top_k
+    sampling_params.top_p[row] = given.top_p
+    sampling_params.min_p[row] = given.min_p
+    sampling_params.repetition[row] = given.repetition_penalty
+    sampling_params.presence[row] = given.presence_penalty
+    sampling_params.frequency[row] = given.frequency_penalty
+    sampling_params.seed[row, 0], sampling_params.seed[row, 1] = split_seed(given.seed)
+    sampling_params.prompt_len[row] = prompt_len
 
 
 def split_seed(seed: int) -> tuple[int, int]:

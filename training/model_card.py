@@ -1,7 +1,7 @@
 """What a model card needs: held-out losses, baselines, samples and the curve.
 
-`python -m training.report CONFIG CORPUS TOKENIZER RUN OUT` writes OUT/report.json, OUT/samples.md
-and OUT/curve.png. The weights are judged as they are shipped: rounded to bfloat16.
+`python -m training.model_card CONFIG CORPUS TOKENIZER RUN OUT` writes OUT/report.json,
+OUT/samples.md and OUT/curve.png. The weights are judged as they are shipped: rounded to bfloat16.
 """
 
 import argparse

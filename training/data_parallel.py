@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specdec.core.errors import UserError
-from training.packing import Rows
+from training.packing import PackedRows
 
 
-class Spread:
+class DataParallel:
     def __init__(self, devices: int, batch: int) -> None:
         """Raises UserError where there are not so many devices, or rows don't divide evenly."""
         if not 1 <= devices <= jax.device_count():
@@ -38,5 +38,5 @@ class Spread:
         """The same on every device."""
         return tree if self.devices == 1 else jax.device_put(tree, self._copies)
 
-    def shares(self, rows: Rows) -> Rows:
+    def shares(self, rows: PackedRows) -> PackedRows:
         return rows if self.devices == 1 else jax.device_put(rows, self._rows)

@@ -12,7 +12,7 @@ from targets.cuda.launch import Library, Variant, launch, pointer
 def stream_bandwidth(size: int = 16 << 30) -> float:
     """Bytes per second of a plain read of `size` bytes, the best of ten."""
     data = torch.empty(size, dtype=torch.uint8, device="cuda")
-    variant = Variant("stream")
+    variant = Variant("bandwidth")
     kernel = Library({variant}).kernel(variant, "stream")
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
     data.view(torch.int32).random_()

@@ -1,7 +1,7 @@
 """Where a forward pass's keys and values go to and come from.
 
-A layer hands its new K/V to a `Memory` and gets back all that its queries may be compared with.
-`CacheMemory` decodes, `SequenceMemory` takes whole sequences (training, teacher, scoring);
+A layer hands its new K/V to a `KVExchange` and gets back all that its queries may be compared with.
+`CacheExchange` decodes, `SequenceExchange` takes whole sequences (training, teacher, scoring);
 `training/blocks.py` has one more.
 """
 
@@ -19,7 +19,7 @@ from targets.arch import Arch, LayerSpec
 from targets.jax import cache as kv, layers
 from targets.jax.cache import Span
 from targets.jax.params import Params
-from targets.segments import Segment, segments
+from targets.layer_groups import LayerGroup, layer_groups
 
 BLOCK = 4096
 """Entries of a global layer's cache that attention reads at a time, as far as the longest row is
@@ -31,7 +31,7 @@ AT_ONCE = 2**26
 quarter of a TPU v6e's 128 MiB on the chip."""
 
 
-class Memory(Protocol):
+class KVExchange(Protocol):
     """Where K/V go to and come from during one forward pass."""
 
     def positions(self, tokens: int) -> Array:
@@ -39,13 +39,13 @@ class Memory(Protocol):
         ...
 
     def exchange(
-        self, stored: Any, group: Array | int, layer: LayerSpec, k: Array, v: Array
+        self, stored: Any, repeat: Array | int, layer: LayerSpec, k: Array, v: Array
     ) -> tuple[Any, Any]:
         """Store the new k, v [B, T, K, D]; return the updated store and the layer's keys and
         values, in whatever form `attend` takes them."""
         ...
 
-    def recall(self, stored: Any, group: int) -> Any:
+    def recall(self, stored: Any, repeat: int) -> Any:
         """The keys and values of a donor layer, for `attend`."""
         ...
 
@@ -55,7 +55,7 @@ class Memory(Protocol):
         ...
 
 
-class CacheMemory(NamedTuple):
+class CacheExchange(NamedTuple):
     """Decoding: write into the cache, then attend over the cache alone, so that the order of
     each reduction follows entries (absolute positions), never how many rows a call has."""
 
@@ -64,29 +64,29 @@ class CacheMemory(NamedTuple):
     def positions(self, tokens: int) -> Array:
         return self.span.start[:, None] + jnp.arange(tokens)
 
-    def exchange(self, stored, group, layer, k, v):
+    def exchange(self, stored, repeat, layer, k, v):
         copies = kv.heads(stored.k) // layer.kv_heads  # see cache.cached_heads
-        k = layers.turning(k, layer.rope) if layer.k_eq_v else k  # see cache.key_dims
+        k = layers.rotating(k, layer.rope) if layer.k_eq_v else k  # see cache.key_dims
         k, v = (jnp.repeat(new, copies, 2) for new in (k, v))
         stored = kv.LayerCache(
-            kv.write(stored.k, group, self.span, k), kv.write(stored.v, group, self.span, v)
+            kv.write(stored.k, repeat, self.span, k), kv.write(stored.v, repeat, self.span, v)
         )
-        return stored, self.recall(stored, group)
+        return stored, self.recall(stored, repeat)
 
-    def recall(self, stored, group):
-        return stored, group
+    def recall(self, stored, repeat):
+        return stored, repeat
 
     def attend(self, q, seen, layer, key_norm):
         """A few rows at a time where their entries are many: XLA copies what it slices from the
         cache, within the chip where it fits, else through memory."""
-        (stored, group), rows = seen, q.shape[0]
+        (stored, repeat), rows = seen, q.shape[0]
         some = _rows_at_once(rows, stored.v)
         parts = layers.queries_in_parts(q, layer, key_norm) if layer.k_eq_v else (q,)
 
         def part(first: Array | int) -> Array:
             cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, some)  # noqa: E731
             span = Span(self.span.first + first, cut(self.span.start), cut(self.span.count))
-            return _attend_cached(tuple(map(cut, parts)), stored, group, span, layer.window)
+            return _attend_cached(tuple(map(cut, parts)), stored, repeat, span, layer.window)
 
         if some == rows:
             return part(0)
@@ -94,14 +94,14 @@ class CacheMemory(NamedTuple):
 
 
 def _attend_cached(
-    q: layers.Parts, stored: kv.LayerCache, group: Array | int, span: Span, window: int | None
+    q: layers.Parts, stored: kv.LayerCache, repeat: Array | int, span: Span, window: int | None
 ) -> Array:
     """Queries over the whole of a short cache or a ring, and over the filled blocks of a long
     one. Values that keys are made of are barred from being read twice: XLA would."""
     size, tokens = kv.size(stored.v), q[0].shape[1]
 
     def cut(begin: Array | int, count: int) -> tuple[layers.Parts, kv.Entries, Array]:
-        k, v = (kv.read(half, group, span, begin, count) for half in stored)
+        k, v = (kv.read(half, repeat, span, begin, count) for half in stored)
         entries = begin + jnp.arange(count)
         if len(q) == 1:
             return (k,), v, entries
@@ -131,28 +131,28 @@ def _rows_at_once(rows: int, cache: kv.Entries) -> int:
 
 
 def attend_visible(
-    memory: Any, q: Array, seen: tuple[Array, Array], layer: LayerSpec, key_norm: Array | None
+    exchange: Any, q: Array, seen: tuple[Array, Array], layer: LayerSpec, key_norm: Array | None
 ) -> Array:
     """`attend` of the training memories: over whole keys and values, as far as `visible` says."""
     k, v = seen
-    return layers.attend(q, k, v, memory.visible(layer, q.shape[1], k.shape[1]))
+    return layers.attend(q, k, v, exchange.visible(layer, q.shape[1], k.shape[1]))
 
 
-class SequenceMemory(NamedTuple):
+class SequenceExchange(NamedTuple):
     """Training: whole sequences from position 0, no cache. The store keeps each layer's own K/V
-    for the layers that share it: pairs [repeats, B, T, K, D], filled group by group."""
+    for the layers that share it: pairs [repeats, B, T, K, D], filled repeat by repeat."""
 
     def positions(self, tokens: int) -> Array:
         return jnp.arange(tokens)[None]
 
-    def exchange(self, stored, group, layer, k, v):
+    def exchange(self, stored, repeat, layer, k, v):
         if stored is None:  # nobody shares this layer's K/V: keep nothing
             return None, (k, v)
-        stored = kv.LayerCache(stored.k.at[group].set(k), stored.v.at[group].set(v))
+        stored = kv.LayerCache(stored.k.at[repeat].set(k), stored.v.at[repeat].set(v))
         return stored, (k, v)
 
-    def recall(self, stored, group):
-        return stored.k[group], stored.v[group]
+    def recall(self, stored, repeat):
+        return stored.k[repeat], stored.v[repeat]
 
     attend = attend_visible
 
@@ -173,13 +173,13 @@ def shared_stores(
     donors = {layer.kv_from for layer in arch.layers}
     dtype = params.top["norm"].dtype
 
-    def store(segment: Segment, j: int, layer: LayerSpec) -> kv.LayerCache | None:
-        if not donors & {segment.layer(g, j) for g in range(segment.repeats)}:
+    def store(group: LayerGroup, j: int, layer: LayerSpec) -> kv.LayerCache | None:
+        if not donors & {group.layer(g, j) for g in range(group.repeats)}:
             return None
-        shape = (segment.repeats, *rows(layer), layer.kv_heads, layer.head_dim)
+        shape = (group.repeats, *rows(layer), layer.kv_heads, layer.head_dim)
         return kv.LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     return tuple(
-        tuple(store(segment, j, layer) for j, layer in enumerate(segment.pattern))
-        for segment in segments(arch)
+        tuple(store(group, j, layer) for j, layer in enumerate(group.pattern))
+        for group in layer_groups(arch)
     )

@@ -14,18 +14,18 @@ from targets.arch import LayerSpec
 from targets.cuda import cache as kv
 from targets.cuda.cache import LayerCache
 from targets.cuda.formulas import gate, inverse_frequencies, new_entry, rms, rotate
-from targets.cuda.prefill_steps import Chunk, Input, Pair
+from targets.cuda.prefill_steps import Pair, PrefillChunk, PrefillInput
 
 
-class Library:
+class PrefillReference:
     """`prefill_steps.Steps` for one chunk."""
 
-    def __init__(self, chunk: Chunk, eps: float) -> None:
+    def __init__(self, chunk: PrefillChunk, eps: float) -> None:
         self.chunk, self.eps = chunk, eps
         device = chunk.tokens.device
         self.positions = chunk.start + torch.arange(len(chunk.tokens), device=device)
 
-    def turn(
+    def add_norm(
         self,
         h: torch.Tensor,
         branch: torch.Tensor | None,
@@ -33,35 +33,37 @@ class Library:
         scalar: torch.Tensor | None,
         pre: torch.Tensor | None,
         kind: str,
-    ) -> Input:
+    ) -> PrefillInput:
         if branch is not None:
             h += rms(branch, post, self.eps)
         if scalar is not None:
             h *= scalar
-        return Input(h if pre is None else rms(h, pre, self.eps), None)
+        return PrefillInput(h if pre is None else rms(h, pre, self.eps), None)
 
-    def matmul(self, x: Input, values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    def matmul(
+        self, x: PrefillInput, values: torch.Tensor, scale: torch.Tensor | None
+    ) -> torch.Tensor:
         if scale is None:
             return (x.values.to(values.dtype) @ values.T).float()
         return (x.values @ values.float().T) * scale
 
     def grouped(
-        self, x: Input, ends: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None
+        self, x: PrefillInput, ends: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None
     ) -> torch.Tensor:
         out, first = [], 0
         for expert, last in enumerate(ends.tolist()):
             own = None if scale is None else scale[expert]
-            out.append(self.matmul(Input(x.values[first:last], None), values[expert], own))
+            out.append(self.matmul(PrefillInput(x.values[first:last], None), values[expert], own))
             first = last
         return torch.cat(out)
 
     def gate_up(
-        self, x: Input, values: torch.Tensor, scale: torch.Tensor | None, kind: str
-    ) -> Input:
+        self, x: PrefillInput, values: torch.Tensor, scale: torch.Tensor | None, kind: str
+    ) -> PrefillInput:
         return self.gated(self.matmul(x, values, scale), kind)
 
-    def gated(self, gate_up: torch.Tensor, kind: str) -> Input:
-        return Input(gate(gate_up), None)
+    def gated(self, gate_up: torch.Tensor, kind: str) -> PrefillInput:
+        return PrefillInput(gate(gate_up), None)
 
     def exchange(
         self, qkv: torch.Tensor, k_norm: torch.Tensor, layer: LayerSpec, store: LayerCache
@@ -78,10 +80,10 @@ class Library:
 
     def attend(
         self, qkv: torch.Tensor, q_norm: torch.Tensor, layer: LayerSpec, pair: Pair, kind: str
-    ) -> Input:
+    ) -> PrefillInput:
         q = qkv[:, : layer.heads * layer.head_dim].unflatten(-1, (layer.heads, layer.head_dim))
         q = rotate(rms(q, q_norm, self.eps), self._angles(layer))
-        return Input(attend(q, *pair, layer.window), None)
+        return PrefillInput(attend(q, *pair, layer.window), None)
 
     def _angles(self, layer: LayerSpec) -> torch.Tensor:
         inverse = inverse_frequencies(layer.rope, layer.head_dim, self.positions.device)

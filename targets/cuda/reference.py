@@ -31,7 +31,7 @@ from targets.cuda.formulas import (
     soft_cap,
 )
 from targets.cuda.ops import Linear, Rows
-from targets.rules import Rules
+from targets.sampling_params import SamplingTable
 
 
 def each_row(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
@@ -207,13 +207,13 @@ class Reference:
         self,
         logits: torch.Tensor,
         bias: torch.Tensor,
-        rules: Rules,
+        sampling_params: SamplingTable,
         history: torch.Tensor,
         rows: Rows,
-        shaped: bool,
+        needs_sampler: bool,
     ) -> torch.Tensor:
-        if shaped:
-            return sampling.choose(logits, bias, rules, history, rows)
+        if needs_sampler:
+            return sampling.choose(logits, bias, sampling_params, history, rows)
         return sampling.choose_greedy(logits, bias, rows)
 
     def head(self, x: torch.Tensor, table: Linear, softcap: float | None) -> torch.Tensor:

@@ -29,7 +29,7 @@ PLAIN, GATED, LOGITS, PER_LAYER = range(4)
 """What is done with the sums (gemm.cu)."""
 
 
-class _Job(Structure):
+class _GemmJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "scale", "x", "out", "inputs", "partial")),
         *((name, c_int) for name in ("inputs_stride", "n", "ctas", "tiles", "passes", "steps")),
@@ -56,7 +56,7 @@ def variants(kinds: set[str]) -> set[Variant]:
     return {UNTILE} | few | many | {_gather(kind, block) for kind in kinds for block in MANY}
 
 
-class Skinny:
+class Gemm:
     """Weights times few tokens, on a GPU with this many multiprocessors."""
 
     def __init__(self, launch: Launch, processors: int) -> None:
@@ -128,7 +128,7 @@ class Skinny:
         """out: float32 rows of `stride`, or an `Input`'s data of `stride` blocks. inputs: what
         PER_LAYER multiplies with. silu: what GATED gates with, else tanh GELU."""
         plan = tiles.schedule_of(weight, self._processors)
-        job = _Job(
+        job = _GemmJob(
             *map(address, (weight.data, weight.scale, x.data, out, inputs, None)),
             0 if inputs is None else inputs.stride(0),
             *(weight.n, plan.ctas, plan.tiles, plan.passes, plan.steps),
@@ -144,14 +144,14 @@ class Skinny:
         else:
             self._spread(x, weight, plan, job)
 
-    def _wide(self, x: Input, weight: Linear, plan: tiles.Schedule, job: _Job) -> None:
+    def _wide(self, x: Input, weight: Linear, plan: tiles.Schedule, job: _GemmJob) -> None:
         job.stages, shared = many_stages(plan, weight.kind, x.block)
         shares = -(-plan.ctas // plan.k_groups) * plan.k_groups
         grid = (-(-x.rows // x.block), shares, 1)
         variant = _many(weight.kind, x.block, plan.depth)
         self._launch(variant, "wide", grid, many_threads(plan, x.block), [job], shared)
 
-    def _spread(self, x: Input, weight: Linear, plan: tiles.Schedule, job: _Job) -> None:
+    def _spread(self, x: Input, weight: Linear, plan: tiles.Schedule, job: _GemmJob) -> None:
         """The k groups' sums one by one, then added."""
         count, blocks = plan.passes * plan.ctas * plan.tiles, -(-x.rows // x.block)
         size = plan.k_groups, count, blocks, tiles.TILE * x.block
@@ -171,7 +171,7 @@ def _many(kind: str, block: int, depth: int) -> Variant:
 
 
 def _gather(kind: str, block: int) -> Variant:
-    return Variant("gather", (("FP8", int(kind == "fp8")), ("TOKENS", block)))
+    return Variant("gemm_reduce", (("FP8", int(kind == "fp8")), ("TOKENS", block)))
 
 
 def few_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:

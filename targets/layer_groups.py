@@ -1,4 +1,5 @@
-"""Layers in groups of the pattern, so that a backend can scan over groups instead of layers."""
+"""Layers in groups of a repeated pattern, so that a backend can scan over the repeats instead of
+layers."""
 
 from __future__ import annotations
 
@@ -8,26 +9,27 @@ from targets.arch import Arch, LayerSpec
 
 
 @dataclass(frozen=True)
-class Segment:
-    """`repeats` groups of the same `pattern` of layers, starting at layer `first`."""
+class LayerGroup:
+    """The same `pattern` of layers, `repeats` times, starting at layer `first`."""
 
     first: int
     pattern: tuple[LayerSpec, ...]
     repeats: int
 
-    def layer(self, group: int, position: int) -> int:
-        return self.first + group * len(self.pattern) + position
+    def layer(self, repeat: int, position: int) -> int:
+        """The number of the layer at this position of the pattern, in this repeat of it."""
+        return self.first + repeat * len(self.pattern) + position
 
 
-def segments(arch: Arch) -> tuple[Segment, ...]:
+def layer_groups(arch: Arch) -> tuple[LayerGroup, ...]:
     """Cut the layers into runs of a repeated pattern, longest run first, shortest pattern first.
 
-    31B: one segment of (5 sliding + 1 global) x 10. E4B: x 4 that own their K/V, x 3 that share.
+    31B: one group of (5 sliding + 1 global) x 10. E4B: x 4 that own their K/V, x 3 that share.
     """
     found, first = [], 0
     while first < len(arch.layers):
         period, repeats = _longest_run(arch.layers[first:])
-        found.append(Segment(first, arch.layers[first : first + period], repeats))
+        found.append(LayerGroup(first, arch.layers[first : first + period], repeats))
         first += period * repeats
     return tuple(found)
 
