@@ -14,6 +14,7 @@ from specdec.core.errors import UserError
 KINDS = {
     "none": "drafters.none.kind",
     "ngram": "drafters.ngram.kind",
+    "suffix": "drafters.suffix.kind",
     "model": "drafters.model.kind",
     "eagle3": "drafters.eagle3.kind",
 }

@@ -47,6 +47,8 @@ class KVCache:
 
     layers: tuple[LayerCache | None, ...]
     history: torch.Tensor
+    places: torch.Tensor
+    """0, 1, 2, ... int64 [max_len + slack]: made once, not in every captured cycle."""
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -65,8 +67,8 @@ class KVCache:
         row may start anywhere, beyond this cache's context too: what it would write goes to the
         spare row's first places."""
         first = torch.where(slot < 0, 0, start)
-        place = first[:, None] + torch.arange(tokens.shape[1], device=start.device)
-        self.history[slot[:, None].long(), place.long()] = tokens
+        place = first[:, None] + self.places[: tokens.shape[1]]
+        self.history[slot[:, None].long(), place] = tokens
 
 
 def slack_of(chunk: int, short: int) -> int:
@@ -99,7 +101,8 @@ def make_cache(
         )
 
     history = torch.zeros((slots + 1, max_len + slack), dtype=torch.int32, device=device)
-    return KVCache(tuple(map(one, arch.layers)), history)
+    places = torch.arange(max_len + slack, device=device)
+    return KVCache(tuple(map(one, arch.layers)), history, places)
 
 
 def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -10,6 +10,7 @@ constexpr int kNoGuess = -1, kSatOut = -1;
 extern "C" __global__ void __launch_bounds__(32)
     lay_out(const int* history, const int* length, const int* live, const int* slots, int* tokens,
             int* start, int* slot_out, int stride, int k) {
+  let_next_start();
   const int b = blockIdx.x, slot = slots[b], i = threadIdx.x;
   const bool runs = slot >= 0 && live[max(slot, 0)];
   const int end = runs ? length[slot] : 1;
