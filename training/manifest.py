@@ -1,4 +1,4 @@
-"""Whose folder it is: what decided its contents, written once and compared on each return."""
+"""A folder's manifest: what decided its contents, written once and compared on each later run."""
 
 from __future__ import annotations
 
