@@ -16,6 +16,9 @@ def __getattr__(name: str) -> Any:
     """The door opens when it is first asked for: every module of ours imports this one before."""
     if name not in __all__:
         raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+    from specdec.core.packages import check_packages
+
+    check_packages()
     from specdec import llm
 
     return getattr(llm, name)

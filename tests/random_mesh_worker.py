@@ -57,8 +57,8 @@ def say(variant: str, arch: Arch, int8: bool, tp: int) -> dict[str, Any]:
 
 def bench() -> None:
     """The command, on a tiny "released" model and with few samples."""
-    from specdec.bench import timing
     import targets.arch
+    from specdec.bench import timing
     from specdec.cli import main as command
 
     targets.arch.released = lambda name: parse_arch(config_of("31b"))

@@ -19,6 +19,8 @@ from targets.arch import Arch
 from training.optimizer import ADAM_LIKE_RMS
 
 Loss = Literal["kl", "lk"]
+RECIPES = Path(__file__).parent / "configs"
+"""The recipes that come with specdec."""
 EXAMPLE = "configs/eagle3-mini.toml"
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -82,8 +84,18 @@ class Recipe:
     __pydantic_config__ = STRICT
 
 
+def find_recipe(path: Path) -> Path:
+    """The file that was named, or the recipe of that name that comes with specdec: a clone has them
+    in `configs/`, an installed package has no such folder."""
+    if path.parent in (Path(), Path("configs")) and not path.is_file():
+        shipped = RECIPES / path.with_suffix(".toml").name
+        return shipped if shipped.is_file() else path
+    return path
+
+
 def read_recipe(path: Path) -> Recipe:
     """Raises UserError on a missing file, on unknown or missing keys and on impossible values."""
+    path = find_recipe(path)
     recipe = read_recipe_as(Recipe, path, EXAMPLE)
     if recipe.length <= recipe.unroll + 1:
         raise UserError(

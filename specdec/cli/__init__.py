@@ -14,6 +14,7 @@ from cyclopts import App, CycloptsError
 from specdec.cli.failure import say_failure
 from specdec.cli.options import check_whole, read_config, take_config
 from specdec.core.errors import UserError
+from specdec.core.packages import check_packages
 from specdec.core.version import VERSION
 from specdec.core.writing import said_of
 
@@ -113,6 +114,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str]) -> None:
+    check_packages()
     arguments, file = take_config(arguments)
     given = [] if file is None else [read_config(file, COMMANDS)]
     app.config = [*given, check_whole]

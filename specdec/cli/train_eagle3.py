@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
-from functools import partial
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,8 @@ from targets.backend import backend_of
 from targets.mini import checkpoint_path
 
 if TYPE_CHECKING:
-    from targets.arch import Arch
-    from targets.jax.params import Params
     from training.eagle3 import Trainer
-    from training.feature_cache import FeatureCache
-    from training.packing import PackedRows
     from training.recipe import Recipe
-    from training.teacher import TeacherOutput
 
 
 def train_eagle3(
@@ -60,6 +55,7 @@ def train_eagle3(
         End stdout with one JSON document.
     """
     require_training()
+    from training.assemble import TrainingRequest, make_trainer
     from training.curves import plot_run
     from training.recipe import read_recipe
 
@@ -73,7 +69,9 @@ def train_eagle3(
     if feature_cache is not None:
         check_folder(feature_cache, "--feature-cache")
     backend_of(model).prepare(model)
-    trainer, covered = _make_trainer(chosen, data, run, model, feature_cache, data_parallel_size)
+    path = checkpoint_path(model.model)
+    given = chosen, data, run, path, model.dtype, feature_cache, data_parallel_size
+    trainer, covered = make_trainer(TrainingRequest(*given), _Console())
     console.print(f"the draft vocabulary covers {covered:.2%} of the generated tokens")
     record = command_record("train-eagle3", model=model, recipe=chosen) | {"coverage": covered}
     write_whole(run / "run.json", json_module.dumps(record, indent=1, default=str))
@@ -85,89 +83,17 @@ def train_eagle3(
         print_json(record | {"steps": chosen.steps, "heldout": found})
 
 
-def _make_trainer(
-    recipe: Recipe,
-    data: list[Path],
-    run: Path,
-    model: ModelConfig,
-    feature_cache: Path | None,
-    devices: int,
-) -> tuple[Trainer, float]:
-    """Everything loaded and checked, and the draft vocabulary's coverage. Raises UserError."""
-    from targets.tokenizer import load_tokenizer
-    from training.distil import read_answers, split_answers, target_hash
-    from training.eagle3 import Trainer, contract_of, sign
-    from training.feature_cache import with_states
-    from training.packing import pack
-    from training.real_acceptance import Live, prompts_of
-    from training.recipe import spec_for
-    from training.teacher import load_teacher, teach
-    from training.vocabulary import count_generated, coverage, draft_vocabulary
+class _Console:
+    """`training.assemble.Watcher` on the terminal."""
 
-    path = checkpoint_path(model.model)
-    read = [(folder, *read_answers(folder)) for folder in data]
-    with working(console, "checking that this model wrote the data"):
-        answers, kept, source = split_answers(read, target_hash(path), recipe.heldout_share)
-    params, arch = load_teacher(path, model.dtype)
-    tokenizer = load_tokenizer(path, arch.vocab)
-    spec = spec_for(arch, recipe.head, tokenizer.stop_ids)
-    rows, judged = pack(answers, recipe.length), pack(kept, recipe.length)
-    counts = count_generated(rows, arch.vocab)
-    ids = draft_vocabulary(counts, spec.draft_vocab, tokenizer.stop_ids)
-    teacher, cache = (params, arch, spec.layers), None
-    if feature_cache is not None:
-        cache = _claim_cache(feature_cache, *teacher, source, (rows, judged))
-    sign(run, contract_of(recipe, spec, source, cache is not None), ids)
-    if cache is not None:
-        _fill_cache(cache, *teacher, recipe.batch)
-        rows, judged = with_states(cache, rows, judged)
+    def note(self, line: str) -> None:
+        console.print(line)
 
-    def lesson(params: Params, rows: PackedRows) -> TeacherOutput:
-        return teach(params, arch, spec.layers, ids, tokenizer.suppress_ids, rows)
+    def working(self, doing: str) -> AbstractContextManager[Any]:
+        return working(console, doing)
 
-    prompts = prompts_of(kept, recipe.live_prompts, recipe.length)
-    ends = tuple(tokenizer.stop_ids), tokenizer.suppress_ids
-    live = Live(params, arch, spec, ids, prompts, recipe.unroll, *ends)
-    trainer = Trainer(recipe, spec, run, params, lesson, rows, judged, ids, live, devices)
-    return trainer, coverage(counts, ids)
-
-
-def _claim_cache(
-    folder: Path,
-    params: Params,
-    arch: Arch,
-    layers: tuple[int, ...],
-    source: dict[str, Any],
-    parts: tuple[PackedRows, PackedRows],
-) -> FeatureCache:
-    """The folder for these rows, and whether it has room. Raises UserError."""
-    from training.feature_cache import CacheLayout, FeatureCache, joined
-
-    rows, dtype = joined(*parts), str(params.top["norm"].dtype)
-    count, length = rows.tokens.shape
-    layout = CacheLayout(count, length, len(layers) * arch.hidden, arch.hidden, dtype)
-    facts = {"target": source["target"], "data": source, "layers": layers}
-    cache = FeatureCache(folder, rows, layout, facts)
-    missing, size = cache.check_room(), count * layout.row_bytes / 2**20
-    console.print(f"{folder}: features of {count:,} rows, {size:,.0f} MiB, {missing:,} rows to do")
-    return cache
-
-
-def _fill_cache(
-    cache: FeatureCache, params: Params, arch: Arch, layers: tuple[int, ...], batch: int
-) -> None:
-    """Let the target read what is missing, with a bar. Raises UserError."""
-    import jax
-
-    from training.teacher import read
-
-    program = jax.jit(lambda params, *given: read(params, arch, layers, *given))
-    total = len(cache.rows.tokens)
-    done = total - cache.check_room()
-    if done < total:
-        continues(console, "row", done, total)
-    with Bar(console, "features", total, done) as bar:
-        cache.build(partial(program, params), batch, bar.advance)
+    def bar(self, title: str, total: int, done: int) -> AbstractContextManager[Any]:
+        return Bar(console, title, total, done)
 
 
 def _train(trainer: Trainer, recipe: Recipe) -> dict[str, Any]:

@@ -1,0 +1,25 @@
+"""The five packages of this distribution: found where they belong, not shadowed by strangers."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from specdec.core.errors import UserError
+
+BESIDE = ("drafters", "targets", "training", "serve")
+HOME = Path(__file__).parents[2]
+
+
+def check_packages() -> None:
+    """Raise UserError where Python would import a stranger's package for one of ours: a script's
+    own folder comes first, and many projects have a `training/`."""
+    for name in BESIDE:
+        spec = find_spec(name)
+        places = list(spec.submodule_search_locations or ()) if spec else []
+        if not any(Path(place).resolve() == (HOME / name).resolve() for place in places):
+            found = places[0] if places else (spec.origin if spec else "nowhere")
+            raise UserError(
+                f"Python finds the package {name} in {found}, not in {HOME / name}: "
+                "run from another folder, or rename yours"
+            )
