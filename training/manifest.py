@@ -1,4 +1,4 @@
-"""A folder's manifest: what decided its contents, written once and compared on each later run."""
+"""Whose folder it is: what decided its contents, written once and compared on each return."""
 
 from __future__ import annotations
 

@@ -23,22 +23,19 @@ LK_ETA = 3.0
 
 
 class Judged(NamedTuple):
-    """How a draft step compares with the target at each position: [K, B, T] float32 each."""
+    """[K, B, T] float32. mask: counts at all; told: the answer goes on, with the token that the
+    target chose; known: the target's favourite is a draft id (else it teaches nothing); divergence:
+    KL on the draft vocabulary; hit: same argmax as the target; overlap: sum of min(p, q) over the
+    whole vocabulary; coupled: chance that the draft chooses the answer's token too, drawn with the
+    noise by which the target chose it."""
 
     mask: Any
-    """1 where the step counts (see `masks`)."""
     told: Any
-    """1 where the row also holds the token that the target chose after it."""
     known: Any
-    """1 where the target's argmax is in the draft vocabulary; only there the head is taught."""
     divergence: Any
-    """KL on the draft vocabulary."""
     hit: Any
-    """1 where the head's argmax equals the target's."""
     overlap: Any
-    """Sum of min(p, q) over the whole vocabulary."""
     coupled: Any
-    """Chance that the draft is the answer's token, under the noise by which the target chose it."""
 
 
 def ahead(x: Any, n: int) -> Any:

@@ -58,7 +58,7 @@ def fill(target: Target, batch: int, context: int, vocab: int) -> list[Sequence]
 
 
 def some_draft(seqs: Seqs[Sequence], k: int) -> Array:
-    """[B, k] ids taken from the texts. NO_GUESS would make a step too cheap: it reads no expert."""
+    """[B, k] ids out of the texts. Guesses that don't exist would cost less: no expert is read."""
     return np.array([np.resize(seq.tokens, k) for seq in seqs], np.int32)
 
 

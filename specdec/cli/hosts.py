@@ -24,7 +24,7 @@ from specdec.core.errors import UserError
 
 AUTO = "auto"
 GRACE = 10.0
-"""Seconds to wait for the lost process's name, after a collective has failed."""
+"""Seconds for a line to tell who is gone, after a collective has failed."""
 PLACES = ("model", "draft_model", "cache")
 """Options that name folders, which each host may have elsewhere."""
 
@@ -154,8 +154,8 @@ def check_same(lines: ControlChannel, options: dict[str, Any]) -> None:
 
 
 class _End:
-    """Ends this process with one line, once, from whichever thread learns of the reason first. It
-    exits at once: an orderly exit would wait for the other processes in JAX's barrier."""
+    """Ends this process with one line, whoever sees the reason first. At once: leaving in order
+    would wait for the others, in JAX's barrier."""
 
     def __init__(self) -> None:
         self._once = threading.Lock()
@@ -166,11 +166,11 @@ class _End:
             os._exit(2)
 
     def by(self, problem: BaseException, lines: ControlChannel) -> NoReturn:
-        """End for what the command raised, and send the reason to the other processes."""
+        """Of what the command raised; the others are told."""
         if isinstance(problem, UserError):
             lines.fail(str(problem))
             self.now(str(problem))
-        if isinstance(problem, BrokenPipeError):  # the reader of process 0's output is gone
+        if isinstance(problem, BrokenPipeError):  # who read process 0 has seen enough
             lines.fail("its output was closed")
             with self._once:
                 os._exit(141)

@@ -77,7 +77,7 @@ class ControlChannel:
         self._send(_FAILED + why.encode())
 
     def close(self) -> None:
-        """Announce a clean end: the other processes then do not report this one as lost."""
+        """Part in peace: the other ends will not miss this process."""
         self.closed = True
         self._send(_BYE)
 
@@ -86,7 +86,7 @@ class ControlChannel:
             try:
                 line.send_bytes(parcel)
             except OSError:
-                pass  # the connection's thread reports the loss
+                pass  # its thread tells who is gone
 
     def _listen(self, peer: int, line: Connection) -> None:
         try:

@@ -69,7 +69,7 @@ class Engine:
     def _decode(self, rows: tuple[Sequence, ...]) -> list[Event]:
         try:
             rounds = self.cycle(rows, bool(self.scheduler.prefilling))
-        except MemoryError as refusal:  # the last to join fails, the others go on
+        except MemoryError as refusal:  # the last to join gives way, the others go on
             return [self._finish(rows[-1], (), "error", error=f"decode: {refusal}")]
         return [event for done in rounds for event in self._emit_round(rows, done)]
 
@@ -81,7 +81,7 @@ class Engine:
             yield from self.step()
 
     def run_to_end(self, seqs: list[Sequence]) -> None:
-        """`run` without events. Raises UserError where a sequence fails."""
+        """`run`, for who wants no events. Raises UserError where one fails."""
         for event in self.run(seqs):
             if event.error is not None:
                 raise UserError(event.error)

@@ -1,4 +1,4 @@
-"""Out of GPU memory, as any library reports it: only the request that asked for it fails."""
+"""Running out of GPU memory, by whatever name it comes: the failure of what was asked, no more."""
 
 from __future__ import annotations
 
