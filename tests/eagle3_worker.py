@@ -20,7 +20,7 @@ from targets.arch import Arch, parse_arch
 from targets.jax.params import Params, init_params
 from tests.tiny import VOCAB, config_of
 from training.eagle3 import Trainer
-from training.feature_cache import FeatureCache, Layout, Read, joined, with_states
+from training.feature_cache import CacheLayout, FeatureCache, Read, joined, with_states
 from training.packing import PackedRows, pack
 from training.recipe import HeadShape, Rates, Recipe, spec_for
 from training.teacher import TeacherOutput, read, teach
@@ -95,7 +95,7 @@ def reader(layers: tuple[int, ...]) -> Read:
 
 def cache_of(folder: Path, rows: PackedRows, layers: tuple[int, ...], **facts: Any) -> FeatureCache:
     hidden = target()[1].hidden
-    layout = Layout(*rows.tokens.shape, len(layers) * hidden, hidden, "float32")
+    layout = CacheLayout(*rows.tokens.shape, len(layers) * hidden, hidden, "float32")
     return FeatureCache(folder, rows, layout, {"target": "x", "layers": layers} | facts)
 
 

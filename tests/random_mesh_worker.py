@@ -17,7 +17,7 @@ from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from targets.arch import Arch, parse_arch
 from targets.jax.load import JaxOptions, random_target
-from targets.jax.params import DataParallel
+from targets.jax.params import SpreadWeight
 from targets.jax.target import JaxTarget
 from tests.eagle3_oracle import SPEC
 from tests.mesh_worker import LAYERS, K, split_in, texts
@@ -50,7 +50,7 @@ def say(variant: str, arch: Arch, int8: bool, tp: int) -> dict[str, Any]:
         target = random_target(arch, read)
         drafter = EagleDrafter(random_head(shape), target, K)
         said["eagle3"] = texts(target, drafter, host_cycle(target, drafter, K))
-    spread = any(isinstance(weight, DataParallel) for weight in first.values())
+    spread = any(isinstance(weight, SpreadWeight) for weight in first.values())
     sums = {name: values(target, name) for name in found}
     return {"texts": said, "parts": found, "spread": spread, "sums": sums}
 

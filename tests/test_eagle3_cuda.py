@@ -22,9 +22,9 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from specdec.core.types import NO_GUESS, Sampling, Sequence
-from targets.cuda.footprint import Shape, check_fits
+from targets.cuda.footprint import TargetShape, check_fits
 from targets.cuda.noise import gumbel
-from targets.cuda.ops import Linear, PackedRows
+from targets.cuda.ops import Linear, Rows
 from targets.cuda.reference import Reference
 from targets.sampling_params import split_seed
 from tests import eagle3_oracle
@@ -55,8 +55,8 @@ def standing_in(spec, embedded: np.ndarray) -> SimpleNamespace:
     )
 
 
-def rows(tokens, start, slot) -> PackedRows:
-    return PackedRows(*(torch.tensor(part, dtype=torch.int32) for part in (tokens, start, slot)))
+def rows(tokens, start, slot) -> Rows:
+    return Rows(*(torch.tensor(part, dtype=torch.int32) for part in (tokens, start, slot)))
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
@@ -173,10 +173,10 @@ def test_what_a_head_needs_is_known_before_it_is_there(tiny):
     parts = [*(part.data for part in weights), *given.pending[:1]]
     parts += [given.head.cache.layers[0].k, given.head.cache.layers[0].v]
     held = sum(part.numel() * part.element_size() for part in parts)
-    needed = need_bytes(SPEC, Shape(2, 64, K + 1, 0, "fp8", "fp8"))
+    needed = need_bytes(SPEC, TargetShape(2, 64, K + 1, 0, "fp8", "fp8"))
     assert held < needed < 1.1 * held
     with pytest.raises(UserError, match=r"are free beside 0\.\d GiB for the drafter"):
-        check_fits(target.arch, Shape(2, 64, 5, 16, "fp8", "fp8"), 2**30, 2**29)
+        check_fits(target.arch, TargetShape(2, 64, 5, 16, "fp8", "fp8"), 2**30, 2**29)
 
 
 @pytest.mark.parametrize(("change", "end"), [({}, 96), ({"max_position": 48}, 48)])

@@ -12,8 +12,10 @@ import pytest
 
 import drafters.eagle3.jax.head as jax_head
 import training.unroll
-from drafters.eagle3.cuda.head import HeadModel, drafter as drafter_cuda
-from drafters.eagle3.jax.head import drafter as drafter_jax, place
+from drafters.eagle3.cuda import drafter as drafter_cuda
+from drafters.eagle3.cuda.head import HeadModel
+from drafters.eagle3.jax import drafter as drafter_jax
+from drafters.eagle3.jax.head import place
 from drafters.eagle3.spec import Head
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine

@@ -1,4 +1,5 @@
-"""Whose folder it is: what decided its contents, written once and compared on each return."""
+"""A folder's manifest: what decided its contents, written once and compared when a run returns to
+it."""
 
 from __future__ import annotations
 

@@ -8,10 +8,11 @@ belong to i's document, and the last of them did not end it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from drafters.eagle3.jax.head import Unrolled, Weights, embed, feedback, fuse, logits, unroll
 from drafters.eagle3.spec import HeadSpec
@@ -22,20 +23,25 @@ LK_ETA = 3.0
 """How early "lk" turns to acceptance: the paper's value for EAGLE-3 heads."""
 
 
-class Judged(NamedTuple):
-    """[K, B, T] float32. mask: counts at all; told: the answer goes on, with the token that the
-    target chose; known: the target's favourite is a draft id (else it teaches nothing); divergence:
-    KL on the draft vocabulary; hit: same argmax as the target; overlap: sum of min(p, q) over the
-    whole vocabulary; coupled: chance that the draft chooses the answer's token too, drawn with the
-    noise by which the target chose it."""
+@struct.dataclass
+class Judged:
+    """The draft steps compared with the target, float32 [K, B, T] each."""
 
     mask: Any
+    """1 where the step counts at all."""
     told: Any
+    """1 where the answer's next token, which the target chose, stands in the row too."""
     known: Any
+    """1 where the target's likeliest token is in the draft vocabulary: others teach nothing."""
     divergence: Any
+    """KL divergence from the target over the draft vocabulary."""
     hit: Any
+    """1 where both have the same argmax."""
     overlap: Any
+    """Sum of min(p, q) over the whole vocabulary."""
     coupled: Any
+    """Chance that the draft chooses the answer's token too, drawn with the noise with which the
+    target chose it."""
 
 
 def ahead(x: Any, n: int) -> Any:

@@ -58,7 +58,8 @@ def fill(target: Target, batch: int, context: int, vocab: int) -> list[Sequence]
 
 
 def some_draft(seqs: Seqs[Sequence], k: int) -> Array:
-    """[B, k] ids out of the texts. Guesses that don't exist would cost less: no expert is read."""
+    """A draft [B, k] of ids out of the texts. NO_GUESS would be cheaper to verify: no experts are
+    read for it."""
     return np.array([np.resize(seq.tokens, k) for seq in seqs], np.int32)
 
 

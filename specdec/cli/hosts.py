@@ -154,8 +154,8 @@ def check_same(lines: ControlChannel, options: dict[str, Any]) -> None:
 
 
 class _End:
-    """Ends this process with one line, whoever sees the reason first. At once: leaving in order
-    would wait for the others, in JAX's barrier."""
+    """Ends this process with one line, once, from whichever thread first learns of a reason. An
+    orderly exit would wait for the other processes in JAX's barrier."""
 
     def __init__(self) -> None:
         self._once = threading.Lock()

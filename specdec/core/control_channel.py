@@ -1,7 +1,8 @@
-"""Lines between process 0 and the others, where a model is split over several processes.
+"""Control connections between process 0 and the others, where a model is split over several
+processes.
 
 Messages go out from process 0 and arrive in order. Both ends learn at once when the other is gone,
-also while they wait for a collective that will never end: that is why each line has a thread.
+also while they wait for a collective that will never end: so each connection has a thread.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class ControlChannel:
         self._send(_FAILED + why.encode())
 
     def close(self) -> None:
-        """Part in peace: the other ends will not miss this process."""
+        """Tell the other ends that this process ends as planned: they take it for no failure."""
         self.closed = True
         self._send(_BYE)
 

@@ -57,7 +57,7 @@ class Engine:
         return self.scheduler.idle
 
     def step(self) -> list[Event]:
-        """One turn: free what was cancelled, seat who waits, prefill one chunk, run the cycle."""
+        """Free cancelled slots, seat waiting sequences, prefill one chunk, run the cycle."""
         events = [self._finish(s, (), "cancelled") for s in self.scheduler.drop_cancelled()]
         for seq in self.scheduler.admit():
             self.drafter.reset(seq)
@@ -81,7 +81,7 @@ class Engine:
             yield from self.step()
 
     def run_to_end(self, seqs: list[Sequence]) -> None:
-        """`run`, for who wants no events. Raises UserError where one fails."""
+        """`run` without events. Raises UserError where a sequence fails."""
         for event in self.run(seqs):
             if event.error is not None:
                 raise UserError(event.error)

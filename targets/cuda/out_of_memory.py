@@ -1,4 +1,5 @@
-"""Running out of GPU memory, by whatever name it comes: the failure of what was asked, no more."""
+"""Running out of GPU memory: torch, the driver and libraries report it in different ways. It fails
+the request that needed the memory, and nothing else."""
 
 from __future__ import annotations
 

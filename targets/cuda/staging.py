@@ -1,4 +1,4 @@
-"""Where weights are made: memory that goes back whole once they are.
+"""Staging memory: where weights are made while loading, given back whole afterwards.
 
 Making a weight takes several times its size for a moment. torch keeps such memory, cuts it up for
 what comes later, and can't give back a piece that still holds anything: 31B kept 2.3 GiB that way.
