@@ -34,7 +34,7 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a drafter is made for. Written by who puts a model and a drafter together."""
+    """What a drafter is made for. Written by `specdec.assembly.model`."""
 
     arch: Arch
     """The target's architecture."""

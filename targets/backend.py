@@ -1,4 +1,4 @@
-"""Who computes: everything in which the backends differ, behind one contract.
+"""The backends' contract: everything in which they differ.
 
 Each backend is a class without state whose methods import their framework, so that neither is
 needed where the other runs.
@@ -43,7 +43,7 @@ class LoadedTarget(Target, Protocol):
 
 @dataclass(frozen=True)
 class TargetRequest:
-    """What a target is loaded for. Written by who puts a model and a drafter together."""
+    """What a target is loaded for. Written by `specdec.assembly.model`."""
 
     k: int
     """Most draft tokens that a verify feeds."""
@@ -59,7 +59,7 @@ class TargetRequest:
 
 
 class Meter(Protocol):
-    """What is measured on a target: for `specdec bench`, and for who wants plain decoding fast."""
+    """What is measured on a target: for `specdec bench`, and for fast plain decoding."""
 
     def memory(self) -> dict[str, int] | None:
         """Bytes on the GPU: weights, cache, and all that is in use; None where it can't be told."""
@@ -100,8 +100,8 @@ class Backend(Protocol):
         ...
 
     def compiled(self) -> tuple[int, int] | None:
-        """Programs of this process that the cache had, and that were compiled; None where nobody
-        counts."""
+        """Programs of this process that the cache had, and that were compiled; None where they
+        are not counted."""
         ...
 
     def device(self, config: ModelConfig) -> str:

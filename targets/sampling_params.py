@@ -1,4 +1,4 @@
-"""The requests' sampling parameters, a row per sequence: what every backend's sampler is told.
+"""The requests' sampling parameters, a row per sequence: the input of every backend's sampler.
 
 A table is filled in place, in numpy or in whatever else takes `table[row] = value`.
 """

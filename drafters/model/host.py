@@ -26,7 +26,7 @@ CATCH_UP = 2
 
 class ModelDrafter:
     """`model` has at least the target's slots; its context may be shorter: from its end on, and
-    for prompts that it can't hold, it says nothing."""
+    for prompts that it can't hold, it returns NO_GUESS."""
 
     def __init__(self, model: Target, greedy: bool = False) -> None:
         """greedy: guess the argmax at any temperature, as other engines do (to compare)."""

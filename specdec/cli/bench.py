@@ -43,7 +43,7 @@ class BenchConfig:
     ks: Whole = ()
     "Draft tokens per cycle with which cycles are timed; by default K."
     prompt_lengths: Whole = (128,)
-    "Prompts whose time to first token is aggregate."
+    "Lengths of prompts whose time to first token is measured."
     synthetic_tau: Real = ()
     "Speed end to end as if cycles emitted this many tokens on average."
     max_tokens: int = 128

@@ -68,7 +68,7 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def say_model(config: ModelConfig, model: Model) -> None:
-    """Tell which model runs where; who typed no model should know that it is the small one."""
+    """Print which model runs where, and that mini is the small embedded one."""
     device = model.backend.device(config)
     embedded = " (embedded; --model PATH runs another)" if config.model == "mini" else ""
     console.print(f"[dim]model {model.name}{embedded} on {device}[/dim]")

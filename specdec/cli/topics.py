@@ -29,7 +29,7 @@ Real = Annotated[
 def _with_drafters() -> type[SpeculationConfig]:
     """`SpeculationConfig` with the drafters' own options and help, from the registry."""
     kinds = ", ".join(f"{kind.name} ({kind.summary})" for kind in registry.every())
-    who = f"Who guesses: {kinds}. Never changes the output."
+    who = f"What guesses: {kinds}. Never changes the output."
     whole = registry.config_type()
     helps = {name: f.metadata["help"] for name, f in registry.own_fields().items()}
     helps |= {"drafter": who}

@@ -17,7 +17,7 @@ class ModelConfig:
     model: str = "mini"
     "A Hugging Face checkpoint folder of Gemma 4, or mini / mini-e, the embedded models."
     backend: str = "jax"
-    "Who computes: jax (CPU, GPU, TPU) or cuda (our kernels on a Hopper GPU)."
+    "What computes: jax (CPU, GPU, TPU) or cuda (our kernels on a Hopper GPU)."
     dtype: Literal["float32", "bfloat16", "fp8", "fp8-w8a8"] | None = None
     """Arithmetic; by default the checkpoint's (float32 on a CPU). With cuda, of linear layers: fp8
     (8-bit weights), fp8-w8a8 (8-bit inputs too: coarser, faster from 32 rows at once on)."""
@@ -44,7 +44,7 @@ class SpeculationConfig:
     `drafters.registry` adds."""
 
     drafter: str = "ngram"
-    "Who guesses. Never changes the output."
+    "What guesses. Never changes the output."
     k: int = 4
     "Draft tokens per cycle, 0 to 31."
     draft_model: str | None = None

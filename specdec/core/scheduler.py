@@ -1,4 +1,4 @@
-"""Who waits, who is being prefilled, who decodes: a bounded queue in front of a set of slots."""
+"""Which sequences wait, are prefilled, decode: a bounded queue in front of a set of slots."""
 
 from __future__ import annotations
 

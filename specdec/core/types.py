@@ -1,4 +1,4 @@
-"""What travels between scheduler, target, drafter and server. Each field says who writes it."""
+"""What travels between scheduler, target, drafter and server. Each field names its writer."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Event:
-    """What the engine tells the world about one sequence after one cycle."""
+    """What one cycle did to one sequence, for callers of the engine."""
 
     sequence: Sequence
     tokens: tuple[int, ...]

@@ -124,7 +124,7 @@ def measure_tau(name: str, outcomes: Seqs[PromptOutcome], resamples: int, seed: 
     if total.cycles and len(outcomes) > 1:
         picks = np.random.default_rng(seed).integers(0, len(outcomes), (resamples, len(outcomes)))
         passes = cycles[picks].sum(1)
-        # A resample of outputs that all ended at once has no pass: it says nothing.
+        # A resample of outputs that all ended at once has no pass and no tau.
         taus = emitted[picks].sum(1)[passes > 0] / passes[passes > 0]
         low, high = (float(q) for q in np.percentile(taus, [2.5, 97.5]))
     tokens = sum(len(o.tokens) for o in outcomes)

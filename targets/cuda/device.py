@@ -1,5 +1,5 @@
-"""Whether this machine can run the kernels. No torch at import: a machine without it should be told
-so, not shown a traceback.
+"""Whether this machine can run the kernels. No torch at import: a machine without it gets
+one line, not a traceback.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The captured driver: draft, verify, accept, commit as one CUDA graph; the host one cycle behind.
 
-What is captured is `specdec.cycle.cycle` itself, with a target and a drafter whose methods work on
+What is captured is `specdec.core.cycle.cycle`, with a target and a drafter whose methods work on
 device tensors: one step, two drivers. Each slot's text, length and whether it goes on live on the
 device. A call enqueues the next cycle before it reads what the last one did, so the device never
 waits; rows that have ended meanwhile sit the cycle out.
@@ -177,7 +177,7 @@ def _to_host(values: torch.Tensor) -> torch.Tensor:
 
 
 def _read(cycle_: Launched, seqs: Seqs[Sequence]) -> Round:
-    """Wait for a cycle and say what it did for these rows; who was not in it sat it out."""
+    """Wait for a cycle; its round for these rows, SAT_OUT for those that were not in it."""
     cycle_.done.synchronize()
     k, words = cycle_.key.k, cycle_.words.numpy()
     where = {id(seq): row for row, seq in enumerate(cycle_.seqs)}

@@ -1,4 +1,4 @@
-"""The CUDA target: weights, cache and operations behind `specdec.protocols.Target`."""
+"""The CUDA target: weights, cache and operations behind `specdec.core.protocols.Target`."""
 
 from __future__ import annotations
 

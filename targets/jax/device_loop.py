@@ -1,6 +1,6 @@
 """The device-resident driver: many cycles in one `lax.while_loop`, the host asked once.
 
-It traces `specdec.cycle.cycle` itself, with a target and a drafter whose methods act on traced
+It traces `specdec.core.cycle.cycle`, with a target and a drafter whose methods act on traced
 state: one step, two drivers.
 """
 
@@ -149,7 +149,7 @@ def _one_cycle(plan: LoopPlan, given: LoopInputs, loop: LoopState) -> tuple[Loop
 
 
 def _commit(state: SlotState, done: Round, limits: Limits) -> SlotState:
-    """Append what was chosen to each live row's text and see who has come to an end."""
+    """Append what was chosen to each live row's text and find the rows that have ended."""
     chosen, kept = done.step.chosen, done.accepted
     offset = jnp.arange(chosen.shape[1])
     emitted = (offset <= kept[:, None]) & state.live[:, None]

@@ -36,8 +36,8 @@ class JaxOptions:
     max_len: int = 2048
     k: int = 4
     width: int | None = None
-    """Tokens per row and call; None: the narrowest of WIDTHS that holds K + 1. A draft model, who
-    need not be exact, takes no more than it is fed."""
+    """Tokens per row and call; None: the narrowest of WIDTHS that holds K + 1. A draft model
+    need not be exact, and takes no more than it is fed."""
     dtype: str | None = None
     kv_dtype: str | None = None
     """What keys and values are cached in: one of KV_DTYPES; None: as wide as dtype."""

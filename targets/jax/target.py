@@ -1,4 +1,4 @@
-"""The JAX target: weights, cache and compiled programs behind `specdec.protocols.Target`."""
+"""The JAX target: weights, cache and compiled programs behind `specdec.core.protocols.Target`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Drafting with an EAGLE-3 head, as traced functions on slots: the host loop compiles one of them
 alone, the device loop within its cycle.
 
-Entry p of the draft cache is of (x[p + 1], the target's features at p) and tells x[p + 2]. What is
-drafted writes entries of its own output; the next cycle begins by writing those of the accepted
-tokens again, from the target's features, so the cache is always that of a fresh prefill. Which
-they are rides in `Pending`. Entries beyond are rejected: the length is the rollback.
+Entry p of the draft cache is made of the target's features at p and the token x[p + 1], and
+predicts x[p + 2]. Drafting writes entries of the head's own output. The next cycle begins by
+writing those of the accepted tokens again, from the target's features (held in `Pending`), so the
+cache equals that of a fresh prefill. Entries beyond are rejected: the length is the rollback.
 """
 
 from __future__ import annotations
