@@ -13,6 +13,7 @@ alone, bit for bit.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import queue
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence as Seqs
@@ -123,6 +124,7 @@ class LLM:
         self._thread = threading.Thread(target=self._serve, name="specdec-llm", daemon=True)
         self._thread.start()
         self._call(self._open())
+        atexit.register(self.close)  # a thread that is cut off within XLA takes the process down
 
     @property
     def tokenizer(self) -> Any:
@@ -171,14 +173,16 @@ class LLM:
                 if chunk.finish_reason is not None:
                     return
         finally:
-            task.cancel()
+            if not self._loop.is_closed():
+                task.cancel()
 
     def close(self) -> None:
         """End the engine's thread and let go of the model."""
         if self._thread.is_alive():
-            self._call(asyncio.to_thread(self._runner.close))
+            self._runner.close()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+            atexit.unregister(self.close)
 
     def __enter__(self) -> LLM:
         return self
@@ -189,6 +193,7 @@ class LLM:
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+        self._loop.run_until_complete(_cancel_others())
         self._loop.close()
 
     def _call(self, work: Coroutine[Any, Any, Value]) -> Value:
@@ -302,3 +307,11 @@ def _params(params: SamplingParams | None, wishes: dict[str, Any]) -> SamplingPa
     if wishes:
         raise UserError("give SamplingParams or single parameters, not both")
     return params
+
+
+async def _cancel_others() -> None:
+    """End what still waits on this loop: a task that outlives it takes the interpreter down."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -177,8 +178,10 @@ def test_gpus_are_asked_of_nvidia_smi(monkeypatch, tmp_path):
 
 
 def test_a_copy_without_history_says_its_commit(monkeypatch, tmp_path):
-    (tmp_path / "specdec").mkdir()
-    monkeypatch.setattr("specdec.core.provenance.__file__", str(tmp_path / "specdec" / "record.py"))
+    from specdec.core import provenance
+
+    here = Path(provenance.__file__).relative_to(Path(__file__).parents[1])
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / here))
     assert run_record("cpu")["git"] is None
     (tmp_path / ".git-sha").write_text("abc123\n")
     assert run_record("cpu")["git"] == "abc123"

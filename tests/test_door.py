@@ -131,3 +131,17 @@ def test_a_closed_one_says_so():
     llm.close()
     with pytest.raises(UserError, match="closed"):
         llm.generate(PROMPT)
+
+
+def test_leaving_python_in_the_middle_of_an_answer_is_quiet():
+    """Nobody closed it, and the engine is decoding: that used to end the process by a signal."""
+    lines = (
+        "import specdec",
+        "llm = specdec.load('mini', max_len=4096)",
+        "chunks = llm.stream('def quicksort(items):', max_tokens=3000, ignore_eos=True)",
+        "next(chunks)",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

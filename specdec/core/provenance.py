@@ -56,7 +56,7 @@ def gpus() -> list[dict[str, str]]:
 def _git_sha() -> str | None:
     """What a copy of a checkout was told in `.git-sha` (its own history may be an older one), else
     this checkout's commit; None for an installed package, or where there is no git."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     noted = root / ".git-sha"
     if noted.is_file():
         return noted.read_text().strip()
