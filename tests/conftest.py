@@ -15,6 +15,12 @@ from specdec.cli import backend_jax
 from tests import cheap
 from tests.tiny import IDS, VARIANTS, oracle, random_tensors, write_tiny
 
+LONGEST = (
+    *("mesh", "lossless_mini", "compile", "lossless", "eagle3_training", "cuda_kernels", "cli"),
+    *("long_cache", "eagle3_loss", "long_context", "parity", "cli_cuda", "eagle3_tau"),
+    *("eagle3_inputs", "eagle3_learning", "hosts", "cuda_lossless", "eagle3_drafter", "pretrain"),
+)
+"""Files that take longest. They go first, so that no worker is left with one at the end."""
 PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
 KEPT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -30,6 +36,11 @@ def pytest_configure(config) -> None:
         os.environ |= KEPT | {PROGRAMS: tempfile.mkdtemp(prefix="programs-")}
     else:
         _keep_to_own_cores(int(number[2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+
+
+def pytest_collection_modifyitems(items) -> None:
+    order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def _keep_to_own_cores(worker: int, workers: int) -> None:
