@@ -14,6 +14,7 @@ import pytest
 from specdec.cli import backend_jax
 from tests import cheap
 from tests.tiny import IDS, VARIANTS, oracle, random_tensors, write_tiny
+from tests.worded import write_worded
 
 LONGEST = (
     *("mesh", "lossless_mini", "compile", "lossless", "eagle3_training", "cuda_kernels", "cli"),
@@ -75,6 +76,14 @@ def tiny(tmp_path_factory) -> dict[str, Path]:
     for variant in VARIANTS:
         write_tiny(root / variant, variant)
     return {variant: root / variant for variant in VARIANTS}
+
+
+@pytest.fixture(scope="session")
+def worded(tmp_path_factory) -> Path:
+    """A tiny model of four layers with mini's tokenizer."""
+    path = tmp_path_factory.mktemp("worded") / "tiny"
+    write_worded(path)
+    return path
 
 
 @pytest.fixture(scope="session")
