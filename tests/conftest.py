@@ -13,7 +13,14 @@ import pytest
 
 from tests import cheap
 from tests.tiny import IDS, VARIANTS, oracle, random_tensors, write_tiny
+from tests.worded import write_worded
 
+LONGEST = (
+    *("mesh", "lossless_mini", "compile", "lossless", "eagle3_training", "cuda_kernels", "cli"),
+    *("long_cache", "eagle3_loss", "long_context", "parity", "cli_cuda", "eagle3_tau"),
+    *("eagle3_inputs", "eagle3_learning", "hosts", "cuda_lossless", "eagle3_drafter", "pretrain"),
+)
+"""Files that take longest. They go first, so that no worker is left with one at the end."""
 PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
 KEPT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -29,6 +36,11 @@ def pytest_configure(config) -> None:
         os.environ |= KEPT | {PROGRAMS: tempfile.mkdtemp(prefix="programs-")}
     else:
         _keep_to_own_cores(int(number[2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+
+
+def pytest_collection_modifyitems(items) -> None:
+    order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def _keep_to_own_cores(worker: int, workers: int) -> None:
@@ -63,6 +75,14 @@ def tiny(tmp_path_factory) -> dict[str, Path]:
     for variant in VARIANTS:
         write_tiny(root / variant, variant)
     return {variant: root / variant for variant in VARIANTS}
+
+
+@pytest.fixture(scope="session")
+def worded(tmp_path_factory) -> Path:
+    """A tiny model of four layers with mini's tokenizer."""
+    path = tmp_path_factory.mktemp("worded") / "tiny"
+    write_worded(path)
+    return path
 
 
 @pytest.fixture(scope="session")

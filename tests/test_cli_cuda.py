@@ -28,10 +28,12 @@ from tests.fakes import FakeTarget
 
 
 @pytest.mark.usefixtures("few_samples")
-def test_bench_of_the_cuda_target_with_a_synthetic_tau_and_a_peer(capsys, tmp_path):
+def test_bench_of_the_cuda_target_with_a_synthetic_tau_and_a_peer(capsys, tmp_path, worded):
     receipt, plot = tmp_path / "receipt.json", tmp_path / "plot.png"
-    arguments = ["bench", *CUDA, "--batches", "1,2", "--contexts", "30", "--widths", "1,3"]
+    arguments = ["bench", *CUDA, "--model", str(worded), "--batches", "1,2", "--contexts", "30"]
     arguments += [
+        "--widths",
+        "1,3",
         "--k",
         "2",
         "--ks",
@@ -194,8 +196,9 @@ def test_warming_up_meets_every_batch_and_leaves_no_trace():
     "options",
     [["--dtype", "fp8"], ["--dtype", "fp8-w8a8"], ["--dtype", "bfloat16", "--kv-dtype", "fp8"]],
 )
-def test_narrow_weights_and_cache_run_on_the_references(capsys, options):
-    base = ["generate", PROMPT, "--max-tokens", "6", "--slots", "1", "--json", *CUDA, *options]
+def test_narrow_weights_and_cache_run_on_the_references(capsys, worded, options):
+    base = ["generate", PROMPT, "--model", str(worded), "--max-tokens", "6", "--slots", "1"]
+    base += ["--max-len", "64", "--json", *CUDA, *options]
     texts = {
         json.loads(run(capsys, *base, "--drafter", drafter)[0].splitlines()[-1])["text"]
         for drafter in ("none", "ngram")

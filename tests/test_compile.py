@@ -19,6 +19,7 @@ from drafters.eagle3.spec import random_head
 from tests import cheap
 from tests.commands import CUDA, PROMPT, refused, wait_until_ready
 from tests.eagle3_oracle import SPEC
+from tests.worded import WORDS
 
 OPTIONS = ["--slots", "3", "--max-len", "256", "--k", "3"]
 KINDS = {
@@ -57,7 +58,7 @@ def ask_everything(url: str) -> None:
 
     def ask(job: tuple[str, dict]) -> int:
         prompt, kind = job
-        body = {"model": "mini", "prompt": prompt, "max_tokens": 20, **kind}
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 20, **kind}
         return httpx.post(f"{url}/v1/completions", json=body, timeout=120).status_code
 
     jobs = [(text, kind) for kind in KINDS.values() for text in ("x", PROMPT, PROMPT * 12)]
@@ -69,9 +70,11 @@ def ask_everything(url: str) -> None:
 @pytest.mark.parametrize(
     ("drafter", "loop"), [("ngram", "host"), ("model", "device"), ("eagle3", "host")]
 )
-def test_a_warm_start_and_its_requests_compile_nothing(tmp_path, drafter, loop):
+def test_a_warm_start_and_its_requests_compile_nothing(tmp_path, worded, drafter, loop):
     options = [
         *OPTIONS,
+        "--model",
+        str(worded),
         "--drafter",
         drafter,
         "--loop",
@@ -80,10 +83,10 @@ def test_a_warm_start_and_its_requests_compile_nothing(tmp_path, drafter, loop):
         str(tmp_path / "programs"),
     ]
     if drafter == "eagle3":
-        save_flat(
-            random_head(replace(SPEC, hidden=256, vocab=4096, layers=(1, 5, 8))), tmp_path, (1,)
-        )
-        options += ["--draft-model", str(tmp_path)]
+        head = random_head(replace(SPEC, hidden=48, vocab=WORDS, layers=(0, 1, 2)))
+        save_flat(head, tmp_path, (1,))
+    draft = {"eagle3": tmp_path, "model": worded}.get(drafter)
+    options += [] if draft is None else ["--draft-model", str(draft)]
     first = compile_ahead(tmp_path / "compile.log", *options)
     assert first["found"] == 0 and first["compiled"] > 10
     assert MISSED in (tmp_path / "compile.log").read_text()  # so the log does tell

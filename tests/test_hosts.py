@@ -4,40 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 
-from targets import mini
 from tests import cheap
 from tests.commands import CUDA, PROMPT, refused, run, wait_until_ready
-from tests.mesh_worker import LAYERS
-from tests.tiny import VARIANTS, write_tiny
 
-WORDS = 4096
-"""Ids of mini's tokenizer, which the tiny model borrows."""
 PROMPTS = ("def add(a, b):", "for i in range(")
 SHAPE = ["--slots", "2", "--max-len", "64", "--k", "3"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A model of four layers, with a tokenizer."""
-    path = tmp_path_factory.mktemp("hosts") / "tiny"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(VARIANTS["31b"], "layer_types", LAYERS)
-        patch.setitem(VARIANTS["31b"], "vocab_size", WORDS)
-        write_tiny(path, "31b")
-    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(mini.path("mini") / file, path)
-    return path
 
 
 def free_port() -> str:
@@ -65,16 +45,16 @@ def answers(*workers: subprocess.Popen[str]) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_two_processes_say_what_one_says_in_either_loop(folder):
-    port, worker = free_port(), ("tests.hosts_worker", str(folder))
+def test_two_processes_say_what_one_says_in_either_loop(worded):
+    port, worker = free_port(), ("tests.hosts_worker", str(worded))
     (alone,) = answers(python(4, *worker))
     assert [len(tokens) for tokens in alone["host"]] == [26, 28]  # a seeded text, a greedy one
     both = dict.fromkeys(("host", "device", "eagle3"), alone["host"])
     assert answers(*(python(2, *worker, port, p) for p in "01")) == [both, both]
 
 
-def test_a_server_over_two_processes_answers_as_one_device_does(folder, tmp_path, capsys):
-    ports, options = (free_port(), free_port()), [*SHAPE, "--model", str(folder)]
+def test_a_server_over_two_processes_answers_as_one_device_does(worded, tmp_path, capsys):
+    ports, options = (free_port(), free_port()), [*SHAPE, "--model", str(worded)]
     meet = ["--tp", "4", "--coordinator-address", f"localhost:{ports[0]}", "--num-processes", "2"]
     rest = ["--cache", str(tmp_path), "--port", ports[1]]
     servers = [

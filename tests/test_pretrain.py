@@ -33,6 +33,8 @@ from training.pretrain import Phase, PretrainConfig, Pretrainer, read_config_fil
 from training.similarity import LeakScan, evaluation_texts
 from training.tokens import encode_stream, row_starts, training_texts
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 TOLERANCE = 5e-4
 RECIPES = Path(__file__).parent.parent / "configs"
 FUNCTION = '''
