@@ -1,5 +1,5 @@
-"""What a launch costs with cuda-bindings (`targets/cuda/launch.py`), cuda.core and CuPy, which of them
-takes a ctypes Structure, and how fast CuPy reads beside our own bandwidth kernel.
+"""What a launch costs with cuda-bindings (`targets/cuda/launch.py`), cuda.core and CuPy, which of
+them takes a ctypes Structure, and how fast CuPy reads beside our own bandwidth kernel.
 
     PYTHONPATH=. python3 docs/log/launchers.py       # on a Hopper GPU with cuda.core and CuPy
 """
