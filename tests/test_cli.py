@@ -138,10 +138,11 @@ def test_a_port_in_use_is_said_before_loading(capsys):
 
 
 @pytest.mark.usefixtures("few_samples")
-def test_bench_times_steps_and_compares_texts(capsys, tmp_path):
+def test_bench_times_steps_and_compares_texts(capsys, tmp_path, worded):
     receipt = tmp_path / "receipt.json"
-    arguments = ["bench", "--slots", "2", "--contexts", "40", "--max-tokens", "12"]
-    arguments += ["--repeats", "1", "--prompt-lengths", "16", "--max-len", "256"]
+    arguments = ["bench", "--model", str(worded), "--slots", "2", "--contexts", "40"]
+    arguments += ["--max-tokens", "12", "--repeats", "1", "--prompt-lengths", "16"]
+    arguments += ["--max-len", "256"]
     out, _ = run(capsys, *arguments, "--out", str(receipt), "--json")
     document = json.loads(out.splitlines()[-1])
     assert document == json.loads(receipt.read_text())

@@ -19,7 +19,7 @@ from drafters.eagle3.spec import random_head
 from tests import cheap
 from tests.commands import CUDA, PROMPT, refused, wait_until_ready
 from tests.eagle3_oracle import SPEC
-from tests.worded import WORDS
+from tests.worded import WORDS, write_worded
 
 OPTIONS = ["--slots", "3", "--max-len", "256", "--k", "3"]
 KINDS = {
@@ -85,8 +85,9 @@ def test_a_warm_start_and_its_requests_compile_nothing(tmp_path, worded, drafter
     if drafter == "eagle3":
         head = random_head(replace(SPEC, hidden=48, vocab=WORDS, layers=(0, 1, 2)))
         save_flat(head, tmp_path, (1,))
-    draft = {"eagle3": tmp_path, "model": worded}.get(drafter)
-    options += [] if draft is None else ["--draft-model", str(draft)]
+    if drafter == "model":
+        write_worded(tmp_path, groups=1)
+    options += [] if drafter == "ngram" else ["--draft-model", str(tmp_path)]
     first = compile_ahead(tmp_path / "compile.log", *options)
     assert first["found"] == 0 and first["compiled"] > 10
     assert MISSED in (tmp_path / "compile.log").read_text()  # so the log does tell

@@ -18,9 +18,7 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.types import NO_GUESS, Sampling, Sequence
 from targets.jax.device_loop import device_loop
-from targets.jax.load import JaxOptions, load_target
 from targets.jax.noise import gumbel
-from targets.jax.programs import Feed
 from targets.sampling_params import split_seed
 from tests.commands import refused, run
 from tests.eagle3_heads import BASE, EAGLE3, MINI, SPEC, jax_target_of, random_head
@@ -80,15 +78,6 @@ def test_lossless_in_both_loops(tiny):
         assert text == again == plain, mode
         assert acceptance == device_acceptance  # the same guesses: the caches agree
         assert acceptance.accepted > 0
-
-
-def test_feature_layers_change_no_logit(tiny):
-    """A target that was compiled for a head says what one without says, on this machine."""
-    options = JaxOptions(slots=2, max_len=96, k=7, chunk=8)
-    bare, featured = load_target(tiny["31b"], options), jax_target_of(tiny["31b"])
-    tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
-    feed = Feed(tokens, np.zeros(2, np.int32), np.full(2, 8, np.int32))
-    assert (bare.logits(feed) == featured.logits(feed)).all()
 
 
 @pytest.mark.parametrize(("change", "end"), [({}, 96), ({"max_position": 48}, 48)])

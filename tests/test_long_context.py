@@ -26,8 +26,6 @@ from tests.fakes import Noise, Oracle
 from tests.modes import MODES
 from tests.tiny import VOCAB, config_of
 
-pytestmark = pytest.mark.usefixtures("cheap_programs")
-
 LENGTH = 8_300
 NEW = 24
 MAX_LEN = 8_448

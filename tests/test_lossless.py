@@ -53,7 +53,11 @@ def test_host_loop(tiny, variant, mode, ks, adversaries):
 @pytest.mark.parametrize(("variant", "mode"), [("31b", "greedy"), ("e4b", "everything")])
 def test_device_loop(tiny, variant, mode):
     check_device(tiny[variant], mode, slots=3, ks=[4])
-    check_device_model(tiny[variant], mode, slots=3, ks=[4])
+
+
+@pytest.mark.parametrize(("variant", "mode"), [("31b", "nucleus"), ("e2b", "everything")])
+def test_device_loop_with_a_draft_model(tiny, variant, mode):
+    check_device_model(tiny[variant], mode, slots=3, ks=[4], tokens=24)
 
 
 def test_a_draft_context_shorter_than_the_targets(tiny):

@@ -3,9 +3,14 @@ loops and, slowly, the whole matrix of models, slots, drafters and K."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from targets import mini
+from targets.jax.load import JaxOptions, load_target
+from targets.jax.programs import Feed
 from tests.lossless import (
     check_device,
     check_device_model,
@@ -26,6 +31,17 @@ def test_mini_both_loops():
     check_host(mini.path("mini"), "nucleus", slots=2, ks=[4], tokens=40)
     check_device(mini.path("mini"), "nucleus", slots=2, ks=[4], tokens=40)
     check_eagle3(mini.path("mini"), "nucleus", slots=2, ks=[4], tokens=40)
+
+
+def test_feature_layers_change_no_logit(tiny):
+    """A target that was compiled for a head says what one without says, on this machine."""
+    options = JaxOptions(slots=2, max_len=96, k=7, chunk=8)
+    bare, featured = (
+        load_target(tiny["31b"], replace(options, features=layers)) for layers in ((), (0, 2, 4))
+    )
+    tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
+    feed = Feed(tokens, np.zeros(2, np.int32), np.full(2, 8, np.int32))
+    assert (bare.logits(feed) == featured.logits(feed)).all()
 
 
 @pytest.mark.slow
