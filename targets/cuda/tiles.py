@@ -167,8 +167,8 @@ def untile(weight: Linear, processors: int) -> torch.Tensor:
     plan, n = schedule_of(weight, processors), weight.n
     rows = plan.ctas * plan.passes * plan.tiles * TILE
     order, sizes = _ORDER[VALUE_BYTES[weight.kind]], _sizes(plan, weight.kind)
-    needs_sampler = weight.data.view(torch.int32).view([sizes[axis] for axis in order])
-    words = needs_sampler.permute([order.index(axis) for axis in range(len(order))])
+    blocks = weight.data.view(torch.int32).view([sizes[axis] for axis in order])
+    words = blocks.permute([order.index(axis) for axis in range(len(order))])
     words = words.reshape(-1, rows, padded_inputs(weight.k) * VALUE_BYTES[weight.kind] // 4)
     if weight.layout.endswith("gated"):
         halves = words.unflatten(1, (-1, 2, GATE_ROWS[weight.kind])).transpose(1, 2)
