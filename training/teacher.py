@@ -99,5 +99,5 @@ def teach(
 
     flat = hidden.last.reshape(-1, hidden.last.shape[-1])
     found = jax.lax.map(token, flat, batch_size=min(BLOCK, len(flat)))
-    needs_sampler = [part.reshape(*rows.tokens.shape, *part.shape[1:]) for part in found]
-    return jax.lax.stop_gradient(TeacherOutput(hidden.features, *needs_sampler))
+    parts = [part.reshape(*rows.tokens.shape, *part.shape[1:]) for part in found]
+    return jax.lax.stop_gradient(TeacherOutput(hidden.features, *parts))

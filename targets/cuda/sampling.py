@@ -64,11 +64,11 @@ def _choose_row(
     logits: torch.Tensor, rule: SamplingTable, history: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
     """logits [V] that follow `position` -> [] int32; every leaf of `rule` is one slot's."""
-    needs_sampler = penalise(logits, rule, history, position)
+    penalised = penalise(logits, rule, history, position)
     warm = torch.where(rule.temperature > 0, rule.temperature, 1.0)
-    kept = _filter(needs_sampler / warm, rule)
+    kept = _filter(penalised / warm, rule)
     sampled = (kept + gumbel(rule.seed, position + 1, len(logits))).argmax()
-    return torch.where(rule.temperature > 0, sampled, needs_sampler.argmax()).int()
+    return torch.where(rule.temperature > 0, sampled, penalised.argmax()).int()
 
 
 def penalise(

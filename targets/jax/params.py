@@ -214,14 +214,14 @@ def abstract_params(arch: Arch, dtype: Any, int8: bool = False, mesh: Mesh | Non
     """Shapes, dtypes and shardings only: for compiling without weights."""
 
     def leaf(names: list[str], spec: TensorSpec, stacked: bool) -> Any:
-        def needs_sampler(spec: TensorSpec, kind: Any) -> jax.ShapeDtypeStruct:
+        def shape_of(spec: TensorSpec, kind: Any) -> jax.ShapeDtypeStruct:
             shape = ((len(names),) if stacked else ()) + spec.shape
             return jax.ShapeDtypeStruct(shape, kind, sharding=sharding_of(spec, stacked, mesh))
 
         if not (int8 and spec.linear):
-            return _spread(needs_sampler(spec, dtype), spec, mesh)
-        scale = needs_sampler(_scale_spec(spec), jnp.float32)
-        return _spread(Quantized(needs_sampler(spec, jnp.int8), scale), spec, mesh)
+            return _spread(shape_of(spec, dtype), spec, mesh)
+        scale = shape_of(_scale_spec(spec), jnp.float32)
+        return _spread(Quantized(shape_of(spec, jnp.int8), scale), spec, mesh)
 
     return _build(arch, leaf)
 

@@ -29,16 +29,16 @@ def choose(
     at each position, this call's tokens included. -> [B, T] int32.
     """
     tokens = logits.shape[1]
-    needs_sampler = logits + bias[:, None]
-    needs_sampler = _penalise(needs_sampler, sampling_params, history, start)
+    penalised = logits + bias[:, None]
+    penalised = _penalise(penalised, sampling_params, history, start)
     warm = jnp.where(sampling_params.temperature > 0, sampling_params.temperature, 1.0)[
         :, None, None
     ]
-    kept = _filter(needs_sampler / warm, sampling_params)
+    kept = _filter(penalised / warm, sampling_params)
     position = start[:, None] + jnp.arange(tokens) + 1  # of the token that is chosen
     seeds = jnp.broadcast_to(sampling_params.seed[:, None], (*position.shape, 2))
     sampled = jnp.argmax(kept + gumbel(seeds, position, logits.shape[-1]), -1)
-    greedy = jnp.argmax(needs_sampler, -1)
+    greedy = jnp.argmax(penalised, -1)
     return jnp.where(sampling_params.temperature[:, None] > 0, sampled, greedy).astype(jnp.int32)
 
 
