@@ -63,8 +63,9 @@ def every_way(target: JaxTarget, device: bool, thorough: bool) -> dict[str, list
     return ways
 
 
-def main(root: Path) -> None:
-    for variant, config in VARIANTS.items():
+def main(root: Path, variants: list[str]) -> None:
+    for variant in variants:
+        config = VARIANTS[variant]
         shared = {"num_kv_shared_layers": 2} if "num_kv_shared_layers" in config else {}
         config |= {"layer_types": LAYERS} | shared
         write_tiny(root / variant, variant)
@@ -77,7 +78,8 @@ def main(root: Path) -> None:
             ways = every_way(target, thorough or tp == SPLITS[-1], thorough)
             line = {"variant": variant, "tp": tp, "parts": parts, "texts": ways}
             print(json.dumps(line), flush=True)
-    in_blocks_of_int8(root / "31b")
+    if "31b" in variants:
+        in_blocks_of_int8(root / "31b")
 
 
 def split_in(weight: Any) -> int:
@@ -97,4 +99,4 @@ def in_blocks_of_int8(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

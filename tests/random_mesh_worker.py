@@ -68,8 +68,9 @@ def bench() -> None:
     command(["bench", "--random", "gemma-4-31b", *options.split(), *more.split()])
 
 
-def main() -> None:
-    for variant, int8 in CASES.items():
+def main(variants: list[str]) -> None:
+    for variant in variants:
+        int8 = CASES[variant]
         config = VARIANTS[variant]
         shared = {"num_kv_shared_layers": 2} if "num_kv_shared_layers" in config else {}
         config |= {"layer_types": LAYERS} | shared  # what takes time is compiling
@@ -80,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    bench() if "bench" in sys.argv else main()
+    bench() if "bench" in sys.argv else main(sys.argv[1:])

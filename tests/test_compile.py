@@ -68,7 +68,12 @@ def ask_everything(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "loop"), [("ngram", "host"), ("model", "device"), ("eagle3", "host")]
+    ("drafter", "loop"),
+    [
+        ("eagle3", "host"),
+        pytest.param("ngram", "host", marks=pytest.mark.slow),
+        pytest.param("model", "device", marks=pytest.mark.slow),
+    ],
 )
 def test_a_warm_start_and_its_requests_compile_nothing(tmp_path, worded, drafter, loop):
     options = [

@@ -15,7 +15,7 @@ import drafters.eagle3.cuda
 import drafters.ngram
 import targets.cuda
 
-PACKAGES = (targets.cuda, drafters.eagle3.cuda, drafters.ngram.host)
+PACKAGES = (targets.cuda, drafters.eagle3.cuda, drafters.ngram)
 """Who launches kernels."""
 FOLDERS = [Path(p.__file__ or "").parent / n for p in PACKAGES for n in ("kernels", "sources")]
 SOURCES = {file.name: file for folder in FOLDERS for file in folder.glob("*.cu*")}

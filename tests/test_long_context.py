@@ -58,7 +58,7 @@ def target_of(variant: str) -> JaxTarget:
     return JaxTarget(plan, params, np.float32)
 
 
-@pytest.mark.parametrize("variant", ["31b", "e4b"])
+@pytest.mark.parametrize("variant", ["31b", pytest.param("e4b", marks=pytest.mark.slow)])
 def test_decoding_far_out_equals_scoring_the_whole_text(variant):
     target, text = target_of(variant), text_of(1)
     hidden = sequence_hidden(target.params, target.arch, np.array([text], np.int32)).last[0]
@@ -76,7 +76,10 @@ def test_decoding_far_out_equals_scoring_the_whole_text(variant):
         assert (far.argmax(-1) == whole.argmax(-1)).all()
 
 
-@pytest.mark.parametrize(("variant", "mode"), [("31b", "everything"), ("e4b", "greedy")])
+@pytest.mark.parametrize(
+    ("variant", "mode"),
+    [pytest.param("31b", "everything", marks=pytest.mark.slow), ("e4b", "nucleus")],
+)
 def test_no_drafter_changes_a_token_far_out(variant, mode):
     target = target_of(variant)
     prompt = (text_of(2)[:40] * 300)[:LENGTH]  # something for prompt lookup to find

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -16,15 +18,21 @@ from tests.tiny import VARIANTS, config_of
 FLAGS = f"--xla_force_host_platform_device_count=8 {cheap.FLAGS}"
 
 
-@pytest.fixture(scope="module")
-def lines(tmp_path_factory) -> dict:
+DEFAULT = ("31b", "26b-a4b", "e4b")
+"""Dense, with experts, with per-layer inputs and shared K/V; the others are built of the same."""
+EACH = [pytest.param(v, marks=() if v in DEFAULT else pytest.mark.slow) for v in VARIANTS]
+
+
+@cache
+def worked(variants: tuple[str, ...]) -> dict:
     """What the worker said, by variant and split: one process, for jax starts but once."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.mesh_worker", str(tmp_path_factory.mktemp("mesh"))],
-        env=os.environ | {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
+    with TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.mesh_worker", folder, *variants],
+            env=os.environ | {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+        )
     assert done.returncode == 0, done.stderr[-4000:]
     return {
         (line["variant"], line["tp"]): line
@@ -32,7 +40,15 @@ def lines(tmp_path_factory) -> dict:
     }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.fixture
+def lines(request) -> dict:
+    """The worker's lines of this test's variant, and of those that are run with it."""
+    variant = getattr(request.node, "callspec", None) and request.node.callspec.params["variant"]
+    others = tuple(v for v in VARIANTS if v not in DEFAULT)
+    return worked(others if variant in others else DEFAULT)
+
+
+@pytest.mark.parametrize("variant", EACH)
 def test_any_split_drafter_and_loop_gives_the_same_text(lines, variant):
     plain = lines[variant, 1]["texts"]["none host"]
     assert [len(tokens) for tokens in plain] == [26, 28]
@@ -41,7 +57,7 @@ def test_any_split_drafter_and_loop_gives_the_same_text(lines, variant):
             assert tokens == plain, (tp, way)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EACH)
 def test_what_divides_is_split_and_the_rest_is_copied(lines, variant):
     kv_heads = config_of(variant)["text_config"]["num_key_value_heads"]
     for tp in SPLITS:

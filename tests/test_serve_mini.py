@@ -43,7 +43,7 @@ def client():
 
 def complete(client, i: int) -> str:
     answer = client.completions.create(
-        model="mini", prompt=PROMPTS[i], max_tokens=24, temperature=0.8 * (i % 2), seed=i
+        model="mini", prompt=PROMPTS[i], max_tokens=12, temperature=0.8 * (i % 2), seed=i
     )
     return answer.choices[0].text
 
