@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from specdec.core.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from specdec.llm import LLM, Answer, Chunk, SamplingParams, load
+    from specdec.llm import LLM, load
+    from specdec.llm_types import Answer, Chunk, SamplingParams
 
 __all__ = ["LLM", "Answer", "Chunk", "SamplingParams", "__version__", "load"]
 

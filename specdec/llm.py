@@ -17,7 +17,6 @@ import atexit
 import queue
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence as Seqs
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from drafters import registry
@@ -27,89 +26,12 @@ from specdec.assembly.engine import make_engine, require_exact
 from specdec.assembly.model import Model, load_model
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
-from specdec.core.stats import Acceptance
-from specdec.core.types import Sampling, Sequence, TokenLogprob
+from specdec.core.types import Sequence
+from specdec.llm_types import Answer, Chunk, SamplingParams, chosen_params
 
 Prompt = str | Seqs[int] | Seqs[Mapping[str, Any]]
 """A text to continue, its token ids, or chat messages ({"role": ..., "content": ...})."""
 Value = TypeVar("Value")
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How a request's tokens are chosen, by vLLM's names. None: as the checkpoint's
-    generation_config.json says, and where that is silent greedy and unfiltered."""
-
-    temperature: float | None = None
-    """0 is greedy."""
-    top_p: float | None = None
-    top_k: int | None = None
-    """0 and -1 are off."""
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    seed: int = 0
-    """Same seed, same output, whatever the drafter."""
-    max_tokens: int = 128
-    stop: str | Seqs[str] = ()
-    """Strings that end the answer; they are not part of it."""
-    stop_token_ids: Seqs[int] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    """Alternatives whose log-probabilities are wanted beside each token's own."""
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    def for_target(self, defaults: Mapping[str, float]) -> Sampling:
-        """What the target is told, gaps filled. Raises UserError for impossible values."""
-
-        def pick(wish: float | None, name: str, off: float) -> float:
-            return defaults.get(name, off) if wish is None else wish
-
-        top_k = int(pick(self.top_k, "top_k", 0))
-        return Sampling(
-            temperature=pick(self.temperature, "temperature", 0.0),
-            top_p=pick(self.top_p, "top_p", 1.0),
-            top_k=0 if top_k == -1 else top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=tuple((self.logit_bias or {}).items()),
-            seed=self.seed,
-            logprobs=self.logprobs,
-        )
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What became of one prompt."""
-
-    prompt_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    """stop or length."""
-    acceptance: Acceptance
-    """What was drafted and accepted, and tau: tokens per verify."""
-    logprobs: list[TokenLogprob] | None = None
-    """Of each token, where they were asked for."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What one cycle added to a streamed answer."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    drafted: int
-    """Draft tokens of this answer so far."""
-    accepted: int
-    finish_reason: str | None
 
 
 class LLM:
@@ -143,7 +65,7 @@ class LLM:
         self, prompts: Seqs[Prompt], params: SamplingParams | None = None, **wishes: Any
     ) -> list[Answer]:
         """An answer to each prompt, in their order; as many as there are slots run together."""
-        given = _params(params, wishes)
+        given = chosen_params(params, wishes)
         seqs = [self._sequence(prompt, given) for prompt in prompts]
         return self._call(self._answers(seqs, given))
 
@@ -160,7 +82,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, **wishes: Any
     ) -> Iterator[Chunk]:
         """The answer piece by piece, as cycles make it. Leaving the loop early cancels it."""
-        given = _params(params, wishes)
+        given = chosen_params(params, wishes)
         seq = self._sequence(prompt, given)
         arrived: queue.SimpleQueue[Chunk | BaseException] = queue.SimpleQueue()
         task = asyncio.run_coroutine_threadsafe(self._forward(seq, given, arrived), self._loop)
@@ -295,18 +217,6 @@ def load(model: str = "mini", drafter: str = "ngram", k: int = 4, **options: Any
     loaded = load_model(config, speculation)
     require_exact(loaded, speculation)
     return LLM(loaded, speculation)
-
-
-def _params(params: SamplingParams | None, wishes: dict[str, Any]) -> SamplingParams:
-    """Raises UserError for names that `SamplingParams` has not."""
-    if strange := wishes.keys() - SamplingParams.__dataclass_fields__.keys():
-        known = ", ".join(SamplingParams.__dataclass_fields__)
-        raise UserError(f"unknown sampling parameter {', '.join(strange)}: known are {known}")
-    if params is None:
-        return SamplingParams(**wishes)
-    if wishes:
-        raise UserError("give SamplingParams or single parameters, not both")
-    return params
 
 
 async def _cancel_others() -> None:

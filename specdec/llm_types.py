@@ -1,0 +1,100 @@
+"""What goes through the door: sampling parameters in, answers and chunks out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seqs
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.core.errors import UserError
+from specdec.core.stats import Acceptance
+from specdec.core.types import Sampling, TokenLogprob
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request's tokens are chosen, by vLLM's names. None: as the checkpoint's
+    generation_config.json says, and where that is silent greedy and unfiltered."""
+
+    temperature: float | None = None
+    """0 is greedy."""
+    top_p: float | None = None
+    top_k: int | None = None
+    """0 and -1 are off."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int = 0
+    """Same seed, same output, whatever the drafter."""
+    max_tokens: int = 128
+    stop: str | Seqs[str] = ()
+    """Strings that end the answer; they are not part of it."""
+    stop_token_ids: Seqs[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Alternatives whose log-probabilities are wanted beside each token's own."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def for_target(self, defaults: Mapping[str, float]) -> Sampling:
+        """What the target is told, gaps filled. Raises UserError for impossible values."""
+
+        def pick(wish: float | None, name: str, off: float) -> float:
+            return defaults.get(name, off) if wish is None else wish
+
+        top_k = int(pick(self.top_k, "top_k", 0))
+        return Sampling(
+            temperature=pick(self.temperature, "temperature", 0.0),
+            top_p=pick(self.top_p, "top_p", 1.0),
+            top_k=0 if top_k == -1 else top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            seed=self.seed,
+            logprobs=self.logprobs,
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of one prompt."""
+
+    prompt_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    """stop or length."""
+    acceptance: Acceptance
+    """What was drafted and accepted, and tau: tokens per verify."""
+    logprobs: list[TokenLogprob] | None = None
+    """Of each token, where they were asked for."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one cycle added to a streamed answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    drafted: int
+    """Draft tokens of this answer so far."""
+    accepted: int
+    finish_reason: str | None
+
+
+def chosen_params(params: SamplingParams | None, wishes: dict[str, Any]) -> SamplingParams:
+    """Raises UserError for names that `SamplingParams` has not."""
+    if strange := wishes.keys() - SamplingParams.__dataclass_fields__.keys():
+        known = ", ".join(SamplingParams.__dataclass_fields__)
+        raise UserError(f"unknown sampling parameter {', '.join(strange)}: known are {known}")
+    if params is None:
+        return SamplingParams(**wishes)
+    if wishes:
+        raise UserError("give SamplingParams or single parameters, not both")
+    return params
