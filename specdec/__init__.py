@@ -22,4 +22,5 @@ def __getattr__(name: str) -> Any:
     check_packages()
     from specdec import llm
 
-    return getattr(llm, name)
+    globals()[name] = found = getattr(llm, name)  # asked once: the next access finds it here
+    return found
