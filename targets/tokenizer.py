@@ -133,6 +133,10 @@ class Tokenizer:
         """A fresh incremental decoder for one sequence."""
         return TextStream(self, skip_special)
 
+    def to_json(self) -> str:
+        """The tokenizer as `tokenizer.json` has it."""
+        return self._backend.to_str()
+
     def token_id(self, token: str) -> int | None:
         """Id of one vocabulary entry such as "<turn|>", or None."""
         return self._backend.token_to_id(token)

@@ -120,6 +120,8 @@ class Engine:
 
     def _emit(self, seq: Sequence, chosen: Array, logprobs: LogprobRows | None, row: int) -> Event:
         """Append what was chosen, cut at a stop id or a limit; what lies beyond is discarded."""
+        if seq.constraint is not None and seq.constraint.failure is not None:
+            return self._finish(seq, (), "error", error=seq.constraint.failure)
         tokens, finish = _cut(seq, [int(t) for t in chosen], self.target.max_len)
         seq.tokens.extend(tokens)
         details = _logprob_rows(seq, logprobs, row, len(tokens))

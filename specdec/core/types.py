@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seqs
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from specdec.core.errors import UserError
 from specdec.core.stats import Acceptance
@@ -100,6 +101,31 @@ class Sampling:
         return not self.greedy or bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)
 
 
+class Constraint(Protocol):
+    """What a sequence may say: a function of its ids so far, draft included.
+
+    It belongs to one sequence and may remember how far it has read. Its methods are called from the
+    engine's thread, those of several sequences at a time.
+    """
+
+    failure: str | None
+    """Why it can't go on, None while it can: the engine then ends the sequence with this error."""
+
+    def masks(self, seq: Sequence, draft: Seqs[int], out: Array) -> None:
+        """Clear in `out` [at least len(draft) + 1, words] uint32, all of whose bits are set, those
+        of the tokens that must not come: row j after the text and draft[:j]. Rows behind a guess
+        that must not come may hold anything."""
+        ...
+
+    def forced(self, seq: Sequence) -> list[int]:
+        """Tokens that come next if the text is to obey, as far as they can be told."""
+        ...
+
+    def packed(self) -> dict[str, Any]:
+        """What makes the same constraint in another process, as JSON values."""
+        ...
+
+
 @dataclass(eq=False)
 class Sequence:
     """One request on its way. The engine owns `tokens`; drafters and targets only read it.
@@ -116,6 +142,8 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     """Ids that end the sequence; the stop id itself is emitted last. Written by the caller."""
     request_id: str = ""
+    constraint: Constraint | None = None
+    """What it may say, None for anything. Written by the caller, read by the target."""
     prompt_len: int = 0
     """Length of the prompt within `tokens`. Set here from `tokens`."""
     slot: int = -1

@@ -8,22 +8,23 @@ waits; rows that have ended meanwhile sit the cycle out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seqs
+from collections.abc import Callable, Sequence as Seqs
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from specdec.core.constraint import constrained, fill_masks, forced_rows, lead, mask_words
 from specdec.core.cycle import cycle
-from specdec.core.protocols import Cycle
+from specdec.core.protocols import Cycle, Proposer
 from specdec.core.types import NO_GUESS, SAT_OUT, Array, LogprobRows, Round, Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch, DeviceDrafter, SlotState
-from targets.cuda.graphs import Captured, bucket_of
+from targets.cuda.graphs import Captured, CapturedParts, bucket_of
 from targets.cuda.kernels import Kernels
 from targets.cuda.out_of_memory import room_for
 from targets.cuda.sampling import each_part
-from targets.cuda.target import CudaTarget
+from targets.cuda.target import CudaTarget, Masks
 
 STOPS = 16
 """Stop ids per row that the device knows (cycle.cu); the engine cuts by all of them in any case."""
@@ -37,19 +38,58 @@ class GraphKey:
     k: int
     needs_sampler: bool
     logprobs: bool
+    constrained: bool = False
+    """Whether the host makes masks between the forward and the choice."""
+
+
+@dataclass(frozen=True)
+class Guides:
+    """What constrained rows ask of a cycle, in tensors that its graphs read."""
+
+    forced: torch.Tensor
+    """[B, k] int32: tokens that come first in the draft, NO_GUESS behind them."""
+    masks: torch.Tensor
+    """[B, k + 1, words] int32: what each position may hold."""
+    host_masks: torch.Tensor
+    """The same, page-locked."""
+
+    @classmethod
+    def blank(cls, key: GraphKey, vocab: int, device: torch.device) -> Guides:
+        shape = key.batch, key.k + 1, mask_words(vocab)
+        host = torch.full(shape, -1, dtype=torch.int32, pin_memory=True)
+        forced = torch.full(shape[:1] + (key.k,), NO_GUESS, dtype=torch.int32, device=device)
+        return cls(forced, host.to(device), host)
 
 
 class _CapturedTarget:
     """`Verifier` of the captured cycle."""
 
-    def __init__(self, target: CudaTarget) -> None:
-        self.target = target
+    def __init__(self, target: CudaTarget, masks: Masks | None) -> None:
+        self.target, self.masks = target, masks
 
     def verify(self, batch: CapturedBatch, draft: torch.Tensor) -> Step:
         if draft.data_ptr() != batch.draft.data_ptr():  # most drafters write where it is read
             batch.draft.copy_(draft)
-        out = self.target.step(batch.rows, batch.needs_sampler, batch.logprobs)
+        wanted = batch.needs_sampler, batch.logprobs
+        out = self.target.step(batch.rows, *wanted, self.masks)
         return Step(out.chosen, out.features, out.details)
+
+
+class _LedDrafter:
+    """`Proposer` of the captured cycle, the forced tokens first."""
+
+    def __init__(
+        self, drafter: DeviceDrafter, forced: torch.Tensor, cut: Callable[[], None]
+    ) -> None:
+        self._drafter, self._forced, self._cut = drafter, forced, cut
+
+    def propose(self, batch: CapturedBatch, k: int) -> torch.Tensor:
+        batch.draft.copy_(lead(self._forced, self._drafter.propose(batch, k)))
+        self._cut()
+        return batch.draft
+
+    def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
+        self._drafter.observe(batch, step, accepted)
 
 
 class Tape(NamedTuple):
@@ -57,6 +97,17 @@ class Tape(NamedTuple):
 
     words: torch.Tensor
     details: LogprobRows | None
+    drafted: torch.Tensor
+    """[B, k], before anything was chosen."""
+
+
+@dataclass(frozen=True)
+class InParts:
+    """A constrained cycle: its graphs, and what the host puts between them."""
+
+    slots: torch.Tensor
+    guides: Guides
+    graphs: CapturedParts[Tape]
 
 
 @dataclass(frozen=True)
@@ -93,12 +144,18 @@ class CapturedCycle:
         self.owners: dict[int, Sequence] = {}
         self.graphs: dict[GraphKey, tuple[torch.Tensor, Captured[Tape]]] = {}
         self.fed: dict[GraphKey, tuple[int, ...]] = {}
+        self.in_parts: dict[GraphKey, InParts] = {}
         self.pending: Launched | None = None
 
     def __call__(self, seqs: Seqs[Sequence], single: bool) -> list[Round]:
         self._seat([seq for seq in seqs if self.owners.get(seq.slot) is not seq])
         self.drafter.ready(seqs)
+        if constrained(seqs) and self.pending is not None:  # masks follow from what it chose
+            former, self.pending = self.pending, None
+            return [_read(former, seqs)]
         with room_for(f"a batch of {len(seqs)}"):  # else the last one stays to be read
+            if constrained(seqs):
+                return [_read(self._launch_constrained(tuple(seqs)), seqs)]
             launched = self._launch(tuple(seqs))
         former, self.pending = self.pending, launched
         return [] if former is None else [_read(former, seqs)]
@@ -106,7 +163,7 @@ class CapturedCycle:
     def _key(self, seqs: tuple[Sequence, ...]) -> GraphKey:
         needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
-        return GraphKey(bucket_of(len(seqs)), self.k, needs_sampler, logprobs)
+        return GraphKey(bucket_of(len(seqs)), self.k, needs_sampler, logprobs, constrained(seqs))
 
     @torch.inference_mode()
     def _launch(self, seqs: tuple[Sequence, ...]) -> Launched:
@@ -115,26 +172,69 @@ class CapturedCycle:
             idle = torch.full((key.batch,), -1, dtype=torch.int32, device=self.target.device)
             self.graphs[key] = idle, Captured(lambda: self._cycle(key, idle), self.target.pool)
         slots, graph = self.graphs[key]
+        self._feed(key, slots, seqs)
+        return _launched(seqs, key, graph.replay())
+
+    @torch.inference_mode()
+    def _launch_constrained(self, seqs: tuple[Sequence, ...]) -> Launched:
+        """Draft, forward, choose: the host makes the masks of a draft while the forward runs."""
+        key = self._key(seqs)
+        if key not in self.in_parts:
+            self.in_parts[key] = self._capture_in_parts(key)
+        mine = self.in_parts[key]
+        guides, (draft, forward, choose) = mine.guides, mine.graphs.parts
+        self._feed(key, mine.slots, seqs)
+        forced = forced_rows(seqs, key.k)
+        guides.forced.fill_(NO_GUESS)
+        if forced is not None:
+            guides.forced[: len(seqs)] = torch.from_numpy(forced).to(self.target.device)
+        draft.replay()
+        guesses = _to_host(mine.graphs.result.drafted)
+        drafted = torch.cuda.Event()
+        drafted.record()
+        forward.replay()
+        drafted.synchronize()
+        masks = guides.host_masks.numpy().view(np.uint32)
+        fill_masks(seqs, guesses.numpy()[: len(seqs)], self.target.vocab, masks)
+        guides.masks.copy_(guides.host_masks, non_blocking=True)
+        choose.replay()
+        return _launched(seqs, key, mine.graphs.result)
+
+    def _capture_in_parts(self, key: GraphKey) -> InParts:
+        device = self.target.device
+        guides = Guides.blank(key, self.target.vocab, device)
+        idle = torch.full((key.batch,), -1, dtype=torch.int32, device=device)
+        graphs = CapturedParts(lambda cut: self._cycle(key, idle, guides, cut), self.target.pool)
+        return InParts(idle, guides, graphs)
+
+    def _feed(self, key: GraphKey, slots: torch.Tensor, seqs: tuple[Sequence, ...]) -> None:
+        """Whose rows the graphs of this key run next."""
         wanted = tuple(seq.slot for seq in seqs)
         if self.fed.get(key) != wanted:
             padded = np.full(key.batch, -1, np.int32)
             padded[: len(wanted)] = wanted
             slots.copy_(torch.from_numpy(padded))
             self.fed[key] = wanted
-        tape = graph.replay()
-        words = _to_host(tape.words)
-        parts = tape.details and each_part(_to_host, tape.details)
-        done = torch.cuda.Event()
-        done.record()
-        return Launched(seqs, key, words, parts, done)
 
-    def _cycle(self, key: GraphKey, slots: torch.Tensor) -> Tape:
-        """What is captured. slots [B] on the device, -1 for padding."""
+    def _cycle(
+        self,
+        key: GraphKey,
+        slots: torch.Tensor,
+        guides: Guides | None = None,
+        cut: Callable[[], None] = lambda: None,
+    ) -> Tape:
+        """What is captured. slots [B] on the device, -1 for padding. cut: of a constrained cycle,
+        called where the host takes the draft, and where it has put the masks."""
         state, sampler, history = self.state, self.ops.sampler, self.target.cache.tokens
         places = state.length, state.live
         rows = sampler.lay_out(history, places, slots, key.k)
         batch = CapturedBatch(rows, key.needs_sampler, key.logprobs)
-        done = cycle(_CapturedTarget(self.target), self.drafter, batch, key.k)
+        drafter: Proposer[CapturedBatch] = self.drafter
+        masks = None
+        if guides is not None:
+            drafter = _LedDrafter(self.drafter, guides.forced, cut)
+            masks = lambda: (cut(), guides.masks)[1]  # noqa: E731
+        done = cycle(_CapturedTarget(self.target, masks), drafter, batch, key.k)
         accepted = done.accepted.int()
         if self.table is not None:
             turn = self.table[state.cycles % len(self.table)][0]
@@ -143,7 +243,7 @@ class CapturedCycle:
         sampler.commit(history, places, rows, chosen, accepted, (state.stops, state.limit))
         state.cycles.add_(1)
         words = torch.cat([done.draft, chosen, accepted[:, None]], 1)
-        return Tape(words, done.step.logprobs)
+        return Tape(words, done.step.logprobs, done.draft)
 
     @torch.inference_mode()
     def _seat(self, seqs: Seqs[Sequence]) -> None:
@@ -167,6 +267,15 @@ class CapturedCycle:
         self.state.live[at] = 1
         self.state.stops[at] = torch.from_numpy(stops).to(device)
         self.target.cache.tokens[at, length.long() - 1] = last
+
+
+def _launched(seqs: tuple[Sequence, ...], key: GraphKey, tape: Tape) -> Launched:
+    """A cycle whose last graph was just replayed."""
+    words = _to_host(tape.words)
+    details = tape.details and each_part(_to_host, tape.details)
+    done = torch.cuda.Event()
+    done.record()
+    return Launched(seqs, key, words, details, done)
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:

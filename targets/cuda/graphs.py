@@ -74,6 +74,32 @@ class Captured(Generic[Result]):
         return self.result
 
 
+class CapturedParts(Generic[Result]):
+    """A function of device tensors as several graphs: it is given `cut`, which ends one and begins
+    the next. The host may work between two, and put in place what the next one reads."""
+
+    def __init__(self, function: Callable[[Callable[[], None]], Result], pool: Any) -> None:
+        side, self._pool = _side_stream(), pool
+        self.parts: list[torch.cuda.CUDAGraph] = []
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            function(lambda: None)  # warm, as in `Captured`
+            torch.cuda.synchronize()
+            with _quiet(), _no_collection():
+                self._begin()
+                self.result = function(self._cut)
+                self.parts[-1].capture_end()
+        torch.cuda.current_stream().wait_stream(side)
+
+    def _begin(self) -> None:
+        self.parts.append(torch.cuda.CUDAGraph())
+        self.parts[-1].capture_begin(pool=self._pool)
+
+    def _cut(self) -> None:
+        self.parts[-1].capture_end()
+        self._begin()
+
+
 @cache
 def _side_stream() -> torch.cuda.Stream:
     """One for all: torch keeps freed memory for the stream that it was taken on."""

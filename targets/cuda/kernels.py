@@ -112,8 +112,11 @@ class Kernels:
         history: torch.Tensor,
         rows: Rows,
         needs_sampler: bool,
+        masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.sampler.choose(logits, bias, sampling_params, history, rows, needs_sampler)
+        return self.sampler.choose(
+            logits, bias, sampling_params, history, rows, needs_sampler, masks
+        )
 
     def embed(self, head: Linear, rows: Rows) -> torch.Tensor:
         m = rows.tokens.numel()

@@ -181,7 +181,9 @@ class Ops(Protocol):
         history: torch.Tensor,
         rows: Rows,
         needs_sampler: bool,
+        masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """logits [B, T, V], bias [slots, V], history [slots, S] -> [B, T] int32. needs_sampler
-        False: every row is a bare argmax."""
+        False: every row is a bare argmax. masks [B, T, words] int32: the tokens that may come, as
+        `specdec.core.constraint` has them."""
         ...

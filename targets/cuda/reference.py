@@ -211,7 +211,10 @@ class Reference:
         history: torch.Tensor,
         rows: Rows,
         needs_sampler: bool,
+        masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if masks is not None:
+            logits = sampling.masked(logits, masks)
         if needs_sampler:
             return sampling.choose(logits, bias, sampling_params, history, rows)
         return sampling.choose_greedy(logits, bias, rows)

@@ -21,7 +21,7 @@ class _SampleJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("logits", "bias", "history", "start", "slot")),
         *((name, c_void_p) for name in SamplingTable._fields),
-        *((name, c_void_p) for name in ("counts", "chosen")),
+        *((name, c_void_p) for name in ("counts", "chosen", "masks")),
         *((name, c_int) for name in ("vocab", "stride", "tokens", "shaped")),
     )
 
@@ -38,6 +38,7 @@ class Sampler:
         history: torch.Tensor,
         rows: Rows,
         needs_sampler: bool,
+        masks: torch.Tensor | None,
     ) -> torch.Tensor:
         """`Ops.choose`."""
         batch, tokens, vocab = logits.shape
@@ -48,7 +49,7 @@ class Sampler:
         )
         job = _SampleJob(
             *map(address, (logits, bias, history, rows.start, rows.slot, *sampling_params)),
-            *map(address, (counts, chosen)),
+            *map(address, (counts, chosen, masks)),
             *(vocab, history.stride(0), tokens, int(needs_sampler)),
         )
         share = (vocab + 4 * CLUSTER - 1) // (4 * CLUSTER) * 4

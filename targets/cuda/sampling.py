@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specdec.core.constraint import WORD
 from specdec.core.types import MAX_LOGPROBS, LogprobRows
 from targets import sampling_params
 from targets.cuda.noise import gumbel
@@ -33,6 +34,13 @@ def choose_greedy(logits: torch.Tensor, bias: torch.Tensor, rows: Rows) -> torch
     """logits [B, T, V], bias [slots, V] -> [B, T] int32; ties go to the lowest id."""
     own = bias.index_select(0, rows.slot.clamp(min=0))
     return (logits + own[:, None]).argmax(-1).int()
+
+
+def masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """logits [B, T, V] where masks [B, T, words] int32 have a bit, -inf elsewhere."""
+    bits = (masks[..., None] >> torch.arange(WORD, device=masks.device)) & 1
+    allowed = bits.flatten(-2)[..., : logits.shape[-1]]
+    return torch.where(allowed == 1, logits, -torch.inf)
 
 
 def choose(

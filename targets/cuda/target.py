@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seqs
+from collections.abc import Callable, Sequence as Seqs
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from specdec.core.constraint import constrained, mask_rows
 from specdec.core.errors import UserError
 from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, Sequence, Step
 from targets.arch import Arch
@@ -28,6 +29,10 @@ KV_DTYPES = {
     "bfloat16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
 }
+
+
+Masks = Callable[[], torch.Tensor | None]
+"""Makes the masks of a step while the device computes its forward."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,8 @@ class CudaTarget:
             return Step(np.full((1, 1), NO_GUESS, np.int32), features)
         last = Rows(rows.tokens[:, -1:], rows.start + (stop - start - 1), rows.slot)
         logits = out.logits[None]
-        chosen = self.choose(logits, last, seq.sampling.needs_sampler)
+        masks = mask_rows([seq], np.empty((1, 0), np.int32), self.vocab)
+        chosen = self.choose(logits, last, seq.sampling.needs_sampler, self.on_device(masks))
         wanted = seq.sampling.logprobs is not None
         details = sampling.on_host(sampling.logprobs(logits, chosen)) if wanted else None
         return Step(chosen.cpu().numpy(), features, details)
@@ -159,10 +165,14 @@ class CudaTarget:
             return self._verify(seqs, draft)
 
     def _verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
-        step = self._graphs.step if self._graphs else self.step
         needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
-        out = step(self.feed(seqs, draft), needs_sampler, logprobs)
+        rows = self.feed(seqs, draft)
+        if constrained(seqs):
+            masks = lambda: self.on_device(mask_rows(seqs, draft, self.vocab))  # noqa: E731
+            out = self.step(rows, needs_sampler, logprobs, masks)
+        else:
+            out = (self._graphs or self).step(rows, needs_sampler, logprobs)
         details = out.details and sampling.on_host(out.details)
         return Step(out.chosen.cpu().numpy(), out.features, details)
 
@@ -174,23 +184,30 @@ class CudaTarget:
         return self._rows(tokens, starts, [seq.slot for seq in seqs])
 
     @torch.inference_mode()
-    def step(self, rows: Rows, needs_sampler: bool, logprobs: bool) -> Chosen:
-        """`forward`, and what of it a cycle asks for."""
-        out = self.forward(rows, needs_sampler)
-        details = sampling.logprobs(out.logits, out.chosen) if logprobs else None
-        return Chosen(out.chosen, details, out.features)
+    def step(
+        self, rows: Rows, needs_sampler: bool, logprobs: bool, masks: Masks | None = None
+    ) -> Chosen:
+        """Feed the rows and choose, and what of it a cycle asks for."""
+        logits, features = self.logits(rows)
+        allowed = None if masks is None else masks()
+        chosen = self.choose(logits, rows, needs_sampler, allowed)
+        details = sampling.logprobs(logits, chosen) if logprobs else None
+        return Chosen(chosen, details, features)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, needs_sampler: bool) -> ForwardOutput:
         """Feed the rows and choose. Works on the device alone and never waits for it (with the
         kernels, that is), so that it can be captured as a graph."""
+        logits, features = self.logits(rows)
+        return ForwardOutput(self.choose(logits, rows, needs_sampler), logits, features)
+
+    @torch.inference_mode()
+    def logits(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Feed the rows -> logits [B, T, V] and features [B, T, F] or None, on the device alone."""
         self.cache.remember(rows.tokens, rows.start, rows.slot)
-        features = self.plan.features
-        out = decode(self.weights, self.arch, self.cache, rows, self.ops, features)
+        out = decode(self.weights, self.arch, self.cache, rows, self.ops, self.plan.features)
         shape = (*rows.tokens.shape, -1)
-        logits = out.logits.view(shape)
-        kept = None if out.features is None else out.features.view(shape)
-        return ForwardOutput(self.choose(logits, rows, needs_sampler), logits, kept)
+        return out.logits.view(shape), None if out.features is None else out.features.view(shape)
 
     @torch.inference_mode()
     def short(self, rows: Rows, only: torch.Tensor | None = None) -> Hidden:
@@ -201,11 +218,22 @@ class CudaTarget:
         return decode(*common, self.plan.features, only)
 
     @torch.inference_mode()
-    def choose(self, logits: torch.Tensor, rows: Rows, needs_sampler: bool) -> torch.Tensor:
-        """logits [B, T, V] -> [B, T] int32. `needs_sampler` False: every row is a bare argmax."""
+    def choose(
+        self,
+        logits: torch.Tensor,
+        rows: Rows,
+        needs_sampler: bool,
+        masks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """logits [B, T, V] -> [B, T] int32. `needs_sampler` False: every row is a bare argmax.
+        masks [B, T, words] int32: what may be chosen."""
         return self.ops.choose(
-            logits, self.bias, self.sampling_params, self.cache.tokens, rows, needs_sampler
+            logits, self.bias, self.sampling_params, self.cache.tokens, rows, needs_sampler, masks
         )
+
+    def on_device(self, masks: np.ndarray | None) -> torch.Tensor | None:
+        """Masks of the host, in the dtype that torch has."""
+        return None if masks is None else torch.from_numpy(masks.view(np.int32)).to(self.device)
 
     def seat(self, seq: Sequence) -> None:
         """Take over a new owner's sampling parameters for its slot. Raises UserError for token

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from specdec.core.constraint import ForcedFirst, constrained
 from specdec.core.cycle import cycle
 from specdec.core.protocols import Cycle
 from specdec.core.types import NO_GUESS, Array, LogprobRows, Round, Sequence, Step
@@ -167,7 +168,11 @@ def device_loop(target: JaxTarget, drafter: DeviceDrafter, k: int, cycles: int =
     compiled: dict[LoopPlan, Any] = {}
     whole = replicated(target.mesh)  # the tape is read by each process's host
 
+    stepped = SteppedDrafter(target, drafter)
+
     def rounds(seqs: Seqs[Sequence], single: bool) -> list[Round]:
+        if constrained(seqs):  # masks come from the host, each cycle
+            return [cycle(target, ForcedFirst(stepped), seqs, k)]
         needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
         program = drafter.program(needs_sampler)
@@ -185,6 +190,66 @@ def device_loop(target: JaxTarget, drafter: DeviceDrafter, k: int, cycles: int =
         return _replay(tape, int(ran), np.array([seq.slot for seq in seqs]))
 
     return rounds
+
+
+class SteppedDrafter:
+    """The device loop's drafter for one cycle at a time: what a dispatch traces of it, as programs
+    of their own that the host calls."""
+
+    def __init__(self, target: JaxTarget, drafter: DeviceDrafter) -> None:
+        self._target, self._drafter = target, drafter
+        whole = replicated(target.mesh)
+        self._propose = jax.jit(
+            _propose, static_argnums=(0, 1), donate_argnums=3, out_shardings=(None, whole)
+        )
+        self._observe = jax.jit(_observe, static_argnums=0, donate_argnums=2)
+
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
+        drafter = self._drafter
+        drafter.ready(seqs)
+        batch, program = self._batch(seqs), self._program(seqs)
+        drafter.memory, draft = self._propose(program, k, drafter.weights(), drafter.memory, batch)
+        return np.asarray(draft)[[seq.slot for seq in seqs]]
+
+    def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
+        drafter, slots = self._drafter, self._target.slots
+        rows = [seq.slot for seq in seqs]
+        chosen = np.zeros((slots, step.chosen.shape[1]), np.int32)
+        kept = np.zeros(slots, np.int32)
+        chosen[rows], kept[rows] = step.chosen, accepted
+        learned = self._batch(seqs), chosen, step.features, kept
+        program, weights = self._program(seqs), drafter.weights()
+        drafter.memory = self._observe(program, weights, drafter.memory, *learned)
+
+    def _program(self, seqs: Seqs[Sequence]) -> TracedProgram:
+        return self._drafter.program(any(seq.sampling.needs_sampler for seq in seqs))
+
+    def _batch(self, seqs: Seqs[Sequence]) -> SlotState:
+        _, batch = _start(self._target, seqs, 1)
+        self._target.cache = batch.cache
+        return batch
+
+
+def _propose(
+    program: TracedProgram, k: int, weights: Any, memory: Any, batch: SlotState
+) -> tuple[Any, Array]:
+    drafter = program.on(weights, memory)
+    draft = drafter.propose(batch, k)
+    return drafter.memory, draft
+
+
+def _observe(
+    program: TracedProgram,
+    weights: Any,
+    memory: Any,
+    batch: SlotState,
+    chosen: Array,
+    features: Array | None,
+    kept: Array,
+) -> Any:
+    drafter = program.on(weights, memory)
+    drafter.observe(batch, Step(chosen, features), kept)
+    return drafter.memory
 
 
 def _start(target: JaxTarget, seqs: Seqs[Sequence], cycles: int) -> tuple[Limits, SlotState]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from specdec.core.constraint import WORD
 from specdec.core.types import MAX_LOGPROBS, Array, LogprobRows
 from targets.jax.noise import gumbel
 from targets.sampling_params import SamplingTable
@@ -40,6 +41,13 @@ def choose(
     sampled = jnp.argmax(kept + gumbel(seeds, position, logits.shape[-1]), -1)
     greedy = jnp.argmax(penalised, -1)
     return jnp.where(sampling_params.temperature[:, None] > 0, sampled, greedy).astype(jnp.int32)
+
+
+def masked(logits: Array, masks: Array) -> Array:
+    """logits [B, T, V] where masks [B, T, words] uint32 have a bit, -inf elsewhere."""
+    bits = (masks[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
+    allowed = bits.reshape(*masks.shape[:-1], -1)[..., : logits.shape[-1]]
+    return jnp.where(allowed == 1, logits, -jnp.inf)
 
 
 def _penalise(logits: Array, sampling_params: SamplingTable, history: Array, start: Array) -> Array:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec.core.constraint import EVERYTHING, mask_rows
 from specdec.core.errors import UserError
 from specdec.core.types import NO_GUESS, Array, LogprobRows, Sequence, Step
 from targets.arch import Arch
@@ -61,6 +62,8 @@ class JaxTarget:
         choose = partial(programs.choose, plan)
         self._choose = jax.jit(choose, static_argnums=0, **read_by_host)
         self._choose_one = jax.jit(_choose_one, static_argnums=0, **read_by_host)
+        # a program of its own: rows that are not constrained then run the same one as ever
+        self._masked = jax.jit(sampling.masked)
         self._logprobs = jax.jit(sampling.logprobs, **read_by_host)
 
     @property
@@ -102,9 +105,10 @@ class JaxTarget:
         if stop < seq.prompt_len:  # no choice follows from here: nothing to wait for either
             return Step(np.full((1, 1), NO_GUESS, np.int32), out.features)
         last = np.array([stop - 1], np.int32)
+        masks = mask_rows([seq], np.empty((1, 0), np.int32), self.vocab)
         chosen = self._choose_one(
             seq.sampling.needs_sampler,
-            out.logits,
+            out.logits if masks is None else self._masked(out.logits, masks),
             self.bias,
             self.sampling_params(),
             self.cache.tokens,
@@ -121,10 +125,13 @@ class JaxTarget:
         feed = self._feed(seqs, np.asarray(draft))
         self.cache, out = self._verify(self.params, self.cache, feed)
         needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
-        chosen = self._choose(
-            needs_sampler, out.logits, self.bias, self.sampling_params(), self.cache.tokens, feed
-        )
         rows = np.array([seq.slot for seq in seqs])
+        # made while the device computes the forward
+        masks = mask_rows(seqs, draft, self.vocab)
+        logits = out.logits if masks is None else self._restricted(out.logits, masks, rows)
+        chosen = self._choose(
+            needs_sampler, logits, self.bias, self.sampling_params(), self.cache.tokens, feed
+        )
         wanted = any(seq.sampling.logprobs is not None for seq in seqs)
         details = self._logprobs(out.logits, chosen) if wanted else None
         return Step(
@@ -133,6 +140,12 @@ class JaxTarget:
             details and pick_rows(details, rows),
             by_slot=True,
         )
+
+    def _restricted(self, logits: Array, masks: np.ndarray, rows: np.ndarray) -> Array:
+        """logits [slots, width, V] under the masks [B, k + 1, words] of these slots."""
+        by_slot = np.full((*logits.shape[:2], masks.shape[-1]), EVERYTHING)
+        by_slot[rows, : masks.shape[1]] = masks
+        return self._masked(logits, by_slot)
 
     def logits(self, feed: Feed) -> np.ndarray:
         """Feed the slots and return raw logits [slots, width, V] (self-check, tests)."""

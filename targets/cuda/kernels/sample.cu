@@ -26,8 +26,14 @@ struct Job {
   const int* prompt_len;
   u32* counts;  // [M, vocab] scratch: bit 31 seen anywhere, below: times in the output
   int* chosen;  // [M]
+  const u32* masks;  // [M, ceil(vocab / 32)]: a bit for each token that may come; null: all may
   int vocab, stride, tokens, shaped;
 };
+
+__device__ inline bool allowed(const Job& job, int m, int id) {
+  if (!job.masks) return true;
+  return job.masks[size_t(m) * ((job.vocab + 31) / 32) + id / 32] >> (id % 32) & 1u;
+}
 
 __device__ inline float peer(const float* mine, int rank) {
   u32 at;
@@ -120,7 +126,7 @@ __device__ int choose_shaped(const Job& job, int m, int slot, int position, int 
   if (penalised) count(job, slot, position, from, to, counts);
   Best top = {-INFINITY, 0x7fffffff};
   for (int i = threadIdx.x; i < size; i += kThreads) {
-    float v = logits[from + i] + bias[from + i];
+    float v = allowed(job, m, from + i) ? logits[from + i] + bias[from + i] : -INFINITY;
     if (penalised) {
       const u32 seen = counts[from + i];
       const float times = float(seen & 0x7fffffffu);
@@ -166,8 +172,9 @@ __device__ Best largest(const Job& job, int m, int slot, int from, int to) {
   const float* logits = job.logits + size_t(m) * job.vocab;
   const float* bias = job.bias + size_t(slot) * job.vocab;
   Best top = {-INFINITY, 0x7fffffff};
-  if (job.vocab % 4) {
-    for (int i = from + threadIdx.x; i < to; i += kThreads) top = better(top, {logits[i] + bias[i], i});
+  if (job.masks || job.vocab % 4) {
+    for (int i = from + threadIdx.x; i < to; i += kThreads)
+      if (allowed(job, m, i)) top = better(top, {logits[i] + bias[i], i});
     return top;
   }
 #pragma unroll 4

@@ -1,0 +1,141 @@
+"""A request's constraint: its grammar and its rules on ids, as masks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+
+from specdec.constraints.rules import (
+    AllowedTokens,
+    BadWords,
+    Budget,
+    LeastTokens,
+    Rule,
+    ThinkingBudget,
+)
+from specdec.constraints.vocabulary import Vocabulary, first_line
+from specdec.core.constraint import EVERYTHING
+from specdec.core.types import Sequence
+
+_EXECUTOR = LLExecutor(num_threads=1)
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """All that a request asks of its text. Where they contradict each other the grammar wins: what
+    was promised to be valid is."""
+
+    grammar: str | None = None
+    """Of the whole text, as llguidance reads it: Lark, or its own JSON form."""
+    allowed: tuple[int, ...] | None = None
+    """The only token ids that may come."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of token ids that must not come."""
+    min_tokens: int = 0
+    """How many tokens come before a stop id may."""
+    stop_ids: tuple[int, ...] = ()
+    """What `min_tokens` keeps away."""
+    budget: Budget | None = None
+    """How long a thought may be."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is asked at all."""
+        return self == TextRules(stop_ids=self.stop_ids)
+
+
+class TextConstraint:
+    """`specdec.core.types.Constraint` of one sequence."""
+
+    def __init__(self, rules: TextRules, vocabulary: Vocabulary) -> None:
+        """Raises UserError for a grammar that can't be compiled."""
+        self.rules = rules
+        self.failure: str | None = None
+        self._matcher = None if rules.grammar is None else vocabulary.matcher(rules.grammar)
+        self._others = _others(rules)
+        self._stop_ids = frozenset(vocabulary.stop_ids)
+        self._read = 0
+        self._ended = False
+
+    def masks(self, seq: Sequence, draft: list[int], out: np.ndarray) -> None:
+        self._catch_up(seq)
+        if self._matcher is not None and not self._ended:
+            self._follow_grammar(self._matcher, draft, out)
+        if not self._others:
+            return
+        rows = out[: len(draft) + 1]
+        before = rows.copy()
+        for rule in self._others:
+            rule.restrict(draft, rows)
+        nothing_left = ~rows.any(1)
+        rows[nothing_left] = before[nothing_left]
+
+    def forced(self, seq: Sequence) -> list[int]:
+        self._catch_up(seq)
+        if self._matcher is None or self._ended or self.failure is not None:
+            return []
+        return self._matcher.compute_ff_tokens()
+
+    def packed(self) -> dict[str, Any]:
+        return asdict(self.rules)
+
+    def _catch_up(self, seq: Sequence) -> None:
+        """Learn what was emitted since the last time."""
+        news = seq.tokens[seq.prompt_len + self._read :]
+        self._read += len(news)
+        for rule in self._others:
+            rule.advance(news)
+        if self._matcher is None:
+            return
+        for token in news:
+            if self._ended or self.failure is not None:
+                return
+            if token in self._stop_ids:
+                self._ended = True
+            elif not self._matcher.consume_token(token):
+                self._fail(self._matcher)
+
+    def _follow_grammar(self, matcher: LLMatcher, draft: list[int], out: np.ndarray) -> None:
+        if self.failure is not None:
+            return
+        place, size = out.ctypes.data, out.shape[1] * out.itemsize
+        if draft:
+            job = [(matcher, 0, draft)]
+            _EXECUTOR.unsafe_compute_mask_ptr_with_draft_token(job, place, size, len(out))
+        else:
+            matcher.unsafe_compute_mask_ptr(place, size)
+        if matcher.is_error():
+            self._fail(matcher)
+            out[:] = EVERYTHING
+
+    def _fail(self, matcher: LLMatcher) -> None:
+        reason = first_line(matcher.get_error())
+        self.failure = f"the grammar can't be followed any further: {reason}"
+
+
+def _others(rules: TextRules) -> list[Rule]:
+    found: list[Rule] = []
+    if rules.allowed is not None:
+        found.append(AllowedTokens(rules.allowed))
+    if rules.min_tokens:
+        found.append(LeastTokens(rules.min_tokens, rules.stop_ids))
+    if rules.bad_words:
+        found.append(BadWords(rules.bad_words))
+    if rules.budget is not None:
+        found.append(ThinkingBudget(rules.budget))
+    return found
+
+
+def unpacked(packed: dict[str, Any], vocabulary: Vocabulary) -> TextConstraint:
+    """What `packed` packed."""
+    given = dict(packed)
+    given["bad_words"] = tuple(map(tuple, given["bad_words"]))
+    given["stop_ids"] = tuple(given["stop_ids"])
+    if given["allowed"] is not None:
+        given["allowed"] = tuple(given["allowed"])
+    if given["budget"] is not None:
+        given["budget"] = Budget(**given["budget"])
+    return TextConstraint(TextRules(**given), vocabulary)

@@ -1,0 +1,67 @@
+"""A model's tokens as grammars see them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence as Seqs
+from typing import Protocol
+
+from llguidance import LLMatcher, LLTokenizer
+
+from specdec.core.errors import UserError
+
+CACHED = 64
+"""Compiled grammars that are kept: an agent sends the same tools with each turn."""
+
+
+class TokenizerFile(Protocol):
+    """What a vocabulary needs of `targets.tokenizer.Tokenizer`."""
+
+    vocab_size: int
+    stop_ids: tuple[int, ...]
+
+    def to_json(self) -> str: ...
+
+
+class Vocabulary:
+    """A model's tokens as bytes, and the grammars that were compiled for them lately. Any thread
+    may use it."""
+
+    def __init__(self, tokenizer: TokenizerFile) -> None:
+        self.size, self.stop_ids = tokenizer.vocab_size, tokenizer.stop_ids
+        self._file = tokenizer
+        self._tokens: LLTokenizer | None = None
+        self._grammars: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def load(self) -> LLTokenizer:
+        """The tokens, read when they are first needed: that takes a second."""
+        with self._lock:
+            if self._tokens is None:
+                ends: Seqs[int] = self._file.stop_ids
+                self._tokens = LLTokenizer(
+                    self._file.to_json(), n_vocab=self.size, eos_token=list(ends) or None
+                )
+            return self._tokens
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """A fresh matcher. Raises UserError for a grammar that can't be compiled."""
+        tokens = self.load()
+        with self._lock:
+            known = self._grammars.pop(grammar, None)
+        if known is None:
+            known = LLMatcher(tokens, grammar, log_level=0)
+            if known.is_error():
+                raise UserError(f"the grammar can't be used: {first_line(known.get_error())}")
+        with self._lock:
+            self._grammars[grammar] = known
+            while len(self._grammars) > CACHED:
+                self._grammars.popitem(last=False)
+        return known.deep_copy()
+
+
+def first_line(complaint: str) -> str:
+    """Of llguidance's several lines the one that says what is wrong."""
+    lines = complaint.strip().splitlines() or ["no reason given"]
+    return lines[0][:300]

@@ -1,0 +1,95 @@
+"""Constrained text: which tokens a position may hold, and the guesses that follow from that alone.
+
+A mask is a function of the ids before its position, the draft's included. The target chooses under
+it, so constrained decoding with a drafter equals constrained plain decoding for the reason that
+makes decoding lossless anyway: a guess is kept only where it is the target's own choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seqs
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from specdec.core.protocols import Proposer
+from specdec.core.types import NO_GUESS, Array, Sequence, Step
+
+EVERYTHING = np.uint32(0xFFFFFFFF)
+WORD = 32
+"""Tokens per mask word."""
+_THREADS = ThreadPoolExecutor(4, "specdec-masks")
+"""Constraints leave Python's lock while they compute, so that rows don't wait for each other."""
+
+
+def mask_words(vocab: int) -> int:
+    """uint32 words of one mask."""
+    return -(-vocab // WORD)
+
+
+def constrained(seqs: Seqs[Sequence]) -> bool:
+    """Whether any of them is."""
+    return any(seq.constraint is not None for seq in seqs)
+
+
+def mask_rows(seqs: Seqs[Sequence], draft: Array, vocab: int) -> np.ndarray | None:
+    """What each position of a verify may hold: uint32 [B, k + 1, mask_words(vocab)], bit t % 32 of
+    word t // 32 for token t; None where no sequence is constrained. draft [B, k] int32."""
+    if not constrained(seqs):
+        return None
+    masks = np.empty((len(seqs), np.shape(draft)[1] + 1, mask_words(vocab)), np.uint32)
+    fill_masks(seqs, draft, vocab, masks)
+    return masks
+
+
+def fill_masks(seqs: Seqs[Sequence], draft: Array, vocab: int, out: np.ndarray) -> None:
+    """`mask_rows` into memory that is there: out [at least B, k + 1, words] uint32."""
+    draft, out[: len(seqs)] = np.asarray(draft), EVERYTHING
+
+    def fill(b: int) -> None:
+        constraint = seqs[b].constraint
+        assert constraint is not None
+        constraint.masks(seqs[b], _real(draft[b], vocab), out[b])
+
+    rows = [b for b, seq in enumerate(seqs) if seq.constraint is not None]
+    list((map if len(rows) == 1 else _THREADS.map)(fill, rows))
+
+
+def _real(draft: Array, vocab: int) -> list[int]:
+    """The guesses up to the first that is no token."""
+    ids = draft.tolist()
+    return ids[: next((j for j, t in enumerate(ids) if not 0 <= t < vocab), len(ids))]
+
+
+def forced_rows(seqs: Seqs[Sequence], k: int) -> np.ndarray | None:
+    """The tokens that each text's constraint leaves no choice about: int32 [B, k], NO_GUESS behind
+    them; None where there is none at all."""
+    forced = np.full((len(seqs), k), NO_GUESS, np.int32)
+    for b, seq in enumerate(seqs):
+        if seq.constraint is not None:
+            known = seq.constraint.forced(seq)[:k]
+            forced[b, : len(known)] = known
+    return forced if (forced != NO_GUESS).any() else None
+
+
+def lead(forced: Array, draft: Array) -> Array:
+    """Forced tokens first [B, k]; the drafter's guesses go on behind them where they agree with
+    them, for they were made without. One expression for numpy, jax and torch."""
+    given = forced != NO_GUESS
+    agreed = (~given | (forced == draft)).all(1)[:, None]
+    return forced * given + (draft * agreed + NO_GUESS * ~agreed) * ~given
+
+
+class ForcedFirst:
+    """A drafter in whose guesses the forced tokens come first."""
+
+    def __init__(self, drafter: Proposer[Seqs[Sequence]]) -> None:
+        self._drafter = drafter
+
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
+        draft = self._drafter.propose(seqs, k)
+        forced = forced_rows(seqs, k)
+        return draft if forced is None else lead(forced, np.asarray(draft))
+
+    def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
+        self._drafter.observe(seqs, step, accepted)
