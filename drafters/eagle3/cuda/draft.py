@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from drafters.eagle3.cuda.head import PIECE, HeadModel
 from drafters.eagle3.cuda.ops import Pending
@@ -51,7 +52,7 @@ def propose(given: Drafting, rows: Rows, needs_sampler: bool) -> None:
 
 
 @torch.inference_mode()
-def read(given: Drafting, slot: int, start: int, features: torch.Tensor, tokens: list[int]) -> None:
+def read(given: Drafting, slot: int, start: int, features: Tensor, tokens: list[int]) -> None:
     """A chunk of a prompt: features [1, T, F] from position `start` on, and the token that follows
     each. The last is pending too, to draft from."""
     device, head = features.device, given.head

@@ -6,6 +6,7 @@ from ctypes import Structure, c_float, c_int, c_void_p
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from drafters.eagle3.cuda.ops import DraftLayout, PairNorms, Pending, Vocabulary
 from targets.arch import Arch
@@ -80,12 +81,7 @@ class DraftKernels(Kernels):
         return DraftLayout(Rows(tokens, first, slots[0]), last, starts, slots)
 
     def features(
-        self,
-        features: torch.Tensor,
-        slot: torch.Tensor,
-        weight: torch.Tensor | None,
-        parts: int,
-        kind: str,
+        self, features: Tensor, slot: Tensor, weight: Tensor | None, parts: int, kind: str
     ) -> Input:
         slots, tokens, width = features.shape
         m = len(slot) * tokens
@@ -100,9 +96,7 @@ class DraftKernels(Kernels):
         self._launch(INPUTS[kind], "features", grid, ROW_THREADS, arguments, early=False)
         return x
 
-    def pair(
-        self, table: Linear, tokens: torch.Tensor, h: torch.Tensor, norms: PairNorms, kind: str
-    ) -> Input:
+    def pair(self, table: Linear, tokens: Tensor, h: Tensor, norms: PairNorms, kind: str) -> Input:
         m = len(h)
         x = make_input(m, 2 * table.k, self.device)
         weights = norms.embedding, norms.feedback, norms.hidden
@@ -116,11 +110,11 @@ class DraftKernels(Kernels):
 
     def guess(
         self,
-        logits: torch.Tensor,
+        logits: Tensor,
         known: Vocabulary,
-        bias: torch.Tensor,
+        bias: Tensor,
         sampling_params: SamplingTable,
-        history: torch.Tensor,
+        history: Tensor,
         at: Rows,
         j: int,
         needs_sampler: bool,
@@ -141,7 +135,7 @@ class DraftKernels(Kernels):
         )
         self._launch(SAMPLE, "guess", (batch * CLUSTER, 1, 1), THREADS, [job])
 
-    def _spread(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
+    def _spread(self, logits: Tensor, draft_ids: Tensor) -> Tensor:
         """[B, D] over draft ids -> [B, 1, V], -inf for what the head does not know."""
         batch, vocab = len(logits), len(draft_ids)
         out = torch.empty((batch, 1, vocab), device=self.device)
@@ -151,13 +145,7 @@ class DraftKernels(Kernels):
         return out
 
     def _note(
-        self,
-        chosen: torch.Tensor,
-        logits: torch.Tensor,
-        bias: torch.Tensor,
-        at: Rows,
-        history: torch.Tensor,
-        j: int,
+        self, chosen: Tensor, logits: Tensor, bias: Tensor, at: Rows, history: Tensor, j: int
     ) -> None:
         """What was `chosen` [B, 1] from logits [B, 1, V] as guess j."""
         batch, width = at.tokens.shape
@@ -167,12 +155,7 @@ class DraftKernels(Kernels):
         self._launch(LAYOUT, "note", (-(-batch // 128), 1, 1), 128, arguments)
 
     def keep(
-        self,
-        pending: Pending,
-        rows: Rows,
-        features: torch.Tensor,
-        chosen: torch.Tensor,
-        accepted: torch.Tensor,
+        self, pending: Pending, rows: Rows, features: Tensor, chosen: Tensor, accepted: Tensor
     ) -> None:
         batch, width = chosen.shape
         tensors = features, chosen, accepted, rows.slot, *pending
