@@ -23,7 +23,6 @@ from targets.cuda.norms import ROW_THREADS, Norms
 from targets.cuda.ops import Linear, Rows
 from targets.cuda.variants import norm_variant, variants
 from targets.cuda.w8a8 import Parts
-from targets.sampling_params import SamplingTable
 
 THREADS = 256
 
@@ -64,6 +63,7 @@ class Kernels:
         self._norms = Norms(self._launch, arch.eps)
         self._attention = attention.Attention(self._launch, arch, max_len, kv8, self.device)
         self.sampler = sampler.Sampler(self._launch, self.device)
+        self.choose = self.sampler.choose
 
     def pack(self, values: Tensor, scale: Tensor | None, kind: str, layout: str) -> Linear:
         maker = self._w8a8 if kind == "w8a8" else self._gemm
@@ -97,17 +97,6 @@ class Kernels:
         self, qkv: Tensor, k_norm: Tensor | None, layer: LayerSpec, cache: LayerCache, rows: Rows
     ) -> None:
         self._attention.store(qkv, (None, k_norm), layer, cache, rows)
-
-    def choose(
-        self,
-        logits: Tensor,
-        bias: Tensor,
-        sampling_params: SamplingTable,
-        history: Tensor,
-        rows: Rows,
-        needs_sampler: bool,
-    ) -> Tensor:
-        return self.sampler.choose(logits, bias, sampling_params, history, rows, needs_sampler)
 
     def embed(self, head: Linear, rows: Rows) -> Tensor:
         m = rows.tokens.numel()

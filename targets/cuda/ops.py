@@ -17,7 +17,7 @@ from torch import Tensor
 
 from targets.arch import LayerSpec, MoeSpec
 from targets.cuda.cache import LayerCache
-from targets.sampling_params import SamplingTable
+from targets.sampling_params import Rules
 
 X = Any
 Branch = Any
@@ -146,15 +146,6 @@ class Ops(Protocol):
         """-> soft-capped logits [M, V] float32."""
         ...
 
-    def choose(
-        self,
-        logits: Tensor,
-        bias: Tensor,
-        sampling_params: SamplingTable,
-        history: Tensor,
-        rows: Rows,
-        needs_sampler: bool,
-    ) -> Tensor:
-        """logits [B, T, V], bias [slots, V], history [slots, S] -> [B, T] int32. needs_sampler
-        False: every row is a bare argmax."""
+    def choose(self, logits: Tensor, rules: Rules, rows: Rows, needs_sampler: bool) -> Tensor:
+        """logits [B, T, V] -> [B, T] int32. needs_sampler False: every row is a bare argmax."""
         ...

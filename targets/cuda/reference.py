@@ -32,7 +32,7 @@ from targets.cuda.formulas import (
     soft_cap,
 )
 from targets.cuda.ops import Linear, Rows
-from targets.sampling_params import SamplingTable
+from targets.sampling_params import Rules
 
 
 def each_row(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -177,18 +177,10 @@ class Reference:
             lambda d, r: rms(d, dense_norm, eps) + rms(r, routed_norm, eps), dense, routed
         )
 
-    def choose(
-        self,
-        logits: Tensor,
-        bias: Tensor,
-        sampling_params: SamplingTable,
-        history: Tensor,
-        rows: Rows,
-        needs_sampler: bool,
-    ) -> Tensor:
+    def choose(self, logits: Tensor, rules: Rules, rows: Rows, needs_sampler: bool) -> Tensor:
         if needs_sampler:
-            return sampling.choose(logits, bias, sampling_params, history, rows)
-        return sampling.choose_greedy(logits, bias, rows)
+            return sampling.choose(logits, *rules, rows)
+        return sampling.choose_greedy(logits, rules.bias, rows)
 
     def head(self, x: Tensor, table: Linear, softcap: float | None) -> Tensor:
         return each_row(lambda row: soft_cap(row, softcap), self.linear(x, table))

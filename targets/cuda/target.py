@@ -21,7 +21,7 @@ from targets.cuda.params import Weights
 from targets.cuda.prefill import PrefillChunk, prefill
 from targets.cuda.reference import Reference
 from targets.cuda.sampling import blank_table
-from targets.sampling_params import set_row
+from targets.sampling_params import Rules, set_row
 
 KV_DTYPES = {
     "float32": torch.float32,
@@ -203,9 +203,8 @@ class CudaTarget:
     @torch.inference_mode()
     def choose(self, logits: torch.Tensor, rows: Rows, needs_sampler: bool) -> torch.Tensor:
         """logits [B, T, V] -> [B, T] int32. `needs_sampler` False: every row is a bare argmax."""
-        return self.ops.choose(
-            logits, self.bias, self.sampling_params, self.cache.tokens, rows, needs_sampler
-        )
+        rules = Rules(self.bias, self.sampling_params, self.cache.tokens)
+        return self.ops.choose(logits, rules, rows, needs_sampler)
 
     def seat(self, seq: Sequence) -> None:
         """Take over a new owner's sampling parameters for its slot. Raises UserError for token

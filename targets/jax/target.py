@@ -18,7 +18,7 @@ from targets.jax.cache import make_cache
 from targets.jax.params import Params
 from targets.jax.placing import by_vocabulary, put, read, replicated, zeros
 from targets.jax.programs import Feed, Plan
-from targets.sampling_params import SamplingTable, blank_table, set_row
+from targets.sampling_params import Rules, SamplingTable, blank_table, set_row
 
 
 class JaxTarget:
@@ -102,15 +102,8 @@ class JaxTarget:
         if stop < seq.prompt_len:  # no choice follows from here: nothing to wait for either
             return Step(np.full((1, 1), NO_GUESS, np.int32), out.features)
         last = np.array([stop - 1], np.int32)
-        chosen = self._choose_one(
-            seq.sampling.needs_sampler,
-            out.logits,
-            self.bias,
-            self.sampling_params(),
-            self.cache.tokens,
-            last,
-            slot,
-        )
+        needs_sampler = seq.sampling.needs_sampler
+        chosen = self._choose_one(needs_sampler, out.logits, self._rules(), last, slot)
         details = self._logprobs(out.logits, chosen) if seq.sampling.logprobs is not None else None
         return Step(np.asarray(chosen), out.features, details)
 
@@ -121,9 +114,7 @@ class JaxTarget:
         feed = self._feed(seqs, np.asarray(draft))
         self.cache, out = self._verify(self.params, self.cache, feed)
         needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
-        chosen = self._choose(
-            needs_sampler, out.logits, self.bias, self.sampling_params(), self.cache.tokens, feed
-        )
+        chosen = self._choose(needs_sampler, out.logits, self._rules(), feed)
         rows = np.array([seq.slot for seq in seqs])
         wanted = any(seq.sampling.logprobs is not None for seq in seqs)
         details = self._logprobs(out.logits, chosen) if wanted else None
@@ -141,10 +132,7 @@ class JaxTarget:
 
     def choices(self, logits: np.ndarray, feed: Feed) -> np.ndarray:
         """What the full sampler chooses from given logits [slots, width, V] (self-check)."""
-        chosen = self._choose(
-            True, logits, self.bias, self.sampling_params(), self.cache.tokens, feed
-        )
-        return np.asarray(chosen)
+        return np.asarray(self._choose(True, logits, self._rules(), feed))
 
     def seat(self, seq: Sequence) -> None:
         """Take over a new owner's sampling parameters for its slot. Raises UserError for token
@@ -172,6 +160,9 @@ class JaxTarget:
             )
         return self._device_params
 
+    def _rules(self) -> Rules:
+        return Rules(self.bias, self.sampling_params(), self.cache.tokens)
+
     def _feed(self, seqs: Seqs[Sequence], draft: np.ndarray) -> Feed:
         plan = self.plan
         tokens = np.full((plan.slots, plan.width), NO_GUESS, np.int32)
@@ -189,19 +180,13 @@ def _put_row(table: Array, slot: Array, row: Array) -> Array:
 
 
 def _choose_one(
-    needs_sampler: bool,
-    logits: Array,
-    bias: Array,
-    sampling_params: SamplingTable,
-    history: Array,
-    last: Array,
-    slot: Array,
+    needs_sampler: bool, logits: Array, rules: Rules, last: Array, slot: Array
 ) -> Array:
     """The token after a prompt's last position [1, 1], by the same rules as in `verify`."""
-    one = partial(jax.tree.map, lambda leaf: leaf[slot][None])
+    own = Rules(*jax.tree.map(lambda leaf: leaf[slot][None], rules))
     if not needs_sampler:
-        return sampling.choose_greedy(logits, one(bias))
-    return sampling.choose(logits, one(bias), one(sampling_params), one(history), last)
+        return sampling.choose_greedy(logits, own.bias)
+    return sampling.choose(logits, *own, last)
 
 
 def pick_rows(details: LogprobRows, rows: np.ndarray) -> LogprobRows:

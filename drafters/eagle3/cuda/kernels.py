@@ -17,7 +17,7 @@ from targets.cuda.norms import ROW_THREADS
 from targets.cuda.ops import Linear, Rows
 from targets.cuda.sampler import CLUSTER
 from targets.cuda.variants import variants
-from targets.sampling_params import SamplingTable
+from targets.sampling_params import Rules, SamplingTable
 
 SOURCES = Path(__file__).parent / "sources"
 LAYOUT = Variant("layout", folder=SOURCES)
@@ -112,26 +112,24 @@ class DraftKernels(Kernels):
         self,
         logits: Tensor,
         known: Vocabulary,
-        bias: Tensor,
-        sampling_params: SamplingTable,
-        history: Tensor,
+        rules: Rules,
         at: Rows,
         j: int,
         needs_sampler: bool,
     ) -> None:
-        (batch, drafts), vocab = logits.shape, bias.shape[1]
+        (batch, drafts), vocab = logits.shape, rules.bias.shape[1]
         if drafts > MOST_DRAFTS:
             fed = Rows(at.tokens[:, :1], at.start, at.slot)
             spread = self._spread(logits, known.draft_ids)
-            chosen = self.choose(spread, bias, sampling_params, history, fed, needs_sampler)
-            self._note(chosen, spread, bias, at, history, j)
+            chosen = self.choose(spread, rules, fed, needs_sampler)
+            self._note(chosen, spread, rules, at, j)
             return
         size = (batch, drafts) if needs_sampler else 0
         counts = torch.empty(size, dtype=torch.int32, device=self.device)
         job = _Guess(
-            *map(address, (logits, *known, bias, history, at.start, at.slot, *sampling_params)),
-            *map(address, (counts, at.tokens)),
-            *(drafts, vocab, history.stride(0), at.tokens.shape[1], j, int(needs_sampler)),
+            *map(address, (logits, *known, rules.bias, rules.history, at.start, at.slot)),
+            *map(address, (*rules.sampling_params, counts, at.tokens)),
+            *(drafts, vocab, rules.history.stride(0), at.tokens.shape[1], j, int(needs_sampler)),
         )
         self._launch(SAMPLE, "guess", (batch * CLUSTER, 1, 1), THREADS, [job])
 
@@ -144,13 +142,11 @@ class DraftKernels(Kernels):
         self._launch(LAYOUT, "spread", (-(-vocab // THREADS), batch, 1), THREADS, arguments)
         return out
 
-    def _note(
-        self, chosen: Tensor, logits: Tensor, bias: Tensor, at: Rows, history: Tensor, j: int
-    ) -> None:
+    def _note(self, chosen: Tensor, logits: Tensor, rules: Rules, at: Rows, j: int) -> None:
         """What was `chosen` [B, 1] from logits [B, 1, V] as guess j."""
         batch, width = at.tokens.shape
-        tensors = chosen, logits, bias, at.start, at.slot, at.tokens, history
-        sizes = batch, logits.shape[-1], width, history.stride(0), j
+        tensors = chosen, logits, rules.bias, at.start, at.slot, at.tokens, rules.history
+        sizes = batch, logits.shape[-1], width, rules.history.stride(0), j
         arguments = [*map(pointer, tensors), *map(c_int, sizes)]
         self._launch(LAYOUT, "note", (-(-batch // 128), 1, 1), 128, arguments)
 

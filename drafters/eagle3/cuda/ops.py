@@ -17,7 +17,7 @@ from specdec.core.types import NO_GUESS
 from targets.cuda.formulas import rms
 from targets.cuda.ops import Linear, Ops, Rows, X
 from targets.cuda.reference import Reference, as_input
-from targets.sampling_params import SamplingTable
+from targets.sampling_params import Rules
 
 
 class Pending(NamedTuple):
@@ -79,9 +79,7 @@ class DraftOps(Ops, Protocol):
         self,
         logits: Tensor,
         known: Vocabulary,
-        bias: Tensor,
-        sampling_params: SamplingTable,
-        history: Tensor,
+        rules: Rules,
         at: Rows,
         j: int,
         needs_sampler: bool,
@@ -135,22 +133,20 @@ class DraftReference(Reference):
         self,
         logits: Tensor,
         known: Vocabulary,
-        bias: Tensor,
-        sampling_params: SamplingTable,
-        history: Tensor,
+        rules: Rules,
         at: Rows,
         j: int,
         needs_sampler: bool,
     ) -> None:
-        spread = logits.new_full((len(logits), 1, bias.shape[1]), -torch.inf)
+        spread = logits.new_full((len(logits), 1, rules.bias.shape[1]), -torch.inf)
         spread[:, 0, known.ids.long()] = logits
         fed = Rows(at.tokens[:, :1], at.start, at.slot)
-        chosen = self.choose(spread, bias, sampling_params, history, fed, needs_sampler)[:, 0]
-        slot, live = at.slot.clamp(min=0).long(), at.slot >= 0
-        best = spread[:, 0].gather(1, chosen[:, None].long())[:, 0] + bias[slot, chosen.long()]
+        chosen = self.choose(spread, rules, fed, needs_sampler)[:, 0]
+        slot, live, word = at.slot.clamp(min=0).long(), at.slot >= 0, chosen.long()
+        best = spread[:, 0].gather(1, word[:, None])[:, 0] + rules.bias[slot, word]
         guesses = torch.where(live & (best > -torch.inf), chosen, NO_GUESS)
         at.tokens[:, j + 1] = guesses
-        history[slot[live], at.start[live].long() + 1] = guesses[live]
+        rules.history[slot[live], at.start[live].long() + 1] = guesses[live]
 
     def keep(
         self, pending: Pending, rows: Rows, features: Tensor, chosen: Tensor, accepted: Tensor
