@@ -26,6 +26,15 @@ class SamplingTable(NamedTuple):
     prompt_len: Array
 
 
+class Rules(NamedTuple):
+    """By what tokens are chosen besides their logits. bias [slots, V]; history [slots, S] int32:
+    what was fed at each position."""
+
+    bias: Array
+    sampling_params: SamplingTable
+    history: Array
+
+
 def blank_table(rows: int) -> SamplingTable:
     """Greedy everywhere, in numpy: float32, int32, and uint32 for the seed."""
     zero, one = np.zeros(rows, np.float32), np.ones(rows, np.float32)

@@ -18,7 +18,7 @@ from drafters.eagle3.spec import random_head
 from specdec.core.types import NO_GUESS, Sampling
 from targets.cuda.ops import Rows
 from targets.cuda.sampling import blank_table
-from targets.sampling_params import set_row
+from targets.sampling_params import Rules, set_row
 from tests.card import as_input, error, randn, rows_of
 from tests.card_targets import SPEC, target_of
 from tests.modes import MODES
@@ -107,7 +107,8 @@ def test_guesses_equal_their_twins(mode, drafts, vocab):
     for ops in (ours, twin):
         at = Rows(torch.zeros(batch, width, device="cuda").int(), start, slot)
         text = history.clone()
-        ops.guess(logits, known, bias, sampling_params, text[:-1], at, j, mode != "argmax")
+        rules = Rules(bias, sampling_params, text[:-1])
+        ops.guess(logits, known, rules, at, j, mode != "argmax")
         outcomes.append((at.tokens, text))
     for mine, theirs in zip(*outcomes, strict=True):
         assert torch.equal(mine, theirs)

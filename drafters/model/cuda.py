@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seqs
 
 import torch
+from torch import Tensor
 
 from drafters.model.host import CATCH_UP, ModelDrafter
 from specdec.core.types import NO_GUESS, Sequence, Step
@@ -24,7 +25,7 @@ class DeviceModel:
     def ready(self, seqs: Seqs[Sequence]) -> None:
         self.drafter.finish_prompts(seqs)
 
-    def propose(self, batch: CapturedBatch, k: int) -> torch.Tensor:
+    def propose(self, batch: CapturedBatch, k: int) -> Tensor:
         """The last two committed tokens first, then a guess at a time."""
         rows = batch.rows
         tokens = _last_two(self.target, rows)
@@ -39,11 +40,11 @@ class DeviceModel:
             tokens = guess[:, None]
         return batch.draft
 
-    def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
+    def observe(self, batch: CapturedBatch, step: Step, accepted: Tensor) -> None:
         pass  # what was rejected lies beyond the length, and is overwritten
 
 
-def _last_two(target: CudaTarget, rows: Rows) -> torch.Tensor:
+def _last_two(target: CudaTarget, rows: Rows) -> Tensor:
     """[B, CATCH_UP] int32; idle rows get anything."""
     slot, last = rows.slot.clamp(min=0).long(), rows.start.clamp(min=CATCH_UP - 1).long()
     before = target.cache.tokens[slot, last - (CATCH_UP - 1)]

@@ -17,7 +17,7 @@ from targets.jax.device_drafter import SlotState, TracedDrafter, TracedProgram
 from targets.jax.params import Params
 from targets.jax.programs import Feed, Plan
 from targets.jax.target import JaxTarget
-from targets.sampling_params import SamplingTable
+from targets.sampling_params import Rules, SamplingTable
 
 
 @struct.dataclass
@@ -103,13 +103,6 @@ class _TracedModel:
         padding = jnp.full((plan.slots, plan.width - given), NO_GUESS, jnp.int32)
         feed = Feed(jnp.concatenate([tokens, padding], 1), start, jnp.where(going, given, 0))
         memory, out = programs.verify(plan, weights.params, memory, feed)
-        chosen = programs.choose(
-            plan,
-            static.needs_sampler,
-            out.logits,
-            weights.bias,
-            weights.sampling_params,
-            memory.tokens,
-            feed,
-        )
+        rules = Rules(weights.bias, weights.sampling_params, memory.tokens)
+        chosen = programs.choose(plan, static.needs_sampler, out.logits, rules, feed)
         return memory, jnp.where(going[:, None], chosen, NO_GUESS)

@@ -7,6 +7,7 @@ from ctypes import c_int
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from specdec.core.types import Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch
@@ -28,7 +29,7 @@ class DeviceNgram:
     def ready(self, seqs: Seqs[Sequence]) -> None:
         pass
 
-    def propose(self, batch: CapturedBatch, k: int) -> torch.Tensor:
+    def propose(self, batch: CapturedBatch, k: int) -> Tensor:
         history, rows = self.target.cache.tokens, batch.rows
         tensors = history, rows.start, rows.slot, rows.tokens
         arguments = [*map(pointer, tensors), *map(c_int, (history.stride(0), k, *self.lengths))]
@@ -36,5 +37,5 @@ class DeviceNgram:
         launch(self._kernel, (len(rows.slot), 1, 1), THREADS, arguments, stream)
         return batch.draft
 
-    def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
+    def observe(self, batch: CapturedBatch, step: Step, accepted: Tensor) -> None:
         pass

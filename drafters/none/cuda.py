@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
 
-import torch
+from torch import Tensor
 
 from specdec.core.types import Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch
@@ -16,8 +16,8 @@ class DeviceNone:
     def ready(self, seqs: Seqs[Sequence]) -> None:
         pass
 
-    def propose(self, batch: CapturedBatch, k: int) -> torch.Tensor:
+    def propose(self, batch: CapturedBatch, k: int) -> Tensor:
         return batch.draft
 
-    def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
+    def observe(self, batch: CapturedBatch, step: Step, accepted: Tensor) -> None:
         pass

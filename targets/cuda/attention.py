@@ -9,6 +9,7 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int, c_void_p
 
 import torch
+from torch import Tensor
 
 from targets.arch import Arch, LayerSpec, Rope
 from targets.cuda.cache import LayerCache
@@ -34,7 +35,7 @@ STORED_APART = 16
 """Tokens per sequence from which a kernel of its own stores their keys and values: attention
 otherwise does it in every CTA that sees them."""
 
-Norms = tuple[torch.Tensor | None, torch.Tensor | None]
+Norms = tuple[Tensor | None, Tensor | None]
 """Of queries and of keys."""
 
 
@@ -81,13 +82,7 @@ class Attention:
         }
 
     def run(
-        self,
-        qkv: torch.Tensor,
-        norms: Norms,
-        layer: LayerSpec,
-        cache: LayerCache,
-        rows: Rows,
-        kind: str,
+        self, qkv: Tensor, norms: Norms, layer: LayerSpec, cache: LayerCache, rows: Rows, kind: str
     ) -> Input:
         """`Ops.attention`. norms: q's and k's. For "w8a8" rows of f16 (value / 32), yet to be
         quantised, as an input in blocks of 0."""
@@ -109,7 +104,7 @@ class Attention:
         return x
 
     def store(
-        self, qkv: torch.Tensor, norms: Norms, layer: LayerSpec, cache: LayerCache, rows: Rows
+        self, qkv: Tensor, norms: Norms, layer: LayerSpec, cache: LayerCache, rows: Rows
     ) -> None:
         """The new keys and values alone: nobody attends yet."""
         self._prepare(
@@ -118,14 +113,14 @@ class Attention:
 
     def _job(
         self,
-        qkv: torch.Tensor,
+        qkv: Tensor,
         norms: Norms,
         layer: LayerSpec,
         cache: LayerCache,
         rows: Rows,
         x: Input | None,
         kind: str,
-        room: tuple[torch.Tensor | None, ...] = (None, None, None),
+        room: tuple[Tensor | None, ...] = (None, None, None),
     ) -> _AttentionJob:
         """room: for queries, partial outputs and their sums."""
         batch, tokens = rows.tokens.shape
@@ -219,7 +214,7 @@ def _padded(head_dim: int) -> int:
 
 def _rope_tables(
     rope: Rope, head_dim: int, positions: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """cos and sin [positions, head_dim / 2] float32; pairs that don't rotate get angle 0."""
     places = torch.arange(positions, device=device, dtype=torch.float32)
     angles = places[:, None] * inverse_frequencies(rope, head_dim, device)[: head_dim // 2]

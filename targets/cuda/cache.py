@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from specdec.core.types import MAX_DRAFT
 from targets.arch import Arch, LayerSpec
@@ -31,8 +32,8 @@ class LayerCache:
     """k [slots, K, S, D'], v [slots, K, S / 32, D', 32], in one dtype (FP8 without a scale: keys
     and values are normed)."""
 
-    k: torch.Tensor
-    v: torch.Tensor
+    k: Tensor
+    v: Tensor
     size: int
     head_dim: int
 
@@ -46,12 +47,12 @@ class KVCache:
     """
 
     layers: tuple[LayerCache | None, ...]
-    history: torch.Tensor
-    places: torch.Tensor
+    history: Tensor
+    places: Tensor
     """0, 1, 2, ... int64 [max_len + slack]: made once, not in every captured cycle."""
 
     @property
-    def tokens(self) -> torch.Tensor:
+    def tokens(self) -> Tensor:
         """[slots, max_len + slack] int32, valid below each length like K/V."""
         return self.history[:-1]
 
@@ -62,7 +63,7 @@ class KVCache:
         assert cache is not None, f"layer {i} has no K/V to read"
         return cache
 
-    def remember(self, tokens: torch.Tensor, start: torch.Tensor, slot: torch.Tensor) -> None:
+    def remember(self, tokens: Tensor, start: Tensor, slot: Tensor) -> None:
         """Put tokens [B, T] from start [B] on into the history, without asking the host. An idle
         row may start anywhere, beyond this cache's context too: what it would write goes to the
         spare row's first places."""
@@ -105,14 +106,14 @@ def make_cache(
     return KVCache(tuple(map(one, arch.layers)), history, places)
 
 
-def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def stored(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounded to the cache's dtype. FP8 saturates: a bare convert would turn large into NaN."""
     if dtype == torch.float8_e4m3fn:
         values = values.clamp(-FP8_MAX, FP8_MAX)
     return values.to(dtype)
 
 
-def write(cache: LayerCache, slot: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
+def write(cache: LayerCache, slot: int, start: int, k: Tensor, v: Tensor) -> None:
     """New k, v [T, K, D] at positions start .. start + T - 1 of one slot."""
     entry = torch.arange(start, start + len(k), device=k.device) % cache.size
     keys, values = _bits(cache.k)[slot], _bits(cache.v)[slot]
@@ -120,7 +121,7 @@ def write(cache: LayerCache, slot: int, start: int, k: torch.Tensor, v: torch.Te
     values[:, entry // LANES, : cache.head_dim, entry % LANES] = _bits(stored(v, cache.v.dtype))
 
 
-def read(cache: LayerCache, slot: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+def read(cache: LayerCache, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """k, v [K, stop - start, D] of these positions' entries, whatever they hold."""
     entry = torch.arange(start, stop, device=cache.k.device) % cache.size
     k = _bits(cache.k)[slot][:, entry, : cache.head_dim]
@@ -128,6 +129,6 @@ def read(cache: LayerCache, slot: int, start: int, stop: int) -> tuple[torch.Ten
     return k.view(cache.k.dtype), v.transpose(0, 1).contiguous().view(cache.v.dtype)
 
 
-def _bits(values: torch.Tensor) -> torch.Tensor:
+def _bits(values: Tensor) -> Tensor:
     """FP8 as bytes: torch can't index e4m3 everywhere."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values

@@ -6,6 +6,7 @@ from ctypes import Structure, c_float, c_int, c_void_p
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from specdec.core.errors import UserError
 from targets.arch import Arch, MoeSpec
@@ -49,13 +50,8 @@ def variants(arch: Arch, kinds: set[str]) -> set[Variant]:
 
 
 def pick(
-    launch: Launch,
-    logits: torch.Tensor,
-    per_expert: torch.Tensor,
-    rows: Rows,
-    moe: MoeSpec,
-    factor: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    launch: Launch, logits: Tensor, per_expert: Tensor, rows: Rows, moe: MoeSpec, factor: float
+) -> tuple[Tensor, Tensor]:
     """The router's choice from logits [M, E], which are multiplied by `factor` first."""
     m = len(logits)
     numbers = torch.empty((m, moe.top_k), dtype=torch.int32, device=logits.device)
@@ -68,12 +64,8 @@ def pick(
 
 
 def run(
-    launch: Launch,
-    x: Input,
-    chosen: tuple[torch.Tensor, torch.Tensor],
-    gate_up: Linear,
-    down: Linear,
-) -> torch.Tensor:
+    launch: Launch, x: Input, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear
+) -> Tensor:
     """Three kernels: gate and up of every (row, rank) pair, down, and the sum over ranks."""
     numbers, shares = chosen
     pairs, device = numbers.numel(), numbers.device
@@ -97,10 +89,10 @@ def _experts(
     launch: Launch,
     name: str,
     weight: Linear,
-    x: torch.Tensor,
+    x: Tensor,
     blocked: tuple[int, int],
-    numbers: torch.Tensor,
-    out: torch.Tensor,
+    numbers: Tensor,
+    out: Tensor,
 ) -> None:
     """blocked: 32-input blocks of x, and tokens per block."""
     count, units = weight.data.shape[:2]

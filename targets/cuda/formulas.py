@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from targets.arch import Arch, LayerSpec, MoeSpec, Rope
 from targets.cuda import cache as kv
@@ -20,16 +21,16 @@ MASKED = -1e30
 """Score of an invisible key: exp underflows to exactly 0, so its value adds exactly nothing."""
 
 
-def rms(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """float32 over the last axis; plain `weight`, not 1 + weight."""
     return F.rms_norm(x.float(), x.shape[-1:], weight, eps)
 
 
-def gelu(x: torch.Tensor) -> torch.Tensor:
+def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def inverse_frequencies(rope: Rope, head_dim: int, device: Any) -> torch.Tensor:
+def inverse_frequencies(rope: Rope, head_dim: int, device: Any) -> Tensor:
     """[D / 2] float32: radians per position of each pair; 0 for pairs that don't rotate."""
     half = head_dim // 2
     exponent = torch.arange(half, dtype=torch.float32, device=device) * (2.0 / head_dim)
@@ -38,7 +39,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: Any) -> torch.Tensor:
     return inverse
 
 
-def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """NeoX pairing (i, i + D / 2) of x [..., D] by angles [..., D / 2]."""
     cos, sin = angles.cos(), angles.sin()
     low, high = x.chunk(2, -1)
@@ -46,13 +47,11 @@ def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return torch.cat([left, torch.addcmul(high * cos, low, sin)], -1)
 
 
-def soft_cap(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+def soft_cap(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def rank(
-    shares: torch.Tensor, per_expert: torch.Tensor, moe: MoeSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rank(shares: Tensor, per_expert: Tensor, moe: MoeSpec) -> tuple[Tensor, Tensor]:
     """The best top_k of router shares [M, E], ties to the lower number; shares of these sum to 1
     before each expert's own factor."""
     numbers = shares.argsort(stable=True, dim=-1, descending=True)[:, : moe.top_k]
@@ -60,16 +59,14 @@ def rank(
     return numbers.int(), top / top.sum(-1, keepdim=True) * per_expert[numbers]
 
 
-def lookup(table: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
+def lookup(table: Tensor, ids: Tensor, width: int) -> Tensor:
     """Rows of an embedding times sqrt(width), rounded to the table's dtype -> float32."""
     known = torch.where((ids >= 0) & (ids < len(table)), ids, 0)
     factor = torch.tensor(width**0.5, dtype=table.dtype).item()
     return table[known.long()].float() * factor
 
 
-def mix_inputs(
-    arch: Arch, mixed: torch.Tensor, table: torch.Tensor, norm: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
+def mix_inputs(arch: Arch, mixed: Tensor, table: Tensor, norm: Tensor, ids: Tensor) -> Tensor:
     """Per-layer inputs [M, L * P] float32 (E2B, E4B): a table row, and a projection of h."""
     shape = (len(arch.layers), arch.per_layer_input)
     mixed = (mixed * arch.hidden**-0.5).unflatten(-1, shape)
@@ -79,12 +76,8 @@ def mix_inputs(
 
 
 def query(
-    row: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    layer: LayerSpec,
-    angles: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
+    row: Tensor, q_norm: Tensor | None, layer: LayerSpec, angles: Tensor, eps: float
+) -> Tensor:
     """q [..., K, G, D] from a row of q, k, v."""
     raw = row[..., : layer.heads * layer.head_dim]
     q = raw.unflatten(-1, (layer.kv_heads, -1, layer.head_dim))
@@ -92,12 +85,8 @@ def query(
 
 
 def new_entry(
-    row: torch.Tensor,
-    k_norm: torch.Tensor | None,
-    layer: LayerSpec,
-    angles: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    row: Tensor, k_norm: Tensor | None, layer: LayerSpec, angles: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """k, v [..., K, D] from a row of q, k, v. With k_eq_v the values are the raw keys, normed."""
     size = layer.kv_heads * layer.head_dim
     first = layer.heads * layer.head_dim
@@ -108,15 +97,13 @@ def new_entry(
     return rotate(rms(raw, k_norm, eps), angles), rms(value, None, eps)
 
 
-def gate(gate_up: torch.Tensor, silu: bool = False) -> torch.Tensor:
+def gate(gate_up: Tensor, silu: bool = False) -> Tensor:
     """gelu_tanh(gate) * up of [..., 2 * width], or silu(gate) * up."""
     left, right = gate_up.chunk(2, -1)
     return (F.silu(left) if silu else gelu(left)) * right
 
 
-def attend(
-    q: torch.Tensor, cache: LayerCache, slot: int, position: int, window: int | None
-) -> torch.Tensor:
+def attend(q: Tensor, cache: LayerCache, slot: int, position: int, window: int | None) -> Tensor:
     """One query q [K, G, D] over all it may see -> [K, G, D]: a partial per chunk of keys
     (best score, sum, mixed values), combined by rising position. No 1 / sqrt(D): q and k
     are normed."""
@@ -137,7 +124,7 @@ def attend(
     return total / whole[..., None]
 
 
-def as_e4m3(x: torch.Tensor) -> torch.Tensor:
+def as_e4m3(x: Tensor) -> Tensor:
     """x [..., k] rounded to e4m3 with a scale per token: its largest magnitude / 448."""
     largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-12)
     most = torch.full_like(largest, FP8_MAX)  # divided by as a number, torch would multiply

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int, c_void_p
 
 import torch
+from torch import Tensor
 
 from targets.cuda import tiles
 from targets.cuda.inputs import BLOCKS, Input
@@ -62,11 +63,9 @@ class Gemm:
     def __init__(self, launch: Launch, processors: int) -> None:
         self._launch, self._processors = launch, processors
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._scales: dict[torch.Tensor, torch.Tensor] = {}  # as packed -> as they were
+        self._scales: dict[Tensor, Tensor] = {}  # as packed -> as they were
 
-    def pack(
-        self, values: torch.Tensor, scale: torch.Tensor | None, kind: str, layout: str
-    ) -> Linear:
+    def pack(self, values: Tensor, scale: Tensor | None, kind: str, layout: str) -> Linear:
         """`Ops.pack`: tiled."""
         if kind == "fp8":
             assert scale is not None
@@ -75,7 +74,7 @@ class Gemm:
         data = tiles.tile(values, kind, layout, self._processors)
         return Linear(n, k, kind, data, scale, layout)
 
-    def dense(self, weight: Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def dense(self, weight: Linear) -> tuple[Tensor, Tensor | None]:
         plan, fp8 = tiles.schedule_of(weight, self._processors), weight.kind != "bf16"
         assert weight.k % 8 == 0, weight.k
         count = len(weight.data) if weight.layout.startswith("experts") else 1
@@ -99,7 +98,7 @@ class Gemm:
         values = self._scratch[:size].view(torch.float8_e4m3fn if fp8 else torch.bfloat16)
         return values.view(-1, weight.k), self._plain_scale(weight)
 
-    def _plain_scale(self, weight: Linear) -> torch.Tensor | None:
+    def _plain_scale(self, weight: Linear) -> Tensor | None:
         """Divided when first asked for: a launch of its own otherwise costs each call."""
         packed = weight.scale
         if packed is None or weight.kind == "w8a8":
@@ -108,7 +107,7 @@ class Gemm:
             self._scales[packed] = packed.flatten() / tiles.ACTIVATION_SCALE
         return self._scales[packed]
 
-    def linear(self, x: Input, weight: Linear) -> torch.Tensor:
+    def linear(self, x: Input, weight: Linear) -> Tensor:
         """`Ops.linear`."""
         out = torch.empty((x.rows, weight.n), device=x.data.device)
         self.run(x, weight, out, PLAIN, weight.n)
@@ -118,10 +117,10 @@ class Gemm:
         self,
         x: Input,
         weight: Linear,
-        out: torch.Tensor,
+        out: Tensor,
         epilogue: int,
         stride: int,
-        inputs: torch.Tensor | None = None,
+        inputs: Tensor | None = None,
         softcap: float = 0.0,
         silu: bool = False,
     ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from targets.cuda import tiles
 
@@ -19,11 +20,11 @@ class Input:
     """A linear layer's input [rows, k], in blocks: 16-bit words (`x_offset` in common.cuh), or e4m3
     (`narrow_offset` in narrow.cuh) with a scale [rows]."""
 
-    data: torch.Tensor
+    data: Tensor
     rows: int
     block: int
     k_blocks: int
-    scale: torch.Tensor | None = None
+    scale: Tensor | None = None
 
 
 def block_of(rows: int, blocks: tuple[int, ...] = BLOCKS) -> int:

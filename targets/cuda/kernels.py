@@ -11,6 +11,7 @@ from ctypes import Structure, c_float, c_int, c_void_p
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from targets.arch import Arch, LayerSpec, MoeSpec
 from targets.cuda import attention, experts, gemm, sampler, tiles, w8a8
@@ -22,7 +23,6 @@ from targets.cuda.norms import ROW_THREADS, Norms
 from targets.cuda.ops import Linear, Rows
 from targets.cuda.variants import norm_variant, variants
 from targets.cuda.w8a8 import Parts
-from targets.sampling_params import SamplingTable
 
 THREADS = 256
 
@@ -63,29 +63,28 @@ class Kernels:
         self._norms = Norms(self._launch, arch.eps)
         self._attention = attention.Attention(self._launch, arch, max_len, kv8, self.device)
         self.sampler = sampler.Sampler(self._launch, self.device)
+        self.choose = self.sampler.choose
 
-    def pack(
-        self, values: torch.Tensor, scale: torch.Tensor | None, kind: str, layout: str
-    ) -> Linear:
+    def pack(self, values: Tensor, scale: Tensor | None, kind: str, layout: str) -> Linear:
         maker = self._w8a8 if kind == "w8a8" else self._gemm
         return maker.pack(values, scale, kind, layout)
 
-    def dense(self, weight: Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def dense(self, weight: Linear) -> tuple[Tensor, Tensor | None]:
         return self._gemm.dense(weight)
 
-    def linear(self, x: Input, weight: Linear) -> torch.Tensor:
+    def linear(self, x: Input, weight: Linear) -> Tensor:
         return (self._w8a8 if weight.kind == "w8a8" else self._gemm).linear(x, weight)
 
-    def branch(self, x: Input, weight: Linear) -> torch.Tensor | Parts:
+    def branch(self, x: Input, weight: Linear) -> Tensor | Parts:
         if weight.kind == "w8a8":
             return self._w8a8.branch(x, weight)
         return self._gemm.linear(x, weight)
 
     def attention(
         self,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
         layer: LayerSpec,
         cache: LayerCache,
         rows: Rows,
@@ -95,30 +94,11 @@ class Kernels:
         return self._w8a8.quantise(x.data) if kind == "w8a8" else x
 
     def store(
-        self,
-        qkv: torch.Tensor,
-        k_norm: torch.Tensor | None,
-        layer: LayerSpec,
-        cache: LayerCache,
-        rows: Rows,
+        self, qkv: Tensor, k_norm: Tensor | None, layer: LayerSpec, cache: LayerCache, rows: Rows
     ) -> None:
         self._attention.store(qkv, (None, k_norm), layer, cache, rows)
 
-    def choose(
-        self,
-        logits: torch.Tensor,
-        bias: torch.Tensor,
-        sampling_params: SamplingTable,
-        history: torch.Tensor,
-        rows: Rows,
-        needs_sampler: bool,
-        masks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.sampler.choose(
-            logits, bias, sampling_params, history, rows, needs_sampler, masks
-        )
-
-    def embed(self, head: Linear, rows: Rows) -> torch.Tensor:
+    def embed(self, head: Linear, rows: Rows) -> Tensor:
         m = rows.tokens.numel()
         h = torch.empty((m, head.k), device=self.device)
         job = self.lookup(head, rows.tokens, h)
@@ -126,7 +106,7 @@ class Kernels:
         self._launch(norm_variant("bf16"), "embed", (m, 1, 1), ROW_THREADS, [job], early=False)
         return h
 
-    def lookup(self, head: Linear, tokens: torch.Tensor, h: torch.Tensor) -> Embed:
+    def lookup(self, head: Linear, tokens: Tensor, h: Tensor) -> Embed:
         """The head's own table by tokens, and rows h [M, H]."""
         assert (head.kind, head.layout) == ("bf16", "plain"), head.kind
         plan = tiles.schedule_of(head, self.processors)
@@ -139,11 +119,11 @@ class Kernels:
 
     def norm(
         self,
-        h: torch.Tensor,
-        branch: torch.Tensor | Parts | None,
-        post: torch.Tensor | None,
-        scalar: torch.Tensor | None,
-        pre: torch.Tensor | None,
+        h: Tensor,
+        branch: Tensor | Parts | None,
+        post: Tensor | None,
+        scalar: Tensor | None,
+        pre: Tensor | None,
         kind: str,
     ) -> Input:
         return self._norms.norm(h, branch, post, scalar, pre, kind)
@@ -156,26 +136,21 @@ class Kernels:
         return out
 
     def gated_per_layer(
-        self, x: Input, gate: Linear, inputs: torch.Tensor, layer: int, kind: str
+        self, x: Input, gate: Linear, inputs: Tensor, layer: int, kind: str
     ) -> Input:
         out = make_input(x.rows, gate.n, self.device)
         mine = inputs[:, layer * gate.n :]
         self._gemm.run(x, gate, out.data, PER_LAYER, out.k_blocks, mine)
         return out
 
-    def head(self, x: Input, table: Linear, softcap: float | None) -> torch.Tensor:
+    def head(self, x: Input, table: Linear, softcap: float | None) -> Tensor:
         out = torch.empty((x.rows, table.n), device=self.device)
         self._gemm.run(x, table, out, LOGITS if softcap else PLAIN, table.n, softcap=softcap or 0.0)
         return out
 
     def per_layer_inputs(
-        self,
-        h: torch.Tensor,
-        mixed: torch.Tensor,
-        table: torch.Tensor,
-        norm: torch.Tensor,
-        rows: Rows,
-    ) -> torch.Tensor:
+        self, h: Tensor, mixed: Tensor, table: Tensor, norm: Tensor, rows: Rows
+    ) -> Tensor:
         arch, m = self.arch, len(mixed)
         width, layers = arch.per_layer_input, len(arch.layers)
         out = torch.empty((m, layers * width), device=self.device)
@@ -189,34 +164,19 @@ class Kernels:
         return out
 
     def route(
-        self,
-        h: torch.Tensor,
-        scale: torch.Tensor,
-        proj: Linear,
-        per_expert: torch.Tensor,
-        rows: Rows,
-        moe: MoeSpec,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, h: Tensor, scale: Tensor, proj: Linear, per_expert: Tensor, rows: Rows, moe: MoeSpec
+    ) -> tuple[Tensor, Tensor]:
         logits = self.linear(self.norm(h, None, None, None, scale, proj.kind), proj)
         return experts.pick(self._launch, logits, per_expert, rows, moe, self.arch.hidden**-0.5)
 
     def experts(
-        self,
-        x: Input,
-        chosen: tuple[torch.Tensor, torch.Tensor],
-        gate_up: Linear,
-        down: Linear,
-        moe: MoeSpec,
-    ) -> torch.Tensor:
+        self, x: Input, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear, moe: MoeSpec
+    ) -> Tensor:
         return experts.run(self._launch, x, chosen, gate_up, down)
 
     def join(
-        self,
-        dense: torch.Tensor | Parts,
-        dense_norm: torch.Tensor,
-        routed: torch.Tensor,
-        routed_norm: torch.Tensor,
-    ) -> torch.Tensor:
+        self, dense: Tensor | Parts, dense_norm: Tensor, routed: Tensor, routed_norm: Tensor
+    ) -> Tensor:
         return self._norms.join(dense, dense_norm, routed, routed_norm)
 
     def _launch(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from targets.arch import Arch, MoeSpec
 from targets.cuda.cache import KVCache
@@ -21,8 +21,8 @@ class Hidden(NamedTuple):
     """logits [M, V] float32, soft-capped, of each row or of one alone; features [M, F]: the
     chosen layers' outputs, or None."""
 
-    logits: torch.Tensor
-    features: torch.Tensor | None
+    logits: Tensor
+    features: Tensor | None
 
 
 def decode(
@@ -32,7 +32,7 @@ def decode(
     rows: Rows,
     ops: Ops,
     features: tuple[int, ...] = (),
-    only: torch.Tensor | None = None,
+    only: Tensor | None = None,
 ) -> Hidden:
     """Feed the rows: write their K/V, attend over the cache alone. only [1]: logits of that row
     alone."""
@@ -68,7 +68,7 @@ def decode(
     return Hidden(logits, None if captured is None else captured.flatten(1))
 
 
-def opening(weights: Weights, i: int) -> tuple[torch.Tensor, str]:
+def opening(weights: Weights, i: int) -> tuple[Tensor, str]:
     """The norm that opens layer i, or the head, and the kind of weight that reads its output."""
     if i == len(weights.layers):
         return weights.norm, weights.head.kind
@@ -76,9 +76,7 @@ def opening(weights: Weights, i: int) -> tuple[torch.Tensor, str]:
     return layer.input_norm, layer.qkv.kind
 
 
-def _per_layer_inputs(
-    weights: Weights, h: torch.Tensor, rows: Rows, ops: Ops
-) -> torch.Tensor | None:
+def _per_layer_inputs(weights: Weights, h: Tensor, rows: Rows, ops: Ops) -> Tensor | None:
     top = weights.per_layer
     if top is None:
         return None
@@ -86,9 +84,7 @@ def _per_layer_inputs(
     return ops.per_layer_inputs(h, ops.linear(x, top.projection), top.table, top.norm, rows)
 
 
-def _with_experts(
-    h: torch.Tensor, dense: Branch, w: Moe, moe: MoeSpec, rows: Rows, ops: Ops
-) -> torch.Tensor:
+def _with_experts(h: Tensor, dense: Branch, w: Moe, moe: MoeSpec, rows: Rows, ops: Ops) -> Tensor:
     """The dense branch and the routed one, each with its own norms, summed."""
     chosen = ops.route(h, w.router_scale, w.router, w.per_expert, rows, moe)
     x = ops.norm(h, None, None, None, w.pre_norm, w.gate_up.kind)

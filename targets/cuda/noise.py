@@ -7,16 +7,17 @@ and keeps all its bits.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 MASK = 0xFFFFFFFF
 
-Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
+def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     """Four words for each counter; all inputs int64 words and broadcastable."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -28,7 +29,7 @@ def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     return c0, c1, c2, c3
 
 
-def uniform(seed: torch.Tensor, position: torch.Tensor, vocab: int) -> torch.Tensor:
+def uniform(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
     """seed [2] words, position [] -> [V] float32 in (0, 1), finest near 0."""
     block = torch.arange(-(-vocab // 4), dtype=torch.int64, device=seed.device)
     zero = torch.zeros_like(block)
@@ -38,6 +39,6 @@ def uniform(seed: torch.Tensor, position: torch.Tensor, vocab: int) -> torch.Ten
     return ((flat.float() + 0.5) * 2**-32).clamp(max=1 - 2**-24)
 
 
-def gumbel(seed: torch.Tensor, position: torch.Tensor, vocab: int) -> torch.Tensor:
+def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise [V] float32, from the uniform's fine end: -log(-log(1 - u))."""
     return -torch.log(-torch.log1p(-uniform(seed, position, vocab)))

@@ -6,6 +6,7 @@ from ctypes import Structure, c_float, c_int, c_void_p
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from targets.cuda.inputs import Input, make_input, make_narrow_input
 from targets.cuda.launch import Launch, address, pointer
@@ -38,11 +39,11 @@ class Norms:
 
     def norm(
         self,
-        h: torch.Tensor,
-        branch: torch.Tensor | Parts | None,
-        post: torch.Tensor | None,
-        scalar: torch.Tensor | None,
-        pre: torch.Tensor | None,
+        h: Tensor,
+        branch: Tensor | Parts | None,
+        post: Tensor | None,
+        scalar: Tensor | None,
+        pre: Tensor | None,
         kind: str,
     ) -> Input:
         """`Ops.norm`."""
@@ -54,12 +55,8 @@ class Norms:
         return x
 
     def join(
-        self,
-        dense: torch.Tensor | Parts,
-        dense_norm: torch.Tensor,
-        routed: torch.Tensor,
-        routed_norm: torch.Tensor,
-    ) -> torch.Tensor:
+        self, dense: Tensor | Parts, dense_norm: Tensor, routed: Tensor, routed_norm: Tensor
+    ) -> Tensor:
         """`Ops.join`."""
         m, hidden = dense.shape
         out = torch.empty((m, hidden), device=routed.device)
@@ -68,7 +65,7 @@ class Norms:
         return out
 
     def _launch_over(
-        self, rows: int, kind: str, name: str, job: Structure, branch: torch.Tensor | Parts | None
+        self, rows: int, kind: str, name: str, job: Structure, branch: Tensor | Parts | None
     ) -> None:
         arguments: list[Any]
         if isinstance(branch, Parts):

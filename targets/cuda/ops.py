@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
+from torch import Tensor
 
 from targets.arch import LayerSpec, MoeSpec
 from targets.cuda.cache import LayerCache
-from targets.sampling_params import SamplingTable
+from targets.sampling_params import Rules
 
 X = Any
 Branch = Any
@@ -35,8 +35,8 @@ class Linear:
     n: int
     k: int
     kind: str
-    data: torch.Tensor
-    scale: torch.Tensor | None
+    data: Tensor
+    scale: Tensor | None
     layout: str = "plain"
 
 
@@ -45,43 +45,41 @@ class Rows:
     """What a call feeds: tokens [B, T], start [B] (position of each first token), slot [B]
     (-1: the row sits this call out, nothing of it is stored); all int32 on the device."""
 
-    tokens: torch.Tensor
-    start: torch.Tensor
-    slot: torch.Tensor
+    tokens: Tensor
+    start: Tensor
+    slot: Tensor
 
 
 class Ops(Protocol):
-    def pack(
-        self, values: torch.Tensor, scale: torch.Tensor | None, kind: str, layout: str
-    ) -> Linear:
+    def pack(self, values: Tensor, scale: Tensor | None, kind: str, layout: str) -> Linear:
         """A weight as this implementation keeps it. values [n, k], or [E, n, k] for the layouts of
         experts; scale as values without the last axis."""
         ...
 
-    def dense(self, weight: Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def dense(self, weight: Linear) -> tuple[Tensor, Tensor | None]:
         """Its values [n, k] and scale [n] in plain order (of experts [E * n, k] and [E * n]), for
         library matmuls (prefill); valid until the next call."""
         ...
 
-    def embed(self, head: Linear, rows: Rows) -> torch.Tensor:
+    def embed(self, head: Linear, rows: Rows) -> Tensor:
         """The tokens' rows of the head's own table -> h [M, H] float32; ids outside the vocabulary
         count as 0."""
         ...
 
     def norm(
         self,
-        h: torch.Tensor,
+        h: Tensor,
         branch: Branch | None,
-        post: torch.Tensor | None,
-        scalar: torch.Tensor | None,
-        pre: torch.Tensor | None,
+        post: Tensor | None,
+        scalar: Tensor | None,
+        pre: Tensor | None,
         kind: str,
     ) -> X:
         """h = (h + rms(branch) * post) * scalar in place (h + branch where post is None); ->
         rms(h) * pre (h itself where pre is None), as input for a weight of this kind."""
         ...
 
-    def linear(self, x: X, weight: Linear) -> torch.Tensor:
+    def linear(self, x: X, weight: Linear) -> Tensor:
         """-> [M, n] float32."""
         ...
 
@@ -96,9 +94,9 @@ class Ops(Protocol):
 
     def attention(
         self,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
         layer: LayerSpec,
         cache: LayerCache,
         rows: Rows,
@@ -110,80 +108,52 @@ class Ops(Protocol):
         ...
 
     def store(
-        self,
-        qkv: torch.Tensor,
-        k_norm: torch.Tensor | None,
-        layer: LayerSpec,
-        cache: LayerCache,
-        rows: Rows,
+        self, qkv: Tensor, k_norm: Tensor | None, layer: LayerSpec, cache: LayerCache, rows: Rows
     ) -> None:
         """Of `attention` the new K/V alone."""
         ...
 
     def per_layer_inputs(
-        self,
-        h: torch.Tensor,
-        mixed: torch.Tensor,
-        table: torch.Tensor,
-        norm: torch.Tensor,
-        rows: Rows,
-    ) -> torch.Tensor:
+        self, h: Tensor, mixed: Tensor, table: Tensor, norm: Tensor, rows: Rows
+    ) -> Tensor:
         """mixed [M, L * P], the projection of h -> [M, L * P] float32 (E2B, E4B)."""
         ...
 
-    def gated_per_layer(self, x: X, gate: Linear, inputs: torch.Tensor, layer: int, kind: str) -> X:
+    def gated_per_layer(self, x: X, gate: Linear, inputs: Tensor, layer: int, kind: str) -> X:
         """gelu_tanh(x gate) * inputs of this layer."""
         ...
 
     def route(
-        self,
-        h: torch.Tensor,
-        scale: torch.Tensor,
-        proj: Linear,
-        per_expert: torch.Tensor,
-        rows: Rows,
-        moe: MoeSpec,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, h: Tensor, scale: Tensor, proj: Linear, per_expert: Tensor, rows: Rows, moe: MoeSpec
+    ) -> tuple[Tensor, Tensor]:
         """-> experts [M, top_k] int32 and shares [M, top_k] float32, in rank order. Rows that sit
         the call out and drafts that don't exist (NO_GUESS) pick nobody: -1, with shares of 0."""
         ...
 
     def experts(
-        self,
-        x: X,
-        chosen: tuple[torch.Tensor, torch.Tensor],
-        gate_up: Linear,
-        down: Linear,
-        moe: MoeSpec,
-    ) -> torch.Tensor:
+        self, x: X, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear, moe: MoeSpec
+    ) -> Tensor:
         """Routed experts, summed in rank order -> [M, H] float32; 0 where a row picked nobody."""
         ...
 
     def join(
-        self,
-        dense: Branch,
-        dense_norm: torch.Tensor,
-        routed: torch.Tensor,
-        routed_norm: torch.Tensor,
-    ) -> torch.Tensor:
+        self, dense: Branch, dense_norm: Tensor, routed: Tensor, routed_norm: Tensor
+    ) -> Tensor:
         """rms(dense) * dense_norm + rms(routed) * routed_norm -> [M, H] float32 (MoE layers)."""
         ...
 
-    def head(self, x: X, table: Linear, softcap: float | None) -> torch.Tensor:
+    def head(self, x: X, table: Linear, softcap: float | None) -> Tensor:
         """-> soft-capped logits [M, V] float32."""
         ...
 
     def choose(
         self,
-        logits: torch.Tensor,
-        bias: torch.Tensor,
-        sampling_params: SamplingTable,
-        history: torch.Tensor,
+        logits: Tensor,
+        rules: Rules,
         rows: Rows,
         needs_sampler: bool,
-        masks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """logits [B, T, V], bias [slots, V], history [slots, S] -> [B, T] int32. needs_sampler
-        False: every row is a bare argmax. masks [B, T, words] int32: the tokens that may come, as
-        `specdec.core.constraint` has them."""
+        masks: Tensor | None = None,
+    ) -> Tensor:
+        """logits [B, T, V] -> [B, T] int32. needs_sampler False: every row is a bare argmax. masks
+        [B, T, words] int32: the tokens that may come, as `specdec.core.constraint` has them."""
         ...

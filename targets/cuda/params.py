@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from targets.arch import Arch, LayerSpec
 from targets.checkpoint import Checkpoint
@@ -32,29 +33,29 @@ QUANTISED = ("fp8", "fp8-w8a8")
 """Dtypes of e4m3 weights."""
 DTYPES = ("float32", "bfloat16", *QUANTISED)
 
-Raw = tuple[torch.Tensor, torch.Tensor | None]
+Raw = tuple[Tensor, Tensor | None]
 """A tensor as stored and its scale (None where it is wide), on the device."""
 Source = Callable[[str], Raw]
-Pack = Callable[[torch.Tensor, torch.Tensor | None, str, str], Linear]
+Pack = Callable[[Tensor, Tensor | None, str, str], Linear]
 
 
 @dataclass(frozen=True)
 class Moe:
-    router_scale: torch.Tensor
+    router_scale: Tensor
     router: Linear
-    per_expert: torch.Tensor
+    per_expert: Tensor
     gate_up: Linear
     down: Linear
-    pre_norm: torch.Tensor
-    dense_norm: torch.Tensor
-    routed_norm: torch.Tensor
+    pre_norm: Tensor
+    dense_norm: Tensor
+    routed_norm: Tensor
 
 
 @dataclass(frozen=True)
 class PerLayer:
     gate: Linear
     projection: Linear
-    post_norm: torch.Tensor
+    post_norm: Tensor
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,13 @@ class LayerWeights:
     """One decoder layer; norms and scalar [1] are float32. qkv: q's rows, then k's, then v's, as
     far as the layer has them; gate_up: gate's rows, then up's."""
 
-    input_norm: torch.Tensor
-    post_attention_norm: torch.Tensor
-    pre_feedforward_norm: torch.Tensor
-    post_feedforward_norm: torch.Tensor
-    scalar: torch.Tensor
-    q_norm: torch.Tensor
-    k_norm: torch.Tensor | None
+    input_norm: Tensor
+    post_attention_norm: Tensor
+    pre_feedforward_norm: Tensor
+    post_feedforward_norm: Tensor
+    scalar: Tensor
+    q_norm: Tensor
+    k_norm: Tensor | None
     qkv: Linear
     o: Linear
     gate_up: Linear
@@ -81,9 +82,9 @@ class LayerWeights:
 class TopPerLayer:
     """table [vocab, L * P] in the wide dtype."""
 
-    table: torch.Tensor
+    table: Tensor
     projection: Linear
-    norm: torch.Tensor
+    norm: Tensor
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Weights:
     """head [V, H]: wide, and the embedding's table too."""
 
     head: Linear
-    norm: torch.Tensor
+    norm: Tensor
     layers: tuple[LayerWeights, ...]
     per_layer: TopPerLayer | None
 
@@ -127,7 +128,7 @@ def random_params(arch: Arch, dtype: str, device: str, pack: Pack, seed: int = 0
     return _build(arch, source, dtype, device, pack, lambda make, items: [make(i) for i in items])
 
 
-def quantise_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 per output channel [..., out, in]: scale [..., out] = absmax / 448."""
     values = values.float()
     scale = values.abs().amax(-1).clamp(min=1e-12) / FP8_MAX
@@ -155,10 +156,10 @@ class _Reader:
         self.wide_kind = "float32" if dtype == "float32" else "bf16"
         self.fp8, self.w8a8 = dtype in QUANTISED, dtype == "fp8-w8a8"
 
-    def vector(self, name: str) -> torch.Tensor:
+    def vector(self, name: str) -> Tensor:
         return self._wide(name).float()
 
-    def table(self, name: str) -> torch.Tensor:
+    def table(self, name: str) -> Tensor:
         return self._wide(name)
 
     def linear(self, names: list[str], layout: str = "plain") -> Linear:
@@ -174,14 +175,14 @@ class _Reader:
             return self.pack(_joined(values), _joined(scales), kind, layout)
         return self.pack(_joined([self._wide(n) for n in names]), None, self.wide_kind, layout)
 
-    def _quantised(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _quantised(self, name: str) -> tuple[Tensor, Tensor]:
         values, scale = self.source(name)
         if values.dtype == torch.float8_e4m3fn:
             assert scale is not None, name
             return values, scale
         return quantise_fp8(_widened(values, scale))
 
-    def _wide(self, name: str) -> torch.Tensor:
+    def _wide(self, name: str) -> Tensor:
         return _widened(*self.source(name)).to(self.wide)
 
 
@@ -247,9 +248,9 @@ def _wide(dtype: str) -> torch.dtype:
     return torch.float32 if dtype == "float32" else torch.bfloat16
 
 
-def _joined(parts: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> torch.Tensor:
+def _joined(parts: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _widened(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def _widened(values: Tensor, scale: Tensor | None) -> Tensor:
     return values if scale is None else values.float() * scale[..., None]

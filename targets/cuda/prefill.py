@@ -8,6 +8,7 @@ bitwise `model.decode`: which of the two a chunk takes follows from its own leng
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from targets.arch import Arch, MoeSpec
 from targets.cuda.cache import KVCache
@@ -88,7 +89,7 @@ class _Pass:
         logits = self.ops.head(last, weights.head, arch.softcap)
         return Hidden(logits, None if captured is None else captured.flatten(1))
 
-    def _project(self, x: PrefillInput, weight: Linear) -> torch.Tensor:
+    def _project(self, x: PrefillInput, weight: Linear) -> Tensor:
         return self.steps.matmul(x, *self.ops.dense(weight))
 
     def _attention(self, i: int, x: PrefillInput, w: LayerWeights) -> PrefillInput:
@@ -103,8 +104,8 @@ class _Pass:
         return self.steps.attend(qkv, w.q_norm, layer, pair, w.o.kind)
 
     def _feed_forward(
-        self, h: torch.Tensor, x: PrefillInput, w: LayerWeights, moe: MoeSpec | None
-    ) -> torch.Tensor:
+        self, h: Tensor, x: PrefillInput, w: LayerWeights, moe: MoeSpec | None
+    ) -> Tensor:
         gated = self.steps.gate_up(x, *self.ops.dense(w.gate_up), w.down.kind)
         dense = self._project(gated, w.down)
         if not (moe and w.moe):
@@ -113,7 +114,7 @@ class _Pass:
         eps = self.arch.eps
         return rms(dense, w.moe.dense_norm, eps) + rms(routed, w.moe.routed_norm, eps)
 
-    def _experts(self, h: torch.Tensor, w: Moe, moe: MoeSpec) -> torch.Tensor:
+    def _experts(self, h: Tensor, w: Moe, moe: MoeSpec) -> Tensor:
         """Rows sorted by expert, summed in rank order [T, H] float32."""
         router = w.router_scale * self.arch.hidden**-0.5
         x = self.steps.add_norm(h, None, None, None, router, w.router.kind)
@@ -129,13 +130,13 @@ class _Pass:
         out[order] = down.float()
         return (out.unflatten(0, numbers.shape) * parts[..., None]).sum(1)
 
-    def _by_expert(self, x: PrefillInput, ends: torch.Tensor, weight: Linear) -> torch.Tensor:
+    def _by_expert(self, x: PrefillInput, ends: Tensor, weight: Linear) -> Tensor:
         values, scale = self.ops.dense(weight)
         shape = len(ends), -1
         scale = None if scale is None else scale.unflatten(0, shape)
         return self.steps.grouped(x, ends, values.unflatten(0, shape), scale)
 
-    def _per_layer_inputs(self, h: torch.Tensor) -> torch.Tensor | None:
+    def _per_layer_inputs(self, h: Tensor) -> Tensor | None:
         """[T, L, P] float32."""
         top = self.weights.per_layer
         if top is None:
@@ -145,7 +146,7 @@ class _Pass:
         mixed = mix_inputs(self.arch, mixed, top.table, top.norm, self.chunk.tokens)
         return mixed.unflatten(-1, (len(self.arch.layers), self.arch.per_layer_input))
 
-    def _gated_inputs(self, x: PrefillInput, w: PerLayer, inputs: torch.Tensor) -> torch.Tensor:
+    def _gated_inputs(self, x: PrefillInput, w: PerLayer, inputs: Tensor) -> Tensor:
         gated = gelu(self._project(x, w.gate)) * inputs
         # per-layer weights are wide in any case (params.py), and so are their inputs
         return self._project(PrefillInput(gated.to(x.values.dtype), None), w.projection)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int, c_void_p
 
 import torch
+from torch import Tensor
 
 from targets.arch import LayerSpec, Rope
 from targets.cuda.cache import LANES, LayerCache
@@ -50,11 +51,11 @@ class PrefillKernels:
 
     def add_norm(
         self,
-        h: torch.Tensor,
-        branch: torch.Tensor | None,
-        post: torch.Tensor | None,
-        scalar: torch.Tensor | None,
-        pre: torch.Tensor | None,
+        h: Tensor,
+        branch: Tensor | None,
+        post: Tensor | None,
+        scalar: Tensor | None,
+        pre: Tensor | None,
         kind: str,
     ) -> PrefillInput:
         rows, hidden = h.shape
@@ -65,9 +66,7 @@ class PrefillKernels:
         self.launch.each_row("add_norm", kind, rows, hidden // 4, QUADS, arguments)
         return x
 
-    def matmul(
-        self, x: PrefillInput, values: torch.Tensor, scale: torch.Tensor | None
-    ) -> torch.Tensor:
+    def matmul(self, x: PrefillInput, values: Tensor, scale: Tensor | None) -> Tensor:
         if scale is None or x.scale is None:
             return x.values @ values.T
         # fast accumulation errs by 0.4 % where the full one errs by 0.2 %: both little beside the
@@ -82,8 +81,8 @@ class PrefillKernels:
         )
 
     def grouped(
-        self, x: PrefillInput, ends: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, x: PrefillInput, ends: Tensor, values: Tensor, scale: Tensor | None
+    ) -> Tensor:
         across = values.transpose(1, 2)
         if scale is None or x.scale is None:
             return torch._grouped_mm(x.values, across, ends)  # pyright: ignore[reportPrivateImportUsage]
@@ -98,7 +97,7 @@ class PrefillKernels:
         )
 
     def gate_up(
-        self, x: PrefillInput, values: torch.Tensor, scale: torch.Tensor | None, kind: str
+        self, x: PrefillInput, values: Tensor, scale: Tensor | None, kind: str
     ) -> PrefillInput:
         rows, width = len(x.values), len(values) // 2
         out = self.launch.input(rows, width, kind)
@@ -109,19 +108,17 @@ class PrefillKernels:
             self._gate(self.matmul(x.part(part), values, scale), out.part(part), kind)
         return out
 
-    def gated(self, gate_up: torch.Tensor, kind: str) -> PrefillInput:
+    def gated(self, gate_up: Tensor, kind: str) -> PrefillInput:
         out = self.launch.input(gate_up.shape[0], gate_up.shape[1] // 2, kind)
         self._gate(gate_up, out, kind)
         return out
 
-    def _gate(self, gate_up: torch.Tensor, out: PrefillInput, kind: str) -> None:
+    def _gate(self, gate_up: Tensor, out: PrefillInput, kind: str) -> None:
         rows, width = out.values.shape
         arguments = [*map(pointer, (gate_up, *out)), c_int(width)]
         self.launch.each_row("gate", kind, rows, width // 8, PACKS, arguments)
 
-    def exchange(
-        self, qkv: torch.Tensor, k_norm: torch.Tensor, layer: LayerSpec, store: LayerCache
-    ) -> Pair:
+    def exchange(self, qkv: Tensor, k_norm: Tensor, layer: LayerSpec, store: LayerCache) -> Pair:
         start, stop = self.chunk.start, self.chunk.start + self.tokens
         oldest = self.chunk.oldest(layer.window)
         count, heads, dim = stop - oldest, layer.kv_heads, layer.head_dim
@@ -143,7 +140,7 @@ class PrefillKernels:
         return k, v
 
     def attend(
-        self, qkv: torch.Tensor, q_norm: torch.Tensor, layer: LayerSpec, pair: Pair, kind: str
+        self, qkv: Tensor, q_norm: Tensor, layer: LayerSpec, pair: Pair, kind: str
     ) -> PrefillInput:
         heads, dim = layer.heads, layer.head_dim
         runs = layer.kv_heads if dim > FLASH_HEAD_DIM else 1
@@ -165,9 +162,7 @@ class PrefillKernels:
         self.launch.each_row("narrow", kind, self.tokens, width // 8, PACKS, arguments)
         return x
 
-    def _wide(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, count: int, window: int | None
-    ) -> torch.Tensor:
+    def _wide(self, q: Tensor, k: Tensor, v: Tensor, count: int, window: int | None) -> Tensor:
         """q [K, T, G, D] -> the same shape. Plain matmuls around a softmax, a block of queries at
         a time, no further than the last key that its last query sees."""
         kv_heads, tokens, group, dim = q.shape
@@ -217,7 +212,7 @@ def _blocks(start: int, stop: int) -> int:
     return (stop - 1) // LANES - start // LANES + 1
 
 
-def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """The operator itself: torch's own fronts to it have no windows, or not in every version."""
     return torch.ops.aten._flash_attention_forward(
         *(x[None] for x in (q, k, v)),

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from targets.cuda.launch import Library, Variant, launch
 from targets.cuda.prefill_steps import PrefillInput
@@ -31,7 +32,7 @@ class Launcher:
         values = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=self.device)
         return PrefillInput(values, torch.empty(rows, device=self.device))
 
-    def new(self, *shape: int) -> torch.Tensor:
+    def new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=self.device)
 
     def each_row(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from targets.arch import LayerSpec
@@ -27,11 +28,11 @@ class PrefillReference:
 
     def add_norm(
         self,
-        h: torch.Tensor,
-        branch: torch.Tensor | None,
-        post: torch.Tensor | None,
-        scalar: torch.Tensor | None,
-        pre: torch.Tensor | None,
+        h: Tensor,
+        branch: Tensor | None,
+        post: Tensor | None,
+        scalar: Tensor | None,
+        pre: Tensor | None,
         kind: str,
     ) -> PrefillInput:
         if branch is not None:
@@ -40,16 +41,14 @@ class PrefillReference:
             h *= scalar
         return PrefillInput(h if pre is None else rms(h, pre, self.eps), None)
 
-    def matmul(
-        self, x: PrefillInput, values: torch.Tensor, scale: torch.Tensor | None
-    ) -> torch.Tensor:
+    def matmul(self, x: PrefillInput, values: Tensor, scale: Tensor | None) -> Tensor:
         if scale is None:
             return (x.values.to(values.dtype) @ values.T).float()
         return (x.values @ values.float().T) * scale
 
     def grouped(
-        self, x: PrefillInput, ends: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, x: PrefillInput, ends: Tensor, values: Tensor, scale: Tensor | None
+    ) -> Tensor:
         out, first = [], 0
         for expert, last in enumerate(ends.tolist()):
             own = None if scale is None else scale[expert]
@@ -58,16 +57,14 @@ class PrefillReference:
         return torch.cat(out)
 
     def gate_up(
-        self, x: PrefillInput, values: torch.Tensor, scale: torch.Tensor | None, kind: str
+        self, x: PrefillInput, values: Tensor, scale: Tensor | None, kind: str
     ) -> PrefillInput:
         return self.gated(self.matmul(x, values, scale), kind)
 
-    def gated(self, gate_up: torch.Tensor, kind: str) -> PrefillInput:
+    def gated(self, gate_up: Tensor, kind: str) -> PrefillInput:
         return PrefillInput(gate(gate_up), None)
 
-    def exchange(
-        self, qkv: torch.Tensor, k_norm: torch.Tensor, layer: LayerSpec, store: LayerCache
-    ) -> Pair:
+    def exchange(self, qkv: Tensor, k_norm: Tensor, layer: LayerSpec, store: LayerCache) -> Pair:
         slot, start = self.chunk.slot, self.chunk.start
         k, v = new_entry(qkv, k_norm, layer, self._angles(layer), self.eps)
         oldest = self.chunk.oldest(layer.window)
@@ -79,18 +76,18 @@ class PrefillReference:
         return k, v
 
     def attend(
-        self, qkv: torch.Tensor, q_norm: torch.Tensor, layer: LayerSpec, pair: Pair, kind: str
+        self, qkv: Tensor, q_norm: Tensor, layer: LayerSpec, pair: Pair, kind: str
     ) -> PrefillInput:
         q = qkv[:, : layer.heads * layer.head_dim].unflatten(-1, (layer.heads, layer.head_dim))
         q = rotate(rms(q, q_norm, self.eps), self._angles(layer))
         return PrefillInput(attend(q, *pair, layer.window), None)
 
-    def _angles(self, layer: LayerSpec) -> torch.Tensor:
+    def _angles(self, layer: LayerSpec) -> Tensor:
         inverse = inverse_frequencies(layer.rope, layer.head_dim, self.positions.device)
         return self.positions[:, None, None] * inverse
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """q [T, N, D], k and v [S, K, D], of which the last T are the queries' own -> [T, N * D]."""
     block = len(q) if window is None else window
     parts = []
@@ -102,7 +99,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
     return torch.cat(parts).flatten(1)
 
 
-def _masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+def _masked(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     ahead = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
     ahead = ahead - torch.arange(len(k), device=q.device)  # how far a query is past a key
     seen = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)

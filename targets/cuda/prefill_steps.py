@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from targets.arch import LayerSpec
 from targets.cuda.cache import LayerCache
 from targets.cuda.ops import Rows
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 """k, v [S, K, D]: all that a chunk's queries may see in one layer; S may be padded."""
 
 
@@ -23,7 +24,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class PrefillChunk:
     """tokens [T] int32 on the device, at positions start .. start + T - 1 of `slot`."""
 
-    tokens: torch.Tensor
+    tokens: Tensor
     start: int
     slot: int
 
@@ -40,13 +41,13 @@ class PrefillChunk:
 class PrefillInput(NamedTuple):
     """A linear layer's input: values [T, k], and a scale [T] where they are e4m3."""
 
-    values: torch.Tensor
-    scale: torch.Tensor | None
+    values: Tensor
+    scale: Tensor | None
 
     def part(self, rows: slice) -> PrefillInput:
         return PrefillInput(self.values[rows], None if self.scale is None else self.scale[rows])
 
-    def rows(self, index: torch.Tensor) -> PrefillInput:
+    def rows(self, index: Tensor) -> PrefillInput:
         """Rows by number, as bytes: torch can't index e4m3 everywhere."""
         flat = self.values.view(torch.uint8)[index].view(self.values.dtype)
         return PrefillInput(flat, None if self.scale is None else self.scale[index])
@@ -55,50 +56,46 @@ class PrefillInput(NamedTuple):
 class Steps(Protocol):
     def add_norm(
         self,
-        h: torch.Tensor,
-        branch: torch.Tensor | None,
-        post: torch.Tensor | None,
-        scalar: torch.Tensor | None,
-        pre: torch.Tensor | None,
+        h: Tensor,
+        branch: Tensor | None,
+        post: Tensor | None,
+        scalar: Tensor | None,
+        pre: Tensor | None,
         kind: str,
     ) -> PrefillInput:
         """One branch closes and the next opens: h = (h + rms(branch) * post) * scalar in place
         (h [T, H] float32); -> rms(h) * pre (h where pre is None) for a weight of this kind."""
         ...
 
-    def matmul(
-        self, x: PrefillInput, values: torch.Tensor, scale: torch.Tensor | None
-    ) -> torch.Tensor:
+    def matmul(self, x: PrefillInput, values: Tensor, scale: Tensor | None) -> Tensor:
         """x times weight values [n, k] (times scale [n]) -> [T, n]."""
         ...
 
     def grouped(
-        self, x: PrefillInput, ends: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, x: PrefillInput, ends: Tensor, values: Tensor, scale: Tensor | None
+    ) -> Tensor:
         """Rows sorted by expert, each times its own expert's weight: values [E, n, k], scale
         [E, n], ends [E] int32: where each expert's rows end -> [rows, n]."""
         ...
 
     def gate_up(
-        self, x: PrefillInput, values: torch.Tensor, scale: torch.Tensor | None, kind: str
+        self, x: PrefillInput, values: Tensor, scale: Tensor | None, kind: str
     ) -> PrefillInput:
         """`gated` of x times weight values."""
         ...
 
-    def gated(self, gate_up: torch.Tensor, kind: str) -> PrefillInput:
+    def gated(self, gate_up: Tensor, kind: str) -> PrefillInput:
         """gelu_tanh(gate) * up of [T, 2 * width]."""
         ...
 
-    def exchange(
-        self, qkv: torch.Tensor, k_norm: torch.Tensor, layer: LayerSpec, store: LayerCache
-    ) -> Pair:
+    def exchange(self, qkv: Tensor, k_norm: Tensor, layer: LayerSpec, store: LayerCache) -> Pair:
         """Norm and rotate the chunk's new keys and values, round them as the cache does, store
         them (of a ring's no more than it holds), and return them behind what the cache had for
         the first query."""
         ...
 
     def attend(
-        self, qkv: torch.Tensor, q_norm: torch.Tensor, layer: LayerSpec, pair: Pair, kind: str
+        self, qkv: Tensor, q_norm: Tensor, layer: LayerSpec, pair: Pair, kind: str
     ) -> PrefillInput:
         """Norm and rotate the queries; attend to the pair, the chunk's own keys being its last."""
         ...

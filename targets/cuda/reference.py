@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from specdec.core.types import NO_GUESS
 from targets.arch import Arch, LayerSpec, MoeSpec
@@ -31,20 +32,20 @@ from targets.cuda.formulas import (
     soft_cap,
 )
 from targets.cuda.ops import Linear, Rows
-from targets.sampling_params import SamplingTable
+from targets.sampling_params import Rules
 
 
-def each_row(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+def each_row(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """function on row r of all tensors, stacked. Rows are copied: an aligned start for each."""
     return torch.stack([function(*(t.clone() for t in row)) for row in zip(*tensors, strict=True)])
 
 
-def wide(weight: Linear) -> torch.Tensor:
+def wide(weight: Linear) -> Tensor:
     """Values [n, k] in float32, without the scale."""
     return weight.data.float()
 
 
-def as_input(x: torch.Tensor, kind: str) -> torch.Tensor:
+def as_input(x: Tensor, kind: str) -> Tensor:
     """bf16 weights take bf16 inputs; FP8 ones take them as finely as the implementation can, unless
     they take e4m3 as well (w8a8)."""
     if kind == "w8a8":
@@ -58,28 +59,26 @@ class Reference:
     def __init__(self, arch: Arch) -> None:
         self.arch = arch
 
-    def pack(
-        self, values: torch.Tensor, scale: torch.Tensor | None, kind: str, layout: str
-    ) -> Linear:
+    def pack(self, values: Tensor, scale: Tensor | None, kind: str, layout: str) -> Linear:
         n, k = values.shape[-2:]
         flat = values.flatten(0, -2).contiguous()
         return Linear(n, k, kind, flat, None if scale is None else scale.flatten(), layout)
 
-    def dense(self, weight: Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def dense(self, weight: Linear) -> tuple[Tensor, Tensor | None]:
         return weight.data, weight.scale
 
-    def embed(self, head: Linear, rows: Rows) -> torch.Tensor:
+    def embed(self, head: Linear, rows: Rows) -> Tensor:
         return lookup(head.data, rows.tokens.flatten(), self.arch.hidden)
 
     def norm(
         self,
-        h: torch.Tensor,
-        branch: torch.Tensor | None,
-        post: torch.Tensor | None,
-        scalar: torch.Tensor | None,
-        pre: torch.Tensor | None,
+        h: Tensor,
+        branch: Tensor | None,
+        post: Tensor | None,
+        scalar: Tensor | None,
+        pre: Tensor | None,
         kind: str,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if branch is not None:
             h += (
                 branch
@@ -92,25 +91,25 @@ class Reference:
             return as_input(h.clone(), kind)
         return as_input(each_row(lambda row: rms(row, pre, self.arch.eps), h), kind)
 
-    def linear(self, x: torch.Tensor, weight: Linear) -> torch.Tensor:
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
         return _matmul(x, wide(weight), weight.scale)
 
     branch = linear
 
-    def gated(self, x: torch.Tensor, gate_up: Linear, kind: str) -> torch.Tensor:
+    def gated(self, x: Tensor, gate_up: Linear, kind: str) -> Tensor:
         rows = self.linear(x, gate_up)
         return as_input(each_row(lambda row: gate(row, self.arch.silu), rows), kind)
 
     def attention(
         self,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
         layer: LayerSpec,
         cache: LayerCache,
         rows: Rows,
         kind: str,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Waits for slots and positions to reach the host, unlike a kernel."""
         if layer.kv_from is None:
             self.store(qkv, k_norm, layer, cache, rows)
@@ -123,12 +122,7 @@ class Reference:
         return as_input(out, kind)
 
     def store(
-        self,
-        qkv: torch.Tensor,
-        k_norm: torch.Tensor | None,
-        layer: LayerSpec,
-        cache: LayerCache,
-        rows: Rows,
+        self, qkv: Tensor, k_norm: Tensor | None, layer: LayerSpec, cache: LayerCache, rows: Rows
     ) -> None:
         inverse = inverse_frequencies(layer.rope, layer.head_dim, qkv.device)
         for (slot, position), row in zip(_places(rows), qkv, strict=True):
@@ -137,34 +131,23 @@ class Reference:
                 kv.write(cache, slot, position, k[None], v[None])
 
     def per_layer_inputs(
-        self,
-        h: torch.Tensor,
-        mixed: torch.Tensor,
-        table: torch.Tensor,
-        norm: torch.Tensor,
-        rows: Rows,
-    ) -> torch.Tensor:
-        def mix(row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        self, h: Tensor, mixed: Tensor, table: Tensor, norm: Tensor, rows: Rows
+    ) -> Tensor:
+        def mix(row: Tensor, token: Tensor) -> Tensor:
             return mix_inputs(self.arch, row, table, norm, token)
 
         return each_row(mix, mixed, rows.tokens.flatten())
 
     def gated_per_layer(
-        self, x: torch.Tensor, gate: Linear, inputs: torch.Tensor, layer: int, kind: str
-    ) -> torch.Tensor:
+        self, x: Tensor, gate: Linear, inputs: Tensor, layer: int, kind: str
+    ) -> Tensor:
         width = self.arch.per_layer_input
         own = inputs[:, layer * width : (layer + 1) * width]
         return as_input(each_row(gelu, self.linear(x, gate)) * own, kind)
 
     def route(
-        self,
-        h: torch.Tensor,
-        scale: torch.Tensor,
-        proj: Linear,
-        per_expert: torch.Tensor,
-        rows: Rows,
-        moe: MoeSpec,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, h: Tensor, scale: Tensor, proj: Linear, per_expert: Tensor, rows: Rows, moe: MoeSpec
+    ) -> tuple[Tensor, Tensor]:
         factor = scale * self.arch.hidden**-0.5
         x = as_input(each_row(lambda row: rms(row, factor, self.arch.eps), h), proj.kind)
         shares = each_row(lambda row: row.softmax(-1), self.linear(x, proj))
@@ -174,13 +157,8 @@ class Reference:
         return numbers.masked_fill(out, -1), parts.masked_fill(out, 0.0)
 
     def experts(
-        self,
-        x: torch.Tensor,
-        chosen: tuple[torch.Tensor, torch.Tensor],
-        gate_up: Linear,
-        down: Linear,
-        moe: MoeSpec,
-    ) -> torch.Tensor:
+        self, x: Tensor, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear, moe: MoeSpec
+    ) -> Tensor:
         out = torch.zeros((len(x), down.n), device=x.device)
         for row, numbers, shares, total in zip(x, *chosen, out, strict=True):
             for number, share in zip(numbers.tolist(), shares, strict=True):
@@ -192,12 +170,8 @@ class Reference:
         return out
 
     def join(
-        self,
-        dense: torch.Tensor,
-        dense_norm: torch.Tensor,
-        routed: torch.Tensor,
-        routed_norm: torch.Tensor,
-    ) -> torch.Tensor:
+        self, dense: Tensor, dense_norm: Tensor, routed: Tensor, routed_norm: Tensor
+    ) -> Tensor:
         eps = self.arch.eps
         return each_row(
             lambda d, r: rms(d, dense_norm, eps) + rms(r, routed_norm, eps), dense, routed
@@ -205,21 +179,19 @@ class Reference:
 
     def choose(
         self,
-        logits: torch.Tensor,
-        bias: torch.Tensor,
-        sampling_params: SamplingTable,
-        history: torch.Tensor,
+        logits: Tensor,
+        rules: Rules,
         rows: Rows,
         needs_sampler: bool,
-        masks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        masks: Tensor | None = None,
+    ) -> Tensor:
         if masks is not None:
             logits = sampling.masked(logits, masks)
         if needs_sampler:
-            return sampling.choose(logits, bias, sampling_params, history, rows)
-        return sampling.choose_greedy(logits, bias, rows)
+            return sampling.choose(logits, *rules, rows)
+        return sampling.choose_greedy(logits, rules.bias, rows)
 
-    def head(self, x: torch.Tensor, table: Linear, softcap: float | None) -> torch.Tensor:
+    def head(self, x: Tensor, table: Linear, softcap: float | None) -> Tensor:
         return each_row(lambda row: soft_cap(row, softcap), self.linear(x, table))
 
 
@@ -238,6 +210,6 @@ def expert(weight: Linear, number: int) -> Linear:
     return Linear(weight.n, weight.k, weight.kind, weight.data[rows], scale)
 
 
-def _matmul(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def _matmul(x: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
     out = each_row(lambda row: values @ row.float(), x)
     return out if scale is None else out * scale

@@ -9,7 +9,7 @@ import torch
 
 from targets.cuda.launch import Launch, Variant, address, pointer
 from targets.cuda.ops import Rows
-from targets.sampling_params import SamplingTable
+from targets.sampling_params import Rules, SamplingTable
 
 CLUSTER = 8
 """CTAs that choose one row's token together."""
@@ -33,12 +33,10 @@ class Sampler:
     def choose(
         self,
         logits: torch.Tensor,
-        bias: torch.Tensor,
-        sampling_params: SamplingTable,
-        history: torch.Tensor,
+        rules: Rules,
         rows: Rows,
         needs_sampler: bool,
-        masks: torch.Tensor | None,
+        masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`Ops.choose`."""
         batch, tokens, vocab = logits.shape
@@ -48,9 +46,10 @@ class Sampler:
             (m, vocab) if needs_sampler else 0, dtype=torch.int32, device=self._device
         )
         job = _SampleJob(
-            *map(address, (logits, bias, history, rows.start, rows.slot, *sampling_params)),
+            *map(address, (logits, rules.bias, rules.history, rows.start, rows.slot)),
+            *map(address, rules.sampling_params),
             *map(address, (counts, chosen, masks)),
-            *(vocab, history.stride(0), tokens, int(needs_sampler)),
+            *(vocab, rules.history.stride(0), tokens, int(needs_sampler)),
         )
         share = (vocab + 4 * CLUSTER - 1) // (4 * CLUSTER) * 4
         room = 4 * share if needs_sampler else 0

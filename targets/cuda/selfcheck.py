@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specdec.core.types import Check, Sampling, Sequence
 from targets.cuda.ops import Rows
@@ -40,7 +41,7 @@ def self_check(target: CudaTarget, seed: int = 0) -> list[Check]:
     return checks
 
 
-def _sampled(target: CudaTarget, logits: torch.Tensor, slots: list[int]) -> Check:
+def _sampled(target: CudaTarget, logits: Tensor, slots: list[int]) -> Check:
     """The full sampler on slot 0's logits, beside other rows and beside none."""
     for slot in slots:
         shape = Sampling(temperature=1.0, top_p=0.9, min_p=0.01, top_k=50, seed=slot)
@@ -52,11 +53,11 @@ def _sampled(target: CudaTarget, logits: torch.Tensor, slots: list[int]) -> Chec
     return _compare("a sampled choice alone or beside others", beside, alone)
 
 
-def _compare(question: str, ours: torch.Tensor, theirs: torch.Tensor) -> Check:
+def _compare(question: str, ours: Tensor, theirs: Tensor) -> Check:
     return Check(question, int((ours != theirs).sum()), ours.numel())
 
 
-def _logits(target: CudaTarget, texts: np.ndarray, slots: list[int], width: int) -> torch.Tensor:
+def _logits(target: CudaTarget, texts: np.ndarray, slots: list[int], width: int) -> Tensor:
     """Logits [B, tokens, V] of the texts in these slots, `width` tokens of each per call."""
     pieces = []
     for start in range(0, texts.shape[1], width):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from targets.soundness import refuse_unsound
 
 
-def is_sound(values: torch.Tensor) -> bool:
+def is_sound(values: Tensor) -> bool:
     """Whether all of them are finite: reductions without scratch memory, 1 / 30 s for all of 31B.
     Who asks waits for the device, as each piece of an upload does."""
     if values.dtype == torch.float8_e4m3fn:
@@ -23,8 +24,8 @@ def is_sound(values: torch.Tensor) -> bool:
 
 
 def check_sound(
-    stored: tuple[torch.Tensor, torch.Tensor | None], path: Path, name: str
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    stored: tuple[Tensor, Tensor | None], path: Path, name: str
+) -> tuple[Tensor, Tensor | None]:
     """Values and scale as they were given. Raises UserError that names the tensor."""
     if not all(is_sound(part) for part in stored if part is not None):
         refuse_unsound(path, name)

@@ -22,7 +22,7 @@ from targets.cuda.params import Weights
 from targets.cuda.prefill import PrefillChunk, prefill
 from targets.cuda.reference import Reference
 from targets.cuda.sampling import blank_table
-from targets.sampling_params import set_row
+from targets.sampling_params import Rules, set_row
 
 KV_DTYPES = {
     "float32": torch.float32,
@@ -227,9 +227,8 @@ class CudaTarget:
     ) -> torch.Tensor:
         """logits [B, T, V] -> [B, T] int32. `needs_sampler` False: every row is a bare argmax.
         masks [B, T, words] int32: what may be chosen."""
-        return self.ops.choose(
-            logits, self.bias, self.sampling_params, self.cache.tokens, rows, needs_sampler, masks
-        )
+        rules = Rules(self.bias, self.sampling_params, self.cache.tokens)
+        return self.ops.choose(logits, rules, rows, needs_sampler, masks)
 
     def on_device(self, masks: np.ndarray | None) -> torch.Tensor | None:
         """Masks of the host, in the dtype that torch has."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from targets.cuda.ops import Linear
 
@@ -141,7 +142,7 @@ def _plan(n: int, k: int, kind: str, layout: str, processors: int) -> Schedule:
     return schedule(n, k, kind, gated, processors)
 
 
-def tile(values: torch.Tensor, kind: str, layout: str, processors: int) -> torch.Tensor:
+def tile(values: Tensor, kind: str, layout: str, processors: int) -> Tensor:
     """values [n, k] -> bytes [passes, steps, ctas, step bytes]; of experts [E, n, k] ->
     [E, units, unit bytes]. gated: gate's rows, then up's; their tiles alternate, so that one warp
     holds both of a feature."""
@@ -162,7 +163,7 @@ def tile(values: torch.Tensor, kind: str, layout: str, processors: int) -> torch
     return data.view(plan.passes, plan.steps, plan.ctas, -1)
 
 
-def untile(weight: Linear, processors: int) -> torch.Tensor:
+def untile(weight: Linear, processors: int) -> Tensor:
     """The inverse of `tile`: values [n, k], of experts [E * n, k], in the weight's dtype."""
     plan, n = schedule_of(weight, processors), weight.n
     rows = plan.ctas * plan.passes * plan.tiles * TILE
@@ -192,7 +193,7 @@ def _sizes(plan: Schedule, kind: str) -> tuple[int, ...]:
     return rows + inputs + ((4, 2, 2) if kind == "bf16" else (4, 2))
 
 
-def _words(values: torch.Tensor, padded: int) -> torch.Tensor:
+def _words(values: Tensor, padded: int) -> Tensor:
     """[n, padded k] as int32 words."""
     raw = values.contiguous().view(torch.uint8)
     size = values.element_size()

@@ -11,12 +11,13 @@ import threading
 import ml_dtypes
 import numpy as np
 import torch
+from torch import Tensor
 
 PIECE = 32 << 20
 _local = threading.local()
 
 
-def as_tensor(values: np.ndarray) -> torch.Tensor:
+def as_tensor(values: np.ndarray) -> Tensor:
     """Without a copy: torch takes numpy's memory, under a name that both know."""
     if values.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
@@ -25,7 +26,7 @@ def as_tensor(values: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(values)
 
 
-def upload(values: torch.Tensor, device: str) -> torch.Tensor:
+def upload(values: Tensor, device: str) -> Tensor:
     """The same tensor on the device. Each thread has its own page-locked buffer, so threads read
     side by side while others' pieces are on the bus. On a CPU it is there already."""
     if device == "cpu":
@@ -40,11 +41,11 @@ def upload(values: torch.Tensor, device: str) -> torch.Tensor:
     return out
 
 
-def _bytes(values: torch.Tensor) -> torch.Tensor:
+def _bytes(values: Tensor) -> Tensor:
     return values.contiguous().flatten().view(torch.uint8)
 
 
-def _buffer() -> torch.Tensor:
+def _buffer() -> Tensor:
     if not hasattr(_local, "buffer"):
         _local.buffer = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
     return _local.buffer

@@ -10,6 +10,7 @@ from ctypes import Structure, c_int, c_void_p
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from targets.cuda import tiles
 from targets.cuda.inputs import NARROW_BLOCKS, Input, make_narrow_input
@@ -49,9 +50,9 @@ class Groups(Structure):
 class Parts:
     """The sums of a linear layer's k groups [groups, M, n] float32, and their scales [n], [M]."""
 
-    sums: torch.Tensor
-    scale: torch.Tensor | None
-    x_scale: torch.Tensor | None
+    sums: Tensor
+    scale: Tensor | None
+    x_scale: Tensor | None
 
     @property
     def shape(self) -> torch.Size:
@@ -81,16 +82,14 @@ class W8A8:
     def __init__(self, launch: Launch, processors: int) -> None:
         self._launch, self._processors = launch, processors
 
-    def pack(
-        self, values: torch.Tensor, scale: torch.Tensor | None, kind: str, layout: str
-    ) -> Linear:
+    def pack(self, values: Tensor, scale: Tensor | None, kind: str, layout: str) -> Linear:
         """`Ops.pack`: tiled."""
         assert scale is not None
         n, k = values.shape
         data = tiles.tile(values, kind, layout, self._processors)
         return Linear(n, k, kind, data, scale.float().contiguous(), layout)
 
-    def quantise(self, rows: torch.Tensor) -> Input:
+    def quantise(self, rows: Tensor) -> Input:
         """rows [M, k] f16 of value / 32."""
         m, k = rows.shape
         assert k % 8 == 0 and k <= WIDEST, k
@@ -100,10 +99,10 @@ class W8A8:
         self._launch(AROUND, "quantise", (m, 1, 1), QUANTISE_THREADS, arguments)
         return x
 
-    def linear(self, x: Input, weight: Linear) -> torch.Tensor:
+    def linear(self, x: Input, weight: Linear) -> Tensor:
         """`Ops.linear`."""
         made = self.branch(x, weight)
-        if isinstance(made, torch.Tensor):
+        if isinstance(made, Tensor):
             return made
         out = torch.empty(made.shape, device=x.data.device)
         arguments = [as_groups(made), pointer(out), c_int(weight.n)]
@@ -111,7 +110,7 @@ class W8A8:
         self._launch(AROUND, "add_groups", grid, ADD_THREADS, arguments)
         return out
 
-    def branch(self, x: Input, weight: Linear) -> torch.Tensor | Parts:
+    def branch(self, x: Input, weight: Linear) -> Tensor | Parts:
         """`Ops.branch`."""
         plan, device = tiles.schedule_of(weight, self._processors), x.data.device
         if plan.k_groups == 1:
@@ -122,7 +121,7 @@ class W8A8:
         self._multiply(x, weight, plan, sums, PART)
         return Parts(sums, weight.scale, x.scale)
 
-    def gated(self, x: Input, gate_up: Linear) -> torch.Tensor:
+    def gated(self, x: Input, gate_up: Linear) -> Tensor:
         """-> rows for `quantise`."""
         plan = tiles.schedule_of(gate_up, self._processors)
         out = torch.empty((x.rows, gate_up.n // 2), dtype=torch.float16, device=x.data.device)
@@ -130,7 +129,7 @@ class W8A8:
         return out
 
     def _multiply(
-        self, x: Input, weight: Linear, plan: tiles.Schedule, out: torch.Tensor, epilogue: int
+        self, x: Input, weight: Linear, plan: tiles.Schedule, out: Tensor, epilogue: int
     ) -> None:
         together = 2 if plan.passes % 2 == 0 and x.block <= AT_ONCE else 1
         stages, shared = ring(plan, x.block, together)

@@ -26,7 +26,7 @@ from targets.jax.params import Params
 from targets.jax.placing import replicated
 from targets.jax.programs import Feed, Plan
 from targets.jax.target import JaxTarget, pick_rows
-from targets.sampling_params import SamplingTable
+from targets.sampling_params import Rules, SamplingTable
 
 CYCLES = 8
 """Cycles per dispatch: enough to hide the host, few enough that streaming stays smooth."""
@@ -107,15 +107,8 @@ class _TracedTarget:
         cache, out = programs.verify(plan, given.params, cache, feed)
         # a wall, so that choosing cannot be fused into the forward and change its arithmetic
         logits = jax.lax.optimization_barrier(out.logits)
-        chosen = programs.choose(
-            plan,
-            self.plan.needs_sampler,
-            logits,
-            given.bias,
-            given.sampling_params,
-            cache.tokens,
-            feed,
-        )
+        rules = Rules(given.bias, given.sampling_params, cache.tokens)
+        chosen = programs.choose(plan, self.plan.needs_sampler, logits, rules, feed)
         self.state = replace(batch, cache=cache)
         details = sampling.logprobs(logits, chosen) if self.plan.logprobs else None
         width = draft.shape[1] + 1

@@ -21,7 +21,7 @@ from targets.jax import sampling
 from targets.jax.cache import Cache, Span
 from targets.jax.model import decode, head
 from targets.jax.params import Params
-from targets.sampling_params import SamplingTable
+from targets.sampling_params import Rules
 
 
 @dataclass(frozen=True)
@@ -99,25 +99,21 @@ def choose(
     plan: Plan,
     needs_sampler: bool,
     logits: Array,
-    bias: Array,
-    sampling_params: SamplingTable,
-    history: Array,
+    rules: Rules,
     feed: Feed,
 ) -> Array:
     """[B, T] int32. needs_sampler False: every row is a bare argmax, which no program can get
     wrong."""
     if not needs_sampler:
-        return sampling.choose_greedy(logits, bias)
+        return sampling.choose_greedy(logits, rules.bias)
     if not plan.mapped:
-        return sampling.choose(logits, bias, sampling_params, history, feed.start)
+        return sampling.choose(logits, *rules, feed.start)
     order, live = _live_first(feed)
 
     def body(i: Array, out: Array) -> Array:
         slot = order[i]
         one = lambda tree: jax.tree.map(lambda leaf: leaf[slot][None], tree)  # noqa: E731
-        row = sampling.choose(
-            one(logits), one(bias), one(sampling_params), one(history), feed.start[slot][None]
-        )
+        row = sampling.choose(one(logits), *Rules(*one(rules)), one(feed.start))
         return out.at[slot].set(row[0])
 
     return jax.lax.fori_loop(0, live, body, jnp.zeros(logits.shape[:2], jnp.int32))

@@ -19,7 +19,7 @@ from targets.jax.cache import make_cache
 from targets.jax.params import Params
 from targets.jax.placing import by_vocabulary, put, read, replicated, zeros
 from targets.jax.programs import Feed, Plan
-from targets.sampling_params import SamplingTable, blank_table, set_row
+from targets.sampling_params import Rules, SamplingTable, blank_table, set_row
 
 
 class JaxTarget:
@@ -106,15 +106,9 @@ class JaxTarget:
             return Step(np.full((1, 1), NO_GUESS, np.int32), out.features)
         last = np.array([stop - 1], np.int32)
         masks = mask_rows([seq], np.empty((1, 0), np.int32), self.vocab)
-        chosen = self._choose_one(
-            seq.sampling.needs_sampler,
-            out.logits if masks is None else self._masked(out.logits, masks),
-            self.bias,
-            self.sampling_params(),
-            self.cache.tokens,
-            last,
-            slot,
-        )
+        logits = out.logits if masks is None else self._masked(out.logits, masks)
+        needs_sampler = seq.sampling.needs_sampler
+        chosen = self._choose_one(needs_sampler, logits, self._rules(), last, slot)
         details = self._logprobs(out.logits, chosen) if seq.sampling.logprobs is not None else None
         return Step(np.asarray(chosen), out.features, details)
 
@@ -129,9 +123,7 @@ class JaxTarget:
         # made while the device computes the forward
         masks = mask_rows(seqs, draft, self.vocab)
         logits = out.logits if masks is None else self._restricted(out.logits, masks, rows)
-        chosen = self._choose(
-            needs_sampler, logits, self.bias, self.sampling_params(), self.cache.tokens, feed
-        )
+        chosen = self._choose(needs_sampler, logits, self._rules(), feed)
         wanted = any(seq.sampling.logprobs is not None for seq in seqs)
         details = self._logprobs(out.logits, chosen) if wanted else None
         return Step(
@@ -154,10 +146,7 @@ class JaxTarget:
 
     def choices(self, logits: np.ndarray, feed: Feed) -> np.ndarray:
         """What the full sampler chooses from given logits [slots, width, V] (self-check)."""
-        chosen = self._choose(
-            True, logits, self.bias, self.sampling_params(), self.cache.tokens, feed
-        )
-        return np.asarray(chosen)
+        return np.asarray(self._choose(True, logits, self._rules(), feed))
 
     def seat(self, seq: Sequence) -> None:
         """Take over a new owner's sampling parameters for its slot. Raises UserError for token
@@ -185,6 +174,9 @@ class JaxTarget:
             )
         return self._device_params
 
+    def _rules(self) -> Rules:
+        return Rules(self.bias, self.sampling_params(), self.cache.tokens)
+
     def _feed(self, seqs: Seqs[Sequence], draft: np.ndarray) -> Feed:
         plan = self.plan
         tokens = np.full((plan.slots, plan.width), NO_GUESS, np.int32)
@@ -202,19 +194,13 @@ def _put_row(table: Array, slot: Array, row: Array) -> Array:
 
 
 def _choose_one(
-    needs_sampler: bool,
-    logits: Array,
-    bias: Array,
-    sampling_params: SamplingTable,
-    history: Array,
-    last: Array,
-    slot: Array,
+    needs_sampler: bool, logits: Array, rules: Rules, last: Array, slot: Array
 ) -> Array:
     """The token after a prompt's last position [1, 1], by the same rules as in `verify`."""
-    one = partial(jax.tree.map, lambda leaf: leaf[slot][None])
+    own = Rules(*jax.tree.map(lambda leaf: leaf[slot][None], rules))
     if not needs_sampler:
-        return sampling.choose_greedy(logits, one(bias))
-    return sampling.choose(logits, one(bias), one(sampling_params), one(history), last)
+        return sampling.choose_greedy(logits, own.bias)
+    return sampling.choose(logits, *own, last)
 
 
 def pick_rows(details: LogprobRows, rows: np.ndarray) -> LogprobRows:

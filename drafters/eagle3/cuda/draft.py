@@ -12,11 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from drafters.eagle3.cuda.head import PIECE, HeadModel
 from drafters.eagle3.cuda.ops import Pending
 from targets.cuda.ops import Rows
-from targets.sampling_params import SamplingTable
+from targets.sampling_params import Rules, SamplingTable
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ def propose(given: Drafting, rows: Rows, needs_sampler: bool) -> None:
     if k == 0:
         return
     layout = head.ops.lay_out(given.pending, rows, k, head.longest)
+    rules = Rules(target.bias, given.sampling_params, target.cache.tokens)
     h = head.fuse(given.pending.features, rows.slot)
     mixed = head.mix(layout.pending, h, own=False)
     h, mixed = h.index_select(0, layout.last), mixed.index_select(0, layout.last)
@@ -44,14 +46,11 @@ def propose(given: Drafting, rows: Rows, needs_sampler: bool) -> None:
             fed = Rows(rows.tokens[:, j : j + 1], layout.starts[j - 1], layout.slots[j])
             mixed = head.mix(fed, h, own=True)
         at = Rows(rows.tokens, layout.starts[j], layout.slots[j])
-        logits, history = head.logits(h, mixed), target.cache.tokens
-        head.ops.guess(
-            logits, head.known, target.bias, given.sampling_params, history, at, j, needs_sampler
-        )
+        head.ops.guess(head.logits(h, mixed), head.known, rules, at, j, needs_sampler)
 
 
 @torch.inference_mode()
-def read(given: Drafting, slot: int, start: int, features: torch.Tensor, tokens: list[int]) -> None:
+def read(given: Drafting, slot: int, start: int, features: Tensor, tokens: list[int]) -> None:
     """A chunk of a prompt: features [1, T, F] from position `start` on, and the token that follows
     each. The last is pending too, to draft from."""
     device, head = features.device, given.head

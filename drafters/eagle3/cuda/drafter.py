@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seqs
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from drafters.eagle3.cuda import draft as drafting
 from drafters.eagle3.cuda.draft import Drafting
@@ -67,11 +68,11 @@ class DeviceEagle:
     def ready(self, seqs: Seqs[Sequence]) -> None:
         pass
 
-    def propose(self, batch: CapturedBatch, k: int) -> torch.Tensor:
+    def propose(self, batch: CapturedBatch, k: int) -> Tensor:
         drafting.propose(self.given, batch.rows, batch.needs_sampler)
         return batch.draft
 
-    def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
+    def observe(self, batch: CapturedBatch, step: Step, accepted: Tensor) -> None:
         assert step.features is not None, "the target was made without the head's layers"
         ops, pending = self.given.head.ops, self.given.pending
         ops.keep(pending, batch.rows, step.features, step.chosen, accepted.int())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch import Tensor
 
 from drafters.eagle3.cuda.kernels import DraftKernels
 from drafters.eagle3.cuda.ops import DraftOps, DraftReference, PairNorms, Vocabulary
@@ -47,12 +48,12 @@ class HeadWeights:
     gate_up: Linear
     down: Linear
     lm_head: Linear
-    features_norm: torch.Tensor | None
+    features_norm: Tensor | None
     norm_parts: int
-    embedding_norm: torch.Tensor
-    hidden_norm: torch.Tensor
-    post_norm: torch.Tensor
-    norm: torch.Tensor
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    post_norm: Tensor
+    norm: Tensor
 
 
 def arch_of(spec: HeadSpec) -> Arch:
@@ -93,13 +94,13 @@ class HeadModel:
         self.cache: KVCache = make_cache(self.arch, *sizes, kv, str(device))
         self.known = _vocabulary(head, device)
 
-    def fuse(self, features: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    def fuse(self, features: Tensor, slot: Tensor) -> Tensor:
         """The target's features [S, W, F] of slots [B] -> states [B W, H] float32."""
         w = self.weights
         x = self.ops.features(features, slot, w.features_norm, w.norm_parts, w.fc.kind)
         return self.ops.linear(x, w.fc)
 
-    def mix(self, rows: Rows, h: torch.Tensor, own: bool) -> torch.Tensor:
+    def mix(self, rows: Rows, h: Tensor, own: bool) -> Tensor:
         """Write the rows' entries and attend: -> [M, H] float32, to be added to h, which becomes
         the residual. own: h is the head's own output."""
         w, (layer,) = self.weights, self.arch.layers
@@ -108,13 +109,13 @@ class HeadModel:
         x = self.ops.attention(qkv, None, None, layer, cache, rows, w.o.kind)
         return self.ops.linear(x, w.o)
 
-    def store(self, rows: Rows, h: torch.Tensor) -> None:
+    def store(self, rows: Rows, h: Tensor) -> None:
         """Write the rows' entries from the target's states: nothing is asked of them yet."""
         (layer,) = self.arch.layers
         cache = self.cache.of(self.arch.layers, 0)
         self.ops.store(self._project(rows, h, False), None, layer, cache, rows)
 
-    def _project(self, rows: Rows, h: torch.Tensor, own: bool) -> torch.Tensor:
+    def _project(self, rows: Rows, h: Tensor, own: bool) -> Tensor:
         w = self.weights
         feedback = w.norm if own and self.spec.norm_output else None
         residual = self.spec.norm_before_residual
@@ -123,7 +124,7 @@ class HeadModel:
         x = self.ops.pair(self.target.weights.head, tokens, h, norms, w.qkv.kind)
         return self.ops.linear(x, w.qkv)
 
-    def logits(self, h: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+    def logits(self, h: Tensor, mixed: Tensor) -> Tensor:
         """The rest of the layer -> [M, draft vocabulary] float32; h becomes the head's output."""
         w, ops = self.weights, self.ops
         x = ops.norm(h, mixed, None, None, w.post_norm, w.gate_up.kind)
@@ -176,7 +177,7 @@ def _ops(arch: Arch, target: CudaTarget, positions: int, kind: str) -> DraftOps:
 def place(head: Head, kind: str, ops: DraftOps, device: torch.device) -> HeadWeights:
     """A head's weights on the device, fused as they are read."""
 
-    def vector(name: str) -> torch.Tensor:
+    def vector(name: str) -> Tensor:
         return torch.from_numpy(head.weights[name]).float().to(device)
 
     def linear(*names: str, layout: str = "plain") -> Linear:

@@ -6,6 +6,7 @@ from ctypes import Structure, c_float, c_int, c_void_p
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from drafters.eagle3.cuda.ops import DraftLayout, PairNorms, Pending, Vocabulary
 from targets.arch import Arch
@@ -16,7 +17,7 @@ from targets.cuda.norms import ROW_THREADS
 from targets.cuda.ops import Linear, Rows
 from targets.cuda.sampler import CLUSTER
 from targets.cuda.variants import variants
-from targets.sampling_params import SamplingTable
+from targets.sampling_params import Rules, SamplingTable
 
 SOURCES = Path(__file__).parent / "sources"
 LAYOUT = Variant("layout", folder=SOURCES)
@@ -80,12 +81,7 @@ class DraftKernels(Kernels):
         return DraftLayout(Rows(tokens, first, slots[0]), last, starts, slots)
 
     def features(
-        self,
-        features: torch.Tensor,
-        slot: torch.Tensor,
-        weight: torch.Tensor | None,
-        parts: int,
-        kind: str,
+        self, features: Tensor, slot: Tensor, weight: Tensor | None, parts: int, kind: str
     ) -> Input:
         slots, tokens, width = features.shape
         m = len(slot) * tokens
@@ -100,9 +96,7 @@ class DraftKernels(Kernels):
         self._launch(INPUTS[kind], "features", grid, ROW_THREADS, arguments, early=False)
         return x
 
-    def pair(
-        self, table: Linear, tokens: torch.Tensor, h: torch.Tensor, norms: PairNorms, kind: str
-    ) -> Input:
+    def pair(self, table: Linear, tokens: Tensor, h: Tensor, norms: PairNorms, kind: str) -> Input:
         m = len(h)
         x = make_input(m, 2 * table.k, self.device)
         weights = norms.embedding, norms.feedback, norms.hidden
@@ -116,32 +110,30 @@ class DraftKernels(Kernels):
 
     def guess(
         self,
-        logits: torch.Tensor,
+        logits: Tensor,
         known: Vocabulary,
-        bias: torch.Tensor,
-        sampling_params: SamplingTable,
-        history: torch.Tensor,
+        rules: Rules,
         at: Rows,
         j: int,
         needs_sampler: bool,
     ) -> None:
-        (batch, drafts), vocab = logits.shape, bias.shape[1]
+        (batch, drafts), vocab = logits.shape, rules.bias.shape[1]
         if drafts > MOST_DRAFTS:
             fed = Rows(at.tokens[:, :1], at.start, at.slot)
             spread = self._spread(logits, known.draft_ids)
-            chosen = self.choose(spread, bias, sampling_params, history, fed, needs_sampler)
-            self._note(chosen, spread, bias, at, history, j)
+            chosen = self.choose(spread, rules, fed, needs_sampler)
+            self._note(chosen, spread, rules, at, j)
             return
         size = (batch, drafts) if needs_sampler else 0
         counts = torch.empty(size, dtype=torch.int32, device=self.device)
         job = _Guess(
-            *map(address, (logits, *known, bias, history, at.start, at.slot, *sampling_params)),
-            *map(address, (counts, at.tokens)),
-            *(drafts, vocab, history.stride(0), at.tokens.shape[1], j, int(needs_sampler)),
+            *map(address, (logits, *known, rules.bias, rules.history, at.start, at.slot)),
+            *map(address, (*rules.sampling_params, counts, at.tokens)),
+            *(drafts, vocab, rules.history.stride(0), at.tokens.shape[1], j, int(needs_sampler)),
         )
         self._launch(SAMPLE, "guess", (batch * CLUSTER, 1, 1), THREADS, [job])
 
-    def _spread(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
+    def _spread(self, logits: Tensor, draft_ids: Tensor) -> Tensor:
         """[B, D] over draft ids -> [B, 1, V], -inf for what the head does not know."""
         batch, vocab = len(logits), len(draft_ids)
         out = torch.empty((batch, 1, vocab), device=self.device)
@@ -150,29 +142,16 @@ class DraftKernels(Kernels):
         self._launch(LAYOUT, "spread", (-(-vocab // THREADS), batch, 1), THREADS, arguments)
         return out
 
-    def _note(
-        self,
-        chosen: torch.Tensor,
-        logits: torch.Tensor,
-        bias: torch.Tensor,
-        at: Rows,
-        history: torch.Tensor,
-        j: int,
-    ) -> None:
+    def _note(self, chosen: Tensor, logits: Tensor, rules: Rules, at: Rows, j: int) -> None:
         """What was `chosen` [B, 1] from logits [B, 1, V] as guess j."""
         batch, width = at.tokens.shape
-        tensors = chosen, logits, bias, at.start, at.slot, at.tokens, history
-        sizes = batch, logits.shape[-1], width, history.stride(0), j
+        tensors = chosen, logits, rules.bias, at.start, at.slot, at.tokens, rules.history
+        sizes = batch, logits.shape[-1], width, rules.history.stride(0), j
         arguments = [*map(pointer, tensors), *map(c_int, sizes)]
         self._launch(LAYOUT, "note", (-(-batch // 128), 1, 1), 128, arguments)
 
     def keep(
-        self,
-        pending: Pending,
-        rows: Rows,
-        features: torch.Tensor,
-        chosen: torch.Tensor,
-        accepted: torch.Tensor,
+        self, pending: Pending, rows: Rows, features: Tensor, chosen: Tensor, accepted: Tensor
     ) -> None:
         batch, width = chosen.shape
         tensors = features, chosen, accepted, rows.slot, *pending

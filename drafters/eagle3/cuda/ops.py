@@ -11,12 +11,13 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from specdec.core.types import NO_GUESS
 from targets.cuda.formulas import rms
 from targets.cuda.ops import Linear, Ops, Rows, X
 from targets.cuda.reference import Reference, as_input
-from targets.sampling_params import SamplingTable
+from targets.sampling_params import Rules
 
 
 class Pending(NamedTuple):
@@ -24,9 +25,9 @@ class Pending(NamedTuple):
     [S + 1] of each are real, and the last of those ends the text. Row S takes what idle rows would
     write."""
 
-    features: torch.Tensor
-    chosen: torch.Tensor
-    count: torch.Tensor
+    features: Tensor
+    chosen: Tensor
+    count: Tensor
 
 
 class DraftLayout(NamedTuple):
@@ -35,26 +36,26 @@ class DraftLayout(NamedTuple):
     guess may lie."""
 
     pending: Rows
-    last: torch.Tensor
-    starts: torch.Tensor
-    slots: torch.Tensor
+    last: Tensor
+    starts: Tensor
+    slots: Tensor
 
 
 class PairNorms(NamedTuple):
     """Weights [H]. feedback: of states that are the head's own output, None to take them as they
     are. residual: the residual is the normed state, not the raw one."""
 
-    embedding: torch.Tensor
-    hidden: torch.Tensor
-    feedback: torch.Tensor | None
+    embedding: Tensor
+    hidden: Tensor
+    feedback: Tensor | None
     residual: bool
 
 
 class Vocabulary(NamedTuple):
     """ids [D] int32: the target's, ascending; draft_ids [V] int32: the inverse, -1 for the rest."""
 
-    ids: torch.Tensor
-    draft_ids: torch.Tensor
+    ids: Tensor
+    draft_ids: Tensor
 
 
 class DraftOps(Ops, Protocol):
@@ -63,31 +64,22 @@ class DraftOps(Ops, Protocol):
         ...
 
     def features(
-        self,
-        features: torch.Tensor,
-        slot: torch.Tensor,
-        weight: torch.Tensor | None,
-        parts: int,
-        kind: str,
+        self, features: Tensor, slot: Tensor, weight: Tensor | None, parts: int, kind: str
     ) -> X:
         """features [S, W, F] of slots [B] (-1: the last) -> B W rows, as they are, or each of
         `parts` equal parts normed by its share of weight [F]; for a weight of this kind."""
         ...
 
-    def pair(
-        self, table: Linear, tokens: torch.Tensor, h: torch.Tensor, norms: PairNorms, kind: str
-    ) -> X:
+    def pair(self, table: Linear, tokens: Tensor, h: Tensor, norms: PairNorms, kind: str) -> X:
         """rms(embedding of tokens [M]) beside rms(h) [M, 2 H], for a weight of this kind; h becomes
         the layer's residual in place. Embeddings are as stored, ids outside the vocabulary 0."""
         ...
 
     def guess(
         self,
-        logits: torch.Tensor,
+        logits: Tensor,
         known: Vocabulary,
-        bias: torch.Tensor,
-        sampling_params: SamplingTable,
-        history: torch.Tensor,
+        rules: Rules,
         at: Rows,
         j: int,
         needs_sampler: bool,
@@ -99,12 +91,7 @@ class DraftOps(Ops, Protocol):
         ...
 
     def keep(
-        self,
-        pending: Pending,
-        rows: Rows,
-        features: torch.Tensor,
-        chosen: torch.Tensor,
-        accepted: torch.Tensor,
+        self, pending: Pending, rows: Rows, features: Tensor, chosen: Tensor, accepted: Tensor
     ) -> None:
         """features [B, W, F], chosen [B, W] int32 and accepted [B] int32 of a verify are pending
         now; not those of idle rows."""
@@ -124,22 +111,15 @@ class DraftReference(Reference):
         return DraftLayout(fed, last, starts, slots)
 
     def features(
-        self,
-        features: torch.Tensor,
-        slot: torch.Tensor,
-        weight: torch.Tensor | None,
-        parts: int,
-        kind: str,
-    ) -> torch.Tensor:
+        self, features: Tensor, slot: Tensor, weight: Tensor | None, parts: int, kind: str
+    ) -> Tensor:
         rows = features[slot.long()].flatten(0, 1)
         if weight is not None:
             own = weight.view(parts, -1)
             rows = rms(rows.unflatten(1, own.shape), None, self.arch.eps).mul(own).flatten(1)
         return as_input(rows, kind)
 
-    def pair(
-        self, table: Linear, tokens: torch.Tensor, h: torch.Tensor, norms: PairNorms, kind: str
-    ) -> torch.Tensor:
+    def pair(self, table: Linear, tokens: Tensor, h: Tensor, norms: PairNorms, kind: str) -> Tensor:
         eps, known = self.arch.eps, (tokens >= 0) & (tokens < table.n)
         embedded = table.data[torch.where(known, tokens, 0).long()].float()
         if norms.feedback is not None:
@@ -151,32 +131,25 @@ class DraftReference(Reference):
 
     def guess(
         self,
-        logits: torch.Tensor,
+        logits: Tensor,
         known: Vocabulary,
-        bias: torch.Tensor,
-        sampling_params: SamplingTable,
-        history: torch.Tensor,
+        rules: Rules,
         at: Rows,
         j: int,
         needs_sampler: bool,
     ) -> None:
-        spread = logits.new_full((len(logits), 1, bias.shape[1]), -torch.inf)
+        spread = logits.new_full((len(logits), 1, rules.bias.shape[1]), -torch.inf)
         spread[:, 0, known.ids.long()] = logits
         fed = Rows(at.tokens[:, :1], at.start, at.slot)
-        chosen = self.choose(spread, bias, sampling_params, history, fed, needs_sampler)[:, 0]
-        slot, live = at.slot.clamp(min=0).long(), at.slot >= 0
-        best = spread[:, 0].gather(1, chosen[:, None].long())[:, 0] + bias[slot, chosen.long()]
+        chosen = self.choose(spread, rules, fed, needs_sampler)[:, 0]
+        slot, live, word = at.slot.clamp(min=0).long(), at.slot >= 0, chosen.long()
+        best = spread[:, 0].gather(1, word[:, None])[:, 0] + rules.bias[slot, word]
         guesses = torch.where(live & (best > -torch.inf), chosen, NO_GUESS)
         at.tokens[:, j + 1] = guesses
-        history[slot[live], at.start[live].long() + 1] = guesses[live]
+        rules.history[slot[live], at.start[live].long() + 1] = guesses[live]
 
     def keep(
-        self,
-        pending: Pending,
-        rows: Rows,
-        features: torch.Tensor,
-        chosen: torch.Tensor,
-        accepted: torch.Tensor,
+        self, pending: Pending, rows: Rows, features: Tensor, chosen: Tensor, accepted: Tensor
     ) -> None:
         slot = rows.slot.long()
         pending.features[slot], pending.chosen[slot] = features, chosen
