@@ -8,12 +8,13 @@ from dataclasses import replace
 from drafters import registry
 from specdec.assembly.model import Model, Status, quiet
 from specdec.core.config import Loop, SpeculationConfig
+from specdec.core.constraint import Unrestricted
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from specdec.core.stats import Acceptance
 from specdec.core.synthetic import synthetic_cycle
-from specdec.core.types import Array, Sampling, Sequence
+from specdec.core.types import Array, Constraint, Sampling, Sequence
 
 WARM_TOKENS = 12
 """Enough for a prefill and one dispatch of either loop."""
@@ -86,15 +87,24 @@ def warm_up(
 ) -> None:
     """Compile what these requests will need, so that none has to wait for it.
 
-    rows: every batch up to this many is decoded; lengths: prompts to prefill.
+    rows: every batch up to this many is decoded; lengths: prompts to prefill. Of constrained text
+    the lone request alone: larger batches of it are rarer, and would double the start.
     """
     for sampling in samplings:
         # one row joins per turn, so the first must last until the last is there
         _decode(engine, [[2]] * rows, replace(sampling, seed=0), WARM_TOKENS + rows)
+        _decode(engine, [[2]], replace(sampling, seed=0), WARM_TOKENS, Unrestricted())
     for length in lengths:
         _decode(engine, [[2] * length], Sampling(), WARM_TOKENS)
     engine.acceptance = Acceptance()
 
 
-def _decode(engine: Engine, prompts: list[list[int]], sampling: Sampling, count: int) -> None:
-    engine.run_to_end([Sequence(list(p), sampling, max_tokens=count) for p in prompts])
+def _decode(
+    engine: Engine,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    count: int,
+    constraint: Constraint | None = None,
+) -> None:
+    seqs = [Sequence(list(p), sampling, max_tokens=count, constraint=constraint) for p in prompts]
+    engine.run_to_end(seqs)

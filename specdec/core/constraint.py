@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,21 @@ WORD = 32
 """Tokens per mask word."""
 _THREADS = ThreadPoolExecutor(4, "specdec-masks")
 """Constraints leave Python's lock while they compute, so that rows don't wait for each other."""
+
+
+class Unrestricted:
+    """A `Constraint` that allows everything: what constrained programs are warmed up with."""
+
+    failure: str | None = None
+
+    def masks(self, seq: Sequence, draft: Seqs[int], out: Array) -> None:
+        pass
+
+    def forced(self, seq: Sequence) -> list[int]:
+        return []
+
+    def packed(self) -> dict[str, Any]:
+        return {}
 
 
 def mask_words(vocab: int) -> int:

@@ -1,0 +1,87 @@
+"""What the tests of constrained text share: a schema, requests of each kind, and their texts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seqs
+from functools import cache
+
+from specdec.constraints.constraint import TextConstraint, TextRules
+from specdec.constraints.json_schema import json_grammar
+from specdec.constraints.rules import Budget
+from specdec.constraints.vocabulary import Vocabulary
+from specdec.core.engine import Engine
+from specdec.core.types import Sampling, Sequence
+from targets import mini
+from targets.tokenizer import Tokenizer, load_tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "count": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"enum": ["alpha", "beta"]}, "maxItems": 3},
+    },
+    "required": ["name", "count", "tags"],
+    "additionalProperties": False,
+}
+PROMPTS = ("def quicksort(items):", "class Stack:\n    def", "import os\n\n# the names\nnames =")
+
+
+@cache
+def mini_tokenizer() -> Tokenizer:
+    return load_tokenizer(mini.path("mini"))
+
+
+@cache
+def mini_vocabulary() -> Vocabulary:
+    return Vocabulary(mini_tokenizer())
+
+
+def rules() -> list[TextRules | None]:
+    """One of each kind, and none."""
+    tokenizer = mini_tokenizer()
+    word = tuple(tokenizer.encode(" return")[1:])
+    thought = tokenizer.token_id("<|channel>"), tokenizer.token_id("<channel|>")
+    grammar = json_grammar(SCHEMA)
+    return [
+        TextRules(grammar=grammar),
+        None,
+        TextRules(bad_words=(word,), min_tokens=20, stop_ids=tokenizer.stop_ids),
+        TextRules(allowed=tuple(range(17, 600))),
+        TextRules(budget=Budget(*thought, tokens=5, inside=True)),  # pyright: ignore
+        TextRules(grammar=grammar, bad_words=(word,)),
+    ]
+
+
+def requests(temperature: float, tokens: int = 40, constrain: bool = True) -> list[Sequence]:
+    """Six requests, two of them under a schema."""
+    tokenizer = mini_tokenizer()
+    found = []
+    for i, rule in enumerate(rules()):
+        wanted = constrain and rule is not None
+        found.append(
+            Sequence(
+                tokenizer.encode(PROMPTS[i % len(PROMPTS)]),
+                Sampling(temperature=temperature, seed=50 + i, logprobs=2 if i == 2 else None),
+                max_tokens=tokens,
+                stop_ids=frozenset(tokenizer.stop_ids),
+                request_id=str(i),
+                constraint=TextConstraint(rule, mini_vocabulary()) if wanted else None,
+            )
+        )
+    return found
+
+
+def texts(engine: Engine, temperatures: Seqs[float] = (0.0, 1.0)) -> list[list[int]]:
+    """What each request says, at each temperature."""
+    said = []
+    for temperature in temperatures:
+        seqs = requests(temperature)
+        engine.run_to_end(seqs)
+        said += [seq.tokens[seq.prompt_len :] for seq in seqs]
+    return said
+
+
+def random_ids(seed: int, count: int, vocab: int) -> list[int]:
+    return random.Random(seed).choices(range(vocab), k=count)
