@@ -5,11 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from specdec.core.errors import UserError
+from targets.mini import path
+from targets.tokenizer import load_tokenizer
 from tests.commands import refused, run
+from training.distil import Source, claim
 
 ARCHIVE = Path(__file__).parent / "data" / "run-0.1.0.tar.xz"
 """Made by 0.1.0 (commit 087d8f1) with mini-e: distil of four prompts, train-eagle3 of two steps."""
@@ -36,6 +41,17 @@ def test_a_run_of_0_1_0_goes_on_and_is_exported_as_it_was(old, capsys):
     run(capsys, "export-eagle3", str(old / "run"), "--model", "mini-e", "--out", str(old / "head"))
     weights = (old / "head" / "model.safetensors").read_bytes()
     assert hashlib.sha256(weights).hexdigest() == EXPORTED
+
+
+def test_answers_of_0_1_0_are_continued_though_the_template_is_another(old):
+    """mini's template has learnt tools since; the prompts' ids are what decides the rows."""
+    recorded = json.loads((old / "data" / "distil.json").read_text())
+    now = load_tokenizer(path("mini-e")).template_fingerprint
+    assert recorded["template"] != now
+    source = Source(**recorded | {"template": now, "stop_ids": tuple(recorded["stop_ids"])})
+    assert claim(old / "data", source) == 4
+    with pytest.raises(UserError, match="other prompts"):
+        claim(old / "data", replace(source, prompts="x"))
 
 
 def test_another_recipe_is_refused_as_ever(old, capsys):

@@ -99,6 +99,8 @@ def claim(out: Path, source: Source) -> int:
             f"{out} holds answers of another run (other {names}): repeat that run's "
             "options to continue it, or name another --out"
         ),
+        # The prompts are hashed as ids: a template that renders them alike makes the same rows.
+        noted=("template",),
     )
     return min(len(shards(out)) * source.shard_rows, source.rows)
 

@@ -12,16 +12,23 @@ from specdec.core.errors import UserError
 from specdec.core.writing import write_whole
 
 
-def agree(file: Path, described: dict[str, Any], refusal: Callable[[str], str]) -> None:
+def agree(
+    file: Path,
+    described: dict[str, Any],
+    refusal: Callable[[str], str],
+    noted: tuple[str, ...] = (),
+) -> None:
     """Write `described` as JSON, beside and renamed, or check that this is what stands there.
 
+    noted: what is written for the reader, and not compared.
     Raises UserError with `refusal` of the names, by commas, in which they differ, and where it
     can't be written.
     """
     wanted = json.loads(json.dumps(described))
     if file.exists():
         found = json.loads(file.read_text())
-        differing = [name for name in wanted if found.get(name) != wanted[name]]
+        compared = [name for name in wanted if name not in noted]
+        differing = [name for name in compared if found.get(name) != wanted[name]]
         if differing:
             raise UserError(refusal(", ".join(differing)))
         return

@@ -13,6 +13,8 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from targets import mini
+
 VOCABULARY = 4096
 # Gemma's order; the first five have Gemma's ids too.
 SPECIAL = (
@@ -24,27 +26,8 @@ SPECIAL = (
 # what stands before it, and indentation is a piece of its own: a prompt that ends with ":" or
 # with "\n" is then cut as the same text was cut in training.
 PIECES = r" ?\p{N}| ?[\p{L}_]+| ?[^\s\p{L}\p{N}_]+|\s*\n| {2,}|\s+"
-TEMPLATE = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
-    {%- if role not in ['user', 'model', 'system', 'developer', 'tool'] -%}
-        {{- raise_exception('unknown role: ' ~ role) -}}
-    {%- endif -%}
-    {{- '<|turn>' ~ role ~ '\\n' -}}
-    {%- if message['content'] is string -%}
-        {{- message['content'] | trim -}}
-    {%- else -%}
-        {%- for part in message['content'] -%}
-            {{- part['text'] | trim -}}
-        {%- endfor -%}
-    {%- endif -%}
-    {{- '<turn|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|turn>model\\n' -}}
-{%- endif -%}
-"""
+TEMPLATE = "chat_template.jinja"
+"""The family's template: kept with its checkpoints, in `targets/mini/assets`."""
 
 
 def train_tokenizer(texts: Iterable[str], size: int = VOCABULARY) -> tokenizers.Tokenizer:
@@ -102,7 +85,7 @@ def write_tokenizer(backend: tokenizers.Tokenizer, out: Path, context: int = 409
     """Write the four tokenizer files of a checkpoint into the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
     backend.save(str(out / "tokenizer.json"))
-    (out / "chat_template.jinja").write_text(TEMPLATE)
+    (out / TEMPLATE).write_bytes((mini.path("mini") / TEMPLATE).read_bytes())
     for name, value in (
         ("tokenizer_config.json", tokenizer_config(context)),
         ("generation_config.json", generation_config()),

@@ -1,0 +1,222 @@
+"""What Gemma 4 generates, taken apart while it comes: answer, reasoning and calls.
+
+It is fed tokens, and knows control tokens by id. So no draft, and no piece of text that looks like
+a marker, can mislead it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
+
+from serve.gemma_arguments import ArgumentsToJson
+from serve.stream import Decoder
+
+HEADER = re.compile(r"\s*call:\s*([\w\-.]+)\s*\{")
+MAY_BECOME_HEADER = re.compile(r"\s*(c(a(l(l(:\s*([\w\-.]+\s*)?)?)?)?)?)?")
+CHANNEL_NAME = re.compile(r"\s*[\w\-]{0,32}")
+
+
+@dataclass(frozen=True)
+class Content:
+    """Text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """Text of a thought."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallBegan:
+    """A call whose name is known. `index` counts the calls of this choice, from 0."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """A piece of a call's arguments; a call's pieces together are one JSON object."""
+
+    index: int
+    text: str
+
+
+Part = Content | Reasoning | CallBegan | CallArguments
+
+
+class MarkedTokenizer(Protocol):
+    """What is needed of `targets.tokenizer.Tokenizer`."""
+
+    def token_id(self, token: str) -> int | None: ...
+
+    def stream(self) -> Decoder: ...
+
+
+class _In(Enum):
+    CONTENT = auto()
+    CHANNEL_NAME = auto()
+    THOUGHT = auto()
+    CALL_HEADER = auto()
+    CALL = auto()
+
+
+class GemmaOutput:
+    """One choice's output. Feed it every token but the one that ended the turn, then `finish`.
+
+    tools: whether calls are looked for. Without it, a call is content: its text without markers.
+    thinking_open: whether the prompt ended inside a thought (`<|channel>thought` and a newline).
+
+    Control tokens are in no part's text. A thought's channel name, and the one newline that the
+    chat template writes before the thought's end, are not part of its text, so a thought that is
+    sent back renders as it was generated. Text after a thought is left as it is, as vLLM does.
+    """
+
+    def __init__(
+        self, tokenizer: MarkedTokenizer, *, tools: bool, thinking_open: bool = False
+    ) -> None:
+        self.calls = 0
+        """Calls that have begun."""
+        self.reasoning_tokens = 0
+        """Tokens between a thought's two markers: the channel's name counts, the markers don't."""
+        self._tokenizer, self._decoder = tokenizer, tokenizer.stream()
+        self._in = _In.THOUGHT if thinking_open else _In.CONTENT
+        self._held = ""  # a channel's name, a call's header, or the newline that may end a thought
+        self._arguments = ArgumentsToJson()
+        self._markers = self._by_id(tools)
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the next token belongs to a thought."""
+        return self._in in (_In.CHANNEL_NAME, _In.THOUGHT)
+
+    def feed(self, token: int) -> list[Part]:
+        """Add one token; return what became certain."""
+        marker = self._markers.get(token)
+        was_reasoning = self.in_reasoning
+        if marker is None:
+            parts = self._text(self._decoder.step(token))
+        else:
+            parts = [*self._flush(), *marker()]
+        self.reasoning_tokens += was_reasoning and self.in_reasoning
+        return parts
+
+    def finish(self, complete: bool = True) -> list[Part]:
+        """End the output.
+
+        complete: whether the model ended it. Then a call without its end marker is closed. A call
+        that was cut (by max_tokens, say) stays cut: its arguments are no JSON.
+        """
+        parts = self._flush()
+        if complete or self._in is not _In.CALL:
+            parts += self._leave()
+        return parts
+
+    def _by_id(self, tools: bool) -> dict[int, Callable[[], list[Part]]]:
+        """What to do at each control token that this vocabulary has."""
+        actions: dict[str, Callable[[], list[Part]]] = {
+            "<|channel>": self._begin_channel,
+            "<channel|>": self._end_channel,
+            "<|tool_call>": self._begin_call if tools else self._ignore,
+            "<tool_call|>": self._end_call,
+            '<|"|>': self._quote,
+            "<|tool_response>": self._leave,
+            "<turn|>": self._leave,
+        }
+        ids = {name: self._tokenizer.token_id(name) for name in actions}
+        return {i: actions[name] for name, i in ids.items() if i is not None}
+
+    def _flush(self) -> list[Part]:
+        """Half a character before a marker, or at the end, comes out as U+FFFD."""
+        text, self._decoder = self._decoder.finish(), self._tokenizer.stream()
+        return self._text(text)
+
+    def _text(self, text: str) -> list[Part]:
+        if not text:
+            return []
+        match self._in:
+            case _In.CONTENT:
+                return [Content(text)]
+            case _In.CHANNEL_NAME:
+                return self._channel_name(text)
+            case _In.THOUGHT:
+                return self._thought(text)
+            case _In.CALL_HEADER:
+                return self._header(text)
+            case _In.CALL:
+                return self._of_call(self._arguments.text(text))
+
+    def _channel_name(self, text: str) -> list[Part]:
+        self._held += text
+        name, newline, rest = self._held.partition("\n")
+        if CHANNEL_NAME.fullmatch(name) and not newline:
+            return []
+        nameless = not CHANNEL_NAME.fullmatch(name)
+        thought, self._held = (self._held if nameless else rest), ""
+        self._in = _In.THOUGHT
+        return self._thought(thought)
+
+    def _thought(self, text: str) -> list[Part]:
+        text = self._held + text
+        self._held = "\n" if text.endswith("\n") else ""
+        text = text.removesuffix("\n")
+        return [Reasoning(text)] if text else []
+
+    def _header(self, text: str) -> list[Part]:
+        self._held += text
+        if found := HEADER.match(self._held):
+            rest, self._held = self._held[found.end() :], ""
+            self._in, self._arguments = _In.CALL, ArgumentsToJson()
+            self.calls += 1
+            began = CallBegan(self.calls - 1, found[1])
+            return [began, *self._of_call(self._arguments.text(rest))]
+        if MAY_BECOME_HEADER.fullmatch(self._held):
+            return []
+        return self._leave()
+
+    def _of_call(self, text: str) -> list[Part]:
+        return [CallArguments(self.calls - 1, text)] if text else []
+
+    def _begin_channel(self) -> list[Part]:
+        parts = self._leave()
+        self._in = _In.CHANNEL_NAME
+        return parts
+
+    def _end_channel(self) -> list[Part]:
+        return self._leave() if self.in_reasoning else []
+
+    def _begin_call(self) -> list[Part]:
+        parts = self._leave()
+        self._in = _In.CALL_HEADER
+        return parts
+
+    def _end_call(self) -> list[Part]:
+        return self._leave() if self._in in (_In.CALL_HEADER, _In.CALL) else []
+
+    def _quote(self) -> list[Part]:
+        if self._in is _In.CALL:
+            return self._of_call(self._arguments.quote())
+        return self._leave() if self._in is _In.CALL_HEADER else []
+
+    def _ignore(self) -> list[Part]:
+        return []
+
+    def _leave(self) -> list[Part]:
+        """End the thought or the call that is open: what follows is content."""
+        left, held = self._in, self._held
+        self._in, self._held = _In.CONTENT, ""
+        if left is _In.CALL:
+            return self._of_call(self._arguments.finish())
+        if left is _In.CALL_HEADER and held:
+            return [Content(held)]
+        if left is _In.CHANNEL_NAME and held.strip() not in ("", "thought"):
+            return [Reasoning(held)]
+        return []
