@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence as Seqs
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request, Response
@@ -14,64 +15,100 @@ from starlette.types import Receive, Scope, Send
 
 from serve.errors import ApiError
 from serve.generation import Context, Generation, begin
+from serve.prompt_report import PromptReport, report
 from serve.replies import Json, Reply
 from serve.schema import ChatRequest, CompletionRequest
-from serve.stream import TokenText
+from serve.stream import Piece, Tokenizer
 
 
 async def answer(
     context: Context, request: Request, wire: ChatRequest | CompletionRequest, reply: Reply
 ) -> Response:
     """Serve a validated request: a stream of events, or one document."""
+    _check_stream(wire)
     generation = await begin(context, wire, reply.request_id)
+    served = Served(context.tokenizer, wire, generation, reply)
     if wire.stream:
-        return _TokenStream(generation, _chunks(generation, reply, wire.include_usage))
+        return _TokenStream(generation, _chunks(served))
     try:
-        body = await _unless_disconnected(request, _collect(generation, reply))
+        body = await _unless_disconnected(request, _collect(served))
     finally:
         generation.cancel()
     return JSONResponse(body)
 
 
-async def _collect(generation: Generation, reply: Reply) -> Json:
-    texts: dict[int, list[str]] = {}
-    tokens: dict[int, list[TokenText]] = {}
-    choices: dict[int, Json] = {}
-    async for arrival in generation.pieces():
-        if arrival is None:
-            continue
-        index, piece = arrival
-        texts.setdefault(index, []).append(piece.text)
-        tokens.setdefault(index, []).extend(piece.tokens)
-        if piece.finish is not None:
-            choices[index] = reply.whole(index, "".join(texts[index]), tokens[index], piece.finish)
-    body = reply.envelope([choices[index] for index in sorted(choices)], streaming=False)
-    return {**body, "usage": generation.usage.to_json()}
+def _check_stream(wire: ChatRequest | CompletionRequest) -> None:
+    """What is said of a prompt comes with the whole answer, as vLLM has it."""
+    tells = wire.prompt_logprobs is not None or (wire.echo and wire.logprob_count is not None)
+    if wire.stream and (tells or wire.limit == 0):
+        name = "prompt_logprobs" if wire.prompt_logprobs is not None else "echo"
+        raise ApiError(400, f"{name} with log-probabilities can't be streamed", param=name)
 
 
-async def _chunks(
-    generation: Generation, reply: Reply, include_usage: bool
-) -> AsyncIterator[bytes]:
-    """Server-sent events: one chunk per emission that has something to say."""
+@dataclass(frozen=True)
+class Served:
+    """A generation, and how it is worded."""
+
+    tokenizer: Tokenizer
+    wire: ChatRequest | CompletionRequest
+    generation: Generation
+    reply: Reply
+
+    @property
+    def count(self) -> int:
+        """Choices of the reply."""
+        return len(self.generation.plan.prompts) * (self.wire.n or 1)
+
+    def prompt_of(self, index: int) -> PromptReport:
+        """What choice `index` says of its prompt."""
+        number = index // (self.wire.n or 1)
+        given = self.wire.prompt[number] if isinstance(self.wire, CompletionRequest) else None
+        text = given if isinstance(given, str) else None
+        prompt, recited = self.generation.plan.prompts[number], self.generation.recited[number]
+        return report(self.wire, prompt, text, recited, self.tokenizer)
+
+
+async def _collect(served: Served) -> Json:
+    pieces: list[list[Piece]] = [[] for _ in range(served.count)]
+    async for arrival in served.generation.pieces():
+        if arrival is not None:
+            index, piece = arrival
+            pieces[index].append(piece)
+    choices = [
+        served.reply.whole(index, _joined(own), served.prompt_of(index))
+        for index, own in enumerate(pieces)
+    ]
+    usage = served.generation.usage
+    body = served.reply.envelope(choices, streaming=False)
+    return {**body, "usage": usage.to_json(), "metrics": usage.metrics()}
+
+
+def _joined(pieces: Seqs[Piece]) -> Piece:
+    """A choice's pieces as one; one that was not to say anything ended at its limit."""
+    parts = tuple(part for piece in pieces for part in piece.parts)
+    tokens = tuple(token for piece in pieces for token in piece.tokens)
+    return Piece(parts, tokens, pieces[-1].finish if pieces else "length")
+
+
+async def _chunks(served: Served) -> AsyncIterator[bytes]:
+    """Server-sent events: a chunk for each thing that an emission says."""
+    reply, include_usage = served.reply, served.wire.include_usage
     no_usage = {"usage": None} if include_usage else {}  # as OpenAI does
     opened: set[int] = set()
     try:
-        async for arrival in generation.pieces():
+        async for arrival in served.generation.pieces():
             if arrival is None:
                 yield KEEPALIVE_COMMENT
                 continue
             index, piece = arrival
-            choices = []
-            if index not in opened and (opening := reply.opening(index)):
-                choices.append(opening)
+            choices = [] if index in opened else reply.opening(index, served.prompt_of(index))
             opened.add(index)
-            if piece.text or piece.tokens or piece.finish is not None:
-                choices.append(reply.part(index, piece.text, piece.tokens, piece.finish))
-            for choice in choices:
+            for choice in [*choices, *reply.chunks(index, piece)]:
                 yield _event({**reply.envelope([choice], streaming=True), **no_usage})
         if include_usage:
-            usage = generation.usage.to_json()
-            yield _event({**reply.envelope([], streaming=True), "usage": usage})
+            usage = served.generation.usage
+            totals = {"usage": usage.to_json(), "metrics": usage.metrics()}
+            yield _event({**reply.envelope([], streaming=True), **totals})
     except ApiError as error:  # too late for a status: OpenAI's clients raise on this event
         yield _event(error.body)
     yield format_sse_event(data_str="[DONE]")

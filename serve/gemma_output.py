@@ -8,49 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
 from serve.gemma_arguments import ArgumentsToJson
-from serve.stream import Decoder
+from serve.stream import CallArguments, CallBegan, Content, Decoder, Part, Reasoning
 
 HEADER = re.compile(r"\s*call:\s*([\w\-.]+)\s*\{")
 MAY_BECOME_HEADER = re.compile(r"\s*(c(a(l(l(:\s*([\w\-.]+\s*)?)?)?)?)?)?")
 CHANNEL_NAME = re.compile(r"\s*[\w\-]{0,32}")
-
-
-@dataclass(frozen=True)
-class Content:
-    """Text of the answer."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Reasoning:
-    """Text of a thought."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class CallBegan:
-    """A call whose name is known. `index` counts the calls of this choice, from 0."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True)
-class CallArguments:
-    """A piece of a call's arguments; a call's pieces together are one JSON object."""
-
-    index: int
-    text: str
-
-
-Part = Content | Reasoning | CallBegan | CallArguments
 
 
 class MarkedTokenizer(Protocol):

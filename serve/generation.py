@@ -6,18 +6,23 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence as Seqs
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from serve.errors import ApiError
+from serve.gemma_output import GemmaOutput
 from serve.metrics import Metrics
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
 from serve.schema import ChatRequest, CompletionRequest
-from serve.stream import ChoiceText, Piece, Tokenizer
-from serve.translate import encode, to_sequences
+from serve.stream import ChoiceText, Output, Piece, PlainOutput, Tokenizer
+from serve.translate import Plan, plan
+from specdec.constraints.vocabulary import Vocabulary
 from specdec.core.scheduler import QueueFull
-from specdec.core.types import Sequence
+from specdec.core.types import Sequence, TokenLogprob
 
 PING_SECONDS = 15.0
 RETRY_SECONDS = 1
+ENCODERS = 2
+"""Prompts that are encoded at once: a long one takes memory, and time of a core."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +34,23 @@ class Context:
     metrics: Metrics
     model_name: str
 
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.tokenizer)
+
+    @cached_property
+    def encoding(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(ENCODERS)
+
     @property
     def max_len(self) -> int:
         return self.runner.engine.target.max_len
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404 for a model that isn't this server's."""
+        if name is not None and name != self.model_name:
+            message = f"the model {name!r} does not exist: this server has {self.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
 
 @dataclass
@@ -40,20 +59,31 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    cycles: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, object]:
-        """OpenAI's usage; the prediction counts say how speculation fared."""
-        accepted, drafted = sum(self.accepted), sum(self.drafted)
+        """OpenAI's usage. What was drafted is none of it: see `metrics`."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-            },
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+        }
+
+    def metrics(self) -> dict[str, object]:
+        """How speculation fared."""
+        cycles, accepted = sum(self.cycles), sum(self.accepted)
+        return {
+            "speculative_decoding": {
+                "verify_passes": cycles,
+                "draft_tokens": sum(self.drafted),
+                "accepted_tokens": accepted,
+                "tokens_per_pass": round(1 + accepted / cycles, 4) if cycles else 1.0,
+            }
         }
 
 
@@ -61,12 +91,16 @@ class Generation:
     """A submitted request. Iterate `pieces`, and `cancel` whatever happens."""
 
     def __init__(
-        self, context: Context, ticket: Ticket, texts: list[ChoiceText], usage: Usage
+        self, context: Context, plan_: Plan, ticket: Ticket, texts: list[ChoiceText]
     ) -> None:
-        self.usage = usage
-        self._context, self._ticket, self._texts = context, ticket, texts
-        self._open = set(range(len(texts)))
-        self._silent = set(self._open)  # no token yet
+        self.plan, self._context, self._ticket, self._texts = plan_, context, ticket, texts
+        zeros = [0] * len(texts)
+        self.usage = Usage(sum(map(len, plan_.prompts)), 0, 0, zeros, zeros.copy(), zeros.copy())
+        self.recited: list[list[TokenLogprob]] = [[] for _ in plan_.prompts]
+        """Per prompt the log-probabilities of its tokens but the first, where asked for."""
+        self._recited_by = [i for i, seq in enumerate(plan_.recitals) if seq is not None]
+        self._open = set(range(len(ticket.sequences)))
+        self._silent = set(range(len(texts)))  # no token yet
         self._arrived = time.monotonic()
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece] | None]:
@@ -82,8 +116,13 @@ class Generation:
                 yield None
                 continue
             # A choice that ended at a stop string is cancelled, but its last updates still come.
-            if update.index in self._open:
+            if update.index not in self._open:
+                continue
+            self._check(update)
+            if update.index < len(self._texts):
                 yield update.index, self._feed(update)
+            else:
+                self._recite(update)
 
     def cancel(self) -> None:
         """Free the slots of what is still running."""
@@ -92,25 +131,36 @@ class Generation:
             self._context.metrics.finished("abort")
         self._open.clear()
 
+    def _check(self, update: Update) -> None:
+        if update.finish in ("error", "cancelled"):
+            self._open.discard(update.index)
+            self._context.metrics.finished("error")
+            status = 503 if update.shutting_down else 500
+            raise ApiError(status, update.error or "the request was cancelled")
+
+    def _recite(self, update: Update) -> None:
+        prompt = self._recited_by[update.index - len(self._texts)]
+        self.recited[prompt] += update.logprobs or ()
+        if update.finish is not None:
+            self._open.discard(update.index)
+
     def _feed(self, update: Update) -> Piece:
         index, metrics = update.index, self._context.metrics
-        if update.finish in ("error", "cancelled"):
-            self._open.discard(index)
-            metrics.finished("error")
-            raise ApiError(500, update.error or "the request was cancelled")
         if index in self._silent:
             self._silent.discard(index)
             prompt_len = self._ticket.sequences[index].prompt_len
             metrics.first_token(time.monotonic() - self._arrived, prompt_len)
         text = self._texts[index]
-        before = text.token_count
+        before, thought = text.token_count, text.output.reasoning_tokens
         piece = text.feed(update)
         self.usage.completion_tokens += text.token_count - before
+        self.usage.reasoning_tokens += text.output.reasoning_tokens - thought
         metrics.generated(text.token_count - before)
         self.usage.drafted[index], self.usage.accepted[index] = update.drafted, update.accepted
+        self.usage.cycles[index] = update.cycles
         if piece.finish is not None:
             self._open.discard(index)
-            metrics.finished(piece.finish)
+            metrics.finished("length" if piece.finish == "length" else "stop")
             if update.finish is None:  # ended by a stop string, of which the engine knows nothing
                 self._context.runner.cancel([self._ticket.sequences[index]])
         return piece
@@ -120,28 +170,35 @@ async def begin(
     context: Context, request: ChatRequest | CompletionRequest, request_id: str
 ) -> Generation:
     """Encode and submit a request. Raises ApiError or UserError for all that is the client's."""
-    if request.model is not None and request.model != context.model_name:
-        raise ApiError(
-            404,
-            f"the model {request.model!r} does not exist: this server has {context.model_name!r}",
-            param="model",
-            code="model_not_found",
-        )
+    context.check_model(request.model)
     _check_count(request, context.runner.capacity)
     # Off the loop: a long prompt must not hold up everybody else's tokens.
-    prompts = await asyncio.to_thread(encode, request, context.tokenizer, context.max_len)
-    sequences = to_sequences(request, prompts, context.tokenizer, context.max_len, request_id)
-    ticket = _submit(context.runner, sequences)
-    texts = [ChoiceText(context.tokenizer, request.stop or ()) for _ in sequences]
-    zeros = [0] * len(sequences)
-    usage = Usage(sum(map(len, prompts)), 0, zeros, zeros.copy())
-    return Generation(context, ticket, texts, usage)
+    async with context.encoding:
+        planned = await asyncio.to_thread(
+            plan, request, context.tokenizer, context.vocabulary, context.max_len, request_id
+        )
+    ticket = _submit(context.runner, planned.sequences)
+    texts = [_text(context.tokenizer, request, planned) for _ in planned.choices]
+    return Generation(context, planned, ticket, texts)
+
+
+def _text(
+    tokenizer: Tokenizer, request: ChatRequest | CompletionRequest, planned: Plan
+) -> ChoiceText:
+    raw = request.skip_special_tokens is False
+    output: Output = PlainOutput(tokenizer, skip_special=not raw)
+    if isinstance(request, ChatRequest) and not raw:
+        tools, inside = request.calls != "none", planned.thinking == "open"
+        output = GemmaOutput(tokenizer, tools=tools, thinking_open=inside)
+    keep_stop = bool(request.include_stop_str_in_output)
+    return ChoiceText(tokenizer, request.stop or (), output, keep_stop)
 
 
 def _check_count(request: ChatRequest | CompletionRequest, capacity: int) -> None:
     """Refuse too many sequences before they are made: a small body can ask for millions."""
     prompts = 1 if isinstance(request, ChatRequest) else len(request.prompt)
-    count = prompts * (request.n or 1)
+    recitals = prompts if request.echo or request.prompt_logprobs is not None else 0
+    count = prompts * (request.n or 1) + recitals
     if count > capacity:
         raise ApiError(
             400,

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from specdec.core.engine import Engine
-from specdec.core.types import Sampling, Sequence
+from specdec.core.types import Constraint, Sampling, Sequence
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,18 @@ class Leader:
         self._send(b"")
 
 
-def follow(engine: Engine, receive: Callable[[], bytes]) -> None:
-    """Step as the leader steps, until it ends. receive: its next message, waiting for it."""
+def follow(
+    engine: Engine,
+    receive: Callable[[], bytes],
+    constrain: Callable[[dict[str, Any]], Constraint],
+) -> None:
+    """Step as the leader steps, until it ends. receive: its next message, waiting for it.
+    constrain: makes the constraint that was packed."""
     known: WeakValueDictionary[int, Sequence] = WeakValueDictionary()
     while message := receive():
         orders = json.loads(message)
         for number, packed in orders["submitted"]:
-            seq = _unpacked(packed)
+            seq = _unpacked(packed, constrain)
             engine.submit(seq)
             known[number] = seq
         for number in orders["cancelled"]:
@@ -70,11 +75,17 @@ def _packed(seq: Sequence) -> dict[str, Any]:
         "sampling": asdict(seq.sampling),
         "max_tokens": seq.max_tokens,
         "stop_ids": sorted(seq.stop_ids),
+        "constraint": None if seq.constraint is None else seq.constraint.packed(),
     }
 
 
-def _unpacked(packed: dict[str, Any]) -> Sequence:
+def _unpacked(
+    packed: dict[str, Any], constrain: Callable[[dict[str, Any]], Constraint]
+) -> Sequence:
     given = packed["sampling"]
     given["logit_bias"] = tuple((token, bias) for token, bias in given["logit_bias"])
     stop_ids = frozenset(packed["stop_ids"])
-    return Sequence(packed["tokens"], Sampling(**given), packed["max_tokens"], stop_ids)
+    seq = Sequence(packed["tokens"], Sampling(**given), packed["max_tokens"], stop_ids)
+    if packed["constraint"] is not None:
+        seq.constraint = constrain(packed["constraint"])
+    return seq

@@ -7,7 +7,17 @@ import uuid
 from collections.abc import Sequence as Seqs
 from typing import Any, Protocol
 
-from serve.stream import ChoiceFinish, TokenText
+from serve.prompt_report import PromptReport
+from serve.stream import (
+    CallArguments,
+    CallBegan,
+    ChoiceFinish,
+    Content,
+    Part,
+    Piece,
+    Reasoning,
+    TokenText,
+)
 from specdec.core.version import VERSION
 
 Json = dict[str, Any]
@@ -17,22 +27,19 @@ class Reply(Protocol):
     """How one endpoint words its answers."""
 
     request_id: str
-    logprobs: bool
 
     def envelope(self, choices: list[Json], streaming: bool) -> Json: ...
 
-    def whole(self, index: int, text: str, tokens: Seqs[TokenText], finish: ChoiceFinish) -> Json:
-        """A choice of a reply that isn't streamed."""
+    def whole(self, index: int, choice: Piece, prompt: PromptReport) -> Json:
+        """A choice of a reply that isn't streamed. choice: all of its pieces as one."""
         ...
 
-    def part(
-        self, index: int, text: str, tokens: Seqs[TokenText], finish: ChoiceFinish | None
-    ) -> Json:
-        """A choice of one chunk."""
-        ...
-
-    def opening(self, index: int) -> Json | None:
+    def opening(self, index: int, prompt: PromptReport) -> list[Json]:
         """What is sent before a choice's first chunk, if anything."""
+        ...
+
+    def chunks(self, index: int, piece: Piece) -> list[Json]:
+        """What is sent of a piece: choices of as many chunks."""
         ...
 
 
@@ -46,17 +53,41 @@ class ChatReply:
         kind = "chat.completion.chunk" if streaming else "chat.completion"
         return {**self._head, "object": kind, "choices": choices}
 
-    def whole(self, index: int, text: str, tokens: Seqs[TokenText], finish: ChoiceFinish) -> Json:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return self._choice(index, "message", message, tokens, finish)
+    def whole(self, index: int, choice: Piece, prompt: PromptReport) -> Json:
+        calls = _calls(choice.parts)
+        content = prompt.echo + choice.text
+        message: Json = {
+            "role": "assistant",
+            "content": None if calls and not content else content,
+            "refusal": None,
+        }
+        thought = "".join(part.text for part in choice.parts if isinstance(part, Reasoning))
+        if thought:
+            message |= {"reasoning_content": thought, "reasoning": thought}
+        if calls:
+            message["tool_calls"] = calls
+        said = self._choice(index, "message", message, choice.tokens, choice.finish)
+        return said | prompt.logprobs_json()
 
-    def part(
-        self, index: int, text: str, tokens: Seqs[TokenText], finish: ChoiceFinish | None
-    ) -> Json:
-        return self._choice(index, "delta", {"content": text} if text else {}, tokens, finish)
+    def opening(self, index: int, prompt: PromptReport) -> list[Json]:
+        delta = {"role": "assistant", "content": prompt.echo}
+        return [self._choice(index, "delta", delta, (), None)]
 
-    def opening(self, index: int) -> Json | None:
-        return self._choice(index, "delta", {"role": "assistant", "content": ""}, (), None)
+    def chunks(self, index: int, piece: Piece) -> list[Json]:
+        deltas = [_delta(part) for part in piece.parts]
+        if not deltas and (piece.tokens or piece.finish is not None):
+            deltas = [{}]
+        last = len(deltas) - 1
+        return [
+            self._choice(
+                index,
+                "delta",
+                delta,
+                piece.tokens if i == 0 else (),
+                piece.finish if i == last else None,
+            )
+            for i, delta in enumerate(deltas)
+        ]
 
     def _choice(
         self,
@@ -72,6 +103,34 @@ class ChatReply:
         return {"index": index, key: message, "logprobs": logprobs, "finish_reason": finish}
 
 
+def _delta(part: Part) -> Json:
+    match part:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text, "reasoning": text}
+        case CallBegan(index, name):
+            call = {"index": index, "id": _call_id(), "type": "function"}
+            return {"tool_calls": [call | {"function": {"name": name, "arguments": ""}}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _calls(parts: Seqs[Part]) -> list[Json]:
+    calls: list[Json] = []
+    for part in parts:
+        if isinstance(part, CallBegan):
+            function = {"name": part.name, "arguments": ""}
+            calls.append({"id": _call_id(), "type": "function", "function": function})
+        elif isinstance(part, CallArguments):
+            calls[part.index]["function"]["arguments"] += part.text
+    return calls
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
 class CompletionReply:
     def __init__(self, model_name: str, logprobs: bool) -> None:
         self.request_id = f"cmpl-{uuid.uuid4().hex}"
@@ -81,17 +140,29 @@ class CompletionReply:
     def envelope(self, choices: list[Json], streaming: bool) -> Json:
         return {**self._head, "object": "text_completion", "choices": choices}
 
-    def whole(self, index: int, text: str, tokens: Seqs[TokenText], finish: ChoiceFinish) -> Json:
-        return self.part(index, text, tokens, finish)
+    def whole(self, index: int, choice: Piece, prompt: PromptReport) -> Json:
+        after = len(prompt.echo)
+        tokens = [*prompt.tokens, *(_moved(token, after) for token in choice.tokens)]
+        said = self._choice(index, prompt.echo + choice.text, tokens, choice.finish)
+        return said | prompt.logprobs_json()
 
-    def part(
+    def opening(self, index: int, prompt: PromptReport) -> list[Json]:
+        return [self._choice(index, prompt.echo, (), None)] if prompt.echo else []
+
+    def chunks(self, index: int, piece: Piece) -> list[Json]:
+        if not (piece.text or piece.tokens or piece.finish is not None):
+            return []
+        return [self._choice(index, piece.text, piece.tokens, piece.finish)]
+
+    def _choice(
         self, index: int, text: str, tokens: Seqs[TokenText], finish: ChoiceFinish | None
     ) -> Json:
         logprobs = _completion_logprobs(tokens) if self.logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
-    def opening(self, index: int) -> Json | None:
-        return None
+
+def _moved(token: TokenText, by: int) -> TokenText:
+    return TokenText(token.text, token.offset + by, token.logprob, token.top)
 
 
 def _head(request_id: str, model_name: str) -> Json:
@@ -108,7 +179,7 @@ def _chat_token(token: TokenText) -> Json:
     return {**_token(token.text, token.logprob), "top_logprobs": top}
 
 
-def _token(text: str, logprob: float) -> Json:
+def _token(text: str, logprob: float | None) -> Json:
     # Half a character has bytes that its text doesn't tell.
     data = None if "\ufffd" in text else list(text.encode())
     return {"token": text, "logprob": logprob, "bytes": data}
@@ -120,5 +191,8 @@ def _completion_logprobs(tokens: Seqs[TokenText]) -> Json:
         "text_offset": [t.offset for t in tokens],
         "tokens": [t.text for t in tokens],
         "token_logprobs": [t.logprob for t in tokens],
-        "top_logprobs": [{**dict(reversed(t.top)), t.text: t.logprob} for t in tokens],
+        "top_logprobs": [
+            None if t.logprob is None else {**dict(reversed(t.top)), t.text: t.logprob}
+            for t in tokens
+        ],
     }

@@ -35,6 +35,9 @@ class Update:
     drafted: int = 0
     """Draft tokens of this sequence so far: a copy, because the engine goes on counting."""
     accepted: int = 0
+    cycles: int = 0
+    shutting_down: bool = False
+    """Whether the error is the server's end."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,7 @@ def _update(index: int, event: Event) -> Update:
         event.error,
         drafted=counts.drafted,
         accepted=counts.accepted,
+        cycles=counts.cycles,
     )
 
 

@@ -1,61 +1,119 @@
 """The wire: what /v1/chat/completions and /v1/completions accept.
 
-Unknown fields are ignored, as OpenAI's clients and vLLM expect; fields that would change the answer
-but are not built yet are refused, so that nothing is honoured wrongly in silence.
+Every name at the top of a request is honoured, accepted as a hint, or refused (`serve.fields`):
+nothing is ignored in silence.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+import json
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from serve.errors import ApiError
+from serve.fields import check_names
+from serve.messages import Message, Text, Tool
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
 MAX_CHOICES = 128
-
-# Field -> values (besides null) that ask for nothing special.
-NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "documents": ([],),
-    "chat_template": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "echo": (False,),
-    "suffix": ("",),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "min_tokens": (0,),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-}
+MAX_TOOLS = 512
+MAX_LIST = 100_000
+"""Ids or words of one list."""
+MAX_TEMPLATE_BYTES = 64 * 2**10
 
 Wire = TypeVar("Wire", bound=BaseModel)
+STRICT = ConfigDict(strict=True)
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = STRICT
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(BaseModel):
+    """A schema by a name; `strict` or not, it is followed."""
+
+    model_config = STRICT
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = STRICT
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _a_schema_is_given(self) -> ResponseFormat:
+        given = self.json_schema is not None and self.json_schema.schema_ is not None
+        if self.type == "json_schema" and not given:
+            raise ValueError("of type json_schema needs json_schema: {name, schema}")
+        return self
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's: exactly one of them."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    json_: Annotated[str | dict[str, Any] | bool | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> StructuredOutputs:
+        wishes = (self.json_, self.json_object or None, self.regex, self.choice, self.grammar)
+        if sum(wish is not None for wish in wishes) != 1:
+            raise ValueError("needs exactly one of json, json_object, regex, choice and grammar")
+        return self
+
+
+class Prediction(BaseModel):
+    """A guess of the whole answer. It can't change it."""
+
+    model_config = STRICT
+
+    type: Literal["content"]
+    content: Text
+
+
+def _stops(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return None
+    if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
+        raise ValueError("must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"takes at most {MAX_STOPS} strings, got {len(stops)}")
+    if any(not 0 < len(s) <= MAX_STOP_LENGTH for s in stops):
+        raise ValueError(f"strings must have 1 to {MAX_STOP_LENGTH} characters")
+    return stops
+
+
+STOP_SCHEMA = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]
+}
+Ids = Annotated[list[int], Field(max_length=MAX_LIST)]
 
 
 class GenerationRequest(BaseModel):
@@ -63,10 +121,10 @@ class GenerationRequest(BaseModel):
 
     # Not lax: "0.7" for a number is a client's mistake. NaN and Infinity are none of ours.
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = NOT_SUPPORTED
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -75,27 +133,28 @@ class GenerationRequest(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: Annotated[list[str], Field(max_length=1000)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
+    stop: Annotated[list[str] | None, BeforeValidator(_stops), WithJsonSchema(STOP_SCHEMA)] = None
+    stop_token_ids: Ids | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _stop_is_a_list(cls, value: Any) -> Any:
-        stops = [value] if isinstance(value, str) else value
-        if stops is None:
-            return None
-        if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
-            raise ValueError("must be a string or a list of strings")
-        if len(stops) > MAX_STOPS:
-            raise ValueError(f"takes at most {MAX_STOPS} strings, got {len(stops)}")
-        if any(not 0 < len(s) <= MAX_STOP_LENGTH for s in stops):
-            raise ValueError(f"strings must have 1 to {MAX_STOP_LENGTH} characters")
-        return stops
+    echo: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
+    guided_grammar: str | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
+    prediction: Prediction | None = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -105,42 +164,92 @@ class GenerationRequest(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _refuse_what_is_not_built(self) -> GenerationRequest:
-        for name, value in (self.model_extra or {}).items():
-            if name in self.refused and value is not None and value not in self.refused[name]:
-                raise ApiError(400, f"{name} is not supported yet: leave it out", param=name)
+    def _every_name_is_known(self) -> GenerationRequest:
+        check_names(self.model_extra or {}, type(self).model_fields)
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
+            raise ApiError(
+                400,
+                "max_tokens: 0 makes sense with echo or prompt_logprobs alone: ask for 1 or more",
+                param="max_tokens",
+            )
+        self._one_structure()
         return self
+
+    def _one_structure(self) -> None:
+        text = self.response_format is None or self.response_format.type == "text"
+        wishes = [
+            name
+            for name in ("structured_outputs", *(f"guided_{w}" for w in GUIDED))
+            if getattr(self, name) is not None
+        ] + ([] if text else ["response_format"])
+        if len(wishes) > 1:
+            raise ApiError(400, f"choose one of {' and '.join(wishes)}", param=wishes[0])
+        if wishes and self.ignore_eos:
+            raise ApiError(
+                400, f"ignore_eos can't go with {wishes[0]}, which has an end", param="ignore_eos"
+            )
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """Whichever way it was asked for; None: any text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs
+        for name in GUIDED:
+            if (wish := getattr(self, f"guided_{name}")) is not None:
+                return StructuredOutputs(**{name: wish})
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_object":
+            return StructuredOutputs(json_object=True)
+        assert form.json_schema is not None
+        schema = form.json_schema.schema_
+        return StructuredOutputs(json={} if schema is True else schema)
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+GUIDED = ("json", "regex", "choice", "grammar")
+"""vLLM's older names begin with guided_."""
+
+
+def _prompts(value: Any) -> Any:
+    """One text, several, one list of ids, or several: always a list of prompts afterwards."""
+    if isinstance(value, str) or _is_ids(value):
+        value = [value]
+    texts = isinstance(value, list) and all(isinstance(p, str) for p in value)
+    if not texts and not (isinstance(value, list) and all(_is_ids(p) for p in value)):
+        raise ValueError("must be a string, a list of strings, or token ids")
+    if not value or any(len(p) == 0 for p in value):
+        raise ValueError("must not be empty: send at least one token")
+    return value
+
+
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}}
+PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        _IDS_SCHEMA,
+        {"type": "array", "items": _IDS_SCHEMA},
+    ]
+}
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: list[str] | list[list[int]]
+    prompt: Annotated[
+        list[str] | list[list[int]], BeforeValidator(_prompts), WithJsonSchema(PROMPT_SCHEMA)
+    ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _prompt_is_a_list_of_prompts(cls, value: Any) -> Any:
-        """One text, several, one list of ids, or several: always a list of prompts afterwards."""
-        if isinstance(value, str):
-            value = [value]
-        elif _is_ids(value):
-            value = [value]
-        texts = isinstance(value, list) and all(isinstance(p, str) for p in value)
-        if not texts and not (isinstance(value, list) and all(_is_ids(p) for p in value)):
-            raise ValueError("must be a string, a list of strings, or token ids")
-        if not value or any(len(p) == 0 for p in value):
-            raise ValueError("must not be empty: send at least one token")
-        return value
 
     @property
     def limit(self) -> int | None:
         """Most tokens to emit; OpenAI's and vLLM's default is 16."""
-        return self.max_tokens or 16
+        return 16 if self.max_tokens is None else self.max_tokens
 
     @property
     def logprob_count(self) -> int | None:
@@ -148,29 +257,57 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(strict=True)
+class NamedFunction(BaseModel):
+    model_config = STRICT
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str
-    tool_calls: list[Any] | None = None
+    name: str
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _content_is_text(cls, value: Any) -> Any:
-        """A string, or a list of text parts, which are joined by newlines as vLLM does."""
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, list) or not all(_is_text_part(part) for part in value):
-            raise ValueError('must be a string or a list of {"type": "text", "text": ...} parts')
-        return "\n".join(part["text"] for part in value)
 
-    @field_validator("tool_calls")
-    @classmethod
-    def _no_tool_calls(cls, value: list[Any] | None) -> list[Any] | None:
-        if value:
-            raise ValueError("are not supported yet")
+class NamedTool(BaseModel):
+    model_config = STRICT
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class Allowed(BaseModel):
+    model_config = STRICT
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedTools(BaseModel):
+    model_config = STRICT
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+
+
+def _tool_choice(value: Any) -> Any:
+    """Which of the forms it is, so that errors are about that one."""
+    if isinstance(value, str):
+        if value not in ("none", "auto", "required"):
+            raise ValueError("must be none, auto, required, or name a function")
         return value
+    kinds = {"function": NamedTool, "allowed_tools": AllowedTools}
+    if not isinstance(value, dict) or value.get("type") not in kinds:
+        raise ValueError("must be none, auto, required, or name a function")
+    try:
+        return kinds[value["type"]].model_validate(value)
+    except ValidationError:
+        form = (
+            '{"type": "function", "function": {"name": ...}}'
+            if value["type"] == "function"
+            else '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
+        )
+        raise ValueError(f"must be {form}") from None
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class ChatRequest(GenerationRequest):
@@ -179,20 +316,85 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_tool_choice)] = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @field_validator("chat_template_kwargs")
     @classmethod
     def _own_template_only(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        for name in ("self", "messages", "chat_template", "tokenize", "add_generation_prompt"):
+        taken = ("self", "messages", "tools", "chat_template", "tokenize")
+        for name in (*taken, "add_generation_prompt", "continue_final_message"):
             if name in (value or {}):
                 raise ValueError(f"may not set {name}")
+        if len(json.dumps(value)) > MAX_TEMPLATE_BYTES:
+            raise ValueError(f"must be at most {MAX_TEMPLATE_BYTES} bytes")
         return value
 
     @model_validator(mode="after")
-    def _top_logprobs_need_logprobs(self) -> ChatRequest:
+    def _wishes_that_need_others(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        self._check_tool_choice()
+        self._check_final_message()
         return self
+
+    def _check_tool_choice(self) -> None:
+        names = {tool.function.name for tool in self.tools or ()}
+        if self.tools and len(names) < len(self.tools):
+            raise ApiError(400, "tools holds two functions of one name", param="tools")
+        if not names and self.tool_choice not in (None, "none", "auto"):
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+        for name in self.chosen_tools or ():
+            if name not in names:
+                message = f"tool_choice names {name!r}, which is not among the tools"
+                raise ApiError(400, message, param="tool_choice")
+
+    def _check_final_message(self) -> None:
+        if not self.continue_final_message:
+            return
+        if self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt exclude each other"
+            raise ApiError(400, message, param="continue_final_message")
+        if self.messages[-1].role != "assistant" or not self.messages[-1].content:
+            message = "continue_final_message needs a last message of the assistant, with text"
+            raise ApiError(400, message, param="continue_final_message")
+
+    @property
+    def chosen_tools(self) -> list[str] | None:
+        """Names of the tools that may be called, None for all of them."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return [choice.function.name]
+        if isinstance(choice, AllowedTools):
+            return [tool.function.name for tool in choice.allowed_tools.tools]
+        return None
+
+    @property
+    def calls(self) -> Literal["none", "auto", "required"]:
+        """Whether tools may or must be called."""
+        if not self.tools:
+            return "none"
+        if isinstance(self.tool_choice, NamedTool):
+            return "required"
+        if isinstance(self.tool_choice, AllowedTools):
+            return self.tool_choice.allowed_tools.mode
+        return self.tool_choice or "auto"
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is asked to think first; None: as its template has it."""
+        asked = (self.chat_template_kwargs or {}).get("enable_thinking")
+        if self.reasoning_effort is None:
+            return None if asked is None else bool(asked)
+        effort = self.reasoning_effort != "none"
+        if asked is not None and bool(asked) != effort:
+            message = "reasoning_effort and chat_template_kwargs.enable_thinking contradict"
+            raise ApiError(400, message, param="reasoning_effort")
+        return effort
 
     @property
     def limit(self) -> int | None:
@@ -203,11 +405,6 @@ class ChatRequest(GenerationRequest):
     def logprob_count(self) -> int | None:
         """How many alternatives per token, None for no logprobs at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    def template_messages(self) -> list[dict[str, Any]]:
-        """Messages as chat templates know them: they have no role `developer`."""
-        roles = {"developer": "system"}
-        return [{"role": roles.get(m.role, m.role), "content": m.content} for m in self.messages]
 
 
 def parse(model: type[Wire], body: bytes) -> Wire:
@@ -230,9 +427,3 @@ def parse(model: type[Wire], body: bytes) -> Wire:
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
-
-
-def _is_text_part(part: Any) -> bool:
-    if not isinstance(part, dict) or part.get("type") != "text":
-        return False
-    return isinstance(part.get("text"), str)

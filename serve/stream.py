@@ -1,4 +1,5 @@
-"""From token ids to text that may be sent: decode, hold back what may begin a stop string, cut."""
+"""From token ids to what may be sent: decode, take apart, hold back what may begin a stop string,
+cut."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any, Literal, Protocol
 from serve.runner import Update
 from specdec.core.types import TokenLogprob
 
-ChoiceFinish = Literal["stop", "length"]
+ChoiceFinish = Literal["stop", "length", "tool_calls"]
 
 
 class Decoder(Protocol):
@@ -24,16 +25,95 @@ class Tokenizer(Protocol):
     """What the server needs of `targets.tokenizer.Tokenizer`."""
 
     stop_ids: tuple[int, ...]
+    suppress_ids: tuple[int, ...]
     defaults: dict[str, float | int]
     vocab_size: int
+    bos_id: int | None
+
+    @property
+    def longest_token(self) -> int: ...
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]: ...
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        continue_final: bool = False,
+        **template_kwargs: Any,
+    ) -> list[int]: ...
 
-    def decode(self, ids: Seqs[int]) -> str: ...
+    def decode(self, ids: Seqs[int], skip_special: bool = True) -> str: ...
 
-    def stream(self) -> Decoder: ...
+    def stream(self, skip_special: bool = True) -> Decoder: ...
+
+    def token_id(self, token: str) -> int | None: ...
+
+    def to_json(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Content:
+    """Text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """Text of a thought."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallBegan:
+    """A call whose name is known. `index` counts the calls of this choice, from 0."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """A piece of a call's arguments; a call's pieces together are one JSON object."""
+
+    index: int
+    text: str
+
+
+Part = Content | Reasoning | CallBegan | CallArguments
+
+
+class Output(Protocol):
+    """Takes what a model generates apart, token by token."""
+
+    in_reasoning: bool
+    calls: int
+    reasoning_tokens: int
+
+    def feed(self, token: int) -> list[Part]: ...
+
+    def finish(self, complete: bool = True) -> list[Part]: ...
+
+
+class PlainOutput:
+    """All of it is the answer."""
+
+    in_reasoning = False
+    calls = reasoning_tokens = 0
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._decoder = tokenizer.stream() if skip_special else tokenizer.stream(False)
+
+    def feed(self, token: int) -> list[Part]:
+        return _content(self._decoder.step(token))
+
+    def finish(self, complete: bool = True) -> list[Part]:
+        return _content(self._decoder.finish())
+
+
+def _content(text: str) -> list[Part]:
+    return [Content(text)] if text else []
 
 
 @dataclass(frozen=True)
@@ -43,7 +123,8 @@ class TokenText:
     text: str
     offset: int
     """Where it begins in the choice's text, in characters."""
-    logprob: float
+    logprob: float | None
+    """None for a prompt's first token, which nothing precedes."""
     top: tuple[tuple[str, float], ...]
 
 
@@ -51,20 +132,35 @@ class TokenText:
 class Piece:
     """What one update added to a choice."""
 
-    text: str
+    parts: tuple[Part, ...]
     tokens: tuple[TokenText, ...]
     finish: ChoiceFinish | None
 
+    @property
+    def text(self) -> str:
+        """Of the answer."""
+        return "".join(part.text for part in self.parts if isinstance(part, Content))
+
 
 class ChoiceText:
-    """One choice's text. Feed it updates until a piece says `finish`; then feed it no more."""
+    """One choice's text. Feed it updates until a piece has a `finish`; then feed it no more."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Seqs[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Seqs[str] = (),
+        output: Output | None = None,
+        keep_stop: bool = False,
+    ) -> None:
+        """output: what takes the text apart, by default nothing. Stop strings are looked for in
+        the answer alone, not in thoughts and calls. keep_stop: the one that is found is sent."""
         self.token_count = 0
         """Tokens that count as the completion's: up to and with the one that ended it."""
-        self._tokenizer, self._decoder, self._stops = tokenizer, tokenizer.stream(), stops
-        self._held = ""  # decoded, not yet sent
+        self.output = PlainOutput(tokenizer) if output is None else output
+        self._tokenizer, self._stops, self._keep_stop = tokenizer, stops, keep_stop
+        self._held = ""  # of the answer, not yet sent
         self._sent = 0  # characters
+        self._ready: list[Part] = []
         self._waiting: list[TokenText] = []  # tokens whose text is not yet sent
 
     def feed(self, update: Update) -> Piece:
@@ -78,33 +174,59 @@ class ChoiceText:
                 break
             if update.logprobs is not None:
                 self._waiting.append(self._describe(token, update.logprobs[i]))
-            self._held += self._decoder.step(token)
-            if (cut := self._stop_at()) is not None:
-                return self._send(cut, "stop")
+            if self._take(self.output.feed(token)):
+                return self._piece("stop")
         if update.finish is None:
-            return self._send(len(self._held) - held_back(self._held, self._stops), None)
-        self._held += self._decoder.finish()
-        if (cut := self._stop_at()) is not None:
-            return self._send(cut, "stop")
-        piece = self._send(len(self._held), "stop" if update.finish == "stop" else "length")
+            self._send(len(self._held) - held_back(self._held, self._stops))
+            return self._piece(None)
+        if self._take(self.output.finish(complete=update.finish == "stop")):
+            return self._piece("stop")
+        self._send(len(self._held))
         # A last token without text of its own (half a character, say) still counts as sent.
-        return Piece(piece.text, (*piece.tokens, *self._waiting), piece.finish)
+        return self._piece("stop" if update.finish == "stop" else "length", all_tokens=True)
 
-    def _stop_at(self) -> int | None:
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+    def _take(self, parts: list[Part]) -> bool:
+        """Add what a token made certain; True where a stop string ends the answer."""
+        for part in parts:
+            if not isinstance(part, Content):
+                self._send(len(self._held))
+                self._ready.append(part)
+                continue
+            self._held += part.text
+            if (stop := self._stop_at()) is not None:
+                at, length = stop
+                self._send(at + length if self._keep_stop else at)
+                return True
+        return False
+
+    def _stop_at(self) -> tuple[int, int] | None:
+        """Where the first stop string begins, and its length."""
+        found = [(at, len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         return min(found, default=None)
 
-    def _send(self, count: int, finish: ChoiceFinish | None) -> Piece:
+    def _send(self, count: int) -> None:
         text, self._held = self._held[:count], self._held[count:]
-        self._sent += count
-        ready = [token for token in self._waiting if token.offset < self._sent]
+        self._sent += len(text)
+        if text:
+            self._ready.append(Content(text))
+
+    def _piece(self, finish: ChoiceFinish | None, all_tokens: bool = False) -> Piece:
+        if finish == "stop" and self.output.calls:
+            finish = "tool_calls"
+        parts, self._ready = tuple(self._ready), []
+        outside = (
+            all_tokens
+            or self.output.in_reasoning
+            or any(not isinstance(part, Content) for part in parts)
+        )
+        ready = [t for t in self._waiting if outside or t.offset < self._sent]
         self._waiting = self._waiting[len(ready) :]
-        return Piece(text, tuple(ready), finish)
+        return Piece(parts, tuple(ready), finish)
 
     def _describe(self, token: int, chosen: TokenLogprob) -> TokenText:
-        top = tuple((self._tokenizer.decode([i]), _finite(value)) for i, value in chosen.top)
+        top = tuple((self._tokenizer.decode([i]), finite(value)) for i, value in chosen.top)
         offset = self._sent + len(self._held)
-        return TokenText(self._tokenizer.decode([token]), offset, _finite(chosen.logprob), top)
+        return TokenText(self._tokenizer.decode([token]), offset, finite(chosen.logprob), top)
 
 
 def held_back(text: str, stops: Seqs[str]) -> int:
@@ -116,6 +238,6 @@ def held_back(text: str, stops: Seqs[str]) -> int:
     return 0
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """JSON has no -inf; vLLM sends -9999 in its place."""
     return max(logprob, -9999.0)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence as Seqs
-from dataclasses import replace
+from collections.abc import Sequence as Seqs
+from dataclasses import dataclass, replace
 
 from serve.errors import ApiError
+from serve.prompts import check_ids, encode
 from serve.schema import ChatRequest, CompletionRequest
 from serve.stream import Tokenizer
-from specdec.core.types import Sampling, Sequence
+from serve.structure import Thinking, rules_for, thinking_at
+from specdec.constraints.constraint import TextConstraint, TextRules
+from specdec.constraints.recite import Recite
+from specdec.constraints.vocabulary import Vocabulary
+from specdec.core.errors import UserError
+from specdec.core.types import Constraint, Sampling, Sequence
 
 VLLM_DEFAULTS: dict[str, float] = {
     "temperature": 1.0,
@@ -22,58 +28,95 @@ VLLM_DEFAULTS: dict[str, float] = {
 }
 
 
-def encode(
-    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, max_len: int
-) -> list[list[int]]:
-    """The request's prompts as token ids; ApiError 400 if one can't be served."""
-    if isinstance(request, ChatRequest):
-        kwargs = request.chat_template_kwargs or {}
-        prompts = [tokenizer.encode_chat(request.template_messages(), **kwargs)]
-    else:
-        prompts = [p if isinstance(p, list) else tokenizer.encode(p) for p in request.prompt]
-    param = "messages" if isinstance(request, ChatRequest) else "prompt"
-    for prompt in prompts:
-        _check_ids(prompt, tokenizer, param)
-        if len(prompt) >= max_len:
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt)} tokens but the context is {max_len}: shorten it",
-                param=param,
-                code="context_length_exceeded",
-            )
-    return prompts
+@dataclass(frozen=True)
+class Plan:
+    """What a request means to the engine."""
+
+    prompts: list[list[int]]
+    choices: list[Sequence]
+    """`n` per prompt, in the order of OpenAI's choices; empty where nothing is to be generated."""
+    recitals: list[Sequence | None]
+    """Per prompt what tells its tokens' log-probabilities, None where nobody asked."""
+    thinking: Thinking
+    """How thoughts stand where the prompt ends."""
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [*self.choices, *(seq for seq in self.recitals if seq is not None)]
 
 
-def to_sequences(
+def plan(
+    request: ChatRequest | CompletionRequest,
+    tokenizer: Tokenizer,
+    vocabulary: Vocabulary,
+    max_len: int,
+    request_id: str,
+) -> Plan:
+    """Everything that a request needs before the engine sees it: takes a while where its prompt or
+    its schema is long. Raises ApiError 400 or UserError."""
+    prompts = encode(request, tokenizer, max_len)
+    choices = [] if request.limit == 0 else _choices(request, prompts, tokenizer, max_len)
+    rules = rules_for(request, tokenizer, prompts[0])
+    for number, seq in enumerate(choices):
+        seq.request_id = f"{request_id}-{number}"
+        seq.constraint = _constraint(rules, vocabulary)
+    recitals = [_recital(request, prompt, tokenizer) for prompt in prompts]
+    return Plan(prompts, choices, recitals, thinking_at(request, tokenizer, prompts[0]))
+
+
+def _choices(
     request: ChatRequest | CompletionRequest,
     prompts: Seqs[list[int]],
     tokenizer: Tokenizer,
     max_len: int,
-    request_id: str,
 ) -> list[Sequence]:
-    """`n` sequences per prompt, in the order of OpenAI's choices.
-
-    Choice j of a prompt is what a lone request with seed + j gives. More `max_tokens` than the
-    context has room for is no error: the engine ends with finish_reason "length".
-    """
+    """Choice j of a prompt is what a lone request with seed + j gives. More `max_tokens` than the
+    context has room for is no error: the engine ends with finish_reason "length"."""
     sampling = _sampling(request, tokenizer)
     stop_ids = frozenset(request.stop_token_ids or ())
-    _check_ids(stop_ids, tokenizer, "stop_token_ids")
+    check_ids(stop_ids, tokenizer, "stop_token_ids")
     if not request.ignore_eos:
         stop_ids |= frozenset(tokenizer.stop_ids)
-    sequences = []
-    for prompt in prompts:
-        for choice in range(request.n or 1):
-            sequences.append(
-                Sequence(
-                    list(prompt),
-                    replace(sampling, seed=(sampling.seed + choice) % 2**64),
-                    max_tokens=min(request.limit or max_len, max_len - len(prompt)),
-                    stop_ids=stop_ids,
-                    request_id=f"{request_id}-{len(sequences)}",
-                )
-            )
-    return sequences
+    return [
+        Sequence(
+            list(prompt),
+            replace(sampling, seed=(sampling.seed + choice) % 2**64),
+            max_tokens=min(request.limit or max_len, max_len - len(prompt)),
+            stop_ids=stop_ids,
+        )
+        for prompt in prompts
+        for choice in range(request.n or 1)
+    ]
+
+
+def _constraint(rules: TextRules, vocabulary: Vocabulary) -> Constraint | None:
+    if rules.empty:
+        return None
+    try:
+        return TextConstraint(rules, vocabulary)
+    except UserError as problem:
+        raise ApiError(400, str(problem)) from None
+
+
+def _recital(
+    request: ChatRequest | CompletionRequest, prompt: list[int], tokenizer: Tokenizer
+) -> Sequence | None:
+    """The prompt, read out token by token: its log-probabilities are those of decoding, and what is
+    generated after it is what it would be without them."""
+    wish = request.prompt_logprobs
+    if wish is None and request.echo:
+        wish = request.logprob_count
+    if wish is None or len(prompt) == 1:
+        return None
+    if silent := set(prompt) & set(tokenizer.suppress_ids):
+        message = f"the prompt holds token id {min(silent)}, which this model never says"
+        raise ApiError(400, f"{message}: it has no log-probability", param="prompt_logprobs")
+    return Sequence(
+        prompt[:1],
+        Sampling(logprobs=wish),
+        max_tokens=len(prompt) - 1,
+        constraint=Recite(prompt),
+    )
 
 
 def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> Sampling:
@@ -83,7 +126,8 @@ def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) ->
         wish = getattr(request, name)
         values[name] = tokenizer.defaults.get(name, values[name]) if wish is None else wish
     bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
-    _check_ids(bias, tokenizer, "logit_bias")
+    check_ids(bias, tokenizer, "logit_bias")
+    check_ids(request.allowed_token_ids or (), tokenizer, "allowed_token_ids")
     top_k = int(values.pop("top_k"))
     return Sampling(
         **values,
@@ -92,10 +136,3 @@ def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) ->
         seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
         logprobs=request.logprob_count,
     )
-
-
-def _check_ids(ids: Iterable[int], tokenizer: Tokenizer, param: str) -> None:
-    bad = next((token for token in ids if not 0 <= token < tokenizer.vocab_size), None)
-    if bad is not None:
-        known = f"ids go from 0 to {tokenizer.vocab_size - 1}"
-        raise ApiError(400, f"{param} holds token id {bad}, but {known}", param=param)

@@ -19,6 +19,7 @@ import jinja2.sandbox
 import tokenizers
 
 from specdec.core.errors import UserError
+from targets.chat_text import ControlTokens
 from targets.generation import as_ids, check_generation, sampling_defaults
 
 REPLACEMENT = "\ufffd"
@@ -93,10 +94,25 @@ class Tokenizer:
         """sha256 of the chat template; of nothing where there is none."""
         return hashlib.sha256((self._template or "").encode()).hexdigest()
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest entry: no token stands for more of a text."""
+        return max(len(word.encode()) for word in self._backend.get_vocab(with_added_tokens=True))
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        added = self._backend.get_added_tokens_decoder().values()
+        return ControlTokens(token.content for token in added if token.special)
+
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` with BOS in front exactly once, whether or not the text brings its own."""
-        # a batch of one: unlike `encode` it lets other threads run meanwhile (tokenizers 0.23)
-        ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        """Ids of `text` with BOS in front exactly once, whether or not the text brings its own.
+        Control tokens are read where their texts stand."""
+        return self._encode_pieces([text])
+
+    def _encode_pieces(self, pieces: list[str]) -> list[int]:
+        # in a batch: unlike `encode` it lets other threads run meanwhile (tokenizers 0.23)
+        encoded = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
+        ids = [i for piece in encoded for i in piece.ids]
         if self.bos_id is None or (ids and ids[0] == self.bos_id):
             return ids
         return [self.bos_id, *ids]
@@ -121,9 +137,27 @@ class Tokenizer:
                 "check their roles, order and contents"
             ) from error
 
-    def encode_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
-        """Ids of a rendered chat; the template's own <bos> is not doubled."""
-        return self.encode(self.render(messages, **template_kwargs))
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        continue_final: bool = False,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Ids of a rendered chat; the template's own <bos> is not doubled.
+
+        Control tokens come from the template alone: what looks like one in a message, a tool or
+        an argument is encoded as text. continue_final: the prompt ends with the last message's
+        text, so that the model goes on with it.
+        """
+        control, values = self._control_tokens, (messages, template_kwargs)
+        mark = control.mark_for(values)
+        safe, safe_kwargs = control.broken(values, mark)
+        if continue_final:
+            text = self.render(safe, **safe_kwargs, add_generation_prompt=False)
+            text = _up_to(text, safe[-1]["content"].strip())
+        else:
+            text = self.render(safe, **safe_kwargs)
+        return self._encode_pieces(control.pieces(text, mark))
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `ids`; special tokens are left out unless `skip_special` is False."""
@@ -181,6 +215,13 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
     fingerprint = hashlib.sha256(source.read_bytes()).hexdigest()
     template = _chat_template(path, settings)
     return Tokenizer(backend, _special_tokens(settings), template, generation, fingerprint)
+
+
+def _up_to(rendered: str, content: str) -> str:
+    at = rendered.rfind(content)
+    if at < 0:
+        raise UserError("the chat template changes the last message: it can't be continued")
+    return rendered[: at + len(content)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

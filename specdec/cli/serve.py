@@ -84,9 +84,12 @@ def _follow(
 ) -> None:
     """What a process other than 0 does: the same start, and then the same steps."""
     from serve.lockstep import follow
+    from specdec.constraints.constraint import unpacked
+    from specdec.constraints.vocabulary import Vocabulary
 
-    _, engine = started(model, speculation, max_waiting)
-    follow(engine, lines.receive)
+    loaded, engine = started(model, speculation, max_waiting)
+    vocabulary = Vocabulary(loaded.tokenizer)
+    follow(engine, lines.receive, lambda packed: unpacked(packed, vocabulary))
 
 
 def _say_memory(model: Model) -> None:

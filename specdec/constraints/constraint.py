@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
+from specdec.constraints.recite import Recite
 from specdec.constraints.rules import (
     AllowedTokens,
     BadWords,
@@ -18,7 +19,7 @@ from specdec.constraints.rules import (
 )
 from specdec.constraints.vocabulary import Vocabulary, first_line
 from specdec.core.constraint import EVERYTHING
-from specdec.core.types import Sequence
+from specdec.core.types import Constraint, Sequence
 
 _EXECUTOR = LLExecutor(num_threads=1)
 
@@ -129,8 +130,10 @@ def _others(rules: TextRules) -> list[Rule]:
     return found
 
 
-def unpacked(packed: dict[str, Any], vocabulary: Vocabulary) -> TextConstraint:
-    """What `packed` packed."""
+def unpacked(packed: dict[str, Any], vocabulary: Vocabulary) -> Constraint:
+    """What a constraint's `packed` gave."""
+    if "recite" in packed:
+        return Recite(packed["recite"])
     given = dict(packed)
     given["bad_words"] = tuple(map(tuple, given["bad_words"]))
     given["stop_ids"] = tuple(given["stop_ids"])

@@ -1,0 +1,99 @@
+"""Which names a request may have at its top, beside those that it honours.
+
+What would change the answer, or asks for output that isn't given, is refused by name. Hints that
+ask for nothing are accepted by this list. What nobody knows is refused with the nearest name that
+is known, for it is often a misspelling. null counts as absent everywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from serve.errors import ApiError
+
+ANY: tuple[Any, ...] = (object(),)
+"""Of a hint that may say anything."""
+
+HINTS: dict[str, tuple[Any, ...]] = {
+    "user": ANY,
+    "metadata": ANY,
+    "store": (False,),
+    "service_tier": ANY,
+    "safety_identifier": ANY,
+    "prompt_cache_key": ANY,
+    "prompt_cache_retention": ANY,
+    "prompt_cache_options": ANY,
+    "cache_prompt": ANY,
+    "cache_salt": ANY,
+    "priority": ANY,
+    "request_id": ANY,
+    "session_id": ANY,
+    "chat_id": ANY,
+    "client_metadata": ANY,
+    "spaces_between_special_tokens": ANY,
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "documents": ([],),
+    "suffix": ("",),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "logits_processors": ([],),
+    "verbosity": ("medium",),
+    "reasoning_format": ("auto", "deepseek"),
+    "include_reasoning": (True,),
+    "add_special_tokens": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "detokenize": (True,),
+}
+"""Accepted names -> the values that ask for nothing; any other is refused."""
+
+REFUSED: dict[str, str] = {
+    "audio": "this server writes text alone",
+    "web_search_options": "this server has no web search",
+    "chat_template": "the checkpoint's own template is used",
+    "grammar": "use structured_outputs: {grammar}",
+    "json_schema": "use response_format: {type: json_schema} or structured_outputs: {json}",
+    "regex": "use structured_outputs: {regex}",
+    "choice": "use structured_outputs: {choice}",
+    "format": "use response_format",
+    "thinking": "use reasoning_effort, thinking_token_budget or "
+    "chat_template_kwargs: {enable_thinking}",
+    "enable_thinking": "use chat_template_kwargs: {enable_thinking} or reasoning_effort",
+    "n_predict": "use max_tokens",
+    "max_output_tokens": "use max_tokens",
+    "num_predict": "use max_tokens",
+    "repeat_penalty": "use repetition_penalty",
+    "options": "this is OpenAI's API: send each option by its own name",
+    "extra_body": "this is an argument of the Python client: send what is in it at the top",
+}
+"""Names that other servers know -> what to do here."""
+
+
+def check_names(sent: dict[str, Any], known: Iterable[str]) -> None:
+    """sent: what no field took. Raises ApiError 400 for the first name that isn't accepted."""
+    for name, value in sent.items():
+        if value is None:
+            continue
+        if name in HINTS:
+            _check_hint(name, value)
+        elif name in REFUSED:
+            raise ApiError(400, f"{name} is not supported: {REFUSED[name]}", param=name)
+        else:
+            raise ApiError(400, _unknown(name, [*known, *HINTS]), param=name)
+
+
+def _check_hint(name: str, value: Any) -> None:
+    allowed = HINTS[name]
+    if allowed is not ANY and value not in allowed:
+        message = f"{name} is not supported: leave it out"
+        raise ApiError(400, message, param=name)
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    short = name if len(name) <= 80 else name[:77] + "..."
+    near = difflib.get_close_matches(name[:80], known, 1, 0.6)
+    return f"unknown parameter {short!r}" + (f": did you mean {near[0]!r}?" if near else "")

@@ -1,0 +1,170 @@
+"""Chat messages as clients send them, and as chat templates know them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
+
+PARTS = 'must be a string or a list of {"type": "text", "text": ...} parts'
+TEXT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+            },
+        },
+        {"type": "null"},
+    ]
+}
+
+
+def joined_text(value: Any) -> Any:
+    """A string, or a list of text parts, which are joined by newlines as vLLM does."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError(PARTS)
+    texts = [_part_text(part) for part in value]
+    return "\n".join(text for text in texts if text is not None)
+
+
+def _part_text(part: Any) -> str | None:
+    """A part's text; None for a refusal that an SDK sends back."""
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict):
+        if part.get("type") == "refusal":
+            return None
+        if part.get("type") in ("text", "input_text", "output_text"):
+            if isinstance(part.get("text"), str):
+                return part["text"]
+        elif isinstance(part.get("type"), str):
+            raise ValueError(
+                f"has a part of type {part['type']!r}, but this server reads text alone: {PARTS}"
+            )
+    raise ValueError(PARTS)
+
+
+Text = Annotated[str | None, BeforeValidator(joined_text), WithJsonSchema(TEXT_SCHEMA)]
+
+
+class Called(BaseModel):
+    """The function of a tool call."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+    """A JSON object, as OpenAI has it: written out. Some clients send it as it is."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _arguments_are_an_object(cls, value: str | dict[str, Any] | None) -> dict[str, Any]:
+        if not isinstance(value, str):
+            return value or {}
+        if not value.strip():
+            return {}
+        try:
+            read = json.loads(value)
+        except (ValueError, RecursionError) as problem:
+            raise ValueError(f"must be a JSON object: {problem}") from None
+        if not isinstance(read, dict):
+            raise ValueError("must be a JSON object")
+        return read
+
+
+class ToolCall(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    id: str | None = None
+    type: Literal["function"] | None = "function"
+    function: Called
+
+
+class Message(BaseModel):
+    """Unknown names are ignored: SDKs send back whatever the last answer held."""
+
+    model_config = ConfigDict(strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Text, Field(validate_default=True)] = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @field_validator("reasoning", mode="before")
+    @classmethod
+    def _reasoning_is_text(cls, value: Any) -> Any:
+        return value if isinstance(value, str) else None  # other APIs mean an object by this name
+
+    @field_validator("content")
+    @classmethod
+    def _only_assistants_are_silent(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None and info.data.get("role", "assistant") != "assistant":
+            raise ValueError(PARTS)
+        return value
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _only_assistants_call(
+        cls, value: list[ToolCall] | None, info: ValidationInfo
+    ) -> list[ToolCall] | None:
+        if value and info.data.get("role") != "assistant":
+            raise ValueError("belong to assistant messages")
+        return value
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know it: they have no role `developer`, and read arguments as an
+        object."""
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self.content or ""}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if thought := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = message["reasoning"] = thought
+        return message
+
+
+class Function(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        given = self.function
+        function = {"name": given.name, "description": given.description or ""}
+        if given.parameters is not None:
+            function["parameters"] = given.parameters  # pyright: ignore[reportArgumentType]
+        return {"type": "function", "function": function}

@@ -1,0 +1,79 @@
+"""What a reply says of its prompt: the text again, and how likely its tokens were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seqs
+from dataclasses import dataclass
+from typing import Any
+
+from serve.schema import ChatRequest, CompletionRequest
+from serve.stream import Tokenizer, TokenText, finite
+from specdec.core.types import TokenLogprob
+
+
+@dataclass(frozen=True)
+class PromptReport:
+    """Empty where nobody asked."""
+
+    echo: str = ""
+    """What comes before the answer's own text."""
+    tokens: tuple[TokenText, ...] = ()
+    """The prompt's, where they are part of an echo with log-probabilities."""
+    logprobs: list[Any] | None = None
+    """vLLM's prompt_logprobs."""
+
+    def logprobs_json(self) -> dict[str, Any]:
+        return {} if self.logprobs is None else {"prompt_logprobs": self.logprobs}
+
+
+def report(
+    request: ChatRequest | CompletionRequest,
+    prompt: Seqs[int],
+    text: str | None,
+    recited: Seqs[TokenLogprob],
+    tokenizer: Tokenizer,
+) -> PromptReport:
+    """text: the prompt as it was sent, None where it was sent as ids or messages."""
+    echo = ""
+    if request.echo and isinstance(request, ChatRequest):
+        echo = request.messages[-1].content or ""  # vLLM repeats the last message
+    elif request.echo:
+        echo = tokenizer.decode(prompt) if text is None else text
+    tokens: tuple[TokenText, ...] = ()
+    if request.echo and isinstance(request, CompletionRequest) and request.logprobs is not None:
+        tokens = _as_texts(prompt, recited, tokenizer)
+    wanted = request.prompt_logprobs is not None
+    return PromptReport(echo, tokens, _as_vllm(prompt, recited, tokenizer) if wanted else None)
+
+
+def _as_texts(
+    prompt: Seqs[int], recited: Seqs[TokenLogprob], tokenizer: Tokenizer
+) -> tuple[TokenText, ...]:
+    texts, at = [], 0
+    for token, said in zip(prompt, [None, *recited], strict=True):
+        text = tokenizer.decode([token])
+        top = () if said is None else said.top
+        shown = tuple((tokenizer.decode([i]), finite(value)) for i, value in top)
+        texts.append(TokenText(text, at, None if said is None else finite(said.logprob), shown))
+        at += len(text)
+    return tuple(texts)
+
+
+def _as_vllm(
+    prompt: Seqs[int], recited: Seqs[TokenLogprob], tokenizer: Tokenizer
+) -> list[dict[str, Any] | None]:
+    entries: list[dict[str, Any] | None] = [None]
+    for token, said in zip(prompt[1:], recited, strict=True):
+        values = {i: (value, rank) for rank, (i, value) in enumerate(said.top, 1)}
+        values.setdefault(token, (said.logprob, None))
+        entries.append(
+            {
+                str(i): {
+                    "logprob": finite(value),
+                    "rank": rank,
+                    "decoded_token": tokenizer.decode([i]),
+                }
+                for i, (value, rank) in values.items()
+            }
+        )
+    return entries

@@ -1,0 +1,88 @@
+"""A request's prompts as token ids, refused as early as can be where they can't be served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from serve.errors import ApiError
+from serve.schema import ChatRequest, CompletionRequest
+from serve.stream import Tokenizer
+
+
+def encode(
+    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, max_len: int
+) -> list[list[int]]:
+    """ApiError 400 if one can't be served."""
+    param = "messages" if isinstance(request, ChatRequest) else "prompt"
+    _check_sizes(request, tokenizer, max_len, param)
+    prompts = [_cut(p, request, max_len) for p in _encoded(request, tokenizer)]
+    for prompt in prompts:
+        check_ids(prompt, tokenizer, param)
+        if len(prompt) >= max_len + (request.limit == 0):
+            raise _too_long(f"the prompt has {len(prompt)} tokens", max_len, param)
+    return prompts
+
+
+def _encoded(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
+    if isinstance(request, CompletionRequest):
+        return [p if isinstance(p, list) else tokenizer.encode(p) for p in request.prompt]
+    return [chat_ids(request, tokenizer)]
+
+
+def chat_ids(request: ChatRequest, tokenizer: Tokenizer) -> list[int]:
+    """The prompt that the checkpoint's template makes of a chat."""
+    values = dict(request.chat_template_kwargs or {})
+    if request.thinks is not None:
+        values["enable_thinking"] = request.thinks
+    if request.calls != "none":
+        values["tools"] = [tool.for_template() for tool in request.tools or ()]
+    if request.add_generation_prompt is False:
+        values["add_generation_prompt"] = False
+    messages = [message.for_template() for message in request.messages]
+    return tokenizer.encode_chat(messages, bool(request.continue_final_message), **values)
+
+
+def _cut(prompt: list[int], request: ChatRequest | CompletionRequest, max_len: int) -> list[int]:
+    """The last `truncate_prompt_tokens` of it; -1 means as many as leave room for an answer."""
+    wish = request.truncate_prompt_tokens
+    if wish is None:
+        return prompt
+    room = max(1, max_len - 1 if wish == -1 else wish)
+    return prompt[-room:]
+
+
+def _check_sizes(
+    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, max_len: int, param: str
+) -> None:
+    """A token stands for so many bytes at most: what can't fit need not be encoded to know it."""
+    if request.truncate_prompt_tokens is not None:
+        return
+    for size in _sizes(request):
+        least = -(-size // tokenizer.longest_token)
+        if least >= max_len:
+            raise _too_long(f"the prompt has at least {least} tokens", max_len, param)
+    if isinstance(request, ChatRequest) and len(request.messages) >= max_len:
+        raise _too_long(f"{len(request.messages)} messages are as many tokens", max_len, param)
+
+
+def _sizes(request: ChatRequest | CompletionRequest) -> Iterable[int]:
+    """Bytes of each prompt, or of a chat's contents; of ids their number."""
+    if isinstance(request, ChatRequest):
+        yield sum(len((message.content or "").encode()) for message in request.messages)
+        return
+    for prompt in request.prompt:
+        if isinstance(prompt, str):
+            yield len(prompt.encode())
+
+
+def _too_long(what: str, max_len: int, param: str) -> ApiError:
+    message = f"{what} but the context is {max_len}: shorten it"
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def check_ids(ids: Iterable[int], tokenizer: Tokenizer, param: str) -> None:
+    """ApiError 400 for ids that the model does not have."""
+    bad = next((token for token in ids if not 0 <= token < tokenizer.vocab_size), None)
+    if bad is not None:
+        known = f"ids go from 0 to {tokenizer.vocab_size - 1}"
+        raise ApiError(400, f"{param} holds token id {bad}, but {known}", param=param)

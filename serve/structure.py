@@ -1,0 +1,180 @@
+"""From what a request asks of its text to the rules that hold it to that."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from serve.errors import ApiError
+from serve.messages import Tool
+from serve.schema import ChatRequest, CompletionRequest, NamedTool, StructuredOutputs
+from serve.stream import Tokenizer
+from serve.tool_grammar import tool_grammar
+from specdec.constraints.constraint import TextRules
+from specdec.constraints.json_schema import json_grammar
+from specdec.constraints.rules import Budget
+from specdec.core.errors import UserError
+
+THOUGHT = ("<|channel>", "<channel|>")
+TURN = "<|turn>"
+Thinking = Literal["none", "may", "open"]
+"""Whether a thought may come before the text, or is open where the prompt ends."""
+LEAD: dict[Thinking, str] = {
+    "may": "start: thought? body\nthought: <|channel> /(.|\\n)*/ <channel|>\n",
+    "open": "start: /(.|\\n)*/ <channel|> body\n",
+}
+
+
+def rules_for(
+    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, prompt: list[int]
+) -> TextRules:
+    """Raises ApiError 400 for what can't be followed exactly."""
+    thinking = thinking_at(request, tokenizer, prompt)
+    stops = (*tokenizer.stop_ids, *(request.stop_token_ids or ()))
+    return TextRules(
+        grammar=_grammar(request, thinking),
+        allowed=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+        bad_words=_bad_words(request.bad_words or [], tokenizer),
+        min_tokens=request.min_tokens or 0,
+        stop_ids=stops,
+        budget=_budget(request, tokenizer, thinking),
+    )
+
+
+def thinking_at(
+    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, prompt: list[int]
+) -> Thinking:
+    """How thoughts stand where this prompt ends."""
+    begins, ends = map(tokenizer.token_id, THOUGHT)
+    if isinstance(request, CompletionRequest) or begins is None or ends is None:
+        return "none"
+    turn = tokenizer.token_id(TURN)
+    for token in reversed(prompt):
+        if token == begins:
+            return "open"
+        if token in (ends, turn):
+            break
+    return "may" if request.thinks else "none"
+
+
+def _grammar(request: ChatRequest | CompletionRequest, thinking: Thinking) -> str | None:
+    demanded = isinstance(request, ChatRequest) and request.calls == "required"
+    structure = None if demanded else request.structure
+    calls = _calls_grammar(request) if isinstance(request, ChatRequest) else None
+    if structure is None and calls is None:
+        return None
+    try:
+        bodies = {} if structure is None else {"text": _of_text(structure)}
+    except UserError as problem:
+        raise ApiError(400, f"{_name(request)}: {problem}", param=_name(request)) from None
+    if calls is not None:
+        bodies["calls"] = {"lark_grammar": calls}
+    return _composed(bodies, thinking)
+
+
+def _composed(bodies: dict[str, dict[str, Any]], thinking: Thinking) -> str:
+    """One grammar: a thought where one may come, then one of the bodies."""
+    lead = LEAD.get(thinking, "start: body\n")
+    lark = f"{lead}body: {' | '.join(f'@{name}' for name in bodies)}\n"
+    named = [{"name": name} | body for name, body in bodies.items()]
+    return json.dumps({"grammars": [{"name": "start", "lark_grammar": lark}, *named]})
+
+
+def _of_text(structure: StructuredOutputs) -> dict[str, Any]:
+    """Raises UserError."""
+    if structure.json_object:
+        return _first(json_grammar({"type": "object"}))
+    if structure.json_ is not None:
+        return _first(json_grammar(_read_schema(structure.json_)))
+    if structure.regex is not None:
+        return _first(LLMatcher.grammar_from_regex(structure.regex))
+    if structure.choice is not None:
+        words = " | ".join(json.dumps(word, ensure_ascii=False) for word in structure.choice)
+        return {"lark_grammar": f"start: {words}\n"}
+    assert structure.grammar is not None
+    try:
+        return {"lark_grammar": any_to_lark(structure.grammar)}
+    except (GbnfToLarkError, ValueError) as problem:
+        raise UserError(f"this grammar is neither Lark nor GBNF: {problem}") from None
+
+
+def _read_schema(schema: str | dict[str, Any] | bool) -> dict[str, Any] | bool:
+    if not isinstance(schema, str):
+        return schema
+    try:
+        read = json.loads(schema)
+    except (ValueError, RecursionError) as problem:
+        raise UserError(f"this schema is not JSON: {problem}") from None
+    if not isinstance(read, (dict, bool)):
+        raise UserError("a JSON schema is an object")
+    return read
+
+
+def _first(grammar: str) -> dict[str, Any]:
+    """The only part of a grammar in llguidance's JSON form."""
+    (part,) = json.loads(grammar)["grammars"]
+    return {key: part[key] for key in ("json_schema", "lark_grammar") if part[key] is not None}
+
+
+def _name(request: ChatRequest | CompletionRequest) -> str:
+    names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    return next((name for name in names if getattr(request, name) is not None), "response_format")
+
+
+def _calls_grammar(request: ChatRequest) -> str | None:
+    """The grammar of the calls that a request allows or demands; None where any text may come."""
+    strict = any(tool.function.strict for tool in request.tools or ())
+    single = request.parallel_tool_calls is False
+    if request.calls == "none" or (request.calls == "auto" and not (single or strict)):
+        return None
+    alternative = request.structure is not None  # to a text that has a form of its own
+    try:
+        return tool_grammar(
+            [_as_strict_as_can_be(request, tool) for tool in request.tools or ()],
+            at_least=1 if request.calls == "required" or alternative else 0,
+            at_most=1 if single or isinstance(request.tool_choice, NamedTool) else None,
+            names=request.chosen_tools,
+        )
+    except UserError as problem:
+        raise ApiError(400, f"tools: {problem}", param="tools") from None
+
+
+def _as_strict_as_can_be(request: ChatRequest, tool: Tool) -> dict[str, Any]:
+    """A call that is demanded follows its schema, whoever forgot to say `strict`, as long as the
+    schema can be followed exactly."""
+    given = tool.model_dump(exclude_none=True)
+    if request.calls != "required" or tool.function.strict is not None:
+        return given
+    strict = {**given, "function": given["function"] | {"strict": True}}
+    try:
+        tool_grammar([strict], at_least=1, at_most=1)
+    except UserError:
+        return given
+    return strict
+
+
+def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each as it begins a text and as it goes on with one, as vLLM does it."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not word.strip():
+            raise ApiError(400, "bad_words holds an empty word", param="bad_words")
+        for form in (word.lstrip(), f" {word.lstrip()}"):
+            ids = tuple(tokenizer.encode(form))
+            found[ids[1:] if ids[:1] == (tokenizer.bos_id,) else ids] = None
+    return tuple(found)
+
+
+def _budget(
+    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, thinking: Thinking
+) -> Budget | None:
+    if request.thinking_token_budget is None:
+        return None
+    begins, ends = map(tokenizer.token_id, THOUGHT)
+    if begins is None or ends is None:
+        message = "thinking_token_budget: this model's vocabulary has no thoughts"
+        raise ApiError(400, message, param="thinking_token_budget")
+    return Budget(begins, ends, request.thinking_token_budget, inside=thinking == "open")
