@@ -16,6 +16,8 @@ CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 CODE = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}")
 PROPERTY = re.compile(r"[pP]\{[A-Za-z_]+(=[A-Za-z_]+)?\}")
 REPEAT = re.compile(r"(\*|\+|\?|\{\d+(,\d*)?\})\??")
+UNCLEAR = re.compile(r"\{,\d+\}")  # itself in ECMA-262, a repetition for Python's validators
+RANGE = re.compile(r"-(?!\]|\Z|\\[dDwWsSpP])")  # between two characters; else it is itself
 GROUP = re.compile(r"\((\?:|\?<[A-Za-z_]\w*>|(?!\?))")
 
 
@@ -56,8 +58,7 @@ class _Pattern:
         return found
 
     def _piece(self) -> str:
-        if group := self._match(GROUP):
-            del group
+        if self._match(GROUP):
             inner = "|".join(self._alternatives(self._sequence))
             if not self._takes(")"):
                 raise UserError("a bracket is not closed, or an anchor stands inside it")
@@ -69,8 +70,8 @@ class _Pattern:
         if self._takes("\\"):
             return self._escape(inside=False)
         char = self._text[self._at]
-        if char in "(^*+?":
-            raise UserError(f"{self._text[self._at : self._at + 3]!r} is not supported there")
+        if char in "(^*+?" or self._match(UNCLEAR):
+            raise UserError(f"{char!r} at {self._at} is not supported")
         self._at += 1
         return _code(ord(char))
 
@@ -79,22 +80,32 @@ class _Pattern:
         while not self._takes("]"):
             if self._at >= len(self._text):
                 raise UserError("a class is not closed")
-            if self._takes("-"):
-                # Between two characters it is a range, at either end it is itself.
-                last = not items or self._text[self._at : self._at + 1] == "]"
-                items += r"\-" if last else "-"
-            elif self._takes("\\"):
-                items += self._escape(inside=True)
-            else:
-                items += _code(ord(self._text[self._at]))
-                self._at += 1
+            item, single = self._member()
+            if single and self._match(RANGE):
+                end, single = self._member()
+                if not single:
+                    raise UserError("a range in a class has no end")
+                item += "-" + end
+            items += item
         if not items:
             raise UserError("a class is empty")
         return f"[{'^' if negated else ''}{items}]"
 
+    def _member(self) -> tuple[str, bool]:
+        """A character of a class, or a class in it; and whether it is one character."""
+        if self._takes("\\"):
+            many = self._text[self._at : self._at + 1] in tuple("dDwWsSpP")
+            return self._escape(inside=True), not many
+        char = self._text[self._at]
+        self._at += 1
+        return _code(ord(char)), True
+
     def _escape(self, inside: bool) -> str:
         if code := self._match(CODE):
-            return _code(int(code[1] or code[2] or code[3], 16))
+            point = int(code[1] or code[2] or code[3], 16)
+            if point > 0x10FFFF or 0xD800 <= point < 0xE000:
+                raise UserError(f"'\\{code[0]}' is no character")
+            return _code(point)
         if named := self._match(PROPERTY):
             return "\\" + named[0]
         char = self._text[self._at : self._at + 1]

@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from serve.ecma_pattern import whole_regex
+from serve.endless_rules import endless
 from serve.schema_parts import (
     ANNOTATIONS,
     KEYWORDS,
@@ -44,13 +45,14 @@ REFUSED_OF_OBJECTS += ("dependentSchemas", "dependencies")
 
 
 class Rules:
-    """Lark rules and terminals that were made so far."""
+    """Lark rules and terminals that were made so far, whose names begin with `prefix`."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
         self._bodies: dict[str, str] = {}
 
     def reserve(self) -> str:
-        name = f"r{len(self._bodies)}"
+        name = f"{self._prefix}_{len(self._bodies)}"
         self._bodies[name] = ""
         return name
 
@@ -63,12 +65,16 @@ class Rules:
         return name
 
     def terminal(self, body: str) -> str:
-        name = f"T{len(self._bodies)}"
+        name = f"{self._prefix}_{len(self._bodies)}".upper()
         self.set(name, body)
         return name
 
+    def endless(self) -> set[str]:
+        """Rules that no text can end."""
+        return endless(self._bodies)
+
     def __str__(self) -> str:
-        return "\n".join(f"{name}: {body}" for name, body in self._bodies.items())
+        return "".join(f"{name}: {body}\n" for name, body in self._bodies.items())
 
 
 class SchemaRules:
@@ -77,6 +83,15 @@ class SchemaRules:
     def __init__(self, root: Schema, rules: Rules) -> None:
         self._root, self._rules = root, rules
         self._known: dict[str, str] = {}  # by the schema's JSON; recursion ends here
+        self._places: dict[str, str] = {}  # of rules
+
+    def arguments(self, schema: Schema, where: str) -> str:
+        """A rule for values of `schema`, all of which can be written to an end."""
+        rule = self.value(schema, where)
+        places = [self._places[name] for name in self._rules.endless() if name in self._places]
+        if places:
+            raise UserError(f"{min(places, key=len)}: what is required there contains itself")
+        return rule
 
     def value(self, schema: Any, where: str) -> str:
         """A rule for values of `schema`, which stands at `where` in the root.
@@ -90,6 +105,7 @@ class SchemaRules:
         known = json.dumps(schema, sort_keys=True)
         if known not in self._known:
             self._known[known] = name = self._rules.reserve()
+            self._places[name] = where
             self._rules.set(name, self._body(schema, where))
         return self._known[known]
 

@@ -41,18 +41,18 @@ def tool_grammar(
     vocabulary must have the control tokens that the grammar names; the end of the turn is
     llguidance's end of sequence. Raises UserError that names the tool and what can't be enforced.
     """
-    rules = Rules()
     functions = [tool["function"] for tool in tools]
     offered = [f for f in functions if names is None or f["name"] in names]
     if not offered:
         raise UserError("none of the functions that may be called is among the tools")
-    calls = " | ".join(_call(function, rules) for function in offered)
+    rules = [Rules(f"tool{number}") for number in range(len(offered))]
+    calls = " | ".join(map(_call, offered, rules))
     times = f"{{{at_least},{'' if at_most is None else at_most}}}"
     text = "TEXT " if at_least == 0 else ""
     return f"""\
 start: {THOUGHTS[thinking]}{text}call{times}
 call: <|tool_call> "call:" ( {calls} ) <tool_call|>
-{rules}{FREE}"""
+{"".join(map(str, rules))}{FREE}"""
 
 
 def _call(function: dict[str, Any], rules: Rules) -> str:
@@ -74,4 +74,4 @@ def _arguments(schema: dict[str, Any], rules: Rules) -> str:
     """Arguments are an object, whatever else the schema admits."""
     if schema.get("type", "object") != "object":
         raise UserError("parameters must be an object's schema")
-    return SchemaRules(schema, rules).value({**schema, "type": "object"}, "parameters")
+    return SchemaRules(schema, rules).arguments({**schema, "type": "object"}, "parameters")

@@ -136,6 +136,7 @@ SHAPES = {
     ]
 }
 ENUMERATED = ["a", "ab", "", 1, 12, True, None, [1, "x"], {"k": "v", "B": 2}, [], {}]
+ENUMERATED += ["\u00e9\u4e16\U0001f600", 'q"\\\n\t/|()', "\x00\x7f", 2.5, -0.0001]
 # A schema, arguments that are valid for it, and arguments that are not.
 CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     (an_object({}), [{}], [{"a": 1}]),
@@ -429,6 +430,9 @@ REFUSALS = [
         {"a": {"allOf": [an_object({"x": {}}), an_object({"y": {}})]}},
         "additionalProperties beside",
     ),
+    ({"a": an_object({"b": {"$ref": "#/properties/a"}}, "b")}, "a: what is required .* itself"),
+    ({"a": {"items": {"$ref": "#/properties/a"}, "minItems": 1}}, "a: what is required .* itself"),
+    ({"a": {"allOf": [{"items": {}}, {"prefixItems": [{}]}]}}, "said twice, differently"),
     ({"a": {"allOf": [{"pattern": "a"}, {"pattern": "b"}]}}, "pattern is said twice"),
 ]
 
