@@ -16,6 +16,7 @@ from serve.schema_parts import (
     KEYWORDS,
     Schema,
     both,
+    check_shape,
     excludes,
     listed,
     written_types,
@@ -100,8 +101,10 @@ class SchemaRules:
         """
         if schema is True or schema == {}:
             return "any"
-        if not isinstance(schema, dict):
+        if schema is False:
             raise UserError(f"{where}: no value is valid there")
+        if not isinstance(schema, dict):
+            raise UserError(f"{where} must be a schema")
         known = json.dumps(schema, sort_keys=True)
         if known not in self._known:
             self._known[known] = name = self._rules.reserve()
@@ -110,6 +113,7 @@ class SchemaRules:
         return self._known[known]
 
     def _body(self, schema: Schema, where: str) -> str:
+        _check_shape(schema, where)
         for keyword in REFUSED:
             if keyword in schema:
                 raise _cannot(where, keyword)
@@ -127,7 +131,7 @@ class SchemaRules:
         if keyword == "$ref":
             self._combined([{"$ref": given}], where)  # refuses a circle
             return self._joined(rest, [self._pointed(given, where)], below)
-        if not isinstance(given, list) or not given:
+        if not given or not all(isinstance(one, dict | bool) for one in given):
             raise UserError(f"{where}: {keyword} must be a list of schemas")
         if keyword == "allOf":
             return self._joined(rest, given, below)
@@ -158,15 +162,18 @@ class SchemaRules:
         """The schema with what its `$ref` points at, if it has one, in it."""
         seen: list[str] = []
         while isinstance(schema, dict) and "$ref" in schema:
+            check_shape(schema)
             if schema["$ref"] in seen:
                 raise UserError(f"$ref {schema['$ref']!r} points at itself")
             seen.append(schema["$ref"])
             rest = {key: value for key, value in schema.items() if key != "$ref"}
             schema = both(rest, self._pointed(schema["$ref"], "$ref"))
+        if isinstance(schema, dict):
+            check_shape(schema)
         return schema
 
-    def _pointed(self, pointer: Any, where: str) -> Any:
-        if not isinstance(pointer, str) or not pointer.startswith("#"):
+    def _pointed(self, pointer: str, where: str) -> Any:
+        if not pointer.startswith("#"):
             raise UserError(f"{where}: $ref {pointer!r} does not point into the schema itself")
         found: Any = self._root
         for part in pointer[1:].split("/")[1:]:
@@ -234,7 +241,7 @@ class SchemaRules:
         raise UserError(f"{where}: unknown type {kind!r}")
 
     def _string(self, schema: Schema, where: str) -> str:
-        shortest, longest = _count(schema, "minLength", where), _count(schema, "maxLength", where)
+        shortest, longest = _count(schema, "minLength"), _count(schema, "maxLength")
         conditions = []
         if shortest or longest is not None:
             _check_order(shortest, longest, where)
@@ -246,9 +253,7 @@ class SchemaRules:
             return "string"
         return f"{QUOTE} {self._rules.terminal(' & '.join(conditions))} {QUOTE}"
 
-    def _pattern(self, pattern: Any, where: str) -> str:
-        if not isinstance(pattern, str):
-            raise UserError(f"{where}: pattern must be text")
+    def _pattern(self, pattern: str, where: str) -> str:
         try:
             return whole_regex(pattern)
         except UserError as problem:
@@ -260,7 +265,7 @@ class SchemaRules:
                 raise _cannot(where, keyword)
         if schema.get("uniqueItems"):
             raise _cannot(where, "uniqueItems")
-        fewest, most = _count(schema, "minItems", where) or 0, _count(schema, "maxItems", where)
+        fewest, most = _count(schema, "minItems") or 0, _count(schema, "maxItems")
         _check_order(fewest, most, where)
         if most == 0:
             return '"[" "]"'
@@ -328,9 +333,6 @@ UNKNOWN = {"unevaluatedProperties"}
 
 def _number(kind: str, schema: Schema, where: str) -> str:
     bounds = {key: schema[key] for key in sorted(KEYWORDS["number"] & schema.keys())}
-    for key, value in bounds.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{where}: {key} must be a number")
     if not bounds:
         return "INTEGER" if kind == "integer" else "NUMBER"
     if not bounds.keys() & {"minimum", "exclusiveMinimum"}:
@@ -384,11 +386,15 @@ def _sorted(names: Any) -> list[str]:
     return sorted(names, key=str.lower)
 
 
-def _count(schema: Schema, keyword: str, where: str) -> int | None:
-    value = schema.get(keyword)
-    if value is not None and (isinstance(value, bool) or value != int(value) or value < 0):
-        raise UserError(f"{where}: {keyword} must be a whole number")
-    return None if value is None else int(value)
+def _check_shape(schema: Schema, where: str) -> None:
+    try:
+        check_shape(schema)
+    except UserError as problem:
+        raise UserError(f"{where}: {problem}") from None
+
+
+def _count(schema: Schema, keyword: str) -> int | None:
+    return int(schema[keyword]) if keyword in schema else None
 
 
 def _check_order(least: Any, most: Any, where: str) -> None:

@@ -28,8 +28,37 @@ ITEMS = ("items", "prefixItems")
 LOWER = {"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"}
 UPPER = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"}
 
+SHAPES: dict[str, tuple[type, ...]] = {
+    "$ref": (str,),
+    "type": (str, list),
+    "enum": (list,),
+    "properties": (dict,),
+    "required": (list,),
+    "additionalProperties": (dict, bool),
+    "items": (dict, bool),
+    "prefixItems": (list,),
+    "pattern": (str,),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf"), (list,)),
+    **dict.fromkeys(KEYWORDS["number"], (int, float)),
+}
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+
 Resolve = Callable[[Schema], Schema]
 """Puts what a `$ref` points at in its place."""
+
+
+def check_shape(schema: Schema) -> None:
+    """Raise UserError for a keyword whose value has not the form that the standard gives it."""
+    for keyword, kinds in SHAPES.items():
+        value = schema.get(keyword, kinds[0]())
+        if not isinstance(value, kinds) or (bool not in kinds and isinstance(value, bool)):
+            raise UserError(f"{keyword} has a value of the wrong kind")
+    for keyword in COUNTS:
+        value = schema.get(keyword, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 or value < 0:
+            raise UserError(f"{keyword} must be a whole number")
+    if not all(isinstance(name, str) for name in schema.get("required", [])):
+        raise UserError("required must be a list of names")
 
 
 def valid_types(schema: Schema) -> list[str]:
@@ -90,6 +119,8 @@ def both(one: Schema | bool, other: Schema | bool) -> Schema | bool:
         return other if one else False
     if isinstance(other, bool):
         return one if other else False
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        raise UserError("what is no object must not stand for a schema")
     one, other = _assertions(one), _assertions(other)
     if one == other:
         return one

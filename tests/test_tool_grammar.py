@@ -421,7 +421,10 @@ REFUSALS = [
     ({"a": False}, "no value is valid"),
     ({"a": {"minItems": 3, "maxItems": 2}}, "no value is valid"),
     ({"a": {"type": "integer", "minimum": 3, "maximum": 2}}, "no value is valid"),
-    ({"a": {"type": "integer", "minimum": "3"}}, "must be a number"),
+    ({"a": {"type": "integer", "minimum": "3"}}, "minimum has a value of the wrong kind"),
+    ({"a": {"minLength": -1}}, "minLength must be a whole number"),
+    ({"a": {"anyOf": []}}, "anyOf must be a list of schemas"),
+    ({"a": 3}, "must be a schema"),
     ({"a b": {}}, "the key 'a b' cannot be written"),
     ({"a:b": {}}, "rename it"),
     ({'"a"': {}}, "rename it"),
@@ -442,6 +445,29 @@ def test_what_cannot_be_had_exactly_is_refused_by_name(properties, why):
     required = [] if properties.get("a") is not False else ["a"]
     with pytest.raises(UserError, match=f"tool 'f', strict: parameters.*{why}"):
         strict_grammar(an_object(properties, *required))
+
+
+KEYS = st.sampled_from(
+    "type enum const properties required additionalProperties items prefixItems pattern $ref allOf"
+    " anyOf oneOf minimum maximum minLength maxLength minItems maxItems minProperties a #".split()
+)
+STRANGE = st.recursive(
+    st.sampled_from(
+        [None, True, False, 0, 1, -2, 2.5, "", "a", "#", "#/x", "string", "object", "array", "("]
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.dictionaries(KEYS, STRANGE, max_size=5))
+def test_any_json_is_a_grammar_or_a_users_mistake(schema):
+    try:
+        grammar = strict_grammar(schema)
+    except UserError:
+        return
+    assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar), GRAMMAR_TOKENIZER)
 
 
 def test_other_faults_of_tools_name_the_tool():
