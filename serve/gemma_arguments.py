@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum, auto
 
-DEEPEST = 64
+DEEPEST = 100
 """Objects and arrays in each other; a bracket beyond is text. Parsers of JSON have limits too."""
 
 WORDS = {"true": "true", "false": "false"}

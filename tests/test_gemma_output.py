@@ -14,6 +14,7 @@ from serve.gemma_output import CallArguments, CallBegan, Content, GemmaOutput, P
 from targets.mini import path
 from targets.tokenizer import load_tokenizer
 from tests.fakes_text import ALPHABET, CharTokenizer
+from tests.gemma_syntax import gemma_value
 
 TOKENIZER = load_tokenizer(path("mini"))
 MARKERS = ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>']
@@ -323,18 +324,6 @@ def test_any_tokens_give_whole_json(ids, begun):
         assert plain or not ANY_MARKER.search(text)
 
 
-def gemma_text(value: object) -> str:
-    match value:
-        case str():
-            return f'<|"|>{value}<|"|>'
-        case dict():
-            return "{" + ",".join(f"{k}:{gemma_text(v)}" for k, v in sorted(value.items())) + "}"
-        case list():
-            return "[" + ",".join(map(gemma_text, value)) + "]"
-        case _:
-            return json.dumps(value)
-
-
 KEYS = st.from_regex(r"[a-zA-Z_][\w\-]{0,6}", fullmatch=True)
 # Text that holds no marker of its own: encoding it would make the marker's token of it.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<|")).filter(
@@ -352,5 +341,5 @@ VALUES = st.recursive(
 @settings(deadline=None, max_examples=200)
 @given(st.dictionaries(KEYS, VALUES, max_size=4), st.integers(1, 8))
 def test_what_is_written_in_gemmas_syntax_is_read_back(value, cut):
-    text = f"<|tool_call>call:f{gemma_text(value)}<tool_call|>"
+    text = f"<|tool_call>call:f{gemma_value(value)}<tool_call|>"
     assert taken(ids_of(text, cut)).values == [value]

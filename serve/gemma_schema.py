@@ -1,0 +1,415 @@
+"""Grammar rules (llguidance's Lark) for values of a JSON schema, written in Gemma's syntax.
+
+What can't be had exactly is refused. Some of what is valid is never written: keys that a schema
+neither names nor gives a schema for, numbers of more than a hundred digits, `1.0` for an integer.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from serve.ecma_pattern import whole_regex
+from serve.endless_rules import endless
+from serve.schema_parts import (
+    ANNOTATIONS,
+    KEYWORDS,
+    Schema,
+    both,
+    check_shape,
+    excludes,
+    listed,
+    written_types,
+)
+from specdec.core.errors import UserError
+
+QUOTE = '<|"|>'
+FREE = rf"""
+any: string | NUMBER | "true" | "false" | "null" | any_object | any_array
+any_object: "{{" ( KEY ":" any ( "," KEY ":" any )* )? "}}"
+any_array: "[" ( any ( "," any )* )? "]"
+string: {QUOTE} TEXT {QUOTE}
+TEXT: /(?s:.*)/
+KEY: /[\p{{L}}\p{{N}}_$@.\-]+/
+INTEGER: /-?(0|[1-9][0-9]{{0,99}})/
+NUMBER: /-?(0|[1-9][0-9]{{0,99}})(\.[0-9]+)?([eE][+-]?[0-9]{{1,2}})?/
+"""
+"""Rules of whatever Gemma can write, and of values without conditions."""
+
+NOT_IN_A_KEY = set(":,{}[]\"'<>|")
+# Bounds of a number that has but one: whole numbers up to here are exact in a double.
+FARTHEST = 2**53 - 1
+REFUSED = ("not", "if", "then", "else", "$dynamicRef", "$recursiveRef")
+REFUSED_OF_ARRAYS = ("contains", "unevaluatedItems", "additionalItems")
+REFUSED_OF_OBJECTS = ("patternProperties", "propertyNames", "dependentRequired")
+REFUSED_OF_OBJECTS += ("dependentSchemas", "dependencies")
+
+
+class Rules:
+    """Lark rules and terminals that were made so far, whose names begin with `prefix`."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._bodies: dict[str, str] = {}
+
+    def reserve(self) -> str:
+        name = f"{self._prefix}_{len(self._bodies)}"
+        self._bodies[name] = ""
+        return name
+
+    def set(self, name: str, body: str) -> None:
+        self._bodies[name] = body
+
+    def add(self, body: str) -> str:
+        name = self.reserve()
+        self.set(name, body)
+        return name
+
+    def terminal(self, body: str) -> str:
+        name = f"{self._prefix}_{len(self._bodies)}".upper()
+        self.set(name, body)
+        return name
+
+    def endless(self) -> set[str]:
+        """Rules that no text can end."""
+        return endless(self._bodies)
+
+    def __str__(self) -> str:
+        return "".join(f"{name}: {body}\n" for name, body in self._bodies.items())
+
+
+class SchemaRules:
+    """Makes the rules of one root schema."""
+
+    def __init__(self, root: Schema, rules: Rules) -> None:
+        self._root, self._rules = root, rules
+        self._known: dict[str, str] = {}  # by the schema's JSON; recursion ends here
+        self._places: dict[str, str] = {}  # of rules
+
+    def arguments(self, schema: Schema, where: str) -> str:
+        """A rule for values of `schema`, all of which can be written to an end."""
+        rule = self.value(schema, where)
+        places = [self._places[name] for name in self._rules.endless() if name in self._places]
+        if places:
+            raise UserError(f"{min(places, key=len)}: what is required there contains itself")
+        return rule
+
+    def value(self, schema: Any, where: str) -> str:
+        """A rule for values of `schema`, which stands at `where` in the root.
+
+        Raises UserError that says where, and which keyword can't be enforced.
+        """
+        if schema is True or schema == {}:
+            return "any"
+        if schema is False:
+            raise UserError(f"{where}: no value is valid there")
+        if not isinstance(schema, dict):
+            raise UserError(f"{where} must be a schema")
+        known = json.dumps(schema, sort_keys=True)
+        if known not in self._known:
+            self._known[known] = name = self._rules.reserve()
+            self._places[name] = where
+            self._rules.set(name, self._body(schema, where))
+        return self._known[known]
+
+    def _body(self, schema: Schema, where: str) -> str:
+        _check_shape(schema, where)
+        for keyword in REFUSED:
+            if keyword in schema:
+                raise _cannot(where, keyword)
+        for keyword in ("$ref", "allOf", "anyOf", "oneOf"):
+            if keyword in schema:
+                rest = {key: value for key, value in schema.items() if key != keyword}
+                return self._composed(keyword, schema[keyword], rest, where)
+        values = listed(schema)
+        if values is not None:
+            return self._listed(values, schema, where)
+        return self._of_types(schema, where)
+
+    def _composed(self, keyword: str, given: Any, rest: Schema, where: str) -> str:
+        below = f"{where}.{keyword}"
+        if keyword == "$ref":
+            self._combined([{"$ref": given}], where)  # refuses a circle
+            return self._joined(rest, [self._pointed(given, where)], below)
+        if not given or not all(isinstance(one, dict | bool) for one in given):
+            raise UserError(f"{where}: {keyword} must be a list of schemas")
+        if keyword == "allOf":
+            return self._joined(rest, given, below)
+        ways = [self._combined([rest, way], below) for way in given]
+        ways = [way for way in ways if way is not False]
+        if not ways:
+            raise UserError(f"{where}: no value is valid there")
+        if keyword == "oneOf":
+            self._check_exclusive(ways, where)
+        return _either(self.value(way, f"{below}[{i}]") for i, way in enumerate(ways))
+
+    def _joined(self, rest: Schema, schemas: list[Any], where: str) -> str:
+        """A schema alone keeps its name, so that recursion through it ends."""
+        if len(schemas) == 1 and not rest.keys() - ANNOTATIONS:
+            return self.value(schemas[0], where)
+        return self.value(self._combined([rest, *schemas], where), where)
+
+    def _combined(self, schemas: list[Any], where: str) -> Schema | bool:
+        merged: Schema | bool = {}
+        for schema in schemas:
+            try:
+                merged = both(merged, self._resolved(schema))
+            except UserError as problem:
+                raise UserError(f"{where}: {problem}") from None
+        return merged
+
+    def _resolved(self, schema: Any) -> Any:
+        """The schema with what its `$ref` points at, if it has one, in it."""
+        seen: list[str] = []
+        while isinstance(schema, dict) and "$ref" in schema:
+            check_shape(schema)
+            if schema["$ref"] in seen:
+                raise UserError(f"$ref {schema['$ref']!r} points at itself")
+            seen.append(schema["$ref"])
+            rest = {key: value for key, value in schema.items() if key != "$ref"}
+            schema = both(rest, self._pointed(schema["$ref"], "$ref"))
+        if isinstance(schema, dict):
+            check_shape(schema)
+        return schema
+
+    def _pointed(self, pointer: str, where: str) -> Any:
+        if not pointer.startswith("#"):
+            raise UserError(f"{where}: $ref {pointer!r} does not point into the schema itself")
+        found: Any = self._root
+        for part in pointer[1:].split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, dict) or name not in found:
+                raise UserError(f"{where}: $ref {pointer!r} points at nothing")
+            found = found[name]
+        return found
+
+    def _check_exclusive(self, schemas: list[Any], where: str) -> None:
+        pairs = [(a, b) for a in schemas for b in schemas if a is not b]
+        if not all(
+            isinstance(a, dict) and isinstance(b, dict) and excludes(a, b, self._resolved)
+            for a, b in pairs
+        ):
+            raise UserError(
+                f"{where}: oneOf cannot be enforced where its schemas may overlap; use anyOf"
+            )
+
+    def _listed(self, values: list[Any], schema: Schema, where: str) -> str:
+        keyword = "enum" if "enum" in schema else "const"
+        beside = schema.keys() - ANNOTATIONS - {"enum", "const", "type"}
+        spoken = [key for keys in KEYWORDS.values() for key in sorted(keys & beside)]
+        if spoken:
+            raise UserError(f"{where}: {spoken[0]} cannot be enforced beside {keyword}")
+        if not values:
+            raise UserError(f"{where}: no value is valid there")
+        return _either(self._literal(value, where) for value in values)
+
+    def _literal(self, value: Any, where: str) -> str:
+        if isinstance(value, str):
+            return f"{QUOTE} {_text(value)} {QUOTE}" if value else f"{QUOTE} {QUOTE}"
+        if isinstance(value, list):
+            items = ' "," '.join(self._literal(item, where) for item in value)
+            return f'"[" {items} "]"'
+        if isinstance(value, dict):
+            keys = _sorted(value)
+            pairs = [f"{_key(key, where)} {self._literal(value[key], where)}" for key in keys]
+            body = ' "," '.join(pairs)
+            return f'"{{" {body} "}}"'
+        return _text(json.dumps(value))
+
+    def _of_types(self, schema: Schema, where: str) -> str:
+        types = written_types(schema)
+        if not types:
+            raise UserError(f"{where}: no value is valid there")
+        if "number" in types:
+            types = [kind for kind in types if kind != "integer"]
+        return _either(self._of_type(kind, schema, where) for kind in types)
+
+    def _of_type(self, kind: Any, schema: Schema, where: str) -> str:
+        match kind:
+            case "string":
+                return self._string(schema, where)
+            case "number" | "integer":
+                return _number(kind, schema, where)
+            case "boolean":
+                return '"true" | "false"'
+            case "null":
+                return '"null"'
+            case "array":
+                return self._array(schema, where)
+            case "object":
+                return self.object(schema, where)
+        raise UserError(f"{where}: unknown type {kind!r}")
+
+    def _string(self, schema: Schema, where: str) -> str:
+        shortest, longest = _count(schema, "minLength"), _count(schema, "maxLength")
+        conditions = []
+        if shortest or longest is not None:
+            _check_order(shortest, longest, where)
+            bounds = f"{shortest or 0},{'' if longest is None else longest}"
+            conditions.append(f"/(?s:.{{{bounds}}})/")
+        if "pattern" in schema:
+            conditions.append(f"/{self._pattern(schema['pattern'], where)}/")
+        if not conditions:
+            return "string"
+        return f"{QUOTE} {self._rules.terminal(' & '.join(conditions))} {QUOTE}"
+
+    def _pattern(self, pattern: str, where: str) -> str:
+        try:
+            return whole_regex(pattern)
+        except UserError as problem:
+            raise UserError(f"{where}: pattern {pattern!r} cannot be enforced: {problem}") from None
+
+    def _array(self, schema: Schema, where: str) -> str:
+        for keyword in REFUSED_OF_ARRAYS:
+            if keyword in schema:
+                raise _cannot(where, keyword)
+        if schema.get("uniqueItems"):
+            raise _cannot(where, "uniqueItems")
+        fewest, most = _count(schema, "minItems") or 0, _count(schema, "maxItems")
+        _check_order(fewest, most, where)
+        if most == 0:
+            return '"[" "]"'
+        first = schema.get("prefixItems", [])[:most]
+        rest = schema.get("items", True)
+        heads = [self.value(item, f"{where}.prefixItems[{i}]") for i, item in enumerate(first)]
+        left = None if most is None else most - len(heads)
+        if left == 0 or rest is False:
+            if fewest > len(heads):
+                raise UserError(f"{where}: no array has so many items (minItems)")
+            return _items(heads, "", fewest)
+        item = self.value(rest, f"{where}.items")
+        needed = max(fewest - len(heads), 0)
+        if heads:
+            return _items(heads, _more(item, needed, left), fewest)
+        more = _more(item, max(needed - 1, 0), None if left is None else left - 1)
+        return _items([f"{item} {more}"], "", fewest)
+
+    def object(self, schema: Schema, where: str) -> str:
+        """The body of a rule for objects of `schema`, whatever else it admits."""
+        for keyword in REFUSED_OF_OBJECTS:
+            if keyword in schema:
+                raise _cannot(where, keyword)
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        named = {**dict.fromkeys(required, True), **properties}
+        named = {k: v for k, v in named.items() if v is not False or k in required}
+        others = schema.get("additionalProperties", not named and not schema.keys() & UNKNOWN)
+        unknown = [key for key in required if key not in properties]
+        if unknown and schema.get("additionalProperties") is False:
+            raise UserError(f"{where}: {unknown[0]!r} is required, and additionalProperties false")
+        _check_sizes(schema, len(required), len(named) if others is False else None, where)
+        body, empty = self._pairs(named, required, where)
+        if others is not False:
+            body = self._other_pairs(body, empty, others, named, where)
+        return f'"{{" {_optional(body) if empty else body} "}}"'
+
+    def _pairs(self, named: Schema, required: list[str], where: str) -> tuple[str, bool]:
+        """A rule for the pairs that may stand, in Gemma's order, and whether there may be none."""
+        so_far, empty = "", True
+        for key in _sorted(named):
+            value = self.value(named[key], f"{where}.properties.{key}")
+            pair = self._rules.add(f"{_key(key, where)} {value}")
+            ways = [pair] if empty else []
+            if so_far:
+                ways.append(f'{so_far} "," {pair}')
+            if so_far and key not in required:
+                ways.append(so_far)
+            so_far, empty = self._rules.add(" | ".join(ways)), empty and key not in required
+        return so_far, empty
+
+    def _other_pairs(self, body: str, empty: bool, others: Any, named: Schema, where: str) -> str:
+        key = "KEY"
+        if named:
+            names = " | ".join(map(_text, named))
+            key = self._rules.terminal(f"KEY & ~( {names} )")
+        value = self.value(others, f"{where}.additionalProperties")
+        pair = self._rules.add(f'{key} ":" {value}')
+        alone = [f'{pair} ( "," {pair} )*'] if empty else []
+        beside = [f'{body} ( "," {pair} )*'] if body else []
+        return self._rules.add(" | ".join(beside + alone))
+
+
+UNKNOWN = {"unevaluatedProperties"}
+
+
+def _number(kind: str, schema: Schema, where: str) -> str:
+    bounds = {key: schema[key] for key in sorted(KEYWORDS["number"] & schema.keys())}
+    if not bounds:
+        return "INTEGER" if kind == "integer" else "NUMBER"
+    if not bounds.keys() & {"minimum", "exclusiveMinimum"}:
+        bounds["minimum"] = -FARTHEST
+    if not bounds.keys() & {"maximum", "exclusiveMaximum"}:
+        bounds["maximum"] = FARTHEST
+    low = max(bounds[key] for key in ("minimum", "exclusiveMinimum") if key in bounds)
+    high = min(bounds[key] for key in ("maximum", "exclusiveMaximum") if key in bounds)
+    _check_order(low, high, where)
+    return f"%json {json.dumps({'type': kind, **bounds})}"
+
+
+def _items(heads: list[str], tail: str, fewest: int) -> str:
+    """An array that may end after any item from the `fewest`th on; `tail` follows all heads."""
+    body = tail
+    for number in range(len(heads), 0, -1):
+        if number < len(heads):
+            body = f'"," {body}'
+            body = body if fewest > number else _optional(body)
+        body = f"{heads[number - 1]} {body}"
+    return f'"[" {body if fewest else _optional(body)} "]"'
+
+
+def _more(item: str, fewest: int, most: int | None) -> str:
+    """So many items more, each after a comma."""
+    if most == 0:
+        return ""
+    return f'( "," {item} ){{{fewest},{"" if most is None else most}}}'
+
+
+def _optional(body: str) -> str:
+    return f"( {body} )?" if body else ""
+
+
+def _either(ways: Any) -> str:
+    return " | ".join(f"( {way} )" if " " in way else way for way in ways)
+
+
+def _text(text: str) -> str:
+    return json.dumps(text)
+
+
+def _key(key: str, where: str) -> str:
+    if not key or set(key) & NOT_IN_A_KEY or " " in key or not key.isprintable():
+        raise UserError(f"{where}: the key {key!r} cannot be written in Gemma's syntax; rename it")
+    return _text(key + ":")
+
+
+def _sorted(names: Any) -> list[str]:
+    """The order in which the chat template writes keys: without regard to case."""
+    return sorted(names, key=str.lower)
+
+
+def _check_shape(schema: Schema, where: str) -> None:
+    try:
+        check_shape(schema)
+    except UserError as problem:
+        raise UserError(f"{where}: {problem}") from None
+
+
+def _count(schema: Schema, keyword: str) -> int | None:
+    return int(schema[keyword]) if keyword in schema else None
+
+
+def _check_order(least: Any, most: Any, where: str) -> None:
+    if least is not None and most is not None and least > most:
+        raise UserError(f"{where}: no value is valid there, from {least} to {most}")
+
+
+def _check_sizes(schema: Schema, fewest: int, most: int | None, where: str) -> None:
+    """Numbers of properties are enforced where they follow from the names alone."""
+    if schema.get("minProperties", 0) > fewest:
+        raise _cannot(where, "minProperties")
+    limit = schema.get("maxProperties")
+    if limit is not None and (most is None or limit < most):
+        raise _cannot(where, "maxProperties")
+
+
+def _cannot(where: str, keyword: str) -> UserError:
+    return UserError(f"{where}: {keyword} cannot be enforced in a call; leave it out")

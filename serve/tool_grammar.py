@@ -1,0 +1,77 @@
+"""The grammar of an answer that may or must call tools, in llguidance's Lark and Gemma's syntax."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any, Literal
+
+from serve.gemma_schema import FREE, Rules, SchemaRules
+from specdec.core.errors import UserError
+
+Thinking = Literal["none", "may", "open"]
+"""No thought; one at the beginning, perhaps; the prompt ended inside one."""
+
+NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+THOUGHTS = {
+    "none": "",
+    "may": r"( <|channel> /thought\n(?s:.*)/ <channel|> )? ",
+    "open": "TEXT <channel|> ",
+}
+
+
+def tool_grammar(
+    tools: list[dict[str, Any]],
+    *,
+    at_least: int,
+    at_most: int | None,
+    names: Collection[str] | None = None,
+    thinking: Thinking = "none",
+) -> str:
+    """A Lark grammar for llguidance; the whole output, up to the end of the turn, follows it.
+
+    tools: OpenAI's, as in a chat request. Arguments of a tool with `strict: true` are valid for
+    its schema; of another, they are any object that Gemma can write.
+    at_least: how many calls there must be. With 0, text may stand before the calls; with more,
+    there is nothing but calls, after the thought.
+    at_most: how many calls there may be, None for any number.
+    names: the only functions that may be called; None for all.
+
+    Keys come in the chat template's order. Formats are annotations, as JSON schema has it. A
+    vocabulary must have the control tokens that the grammar names; the end of the turn is
+    llguidance's end of sequence. Raises UserError that names the tool and what can't be enforced.
+    """
+    functions = [tool["function"] for tool in tools]
+    offered = [f for f in functions if names is None or f["name"] in names]
+    if not offered:
+        raise UserError("none of the functions that may be called is among the tools")
+    rules = [Rules(f"tool{number}") for number in range(len(offered))]
+    calls = " | ".join(map(_call, offered, rules))
+    times = f"{{{at_least},{'' if at_most is None else at_most}}}"
+    text = "TEXT " if at_least == 0 else ""
+    return f"""\
+start: {THOUGHTS[thinking]}{text}call{times}
+call: <|tool_call> "call:" ( {calls} ) <tool_call|>
+{"".join(map(str, rules))}{FREE}"""
+
+
+def _call(function: dict[str, Any], rules: Rules) -> str:
+    name = function["name"]
+    if not NAME.fullmatch(name):
+        raise UserError(f"tool {name!r}: a name may have letters, digits, '_', '-' and '.' only")
+    if not function.get("strict"):
+        return f'"{name}" any_object'
+    schema = function.get("parameters") or {"type": "object", "additionalProperties": False}
+    try:
+        return f'"{name}" {_arguments(schema, rules)}'
+    except UserError as problem:
+        raise UserError(f"tool {name!r}, strict: {problem}") from None
+    except RecursionError:
+        raise UserError(f"tool {name!r}, strict: the schema is nested too deeply") from None
+
+
+def _arguments(schema: dict[str, Any], rules: Rules) -> str:
+    """Arguments are an object, whatever else the schema admits."""
+    if schema.get("type", "object") != "object":
+        raise UserError("parameters must be an object's schema")
+    return SchemaRules(schema, rules).arguments({**schema, "type": "object"}, "parameters")
