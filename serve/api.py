@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.requests import ClientDisconnect
 
 from serve.answer import answer
+from serve.body import body_schema, describe_bodies, errors_of, read_body
 from serve.errors import ApiError, install_error_handlers
 from serve.generation import Context
 from serve.metrics import Metrics
@@ -21,12 +21,10 @@ from serve.replies import ChatReply, CompletionReply, Json
 from serve.runner import EngineRunner
 from serve.schema import ChatRequest, CompletionRequest, parse
 from serve.stream import Tokenizer
+from serve.tokens import DetokenizeRequest, TokenizeText, token_routes
 from specdec.core.version import VERSION
 
 MAX_BODY = 8 * 2**20
-DRAINED = 64 * 2**20
-"""How much of a body that is too large is read and thrown away, so that its sender reads the 413
-instead of a reset connection."""
 
 
 def create_app(
@@ -54,13 +52,17 @@ def create_app(
 
     app = FastAPI(title="specdec", version=VERSION, lifespan=lifespan)
     install_error_handlers(app)
-    app.include_router(_openai_routes(context, max_body), dependencies=[Depends(_guard(api_key))])
+    guarded = [Depends(_guard(api_key))]
+    app.include_router(_openai_routes(context, max_body), dependencies=guarded)
+    app.include_router(token_routes(context, max_body), dependencies=guarded)
     app.include_router(_operator_routes(context))
+    describe_bodies(app, [ChatRequest, CompletionRequest, TokenizeText, DetokenizeRequest])
     return app
 
 
 def _openai_routes(context: Context, max_body: int) -> APIRouter:
-    router = APIRouter(prefix="/v1")
+    errors = errors_of(400, 401, 404, 413, 415, 429, 500, 503)
+    router = APIRouter(prefix="/v1", responses=errors)
     card = {
         "id": context.model_name,
         "object": "model",
@@ -69,16 +71,16 @@ def _openai_routes(context: Context, max_body: int) -> APIRouter:
         "max_model_len": context.max_len,
     }
 
-    @router.post("/chat/completions", openapi_extra=_body_schema(ChatRequest))
+    @router.post("/chat/completions", openapi_extra=body_schema(ChatRequest))
     async def chat(request: Request) -> Response:
-        wire = parse(ChatRequest, await _read_body(request, max_body))
+        wire = parse(ChatRequest, await read_body(request, max_body))
         return await answer(
             context, request, wire, ChatReply(context.model_name, bool(wire.logprobs))
         )
 
-    @router.post("/completions", openapi_extra=_body_schema(CompletionRequest))
+    @router.post("/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
-        wire = parse(CompletionRequest, await _read_body(request, max_body))
+        wire = parse(CompletionRequest, await read_body(request, max_body))
         reply = CompletionReply(context.model_name, wire.logprobs is not None)
         return await answer(context, request, wire, reply)
 
@@ -116,26 +118,6 @@ def _operator_routes(context: Context) -> APIRouter:
     return router
 
 
-async def _read_body(request: Request, limit: int) -> bytes:
-    """The JSON body; more than `limit` bytes are counted but never kept."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, "send the body as Content-Type: application/json")
-    chunks, size = [], 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size <= limit:
-                chunks.append(chunk)
-            elif size > DRAINED:
-                break
-    except ClientDisconnect as left:
-        raise ApiError(499, "the client has gone") from left
-    if size > limit:
-        raise ApiError(413, f"the body is larger than {limit} bytes: send a shorter prompt")
-    return b"".join(chunks)
-
-
 def _guard(api_key: str | None):
     """A dependency that asks for `Authorization: Bearer <api_key>`."""
 
@@ -149,9 +131,3 @@ def _guard(api_key: str | None):
             )
 
     return check
-
-
-def _body_schema(model: type[ChatRequest] | type[CompletionRequest]) -> Json:
-    """The body is read by hand (size, strictness), so /docs must be told about it."""
-    content = {"application/json": {"schema": model.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}

@@ -7,11 +7,25 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from specdec.core.errors import UserError
 
 log = logging.getLogger("specdec.serve")
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error form, for /docs."""
+
+    error: ErrorDetail
 
 
 class ApiError(Exception):

@@ -64,6 +64,7 @@ def _as_vllm(
 ) -> list[dict[str, Any] | None]:
     entries: list[dict[str, Any] | None] = [None]
     for token, said in zip(prompt[1:], recited, strict=True):
+        values: dict[int, tuple[float, int | None]]
         values = {i: (value, rank) for rank, (i, value) in enumerate(said.top, 1)}
         values.setdefault(token, (said.logprob, None))
         entries.append(

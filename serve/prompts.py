@@ -14,7 +14,7 @@ def encode(
 ) -> list[list[int]]:
     """ApiError 400 if one can't be served."""
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
-    _check_sizes(request, tokenizer, max_len, param)
+    check_sizes(request, tokenizer, max_len)
     prompts = [_cut(p, request, max_len) for p in _encoded(request, tokenizer)]
     for prompt in prompts:
         check_ids(prompt, tokenizer, param)
@@ -51,28 +51,27 @@ def _cut(prompt: list[int], request: ChatRequest | CompletionRequest, max_len: i
     return prompt[-room:]
 
 
-def _check_sizes(
-    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, max_len: int, param: str
+def check_sizes(
+    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, max_len: int
 ) -> None:
-    """A token stands for so many bytes at most: what can't fit need not be encoded to know it."""
-    if request.truncate_prompt_tokens is not None:
+    """Refuse what can't fit by its bytes, before anybody encodes it: a token stands for so many at
+    most."""
+    if isinstance(request, CompletionRequest):
+        for prompt in request.prompt:
+            size = len(prompt.encode()) if isinstance(prompt, str) else 0
+            check_size(size, tokenizer, max_len, "prompt")
         return
-    for size in _sizes(request):
-        least = -(-size // tokenizer.longest_token)
-        if least >= max_len:
-            raise _too_long(f"the prompt has at least {least} tokens", max_len, param)
-    if isinstance(request, ChatRequest) and len(request.messages) >= max_len:
-        raise _too_long(f"{len(request.messages)} messages are as many tokens", max_len, param)
+    size = sum(len((message.content or "").encode()) for message in request.messages)
+    check_size(size, tokenizer, max_len, "messages")
+    if len(request.messages) >= max_len:
+        raise _too_long(f"{len(request.messages)} messages are as many tokens", max_len, "messages")
 
 
-def _sizes(request: ChatRequest | CompletionRequest) -> Iterable[int]:
-    """Bytes of each prompt, or of a chat's contents; of ids their number."""
-    if isinstance(request, ChatRequest):
-        yield sum(len((message.content or "").encode()) for message in request.messages)
-        return
-    for prompt in request.prompt:
-        if isinstance(prompt, str):
-            yield len(prompt.encode())
+def check_size(size: int, tokenizer: Tokenizer, max_len: int, param: str) -> None:
+    """size: in bytes."""
+    least = -(-size // tokenizer.longest_token)
+    if least >= max_len:
+        raise _too_long(f"the prompt has at least {least} tokens", max_len, param)
 
 
 def _too_long(what: str, max_len: int, param: str) -> ApiError:

@@ -198,15 +198,15 @@ class GenerationRequest(BaseModel):
             return self.structured_outputs
         for name in GUIDED:
             if (wish := getattr(self, f"guided_{name}")) is not None:
-                return StructuredOutputs(**{name: wish})
+                return StructuredOutputs.model_validate({name: wish})
         form = self.response_format
         if form is None or form.type == "text":
             return None
         if form.type == "json_object":
-            return StructuredOutputs(json_object=True)
+            return StructuredOutputs.model_validate({"json_object": True})
         assert form.json_schema is not None
         schema = form.json_schema.schema_
-        return StructuredOutputs(json={} if schema is True else schema)
+        return StructuredOutputs.model_validate({"json": {} if schema is True else schema})
 
     @property
     def include_usage(self) -> bool:

@@ -87,9 +87,11 @@ Part = Content | Reasoning | CallBegan | CallArguments
 class Output(Protocol):
     """Takes what a model generates apart, token by token."""
 
-    in_reasoning: bool
     calls: int
     reasoning_tokens: int
+
+    @property
+    def in_reasoning(self) -> bool: ...
 
     def feed(self, token: int) -> list[Part]: ...
 
@@ -99,8 +101,11 @@ class Output(Protocol):
 class PlainOutput:
     """All of it is the answer."""
 
-    in_reasoning = False
     calls = reasoning_tokens = 0
+
+    @property
+    def in_reasoning(self) -> bool:
+        return False
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
         self._decoder = tokenizer.stream() if skip_special else tokenizer.stream(False)

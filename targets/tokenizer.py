@@ -94,9 +94,13 @@ class Tokenizer:
         """sha256 of the chat template; of nothing where there is none."""
         return hashlib.sha256((self._template or "").encode()).hexdigest()
 
-    @cached_property
+    @property
     def longest_token(self) -> int:
         """Bytes of the longest entry: no token stands for more of a text."""
+        return self._longest_token
+
+    @cached_property
+    def _longest_token(self) -> int:
         return max(len(word.encode()) for word in self._backend.get_vocab(with_added_tokens=True))
 
     @cached_property

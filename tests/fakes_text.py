@@ -18,21 +18,31 @@ class CharTokenizer:
     def __init__(self, defaults: dict[str, float | int] | None = None) -> None:
         self.stop_ids = (EOS,)
         self.defaults = {} if defaults is None else defaults
+        self.suppress_ids = ()
         self.vocab_size = len(ALPHABET)
+        self.bos_id, self.longest_token = BOS, 1
 
     def encode(self, text: str) -> list[int]:
         return [BOS, *(max(ALPHABET.find(c), 2) if c in ALPHABET else 25 for c in text)]
 
-    def encode_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
+    def encode_chat(
+        self, messages: list[dict[str, Any]], continue_final: bool = False, **template_kwargs: Any
+    ) -> list[int]:
         if messages[0]["role"] == "assistant":
             raise UserError("the chat template refuses these messages: start with a user turn")
         turns = [f"{m['role']}0{m['content']}1" for m in messages]
         return self.encode("".join(turns) + "".join(f"{k}{v}" for k, v in template_kwargs.items()))
 
-    def decode(self, ids: Seqs[int]) -> str:
+    def decode(self, ids: Seqs[int], skip_special: bool = True) -> str:
         return "".join(ALPHABET[i] for i in ids if i > EOS)
 
-    def stream(self) -> CharDecoder:
+    def token_id(self, token: str) -> int | None:
+        return None
+
+    def to_json(self) -> str:
+        raise NotImplementedError("no grammars on the fake")
+
+    def stream(self, skip_special: bool = True) -> CharDecoder:
         return CharDecoder(self)
 
 
@@ -50,11 +60,11 @@ class CharDecoder:
 class HalvesTokenizer(CharTokenizer):
     """Two tokens make one character: its decoder holds the first half back."""
 
-    def decode(self, ids: Seqs[int]) -> str:
+    def decode(self, ids: Seqs[int], skip_special: bool = True) -> str:
         text = super().decode(ids)
         return "".join(text[i] if i + 1 < len(text) else "\ufffd" for i in range(0, len(text), 2))
 
-    def stream(self) -> HalvesDecoder:
+    def stream(self, skip_special: bool = True) -> HalvesDecoder:
         return HalvesDecoder(self)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seqs
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -61,7 +62,7 @@ class TextConstraint:
         self._read = 0
         self._ended = False
 
-    def masks(self, seq: Sequence, draft: list[int], out: np.ndarray) -> None:
+    def masks(self, seq: Sequence, draft: Seqs[int], out: np.ndarray) -> None:
         self._catch_up(seq)
         if self._matcher is not None and not self._ended:
             self._follow_grammar(self._matcher, draft, out)
@@ -99,12 +100,12 @@ class TextConstraint:
             elif not self._matcher.consume_token(token):
                 self._fail(self._matcher)
 
-    def _follow_grammar(self, matcher: LLMatcher, draft: list[int], out: np.ndarray) -> None:
+    def _follow_grammar(self, matcher: LLMatcher, draft: Seqs[int], out: np.ndarray) -> None:
         if self.failure is not None:
             return
         place, size = out.ctypes.data, out.shape[1] * out.itemsize
         if draft:
-            job = [(matcher, 0, draft)]
+            job = [(matcher, 0, list(draft))]
             _EXECUTOR.unsafe_compute_mask_ptr_with_draft_token(job, place, size, len(out))
         else:
             matcher.unsafe_compute_mask_ptr(place, size)

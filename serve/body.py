@@ -1,0 +1,64 @@
+"""Request bodies: read by hand, so that size and strictness are ours, and described for /docs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.requests import ClientDisconnect
+
+from serve.errors import ApiError, ErrorBody
+
+DRAINED = 64 * 2**20
+"""How much of a body that is too large is read and thrown away, so that its sender reads the 413
+instead of a reset connection."""
+PLACE = "#/components/schemas/{model}"
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The JSON body; more than `limit` bytes are counted but never kept."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "send the body as Content-Type: application/json")
+    chunks, size = [], 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= limit:
+                chunks.append(chunk)
+            elif size > DRAINED:
+                break
+    except ClientDisconnect as left:
+        raise ApiError(499, "the client has gone") from left
+    if size > limit:
+        raise ApiError(413, f"the body is larger than {limit} bytes: send a shorter prompt")
+    return b"".join(chunks)
+
+
+def body_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """What a route that reads its body by hand tells /docs of it, for `openapi_extra`."""
+    content = {"application/json": {"schema": {"$ref": PLACE.format(model=model.__name__)}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def errors_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What a route may answer beside what was asked for, for `responses`."""
+    return {status: {"model": ErrorBody} for status in statuses}
+
+
+def describe_bodies(app: FastAPI, models: list[type[BaseModel]]) -> None:
+    """Put the schemas that `body_schema` refers to where /openapi.json has its schemas."""
+    original = app.openapi
+
+    def with_bodies() -> dict[str, Any]:
+        document = original()
+        _, definitions = models_json_schema(
+            [(model, "validation") for model in models], ref_template=PLACE
+        )
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update(definitions["$defs"])
+        return document
+
+    app.openapi = with_bodies

@@ -1,0 +1,81 @@
+"""vLLM's /tokenize and /detokenize: what a prompt is to the model."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from serve.body import body_schema, errors_of, read_body
+from serve.generation import Context
+from serve.prompts import chat_ids, check_ids, check_size, check_sizes
+from serve.replies import Json
+from serve.schema import MAX_LIST, ChatRequest, parse
+
+
+class TokenizeText(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    tokens: Annotated[list[int], Field(max_length=MAX_LIST)]
+    model: str | None = None
+
+
+def token_routes(context: Context, max_body: int) -> APIRouter:
+    router, tokenizer = APIRouter(responses=errors_of(400, 401, 413, 415)), context.tokenizer
+
+    @router.post("/tokenize", openapi_extra=body_schema(TokenizeText))
+    async def tokenize(request: Request) -> Json:
+        body = await read_body(request, max_body)
+        async with context.encoding:
+            ids, strings = await asyncio.to_thread(_tokenized, context, body)
+        return {
+            "count": len(ids),
+            "max_model_len": context.max_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+
+    @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
+    async def detokenize(request: Request) -> Json:
+        wire = parse(DetokenizeRequest, await read_body(request, max_body))
+        context.check_model(wire.model)
+        check_ids(wire.tokens, tokenizer, "tokens")
+        return {"prompt": tokenizer.decode(wire.tokens, skip_special=False)}
+
+    return router
+
+
+def _tokenized(context: Context, body: bytes) -> tuple[list[int], list[str] | None]:
+    tokenizer = context.tokenizer
+    if _is_chat(body):
+        chat = parse(ChatRequest, body)
+        context.check_model(chat.model)
+        check_sizes(chat, tokenizer, context.max_len)
+        return chat_ids(chat, tokenizer), None
+    wire = parse(TokenizeText, body)
+    context.check_model(wire.model)
+    check_size(len(wire.prompt.encode()), tokenizer, context.max_len, "prompt")
+    ids = tokenizer.encode(wire.prompt)
+    if wire.add_special_tokens is False and ids[:1] == [tokenizer.bos_id]:
+        ids = ids[1:]
+    strings = [tokenizer.decode([i], skip_special=False) for i in ids]
+    return ids, strings if wire.return_token_strs else None
+
+
+class _Either(BaseModel):
+    messages: Any = None
+
+
+def _is_chat(body: bytes) -> bool:
+    return parse(_Either, body).messages is not None
