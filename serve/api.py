@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from serve.answer import answer
@@ -20,6 +19,7 @@ from serve.metrics import Metrics
 from serve.replies import ChatReply, CompletionReply, Json
 from serve.runner import EngineRunner
 from serve.schema import ChatRequest, CompletionRequest, parse
+from serve.stage import Stage, stage_routes
 from serve.stream import Tokenizer
 from serve.tokens import DetokenizeRequest, TokenizeText, token_routes
 from specdec.core.version import VERSION
@@ -35,26 +35,31 @@ def create_app(
     k: int | None = None,
     api_key: str | None = None,
     max_body: int = MAX_BODY,
+    stage: Stage | None = None,
 ) -> FastAPI:
     """The server for `runner`'s engine; the app's lifespan starts and closes the runner.
 
     k: draft tokens per cycle, for the metrics' positions (default: the target's largest).
     api_key: what clients must send as bearer token on /v1 routes; None asks for nothing.
+    stage: of the server that this app is a part of; its own by default.
     """
+    stage = stage or Stage()
     k = runner.engine.target.max_draft if k is None else k
     context = Context(runner, tokenizer, Metrics(runner, model_name, k), model_name)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         runner.start()
+        stage.runner = runner
         yield
         await asyncio.to_thread(runner.close)
 
     app = FastAPI(title="specdec", version=VERSION, lifespan=lifespan)
     install_error_handlers(app)
-    guarded = [Depends(_guard(api_key))]
+    guarded = [Depends(_guard(api_key)), Depends(_open(stage))]
     app.include_router(_openai_routes(context, max_body), dependencies=guarded)
     app.include_router(token_routes(context, max_body), dependencies=guarded)
+    app.include_router(stage_routes(stage))
     app.include_router(_operator_routes(context))
     describe_bodies(app, [ChatRequest, CompletionRequest, TokenizeText, DetokenizeRequest])
     return app
@@ -101,12 +106,6 @@ def _openai_routes(context: Context, max_body: int) -> APIRouter:
 def _operator_routes(context: Context) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/health")
-    async def health() -> Response:
-        if context.runner.failure is not None:
-            raise ApiError(503, context.runner.failure, code="engine_stopped")
-        return JSONResponse({"status": "ok"})
-
     @router.get("/metrics")
     async def metrics() -> Response:
         return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
@@ -116,6 +115,15 @@ def _operator_routes(context: Context) -> APIRouter:
         return {"version": VERSION}
 
     return router
+
+
+def _open(stage: Stage):
+    """A dependency that refuses where the server takes no requests."""
+
+    async def check() -> None:
+        stage.check()
+
+    return check
 
 
 def _guard(api_key: str | None):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +12,13 @@ from typing import Any
 import httpx
 import numpy as np
 import openai
-import uvicorn
 
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
 from serve.api import create_app
 from serve.runner import EngineRunner
+from serve.server import Server as Web
+from serve.stage import Stage
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.protocols import Drafter
@@ -61,6 +61,7 @@ class Server:
     runner: EngineRunner
     target: ServedTarget
     openai: openai.OpenAI
+    web: Web
 
     def post(self, path: str, **body) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=20)
@@ -87,23 +88,16 @@ def serving(
 ) -> Iterator[Server]:
     drafter = drafter or NgramDrafter()
     runner = EngineRunner(Engine(target, drafter, host_cycle(target, drafter, k), max_waiting))
-    app = create_app(runner, model_name=MODEL, k=k, **{"tokenizer": TOKENIZER} | options)
-    config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
+    stage = Stage()
+    given = {"tokenizer": TOKENIZER, "stage": stage} | options
+    app = create_app(runner, model_name=MODEL, k=k, **given)
+    with socket.create_server(("127.0.0.1", 0)) as listener, Web(listener, stage) as web:
+        web.open(app)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         key = options.get("api_key", "none")
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=20)
-        try:
-            with client:
-                yield Server(url, runner, target, client)
-        finally:
-            server.should_exit = True
-            thread.join()
+        with client:
+            yield Server(url, runner, target, client, web)
     assert not runner._thread.is_alive()
 
 
