@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 from fastapi import APIRouter, Response
@@ -10,6 +12,8 @@ from fastapi.responses import JSONResponse
 from serve.errors import ApiError
 from serve.runner import EngineRunner
 
+Shown = Callable[[str], AbstractContextManager[Any]]
+"""Shows what is being done for as long as it is done."""
 Status = Literal["loading", "ready", "draining", "failed"]
 RETRY_SECONDS = {"loading": 5, "draining": 5}
 """When to ask again: another server may have taken over by then."""
@@ -23,6 +27,17 @@ class Stage:
         self.doing = doing
         self.runner: EngineRunner | None = None
         self.draining = False
+
+    def telling(self, shown: Shown) -> Shown:
+        """`shown` that notes down, too, what is being done."""
+
+        @contextmanager
+        def told(doing: str) -> Iterator[None]:
+            self.doing = doing
+            with shown(doing):
+                yield
+
+        return told
 
     @property
     def status(self) -> Status:

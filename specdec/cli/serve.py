@@ -13,7 +13,7 @@ from specdec.cli import topics
 from specdec.cli.console import console, say_compiled
 from specdec.cli.hosts import HostsConfig, joined
 from specdec.cli.signals import Signals, end_by, signals_heard
-from specdec.cli.start import started
+from specdec.cli.start import SHOWN, started
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.control_channel import ControlChannel
 from specdec.core.errors import UserError
@@ -70,7 +70,7 @@ def serve(
             return
         stage = Stage()
         with _listen(host, port) as listener, Server(listener, stage) as server:
-            loaded, engine = started(model, speculation, max_waiting)
+            loaded, engine = started(model, speculation, max_waiting, stage.telling(SHOWN))
             say_compiled(loaded.backend)
             _say_memory(loaded)
             name = served_model_name or loaded.name
