@@ -14,11 +14,13 @@ import uvicorn
 from fastapi import FastAPI
 
 from serve.front import Front
+from serve.policy import Policy
 from serve.stage import Stage
 
 LAST_WORDS = 5.0
 """Seconds in which those whose time is over are told so."""
 TICK = 0.05
+ANYBODY = Policy()
 
 
 def _patient(seconds: float) -> bool:
@@ -29,10 +31,10 @@ def _patient(seconds: float) -> bool:
 class Server:
     """Answers on `listener` from `__enter__` to `__exit__`; `open` brings the engine."""
 
-    def __init__(self, listener: socket.socket, stage: Stage) -> None:
+    def __init__(self, listener: socket.socket, stage: Stage, policy: Policy = ANYBODY) -> None:
         self._stage, self._listener, self._front = stage, listener, Front(stage)
         config = uvicorn.Config(
-            self._front,
+            policy.around(self._front),
             http="h11",
             ws="none",
             lifespan="off",  # it begins later, when the model is there

@@ -16,8 +16,9 @@ import openai
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
 from serve.api import create_app
+from serve.policy import Policy
 from serve.runner import EngineRunner
-from serve.server import Server as Web
+from serve.server import ANYBODY, Server as Web
 from serve.stage import Stage
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
@@ -84,6 +85,7 @@ def serving(
     drafter: Drafter | None = None,
     k: int = 4,
     max_waiting: int = 64,
+    policy: Policy = ANYBODY,
     **options: Any,
 ) -> Iterator[Server]:
     drafter = drafter or NgramDrafter()
@@ -91,10 +93,10 @@ def serving(
     stage = Stage()
     given = {"tokenizer": TOKENIZER, "stage": stage} | options
     app = create_app(runner, model_name=MODEL, k=k, **given)
-    with socket.create_server(("127.0.0.1", 0)) as listener, Web(listener, stage) as web:
+    with socket.create_server(("127.0.0.1", 0)) as listener, Web(listener, stage, policy) as web:
         web.open(app)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        key = options.get("api_key", "none")
+        key = options.get("api_keys", ["none"])[0]
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=20)
         with client:
             yield Server(url, runner, target, client, web)

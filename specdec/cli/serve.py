@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from drafters.registry import resolved
 from specdec.assembly.model import Model
 from specdec.cli import topics
+from specdec.cli.access import AccessConfig
 from specdec.cli.console import console, say_compiled
 from specdec.cli.hosts import HostsConfig, joined
 from specdec.cli.signals import Signals, end_by, signals_heard
@@ -28,10 +29,10 @@ def serve(
     model: topics.Model = ModelConfig(),  # noqa: B008
     speculation: topics.Speculation = topics.AnySpeculation(),  # noqa: B008
     hosts: HostsConfig = HostsConfig(),  # noqa: B008
+    access: AccessConfig = AccessConfig(),  # noqa: B008
     host: str = "127.0.0.1",
     port: int = 8000,
     max_waiting: int = 256,
-    api_key: str | None = None,
     served_model_name: str | None = None,
     drain_seconds: float = 30.0,
 ) -> None:
@@ -40,13 +41,11 @@ def serve(
     Parameters
     ----------
     host
-        Address to listen on; 0.0.0.0 for every network.
+        Address to listen on; 0.0.0.0 for every network, which asks for an API key.
     port
         Port to listen on.
     max_waiting
         Requests that may wait for a slot; more are answered 429 with Retry-After.
-    api_key
-        What clients must send as bearer token; nothing is asked by default.
     served_model_name
         The model's name in the API; by default its folder's.
     drain_seconds
@@ -63,13 +62,15 @@ def serve(
         raise UserError(f"max-waiting must be 0 or more, got {max_waiting}")
     if drain_seconds < 0:
         raise UserError(f"drain-seconds must be 0 or more, got {drain_seconds}")
+    keys = access.keys(host)
+    policy = access.policy(host, keys)
     speculation = resolved(speculation, model)
     with joined(hosts, model, speculation, max_waiting=max_waiting) as lines:
         if lines is not None and not lines.leads:
             _follow(model, speculation, max_waiting, lines)
             return
         stage = Stage()
-        with _listen(host, port) as listener, Server(listener, stage) as server:
+        with _listen(host, port) as listener, Server(listener, stage, policy) as server:
             loaded, engine = started(model, speculation, max_waiting, stage.telling(SHOWN))
             say_compiled(loaded.backend)
             _say_memory(loaded)
@@ -77,7 +78,7 @@ def serve(
             leader = None if lines is None else Leader(lines.send)
             runner = EngineRunner(engine, leader)
             app = create_app(
-                runner, loaded.tokenizer, name, k=speculation.k, api_key=api_key, stage=stage
+                runner, loaded.tokenizer, name, k=speculation.k, api_keys=keys, stage=stage
             )
             with signals_heard() as signals:
                 server.open(app)
