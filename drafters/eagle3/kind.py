@@ -12,6 +12,7 @@ from drafters.eagle3.spec import Head, random_head, sized
 from drafters.kind import Asked, DrafterKind, PlacedDrafter, find_draft_model
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
+from targets import hub
 from targets.backend import Backend
 
 EMBEDDED = {model: name for name, model in embedded.NAMES.items()}
@@ -70,8 +71,13 @@ def _read(asked: Asked) -> EagleDraft:
     name = asked.speculation.draft_model
     assert name
     folder = embedded.path(name) if name in embedded.NAMES else Path(name)
+    if hub.is_name(name) and name not in embedded.NAMES:
+        folder = hub.fetched(name)
     if not folder.is_dir():
-        raise UserError(f"no folder {folder}: --draft-model names an EAGLE-3 head's folder")
+        raise UserError(
+            f"no folder {folder}: --draft-model names an EAGLE-3 head's folder, or one of the "
+            "Hugging Face hub's as org/name"
+        )
     return EagleDraft(load_head(folder, asked.arch), asked.speculation.greedy)
 
 

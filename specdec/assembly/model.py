@@ -10,7 +10,7 @@ from typing import Any
 from drafters import registry
 from drafters.kind import Asked, Draft, DrafterKind, PlacedDrafter
 from specdec.core.config import ModelConfig, SpeculationConfig
-from targets import mini
+from targets import hub, mini
 from targets.arch import Arch, read_arch, released
 from targets.backend import Backend, LoadedTarget, TargetRequest, backend_of
 from targets.mini import checkpoint_path
@@ -42,16 +42,18 @@ def load_model(
 ) -> Model:
     """Load what was asked for. speculation: resolved. Raises UserError."""
     backend, kind = backend_of(config, speculation.loop), registry.find(speculation.drafter)
-    path = checkpoint_path(config.model)
+    with status(f"looking for {config.model}"):
+        path = checkpoint_path(config.model)
+    name = hub.repo_of(config.model) if hub.is_name(config.model) else path.name
     arch = read_arch(path)
     tokenizer = load_tokenizer(path, arch.vocab)
     draft = kind.read(Asked(arch, tokenizer, speculation))
     backend.prepare(config)
-    with status(f"loading {path.name}"):
+    with status(f"loading {name}"):
         request = _request(speculation, draft, tokenizer.suppress_ids)
         target = backend.load(path, config, request)
         drafters = _placed(kind, draft, arch, backend, target, config)
-    return Model(path.name, target, tokenizer, backend, drafters)
+    return Model(name, target, tokenizer, backend, drafters)
 
 
 def random_model(

@@ -15,7 +15,8 @@ Loop = Literal["host", "device"]
 @dataclass(frozen=True)
 class ModelConfig:
     model: str = "mini"
-    "A Hugging Face checkpoint folder of Gemma 4, or mini / mini-e, the embedded models."
+    """A Gemma 4: a checkpoint folder, a name on the Hugging Face hub (org/name or
+    org/name@revision, downloaded if need be), or mini / mini-e, the embedded models."""
     backend: str = "jax"
     "What computes: jax (CPU, GPU, TPU) or cuda (our kernels on a Hopper GPU)."
     dtype: Literal["float32", "bfloat16", "fp8", "fp8-w8a8"] | None = None
@@ -48,9 +49,9 @@ class SpeculationConfig:
     k: int = 4
     "Draft tokens per cycle, 0 to 31."
     draft_model: str | None = None
-    """The folder of the drafter's weights: of a smaller Gemma 4 with the model's own tokenizer (E4B
-    for 31B), or of a head trained for this very model, as vLLM, SGLang or speculators read it. The
-    embedded model brings both, and needs none."""
+    """The drafter's weights, a folder or org/name on the Hugging Face hub: of a smaller Gemma 4
+    with the model's own tokenizer (E4B for 31B), or of a head trained for this very model, as vLLM,
+    SGLang or speculators read it. The embedded model brings both, and needs none."""
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
     """How drafters with weights guess when sampling: with the target's own noise, which agrees with
     it more often, or their argmax (to compare)."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from specdec.core.errors import UserError
+from targets import hub
 
 NAMES = ("mini", "mini-e")
 
@@ -17,13 +18,16 @@ def path(name: str) -> Path:
 
 
 def checkpoint_path(model: str) -> Path:
-    """A folder, or the embedded model of that name. Raises UserError."""
+    """A folder, the embedded model of that name, or one of the hub's (`org/name`), downloaded if
+    need be. Raises UserError."""
     if model in NAMES:
         return path(model)
+    if hub.is_name(model):
+        return hub.fetched(model)
     folder = Path(model)
     if not folder.is_dir():
         raise UserError(
-            f"no checkpoint folder {model!r}: download one from Hugging Face, or use "
-            f"{' or '.join(NAMES)}, which come with specdec"
+            f"no checkpoint folder {model!r}: name one, or a model of the Hugging Face hub as "
+            f"org/name, or {' or '.join(NAMES)}, which come with specdec"
         )
     return folder

@@ -1,0 +1,132 @@
+"""Models by their names on the Hugging Face hub, from a hub on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from specdec.core.errors import UserError
+from targets import hub, mini
+from tests.hub_server import SHA, Hub, hub_of
+
+REPO = "org/tiny"
+WEIGHTS = bytes(range(256)) * 2**17
+"""More than one of the pieces in which the library writes."""
+
+
+@pytest.fixture
+def served(worded, tmp_path, monkeypatch):
+    files = {file.name: file.read_bytes() for file in worded.iterdir()}
+    files |= {"modeling.py": b"boom", "pytorch_model.bin": b"boom", "onnx/model.safetensors": b"x"}
+    big = {
+        "config.json": b"{}",
+        "model.safetensors": WEIGHTS,
+        "model.safetensors.index.json": b"{}",
+    }
+    with hub_of({REPO: files, "org/big": big, "org/pickled": {"pytorch_model.bin": b"x"}}) as made:
+        made.repos["org/empty"] = {"README.md": b""}
+        for name, value in {"ENDPOINT": made.url, "HF_HUB_CACHE": str(tmp_path / "hub")}.items():
+            monkeypatch.setattr(constants, name, value)
+        template = made.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        hub.fetched.cache_clear()
+        yield made
+    hub.fetched.cache_clear()
+
+
+def test_only_what_is_read_is_fetched_and_once(served: Hub, worded, capsys):
+    folder = mini.checkpoint_path(REPO)
+    got = {file.name for file in folder.iterdir()}
+    assert got == {file.name for file in worded.iterdir()}
+    assert all((folder / name).read_bytes() == (worded / name).read_bytes() for name in got)
+    assert f"downloading {REPO}" in capsys.readouterr().err
+    hub.fetched.cache_clear()
+    served.asked.clear()
+    assert mini.checkpoint_path(REPO) == folder
+    assert not [path for method, path, _ in served.asked if method == "GET" and "resolve" in path]
+
+
+def test_a_cut_download_goes_on(served: Hub, monkeypatch):
+    served.cut.add("model.safetensors")
+    folder = hub.fetched("org/big")
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    ranges = [r for m, path, r in served.asked if m == "GET" and path.endswith("l.safetensors")]
+    assert ranges[-1] is not None and ranges[-1].startswith("bytes=")
+    assert ranges[-1] != "bytes=0-"
+
+
+def test_a_revision_and_a_token(served: Hub, monkeypatch):
+    served.gated.add(REPO)
+    with pytest.raises(UserError, match="accept its terms.*HF_TOKEN"):
+        hub.fetched(f"{REPO}@v1")
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    assert hub.fetched(f"{REPO}@v1").name == SHA
+    with pytest.raises(UserError, match="no revision v2"):
+        hub.fetched(f"{REPO}@v2")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("org/nobody", "no folder of that name.*no such model"),
+        ("org/pickled", "pickles only"),
+        ("org/empty", "no safetensors"),
+    ],
+)
+def test_what_is_refused(served: Hub, name, words):
+    with pytest.raises(UserError, match=words):
+        hub.fetched(name)
+    assert not [path for _, path, _ in served.asked if "resolve" in path]
+
+
+def test_room_is_checked_before(served: Hub):
+    served.sizes["model.safetensors"] = 10**18
+    with pytest.raises(UserError, match="needs 1000000000.0 GB more.*HF_HOME"):
+        hub.fetched("org/big")
+    assert not [path for _, path, _ in served.asked if "resolve" in path]
+
+
+def test_offline_finds_what_is_there(served: Hub, monkeypatch):
+    folder = hub.fetched(REPO)
+    hub.fetched.cache_clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub.fetched(REPO) == folder
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
+        hub.fetched("org/big")
+
+
+def test_no_network_finds_what_is_there(served: Hub, monkeypatch):
+    folder = hub.fetched(REPO)
+    hub.fetched.cache_clear()
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert hub.fetched(REPO) == folder
+    with pytest.raises(UserError, match="cannot be reached"):
+        hub.fetched("org/big")
+
+
+def test_folders_come_first_and_paths_are_never_asked(tmp_path, monkeypatch):
+    (tmp_path / "org" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert mini.checkpoint_path("org/tiny") == Path("org/tiny")
+    for path in ("./x", "/x", "../x/y", "~/x", "x", "a/b/c", "./a/b", "org/", "-/x", "mini"):
+        assert not hub.is_name(path), path
+    assert hub.is_name("google/gemma-4-E4B-it") and hub.is_name("a/b@refs/pr/1")
+
+
+def test_commands_take_names(served: Hub, tmp_path):
+    command = [sys.executable, "-m", "specdec", "generate", "def f(", "--model", REPO]
+    options = ["--max-len", "64", "--slots", "1", "--k", "1", "--max-tokens", "3", "--json"]
+    cache = ["--cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]
+    env = os.environ | {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [*command, *options, *cache], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"model {REPO}" in done.stderr and "downloading" in done.stderr
