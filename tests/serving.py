@@ -15,10 +15,14 @@ import numpy as np
 import openai
 import uvicorn
 
+from drafters import registry
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
 from serve.api import create_app
 from serve.runner import EngineRunner
+from specdec.assembly.engine import make_engine
+from specdec.assembly.model import load_model
+from specdec.core.config import ModelConfig
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.protocols import Drafter
@@ -59,7 +63,7 @@ class ServedTarget(FakeTarget):
 class Server:
     url: str
     runner: EngineRunner
-    target: ServedTarget
+    target: Any
     openai: openai.OpenAI
 
     def post(self, path: str, **body) -> httpx.Response:
@@ -86,8 +90,28 @@ def serving(
     **options: Any,
 ) -> Iterator[Server]:
     drafter = drafter or NgramDrafter()
-    runner = EngineRunner(Engine(target, drafter, host_cycle(target, drafter, k), max_waiting))
-    app = create_app(runner, model_name=MODEL, k=k, **{"tokenizer": TOKENIZER} | options)
+    engine = Engine(target, drafter, host_cycle(target, drafter, k), max_waiting)
+    with served(engine, MODEL, **{"tokenizer": TOKENIZER, "k": k} | options) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def serving_mini(
+    drafter: str = "ngram", k: int = 4, slots: int = 2, max_len: int = 1024, loop: str = "host"
+) -> Iterator[Server]:
+    """The embedded model, assembled as `specdec serve` does it."""
+    config = ModelConfig("mini", slots=slots, max_len=max_len)
+    asked = registry.config_type()(drafter=drafter, k=k, loop=loop)
+    speculation = registry.resolved(asked, config)
+    model = load_model(config, speculation)
+    with served(make_engine(model, speculation), "mini", tokenizer=model.tokenizer, k=k) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def served(engine: Engine, name: str, **options: Any) -> Iterator[Server]:
+    runner = EngineRunner(engine)
+    app = create_app(runner, model_name=name, **options)
     config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -100,7 +124,7 @@ def serving(
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=20)
         try:
             with client:
-                yield Server(url, runner, target, client)
+                yield Server(url, runner, engine.target, client)
         finally:
             server.should_exit = True
             thread.join()
