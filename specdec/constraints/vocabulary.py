@@ -9,6 +9,7 @@ from typing import Protocol
 
 from llguidance import LLMatcher, LLTokenizer
 
+from specdec.constraints.grammar import first_line
 from specdec.core.errors import UserError
 
 CACHED = 64
@@ -59,9 +60,3 @@ class Vocabulary:
             while len(self._grammars) > CACHED:
                 self._grammars.popitem(last=False)
         return known.deep_copy()
-
-
-def first_line(complaint: str) -> str:
-    """Of llguidance's several lines the one that says what is wrong."""
-    lines = complaint.strip().splitlines() or ["no reason given"]
-    return lines[0][:300]
