@@ -157,7 +157,7 @@ class Tokenizer:
         mark = control.mark_for(values)
         safe, safe_kwargs = control.broken(values, mark)
         if continue_final:
-            text = self.render(safe, **safe_kwargs, add_generation_prompt=False)
+            text = self.render(safe, **{**safe_kwargs, "add_generation_prompt": False})
             text = _up_to(text, safe[-1]["content"].strip())
         else:
             text = self.render(safe, **safe_kwargs)

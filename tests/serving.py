@@ -67,7 +67,7 @@ class Server:
     openai: openai.OpenAI
 
     def post(self, path: str, **body) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=20)
+        return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=60)
 
     def metrics(self) -> dict[str, float]:
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
@@ -121,7 +121,7 @@ def served(engine: Engine, name: str, **options: Any) -> Iterator[Server]:
             time.sleep(0.01)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         key = options.get("api_key", "none")
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=20)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
         try:
             with client:
                 yield Server(url, runner, engine.target, client)

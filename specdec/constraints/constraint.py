@@ -81,7 +81,10 @@ class TextConstraint:
         self._catch_up(seq)
         if self._matcher is None or self._ended or self.failure is not None:
             return []
-        return self._vocabulary.load().tokenize_bytes(self._matcher.compute_ff_bytes())
+        # of a copy: asking for forced bytes pushes them into the matcher, whose masks then fail
+        # where a control token is among them (llguidance 1.9)
+        forced = self._matcher.deep_copy().compute_ff_bytes()
+        return self._vocabulary.tokens_of(forced)
 
     def packed(self) -> dict[str, Any]:
         return asdict(self.rules)

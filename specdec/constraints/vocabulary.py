@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence as Seqs
@@ -12,6 +13,8 @@ from llguidance import LLMatcher, LLTokenizer
 from specdec.constraints.grammar import first_line
 from specdec.core.errors import UserError
 
+CONTROL = re.compile(rb"\xff\[([0-9]+)\]")
+"""How llguidance writes a control token among bytes."""
 CACHED = 64
 """Compiled grammars that are kept: an agent sends the same tools with each turn."""
 
@@ -45,6 +48,13 @@ class Vocabulary:
                     self._file.to_json(), n_vocab=self.size, eos_token=list(ends) or None
                 )
             return self._tokens
+
+    def tokens_of(self, text: bytes) -> list[int]:
+        """Token ids of what llguidance calls forced, control tokens included."""
+        tokens, found = self.load(), []
+        for i, part in enumerate(CONTROL.split(text)):
+            found += [int(part)] if i % 2 else tokens.tokenize_bytes(part)
+        return found
 
     def matcher(self, grammar: str) -> LLMatcher:
         """A fresh matcher. Raises UserError for a grammar that can't be compiled."""
