@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -495,3 +496,13 @@ def test_null_is_absent_and_hints_are_accepted(server):
         "prediction": {"type": "content", "content": "x"},
     }
     assert server.post("chat/completions", **body).status_code == 200
+
+
+CLIENTS = json.loads((Path(__file__).parent / "data" / "clients.json").read_text())
+
+
+@pytest.mark.parametrize("sent", CLIENTS, ids=[sent["client"] for sent in CLIENTS])
+def test_what_clients_send_is_answered(server, sent):
+    reply = server.post(sent["path"], **sent["body"])
+    assert reply.status_code == 200, reply.text
+    assert '"error"' not in reply.text
