@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from serve.answer import answer
 from serve.body import body_schema, describe_bodies, errors_of, read_body
 from serve.errors import ApiError, install_error_handlers
 from serve.generation import Context
+from serve.keys import Keys
 from serve.metrics import Metrics
 from serve.replies import ChatReply, CompletionReply, Json
 from serve.runner import EngineRunner
 from serve.schema import ChatRequest, CompletionRequest, parse
+from serve.stage import Stage, stage_routes
 from serve.stream import Tokenizer
 from serve.tokens import DetokenizeRequest, TokenizeText, token_routes
 from specdec.core.version import VERSION
@@ -33,35 +33,40 @@ def create_app(
     model_name: str,
     *,
     k: int | None = None,
-    api_key: str | None = None,
+    api_keys: Collection[str] = (),
     max_body: int = MAX_BODY,
+    stage: Stage | None = None,
 ) -> FastAPI:
     """The server for `runner`'s engine; the app's lifespan starts and closes the runner.
 
     k: draft tokens per cycle, for the metrics' positions (default: the target's largest).
-    api_key: what clients must send as bearer token on /v1 routes; None asks for nothing.
+    api_keys: one of them clients must send as bearer token on /v1 routes; none asks for nothing.
+    stage: of the server that this app is a part of; its own by default.
     """
+    stage = stage or Stage()
     k = runner.engine.target.max_draft if k is None else k
     context = Context(runner, tokenizer, Metrics(runner, model_name, k), model_name)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         runner.start()
+        stage.runner = runner
         yield
         await asyncio.to_thread(runner.close)
 
     app = FastAPI(title="specdec", version=VERSION, lifespan=lifespan)
     install_error_handlers(app)
-    guarded = [Depends(_guard(api_key))]
+    guarded = [Depends(Keys(api_keys)), Depends(_open(stage))]
     app.include_router(_openai_routes(context, max_body), dependencies=guarded)
     app.include_router(token_routes(context, max_body), dependencies=guarded)
+    app.include_router(stage_routes(stage))
     app.include_router(_operator_routes(context))
     describe_bodies(app, [ChatRequest, CompletionRequest, TokenizeText, DetokenizeRequest])
     return app
 
 
 def _openai_routes(context: Context, max_body: int) -> APIRouter:
-    errors = errors_of(400, 401, 404, 413, 415, 429, 500, 503)
+    errors = errors_of(400, 401, 403, 404, 413, 415, 429, 500, 503)
     router = APIRouter(prefix="/v1", responses=errors)
     card = {
         "id": context.model_name,
@@ -101,12 +106,6 @@ def _openai_routes(context: Context, max_body: int) -> APIRouter:
 def _operator_routes(context: Context) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/health")
-    async def health() -> Response:
-        if context.runner.failure is not None:
-            raise ApiError(503, context.runner.failure, code="engine_stopped")
-        return JSONResponse({"status": "ok"})
-
     @router.get("/metrics")
     async def metrics() -> Response:
         return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
@@ -118,16 +117,10 @@ def _operator_routes(context: Context) -> APIRouter:
     return router
 
 
-def _guard(api_key: str | None):
-    """A dependency that asks for `Authorization: Bearer <api_key>`."""
+def _open(stage: Stage):
+    """A dependency that refuses where the server takes no requests."""
 
-    async def check(request: Request) -> None:
-        sent = request.headers.get("authorization", "")
-        if api_key is not None and not hmac.compare_digest(
-            sent.encode(), f"Bearer {api_key}".encode()
-        ):
-            raise ApiError(
-                401, "wrong or missing API key: send it as bearer token", code="invalid_api_key"
-            )
+    async def check() -> None:
+        stage.check()
 
     return check

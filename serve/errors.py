@@ -46,7 +46,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         fields = {
             "message": self.message,

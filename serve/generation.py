@@ -135,8 +135,10 @@ class Generation:
         if update.finish in ("error", "cancelled"):
             self._open.discard(update.index)
             self._context.metrics.finished("error")
-            status = 503 if update.shutting_down else 500
-            raise ApiError(status, update.error or "the request was cancelled")
+            if update.shutting_down:
+                headers = {"Retry-After": str(RETRY_SECONDS)}
+                raise ApiError(503, update.error or "", code="draining", headers=headers)
+            raise ApiError(500, update.error or "the request was cancelled")
 
     def _recite(self, update: Update) -> None:
         prompt = self._recited_by[update.index - len(self._texts)]

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Sequence as Seqs
 from dataclasses import dataclass
+from functools import partial
 
 from serve.lockstep import Leader, Orders
 from specdec.core.engine import Engine
@@ -85,6 +86,11 @@ class EngineRunner:
     def waiting(self) -> int:
         return max(0, len(self._live) - self.running)
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._thread.is_alive()
+
     def start(self) -> None:
         """Start the engine's thread; updates go to the running asyncio loop."""
         self._loop = asyncio.get_running_loop()
@@ -125,7 +131,7 @@ class EngineRunner:
                 if self.leader is not None:
                     self.leader.announce(orders)
                 self._deliver(self.engine.step())
-            self._fail("the server is shutting down")
+            self._fail("the server is shutting down", shutting_down=True)
         except BaseException as failure:  # noqa: B036 - no silent death, whatever it was
             log.exception("the engine has failed")
             self._fail(f"the engine has failed ({type(failure).__name__}: {failure})")
@@ -165,12 +171,13 @@ class EngineRunner:
             updates.append((ticket, _update(index, event)))
         self._post(updates)
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, message: str, shutting_down: bool = False) -> None:
         """Refuse from now on, and tell all who are live."""
         with self._lock:
             self.failure = message
             live, self._live = list(self._live.values()), {}
-        self._post([(t, Update(i, (), finish="error", error=message)) for t, i in live])
+        last = partial(Update, tokens=(), finish="error", error=message)
+        self._post([(ticket, last(i, shutting_down=shutting_down)) for ticket, i in live])
 
     def _post(self, updates: list[tuple[Ticket, Update]]) -> None:
         if not updates or self._loop is None:

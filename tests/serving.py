@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,13 +12,15 @@ from typing import Any
 import httpx
 import numpy as np
 import openai
-import uvicorn
 
 from drafters import registry
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
 from serve.api import create_app
+from serve.policy import Policy
 from serve.runner import EngineRunner
+from serve.server import ANYBODY, Server as Web
+from serve.stage import Stage
 from specdec.assembly.engine import make_engine
 from specdec.assembly.model import load_model
 from specdec.core.config import ModelConfig
@@ -65,6 +66,7 @@ class Server:
     runner: EngineRunner
     target: Any
     openai: openai.OpenAI
+    web: Web
 
     def post(self, path: str, **body) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=60)
@@ -87,11 +89,13 @@ def serving(
     drafter: Drafter | None = None,
     k: int = 4,
     max_waiting: int = 64,
+    policy: Policy = ANYBODY,
     **options: Any,
 ) -> Iterator[Server]:
     drafter = drafter or NgramDrafter()
     engine = Engine(target, drafter, host_cycle(target, drafter, k), max_waiting)
-    with served(engine, MODEL, **{"tokenizer": TOKENIZER, "k": k} | options) as server:
+    given = {"tokenizer": TOKENIZER, "k": k} | options
+    with served(engine, MODEL, policy, **given) as server:
         yield server
 
 
@@ -109,25 +113,16 @@ def serving_mini(
 
 
 @contextlib.contextmanager
-def served(engine: Engine, name: str, **options: Any) -> Iterator[Server]:
-    runner = EngineRunner(engine)
-    app = create_app(runner, model_name=name, **options)
-    config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
+def served(engine: Engine, name: str, policy: Policy = ANYBODY, **options: Any) -> Iterator[Server]:
+    runner, stage = EngineRunner(engine), Stage()
+    app = create_app(runner, model_name=name, **{"stage": stage} | options)
+    with socket.create_server(("127.0.0.1", 0)) as listener, Web(listener, stage, policy) as web:
+        web.open(app)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        key = options.get("api_key", "none")
+        key = options.get("api_keys", ["none"])[0]
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
-        try:
-            with client:
-                yield Server(url, runner, engine.target, client)
-        finally:
-            server.should_exit = True
-            thread.join()
+        with client:
+            yield Server(url, runner, engine.target, client, web)
     assert not runner._thread.is_alive()
 
 

@@ -179,7 +179,7 @@ def test_sampling_defaults_come_from_the_checkpoint():
             seen.append(seq.sampling)
 
     tokenizer = CharTokenizer(defaults={"temperature": 0.5, "top_k": 7})
-    with serving(ServedTarget(slots=2), Spy(), tokenizer=tokenizer, api_key="geheim") as running:
+    with serving(ServedTarget(slots=2), Spy(), tokenizer=tokenizer, api_keys=["geheim"]) as running:
         assert running.post("completions", prompt="a").status_code == 401
         client = running.openai
         client.completions.create(model=MODEL, prompt="a", n=2)

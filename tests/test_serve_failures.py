@@ -135,7 +135,7 @@ def test_shutdown_tells_whoever_still_waits():
         while not running.runner.running:
             time.sleep(0.01)
         running.runner.close()
-        assert waiting.result().status_code == 500
+        assert waiting.result().status_code == 503
         assert "shutting down" in waiting.result().json()["error"]["message"]
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
+from typing import TYPE_CHECKING
 
 from drafters.registry import resolved
 from specdec.assembly.model import Model
 from specdec.cli import topics
+from specdec.cli.access import AccessConfig
 from specdec.cli.console import console, say_compiled
 from specdec.cli.hosts import HostsConfig, joined
-from specdec.cli.start import started
+from specdec.cli.signals import Signals, end_by, signals_heard
+from specdec.cli.start import SHOWN, started
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.control_channel import ControlChannel
 from specdec.core.errors import UserError
 from targets.backend import meter_of
+
+if TYPE_CHECKING:
+    from serve.server import Server
 
 
 def serve(
@@ -21,62 +29,80 @@ def serve(
     model: topics.Model = ModelConfig(),  # noqa: B008
     speculation: topics.Speculation = topics.AnySpeculation(),  # noqa: B008
     hosts: HostsConfig = HostsConfig(),  # noqa: B008
+    access: AccessConfig = AccessConfig(),  # noqa: B008
     host: str = "127.0.0.1",
     port: int = 8000,
     max_waiting: int = 256,
-    api_key: str | None = None,
     served_model_name: str | None = None,
+    drain_seconds: float = 30.0,
 ) -> None:
     """Serve /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
 
     Parameters
     ----------
     host
-        Address to listen on; 0.0.0.0 for every network.
+        Address to listen on; 0.0.0.0 for every network, which asks for an API key.
     port
         Port to listen on.
     max_waiting
         Requests that may wait for a slot; more are answered 429 with Retry-After.
-    api_key
-        What clients must send as bearer token; nothing is asked by default.
     served_model_name
         The model's name in the API; by default its folder's.
+    drain_seconds
+        How long running requests may go on after SIGTERM or Ctrl-C, while new ones get 503.
+        A second signal ends them at once.
     """
-    import uvicorn
-
     from serve.api import create_app
     from serve.lockstep import Leader
     from serve.runner import EngineRunner
+    from serve.server import Server
+    from serve.stage import Stage
 
     if max_waiting < 0:
         raise UserError(f"max-waiting must be 0 or more, got {max_waiting}")
+    if drain_seconds < 0:
+        raise UserError(f"drain-seconds must be 0 or more, got {drain_seconds}")
+    keys = access.keys(host)
+    policy = access.policy(host, keys)
     speculation = resolved(speculation, model)
     with joined(hosts, model, speculation, max_waiting=max_waiting) as lines:
         if lines is not None and not lines.leads:
             _follow(model, speculation, max_waiting, lines)
             return
-        with _listen(host, port) as listener:
-            loaded, engine = started(model, speculation, max_waiting)
+        stage = Stage()
+        with _listen(host, port) as listener, Server(listener, stage, policy) as server:
+            loaded, engine = started(model, speculation, max_waiting, stage.telling(SHOWN))
             say_compiled(loaded.backend)
             _say_memory(loaded)
             name = served_model_name or loaded.name
             leader = None if lines is None else Leader(lines.send)
             runner = EngineRunner(engine, leader)
-            app = create_app(runner, loaded.tokenizer, name, k=speculation.k, api_key=api_key)
-            console.print(
-                f"serving [bold]{name}[/bold] at http://{host}:{port}/v1 "
-                f"(drafter {speculation.drafter}, K = {speculation.k}, {engine.target.slots} slots)"
+            app = create_app(
+                runner, loaded.tokenizer, name, k=speculation.k, api_keys=keys, stage=stage
             )
-            server = uvicorn.Server(
-                uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
-            )
-            try:
-                server.run(sockets=[listener])
-                raise KeyboardInterrupt  # only a signal ends it; uvloop may keep that to itself
-            finally:  # also on the way out of Ctrl-C
-                if leader is not None and lines is not None:
-                    leader.end()
-                    lines.close()
+            with signals_heard() as signals:
+                server.open(app)
+                console.print(
+                    f"serving [bold]{name}[/bold] at http://{host}:{port}/v1 (drafter "
+                    f"{speculation.drafter}, K = {speculation.k}, {engine.target.slots} slots)"
+                )
+                number = _until_ended(server, signals, drain_seconds)
+        if leader is not None and lines is not None:
+            leader.end()
+            lines.close()
+    end_by(number)
+
+
+def _until_ended(server: Server, signals: Signals, drain_seconds: float) -> int:
+    """Wait for a signal and drain. Returns its number."""
+    while (number := signals.take(timeout=1.0)) is None:
+        assert server.alive, "the web server's thread has ended"
+    console.print(f"draining: running requests have {drain_seconds:g} s to end", markup=False)
+    if not server.drain(drain_seconds, lambda seconds: signals.take(seconds) is not None):
+        console.print("the engine does not end: giving it up", markup=False)
+        sys.stdout.flush()
+        os._exit(128 + number)  # an orderly exit would wait for its thread
+    return number
 
 
 def _follow(
@@ -89,7 +115,8 @@ def _follow(
 
     loaded, engine = started(model, speculation, max_waiting)
     vocabulary = Vocabulary(loaded.tokenizer)
-    follow(engine, lines.receive, lambda packed: unpacked(packed, vocabulary))
+    with signals_heard(most=1):  # process 0 drains, and needs this one for it
+        follow(engine, lines.receive, lambda packed: unpacked(packed, vocabulary))
 
 
 def _say_memory(model: Model) -> None:

@@ -7,23 +7,29 @@ from functools import partial
 
 from specdec.assembly import engine as engines
 from specdec.assembly.engine import VARIANTS, make_engine, require_exact
-from specdec.assembly.model import Model, load_model, random_model
+from specdec.assembly.model import Model, Status, load_model, random_model
 from specdec.cli.console import console, say_model
 from specdec.cli.progress import working
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.engine import Engine
 from specdec.core.types import Sampling
 
+SHOWN: Status = partial(working, console)
+"""Tells those who read stderr."""
+
 
 def loaded_model(
-    config: ModelConfig, speculation: SpeculationConfig, prove: bool = True, random: str = ""
+    config: ModelConfig,
+    speculation: SpeculationConfig,
+    prove: bool = True,
+    random: str = "",
+    status: Status = SHOWN,
 ) -> Model:
     """Load, or make with random weights of a public model's size, and prove exactness where it
     isn't given by construction. Raises UserError.
 
     prove: False where nothing is decoded, and for the doctor, which reports instead of refusing.
     """
-    status = partial(working, console)
     if random:
         model = random_model(random, config, speculation, status)
     else:
@@ -40,12 +46,15 @@ def warm_up(engine: Engine, samplings: Iterable[Sampling]) -> None:
 
 
 def started(
-    config: ModelConfig, speculation: SpeculationConfig, max_waiting: int = 256
+    config: ModelConfig,
+    speculation: SpeculationConfig,
+    max_waiting: int = 256,
+    status: Status = SHOWN,
 ) -> tuple[Model, Engine]:
     """Everything that a server does before its first request, which then compiles nothing."""
-    model = loaded_model(config, speculation)
+    model = loaded_model(config, speculation, status=status)
     say_model(config, model)
     engine = make_engine(model, speculation, max_waiting)
-    with working(console, "compiling"):
+    with status("compiling"):
         engines.warm_up(engine, VARIANTS, *model.backend.warm(model.target))
     return model, engine

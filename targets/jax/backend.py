@@ -36,7 +36,10 @@ class JaxBackend:
     def prepare(self, config: ModelConfig) -> None:
         from targets.jax import compile_cache
 
-        compile_cache.keep_programs(config.cache or compile_cache.PROGRAMS)
+        if config.cache is None:
+            compile_cache.keep_programs_if_possible()
+        else:
+            compile_cache.keep_programs(config.cache)
 
     def compiled(self) -> tuple[int, int]:
         from targets.jax.compile_cache import programs_so_far

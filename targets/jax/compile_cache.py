@@ -6,6 +6,7 @@ its arithmetic is what was compiled once, so a warm start is also the same start
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from contextlib import suppress
@@ -16,6 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from specdec.core.errors import UserError
 
+log = logging.getLogger("specdec.cache")
 PROGRAMS = Path.home() / ".cache" / "specdec" / "xla"
 """Where compiled programs are kept unless --cache names a folder."""
 _ASKED = "/jax/compilation_cache/compile_requests_use_cache"
@@ -33,9 +35,7 @@ jax.monitoring.register_event_listener(_count)
 def keep_programs(folder: Path) -> None:
     """Keep every program compiled from now on in this folder, and look there first. Raises
     UserError where it can't be written."""
-    with suppress(OSError):  # said below
-        folder.mkdir(parents=True, exist_ok=True)
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    if not _writable(folder):
         raise UserError(f"--cache: cannot write to {folder}: name a folder for compiled programs")
     if jax.config.values["jax_compilation_cache_dir"] == str(folder):
         return
@@ -44,6 +44,24 @@ def keep_programs(folder: Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compilation_cache.reset_cache()  # JAX decides once, at the first program, if it has a cache
+
+
+def keep_programs_if_possible() -> None:
+    """The same in the default folder. Nobody asked for it: a home that is read-only costs the next
+    start its time, no more."""
+    if _writable(PROGRAMS):
+        keep_programs(PROGRAMS)
+    else:
+        log.warning(
+            "cannot write to %s: compiled programs are not kept; --cache names another folder",
+            PROGRAMS,
+        )
+
+
+def _writable(folder: Path) -> bool:
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder.is_dir() and os.access(folder, os.W_OK)
 
 
 def programs_so_far() -> tuple[int, int]:

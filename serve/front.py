@@ -1,0 +1,52 @@
+"""What a listener is given at once: an app that says what is going on until the model is loaded,
+and hands on to the server's own from then on."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serve.errors import install_error_handlers
+from serve.stage import Stage, stage_routes
+
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+
+
+class Front:
+    """An ASGI app whose engine arrives later. All but `in_flight` belongs to one asyncio loop."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._app: ASGIApp = _loading_app(stage)
+        self._opened = AsyncExitStack()
+        self.in_flight = 0
+        """Requests whose answers have not ended."""
+
+    async def open(self, app: FastAPI) -> None:
+        """Let `app` answer from now on; its lifespan begins."""
+        await self._opened.enter_async_context(app.router.lifespan_context(app))
+        self._app = app
+
+    async def close(self) -> None:
+        """End what was opened."""
+        await self._opened.aclose()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.in_flight += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self.in_flight -= 1
+
+
+def _loading_app(stage: Stage) -> FastAPI:
+    app = FastAPI(title="specdec, loading", docs_url=None, redoc_url=None, openapi_url=None)
+    install_error_handlers(app)
+    app.include_router(stage_routes(stage))
+
+    @app.api_route("/{path:path}", methods=METHODS)
+    async def later(path: str) -> None:
+        stage.check()
+
+    return app

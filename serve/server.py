@@ -1,0 +1,117 @@
+"""The web server in a thread of its own, which leaves the main thread free to load a model, and to
+hear the signals that end the process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from serve.front import Front
+from serve.policy import Policy
+from serve.stage import Stage
+
+LAST_WORDS = 5.0
+"""Seconds in which those whose time is over are told so."""
+TICK = 0.05
+ANYBODY = Policy()
+
+
+def _patient(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+class Server:
+    """Answers on `listener` from `__enter__` to `__exit__`; `open` brings the engine."""
+
+    def __init__(self, listener: socket.socket, stage: Stage, policy: Policy = ANYBODY) -> None:
+        self._stage, self._listener, self._front = stage, listener, Front(stage)
+        config = uvicorn.Config(
+            policy.around(self._front),
+            http="h11",
+            ws="none",
+            lifespan="off",  # it begins later, when the model is there
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+        self._uvicorn = _Uvicorn(config)
+        self._thread = threading.Thread(target=self._run, name="specdec-web", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def __enter__(self) -> Server:
+        self._thread.start()
+        self._uvicorn.up.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.alive:
+            self._in_loop(self._front.close())
+        self._uvicorn.should_exit = True
+        self._thread.join()
+
+    def open(self, app: FastAPI) -> None:
+        """Let `app`, which was made with this server's stage, answer from now on."""
+        self._in_loop(self._front.open(app))
+
+    def drain(self, seconds: float, hurried: Callable[[float], bool]) -> bool:
+        """Refuse new requests and wait until those that run have ended. Those that still run after
+        `seconds` are told that the server ends. Returns whether its engine has ended too.
+
+        hurried: waits for so many seconds, and tells whether not to wait any longer.
+        """
+        self._stage.draining = True
+        runner = self._stage.runner
+        assert runner is not None
+        if not self._idle(seconds, hurried):
+            runner.close(LAST_WORDS)
+            if not self._idle(LAST_WORDS):
+                self._uvicorn.loop.call_soon_threadsafe(self._hang_up)
+                self._idle(LAST_WORDS)
+        runner.close(LAST_WORDS)
+        return not runner.alive
+
+    def _idle(self, seconds: float, hurried: Callable[[float], bool] = _patient) -> bool:
+        """Whether no answer is under way, or soon was not."""
+        for _ in range(round(seconds / TICK)):
+            if not self._front.in_flight or hurried(TICK):
+                break
+        return not self._front.in_flight
+
+    def _hang_up(self) -> None:
+        """Those that don't read can't be told; uvicorn would cancel them with a traceback each."""
+        for connection in list(self._uvicorn.server_state.connections):
+            connection.transport.abort()
+
+    def _in_loop(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._uvicorn.loop).result()
+
+    def _run(self) -> None:
+        try:
+            self._uvicorn.run(sockets=[self._listener])
+        finally:
+            self._uvicorn.up.set()  # also where it never came up
+
+
+class _Uvicorn(uvicorn.Server):
+    """Tells when it answers, and in which loop."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = threading.Event()
+        self.loop: asyncio.AbstractEventLoop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.loop = asyncio.get_running_loop()
+        self.up.set()

@@ -1,0 +1,58 @@
+"""The signals that end a server: the first asks for an orderly end, the second for a quick one."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import NoReturn
+
+ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+class Signals:
+    """Those of ENDING that came. After `most` of them the next does what signals do: the process is
+    gone."""
+
+    def __init__(self, most: int) -> None:
+        # its `put`, unlike an event's `set`, may interrupt a `get` of the same thread
+        self._came: SimpleQueue[int] = SimpleQueue()
+        self._left = most
+
+    def take(self, timeout: float) -> int | None:
+        """The next one, waiting for it so many seconds; None where none comes."""
+        try:
+            return self._came.get(timeout=timeout)
+        except Empty:
+            return None
+
+    def _handle(self, number: int, frame: object) -> None:
+        self._left -= 1
+        if not self._left:
+            for one in ENDING:
+                signal.signal(one, signal.SIG_DFL)
+        self._came.put(number)
+
+
+@contextmanager
+def signals_heard(most: int = 2) -> Iterator[Signals]:
+    """Collect signals in place of what they do. Only in the main thread."""
+    signals = Signals(most)
+    before = {number: signal.signal(number, signals._handle) for number in ENDING}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_by(number: int) -> NoReturn:
+    """End as a process does that knows nothing of this signal, which is what its parent expects."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.stdout.flush()
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+    sys.exit(128 + number)  # process 1 of a container, which such signals leave alone
