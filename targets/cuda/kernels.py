@@ -141,6 +141,6 @@ class Kernels:
         return experts.pick(self._launch, logits, per_expert, rows, moe, self.arch.hidden**-0.5)
 
     def experts(
-        self, x: Input, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear, moe: MoeSpec
+        self, x: Input, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear
     ) -> Tensor:
         return experts.run(self._launch, x, chosen, gate_up, down)

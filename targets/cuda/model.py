@@ -83,5 +83,5 @@ def _with_experts(h: Tensor, dense: Branch, w: Moe, moe: MoeSpec, rows: Rows, op
     """The dense branch and the routed one, each with its own norms, summed."""
     chosen = ops.route(h, w.router_scale, w.router, w.per_expert, rows, moe)
     x = ops.norm(h, Opening(w.pre_norm, w.gate_up.kind))
-    routed = ops.experts(x, chosen, w.gate_up, w.down, moe)
+    routed = ops.experts(x, chosen, w.gate_up, w.down)
     return ops.join(dense, w.dense_norm, routed, w.routed_norm)

@@ -143,9 +143,7 @@ class Ops(Protocol):
         the call out and drafts that don't exist (NO_GUESS) pick nobody: -1, with shares of 0."""
         ...
 
-    def experts(
-        self, x: X, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear, moe: MoeSpec
-    ) -> Tensor:
+    def experts(self, x: X, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear) -> Tensor:
         """Routed experts, summed in rank order -> [M, H] float32; 0 where a row picked nobody."""
         ...
 

@@ -140,7 +140,7 @@ class Reference:
         return numbers.masked_fill(out, -1), parts.masked_fill(out, 0.0)
 
     def experts(
-        self, x: Tensor, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear, moe: MoeSpec
+        self, x: Tensor, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear
     ) -> Tensor:
         out = torch.zeros((len(x), down.n), device=x.device)
         for row, numbers, shares, total in zip(x, *chosen, out, strict=True):
