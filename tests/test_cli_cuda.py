@@ -172,7 +172,7 @@ def test_neither_backend_needs_the_other_framework():
     code = (
         "import sys; sys.modules[{absent!r}] = None\n"
         "from specdec.cli import main\n"
-        "main(['generate', 'def f', '--max-tokens', '3', '--slots', '1', '--json', *{options!r}])"
+        "main(['generate', 'def f', '--max-tokens', '3', '--json', *{options!r}])"
     )
     for absent, options in (("jax", CUDA), ("torch", [])):
         script = code.format(absent=absent, options=options)
