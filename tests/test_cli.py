@@ -137,19 +137,6 @@ def test_a_port_in_use_is_said_before_loading(capsys):
         assert port in line and "--port" in line
 
 
-@pytest.mark.usefixtures("few_samples")
-def test_bench_times_steps_and_compares_texts(capsys, tmp_path, worded):
-    receipt = tmp_path / "receipt.json"
-    arguments = ["bench", "--model", str(worded), "--slots", "2", "--contexts", "40"]
-    arguments += ["--max-tokens", "12", "--repeats", "1", "--prompt-lengths", "16"]
-    arguments += ["--max-len", "256"]
-    out, _ = run(capsys, *arguments, "--out", str(receipt), "--json")
-    document = json.loads(out.splitlines()[-1])
-    assert document == json.loads(receipt.read_text())
-    assert document["equal"] and len(document["runs"]) == 4
-    assert {(s["batch"], s["width"]) for s in document["steps"]} == {(1, 1), (1, 8), (2, 1), (2, 8)}
-
-
 def test_no_git_is_no_error(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     out, _ = run(capsys, "generate", PROMPT, "--max-tokens", "2", "--json")

@@ -14,6 +14,8 @@ from specdec.core.errors import UserError
 from specdec.core.types import Sampling, Sequence
 from tests.commands import refused, run
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 PROMPT = "def quicksort(items):"
 MODEL = {"slots": 2, "max_len": 128}
 
