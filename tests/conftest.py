@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -36,6 +37,12 @@ def pytest_configure(config) -> None:
         os.environ |= KEPT | {PROGRAMS: tempfile.mkdtemp(prefix="programs-")}
     else:
         _keep_to_own_cores(int(number[2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items) -> None:
