@@ -171,6 +171,12 @@ class Tokenizer:
         """A fresh incremental decoder for one sequence."""
         return TextStream(self, skip_special)
 
+    @property
+    def info(self) -> dict[str, str | None]:
+        """Special tokens by their names, and the chat template, as tokenizer_config.json has
+        them."""
+        return {**self._special, "chat_template": self._template}
+
     def to_json(self) -> str:
         """The tokenizer as `tokenizer.json` has it."""
         return self._backend.to_str()

@@ -160,6 +160,7 @@ def test_a_constraint_survives_its_way_to_another_process():
         ({"type": "string", "pattern": "("}, "regex"),
         ({"$ref": "http://127.0.0.1:9/x"}, "127.0.0.1"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        (False, "nothing is valid"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "not"),
     ],
 )

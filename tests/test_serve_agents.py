@@ -450,6 +450,7 @@ def test_small_things_that_evaluators_need(server):
         ),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "exactly one"),
         ({"structured_outputs": {"regex": "("}}, "regex"),
+        ({"structured_outputs": {"json": {"$ref": "#"}}}, "no text satisfies"),
         ({"structured_outputs": {"grammar": "start: nothing"}}, "grammar"),
         ({"structured_outputs": {"choice": ["a"]}, "ignore_eos": True}, "ignore_eos"),
         ({"guided_json": {}, "response_format": {"type": "json_object"}}, "choose one"),

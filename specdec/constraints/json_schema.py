@@ -34,8 +34,10 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 def json_part(schema: dict[str, Any] | bool) -> Part:
     """The grammar of the documents that are valid for `schema`. An unknown `format` is an
     annotation. Raises UserError where a keyword can't be honoured exactly."""
+    if schema is False:
+        raise UserError("this JSON schema can't be followed exactly: nothing is valid for false")
     try:
-        said = json.dumps(Prepared(schema).schema)
+        said = json.dumps(Prepared({} if schema is True else schema).schema)
         grammar = LLMatcher.grammar_from_json_schema(said, overrides=OPTIONS)
     except RecursionError:
         raise UserError("this JSON schema is nested too deeply") from None

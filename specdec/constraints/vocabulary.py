@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from specdec.constraints.grammar import first_line
 from specdec.core.errors import UserError
 
+NOTHING = "no text satisfies this grammar"
 CONTROL = re.compile(rb"\xff\[([0-9]+)\]")
 """How llguidance writes a control token among bytes."""
 CACHED = 64
@@ -63,10 +64,19 @@ class Vocabulary:
             known = self._grammars.pop(grammar, None)
         if known is None:
             known = LLMatcher(tokens, grammar, log_level=0)
-            if known.is_error():
-                raise UserError(f"the grammar can't be used: {first_line(known.get_error())}")
+            _check(known)
         with self._lock:
             self._grammars[grammar] = known
             while len(self._grammars) > CACHED:
                 self._grammars.popitem(last=False)
         return known.deep_copy()
+
+
+def _check(matcher: LLMatcher) -> None:
+    """Raises UserError for a grammar that can't be compiled, or that no text satisfies."""
+    if matcher.is_error():
+        raise UserError(f"the grammar can't be used: {first_line(matcher.get_error())}")
+    first = matcher.deep_copy()
+    allowed = first.compute_bitmask()
+    if first.is_error() or not any(allowed):
+        raise UserError(f"the grammar can't be used: {NOTHING}")
