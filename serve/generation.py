@@ -138,7 +138,9 @@ class Generation:
             if update.shutting_down:
                 headers = {"Retry-After": str(RETRY_SECONDS)}
                 raise ApiError(503, update.error or "", code="draining", headers=headers)
-            raise ApiError(500, update.error or "the request was cancelled")
+            constraint = self._ticket.sequences[update.index].constraint
+            unfollowed = constraint is not None and constraint.failure is not None
+            raise ApiError(400 if unfollowed else 500, update.error or "the request was cancelled")
 
     def _recite(self, update: Update) -> None:
         prompt = self._recited_by[update.index - len(self._texts)]
