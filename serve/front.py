@@ -33,6 +33,8 @@ class Front:
         await self._opened.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method") == "HEAD":
+            scope = {**scope, "method": "GET"}  # uvicorn sends the head alone
         self.in_flight += 1
         try:
             await self._app(scope, receive, send)

@@ -74,15 +74,19 @@ class Usage:
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
+    @property
+    def tau(self) -> float:
+        """Tokens per verify pass."""
+        return 1 + sum(self.accepted) / sum(self.cycles) if sum(self.cycles) else 1.0
+
     def metrics(self) -> dict[str, object]:
         """How speculation fared."""
-        cycles, accepted = sum(self.cycles), sum(self.accepted)
         return {
             "speculative_decoding": {
-                "verify_passes": cycles,
+                "verify_passes": sum(self.cycles),
                 "draft_tokens": sum(self.drafted),
-                "accepted_tokens": accepted,
-                "tokens_per_pass": round(1 + accepted / cycles, 4) if cycles else 1.0,
+                "accepted_tokens": sum(self.accepted),
+                "tokens_per_pass": round(self.tau, 4),
             }
         }
 

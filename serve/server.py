@@ -13,8 +13,10 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from serve.connections import BoundedProtocol
 from serve.front import Front
 from serve.policy import Policy
+from serve.request_log import RequestLog
 from serve.stage import Stage
 
 LAST_WORDS = 5.0
@@ -34,8 +36,8 @@ class Server:
     def __init__(self, listener: socket.socket, stage: Stage, policy: Policy = ANYBODY) -> None:
         self._stage, self._listener, self._front = stage, listener, Front(stage)
         config = uvicorn.Config(
-            policy.around(self._front),
-            http="h11",
+            RequestLog(policy.around(self._front)),
+            http=BoundedProtocol,
             ws="none",
             lifespan="off",  # it begins later, when the model is there
             log_config=None,

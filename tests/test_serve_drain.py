@@ -144,6 +144,8 @@ def test_a_signal_loses_no_stream(worded, number):
     assert ready.json()["status"] == "draining" and refused.status_code == 503
     assert server.returncode == {signal.SIGTERM: -15, signal.SIGINT: 130}[number]
     assert "Traceback" not in err and "draining" in err
+    assert err.count("INFO specdec.access: POST /v1/completions 200 ") == 2 * COUNT
+    assert err.count("INFO specdec.access: POST /v1/completions 503 ") == 1
 
 
 def test_a_second_signal_ends_it_at_once(worded):

@@ -13,6 +13,7 @@ from specdec.cli import topics
 from specdec.cli.access import AccessConfig
 from specdec.cli.console import console, say_compiled
 from specdec.cli.hosts import HostsConfig, joined
+from specdec.cli.logs import LogLevel, logged
 from specdec.cli.signals import Signals, end_by, signals_heard
 from specdec.cli.start import SHOWN, started
 from specdec.core.config import ModelConfig, SpeculationConfig
@@ -35,6 +36,7 @@ def serve(
     max_waiting: int = 256,
     served_model_name: str | None = None,
     drain_seconds: float = 30.0,
+    log_level: LogLevel = "info",
 ) -> None:
     """Serve /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
 
@@ -51,6 +53,9 @@ def serve(
     drain_seconds
         How long running requests may go on after SIGTERM or Ctrl-C, while new ones get 503.
         A second signal ends them at once.
+    log_level
+        What the log on stderr tells. info: a line for each request, with its X-Request-Id and
+        token counts; debug: also of health checks; warning: only what goes wrong.
     """
     from serve.api import create_app
     from serve.lockstep import Leader
@@ -65,7 +70,8 @@ def serve(
     keys = access.keys(host)
     policy = access.policy(host, keys)
     speculation = resolved(speculation, model)
-    with joined(hosts, model, speculation, max_waiting=max_waiting) as lines:
+    meeting = joined(hosts, model, speculation, max_waiting=max_waiting)
+    with logged(log_level), meeting as lines:
         if lines is not None and not lines.leads:
             _follow(model, speculation, max_waiting, lines)
             return
