@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from serve.errors import ApiError
-from serve.gemma_output import GemmaOutput
+from serve.gemma.output import GemmaOutput
 from serve.metrics import Metrics
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
 from serve.schema import ChatRequest, CompletionRequest

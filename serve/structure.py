@@ -9,10 +9,10 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from serve.errors import ApiError
+from serve.gemma.tool_grammar import tool_grammar
 from serve.messages import Tool
 from serve.schema import ChatRequest, CompletionRequest, NamedTool, StructuredOutputs
 from serve.stream import Tokenizer
-from serve.tool_grammar import tool_grammar
 from specdec.constraints.constraint import TextRules
 from specdec.constraints.grammar import Part, composed, part_of
 from specdec.constraints.json_schema import json_part
