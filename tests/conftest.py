@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import cheap
 from tests.tiny import IDS, VARIANTS, oracle, random_tensors, write_tiny
 from tests.worded import write_worded
 
+settings.register_profile("shared", deadline=None)  # a busy machine is no fault of a test
+settings.load_profile("shared")
 LONGEST = (
     *("mesh", "lossless_mini", "compile", "lossless", "eagle3_training", "cuda_kernels", "cli"),
     *("long_cache", "eagle3_loss", "long_context", "parity", "cli_cuda", "eagle3_tau"),
