@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.config import Loop, ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from specdec.core.protocols import Drafter
 from specdec.core.types import MAX_DRAFT
@@ -52,7 +52,7 @@ class PlacedDrafter:
     """A fresh `Drafter` for an engine that drafts k tokens a cycle."""
     on_device: Callable[[Any], Any]
     """What the target's device loop runs of that drafter (`targets.jax.device_drafter`,
-    `targets.cuda.device_drafter`). Raises UserError where the folder brings nothing for it."""
+    `targets.cuda.device_drafter`). Asked for where the kind has a step for it."""
 
 
 class Draft(Protocol):
@@ -77,21 +77,19 @@ class Draft(Protocol):
 class TextDraft:
     """`Draft` of a drafter that needs the text alone: nothing to read, nothing to place."""
 
-    name: str
     host: Callable[[], Drafter]
     """Makes the host loop's drafter."""
-    steps: Mapping[str, Callable[[Any], Any]]
-    """By backend: makes what its device loop runs, from the target."""
+    steps: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    """By backend, for `DrafterKind.device_loops`: makes what that loop runs, from the target."""
     features: tuple[int, ...] = ()
 
     def extra_bytes(self, shape: Any) -> int:
         return 0
 
     def place(self, backend: Backend, target: Any, config: ModelConfig) -> PlacedDrafter:
-        def on_device(drafter: Drafter) -> Any:
-            return step_of(self.name, self.steps, target)(target)
-
-        return PlacedDrafter(lambda k: self.host(), on_device)
+        return PlacedDrafter(
+            lambda k: self.host(), lambda drafter: self.steps[target.backend](target)
+        )
 
 
 def refuse_draft_model(
@@ -130,6 +128,16 @@ class DrafterKind:
     """Keys of that JSON that are its own, and the options that they mean."""
     most_k: int = MAX_DRAFT
     """Most draft tokens of a cycle."""
+    device_loops: tuple[str, ...] = ()
+    """The backends whose device loop it has a step for."""
+
+    def refuse(self, loop: Loop, backend: str) -> None:
+        """Raise UserError where it has no step for this loop."""
+        if loop == "device" and backend not in self.device_loops:
+            raise UserError(
+                f"the drafter {self.name} has no step for the device loop of {backend}: use "
+                "--loop host"
+            )
 
 
 def own_options(options: type[Options], speculation: SpeculationConfig) -> Options:
@@ -150,14 +158,3 @@ def find_draft_model(
             "drafts with --drafter ngram, and mini with any"
         )
     return replace(speculation, draft_model=found)
-
-
-def step_of(name: str, steps: Mapping[str, Callable[..., Any]], target: Any) -> Callable[..., Any]:
-    """The one of these, by backend, for this target's device loop. Raises UserError where there is
-    none."""
-    if target.backend not in steps:
-        raise UserError(
-            f"the drafter {name} has no step for the device loop of {target.backend}: use "
-            "--loop host"
-        )
-    return steps[target.backend]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import Field, field, fields, make_dataclass, replace
 from importlib import import_module
 from json import JSONDecodeError, loads
@@ -46,11 +47,16 @@ def plain(speculation: SpeculationConfig) -> SpeculationConfig:
     return replace(speculation, drafter=PLAIN, k=0)
 
 
-def config_type() -> type[SpeculationConfig]:
-    """`SpeculationConfig` with the drafters' own options as further fields."""
-    hints = {name: hint for kind in every() for name, hint in get_type_hints(kind.options).items()}
-    own = [(f.name, hints[f.name], field(default=f.default)) for f in own_fields().values()]
-    return make_dataclass("Speculation", own, bases=(SpeculationConfig,), frozen=True)
+def config_type(
+    annotated: Callable[[str, Any], Any] = lambda name, hint: hint,
+) -> type[SpeculationConfig]:
+    """`SpeculationConfig` with the drafters' own options as further fields. annotated: (name, type)
+    -> what a field is declared as."""
+    hints = get_type_hints(SpeculationConfig)
+    hints |= {name: hint for kind in every() for name, hint in get_type_hints(kind.options).items()}
+    known = (*fields(SpeculationConfig), *own_fields().values())
+    named = [(f.name, annotated(f.name, hints[f.name]), field(default=f.default)) for f in known]
+    return make_dataclass("Speculation", named, bases=(SpeculationConfig,), frozen=True)
 
 
 def own_fields() -> dict[str, Field[Any]]:

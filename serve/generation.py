@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from serve.errors import ApiError
-from serve.gemma_output import GemmaOutput
+from serve.gemma.output import GemmaOutput
 from serve.metrics import Metrics
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
 from serve.schema import ChatRequest, CompletionRequest
@@ -142,7 +142,9 @@ class Generation:
             if update.shutting_down:
                 headers = {"Retry-After": str(RETRY_SECONDS)}
                 raise ApiError(503, update.error or "", code="draining", headers=headers)
-            raise ApiError(500, update.error or "the request was cancelled")
+            constraint = self._ticket.sequences[update.index].constraint
+            unfollowed = constraint is not None and constraint.failure is not None
+            raise ApiError(400 if unfollowed else 500, update.error or "the request was cancelled")
 
     def _recite(self, update: Update) -> None:
         prompt = self._recited_by[update.index - len(self._texts)]

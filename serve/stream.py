@@ -33,6 +33,9 @@ class Tokenizer(Protocol):
     @property
     def longest_token(self) -> int: ...
 
+    @property
+    def info(self) -> dict[str, str | None]: ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def encode_chat(

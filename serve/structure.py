@@ -9,12 +9,13 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from serve.errors import ApiError
+from serve.gemma.tool_grammar import tool_grammar
 from serve.messages import Tool
 from serve.schema import ChatRequest, CompletionRequest, NamedTool, StructuredOutputs
 from serve.stream import Tokenizer
-from serve.tool_grammar import tool_grammar
 from specdec.constraints.constraint import TextRules
-from specdec.constraints.json_schema import json_grammar
+from specdec.constraints.grammar import Part, composed, part_of
+from specdec.constraints.json_schema import json_part
 from specdec.constraints.rules import Budget
 from specdec.core.errors import UserError
 
@@ -75,22 +76,20 @@ def _grammar(request: ChatRequest | CompletionRequest, thinking: Thinking) -> st
     return _composed(bodies, thinking)
 
 
-def _composed(bodies: dict[str, dict[str, Any]], thinking: Thinking) -> str:
+def _composed(bodies: dict[str, Part], thinking: Thinking) -> str:
     """One grammar: a thought where one may come, then one of the bodies."""
     lead = LEAD.get(thinking, "start: body\n")
-    lark = f"{lead}body: {' | '.join(f'@{name}' for name in bodies)}\n"
-    named = [{"name": name} | body for name, body in bodies.items()]
-    return json.dumps({"grammars": [{"name": "start", "lark_grammar": lark}, *named]})
+    return composed(f"{lead}body: {' | '.join(f'@{name}' for name in bodies)}\n", bodies)
 
 
-def _of_text(structure: StructuredOutputs) -> dict[str, Any]:
+def _of_text(structure: StructuredOutputs) -> Part:
     """Raises UserError."""
     if structure.json_object:
-        return _first(json_grammar({"type": "object"}))
+        return json_part({"type": "object"})
     if structure.json_ is not None:
-        return _first(json_grammar(_read_schema(structure.json_)))
+        return json_part(_read_schema(structure.json_))
     if structure.regex is not None:
-        return _first(LLMatcher.grammar_from_regex(structure.regex))
+        return part_of(LLMatcher.grammar_from_regex(structure.regex))
     if structure.choice is not None:
         words = " | ".join(json.dumps(word, ensure_ascii=False) for word in structure.choice)
         return {"lark_grammar": f"start: {words}\n"}
@@ -111,12 +110,6 @@ def _read_schema(schema: str | dict[str, Any] | bool) -> dict[str, Any] | bool:
     if not isinstance(read, (dict, bool)):
         raise UserError("a JSON schema is an object")
     return read
-
-
-def _first(grammar: str) -> dict[str, Any]:
-    """The only part of a grammar in llguidance's JSON form."""
-    (part,) = json.loads(grammar)["grammars"]
-    return {key: part[key] for key in ("json_schema", "lark_grammar") if part[key] is not None}
 
 
 def _name(request: ChatRequest | CompletionRequest) -> str:

@@ -1,4 +1,4 @@
-"""vLLM's /tokenize and /detokenize: what a prompt is to the model."""
+"""vLLM's /tokenize, /detokenize and /tokenizer_info: what a prompt is to the model."""
 
 from __future__ import annotations
 
@@ -52,6 +52,10 @@ def token_routes(context: Context, max_body: int) -> APIRouter:
         context.check_model(wire.model)
         check_ids(wire.tokens, tokenizer, "tokens")
         return {"prompt": tokenizer.decode(wire.tokens, skip_special=False)}
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Json:
+        return dict(tokenizer.info)
 
     return router
 

@@ -124,8 +124,8 @@ class Backend(Protocol):
         """Prove on the device that rows do not depend on place and neighbours."""
         ...
 
-    def loops(self, target: Any) -> Seqs[Loop]:
-        """The drivers that it has, the faster one first (as measured: docs/results)."""
+    def loops(self, config: ModelConfig) -> Seqs[Loop]:
+        """The drivers that such a target has, the faster one first (as measured: docs/results)."""
         ...
 
     def device_loop(

@@ -157,7 +157,7 @@ class Tokenizer:
         mark = control.mark_for(values)
         safe, safe_kwargs = control.broken(values, mark)
         if continue_final:
-            text = self.render(safe, **safe_kwargs, add_generation_prompt=False)
+            text = self.render(safe, **{**safe_kwargs, "add_generation_prompt": False})
             text = _up_to(text, safe[-1]["content"].strip())
         else:
             text = self.render(safe, **safe_kwargs)
@@ -170,6 +170,12 @@ class Tokenizer:
     def stream(self, skip_special: bool = True) -> TextStream:
         """A fresh incremental decoder for one sequence."""
         return TextStream(self, skip_special)
+
+    @property
+    def info(self) -> dict[str, str | None]:
+        """Special tokens by their names, and the chat template, as tokenizer_config.json has
+        them."""
+        return {**self._special, "chat_template": self._template}
 
     def to_json(self) -> str:
         """The tokenizer as `tokenizer.json` has it."""

@@ -97,7 +97,8 @@ class Bench:
     def __init__(self, given: dict[str, Any]) -> None:
         """Raises UserError as a start does, too where rows depend on their place on this device."""
         self.given, self.target = given, load(given)
-        self.config = ModelConfig(backend=given["backend"], device=given.get("device"))
+        chosen = {name: given.get(name) for name in ("device", "dtype")}
+        self.config = ModelConfig(backend=given["backend"], **chosen)
         self.backend = backend_of(self.config)
         speculation = SpeculationConfig(drafter="none", k=given["k"])
         require_exact(self._model(speculation), speculation)
@@ -121,7 +122,8 @@ class Bench:
     def _model(self, speculation: SpeculationConfig, run: dict[str, Any] | None = None) -> Model:
         tokenizer: Any = None  # nothing is read or written in words
         drafters = {speculation.drafter: self._placed(speculation, run or {})}
-        return Model(self.given["model"], self.target, tokenizer, self.backend, drafters)
+        loops = self.backend.loops(self.config)
+        return Model(self.given["model"], self.target, tokenizer, self.backend, drafters, loops)
 
     def _placed(self, speculation: SpeculationConfig, run: dict[str, Any]) -> Any:
         if "draft" in run:

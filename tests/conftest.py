@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -10,11 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import cheap
 from tests.tiny import IDS, VARIANTS, oracle, random_tensors, write_tiny
 from tests.worded import write_worded
 
+settings.register_profile("shared", deadline=None)  # a busy machine is no fault of a test
+settings.load_profile("shared")
 LONGEST = (
     *("mesh", "lossless_mini", "compile", "lossless", "eagle3_training", "cuda_kernels", "cli"),
     *("long_cache", "eagle3_loss", "long_context", "parity", "cli_cuda", "eagle3_tau"),
@@ -36,6 +40,12 @@ def pytest_configure(config) -> None:
         os.environ |= KEPT | {PROGRAMS: tempfile.mkdtemp(prefix="programs-")}
     else:
         _keep_to_own_cores(int(number[2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -87,3 +87,15 @@ class Noise:
 
     def reset(self, seq: Sequence) -> None:
         pass
+
+
+class ScriptedTarget(FakeTarget):
+    """Says what it was told to say, whatever it is fed, and then ends."""
+
+    def __init__(self, script: list[int], end: int, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.script, self.end = script, end
+
+    def _choose(self, seq: Sequence, length: int) -> int:
+        at = length - seq.prompt_len
+        return self.script[at] if 0 <= at < len(self.script) else self.end

@@ -21,6 +21,7 @@ class CharTokenizer:
         self.suppress_ids = ()
         self.vocab_size = len(ALPHABET)
         self.bos_id, self.longest_token = BOS, 1
+        self.info = {"bos_token": "\0"}
 
     def encode(self, text: str) -> list[int]:
         return [BOS, *(max(ALPHABET.find(c), 2) if c in ALPHABET else 25 for c in text)]

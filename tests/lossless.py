@@ -90,17 +90,23 @@ def tables(plain: dict[str, list[int]], slots: int, vocab: int) -> dict[str, np.
     }
 
 
+def options_of(path, slots) -> JaxOptions:
+    """mini as commands run it by default: one set of programs for all who compile them in full."""
+    if path.name == "mini":
+        return JaxOptions(slots=slots, k=WIDE)
+    return JaxOptions(slots=slots, max_len=MAX_LEN, k=WIDE, chunk=8)
+
+
 @cache
 def target_of(path, slots):
-    chunk = 128 if path.name == "mini" else 8
-    return load_target(path, JaxOptions(slots=slots, max_len=MAX_LEN, k=WIDE, chunk=chunk))
+    return load_target(path, options_of(path, slots))
 
 
 @cache
 def draft_of(path, slots):
     """mini-e for mini; else the very same weights, so that whole drafts are accepted."""
     small = mini.path("mini-e") if path.name == "mini" else path
-    return load_target(small, JaxOptions(slots=slots, max_len=MAX_LEN, width=CATCH_UP, chunk=8))
+    return load_target(small, replace(options_of(path, slots), width=CATCH_UP))
 
 
 def forget_targets() -> None:
@@ -228,10 +234,7 @@ def head_for(path, max_position=MAX_LEN):
 def check_eagle3(path, mode, slots, ks, tokens=TOKENS, max_position=MAX_LEN):
     """A target compiled for a head says the same in both loops, drafted or not."""
     head, first = head_for(path, max_position), prompts_for(read_arch(path).vocab)[:slots]
-    options = JaxOptions(
-        slots=slots, max_len=MAX_LEN, k=WIDE, chunk=target_of(path, slots).prefill_chunk
-    )
-    target = load_target(path, replace(options, features=head.spec.layers))
+    target = load_target(path, replace(options_of(path, slots), features=head.spec.layers))
     run = partial(decode, target, mode=mode, tokens=tokens, prompts=first)
     plain, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0))
     for k in ks:

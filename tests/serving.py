@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import openai
 
+from drafters import registry
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
 from serve.api import create_app
@@ -20,6 +21,9 @@ from serve.policy import Policy
 from serve.runner import EngineRunner
 from serve.server import ANYBODY, Server as Web
 from serve.stage import Stage
+from specdec.assembly.engine import make_engine
+from specdec.assembly.model import load_model
+from specdec.core.config import ModelConfig
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.protocols import Drafter
@@ -60,12 +64,12 @@ class ServedTarget(FakeTarget):
 class Server:
     url: str
     runner: EngineRunner
-    target: ServedTarget
+    target: Any
     openai: openai.OpenAI
     web: Web
 
     def post(self, path: str, **body) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=20)
+        return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=60)
 
     def metrics(self) -> dict[str, float]:
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
@@ -89,17 +93,36 @@ def serving(
     **options: Any,
 ) -> Iterator[Server]:
     drafter = drafter or NgramDrafter()
-    runner = EngineRunner(Engine(target, drafter, host_cycle(target, drafter, k), max_waiting))
-    stage = Stage()
-    given = {"tokenizer": TOKENIZER, "stage": stage} | options
-    app = create_app(runner, model_name=MODEL, k=k, **given)
+    engine = Engine(target, drafter, host_cycle(target, drafter, k), max_waiting)
+    given = {"tokenizer": TOKENIZER, "k": k} | options
+    with served(engine, MODEL, policy, **given) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def serving_mini(
+    drafter: str = "ngram", k: int = 4, slots: int = 2, max_len: int = 1024, loop: str = "host"
+) -> Iterator[Server]:
+    """The embedded model, assembled as `specdec serve` does it."""
+    config = ModelConfig("mini", slots=slots, max_len=max_len)
+    asked = registry.config_type()(drafter=drafter, k=k, loop=loop)
+    speculation = registry.resolved(asked, config)
+    model = load_model(config, speculation)
+    with served(make_engine(model, speculation), "mini", tokenizer=model.tokenizer, k=k) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def served(engine: Engine, name: str, policy: Policy = ANYBODY, **options: Any) -> Iterator[Server]:
+    runner, stage = EngineRunner(engine), Stage()
+    app = create_app(runner, model_name=name, **{"stage": stage} | options)
     with socket.create_server(("127.0.0.1", 0)) as listener, Web(listener, stage, policy) as web:
         web.open(app)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         key = options.get("api_keys", ["none"])[0]
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=20)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
         with client:
-            yield Server(url, runner, target, client, web)
+            yield Server(url, runner, engine.target, client, web)
     assert not runner._thread.is_alive()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from serve.gemma_output import CallArguments, CallBegan, GemmaOutput, Reasoning
+from serve.gemma.output import CallArguments, CallBegan, GemmaOutput, Reasoning
 from specdec.core.errors import UserError
 from targets import mini
 from targets.tokenizer import load_tokenizer

@@ -11,7 +11,7 @@ from tests.commands import CUDA, PROMPT, refused, run
 
 
 def test_generate_streams_text_and_ends_with_json(capsys):
-    out, err = run(capsys, "generate", PROMPT, "--max-tokens", "12", "--json", "--slots", "1")
+    out, err = run(capsys, "generate", PROMPT, "--max-tokens", "12", "--json")
     *text, last = out.splitlines()
     document = json.loads(last)
     assert "\n".join(text) == PROMPT + document["text"]
@@ -21,7 +21,7 @@ def test_generate_streams_text_and_ends_with_json(capsys):
 
 
 def test_drafter_k_and_loop_do_not_change_the_text(capsys):
-    base = ["generate", PROMPT, "--max-tokens", "16", "--json", "--slots", "1", "--seed", "3"]
+    base = ["generate", PROMPT, "--max-tokens", "16", "--json", "--seed", "3"]
     variants = [["--drafter", "none"], ["--k", "7"], ["--loop", "device"]]
     texts = {json.loads(run(capsys, *base, *v)[0].splitlines()[-1])["text"] for v in variants}
     assert len(texts) == 1
@@ -29,7 +29,7 @@ def test_drafter_k_and_loop_do_not_change_the_text(capsys):
 
 def test_toml_then_flags_and_the_vllm_alias(capsys, tmp_path):
     config = tmp_path / "run.toml"
-    config.write_text('drafter = "none"\nk = 2\nmax_tokens = 4\nslots = 1\n')
+    config.write_text('drafter = "none"\nk = 2\nmax_tokens = 4\nslots = 4\n')
     arguments = ["generate", PROMPT, "--config", str(config), "--k", "1", "--json"]
     document = json.loads(run(capsys, *arguments)[0].splitlines()[-1])
     assert document["tokens"] <= 4
@@ -51,7 +51,7 @@ def test_perplexity_scores_each_token_once(capsys, tmp_path):
 
 
 def test_doctor_finds_mini_sound_and_exact(capsys):
-    out, _ = run(capsys, "doctor", "--json", "--slots", "2")
+    out, _ = run(capsys, "doctor", "--json")
     document = json.loads(out.splitlines()[-1])
     assert document["healthy"] and document["verdict"] == "sound"
     assert all(check["differing"] == 0 for check in document["checks"])
@@ -61,7 +61,7 @@ def test_eval_acceptance_reports_and_proves_equality(capsys, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "def f(x):"}\n{"prompt": "import os\\nimport sys\\n"}\n')
     arguments = ["eval-acceptance", str(prompts), "--max-tokens", "24", "--out", str(tmp_path)]
-    out, err = run(capsys, *arguments, "--slots", "2", "--temperature", "0.8", "--json")
+    out, err = run(capsys, *arguments, "--temperature", "0.8", "--json")
     document = json.loads(out.splitlines()[-1])
     assert document["equality"]["equal"] and document["overall"]["tau"] >= 1
     assert json.loads((tmp_path / "report.json").read_text())["overall"] == document["overall"]
@@ -137,20 +137,7 @@ def test_a_port_in_use_is_said_before_loading(capsys):
         assert port in line and "--port" in line
 
 
-@pytest.mark.usefixtures("few_samples")
-def test_bench_times_steps_and_compares_texts(capsys, tmp_path, worded):
-    receipt = tmp_path / "receipt.json"
-    arguments = ["bench", "--model", str(worded), "--slots", "2", "--contexts", "40"]
-    arguments += ["--max-tokens", "12", "--repeats", "1", "--prompt-lengths", "16"]
-    arguments += ["--max-len", "256"]
-    out, _ = run(capsys, *arguments, "--out", str(receipt), "--json")
-    document = json.loads(out.splitlines()[-1])
-    assert document == json.loads(receipt.read_text())
-    assert document["equal"] and len(document["runs"]) == 4
-    assert {(s["batch"], s["width"]) for s in document["steps"]} == {(1, 1), (1, 8), (2, 1), (2, 8)}
-
-
 def test_no_git_is_no_error(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
-    out, _ = run(capsys, "generate", PROMPT, "--max-tokens", "2", "--slots", "1", "--json")
+    out, _ = run(capsys, "generate", PROMPT, "--max-tokens", "2", "--json")
     assert json.loads(out.splitlines()[-1])["git"] is None

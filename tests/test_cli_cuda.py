@@ -6,13 +6,13 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import pytest
 
 from drafters.none.host import NoDrafter
 from specdec.assembly.engine import warm_up
+from specdec.core.config import ModelConfig
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
@@ -146,12 +146,13 @@ def test_sizes_that_the_kernels_do_not_take_name_tensor_and_size():
 
 
 def test_the_loop_is_the_faster_one(monkeypatch):
-    one, four = (SimpleNamespace(slots=n, capturable=True) for n in (1, 4))
-    references = SimpleNamespace(slots=1, capturable=False)
-    assert [CudaBackend().loops(t)[0] for t in (one, references)] == ["device", "host"]
+    one, four = (ModelConfig(slots=n) for n in (1, 4))
+    references = ModelConfig(device="cpu"), ModelConfig(dtype="float32")
+    assert [CudaBackend().loops(c) for c in references] == [("host",), ("host",)]
+    assert CudaBackend().loops(one)[0] == "device"
     assert JaxBackend().loops(one)[0] == "host"  # on a CPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert [JaxBackend().loops(t)[0] for t in (one, four)] == ["device", "device"]
+    assert [JaxBackend().loops(c)[0] for c in (one, four)] == ["device", "device"]
 
 
 def test_float32_on_a_gpu_runs_references_which_are_not_captured(capsys):
@@ -171,7 +172,7 @@ def test_neither_backend_needs_the_other_framework():
     code = (
         "import sys; sys.modules[{absent!r}] = None\n"
         "from specdec.cli import main\n"
-        "main(['generate', 'def f', '--max-tokens', '3', '--slots', '1', '--json', *{options!r}])"
+        "main(['generate', 'def f', '--max-tokens', '3', '--json', *{options!r}])"
     )
     for absent, options in (("jax", CUDA), ("torch", [])):
         script = code.format(absent=absent, options=options)

@@ -16,7 +16,7 @@ from targets import mini
 from targets.arch import released
 from tests.commands import CUDA, PROMPT, refused, run
 
-SHORT = ["generate", PROMPT, "--max-tokens", "10", "--slots", "1", "--max-len", "128", "--json"]
+SHORT = ["generate", PROMPT, "--max-tokens", "10", "--json"]
 
 
 def document(capsys, *arguments):

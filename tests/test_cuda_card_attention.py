@@ -13,7 +13,7 @@ from targets.cuda import attention
 from targets.cuda.cache import LayerCache, make_cache, read
 from targets.cuda.formulas import inverse_frequencies, rotate
 from targets.cuda.kernels import Kernels
-from targets.cuda.ops import Rows
+from targets.cuda.ops import AttentionLayer, Rows
 from tests.card import KINDS, Differences, error, randn, rows_of
 
 pytestmark = pytest.mark.gpu
@@ -54,8 +54,8 @@ class Case:
         return 2 * randn(len(STARTS) * tokens, vectors * self.layer.head_dim, seed=tokens)
 
     def call(self, qkv: torch.Tensor, rows: Rows) -> torch.Tensor:
-        norms = self.q_norm, self.k_norm
-        x = self.ops.attention(qkv, *norms, self.layer, self.cache, rows, "fp8")
+        layer = AttentionLayer(self.layer, self.cache, self.q_norm, self.k_norm)
+        x = self.ops.attention(qkv, layer, rows, "fp8")
         return rows_of(x, self.layer.heads * self.layer.head_dim, "fp8")
 
     def all_together(self, tokens: int) -> torch.Tensor:

@@ -150,12 +150,12 @@ def assert_holds(host, fresh, seq):
     step = lone.prefill(text, 0, count)
     if isinstance(fresh, EagleDrafter):
         fresh.prefill(text, 0, count, step)
-        caches = [d.given.head.cache for d in (host, fresh)]
+        caches = [(d.given.head.layer.cache,) for d in (host, fresh)]
         kept = 5  # what the last cycle verified is pending
     else:
-        caches, kept = [d.model.cache for d in (host, fresh)], 1
+        caches, kept = [d.model.cache.layers for d in (host, fresh)], 1
     settled = max(0, count - kept)
-    for ours, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
+    for ours, theirs in zip(*caches, strict=True):
         if ours is None:
             continue
         first = max(0, settled - ours.size + 40)

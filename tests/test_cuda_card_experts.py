@@ -92,7 +92,7 @@ def test_experts(moe_ops, kind, picks):
     def call(first: int, stop: int) -> torch.Tensor:
         chosen = numbers[first:stop].contiguous(), shares[first:stop].contiguous()
         given = as_input(x[first:stop], kind)
-        return moe_ops.experts(given, chosen, gate_up.packed, down.packed, MOE)
+        return moe_ops.experts(given, chosen, gate_up.packed, down.packed)
 
     whole, same = call(0, rows), Differences()
     for m in (*range(1, MOST + 1), 100, 255):
@@ -129,7 +129,7 @@ def test_rows_that_sit_out_pick_nobody(moe_ops, kind):
         chosen = moe_ops.route(h.clone(), scale, proj.packed, per_expert, rows, MOE)
         poison = torch.full((m * MOE.top_k, hidden), torch.nan, device="cuda")
         del poison  # what nobody writes is then NaN
-        return chosen[0], moe_ops.experts(x, chosen, gate_up, down, MOE)
+        return chosen[0], moe_ops.experts(x, chosen, gate_up, down)
 
     slot = torch.arange(batch, dtype=torch.int32, device="cuda")
     ids = torch.zeros((batch, tokens), dtype=torch.int32, device="cuda")

@@ -16,7 +16,7 @@ from drafters.eagle3.cuda.kernels import DraftKernels
 from drafters.eagle3.cuda.ops import DraftLayout, DraftReference, PairNorms, Pending, Vocabulary
 from drafters.eagle3.spec import random_head
 from specdec.core.types import NO_GUESS, Sampling
-from targets.cuda.ops import Rows
+from targets.cuda.ops import Closing, Opening, Rows
 from targets.cuda.sampling import blank_table
 from targets.sampling_params import Rules, set_row
 from tests.card import as_input, error, randn, rows_of
@@ -162,7 +162,7 @@ def test_silu_and_bare_residuals():
         assert error(made, F.silu(gate) * up) < 2**-8
     h, branch, norm = randn(5, 256), randn(5, 256, seed=1), randn(256, seed=2)
     mine = h.clone()
-    made = ours.norm(mine, branch, None, None, norm, "bf16")
+    made = ours.norm(mine, Opening(norm, "bf16"), Closing(branch))
     assert torch.equal(mine, h + branch)
     exact = F.rms_norm((h + branch).double(), (256,), norm.double(), SPEC.eps)
     assert error(rows_of(made, 256, "bf16"), exact) < 2**-8

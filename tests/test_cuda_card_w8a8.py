@@ -8,6 +8,7 @@ import torch
 from targets.arch import released
 from targets.cuda.formulas import as_e4m3, rms
 from targets.cuda.kernels import Kernels
+from targets.cuda.ops import Closing, Opening
 from targets.cuda.tiles import ACTIVATION_SCALE
 from targets.cuda.w8a8 import W8A8
 from tests.card import KINDS, Differences, as_input, error, one_layer, randn, random_weight, rows_of
@@ -42,7 +43,7 @@ def test_norms_become_inputs(ops, hidden):
     scalar = torch.tensor([0.7], device="cuda")
 
     def call(m: int) -> torch.Tensor:
-        x = ops.norm(h[:m].clone(), branch[:m], post, scalar, pre, "w8a8")
+        x = ops.norm(h[:m].clone(), Opening(pre, "w8a8"), Closing(branch[:m], post, scalar))
         return rows_of(x, hidden, "w8a8")
 
     whole, same = call(ROWS[-1]), Differences()
@@ -69,7 +70,8 @@ def test_long_calls(ops, shape):
     whole = call(x)
     if shape[0] == ops.arch.hidden:
         h, ones = torch.zeros_like(whole), torch.ones_like(whole[0])
-        ops.norm(h, ops.branch(as_input(x, "w8a8"), weight.packed), ones, None, None, "bf16")
+        branch = ops.branch(as_input(x, "w8a8"), weight.packed)
+        ops.norm(h, Opening(None, "bf16"), Closing(branch, ones))
         assert error(h, rms(whole, ones, ops.arch.eps).double()) < 1e-5
     for m in ROWS:
         same.check(call(x[:m]), whole[:m])

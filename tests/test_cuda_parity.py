@@ -114,7 +114,7 @@ def test_rows_that_sit_out_pick_no_expert(tiny):
     def call(ids, slot):
         rows = Rows(torch.tensor(ids), torch.zeros(2), torch.tensor(slot))
         chosen = ops.route(h, w.router_scale, w.router, w.per_expert, rows, moe)
-        return chosen[0], ops.experts(h, chosen, w.gate_up, w.down, moe)
+        return chosen[0], ops.experts(h, chosen, w.gate_up, w.down)
 
     numbers, whole = call([[5, 6, 7], [8, 9, 10]], [0, 1])
     some, parts = call([[5, 6, -1], [8, 9, 10]], [0, -1])

@@ -12,6 +12,7 @@ from targets.arch import LayerSpec, Rope, read_arch, released
 from targets.checkpoint import Checkpoint
 from targets.cuda.cache import make_cache, read
 from targets.cuda.kernels import Kernels
+from targets.cuda.ops import AttentionLayer, Closing, Opening
 from targets.cuda.params import load_params, quantise_fp8
 from targets.cuda.prefill import prefill
 from targets.cuda.prefill_kernels import PrefillKernels
@@ -69,8 +70,8 @@ def test_turn(kind, hidden):
         for opening in (pre, None):
             h, exact = randn(133, hidden, seed=5), randn(133, hidden, seed=5)
             factor = None if branch is None else scalar
-            ours = kernels.add_norm(h, branch, post, factor, opening, kind)
-            theirs = library.add_norm(exact, branch, post, factor, opening, kind)
+            how = Opening(opening, kind), Closing(branch, post, factor)
+            ours, theirs = kernels.add_norm(h, *how), library.add_norm(exact, *how)
             assert (h - exact).abs().max() <= 1e-5 * exact.abs().max()
             same_input(ours, theirs, kind)
 
@@ -101,15 +102,16 @@ def test_attention(layer, cache, cuts):
         qkv = (2 * randn(stop - start, vectors * layer.head_dim, seed=start)).bfloat16()
         given = qkv, qkv.float()
         pairs = [
-            s.exchange(g, k_norm, layer, c) for s, g, c in zip(steps, given, stores, strict=True)
+            s.exchange(g, AttentionLayer(layer, c, q_norm, k_norm))
+            for s, g, c in zip(steps, given, stores, strict=True)
         ]
         count = len(pairs[1][0])
         for ours, theirs in zip(*pairs, strict=True):
             assert error(ours[:count], theirs) < 5e-3 and not ours[count:].any()
         for kind in ("bf16", "fp8"):
             ours, theirs = (
-                s.attend(g, q_norm, layer, p, kind)
-                for s, g, p in zip(steps, given, pairs, strict=True)
+                s.attend(g, AttentionLayer(layer, c, q_norm, k_norm), p, kind)
+                for s, g, c, p in zip(steps, given, stores, pairs, strict=True)
             )
             values = ours.values.float()
             if kind == "fp8":
@@ -128,19 +130,17 @@ def test_matmuls(kind):
     """Plain, and by expert, one of whom has nothing to do."""
     kernels, library = both(chunk_of(300))
     h, weight = randn(300, 512), randn(4, 384, 512, seed=1) / 16
-    x = kernels.add_norm(h, None, None, None, torch.ones(512, device="cuda"), kind)
+    x = kernels.add_norm(h, Opening(torch.ones(512, device="cuda"), kind))
     values, scale = quantise_fp8(weight) if kind == "fp8" else (weight.bfloat16(), None)
     widened = x.values.float() * (1 if x.scale is None else x.scale[:, None])
     exact = PrefillInput(widened.to(torch.float32), None)
     ends = torch.tensor([100, 100, 117, 300], dtype=torch.int32, device="cuda")
-    ours = kernels.grouped(x, ends, values, scale)
-    assert error(ours, library.grouped(exact, ends, values, scale)) < 5e-3
-    one = None if scale is None else scale[2]
-    ours = kernels.matmul(x, values[2], one)
-    assert error(ours, library.matmul(exact, values[2], one)) < 5e-3
-    assert (
-        kernels.grouped(x, ends, values, scale) == kernels.grouped(x, ends, values, scale)
-    ).all()
+    every = values, scale
+    ours = kernels.grouped(x, ends, every)
+    assert error(ours, library.grouped(exact, ends, every)) < 5e-3
+    one = values[2], None if scale is None else scale[2]
+    assert error(kernels.matmul(x, one), library.matmul(exact, one)) < 5e-3
+    assert (kernels.grouped(x, ends, every) == ours).all()
 
 
 @pytest.mark.parametrize("name", ["mini", "mini-e"])

@@ -88,7 +88,7 @@ def test_the_command_distils_mini_and_continues(tmp_path, capsys) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "data"
     prompts.write_text('{"text": "def add(a, b):\\n    return a + b\\n"}\n' * 3)
     command = ["distil", str(prompts), "--out", str(out), "--cut", "8", "--limit", "2"]
-    command += ["--max-tokens", "4", "--max-len", "64", "--slots", "1", "--temperature", "1"]
+    command += ["--max-tokens", "4", "--temperature", "1"]
     run(capsys, *command)
     rows, manifest = read_answers(out)
     assert len(rows) == 2 and len(manifest["target"]) == 64

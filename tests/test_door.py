@@ -15,19 +15,18 @@ import specdec
 from specdec.core.errors import UserError
 
 PROMPT = "def quicksort(items):"
-SHORT = {"max_len": 256, "slots": 2}
 
 
 @pytest.fixture(scope="module")
 def llm():
-    with specdec.load("mini", drafter="ngram", k=4, **SHORT) as llm:
+    with specdec.load("mini", drafter="ngram", k=4) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def plain():
     """Texts and ids of plain decoding."""
-    with specdec.load("mini", drafter="none", **SHORT) as llm:
+    with specdec.load("mini", drafter="none") as llm:
         yield {
             t: llm.generate(PROMPT, max_tokens=40, temperature=t, seed=3).token_ids
             for t in (0.0, 0.8)
@@ -115,8 +114,8 @@ def test_bad_parameters_are_one_line(llm, wishes, said):
 
 
 def test_bad_prompts_and_options_are_one_line(llm):
-    with pytest.raises(UserError, match="the prompt has 300 tokens but the context is 256"):
-        llm.generate([5] * 300)
+    with pytest.raises(UserError, match="the prompt has 3000 tokens but the context is 2048"):
+        llm.generate([5] * 3000)
     with pytest.raises(UserError, match="this model's ids are 0 to"):
         llm.generate([10**6])
     with pytest.raises(UserError, match="unknown option slot:"):
@@ -126,7 +125,7 @@ def test_bad_prompts_and_options_are_one_line(llm):
 
 
 def test_a_closed_one_says_so():
-    llm = specdec.load("mini", **SHORT)
+    llm = specdec.load("mini")
     llm.close()
     llm.close()
     with pytest.raises(UserError, match="closed"):
@@ -137,8 +136,8 @@ def test_leaving_python_in_the_middle_of_an_answer_is_quiet():
     """Nobody closed it, and the engine is decoding: that used to end the process by a signal."""
     lines = (
         "import specdec",
-        "llm = specdec.load('mini', max_len=4096)",
-        "chunks = llm.stream('def quicksort(items):', max_tokens=3000, ignore_eos=True)",
+        "llm = specdec.load('mini')",
+        "chunks = llm.stream('def quicksort(items):', max_tokens=2000, ignore_eos=True)",
         "next(chunks)",
     )
     done = subprocess.run(

@@ -64,7 +64,7 @@ def test_cached_steps_equal_the_formulas(flags):
     """Two rows of different lengths, their prefixes stored over stale entries, then drafted on."""
     head, (embedded, features) = eagle3_oracle.random_head(**flags), inputs()
     model = HeadModel(head, standing_in(head.spec, embedded))
-    for part in (model.cache.layers[0].k, model.cache.layers[0].v):
+    for part in (model.layer.cache.k, model.layer.cache.v):
         part += 7
     anchors, ids = [9, 3], torch.arange(TOKENS + STEPS)
     given, first = torch.from_numpy(features)[None], torch.zeros(1, dtype=torch.int32)
@@ -171,7 +171,7 @@ def test_what_a_head_needs_is_known_before_it_is_there(tiny):
     given = drafter_of(target).given
     weights = [part for part in vars(given.head.weights).values() if isinstance(part, Linear)]
     parts = [*(part.data for part in weights), *given.pending[:1]]
-    parts += [given.head.cache.layers[0].k, given.head.cache.layers[0].v]
+    parts += [given.head.layer.cache.k, given.head.layer.cache.v]
     held = sum(part.numel() * part.element_size() for part in parts)
     needed = need_bytes(SPEC, TargetShape(2, 64, K + 1, 0, "fp8", "fp8"))
     assert held < needed < 1.1 * held

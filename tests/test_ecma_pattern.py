@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from llguidance import LLMatcher
 
-from serve.ecma_pattern import whole_regex
+from serve.gemma.ecma_pattern import whole_regex
 from specdec.core.errors import UserError
 from tests.test_tool_grammar import GRAMMAR_TOKENIZER, TOKENIZER
 

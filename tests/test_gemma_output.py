@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from serve.gemma_arguments import DEEPEST
-from serve.gemma_output import CallArguments, CallBegan, Content, GemmaOutput, Part, Reasoning
+from serve.gemma.arguments import DEEPEST
+from serve.gemma.output import CallArguments, CallBegan, Content, GemmaOutput, Part, Reasoning
 from targets.mini import path
 from targets.tokenizer import load_tokenizer
 from tests.fakes_text import ALPHABET, CharTokenizer

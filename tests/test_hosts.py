@@ -16,6 +16,8 @@ import pytest
 from tests import cheap
 from tests.commands import CUDA, PROMPT, refused, run, wait_until_ready
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 PROMPTS = ("def add(a, b):", "for i in range(")
 SHAPE = ["--slots", "2", "--max-len", "64", "--k", "3"]
 

@@ -104,7 +104,8 @@ def test_no_drafter_changes_a_token_of_rows_in_blocks(tiny, short_blocks):
     def target_of(path, slots):
         return load_target(path, JaxOptions(slots=slots, max_len=256, k=WIDE, chunk=8))
 
-    check_host(tiny["31b"], "nucleus", 4, [4], 60, target_of, draft_of)
+    told = "model", "ngram", "right", "wild"
+    check_host(tiny["31b"], "nucleus", 4, [4], 60, target_of, draft_of, told)
 
 
 @settings(deadline=None)

@@ -52,20 +52,24 @@ def test_host_loop(tiny, variant, mode, ks, adversaries):
 
 @pytest.mark.parametrize(("variant", "mode"), [("31b", "greedy"), ("e4b", "everything")])
 def test_device_loop(tiny, variant, mode):
-    check_device(tiny[variant], mode, slots=3, ks=[4])
+    check_device(tiny[variant], mode, slots=4, ks=[4])
 
 
-@pytest.mark.parametrize(("variant", "mode"), [("31b", "nucleus"), ("e2b", "everything")])
+@pytest.mark.parametrize(
+    ("variant", "mode"),
+    [pytest.param("31b", "nucleus", marks=pytest.mark.slow), ("e2b", "everything")],
+)
 def test_device_loop_with_a_draft_model(tiny, variant, mode):
-    check_device_model(tiny[variant], mode, slots=3, ks=[4], tokens=24)
+    """31b with a draft of a shorter context, below."""
+    check_device_model(tiny[variant], mode, slots=4, ks=[4], tokens=24)
 
 
 def test_a_draft_context_shorter_than_the_targets(tiny):
     """Drafting ends where the draft's own context does, the text goes on, in both loops."""
     path = tiny["31b"]
-    short = load_target(path, JaxOptions(slots=3, width=CATCH_UP, chunk=8, max_len=48))
-    check_device_model(path, "nucleus", slots=3, ks=[7], draft_of=lambda *_: short)
-    check_eagle3(path, "nucleus", slots=3, ks=[7], max_position=48)
+    short = load_target(path, JaxOptions(slots=4, width=CATCH_UP, chunk=8, max_len=48))
+    check_device_model(path, "nucleus", slots=4, ks=[7], draft_of=lambda *_: short)
+    check_eagle3(path, "nucleus", slots=4, ks=[7], max_position=48)
 
 
 def test_batched_rows_are_exact_within_their_bucket(tiny):

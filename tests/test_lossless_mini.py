@@ -28,9 +28,9 @@ def own_targets():
 
 
 def test_mini_both_loops():
-    check_host(mini.path("mini"), "nucleus", slots=2, ks=[4], tokens=24)
-    check_device(mini.path("mini"), "nucleus", slots=2, ks=[4], tokens=24)
-    check_eagle3(mini.path("mini"), "nucleus", slots=2, ks=[4], tokens=24)
+    check_host(mini.path("mini"), "nucleus", slots=4, ks=[4], tokens=24)
+    check_device(mini.path("mini"), "nucleus", slots=4, ks=[4], tokens=24)
+    check_eagle3(mini.path("mini"), "nucleus", slots=4, ks=[4], tokens=24)
 
 
 def test_feature_layers_change_no_logit(tiny):

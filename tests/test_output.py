@@ -92,7 +92,7 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "command",
-    ["--help", f"generate '{PROMPT}' --max-tokens 400 --slots 1 --drafter none 2>/dev/null"],
+    ["--help", f"generate '{PROMPT}' --max-tokens 400 --drafter none 2>/dev/null"],
 )
 def test_who_reads_no_further_sees_no_traceback(command) -> None:
     done = shell(f"specdec {command} | head -c 5 >/dev/null; echo ${{PIPESTATUS[0]}}")

@@ -16,6 +16,10 @@ from targets.jax import cache as kv, kv_exchange, model
 from targets.jax.params import load_params
 from tests.tiny import IDS, LENGTH, VARIANTS, oracle, write_tiny
 
+MAIN = ("31b", "26b-a4b", "e4b")
+"""Dense, with experts, with per-layer inputs and shared K/V; the others are built of the same."""
+EACH = [pytest.param(v, marks=() if v in MAIN else pytest.mark.slow) for v in VARIANTS]
+
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 TOLERANCE = 5e-4
@@ -59,7 +63,7 @@ def through_cache(arch, params, ids, chunks, slack=16):
     return np.concatenate(pieces, 1)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EACH)
 def test_chunks_and_single_tokens_equal_the_whole(tiny, references, variant):
     arch, params = load(tiny[variant])
     logits, _ = references[variant]
@@ -68,7 +72,7 @@ def test_chunks_and_single_tokens_equal_the_whole(tiny, references, variant):
 
 
 @pytest.mark.parametrize("at_once", [kv_exchange.AT_ONCE, 1])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EACH)
 def test_a_row_of_a_mixed_batch_is_its_own_run(tiny, references, variant, at_once, monkeypatch):
     """Rows at different positions: each row's logits are those of the whole sequence, whether
     attention takes all rows at once or one by one."""
@@ -116,7 +120,7 @@ def test_int8_on_load_equals_int8_files(tmp_path):
         assert a.dtype == b.dtype and (np.asarray(a) == np.asarray(b)).all()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EACH)
 def test_gradients_flow_through_the_same_forward(tiny, variant):
     arch, params = load(tiny[variant])
     ids = IDS[:, :20]

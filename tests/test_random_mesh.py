@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
+from tests import cheap
 from tests.random_mesh_worker import CASES, SPLITS
 
-FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+FLAGS = f"--xla_force_host_platform_device_count=4 {cheap.FLAGS}"
 
 
 def worker(*command: str) -> str:

@@ -7,14 +7,14 @@ import json
 import pytest
 
 from drafters import registry
-from drafters.kind import TextDraft
 from specdec.assembly.engine import make_engine
 from specdec.assembly.model import load_model
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from specdec.core.types import Sampling, Sequence
 from tests.commands import refused, run
-from tests.fakes import Noise
+
+pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 PROMPT = "def quicksort(items):"
 MODEL = {"slots": 2, "max_len": 128}
@@ -83,15 +83,20 @@ def test_an_unknown_drafter_is_one_line_in_every_loop(capsys, backend, loop):
     assert f"unknown drafter 'medusa': choose one of {names}" in line
 
 
-def test_a_drafter_without_a_device_step_is_one_line(monkeypatch):
+def test_a_drafter_without_a_device_step_is_one_line():
     """It would otherwise propose nothing, and nobody would be told."""
-    config, speculation = ModelConfig(**MODEL), SpeculationConfig(drafter="none", loop="device")
-    model = load_model(config, speculation)
-    lone = TextDraft("noise", lambda: Noise(320), {})
-    placed = lone.place(model.backend, model.target, config)
-    monkeypatch.setitem(model.drafters, "none", placed)  # pyright: ignore
-    with pytest.raises(UserError, match="noise has no step for the device loop of jax: use --loop"):
-        make_engine(model, speculation)
+    model = load_model(ModelConfig(**MODEL), SpeculationConfig(drafter="suffix"))
+    match = "suffix has no step for the device loop of jax: use --loop host"
+    with pytest.raises(UserError, match=match):
+        make_engine(model, SpeculationConfig(drafter="suffix", loop="device"))
+
+
+@pytest.mark.parametrize("asked", [("jax", "device"), ("cuda", "device"), ("cuda", None)])
+def test_it_is_refused_before_anything_is_read(monkeypatch, asked):
+    (backend, loop), config = asked, ModelConfig(backend=asked[0], **MODEL)
+    monkeypatch.setattr("specdec.assembly.model.read_arch", lambda path: pytest.fail("too late"))
+    with pytest.raises(UserError, match=f"suffix has no step for the device loop of {backend}"):
+        load_model(config, SpeculationConfig(drafter="suffix", loop=loop))
 
 
 def test_help_names_every_drafter(capsys):

@@ -181,11 +181,15 @@ def test_penalties_count_the_draft_tokens_before_each_row():
     assert bias.sum() == 0
 
 
+@pytest.fixture(scope="module")
+def target(tiny):
+    return load_target(tiny["31b"], JaxOptions(slots=8, max_len=64, k=4, chunk=8))
+
+
 @pytest.mark.parametrize("k", [0, 4])
-def test_through_the_engine_with_and_without_speculation(tiny, k):
+def test_through_the_engine_with_and_without_speculation(target, k):
     """First two sampled tokens over many seeds, against the model's own probabilities: the
     frequencies match with and without a drafter, and the ids are the same ones."""
-    target = load_target(tiny["31b"], JaxOptions(slots=8, max_len=64, k=4, chunk=8))
     drafter = NgramDrafter(1, 2) if k else NoDrafter()
     engine = Engine(target, drafter, host_cycle(target, drafter, k), max_waiting=10_000)
     seqs = [

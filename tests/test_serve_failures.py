@@ -40,8 +40,8 @@ def slow() -> Iterator[Server]:
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slot(slow, stream, path):
-    body = {"prompt": "abc", "messages": CHAT, "max_tokens": 5000, "ignore_eos": True}
-    body["seed"] = LONG
+    said = {"prompt": "abc"} if path == "completions" else {"messages": CHAT}
+    body = {**said, "max_tokens": 5000, "ignore_eos": True, "seed": LONG}
     with httpx.Client(base_url=slow.url) as client:
         if stream:
             with client.stream("POST", f"/v1/{path}", json={**body, "stream": True}) as reply:
@@ -141,7 +141,7 @@ def test_shutdown_tells_whoever_still_waits():
 
 def test_metrics_have_vllms_names_and_the_engines_counts(server):
     labels = f'{{engine="0",model_name="{MODEL}"}}'
-    before = server.metrics()
+    before, counts_before = server.metrics(), server.runner.engine.acceptance.accepted
     reply = server.openai.completions.create(
         model=MODEL, prompt="ababababababab", max_tokens=50, seed=9, extra_body={"ignore_eos": True}
     )
@@ -168,6 +168,9 @@ def test_metrics_have_vllms_names_and_the_engines_counts(server):
     assert grown("vllm:request_success_total", 'finished_reason="length",') == 1
     assert after[f"vllm:num_requests_running{labels}"] == 0
     assert after[f"vllm:num_requests_waiting{labels}"] == 0
+    # OpenAI's prediction counts are of a request's own `prediction`: there was none
     details = reply.usage.completion_tokens_details
-    drafted = grown("vllm:spec_decode_num_draft_tokens_total")
-    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == drafted
+    assert details.accepted_prediction_tokens is details.rejected_prediction_tokens is None
+    told = reply.model_extra["metrics"]["speculative_decoding"]
+    assert told["draft_tokens"] == grown("vllm:spec_decode_num_draft_tokens_total")
+    assert told["accepted_tokens"] == counts.accepted - counts_before

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from serve.gemma_output import CallArguments, CallBegan, Content, GemmaOutput, Reasoning
-from serve.tool_grammar import tool_grammar
+from serve.gemma.output import CallArguments, CallBegan, Content, GemmaOutput, Reasoning
+from serve.gemma.tool_grammar import tool_grammar
 from specdec.core.errors import UserError
 from targets.mini import path
 from targets.tokenizer import load_tokenizer

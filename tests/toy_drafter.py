@@ -152,4 +152,5 @@ KIND = DrafterKind(
     options=ToyOptions,
     vllm_keys={"toy": "toy_shift"},
     most_k=8,
+    device_loops=("jax", "cuda"),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -108,19 +108,9 @@ def spec_for(arch: Arch, shape: HeadShape, stop_ids: Collection[int]) -> HeadSpe
     """The recipe's head for this target. Raises UserError where it can't be."""
     if shape.draft_vocab < len(stop_ids):
         raise UserError(f"draft_vocab {shape.draft_vocab} has no room for {len(stop_ids)} stop ids")
-    spec = HeadSpec(
-        hidden=arch.hidden,
-        ffw=shape.ffw,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab=arch.vocab,
-        draft_vocab=shape.draft_vocab,
-        layers=shape.layers or default_layers(len(arch.layers)),
-        max_position=shape.max_position,
-        fc_norm=shape.fc_norm,
-        norm_output=shape.norm_output,
-    )
+    given: dict[str, Any] = asdict(shape)
+    given["layers"] = shape.layers or default_layers(len(arch.layers))
+    spec = HeadSpec(hidden=arch.hidden, vocab=arch.vocab, **given)
     check_spec(spec)
     check_pair(spec, arch)
     return spec

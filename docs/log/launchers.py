@@ -20,7 +20,7 @@ import torch
 from cuda.core import Device, LaunchConfig, ObjectCode, Stream, launch as core_launch
 
 from targets.cuda.bandwidth import stream_bandwidth
-from targets.cuda.launch import Library, Variant, compile_variant, launch, pointer
+from targets.cuda.launch import Launcher, Library, Variant, compile_variant, pointer
 
 SOURCE = """
 struct Job { int* out; int a, b, c; float f; };
@@ -73,8 +73,7 @@ def main() -> None:
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
     where, stream = out.data_ptr(), torch.cuda.current_stream().cuda_stream
     variant = Variant("probe", folder=folder)
-    ours = Library({variant}, folder / "cache")
-    whole, apart = (ours.kernel(variant, name) for name in ("whole", "apart"))
+    launch = Launcher(Library({variant}, folder / "cache"))
     Device().set_current()
     code, core_stream = ObjectCode.from_cubin(compile_variant(variant)), Stream.from_handle(stream)
     config = LaunchConfig(grid=1, block=32, programmatic_stream_serialization=True)
@@ -86,9 +85,9 @@ def main() -> None:
     plain, narrow = (c_int(1), c_int(1), c_float(1)), (np.int32(1), np.int32(1), np.float32(1))
     given, one = (where, 1, 1, 1, 1.0), ((1,), (32,))
     costs = {
-        "cuda-bindings, struct": lambda: launch(whole, (1, 1, 1), 32, [Job(*given)], stream),
+        "cuda-bindings, struct": lambda: launch(variant, "whole", (1, 1, 1), 32, [Job(*given)]),
         "cuda-bindings, apart": lambda: launch(
-            apart, (1, 1, 1), 32, [pointer(out), c_int(1), c_int(1), c_float(1)], stream
+            variant, "apart", (1, 1, 1), 32, [pointer(out), c_int(1), c_int(1), c_float(1)]
         ),
         "cuda.core, struct": lambda: core_launch(core_stream, config, core_whole, Job(*given)),
         "cuda.core, apart": lambda: core_launch(core_stream, config, core_apart, where, *plain),

@@ -91,4 +91,5 @@ KIND = DrafterKind(
     _read,
     random=_random,
     resolve=_resolve,
+    device_loops=("jax", "cuda"),
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from drafters.kind import Asked, DrafterKind, PlacedDrafter, find_draft_model, step_of
+from drafters.kind import Asked, DrafterKind, PlacedDrafter, find_draft_model
 from drafters.model.host import CATCH_UP, ModelDrafter
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
@@ -46,10 +46,9 @@ class ModelDraft:
 
 def placed(model: Any, target: Any, greedy: bool) -> PlacedDrafter:
     """A loaded draft model beside its target."""
-    steps = {"jax": _traced, "cuda": _captured}
+    step = {"jax": _traced, "cuda": _captured}[target.backend]
     return PlacedDrafter(
-        lambda k: ModelDrafter(model, greedy),
-        lambda drafter: step_of("model", steps, target)(drafter, target),
+        lambda k: ModelDrafter(model, greedy), lambda drafter: step(drafter, target)
     )
 
 
@@ -103,4 +102,5 @@ KIND = DrafterKind(
     random=_random,
     resolve=_resolve,
     vllm_method="draft_model",
+    device_loops=("jax", "cuda"),
 )

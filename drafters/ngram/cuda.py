@@ -6,12 +6,11 @@ from collections.abc import Sequence as Seqs
 from ctypes import c_int
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from specdec.core.types import Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch
-from targets.cuda.launch import Library, Variant, launch, pointer
+from targets.cuda.launch import Launcher, Library, Variant, pointer
 from targets.cuda.target import CudaTarget
 
 LOOKUP = Variant("lookup", folder=Path(__file__).parent / "sources")
@@ -24,7 +23,7 @@ class DeviceNgram:
     def __init__(self, target: CudaTarget, n_min: int, n_max: int) -> None:
         """n_min, n_max: the shortest and the longest suffix to look up."""
         self.target, self.lengths = target, (n_min, n_max)
-        self._kernel = Library({LOOKUP}).kernel(LOOKUP, "lookup")
+        self._launch = Launcher(Library({LOOKUP}))
 
     def ready(self, seqs: Seqs[Sequence]) -> None:
         pass
@@ -33,8 +32,7 @@ class DeviceNgram:
         history, rows = self.target.cache.tokens, batch.rows
         tensors = history, rows.start, rows.slot, rows.tokens
         arguments = [*map(pointer, tensors), *map(c_int, (history.stride(0), k, *self.lengths))]
-        stream = torch.cuda.current_stream().cuda_stream
-        launch(self._kernel, (len(rows.slot), 1, 1), THREADS, arguments, stream)
+        self._launch(LOOKUP, "lookup", (len(rows.slot), 1, 1), THREADS, arguments)
         return batch.draft
 
     def observe(self, batch: CapturedBatch, step: Step, accepted: Tensor) -> None:

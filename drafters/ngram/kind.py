@@ -30,7 +30,7 @@ def _read(asked: Asked) -> TextDraft:
     given = own_options(NgramOptions, asked.speculation)
     lengths = given.ngram_min, given.ngram_max
     steps = {"jax": partial(_traced, lengths), "cuda": partial(_captured, lengths)}
-    return TextDraft("ngram", partial(NgramDrafter, *lengths), steps)
+    return TextDraft(partial(NgramDrafter, *lengths), steps)
 
 
 def _traced(lengths: tuple[int, int], target: Any) -> Any:
@@ -53,4 +53,5 @@ KIND = DrafterKind(
     resolve=_resolve,
     options=NgramOptions,
     vllm_keys={"prompt_lookup_min": "ngram_min", "prompt_lookup_max": "ngram_max"},
+    device_loops=("jax", "cuda"),
 )

@@ -9,7 +9,7 @@ from drafters.none.host import NoDrafter
 
 
 def _read(asked: Asked) -> TextDraft:
-    return TextDraft("none", NoDrafter, {"jax": _traced, "cuda": _captured})
+    return TextDraft(NoDrafter, {"jax": _traced, "cuda": _captured})
 
 
 def _traced(target: Any) -> Any:
@@ -25,4 +25,4 @@ def _captured(target: Any) -> Any:
     return DeviceNone()
 
 
-KIND = DrafterKind("none", "plain decoding", _read, most_k=0)
+KIND = DrafterKind("none", "plain decoding", _read, most_k=0, device_loops=("jax", "cuda"))

@@ -24,7 +24,7 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
 
 def _read(asked: Asked) -> TextDraft:
     shortest = own_options(SuffixOptions, asked.speculation).suffix_min
-    return TextDraft("suffix", partial(SuffixDrafter, shortest), {})
+    return TextDraft(partial(SuffixDrafter, shortest))
 
 
 KIND = DrafterKind(

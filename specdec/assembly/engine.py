@@ -26,7 +26,7 @@ VARIANTS = tuple(Sampling(temperature=t, logprobs=n, seed=1) for t in (0.0, 1.0)
 
 def loop_of(model: Model, speculation: SpeculationConfig) -> Loop:
     """The one that was asked for, or the faster."""
-    return speculation.loop or model.backend.loops(model.target)[0]
+    return speculation.loop or model.loops[0]
 
 
 def make_engine(
@@ -41,10 +41,11 @@ def make_engine(
     accepted: counts to take instead of comparing, see specdec.core.synthetic (speed tests only).
     """
     placed, target = model.drafters[speculation.drafter], model.target
-    most = registry.find(speculation.drafter).most_k if accepted is None else speculation.k
-    k = min(speculation.k, most)
+    kind, loop = registry.find(speculation.drafter), loop_of(model, speculation)
+    kind.refuse(loop, target.backend)
+    k = min(speculation.k, kind.most_k) if accepted is None else speculation.k
     drafter = placed.make(k)
-    if loop_of(model, speculation) == "device":
+    if loop == "device":
         on_device = placed.on_device(drafter)
         driver = model.backend.device_loop(target, on_device, k, accepted)
     else:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence as Seqs
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from drafters import registry
 from drafters.kind import Asked, Draft, DrafterKind, PlacedDrafter
-from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.config import Loop, ModelConfig, SpeculationConfig
 from targets import hub, mini
 from targets.arch import Arch, read_arch, released
 from targets.backend import Backend, LoadedTarget, TargetRequest, backend_of
@@ -35,13 +35,15 @@ class Model:
     backend: Backend
     drafters: Mapping[str, PlacedDrafter]
     """By name: the one that was asked for, and plain decoding's."""
+    loops: Seqs[Loop]
+    """The drivers that the target has, the faster one first."""
 
 
 def load_model(
     config: ModelConfig, speculation: SpeculationConfig, status: Status = quiet
 ) -> Model:
     """Load what was asked for. speculation: resolved. Raises UserError."""
-    backend, kind = backend_of(config, speculation.loop), registry.find(speculation.drafter)
+    backend, kind, loops = _asked(config, speculation)
     with status(f"looking for {config.model}"):
         path = checkpoint_path(config.model)
     name = hub.repo_of(config.model) if hub.is_name(config.model) else path.name
@@ -53,21 +55,32 @@ def load_model(
         request = _request(speculation, draft, tokenizer.suppress_ids)
         target = backend.load(path, config, request)
         drafters = _placed(kind, draft, arch, backend, target, config)
-    return Model(name, target, tokenizer, backend, drafters)
+    return Model(name, target, tokenizer, backend, drafters, loops)
 
 
 def random_model(
     name: str, config: ModelConfig, speculation: SpeculationConfig, status: Status = quiet
 ) -> Model:
     """A public model's true size with random weights, and mini's tokenizer. Raises UserError."""
-    backend, kind = backend_of(config, speculation.loop), registry.find(speculation.drafter)
+    backend, kind, loops = _asked(config, speculation)
     arch = released(name)
     backend.prepare(config)
     with status(f"making random weights of {name}"):
         draft = (kind.random or kind.read)(Asked(arch, None, speculation))
         target = backend.random(arch, config, _request(speculation, draft))
         drafters = _placed(kind, draft, arch, backend, target, config)
-    return Model(name, target, load_tokenizer(mini.path("mini")), backend, drafters)
+    return Model(name, target, load_tokenizer(mini.path("mini")), backend, drafters, loops)
+
+
+def _asked(
+    config: ModelConfig, speculation: SpeculationConfig
+) -> tuple[Backend, DrafterKind, Seqs[Loop]]:
+    """Backend, drafter and the loops that there are. Raises UserError, before anything is read, for
+    a drafter that has no step for the loop which would run it."""
+    backend, kind = backend_of(config, speculation.loop), registry.find(speculation.drafter)
+    loops = backend.loops(config)
+    kind.refuse(speculation.loop or loops[0], config.backend)
+    return backend, kind, loops
 
 
 def _request(

@@ -30,7 +30,9 @@ def print_bench(document: Row, console: Console) -> None:
         "its share": lambda row: _percent(row["forward_share"]) if "forward" in row else "",
         "/ plain": lambda row: f"{row['over_plain']:.3f}" if "over_plain" in row else "",
     }
-    _print("ms per host-driven step, and of its forward alone", document["steps"], columns, console)
+    print_table(
+        "ms per host-driven step, and of its forward alone", document["steps"], columns, console
+    )
     columns = {
         "drafter": _plain("drafter"),
         "K": _plain("k"),
@@ -42,15 +44,15 @@ def print_bench(document: Row, console: Console) -> None:
         "overhead": lambda row: _ms(row["overhead"]) if "overhead" in row else "",
         "tok/s, tau 1": lambda row: f"{row['tokens_per_second_at_tau_1']:,.1f}",
     }
-    _print("ms per cycle, as the engine drives it", document["cycles"], columns, console)
+    print_table("ms per cycle, as the engine drives it", document["cycles"], columns, console)
     columns = {
         "prompt": _plain("prompt_length"),
         "ms": lambda row: _ms(row["seconds"]),
         "spread": lambda row: _percent(row["spread"]),
     }
-    _print("time to first token", document["first_token"], columns, console)
+    print_table("time to first token", document["first_token"], columns, console)
     for kind, title in (("runs", "end to end"), ("synthetic", "synthetic acceptance")):
-        _print(title, document[kind], _RUN, console)
+        print_table(title, document[kind], _RUN, console)
     console.print("outputs equal" if document["equal"] else "[bold red]OUTPUTS DIFFER[/bold red]")
 
 
@@ -94,9 +96,10 @@ def _lines(axes: Any, points: list[Row], along: str, other: str) -> None:
     axes.legend(fontsize="small")
 
 
-def _print(
+def print_table(
     title: str, rows: list[Row], columns: dict[str, Callable[[Row], str]], console: Console
 ) -> None:
+    """A table with these columns; nothing where there are no rows."""
     if not rows:
         return
     table = Table(title=title, title_justify="left")

@@ -137,7 +137,8 @@ def _runs(model: Model, speculation: SpeculationConfig, grid: Grid, figures: Fig
     vocab, slots = model.target.vocab, max(grid.batches)
     prompts = [[2, *text * 2] for text in random_prompts(slots, LOOKUP, vocab, seed=1)]
     for drafter in dict.fromkeys((PLAIN, speculation.drafter)):
-        for loop in sorted(model.backend.loops(model.target), reverse=True):
+        has_step = model.target.backend in find(drafter).device_loops
+        for loop in sorted(model.loops if has_step else ("host",), reverse=True):
             config = replace(speculation, drafter=drafter, loop=loop)
             engine = partial(make_engine, model, config)
             run = end_to_end(f"{drafter}, {loop} loop", engine, prompts, grid.max_tokens)

@@ -88,7 +88,7 @@ def bench(
     print_bench(document, console)
     _save(document, config)
     if config.peer is not None:
-        document["peer"] = _peer(loaded, model, speculation, grid, config)
+        document["peer"] = _peer(model, speculation, grid, config)
         _save(document, config)
     if json:
         print_json(document)
@@ -161,11 +161,7 @@ def _measure(
 
 
 def _peer(
-    loaded: Model,
-    model: ModelConfig,
-    speculation: SpeculationConfig,
-    grid: Grid,
-    config: BenchConfig,
+    model: ModelConfig, speculation: SpeculationConfig, grid: Grid, config: BenchConfig
 ) -> dict[str, Any]:
     from specdec.bench import peer
 

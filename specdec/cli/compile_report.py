@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import Parameter
-from rich.table import Table
 
+from specdec.bench.display import print_table
 from specdec.cli.console import check_folder, console, print_json
 from specdec.cli.progress import working
 from specdec.cli.topics import Whole
@@ -134,8 +134,9 @@ def _rows(job: Job, contexts: tuple[int, ...]) -> list[Row]:
 def _print(document: Row) -> None:
     chips = f"{document['architecture']} on {document['config']['topology']}"
     rows = [row for row in document["rows"] if "bytes" in row]
-    _table(f"{chips}: GB on a chip", [r for r in rows if r["kind"] == "plain"], _MEMORY)
-    _table(f"{chips}: a step on a chip", _distinct(rows), _STEP)
+    plain = [row for row in rows if row["kind"] == "plain"]
+    print_table(f"{chips}: GB on a chip", plain, _MEMORY, console)
+    print_table(f"{chips}: a step on a chip", _distinct(rows), _STEP, console)
     for row in document["rows"]:
         if "why" in row:
             console.print(f"batch {row['batch']}, context {row['context']:,}: {row['why']}")
@@ -154,15 +155,6 @@ def _distinct(rows: list[Row]) -> list[Row]:
         if row["kind"] == "plain" or row["bytes"] != kept[-1]["bytes"]:
             kept.append(row)
     return kept
-
-
-def _table(title: str, rows: list[Row], columns: dict[str, Callable[[Row], str]]) -> None:
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(cell(row) for cell in columns.values()))
-    console.print(table)
 
 
 def _gb(size: float) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
-from dataclasses import field, make_dataclass
-from typing import TYPE_CHECKING, Annotated, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter, Token
 
@@ -30,15 +29,13 @@ def _with_drafters() -> type[SpeculationConfig]:
     """`SpeculationConfig` with the drafters' own options and help, from the registry."""
     kinds = ", ".join(f"{kind.name} ({kind.summary})" for kind in registry.every())
     who = f"What guesses: {kinds}. Never changes the output."
-    whole = registry.config_type()
     helps = {name: f.metadata["help"] for name, f in registry.own_fields().items()}
     helps |= {"drafter": who}
-    told = [
-        (name, Annotated[kind, Parameter(help=helps[name])] if name in helps else kind)
-        for name, kind in get_type_hints(whole, include_extras=True).items()
-    ]
-    named = [(name, kind, field(default=getattr(whole, name))) for name, kind in told]
-    made = make_dataclass("Speculation", named, bases=(whole,), frozen=True)
+
+    def told(name: str, kind: Any) -> Any:
+        return Annotated[kind, Parameter(help=helps[name])] if name in helps else kind
+
+    made = registry.config_type(told)
     made.__module__ = __name__  # cyclopts takes what it finds in `types` for a builtin
     return made
 

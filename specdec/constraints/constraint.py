@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
+from specdec.constraints.grammar import first_line
 from specdec.constraints.recite import Recite
 from specdec.constraints.rules import (
     AllowedTokens,
@@ -18,7 +19,7 @@ from specdec.constraints.rules import (
     Rule,
     ThinkingBudget,
 )
-from specdec.constraints.vocabulary import Vocabulary, first_line
+from specdec.constraints.vocabulary import Vocabulary
 from specdec.core.constraint import EVERYTHING
 from specdec.core.types import Constraint, Sequence
 
@@ -57,6 +58,7 @@ class TextConstraint:
         self.rules = rules
         self.failure: str | None = None
         self._matcher = None if rules.grammar is None else vocabulary.matcher(rules.grammar)
+        self._vocabulary = vocabulary
         self._others = _others(rules)
         self._stop_ids = frozenset(vocabulary.stop_ids)
         self._read = 0
@@ -79,7 +81,10 @@ class TextConstraint:
         self._catch_up(seq)
         if self._matcher is None or self._ended or self.failure is not None:
             return []
-        return self._matcher.compute_ff_tokens()
+        # of a copy: asking for forced bytes pushes them into the matcher, whose masks then fail
+        # where a control token is among them (llguidance 1.9)
+        forced = self._matcher.deep_copy().compute_ff_bytes()
+        return self._vocabulary.tokens_of(forced)
 
     def packed(self) -> dict[str, Any]:
         return asdict(self.rules)

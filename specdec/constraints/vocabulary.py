@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence as Seqs
@@ -9,8 +10,12 @@ from typing import Protocol
 
 from llguidance import LLMatcher, LLTokenizer
 
+from specdec.constraints.grammar import first_line
 from specdec.core.errors import UserError
 
+NOTHING = "no text satisfies this grammar"
+CONTROL = re.compile(rb"\xff\[([0-9]+)\]")
+"""How llguidance writes a control token among bytes."""
 CACHED = 64
 """Compiled grammars that are kept: an agent sends the same tools with each turn."""
 
@@ -45,6 +50,13 @@ class Vocabulary:
                 )
             return self._tokens
 
+    def tokens_of(self, text: bytes) -> list[int]:
+        """Token ids of what llguidance calls forced, control tokens included."""
+        tokens, found = self.load(), []
+        for i, part in enumerate(CONTROL.split(text)):
+            found += [int(part)] if i % 2 else tokens.tokenize_bytes(part)
+        return found
+
     def matcher(self, grammar: str) -> LLMatcher:
         """A fresh matcher. Raises UserError for a grammar that can't be compiled."""
         tokens = self.load()
@@ -52,8 +64,7 @@ class Vocabulary:
             known = self._grammars.pop(grammar, None)
         if known is None:
             known = LLMatcher(tokens, grammar, log_level=0)
-            if known.is_error():
-                raise UserError(f"the grammar can't be used: {first_line(known.get_error())}")
+            _check(known)
         with self._lock:
             self._grammars[grammar] = known
             while len(self._grammars) > CACHED:
@@ -61,7 +72,11 @@ class Vocabulary:
         return known.deep_copy()
 
 
-def first_line(complaint: str) -> str:
-    """Of llguidance's several lines the one that says what is wrong."""
-    lines = complaint.strip().splitlines() or ["no reason given"]
-    return lines[0][:300]
+def _check(matcher: LLMatcher) -> None:
+    """Raises UserError for a grammar that can't be compiled, or that no text satisfies."""
+    if matcher.is_error():
+        raise UserError(f"the grammar can't be used: {first_line(matcher.get_error())}")
+    first = matcher.deep_copy()
+    allowed = first.compute_bitmask()
+    if first.is_error() or not any(allowed):
+        raise UserError(f"the grammar can't be used: {NOTHING}")

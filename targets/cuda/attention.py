@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from targets.arch import Arch, LayerSpec, Rope
-from targets.cuda.cache import LayerCache
 from targets.cuda.formulas import inverse_frequencies
 from targets.cuda.inputs import Input, make_input, make_rows
-from targets.cuda.launch import SHARED_LIMIT, Launch, Variant, address
-from targets.cuda.ops import Rows
+from targets.cuda.launch import SHARED_LIMIT, Launcher, Variant, address
+from targets.cuda.ops import AttentionLayer, Rows
 
 THREADS = 256
 HEADS = (64, 128, 256, 512)
@@ -34,9 +33,6 @@ WALK_FROM = 128
 STORED_APART = 16
 """Tokens per sequence from which a kernel of its own stores their keys and values: attention
 otherwise does it in every CTA that sees them."""
-
-Norms = tuple[Tensor | None, Tensor | None]
-"""Of queries and of keys."""
 
 
 class _AttentionJob(Structure):
@@ -70,7 +66,7 @@ class Attention:
     """For one architecture with up to this many positions."""
 
     def __init__(
-        self, launch: Launch, arch: Arch, positions: int, kv8: int, device: torch.device
+        self, launch: Launcher, arch: Arch, positions: int, kv8: int, device: torch.device
     ) -> None:
         self._launch, self._kv8 = launch, kv8
         self._eps, self._device = arch.eps, device
@@ -81,53 +77,46 @@ class Attention:
             for layer in {layer.rope: layer for layer in arch.layers}.values()
         }
 
-    def run(
-        self, qkv: Tensor, norms: Norms, layer: LayerSpec, cache: LayerCache, rows: Rows, kind: str
-    ) -> Input:
-        """`Ops.attention`. norms: q's and k's. For "w8a8" rows of f16 (value / 32), yet to be
-        quantised, as an input in blocks of 0."""
-        batch, tokens = rows.tokens.shape
+    def run(self, qkv: Tensor, given: AttentionLayer, rows: Rows, kind: str) -> Input:
+        """`Ops.attention`. For "w8a8" rows of f16 (value / 32), yet to be quantised, as an input in
+        blocks of 0."""
+        (batch, tokens), layer = rows.tokens.shape, given.spec
         make = make_rows if kind == "w8a8" else make_input
         x = make(batch * tokens, layer.heads * layer.head_dim, self._device)
         heads, queries = batch * layer.kv_heads, tokens * layer.heads // layer.kv_heads
         dim = _padded(layer.head_dim)
         high = _high(queries, _most_walking(dim))
         if heads * -(-queries // (8 * high)) >= WALK_FROM:
-            self._walk(self._job(qkv, norms, layer, cache, rows, x, kind), layer, batch, high)
+            self._walk(self._job(qkv, given, rows, x, kind), layer, batch, high)
             return x
         new = lambda *shape: torch.empty(shape, device=self._device)  # noqa: E731
         # of q halves as floats; lanes first: the few of a short context share pages of memory
         room = new(heads, dim // 2, queries), new(LANES, heads, queries, dim)
         sums = new(LANES, heads, queries, 2)
-        job = self._job(qkv, norms, layer, cache, rows, x, kind, (*room, sums))
+        job = self._job(qkv, given, rows, x, kind, (*room, sums))
         self._split(job, layer, batch, _high(queries, TILES[-1]))
         return x
 
-    def store(
-        self, qkv: Tensor, norms: Norms, layer: LayerSpec, cache: LayerCache, rows: Rows
-    ) -> None:
-        """The new keys and values alone: nobody attends yet."""
-        self._prepare(
-            self._job(qkv, norms, layer, cache, rows, None, ""), layer, 2 * layer.kv_heads
-        )
+    def store(self, qkv: Tensor, layer: AttentionLayer, rows: Rows) -> None:
+        """`Ops.store`."""
+        job = self._job(qkv, layer, rows, None, "")
+        self._prepare(job, layer.spec, 2 * layer.spec.kv_heads)
 
     def _job(
         self,
         qkv: Tensor,
-        norms: Norms,
-        layer: LayerSpec,
-        cache: LayerCache,
+        given: AttentionLayer,
         rows: Rows,
         x: Input | None,
         kind: str,
         room: tuple[Tensor | None, ...] = (None, None, None),
     ) -> _AttentionJob:
         """room: for queries, partial outputs and their sums."""
-        batch, tokens = rows.tokens.shape
+        (batch, tokens), layer, cache = rows.tokens.shape, given.spec, given.cache
         cosine, sine = self._rope[layer.rope, layer.head_dim]
         own = layer.kv_from is None
         return _AttentionJob(
-            *map(address, (qkv, *norms, cosine, sine, cache.k, cache.v)),
+            *map(address, (qkv, given.q_norm, given.k_norm, cosine, sine, cache.k, cache.v)),
             *map(address, (rows.start, rows.slot, x and x.data, *room)),
             *(qkv.stride(0), batch, tokens, layer.heads // layer.kv_heads, layer.kv_heads),
             *(layer.head_dim, cache.size, layer.window or 0, int(own), int(layer.k_eq_v)),

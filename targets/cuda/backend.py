@@ -35,8 +35,7 @@ class CudaBackend:
             raise UserError(
                 "--cache needs --backend jax: cuda keeps its kernels in ~/.cache/specdec/kernels"
             )
-        if loop == "device" and (config.device == "cpu" or config.dtype == "float32"):
-            # those run the references, which ask the host as they go
+        if loop == "device" and _asks_the_host(config):
             raise UserError(
                 "--loop device captures CUDA graphs: with --device cpu or --dtype float32 use "
                 "--loop host"
@@ -80,8 +79,8 @@ class CudaBackend:
 
         return self_check(target)
 
-    def loops(self, target: CudaTarget) -> Seqs[Loop]:
-        return ("device", "host") if target.capturable else ("host",)
+    def loops(self, config: ModelConfig) -> Seqs[Loop]:
+        return ("host",) if _asks_the_host(config) else ("device", "host")
 
     def device_loop(
         self, target: CudaTarget, drafter: DeviceDrafter, k: int, accepted: Array | None = None
@@ -102,6 +101,11 @@ class CudaBackend:
         from targets.cuda.score import window_nll
 
         return partial(window_nll, target)
+
+
+def _asks_the_host(config: ModelConfig) -> bool:
+    """The references do, as they go: nothing that can be captured."""
+    return config.device == "cpu" or config.dtype == "float32"
 
 
 def _check(config: ModelConfig) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.core.errors import UserError
 from targets.arch import Arch, MoeSpec
 from targets.cuda import tiles
-from targets.cuda.launch import Launch, Variant, pointer
+from targets.cuda.launch import Launcher, Variant, pointer
 from targets.cuda.ops import Linear, Rows
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def variants(arch: Arch, kinds: set[str]) -> set[Variant]:
 
 
 def pick(
-    launch: Launch, logits: Tensor, per_expert: Tensor, rows: Rows, moe: MoeSpec, factor: float
+    launch: Launcher, logits: Tensor, per_expert: Tensor, rows: Rows, moe: MoeSpec, factor: float
 ) -> tuple[Tensor, Tensor]:
     """The router's choice from logits [M, E], which are multiplied by `factor` first."""
     m = len(logits)
@@ -64,7 +64,7 @@ def pick(
 
 
 def run(
-    launch: Launch, x: Input, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear
+    launch: Launcher, x: Input, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear
 ) -> Tensor:
     """Three kernels: gate and up of every (row, rank) pair, down, and the sum over ranks."""
     numbers, shares = chosen
@@ -86,7 +86,7 @@ def run(
 
 
 def _experts(
-    launch: Launch,
+    launch: Launcher,
     name: str,
     weight: Linear,
     x: Tensor,

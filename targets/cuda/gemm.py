@@ -9,8 +9,8 @@ from torch import Tensor
 
 from targets.cuda import tiles
 from targets.cuda.inputs import BLOCKS, Input
-from targets.cuda.launch import Launch, Variant, address
-from targets.cuda.ops import Linear
+from targets.cuda.launch import Launcher, Variant, address
+from targets.cuda.ops import Dense, Linear
 
 RING_BYTES = 168 << 10
 """Of a CTA for few tokens. It takes most of a multiprocessor: two CTAs on one would leave another
@@ -60,7 +60,7 @@ def variants(kinds: set[str]) -> set[Variant]:
 class Gemm:
     """Weights times few tokens, on a GPU with this many multiprocessors."""
 
-    def __init__(self, launch: Launch, processors: int) -> None:
+    def __init__(self, launch: Launcher, processors: int) -> None:
         self._launch, self._processors = launch, processors
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scales: dict[Tensor, Tensor] = {}  # as packed -> as they were
@@ -74,7 +74,7 @@ class Gemm:
         data = tiles.tile(values, kind, layout, self._processors)
         return Linear(n, k, kind, data, scale, layout)
 
-    def dense(self, weight: Linear) -> tuple[Tensor, Tensor | None]:
+    def dense(self, weight: Linear) -> Dense:
         plan, fp8 = tiles.schedule_of(weight, self._processors), weight.kind != "bf16"
         assert weight.k % 8 == 0, weight.k
         count = len(weight.data) if weight.layout.startswith("experts") else 1

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Set
 from ctypes import Structure, c_float, c_int, c_void_p
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from targets.arch import Arch, LayerSpec, MoeSpec
+from targets.arch import Arch, MoeSpec
 from targets.cuda import attention, experts, gemm, sampler, tiles, w8a8
-from targets.cuda.cache import LayerCache
 from targets.cuda.gemm import GATED, LOGITS, PER_LAYER, PLAIN
 from targets.cuda.inputs import Input, make_input
-from targets.cuda.launch import Library, Variant, address, launch, pointer
+from targets.cuda.launch import Launcher, Library, Variant, address, pointer
 from targets.cuda.norms import ROW_THREADS, Norms
-from targets.cuda.ops import Linear, Rows
+from targets.cuda.ops import AttentionLayer, Linear, Opening, Rows
 from targets.cuda.variants import norm_variant, variants
 from targets.cuda.w8a8 import Parts
 
@@ -57,20 +55,20 @@ class Kernels:
         torch.zeros(1, device=self.device)  # torch makes the context that modules are loaded into
         properties = torch.cuda.get_device_properties(self.device)
         self.processors = properties.multi_processor_count
-        self.library = Library(variants(arch, kv8, kinds) | more)
+        self._launch = Launcher(Library(variants(arch, kv8, kinds) | more))
         self._gemm = gemm.Gemm(self._launch, self.processors)
+        self.dense = self._gemm.dense
         self._w8a8 = w8a8.W8A8(self._launch, self.processors)
-        self._norms = Norms(self._launch, arch.eps)
+        norms = Norms(self._launch, arch.eps)
+        self.norm, self.join = norms.norm, norms.join
         self._attention = attention.Attention(self._launch, arch, max_len, kv8, self.device)
+        self.store = self._attention.store
         self.sampler = sampler.Sampler(self._launch, self.device)
         self.choose = self.sampler.choose
 
     def pack(self, values: Tensor, scale: Tensor | None, kind: str, layout: str) -> Linear:
         maker = self._w8a8 if kind == "w8a8" else self._gemm
         return maker.pack(values, scale, kind, layout)
-
-    def dense(self, weight: Linear) -> tuple[Tensor, Tensor | None]:
-        return self._gemm.dense(weight)
 
     def linear(self, x: Input, weight: Linear) -> Tensor:
         return (self._w8a8 if weight.kind == "w8a8" else self._gemm).linear(x, weight)
@@ -80,23 +78,9 @@ class Kernels:
             return self._w8a8.branch(x, weight)
         return self._gemm.linear(x, weight)
 
-    def attention(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        layer: LayerSpec,
-        cache: LayerCache,
-        rows: Rows,
-        kind: str,
-    ) -> Input:
-        x = self._attention.run(qkv, (q_norm, k_norm), layer, cache, rows, kind)
+    def attention(self, qkv: Tensor, layer: AttentionLayer, rows: Rows, kind: str) -> Input:
+        x = self._attention.run(qkv, layer, rows, kind)
         return self._w8a8.quantise(x.data) if kind == "w8a8" else x
-
-    def store(
-        self, qkv: Tensor, k_norm: Tensor | None, layer: LayerSpec, cache: LayerCache, rows: Rows
-    ) -> None:
-        self._attention.store(qkv, (None, k_norm), layer, cache, rows)
 
     def embed(self, head: Linear, rows: Rows) -> Tensor:
         m = rows.tokens.numel()
@@ -116,17 +100,6 @@ class Kernels:
             *(plan.row_groups, plan.k_groups, plan.wide, plan.depth),
             torch.tensor(head.k**0.5, dtype=torch.bfloat16).item(),
         )
-
-    def norm(
-        self,
-        h: Tensor,
-        branch: Tensor | Parts | None,
-        post: Tensor | None,
-        scalar: Tensor | None,
-        pre: Tensor | None,
-        kind: str,
-    ) -> Input:
-        return self._norms.norm(h, branch, post, scalar, pre, kind)
 
     def gated(self, x: Input, gate_up: Linear, kind: str) -> Input:
         if gate_up.kind == "w8a8":
@@ -148,9 +121,7 @@ class Kernels:
         self._gemm.run(x, table, out, LOGITS if softcap else PLAIN, table.n, softcap=softcap or 0.0)
         return out
 
-    def per_layer_inputs(
-        self, h: Tensor, mixed: Tensor, table: Tensor, norm: Tensor, rows: Rows
-    ) -> Tensor:
+    def per_layer_inputs(self, mixed: Tensor, table: Tensor, norm: Tensor, rows: Rows) -> Tensor:
         arch, m = self.arch, len(mixed)
         width, layers = arch.per_layer_input, len(arch.layers)
         out = torch.empty((m, layers * width), device=self.device)
@@ -166,29 +137,10 @@ class Kernels:
     def route(
         self, h: Tensor, scale: Tensor, proj: Linear, per_expert: Tensor, rows: Rows, moe: MoeSpec
     ) -> tuple[Tensor, Tensor]:
-        logits = self.linear(self.norm(h, None, None, None, scale, proj.kind), proj)
+        logits = self.linear(self.norm(h, Opening(scale, proj.kind)), proj)
         return experts.pick(self._launch, logits, per_expert, rows, moe, self.arch.hidden**-0.5)
 
     def experts(
-        self, x: Input, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear, moe: MoeSpec
+        self, x: Input, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear
     ) -> Tensor:
         return experts.run(self._launch, x, chosen, gate_up, down)
-
-    def join(
-        self, dense: Tensor | Parts, dense_norm: Tensor, routed: Tensor, routed_norm: Tensor
-    ) -> Tensor:
-        return self._norms.join(dense, dense_norm, routed, routed_norm)
-
-    def _launch(
-        self,
-        variant: Variant,
-        name: str,
-        grid: tuple[int, int, int],
-        threads: int,
-        arguments: list[Any],
-        shared: int = 0,
-        early: bool = True,
-    ) -> None:
-        kernel = self.library.kernel(variant, name)
-        stream = torch.cuda.current_stream().cuda_stream
-        launch(kernel, grid, threads, arguments, stream, shared, early)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from specdec.core.errors import UserError
 
-Launch = Callable[..., None]
-"""`Kernels._launch`, as its parts are given it."""
 SOURCES = Path(__file__).parent / "kernels"
 ARCHITECTURE = "sm_90a"
 SHARED_LIMIT = 227 * 1024
@@ -124,26 +123,34 @@ class Library:
         return self._kernels[key]
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[int, int, int],
-    threads: int,
-    arguments: list[Any],
-    stream: int,
-    shared: int = 0,
-    early: bool = True,
-) -> None:
-    """Launch with ctypes values (or one ctypes Structure). early: may start before the previous
-    kernel has ended (programmatic dependent launch); it waits by itself."""
-    cuda = _import("driver")
-    config = cuda.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes, config.hStream = shared, stream
-    if early:
-        config.attrs, config.numAttrs = [_early()], 1
-    pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(a) for a in arguments])
-    _call(cuda.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
+class Launcher:
+    """Launches a library's kernels on torch's current stream."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def __call__(
+        self,
+        variant: Variant,
+        name: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: list[Any],
+        shared: int = 0,
+        early: bool = True,
+    ) -> None:
+        """Launch with ctypes values (or one ctypes Structure). early: may start before the previous
+        kernel has ended (programmatic dependent launch); it waits by itself."""
+        cuda, kernel = _import("driver"), self._library.kernel(variant, name)
+        config = cuda.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        if early:
+            config.attrs, config.numAttrs = [_early()], 1
+        pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(a) for a in arguments])
+        _call(cuda.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
 
 
 def pointer(tensor: Any | None) -> ctypes.c_void_p:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from targets.arch import Arch, MoeSpec
 from targets.cuda.cache import KVCache
-from targets.cuda.ops import Branch, Ops, Rows
+from targets.cuda.ops import AttentionLayer, Branch, Closing, Opening, Ops, Rows
 from targets.cuda.params import LayerWeights, Moe, Weights
 
 
@@ -38,55 +38,50 @@ def decode(
     alone."""
     h = ops.embed(weights.head, rows)
     inputs = _per_layer_inputs(weights, h, rows, ops)
-    first = weights.layers[0]
-    x = ops.norm(h, None, None, None, first.input_norm, first.qkv.kind)
+    x = ops.norm(h, opening(weights, 0))
     captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None
     for i, w in enumerate(weights.layers):
-        layer = arch.layers[i]
-        qkv = ops.linear(x, w.qkv)
-        store = cache.of(arch.layers, i)
-        mixed = ops.attention(qkv, w.q_norm, w.k_norm, layer, store, rows, w.o.kind)
-        branch, gate_up = ops.branch(mixed, w.o), w.gate_up.kind
-        x = ops.norm(h, branch, w.post_attention_norm, None, w.pre_feedforward_norm, gate_up)
+        layer = AttentionLayer(arch.layers[i], cache.of(arch.layers, i), w.q_norm, w.k_norm)
+        mixed = ops.attention(ops.linear(x, w.qkv), layer, rows, w.o.kind)
+        closing = Closing(ops.branch(mixed, w.o), w.post_attention_norm)
+        x = ops.norm(h, Opening(w.pre_feedforward_norm, w.gate_up.kind), closing)
         branch = ops.branch(ops.gated(x, w.gate_up, w.down.kind), w.down)
-        if layer.moe and w.moe:
-            branch = _with_experts(h, branch, w.moe, layer.moe, rows, ops)
+        if layer.spec.moe and w.moe:
+            branch = _with_experts(h, branch, w.moe, layer.spec.moe, rows, ops)
         post = w.post_feedforward_norm
         if w.per_layer and inputs is not None:
             gate, projection = w.per_layer.gate, w.per_layer.projection
-            x = ops.norm(h, branch, post, None, None, gate.kind)
+            x = ops.norm(h, Opening(None, gate.kind), Closing(branch, post))
             x = ops.gated_per_layer(x, gate, inputs, i, projection.kind)
             branch, post = ops.branch(x, projection), w.per_layer.post_norm
-        x = ops.norm(h, branch, post, w.scalar, *opening(weights, i + 1))
+        x = ops.norm(h, opening(weights, i + 1), Closing(branch, post, w.scalar))
         if captured is not None and i in features:
             captured[:, features.index(i)] = h
     if only is not None:
-        x = ops.norm(
-            h.index_select(0, only), None, None, None, *opening(weights, len(weights.layers))
-        )
+        x = ops.norm(h.index_select(0, only), opening(weights, len(weights.layers)))
     logits = ops.head(x, weights.head, arch.softcap)
     return Hidden(logits, None if captured is None else captured.flatten(1))
 
 
-def opening(weights: Weights, i: int) -> tuple[Tensor, str]:
-    """The norm that opens layer i, or the head, and the kind of weight that reads its output."""
+def opening(weights: Weights, i: int) -> Opening:
+    """Of layer i, or of the head."""
     if i == len(weights.layers):
-        return weights.norm, weights.head.kind
+        return Opening(weights.norm, weights.head.kind)
     layer: LayerWeights = weights.layers[i]
-    return layer.input_norm, layer.qkv.kind
+    return Opening(layer.input_norm, layer.qkv.kind)
 
 
 def _per_layer_inputs(weights: Weights, h: Tensor, rows: Rows, ops: Ops) -> Tensor | None:
     top = weights.per_layer
     if top is None:
         return None
-    x = ops.norm(h, None, None, None, None, top.projection.kind)
-    return ops.per_layer_inputs(h, ops.linear(x, top.projection), top.table, top.norm, rows)
+    x = ops.norm(h, Opening(None, top.projection.kind))
+    return ops.per_layer_inputs(ops.linear(x, top.projection), top.table, top.norm, rows)
 
 
 def _with_experts(h: Tensor, dense: Branch, w: Moe, moe: MoeSpec, rows: Rows, ops: Ops) -> Tensor:
     """The dense branch and the routed one, each with its own norms, summed."""
     chosen = ops.route(h, w.router_scale, w.router, w.per_expert, rows, moe)
-    x = ops.norm(h, None, None, None, w.pre_norm, w.gate_up.kind)
-    routed = ops.experts(x, chosen, w.gate_up, w.down, moe)
+    x = ops.norm(h, Opening(w.pre_norm, w.gate_up.kind))
+    routed = ops.experts(x, chosen, w.gate_up, w.down)
     return ops.join(dense, w.dense_norm, routed, w.routed_norm)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from targets.cuda.inputs import Input, make_input, make_narrow_input
-from targets.cuda.launch import Launch, address, pointer
+from targets.cuda.launch import Launcher, address, pointer
+from targets.cuda.ops import NOTHING, Closing, Opening
 from targets.cuda.variants import norm_variant
 from targets.cuda.w8a8 import Parts, as_groups
 
@@ -34,24 +35,16 @@ class _Join(Structure):
 
 
 class Norms:
-    def __init__(self, launch: Launch, eps: float) -> None:
+    def __init__(self, launch: Launcher, eps: float) -> None:
         self._launch, self._eps = launch, eps
 
-    def norm(
-        self,
-        h: Tensor,
-        branch: Tensor | Parts | None,
-        post: Tensor | None,
-        scalar: Tensor | None,
-        pre: Tensor | None,
-        kind: str,
-    ) -> Input:
+    def norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> Input:
         """`Ops.norm`."""
         m, hidden = h.shape
-        x = (make_narrow_input if kind == "w8a8" else make_input)(m, hidden, h.device)
-        pointers = map(address, (h, post, scalar, pre, x.data, x.scale))
+        x = (make_narrow_input if opening.kind == "w8a8" else make_input)(m, hidden, h.device)
+        pointers = map(address, (h, closing.post, closing.scalar, opening.pre, x.data, x.scale))
         job = _AddNorm(*pointers, hidden, x.k_blocks, x.block, self._eps)
-        self._launch_over(m, kind, "add_norm", job, branch)
+        self._launch_over(m, opening.kind, "add_norm", job, closing.branch)
         return x
 
     def join(

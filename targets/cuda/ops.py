@@ -11,7 +11,7 @@ whatever layout and dtype its implementation likes: only the same implementation
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -50,13 +50,49 @@ class Rows:
     slot: Tensor
 
 
+Dense = tuple[Tensor, Tensor | None]
+"""A weight's values and scale in plain order."""
+
+
+class Opening(NamedTuple):
+    """What a branch is fed: the stream, normed by weight `pre` (as it is where None), for a weight
+    of this kind."""
+
+    pre: Tensor | None
+    kind: str
+
+
+class Closing(NamedTuple):
+    """How a branch ends: what it adds is normed by weight `post` (as it is where None), then the
+    stream is scaled."""
+
+    branch: Branch | None = None
+    post: Tensor | None = None
+    scalar: Tensor | None = None
+
+
+NOTHING = Closing()
+"""Where no branch ends."""
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One layer's attention. cache: the donor's where the layer shares another's K/V. Layers that
+    aren't normed have no q_norm and k_norm."""
+
+    spec: LayerSpec
+    cache: LayerCache
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
 class Ops(Protocol):
     def pack(self, values: Tensor, scale: Tensor | None, kind: str, layout: str) -> Linear:
         """A weight as this implementation keeps it. values [n, k], or [E, n, k] for the layouts of
         experts; scale as values without the last axis."""
         ...
 
-    def dense(self, weight: Linear) -> tuple[Tensor, Tensor | None]:
+    def dense(self, weight: Linear) -> Dense:
         """Its values [n, k] and scale [n] in plain order (of experts [E * n, k] and [E * n]), for
         library matmuls (prefill); valid until the next call."""
         ...
@@ -66,17 +102,8 @@ class Ops(Protocol):
         count as 0."""
         ...
 
-    def norm(
-        self,
-        h: Tensor,
-        branch: Branch | None,
-        post: Tensor | None,
-        scalar: Tensor | None,
-        pre: Tensor | None,
-        kind: str,
-    ) -> X:
-        """h = (h + rms(branch) * post) * scalar in place (h + branch where post is None); ->
-        rms(h) * pre (h itself where pre is None), as input for a weight of this kind."""
+    def norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> X:
+        """h = (h + rms(branch) * post) * scalar in place; -> rms(h) * pre."""
         ...
 
     def linear(self, x: X, weight: Linear) -> Tensor:
@@ -92,30 +119,16 @@ class Ops(Protocol):
         rows, then up's."""
         ...
 
-    def attention(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        layer: LayerSpec,
-        cache: LayerCache,
-        rows: Rows,
-        kind: str,
-    ) -> X:
+    def attention(self, qkv: Tensor, layer: AttentionLayer, rows: Rows, kind: str) -> X:
         """qkv [M, q (+ k (+ v))]: norm, rotate, store new K/V (not where the layer shares
-        another's: `cache` is then the donor's), attend over the cache alone. Layers that aren't
-        normed have no q_norm and k_norm."""
+        another's), attend over the cache alone."""
         ...
 
-    def store(
-        self, qkv: Tensor, k_norm: Tensor | None, layer: LayerSpec, cache: LayerCache, rows: Rows
-    ) -> None:
+    def store(self, qkv: Tensor, layer: AttentionLayer, rows: Rows) -> None:
         """Of `attention` the new K/V alone."""
         ...
 
-    def per_layer_inputs(
-        self, h: Tensor, mixed: Tensor, table: Tensor, norm: Tensor, rows: Rows
-    ) -> Tensor:
+    def per_layer_inputs(self, mixed: Tensor, table: Tensor, norm: Tensor, rows: Rows) -> Tensor:
         """mixed [M, L * P], the projection of h -> [M, L * P] float32 (E2B, E4B)."""
         ...
 
@@ -130,9 +143,7 @@ class Ops(Protocol):
         the call out and drafts that don't exist (NO_GUESS) pick nobody: -1, with shares of 0."""
         ...
 
-    def experts(
-        self, x: X, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear, moe: MoeSpec
-    ) -> Tensor:
+    def experts(self, x: X, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear) -> Tensor:
         """Routed experts, summed in rank order -> [M, H] float32; 0 where a row picked nobody."""
         ...
 

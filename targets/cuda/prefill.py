@@ -14,7 +14,7 @@ from targets.arch import Arch, MoeSpec
 from targets.cuda.cache import KVCache
 from targets.cuda.formulas import gelu, mix_inputs, rank, rms
 from targets.cuda.model import Hidden, opening
-from targets.cuda.ops import Linear, Ops
+from targets.cuda.ops import AttentionLayer, Closing, Linear, Opening, Ops
 from targets.cuda.params import LayerWeights, Moe, PerLayer, Weights
 from targets.cuda.prefill_kernels import PrefillKernels
 from targets.cuda.prefill_reference import PrefillReference
@@ -65,7 +65,7 @@ class _Pass:
         weights, arch, add_norm = self.weights, self.arch, self.steps.add_norm
         h = self.ops.embed(weights.head, self.chunk.as_rows())
         inputs = self._per_layer_inputs(h)
-        x = add_norm(h, None, None, None, *opening(weights, 0))
+        x = add_norm(h, opening(weights, 0))
         captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None
         for i, w in enumerate(weights.layers):
             mixed, inner = self._attention(i, x, w), w.pre_feedforward_norm
@@ -76,37 +76,36 @@ class _Pass:
                     tail(mixed),
                 )
             branch = self._project(mixed, w.o)
-            x = add_norm(h, branch, w.post_attention_norm, None, inner, w.gate_up.kind)
+            closing = Closing(branch, w.post_attention_norm)
+            x = add_norm(h, Opening(inner, w.gate_up.kind), closing)
             branch, post = self._feed_forward(h, x, w, arch.layers[i].moe), w.post_feedforward_norm
             if w.per_layer and inputs is not None:
-                x = add_norm(h, branch, post, None, None, w.per_layer.gate.kind)
+                x = add_norm(h, Opening(None, w.per_layer.gate.kind), Closing(branch, post))
                 branch = self._gated_inputs(x, w.per_layer, inputs[:, i])
                 post = w.per_layer.post_norm
-            x = add_norm(h, branch, post, w.scalar, *opening(weights, i + 1))
+            x = add_norm(h, opening(weights, i + 1), Closing(branch, post, w.scalar))
             if captured is not None and i in features:
                 captured[:, features.index(i)] = h
-        last = self.ops.norm(h[-1:], None, None, None, weights.norm, weights.head.kind)
+        last = self.ops.norm(h[-1:], opening(weights, len(weights.layers)))
         logits = self.ops.head(last, weights.head, arch.softcap)
         return Hidden(logits, None if captured is None else captured.flatten(1))
 
     def _project(self, x: PrefillInput, weight: Linear) -> Tensor:
-        return self.steps.matmul(x, *self.ops.dense(weight))
+        return self.steps.matmul(x, self.ops.dense(weight))
 
     def _attention(self, i: int, x: PrefillInput, w: LayerWeights) -> PrefillInput:
-        layer = self.arch.layers[i]
-        qkv = self._project(x, w.qkv)
-        if w.k_norm is None:
-            pair = self.lent[layer.kv_from]
-        else:
-            pair = self.steps.exchange(qkv, w.k_norm, layer, self.cache.of(self.arch.layers, i))
+        layers, qkv = self.arch.layers, self._project(x, w.qkv)
+        layer = AttentionLayer(layers[i], self.cache.of(layers, i), w.q_norm, w.k_norm)
+        donor = layer.spec.kv_from
+        pair = self.steps.exchange(qkv, layer) if donor is None else self.lent[donor]
         if i in self.lenders:
             self.lent[i] = pair
-        return self.steps.attend(qkv, w.q_norm, layer, pair, w.o.kind)
+        return self.steps.attend(qkv, layer, pair, w.o.kind)
 
     def _feed_forward(
         self, h: Tensor, x: PrefillInput, w: LayerWeights, moe: MoeSpec | None
     ) -> Tensor:
-        gated = self.steps.gate_up(x, *self.ops.dense(w.gate_up), w.down.kind)
+        gated = self.steps.gate_up(x, self.ops.dense(w.gate_up), w.down.kind)
         dense = self._project(gated, w.down)
         if not (moe and w.moe):
             return dense
@@ -117,13 +116,13 @@ class _Pass:
     def _experts(self, h: Tensor, w: Moe, moe: MoeSpec) -> Tensor:
         """Rows sorted by expert, summed in rank order [T, H] float32."""
         router = w.router_scale * self.arch.hidden**-0.5
-        x = self.steps.add_norm(h, None, None, None, router, w.router.kind)
+        x = self.steps.add_norm(h, Opening(router, w.router.kind))
         shares = self._project(x, w.router).float().softmax(-1)
         numbers, parts = rank(shares, w.per_expert, moe)
         order = numbers.flatten().argsort(stable=True)
         edges = torch.arange(moe.experts, dtype=torch.int32, device=h.device)
         ends = torch.searchsorted(numbers.flatten()[order], edges, right=True, out_int32=True)
-        x = self.steps.add_norm(h, None, None, None, w.pre_norm, w.gate_up.kind)
+        x = self.steps.add_norm(h, Opening(w.pre_norm, w.gate_up.kind))
         gate_up = self._by_expert(x.rows(order // moe.top_k), ends, w.gate_up)
         down = self._by_expert(self.steps.gated(gate_up, w.down.kind), ends, w.down)
         out = torch.empty((len(order), self.arch.hidden), device=h.device)
@@ -134,14 +133,14 @@ class _Pass:
         values, scale = self.ops.dense(weight)
         shape = len(ends), -1
         scale = None if scale is None else scale.unflatten(0, shape)
-        return self.steps.grouped(x, ends, values.unflatten(0, shape), scale)
+        return self.steps.grouped(x, ends, (values.unflatten(0, shape), scale))
 
     def _per_layer_inputs(self, h: Tensor) -> Tensor | None:
         """[T, L, P] float32."""
         top = self.weights.per_layer
         if top is None:
             return None
-        x = self.steps.add_norm(h, None, None, None, None, top.projection.kind)
+        x = self.steps.add_norm(h, Opening(None, top.projection.kind))
         mixed = self._project(x, top.projection).float()
         mixed = mix_inputs(self.arch, mixed, top.table, top.norm, self.chunk.tokens)
         return mixed.unflatten(-1, (len(self.arch.layers), self.arch.per_layer_input))

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from targets.arch import LayerSpec, Rope
-from targets.cuda.cache import LANES, LayerCache
+from targets.cuda.cache import LANES
 from targets.cuda.formulas import inverse_frequencies
 from targets.cuda.launch import pointer
-from targets.cuda.prefill_launch import PACKS, QUADS, SOFTMAX, Launcher, attention
+from targets.cuda.ops import NOTHING, AttentionLayer, Closing, Dense, Opening
+from targets.cuda.prefill_launch import PACKS, QUADS, SOFTMAX, PrefillLauncher, attention
 from targets.cuda.prefill_steps import Pair, PrefillChunk, PrefillInput
 
 FLASH_HEAD_DIM = 256
@@ -45,28 +46,21 @@ class PrefillKernels:
     def __init__(self, chunk: PrefillChunk, eps: float) -> None:
         self.chunk, self.eps, self.tokens = chunk, eps, len(chunk.tokens)
         self.device = chunk.tokens.device
-        self.launch = Launcher(self.device)
+        self.launch = PrefillLauncher(self.device)
         self._rotations: dict[tuple[Rope, int], Pair] = {}
         self._scores: Pair | None = None
 
-    def add_norm(
-        self,
-        h: Tensor,
-        branch: Tensor | None,
-        post: Tensor | None,
-        scalar: Tensor | None,
-        pre: Tensor | None,
-        kind: str,
-    ) -> PrefillInput:
-        rows, hidden = h.shape
+    def add_norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> PrefillInput:
+        (rows, hidden), kind, branch = h.shape, opening.kind, closing.branch
         x = self.launch.input(rows, hidden, kind)
         wide = branch is not None and branch.dtype == torch.float32
-        arguments = [*map(pointer, (h, branch, post, scalar, pre, *x))]
+        arguments = [*map(pointer, (h, *closing, opening.pre, *x))]
         arguments += [c_int(hidden), c_float(self.eps), c_int(wide)]
         self.launch.each_row("add_norm", kind, rows, hidden // 4, QUADS, arguments)
         return x
 
-    def matmul(self, x: PrefillInput, values: Tensor, scale: Tensor | None) -> Tensor:
+    def matmul(self, x: PrefillInput, weight: Dense) -> Tensor:
+        values, scale = weight
         if scale is None or x.scale is None:
             return x.values @ values.T
         # fast accumulation errs by 0.4 % where the full one errs by 0.2 %: both little beside the
@@ -80,10 +74,8 @@ class PrefillKernels:
             use_fast_accum=True,
         )
 
-    def grouped(
-        self, x: PrefillInput, ends: Tensor, values: Tensor, scale: Tensor | None
-    ) -> Tensor:
-        across = values.transpose(1, 2)
+    def grouped(self, x: PrefillInput, ends: Tensor, weight: Dense) -> Tensor:
+        across, scale = weight[0].transpose(1, 2), weight[1]
         if scale is None or x.scale is None:
             return torch._grouped_mm(x.values, across, ends)  # pyright: ignore[reportPrivateImportUsage]
         return torch._scaled_grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
@@ -96,16 +88,14 @@ class PrefillKernels:
             use_fast_accum=True,
         )
 
-    def gate_up(
-        self, x: PrefillInput, values: Tensor, scale: Tensor | None, kind: str
-    ) -> PrefillInput:
-        rows, width = len(x.values), len(values) // 2
+    def gate_up(self, x: PrefillInput, weight: Dense, kind: str) -> PrefillInput:
+        rows, width = len(x.values), len(weight[0]) // 2
         out = self.launch.input(rows, width, kind)
         blocks = -(-rows // GATED_ROWS)
         size = -(-rows // blocks // ROWS) * ROWS
         for first in range(0, rows, size):
             part = slice(first, min(first + size, rows))
-            self._gate(self.matmul(x.part(part), values, scale), out.part(part), kind)
+            self._gate(self.matmul(x.part(part), weight), out.part(part), kind)
         return out
 
     def gated(self, gate_up: Tensor, kind: str) -> PrefillInput:
@@ -118,10 +108,10 @@ class PrefillKernels:
         arguments = [*map(pointer, (gate_up, *out)), c_int(width)]
         self.launch.each_row("gate", kind, rows, width // 8, PACKS, arguments)
 
-    def exchange(self, qkv: Tensor, k_norm: Tensor, layer: LayerSpec, store: LayerCache) -> Pair:
-        start, stop = self.chunk.start, self.chunk.start + self.tokens
-        oldest = self.chunk.oldest(layer.window)
-        count, heads, dim = stop - oldest, layer.kv_heads, layer.head_dim
+    def exchange(self, qkv: Tensor, layer: AttentionLayer) -> Pair:
+        spec, store, start = layer.spec, layer.cache, self.chunk.start
+        stop, oldest = start + self.tokens, self.chunk.oldest(spec.window)
+        count, heads, dim = stop - oldest, spec.kv_heads, spec.head_dim
         k, v = (self.launch.new(-(-count // ALIGN) * ALIGN, heads, dim) for _ in range(2))
         for part in (k, v):
             part[count:] = 0  # met by shares of 0, and must not be NaN
@@ -132,28 +122,26 @@ class PrefillKernels:
         )
         variant = attention(store.k.dtype, dim)
         if oldest < start:
-            self.launch(variant, "recall", (_blocks(oldest, start), heads, 1), 256, [place])
-        raw = qkv[:, layer.heads * dim :]
-        arguments = [place, pointer(raw), pointer(k_norm), *self._rotation(layer)]
-        arguments += [c_int(qkv.stride(0)), c_int(layer.k_eq_v), c_float(self.eps)]
-        self.launch(variant, "keys", (_blocks(start, stop), heads, 1), 512, arguments)
+            self.launch.run(variant, "recall", (_blocks(oldest, start), heads, 1), 256, [place])
+        raw = qkv[:, spec.heads * dim :]
+        arguments = [place, pointer(raw), pointer(layer.k_norm), *self._rotation(spec)]
+        arguments += [c_int(qkv.stride(0)), c_int(spec.k_eq_v), c_float(self.eps)]
+        self.launch.run(variant, "keys", (_blocks(start, stop), heads, 1), 512, arguments)
         return k, v
 
-    def attend(
-        self, qkv: Tensor, q_norm: Tensor, layer: LayerSpec, pair: Pair, kind: str
-    ) -> PrefillInput:
-        heads, dim = layer.heads, layer.head_dim
-        runs = layer.kv_heads if dim > FLASH_HEAD_DIM else 1
+    def attend(self, qkv: Tensor, layer: AttentionLayer, pair: Pair, kind: str) -> PrefillInput:
+        spec, heads, dim = layer.spec, layer.spec.heads, layer.spec.head_dim
+        runs = spec.kv_heads if dim > FLASH_HEAD_DIM else 1
         q = self.launch.new(runs, self.tokens, heads // runs, dim)
-        arguments = [pointer(qkv), pointer(q_norm), *self._rotation(layer), pointer(q)]
+        arguments = [pointer(qkv), pointer(layer.q_norm), *self._rotation(spec), pointer(q)]
         arguments += [c_int(n) for n in (qkv.stride(0), heads, runs, dim)] + [c_float(self.eps)]
         variant = attention(torch.bfloat16, dim)
-        self.launch(variant, "queries", (self.tokens, 1, 1), 256, arguments)
-        count = self.chunk.start + self.tokens - self.chunk.oldest(layer.window)
+        self.launch.run(variant, "queries", (self.tokens, 1, 1), 256, arguments)
+        count = self.chunk.start + self.tokens - self.chunk.oldest(spec.window)
         if dim > FLASH_HEAD_DIM:
-            out = self._wide(q, *pair, count, layer.window)
+            out = self._wide(q, *pair, count, spec.window)
         else:
-            out = _flash(q[0], pair[0][:count], pair[1][:count], layer.window)
+            out = _flash(q[0], pair[0][:count], pair[1][:count], spec.window)
         width = heads * dim
         if kind == "bf16" and runs == 1:
             return PrefillInput(out.view(self.tokens, width), None)
@@ -181,7 +169,7 @@ class PrefillKernels:
             arguments = [pointer(scores), pointer(shares)]
             arguments += [c_int(n) for n in (width, query, group, window or 0)]
             grid = (scores.shape[1], kv_heads, 1)
-            self.launch(SOFTMAX, "softmax", grid, 256, arguments)
+            self.launch.run(SOFTMAX, "softmax", grid, 256, arguments)
             torch.bmm(shares, values[:, :width], out=out[:, part])
         return out
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from targets.cuda.launch import Library, Variant, launch
+from targets.cuda.launch import Launcher, Library, Variant
 from targets.cuda.prefill_steps import PrefillInput
 
 THREADS = 512
@@ -18,12 +18,11 @@ QUADS, PACKS = 4, 6
 SOFTMAX = Variant("prefill_softmax")
 
 
-class Launcher:
-    """Launches on the current stream, without programmatic overlap: cuBLAS runs in between."""
+class PrefillLauncher:
+    """Room for results, and launches without programmatic overlap: cuBLAS runs in between."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.current_stream().cuda_stream
-        self.library = compiled()
+        self.device, self.run = device, partial(compiled(), early=False)
 
     def input(self, rows: int, width: int, kind: str) -> PrefillInput:
         """Room for the input [rows, width] of a weight of this kind."""
@@ -42,24 +41,13 @@ class Launcher:
         each = -(-pieces // THREADS)
         assert each <= most, f"{name}: a row of {pieces} pieces, {most * THREADS} fit"
         threads = -(-pieces // each // 32) * 32
-        self(_rows(kind), name, (rows, 1, 1), threads, arguments)
-
-    def __call__(
-        self,
-        variant: Variant,
-        name: str,
-        grid: tuple[int, int, int],
-        threads: int,
-        arguments: list[Any],
-    ) -> None:
-        kernel = self.library.kernel(variant, name)
-        launch(kernel, grid, threads, arguments, self.stream, early=False)
+        self.run(_rows(kind), name, (rows, 1, 1), threads, arguments)
 
 
 @cache
-def compiled() -> Library:
+def compiled() -> Launcher:
     """All kernels of a prefill, for the current device."""
-    return Library(variants())
+    return Launcher(Library(variants()))
 
 
 def variants() -> set[Variant]:

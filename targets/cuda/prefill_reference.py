@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from targets.arch import LayerSpec
 from targets.cuda import cache as kv
-from targets.cuda.cache import LayerCache
 from targets.cuda.formulas import gate, inverse_frequencies, new_entry, rms, rotate
+from targets.cuda.ops import NOTHING, AttentionLayer, Closing, Dense, Opening
 from targets.cuda.prefill_steps import Pair, PrefillChunk, PrefillInput
 
 
@@ -26,48 +26,39 @@ class PrefillReference:
         device = chunk.tokens.device
         self.positions = chunk.start + torch.arange(len(chunk.tokens), device=device)
 
-    def add_norm(
-        self,
-        h: Tensor,
-        branch: Tensor | None,
-        post: Tensor | None,
-        scalar: Tensor | None,
-        pre: Tensor | None,
-        kind: str,
-    ) -> PrefillInput:
+    def add_norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> PrefillInput:
+        branch, post, scalar = closing
         if branch is not None:
             h += rms(branch, post, self.eps)
         if scalar is not None:
             h *= scalar
-        return PrefillInput(h if pre is None else rms(h, pre, self.eps), None)
+        return PrefillInput(h if opening.pre is None else rms(h, opening.pre, self.eps), None)
 
-    def matmul(self, x: PrefillInput, values: Tensor, scale: Tensor | None) -> Tensor:
+    def matmul(self, x: PrefillInput, weight: Dense) -> Tensor:
+        values, scale = weight
         if scale is None:
             return (x.values.to(values.dtype) @ values.T).float()
         return (x.values @ values.float().T) * scale
 
-    def grouped(
-        self, x: PrefillInput, ends: Tensor, values: Tensor, scale: Tensor | None
-    ) -> Tensor:
-        out, first = [], 0
+    def grouped(self, x: PrefillInput, ends: Tensor, weight: Dense) -> Tensor:
+        (values, scale), out, first = weight, [], 0
         for expert, last in enumerate(ends.tolist()):
-            own = None if scale is None else scale[expert]
-            out.append(self.matmul(PrefillInput(x.values[first:last], None), values[expert], own))
+            own = values[expert], None if scale is None else scale[expert]
+            out.append(self.matmul(PrefillInput(x.values[first:last], None), own))
             first = last
         return torch.cat(out)
 
-    def gate_up(
-        self, x: PrefillInput, values: Tensor, scale: Tensor | None, kind: str
-    ) -> PrefillInput:
-        return self.gated(self.matmul(x, values, scale), kind)
+    def gate_up(self, x: PrefillInput, weight: Dense, kind: str) -> PrefillInput:
+        return self.gated(self.matmul(x, weight), kind)
 
     def gated(self, gate_up: Tensor, kind: str) -> PrefillInput:
         return PrefillInput(gate(gate_up), None)
 
-    def exchange(self, qkv: Tensor, k_norm: Tensor, layer: LayerSpec, store: LayerCache) -> Pair:
+    def exchange(self, qkv: Tensor, layer: AttentionLayer) -> Pair:
         slot, start = self.chunk.slot, self.chunk.start
-        k, v = new_entry(qkv, k_norm, layer, self._angles(layer), self.eps)
-        oldest = self.chunk.oldest(layer.window)
+        store, spec = layer.cache, layer.spec
+        k, v = new_entry(qkv, layer.k_norm, spec, self._angles(spec), self.eps)
+        oldest = self.chunk.oldest(spec.window)
         past = [part.transpose(0, 1) for part in kv.read(store, slot, oldest, start)]
         skip = max(0, len(k) - store.size)
         kv.write(store, slot, start + skip, k[skip:], v[skip:])
@@ -75,12 +66,11 @@ class PrefillReference:
         k, v = (torch.cat([old.float(), new.float()]) for old, new in zip(past, fresh, strict=True))
         return k, v
 
-    def attend(
-        self, qkv: Tensor, q_norm: Tensor, layer: LayerSpec, pair: Pair, kind: str
-    ) -> PrefillInput:
-        q = qkv[:, : layer.heads * layer.head_dim].unflatten(-1, (layer.heads, layer.head_dim))
-        q = rotate(rms(q, q_norm, self.eps), self._angles(layer))
-        return PrefillInput(attend(q, *pair, layer.window), None)
+    def attend(self, qkv: Tensor, layer: AttentionLayer, pair: Pair, kind: str) -> PrefillInput:
+        spec = layer.spec
+        q = qkv[:, : spec.heads * spec.head_dim].unflatten(-1, (spec.heads, spec.head_dim))
+        q = rotate(rms(q, layer.q_norm, self.eps), self._angles(spec))
+        return PrefillInput(attend(q, *pair, spec.window), None)
 
     def _angles(self, layer: LayerSpec) -> Tensor:
         inverse = inverse_frequencies(layer.rope, layer.head_dim, self.positions.device)

@@ -12,9 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from targets.arch import LayerSpec
-from targets.cuda.cache import LayerCache
-from targets.cuda.ops import Rows
+from targets.cuda.ops import NOTHING, AttentionLayer, Closing, Dense, Opening, Rows
 
 Pair = tuple[Tensor, Tensor]
 """k, v [S, K, D]: all that a chunk's queries may see in one layer; S may be padded."""
@@ -54,33 +52,20 @@ class PrefillInput(NamedTuple):
 
 
 class Steps(Protocol):
-    def add_norm(
-        self,
-        h: Tensor,
-        branch: Tensor | None,
-        post: Tensor | None,
-        scalar: Tensor | None,
-        pre: Tensor | None,
-        kind: str,
-    ) -> PrefillInput:
-        """One branch closes and the next opens: h = (h + rms(branch) * post) * scalar in place
-        (h [T, H] float32); -> rms(h) * pre (h where pre is None) for a weight of this kind."""
+    def add_norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> PrefillInput:
+        """`Ops.norm` of h [T, H] float32."""
         ...
 
-    def matmul(self, x: PrefillInput, values: Tensor, scale: Tensor | None) -> Tensor:
+    def matmul(self, x: PrefillInput, weight: Dense) -> Tensor:
         """x times weight values [n, k] (times scale [n]) -> [T, n]."""
         ...
 
-    def grouped(
-        self, x: PrefillInput, ends: Tensor, values: Tensor, scale: Tensor | None
-    ) -> Tensor:
+    def grouped(self, x: PrefillInput, ends: Tensor, weight: Dense) -> Tensor:
         """Rows sorted by expert, each times its own expert's weight: values [E, n, k], scale
         [E, n], ends [E] int32: where each expert's rows end -> [rows, n]."""
         ...
 
-    def gate_up(
-        self, x: PrefillInput, values: Tensor, scale: Tensor | None, kind: str
-    ) -> PrefillInput:
+    def gate_up(self, x: PrefillInput, weight: Dense, kind: str) -> PrefillInput:
         """`gated` of x times weight values."""
         ...
 
@@ -88,14 +73,12 @@ class Steps(Protocol):
         """gelu_tanh(gate) * up of [T, 2 * width]."""
         ...
 
-    def exchange(self, qkv: Tensor, k_norm: Tensor, layer: LayerSpec, store: LayerCache) -> Pair:
+    def exchange(self, qkv: Tensor, layer: AttentionLayer) -> Pair:
         """Norm and rotate the chunk's new keys and values, round them as the cache does, store
         them (of a ring's no more than it holds), and return them behind what the cache had for
         the first query."""
         ...
 
-    def attend(
-        self, qkv: Tensor, q_norm: Tensor, layer: LayerSpec, pair: Pair, kind: str
-    ) -> PrefillInput:
+    def attend(self, qkv: Tensor, layer: AttentionLayer, pair: Pair, kind: str) -> PrefillInput:
         """Norm and rotate the queries; attend to the pair, the chunk's own keys being its last."""
         ...

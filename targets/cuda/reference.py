@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from specdec.core.types import NO_GUESS
-from targets.arch import Arch, LayerSpec, MoeSpec
+from targets.arch import Arch, MoeSpec
 from targets.cuda import cache as kv, sampling
-from targets.cuda.cache import LayerCache
 from targets.cuda.formulas import (
     as_e4m3,
     attend,
@@ -31,7 +30,7 @@ from targets.cuda.formulas import (
     rms,
     soft_cap,
 )
-from targets.cuda.ops import Linear, Rows
+from targets.cuda.ops import NOTHING, AttentionLayer, Closing, Dense, Linear, Opening, Rows
 from targets.sampling_params import Rules
 
 
@@ -64,21 +63,14 @@ class Reference:
         flat = values.flatten(0, -2).contiguous()
         return Linear(n, k, kind, flat, None if scale is None else scale.flatten(), layout)
 
-    def dense(self, weight: Linear) -> tuple[Tensor, Tensor | None]:
+    def dense(self, weight: Linear) -> Dense:
         return weight.data, weight.scale
 
     def embed(self, head: Linear, rows: Rows) -> Tensor:
         return lookup(head.data, rows.tokens.flatten(), self.arch.hidden)
 
-    def norm(
-        self,
-        h: Tensor,
-        branch: Tensor | None,
-        post: Tensor | None,
-        scalar: Tensor | None,
-        pre: Tensor | None,
-        kind: str,
-    ) -> Tensor:
+    def norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> Tensor:
+        branch, post, scalar = closing
         if branch is not None:
             h += (
                 branch
@@ -87,9 +79,10 @@ class Reference:
             )
         if scalar is not None:
             h *= scalar
-        if pre is None:
-            return as_input(h.clone(), kind)
-        return as_input(each_row(lambda row: rms(row, pre, self.arch.eps), h), kind)
+        if opening.pre is None:
+            return as_input(h.clone(), opening.kind)
+        normed = each_row(lambda row: rms(row, opening.pre, self.arch.eps), h)
+        return as_input(normed, opening.kind)
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         return _matmul(x, wide(weight), weight.scale)
@@ -100,39 +93,29 @@ class Reference:
         rows = self.linear(x, gate_up)
         return as_input(each_row(lambda row: gate(row, self.arch.silu), rows), kind)
 
-    def attention(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        layer: LayerSpec,
-        cache: LayerCache,
-        rows: Rows,
-        kind: str,
-    ) -> Tensor:
+    def attention(self, qkv: Tensor, layer: AttentionLayer, rows: Rows, kind: str) -> Tensor:
         """Waits for slots and positions to reach the host, unlike a kernel."""
-        if layer.kv_from is None:
-            self.store(qkv, k_norm, layer, cache, rows)
-        inverse = inverse_frequencies(layer.rope, layer.head_dim, qkv.device)
-        out = torch.zeros((len(qkv), layer.heads * layer.head_dim), device=qkv.device)
+        spec = layer.spec
+        if spec.kv_from is None:
+            self.store(qkv, layer, rows)
+        inverse = inverse_frequencies(spec.rope, spec.head_dim, qkv.device)
+        out = torch.zeros((len(qkv), spec.heads * spec.head_dim), device=qkv.device)
         for r, (slot, position) in enumerate(_places(rows)):
             if slot >= 0:
-                q = query(qkv[r].clone(), q_norm, layer, position * inverse, self.arch.eps)
-                out[r] = attend(q, cache, slot, position, layer.window).flatten()
+                q = query(qkv[r].clone(), layer.q_norm, spec, position * inverse, self.arch.eps)
+                out[r] = attend(q, layer.cache, slot, position, spec.window).flatten()
         return as_input(out, kind)
 
-    def store(
-        self, qkv: Tensor, k_norm: Tensor | None, layer: LayerSpec, cache: LayerCache, rows: Rows
-    ) -> None:
-        inverse = inverse_frequencies(layer.rope, layer.head_dim, qkv.device)
+    def store(self, qkv: Tensor, layer: AttentionLayer, rows: Rows) -> None:
+        spec = layer.spec
+        inverse = inverse_frequencies(spec.rope, spec.head_dim, qkv.device)
         for (slot, position), row in zip(_places(rows), qkv, strict=True):
             if slot >= 0:
-                k, v = new_entry(row.clone(), k_norm, layer, position * inverse, self.arch.eps)
-                kv.write(cache, slot, position, k[None], v[None])
+                angles = position * inverse
+                k, v = new_entry(row.clone(), layer.k_norm, spec, angles, self.arch.eps)
+                kv.write(layer.cache, slot, position, k[None], v[None])
 
-    def per_layer_inputs(
-        self, h: Tensor, mixed: Tensor, table: Tensor, norm: Tensor, rows: Rows
-    ) -> Tensor:
+    def per_layer_inputs(self, mixed: Tensor, table: Tensor, norm: Tensor, rows: Rows) -> Tensor:
         def mix(row: Tensor, token: Tensor) -> Tensor:
             return mix_inputs(self.arch, row, table, norm, token)
 
@@ -157,7 +140,7 @@ class Reference:
         return numbers.masked_fill(out, -1), parts.masked_fill(out, 0.0)
 
     def experts(
-        self, x: Tensor, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear, moe: MoeSpec
+        self, x: Tensor, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear
     ) -> Tensor:
         out = torch.zeros((len(x), down.n), device=x.device)
         for row, numbers, shares, total in zip(x, *chosen, out, strict=True):

@@ -7,7 +7,7 @@ from ctypes import Structure, c_int, c_void_p
 
 import torch
 
-from targets.cuda.launch import Launch, Variant, address, pointer
+from targets.cuda.launch import Launcher, Variant, address, pointer
 from targets.cuda.ops import Rows
 from targets.sampling_params import Rules, SamplingTable
 
@@ -27,7 +27,7 @@ class _SampleJob(Structure):
 
 
 class Sampler:
-    def __init__(self, launch: Launch, device: torch.device) -> None:
+    def __init__(self, launch: Launcher, device: torch.device) -> None:
         self._launch, self._device = launch, device
 
     def choose(

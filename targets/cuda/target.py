@@ -63,6 +63,8 @@ class CudaTarget:
     is: the live sequences, K + 1 tokens each. Only graphs pad: the batch, and short prompts.
     """
 
+    backend, max_draft = "cuda", MAX_DRAFT
+
     def __init__(
         self,
         plan: Plan,
@@ -74,6 +76,8 @@ class CudaTarget:
     ) -> None:
         """graphs: replay captured CUDA graphs instead of launching kernel by kernel."""
         self.plan, self.arch, self.weights, self.ops = plan, arch, weights, ops
+        self.slots, self.max_len, self.prefill_chunk = plan.slots, plan.max_len, plan.chunk
+        self.vocab, self.dtype, self.kv_dtype = arch.vocab, plan.dtype, plan.kv_dtype
         self.suppress, self.device = suppress, torch.device(plan.device)
         kv = KV_DTYPES[plan.kv_dtype]
         self.cache = make_cache(arch, plan.slots, plan.max_len, plan.slack, kv, plan.device)
@@ -93,41 +97,9 @@ class CudaTarget:
             self._graphs.pool = other.pool
 
     @property
-    def backend(self) -> str:
-        return "cuda"
-
-    @property
     def capturable(self) -> bool:
         """Whether its operations can be captured in graphs: references ask the host as they go."""
         return not isinstance(self.ops, Reference)
-
-    @property
-    def slots(self) -> int:
-        return self.plan.slots
-
-    @property
-    def max_len(self) -> int:
-        return self.plan.max_len
-
-    @property
-    def max_draft(self) -> int:
-        return MAX_DRAFT
-
-    @property
-    def prefill_chunk(self) -> int:
-        return self.plan.chunk
-
-    @property
-    def vocab(self) -> int:
-        return self.arch.vocab
-
-    @property
-    def dtype(self) -> str:
-        return self.plan.dtype
-
-    @property
-    def kv_dtype(self) -> str:
-        return self.plan.kv_dtype
 
     def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
         if start == 0:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from targets.cuda import tiles
 from targets.cuda.inputs import NARROW_BLOCKS, Input, make_narrow_input
-from targets.cuda.launch import SHARED_LIMIT, Launch, Variant, address, pointer
+from targets.cuda.launch import SHARED_LIMIT, Launcher, Variant, address, pointer
 from targets.cuda.ops import Linear
 
 AT_ONCE = 128
@@ -79,7 +79,7 @@ def variants() -> set[Variant]:
 class W8A8:
     """On a GPU with this many multiprocessors."""
 
-    def __init__(self, launch: Launch, processors: int) -> None:
+    def __init__(self, launch: Launcher, processors: int) -> None:
         self._launch, self._processors = launch, processors
 
     def pack(self, values: Tensor, scale: Tensor | None, kind: str, layout: str) -> Linear:

@@ -71,7 +71,7 @@ class JaxBackend:
 
         return self_check(target)
 
-    def loops(self, target: JaxTarget) -> Seqs[Loop]:
+    def loops(self, config: ModelConfig) -> Seqs[Loop]:
         import jax
 
         # E4B and 12B on one H200: 8 to 14 % faster with one slot, 10 to 16 % with 8

@@ -22,6 +22,17 @@ from targets.jax.params import Params
 from targets.layer_groups import LayerGroup, layer_groups
 
 
+class Shared(NamedTuple):
+    """What every layer of one forward is given. real [B, T]: which tokens are, None where all are.
+    per_layer [B, T, L, P]: inputs of E2B and E4B."""
+
+    arch: Arch
+    exchange: KVExchange
+    features: tuple[int, ...]
+    real: Array | None
+    per_layer: Array | None
+
+
 class Hidden(NamedTuple):
     """last [B, T, H]: after the final norm. features [B, T, F]: chosen layers' outputs, or None."""
 
@@ -74,28 +85,16 @@ def forward(
     assert not arch.silu and all(layer.normed for layer in arch.layers), (arch.silu, arch.layers)
     real = (tokens >= 0) & (tokens < arch.vocab)
     tokens = jnp.where(real, tokens, 0)
-    if not isinstance(
-        exchange, CacheExchange
-    ):  # whole sequences: all real, and some are trained on
-        real = None
+    if not isinstance(exchange, CacheExchange):
+        real = None  # whole sequences: all real, and some are trained on
     x = embed(params, arch, tokens)
     per_layer = _per_layer_inputs(params, arch, tokens, x)
+    given = Shared(arch, exchange, features, real, per_layer)
     states: dict[int, Array] = {}
     done: list[tuple] = []
     for i, group in enumerate(layer_groups(arch)):
         donors = _donors(arch, group, done, exchange)
-        x, store, seen = _run_group(
-            params.segments[i],
-            arch,
-            group,
-            stored[i],
-            x,
-            real,
-            per_layer,
-            donors,
-            exchange,
-            features,
-        )
+        x, store, seen = _run_group(given, params.segments[i], group, stored[i], x, donors)
         done.append(store)
         states |= seen
     last = layers.rms_norm(x, params.top["norm"], arch.eps)
@@ -138,23 +137,19 @@ def _donors(arch: Arch, group: LayerGroup, done: list[tuple], exchange: KVExchan
 
 
 def _run_group(
+    given: Shared,
     weights: tuple[dict[str, Any], ...],
-    arch: Arch,
     group: LayerGroup,
     store: tuple,
     x: Array,
-    real: Array | None,
-    per_layer: Array | None,
     donors: tuple,
-    exchange: KVExchange,
-    features: tuple[int, ...],
 ) -> tuple[Array, tuple, dict[int, Array]]:
     """Scan the group's repeats; the KV store rides in the carry, so it is updated in place."""
     period, repeats = len(group.pattern), group.repeats
     wanted = [
-        j for j in range(period) if any(group.layer(g, j) in features for g in range(repeats))
+        j for j in range(period) if any(group.layer(g, j) in given.features for g in range(repeats))
     ]
-    positions = exchange.positions(x.shape[1])
+    positions = given.exchange.positions(x.shape[1])
 
     def repeat_body(carry: tuple, repeat: tuple) -> tuple:
         x, store = carry
@@ -162,26 +157,16 @@ def _run_group(
         states, kept = [], list(store)
         for j, layer in enumerate(group.pattern):
             with jax.named_scope(f"{'sliding' if layer.sliding else 'global'}_{j}"):
-                x, kept[j] = _layer(
-                    x,
-                    real,
-                    w[j] | experts_of(weights[j], number),
-                    arch,
-                    layer,
-                    kept[j],
-                    number,
-                    positions,
-                    donors[j],
-                    exchange,
-                    None if extra is None else extra[j],
-                )
+                own, memory = w[j] | experts_of(weights[j], number), (kept[j], number, donors[j])
+                inputs = None if extra is None else extra[j]
+                x, kept[j] = _layer(given, layer, x, own, memory, positions, inputs)
             if j in wanted:
                 states.append(x)
         return (x, tuple(kept)), tuple(states)
 
     extra = None
-    if per_layer is not None:
-        part = per_layer[:, :, group.first : group.first + period * repeats]
+    if given.per_layer is not None:
+        part = given.per_layer[:, :, group.first : group.first + period * repeats]
         extra = jnp.moveaxis(part, 2, 0).reshape(repeats, period, *x.shape[:2], -1)
     scanned = tuple({n: t for n, t in w.items() if not n.startswith("experts.")} for w in weights)
     groups = (jnp.arange(repeats), scanned, extra)
@@ -191,31 +176,29 @@ def _run_group(
 
 
 def _layer(
-    h: Array,
-    real: Array | None,
-    w: dict[str, Any],
-    arch: Arch,
+    given: Shared,
     layer: LayerSpec,
-    store: Any,
-    repeat: Array,
+    h: Array,
+    w: dict[str, Any],
+    memory: tuple[Any, Array, Any],
     positions: Array,
-    donor: Any,
-    exchange: KVExchange,
     per_layer: Array | None,
 ) -> tuple[Array, Any]:
-    eps = arch.eps
+    """memory: the layer's store, which of its repeats this is, and the donor's K/V. per_layer
+    [B, T, P]: the layer's own. -> the stream, and the store."""
+    eps, (store, repeat, donor) = given.arch.eps, memory
     x = layers.rms_norm(h, w["input_layernorm"], eps)
     tables = layers.rope_tables(layer.rope, layer.head_dim, positions)
     q = layers.queries(x, w, layer, tables, eps)
     if donor is None:
         new_k, new_v = layers.keys_values(x, w, layer, tables, eps)
-        store, seen = exchange.exchange(store, repeat, layer, new_k, new_v)
+        store, seen = given.exchange.exchange(store, repeat, layer, new_k, new_v)
     else:
         seen = donor
-    mixed = exchange.attend(q, seen, layer, w.get("self_attn.k_norm"))
+    mixed = given.exchange.attend(q, seen, layer, w.get("self_attn.k_norm"))
     mixed = layers.project(mixed, w["self_attn.o_proj"])
     h = h + layers.rms_norm(mixed, w["post_attention_layernorm"], eps)
-    h = h + feed_forward(h, real, w, layer.moe, eps)
+    h = h + feed_forward(h, given.real, w, layer.moe, eps)
     if per_layer is not None:
         gate = jax.nn.gelu(layers.project(h, w["per_layer_input_gate"]), approximate=True)
         extra = layers.project(gate * per_layer, w["per_layer_projection"])

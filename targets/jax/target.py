@@ -13,7 +13,6 @@ import numpy as np
 from specdec.core.constraint import EVERYTHING, mask_rows
 from specdec.core.errors import UserError
 from specdec.core.types import NO_GUESS, Array, LogprobRows, Sequence, Step
-from targets.arch import Arch
 from targets.jax import programs, sampling
 from targets.jax.cache import make_cache
 from targets.jax.params import Params
@@ -30,6 +29,8 @@ class JaxTarget:
     of a prompt and each number of rows, while requests wait.
     """
 
+    backend = "jax"
+
     def __init__(
         self,
         plan: Plan,
@@ -41,14 +42,16 @@ class JaxTarget:
     ) -> None:
         """kv_dtype: what keys and values are cached in, int8 say; None: as wide as `dtype`."""
         self.plan, self.params, self.dtype = plan, params, dtype
+        self.slots, self.max_len, self.prefill_chunk = plan.slots, plan.max_len, plan.chunk
+        self.arch, self.vocab, self.max_draft = plan.arch, plan.arch.vocab, plan.width - 1
         self.kv_dtype = dtype if kv_dtype is None else kv_dtype
         self.suppress, self.mesh = suppress, mesh
-        arch = plan.arch
-        self.cache = make_cache(arch, plan.slots, plan.max_len, plan.slack, self.kv_dtype, mesh)
-        self._whole, split = replicated(mesh), by_vocabulary(mesh, 2, arch.vocab)
-        self._unbiased = np.zeros(arch.vocab, np.float32)
+        sizes = plan.slots, plan.max_len, plan.slack
+        self.cache = make_cache(plan.arch, *sizes, self.kv_dtype, mesh)
+        self._whole, split = replicated(mesh), by_vocabulary(mesh, 2, self.arch.vocab)
+        self._unbiased = np.zeros(self.arch.vocab, np.float32)
         self._unbiased[list(suppress)] = -np.inf
-        self.bias = zeros((plan.slots, arch.vocab), jnp.float32, split)
+        self.bias = zeros((plan.slots, self.arch.vocab), jnp.float32, split)
         self._put_row = jax.jit(_put_row, donate_argnums=0, out_shardings=split)
         for slot in range(plan.slots):
             self._set_bias(slot, self._unbiased)
@@ -65,34 +68,6 @@ class JaxTarget:
         # a program of its own: rows that are not constrained then run the same one as ever
         self._masked = jax.jit(sampling.masked)
         self._logprobs = jax.jit(sampling.logprobs, **read_by_host)
-
-    @property
-    def backend(self) -> str:
-        return "jax"
-
-    @property
-    def slots(self) -> int:
-        return self.plan.slots
-
-    @property
-    def max_len(self) -> int:
-        return self.plan.max_len
-
-    @property
-    def max_draft(self) -> int:
-        return self.plan.width - 1
-
-    @property
-    def prefill_chunk(self) -> int:
-        return self.plan.chunk
-
-    @property
-    def arch(self) -> Arch:
-        return self.plan.arch
-
-    @property
-    def vocab(self) -> int:
-        return self.plan.arch.vocab
 
     def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
         if start == 0:

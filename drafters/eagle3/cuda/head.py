@@ -20,11 +20,11 @@ from drafters.eagle3.spec import Head, HeadSpec, check_pair, tensors
 from specdec.core.errors import UserError
 from targets.arch import Arch, LayerSpec, Rope
 from targets.cuda.attention import HEADS
-from targets.cuda.cache import KVCache, entries, make_cache, slack_of
+from targets.cuda.cache import entries, make_cache, slack_of
 from targets.cuda.footprint import LINEAR, TargetShape
 from targets.cuda.graphs import bucket_of
 from targets.cuda.load import WIDEST
-from targets.cuda.ops import Linear, Rows
+from targets.cuda.ops import AttentionLayer, Closing, Linear, Opening, Rows
 from targets.cuda.out_of_memory import room_for
 from targets.cuda.params import quantise_fp8
 from targets.cuda.reference import Reference
@@ -91,7 +91,8 @@ class HeadModel:
         self.weights = place(head, kind, self.ops, device)
         kv = torch.float32 if kind == "float32" else torch.bfloat16
         sizes = target.slots, self.longest, slack
-        self.cache: KVCache = make_cache(self.arch, *sizes, kv, str(device))
+        layers, cache = self.arch.layers, make_cache(self.arch, *sizes, kv, str(device))
+        self.layer = AttentionLayer(layers[0], cache.of(layers, 0))
         self.known = _vocabulary(head, device)
 
     def fuse(self, features: Tensor, slot: Tensor) -> Tensor:
@@ -103,17 +104,12 @@ class HeadModel:
     def mix(self, rows: Rows, h: Tensor, own: bool) -> Tensor:
         """Write the rows' entries and attend: -> [M, H] float32, to be added to h, which becomes
         the residual. own: h is the head's own output."""
-        w, (layer,) = self.weights, self.arch.layers
-        qkv = self._project(rows, h, own)
-        cache = self.cache.of(self.arch.layers, 0)
-        x = self.ops.attention(qkv, None, None, layer, cache, rows, w.o.kind)
-        return self.ops.linear(x, w.o)
+        o, qkv = self.weights.o, self._project(rows, h, own)
+        return self.ops.linear(self.ops.attention(qkv, self.layer, rows, o.kind), o)
 
     def store(self, rows: Rows, h: Tensor) -> None:
         """Write the rows' entries from the target's states: nothing is asked of them yet."""
-        (layer,) = self.arch.layers
-        cache = self.cache.of(self.arch.layers, 0)
-        self.ops.store(self._project(rows, h, False), None, layer, cache, rows)
+        self.ops.store(self._project(rows, h, False), self.layer, rows)
 
     def _project(self, rows: Rows, h: Tensor, own: bool) -> Tensor:
         w = self.weights
@@ -127,9 +123,10 @@ class HeadModel:
     def logits(self, h: Tensor, mixed: Tensor) -> Tensor:
         """The rest of the layer -> [M, draft vocabulary] float32; h becomes the head's output."""
         w, ops = self.weights, self.ops
-        x = ops.norm(h, mixed, None, None, w.post_norm, w.gate_up.kind)
+        x = ops.norm(h, Opening(w.post_norm, w.gate_up.kind), Closing(mixed))
         branch = ops.linear(ops.gated(x, w.gate_up, w.down.kind), w.down)
-        return ops.head(ops.norm(h, branch, None, None, w.norm, w.lm_head.kind), w.lm_head, None)
+        x = ops.norm(h, Opening(w.norm, w.lm_head.kind), Closing(branch))
+        return ops.head(x, w.lm_head, None)
 
 
 def placed(head: Head, target: CudaTarget) -> HeadModel:

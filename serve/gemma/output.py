@@ -11,7 +11,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol
 
-from serve.gemma_arguments import ArgumentsToJson
+from serve.gemma.arguments import ArgumentsToJson
 from serve.stream import CallArguments, CallBegan, Content, Decoder, Part, Reasoning
 
 HEADER = re.compile(r"\s*call:\s*([\w\-.]+)\s*\{")

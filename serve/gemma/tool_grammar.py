@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from typing import Any, Literal
 
-from serve.gemma_schema import FREE, Rules, SchemaRules
+from serve.gemma.tool_schema import FREE, Rules, SchemaRules
 from specdec.core.errors import UserError
 
 Thinking = Literal["none", "may", "open"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from serve.ecma_pattern import whole_regex
-from serve.endless_rules import endless
-from serve.schema_parts import (
+from serve.gemma.ecma_pattern import whole_regex
+from serve.gemma.endless_rules import endless
+from serve.gemma.schema_parts import (
     ANNOTATIONS,
     KEYWORDS,
     Schema,

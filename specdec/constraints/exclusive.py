@@ -1,0 +1,75 @@
+"""Whether schemas exclude each other, so that `oneOf` of them says no more than `anyOf`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Schema = dict[str, Any]
+Resolve = Callable[[Any], Any]
+"""Puts what a `$ref` points at in its place."""
+TYPES = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
+
+
+def exclusive(one: Any, other: Any, resolve: Resolve) -> bool:
+    """Whether it is certain that no value is valid for both."""
+    one, other = resolve(one), resolve(other)
+    if one is False or other is False:
+        return True
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return False
+    shared = _types(one) & _types(other)
+    if not shared:
+        return True
+    ours, theirs = _values(one), _values(other)
+    if ours is not None and theirs is not None:
+        return not any(_same(a, b) for a in ours for b in theirs)
+    return shared == {"object"} and _objects_exclude(one, other, resolve)
+
+
+def _types(schema: Schema) -> frozenset[str]:
+    """Types that it admits. An integer is a number too."""
+    values = _values(schema)
+    if values is not None:
+        return frozenset(kind for value in values for kind in _types_of(value))
+    given = schema.get("type", TYPES)
+    found = {given} if isinstance(given, str) else set(given)
+    return frozenset(found | ({"integer"} if "number" in found else set()))
+
+
+def _types_of(value: Any) -> tuple[str, ...]:
+    if isinstance(value, bool):
+        return ("boolean",)
+    if isinstance(value, (int, float)):
+        return ("number", "integer") if value == int(value) else ("number",)
+    kinds = {str: "string", type(None): "null", list: "array", dict: "object"}
+    return (kinds[type(value)],)
+
+
+def _values(schema: Schema) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """JSON's equality of scalars: 1 is 1.0 and is not true; of others Python's, which may say yes
+    too often."""
+    if isinstance(one, bool) != isinstance(other, bool):
+        return False
+    return one == other
+
+
+def _objects_exclude(one: Schema, other: Schema, resolve: Resolve) -> bool:
+    ours, theirs = one.get("properties", {}), other.get("properties", {})
+    needs, wants = set(one.get("required", ())), set(other.get("required", ()))
+    for closed, known, demanded in ((one, ours, wants), (other, theirs, needs)):
+        shut = closed.get("additionalProperties") is False and "patternProperties" not in closed
+        if shut and demanded - known.keys():
+            return True
+    return any(
+        exclusive(ours[name], theirs[name], resolve)
+        for name in needs & wants
+        if name in ours and name in theirs
+    )

@@ -1,0 +1,41 @@
+"""Grammars in llguidance's form, put together of parts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from llguidance import LLMatcher
+
+from specdec.core.errors import UserError
+
+Part = dict[str, Any]
+"""A grammar to refer to by its name: {"lark_grammar": ...} or {"json_schema": ...}."""
+HEADER = '%llguidance {"no_forcing": true}\n'
+"""Any way to write a text in tokens will do. By default llguidance masks all ways but its own where
+the bytes are forced, and so would bar the model from the tokens that it has learnt."""
+
+
+def composed(start: str, parts: dict[str, Part]) -> str:
+    """start: Lark, which refers to a part as `@name`."""
+    named = [{"name": name} | part for name, part in parts.items()]
+    return json.dumps({"grammars": [{"name": "start", "lark_grammar": HEADER + start}, *named]})
+
+
+def part_of(grammar: str) -> Part:
+    """The only part of a grammar that llguidance made."""
+    (part,) = json.loads(grammar)["grammars"]
+    return {key: part[key] for key in ("json_schema", "lark_grammar") if part[key] is not None}
+
+
+def check(grammar: str, what: str) -> None:
+    """Raises UserError where llguidance can't compile it."""
+    complaint = LLMatcher.validate_grammar(grammar)
+    if complaint and not complaint.startswith("WARNING"):
+        raise UserError(f"{what}: {first_line(complaint)}")
+
+
+def first_line(complaint: str) -> str:
+    """Of llguidance's several lines the one that says what is wrong."""
+    lines = complaint.strip().splitlines() or ["no reason given"]
+    return lines[0][:300]
