@@ -38,7 +38,9 @@ def serve(
     drain_seconds: float = 30.0,
     log_level: LogLevel = "info",
 ) -> None:
-    """Serve /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
+    """Serve /v1/chat/completions, /v1/completions, /v1/models, /health, /ready and /metrics.
+
+    It listens at once and says 503 while the model loads. SIGTERM and Ctrl-C drain it.
 
     Parameters
     ----------
