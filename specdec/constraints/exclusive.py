@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 Schema = dict[str, Any]
-Resolve = Callable[[Any], Any]
-"""Puts what a `$ref` points at in its place."""
 TYPES = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
 
 
-def exclusive(one: Any, other: Any, resolve: Resolve) -> bool:
-    """Whether it is certain that no value is valid for both."""
-    one, other = resolve(one), resolve(other)
+def exclusive(one: Any, other: Any) -> bool:
+    """Whether it is certain, by their types and listed values, that no value is valid for both."""
     if one is False or other is False:
         return True
     if not isinstance(one, dict) or not isinstance(other, dict):
         return False
-    shared = _types(one) & _types(other)
-    if not shared:
+    if not _types(one) & _types(other):
         return True
     ours, theirs = _values(one), _values(other)
-    if ours is not None and theirs is not None:
-        return not any(_same(a, b) for a in ours for b in theirs)
-    return shared == {"object"} and _objects_exclude(one, other, resolve)
+    if ours is None or theirs is None:
+        return False
+    return not any(_same(a, b) for a in ours for b in theirs)
 
 
 def _types(schema: Schema) -> frozenset[str]:
@@ -59,17 +54,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, bool) != isinstance(other, bool):
         return False
     return one == other
-
-
-def _objects_exclude(one: Schema, other: Schema, resolve: Resolve) -> bool:
-    ours, theirs = one.get("properties", {}), other.get("properties", {})
-    needs, wants = set(one.get("required", ())), set(other.get("required", ()))
-    for closed, known, demanded in ((one, ours, wants), (other, theirs, needs)):
-        shut = closed.get("additionalProperties") is False and "patternProperties" not in closed
-        if shut and demanded - known.keys():
-            return True
-    return any(
-        exclusive(ours[name], theirs[name], resolve)
-        for name in needs & wants
-        if name in ours and name in theirs
-    )

@@ -25,6 +25,12 @@ OPTIONS: Any = {
     "coerce_one_of": False,
     "lenient": False,
 }
+_YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+_DATE = f"^({_YEAR}-{_DAY}|02-(0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
+DATES = {"date": _DATE + "$", "date-time": _DATE}
+"""llguidance's own have a year 0 and a 29th of February in every year."""
 _ONE = ("not", "if", "then", "else", "contains", "propertyNames", "additionalProperties")
 _ONE += ("unevaluatedProperties", "unevaluatedItems", "additionalItems", "items")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -72,31 +78,17 @@ class Prepared:
             elif name in _ONE:
                 value = self._said(value)
             kept[name] = value
-        return _without_dependencies(self._without_one_of(kept))
+        return _with_real_dates(self._without_one_of(kept))
 
     def _without_one_of(self, schema: dict[str, Any]) -> dict[str, Any]:
         """`oneOf` as `anyOf`, where that is the same."""
         parts = schema.get("oneOf")
-        if not isinstance(parts, list) or len(parts) < 2:
+        if not isinstance(parts, list) or "anyOf" in schema:
             return schema
-        base = {key: value for key, value in schema.items() if key not in ("oneOf", "anyOf")}
-        resolved = [self._with_base(base, part) for part in parts]
-        if all(exclusive(a, b, lambda part: part) for a, b in combinations(resolved, 2)):
-            return _renamed(schema, parts)
-        if all(isinstance(part, dict) and _only_required(part) for part in parts):
-            return _renamed(schema, _exactly_one([part["required"][0] for part in parts]))
-        return schema
-
-    def _with_base(self, base: dict[str, Any], part: Any) -> Any:
-        """An alternative with what is said beside all of them, for comparing only."""
-        part = self._resolved(part)
-        if not isinstance(part, dict):
-            return part
-        merged = {**base, **part}
-        if isinstance(base.get("properties"), dict) and isinstance(part.get("properties"), dict):
-            merged["properties"] = {**base["properties"], **part["properties"]}
-        both = (*base.get("required", ()), *part.get("required", ()))
-        return {**merged, "required": both} if both else merged
+        resolved = list(map(self._resolved, parts))
+        if not all(exclusive(a, b) for a, b in combinations(resolved, 2)):
+            return schema
+        return {("anyOf" if key == "oneOf" else key): value for key, value in schema.items()}
 
     def _resolved(self, part: Any) -> Any:
         """What a `$ref` within this document points at; the part itself where that isn't plain."""
@@ -110,46 +102,11 @@ class Prepared:
         return part
 
 
-def _renamed(schema: dict[str, Any], alternatives: list[Any]) -> dict[str, Any]:
-    rest = {key: value for key, value in schema.items() if key != "oneOf"}
-    if "anyOf" not in rest:
-        return {**rest, "anyOf": alternatives}
-    return {**rest, "allOf": [*rest.get("allOf", ()), {"anyOf": alternatives}]}
-
-
-def _only_required(part: dict[str, Any]) -> bool:
-    names = part.get("required")
-    return part.keys() == {"required"} and isinstance(names, list) and len(names) == 1
-
-
-def _exactly_one(names: list[str]) -> list[dict[str, Any]]:
-    """Objects that have just one of these properties. What is no object would satisfy all."""
-    return [
-        {
-            "type": "object",
-            "required": [name],
-            "properties": {other: False for other in names if other != name},
-        }
-        for name in names
-    ]
-
-
-def _without_dependencies(schema: dict[str, Any]) -> dict[str, Any]:
-    """Properties that need others: either it isn't there, or the others are."""
-    rules: list[dict[str, Any]] = []
-    rest = dict(schema)
-    for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
-        given = schema.get(keyword)
-        if not isinstance(given, dict) or schema.get("type") != "object":
-            continue
-        if not all(isinstance(need, (list, dict)) for need in given.values()):
-            continue
-        rest.pop(keyword)
-        for name, need in given.items():
-            then = {"required": [name, *need]} if isinstance(need, list) else need
-            there = {"required": [name]} if isinstance(need, dict) else {}
-            rules.append({"anyOf": [{"properties": {name: False}}, {**there, **then}]})
-    return {**rest, "allOf": [*rest.get("allOf", ()), *rules]} if rules else schema
+def _with_real_dates(schema: dict[str, Any]) -> dict[str, Any]:
+    pattern = DATES.get(schema.get("format", ""))
+    if pattern is None:
+        return schema
+    return {**schema, "allOf": [*schema.get("allOf", ()), {"pattern": pattern}]}
 
 
 def _has_other_bases(schema: Any) -> bool:
