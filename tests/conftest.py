@@ -38,6 +38,8 @@ def pytest_configure(config) -> None:
     number = os.environ.get("PYTEST_XDIST_WORKER")
     if number is None:
         os.environ |= KEPT | {PROGRAMS: tempfile.mkdtemp(prefix="programs-")}
+        # packages come without bytecode (--no-compile): who imports one first writes it for all
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     else:
         _keep_to_own_cores(int(number[2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
 
