@@ -294,14 +294,15 @@ def _tool_choice(value: Any) -> Any:
             raise ValueError("must be none, auto, required, or name a function")
         return value
     kinds = {"function": NamedTool, "allowed_tools": AllowedTools}
-    if not isinstance(value, dict) or value.get("type") not in kinds:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
         raise ValueError("must be none, auto, required, or name a function")
     try:
-        return kinds[value["type"]].model_validate(value)
+        return kinds[kind].model_validate(value)
     except ValidationError:
         form = (
             '{"type": "function", "function": {"name": ...}}'
-            if value["type"] == "function"
+            if kind == "function"
             else '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
         )
         raise ValueError(f"must be {form}") from None

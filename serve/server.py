@@ -21,6 +21,9 @@ from serve.stage import Stage
 
 LAST_WORDS = 5.0
 """Seconds in which those whose time is over are told so."""
+IDLE_SECONDS = 75
+"""After which an idle connection is closed. Longer than clients keep theirs (httpx 5 s): one that is
+closed just when the next request comes looks like a server that doesn't answer."""
 TICK = 0.05
 ANYBODY = Policy()
 
@@ -43,6 +46,7 @@ class Server:
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=1,
+            timeout_keep_alive=IDLE_SECONDS,
         )
         self._uvicorn = _Uvicorn(config)
         self._thread = threading.Thread(target=self._run, name="specdec-web", daemon=True)

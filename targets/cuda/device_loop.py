@@ -50,15 +50,31 @@ class Guides:
     """[B, k] int32: tokens that come first in the draft, NO_GUESS behind them."""
     masks: torch.Tensor
     """[B, k + 1, words] int32: what each position may hold."""
+    host_forced: torch.Tensor
     host_masks: torch.Tensor
     """The same, page-locked."""
+    host_draft: torch.Tensor
+    """[B, k] int32, page-locked: what was drafted."""
 
     @classmethod
     def blank(cls, key: GraphKey, vocab: int, device: torch.device) -> Guides:
         shape = key.batch, key.k + 1, mask_words(vocab)
-        host = torch.full(shape, -1, dtype=torch.int32, pin_memory=True)
-        forced = torch.full(shape[:1] + (key.k,), NO_GUESS, dtype=torch.int32, device=device)
-        return cls(forced, host.to(device), host)
+        masks = torch.full(shape, -1, dtype=torch.int32, pin_memory=True)
+        forced, draft = (
+            torch.full((key.batch, key.k), NO_GUESS, dtype=torch.int32, pin_memory=True)
+            for _ in range(2)
+        )
+        return cls(forced.to(device), masks.to(device), forced, masks, draft)
+
+    def force(self, forced: np.ndarray | None) -> None:
+        """Put forced tokens [at most B, k] in place; None: there are none."""
+        known = self.host_forced.numpy()
+        if forced is None and (known == NO_GUESS).all():
+            return
+        known[:] = NO_GUESS
+        if forced is not None:
+            known[: len(forced)] = forced
+        self.forced.copy_(self.host_forced, non_blocking=True)
 
 
 class _CapturedTarget:
@@ -145,6 +161,7 @@ class CapturedCycle:
         self.graphs: dict[GraphKey, tuple[torch.Tensor, Captured[Tape]]] = {}
         self.fed: dict[GraphKey, tuple[int, ...]] = {}
         self.in_parts: dict[GraphKey, InParts] = {}
+        self._drafted, self._side = torch.cuda.Event(), torch.cuda.Stream()
         self.pending: Launched | None = None
 
     def __call__(self, seqs: Seqs[Sequence], single: bool) -> list[Round]:
@@ -184,18 +201,16 @@ class CapturedCycle:
         mine = self.in_parts[key]
         guides, (draft, forward, choose) = mine.guides, mine.graphs.parts
         self._feed(key, mine.slots, seqs)
-        forced = forced_rows(seqs, key.k)
-        guides.forced.fill_(NO_GUESS)
-        if forced is not None:
-            guides.forced[: len(seqs)] = torch.from_numpy(forced).to(self.target.device)
+        guides.force(forced_rows(seqs, key.k))
         draft.replay()
-        guesses = _to_host(mine.graphs.result.drafted)
-        drafted = torch.cuda.Event()
-        drafted.record()
+        self._drafted.record()
         forward.replay()
-        drafted.synchronize()
+        with torch.cuda.stream(self._side):  # beside the forward, which must not wait for it
+            self._side.wait_event(self._drafted)
+            guides.host_draft.copy_(mine.graphs.result.drafted, non_blocking=True)
+        self._side.synchronize()
         masks = guides.host_masks.numpy().view(np.uint32)
-        fill_masks(seqs, guesses.numpy()[: len(seqs)], self.target.vocab, masks)
+        fill_masks(seqs, guides.host_draft.numpy()[: len(seqs)], self.target.vocab, masks)
         guides.masks.copy_(guides.host_masks, non_blocking=True)
         choose.replay()
         return _launched(seqs, key, mine.graphs.result)
