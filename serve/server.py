@@ -22,8 +22,8 @@ from serve.stage import Stage
 LAST_WORDS = 5.0
 """Seconds in which those whose time is over are told so."""
 IDLE_SECONDS = 75
-"""After which an idle connection is closed. Longer than clients keep theirs (httpx 5 s): one that is
-closed just when the next request comes looks like a server that doesn't answer."""
+"""After which an idle connection is closed. Longer than clients keep theirs (httpx: 5 s): one that
+is closed just when the next request comes looks like a server that doesn't answer."""
 TICK = 0.05
 ANYBODY = Policy()
 
