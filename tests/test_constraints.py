@@ -161,6 +161,8 @@ def test_a_constraint_survives_its_way_to_another_process():
         ({"$ref": "http://127.0.0.1:9/x"}, "127.0.0.1"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         (False, "nothing is valid"),
+        ({"properties": {"a": {"enum": [{"b": [-(2**63)]}]}}}, "over 63 bits"),
+        ({"const": -(2**63) + 1}, "over 63 bits"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "not"),
     ],
 )

@@ -25,6 +25,7 @@ OPTIONS: Any = {
     "coerce_one_of": False,
     "lenient": False,
 }
+LARGEST = 2**63 - 2
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
 _DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
@@ -67,6 +68,7 @@ class Prepared:
     def _said(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
             return schema
+        _check_whole_numbers([schema.get("const"), schema.get("enum")])
         kept: dict[str, Any] = {}
         for name, value in schema.items():
             if name == "x-guidance" or (name == "format" and not _known_format(value)):
@@ -100,6 +102,17 @@ class Prepared:
                 return part
             part = found
         return part
+
+
+def _check_whole_numbers(value: Any) -> None:
+    """llguidance 1.9 recurses until it crashes on the smallest whole number of 64 bits."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            _check_whole_numbers(item)
+    elif isinstance(value, int) and abs(value) > LARGEST:
+        raise UserError(f"this JSON schema can't be followed exactly: {value} has over 63 bits")
 
 
 def _with_real_dates(schema: dict[str, Any]) -> dict[str, Any]:
