@@ -29,6 +29,7 @@ from specdec.core.types import Sequence
 from tests.constrained import mini_vocabulary
 from tests.serving import serving_mini
 
+VERDICTS = ("valid", "wrong", "cut by max_tokens")
 PROMPT = "An example of a document in JSON:\n"
 
 
@@ -75,7 +76,7 @@ def replay(rows: list[dict[str, Any]]) -> Counter[str]:
 async def answers(url: str, rows: list[dict[str, Any]], tokens: int) -> Counter[str]:
     counts: Counter[str] = Counter()
     gate = asyncio.Semaphore(8)
-    async with httpx.AsyncClient(timeout=600) as client:
+    async with httpx.AsyncClient(timeout=3600) as client:
 
         async def ask(number: int, row: dict[str, Any], constrain: bool) -> None:
             body = {"prompt": PROMPT, "max_tokens": tokens if constrain else 200, "seed": number}
@@ -94,6 +95,8 @@ async def answers(url: str, rows: list[dict[str, Any]], tokens: int) -> Counter[
             counts[f"tokens {kind}"] += speed["verify_passes"] + speed["accepted_tokens"]
             if constrain:
                 counts[_verdict(row, choice)] += 1
+            if (done := sum(counts[word] for word in VERDICTS)) % 20 == 0:
+                print(f"  {done} answers", file=sys.stderr, flush=True)
 
         await asyncio.gather(*(ask(i, row, True) for i, row in enumerate(rows)))
         await asyncio.gather(*(ask(i, row, False) for i, row in enumerate(rows)))
@@ -126,7 +129,7 @@ def main() -> None:
     asked = parser.parse_args()
     rows = [json.loads(line) for line in asked.file.read_text().splitlines()]
     judged = replay(rows)
-    with serving_mini(asked.drafter, asked.k, slots=4, max_len=4096) as server:
+    with serving_mini(asked.drafter, asked.k, slots=4, max_len=asked.tokens + 256) as server:
         said = asyncio.run(answers(f"{server.url}/v1", rows, asked.tokens))
     tau = {kind: said[f"tokens {kind}"] / said[f"passes {kind}"] for kind in ("with", "without")}
     print(json.dumps({"masks": judged, "answers": said, "tau": tau}, indent=1))

@@ -124,6 +124,10 @@ class InParts:
     slots: torch.Tensor
     guides: Guides
     graphs: CapturedParts[Tape]
+    drafted: torch.cuda.Event
+    """When the draft is there."""
+    side: torch.cuda.Stream
+    """What the draft is read on."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,6 @@ class CapturedCycle:
         self.graphs: dict[GraphKey, tuple[torch.Tensor, Captured[Tape]]] = {}
         self.fed: dict[GraphKey, tuple[int, ...]] = {}
         self.in_parts: dict[GraphKey, InParts] = {}
-        self._drafted, self._side = torch.cuda.Event(), torch.cuda.Stream()
         self.pending: Launched | None = None
 
     def __call__(self, seqs: Seqs[Sequence], single: bool) -> list[Round]:
@@ -203,12 +206,12 @@ class CapturedCycle:
         self._feed(key, mine.slots, seqs)
         guides.force(forced_rows(seqs, key.k))
         draft.replay()
-        self._drafted.record()
+        mine.drafted.record()
         forward.replay()
-        with torch.cuda.stream(self._side):  # beside the forward, which must not wait for it
-            self._side.wait_event(self._drafted)
+        with torch.cuda.stream(mine.side):  # beside the forward, which must not wait for it
+            mine.side.wait_event(mine.drafted)
             guides.host_draft.copy_(mine.graphs.result.drafted, non_blocking=True)
-        self._side.synchronize()
+        mine.side.synchronize()
         masks = guides.host_masks.numpy().view(np.uint32)
         fill_masks(seqs, guides.host_draft.numpy()[: len(seqs)], self.target.vocab, masks)
         guides.masks.copy_(guides.host_masks, non_blocking=True)
@@ -220,7 +223,7 @@ class CapturedCycle:
         guides = Guides.blank(key, self.target.vocab, device)
         idle = torch.full((key.batch,), -1, dtype=torch.int32, device=device)
         graphs = CapturedParts(lambda cut: self._cycle(key, idle, guides, cut), self.target.pool)
-        return InParts(idle, guides, graphs)
+        return InParts(idle, guides, graphs, torch.cuda.Event(), torch.cuda.Stream())
 
     def _feed(self, key: GraphKey, slots: torch.Tensor, seqs: tuple[Sequence, ...]) -> None:
         """Whose rows the graphs of this key run next."""
