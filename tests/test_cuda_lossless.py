@@ -104,11 +104,11 @@ def test_out_of_memory_in_prefill_fails_that_request_alone(tiny, monkeypatch):
 )
 def test_out_of_memory_in_a_cycle_fails_who_joined_last(tiny, monkeypatch, said):
     target = target_of(tiny["31b"], 3)
-    honest = target.forward
+    honest = target.logits
 
-    def forward(rows, needs_sampler):
+    def logits(rows):
         if len(rows.slot) < 3:
-            return honest(rows, needs_sampler)
+            return honest(rows)
         try:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         finally:
@@ -118,7 +118,7 @@ def test_out_of_memory_in_a_cycle_fails_who_joined_last(tiny, monkeypatch, said)
     alone = [Sequence(list(p), max_tokens=9) for p in prompts]
     for seq in alone:
         Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0)).run_to_end([seq])
-    monkeypatch.setattr(target, "forward", forward)
+    monkeypatch.setattr(target, "logits", logits)
     engine = Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
     seqs = [Sequence(list(p), max_tokens=9) for p in prompts]
     errors = [event.error for event in engine.run(seqs) if event.error]
@@ -148,9 +148,7 @@ def test_rows_that_sit_out_may_start_anywhere(tiny):
 
 def test_other_failures_stay_what_they_are(tiny, monkeypatch):
     target = target_of(tiny["31b"], 1)
-    monkeypatch.setattr(
-        target, "forward", lambda rows, needs_sampler: torch.zeros(2) @ torch.zeros(3)
-    )
+    monkeypatch.setattr(target, "logits", lambda rows: torch.zeros(2) @ torch.zeros(3))
     engine = Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
     with pytest.raises(RuntimeError, match="inconsistent tensor size|size"):
         engine.run_to_end([Sequence([5, 6], max_tokens=4)])
