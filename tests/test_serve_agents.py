@@ -15,9 +15,11 @@ import pydantic
 import pytest
 
 from drafters.ngram.host import NgramDrafter
+from serve.schema import ChatRequest, parse
+from serve.structure import rules_for
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
-from tests.constrained import mini_tokenizer
+from tests.constrained import mini_tokenizer, mini_vocabulary
 from tests.fakes import Noise, ScriptedTarget
 from tests.serving import Server, served, serving_mini
 
@@ -507,3 +509,26 @@ def test_what_clients_send_is_answered(server, sent):
     reply = server.post(sent["path"], **sent["body"])
     assert reply.status_code == 200, reply.text
     assert '"error"' not in reply.text
+
+
+@pytest.mark.parametrize("prefix", ["", "<|channel>thought\n"])
+def test_a_schema_begins_after_the_thought(prefix):
+    """prefix: how the prompt ends."""
+    tokenizer, vocabulary = mini_tokenizer(), mini_vocabulary()
+    body = {"messages": ASK, "reasoning_effort": "high", "structured_outputs": {"choice": ["yes"]}}
+    request = parse(ChatRequest, json.dumps(body).encode())
+    prompt = [*tokenizer.encode_chat(ASK), *tokenizer.encode(prefix)[1:]]
+    matcher = vocabulary.matcher(rules_for(request, tokenizer, prompt).grammar)
+
+    def follows(text: str) -> bool:
+        ids = tokenizer.encode(text)[1:]
+        alone = matcher.deep_copy()
+        return alone.try_consume_tokens(ids) == len(ids) and alone.is_accepting()
+
+    thought = "I think {so}.\n<channel|>"
+    if prefix:
+        assert follows(f"{thought}yes") and not follows("yes")
+    else:
+        assert follows(f"<|channel>thought\n{thought}yes") and follows("yes")
+        assert not follows(f"{thought}yes")
+    assert not follows("no") and not follows(f"<|channel>thought\n{thought}no")
