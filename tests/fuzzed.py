@@ -13,6 +13,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ SCHEMAS: list[Any] = [
 def mutated(rng: random.Random, value: Any, depth: int = 0) -> Any:
     """A copy with a fault in it, now and then."""
     if rng.random() < 0.01 + 0.005 * depth:
-        return rng.choice(JUNK)
+        return deepcopy(rng.choice(JUNK))
     if isinstance(value, dict):
         return {k: mutated(rng, v, depth + 1) for k, v in value.items() if rng.random() > 0.005}
     if isinstance(value, list):
@@ -66,7 +67,7 @@ def drawn(rng: random.Random) -> tuple[str, Any]:
     if isinstance(body, dict):
         body.pop("max_completion_tokens", None)
         for _ in range(rng.choice((0, 0, 0, 1, 2))):
-            body[rng.choice(NAMES)] = rng.choice([*JUNK, *SCHEMAS])
+            body[rng.choice(NAMES)] = deepcopy(rng.choice([*JUNK, *SCHEMAS]))
         limit = body.get("max_tokens")
         if not isinstance(limit, int) or limit > 8:
             body["max_tokens"] = 3
@@ -132,8 +133,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", default="jax")
     asked = parser.parse_args()
-    with serving_mini(slots=4, max_len=1024) as server:
+    with serving_mini(slots=4, max_len=1024, backend=asked.backend) as server:
         print(
             json.dumps(asyncio.run(run(f"{server.url}/v1", asked.requests, asked.seed)), indent=1)
         )

@@ -75,7 +75,7 @@ def replay(rows: list[dict[str, Any]]) -> Counter[str]:
 
 async def answers(url: str, rows: list[dict[str, Any]], tokens: int) -> Counter[str]:
     counts: Counter[str] = Counter()
-    gate = asyncio.Semaphore(8)
+    gate = asyncio.Semaphore(16)
     async with httpx.AsyncClient(timeout=3600) as client:
 
         async def ask(number: int, row: dict[str, Any], constrain: bool) -> None:
@@ -126,10 +126,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--drafter", default="ngram")
     parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--backend", default="jax")
     asked = parser.parse_args()
     rows = [json.loads(line) for line in asked.file.read_text().splitlines()]
     judged = replay(rows)
-    with serving_mini(asked.drafter, asked.k, slots=4, max_len=asked.tokens + 256) as server:
+    with serving_mini(asked.drafter, asked.k, 8, asked.tokens + 256, asked.backend) as server:
         said = asyncio.run(answers(f"{server.url}/v1", rows, asked.tokens))
     tau = {kind: said[f"tokens {kind}"] / said[f"passes {kind}"] for kind in ("with", "without")}
     print(json.dumps({"masks": judged, "answers": said, "tau": tau}, indent=1))

@@ -101,11 +101,15 @@ def serving(
 
 @contextlib.contextmanager
 def serving_mini(
-    drafter: str = "ngram", k: int = 4, slots: int = 2, max_len: int = 1024, loop: str = "host"
+    drafter: str = "ngram",
+    k: int = 4,
+    slots: int = 2,
+    max_len: int = 1024,
+    backend: str = "jax",
 ) -> Iterator[Server]:
     """The embedded model, assembled as `specdec serve` does it."""
-    config = ModelConfig("mini", slots=slots, max_len=max_len)
-    asked = registry.config_type()(drafter=drafter, k=k, loop=loop)
+    config = ModelConfig("mini", backend=backend, slots=slots, max_len=max_len)
+    asked = registry.config_type()(drafter=drafter, k=k)
     speculation = registry.resolved(asked, config)
     model = load_model(config, speculation)
     with served(make_engine(model, speculation), "mini", tokenizer=model.tokenizer, k=k) as server:

@@ -68,7 +68,7 @@ PARAMETERS = {t["function"]["name"]: t["function"]["parameters"] for t in TOOLS}
 
 async def run(url: str, calls: int, tokens: int) -> Counter[str]:
     counts: Counter[str] = Counter()
-    gate = asyncio.Semaphore(8)
+    gate = asyncio.Semaphore(16)
     async with httpx.AsyncClient(timeout=600) as client:
 
         async def ask(number: int) -> None:
@@ -115,8 +115,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--drafter", default="ngram")
     parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--backend", default="jax")
     asked = parser.parse_args()
-    with serving_mini(asked.drafter, asked.k, slots=4, max_len=1024) as server:
+    with serving_mini(asked.drafter, asked.k, 8, 1024, asked.backend) as server:
         print(json.dumps(asyncio.run(run(f"{server.url}/v1", asked.calls, asked.tokens)), indent=1))
 
 
