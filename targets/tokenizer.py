@@ -134,12 +134,17 @@ class Tokenizer:
             )
         values = {"add_generation_prompt": True, **self._special, **template_kwargs}
         try:
-            return _environment().from_string(self._template).render(messages=messages, **values)
+            return self._compiled.render(messages=messages, **values)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise UserError(
                 f"the checkpoint's chat template refuses these messages: {error}; "
                 "check their roles, order and contents"
             ) from error
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        """Compiled once: that takes longer than rendering most chats."""
+        return _environment().from_string(self._template or "")
 
     def encode_chat(
         self,
