@@ -30,10 +30,9 @@ LEAD: dict[Thinking, str] = {
 
 
 def rules_for(
-    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, prompt: list[int]
+    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, thinking: Thinking
 ) -> TextRules:
-    """Raises ApiError 400 for what can't be followed exactly."""
-    thinking = thinking_at(request, tokenizer, prompt)
+    """thinking: of `thinking_at`. Raises ApiError 400 for what can't be followed exactly."""
     stops = (*tokenizer.stop_ids, *(request.stop_token_ids or ()))
     return TextRules(
         grammar=_grammar(request, thinking),

@@ -56,12 +56,13 @@ def plan(
     its schema is long. Raises ApiError 400 or UserError."""
     prompts = encode(request, tokenizer, max_len)
     choices = [] if request.limit == 0 else _choices(request, prompts, tokenizer, max_len)
-    rules = rules_for(request, tokenizer, prompts[0])
+    thinking = thinking_at(request, tokenizer, prompts[0])
+    rules = rules_for(request, tokenizer, thinking)
     for number, seq in enumerate(choices):
         seq.request_id = f"{request_id}-{number}"
         seq.constraint = _constraint(rules, vocabulary)
     recitals = [_recital(request, prompt, tokenizer) for prompt in prompts]
-    return Plan(prompts, choices, recitals, thinking_at(request, tokenizer, prompts[0]))
+    return Plan(prompts, choices, recitals, thinking)
 
 
 def _choices(

@@ -16,7 +16,7 @@ import pytest
 
 from drafters.ngram.host import NgramDrafter
 from serve.schema import ChatRequest, parse
-from serve.structure import rules_for
+from serve.structure import rules_for, thinking_at
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from tests.constrained import mini_tokenizer, mini_vocabulary
@@ -518,7 +518,9 @@ def test_a_schema_begins_after_the_thought(prefix):
     body = {"messages": ASK, "reasoning_effort": "high", "structured_outputs": {"choice": ["yes"]}}
     request = parse(ChatRequest, json.dumps(body).encode())
     prompt = [*tokenizer.encode_chat(ASK), *tokenizer.encode(prefix)[1:]]
-    matcher = vocabulary.matcher(rules_for(request, tokenizer, prompt).grammar)
+    matcher = vocabulary.matcher(
+        rules_for(request, tokenizer, thinking_at(request, tokenizer, prompt)).grammar
+    )
 
     def follows(text: str) -> bool:
         ids = tokenizer.encode(text)[1:]

@@ -28,7 +28,10 @@ def _types(schema: Schema) -> frozenset[str]:
     if values is not None:
         return frozenset(kind for value in values for kind in _types_of(value))
     given = schema.get("type", TYPES)
-    found = {given} if isinstance(given, str) else set(given)
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list | frozenset) or not all(isinstance(n, str) for n in names):
+        return TYPES  # no types: the compiler says so
+    found = set(names)
     return frozenset(found | ({"integer"} if "number" in found else set()))
 
 

@@ -6,7 +6,7 @@ Some keywords that it lacks can be said by others. What can't be said is refused
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
@@ -71,7 +71,8 @@ class Prepared:
         _check_whole_numbers([schema.get("const"), schema.get("enum")])
         kept: dict[str, Any] = {}
         for name, value in schema.items():
-            if name == "x-guidance" or (name == "format" and not _known_format(value)):
+            unknown = name == "format" and isinstance(value, str) and not _known_format(value)
+            if name == "x-guidance" or unknown:
                 continue
             if name in _MAPS and isinstance(value, dict):
                 value = {key: self._said(part) for key, part in value.items()}
@@ -116,10 +117,12 @@ def _check_whole_numbers(value: Any) -> None:
 
 
 def _with_real_dates(schema: dict[str, Any]) -> dict[str, Any]:
-    pattern = DATES.get(schema.get("format", ""))
-    if pattern is None:
+    form = schema.get("format")
+    pattern = DATES.get(form) if isinstance(form, str) else None
+    others = schema.get("allOf", [])
+    if pattern is None or not isinstance(others, list):
         return schema
-    return {**schema, "allOf": [*schema.get("allOf", ()), {"pattern": pattern}]}
+    return {**schema, "allOf": [*others, {"pattern": pattern}]}
 
 
 def _has_other_bases(schema: Any) -> bool:
@@ -145,9 +148,7 @@ def _at(root: Any, reference: Any) -> Any:
     return found
 
 
-@cache
-def _known_format(name: Any) -> bool:
-    if not isinstance(name, str):
-        return True  # no annotation but a mistake: the compiler says so
+@lru_cache(256)  # clients name them
+def _known_format(name: str) -> bool:
     probe = LLMatcher.grammar_from_json_schema({"type": "string", "format": name})
     return not LLMatcher.validate_grammar(probe)
