@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="jax")
     asked = parser.parse_args()
-    with serving_mini(slots=4, max_len=1024, backend=asked.backend) as server:
+    with serving_mini(backend=asked.backend) as server:
         print(
             json.dumps(asyncio.run(run(f"{server.url}/v1", asked.requests, asked.seed)), indent=1)
         )

@@ -103,11 +103,12 @@ def serving(
 def serving_mini(
     drafter: str = "ngram",
     k: int = 4,
-    slots: int = 2,
-    max_len: int = 1024,
+    slots: int = 4,
+    max_len: int = 2048,
     backend: str = "jax",
 ) -> Iterator[Server]:
-    """The embedded model, assembled as `specdec serve` does it."""
+    """The embedded model, assembled as `specdec serve` does it; by default with the commands' own
+    programs, which compile only once for all tests."""
     config = ModelConfig("mini", backend=backend, slots=slots, max_len=max_len)
     asked = registry.config_type()(drafter=drafter, k=k)
     speculation = registry.resolved(asked, config)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import jax
 import numpy as np
 import pytest
 
@@ -14,17 +15,16 @@ from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.types import Sequence
-from targets.arch import parse_arch
 from targets.jax.cache import entries
 from targets.jax.device_drafter import TextDrafter
 from targets.jax.device_loop import device_loop
+from targets.jax.load import JaxOptions, load_target
 from targets.jax.model import head, sequence_hidden
-from targets.jax.params import init_params
-from targets.jax.programs import Feed, Plan
+from targets.jax.programs import Feed
 from targets.jax.target import JaxTarget
-from tests.fakes import Noise, Oracle
+from tests.fakes import Noise
 from tests.modes import MODES
-from tests.tiny import VOCAB, config_of
+from tests.tiny import VARIANTS, VOCAB, write_tiny
 
 LENGTH = 8_300
 NEW = 24
@@ -45,17 +45,16 @@ def text_of(seed: int) -> list[int]:
 @cache
 def target_of(variant: str) -> JaxTarget:
     """Windows of 12, rings of 140 entries, two slots."""
-    config = config_of(variant)
-    text = config["text_config"]
-    text |= SMALL | {"num_hidden_layers": 4}
-    text |= {"num_global_key_value_heads": 1} if text["attention_k_eq_v"] else {}
-    text |= {"num_kv_shared_layers": 2} if text["num_kv_shared_layers"] else {}
-    arch = parse_arch(config)
-    plan = Plan(arch, slots=2, max_len=MAX_LEN, width=8, chunk=128, features=(), mapped=True)
-    params = init_params(arch, jax.random.key(5))
-    ring = entries(next(layer for layer in arch.layers if layer.window), MAX_LEN, plan.slack)
-    assert LENGTH > 50 * ring
-    return JaxTarget(plan, params, np.float32)
+    small = VARIANTS[variant] | SMALL
+    small |= {"num_global_key_value_heads": 1} if small["attention_k_eq_v"] else {}
+    small |= {"num_kv_shared_layers": 2} if "num_kv_shared_layers" in small else {}
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+        patch.setitem(VARIANTS, variant, small)
+        write_tiny(Path(folder), variant)
+        target = load_target(Path(folder), JaxOptions(slots=2, max_len=MAX_LEN, k=7))
+    sliding = next(layer for layer in target.arch.layers if layer.window)
+    assert LENGTH > 50 * entries(sliding, MAX_LEN, target.plan.slack)
+    return target
 
 
 @pytest.mark.parametrize("variant", ["31b", pytest.param("e4b", marks=pytest.mark.slow)])
@@ -91,7 +90,7 @@ def test_no_drafter_changes_a_token_far_out(variant, mode):
 
     none, ngram = NoDrafter(), NgramDrafter(1, 3)
     plain = decode(none, host_cycle(target, none, 0))
-    for drafter, k in ((ngram, 4), (Oracle({"0": plain}, 0, VOCAB), 7), (Noise(VOCAB), 7)):
+    for drafter, k in ((ngram, 4), (Noise(VOCAB), 7)):
         assert decode(drafter, host_cycle(target, drafter, k)) == plain
     traced = TextDrafter(TracedNgram(1, 3))
     assert decode(none, device_loop(target, traced, 4)) == plain

@@ -28,9 +28,11 @@ def own_targets():
 
 
 def test_mini_both_loops():
-    check_host(mini.path("mini"), "nucleus", slots=4, ks=[4], tokens=24)
-    check_device(mini.path("mini"), "nucleus", slots=4, ks=[4], tokens=24)
-    check_eagle3(mini.path("mini"), "nucleus", slots=4, ks=[4], tokens=24)
+    """With guesses of each kind, of whole and of no drafts; test_whole_matrix has them all."""
+    check = {"path": mini.path("mini"), "mode": "nucleus", "slots": 4, "ks": [4], "tokens": 24}
+    check_host(**check, adversaries=("model", "ngram", "right", "wild"))
+    check_device(**check, adversaries=("none", "right", "wild"))
+    check_eagle3(**check)
 
 
 def test_feature_layers_change_no_logit(tiny):

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests import cheap
-from tests.mesh_worker import NARROW, SPLITS
+from tests.mesh_worker import NARROW, SPLITS, splits_of
 from tests.tiny import VARIANTS, config_of
 
 FLAGS = f"--xla_force_host_platform_device_count=8 {cheap.FLAGS}"
@@ -52,7 +52,7 @@ def lines(request) -> dict:
 def test_any_split_drafter_and_loop_gives_the_same_text(lines, variant):
     plain = lines[variant, 1]["texts"]["none host"]
     assert [len(tokens) for tokens in plain] == [26, 28]
-    for tp in SPLITS:
+    for tp in splits_of(variant):
         for way, tokens in lines[variant, tp]["texts"].items():
             assert tokens == plain, (tp, way)
 
@@ -60,7 +60,7 @@ def test_any_split_drafter_and_loop_gives_the_same_text(lines, variant):
 @pytest.mark.parametrize("variant", EACH)
 def test_what_divides_is_split_and_the_rest_is_copied(lines, variant):
     kv_heads = config_of(variant)["text_config"]["num_key_value_heads"]
-    for tp in SPLITS:
+    for tp in splits_of(variant):
         parts = lines[variant, tp]["parts"]
         whole = tp if kv_heads % tp == 0 else 1
         expected = {"mlp.gate_proj": tp, "self_attn.k_proj": whole, "input_layernorm": 1}

@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-import uvicorn
 
-from drafters.ngram.host import NgramDrafter
-from serve.api import create_app
-from serve.runner import EngineRunner
-from specdec.core.cycle import host_cycle
-from specdec.core.engine import Engine
-from targets import mini
-from targets.jax.load import JaxOptions, load_target
-from targets.tokenizer import load_tokenizer
+from tests.serving import serving_mini
 
 PROMPTS = [f"def function_{i}(items, count={i}):\n    " for i in range(16)]
 
 
 @pytest.fixture(scope="module")
-def client():
-    path = mini.path("mini")
-    target = load_target(path, JaxOptions(slots=4, max_len=512, k=4))
-    drafter = NgramDrafter()
-    engine = Engine(target, drafter, host_cycle(target, drafter, 4))
-    app = create_app(EngineRunner(engine), load_tokenizer(path), "mini", k=4)
-    config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        threading.Event().wait(0.05)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as made:
-        yield made
-    server.should_exit = True
-    thread.join()
+def client() -> Iterator[openai.OpenAI]:
+    with serving_mini() as server:
+        yield server.openai
 
 
 def complete(client, i: int) -> str:
