@@ -18,7 +18,7 @@ from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.spec import HeadSpec, random_head
 from drafters.model.host import CATCH_UP, ModelDrafter
 from drafters.model.jax import DeviceModel
-from drafters.ngram.host import NgramDrafter
+from drafters.ngram.host import N_MAX, N_MIN, NgramDrafter
 from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
@@ -182,11 +182,12 @@ def check_host(
 def check_device(path, mode, slots, ks, tokens=TOKENS, adversaries=("none", *TOLD)):
     target = target_of(path, slots)
     first = prompts_for(target.vocab)[:slots]
+    lengths = (N_MIN, N_MAX) if path.name == "mini" else (1, 3)
     run = partial(decode, mode=mode, tokens=tokens, prompts=first)
     plain, _ = run(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
     for k in ks:
         told = Told(slots)
-        cycle = device_loop(target, told, k, 4)
+        cycle = device_loop(target, told, k)
         made = tables(plain, slots, target.vocab)
         for name in adversaries:
             told.table = made[name]
@@ -194,8 +195,8 @@ def check_device(path, mode, slots, ks, tokens=TOKENS, adversaries=("none", *TOL
             assert output == plain, (path.name, mode, slots, name, k)
             assert name != "right" or acceptance.rate == 1.0 or k == 0
             assert name not in ("wrong", "wild") or acceptance.accepted == 0
-        traced, host = TextDrafter(TracedNgram(1, 3)), NgramDrafter(1, 3)
-        output, acceptance = run(target, NoDrafter(), device_loop(target, traced, k, 4))
+        traced, host = TextDrafter(TracedNgram(*lengths)), NgramDrafter(*lengths)
+        output, acceptance = run(target, NoDrafter(), device_loop(target, traced, k))
         again, host_acceptance = run(target, host, host_cycle(target, host, k))
         assert output == again == plain, (path.name, mode, slots, "ngram", k)
         assert acceptance == host_acceptance
@@ -208,7 +209,7 @@ def check_device_model(path, mode, slots, ks, tokens=TOKENS, draft_of=draft_of):
     plain, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0))
     for k in ks:
         drafter = ModelDrafter(draft_of(path, slots))
-        output, acceptance = run(drafter, device_loop(target, DeviceModel(drafter), k, 4))
+        output, acceptance = run(drafter, device_loop(target, DeviceModel(drafter), k))
         again, host_acceptance = run(drafter, host_cycle(target, drafter, k))
         assert output == again == plain, (path.name, mode, slots, k)
         assert acceptance == host_acceptance
@@ -242,7 +243,7 @@ def check_eagle3(path, mode, slots, ks, tokens=TOKENS, max_position=MAX_LEN):
     for k in ks:
         drafter = EagleDrafter(head, target, k)
         output, acceptance = run(drafter, host_cycle(target, drafter, k))
-        again, device_acceptance = run(drafter, device_loop(target, drafter, k, 4))
+        again, device_acceptance = run(drafter, device_loop(target, drafter, k))
         assert output == again == plain, (path.name, mode, slots, k)
         assert acceptance == device_acceptance
         assert path.name != "mini" or acceptance.rate > 0.2

@@ -77,7 +77,7 @@ def main(root: Path, variants: list[str]) -> None:
             found = target.params.segments[0][0] | target.params.top
             parts = {name: split_in(found[name]) for name in SPLIT_OR_NOT if name in found}
             thorough = variant == "31b"
-            ways = every_way(target, thorough or tp == SPLITS[-1], thorough)
+            ways = every_way(target, thorough or tp == SPLITS[-1], thorough and tp == SPLITS[-1])
             line = {"variant": variant, "tp": tp, "parts": parts, "texts": ways}
             print(json.dumps(line), flush=True)
     if "31b" in variants:

@@ -60,15 +60,16 @@ def test_bench_of_the_cuda_target_with_a_synthetic_tau_and_a_peer(capsys, tmp_pa
     assert "transformers, prompt lookup, batch 1" in err
 
 
-def test_cuda_references_say_the_same_whatever_the_drafter(capsys, tmp_path):
-    base = ["generate", PROMPT, "--max-tokens", "10", "--json", "--slots", "1", *CUDA]
+def test_cuda_references_say_the_same_whatever_the_drafter(capsys, tmp_path, worded):
+    ours = ["--model", str(worded), "--max-len", "256", *CUDA]
+    base = ["generate", PROMPT, "--max-tokens", "10", "--json", "--slots", "1", *ours]
     base += ["--temperature", "0.8", "--seed", "3"]
     variants = [["--drafter", "none"], [], ["--k", "7"]]
     texts = {json.loads(run(capsys, *base, *v)[0].splitlines()[-1])["text"] for v in variants}
     assert len(texts) == 1
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "def f(x):"}\n{"prompt": "import os\\nimport sys\\n"}\n')
-    arguments = ["eval-acceptance", str(prompts), "--max-tokens", "12", "--slots", "2", *CUDA]
+    arguments = ["eval-acceptance", str(prompts), "--max-tokens", "12", "--slots", "2", *ours]
     document = json.loads(run(capsys, *arguments, "--json")[0].splitlines()[-1])
     assert document["equality"]["equal"] and list(document["speeds"]) == ["plain", "drafted"]
     assert document["device"] == "cpu: torch references"
