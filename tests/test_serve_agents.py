@@ -353,6 +353,14 @@ def test_prompts_that_cannot_fit_are_refused_before_they_are_encoded(server, mon
         assert reply.json()["error"]["code"] == "context_length_exceeded"
 
 
+def test_a_schema_that_would_kill_the_compiler_is_a_400(server):
+    links = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(20_000)}
+    schema = {"$ref": "#/$defs/a0", "$defs": links | {"a20000": {"type": "integer"}}}
+    reply = server.post("completions", prompt="x", structured_outputs={"json": schema})
+    assert reply.status_code == 400 and "too deeply" in reply.json()["error"]["message"]
+    assert server.post("completions", prompt="x", max_tokens=1).status_code == 200
+
+
 def test_openapi_resolves_and_tells_all_forms(server):
     document = httpx.get(f"{server.url}/openapi.json").json()
     schemas = document["components"]["schemas"]

@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from specdec.constraints.json_values import TYPES, same, type_of
 from specdec.core.errors import UserError
 
 Schema = dict[str, Any]
-TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
 # Keywords that say nothing about what is valid. `format` is one of them, as the standard has it.
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 ANNOTATIONS |= {"$comment", "$schema", "$id", "$defs", "definitions", "format", "nullable"}
@@ -78,14 +78,6 @@ def written_types(schema: Schema) -> list[str]:
     return spoken or types
 
 
-def type_of(value: Any) -> str:
-    """The narrowest type of a JSON value."""
-    kinds = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
-    if type(value) in kinds:
-        return kinds[type(value)]
-    return "integer" if value == int(value) else "number"
-
-
 def has_type(value: Any, types: list[str]) -> bool:
     kind = type_of(value)
     return kind in types or (kind == "integer" and "number" in types)
@@ -100,17 +92,6 @@ def listed(schema: Schema) -> list[Any] | None:
     else:
         return None
     return [value for value in values if has_type(value, valid_types(schema))]
-
-
-def same(one: Any, other: Any) -> bool:
-    """JSON's equality: 1 is 1.0 and is not true."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    return one == other
 
 
 def both(one: Schema | bool, other: Schema | bool) -> Schema | bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection
 from typing import Any, Literal
@@ -13,6 +14,8 @@ Thinking = Literal["none", "may", "open"]
 """No thought; one at the beginning, perhaps; the prompt ended inside one."""
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+LONGEST_SCHEMA = 2**17
+"""Bytes of a schema that is followed strictly: Python reads it, which holds up everybody."""
 THOUGHTS = {
     "none": "",
     "may": r"( <|channel> /thought\n(?s:.*)/ <channel|> )? ",
@@ -63,6 +66,8 @@ def _call(function: dict[str, Any], rules: Rules) -> str:
         return f'"{name}" any_object'
     schema = function.get("parameters") or {"type": "object", "additionalProperties": False}
     try:
+        if len(json.dumps(schema)) > LONGEST_SCHEMA:
+            raise UserError(f"the schema is longer than {LONGEST_SCHEMA} bytes")
         return f'"{name}" {_arguments(schema, rules)}'
     except UserError as problem:
         raise UserError(f"tool {name!r}, strict: {problem}") from None

@@ -39,6 +39,8 @@ NUMBER: /-?(0|[1-9][0-9]{{0,99}})(\.[0-9]+)?([eE][+-]?[0-9]{{1,2}})?/
 NOT_IN_A_KEY = set(":,{}[]\"'<>|")
 # Bounds of a number that has but one: whole numbers up to here are exact in a double.
 FARTHEST = 2**53 - 1
+MOST_REFERENCES, MOST_WAYS = 32, 64
+"""Python compares schemas; more would hold up everybody's tokens."""
 REFUSED = ("not", "if", "then", "else", "$dynamicRef", "$recursiveRef")
 REFUSED_OF_ARRAYS = ("contains", "unevaluatedItems", "additionalItems")
 REFUSED_OF_OBJECTS = ("patternProperties", "propertyNames", "dependentRequired")
@@ -165,6 +167,8 @@ class SchemaRules:
             check_shape(schema)
             if schema["$ref"] in seen:
                 raise UserError(f"$ref {schema['$ref']!r} points at itself")
+            if len(seen) == MOST_REFERENCES:
+                raise UserError(f"more than {MOST_REFERENCES} $ref point at each other in a row")
             seen.append(schema["$ref"])
             rest = {key: value for key, value in schema.items() if key != "$ref"}
             schema = both(rest, self._pointed(schema["$ref"], "$ref"))
@@ -184,6 +188,8 @@ class SchemaRules:
         return found
 
     def _check_exclusive(self, schemas: list[Any], where: str) -> None:
+        if len(schemas) > MOST_WAYS:
+            raise UserError(f"{where}: oneOf of more than {MOST_WAYS} schemas; use anyOf")
         pairs = [(a, b) for a in schemas for b in schemas if a is not b]
         if not all(
             isinstance(a, dict) and isinstance(b, dict) and excludes(a, b, self._resolved)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from llguidance import LLMatcher
-
+from specdec.constraints.trial import TRIAL
 from specdec.core.errors import UserError
 
 Part = dict[str, Any]
@@ -29,9 +28,9 @@ def part_of(grammar: str) -> Part:
 
 
 def check(grammar: str, what: str) -> None:
-    """Raises UserError where llguidance can't compile it."""
-    complaint = LLMatcher.validate_grammar(grammar)
-    if complaint and not complaint.startswith("WARNING"):
+    """Raises UserError where llguidance can't compile it, also where it would die of it."""
+    complaint = TRIAL.complaint(grammar)
+    if complaint:
         raise UserError(f"{what}: {first_line(complaint)}")
 
 

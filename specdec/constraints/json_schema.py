@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
-from itertools import combinations
 from typing import Any
 
 from llguidance import LLMatcher
@@ -48,6 +47,8 @@ def json_part(schema: dict[str, Any] | bool) -> Part:
         grammar = LLMatcher.grammar_from_json_schema(said, overrides=OPTIONS)
     except RecursionError:
         raise UserError("this JSON schema is nested too deeply") from None
+    except ValueError as problem:
+        raise UserError(f"this JSON schema can't be read: {problem}") from None
     check(grammar, "this JSON schema can't be followed exactly")
     return part_of(grammar)
 
@@ -89,7 +90,7 @@ class Prepared:
         if not isinstance(parts, list) or "anyOf" in schema:
             return schema
         resolved = list(map(self._resolved, parts))
-        if not all(exclusive(a, b) for a, b in combinations(resolved, 2)):
+        if not exclusive(resolved):
             return schema
         return {("anyOf" if key == "oneOf" else key): value for key, value in schema.items()}
 

@@ -10,9 +10,10 @@ from typing import Protocol
 
 from llguidance import LLMatcher, LLTokenizer
 
-from specdec.constraints.grammar import first_line
+from specdec.constraints.grammar import check, first_line
 from specdec.core.errors import UserError
 
+UNUSABLE = "the grammar can't be used"
 NOTHING = "no text satisfies this grammar"
 CONTROL = re.compile(rb"\xff\[([0-9]+)\]")
 """How llguidance writes a control token among bytes."""
@@ -63,6 +64,7 @@ class Vocabulary:
         with self._lock:
             known = self._grammars.pop(grammar, None)
         if known is None:
+            check(grammar, UNUSABLE)
             known = LLMatcher(tokens, grammar, log_level=0)
             _check(known)
         with self._lock:
@@ -75,8 +77,8 @@ class Vocabulary:
 def _check(matcher: LLMatcher) -> None:
     """Raises UserError for a grammar that can't be compiled, or that no text satisfies."""
     if matcher.is_error():
-        raise UserError(f"the grammar can't be used: {first_line(matcher.get_error())}")
+        raise UserError(f"{UNUSABLE}: {first_line(matcher.get_error())}")
     first = matcher.deep_copy()
     allowed = first.compute_bitmask()
     if first.is_error() or not any(allowed):
-        raise UserError(f"the grammar can't be used: {NOTHING}")
+        raise UserError(f"{UNUSABLE}: {NOTHING}")
