@@ -72,10 +72,10 @@ def _grammar(request: ChatRequest | CompletionRequest, thinking: Thinking) -> st
         raise ApiError(400, f"{_name(request)}: {problem}", param=_name(request)) from None
     if calls is not None:
         bodies["calls"] = {"lark_grammar": calls}
-    return _composed(bodies, thinking)
+    return after_thought(bodies, thinking)
 
 
-def _composed(bodies: dict[str, Part], thinking: Thinking) -> str:
+def after_thought(bodies: dict[str, Part], thinking: Thinking) -> str:
     """One grammar: a thought where one may come, then one of the bodies."""
     lead = LEAD.get(thinking, "start: body\n")
     return composed(f"{lead}body: {' | '.join(f'@{name}' for name in bodies)}\n", bodies)

@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from serve.gemma.output import CallArguments, CallBegan, Content, GemmaOutput, Reasoning
 from serve.gemma.tool_grammar import tool_grammar
+from serve.structure import Thinking, after_thought
 from specdec.core.errors import UserError
 from targets.mini import path
 from targets.tokenizer import load_tokenizer
@@ -494,8 +495,11 @@ FREE = '<|tool_call>call:module.free{x:[1,{y:<|"|>}<|"|>}],z:null}<tool_call|>'
 THOUGHT = "<|channel>thought\nHm {\n<channel|>"
 
 
-def grammar_of(at_least: int, at_most: int | None, **options: Any) -> str:
-    return tool_grammar(TOOLS, at_least=at_least, at_most=at_most, **options)
+def grammar_of(
+    at_least: int, at_most: int | None, thinking: Thinking = "none", **options: Any
+) -> str:
+    calls = tool_grammar(TOOLS, at_least=at_least, at_most=at_most, **options)
+    return after_thought({"calls": {"lark_grammar": calls}}, thinking)
 
 
 def test_auto_is_free_text_and_known_calls():

@@ -5,22 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Any
 
 from serve.gemma.tool_schema import FREE, Rules, SchemaRules
 from specdec.core.errors import UserError
 
-Thinking = Literal["none", "may", "open"]
-"""No thought; one at the beginning, perhaps; the prompt ended inside one."""
-
 NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 LONGEST_SCHEMA = 2**17
 """Bytes of a schema that is followed strictly: Python reads it, which holds up everybody."""
-THOUGHTS = {
-    "none": "",
-    "may": r"( <|channel> /thought\n(?s:.*)/ <channel|> )? ",
-    "open": "TEXT <channel|> ",
-}
 
 
 def tool_grammar(
@@ -29,14 +21,13 @@ def tool_grammar(
     at_least: int,
     at_most: int | None,
     names: Collection[str] | None = None,
-    thinking: Thinking = "none",
 ) -> str:
-    """A Lark grammar for llguidance; the whole output, up to the end of the turn, follows it.
+    """A Lark grammar for llguidance; the text, up to the end of the turn, follows it.
 
     tools: OpenAI's, as in a chat request. Arguments of a tool with `strict: true` are valid for
     its schema; of another, they are any object that Gemma can write.
     at_least: how many calls there must be. With 0, text may stand before the calls; with more,
-    there is nothing but calls, after the thought.
+    there is nothing but calls.
     at_most: how many calls there may be, None for any number.
     names: the only functions that may be called; None for all.
 
@@ -53,7 +44,7 @@ def tool_grammar(
     times = f"{{{at_least},{'' if at_most is None else at_most}}}"
     text = "TEXT " if at_least == 0 else ""
     return f"""\
-start: {THOUGHTS[thinking]}{text}call{times}
+start: {text}call{times}
 call: <|tool_call> "call:" ( {calls} ) <tool_call|>
 {"".join(map(str, rules))}{FREE}"""
 
