@@ -13,11 +13,12 @@ from fastapi.responses import JSONResponse
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.types import Receive, Scope, Send
 
+from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.generation import Context, Generation, begin
 from serve.prompt_report import PromptReport, report
 from serve.replies import Json, Reply
-from serve.schema import ChatRequest, CompletionRequest
+from serve.schema import CompletionRequest
 from serve.stream import Piece, Tokenizer
 
 

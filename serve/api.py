@@ -12,13 +12,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from serve.answer import answer
 from serve.body import body_schema, describe_bodies, errors_of, read_body
+from serve.chat_schema import ChatRequest
 from serve.errors import ApiError, install_error_handlers
 from serve.generation import Context
 from serve.keys import Keys
 from serve.metrics import Metrics
 from serve.replies import ChatReply, CompletionReply, Json
 from serve.runner import EngineRunner
-from serve.schema import ChatRequest, CompletionRequest, parse
+from serve.schema import CompletionRequest, parse
 from serve.stage import Stage, stage_routes
 from serve.stream import Tokenizer
 from serve.tokens import DetokenizeRequest, TokenizeText, token_routes

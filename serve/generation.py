@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Sequence as Seqs
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.gemma.output import GemmaOutput
 from serve.metrics import Metrics
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
-from serve.schema import ChatRequest, CompletionRequest
+from serve.schema import CompletionRequest
 from serve.stream import ChoiceText, Output, Piece, PlainOutput, Tokenizer
 from serve.translate import Plan, plan
 from specdec.constraints.vocabulary import Vocabulary

@@ -6,7 +6,8 @@ from collections.abc import Sequence as Seqs
 from dataclasses import dataclass
 from typing import Any
 
-from serve.schema import ChatRequest, CompletionRequest
+from serve.chat_schema import ChatRequest
+from serve.schema import CompletionRequest
 from serve.stream import Tokenizer, TokenText, finite
 from specdec.core.types import TokenLogprob
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
-from serve.schema import ChatRequest, CompletionRequest
+from serve.schema import CompletionRequest
 from serve.stream import Tokenizer
 
 

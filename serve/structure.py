@@ -8,10 +8,11 @@ from typing import Any, Literal
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
+from serve.chat_schema import ChatRequest, NamedTool
 from serve.errors import ApiError
 from serve.gemma.tool_grammar import tool_grammar
 from serve.messages import Tool
-from serve.schema import ChatRequest, CompletionRequest, NamedTool, StructuredOutputs
+from serve.schema import CompletionRequest, StructuredOutputs
 from serve.stream import Tokenizer
 from specdec.constraints.constraint import TextRules
 from specdec.constraints.grammar import Part, composed, part_of

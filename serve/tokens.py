@@ -9,10 +9,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from serve.body import body_schema, errors_of, read_body
+from serve.chat_schema import ChatRequest
 from serve.generation import Context
 from serve.prompts import chat_ids, check_ids, check_size, check_sizes
 from serve.replies import Json
-from serve.schema import MAX_LIST, ChatRequest, parse
+from serve.schema import MAX_LIST, parse
 
 
 class TokenizeText(BaseModel):

@@ -6,9 +6,10 @@ import secrets
 from collections.abc import Sequence as Seqs
 from dataclasses import dataclass, replace
 
+from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.prompts import check_ids, encode
-from serve.schema import ChatRequest, CompletionRequest
+from serve.schema import CompletionRequest
 from serve.stream import Tokenizer
 from serve.structure import Thinking, rules_for, thinking_at
 from specdec.constraints.constraint import TextConstraint, TextRules

@@ -11,7 +11,6 @@ import fnmatch
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.core.errors import UserError
+from specdec.core.ticking import ticking
 
 NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 WANTED = (
@@ -28,8 +28,6 @@ WANTED = (
 )
 """Files that are read, by pattern; at the top of a repository, not in its folders."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-EVERY = 10.0
-"""Seconds between lines about a download, where nobody sees a bar."""
 
 
 def is_name(model: str) -> bool:
@@ -169,20 +167,14 @@ def _told(repo: str, missing: int) -> Iterator[None]:
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
-    ended, before = threading.Event(), _stored(repo)
+    before = _stored(repo)
 
     def tell() -> None:
-        while not ended.wait(EVERY):
-            done = (_stored(repo) - before) / 1e9
-            print(f"downloading {repo}: {done:.2f} of {total}", file=sys.stderr)
+        done = (_stored(repo) - before) / 1e9
+        print(f"downloading {repo}: {done:.2f} of {total}", file=sys.stderr)
 
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
-    try:
+    with ticking(tell):
         yield
-    finally:
-        ended.set()
-        teller.join()
 
 
 def _stored(repo: str) -> int:

@@ -15,7 +15,8 @@ import pydantic
 import pytest
 
 from drafters.ngram.host import NgramDrafter
-from serve.schema import ChatRequest, parse
+from serve.chat_schema import ChatRequest
+from serve.schema import parse
 from serve.structure import rules_for, thinking_at
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine

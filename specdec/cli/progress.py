@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,8 +9,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-EVERY = 10.0
-"""Seconds between lines in a log."""
+from specdec.core.ticking import EVERY, ticking
+
 SHARE, AT_LEAST = 0.1, 1.0
 """A line comes earlier where this share more is done, but not within so many seconds."""
 
@@ -68,19 +67,13 @@ def working(console: Console, what: str) -> Iterator[None]:
         with console.status(what):
             yield
         return
-    ended, began = threading.Event(), time.monotonic()
+    began = time.monotonic()
 
     def tell() -> None:
-        while not ended.wait(EVERY):
-            console.print(f"{what}: {time.monotonic() - began:.0f} s", markup=False)
+        console.print(f"{what}: {time.monotonic() - began:.0f} s", markup=False)
 
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
-    try:
+    with ticking(tell, EVERY):
         yield
-    finally:
-        ended.set()
-        teller.join()
 
 
 def continues(console: Console, what: str, done: int, total: int) -> None:
