@@ -7,7 +7,8 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from serve.gemma.tool_schema import FREE, Rules, SchemaRules
+from serve.gemma.lark_rules import FREE, Rules
+from serve.gemma.tool_schema import SchemaRules
 from specdec.core.errors import UserError
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]+")

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from serve.gemma.ecma_pattern import whole_regex
-from serve.gemma.endless_rules import endless
+from serve.gemma.lark_rules import QUOTE, Rules, array, either, literal, more, optional
 from serve.gemma.schema_parts import (
     ANNOTATIONS,
     KEYWORDS,
@@ -23,19 +23,6 @@ from serve.gemma.schema_parts import (
 )
 from specdec.core.errors import UserError
 
-QUOTE = '<|"|>'
-FREE = rf"""
-any: string | NUMBER | "true" | "false" | "null" | any_object | any_array
-any_object: "{{" ( KEY ":" any ( "," KEY ":" any )* )? "}}"
-any_array: "[" ( any ( "," any )* )? "]"
-string: {QUOTE} TEXT {QUOTE}
-TEXT: /(?s:.*)/
-KEY: /[\p{{L}}\p{{N}}_$@.\-]+/
-INTEGER: /-?(0|[1-9][0-9]{{0,99}})/
-NUMBER: /-?(0|[1-9][0-9]{{0,99}})(\.[0-9]+)?([eE][+-]?[0-9]{{1,2}})?/
-"""
-"""Rules of whatever Gemma can write, and of values without conditions."""
-
 NOT_IN_A_KEY = set(":,{}[]\"'<>|")
 # Bounds of a number that has but one: whole numbers up to here are exact in a double.
 FARTHEST = 2**53 - 1
@@ -45,39 +32,6 @@ REFUSED = ("not", "if", "then", "else", "$dynamicRef", "$recursiveRef")
 REFUSED_OF_ARRAYS = ("contains", "unevaluatedItems", "additionalItems")
 REFUSED_OF_OBJECTS = ("patternProperties", "propertyNames", "dependentRequired")
 REFUSED_OF_OBJECTS += ("dependentSchemas", "dependencies")
-
-
-class Rules:
-    """Lark rules and terminals that were made so far, whose names begin with `prefix`."""
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self._bodies: dict[str, str] = {}
-
-    def reserve(self) -> str:
-        name = f"{self._prefix}_{len(self._bodies)}"
-        self._bodies[name] = ""
-        return name
-
-    def set(self, name: str, body: str) -> None:
-        self._bodies[name] = body
-
-    def add(self, body: str) -> str:
-        name = self.reserve()
-        self.set(name, body)
-        return name
-
-    def terminal(self, body: str) -> str:
-        name = f"{self._prefix}_{len(self._bodies)}".upper()
-        self.set(name, body)
-        return name
-
-    def endless(self) -> set[str]:
-        """Rules that no text can end."""
-        return endless(self._bodies)
-
-    def __str__(self) -> str:
-        return "".join(f"{name}: {body}\n" for name, body in self._bodies.items())
 
 
 class SchemaRules:
@@ -143,7 +97,7 @@ class SchemaRules:
             raise UserError(f"{where}: no value is valid there")
         if keyword == "oneOf":
             self._check_exclusive(ways, where)
-        return _either(self.value(way, f"{below}[{i}]") for i, way in enumerate(ways))
+        return either(self.value(way, f"{below}[{i}]") for i, way in enumerate(ways))
 
     def _joined(self, rest: Schema, schemas: list[Any], where: str) -> str:
         """A schema alone keeps its name, so that recursion through it ends."""
@@ -207,11 +161,11 @@ class SchemaRules:
             raise UserError(f"{where}: {spoken[0]} cannot be enforced beside {keyword}")
         if not values:
             raise UserError(f"{where}: no value is valid there")
-        return _either(self._literal(value, where) for value in values)
+        return either(self._literal(value, where) for value in values)
 
     def _literal(self, value: Any, where: str) -> str:
         if isinstance(value, str):
-            return f"{QUOTE} {_text(value)} {QUOTE}" if value else f"{QUOTE} {QUOTE}"
+            return f"{QUOTE} {literal(value)} {QUOTE}" if value else f"{QUOTE} {QUOTE}"
         if isinstance(value, list):
             items = ' "," '.join(self._literal(item, where) for item in value)
             return f'"[" {items} "]"'
@@ -220,7 +174,7 @@ class SchemaRules:
             pairs = [f"{_key(key, where)} {self._literal(value[key], where)}" for key in keys]
             body = ' "," '.join(pairs)
             return f'"{{" {body} "}}"'
-        return _text(json.dumps(value))
+        return literal(json.dumps(value))
 
     def _of_types(self, schema: Schema, where: str) -> str:
         types = written_types(schema)
@@ -228,7 +182,7 @@ class SchemaRules:
             raise UserError(f"{where}: no value is valid there")
         if "number" in types:
             types = [kind for kind in types if kind != "integer"]
-        return _either(self._of_type(kind, schema, where) for kind in types)
+        return either(self._of_type(kind, schema, where) for kind in types)
 
     def _of_type(self, kind: Any, schema: Schema, where: str) -> str:
         match kind:
@@ -282,13 +236,13 @@ class SchemaRules:
         if left == 0 or rest is False:
             if fewest > len(heads):
                 raise UserError(f"{where}: no array has so many items (minItems)")
-            return _items(heads, "", fewest)
+            return array(heads, "", fewest)
         item = self.value(rest, f"{where}.items")
         needed = max(fewest - len(heads), 0)
         if heads:
-            return _items(heads, _more(item, needed, left), fewest)
-        more = _more(item, max(needed - 1, 0), None if left is None else left - 1)
-        return _items([f"{item} {more}"], "", fewest)
+            return array(heads, more(item, needed, left), fewest)
+        others = more(item, max(needed - 1, 0), None if left is None else left - 1)
+        return array([f"{item} {others}"], "", fewest)
 
     def object(self, schema: Schema, where: str) -> str:
         """The body of a rule for objects of `schema`, whatever else it admits."""
@@ -306,7 +260,7 @@ class SchemaRules:
         body, empty = self._pairs(named, required, where)
         if others is not False:
             body = self._other_pairs(body, empty, others, named, where)
-        return f'"{{" {_optional(body) if empty else body} "}}"'
+        return f'"{{" {optional(body) if empty else body} "}}"'
 
     def _pairs(self, named: Schema, required: list[str], where: str) -> tuple[str, bool]:
         """A rule for the pairs that may stand, in Gemma's order, and whether there may be none."""
@@ -325,7 +279,7 @@ class SchemaRules:
     def _other_pairs(self, body: str, empty: bool, others: Any, named: Schema, where: str) -> str:
         key = "KEY"
         if named:
-            names = " | ".join(map(_text, named))
+            names = " | ".join(map(literal, named))
             key = self._rules.terminal(f"KEY & ~( {names} )")
         value = self.value(others, f"{where}.additionalProperties")
         pair = self._rules.add(f'{key} ":" {value}')
@@ -351,40 +305,10 @@ def _number(kind: str, schema: Schema, where: str) -> str:
     return f"%json {json.dumps({'type': kind, **bounds})}"
 
 
-def _items(heads: list[str], tail: str, fewest: int) -> str:
-    """An array that may end after any item from the `fewest`th on; `tail` follows all heads."""
-    body = tail
-    for number in range(len(heads), 0, -1):
-        if number < len(heads):
-            body = f'"," {body}'
-            body = body if fewest > number else _optional(body)
-        body = f"{heads[number - 1]} {body}"
-    return f'"[" {body if fewest else _optional(body)} "]"'
-
-
-def _more(item: str, fewest: int, most: int | None) -> str:
-    """So many items more, each after a comma."""
-    if most == 0:
-        return ""
-    return f'( "," {item} ){{{fewest},{"" if most is None else most}}}'
-
-
-def _optional(body: str) -> str:
-    return f"( {body} )?" if body else ""
-
-
-def _either(ways: Any) -> str:
-    return " | ".join(f"( {way} )" if " " in way else way for way in ways)
-
-
-def _text(text: str) -> str:
-    return json.dumps(text)
-
-
 def _key(key: str, where: str) -> str:
     if not key or set(key) & NOT_IN_A_KEY or " " in key or not key.isprintable():
         raise UserError(f"{where}: the key {key!r} cannot be written in Gemma's syntax; rename it")
-    return _text(key + ":")
+    return literal(key + ":")
 
 
 def _sorted(names: Any) -> list[str]:
