@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import time
+from typing import Any
 
 import httpx
 import pytest
@@ -31,7 +33,13 @@ def refused(capsys, *arguments) -> str:
     return lines[0]
 
 
-def wait_until_ready(server: subprocess.Popen[str], url: str) -> None:
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def wait_until_ready(server: subprocess.Popen[Any], url: str) -> None:
     for _ in range(1200):
         assert server.poll() is None, "the server ended"
         try:

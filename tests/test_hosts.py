@@ -5,27 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from tests import cheap
-from tests.commands import CUDA, PROMPT, refused, run, wait_until_ready
+from tests.commands import CUDA, PROMPT, free_port, refused, run, wait_until_ready
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 PROMPTS = ("def add(a, b):", "for i in range(")
 SHAPE = ["--slots", "2", "--max-len", "64", "--k", "3"]
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def python(devices: int, *arguments: str, **extra) -> subprocess.Popen[str]:
@@ -55,7 +49,11 @@ def test_two_processes_say_what_one_says_in_either_loop(worded):
     assert answers(*(python(2, *worker, port, p) for p in "01")) == [both, both]
 
 
-def test_a_server_over_two_processes_answers_as_one_device_does(worded, capsys):
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_a_server_over_two_processes_answers_as_one_device_does(worded, capsys, number):
+    """And a signal to the first of them ends both, when what runs has ended."""
     ports, options = (free_port(), free_port()), [*SHAPE, "--model", str(worded)]
     meet = ["--tp", "2", "--coordinator-address", f"localhost:{ports[0]}", "--num-processes", "2"]
     rest = ["--cache", os.environ["JAX_COMPILATION_CACHE_DIR"], "--port", ports[1]]
@@ -69,13 +67,14 @@ def test_a_server_over_two_processes_answers_as_one_device_does(worded, capsys):
         leave(url)
         with ThreadPoolExecutor(3) as pool:
             assert list(pool.map(lambda i: ask(url, i), (0, 1, 0))) == [*texts, texts[0]]
-        servers[0].send_signal(signal.SIGINT)
+        assert streamed_past(url, lambda: servers[0].send_signal(number)) == texts[0]
         for server in servers:
             server.communicate(timeout=60)
     finally:
         for server in servers:
             server.kill()
-    assert [server.returncode for server in servers] == [130, 0]  # one was interrupted
+    ended = {signal.SIGTERM: -15, signal.SIGINT: 130}[number]
+    assert [server.returncode for server in servers] == [ended, 0]
     for i, text in enumerate(texts):
         asked = ["--temperature", str(0.8 * i), "--seed", str(i), "--max-tokens", "12"]
         out, _ = run(capsys, "generate", PROMPTS[i], *options, *asked, "--json")
@@ -86,6 +85,24 @@ def ask(url: str, i: int) -> str:
     body = {"model": "tiny", "prompt": PROMPTS[i], "max_tokens": 12, "seed": i}
     answer = httpx.post(f"{url}/v1/completions", json=body | {"temperature": 0.8 * i}, timeout=120)
     return answer.json()["choices"][0]["text"]
+
+
+def streamed_past(url: str, event: Callable[[], None]) -> str:
+    """`ask(url, 0)` as a stream, of which the first piece is there when `event` comes."""
+    body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 12, "seed": 0, "temperature": 0}
+    text, done = "", False
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=120
+    ) as answer:
+        for line in answer.iter_lines():
+            if line == "data: [DONE]":
+                done = True
+            elif line.startswith("data: "):
+                if not text:
+                    event()
+                text += json.loads(line[6:])["choices"][0]["text"]
+    assert done
+    return text
 
 
 def leave(url: str) -> None:

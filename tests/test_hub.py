@@ -5,14 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 from huggingface_hub import constants
 
+import specdec
+from drafters.eagle3.files import save_flat
+from drafters.eagle3.spec import random_head
 from specdec.core.errors import UserError
 from targets import hub, mini
+from tests.commands import free_port, run, wait_until_ready
+from tests.eagle3_oracle import SPEC
 from tests.hub_server import SHA, Hub, hub_of
+from tests.worded import WORDS
+
+pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 REPO = "org/tiny"
 WEIGHTS = bytes(range(256)) * 2**17
@@ -120,13 +130,40 @@ def test_folders_come_first_and_paths_are_never_asked(tmp_path, monkeypatch):
     assert hub.is_name("google/gemma-4-E4B-it") and hub.is_name("a/b@refs/pr/1")
 
 
-def test_commands_take_names(served: Hub, tmp_path):
-    command = [sys.executable, "-m", "specdec", "generate", "def f(", "--model", REPO]
+def test_commands_take_names(served: Hub, capsys):
     options = ["--max-len", "64", "--slots", "1", "--k", "1", "--max-tokens", "3", "--json"]
+    _, err = run(capsys, "generate", "def f(", "--model", REPO, *options)
+    assert f"model {REPO}" in err and "downloading" in err
+
+
+@pytest.mark.parametrize(("drafter", "repo"), [("model", "org/tiny"), ("eagle3", "org/head")])
+def test_the_door_and_drafters_take_names(served: Hub, tmp_path, drafter, repo):
+    head = random_head(replace(SPEC, hidden=48, vocab=WORDS, layers=(0, 1, 2)))
+    save_flat(head, tmp_path / "head", (1,))
+    files = {file.name: file.read_bytes() for file in (tmp_path / "head").iterdir()}
+    served.repos["org/head"] = files
+    options = {"drafter": drafter, "draft_model": repo, "k": 2, "slots": 1, "max_len": 64}
+    with specdec.load(REPO, **options) as llm:
+        answer = llm.generate("def f(", max_tokens=6, temperature=0.0)
+    with specdec.load(REPO, drafter="none", slots=1, max_len=64) as llm:
+        assert llm.generate("def f(", max_tokens=6, temperature=0.0).text == answer.text
+    assert answer.acceptance.drafted > 0
+
+
+def test_a_server_takes_a_name(served: Hub, tmp_path):
+    port = free_port()
+    command = [sys.executable, "-m", "specdec", "serve", "--model", REPO, "--port", port]
+    options = ["--max-len", "64", "--slots", "1", "--k", "1"]
     cache = ["--cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]
     env = os.environ | {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [*command, *options, *cache], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"model {REPO}" in done.stderr and "downloading" in done.stderr
+    server = subprocess.Popen([*command, *options, *cache], env=env, stderr=subprocess.DEVNULL)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_ready(server, url)
+        (model,) = httpx.get(f"{url}/v1/models").json()["data"]
+        body = {"model": model["id"], "prompt": "def f(", "max_tokens": 3}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200 and model["id"] == REPO
+    finally:
+        server.kill()
+        server.wait()

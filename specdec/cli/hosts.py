@@ -109,6 +109,7 @@ def joined(
             raise
         end.by(problem, lines)
     lines.close()
+    _leave()
 
 
 def _meet(config: HostsConfig, end: _End) -> ControlChannel:
@@ -135,6 +136,12 @@ def _check_split(model: ModelConfig) -> None:
     from targets.jax.hosts import check_split
 
     check_split(model.tp)
+
+
+def _leave() -> None:
+    from targets.jax.hosts import leave
+
+    leave()
 
 
 def check_same(lines: ControlChannel, options: dict[str, Any]) -> None:

@@ -60,6 +60,12 @@ def join(
     return jax.process_index(), jax.process_count()
 
 
+def leave() -> None:
+    """Part from the others, who do the same. A process that a signal ends afterwards can't: it
+    runs no handlers of its end, and JAX aborts the others."""
+    jax.distributed.shutdown()
+
+
 def check_split(tp: int) -> None:
     """Raise UserError unless the model is split over all devices: a process that holds no part
     could not take part."""
