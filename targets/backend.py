@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specdec.core.config import Loop, ModelConfig
 from specdec.core.errors import UserError
+from specdec.core.prefix_cache.snapshots import TargetSnapshots
 from specdec.core.protocols import Cycle, Target
 from specdec.core.types import Array, Check, Sequence
 
@@ -39,6 +40,15 @@ class LoadedTarget(Target, Protocol):
 
     @property
     def arch(self) -> Arch: ...
+
+    @property
+    def identity(self) -> str:
+        """What fixes the bits that it computes, beside its weights."""
+        ...
+
+    def snapshots(self) -> TargetSnapshots:
+        """What the prefix cache copies out of slots, and back."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -137,6 +147,11 @@ class Backend(Protocol):
 
     def warm(self, target: Any) -> tuple[int, Seqs[int]]:
         """Up to how many rows each batch size, and which prompt lengths, need programs."""
+        ...
+
+    def spare_bytes(self, target: Any) -> int:
+        """Device memory that nobody will need, as far as can be told now that the target is warm;
+        0 where the device's memory is the host's."""
         ...
 
     def scorer(self, target: Any) -> Callable[[list[int]], np.ndarray]:

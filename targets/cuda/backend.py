@@ -97,6 +97,17 @@ class CudaBackend:
         fit = target.max_len // 2
         return target.slots, (*(n for n in TOKENS if n <= fit), min(LONG, fit))
 
+    def spare_bytes(self, target: CudaTarget) -> int:
+        if self.exact(target):
+            return 0
+        from targets.cuda.device import free_bytes
+        from targets.cuda.footprint import MARGIN, TargetShape, prefill_bytes
+
+        plan = target.plan
+        sizes = plan.slots, plan.max_len, 1, plan.chunk
+        shape = TargetShape(*sizes, plan.dtype, plan.kv_dtype)
+        return max(0, free_bytes() - prefill_bytes(target.arch, shape) - MARGIN)
+
     def scorer(self, target: CudaTarget) -> Callable[[list[int]], np.ndarray]:
         from targets.cuda.score import window_nll
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from targets.jax.load import JaxOptions
     from targets.jax.target import JaxTarget
 
+SPARE = 0.9
+"""Share of the memory that was never in use which is called spare."""
+
 
 class JaxBackend:
     def refuse(self, config: ModelConfig, loop: Loop | None = None) -> None:
@@ -89,6 +92,13 @@ class JaxBackend:
 
     def warm(self, target: JaxTarget) -> tuple[int, Seqs[int]]:
         return 1, (1,)  # all slots are one program, and chunks are padded to one length
+
+    def spare_bytes(self, target: JaxTarget) -> int:
+        import jax
+
+        found = [device.memory_stats() for device in jax.local_devices()]
+        spare = [stats["bytes_limit"] - stats["peak_bytes_in_use"] for stats in found if stats]
+        return max(0, int(SPARE * min(spare))) if spare else 0
 
     def scorer(self, target: JaxTarget) -> Callable[[list[int]], np.ndarray]:
         from targets.jax.score import window_nll

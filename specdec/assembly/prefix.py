@@ -1,0 +1,92 @@
+"""The prefix cache of an engine: what it may take of which memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from drafters.kind import PlacedDrafter
+from specdec.assembly.model import Model
+from specdec.core.config import PrefixConfig
+from specdec.core.engine import Engine
+from specdec.core.errors import UserError
+from specdec.core.prefix_cache.cache import PrefixCache
+from specdec.core.prefix_cache.pool import Budget, SnapshotPool
+from specdec.core.types import Sequence
+
+GIB = 1 << 30
+GRAIN = 64 << 20
+"""Host memory is taken in pieces of so many bytes (targets.cuda.host_blocks)."""
+HOST_GIB = 8
+HOST_SHARE = 4
+"""Of the machine's memory, one part in so many at most, unless more is asked for."""
+UNBOUNDED = 1 << 62
+
+
+def make_prefix_cache(
+    model: Model, placed: PlacedDrafter, drafter: Any, config: PrefixConfig
+) -> PrefixCache | None:
+    """None where it is not asked for, or no prompt is as long as a chunk. Device memory is given to
+    it later, by `grant`. Raises UserError."""
+    host, target = host_budget(config), model.target
+    if not config.prefix_cache:
+        return None
+    own = target.snapshots()
+    if own.unit >= target.max_len:
+        return None
+    beside = placed.snapshots(drafter, own.unit)
+    owners = [own] if beside is None else [own, beside]
+    seed = f"{model.name} {target.identity}"
+    return PrefixCache(own.unit, owners, SnapshotPool(Budget(device=0, host=host)), seed)
+
+
+def host_budget(config: PrefixConfig) -> int:
+    """Bytes. Raises UserError."""
+    asked = config.cache_ram
+    if asked is None:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min(HOST_GIB * GIB, whole // HOST_SHARE) // GRAIN * GRAIN
+    if not 0 <= asked < 2**20:
+        raise UserError(f"--cache-ram must be 0 or more GiB, got {asked:g}")
+    return int(asked * GIB) // GRAIN * GRAIN
+
+
+def warm_prefix_cache(engine: Engine) -> None:
+    """Compile what keeping and resuming need: one prompt twice."""
+    cache = engine.prefix_cache
+    if cache is None or cache.unit + 2 > engine.target.max_len:
+        return
+    budget, cache.pool.budget = cache.pool.budget, Budget(UNBOUNDED, 0)
+    for _ in range(2):
+        engine.run_to_end([Sequence([2] * (cache.unit + 1), max_tokens=1)])
+    cache.clear()
+    cache.pool.budget = budget
+
+
+def grant(engine: Engine, device: int) -> None:
+    """Let it take so many bytes of device memory: what is spare once all is warm."""
+    if engine.prefix_cache is not None:
+        engine.prefix_cache.pool.budget.device = device
+
+
+@dataclass(frozen=True)
+class PrefixBudget:
+    """What is told of an engine's prefix cache."""
+
+    unit: int
+    """Tokens per chunk: what is reused of a prompt is a multiple."""
+    device: int
+    host: int
+
+    def __str__(self) -> str:
+        host = f"{self.host / GIB:.1f} GiB of host memory (--cache-ram)"
+        device = f"{self.device / GIB:.1f} GiB of device memory and " if self.device else ""
+        return f"up to {device}{host}, in chunks of {self.unit} tokens"
+
+
+def budget_of(engine: Engine) -> PrefixBudget | None:
+    cache = engine.prefix_cache
+    if cache is None:
+        return None
+    return PrefixBudget(cache.unit, cache.pool.budget.device, cache.pool.budget.host)

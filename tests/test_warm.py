@@ -1,0 +1,114 @@
+"""Warm equals cold, bit for bit, on real caches: a short form of the campaign (warm_chats.py)."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from specdec.core.prefix_cache.cache import Key, PrefixCache
+from specdec.core.prefix_cache.keys import chain
+from specdec.core.prefix_cache.pool import SnapshotPool
+from specdec.core.types import Sequence
+from tests import warm_chats
+from tests.warm_chats import Chats, Meeting, Turn
+from tests.warm_parts import WarmBench
+
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    for name, value in {"CALLS": 4, "STRANGERS": 2, "LONG_ANSWER": 60}.items():
+        monkeypatch.setattr(warm_chats, name, value)
+
+
+CASES = [
+    *(("jax", "31b", "none", "host", 1.0), ("jax", "e2b", "ngram", "device", 0.0)),
+    *(("jax", "12b", "eagle3", "device", 1.0), ("jax", "e4b", "model", "host", 0.0)),
+    *(("cuda", "31b", "eagle3", "host", 1.0), ("cuda", "26b-a4b", "model", "host", 0.0)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_warm_says_what_cold_says(number):
+    """Ids, log-probabilities and acceptance; and all that could be resumed from was. Each case has
+    chats of two kinds."""
+    backend, model, drafter, loop, temperature = CASES[number]
+    chats = range(number, number + 2)
+    counts = warm_chats.campaign(WarmBench(backend, model, drafter), loop, temperature, chats)
+    assert counts.chats == 2 and counts.cached == counts.allowed > 0
+    assert counts.accepted == counts.cold_accepted
+
+
+@pytest.mark.parametrize("backend", ["jax", "cuda"])
+def test_narrow_caches_are_kept_as_they_are(backend):
+    narrow = {"kv_dtype": "int8"} if backend == "jax" else {"kv_dtype": "fp8", "dtype": "fp8"}
+    bench = WarmBench(backend, "31b", "none", **narrow)
+    assert warm_chats.campaign(bench, "host", 1.0, range(1)).cached > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
+def test_a_trained_model(drafter):
+    """Texts with a meaning to the head: it accepts after a hit what it accepts without one."""
+    counts = warm_chats.campaign(WarmBench("jax", "mini", drafter), "host", 0.0, range(7))
+    assert counts.accepted == counts.cold_accepted
+
+
+@pytest.fixture(scope="module", params=["jax", "cuda"])
+def bench(request):
+    return WarmBench(request.param, "31b", "none")
+
+
+def meeting(bench: WarmBench) -> Meeting:
+    return Meeting(bench, bench.warm(), bench.cold(), 1.0, Random(5))
+
+
+def chat(met: Meeting) -> None:
+    met.chat(Chats(Random(6), met.bench.target.vocab, False).talk(strangers=2))
+
+
+def test_the_tests_find_a_ring_of_another_boundary(bench, monkeypatch):
+    honest = SnapshotPool.__getitem__
+
+    def swapped(self, key):
+        others = (k for k in self._device.entries if k.kind == "boundary" and k != key)
+        return honest(self, next(others) if key.kind == "boundary" else key)
+
+    monkeypatch.setattr(SnapshotPool, "__getitem__", swapped)
+    with pytest.raises(AssertionError, match="cold"):
+        chat(meeting(bench))
+
+
+def test_the_tests_find_a_chunk_too_many(bench, monkeypatch):
+    """A slot that is said to hold one chunk more than was put there."""
+    honest = PrefixCache.resume
+
+    def generous(self, seq):
+        found = honest(self, seq)
+        return found + self.unit * (0 < found < seq.prompt_len - self.unit)
+
+    monkeypatch.setattr(PrefixCache, "resume", generous)
+    with pytest.raises(AssertionError, match="cold"):
+        chat(meeting(bench))
+
+
+def test_the_tests_find_what_decoding_wrote(bench):
+    """An answer's entries, kept as if they were a prompt's, have other bits."""
+    met, words = meeting(bench), Chats(Random(6), bench.target.vocab, False).words
+    prompt, unit = words(40, 40), met.cache.unit
+    told = met.turn(Turn(prompt, max_tokens=100, strangers=0))
+    # the cold run, which came last, left the same answer in the slot that is free now
+    seq = Sequence(prompt + told, slot=met.cold.scheduler.free[-1])
+    longer = prompt + told + words(20, 20)
+    names = chain(met.cache.seed, "", longer, unit)[: len(seq.tokens) // unit]
+    own = met.cache.owners[0]
+    for number, name in enumerate(names):
+        start = number * unit
+        part = own.take_chunk(seq, start, start + unit)
+        met.cache.pool.put(Key("chunk", name), (part,))
+    last = len(names) * unit
+    met.cache.pool.put(Key("boundary", names[-1]), (own.take_boundary(seq, last),))
+    with pytest.raises(AssertionError, match="cold"):
+        met.turn(Turn(longer, strangers=0))
