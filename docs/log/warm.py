@@ -73,11 +73,11 @@ def measured(engine: Engine, given: argparse.Namespace) -> dict[str, Any]:
     alone = [first_token(engine, words(given.alone), None)[0] for _ in range(TURNS)]
     equal, found = True, set()
     for _ in range(TURNS):
-        cache.clear()
-        grant(engine, UNBOUNDED)
-        before = words(given.shared + BEYOND)
-        times["keeping"].append(first_token(engine, before, Reuse())[0])
         for place in ("device", "host"):
+            cache.clear()
+            grant(engine, UNBOUNDED)
+            before = words(given.shared + BEYOND)
+            times["keeping"].append(first_token(engine, before, Reuse())[0])
             prompt = before + words(NEWS)
             cold = first_token(engine, prompt, None)  # it dirties the slot, too
             if place == "host":

@@ -85,6 +85,12 @@ class PrefixBudget:
         return f"up to {device}{host}, in chunks of {self.unit} tokens"
 
 
+def budget_for(model: Model, config: PrefixConfig) -> PrefixBudget:
+    """What an engine on this model would be given now. Raises UserError."""
+    spare = model.backend.spare_bytes(model.target)
+    return PrefixBudget(model.target.snapshots().unit, spare, host_budget(config))
+
+
 def budget_of(engine: Engine) -> PrefixBudget | None:
     cache = engine.prefix_cache
     if cache is None:
