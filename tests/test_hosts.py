@@ -19,7 +19,8 @@ from tests.commands import CUDA, PROMPT, refused, run, wait_until_ready
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 PROMPTS = ("def add(a, b):", "for i in range(")
-SHAPE = ["--slots", "2", "--max-len", "64", "--k", "3"]
+SHAPE = ["--slots", "2", "--max-len", "256", "--k", "3"]
+LONG = "def add(a, b):\n    return a + b\n" * 12
 
 
 def free_port() -> str:
@@ -69,6 +70,9 @@ def test_a_server_over_two_processes_answers_as_one_device_does(worded, tmp_path
         leave(url)
         with ThreadPoolExecutor(3) as pool:
             assert list(pool.map(lambda i: ask(url, i), (0, 1, 0))) == [*texts, texts[0]]
+        twice = [answered(url, LONG) for _ in range(2)]
+        assert [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in twice] == [0, 128]
+        assert twice[0]["choices"] == twice[1]["choices"]
         servers[0].send_signal(signal.SIGINT)
         for server in servers:
             server.communicate(timeout=60)
@@ -83,9 +87,13 @@ def test_a_server_over_two_processes_answers_as_one_device_does(worded, tmp_path
 
 
 def ask(url: str, i: int) -> str:
-    body = {"model": "tiny", "prompt": PROMPTS[i], "max_tokens": 24, "seed": i}
-    answer = httpx.post(f"{url}/v1/completions", json=body | {"temperature": 0.8 * i}, timeout=120)
-    return answer.json()["choices"][0]["text"]
+    answer = answered(url, PROMPTS[i], max_tokens=24, seed=i, temperature=0.8 * i)
+    return answer["choices"][0]["text"]
+
+
+def answered(url: str, prompt: str, **wishes) -> dict:
+    body = {"model": "tiny", "prompt": prompt, "logprobs": 1, "seed": 0} | wishes
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
 
 
 def leave(url: str) -> None:

@@ -236,9 +236,12 @@ def main() -> None:
     parser.add_argument("--drafter", default="none", help="none, ngram, suffix, model, eagle3")
     parser.add_argument("--loop", choices=("host", "device"), default="host")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--dtype", help="by default the checkpoint's; float32 on a CPU")
+    parser.add_argument("--kv-dtype")
     given = parser.parse_args()
     began = time.monotonic()
-    bench = WarmBench(given.backend, given.model, given.drafter, given.device)
+    own = {name: getattr(given, name) for name in ("dtype", "kv_dtype") if getattr(given, name)}
+    bench = WarmBench(given.backend, given.model, given.drafter, given.device, **own)
     counts = campaign(bench, given.loop, given.temperature, range(given.chats), given.seed)
     took = round(time.monotonic() - began, 1)
     print(json.dumps(vars(given) | asdict(counts) | {"differences": 0, "seconds": took}))

@@ -58,7 +58,7 @@ class TensorSnapshot:
     def to_host(self) -> TensorSnapshot:
         if self._device.type == "cpu":
             return self
-        host = TensorSnapshot(self._shapes, self._data[:0])
+        host = TensorSnapshot(self._shapes, torch.empty(0, dtype=torch.uint8, device=self._device))
         host._size, host._blocks = self._size, host_blocks().take(self._size)
         for block, part in zip(host._blocks, self._data.split(BLOCK), strict=True):
             block[: len(part)].copy_(part, non_blocking=True)
