@@ -166,7 +166,7 @@ class LLM:
             finish = piece.finish or finish
         wanted = None if given.logprobs is None else logprobs
         prompt = seq.tokens[: seq.prompt_len]
-        return Answer(prompt, text, tokens, finish, seq.acceptance, wanted)
+        return Answer(prompt, text, tokens, finish, seq.acceptance, wanted, seq.cached)
 
     async def _forward(
         self,

@@ -27,18 +27,23 @@ UNBOUNDED = 1 << 62
 def make_prefix_cache(
     model: Model, placed: PlacedDrafter, drafter: Any, config: PrefixConfig
 ) -> PrefixCache | None:
-    """None where it is not asked for, or no prompt is as long as a chunk. Device memory is given to
-    it later, by `grant`. Raises UserError."""
+    """None where it is not asked for, or no prompt can be longer than a chunk. Device memory is
+    given to it later, by `grant`. Raises UserError."""
     host, target = host_budget(config), model.target
     if not config.prefix_cache:
         return None
     own = target.snapshots()
-    if own.unit >= target.max_len:
+    if not fits(own.unit, target.max_len):
         return None
     beside = placed.snapshots(drafter, own.unit)
     owners = [own] if beside is None else [own, beside]
     seed = f"{model.name} {target.identity}"
     return PrefixCache(own.unit, owners, SnapshotPool(Budget(device=0, host=host)), seed)
+
+
+def fits(unit: int, max_len: int) -> bool:
+    """Whether a context holds a whole chunk, a token of the prompt behind it, and an answer."""
+    return unit + 2 <= max_len
 
 
 def host_budget(config: PrefixConfig) -> int:
@@ -55,7 +60,7 @@ def host_budget(config: PrefixConfig) -> int:
 def warm_prefix_cache(engine: Engine) -> None:
     """Compile what keeping and resuming need: one prompt twice."""
     cache = engine.prefix_cache
-    if cache is None or cache.unit + 2 > engine.target.max_len:
+    if cache is None:
         return
     budget, cache.pool.budget = cache.pool.budget, Budget(UNBOUNDED, 0)
     for _ in range(2):
@@ -76,10 +81,16 @@ class PrefixBudget:
 
     unit: int
     """Tokens per chunk: what is reused of a prompt is a multiple."""
+    max_len: int
     device: int
     host: int
 
     def __str__(self) -> str:
+        if not fits(self.unit, self.max_len):
+            return (
+                f"off, for no prompt of a context of {self.max_len} tokens (--max-len) is longer "
+                f"than a chunk of {self.unit}"
+            )
         host = f"{self.host / GIB:.1f} GiB of host memory (--cache-ram)"
         device = f"{self.device / GIB:.1f} GiB of device memory and " if self.device else ""
         return f"up to {device}{host}, in chunks of {self.unit} tokens"
@@ -88,11 +99,5 @@ class PrefixBudget:
 def budget_for(model: Model, config: PrefixConfig) -> PrefixBudget:
     """What an engine on this model would be given now. Raises UserError."""
     spare = model.backend.spare_bytes(model.target)
-    return PrefixBudget(model.target.snapshots().unit, spare, host_budget(config))
-
-
-def budget_of(engine: Engine) -> PrefixBudget | None:
-    cache = engine.prefix_cache
-    if cache is None:
-        return None
-    return PrefixBudget(cache.unit, cache.pool.budget.device, cache.pool.budget.host)
+    unit, longest = model.target.snapshots().unit, model.target.max_len
+    return PrefixBudget(unit, longest, spare, host_budget(config))

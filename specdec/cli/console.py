@@ -12,9 +12,8 @@ from typing import Any
 from rich.console import Console
 
 from specdec.assembly.model import Model
-from specdec.assembly.prefix import budget_of
+from specdec.assembly.prefix import budget_for
 from specdec.core.config import ModelConfig, PrefixConfig
-from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from specdec.core.provenance import run_record
 from targets.backend import Backend, backend_of
@@ -76,16 +75,10 @@ def say_model(config: ModelConfig, model: Model) -> None:
     console.print(f"[dim]model {model.name}{embedded} on {device}[/dim]")
 
 
-def say_prefix_cache(engine: Engine, asked: PrefixConfig) -> None:
-    """Tell what prompts may be kept in, or why none are."""
-    budget = budget_of(engine)
-    if budget is not None:
-        console.print(f"[dim]prefix cache: {budget}[/dim]")
-    elif asked.prefix_cache:
-        console.print(
-            f"[dim]prefix cache: off, for no prompt of {engine.target.max_len} tokens (--max-len) "
-            f"has more than one chunk of {engine.target.prefill_chunk}[/dim]"
-        )
+def say_prefix_cache(model: Model, config: PrefixConfig) -> None:
+    """Tell what memory prompts may be kept in, now that all is warm."""
+    budget = budget_for(model, config) if config.prefix_cache else "off (--no-prefix-cache)"
+    console.print(f"[dim]prefix cache: {budget}[/dim]")
 
 
 def say_compiled(backend: Backend) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 from rich.table import Table
 
 from specdec.assembly.model import Model
-from specdec.assembly.prefix import budget_for
+from specdec.assembly.prefix import host_budget
 from specdec.cli import topics
-from specdec.cli.console import command_record, console, print_json
+from specdec.cli.console import command_record, console, print_json, say_prefix_cache
 from specdec.cli.progress import working
 from specdec.cli.start import loaded_model
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
@@ -74,6 +74,7 @@ def doctor(
         End stdout with one JSON document.
     """
     backend = backend_of(model)
+    host_budget(prefix)  # a mistake should not cost the time to load
     _print_environment()
     loaded = loaded_model(model, SpeculationConfig(k=k), prove=False)
     console.print(f"device {backend.device(model)}")
@@ -93,8 +94,7 @@ def doctor(
         f"{wiring.shuffled:.2f} shuffled; random tokens {wiring.first:.2f}, repeated "
         f"{wiring.second:.2f}; uniform {wiring.uniform:.2f}"
     )
-    if prefix.prefix_cache:
-        console.print(f"prefix cache: {budget_for(loaded, prefix)}")
+    say_prefix_cache(loaded, prefix)
     healthy = wiring.verdict == "sound" and all(c.passed for c in checks)
     if json:
         found = {"checks": [asdict(c) for c in checks], "wiring": asdict(wiring)}

@@ -84,7 +84,7 @@ def serve(
             loaded, engine = started(model, speculation, max_waiting, shown, prefix)
             say_compiled(loaded.backend)
             _say_memory(loaded)
-            say_prefix_cache(engine, prefix)
+            say_prefix_cache(loaded, prefix)
             if lines is not None:
                 lead_budget(engine, lines.send)
             name = served_model_name or loaded.name

@@ -8,7 +8,7 @@ from functools import partial
 from specdec.assembly import engine as engines
 from specdec.assembly.engine import NO_REUSE, VARIANTS, make_engine, require_exact
 from specdec.assembly.model import Model, Status, load_model, random_model
-from specdec.assembly.prefix import grant
+from specdec.assembly.prefix import grant, host_budget
 from specdec.cli.console import console, say_model
 from specdec.cli.progress import working
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
@@ -54,6 +54,7 @@ def started(
     prefix: PrefixConfig = NO_REUSE,
 ) -> tuple[Model, Engine]:
     """Everything that a server does before its first request, which then compiles nothing."""
+    host_budget(prefix)  # a mistake should not cost the time to load
     model = loaded_model(config, speculation, status=status)
     say_model(config, model)
     engine = make_engine(model, speculation, max_waiting, prefix=prefix)

@@ -19,7 +19,7 @@ def chain(seed: str, scope: str, tokens: Seqs[int], unit: int) -> list[Digest]:
     last = _digest(_part(seed) + _part(scope))
     found = []
     for start in range(0, len(tokens) - unit + 1, unit):
-        last = _digest(last + struct.pack(f"<{unit}i", *tokens[start : start + unit]))
+        last = _digest(last + struct.pack(f"<{unit}q", *tokens[start : start + unit]))
         found.append(last)
     return found
 
