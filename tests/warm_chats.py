@@ -10,9 +10,11 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from random import Random
 
 from specdec.core.engine import Engine
+from specdec.core.provenance import gpus, run_record
 from specdec.core.types import Reuse, Sampling, Sequence
 from tests.campaign import Outcome
 from tests.warm_parts import WarmBench
@@ -238,13 +240,20 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", help="by default the checkpoint's; float32 on a CPU")
     parser.add_argument("--kv-dtype")
+    parser.add_argument("--out", type=Path, help="write what is printed to this file, too")
     given = parser.parse_args()
     began = time.monotonic()
     own = {name: getattr(given, name) for name in ("dtype", "kv_dtype") if getattr(given, name)}
     bench = WarmBench(given.backend, given.model, given.drafter, given.device, **own)
     counts = campaign(bench, given.loop, given.temperature, range(given.chats), given.seed)
     took = round(time.monotonic() - began, 1)
-    print(json.dumps(vars(given) | asdict(counts) | {"differences": 0, "seconds": took}))
+    found = {"counts": asdict(counts), "differences": 0, "seconds": took}
+    options = {name: value for name, value in vars(given).items() if name != "out"}
+    device = bench.backend.device(bench.config)
+    text = json.dumps(run_record(device, gpus=gpus(), options=options) | found)
+    print(text)
+    if given.out:
+        given.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":
