@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -54,6 +56,23 @@ def test_a_trained_model(drafter):
     """Texts with a meaning to the head: it accepts after a hit what it accepts without one."""
     counts = warm_chats.campaign(WarmBench("jax", "mini", drafter), "host", 0.0, range(7))
     assert counts.accepted == counts.cold_accepted
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_two_thousand_turns():
+    bench = WarmBench("jax", "31b", "eagle3")
+    engine = bench.warm("device", 2 << 20, 8 << 20)
+    met, sizes = Meeting(bench, engine, bench.cold(), 0.0, Random(5)), []
+    words = Chats(Random(6), bench.target.vocab, False).words
+    prompt = words(60, 120)
+    for number in range(2000):
+        seq, _ = met.run(engine, met.sequence(Turn(prompt, max_tokens=2), number))
+        fresh = len(prompt) > 400 or number % 9 == 0
+        prompt = words(60, 120) if fresh else seq.tokens + words(10, 40)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        sizes.append(pages * resource.getpagesize())
+        assert met.cache.pool.device_bytes <= 2 << 20 and met.cache.pool.host_bytes <= 8 << 20
+    assert max(sizes[1000:]) - max(sizes[:1000]) < 4 << 20
 
 
 @pytest.fixture(scope="module", params=["jax", "cuda"])

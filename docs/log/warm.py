@@ -9,6 +9,7 @@ are known, from device memory and from host memory, by prefill chunk; and whethe
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -152,6 +153,7 @@ def main() -> None:
             flush=True,
         )
         del engine
+        gc.collect()  # captured graphs refer to what they were captured of
         if given.device == "cuda":
             torch.cuda.empty_cache()
     record = run_record(given.device, gpus=gpus(), options=vars(given) | {"out": str(given.out)})
