@@ -25,21 +25,25 @@ def short(monkeypatch):
         monkeypatch.setattr(warm_chats, name, value)
 
 
-CASES = [
-    *(("jax", "31b", "none", "host", 1.0), ("jax", "e2b", "ngram", "device", 0.0)),
-    *(("jax", "12b", "eagle3", "device", 1.0), ("jax", "e4b", "model", "host", 0.0)),
-    *(("cuda", "31b", "eagle3", "host", 1.0), ("cuda", "26b-a4b", "model", "host", 0.0)),
-]
+TALK, TOOLS, EDITED, MOVED, EVICTED, CROWDED, WORDY = range(7)
+"""Kinds of chats, in the order of `Chats.kinds`."""
 
 
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_warm_says_what_cold_says(number):
-    """Ids, log-probabilities and acceptance; and all that could be resumed from was. Each case has
-    chats of two kinds."""
-    backend, model, drafter, loop, temperature = CASES[number]
-    chats = range(number, number + 2)
+@pytest.mark.parametrize(
+    ("backend", "model", "drafter", "loop", "temperature", "chats"),
+    [
+        ("jax", "31b", "none", "host", 1.0, [TALK, WORDY]),
+        ("jax", "e2b", "ngram", "device", 0.0, [TOOLS, MOVED]),
+        ("jax", "12b", "eagle3", "device", 1.0, [EDITED, EVICTED]),
+        ("jax", "e4b", "model", "host", 0.0, [MOVED, CROWDED]),
+        ("cuda", "31b", "eagle3", "host", 1.0, [EVICTED]),
+        ("cuda", "26b-a4b", "model", "host", 0.0, [EDITED]),
+    ],
+)
+def test_warm_says_what_cold_says(backend, model, drafter, loop, temperature, chats):
+    """Ids, log-probabilities and acceptance; and all that could be resumed from was."""
     counts = warm_chats.campaign(WarmBench(backend, model, drafter), loop, temperature, chats)
-    assert counts.chats == 2 and counts.cached == counts.allowed > 0
+    assert counts.chats == len(chats) and counts.cached == counts.allowed > 0
     assert counts.accepted == counts.cold_accepted
 
 

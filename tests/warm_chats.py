@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -216,7 +216,7 @@ class Meeting:
 
 
 def campaign(
-    bench: WarmBench, loop: str, temperature: float, numbers: range, seed: int = 0
+    bench: WarmBench, loop: str, temperature: float, numbers: Iterable[int], seed: int = 0
 ) -> Counts:
     """The chats of these numbers. Raises AssertionError at the first turn that differs."""
     random = Random(f"{seed} {temperature}")

@@ -34,6 +34,9 @@ def _longer(folder: Path) -> None:
 class WarmBench(parts.Bench):
     """A target, and engines on it with a prefix cache or without one."""
 
+    name = "warm"
+    """As a `Model` has one: it goes into the names of prefixes."""
+
     def __init__(
         self, backend: str, model: str, drafter: str, device: str = "cpu", **options: Any
     ) -> None:
@@ -71,8 +74,6 @@ class WarmBench(parts.Bench):
         cache.pool.budget = Budget(device, host)
         engine.prefix_cache = cache
         return engine
-
-    name = "warm"
 
     def _placed(self, speculation: Any, run: dict[str, Any]) -> Any:
         self._last = super()._placed(speculation, run)
