@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from specdec.core.config import Loop, ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
+from specdec.core.prefix_cache.snapshots import Snapshots
 from specdec.core.protocols import Drafter
 from specdec.core.types import MAX_DRAFT
 from targets.backend import Backend
@@ -53,6 +54,9 @@ class PlacedDrafter:
     on_device: Callable[[Any], Any]
     """What the target's device loop runs of that drafter (`targets.jax.device_drafter`,
     `targets.cuda.device_drafter`). Asked for where the kind has a step for it."""
+    snapshots: Callable[[Any, int], Snapshots | None] = lambda drafter, unit: None
+    """What that drafter keeps of prompts for the prefix cache, in chunks of so many tokens; None
+    for drafters that need the text alone."""
 
 
 class Draft(Protocol):

@@ -27,7 +27,7 @@ async def answer(
 ) -> Response:
     """Serve a validated request: a stream of events, or one document."""
     _check_stream(wire)
-    generation = await begin(context, wire, reply.request_id)
+    generation = await begin(context, wire, reply.request_id, request.state.caller)
     request.state.usage = generation.usage  # for the log
     served = Served(context.tokenizer, wire, generation, reply)
     if wire.stream:

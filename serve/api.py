@@ -37,11 +37,13 @@ def create_app(
     api_keys: Collection[str] = (),
     max_body: int = MAX_BODY,
     stage: Stage | None = None,
+    share_cache: bool = False,
 ) -> FastAPI:
     """The server for `runner`'s engine; the app's lifespan starts and closes the runner.
 
     k: draft tokens per cycle, for the metrics' positions (default: the target's largest).
     api_keys: one of them clients must send as bearer token on /v1 routes; none asks for nothing.
+    share_cache: whether callers with different keys reuse each other's prompts.
     stage: of the server that this app is a part of; its own by default.
     """
     stage = stage or Stage()
@@ -57,7 +59,7 @@ def create_app(
 
     app = FastAPI(title="specdec", version=VERSION, lifespan=lifespan)
     install_error_handlers(app)
-    guarded = [Depends(Keys(api_keys)), Depends(_open(stage))]
+    guarded = [Depends(Keys(api_keys, share_cache)), Depends(_open(stage))]
     app.include_router(_openai_routes(context, max_body), dependencies=guarded)
     app.include_router(token_routes(context, max_body), dependencies=guarded)
     app.include_router(stage_routes(stage))

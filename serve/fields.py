@@ -25,8 +25,6 @@ HINTS: dict[str, tuple[Any, ...]] = {
     "prompt_cache_key": ANY,
     "prompt_cache_retention": ANY,
     "prompt_cache_options": ANY,
-    "cache_prompt": ANY,
-    "cache_salt": ANY,
     "priority": ANY,
     "request_id": ANY,
     "session_id": ANY,

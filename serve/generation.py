@@ -60,6 +60,8 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompts' tokens, those that the prefix cache had."""
     reasoning_tokens: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -71,7 +73,7 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
@@ -100,7 +102,12 @@ class Generation:
     ) -> None:
         self.plan, self._context, self._ticket, self._texts = plan_, context, ticket, texts
         zeros = [0] * len(texts)
-        self.usage = Usage(sum(map(len, plan_.prompts)), 0, 0, zeros, zeros.copy(), zeros.copy())
+        self.usage = Usage(
+            sum(map(len, plan_.prompts)),
+            drafted=zeros,
+            accepted=zeros.copy(),
+            cycles=zeros.copy(),
+        )
         self.recited: list[list[TokenLogprob]] = [[] for _ in plan_.prompts]
         """Per prompt the log-probabilities of its tokens but the first, where asked for."""
         self._recited_by = [i for i, seq in enumerate(plan_.recitals) if seq is not None]
@@ -157,8 +164,10 @@ class Generation:
         index, metrics = update.index, self._context.metrics
         if index in self._silent:
             self._silent.discard(index)
-            prompt_len = self._ticket.sequences[index].prompt_len
-            metrics.first_token(time.monotonic() - self._arrived, prompt_len)
+            seq = self._ticket.sequences[index]
+            metrics.first_token(time.monotonic() - self._arrived, seq.prompt_len)
+            if index % (len(self._texts) // len(self.plan.prompts)) == 0:  # a prompt's first choice
+                self.usage.cached_tokens += seq.cached
         text = self._texts[index]
         before, thought = text.token_count, text.output.reasoning_tokens
         piece = text.feed(update)
@@ -176,15 +185,27 @@ class Generation:
 
 
 async def begin(
-    context: Context, request: ChatRequest | CompletionRequest, request_id: str
+    context: Context,
+    request: ChatRequest | CompletionRequest,
+    request_id: str,
+    caller: str = "",
 ) -> Generation:
-    """Encode and submit a request. Raises ApiError or UserError for all that is the client's."""
+    """Encode and submit a request. Raises ApiError or UserError for all that is the client's.
+
+    caller: whose prompts it may reuse (`serve.reuse`).
+    """
     context.check_model(request.model)
     _check_count(request, context.runner.capacity)
     # Off the loop: a long prompt must not hold up everybody else's tokens.
     async with context.encoding:
         planned = await asyncio.to_thread(
-            plan, request, context.tokenizer, context.vocabulary, context.max_len, request_id
+            plan,
+            request,
+            context.tokenizer,
+            context.vocabulary,
+            context.max_len,
+            request_id,
+            caller,
         )
     ticket = _submit(context.runner, planned.sequences)
     texts = [_text(context.tokenizer, request, planned) for _ in planned.choices]

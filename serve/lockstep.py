@@ -1,8 +1,9 @@
 """One engine in each of several processes, all in step: process 0 decides, the others repeat.
 
-An engine's steps follow from which sequences came and which were cancelled before each of them, so
-that, told before each step, is all that process 0's runner sends. A model that is split over
-processes needs every one of them in each of its programs.
+An engine's steps follow from which sequences came and which were cancelled before each of them;
+what its prefix cache finds, keeps and forgets follows from those steps and its budget. So process 0
+tells its budget once, and before each step who came and went. A model that is split over processes
+needs every one of them in each of its programs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from specdec.core.engine import Engine
-from specdec.core.types import Constraint, Sampling, Sequence
+from specdec.core.prefix_cache.pool import Budget
+from specdec.core.types import Constraint, Reuse, Sampling, Sequence
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,17 @@ class Leader:
         self._send(b"")
 
 
+def lead_budget(engine: Engine, send: Callable[[bytes], None]) -> None:
+    """Tell the followers what snapshots may take: each measures, and one of them decides."""
+    if engine.prefix_cache is not None:
+        send(json.dumps(asdict(engine.prefix_cache.pool.budget)).encode())
+
+
+def follow_budget(engine: Engine, receive: Callable[[], bytes]) -> None:
+    if engine.prefix_cache is not None:
+        engine.prefix_cache.pool.budget = Budget(**json.loads(receive()))
+
+
 def follow(
     engine: Engine,
     receive: Callable[[], bytes],
@@ -75,6 +88,7 @@ def _packed(seq: Sequence) -> dict[str, Any]:
         "sampling": asdict(seq.sampling),
         "max_tokens": seq.max_tokens,
         "stop_ids": sorted(seq.stop_ids),
+        "reuse": None if seq.reuse is None else [seq.reuse.scope, seq.reuse.partings],
         "constraint": None if seq.constraint is None else seq.constraint.packed(),
     }
 
@@ -86,6 +100,11 @@ def _unpacked(
     given["logit_bias"] = tuple((token, bias) for token, bias in given["logit_bias"])
     stop_ids = frozenset(packed["stop_ids"])
     seq = Sequence(packed["tokens"], Sampling(**given), packed["max_tokens"], stop_ids)
+    if packed["reuse"] is None:
+        seq.reuse = None
+    else:
+        scope, partings = packed["reuse"]
+        seq.reuse = Reuse(scope, tuple(partings))
     if packed["constraint"] is not None:
         seq.constraint = constrain(packed["constraint"])
     return seq

@@ -80,11 +80,18 @@ class _EngineCollector(Collector):
         yield self._count("num_draft_tokens", "Number of draft tokens.", counts.drafted)
         yield self._count("num_accepted_tokens", "Number of accepted tokens.", counts.accepted)
         yield self._per_position()
+        cache = self._runner.engine.prefix_cache
+        queries, hits = (cache.queries, cache.hits) if cache else (0, 0)
+        yield self._counter("prefix_cache_queries", "Prompt tokens that were looked up.", queries)
+        yield self._counter("prefix_cache_hits", "Prompt tokens that needed no prefill.", hits)
         yield self._gauge("running", "Sequences that hold a slot.", self._runner.running)
         yield self._gauge("waiting", "Sequences that wait for a slot.", self._runner.waiting)
 
     def _count(self, name: str, help_text: str, value: int) -> Metric:
-        family = CounterMetricFamily(f"vllm:spec_decode_{name}", help_text, labels=LABELS)
+        return self._counter(f"spec_decode_{name}", help_text, value)
+
+    def _counter(self, name: str, help_text: str, value: int) -> Metric:
+        family = CounterMetricFamily(f"vllm:{name}", help_text, labels=LABELS)
         family.add_metric(self._labels, value)
         return family
 

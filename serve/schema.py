@@ -152,6 +152,8 @@ class GenerationRequest(BaseModel):
     guided_grammar: str | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
     prediction: Prediction | None = None
+    cache_prompt: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
 
     @field_validator("logit_bias")
     @classmethod

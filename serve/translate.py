@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.prompts import check_ids, encode
+from serve.reuse import reuse_of
 from serve.schema import CompletionRequest
 from serve.stream import Tokenizer
 from serve.structure import Thinking, rules_for, thinking_at
@@ -52,9 +53,10 @@ def plan(
     vocabulary: Vocabulary,
     max_len: int,
     request_id: str,
+    caller: str = "",
 ) -> Plan:
     """Everything that a request needs before the engine sees it: takes a while where its prompt or
-    its schema is long. Raises ApiError 400 or UserError."""
+    its schema is long. caller: see `reuse_of`. Raises ApiError 400 or UserError."""
     prompts = encode(request, tokenizer, max_len)
     choices = [] if request.limit == 0 else _choices(request, prompts, tokenizer, max_len)
     thinking = thinking_at(request, tokenizer, prompts[0])
@@ -62,6 +64,7 @@ def plan(
     for number, seq in enumerate(choices):
         seq.request_id = f"{request_id}-{number}"
         seq.constraint = _constraint(rules, vocabulary)
+        seq.reuse = reuse_of(request, seq.tokens, tokenizer, caller)
     recitals = [_recital(request, prompt, tokenizer) for prompt in prompts]
     return Plan(prompts, choices, recitals, thinking)
 
@@ -118,6 +121,7 @@ def _recital(
         Sampling(logprobs=wish),
         max_tokens=len(prompt) - 1,
         constraint=Recite(prompt),
+        reuse=None,
     )
 
 

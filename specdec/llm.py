@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 from drafters import registry
 from serve.runner import EngineRunner, Update
 from serve.stream import ChoiceText, Piece
-from specdec.assembly.engine import make_engine, require_exact
+from specdec.assembly.engine import NO_REUSE, make_engine, require_exact
 from specdec.assembly.model import Model, load_model
-from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from specdec.core.types import Sequence
 from specdec.llm_types import Answer, Chunk, SamplingParams, chosen_params
@@ -38,10 +38,15 @@ class LLM:
     """A model with a drafter beside it, and an engine that runs in a thread of its own. Close it,
     or use it as a context."""
 
-    def __init__(self, model: Model, speculation: SpeculationConfig) -> None:
-        """speculation: resolved. Prefer `load`."""
+    def __init__(
+        self,
+        model: Model,
+        speculation: SpeculationConfig,
+        prefix: PrefixConfig = NO_REUSE,
+    ) -> None:
+        """speculation: resolved. prefix: prompts are kept in host memory alone. Prefer `load`."""
         self.model, self.speculation = model, speculation
-        self._runner = EngineRunner(make_engine(model, speculation))
+        self._runner = EngineRunner(make_engine(model, speculation, prefix=prefix))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="specdec-llm", daemon=True)
         self._thread.start()
@@ -161,7 +166,7 @@ class LLM:
             finish = piece.finish or finish
         wanted = None if given.logprobs is None else logprobs
         prompt = seq.tokens[: seq.prompt_len]
-        return Answer(prompt, text, tokens, finish, seq.acceptance, wanted)
+        return Answer(prompt, text, tokens, finish, seq.acceptance, wanted, seq.cached)
 
     async def _forward(
         self,
@@ -202,21 +207,24 @@ def load(model: str = "mini", drafter: str = "ngram", k: int = 4, **options: Any
 
     model: a Hugging Face checkpoint folder of Gemma 4, or an embedded model. options: those of the
     command line, by name: backend, dtype, kv_dtype, device, int8, max_len, slots, tp, cache;
-    draft_model, draft_sample_method, loop, and the drafters' own, such as ngram_max.
+    draft_model, draft_sample_method, loop, and the drafters' own, such as ngram_max; prefix_cache
+    and cache_ram.
     Raises UserError for options that make no sense, and for checkpoints that are not whole.
     """
     models, speculations = ModelConfig.__dataclass_fields__, registry.config_type()
-    known = models.keys() | speculations.__dataclass_fields__.keys()
+    prefixes = PrefixConfig.__dataclass_fields__
+    known = models.keys() | prefixes.keys() | speculations.__dataclass_fields__.keys()
     if strange := options.keys() - known:
         raise UserError(
             f"unknown option {', '.join(sorted(strange))}: known are {', '.join(sorted(known))}"
         )
     config = ModelConfig(model, **{n: v for n, v in options.items() if n in models})
-    own = {n: v for n, v in options.items() if n not in models}
+    prefix = PrefixConfig(**{n: v for n, v in options.items() if n in prefixes})
+    own = {n: v for n, v in options.items() if n not in models.keys() | prefixes.keys()}
     speculation = registry.resolved(speculations(drafter=drafter, k=k, **own), config)
     loaded = load_model(config, speculation)
     require_exact(loaded, speculation)
-    return LLM(loaded, speculation)
+    return LLM(loaded, speculation, prefix)
 
 
 async def _cancel_others() -> None:

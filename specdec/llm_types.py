@@ -74,6 +74,8 @@ class Answer:
     """What was drafted and accepted, and tau: tokens per verify."""
     logprobs: list[TokenLogprob] | None = None
     """Of each token, where they were asked for."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that needed no prefill, for an earlier prompt began alike."""
 
 
 @dataclass(frozen=True)

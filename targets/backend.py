@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specdec.core.config import Loop, ModelConfig
 from specdec.core.errors import UserError
+from specdec.core.prefix_cache.snapshots import TargetSnapshots
 from specdec.core.protocols import Cycle, Target
 from specdec.core.types import Array, Check, Sequence
 
@@ -39,6 +40,15 @@ class LoadedTarget(Target, Protocol):
 
     @property
     def arch(self) -> Arch: ...
+
+    @property
+    def identity(self) -> str:
+        """What fixes the bits that it computes, beside its weights."""
+        ...
+
+    def snapshots(self) -> TargetSnapshots:
+        """What the prefix cache copies out of slots, and back."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,20 @@ from pathlib import Path
 import jax
 
 from drafters.eagle3.jax.drafter import EagleDrafter
+from drafters.eagle3.jax.snapshots import EagleSnapshots
 from drafters.eagle3.spec import random_head
 from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.prefix_cache.cache import PrefixCache
+from specdec.core.prefix_cache.pool import Budget, SnapshotPool
+from specdec.core.types import Sampling, Sequence
 from targets.jax import hosts
 from targets.jax.device_drafter import TextDrafter
 from targets.jax.device_loop import device_loop
 from targets.jax.load import JaxOptions, load_target
+from targets.jax.target import JaxTarget
 from tests.eagle3_oracle import SPEC
 from tests.mesh_worker import K, texts
 
@@ -45,7 +51,23 @@ def main(folder: Path, port: str = "", process: str = "") -> None:
         head = random_head(replace(SPEC, hidden=48, vocab=target.vocab, layers=LAYERS))
         drafter = EagleDrafter(head, target, K)
         said["eagle3"] = texts(target, drafter, device_loop(target, drafter, K))
+        said["warm"] = warm(target, drafter)
     print(json.dumps(said), flush=True)
+
+
+def warm(target: JaxTarget, drafter: EagleDrafter) -> list:
+    """The same prompt three times: with a prefix cache, resumed from host memory, and without."""
+    own = target.snapshots()
+    owners = own, EagleSnapshots(drafter, own.unit)
+    cache = PrefixCache(own.unit, owners, SnapshotPool(Budget(device=0, host=2**30)))
+    told = []
+    for kept in (cache, cache, None):
+        cycle = device_loop(target, drafter, K)
+        engine = Engine(target, drafter, cycle, prefix_cache=kept)
+        seq = Sequence([3, 1, 4, 1, 5] * 9, Sampling(temperature=1.0, seed=3), max_tokens=12)
+        engine.run_to_end([seq])
+        told.append([seq.cached, seq.acceptance.accepted, *seq.tokens])
+    return told
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from serve.server import ANYBODY, Server as Web
 from serve.stage import Stage
 from specdec.assembly.engine import make_engine
 from specdec.assembly.model import load_model
-from specdec.core.config import ModelConfig
+from specdec.core.config import ModelConfig, PrefixConfig
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.protocols import Drafter
@@ -106,6 +106,7 @@ def serving_mini(
     slots: int = 4,
     max_len: int = 2048,
     backend: str = "jax",
+    reuse: bool = False,
 ) -> Iterator[Server]:
     """The embedded model, assembled as `specdec serve` does it; by default with the commands' own
     programs, which compile only once for all tests."""
@@ -113,7 +114,8 @@ def serving_mini(
     asked = registry.config_type()(drafter=drafter, k=k)
     speculation = registry.resolved(asked, config)
     model = load_model(config, speculation)
-    with served(make_engine(model, speculation), "mini", tokenizer=model.tokenizer, k=k) as server:
+    engine = make_engine(model, speculation, prefix=PrefixConfig(prefix_cache=reuse))
+    with served(engine, "mini", tokenizer=model.tokenizer, k=k) as server:
         yield server
 
 

@@ -51,7 +51,8 @@ def test_perplexity_scores_each_token_once(capsys, tmp_path):
 
 
 def test_doctor_finds_mini_sound_and_exact(capsys):
-    out, _ = run(capsys, "doctor", "--json")
+    out, err = run(capsys, "doctor", "--json", "--cache-ram", "1")
+    assert "prefix cache: up to 1.0 GiB of host memory" in " ".join(err.split())
     document = json.loads(out.splitlines()[-1])
     assert document["healthy"] and document["verdict"] == "sound"
     assert all(check["differing"] == 0 for check in document["checks"])

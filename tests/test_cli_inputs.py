@@ -31,6 +31,12 @@ def test_a_count_is_a_whole_number(capsys, number):
     assert "--limit" in refused(capsys, "eval-acceptance", "/nowhere", "--limit", number)
 
 
+@pytest.mark.parametrize("size", ["-1", "nan", "inf", "9e9"])
+def test_memory_for_prompts_is_a_number_of_gib(capsys, size):
+    for command in (("serve", "--port", "0"), ("compile",), ("doctor",)):
+        assert "--cache-ram must be 0 or more GiB" in refused(capsys, *command, "--cache-ram", size)
+
+
 @pytest.mark.parametrize("text", ["k = 1.5", "k = true", 'k = "1.5"'])
 def test_a_count_in_a_file_is_a_whole_number(capsys, tmp_path, text):
     config = tmp_path / "run.toml"

@@ -53,6 +53,17 @@ def test_answers_are_plain_decodings(llm, plain, temperature):
     assert answer.acceptance.tau >= 1
 
 
+def test_a_prompt_that_begins_as_an_earlier_one_did_is_resumed(llm):
+    prompt = list(range(100, 350))
+    first = llm.generate(prompt, max_tokens=8, logprobs=1)
+    longer = prompt + first.token_ids + [7, 8, 9]
+    warm = llm.generate(longer, max_tokens=8, logprobs=1)
+    with specdec.load("mini", drafter="none", prefix_cache=False) as cold:
+        again = cold.generate(longer, max_tokens=8, logprobs=1)
+    assert (first.cached_tokens, warm.cached_tokens, again.cached_tokens) == (0, 128, 0)
+    assert (warm.token_ids, warm.logprobs) == (again.token_ids, again.logprobs)
+
+
 def test_a_stream_is_the_same_answer_in_pieces(llm, plain):
     chunks = list(llm.stream(PROMPT, max_tokens=40, temperature=0.0))
     assert [t for chunk in chunks for t in chunk.token_ids] == plain[0.0]

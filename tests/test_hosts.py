@@ -19,7 +19,8 @@ from tests.commands import CUDA, PROMPT, free_port, refused, run, wait_until_rea
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 PROMPTS = ("def add(a, b):", "for i in range(")
-SHAPE = ["--slots", "2", "--max-len", "64", "--k", "3"]
+SHAPE = ["--slots", "2", "--max-len", "256", "--k", "3"]
+LONG = "def add(a, b):\n    return a + b\n" * 12
 
 
 def python(devices: int, *arguments: str, **extra) -> subprocess.Popen[str]:
@@ -46,7 +47,11 @@ def test_two_processes_say_what_one_says_in_either_loop(worded):
     (alone,) = answers(python(4, *worker))
     assert [len(tokens) for tokens in alone["host"]] == [26, 28]  # a seeded text, a greedy one
     both = dict.fromkeys(("host", "device", "eagle3"), alone["host"])
-    assert answers(*(python(2, *worker, port, p) for p in "01")) == [both, both]
+    told = answers(*(python(2, *worker, port, p) for p in "01"))
+    first, resumed, cold = told[0].pop("warm")
+    assert told[1].pop("warm") == [first, resumed, cold]
+    assert (first[0], resumed[0]) == (0, 32) and first[1:] == resumed[1:] == cold[1:]
+    assert told == [both, both]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +72,9 @@ def test_a_server_over_two_processes_answers_as_one_device_does(worded, capsys, 
         leave(url)
         with ThreadPoolExecutor(3) as pool:
             assert list(pool.map(lambda i: ask(url, i), (0, 1, 0))) == [*texts, texts[0]]
+        twice = [answered(url, LONG) for _ in range(2)]
+        assert [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in twice] == [0, 128]
+        assert twice[0]["choices"] == twice[1]["choices"]
         assert streamed_past(url, lambda: servers[0].send_signal(number)) == texts[0]
         for server in servers:
             server.communicate(timeout=60)
@@ -82,9 +90,13 @@ def test_a_server_over_two_processes_answers_as_one_device_does(worded, capsys, 
 
 
 def ask(url: str, i: int) -> str:
-    body = {"model": "tiny", "prompt": PROMPTS[i], "max_tokens": 12, "seed": i}
-    answer = httpx.post(f"{url}/v1/completions", json=body | {"temperature": 0.8 * i}, timeout=120)
-    return answer.json()["choices"][0]["text"]
+    answer = answered(url, PROMPTS[i], max_tokens=12, seed=i, temperature=0.8 * i)
+    return answer["choices"][0]["text"]
+
+
+def answered(url: str, prompt: str, **wishes) -> dict:
+    body = {"model": "tiny", "prompt": prompt, "logprobs": 1, "seed": 0} | wishes
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
 
 
 def streamed_past(url: str, event: Callable[[], None]) -> str:

@@ -41,19 +41,22 @@ class EagleDraft:
 
 def _beside_jax(draft: EagleDraft, target: Any) -> PlacedDrafter:
     from drafters.eagle3.jax.drafter import EagleDrafter
+    from drafters.eagle3.jax.snapshots import EagleSnapshots
 
     def make(k: int) -> EagleDrafter:
         return EagleDrafter(draft.head, target, k, draft.greedy)
 
-    return PlacedDrafter(make, lambda drafter: drafter)  # it is both
+    return PlacedDrafter(make, lambda drafter: drafter, EagleSnapshots)  # it is both
 
 
 def _beside_cuda(draft: EagleDraft, target: Any) -> PlacedDrafter:
     from drafters.eagle3.cuda.drafter import DeviceEagle, EagleDrafter
     from drafters.eagle3.cuda.head import placed
+    from drafters.eagle3.cuda.snapshots import EagleSnapshots
 
     head = placed(draft.head, target)
-    return PlacedDrafter(lambda k: EagleDrafter(head, k, draft.greedy), DeviceEagle)
+    make = lambda k: EagleDrafter(head, k, draft.greedy)  # noqa: E731
+    return PlacedDrafter(make, DeviceEagle, lambda drafter, unit: EagleSnapshots(drafter))
 
 
 def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:

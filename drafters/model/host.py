@@ -40,6 +40,14 @@ class ModelDrafter:
         """Read the prompt beside the target, a chunk for a chunk."""
         self._read_chunk(self._ahead[seq.slot])
 
+    def prefilled(self, seq: Sequence) -> int:
+        """How many tokens of its prompt the draft model has read."""
+        return self._ahead[seq.slot].prefilled
+
+    def resume(self, seq: Sequence, start: int) -> None:
+        """The first `start` tokens of its prompt are in the draft model's cache already."""
+        self._ahead[seq.slot].prefilled = start
+
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         pass  # what was rejected lies beyond the length, and is overwritten
 

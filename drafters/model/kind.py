@@ -8,6 +8,7 @@ from typing import Any
 
 from drafters.kind import Asked, DrafterKind, PlacedDrafter, find_draft_model
 from drafters.model.host import CATCH_UP, ModelDrafter
+from drafters.model.snapshots import ModelSnapshots
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from targets import mini
@@ -48,7 +49,9 @@ def placed(model: Any, target: Any, greedy: bool) -> PlacedDrafter:
     """A loaded draft model beside its target."""
     step = {"jax": _traced, "cuda": _captured}[target.backend]
     return PlacedDrafter(
-        lambda k: ModelDrafter(model, greedy), lambda drafter: step(drafter, target)
+        lambda k: ModelDrafter(model, greedy),
+        lambda drafter: step(drafter, target),
+        lambda drafter, unit: ModelSnapshots(drafter, model.snapshots()),
     )
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from drafters import registry
 from specdec.assembly.model import Model, Status, quiet
-from specdec.core.config import Loop, SpeculationConfig
+from specdec.assembly.prefix import make_prefix_cache, warm_prefix_cache
+from specdec.core.config import Loop, PrefixConfig, SpeculationConfig
 from specdec.core.constraint import Unrestricted
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
@@ -23,6 +24,8 @@ PROVEN_ROWS = 8
 VARIANTS = tuple(Sampling(temperature=t, logprobs=n, seed=1) for t in (0.0, 1.0) for n in (None, 0))
 """One request for each variant of the compiled programs."""
 
+NO_REUSE = PrefixConfig(prefix_cache=False)
+
 
 def loop_of(model: Model, speculation: SpeculationConfig) -> Loop:
     """The one that was asked for, or the faster."""
@@ -34,10 +37,12 @@ def make_engine(
     speculation: SpeculationConfig,
     max_waiting: int = 256,
     accepted: Array | None = None,
+    prefix: PrefixConfig = NO_REUSE,
 ) -> Engine:
     """The engine on this model's target, with the drafter (the model's own, or none) and the loop
     that were asked for. Raises UserError for a drafter that this loop can't run.
 
+    prefix: what is kept of prompts; nothing by default, for prompts of most commands begin anew.
     accepted: counts to take instead of comparing, see specdec.core.synthetic (speed tests only).
     """
     placed, target = model.drafters[speculation.drafter], model.target
@@ -51,7 +56,8 @@ def make_engine(
     else:
         driver = host_cycle(target, drafter, k)
         driver = driver if accepted is None else synthetic_cycle(driver, accepted)
-    return Engine(target, drafter, driver, max_waiting)
+    cache = make_prefix_cache(model, placed, drafter, prefix)
+    return Engine(target, drafter, driver, max_waiting, cache)
 
 
 def require_exact(model: Model, speculation: SpeculationConfig, status: Status = quiet) -> None:
@@ -97,6 +103,7 @@ def warm_up(
         _decode(engine, [[2]], replace(sampling, seed=0), WARM_TOKENS, Unrestricted())
     for length in lengths:
         _decode(engine, [[2] * length], Sampling(), WARM_TOKENS)
+    warm_prefix_cache(engine)
     engine.acceptance = Acceptance()
 
 

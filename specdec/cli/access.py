@@ -30,6 +30,9 @@ class AccessConfig:
     "A file of such keys, one per line; lines that begin with # are skipped."
     no_api_key: Annotated[bool, Parameter(negative=())] = False
     "Serve anybody who reaches a --host beyond this machine, without a key."
+    share_cache: Annotated[bool, Parameter(negative=())] = False
+    """Let callers with different keys reuse each other's prompts. Apart by default: the time to the
+    first token tells that somebody sent the same before."""
     allowed_host: Annotated[tuple[str, ...], Parameter(negative=())] = ()
     """A further name by which clients reach a server without keys; may be repeated. Others than the
     machine's own are refused, so that no page in a browser can pass for this server."""

@@ -9,13 +9,14 @@ from specdec.cli import topics
 from specdec.cli.console import command_record, console, print_json, say_compiled
 from specdec.cli.hosts import HostsConfig, joined
 from specdec.cli.start import started
-from specdec.core.config import ModelConfig
+from specdec.core.config import ModelConfig, PrefixConfig
 
 
 def compile(
     *,
     model: topics.Model = ModelConfig(),  # noqa: B008
     speculation: topics.Speculation = topics.AnySpeculation(),  # noqa: B008
+    prefix: topics.Prefix = PrefixConfig(),  # noqa: B008
     hosts: HostsConfig = HostsConfig(),  # noqa: B008
     json: bool = False,
 ) -> None:
@@ -33,12 +34,13 @@ def compile(
     """
     began = time.perf_counter()
     speculation = resolved(speculation, model)
-    with joined(hosts, model, speculation):
-        loaded, _ = started(model, speculation)
+    with joined(hosts, model, speculation, prefix):
+        loaded, _ = started(model, speculation, prefix=prefix)
         say_compiled(loaded.backend)
         took = time.perf_counter() - began
         console.print(f"ready after {took:.1f} s; start `specdec serve` alike")
         if json:
-            record = command_record("compile", model=model, speculation=speculation, hosts=hosts)
+            topics_ = {"speculation": speculation, "prefix": prefix, "hosts": hosts}
+            record = command_record("compile", model=model, **topics_)
             found, made = loaded.backend.compiled() or (None, None)
             print_json(record | {"programs": {"found": found, "compiled": made}})

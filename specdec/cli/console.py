@@ -12,7 +12,8 @@ from typing import Any
 from rich.console import Console
 
 from specdec.assembly.model import Model
-from specdec.core.config import ModelConfig
+from specdec.assembly.prefix import budget_for
+from specdec.core.config import ModelConfig, PrefixConfig
 from specdec.core.errors import UserError
 from specdec.core.provenance import run_record
 from targets.backend import Backend, backend_of
@@ -72,6 +73,11 @@ def say_model(config: ModelConfig, model: Model) -> None:
     device = model.backend.device(config)
     embedded = " (embedded; --model PATH runs another)" if config.model == "mini" else ""
     console.print(f"[dim]model {model.name}{embedded} on {device}[/dim]")
+
+
+def say_prefix_cache(model: Model, config: PrefixConfig) -> None:
+    """Tell what memory prompts may be kept in, now that all is warm."""
+    console.print(f"[dim]prefix cache: {budget_for(model, config)}[/dim]")
 
 
 def say_compiled(backend: Backend) -> None:

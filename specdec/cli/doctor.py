@@ -9,11 +9,12 @@ import numpy as np
 from rich.table import Table
 
 from specdec.assembly.model import Model
+from specdec.assembly.prefix import host_budget
 from specdec.cli import topics
-from specdec.cli.console import command_record, console, print_json
+from specdec.cli.console import command_record, console, print_json, say_prefix_cache
 from specdec.cli.progress import working
 from specdec.cli.start import loaded_model
-from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.provenance import versions
 from targets.backend import backend_of
 
@@ -59,6 +60,7 @@ class Wiring:
 def doctor(
     *,
     model: topics.Model = ModelConfig(),  # noqa: B008
+    prefix: topics.Prefix = PrefixConfig(),  # noqa: B008
     k: int = 4,
     json: bool = False,
 ) -> None:
@@ -72,6 +74,7 @@ def doctor(
         End stdout with one JSON document.
     """
     backend = backend_of(model)
+    host_budget(prefix)  # a mistake should not cost the time to load
     _print_environment()
     loaded = loaded_model(model, SpeculationConfig(k=k), prove=False)
     console.print(f"device {backend.device(model)}")
@@ -91,11 +94,12 @@ def doctor(
         f"{wiring.shuffled:.2f} shuffled; random tokens {wiring.first:.2f}, repeated "
         f"{wiring.second:.2f}; uniform {wiring.uniform:.2f}"
     )
+    say_prefix_cache(loaded, prefix)
     healthy = wiring.verdict == "sound" and all(c.passed for c in checks)
     if json:
         found = {"checks": [asdict(c) for c in checks], "wiring": asdict(wiring)}
         print_json(
-            command_record("doctor", model=model)
+            command_record("doctor", model=model, prefix=prefix)
             | found
             | {"verdict": wiring.verdict, "healthy": healthy}
         )

@@ -11,12 +11,12 @@ from drafters.registry import resolved
 from specdec.assembly.model import Model
 from specdec.cli import topics
 from specdec.cli.access import AccessConfig
-from specdec.cli.console import console, say_compiled
+from specdec.cli.console import console, say_compiled, say_prefix_cache
 from specdec.cli.hosts import HostsConfig, joined
 from specdec.cli.logs import LogLevel, logged
 from specdec.cli.signals import Signals, end_by, signals_heard
 from specdec.cli.start import SHOWN, started
-from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.control_channel import ControlChannel
 from specdec.core.errors import UserError
 from targets.backend import meter_of
@@ -29,6 +29,7 @@ def serve(
     *,
     model: topics.Model = ModelConfig(),  # noqa: B008
     speculation: topics.Speculation = topics.AnySpeculation(),  # noqa: B008
+    prefix: topics.Prefix = PrefixConfig(),  # noqa: B008
     hosts: HostsConfig = HostsConfig(),  # noqa: B008
     access: AccessConfig = AccessConfig(),  # noqa: B008
     host: str = "127.0.0.1",
@@ -60,7 +61,7 @@ def serve(
         token counts; debug: also of health checks; warning: only what goes wrong.
     """
     from serve.api import create_app
-    from serve.lockstep import Leader
+    from serve.lockstep import Leader, lead_budget
     from serve.runner import EngineRunner
     from serve.server import Server
     from serve.stage import Stage
@@ -72,21 +73,31 @@ def serve(
     keys = access.keys(host)
     policy = access.policy(host, keys)
     speculation = resolved(speculation, model)
-    meeting = joined(hosts, model, speculation, max_waiting=max_waiting)
+    meeting = joined(hosts, model, speculation, prefix, max_waiting=max_waiting)
     with logged(log_level), meeting as lines:
         if lines is not None and not lines.leads:
-            _follow(model, speculation, max_waiting, lines)
+            _follow(model, speculation, prefix, max_waiting, lines)
             return
         stage = Stage()
         with _listen(host, port) as listener, Server(listener, stage, policy) as server:
-            loaded, engine = started(model, speculation, max_waiting, stage.telling(SHOWN))
+            shown = stage.telling(SHOWN)
+            loaded, engine = started(model, speculation, max_waiting, shown, prefix)
             say_compiled(loaded.backend)
             _say_memory(loaded)
+            say_prefix_cache(loaded, prefix)
+            if lines is not None:
+                lead_budget(engine, lines.send)
             name = served_model_name or loaded.name
             leader = None if lines is None else Leader(lines.send)
             runner = EngineRunner(engine, leader)
             app = create_app(
-                runner, loaded.tokenizer, name, k=speculation.k, api_keys=keys, stage=stage
+                runner,
+                loaded.tokenizer,
+                name,
+                k=speculation.k,
+                api_keys=keys,
+                stage=stage,
+                share_cache=access.share_cache,
             )
             with signals_heard() as signals:
                 server.open(app)
@@ -114,14 +125,19 @@ def _until_ended(server: Server, signals: Signals, drain_seconds: float) -> int:
 
 
 def _follow(
-    model: ModelConfig, speculation: SpeculationConfig, max_waiting: int, lines: ControlChannel
+    model: ModelConfig,
+    speculation: SpeculationConfig,
+    prefix: PrefixConfig,
+    max_waiting: int,
+    lines: ControlChannel,
 ) -> None:
     """What a process other than 0 does: the same start, and then the same steps."""
-    from serve.lockstep import follow
+    from serve.lockstep import follow, follow_budget
     from specdec.constraints.constraint import unpacked
     from specdec.constraints.vocabulary import Vocabulary
 
-    loaded, engine = started(model, speculation, max_waiting)
+    loaded, engine = started(model, speculation, max_waiting, prefix=prefix)
+    follow_budget(engine, lines.receive)
     vocabulary = Vocabulary(loaded.tokenizer)
     with signals_heard(most=1):  # process 0 drains, and needs this one for it
         follow(engine, lines.receive, lambda packed: unpacked(packed, vocabulary))

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from functools import partial
 
 from specdec.assembly import engine as engines
-from specdec.assembly.engine import VARIANTS, make_engine, require_exact
+from specdec.assembly.engine import NO_REUSE, VARIANTS, make_engine, require_exact
 from specdec.assembly.model import Model, Status, load_model, random_model
+from specdec.assembly.prefix import grant, host_budget
 from specdec.cli.console import console, say_model
 from specdec.cli.progress import working
-from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.engine import Engine
 from specdec.core.types import Sampling
 
@@ -50,11 +51,15 @@ def started(
     speculation: SpeculationConfig,
     max_waiting: int = 256,
     status: Status = SHOWN,
+    prefix: PrefixConfig = NO_REUSE,
 ) -> tuple[Model, Engine]:
     """Everything that a server does before its first request, which then compiles nothing."""
+    host_budget(prefix)  # a mistake should not cost the time to load
     model = loaded_model(config, speculation, status=status)
     say_model(config, model)
-    engine = make_engine(model, speculation, max_waiting)
+    engine = make_engine(model, speculation, max_waiting, prefix=prefix)
     with status("compiling"):
         engines.warm_up(engine, VARIANTS, *model.backend.warm(model.target))
+    if engine.prefix_cache is not None:
+        grant(engine, model.target.snapshots().spare_bytes())
     return model, engine

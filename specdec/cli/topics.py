@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter, Token
 
 from drafters import registry
-from specdec.core.config import ModelConfig, SamplingConfig, SpeculationConfig
+from specdec.core.config import ModelConfig, PrefixConfig, SamplingConfig, SpeculationConfig
 
 
 def _numbers(kind: type, tokens: Seqs[Token]) -> tuple[float, ...]:
@@ -41,6 +41,7 @@ def _with_drafters() -> type[SpeculationConfig]:
 
 
 Model = Annotated[ModelConfig, Parameter(name="*", group="Model")]
+Prefix = Annotated[PrefixConfig, Parameter(name="*", group="Prefix cache")]
 Sampling = Annotated[SamplingConfig, Parameter(name="*", group="Sampling")]
 if TYPE_CHECKING:
     Speculation = SpeculationConfig

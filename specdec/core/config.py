@@ -40,6 +40,16 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class PrefixConfig:
+    prefix_cache: bool | None = None
+    """Keep what was computed of a prompt, for later prompts that begin alike. Never changes the
+    output. By default on, but with --backend cuda on a GPU, where it is not proved yet."""
+    cache_ram: float | None = None
+    """Most GiB of host memory for prompts that the device has no room to keep; 0 for none. By
+    default 8, or a quarter of the machine's where that is less."""
+
+
+@dataclass(frozen=True)
 class SpeculationConfig:
     """What every drafter understands. Those of a drafter alone are fields that
     `drafters.registry` adds."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from specdec.core.errors import UserError
+from specdec.core.prefix_cache.cache import PrefixCache
 from specdec.core.protocols import Cycle, Drafter, Target
 from specdec.core.scheduler import Scheduler
 from specdec.core.stats import Acceptance
@@ -31,11 +32,17 @@ class Engine:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, cycle: Cycle, max_waiting: int = 256
+        self,
+        target: Target,
+        drafter: Drafter,
+        cycle: Cycle,
+        max_waiting: int = 256,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.cycle = cycle
+        self.prefix_cache = prefix_cache
         self.scheduler = Scheduler(target.slots, max_waiting, target.prefill_chunk)
         self.acceptance = Acceptance()
 
@@ -70,6 +77,8 @@ class Engine:
         try:
             rounds = self.cycle(rows, bool(self.scheduler.prefilling))
         except MemoryError as refusal:  # the last to join gives way, the others go on
+            if self.prefix_cache is not None and self.prefix_cache.give_way():
+                return []  # the next step tries again
             return [self._finish(rows[-1], (), "error", error=f"decode: {refusal}")]
         return [event for done in rounds for event in self._emit_round(rows, done)]
 
@@ -92,13 +101,28 @@ class Engine:
             return []
         seq, start, stop = chunk
         try:
+            if start == 0 and self.prefix_cache is not None:
+                start = self.prefix_cache.resume(seq)
+                stop = self.scheduler.resume(seq, start)
             step = self.target.prefill(seq, start, stop)
             self.drafter.prefill(seq, start, stop, step)
-        except (UserError, MemoryError) as refusal:  # fails alone, the others go on
-            return [self._finish(seq, (), "error", error=f"prefill: {refusal}")]
+        except (UserError, MemoryError) as refusal:
+            return self._refused(seq, refusal)
+        if self.prefix_cache is not None:
+            self.prefix_cache.keep(seq, stop)
         if not self.scheduler.chunk_done(seq, stop):
             return []
         return [self._emit(seq, np.asarray(step.chosen)[0], step.logprobs, 0)]
+
+    def _refused(self, seq: Sequence, refusal: Exception) -> list[Event]:
+        """A prompt that can't be read fails alone, the others go on. Where it has no room, the
+        prefix cache gives way first; a chunk may have been read in part, so it begins anew."""
+        no_room = isinstance(refusal, MemoryError)
+        if no_room and self.prefix_cache is not None and self.prefix_cache.give_way():
+            self.scheduler.resume(seq, 0)
+            self.drafter.reset(seq)
+            return []
+        return [self._finish(seq, (), "error", error=f"prefill: {refusal}")]
 
     def _emit_round(self, rows: tuple[Sequence, ...], done: Round) -> list[Event]:
         chosen, accepted = np.asarray(done.step.chosen), np.asarray(done.accepted)

@@ -87,7 +87,10 @@ class Drafter(Proposer[Seqs[Sequence]], Protocol):
 
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         """Learn `seq.tokens[start:stop]` of its prompt, which the target has just read: `step` is
-        what the target's `prefill` answered. Raises MemoryError where there is no room for it."""
+        what the target's `prefill` answered. Raises MemoryError where there is no room for it.
+
+        Chunks that the prefix cache has are not prefilled: the drafter's own `Snapshots` bring
+        what it knew of them."""
         ...
 
 

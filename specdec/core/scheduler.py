@@ -57,9 +57,13 @@ class Scheduler:
         if not self.prefilling:
             return None
         seq = self.prefilling[0]
-        start = seq.prefilled
-        stop = min(seq.prompt_len, (start // self.chunk + 1) * self.chunk)
-        return seq, start, stop
+        return seq, seq.prefilled, self._chunk_end(seq)
+
+    def resume(self, seq: Sequence, start: int) -> int:
+        """Record that the first `start` tokens of its prompt, whole chunks, are in the KV cache
+        without any prefill (0: that none are): where its next chunk ends."""
+        seq.prefilled = seq.cached = start
+        return self._chunk_end(seq)
 
     def chunk_done(self, seq: Sequence, stop: int) -> bool:
         """Record a prefilled chunk; True where the prompt is complete and decoding may begin."""
@@ -69,6 +73,9 @@ class Scheduler:
         self.prefilling.remove(seq)
         self.running.append(seq)
         return True
+
+    def _chunk_end(self, seq: Sequence) -> int:
+        return min(seq.prompt_len, (seq.prefilled // self.chunk + 1) * self.chunk)
 
     def release(self, seq: Sequence) -> None:
         """Take a sequence out and free its slot, if it has one."""

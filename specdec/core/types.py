@@ -126,6 +126,16 @@ class Constraint(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Reuse:
+    """How a request uses the prefix cache: it reads, and what it prefills is kept."""
+
+    scope: str = ""
+    """Prompts of different scopes never share anything: whose key, and which salt."""
+    partings: tuple[int, ...] = ()
+    """Positions of the prompt at which later ones may go on otherwise, beside its end."""
+
+
 @dataclass(eq=False)
 class Sequence:
     """One request on its way. The engine owns `tokens`; drafters and targets only read it.
@@ -144,12 +154,16 @@ class Sequence:
     request_id: str = ""
     constraint: Constraint | None = None
     """What it may say, None for anything. Written by the caller, read by the target."""
+    reuse: Reuse | None = field(default_factory=Reuse)
+    """None: nothing is read from the prefix cache, and nothing kept. Written by the caller."""
     prompt_len: int = 0
     """Length of the prompt within `tokens`. Set here from `tokens`."""
     slot: int = -1
     """The target's KV slot, -1 while waiting. Written by the scheduler."""
     prefilled: int = 0
     """Prompt tokens that are in the KV cache. Written by the scheduler."""
+    cached: int = 0
+    """Prompt tokens that the prefix cache had. Written by the scheduler."""
     finish: FinishReason | None = None
     """Why it ended, None while it runs. Written by the engine."""
     cancelled: bool = False

@@ -34,6 +34,8 @@ SCORES = 96 << 20
 """Scores and shares of a long prefill's queries, a block of them at a time."""
 RUNTIME = 768 << 20
 """CUDA context, library handles, compiled kernels, captured graphs."""
+MARGIN = 1 << 30
+"""Left free beside all that is counted: graphs of shapes that were not met yet."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +147,12 @@ def _workspace(arch: Arch, shape: TargetShape) -> int:
     partial = max(partial_bytes(layer, max(rows, SHORT)) for layer in arch.layers)
     kinds = {(layer.rope, layer.head_dim) for layer in arch.layers}
     angles = sum(4 * shape.max_len * head_dim for _, head_dim in kinds)
-    return RUNTIME + logits + partial + angles + _prefill(arch, shape)
+    return RUNTIME + logits + partial + angles + prefill_bytes(arch, shape)
 
 
-def _prefill(arch: Arch, shape: TargetShape) -> int:
-    """A chunk's widest layer; a long one also needs that layer's weights row by row again, and
-    all keys and values of a global one."""
+def prefill_bytes(arch: Arch, shape: TargetShape) -> int:
+    """What prefill takes: a chunk's widest layer; a long one also needs that layer's weights row by
+    row again, and all keys and values of a global one."""
     chunk = min(shape.chunk, shape.max_len)
     widest = max(max(layer.ffw, layer.heads * layer.head_dim) for layer in arch.layers)
     total = 4 * chunk * (4 * arch.hidden + GATES_AT_ONCE * 2 * widest)

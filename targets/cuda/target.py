@@ -22,6 +22,7 @@ from targets.cuda.params import Weights
 from targets.cuda.prefill import PrefillChunk, prefill
 from targets.cuda.reference import Reference
 from targets.cuda.sampling import blank_table
+from targets.cuda.snapshots import CudaSnapshots
 from targets.sampling_params import Rules, set_row
 
 KV_DTYPES = {
@@ -205,6 +206,15 @@ class CudaTarget:
     def on_device(self, masks: np.ndarray | None) -> torch.Tensor | None:
         """Masks of the host, in the dtype that torch has."""
         return None if masks is None else torch.from_numpy(masks.view(np.int32)).to(self.device)
+
+    @property
+    def identity(self) -> str:
+        """What fixes the bits that it computes, beside its weights."""
+        return f"{self.plan} {self.arch}"
+
+    def snapshots(self) -> CudaSnapshots:
+        """What the prefix cache asks for."""
+        return CudaSnapshots(self)
 
     def seat(self, seq: Sequence) -> None:
         """Take over a new owner's sampling parameters for its slot. Raises UserError for token

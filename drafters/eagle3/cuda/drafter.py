@@ -46,7 +46,8 @@ class EagleDrafter:
         """Each position's features go with the token after it, which after the last position is
         the one chosen."""
         assert step.features is not None, "the target was made without the head's layers"
-        if seq.prompt_len < self.given.head.longest:  # else nothing will ever be guessed
+        # from there on nothing is guessed; before, a shorter prompt may begin alike
+        if stop <= self.given.head.longest:
             chosen = int(step.chosen[0, 0])
             tokens = [*seq.tokens[start + 1 : stop + 1], chosen][: stop - start]
             drafting.read(self.given, seq.slot, start, step.features, tokens)

@@ -74,10 +74,17 @@ class EagleDrafter:
         """Each position's features go with the token after it, which after the last position is
         the one chosen."""
         assert step.features is not None, "the target was made without the head's layers"
-        tokens = np.zeros((1, step.features.shape[1]), np.int32)
         chosen, count = int(step.chosen[0, 0]), stop - start
-        tokens[0, :count] = [*seq.tokens[start + 1 : stop + 1], chosen][:count]
-        where = np.int32(seq.slot), step.features, tokens, np.int32(start), np.int32(count)
+        following = [*seq.tokens[start + 1 : stop + 1], chosen][:count]
+        self.read(seq.slot, step.features, following, start)
+
+    def read(self, slot: int, features: Array, following: list[int], start: int) -> None:
+        """Make the entries from position `start` on, of features [1, T, F] and the token that
+        follows each; rows beyond those are padding."""
+        tokens = np.zeros((1, features.shape[1]), np.int32)
+        count = len(following)
+        tokens[0, :count] = following
+        where = np.int32(slot), features, tokens, np.int32(start), np.int32(count)
         self.memory = self._read(self.weights(), self.memory, *where)
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Array:

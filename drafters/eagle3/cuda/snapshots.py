@@ -1,0 +1,54 @@
+"""What an EAGLE-3 head keeps of a slot for the prefix cache, beside the CUDA target's snapshots.
+`../jax/snapshots.py` is its twin, and says why entries lie one place earlier than the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seqs
+
+import torch
+
+from drafters.eagle3.cuda import draft as drafting
+from drafters.eagle3.cuda.drafter import EagleDrafter
+from specdec.core.types import Sequence
+from targets.cuda import cache as kv
+from targets.cuda.snapshots import TensorSnapshot
+
+
+class EagleSnapshots:
+    """`Snapshots` of one drafter. Nothing is kept from where it guesses nothing any more."""
+
+    def __init__(self, drafter: EagleDrafter) -> None:
+        self.given, self.head = drafter.given, drafter.given.head
+
+    @torch.inference_mode()
+    def take_chunk(self, seq: Sequence, start: int, stop: int) -> TensorSnapshot | None:
+        if stop > self.head.longest:
+            return None
+        cache = self.head.layer.cache
+        first = max(0, start - 1, stop - 1 - cache.size)  # a ring has the last ones alone
+        return TensorSnapshot.of(kv.read(cache, seq.slot, first, stop - 1))
+
+    @torch.inference_mode()
+    def take_boundary(self, seq: Sequence, stop: int) -> TensorSnapshot | None:
+        """The features of its last row: they are pending where a prompt was just read."""
+        if stop > self.head.longest:
+            return None
+        return TensorSnapshot.of([self.given.pending.features[seq.slot, 0]])
+
+    @torch.inference_mode()
+    def restore(
+        self,
+        seq: Sequence,
+        stop: int,
+        chunks: Seqs[TensorSnapshot | None],
+        boundary: TensorSnapshot | None,
+    ) -> None:
+        if boundary is None:
+            return
+        unit = stop // len(chunks)
+        for number, chunk in enumerate(chunks, 1):
+            assert chunk is not None, "a boundary is kept, and so are its chunks"
+            k, v = (part.transpose(0, 1) for part in chunk.tensors())
+            kv.write(self.head.layer.cache, seq.slot, number * unit - 1 - len(k), k, v)
+        (row,) = boundary.tensors()
+        drafting.read(self.given, seq.slot, stop - 1, row[None, None], [seq.tokens[stop]])

@@ -1,0 +1,97 @@
+"""What an EAGLE-3 head keeps of a slot for the prefix cache, beside the JAX target's snapshots.
+
+Entry p is of the target's features at p and the token at p + 1. So the entry at a chunk's end
+depends on what follows, and belongs to the next chunk: a chunk's are those one place earlier than
+the target's. The last one is made anew, of the features that the boundary keeps and the token that
+the prompt at hand has there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seqs
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from drafters.eagle3.jax.drafter import EagleDrafter
+from drafters.eagle3.jax.head import DraftCache
+from specdec.core.types import Array, Sequence
+from targets.jax.placing import replicated
+from targets.jax.snapshots import ArraySnapshot
+
+
+class EagleSnapshots:
+    """`Snapshots` of one drafter. Nothing is kept from where it guesses nothing any more."""
+
+    def __init__(self, drafter: EagleDrafter, unit: int) -> None:
+        """unit: tokens per chunk."""
+        self.drafter, self.unit = drafter, unit
+        mesh = drafter.target.mesh
+        whole: dict[str, Any] = {} if mesh is None else {"out_shardings": replicated(mesh)}
+        self._cut = jax.jit(partial(_cut, unit), **whole)
+        self._put = jax.jit(_put, donate_argnums=0, **whole)
+        self._row = jax.jit(_row, **whole)
+        self._first_row = jax.jit(_first_row, static_argnums=1, **whole)
+
+    def take_chunk(self, seq: Sequence, start: int, stop: int) -> ArraySnapshot | None:
+        if stop > self.drafter.longest:
+            return None
+        cache = self.drafter.memory.cache
+        return ArraySnapshot(self._cut(cache, np.int32(seq.slot), _first(start)))
+
+    def take_boundary(self, seq: Sequence, stop: int) -> ArraySnapshot | None:
+        """The features of its last row: they are pending where a prompt was just read."""
+        if stop > self.drafter.longest:
+            return None
+        return ArraySnapshot(self._row(self.drafter.memory.pending.features, np.int32(seq.slot)))
+
+    def restore(
+        self,
+        seq: Sequence,
+        stop: int,
+        chunks: Seqs[ArraySnapshot | None],
+        boundary: ArraySnapshot | None,
+    ) -> None:
+        drafter, slot = self.drafter, np.int32(seq.slot)
+        if boundary is None:
+            return
+        cache = drafter.memory.cache
+        for number, chunk in enumerate(chunks):
+            assert chunk is not None, "a boundary is kept, and so are its chunks"
+            cache = self._put(cache, slot, _first(number * self.unit), chunk.arrays())
+        drafter.memory = replace(drafter.memory, cache=cache)
+        width = drafter.target.prefill_chunk
+        features = self._first_row(boundary.arrays(), width)
+        drafter.read(seq.slot, features, seq.tokens[stop : stop + 1], stop - 1)
+
+
+def _first(start: int) -> np.int32:
+    """The first chunk has nothing before it; its last entry is overwritten by the second's."""
+    return np.int32(max(0, start - 1))
+
+
+def _cut(unit: int, cache: DraftCache, slot: Array, first: Array) -> DraftCache:
+    """[unit, K * D] of each."""
+    shape = 1, unit, cache.k.shape[-1]
+    k, v = (jax.lax.dynamic_slice(part, (slot, first, 0), shape)[0] for part in cache)
+    return DraftCache(k, v)
+
+
+def _put(cache: DraftCache, slot: Array, first: Array, chunk: DraftCache) -> DraftCache:
+    def put(part: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice(part, new[None], (slot, first, 0))
+
+    return DraftCache(put(cache.k, chunk.k), put(cache.v, chunk.v))
+
+
+def _row(features: Array, slot: Array) -> Array:
+    return features[slot, 0]
+
+
+def _first_row(row: Array, width: int) -> Array:
+    """[F] as the first of a chunk's features [1, width, F]."""
+    return jnp.zeros((1, width, row.shape[0]), row.dtype).at[0, 0].set(row)

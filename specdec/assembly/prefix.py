@@ -1,0 +1,111 @@
+"""The prefix cache of an engine: what it may take of which memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from drafters.kind import PlacedDrafter
+from specdec.assembly.model import Model
+from specdec.core.config import PrefixConfig
+from specdec.core.engine import Engine
+from specdec.core.errors import UserError
+from specdec.core.prefix_cache.cache import PrefixCache
+from specdec.core.prefix_cache.pool import Budget, SnapshotPool
+from specdec.core.prefix_cache.snapshots import TargetSnapshots
+from specdec.core.types import Sequence
+
+GIB = 1 << 30
+GRAIN = 64 << 20
+"""Host memory is taken in pieces of so many bytes (targets.cuda.host_blocks)."""
+HOST_GIB = 8
+HOST_SHARE = 4
+"""Of the machine's memory, one part in so many at most, unless more is asked for."""
+UNBOUNDED = 1 << 62
+
+
+def make_prefix_cache(
+    model: Model, placed: PlacedDrafter, drafter: Any, config: PrefixConfig
+) -> PrefixCache | None:
+    """None where it is not wanted, or no prompt can be longer than a chunk. Device memory is
+    given to it later, by `grant`. Raises UserError."""
+    host, target = host_budget(config), model.target
+    if config.prefix_cache is False:
+        return None
+    own = target.snapshots()
+    if not wanted(config, own) or not fits(own.unit, target.max_len):
+        return None
+    beside = placed.snapshots(drafter, own.unit)
+    owners = [own] if beside is None else [own, beside]
+    seed = f"{model.name} {target.identity}"
+    return PrefixCache(own.unit, owners, SnapshotPool(Budget(device=0, host=host)), seed)
+
+
+def wanted(config: PrefixConfig, own: TargetSnapshots) -> bool:
+    return own.by_default if config.prefix_cache is None else config.prefix_cache
+
+
+def fits(unit: int, max_len: int) -> bool:
+    """Whether a context holds a whole chunk, a token of the prompt behind it, and an answer."""
+    return unit + 2 <= max_len
+
+
+def host_budget(config: PrefixConfig) -> int:
+    """Bytes. Raises UserError."""
+    asked = config.cache_ram
+    if asked is None:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min(HOST_GIB * GIB, whole // HOST_SHARE) // GRAIN * GRAIN
+    if not 0 <= asked < 2**20:
+        raise UserError(f"--cache-ram must be 0 or more GiB, got {asked:g}")
+    return int(asked * GIB) // GRAIN * GRAIN
+
+
+def warm_prefix_cache(engine: Engine) -> None:
+    """Compile what keeping and resuming need: one prompt twice."""
+    cache = engine.prefix_cache
+    if cache is None:
+        return
+    budget, cache.pool.budget = cache.pool.budget, Budget(UNBOUNDED, 0)
+    for _ in range(2):
+        engine.run_to_end([Sequence([2] * (cache.unit + 1), max_tokens=1)])
+    cache.clear()
+    cache.pool.budget = budget
+
+
+def grant(engine: Engine, device: int) -> None:
+    """Let it take so many bytes of device memory: what is spare once all is warm."""
+    if engine.prefix_cache is not None:
+        engine.prefix_cache.pool.budget.device = device
+
+
+@dataclass(frozen=True)
+class PrefixBudget:
+    """What is told of an engine's prefix cache."""
+
+    unit: int
+    """Tokens per chunk: what is reused of a prompt is a multiple."""
+    max_len: int
+    device: int
+    host: int
+    wanted: bool
+
+    def __str__(self) -> str:
+        if not self.wanted:
+            return "off (--prefix-cache)"
+        if not fits(self.unit, self.max_len):
+            return (
+                f"off, for no prompt of a context of {self.max_len} tokens (--max-len) is longer "
+                f"than a chunk of {self.unit}"
+            )
+        host = f"{self.host / GIB:.1f} GiB of host memory (--cache-ram)"
+        device = f"{self.device / GIB:.1f} GiB of device memory and " if self.device else ""
+        return f"up to {device}{host}, in chunks of {self.unit} tokens"
+
+
+def budget_for(model: Model, config: PrefixConfig) -> PrefixBudget:
+    """What an engine on this model would be given now. Raises UserError."""
+    own, longest = model.target.snapshots(), model.target.max_len
+    asked = wanted(config, own)
+    return PrefixBudget(own.unit, longest, own.spare_bytes(), host_budget(config), asked)

@@ -1,0 +1,34 @@
+"""Names of prefixes: a chain of digests, one per full chunk of token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence as Seqs
+
+Digest = bytes
+"""32 bytes of SHA-256: that two prefixes share one by chance, or by intent, is out of reach."""
+
+
+def chain(seed: str, scope: str, tokens: Seqs[int], unit: int) -> list[Digest]:
+    """The digest of tokens[: (i + 1) * unit] for each full chunk i.
+
+    seed: what fixes the bits of what is kept, beside the tokens. scope: whose prompts they are;
+    those of other scopes share nothing.
+    """
+    last = _digest(_part(seed) + _part(scope))
+    found = []
+    for start in range(0, len(tokens) - unit + 1, unit):
+        last = _digest(last + struct.pack(f"<{unit}q", *tokens[start : start + unit]))
+        found.append(last)
+    return found
+
+
+def _part(text: str) -> bytes:
+    """With its length before it: no two lists of texts make the same bytes."""
+    data = text.encode()
+    return struct.pack("<q", len(data)) + data
+
+
+def _digest(data: bytes) -> Digest:
+    return hashlib.sha256(data).digest()

@@ -1,0 +1,122 @@
+"""Where snapshots lie: device memory first, then host memory, each within a budget; the least
+recently used leave first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+from specdec.core.prefix_cache.snapshots import Snapshot
+
+Parts = tuple[Snapshot | None, ...]
+"""One entry's snapshots, one of each owner."""
+
+
+@dataclass
+class Budget:
+    """Most bytes that snapshots may take of each memory."""
+
+    device: int = 0
+    host: int = 0
+
+
+@dataclass
+class _Entry:
+    parts: Parts
+    lasting: bool = False
+    """Whether nothing newer takes its place."""
+    superseded: bool = False
+
+
+@dataclass
+class _Tier:
+    """One memory. Entries in the order of their use, the oldest first."""
+
+    entries: OrderedDict[Hashable, _Entry] = field(default_factory=OrderedDict)
+    used: int = 0
+
+
+class SnapshotPool:
+    """Entries by key. Nothing that it drops is missed: a prompt is then prefilled."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self._device, self._host = _Tier(), _Tier()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._device.entries or key in self._host.entries
+
+    def __getitem__(self, key: Hashable) -> Parts:
+        tier = self._device if key in self._device.entries else self._host
+        return tier.entries[key].parts
+
+    def __len__(self) -> int:
+        return len(self._device.entries) + len(self._host.entries)
+
+    @property
+    def device_bytes(self) -> int:
+        return self._device.used
+
+    @property
+    def host_bytes(self) -> int:
+        return self._host.used
+
+    def put(self, key: Hashable, parts: Parts, lasting: bool = False) -> None:
+        """Keep an entry that lies on the device, as the last one used. Others give way to it."""
+        self._device.entries[key] = _Entry(parts, lasting)
+        self._device.used += _on_device(parts)
+        self._settle()
+
+    def touch(self, keys: Iterable[Hashable]) -> None:
+        """They are used now, in this order."""
+        for key in keys:
+            for tier in (self._device, self._host):
+                if key in tier.entries:
+                    tier.entries.move_to_end(key)
+                    tier.entries[key].superseded = False
+
+    def supersede(self, key: Hashable) -> None:
+        """Something newer takes its place, unless it is lasting: it is the first to leave, and not
+        worth host memory."""
+        for tier in (self._device, self._host):
+            if key in tier.entries and not tier.entries[key].lasting:
+                tier.entries.move_to_end(key, last=False)
+                tier.entries[key].superseded = True
+
+    def give_way(self) -> bool:
+        """Leave half of the device memory that is used to others, for good. False: there is none
+        to leave."""
+        if not self._device.entries:
+            return False
+        self.budget.device = self._device.used // 2
+        self._settle()
+        return True
+
+    def clear(self) -> None:
+        self._device, self._host = _Tier(), _Tier()
+
+    def _settle(self) -> None:
+        while self._device.entries and self._device.used > self.budget.device:
+            key, entry = self._device.entries.popitem(last=False)
+            self._device.used -= _on_device(entry.parts)
+            if not entry.superseded:
+                self._to_host(key, entry)
+
+    def _to_host(self, key: Hashable, entry: _Entry) -> None:
+        needed, host = _on_host(entry.parts), self._host
+        if needed > self.budget.host:
+            return
+        while host.used + needed > self.budget.host:
+            host.used -= _on_host(host.entries.popitem(last=False)[1].parts)
+        entry.parts = tuple(part and part.to_host() for part in entry.parts)
+        host.entries[key] = entry
+        host.used += needed
+
+
+def _on_device(parts: Parts) -> int:
+    return sum(part.device_bytes for part in parts if part is not None)
+
+
+def _on_host(parts: Parts) -> int:
+    return sum(part.host_bytes for part in parts if part is not None)
