@@ -32,7 +32,7 @@ from targets.jax.load import JaxOptions, load_target
 from tests.fakes import Noise, Oracle
 from tests.modes import MODES
 
-TOKENS, MAX_LEN = 32, 256
+TOKENS, MAX_LEN = 24, 256
 WIDE = 7  # every K up to 7 shares one compiled width
 
 

@@ -29,7 +29,7 @@ def own_targets():
 
 def test_mini_both_loops():
     """With guesses of each kind, of whole and of no drafts; test_whole_matrix has them all."""
-    check = {"path": mini.path("mini"), "mode": "nucleus", "slots": 4, "ks": [4], "tokens": 24}
+    check = {"path": mini.path("mini"), "mode": "nucleus", "slots": 4, "ks": [4], "tokens": 16}
     check_host(**check, adversaries=("model", "ngram", "right", "wild"))
     check_device(**check, adversaries=("none", "right", "wild"))
     check_eagle3(**check)

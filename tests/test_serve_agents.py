@@ -330,8 +330,10 @@ def agent(client: openai.OpenAI, turns: int) -> list[Any]:
     return messages
 
 
-def test_an_agent_of_thirty_turns_is_the_same_with_speculation_and_without(server):
-    drafted = agent(server.openai, 30)
+def test_an_agent_of_thirty_turns_is_the_same_with_speculation_and_without():
+    """With reused prompts and drafts, or with neither."""
+    with serving_mini(reuse=True) as server:
+        drafted = agent(server.openai, 30)
     with serving_mini("none") as undrafted:
         assert agent(undrafted.openai, 30) == drafted
     assert sum(message["role"] == "tool" for message in drafted) == 30

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from serve.chat_schema import ChatRequest
 from serve.reuse import reuse_of
-from serve.schema import ChatRequest, CompletionRequest, parse
+from serve.schema import CompletionRequest, parse
 from specdec.core.types import Reuse
 from targets import mini
 from targets.tokenizer import load_tokenizer

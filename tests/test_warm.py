@@ -35,7 +35,7 @@ TALK, TOOLS, EDITED, MOVED, EVICTED, CROWDED, WORDY = range(7)
         ("jax", "31b", "none", "host", 1.0, [TALK, WORDY]),
         ("jax", "e2b", "ngram", "device", 0.0, [TOOLS, MOVED]),
         ("jax", "12b", "eagle3", "device", 1.0, [EDITED, EVICTED]),
-        ("jax", "e4b", "model", "host", 0.0, [MOVED, CROWDED]),
+        ("jax", "e4b", "model", "host", 0.0, [CROWDED]),
         ("cuda", "31b", "eagle3", "host", 1.0, [EVICTED]),
         ("cuda", "26b-a4b", "model", "host", 0.0, [EDITED]),
     ],
