@@ -16,7 +16,7 @@ def encode(
     """ApiError 400 if one can't be served."""
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
     check_sizes(request, tokenizer, max_len)
-    prompts = [_cut(p, request, max_len) for p in _encoded(request, tokenizer)]
+    prompts = [_cut(p, request, max_len) for p in _encoded(request, tokenizer, max_len)]
     for prompt in prompts:
         check_ids(prompt, tokenizer, param)
         if len(prompt) >= max_len + (request.limit == 0):
@@ -24,14 +24,17 @@ def encode(
     return prompts
 
 
-def _encoded(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
+def _encoded(
+    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, max_len: int
+) -> list[list[int]]:
     if isinstance(request, CompletionRequest):
         return [p if isinstance(p, list) else tokenizer.encode(p) for p in request.prompt]
-    return [chat_ids(request, tokenizer)]
+    return [chat_ids(request, tokenizer, max_len)]
 
 
-def chat_ids(request: ChatRequest, tokenizer: Tokenizer) -> list[int]:
-    """The prompt that the checkpoint's template makes of a chat."""
+def chat_ids(request: ChatRequest, tokenizer: Tokenizer, max_len: int) -> list[int]:
+    """The prompt that the checkpoint's template makes of a chat. What it adds (tools, calls, its
+    own values) is known once it is rendered, and bounded before it is encoded."""
     values = dict(request.chat_template_kwargs or {})
     if request.thinks is not None:
         values["enable_thinking"] = request.thinks
@@ -40,7 +43,9 @@ def chat_ids(request: ChatRequest, tokenizer: Tokenizer) -> list[int]:
     if request.add_generation_prompt is False:
         values["add_generation_prompt"] = False
     messages = [message.for_template() for message in request.messages]
-    return tokenizer.encode_chat(messages, bool(request.continue_final_message), **values)
+    pieces = tokenizer.chat_pieces(messages, bool(request.continue_final_message), **values)
+    check_size(sum(len(piece.encode()) for piece in pieces), tokenizer, max_len, "messages")
+    return tokenizer.encode_pieces(pieces)
 
 
 def _cut(prompt: list[int], request: ChatRequest | CompletionRequest, max_len: int) -> list[int]:

@@ -38,12 +38,14 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_chat(
+    def chat_pieces(
         self,
         messages: list[dict[str, Any]],
         continue_final: bool = False,
         **template_kwargs: Any,
-    ) -> list[int]: ...
+    ) -> list[str]: ...
+
+    def encode_pieces(self, pieces: list[str]) -> list[int]: ...
 
     def decode(self, ids: Seqs[int], skip_special: bool = True) -> str: ...
 

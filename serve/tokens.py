@@ -67,7 +67,7 @@ def _tokenized(context: Context, body: bytes) -> tuple[list[int], list[str] | No
         chat = parse(ChatRequest, body)
         context.check_model(chat.model)
         check_sizes(chat, tokenizer, context.max_len)
-        return chat_ids(chat, tokenizer), None
+        return chat_ids(chat, tokenizer, context.max_len), None
     wire = parse(TokenizeText, body)
     context.check_model(wire.model)
     check_size(len(wire.prompt.encode()), tokenizer, context.max_len, "prompt")

@@ -111,9 +111,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of `text` with BOS in front exactly once, whether or not the text brings its own.
         Control tokens are read where their texts stand."""
-        return self._encode_pieces([text])
+        return self.encode_pieces([text])
 
-    def _encode_pieces(self, pieces: list[str]) -> list[int]:
+    def encode_pieces(self, pieces: list[str]) -> list[int]:
+        """Ids of texts one after the other, each encoded by itself; as `encode` otherwise."""
         # in a batch: unlike `encode` it lets other threads run meanwhile (tokenizers 0.23)
         encoded = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
         ids = [i for piece in encoded for i in piece.ids]
@@ -152,7 +153,16 @@ class Tokenizer:
         continue_final: bool = False,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Ids of a rendered chat; the template's own <bos> is not doubled.
+        """Ids of a rendered chat; the template's own <bos> is not doubled."""
+        return self.encode_pieces(self.chat_pieces(messages, continue_final, **template_kwargs))
+
+    def chat_pieces(
+        self,
+        messages: list[dict[str, Any]],
+        continue_final: bool = False,
+        **template_kwargs: Any,
+    ) -> list[str]:
+        """A rendered chat, in the pieces that are encoded one by one.
 
         Control tokens come from the template alone: what looks like one in a message, a tool or
         an argument is encoded as text. continue_final: the prompt ends with the last message's
@@ -166,7 +176,7 @@ class Tokenizer:
             text = _up_to(text, safe[-1]["content"].strip())
         else:
             text = self.render(safe, **safe_kwargs)
-        return self._encode_pieces(control.pieces(text, mark))
+        return control.pieces(text, mark)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `ids`; special tokens are left out unless `skip_special` is False."""

@@ -26,13 +26,19 @@ class CharTokenizer:
     def encode(self, text: str) -> list[int]:
         return [BOS, *(max(ALPHABET.find(c), 2) if c in ALPHABET else 25 for c in text)]
 
-    def encode_chat(
+    def encode_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
+        return self.encode_pieces(self.chat_pieces(messages, **template_kwargs))
+
+    def encode_pieces(self, pieces: list[str]) -> list[int]:
+        return self.encode("".join(pieces))
+
+    def chat_pieces(
         self, messages: list[dict[str, Any]], continue_final: bool = False, **template_kwargs: Any
-    ) -> list[int]:
+    ) -> list[str]:
         if messages[0]["role"] == "assistant":
             raise UserError("the chat template refuses these messages: start with a user turn")
         turns = [f"{m['role']}0{m['content']}1" for m in messages]
-        return self.encode("".join(turns) + "".join(f"{k}{v}" for k, v in template_kwargs.items()))
+        return [*turns, *(f"{k}{v}" for k, v in template_kwargs.items())]
 
     def decode(self, ids: Seqs[int], skip_special: bool = True) -> str:
         return "".join(ALPHABET[i] for i in ids if i > EOS)

@@ -339,17 +339,25 @@ def test_an_agent_of_thirty_turns_is_the_same_with_speculation_and_without():
     assert sum(message["role"] == "tool" for message in drafted) == 30
 
 
+def described(text: str) -> dict[str, Any]:
+    """A chat whose only long part is a tool's description."""
+    function = {"name": "f", "description": text, "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
+    return {"messages": [{"role": "user", "content": "x"}], "tools": tools}
+
+
 def test_prompts_that_cannot_fit_are_refused_before_they_are_encoded(server, monkeypatch):
     def never(*args: Any, **kwargs: Any) -> list[int]:
         raise AssertionError("was encoded")
 
     tokenizer = type(mini_tokenizer())
-    monkeypatch.setattr(tokenizer, "_encode_pieces", never)
+    monkeypatch.setattr(tokenizer, "encode_pieces", never)
     huge = "word " * 1_500_000
     for path, body in (
         ("completions", {"prompt": huge}),
         ("chat/completions", {"messages": [{"role": "user", "content": huge}]}),
         ("chat/completions", {"messages": [{"role": "user", "content": ""}] * 4000}),
+        ("chat/completions", described(huge)),
     ):
         reply = server.post(path, **body)
         assert reply.status_code == 400, reply.text
