@@ -8,7 +8,7 @@ from functools import partial
 from specdec.assembly import engine as engines
 from specdec.assembly.engine import NO_REUSE, VARIANTS, make_engine, require_exact
 from specdec.assembly.model import Model, Status, load_model, random_model
-from specdec.assembly.prefix import grant, host_budget
+from specdec.assembly.prefix import budget_for, grant, host_budget
 from specdec.cli.console import console, say_model
 from specdec.cli.progress import working
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
@@ -60,6 +60,5 @@ def started(
     engine = make_engine(model, speculation, max_waiting, prefix=prefix)
     with status("compiling"):
         engines.warm_up(engine, VARIANTS, *model.backend.warm(model.target))
-    if engine.prefix_cache is not None:
-        grant(engine, model.target.snapshots().spare_bytes())
+    grant(engine, budget_for(model, prefix).device)
     return model, engine

@@ -29,7 +29,7 @@ def part_of(grammar: str) -> Part:
 
 def check(grammar: str, what: str) -> None:
     """Raises UserError where llguidance can't compile it, also where it would die of it."""
-    complaint = TRIAL.complaint(grammar)
+    complaint = TRIAL.refusal(grammar)
     if complaint:
         raise UserError(f"{what}: {first_line(complaint)}")
 

@@ -9,6 +9,7 @@ memory. A grammar that ends this process is refused; the one that asked goes on.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import re
 import resource
 import signal
@@ -16,6 +17,7 @@ import struct
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 from contextlib import suppress
 from typing import IO
 
@@ -29,6 +31,8 @@ STACK = 2 << 20
 """Bytes: a quarter of what threads have on Linux, where the grammar is compiled afterwards."""
 CONTROL = re.compile(r"<[^<>\s]+>")
 """What may be a control token's name in a grammar, which is JSON."""
+REMEMBERED = 1024
+"""Grammars that passed: an agent sends its schema with each turn."""
 _LENGTH = struct.Struct("!I")
 
 
@@ -39,6 +43,23 @@ class Trial:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
+        self._passed: OrderedDict[bytes, None] = OrderedDict()
+        self._memory = threading.Lock()
+
+    def refusal(self, grammar: str) -> str:
+        """`complaint`, but of a grammar that passed lately, which need not wait for others."""
+        name = hashlib.sha256(grammar.encode()).digest()
+        with self._memory:
+            if name in self._passed:
+                self._passed.move_to_end(name)
+                return ""
+        said = self.complaint(grammar)
+        if not said:
+            with self._memory:
+                self._passed[name] = None
+                if len(self._passed) > REMEMBERED:
+                    self._passed.popitem(last=False)
+        return said
 
     def complaint(self, grammar: str) -> str:
         """What is wrong with a grammar, "" if nothing is."""
