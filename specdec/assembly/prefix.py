@@ -13,7 +13,6 @@ from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from specdec.core.prefix_cache.cache import PrefixCache
 from specdec.core.prefix_cache.pool import Budget, SnapshotPool
-from specdec.core.prefix_cache.snapshots import TargetSnapshots
 from specdec.core.types import Sequence
 
 GIB = 1 << 30
@@ -31,19 +30,15 @@ def make_prefix_cache(
     """None where it is not wanted, or no prompt can be longer than a chunk. Device memory is
     given to it later, by `grant`. Raises UserError."""
     host, target = host_budget(config), model.target
-    if config.prefix_cache is False:
+    if not config.prefix_cache:
         return None
     own = target.snapshots()
-    if not wanted(config, own) or not fits(own.unit, target.max_len):
+    if not fits(own.unit, target.max_len):
         return None
     beside = placed.snapshots(drafter, own.unit)
     owners = [own] if beside is None else [own, beside]
     seed = f"{model.name} {target.identity}"
     return PrefixCache(own.unit, owners, SnapshotPool(Budget(device=0, host=host)), seed)
-
-
-def wanted(config: PrefixConfig, own: TargetSnapshots) -> bool:
-    return own.by_default if config.prefix_cache is None else config.prefix_cache
 
 
 def fits(unit: int, max_len: int) -> bool:
@@ -93,7 +88,7 @@ class PrefixBudget:
 
     def __str__(self) -> str:
         if not self.wanted:
-            return "off (--prefix-cache)"
+            return "off (--no-prefix-cache)"
         if not fits(self.unit, self.max_len):
             return (
                 f"off, for no prompt of a context of {self.max_len} tokens (--max-len) is longer "
@@ -107,5 +102,5 @@ class PrefixBudget:
 def budget_for(model: Model, config: PrefixConfig) -> PrefixBudget:
     """What an engine on this model would be given now. Raises UserError."""
     own, longest = model.target.snapshots(), model.target.max_len
-    asked = wanted(config, own)
-    return PrefixBudget(own.unit, longest, own.spare_bytes(), host_budget(config), asked)
+    spare, host = own.spare_bytes(), host_budget(config)
+    return PrefixBudget(own.unit, longest, spare, host, config.prefix_cache)

@@ -41,9 +41,9 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class PrefixConfig:
-    prefix_cache: bool | None = None
+    prefix_cache: bool = True
     """Keep what was computed of a prompt, for later prompts that begin alike. Never changes the
-    output. By default on, but with --backend cuda on a GPU, where it is not proved yet."""
+    output."""
     cache_ram: float | None = None
     """Most GiB of host memory for prompts that the device has no room to keep; 0 for none. By
     default 8, or a quarter of the machine's where that is less."""

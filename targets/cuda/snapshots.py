@@ -102,12 +102,6 @@ class CudaSnapshots:
         self._global = [cache for cache, spec in own if cache and spec.window is None]
         self._rings = [cache for cache, spec in own if cache and spec.window is not None]
 
-    @property
-    def by_default(self) -> bool:
-        """Not on a GPU, until the card's tests have said that a warm answer there is the cold one
-        (tests/test_cuda_card_warm.py)."""
-        return self.target.device.type == "cpu"
-
     def spare_bytes(self) -> int:
         if self.target.device.type == "cpu":
             return 0

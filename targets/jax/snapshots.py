@@ -87,8 +87,6 @@ def _on_all(leaf: Array) -> int:
 class JaxSnapshots:
     """`TargetSnapshots` of one target."""
 
-    by_default = True
-
     def __init__(self, target: JaxTarget) -> None:
         self.target = target
         self.unit = math.lcm(target.plan.chunk, TILE)

@@ -71,11 +71,6 @@ class TargetSnapshots(Snapshots, Protocol):
         """Tokens per chunk that is kept, a multiple of the prefill chunk."""
         ...
 
-    @property
-    def by_default(self) -> bool:
-        """Whether prompts are kept unless somebody wants otherwise."""
-        ...
-
     def spare_bytes(self) -> int:
         """Device memory that nobody will need, as far as can be told now that the target is warm;
         0 where the device's memory is the host's."""
