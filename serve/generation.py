@@ -63,18 +63,25 @@ class Usage:
     cached_tokens: int = 0
     """Of the prompts' tokens, those that the prefix cache had."""
     reasoning_tokens: int = 0
+    prediction: tuple[int, int] | None = None
+    """Tokens of the request's `prediction` that its answers repeated, and the others; None: there
+    was none."""
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     cycles: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, object]:
         """OpenAI's usage. What was drafted is none of it: see `metrics`."""
+        details = {"reasoning_tokens": self.reasoning_tokens}
+        if self.prediction is not None:
+            names = "accepted_prediction_tokens", "rejected_prediction_tokens"
+            details |= dict(zip(names, self.prediction, strict=True))
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "completion_tokens_details": details,
         }
 
     @property
@@ -178,10 +185,20 @@ class Generation:
         self.usage.cycles[index] = update.cycles
         if piece.finish is not None:
             self._open.discard(index)
+            self._count_prediction(self._ticket.sequences[index], update)
             metrics.finished("length" if piece.finish == "length" else "stop")
             if update.finish is None:  # ended by a stop string, of which the engine knows nothing
                 self._context.runner.cancel([self._ticket.sequences[index]])
         return piece
+
+    def _count_prediction(self, seq: Sequence, update: Update) -> None:
+        if seq.prediction is None:
+            return
+        if update.finish is not None:  # the engine reads it no more
+            seq.prediction.read(seq.tokens)
+        before = self.usage.prediction or (0, 0)
+        now = seq.prediction.accepted, seq.prediction.rejected
+        self.usage.prediction = before[0] + now[0], before[1] + now[1]
 
 
 async def begin(

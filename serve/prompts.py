@@ -8,6 +8,7 @@ from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.schema import CompletionRequest
 from serve.stream import Tokenizer
+from specdec.core.prediction import PredictedText
 
 
 def encode(
@@ -46,6 +47,19 @@ def chat_ids(request: ChatRequest, tokenizer: Tokenizer, max_len: int) -> list[i
     pieces = tokenizer.chat_pieces(messages, bool(request.continue_final_message), **values)
     check_size(sum(len(piece.encode()) for piece in pieces), tokenizer, max_len, "messages")
     return tokenizer.encode_pieces(pieces)
+
+
+def predicted_text(
+    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, max_len: int
+) -> PredictedText | None:
+    """What the answer is expected to repeat, None where nobody said. Cut at what a context holds:
+    an answer can't be longer."""
+    if request.prediction is None:
+        return None
+    text = (request.prediction.content or "")[: max_len * tokenizer.longest_token]
+    ids = tokenizer.encode(text)
+    ids = ids[1:] if ids[:1] == [tokenizer.bos_id] else ids
+    return PredictedText(ids[:max_len])
 
 
 def _cut(prompt: list[int], request: ChatRequest | CompletionRequest, max_len: int) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
-from serve.prompts import check_ids, encode
+from serve.prompts import check_ids, encode, predicted_text
 from serve.reuse import reuse_of
 from serve.schema import CompletionRequest
 from serve.stream import Tokenizer
@@ -17,6 +17,7 @@ from specdec.constraints.constraint import TextConstraint, TextRules
 from specdec.constraints.recite import Recite
 from specdec.constraints.vocabulary import Vocabulary
 from specdec.core.errors import UserError
+from specdec.core.prediction import Prediction
 from specdec.core.types import Constraint, Sampling, Sequence
 
 VLLM_DEFAULTS: dict[str, float] = {
@@ -61,9 +62,11 @@ def plan(
     choices = [] if request.limit == 0 else _choices(request, prompts, tokenizer, max_len)
     thinking = thinking_at(request, tokenizer, prompts[0])
     rules = rules_for(request, tokenizer, thinking)
+    predicted = predicted_text(request, tokenizer, max_len)
     for number, seq in enumerate(choices):
         seq.request_id = f"{request_id}-{number}"
         seq.constraint = _constraint(rules, vocabulary)
+        seq.prediction = predicted and Prediction(predicted, seq.prompt_len)
         seq.reuse = reuse_of(request, seq.tokens, tokenizer, caller)
     recitals = [_recital(request, prompt, tokenizer) for prompt in prompts]
     return Plan(prompts, choices, recitals, thinking)

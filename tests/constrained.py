@@ -11,6 +11,7 @@ from specdec.constraints.json_schema import json_grammar
 from specdec.constraints.rules import Budget
 from specdec.constraints.vocabulary import Vocabulary
 from specdec.core.engine import Engine
+from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import Sampling, Sequence
 from targets import mini
 from targets.tokenizer import Tokenizer, load_tokenizer
@@ -71,6 +72,19 @@ def requests(temperature: float, tokens: int = 40, constrain: bool = True) -> li
             )
         )
     return found
+
+
+def predicted(requests: Seqs[Sequence], answers: Seqs[Seqs[int]]) -> Seqs[Sequence]:
+    """The same, all but one with an answer that is expected of it."""
+    for seq, answer in zip(requests, answers, strict=True):
+        if seq.request_id != "4":
+            seq.prediction = Prediction(PredictedText(answer), seq.prompt_len)
+    return requests
+
+
+def edited(answer: Seqs[int]) -> list[int]:
+    """With a token changed, one left out, and one put in."""
+    return [*answer[:6], 5, *answer[7:15], *answer[16:22], 6, *answer[22:]]
 
 
 def texts(engine: Engine, temperatures: Seqs[float] = (0.0, 1.0)) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -16,13 +17,15 @@ from specdec.constraints.json_schema import json_grammar
 from specdec.constraints.recite import Recite
 from specdec.constraints.rules import Budget
 from specdec.core.config import ModelConfig
-from specdec.core.constraint import EVERYTHING, forced_rows, lead, mask_rows
+from specdec.core.constraint import EVERYTHING, lead, leading_rows, mask_rows
 from specdec.core.errors import UserError
 from specdec.core.types import NO_GUESS, Sampling, Sequence
 from tests.constrained import (
     SCHEMA,
+    edited,
     mini_tokenizer,
     mini_vocabulary,
+    predicted,
     requests,
     rules,
     texts,
@@ -133,7 +136,7 @@ def test_forced_tokens_are_what_a_schema_leaves_no_choice_about():
     grammar = json_grammar({"const": "quicksort of items"})
     seq = Sequence([2], constraint=TextConstraint(TextRules(grammar=grammar), vocabulary))
     seq.tokens += vocabulary.load().tokenize_str('"quick')
-    (row,) = forced_rows([seq], 31)
+    (row,) = leading_rows([seq], 31)
     forced = [int(t) for t in row if t != NO_GUESS]
     assert vocabulary.load().decode_str(forced) == 'sort of items"'
 
@@ -209,6 +212,7 @@ def test_schemas_mean_what_the_standard_says(schema, valid, invalid):
     assert not any(judged_valid(schema, data) for data in invalid)
 
 
+@cache
 def engine_of(drafter: str, k: int, loop: str, slots: int):
     config = ModelConfig("mini", slots=slots)
     asked = registry.config_type()(drafter=drafter, k=k, loop=loop)
@@ -237,6 +241,20 @@ def plain() -> list[list[int]]:
 )
 def test_no_drafter_changes_a_token_of_constrained_text(plain, drafter, k, loop):
     assert texts(engine_of(drafter, k, loop, 4)) == plain
+
+
+@pytest.mark.parametrize(("drafter", "loop"), [("ngram", "host"), ("eagle3", "device")])
+def test_no_prediction_changes_a_token_and_a_good_one_saves_cycles(plain, drafter, loop):
+    engine = engine_of(drafter, 4, loop, 4)
+    for temperature, expected in ((0.0, plain[:6]), (1.0, plain[6:])):
+        for guesses in (expected, [edited(a) for a in expected], [a[::-1] for a in expected]):
+            seqs = predicted(requests(temperature), guesses)
+            engine.run_to_end(seqs)
+            assert [seq.tokens[seq.prompt_len :] for seq in seqs] == expected
+            if guesses is expected:
+                cycles = [seq.acceptance.cycles for seq in seqs if seq.prediction]
+                least = [-(-(len(a) - 1) // 5) for a in expected[:4] + expected[5:]]
+                assert cycles == least
 
 
 def test_documents_are_valid_and_logprobs_are_the_unmasked_ones(plain):

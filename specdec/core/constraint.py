@@ -77,35 +77,48 @@ def _real(draft: Array, vocab: int) -> list[int]:
     return ids[: next((j for j, t in enumerate(ids) if not 0 <= t < vocab), len(ids))]
 
 
-def forced_rows(seqs: Seqs[Sequence], k: int) -> np.ndarray | None:
-    """The tokens that each text's constraint leaves no choice about: int32 [B, k], NO_GUESS behind
-    them; None where there is none at all."""
-    forced = np.full((len(seqs), k), NO_GUESS, np.int32)
+def guided(seqs: Seqs[Sequence]) -> bool:
+    """Whether the host has a say in any one's next cycle."""
+    return any(seq.constraint is not None or seq.prediction is not None for seq in seqs)
+
+
+def leading_rows(seqs: Seqs[Sequence], k: int) -> np.ndarray | None:
+    """What is guessed without the drafter: int32 [B, k], NO_GUESS behind it; None where there is
+    nothing at all."""
+    rows = np.full((len(seqs), k), NO_GUESS, np.int32)
     for b, seq in enumerate(seqs):
-        if seq.constraint is not None:
-            known = seq.constraint.forced(seq)[:k]
-            forced[b, : len(known)] = known
-    return forced if (forced != NO_GUESS).any() else None
+        known = _leading(seq, k)
+        rows[b, : len(known)] = known
+    return rows if (rows != NO_GUESS).any() else None
 
 
-def lead(forced: Array, draft: Array) -> Array:
-    """Forced tokens first [B, k]; the drafter's guesses go on behind them where they agree with
+def _leading(seq: Sequence, k: int) -> Seqs[int]:
+    """What was predicted, as long as the text follows it; else what its constraint leaves no choice
+    about. Of that the bytes are known, and not always into which tokens the target cuts them."""
+    predicted = () if seq.prediction is None else seq.prediction.guess(seq.tokens, k)
+    if predicted or seq.constraint is None:
+        return predicted
+    return seq.constraint.forced(seq)[:k]
+
+
+def lead(leading: Array, draft: Array) -> Array:
+    """`leading_rows` first [B, k]; the drafter's guesses go on behind them where they agree with
     them, for they were made without. One expression for numpy, jax and torch."""
-    given = forced != NO_GUESS
-    agreed = (~given | (forced == draft)).all(1)[:, None]
-    return forced * given + (draft * agreed + NO_GUESS * ~agreed) * ~given
+    given = leading != NO_GUESS
+    agreed = (~given | (leading == draft)).all(1)[:, None]
+    return leading * given + (draft * agreed + NO_GUESS * ~agreed) * ~given
 
 
-class ForcedFirst:
-    """A drafter in whose guesses the forced tokens come first."""
+class GuidedDrafter:
+    """A drafter in whose guesses what is known without it comes first."""
 
     def __init__(self, drafter: Proposer[Seqs[Sequence]]) -> None:
         self._drafter = drafter
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
         draft = self._drafter.propose(seqs, k)
-        forced = forced_rows(seqs, k)
-        return draft if forced is None else lead(forced, np.asarray(draft))
+        leading = leading_rows(seqs, k)
+        return draft if leading is None else lead(leading, np.asarray(draft))
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         self._drafter.observe(seqs, step, accepted)

@@ -11,7 +11,7 @@ in a CUDA graph, with a batch of arrays (`targets/jax/device_loop.py`, `targets/
 from __future__ import annotations
 
 from specdec.core.accept import accept
-from specdec.core.constraint import ForcedFirst
+from specdec.core.constraint import GuidedDrafter
 from specdec.core.protocols import Batch, Cycle, Drafter, Proposer, Target, Verifier
 from specdec.core.types import Round
 
@@ -26,5 +26,5 @@ def cycle(target: Verifier[Batch], drafter: Proposer[Batch], batch: Batch, k: in
 
 def host_cycle(target: Target, drafter: Drafter, k: int) -> Cycle:
     """The plain driver: one cycle per call. Plain decoding is the drafter `none`, or k = 0."""
-    guided = ForcedFirst(drafter)
+    guided = GuidedDrafter(drafter)
     return lambda seqs, single: [cycle(target, guided, seqs, k)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from specdec.core.errors import UserError
+from specdec.core.prediction import Prediction
 from specdec.core.stats import Acceptance
 
 Array = Any
@@ -154,6 +155,9 @@ class Sequence:
     request_id: str = ""
     constraint: Constraint | None = None
     """What it may say, None for anything. Written by the caller, read by the target."""
+    prediction: Prediction | None = None
+    """A text that it is expected to repeat: guesses, whichever drafter there is. Written by the
+    caller, read by the loop."""
     reuse: Reuse | None = field(default_factory=Reuse)
     """None: nothing is read from the prefix cache, and nothing kept. Written by the caller."""
     prompt_len: int = 0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specdec.core.constraint import constrained, fill_masks, forced_rows, lead, mask_words
+from specdec.core.constraint import fill_masks, guided, lead, leading_rows, mask_words
 from specdec.core.cycle import cycle
 from specdec.core.protocols import Cycle, Proposer
 from specdec.core.types import NO_GUESS, SAT_OUT, Array, LogprobRows, Round, Sequence, Step
@@ -38,19 +38,19 @@ class GraphKey:
     k: int
     needs_sampler: bool
     logprobs: bool
-    constrained: bool = False
-    """Whether the host makes masks between the forward and the choice."""
+    guided: bool = False
+    """Whether the host puts guesses first, and makes masks between the forward and the choice."""
 
 
 @dataclass(frozen=True)
 class Guides:
-    """What constrained rows ask of a cycle, in tensors that its graphs read."""
+    """What guided rows ask of a cycle, in tensors that its graphs read."""
 
-    forced: torch.Tensor
+    leading: torch.Tensor
     """[B, k] int32: tokens that come first in the draft, NO_GUESS behind them."""
     masks: torch.Tensor
     """[B, k + 1, words] int32: what each position may hold."""
-    host_forced: torch.Tensor
+    host_leading: torch.Tensor
     host_masks: torch.Tensor
     """The same, page-locked."""
     host_draft: torch.Tensor
@@ -60,21 +60,21 @@ class Guides:
     def blank(cls, key: GraphKey, vocab: int, device: torch.device) -> Guides:
         shape = key.batch, key.k + 1, mask_words(vocab)
         masks = torch.full(shape, -1, dtype=torch.int32, pin_memory=True)
-        forced, draft = (
+        leading, draft = (
             torch.full((key.batch, key.k), NO_GUESS, dtype=torch.int32, pin_memory=True)
             for _ in range(2)
         )
-        return cls(forced.to(device), masks.to(device), forced, masks, draft)
+        return cls(leading.to(device), masks.to(device), leading, masks, draft)
 
-    def force(self, forced: np.ndarray | None) -> None:
-        """Put forced tokens [at most B, k] in place; None: there are none."""
-        known = self.host_forced.numpy()
-        if forced is None and (known == NO_GUESS).all():
+    def put_first(self, leading: np.ndarray | None) -> None:
+        """Put those tokens [at most B, k] in place; None: there are none."""
+        known = self.host_leading.numpy()
+        if leading is None and (known == NO_GUESS).all():
             return
         known[:] = NO_GUESS
-        if forced is not None:
-            known[: len(forced)] = forced
-        self.forced.copy_(self.host_forced, non_blocking=True)
+        if leading is not None:
+            known[: len(leading)] = leading
+        self.leading.copy_(self.host_leading, non_blocking=True)
 
 
 class _CapturedTarget:
@@ -92,15 +92,15 @@ class _CapturedTarget:
 
 
 class _LedDrafter:
-    """`Proposer` of the captured cycle, the forced tokens first."""
+    """`Proposer` of the captured cycle, what is known without the drafter first."""
 
     def __init__(
-        self, drafter: DeviceDrafter, forced: torch.Tensor, cut: Callable[[], None]
+        self, drafter: DeviceDrafter, leading: torch.Tensor, cut: Callable[[], None]
     ) -> None:
-        self._drafter, self._forced, self._cut = drafter, forced, cut
+        self._drafter, self._leading, self._cut = drafter, leading, cut
 
     def propose(self, batch: CapturedBatch, k: int) -> torch.Tensor:
-        batch.draft.copy_(lead(self._forced, self._drafter.propose(batch, k)))
+        batch.draft.copy_(lead(self._leading, self._drafter.propose(batch, k)))
         self._cut()
         return batch.draft
 
@@ -119,7 +119,7 @@ class Tape(NamedTuple):
 
 @dataclass(frozen=True)
 class InParts:
-    """A constrained cycle: its graphs, and what the host puts between them."""
+    """A guided cycle: its graphs, and what the host puts between them."""
 
     slots: torch.Tensor
     guides: Guides
@@ -170,12 +170,12 @@ class CapturedCycle:
     def __call__(self, seqs: Seqs[Sequence], single: bool) -> list[Round]:
         self._seat([seq for seq in seqs if self.owners.get(seq.slot) is not seq])
         self.drafter.ready(seqs)
-        if constrained(seqs) and self.pending is not None:  # masks follow from what it chose
+        if guided(seqs) and self.pending is not None:  # guides follow from what it chose
             former, self.pending = self.pending, None
             return [_read(former, seqs)]
         with room_for(f"a batch of {len(seqs)}"):  # else the last one stays to be read
-            if constrained(seqs):
-                return [_read(self._launch_constrained(tuple(seqs)), seqs)]
+            if guided(seqs):
+                return [_read(self._launch_guided(tuple(seqs)), seqs)]
             launched = self._launch(tuple(seqs))
         former, self.pending = self.pending, launched
         return [] if former is None else [_read(former, seqs)]
@@ -183,7 +183,7 @@ class CapturedCycle:
     def _key(self, seqs: tuple[Sequence, ...]) -> GraphKey:
         needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
-        return GraphKey(bucket_of(len(seqs)), self.k, needs_sampler, logprobs, constrained(seqs))
+        return GraphKey(bucket_of(len(seqs)), self.k, needs_sampler, logprobs, guided(seqs))
 
     @torch.inference_mode()
     def _launch(self, seqs: tuple[Sequence, ...]) -> Launched:
@@ -196,7 +196,7 @@ class CapturedCycle:
         return _launched(seqs, key, graph.replay())
 
     @torch.inference_mode()
-    def _launch_constrained(self, seqs: tuple[Sequence, ...]) -> Launched:
+    def _launch_guided(self, seqs: tuple[Sequence, ...]) -> Launched:
         """Draft, forward, choose: the host makes the masks of a draft while the forward runs."""
         key = self._key(seqs)
         if key not in self.in_parts:
@@ -204,7 +204,7 @@ class CapturedCycle:
         mine = self.in_parts[key]
         guides, (draft, forward, choose) = mine.guides, mine.graphs.parts
         self._feed(key, mine.slots, seqs)
-        guides.force(forced_rows(seqs, key.k))
+        guides.put_first(leading_rows(seqs, key.k))
         draft.replay()
         mine.drafted.record()
         forward.replay()
@@ -241,7 +241,7 @@ class CapturedCycle:
         guides: Guides | None = None,
         cut: Callable[[], None] = lambda: None,
     ) -> Tape:
-        """What is captured. slots [B] on the device, -1 for padding. cut: of a constrained cycle,
+        """What is captured. slots [B] on the device, -1 for padding. cut: of a guided cycle,
         called where the host takes the draft, and where it has put the masks."""
         state, sampler, history = self.state, self.ops.sampler, self.target.cache.tokens
         places = state.length, state.live
@@ -250,7 +250,7 @@ class CapturedCycle:
         drafter: Proposer[CapturedBatch] = self.drafter
         masks = None
         if guides is not None:
-            drafter = _LedDrafter(self.drafter, guides.forced, cut)
+            drafter = _LedDrafter(self.drafter, guides.leading, cut)
             masks = lambda: (cut(), guides.masks)[1]  # noqa: E731
         done = cycle(_CapturedTarget(self.target, masks), drafter, batch, key.k)
         accepted = done.accepted.int()

@@ -1,0 +1,144 @@
+"""Predicted outputs: what is guessed of a given text, and what usage tells. That no token changes
+is in test_constraints.py, beside what else guides a draft."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from specdec.core.constraint import GuidedDrafter, leading_rows
+from specdec.core.prediction import PredictedText, Prediction
+from specdec.core.types import NO_GUESS, Sequence
+from tests.fakes import Noise
+from tests.serving import TOKENIZER, ServedTarget, served
+from tests.test_prefix_cache import make
+
+TEXT = list(range(100, 140))
+
+
+def followed(answer: list[int], text: list[int] = TEXT, start: int = 0) -> Prediction:
+    prediction = Prediction(PredictedText(text), start)
+    prediction.read([0] * start + answer)
+    return prediction
+
+
+def test_it_guesses_from_the_beginning_and_ends_with_the_text():
+    prediction = followed([])
+    assert list(prediction.guess([], 3)) == TEXT[:3]
+    assert list(prediction.guess(TEXT[:38], 5)) == TEXT[38:]
+    assert list(prediction.guess(TEXT, 5)) == []
+    assert (prediction.accepted, prediction.rejected) == (40, 0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "missed"),
+    [
+        ([*TEXT[:10], 7, *TEXT[11:20]], 1),  # another token
+        ([*TEXT[:10], 7, 8, *TEXT[10:20]], 0),  # more
+        ([*TEXT[:10], *TEXT[15:20]], 5),  # less
+        ([7, 8, 9, *TEXT[:20]], 0),  # another beginning
+    ],
+)
+def test_it_finds_its_place_again_after_an_edit(answer, missed):
+    prediction = followed(answer, start=5)
+    assert list(prediction.guess([0] * 5 + answer, 4)) == TEXT[20:24]
+    assert prediction.accepted == 20 - missed and prediction.rejected == 20 + missed
+
+
+def test_one_token_that_agrees_is_not_yet_a_place():
+    answer = [*TEXT[:10], 7, 8, TEXT[20]]
+    assert list(followed(answer).guess(answer, 4)) == []
+    answer += [TEXT[21]]
+    assert list(followed(answer).guess(answer, 4)) == TEXT[22:26]
+
+
+def test_of_equal_passages_the_one_that_the_answer_is_in_goes_on():
+    text = [1, 2, 3, 50, 1, 2, 3, 60, 1, 2, 3, 70]
+    answer = [1, 2, 3, 50, 1, 2, 3]
+    assert list(followed(answer, text).guess(answer, 2)) == [60, 1]
+    parted = [1, 2, 3, 99, 1, 2, 3]  # the second one is left out, or the first one was changed
+    assert list(followed(parted, text).guess(parted, 1)) == [60]
+
+
+@given(st.lists(st.integers(0, 5)), st.lists(st.integers(0, 5)), st.integers(1, 5))
+def test_whatever_comes_it_guesses_from_its_text(text, answer, k):
+    prediction, at_once = followed([], text), followed(answer, text)
+    for end in range(len(answer) + 1):
+        guess = list(prediction.guess(answer[:end], k))
+        assert len(guess) <= k
+        assert not guess or any(text[i : i + len(guess)] == guess for i in range(len(text)))
+    assert prediction.accepted == at_once.accepted <= min(len(text), len(answer))
+    assert prediction.accepted + prediction.rejected == len(text)
+
+
+class Forcing:
+    failure = None
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def forced(self, seq: Sequence) -> list[int]:
+        return self.tokens
+
+
+@pytest.mark.parametrize(("tokens", "row"), [([5, 6], TEXT[:3]), ([5, 6, 9], [7, 8, NO_GUESS])])
+def test_what_is_forced_is_guessed_where_nothing_is_predicted(tokens, row):
+    seq = Sequence(tokens)
+    seq.prediction, seq.constraint = Prediction(PredictedText(TEXT), 2), Forcing([7, 8])
+    (found,) = leading_rows([seq], 3)
+    assert found.tolist() == row
+
+
+def test_without_a_place_the_drafter_guesses():
+    seq = Sequence([5, 6, 7])
+    seq.prediction = Prediction(PredictedText(TEXT), 2)
+    assert leading_rows([seq], 3) is None
+    noise, twin = Noise(50), Noise(50)
+    assert (GuidedDrafter(noise).propose([seq], 3) == twin.propose([seq], 3)).all()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served(make(target=ServedTarget(slots=3, chunk=4)), "fake", tokenizer=TOKENIZER) as it:
+        yield it
+
+
+ASK = {"prompt": "abcdefghij", "max_tokens": 12, "seed": 3, "temperature": 1.0}
+
+
+def test_usage_counts_what_the_answers_repeated(server):
+    free = server.post("completions", **ASK).json()
+    text = free["choices"][0]["text"]
+    assert "accepted_prediction_tokens" not in free["usage"]["completion_tokens_details"]
+    for content, accepted, rejected in ((text, 12, 0), (text + "zzz", 12, 3), ("", 0, 0)):
+        wish = {"prediction": {"type": "content", "content": content}}
+        reply = server.post("completions", **ASK | wish).json()
+        assert reply["choices"] == free["choices"]
+        details = reply["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] == accepted
+        assert details["rejected_prediction_tokens"] == rejected
+        assert reply["usage"]["completion_tokens"] == free["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [{"n": 2}, {"logprobs": 2}, {"stop": ["zz"]}, {"echo": True}, {"min_p": 0.1}],
+)
+def test_nothing_is_refused_beside_it(server, wish):
+    prediction = {"type": "content", "content": [{"type": "text", "text": "abcabc"}]}
+    free = server.post("completions", **ASK | wish)
+    reply = server.post("completions", **ASK | wish | {"prediction": prediction})
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["choices"] == free.json()["choices"]
+
+
+def test_the_sdk_reads_the_counts_of_a_stream(server):
+    stream = server.openai.completions.create(
+        model="fake",
+        **ASK,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"prediction": {"type": "content", "content": "abc"}},
+    )
+    details = list(stream)[-1].usage.completion_tokens_details
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == 3
