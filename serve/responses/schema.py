@@ -119,8 +119,7 @@ def _functions(value: Any) -> Any:
     """Without the tools of other types, which would run on OpenAI's side or need its formats."""
     if not isinstance(value, list):
         return value
-    unknown = [t for t in value if isinstance(t, dict) and t.get("type") != "function"]
-    return [tool for tool in value if tool not in unknown]
+    return [t for t in value if not isinstance(t, dict) or t.get("type") == "function"]
 
 
 class Reasoning(BaseModel):
