@@ -68,7 +68,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "12b": {
         "model_type": "gemma4_unified_text",
-        "layer_types": _pattern(1, 3),
+        "layer_types": _pattern(2, 3),
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "num_global_key_value_heads": 1,
