@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence as Seqs
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence as Seqs
+from typing import Any, Protocol
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -16,112 +15,93 @@ from starlette.types import Receive, Scope, Send
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.generation import Context, Generation, begin
-from serve.prompt_report import PromptReport, report
-from serve.replies import Json, Reply
+from serve.replies import Json
 from serve.schema import CompletionRequest
-from serve.stream import Piece, Tokenizer
+from serve.stream import Piece
+
+
+class Emitter(Protocol):
+    """How one API words what is generated, once, for one request."""
+
+    def document(self, arrivals: Seqs[tuple[int, Piece]]) -> Json:
+        """The whole answer, of all pieces with the numbers of their choices."""
+        ...
+
+    def opening(self) -> Iterable[bytes]:
+        """The stream's events before there is anything to tell."""
+        ...
+
+    def events(self, index: int, piece: Piece) -> Iterable[bytes]:
+        """Of a piece of choice `index`."""
+        ...
+
+    def waiting(self) -> bytes:
+        """When nothing came for a while."""
+        ...
+
+    def closing(self) -> Iterable[bytes]:
+        """When all of it was told."""
+        ...
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        """In place of `closing`, where it is too late for a status."""
+        ...
 
 
 async def answer(
-    context: Context, request: Request, wire: ChatRequest | CompletionRequest, reply: Reply
+    context: Context,
+    request: Request,
+    wire: ChatRequest | CompletionRequest,
+    request_id: str,
+    emitter_of: Callable[[Generation], Emitter],
 ) -> Response:
     """Serve a validated request: a stream of events, or one document."""
-    _check_stream(wire)
-    generation = await begin(context, wire, reply.request_id, request.state.caller)
+    generation = await begin(context, wire, request_id, request.state.caller)
     request.state.usage = generation.usage  # for the log
-    served = Served(context.tokenizer, wire, generation, reply)
+    emitter = emitter_of(generation)
     if wire.stream:
-        return _TokenStream(generation, _chunks(served))
+        return TokenStream(generation, _events(generation, emitter))
     try:
-        body = await _unless_disconnected(request, _collect(served))
+        body = await _unless_disconnected(request, _collect(generation, emitter))
     finally:
         generation.cancel()
     return JSONResponse(body)
 
 
-def _check_stream(wire: ChatRequest | CompletionRequest) -> None:
-    """What is said of a prompt comes with the whole answer, as vLLM has it."""
-    tells = wire.prompt_logprobs is not None or (wire.echo and wire.logprob_count is not None)
-    if wire.stream and (tells or wire.limit == 0):
-        name = "prompt_logprobs" if wire.prompt_logprobs is not None else "echo"
-        raise ApiError(400, f"{name} with log-probabilities can't be streamed", param=name)
+async def _collect(generation: Generation, emitter: Emitter) -> Json:
+    arrivals = [arrival async for arrival in generation.pieces() if arrival is not None]
+    return emitter.document(arrivals)
 
 
-@dataclass(frozen=True)
-class Served:
-    """A generation, and how it is worded."""
-
-    tokenizer: Tokenizer
-    wire: ChatRequest | CompletionRequest
-    generation: Generation
-    reply: Reply
-
-    @property
-    def count(self) -> int:
-        """Choices of the reply."""
-        return len(self.generation.plan.prompts) * (self.wire.n or 1)
-
-    def prompt_of(self, index: int) -> PromptReport:
-        """What choice `index` says of its prompt."""
-        number = index // (self.wire.n or 1)
-        given = self.wire.prompt[number] if isinstance(self.wire, CompletionRequest) else None
-        text = given if isinstance(given, str) else None
-        prompt, recited = self.generation.plan.prompts[number], self.generation.recited[number]
-        return report(self.wire, prompt, text, recited, self.tokenizer)
-
-
-async def _collect(served: Served) -> Json:
-    pieces: list[list[Piece]] = [[] for _ in range(served.count)]
-    async for arrival in served.generation.pieces():
-        if arrival is not None:
-            index, piece = arrival
-            pieces[index].append(piece)
-    choices = [
-        served.reply.whole(index, _joined(own), served.prompt_of(index))
-        for index, own in enumerate(pieces)
-    ]
-    usage = served.generation.usage
-    body = served.reply.envelope(choices, streaming=False)
-    return {**body, "usage": usage.to_json(), "metrics": usage.metrics()}
-
-
-def _joined(pieces: Seqs[Piece]) -> Piece:
-    """A choice's pieces as one; one that was not to say anything ended at its limit."""
-    parts = tuple(part for piece in pieces for part in piece.parts)
-    tokens = tuple(token for piece in pieces for token in piece.tokens)
-    return Piece(parts, tokens, pieces[-1].finish if pieces else "length")
-
-
-async def _chunks(served: Served) -> AsyncIterator[bytes]:
-    """Server-sent events: a chunk for each thing that an emission says."""
-    reply, include_usage = served.reply, served.wire.include_usage
-    no_usage = {"usage": None} if include_usage else {}  # as OpenAI does
-    opened: set[int] = set()
+async def _events(generation: Generation, emitter: Emitter) -> AsyncIterator[bytes]:
     try:
-        async for arrival in served.generation.pieces():
+        for event in emitter.opening():
+            yield event
+        async for arrival in generation.pieces():
             if arrival is None:
-                yield KEEPALIVE_COMMENT
+                yield emitter.waiting()
                 continue
-            index, piece = arrival
-            choices = [] if index in opened else reply.opening(index, served.prompt_of(index))
-            opened.add(index)
-            for choice in [*choices, *reply.chunks(index, piece)]:
-                yield _event({**reply.envelope([choice], streaming=True), **no_usage})
-        if include_usage:
-            usage = served.generation.usage
-            totals = {"usage": usage.to_json(), "metrics": usage.metrics()}
-            yield _event({**reply.envelope([], streaming=True), **totals})
-    except ApiError as error:  # too late for a status: OpenAI's clients raise on this event
-        yield _event(error.body)
-    yield format_sse_event(data_str="[DONE]")
+            for event in emitter.events(*arrival):
+                yield event
+        for event in emitter.closing():
+            yield event
+    except ApiError as error:
+        for event in emitter.failed(error):
+            yield event
 
 
-class _TokenStream(EventSourceResponse):
+class EventStream(EventSourceResponse):
+    """Server-sent events that proxies pass on as they come."""
+
+    def __init__(self, content: Any) -> None:
+        super().__init__(content, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+
+class TokenStream(EventStream):
     """Frees the request's slots however the stream ends, even if it never began."""
 
     def __init__(self, generation: Generation, content: AsyncIterator[bytes]) -> None:
-        # Proxies must pass chunks on as they come.
-        super().__init__(content, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(content)
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,5 +129,12 @@ async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Json]
         leaving.cancel()
 
 
-def _event(body: Json) -> bytes:
-    return format_sse_event(data_str=json.dumps(body, ensure_ascii=False, separators=(",", ":")))
+def event(body: Json, name: str | None = None) -> bytes:
+    """One server-sent event, with its name where an API has names for them."""
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return format_sse_event(data_str=text, event=name)
+
+
+def keep_alive() -> bytes:
+    """A comment, which every client skips."""
+    return KEEPALIVE_COMMENT

@@ -1,4 +1,4 @@
-"""The HTTP surface: OpenAI's routes on one engine."""
+"""The HTTP surface: OpenAI's and Anthropic's routes on one engine."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from serve.answer import answer
+from serve.anthropic.routes import anthropic_routes
+from serve.anthropic.schema import MessagesRequest, PromptRequest
 from serve.body import body_schema, describe_bodies, errors_of, read_body
 from serve.chat_schema import ChatRequest
+from serve.choices import Choices, check_stream
 from serve.errors import ApiError, install_error_handlers
 from serve.generation import Context
 from serve.keys import Keys
 from serve.metrics import Metrics
-from serve.replies import ChatReply, CompletionReply, Json
+from serve.replies import ChatReply, CompletionReply, Json, Reply
+from serve.responses.routes import responses_routes
+from serve.responses.schema import ResponsesRequest
 from serve.runner import EngineRunner
 from serve.schema import CompletionRequest, parse
 from serve.stage import Stage, stage_routes
@@ -26,6 +32,10 @@ from serve.tokens import DetokenizeRequest, TokenizeText, token_routes
 from specdec.core.version import VERSION
 
 MAX_BODY = 8 * 2**20
+BODIES = [
+    *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, PromptRequest),
+    *(TokenizeText, DetokenizeRequest),
+]
 
 
 def create_app(
@@ -60,11 +70,11 @@ def create_app(
     app = FastAPI(title="specdec", version=VERSION, lifespan=lifespan)
     install_error_handlers(app)
     guarded = [Depends(Keys(api_keys, share_cache)), Depends(_open(stage))]
-    app.include_router(_openai_routes(context, max_body), dependencies=guarded)
-    app.include_router(token_routes(context, max_body), dependencies=guarded)
+    for routes in (_openai_routes, responses_routes, anthropic_routes, token_routes):
+        app.include_router(routes(context, max_body), dependencies=guarded)
     app.include_router(stage_routes(stage))
     app.include_router(_operator_routes(context))
-    describe_bodies(app, [ChatRequest, CompletionRequest, TokenizeText, DetokenizeRequest])
+    describe_bodies(app, BODIES)
     return app
 
 
@@ -82,15 +92,14 @@ def _openai_routes(context: Context, max_body: int) -> APIRouter:
     @router.post("/chat/completions", openapi_extra=body_schema(ChatRequest))
     async def chat(request: Request) -> Response:
         wire = parse(ChatRequest, await read_body(request, max_body))
-        return await answer(
-            context, request, wire, ChatReply(context.model_name, bool(wire.logprobs))
-        )
+        reply = ChatReply(context.model_name, bool(wire.logprobs))
+        return await _in_choices(context, request, wire, reply)
 
     @router.post("/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         wire = parse(CompletionRequest, await read_body(request, max_body))
         reply = CompletionReply(context.model_name, wire.logprobs is not None)
-        return await answer(context, request, wire, reply)
+        return await _in_choices(context, request, wire, reply)
 
     @router.get("/models")
     async def models() -> Json:
@@ -104,6 +113,14 @@ def _openai_routes(context: Context, max_body: int) -> APIRouter:
         return card
 
     return router
+
+
+async def _in_choices(
+    context: Context, request: Request, wire: ChatRequest | CompletionRequest, reply: Reply
+) -> Response:
+    check_stream(wire)
+    emitter = partial(Choices, context.tokenizer, wire, reply)
+    return await answer(context, request, wire, reply.request_id, emitter)
 
 
 def _operator_routes(context: Context) -> APIRouter:

@@ -43,9 +43,9 @@ def body_schema(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def errors_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def errors_of(*statuses: int, form: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """What a route may answer beside what was asked for, for `responses`."""
-    return {status: {"model": ErrorBody} for status in statuses}
+    return {status: {"model": form} for status in statuses}
 
 
 def describe_bodies(app: FastAPI, models: list[type[BaseModel]]) -> None:

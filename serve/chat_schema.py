@@ -73,7 +73,7 @@ def _tool_choice(value: Any) -> Any:
         raise ValueError(f"must be {form}") from None
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatRequest(GenerationRequest):

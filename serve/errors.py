@@ -1,4 +1,4 @@
-"""OpenAI's error form, for every way in which a request can fail."""
+"""Every way in which a request can fail, in OpenAI's form, or in Anthropic's on its routes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,30 @@ class ErrorBody(BaseModel):
     """OpenAI's error form, for /docs."""
 
     error: ErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """Anthropic's error form, for /docs."""
+
+    type: str
+    error: AnthropicErrorDetail
+
+
+ANTHROPIC_ROUTES = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""By status; otherwise invalid_request_error, and api_error from 500 on."""
 
 
 class ApiError(Exception):
@@ -56,20 +80,34 @@ class ApiError(Exception):
         }
         return {"error": fields}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        kind = "api_error" if self.status >= 500 else "invalid_request_error"
+        message = self.message
+        if self.code == "context_length_exceeded":
+            message = f"prompt is too long: {message}"  # the words after which clients compact
+        error: dict[str, Any] = {"type": ANTHROPIC_TYPES.get(self.status, kind), "message": message}
+        if self.code is not None:
+            error["details"] = {"error_code": self.code}
+        return {"type": "error", "error": error}
+
+    def response(self, path: str) -> JSONResponse:
+        """path: the route's, whose API decides the form."""
+        anthropic = path == ANTHROPIC_ROUTES or path.startswith(f"{ANTHROPIC_ROUTES}/")
+        body = self.anthropic_body if anthropic else self.body
+        return JSONResponse(body, self.status, self.headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make every error of `app`, the framework's own included, come out in OpenAI's form."""
+    """Make every error of `app`, the framework's own included, come out in its route's form."""
 
     @app.exception_handler(ApiError)
     async def known(request: Request, error: ApiError) -> JSONResponse:
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(UserError)
     async def bad_input(request: Request, error: UserError) -> JSONResponse:
-        return ApiError(400, str(error)).response()
+        return ApiError(400, str(error)).response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def framework(request: Request, error: HTTPException) -> JSONResponse:
@@ -79,9 +117,11 @@ def install_error_handlers(app: FastAPI) -> None:
             405: f"method not allowed: {where}; /docs lists what there is",
         }.get(error.status_code, str(error.detail))
         headers = dict(error.headers or {})
-        return ApiError(error.status_code, message, headers=headers).response()
+        refusal = ApiError(error.status_code, message, headers=headers)
+        return refusal.response(request.url.path)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return ApiError(500, f"internal error: {type(error).__name__}; see the log").response()
+        failure = ApiError(500, f"internal error: {type(error).__name__}; see the log")
+        return failure.response(request.url.path)

@@ -8,7 +8,7 @@ is known, for it is often a misspelling. null counts as absent everywhere.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from serve.errors import ApiError
@@ -71,21 +71,26 @@ REFUSED: dict[str, str] = {
 """Names that other servers know -> what to do here."""
 
 
-def check_names(sent: dict[str, Any], known: Iterable[str]) -> None:
-    """sent: what no field took. Raises ApiError 400 for the first name that isn't accepted."""
+def check_names(
+    sent: dict[str, Any],
+    known: Iterable[str],
+    hints: Mapping[str, tuple[Any, ...]] = HINTS,
+    refused: Mapping[str, str] = REFUSED,
+) -> None:
+    """sent: what no field took. hints, refused: the API's. Raises ApiError 400 for the first name
+    that isn't accepted."""
     for name, value in sent.items():
         if value is None:
             continue
-        if name in HINTS:
-            _check_hint(name, value)
-        elif name in REFUSED:
-            raise ApiError(400, f"{name} is not supported: {REFUSED[name]}", param=name)
+        if name in hints:
+            _check_hint(name, value, hints[name])
+        elif name in refused:
+            raise ApiError(400, f"{name} is not supported: {refused[name]}", param=name)
         else:
-            raise ApiError(400, _unknown(name, [*known, *HINTS]), param=name)
+            raise ApiError(400, _unknown(name, [*known, *hints]), param=name)
 
 
-def _check_hint(name: str, value: Any) -> None:
-    allowed = HINTS[name]
+def _check_hint(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if allowed is not ANY and value not in allowed:
         message = f"{name} is not supported: leave it out"
         raise ApiError(400, message, param=name)

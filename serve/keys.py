@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from fastapi import Request
 
@@ -12,7 +12,8 @@ from serve.errors import ApiError
 
 
 class Keys:
-    """A dependency that asks for `Authorization: Bearer KEY`, where there are keys."""
+    """A dependency that asks for `Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's
+    clients send it, where there are keys."""
 
     def __init__(self, keys: Collection[str], together: bool = False) -> None:
         """together: whether callers with different keys are one to the prefix cache."""
@@ -20,23 +21,27 @@ class Keys:
         self._digests = [_digest(key) for key in keys]
 
     async def __call__(self, request: Request) -> None:
-        known = self._known(request.headers.get("authorization", ""))
+        known = self._known(request.headers)
         request.state.caller = "" if self._together or known is None else str(known)
         if self._digests and known is None:
             raise ApiError(
                 401,
-                "wrong or missing API key: send it as Authorization: Bearer KEY",
+                "wrong or missing API key: send it as Authorization: Bearer KEY or x-api-key: KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    def _known(self, header: str) -> int | None:
+    def _known(self, headers: Mapping[str, str]) -> int | None:
         """Which key was sent, None for none of them."""
-        scheme, _, key = header.partition(" ")
-        sent = _digest(key.strip())
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
+        sent = [_digest(key) for key in (bearer, headers.get("x-api-key", "").strip()) if key]
         # all of them, always: the time tells neither which one nor how much of it was right
-        matches = [hmac.compare_digest(sent, digest) for digest in self._digests]
-        return matches.index(True) if any(matches) and scheme.lower() == "bearer" else None
+        matches = [
+            [hmac.compare_digest(key, digest) for key in sent].count(True)
+            for digest in self._digests
+        ]
+        return next((number for number, match in enumerate(matches) if match), None)
 
 
 def _digest(key: str) -> bytes:

@@ -58,7 +58,7 @@ class _HostCheck:
             "local servers by such names; start it with --allowed-host NAME, or with an API key",
             code="host_not_allowed",
         )
-        await refusal.response()(scope, receive, send)
+        await refusal.response(scope["path"])(scope, receive, send)
 
     def _knows(self, name: str) -> bool:
         if name in self._names:

@@ -6,6 +6,7 @@ nothing is ignored in silence.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -15,19 +16,17 @@ from pydantic import (
     Field,
     ValidationError,
     WithJsonSchema,
-    field_validator,
     model_validator,
 )
 
 from serve.errors import ApiError
 from serve.fields import check_names
 from serve.messages import Text
+from serve.wishes import Ids, SamplingWishes
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
 MAX_CHOICES = 128
-MAX_LIST = 100_000
-"""Ids or words of one list."""
 
 Wire = TypeVar("Wire", bound=BaseModel)
 STRICT = ConfigDict(strict=True)
@@ -110,33 +109,16 @@ def _stops(value: Any) -> Any:
 STOP_SCHEMA = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]
 }
-Ids = Annotated[list[int], Field(max_length=MAX_LIST)]
 
 
-class GenerationRequest(BaseModel):
-    """What both endpoints share. None means: the checkpoint's own default, then vLLM's."""
-
-    # Not lax: "0.7" for a number is a client's mistake. NaN and Infinity are none of ours.
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+class GenerationRequest(SamplingWishes):
+    """What both of OpenAI's older endpoints share."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: Ids | None = None
-    bad_words: Annotated[list[str], Field(max_length=1000)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: Annotated[list[str] | None, BeforeValidator(_stops), WithJsonSchema(STOP_SCHEMA)] = None
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
@@ -152,15 +134,6 @@ class GenerationRequest(BaseModel):
     guided_grammar: str | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
     prediction: Prediction | None = None
-    cache_prompt: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _bias_maps_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if value and not all(k.isascii() and k.isdigit() and len(k) <= 10 for k in value):
-            raise ValueError("keys must be token ids")
-        return value
 
     @model_validator(mode="after")
     def _every_name_is_known(self) -> GenerationRequest:
@@ -258,8 +231,18 @@ class CompletionRequest(GenerationRequest):
 
 def parse(model: type[Wire], body: bytes) -> Wire:
     """Validate a JSON body; raises ApiError 400 with one sentence about the first fault."""
+    return _told(lambda: model.model_validate_json(body))
+
+
+def translated(model: type[Wire], values: dict[str, Any]) -> Wire:
+    """The same of what another API's request means; None counts as absent."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return _told(lambda: model.model_validate(given))
+
+
+def _told(validate: Callable[[], Wire]) -> Wire:
     try:
-        return model.model_validate_json(body)
+        return validate()
     except ValidationError as failure:
         first = failure.errors(include_url=False, include_input=False)[0]
     where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"]).lstrip(".")

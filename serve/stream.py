@@ -145,6 +145,8 @@ class Piece:
     parts: tuple[Part, ...]
     tokens: tuple[TokenText, ...]
     finish: ChoiceFinish | None
+    stop: str | None = None
+    """The stop string that ended it, if one did."""
 
     @property
     def text(self) -> str:
@@ -170,6 +172,7 @@ class ChoiceText:
         self._tokenizer, self._stops, self._keep_stop = tokenizer, stops, keep_stop
         self._held = ""  # of the answer, not yet sent
         self._sent = 0  # characters
+        self._stopped_by: str | None = None
         self._ready: list[Part] = []
         self._waiting: list[TokenText] = []  # tokens whose text is not yet sent
 
@@ -205,6 +208,7 @@ class ChoiceText:
             self._held += part.text
             if (stop := self._stop_at()) is not None:
                 at, length = stop
+                self._stopped_by = self._held[at : at + length]
                 self._send(at + length if self._keep_stop else at)
                 return True
         return False
@@ -231,7 +235,7 @@ class ChoiceText:
         )
         ready = [t for t in self._waiting if outside or t.offset < self._sent]
         self._waiting = self._waiting[len(ready) :]
-        return Piece(parts, tuple(ready), finish)
+        return Piece(parts, tuple(ready), finish, self._stopped_by)
 
     def _describe(self, token: int, chosen: TokenLogprob) -> TokenText:
         top = tuple((self._tokenizer.decode([i]), finite(value)) for i, value in chosen.top)

@@ -13,7 +13,8 @@ from serve.chat_schema import ChatRequest
 from serve.generation import Context
 from serve.prompts import chat_ids, check_ids, check_size, check_sizes
 from serve.replies import Json
-from serve.schema import MAX_LIST, parse
+from serve.schema import parse
+from serve.wishes import MAX_LIST
 
 
 class TokenizeText(BaseModel):

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -95,6 +96,15 @@ def worded(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("worded") / "tiny"
     write_worded(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def mini_server() -> Iterator[Any]:
+    """The embedded model behind HTTP: a `tests.serving.Server`."""
+    from tests.serving import serving_mini
+
+    with serving_mini() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

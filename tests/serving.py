@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.protocols import Drafter
 from specdec.core.types import LogprobRows, Sampling, Sequence, Step
-from tests.fakes import FakeTarget
+from tests.constrained import mini_tokenizer
+from tests.fakes import FakeTarget, ScriptedTarget
 from tests.fakes_text import ALPHABET, EOS, CharTokenizer
 
 MODEL = "fake"
@@ -117,6 +119,74 @@ def serving_mini(
     engine = make_engine(model, speculation, prefix=PrefixConfig(prefix_cache=reuse))
     with served(engine, "mini", tokenizer=model.tokenizer, k=k) as server:
         yield server
+
+
+SAID = (
+    "<|channel>thought\nI must call {it}.\n<channel|>Let me see.\n"
+    '<|tool_call>call:edit{path:<|"|>a.py<|"|>,new:<|"|>x = {"a": [1]}\n<|"|>,line:4}<tool_call|>'
+    "<|tool_call>call:run{}<tool_call|><|tool_response>"
+)
+"""A thought, a text and two calls, as Gemma 4 writes them."""
+
+
+class TurnsTarget(ScriptedTarget):
+    """Says one thing, and another once a tool has answered."""
+
+    def __init__(self, script: list[int], then: list[int], answered: int, **kwargs: Any) -> None:
+        """answered: the token that a tool's answer begins with."""
+        super().__init__(script, **kwargs)
+        self.then, self.answered = then, answered
+
+    def _choose(self, seq: Sequence, length: int) -> int:
+        script = self.then if self.answered in seq.tokens[: seq.prompt_len] else self.script
+        at = length - seq.prompt_len
+        return script[at] if 0 <= at < len(script) else self.end
+
+
+@contextlib.contextmanager
+def scripted(
+    text: str,
+    drafter: Any = None,
+    k: int = 4,
+    *,
+    then: str | None = None,
+    max_len: int = 2048,
+    **options: Any,
+) -> Iterator[Server]:
+    """A server whose model says `text`, control tokens included; `then` once a tool answered."""
+    tokenizer = mini_tokenizer()
+    answered = tokenizer.token_id("<|tool_response>")
+    assert answered is not None
+    target = TurnsTarget(
+        tokenizer.encode(text)[1:],
+        tokenizer.encode(text if then is None else then)[1:],
+        answered,
+        end=16,
+        slots=2,
+        vocab=tokenizer.vocab_size,
+        max_len=max_len,
+    )
+    drafter = drafter or NgramDrafter()
+    engine = Engine(target, drafter, host_cycle(target, drafter, k))
+    with served(engine, "mini", tokenizer=tokenizer, **options) as server:
+        yield server
+
+
+def events_of(reply: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
+    """A stream's events: their names, which are their types too, and what they hold."""
+    assert reply.status_code == 200 and reply.headers["content-type"].startswith(
+        "text/event-stream"
+    )
+    found = []
+    for block in reply.text.strip().split("\n\n"):
+        lines = block.split("\n")
+        if lines[0].startswith(":"):
+            continue  # a comment
+        name, data = (line.partition(": ")[2] for line in lines)
+        held = json.loads(data)
+        assert held["type"] == name
+        found.append((name, held))
+    return found
 
 
 @contextlib.contextmanager

@@ -47,6 +47,11 @@ def test_a_router_flips_only_where_experts_are_all_but_equal(tmp_path, monkeypat
     """Why a narrow forward of experts may be far from the wide one (0.25 here, 0.005 with the same
     picks): a row whose second and third expert differ by less than bf16 can tell takes the other,
     and all that follows is another text's. It is no error of the experts' arithmetic."""
+    # a flip needs layers to grow in
+    deep = {"layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2}
+    monkeypatch.setitem(
+        VARIANTS, "26b-a4b", VARIANTS["26b-a4b"] | deep
+    )  # a flip needs room to grow
     write_tiny(tmp_path, "26b-a4b", "fp8")
     routers, narrow = Routers(monkeypatch), [Runner(tmp_path, "fp8") for _ in range(2)]
     free = narrow[0].feed(IDS[:, :32], [0, 0], [0, 1])[0]

@@ -48,7 +48,7 @@ def test_simulated_tau_is_what_the_engine_measures() -> None:
     live.draft_by(weights)
 
     @jax.jit
-    def simulate(rows: PackedRows):
+    def simulate(params, weights, rows: PackedRows):
         lesson = teach(params, arch, head.spec.layers, ids, suppressed, rows)
         table = params.top["embed_tokens"]
         judged = judge(weights, head.spec, table, ids, rows, lesson, K)
@@ -57,5 +57,5 @@ def test_simulated_tau_is_what_the_engine_measures() -> None:
 
     for temperature, name in ((0.0, "tau_t0"), (1.0, "tau_t1")):
         seqs = live.decode(temperature)
-        found = np.mean(simulate(rows_of(seqs))[name])
+        found = np.mean(simulate(params, weights, rows_of(seqs))[name])
         assert found == pytest.approx(tau_of(seqs), rel=0.05)

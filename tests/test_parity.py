@@ -49,7 +49,7 @@ def through_cache(arch, params, ids, chunks, slack=16):
     cache = kv.make_cache(arch, len(ids), 64, slack, jnp.float32)
 
     @partial(jax.jit, donate_argnums=0)
-    def feed(cache, tokens, start):
+    def feed(cache, params, tokens, start):
         span = kv.Span(0, start, jnp.full(len(ids), tokens.shape[1]))
         cache, hidden = model.decode(params, arch, cache, tokens, span, ())
         return cache, model.head(params, arch, hidden.last)
@@ -57,7 +57,7 @@ def through_cache(arch, params, ids, chunks, slack=16):
     pieces, position = [], 0
     for size in chunks:
         part = ids[:, position : position + size]
-        cache, logits = feed(cache, part, jnp.full(len(ids), position))
+        cache, logits = feed(cache, params, part, jnp.full(len(ids), position))
         pieces.append(np.asarray(logits))
         position += size
     return np.concatenate(pieces, 1)
@@ -83,13 +83,13 @@ def test_a_row_of_a_mixed_batch_is_its_own_run(tiny, references, variant, at_onc
     starts = np.array([0, 0, 0])
     rows = [IDS[0], IDS[1], IDS[0]]
     counts = [[8, 3, 0], [8, 8, 5], [0, 8, 8], [8, 2, 8]]
-    run = jax.jit(lambda c, t, s: model.decode(params, arch, c, t, s, ()))
+    run = jax.jit(lambda p, c, t, s: model.decode(p, arch, c, t, s, ()))
     for count in counts:
         tokens = np.zeros((3, 8), np.int32)
         for r, n in enumerate(count):
             tokens[r, :n] = rows[r][starts[r] : starts[r] + n]
         span = kv.Span(0, jnp.asarray(starts), jnp.asarray(count))
-        cache, hidden = run(cache, tokens, span)
+        cache, hidden = run(params, cache, tokens, span)
         out = np.asarray(model.head(params, arch, hidden.last))
         for r, n in enumerate(count):
             expected = logits[r % 2, starts[r] : starts[r] + n]

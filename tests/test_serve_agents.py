@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,15 +13,12 @@ import openai
 import pydantic
 import pytest
 
-from drafters.ngram.host import NgramDrafter
 from serve.chat_schema import ChatRequest
 from serve.schema import parse
 from serve.structure import rules_for, thinking_at
-from specdec.core.cycle import host_cycle
-from specdec.core.engine import Engine
 from tests.constrained import mini_tokenizer, mini_vocabulary
-from tests.fakes import Noise, ScriptedTarget
-from tests.serving import Server, served, serving_mini
+from tests.fakes import Noise
+from tests.serving import SAID, Server, scripted, serving_mini
 
 WEATHER = {
     "type": "object",
@@ -48,13 +44,13 @@ TOOLS: Any = [
     for name, text, schema in (("get_weather", "Of a city", WEATHER), ("add", "Sums", ADD))
 ]
 SCHEMAS = {"get_weather": WEATHER, "add": ADD}
+FREE: Any = [{"type": "function", "function": {"name": name}} for name in ("edit", "run")]
 ASK: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving_mini() as running:
-        yield running
+@pytest.fixture
+def server(mini_server: Server) -> Server:
+    return mini_server
 
 
 def gathered(stream: Any) -> tuple[str, str, list[Any], str | None, Any]:
@@ -196,26 +192,6 @@ def test_a_history_with_calls_and_results_goes_on(server):
         model="mini", messages=history, tools=TOOLS, max_tokens=5
     )
     assert reply.choices[0].finish_reason == "length"
-
-
-@contextlib.contextmanager
-def scripted(text: str, drafter: Any = None, k: int = 4) -> Iterator[Server]:
-    """A server whose model says `text`, control tokens included."""
-    tokenizer = mini_tokenizer()
-    script = tokenizer.encode(text)[1:]
-    target = ScriptedTarget(script, end=16, slots=2, vocab=tokenizer.vocab_size, max_len=2048)
-    drafter = drafter or NgramDrafter()
-    engine = Engine(target, drafter, host_cycle(target, drafter, k))
-    with served(engine, "mini", tokenizer=tokenizer) as server:
-        yield server
-
-
-SAID = (
-    "<|channel>thought\nI must call {it}.\n<channel|>Let me see.\n"
-    '<|tool_call>call:edit{path:<|"|>a.py<|"|>,new:<|"|>x = {"a": [1]}\n<|"|>,line:4}<tool_call|>'
-    "<|tool_call>call:run{}<tool_call|><|tool_response>"
-)
-FREE: Any = [{"type": "function", "function": {"name": name}} for name in ("edit", "run")]
 
 
 @pytest.mark.parametrize("k", [0, 1, 4, 7])

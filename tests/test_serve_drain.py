@@ -102,7 +102,7 @@ def test_what_does_not_end_in_time_is_told(seconds, hurried):
 
 
 def test_openais_client_raises_on_the_last_event():
-    with serving(ServedTarget(slots=1, pause=0.02, max_len=6000)) as server:
+    with serving(ServedTarget(slots=1, pause=0.2, max_len=6000)) as server:
         stream = server.openai.completions.create(
             model=MODEL, prompt="abc", max_tokens=5000, stream=True, extra_body={"ignore_eos": True}
         )

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
-from tests.serving import serving_mini
+from tests.serving import Server
 
 PROMPTS = [f"def function_{i}(items, count={i}):\n    " for i in range(16)]
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
-    with serving_mini() as server:
-        yield server.openai
+@pytest.fixture
+def client(mini_server: Server) -> openai.OpenAI:
+    return mini_server.openai
 
 
 def complete(client, i: int) -> str:

@@ -76,7 +76,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 0,
     },
     "26b-a4b": {
-        "layer_types": _pattern(2, 2),
+        "layer_types": _pattern(1, 2),
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "num_global_key_value_heads": 1,
@@ -87,16 +87,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
     },
     "e4b": {
-        "layer_types": _pattern(2, 4),
+        "layer_types": _pattern(1, 4),
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "num_global_key_value_heads": None,
         "attention_k_eq_v": False,
         "hidden_size_per_layer_input": 8,
-        "num_kv_shared_layers": 5,
+        "num_kv_shared_layers": 4,
     },
     "e2b": {
-        "layer_types": _pattern(2, 3),
+        "layer_types": _pattern(1, 3),
         "num_attention_heads": 4,
         "num_key_value_heads": 1,
         "num_global_key_value_heads": None,

@@ -1,0 +1,1 @@
+"""Anthropic's Messages: what Claude Code and Anthropic's SDKs speak."""

@@ -1,0 +1,59 @@
+"""/v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from functools import partial
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from serve.answer import answer
+from serve.anthropic.emitter import AnthropicEmitter
+from serve.anthropic.schema import MessagesRequest, PromptRequest
+from serve.anthropic.translate import chat_of
+from serve.body import body_schema, errors_of, read_body
+from serve.errors import AnthropicErrorBody, ApiError
+from serve.generation import Context
+from serve.prompts import chat_ids, check_sizes
+from serve.replies import Json
+from serve.schema import parse
+
+OLDEST = "2023-06-01"
+"""Of the API's versions: the one before had other events. Later ones added names."""
+
+
+def anthropic_routes(context: Context, max_body: int) -> APIRouter:
+    errors = errors_of(400, 401, 403, 413, 415, 429, 500, 503, form=AnthropicErrorBody)
+    router = APIRouter(
+        prefix="/v1/messages", responses=errors, dependencies=[Depends(_check_version)]
+    )
+
+    @router.post("", openapi_extra=body_schema(MessagesRequest))
+    async def messages(request: Request) -> Response:
+        wire = parse(MessagesRequest, await read_body(request, max_body))
+        request_id = f"msg_{uuid.uuid4().hex}"
+        emitter = partial(AnthropicEmitter, request_id, wire.model, wire.max_tokens)
+        return await answer(context, request, chat_of(wire), request_id, emitter)
+
+    @router.post("/count_tokens", openapi_extra=body_schema(PromptRequest))
+    async def count_tokens(request: Request) -> Json:
+        wire = parse(PromptRequest, await read_body(request, max_body))
+        async with context.encoding:
+            return {"input_tokens": await asyncio.to_thread(_count, context, wire)}
+
+    return router
+
+
+def _count(context: Context, wire: PromptRequest) -> int:
+    chat = chat_of(wire)
+    check_sizes(chat, context.tokenizer, context.max_len)
+    return len(chat_ids(chat, context.tokenizer, context.max_len))
+
+
+async def _check_version(request: Request) -> None:
+    sent = request.headers.get("anthropic-version", OLDEST)
+    if sent < OLDEST or not re.fullmatch(r"\d{4}-\d{2}-\d{2}", sent):
+        message = f"anthropic-version {sent[:40]!r} is not supported: send {OLDEST} or a later one"
+        raise ApiError(400, message)

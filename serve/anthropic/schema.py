@@ -1,0 +1,189 @@
+"""The wire: what /v1/messages and /v1/messages/count_tokens accept.
+
+Clients send ever more names that only Anthropic's own service can honour (`cache_control`, betas).
+So a name at the top that nobody knows is logged and left out; what would change the answer, and
+can't be had here, is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from serve.chat_schema import MAX_TOOLS
+from serve.errors import ApiError
+from serve.schema import STRICT
+from serve.wishes import SamplingWishes
+
+log = logging.getLogger("specdec.serve")
+
+UNUSED = {
+    *("metadata", "service_tier", "cache_control", "context_management", "betas", "diagnostics"),
+    *("inference_geo", "speed", "user_profile_id", "workspace_id", "anthropic_beta"),
+}
+"""Names that ask for nothing that changes an answer."""
+REFUSED = {
+    "container": "this server runs no code",
+    "mcp_servers": "this server calls no tools itself: send them as tools",
+    "thread": "this server keeps no threads: send the whole conversation as messages",
+}
+CODES = {"thread": "thread_unsupported_request"}
+"""Of refusals after which Anthropic's SDK sends the request again in another way."""
+
+
+class TextBlock(BaseModel):
+    model_config = STRICT
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(BaseModel):
+    model_config = STRICT
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(BaseModel):
+    """Another server's thought, which nobody here can read."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(BaseModel):
+    model_config = STRICT
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+def _as_blocks(value: Any) -> Any:
+    """A string stands for one block of text."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[TextBlock], BeforeValidator(_as_blocks)]
+
+
+class ToolResultBlock(BaseModel):
+    model_config = STRICT
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts | None = None
+    is_error: bool | None = None
+
+
+ContentBlock = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
+]
+KINDS = {
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "user": ("text", "tool_result"),
+    "system": ("text",),
+}
+"""Which blocks who may send."""
+
+
+class AnthropicMessage(BaseModel):
+    model_config = STRICT
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[ContentBlock], BeforeValidator(_as_blocks)]
+
+    @model_validator(mode="after")
+    def _blocks_fit_the_role(self) -> AnthropicMessage:
+        for block in self.content:
+            if block.type not in KINDS[self.role]:
+                raise ValueError(f"of role {self.role} can't hold a block of type {block.type!r}")
+        return self
+
+
+class AnthropicTool(BaseModel):
+    model_config = STRICT
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("type")
+    @classmethod
+    def _of_the_client(cls, value: str | None) -> str | None:
+        if value not in (None, "custom"):
+            raise ValueError(f"is {value!r}, but this server runs no tools: send custom ones")
+        return value
+
+
+class AnthropicToolChoice(BaseModel):
+    model_config = STRICT
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _a_tool_has_a_name(self) -> AnthropicToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("of type tool needs a name, and no other type has one")
+        return self
+
+
+class ThinkingConfig(BaseModel):
+    model_config = STRICT
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+
+
+class JsonFormat(BaseModel):
+    model_config = STRICT
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(BaseModel):
+    """`effort` is accepted: this server's models have one."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    format: JsonFormat | None = None
+
+
+class PromptRequest(SamplingWishes):
+    """What makes a prompt: all that is needed to count its tokens."""
+
+    model: str
+    """Any name: whoever asks gets the model that is served."""
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
+    system: Texts | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None
+
+    @model_validator(mode="after")
+    def _names(self) -> PromptRequest:
+        for name, value in (self.model_extra or {}).items():
+            if name in REFUSED and value:
+                message = f"{name} is not supported: {REFUSED[name]}"
+                raise ApiError(400, message, param=name, code=CODES.get(name))
+            if name not in UNUSED and name not in REFUSED:
+                log.info("/v1/messages: left out %.80r, which nobody here knows", name)
+        return self
+
+
+class MessagesRequest(PromptRequest):
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None

@@ -1,0 +1,132 @@
+"""From Anthropic's request to the chat that it means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from serve.anthropic.schema import (
+    AnthropicMessage,
+    AnthropicToolChoice,
+    MessagesRequest,
+    PromptRequest,
+    TextBlock,
+    ThinkingBlock,
+    ThinkingConfig,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from serve.chat_schema import ChatRequest
+from serve.errors import ApiError
+from serve.schema import translated
+
+ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
+"""A line with which Claude Code begins its system prompt, another one with each request: nothing
+after it could ever be reused."""
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_of(wire: PromptRequest) -> ChatRequest:
+    """Raises ApiError 400 for what the chat's own rules refuse."""
+    values = wire.sampling_wishes | {"messages": _messages(wire)} | _thinking(wire.thinking)
+    if wire.tools:
+        values["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
+            }
+            for tool in wire.tools
+        ]
+    if wire.tool_choice is not None:
+        values |= _choice(wire.tool_choice)
+    form = wire.output_format or (wire.output_config and wire.output_config.format)
+    if form:
+        schema = {"name": "output", "schema": form.schema_}
+        values["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if wire.messages[-1].role == "assistant":
+        _check_beginning(wire.messages[-1])
+        values["continue_final_message"] = True
+    if isinstance(wire, MessagesRequest):
+        values |= {"stream": wire.stream, "stop": wire.stop_sequences or None}
+        values["max_tokens"] = wire.max_tokens
+    return translated(ChatRequest, values)
+
+
+def _messages(wire: PromptRequest) -> list[dict[str, Any]]:
+    messages = [said for message in wire.messages for said in _of_message(message)]
+    given = _joined(wire.system or [])
+    line = ATTRIBUTION.match(given)
+    system = given[line.end() :] if line else given
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def _of_message(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
+    """An assistant's blocks are one message; each of a user's tool results is one of its own."""
+    if message.role == "assistant":
+        yield _of_assistant(message)
+        return
+    texts: list[TextBlock] = []
+    for block in message.content:
+        if isinstance(block, TextBlock):
+            texts.append(block)
+        elif isinstance(block, ToolResultBlock):
+            if texts:
+                yield {"role": message.role, "content": _joined(texts)}
+            texts = []
+            yield _of_result(block)
+    if texts or not message.content:
+        yield {"role": message.role, "content": _joined(texts)}
+
+
+def _of_assistant(message: AnthropicMessage) -> dict[str, Any]:
+    blocks = message.content
+    calls = [
+        {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    thought = "\n".join(b.thinking for b in blocks if isinstance(b, ThinkingBlock))
+    return {
+        "role": "assistant",
+        "content": _joined([block for block in blocks if isinstance(block, TextBlock)]) or None,
+        "tool_calls": calls or None,
+        "reasoning_content": thought or None,
+    }
+
+
+def _of_result(block: ToolResultBlock) -> dict[str, Any]:
+    text = _joined(block.content or [])
+    content = f"Error: {text}" if block.is_error else text
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _joined(blocks: list[TextBlock]) -> str:
+    return "\n".join(block.text for block in blocks)
+
+
+def _thinking(config: ThinkingConfig | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if config.type == "disabled":
+        return {"reasoning_effort": "none"}
+    return {"reasoning_effort": "high", "thinking_token_budget": config.budget_tokens}
+
+
+def _choice(choice: AnthropicToolChoice) -> dict[str, Any]:
+    named = {"type": "function", "function": {"name": choice.name}}
+    wish = named if choice.type == "tool" else CHOICES[choice.type]
+    single = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    return {"tool_choice": wish} | single
+
+
+def _check_beginning(last: AnthropicMessage) -> None:
+    """A last message of the assistant is the beginning of the answer."""
+    if not last.content or any(not isinstance(block, TextBlock) for block in last.content):
+        message = "a last message of the assistant begins the answer: it can hold text alone"
+        raise ApiError(400, message, param="messages")

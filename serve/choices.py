@@ -1,0 +1,98 @@
+"""OpenAI's answers in choices, whole and in chunks: of /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Seqs
+
+from fastapi.sse import format_sse_event
+
+from serve.answer import event, keep_alive
+from serve.chat_schema import ChatRequest
+from serve.errors import ApiError
+from serve.generation import Generation
+from serve.prompt_report import PromptReport, report
+from serve.replies import Json, Reply
+from serve.schema import CompletionRequest
+from serve.stream import Piece, Tokenizer
+
+
+def check_stream(wire: ChatRequest | CompletionRequest) -> None:
+    """What is said of a prompt comes with the whole answer, as vLLM has it. Raises ApiError 400."""
+    tells = wire.prompt_logprobs is not None or (wire.echo and wire.logprob_count is not None)
+    if wire.stream and (tells or wire.limit == 0):
+        name = "prompt_logprobs" if wire.prompt_logprobs is not None else "echo"
+        raise ApiError(400, f"{name} with log-probabilities can't be streamed", param=name)
+
+
+class Choices:
+    """The `serve.answer.Emitter` of both routes; `reply` is what differs between them."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        wire: ChatRequest | CompletionRequest,
+        reply: Reply,
+        generation: Generation,
+    ) -> None:
+        self._tokenizer, self._wire, self._reply = tokenizer, wire, reply
+        self._generation = generation
+        self._opened: set[int] = set()
+
+    def document(self, arrivals: Seqs[tuple[int, Piece]]) -> Json:
+        count = len(self._generation.plan.prompts) * (self._wire.n or 1)
+        pieces: list[list[Piece]] = [[] for _ in range(count)]
+        for index, piece in arrivals:
+            pieces[index].append(piece)
+        said = [
+            self._reply.whole(index, _joined(own), self._prompt_of(index))
+            for index, own in enumerate(pieces)
+        ]
+        return {**self._reply.envelope(said, streaming=False), **self._totals()}
+
+    def opening(self) -> Iterable[bytes]:
+        return ()
+
+    def events(self, index: int, piece: Piece) -> Iterable[bytes]:
+        opened = index in self._opened
+        first = [] if opened else self._reply.opening(index, self._prompt_of(index))
+        self._opened.add(index)
+        no_usage = {"usage": None} if self._wire.include_usage else {}  # as OpenAI does
+        for choice in [*first, *self._reply.chunks(index, piece)]:
+            yield event({**self._reply.envelope([choice], streaming=True), **no_usage})
+
+    def waiting(self) -> bytes:
+        return keep_alive()
+
+    def closing(self) -> Iterable[bytes]:
+        if self._wire.include_usage:
+            yield event({**self._reply.envelope([], streaming=True), **self._totals()})
+        yield _done()
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        """OpenAI's clients raise on this event."""
+        yield event(error.body)
+        yield _done()
+
+    def _totals(self) -> Json:
+        usage = self._generation.usage
+        return {"usage": usage.to_json(), "metrics": usage.metrics()}
+
+    def _prompt_of(self, index: int) -> PromptReport:
+        """What choice `index` says of its prompt."""
+        number = index // (self._wire.n or 1)
+        given = self._wire.prompt[number] if isinstance(self._wire, CompletionRequest) else None
+        text = given if isinstance(given, str) else None
+        generation = self._generation
+        prompt, recited = generation.plan.prompts[number], generation.recited[number]
+        return report(self._wire, prompt, text, recited, self._tokenizer)
+
+
+def _joined(pieces: Seqs[Piece]) -> Piece:
+    """A choice's pieces as one; one that was not to say anything ended at its limit."""
+    parts = tuple(part for piece in pieces for part in piece.parts)
+    tokens = tuple(token for piece in pieces for token in piece.tokens)
+    return Piece(parts, tokens, pieces[-1].finish if pieces else "length")
+
+
+def _done() -> bytes:
+    return format_sse_event(data_str="[DONE]")

@@ -1,0 +1,185 @@
+"""The wire: what /v1/responses accepts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
+
+from serve.chat_schema import Effort
+from serve.errors import ApiError
+from serve.fields import ANY, check_names
+from serve.messages import Text
+from serve.schema import STRICT, StreamOptions
+from serve.wishes import SamplingWishes
+
+THOUGHTS = "reasoning.encrypted_content"
+HINTS: dict[str, tuple[Any, ...]] = {
+    "store": ANY,
+    "user": ANY,
+    "metadata": ANY,
+    "client_metadata": ANY,
+    "service_tier": ANY,
+    "safety_identifier": ANY,
+    "prompt_cache_key": ANY,
+    "prompt_cache_retention": ANY,
+    "prompt_cache_options": ANY,
+    "max_tool_calls": ANY,
+    "background": (False,),
+    "truncation": ("disabled",),
+    "top_logprobs": (0,),
+    "context_management": ([],),
+}
+"""Accepted names -> the values that ask for nothing; any other is refused."""
+REFUSED = {
+    "previous_response_id": "this server keeps no responses: send the whole conversation as input",
+    "conversation": "this server keeps no conversations: send the whole one as input",
+    "prompt": "this server keeps no prompts: send instructions and input",
+    "max_tokens": "use max_output_tokens",
+    "max_completion_tokens": "use max_output_tokens",
+    "messages": "use input",
+    "response_format": "use text: {format}",
+    "reasoning_effort": "use reasoning: {effort}",
+    "stop": "this API has none: use /v1/chat/completions",
+    "n": "this API has one answer: use /v1/chat/completions",
+}
+"""Other names -> what to do here."""
+
+
+class MessageItem(BaseModel):
+    model_config = STRICT
+
+    type: Literal["message"]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text
+
+
+class FunctionCallItem(BaseModel):
+    model_config = STRICT
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionOutputItem(BaseModel):
+    model_config = STRICT
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Text
+
+
+class ThoughtPart(BaseModel):
+    model_config = STRICT
+
+    text: str
+
+
+class ReasoningItem(BaseModel):
+    model_config = STRICT
+
+    type: Literal["reasoning"]
+    summary: list[ThoughtPart] | None = None
+    content: list[ThoughtPart] | None = None
+    encrypted_content: str | None = None
+
+
+def _typed(item: Any) -> Any:
+    """A message may come without saying that it is one."""
+    return {"type": "message", **item} if isinstance(item, dict) and "role" in item else item
+
+
+Item = Annotated[
+    Annotated[
+        MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem,
+        Field(discriminator="type"),
+    ],
+    BeforeValidator(_typed),
+]
+
+
+def _as_items(value: Any) -> Any:
+    """A string stands for one message of the user."""
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class FunctionTool(BaseModel):
+    model_config = STRICT
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+def _functions(value: Any) -> Any:
+    """Without the tools of other types, which would run on OpenAI's side or need its formats."""
+    if not isinstance(value, list):
+        return value
+    return [t for t in value if not isinstance(t, dict) or t.get("type") == "function"]
+
+
+class Reasoning(BaseModel):
+    """`summary` is accepted: thoughts come as they are."""
+
+    model_config = STRICT
+
+    effort: Effort | None = None
+    summary: str | None = None
+
+
+class Format(BaseModel):
+    model_config = STRICT
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextConfig(BaseModel):
+    """`verbosity` is accepted: this server's models have one."""
+
+    model_config = STRICT
+
+    format: Format | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(SamplingWishes):
+    model: str | None = None
+    input: Annotated[list[Item], Field(min_length=1), BeforeValidator(_as_items)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: Annotated[list[FunctionTool] | None, BeforeValidator(_functions)] = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextConfig | None = None
+    include: list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
+
+    @field_validator("include")
+    @classmethod
+    def _nothing_that_would_be_missing(cls, value: list[str] | None) -> list[str] | None:
+        if "message.output_text.logprobs" in (value or ()):
+            raise ValueError("can't hold log-probabilities: use /v1/chat/completions")
+        return value
+
+    @model_validator(mode="after")
+    def _every_name_is_known(self) -> ResponsesRequest:
+        check_names(self.model_extra or {}, type(self).model_fields, HINTS, REFUSED)
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        return self
+
+    @property
+    def shows_thoughts(self) -> bool:
+        """Whether thoughts are to come in a form that clients send back, too."""
+        return THOUGHTS in (self.include or ())

@@ -1,0 +1,131 @@
+"""From a request of OpenAI's Responses to the chat that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence as Seqs
+from typing import Any
+
+from serve.chat_schema import ChatRequest
+from serve.errors import ApiError
+from serve.responses.schema import (
+    Format,
+    FunctionCallItem,
+    FunctionOutputItem,
+    Item,
+    MessageItem,
+    ReasoningItem,
+    ResponsesRequest,
+)
+from serve.responses.thoughts import opened
+from serve.schema import translated
+
+
+def chat_of(wire: ResponsesRequest) -> ChatRequest:
+    """Raises ApiError 400 for what the chat's own rules refuse."""
+    values = wire.sampling_wishes | {
+        "model": wire.model,
+        "messages": _messages(wire),
+        "max_tokens": wire.max_output_tokens,
+        "parallel_tool_calls": wire.parallel_tool_calls,
+        "thinking_token_budget": wire.thinking_token_budget,
+        "tool_choice": _choice(wire.tool_choice),
+        "stream": wire.stream,
+    }
+    if wire.tools:
+        values["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"})}
+            for tool in wire.tools
+        ]
+    elif values["tool_choice"] == "auto":
+        values["tool_choice"] = None
+    if wire.reasoning is not None:
+        values["reasoning_effort"] = wire.reasoning.effort
+    if wire.text is not None and wire.text.format is not None:
+        values["response_format"] = _format(wire.text.format)
+    return translated(ChatRequest, values)
+
+
+def _messages(wire: ResponsesRequest) -> list[dict[str, Any]]:
+    first = [{"role": "system", "content": wire.instructions}] if wire.instructions else []
+    return [*first, *_of_items(wire.input)]
+
+
+def _of_items(items: Seqs[Item]) -> Iterator[dict[str, Any]]:
+    """What the assistant thought, said and called in a row is one message."""
+    turn: dict[str, Any] = {}
+    for item in items:
+        if isinstance(item, FunctionOutputItem):
+            yield from _ended(turn)
+            turn = {}
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": item.output or ""}
+        elif isinstance(item, MessageItem) and item.role != "assistant":
+            yield from _ended(turn)
+            turn = {}
+            yield {"role": item.role, "content": item.content}
+        else:
+            if _begins_anew(turn, item):
+                yield from _ended(turn)
+                turn = {}
+            _add(turn, item)
+    yield from _ended(turn)
+
+
+def _begins_anew(turn: dict[str, Any], item: Item) -> bool:
+    """A thought or a text after a text or a call is of another answer."""
+    said = "content" in turn or "tool_calls" in turn
+    return said and not isinstance(item, FunctionCallItem)
+
+
+def _ended(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if turn:
+        yield {"role": "assistant", **turn}
+
+
+def _add(turn: dict[str, Any], item: Item) -> None:
+    match item:
+        case FunctionCallItem():
+            call = {"name": item.name, "arguments": item.arguments}
+            turn.setdefault("tool_calls", []).append({"id": item.call_id, "function": call})
+        case MessageItem():
+            turn["content"] = item.content
+        case ReasoningItem():
+            if thought := _thought(item):
+                turn["reasoning_content"] = thought
+
+
+def _thought(item: ReasoningItem) -> str | None:
+    """As it was thought; else its summary."""
+    if item.content:
+        return "\n".join(part.text for part in item.content)
+    if item.encrypted_content and (thought := opened(item.encrypted_content)):
+        return thought
+    return "\n".join(part.text for part in item.summary or ()) or None
+
+
+def _choice(choice: str | dict[str, Any] | None) -> Any:
+    """The chat's form of it: a function's name lies one level deeper there."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function":
+        return _named(choice)
+    if choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise ApiError(400, "tool_choice: tools must be a list of tools", param="tool_choice")
+        functions = [_named(tool) for tool in tools if tool.get("type") == "function"]
+        allowed = {"mode": choice.get("mode"), "tools": functions}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    message = "tool_choice must be none, auto, required, or name a function: this server runs none"
+    raise ApiError(400, message, param="tool_choice")
+
+
+def _named(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool.get("name")}}
+
+
+def _format(form: Format) -> dict[str, Any]:
+    if form.type != "json_schema":
+        return {"type": form.type}
+    if form.schema_ is None:
+        raise ApiError(400, "text.format of type json_schema needs a schema", param="text")
+    return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.schema_}}

@@ -1,0 +1,47 @@
+"""The wire: what a request of any API may ask of the choice of tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+MAX_LIST = 100_000
+"""Ids or words of one list."""
+Ids = Annotated[list[int], Field(max_length=MAX_LIST)]
+
+
+class SamplingWishes(BaseModel):
+    """By the same names in each API. None means: the checkpoint's own default, then vLLM's."""
+
+    # Not lax: "0.7" for a number is a client's mistake. NaN and Infinity are none of ours.
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: Annotated[list[str], Field(max_length=1000)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    ignore_eos: bool | None = None
+    cache_prompt: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bias_maps_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if value and not all(k.isascii() and k.isdigit() and len(k) <= 10 for k in value):
+            raise ValueError("keys must be token ids")
+        return value
+
+    @property
+    def sampling_wishes(self) -> dict[str, Any]:
+        """Those that were made, by their names."""
+        named = {name: getattr(self, name) for name in SamplingWishes.model_fields}
+        return {name: value for name, value in named.items() if value is not None}
