@@ -74,7 +74,8 @@ def main() -> None:
             out.write_text(json.dumps({"argv": arguments, "table": rows, "starts": receipts}))
     for what, row in rows.items():
         print(
-            f"{what:32} {row['old_ms']:9.3f} -> {row['new_ms']:9.3f} ms  x {row['new_over_old']:.4f}"
+            f"{what:32} {row['old_ms']:9.3f} -> {row['new_ms']:9.3f} ms"
+            f"  x {row['new_over_old']:.4f}"
             f"  (old starts differ by {row['spread_of_old']:.2%})"
         )
 

@@ -120,7 +120,8 @@ def engine_of(given: argparse.Namespace, chunk: int) -> Engine:
     model = load_model(config, asked) if embedded else random_model(given.model, config, asked)
     engine = make_engine(model, asked, prefix=PrefixConfig(True, given.cache_ram))
     warm_up(engine, [Sampling(logprobs=1)], *model.backend.warm(model.target))
-    print(f"spare device memory: {model.backend.spare_bytes(model.target) / 2**30:.1f} GiB")
+    spare = model.target.snapshots().spare_bytes()
+    print(f"spare device memory: {spare / 2**30:.1f} GiB", flush=True)
     return engine
 
 
@@ -152,12 +153,14 @@ def main() -> None:
             f"equal {row['equal']}",
             flush=True,
         )
+        record = run_record(
+            given.device, gpus=gpus(), options=vars(given) | {"out": str(given.out)}
+        )
+        given.out.write_text(json.dumps(record | {"chunks": rows}, indent=1) + "\n")
         del engine
         gc.collect()  # captured graphs refer to what they were captured of
         if given.device == "cuda":
             torch.cuda.empty_cache()
-    record = run_record(given.device, gpus=gpus(), options=vars(given) | {"out": str(given.out)})
-    given.out.write_text(json.dumps(record | {"chunks": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

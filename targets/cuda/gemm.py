@@ -13,8 +13,10 @@ from targets.cuda.launch import Launcher, Variant, address
 from targets.cuda.ops import Dense, Linear
 
 RING_BYTES = 168 << 10
-"""Of a CTA for few tokens. It takes most of a multiprocessor: two CTAs on one would leave another
-without any."""
+"""Of a CTA for few tokens."""
+ALONE_BYTES = 116 << 10
+"""Shared memory of a CTA that has a multiprocessor for itself: two on one would leave another
+without any, or take their inputs' turn from the kernel before."""
 WIDE_RING_BYTES = 200 << 10
 WIDE_FROM = 32
 """Tokens per CTA from which `wide.cu` takes over: inputs then cost as much as weights, and tensor
@@ -140,7 +142,8 @@ class Gemm:
         out_groups: int = 1,
     ) -> None:
         """out: float32 rows of `stride`, or an `Input`'s data of `stride` blocks and `out_groups` k
-        groups. inputs: what PER_LAYER multiplies with. silu: what GATED gates with, else tanh GELU."""
+        groups. inputs: what PER_LAYER multiplies with. silu: what GATED gates with, else tanh
+        GELU."""
         assert x.k_groups == (weight.k_groups if weight.layout == "row_parallel" else 1)
         plan = tiles.schedule_of(weight, self._processors)
         job = _GemmJob(
@@ -190,12 +193,14 @@ def _gather(kind: str, block: int) -> Variant:
 
 
 def few_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:
-    """Stages of gemm.cu's ring, and the shared memory of a CTA in bytes. Sums of k groups take the
-    ring's place after the last pass; where there are more, they have their own."""
-    stage = plan.step_bytes(kind) + plan.k_groups * plan.depth * block * 2 * tiles.INPUTS
+    """Stages of gemm.cu's ring, and the shared memory of a CTA in bytes. Of fewer than 8 tokens two
+    rounds' inputs are kept. Sums of k groups take the ring's place after the last pass; where there
+    are more, they have their own."""
+    inputs = plan.k_groups * plan.depth * block * 2 * tiles.INPUTS
+    stage = plan.step_bytes(kind) + inputs * (2 if block < 8 else 1)
     stages = max(2, min(RING_BYTES // stage, plan.steps * plan.passes))
     sums = (plan.k_groups - 1) * plan.tiles * tiles.TILE * 4 * max(block, 8)
-    return stages, max(stages * (stage + BARRIERS) + sums * (plan.passes > 1), sums)
+    return stages, max(stages * (stage + BARRIERS) + sums * (plan.passes > 1), sums, ALONE_BYTES)
 
 
 def many_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:

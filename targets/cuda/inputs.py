@@ -43,9 +43,7 @@ def make_input(rows: int, k: int, device: torch.device, groups: int = 1) -> Inpu
     block = block_of(rows)
     k_blocks = tiles.padded_inputs(k, groups if groups > 1 else tiles.EIGHTHS) // tiles.INPUTS
     size = (-(-rows // block), k_blocks, block, tiles.INPUTS)
-    # inputs that only pad k meet weights of zero, and must not be NaN
-    make = torch.empty if k == k_blocks * tiles.INPUTS else torch.zeros
-    return Input(make(size, dtype=torch.int16, device=device), rows, block, k_blocks, groups)
+    return Input(_room(size, k, groups, torch.int16, device), rows, block, k_blocks, groups)
 
 
 def make_rows(rows: int, k: int, device: torch.device) -> Input:
@@ -59,7 +57,27 @@ def make_narrow_input(rows: int, k: int, device: torch.device, groups: int = 1) 
     block = block_of(rows, NARROW_BLOCKS if groups == 1 else NARROW_BLOCKS[:-1])
     k_blocks = tiles.padded_inputs(k) // tiles.INPUTS
     size = (-(-rows // block), k_blocks, block, tiles.INPUTS)
-    make = torch.empty if k == k_blocks * tiles.INPUTS else torch.zeros
-    data = make(size, dtype=torch.uint8, device=device)
+    data = _room(size, k, groups, torch.uint8, device)
     scale = torch.empty((groups, rows), device=device)
     return Input(data, rows, block, k_blocks, groups, scale)
+
+
+_padded: dict[tuple[object, ...], Tensor] = {}
+"""Inputs of row_parallel weights whose last ones only pad k."""
+
+
+def _room(
+    size: tuple[int, ...], k: int, groups: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Memory of an input. What only pads k meets weights of zero, and must not be NaN: it is
+    zeroed, once where the next kernel alone reads the input, since nothing writes there and zeroing is a
+    launch of its own."""
+    if k == size[1] * tiles.INPUTS:
+        return torch.empty(size, dtype=dtype, device=device)
+    key = size, k, groups, dtype, device
+    if groups > 1 and key in _padded:
+        return _padded[key]
+    zeros = torch.zeros(size, dtype=dtype, device=device)
+    if groups > 1 and not torch.cuda.is_current_stream_capturing():
+        _padded[key] = zeros  # a graph's own memory is zero only once that graph has run
+    return zeros

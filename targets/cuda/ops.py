@@ -31,7 +31,8 @@ class Linear:
     weights) as the implementation keeps them. kind: fp8 (e4m3 values), w8a8 (e4m3 values that meet
     e4m3 inputs), bf16 or float32. layout: plain, row_parallel (O and down: what several devices
     would cut along k), gated (gate's rows, then up's), experts or experts_gated. k_groups:
-    parts of k, contiguous in row_parallel weights, whose sums are made apart, then added as a binary tree."""
+    parts of k, contiguous in row_parallel weights, whose sums are made apart, then added as a
+    binary tree."""
 
     n: int
     k: int

@@ -25,9 +25,12 @@ EIGHTHS = 8
 TILE_BYTES = {"fp8": 512, "w8a8": 512, "bf16": 1024}
 VALUE_BYTES = {"fp8": 1, "w8a8": 1, "bf16": 2}
 """Bytes of one value."""
-WARPS = {2: 11, 3: 8, 1: 11}
+WARPS = {1: 24, 2: 11, 3: 8}
 """By tiles per warp, preferred first: the most warps of a CTA (gemm.cu adds a producer, and wide.cu
-takes two tiles a warp); wide ones need more registers each."""
+takes two tiles a warp). Many narrow warps catch up faster with a ring that was filled while the
+kernel before still ran: 1 % of a cycle."""
+NARROW_WARPS = {2: 11, 3: 8, 1: 11}
+"""The same of w8a8 weights, whose tiles w8a8.cu gives to its warps itself."""
 STEP_BYTES = 24 * 1024
 BLOCKS = 16
 """Most blocks of inputs per step: for 64 tokens they are 64 KiB, and two steps must fit."""
@@ -79,8 +82,8 @@ def k_groups(n: int, layout: str) -> int:
 
 
 def k_stride(weight: Linear) -> int:
-    """From one block of a k group to its next. Contiguous groups are for what is cut along k; others
-    lie side by side, so that a step of all groups is a contiguous part of the inputs."""
+    """From one block of a k group to its next. Contiguous groups are for what is cut along k;
+    others lie side by side, so that a step of all groups is a contiguous part of the inputs."""
     return 1 if weight.layout == "row_parallel" else weight.k_groups
 
 
@@ -93,7 +96,8 @@ def padded_inputs(k: int, groups: int = EIGHTHS) -> int:
 def schedule(n: int, k: int, kind: str, layout: str, groups: int, processors: int) -> Schedule:
     """n rows (of both halves where gated) by k inputs on this many multiprocessors."""
     tiles = _tiles(n, layout)
-    passes, each, wide = next(_deals(tiles, groups, processors))
+    warps = NARROW_WARPS if kind == "w8a8" else WARPS
+    passes, each, wide = next(_deals(tiles, groups, processors, warps))
     row_groups = each // wide
     blocks = padded_inputs(k, groups) // INPUTS
     step = row_groups * groups * wide * TILE_BYTES[kind]
@@ -110,12 +114,14 @@ def _tiles(n: int, layout: str) -> int:
     return -(-n // TILE) if half is None else -(-(n // 2) // half) * 2 * half // TILE
 
 
-def _deals(tiles: int, groups: int, processors: int) -> Iterator[tuple[int, int, int]]:
+def _deals(
+    tiles: int, groups: int, processors: int, warps: dict[int, int]
+) -> Iterator[tuple[int, int, int]]:
     """Passes, tiles of a CTA and pass, tiles of a warp; the fewest passes first."""
     for passes in count(1):
         least = -(-tiles // (processors * passes))
-        deals = ((-(-least // wide) * wide, wide) for wide in WARPS)
-        fit = [(each, wide) for each, wide in deals if each // wide * groups <= WARPS[wide]]
+        deals = ((-(-least // wide) * wide, wide) for wide in warps)
+        fit = [(each, wide) for each, wide in deals if each // wide * groups <= warps[wide]]
         if fit:
             yield passes, *min(fit, key=lambda deal: deal[0])
 
@@ -190,9 +196,9 @@ def untile(weight: Linear, processors: int) -> Tensor:
 def _axes(plan: Schedule, kind: str, layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes of a padded weight as int32 words, and the order of its axes in memory.
 
-    Rows: 0 pass (of all experts), 1 CTA, 2 row group, 3 tile of the warp, 4 half of 8, 5 row. Inputs:
-    6, 7, 8 k group, step and depth, or step, depth and k group (`k_stride`); then by bytes of a value:
-    (1) 9 lane, 10 word (4 inputs); (2) 9 lane, 10 step of 16, 11 pair (2 inputs)."""
+    Rows: 0 pass (of all experts), 1 CTA, 2 row group, 3 tile of the warp, 4 half of 8, 5 row.
+    Inputs: 6, 7, 8 k group, step and depth, or step, depth and k group (`k_stride`); then by bytes
+    of a value: (1) 9 lane, 10 word (4 inputs); (2) 9 lane, 10 step of 16, 11 pair (2 inputs)."""
     contiguous = layout == "row_parallel"
     group, step, depth = (6, 7, 8) if contiguous else (8, 6, 7)
     blocks = (plan.k_groups, plan.steps, plan.depth)

@@ -91,7 +91,8 @@ def share_out(plan: tiles.Schedule, apart: bool, block: int, blocks: int, proces
     total = owners * plan.row_groups
 
     def cost(choice: Share) -> tuple[float, int]:
-        """In tiles, of which a start and the inputs cost some too. Warps multiply four at a time."""
+        """In tiles, of which a start and the inputs cost some too. Warps multiply four at a
+        time."""
         count = choice.ctas * (plan.k_groups // share) * blocks
         each = choice.run / -(-choice.run // choice.take)  # row groups of a CTA, on average
         whole = -(-each * plan.wide // 4) * 4 if block >= AT_ONCE else each * plan.wide

@@ -24,7 +24,7 @@
 
 constexpr int NT = TOKENS < 8 ? 1 : TOKENS / 8;  // MMAs' columns, of 8 tokens each
 constexpr int kInputBytes = TOKENS * 64;         // 32 inputs of all tokens
-constexpr int kThreads = 32 * (1 + (TW == 3 ? 8 : 11));  // a producer, and tiles.py's
+constexpr int kThreads = 32 * (1 + (TW == 3 ? 8 : TW == 2 ? 11 : 24));  // a producer, and tiles.py's
 typedef float Tile[TW][NT][4];
 
 __device__ inline int step_bytes(const Job& job) {
@@ -32,27 +32,46 @@ __device__ inline int step_bytes(const Job& job) {
 }
 __device__ inline int input_bytes(const Job& job) { return job.k_groups * job.depth * kInputBytes; }
 
-__device__ inline void produce(const Job& job, u32 ring, u32 full, u32 empty) {
+// Of few tokens a step's inputs are less than two lines of the cache, which all CTAs would ask for at once:
+// these come by rounds of the ring, with the weights of a round's first stage. Where they lie alternates:
+// who frees that stage has read all of the round before.
+constexpr bool kRounds = TOKENS < 8;
+constexpr int kRoundsKept = kRounds ? 2 : 1;
+
+// The next `count` steps' inputs, which every pass reads again.
+__device__ inline void copy_inputs(const Job& job, u32 to, int& step, int count, int slice, u32 bar, u64 policy) {
+  while (count) {
+    const int here = min(count, job.steps - step);
+    copy(to, job.x + size_t(step) * slice, here * slice, bar, policy);
+    to += here * slice, count -= here;
+    if ((step += here) == job.steps) step = 0;
+  }
+}
+
+__device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full, u32 empty) {
   const u64 once = read_once(), often = read_often();
-  const int bytes = step_bytes(job), slice = input_bytes(job), stage_bytes = bytes + slice;
+  const int bytes = step_bytes(job), slice = input_bytes(job);
   const u8* weight = job.weight + size_t(blockIdx.x) * bytes;
   const size_t stride = size_t(job.ctas) * bytes;
   const int count = job.passes * job.steps, filled = min(job.stages, count);
+  // of which the inputs come with those of stage `stage`, from step i on
+  const auto slices = [&](int stage, int i) { return !kRounds ? 1 : stage ? 0 : min(job.stages, count - i); };
   for (int i = 0; i < filled; i++) {
-    expect(full + 8 * i, stage_bytes);
-    copy(ring + i * stage_bytes, weight + i * stride, bytes, full + 8 * i, once);
+    expect(full + 8 * i, bytes + slices(i, i) * slice);
+    copy(ring + i * bytes, weight + i * stride, bytes, full + 8 * i, once);
   }
   wait_for_previous();
   int stage = 0, phase = 1, step = 0;
   for (int i = 0; i < count; i++) {
-    const u32 bar = full + 8 * stage, to = ring + stage * stage_bytes;
+    const u32 bar = full + 8 * stage;
+    const int arriving = slices(stage, i);
     if (i >= filled) {
       await(empty + 8 * stage, phase);
-      expect(bar, stage_bytes);
-      copy(to, weight + i * stride, bytes, bar, once);
+      expect(bar, bytes + arriving * slice);
+      copy(ring + stage * bytes, weight + i * stride, bytes, bar, once);
     }
-    copy(to + bytes, job.x + size_t(step) * slice, slice, bar, often);
-    if (++step == job.steps) step = 0;
+    const int round = kRounds ? phase ^ 1 : 0;
+    copy_inputs(job, inputs + (round * job.stages + stage) * slice, step, arriving, slice, bar, often);
     if (++stage == job.stages) stage = 0, phase ^= 1;
   }
 }
@@ -151,13 +170,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) u8 memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warps = job.row_groups * job.k_groups;
-  const int bytes = step_bytes(job), stage_bytes = bytes + input_bytes(job);
-  const u32 full = shared_address(memory + job.stages * stage_bytes), empty = full + 8 * job.stages;
+  const int bytes = step_bytes(job), slice = input_bytes(job);
+  const u8* inputs = memory + job.stages * bytes;
+  const int ring_bytes = job.stages * (bytes + kRoundsKept * slice);
+  const u32 full = shared_address(memory + ring_bytes), empty = full + 8 * job.stages;
   if (threadIdx.x == 0) init_ring(full, empty, job.stages, warps);
   __syncthreads();
   let_next_start();
   if (warp == warps) {
-    if (lane == 0) produce(job, shared_address(memory), full, empty);
+    if (lane == 0) produce(job, shared_address(memory), shared_address(inputs), full, empty);
     return;
   }
   const int row_group = warp % job.row_groups, k_group = warp / job.row_groups;
@@ -166,19 +187,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   load_scales(job, scales, first_tile, lane);
   wait_for_previous();
   const int at = (k_group * job.row_groups + row_group) * job.depth * TW * kTileBytes + lane * 16;
-  const int input_at = bytes + k_group * kInputBytes + lane * 16;
+  const int input_at = k_group * kInputBytes + lane * 16;
   const bool fed = TOKENS >= 8 || lane < 4 * TOKENS;
   // the ring has nothing to come in the last pass, but before it
-  float4* sums = reinterpret_cast<float4*>(memory + (job.passes > 1 ? job.stages * (stage_bytes + 16) : 0));
+  float4* sums = reinterpret_cast<float4*>(memory + (job.passes > 1 ? ring_bytes + job.stages * 16 : 0));
   int stage = 0, phase = 0;
   for (int pass = 0; pass < job.passes; pass++) {
     Tile sum;
     clear(sum);
     for (int step = 0; step < job.steps; step++) {
       await(full + 8 * stage, phase);
-      const u8* here = memory + stage * stage_bytes;
-      multiply(sum, reinterpret_cast<const uint4*>(here + at),
-               reinterpret_cast<const uint4*>(here + input_at), job.depth, job.k_groups * (kInputBytes / 16), fed);
+      const int place = (kRounds ? phase * job.stages : 0) + stage;
+      multiply(sum, reinterpret_cast<const uint4*>(memory + stage * bytes + at),
+               reinterpret_cast<const uint4*>(inputs + place * slice + input_at), job.depth,
+               job.k_groups * (kInputBytes / 16), fed);
       __syncwarp();
       if (lane == 0) arrive(empty + 8 * stage);
       if (++stage == job.stages) stage = 0, phase ^= 1;
