@@ -215,9 +215,9 @@ def _layer(reader: _Reader, arch: Arch, i: int, layer: LayerSpec) -> LayerWeight
         q_norm=reader.vector(at + "self_attn.q_norm"),
         k_norm=reader.vector(at + "self_attn.k_norm") if own else None,
         qkv=reader.linear([f"{at}self_attn.{name}" for name in names]),
-        o=reader.linear([at + "self_attn.o_proj"]),
+        o=reader.linear([at + "self_attn.o_proj"], "row_parallel"),
         gate_up=reader.linear([at + "mlp.gate_proj", at + "mlp.up_proj"], "gated"),
-        down=reader.linear([at + "mlp.down_proj"]),
+        down=reader.linear([at + "mlp.down_proj"], "row_parallel"),
         moe=_moe(reader, at) if layer.moe else None,
         per_layer=_per_layer(reader, at) if arch.per_layer_input else None,
     )

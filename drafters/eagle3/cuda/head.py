@@ -195,9 +195,9 @@ def place(head: Head, kind: str, ops: DraftOps, device: torch.device) -> HeadWei
     return HeadWeights(
         fc=linear("fc"),
         qkv=linear(*attention),
-        o=linear("self_attn.o_proj"),
+        o=linear("self_attn.o_proj", layout="row_parallel"),
         gate_up=linear("mlp.gate_proj", "mlp.up_proj", layout="gated"),
-        down=linear("mlp.down_proj"),
+        down=linear("mlp.down_proj", layout="row_parallel"),
         lm_head=linear("lm_head"),
         features_norm=torch.cat([vector(name) for name in norms]) if norms else None,
         norm_parts=max(1, len(norms)),
