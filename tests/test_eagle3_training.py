@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from drafters.eagle3.files import load_head, save_flat
+from drafters.frequency import draft_vocabulary
 from specdec.core.errors import UserError
 from targets import mini
 from targets.arch import read_arch
@@ -28,7 +29,7 @@ from training.real_acceptance import Live, prompts_of
 from training.recipe import spec_for
 from training.throughput import measure
 from training.trained import trained_head
-from training.vocabulary import count_generated, draft_vocabulary
+from training.vocabulary import count_generated
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 

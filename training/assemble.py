@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from drafters.frequency import draft_vocabulary
 from targets.arch import Arch
 from targets.jax.params import Params
 from targets.tokenizer import Tokenizer, load_tokenizer
@@ -23,7 +24,7 @@ from training.packing import PackedRows, pack
 from training.real_acceptance import Live, prompts_of
 from training.recipe import Recipe, spec_for
 from training.teacher import TeacherOutput, load_teacher, read, teach
-from training.vocabulary import count_generated, coverage, draft_vocabulary
+from training.vocabulary import count_generated, coverage
 
 
 class Watcher(Protocol):
