@@ -113,7 +113,7 @@ class Attention:
     ) -> _AttentionJob:
         """room: for queries, partial outputs and their sums."""
         (batch, tokens), layer, cache = rows.tokens.shape, given.spec, given.cache
-        cosine, sine = self._rope[layer.rope, layer.head_dim]
+        cosine, sine = (part[given.ahead :] for part in self._rope[layer.rope, layer.head_dim])
         own = layer.kv_from is None
         return _AttentionJob(
             *map(address, (qkv, given.q_norm, given.k_norm, cosine, sine, cache.k, cache.v)),
