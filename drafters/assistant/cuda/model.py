@@ -60,7 +60,7 @@ class AssistantModel:
         self.spec = spec
         dtype = DTYPES.get(target.dtype, "fp8")
         self.ops = _ops(assistant, target, KINDS[dtype])
-        self.weights = _placed(assistant, dtype, self.ops, str(target.device))
+        self.weights = place(assistant, dtype, self.ops, str(target.device))
         self.known = _known(assistant, target)
         self._layers = tuple(self._layer(i) for i in range(len(spec.arch.layers)))
 
@@ -128,7 +128,7 @@ def _known(assistant: Assistant, target: CudaTarget) -> Vocabulary | None:
     return vocabulary_of(ids, assistant.spec.arch.vocab, target.device)
 
 
-def _placed(assistant: Assistant, dtype: str, ops: AssistantOps, device: str) -> AssistantWeights:
+def place(assistant: Assistant, dtype: str, ops: AssistantOps, device: str) -> AssistantWeights:
     """An assistant's weights on the device, fused as they are read."""
     spec, ids = assistant.spec, assistant.target_ids
 
