@@ -115,11 +115,13 @@ def propose(
     """k guesses for texts of length [B], the last token of each yet to be fed: [B, k] int32,
     NO_GUESS for rows that are not live [B] and beyond the context's end."""
     spec, row = static.spec, jnp.arange(length.shape[0])
+    draft = jnp.full((length.shape[0], k), NO_GUESS, jnp.int32)
+    if k == 0:
+        return draft
     view = KVView(jnp.maximum(length - 2, 0), static.ahead)
     donors = tuple(entries_of(static.target, cache, la.kv_from or 0) for la in spec.arch.layers)
     state = rms_norm(seed.state, given.top.top["norm"], static.target.eps)
     history = cache.tokens.at[row, length - 1].set(seed.token)
-    draft = jnp.full((length.shape[0], k), NO_GUESS, jnp.int32)
 
     def body(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         token, state, history, draft = carry
