@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,25 @@ def assistant_for(path: Path, variant: str) -> Assistant:
     return load_assistant(folder, read_arch(path))
 
 
+@contextmanager
+def all_reuse(kind: type) -> Iterator[None]:
+    """transformers 5.23.0 refuses its own assistants: no layer of theirs stores what it reads."""
+    with pytest.MonkeyPatch.context() as patch:
+        reuse = property(lambda config: ["reuse"] * config.num_hidden_layers)
+        patch.setattr(kind, "kv_sharing_modes", reuse)
+        yield
+
+
+def read_by_transformers(path: Path) -> Any:
+    """An assistant's folder as transformers' own class, every tensor used and filled."""
+    from transformers import Gemma4AssistantForCausalLM, Gemma4TextConfig
+
+    with all_reuse(Gemma4TextConfig):
+        model, told = Gemma4AssistantForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"], told
+    return model
+
+
 @cache
 def oracle_pair(variant: str) -> tuple[Any, Any]:
     """transformers' own target and assistant, float32 and eager."""
@@ -113,10 +134,7 @@ def oracle_pair(variant: str) -> tuple[Any, Any]:
         else (Gemma4AssistantConfig, Gemma4AssistantForCausalLM)
     )
     text = kinds[0](**config).text_config
-    with pytest.MonkeyPatch.context() as patch:
-        # transformers 5.23.0 refuses its own assistants: no layer of theirs stores what it reads
-        reuse = property(lambda config: ["reuse"] * config.num_hidden_layers)
-        patch.setattr(type(text), "kv_sharing_modes", reuse)
+    with all_reuse(type(text)):
         model = kinds[1](kinds[0](**config, attn_implementation="eager")).float().eval()
     spec = paired(parse_config(assistant_config(variant)), parse_arch(config_of(variant)))
     state = {file_name(spec, n): torch.tensor(v) for n, v in random_weights(variant).items()}

@@ -16,7 +16,7 @@ import numpy as np
 
 from drafters import registry
 from drafters.assistant.kind import AssistantDraft
-from drafters.assistant.spec import Clusters, random_assistant, sized
+from drafters.assistant.spec import Clusters, random_assistant, released_size
 from drafters.eagle3 import embedded
 from drafters.eagle3.files import load_head
 from drafters.eagle3.kind import EagleDraft
@@ -152,7 +152,7 @@ class Bench:
 
 def _assistant_draft(arch: Arch, given: dict[str, Any], greedy: bool) -> AssistantDraft:
     """A small random one, of either kind of head."""
-    spec = sized(arch)
+    spec = released_size(arch)
     layers = tuple(replace(layer, ffw=96) for layer in spec.arch.layers)
     clusters = Clusters(*given["clusters"]) if given["clusters"] else None
     small = replace(spec.arch, hidden=64, layers=layers)

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from drafters.assistant.jax.drafter import AssistantDrafter, PlacedAssistant
-from drafters.assistant.spec import random_assistant, sized
+from drafters.assistant.spec import random_assistant, released_size
 from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.jax.snapshots import EagleSnapshots
 from drafters.eagle3.spec import random_head
@@ -61,7 +61,7 @@ def main(folder: Path, port: str = "", process: str = "") -> None:
 def assisted(folder: Path, options: JaxOptions) -> list[list[int]]:
     """Drafted by an assistant of the target's own width."""
     target = load_target(folder, options)
-    spec = sized(target.arch)
+    spec = released_size(target.arch)
     layers = tuple(replace(layer, ffw=32) for layer in spec.arch.layers)
     made = random_assistant(replace(spec, arch=replace(spec.arch, hidden=48, layers=layers)))
     drafter = AssistantDrafter(PlacedAssistant(made, target, 1, False, False), K)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafters.assistant.jax.drafter import AssistantDrafter, PlacedAssistant
-from drafters.assistant.spec import Clusters, random_assistant, sized
+from drafters.assistant.spec import Clusters, random_assistant, released_size
 from drafters.eagle3 import embedded
 from drafters.eagle3.files import load_head
 from drafters.eagle3.jax.drafter import EagleDrafter
@@ -240,7 +240,7 @@ def check_assistant(path, mode, slots, ks, tokens=TOKENS):
     """A random one of each kind of head: both loops say the same, and guess the same."""
     first, arch = prompts_for(read_arch(path).vocab)[:slots], read_arch(path)
     options = replace(options_of(path, slots), features=(len(arch.layers) - 1,))
-    target, spec = load_target(path, options), sized(arch)
+    target, spec = load_target(path, options), released_size(arch)
     layers = tuple(replace(layer, ffw=64) for layer in spec.arch.layers)
     small = replace(spec.arch, hidden=32, layers=layers)
     run = partial(decode, target, mode=mode, tokens=tokens, prompts=first)

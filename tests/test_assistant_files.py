@@ -17,7 +17,7 @@ from drafters import registry
 from drafters.assistant.files import load_assistant, suppressed
 from drafters.assistant.find import nearby
 from drafters.assistant.kind import KIND
-from drafters.assistant.spec import random_assistant, sized, tensors
+from drafters.assistant.spec import random_assistant, released_size, tensors
 from drafters.kind import Asked
 from specdec.core.config import ModelConfig
 from specdec.core.errors import UserError
@@ -214,7 +214,7 @@ def test_words_that_the_assistant_suppresses_are_never_guessed(pair):
     ],
 )
 def test_random_ones_have_the_released_sizes(name, millions):
-    spec = sized(released(name))
+    spec = released_size(released(name))
     count = sum(np.prod(t.shape) for n, t in tensors(spec).items() if n != "token_ordering")
     assert round(count / 1e6) == pytest.approx(millions, abs=1)
     assert [layer.kv_from for layer in spec.arch.layers][2:] == {

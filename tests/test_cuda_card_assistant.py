@@ -19,7 +19,7 @@ from drafters.assistant.cuda.drafter import AssistantDrafter, DeviceAssistant
 from drafters.assistant.cuda.kernels import AssistantKernels
 from drafters.assistant.cuda.model import AssistantModel, place
 from drafters.assistant.cuda.ops import AssistantReference, States
-from drafters.assistant.spec import Clusters, random_assistant, sized
+from drafters.assistant.spec import Clusters, random_assistant, released_size
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
@@ -44,7 +44,7 @@ TOKENS = 24
 @cache
 def assistant_of(clusters=None, drafts=None):
     """For mini, of a width of its own; a head of each kind."""
-    spec = sized(ARCH)
+    spec = released_size(ARCH)
     arch = replace(
         spec.arch, hidden=128, layers=tuple(replace(layer, ffw=256) for layer in spec.arch.layers)
     )

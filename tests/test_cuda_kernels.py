@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 import drafters
 from drafters.assistant.cuda.kernels import assistant_variants
-from drafters.assistant.spec import sized as assistant_sized
+from drafters.assistant.spec import released_size
 from drafters.eagle3.cuda.head import arch_of
 from drafters.eagle3.cuda.kernels import draft_variants
 from drafters.eagle3.spec import sized
@@ -46,7 +46,7 @@ def variants() -> set[Variant]:
         assistant_variants(s.arch, kv8, {"fp8", "bf16"})
         for a in archs
         for kv8 in (0, 1)
-        for s in [assistant_sized(a)]
+        for s in [released_size(a)]
     ]
     return prefill_launch.variants().union({LOOKUP}, *decoding, *heads, *drafters)
 

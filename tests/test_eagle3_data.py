@@ -15,9 +15,9 @@ from specdec.core.errors import UserError
 from targets import mini
 from targets.arch import read_arch, released
 from tests.eagle3_worker import RECIPE, SHAPE, STOPS, answers, target
-from training.eagle3 import contract_of, sign
 from training.packing import PADDING, pack, rows_of_step
 from training.recipe import read_recipe, spec_for
+from training.trainer import contract_of, sign
 from training.unroll import masks
 from training.vocabulary import coverage
 

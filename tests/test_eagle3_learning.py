@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from tests.eagle3_worker import RECIPE, made_up, trainer
-from training.eagle3 import Trainer
 from training.teacher import TeacherOutput
+from training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from drafters.assistant.spec import AssistantSpec, Clusters
 from specdec.core.errors import UserError
-from targets.arch import parse_arch
+from targets.arch import LayerSpec, parse_arch
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 OFF = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block")
@@ -59,3 +59,57 @@ def _refuse_others(text: dict[str, Any]) -> None:
             f"{layers - shared} of the assistant's {layers} layers have keys and values of their "
             "own: in a Gemma 4 assistant all read the target's"
         )
+
+
+def config_of(spec: AssistantSpec) -> dict[str, Any]:
+    """A paired assistant's config.json, as transformers writes it."""
+    arch, clusters = spec.arch, spec.clusters
+    near = next(layer for layer in arch.layers if layer.sliding)
+    far = next(layer for layer in arch.layers if not layer.sliding)
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    text = (
+        {
+            "model_type": "gemma4_text",
+            "vocab_size": arch.vocab,
+            "hidden_size": arch.hidden,
+            "intermediate_size": near.ffw,
+            "num_hidden_layers": len(arch.layers),
+            "num_kv_shared_layers": len(arch.layers),
+            "layer_types": [kinds[layer.sliding] for layer in arch.layers],
+            "num_attention_heads": near.heads,
+            "num_key_value_heads": near.kv_heads,
+            "head_dim": near.head_dim,
+            "global_head_dim": far.head_dim,
+            "attention_k_eq_v": far.kv_heads != near.kv_heads,  # else what follows is not read
+            "num_global_key_value_heads": far.kv_heads,
+            "sliding_window": near.window,
+            "max_position_embeddings": arch.max_position,
+            "rope_parameters": {
+                kinds[False]: _rope(far, "proportional"),
+                kinds[True]: _rope(near, "default"),
+            },
+            "rms_norm_eps": arch.eps,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "final_logit_softcapping": arch.softcap,
+            "tie_word_embeddings": True,
+        }
+        | dict.fromkeys(OFF[:2], 0)
+        | dict.fromkeys(OFF[2:], False)
+    )
+    return {
+        "model_type": MODEL_TYPES[0],
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "text_config": text,
+        "backbone_hidden_size": spec.backbone,
+        "use_ordered_embeddings": clusters is not None,
+        "num_centroids": clusters.count if clusters else 2048,
+        "centroid_intermediate_top_k": clusters.read if clusters else 32,
+        "tie_word_embeddings": spec.tied,
+    }
+
+
+def _rope(layer: LayerSpec, kind: str) -> dict[str, Any]:
+    rope, pairs = layer.rope, layer.head_dim // 2
+    made: dict[str, Any] = {"rope_type": kind, "rope_theta": rope.theta}
+    made |= {"factor": rope.factor} if rope.factor != 1.0 else {}
+    return made | ({} if kind == "default" else {"partial_rotary_factor": rope.rotated / pairs})

@@ -7,9 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
-from drafters.assistant.config_json import parse_config
+from drafters.assistant.config_json import config_of, parse_config
 from drafters.assistant.spec import Assistant, AssistantSpec, paired, tensors
 from specdec.core.errors import UserError
 from targets.arch import Arch, read_config
@@ -82,6 +85,27 @@ def _check_ordering(path: Path, ordering: np.ndarray) -> None:
             f"{path}: masked_embedding.token_ordering does not name each word once: the file is "
             "damaged, download it again"
         )
+
+
+def save_assistant(assistant: Assistant, out: Path, dtype: str = "bfloat16") -> None:
+    """As transformers reads it; beside and renamed, so that neither file is ever half. Raises
+    UserError on a full disk."""
+    kind = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}[dtype]
+    stored = {
+        file_name(assistant.spec, name): value if name == "token_ordering" else value.astype(kind)
+        for name, value in assistant.weights.items()
+    }
+    config = config_of(assistant.spec) | {"dtype": dtype}
+    weights, description = out / "partial.safetensors", out / "partial.json"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        save_file(stored, weights, metadata={"format": "pt"})
+        weights.chmod(0o644)  # the library writes it for its owner only
+        description.write_text(json.dumps(config, indent=1) + "\n")
+        weights.rename(out / "model.safetensors")
+        description.rename(out / "config.json")
+    except (OSError, SafetensorError) as problem:
+        raise UserError(f"cannot write the assistant to {out}: {problem}") from None
 
 
 def suppressed(path: Path, vocab: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from drafters.assistant.files import load_assistant, suppressed
 from drafters.assistant.find import default_name, folder_of
-from drafters.assistant.spec import Assistant, random_assistant, sized
+from drafters.assistant.spec import Assistant, random_assistant, released_size
 from drafters.frequency import counts_of, draft_vocabulary, texts_at_hand
 from drafters.kind import Asked, DrafterKind, PlacedDrafter, own_options
 from specdec.core.config import ModelConfig, SpeculationConfig
@@ -106,7 +106,7 @@ def _read(asked: Asked) -> AssistantDraft:
 
 
 def _random(asked: Asked) -> AssistantDraft:
-    return _draft(_pruned(random_assistant(sized(asked.arch)), asked), asked)
+    return _draft(_pruned(random_assistant(released_size(asked.arch)), asked), asked)
 
 
 def _draft(assistant: Assistant, asked: Asked) -> AssistantDraft:

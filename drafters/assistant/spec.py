@@ -123,25 +123,31 @@ def _tied(i: int, layer: LayerSpec, arch: Arch) -> LayerSpec:
     return replace(layer, kv_from=number, k_eq_v=source.k_eq_v)
 
 
-def sized(arch: Arch) -> AssistantSpec:
+def released_size(arch: Arch) -> AssistantSpec:
     """One of the size that is released for such a target, to measure with."""
-    small = arch.per_layer_input > 0  # E2B and E4B
-    hidden, ffw, heads = (256, 2048, 4) if small else (1024, 8192, arch.layers[0].heads)
+    if arch.per_layer_input:  # E2B and E4B
+        heads = max(4, *(layer.kv_heads for layer in arch.layers))
+        return replace(sized(arch, 256, 2048, heads), clusters=Clusters(2048, 32))
+    return sized(arch, 1024, 8192, arch.layers[0].heads)
 
-    def layer(sliding: bool) -> LayerSpec:
-        number = source_of(arch, sliding)
-        own = {"heads": max(heads, arch.layers[number].kv_heads), "ffw": ffw, "moe": None}
+
+def sized(arch: Arch, hidden: int, ffw: int, heads: int, sliding: int = SLIDING) -> AssistantSpec:
+    """One with a dense head for this target. sliding: layers before the global one."""
+
+    def layer(near: bool) -> LayerSpec:
+        number = source_of(arch, near)
+        own = {"heads": heads, "ffw": ffw, "moe": None}
         return replace(arch.layers[number], kv_from=number, **own)
 
     own = replace(
         arch,
         hidden=hidden,
-        layers=(*[layer(True)] * SLIDING, layer(False)),
+        layers=(*[layer(True)] * sliding, layer(False)),
         softcap=None,
         per_layer_input=0,
         per_layer_vocab=0,
     )
-    return AssistantSpec(arch.hidden, own, Clusters(2048, 32) if small else None)
+    return AssistantSpec(arch.hidden, own, None)
 
 
 def random_assistant(spec: AssistantSpec, seed: int = 0) -> Assistant:

@@ -126,12 +126,13 @@ def propose(
     def body(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         token, state, history, draft = carry
         embedded = embed(given.top, static.target, jnp.maximum(token, 0)).astype(state.dtype)
-        y, state = step(given.weights, spec, view, donors, static.ahead, embedded, state)
-        scores, place = score(given.weights, spec, given.target_ids, y), length + j
+        fed = embedded[:, None], state[:, None]
+        y, handed = step(given.weights, spec, view, donors, static.ahead, *fed)
+        scores, place = score(given.weights, spec, given.target_ids, y[:, 0]), length + j
         rules = Rules(given.bias, given.sampling_params, history)
         going = live & (place < static.longest)
         token = guess(scores.logits, scores.ids, rules, place, going, static.needs_sampler)
         history = history.at[row, place].set(token, mode="drop")
-        return token, state, history, draft.at[:, j].set(token)
+        return token, handed[:, 0], history, draft.at[:, j].set(token)
 
     return jax.lax.fori_loop(0, k, body, (seed.token, state, history, draft))[-1]

@@ -33,11 +33,17 @@ class PlacedAssistant:
         last = len(arch.layers) - 1
         assert target.plan.features == (last,), (target.plan.features, last)
         self.spec, self.target, self.ahead, self.greedy = spec, target, ahead, greedy
-        norms = tuple(key_norm_of(arch, target.params, la.kv_from or 0) for la in spec.arch.layers)
-        self.weights = place(assistant, norms, target.dtype, int8, target.mesh)
+        self.int8 = int8
         ids = assistant.target_ids
         whole = replicated(target.mesh)
         self.target_ids = None if ids is None else put(ids.astype(np.int32), whole)
+        self.read(assistant)
+
+    def read(self, assistant: Assistant) -> None:
+        """Take these weights, of the same spec."""
+        target, layers = self.target, self.spec.arch.layers
+        norms = (key_norm_of(target.arch, target.params, la.kv_from or 0) for la in layers)
+        self.weights = place(assistant, tuple(norms), target.dtype, self.int8, target.mesh)
 
 
 class AssistantDrafter:

@@ -4,7 +4,8 @@ A step is fed the target's scaled embedding of the last token, beside a state of
 at first the target's own, after its final norm, of the position before; then what the step before
 handed on. Its layers are the target's own `decoder_layer`, with the target's keys and values.
 
-Shape legend: B rows, H the target's width, d the assistant's, V vocabulary, C words scored.
+Shape legend: B rows, T positions of each that draft at once (1 when decoding), H the target's
+width, d the assistant's, V vocabulary, C words scored.
 """
 
 from __future__ import annotations
@@ -61,12 +62,19 @@ def place(
         tensor = replace(table[name], shape=values.shape)
         stored = quantise_int8(values) if int8 and tensor.linear else Stored(values)
         placed[name] = params.place(stored, tensor, dtype, mesh)
-    layers = []
-    for i, norm in enumerate(key_norms):
-        prefix = f"layers.{i}."
-        own = {n.removeprefix(prefix): placed.pop(n) for n in list(placed) if n.startswith(prefix)}
-        layers.append(own | {KEY_NORM: norm})
-    return placed | {"layers": tuple(layers)}
+    made = nested(placed, len(key_norms))
+    layers = zip(made["layers"], key_norms, strict=True)
+    return made | {"layers": tuple(own | {KEY_NORM: norm} for own, norm in layers)}
+
+
+def nested(named: Weights, layers: int) -> Weights:
+    """Arrays by the names of `spec.tensors` as `Weights`, with so many layers."""
+
+    def under(prefix: str) -> dict[str, Any]:
+        return {n.removeprefix(prefix): v for n, v in named.items() if n.startswith(prefix)}
+
+    top = {name: value for name, value in named.items() if not name.startswith("layers.")}
+    return top | {"layers": tuple(under(f"layers.{i}.") for i in range(layers))}
 
 
 def _ordered(assistant: Assistant) -> dict[str, np.ndarray]:
@@ -96,15 +104,16 @@ def step(
     embedded: Array,
     state: Array,
 ) -> tuple[Array, Array]:
-    """One draft step: embedded [B, H] of the last token and state [B, H] -> what is scored [B, d],
-    and the state [B, H] that the next step is fed. donors: by layer, what `view` attends to."""
-    x = project(jnp.concatenate([embedded, state], -1), weights["pre_projection"])[:, None]
-    given = Shared(spec.arch, view, (), None, None)
+    """One draft step: embedded [B, T, H] of the last token and state [B, T, H] -> what is scored
+    [B, T, d], and the state [B, T, H] that the next step is fed. donors: by layer, what `view`
+    attends to."""
+    x = project(jnp.concatenate([embedded, state], -1), weights["pre_projection"])
+    given, positions = Shared(spec.arch, view, (), None, None), view.positions(x.shape[1])
     for i, layer in enumerate(spec.arch.layers):
         memory = None, 0, donors[i]
         own = weights["layers"][i]
-        x, _ = decoder_layer(given, seen(layer, ahead), x, own, memory, view.positions(1), None)
-    y = rms_norm(x[:, 0], weights["norm"], spec.arch.eps)
+        x, _ = decoder_layer(given, seen(layer, ahead), x, own, memory, positions, None)
+    y = rms_norm(x, weights["norm"], spec.arch.eps)
     return y, project(y, weights["post_projection"])
 
 
