@@ -61,7 +61,7 @@ class Judged(Judging, AssistantDrafter):
         return chain(self.variant, seq.tokens, len(guesses), **chosen).tokens
 
 
-@pytest.mark.parametrize("variant", ["31b", "e4b"])
+@pytest.mark.parametrize("variant", ["31b", pytest.param("e4b", marks=pytest.mark.slow)])
 def test_guesses_are_transformers_on_the_text(tiny, variant):
     """So nothing of a rejected draft, of another row or of an earlier cycle is left in them."""
     drafter = Judged(placed_of(tiny[variant], variant), K)
@@ -74,7 +74,7 @@ def test_guesses_are_transformers_on_the_text(tiny, variant):
     assert drafter.judged >= 8
 
 
-@pytest.mark.parametrize("variant", ["31b", "e4b"])
+@pytest.mark.parametrize("variant", [pytest.param("31b", marks=pytest.mark.slow), "e4b"])
 def test_lossless_in_both_loops(tiny, variant):
     target = target_of(tiny[variant])
     drafter = AssistantDrafter(placed_of(tiny[variant], variant), K)

@@ -115,7 +115,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits_and_is_exported(tmp_path, monk
             assert (found.detach().numpy() == value).all(), name
     with pytest.raises(UserError, match="another model"):
         trained_assistant(tmp_path / "parts", tmp_path / "wrong")
-    with pytest.raises(UserError, match="train-assistant, not of train-eagle3"):
+    with pytest.raises(UserError, match="train-assistant`, not of train-eagle3"):
         trained_head(tmp_path / "parts", tmp_path / "right")
 
 

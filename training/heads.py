@@ -174,7 +174,7 @@ class AssistantHead:
 
     @property
     def lenders(self) -> tuple[int, ...]:
-        return tuple(layer.kv_from or 0 for layer in self.spec.arch.layers)
+        return self.spec.sources
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -46,6 +46,11 @@ class AssistantSpec:
     """The head is `embed_tokens`. Nothing else is: it is the target that embeds tokens."""
 
     @property
+    def sources(self) -> tuple[int, ...]:
+        """Of each layer, the target's layer that it reads; once it is paired."""
+        return tuple(layer.kv_from for layer in self.arch.layers if layer.kv_from is not None)
+
+    @property
     def scored(self) -> int:
         """Words that a whole head scores at each step."""
         vocab = self.arch.vocab

@@ -67,7 +67,7 @@ class AssistantModel:
     def _layer(self, i: int) -> AttentionLayer:
         layer, cache = self.spec.arch.layers[i], self.target.cache
         window = layer.window and layer.window + self.ahead
-        stored = cache.of(self.target.arch.layers, layer.kv_from or 0)
+        stored = cache.of(self.target.arch.layers, self.spec.sources[i])
         norm = self.weights.layers[i].q_norm
         return AttentionLayer(replace(layer, window=window), stored, norm, ahead=self.ahead)
 

@@ -119,7 +119,7 @@ def propose(
     if k == 0:
         return draft
     view = KVView(jnp.maximum(length - 2, 0), static.ahead)
-    donors = tuple(entries_of(static.target, cache, la.kv_from or 0) for la in spec.arch.layers)
+    donors = tuple(entries_of(static.target, cache, source) for source in spec.sources)
     state = rms_norm(seed.state, given.top.top["norm"], static.target.eps)
     history = cache.tokens.at[row, length - 1].set(seed.token)
 

@@ -41,9 +41,11 @@ class PlacedAssistant:
 
     def read(self, assistant: Assistant) -> None:
         """Take these weights, of the same spec."""
-        target, layers = self.target, self.spec.arch.layers
-        norms = (key_norm_of(target.arch, target.params, la.kv_from or 0) for la in layers)
-        self.weights = place(assistant, tuple(norms), target.dtype, self.int8, target.mesh)
+        target = self.target
+        norms = tuple(
+            key_norm_of(target.arch, target.params, source) for source in self.spec.sources
+        )
+        self.weights = place(assistant, norms, target.dtype, self.int8, target.mesh)
 
 
 class AssistantDrafter:
