@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import drafters
+from drafters.assistant.cuda.kernels import assistant_variants
+from drafters.assistant.spec import released_size
 from drafters.eagle3.cuda.head import arch_of
 from drafters.eagle3.cuda.kernels import draft_variants
 from drafters.eagle3.spec import sized
@@ -41,7 +43,13 @@ def variants() -> set[Variant]:
     archs += [read_arch(mini.path(name)) for name in ("mini", "mini-e")]
     decoding = [target_variants(a, kv8, set(DTYPES)) for a in archs for kv8 in (0, 1)]
     heads = [draft_variants(arch_of(sized(a)), {"fp8", "bf16"}) for a in archs]
-    return prefill_launch.variants().union({LOOKUP}, *decoding, *heads)
+    drafters = [
+        assistant_variants(s.arch, kv8, {"fp8", "bf16"})
+        for a in archs
+        for kv8 in (0, 1)
+        for s in [released_size(a)]
+    ]
+    return prefill_launch.variants().union({LOOKUP}, *decoding, *heads, *drafters)
 
 
 def needed(file: str) -> list[Variant]:

@@ -38,6 +38,8 @@ TALK, TOOLS, EDITED, MOVED, EVICTED, CROWDED, WORDY = range(7)
         ("jax", "e4b", "model", "host", 0.0, [CROWDED]),
         ("cuda", "31b", "eagle3", "host", 1.0, [EVICTED]),
         ("cuda", "26b-a4b", "model", "host", 0.0, [EDITED]),
+        ("jax", "31b", "assistant", "device", 1.0, [EVICTED]),
+        pytest.param("cuda", "e4b", "assistant", "host", 1.0, [TALK], marks=pytest.mark.slow),
     ],
 )
 def test_warm_says_what_cold_says(backend, model, drafter, loop, temperature, chats):

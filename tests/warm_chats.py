@@ -235,7 +235,9 @@ def main() -> None:
     parser.add_argument("--backend", choices=("jax", "cuda"), default="jax")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of cuda")
     parser.add_argument("--model", default="31b", help="a tiny variant, mini or mini-e")
-    parser.add_argument("--drafter", default="none", help="none, ngram, suffix, model, eagle3")
+    parser.add_argument(
+        "--drafter", default="none", help="none, ngram, suffix, model, eagle3, assistant"
+    )
     parser.add_argument("--loop", choices=("host", "device"), default="host")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", help="by default the checkpoint's; float32 on a CPU")

@@ -118,7 +118,7 @@ class Attention:
     ) -> _AttentionJob:
         """room: for queries, partial outputs and their sums."""
         (batch, tokens), layer, cache = rows.tokens.shape, given.spec, given.cache
-        cosine, sine = self._rope[layer.rope, layer.head_dim]
+        cosine, sine = (part[given.ahead :] for part in self._rope[layer.rope, layer.head_dim])
         places = (x.k_blocks, x.block, x.k_groups) if x else (0, 0, 1)
         own = layer.kv_from is None
         return _AttentionJob(

@@ -70,8 +70,8 @@ def _room(
     size: tuple[int, ...], k: int, groups: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Memory of an input. What only pads k meets weights of zero, and must not be NaN: it is
-    zeroed, once where the next kernel alone reads the input, since nothing writes there and zeroing is a
-    launch of its own."""
+    zeroed, once where the next kernel alone reads the input, since nothing writes there and zeroing
+    is a launch of its own."""
     if k == size[1] * tiles.INPUTS:
         return torch.empty(size, dtype=dtype, device=device)
     key = size, k, groups, dtype, device

@@ -81,12 +81,14 @@ NOTHING = Closing()
 @dataclass(frozen=True)
 class AttentionLayer:
     """One layer's attention. cache: the donor's where the layer shares another's K/V. Layers that
-    aren't normed have no q_norm and k_norm."""
+    aren't normed have no q_norm and k_norm. ahead: queries are turned for the position so far
+    behind their row's, which is the last that they see (drafters that read the target's K/V)."""
 
     spec: LayerSpec
     cache: LayerCache
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    ahead: int = 0
 
 
 class Ops(Protocol):

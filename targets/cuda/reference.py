@@ -103,7 +103,8 @@ class Reference:
         out = torch.zeros((len(qkv), spec.heads * spec.head_dim), device=qkv.device)
         for r, (slot, position) in enumerate(_places(rows)):
             if slot >= 0:
-                q = query(qkv[r].clone(), layer.q_norm, spec, position * inverse, self.arch.eps)
+                angles = (position + layer.ahead) * inverse
+                q = query(qkv[r].clone(), layer.q_norm, spec, angles, self.arch.eps)
                 out[r] = attend(q, layer.cache, slot, position, spec.window).flatten()
         return as_input(out, kind, EIGHTHS)
 
