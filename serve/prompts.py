@@ -57,9 +57,13 @@ def predicted_text(
     if request.prediction is None:
         return None
     text = (request.prediction.content or "")[: max_len * tokenizer.longest_token]
+    return PredictedText(bare_ids(text, tokenizer)[:max_len])
+
+
+def bare_ids(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Of a text that begins no prompt: without BOS."""
     ids = tokenizer.encode(text)
-    ids = ids[1:] if ids[:1] == [tokenizer.bos_id] else ids
-    return PredictedText(ids[:max_len])
+    return ids[1:] if ids[:1] == [tokenizer.bos_id] else ids
 
 
 def _cut(prompt: list[int], request: ChatRequest | CompletionRequest, max_len: int) -> list[int]:

@@ -12,6 +12,7 @@ from serve.chat_schema import ChatRequest, NamedTool
 from serve.errors import ApiError
 from serve.gemma.tool_grammar import tool_grammar
 from serve.messages import Tool
+from serve.prompts import bare_ids
 from serve.schema import CompletionRequest, StructuredOutputs
 from serve.stream import Tokenizer
 from specdec.constraints.constraint import TextRules
@@ -156,8 +157,7 @@ def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...],
         if not word.strip():
             raise ApiError(400, "bad_words holds an empty word", param="bad_words")
         for form in (word.lstrip(), f" {word.lstrip()}"):
-            ids = tuple(tokenizer.encode(form))
-            found[ids[1:] if ids[:1] == (tokenizer.bos_id,) else ids] = None
+            found[tuple(bare_ids(form, tokenizer))] = None
     return tuple(found)
 
 

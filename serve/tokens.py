@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from serve.body import body_schema, errors_of, read_body
 from serve.chat_schema import ChatRequest
 from serve.generation import Context
-from serve.prompts import chat_ids, check_ids, check_size, check_sizes
+from serve.prompts import bare_ids, chat_ids, check_ids, check_size, check_sizes
 from serve.replies import Json
 from serve.schema import parse
 from serve.wishes import MAX_LIST
@@ -72,9 +72,8 @@ def _tokenized(context: Context, body: bytes) -> tuple[list[int], list[str] | No
     wire = parse(TokenizeText, body)
     context.check_model(wire.model)
     check_size(len(wire.prompt.encode()), tokenizer, context.max_len, "prompt")
-    ids = tokenizer.encode(wire.prompt)
-    if wire.add_special_tokens is False and ids[:1] == [tokenizer.bos_id]:
-        ids = ids[1:]
+    bare = wire.add_special_tokens is False
+    ids = bare_ids(wire.prompt, tokenizer) if bare else tokenizer.encode(wire.prompt)
     strings = [tokenizer.decode([i], skip_special=False) for i in ids]
     return ids, strings if wire.return_token_strs else None
 

@@ -97,5 +97,18 @@ def texts(engine: Engine, temperatures: Seqs[float] = (0.0, 1.0)) -> list[list[i
     return said
 
 
+def check_predictions(engine: Engine, plain: Seqs[list[int]]) -> None:
+    """No prediction changes a token of `texts` (K = 4), and a good one saves all cycles that it
+    can."""
+    for temperature, expected in ((0.0, plain[:6]), (1.0, plain[6:])):
+        for guesses in (expected, [edited(a) for a in expected], [a[::-1] for a in expected]):
+            seqs = predicted(requests(temperature), guesses)
+            engine.run_to_end(list(seqs))
+            assert [seq.tokens[seq.prompt_len :] for seq in seqs] == expected
+            if guesses is expected:
+                cycles = [seq.acceptance.cycles for seq in seqs if seq.prediction]
+                assert cycles == [-(-(len(a) - 1) // 5) for a in [*expected[:4], *expected[5:]]]
+
+
 def random_ids(seed: int, count: int, vocab: int) -> list[int]:
     return random.Random(seed).choices(range(vocab), k=count)

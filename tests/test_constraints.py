@@ -22,10 +22,9 @@ from specdec.core.errors import UserError
 from specdec.core.types import NO_GUESS, Sampling, Sequence
 from tests.constrained import (
     SCHEMA,
-    edited,
+    check_predictions,
     mini_tokenizer,
     mini_vocabulary,
-    predicted,
     requests,
     rules,
     texts,
@@ -245,16 +244,7 @@ def test_no_drafter_changes_a_token_of_constrained_text(plain, drafter, k, loop)
 
 @pytest.mark.parametrize(("drafter", "loop"), [("ngram", "host"), ("eagle3", "device")])
 def test_no_prediction_changes_a_token_and_a_good_one_saves_cycles(plain, drafter, loop):
-    engine = engine_of(drafter, 4, loop, 4)
-    for temperature, expected in ((0.0, plain[:6]), (1.0, plain[6:])):
-        for guesses in (expected, [edited(a) for a in expected], [a[::-1] for a in expected]):
-            seqs = predicted(requests(temperature), guesses)
-            engine.run_to_end(seqs)
-            assert [seq.tokens[seq.prompt_len :] for seq in seqs] == expected
-            if guesses is expected:
-                cycles = [seq.acceptance.cycles for seq in seqs if seq.prediction]
-                least = [-(-(len(a) - 1) // 5) for a in expected[:4] + expected[5:]]
-                assert cycles == least
+    check_predictions(engine_of(drafter, 4, loop, 4), plain)
 
 
 def test_documents_are_valid_and_logprobs_are_the_unmasked_ones(plain):

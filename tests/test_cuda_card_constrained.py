@@ -16,7 +16,7 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from targets import mini
 from targets.cuda.load import CudaOptions, load_target
-from tests.constrained import edited, predicted, requests, texts
+from tests.constrained import check_predictions, texts
 from tests.fakes import Noise
 
 pytestmark = pytest.mark.gpu
@@ -61,15 +61,7 @@ def engine_of(drafter: str, k: int, slots: int):
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "eagle3"])
 def test_no_prediction_changes_a_token_and_a_good_one_saves_cycles(drafter):
-    engine = engine_of(drafter, 4, 3)
-    for temperature, expected in ((0.0, plain("fp8")[:6]), (1.0, plain("fp8")[6:])):
-        for guesses in (expected, [edited(a) for a in expected], [a[::-1] for a in expected]):
-            seqs = predicted(requests(temperature), guesses)
-            engine.run_to_end(seqs)
-            assert [seq.tokens[seq.prompt_len :] for seq in seqs] == expected
-            if guesses is expected:
-                passes = [seq.acceptance.cycles for seq in seqs if seq.prediction]
-                assert passes == [-(-(len(a) - 1) // 5) for a in expected[:4] + expected[5:]]
+    check_predictions(engine_of(drafter, 4, 3), plain("fp8"))
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "model"])
