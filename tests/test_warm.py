@@ -64,6 +64,22 @@ def test_a_trained_model(drafter):
     assert counts.accepted == counts.cold_accepted
 
 
+def test_eight_chats_by_turns_over_four_slots():
+    """Whatever their earlier turns allow is found."""
+    bench = WarmBench("jax", "31b", "none", slots=4)
+    warm, cold = bench.warm(), bench.cold()
+    met, words = Meeting(bench, warm, cold, 1.0, Random(5)), Chats(Random(6), 200, False).words
+    chats = [words(60, 200) for _ in range(8)]
+    for turn in range(4):
+        told, alone = ([met.sequence(Turn(c, max_tokens=6), 7) for c in chats] for _ in "ab")
+        warm.run_to_end(told)
+        cold.run_to_end(alone)
+        assert [seq.tokens for seq in told] == [seq.tokens for seq in alone]
+        allowed = [met.expected.cached(chat, ()) for chat in chats]
+        assert [seq.cached for seq in told] == allowed and (min(allowed) > 0 or not turn)
+        chats = [seq.tokens + words(10, 60) for seq in told]
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_over_two_thousand_turns():
     bench = WarmBench("jax", "31b", "eagle3")

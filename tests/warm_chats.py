@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -225,6 +226,8 @@ def campaign(
     for number in numbers:
         meeting.cache.pool.budget.device = 2**40
         meeting.chat(drawn.kinds[number % len(drawn.kinds)]())
+        if meeting.counts.chats % 20 == 0:
+            print(json.dumps(asdict(meeting.counts)), file=sys.stderr, flush=True)
     return meeting.counts
 
 
