@@ -18,6 +18,7 @@ KINDS = {
     "suffix": "drafters.suffix.kind",
     "model": "drafters.model.kind",
     "eagle3": "drafters.eagle3.kind",
+    "assistant": "drafters.assistant.kind",
 }
 """Each name's module, whose `KIND` is its `DrafterKind`; imported when it is asked for."""
 PLAIN = "none"

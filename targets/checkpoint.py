@@ -52,7 +52,7 @@ class Checkpoint:
         """Opens, and checks names and shapes by the headers; raises UserError."""
         self.path = path
         self.specs = all_tensors(arch)
-        self._where = {name: file for file in _open_shards(path) for name in file.names}
+        self._where = {name: file for file in open_shards(path) for name in file.names}
         self._prefix = self._find_prefix()
         self._check_headers()
 
@@ -188,7 +188,7 @@ def _fuse_experts(name: str, parts: list[Stored], spec: TensorSpec) -> Stored:
     return Stored(values, np.concatenate(scales).reshape(spec.shape[:-1]) if scales else None)
 
 
-class _Shard:
+class Shard:
     """One safetensors file. Tensors are views of the mapped file, read when they are used."""
 
     def __init__(self, file: Path) -> None:
@@ -229,7 +229,7 @@ def _shard_names(index: Path) -> list[str]:
         ) from None
 
 
-def _open_shards(path: Path) -> list[_Shard]:
+def open_shards(path: Path) -> list[Shard]:
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     if index.is_file():
         names = _shard_names(index)
@@ -240,4 +240,4 @@ def _open_shards(path: Path) -> list[_Shard]:
     for name in names:
         if not (path / name).is_file():
             raise UserError(f"{path}: shard {name} is missing: download it again")
-    return [_Shard(path / name) for name in names]
+    return [Shard(path / name) for name in names]

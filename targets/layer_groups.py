@@ -21,6 +21,15 @@ class LayerGroup:
         return self.first + repeat * len(self.pattern) + position
 
 
+def place_of(arch: Arch, layer: int) -> tuple[int, int, int]:
+    """Where layer number `layer` is: its group, its position in the pattern, and which repeat."""
+    for i, group in enumerate(layer_groups(arch)):
+        repeat, position = divmod(layer - group.first, len(group.pattern))
+        if 0 <= repeat < group.repeats:
+            return i, position, repeat
+    raise AssertionError(f"layer {layer} of {len(arch.layers)}")
+
+
 def layer_groups(arch: Arch) -> tuple[LayerGroup, ...]:
     """Cut the layers into runs of a repeated pattern, longest run first, shortest pattern first.
 

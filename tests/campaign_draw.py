@@ -1,7 +1,7 @@
 """Random cases of a campaign: JSON documents, each complete in itself.
 
     {"target": {backend, model, slots, max_len, k, chunk, dtype, kv_dtype, features, ...},
-     "runs": [{drafter, k, loop, draft | head | lengths,
+     "runs": [{drafter, k, loop, draft | head | assistant | lengths,
                "requests": [{prompt, sampling, max_tokens, stop_ids, at, cancel}]}]}
 
 `at` and `cancel` count the engine's turns. Several runs share a target: compiling it takes longest.
@@ -79,9 +79,12 @@ def _context(random: Random, most: int) -> int:
 
 
 def _features(random: Random, model: str) -> list[int]:
-    """Layers that an EAGLE-3 head reads; none where no such head will be drawn."""
+    """Layers that an EAGLE-3 head reads, or the last, for an assistant; none where neither will be
+    drawn."""
     if random.random() < 0.4:
         return []
+    if random.random() < 0.4:
+        return [len(parts.arch_of(model).layers) - 1]
     trained = parts.embedded_layers(model)
     if trained and random.random() < 0.7:
         return list(trained)
@@ -91,7 +94,8 @@ def _features(random: Random, model: str) -> list[int]:
 
 def draw_run(random: Random, target: dict[str, Any], device: str) -> dict[str, Any]:
     kinds = ["none", "ngram", "ngram", "model", "model", "noise", "wild"]
-    drafter = random.choice(kinds + ["eagle3"] * 3 * bool(target["features"]))
+    fed = {0: [], 1: ["assistant"] * 3}.get(len(target["features"]), ["eagle3"] * 3)
+    drafter = random.choice(kinds + fed)
     run: dict[str, Any] = {
         "drafter": drafter,
         "k": random.choice([1, 2, 4, random.randint(0, target["k"]), target["k"]]),
@@ -118,7 +122,16 @@ def _draft(random: Random, drafter: str, target: dict[str, Any]) -> dict[str, An
         return {"lengths": [low, low + random.randint(0, 4)]}
     if drafter == "model":
         return {"draft": _draft_model(random, target)}
+    if drafter == "assistant":
+        return {"assistant": _assistant(random, target)}
     return {"head": _head(random, target)} if drafter == "eagle3" else {}
+
+
+def _assistant(random: Random, target: dict[str, Any]) -> dict[str, Any]:
+    vocab = parts.arch_of(target["model"]).vocab
+    clusters = random.choice([None, None, [16, random.randint(1, 16)]])
+    drafts = None if clusters else random.choice([None, 7, vocab // 2])
+    return {"clusters": clusters, "drafts": drafts, "ahead": random.choice([0, 1, 1])}
 
 
 def _shorter(random: Random, longest: int) -> int:

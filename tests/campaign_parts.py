@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from drafters import registry
+from drafters.assistant.kind import AssistantDraft
+from drafters.assistant.spec import Clusters, random_assistant, released_size
 from drafters.eagle3 import embedded
 from drafters.eagle3.files import load_head
 from drafters.eagle3.kind import EagleDraft
@@ -130,7 +132,9 @@ class Bench:
             same = {n: self.given[n] for n in ("backend", "device", "slots") if n in self.given}
             model = load(run["draft"] | same, draft=True)
             return placed_model(model, self.target, speculation.greedy)
-        if "head" in run:
+        if "assistant" in run:
+            draft = _assistant_draft(self.target.arch, run["assistant"], speculation.greedy)
+        elif "head" in run:
             draft = EagleDraft(self._head(run["head"]), speculation.greedy)
         else:
             draft = registry.find(speculation.drafter).read(
@@ -144,6 +148,19 @@ class Bench:
             return head._replace(spec=replace(head.spec, max_position=given["max_position"]))
         arch, layers = self.target.arch, tuple(self.given["features"])
         return random_head(HeadSpec(hidden=arch.hidden, vocab=arch.vocab, layers=layers, **given))
+
+
+def _assistant_draft(arch: Arch, given: dict[str, Any], greedy: bool) -> AssistantDraft:
+    """A small random one, of either kind of head."""
+    spec = released_size(arch)
+    layers = tuple(replace(layer, ffw=96) for layer in spec.arch.layers)
+    clusters = Clusters(*given["clusters"]) if given["clusters"] else None
+    small = replace(spec.arch, hidden=64, layers=layers)
+    made = random_assistant(replace(spec, arch=small, clusters=clusters))
+    count = given["drafts"]
+    ids = None if count is None else np.arange(count) * arch.vocab // count
+    last = len(arch.layers) - 1
+    return AssistantDraft(made._replace(target_ids=ids), (last,), given["ahead"], greedy)
 
 
 def sequence(request: dict[str, Any], vocab: int) -> Sequence:

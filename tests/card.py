@@ -13,7 +13,7 @@ from targets.cuda.inputs import Input, make_input, make_narrow_input
 from targets.cuda.kernels import Kernels
 from targets.cuda.ops import Linear
 from targets.cuda.params import quantise_fp8
-from targets.cuda.tiles import ACTIVATION_SCALE
+from targets.cuda.tiles import ACTIVATION_SCALE, EIGHTHS, padded_inputs
 
 KINDS = {"fp8", "w8a8", "bf16"}
 
@@ -45,29 +45,40 @@ def random_weight(
     return Weight(ops.pack(values, scale, kind, layout), values, scale)
 
 
-def as_input(x: torch.Tensor, kind: str) -> Input:
-    """x [M, k] in the layout and dtype that a weight of this kind reads."""
+def groups_of(layout: str) -> int:
+    """k groups by which a weight's inputs are ordered or scaled."""
+    return EIGHTHS if layout == "row_parallel" else 1
+
+
+def as_input(x: torch.Tensor, kind: str, layout: str = "plain", groups: int | None = None) -> Input:
+    """x [M, k] as a weight of this kind and layout reads it. groups: of a part of a row_parallel
+    weight, which has fewer."""
     m, k = x.shape
     if kind == "w8a8":
-        return _narrow_input(x)
-    made = make_input(m, k, x.device)
+        return _narrow_input(x, groups or groups_of(layout))
+    made = make_input(m, k, x.device, groups or groups_of(layout))
     blocks, _, block, _ = made.data.shape
     values = (x / ACTIVATION_SCALE).half() if kind == "fp8" else x.bfloat16()
     rows = values.new_zeros((blocks * block, made.k_blocks * 32))
     rows[:m, :k] = values
     data = rows.view(blocks, block, made.k_blocks, 32).transpose(1, 2)
+    if block < WIDE_FROM and made.k_groups > 1:  # the groups' first blocks, their second ones ...
+        data = data.unflatten(1, (made.k_groups, -1)).transpose(1, 2).flatten(1, 2)
     if block >= WIDE_FROM:  # pairs of features: [pair of 4, token, quad of 4, 2]
         data = data.unflatten(-1, (4, 4, 2)).permute(0, 1, 4, 2, 3, 5)
     return replace(made, data=data.contiguous().view(torch.int16).view(made.data.shape))
 
 
-def _narrow_input(x: torch.Tensor) -> Input:
-    values, scale = quantise_fp8(x)
-    made = make_narrow_input(*x.shape, x.device)
+def _narrow_input(x: torch.Tensor, groups: int) -> Input:
+    made = make_narrow_input(*x.shape, x.device, groups)
     blocks, k_blocks, block, _ = made.data.shape
+    padded = x.new_zeros((len(x), padded_inputs(x.shape[1], groups)))
+    padded[:, : x.shape[1]] = x
+    values, scale = quantise_fp8(padded.unflatten(1, (groups, -1)))
     rows = made.data.new_zeros((blocks * block, k_blocks * 32))
-    rows[: len(x), : x.shape[1]] = values.view(torch.uint8)
+    rows[: len(x), : padded.shape[1]] = values.flatten(1).view(torch.uint8)
     data = rows.view(blocks, block, k_blocks, 4, 2, 4).permute(0, 2, 4, 1, 3, 5)
+    scale = (scale.T / ACTIVATION_SCALE).contiguous()
     return replace(made, data=data.reshape(made.data.shape).contiguous(), scale=scale)
 
 
@@ -76,9 +87,12 @@ def rows_of(x: Input, k: int, kind: str) -> torch.Tensor:
     if kind == "w8a8":
         assert x.scale is not None
         parts = x.data.view(*x.data.shape[:2], 2, x.block, 4, 4).permute(0, 3, 1, 4, 2, 5)
-        rows = parts.reshape(-1, x.k_blocks * 32)[: x.rows, :k].contiguous()
-        return rows.view(torch.float8_e4m3fn).float() * x.scale[:, None]
+        rows = parts.reshape(-1, x.k_blocks * 32)[: x.rows].contiguous().view(torch.float8_e4m3fn)
+        apart = rows.float().unflatten(1, (len(x.scale), -1)) * x.scale.T[..., None]
+        return apart.flatten(1)[:, :k] * ACTIVATION_SCALE
     data = x.data.view(torch.float16 if kind == "fp8" else torch.bfloat16)
+    if x.block < WIDE_FROM and x.k_groups > 1:
+        data = data.unflatten(1, (-1, x.k_groups)).transpose(1, 2).flatten(1, 2)
     if x.block >= WIDE_FROM:
         parts = data.view(*data.shape[:2], 4, x.block, 4, 2)
         data = parts.permute(0, 1, 3, 4, 2, 5).flatten(-3)
@@ -86,12 +100,12 @@ def rows_of(x: Input, k: int, kind: str) -> torch.Tensor:
     return rows.float() * ACTIVATION_SCALE if kind == "fp8" else rows.float()
 
 
-def rounded(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """x as a weight of this kind sees it, in float64."""
+def rounded(x: torch.Tensor, kind: str, layout: str = "plain") -> torch.Tensor:
+    """x as a weight of this kind and layout sees it, in float64."""
     if kind == "fp8":
         return (x.float() / ACTIVATION_SCALE).half().double() * ACTIVATION_SCALE
     if kind == "w8a8":
-        return as_e4m3(x.float()).double()
+        return as_e4m3(x.float(), groups_of(layout)).double()
     return x.float().bfloat16().double()
 
 
@@ -118,3 +132,47 @@ class Differences:
 
 def one_layer(arch: Arch, index: int) -> Arch:
     return replace(arch, layers=(arch.layers[index],))
+
+
+def outputs(
+    ops: Kernels, weight: Weight, layout: str, x: torch.Tensor, inputs: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What a linear layer, named as in `linears`, makes of x [M, k], in plain order. inputs [M, n]:
+    of a layer with inputs of its own."""
+    packed, kind = weight.packed, weight.packed.kind
+    given = as_input(x, kind, layout)
+    if layout == "gated":
+        return rows_of(ops.gated(given, packed, kind), packed.n // 2, kind)
+    if layout == "per layer":
+        assert inputs is not None
+        made = ops.gated_per_layer(given, packed, inputs, 0, "bf16")
+        return rows_of(made, packed.n, "bf16")
+    if layout == "head":
+        return ops.head(given, packed, ops.arch.softcap)
+    return ops.linear(given, packed)
+
+
+def stored(layout: str) -> str:
+    """As a weight's own layout."""
+    return layout if layout in ("gated", "row_parallel") else "plain"
+
+
+def linears(arch: Arch, wide: str) -> dict[tuple[int, int, str, str], None]:
+    """n, k, kind, layout of every skinny GEMM; the head and what stays wide are bf16 always."""
+    found: dict[tuple[int, int, str, str], None] = {}
+    for layer in arch.layers:
+        own = 0 if layer.kv_from is not None else 1 if layer.k_eq_v else 2
+        width = layer.heads * layer.head_dim
+        qkv = width + own * layer.kv_heads * layer.head_dim
+        found[qkv, arch.hidden, wide, "plain"] = None
+        found[arch.hidden, width, wide, "row_parallel"] = None
+        found[2 * layer.ffw, arch.hidden, wide, "gated"] = None
+        found[arch.hidden, layer.ffw, wide, "row_parallel"] = None
+        if layer.moe:
+            found[layer.moe.experts, arch.hidden, "bf16", "plain"] = None
+    if arch.per_layer_input:
+        found[arch.per_layer_input, arch.hidden, "bf16", "per layer"] = None
+        found[arch.hidden, arch.per_layer_input, "bf16", "plain"] = None
+        found[len(arch.layers) * arch.per_layer_input, arch.hidden, "bf16", "plain"] = None
+    found[arch.vocab, arch.hidden, "bf16", "head"] = None
+    return found

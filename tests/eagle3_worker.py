@@ -16,15 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from drafters.frequency import draft_vocabulary
 from targets.arch import Arch, parse_arch
 from targets.jax.params import Params, init_params
 from tests.tiny import VOCAB, config_of
-from training.eagle3 import Trainer
 from training.feature_cache import CacheLayout, FeatureCache, Read, joined, with_states
 from training.packing import PackedRows, pack
 from training.recipe import HeadShape, Rates, Recipe, spec_for
 from training.teacher import TeacherOutput, read, teach
-from training.vocabulary import count_generated, draft_vocabulary
+from training.trainer import Trainer
+from training.vocabulary import count_generated
 
 SHAPE = HeadShape(ffw=64, heads=4, kv_heads=2, head_dim=16, draft_vocab=200, max_position=512)
 RECIPE = Recipe(

@@ -1,7 +1,7 @@
 """Run by test_hosts.py, alone or as one of two processes: a tiny model's text over four devices.
 
 `python -m tests.hosts_worker FOLDER [PORT PROCESS]` prints one JSON line: plain, in the host loop,
-and, where there are two, with guesses of two drafters in the device loop.
+and, where there are two, with guesses of three drafters in the device loop.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import jax
 
+from drafters.assistant.jax.drafter import AssistantDrafter, PlacedAssistant
+from drafters.assistant.spec import random_assistant, released_size
 from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.jax.snapshots import EagleSnapshots
 from drafters.eagle3.spec import random_head
@@ -52,7 +54,18 @@ def main(folder: Path, port: str = "", process: str = "") -> None:
         drafter = EagleDrafter(head, target, K)
         said["eagle3"] = texts(target, drafter, device_loop(target, drafter, K))
         said["warm"] = warm(target, drafter)
+        said["assistant"] = assisted(folder, replace(options, features=(3,)))
     print(json.dumps(said), flush=True)
+
+
+def assisted(folder: Path, options: JaxOptions) -> list[list[int]]:
+    """Drafted by an assistant of the target's own width."""
+    target = load_target(folder, options)
+    spec = released_size(target.arch)
+    layers = tuple(replace(layer, ffw=32) for layer in spec.arch.layers)
+    made = random_assistant(replace(spec, arch=replace(spec.arch, hidden=48, layers=layers)))
+    drafter = AssistantDrafter(PlacedAssistant(made, target, 1, False, False), K)
+    return texts(target, drafter, device_loop(target, drafter, K))
 
 
 def warm(target: JaxTarget, drafter: EagleDrafter) -> list:

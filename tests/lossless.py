@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from drafters.assistant.jax.drafter import AssistantDrafter, PlacedAssistant
+from drafters.assistant.spec import Clusters, random_assistant, released_size
 from drafters.eagle3 import embedded
 from drafters.eagle3.files import load_head
 from drafters.eagle3.jax.drafter import EagleDrafter
@@ -232,6 +234,26 @@ def head_for(path, max_position=MAX_LEN):
         max_position=max_position,
     )
     return random_head(spec)
+
+
+def check_assistant(path, mode, slots, ks, tokens=TOKENS):
+    """A random one of each kind of head: both loops say the same, and guess the same."""
+    first, arch = prompts_for(read_arch(path).vocab)[:slots], read_arch(path)
+    options = replace(options_of(path, slots), features=(len(arch.layers) - 1,))
+    target, spec = load_target(path, options), released_size(arch)
+    layers = tuple(replace(layer, ffw=64) for layer in spec.arch.layers)
+    small = replace(spec.arch, hidden=32, layers=layers)
+    run = partial(decode, target, mode=mode, tokens=tokens, prompts=first)
+    plain, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0))
+    for clusters in (None, Clusters(16, 4)):
+        made = random_assistant(replace(spec, arch=small, clusters=clusters))
+        placed = PlacedAssistant(made, target, 1, False, False)
+        for k in ks:
+            drafter = AssistantDrafter(placed, k)
+            output, acceptance = run(drafter, host_cycle(target, drafter, k))
+            again, device_acceptance = run(drafter, device_loop(target, drafter, k))
+            assert output == again == plain, (path.name, mode, slots, k)
+            assert acceptance == device_acceptance
 
 
 def check_eagle3(path, mode, slots, ks, tokens=TOKENS, max_position=MAX_LEN):

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
 
+from drafters.assistant.jax.drafter import AssistantDrafter, PlacedAssistant
 from drafters.ngram.host import NgramDrafter
 from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
@@ -26,6 +28,7 @@ from targets.jax.device_drafter import TextDrafter
 from targets.jax.device_loop import device_loop
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.target import JaxTarget
+from tests.assistants import assistant_for
 from tests.tiny import VARIANTS, write_tiny
 
 SPLITS = (1, 2, 4, 8)
@@ -72,16 +75,33 @@ def main(root: Path, variants: list[str]) -> None:
         config |= {"layer_types": LAYERS} | shared
         write_tiny(root / variant, variant)
         for tp in splits_of(variant):
+            features = (len(LAYERS) - 1,) if variant == "31b" else ()
             options = JaxOptions(slots=2, max_len=64, k=K, tp=tp, mapped=False, chunk=8)
-            target = load_target(root / variant, options)
+            target = load_target(root / variant, replace(options, features=features))
             found = target.params.segments[0][0] | target.params.top
             parts = {name: split_in(found[name]) for name in SPLIT_OR_NOT if name in found}
             thorough = variant == "31b"
             ways = every_way(target, thorough or tp == SPLITS[-1], thorough and tp == SPLITS[-1])
             line = {"variant": variant, "tp": tp, "parts": parts, "texts": ways}
+            if features and tp in (SPLITS[0], SPLITS[-1]):
+                line["guesses"] = guesses(target, root / variant)
             print(json.dumps(line), flush=True)
     if "31b" in variants:
         in_blocks_of_int8(root / "31b")
+
+
+def guesses(target: JaxTarget, path: Path) -> list[int]:
+    """An assistant's, of half as many query heads as the target: with as many devices, a K/V head
+    is cached more often than it is asked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(VARIANTS["31b"], "num_attention_heads", 4)
+        assistant = assistant_for(path, "31b")
+    drafter = AssistantDrafter(PlacedAssistant(assistant, target, 1, False, False), K)
+    seq = Sequence([9, 4, 7, 5, 8, 6], Sampling(0.8, seed=7), slot=0)
+    step = target.prefill(seq, 0, seq.prompt_len)
+    drafter.prefill(seq, 0, seq.prompt_len, step)
+    seq.tokens.append(int(step.chosen[0, 0]))
+    return drafter.propose([seq], K)[0].tolist()
 
 
 def splits_of(variant: str) -> tuple[int, ...]:

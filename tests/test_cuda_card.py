@@ -6,18 +6,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from targets.arch import Arch, released
+from targets.arch import released
 from targets.cuda.kernels import Kernels
 from tests.card import (
     KINDS,
     Differences,
-    as_input,
     error,
+    linears,
     one_layer,
+    outputs,
     randn,
     random_weight,
     rounded,
-    rows_of,
+    stored,
 )
 
 pytestmark = pytest.mark.gpu
@@ -32,27 +33,6 @@ STORED = {"fp8": 2**-11, "bf16": 2**-8, "w8a8": 2**-5}
 MODELS = ["gemma-4-31b", "gemma-4-12b", "gemma-4-26b-a4b", "gemma-4-e4b"]
 
 
-def linears(arch: Arch, wide: str) -> dict[tuple[int, int, str, str], None]:
-    """n, k, kind, layout of every skinny GEMM; the head and what stays wide are bf16 always."""
-    found: dict[tuple[int, int, str, str], None] = {}
-    for layer in arch.layers:
-        own = 0 if layer.kv_from is not None else 1 if layer.k_eq_v else 2
-        width = layer.heads * layer.head_dim
-        qkv = width + own * layer.kv_heads * layer.head_dim
-        found[qkv, arch.hidden, wide, "plain"] = None
-        found[arch.hidden, width, wide, "plain"] = None
-        found[2 * layer.ffw, arch.hidden, wide, "gated"] = None
-        found[arch.hidden, layer.ffw, wide, "plain"] = None
-        if layer.moe:
-            found[layer.moe.experts, arch.hidden, "bf16", "plain"] = None
-    if arch.per_layer_input:
-        found[arch.per_layer_input, arch.hidden, "bf16", "per layer"] = None
-        found[arch.hidden, arch.per_layer_input, "bf16", "plain"] = None
-        found[len(arch.layers) * arch.per_layer_input, arch.hidden, "bf16", "plain"] = None
-    found[arch.vocab, arch.hidden, "bf16", "head"] = None
-    return found
-
-
 @pytest.mark.parametrize("wide", ["fp8", "w8a8", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_skinny_gemm(name, wide):
@@ -60,20 +40,12 @@ def test_every_skinny_gemm(name, wide):
     arch = released(name)
     ops = Kernels(one_layer(arch, 0), 128, torch.bfloat16, KINDS)
     for n, k, kind, layout in linears(arch, wide):
-        weight = random_weight(ops, (n, k), kind, "gated" if layout == "gated" else "plain")
+        weight = random_weight(ops, (n, k), kind, stored(layout))
         extra = randn(MORE[-1], n, seed=9) if layout == "per layer" else None
 
-        def call(x: torch.Tensor, first: int, w=weight, layout=layout, kind=kind, extra=extra):
-            given = as_input(x, kind)
-            if layout == "gated":
-                return rows_of(ops.gated(given, w.packed, kind), w.packed.n // 2, kind)
-            if extra is not None:
-                inputs = extra[first : first + len(x)]
-                made = ops.gated_per_layer(given, w.packed, inputs, 0, "bf16")
-                return rows_of(made, w.packed.n, "bf16")
-            if layout == "head":
-                return ops.head(given, w.packed, arch.softcap)
-            return ops.linear(given, w.packed)
+        def call(x: torch.Tensor, first: int, w=weight, layout=layout, extra=extra):
+            own = None if extra is None else extra[first : first + len(x)]
+            return outputs(ops, w, layout, x, own)
 
         same = Differences()
         for seed in range(3):
@@ -88,7 +60,7 @@ def test_every_skinny_gemm(name, wide):
                 same.check(call(torch.cat([x, x, x, x])[:m], 0)[:MOST], whole[:m])
         assert same.none(), (n, k, kind, layout, int(same.count))
         few = 4
-        exact = weight.times(rounded(x[:few], kind))
+        exact = weight.times(rounded(x[:few], kind, layout))
         if layout == "gated":
             left, right = exact.chunk(2, -1)
             exact = F.gelu(left, approximate="tanh") * right
@@ -96,7 +68,7 @@ def test_every_skinny_gemm(name, wide):
             exact = F.gelu(exact, approximate="tanh") * extra[:few].double()
         elif layout == "head":
             exact = arch.softcap * torch.tanh(exact / arch.softcap)
-        stored = layout in ("gated", "per layer")  # in 16 bits, for the next weight
-        limit = (STORED if stored else SUMS)[kind]
+        narrow = layout in ("gated", "per layer")  # in 16 bits, for the next weight
+        limit = (STORED if narrow else SUMS)[kind]
         assert error(whole[:few], exact) <= limit, (n, k, kind, layout)
         del weight, exact

@@ -59,7 +59,7 @@ def engine_of(drafter: str, k: int, slots: int):
     return make_engine(load_model(model, speculation), speculation)
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "eagle3"])
+@pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
 def test_no_prediction_changes_a_token_and_a_good_one_saves_cycles(drafter):
     check_predictions(engine_of(drafter, 4, 3), plain("fp8"))
 

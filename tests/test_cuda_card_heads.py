@@ -13,9 +13,10 @@ import torch.nn.functional as F
 
 from drafters.eagle3.cuda.head import HeadModel, arch_of, place
 from drafters.eagle3.cuda.kernels import DraftKernels
-from drafters.eagle3.cuda.ops import DraftLayout, DraftReference, PairNorms, Pending, Vocabulary
+from drafters.eagle3.cuda.ops import DraftLayout, DraftReference, PairNorms, Pending
 from drafters.eagle3.spec import random_head
 from specdec.core.types import NO_GUESS, Sampling
+from targets.cuda.guessing import Vocabulary
 from targets.cuda.ops import Closing, Opening, Rows
 from targets.cuda.sampling import blank_table
 from targets.sampling_params import Rules, set_row

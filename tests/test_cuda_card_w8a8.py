@@ -9,7 +9,7 @@ from targets.arch import released
 from targets.cuda.formulas import as_e4m3, rms
 from targets.cuda.kernels import Kernels
 from targets.cuda.ops import Closing, Opening
-from targets.cuda.tiles import ACTIVATION_SCALE
+from targets.cuda.tiles import ACTIVATION_SCALE, EIGHTHS
 from targets.cuda.w8a8 import W8A8
 from tests.card import KINDS, Differences, as_input, error, one_layer, randn, random_weight, rows_of
 
@@ -30,7 +30,7 @@ def test_rows_become_inputs(ops, k):
     x = randn(ROWS[-1], k) * torch.logspace(-3, 4, ROWS[-1], device="cuda")[:, None]
     x[3] = 0.0
     rows = (x / ACTIVATION_SCALE).half()
-    exact = as_e4m3(rows.float()) * ACTIVATION_SCALE
+    exact = as_e4m3(rows.float(), EIGHTHS) * ACTIVATION_SCALE
     for m in ROWS:
         assert torch.equal(rows_of(narrow.quantise(rows[:m]), k, "w8a8"), exact[:m]), m
 
@@ -57,20 +57,20 @@ def test_norms_become_inputs(ops, hidden):
 @pytest.mark.parametrize("shape", [(5376, 8192), (5376, 21504), (18432, 5376), (43008, 5376)])
 def test_long_calls(ops, shape):
     """In blocks of 128 and 256 tokens: the same rows at other places."""
-    layout = "gated" if shape[0] > 40000 else "plain"
+    layout = {43008: "gated", 5376: "row_parallel"}.get(shape[0], "plain")
     weight = random_weight(ops, shape, "w8a8", layout)
     x, same = randn(ROWS[-1], shape[1]), Differences()
 
     def call(rows: torch.Tensor) -> torch.Tensor:
-        given = as_input(rows, "w8a8")
-        if layout == "plain":
+        given = as_input(rows, "w8a8", layout)
+        if layout != "gated":
             return ops.linear(given, weight.packed)
         return rows_of(ops.gated(given, weight.packed, "w8a8"), shape[0] // 2, "w8a8")
 
     whole = call(x)
     if shape[0] == ops.arch.hidden:
         h, ones = torch.zeros_like(whole), torch.ones_like(whole[0])
-        branch = ops.branch(as_input(x, "w8a8"), weight.packed)
+        branch = ops.branch(as_input(x, "w8a8", layout), weight.packed)
         ops.norm(h, Opening(None, "bf16"), Closing(branch, ones))
         assert error(h, rms(whole, ones, ops.arch.eps).double()) < 1e-5
     for m in ROWS:

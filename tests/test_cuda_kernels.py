@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import drafters
+from drafters.assistant.cuda.kernels import assistant_variants
+from drafters.assistant.spec import released_size
 from drafters.eagle3.cuda.head import arch_of
 from drafters.eagle3.cuda.kernels import draft_variants
 from drafters.eagle3.spec import sized
@@ -23,15 +25,16 @@ from targets.cuda.inputs import BLOCKS, NARROW_BLOCKS
 from targets.cuda.launch import Variant, cached_binary, compile_variant
 from targets.cuda.ops import Linear
 from targets.cuda.variants import variants as target_variants
+from tests.card import linears
 
 RELEASED = sorted(file.stem for file in Path(arch.__file__).with_name("released").glob("*.json"))
 DRAFTERS = Path(drafters.__file__).parent
 FOLDERS = (launch.SOURCES, *DRAFTERS.glob("**/sources"))
 FILES = {file.stem: folder for folder in FOLDERS for file in folder.glob("*.cu")}
 DTYPES = {"fp8": torch.float8_e4m3fn, "w8a8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
-LAYOUTS = ["plain", "gated", "experts", "experts_gated"]
+LAYOUTS = ["plain", "row_parallel", "gated", "experts", "experts_gated"]
 MADE = [(kind, layout) for kind in ("fp8", "bf16") for layout in LAYOUTS]
-MADE += [("w8a8", "plain"), ("w8a8", "gated")]
+MADE += [("w8a8", "plain"), ("w8a8", "gated"), ("w8a8", "row_parallel")]
 
 
 def variants() -> set[Variant]:
@@ -40,7 +43,13 @@ def variants() -> set[Variant]:
     archs += [read_arch(mini.path(name)) for name in ("mini", "mini-e")]
     decoding = [target_variants(a, kv8, set(DTYPES)) for a in archs for kv8 in (0, 1)]
     heads = [draft_variants(arch_of(sized(a)), {"fp8", "bf16"}) for a in archs]
-    return prefill_launch.variants().union({LOOKUP}, *decoding, *heads)
+    drafters = [
+        assistant_variants(s.arch, kv8, {"fp8", "bf16"})
+        for a in archs
+        for kv8 in (0, 1)
+        for s in [released_size(a)]
+    ]
+    return prefill_launch.variants().union({LOOKUP}, *decoding, *heads, *drafters)
 
 
 def needed(file: str) -> list[Variant]:
@@ -103,8 +112,6 @@ processors = st.sampled_from([2, 5, 132])
 shapes = st.tuples(
     st.integers(1, 900), st.one_of(st.integers(1, 250), st.integers(1, 32).map(lambda k: 8 * k))
 ).map(lambda shape: (shape[0], 8 * shape[1]))
-wide = st.sampled_from(["fp8", "bf16"])
-"""Kinds with inputs of 16 bits."""
 made = st.sampled_from(MADE)
 
 
@@ -119,7 +126,9 @@ def draw(
     values = raw.flatten(2).view(DTYPES[kind])
     if not layout.startswith("experts"):
         values = values[0]
-    return Linear(n, k, kind, tiles.tile(values, kind, layout, processors), None, layout), raw
+    groups = tiles.k_groups(n, layout)
+    data = tiles.tile(values, kind, layout, groups, processors)
+    return Linear(n, k, kind, data, None, layout, groups), raw
 
 
 @settings(max_examples=60, deadline=None)
@@ -138,7 +147,7 @@ def test_every_value_is_where_the_kernels_look(shape, made, processors):
     weight, raw = draw(shape, kind, layout, processors)
     row, column = torch.arange(weight.n)[:, None], torch.arange(weight.k)
     if layout.endswith("gated"):  # one warp holds both halves of a feature
-        half, together = weight.n // 2, tiles.GATE_ROWS[kind]
+        half, together = weight.n // 2, tiles.GATE_ROWS[layout]
         place = (row % half // together * 2 + row // half) * together + row % half % together
         tile, row = place // 16, place % 16
     else:
@@ -164,51 +173,73 @@ def _in_gemm(
     weight: Linear, plan: tiles.Schedule, tile: torch.Tensor, block: torch.Tensor
 ) -> torch.Tensor:
     owner, mine = tile // plan.tiles, tile % plan.tiles
-    step, part = block // (plan.k_groups * plan.depth), block % (plan.k_groups * plan.depth)
-    steps = (owner // plan.ctas * plan.steps + step) * plan.ctas + owner % plan.ctas
-    warp = part // plan.depth * plan.row_groups + mine // plan.wide
+    each = plan.steps * plan.depth  # blocks of a k group: contiguous, or every k_groups-th
+    group, part = block % plan.k_groups, block // plan.k_groups
+    if weight.layout == "row_parallel":
+        group, part = block // each, block % each
+    steps = (owner // plan.ctas * plan.steps + part // plan.depth) * plan.ctas + owner % plan.ctas
+    warp = group * plan.row_groups + mine // plan.wide
     before = (warp * plan.depth + part % plan.depth) * plan.wide + mine % plan.wide
     return steps * plan.step_bytes(weight.kind) + before * tiles.TILE_BYTES[weight.kind]
 
 
 def _in_moe(weight: Linear, tile: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    blocks = tiles.padded_inputs(weight.k) // 32
+    blocks = tiles.expert_inputs(weight.k) // 32
     return ((tile // 2 * blocks + block) * 2 + tile % 2) * tiles.TILE_BYTES[weight.kind]
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.integers(1, 300_000), st.integers(1, 30_000), st.booleans(), st.integers(1, 160))
-def test_a_schedule_of_e4m3_covers_the_weight_and_fits_the_machine(n, k, gated, processors):
-    n *= 2 if gated else 1
-    plan = tiles.w8a8_schedule(n, k, gated, processors)
-    needed = -(-(n // 2) // 8) if gated else -(-n // 16)
-    assert (plan.ctas - 1) * plan.passes * plan.tiles < needed
-    assert needed <= plan.ctas * plan.passes * plan.tiles
-    assert plan.steps * plan.k_groups * plan.depth * 32 == tiles.padded_inputs(k) >= k
-    assert plan.row_groups == plan.tiles <= tiles.TILES_PER_CTA and plan.wide == 1
-    assert plan.ctas * plan.k_groups <= processors
-    assert plan.k_groups == 1 or not gated and n % 4 == 0  # sums are added in quads of a row
-    for block in NARROW_BLOCKS:
-        for together in (1, 2) if plan.passes % 2 == 0 and block <= w8a8.AT_ONCE else (1,):
-            stages, shared = w8a8.ring(plan, block, together)
-            assert stages >= 2 and shared <= launch.SHARED_LIMIT
-            assert w8a8.threads(plan, block, together) <= 512
+@st.composite
+def weights(draw) -> tuple[int, int, str]:
+    """n, k and layout."""
+    layout = draw(st.sampled_from(["plain", "row_parallel", "gated"]))
+    n = draw(st.integers(1, 300_000)) * (2 if layout == "gated" else 1)
+    return n, draw(st.integers(1, 30_000)), layout
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 300_000), st.integers(1, 30_000), wide, st.booleans(), st.integers(1, 160))
-def test_a_schedule_covers_the_weight_and_fits_the_machine(n, k, kind, gated, processors):
-    n *= 2 if gated else 1
-    plan = tiles.schedule(n, k, kind, gated, processors)
-    needed = 2 * -(-(n // 2) // 16) if gated else -(-n // 16)
+@given(weights(), st.sampled_from(["fp8", "bf16"]), st.integers(1, 160))
+def test_a_schedule_covers_the_weight_and_fits_the_machine(weight, kind, processors):
+    (n, k, layout), groups = weight, tiles.k_groups(weight[0], weight[2])
+    plan = tiles.schedule(n, k, kind, layout, groups, processors)
+    needed = -(-(n // 2) // 8) if layout == "gated" else -(-n // 16)
     assert (plan.ctas - 1) * plan.passes * plan.tiles < needed
     assert needed <= plan.ctas * plan.passes * plan.tiles
-    assert plan.steps * plan.k_groups * plan.depth * 32 == tiles.padded_inputs(k) >= k
-    assert plan.row_groups * plan.wide == plan.tiles and plan.wide == 2 or not gated
+    stored = plan.steps * plan.k_groups * plan.depth * 32
+    assert tiles.padded_inputs(k) >= stored == tiles.padded_inputs(k, groups) >= k
+    assert plan.row_groups * plan.wide == plan.tiles and plan.k_groups == groups
     assert plan.ctas <= processors and plan.warps <= tiles.WARPS[plan.wide]
-    assert plan.k_groups == 1 or plan.passes == 1  # sums of k groups take the ring's place
     for block in BLOCKS:
         ring = gemm.few_stages if block in gemm.FEW else gemm.many_stages
         stages, shared = ring(plan, kind, block)
         assert stages >= 2 and shared <= launch.SHARED_LIMIT
         assert gemm.many_threads(plan, block) <= (16 if block == 128 else 13) * 32  # wide.cu's
+
+
+@settings(max_examples=300, deadline=None)
+@given(weights(), st.integers(1, 160), st.sampled_from(NARROW_BLOCKS), st.integers(1, 16))
+def test_shares_of_e4m3_cover_the_weight_and_fit_the_kernel(weight, processors, block, blocks):
+    n, k, layout = weight
+    plan = tiles.schedule(n, k, "w8a8", layout, tiles.k_groups(n, layout), processors)
+    apart = layout == "row_parallel"
+    block = min(block, w8a8.AT_ONCE) if apart else block
+    own = w8a8.share_out(plan, apart, block, blocks, processors)
+    assert own.runs * own.run == plan.ctas * plan.passes * plan.row_groups
+    assert plan.k_groups % own.share == 0
+    assert own.take * plan.wide <= w8a8.WARPS * own.together
+    assert own.together == 1 or block <= w8a8.AT_ONCE
+    stages, shared = w8a8.ring(plan, own, block)
+    assert stages >= 2 and shared <= launch.SHARED_LIMIT
+    assert w8a8.threads(plan, own, block) <= 512
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_sums_know_no_machine(name):
+    """k groups, and where they are cut, are the same wherever a weight is dealt; what is cut along
+    k has eight, for 2, 4 and 8 devices."""
+    for n, k, kind, layout in linears(released(name), "fp8"):
+        stored = layout if layout in ("gated", "row_parallel") else "plain"
+        groups = tiles.k_groups(n, stored)
+        plans = [tiles.schedule(n, k, kind, stored, groups, p) for p in (78, 114, 132, 144)]
+        assert len({(plan.k_groups, plan.steps * plan.depth) for plan in plans}) == 1
+        if layout == "row_parallel":
+            assert groups == tiles.EIGHTHS

@@ -11,19 +11,21 @@ from pathlib import Path
 
 import pytest
 
+import drafters.assistant.cuda
 import drafters.eagle3.cuda
 import drafters.ngram
 import targets.cuda
 
-PACKAGES = (targets.cuda, drafters.eagle3.cuda, drafters.ngram)
+PACKAGES = (targets.cuda, drafters.assistant.cuda, drafters.eagle3.cuda, drafters.ngram)
 """Who launches kernels."""
 FOLDERS = [Path(p.__file__ or "").parent / n for p in PACKAGES for n in ("kernels", "sources")]
 SOURCES = {file.name: file for folder in FOLDERS for file in folder.glob("*.cu*")}
 MIRRORS = {
     "attention._AttentionJob": "attention.cuh Job",
     "sampler._SampleJob": "sample.cu Job",
-    "kernels._Guess": "draft_sample.cu Job",
+    "guessing._Guess": "guess.cu Job",
     "kernels._Pair": "inputs.cu Pair",
+    "kernels._Beside": "steps.cu Beside",
     "experts._ExpertsJob": "moe.cu Job",
     "kernels.Embed": "hidden.cuh Embed",
     "norms._Join": "norm.cu Join",

@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from drafters.eagle3.spec import default_layers
+from drafters.frequency import draft_vocabulary
 from specdec.core.errors import UserError
 from targets import mini
 from targets.arch import read_arch, released
 from tests.eagle3_worker import RECIPE, SHAPE, STOPS, answers, target
-from training.eagle3 import contract_of, sign
 from training.packing import PADDING, pack, rows_of_step
 from training.recipe import read_recipe, spec_for
+from training.trainer import contract_of, sign
 from training.unroll import masks
-from training.vocabulary import coverage, draft_vocabulary
+from training.vocabulary import coverage
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

@@ -16,19 +16,20 @@ import numpy as np
 import pytest
 
 from drafters.eagle3.files import load_head, save_flat
+from drafters.frequency import draft_vocabulary
 from specdec.core.errors import UserError
 from targets import mini
 from targets.arch import read_arch
 from tests import cheap
 from tests.commands import refused
 from tests.eagle3_worker import RECIPE, SHAPE, STOPS, VOCAB, answers, made_up, target, trainer
-from training.eagle3 import contract_of, initial_state, sign
 from training.packing import pack
 from training.real_acceptance import Live, prompts_of
 from training.recipe import spec_for
 from training.throughput import measure
 from training.trained import trained_head
-from training.vocabulary import count_generated, draft_vocabulary
+from training.trainer import contract_of, initial_state, sign
+from training.vocabulary import count_generated
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 

@@ -24,9 +24,9 @@ from tests.distil_worker import source
 from tests.eagle3_worker import RECIPE, answers, cache_of, trainer
 from training import feature_cache
 from training.distil import FEATURES, claim, target_hash
-from training.eagle3 import Trainer
 from training.feature_cache import CacheLayout, FeatureCache, joined, with_states
 from training.packing import pack, rows_of_step
+from training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 

@@ -46,7 +46,7 @@ def test_two_processes_say_what_one_says_in_either_loop(worded):
     port, worker = free_port(), ("tests.hosts_worker", str(worded))
     (alone,) = answers(python(4, *worker))
     assert [len(tokens) for tokens in alone["host"]] == [26, 28]  # a seeded text, a greedy one
-    both = dict.fromkeys(("host", "device", "eagle3"), alone["host"])
+    both = dict.fromkeys(("host", "device", "eagle3", "assistant"), alone["host"])
     told = answers(*(python(2, *worker, port, p) for p in "01"))
     first, resumed, cold = told[0].pop("warm")
     assert told[1].pop("warm") == [first, resumed, cold]

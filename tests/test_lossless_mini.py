@@ -12,6 +12,7 @@ from targets import mini
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.programs import Feed
 from tests.lossless import (
+    check_assistant,
     check_device,
     check_device_model,
     check_eagle3,
@@ -56,3 +57,4 @@ def test_whole_matrix(tiny, variant, slots, mode):
     check_device(path, mode, slots, ks=[0, 1, 2, 4, 7])
     check_device_model(path, mode, slots, ks=[0, 1, 2, 4, 7])
     check_eagle3(path, mode, slots, ks=[1, 2, 4, 7])
+    check_assistant(path, mode, slots, ks=[1, 2, 4, 7])

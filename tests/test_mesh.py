@@ -71,6 +71,11 @@ def test_what_divides_is_split_and_the_rest_is_copied(lines, variant):
         assert parts == expected
 
 
+def test_an_assistant_guesses_the_same_of_a_split_cache(lines):
+    whole, split = (lines["31b", tp]["guesses"] for tp in (SPLITS[0], SPLITS[-1]))
+    assert whole == split and min(whole) >= 0
+
+
 def test_a_split_in_blocks_of_int8_gives_the_same_text(lines):
     plain = lines[NARROW, 1]["texts"]["none host"]
     for tp in (SPLITS[0], SPLITS[-1]):

@@ -70,7 +70,7 @@ def test_what_is_written_whole_survives_a_full_disk(tmp_path) -> None:
 
 
 def test_a_log_on_a_full_disk_is_one_line(tmp_path) -> None:
-    from training.eagle3 import Trainer
+    from training.trainer import Trainer
 
     (tmp_path / "log.jsonl").symlink_to("/dev/full")
     run = object.__new__(Trainer)

@@ -38,6 +38,8 @@ TALK, TOOLS, EDITED, MOVED, EVICTED, CROWDED, WORDY = range(7)
         ("jax", "e4b", "model", "host", 0.0, [CROWDED]),
         ("cuda", "31b", "eagle3", "host", 1.0, [EVICTED]),
         ("cuda", "26b-a4b", "model", "host", 0.0, [EDITED]),
+        ("jax", "31b", "assistant", "device", 1.0, [EVICTED]),
+        pytest.param("cuda", "e4b", "assistant", "host", 1.0, [TALK], marks=pytest.mark.slow),
     ],
 )
 def test_warm_says_what_cold_says(backend, model, drafter, loop, temperature, chats):
@@ -60,6 +62,22 @@ def test_a_trained_model(drafter):
     """Texts with a meaning to the head: it accepts after a hit what it accepts without one."""
     counts = warm_chats.campaign(WarmBench("jax", "mini", drafter), "host", 0.0, range(7))
     assert counts.accepted == counts.cold_accepted
+
+
+def test_eight_chats_by_turns_over_four_slots():
+    """Whatever their earlier turns allow is found."""
+    bench = WarmBench("jax", "31b", "none", slots=4)
+    warm, cold = bench.warm(), bench.cold()
+    met, words = Meeting(bench, warm, cold, 1.0, Random(5)), Chats(Random(6), 200, False).words
+    chats = [words(60, 200) for _ in range(8)]
+    for turn in range(4):
+        told, alone = ([met.sequence(Turn(c, max_tokens=6), 7) for c in chats] for _ in "ab")
+        warm.run_to_end(told)
+        cold.run_to_end(alone)
+        assert [seq.tokens for seq in told] == [seq.tokens for seq in alone]
+        allowed = [met.expected.cached(chat, ()) for chat in chats]
+        assert [seq.cached for seq in told] == allowed and (min(allowed) > 0 or not turn)
+        chats = [seq.tokens + words(10, 60) for seq in told]
 
 
 @pytest.mark.slow

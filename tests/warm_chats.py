@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -225,6 +226,8 @@ def campaign(
     for number in numbers:
         meeting.cache.pool.budget.device = 2**40
         meeting.chat(drawn.kinds[number % len(drawn.kinds)]())
+        if meeting.counts.chats % 20 == 0:
+            print(json.dumps(asdict(meeting.counts)), file=sys.stderr, flush=True)
     return meeting.counts
 
 
@@ -235,7 +238,9 @@ def main() -> None:
     parser.add_argument("--backend", choices=("jax", "cuda"), default="jax")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of cuda")
     parser.add_argument("--model", default="31b", help="a tiny variant, mini or mini-e")
-    parser.add_argument("--drafter", default="none", help="none, ngram, suffix, model, eagle3")
+    parser.add_argument(
+        "--drafter", default="none", help="none, ngram, suffix, model, eagle3, assistant"
+    )
     parser.add_argument("--loop", choices=("host", "device"), default="host")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", help="by default the checkpoint's; float32 on a CPU")

@@ -49,6 +49,8 @@ class WarmBench(parts.Bench):
             given |= {"device": device, "short": chunk // 2}
         if drafter == "eagle3":
             given["features"] = list(parts.embedded_layers(model) or (0, 1, 2))
+        if drafter == "assistant":
+            given["features"] = [len(parts.arch_of(model).layers) - 1]
         super().__init__(given | options)
         self.run: dict[str, Any] = {"drafter": drafter, "k": 4}
         own = {name: given[name] for name in ("max_len", "chunk", "k")}
@@ -60,6 +62,8 @@ class WarmBench(parts.Bench):
         elif drafter == "eagle3":
             vocab = self.target.vocab // 2
             self.run["head"] = HEAD | {"draft_vocab": vocab, "max_position": given["max_len"]}
+        if drafter == "assistant":
+            self.run["assistant"] = {"clusters": None, "drafts": None, "ahead": 1}
         self._last: PlacedDrafter | None = None
 
     def cold(self, loop: str = "host") -> Engine:

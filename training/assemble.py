@@ -13,17 +13,19 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from drafters.frequency import draft_vocabulary
 from targets.arch import Arch
 from targets.jax.params import Params
 from targets.tokenizer import Tokenizer, load_tokenizer
 from training.distil import read_answers, split_answers, target_hash
-from training.eagle3 import Trainer, contract_of, sign
 from training.feature_cache import CacheLayout, FeatureCache, joined, with_states
+from training.heads import head_of
 from training.packing import PackedRows, pack
 from training.real_acceptance import Live, prompts_of
-from training.recipe import Recipe, spec_for
+from training.recipe import AssistantShape, HeadShape, Recipe, any_spec_for
 from training.teacher import TeacherOutput, load_teacher, read, teach
-from training.vocabulary import count_generated, coverage, draft_vocabulary
+from training.trainer import Trainer, contract_of, sign
+from training.vocabulary import count_generated, coverage
 
 
 class Watcher(Protocol):
@@ -42,7 +44,7 @@ class Watcher(Protocol):
 class TrainingRequest:
     """What a run is made of. Written by the command."""
 
-    recipe: Recipe
+    recipe: Recipe[HeadShape] | Recipe[AssistantShape]
     data: list[Path]
     """Folders that `specdec distil` made."""
     run: Path
@@ -58,23 +60,24 @@ class _Teacher:
     params: Params
     arch: Arch
     layers: tuple[int, ...]
+    lenders: tuple[int, ...]
 
 
 def make_trainer(request: TrainingRequest, watcher: Watcher) -> tuple[Trainer, float]:
     """The trainer, and what share of the generated tokens its draft vocabulary covers. Raises
     UserError."""
-    recipe = request.recipe
+    recipe: Recipe[Any] = request.recipe
     parts = [(folder, *read_answers(folder)) for folder in request.data]
     with watcher.working("checking that this model wrote the data"):
         hashed = target_hash(request.target)
         answers, kept, source = split_answers(parts, hashed, recipe.heldout_share)
     params, arch = load_teacher(request.target, request.dtype)
     tokenizer = load_tokenizer(request.target, arch.vocab)
-    spec = spec_for(arch, recipe.head, tokenizer.stop_ids)
+    spec = any_spec_for(arch, recipe.head, tokenizer.stop_ids)
     rows, judged = pack(answers, recipe.length), pack(kept, recipe.length)
-    counts = count_generated(rows, arch.vocab)
-    ids = draft_vocabulary(counts, spec.draft_vocab, tokenizer.stop_ids)
-    teacher, cache = _Teacher(params, arch, spec.layers), None
+    counts, head = count_generated(rows, arch.vocab), head_of(spec)
+    ids = draft_vocabulary(counts, head.draft_vocab, tokenizer.stop_ids)
+    teacher, cache = _Teacher(params, arch, head.layers, head.lenders), None
     if request.feature_cache is not None:
         cache = _claim_cache(request.feature_cache, teacher, source, (rows, judged), watcher)
     sign(request.run, contract_of(recipe, spec, source, cache is not None), ids)
@@ -93,7 +96,8 @@ def _teaching(
     teacher: _Teacher, ids: np.ndarray, tokenizer: Tokenizer
 ) -> Callable[[Params, PackedRows], TeacherOutput]:
     def told(params: Params, rows: PackedRows) -> TeacherOutput:
-        return teach(params, teacher.arch, teacher.layers, ids, tokenizer.suppress_ids, rows)
+        given = teacher.layers, ids, tokenizer.suppress_ids, rows, teacher.lenders
+        return teach(params, teacher.arch, *given)
 
     return told
 

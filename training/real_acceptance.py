@@ -6,12 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seqs
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from drafters.eagle3.jax.drafter import EagleDrafter
-from drafters.eagle3.jax.head import Weights
-from drafters.eagle3.spec import Head, HeadSpec, tensors
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.stats import Acceptance
@@ -20,6 +16,7 @@ from targets.arch import Arch
 from targets.jax.load import SHORTEST, JaxOptions, make_plan
 from targets.jax.params import Params
 from targets.jax.target import JaxTarget
+from training.heads import AnySpec, Weights, head_of
 
 TOKENS = 64
 """Decoded per prompt and temperature. The limit cuts each last cycle: tau is some 3 % low."""
@@ -34,7 +31,7 @@ class Live:
         self,
         params: Params,
         arch: Arch,
-        spec: HeadSpec,
+        spec: AnySpec,
         target_ids: np.ndarray,
         prompts: Seqs[Seqs[int]],
         k: int,
@@ -42,27 +39,23 @@ class Live:
         suppress: tuple[int, ...],
     ) -> None:
         """params: the teacher's, which this target shares. k: draft tokens per cycle."""
+        head = head_of(spec)
         self.prompts, self.stop_ids = prompts, frozenset(stop_ids)
         options = JaxOptions(
             slots=min(MOST_SLOTS, len(prompts)),
             max_len=max(SHORTEST, max(map(len, prompts)) + TOKENS),
             k=k,
-            features=spec.layers,
+            features=head.layers or (len(arch.layers) - 1,),
         )
         plan, dtype = make_plan(arch, options), params.top["norm"].dtype
         target = JaxTarget(plan, params, dtype, suppress)
-        blank = {name: np.zeros(shape, np.float32) for name, shape in tensors(spec).items()}
-        self.drafter = EagleDrafter(Head(spec, blank, target_ids), target, k)
+        self.drafter, self.draft_by = head.drafter(target, target_ids, k)
         cycle = host_cycle(target, self.drafter, k)
         self.engine = Engine(target, self.drafter, cycle, max_waiting=len(prompts))
 
     def __call__(self, weights: Weights) -> dict[str, Any]:
         self.draft_by(weights)
         return {name: tau_of(self.decode(t)) for name, t in TEMPERATURES.items()}
-
-    def draft_by(self, weights: Weights) -> None:
-        dtype = self.drafter.target.dtype
-        self.drafter.head = {name: jnp.asarray(value, dtype) for name, value in weights.items()}
 
     def decode(self, temperature: float) -> list[Sequence]:
         """The prompts with their answers of up to TOKENS."""

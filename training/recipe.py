@@ -1,17 +1,18 @@
-"""How to train one EAGLE-3 head: a TOML file such as configs/eagle3-mini.toml."""
+"""How to train one head: a TOML file such as configs/eagle3-mini.toml."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 from pydantic import Field
 
+from drafters.assistant.spec import AssistantSpec, sized
 from drafters.eagle3.spec import HeadSpec, check_pair, check_spec, default_layers
 from specdec.core.errors import UserError
 from specdec.core.toml import STRICT, read_recipe_as
@@ -22,9 +23,12 @@ Loss = Literal["kl", "lk"]
 RECIPES = Path(__file__).parent / "configs"
 """The recipes that come with specdec."""
 EXAMPLE = "configs/eagle3-mini.toml"
+ASSISTANT_EXAMPLE = "configs/assistant-mini-cpu.toml"
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Rate = Annotated[float, Field(gt=0)]
+HEADS = ("lm_head", "head")
+"""What the matrix is called whose rows are words."""
 OrNone = Annotated[float, Field(ge=0)]
 """A rate, or 0 for none."""
 
@@ -47,6 +51,21 @@ class HeadShape:
 
 
 @dataclass(frozen=True)
+class AssistantShape:
+    """What is free in an assistant; the rest is the target's. sliding: layers before the global
+    one. It scores every word."""
+
+    hidden: Count
+    ffw: Count
+    heads: Count
+    sliding: Count = 3
+    __pydantic_config__ = STRICT
+
+
+Shape = TypeVar("Shape", HeadShape, AssistantShape)
+
+
+@dataclass(frozen=True)
 class Rates:
     """Linear warm-up, then a cosine down to 0. AdamW without decay peaks at `learning_rate`; the
     layer's matrices follow Muon, which peaks at `muon`, or AdamW too where that is 0."""
@@ -59,7 +78,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Generic[Shape]):
     """`steps` steps of `batch` rows of `length` tokens; the head drafts `unroll` tokens from each.
 
     Draft step n weighs decay ** n. heldout_share of the answers, the last ones, are never trained
@@ -77,7 +96,7 @@ class Recipe:
     live_prompts: Count
     evaluate_every: Count
     save_every: Count
-    head: HeadShape
+    head: Shape
     rates: Rates
     loss: Loss = "kl"
     """What is made small: the divergence from the target, or its hybrid with lost acceptance."""
@@ -93,10 +112,20 @@ def find_recipe(path: Path) -> Path:
     return path
 
 
-def read_recipe(path: Path) -> Recipe:
-    """Raises UserError on a missing file, on unknown or missing keys and on impossible values."""
+def read_recipe(path: Path) -> Recipe[HeadShape]:
+    """Of an EAGLE-3 head. Raises UserError on a missing file, on unknown or missing keys and on
+    impossible values."""
     path = find_recipe(path)
-    recipe = read_recipe_as(Recipe, path, EXAMPLE)
+    return _checked(read_recipe_as(Recipe[HeadShape], path, EXAMPLE), path)
+
+
+def read_assistant_recipe(path: Path) -> Recipe[AssistantShape]:
+    """As `read_recipe`, of an assistant."""
+    path = find_recipe(path)
+    return _checked(read_recipe_as(Recipe[AssistantShape], path, ASSISTANT_EXAMPLE), path)
+
+
+def _checked(recipe: Recipe[Shape], path: Path) -> Recipe[Shape]:
     if recipe.length <= recipe.unroll + 1:
         raise UserError(
             f"{path}: length {recipe.length} must exceed unroll + 1, which is {recipe.unroll + 1}"
@@ -116,7 +145,28 @@ def spec_for(arch: Arch, shape: HeadShape, stop_ids: Collection[int]) -> HeadSpe
     return spec
 
 
-def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+def assistant_for(arch: Arch, shape: AssistantShape) -> AssistantSpec:
+    """The recipe's assistant for this target. Raises UserError where it can't be."""
+    spec = sized(arch, shape.hidden, shape.ffw, shape.heads, shape.sliding)
+    for layer in spec.arch.layers:
+        if shape.heads % layer.kv_heads:
+            raise UserError(
+                f"heads is {shape.heads}, but the target has {layer.kv_heads} K/V heads, which "
+                "must divide it"
+            )
+    return spec
+
+
+def any_spec_for(
+    arch: Arch, shape: HeadShape | AssistantShape, stop_ids: Collection[int]
+) -> HeadSpec | AssistantSpec:
+    """Of either kind. Raises UserError where it can't be."""
+    if isinstance(shape, AssistantShape):
+        return assistant_for(arch, shape)
+    return spec_for(arch, shape, stop_ids)
+
+
+def make_optimizer(recipe: Recipe[Any]) -> optax.GradientTransformation:
     rates = recipe.rates
     rule = optax.adamw(_schedule(recipe, rates.learning_rate), 0.9, 0.95, weight_decay=0.0)
     if rates.muon:
@@ -130,15 +180,15 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(rates.clip), rule)
 
 
-def _schedule(recipe: Recipe, peak: float) -> optax.Schedule:
+def _schedule(recipe: Recipe[Any], peak: float) -> optax.Schedule:
     warmup = recipe.rates.warmup_steps
     return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(recipe.steps, warmup + 1))
 
 
 def _matrix_axes(weights: Any) -> Any:
-    """The layer's matrices [out, in]; norms and the rows of `lm_head` go to AdamW."""
+    """The layer's matrices [out, in]; norms and the rows of the head go to AdamW."""
 
     def axes(path: Any, value: Any) -> MuonDimensionNumbers | None:
-        return MuonDimensionNumbers(1, 0) if value.ndim == 2 and path[-1].key != "lm_head" else None
+        return MuonDimensionNumbers(1, 0) if value.ndim == 2 and path[-1].key not in HEADS else None
 
     return jax.tree_util.tree_map_with_path(axes, weights)

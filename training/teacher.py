@@ -18,6 +18,7 @@ from targets.checkpoint import Checkpoint
 from targets.jax.kv_exchange import SequenceExchange, attend_visible, shared_stores
 from targets.jax.model import Hidden, forward, head
 from targets.jax.params import Params, load_params
+from targets.layer_groups import place_of
 from training.packing import PackedRows
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -26,13 +27,16 @@ BLOCK = 512
 
 
 class TeacherOutput(NamedTuple):
-    """What is taught at each position. features [B, T, F]; logits [B, T, D] float32 over the draft
+    """What is taught at each position. features [B, T, F], or where no layers are asked for the
+    state [B, T, H] after the final norm; lent: of each lender the keys and values [B, T, K, D];
+    logits [B, T, D] float32 over the draft
     vocabulary; total [B, T]: log-sum-exp over the whole one; best [B, T]: its argmax."""
 
     features: Any
     logits: Any
     total: Any
     best: Any
+    lent: Any = None
 
 
 class PackedExchange(NamedTuple):
@@ -72,8 +76,24 @@ def read(
     params: Params, arch: Arch, layers: tuple[int, ...], tokens: Any, documents: Any
 ) -> Hidden:
     """One pass over packed rows tokens [B, T]: all of the target but its head."""
-    stored = shared_stores(params, arch, lambda _: tokens.shape)
-    return forward(params, arch, stored, tokens, PackedExchange(documents), layers)[1]
+    return read_and_lend(params, arch, layers, (), tokens, documents)[0]
+
+
+def read_and_lend(
+    params: Params,
+    arch: Arch,
+    layers: tuple[int, ...],
+    lenders: tuple[int, ...],
+    tokens: Any,
+    documents: Any,
+) -> tuple[Hidden, Any]:
+    """`read`, and the keys and values of the lenders, None where there are none."""
+    stored = shared_stores(params, arch, lambda _: tokens.shape, lenders)
+    exchange = PackedExchange(documents)
+    kept, hidden = forward(params, arch, stored, tokens, exchange, layers)
+    places = [place_of(arch, layer) for layer in lenders]
+    lent = tuple(exchange.recall(kept[group][j], repeat) for group, j, repeat in places)
+    return hidden, lent or None
 
 
 def teach(
@@ -83,12 +103,15 @@ def teach(
     target_ids: Any,
     suppress: tuple[int, ...],
     rows: PackedRows,
+    lenders: tuple[int, ...] = (),
 ) -> TeacherOutput:
     """What packed rows teach, from their states if they bring them. suppress: ids that the target
-    never chooses."""
-    hidden = rows.states
+    never chooses. lenders: layers whose keys and values the head reads."""
+    hidden, lent = rows.states, None
     if hidden is None:
-        hidden = read(params, arch, layers, rows.tokens, rows.documents)
+        given = layers, lenders, rows.tokens, rows.documents
+        hidden, lent = read_and_lend(params, arch, *given)
+    assert lent is not None or not lenders, "states from a cache lend no keys and values"
 
     def token(state: Any) -> tuple[Any, Any, Any]:
         logits = head(params, arch, state)
@@ -100,4 +123,5 @@ def teach(
     flat = hidden.last.reshape(-1, hidden.last.shape[-1])
     found = jax.lax.map(token, flat, batch_size=min(BLOCK, len(flat)))
     parts = [part.reshape(*rows.tokens.shape, *part.shape[1:]) for part in found]
-    return jax.lax.stop_gradient(TeacherOutput(hidden.features, *parts))
+    features = hidden.features if layers else hidden.last
+    return jax.lax.stop_gradient(TeacherOutput(features, *parts, lent=lent))

@@ -22,10 +22,10 @@ from drafters.eagle3.spec import default_layers
 from specdec.core.provenance import run_record
 from targets.arch import Arch, released
 from targets.jax.params import Params, init_params
-from training.eagle3 import initial_state, make_step
 from training.packing import PackedRows
 from training.recipe import Recipe, read_recipe, spec_for
 from training.teacher import TeacherOutput, teach
+from training.trainer import initial_state, make_step
 
 WARM = 2
 """Steps before those that count."""

@@ -1,7 +1,8 @@
-"""A run's newest checkpoint as a head."""
+"""A run's newest checkpoint as a head, or as an assistant."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,16 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from drafters.assistant.spec import Assistant
 from drafters.eagle3.spec import Head, HeadSpec
 from specdec.core.errors import UserError
+from targets.arch import read_arch
 from training.distil import target_hash
-from training.eagle3 import CONTRACT, initial_state
+from training.heads import AnySpec, head_of
 from training.manifest import recall
 from training.pretrain import open_checkpoints, restore
-from training.recipe import HeadShape, Rates, Recipe
+from training.recipe import AssistantShape, HeadShape, Rates, Recipe, assistant_for
+from training.trainer import CONTRACT, TrainState, initial_state
 
 
 def trained_head(run: Path, target: Path) -> tuple[Head, int, int]:
@@ -23,23 +27,47 @@ def trained_head(run: Path, target: Path) -> tuple[Head, int, int]:
 
     Raises UserError where RUN is no such run, has no checkpoint, or is of another target.
     """
+    contract, ids = _contract(run, target, "train-eagle3")
+    spec, recipe = _spec(contract["spec"]), _recipe(contract["recipe"], _head_shape)
+    state = _restored(run, spec, recipe, ids)
+    return Head(spec, state.weights, ids), int(state.step), recipe.unroll
+
+
+def trained_assistant(run: Path, target: Path) -> tuple[Assistant, int]:
+    """(assistant in float32, step). Raises UserError as `trained_head` does."""
+    contract, ids = _contract(run, target, "train-assistant")
+    recipe = _recipe(contract["recipe"], lambda values: AssistantShape(**values))
+    spec = assistant_for(read_arch(target), recipe.head)
+    state = _restored(run, spec, recipe, ids)
+    return Assistant(spec, state.weights), int(state.step)
+
+
+def _contract(run: Path, target: Path, command: str) -> tuple[dict[str, Any], np.ndarray]:
+    """What RUN was signed with, and its draft vocabulary. Raises UserError."""
     contract = recall(
         run / CONTRACT,
         lambda problem: (
-            f"{run} is no training run ({problem}): name a --run of `specdec train-eagle3`"
+            f"{run} is no training run ({problem}): name a --run of `specdec {command}`"
         ),
     )
     ids = np.load(run / "vocabulary.npy")
     if contract["data"]["target"] != target_hash(target):
         raise UserError(f"{run} trained a head for another model than {target.name}: say --model")
-    spec, recipe = _spec(contract["spec"]), _recipe(contract["recipe"])
+    made = "train-assistant" if "backbone" in contract["spec"] else "train-eagle3"
+    if made != command:
+        raise UserError(f"{run} is a run of `specdec {made}`, not of {command}: export it as such")
+    return contract, ids
+
+
+def _restored(run: Path, spec: AnySpec, recipe: Recipe[Any], ids: np.ndarray) -> TrainState:
+    """The newest checkpoint, weights as numpy arrays. Raises UserError where there is none."""
     manager: ocp.CheckpointManager = open_checkpoints(run)
     if manager.latest_step() is None:
         raise UserError(f"{run} has no checkpoint yet: train until the first one is saved")
-    blank = np.zeros((spec.vocab, spec.hidden), np.float32), np.zeros(spec.hidden, np.float32)
+    vocab, hidden = head_of(spec).table
+    blank = np.zeros((vocab, hidden), np.float32), np.zeros(hidden, np.float32)
     state = restore(manager, jax.eval_shape(lambda: initial_state(spec, recipe, *blank, ids)))
-    weights = {name: np.asarray(value) for name, value in state.weights.items()}
-    return Head(spec, weights, ids), int(state.step), recipe.unroll
+    return state._replace(weights={n: np.asarray(value) for n, value in state.weights.items()})
 
 
 def _spec(values: dict[str, Any]) -> HeadSpec:
@@ -47,7 +75,12 @@ def _spec(values: dict[str, Any]) -> HeadSpec:
     return HeadSpec(**values)
 
 
-def _recipe(values: dict[str, Any]) -> Recipe:
+def _head_shape(values: dict[str, Any]) -> HeadShape:
+    made: dict[str, Any] = values | {"layers": tuple(values["layers"])}
+    return HeadShape(**made)
+
+
+def _recipe(values: dict[str, Any], shape: Callable[[dict[str, Any]], Any]) -> Recipe[Any]:
+    """shape: makes what stood under [head]."""
     head, rates = values.pop("head"), values.pop("rates")
-    head["layers"] = tuple(head["layers"])
-    return Recipe(**values, head=HeadShape(**head), rates=Rates(**rates))
+    return Recipe(**values, head=shape(head), rates=Rates(**rates))

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from drafters.eagle3.jax.head import Unrolled, Weights, embed, feedback, fuse, logits, unroll
-from drafters.eagle3.spec import HeadSpec
+from training.heads import AnySpec, Weights, head_of
 from training.packing import PackedRows
 from training.teacher import TeacherOutput
 
@@ -74,7 +73,7 @@ def _generated(rows: PackedRows, most: int) -> list[Any]:
 
 def judge(
     weights: Weights,
-    spec: HeadSpec,
+    spec: AnySpec,
     table: Any,
     target_ids: Any,
     rows: PackedRows,
@@ -82,26 +81,26 @@ def judge(
     steps: int,
 ) -> Judged:
     """Unroll `steps` steps. table: the target's embeddings."""
+    head = head_of(spec)
 
     @jax.checkpoint  # a step's scores and logits are made again rather than kept
     def one(
         weights: Weights,
-        before: Unrolled,
-        hidden: Any,
-        embedded: Any,
+        before: Any,
+        fed: Any,
+        lent: Any,
         taught: TeacherOutput,
         chosen,
     ):
-        kept, out = unroll(weights, spec, before, embedded, hidden, jnp.asarray(rows.documents))
-        guessed = logits(weights, spec, out)
-        return kept, feedback(weights, spec, out), _compare(guessed, taught, target_ids, chosen)
+        handed, guessed = head.step(weights, before, table, fed, rows, lent)
+        return handed, _compare(guessed, taught, target_ids, chosen)
 
-    hidden, kept, seen = fuse(weights, spec, lesson.features), Unrolled((), ()), []
-    tokens = jnp.asarray(rows.tokens)
+    before, seen = head.begin(weights, lesson), []
+    tokens, spoken = jnp.asarray(rows.tokens), lesson._replace(lent=None)
     for n, (mask, told) in enumerate(zip(masks(rows, steps), continued(rows, steps), strict=True)):
-        taught = jax.tree.map(lambda part, n=n: ahead(part, n + 1), lesson)
-        fed, chosen = embed(table, ahead(tokens, n + 1)), ahead(tokens, n + 2)
-        kept, hidden, judged = one(weights, kept, hidden, fed, taught, chosen)
+        taught = jax.tree.map(lambda part, n=n: ahead(part, n + 1), spoken)
+        fed, chosen = ahead(tokens, n + 1), ahead(tokens, n + 2)
+        before, judged = one(weights, before, fed, lesson.lent, taught, chosen)
         seen.append(Judged(mask.astype(jnp.float32), told.astype(jnp.float32), *judged))
     return jax.tree.map(lambda *parts: jnp.stack(parts), *seen)
 

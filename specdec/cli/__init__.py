@@ -65,6 +65,16 @@ COMMANDS = {
         "Write a trained head in the forms that engines load.",
         "specdec export-eagle3 run --out head",
     ),
+    "train-assistant": (
+        "train_assistant:train_assistant",
+        "Train an assistant, which reads the model's keys and values, on distilled answers.",
+        "specdec train-assistant configs/assistant-mini-cpu.toml --data data --run run",
+    ),
+    "export-assistant": (
+        "export_assistant:export_assistant",
+        "Write a trained assistant as transformers reads it.",
+        "specdec export-assistant run --out assistant",
+    ),
     "bench": (
         "bench:bench",
         "Time steps against the memory roofline, and speed end to end.",

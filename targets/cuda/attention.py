@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from targets.arch import Arch, LayerSpec, Rope
+from targets.cuda import tiles
 from targets.cuda.formulas import inverse_frequencies
 from targets.cuda.inputs import Input, make_input, make_rows
 from targets.cuda.launch import SHARED_LIMIT, Launcher, Variant, address
@@ -41,7 +42,7 @@ class _AttentionJob(Structure):
         *((name, c_void_p) for name in ("start", "slot", "x", "q", "partial", "sums")),
         *((name, c_int) for name in ("stride", "batch", "tokens", "group", "kv_heads")),
         *((name, c_int) for name in ("head_dim", "entries", "window", "own", "k_eq_v")),
-        *((name, c_int) for name in ("stores", "stages", "fp8", "k_blocks", "block")),
+        *((name, c_int) for name in ("stores", "stages", "fp8", "k_blocks", "block", "k_groups")),
         ("eps", c_float),
     )
 
@@ -81,8 +82,12 @@ class Attention:
         """`Ops.attention`. For "w8a8" rows of f16 (value / 32), yet to be quantised, as an input in
         blocks of 0."""
         (batch, tokens), layer = rows.tokens.shape, given.spec
-        make = make_rows if kind == "w8a8" else make_input
-        x = make(batch * tokens, layer.heads * layer.head_dim, self._device)
+        size = batch * tokens, layer.heads * layer.head_dim
+        x = (
+            make_rows(*size, self._device)
+            if kind == "w8a8"
+            else make_input(*size, self._device, tiles.EIGHTHS)
+        )
         heads, queries = batch * layer.kv_heads, tokens * layer.heads // layer.kv_heads
         dim = _padded(layer.head_dim)
         high = _high(queries, _most_walking(dim))
@@ -113,7 +118,8 @@ class Attention:
     ) -> _AttentionJob:
         """room: for queries, partial outputs and their sums."""
         (batch, tokens), layer, cache = rows.tokens.shape, given.spec, given.cache
-        cosine, sine = self._rope[layer.rope, layer.head_dim]
+        cosine, sine = (part[given.ahead :] for part in self._rope[layer.rope, layer.head_dim])
+        places = (x.k_blocks, x.block, x.k_groups) if x else (0, 0, 1)
         own = layer.kv_from is None
         return _AttentionJob(
             *map(address, (qkv, given.q_norm, given.k_norm, cosine, sine, cache.k, cache.v)),
@@ -121,7 +127,7 @@ class Attention:
             *(qkv.stride(0), batch, tokens, layer.heads // layer.kv_heads, layer.kv_heads),
             *(layer.head_dim, cache.size, layer.window or 0, int(own), int(layer.k_eq_v)),
             *(int(own and tokens <= STORED_APART), 0),
-            *(int(kind != "bf16"), *((x.k_blocks, x.block) if x else (0, 0)), self._eps),
+            *(int(kind != "bf16"), *places, self._eps),
         )
 
     def _walk(self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int) -> None:

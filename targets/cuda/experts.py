@@ -33,7 +33,8 @@ class _ExpertsJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "scale", "x", "out", "numbers")),
         *((name, c_int) for name in ("n", "units", "blocks", "experts", "pairs", "top_k")),
-        *((name, c_int) for name in ("k_blocks", "block", "row_groups", "k_groups", "out_stride")),
+        *((name, c_int) for name in ("k_blocks", "block", "row_groups", "k_groups", "parts")),
+        ("out_stride", c_int),
     )
 
 
@@ -69,7 +70,7 @@ def run(
     """Three kernels: gate and up of every (row, rank) pair, down, and the sum over ranks."""
     numbers, shares = chosen
     pairs, device = numbers.numel(), numbers.device
-    width, inputs = gate_up.n // 2, tiles.padded_inputs(down.k)
+    width, inputs = gate_up.n // 2, tiles.expert_inputs(down.k)
     # inputs that only pad k meet weights of zero, and must not be NaN
     make = torch.empty if inputs == width else torch.zeros
     gated = make((pairs, inputs), dtype=torch.int16, device=device)
@@ -97,22 +98,19 @@ def _experts(
     """blocked: 32-input blocks of x, and tokens per block."""
     count, units = weight.data.shape[:2]
     rows, top_k = numbers.shape
-    blocks = tiles.padded_inputs(weight.k) // tiles.INPUTS
-    row_groups = _row_groups(blocks)
+    blocks = tiles.expert_inputs(weight.k) // tiles.INPUTS
+    # where parts of k are short, a warp has two
+    k_warps = min(weight.k_groups, WARPS if blocks >= 5 * WARPS else WARPS // 2)
+    row_groups = WARPS // k_warps
     scale = None if weight.scale is None else weight.scale.data_ptr()
     job = _ExpertsJob(
         *(weight.data.data_ptr(), scale, x.data_ptr(), out.data_ptr(), numbers.data_ptr()),
         *(weight.n, units, blocks, count, rows * top_k, top_k, *blocked),
-        *(row_groups, WARPS // row_groups, out.shape[1]),
+        *(row_groups, k_warps, weight.k_groups, out.shape[1]),
     )
     active = min(count, rows * top_k)
     grid = (_ctas(-(-units // row_groups), active), active, 1)
     launch(_variant(weight.kind), name, grid, THREADS, [job], _shared(rows, job))
-
-
-def _row_groups(blocks: int) -> int:
-    """Units per CTA, such that each of its warps has work: a function of the inputs alone."""
-    return next(g for g in (1, 2, 4, 8) if g == WARPS or blocks * g >= 5 * WARPS)
 
 
 def _ctas(groups: int, active: int) -> int:
@@ -123,7 +121,7 @@ def _ctas(groups: int, active: int) -> int:
 
 
 def _shared(rows: int, job: _ExpertsJob) -> int:
-    """The pairs of one expert, and the sums of all k groups but the first."""
+    """The pairs of one expert, and the sums of all parts of k but the first."""
     at_once = 1 if rows <= TOKENS else AT_ONCE
     sums = (job.k_groups - 1) * job.row_groups * 2 * at_once * 32 * 16
     return -(-job.pairs // 4) * 16 + sums

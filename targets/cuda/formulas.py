@@ -124,8 +124,12 @@ def attend(q: Tensor, cache: LayerCache, slot: int, position: int, window: int |
     return total / whole[..., None]
 
 
-def as_e4m3(x: Tensor) -> Tensor:
-    """x [..., k] rounded to e4m3 with a scale per token: its largest magnitude / 448."""
+def as_e4m3(x: Tensor, groups: int = 1) -> Tensor:
+    """x [..., k] rounded to e4m3 with a scale per token and group of k: its largest size / 448.
+    Groups are contiguous, of whole blocks of 32."""
+    if groups > 1:
+        each = -(-x.shape[-1] // (groups * 32)) * 32
+        return torch.cat([as_e4m3(part) for part in x.split(each, -1)], -1)
     largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-12)
     most = torch.full_like(largest, FP8_MAX)  # divided by as a number, torch would multiply
     return (x * (most / largest)).to(torch.float8_e4m3fn).float() * (largest / most)

@@ -13,8 +13,10 @@ from targets.cuda.launch import Launcher, Variant, address
 from targets.cuda.ops import Dense, Linear
 
 RING_BYTES = 168 << 10
-"""Of a CTA for few tokens. It takes most of a multiprocessor: two CTAs on one would leave another
-without any."""
+"""Of a CTA for few tokens."""
+ALONE_BYTES = 116 << 10
+"""Shared memory of a CTA that has a multiprocessor for itself: two on one would leave another
+without any, or take their inputs' turn from the kernel before."""
 WIDE_RING_BYTES = 200 << 10
 WIDE_FROM = 32
 """Tokens per CTA from which `wide.cu` takes over: inputs then cost as much as weights, and tensor
@@ -34,8 +36,9 @@ class _GemmJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "scale", "x", "out", "inputs", "partial")),
         *((name, c_int) for name in ("inputs_stride", "n", "ctas", "tiles", "passes", "steps")),
-        *((name, c_int) for name in ("row_groups", "k_groups", "depth", "k_blocks")),
-        *((name, c_int) for name in ("stages", "rows", "out_stride", "epilogue")),
+        *((name, c_int) for name in ("row_groups", "k_groups", "depth")),
+        *((name, c_int) for name in ("k_blocks", "k_stride", "stages", "rows")),
+        *((name, c_int) for name in ("out_stride", "out_groups", "epilogue")),
         ("softcap", c_float),
         ("silu", c_int),
     )
@@ -45,7 +48,7 @@ class _Untile(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("tiled", "out")),
         *((name, c_int) for name in ("n", "k", "passes", "tiles", "row_groups", "k_groups")),
-        *((name, c_int) for name in ("wide", "depth", "steps", "together")),
+        *((name, c_int) for name in ("wide", "depth", "steps", "together", "groups")),
         *((name, c_int) for name in ("gate_rows", "fp8")),
     )
 
@@ -65,14 +68,21 @@ class Gemm:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scales: dict[Tensor, Tensor] = {}  # as packed -> as they were
 
-    def pack(self, values: Tensor, scale: Tensor | None, kind: str, layout: str) -> Linear:
-        """`Ops.pack`: tiled."""
-        if kind == "fp8":
-            assert scale is not None
-            scale = (scale.float() * tiles.ACTIVATION_SCALE).contiguous()
+    def pack(
+        self,
+        values: Tensor,
+        scale: Tensor | None,
+        kind: str,
+        layout: str,
+        groups: int | None = None,
+    ) -> Linear:
+        """`Ops.pack`: tiled. groups: of a part of a weight, else a whole one's."""
         n, k = values.shape[-2:]
-        data = tiles.tile(values, kind, layout, self._processors)
-        return Linear(n, k, kind, data, scale, layout)
+        groups = groups or tiles.k_groups(n, layout)
+        if scale is not None:
+            scale = (scale.float() * tiles.ACTIVATION_SCALE).contiguous()
+        data = tiles.tile(values, kind, layout, groups, self._processors)
+        return Linear(n, k, kind, data, scale, layout, groups)
 
     def dense(self, weight: Linear) -> Dense:
         plan, fp8 = tiles.schedule_of(weight, self._processors), weight.kind != "bf16"
@@ -82,17 +92,23 @@ class Gemm:
         if len(self._scratch) < size:
             self._scratch = torch.empty(0)  # the old one goes before the new one comes
             self._scratch = torch.empty(size, dtype=torch.uint8, device=weight.data.device)
-        step = plan.k_groups * plan.depth * tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
+        groups = tiles.k_stride(weight) if plan.k_groups > 1 else 1
+        step = groups * plan.depth * tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
         together = min(plan.steps, max(1, UNTILE_BYTES // (plan.tiles * tiles.TILE * step)))
         job = _Untile(
             *map(address, (weight.data, self._scratch)),
             *(weight.n, weight.k, plan.passes, plan.tiles),
             *(plan.row_groups, plan.k_groups, plan.wide, plan.depth, plan.steps, together),
-            *(tiles.GATE_ROWS[weight.kind] * weight.layout.endswith("gated"), int(fp8)),
+            groups,
+            *(tiles.GATE_ROWS.get(weight.layout, 0), int(fp8)),
         )
-        grid = (plan.ctas, -(-plan.steps // together), count * plan.passes)
+        grid = (
+            plan.ctas,
+            -(-plan.steps // together) * (plan.k_groups // groups),
+            count * plan.passes,
+        )
         rows, pads = plan.tiles * tiles.TILE, tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
-        places = plan.warps * plan.wide * plan.depth * together
+        places = groups * plan.tiles * plan.depth * together
         shared = rows * (together * step + pads + 4) + 8 * places
         self._launch(UNTILE, "untile", grid, UNTILE_THREADS, [job], shared, early=False)
         values = self._scratch[:size].view(torch.float8_e4m3fn if fp8 else torch.bfloat16)
@@ -101,8 +117,8 @@ class Gemm:
     def _plain_scale(self, weight: Linear) -> Tensor | None:
         """Divided when first asked for: a launch of its own otherwise costs each call."""
         packed = weight.scale
-        if packed is None or weight.kind == "w8a8":
-            return packed
+        if packed is None:
+            return None
         if packed not in self._scales:
             self._scales[packed] = packed.flatten() / tiles.ACTIVATION_SCALE
         return self._scales[packed]
@@ -123,16 +139,19 @@ class Gemm:
         inputs: Tensor | None = None,
         softcap: float = 0.0,
         silu: bool = False,
+        out_groups: int = 1,
     ) -> None:
-        """out: float32 rows of `stride`, or an `Input`'s data of `stride` blocks. inputs: what
-        PER_LAYER multiplies with. silu: what GATED gates with, else tanh GELU."""
+        """out: float32 rows of `stride`, or an `Input`'s data of `stride` blocks and `out_groups` k
+        groups. inputs: what PER_LAYER multiplies with. silu: what GATED gates with, else tanh
+        GELU."""
+        assert x.k_groups == (weight.k_groups if weight.layout == "row_parallel" else 1)
         plan = tiles.schedule_of(weight, self._processors)
         job = _GemmJob(
             *map(address, (weight.data, weight.scale, x.data, out, inputs, None)),
             0 if inputs is None else inputs.stride(0),
             *(weight.n, plan.ctas, plan.tiles, plan.passes, plan.steps),
             *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
-            *(0, x.rows, stride, epilogue, softcap, int(silu)),
+            *(tiles.k_stride(weight), 0, x.rows, stride, out_groups, epilogue, softcap, int(silu)),
         )
         if x.block in FEW:
             job.stages, shared = few_stages(plan, weight.kind, x.block)
@@ -157,12 +176,12 @@ class Gemm:
         partial = torch.empty(size, device=x.data.device)
         job.partial = partial.data_ptr()
         self._wide(x, weight, plan, job)
-        grid = (count // 2 if job.epilogue == GATED else count, blocks, 1)
-        self._launch(_gather(weight.kind, x.block), "gather", grid, 4 * x.block, [job])
+        variant = _gather(weight.kind, x.block)
+        self._launch(variant, "gather", (count, blocks, 1), 4 * x.block, [job])
 
 
 def _few(kind: str, block: int, wide: int) -> Variant:
-    return Variant("gemm", (("FP8", int(kind == "fp8")), ("NT", block // 8), ("TW", wide)))
+    return Variant("gemm", (("FP8", int(kind == "fp8")), ("TOKENS", block), ("TW", wide)))
 
 
 def _many(kind: str, block: int, depth: int) -> Variant:
@@ -174,10 +193,14 @@ def _gather(kind: str, block: int) -> Variant:
 
 
 def few_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:
-    """Stages of gemm.cu's ring, and the shared memory of a CTA in bytes."""
-    stage = plan.step_bytes(kind) + plan.k_groups * plan.depth * block * 2 * tiles.INPUTS
+    """Stages of gemm.cu's ring, and the shared memory of a CTA in bytes. Of fewer than 8 tokens two
+    rounds' inputs are kept. Sums of k groups take the ring's place after the last pass; where there
+    are more, they have their own."""
+    inputs = plan.k_groups * plan.depth * block * 2 * tiles.INPUTS
+    stage = plan.step_bytes(kind) + inputs * (2 if block < 8 else 1)
     stages = max(2, min(RING_BYTES // stage, plan.steps * plan.passes))
-    return stages, stages * (stage + BARRIERS)
+    sums = (plan.k_groups - 1) * plan.tiles * tiles.TILE * 4 * max(block, 8)
+    return stages, max(stages * (stage + BARRIERS) + sums * (plan.passes > 1), sums, ALONE_BYTES)
 
 
 def many_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:

@@ -57,7 +57,7 @@ class Kernels:
         self.processors = properties.multi_processor_count
         self._launch = Launcher(Library(variants(arch, kv8, kinds) | more))
         self._gemm = gemm.Gemm(self._launch, self.processors)
-        self.dense = self._gemm.dense
+        self.pack, self.dense = self._gemm.pack, self._gemm.dense
         self._w8a8 = w8a8.W8A8(self._launch, self.processors)
         norms = Norms(self._launch, arch.eps)
         self.norm, self.join = norms.norm, norms.join
@@ -65,10 +65,6 @@ class Kernels:
         self.store = self._attention.store
         self.sampler = sampler.Sampler(self._launch, self.device)
         self.choose = self.sampler.choose
-
-    def pack(self, values: Tensor, scale: Tensor | None, kind: str, layout: str) -> Linear:
-        maker = self._w8a8 if kind == "w8a8" else self._gemm
-        return maker.pack(values, scale, kind, layout)
 
     def linear(self, x: Input, weight: Linear) -> Tensor:
         return (self._w8a8 if weight.kind == "w8a8" else self._gemm).linear(x, weight)
@@ -104,8 +100,9 @@ class Kernels:
     def gated(self, x: Input, gate_up: Linear, kind: str) -> Input:
         if gate_up.kind == "w8a8":
             return self._w8a8.quantise(self._w8a8.gated(x, gate_up))
-        out = make_input(x.rows, gate_up.n // 2, self.device)
-        self._gemm.run(x, gate_up, out.data, GATED, out.k_blocks, silu=self.arch.silu)
+        out = make_input(x.rows, gate_up.n // 2, self.device, tiles.EIGHTHS)
+        gating = {"silu": self.arch.silu, "out_groups": out.k_groups}
+        self._gemm.run(x, gate_up, out.data, GATED, out.k_blocks, **gating)
         return out
 
     def gated_per_layer(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from targets.arch import Arch, MoeSpec
 from targets.cuda.cache import KVCache
-from targets.cuda.ops import AttentionLayer, Branch, Closing, Opening, Ops, Rows
+from targets.cuda.ops import AttentionLayer, Branch, Closing, Opening, Ops, Rows, X
 from targets.cuda.params import LayerWeights, Moe, Weights
 
 
@@ -42,25 +42,40 @@ def decode(
     captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None
     for i, w in enumerate(weights.layers):
         layer = AttentionLayer(arch.layers[i], cache.of(arch.layers, i), w.q_norm, w.k_norm)
-        mixed = ops.attention(ops.linear(x, w.qkv), layer, rows, w.o.kind)
-        closing = Closing(ops.branch(mixed, w.o), w.post_attention_norm)
-        x = ops.norm(h, Opening(w.pre_feedforward_norm, w.gate_up.kind), closing)
-        branch = ops.branch(ops.gated(x, w.gate_up, w.down.kind), w.down)
-        if layer.spec.moe and w.moe:
-            branch = _with_experts(h, branch, w.moe, layer.spec.moe, rows, ops)
-        post = w.post_feedforward_norm
-        if w.per_layer and inputs is not None:
-            gate, projection = w.per_layer.gate, w.per_layer.projection
-            x = ops.norm(h, Opening(None, gate.kind), Closing(branch, post))
-            x = ops.gated_per_layer(x, gate, inputs, i, projection.kind)
-            branch, post = ops.branch(x, projection), w.per_layer.post_norm
-        x = ops.norm(h, opening(weights, i + 1), Closing(branch, post, w.scalar))
+        x = decode_layer(h, x, w, layer, rows, ops, opening(weights, i + 1), (inputs, i))
         if captured is not None and i in features:
             captured[:, features.index(i)] = h
     if only is not None:
         x = ops.norm(h.index_select(0, only), opening(weights, len(weights.layers)))
     logits = ops.head(x, weights.head, arch.softcap)
     return Hidden(logits, None if captured is None else captured.flatten(1))
+
+
+def decode_layer(
+    h: Tensor,
+    x: X,
+    w: LayerWeights,
+    layer: AttentionLayer,
+    rows: Rows,
+    ops: Ops,
+    following: Opening,
+    per_layer: tuple[Tensor | None, int] = (None, 0),
+) -> X:
+    """One decoder layer on the stream h [M, H], in place, where x is what its input norm made; ->
+    what `following` opens with. per_layer: all layers' inputs (E2B, E4B), and which this one is."""
+    mixed = ops.attention(ops.linear(x, w.qkv), layer, rows, w.o.kind)
+    closing = Closing(ops.branch(mixed, w.o), w.post_attention_norm)
+    x = ops.norm(h, Opening(w.pre_feedforward_norm, w.gate_up.kind), closing)
+    branch = ops.branch(ops.gated(x, w.gate_up, w.down.kind), w.down)
+    if layer.spec.moe and w.moe:
+        branch = _with_experts(h, branch, w.moe, layer.spec.moe, rows, ops)
+    post, (inputs, i) = w.post_feedforward_norm, per_layer
+    if w.per_layer and inputs is not None:
+        gate, projection = w.per_layer.gate, w.per_layer.projection
+        x = ops.norm(h, Opening(None, gate.kind), Closing(branch, post))
+        x = ops.gated_per_layer(x, gate, inputs, i, projection.kind)
+        branch, post = ops.branch(x, projection), w.per_layer.post_norm
+    return ops.norm(h, following, Closing(branch, post, w.scalar))
 
 
 def opening(weights: Weights, i: int) -> Opening:

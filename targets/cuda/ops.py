@@ -29,8 +29,10 @@ Branch = Any
 class Linear:
     """A weight [n, k], or one for each of E experts: `data` and per-row `scale` (None for wide
     weights) as the implementation keeps them. kind: fp8 (e4m3 values), w8a8 (e4m3 values that meet
-    e4m3 inputs), bf16 or float32. layout: plain, gated (gate's rows, then up's), experts or
-    experts_gated."""
+    e4m3 inputs), bf16 or float32. layout: plain, row_parallel (O and down: what several devices
+    would cut along k), gated (gate's rows, then up's), experts or experts_gated. k_groups:
+    parts of k, contiguous in row_parallel weights, whose sums are made apart, then added as a
+    binary tree."""
 
     n: int
     k: int
@@ -38,6 +40,7 @@ class Linear:
     data: Tensor
     scale: Tensor | None
     layout: str = "plain"
+    k_groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,14 @@ NOTHING = Closing()
 @dataclass(frozen=True)
 class AttentionLayer:
     """One layer's attention. cache: the donor's where the layer shares another's K/V. Layers that
-    aren't normed have no q_norm and k_norm."""
+    aren't normed have no q_norm and k_norm. ahead: queries are turned for the position so far
+    behind their row's, which is the last that they see (drafters that read the target's K/V)."""
 
     spec: LayerSpec
     cache: LayerCache
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    ahead: int = 0
 
 
 class Ops(Protocol):
@@ -115,13 +120,13 @@ class Ops(Protocol):
         ...
 
     def gated(self, x: X, gate_up: Linear, kind: str) -> X:
-        """gelu_tanh(x gate) * (x up), or with SiLU as the architecture says; `gate_up` holds gate's
-        rows, then up's."""
+        """gelu_tanh(x gate) * (x up), or with SiLU as the architecture says: the input of a
+        row_parallel weight. `gate_up` holds gate's rows, then up's."""
         ...
 
     def attention(self, qkv: Tensor, layer: AttentionLayer, rows: Rows, kind: str) -> X:
         """qkv [M, q (+ k (+ v))]: norm, rotate, store new K/V (not where the layer shares
-        another's), attend over the cache alone."""
+        another's), attend over the cache alone -> input of a row_parallel weight."""
         ...
 
     def store(self, qkv: Tensor, layer: AttentionLayer, rows: Rows) -> None:

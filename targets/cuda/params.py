@@ -140,7 +140,7 @@ def quantised(name: str, spec: TensorSpec) -> bool:
     return spec.linear and "per_layer" not in name
 
 
-class _Reader:
+class Reader:
     """Tensors by name in the form that the forward wants them."""
 
     def __init__(
@@ -189,7 +189,7 @@ class _Reader:
 def _build(
     arch: Arch, source: Source, dtype: str, device: str, pack: Pack, each: Callable
 ) -> Weights:
-    reader = _Reader(source, all_tensors(arch), dtype, pack, Staging(device))
+    reader = Reader(source, all_tensors(arch), dtype, pack, Staging(device))
     head = reader.linear(["embed_tokens"])  # packing needs room: before all else
     per_layer = None
     if arch.per_layer_input:
@@ -198,11 +198,12 @@ def _build(
             reader.linear(["per_layer_model_projection"]),
             reader.vector("per_layer_projection_norm"),
         )
-    layers = each(lambda i: _layer(reader, arch, i, arch.layers[i]), range(len(arch.layers)))
+    layers = each(lambda i: layer_weights(reader, arch, i, arch.layers[i]), range(len(arch.layers)))
     return Weights(head, reader.vector("norm"), tuple(layers), per_layer)
 
 
-def _layer(reader: _Reader, arch: Arch, i: int, layer: LayerSpec) -> LayerWeights:
+def layer_weights(reader: Reader, arch: Arch, i: int, layer: LayerSpec) -> LayerWeights:
+    """Of layer i, by its tensors' names."""
     at = f"layers.{i}."
     own = layer.kv_from is None
     names = ["q_proj"] + ["k_proj"] * own + ["v_proj"] * (own and not layer.k_eq_v)
@@ -215,15 +216,15 @@ def _layer(reader: _Reader, arch: Arch, i: int, layer: LayerSpec) -> LayerWeight
         q_norm=reader.vector(at + "self_attn.q_norm"),
         k_norm=reader.vector(at + "self_attn.k_norm") if own else None,
         qkv=reader.linear([f"{at}self_attn.{name}" for name in names]),
-        o=reader.linear([at + "self_attn.o_proj"]),
+        o=reader.linear([at + "self_attn.o_proj"], "row_parallel"),
         gate_up=reader.linear([at + "mlp.gate_proj", at + "mlp.up_proj"], "gated"),
-        down=reader.linear([at + "mlp.down_proj"]),
+        down=reader.linear([at + "mlp.down_proj"], "row_parallel"),
         moe=_moe(reader, at) if layer.moe else None,
         per_layer=_per_layer(reader, at) if arch.per_layer_input else None,
     )
 
 
-def _moe(reader: _Reader, at: str) -> Moe:
+def _moe(reader: Reader, at: str) -> Moe:
     return Moe(
         router_scale=reader.vector(at + "router.scale"),
         router=reader.linear([at + "router.proj"]),
@@ -236,7 +237,7 @@ def _moe(reader: _Reader, at: str) -> Moe:
     )
 
 
-def _per_layer(reader: _Reader, at: str) -> PerLayer:
+def _per_layer(reader: Reader, at: str) -> PerLayer:
     return PerLayer(
         gate=reader.linear([at + "per_layer_input_gate"]),
         projection=reader.linear([at + "per_layer_projection"]),

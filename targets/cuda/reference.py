@@ -31,6 +31,7 @@ from targets.cuda.formulas import (
     soft_cap,
 )
 from targets.cuda.ops import NOTHING, AttentionLayer, Closing, Dense, Linear, Opening, Rows
+from targets.cuda.tiles import EIGHTHS
 from targets.sampling_params import Rules
 
 
@@ -44,11 +45,11 @@ def wide(weight: Linear) -> Tensor:
     return weight.data.float()
 
 
-def as_input(x: Tensor, kind: str) -> Tensor:
+def as_input(x: Tensor, kind: str, groups: int = 1) -> Tensor:
     """bf16 weights take bf16 inputs; FP8 ones take them as finely as the implementation can, unless
-    they take e4m3 as well (w8a8)."""
+    they take e4m3 as well (w8a8). groups: k groups with a scale of their own there."""
     if kind == "w8a8":
-        return each_row(as_e4m3, x)
+        return each_row(lambda row: as_e4m3(row, groups), x)
     return x.bfloat16() if kind == "bf16" else x
 
 
@@ -91,7 +92,7 @@ class Reference:
 
     def gated(self, x: Tensor, gate_up: Linear, kind: str) -> Tensor:
         rows = self.linear(x, gate_up)
-        return as_input(each_row(lambda row: gate(row, self.arch.silu), rows), kind)
+        return as_input(each_row(lambda row: gate(row, self.arch.silu), rows), kind, EIGHTHS)
 
     def attention(self, qkv: Tensor, layer: AttentionLayer, rows: Rows, kind: str) -> Tensor:
         """Waits for slots and positions to reach the host, unlike a kernel."""
@@ -102,9 +103,10 @@ class Reference:
         out = torch.zeros((len(qkv), spec.heads * spec.head_dim), device=qkv.device)
         for r, (slot, position) in enumerate(_places(rows)):
             if slot >= 0:
-                q = query(qkv[r].clone(), layer.q_norm, spec, position * inverse, self.arch.eps)
+                angles = (position + layer.ahead) * inverse
+                q = query(qkv[r].clone(), layer.q_norm, spec, angles, self.arch.eps)
                 out[r] = attend(q, layer.cache, slot, position, spec.window).flatten()
-        return as_input(out, kind)
+        return as_input(out, kind, EIGHTHS)
 
     def store(self, qkv: Tensor, layer: AttentionLayer, rows: Rows) -> None:
         spec = layer.spec

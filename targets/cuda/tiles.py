@@ -7,8 +7,10 @@ time; within a step, warp by warp in the tensor cores' fragment order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -18,33 +20,38 @@ from targets.cuda.ops import Linear
 TILE = 16
 INPUTS = 32
 """Inputs of one block: a tile of a block is what a warp loads at once."""
-INPUT_ALIGN = 64
+EIGHTHS = 8
+"""Most k groups of a weight."""
 TILE_BYTES = {"fp8": 512, "w8a8": 512, "bf16": 1024}
 VALUE_BYTES = {"fp8": 1, "w8a8": 1, "bf16": 2}
 """Bytes of one value."""
-TILES_PER_PASS = 22
-WARPS = {1: 11, 2: 11, 3: 8}
-"""By tiles per warp, the most warps of a CTA (gemm.cu adds a producer, and doubles them for many
-tokens); wide ones need more registers each."""
+WARPS = {1: 24, 2: 11, 3: 8}
+"""By tiles per warp, preferred first: the most warps of a CTA (gemm.cu adds a producer, and wide.cu
+takes two tiles a warp). Many narrow warps catch up faster with a ring that was filled while the
+kernel before still ran: 1 % of a cycle."""
+NARROW_WARPS = {2: 11, 3: 8, 1: 11}
+"""The same of w8a8 weights, whose tiles w8a8.cu gives to its warps itself."""
 STEP_BYTES = 24 * 1024
 BLOCKS = 16
 """Most blocks of inputs per step: for 64 tokens they are 64 KiB, and two steps must fit."""
 DEPTHS = (1, 2, 3, 4)
 """Blocks of inputs per warp and step."""
-GATE_ROWS = {"fp8": TILE, "w8a8": TILE // 2, "bf16": TILE}
-"""Rows of gate that stand together, before as many of up: a thread of w8a8.cu has rows 8 apart."""
-TILES_PER_CTA = 12
-"""And pass, of w8a8.cu: one per warp."""
+GATE_ROWS = {"gated": TILE // 2, "experts_gated": TILE}
+"""Rows of gate that stand together, before as many of up: in one tile, of whose halves a thread has
+both, or in a tile of each (moe.cu)."""
+GROUPS = ((3 * 132, 8), (4 * 132, 4), (10 * 132, 2))
+"""k groups of weights of up to so many tiles: as many as there are warps for where a Hopper GPU of
+132 multiprocessors shares the tiles. Other machines take the same: they are part of the sums."""
 ACTIVATION_SCALE = 32.0
-"""Inputs of fp8 weights travel divided by this (kernels/common.cuh)."""
+"""Inputs of e4m3 weights travel divided by this (kernels/common.cuh)."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a weight is dealt: a function of its shape and the machine alone.
+    """How a weight is dealt. Of these numbers only `k_groups` is seen in any sum.
 
-    ctas x passes x tiles cover the rows; steps x k_groups x depth blocks cover the inputs; a
-    CTA's warps are row_groups (of `wide` tiles each) x k_groups.
+    ctas x passes x tiles cover the rows; k_groups x steps x depth blocks cover the inputs. A CTA's
+    warps are row_groups (of `wide` tiles each) x k_groups.
     """
 
     ctas: int
@@ -64,53 +71,59 @@ class Schedule:
         return self.warps * self.depth * self.wide * TILE_BYTES[kind]
 
 
-def padded_inputs(k: int) -> int:
-    return -(-k // INPUT_ALIGN) * INPUT_ALIGN
+def k_groups(n: int, layout: str) -> int:
+    """Of a weight of n rows: into how many parts its k is cut, whose sums are added as a binary
+    tree. n counts all rows, wherever they are kept, so that no cut of the rows changes a sum. What
+    is cut along k (row_parallel) has eight parts, which 2, 4 or 8 devices share evenly."""
+    if layout == "row_parallel" or layout.startswith("experts"):
+        return EIGHTHS
+    tiles = _tiles(n, layout)
+    return next((groups for most, groups in GROUPS if tiles <= most), 1)
+
+
+def k_stride(weight: Linear) -> int:
+    """From one block of a k group to its next. Contiguous groups are for what is cut along k;
+    others lie side by side, so that a step of all groups is a contiguous part of the inputs."""
+    return 1 if weight.layout == "row_parallel" else weight.k_groups
+
+
+def padded_inputs(k: int, groups: int = EIGHTHS) -> int:
+    """k as it is stored: k groups of whole blocks. Inputs are padded for any weight."""
+    return -(-k // (groups * INPUTS)) * groups * INPUTS
 
 
 @cache
-def schedule(n: int, k: int, kind: str, gated: bool, processors: int) -> Schedule:
+def schedule(n: int, k: int, kind: str, layout: str, groups: int, processors: int) -> Schedule:
     """n rows (of both halves where gated) by k inputs on this many multiprocessors."""
-    tiles = 2 * -(-(n // 2) // TILE) if gated else -(-n // TILE)
-    each = -(-tiles // processors)
-    passes = -(-each // TILES_PER_PASS)
-    each = -(-each // passes)
-    wide = 2 if gated or each % 2 == 0 else 3 if each % 3 == 0 else 1
-    if wide == 1 and each > WARPS[1]:
-        wide = 2
-    each = -(-each // wide) * wide
+    tiles = _tiles(n, layout)
+    warps = NARROW_WARPS if kind == "w8a8" else WARPS
+    passes, each, wide = next(_deals(tiles, groups, processors, warps))
     row_groups = each // wide
-    blocks = padded_inputs(k) // INPUTS
-    k_groups = 1
-    if passes == 1:
-        k_groups = max(g for g in (1, 2, 4, 8) if blocks % g == 0 and g * row_groups <= WARPS[wide])
-    step = row_groups * k_groups * wide * TILE_BYTES[kind]
-    depths = (d for d in DEPTHS if blocks % (d * k_groups) == 0 and d * k_groups <= BLOCKS)
-    depth = max((d for d in depths if d * step <= STEP_BYTES), default=1)
+    blocks = padded_inputs(k, groups) // INPUTS
+    step = row_groups * groups * wide * TILE_BYTES[kind]
+    depths = [d for d in DEPTHS if blocks % (d * groups) == 0]
+    if kind != "w8a8":  # w8a8.cu has one k group in a step
+        depths = [d for d in depths if d * groups <= BLOCKS and d * step <= STEP_BYTES]
+    depth = max(depths, default=1)
     ctas = -(-tiles // (each * passes))
-    return Schedule(
-        ctas, passes, each, wide, row_groups, k_groups, depth, blocks // (k_groups * depth)
-    )
+    return Schedule(ctas, passes, each, wide, row_groups, groups, depth, blocks // (groups * depth))
 
 
-@cache
-def w8a8_schedule(n: int, k: int, gated: bool, processors: int) -> Schedule:
-    """A CTA (CTA, k group) per multiprocessor: the least that one has to read, in as few k groups
-    as that takes, since their sums are written and read again."""
-    tiles = -(-n // TILE)
-    blocks = padded_inputs(k) // INPUTS
+def _tiles(n: int, layout: str) -> int:
+    half = GATE_ROWS.get(layout)
+    return -(-n // TILE) if half is None else -(-(n // 2) // half) * 2 * half // TILE
 
-    def deal(groups: int) -> Schedule:
-        each = -(-tiles // (processors // groups))
-        passes = -(-each // TILES_PER_CTA)
-        each = -(-each // passes)
-        depth = max(d for d in DEPTHS if blocks % (d * groups) == 0)
-        ctas, steps = -(-tiles // (each * passes)), blocks // (groups * depth)
-        return Schedule(ctas, passes, each, 1, each, groups, depth, steps)
 
-    whole = gated or n % 4 != 0
-    choices = [g for g in (1, 2, 4, 8) if blocks % g == 0 and g <= (1 if whole else processors)]
-    return min(map(deal, choices), key=lambda s: (s.passes * s.tiles / s.k_groups, s.k_groups))
+def _deals(
+    tiles: int, groups: int, processors: int, warps: dict[int, int]
+) -> Iterator[tuple[int, int, int]]:
+    """Passes, tiles of a CTA and pass, tiles of a warp; the fewest passes first."""
+    for passes in count(1):
+        least = -(-tiles // (processors * passes))
+        deals = ((-(-least // wide) * wide, wide) for wide in warps)
+        fit = [(each, wide) for each, wide in deals if each // wide * groups <= warps[wide]]
+        if fit:
+            yield passes, *min(fit, key=lambda deal: deal[0])
 
 
 @cache
@@ -124,40 +137,42 @@ def expert_schedule(n: int, k: int, gated: bool) -> Schedule:
         wide=2,
         row_groups=1,
         k_groups=1,
-        depth=padded_inputs(k) // INPUTS,
+        depth=expert_inputs(k) // INPUTS,
         steps=1,
     )
 
 
+def expert_inputs(k: int) -> int:
+    """k of an expert as it is stored."""
+    return padded_inputs(k, 2)
+
+
 def schedule_of(weight: Linear, processors: int) -> Schedule:
-    return _plan(weight.n, weight.k, weight.kind, weight.layout, processors)
+    return _plan(weight.n, weight.k, weight.kind, weight.layout, weight.k_groups, processors)
 
 
-def _plan(n: int, k: int, kind: str, layout: str, processors: int) -> Schedule:
-    gated = layout.endswith("gated")
+def _plan(n: int, k: int, kind: str, layout: str, groups: int, processors: int) -> Schedule:
     if layout.startswith("experts"):
-        return expert_schedule(n, k, gated)
-    if kind == "w8a8":
-        return w8a8_schedule(n, k, gated, processors)
-    return schedule(n, k, kind, gated, processors)
+        return expert_schedule(n, k, layout.endswith("gated"))
+    return schedule(n, k, kind, layout, groups, processors)
 
 
-def tile(values: Tensor, kind: str, layout: str, processors: int) -> Tensor:
+def tile(values: Tensor, kind: str, layout: str, groups: int, processors: int) -> Tensor:
     """values [n, k] -> bytes [passes, steps, ctas, step bytes]; of experts [E, n, k] ->
-    [E, units, unit bytes]. gated: gate's rows, then up's; their tiles alternate, so that one warp
-    holds both of a feature."""
+    [E, units, unit bytes]. gated: gate's rows, then up's; they alternate (`GATE_ROWS`), so that one
+    warp holds both of a feature."""
     n, k = values.shape[-2:]
-    plan = _plan(n, k, kind, layout, processors)
+    plan = _plan(n, k, kind, layout, groups, processors)
     rows = plan.ctas * plan.passes * plan.tiles * TILE
-    words = _words(values.reshape(-1, k), padded_inputs(k)).unflatten(0, (-1, n))
-    if layout.endswith("gated"):
+    words = _words(values.reshape(-1, k), _stored(plan)).unflatten(0, (-1, n))
+    if layout in GATE_ROWS:
         half = words.new_zeros((len(words), 2, rows // 2, words.shape[-1]))
         half[:, :, : n // 2] = words.unflatten(1, (2, n // 2))
-        words = half.unflatten(2, (-1, GATE_ROWS[kind])).transpose(1, 2)
+        words = half.unflatten(2, (-1, GATE_ROWS[layout])).transpose(1, 2)
     elif rows > n:
         words = torch.cat([words, words.new_zeros((len(words), rows - n, words.shape[-1]))], 1)
-    ordered = words.reshape(_sizes(plan, kind)).permute(_ORDER[VALUE_BYTES[kind]]).contiguous()
-    data = ordered.view(torch.uint8)
+    sizes, order = _axes(plan, kind, layout)
+    data = words.reshape(sizes).permute(order).contiguous().view(torch.uint8)
     if layout.startswith("experts"):
         return data.view(len(values), plan.passes, -1)
     return data.view(plan.passes, plan.steps, plan.ctas, -1)
@@ -167,30 +182,36 @@ def untile(weight: Linear, processors: int) -> Tensor:
     """The inverse of `tile`: values [n, k], of experts [E * n, k], in the weight's dtype."""
     plan, n = schedule_of(weight, processors), weight.n
     rows = plan.ctas * plan.passes * plan.tiles * TILE
-    order, sizes = _ORDER[VALUE_BYTES[weight.kind]], _sizes(plan, weight.kind)
+    sizes, order = _axes(plan, weight.kind, weight.layout)
     blocks = weight.data.view(torch.int32).view([sizes[axis] for axis in order])
     words = blocks.permute([order.index(axis) for axis in range(len(order))])
-    words = words.reshape(-1, rows, padded_inputs(weight.k) * VALUE_BYTES[weight.kind] // 4)
-    if weight.layout.endswith("gated"):
-        halves = words.unflatten(1, (-1, 2, GATE_ROWS[weight.kind])).transpose(1, 2)
+    words = words.reshape(-1, rows, _stored(plan) * VALUE_BYTES[weight.kind] // 4)
+    if weight.layout in GATE_ROWS:
+        halves = words.unflatten(1, (-1, 2, GATE_ROWS[weight.layout])).transpose(1, 2)
         words = halves.reshape(len(words), 2, rows // 2, -1)[:, :, : n // 2].flatten(1, 2)
     dtype = torch.bfloat16 if weight.kind == "bf16" else torch.float8_e4m3fn
     return words[:, :n].flatten(0, 1).contiguous().view(dtype)[:, : weight.k]
 
 
-# Axes of a padded weight as int32 words. Rows: 0 pass (of all experts), 1 CTA, 2 row group, 3 tile
-# of the warp, 4 half of 8, 5 row. Inputs: 6 step, 7 k group, 8 depth, then by bytes of a value: (1)
-# 9 lane, 10 word (4 inputs); (2) 9 lane, 10 step of 16, 11 pair (2 inputs).
-_ORDER = {
-    1: (0, 6, 1, 7, 2, 8, 3, 5, 9, 10, 4),
-    2: (0, 6, 1, 7, 2, 8, 3, 10, 5, 9, 11, 4),
-}
+def _axes(plan: Schedule, kind: str, layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of a padded weight as int32 words, and the order of its axes in memory.
 
-
-def _sizes(plan: Schedule, kind: str) -> tuple[int, ...]:
+    Rows: 0 pass (of all experts), 1 CTA, 2 row group, 3 tile of the warp, 4 half of 8, 5 row.
+    Inputs: 6, 7, 8 k group, step and depth, or step, depth and k group (`k_stride`); then by bytes
+    of a value: (1) 9 lane, 10 word (4 inputs); (2) 9 lane, 10 step of 16, 11 pair (2 inputs)."""
+    contiguous = layout == "row_parallel"
+    group, step, depth = (6, 7, 8) if contiguous else (8, 6, 7)
+    blocks = (plan.k_groups, plan.steps, plan.depth)
+    blocks = blocks if contiguous else blocks[1:] + blocks[:1]
     rows = (-1, plan.ctas, plan.row_groups, plan.wide, 2, 8)
-    inputs = (plan.steps, plan.k_groups, plan.depth)
-    return rows + inputs + ((4, 2, 2) if kind == "bf16" else (4, 2))
+    order = (0, step, 1, group, 2, depth, 3)
+    if kind == "bf16":
+        return rows + blocks + (4, 2, 2), order + (10, 5, 9, 11, 4)
+    return rows + blocks + (4, 2), order + (5, 9, 10, 4)
+
+
+def _stored(plan: Schedule) -> int:
+    return plan.k_groups * plan.steps * plan.depth * INPUTS
 
 
 def _words(values: Tensor, padded: int) -> Tensor:

@@ -1,13 +1,17 @@
 """Linear layers of e4m3 by e4m3 as launches of `kernels/w8a8.cu` and `quantise.cu`: a part of
 `Kernels`.
 
-Inputs get a scale per token as they come (dynamically), weights have one per output channel.
+Weights lie as the skinny GEMM's do (`tiles.py`) and have a scale per output channel. Inputs get a
+scale per token as they come (dynamically); those of row_parallel weights one per token and k group,
+so that a device that has a part of k needs no other's maximum.
 """
 
 from __future__ import annotations
 
 from ctypes import Structure, c_int, c_void_p
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -18,7 +22,8 @@ from targets.cuda.launch import SHARED_LIMIT, Launcher, Variant, address, pointe
 from targets.cuda.ops import Linear
 
 AT_ONCE = 128
-"""Most tokens per CTA of which a warp has registers for two tiles."""
+"""Most tokens per CTA of which a warp has registers for two tiles, or for two k groups' sums."""
+WARPS = 12
 BARRIERS = 16
 """Bytes of a stage's two."""
 ADD_THREADS, QUANTISE_THREADS = 256, 1024
@@ -32,27 +37,26 @@ AROUND = Variant("quantise")
 class _W8A8Job(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "scale", "x", "x_scale", "out")),
-        *((name, c_int) for name in ("n", "ctas", "tiles", "passes", "steps", "k_groups")),
-        *((name, c_int) for name in ("k_blocks", "stages", "rows", "epilogue")),
+        *((name, c_int) for name in ("n", "ctas", "steps", "row_groups", "k_groups", "wide")),
+        *((name, c_int) for name in ("runs", "run", "take", "share")),
+        *((name, c_int) for name in ("k_blocks", "k_stride", "stages", "rows", "epilogue")),
+        *((name, c_int) for name in ("blocks", "items")),
     )
 
 
 class Groups(Structure):
     """`Parts` as the norms read them (narrow.cuh)."""
 
-    _fields_ = (
-        *((name, c_void_p) for name in ("parts", "scale", "x_scale")),
-        ("groups", c_int),
-    )
+    _fields_ = (("parts", c_void_p), ("scale", c_void_p), ("count", c_int))
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The sums of a linear layer's k groups [groups, M, n] float32, and their scales [n], [M]."""
+    """Sums of parts of k [parts, M, n] float32, scaled by the inputs' scales, and the weight's
+    scale [n]."""
 
     sums: Tensor
     scale: Tensor | None
-    x_scale: Tensor | None
 
     @property
     def shape(self) -> torch.Size:
@@ -60,17 +64,58 @@ class Parts:
         return self.sums.shape[1:]
 
 
+@dataclass(frozen=True)
+class Share:
+    """What a CTA of w8a8.cu takes: up to `take` row groups of one of `runs` runs of `run` each, and
+    `share` k groups of them, with `together` tiles a warp. No number is seen in a sum."""
+
+    runs: int
+    run: int
+    take: int
+    share: int
+    together: int
+
+    @property
+    def ctas(self) -> int:
+        """For all rows."""
+        return self.runs * -(-self.run // self.take)
+
+
+@cache
+def share_out(plan: tiles.Schedule, apart: bool, block: int, blocks: int, processors: int) -> Share:
+    """The quickest way to share a weight's rows for `blocks` blocks of tokens. apart: k groups have
+    sums of their own."""
+    share = min(2, plan.k_groups) if apart else plan.k_groups
+    most = WARPS * (2 if block <= AT_ONCE and not apart else 1) // plan.wide
+    owners = plan.ctas * plan.passes
+    total = owners * plan.row_groups
+
+    def cost(choice: Share) -> tuple[float, int]:
+        """In tiles, of which a start and the inputs cost some too. Warps multiply four at a
+        time."""
+        count = choice.ctas * (plan.k_groups // share) * blocks
+        each = choice.run / -(-choice.run // choice.take)  # row groups of a CTA, on average
+        whole = -(-each * plan.wide // 4) * 4 if block >= AT_ONCE else each * plan.wide
+        return -(-count // processors) * (whole + 2 + block // 64), -count
+
+    def made(runs: int, run: int, take: int) -> Share:
+        return Share(runs, run, take, share, 1 if take * plan.wide <= WARPS else 2)
+
+    takes = range(1, most + 1)
+    choices = [made(1, total, take) for take in takes]
+    choices += [made(owners, plan.row_groups, take) for take in takes if take <= plan.row_groups]
+    return min(choices, key=cost)
+
+
 def as_groups(parts: Parts) -> Groups:
-    return Groups(*map(address, (parts.sums, parts.scale, parts.x_scale)), len(parts.sums))
+    return Groups(*map(address, (parts.sums, parts.scale)), len(parts.sums))
 
 
 def variants() -> set[Variant]:
     """All that any weight asks for."""
     multiply = {
         _variant(block, depth, together)
-        for block in NARROW_BLOCKS
-        for depth in tiles.DEPTHS
-        for together in (1, 2)
+        for block, depth, together in product(NARROW_BLOCKS, tiles.DEPTHS, (1, 2))
         if together == 1 or block <= AT_ONCE
     }
     return {AROUND} | multiply
@@ -82,20 +127,14 @@ class W8A8:
     def __init__(self, launch: Launcher, processors: int) -> None:
         self._launch, self._processors = launch, processors
 
-    def pack(self, values: Tensor, scale: Tensor | None, kind: str, layout: str) -> Linear:
-        """`Ops.pack`: tiled."""
-        assert scale is not None
-        n, k = values.shape
-        data = tiles.tile(values, kind, layout, self._processors)
-        return Linear(n, k, kind, data, scale.float().contiguous(), layout)
-
     def quantise(self, rows: Tensor) -> Input:
-        """rows [M, k] f16 of value / 32."""
+        """rows [M, k] f16 of value / 32, for a row_parallel weight."""
         m, k = rows.shape
         assert k % 8 == 0 and k <= WIDEST, k
-        x = make_narrow_input(m, k, rows.device)
+        x = make_narrow_input(m, k, rows.device, tiles.EIGHTHS)
+        each = x.k_blocks * tiles.INPUTS // tiles.EIGHTHS
         arguments = [pointer(t) for t in (rows, x.data, x.scale)]
-        arguments += [c_int(size) for size in (k, x.k_blocks, x.block)]
+        arguments += [c_int(size) for size in (k, each, x.k_blocks, x.block)]
         self._launch(AROUND, "quantise", (m, 1, 1), QUANTISE_THREADS, arguments)
         return x
 
@@ -112,35 +151,36 @@ class W8A8:
 
     def branch(self, x: Input, weight: Linear) -> Tensor | Parts:
         """`Ops.branch`."""
-        plan, device = tiles.schedule_of(weight, self._processors), x.data.device
-        if plan.k_groups == 1:
+        device = x.data.device
+        if weight.layout != "row_parallel":
             out = torch.empty((x.rows, weight.n), device=device)
-            self._multiply(x, weight, plan, out, PLAIN)
+            self._multiply(x, weight, out, PLAIN)
             return out
-        sums = torch.empty((plan.k_groups, x.rows, weight.n), device=device)
-        self._multiply(x, weight, plan, sums, PART)
-        return Parts(sums, weight.scale, x.scale)
+        sums = torch.empty((-(-weight.k_groups // 2), x.rows, weight.n), device=device)
+        self._multiply(x, weight, sums, PART)
+        return Parts(sums, weight.scale)
 
     def gated(self, x: Input, gate_up: Linear) -> Tensor:
         """-> rows for `quantise`."""
-        plan = tiles.schedule_of(gate_up, self._processors)
         out = torch.empty((x.rows, gate_up.n // 2), dtype=torch.float16, device=x.data.device)
-        self._multiply(x, gate_up, plan, out, GATED)
+        self._multiply(x, gate_up, out, GATED)
         return out
 
-    def _multiply(
-        self, x: Input, weight: Linear, plan: tiles.Schedule, out: Tensor, epilogue: int
-    ) -> None:
-        together = 2 if plan.passes % 2 == 0 and x.block <= AT_ONCE else 1
-        stages, shared = ring(plan, x.block, together)
+    def _multiply(self, x: Input, weight: Linear, out: Tensor, epilogue: int) -> None:
+        plan, blocks = tiles.schedule_of(weight, self._processors), -(-x.rows // x.block)
+        own = share_out(plan, epilogue == PART, x.block, blocks, self._processors)
+        items = blocks * own.ctas * (plan.k_groups // own.share)
+        stages, shared = ring(plan, own, x.block)
         job = _W8A8Job(
             *map(address, (weight.data, weight.scale, x.data, x.scale, out)),
-            *(weight.n, plan.ctas, plan.tiles, plan.passes, plan.steps, plan.k_groups),
-            *(x.k_blocks, stages, x.rows, epilogue),
+            *(weight.n, plan.ctas, plan.steps, plan.row_groups, plan.k_groups, plan.wide),
+            *(own.runs, own.run, own.take, own.share),
+            *(x.k_blocks, tiles.k_stride(weight), stages, x.rows, epilogue),
+            *(blocks, items),
         )
-        grid = (-(-x.rows // x.block), plan.ctas * plan.k_groups, 1)
-        variant = _variant(x.block, plan.depth, together)
-        self._launch(variant, "w8a8", grid, threads(plan, x.block, together), [job], shared)
+        grid = (min(items, self._processors), 1, 1)
+        variant = _variant(x.block, plan.depth, own.together)
+        self._launch(variant, "w8a8", grid, threads(plan, own, x.block), [job], shared)
 
 
 def _variant(block: int, depth: int, together: int) -> Variant:
@@ -148,13 +188,16 @@ def _variant(block: int, depth: int, together: int) -> Variant:
     return Variant("w8a8", macros)
 
 
-def ring(plan: tiles.Schedule, block: int, together: int) -> tuple[int, int]:
+def ring(plan: tiles.Schedule, own: Share, block: int) -> tuple[int, int]:
     """Stages of w8a8.cu's ring, and the shared memory of a CTA in bytes."""
-    stage = together * plan.step_bytes("w8a8") // plan.k_groups + plan.depth * block * tiles.INPUTS
-    stages = max(2, min(SHARED_LIMIT // (stage + BARRIERS), plan.steps * plan.passes // together))
-    return stages, stages * (stage + BARRIERS)
+    row_group = plan.wide * tiles.TILE_BYTES["w8a8"]
+    stage = plan.depth * (own.take * row_group + block * tiles.INPUTS)
+    scales = 2 * 4 * block
+    stages = min((SHARED_LIMIT - scales) // (stage + BARRIERS), plan.steps * own.share)
+    return max(2, stages), max(2, stages) * (stage + BARRIERS) + scales
 
 
-def threads(plan: tiles.Schedule, block: int, together: int) -> int:
-    """A warp per tile, in whole warpgroups, and the producers (w8a8.cu)."""
-    return 128 * -(-plan.tiles // 4) + (128 if block * together >= 128 else 32)
+def threads(plan: tiles.Schedule, own: Share, block: int) -> int:
+    """Warps for the tiles, in whole warpgroups, and the producers (w8a8.cu)."""
+    tiles_of_cta = own.take * plan.wide
+    return 128 * -(-tiles_of_cta // (4 * own.together)) + 128

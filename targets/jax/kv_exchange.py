@@ -164,13 +164,17 @@ class SequenceExchange(NamedTuple):
 
 
 def shared_stores(
-    params: Params, arch: Arch, rows: Callable[[LayerSpec], tuple[int, ...]]
+    params: Params,
+    arch: Arch,
+    rows: Callable[[LayerSpec], tuple[int, ...]],
+    lenders: tuple[int, ...] = (),
 ) -> tuple:
-    """Room for the K/V of layers that others share, None for the rest (training memories).
+    """Room for the K/V of layers that others share, or a draft head reads (lenders), None for the
+    rest (training memories).
 
     rows: the leading shape [B, S] of what one layer keeps.
     """
-    donors = {layer.kv_from for layer in arch.layers}
+    donors = {layer.kv_from for layer in arch.layers} | {*lenders}
     dtype = params.top["norm"].dtype
 
     def store(group: LayerGroup, j: int, layer: LayerSpec) -> kv.LayerCache | None:

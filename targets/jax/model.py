@@ -19,7 +19,7 @@ from targets.jax.cache import Cache, Span
 from targets.jax.feedforward import experts_of, feed_forward
 from targets.jax.kv_exchange import CacheExchange, KVExchange, SequenceExchange, shared_stores
 from targets.jax.params import Params
-from targets.layer_groups import LayerGroup, layer_groups
+from targets.layer_groups import LayerGroup, layer_groups, place_of
 
 
 class Shared(NamedTuple):
@@ -127,11 +127,9 @@ def _donors(arch: Arch, group: LayerGroup, done: list[tuple], exchange: KVExchan
     """For each layer of the pattern that shares K/V: its donor's, from an earlier group."""
 
     def find(layer: int) -> Any:
-        for earlier, store in zip(layer_groups(arch), done, strict=False):
-            repeat, j = divmod(layer - earlier.first, len(earlier.pattern))
-            if 0 <= layer - earlier.first and repeat < earlier.repeats:
-                return exchange.recall(store[j], repeat)
-        raise AssertionError(f"layer {layer} lends its K/V but comes later")
+        i, j, repeat = place_of(arch, layer)
+        assert i < len(done), f"layer {layer} lends its K/V but comes later"
+        return exchange.recall(done[i][j], repeat)
 
     return tuple(None if la.kv_from is None else find(la.kv_from) for la in group.pattern)
 
@@ -159,7 +157,7 @@ def _run_group(
             with jax.named_scope(f"{'sliding' if layer.sliding else 'global'}_{j}"):
                 own, memory = w[j] | experts_of(weights[j], number), (kept[j], number, donors[j])
                 inputs = None if extra is None else extra[j]
-                x, kept[j] = _layer(given, layer, x, own, memory, positions, inputs)
+                x, kept[j] = decoder_layer(given, layer, x, own, memory, positions, inputs)
             if j in wanted:
                 states.append(x)
         return (x, tuple(kept)), tuple(states)
@@ -175,7 +173,7 @@ def _run_group(
     return x, store, seen
 
 
-def _layer(
+def decoder_layer(
     given: Shared,
     layer: LayerSpec,
     h: Array,
@@ -184,8 +182,9 @@ def _layer(
     positions: Array,
     per_layer: Array | None,
 ) -> tuple[Array, Any]:
-    """memory: the layer's store, which of its repeats this is, and the donor's K/V. per_layer
-    [B, T, P]: the layer's own. -> the stream, and the store."""
+    """One decoder layer on the stream h [B, T, H]. w: its weights by name. memory: its store, which
+    of its repeats this is, and the donor's K/V. positions [B, T] (or [1, T]): of its queries.
+    per_layer [B, T, P]: the layer's own. -> the stream, and the store."""
     eps, (store, repeat, donor) = given.arch.eps, memory
     x = layers.rms_norm(h, w["input_layernorm"], eps)
     tables = layers.rope_tables(layer.rope, layer.head_dim, positions)

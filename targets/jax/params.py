@@ -137,6 +137,11 @@ def _place(
     )
 
 
+def place(stored: Stored, spec: TensorSpec, dtype: Any, mesh: Mesh | None) -> Any:
+    """One tensor on the devices: an array in `dtype`, or `Quantized` where it has a scale."""
+    return _place([stored], spec, False, dtype, mesh)
+
+
 def _halves_by_device(values: Any, spec: TensorSpec, tp: int) -> Any:
     """[E, 2 I, ...] in an order in which a device's part has its share of both halves."""
     if not any(partition(spec, tp)):

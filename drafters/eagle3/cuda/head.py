@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from drafters.eagle3.cuda.kernels import DraftKernels
-from drafters.eagle3.cuda.ops import DraftOps, DraftReference, PairNorms, Vocabulary
+from drafters.eagle3.cuda.ops import DraftOps, DraftReference, PairNorms
 from drafters.eagle3.spec import Head, HeadSpec, check_pair, tensors
 from specdec.core.errors import UserError
 from targets.arch import Arch, LayerSpec, Rope
@@ -23,6 +23,7 @@ from targets.cuda.attention import HEADS
 from targets.cuda.cache import entries, make_cache, slack_of
 from targets.cuda.footprint import LINEAR, TargetShape
 from targets.cuda.graphs import bucket_of
+from targets.cuda.guessing import vocabulary_of
 from targets.cuda.load import WIDEST
 from targets.cuda.ops import AttentionLayer, Closing, Linear, Opening, Rows
 from targets.cuda.out_of_memory import room_for
@@ -93,7 +94,7 @@ class HeadModel:
         sizes = target.slots, self.longest, slack
         layers, cache = self.arch.layers, make_cache(self.arch, *sizes, kv, str(device))
         self.layer = AttentionLayer(layers[0], cache.of(layers, 0))
-        self.known = _vocabulary(head, device)
+        self.known = vocabulary_of(torch.from_numpy(head.target_ids), spec.vocab, device)
 
     def fuse(self, features: Tensor, slot: Tensor) -> Tensor:
         """The target's features [S, W, F] of slots [B] -> states [B W, H] float32."""
@@ -153,12 +154,6 @@ def need_bytes(spec: HeadSpec, shape: TargetShape) -> int:
     )
 
 
-def _vocabulary(head: Head, device: torch.device) -> Vocabulary:
-    ids, inverse = torch.from_numpy(head.target_ids), torch.full((head.spec.vocab,), -1)
-    inverse[ids] = torch.arange(len(ids))
-    return Vocabulary(ids.int().to(device), inverse.int().to(device))
-
-
 def _ops(arch: Arch, target: CudaTarget, positions: int, kind: str) -> DraftOps:
     if isinstance(target.ops, Reference):
         return DraftReference(arch)
@@ -195,9 +190,9 @@ def place(head: Head, kind: str, ops: DraftOps, device: torch.device) -> HeadWei
     return HeadWeights(
         fc=linear("fc"),
         qkv=linear(*attention),
-        o=linear("self_attn.o_proj"),
+        o=linear("self_attn.o_proj", layout="row_parallel"),
         gate_up=linear("mlp.gate_proj", "mlp.up_proj", layout="gated"),
-        down=linear("mlp.down_proj"),
+        down=linear("mlp.down_proj", layout="row_parallel"),
         lm_head=linear("lm_head"),
         features_norm=torch.cat([vector(name) for name in norms]) if norms else None,
         norm_parts=max(1, len(norms)),

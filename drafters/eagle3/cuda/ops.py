@@ -3,21 +3,22 @@
 `Pending` is what the target said last, by slot: from there the next draft starts. A head's rows are
 those of a verify (`ops.Rows`): `start` is the position of the text's last token.
 Shape legend: as in ops.py; S slots, W pending tokens per slot, F features of a token, k draft
-steps, D draft vocabulary.
+steps.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from specdec.core.types import NO_GUESS
+from targets.arch import Arch
 from targets.cuda.formulas import rms
+from targets.cuda.guessing import Guess, reference_guess
 from targets.cuda.ops import Linear, Ops, Rows, X
 from targets.cuda.reference import Reference, as_input
-from targets.sampling_params import Rules
 
 
 class Pending(NamedTuple):
@@ -51,13 +52,6 @@ class PairNorms(NamedTuple):
     residual: bool
 
 
-class Vocabulary(NamedTuple):
-    """ids [D] int32: the target's, ascending; draft_ids [V] int32: the inverse, -1 for the rest."""
-
-    ids: Tensor
-    draft_ids: Tensor
-
-
 class DraftOps(Ops, Protocol):
     def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> DraftLayout:
         """longest: no guess lies at this position or beyond."""
@@ -75,20 +69,8 @@ class DraftOps(Ops, Protocol):
         the layer's residual in place. Embeddings are as stored, ids outside the vocabulary 0."""
         ...
 
-    def guess(
-        self,
-        logits: Tensor,
-        known: Vocabulary,
-        rules: Rules,
-        at: Rows,
-        j: int,
-        needs_sampler: bool,
-    ) -> None:
-        """Guess j from logits [B, D], by `Ops.choose`'s rules and noise; NO_GUESS where nothing
-        that is known may be said, or the slot is -1. It goes to at.tokens[:, j + 1], and to its
-        place in the history, where the next one's penalties look. at: the verify's tokens, and
-        the position that the guess follows."""
-        ...
+    @property
+    def guess(self) -> Guess: ...
 
     def keep(
         self, pending: Pending, rows: Rows, features: Tensor, chosen: Tensor, accepted: Tensor
@@ -100,6 +82,10 @@ class DraftOps(Ops, Protocol):
 
 class DraftReference(Reference):
     """`DraftOps` in torch."""
+
+    def __init__(self, arch: Arch) -> None:
+        super().__init__(arch)
+        self.guess = partial(reference_guess, self)
 
     def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> DraftLayout:
         slot = rows.slot.long()  # -1: the last row, the spare one
@@ -128,25 +114,6 @@ class DraftReference(Reference):
         if norms.residual:
             h.copy_(normed)
         return as_input(torch.cat([rms(embedded, norms.embedding, eps), normed], 1), kind)
-
-    def guess(
-        self,
-        logits: Tensor,
-        known: Vocabulary,
-        rules: Rules,
-        at: Rows,
-        j: int,
-        needs_sampler: bool,
-    ) -> None:
-        spread = logits.new_full((len(logits), 1, rules.bias.shape[1]), -torch.inf)
-        spread[:, 0, known.ids.long()] = logits
-        fed = Rows(at.tokens[:, :1], at.start, at.slot)
-        chosen = self.choose(spread, rules, fed, needs_sampler)[:, 0]
-        slot, live, word = at.slot.clamp(min=0).long(), at.slot >= 0, chosen.long()
-        best = spread[:, 0].gather(1, word[:, None])[:, 0] + rules.bias[slot, word]
-        guesses = torch.where(live & (best > -torch.inf), chosen, NO_GUESS)
-        at.tokens[:, j + 1] = guesses
-        rules.history[slot[live], at.start[live].long() + 1] = guesses[live]
 
     def keep(
         self, pending: Pending, rows: Rows, features: Tensor, chosen: Tensor, accepted: Tensor

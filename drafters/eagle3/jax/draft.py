@@ -19,9 +19,9 @@ from drafters.eagle3.jax import head
 from drafters.eagle3.jax.head import DraftCache, Weights
 from drafters.eagle3.spec import HeadSpec
 from specdec.core.types import NO_GUESS, Array, Step
-from targets.jax import sampling
 from targets.jax.device_drafter import SlotState, TracedDrafter
-from targets.sampling_params import SamplingTable
+from targets.jax.guessing import guess
+from targets.sampling_params import Rules, SamplingTable
 
 
 @struct.dataclass
@@ -127,8 +127,8 @@ def propose(
         embedded = head.embed(given.table, token)[:, None].astype(out.dtype)
         hidden = head.feedback(given.head, static.spec, out)[:, None]
         cache, out = head.decode(given.head, static.spec, cache, embedded, hidden, position)
-        guess = _choose(static, given, out[:, 0], replace(texts, history=history), j)
-        return cache, out[:, 0], history, draft.at[:, j].set(guess)
+        chosen = _choose(static, given, out[:, 0], replace(texts, history=history), j)
+        return cache, out[:, 0], history, draft.at[:, j].set(chosen)
 
     cache, _, _, draft = jax.lax.fori_loop(1, k, step, (cache, out, history, draft))
     return replace(memory, cache=cache), draft
@@ -192,16 +192,7 @@ def _choose(
 ) -> Array:
     """The head's output [B, H] -> guess j of each text [B], as the target would choose: by its
     rules, and with its noise. NO_GUESS where a row sits out, or may say nothing the head knows."""
-    logits = head.logits(given.head, static.spec, out)
-    own = given.bias[:, given.target_ids]
-    place = texts.length + j
-    if static.needs_sampler:
-        known = jnp.full(given.bias.shape, -jnp.inf).at[:, given.target_ids].set(logits)
-        chosen = sampling.choose(
-            known[:, None], given.bias, given.sampling_params, texts.history, place - 1
-        )[:, 0]
-    else:
-        chosen = given.target_ids[jnp.argmax(logits + own, -1)]
-    possible = (logits + own).max(-1) > -jnp.inf
-    going = texts.live & (place < static.longest) & possible
-    return jnp.where(going, chosen, NO_GUESS).astype(jnp.int32)
+    logits, place = head.logits(given.head, static.spec, out), texts.length + j
+    going = texts.live & (place < static.longest)
+    rules = Rules(given.bias, given.sampling_params, texts.history)
+    return guess(logits, given.target_ids, rules, place, going, static.needs_sampler)

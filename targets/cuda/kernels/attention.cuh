@@ -69,7 +69,7 @@ struct Job {
   int own, k_eq_v;           // whether K/V are this layer's own; values are the raw keys
   int stores;                // whether `walk` stores them, not `prepare`
   int stages;                // of `walk`'s ring
-  int fp8, k_blocks, block;  // what reads x: FP8 weights or bf16 ones; its layout, or rows where block is 0
+  int fp8, k_blocks, block, k_groups;  // what reads x: FP8 weights or bf16 ones; its layout, or rows where block is 0
   float eps;
 
   __device__ size_t part(int b, int head, int lane, int row) const {
@@ -225,6 +225,6 @@ __device__ inline void emit(const Job& job, int m, int head, int column, float4 
     *reinterpret_cast<uint2*>(x + (row + f) / 2) = make_uint2(low, high);
     return;
   }
-  x[x_offset(m, f, job.k_blocks, job.block) / 2] = low;
-  x[x_offset(m, f + 2, job.k_blocks, job.block) / 2] = high;
+  x[x_offset(m, f, job.k_blocks, job.block, job.k_groups) / 2] = low;
+  x[x_offset(m, f + 2, job.k_blocks, job.block, job.k_groups) / 2] = high;
 }

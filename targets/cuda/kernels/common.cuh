@@ -48,12 +48,23 @@ __device__ inline u16 to_bf16(float v) {
 __device__ inline float from_bf16(u16 bits) { return __uint_as_float(u32(bits) << 16); }
 __device__ inline u16 input_of_fp8(float v) { return to_f16(v * kActivationScale); }
 
+// Where block `at` of a weight's k stands, if the k groups' first blocks come first, then their second
+// ones. In floats: quotients are below 8, and three divisions of integers take 0.2 us of every kernel.
+__device__ inline int interleaved(int at, int k_blocks, int k_groups) {
+  const int each = int(__fdividef(k_blocks + 0.5f, k_groups)), group = int(__fdividef(at + 0.5f, each));
+  return (at - group * each) * k_groups + group;
+}
+
 // Where element f of row m of a linear layer's input lies, in blocks of [m / block][f / 32].
-// Up to 16 tokens: [token][f % 32], so that a warp reads the B fragments of 32 inputs with one
-// 16-byte load per lane. From 32 tokens on: as core matrices, [16-byte part][token][8 inputs], with
-// the inputs in the order in which those fragments give them to the two MMAs.
-__device__ inline size_t x_offset(int m, int f, int k_blocks, int block) {
-  const size_t start = (size_t(m / block) * k_blocks + f / 32) * block * 32;
+// Up to 16 tokens, 1, 2, 4, 8 or 16 of them: [token][f % 32], so that a warp reads the B fragments of 32
+// inputs with one 16-byte load per lane. From 32 tokens on: as core matrices, [16-byte part][token]
+// [8 inputs], with the inputs in the order in which those fragments give them to the two MMAs.
+//
+// Blocks of 32 inputs lie in order; for up to 16 tokens and a weight whose k groups are contiguous
+// (`k_groups` of them, else 1) they are interleaved.
+__device__ inline size_t x_offset(int m, int f, int k_blocks, int block, int k_groups = 1) {
+  const int at = k_groups > 1 && block < 32 ? interleaved(f / 32, k_blocks, k_groups) : f / 32;
+  const size_t start = (size_t(m / block) * k_blocks + at) * block * 32;
   const int token = m % block, quad = f % 32 / 8, pair = f % 8 / 2;
   if (block < 32) return start + token * 32 + f % 32;
   return start + (pair * block + token) * 8 + quad * 2 + f % 2;
@@ -107,6 +118,18 @@ __device__ inline float warp_max(float v) {
   return v;
 }
 
+// Sums of up to eight contiguous parts of k, which every linear layer adds as this binary tree:
+// ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). Who holds which parts is nothing to it.
+__device__ inline float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+__device__ inline float4 tree_sum(float4 (&v)[8], int parts) {
+#pragma unroll
+  for (int d = 1; d < 8; d *= 2)
+    if (d < parts)
+#pragma unroll
+      for (int i = 0; i < 8; i += 2 * d) v[i] = plus(v[i], v[i + d]);
+  return v[0];
+}
+
 // Several at once, each as above: of a chain of latency, one step of all before the next of any.
 template <int N>
 __device__ inline void warp_sum(float (&v)[N]) {
@@ -131,4 +154,13 @@ __device__ inline float block_sum(float v, float* scratch) {
   if (lane == 0) scratch[threadIdx.x / 32] = v;
   __syncthreads();
   return warp_sum(lane < blockDim.x / 32 ? scratch[lane] : 0.0f);
+}
+
+// The block's largest; as `block_sum`.
+__device__ inline float block_max(float v, float* scratch) {
+  const int lane = threadIdx.x % 32;
+  v = warp_max(v);
+  if (lane == 0) scratch[threadIdx.x / 32] = v;
+  __syncthreads();
+  return warp_max(lane < blockDim.x / 32 ? scratch[lane] : 0.0f);
 }

@@ -3,10 +3,11 @@
 // Weights are the A operand of the tensor cores (tiles of 16 weight rows), tokens its columns, so
 // that a call with 1 row and one with 16 do the same arithmetic for each row. Every CTA owns the
 // same number of tiles and walks all of k, so nothing is ever added up between CTAs. Inside a CTA
-// the warps form a grid: `row_groups` groups of TW tiles, times `k_groups` that take every
-// k_groups-th part of k and are added in ascending order at the end. All of that is a function of
-// the weight's shape and of the machine (tiles.py), never of M; wide.cu does the same sums for more
-// rows, bit for bit.
+// the warps form a grid: `row_groups` groups of TW tiles, times `k_groups` that share k and are added as a
+// binary tree at the end. As inputs lie, a group has every k_groups-th block of 32: of k itself, or of an
+// order in which that makes a contiguous part (tiles.py). Only `k_groups` is seen in a sum, and it is a
+// function of the weight's shape alone (tiles.py); wide.cu does the same sums for more rows, bit for
+// bit.
 //
 // Memory holds [pass][step][CTA]: at any time all CTAs read one contiguous stretch. A producer warp
 // keeps a ring of steps in flight with bulk copies, and fills it before the previous kernel has
@@ -14,16 +15,16 @@
 #include "linear.cuh"
 #include "ring.cuh"
 
-#ifndef NT  // 8-token tiles: 1, 2
-#define NT 1
+#ifndef TOKENS  // 1, 2, 4, 8, 16
+#define TOKENS 8
 #endif
 #ifndef TW  // 16-row tiles per warp: 1, 2, 3
 #define TW 2
 #endif
 
-constexpr int kBlock = 8 * NT;            // tokens
-constexpr int kInputBytes = kBlock * 64;  // 32 inputs of all tokens
-constexpr int kThreads = 32 * (1 + (TW == 3 ? 8 : 11));  // a producer, and tiles.py's
+constexpr int NT = TOKENS < 8 ? 1 : TOKENS / 8;  // MMAs' columns, of 8 tokens each
+constexpr int kInputBytes = TOKENS * 64;         // 32 inputs of all tokens
+constexpr int kThreads = 32 * (1 + (TW == 3 ? 8 : TW == 2 ? 11 : 24));  // a producer, and tiles.py's
 typedef float Tile[TW][NT][4];
 
 __device__ inline int step_bytes(const Job& job) {
@@ -31,27 +32,46 @@ __device__ inline int step_bytes(const Job& job) {
 }
 __device__ inline int input_bytes(const Job& job) { return job.k_groups * job.depth * kInputBytes; }
 
-__device__ inline void produce(const Job& job, u32 ring, u32 full, u32 empty) {
+// Of few tokens a step's inputs are less than two lines of the cache, which all CTAs would ask for at once:
+// these come by rounds of the ring, with the weights of a round's first stage. Where they lie alternates:
+// who frees that stage has read all of the round before.
+constexpr bool kRounds = TOKENS < 8;
+constexpr int kRoundsKept = kRounds ? 2 : 1;
+
+// The next `count` steps' inputs, which every pass reads again.
+__device__ inline void copy_inputs(const Job& job, u32 to, int& step, int count, int slice, u32 bar, u64 policy) {
+  while (count) {
+    const int here = min(count, job.steps - step);
+    copy(to, job.x + size_t(step) * slice, here * slice, bar, policy);
+    to += here * slice, count -= here;
+    if ((step += here) == job.steps) step = 0;
+  }
+}
+
+__device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full, u32 empty) {
   const u64 once = read_once(), often = read_often();
-  const int bytes = step_bytes(job), slice = input_bytes(job), stage_bytes = bytes + slice;
+  const int bytes = step_bytes(job), slice = input_bytes(job);
   const u8* weight = job.weight + size_t(blockIdx.x) * bytes;
   const size_t stride = size_t(job.ctas) * bytes;
   const int count = job.passes * job.steps, filled = min(job.stages, count);
+  // of which the inputs come with those of stage `stage`, from step i on
+  const auto slices = [&](int stage, int i) { return !kRounds ? 1 : stage ? 0 : min(job.stages, count - i); };
   for (int i = 0; i < filled; i++) {
-    expect(full + 8 * i, stage_bytes);
-    copy(ring + i * stage_bytes, weight + i * stride, bytes, full + 8 * i, once);
+    expect(full + 8 * i, bytes + slices(i, i) * slice);
+    copy(ring + i * bytes, weight + i * stride, bytes, full + 8 * i, once);
   }
   wait_for_previous();
   int stage = 0, phase = 1, step = 0;
   for (int i = 0; i < count; i++) {
-    const u32 bar = full + 8 * stage, to = ring + stage * stage_bytes;
+    const u32 bar = full + 8 * stage;
+    const int arriving = slices(stage, i);
     if (i >= filled) {
       await(empty + 8 * stage, phase);
-      expect(bar, stage_bytes);
-      copy(to, weight + i * stride, bytes, bar, once);
+      expect(bar, bytes + arriving * slice);
+      copy(ring + stage * bytes, weight + i * stride, bytes, bar, once);
     }
-    copy(to + bytes, job.x + size_t(step) * slice, slice, bar, often);
-    if (++step == job.steps) step = 0;
+    const int round = kRounds ? phase ^ 1 : 0;
+    copy_inputs(job, inputs + (round * job.stages + stage) * slice, step, arriving, slice, bar, often);
     if (++stage == job.stages) stage = 0, phase ^= 1;
   }
 }
@@ -64,10 +84,10 @@ __device__ inline void accumulate(float (&sum)[4], const u32 (&a)[4], u32 b0, u3
 #endif
 }
 
-// One warp: TW tiles times `depth` blocks of 32 inputs, for all tokens.
-__device__ inline void multiply(Tile& sum, const uint4* w, const uint4* input, int depth) {
+// One warp: TW tiles times `depth` blocks of 32 inputs, for all tokens. Columns without a token are 0.
+__device__ inline void multiply(Tile& sum, const uint4* w, const uint4* input, int depth, int apart, bool fed) {
 #pragma unroll 2
-  for (int d = 0; d < depth; d++, w += TW * kTileBytes / 16, input += NT * 32) {
+  for (int d = 0; d < depth; d++, w += TW * kTileBytes / 16, input += apart) {
     u32 a[TW][2][4];  // [tile][k16 step][fragment]
 #pragma unroll
     for (int t = 0; t < TW; t++) {
@@ -87,7 +107,7 @@ __device__ inline void multiply(Tile& sum, const uint4* w, const uint4* input, i
     }
     uint4 b[NT];
 #pragma unroll
-    for (int j = 0; j < NT; j++) b[j] = input[j * 32];
+    for (int j = 0; j < NT; j++) b[j] = fed ? input[j * 32] : make_uint4(0, 0, 0, 0);
     // all first halves before any second: an accumulator is not needed again right away
 #pragma unroll
     for (int j = 0; j < NT; j++)
@@ -109,35 +129,28 @@ __device__ inline void clear(Tile& sum) {
       for (int e = 0; e < 4; e++) sum[t][j][e] = 0.0f;
 }
 
-// Adds the k groups in ascending order; group 0 holds the sum. `room`: float4 of shared memory.
-__device__ inline void add_groups(const Job& job, Tile& sum, float4* shared, int room, int row_group,
-                                  int k_group, int lane) {
+// Adds the k groups; group 0 holds the sum. shared: room for those of all others.
+__device__ inline void add_groups(const Job& job, Tile& sum, float4* shared, int row_group, int k_group, int lane) {
   const int warps = job.row_groups * job.k_groups, size = job.row_groups * TW * NT * 32;
-  const int at_once = max(1, room / size);
-  for (int first = 1; first < job.k_groups; first += at_once) {
-    consumers_sync(warps);
-    const int index = k_group - first;
-    if (index >= 0 && index < at_once) {
-      float4* mine = shared + index * size + row_group * TW * NT * 32 + lane;
+  float4* mine = shared + row_group * TW * NT * 32 + lane;
+  consumers_sync(warps);  // who shares the room has read it
+  if (k_group)
 #pragma unroll
-      for (int t = 0; t < TW; t++)
-#pragma unroll
-        for (int j = 0; j < NT; j++)
-          mine[(t * NT + j) * 32] =
-              make_float4(sum[t][j][0], sum[t][j][1], sum[t][j][2], sum[t][j][3]);
+    for (int i = 0; i < TW * NT; i++) {
+      const float* v = sum[i / NT][i % NT];
+      mine[(k_group - 1) * size + i * 32] = make_float4(v[0], v[1], v[2], v[3]);
     }
-    consumers_sync(warps);
-    if (k_group) continue;
-    for (int i = 0; i < min(at_once, job.k_groups - first); i++) {
-      const float4* theirs = shared + i * size + row_group * TW * NT * 32 + lane;
+  consumers_sync(warps);
+  if (k_group) return;
 #pragma unroll
-      for (int t = 0; t < TW; t++)
+  for (int i = 0; i < TW * NT; i++) {
+    float* to = sum[i / NT][i % NT];
+    float4 v[8] = {make_float4(to[0], to[1], to[2], to[3])};
 #pragma unroll
-        for (int j = 0; j < NT; j++) {
-          const float4 v = theirs[(t * NT + j) * 32];
-          sum[t][j][0] += v.x, sum[t][j][1] += v.y, sum[t][j][2] += v.z, sum[t][j][3] += v.w;
-        }
-    }
+    for (int g = 1; g < 8; g++)
+      if (g < job.k_groups) v[g] = mine[(g - 1) * size + i * 32];
+    const float4 all = tree_sum(v, job.k_groups);
+    to[0] = all.x, to[1] = all.y, to[2] = all.z, to[3] = all.w;
   }
 }
 
@@ -149,16 +162,7 @@ __device__ inline void load_scales(const Job& job, Scales (&scales)[TW], int fir
 __device__ inline void finish(const Job& job, const Tile& sum, const Scales (&scales)[TW], int first_tile,
                               int lane) {
 #pragma unroll
-  for (int j = 0; j < NT; j++) {
-#if TW == 2
-    if (job.epilogue == kGated) {
-      finish_gated(job, sum[0][j], sum[1][j], scales[0], scales[1], first_tile, j * 8, kBlock, lane);
-      continue;
-    }
-#endif
-#pragma unroll
-    for (int t = 0; t < TW; t++) finish(job, sum[t][j], scales[t], first_tile + t, j * 8, kBlock, lane);
-  }
+  for (int i = 0; i < TW * NT; i++) finish(job, sum[i / NT][i % NT], scales[i / NT], first_tile + i / NT, i % NT * 8, TOKENS, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -166,13 +170,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) u8 memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warps = job.row_groups * job.k_groups;
-  const int bytes = step_bytes(job), stage_bytes = bytes + input_bytes(job);
-  const u32 full = shared_address(memory + job.stages * stage_bytes), empty = full + 8 * job.stages;
+  const int bytes = step_bytes(job), slice = input_bytes(job);
+  const u8* inputs = memory + job.stages * bytes;
+  const int ring_bytes = job.stages * (bytes + kRoundsKept * slice);
+  const u32 full = shared_address(memory + ring_bytes), empty = full + 8 * job.stages;
   if (threadIdx.x == 0) init_ring(full, empty, job.stages, warps);
   __syncthreads();
   let_next_start();
   if (warp == warps) {
-    if (lane == 0) produce(job, shared_address(memory), full, empty);
+    if (lane == 0) produce(job, shared_address(memory), shared_address(inputs), full, empty);
     return;
   }
   const int row_group = warp % job.row_groups, k_group = warp / job.row_groups;
@@ -181,24 +187,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   load_scales(job, scales, first_tile, lane);
   wait_for_previous();
   const int at = (k_group * job.row_groups + row_group) * job.depth * TW * kTileBytes + lane * 16;
-  const int input_at = bytes + k_group * job.depth * kInputBytes + lane * 16;
+  const int input_at = k_group * kInputBytes + lane * 16;
+  const bool fed = TOKENS >= 8 || lane < 4 * TOKENS;
+  // the ring has nothing to come in the last pass, but before it
+  float4* sums = reinterpret_cast<float4*>(memory + (job.passes > 1 ? ring_bytes + job.stages * 16 : 0));
   int stage = 0, phase = 0;
   for (int pass = 0; pass < job.passes; pass++) {
     Tile sum;
     clear(sum);
     for (int step = 0; step < job.steps; step++) {
       await(full + 8 * stage, phase);
-      const u8* here = memory + stage * stage_bytes;
-      multiply(sum, reinterpret_cast<const uint4*>(here + at),
-               reinterpret_cast<const uint4*>(here + input_at), job.depth);
+      const int place = (kRounds ? phase * job.stages : 0) + stage;
+      multiply(sum, reinterpret_cast<const uint4*>(memory + stage * bytes + at),
+               reinterpret_cast<const uint4*>(inputs + place * slice + input_at), job.depth,
+               job.k_groups * (kInputBytes / 16), fed);
       __syncwarp();
       if (lane == 0) arrive(empty + 8 * stage);
       if (++stage == job.stages) stage = 0, phase ^= 1;
     }
-    // several k groups: one pass only, the ring is empty now and free for their sums
-    if (job.k_groups > 1)
-      add_groups(job, sum, reinterpret_cast<float4*>(memory), job.stages * stage_bytes / 16,
-                 row_group, k_group, lane);
+    if (job.k_groups > 1) add_groups(job, sum, sums, row_group, k_group, lane);
     if (k_group == 0) finish(job, sum, scales, first_tile, lane);
     first_tile += job.ctas * job.tiles;
     if (pass + 1 < job.passes) load_scales(job, scales, first_tile, lane);

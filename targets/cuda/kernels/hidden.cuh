@@ -33,11 +33,11 @@ struct Embed {
 // [row group][depth][tile], then [16 inputs][lane][word].
 __device__ inline size_t pair_at(const Embed& job, int row, int i) {
   const int owner = row / 16 / job.tiles, mine = row / 16 % job.tiles;
-  const int block = i / 16, together = job.k_groups * job.depth, part = block % together;
-  const int step = (owner / job.ctas * job.steps + block / together) * job.ctas + owner % job.ctas;
-  const int warp = part / job.depth * job.row_groups + mine / job.wide;
+  const int block = i / 16, group = block % job.k_groups, part = block / job.k_groups;
+  const int step = (owner / job.ctas * job.steps + part / job.depth) * job.ctas + owner % job.ctas;
+  const int warp = group * job.row_groups + mine / job.wide;
   const int tile = (warp * job.depth + part % job.depth) * job.wide + mine % job.wide;
   const int lane = row % 8 * 4 + i % 16 / 4, word = i % 2 * 2 + row % 16 / 8;
-  return (size_t(step) * job.row_groups * together * job.wide + tile) * 256 + i % 4 / 2 * 128 +
+  return (size_t(step) * job.row_groups * job.k_groups * job.depth * job.wide + tile) * 256 + i % 4 / 2 * 128 +
          lane * 4 + word;
 }

@@ -22,20 +22,22 @@ struct Job {
   int passes, steps;    // steps along k per pass
   int row_groups, k_groups, depth;  // depth: 32-input blocks per warp and step
   int k_blocks;         // 32-input blocks of x
+  int k_stride;         // of a k group's blocks: k_groups, or 1 where groups are contiguous
   int stages;           // of the ring
   int rows;             // M
   int out_stride;       // floats per row, or 32-feature blocks of the next input
+  int out_groups;       // k groups that are contiguous in the next weight
   int epilogue;
   float softcap;
   int silu;             // what gates: 1 SiLU, 0 tanh GELU
 };
 
-// The weight's row n that is `row` of a tile, or past its end. Gated weights alternate tiles of gate
-// and up rows of the same features.
+// The weight's row n that is `row` of a tile, or past its end. The first half of a gated tile are gate's
+// rows, the second up's of the same features.
 __device__ inline int row_of(const Job& job, int tile, int row) {
   if (job.epilogue != kGated) return tile * 16 + row;
-  const int feature = tile / 2 * 16 + row;
-  return feature < job.n / 2 ? feature + tile % 2 * (job.n / 2) : job.n;
+  const int feature = tile * 8 + row % 8;
+  return feature < job.n / 2 ? feature + row / 8 * (job.n / 2) : job.n;
 }
 
 // What a row of floats gets. The error of this tanh is absolute, and no larger than that of a sum.
@@ -67,40 +69,30 @@ __device__ inline void load_scales(const Job& job, Scales& scales, int tile, int
   }
 }
 
+// Gate and up: lanes of neighbouring features trade tokens, so that each stores a pair of features.
+__device__ inline void finish_gated(const Job& job, const Four& sum, const Scales& scales, int tile,
+                                    int first_token, int block, int lane) {
+  u32 value[2];
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    const float g = sum[e] * scales[0], v = (job.silu ? silu(g) : gelu_tanh(g)) * (sum[e + 2] * scales[1]);
+    value[e] = FP8 ? input_of_fp8(v) : to_bf16(v);
+  }
+  const int odd = lane / 4 % 2, feature = tile * 8 + lane / 8 * 2;
+  const u32 taken = __shfl_xor_sync(~0u, odd ? value[0] : value[1], 4);
+  const int m = first_token + lane % 4 * 2 + odd;
+  // features past the weight's end have weights of zero, and pad the next layer's inputs
+  if (m < job.rows && feature < job.n / 2)
+    static_cast<u32*>(job.out)[x_offset(m, feature, job.out_stride, block, job.out_groups) / 2] =
+        odd ? taken | value[1] << 16 : value[0] | taken << 16;
+}
+
 __device__ inline void finish(const Job& job, const Four& sum, const Scales& scales, int tile,
                               int first_token, int block, int lane) {
+  if (job.epilogue == kGated) return finish_gated(job, sum, scales, tile, first_token, block, lane);
 #pragma unroll
   for (int e = 0; e < 4; e++) {
     const int n = row_of(job, tile, lane / 4 + e / 2 * 8), m = first_token + lane % 4 * 2 + e % 2;
     if (n < job.n && m < job.rows) store(job, sum[e] * scales[e / 2], m, n, block);
-  }
-}
-
-// Of a tile of gate rows and the tile of the same features' up rows. Lanes of neighbouring features
-// trade tokens, so that each stores pairs of features.
-__device__ inline void finish_gated(const Job& job, const Four& gate, const Four& up,
-                                    const Scales& gate_scales, const Scales& up_scales, int tile,
-                                    int first_token, int block, int lane) {
-  u32 value[4];
-#pragma unroll
-  for (int e = 0; e < 4; e++) {
-    const float g = gate[e] * gate_scales[e / 2];
-    const float v = (job.silu ? silu(g) : gelu_tanh(g)) * (up[e] * up_scales[e / 2]);
-    value[e] = FP8 ? input_of_fp8(v) : to_bf16(v);
-  }
-  const int odd = lane / 4 % 2, feature = tile / 2 * 16 + lane / 8 * 2;
-  const u32 given = odd ? value[0] | value[2] << 16 : value[1] | value[3] << 16;
-  const u32 taken = __shfl_xor_sync(~0u, given, 4);
-  const u32 low = odd ? (taken & 0xffff) | value[1] << 16 : value[0] | taken << 16;
-  const u32 high = odd ? taken >> 16 | value[3] << 16 : value[2] | (taken & 0xffff0000);
-  const int m = first_token + lane % 4 * 2 + odd;
-  if (m >= job.rows || feature >= job.n / 2) return;
-  // features past the weight's end have weights of zero, and pad the next layer's inputs
-  u16* x = static_cast<u16*>(job.out) + x_offset(m, feature, job.out_stride, block);
-  if (block < 32) {
-    *reinterpret_cast<u32*>(x) = low;
-    *reinterpret_cast<u32*>(x + 8) = high;
-  } else {
-    *reinterpret_cast<uint2*>(x) = make_uint2(low, high);
   }
 }

@@ -3,7 +3,8 @@
 // Weights are the A operand as in gemm.cu, the tokens that picked an expert its columns, so that a
 // token's result depends on nothing beside it. A unit is two tiles of 16 weight rows (gate's and
 // up's of the same features) with all of their inputs, contiguous in memory. A CTA takes
-// `row_groups` units of one expert; `k_groups` warps share each and are added in ascending order.
+// `row_groups` units of one expert; `k_groups` warps share the eighths of k of each, which are added as a
+// binary tree.
 // The CTAs of one index find their expert themselves in what the router picked: the host needs to
 // know nothing, and the ones beyond the last picked expert leave.
 #include "common.cuh"
@@ -29,7 +30,7 @@ struct Job {
   int n, units, blocks;       // rows of an expert; its units; 32-input blocks
   int experts, pairs, top_k;
   int k_blocks, block;        // of x
-  int row_groups, k_groups;
+  int row_groups, k_groups, parts;  // parts: of k, one or two a warp
   int out_stride;
 };
 
@@ -136,7 +137,7 @@ __device__ inline void multiply(Sum<NB>& sum, const uint4* w, const u32* const (
   }
 }
 
-// Adds the k groups in ascending order; group 0 holds the sum.
+// Adds the warps' parts of k; the first holds the sum.
 template <int NB>
 __device__ inline void add_groups(const Job& job, Sum<NB>& sum, float4* shared, int row_group,
                                   int k_group, int lane) {
@@ -151,13 +152,16 @@ __device__ inline void add_groups(const Job& job, Sum<NB>& sum, float4* shared, 
     }
   __syncthreads();
   if (k_group) return;
-  for (int g = 0; g < job.k_groups - 1; g++)
 #pragma unroll
-    for (int i = 0; i < 2 * NB; i++) {
-      const float4 v = mine[g * size + i * 32];
-      float* to = sum.of[i / NB][i % NB];
-      to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w;
-    }
+  for (int i = 0; i < 2 * NB; i++) {
+    float* to = sum.of[i / NB][i % NB];
+    float4 v[8] = {make_float4(to[0], to[1], to[2], to[3])};
+#pragma unroll
+    for (int g = 1; g < 8; g++)
+      if (g < job.k_groups) v[g] = mine[(g - 1) * size + i * 32];
+    const float4 all = tree_sum(v, job.k_groups);
+    to[0] = all.x, to[1] = all.y, to[2] = all.z, to[3] = all.w;
+  }
 }
 
 // Element e of a fragment: weight row lane / 4 (+ 8 for e >= 2), token 2 (lane % 4) (+ 1 for odd e).
@@ -197,22 +201,31 @@ __device__ inline void compute(const Job& job, int expert, int group, const int*
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_group = warp % job.row_groups, k_group = warp / job.row_groups;
   const int unit = group * job.row_groups + row_group;
-  const int each = (job.blocks + job.k_groups - 1) / job.k_groups, first = k_group * each;
-  const int blocks = unit < job.units ? max(0, min(each, job.blocks - first)) : 0;
-  const u32* x[NB];
-#pragma unroll
-  for (int j = 0; j < NB; j++) {
-    const int token = j * 8 + lane / 4;
-    x[j] = nullptr;
-    if (token >= count) continue;
-    const int m = kGate ? list[token] / job.top_k : list[token];
-    x[j] = reinterpret_cast<const u32*>(
-        job.x + x_offset(m, first * 32 + lane % 4 * 8, job.k_blocks, job.block));
-  }
   Sum<NB> sum = {};
-  const u8* weight = job.weight + ((size_t(expert) * job.units + unit) * job.blocks + first) * kUnit;
-  multiply(sum, reinterpret_cast<const uint4*>(weight) + lane, x, job.block, blocks,
-           (count + 7) / 8);
+  const int each = (job.blocks + job.parts - 1) / job.parts, share = job.parts / job.k_groups;
+  for (int e = 0; e < share; e++) {
+    const int first = (k_group * share + e) * each;
+    const int blocks = unit < job.units ? max(0, min(each, job.blocks - first)) : 0;
+    const u32* x[NB];
+#pragma unroll
+    for (int j = 0; j < NB; j++) {
+      const int token = j * 8 + lane / 4;
+      x[j] = nullptr;
+      if (token >= count) continue;
+      const int m = kGate ? list[token] / job.top_k : list[token];
+      x[j] = reinterpret_cast<const u32*>(
+          job.x + x_offset(m, first * 32 + lane % 4 * 8, job.k_blocks, job.block));
+    }
+    const u8* weight = job.weight + ((size_t(expert) * job.units + unit) * job.blocks + first) * kUnit;
+    Sum<NB> part = {};
+    multiply(part, reinterpret_cast<const uint4*>(weight) + lane, x, job.block, blocks, (count + 7) / 8);
+#pragma unroll
+    for (int i = 0; i < 2 * NB * 4; i++) {
+      float& to = sum.of[i / 4 / NB][i / 4 % NB][i % 4];
+      const float v = part.of[i / 4 / NB][i / 4 % NB][i % 4];
+      to = e ? to + v : v;
+    }
+  }
   add_groups(job, sum, shared, row_group, k_group, lane);
   if (k_group == 0 && unit < job.units)
     finish<NB, kGate>(job, sum, expert, unit, list, count, lane);

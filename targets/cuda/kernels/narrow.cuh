@@ -1,4 +1,5 @@
-// Inputs of w8a8.cu: e4m3, with a float32 scale per token, its largest magnitude / 448.
+// Inputs of w8a8.cu: e4m3, with a float32 scale per token (and k group, where sums are made apart): the
+// largest magnitude / 448, of values / 32 as everywhere (common.cuh).
 #pragma once
 #include "common.cuh"
 
@@ -11,13 +12,12 @@ __device__ inline size_t narrow_offset(int m, int f, int k_blocks, int block) {
   return start + (f / 4 % 2 * block + m % block) * 16 + f % 32 / 8 * 4 + f % 4;
 }
 
-// A linear layer's output, row by row, that left k groups: their sums [groups, M, width] are added in
-// ascending order and scaled.
+// A linear layer's output, row by row, that left parts of k: their sums [parts, M, width] are added as a
+// binary tree and scaled.
 struct Groups {
   const float* parts;
-  const float* scale;    // [width]
-  const float* x_scale;  // [M]
-  int groups;            // up to 8
+  const float* scale;  // [width]
+  int count;           // up to 8
 
   __device__ bool here() const { return true; }
   // Values 4 i to 4 i + 3 of row m.
@@ -27,28 +27,16 @@ struct Groups {
     float4 v[8];
 #pragma unroll
     for (int g = 0; g < 8; g++)
-      if (g < groups) v[g] = at[g * stride];
-    float4 sum = v[0];
-#pragma unroll
-    for (int g = 1; g < 8; g++)
-      if (g < groups) sum.x += v[g].x, sum.y += v[g].y, sum.z += v[g].z, sum.w += v[g].w;
-    const float4 s = reinterpret_cast<const float4*>(scale)[i];
-    const float token = x_scale[m];
-    return make_float4(sum.x * s.x * token, sum.y * s.y * token, sum.z * s.z * token, sum.w * s.w * token);
+      if (g < count) v[g] = at[g * stride];
+    const float4 sum = tree_sum(v, count), s = reinterpret_cast<const float4*>(scale)[i];
+    return make_float4(sum.x * s.x, sum.y * s.y, sum.z * s.z, sum.w * s.w);
   }
 };
 
-// The factor that brings row blockIdx.x, whose largest magnitude is the block's, into e4m3. Its inverse,
-// times `unit`, goes to `scale`.
-__device__ inline float range(float largest, float* scale, float unit, float* scratch) {
-  const int lane = threadIdx.x % 32;
-  largest = warp_max(largest);
-  if (lane == 0) scratch[threadIdx.x / 32] = largest;
-  __syncthreads();
-  largest = fmaxf(warp_max(lane < blockDim.x / 32 ? scratch[lane] : 0.0f), 1e-12f);
-  if (threadIdx.x == 0) scale[blockIdx.x] = largest / kMaxE4m3 * unit;
-  return kMaxE4m3 / largest;
-}
+// The factor that brings values of up to this magnitude into e4m3.
+__device__ inline float into_e4m3(float largest) { return kMaxE4m3 / fmaxf(largest, 1e-12f); }
+// Its inverse: what is multiplied with the sums.
+__device__ inline float from_e4m3(float largest) { return fmaxf(largest, 1e-12f) / kMaxE4m3; }
 
 // Inputs f to f + 3 (f a multiple of 4) of row m.
 __device__ inline void store_four(u8* x, int m, int f, float4 v, float factor, int k_blocks, int block) {

@@ -92,7 +92,9 @@ __device__ inline void add_and_norm(const AddNorm& job, const Branch& branch) {
       store_input(job.x, m, i, v, job.k_blocks, job.block);
   }
 #if W8A8
-  const float to_e4m3 = range(largest, job.scale, 1.0f, scratch[2]);
+  largest = block_max(largest, scratch[2]);
+  const float to_e4m3 = into_e4m3(largest);
+  if (threadIdx.x == 0) job.scale[m] = from_e4m3(largest) * kActivationScale;
 #pragma unroll
   for (int j = 0; j < kMax; j++) {
     const int i = threadIdx.x + j * kThreads;

@@ -13,14 +13,6 @@ constexpr int kQuads = 4;  // of 4 elements per thread: hidden sizes up to 8192
 constexpr int kPacks = 6;  // of 8 elements per thread: widths up to 24576
 constexpr float kMaxE4m3 = 448.0f;
 
-__device__ inline float block_max(float v, float* scratch) {
-  const int lane = threadIdx.x % 32;
-  v = warp_max(v);
-  if (lane == 0) scratch[threadIdx.x / 32] = v;
-  __syncthreads();
-  return warp_max(lane < blockDim.x / 32 ? scratch[lane] : 0.0f);
-}
-
 // The factor that brings a row into e4m3; its inverse is kept for the matmul.
 __device__ inline float range(float largest, float* scale, float* scratch) {
   if (!FP8) return 1.0f;

@@ -34,10 +34,18 @@ __device__ inline void copy(u32 to, const void* from, u32 bytes, u32 bar) {
       : "memory");
 }
 
-// A barrier of one arrival (the producer's) when a stage is full, one of `consumers` when it is free.
-__device__ inline void init_ring(u32 full, u32 empty, int stages, int consumers) {
+// N blocks of so many bytes, each `stride` blocks after the last.
+template <int N>
+__device__ inline void copy_blocks(u32 to, const u8* from, int stride, u32 bytes, u32 bar, u64 policy) {
+  if (stride == 1) return copy(to, from, N * bytes, bar, policy);
+#pragma unroll
+  for (int i = 0; i < N; i++) copy(to + i * bytes, from + size_t(i) * stride * bytes, bytes, bar, policy);
+}
+
+// A barrier of the producers' arrivals when a stage is full, one of the consumers' when it is free.
+__device__ inline void init_ring(u32 full, u32 empty, int stages, int consumers, int producers = 1) {
   for (int i = 0; i < stages; i++) {
-    barrier_init(full + 8 * i, 1);
+    barrier_init(full + 8 * i, producers);
     barrier_init(empty + 8 * i, consumers);
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -1,7 +1,7 @@
 // Tiled weights back to rows, for the library's matmuls: the inverse of `tiles.tile`.
 //
 // One CTA per few steps of one pass of one CTA of the schedule: so many that rows come out in whole
-// cache lines. k must be a multiple of 8, which every Gemma's is.
+// cache lines; where k groups are contiguous, of one group. k must be a multiple of 8, which every Gemma's is.
 #include "common.cuh"
 
 struct Job {
@@ -10,7 +10,7 @@ struct Job {
   int n, k; // of one expert
   int passes, tiles;  // of one expert; per CTA and pass
   int row_groups, k_groups, wide, depth;
-  int steps, together;  // along k; of a CTA
+  int steps, together, groups;  // along k; of a CTA: steps and k groups
   int gate_rows, fp8;  // of gate's rows, as many as stand together; 0: not gated
 };
 
@@ -27,13 +27,12 @@ constexpr int kAhead = 4;  // tiles that a warp has on their way
 // Where a tile of a CTA's is: stored, from its first, in 16 bytes; and its first value, among the rows.
 // Found once per tile, by one thread: divisions by every lane would take longer than the memory.
 __device__ inline uint2 place_of(const Job& job, int pitch, int i) {
-  const int parts = job.fp8 ? 1 : 2, together = job.k_groups * job.depth;
-  const int count = job.row_groups * together * job.wide;
+  const int parts = job.fp8 ? 1 : 2, count = job.groups * job.row_groups * job.depth * job.wide;
   const int s = i / count, place = i % count;  // [k group][row group][depth][wide]
   const int t = place % job.wide, d = place / job.wide % job.depth, group = place / job.wide / job.depth;
   const int row = (group % job.row_groups * job.wide + t) * 16;
-  const int column = (s * together + group / job.row_groups * job.depth + d) * 32;
-  return make_uint2((s * gridDim.x * count + place) * parts * 32, row * pitch + column * parts);
+  const int column = ((s * job.depth + d) * job.groups + group / job.row_groups) * 32;
+  return make_uint2((s * gridDim.x * (job.k_groups / job.groups) * count + place) * parts * 32, row * pitch + column * parts);
 }
 
 // What was stored tile by tile, into rows of shared memory.
@@ -81,10 +80,11 @@ __device__ inline void store_rows(const Job& job, const u8* rows, int pitch, con
 // Shared memory: rows [16 tiles][pitch], the rows' numbers, the tiles' places (skinny.py).
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) untile(const __grid_constant__ Job job) {
   extern __shared__ __align__(16) u8 rows[];
-  const int size = job.fp8 ? 1 : 2, width = job.k_groups * job.depth * 32;  // inputs of a step
-  const int first_step = blockIdx.y * job.together, steps = min(job.together, job.steps - first_step);
+  const int size = job.fp8 ? 1 : 2, width = job.groups * job.depth * 32;  // inputs of a step
+  const int parts = job.k_groups / job.groups, part = blockIdx.y % parts, first_step = blockIdx.y / parts * job.together;
+  const int steps = min(job.together, job.steps - first_step);
   const int pitch = (job.together * width + 32) * size;  // so that a tile's rows lie in banks of their own
-  const int each = job.row_groups * job.k_groups * job.depth * job.wide, count = steps * each;
+  const int each = job.groups * job.row_groups * job.depth * job.wide, count = steps * each;
   int* numbers = reinterpret_cast<int*>(rows + job.tiles * 16 * pitch);
   uint2* places = reinterpret_cast<uint2*>(numbers + job.tiles * 16);
   const int first = ((blockIdx.z % job.passes) * gridDim.x + blockIdx.x) * job.tiles;
@@ -92,9 +92,10 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) untile(const __grid
   for (int i = threadIdx.x; i < count; i += blockDim.x) places[i] = place_of(job, pitch, i);
   __syncthreads();
   const size_t step = (size_t(blockIdx.z) * job.steps + first_step) * gridDim.x + blockIdx.x;
-  lay_out(job, job.tiled + step * each * size * 32, rows, pitch, places, count);
+  lay_out(job, job.tiled + (step * parts + part) * each * size * 32, rows, pitch, places, count);
   __syncthreads();
-  const int input = first_step * width, bytes = min(steps * width, job.k - input) * size;
+  const int input = (part * job.steps + first_step) * width, bytes = min(steps * width, job.k - input) * size;
+  if (bytes <= 0) return;
   if (job.k * size % 16 == 0)
     store_rows<uint4>(job, rows, pitch, numbers, input, bytes);
   else

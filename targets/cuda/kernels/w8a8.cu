@@ -1,16 +1,19 @@
-// GEMM of e4m3 weights and e4m3 inputs: out[m, n] = scale[n] x_scale[m] sum_k w[n, k] x[m, k].
+// GEMM of e4m3 weights and e4m3 inputs: out[m, n] = scale[n] sum_k w[n, k] x[m, k] x_scale[m].
 //
 // For any number of rows m the same warpgroup MMAs: 64 weight rows from registers, a tile of 16 from
-// each warp, by TOKENS tokens in shared memory. A row of a weight walks a k group's inputs in ascending
-// order; CTA (c, g) does k group g of its tiles, and who reads them (narrow.cuh) adds the groups in
-// ascending order. Which rows are together, in a CTA or an MMA, is nothing to any sum.
+// each warp, by TOKENS tokens in shared memory. Which rows are together, in a CTA or an MMA, is nothing
+// to any sum. A row of a weight walks its inputs in ascending order; where the inputs have a scale per
+// k group (kPart), each group's sum is made apart and scaled, and groups are added as a binary tree: two
+// neighbours here, the rest by who reads them (narrow.cuh).
 //
-// A warp holds TILES tiles: those of as many passes, which are then one walk over the inputs. Grid:
-// (token blocks, CTAs x k groups): blocks of the same weights run beside each other.
+// Weights lie as for gemm.cu (tiles.py): an item of work is `take` row groups of it, whoever they were dealt
+// to, of each step the `share` k groups that are its own, one after the other, for a block of tokens. CTAs
+// take items in turn, and the ring does not stop between them; items of the same weights run beside each
+// other. A warp holds TILES tiles.
 #include "qgmma.cuh"
 #include "ring.cuh"
 
-#ifndef DEPTH  // the job's: blocks of 32 inputs of a step
+#ifndef DEPTH  // the deal's: blocks of 32 inputs of a step
 #define DEPTH 4
 #endif
 #ifndef TILES  // per warp: 1, 2
@@ -19,58 +22,133 @@
 
 enum Epilogue { kPlain = 0, kGated = 1, kPart = 2 };
 
-// Twelve warps and a producer. Where sums take 64 registers and more it is a warpgroup, which leaves its
-// own to the others.
+// Twelve warps and a warpgroup of producers, which leaves its registers to the others.
 constexpr int kAll = TILES * kHalves * kSums;
-constexpr int kProducers = kAll >= 64 ? 4 : 1, kThreads = 32 * (12 + kProducers);
+constexpr int kProducers = 4, kThreads = 32 * (12 + kProducers);
+constexpr bool kTwice = TILES == 1 && kAll <= 64;  // registers have room for another k group's sums
 constexpr int kTileBytes = 512, kInputBytes = TOKENS * 32, kSlice = DEPTH * kInputBytes;
 
 struct Job {
   const u8* weight;
   const float* scale;    // [n]
   const u8* x;           // blocked (`narrow_offset`)
-  const float* x_scale;  // [rows]
-  void* out;             // floats [rows, n]; kGated: f16 of value / 32 [rows, n / 2]; kPart: [k_groups, rows, n]
-  int n, ctas, tiles;    // rows of the weight; CTAs that share them; tiles per CTA and pass
-  int passes, steps;     // steps along k per pass
-  int k_groups, k_blocks;  // 32-input blocks of x
+  const float* x_scale;  // [rows]; kPart: [k_groups, rows]
+  void* out;             // floats [rows, n]; kGated: f16 of value / 32 [rows, n / 2]; kPart: [parts, rows, n]
+  int n, ctas, steps;    // rows of the weight; CTAs that it was dealt to; steps along a k group
+  int row_groups, k_groups, wide;  // of the deal
+  int runs, run, take;   // row groups in `runs` pieces of `run`, of which a CTA takes up to `take`
+  int share;             // k groups of a CTA
+  int k_blocks;          // 32-input blocks of x
+  int k_stride;          // of a k group's blocks: k_groups, or 1 where groups are contiguous
   int stages, rows, epilogue;
+  int blocks, items;     // of tokens; of work
 };
 
+// An item of work: `count` row groups from `first`, k groups from part x share, a block of tokens.
 struct Share {
-  int cta, group, piece, stage;  // the last two in bytes
-  __device__ Share(const Job& job)
-      : cta(blockIdx.y / job.k_groups),
-        group(blockIdx.y % job.k_groups),
-        piece(DEPTH * job.tiles * kTileBytes),
-        stage(TILES * piece + kSlice) {}
+  int block, part, first, count, chunk, stage;  // the last two in bytes: of a row group's step, of all of a step
+  __device__ Share(const Job& job, int item) {
+    const int parts = job.k_groups / job.share, unit = item / job.blocks / parts, begin = unit / job.runs * job.take;
+    block = item % job.blocks;
+    part = item / job.blocks % parts;
+    first = unit % job.runs * job.run + begin;
+    count = min(job.take, job.run - begin);
+    chunk = DEPTH * job.wide * kTileBytes;
+    stage = job.take * chunk + kSlice;
+  }
 };
 
-__device__ inline void produce(const Job& job, const Share& own, u32 ring, u32 full, u32 empty) {
+// Weights that a producer copies of each step and k group: of one CTA of the deal, contiguous.
+struct Piece {
+  const u8* from;
+  u32 to, bytes;  // from the stage's beginning; 0 where there is none
+};
+
+__device__ inline Piece piece_of(const Job& job, const Share& own, int i) {
+  const size_t owner_bytes = size_t(job.k_groups) * job.row_groups * own.chunk;
+  const int skipped = own.first % job.row_groups, at = i ? 0 : skipped;
+  const int begin = i ? i * job.row_groups - skipped : 0, owner = own.first / job.row_groups + i;
+  const int many = max(0, min(job.row_groups - at, own.count - begin));
+  return {job.weight + (size_t(owner / job.ctas) * job.steps * job.ctas + owner % job.ctas) * owner_bytes + at * own.chunk,
+          u32(begin * own.chunk), u32(many * own.chunk)};
+}
+
+// Four producers share the copies: one alone would take longer to ask for small ones than memory to bring them.
+// Each reports to every stage, also where it has nothing to copy: else the others could lap it, and it would
+// wait for a phase that has passed.
+struct Producer {
+  const Job& job;
+  const int mine;
   const u64 once = read_once(), often = read_often();
-  const size_t step_bytes = size_t(job.ctas) * job.k_groups * own.piece, pass_bytes = job.steps * step_bytes;
-  const u8* weight = job.weight + (size_t(own.cta) * job.k_groups + own.group) * own.piece;
-  const u8* x = job.x + size_t(blockIdx.x) * job.k_blocks * kInputBytes + own.group * kSlice;
-  const int count = job.passes / TILES * job.steps, filled = min(job.stages, count);
-  const auto weights = [&](int i, int stage) {
-    const u8* from = weight + i / job.steps * TILES * pass_bytes + i % job.steps * step_bytes;
-    expect(full + 8 * stage, own.stage);
+
+  // inputs: bytes of them that it copies, later.
+  __device__ void weights(const Piece (&pieces)[3], u32 inputs, u32 to, u32 bar, size_t at) const {
+    expect(bar, pieces[0].bytes + pieces[1].bytes + pieces[2].bytes + inputs);
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
-      copy(ring + stage * own.stage + t * own.piece, from + t * pass_bytes, own.piece, full + 8 * stage, once);
-  };
-  for (int i = 0; i < filled; i++) weights(i, i);
-  wait_for_previous();
-  int stage = 0, phase = 1, step = 0;
-  for (int i = 0; i < count; i++) {
-    if (i >= filled) {
-      await(empty + 8 * stage, phase);
-      weights(i, stage);
+    for (int i = 0; i < 3; i++)
+      if (pieces[i].bytes) copy(to + pieces[i].to, pieces[i].from + at, pieces[i].bytes, bar, once);
+  }
+};
+
+__device__ inline void find_pieces(const Job& job, const Share& own, int mine, Piece (&pieces)[3]) {
+#pragma unroll
+  for (int i = 0; i < 3; i++) pieces[i] = piece_of(job, own, mine + i * kProducers);
+}
+
+// Where the weights of a step are: steps of a k group, then the next group's.
+struct Place {
+  size_t group_bytes, step_bytes, at;
+  int steps, group, step;
+
+  __device__ Place(const Job& job, const Share& own)
+      : group_bytes(size_t(job.row_groups) * own.chunk), step_bytes(job.ctas * job.k_groups * group_bytes),
+        at(own.part * job.share * group_bytes), steps(job.steps), group(own.part * job.share), step(0) {}
+  __device__ void next() {
+    at += step_bytes;
+    if (++step == steps) step = 0, at = ++group * group_bytes;
+  }
+};
+
+__device__ inline void produce(const Job& job, u32 ring, u32 full, int mine) {
+  const Producer all = {job, mine};
+  const u32 empty = full + 8 * job.stages;
+  const int count = job.share * job.steps;
+  u32 stage = 0, phase = 1;
+  int ahead = 0;  // stages that have their weights
+  for (int item = blockIdx.x; item < job.items; item += gridDim.x) {
+    const Share own(job, item);
+    Piece pieces[3];
+    find_pieces(job, own, mine, pieces);
+    Place place(job, own);
+    // blocks of 32 inputs: a step's are together where groups are contiguous
+    const bool together = job.k_stride == 1;
+    const u32 inputs = together ? (mine ? 0 : kSlice) : mine < DEPTH ? kInputBytes : 0;
+    if (item == blockIdx.x) {
+      for (; ahead < min(job.stages, count); ahead++, place.next())
+        all.weights(pieces, inputs, ring + ahead * own.stage, full + 8 * ahead, place.at);
+      wait_for_previous();
     }
-    copy(ring + stage * own.stage + TILES * own.piece, x + size_t(step) * job.k_groups * kSlice, kSlice,
-         full + 8 * stage, often);
-    if (++step == job.steps) step = 0;
-    if (++stage == job.stages) stage = 0, phase ^= 1;
+    const int block = together ? own.part * job.share * job.steps * DEPTH : own.part * job.share + mine * job.k_stride;
+    const u8* x = job.x + (size_t(own.block) * job.k_blocks + block) * kInputBytes;
+    const u32 to = job.take * own.chunk + (together ? 0 : mine * kInputBytes);
+    int step = 0;
+    for (int i = 0; i < count; i++) {
+      const u32 here = ring + stage * own.stage, bar = full + 8 * stage;
+      if (ahead) {
+        ahead--;
+      } else {
+        await(empty + 8 * stage, phase);
+        all.weights(pieces, inputs, here, bar, place.at);
+        place.next();
+      }
+      if (inputs) copy(here + to, x, inputs, bar, all.often);
+      x += job.k_stride * kSlice;
+      if (++step == job.steps) {
+        step = 0;
+        if (!together) x -= size_t(job.steps) * job.k_stride * kSlice - kInputBytes;
+      }
+      if (++stage == job.stages) stage = 0, phase ^= 1;
+    }
   }
 }
 
@@ -83,7 +161,7 @@ __device__ inline uint4 load(u32 from) {
 // Where a warp is in the ring.
 struct Reader {
   u32 ring, full, stages, stage_bytes;
-  u32 at, piece, inputs;  // in a stage: its first tile, from there to its second, and the inputs
+  u32 at[TILES], stride, inputs;  // in a stage: its tiles, from there to their next block, and the inputs
   u32 stage, phase;
 
   __device__ u32 here() const { return ring + stage * stage_bytes; }
@@ -93,7 +171,7 @@ struct Reader {
   }
   __device__ void free() const { arrive(full + 8 * (stages + stage)); }
   // Fragment i of a step: of block i / TILES.
-  __device__ uint4 fragment(int i) const { return load(here() + at + i % TILES * piece + i / TILES * kTileBytes); }
+  __device__ uint4 fragment(int i) const { return load(here() + at[i % TILES] + i / TILES * stride); }
 };
 
 typedef Sums All[TILES * kHalves];
@@ -122,21 +200,44 @@ __device__ inline void walk(All& sums, Reader& reader, int lane) {
   reader.next();
 }
 
-// The scaled sum to floats, or the bare one to its group's part.
+// The inputs' scales of a CTA's tokens, in shared memory: of all k, or of its k groups, one after the other.
+__device__ inline void load_tokens(const Job& job, const Share& own, float* tokens) {
+  const int groups = job.epilogue == kPart ? job.share : 1, first = own.block * TOKENS;
+  consumers_sync(blockDim.x / 32 - kProducers);  // the last item's have been read
+  for (int i = threadIdx.x; i < groups * TOKENS; i += blockDim.x - 32 * kProducers) {
+    const int m = first + i % TOKENS;
+    tokens[i] = m < job.rows ? job.x_scale[size_t(own.part * groups + i / TOKENS) * job.rows + m] : 0.0f;
+  }
+  consumers_sync(blockDim.x / 32 - kProducers);
+}
+
+// Times those scales. Rounded at once: who adds another's part must get the same.
+__device__ inline void scale_tokens(All& sums, u32 tokens, int lane) {
+#pragma unroll
+  for (int i = 0; i < kAll; i += 4) {
+    float low, high;  // of two tokens; one load after the other, for which registers suffice
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(low), "=f"(high)
+                 : "r"(tokens + 4 * (i / kSums % kHalves * kColumns + i % kSums * 2 + lane % 4 * 2)));
+    float* to = &sums[i / kSums][i % kSums];
+    to[0] = __fmul_rn(to[0], low), to[1] = __fmul_rn(to[1], high);
+    to[2] = __fmul_rn(to[2], low), to[3] = __fmul_rn(to[3], high);
+  }
+}
+
+// To rows of floats: scaled, or as they are where others' parts are added.
 __device__ inline void finish_rows(const Job& job, const Share& own, const Sums& sum, int tile, int first, int lane) {
   const int n = tile * 16 + lane / 4, m = first + lane % 4 * 2;
   const bool part = job.epilogue == kPart;
-  float* out = static_cast<float*>(job.out) + (size_t(part ? own.group * job.rows : 0) + m) * job.n + n;
+  float* out = static_cast<float*>(job.out) + (size_t(part ? own.part * job.rows : 0) + m) * job.n + n;
   const float scales[2] = {part || n >= job.n ? 1.0f : job.scale[n], part || n + 8 >= job.n ? 1.0f : job.scale[n + 8]};
 #pragma unroll
   for (int i = 0; i < kSums; i += 2) {
     const int j = i / 4, e = i / 2 % 2;
     if (m + j * 8 + e >= job.rows) continue;
-    const float token = part ? 1.0f : job.x_scale[m + j * 8 + e];
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      if (n + half * 8 < job.n)
-        out[size_t(j * 8 + e) * job.n + half * 8] = sum[j * 4 + half * 2 + e] * scales[half] * token;
+      if (n + half * 8 < job.n) out[size_t(j * 8 + e) * job.n + half * 8] = sum[j * 4 + half * 2 + e] * scales[half];
   }
 }
 
@@ -151,56 +252,79 @@ __device__ inline void finish_gated(const Job& job, const Sums& sum, int tile, i
   for (int j = 0; j < kColumns / 8; j++) {
     u32 value[2];
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const float token = m + j * 8 + e < job.rows ? job.x_scale[m + j * 8 + e] : 1.0f;
-      value[e] = input_of_fp8(gelu_tanh(sum[j * 4 + e] * gate_scale * token) * (sum[j * 4 + 2 + e] * up_scale * token));
-    }
+    for (int e = 0; e < 2; e++)
+      value[e] = input_of_fp8(gelu_tanh(sum[j * 4 + e] * gate_scale) * (sum[j * 4 + 2 + e] * up_scale));
     const u32 taken = __shfl_xor_sync(~0u, odd ? value[0] : value[1], 4);
     if (real && m + j * 8 + odd < job.rows)
       *reinterpret_cast<u32*>(out + size_t(j * 8) * half) = odd ? taken | value[1] << 16 : value[0] | taken << 16;
   }
 }
 
-__device__ inline void consume(const Job& job, const Share& own, u32 ring, u32 full, int warp, int lane) {
-  // warps past the last tile only fill up their warpgroup: they multiply what is there, and drop it
-  const int mine = min(warp, job.tiles - 1);
-  Reader reader = {ring, full, u32(job.stages), u32(own.stage), u32(mine * DEPTH * kTileBytes + lane * 16),
-                   u32(own.piece), u32(TILES * own.piece), 0, 0};
-  wait_for_previous();
-  for (int pass = 0; pass < job.passes; pass += TILES) {
-    All sums;
+__device__ inline void finish(const Job& job, const Share& own, const All& sums, int warp, int lane) {
 #pragma unroll
-    for (int i = 0; i < kAll; i++) sums[i / kSums][i % kSums] = 0.0f;
-    for (int step = 0; step < job.steps; step++) walk(sums, reader, lane);
-    // where sums go is found out only now: computed before the steps, it would take their registers
-    asm volatile("" : "+r"(lane));
-    if (warp >= job.tiles) continue;
-#pragma unroll
-    for (int i = 0; i < TILES * kHalves; i++) {
-      const int tile = ((pass + i / kHalves) * job.ctas + own.cta) * job.tiles + warp;
-      const int first = blockIdx.x * TOKENS + i % kHalves * kColumns;
-      if (job.epilogue == kGated)
-        finish_gated(job, sums[i], tile, first, lane);
-      else
-        finish_rows(job, own, sums[i], tile, first, lane);
-    }
+  for (int i = 0; i < TILES * kHalves; i++) {
+    const int mine = warp * TILES + i / kHalves, first = own.block * TOKENS + i % kHalves * kColumns;
+    if (mine >= own.count * job.wide) continue;
+    if (job.epilogue == kGated)
+      finish_gated(job, sums[i], own.first * job.wide + mine, first, lane);
+    else
+      finish_rows(job, own, sums[i], own.first * job.wide + mine, first, lane);
   }
+}
+
+__device__ inline void clear(All& sums) {
+#pragma unroll
+  for (int i = 0; i < kAll; i++) sums[i / kSums][i % kSums] = 0.0f;
+}
+
+__device__ inline void work(const Job& job, const Share& own, Reader& reader, float* tokens, int warp, int lane) {
+#pragma unroll
+  for (int t = 0; t < TILES; t++) {
+    // tiles past the last only fill up their warpgroup: they are multiplied, and dropped
+    const int mine = min(warp * TILES + t, own.count * job.wide - 1);
+    reader.at[t] = mine / job.wide * own.chunk + mine % job.wide * kTileBytes + lane * 16;
+  }
+  load_tokens(job, own, tokens);
+  const u32 scales = shared_address(tokens);
+  All sums;
+  clear(sums);
+  const bool apart = job.epilogue == kPart;
+  const int steps = apart ? job.steps : job.share * job.steps;
+  for (int step = 0; step < steps; step++) walk(sums, reader, lane);
+  // where sums go is found out only now: computed before the steps, it would take their registers
+  asm volatile("" : "+r"(lane));
+  scale_tokens(sums, scales, lane);
+  if (kTwice && apart && job.share == 2) {
+    All first;
+#pragma unroll
+    for (int i = 0; i < kAll; i++) first[i / kSums][i % kSums] = sums[i / kSums][i % kSums];
+    clear(sums);
+    for (int step = 0; step < steps; step++) walk(sums, reader, lane);
+    asm volatile("" : "+r"(lane));
+    scale_tokens(sums, scales + 4 * TOKENS, lane);
+#pragma unroll
+    for (int i = 0; i < kAll; i++) sums[i / kSums][i % kSums] += first[i / kSums][i % kSums];
+  }
+  finish(job, own, sums, warp, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) w8a8(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) u8 memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32 - kProducers;
-  const Share own(job);
-  const u32 ring = shared_address(memory), full = ring + job.stages * own.stage;
-  const u32 empty = full + 8 * job.stages;
-  if (threadIdx.x == 0) init_ring(full, empty, job.stages, warps);
+  const u32 stage_bytes = DEPTH * (job.take * job.wide * kTileBytes + kInputBytes);
+  const u32 ring = shared_address(memory), full = ring + job.stages * stage_bytes;
+  float* tokens = reinterpret_cast<float*>(memory + job.stages * (stage_bytes + 16));
+  if (threadIdx.x == 0) init_ring(full, full + 8 * job.stages, job.stages, warps, kProducers);
   __syncthreads();
   let_next_start();
   if (warp < warps) {
-    if (kProducers > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
-    consume(job, own, ring, full, warp, lane);
+    if (kAll >= 64) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+    Reader reader = {ring, full, u32(job.stages), stage_bytes, {}, u32(job.wide * kTileBytes), stage_bytes - kSlice, 0, 0};
+    wait_for_previous();
+    for (int item = blockIdx.x; item < job.items; item += gridDim.x)
+      work(job, Share(job, item), reader, tokens, warp, lane);
   } else {
-    if (kProducers > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (warp == warps && lane == 0) produce(job, own, ring, full, empty);
+    if (kAll >= 64) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    if (lane == 0) produce(job, ring, full, warp - warps);
   }
 }

@@ -7,7 +7,7 @@
 //
 // From 32 tokens on, inputs cost as much traffic as weights. So CTA (group, g) takes the k group g
 // of `k_groups` of gemm.cu's CTAs, and reads that part of the inputs alone. Its sums go to
-// partial[g], which gemm_reduce.cu adds in ascending order, as gemm.cu does in its one CTA.
+// partial[g], which gemm_reduce.cu adds as gemm.cu does in its one CTA.
 //
 // The grid is (token blocks, CTAs): blocks of the same weights run beside each other, so that the
 // cache serves all but the first.
@@ -36,17 +36,19 @@ struct Share {
         stage(job.k_groups * piece + slice) {}
 };
 
+// A warp: lane i copies the i-th CTA's piece.
 __device__ inline void produce(const Job& job, const Share& own, u32 ring, u32 full, u32 empty, int lane) {
   const u64 once = read_once(), often = read_often();
-  const u8* weight = job.weight + (size_t(own.first + lane) * job.k_groups + own.part) * own.piece;
-  const size_t stride = size_t(job.ctas) * job.k_groups * own.piece;
-  const u8* x = job.x + size_t(blockIdx.x) * job.k_blocks * kInputBytes + own.part * own.slice;
+  const size_t apart = size_t(job.k_groups) * own.piece;  // CTAs' pieces of a step
+  const u8* weight = job.weight + (own.first + lane) * apart + own.part * own.piece;
+  const int first = job.k_stride > 1 ? own.part : own.part * job.steps * DEPTH, step_blocks = DEPTH * job.k_stride;
+  const u8* x = job.x + (size_t(blockIdx.x) * job.k_blocks + first) * kInputBytes;
   const int count = job.passes * job.steps, filled = min(job.stages, count);
   const auto weights = [&](int i, int stage) {
     if (lane == 0) expect(full + 8 * stage, own.pieces * own.piece + own.slice);
     __syncwarp();
     if (lane < own.pieces)
-      copy(ring + stage * own.stage + lane * own.piece, weight + i * stride, own.piece, full + 8 * stage, once);
+      copy(ring + stage * own.stage + lane * own.piece, weight + i * job.ctas * apart, own.piece, full + 8 * stage, once);
   };
   for (int i = 0; i < filled; i++) weights(i, i);
   wait_for_previous();
@@ -57,8 +59,8 @@ __device__ inline void produce(const Job& job, const Share& own, u32 ring, u32 f
       weights(i, stage);
     }
     if (lane == 0)
-      copy(ring + stage * own.stage + job.k_groups * own.piece,
-           x + size_t(step) * job.k_groups * own.slice, own.slice, full + 8 * stage, often);
+      copy_blocks<DEPTH>(ring + stage * own.stage + job.k_groups * own.piece, x + size_t(step) * step_blocks * kInputBytes,
+                         job.k_stride, kInputBytes, full + 8 * stage, often);
     if (++step == job.steps) step = 0;
     if (++stage == job.stages) stage = 0, phase ^= 1;
   }
@@ -194,9 +196,10 @@ __device__ inline void finish(const Job& job, const Share& own, const Sums (&sum
     if (count > 1) finish_part(job, sums[1], own.part, tile + 1, lane);
   } else if (job.epilogue == kGated) {
 #pragma unroll
-    for (int j = 0; j < kSums; j += 4)
-      finish_gated(job, *reinterpret_cast<const Four*>(sums[0] + j), *reinterpret_cast<const Four*>(sums[1] + j),
-                   scales[0], scales[1], tile, blockIdx.x * TOKENS + j * 2, TOKENS, lane);
+    for (int i = 0; i < 2 * kSums; i += 4)
+      if (i / kSums < count)
+        finish_gated(job, *reinterpret_cast<const Four*>(sums[i / kSums] + i % kSums), scales[i / kSums],
+                     tile + i / kSums, blockIdx.x * TOKENS + i % kSums * 2, TOKENS, lane);
   } else {
     finish_rows(job, sums, scales, tile, count, lane);
   }
@@ -205,8 +208,7 @@ __device__ inline void finish(const Job& job, const Share& own, const Sums (&sum
 __device__ inline void consume(const Job& job, const Share& own, u32 ring, u32 full, int warp, int lane) {
   const int each = job.tiles / job.row_groups;
   Reader reader = {ring, full, u32(job.stages), u32(own.stage), {}, u32(each) * kTileBytes, u32(job.k_groups * own.piece), 0, 0};
-  // a warp's tiles are neighbours: gate and up of the same features. Those past the end only fill
-  // up the last warpgroup: they are multiplied by what is there, and dropped
+  // tiles past the end only fill up the last warpgroup: they are multiplied by what is there, and dropped
   const int count = own.pieces * job.tiles - 2 * warp;
 #pragma unroll
   for (int t = 0; t < 2; t++) {

@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 head on what its target wrote, the target itself teaching in each step.
+"""Train a head on what its target wrote, the target itself teaching in each step.
 
 RUN receives orbax checkpoints, log.jsonl, curve.png, vocabulary.npy and contract.json; the same
 command continues where the last one stopped, with the same bits as if it had not stopped.
@@ -19,12 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from drafters.eagle3.jax.head import Weights
-from drafters.eagle3.spec import HeadSpec, tensors
 from specdec.core.errors import UserError
 from specdec.core.writing import writing
 from targets.jax.params import Params
 from training.data_parallel import DataParallel
+from training.heads import AnySpec, Weights, head_of
 from training.manifest import agree
 from training.packing import PackedRows, rows_of_step
 from training.pretrain import open_checkpoints, restore
@@ -49,24 +48,21 @@ class TrainState(NamedTuple):
 
 
 def initial_state(
-    spec: HeadSpec, recipe: Recipe, table: np.ndarray, norm: np.ndarray, target_ids: np.ndarray
+    spec: AnySpec, recipe: Recipe[Any], table: np.ndarray, norm: np.ndarray, target_ids: np.ndarray
 ) -> TrainState:
-    """Fresh weights; the last norm and the head's rows start as the target's own.
-
-    table [V, H]: its embeddings; norm [H]: its final norm.
-    """
-    random = np.random.default_rng(recipe.seed)
+    """Fresh weights. table [V, H]: the target's embeddings; norm [H]: its final norm."""
+    random, head = np.random.default_rng(recipe.seed), head_of(spec)
     weights: Weights = {}
-    for name, shape in tensors(spec).items():
+    for name, shape in head.shapes.items():
         noise = random.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
         weights[name] = jnp.ones(shape, jnp.float32) if len(shape) == 1 else jnp.asarray(noise)
-    weights["lm_head"] = jnp.asarray(table[target_ids], jnp.float32)
-    weights["norm"] = jnp.asarray(norm, jnp.float32)
+    given = head.start(table, norm, target_ids)
+    weights |= {name: jnp.asarray(value, jnp.float32) for name, value in given.items()}
     optimizer = make_optimizer(recipe)
     return TrainState(jnp.zeros((), jnp.int32), weights, optimizer.init(weights))
 
 
-def make_step(spec: HeadSpec, recipe: Recipe, teach: Teach, target_ids: Any) -> Any:
+def make_step(spec: AnySpec, recipe: Recipe[Any], teach: Teach, target_ids: Any) -> Any:
     """A compiled (state, target's parameters, rows) -> (state, measures)."""
     optimizer = make_optimizer(recipe)
 
@@ -88,7 +84,7 @@ def make_step(spec: HeadSpec, recipe: Recipe, teach: Teach, target_ids: Any) -> 
     return jax.jit(step, donate_argnums=0)
 
 
-def make_evaluation(spec: HeadSpec, recipe: Recipe, teach: Teach, target_ids: Any) -> Any:
+def make_evaluation(spec: AnySpec, recipe: Recipe[Any], teach: Teach, target_ids: Any) -> Any:
     """A compiled (weights, target's parameters, rows, number of the batch) -> measures."""
 
     def evaluate(weights: Weights, params: Params, rows: PackedRows, number: Any) -> dict[str, Any]:
@@ -101,8 +97,8 @@ def make_evaluation(spec: HeadSpec, recipe: Recipe, teach: Teach, target_ids: An
 
 
 def _judge(
-    spec: HeadSpec,
-    recipe: Recipe,
+    spec: AnySpec,
+    recipe: Recipe[Any],
     weights: Weights,
     params: Params,
     rows: PackedRows,
@@ -119,8 +115,8 @@ class Trainer:
 
     def __init__(
         self,
-        recipe: Recipe,
-        spec: HeadSpec,
+        recipe: Recipe[Any],
+        spec: AnySpec,
         run: Path,
         params: Params,
         teach: Teach,
@@ -214,7 +210,7 @@ def sign(run: Path, contract: dict[str, Any], target_ids: np.ndarray) -> None:
 
 
 def contract_of(
-    recipe: Recipe, spec: HeadSpec, data: dict[str, Any], cached: bool = False
+    recipe: Recipe[Any], spec: AnySpec, data: dict[str, Any], cached: bool = False
 ) -> dict[str, Any]:
     """All that decides a run's bits. data: the distilled answers' manifest; cached: the teacher
     spoke before the run, in a program of its own."""

@@ -1,0 +1,43 @@
+"""Drafting with an assistant on device tensors: the host loop launches it, the captured cycle
+captures it. `../jax/draft.py` is its twin, and says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafters.assistant.cuda.model import AssistantModel
+from drafters.assistant.cuda.ops import States
+from targets.cuda.ops import Rows
+from targets.sampling_params import Rules, SamplingTable
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """states [S + 1, H]: by slot, the target's last layer's output from which its last token was
+    chosen, not normed yet. sampling_params: the requests', as guesses are to follow them."""
+
+    model: AssistantModel
+    states: Tensor
+    sampling_params: SamplingTable
+
+
+@torch.inference_mode()
+def propose(given: Drafting, rows: Rows, needs_sampler: bool) -> None:
+    """Fill rows.tokens [B, k + 1] behind the last tokens with guesses. needs_sampler False: every
+    guess is a bare argmax."""
+    model, k = given.model, rows.tokens.shape[1] - 1
+    if k == 0:
+        return
+    target, ops = model.target, model.ops
+    layout = ops.lay_out(rows, k, target.max_len)
+    rules = Rules(target.bias, given.sampling_params, target.cache.tokens)
+    states = States(given.states, rows.slot, target.weights.norm)
+    for j in range(k):
+        seen = Rows(rows.tokens[:, j : j + 1], layout.seen, layout.slots[j])
+        logits, handed = model.step(rows.tokens[:, j], states, seen, last=j + 1 == k)
+        at = Rows(rows.tokens, layout.starts[j], layout.slots[j])
+        ops.guess(logits, model.known, rules, at, j, needs_sampler)
+        states = States(handed)

@@ -1,0 +1,82 @@
+"""`ops.AssistantOps` as launches of our own kernels (`sources/*.cu`)."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drafters.assistant.cuda.ops import DraftLayout, States
+from targets.arch import Arch
+from targets.cuda import guessing
+from targets.cuda.guessing import Guesser
+from targets.cuda.inputs import Input, make_input
+from targets.cuda.kernels import Embed, Kernels
+from targets.cuda.launch import Variant, address, pointer
+from targets.cuda.norms import ROW_THREADS
+from targets.cuda.ops import Linear, Rows
+from targets.cuda.variants import variants
+
+SOURCES = Path(__file__).parent / "sources"
+STEPS = {
+    kind: Variant("steps", (("FP8", int(kind == "fp8")),), SOURCES) for kind in ("fp8", "bf16")
+}
+"""By the kind of weight that reads what they make."""
+
+
+class _Beside(Structure):
+    _fields_ = (
+        ("table", Embed),
+        *((name, c_void_p) for name in ("slot", "norm", "x")),
+        *((name, c_int) for name in ("token_stride", "spare", "k_blocks", "block")),
+        ("eps", c_float),
+    )
+
+
+def assistant_variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
+    """Of an assistant of this architecture, beside an e4m3 cache or not."""
+    own = {STEPS[kind] for kind in kinds}
+    return variants(arch, kv8, kinds) | guessing.VARIANTS | own
+
+
+class AssistantKernels(Kernels):
+    """`AssistantOps` for one assistant on the current device. kv: the target's cache's dtype; kind:
+    of the linear layers."""
+
+    def __init__(self, arch: Arch, positions: int, kv: torch.dtype, kind: str) -> None:
+        kinds = {kind, "bf16"}
+        more = assistant_variants(arch, int(kv == torch.float8_e4m3fn), kinds)
+        super().__init__(arch, positions, kv, kinds, more)
+        self.guess = Guesser(self._launch, self, self.device)
+        self._steps = STEPS[kind]
+
+    def lay_out(self, rows: Rows, k: int, longest: int) -> DraftLayout:
+        batch = len(rows.slot)
+        make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=self.device)  # noqa: E731
+        layout = DraftLayout(make(batch), make(k, batch), make(k, batch))
+        arguments = [*map(pointer, (rows.start, rows.slot, *layout))]
+        arguments += [c_int(n) for n in (batch, k, longest)]
+        self._launch(self._steps, "lay_out", (1, 1, 1), 1024, arguments)
+        return layout
+
+    def beside(self, table: Linear, tokens: Tensor, states: States, kind: str) -> Input:
+        m = len(tokens)
+        x = make_input(m, 2 * table.k, self.device)
+        job = _Beside(
+            self.lookup(table, tokens, states.rows),
+            *map(address, (states.slot, states.norm, x.data)),
+            *(tokens.stride(0), len(states.rows) - 1, x.k_blocks, x.block, self.arch.eps),
+        )
+        # everything before the first step of a cycle has ended when it starts; later steps may rely
+        # on that, and on each guess (guess.cu, note.cu) to have seen all before it end
+        early = states.slot is None
+        self._launch(STEPS[kind], "beside", (m, 2, 1), ROW_THREADS, [job], early=early)
+        return x
+
+    def keep(self, states: Tensor, rows: Rows, features: Tensor, accepted: Tensor) -> None:
+        batch, width, hidden = features.shape
+        arguments = [*map(pointer, (features, accepted, rows.slot, states))]
+        arguments += [c_int(width), c_int(hidden // 4)]
+        self._launch(self._steps, "keep", (batch, 1, 1), ROW_THREADS, arguments)

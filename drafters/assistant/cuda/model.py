@@ -1,0 +1,151 @@
+"""The assistant's forward in the words of `ops.py`: our kernels on a Hopper GPU, plain torch
+elsewhere. The mathematics, and the JAX twin: `../jax/model.py`.
+
+Its layers are the target's own `decode_layer`, with the target's cache. Linear layers and a dense
+head are fp8 where the target's linears are 8 bits wide, quantised on load. Shape legend: M rows, H
+the target's width, d the assistant's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafters.assistant.cuda.kernels import AssistantKernels
+from drafters.assistant.cuda.ops import AssistantOps, AssistantReference, States
+from drafters.assistant.cuda.ordered import OrderedHead
+from drafters.assistant.spec import Assistant, tensors
+from specdec.core.errors import UserError
+from targets.cuda.footprint import TargetShape, tensor_bytes
+from targets.cuda.formulas import rms
+from targets.cuda.graphs import bucket_of
+from targets.cuda.guessing import Vocabulary, vocabulary_of
+from targets.cuda.model import decode_layer
+from targets.cuda.ops import AttentionLayer, Linear, Opening, Rows
+from targets.cuda.out_of_memory import room_for
+from targets.cuda.params import LayerWeights, Raw, Reader, layer_weights
+from targets.cuda.reference import Reference
+from targets.cuda.staging import Staging
+from targets.cuda.target import KV_DTYPES, CudaTarget
+from targets.cuda.upload import as_tensor, upload
+
+DTYPES = {"bfloat16": "bfloat16", "float32": "float32"}
+"""Of an assistant's weights, by the target's; fp8 beside narrower ones."""
+KINDS = {"bfloat16": "bf16", "float32": "float32", "fp8": "fp8"}
+
+
+@dataclass(frozen=True)
+class AssistantWeights:
+    """head: dense, of the words that are scored. norm [d]: float32."""
+
+    pre: Linear
+    post: Linear
+    head: Linear | OrderedHead
+    norm: Tensor
+    layers: tuple[LayerWeights, ...]
+
+
+class AssistantModel:
+    """One assistant beside its target: all of its drafters share it."""
+
+    def __init__(self, assistant: Assistant, target: CudaTarget, ahead: int) -> None:
+        """ahead: how far behind the last key the queries are turned: 1 as transformers does, 0 as
+        vLLM; sliding layers then see as many more keys."""
+        spec, self.target, self.ahead = assistant.spec, target, ahead
+        last = len(target.arch.layers) - 1
+        assert target.plan.features == (last,), (target.plan.features, last)
+        self.spec = spec
+        dtype = DTYPES.get(target.dtype, "fp8")
+        self.ops = _ops(assistant, target, KINDS[dtype])
+        self.weights = place(assistant, dtype, self.ops, str(target.device))
+        self.known = _known(assistant, target)
+        self._layers = tuple(self._layer(i) for i in range(len(spec.arch.layers)))
+
+    def _layer(self, i: int) -> AttentionLayer:
+        layer, cache = self.spec.arch.layers[i], self.target.cache
+        window = layer.window and layer.window + self.ahead
+        stored = cache.of(self.target.arch.layers, self.spec.sources[i])
+        norm = self.weights.layers[i].q_norm
+        return AttentionLayer(replace(layer, window=window), stored, norm, ahead=self.ahead)
+
+    def step(self, tokens: Tensor, states: States, seen: Rows, last: bool) -> tuple[Tensor, Tensor]:
+        """One draft step of tokens [M] int32 -> logits [M, words], and the states [M, H] that the
+        next is fed; of the last step they mean nothing. seen: the rows' slots, and as `start` the
+        last position that each sees."""
+        w, ops, layers = self.weights, self.ops, self.weights.layers
+        x = ops.beside(self.target.weights.head, tokens, states, w.pre.kind)
+        h = ops.linear(x, w.pre)
+        x = ops.norm(h, Opening(layers[0].input_norm, layers[0].qkv.kind))
+        for i, own in enumerate(layers):
+            following = Opening(w.norm, w.post.kind)
+            if i + 1 < len(layers):
+                following = Opening(layers[i + 1].input_norm, layers[i + 1].qkv.kind)
+            x = decode_layer(h, x, own, self._layers[i], seen, ops, following)
+        handed = states.rows if last else ops.linear(x, w.post)
+        if isinstance(w.head, OrderedHead):
+            return w.head.logits(rms(h, w.norm, self.spec.arch.eps)), handed
+        return ops.head(x, w.head, self.spec.arch.softcap), handed
+
+
+def placed(assistant: Assistant, target: CudaTarget, ahead: int) -> AssistantModel:
+    """The assistant beside its target. Raises UserError, too where it has no room."""
+    try:
+        with room_for("the assistant beside the model"):
+            return AssistantModel(assistant, target, ahead)
+    except MemoryError as problem:
+        raise UserError(str(problem)) from problem
+
+
+def need_bytes(assistant: Assistant, shape: TargetShape) -> int:
+    """What an assistant adds to a target's need: weights, a state per slot, its logits, and the
+    states that a verify and a prefill chunk bring along."""
+    spec, ids = assistant.spec, assistant.target_ids
+    table = tensors(spec)
+    words = spec.arch.vocab if ids is None else len(ids)
+    table["head"] = replace(table["head"], shape=(words, spec.arch.hidden))
+    dtype = DTYPES.get(shape.dtype, "fp8")
+    weights = sum(tensor_bytes(name, tensor, dtype) for name, tensor in table.items())
+    rows = bucket_of(shape.slots)
+    states = shape.slots + 1 + rows * (shape.width + 2) + shape.chunk
+    return weights + 4 * spec.backbone * states + 4 * rows * (words + spec.arch.vocab)
+
+
+def _ops(assistant: Assistant, target: CudaTarget, kind: str) -> AssistantOps:
+    arch = assistant.spec.arch
+    if isinstance(target.ops, Reference):
+        return AssistantReference(arch)
+    positions = target.max_len + target.plan.slack + 1
+    return AssistantKernels(arch, positions, KV_DTYPES[target.kv_dtype], kind)
+
+
+def _known(assistant: Assistant, target: CudaTarget) -> Vocabulary | None:
+    if assistant.target_ids is None:
+        return None
+    ids = torch.from_numpy(assistant.target_ids)
+    return vocabulary_of(ids, assistant.spec.arch.vocab, target.device)
+
+
+def place(assistant: Assistant, dtype: str, ops: AssistantOps, device: str) -> AssistantWeights:
+    """An assistant's weights on the device, fused as they are read."""
+    spec, ids = assistant.spec, assistant.target_ids
+
+    def source(name: str) -> Raw:
+        values = assistant.weights[name]
+        values = values if name != "head" or ids is None else values[ids]
+        return upload(as_tensor(np.ascontiguousarray(values)), device), None
+
+    reader = Reader(source, tensors(spec), dtype, ops.pack, Staging(device))
+    # packing needs room: the largest before all else
+    head = OrderedHead.of(spec, reader) if spec.clusters else reader.linear(["head"])
+    return AssistantWeights(
+        pre=reader.linear(["pre_projection"]),
+        post=reader.linear(["post_projection"]),
+        head=head,
+        norm=reader.vector("norm"),
+        layers=tuple(
+            layer_weights(reader, spec.arch, i, layer) for i, layer in enumerate(spec.arch.layers)
+        ),
+    )

@@ -1,0 +1,50 @@
+"""The head of E2B's and E4B's assistants: few words are scored, whose clusters fit best.
+
+The library's operations: the clusters' rows are gathered, and a row of a batch reads its own.
+Nothing of it waits for the host, so it can be captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafters.assistant.spec import AssistantSpec
+from targets.cuda.params import Reader
+
+
+@dataclass(frozen=True)
+class OrderedHead:
+    """centroids [C, d] and rows [C, words, d], a cluster's rows side by side, in the wide dtype;
+    ids [C, words] int64: which word each is; from `vocab` on, none."""
+
+    centroids: Tensor
+    rows: Tensor
+    ids: Tensor
+    read: int
+    vocab: int
+    softcap: float | None
+
+    @classmethod
+    def of(cls, spec: AssistantSpec, reader: Reader) -> OrderedHead:
+        assert spec.clusters
+        vocab, count = spec.arch.vocab, spec.clusters.count
+        ids = reader.source("token_ordering")[0].long()
+        rows = reader.table("head")[ids.clamp(max=vocab - 1)]
+        split = lambda part: part.view(count, vocab // count, *part.shape[1:])  # noqa: E731
+        wide = reader.table("centroids")
+        return cls(wide, split(rows), split(ids), spec.clusters.read, vocab, spec.arch.softcap)
+
+    def logits(self, y: Tensor) -> Tensor:
+        """y [M, d] float32 -> [M, vocab] float32, -inf for words that are not scored."""
+        x = y.to(self.rows.dtype)
+        best = (x @ self.centroids.T).float().topk(self.read, -1).indices
+        scores = (self.rows[best] @ x[:, None, :, None])[..., 0].float().flatten(1)
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        out = scores.new_full((len(y), self.vocab), -torch.inf)
+        ids = self.ids[best].flatten(1)
+        scores = scores.masked_fill(ids >= self.vocab, -torch.inf)
+        return out.scatter_reduce_(1, ids.clamp(max=self.vocab - 1), scores, "amax")

@@ -1,0 +1,52 @@
+"""Where a model's assistant lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from specdec.core.errors import UserError
+from targets import hub
+
+SUFFIX = "-assistant"
+"""How the hub's assistants are called after their models."""
+
+
+def nearby(model: Path) -> Path | None:
+    """The assistant in or beside a model's folder, if there is one."""
+    return next((folder for folder in _places(model) if (folder / "config.json").is_file()), None)
+
+
+def _places(model: Path) -> Iterator[Path]:
+    name = model.resolve().name
+    yield model / "assistant"
+    yield model / (name + SUFFIX)
+    yield model.resolve().parent / (name + SUFFIX)
+
+
+def default_name(model: str) -> str:
+    """What to draft with where only the model was named: a folder, or a name of the hub. Raises
+    UserError."""
+    if hub.is_name(model):
+        return hub.repo_of(model) + SUFFIX
+    found = nearby(Path(model))
+    if found is None:
+        listed = ", ".join(map(str, _places(Path(model))))
+        raise UserError(
+            f"no assistant in or beside {model} (looked for {listed}): name one with "
+            "--draft-model, a folder or org/name of the Hugging Face hub"
+        )
+    return str(found)
+
+
+def folder_of(name: str) -> Path:
+    """The folder of an assistant, downloaded if need be. Raises UserError."""
+    if hub.is_name(name):
+        return hub.fetched(name)
+    folder = Path(name)
+    if not folder.is_dir():
+        raise UserError(
+            f"no folder {folder}: --draft-model names an assistant's folder, or one of the Hugging "
+            "Face hub's as org/name"
+        )
+    return folder

@@ -1,0 +1,163 @@
+"""`--drafter assistant`: Google's draft model of each Gemma 4."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from drafters.assistant.files import load_assistant, suppressed
+from drafters.assistant.find import default_name, folder_of
+from drafters.assistant.spec import Assistant, random_assistant, released_size
+from drafters.frequency import counts_of, draft_vocabulary, texts_at_hand
+from drafters.kind import Asked, DrafterKind, PlacedDrafter, own_options
+from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.errors import UserError
+from targets.backend import Backend
+
+POSITIONS = {"next": 1, "last": 0}
+"""How far behind the last key the assistant's queries are turned."""
+POSITION = (
+    "Where the assistant's queries stand: next, at the token that is fed, as transformers does; or "
+    "last, at the one before, as vLLM and SGLang do."
+)
+VOCAB = (
+    "Words that the assistant's head scores, the commonest; 0 for all. Fewer are read faster, and "
+    "rare ones are then never guessed."
+)
+TEXT = (
+    "A file of text to count the commonest words in, such as your users'; by default Python's own "
+    "library."
+)
+
+
+@dataclass(frozen=True)
+class AssistantOptions:
+    draft_position: str = field(default="next", metadata={"help": POSITION})
+    draft_vocab: int = field(default=0, metadata={"help": VOCAB})
+    draft_vocab_text: str | None = field(default=None, metadata={"help": TEXT})
+
+
+@dataclass(frozen=True)
+class AssistantDraft:
+    """`Draft`. Its weights are on the host. ahead: see POSITIONS."""
+
+    assistant: Assistant
+    features: tuple[int, ...]
+    ahead: int
+    greedy: bool
+
+    def extra_bytes(self, shape: Any) -> int:
+        from drafters.assistant.cuda.model import need_bytes
+
+        return need_bytes(self.assistant, shape)
+
+    def place(self, backend: Backend, target: Any, config: ModelConfig) -> PlacedDrafter:
+        beside = {"jax": _beside_jax, "cuda": _beside_cuda}[target.backend]
+        return beside(self, target, config)
+
+
+def _beside_jax(draft: AssistantDraft, target: Any, config: ModelConfig) -> PlacedDrafter:
+    from drafters.assistant.jax.drafter import AssistantDrafter, PlacedAssistant
+
+    placed = PlacedAssistant(draft.assistant, target, draft.ahead, draft.greedy, config.int8)
+    # it is both, and keeps nothing of a prompt but its last row, which is never reused
+    return PlacedDrafter(lambda k: AssistantDrafter(placed, k), lambda drafter: drafter)
+
+
+def _beside_cuda(draft: AssistantDraft, target: Any, config: ModelConfig) -> PlacedDrafter:
+    from drafters.assistant.cuda.drafter import AssistantDrafter, DeviceAssistant
+    from drafters.assistant.cuda.model import placed
+
+    model = placed(draft.assistant, target, draft.ahead)
+    return PlacedDrafter(lambda k: AssistantDrafter(model, draft.greedy), DeviceAssistant)
+
+
+def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:
+    given = own_options(AssistantOptions, speculation)
+    if given.draft_position not in POSITIONS:
+        raise UserError(
+            f"--draft-position must be {' or '.join(POSITIONS)}, got {given.draft_position!r}"
+        )
+    if given.draft_vocab < 0:
+        raise UserError(f"--draft-vocab must be 0 (all words) or more, got {given.draft_vocab}")
+    if given.draft_vocab_text is not None and not given.draft_vocab:
+        raise UserError(
+            "--draft-vocab-text says which words are common: say how many, too, with --draft-vocab"
+        )
+    if speculation.draft_model is not None:
+        if random:
+            raise UserError(
+                "--random makes an assistant of the model's size: leave --draft-model out"
+            )
+        return speculation
+    return speculation if random else replace(speculation, draft_model=default_name(model))
+
+
+def _read(asked: Asked) -> AssistantDraft:
+    """Raises UserError, too for an assistant of another target."""
+    assert asked.speculation.draft_model and asked.tokenizer
+    path = folder_of(asked.speculation.draft_model)
+    assistant = load_assistant(path, asked.arch)
+    # the target never says what it suppresses itself: those are barred already
+    barred = set(suppressed(path, asked.arch.vocab)) - set(asked.tokenizer.suppress_ids)
+    return _draft(_barring(_pruned(assistant, asked), sorted(barred)), asked)
+
+
+def _random(asked: Asked) -> AssistantDraft:
+    return _draft(_pruned(random_assistant(released_size(asked.arch)), asked), asked)
+
+
+def _draft(assistant: Assistant, asked: Asked) -> AssistantDraft:
+    ahead = POSITIONS[own_options(AssistantOptions, asked.speculation).draft_position]
+    last = len(asked.arch.layers) - 1
+    return AssistantDraft(assistant, (last,), ahead, asked.speculation.greedy)
+
+
+def _pruned(assistant: Assistant, asked: Asked) -> Assistant:
+    """With a head of the words that were asked for. Raises UserError."""
+    given, spec = own_options(AssistantOptions, asked.speculation), assistant.spec
+    vocab = spec.arch.vocab
+    if not given.draft_vocab:
+        return assistant
+    if spec.clusters:
+        raise UserError(
+            f"--draft-vocab is for assistants that score every word; this one scores {spec.scored} "
+            "of them by itself"
+        )
+    least = 1 + (len(asked.tokenizer.stop_ids) if asked.tokenizer else 0)
+    if not least <= given.draft_vocab <= vocab:
+        raise UserError(f"--draft-vocab must be {least} to {vocab}, got {given.draft_vocab}")
+    if asked.tokenizer is None:  # random weights say random words
+        return assistant._replace(
+            target_ids=np.arange(given.draft_vocab) * vocab // given.draft_vocab
+        )
+    counts = counts_of(texts_at_hand(given.draft_vocab_text), asked.tokenizer, vocab)
+    ids = draft_vocabulary(counts, given.draft_vocab, asked.tokenizer.stop_ids)
+    return assistant._replace(target_ids=ids)
+
+
+def _barring(assistant: Assistant, barred: list[int]) -> Assistant:
+    """With a head that knows none of these words."""
+    if not barred:
+        return assistant
+    vocab = assistant.spec.arch.vocab
+    if assistant.spec.clusters:
+        ordering = assistant.weights["token_ordering"]
+        known = np.where(np.isin(ordering, barred), vocab, ordering)
+        return assistant._replace(weights=assistant.weights | {"token_ordering": known})
+    ids = np.arange(vocab) if assistant.target_ids is None else assistant.target_ids
+    return assistant._replace(target_ids=np.setdiff1d(ids, barred))
+
+
+KIND = DrafterKind(
+    "assistant",
+    "Google's draft model of each Gemma 4, which reads the model's own keys and values",
+    _read,
+    random=_random,
+    resolve=_resolve,
+    options=AssistantOptions,
+    vllm_method="mtp",
+    device_loops=("jax", "cuda"),
+)
