@@ -1,23 +1,24 @@
 """Hugging Face safetensors to numpy, strict both ways: every parameter filled, every tensor used.
 
-Read as they are: bf16, f16, f32, FP8-dynamic (compressed-tensors: `.weight` e4m3 [out, in] with
-`.weight_scale` [out, 1]) and int8 per channel. What is decided per tensor is never read from the
-quantisation config's ignore list (third-party files disagree with theirs).
+Read as they are: bf16, f16, f32, and the quantised forms of `targets/schemes.py`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from specdec.core.errors import UserError
+from targets import schemes
 from targets.arch import Arch
+from targets.schemes import Weight
+from targets.stored import Groups, Stored
 from targets.tensors import TensorSpec, all_tensors, stored_name
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
@@ -30,19 +31,14 @@ MAPPED_TYPES = {
         "F32": np.float32,
         "F16": np.float16,
         "I8": np.int8,
+        "U8": np.uint8,
+        "I32": np.int32,
         "BF16": ml_dtypes.bfloat16,
         "F8_E4M3": ml_dtypes.float8_e4m3fn,
     }.items()
 }
-"""What is read, by safetensors' names."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """values [..., out, in]; scale [..., out] float32 for e4m3 and int8 values, else None."""
-
-    values: np.ndarray
-    scale: np.ndarray | None = None
+"""What weights and their scales are read from, by safetensors' names."""
+WIDE_TYPES = tuple(np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16))
 
 
 class Checkpoint:
@@ -53,14 +49,14 @@ class Checkpoint:
         self.path = path
         self.specs = all_tensors(arch)
         self._where = {name: file for file in open_shards(path) for name in file.names}
+        self._config = _quantization_config(path)
         self._prefix = self._find_prefix()
         self._check_headers()
 
     def read(self, name: str) -> Stored:
         """The tensor that `targets.tensors` calls `name`.
 
-        Raises UserError on a dtype that isn't read, and on a scale that is missing or not per
-        output channel.
+        Raises UserError on a dtype that isn't read, and on what a quantised weight lacks.
         """
         spec = self.specs[name]
         parts = self._expert_parts(name, spec)
@@ -106,18 +102,41 @@ class Checkpoint:
         for name, spec in self.specs.items():
             parts = self._expert_parts(name, spec)
             needed |= dict(parts) if parts else {stored_name(self._prefix, name): spec.shape}
-        missing = needed.keys() - self._where.keys()
+        used: set[str] = set()
+        missing = {name for name, shape in needed.items() if not self._find(name, shape, used)}
+        if missing and (scheme := schemes.named(self._config)):
+            raise UserError(
+                f"{self.path} lacks {min(missing)}: it is quantised as {scheme}, of which specdec "
+                f"does not read this; it reads {schemes.READ}"
+            )
         _refuse("lacks", missing, self.path, "download the missing shards")
-        for stored, shape in needed.items():
-            self._check_shape(stored, shape)
-        scales = {_scale_name(n) for n in needed}
-        extra = {n for n in self._where.keys() - needed.keys() - scales if not self._ignorable(n)}
+        extra = {n for n in self._where.keys() - used if not self._ignorable(n)}
         _refuse(
             "has unused",
             extra,
             self.path,
             "config.json does not describe this checkpoint, or specdec does not know this variant",
         )
+
+    def _find(self, name: str, shape: tuple[int, ...], used: set[str]) -> bool:
+        """Whether it is there, in any form. What it takes is checked and `used`."""
+        weight = self._weight(name, shape)
+        if weight is None:
+            if name in self._where:
+                self._check_shape(name, shape)
+                used.add(name)
+            return name in self._where
+        weight.check()
+        used |= weight.names
+        return True
+
+    def _weight(self, name: str, shape: tuple[int, ...]) -> Weight | None:
+        """A weight that may be quantised, if that is what is stored under this name."""
+        base = name.removesuffix(".weight")
+        there = name in self._where or f"{base}.weight_packed" in self._where
+        if base == name or len(shape) != 2 or not there:
+            return None
+        return Weight(self.path, self._where, base, shape, self._config)
 
     def _ignorable(self, name: str) -> bool:
         if any(f"{tower}." in name for tower in OTHER_TOWERS) or "lm_head." in name:
@@ -126,13 +145,14 @@ class Checkpoint:
         shared = re.search(r"layers\.(\d+)\.self_attn\.([kv]_proj|k_norm)\.", name)
         return bool(shared) and f"layers.{shared[1]}.self_attn.k_proj" not in self.specs
 
-    def _read_one(self, stored: str, shape: tuple[int, ...]) -> Stored:
-        values = self._where[stored].read(stored)
-        if values.dtype not in MAPPED_TYPES.values():
-            raise UserError(f"{self.path}: {stored} is {values.dtype}, which specdec can't read")
-        if values.dtype not in (np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)):
-            return Stored(values)
-        return Stored(values, self._read_scale(stored, shape))
+    def _read_one(self, name: str, shape: tuple[int, ...]) -> Stored:
+        weight = self._weight(name, shape)
+        stored = Stored(self._where[name].read(name)) if weight is None else weight.read()
+        if stored.wide and stored.values.dtype not in WIDE_TYPES:
+            raise UserError(
+                f"{self.path}: {name} is {stored.values.dtype}, which specdec can't read"
+            )
+        return stored
 
     def _check_shape(self, stored: str, shape: tuple[int, ...]) -> None:
         found = self._where[stored].shape(stored)
@@ -142,36 +162,21 @@ class Checkpoint:
                 f"{list(shape)}: config and weights are of different models"
             )
 
-    def _read_scale(self, stored: str, shape: tuple[int, ...]) -> np.ndarray:
-        file = self._where.get(_scale_name(stored))
-        if file is None:
-            raise UserError(
-                f"{self.path}: {stored} is quantised but {_scale_name(stored)} is missing"
-            )
-        scale = file.read(_scale_name(stored)).astype(np.float32)
-        if scale.size != int(np.prod(shape[:-1])):
-            raise UserError(
-                f"{self.path}: the scale of {stored} has shape {list(scale.shape)}: only one "
-                f"scale per output channel ({shape[-2]} of them) is supported"
-            )
-        return scale.reshape(shape[:-1])
 
-
-def quantise_int8(values: np.ndarray) -> Stored:
-    """Symmetric per output channel: scale = absmax / 127 in float32 over the last axis."""
-    wide = values.astype(np.float32)
-    scale = np.maximum(np.abs(wide).max(-1), 1e-12) / np.float32(127)
-    return Stored(np.rint(wide / scale[..., None]).astype(np.int8), scale)
-
-
-def dequantise(stored: Stored) -> np.ndarray:
-    """float32 values, whatever the storage."""
-    wide = stored.values.astype(np.float32)
-    return wide if stored.scale is None else wide * stored.scale[..., None]
-
-
-def _scale_name(stored: str) -> str:
-    return stored.removesuffix(".weight") + ".weight_scale"
+def _quantization_config(path: Path) -> dict[str, Any]:
+    """Of config.json, or of ModelOpt's own file; empty where weights are wide."""
+    for file, keys in (
+        ("config.json", ("quantization_config", "compression_config")),
+        ("hf_quant_config.json", ("quantization",)),
+    ):
+        if not (path / file).is_file():
+            continue
+        config = json.loads((path / file).read_text(encoding="utf-8"))
+        for part in (config, config.get("text_config") or {}):
+            found = next((part[key] for key in keys if isinstance(part.get(key), dict)), None)
+            if found is not None:
+                return found
+    return {}
 
 
 def _refuse(what: str, names: set[str], path: Path, remedy: str) -> None:
@@ -181,11 +186,24 @@ def _refuse(what: str, names: set[str], path: Path, remedy: str) -> None:
 
 
 def _fuse_experts(name: str, parts: list[Stored], spec: TensorSpec) -> Stored:
-    values = np.concatenate([p.values for p in parts]).reshape(spec.shape)
-    scales = [p.scale for p in parts if p.scale is not None]
-    if len(scales) not in (0, len(parts)):
-        raise UserError(f"{name}: some experts are quantised and some are not")
-    return Stored(values, np.concatenate(scales).reshape(spec.shape[:-1]) if scales else None)
+    if len({part.form for part in parts}) != 1:
+        raise UserError(f"{name}: its experts are not all quantised alike")
+    shape = spec.shape[:-1]
+
+    def joined(pieces: list[np.ndarray | None], *last: int) -> np.ndarray | None:
+        there = [piece for piece in pieces if piece is not None]
+        return np.concatenate(there).reshape(*shape, *last) if there else None
+
+    values = joined([part.values for part in parts], -1)
+    scale = joined([part.scale for part in parts])
+    groups = [part.groups for part in parts if part.groups is not None]
+    assert values is not None
+    if not groups:
+        return Stored(values, scale, None, parts[0].code)
+    scales = joined([g.scale for g in groups], -1)
+    zero = joined([g.zero for g in groups], -1)
+    assert scales is not None
+    return Stored(values, scale, Groups(scales, groups[0].size, zero), parts[0].code)
 
 
 class Shard:

@@ -54,7 +54,7 @@ def _jax(random: Random) -> dict[str, Any]:
     return mapped | {
         "dtype": random.choice([None, None, "float32", "bfloat16"]),
         "kv_dtype": random.choice([None, None, "bfloat16", "int8"]),
-        "int8": random.random() < 0.2,
+        "narrow": random.choice([None, None, None, None, "int8", "int4"]),
     }
 
 

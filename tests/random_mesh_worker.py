@@ -36,7 +36,9 @@ def values(target: JaxTarget, name: str) -> list[float]:
 
 
 def say(variant: str, arch: Arch, int8: bool, tp: int) -> dict[str, Any]:
-    options = JaxOptions(slots=2, max_len=64, k=K, tp=tp, mapped=False, chunk=8, int8=int8)
+    options = JaxOptions(
+        slots=2, max_len=64, k=K, tp=tp, mapped=False, chunk=8, narrow="int8" if int8 else None
+    )
     target, none = random_target(arch, options), NoDrafter()
     first = target.params.segments[0][0]
     found = {name: split_in(jax.tree.leaves(first[name])[0]) for name in KEPT if name in first}

@@ -13,9 +13,10 @@ from safetensors.numpy import load_file, save_file
 import targets
 from specdec.core.errors import UserError
 from targets.arch import parse_arch, read_arch, released
-from targets.checkpoint import Checkpoint, dequantise, quantise_int8
+from targets.checkpoint import Checkpoint
 from targets.jax.load import JaxOptions, load_target, make_plan, width_for
 from targets.layer_groups import layer_groups
+from targets.stored import dequantise, quantise_int8
 from targets.tensors import all_tensors
 from tests.tiny import PREFIX, VARIANTS, config_of, write_tiny
 
@@ -166,7 +167,9 @@ def test_a_file_that_mixes_wide_and_quantised_layers(tmp_path, int8):
         tensors[f"{name}.weight"] = wide
 
     edit(tmp_path / "mixed", widen)
-    target = load_target(tmp_path / "mixed", JaxOptions(max_len=64, int8=int8))
+    target = load_target(
+        tmp_path / "mixed", JaxOptions(max_len=64, narrow="int8" if int8 else None)
+    )
     stack = target.params.segments[0][0]["self_attn.q_proj"]
     values = stack.values * stack.scale[..., None] if int8 else stack
     checkpoint = Checkpoint(tmp_path / "mixed", read_arch(tmp_path / "mixed"))

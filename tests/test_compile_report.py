@@ -154,7 +154,7 @@ def test_estimate_is_the_longer_of_memory_and_matmuls_and_the_collectives():
 
 def test_floor_of_experts_and_the_rounds_over_them():
     arch = released("gemma-4-26b-a4b")
-    params = abstract_params(arch, jnp.bfloat16, int8=True)
+    params = abstract_params(arch, jnp.bfloat16, "int8")
     one, all_ = (weight_bytes(params, arch, rows) for rows in (1, 10**4))
     assert one / 1e9 == pytest.approx(4.58, rel=0.01)
     assert all_ / 1e9 == pytest.approx(26.2, rel=0.01)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from targets.arch import read_arch, released
-from targets.checkpoint import Checkpoint, dequantise
+from targets.checkpoint import Checkpoint
 from targets.cuda.cache import make_cache
 from targets.cuda.formulas import lookup
 from targets.cuda.kernels import Kernels
@@ -17,6 +17,7 @@ from targets.cuda.model import decode
 from targets.cuda.ops import Ops, Rows
 from targets.cuda.params import load_params
 from targets.cuda.reference import Reference
+from targets.stored import dequantise
 from tests.card import KINDS, error, one_layer, random_weight
 from tests.tiny import VARIANTS, VOCAB, oracle, write_tiny
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from targets.checkpoint import Checkpoint, dequantise
+from targets.checkpoint import Checkpoint
 from targets.cuda.cache import read
 from targets.cuda.formulas import as_e4m3
+from targets.stored import dequantise
 from tests.cuda_runner import Routers, Runner
 from tests.tiny import IDS, VARIANTS, oracle, write_tiny
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from targets.arch import read_arch
-from targets.checkpoint import Checkpoint, dequantise
+from targets.checkpoint import Checkpoint
 from targets.jax import cache as kv, kv_exchange, model
 from targets.jax.params import load_params
+from targets.stored import dequantise
 from tests.tiny import IDS, LENGTH, VARIANTS, oracle, write_tiny
 
 MAIN = ("31b", "26b-a4b", "e4b")
@@ -115,7 +116,7 @@ def test_int8_on_load_equals_int8_files(tmp_path):
     write_tiny(tmp_path / "file", "31b", "int8")
     write_tiny(tmp_path / "wide", "31b")
     arch, stored = load(tmp_path / "file")
-    loaded = load_params(Checkpoint(tmp_path / "wide", arch), arch, jnp.float32, int8=True)
+    loaded = load_params(Checkpoint(tmp_path / "wide", arch), arch, jnp.float32, "int8")
     for a, b in zip(jax.tree.leaves(stored), jax.tree.leaves(loaded), strict=True):
         assert a.dtype == b.dtype and (np.asarray(a) == np.asarray(b)).all()
 

@@ -23,11 +23,11 @@ def mesh():
     return topology_mesh(TOPOLOGY, 4)
 
 
-def rows(name: str, mesh, batch: int, context: int):
+def rows(name: str, mesh, batch: int, context: int, narrow="int8"):
     """Plain and verify."""
     arch = released(f"gemma-4-{name}")
     plan = make_plan(arch, JaxOptions(slots=batch, max_len=context, k=7, mapped=False))
-    return report(Job(plan, mesh, chip_of(TOPOLOGY), int8=True), (context,))
+    return report(Job(plan, mesh, chip_of(TOPOLOGY), narrow=narrow), (context,))
 
 
 def collectives(row):
@@ -53,6 +53,14 @@ def test_31b_moves_what_it_must_read(mesh, context, bar):
     assert collectives(plain) == {"all-reduce": 2}
     assert plain["memory"]["fits"]
     assert plain["estimate"]["step"] <= 8e-3
+    assert plain["read"]["temporaries"] + plain["written"] < 1e-3 * plain["bytes"]
+
+
+def test_int4_is_read_as_it_is_stored(mesh):
+    """No copy of what it stands for: the dot multiplies by the groups' scales as it reads."""
+    plain, _ = rows("31b", mesh, 1, 512, "int4")
+    assert plain["bytes_over_needed"] <= 1.02
+    assert plain["memory"]["weights"] < 5e9
     assert plain["read"]["temporaries"] + plain["written"] < 1e-3 * plain["bytes"]
 
 

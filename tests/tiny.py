@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from targets.arch import parse_arch
-from targets.checkpoint import quantise_int8
+from targets.stored import quantise_int8
 from targets.tensors import TensorSpec, all_tensors, stored_name
 
 VOCAB = 320

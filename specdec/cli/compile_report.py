@@ -35,6 +35,8 @@ class ProgramConfig:
     "Chips to split the model over."
     int8: bool = False
     "Linear layers in int8, per output channel; else bfloat16, like the head."
+    int4: bool = False
+    "Linear layers in int4, by groups of 32 inputs."
     kv_dtype: Literal["bfloat16", "int8"] = "bfloat16"
     "What keys and values are cached in."
     k: int = 7
@@ -101,11 +103,14 @@ def _jobs(arch: Arch, chip: Chip, config: ProgramConfig) -> list[tuple[Job, tupl
         for room, filled in rooms.items()
     ]
     mesh = topology_mesh(config.topology, config.tp)
-    return [(Job(plan, mesh, chip, config.int8, kind), filled) for plan, filled in plans]
+    narrow = "int4" if config.int4 else "int8" if config.int8 else None
+    return [(Job(plan, mesh, chip, narrow, kind), filled) for plan, filled in plans]
 
 
 def _refuse(config: ProgramConfig) -> None:
     """What can be known to be wrong before anything is compiled. Raises UserError."""
+    if config.int8 and config.int4:
+        raise UserError("--int8 and --int4 are two ways to quantise: leave one of them")
     for name in ("batches", "contexts"):
         if min(getattr(config, name), default=0) < 1:
             raise UserError(f"--{name} must be 1 or more")

@@ -43,7 +43,8 @@ def export_eagle3(
     require_training()
     from drafters.eagle3.files import load_head, save_flat, save_speculators
     from targets.arch import read_arch
-    from targets.checkpoint import Checkpoint, dequantise
+    from targets.checkpoint import Checkpoint
+    from targets.stored import dequantise
     from targets.tokenizer import load_tokenizer
     from training.trained import trained_head
 

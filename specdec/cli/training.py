@@ -35,7 +35,12 @@ def train(
     from training.assemble import TrainingRequest, make_trainer
     from training.curves import plot_run
 
-    if model.backend != "jax" or model.int8 or model.dtype in ("fp8", "fp8-w8a8") or model.tp != 1:
+    if (
+        model.backend != "jax"
+        or model.int8
+        or model.dtype in ("fp8", "fp8-w8a8", "int4")
+        or model.tp != 1
+    ):
         raise UserError(
             f"{command} runs with JAX on unquantised weights: leave --backend, --int8, --tp and "
             "--dtype fp8 out"

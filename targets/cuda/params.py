@@ -3,8 +3,8 @@
 dtype "fp8": every quantisable linear as e4m3 per output channel, taken from an FP8 file as it is
 or quantised on load, and the rest bf16. "fp8-w8a8": the same weights, of kind "w8a8" but for
 experts, whose inputs stay 16 bits wide: each of them meets few rows. "bfloat16" and "float32":
-everything wide. An int8 file is dequantised first: its integers don't fit e4m3, so both of the
-former round them a second time.
+everything wide. Files of int8, 4 bits or FP8 in blocks are dequantised first: both of the former
+round their values a second time.
 Per-layer inputs (E2B, E4B) stay wide in any case: they are small, and the kernels read them so.
 """
 
@@ -24,6 +24,7 @@ from targets.cuda.ops import Linear
 from targets.cuda.soundness import check_sound
 from targets.cuda.staging import Staging
 from targets.cuda.upload import as_tensor, upload
+from targets.cuda.widen import dequantised
 from targets.tensors import TensorSpec, all_tensors
 
 READERS = 4
@@ -102,8 +103,12 @@ def load_params(checkpoint: Checkpoint, arch: Arch, dtype: str, device: str, pac
 
     def source(name: str) -> Raw:
         stored = checkpoint.read(name)
+        values = upload(as_tensor(stored.values), device)
         scale = None if stored.scale is None else torch.from_numpy(stored.scale).to(device)
-        return check_sound((upload(as_tensor(stored.values), device), scale), checkpoint.path, name)
+        check_sound((values, scale), checkpoint.path, name)
+        if stored.code is None and stored.groups is None:
+            return values, scale
+        return check_sound((dequantised(stored, values), None), checkpoint.path, name)
 
     with ThreadPoolExecutor(READERS) as readers:
         each = lambda make, items: list(readers.map(make, items))  # noqa: E731

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from specdec.core.errors import UserError
 from targets.jax import programs
 from targets.jax.cache import Cache, abstract_cache
-from targets.jax.params import Params, abstract_params
+from targets.jax.params import Narrow, Params, abstract_params, bytes_of
 from targets.jax.placing import replicated
 from targets.jax.programs import Feed, Plan
 
@@ -47,10 +47,10 @@ def topology_mesh(name: str, tp: int) -> Mesh:
 
 
 def shapes(
-    plan: Plan, dtype: Any, kv_dtype: Any, int8: bool, mesh: Mesh
+    plan: Plan, dtype: Any, kv_dtype: Any, narrow: Narrow | None, mesh: Mesh
 ) -> tuple[Params, Cache, Feed]:
     """The verify program's arguments as placed shapes."""
-    params = abstract_params(plan.arch, dtype, int8, mesh)
+    params = abstract_params(plan.arch, dtype, narrow, mesh)
     cache = abstract_cache(plan.arch, plan.slots, plan.max_len, plan.slack, kv_dtype, mesh)
     whole = replicated(mesh)
     row = jax.ShapeDtypeStruct((plan.slots,), jnp.int32, sharding=whole)
@@ -79,4 +79,4 @@ def compile_verify(plan: Plan, arguments: tuple[Params, Cache, Feed], memory: in
 
 def _on_one_chip(leaf: jax.ShapeDtypeStruct) -> int:
     assert leaf.sharding is not None
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return bytes_of(leaf.dtype, math.prod(leaf.sharding.shard_shape(leaf.shape)))

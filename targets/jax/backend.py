@@ -26,8 +26,11 @@ class JaxBackend:
     def refuse(self, config: ModelConfig, loop: Loop | None = None) -> None:
         if config.dtype in ("fp8", "fp8-w8a8"):
             raise UserError(
-                f"--dtype {config.dtype} needs --backend cuda: with jax, --int8 quantises on load"
+                f"--dtype {config.dtype} needs --backend cuda: with jax, --int8 and --dtype int4 "
+                "quantise on load"
             )
+        if config.int8 and config.dtype == "int4":
+            raise UserError("--int8 and --dtype int4 are two ways to quantise: leave one of them")
         if config.kv_dtype == "fp8":
             raise UserError("--kv-dtype fp8 needs --backend cuda: with jax, int8 is as small")
         if config.device is not None:
@@ -104,9 +107,9 @@ def _options(config: ModelConfig, request: TargetRequest) -> JaxOptions:
         max_len=config.max_len,
         k=request.k,
         width=None if request.exact else request.k + 1,
-        dtype=config.dtype,
+        dtype=None if config.dtype == "int4" else config.dtype,
         kv_dtype=config.kv_dtype,
-        int8=config.int8,
+        narrow="int4" if config.dtype == "int4" else "int8" if config.int8 else None,
         features=request.features,
         tp=config.tp,
     )

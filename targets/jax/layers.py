@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from specdec.core.types import Array
 from targets.arch import LayerSpec, Rope
 from targets.jax.cache import Entries, Rounded, numbers
-from targets.jax.params import Quantized, SpreadWeight
+from targets.jax.params import Grouped, Quantized, SpreadWeight
 
 MASKED = -1e30
 """Score of an invisible key: exp underflows to exactly 0, so its value adds exactly nothing."""
@@ -31,12 +31,27 @@ def project(x: Array, weight: Any) -> Array:
 def project_wide(x: Array, weight: Any) -> Array:
     """As `project`, in float32.
 
-    Quantised weights are read as they are stored: the convert fuses into the dot's operand, and
-    the per-channel scale is applied to the float32 result.
+    Quantised weights are read as they are stored: the convert fuses into the dot's operand, with
+    the scales of groups; a per-channel scale is applied to the float32 result.
     """
     if isinstance(weight, Quantized):
         return _dot(x, weight.values.astype(x.dtype)) * weight.scale
+    if isinstance(weight, Grouped):
+        return _project_groups(x, weight)
     return _dot(x, weight)
+
+
+def _project_groups(x: Array, weight: Grouped) -> Array:
+    """The sum over groups and what they hold is one dot's."""
+    count, size = weight.values.shape[-2:]
+    values = weight.values.astype(jnp.float32)
+    if weight.zero is not None:
+        values -= weight.zero[..., None].astype(jnp.float32)
+    values = (values * weight.groups[..., None].astype(jnp.float32)).astype(x.dtype)
+    short = [(0, 0)] * (x.ndim - 1) + [(0, count * size - x.shape[-1])]
+    parts = jnp.pad(x, short).reshape(*x.shape[:-1], count, size)
+    out = jnp.einsum("...gi,ogi->...o", parts, values, preferred_element_type=jnp.float32)
+    return out if weight.scale is None else out * weight.scale
 
 
 def project_spread(x: Array, weight: Any) -> Array:

@@ -14,7 +14,7 @@ from specdec.core.errors import UserError
 from specdec.core.types import MAX_DRAFT
 from targets.arch import Arch, read_arch
 from targets.checkpoint import Checkpoint
-from targets.jax.params import load_params, random_params
+from targets.jax.params import Narrow, load_params, random_params
 from targets.jax.programs import Plan
 from targets.jax.target import JaxTarget
 
@@ -41,7 +41,8 @@ class JaxOptions:
     dtype: str | None = None
     kv_dtype: str | None = None
     """What keys and values are cached in: one of KV_DTYPES; None: as wide as dtype."""
-    int8: bool = False
+    narrow: Narrow | None = None
+    """What linears are rounded to while loading, where the file has them wide."""
     features: tuple[int, ...] = ()
     tp: int = 1
     mapped: bool | None = None
@@ -60,14 +61,14 @@ def load_target(path: Path, options: JaxOptions, suppress: tuple[int, ...] = ())
     options, and does so before gigabytes are read."""
     arch = read_arch(path)
     plan, mesh, dtype = make_plan(arch, options), make_mesh(options.tp), _dtype(options)
-    params = load_params(Checkpoint(path, arch), arch, dtype, options.int8, mesh)
+    params = load_params(Checkpoint(path, arch), arch, dtype, options.narrow, mesh)
     return JaxTarget(plan, params, dtype, suppress, mesh, _kv_dtype(options))
 
 
 def random_target(arch: Arch, options: JaxOptions, seed: int = 0) -> JaxTarget:
     """A model of this architecture with random weights (speed tests), the same for any split."""
     plan, mesh, dtype = make_plan(arch, options), make_mesh(options.tp), _dtype(options)
-    params = random_params(arch, seed, dtype, options.int8, mesh)
+    params = random_params(arch, seed, dtype, options.narrow, mesh)
     return JaxTarget(plan, params, dtype, mesh=mesh, kv_dtype=_kv_dtype(options))
 
 

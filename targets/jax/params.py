@@ -6,10 +6,10 @@ a leading axis of that group's repeats.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +17,39 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from specdec.core.errors import UserError
 from specdec.core.types import Array
 from targets.arch import Arch
-from targets.checkpoint import Checkpoint, Stored, dequantise, quantise_int8
+from targets.checkpoint import Checkpoint
+from targets.jax.int4 import GROUP, quantise_int4
 from targets.jax.placing import put
 from targets.layer_groups import LayerGroup, layer_groups
 from targets.soundness import is_sound, refuse_unsound
+from targets.stored import Stored, dequantise, quantise_int8, unpacked
 from targets.tensors import TensorSpec, layer_tensors, model_tensors, stored_name
 
 
 class Quantized(NamedTuple):
-    """Per-output-channel weights: values [..., out, in] int8 or e4m3, scale [..., out] float32."""
+    """Per-output-channel weights: values [..., out, in] int8, e4m3 or int4, scale [..., out]
+    float32."""
 
     values: Array
     scale: Array
+
+
+class Grouped(NamedTuple):
+    """Weights with a scale for each group of inputs: values [..., out, groups, size] int4, e2m1 or
+    e4m3, zeros behind the last input; groups [..., out, groups] as the file has them, zero
+    [..., out, groups] int8 or None, scale [..., out] float32 (of NVFP4) or None. See
+    `targets/stored.py`.
+
+    Groups are an axis so that XLA multiplies by their scales where the dot reads its operand: with
+    [..., out, in] a TPU's compiler writes the products to memory first."""
+
+    values: Array
+    groups: Array
+    zero: Array | None
+    scale: Array | None
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["mesh", "parts"])
@@ -46,6 +65,12 @@ class SpreadWeight:
     parts: Any
 
 
+def bytes_of(dtype: Any, values: int) -> int:
+    """What so many values take on a device: two of 4 bits share a byte."""
+    narrow = jnp.dtype(dtype) in (jnp.int4, jnp.float4_e2m1fn)
+    return -(-values // 2) if narrow else values * jnp.dtype(dtype).itemsize
+
+
 class Params(NamedTuple):
     """top: tensors outside the layers; segments: one tuple of dicts per layer group (see
     module), by the name that checkpoints of pretraining have had since 0.1.0."""
@@ -54,6 +79,12 @@ class Params(NamedTuple):
     segments: tuple[tuple[dict[str, Any], ...], ...]
 
 
+Narrow = Literal["int8", "int4"]
+"""What linears may be rounded to on load: int8 per output channel, int4 by groups of 32 inputs."""
+QUANTISE: dict[Narrow, Callable[[np.ndarray], Stored]] = {
+    "int8": quantise_int8,
+    "int4": quantise_int4,
+}
 SPREAD = {"expert", "per_layer"}
 """Axes of weights that are multiplied as programs of each device, not by the partitioner."""
 MESH_AXES = dict.fromkeys(("vocab", "heads", "kv", "ffw", *SPREAD), "tp") | {"none": None}
@@ -90,14 +121,21 @@ def _names(group: LayerGroup, position: int, name: str) -> list[str]:
 
 
 def load_params(
-    checkpoint: Checkpoint, arch: Arch, dtype: Any, int8: bool = False, mesh: Mesh | None = None
+    checkpoint: Checkpoint,
+    arch: Arch,
+    dtype: Any,
+    narrow: Narrow | None = None,
+    mesh: Mesh | None = None,
 ) -> Params:
-    """Read, optionally quantise the linears to int8, stack and place. dtype: of what stays wide."""
+    """Read, optionally round the wide linears to `narrow`, stack and place. dtype: of what stays
+    wide. Raises UserError."""
 
     def leaf(names: list[str], spec: TensorSpec, stacked: bool) -> Any:
         stored = _alike([_read(checkpoint, name) for name in names])
-        if int8 and spec.linear and stored[0].scale is None:
-            stored = [quantise_int8(s.values) for s in stored]
+        if narrow is not None and spec.linear and stored[0].wide:
+            stored = [QUANTISE[narrow](s.values) for s in stored]
+        elif stored[0].groups is not None and not spec.linear:
+            stored = [Stored(dequantise(s)) for s in stored]
         return _spread(_place(stored, spec, stacked, dtype, mesh), spec, mesh)
 
     return _build(arch, leaf)
@@ -106,15 +144,16 @@ def load_params(
 def _read(checkpoint: Checkpoint, name: str) -> Stored:
     """Raises UserError for weights that are no numbers: on the host, which copies them anyway."""
     stored = checkpoint.read(name)
-    if not all(is_sound(part) for part in (stored.values, stored.scale) if part is not None):
+    parts = (stored.values, stored.scale, stored.groups and stored.groups.scale)
+    if not all(is_sound(part) for part in parts if part is not None):
         refuse_unsound(checkpoint.path, name)
     return stored
 
 
 def _alike(stored: list[Stored]) -> list[Stored]:
-    """Layers that are scanned together share one storage; where a file mixes quantised and wide
-    layers (third-party recipes do), all of them are widened."""
-    if len({(s.values.dtype, s.scale is None) for s in stored}) == 1:
+    """Layers that are scanned together share one storage; where a file mixes them (third-party
+    recipes do), all of them are widened."""
+    if len({s.form for s in stored if not s.wide}) <= 1 and len({s.wide for s in stored}) == 1:
         return stored
     return [Stored(dequantise(s)) for s in stored]
 
@@ -122,19 +161,40 @@ def _alike(stored: list[Stored]) -> list[Stored]:
 def _place(
     stored: list[Stored], spec: TensorSpec, stacked: bool, dtype: Any, mesh: Mesh | None
 ) -> Any:
-    def place(parts: list[np.ndarray], spec: TensorSpec, kind: Any) -> Array:
+    def place(parts: Sequence[np.ndarray], spec: TensorSpec, kind: Any) -> Array:
         if spec.halves and mesh is not None:
             parts = [_halves_by_device(part, spec, mesh.shape["tp"]) for part in parts]
         values = np.stack(parts) if stacked else parts[0]
         return put(values.astype(kind), sharding_of(spec, stacked, mesh))
 
-    values = [s.values for s in stored]
+    if stored[0].wide:
+        return place([s.values for s in stored], spec, dtype)
     scales = [s.scale for s in stored if s.scale is not None]
-    if not scales:
-        return place(values, spec, dtype)
-    return Quantized(
-        place(values, spec, values[0].dtype), place(scales, _scale_spec(spec), np.float32)
+    scale = place(scales, _scale_spec(spec), np.float32) if scales else None
+    groups = [s.groups for s in stored if s.groups is not None]
+    values = [unpacked(s) for s in stored]
+    if not groups:
+        assert scale is not None
+        return Quantized(place(values, spec, values[0].dtype), scale)
+    size, count = groups[0].size, groups[0].scale.shape[-1]
+    by_group = _groups_spec(spec, count, size, mesh)
+    of_groups = _scale_spec(by_group)
+    zeros = [g.zero for g in groups if g.zero is not None]
+    return Grouped(
+        place([_by_group(v, size) for v in values], by_group, values[0].dtype),
+        place([g.scale for g in groups], of_groups, groups[0].scale.dtype),
+        place(zeros, of_groups, np.int8) if zeros else None,
+        scale,
     )
+
+
+def _by_group(values: np.ndarray, size: int) -> np.ndarray:
+    """[..., in] -> [..., groups, size]."""
+    short = -values.shape[-1] % size
+    if short:
+        zeros = np.zeros((*values.shape[:-1], short), values.dtype)
+        values = np.concatenate([values, zeros], -1)
+    return values.reshape(*values.shape[:-1], -1, size)
 
 
 def place(stored: Stored, spec: TensorSpec, dtype: Any, mesh: Mesh | None) -> Any:
@@ -161,18 +221,31 @@ def _scale_spec(spec: TensorSpec) -> TensorSpec:
     return TensorSpec(spec.shape[:-1], spec.axes[:-1], heads=spec.heads, halves=spec.halves)
 
 
+def _groups_spec(spec: TensorSpec, groups: int, size: int, mesh: Mesh | None) -> TensorSpec:
+    """Of values [..., out, groups, size]: whole groups are cut as the inputs would be. Raises
+    UserError where that is within one, of weights that each device multiplies by itself."""
+    tp = 1 if mesh is None else mesh.shape["tp"]
+    axes, cut = spec.axes, partition(spec, tp)[-1] is not None and groups % tp > 0
+    if cut and SPREAD & set(axes):
+        raise UserError(f"--tp {tp} cuts experts within a group of inputs that share a scale")
+    inputs = "none" if cut else axes[-1]
+    return replace(spec, shape=(*spec.shape[:-1], groups, size), axes=(*axes[:-1], inputs, "none"))
+
+
 def sharding_of(spec: TensorSpec, stacked: bool, mesh: Mesh | None) -> NamedSharding | None:
     if mesh is None:
         return None
     return NamedSharding(mesh, partition(spec, mesh.shape["tp"], int(stacked)))
 
 
-def random_params(arch: Arch, seed: int, dtype: Any, int8: bool, mesh: Mesh | None) -> Params:
+def random_params(
+    arch: Arch, seed: int, dtype: Any, narrow: Narrow | None, mesh: Mesh | None
+) -> Params:
     """`init_params`, each device making its own part; the values don't depend on the split."""
-    leaves, tree = jax.tree.flatten(abstract_params(arch, dtype, int8, mesh))
+    leaves, tree = jax.tree.flatten(abstract_params(arch, dtype, narrow, mesh))
 
     def make(key: Array) -> list[Array]:
-        return jax.tree.leaves(init_params(arch, key, dtype, int8, mesh))
+        return jax.tree.leaves(init_params(arch, key, dtype, narrow, mesh))
 
     where = [leaf.sharding for leaf in leaves]
     return jax.tree.unflatten(tree, jax.jit(make, out_shardings=where)(jax.random.key(seed)))
@@ -182,12 +255,12 @@ def init_params(
     arch: Arch,
     key: Array,
     dtype: Any = jnp.float32,
-    int8: bool = False,
+    narrow: Narrow | None = None,
     mesh: Mesh | None = None,
 ) -> Params:
     """Random parameters: linears with std 1 / sqrt(in), embeddings with 1 / sqrt(hidden), so
     that scaled embeddings have unit variance; norms, scalars and router scales are 1.
-    int8: quantised linears, drawn as integers. mesh: whose devices' parts are to lie together."""
+    narrow: linears drawn as integers. mesh: whose devices' parts are to lie together."""
     counter = iter(range(10**6))
 
     def leaf(names: list[str], spec: TensorSpec, stacked: bool) -> Any:
@@ -198,11 +271,18 @@ def init_params(
         if names[0] == "embed_tokens_per_layer":
             std = arch.per_layer_input**-0.5
         noise = jax.random.fold_in(key, next(counter))
-        if int8 and spec.linear:
-            values = jax.random.randint(noise, shape, -127, 128, jnp.int8)
-            # integers uniform in [-127, 127] have std 127 / sqrt(3)
-            scale = jnp.full(shape[:-1], std * 3**0.5 / 127, jnp.float32)
-            return Quantized(dealt(values, spec, stacked), scale)
+        if narrow is not None and spec.linear:
+            most = {"int8": 127, "int4": 7}[narrow]
+            values = jax.random.randint(noise, shape, -most, most + 1, jnp.int8)
+            # integers uniform in [-n, n] have std sqrt(n (n + 1) / 3)
+            step = std * (3 / (most * (most + 1))) ** 0.5
+            if narrow == "int8":
+                scale = jnp.full(shape[:-1], step, jnp.float32)
+                return Quantized(dealt(values, spec, stacked), scale)
+            short = [(0, 0)] * (len(shape) - 1) + [(0, -shape[-1] % GROUP)]
+            values = jnp.pad(dealt(values, spec, stacked), short).astype(jnp.int4)
+            values = values.reshape(*shape[:-1], -1, GROUP)
+            return Grouped(values, jnp.full(values.shape[:-1], step, jnp.bfloat16), None, None)
         values = (jax.random.normal(noise, shape, jnp.float32) * std).astype(dtype)
         return dealt(values, spec, stacked)
 
@@ -215,7 +295,9 @@ def init_params(
     return _build(arch, leaf)
 
 
-def abstract_params(arch: Arch, dtype: Any, int8: bool = False, mesh: Mesh | None = None) -> Params:
+def abstract_params(
+    arch: Arch, dtype: Any, narrow: Narrow | None = None, mesh: Mesh | None = None
+) -> Params:
     """Shapes, dtypes and shardings only: for compiling without weights."""
 
     def leaf(names: list[str], spec: TensorSpec, stacked: bool) -> Any:
@@ -223,8 +305,12 @@ def abstract_params(arch: Arch, dtype: Any, int8: bool = False, mesh: Mesh | Non
             shape = ((len(names),) if stacked else ()) + spec.shape
             return jax.ShapeDtypeStruct(shape, kind, sharding=sharding_of(spec, stacked, mesh))
 
-        if not (int8 and spec.linear):
+        if narrow is None or not spec.linear:
             return _spread(shape_of(spec, dtype), spec, mesh)
+        if narrow == "int4":
+            by_group = _groups_spec(spec, -(-spec.shape[-1] // GROUP), GROUP, mesh)
+            scales = shape_of(_scale_spec(by_group), jnp.bfloat16)
+            return _spread(Grouped(shape_of(by_group, jnp.int4), scales, None, None), spec, mesh)
         scale = shape_of(_scale_spec(spec), jnp.float32)
         return _spread(Quantized(shape_of(spec, jnp.int8), scale), spec, mesh)
 

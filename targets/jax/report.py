@@ -19,7 +19,7 @@ from targets.jax.estimate import Chip, estimate
 from targets.jax.feedforward import experts_a_round
 from targets.jax.hlo import Module, parse
 from targets.jax.kv_exchange import BLOCK, FILLED
-from targets.jax.params import Params
+from targets.jax.params import Narrow, Params
 from targets.jax.programs import Plan
 from targets.jax.roofline import cache_bytes, weight_bytes
 from targets.jax.traffic import MEANT, Collective, traffic
@@ -32,12 +32,12 @@ ENOUGH = 256
 
 @dataclass(frozen=True)
 class Job:
-    """What to compile and for whom. kv_dtype: of keys and values; int8: linear layers."""
+    """What to compile and for whom. kv_dtype: of keys and values; narrow: linear layers."""
 
     plan: Plan
     mesh: Mesh
     chip: Chip
-    int8: bool = False
+    narrow: Narrow | None = None
     kv_dtype: Any = jnp.bfloat16
 
     @property
@@ -51,7 +51,7 @@ def report(job: Job, contexts: Seqs[int]) -> list[dict[str, Any]]:
     what rows pick of experts differs. Bytes and operations are per chip and step, seconds are
     estimates. Raises DoesNotFit."""
     plan = job.plan
-    arguments = shapes(plan, jnp.bfloat16, job.kv_dtype, job.int8, job.mesh)
+    arguments = shapes(plan, jnp.bfloat16, job.kv_dtype, job.narrow, job.mesh)
     started = time.perf_counter()
     program = compile_verify(plan, arguments, job.chip.memory)
     seconds = time.perf_counter() - started

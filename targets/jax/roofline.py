@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from specdec.core.types import Array
 from targets.arch import Arch
 from targets.jax.cache import key_dims
-from targets.jax.params import Params
+from targets.jax.params import Params, bytes_of
 from targets.layer_groups import layer_groups
 
 
@@ -31,7 +31,7 @@ def weight_bytes(params: Params, arch: Arch, rows: int) -> int:
 
 
 def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(bytes_of(leaf.dtype, leaf.size) for leaf in jax.tree.leaves(tree))
 
 
 def cache_bytes(arch: Arch, dtype: Any, batch: int, context: int) -> int:

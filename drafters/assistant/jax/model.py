@@ -21,7 +21,6 @@ from jax.sharding import Mesh
 from drafters.assistant.spec import Assistant, AssistantSpec, tensors
 from specdec.core.types import Array
 from targets.arch import LayerSpec
-from targets.checkpoint import Stored, quantise_int8
 from targets.jax import params
 from targets.jax.kv_exchange import KVExchange
 from targets.jax.kv_view import KEY_NORM
@@ -29,6 +28,7 @@ from targets.jax.layers import project, project_wide, rms_norm
 from targets.jax.model import Shared, decoder_layer
 from targets.jax.params import Quantized
 from targets.jax.placing import put, replicated
+from targets.stored import Stored, quantise_int8
 
 Weights = dict[str, Any]
 """By the names of `spec.tensors`, but for `layers`: a tuple of dicts; a dense head's rows are those
