@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from serve.reads import Speculating
 from serve.runner import EngineRunner
-from serve.speculation import Speculating
 
 LABELS = ("model_name", "engine")
 
