@@ -13,9 +13,9 @@ from specdec.core.constraint import Unrestricted
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
+from specdec.core.script import Script, ScriptedDrafter, ScriptedTarget
 from specdec.core.stats import Acceptance
-from specdec.core.synthetic import synthetic_cycle
-from specdec.core.types import Array, Constraint, Sampling, Sequence
+from specdec.core.types import Constraint, Sampling, Sequence
 
 WARM_TOKENS = 12
 """Enough for a prefill and one dispatch of either loop."""
@@ -36,27 +36,30 @@ def make_engine(
     model: Model,
     speculation: SpeculationConfig,
     max_waiting: int = 256,
-    accepted: Array | None = None,
+    script: Script | None = None,
     prefix: PrefixConfig = NO_REUSE,
 ) -> Engine:
     """The engine on this model's target, with the drafter (the model's own, or none) and the loop
     that were asked for. Raises UserError for a drafter that this loop can't run.
 
     prefix: what is kept of prompts; nothing by default, for prompts of most commands begin anew.
-    accepted: counts to take instead of comparing, see specdec.core.synthetic (speed tests only).
+    script: what is said, whatever the target chooses (speed tests only).
     """
     placed, target = model.drafters[speculation.drafter], model.target
     kind, loop = registry.find(speculation.drafter), loop_of(model, speculation)
     kind.refuse(loop, target.backend)
-    k = min(speculation.k, kind.most_k) if accepted is None else speculation.k
+    told = script is not None and script.recorded  # then `none` has guesses too
+    k = speculation.k if told else min(speculation.k, kind.most_k)
     drafter = placed.make(k)
     if loop == "device":
         on_device = placed.on_device(drafter)
-        driver = model.backend.device_loop(target, on_device, k, accepted)
-    else:
-        driver = host_cycle(target, drafter, k)
-        driver = driver if accepted is None else synthetic_cycle(driver, accepted)
+        driver = model.backend.device_loop(target, on_device, k, script)
     cache = make_prefix_cache(model, placed, drafter, prefix)
+    if script is not None:
+        target = ScriptedTarget(target, script)
+        drafter = ScriptedDrafter(drafter, script) if script.recorded else drafter
+    if loop == "host":
+        driver = host_cycle(target, drafter, k)
     return Engine(target, drafter, driver, max_waiting, cache)
 
 

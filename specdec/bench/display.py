@@ -56,6 +56,23 @@ def print_bench(document: Row, console: Console) -> None:
     console.print("outputs equal" if document["equal"] else "[bold red]OUTPUTS DIFFER[/bold red]")
 
 
+def print_script(document: Row, console: Console) -> None:
+    """The receipt of a script."""
+    columns = {
+        "drafter": lambda row: row["drafter"] + (", predicted" if row["predicted"] else ""),
+        "K": _plain("k"),
+        "loop": _plain("loop"),
+        "B": _plain("batch"),
+        "tok/s": lambda row: f"{row['tokens_per_second']:,.1f}",
+        "spread": lambda row: _percent(row["spread"]),
+        "tau": lambda row: f"{row['tau']:.3f}",
+        "/ plain": lambda row: f"{row['over_plain']:.3f}",
+    }
+    print_table(f"{document['requests']} scripted answers", document["script"], columns, console)
+    said = "the script was said" if document["equal"] else "[bold red]OTHER TOKENS CAME[/bold red]"
+    console.print(said)
+
+
 def plot_bench(document: Row, path: str | Path) -> None:
     """Write a PNG: the share of the measured bandwidth by batch and by context."""
     require_matplotlib()

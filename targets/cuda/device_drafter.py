@@ -29,8 +29,6 @@ class SlotState:
     """[slots, STOPS]: its stop ids. Written by the host."""
     limit: torch.Tensor
     """[slots]: the length at which it ends. Written by the host."""
-    cycles: torch.Tensor
-    """[1]: how many cycles have run."""
 
 
 @dataclass(frozen=True)

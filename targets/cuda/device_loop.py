@@ -18,12 +18,14 @@ import torch
 from specdec.core.constraint import fill_masks, guided, lead, leading_rows, mask_words
 from specdec.core.cycle import cycle
 from specdec.core.protocols import Cycle, Proposer
-from specdec.core.types import NO_GUESS, SAT_OUT, Array, LogprobRows, Round, Sequence, Step
+from specdec.core.script import Script, scripted_choice
+from specdec.core.types import NO_GUESS, SAT_OUT, LogprobRows, Round, Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch, DeviceDrafter, SlotState
 from targets.cuda.graphs import Captured, CapturedParts, bucket_of
 from targets.cuda.kernels import Kernels
 from targets.cuda.out_of_memory import room_for
 from targets.cuda.sampling import each_part
+from targets.cuda.script import PlacedScript, ScriptedDeviceDrafter
 from targets.cuda.target import CudaTarget, Masks
 
 STOPS = 16
@@ -80,15 +82,21 @@ class Guides:
 class _CapturedTarget:
     """`Verifier` of the captured cycle."""
 
-    def __init__(self, target: CudaTarget, masks: Masks | None) -> None:
-        self.target, self.masks = target, masks
+    def __init__(
+        self, target: CudaTarget, masks: Masks | None, script: PlacedScript | None
+    ) -> None:
+        self.target, self.masks, self.script = target, masks, script
 
     def verify(self, batch: CapturedBatch, draft: torch.Tensor) -> Step:
         if draft.data_ptr() != batch.draft.data_ptr():  # most drafters write where it is read
             batch.draft.copy_(draft)
         wanted = batch.needs_sampler, batch.logprobs
         out = self.target.step(batch.rows, *wanted, self.masks)
-        return Step(out.chosen, out.features, out.details)
+        chosen = out.chosen
+        if self.script is not None:
+            said = self.script.coming(batch.rows, chosen.shape[1])
+            chosen = scripted_choice(said, chosen)
+        return Step(chosen, out.features, out.details)
 
 
 class _LedDrafter:
@@ -142,25 +150,27 @@ class Launched:
 
 
 def device_loop(
-    target: CudaTarget, drafter: DeviceDrafter, k: int, synthetic: Array | None = None
+    target: CudaTarget, drafter: DeviceDrafter, k: int, script: Script | None = None
 ) -> Cycle:
-    """A `Cycle` for the engine. synthetic: int32 [cycles, slots], draft tokens to keep whatever
-    was chosen (speed tests)."""
-    return CapturedCycle(target, drafter, k, synthetic)
+    """A `Cycle` for the engine. script: what is said, whatever is chosen (speed tests)."""
+    placed = None if script is None else PlacedScript(script, target.device)
+    if placed is not None and placed.script.recorded:
+        drafter = ScriptedDeviceDrafter(drafter, placed)
+    return CapturedCycle(target, drafter, k, placed)
 
 
 class CapturedCycle:
     """Graphs by `GraphKey`, the slots' state, and the one cycle that the host has not read yet."""
 
     def __init__(
-        self, target: CudaTarget, drafter: DeviceDrafter, k: int, synthetic: Array | None
+        self, target: CudaTarget, drafter: DeviceDrafter, k: int, script: PlacedScript | None
     ) -> None:
         assert isinstance(target.ops, Kernels), "references ask the host: they can't be captured"
         self.target, self.ops, self.drafter, self.k = target, target.ops, drafter, k
-        self.table = None if synthetic is None else torch.from_numpy(synthetic).to(target.device)
+        self.script = script
         make = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=target.device)  # noqa: E731
         slots = target.slots
-        self.state = SlotState(make(slots), make(slots), make(slots, STOPS), make(slots), make(1))
+        self.state = SlotState(make(slots), make(slots), make(slots, STOPS), make(slots))
         self.owners: dict[int, Sequence] = {}
         self.graphs: dict[GraphKey, tuple[torch.Tensor, Captured[Tape]]] = {}
         self.fed: dict[GraphKey, tuple[int, ...]] = {}
@@ -252,14 +262,10 @@ class CapturedCycle:
         if guides is not None:
             drafter = _LedDrafter(self.drafter, guides.leading, cut)
             masks = lambda: (cut(), guides.masks)[1]  # noqa: E731
-        done = cycle(_CapturedTarget(self.target, masks), drafter, batch, key.k)
-        accepted = done.accepted.int()
-        if self.table is not None:
-            turn = self.table[state.cycles % len(self.table)][0]
-            accepted = turn.index_select(0, slots.clamp(min=0)).clamp(max=key.k)
-        chosen = done.step.chosen
+        target = _CapturedTarget(self.target, masks, self.script)
+        done = cycle(target, drafter, batch, key.k)
+        accepted, chosen = done.accepted.int(), done.step.chosen
         sampler.commit(history, places, rows, chosen, accepted, (state.stops, state.limit))
-        state.cycles.add_(1)
         words = torch.cat([done.draft, chosen, accepted[:, None]], 1)
         return Tape(words, done.step.logprobs, done.draft)
 
@@ -281,6 +287,8 @@ class CapturedCycle:
         ]
         slot, length, last, limit = torch.tensor(words, dtype=torch.int32).to(device).unbind(1)
         at = slot.long()
+        if self.script is not None:
+            self.script.seat([seq.slot for seq in seqs])
         self.state.length[at], self.state.limit[at] = length, limit
         self.state.live[at] = 1
         self.state.stops[at] = torch.from_numpy(stops).to(device)

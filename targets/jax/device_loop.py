@@ -19,12 +19,14 @@ from flax import struct
 from specdec.core.constraint import GuidedDrafter, guided
 from specdec.core.cycle import cycle
 from specdec.core.protocols import Cycle
+from specdec.core.script import Script, ScriptedTarget, scripted_choice
 from specdec.core.types import NO_GUESS, Array, LogprobRows, Round, Sequence, Step
 from targets.jax import programs, sampling
 from targets.jax.device_drafter import DeviceDrafter, SlotState, TracedProgram
 from targets.jax.params import Params
 from targets.jax.placing import replicated
 from targets.jax.programs import Feed, Plan
+from targets.jax.script import PlacedScript, ScriptedDeviceDrafter, ScriptTables, coming
 from targets.jax.target import JaxTarget, pick_rows
 from targets.sampling_params import Rules, SamplingTable
 
@@ -71,6 +73,8 @@ class LoopInputs:
     drafter: Any
     """The drafter's weights."""
     limits: Limits
+    script: ScriptTables | None = None
+    """What is said instead of what was chosen (speed tests)."""
 
 
 @struct.dataclass
@@ -109,6 +113,9 @@ class _TracedTarget:
         logits = jax.lax.optimization_barrier(out.logits)
         rules = Rules(given.bias, given.sampling_params, cache.tokens)
         chosen = programs.choose(plan, self.plan.needs_sampler, logits, rules, feed)
+        if given.script is not None:
+            said = coming(given.script.said, batch.length, plan.width)
+            chosen = scripted_choice(said, chosen)
         self.state = replace(batch, cache=cache)
         details = sampling.logprobs(logits, chosen) if self.plan.logprobs else None
         width = draft.shape[1] + 1
@@ -156,8 +163,19 @@ def _commit(state: SlotState, done: Round, limits: Limits) -> SlotState:
     return SlotState(state.cache._replace(tokens=tokens), length, live)
 
 
-def device_loop(target: JaxTarget, drafter: DeviceDrafter, k: int, cycles: int = CYCLES) -> Cycle:
-    """A `Cycle` for the engine: one dispatch, up to `cycles` rounds."""
+def device_loop(
+    target: JaxTarget,
+    drafter: DeviceDrafter,
+    k: int,
+    cycles: int = CYCLES,
+    script: Script | None = None,
+) -> Cycle:
+    """A `Cycle` for the engine: one dispatch, up to `cycles` rounds. script: what is said (speed
+    tests)."""
+    placed = None if script is None else PlacedScript(script, target.mesh)
+    if placed is not None and placed.script.recorded:
+        drafter = ScriptedDeviceDrafter(drafter, placed)
+    one_by_one = target if script is None else ScriptedTarget(target, script)
     compiled: dict[LoopPlan, Any] = {}
     whole = replicated(target.mesh)  # the tape is read by each process's host
 
@@ -165,7 +183,7 @@ def device_loop(target: JaxTarget, drafter: DeviceDrafter, k: int, cycles: int =
 
     def rounds(seqs: Seqs[Sequence], single: bool) -> list[Round]:
         if guided(seqs):  # masks and predictions come from the host, each cycle
-            return [cycle(target, GuidedDrafter(stepped), seqs, k)]
+            return [cycle(one_by_one, GuidedDrafter(stepped), seqs, k)]
         needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
         program = drafter.program(needs_sampler)
@@ -177,7 +195,10 @@ def device_loop(target: JaxTarget, drafter: DeviceDrafter, k: int, cycles: int =
         drafter.ready(seqs)
         limits, state = _start(target, seqs, 1 if single else cycles)
         weights = drafter.weights()
-        given = LoopInputs(target.params, target.bias, target.sampling_params(), weights, limits)
+        said = None if placed is None else placed.tables()
+        given = LoopInputs(
+            target.params, target.bias, target.sampling_params(), weights, limits, said
+        )
         loop, tape, ran = compiled[plan](given, LoopState(state, drafter.memory))
         target.cache, drafter.memory = loop.slots.cache, loop.memory
         return _replay(tape, int(ran), np.array([seq.slot for seq in seqs]))
