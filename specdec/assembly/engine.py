@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from drafters import registry
+from drafters.kind import Composite
 from specdec.assembly.model import Model, Status, quiet
 from specdec.assembly.prefix import make_prefix_cache, warm_prefix_cache
 from specdec.core.config import Loop, PrefixConfig, SpeculationConfig
@@ -54,13 +56,32 @@ def make_engine(
     if loop == "device":
         on_device = placed.on_device(drafter)
         driver = model.backend.device_loop(target, on_device, k, script)
-    cache = make_prefix_cache(model, placed, drafter, prefix)
+    cache, composite = make_prefix_cache(model, placed, drafter, prefix), placed.composite
     if script is not None:
-        target = ScriptedTarget(target, script)
-        drafter = ScriptedDrafter(drafter, script) if script.recorded else drafter
+        target, drafter = _scripted(target, drafter, script, composite)
     if loop == "host":
         driver = host_cycle(target, drafter, k)
-    return Engine(target, drafter, driver, max_waiting, cache)
+    policy = None if composite is None else composite.policy(drafter)
+    engine = Engine(target, drafter, driver, max_waiting, cache, policy)
+    if composite is not None:
+        composite.measure(engine, drafter)
+    return engine
+
+
+def _scripted(
+    target: Any, drafter: Any, script: Script, composite: Composite | None
+) -> tuple[Any, Any]:
+    """Both as the script has them; guesses by weights are right as often as it says."""
+
+    def recorded(inner: Any) -> Any:
+        return ScriptedDrafter(inner, script)
+
+    target = ScriptedTarget(target, script)
+    if not script.recorded:
+        return target, drafter
+    if composite is not None:
+        return target, composite.wrap_weighted(drafter, recorded)
+    return target, recorded(drafter)
 
 
 def require_exact(model: Model, speculation: SpeculationConfig, status: Status = quiet) -> None:

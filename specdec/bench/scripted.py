@@ -87,7 +87,7 @@ class ScriptPlan:
 
 
 def _with_weights(speculation: SpeculationConfig) -> bool:
-    return find(speculation.drafter).random is not None
+    return find(speculation.drafter).guesses_by_weights(speculation)
 
 
 def measure_script(
@@ -96,11 +96,22 @@ def measure_script(
     """A row per point: tokens per second, tau, and the speed over plain decoding's."""
     found: dict[Point, list[Timed]] = {}
     for _ in range(plan.repeats):
-        for config in (plain(speculation), *(replace(speculation, k=k) for k in plan.ks)):
+        for config in _configs(model, speculation, plan.ks):
             with status(f"saying the script with {config.drafter}, K = {config.k}"):
                 for point, timed in _passes(model, config, plan):
                     found.setdefault(point, []).append(timed)
     return rows_of(found, loop_of(model, speculation))
+
+
+def _configs(
+    model: Model, speculation: SpeculationConfig, ks: Seqs[int]
+) -> list[SpeculationConfig]:
+    """Plain decoding, and the drafter with each K; of one that is made of others, these too."""
+    composite = model.drafters[speculation.drafter].composite
+    names = [*(composite.parts if composite else ()), speculation.drafter]
+    names = [name for name in names if find(name).most_k]
+    drafting = [replace(speculation, drafter=name, k=k) for name in names for k in ks]
+    return [plain(speculation), *drafting]
 
 
 def rows_of(found: dict[Point, list[Timed]], loop: str) -> list[dict[str, Any]]:

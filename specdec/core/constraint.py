@@ -95,10 +95,11 @@ def leading_rows(seqs: Seqs[Sequence], k: int) -> np.ndarray | None:
 def _leading(seq: Sequence, k: int) -> Seqs[int]:
     """What was predicted, as long as the text follows it; else what its constraint leaves no choice
     about. Of that the bytes are known, and not always into which tokens the target cuts them."""
-    predicted = () if seq.prediction is None else seq.prediction.guess(seq.tokens, k)
+    most = seq.most_guesses(k)
+    predicted = () if seq.prediction is None else seq.prediction.guess(seq.tokens, most)
     if predicted or seq.constraint is None:
         return predicted
-    return seq.constraint.forced(seq)[:k]
+    return seq.constraint.forced(seq)[:most]
 
 
 def lead(leading: Array, draft: Array) -> Array:
@@ -109,16 +110,31 @@ def lead(leading: Array, draft: Array) -> Array:
     return leading * given + (draft * agreed + NO_GUESS * ~agreed) * ~given
 
 
+def limited(seqs: Seqs[Sequence], draft: Array) -> Array:
+    """A draft [B, k] with no more guesses for each row than its request wants."""
+    k = np.shape(draft)[1]
+    most = [seq.most_guesses(k) for seq in seqs]
+    if all(count == k for count in most):
+        return draft
+    wanted = np.arange(k) < np.array(most)[:, None]
+    return np.where(wanted, np.asarray(draft), NO_GUESS).astype(np.int32)
+
+
 class GuidedDrafter:
-    """A drafter in whose guesses what is known without it comes first."""
+    """A drafter in whose guesses what is known without it comes first, and which guesses no more
+    than requests want. It may guess fewer tokens than it is asked for."""
 
     def __init__(self, drafter: Proposer[Seqs[Sequence]]) -> None:
         self._drafter = drafter
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
-        draft = self._drafter.propose(seqs, k)
+        draft = limited(seqs, self._drafter.propose(seqs, k))
         leading = leading_rows(seqs, k)
-        return draft if leading is None else lead(leading, np.asarray(draft))
+        if leading is None:
+            return draft
+        behind = np.full_like(leading, NO_GUESS)
+        behind[:, : np.shape(draft)[1]] = np.asarray(draft)
+        return lead(leading, behind)
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         self._drafter.observe(seqs, step, accepted)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from specdec.core.errors import UserError
+from specdec.core.policy.choice import Policy
 from specdec.core.prefix_cache.cache import PrefixCache
 from specdec.core.protocols import Cycle, Drafter, Target
 from specdec.core.scheduler import Scheduler
@@ -38,11 +39,13 @@ class Engine:
         cycle: Cycle,
         max_waiting: int = 256,
         prefix_cache: PrefixCache | None = None,
+        policy: Policy | None = None,
     ) -> None:
+        """policy: how the drafter chooses, where it does; for those who ask how it fares."""
         self.target = target
         self.drafter = drafter
         self.cycle = cycle
-        self.prefix_cache = prefix_cache
+        self.prefix_cache, self.policy = prefix_cache, policy
         self.scheduler = Scheduler(target.slots, max_waiting, target.prefill_chunk)
         self.acceptance = Acceptance()
 

@@ -1,0 +1,272 @@
+"""`auto` changes no token, whatever it chooses: with costs drawn anew in each cycle, with requests
+that have wishes of their own, beside predictions; and it finds the drafter that pays."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from drafters import registry
+from drafters.auto.host import AutoDrafter, Weighted
+from drafters.ngram.host import NgramDrafter
+from drafters.none.host import NoDrafter
+from drafters.suffix.host import SuffixDrafter
+from specdec.assembly.engine import make_engine
+from specdec.assembly.model import load_model
+from specdec.core.config import ModelConfig
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.policy.choice import Choice, Menu, Policy
+from specdec.core.prediction import PredictedText, Prediction
+from specdec.core.types import NO_GUESS, Sequence, Speculative
+from tests.commands import CUDA, refused, run
+from tests.fakes import FakeTarget, Noise, Oracle, ScriptedTarget
+from tests.modes import MODES
+
+K, TOKENS = 5, 40
+WISHES = (
+    None,
+    Speculative(k=0),
+    Speculative(k=2),
+    Speculative("suffix"),
+    Speculative("head", 3),
+    Speculative("auto"),
+    Speculative("none", 0),
+)
+
+
+class RandomCosts:
+    """Another table in each cycle."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.works = random.Random(seed), set()
+
+    def seconds(self, work) -> float:
+        return self.random.random()
+
+    def saw(self, work, seconds) -> None:
+        self.works.add(work)
+
+
+class Whim(Policy):
+    """Anything on the menu, and anybody's guesses for each row."""
+
+    def choose(self, rows):
+        draw = self.costs.random.choice
+        depth, drafted = draw(self.menu.pairs)
+        guessing = [
+            [None, *(o.drafter for o in row.offers if drafted or o.drafter != self.weighted)]
+            for row in rows
+        ]
+        return Choice(depth, drafted, tuple(map(draw, guessing)))
+
+
+def auto(head, seed, depths=(0, 1, 3, K), drafted=(0, 2, K), costs=None, kind=Policy, answers=100):
+    texts = {"suffix": SuffixDrafter(1, 100), "ngram": NgramDrafter(1, 3)}
+    weighted = None if head is None else Weighted("head", head, True)
+    policy = kind(K, costs or RandomCosts(seed), Menu.of(depths, drafted if head else (0,)))
+    policy.weighted = None if head is None else "head"
+    return AutoDrafter(texts, weighted, policy)
+
+
+def requests(wishes=False, predict=None):
+    prompts = np.random.default_rng(0).integers(0, 9, (7, 12)).tolist()
+    seqs = [
+        Sequence([*prompt, *prompt[:6]], MODES["nucleus"](i), max_tokens=TOKENS, request_id=str(i))
+        for i, prompt in enumerate(prompts)
+    ]
+    for i, seq in enumerate(seqs):
+        seq.speculative = WISHES[i] if wishes else None
+        if predict is not None and i % 2:
+            seq.prediction = Prediction(PredictedText(predict[str(i)][19::2]), seq.prompt_len)
+    return seqs
+
+
+def decoded(drafter, k, **given):
+    target = FakeTarget(slots=3, vocab=9)
+    engine = Engine(target, drafter, host_cycle(target, drafter, k))
+    seqs = requests(**given)
+    engine.run_to_end(seqs)
+    return {seq.request_id: seq.tokens for seq in seqs}, seqs
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return decoded(NoDrafter(), 0)[0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_choice_changes_a_token(plain, seed):
+    heads = (None, Noise(9), Noise(9, wild=True), Oracle(plain, 0, 9), Oracle(plain, 1, 9))
+    for head in heads:
+        assert decoded(auto(head, seed), K)[0] == plain
+        drafter = auto(head, seed, kind=Whim)
+        assert decoded(drafter, K)[0] == plain
+        works = drafter.policy.costs.works
+        assert len({work.depth for work in works}) == 4, works
+        assert head is None or {work.drafted for work in works} == {0, 2, K}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_have_their_way_and_the_same_text(plain, seed):
+    given = {"wishes": True, "predict": plain if seed else None}
+    text, seqs = decoded(auto(Noise(9), seed, depths=(K,)), K, **given)
+    assert text == plain
+    for seq in seqs:
+        wish = seq.speculative
+        drafted = seq.acceptance.drafted_at
+        if wish is not None and wish.k is not None:
+            assert max(drafted, default=-1) < wish.k, (wish, drafted)
+    assert seqs[0].acceptance.drafted > 0
+
+
+def test_a_wish_holds_with_any_drafter(plain):
+    for k in (0, 2, 9):
+        target, seqs = FakeTarget(slots=3, vocab=9), requests()
+        for seq in seqs:
+            seq.speculative = Speculative(k=k)
+        drafter = Noise(9)
+        Engine(target, drafter, host_cycle(target, drafter, K)).run_to_end(seqs)
+        assert {seq.request_id: seq.tokens for seq in seqs} == plain
+        assert all(max(seq.acceptance.drafted_at, default=-1) < k for seq in seqs)
+
+
+class Dear:
+    """A verify costs 1, and a run of the drafter with weights so much more."""
+
+    def __init__(self, guess: float) -> None:
+        self.guess = guess
+
+    def seconds(self, work) -> float:
+        return 1 + self.guess * (work.drafted > 0)
+
+    def saw(self, work, seconds) -> None:
+        pass
+
+
+def said(answer, drafter, rows=1):
+    """The engine that has let a target say this."""
+    target = ScriptedTarget(answer, 0, slots=rows)
+    seqs = [Sequence([1, 2], max_tokens=len(answer), request_id=str(i)) for i in range(rows)]
+    engine = Engine(target, drafter, host_cycle(target, drafter, K))
+    engine.run_to_end(seqs)
+    assert all(seq.tokens[2:] == answer for seq in seqs)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("right", "cost", "runs"), [(True, 0.1, True), (True, 50.0, False), (False, 0.1, False)]
+)
+def test_it_finds_whose_guesses_pay(right, cost, runs):
+    """On a text that repeats nothing."""
+    answer = np.random.default_rng(2).integers(3, 45, 240).tolist()
+    known = {str(i): [1, 2, *answer] for i in range(3)}
+    drafter = auto(Oracle(known, 0 if right else 1), 0, costs=Dear(cost), depths=(K,))
+    said(answer, drafter, rows=3)
+    chosen = drafter.policy.chosen
+    assert (chosen.get("head", 0) > 0.8 * sum(chosen.values())) == runs, chosen
+
+
+def test_the_best_of_a_text_that_changes_in_the_middle():
+    """First it repeats itself, then it doesn't but the head knows it; the policy follows."""
+    rng = np.random.default_rng(1)
+    answer = [*([3, 4, 5, 6, 7, 8] * 20), *rng.integers(0, 40, 120).tolist()]
+    told = {"0": [1, 2, *answer]}
+
+    class Head(Oracle):
+        def propose(self, seqs, k):
+            known = super().propose(seqs, k)
+            late = np.array([[len(seq.tokens) >= 122] for seq in seqs])
+            return np.where(late, known, 39).astype(np.int32)
+
+    def cycles(drafter):
+        return said(answer, drafter).acceptance.cycles
+
+    both = cycles(auto(Head(told), 0, costs=Dear(0.1), depths=(K,)))
+    assert both < 0.75 * min(cycles(Head(told)), cycles(SuffixDrafter()))
+
+
+def checked(config, speculation, make=lambda drafter: None):
+    """Texts of an engine whose costs are drawn, beside plain decoding's."""
+    model = load_model(config, registry.resolved(speculation, config))
+    ids = model.tokenizer.encode("def quicksort(items):\n    return quick")
+
+    def texts(chosen):
+        engine = make_engine(model, chosen)
+        if engine.policy is not None:
+            policy = engine.policy
+            engine.drafter.policy = engine.policy = Whim(
+                policy.k, RandomCosts(3), policy.menu, policy.weighted
+            )
+        seqs = [Sequence([*ids, 9 + i], MODES["everything"](i), max_tokens=20) for i in range(4)]
+        seqs[1].speculative = Speculative(k=1)
+        engine.run_to_end(seqs)
+        return [seq.tokens for seq in seqs], engine
+
+    resolved = registry.resolved(speculation, config)
+    said, engine = texts(replace(resolved, loop="host"))
+    assert said == texts(registry.plain(replace(resolved, loop="host")))[0]
+    assert engine.acceptance.drafted > 0
+    return engine
+
+
+@pytest.mark.usefixtures("cheap_programs")
+@pytest.mark.parametrize("name", ["eagle3", "model"])
+def test_lossless_on_jax_with_a_drafter_with_weights(name):
+    chosen = registry.config_type()(drafter="auto", k=4, auto_with=name)
+    engine = checked(ModelConfig(slots=2, max_len=256), chosen)
+    assert {work.drafted for work in engine.policy.costs.works} == {0, 2, 4}
+    assert {work.depth for work in engine.policy.costs.works} == {4}  # all are one width
+
+
+def test_lossless_on_the_cuda_target_with_narrower_cycles(worded):
+    chosen = registry.config_type()(drafter="auto", k=4, auto_with="model", draft_model=str(worded))
+    config = ModelConfig(model=str(worded), backend="cuda", device="cpu", slots=2, max_len=64)
+    engine = checked(config, chosen)
+    assert {work.depth for work in engine.policy.costs.works} == {0, 1, 3, 4}
+
+
+def test_its_parts_can_be_had_alone(worded):
+    config = ModelConfig(model=str(worded), slots=1, max_len=64)
+    speculation = registry.resolved(registry.config_type()(drafter="auto", k=2), config)
+    model = load_model(config, speculation)
+    assert set(model.drafters) == {"none", "ngram", "suffix", "auto"}
+
+
+@pytest.mark.usefixtures("cheap_programs")
+def test_bench_says_a_script_with_it_and_with_each_part(capsys, tmp_path, worded):
+    script = tmp_path / "script.jsonl"
+    script.write_text(json.dumps({"prompt": "one two", "answer": " three one two three one two"}))
+    arguments = ["bench", "--script", str(script), "--model", str(worded), "--max-len", "128"]
+    arguments += ["--drafter", "auto", "--auto-with", "model", "--draft-model", str(worded)]
+    arguments += ["--k", "2", "--acceptance", "0.9,0.8", "--repeats", "1", "--json", *CUDA]
+    document = json.loads(run(capsys, *arguments)[0].splitlines()[-1])
+    assert document["equal"]
+    names = [row["drafter"] for row in document["script"]]
+    assert names == ["none", "suffix", "ngram", "model", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--auto-with", "ngram"], "--auto-with must be a drafter with weights"),
+        (["--auto-with", "nobody"], "--auto-with must be a drafter with weights"),
+        (["--auto-with", "auto"], "--auto-with must be a drafter with weights"),
+        (["--draft-model", "x"], "needs --auto-with"),
+        (["--suffix-min", "0"], "--suffix-min"),
+    ],
+)
+def test_bad_options_are_one_line(capsys, options, words):
+    assert words in refused(capsys, "generate", "x", "--drafter", "auto", *options)
+
+
+def test_guesses_are_counted_up_to_the_first_gap():
+    drafter = auto(None, 0)
+    seq = Sequence([1, 2, 3, 1, 2], slot=0)
+    drafter.reset(seq)
+    draft = drafter.propose([seq], K)
+    assert draft.shape[1] <= K and ((draft != NO_GUESS) | (draft == NO_GUESS)).all()
