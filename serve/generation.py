@@ -14,6 +14,7 @@ from serve.gemma.output import GemmaOutput
 from serve.metrics import Metrics
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
 from serve.schema import CompletionRequest
+from serve.speculation import told
 from serve.stream import ChoiceText, Output, Piece, PlainOutput, Tokenizer
 from serve.translate import Plan, plan
 from specdec.constraints.vocabulary import Vocabulary
@@ -69,6 +70,8 @@ class Usage:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     cycles: list[int] = field(default_factory=list)
+    speculative: dict[str, object] | None = None
+    """The request's own `speculative` as it was taken; None: it asked for nothing."""
 
     def to_json(self) -> dict[str, object]:
         """OpenAI's usage. What was drafted is none of it: see `metrics`."""
@@ -91,7 +94,10 @@ class Usage:
 
     def metrics(self) -> dict[str, object]:
         """How speculation fared."""
-        return {
+        asked: dict[str, object] = (
+            {} if self.speculative is None else {"speculative": self.speculative}
+        )
+        return asked | {
             "speculative_decoding": {
                 "verify_passes": sum(self.cycles),
                 "draft_tokens": sum(self.drafted),
@@ -114,6 +120,7 @@ class Generation:
             drafted=zeros,
             accepted=zeros.copy(),
             cycles=zeros.copy(),
+            speculative=_speculative(context, plan_),
         )
         self.recited: list[list[TokenLogprob]] = [[] for _ in plan_.prompts]
         """Per prompt the log-probabilities of its tokens but the first, where asked for."""
@@ -223,10 +230,16 @@ async def begin(
             context.max_len,
             request_id,
             caller,
+            context.runner.engine.drafting,
         )
     ticket = _submit(context.runner, planned.sequences)
     texts = [_text(context.tokenizer, request, planned) for _ in planned.choices]
     return Generation(context, planned, ticket, texts)
+
+
+def _speculative(context: Context, plan_: Plan) -> dict[str, object] | None:
+    wish = plan_.choices[0].speculative if plan_.choices else None
+    return told(wish, context.runner.engine.drafting)
 
 
 def _text(

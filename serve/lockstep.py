@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from specdec.core.engine import Engine
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.prefix_cache.pool import Budget
-from specdec.core.types import Constraint, Reuse, Sampling, Sequence
+from specdec.core.types import Constraint, Reuse, Sampling, Sequence, Speculative
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ def _packed(seq: Sequence) -> dict[str, Any]:
         "stop_ids": sorted(seq.stop_ids),
         "reuse": None if seq.reuse is None else [seq.reuse.scope, seq.reuse.partings],
         "constraint": None if seq.constraint is None else seq.constraint.packed(),
+        "speculative": None if seq.speculative is None else asdict(seq.speculative),
         "prediction": None if seq.prediction is None else list(seq.prediction.text),
     }
 
@@ -109,6 +110,8 @@ def _unpacked(
         seq.reuse = Reuse(scope, tuple(partings))
     if packed["constraint"] is not None:
         seq.constraint = constrain(packed["constraint"])
+    if packed["speculative"] is not None:
+        seq.speculative = Speculative(**packed["speculative"])
     if packed["prediction"] is not None:
         seq.prediction = Prediction(PredictedText(packed["prediction"]), seq.prompt_len)
     return seq

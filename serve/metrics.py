@@ -9,6 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from serve.runner import EngineRunner
+from specdec.core.policy.choice import Policy
+from specdec.core.policy.report import alternatives, what_if
 
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -84,8 +86,39 @@ class _EngineCollector(Collector):
         queries, hits = (cache.queries, cache.hits) if cache else (0, 0)
         yield self._counter("prefix_cache_queries", "Prompt tokens that were looked up.", queries)
         yield self._counter("prefix_cache_hits", "Prompt tokens that needed no prefill.", hits)
+        policy = self._runner.engine.drafting.policy
+        if policy is not None:
+            yield from self._choices(policy)
         yield self._gauge("running", "Sequences that hold a slot.", self._runner.running)
         yield self._gauge("waiting", "Sequences that wait for a slot.", self._runner.waiting)
+
+    def _choices(self, policy: Policy) -> Iterator[Metric]:
+        """What `auto` knows; no other engine has it, so the names are ours."""
+        taken = CounterMetricFamily(
+            "specdec:drafter_rows",
+            "Rows of cycles that took a drafter's guesses.",
+            labels=(*LABELS, "drafter"),
+        )
+        for drafter, rows in sorted(policy.chosen.items()):
+            taken.add_metric((*self._labels, drafter), rows)
+        yield taken
+        alone = GaugeMetricFamily(
+            "specdec:drafter_tokens_per_pass",
+            "Tokens per verify pass, had this drafter alone guessed k of them.",
+            labels=(*LABELS, "drafter", "k"),
+        )
+        for drafter, k in alternatives(policy):
+            tau = what_if(policy, drafter, k, rows=1)["tau"]
+            alone.add_metric((*self._labels, drafter, str(k)), tau)
+        yield alone
+        seconds = GaugeMetricFamily(
+            "specdec:cycle_seconds",
+            "Median seconds of a cycle by rows, tokens verified and guesses by weights.",
+            labels=(*LABELS, "rows", "depth", "drafted"),
+        )
+        for work, median in policy.costs.rows():
+            seconds.add_metric((*self._labels, *map(str, work)), median)
+        yield seconds
 
     def _count(self, name: str, help_text: str, value: int) -> Metric:
         return self._counter(f"spec_decode_{name}", help_text, value)

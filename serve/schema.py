@@ -23,6 +23,7 @@ from serve.errors import ApiError
 from serve.fields import check_names
 from serve.messages import Text
 from serve.wishes import Ids, SamplingWishes
+from specdec.core.types import MAX_DRAFT
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
@@ -93,6 +94,16 @@ class Prediction(BaseModel):
     content: Text
 
 
+class SpeculativeWish(BaseModel):
+    """How this request is drafted for. It can't change the answer."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    drafter: str | None = None
+    k: Annotated[int, Field(ge=0, le=MAX_DRAFT)] | None = None
+    enabled: bool | None = None
+
+
 def _stops(value: Any) -> Any:
     stops = [value] if isinstance(value, str) else value
     if stops is None:
@@ -134,6 +145,7 @@ class GenerationRequest(SamplingWishes):
     guided_grammar: str | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
     prediction: Prediction | None = None
+    speculative: SpeculativeWish | None = None
 
     @model_validator(mode="after")
     def _every_name_is_known(self) -> GenerationRequest:

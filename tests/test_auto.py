@@ -13,6 +13,7 @@ import pytest
 from drafters import registry
 from drafters.auto.host import AutoDrafter, Weighted
 from drafters.ngram.host import NgramDrafter
+from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
 from drafters.suffix.host import SuffixDrafter
 from specdec.assembly.engine import make_engine
@@ -23,6 +24,9 @@ from specdec.core.engine import Engine
 from specdec.core.policy.choice import Choice, Menu, Policy
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import NO_GUESS, Sequence, Speculative
+from targets.jax.device_drafter import TextDrafter
+from targets.jax.device_loop import device_loop
+from targets.jax.load import JaxOptions, load_target
 from tests.commands import CUDA, refused, run
 from tests.fakes import FakeTarget, Noise, Oracle, ScriptedTarget
 from tests.modes import MODES
@@ -197,11 +201,10 @@ def checked(config, speculation, make=lambda drafter: None):
 
     def texts(chosen):
         engine = make_engine(model, chosen)
-        if engine.policy is not None:
-            policy = engine.policy
-            engine.drafter.policy = engine.policy = Whim(
-                policy.k, RandomCosts(3), policy.menu, policy.weighted
-            )
+        policy = engine.drafting.policy
+        if policy is not None:
+            whim = Whim(policy.k, RandomCosts(3), policy.menu, policy.weighted)
+            engine.drafter.policy = whim
         seqs = [Sequence([*ids, 9 + i], MODES["everything"](i), max_tokens=20) for i in range(4)]
         seqs[1].speculative = Speculative(k=1)
         engine.run_to_end(seqs)
@@ -219,15 +222,34 @@ def checked(config, speculation, make=lambda drafter: None):
 def test_lossless_on_jax_with_a_drafter_with_weights(name):
     chosen = registry.config_type()(drafter="auto", k=4, auto_with=name)
     engine = checked(ModelConfig(slots=2, max_len=256), chosen)
-    assert {work.drafted for work in engine.policy.costs.works} == {0, 2, 4}
-    assert {work.depth for work in engine.policy.costs.works} == {4}  # all are one width
+    assert {work.drafted for work in engine.drafter.policy.costs.works} == {0, 2, 4}
+    assert {work.depth for work in engine.drafter.policy.costs.works} == {4}  # all are one width
 
 
 def test_lossless_on_the_cuda_target_with_narrower_cycles(worded):
     chosen = registry.config_type()(drafter="auto", k=4, auto_with="model", draft_model=str(worded))
     config = ModelConfig(model=str(worded), backend="cuda", device="cpu", slots=2, max_len=64)
     engine = checked(config, chosen)
-    assert {work.depth for work in engine.policy.costs.works} == {0, 1, 3, 4}
+    assert {work.depth for work in engine.drafter.policy.costs.works} == {0, 1, 3, 4}
+
+
+@pytest.mark.usefixtures("cheap_programs")
+def test_a_wish_holds_in_the_device_loop(tiny):
+    """As in the host loop, guess for guess."""
+    target = load_target(tiny["31b"], JaxOptions(slots=3, max_len=128, k=7, chunk=8))
+    traced = device_loop(target, TextDrafter(TracedNgram(1, 3)), 4)
+    texts = []
+    for wished in (False, True):
+        for drafter, cycle in (
+            (host := NgramDrafter(1, 3), host_cycle(target, host, 4)),
+            (NoDrafter(), traced),
+        ):
+            seqs = requests(wishes=wished)[:3]
+            Engine(target, drafter, cycle).run_to_end(seqs)
+            texts.append(([s.tokens for s in seqs], [s.acceptance.drafted_at for s in seqs]))
+    free, free_traced, wished, wished_traced = texts
+    assert free == free_traced and wished == wished_traced and free[0] == wished[0]
+    assert not wished[1][1] and max(wished[1][2]) == 1 and max(free[1][2]) == 3
 
 
 def test_its_parts_can_be_had_alone(worded):
@@ -270,3 +292,20 @@ def test_guesses_are_counted_up_to_the_first_gap():
     drafter.reset(seq)
     draft = drafter.propose([seq], K)
     assert draft.shape[1] <= K and ((draft != NO_GUESS) | (draft == NO_GUESS)).all()
+
+
+@pytest.mark.usefixtures("cheap_programs")
+def test_doctor_and_evaluation_tell_what_it_knows(capsys, tmp_path, worded):
+    base = ["--model", str(worded), "--slots", "2", "--max-len", "128", "--drafter", "auto"]
+    out, shown = run(capsys, "doctor", *base, "--json")
+    costs = json.loads(out.splitlines()[-1])["policy"]["seconds"]
+    assert {(c["rows"], c["depth"], c["drafted"]) for c in costs} == {(1, 4, 0), (2, 4, 0)}
+    assert "what cycles cost" in shown
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"one two three one two"\n"def f(x): return f(x"')
+    out, shown = run(capsys, "eval-acceptance", str(prompts), *base, "--max-tokens", "20", "--json")
+    document = json.loads(out.splitlines()[-1])
+    assert document["equality"]["equal"] and "had one drafter guessed alone" in shown
+    told = document["policy"]
+    assert sum(told["chosen"].values()) > 0
+    assert {row["drafter"] for row in told["what_if"]} >= {"none", "suffix"}

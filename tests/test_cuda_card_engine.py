@@ -12,7 +12,7 @@ from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.script import drawn_right
-from specdec.core.types import Event, Sampling, Sequence
+from specdec.core.types import Event, Sampling, Sequence, Speculative
 from targets import mini
 from targets.cuda.load import CudaOptions, load_target
 from tests.modes import MODES
@@ -189,3 +189,20 @@ def test_a_script_is_said_by_the_captured_cycle():
             host = told(target, NgramDrafter(1, 3), 3, right, predicted=predicted)
             assert told(target, NgramDrafter(1, 3), 3, right, drive, predicted) == host
             assert host[0] == ANSWERS
+
+
+def test_a_request_has_as_many_guesses_as_it_wants():
+    """In the captured cycle as in the host loop, beside others that want more."""
+    target = target_of(3)
+
+    def texts(drafter, cycle, wishes):
+        seqs = [Sequence(prompt(1, 40), MODES["nucleus"](i), max_tokens=40) for i in range(3)]
+        for seq, k in zip(seqs, wishes, strict=True):
+            seq.speculative = Speculative(k=k)
+        Engine(target, drafter, cycle).run_to_end(seqs)
+        return [seq.tokens for seq in seqs], [seq.acceptance.drafted_at for seq in seqs]
+
+    host = NgramDrafter(2, 5)
+    for wishes in ((None, None, None), (None, 0, 2), (0, 0, 0)):
+        said = texts(host, host_cycle(target, host, 4), wishes)
+        assert texts(NoDrafter(), captured(3), wishes) == said

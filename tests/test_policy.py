@@ -3,11 +3,14 @@ that follows from both."""
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from specdec.core.policy.choice import SHADOW, Menu, Offer, Policy, RowOffers
 from specdec.core.policy.costs import CostTable, Work
+from specdec.core.policy.report import report
 from specdec.core.policy.survival import Survival, bucket_of
 
 K = 7
@@ -60,7 +63,7 @@ def test_survival_never_rises_and_nothing_seen_is_worth_a_trial():
         table.learn(0, right, guessed, known)
         chances = table.survival(0)
         assert all(1 >= a >= b >= 0 for a, b in zip(chances, chances[1:], strict=False))
-    assert Survival(0).expected(3) == [0.0] and Survival(0).seen(0) == 0
+    assert Survival(0).expected(3) == Survival(0).overall() == [0.0] and not Survival(0).buckets
 
 
 @pytest.mark.parametrize(("length", "bucket"), [(0, 0), (1, 1), (3, 2), (4, 3), (63, 6), (999, 7)])
@@ -78,6 +81,18 @@ def test_costs_are_medians_and_of_the_most_alike():
     assert costs.seconds(Work(1, 4, 0)) == 0.3
     assert costs.seconds(Work(64, 7, 0)) == 0.3 and costs.seconds(Work(3, 1, 2)) == 0.5
     assert costs.rows() == [(Work(1, 4, 0), 0.3), (Work(1, 4, 4), 0.5)]
+
+
+def test_a_pause_is_no_cost_unless_it_stays():
+    costs = CostTable()
+    for _ in range(3):
+        costs.saw(Work(1, 4, 0), 0.1)
+    for _ in range(3):  # the first one is met for the first time
+        costs.saw(Work(2, 4, 0), 9.0)
+    assert costs.seconds(Work(2, 4, 0)) == 0.1
+    for _ in range(3):
+        costs.saw(Work(2, 4, 0), 9.0)
+    assert costs.seconds(Work(2, 4, 0)) == 9.0
 
 
 class Priced:
@@ -160,6 +175,20 @@ def test_a_request_has_its_way():
 def test_rows_that_nobody_has_anything_to_say_on():
     policy = policy_of(Priced(), drafted=(0,))
     assert policy.choose([row(), row(("suffix", 0))]).by_row == (None, None)
+
+
+def test_a_report_says_what_else_would_have_come():
+    policy = policy_of(CostTable(), right=[("suffix", 3), ("head", 5)])
+    for drafted, seconds in ((0, 0.5), (K, 1.0)):
+        for _ in range(3):
+            policy.costs.saw(Work(1, K, drafted), seconds)
+    told = json.loads(json.dumps(report(policy)))
+    best = {row["drafter"]: row for row in told["what_if"] if row["k"] in (0, K)}
+    assert best["none"]["tau"] == 1 and best["none"]["tokens_per_second"] == 2
+    assert best["suffix"]["tokens_per_second"] == pytest.approx(8, rel=0.05)
+    assert best["head"]["tokens_per_second"] == pytest.approx(6, rel=0.05)
+    assert list(told["survival"]["suffix"]) == ["2"] and len(told["seconds"]) == 2
+    assert len(told["what_if"]) == 1 + 2 * K
 
 
 def test_it_counts_what_was_chosen():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drafters.auto.host import AutoDrafter
-from specdec.core.policy.costs import COMPILED, Work
+from specdec.core.policy.costs import COMPILED
 from specdec.core.stats import Acceptance
 from specdec.core.types import Sequence
 
@@ -39,8 +39,3 @@ def _run(engine: Any, rows: int) -> None:
     for seq in seqs:
         seq.cancelled = True
     engine.step()
-
-
-def measured(drafter: AutoDrafter) -> list[tuple[Work, float]]:
-    """Seconds of each kind of cycle that was seen."""
-    return drafter.policy.costs.rows()  # pyright: ignore[reportAttributeAccessIssue]

@@ -13,7 +13,7 @@ from specdec.assembly.prefix import make_prefix_cache, warm_prefix_cache
 from specdec.core.config import Loop, PrefixConfig, SpeculationConfig
 from specdec.core.constraint import Unrestricted
 from specdec.core.cycle import host_cycle
-from specdec.core.engine import Engine
+from specdec.core.engine import Drafting, Engine
 from specdec.core.errors import UserError
 from specdec.core.script import Script, ScriptedDrafter, ScriptedTarget
 from specdec.core.stats import Acceptance
@@ -61,8 +61,10 @@ def make_engine(
         target, drafter = _scripted(target, drafter, script, composite)
     if loop == "host":
         driver = host_cycle(target, drafter, k)
+    parts = () if composite is None else tuple(composite.parts)
     policy = None if composite is None else composite.policy(drafter)
-    engine = Engine(target, drafter, driver, max_waiting, cache, policy)
+    drafting = Drafting(speculation.drafter, parts, k, policy)
+    engine = Engine(target, drafter, driver, max_waiting, cache, drafting)
     if composite is not None:
         composite.measure(engine, drafter)
     return engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,6 +26,18 @@ from specdec.core.types import (
 )
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """What an engine drafts with."""
+
+    drafter: str = "none"
+    parts: tuple[str, ...] = ()
+    """The drafters that it is made of, which requests may name too."""
+    k: int = 0
+    policy: Policy | None = None
+    """How it chooses among these."""
+
+
 class Engine:
     """Continuous batching over the target's slots.
 
@@ -39,13 +52,13 @@ class Engine:
         cycle: Cycle,
         max_waiting: int = 256,
         prefix_cache: PrefixCache | None = None,
-        policy: Policy | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
-        """policy: how the drafter chooses, where it does; for those who ask how it fares."""
+        """drafting: what there is to draft with, for those who ask."""
         self.target = target
         self.drafter = drafter
         self.cycle = cycle
-        self.prefix_cache, self.policy = prefix_cache, policy
+        self.prefix_cache, self.drafting = prefix_cache, drafting or Drafting()
         self.scheduler = Scheduler(target.slots, max_waiting, target.prefill_chunk)
         self.acceptance = Acceptance()
 

@@ -29,6 +29,8 @@ class SlotState:
     """[slots, STOPS]: its stop ids. Written by the host."""
     limit: torch.Tensor
     """[slots]: the length at which it ends. Written by the host."""
+    most: torch.Tensor
+    """[slots]: how many guesses its request wants at most. Written by the host."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ class GraphKey:
     logprobs: bool
     guided: bool = False
     """Whether the host puts guesses first, and makes masks between the forward and the choice."""
+    limited: bool = False
+    """Whether any request wants fewer than k guesses."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,10 @@ class _LedDrafter:
     """`Proposer` of the captured cycle, what is known without the drafter first."""
 
     def __init__(
-        self, drafter: DeviceDrafter, leading: torch.Tensor, cut: Callable[[], None]
+        self,
+        drafter: Proposer[CapturedBatch],
+        leading: torch.Tensor,
+        cut: Callable[[], None],
     ) -> None:
         self._drafter, self._leading, self._cut = drafter, leading, cut
 
@@ -111,6 +116,22 @@ class _LedDrafter:
         batch.draft.copy_(lead(self._leading, self._drafter.propose(batch, k)))
         self._cut()
         return batch.draft
+
+    def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
+        self._drafter.observe(batch, step, accepted)
+
+
+class _LimitedDrafter:
+    """`Proposer` of the captured cycle that guesses no more than requests want."""
+
+    def __init__(self, drafter: DeviceDrafter, most: torch.Tensor) -> None:
+        self._drafter, self._most = drafter, most
+
+    def propose(self, batch: CapturedBatch, k: int) -> torch.Tensor:
+        draft = self._drafter.propose(batch, k)
+        most = self._most[batch.rows.slot.clamp(min=0).long()]
+        wanted = torch.arange(k, device=draft.device) < most[:, None]
+        return torch.where(wanted, draft, NO_GUESS)
 
     def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
         self._drafter.observe(batch, step, accepted)
@@ -170,7 +191,9 @@ class CapturedCycle:
         self.script = script
         make = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=target.device)  # noqa: E731
         slots = target.slots
-        self.state = SlotState(make(slots), make(slots), make(slots, STOPS), make(slots))
+        self.state = SlotState(
+            make(slots), make(slots), make(slots, STOPS), make(slots), make(slots)
+        )
         self.owners: dict[int, Sequence] = {}
         self.graphs: dict[GraphKey, tuple[torch.Tensor, Captured[Tape]]] = {}
         self.fed: dict[GraphKey, tuple[int, ...]] = {}
@@ -193,7 +216,10 @@ class CapturedCycle:
     def _key(self, seqs: tuple[Sequence, ...]) -> GraphKey:
         needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
-        return GraphKey(bucket_of(len(seqs)), self.k, needs_sampler, logprobs, guided(seqs))
+        limited = any(seq.most_guesses(self.k) < self.k for seq in seqs)
+        return GraphKey(
+            bucket_of(len(seqs)), self.k, needs_sampler, logprobs, guided(seqs), limited
+        )
 
     @torch.inference_mode()
     def _launch(self, seqs: tuple[Sequence, ...]) -> Launched:
@@ -258,9 +284,11 @@ class CapturedCycle:
         rows = sampler.lay_out(history, places, slots, key.k)
         batch = CapturedBatch(rows, key.needs_sampler, key.logprobs)
         drafter: Proposer[CapturedBatch] = self.drafter
+        if key.limited:
+            drafter = _LimitedDrafter(self.drafter, state.most)
         masks = None
         if guides is not None:
-            drafter = _LedDrafter(self.drafter, guides.leading, cut)
+            drafter = _LedDrafter(drafter, guides.leading, cut)
             masks = lambda: (cut(), guides.masks)[1]  # noqa: E731
         target = _CapturedTarget(self.target, masks, self.script)
         done = cycle(target, drafter, batch, key.k)
@@ -282,14 +310,19 @@ class CapturedCycle:
         device = self.target.device
         longest = self.target.max_len
         words = [
-            [s.slot, len(s.tokens), s.tokens[-1], min(s.prompt_len + s.max_tokens, longest)]
+            [
+                *(s.slot, len(s.tokens), s.tokens[-1]),
+                *(min(s.prompt_len + s.max_tokens, longest), s.most_guesses(self.k)),
+            ]
             for s in seqs
         ]
-        slot, length, last, limit = torch.tensor(words, dtype=torch.int32).to(device).unbind(1)
+        slot, length, last, limit, most = (
+            torch.tensor(words, dtype=torch.int32).to(device).unbind(1)
+        )
         at = slot.long()
         if self.script is not None:
             self.script.seat([seq.slot for seq in seqs])
-        self.state.length[at], self.state.limit[at] = length, limit
+        self.state.length[at], self.state.limit[at], self.state.most[at] = length, limit, most
         self.state.live[at] = 1
         self.state.stops[at] = torch.from_numpy(stops).to(device)
         self.target.cache.tokens[at, length.long() - 1] = last

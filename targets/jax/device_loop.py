@@ -20,9 +20,9 @@ from specdec.core.constraint import GuidedDrafter, guided
 from specdec.core.cycle import cycle
 from specdec.core.protocols import Cycle
 from specdec.core.script import Script, ScriptedTarget, scripted_choice
-from specdec.core.types import NO_GUESS, Array, LogprobRows, Round, Sequence, Step
+from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Round, Sequence, Step
 from targets.jax import programs, sampling
-from targets.jax.device_drafter import DeviceDrafter, SlotState, TracedProgram
+from targets.jax.device_drafter import DeviceDrafter, SlotState, TracedDrafter, TracedProgram
 from targets.jax.params import Params
 from targets.jax.placing import replicated
 from targets.jax.programs import Feed, Plan
@@ -60,6 +60,8 @@ class Limits:
     """[B] int32: the longest each text may become."""
     cycles: Array
     """[]: how many cycles to run at most."""
+    guesses: Array
+    """[B] int32: how many guesses each row's request wants at most."""
 
 
 @struct.dataclass
@@ -123,6 +125,20 @@ class _TracedTarget:
         return Step(chosen[:, :width], features, details)
 
 
+class _LimitedDrafter:
+    """A traced drafter that guesses no more than requests want."""
+
+    def __init__(self, drafter: TracedDrafter, most: Array) -> None:
+        self._drafter, self._most = drafter, most
+
+    def propose(self, batch: SlotState, k: int) -> Array:
+        wanted = jnp.arange(k) < self._most[:, None]
+        return jnp.where(wanted, self._drafter.propose(batch, k), NO_GUESS)
+
+    def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:
+        self._drafter.observe(batch, step, accepted)
+
+
 def run_cycles(plan: LoopPlan, given: LoopInputs, loop: LoopState) -> tuple[LoopState, Tape, Array]:
     """Up to `limits.cycles` cycles, fewer once no row is live; the tape, and how many ran."""
     _, shapes = jax.eval_shape(partial(_one_cycle, plan, given), loop)
@@ -143,7 +159,7 @@ def run_cycles(plan: LoopPlan, given: LoopInputs, loop: LoopState) -> tuple[Loop
 def _one_cycle(plan: LoopPlan, given: LoopInputs, loop: LoopState) -> tuple[LoopState, Tape]:
     target = _TracedTarget(plan, given, loop.slots)
     drafter = plan.drafter.on(given.drafter, loop.memory)
-    done = cycle(target, drafter, loop.slots, plan.k)
+    done = cycle(target, _LimitedDrafter(drafter, given.limits.guesses), loop.slots, plan.k)
     slots = _commit(target.state, done, given.limits)
     tape = Tape(done.draft, done.step.chosen, done.accepted, done.step.logprobs)
     return LoopState(slots, drafter.memory), tape
@@ -274,15 +290,17 @@ def _start(target: JaxTarget, seqs: Seqs[Sequence], cycles: int) -> tuple[Limits
     live = np.zeros(slots, bool)
     last = np.full(slots, target.cache.tokens.shape[1], np.int32)
     token = np.zeros(slots, np.int32)
+    guesses = np.zeros(slots, np.int32)
     for seq in seqs:
         known = sorted(seq.stop_ids)[:STOPS]
         stop_ids[seq.slot, : len(known)] = known
         limit[seq.slot] = min(seq.prompt_len + seq.max_tokens, target.max_len)
         length[seq.slot] = len(seq.tokens)
         live[seq.slot] = True
+        guesses[seq.slot] = seq.most_guesses(MAX_DRAFT)
         last[seq.slot], token[seq.slot] = len(seq.tokens) - 1, seq.tokens[-1]
     cache = target.cache._replace(tokens=_put_last(target.cache.tokens, last, token))
-    return Limits(stop_ids, limit, np.int32(cycles)), SlotState(cache, length, live)
+    return Limits(stop_ids, limit, np.int32(cycles), guesses), SlotState(cache, length, live)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -10,6 +10,9 @@ REMEMBERED = 15
 """Cycles of a kind whose median counts."""
 COMPILED = 1
 """First cycles of a kind that do not count: programs are compiled for them."""
+STRANGE, BELIEVED = 5.0, 3
+"""So many times what was expected is a pause, such as for a program that some request is the first
+to need; after so many of them in a row it is believed."""
 
 
 class Work(NamedTuple):
@@ -31,6 +34,10 @@ class Costs(Protocol):
         """A cycle of this kind took so long."""
         ...
 
+    def rows(self) -> list[tuple[Work, float]]:
+        """What is known."""
+        ...
+
 
 class CostTable:
     """Measured: at the start, and in each cycle from then on."""
@@ -38,12 +45,19 @@ class CostTable:
     def __init__(self) -> None:
         self._seen: dict[Work, deque[float]] = {}
         self._met: dict[Work, int] = {}
+        self._strange: dict[Work, int] = {}
 
     def saw(self, work: Work, seconds: float) -> None:
         place = _rounded(work)
         self._met[place] = self._met.get(place, 0) + 1
-        if self._met[place] > COMPILED:
-            self._seen.setdefault(place, deque(maxlen=REMEMBERED)).append(seconds)
+        if self._met[place] <= COMPILED or self._is_pause(place, seconds):
+            return
+        self._seen.setdefault(place, deque(maxlen=REMEMBERED)).append(seconds)
+
+    def _is_pause(self, place: Work, seconds: float) -> bool:
+        strange = bool(self._seen) and seconds > STRANGE * self.seconds(place)
+        self._strange[place] = self._strange.get(place, 0) + 1 if strange else 0
+        return strange and self._strange[place] < BELIEVED
 
     def seconds(self, work: Work) -> float:
         """The median of such cycles; of what was never seen that of the most alike. 1 where nothing
@@ -55,7 +69,7 @@ class CostTable:
 
     def rows(self) -> list[tuple[Work, float]]:
         """All that was measured, in order."""
-        return sorted((work, median(seen)) for work, seen in self._seen.items())
+        return sorted((work, median(seen)) for work, seen in list(self._seen.items()))
 
 
 def _rounded(work: Work) -> Work:

@@ -57,9 +57,20 @@ class Survival:
         sums = self.expected(bucket)
         return [after - before for before, after in zip(sums, sums[1:], strict=False)]
 
-    def seen(self, bucket: int) -> float:
-        """Drafts that count at present."""
-        return self._at_risk[bucket][0] if self.k else 0.0
+    def overall(self) -> list[float]:
+        """`expected` of all buckets together."""
+        chance, alive, total, sums = FIRST, 1.0, 0.0, [0.0]
+        for j in range(self.k):
+            chance = self._chance(BUCKETS, j, chance)
+            alive *= chance
+            total += alive
+            sums.append(total)
+        return sums
+
+    @property
+    def buckets(self) -> list[int]:
+        """Those of which drafts count at present."""
+        return [b for b in range(BUCKETS) if self.k and self._at_risk[b][0] > 0.5]
 
     def _sum(self, bucket: int) -> list[float]:
         common, alive, total, sums = FIRST, 1.0, 0.0, [0.0]
