@@ -6,12 +6,17 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from drafters import registry
+from drafters.auto import cuda as cuda_auto, jax as jax_auto
 from drafters.auto.host import AutoDrafter, Weighted
+from drafters.auto.late import EITHER, NOBODY, TEXT, WEIGHTS, LateChooser
 from drafters.ngram.host import NgramDrafter
 from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
@@ -24,6 +29,8 @@ from specdec.core.engine import Engine
 from specdec.core.policy.choice import Choice, Menu, Policy
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import NO_GUESS, Sequence, Speculative
+from targets.cuda.device_drafter import CapturedBatch
+from targets.cuda.ops import Rows
 from targets.jax.device_drafter import TextDrafter
 from targets.jax.device_loop import device_loop
 from targets.jax.load import JaxOptions, load_target
@@ -194,8 +201,8 @@ def test_the_best_of_a_text_that_changes_in_the_middle():
     assert both < 0.75 * min(cycles(Head(told)), cycles(SuffixDrafter()))
 
 
-def checked(config, speculation, make=lambda drafter: None):
-    """Texts of an engine whose costs are drawn, beside plain decoding's."""
+def checked(config, speculation, loop="host", tokens=20):
+    """Texts of an engine whose choices are drawn, beside plain decoding's."""
     model = load_model(config, registry.resolved(speculation, config))
     ids = model.tokenizer.encode("def quicksort(items):\n    return quick")
 
@@ -205,13 +212,15 @@ def checked(config, speculation, make=lambda drafter: None):
         if policy is not None:
             whim = Whim(policy.k, RandomCosts(3), policy.menu, policy.weighted)
             engine.drafter.policy = whim
-        seqs = [Sequence([*ids, 9 + i], MODES["everything"](i), max_tokens=20) for i in range(4)]
+        seqs = [
+            Sequence([*ids, 9 + i], MODES["everything"](i), max_tokens=tokens) for i in range(4)
+        ]
         seqs[1].speculative = Speculative(k=1)
         engine.run_to_end(seqs)
         return [seq.tokens for seq in seqs], engine
 
     resolved = registry.resolved(speculation, config)
-    said, engine = texts(replace(resolved, loop="host"))
+    said, engine = texts(replace(resolved, loop=loop))
     assert said == texts(registry.plain(replace(resolved, loop="host")))[0]
     assert engine.acceptance.drafted > 0
     return engine
@@ -222,8 +231,102 @@ def checked(config, speculation, make=lambda drafter: None):
 def test_lossless_on_jax_with_a_drafter_with_weights(name):
     chosen = registry.config_type()(drafter="auto", k=4, auto_with=name)
     engine = checked(ModelConfig(slots=2, max_len=256), chosen)
-    assert {work.drafted for work in engine.drafter.policy.costs.works} == {0, 2, 4}
+    assert {work.drafted for work in engine.drafter.policy.costs.works} == {0, 1, 2, 4}
     assert {work.depth for work in engine.drafter.policy.costs.works} == {4}  # all are one width
+
+
+@pytest.mark.usefixtures("cheap_programs")
+def test_lossless_in_jaxs_device_loop():
+    chosen = registry.config_type()(drafter="auto", k=4, auto_with="eagle3")
+    engine = checked(ModelConfig(slots=2, max_len=256), chosen, loop="device", tokens=90)
+    assert {work.drafted for work in engine.drafter.policy.costs.works} == {0, 4}
+
+
+class Said:
+    """A `DeviceDrafter` of either loop that says this."""
+
+    memory = ()
+
+    def __init__(self, rows) -> None:
+        self.rows, self.heard = rows, 0
+
+    def ready(self, seqs) -> None:
+        pass
+
+    def program(self, needs_sampler):
+        return self
+
+    def weights(self):
+        return ()
+
+    def on(self, weights, memory):
+        return self
+
+    def propose(self, batch, k):
+        return self.rows
+
+    def observe(self, batch, step, accepted) -> None:
+        self.heard += 1
+
+
+def chosen(take, runs, depth=3):
+    return SimpleNamespace(
+        take=np.array(take, np.int32), runs=runs, depth=depth, choose=lambda seqs: None
+    )
+
+
+TEXTS = [[1, 2, 3], [4, 5, NO_GUESS], [NO_GUESS] * 3, [6, 7, 8], [NO_GUESS] * 3]
+OWN = [[11, 12, 13], [14, 15, 16], [17, 18, 19], [21, 22, 23], [24, 25, 26]]
+TAKE = [TEXT, EITHER, EITHER, WEIGHTS, NOBODY]
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_rows_take_whom_the_host_chose_in_both_device_loops(runs):
+    silent = [NO_GUESS] * 3
+    expected = [TEXTS[0], TEXTS[1], OWN[2] if runs else silent, OWN[3] if runs else silent, silent]
+    head = Said(jnp.array(OWN))
+    traced = jax_auto.DeviceAuto(chosen(TAKE, runs), Said(jnp.array(TEXTS)), head)
+    rows = traced.program(False).on(traced.weights(), traced.memory)
+    assert rows.propose(None, 3).tolist() == expected
+    rows.observe(None, None, None)
+    captured = cuda_auto.DeviceAuto(
+        chosen(TAKE, runs), Said(torch.tensor(TEXTS)), Said(torch.tensor(OWN))
+    )
+    tokens = torch.full((5, 4), NO_GUESS)
+    batch = CapturedBatch(Rows(tokens, torch.zeros(5), torch.arange(5)), False, False)
+    assert captured.propose(batch, 3).tolist() == expected and head.heard == 1
+    assert captured.variant == ("weights" if runs else "text")
+    none = CapturedBatch(replace(batch.rows, tokens=tokens[:, :1]), False, False)
+    assert captured.propose(none, 0).shape == (5, 0)
+
+
+def late(head, costs):
+    """A chooser, and its engine's rows driven by hand."""
+    drafter = auto(head, 0, costs=costs)
+    return drafter, LateChooser(drafter, "ngram", slots=2, off=True)
+
+
+def test_the_late_choice_follows_what_came():
+    """Rows are told by hand what was accepted, as a device loop would."""
+    answer = np.random.default_rng(5).integers(3, 45, 400).tolist()
+    for good, dear, runs, depth in ((True, 0.1, True, K), (False, 9.0, False, 0)):
+        drafter, chooser = late(Noise(50), Dear(dear))
+        drafter.policy.costs.seconds = lambda w, dear=dear: (
+            1 + 0.01 * w.depth + dear * (w.drafted > 0)
+        )
+        seq = Sequence([1, 2], slot=1, max_tokens=500)
+        drafter.reset(seq)
+        seq.tokens.append(answer[0])
+        ran = []
+        while len(seq.tokens) < 300:
+            chooser.choose([seq])
+            kept = K if good and chooser.take[1] == WEIGHTS else 0
+            at = len(seq.tokens) - 2
+            seq.tokens += answer[at : at + kept + 1]
+            seq.acceptance.add([chooser.runs] * K, kept, kept + 1)
+            ran.append((chooser.runs, chooser.depth))
+        assert ran[-1] == ran[-2] == (runs, depth), ran
+        assert good == (sum(r for r, _ in ran) > len(ran) / 2)
 
 
 def test_lossless_on_the_cuda_target_with_narrower_cycles(worded):

@@ -117,8 +117,8 @@ def policy_of(costs, depths=(0, 1, 3, K), drafted=(0, K), right=()):
     return policy
 
 
-def row(*offers, most=K):
-    return RowOffers(tuple(Offer(name, 2, guesses) for name, guesses in offers), most)
+def row(*offers, most=K, insists=False):
+    return RowOffers(tuple(Offer(name, 2, guesses) for name, guesses in offers), most, insists)
 
 
 def settled(policy, rows, cycles=300, emitted=None):
@@ -168,8 +168,10 @@ def test_what_never_pays_is_tried_again():
 
 def test_a_request_has_its_way():
     policy = policy_of(Priced(guess=9.0), right=[("head", 0), ("suffix", 5)])
-    choice = policy.choose([row(("head", K)), row(("suffix", K)), row(("suffix", K), most=0)])
+    rows = [row(("suffix", K)), row(("suffix", K), most=0)]
+    choice = policy.choose([row(("head", K), insists=True), *rows])
     assert choice.drafted and choice.by_row == ("head", "suffix", None)
+    assert not policy.choose([row(("head", K), insists=True, most=0), *rows]).drafted
 
 
 def test_rows_that_nobody_has_anything_to_say_on():

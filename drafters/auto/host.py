@@ -59,6 +59,10 @@ class AutoDrafter:
         own = {} if self.weighted is None else {self.weighted.name: self.weighted.drafter}
         return {**self.texts, **own}
 
+    @property
+    def _weights(self) -> tuple[str, ...]:
+        return () if self.weighted is None else (self.weighted.name,)
+
     def reset(self, seq: Sequence) -> None:
         self._fared[seq.slot] = 1
         for part in self.parts.values():
@@ -71,8 +75,9 @@ class AutoDrafter:
     def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
         began = time.perf_counter()
         guesses = {name: np.asarray(d.propose(seqs, k)) for name, d in self.texts.items()}
-        offers = [self._offers(b, seq, guesses, k) for b, seq in enumerate(seqs)]
-        choice = self._choice(offers)
+        rows = ({name: draft[b] for name, draft in guesses.items()} for b in range(len(seqs)))
+        offers = [self.offers(seq, row, k) for seq, row in zip(seqs, rows, strict=True)]
+        choice = self.chosen(offers)
         if choice.drafted:
             assert self.weighted is not None
             made = np.asarray(self.weighted.drafter.propose(seqs, choice.drafted))
@@ -101,24 +106,35 @@ class AutoDrafter:
         assert self.weighted is not None
         return self.weighted.any_width or width == self.policy.k + 1
 
-    def _choice(self, offers: list[RowOffers]) -> Choice:
+    def chosen(self, offers: list[RowOffers]) -> Choice:
+        """What the policy chooses, or what is measured."""
         if self.forced is None:
             return self.policy.choose(offers)
         runs = self.weighted is not None and self.forced[1] > 0
         return Choice(*self.forced, (self.weighted.name if runs else None,) * len(offers))  # pyright: ignore[reportOptionalMemberAccess]
 
-    def _offers(self, b: int, seq: Sequence, guesses: Mapping[str, Array], k: int) -> RowOffers:
+    def fared(self, seq: Sequence) -> int:
+        """The bucket of the drafter with weights: how far it was right on that row last."""
+        return self._fared[seq.slot]
+
+    def note(self, seq: Sequence, right: int) -> None:
+        """So many of its guesses were right."""
+        self._fared[seq.slot] = bucket_of(right + 1)
+
+    def offers(self, seq: Sequence, guesses: Mapping[str, Array], k: int) -> RowOffers:
+        """What a row can choose from. guesses [k]: of each text drafter that the loop has."""
         wish, most = seq.speculative, seq.most_guesses(k)
         offers = [
             Offer(name, bucket_of(matched(self.texts[name], seq)), count)
             for name, draft in guesses.items()
-            if (count := _count(draft[b]))
+            if (count := _count(draft))
         ]
         if self.weighted is not None:
-            offers.append(Offer(self.weighted.name, self._fared[seq.slot], k))
+            offers.append(Offer(self.weighted.name, self.fared(seq), k))
         if wish is not None and wish.drafter is not None and wish.drafter != NAME:
             offers = [offer for offer in offers if offer.drafter == wish.drafter]
-        return RowOffers(tuple(offers), most)
+        insists = wish is not None and wish.drafter is not None and wish.drafter in self._weights
+        return RowOffers(tuple(offers), most, insists)
 
     def _draft(self, choice: Choice, guesses: Mapping[str, Array], rows: int) -> Array:
         draft = np.full((rows, choice.depth), NO_GUESS, np.int32)
@@ -141,10 +157,12 @@ class AutoDrafter:
             own = draft[b, : _count(draft[b])]
             both = min(len(own), len(came))
             right = int((own[:both] == came[:both]).cumprod().sum())
-            if name in buckets:
-                self.policy.table(name).learn(buckets[name], right, len(own), len(came))
+            guessed = len(own)
             if self.weighted is not None and name == self.weighted.name:
-                self._fared[seq.slot] = bucket_of(right + 1)
+                guessed = turn.choice.drafted  # where it said nothing it took the time all the same
+                self.note(seq, right)
+            if name in buckets:
+                self.policy.table(name).learn(buckets[name], right, guessed, len(came))
 
 
 NAME = "auto"

@@ -8,6 +8,7 @@ from typing import Any
 
 from drafters import registry
 from drafters.auto.host import NAME, AutoDrafter, Weighted
+from drafters.auto.late import LateChooser
 from drafters.auto.measure import measure_costs
 from drafters.kind import (
     Asked,
@@ -26,6 +27,8 @@ from targets.backend import Backend, meter_of
 
 TEXTS = "suffix", "ngram"
 """The drafters that read the text; of equals the first is taken."""
+LOOKUP = "ngram"
+"""The one of them that device loops have a step for."""
 DEPTHS = 0, 1, 3, 7, 15
 """Draft tokens per row that a cycle may verify, beside K, where fewer cost less."""
 WITH = (
@@ -57,11 +60,7 @@ class AutoDraft:
         parts = {name: d.place(backend, target, config) for name, d in self.drafts.items()}
         placed = _Placed(parts, self.weighted, target)
         composite = Composite(parts, lambda drafter: drafter.policy, _wrapped, measure_costs)
-        return PlacedDrafter(placed.make, _nowhere, placed.snapshots, composite)
-
-
-def _nowhere(drafter: AutoDrafter) -> Any:
-    raise AssertionError("it has no step for device loops")
+        return PlacedDrafter(placed.make, placed.on_device, placed.snapshots, composite)
 
 
 @dataclass(frozen=True)
@@ -78,16 +77,38 @@ class _Placed:
             weighted = Weighted(name, made.pop(name), registry.find(name).any_width)
         return AutoDrafter(made, weighted, Policy(k, CostTable(), self._menu(k), name))
 
+    def on_device(self, drafter: AutoDrafter) -> Any:
+        """Prompt lookup and the drafter with weights: suffix lookup has no step there."""
+        narrow = drafter.weighted is None or drafter.weighted.any_width
+        chooser = LateChooser(drafter, LOOKUP, self.target.slots, narrow and self._fewer_cost_less)
+        text = self.parts[LOOKUP].on_device(drafter.texts[LOOKUP])
+        weighted = None
+        if drafter.weighted is not None:
+            weighted = self.parts[drafter.weighted.name].on_device(drafter.weighted.drafter)
+        return _device_drafter(self.target.backend)(chooser, text, weighted)
+
     def snapshots(self, drafter: AutoDrafter, unit: int) -> Any:
         if self.weighted is None or drafter.weighted is None:
             return None
         return self.parts[self.weighted].snapshots(drafter.weighted.drafter, unit)
 
-    def _menu(self, k: int) -> Menu:
+    @property
+    def _fewer_cost_less(self) -> bool:
+        """Whether a cycle verifies what it is given; else all are padded to one width."""
         meter = meter_of(self.target)
-        fewer = meter.fed_width(0) < meter.fed_width(k)  # else all are padded to one width
-        depths = {d for d in DEPTHS if d < k} | {k} if fewer else {k}
-        return Menu.of(depths, {0} if self.weighted is None else {0, max(1, k // 2), k})
+        return meter.fed_width(0) < meter.fed_width(1)
+
+    def _menu(self, k: int) -> Menu:
+        depths = {d for d in DEPTHS if d < k} | {k} if self._fewer_cost_less else {k}
+        return Menu.of(depths, {0} if self.weighted is None else {0, 1, max(1, k // 2), k})
+
+
+def _device_drafter(backend: str) -> Any:
+    if backend == "jax":
+        from drafters.auto.jax import DeviceAuto
+    else:
+        from drafters.auto.cuda import DeviceAuto
+    return DeviceAuto
 
 
 def _wrapped(drafter: AutoDrafter, wrap: Callable[[Any], Any]) -> AutoDrafter:
@@ -130,10 +151,11 @@ def _part(name: str, asked: Asked) -> Draft:
 
 KIND = DrafterKind(
     NAME,
-    "whichever of ngram, suffix and --auto-with pays at present, host loop only",
+    "whichever of ngram, suffix (host loop) and --auto-with pays at present",
     _read,
     random=_read,
     resolve=_resolve,
     options=AutoOptions,
+    device_loops=("jax", "cuda"),
     part=_weighted,
 )

@@ -109,7 +109,9 @@ def _configs(
     """Plain decoding, and the drafter with each K; of one that is made of others, these too."""
     composite = model.drafters[speculation.drafter].composite
     names = [*(composite.parts if composite else ()), speculation.drafter]
-    names = [name for name in names if find(name).most_k]
+    device = loop_of(model, speculation) == "device"
+    stepless = {name for name in names if model.target.backend not in find(name).device_loops}
+    names = [n for n in names if find(n).most_k and not (device and n in stepless)]
     drafting = [replace(speculation, drafter=name, k=k) for name in names for k in ks]
     return [plain(speculation), *drafting]
 

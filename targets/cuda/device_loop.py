@@ -20,7 +20,13 @@ from specdec.core.cycle import cycle
 from specdec.core.protocols import Cycle, Proposer
 from specdec.core.script import Script, scripted_choice
 from specdec.core.types import NO_GUESS, SAT_OUT, LogprobRows, Round, Sequence, Step
-from targets.cuda.device_drafter import CapturedBatch, DeviceDrafter, SlotState
+from targets.cuda.device_drafter import (
+    CapturedBatch,
+    DeviceDrafter,
+    SlotState,
+    depth_of,
+    variant_of,
+)
 from targets.cuda.graphs import Captured, CapturedParts, bucket_of
 from targets.cuda.kernels import Kernels
 from targets.cuda.out_of_memory import room_for
@@ -44,6 +50,8 @@ class GraphKey:
     """Whether the host puts guesses first, and makes masks between the forward and the choice."""
     limited: bool = False
     """Whether any request wants fewer than k guesses."""
+    variant: str = ""
+    """Which of the drafter's cycles, see `device_drafter.variant_of`."""
 
 
 @dataclass(frozen=True)
@@ -217,8 +225,11 @@ class CapturedCycle:
         needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
         limited = any(seq.most_guesses(self.k) < self.k for seq in seqs)
+        # what the host puts first may be longer than what the drafter would say
+        k = self.k if guided(seqs) else depth_of(self.drafter, self.k)
         return GraphKey(
-            bucket_of(len(seqs)), self.k, needs_sampler, logprobs, guided(seqs), limited
+            *(bucket_of(len(seqs)), k, needs_sampler, logprobs, guided(seqs), limited),
+            variant=variant_of(self.drafter),
         )
 
     @torch.inference_mode()

@@ -202,13 +202,13 @@ def device_loop(
             return [cycle(one_by_one, GuidedDrafter(stepped), seqs, k)]
         needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
+        drafter.ready(seqs)
         program = drafter.program(needs_sampler)
         plan = LoopPlan(target.plan, program, k, cycles, needs_sampler, logprobs)
         if plan not in compiled:
             compiled[plan] = jax.jit(
                 partial(run_cycles, plan), donate_argnums=1, out_shardings=(None, whole, whole)
             )
-        drafter.ready(seqs)
         limits, state = _start(target, seqs, 1 if single else cycles)
         weights = drafter.weights()
         said = None if placed is None else placed.tables()

@@ -38,6 +38,8 @@ class RowOffers:
     offers: tuple[Offer, ...]
     most: int
     """Guesses at most: the request's own limit."""
+    insists: bool = False
+    """Whether the request asked for the drafter with weights by name."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +91,16 @@ class Policy:
         return self.tables[drafter]
 
     def choose(self, rows: Seqs[RowOffers]) -> Choice:
-        """The best of the menu. Where a row can choose from the drafter with weights alone, that
-        runs; where nobody ran it for long, it is tried."""
+        """The best of the menu. The drafter with weights runs where a request insists, and where
+        it did not run for long."""
         pairs = self.menu.pairs
         runs = [pair for pair in pairs if pair[1]]
-        if runs and (self._idle >= SHADOW or any(self._insists(row) for row in rows)):
+        if runs and (self._idle >= SHADOW or any(r.insists and r.most for r in rows)):
             pairs = runs
         best = max(pairs, key=lambda pair: self._worth(rows, *pair))
         return self._made(rows, *best)
 
-    def learn(self, choice: Choice, emitted: int) -> None:
+    def learn(self, choice: Choice, emitted: float) -> None:
         """The cycle emitted so many tokens, over all rows."""
         self._idle = 0 if choice.drafted or self.weighted is None else self._idle + 1
         seconds = self.costs.seconds(Work(len(choice.by_row), choice.depth, choice.drafted))
@@ -106,9 +108,6 @@ class Policy:
         self._seconds = self._seconds * FADE + seconds
         for name in choice.by_row:
             self.chosen[name or "none"] = self.chosen.get(name or "none", 0) + 1
-
-    def _insists(self, row: RowOffers) -> bool:
-        return bool(row.most) and [o.drafter for o in row.offers] == [self.weighted]
 
     def _worth(self, rows: Seqs[RowOffers], depth: int, drafted: int) -> float:
         tokens = sum(1 + self._best(row, depth, drafted)[0] for row in rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 DISCOUNT = 0.98
 """Of what was seen, with each further draft: the last fifty count, so that a text may change."""
-BELIEF = 2.0
+BELIEF = 5.0
 """Drafts that the guess before a position stands for, where few were seen."""
 FIRST = 0.6
 """Chance of a first guess of which nothing is known: high enough for it to be tried."""
