@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from specdec.core.config import Loop, ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
+from specdec.core.policy.choice import Policy
 from specdec.core.prefix_cache.snapshots import Snapshots
 from specdec.core.protocols import Drafter
 from specdec.core.types import MAX_DRAFT
@@ -43,6 +44,22 @@ class Asked:
     """The target's; None where weights are random."""
     speculation: SpeculationConfig
     """Resolved, with the drafter's own options as fields."""
+    random: bool = False
+    """Whether weights are made, not read."""
+
+
+@dataclass(frozen=True)
+class Composite:
+    """What more there is of a drafter that is made of others."""
+
+    parts: Mapping[str, PlacedDrafter]
+    """They can be had alone too, by name."""
+    policy: Callable[[Any], Policy]
+    """How such a drafter chooses."""
+    wrap_weighted: Callable[[Any, Callable[[Any], Any]], Any]
+    """(drafter, wrap) -> the drafter, `wrap` around the part that has weights."""
+    measure: Callable[[Any, Any], None]
+    """(engine, drafter): measure what cycles cost, once the engine can run."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,8 @@ class PlacedDrafter:
     snapshots: Callable[[Any, int], Snapshots | None] = lambda drafter, unit: None
     """What that drafter keeps of prompts for the prefix cache, in chunks of so many tokens; None
     for drafters that need the text alone."""
+    composite: Composite | None = None
+    """Of drafters that are made of others."""
 
 
 class Draft(Protocol):
@@ -134,6 +153,19 @@ class DrafterKind:
     """Most draft tokens of a cycle."""
     device_loops: tuple[str, ...] = ()
     """The backends whose device loop it has a step for."""
+    any_width: bool = False
+    """Whether it can be told of cycles that verified fewer guesses than k."""
+    part: Callable[[SpeculationConfig], str | None] | None = None
+    """Of a drafter that is made of others: which of them has weights, if any."""
+
+    @property
+    def weighted(self) -> bool:
+        """Whether it has weights, and is not made of others."""
+        return self.random is not None and self.part is None
+
+    def guesses_by_weights(self, speculation: SpeculationConfig) -> bool:
+        """Whether any guess follows from weights."""
+        return self.weighted if self.part is None else self.part(speculation) is not None
 
     def refuse(self, loop: Loop, backend: str) -> None:
         """Raise UserError where it has no step for this loop."""

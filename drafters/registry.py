@@ -19,6 +19,7 @@ KINDS = {
     "model": "drafters.model.kind",
     "eagle3": "drafters.eagle3.kind",
     "assistant": "drafters.assistant.kind",
+    "auto": "drafters.auto.kind",
 }
 """Each name's module, whose `KIND` is its `DrafterKind`; imported when it is asked for."""
 PLAIN = "none"

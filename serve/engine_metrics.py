@@ -9,6 +9,8 @@ from prometheus_client.registry import Collector
 
 from serve.reads import Speculating
 from serve.runner import EngineRunner
+from specdec.core.policy.choice import Policy
+from specdec.core.policy.report import alternatives, what_if
 
 LABELS = ("model_name", "engine")
 
@@ -30,6 +32,8 @@ class EngineCollector(Collector):
         yield from self._guesses()
         yield from self._times()
         yield from self._queue()
+        if (policy := self._runner.engine.drafting.policy) is not None:
+            yield from self._choices(policy)
         cache = self._runner.engine.prefix_cache
         queries, hits = (cache.queries, cache.hits) if cache else (0, 0)
         yield self._counter(
@@ -99,6 +103,32 @@ class EngineCollector(Collector):
                 "cost as measured at the start.",
                 times.plain,
             )
+
+    def _choices(self, policy: Policy) -> Iterator[Metric]:
+        """What `auto` knows."""
+        yield self._labelled(
+            "specdec:drafter_rows",
+            "Rows of cycles that took a drafter's guesses.",
+            ("drafter",),
+            [((drafter,), rows) for drafter, rows in sorted(policy.chosen.items())],
+        )
+        alone = GaugeMetricFamily(
+            "specdec:drafter_tokens_per_pass",
+            "Tokens per verify pass, had this drafter alone guessed k of them.",
+            labels=(*LABELS, "drafter", "k"),
+        )
+        for drafter, k in alternatives(policy):
+            tau = what_if(policy, drafter, k, rows=1)["tau"]
+            alone.add_metric((*self._labels, drafter, str(k)), tau)
+        yield alone
+        seconds = GaugeMetricFamily(
+            "specdec:cycle_seconds",
+            "Median seconds of a cycle by rows, tokens verified and guesses by weights.",
+            labels=(*LABELS, "rows", "depth", "drafted"),
+        )
+        for work, median in policy.costs.rows():
+            seconds.add_metric((*self._labels, *map(str, work)), median)
+        yield seconds
 
     def _queue(self) -> Iterator[Metric]:
         runner = self._runner

@@ -12,9 +12,10 @@ from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.gemma.output import GemmaOutput
 from serve.metrics import Metrics
-from serve.reads import NOT, ReadsOfChoice, Speculating
+from serve.reads import ReadsOfChoice, Speculating
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
 from serve.schema import CompletionRequest
+from serve.speculation import told
 from serve.stream import ChoiceText, Output, Piece, PlainOutput, Tokenizer
 from serve.translate import Plan, plan
 from specdec.constraints.vocabulary import Vocabulary
@@ -75,6 +76,8 @@ class Usage:
     """Of the choices that have ended, and "error" or "abort" of those that did not end well."""
     first_token: float | None = None
     """Seconds until there was one."""
+    speculative: dict[str, object] | None = None
+    """The request's own `speculative` as it was taken; None: it asked for nothing."""
 
     def to_json(self) -> dict[str, object]:
         """OpenAI's usage. What was drafted is none of it: see `metrics`."""
@@ -97,7 +100,10 @@ class Usage:
 
     def metrics(self) -> dict[str, object]:
         """How speculation fared."""
-        return {
+        asked: dict[str, object] = (
+            {} if self.speculative is None else {"speculative": self.speculative}
+        )
+        return asked | {
             "speculative_decoding": {
                 "verify_passes": sum(self.cycles),
                 "draft_tokens": sum(self.drafted),
@@ -126,6 +132,7 @@ class Generation:
             drafted=zeros,
             accepted=zeros.copy(),
             cycles=zeros.copy(),
+            speculative=_speculative(context, plan_),
         )
         self.recited: list[list[TokenLogprob]] = [[] for _ in plan_.prompts]
         """Per prompt the log-probabilities of its tokens but the first, where asked for."""
@@ -133,7 +140,7 @@ class Generation:
         self._open = set(range(len(ticket.sequences)))
         self._silent = set(range(len(texts)))  # no token yet
         self._reads = {
-            index: ReadsOfChoice(context.tokenizer, context.speculating if seq.speculate else NOT)
+            index: ReadsOfChoice(context.tokenizer, context.speculating.of(seq.speculative))
             for index, seq in enumerate(ticket.sequences)
             if seq.reported
         }
@@ -254,10 +261,16 @@ async def begin(
             context.max_len,
             request_id,
             caller,
+            context.runner.engine.drafting,
         )
     ticket = _submit(context.runner, planned.sequences)
     texts = [_text(context.tokenizer, request, planned) for _ in planned.choices]
     return Generation(context, request, planned, ticket, texts)
+
+
+def _speculative(context: Context, plan_: Plan) -> dict[str, object] | None:
+    wish = plan_.choices[0].speculative if plan_.choices else None
+    return told(wish, context.runner.engine.drafting)
 
 
 def _text(

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from specdec.core.engine import Engine
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.prefix_cache.pool import Budget
-from specdec.core.types import Constraint, Reuse, Sampling, Sequence
+from specdec.core.types import Constraint, Reuse, Sampling, Sequence, Speculative
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ def _packed(seq: Sequence) -> dict[str, Any]:
         "sampling": asdict(seq.sampling),
         "max_tokens": seq.max_tokens,
         "stop_ids": sorted(seq.stop_ids),
-        "speculate": seq.speculate,
         "reuse": None if seq.reuse is None else [seq.reuse.scope, seq.reuse.partings],
         "constraint": None if seq.constraint is None else seq.constraint.packed(),
+        "speculative": None if seq.speculative is None else asdict(seq.speculative),
         "prediction": None if seq.prediction is None else list(seq.prediction.text),
     }
 
@@ -103,7 +103,6 @@ def _unpacked(
     given["logit_bias"] = tuple((token, bias) for token, bias in given["logit_bias"])
     stop_ids = frozenset(packed["stop_ids"])
     seq = Sequence(packed["tokens"], Sampling(**given), packed["max_tokens"], stop_ids)
-    seq.speculate = packed["speculate"]
     if packed["reuse"] is None:
         seq.reuse = None
     else:
@@ -111,6 +110,8 @@ def _unpacked(
         seq.reuse = Reuse(scope, tuple(partings))
     if packed["constraint"] is not None:
         seq.constraint = constrain(packed["constraint"])
+    if packed["speculative"] is not None:
+        seq.speculative = Speculative(**packed["speculative"])
     if packed["prediction"] is not None:
         seq.prediction = Prediction(PredictedText(packed["prediction"]), seq.prompt_len)
     return seq

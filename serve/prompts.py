@@ -9,6 +9,7 @@ from serve.errors import ApiError
 from serve.schema import CompletionRequest
 from serve.stream import Tokenizer
 from specdec.core.prediction import PredictedText
+from targets.tokenizer import bare_ids
 
 
 def encode(
@@ -58,12 +59,6 @@ def predicted_text(
         return None
     text = (request.prediction.content or "")[: max_len * tokenizer.longest_token]
     return PredictedText(bare_ids(text, tokenizer)[:max_len])
-
-
-def bare_ids(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Of a text that begins no prompt: without BOS."""
-    ids = tokenizer.encode(text)
-    return ids[1:] if ids[:1] == [tokenizer.bos_id] else ids
 
 
 def _cut(prompt: list[int], request: ChatRequest | CompletionRequest, max_len: int) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from serve.runner import Update
-from specdec.core.types import CycleReport, Guesser
+from specdec.core.types import CycleReport, Guesser, Speculative
 
 if TYPE_CHECKING:
     from serve.stream import Tokenizer
@@ -30,9 +30,12 @@ class Speculating:
         names = {"prediction": PREDICTION, "constraint": GRAMMAR}
         return names.get(guesser) or self.drafter or "none"
 
-
-NOT = Speculating(None, 0)
-"""Of a request that switches it off."""
+    def of(self, wish: Speculative | None) -> Speculating:
+        """What one request is speculated with."""
+        if wish is None:
+            return self
+        k = self.k if wish.k is None else min(wish.k, self.k)
+        return Speculating(wish.drafter or self.drafter, k) if k else Speculating(None, 0)
 
 
 @dataclass(frozen=True)

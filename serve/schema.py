@@ -23,6 +23,7 @@ from serve.errors import ApiError
 from serve.fields import check_names
 from serve.messages import Text
 from serve.wishes import Ids, SamplingWishes
+from specdec.core.types import MAX_DRAFT
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
@@ -93,12 +94,14 @@ class Prediction(BaseModel):
     content: Text
 
 
-class Speculative(BaseModel):
-    """How a request is speculated on. It can't change the answer."""
+class SpeculativeWish(BaseModel):
+    """How this request is drafted for. It can't change the answer."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    enabled: bool = True
+    drafter: str | None = None
+    k: Annotated[int, Field(ge=0, le=MAX_DRAFT)] | None = None
+    enabled: bool | None = None
 
 
 def _stops(value: Any) -> Any:
@@ -142,7 +145,7 @@ class GenerationRequest(SamplingWishes):
     guided_grammar: str | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
     prediction: Prediction | None = None
-    speculative: Speculative | None = None
+    speculative: SpeculativeWish | None = None
     include_speculation: bool | None = None
 
     @model_validator(mode="after")

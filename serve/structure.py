@@ -12,7 +12,6 @@ from serve.chat_schema import ChatRequest, NamedTool
 from serve.errors import ApiError
 from serve.gemma.tool_grammar import tool_grammar
 from serve.messages import Tool
-from serve.prompts import bare_ids
 from serve.schema import CompletionRequest, StructuredOutputs
 from serve.stream import Tokenizer
 from specdec.constraints.constraint import TextRules
@@ -20,6 +19,7 @@ from specdec.constraints.grammar import Part, composed, part_of
 from specdec.constraints.json_schema import json_part
 from specdec.constraints.rules import Budget
 from specdec.core.errors import UserError
+from targets.tokenizer import bare_ids
 
 THOUGHT = ("<|channel>", "<channel|>")
 TURN = "<|turn>"

@@ -11,10 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from serve.body import body_schema, errors_of, read_body
 from serve.chat_schema import ChatRequest
 from serve.generation import Context
-from serve.prompts import bare_ids, chat_ids, check_ids, check_size, check_sizes
+from serve.prompts import chat_ids, check_ids, check_size, check_sizes
 from serve.replies import Json
 from serve.schema import parse
 from serve.wishes import MAX_LIST
+from targets.tokenizer import bare_ids
 
 
 class TokenizeText(BaseModel):

@@ -11,11 +11,13 @@ from serve.errors import ApiError
 from serve.prompts import check_ids, encode, predicted_text
 from serve.reuse import reuse_of
 from serve.schema import CompletionRequest
+from serve.speculation import speculative_of
 from serve.stream import Tokenizer
 from serve.structure import Thinking, rules_for, thinking_at
 from specdec.constraints.constraint import TextConstraint, TextRules
 from specdec.constraints.recite import Recite
 from specdec.constraints.vocabulary import Vocabulary
+from specdec.core.engine import Drafting
 from specdec.core.errors import UserError
 from specdec.core.prediction import Prediction
 from specdec.core.types import Constraint, Sampling, Sequence
@@ -55,9 +57,12 @@ def plan(
     max_len: int,
     request_id: str,
     caller: str = "",
+    drafting: Drafting = Drafting(),  # noqa: B008
 ) -> Plan:
     """Everything that a request needs before the engine sees it: takes a while where its prompt or
-    its schema is long. caller: see `reuse_of`. Raises ApiError 400 or UserError."""
+    its schema is long. caller: see `reuse_of`. drafting: the engine's. Raises ApiError 400 or
+    UserError."""
+    speculative = speculative_of(request, drafting)
     prompts = encode(request, tokenizer, max_len)
     choices = [] if request.limit == 0 else _choices(request, prompts, tokenizer, max_len)
     thinking = thinking_at(request, tokenizer, prompts[0])
@@ -68,7 +73,7 @@ def plan(
         seq.constraint = _constraint(rules, vocabulary)
         seq.prediction = predicted and Prediction(predicted, seq.prompt_len)
         seq.reuse = reuse_of(request, seq.tokens, tokenizer, caller)
-        seq.speculate = request.speculative is None or request.speculative.enabled
+        seq.speculative = speculative
         seq.reported = bool(request.include_speculation)
     recitals = [_recital(request, prompt, tokenizer) for prompt in prompts]
     return Plan(prompts, choices, recitals, thinking)

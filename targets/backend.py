@@ -16,6 +16,7 @@ from specdec.core.config import Loop, ModelConfig
 from specdec.core.errors import UserError
 from specdec.core.prefix_cache.snapshots import TargetSnapshots
 from specdec.core.protocols import Cycle, Target
+from specdec.core.script import Script
 from specdec.core.types import Array, Check, Sequence
 
 if TYPE_CHECKING:
@@ -138,11 +139,9 @@ class Backend(Protocol):
         """The drivers that such a target has, the faster one first (as measured: docs/results)."""
         ...
 
-    def device_loop(
-        self, target: Any, drafter: Any, k: int, accepted: Array | None = None
-    ) -> Cycle:
+    def device_loop(self, target: Any, drafter: Any, k: int, script: Script | None = None) -> Cycle:
         """The device-resident driver. drafter: what the drafter's folder brings for this backend's
-        loop; accepted: counts to take instead of comparing (speed tests)."""
+        loop; script: what is said, whatever is chosen (speed tests)."""
         ...
 
     def warm(self, target: Any) -> tuple[int, Seqs[int]]:

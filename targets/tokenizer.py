@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 import jinja2.ext
@@ -203,6 +203,21 @@ class Tokenizer:
     def _without_newline(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         # A newline among the stop ids is a known copying mistake; it would end each answer early.
         return tuple(i for i in ids if self.decode([i], skip_special=False) != "\n")
+
+
+class Encoder(Protocol):
+    """What turns a text into a prompt's ids, BOS in front."""
+
+    @property
+    def bos_id(self) -> int | None: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+def bare_ids(text: str, tokenizer: Encoder) -> list[int]:
+    """Of a text that begins no prompt: without BOS."""
+    ids = tokenizer.encode(text)
+    return ids[1:] if ids[:1] == [tokenizer.bos_id] else ids
 
 
 def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:

@@ -6,7 +6,6 @@ import io
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -18,48 +17,7 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from specdec.core.provenance import gpus, run_record
-from specdec.core.synthetic import CYCLES, accepted_table, synthetic_cycle
-from specdec.core.types import SAT_OUT, Round, Sequence, Step
 from tests.fakes import FakeTarget
-
-
-@pytest.mark.parametrize(
-    ("tau", "k"), [(1, 4), (1.3, 1), (2.7, 4), (3, 4), (5, 4), (1, 0), (9, 31)]
-)
-def test_a_table_has_the_mean_that_was_asked_for_over_short_runs_too(tau, k):
-    table = accepted_table(tau, k, slots=3)
-    assert table.shape == (CYCLES, 3) and table.dtype == np.int32
-    assert table.min() >= 0 and table.max() <= k
-    assert table.mean(0) + 1 == pytest.approx([tau] * 3, abs=0.02)
-    assert table[100:150].mean(0) + 1 == pytest.approx([tau] * 3, rel=0.1)
-    assert (table == accepted_table(tau, k, slots=3)).all()
-
-
-def test_a_table_is_drawn_as_guesses_are():
-    """Kept guesses fall geometrically, and slots and seeds differ."""
-    table = accepted_table(2.7, 4, slots=2)
-    kept = [(table >= n).mean() for n in range(1, 5)]
-    assert np.array(kept[1:]) / kept[:-1] == pytest.approx([kept[0]] * 3, rel=0.03)
-    assert (table[:, 0] != table[:, 1]).any()
-    assert (table != accepted_table(2.7, 4, slots=2, seed=1)).any()
-
-
-@pytest.mark.parametrize("tau", [0.9, 5.1, float("nan")])
-def test_a_tau_out_of_reach_is_refused(tau):
-    with pytest.raises(UserError, match="--synthetic-tau must be 1 to K"):
-        accepted_table(tau, 4, slots=1)
-
-
-def test_synthetic_decoding_has_that_tau_whatever_the_drafter_guesses():
-    target = FakeTarget(slots=2)
-
-    def make_engine() -> Engine:
-        drafter = NoDrafter()
-        driver = synthetic_cycle(host_cycle(target, drafter, 4), accepted_table(2.7, 4, 2))
-        return Engine(target, drafter, driver)
-
-    run = bench.end_to_end("tau 2.7", make_engine, [[1, 2], [3]], max_tokens=200)
-    assert run.tau == pytest.approx(2.7, rel=0.03) and run.tokens == 400
 
 
 def test_rows_decode_together_however_many_prompts_there_are():
@@ -81,13 +39,6 @@ def test_rows_decode_together_however_many_prompts_there_are():
     assert len(made) == 1  # what it compiled for the first run serves the second
     samples = bench.cycle_samples(made[0], prompts)
     assert len(samples) == bench.CYCLE_SAMPLES and set(met[10:]) == {12} and made[0].idle
-
-
-def test_synthetic_rows_that_sit_out_stay_out():
-    silent = Round(np.zeros((1, 4)), Step(np.zeros((1, 5))), np.array([SAT_OUT]))
-    driver = synthetic_cycle(lambda seqs, single: [silent], accepted_table(3, 4, 1))
-    (done,) = driver([Sequence([1], slot=0)], False)
-    assert done.accepted.tolist() == [SAT_OUT]
 
 
 def test_cycles_are_counted_by_round_and_the_engine_is_left_idle():

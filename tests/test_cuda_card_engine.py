@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
 
+from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
-from specdec.core.types import Event, Sampling, Sequence
+from specdec.core.script import drawn_right
+from specdec.core.types import Event, Sampling, Sequence, Speculative
 from targets import mini
 from targets.cuda.load import CudaOptions, load_target
 from tests.modes import MODES
+from tests.test_script import ANSWERS, SHARES, told
 
 pytestmark = pytest.mark.gpu
 UNREACHED = 10**6
@@ -168,3 +171,38 @@ def test_a_batch_that_grows_and_shrinks(mode):
     assert max(sizes) == 17 and {1, 2, 4, 8, 16} < set(sizes) and sizes[-1] < 8
     for seq in seqs:
         assert seq.finish == "length" and seq.tokens == plain(seq)[0]
+
+
+def test_a_script_is_said_by_the_captured_cycle():
+    """With what lookup finds, with a recorded acceptance, with a prediction: as in the host loop,
+    on slots that had other owners before."""
+    from drafters.ngram.cuda import DeviceNgram
+    from targets.cuda.device_loop import device_loop
+
+    target = target_of(2)
+
+    def drive(script):
+        return device_loop(target, DeviceNgram(target, 1, 3), 3, script)
+
+    for right in (None, partial(drawn_right, SHARES, seed=1)):
+        for predicted in (None, ANSWERS[0]):
+            host = told(target, NgramDrafter(1, 3), 3, right, predicted=predicted)
+            assert told(target, NgramDrafter(1, 3), 3, right, drive, predicted) == host
+            assert host[0] == ANSWERS
+
+
+def test_a_request_has_as_many_guesses_as_it_wants():
+    """In the captured cycle as in the host loop, beside others that want more."""
+    target = target_of(3)
+
+    def texts(drafter, cycle, wishes):
+        seqs = [Sequence(prompt(1, 40), MODES["nucleus"](i), max_tokens=40) for i in range(3)]
+        for seq, k in zip(seqs, wishes, strict=True):
+            seq.speculative = Speculative(k=k)
+        Engine(target, drafter, cycle).run_to_end(seqs)
+        return [seq.tokens for seq in seqs], [seq.acceptance.drafted_at for seq in seqs]
+
+    host = NgramDrafter(2, 5)
+    for wishes in ((None, None, None), (None, 0, 2), (0, 0, 0)):
+        said = texts(host, host_cycle(target, host, 4), wishes)
+        assert texts(NoDrafter(), captured(3), wishes) == said

@@ -132,6 +132,10 @@ def leave(url: str) -> None:
         (["--coordinator-address", "here:1"], ["--num-processes and --process-id"]),
         (["--coordinator-address", "auto", "--process-id", "0"], ["auto", "leave them out"]),
         ([*"--coordinator-address a:1 --num-processes 2 --process-id 2".split()], ["0 to 1"]),
+        (
+            ["--coordinator-address", "auto", "--drafter", "auto"],
+            ["--drafter auto", "same programs"],
+        ),
         ([*CUDA, "--coordinator-address", "auto"], ["--coordinator-address", "--backend jax"]),
     ],
 )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from drafters import registry
-from serve.lockstep import _packed, _unpacked
 from specdec.assembly.engine import make_engine
 from specdec.assembly.model import Model, load_model
 from specdec.core.config import Loop, ModelConfig, SpeculationConfig
-from specdec.core.constraint import Unrestricted, lead, leading_guesses
-from specdec.core.types import Sampling, Sequence
+from specdec.core.types import Sampling, Sequence, Speculative
 from tests.serving import Server
 
 CODE = "def add_one(items):\n    return [item + 1 for item in items]\n\ndef add_two(items):\n"
@@ -34,7 +31,7 @@ def decoded(model: Model, speculation: SpeculationConfig, on: tuple[bool, ...]) 
             model.tokenizer.encode(prompt),
             Sampling(temperature=temperature, seed=3),
             max_tokens=count,
-            speculate=speculates,
+            speculative=None if speculates else Speculative(k=0),
         )
         for (prompt, temperature, count), speculates in zip(REQUESTS, on, strict=True)
     ]
@@ -57,20 +54,6 @@ def test_texts_are_equal_and_nothing_is_guessed(drafter, loop):
             assert speculates or seq.acceptance.tau == 1
 
 
-def test_a_barred_row_keeps_no_guess_and_spoils_no_other():
-    off, on = Sequence([1, 2], speculate=False), Sequence([1, 2], constraint=Unrestricted())
-    leading = leading_guesses([off, on], 3)
-    assert leading is not None
-    draft = np.array([[7, 8, 9], [7, 8, 9]], np.int32)
-    assert lead(leading.rows, draft).tolist() == [[-1, -1, -1], [7, 8, 9]]
-
-
-def test_other_processes_are_told():
-    for speculate in (True, False):
-        seq = Sequence([1, 2], speculate=speculate)
-        assert _unpacked(_packed(seq), lambda packed: Unrestricted()).speculate == speculate
-
-
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_a_request_switches_it_off(mini_server: Server, path):
     ask = {"max_tokens": 40, "temperature": 0, "include_speculation": True}
@@ -86,10 +69,3 @@ def test_a_request_switches_it_off(mini_server: Server, path):
     assert ids[0] == ids[1]
     on, off = (body["metrics"]["speculative_decoding"] for body in bodies)
     assert on["draft_tokens"] > 0 == off["draft_tokens"] and off["tokens_per_pass"] == 1
-
-
-@pytest.mark.parametrize("wish", [False, {"enabled": "no"}, {"enabled": None}, {"on": True}])
-def test_other_wishes_are_refused(mini_server: Server, wish):
-    reply = mini_server.post("completions", prompt="a", speculative=wish)
-    assert reply.status_code == 400
-    assert reply.json()["error"]["param"] == "speculative"

@@ -160,4 +160,5 @@ KIND = DrafterKind(
     options=AssistantOptions,
     vllm_method="mtp",
     device_loops=("jax", "cuda"),
+    any_width=True,
 )

@@ -27,6 +27,8 @@ class _Index:
     follows: dict[tuple[int, ...], int] = field(default_factory=dict)
     indexed: int = 0
     """Tokens seen so far: every n-gram that ends before `indexed - 1` has a known continuation."""
+    matched: int = 0
+    """Length of the suffix that was found last."""
 
 
 class NgramDrafter:
@@ -52,6 +54,10 @@ class NgramDrafter:
                 draft[b] = continuation(seq.tokens, follow, k)
         return draft
 
+    def matched(self, seq: Sequence) -> int:
+        """Length of the suffix that the last guess followed from, 0 where none was found."""
+        return self._indices[seq.slot].matched
+
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         pass
 
@@ -61,7 +67,9 @@ class NgramDrafter:
         for n in range(min(self.n_max, len(seq.tokens) - 1), self.n_min - 1, -1):
             follow = index.follows.get(tuple(seq.tokens[-n:]))
             if follow is not None:
+                index.matched = n
                 return follow
+        index.matched = 0
         return None
 
     def _extend(self, index: _Index, tokens: list[int]) -> None:

@@ -1,112 +1,131 @@
-"""Suffix lookup: what followed where the longest suffix of the text occurred before?
+"""Suffix lookup: what came after the longest suffix of the text, where it occurred before?
 
-Prompt lookup tries suffixes of a few lengths; here a suffix automaton finds the longest of any
-length, at a cost per token that does not grow with the text. (Blumer et al. 1985, "The smallest
-automaton recognizing the subwords of a text"; Oliaro et al. 2024, arXiv 2411.04975.)
+Prompt lookup tries suffixes of a few lengths; here suffix automata find the longest of any length,
+and go on with what came next most often, at a cost per token that does not grow with the text.
+(Oliaro et al. 2024, "SuffixDecoding", arXiv 2411.04975.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from drafters.suffix.answers import Answers
+from drafters.suffix.automaton import Match, SuffixAutomaton
 from specdec.core.errors import UserError
 from specdec.core.types import NO_GUESS, Array, Sequence, Step
 
 SHORTEST = 2
 """Below two tokens a match says little: after a lone ` the` or newline anything may follow."""
+AHEAD = 64
+"""Tokens that are expected beyond the text's end: where an edit ends, it goes on with them."""
+RESUMED = 32
+"""Of these, how many a token is looked for in when nothing else is known."""
+CONTEXT = 32
+"""Tokens of the text by which its place in newly kept answers is found."""
 
 
-class SuffixAutomaton:
-    """Of a text that grows token by token: the longest suffix that occurred before its end."""
+@dataclass
+class _Row:
+    """What is known of one slot's text."""
 
-    def __init__(self) -> None:
-        self.matched = 0
-        """Length of the longest suffix that occurred before."""
-        self.follow = 0
-        """The position after its first occurrence."""
-        self._size = 0
-        self._next: list[dict[int, int]] = [{}]
-        self._link, self._length, self._end = [-1], [0], [0]
-        self._last = self._match = 0
+    seq: Sequence
+    own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    match: Match = Match()
+    others: list[tuple[SuffixAutomaton, Match]] = field(default_factory=list)
+    """Matches in the answers of others."""
+    expected: list[int] = field(default_factory=list)
+    """What was expected to come when last a suffix was found, less what has come since."""
+    kept: bool = False
 
-    def append(self, token: int) -> None:
-        self._advance(token)  # before the token is known: its own place is no earlier occurrence
-        self._extend(token)
-
-    def _advance(self, token: int) -> None:
-        state = self._match
-        while state and token not in self._next[state]:
-            state = self._link[state]
-            self.matched = self._length[state]
-        if token in self._next[state]:
-            state = self._next[state][token]
-            self.matched += 1
-        self._match, self.follow = state, self._end[state]
-
-    def _extend(self, token: int) -> None:
-        self._size += 1
-        new = self._state({}, self._size, self._size)
-        state, self._last = self._last, new
-        while state >= 0 and token not in self._next[state]:
-            self._next[state][token] = new
-            state = self._link[state]
-        if state >= 0:
-            self._link[new] = self._split(state, token)
-        else:
-            self._link[new] = 0
-
-    def _split(self, state: int, token: int) -> int:
-        """The state of exactly the text of `state` and the token."""
-        found = self._next[state][token]
-        if self._length[found] == self._length[state] + 1:
-            return found
-        clone = self._state(dict(self._next[found]), self._length[state] + 1, self._end[found])
-        self._link[clone], self._link[found] = self._link[found], clone
-        while state >= 0 and self._next[state].get(token) == found:
-            self._next[state][token] = clone
-            state = self._link[state]
-        if self._match == found and self.matched <= self._length[clone]:
-            self._match = clone
-        return clone
-
-    def _state(self, following: dict[int, int], length: int, end: int) -> int:
-        self._next.append(following)
-        self._link.append(-1)
-        self._length.append(length)
-        self._end.append(end)
-        return len(self._next) - 1
+    @property
+    def found(self) -> tuple[SuffixAutomaton, Match]:
+        """The longest match, of equals that in its own text."""
+        return max([(self.own, self.match), *self.others], key=lambda found: found[1].length)
 
 
 class SuffixDrafter:
-    """Looks at the whole sequence: prompt, earlier chat turns, and what was emitted."""
+    """Looks at the whole sequence, prompt, earlier chat turns and what was emitted; and, if wanted,
+    at what others were answered."""
 
-    def __init__(self, shortest: int = SHORTEST) -> None:
-        """shortest: the least suffix that is worth a guess, in tokens. Raises UserError."""
+    def __init__(self, shortest: int = SHORTEST, answers: int = 0) -> None:
+        """shortest: the least suffix that is worth a guess, in tokens. answers: most tokens of
+        ended answers that are kept to look at, 0 for none. Raises UserError."""
         if shortest < 1:
             raise UserError(f"--suffix-min must be 1 or more, got {shortest}")
+        if answers < 0:
+            raise UserError(f"--suffix-answers must be 0 (off) or more tokens, got {answers}")
         self.shortest = shortest
-        self._automata: dict[int, SuffixAutomaton] = {}
-        self._read: dict[int, int] = {}
+        self._answers = Answers(answers) if answers else None
+        self._rows: dict[int, _Row] = {}
 
     def reset(self, seq: Sequence) -> None:
-        self._automata[seq.slot], self._read[seq.slot] = SuffixAutomaton(), 0
+        self._keep_ended()
+        self._rows[seq.slot] = _Row(seq)
 
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
-        pass  # `propose` reads the engine's token history, there is nothing else to learn
+        self._read(self._rows[seq.slot], stop)
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
+        self._keep_ended()
         draft = np.full((len(seqs), k), NO_GUESS, np.int32)
         for b, seq in enumerate(seqs):
-            automaton = self._automata[seq.slot]
-            for token in seq.tokens[self._read[seq.slot] :]:
-                automaton.append(token)
-            self._read[seq.slot] = len(seq.tokens)
-            if automaton.matched >= self.shortest:
-                period = len(seq.tokens) - automaton.follow  # past the end the match repeats
-                draft[b] = [seq.tokens[automaton.follow + i % period] for i in range(k)]
+            guesses = self._guess(self._rows[seq.slot])[:k]
+            draft[b, : len(guesses)] = guesses
         return draft
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         pass
+
+    def matched(self, seq: Sequence) -> int:
+        """Length of the suffix that the last guess followed from, 0 where none was found."""
+        length = self._rows[seq.slot].found[1].length
+        return length if length >= self.shortest else 0
+
+    def _guess(self, row: _Row) -> list[int]:
+        self._look_at_answers(row)
+        self._read(row, len(row.seq.tokens))
+        where, match = row.found
+        if match.length >= self.shortest:
+            row.expected = where.continuation(match, AHEAD)
+        return row.expected
+
+    def _read(self, row: _Row, stop: int) -> None:
+        for token in row.seq.tokens[row.own.size : stop]:
+            # before the token is known: its own place is no earlier occurrence
+            row.match = row.own.advanced(row.match, token)
+            row.own.append(token)
+            row.others = [(where, where.advanced(m, token)) for where, m in row.others]
+            if token in row.expected[:RESUMED]:
+                row.expected = row.expected[row.expected.index(token) + 1 :]
+
+    def _look_at_answers(self, row: _Row) -> None:
+        """Find the text's place in answers that were kept since."""
+        if self._answers is None or row.seq.reuse is None:
+            return
+        there = self._answers.of(row.seq.reuse.scope)
+        known = {id(where): match for where, match in row.others}
+        before = row.seq.tokens[max(0, row.own.size - CONTEXT) : row.own.size]
+        row.others = [
+            (where, known[id(where)] if id(where) in known else _placed(where, before))
+            for where in there
+        ]
+
+    def _keep_ended(self) -> None:
+        """Answers are kept when they have ended; those of requests that reuse nothing never."""
+        if self._answers is None:
+            return
+        for row in self._rows.values():
+            seq = row.seq
+            if seq.finish is not None and not row.kept and seq.reuse is not None:
+                self._answers.keep(seq.reuse.scope, seq.tokens[seq.prompt_len :])
+                row.kept = True
+
+
+def _placed(where: SuffixAutomaton, tokens: Seqs[int]) -> Match:
+    match = Match()
+    for token in tokens:
+        match = where.advanced(match, token)
+    return match

@@ -7,18 +7,20 @@ from collections.abc import Iterable, Sequence as Seqs
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 from drafters import registry
+from drafters.kind import Composite
 from specdec.assembly.model import Model, Status, quiet
 from specdec.assembly.prefix import make_prefix_cache, warm_prefix_cache
 from specdec.core.config import Loop, PrefixConfig, SpeculationConfig
 from specdec.core.constraint import Plain, Unrestricted
 from specdec.core.cycle import cycle, host_cycle
-from specdec.core.engine import Engine
+from specdec.core.engine import Drafting, Engine
 from specdec.core.errors import UserError
-from specdec.core.synthetic import synthetic_cycle
+from specdec.core.script import Script, ScriptedDrafter, ScriptedTarget
 from specdec.core.timing import PlainCosts
-from specdec.core.types import Array, Constraint, Round, Sampling, Sequence
+from specdec.core.types import Constraint, Round, Sampling, Sequence
 
 WARM_TOKENS = 12
 """Enough for a prefill and one dispatch of either loop."""
@@ -41,28 +43,52 @@ def make_engine(
     model: Model,
     speculation: SpeculationConfig,
     max_waiting: int = 256,
-    accepted: Array | None = None,
+    script: Script | None = None,
     prefix: PrefixConfig = NO_REUSE,
 ) -> Engine:
     """The engine on this model's target, with the drafter (the model's own, or none) and the loop
     that were asked for. Raises UserError for a drafter that this loop can't run.
 
     prefix: what is kept of prompts; nothing by default, for prompts of most commands begin anew.
-    accepted: counts to take instead of comparing, see specdec.core.synthetic (speed tests only).
+    script: what is said, whatever the target chooses (speed tests only).
     """
     placed, target = model.drafters[speculation.drafter], model.target
     kind, loop = registry.find(speculation.drafter), loop_of(model, speculation)
     kind.refuse(loop, target.backend)
-    k = min(speculation.k, kind.most_k) if accepted is None else speculation.k
+    told = script is not None and script.recorded  # then `none` has guesses too
+    k = speculation.k if told else min(speculation.k, kind.most_k)
     drafter = placed.make(k)
     if loop == "device":
         on_device = placed.on_device(drafter)
-        driver = model.backend.device_loop(target, on_device, k, accepted)
-    else:
+        driver = model.backend.device_loop(target, on_device, k, script)
+    cache, composite = make_prefix_cache(model, placed, drafter, prefix), placed.composite
+    if script is not None:
+        target, drafter = _scripted(target, drafter, script, composite)
+    if loop == "host":
         driver = host_cycle(target, drafter, k)
-        driver = driver if accepted is None else synthetic_cycle(driver, accepted)
-    cache = make_prefix_cache(model, placed, drafter, prefix)
-    return Engine(target, drafter, driver, max_waiting, cache)
+    parts = () if composite is None else tuple(composite.parts)
+    policy = None if composite is None else composite.policy(drafter)
+    drafting = Drafting(speculation.drafter, parts, k, policy)
+    engine = Engine(target, drafter, driver, max_waiting, cache, drafting)
+    if composite is not None:
+        composite.measure(engine, drafter)
+    return engine
+
+
+def _scripted(
+    target: Any, drafter: Any, script: Script, composite: Composite | None
+) -> tuple[Any, Any]:
+    """Both as the script has them; guesses by weights are right as often as it says."""
+
+    def recorded(inner: Any) -> Any:
+        return ScriptedDrafter(inner, script)
+
+    target = ScriptedTarget(target, script)
+    if not script.recorded:
+        return target, drafter
+    if composite is not None:
+        return target, composite.wrap_weighted(drafter, recorded)
+    return target, recorded(drafter)
 
 
 def require_exact(model: Model, speculation: SpeculationConfig, status: Status = quiet) -> None:

@@ -34,7 +34,7 @@ class Model:
     tokenizer: Tokenizer
     backend: Backend
     drafters: Mapping[str, PlacedDrafter]
-    """By name: the one that was asked for, and plain decoding's."""
+    """By name: the one that was asked for, those that it is made of, and plain decoding's."""
     loops: Seqs[Loop]
     """The drivers that the target has, the faster one first."""
 
@@ -66,7 +66,7 @@ def random_model(
     arch = released(name)
     backend.prepare(config)
     with status(f"making random weights of {name}"):
-        draft = (kind.random or kind.read)(Asked(arch, None, speculation))
+        draft = (kind.random or kind.read)(Asked(arch, None, speculation, random=True))
         target = backend.random(arch, config, _request(speculation, draft))
         drafters = _placed(kind, draft, arch, backend, target, config)
     return Model(name, target, load_tokenizer(mini.path("mini")), backend, drafters, loops)
@@ -104,4 +104,6 @@ def _placed(
 ) -> dict[str, PlacedDrafter]:
     plain = registry.find(registry.PLAIN).read(Asked(arch, None, SpeculationConfig()))
     drafts = {registry.PLAIN: plain, kind.name: draft}
-    return {name: one.place(backend, target, config) for name, one in drafts.items()}
+    placed = {name: one.place(backend, target, config) for name, one in drafts.items()}
+    composite = placed[kind.name].composite
+    return placed if composite is None else {**composite.parts, **placed}

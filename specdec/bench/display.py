@@ -56,6 +56,45 @@ def print_bench(document: Row, console: Console) -> None:
     console.print("outputs equal" if document["equal"] else "[bold red]OUTPUTS DIFFER[/bold red]")
 
 
+def print_script(document: Row, console: Console) -> None:
+    """The receipt of a script."""
+    columns = {
+        "drafter": lambda row: row["drafter"] + (", predicted" if row["predicted"] else ""),
+        "K": _plain("k"),
+        "loop": _plain("loop"),
+        "B": _plain("batch"),
+        "tok/s": lambda row: f"{row['tokens_per_second']:,.1f}",
+        "spread": lambda row: _percent(row["spread"]),
+        "tau": lambda row: f"{row['tau']:.3f}",
+        "/ plain": lambda row: f"{row['over_plain']:.3f}",
+    }
+    print_table(f"{document['requests']} scripted answers", document["script"], columns, console)
+    said = "the script was said" if document["equal"] else "[bold red]OTHER TOKENS CAME[/bold red]"
+    console.print(said)
+
+
+def print_policy(told: Row, console: Console) -> None:
+    """What `auto` chose, and what each drafter alone would have done (`core.policy.report`)."""
+    chosen = told["chosen"]
+    all_rows = sum(chosen.values()) or 1
+    shares = ", ".join(f"{name} {count / all_rows:.0%}" for name, count in sorted(chosen.items()))
+    console.print(f"whose guesses were taken: {shares or 'nobody has asked yet'}", markup=False)
+    costs: dict[str, Callable[[Row], str]] = {
+        "rows": _plain("rows"),
+        "verified": _plain("depth"),
+        "guesses by weights": _plain("drafted"),
+        "ms": lambda row: _ms(row["seconds"]),
+    }
+    print_table("what cycles cost", told["seconds"], costs, console)
+    columns: dict[str, Callable[[Row], str]] = {
+        "drafter": _plain("drafter"),
+        "K": _plain("k"),
+        "tau": lambda row: f"{row['tau']:.2f}",
+        "tok/s": lambda row: f"{row['tokens_per_second']:,.1f}",
+    }
+    print_table("had one drafter guessed alone", told["what_if"], columns, console)
+
+
 def plot_bench(document: Row, path: str | Path) -> None:
     """Write a PNG: the share of the measured bandwidth by batch and by context."""
     require_matplotlib()

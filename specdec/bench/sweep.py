@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drafters.registry import PLAIN, find, plain
 from specdec.assembly.engine import loop_of, make_engine
@@ -22,12 +22,9 @@ from specdec.bench.timing import (
 )
 from specdec.core.config import SpeculationConfig
 from specdec.core.errors import UserError
-from specdec.core.synthetic import accepted_table
+from specdec.core.script import Line, Script, right_for_tau
 from specdec.core.types import Sampling, Sequence
 from targets.backend import meter_of
-
-if TYPE_CHECKING:
-    from specdec.core.engine import Engine
 
 LOOKUP = 24
 """Tokens that a prompt of the end-to-end runs says twice, so that prompt lookup finds them."""
@@ -61,7 +58,7 @@ class Grid:
                 f"{self.contexts[0]}: they do not fit --max-len {max_len}"
             )
         for tau in self.taus:
-            accepted_table(tau, k, slots=1)
+            right_for_tau(tau, k, count=1)
 
 
 Targets = dict[int, tuple[Any, int]]
@@ -147,14 +144,16 @@ def _runs(model: Model, speculation: SpeculationConfig, grid: Grid, figures: Fig
 
 def _synthetic(model: Model, speculation: SpeculationConfig, grid: Grid, figures: Figures) -> None:
     """Greedy, each batch, after the first context: speed as if tau were this."""
+    target, count = model.target, grid.max_tokens
     for tau in grid.taus:
-        table = accepted_table(tau, speculation.k, model.target.slots)
         for batch in grid.batches:
-            prompts = random_prompts(batch, grid.contexts[0], model.target.vocab)
-
-            def engine(table: Any = table) -> Engine:
-                return make_engine(model, speculation, accepted=table)
-
-            name = f"tau {tau:g}, batch {batch}"
-            run = end_to_end(name, engine, prompts, grid.max_tokens, Sampling())
+            prompts = random_prompts(batch, grid.contexts[0], target.vocab)
+            answers = random_prompts(batch, count, target.vocab, seed=1)
+            lines = {
+                str(row): Line(answer, right_for_tau(tau, speculation.k, count, seed=row))
+                for row, answer in enumerate(answers)
+            }
+            script = Script(lines, target.slots, target.max_len)
+            engine = partial(make_engine, model, speculation, script=script)
+            run = end_to_end(f"tau {tau:g}, batch {batch}", engine, prompts, count, Sampling())
             figures.add_run("synthetic", run)

@@ -89,7 +89,7 @@ def cycle_samples(engine: Engine, prompts: list[list[int]]) -> list[float]:
 
     engine.cycle = counted
     seqs = [Sequence(list(p), max_tokens=ENDLESS) for p in prompts]
-    _prefilled(engine, seqs)
+    prefilled(engine, seqs)
     for _ in range(WARM_STEPS):
         engine.step()
     samples = []
@@ -129,8 +129,11 @@ def end_to_end(
     emitted, started, seconds, engine, seqs = 0, 0.0, 0.0, make_engine(), []
     for _ in range(2):
         engine.acceptance = Acceptance()
-        seqs = [Sequence(list(p), sampling, max_tokens=max_tokens) for p in prompts]
-        _prefilled(engine, seqs)
+        seqs = [
+            Sequence(list(p), sampling, max_tokens=max_tokens, request_id=str(row))
+            for row, p in enumerate(prompts)
+        ]
+        prefilled(engine, seqs)
         emitted, started = sum(s.emitted for s in seqs), time.perf_counter()
         while not engine.idle:
             engine.step()
@@ -141,7 +144,7 @@ def end_to_end(
     return Run(name, (tokens - emitted) / seconds, engine.acceptance.tau, tokens, digest)
 
 
-def _prefilled(engine: Engine, seqs: list[Sequence]) -> None:
+def prefilled(engine: Engine, seqs: list[Sequence]) -> None:
     """Read all prompts, one chunk per turn. Nobody decodes meanwhile: with many rows, the first
     would else have come to its end before the last is there."""
     cycle, engine.cycle = engine.cycle, lambda seqs, single: []

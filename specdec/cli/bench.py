@@ -13,7 +13,9 @@ from cyclopts import Parameter
 from drafters.registry import resolved
 from specdec.assembly.model import Model
 from specdec.bench.aggregate import Figures, cycle_rows, first_token_rows, step_rows
-from specdec.bench.display import plot_bench, print_bench
+from specdec.bench.display import plot_bench, print_bench, print_script
+from specdec.bench.script_file import ScriptText, checked_acceptance, read_script
+from specdec.bench.scripted import ScriptPlan, measure_script
 from specdec.bench.sweep import Grid, measure, targets_by_width
 from specdec.cli import topics
 from specdec.cli.console import check_file, command_record, console, print_json
@@ -27,6 +29,7 @@ from specdec.core.types import MAX_DRAFT
 from specdec.core.writing import write_whole
 from specdec.evaluation.display import require_matplotlib
 from targets.backend import backend_of, meter_of
+from targets.tokenizer import bare_ids
 
 
 @Parameter(name="*", group="Bench")
@@ -46,8 +49,15 @@ class BenchConfig:
     "Lengths of prompts whose time to first token is measured."
     synthetic_tau: Real = ()
     "Speed end to end as if cycles emitted this many tokens on average."
-    max_tokens: int = 128
-    "Tokens per row of the end-to-end runs."
+    script: Path | None = None
+    """Measure this instead: speed and tau as if the target said these texts. JSON lines (.jsonl)
+    of {"prompt", "answer"}, with "prediction" and "acceptance" where they are known; or a text,
+    whose first half is the prompt."""
+    acceptance: Real = ()
+    """With --script: the shares of cycles in which a drafter with weights keeps at least 1, 2, ...
+    guesses, as eval-acceptance reports them by position."""
+    max_tokens: int | None = None
+    "Tokens per row of the end-to-end runs, 128 by default; of a script the whole answers."
     repeats: int = 2
     "How often everything is measured: the receipt tells the spread."
     peer: Literal["transformers"] | None = None
@@ -65,7 +75,8 @@ def bench(
     config: BenchConfig = BenchConfig(),  # noqa: B008
     json: bool = False,
 ) -> None:
-    """Steps by batch, width and context against the measured bandwidth; cycles; speed end to end.
+    """Steps by batch, width and context against the measured bandwidth; cycles; speed end to end;
+    or, with --script, speed on given texts.
 
     Exit code 1 if any drafter or loop changes a token.
 
@@ -77,15 +88,19 @@ def bench(
     speculation = resolved(speculation, model, random=config.random is not None)
     grid = _grid(config, model, speculation)
     _refuse(config, model, speculation, grid)
+    texts = None if config.script is None else read_script(config.script)
     model = replace(model, slots=max(model.slots, *grid.batches))
-    if config.synthetic_tau and model.backend == "jax":
-        speculation = replace(speculation, loop="host")  # the traced loop compares
     widest = replace(speculation, k=max(speculation.k, *grid.ks, *(w - 1 for w in grid.widths)))
     loaded = loaded_model(model, widest, random=config.random or "")
-    grid.refuse(loaded.target.max_len, loaded.target.max_draft, speculation.k)
     document = command_record("bench", model=model, speculation=speculation, bench=config)
-    document |= {"architecture": loaded.name, **_measure(loaded, speculation, grid, config.repeats)}
-    print_bench(document, console)
+    document |= {"architecture": loaded.name}
+    if texts is not None:
+        plan = _script_plan(texts, config, loaded, speculation, grid)
+        document |= _say_script(loaded, speculation, plan)
+    else:
+        grid.refuse(loaded.target.max_len, loaded.target.max_draft, speculation.k)
+        document |= _measure(loaded, speculation, grid, config.repeats)
+        print_bench(document, console)
     _save(document, config)
     if config.peer is not None:
         document["peer"] = _peer(model, speculation, grid, config)
@@ -105,7 +120,7 @@ def _grid(config: BenchConfig, model: ModelConfig, speculation: SpeculationConfi
         ks=ks,
         prompt_lengths=config.prompt_lengths,
         taus=config.synthetic_tau,
-        max_tokens=config.max_tokens,
+        max_tokens=config.max_tokens or 128,
     )
 
 
@@ -119,16 +134,67 @@ def _refuse(
             raise UserError(f"--{option} must be 1 or more, got {min(getattr(grid, name))}")
     if not 0 <= min(grid.ks) <= max(grid.ks) <= MAX_DRAFT:
         raise UserError(f"--ks must be 0 to {MAX_DRAFT}, got {', '.join(map(str, grid.ks))}")
-    if config.repeats < 1 or config.max_tokens < 2:
+    if config.repeats < 1 or (config.max_tokens is not None and config.max_tokens < 2):
         raise UserError("--repeats must be 1 or more, --max-tokens 2 or more")
-    if config.synthetic_tau and model.backend == "jax" and speculation.loop == "device":
-        raise UserError("--synthetic-tau with --backend jax needs --loop host")
+    _refuse_beside_a_script(config)
     backend_of(model)
     for option, file in (("--out", config.out), ("--plot", config.plot)):
         if file is not None:
             check_file(file, option)
     if config.plot is not None:
         require_matplotlib()
+
+
+def _refuse_beside_a_script(config: BenchConfig) -> None:
+    if config.script is None and config.acceptance:
+        raise UserError("--acceptance is for --script FILE: name the texts to say")
+    if config.script is None:
+        return
+    if config.acceptance:
+        checked_acceptance(config.acceptance, "--acceptance")
+    for option, given in (
+        ("--synthetic-tau", config.synthetic_tau),
+        ("--peer", config.peer),
+        ("--plot", config.plot),
+        ("--widths", config.widths),
+    ):
+        if given:
+            raise UserError(f"{option} is not measured with --script: leave one of them out")
+
+
+def _script_plan(
+    texts: list[ScriptText],
+    config: BenchConfig,
+    model: Model,
+    speculation: SpeculationConfig,
+    grid: Grid,
+) -> ScriptPlan:
+    """Raises UserError."""
+    ways = model.tokenizer.encode, partial(bare_ids, tokenizer=model.tokenizer)
+    rows = [text.encode(*ways, config.max_tokens) for text in texts]
+    if config.batches and max(config.batches) > len(rows):
+        raise UserError(
+            f"--batches {max(config.batches)}: the script has {len(rows)} requests to decode "
+            "together, no more"
+        )
+    batches = tuple(sorted({min(batch, len(rows)) for batch in grid.batches}))
+    plan = ScriptPlan(rows, config.acceptance or None, batches, grid.ks, config.repeats)
+    plan.refuse(speculation, config.random is not None, model.target.max_len)
+    return plan
+
+
+def _say_script(model: Model, speculation: SpeculationConfig, plan: ScriptPlan) -> dict[str, Any]:
+    """The receipt's figures, which it prints."""
+    rows = measure_script(model, speculation, plan, partial(working, console))
+    document = {
+        "gpus": [gpus()],
+        "requests": len(plan.rows),
+        "prompt_tokens": sum(len(row.prompt) for row in plan.rows),
+        "script": rows,
+        "equal": not any(row["differing"] for row in rows),
+    }
+    print_script(document, console)
+    return document
 
 
 def _measure(

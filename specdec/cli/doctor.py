@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from rich.table import Table
 
+from drafters.registry import resolved
+from specdec.assembly.engine import make_engine
 from specdec.assembly.model import Model
 from specdec.assembly.prefix import host_budget
+from specdec.bench.display import print_policy
 from specdec.cli import topics
 from specdec.cli.console import command_record, console, print_json, say_prefix_cache
 from specdec.cli.progress import working
 from specdec.cli.start import loaded_model
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
+from specdec.core.policy.report import report
 from specdec.core.provenance import versions
 from targets.backend import backend_of
 
@@ -61,22 +66,24 @@ def doctor(
     *,
     model: topics.Model = ModelConfig(),  # noqa: B008
     prefix: topics.Prefix = PrefixConfig(),  # noqa: B008
-    k: int = 4,
+    speculation: topics.Speculation = topics.AnySpeculation(),  # noqa: B008
     json: bool = False,
 ) -> None:
-    """Versions, devices, the one-width self-check of each compiled bucket, and a wiring probe.
+    """Versions, devices, the one-width self-check of each compiled bucket, and a wiring probe; with
+    --drafter auto, what cycles cost.
+
+    The self-check runs at the width that holds K guesses.
 
     Parameters
     ----------
-    k
-        Draft tokens per cycle; the self-check runs at the width that holds them.
     json
         End stdout with one JSON document.
     """
     backend = backend_of(model)
     host_budget(prefix)  # a mistake should not cost the time to load
+    speculation = resolved(speculation, model)
     _print_environment()
-    loaded = loaded_model(model, SpeculationConfig(k=k), prove=False)
+    loaded = loaded_model(model, speculation, prove=False)
     console.print(f"device {backend.device(model)}")
     with working(console, "self-check"):
         checks = backend.self_check(loaded.target)
@@ -95,9 +102,10 @@ def doctor(
         f"{wiring.second:.2f}; uniform {wiring.uniform:.2f}"
     )
     say_prefix_cache(loaded, prefix)
+    policy = _policy(loaded, speculation)
     healthy = wiring.verdict == "sound" and all(c.passed for c in checks)
     if json:
-        found = {"checks": [asdict(c) for c in checks], "wiring": asdict(wiring)}
+        found = {"checks": [asdict(c) for c in checks], "wiring": asdict(wiring), "policy": policy}
         print_json(
             command_record("doctor", model=model, prefix=prefix)
             | found
@@ -105,6 +113,18 @@ def doctor(
         )
     if not healthy:
         sys.exit(1)
+
+
+def _policy(model: Model, speculation: SpeculationConfig) -> dict[str, Any] | None:
+    """What `auto` measured at its start; None with any other drafter."""
+    if model.drafters[speculation.drafter].composite is None:
+        return None
+    with working(console, "measuring what cycles cost"):
+        policy = make_engine(model, speculation).drafting.policy
+    assert policy is not None
+    found = report(policy)
+    print_policy(found, console)
+    return found
 
 
 def probe(model: Model) -> Wiring:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json as json_module
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafters.registry import plain, resolved
 from specdec.assembly.engine import make_engine
 from specdec.assembly.model import Model
+from specdec.bench.display import print_policy
 from specdec.cli import topics
 from specdec.cli.console import check_folder, command_record, console, print_json, say_model
 from specdec.cli.progress import Bar
 from specdec.cli.start import loaded_model
 from specdec.core.config import ModelConfig, SamplingConfig, SpeculationConfig
 from specdec.core.engine import Engine
+from specdec.core.policy.choice import Policy
+from specdec.core.policy.report import report
 from specdec.core.writing import write_whole
 from targets.backend import meter_of
 
@@ -68,12 +70,15 @@ def eval_acceptance(
         require_matplotlib()
     loaded = loaded_model(model, speculation)
     say_model(model, loaded)
-    evaluation = _compare(loaded, questions, speculation, sampling, max_tokens)
+    evaluation, policy = _compare(loaded, questions, speculation, sampling, max_tokens)
     print_evaluation(evaluation, console)
     record = command_record(
         "eval-acceptance", model=model, speculation=speculation, sampling=sampling
     )
     document = record | {"prompts_file": str(prompts)} | evaluation.to_json()
+    if policy is not None:
+        document["policy"] = report(policy)
+        print_policy(document["policy"], console)
     if out is not None:
         _save(out, document, evaluation)
     if json:
@@ -88,8 +93,9 @@ def _compare(
     speculation: SpeculationConfig,
     sampling: SamplingConfig,
     max_tokens: int,
-) -> Evaluation:
-    """Run the drafter, plain decoding, and the fastest plain decoding on the same prompts."""
+) -> tuple[Evaluation, Policy | None]:
+    """Run the drafter, plain decoding, and the fastest plain decoding on the same prompts; and how
+    the drafter chose, if it did."""
     from specdec.evaluation.run import Settings, evaluate
 
     tokenizer = loaded.tokenizer
@@ -101,15 +107,22 @@ def _compare(
         stop_ids=frozenset(tokenizer.stop_ids),
         speed_only=() if meter_of(loaded.target).plain() is None else (NARROW,),
     )
+    engines: dict[str, Engine] = {}
+
+    def make(name: str) -> Engine:
+        engines[name] = _engine(loaded, speculation, name)
+        return engines[name]
+
     with Bar(console, "evaluating", len(questions)) as bar:
-        return evaluate(
+        found = evaluate(
             questions,
             lambda prompt: prompt.encode(tokenizer.encode, tokenizer.encode_chat),
-            partial(_engine, loaded, speculation),
+            make,
             settings,
             decode=tokenizer.decode,
             tell=lambda done, total: bar.update(done, total=total),
         )
+    return found, engines[speculation.drafter].drafting.policy
 
 
 def _engine(loaded: Model, speculation: SpeculationConfig, name: str) -> Engine:

@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 
 from cyclopts import Parameter
 
+from drafters.registry import find
 from specdec.cli.console import console
 from specdec.cli.failure import say_failure
 from specdec.cli.progress import working
-from specdec.core.config import ModelConfig
+from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.control_channel import ControlChannel, Meeting, call, invite
 from specdec.core.errors import UserError
 
@@ -92,6 +93,8 @@ def joined(
     if config.coordinator_address is None:
         yield None
         return
+    for topic in topics:
+        _check_choices(topic)
     end = _End()
     lines = _meet(config, end)
     try:
@@ -110,6 +113,16 @@ def joined(
         end.by(problem, lines)
     lines.close()
     _leave()
+
+
+def _check_choices(topic: Any) -> None:
+    """Raise UserError for a drafter that chooses by what it measures: each process would measure
+    something else, and run other programs than the rest."""
+    if isinstance(topic, SpeculationConfig) and find(topic.drafter).part is not None:
+        raise UserError(
+            f"--drafter {topic.drafter} measures in each process, and all must run the same "
+            "programs: choose one of its drafters where a model is split over several"
+        )
 
 
 def _meet(config: HostsConfig, end: _End) -> ControlChannel:

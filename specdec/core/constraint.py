@@ -16,8 +16,6 @@ import numpy as np
 from specdec.core.protocols import Proposer
 from specdec.core.types import NO_GUESS, Array, Guesser, Leading, Sequence, Step
 
-BARRED = -2
-"""In `Leading.rows`: nothing is to be guessed here, by the drafter neither."""
 EVERYTHING = np.uint32(0xFFFFFFFF)
 WORD = 32
 """Tokens per mask word."""
@@ -81,10 +79,7 @@ def _real(draft: Array, vocab: int) -> list[int]:
 
 def guided(seqs: Seqs[Sequence]) -> bool:
     """Whether the host has a say in any one's next cycle."""
-    return any(
-        seq.constraint is not None or seq.prediction is not None or not seq.speculate
-        for seq in seqs
-    )
+    return any(seq.constraint is not None or seq.prediction is not None for seq in seqs)
 
 
 def leading_guesses(seqs: Seqs[Sequence], k: int) -> Leading | None:
@@ -92,7 +87,7 @@ def leading_guesses(seqs: Seqs[Sequence], k: int) -> Leading | None:
     rows = np.full((len(seqs), k), NO_GUESS, np.int32)
     guessers: list[Guesser] = []
     for b, seq in enumerate(seqs):
-        known, guesser = _leading(seq, k) if seq.speculate else ((BARRED,) * k, "drafter")
+        known, guesser = _leading(seq, k)
         rows[b, : len(known)] = known
         guessers.append(guesser)
     return Leading(rows, tuple(guessers)) if (rows != NO_GUESS).any() else None
@@ -101,10 +96,11 @@ def leading_guesses(seqs: Seqs[Sequence], k: int) -> Leading | None:
 def _leading(seq: Sequence, k: int) -> tuple[Seqs[int], Guesser]:
     """What was predicted, as long as the text follows it; else what its constraint leaves no choice
     about. Of that the bytes are known, and not always into which tokens the target cuts them."""
-    predicted = () if seq.prediction is None else seq.prediction.guess(seq.tokens, k)
+    most = seq.most_guesses(k)
+    predicted = () if seq.prediction is None else seq.prediction.guess(seq.tokens, most)
     if predicted or seq.constraint is None:
         return predicted, "prediction"
-    return seq.constraint.forced(seq)[:k], "constraint"
+    return seq.constraint.forced(seq)[:most], "constraint"
 
 
 def lead(leading: Array, draft: Array) -> Array:
@@ -112,8 +108,7 @@ def lead(leading: Array, draft: Array) -> Array:
     with them, for they were made without. One expression for numpy, jax and torch."""
     given = leading != NO_GUESS
     agreed = (~given | (leading == draft)).all(1)[:, None]
-    made = leading * given + (draft * agreed + NO_GUESS * ~agreed) * ~given
-    return made.clip(min=NO_GUESS)  # what was barred
+    return leading * given + (draft * agreed + NO_GUESS * ~agreed) * ~given
 
 
 class Plain:
@@ -126,8 +121,19 @@ class Plain:
         pass
 
 
+def limited(seqs: Seqs[Sequence], draft: Array) -> Array:
+    """A draft [B, k] with no more guesses for each row than its request wants."""
+    k = np.shape(draft)[1]
+    most = [seq.most_guesses(k) for seq in seqs]
+    if all(count == k for count in most):
+        return draft
+    wanted = np.arange(k) < np.array(most)[:, None]
+    return np.where(wanted, np.asarray(draft), NO_GUESS).astype(np.int32)
+
+
 class GuidedDrafter:
-    """A drafter in whose guesses what is known without it comes first."""
+    """A drafter in whose guesses what is known without it comes first, and which guesses no more
+    than requests want. It may guess fewer tokens than it is asked for."""
 
     def __init__(self, drafter: Proposer[Seqs[Sequence]]) -> None:
         self._drafter = drafter
@@ -135,9 +141,13 @@ class GuidedDrafter:
         """What came first in the last draft."""
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
-        draft = self._drafter.propose(seqs, k)
+        draft = limited(seqs, self._drafter.propose(seqs, k))
         self.leading = leading_guesses(seqs, k)
-        return draft if self.leading is None else lead(self.leading.rows, np.asarray(draft))
+        if self.leading is None:
+            return draft
+        behind = np.full_like(self.leading.rows, NO_GUESS)
+        behind[:, : np.shape(draft)[1]] = np.asarray(draft)
+        return lead(self.leading.rows, behind)
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         self._drafter.observe(seqs, step, accepted)

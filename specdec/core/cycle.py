@@ -40,7 +40,7 @@ def guided_cycle(
 ) -> Round:
     """A cycle driven by the host, in whose draft predictions and forced tokens come first. Where no
     sequence speculates it is plain decoding, of which no drafter needs to know."""
-    speculates = any(seq.speculate for seq in seqs)
+    speculates = any(seq.most_guesses(1) for seq in seqs)
     guided = GuidedDrafter(drafter if speculates else Plain())
     timed = Timed(target, guided)
     done = cycle(timed, timed, seqs, k if speculates else 0)

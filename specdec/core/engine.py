@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
 
 from specdec.core.errors import UserError
+from specdec.core.policy.choice import Policy
 from specdec.core.prefix_cache.cache import PrefixCache
 from specdec.core.protocols import Cycle, Drafter, Target
 from specdec.core.reporting import led_guesses, report_of
@@ -29,6 +30,18 @@ from specdec.core.types import (
 )
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """What an engine drafts with."""
+
+    drafter: str = "none"
+    parts: tuple[str, ...] = ()
+    """The drafters that it is made of, which requests may name too."""
+    k: int = 0
+    policy: Policy | None = None
+    """How it chooses among these."""
+
+
 class Engine:
     """Continuous batching over the target's slots.
 
@@ -43,11 +56,13 @@ class Engine:
         cycle: Cycle,
         max_waiting: int = 256,
         prefix_cache: PrefixCache | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
+        """drafting: what there is to draft with, for those who ask."""
         self.target = target
         self.drafter = drafter
         self.cycle = cycle
-        self.prefix_cache = prefix_cache
+        self.prefix_cache, self.drafting = prefix_cache, drafting or Drafting()
         self.scheduler = Scheduler(target.slots, max_waiting, target.prefill_chunk)
         self.times = EngineTimes()
         self.count_anew()

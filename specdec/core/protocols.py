@@ -35,7 +35,8 @@ class Proposer(Protocol[Batch]):
     """What a cycle needs of a drafter."""
 
     def propose(self, batch: Batch, k: int, /) -> Array:
-        """[B, k] int32 target ids; NO_GUESS where it has nothing to say."""
+        """[B, k] int32 target ids; NO_GUESS where it has nothing to say. In the host loop a drafter
+        may leave out the last columns: what it returns is what is verified."""
         ...
 
     def observe(self, batch: Batch, step: Step, accepted: Array, /) -> None:

@@ -131,6 +131,16 @@ class Constraint(Protocol):
 
 
 @dataclass(frozen=True)
+class Speculative:
+    """How one request is drafted for, where it says so itself."""
+
+    drafter: str | None = None
+    """One of those that are loaded; None: the engine's own."""
+    k: int | None = None
+    """Guesses per cycle at most, 0 for none; None: the engine's own."""
+
+
+@dataclass(frozen=True)
 class Reuse:
     """How a request uses the prefix cache: it reads, and what it prefills is kept."""
 
@@ -161,6 +171,9 @@ class Sequence:
     prediction: Prediction | None = None
     """A text that it is expected to repeat: guesses, whichever drafter there is. Written by the
     caller, read by the loop."""
+    speculative: Speculative | None = None
+    """How it is drafted for, None as any other. Written by the caller, read by loops and drafters.
+    """
     reuse: Reuse | None = field(default_factory=Reuse)
     """None: nothing is read from the prefix cache, and nothing kept. Written by the caller."""
     prompt_len: int = 0
@@ -177,8 +190,6 @@ class Sequence:
     """Set between steps; the engine frees the slot at the next."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """How speculation fared on this sequence. Written by the engine."""
-    speculate: bool = True
-    """Whether anything is guessed for it. Written by the caller, read by the loop."""
     reported: bool = False
     """Whether its events tell how each cycle went (`CycleReport`). Written by the caller."""
 
@@ -186,6 +197,11 @@ class Sequence:
         self.prompt_len = len(self.tokens)
         _require(self.prompt_len > 0, "the prompt is empty: send at least one token")
         _require(self.max_tokens >= 1, f"max_tokens must be 1 or more, got {self.max_tokens}")
+
+    def most_guesses(self, k: int) -> int:
+        """Of the engine's k guesses per cycle, how many this request wants at most."""
+        wish = self.speculative
+        return k if wish is None or wish.k is None else min(k, wish.k)
 
     @property
     def emitted(self) -> int:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from specdec.core.config import Loop, ModelConfig
 from specdec.core.errors import UserError
 from specdec.core.protocols import Cycle
-from specdec.core.types import Array, Check
+from specdec.core.script import Script
+from specdec.core.types import Check
 from targets.backend import TargetRequest
 
 if TYPE_CHECKING:
@@ -85,11 +86,11 @@ class CudaBackend:
         return ("host",) if _asks_the_host(config) else ("device", "host")
 
     def device_loop(
-        self, target: CudaTarget, drafter: DeviceDrafter, k: int, accepted: Array | None = None
+        self, target: CudaTarget, drafter: DeviceDrafter, k: int, script: Script | None = None
     ) -> Cycle:
         from targets.cuda.device_loop import device_loop
 
-        return device_loop(target, drafter, k, accepted)
+        return device_loop(target, drafter, k, script)
 
     def warm(self, target: CudaTarget) -> tuple[int, Seqs[int]]:
         if self.exact(target):

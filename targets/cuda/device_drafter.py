@@ -29,8 +29,8 @@ class SlotState:
     """[slots, STOPS]: its stop ids. Written by the host."""
     limit: torch.Tensor
     """[slots]: the length at which it ends. Written by the host."""
-    cycles: torch.Tensor
-    """[1]: how many cycles have run."""
+    most: torch.Tensor
+    """[slots]: how many guesses its request wants at most. Written by the host."""
 
 
 @dataclass(frozen=True)
@@ -56,3 +56,14 @@ class DeviceDrafter(Proposer[CapturedBatch], Protocol):
     def ready(self, seqs: Seqs[Sequence]) -> None:
         """What the host has to do for these rows before a cycle."""
         ...
+
+
+def variant_of(drafter: DeviceDrafter) -> str:
+    """Which of its cycles is captured, or replayed, now. Most drafters have but one; one that has
+    more says which in `variant`, once `ready` was called."""
+    return getattr(drafter, "variant", "")
+
+
+def depth_of(drafter: DeviceDrafter, k: int) -> int:
+    """How many guesses the next cycle has: k, but for drafters that say fewer in `depth`."""
+    return getattr(drafter, "depth", k)

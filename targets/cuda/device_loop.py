@@ -18,12 +18,20 @@ import torch
 from specdec.core.constraint import fill_masks, guided, lead, leading_guesses, mask_words
 from specdec.core.cycle import cycle
 from specdec.core.protocols import Cycle, Proposer
-from specdec.core.types import NO_GUESS, SAT_OUT, Array, Leading, LogprobRows, Round, Sequence, Step
-from targets.cuda.device_drafter import CapturedBatch, DeviceDrafter, SlotState
+from specdec.core.script import Script, scripted_choice
+from specdec.core.types import NO_GUESS, SAT_OUT, Leading, LogprobRows, Round, Sequence, Step
+from targets.cuda.device_drafter import (
+    CapturedBatch,
+    DeviceDrafter,
+    SlotState,
+    depth_of,
+    variant_of,
+)
 from targets.cuda.graphs import Captured, CapturedParts, bucket_of
 from targets.cuda.kernels import Kernels
 from targets.cuda.out_of_memory import room_for
 from targets.cuda.sampling import each_part
+from targets.cuda.script import PlacedScript, ScriptedDeviceDrafter
 from targets.cuda.target import CudaTarget, Masks
 
 STOPS = 16
@@ -40,6 +48,10 @@ class GraphKey:
     logprobs: bool
     guided: bool = False
     """Whether the host puts guesses first, and makes masks between the forward and the choice."""
+    limited: bool = False
+    """Whether any request wants fewer than k guesses."""
+    variant: str = ""
+    """Which of the drafter's cycles, see `device_drafter.variant_of`."""
 
 
 @dataclass(frozen=True)
@@ -80,22 +92,31 @@ class Guides:
 class _CapturedTarget:
     """`Verifier` of the captured cycle."""
 
-    def __init__(self, target: CudaTarget, masks: Masks | None) -> None:
-        self.target, self.masks = target, masks
+    def __init__(
+        self, target: CudaTarget, masks: Masks | None, script: PlacedScript | None
+    ) -> None:
+        self.target, self.masks, self.script = target, masks, script
 
     def verify(self, batch: CapturedBatch, draft: torch.Tensor) -> Step:
         if draft.data_ptr() != batch.draft.data_ptr():  # most drafters write where it is read
             batch.draft.copy_(draft)
         wanted = batch.needs_sampler, batch.logprobs
         out = self.target.step(batch.rows, *wanted, self.masks)
-        return Step(out.chosen, out.features, out.details)
+        chosen = out.chosen
+        if self.script is not None:
+            said = self.script.coming(batch.rows, chosen.shape[1])
+            chosen = scripted_choice(said, chosen)
+        return Step(chosen, out.features, out.details)
 
 
 class _LedDrafter:
     """`Proposer` of the captured cycle, what is known without the drafter first."""
 
     def __init__(
-        self, drafter: DeviceDrafter, leading: torch.Tensor, cut: Callable[[], None]
+        self,
+        drafter: Proposer[CapturedBatch],
+        leading: torch.Tensor,
+        cut: Callable[[], None],
     ) -> None:
         self._drafter, self._leading, self._cut = drafter, leading, cut
 
@@ -103,6 +124,22 @@ class _LedDrafter:
         batch.draft.copy_(lead(self._leading, self._drafter.propose(batch, k)))
         self._cut()
         return batch.draft
+
+    def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
+        self._drafter.observe(batch, step, accepted)
+
+
+class _LimitedDrafter:
+    """`Proposer` of the captured cycle that guesses no more than requests want."""
+
+    def __init__(self, drafter: DeviceDrafter, most: torch.Tensor) -> None:
+        self._drafter, self._most = drafter, most
+
+    def propose(self, batch: CapturedBatch, k: int) -> torch.Tensor:
+        draft = self._drafter.propose(batch, k)
+        most = self._most[batch.rows.slot.clamp(min=0).long()]
+        wanted = torch.arange(k, device=draft.device) < most[:, None]
+        return torch.where(wanted, draft, NO_GUESS)
 
     def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
         self._drafter.observe(batch, step, accepted)
@@ -144,25 +181,29 @@ class Launched:
 
 
 def device_loop(
-    target: CudaTarget, drafter: DeviceDrafter, k: int, synthetic: Array | None = None
+    target: CudaTarget, drafter: DeviceDrafter, k: int, script: Script | None = None
 ) -> Cycle:
-    """A `Cycle` for the engine. synthetic: int32 [cycles, slots], draft tokens to keep whatever
-    was chosen (speed tests)."""
-    return CapturedCycle(target, drafter, k, synthetic)
+    """A `Cycle` for the engine. script: what is said, whatever is chosen (speed tests)."""
+    placed = None if script is None else PlacedScript(script, target.device)
+    if placed is not None and placed.script.recorded:
+        drafter = ScriptedDeviceDrafter(drafter, placed)
+    return CapturedCycle(target, drafter, k, placed)
 
 
 class CapturedCycle:
     """Graphs by `GraphKey`, the slots' state, and the one cycle that the host has not read yet."""
 
     def __init__(
-        self, target: CudaTarget, drafter: DeviceDrafter, k: int, synthetic: Array | None
+        self, target: CudaTarget, drafter: DeviceDrafter, k: int, script: PlacedScript | None
     ) -> None:
         assert isinstance(target.ops, Kernels), "references ask the host: they can't be captured"
         self.target, self.ops, self.drafter, self.k = target, target.ops, drafter, k
-        self.table = None if synthetic is None else torch.from_numpy(synthetic).to(target.device)
+        self.script = script
         make = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=target.device)  # noqa: E731
         slots = target.slots
-        self.state = SlotState(make(slots), make(slots), make(slots, STOPS), make(slots), make(1))
+        self.state = SlotState(
+            make(slots), make(slots), make(slots, STOPS), make(slots), make(slots)
+        )
         self.owners: dict[int, Sequence] = {}
         self.graphs: dict[GraphKey, tuple[torch.Tensor, Captured[Tape]]] = {}
         self.fed: dict[GraphKey, tuple[int, ...]] = {}
@@ -185,7 +226,13 @@ class CapturedCycle:
     def _key(self, seqs: tuple[Sequence, ...]) -> GraphKey:
         needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
-        return GraphKey(bucket_of(len(seqs)), self.k, needs_sampler, logprobs, guided(seqs))
+        limited = any(seq.most_guesses(self.k) < self.k for seq in seqs)
+        # what the host puts first may be longer than what the drafter would say
+        k = self.k if guided(seqs) else depth_of(self.drafter, self.k)
+        return GraphKey(
+            *(bucket_of(len(seqs)), k, needs_sampler, logprobs, guided(seqs), limited),
+            variant=variant_of(self.drafter),
+        )
 
     @torch.inference_mode()
     def _launch(self, seqs: tuple[Sequence, ...]) -> Launched:
@@ -251,18 +298,16 @@ class CapturedCycle:
         rows = sampler.lay_out(history, places, slots, key.k)
         batch = CapturedBatch(rows, key.needs_sampler, key.logprobs)
         drafter: Proposer[CapturedBatch] = self.drafter
+        if key.limited:
+            drafter = _LimitedDrafter(self.drafter, state.most)
         masks = None
         if guides is not None:
-            drafter = _LedDrafter(self.drafter, guides.leading, cut)
+            drafter = _LedDrafter(drafter, guides.leading, cut)
             masks = lambda: (cut(), guides.masks)[1]  # noqa: E731
-        done = cycle(_CapturedTarget(self.target, masks), drafter, batch, key.k)
-        accepted = done.accepted.int()
-        if self.table is not None:
-            turn = self.table[state.cycles % len(self.table)][0]
-            accepted = turn.index_select(0, slots.clamp(min=0)).clamp(max=key.k)
-        chosen = done.step.chosen
+        target = _CapturedTarget(self.target, masks, self.script)
+        done = cycle(target, drafter, batch, key.k)
+        accepted, chosen = done.accepted.int(), done.step.chosen
         sampler.commit(history, places, rows, chosen, accepted, (state.stops, state.limit))
-        state.cycles.add_(1)
         words = torch.cat([done.draft, chosen, accepted[:, None]], 1)
         return Tape(words, done.step.logprobs, done.draft)
 
@@ -279,12 +324,19 @@ class CapturedCycle:
         device = self.target.device
         longest = self.target.max_len
         words = [
-            [s.slot, len(s.tokens), s.tokens[-1], min(s.prompt_len + s.max_tokens, longest)]
+            [
+                *(s.slot, len(s.tokens), s.tokens[-1]),
+                *(min(s.prompt_len + s.max_tokens, longest), s.most_guesses(self.k)),
+            ]
             for s in seqs
         ]
-        slot, length, last, limit = torch.tensor(words, dtype=torch.int32).to(device).unbind(1)
+        slot, length, last, limit, most = (
+            torch.tensor(words, dtype=torch.int32).to(device).unbind(1)
+        )
         at = slot.long()
-        self.state.length[at], self.state.limit[at] = length, limit
+        if self.script is not None:
+            self.script.seat([seq.slot for seq in seqs])
+        self.state.length[at], self.state.limit[at], self.state.most[at] = length, limit, most
         self.state.live[at] = 1
         self.state.stops[at] = torch.from_numpy(stops).to(device)
         self.target.cache.tokens[at, length.long() - 1] = last

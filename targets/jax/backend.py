@@ -12,7 +12,8 @@ import numpy as np
 from specdec.core.config import Loop, ModelConfig
 from specdec.core.errors import UserError
 from specdec.core.protocols import Cycle
-from specdec.core.types import Array, Check
+from specdec.core.script import Script
+from specdec.core.types import Check
 from targets.backend import TargetRequest
 
 if TYPE_CHECKING:
@@ -83,12 +84,11 @@ class JaxBackend:
         return ("device", "host") if faster else ("host", "device")
 
     def device_loop(
-        self, target: JaxTarget, drafter: DeviceDrafter, k: int, accepted: Array | None = None
+        self, target: JaxTarget, drafter: DeviceDrafter, k: int, script: Script | None = None
     ) -> Cycle:
         from targets.jax.device_loop import device_loop
 
-        assert accepted is None, "the traced loop compares: bench asks the host loop"
-        return device_loop(target, drafter, k)
+        return device_loop(target, drafter, k, script=script)
 
     def warm(self, target: JaxTarget) -> tuple[int, Seqs[int]]:
         return 1, (1,)  # all slots are one program, and chunks are padded to one length

@@ -49,7 +49,7 @@ class DeviceDrafter(Protocol):
     """Arrays that a dispatch takes (donated) and gives back."""
 
     def ready(self, seqs: Seqs[Sequence]) -> None:
-        """What the host has to do for these rows before a dispatch."""
+        """What the host has to do for these rows before a dispatch: it comes first."""
         ...
 
     def program(self, needs_sampler: bool) -> TracedProgram:

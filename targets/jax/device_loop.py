@@ -19,12 +19,14 @@ from flax import struct
 from specdec.core.constraint import guided
 from specdec.core.cycle import cycle, guided_cycle
 from specdec.core.protocols import Cycle
-from specdec.core.types import NO_GUESS, Array, LogprobRows, Round, Sequence, Step
+from specdec.core.script import Script, ScriptedTarget, scripted_choice
+from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Round, Sequence, Step
 from targets.jax import programs, sampling
-from targets.jax.device_drafter import DeviceDrafter, SlotState, TracedProgram
+from targets.jax.device_drafter import DeviceDrafter, SlotState, TracedDrafter, TracedProgram
 from targets.jax.params import Params
 from targets.jax.placing import replicated
 from targets.jax.programs import Feed, Plan
+from targets.jax.script import PlacedScript, ScriptedDeviceDrafter, ScriptTables, coming
 from targets.jax.target import JaxTarget, pick_rows
 from targets.sampling_params import Rules, SamplingTable
 
@@ -58,6 +60,8 @@ class Limits:
     """[B] int32: the longest each text may become."""
     cycles: Array
     """[]: how many cycles to run at most."""
+    guesses: Array
+    """[B] int32: how many guesses each row's request wants at most."""
 
 
 @struct.dataclass
@@ -71,6 +75,8 @@ class LoopInputs:
     drafter: Any
     """The drafter's weights."""
     limits: Limits
+    script: ScriptTables | None = None
+    """What is said instead of what was chosen (speed tests)."""
 
 
 @struct.dataclass
@@ -109,11 +115,28 @@ class _TracedTarget:
         logits = jax.lax.optimization_barrier(out.logits)
         rules = Rules(given.bias, given.sampling_params, cache.tokens)
         chosen = programs.choose(plan, self.plan.needs_sampler, logits, rules, feed)
+        if given.script is not None:
+            said = coming(given.script.said, batch.length, plan.width)
+            chosen = scripted_choice(said, chosen)
         self.state = replace(batch, cache=cache)
         details = sampling.logprobs(logits, chosen) if self.plan.logprobs else None
         width = draft.shape[1] + 1
         features = None if out.features is None else out.features[:, :width]
         return Step(chosen[:, :width], features, details)
+
+
+class _LimitedDrafter:
+    """A traced drafter that guesses no more than requests want."""
+
+    def __init__(self, drafter: TracedDrafter, most: Array) -> None:
+        self._drafter, self._most = drafter, most
+
+    def propose(self, batch: SlotState, k: int) -> Array:
+        wanted = jnp.arange(k) < self._most[:, None]
+        return jnp.where(wanted, self._drafter.propose(batch, k), NO_GUESS)
+
+    def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:
+        self._drafter.observe(batch, step, accepted)
 
 
 def run_cycles(plan: LoopPlan, given: LoopInputs, loop: LoopState) -> tuple[LoopState, Tape, Array]:
@@ -136,7 +159,7 @@ def run_cycles(plan: LoopPlan, given: LoopInputs, loop: LoopState) -> tuple[Loop
 def _one_cycle(plan: LoopPlan, given: LoopInputs, loop: LoopState) -> tuple[LoopState, Tape]:
     target = _TracedTarget(plan, given, loop.slots)
     drafter = plan.drafter.on(given.drafter, loop.memory)
-    done = cycle(target, drafter, loop.slots, plan.k)
+    done = cycle(target, _LimitedDrafter(drafter, given.limits.guesses), loop.slots, plan.k)
     slots = _commit(target.state, done, given.limits)
     tape = Tape(done.draft, done.step.chosen, done.accepted, done.step.logprobs)
     return LoopState(slots, drafter.memory), tape
@@ -156,8 +179,19 @@ def _commit(state: SlotState, done: Round, limits: Limits) -> SlotState:
     return SlotState(state.cache._replace(tokens=tokens), length, live)
 
 
-def device_loop(target: JaxTarget, drafter: DeviceDrafter, k: int, cycles: int = CYCLES) -> Cycle:
-    """A `Cycle` for the engine: one dispatch, up to `cycles` rounds."""
+def device_loop(
+    target: JaxTarget,
+    drafter: DeviceDrafter,
+    k: int,
+    cycles: int = CYCLES,
+    script: Script | None = None,
+) -> Cycle:
+    """A `Cycle` for the engine: one dispatch, up to `cycles` rounds. script: what is said (speed
+    tests)."""
+    placed = None if script is None else PlacedScript(script, target.mesh)
+    if placed is not None and placed.script.recorded:
+        drafter = ScriptedDeviceDrafter(drafter, placed)
+    one_by_one = target if script is None else ScriptedTarget(target, script)
     compiled: dict[LoopPlan, Any] = {}
     whole = replicated(target.mesh)  # the tape is read by each process's host
 
@@ -165,19 +199,22 @@ def device_loop(target: JaxTarget, drafter: DeviceDrafter, k: int, cycles: int =
 
     def rounds(seqs: Seqs[Sequence], single: bool) -> list[Round]:
         if guided(seqs):  # masks and predictions come from the host, each cycle
-            return [guided_cycle(target, stepped, seqs, k)]
+            return [guided_cycle(one_by_one, stepped, seqs, k)]
         needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
+        drafter.ready(seqs)
         program = drafter.program(needs_sampler)
         plan = LoopPlan(target.plan, program, k, cycles, needs_sampler, logprobs)
         if plan not in compiled:
             compiled[plan] = jax.jit(
                 partial(run_cycles, plan), donate_argnums=1, out_shardings=(None, whole, whole)
             )
-        drafter.ready(seqs)
         limits, state = _start(target, seqs, 1 if single else cycles)
         weights = drafter.weights()
-        given = LoopInputs(target.params, target.bias, target.sampling_params(), weights, limits)
+        said = None if placed is None else placed.tables()
+        given = LoopInputs(
+            target.params, target.bias, target.sampling_params(), weights, limits, said
+        )
         loop, tape, ran = compiled[plan](given, LoopState(state, drafter.memory))
         target.cache, drafter.memory = loop.slots.cache, loop.memory
         return _replay(tape, int(ran), np.array([seq.slot for seq in seqs]))
@@ -253,15 +290,17 @@ def _start(target: JaxTarget, seqs: Seqs[Sequence], cycles: int) -> tuple[Limits
     live = np.zeros(slots, bool)
     last = np.full(slots, target.cache.tokens.shape[1], np.int32)
     token = np.zeros(slots, np.int32)
+    guesses = np.zeros(slots, np.int32)
     for seq in seqs:
         known = sorted(seq.stop_ids)[:STOPS]
         stop_ids[seq.slot, : len(known)] = known
         limit[seq.slot] = min(seq.prompt_len + seq.max_tokens, target.max_len)
         length[seq.slot] = len(seq.tokens)
         live[seq.slot] = True
+        guesses[seq.slot] = seq.most_guesses(MAX_DRAFT)
         last[seq.slot], token[seq.slot] = len(seq.tokens) - 1, seq.tokens[-1]
     cache = target.cache._replace(tokens=_put_last(target.cache.tokens, last, token))
-    return Limits(stop_ids, limit, np.int32(cycles)), SlotState(cache, length, live)
+    return Limits(stop_ids, limit, np.int32(cycles), guesses), SlotState(cache, length, live)
 
 
 @partial(jax.jit, donate_argnums=0)

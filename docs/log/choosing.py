@@ -1,0 +1,238 @@
+"""What `auto` makes of its drafters, against the best one of them in hindsight, and a useless one.
+
+No model is asked: the answers are given (edited files, code, English prose, random words, and texts
+that change from one to another in the middle), and time is a table: 31B in FP8 on one H200, calls
+of so many tokens as measured (docs/figures.md, "many users"), interpolated; a draft step of an
+EAGLE-3 head 0.19 ms. The drafter with weights is right as often as a tau per kind of text says. The
+policy is the product's, driven by the product's engine.
+
+    python docs/log/choosing.py OUT.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from edits import cases, modules  # noqa: E402
+
+from drafters.auto.host import AutoDrafter, Weighted  # noqa: E402
+from drafters.ngram.host import NgramDrafter  # noqa: E402
+from drafters.none.host import NoDrafter  # noqa: E402
+from drafters.suffix.host import SuffixDrafter  # noqa: E402
+from specdec.core.cycle import host_cycle  # noqa: E402
+from specdec.core.engine import Engine  # noqa: E402
+from specdec.core.policy.choice import Menu, Policy  # noqa: E402
+from specdec.core.policy.costs import Work  # noqa: E402
+from specdec.core.script import (  # noqa: E402
+    Line,
+    Script,
+    ScriptedDrafter,
+    ScriptedTarget,
+    drawn_right,
+)
+from specdec.core.types import Sequence, Step  # noqa: E402
+from targets import mini  # noqa: E402
+from targets.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
+
+K = 7
+DEPTHS = 0, 1, 3, 7
+TOKENS = 1, 8, 32, 64, 128, 256
+MS = 8.71, 9.31, 12.2, 16.5, 28.0, 53.9
+"""A call of so many tokens, 31B in FP8 on one H200: rows at once / tokens per second."""
+DRAFT_MS = 0.19
+PROMPT, ANSWER, SLOTS, MAX_LEN = 300, 400, 32, 6000
+RATES = {"edits": 0.8, "code": 0.85, "prose": 0.65, "words": 0.3}
+"""Chance that the next guess of the drafter with weights is right, by kind of text."""
+
+
+class Text(NamedTuple):
+    prompt: list[int]
+    answer: list[int]
+    right: np.ndarray
+
+
+class Table:
+    """The costs, and the time that has passed."""
+
+    def __init__(self) -> None:
+        self.passed = 0.0
+
+    def seconds(self, work: Work) -> float:
+        call = np.interp(work.rows * (work.depth + 1), TOKENS, MS)
+        return float(call + DRAFT_MS * work.drafted * (1 + work.rows / 64)) / 1e3
+
+    def saw(self, work: Work, seconds: float) -> None:
+        self.passed += self.seconds(work)
+
+    def rows(self) -> list[tuple[Work, float]]:
+        return []
+
+
+class Silent:
+    """A target that says nothing of its own."""
+
+    slots, max_len, max_draft, prefill_chunk = SLOTS, MAX_LEN, 31, 1 << 20
+
+    def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
+        return Step(np.zeros((1, 1), np.int32))
+
+    def verify(self, seqs: Any, draft: Any) -> Step:
+        return Step(np.zeros((len(seqs), np.shape(draft)[1] + 1), np.int32))
+
+
+def drawn(kind: str, count: int, seed: int) -> np.ndarray:
+    return drawn_right(RATES[kind] ** np.arange(1, 16), count, seed)  # pyright: ignore
+
+
+def texts(kind: str, count: int, tokenizer: Tokenizer) -> Iterator[Text]:
+    chance = random.Random(1)
+    if kind == "edits":
+        for number, case in enumerate(cases(count, 0.05, tokenizer)):
+            answer = case.answer[: 3 * ANSWER]
+            yield Text(case.prompt, answer, drawn(kind, len(answer), number))
+        return
+    if kind == "words":
+        for number in range(count):
+            ids = [chance.randrange(300, 4000) for _ in range(PROMPT + ANSWER)]
+            yield Text(ids[:PROMPT], ids[PROMPT:], drawn(kind, ANSWER, number))
+        return
+    files = [path for path in modules() if (path.name == "topics.py") == (kind == "prose")]
+    ids = tokenizer.encode("\n".join(p.read_text(errors="replace") for p in files[:60]))[1:]
+    for number in range(count):
+        at = chance.randrange(len(ids) - PROMPT - ANSWER)
+        prompt, answer = ids[at : at + PROMPT], ids[at + PROMPT : at + PROMPT + ANSWER]
+        yield Text(prompt, answer, drawn(kind, ANSWER, number))
+
+
+def switched(first: list[Text], then: list[Text]) -> list[Text]:
+    """Texts that are another kind of text from their middle on."""
+    return [
+        Text(a.prompt, a.answer[:ANSWER] + b.answer, np.concatenate([a.right[:ANSWER], b.right]))
+        for a, b in zip(first, then, strict=True)
+    ]
+
+
+class Outcome(NamedTuple):
+    speed: float
+    tau: float
+    own_ms: float
+    """What the policy and the text drafters themselves took per cycle, of this machine's time."""
+
+
+Make = Callable[[Script, Table], tuple[Any, int]]
+
+
+def said(known: list[Text], batch: int, make: Make) -> Outcome:
+    """Tokens per second of the table's time; new requests come as others end."""
+    lines = {str(i): Line(text.answer, text.right) for i, text in enumerate(known)}
+    script, table = Script(lines, SLOTS, MAX_LEN), Table()
+    target = ScriptedTarget(Silent(), script)
+    drafter, k = make(script, table)
+    auto = isinstance(drafter, AutoDrafter)
+    inner, cycles, began = host_cycle(target, drafter, k), 0, time.perf_counter()
+
+    def timed(seqs: Any, single: bool) -> Any:
+        nonlocal cycles
+        cycles += 1
+        if not auto:
+            table.saw(Work(len(seqs), k, k * isinstance(drafter, ScriptedDrafter)), 0.0)
+        return inner(seqs, single)
+
+    engine = Engine(target, drafter, timed)
+    waiting = [
+        Sequence(list(t.prompt), max_tokens=len(t.answer), request_id=str(i))
+        for i, t in enumerate(known)
+    ]
+    while waiting or not engine.idle:
+        while (
+            waiting and SLOTS - len(engine.scheduler.free) + len(engine.scheduler.waiting) < batch
+        ):
+            engine.submit(waiting.pop(0))
+        engine.step()
+    spent = 1e3 * (time.perf_counter() - began) / cycles
+    tokens = engine.acceptance.emitted
+    return Outcome(tokens / table.passed, engine.acceptance.tau, spent)
+
+
+def auto(useless: bool = False) -> Make:
+    def make(script: Script, table: Table) -> tuple[Any, int]:
+        head = NoDrafter() if useless else ScriptedDrafter(NoDrafter(), script)
+        menu = Menu.of(DEPTHS, (0, 1, 3, K))
+        policy = Policy(K, table, menu, "head")
+        drafters = {"suffix": SuffixDrafter(), "ngram": NgramDrafter()}
+        return AutoDrafter(drafters, Weighted("head", head, True), policy), K
+
+    return make
+
+
+def alone(name: str, k: int) -> Make:
+    def make(script: Script, table: Table) -> tuple[Any, int]:
+        made = {"none": NoDrafter, "suffix": SuffixDrafter, "ngram": NgramDrafter}
+        return (ScriptedDrafter(NoDrafter(), script) if name == "head" else made[name]()), k
+
+    return make
+
+
+SINGLES = [("none", 0), *((name, k) for name in ("suffix", "ngram", "head") for k in (1, 3, 7))]
+
+
+def row(known: list[Text], batch: int) -> dict[str, Any]:
+    """`auto` over the best single drafter and K, which nobody knows beforehand; and over plain
+    decoding where nothing that is guessed is ever right."""
+    singles = {f"{name} {k}": said(known, batch, alone(name, k)).speed for name, k in SINGLES}
+    best = max(singles, key=lambda name: singles[name])
+    found = said(known, batch, auto())
+    wrong = [t._replace(answer=nonsense(t.answer), right=t.right * 0) for t in known]
+    useless = said(wrong, batch, auto())
+    plain = said(wrong, batch, alone("none", 0)).speed
+    return {
+        "auto_over_best": round(found.speed / singles[best], 3),
+        "best": best,
+        "auto_over_plain": round(found.speed / singles["none 0"], 3),
+        "tau": round(found.tau, 3),
+        "useless_over_plain": round(useless.speed / plain, 3),
+        "host_ms_per_cycle": round(found.own_ms, 3),
+    }
+
+
+def nonsense(answer: list[int]) -> list[int]:
+    """As long, and repeating nothing."""
+    return np.random.default_rng(len(answer)).permutation(4000)[: len(answer)].tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--texts", type=int, default=24)
+    parser.add_argument("--batches", default="1,8,32")
+    given = parser.parse_args()
+    tokenizer = load_tokenizer(mini.path("mini"))
+    kinds = {kind: list(texts(kind, given.texts, tokenizer)) for kind in RATES}
+    kinds["edits, then prose"] = switched(kinds["edits"], kinds["prose"])
+    kinds["words, then code"] = switched(kinds["words"], kinds["code"])
+    table: dict[str, dict[str, Any]] = {}
+    for kind, known in kinds.items():
+        for batch in map(int, given.batches.split(",")):
+            table[f"{kind}, batch {batch}"] = row(known, batch)
+            print(kind, batch, table[f"{kind}, batch {batch}"], flush=True)
+    about = {
+        "texts": given.texts,
+        "k": K,
+        "rates": RATES,
+        "call_ms": dict(zip(map(str, TOKENS), MS, strict=True)),
+    }
+    given.out.write_text(json.dumps(about | {"rows": table}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Several drafters as one in the captured cycle: prompt lookup, and one with weights. Whose guesses
+each row takes is a tensor that the host writes before a cycle (`late.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seqs
+
+import torch
+from torch import Tensor
+
+from drafters.auto.late import EITHER, TEXT, WEIGHTS, LateChooser
+from specdec.core.types import NO_GUESS, Sequence, Step
+from targets.cuda.device_drafter import CapturedBatch, DeviceDrafter
+
+
+class DeviceAuto:
+    """A `DeviceDrafter`. One graph where the drafter with weights guesses, one where it does not,
+    one where nobody does; it learns from every cycle in each."""
+
+    def __init__(
+        self, chooser: LateChooser, text: DeviceDrafter, weighted: DeviceDrafter | None
+    ) -> None:
+        self._chooser, self._text, self._weighted = chooser, text, weighted
+        self._take: Tensor | None = None
+
+    @property
+    def variant(self) -> str:
+        """Which of its graphs runs."""
+        return "weights" if self._chooser.runs else "text"
+
+    @property
+    def depth(self) -> int:
+        """Guesses that the next cycle verifies."""
+        return self._chooser.depth
+
+    def ready(self, seqs: Seqs[Sequence]) -> None:
+        self._chooser.choose(seqs)
+        if self._take is not None:
+            with torch.inference_mode():
+                self._take.copy_(torch.from_numpy(self._chooser.take))
+        for part in (self._text, self._weighted):
+            if part is not None:
+                part.ready(seqs)
+
+    def propose(self, batch: CapturedBatch, k: int) -> Tensor:
+        if k == 0:
+            return batch.draft
+        text = self._text.propose(batch, k).clone()
+        take = self._taken(batch)[:, None]
+        draft = torch.where((take == TEXT) | (take == EITHER), text, NO_GUESS)
+        if self._weighted is None or not self._chooser.runs:
+            return draft
+        batch.draft.fill_(NO_GUESS)
+        own = self._weighted.propose(batch, k)
+        silent = (take == EITHER) & (text[:, :1] == NO_GUESS)
+        return torch.where((take == WEIGHTS) | silent, own, draft)
+
+    def observe(self, batch: CapturedBatch, step: Step, accepted: Tensor) -> None:
+        if self._weighted is not None:
+            self._weighted.observe(batch, step, accepted)
+
+    def _taken(self, batch: CapturedBatch) -> Tensor:
+        """Of each row, on the device: graphs read it where it is."""
+        if self._take is None:
+            self._take = torch.from_numpy(self._chooser.take).to(batch.rows.slot.device, copy=True)
+        return self._take[batch.rows.slot.clamp(min=0).long()]

@@ -1,0 +1,180 @@
+"""Several drafters as one: in each cycle a policy says whose guesses each row takes, and how many.
+
+Drafters that read the text guess in every cycle: what came says how good each of them would have
+been. The drafter with weights guesses where that pays, and now and then to be judged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence as Seqs
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specdec.core.constraint import lead
+from specdec.core.policy.choice import Choice, Offer, Policy, RowOffers
+from specdec.core.policy.costs import Work
+from specdec.core.policy.survival import bucket_of
+from specdec.core.protocols import Drafter
+from specdec.core.types import NO_GUESS, Array, Sequence, Step
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """The drafter with weights."""
+
+    name: str
+    drafter: Drafter
+    any_width: bool
+    """Whether it can be told of cycles that verified fewer than k guesses."""
+
+
+@dataclass
+class _Turn:
+    """A cycle under way."""
+
+    began: float
+    choice: Choice
+    offers: list[RowOffers]
+    guesses: dict[str, Array]
+    """[B, at most k] of each drafter that guessed."""
+
+
+class AutoDrafter:
+    """The host loop's drafter. Its guesses are as many as pay: [B, 0 .. k]."""
+
+    def __init__(self, texts: Mapping[str, Drafter], weighted: Weighted | None, policy: Policy):
+        """texts: drafters that need the text alone."""
+        self.texts, self.weighted, self.policy = texts, weighted, policy
+        self.forced: tuple[int, int] | None = None
+        """(depth, drafted) of every cycle, while costs are measured."""
+        self._fared: dict[int, int] = {}
+        self._turn: _Turn | None = None
+
+    @property
+    def parts(self) -> dict[str, Drafter]:
+        """All of them, by name."""
+        own = {} if self.weighted is None else {self.weighted.name: self.weighted.drafter}
+        return {**self.texts, **own}
+
+    @property
+    def _weights(self) -> tuple[str, ...]:
+        return () if self.weighted is None else (self.weighted.name,)
+
+    def reset(self, seq: Sequence) -> None:
+        self._fared[seq.slot] = 1
+        for part in self.parts.values():
+            part.reset(seq)
+
+    def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
+        for part in self.parts.values():
+            part.prefill(seq, start, stop, step)
+
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
+        began = time.perf_counter()
+        guesses = {name: np.asarray(d.propose(seqs, k)) for name, d in self.texts.items()}
+        rows = ({name: draft[b] for name, draft in guesses.items()} for b in range(len(seqs)))
+        offers = [self.offers(seq, row, k) for seq, row in zip(seqs, rows, strict=True)]
+        choice = self.chosen(offers)
+        if choice.drafted:
+            assert self.weighted is not None
+            made = np.asarray(self.weighted.drafter.propose(seqs, choice.drafted))
+            guesses[self.weighted.name] = made
+        self._turn = _Turn(began, choice, offers, guesses)
+        return self._draft(choice, guesses, len(seqs))
+
+    def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
+        chosen, kept = np.asarray(step.chosen), np.asarray(accepted)
+        for part in self.texts.values():
+            part.observe(seqs, step, accepted)
+        if self.weighted is not None and self._hears(chosen.shape[1]):
+            self.weighted.drafter.observe(seqs, step, accepted)
+        turn, self._turn = self._turn, None
+        if turn is None:
+            return  # somebody else's draft: a warm-up's
+        work = Work(len(seqs), chosen.shape[1] - 1, turn.choice.drafted)
+        self.policy.costs.saw(work, time.perf_counter() - turn.began)
+        if self.forced is not None:
+            return
+        for b, seq in enumerate(seqs):
+            self._judge(turn, b, seq, chosen[b, : int(kept[b]) + 1])
+        self.policy.learn(turn.choice, int((kept + 1).sum()))
+
+    def _hears(self, width: int) -> bool:
+        assert self.weighted is not None
+        return self.weighted.any_width or width == self.policy.k + 1
+
+    def chosen(self, offers: list[RowOffers]) -> Choice:
+        """What the policy chooses, or what is measured."""
+        if self.forced is None:
+            return self.policy.choose(offers)
+        runs = self.weighted is not None and self.forced[1] > 0
+        return Choice(*self.forced, (self.weighted.name if runs else None,) * len(offers))  # pyright: ignore[reportOptionalMemberAccess]
+
+    def fared(self, seq: Sequence) -> int:
+        """The bucket of the drafter with weights: how far it was right on that row last."""
+        return self._fared[seq.slot]
+
+    def note(self, seq: Sequence, right: int) -> None:
+        """So many of its guesses were right."""
+        self._fared[seq.slot] = bucket_of(right + 1)
+
+    def offers(self, seq: Sequence, guesses: Mapping[str, Array], k: int) -> RowOffers:
+        """What a row can choose from. guesses [k]: of each text drafter that the loop has."""
+        wish, most = seq.speculative, seq.most_guesses(k)
+        offers = [
+            Offer(name, bucket_of(matched(self.texts[name], seq)), count)
+            for name, draft in guesses.items()
+            if (count := _count(draft))
+        ]
+        if self.weighted is not None:
+            offers.append(Offer(self.weighted.name, self.fared(seq), k))
+        if wish is not None and wish.drafter is not None and wish.drafter != NAME:
+            offers = [offer for offer in offers if offer.drafter == wish.drafter]
+        insists = wish is not None and wish.drafter is not None and wish.drafter in self._weights
+        return RowOffers(tuple(offers), most, insists)
+
+    def _draft(self, choice: Choice, guesses: Mapping[str, Array], rows: int) -> Array:
+        draft = np.full((rows, choice.depth), NO_GUESS, np.int32)
+        for b, name in enumerate(choice.by_row):
+            if name is not None:
+                own = guesses[name][b, : choice.depth]
+                draft[b, : len(own)] = own
+        if not choice.drafted or self.weighted is None:
+            return draft
+        tail = np.full_like(draft, NO_GUESS)
+        made = guesses[self.weighted.name][:, : choice.depth]
+        tail[:, : made.shape[1]] = made
+        taken = np.array([name is not None for name in choice.by_row])[:, None]
+        return np.where(taken, lead(draft, tail), draft).astype(np.int32)
+
+    def _judge(self, turn: _Turn, b: int, seq: Sequence, came: Array) -> None:
+        """Compare what each drafter guessed with what came."""
+        buckets = {offer.drafter: offer.bucket for offer in turn.offers[b].offers}
+        for name, draft in turn.guesses.items():
+            own = draft[b, : _count(draft[b])]
+            both = min(len(own), len(came))
+            right = int((own[:both] == came[:both]).cumprod().sum())
+            guessed = len(own)
+            if self.weighted is not None and name == self.weighted.name:
+                guessed = turn.choice.drafted  # where it said nothing it took the time all the same
+                self.note(seq, right)
+            if name in buckets:
+                self.policy.table(name).learn(buckets[name], right, guessed, len(came))
+
+
+NAME = "auto"
+
+
+def matched(drafter: Any, seq: Sequence) -> int:
+    """How much of the text its last guess follows from; 1 of drafters that do not tell."""
+    tell = getattr(drafter, "matched", None)
+    return 1 if tell is None else tell(seq)
+
+
+def _count(row: Array) -> int:
+    """Guesses of a row: those before the first NO_GUESS."""
+    none = row == NO_GUESS
+    return int(none.argmax()) if none.any() else len(row)

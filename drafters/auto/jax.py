@@ -1,0 +1,81 @@
+"""Several drafters as one in the traced loop: prompt lookup, and one with weights. Whose guesses
+each row takes is an array that the host writes before a dispatch (`late.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seqs
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from drafters.auto.late import EITHER, TEXT, WEIGHTS, LateChooser
+from specdec.core.types import NO_GUESS, Array, Sequence, Step
+from targets.jax.device_drafter import DeviceDrafter, SlotState, TracedDrafter, TracedProgram
+
+
+class DeviceAuto:
+    """A `DeviceDrafter`. One program where the drafter with weights guesses, one where it does
+    not; it learns from every cycle in both."""
+
+    def __init__(
+        self, chooser: LateChooser, text: DeviceDrafter, weighted: DeviceDrafter | None
+    ) -> None:
+        self._chooser, self._text, self._weighted = chooser, text, weighted
+
+    @property
+    def memory(self) -> Any:
+        return () if self._weighted is None else self._weighted.memory
+
+    @memory.setter
+    def memory(self, memory: Any) -> None:
+        if self._weighted is not None:
+            self._weighted.memory = memory
+
+    def ready(self, seqs: Seqs[Sequence]) -> None:
+        self._chooser.choose(seqs)
+        for part in (self._text, self._weighted):
+            if part is not None:
+                part.ready(seqs)
+
+    def program(self, needs_sampler: bool) -> TracedProgram:
+        weighted = None if self._weighted is None else self._weighted.program(needs_sampler)
+        return _Program(self._text.program(needs_sampler), weighted, self._chooser.runs)
+
+    def weights(self) -> Any:
+        weighted = () if self._weighted is None else self._weighted.weights()
+        return self._chooser.take.copy(), self._text.weights(), weighted
+
+
+class _Program(NamedTuple):
+    text: TracedProgram
+    weighted: TracedProgram | None
+    runs: bool
+
+    def on(self, weights: Any, memory: Any) -> TracedDrafter:
+        take, texts, own = weights
+        weighted = None if self.weighted is None else self.weighted.on(own, memory)
+        return _Traced(take, self.text.on(texts, ()), weighted, self.runs)
+
+
+class _Traced:
+    def __init__(
+        self, take: Array, text: TracedDrafter, weighted: TracedDrafter | None, runs: bool
+    ) -> None:
+        self._take, self._text, self._weighted, self._runs = take[:, None], text, weighted, runs
+
+    @property
+    def memory(self) -> Any:
+        return () if self._weighted is None else self._weighted.memory
+
+    def propose(self, batch: SlotState, k: int) -> Array:
+        take, text = self._take, self._text.propose(batch, k)
+        draft = jnp.where((take == TEXT) | (take == EITHER), text, NO_GUESS)
+        if not self._runs or self._weighted is None:
+            return draft
+        own = self._weighted.propose(batch, k)
+        silent = (take == EITHER) & (text[:, :1] == NO_GUESS)
+        return jnp.where((take == WEIGHTS) | silent, own, draft)
+
+    def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:
+        if self._weighted is not None:
+            self._weighted.observe(batch, step, accepted)

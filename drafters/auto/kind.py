@@ -1,0 +1,161 @@
+"""`--drafter auto`: whichever drafter pays, cycle by cycle and row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from drafters import registry
+from drafters.auto.host import NAME, AutoDrafter, Weighted
+from drafters.auto.late import LateChooser
+from drafters.auto.measure import measure_costs
+from drafters.kind import (
+    Asked,
+    Composite,
+    Draft,
+    DrafterKind,
+    PlacedDrafter,
+    own_options,
+    refuse_draft_model,
+)
+from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.errors import UserError
+from specdec.core.policy.choice import Menu, Policy
+from specdec.core.policy.costs import CostTable
+from targets.backend import Backend, meter_of
+
+TEXTS = "suffix", "ngram"
+"""The drafters that read the text; of equals the first is taken."""
+LOOKUP = "ngram"
+"""The one of them that device loops have a step for."""
+DEPTHS = 0, 1, 3, 7, 15
+"""Draft tokens per row that a cycle may verify, beside K, where fewer cost less."""
+WITH = (
+    "The drafter with weights that auto chooses from, beside those that read the text: model, "
+    "eagle3 or assistant. None by default."
+)
+
+
+@dataclass(frozen=True)
+class AutoOptions:
+    auto_with: str | None = field(default=None, metadata={"help": WITH})
+
+
+@dataclass(frozen=True)
+class AutoDraft:
+    """`Draft` of drafters, by name. weighted: which of them has weights."""
+
+    drafts: dict[str, Draft]
+    weighted: str | None
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return () if self.weighted is None else self.drafts[self.weighted].features
+
+    def extra_bytes(self, shape: Any) -> int:
+        return sum(draft.extra_bytes(shape) for draft in self.drafts.values())
+
+    def place(self, backend: Backend, target: Any, config: ModelConfig) -> PlacedDrafter:
+        parts = {name: d.place(backend, target, config) for name, d in self.drafts.items()}
+        placed = _Placed(parts, self.weighted, target)
+        composite = Composite(parts, lambda drafter: drafter.policy, _wrapped, measure_costs)
+        return PlacedDrafter(placed.make, placed.on_device, placed.snapshots, composite)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    parts: dict[str, PlacedDrafter]
+    weighted: str | None
+    target: Any
+
+    def make(self, k: int) -> AutoDrafter:
+        made = {name: placed.make(k) for name, placed in self.parts.items()}
+        name = self.weighted
+        weighted = None
+        if name is not None:
+            weighted = Weighted(name, made.pop(name), registry.find(name).any_width)
+        return AutoDrafter(made, weighted, Policy(k, CostTable(), self._menu(k), name))
+
+    def on_device(self, drafter: AutoDrafter) -> Any:
+        """Prompt lookup and the drafter with weights: suffix lookup has no step there."""
+        narrow = drafter.weighted is None or drafter.weighted.any_width
+        chooser = LateChooser(drafter, LOOKUP, self.target.slots, narrow and self._fewer_cost_less)
+        text = self.parts[LOOKUP].on_device(drafter.texts[LOOKUP])
+        weighted = None
+        if drafter.weighted is not None:
+            weighted = self.parts[drafter.weighted.name].on_device(drafter.weighted.drafter)
+        return _device_drafter(self.target.backend)(chooser, text, weighted)
+
+    def snapshots(self, drafter: AutoDrafter, unit: int) -> Any:
+        if self.weighted is None or drafter.weighted is None:
+            return None
+        return self.parts[self.weighted].snapshots(drafter.weighted.drafter, unit)
+
+    @property
+    def _fewer_cost_less(self) -> bool:
+        """Whether a cycle verifies what it is given; else all are padded to one width."""
+        meter = meter_of(self.target)
+        return meter.fed_width(0) < meter.fed_width(1)
+
+    def _menu(self, k: int) -> Menu:
+        depths = {d for d in DEPTHS if d < k} | {k} if self._fewer_cost_less else {k}
+        return Menu.of(depths, {0} if self.weighted is None else {0, 1, max(1, k // 2), k})
+
+
+def _device_drafter(backend: str) -> Any:
+    if backend == "jax":
+        from drafters.auto.jax import DeviceAuto
+    else:
+        from drafters.auto.cuda import DeviceAuto
+    return DeviceAuto
+
+
+def _wrapped(drafter: AutoDrafter, wrap: Callable[[Any], Any]) -> AutoDrafter:
+    if drafter.weighted is not None:
+        drafter.weighted = replace(drafter.weighted, drafter=wrap(drafter.weighted.drafter))
+    return drafter
+
+
+def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:
+    name = _weighted(speculation)
+    for text in TEXTS:
+        own = replace(speculation, drafter=text, draft_model=None)
+        registry.find(text).resolve(own, model, random)  # refuses bad options
+    if name is None:
+        if speculation.draft_model is not None:
+            raise UserError("--draft-model with --drafter auto needs --auto-with: say what it is")
+        return refuse_draft_model(speculation, model, random)
+    if name not in registry.KINDS or not (kind := registry.find(name)).weighted:
+        raise UserError(
+            f"--auto-with must be a drafter with weights (model, eagle3, assistant), got {name!r}"
+        )
+    return replace(kind.resolve(replace(speculation, drafter=name), model, random), drafter=NAME)
+
+
+def _weighted(speculation: SpeculationConfig) -> str | None:
+    return own_options(AutoOptions, speculation).auto_with
+
+
+def _read(asked: Asked) -> AutoDraft:
+    weighted = _weighted(asked.speculation)
+    names = TEXTS if weighted is None else (*TEXTS, weighted)
+    return AutoDraft({name: _part(name, asked) for name in names}, weighted)
+
+
+def _part(name: str, asked: Asked) -> Draft:
+    kind = registry.find(name)
+    read = (asked.random and kind.random) or kind.read
+    return read(replace(asked, speculation=replace(asked.speculation, drafter=name)))
+
+
+KIND = DrafterKind(
+    NAME,
+    "whichever of ngram, suffix (host loop) and --auto-with pays at present",
+    _read,
+    random=_read,
+    resolve=_resolve,
+    options=AutoOptions,
+    device_loops=("jax", "cuda"),
+    part=_weighted,
+)

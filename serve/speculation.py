@@ -1,0 +1,36 @@
+"""A request's `speculative`: who drafts for it, how many tokens, or nobody."""
+
+from __future__ import annotations
+
+from serve.errors import ApiError
+from serve.schema import GenerationRequest
+from specdec.core.engine import Drafting
+from specdec.core.types import Speculative
+
+NOBODY = "none"
+
+
+def speculative_of(request: GenerationRequest, drafting: Drafting) -> Speculative | None:
+    """What the engine is told, None where nothing was asked. Raises ApiError 400 for a drafter that
+    is not loaded, or more tokens than the server drafts."""
+    wish = request.speculative
+    if wish is None:
+        return None
+    loaded = (drafting.drafter, *drafting.parts)
+    if wish.drafter is not None and wish.drafter not in (*loaded, NOBODY):
+        message = f"the drafter {wish.drafter!r} is not loaded: this server has {', '.join(loaded)}"
+        raise ApiError(400, message, param="speculative.drafter")
+    if wish.k is not None and wish.k > drafting.k:
+        message = f"this server drafts at most {drafting.k} tokens per cycle, not {wish.k}"
+        raise ApiError(400, message, param="speculative.k")
+    off = wish.enabled is False or wish.drafter == NOBODY
+    return Speculative(wish.drafter, 0 if off else wish.k)
+
+
+def told(wish: Speculative | None, drafting: Drafting) -> dict[str, object] | None:
+    """The same as it was taken, for `metrics`."""
+    if wish is None:
+        return None
+    k = drafting.k if wish.k is None else wish.k
+    drafter = drafting.drafter if wish.drafter is None else wish.drafter
+    return {"drafter": drafter if k else NOBODY, "k": k, "enabled": k > 0}

@@ -1,0 +1,194 @@
+"""Speed on given texts: plain decoding, and each drafter with each K, as an engine drives them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence as Seqs
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from drafters.registry import find, plain
+from specdec.assembly.engine import loop_of, make_engine
+from specdec.assembly.model import Model, Status
+from specdec.bench.aggregate import spread
+from specdec.bench.script_file import ScriptRow
+from specdec.bench.timing import prefilled
+from specdec.core.config import SpeculationConfig
+from specdec.core.engine import Engine
+from specdec.core.errors import UserError
+from specdec.core.prediction import PredictedText, Prediction
+from specdec.core.script import Line, Script, drawn_right
+from specdec.core.stats import Acceptance
+from specdec.core.types import Sequence
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is timed."""
+
+    drafter: str
+    k: int
+    predicted: bool
+    """Whether each request brings its prediction."""
+    batch: int
+    """Requests that decode together, as long as none has ended."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One pass over the script: decoding alone, without prompts and their first tokens."""
+
+    tokens: int
+    seconds: float
+    tau: float
+    differing: int
+    """Requests whose tokens were not the script's."""
+
+
+@dataclass(frozen=True)
+class ScriptPlan:
+    """What to time on one script."""
+
+    rows: Seqs[ScriptRow]
+    acceptance: tuple[float, ...] | None
+    """Of drafters with weights; None: what they guess themselves."""
+    batches: tuple[int, ...]
+    ks: tuple[int, ...]
+    repeats: int
+
+    def refuse(self, speculation: SpeculationConfig, random: bool, max_len: int) -> None:
+        """Raise UserError for what can't be timed."""
+        longest = max(len(row.prompt) + len(row.answer) for row in self.rows)
+        if longest > max_len:
+            raise UserError(
+                f"--script has a request of {longest} tokens, prompt and answer: it does not fit "
+                f"--max-len {max_len}"
+            )
+        told = [row.acceptance or self.acceptance for row in self.rows]
+        if not _with_weights(speculation):
+            if any(told):
+                raise UserError(
+                    f"--acceptance is of drafters with weights: what {speculation.drafter} guesses "
+                    "follows from the text"
+                )
+            return
+        if any(shares is None for shares in told) and (random or any(told)):
+            raise UserError(
+                f"--script needs --acceptance for --drafter {speculation.drafter}: random weights "
+                "agree with no text; give the shares that eval-acceptance reports by position"
+            )
+        short = min((len(shares) for shares in told if shares), default=max(self.ks))
+        if short < max(self.ks):
+            raise UserError(
+                f"--acceptance has {short} positions, but up to {max(self.ks)} tokens are drafted"
+            )
+
+
+def _with_weights(speculation: SpeculationConfig) -> bool:
+    return find(speculation.drafter).guesses_by_weights(speculation)
+
+
+def measure_script(
+    model: Model, speculation: SpeculationConfig, plan: ScriptPlan, status: Status
+) -> list[dict[str, Any]]:
+    """A row per point: tokens per second, tau, and the speed over plain decoding's."""
+    found: dict[Point, list[Timed]] = {}
+    for _ in range(plan.repeats):
+        for config in _configs(model, speculation, plan.ks):
+            with status(f"saying the script with {config.drafter}, K = {config.k}"):
+                for point, timed in _passes(model, config, plan):
+                    found.setdefault(point, []).append(timed)
+    return rows_of(found, loop_of(model, speculation))
+
+
+def _configs(
+    model: Model, speculation: SpeculationConfig, ks: Seqs[int]
+) -> list[SpeculationConfig]:
+    """Plain decoding, and the drafter with each K; of one that is made of others, these too."""
+    composite = model.drafters[speculation.drafter].composite
+    names = [*(composite.parts if composite else ()), speculation.drafter]
+    device = loop_of(model, speculation) == "device"
+    stepless = {name for name in names if model.target.backend not in find(name).device_loops}
+    names = [n for n in names if find(n).most_k and not (device and n in stepless)]
+    drafting = [replace(speculation, drafter=name, k=k) for name in names for k in ks]
+    return [plain(speculation), *drafting]
+
+
+def rows_of(found: dict[Point, list[Timed]], loop: str) -> list[dict[str, Any]]:
+    speeds = {p: [t.tokens / t.seconds for t in times] for p, times in found.items()}
+    median = {p: float(np.median(each)) for p, each in speeds.items()}
+    rows = []
+    for point, times in found.items():
+        row = {**asdict(point), "loop": loop, "tokens_per_second": median[point]}
+        row |= {"spread": spread(speeds[point]), "repeats": speeds[point]}
+        row |= {"over_plain": median[point] / median[_plain_of(found, point)]}
+        row |= {"tau": times[0].tau, "tokens": times[0].tokens}
+        rows.append(row | {"differing": sum(t.differing for t in times)})
+    return rows
+
+
+def _plain_of(found: dict[Point, list[Timed]], point: Point) -> Point:
+    return next(p for p in found if p.k == 0 and not p.predicted and p.batch == point.batch)
+
+
+def _passes(
+    model: Model, config: SpeculationConfig, plan: ScriptPlan
+) -> Iterator[tuple[Point, Timed]]:
+    """Every batch, without the predictions and with them; one engine for all."""
+    target = model.target
+    script = Script(_lines(plan, config), target.slots, target.max_len)
+    engine = make_engine(model, config, script=script)
+    given = any(row.prediction is not None for row in plan.rows) and config.k > 0
+    for batch in plan.batches:
+        for predicted in (False, True) if given else (False,):
+            first = list(enumerate(plan.rows))[:batch]
+            _say(engine, first, predicted)  # compiles and captures what is needed
+            yield (
+                Point(config.drafter, config.k, predicted, batch),
+                _timed(engine, plan.rows, batch, predicted),
+            )
+
+
+def _lines(plan: ScriptPlan, config: SpeculationConfig) -> dict[str, Line]:
+    lines = {}
+    for number, row in enumerate(plan.rows):
+        shares = row.acceptance or plan.acceptance
+        drawn = _with_weights(config) and shares is not None
+        right = drawn_right(shares, len(row.answer), seed=number) if drawn and shares else None
+        lines[str(number)] = Line(row.answer, right)
+    return lines
+
+
+Numbered = list[tuple[int, ScriptRow]]
+
+
+def _timed(engine: Engine, rows: Seqs[ScriptRow], batch: int, predicted: bool) -> Timed:
+    """The whole script, so many requests together, group after group."""
+    engine.acceptance = Acceptance()
+    numbered, tokens, seconds, differing = list(enumerate(rows)), 0, 0.0, 0
+    for start in range(0, len(numbered), batch):
+        group = numbered[start : start + batch]
+        seqs, took = _say(engine, group, predicted)
+        tokens, seconds = tokens + sum(s.emitted - 1 for s in seqs), seconds + took
+        pairs = zip(seqs, group, strict=True)
+        differing += sum(s.tokens[s.prompt_len :] != row.answer for s, (_, row) in pairs)
+    return Timed(tokens, seconds, engine.acceptance.tau, differing)
+
+
+def _say(engine: Engine, group: Numbered, predicted: bool) -> tuple[list[Sequence], float]:
+    """Read the prompts, then decode: the requests, and seconds of the decoding."""
+    seqs = [_request(number, row, predicted) for number, row in group]
+    prefilled(engine, seqs)
+    started = time.perf_counter()
+    while not engine.idle:
+        engine.step()
+    return seqs, time.perf_counter() - started
+
+
+def _request(number: int, row: ScriptRow, predicted: bool) -> Sequence:
+    seq = Sequence(list(row.prompt), max_tokens=len(row.answer), request_id=str(number))
+    if predicted and row.prediction is not None:
+        seq.prediction = Prediction(PredictedText(row.prediction), seq.prompt_len)
+    return seq

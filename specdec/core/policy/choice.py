@@ -1,0 +1,128 @@
+"""The policy: which drafter guesses for each row, and how many tokens a cycle verifies.
+
+The long-run rate tokens / time is highest if each cycle maximises E[tokens] - rate * time
+(Dinkelbach 1967). Tokens come from survival tables, time from a cost table. Off is a draft of no
+tokens. What is chosen decides how fast the text comes, and no token of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Seqs
+from dataclasses import dataclass, field
+
+from specdec.core.policy.costs import Costs, Work
+from specdec.core.policy.survival import Survival
+
+SHADOW = 32
+"""Cycles after which a drafter with weights that does not pay is tried again: the text may have
+changed."""
+FADE = 0.99
+"""Of tokens and time so far, with each cycle: the rate is the last hundred cycles'."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one drafter has to say on one row."""
+
+    drafter: str
+    bucket: int
+    """How much speaks for it, see `survival.bucket_of`."""
+    guesses: int
+    """How many there are; of a drafter with weights, how many it could make."""
+
+
+@dataclass(frozen=True)
+class RowOffers:
+    """What a cycle's row can choose from."""
+
+    offers: tuple[Offer, ...]
+    most: int
+    """Guesses at most: the request's own limit."""
+    insists: bool = False
+    """Whether the request asked for the drafter with weights by name."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a cycle does."""
+
+    depth: int
+    """Draft tokens that are verified, per row."""
+    drafted: int
+    """Guesses of the drafter with weights, 0: it does not run."""
+    by_row: tuple[str | None, ...]
+    """Whose guesses each row takes, None: nobody's."""
+
+
+@dataclass(frozen=True)
+class Menu:
+    """What a cycle may do: pairs of (depth, drafted)."""
+
+    pairs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, depths: Iterable[int], drafted: Iterable[int]) -> Menu:
+        return cls(tuple((d, n) for n in sorted(drafted) for d in sorted(depths) if d >= n))
+
+
+@dataclass
+class Policy:
+    """Chooses, and learns from what came. `weighted` is the drafter with weights, if any."""
+
+    k: int
+    costs: Costs
+    menu: Menu
+    weighted: str | None = None
+    tables: dict[str, Survival] = field(default_factory=dict)
+    chosen: dict[str, int] = field(default_factory=dict)
+    """Rows that took each drafter's guesses so far; `none` where they took nobody's."""
+    _idle: int = 0
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second at present, 0 before any came."""
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+    def table(self, drafter: str) -> Survival:
+        if drafter not in self.tables:
+            self.tables[drafter] = Survival(self.k)
+        return self.tables[drafter]
+
+    def choose(self, rows: Seqs[RowOffers]) -> Choice:
+        """The best of the menu. The drafter with weights runs where a request insists, and where
+        it did not run for long."""
+        pairs = self.menu.pairs
+        runs = [pair for pair in pairs if pair[1]]
+        if runs and (self._idle >= SHADOW or any(r.insists and r.most for r in rows)):
+            pairs = runs
+        best = max(pairs, key=lambda pair: self._worth(rows, *pair))
+        return self._made(rows, *best)
+
+    def learn(self, choice: Choice, emitted: float) -> None:
+        """The cycle emitted so many tokens, over all rows."""
+        self._idle = 0 if choice.drafted or self.weighted is None else self._idle + 1
+        seconds = self.costs.seconds(Work(len(choice.by_row), choice.depth, choice.drafted))
+        self._tokens = self._tokens * FADE + emitted
+        self._seconds = self._seconds * FADE + seconds
+        for name in choice.by_row:
+            self.chosen[name or "none"] = self.chosen.get(name or "none", 0) + 1
+
+    def _worth(self, rows: Seqs[RowOffers], depth: int, drafted: int) -> float:
+        tokens = sum(1 + self._best(row, depth, drafted)[0] for row in rows)
+        return tokens - self.rate * self.costs.seconds(Work(len(rows), depth, drafted))
+
+    def _best(self, row: RowOffers, depth: int, drafted: int) -> tuple[float, str | None]:
+        """Most guesses that are right on average, and whose; the first of equals."""
+        best: tuple[float, str | None] = (0.0, None)
+        for offer in row.offers:
+            made = min(offer.guesses, drafted) if offer.drafter == self.weighted else offer.guesses
+            count = min(made, depth, row.most)
+            value = self.table(offer.drafter).expected(offer.bucket)[count]
+            if value > best[0]:
+                best = value, offer.drafter
+        return best
+
+    def _made(self, rows: Seqs[RowOffers], depth: int, drafted: int) -> Choice:
+        return Choice(depth, drafted, tuple(self._best(row, depth, drafted)[1] for row in rows))

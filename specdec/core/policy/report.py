@@ -1,0 +1,42 @@
+"""What a policy knows, as JSON values: for receipts, the doctor and /metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec.core.policy.choice import Policy
+from specdec.core.policy.costs import Work
+
+
+def report(policy: Policy, rows: int = 1) -> dict[str, Any]:
+    """Rows that took each drafter's guesses, the cost table, survival by bucket, and the what-if of
+    every drafter and K for a batch of so many rows."""
+    survival = {
+        name: {str(b): _rounded(table.survival(b)) for b in table.buckets}
+        for name, table in policy.tables.items()
+    }
+    return {
+        "chosen": dict(policy.chosen),
+        "seconds": [{**w._asdict(), "seconds": s} for w, s in policy.costs.rows()],
+        "survival": survival,
+        "what_if": [what_if(policy, name, k, rows) for name, k in alternatives(policy)],
+    }
+
+
+def alternatives(policy: Policy) -> list[tuple[str, int]]:
+    """Plain decoding, and each drafter that was seen with each K."""
+    drafters = sorted(policy.tables)
+    return [("none", 0), *((name, k) for name in drafters for k in range(1, policy.k + 1))]
+
+
+def what_if(policy: Policy, drafter: str, k: int, rows: int) -> dict[str, Any]:
+    """Had this drafter alone guessed k tokens in each cycle: tau and speed, as far as its guesses
+    on the texts so far and the costs tell."""
+    tau = 1 + (policy.table(drafter).overall()[k] if k else 0.0)
+    seconds = policy.costs.seconds(Work(rows, k, k if drafter == policy.weighted else 0))
+    speed = round(rows * tau / seconds, 2)
+    return {"drafter": drafter, "k": k, "tau": round(tau, 4), "tokens_per_second": speed}
+
+
+def _rounded(values: list[float]) -> list[float]:
+    return [round(value, 4) for value in values]

@@ -1,0 +1,159 @@
+"""Scripted decoding: everything is computed as always, but the tokens are a given text's.
+
+Speed depends on the text: on what lookup finds in it, and on how often a drafter is right. Random
+weights say nothing that could be looked up and agree with no drafter. So each choice is replaced by
+the script's token at that position, after the target has made it. Drafters with weights are given a
+recorded acceptance in the same way. For speed only: what is emitted is not the target's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seqs
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from specdec.core.errors import UserError
+from specdec.core.protocols import Drafter, Target
+from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, Sequence, Step
+
+GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True)
+class Line:
+    """One request's answer."""
+
+    answer: Seqs[int]
+    """Token ids, all of which are emitted."""
+    right: Array | None = None
+    """int32 [len(answer)]: how many guesses are right where they begin at that token. None: the
+    drafter's own guesses count."""
+
+
+class Script:
+    """The lines by request id, and what each slot's owner will say, by position of its text."""
+
+    def __init__(self, lines: Mapping[str, Line], slots: int, max_len: int) -> None:
+        """Lines have all a recorded acceptance, or none has."""
+        shape = slots, max_len + MAX_DRAFT + 1
+        self.lines = lines
+        self.recorded = any(line.right is not None for line in lines.values())
+        self.said = np.full(shape, NO_GUESS, np.int32)
+        """[slots, positions]; NO_GUESS where the target's own choice stands."""
+        self.right = np.zeros(shape, np.int32)
+        """[slots, positions], see `Line`."""
+        self.version = 0
+        """Grows with each change: devices keep copies."""
+
+    def seat(self, seq: Sequence) -> None:
+        """`seq` now owns its slot. A request without a line says what the target chooses."""
+        said, right = self.said[seq.slot], self.right[seq.slot]
+        said[:], right[:] = NO_GUESS, 0
+        line = self.lines.get(seq.request_id)
+        if line is not None:
+            spoken = slice(seq.prompt_len, seq.prompt_len + len(line.answer))
+            said[spoken] = line.answer
+            right[spoken] = 0 if line.right is None else line.right
+        self.version += 1
+
+    def coming(self, seq: Sequence, count: int) -> Array:
+        """Its next tokens [count]."""
+        return self.said[seq.slot, len(seq.tokens) : len(seq.tokens) + count]
+
+
+def scripted_choice(said: Array, chosen: Array) -> Array:
+    """What the script says, the target's choice where it says nothing. Both of one shape. That the
+    choice counts at all keeps a compiler from leaving the forward out. One expression for numpy,
+    jax and torch, like the next."""
+    return chosen + (said - chosen) * (said >= 0)
+
+
+def recorded_draft(said: Array, right: Array, own: Array, offset: Array) -> Array:
+    """A draft [B, k] whose first right [B] guesses are the script's, said [B, k], and none after
+    them: these are the drafter's own, unless they happen to be right. offset: 0 .. k - 1."""
+    told = offset < right[:, None]
+    same = own == said
+    missed = own * ~same + abs(said - 1) * same
+    return said * told + missed * ~told
+
+
+class ScriptedTarget:
+    """A target whose choices are a script's."""
+
+    def __init__(self, target: Target, script: Script) -> None:
+        self._target, self._script = target, script
+        self.slots, self.max_len = target.slots, target.max_len
+        self.max_draft, self.prefill_chunk = target.max_draft, target.prefill_chunk
+
+    def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
+        if start == 0:
+            self._script.seat(seq)
+        step = self._target.prefill(seq, start, stop)
+        if stop < seq.prompt_len:
+            return step
+        said = self._script.coming(seq, 1)[None]
+        return replace(step, chosen=scripted_choice(said, np.asarray(step.chosen)))
+
+    def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
+        step = self._target.verify(seqs, draft)
+        said = np.stack([self._script.coming(seq, draft.shape[1] + 1) for seq in seqs])
+        return replace(step, chosen=scripted_choice(said, np.asarray(step.chosen)))
+
+
+class ScriptedDrafter:
+    """A drafter that works as always, and whose guesses are right as often as was recorded."""
+
+    def __init__(self, drafter: Drafter, script: Script) -> None:
+        self._drafter, self._script = drafter, script
+        self.reset, self.prefill = drafter.reset, drafter.prefill
+        self.observe = drafter.observe
+
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
+        own = np.asarray(self._drafter.propose(seqs, k))
+        said = np.stack([self._script.coming(seq, k) for seq in seqs])
+        right = np.array([self._script.right[seq.slot, len(seq.tokens)] for seq in seqs])
+        return recorded_draft(said, right, own, np.arange(k)).astype(np.int32)
+
+
+def drawn_right(acceptance: Seqs[float], count: int, seed: int) -> np.ndarray:
+    """int32 [count]: how many guesses are right at each of so many tokens. acceptance: the share of
+    cycles that keep at least 1, 2, ... of them, as `eval-acceptance` tells it by position. Of one
+    token the answer is the same whatever K is and wherever cycles began before."""
+    kept = np.asarray(acceptance, np.float64)
+    if not len(kept) or not ((0 <= kept) & (kept <= 1)).all() or (np.diff(kept) > 0).any():
+        raise UserError(
+            "an acceptance must be shares of cycles that keep at least 1, 2, ... guesses, each 0 "
+            f"to 1 and none above the one before, got {', '.join(f'{x:g}' for x in acceptance)}"
+        )
+    chance = np.random.default_rng(seed).random(count)
+    return (chance[:, None] < kept).sum(1, dtype=np.int32)
+
+
+def right_for_tau(tau: float, k: int, count: int, seed: int = 0) -> np.ndarray:
+    """int32 [count]: the same for cycles that emit `tau` tokens on average, as if each guess were
+    right with one chance, whatever came before. Raises UserError.
+
+    Cycles of k guesses come by some of the tokens only. These take quantiles by golden steps from a
+    random start: short runs have the mean too, as independent draws do not.
+    """
+    if not 1 <= tau <= k + 1:
+        raise UserError(f"--synthetic-tau must be 1 to K + 1 = {k + 1}, got {tau:g}")
+    kept = _rate(tau - 1, k) ** np.arange(1, k + 1)
+    right, quantile = np.zeros(count, np.int32), np.random.default_rng(seed).random()
+    place = 1  # the first token is prefill's
+    while place < count:
+        right[place] = (quantile < kept).sum()
+        quantile = (quantile + GOLDEN) % 1
+        place += int(right[place]) + 1
+    return right
+
+
+def _rate(mean: float, k: int) -> float:
+    """The acceptance of each guess at which `mean` of k are kept: sum of rate ** n, n = 1 .. k."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        enough = sum(middle**n for n in range(1, k + 1)) >= mean
+        low, high = (low, middle) if enough else (middle, high)
+    return high

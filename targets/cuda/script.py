@@ -1,0 +1,62 @@
+"""A script in the captured cycle (`specdec.core.script`): its tables on the device, and a drafter
+whose guesses are right as often as was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seqs
+
+import torch
+
+from specdec.core.script import Script, recorded_draft
+from specdec.core.types import Sequence, Step
+from targets.cuda.device_drafter import CapturedBatch, DeviceDrafter
+from targets.cuda.ops import Rows
+
+
+class PlacedScript:
+    """A script's tables on the device: graphs read them where they are."""
+
+    def __init__(self, script: Script, device: torch.device) -> None:
+        self.script = script
+        self._said, self._right = (
+            torch.from_numpy(table).to(device, copy=True) for table in (script.said, script.right)
+        )
+
+    def seat(self, slots: Seqs[int]) -> None:
+        """Copy what is new: these slots' owners."""
+        rows = list(slots)
+        self._said[rows] = torch.from_numpy(self.script.said[rows]).to(self._said.device)
+        self._right[rows] = torch.from_numpy(self.script.right[rows]).to(self._right.device)
+
+    def coming(self, rows: Rows, count: int) -> torch.Tensor:
+        """What each row says next [B, count] int32, from the position behind its last token on."""
+        offset = torch.arange(count, device=rows.start.device)
+        return self._said[_slots(rows)[:, None], rows.start.long()[:, None] + 1 + offset]
+
+    def right(self, rows: Rows) -> torch.Tensor:
+        """How many guesses are right there [B] int32."""
+        return self._right[_slots(rows), rows.start.long() + 1]
+
+
+def _slots(rows: Rows) -> torch.Tensor:
+    """Padding reads slot 0: what it says goes nowhere."""
+    return rows.slot.clamp(min=0).long()
+
+
+class ScriptedDeviceDrafter:
+    """A `DeviceDrafter` around another."""
+
+    def __init__(self, drafter: DeviceDrafter, placed: PlacedScript) -> None:
+        self._drafter, self._placed = drafter, placed
+
+    def ready(self, seqs: Seqs[Sequence]) -> None:
+        self._drafter.ready(seqs)
+
+    def propose(self, batch: CapturedBatch, k: int) -> torch.Tensor:
+        own, rows = self._drafter.propose(batch, k), batch.rows
+        offset = torch.arange(k, device=rows.start.device)
+        said, right = self._placed.coming(rows, k), self._placed.right(rows)
+        return recorded_draft(said, right, own, offset)
+
+    def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
+        self._drafter.observe(batch, step, accepted)

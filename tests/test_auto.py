@@ -1,0 +1,414 @@
+"""`auto` changes no token, whatever it chooses: with costs drawn anew in each cycle, with requests
+that have wishes of their own, beside predictions; and it finds the drafter that pays."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from drafters import registry
+from drafters.auto import cuda as cuda_auto, jax as jax_auto
+from drafters.auto.host import AutoDrafter, Weighted
+from drafters.auto.late import EITHER, NOBODY, TEXT, WEIGHTS, LateChooser
+from drafters.ngram.host import NgramDrafter
+from drafters.ngram.jax import TracedNgram
+from drafters.none.host import NoDrafter
+from drafters.suffix.host import SuffixDrafter
+from specdec.assembly.engine import make_engine
+from specdec.assembly.model import load_model
+from specdec.core.config import ModelConfig
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.policy.choice import Choice, Menu, Policy
+from specdec.core.prediction import PredictedText, Prediction
+from specdec.core.types import NO_GUESS, Sequence, Speculative
+from targets.cuda.device_drafter import CapturedBatch
+from targets.cuda.ops import Rows
+from targets.jax.device_drafter import TextDrafter
+from targets.jax.device_loop import device_loop
+from targets.jax.load import JaxOptions, load_target
+from tests.commands import CUDA, refused, run
+from tests.fakes import FakeTarget, Noise, Oracle, ScriptedTarget
+from tests.modes import MODES
+
+K, TOKENS = 5, 40
+WISHES = (
+    None,
+    Speculative(k=0),
+    Speculative(k=2),
+    Speculative("suffix"),
+    Speculative("head", 3),
+    Speculative("auto"),
+    Speculative("none", 0),
+)
+
+
+class RandomCosts:
+    """Another table in each cycle."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.works = random.Random(seed), set()
+
+    def seconds(self, work) -> float:
+        return self.random.random()
+
+    def saw(self, work, seconds) -> None:
+        self.works.add(work)
+
+
+class Whim(Policy):
+    """Anything on the menu, and anybody's guesses for each row."""
+
+    def choose(self, rows):
+        draw = self.costs.random.choice
+        depth, drafted = draw(self.menu.pairs)
+        guessing = [
+            [None, *(o.drafter for o in row.offers if drafted or o.drafter != self.weighted)]
+            for row in rows
+        ]
+        return Choice(depth, drafted, tuple(map(draw, guessing)))
+
+
+def auto(head, seed, depths=(0, 1, 3, K), drafted=(0, 2, K), costs=None, kind=Policy, answers=100):
+    texts = {"suffix": SuffixDrafter(1, 100), "ngram": NgramDrafter(1, 3)}
+    weighted = None if head is None else Weighted("head", head, True)
+    policy = kind(K, costs or RandomCosts(seed), Menu.of(depths, drafted if head else (0,)))
+    policy.weighted = None if head is None else "head"
+    return AutoDrafter(texts, weighted, policy)
+
+
+def requests(wishes=False, predict=None):
+    prompts = np.random.default_rng(0).integers(0, 9, (7, 12)).tolist()
+    seqs = [
+        Sequence([*prompt, *prompt[:6]], MODES["nucleus"](i), max_tokens=TOKENS, request_id=str(i))
+        for i, prompt in enumerate(prompts)
+    ]
+    for i, seq in enumerate(seqs):
+        seq.speculative = WISHES[i] if wishes else None
+        if predict is not None and i % 2:
+            seq.prediction = Prediction(PredictedText(predict[str(i)][19::2]), seq.prompt_len)
+    return seqs
+
+
+def decoded(drafter, k, **given):
+    target = FakeTarget(slots=3, vocab=9)
+    engine = Engine(target, drafter, host_cycle(target, drafter, k))
+    seqs = requests(**given)
+    engine.run_to_end(seqs)
+    return {seq.request_id: seq.tokens for seq in seqs}, seqs
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return decoded(NoDrafter(), 0)[0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_choice_changes_a_token(plain, seed):
+    heads = (None, Noise(9), Noise(9, wild=True), Oracle(plain, 0, 9), Oracle(plain, 1, 9))
+    for head in heads:
+        assert decoded(auto(head, seed), K)[0] == plain
+        drafter = auto(head, seed, kind=Whim)
+        assert decoded(drafter, K)[0] == plain
+        works = drafter.policy.costs.works
+        assert len({work.depth for work in works}) == 4, works
+        assert head is None or {work.drafted for work in works} == {0, 2, K}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_have_their_way_and_the_same_text(plain, seed):
+    given = {"wishes": True, "predict": plain if seed else None}
+    text, seqs = decoded(auto(Noise(9), seed, depths=(K,)), K, **given)
+    assert text == plain
+    for seq in seqs:
+        wish = seq.speculative
+        drafted = seq.acceptance.drafted_at
+        if wish is not None and wish.k is not None:
+            assert max(drafted, default=-1) < wish.k, (wish, drafted)
+    assert seqs[0].acceptance.drafted > 0
+
+
+def test_a_wish_holds_with_any_drafter(plain):
+    for k in (0, 2, 9):
+        target, seqs = FakeTarget(slots=3, vocab=9), requests()
+        for seq in seqs:
+            seq.speculative = Speculative(k=k)
+        drafter = Noise(9)
+        Engine(target, drafter, host_cycle(target, drafter, K)).run_to_end(seqs)
+        assert {seq.request_id: seq.tokens for seq in seqs} == plain
+        assert all(max(seq.acceptance.drafted_at, default=-1) < k for seq in seqs)
+
+
+class Dear:
+    """A verify costs 1, and a run of the drafter with weights so much more."""
+
+    def __init__(self, guess: float) -> None:
+        self.guess = guess
+
+    def seconds(self, work) -> float:
+        return 1 + self.guess * (work.drafted > 0)
+
+    def saw(self, work, seconds) -> None:
+        pass
+
+
+def said(answer, drafter, rows=1):
+    """The engine that has let a target say this."""
+    target = ScriptedTarget(answer, 0, slots=rows)
+    seqs = [Sequence([1, 2], max_tokens=len(answer), request_id=str(i)) for i in range(rows)]
+    engine = Engine(target, drafter, host_cycle(target, drafter, K))
+    engine.run_to_end(seqs)
+    assert all(seq.tokens[2:] == answer for seq in seqs)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("right", "cost", "runs"), [(True, 0.1, True), (True, 50.0, False), (False, 0.1, False)]
+)
+def test_it_finds_whose_guesses_pay(right, cost, runs):
+    """On a text that repeats nothing."""
+    answer = np.random.default_rng(2).integers(3, 45, 240).tolist()
+    known = {str(i): [1, 2, *answer] for i in range(3)}
+    drafter = auto(Oracle(known, 0 if right else 1), 0, costs=Dear(cost), depths=(K,))
+    said(answer, drafter, rows=3)
+    chosen = drafter.policy.chosen
+    assert (chosen.get("head", 0) > 0.8 * sum(chosen.values())) == runs, chosen
+
+
+def test_the_best_of_a_text_that_changes_in_the_middle():
+    """First it repeats itself, then it doesn't but the head knows it; the policy follows."""
+    rng = np.random.default_rng(1)
+    answer = [*([3, 4, 5, 6, 7, 8] * 20), *rng.integers(0, 40, 120).tolist()]
+    told = {"0": [1, 2, *answer]}
+
+    class Head(Oracle):
+        def propose(self, seqs, k):
+            known = super().propose(seqs, k)
+            late = np.array([[len(seq.tokens) >= 122] for seq in seqs])
+            return np.where(late, known, 39).astype(np.int32)
+
+    def cycles(drafter):
+        return said(answer, drafter).acceptance.cycles
+
+    both = cycles(auto(Head(told), 0, costs=Dear(0.1), depths=(K,)))
+    assert both < 0.75 * min(cycles(Head(told)), cycles(SuffixDrafter()))
+
+
+def checked(config, speculation, loop="host", tokens=20):
+    """Texts of an engine whose choices are drawn, beside plain decoding's."""
+    model = load_model(config, registry.resolved(speculation, config))
+    ids = model.tokenizer.encode("def quicksort(items):\n    return quick")
+
+    def texts(chosen):
+        engine = make_engine(model, chosen)
+        policy = engine.drafting.policy
+        if policy is not None:
+            whim = Whim(policy.k, RandomCosts(3), policy.menu, policy.weighted)
+            engine.drafter.policy = whim
+        seqs = [
+            Sequence([*ids, 9 + i], MODES["everything"](i), max_tokens=tokens) for i in range(4)
+        ]
+        seqs[1].speculative = Speculative(k=1)
+        engine.run_to_end(seqs)
+        return [seq.tokens for seq in seqs], engine
+
+    resolved = registry.resolved(speculation, config)
+    said, engine = texts(replace(resolved, loop=loop))
+    assert said == texts(registry.plain(replace(resolved, loop="host")))[0]
+    assert engine.acceptance.drafted > 0
+    return engine
+
+
+@pytest.mark.usefixtures("cheap_programs")
+@pytest.mark.parametrize("name", ["eagle3", "model"])
+def test_lossless_on_jax_with_a_drafter_with_weights(name):
+    chosen = registry.config_type()(drafter="auto", k=4, auto_with=name)
+    engine = checked(ModelConfig(slots=2, max_len=256), chosen)
+    assert {work.drafted for work in engine.drafter.policy.costs.works} == {0, 1, 2, 4}
+    assert {work.depth for work in engine.drafter.policy.costs.works} == {4}  # all are one width
+
+
+@pytest.mark.usefixtures("cheap_programs")
+def test_lossless_in_jaxs_device_loop():
+    chosen = registry.config_type()(drafter="auto", k=4, auto_with="eagle3")
+    engine = checked(ModelConfig(slots=2, max_len=256), chosen, loop="device", tokens=90)
+    assert {work.drafted for work in engine.drafter.policy.costs.works} == {0, 4}
+
+
+class Said:
+    """A `DeviceDrafter` of either loop that says this."""
+
+    memory = ()
+
+    def __init__(self, rows) -> None:
+        self.rows, self.heard = rows, 0
+
+    def ready(self, seqs) -> None:
+        pass
+
+    def program(self, needs_sampler):
+        return self
+
+    def weights(self):
+        return ()
+
+    def on(self, weights, memory):
+        return self
+
+    def propose(self, batch, k):
+        return self.rows
+
+    def observe(self, batch, step, accepted) -> None:
+        self.heard += 1
+
+
+def chosen(take, runs, depth=3):
+    return SimpleNamespace(
+        take=np.array(take, np.int32), runs=runs, depth=depth, choose=lambda seqs: None
+    )
+
+
+TEXTS = [[1, 2, 3], [4, 5, NO_GUESS], [NO_GUESS] * 3, [6, 7, 8], [NO_GUESS] * 3]
+OWN = [[11, 12, 13], [14, 15, 16], [17, 18, 19], [21, 22, 23], [24, 25, 26]]
+TAKE = [TEXT, EITHER, EITHER, WEIGHTS, NOBODY]
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_rows_take_whom_the_host_chose_in_both_device_loops(runs):
+    silent = [NO_GUESS] * 3
+    expected = [TEXTS[0], TEXTS[1], OWN[2] if runs else silent, OWN[3] if runs else silent, silent]
+    head = Said(jnp.array(OWN))
+    traced = jax_auto.DeviceAuto(chosen(TAKE, runs), Said(jnp.array(TEXTS)), head)
+    rows = traced.program(False).on(traced.weights(), traced.memory)
+    assert rows.propose(None, 3).tolist() == expected
+    rows.observe(None, None, None)
+    captured = cuda_auto.DeviceAuto(
+        chosen(TAKE, runs), Said(torch.tensor(TEXTS)), Said(torch.tensor(OWN))
+    )
+    tokens = torch.full((5, 4), NO_GUESS)
+    batch = CapturedBatch(Rows(tokens, torch.zeros(5), torch.arange(5)), False, False)
+    assert captured.propose(batch, 3).tolist() == expected and head.heard == 1
+    assert captured.variant == ("weights" if runs else "text")
+    none = CapturedBatch(replace(batch.rows, tokens=tokens[:, :1]), False, False)
+    assert captured.propose(none, 0).shape == (5, 0)
+
+
+def late(head, costs):
+    """A chooser, and its engine's rows driven by hand."""
+    drafter = auto(head, 0, costs=costs)
+    return drafter, LateChooser(drafter, "ngram", slots=2, off=True)
+
+
+def test_the_late_choice_follows_what_came():
+    """Rows are told by hand what was accepted, as a device loop would."""
+    answer = np.random.default_rng(5).integers(3, 45, 400).tolist()
+    for good, dear, runs, depth in ((True, 0.1, True, K), (False, 9.0, False, 0)):
+        drafter, chooser = late(Noise(50), Dear(dear))
+        drafter.policy.costs.seconds = lambda w, dear=dear: (
+            1 + 0.01 * w.depth + dear * (w.drafted > 0)
+        )
+        seq = Sequence([1, 2], slot=1, max_tokens=500)
+        drafter.reset(seq)
+        seq.tokens.append(answer[0])
+        ran = []
+        while len(seq.tokens) < 300:
+            chooser.choose([seq])
+            kept = K if good and chooser.take[1] == WEIGHTS else 0
+            at = len(seq.tokens) - 2
+            seq.tokens += answer[at : at + kept + 1]
+            seq.acceptance.add([chooser.runs] * K, kept, kept + 1)
+            ran.append((chooser.runs, chooser.depth))
+        assert ran[-1] == ran[-2] == (runs, depth), ran
+        assert good == (sum(r for r, _ in ran) > len(ran) / 2)
+
+
+def test_lossless_on_the_cuda_target_with_narrower_cycles(worded):
+    chosen = registry.config_type()(drafter="auto", k=4, auto_with="model", draft_model=str(worded))
+    config = ModelConfig(model=str(worded), backend="cuda", device="cpu", slots=2, max_len=64)
+    engine = checked(config, chosen)
+    assert {work.depth for work in engine.drafter.policy.costs.works} == {0, 1, 3, 4}
+
+
+@pytest.mark.usefixtures("cheap_programs")
+def test_a_wish_holds_in_the_device_loop(tiny):
+    """As in the host loop, guess for guess."""
+    target = load_target(tiny["31b"], JaxOptions(slots=3, max_len=128, k=7, chunk=8))
+    traced = device_loop(target, TextDrafter(TracedNgram(1, 3)), 4)
+    texts = []
+    for wished in (False, True):
+        for drafter, cycle in (
+            (host := NgramDrafter(1, 3), host_cycle(target, host, 4)),
+            (NoDrafter(), traced),
+        ):
+            seqs = requests(wishes=wished)[:3]
+            Engine(target, drafter, cycle).run_to_end(seqs)
+            texts.append(([s.tokens for s in seqs], [s.acceptance.drafted_at for s in seqs]))
+    free, free_traced, wished, wished_traced = texts
+    assert free == free_traced and wished == wished_traced and free[0] == wished[0]
+    assert not wished[1][1] and max(wished[1][2]) == 1 and max(free[1][2]) == 3
+
+
+def test_its_parts_can_be_had_alone(worded):
+    config = ModelConfig(model=str(worded), slots=1, max_len=64)
+    speculation = registry.resolved(registry.config_type()(drafter="auto", k=2), config)
+    model = load_model(config, speculation)
+    assert set(model.drafters) == {"none", "ngram", "suffix", "auto"}
+
+
+@pytest.mark.usefixtures("cheap_programs")
+def test_bench_says_a_script_with_it_and_with_each_part(capsys, tmp_path, worded):
+    script = tmp_path / "script.jsonl"
+    script.write_text(json.dumps({"prompt": "one two", "answer": " three one two three one two"}))
+    arguments = ["bench", "--script", str(script), "--model", str(worded), "--max-len", "128"]
+    arguments += ["--drafter", "auto", "--auto-with", "model", "--draft-model", str(worded)]
+    arguments += ["--k", "2", "--acceptance", "0.9,0.8", "--repeats", "1", "--json", *CUDA]
+    document = json.loads(run(capsys, *arguments)[0].splitlines()[-1])
+    assert document["equal"]
+    names = [row["drafter"] for row in document["script"]]
+    assert names == ["none", "suffix", "ngram", "model", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--auto-with", "ngram"], "--auto-with must be a drafter with weights"),
+        (["--auto-with", "nobody"], "--auto-with must be a drafter with weights"),
+        (["--auto-with", "auto"], "--auto-with must be a drafter with weights"),
+        (["--draft-model", "x"], "needs --auto-with"),
+        (["--suffix-min", "0"], "--suffix-min"),
+    ],
+)
+def test_bad_options_are_one_line(capsys, options, words):
+    assert words in refused(capsys, "generate", "x", "--drafter", "auto", *options)
+
+
+def test_guesses_are_counted_up_to_the_first_gap():
+    drafter = auto(None, 0)
+    seq = Sequence([1, 2, 3, 1, 2], slot=0)
+    drafter.reset(seq)
+    draft = drafter.propose([seq], K)
+    assert draft.shape[1] <= K and ((draft != NO_GUESS) | (draft == NO_GUESS)).all()
+
+
+@pytest.mark.usefixtures("cheap_programs")
+def test_doctor_and_evaluation_tell_what_it_knows(capsys, tmp_path):
+    base = ["--slots", "2", "--max-len", "128", "--drafter", "auto"]
+    out, shown = run(capsys, "doctor", *base, "--json")
+    costs = json.loads(out.splitlines()[-1])["policy"]["seconds"]
+    assert {(c["rows"], c["depth"], c["drafted"]) for c in costs} == {(1, 4, 0), (2, 4, 0)}
+    assert "what cycles cost" in shown
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"one two three one two"\n"def f(x): return f(x"')
+    out, shown = run(capsys, "eval-acceptance", str(prompts), *base, "--max-tokens", "20", "--json")
+    document = json.loads(out.splitlines()[-1])
+    assert document["equality"]["equal"] and "had one drafter guessed alone" in shown
+    told = document["policy"]
+    assert sum(told["chosen"].values()) > 0
+    assert {row["drafter"] for row in told["what_if"]} >= {"none", "suffix"}

@@ -1,0 +1,199 @@
+"""The policy's parts: survival from what was seen, costs as they were measured, and the choice
+that follows from both."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from specdec.core.policy.choice import SHADOW, Menu, Offer, Policy, RowOffers
+from specdec.core.policy.costs import CostTable, Work
+from specdec.core.policy.report import report
+from specdec.core.policy.survival import Survival, bucket_of
+
+K = 7
+
+
+def learnt(shares, drafts=4000, known=K + 1, k=K):
+    """A table that saw drafts whose guesses hold as often as shares say, of each of which the first
+    `known` tokens could be compared."""
+    table, random = Survival(k), np.random.default_rng(0)
+    for chance in random.random(drafts):
+        table.learn(2, int((chance < np.array(shares)).sum()), k, known)
+    return table
+
+
+def test_survival_comes_near_what_was_seen(monkeypatch):
+    monkeypatch.setattr("specdec.core.policy.survival.DISCOUNT", 1.0)
+    shares = [0.8, 0.6, 0.5, 0.3, 0.2, 0.1, 0.05]
+    table = learnt(shares)
+    assert table.survival(2) == pytest.approx(shares, abs=0.03)
+    assert table.expected(2)[0] == 0 and table.expected(2)[K] == pytest.approx(sum(shares), abs=0.1)
+    assert table.survival(3) == pytest.approx(shares, abs=0.03)  # believes it, having seen nothing
+    for _ in range(50):
+        table.learn(3, K, K, K + 1)
+    assert table.survival(3)[K - 1] > 0.7 and table.survival(2)[K - 1] < 0.2
+
+
+def test_what_could_not_be_compared_counts_as_far_as_it_was_seen(monkeypatch):
+    """Of a cycle that took another's guesses only the tokens that came are known."""
+    monkeypatch.setattr("specdec.core.policy.survival.DISCOUNT", 1.0)
+    shares = [0.8, 0.6, 0.5, 0.3, 0.2, 0.1, 0.05]
+    assert learnt(shares, known=3).survival(2)[:3] == pytest.approx(shares[:3], abs=0.03)
+    assert learnt([1.0] * K, known=2).survival(2)[1] > 0.99
+
+
+def test_the_text_may_change():
+    table = Survival(K)
+    for _ in range(500):
+        table.learn(1, K, K, K + 1)
+    assert table.expected(1)[K] > 6
+    for _ in range(100):
+        table.learn(1, 0, K, K + 1)
+    assert table.expected(1)[K] < 1
+
+
+def test_survival_never_rises_and_nothing_seen_is_worth_a_trial():
+    table = Survival(K)
+    assert 0.5 < table.survival(0)[0] < 1
+    random = np.random.default_rng(1)
+    for right, guessed, known in random.integers(0, K + 1, (300, 3)).tolist():
+        table.learn(0, right, guessed, known)
+        chances = table.survival(0)
+        assert all(1 >= a >= b >= 0 for a, b in zip(chances, chances[1:], strict=False))
+    assert Survival(0).expected(3) == Survival(0).overall() == [0.0] and not Survival(0).buckets
+
+
+@pytest.mark.parametrize(("length", "bucket"), [(0, 0), (1, 1), (3, 2), (4, 3), (63, 6), (999, 7)])
+def test_buckets(length, bucket):
+    assert bucket_of(length) == bucket
+
+
+def test_costs_are_medians_and_of_the_most_alike():
+    costs = CostTable()
+    assert costs.seconds(Work(1, 4, 0)) == 1.0
+    for seconds in (9.0, 0.2, 0.4, 0.3):  # the first one compiled
+        costs.saw(Work(1, 4, 0), seconds)
+    costs.saw(Work(1, 4, 4), 9.0)
+    costs.saw(Work(1, 4, 4), 0.5)
+    assert costs.seconds(Work(1, 4, 0)) == 0.3
+    assert costs.seconds(Work(64, 7, 0)) == 0.3 and costs.seconds(Work(3, 1, 2)) == 0.5
+    assert costs.rows() == [(Work(1, 4, 0), 0.3), (Work(1, 4, 4), 0.5)]
+
+
+def test_a_pause_is_no_cost_unless_it_stays():
+    costs = CostTable()
+    for _ in range(3):
+        costs.saw(Work(1, 4, 0), 0.1)
+    for _ in range(3):  # the first one is met for the first time
+        costs.saw(Work(2, 4, 0), 9.0)
+    assert costs.seconds(Work(2, 4, 0)) == 0.1
+    for _ in range(3):
+        costs.saw(Work(2, 4, 0), 9.0)
+    assert costs.seconds(Work(2, 4, 0)) == 9.0
+
+
+class Priced:
+    """Costs by hand: a verify, what each token more costs, and each guess of the weights."""
+
+    def __init__(self, verify=1.0, token=0.0, guess=0.0):
+        self.verify, self.token, self.guess = verify, token, guess
+
+    def seconds(self, work):
+        return self.verify + self.token * work.rows * work.depth + self.guess * work.drafted
+
+    def saw(self, work, seconds):
+        pass
+
+
+def policy_of(costs, depths=(0, 1, 3, K), drafted=(0, K), right=()):
+    """right: (drafter, guesses that are right)."""
+    policy = Policy(K, costs, Menu.of(depths, drafted), "head" if max(drafted) else None)
+    for name, count in right:
+        for _ in range(200):
+            policy.table(name).learn(2, count, K, K + 1)
+    return policy
+
+
+def row(*offers, most=K, insists=False):
+    return RowOffers(tuple(Offer(name, 2, guesses) for name, guesses in offers), most, insists)
+
+
+def settled(policy, rows, cycles=300, emitted=None):
+    """What it chooses in the end, where cycles emit what it expects of them."""
+    choice = policy.choose(rows)
+    for _ in range(cycles):
+        choice = policy.choose(rows)
+        tokens = sum(
+            1 + policy.table(name).expected(2)[min(choice.depth, K)] if name else 1
+            for name in choice.by_row
+        )
+        policy.learn(choice, round(tokens))
+    return choice
+
+
+def test_each_row_takes_whose_guesses_hold():
+    policy = policy_of(Priced(), right=[("suffix", 5), ("ngram", 2), ("head", 3)])
+    rows = [row(("suffix", K), ("head", K)), row(("ngram", K), ("head", K)), row(("head", K))]
+    assert policy.choose(rows).by_row == ("suffix", "head", "head")
+
+
+def test_a_drafter_runs_where_it_pays():
+    right = [("suffix", 3), ("head", 5)]
+    rows = [row(("suffix", K), ("head", K))]
+    assert settled(policy_of(Priced(guess=0.01), right=right), rows).by_row == ("head",)
+    dear = settled(policy_of(Priced(guess=0.5), right=right), rows)
+    assert dear.by_row == ("suffix",) and dear.drafted == 0
+
+
+def test_no_more_is_verified_than_pays():
+    rows = [row(("suffix", K))]
+    right = [("suffix", 3)]
+    assert settled(policy_of(Priced(token=0.05), right=right), rows).depth == 3
+    off = settled(policy_of(Priced(token=5.0), right=right), rows)
+    assert off.depth == 0
+
+
+def test_what_never_pays_is_tried_again():
+    policy = policy_of(Priced(guess=9.0), right=[("head", 0)])
+    rows, ran = [row(("head", K), ("suffix", K))], []
+    for _ in range(10 * SHADOW):
+        choice = policy.choose(rows)
+        ran.append(choice.drafted > 0)
+        policy.learn(choice, 1)
+    assert 8 <= sum(ran) <= 12
+
+
+def test_a_request_has_its_way():
+    policy = policy_of(Priced(guess=9.0), right=[("head", 0), ("suffix", 5)])
+    rows = [row(("suffix", K)), row(("suffix", K), most=0)]
+    choice = policy.choose([row(("head", K), insists=True), *rows])
+    assert choice.drafted and choice.by_row == ("head", "suffix", None)
+    assert not policy.choose([row(("head", K), insists=True, most=0), *rows]).drafted
+
+
+def test_rows_that_nobody_has_anything_to_say_on():
+    policy = policy_of(Priced(), drafted=(0,))
+    assert policy.choose([row(), row(("suffix", 0))]).by_row == (None, None)
+
+
+def test_a_report_says_what_else_would_have_come():
+    policy = policy_of(CostTable(), right=[("suffix", 3), ("head", 5)])
+    for drafted, seconds in ((0, 0.5), (K, 1.0)):
+        for _ in range(3):
+            policy.costs.saw(Work(1, K, drafted), seconds)
+    told = json.loads(json.dumps(report(policy)))
+    best = {row["drafter"]: row for row in told["what_if"] if row["k"] in (0, K)}
+    assert best["none"]["tau"] == 1 and best["none"]["tokens_per_second"] == 2
+    assert best["suffix"]["tokens_per_second"] == pytest.approx(8, rel=0.05)
+    assert best["head"]["tokens_per_second"] == pytest.approx(6, rel=0.05)
+    assert list(told["survival"]["suffix"]) == ["2"] and len(told["seconds"]) == 2
+    assert len(told["what_if"]) == 1 + 2 * K
+
+
+def test_it_counts_what_was_chosen():
+    policy = policy_of(Priced(), drafted=(0,), right=[("suffix", 5)])
+    policy.learn(policy.choose([row(("suffix", K)), row()]), 7)
+    assert policy.chosen == {"suffix": 1, "none": 1} and policy.rate == 7
