@@ -227,7 +227,7 @@ def checked(config, speculation, loop="host", tokens=20):
 
 
 @pytest.mark.usefixtures("cheap_programs")
-@pytest.mark.parametrize("name", ["eagle3", "model"])
+@pytest.mark.parametrize("name", ["eagle3", pytest.param("model", marks=pytest.mark.slow)])
 def test_lossless_on_jax_with_a_drafter_with_weights(name):
     chosen = registry.config_type()(drafter="auto", k=4, auto_with=name)
     engine = checked(ModelConfig(slots=2, max_len=256), chosen)
@@ -236,9 +236,12 @@ def test_lossless_on_jax_with_a_drafter_with_weights(name):
 
 
 @pytest.mark.usefixtures("cheap_programs")
-def test_lossless_in_jaxs_device_loop():
-    chosen = registry.config_type()(drafter="auto", k=4, auto_with="eagle3")
-    engine = checked(ModelConfig(slots=2, max_len=256), chosen, loop="device", tokens=90)
+@pytest.mark.parametrize("name", ["model", pytest.param("eagle3", marks=pytest.mark.slow)])
+def test_lossless_in_jaxs_device_loop(name, worded):
+    model, draft = (str(worded), str(worded)) if name == "model" else ("mini", None)
+    chosen = registry.config_type()(drafter="auto", k=4, auto_with=name, draft_model=draft)
+    config = ModelConfig(model=model, slots=2, max_len=256)
+    engine = checked(config, chosen, loop="device", tokens=60)
     assert {work.drafted for work in engine.drafter.policy.costs.works} == {0, 4}
 
 
@@ -398,7 +401,7 @@ def test_guesses_are_counted_up_to_the_first_gap():
 
 
 @pytest.mark.usefixtures("cheap_programs")
-def test_doctor_and_evaluation_tell_what_it_knows(capsys, tmp_path):
+def test_doctor_and_evaluation_tell_what_it_knows(capsys, tmp_path, worded):
     base = ["--slots", "2", "--max-len", "128", "--drafter", "auto"]
     out, shown = run(capsys, "doctor", *base, "--json")
     costs = json.loads(out.splitlines()[-1])["policy"]["seconds"]
@@ -406,7 +409,8 @@ def test_doctor_and_evaluation_tell_what_it_knows(capsys, tmp_path):
     assert "what cycles cost" in shown
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"one two three one two"\n"def f(x): return f(x"')
-    out, shown = run(capsys, "eval-acceptance", str(prompts), *base, "--max-tokens", "20", "--json")
+    base += ["--model", str(worded), "--max-tokens", "20"]
+    out, shown = run(capsys, "eval-acceptance", str(prompts), *base, "--json")
     document = json.loads(out.splitlines()[-1])
     assert document["equality"]["equal"] and "had one drafter guessed alone" in shown
     told = document["policy"]

@@ -10,18 +10,25 @@ import numpy as np
 import pytest
 import torch
 
+from drafters.auto.cuda import DeviceAuto
+from drafters.auto.host import AutoDrafter, Weighted
+from drafters.auto.late import LateChooser
 from drafters.eagle3.cuda.drafter import DeviceEagle, EagleDrafter
 from drafters.eagle3.cuda.head import HeadModel
 from drafters.eagle3.spec import random_head
 from drafters.model.cuda import DeviceModel
 from drafters.model.host import ModelDrafter
+from drafters.ngram.cuda import DeviceNgram
+from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
+from specdec.core.policy.choice import Menu
 from specdec.core.types import Sampling, Sequence
 from targets.cuda.device_loop import device_loop
 from tests.card_targets import SPEC, target_of
 from tests.modes import MODES
+from tests.test_auto import RandomCosts, Whim
 
 pytestmark = pytest.mark.gpu
 
@@ -194,3 +201,18 @@ def test_argmax_drafts_change_nothing_either():
         host, resident = drafter_of(name, target, 4, greedy=True)
         text, _ = decode(target, host, device_loop(target, resident, 4), "nucleus")
         assert text == plain(KINDS[0], "nucleus")
+
+
+@pytest.mark.parametrize("name", ["eagle3", None])
+def test_auto_in_the_captured_cycle(name):
+    """Whatever is chosen, a cycle late: with a head, and where cycles without guesses are narrower
+    than others."""
+    target = target_of(KINDS[0], 3)
+    head, resident = drafter_of(name, target, 4) if name else (None, None)
+    weighted = None if head is None else Weighted(name, head, False)
+    policy = Whim(4, RandomCosts(1), Menu.of({4}, {0}), name)
+    drafter = AutoDrafter({"ngram": NgramDrafter(2, 5)}, weighted, policy)
+    chooser = LateChooser(drafter, "ngram", 3, off=name is None)
+    captured = device_loop(target, DeviceAuto(chooser, DeviceNgram(target, 2, 5), resident), 4)
+    for mode in MODES:
+        assert decode(target, drafter, captured, mode)[0] == plain(KINDS[0], mode), mode

@@ -126,7 +126,7 @@ class Outcome(NamedTuple):
     speed: float
     tau: float
     own_ms: float
-    """What the policy and the text drafters themselves took per cycle, of this machine's time."""
+    """What engine, text drafters and policy took per cycle, of this machine's time."""
 
 
 Make = Callable[[Script, Table], tuple[Any, int]]

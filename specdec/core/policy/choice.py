@@ -7,6 +7,7 @@ tokens. What is chosen decides how fast the text comes, and no token of it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence as Seqs
 from dataclasses import dataclass, field
 
@@ -97,8 +98,10 @@ class Policy:
         runs = [pair for pair in pairs if pair[1]]
         if runs and (self._idle >= SHADOW or any(r.insists and r.most for r in rows)):
             pairs = runs
-        best = max(pairs, key=lambda pair: self._worth(rows, *pair))
-        return self._made(rows, *best)
+        alike = Counter(rows)  # many rows of a batch have the same to choose from
+        best = max(pairs, key=lambda pair: self._worth(alike, *pair))
+        whose = {row: self._best(row, *best)[1] for row in alike}
+        return Choice(*best, tuple(whose[row] for row in rows))
 
     def learn(self, choice: Choice, emitted: float) -> None:
         """The cycle emitted so many tokens, over all rows."""
@@ -109,9 +112,10 @@ class Policy:
         for name in choice.by_row:
             self.chosen[name or "none"] = self.chosen.get(name or "none", 0) + 1
 
-    def _worth(self, rows: Seqs[RowOffers], depth: int, drafted: int) -> float:
-        tokens = sum(1 + self._best(row, depth, drafted)[0] for row in rows)
-        return tokens - self.rate * self.costs.seconds(Work(len(rows), depth, drafted))
+    def _worth(self, alike: Counter[RowOffers], depth: int, drafted: int) -> float:
+        right = sum(n * self._best(row, depth, drafted)[0] for row, n in alike.items())
+        rows = alike.total()
+        return rows + right - self.rate * self.costs.seconds(Work(rows, depth, drafted))
 
     def _best(self, row: RowOffers, depth: int, drafted: int) -> tuple[float, str | None]:
         """Most guesses that are right on average, and whose; the first of equals."""
@@ -123,6 +127,3 @@ class Policy:
             if value > best[0]:
                 best = value, offer.drafter
         return best
-
-    def _made(self, rows: Seqs[RowOffers], depth: int, drafted: int) -> Choice:
-        return Choice(depth, drafted, tuple(self._best(row, depth, drafted)[1] for row in rows))
