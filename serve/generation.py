@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence as Seqs
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from serve.chat_schema import ChatRequest
@@ -14,6 +14,7 @@ from serve.gemma.output import GemmaOutput
 from serve.metrics import Metrics
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
 from serve.schema import CompletionRequest
+from serve.speculation import ReadsOfChoice, Speculating
 from serve.stream import ChoiceText, Output, Piece, PlainOutput, Tokenizer
 from serve.translate import Plan, plan
 from specdec.constraints.vocabulary import Vocabulary
@@ -34,6 +35,7 @@ class Context:
     tokenizer: Tokenizer
     metrics: Metrics
     model_name: str
+    speculating: Speculating
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -120,6 +122,11 @@ class Generation:
         self._recited_by = [i for i, seq in enumerate(plan_.recitals) if seq is not None]
         self._open = set(range(len(ticket.sequences)))
         self._silent = set(range(len(texts)))  # no token yet
+        self._reads = {
+            index: ReadsOfChoice(context.tokenizer, context.speculating)
+            for index, seq in enumerate(ticket.sequences)
+            if seq.reported
+        }
         self._arrived = time.monotonic()
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece] | None]:
@@ -178,6 +185,9 @@ class Generation:
         text = self._texts[index]
         before, thought = text.token_count, text.output.reasoning_tokens
         piece = text.feed(update)
+        if (reads := self._reads.get(index)) is not None:
+            read = reads.feed(update, text.token_count - before, piece.finish is not None)
+            piece = replace(piece, reads=(read,))
         self.usage.completion_tokens += text.token_count - before
         self.usage.reasoning_tokens += text.output.reasoning_tokens - thought
         metrics.generated(text.token_count - before)

@@ -134,6 +134,7 @@ class GenerationRequest(SamplingWishes):
     guided_grammar: str | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
     prediction: Prediction | None = None
+    include_speculation: bool | None = None
 
     @model_validator(mode="after")
     def _every_name_is_known(self) -> GenerationRequest:

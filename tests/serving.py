@@ -117,7 +117,7 @@ def serving_mini(
     speculation = registry.resolved(asked, config)
     model = load_model(config, speculation)
     engine = make_engine(model, speculation, prefix=PrefixConfig(prefix_cache=reuse))
-    with served(engine, "mini", tokenizer=model.tokenizer, k=k) as server:
+    with served(engine, "mini", tokenizer=model.tokenizer, drafter=drafter, k=k) as server:
         yield server
 
 

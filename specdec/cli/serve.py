@@ -94,6 +94,7 @@ def serve(
                 runner,
                 loaded.tokenizer,
                 name,
+                drafter=speculation.drafter,
                 k=speculation.k,
                 api_keys=keys,
                 stage=stage,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from time import perf_counter
 
 import numpy as np
 
@@ -15,8 +17,10 @@ from specdec.core.types import (
     NO_GUESS,
     SAT_OUT,
     Array,
+    CycleReport,
     Event,
     FinishReason,
+    Guesser,
     LogprobRows,
     Round,
     Sequence,
@@ -74,13 +78,15 @@ class Engine:
         return events
 
     def _decode(self, rows: tuple[Sequence, ...]) -> list[Event]:
+        began = perf_counter()
         try:
             rounds = self.cycle(rows, bool(self.scheduler.prefilling))
         except MemoryError as refusal:  # the last to join gives way, the others go on
             if self.prefix_cache is not None and self.prefix_cache.give_way():
                 return []  # the next step tries again
             return [self._finish(rows[-1], (), "error", error=f"decode: {refusal}")]
-        return [event for done in rounds for event in self._emit_round(rows, done)]
+        seconds = (perf_counter() - began) / max(1, len(rounds))
+        return [event for done in rounds for event in self._emit_round(rows, done, seconds)]
 
     def run(self, seqs: list[Sequence]) -> Iterator[Event]:
         """Submit all, step until idle, yield every event (for commands and tests)."""
@@ -124,7 +130,7 @@ class Engine:
             return []
         return [self._finish(seq, (), "error", error=f"prefill: {refusal}")]
 
-    def _emit_round(self, rows: tuple[Sequence, ...], done: Round) -> list[Event]:
+    def _emit_round(self, rows: tuple[Sequence, ...], done: Round, seconds: float) -> list[Event]:
         chosen, accepted = np.asarray(done.step.chosen), np.asarray(done.accepted)
         drafted = np.asarray(done.draft) != NO_GUESS
         events = []
@@ -135,6 +141,8 @@ class Engine:
                 continue
             event = self._emit(seq, chosen[b, : n + 1], done.step.logprobs, b)
             self._count(seq, drafted[b], n, len(event.tokens))
+            if seq.reported:
+                event = replace(event, report=_report(done, b, len(event.tokens), seconds))
             events.append(event)
         return events
 
@@ -174,6 +182,19 @@ def _cut(seq: Sequence, chosen: list[int], max_len: int) -> tuple[list[int], Fin
     if len(chosen) >= room:
         return chosen[:room], "length"
     return chosen, None
+
+
+def _report(done: Round, row: int, emitted: int, seconds: float) -> CycleReport:
+    """Of one row, of which so many tokens were emitted."""
+    draft = np.asarray(done.draft)[row].tolist()
+    draft = draft[: draft.index(NO_GUESS)] if NO_GUESS in draft else draft
+    led, leader = 0, "drafter"
+    if done.leading is not None:
+        led = int((np.asarray(done.leading.rows)[row] != NO_GUESS).sum())
+        leader = done.leading.by[row]
+    guessers: list[Guesser] = [leader if i < led else "drafter" for i in range(len(draft))]
+    accepted = min(int(np.asarray(done.accepted)[row]), emitted)
+    return CycleReport(tuple(draft), tuple(guessers), accepted, seconds)
 
 
 def _logprob_rows(
