@@ -16,6 +16,8 @@ import numpy as np
 from specdec.core.protocols import Proposer
 from specdec.core.types import NO_GUESS, Array, Guesser, Leading, Sequence, Step
 
+BARRED = -2
+"""In `Leading.rows`: nothing is to be guessed here, by the drafter neither."""
 EVERYTHING = np.uint32(0xFFFFFFFF)
 WORD = 32
 """Tokens per mask word."""
@@ -79,7 +81,10 @@ def _real(draft: Array, vocab: int) -> list[int]:
 
 def guided(seqs: Seqs[Sequence]) -> bool:
     """Whether the host has a say in any one's next cycle."""
-    return any(seq.constraint is not None or seq.prediction is not None for seq in seqs)
+    return any(
+        seq.constraint is not None or seq.prediction is not None or not seq.speculate
+        for seq in seqs
+    )
 
 
 def leading_guesses(seqs: Seqs[Sequence], k: int) -> Leading | None:
@@ -87,7 +92,7 @@ def leading_guesses(seqs: Seqs[Sequence], k: int) -> Leading | None:
     rows = np.full((len(seqs), k), NO_GUESS, np.int32)
     guessers: list[Guesser] = []
     for b, seq in enumerate(seqs):
-        known, guesser = _leading(seq, k)
+        known, guesser = _leading(seq, k) if seq.speculate else ((BARRED,) * k, "drafter")
         rows[b, : len(known)] = known
         guessers.append(guesser)
     return Leading(rows, tuple(guessers)) if (rows != NO_GUESS).any() else None
@@ -107,7 +112,18 @@ def lead(leading: Array, draft: Array) -> Array:
     with them, for they were made without. One expression for numpy, jax and torch."""
     given = leading != NO_GUESS
     agreed = (~given | (leading == draft)).all(1)[:, None]
-    return leading * given + (draft * agreed + NO_GUESS * ~agreed) * ~given
+    made = leading * given + (draft * agreed + NO_GUESS * ~agreed) * ~given
+    return made.clip(min=NO_GUESS)  # what was barred
+
+
+class Plain:
+    """Guesses nothing, for K = 0: plain decoding."""
+
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
+        return np.empty((len(seqs), 0), np.int32)
+
+    def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
+        pass
 
 
 class GuidedDrafter:

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seqs
 from dataclasses import replace
 
 from specdec.core.accept import accept
-from specdec.core.constraint import GuidedDrafter
+from specdec.core.constraint import GuidedDrafter, Plain
 from specdec.core.protocols import Batch, Cycle, Drafter, Proposer, Target, Verifier
 from specdec.core.types import Round, Sequence
 
@@ -38,7 +38,10 @@ def guided_cycle(
     seqs: Seqs[Sequence],
     k: int,
 ) -> Round:
-    """A cycle driven by the host, in whose draft predictions and forced tokens come first."""
+    """A cycle driven by the host, in whose draft predictions and forced tokens come first. Where no
+    sequence speculates it is plain decoding, of which no drafter needs to know."""
+    if not any(seq.speculate for seq in seqs):
+        return cycle(target, Plain(), seqs, 0)
     guided = GuidedDrafter(drafter)
     done = cycle(target, guided, seqs, k)
     return done if guided.leading is None else replace(done, leading=guided.leading)

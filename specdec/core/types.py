@@ -177,6 +177,8 @@ class Sequence:
     """Set between steps; the engine frees the slot at the next."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """How speculation fared on this sequence. Written by the engine."""
+    speculate: bool = True
+    """Whether anything is guessed for it. Written by the caller, read by the loop."""
     reported: bool = False
     """Whether its events tell how each cycle went (`CycleReport`). Written by the caller."""
 
