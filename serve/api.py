@@ -30,6 +30,7 @@ from serve.speculation import Speculating
 from serve.stage import Stage, stage_routes
 from serve.stream import Tokenizer
 from serve.tokens import DetokenizeRequest, TokenizeText, token_routes
+from serve.ui.routes import ui_routes
 from specdec.core.version import VERSION
 
 MAX_BODY = 8 * 2**20
@@ -76,6 +77,7 @@ def create_app(
     for routes in (_openai_routes, responses_routes, anthropic_routes, token_routes):
         app.include_router(routes(context, max_body), dependencies=guarded)
     app.include_router(stage_routes(stage))
+    app.include_router(ui_routes())
     app.include_router(_operator_routes(context))
     describe_bodies(app, BODIES)
     return app

@@ -14,7 +14,7 @@ from serve.gemma.output import GemmaOutput
 from serve.metrics import Metrics
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
 from serve.schema import CompletionRequest
-from serve.speculation import ReadsOfChoice, Speculating
+from serve.speculation import NOT, ReadsOfChoice, Speculating
 from serve.stream import ChoiceText, Output, Piece, PlainOutput, Tokenizer
 from serve.translate import Plan, plan
 from specdec.constraints.vocabulary import Vocabulary
@@ -123,7 +123,7 @@ class Generation:
         self._open = set(range(len(ticket.sequences)))
         self._silent = set(range(len(texts)))  # no token yet
         self._reads = {
-            index: ReadsOfChoice(context.tokenizer, context.speculating)
+            index: ReadsOfChoice(context.tokenizer, context.speculating if seq.speculate else NOT)
             for index, seq in enumerate(ticket.sequences)
             if seq.reported
         }

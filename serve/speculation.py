@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from serve.runner import Update
-from specdec.core.types import CycleReport
+from specdec.core.types import CycleReport, Guesser
 
 if TYPE_CHECKING:
     from serve.stream import Tokenizer
@@ -20,14 +20,19 @@ PREDICTION, GRAMMAR = "prediction", "grammar"
 class Speculating:
     """What a server speculates with."""
 
-    drafter: str
-    """The drafter's name."""
+    drafter: str | None
+    """The drafter's name; None: nothing is guessed."""
     k: int
     """Draft tokens per cycle."""
 
-    def name(self, guesser: str) -> str:
-        """What the wire calls one of `specdec.core.types.Guesser`."""
-        return {"drafter": self.drafter, "constraint": GRAMMAR}.get(guesser, PREDICTION)
+    def name(self, guesser: Guesser) -> str:
+        """What the wire calls it."""
+        names = {"prediction": PREDICTION, "constraint": GRAMMAR}
+        return names.get(guesser) or self.drafter or "none"
+
+
+NOT = Speculating(None, 0)
+"""Of a request that switches it off."""
 
 
 @dataclass(frozen=True)

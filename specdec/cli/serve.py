@@ -104,7 +104,8 @@ def serve(
                 server.open(app)
                 console.print(
                     f"serving [bold]{name}[/bold] at http://{host}:{port}/v1 (drafter "
-                    f"{speculation.drafter}, K = {speculation.k}, {engine.target.slots} slots)"
+                    f"{speculation.drafter}, K = {speculation.k}, {engine.target.slots} slots), "
+                    f"with a page to look at: http://{host}:{port}/"
                 )
                 number = _until_ended(server, signals, drain_seconds)
         if leader is not None and lines is not None:
