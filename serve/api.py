@@ -61,7 +61,8 @@ def create_app(
     """
     stage = stage or Stage()
     k = runner.engine.target.max_draft if k is None else k
-    metrics, speculating = Metrics(runner, model_name, k), Speculating(drafter, k)
+    speculating = Speculating(drafter, k)
+    metrics = Metrics(runner, model_name, speculating)
     context = Context(runner, tokenizer, metrics, model_name, speculating)
 
     @asynccontextmanager

@@ -128,6 +128,7 @@ class Generation:
             if seq.reported
         }
         self._arrived = time.monotonic()
+        self._last: dict[int, float] = {}  # when a choice's last update came
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece] | None]:
         """Yield (choice, piece) as they come, and None when nothing came for PING_SECONDS.
@@ -182,6 +183,10 @@ class Generation:
             metrics.first_token(time.monotonic() - self._arrived, seq.prompt_len)
             if index % (len(self._texts) // len(self.plan.prompts)) == 0:  # a prompt's first choice
                 self.usage.cached_tokens += seq.cached
+        now = time.monotonic()
+        if (last := self._last.get(index)) is not None:
+            metrics.between_tokens(now - last)
+        self._last[index] = now
         text = self._texts[index]
         before, thought = text.token_count, text.output.reasoning_tokens
         piece = text.feed(update)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from specdec.core.accept import accept
 from specdec.core.constraint import GuidedDrafter, Plain
 from specdec.core.protocols import Batch, Cycle, Drafter, Proposer, Target, Verifier
+from specdec.core.timing import Timed
 from specdec.core.types import Round, Sequence
 
 
@@ -41,7 +42,19 @@ def guided_cycle(
     """A cycle driven by the host, in whose draft predictions and forced tokens come first. Where no
     sequence speculates it is plain decoding, of which no drafter needs to know."""
     if not any(seq.speculate for seq in seqs):
-        return cycle(target, Plain(), seqs, 0)
+        return timed_cycle(target, Plain(), seqs, 0)
     guided = GuidedDrafter(drafter)
-    done = cycle(target, guided, seqs, k)
-    return done if guided.leading is None else replace(done, leading=guided.leading)
+    done = timed_cycle(target, guided, seqs, k)
+    return replace(done, leading=guided.leading)
+
+
+def timed_cycle(
+    target: Verifier[Seqs[Sequence]],
+    drafter: Proposer[Seqs[Sequence]],
+    seqs: Seqs[Sequence],
+    k: int,
+) -> Round:
+    """A cycle, with the seconds that its parts took."""
+    timed = Timed(target, drafter)
+    done = cycle(timed, timed, seqs, k)
+    return replace(done, seconds=timed.seconds)

@@ -11,13 +11,14 @@ import numpy as np
 from specdec.core.errors import UserError
 from specdec.core.prefix_cache.cache import PrefixCache
 from specdec.core.protocols import Cycle, Drafter, Target
+from specdec.core.reporting import led_guesses, report_of
 from specdec.core.scheduler import Scheduler
-from specdec.core.stats import Acceptance
+from specdec.core.stats import Acceptance, Guesses
+from specdec.core.timing import EngineTimes
 from specdec.core.types import (
     NO_GUESS,
     SAT_OUT,
     Array,
-    CycleReport,
     Event,
     FinishReason,
     Guesser,
@@ -48,7 +49,15 @@ class Engine:
         self.cycle = cycle
         self.prefix_cache = prefix_cache
         self.scheduler = Scheduler(target.slots, max_waiting, target.prefill_chunk)
+        self.times = EngineTimes()
+        self.count_anew()
+
+    def count_anew(self) -> None:
+        """Forget what was counted so far."""
         self.acceptance = Acceptance()
+        self.led: dict[Guesser, Guesses] = {"prediction": Guesses(), "constraint": Guesses()}
+        """Of the drafts, what the drafter did not guess."""
+        self.times = EngineTimes(plain_costs=self.times.plain_costs)
 
     def submit(self, seq: Sequence) -> None:
         """Queue a sequence. Raises UserError if it can't ever fit, QueueFull if it can't now."""
@@ -69,10 +78,17 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Free cancelled slots, seat waiting sequences, prefill one chunk, run the cycle."""
+        began, known = perf_counter(), self.times.known
+        events = self._step()
+        self.times.stepped(perf_counter() - began, known)
+        return events
+
+    def _step(self) -> list[Event]:
         events = [self._finish(s, (), "cancelled") for s in self.scheduler.drop_cancelled()]
         for seq in self.scheduler.admit():
             self.drafter.reset(seq)
-        events += self._prefill()
+        with self.times.prefilling():
+            events += self._prefill()
         if self.scheduler.running:
             events += self._decode(tuple(self.scheduler.running))
         return events
@@ -85,7 +101,7 @@ class Engine:
             if self.prefix_cache is not None and self.prefix_cache.give_way():
                 return []  # the next step tries again
             return [self._finish(rows[-1], (), "error", error=f"decode: {refusal}")]
-        seconds = (perf_counter() - began) / max(1, len(rounds))
+        seconds = self.times.dispatched(rounds, perf_counter() - began)
         return [event for done in rounds for event in self._emit_round(rows, done, seconds)]
 
     def run(self, seqs: list[Sequence]) -> Iterator[Event]:
@@ -141,9 +157,13 @@ class Engine:
                 continue
             event = self._emit(seq, chosen[b, : n + 1], done.step.logprobs, b)
             self._count(seq, drafted[b], n, len(event.tokens))
+            led, leader = led_guesses(done, b)
+            if led:
+                self.led[leader].add(led, min(n, len(event.tokens)))
             if seq.reported:
-                event = replace(event, report=_report(done, b, len(event.tokens), seconds))
+                event = replace(event, report=report_of(done, b, len(event.tokens), seconds))
             events.append(event)
+        self.times.emitted(sum(len(event.tokens) for event in events), len(events))
         return events
 
     def _count(self, seq: Sequence, drafted: Array, accepted: int, emitted: int) -> None:
@@ -182,19 +202,6 @@ def _cut(seq: Sequence, chosen: list[int], max_len: int) -> tuple[list[int], Fin
     if len(chosen) >= room:
         return chosen[:room], "length"
     return chosen, None
-
-
-def _report(done: Round, row: int, emitted: int, seconds: float) -> CycleReport:
-    """Of one row, of which so many tokens were emitted."""
-    draft = np.asarray(done.draft)[row].tolist()
-    draft = draft[: draft.index(NO_GUESS)] if NO_GUESS in draft else draft
-    led, leader = 0, "drafter"
-    if done.leading is not None:
-        led = int((np.asarray(done.leading.rows)[row] != NO_GUESS).sum())
-        leader = done.leading.by[row]
-    guessers: list[Guesser] = [leader if i < led else "drafter" for i in range(len(draft))]
-    accepted = min(int(np.asarray(done.accepted)[row]), emitted)
-    return CycleReport(tuple(draft), tuple(guessers), accepted, seconds)
 
 
 def _logprob_rows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Seqs
+from collections.abc import Mapping, Sequence as Seqs
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -267,6 +267,8 @@ class Round:
     accepted: Array
     leading: Leading | None = None
     """Those guesses of the draft that the drafter did not make; None: it made them all."""
+    seconds: Mapping[str, float] | None = None
+    """How long its parts took (`timing.PARTS`); None where a device loop ran it."""
 
 
 @dataclass(frozen=True)
