@@ -71,6 +71,10 @@ class Usage:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     cycles: list[int] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+    """Of the choices that have ended, and "error" or "abort" of those that did not end well."""
+    first_token: float | None = None
+    """Seconds until there was one."""
 
     def to_json(self) -> dict[str, object]:
         """OpenAI's usage. What was drafted is none of it: see `metrics`."""
@@ -107,9 +111,15 @@ class Generation:
     """A submitted request. Iterate `pieces`, and `cancel` whatever happens."""
 
     def __init__(
-        self, context: Context, plan_: Plan, ticket: Ticket, texts: list[ChoiceText]
+        self,
+        context: Context,
+        request: ChatRequest | CompletionRequest,
+        plan_: Plan,
+        ticket: Ticket,
+        texts: list[ChoiceText],
     ) -> None:
-        self.plan, self._context, self._ticket, self._texts = plan_, context, ticket, texts
+        self.context, self.request, self.plan = context, request, plan_
+        self._ticket, self._texts = ticket, texts
         zeros = [0] * len(texts)
         self.usage = Usage(
             sum(map(len, plan_.prompts)),
@@ -153,15 +163,15 @@ class Generation:
 
     def cancel(self) -> None:
         """Free the slots of what is still running."""
-        self._context.runner.cancel([self._ticket.sequences[i] for i in self._open])
+        self.context.runner.cancel([self._ticket.sequences[i] for i in self._open])
         for _ in self._open:
-            self._context.metrics.finished("abort")
+            self._ended("abort", "abort")
         self._open.clear()
 
     def _check(self, update: Update) -> None:
         if update.finish in ("error", "cancelled"):
             self._open.discard(update.index)
-            self._context.metrics.finished("error")
+            self._ended("error", "error")
             if update.shutting_down:
                 headers = {"Retry-After": str(RETRY_SECONDS)}
                 raise ApiError(503, update.error or "", code="draining", headers=headers)
@@ -176,17 +186,18 @@ class Generation:
             self._open.discard(update.index)
 
     def _feed(self, update: Update) -> Piece:
-        index, metrics = update.index, self._context.metrics
-        if index in self._silent:
-            self._silent.discard(index)
-            seq = self._ticket.sequences[index]
-            metrics.first_token(time.monotonic() - self._arrived, seq.prompt_len)
-            if index % (len(self._texts) // len(self.plan.prompts)) == 0:  # a prompt's first choice
-                self.usage.cached_tokens += seq.cached
-        now = time.monotonic()
+        index, metrics, now = update.index, self.context.metrics, time.monotonic()
         if (last := self._last.get(index)) is not None:
             metrics.between_tokens(now - last)
         self._last[index] = now
+        if index in self._silent:
+            self._silent.discard(index)
+            seq = self._ticket.sequences[index]
+            waited = now - self._arrived
+            self.usage.first_token = self.usage.first_token or waited
+            metrics.first_token(waited, seq.prompt_len)
+            if index % (len(self._texts) // len(self.plan.prompts)) == 0:  # a prompt's first choice
+                self.usage.cached_tokens += seq.cached
         text = self._texts[index]
         before, thought = text.token_count, text.output.reasoning_tokens
         piece = text.feed(update)
@@ -201,10 +212,15 @@ class Generation:
         if piece.finish is not None:
             self._open.discard(index)
             self._count_prediction(self._ticket.sequences[index], update)
-            metrics.finished("length" if piece.finish == "length" else "stop")
+            self._ended("length" if piece.finish == "length" else "stop", piece.finish)
             if update.finish is None:  # ended by a stop string, of which the engine knows nothing
-                self._context.runner.cancel([self._ticket.sequences[index]])
+                self.context.runner.cancel([self._ticket.sequences[index]])
         return piece
+
+    def _ended(self, counted: str, told: str) -> None:
+        """counted: in vLLM's words, told: in OpenAI's."""
+        self.context.metrics.finished(counted)
+        self.usage.finish_reasons.append(told)
 
     def _count_prediction(self, seq: Sequence, update: Update) -> None:
         if seq.prediction is None:
@@ -241,7 +257,7 @@ async def begin(
         )
     ticket = _submit(context.runner, planned.sequences)
     texts = [_text(context.tokenizer, request, planned) for _ in planned.choices]
-    return Generation(context, planned, ticket, texts)
+    return Generation(context, request, planned, ticket, texts)
 
 
 def _text(
