@@ -64,7 +64,9 @@ def _provider(endpoint: str) -> Any:
         ) from None
     named = Resource.create({"service.name": "specdec", "service.version": VERSION})
     provider = TracerProvider(resource=named)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=SECONDS)))
+    provider.add_span_processor(
+        BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=SECONDS))
+    )
     return provider
 
 
