@@ -57,7 +57,7 @@ async def answer(
 ) -> Response:
     """Serve a validated request: a stream of events, or one document."""
     generation = await begin(context, wire, request_id, request.state.caller)
-    request.state.usage = generation.usage  # for the log
+    request.state.generation = generation  # for the log and the trace
     emitter = emitter_of(generation)
     if wire.stream:
         return TokenStream(generation, _events(generation, emitter))

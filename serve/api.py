@@ -26,9 +26,11 @@ from serve.responses.routes import responses_routes
 from serve.responses.schema import ResponsesRequest
 from serve.runner import EngineRunner
 from serve.schema import CompletionRequest, parse
+from serve.speculation import Speculating
 from serve.stage import Stage, stage_routes
 from serve.stream import Tokenizer
 from serve.tokens import DetokenizeRequest, TokenizeText, token_routes
+from serve.ui.routes import ui_routes
 from specdec.core.version import VERSION
 
 MAX_BODY = 8 * 2**20
@@ -43,6 +45,7 @@ def create_app(
     tokenizer: Tokenizer,
     model_name: str,
     *,
+    drafter: str = "drafter",
     k: int | None = None,
     api_keys: Collection[str] = (),
     max_body: int = MAX_BODY,
@@ -51,14 +54,16 @@ def create_app(
 ) -> FastAPI:
     """The server for `runner`'s engine; the app's lifespan starts and closes the runner.
 
-    k: draft tokens per cycle, for the metrics' positions (default: the target's largest).
+    drafter: its name. k: draft tokens per cycle (default: the target's largest).
     api_keys: one of them clients must send as bearer token on /v1 routes; none asks for nothing.
     share_cache: whether callers with different keys reuse each other's prompts.
     stage: of the server that this app is a part of; its own by default.
     """
     stage = stage or Stage()
     k = runner.engine.target.max_draft if k is None else k
-    context = Context(runner, tokenizer, Metrics(runner, model_name, k), model_name)
+    speculating = Speculating(drafter, k)
+    metrics = Metrics(runner, model_name, speculating)
+    context = Context(runner, tokenizer, metrics, model_name, speculating)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -73,6 +78,7 @@ def create_app(
     for routes in (_openai_routes, responses_routes, anthropic_routes, token_routes):
         app.include_router(routes(context, max_body), dependencies=guarded)
     app.include_router(stage_routes(stage))
+    app.include_router(ui_routes())
     app.include_router(_operator_routes(context))
     describe_bodies(app, BODIES)
     return app

@@ -44,7 +44,8 @@ class Choices:
         for index, piece in arrivals:
             pieces[index].append(piece)
         said = [
-            self._reply.whole(index, _joined(own), self._prompt_of(index))
+            self._reply.whole(index, choice := _joined(own), self._prompt_of(index))
+            | _speculation(choice)
             for index, own in enumerate(pieces)
         ]
         return {**self._reply.envelope(said, streaming=False), **self._totals()}
@@ -57,7 +58,10 @@ class Choices:
         first = [] if opened else self._reply.opening(index, self._prompt_of(index))
         self._opened.add(index)
         no_usage = {"usage": None} if self._wire.include_usage else {}  # as OpenAI does
-        for choice in [*first, *self._reply.chunks(index, piece)]:
+        chunks = self._reply.chunks(index, piece)
+        if chunks:
+            chunks[0] |= _speculation(piece)
+        for choice in [*first, *chunks]:
             yield event({**self._reply.envelope([choice], streaming=True), **no_usage})
 
     def waiting(self) -> bytes:
@@ -91,7 +95,12 @@ def _joined(pieces: Seqs[Piece]) -> Piece:
     """A choice's pieces as one; one that was not to say anything ended at its limit."""
     parts = tuple(part for piece in pieces for part in piece.parts)
     tokens = tuple(token for piece in pieces for token in piece.tokens)
-    return Piece(parts, tokens, pieces[-1].finish if pieces else "length")
+    reads = tuple(read for piece in pieces for read in piece.reads)
+    return Piece(parts, tokens, pieces[-1].finish if pieces else "length", reads=reads)
+
+
+def _speculation(piece: Piece) -> Json:
+    return {"speculation": [read.to_json() for read in piece.reads]} if piece.reads else {}
 
 
 def _done() -> bytes:

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve.errors import install_error_handlers
 from serve.stage import Stage, stage_routes
+from serve.ui.routes import ui_routes
 
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
@@ -46,6 +47,7 @@ def _loading_app(stage: Stage) -> FastAPI:
     app = FastAPI(title="specdec, loading", docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     app.include_router(stage_routes(stage))
+    app.include_router(ui_routes())
 
     @app.api_route("/{path:path}", methods=METHODS)
     async def later(path: str) -> None:

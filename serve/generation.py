@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence as Seqs
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from serve.chat_schema import ChatRequest
@@ -14,6 +14,7 @@ from serve.gemma.output import GemmaOutput
 from serve.metrics import Metrics
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
 from serve.schema import CompletionRequest
+from serve.speculation import NOT, ReadsOfChoice, Speculating
 from serve.stream import ChoiceText, Output, Piece, PlainOutput, Tokenizer
 from serve.translate import Plan, plan
 from specdec.constraints.vocabulary import Vocabulary
@@ -34,6 +35,7 @@ class Context:
     tokenizer: Tokenizer
     metrics: Metrics
     model_name: str
+    speculating: Speculating
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -69,6 +71,10 @@ class Usage:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     cycles: list[int] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+    """Of the choices that have ended, and "error" or "abort" of those that did not end well."""
+    first_token: float | None = None
+    """Seconds until there was one."""
 
     def to_json(self) -> dict[str, object]:
         """OpenAI's usage. What was drafted is none of it: see `metrics`."""
@@ -105,9 +111,15 @@ class Generation:
     """A submitted request. Iterate `pieces`, and `cancel` whatever happens."""
 
     def __init__(
-        self, context: Context, plan_: Plan, ticket: Ticket, texts: list[ChoiceText]
+        self,
+        context: Context,
+        request: ChatRequest | CompletionRequest,
+        plan_: Plan,
+        ticket: Ticket,
+        texts: list[ChoiceText],
     ) -> None:
-        self.plan, self._context, self._ticket, self._texts = plan_, context, ticket, texts
+        self.context, self.request, self.plan = context, request, plan_
+        self._ticket, self._texts = ticket, texts
         zeros = [0] * len(texts)
         self.usage = Usage(
             sum(map(len, plan_.prompts)),
@@ -120,7 +132,13 @@ class Generation:
         self._recited_by = [i for i, seq in enumerate(plan_.recitals) if seq is not None]
         self._open = set(range(len(ticket.sequences)))
         self._silent = set(range(len(texts)))  # no token yet
+        self._reads = {
+            index: ReadsOfChoice(context.tokenizer, context.speculating if seq.speculate else NOT)
+            for index, seq in enumerate(ticket.sequences)
+            if seq.reported
+        }
         self._arrived = time.monotonic()
+        self._last: dict[int, float] = {}  # when a choice's last update came
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece] | None]:
         """Yield (choice, piece) as they come, and None when nothing came for PING_SECONDS.
@@ -145,15 +163,15 @@ class Generation:
 
     def cancel(self) -> None:
         """Free the slots of what is still running."""
-        self._context.runner.cancel([self._ticket.sequences[i] for i in self._open])
+        self.context.runner.cancel([self._ticket.sequences[i] for i in self._open])
         for _ in self._open:
-            self._context.metrics.finished("abort")
+            self._ended("abort", "abort")
         self._open.clear()
 
     def _check(self, update: Update) -> None:
         if update.finish in ("error", "cancelled"):
             self._open.discard(update.index)
-            self._context.metrics.finished("error")
+            self._ended("error", "error")
             if update.shutting_down:
                 headers = {"Retry-After": str(RETRY_SECONDS)}
                 raise ApiError(503, update.error or "", code="draining", headers=headers)
@@ -168,16 +186,24 @@ class Generation:
             self._open.discard(update.index)
 
     def _feed(self, update: Update) -> Piece:
-        index, metrics = update.index, self._context.metrics
+        index, metrics, now = update.index, self.context.metrics, time.monotonic()
+        if (last := self._last.get(index)) is not None:
+            metrics.between_tokens(now - last)
+        self._last[index] = now
         if index in self._silent:
             self._silent.discard(index)
             seq = self._ticket.sequences[index]
-            metrics.first_token(time.monotonic() - self._arrived, seq.prompt_len)
+            waited = now - self._arrived
+            self.usage.first_token = self.usage.first_token or waited
+            metrics.first_token(waited, seq.prompt_len)
             if index % (len(self._texts) // len(self.plan.prompts)) == 0:  # a prompt's first choice
                 self.usage.cached_tokens += seq.cached
         text = self._texts[index]
         before, thought = text.token_count, text.output.reasoning_tokens
         piece = text.feed(update)
+        if (reads := self._reads.get(index)) is not None:
+            read = reads.feed(update, text.token_count - before, piece.finish is not None)
+            piece = replace(piece, reads=(read,))
         self.usage.completion_tokens += text.token_count - before
         self.usage.reasoning_tokens += text.output.reasoning_tokens - thought
         metrics.generated(text.token_count - before)
@@ -186,10 +212,15 @@ class Generation:
         if piece.finish is not None:
             self._open.discard(index)
             self._count_prediction(self._ticket.sequences[index], update)
-            metrics.finished("length" if piece.finish == "length" else "stop")
+            self._ended("length" if piece.finish == "length" else "stop", piece.finish)
             if update.finish is None:  # ended by a stop string, of which the engine knows nothing
-                self._context.runner.cancel([self._ticket.sequences[index]])
+                self.context.runner.cancel([self._ticket.sequences[index]])
         return piece
+
+    def _ended(self, counted: str, told: str) -> None:
+        """counted: in vLLM's words, told: in OpenAI's."""
+        self.context.metrics.finished(counted)
+        self.usage.finish_reasons.append(told)
 
     def _count_prediction(self, seq: Sequence, update: Update) -> None:
         if seq.prediction is None:
@@ -226,7 +257,7 @@ async def begin(
         )
     ticket = _submit(context.runner, planned.sequences)
     texts = [_text(context.tokenizer, request, planned) for _ in planned.choices]
-    return Generation(context, planned, ticket, texts)
+    return Generation(context, request, planned, ticket, texts)
 
 
 def _text(

@@ -89,6 +89,7 @@ def _packed(seq: Sequence) -> dict[str, Any]:
         "sampling": asdict(seq.sampling),
         "max_tokens": seq.max_tokens,
         "stop_ids": sorted(seq.stop_ids),
+        "speculate": seq.speculate,
         "reuse": None if seq.reuse is None else [seq.reuse.scope, seq.reuse.partings],
         "constraint": None if seq.constraint is None else seq.constraint.packed(),
         "prediction": None if seq.prediction is None else list(seq.prediction.text),
@@ -102,6 +103,7 @@ def _unpacked(
     given["logit_bias"] = tuple((token, bias) for token, bias in given["logit_bias"])
     stop_ids = frozenset(packed["stop_ids"])
     seq = Sequence(packed["tokens"], Sampling(**given), packed["max_tokens"], stop_ids)
+    seq.speculate = packed["speculate"]
     if packed["reuse"] is None:
         seq.reuse = None
     else:

@@ -75,7 +75,7 @@ class ChatReply:
 
     def chunks(self, index: int, piece: Piece) -> list[Json]:
         deltas = [_delta(part) for part in piece.parts]
-        if not deltas and (piece.tokens or piece.finish is not None):
+        if not deltas and _says_something(piece):
             deltas = [{}]
         last = len(deltas) - 1
         return [
@@ -101,6 +101,11 @@ class ChatReply:
         # An empty list says "asked for, none in this chunk"; whole replies always carry the object.
         logprobs = content if self.logprobs and (tokens or key == "message") else None
         return {"index": index, key: message, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _says_something(piece: Piece) -> bool:
+    """Beside its text."""
+    return bool(piece.tokens or piece.reads) or piece.finish is not None
 
 
 def _delta(part: Part) -> Json:
@@ -150,7 +155,7 @@ class CompletionReply:
         return [self._choice(index, prompt.echo, (), None)] if prompt.echo else []
 
     def chunks(self, index: int, piece: Piece) -> list[Json]:
-        if not (piece.text or piece.tokens or piece.finish is not None):
+        if not (piece.text or _says_something(piece)):
             return []
         return [self._choice(index, piece.text, piece.tokens, piece.finish)]
 

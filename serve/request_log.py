@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 if TYPE_CHECKING:
-    from serve.generation import Usage
+    from serve.generation import Generation, Usage
 
 log = logging.getLogger("specdec.access")
 HEADER = "X-Request-Id"
@@ -25,7 +25,7 @@ LEFT = 499
 
 class RequestLog:
     """Around an app: X-Request-Id on every response, the client's own where it sent one, and a line
-    per request. What an app leaves in `state["usage"]` is told too."""
+    per request. What an app leaves in `state["generation"]` is told too."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -49,7 +49,9 @@ class RequestLog:
             await self._app(scope, receive, named)
         finally:
             took = 1000 * (time.monotonic() - began)
-            _write(scope, status, took, request_id, state.get("usage"))
+            generation: Generation | None = state.get("generation")
+            usage = None if generation is None else generation.usage
+            _write(scope, status, took, request_id, usage)
 
 
 def _given(sent: str) -> str:

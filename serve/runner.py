@@ -14,7 +14,7 @@ from serve.lockstep import Leader, Orders
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from specdec.core.scheduler import QueueFull
-from specdec.core.types import Event, FinishReason, Sequence, TokenLogprob
+from specdec.core.types import CycleReport, Event, FinishReason, Sequence, TokenLogprob
 
 log = logging.getLogger("specdec.serve")
 
@@ -39,6 +39,8 @@ class Update:
     cycles: int = 0
     shutting_down: bool = False
     """Whether the error is the server's end."""
+    report: CycleReport | None = None
+    """How the cycle went, where the sequence asks; none of what prefill chose."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ def _update(index: int, event: Event) -> Update:
         drafted=counts.drafted,
         accepted=counts.accepted,
         cycles=counts.cycles,
+        report=event.report,
     )
 
 

@@ -93,6 +93,14 @@ class Prediction(BaseModel):
     content: Text
 
 
+class Speculative(BaseModel):
+    """How a request is speculated on. It can't change the answer."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    enabled: bool = True
+
+
 def _stops(value: Any) -> Any:
     stops = [value] if isinstance(value, str) else value
     if stops is None:
@@ -134,6 +142,8 @@ class GenerationRequest(SamplingWishes):
     guided_grammar: str | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
     prediction: Prediction | None = None
+    speculative: Speculative | None = None
+    include_speculation: bool | None = None
 
     @model_validator(mode="after")
     def _every_name_is_known(self) -> GenerationRequest:

@@ -18,6 +18,7 @@ from serve.front import Front
 from serve.policy import Policy
 from serve.request_log import RequestLog
 from serve.stage import Stage
+from serve.traces import Around
 
 LAST_WORDS = 5.0
 """Seconds in which those whose time is over are told so."""
@@ -36,10 +37,17 @@ def _patient(seconds: float) -> bool:
 class Server:
     """Answers on `listener` from `__enter__` to `__exit__`; `open` brings the engine."""
 
-    def __init__(self, listener: socket.socket, stage: Stage, policy: Policy = ANYBODY) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        stage: Stage,
+        policy: Policy = ANYBODY,
+        around: Around = lambda app: app,
+    ) -> None:
+        """around: what else goes around the app (`serve.traces`)."""
         self._stage, self._listener, self._front = stage, listener, Front(stage)
         config = uvicorn.Config(
-            RequestLog(policy.around(self._front)),
+            RequestLog(around(policy.around(self._front))),
             http=BoundedProtocol,
             ws="none",
             lifespan="off",  # it begins later, when the model is there

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from serve.runner import Update
+from serve.speculation import Read
 from specdec.core.types import TokenLogprob
 
 ChoiceFinish = Literal["stop", "length", "tool_calls"]
@@ -147,6 +148,8 @@ class Piece:
     finish: ChoiceFinish | None
     stop: str | None = None
     """The stop string that ended it, if one did."""
+    reads: tuple[Read, ...] = ()
+    """The reads of the weights that gave it, where the request asks for them."""
 
     @property
     def text(self) -> str:

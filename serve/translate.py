@@ -68,6 +68,8 @@ def plan(
         seq.constraint = _constraint(rules, vocabulary)
         seq.prediction = predicted and Prediction(predicted, seq.prompt_len)
         seq.reuse = reuse_of(request, seq.tokens, tokenizer, caller)
+        seq.speculate = request.speculative is None or request.speculative.enabled
+        seq.reported = bool(request.include_speculation)
     recitals = [_recital(request, prompt, tokenizer) for prompt in prompts]
     return Plan(prompts, choices, recitals, thinking)
 

@@ -22,6 +22,7 @@ from serve.policy import Policy
 from serve.runner import EngineRunner
 from serve.server import ANYBODY, Server as Web
 from serve.stage import Stage
+from serve.traces import Around
 from specdec.assembly.engine import make_engine
 from specdec.assembly.model import load_model
 from specdec.core.config import ModelConfig, PrefixConfig
@@ -117,7 +118,7 @@ def serving_mini(
     speculation = registry.resolved(asked, config)
     model = load_model(config, speculation)
     engine = make_engine(model, speculation, prefix=PrefixConfig(prefix_cache=reuse))
-    with served(engine, "mini", tokenizer=model.tokenizer, k=k) as server:
+    with served(engine, "mini", tokenizer=model.tokenizer, drafter=drafter, k=k) as server:
         yield server
 
 
@@ -190,10 +191,17 @@ def events_of(reply: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
 
 
 @contextlib.contextmanager
-def served(engine: Engine, name: str, policy: Policy = ANYBODY, **options: Any) -> Iterator[Server]:
+def served(
+    engine: Engine,
+    name: str,
+    policy: Policy = ANYBODY,
+    around: Around = lambda app: app,
+    **options: Any,
+) -> Iterator[Server]:
     runner, stage = EngineRunner(engine), Stage()
     app = create_app(runner, model_name=name, **{"stage": stage} | options)
-    with socket.create_server(("127.0.0.1", 0)) as listener, Web(listener, stage, policy) as web:
+    listening = socket.create_server(("127.0.0.1", 0))
+    with listening as listener, Web(listener, stage, policy, around) as web:
         web.open(app)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         key = options.get("api_keys", ["none"])[0]

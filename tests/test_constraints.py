@@ -17,7 +17,7 @@ from specdec.constraints.json_schema import json_grammar
 from specdec.constraints.recite import Recite
 from specdec.constraints.rules import Budget
 from specdec.core.config import ModelConfig
-from specdec.core.constraint import EVERYTHING, lead, leading_rows, mask_rows
+from specdec.core.constraint import EVERYTHING, lead, leading_guesses, mask_rows
 from specdec.core.errors import UserError
 from specdec.core.types import NO_GUESS, Sampling, Sequence
 from tests.constrained import (
@@ -135,7 +135,7 @@ def test_forced_tokens_are_what_a_schema_leaves_no_choice_about():
     grammar = json_grammar({"const": "quicksort of items"})
     seq = Sequence([2], constraint=TextConstraint(TextRules(grammar=grammar), vocabulary))
     seq.tokens += vocabulary.load().tokenize_str('"quick')
-    (row,) = leading_rows([seq], 31)
+    (row,) = leading_guesses([seq], 31).rows
     forced = [int(t) for t in row if t != NO_GUESS]
     assert vocabulary.load().decode_str(forced) == 'sort of items"'
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from specdec.core.constraint import GuidedDrafter, leading_rows
+from specdec.core.constraint import GuidedDrafter, leading_guesses
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import NO_GUESS, Sequence
 from tests.fakes import Noise
@@ -85,14 +85,14 @@ class Forcing:
 def test_what_is_forced_is_guessed_where_nothing_is_predicted(tokens, row):
     seq = Sequence(tokens)
     seq.prediction, seq.constraint = Prediction(PredictedText(TEXT), 2), Forcing([7, 8])
-    (found,) = leading_rows([seq], 3)
+    (found,) = leading_guesses([seq], 3).rows
     assert found.tolist() == row
 
 
 def test_without_a_place_the_drafter_guesses():
     seq = Sequence([5, 6, 7])
     seq.prediction = Prediction(PredictedText(TEXT), 2)
-    assert leading_rows([seq], 3) is None
+    assert leading_guesses([seq], 3) is None
     noise, twin = Noise(50), Noise(50)
     assert (GuidedDrafter(noise).propose([seq], 3) == twin.propose([seq], 3)).all()
 

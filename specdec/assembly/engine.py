@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence as Seqs
 from dataclasses import replace
+from statistics import median
+from time import perf_counter
 
 from drafters import registry
 from specdec.assembly.model import Model, Status, quiet
 from specdec.assembly.prefix import make_prefix_cache, warm_prefix_cache
 from specdec.core.config import Loop, PrefixConfig, SpeculationConfig
-from specdec.core.constraint import Unrestricted
-from specdec.core.cycle import host_cycle
+from specdec.core.constraint import Plain, Unrestricted
+from specdec.core.cycle import cycle, host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
-from specdec.core.stats import Acceptance
 from specdec.core.synthetic import synthetic_cycle
-from specdec.core.types import Array, Constraint, Sampling, Sequence
+from specdec.core.timing import PlainCosts
+from specdec.core.types import Array, Constraint, Round, Sampling, Sequence
 
 WARM_TOKENS = 12
 """Enough for a prefill and one dispatch of either loop."""
+PLAIN_STEPS = 12
+"""Steps of plain decoding that are timed."""
 PROVEN_ROWS = 8
 """Rows that both loops decode before either is trusted; more would only take longer."""
 VARIANTS = tuple(Sampling(temperature=t, logprobs=n, seed=1) for t in (0.0, 1.0) for n in (None, 0))
@@ -104,7 +109,28 @@ def warm_up(
     for length in lengths:
         _decode(engine, [[2] * length], Sampling(), WARM_TOKENS)
     warm_prefix_cache(engine)
-    engine.acceptance = Acceptance()
+    engine.count_anew()
+
+
+def measure_plain(engine: Engine) -> None:
+    """Measure what a step of plain decoding costs, once all is compiled: what speculation is then
+    compared with (`EngineTimes.plain`)."""
+    slots, costs = engine.target.slots, defaultdict[int, list[float]](list)
+
+    def plain_cycle(seqs: Seqs[Sequence], single: bool) -> list[Round]:
+        began = perf_counter()
+        done = cycle(engine.target, Plain(), seqs, 0)
+        costs[len(seqs)].append(perf_counter() - began)
+        return [done]
+
+    driver, engine.cycle = engine.cycle, plain_cycle
+    try:
+        _decode(engine, [[2]], Sampling(), PLAIN_STEPS)
+        _decode(engine, [[2]] * slots, Sampling(), PLAIN_STEPS + slots)  # one joins per turn
+    finally:
+        engine.cycle = driver
+    engine.times.plain_costs = PlainCosts(median(costs[1]), median(costs[slots]), slots)
+    engine.count_anew()
 
 
 def _decode(

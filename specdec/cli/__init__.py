@@ -39,6 +39,11 @@ COMMANDS = {
         "Serve an OpenAI-compatible API.",
         "specdec serve --model ./gemma-4-E4B-it --drafter ngram --k 4 --port 8000",
     ),
+    "top": (
+        "top:top",
+        "Watch a server live: tau, speed, acceptance by position, queue.",
+        "specdec top http://127.0.0.1:8000",
+    ),
     "compile": (
         "compile:compile",
         "Compile ahead all that `serve` with the same options will run, so that it compiles "

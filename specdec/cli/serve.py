@@ -38,6 +38,7 @@ def serve(
     served_model_name: str | None = None,
     drain_seconds: float = 30.0,
     log_level: LogLevel = "info",
+    otlp_traces_endpoint: str | None = None,
 ) -> None:
     """Serve /v1/chat/completions, /v1/completions, /v1/models, /health, /ready and /metrics.
 
@@ -59,12 +60,16 @@ def serve(
     log_level
         What the log on stderr tells. info: a line for each request, with its X-Request-Id and
         token counts; debug: also of health checks; warning: only what goes wrong.
+    otlp_traces_endpoint
+        Where to send an OpenTelemetry span for each request, such as http://127.0.0.1:4318. It
+        tells what was asked for and how speculation fared, never what was said.
     """
     from serve.api import create_app
     from serve.lockstep import Leader, lead_budget
     from serve.runner import EngineRunner
     from serve.server import Server
     from serve.stage import Stage
+    from serve.traces import traced
 
     if max_waiting < 0:
         raise UserError(f"max-waiting must be 0 or more, got {max_waiting}")
@@ -74,12 +79,12 @@ def serve(
     policy = access.policy(host, keys)
     speculation = resolved(speculation, model)
     meeting = joined(hosts, model, speculation, prefix, max_waiting=max_waiting)
-    with logged(log_level), meeting as lines:
+    with logged(log_level), traced(otlp_traces_endpoint) as around, meeting as lines:
         if lines is not None and not lines.leads:
             _follow(model, speculation, prefix, max_waiting, lines)
             return
         stage = Stage()
-        with _listen(host, port) as listener, Server(listener, stage, policy) as server:
+        with _listen(host, port) as listener, Server(listener, stage, policy, around) as server:
             shown = stage.telling(SHOWN)
             loaded, engine = started(model, speculation, max_waiting, shown, prefix)
             say_compiled(loaded.backend)
@@ -94,6 +99,7 @@ def serve(
                 runner,
                 loaded.tokenizer,
                 name,
+                drafter=speculation.drafter,
                 k=speculation.k,
                 api_keys=keys,
                 stage=stage,
@@ -103,7 +109,8 @@ def serve(
                 server.open(app)
                 console.print(
                     f"serving [bold]{name}[/bold] at http://{host}:{port}/v1 (drafter "
-                    f"{speculation.drafter}, K = {speculation.k}, {engine.target.slots} slots)"
+                    f"{speculation.drafter}, K = {speculation.k}, {engine.target.slots} slots), "
+                    f"with a page to look at: http://{host}:{port}/"
                 )
                 number = _until_ended(server, signals, drain_seconds)
         if leader is not None and lines is not None:

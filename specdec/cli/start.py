@@ -60,5 +60,7 @@ def started(
     engine = make_engine(model, speculation, max_waiting, prefix=prefix)
     with status("compiling"):
         engines.warm_up(engine, VARIANTS, *model.backend.warm(model.target))
+    with status("timing plain decoding"):
+        engines.measure_plain(engine)
     grant(engine, budget_for(model, prefix).device)
     return model, engine

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from specdec.core.protocols import Proposer
-from specdec.core.types import NO_GUESS, Array, Sequence, Step
+from specdec.core.types import NO_GUESS, Array, Guesser, Leading, Sequence, Step
 
+BARRED = -2
+"""In `Leading.rows`: nothing is to be guessed here, by the drafter neither."""
 EVERYTHING = np.uint32(0xFFFFFFFF)
 WORD = 32
 """Tokens per mask word."""
@@ -79,34 +81,49 @@ def _real(draft: Array, vocab: int) -> list[int]:
 
 def guided(seqs: Seqs[Sequence]) -> bool:
     """Whether the host has a say in any one's next cycle."""
-    return any(seq.constraint is not None or seq.prediction is not None for seq in seqs)
+    return any(
+        seq.constraint is not None or seq.prediction is not None or not seq.speculate
+        for seq in seqs
+    )
 
 
-def leading_rows(seqs: Seqs[Sequence], k: int) -> np.ndarray | None:
-    """What is guessed without the drafter: int32 [B, k], NO_GUESS behind it; None where there is
-    nothing at all."""
+def leading_guesses(seqs: Seqs[Sequence], k: int) -> Leading | None:
+    """What is guessed without the drafter; None where there is nothing at all."""
     rows = np.full((len(seqs), k), NO_GUESS, np.int32)
+    guessers: list[Guesser] = []
     for b, seq in enumerate(seqs):
-        known = _leading(seq, k)
+        known, guesser = _leading(seq, k) if seq.speculate else ((BARRED,) * k, "drafter")
         rows[b, : len(known)] = known
-    return rows if (rows != NO_GUESS).any() else None
+        guessers.append(guesser)
+    return Leading(rows, tuple(guessers)) if (rows != NO_GUESS).any() else None
 
 
-def _leading(seq: Sequence, k: int) -> Seqs[int]:
+def _leading(seq: Sequence, k: int) -> tuple[Seqs[int], Guesser]:
     """What was predicted, as long as the text follows it; else what its constraint leaves no choice
     about. Of that the bytes are known, and not always into which tokens the target cuts them."""
     predicted = () if seq.prediction is None else seq.prediction.guess(seq.tokens, k)
     if predicted or seq.constraint is None:
-        return predicted
-    return seq.constraint.forced(seq)[:k]
+        return predicted, "prediction"
+    return seq.constraint.forced(seq)[:k], "constraint"
 
 
 def lead(leading: Array, draft: Array) -> Array:
-    """`leading_rows` first [B, k]; the drafter's guesses go on behind them where they agree with
-    them, for they were made without. One expression for numpy, jax and torch."""
+    """The rows of `leading_guesses` first [B, k]; the drafter's go on behind them where they agree
+    with them, for they were made without. One expression for numpy, jax and torch."""
     given = leading != NO_GUESS
     agreed = (~given | (leading == draft)).all(1)[:, None]
-    return leading * given + (draft * agreed + NO_GUESS * ~agreed) * ~given
+    made = leading * given + (draft * agreed + NO_GUESS * ~agreed) * ~given
+    return made.clip(min=NO_GUESS)  # what was barred
+
+
+class Plain:
+    """Guesses nothing, for K = 0: plain decoding."""
+
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
+        return np.empty((len(seqs), 0), np.int32)
+
+    def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
+        pass
 
 
 class GuidedDrafter:
@@ -114,11 +131,13 @@ class GuidedDrafter:
 
     def __init__(self, drafter: Proposer[Seqs[Sequence]]) -> None:
         self._drafter = drafter
+        self.leading: Leading | None = None
+        """What came first in the last draft."""
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
         draft = self._drafter.propose(seqs, k)
-        leading = leading_rows(seqs, k)
-        return draft if leading is None else lead(leading, np.asarray(draft))
+        self.leading = leading_guesses(seqs, k)
+        return draft if self.leading is None else lead(self.leading.rows, np.asarray(draft))
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         self._drafter.observe(seqs, step, accepted)

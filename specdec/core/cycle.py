@@ -10,10 +10,14 @@ in a CUDA graph, with a batch of arrays (`targets/jax/device_loop.py`, `targets/
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seqs
+from dataclasses import replace
+
 from specdec.core.accept import accept
-from specdec.core.constraint import GuidedDrafter
+from specdec.core.constraint import GuidedDrafter, Plain
 from specdec.core.protocols import Batch, Cycle, Drafter, Proposer, Target, Verifier
-from specdec.core.types import Round
+from specdec.core.timing import Timed
+from specdec.core.types import Round, Sequence
 
 
 def cycle(target: Verifier[Batch], drafter: Proposer[Batch], batch: Batch, k: int) -> Round:
@@ -26,5 +30,31 @@ def cycle(target: Verifier[Batch], drafter: Proposer[Batch], batch: Batch, k: in
 
 def host_cycle(target: Target, drafter: Drafter, k: int) -> Cycle:
     """The plain driver: one cycle per call. Plain decoding is the drafter `none`, or k = 0."""
+    return lambda seqs, single: [guided_cycle(target, drafter, seqs, k)]
+
+
+def guided_cycle(
+    target: Verifier[Seqs[Sequence]],
+    drafter: Proposer[Seqs[Sequence]],
+    seqs: Seqs[Sequence],
+    k: int,
+) -> Round:
+    """A cycle driven by the host, in whose draft predictions and forced tokens come first. Where no
+    sequence speculates it is plain decoding, of which no drafter needs to know."""
+    if not any(seq.speculate for seq in seqs):
+        return timed_cycle(target, Plain(), seqs, 0)
     guided = GuidedDrafter(drafter)
-    return lambda seqs, single: [cycle(target, guided, seqs, k)]
+    done = timed_cycle(target, guided, seqs, k)
+    return replace(done, leading=guided.leading)
+
+
+def timed_cycle(
+    target: Verifier[Seqs[Sequence]],
+    drafter: Proposer[Seqs[Sequence]],
+    seqs: Seqs[Sequence],
+    k: int,
+) -> Round:
+    """A cycle, with the seconds that its parts took."""
+    timed = Timed(target, drafter)
+    done = cycle(timed, timed, seqs, k)
+    return replace(done, seconds=timed.seconds)

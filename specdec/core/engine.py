@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from time import perf_counter
 
 import numpy as np
 
 from specdec.core.errors import UserError
 from specdec.core.prefix_cache.cache import PrefixCache
 from specdec.core.protocols import Cycle, Drafter, Target
+from specdec.core.reporting import led_guesses, report_of
 from specdec.core.scheduler import Scheduler
-from specdec.core.stats import Acceptance
+from specdec.core.stats import Acceptance, Guesses
+from specdec.core.timing import EngineTimes
 from specdec.core.types import (
     NO_GUESS,
     SAT_OUT,
     Array,
     Event,
     FinishReason,
+    Guesser,
     LogprobRows,
     Round,
     Sequence,
@@ -44,7 +49,15 @@ class Engine:
         self.cycle = cycle
         self.prefix_cache = prefix_cache
         self.scheduler = Scheduler(target.slots, max_waiting, target.prefill_chunk)
+        self.times = EngineTimes()
+        self.count_anew()
+
+    def count_anew(self) -> None:
+        """Forget what was counted so far."""
         self.acceptance = Acceptance()
+        self.led: dict[Guesser, Guesses] = {"prediction": Guesses(), "constraint": Guesses()}
+        """Of the drafts, what the drafter did not guess."""
+        self.times = EngineTimes(plain_costs=self.times.plain_costs)
 
     def submit(self, seq: Sequence) -> None:
         """Queue a sequence. Raises UserError if it can't ever fit, QueueFull if it can't now."""
@@ -65,22 +78,31 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Free cancelled slots, seat waiting sequences, prefill one chunk, run the cycle."""
+        began, known = perf_counter(), self.times.known
+        events = self._step()
+        self.times.stepped(perf_counter() - began, known)
+        return events
+
+    def _step(self) -> list[Event]:
         events = [self._finish(s, (), "cancelled") for s in self.scheduler.drop_cancelled()]
         for seq in self.scheduler.admit():
             self.drafter.reset(seq)
-        events += self._prefill()
+        with self.times.prefilling():
+            events += self._prefill()
         if self.scheduler.running:
             events += self._decode(tuple(self.scheduler.running))
         return events
 
     def _decode(self, rows: tuple[Sequence, ...]) -> list[Event]:
+        began = perf_counter()
         try:
             rounds = self.cycle(rows, bool(self.scheduler.prefilling))
         except MemoryError as refusal:  # the last to join gives way, the others go on
             if self.prefix_cache is not None and self.prefix_cache.give_way():
                 return []  # the next step tries again
             return [self._finish(rows[-1], (), "error", error=f"decode: {refusal}")]
-        return [event for done in rounds for event in self._emit_round(rows, done)]
+        seconds = self.times.dispatched(rounds, perf_counter() - began)
+        return [event for done in rounds for event in self._emit_round(rows, done, seconds)]
 
     def run(self, seqs: list[Sequence]) -> Iterator[Event]:
         """Submit all, step until idle, yield every event (for commands and tests)."""
@@ -124,7 +146,7 @@ class Engine:
             return []
         return [self._finish(seq, (), "error", error=f"prefill: {refusal}")]
 
-    def _emit_round(self, rows: tuple[Sequence, ...], done: Round) -> list[Event]:
+    def _emit_round(self, rows: tuple[Sequence, ...], done: Round, seconds: float) -> list[Event]:
         chosen, accepted = np.asarray(done.step.chosen), np.asarray(done.accepted)
         drafted = np.asarray(done.draft) != NO_GUESS
         events = []
@@ -135,7 +157,13 @@ class Engine:
                 continue
             event = self._emit(seq, chosen[b, : n + 1], done.step.logprobs, b)
             self._count(seq, drafted[b], n, len(event.tokens))
+            led, leader = led_guesses(done, b)
+            if led:
+                self.led[leader].add(led, min(n, len(event.tokens)))
+            if seq.reported:
+                event = replace(event, report=report_of(done, b, len(event.tokens), seconds))
             events.append(event)
+        self.times.emitted(sum(len(event.tokens) for event in events), len(events))
         return events
 
     def _count(self, seq: Sequence, drafted: Array, accepted: int, emitted: int) -> None:

@@ -7,6 +7,19 @@ from dataclasses import dataclass, field
 
 
 @dataclass
+class Guesses:
+    """Of one who guesses: tokens by position 0 .. k - 1."""
+
+    drafted_at: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """The first so many of a draft, of which so many were accepted."""
+        self.drafted_at.update(range(drafted))
+        self.accepted_at.update(range(min(drafted, accepted)))
+
+
+@dataclass
 class Acceptance:
     """Speculation on one sequence, or summed over many. Written by the engine, cycle by cycle.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Seqs
+from collections.abc import Mapping, Sequence as Seqs
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -27,6 +27,9 @@ MAX_DRAFT = 31
 """Largest number of draft tokens per cycle (K)."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+Guesser = Literal["drafter", "prediction", "constraint"]
+"""Who guessed a token: the drafter, a predicted text, or a constraint that left no choice."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -174,6 +177,10 @@ class Sequence:
     """Set between steps; the engine frees the slot at the next."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """How speculation fared on this sequence. Written by the engine."""
+    speculate: bool = True
+    """Whether anything is guessed for it. Written by the caller, read by the loop."""
+    reported: bool = False
+    """Whether its events tell how each cycle went (`CycleReport`). Written by the caller."""
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
@@ -238,6 +245,16 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Leading:
+    """Guesses that come before the drafter's own."""
+
+    rows: Array
+    """[B, k] int32, NO_GUESS behind them."""
+    by: tuple[Guesser, ...]
+    """Whose those of each row are."""
+
+
+@dataclass(frozen=True)
 class Round:
     """One cycle's outcome, for the rows it ran on.
 
@@ -248,6 +265,10 @@ class Round:
     draft: Array
     step: Step
     accepted: Array
+    leading: Leading | None = None
+    """Those guesses of the draft that the drafter did not make; None: it made them all."""
+    seconds: Mapping[str, float] | None = None
+    """How long its parts took (`timing.PARTS`); None where a device loop ran it."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +280,20 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
+class CycleReport:
+    """How one cycle went for one sequence: one read of the weights. Written by the engine."""
+
+    draft: tuple[int, ...]
+    """What was guessed."""
+    guessers: tuple[Guesser, ...]
+    """Who guessed each of them."""
+    accepted: int
+    """How many of them were emitted; the token after them, if there is one, the target paid for."""
+    seconds: float
+    """How long the cycle took; the mean of a device loop's dispatch."""
+
+
+@dataclass(frozen=True)
 class Event:
     """What one cycle did to one sequence, for callers of the engine."""
 
@@ -267,3 +302,5 @@ class Event:
     finish: FinishReason | None
     logprobs: tuple[TokenLogprob, ...] | None = None
     error: str | None = None
+    report: CycleReport | None = None
+    """Of a cycle, where the sequence asked for it; none of what prefill chose."""

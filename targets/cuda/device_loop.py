@@ -9,16 +9,16 @@ waits; rows that have ended meanwhile sit the cycle out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seqs
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from specdec.core.constraint import fill_masks, guided, lead, leading_rows, mask_words
+from specdec.core.constraint import fill_masks, guided, lead, leading_guesses, mask_words
 from specdec.core.cycle import cycle
 from specdec.core.protocols import Cycle, Proposer
-from specdec.core.types import NO_GUESS, SAT_OUT, Array, LogprobRows, Round, Sequence, Step
+from specdec.core.types import NO_GUESS, SAT_OUT, Array, Leading, LogprobRows, Round, Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch, DeviceDrafter, SlotState
 from targets.cuda.graphs import Captured, CapturedParts, bucket_of
 from targets.cuda.kernels import Kernels
@@ -139,6 +139,8 @@ class Launched:
     words: torch.Tensor
     details: LogprobRows | None
     done: torch.cuda.Event
+    leading: Leading | None = None
+    """Of a guided cycle, which is read at once: of just the rows that are asked for."""
 
 
 def device_loop(
@@ -204,7 +206,8 @@ class CapturedCycle:
         mine = self.in_parts[key]
         guides, (draft, forward, choose) = mine.guides, mine.graphs.parts
         self._feed(key, mine.slots, seqs)
-        guides.put_first(leading_rows(seqs, key.k))
+        leading = leading_guesses(seqs, key.k)
+        guides.put_first(None if leading is None else leading.rows)
         draft.replay()
         mine.drafted.record()
         forward.replay()
@@ -216,7 +219,7 @@ class CapturedCycle:
         fill_masks(seqs, guides.host_draft.numpy()[: len(seqs)], self.target.vocab, masks)
         guides.masks.copy_(guides.host_masks, non_blocking=True)
         choose.replay()
-        return _launched(seqs, key, mine.graphs.result)
+        return replace(_launched(seqs, key, mine.graphs.result), leading=leading)
 
     def _capture_in_parts(self, key: GraphKey) -> InParts:
         device = self.target.device
@@ -312,4 +315,5 @@ def _read(cycle_: Launched, seqs: Seqs[Sequence]) -> Round:
     mine = words[rows]
     accepted = np.where(rows >= 0, mine[:, -1], SAT_OUT)
     details = cycle_.details and each_part(lambda part: part.numpy()[rows], cycle_.details)
-    return Round(mine[:, :k], Step(mine[:, k : 2 * k + 1], None, details), accepted)
+    step = Step(mine[:, k : 2 * k + 1], None, details)
+    return Round(mine[:, :k], step, accepted, cycle_.leading)

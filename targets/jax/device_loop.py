@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from specdec.core.constraint import GuidedDrafter, guided
-from specdec.core.cycle import cycle
+from specdec.core.constraint import guided
+from specdec.core.cycle import cycle, guided_cycle
 from specdec.core.protocols import Cycle
 from specdec.core.types import NO_GUESS, Array, LogprobRows, Round, Sequence, Step
 from targets.jax import programs, sampling
@@ -165,7 +165,7 @@ def device_loop(target: JaxTarget, drafter: DeviceDrafter, k: int, cycles: int =
 
     def rounds(seqs: Seqs[Sequence], single: bool) -> list[Round]:
         if guided(seqs):  # masks and predictions come from the host, each cycle
-            return [cycle(target, GuidedDrafter(stepped), seqs, k)]
+            return [guided_cycle(target, stepped, seqs, k)]
         needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
         program = drafter.program(needs_sampler)

@@ -1,0 +1,1 @@
+"""The page at /: chat, coloured by who guessed what, and a race against plain decoding."""

@@ -1,0 +1,66 @@
+"""The page and its files: static, of this server alone, and open to all, for they hold no secret.
+What they ask of the API, they ask with the key that is typed into the page."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from importlib.resources import files
+from typing import NamedTuple
+
+from fastapi import APIRouter, Request, Response
+
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        *("script-src 'self'", "style-src 'self'", "connect-src 'self'", "img-src data:"),
+        *("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
+    )
+)
+"""No script or style that stands in the page, nothing of any other host, no frame around it."""
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # kept, and asked for again by its tag
+}
+
+
+class _File(NamedTuple):
+    body: bytes
+    media_type: str
+    tag: str
+
+
+def _read() -> dict[str, _File]:
+    found = {}
+    for entry in files(__package__ or "").joinpath("static").iterdir():
+        kind = TYPES[entry.name.rpartition(".")[2]]
+        body = entry.read_bytes()
+        found[entry.name] = _File(body, kind, f'"{sha256(body).hexdigest()[:16]}"')
+    return found
+
+
+def ui_routes() -> APIRouter:
+    """/ and /ui/…, the same while the model loads."""
+    router, static = APIRouter(include_in_schema=False), _read()
+
+    def answer(request: Request, file: _File) -> Response:
+        headers = HEADERS | {"ETag": file.tag}
+        if request.headers.get("if-none-match") == file.tag:
+            return Response(status_code=304, headers=headers)
+        return Response(file.body, media_type=file.media_type, headers=headers)
+
+    @router.get("/")
+    async def page(request: Request) -> Response:
+        return answer(request, static["index.html"])
+
+    def add(name: str) -> None:
+        async def part(request: Request) -> Response:
+            return answer(request, static[name])
+
+        router.get(f"/ui/{name}")(part)
+
+    for name in static:
+        add(name)
+    return router

@@ -1,0 +1,67 @@
+// The server's API. The key lives in this variable alone: a reload forgets it.
+let key = "";
+
+export function useKey(typed) {
+  key = typed.trim();
+}
+
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+const at = (path) => new URL(path, document.baseURI);
+const headers = () => (key ? { Authorization: `Bearer ${key}` } : {});
+
+/** Where the server is in its life: {status, doing}. */
+export async function stage() {
+  return (await fetch(at("ready"))).json();
+}
+
+/** The model's name. */
+export async function model() {
+  const reply = await fetch(at("v1/models"), { headers: headers() });
+  if (!reply.ok) throw await refusal(reply);
+  return (await reply.json()).data[0].id;
+}
+
+/** The chunks of a streamed answer, each with the time of its arrival in ms. */
+export async function* stream(path, ask, signal) {
+  const reply = await fetch(at(`v1/${path}`), {
+    method: "POST",
+    headers: { "Content-Type": "application/json", ...headers() },
+    body: JSON.stringify({ ...ask, stream: true, include_speculation: true }),
+    signal,
+  });
+  if (!reply.ok) throw await refusal(reply);
+  for await (const data of events(reply.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Refused(500, chunk.error.message);
+    yield { at: performance.now(), choice: chunk.choices[0] };
+  }
+}
+
+async function refusal(reply) {
+  const body = await reply.json().catch(() => null);
+  return new Refused(reply.status, body?.error?.message ?? `the server answered ${reply.status}`);
+}
+
+/** The data of server-sent events. */
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) throw new Refused(0, "the answer broke off: the connection was lost");
+    text += value;
+    const blocks = text.split("\n\n");
+    text = blocks.pop();
+    for (const block of blocks) {
+      const data = block.split("\n").filter((line) => line.startsWith("data: "));
+      if (data.length) yield data.map((line) => line.slice(6)).join("\n");
+    }
+  }
+}

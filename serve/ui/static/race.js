@@ -1,0 +1,96 @@
+// One request with and without speculation, one after the other; then both again on one clock.
+import { Answer, element } from "./answer.js";
+import { stream } from "./api.js";
+import { sha256 } from "./sha256.js";
+
+const $ = (id) => document.getElementById(id);
+const seconds = (ms) => `${(ms / 1000).toFixed(2)} s`;
+
+/** Run both and show them. Neither may reuse the other's prompt, and both have one seed. */
+export async function race(path, ask, signal) {
+  const fair = { seed: Math.floor(Math.random() * 2 ** 31), ...ask, cache_prompt: false };
+  const lanes = [...$("race").querySelectorAll(".lanes > section")].map((box) => new Lane(box));
+  $("race").hidden = false;
+  $("race").scrollIntoView();
+  for (const [i, enabled] of [true, false].entries()) {
+    const how = enabled ? "with" : "without";
+    await lanes[i].record(path, { ...fair, speculative: { enabled } }, signal, (count) => {
+      $("race-state").textContent = `Running ${how} speculation: ${count} tokens`;
+    });
+  }
+  $("race-state").textContent = "Both again, from one start:";
+  await replay(lanes, signal);
+  verdict(lanes);
+}
+
+class Lane {
+  frames = []; // {at, read}, in ms from the request's start
+  #shown = 0;
+
+  constructor(box) {
+    [this.clock, this.place] = [box.querySelector(".clock"), box.querySelector(".lane")];
+    this.clock.textContent = "";
+    this.answer = new Answer();
+    this.place.replaceChildren(this.answer.root);
+  }
+
+  async record(path, ask, signal, progress) {
+    const start = performance.now();
+    let count = 0;
+    for await (const { at, choice } of stream(path, ask, signal)) {
+      for (const read of choice?.speculation ?? []) {
+        this.frames.push({ at: at - start, read });
+        count += read.tokens.length;
+      }
+      progress(count);
+    }
+  }
+
+  get end() {
+    return this.frames.at(-1)?.at ?? 0;
+  }
+
+  get digest() {
+    return sha256(this.frames.flatMap((frame) => frame.read.tokens.map((t) => t.id)).join(","));
+  }
+
+  /** Show what had come by then. Returns whether that is all. */
+  show(time) {
+    while (this.#shown < this.frames.length && this.frames[this.#shown].at <= time) {
+      const { at, read } = this.frames[this.#shown++];
+      this.answer.add(read, at);
+    }
+    this.clock.textContent = seconds(Math.min(time, this.end));
+    return this.#shown === this.frames.length;
+  }
+
+  finish() {
+    this.answer.finish();
+    this.place.append(element("p", "digest", `SHA-256 of the token ids: ${this.digest}`));
+  }
+}
+
+async function replay(lanes, signal) {
+  const hurry = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  let start = hurry ? -Infinity : performance.now();
+  $("skip").hidden = false;
+  $("skip").onclick = () => (start = -Infinity);
+  const frame = () => new Promise((next) => requestAnimationFrame(next));
+  while (!lanes.map((lane) => lane.show(performance.now() - start)).every(Boolean)) {
+    signal.throwIfAborted();
+    await frame();
+  }
+  $("skip").hidden = true;
+  for (const lane of lanes) lane.finish();
+  $("race").scrollIntoView();
+}
+
+function verdict([on, off]) {
+  const equal = on.digest === off.digest;
+  const said = equal
+    ? "The digests are equal: the same tokens, one by one."
+    : "The digests DIFFER. This should be impossible: please report it.";
+  const ratio = (off.end / on.end).toFixed(2);
+  const faster = `${ratio} times the speed (${seconds(on.end)} against ${seconds(off.end)}). `;
+  $("race-state").replaceChildren(faster, element("span", equal ? "equal" : "differ", said));
+}

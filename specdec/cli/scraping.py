@@ -1,0 +1,182 @@
+"""A server's /metrics, and what two readings of it say of the time between them."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from specdec.core.errors import UserError
+
+TIMEOUT = 5.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """All samples of one moment."""
+
+    at: float
+    """Seconds, on a clock that doesn't jump."""
+    samples: dict[str, list[tuple[dict[str, str], float]]]
+    """By name: labels and values."""
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Of all samples of the name with these labels."""
+        return sum(value for _, value in self._of(name, labels))
+
+    def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+        """The same for each combination of what these labels say."""
+        found: dict[tuple[str, ...], float] = defaultdict(float)
+        for said, value in self._of(name, {}):
+            found[tuple(said[label] for label in labels)] += value
+        return found
+
+    def _of(self, name: str, labels: dict[str, str]) -> Iterator[tuple[dict[str, str], float]]:
+        for said, value in self.samples.get(name, ()):
+            if labels.items() <= said.items():
+                yield said, value
+
+
+def read_metrics(url: str) -> Reading:
+    """The server's /metrics now. url: as of the server. Raises UserError."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    where = f"{url.rstrip('/')}/metrics"
+    try:
+        with urlopen(where, timeout=TIMEOUT) as reply:  # noqa: S310
+            text = reply.read().decode("utf-8", "replace")
+    except (URLError, OSError, ValueError) as problem:
+        why = getattr(problem, "reason", problem)
+        raise UserError(f"cannot read {where} ({why}): is `specdec serve` running there?") from None
+    samples = defaultdict(list)
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                samples[sample.name].append((sample.labels, sample.value))
+    except ValueError:
+        samples.clear()
+    if "specdec:verify_passes_total" not in samples:
+        raise UserError(f"{where} is not of a specdec server of this version")
+    return Reading(time.monotonic(), samples)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What happened between two readings. None: nothing that could be said."""
+
+    model: str
+    seconds: float
+    tokens_per_second: float
+    prompt_tokens_per_second: float
+    running: float
+    waiting: float
+    slots: float
+    tau: float | None
+    speedup: float | None
+    """Over plain decoding."""
+    cached: float | None
+    """Share of the prompts' tokens that needed no prefill."""
+    acceptance: dict[str, list[float]] = field(default_factory=dict)
+    """By drafter: the share of the guesses at each position that were accepted."""
+    cycle_ms: dict[str, float] = field(default_factory=dict)
+    """By part: milliseconds per verify pass."""
+    first_token_ms: dict[str, float] = field(default_factory=dict)
+    between_tokens_ms: dict[str, float] = field(default_factory=dict)
+    """By quantile."""
+
+
+def figures_between(first: Reading, last: Reading) -> Figures:
+    grown = _Grown(first, last)
+    seconds = last.at - first.at
+    passes = grown.sum("specdec:verify_passes_total")
+    parts = {part: s for (part,), s in grown.by("specdec:engine_seconds_total", "part").items()}
+    parts.pop("prefill", None)
+    return Figures(
+        model=next(iter(last.by("specdec:slots", "model_name")))[0],
+        seconds=seconds,
+        tokens_per_second=grown.sum("vllm:generation_tokens_total") / seconds,
+        prompt_tokens_per_second=grown.sum("vllm:prompt_tokens_total") / seconds,
+        running=last.sum("vllm:num_requests_running"),
+        waiting=last.sum("vllm:num_requests_waiting"),
+        slots=last.sum("specdec:slots"),
+        tau=_share(grown.sum("specdec:verified_tokens_total"), passes),
+        speedup=_share(grown.sum("specdec:plain_seconds_total"), sum(parts.values())) or None,
+        cached=_share(
+            grown.sum("vllm:prefix_cache_hits_total"), grown.sum("vllm:prefix_cache_queries_total")
+        ),
+        acceptance=_acceptance(grown),
+        cycle_ms={part: 1000 * s / passes for part, s in parts.items() if s} if passes else {},
+        first_token_ms=_quantiles(grown, "vllm:time_to_first_token_seconds"),
+        between_tokens_ms=_quantiles(grown, "vllm:inter_token_latency_seconds"),
+    )
+
+
+class _Grown:
+    """By how much counters grew."""
+
+    def __init__(self, first: Reading, last: Reading) -> None:
+        self._first, self._last = first, last
+
+    def sum(self, name: str) -> float:
+        return max(0.0, self._last.sum(name) - self._first.sum(name))
+
+    def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+        before = self._first.by(name, *labels)
+        return {
+            key: max(0.0, value - before[key])
+            for key, value in self._last.by(name, *labels).items()
+        }
+
+
+def _share(of: float, whole: float) -> float | None:
+    return of / whole if whole else None
+
+
+def _acceptance(grown: _Grown) -> dict[str, list[float]]:
+    labels = "drafter", "position"
+    accepted = grown.by("specdec:accepted_tokens_total", *labels)
+    found: dict[str, list[float]] = {}
+    drafted = grown.by("specdec:draft_tokens_total", *labels)
+    for (drafter, position), count in sorted(drafted.items(), key=lambda item: int(item[0][1])):
+        if count:
+            found.setdefault(drafter, []).append(accepted[drafter, position] / count)
+    return found
+
+
+def _quantiles(grown: _Grown, name: str) -> dict[str, float]:
+    """Milliseconds, interpolated within buckets as Prometheus does."""
+    buckets = [(float(le), count) for (le,), count in grown.by(f"{name}_bucket", "le").items()]
+    buckets.sort()
+    if not buckets or not buckets[-1][1]:
+        return {}
+    return {f"p{q}": 1000 * _quantile(buckets, q / 100) for q in (50, 95)}
+
+
+def _quantile(buckets: list[tuple[float, float]], share: float) -> float:
+    """buckets: (upper bound, how many lie at or below it), ascending; the last is infinite."""
+    rank = share * buckets[-1][1]
+    low, below = 0.0, 0.0
+    for high, count in buckets:
+        if count >= rank:
+            if high == float("inf"):
+                return low
+            return low + (high - low) * (rank - below) / (count - below)
+        low, below = high, count
+    return low
+
+
+def as_json(figures: Figures) -> dict[str, Any]:
+    """The document that ends stdout."""
+    return {name: _rounded(value) for name, value in vars(figures).items()}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return round(value, 4) if isinstance(value, float) else value

@@ -1,0 +1,45 @@
+"""Each script of examples/ runs, and says what it is there to show."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tests.serving import Server
+
+FOLDER = Path(__file__).parents[1] / "examples"
+OF_A_SERVER = {
+    "chat": ["def ", "tokens, tau "],
+    "tools": ["get_weather(city=", "unit="],
+    "structured_output": ["Review(verdict="],
+    "predicted_output": ["without a prediction: 40 tokens in", "with a prediction: 40 tokens in"],
+    "who_guessed": ["prompt  ", "verify  ", "guessed by ngram"],
+    "on_and_off": ["with speculation: ", "without speculation: ", "tau 1.0", "\nequal\n"],
+}
+OF_THE_LIBRARY = {
+    "batch": ["def first(items):", "\nequal\n"],
+    "library": ["the same seed, the same text: True", "had a chance of 0."],
+}
+
+
+@pytest.mark.parametrize("name", OF_A_SERVER)
+def test_an_example_of_a_server(mini_server: Server, capsys, name):
+    runpy.run_path(str(FOLDER / f"{name}.py"))["main"](mini_server.url)
+    said = capsys.readouterr().out
+    assert all(words in said for words in OF_A_SERVER[name]), said
+
+
+@pytest.mark.parametrize("name", OF_THE_LIBRARY)
+def test_an_example_of_the_library(capsys, name):
+    runpy.run_path(str(FOLDER / f"{name}.py"))["main"]()
+    said = capsys.readouterr().out
+    assert all(words in said for words in OF_THE_LIBRARY[name]), said
+
+
+def test_every_script_is_run_and_listed():
+    scripts = {path.stem for path in FOLDER.glob("*.py")}
+    assert scripts == {*OF_A_SERVER, *OF_THE_LIBRARY}
+    listed = (FOLDER / "README.md").read_text()
+    assert all(f"[{name}.py]({name}.py)" in listed for name in scripts)

@@ -1,0 +1,95 @@
+"""A request that is not speculated on: no guess for it, and the same text beside those that are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from drafters import registry
+from serve.lockstep import _packed, _unpacked
+from specdec.assembly.engine import make_engine
+from specdec.assembly.model import Model, load_model
+from specdec.core.config import Loop, ModelConfig, SpeculationConfig
+from specdec.core.constraint import Unrestricted, lead, leading_guesses
+from specdec.core.types import Sampling, Sequence
+from tests.serving import Server
+
+CODE = "def add_one(items):\n    return [item + 1 for item in items]\n\ndef add_two(items):\n"
+REQUESTS = ((CODE, 0.0, 60), ("class A:\n    def f(self):\n", 1.0, 20), ("import os\n", 0.0, 40))
+"""Prompt, temperature, tokens."""
+
+
+def loaded(drafter: str, loop: Loop) -> tuple[Model, SpeculationConfig]:
+    config = ModelConfig("mini", slots=3, max_len=256)
+    asked = registry.config_type()(drafter=drafter, k=4, loop=loop)
+    speculation = registry.resolved(asked, config)
+    return load_model(config, speculation), speculation
+
+
+def decoded(model: Model, speculation: SpeculationConfig, on: tuple[bool, ...]) -> list[Sequence]:
+    """The requests, of which the first is under way when the others come."""
+    engine = make_engine(model, speculation)
+    seqs = [
+        Sequence(
+            model.tokenizer.encode(prompt),
+            Sampling(temperature=temperature, seed=3),
+            max_tokens=count,
+            speculate=speculates,
+        )
+        for (prompt, temperature, count), speculates in zip(REQUESTS, on, strict=True)
+    ]
+    engine.submit(seqs[0])
+    for _ in range(4):
+        engine.step()
+    engine.run_to_end(seqs[1:])
+    return seqs
+
+
+@pytest.mark.parametrize(("drafter", "loop"), [("ngram", "device"), ("eagle3", "host")])
+def test_texts_are_equal_and_nothing_is_guessed(drafter, loop):
+    model, speculation = loaded(drafter, loop)
+    plain = [seq.tokens for seq in decoded(model, speculation, (False, False, False))]
+    for on in ((False, True, True), (True, False, False)):
+        seqs = decoded(model, speculation, on)
+        assert [seq.tokens for seq in seqs] == plain
+        for seq, speculates in zip(seqs, on, strict=True):
+            assert (seq.acceptance.drafted > 0) == speculates
+            assert speculates or seq.acceptance.tau == 1
+
+
+def test_a_barred_row_keeps_no_guess_and_spoils_no_other():
+    off, on = Sequence([1, 2], speculate=False), Sequence([1, 2], constraint=Unrestricted())
+    leading = leading_guesses([off, on], 3)
+    assert leading is not None
+    draft = np.array([[7, 8, 9], [7, 8, 9]], np.int32)
+    assert lead(leading.rows, draft).tolist() == [[-1, -1, -1], [7, 8, 9]]
+
+
+def test_other_processes_are_told():
+    for speculate in (True, False):
+        seq = Sequence([1, 2], speculate=speculate)
+        assert _unpacked(_packed(seq), lambda packed: Unrestricted()).speculate == speculate
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_request_switches_it_off(mini_server: Server, path):
+    ask = {"max_tokens": 40, "temperature": 0, "include_speculation": True}
+    said = {"messages": [{"role": "user", "content": CODE}]} if "chat" in path else {"prompt": CODE}
+    bodies = [
+        mini_server.post(path, **ask, **said, speculative={"enabled": enabled}).json()
+        for enabled in (True, False)
+    ]
+    ids = [
+        [token["id"] for read in body["choices"][0]["speculation"] for token in read["tokens"]]
+        for body in bodies
+    ]
+    assert ids[0] == ids[1]
+    on, off = (body["metrics"]["speculative_decoding"] for body in bodies)
+    assert on["draft_tokens"] > 0 == off["draft_tokens"] and off["tokens_per_pass"] == 1
+
+
+@pytest.mark.parametrize("wish", [False, {"enabled": "no"}, {"enabled": None}, {"on": True}])
+def test_other_wishes_are_refused(mini_server: Server, wish):
+    reply = mini_server.post("completions", prompt="a", speculative=wish)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "speculative"
