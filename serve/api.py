@@ -21,12 +21,12 @@ from serve.errors import ApiError, install_error_handlers
 from serve.generation import Context
 from serve.keys import Keys
 from serve.metrics import Metrics
+from serve.reads import Speculating
 from serve.replies import ChatReply, CompletionReply, Json, Reply
 from serve.responses.routes import responses_routes
 from serve.responses.schema import ResponsesRequest
 from serve.runner import EngineRunner
 from serve.schema import CompletionRequest, parse
-from serve.speculation import Speculating
 from serve.stage import Stage, stage_routes
 from serve.stream import Tokenizer
 from serve.tokens import DetokenizeRequest, TokenizeText, token_routes

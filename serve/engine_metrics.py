@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from serve.reads import Speculating
 from serve.runner import EngineRunner
-from serve.speculation import Speculating
-from specdec.core.stats import Guesses
 
 LABELS = ("model_name", "engine")
 
@@ -25,6 +23,7 @@ class EngineCollector(Collector):
         self, runner: EngineRunner, labels: tuple[str, ...], speculating: Speculating
     ) -> None:
         self._runner, self._labels, self._speculating = runner, labels, speculating
+        self._highest: dict[tuple[str, int], int] = {}
 
     def collect(self) -> Iterator[Metric]:
         yield from self._speculation()
@@ -61,25 +60,28 @@ class EngineCollector(Collector):
 
     def _guesses(self) -> Iterator[Metric]:
         """By who guessed, and position."""
-        engine = self._runner.engine
-        led = {self._speculating.name(guesser): own for guesser, own in engine.led.items()}
-        counts = engine.acceptance
-        drafter = Guesses(
-            counts.drafted_at - sum((own.drafted_at for own in led.values()), Counter()),
-            counts.accepted_at - sum((own.accepted_at for own in led.values()), Counter()),
-        )
-        by = {self._speculating.name("drafter"): drafter, **led}
         positions = range(self._speculating.k)
         for name, help_text, of in (
             ("draft", "Guesses, by who made them and position in the draft.", "drafted_at"),
             ("accepted", "Those of them that were accepted.", "accepted_at"),
         ):
-            samples = [
-                ((who, str(i)), getattr(own, of)[i]) for who, own in by.items() for i in positions
-            ]
+            samples = [sample for i in positions for sample in self._guesses_at(of, i)]
             yield self._labelled(
                 f"specdec:{name}_tokens", help_text, ("drafter", "position"), samples
             )
+
+    def _guesses_at(self, of: str, position: int) -> Iterator[tuple[tuple[str, str], int]]:
+        """What was counted at one position; the drafter's own is the rest of all."""
+        engine, name = self._runner.engine, self._speculating.name
+        rest = getattr(engine.acceptance, of)[position]
+        for guesser, guesses in engine.led.items():
+            count = getattr(guesses, of)[position]
+            rest -= count
+            yield (name(guesser), str(position)), count
+        # a cycle may come between two readings: a counter must not fall for that
+        key = of, position
+        self._highest[key] = max(rest, self._highest.get(key, 0))
+        yield (name("drafter"), str(position)), self._highest[key]
 
     def _times(self) -> Iterator[Metric]:
         times = self._runner.engine.times

@@ -12,9 +12,9 @@ from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.gemma.output import GemmaOutput
 from serve.metrics import Metrics
+from serve.reads import NOT, ReadsOfChoice, Speculating
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
 from serve.schema import CompletionRequest
-from serve.speculation import NOT, ReadsOfChoice, Speculating
 from serve.stream import ChoiceText, Output, Piece, PlainOutput, Tokenizer
 from serve.translate import Plan, plan
 from specdec.constraints.vocabulary import Vocabulary

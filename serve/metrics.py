@@ -5,8 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from serve.engine_metrics import LABELS, EngineCollector
+from serve.reads import Speculating
 from serve.runner import EngineRunner
-from serve.speculation import Speculating
 
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),

@@ -7,8 +7,8 @@ from collections.abc import Sequence as Seqs
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from serve.reads import Read
 from serve.runner import Update
-from serve.speculation import Read
 from specdec.core.types import TokenLogprob
 
 ChoiceFinish = Literal["stop", "length", "tool_calls"]

@@ -20,7 +20,7 @@ REQUESTS = ((CODE, 0.0, 60), ("class A:\n    def f(self):\n", 1.0, 20), ("import
 
 
 def loaded(drafter: str, loop: Loop) -> tuple[Model, SpeculationConfig]:
-    config = ModelConfig("mini", slots=3, max_len=256)
+    config = ModelConfig("mini")
     asked = registry.config_type()(drafter=drafter, k=4, loop=loop)
     speculation = registry.resolved(asked, config)
     return load_model(config, speculation), speculation

@@ -11,7 +11,6 @@ in a CUDA graph, with a batch of arrays (`targets/jax/device_loop.py`, `targets/
 from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
-from dataclasses import replace
 
 from specdec.core.accept import accept
 from specdec.core.constraint import GuidedDrafter, Plain
@@ -41,20 +40,8 @@ def guided_cycle(
 ) -> Round:
     """A cycle driven by the host, in whose draft predictions and forced tokens come first. Where no
     sequence speculates it is plain decoding, of which no drafter needs to know."""
-    if not any(seq.speculate for seq in seqs):
-        return timed_cycle(target, Plain(), seqs, 0)
-    guided = GuidedDrafter(drafter)
-    done = timed_cycle(target, guided, seqs, k)
-    return replace(done, leading=guided.leading)
-
-
-def timed_cycle(
-    target: Verifier[Seqs[Sequence]],
-    drafter: Proposer[Seqs[Sequence]],
-    seqs: Seqs[Sequence],
-    k: int,
-) -> Round:
-    """A cycle, with the seconds that its parts took."""
-    timed = Timed(target, drafter)
-    done = cycle(timed, timed, seqs, k)
-    return replace(done, seconds=timed.seconds)
+    speculates = any(seq.speculate for seq in seqs)
+    guided = GuidedDrafter(drafter if speculates else Plain())
+    timed = Timed(target, guided)
+    done = cycle(timed, timed, seqs, k if speculates else 0)
+    return Round(done.draft, done.step, done.accepted, guided.leading, timed.seconds)

@@ -87,8 +87,7 @@ class Engine:
         events = [self._finish(s, (), "cancelled") for s in self.scheduler.drop_cancelled()]
         for seq in self.scheduler.admit():
             self.drafter.reset(seq)
-        with self.times.prefilling():
-            events += self._prefill()
+        events += self._prefill()
         if self.scheduler.running:
             events += self._decode(tuple(self.scheduler.running))
         return events
@@ -121,7 +120,12 @@ class Engine:
         chunk = self.scheduler.next_chunk()
         if chunk is None:
             return []
-        seq, start, stop = chunk
+        began = perf_counter()
+        events = self._read_chunk(*chunk)
+        self.times.add("prefill", perf_counter() - began)
+        return events
+
+    def _read_chunk(self, seq: Sequence, start: int, stop: int) -> list[Event]:
         try:
             if start == 0 and self.prefix_cache is not None:
                 start = self.prefix_cache.resume(seq)

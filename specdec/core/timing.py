@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence as Seqs
-from contextlib import contextmanager
+from collections.abc import Sequence as Seqs
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Generic, TypeVar
+from typing import Generic
 
 from specdec.core.protocols import Batch, Proposer, Verifier
 from specdec.core.types import Array, Round, Step
-
-T = TypeVar("T")
 
 PARTS = ("prefill", "draft", "verify", "learn", "device", "host")
 """prefill: reading prompts. draft, verify, learn: a cycle that the host drives; what is chosen is
@@ -27,19 +24,21 @@ class Timed(Generic[Batch]):
         self.seconds: dict[str, float] = {}
 
     def propose(self, batch: Batch, k: int, /) -> Array:
-        return self._timed("draft", lambda: self._drafter.propose(batch, k))
+        began = perf_counter()
+        draft = self._drafter.propose(batch, k)
+        self.seconds["draft"] = perf_counter() - began
+        return draft
 
     def verify(self, batch: Batch, draft: Array, /) -> Step:
-        return self._timed("verify", lambda: self._target.verify(batch, draft))
+        began = perf_counter()
+        step = self._target.verify(batch, draft)
+        self.seconds["verify"] = perf_counter() - began
+        return step
 
     def observe(self, batch: Batch, step: Step, accepted: Array, /) -> None:
-        self._timed("learn", lambda: self._drafter.observe(batch, step, accepted))
-
-    def _timed(self, part: str, work: Callable[[], T]) -> T:
         began = perf_counter()
-        done = work()
-        self.seconds[part] = perf_counter() - began
-        return done
+        self._drafter.observe(batch, step, accepted)
+        self.seconds["learn"] = perf_counter() - began
 
 
 @dataclass(frozen=True)
@@ -66,30 +65,30 @@ class EngineTimes:
     """Seconds that plain decoding would have taken for the tokens that cycles emitted."""
     plain_costs: PlainCosts | None = None
     """None: nobody measured."""
-
-    @contextmanager
-    def prefilling(self) -> Iterator[None]:
-        began = perf_counter()
-        yield
-        self.seconds["prefill"] += perf_counter() - began
-
-    def dispatched(self, rounds: Seqs[Round], took: float) -> float:
-        """Note one dispatch of cycles. Returns the seconds of each, their mean."""
-        parts = [done.seconds for done in rounds if done.seconds is not None]
-        for part, seconds in (item for each in parts for item in each.items()):
-            self.seconds[part] += seconds
-        known = sum(sum(each.values()) for each in parts)
-        self.seconds["host" if parts else "device"] += took - known
-        return took / max(1, len(rounds))
-
-    def stepped(self, took: float, before: float) -> None:
-        """Note a whole step of the engine; before: `known` when it began."""
-        self.seconds["host"] += took - (self.known - before)
+    _known: float = 0.0
 
     @property
     def known(self) -> float:
         """Seconds of all parts so far."""
-        return sum(self.seconds.values())
+        return self._known
+
+    def add(self, part: str, seconds: float) -> None:
+        self.seconds[part] += seconds
+        self._known += seconds
+
+    def dispatched(self, rounds: Seqs[Round], took: float) -> float:
+        """Note one dispatch of cycles. Returns the seconds of each, their mean."""
+        rest, part = took, "device"
+        for done in rounds:
+            for name, seconds in (done.seconds or {}).items():
+                self.add(name, seconds)
+                rest, part = rest - seconds, "host"
+        self.add(part, rest)
+        return took / max(1, len(rounds))
+
+    def stepped(self, took: float, before: float) -> None:
+        """Note a whole step of the engine; before: `known` when it began."""
+        self.add("host", took - (self._known - before))
 
     def emitted(self, tokens: int, rows: int) -> None:
         """Note the tokens that a cycle emitted for so many rows together."""

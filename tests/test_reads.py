@@ -147,7 +147,7 @@ def test_anything_but_true_or_false_is_refused(server, value):
 
 
 def test_both_loops_report_the_same_guesses():
-    config = ModelConfig("mini", slots=2, max_len=256)
+    config = ModelConfig("mini")
     speculation = registry.resolved(registry.config_type()(drafter="ngram", k=4), config)
     model = load_model(config, speculation)
     reports = {}
