@@ -51,6 +51,7 @@ def create_app(
     max_body: int = MAX_BODY,
     stage: Stage | None = None,
     share_cache: bool = False,
+    engine_label: str = "0",
 ) -> FastAPI:
     """The server for `runner`'s engine; the app's lifespan starts and closes the runner.
 
@@ -58,11 +59,12 @@ def create_app(
     api_keys: one of them clients must send as bearer token on /v1 routes; none asks for nothing.
     share_cache: whether callers with different keys reuse each other's prompts.
     stage: of the server that this app is a part of; its own by default.
+    engine_label: of its metrics, where several engines serve one model.
     """
     stage = stage or Stage()
     k = runner.engine.target.max_draft if k is None else k
     speculating = Speculating(drafter, k)
-    metrics = Metrics(runner, model_name, speculating)
+    metrics = Metrics(runner, model_name, speculating, engine_label)
     context = Context(runner, tokenizer, metrics, model_name, speculating)
 
     @asynccontextmanager
@@ -73,6 +75,7 @@ def create_app(
         await asyncio.to_thread(runner.close)
 
     app = FastAPI(title="specdec", version=VERSION, lifespan=lifespan)
+    app.state.metrics = metrics
     install_error_handlers(app)
     guarded = [Depends(Keys(api_keys, share_cache)), Depends(_open(stage))]
     for routes in (_openai_routes, responses_routes, anthropic_routes, token_routes):

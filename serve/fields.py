@@ -42,6 +42,10 @@ HINTS: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "reasoning_format": ("auto", "deepseek"),
     "include_reasoning": (True,),
+    "no_stop_trim": (False,),  # this one and the next three: vllm-router writes them into requests
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "return_hidden_states": (False,),
     "add_special_tokens": (True,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),

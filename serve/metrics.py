@@ -21,9 +21,12 @@ BETWEEN_TOKENS_BUCKETS = (
 class Metrics:
     """One server's metrics, in a registry of their own."""
 
-    def __init__(self, runner: EngineRunner, model_name: str, speculating: Speculating) -> None:
+    def __init__(
+        self, runner: EngineRunner, model_name: str, speculating: Speculating, engine: str = "0"
+    ) -> None:
+        """engine: what tells these from other engines' of the same model."""
         self.registry = CollectorRegistry()
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._labels = {"model_name": model_name, "engine": engine}
         self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens processed.")
         self._generated = self._counter("vllm:generation_tokens", "Tokens generated.")
         self._success = Counter(

@@ -211,6 +211,17 @@ def load(model: str = "mini", drafter: str = "ngram", k: int = 4, **options: Any
     and cache_ram.
     Raises UserError for options that make no sense, and for checkpoints that are not whole.
     """
+    config, speculation, prefix = configured(model, drafter, k, options)
+    loaded = load_model(config, speculation)
+    require_exact(loaded, speculation)
+    return LLM(loaded, speculation, prefix)
+
+
+def configured(
+    model: str, drafter: str, k: int, options: Mapping[str, Any]
+) -> tuple[ModelConfig, SpeculationConfig, PrefixConfig]:
+    """The command line's options, by name, where each belongs; nothing is loaded. Raises
+    UserError."""
     models, speculations = ModelConfig.__dataclass_fields__, registry.config_type()
     prefixes = PrefixConfig.__dataclass_fields__
     known = models.keys() | prefixes.keys() | speculations.__dataclass_fields__.keys()
@@ -221,10 +232,7 @@ def load(model: str = "mini", drafter: str = "ngram", k: int = 4, **options: Any
     config = ModelConfig(model, **{n: v for n, v in options.items() if n in models})
     prefix = PrefixConfig(**{n: v for n, v in options.items() if n in prefixes})
     own = {n: v for n, v in options.items() if n not in models.keys() | prefixes.keys()}
-    speculation = registry.resolved(speculations(drafter=drafter, k=k, **own), config)
-    loaded = load_model(config, speculation)
-    require_exact(loaded, speculation)
-    return LLM(loaded, speculation, prefix)
+    return config, registry.resolved(speculations(drafter=drafter, k=k, **own), config), prefix
 
 
 async def _cancel_others() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,20 +67,13 @@ def test_nothing_is_made_up_where_nothing_happened():
     assert figures.acceptance == figures.cycle_ms == figures.first_token_ms == {}
 
 
-def test_a_screen_of_a_server_under_load(server: Server, capsys):
-    stop = threading.Event()
+def test_a_screen_of_a_server_under_load(server: Server, capsys, monkeypatch):
+    def asked(seconds: float) -> None:  # what happens between two readings
+        server.post("completions", prompt="abc" * 8, max_tokens=40, seed=LONG)
 
-    def load() -> None:
-        while not stop.is_set():
-            server.post("completions", prompt="abc" * 8, max_tokens=40, seed=LONG)
-
-    client = threading.Thread(target=load)
-    client.start()
-    try:
-        main(["top", server.url, "--count", "2", "--interval", "0.4", "--json"])
-    finally:
-        stop.set()
-        client.join()
+    monkeypatch.setattr("specdec.cli.top.time", SimpleNamespace(sleep=asked))
+    main(["top", server.url, "--count", "2", "--json"])
+    monkeypatch.undo()
     said = capsys.readouterr()
     told = json.loads(said.out)
     assert told["model"] == "fake" and told["slots"] == 3

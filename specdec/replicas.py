@@ -1,0 +1,171 @@
+"""Replicas on Ray Serve: `serve run specdec.replicas:app model=mini drafter=ngram replicas=3`.
+
+Each replica is an engine with the OpenAI-compatible server before it, in a process and on a card of
+its own. What one answers, any other would: a request that is sent again, because its replica has
+died, gets the same tokens, if it is greedy or has a seed.
+
+Arguments are `Settings`, and the command line's options by their names (k, slots, max_len, backend,
+dtype ...). Raises UserError for those that make no sense, before anything is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray  # pyright: ignore[reportMissingImports]
+from prometheus_client import CollectorRegistry, start_http_server
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from ray import serve as ray_serve  # pyright: ignore[reportMissingImports]
+
+from drafters import registry
+from serve.api import create_app
+from serve.runner import EngineRunner
+from specdec.assembly.engine import VARIANTS, make_engine, require_exact, warm_up
+from specdec.assembly.model import load_model
+from specdec.assembly.prefix import budget_for, grant
+from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
+from specdec.core.errors import UserError
+from specdec.llm import configured
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from ray.serve import Application  # pyright: ignore[reportMissingImports]
+
+KEY = "SPECDEC_API_KEY"
+"""Of the environment of `serve run`: keys with commas between, one of which clients must send."""
+WAITING = 256
+"""Requests that may wait in a replica for a slot."""
+
+
+class Settings(BaseModel):
+    """How many replicas, and what each has."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    replicas: int = 1
+    """At least so many."""
+    max_replicas: int | None = None
+    """More are started up to this number while requests wait; None: `replicas`, no more."""
+    cards: float | None = None
+    """GPUs of a replica; by default 1 with backend=cuda on a GPU, else 0."""
+    cpus: float = 1
+    metrics: Path | None = None
+    """A folder: each replica serves its metrics on a port of its own and writes a file here that
+    tells Prometheus of it (file_sd_configs). The proxy's /metrics asks any replica."""
+    name: str | None = None
+    """The model's name in the API; by default its folder's."""
+
+
+class Replica:
+    """What Ray asks about the engine of this process."""
+
+    runner: EngineRunner | None = None
+
+    def check_health(self) -> None:
+        """Raises RuntimeError where the engine has failed: Ray then starts another replica."""
+        if Replica.runner is not None and Replica.runner.failure is not None:
+            raise RuntimeError(Replica.runner.failure)
+
+
+def app(args: dict[str, Any]) -> Application:
+    """The application that `serve run` and `serve.run` start. Raises UserError."""
+    own = {name: args[name] for name in Settings.model_fields if name in args}
+    settings = _parsed(Settings, own)
+    rest = {name: value for name, value in args.items() if name not in own}
+    config, speculation, prefix = _options(rest)
+    on_card = config.backend == "cuda" and config.device != "cpu"
+    cards = settings.cards if settings.cards is not None else float(on_card)
+    keys = tuple(filter(None, (key.strip() for key in os.environ.get(KEY, "").split(","))))
+    build = partial(_replica_app, config, speculation, prefix, settings, keys)
+    deployment = ray_serve.deployment(
+        ray_serve.ingress(_named(build))(Replica),
+        name="specdec",
+        ray_actor_options={"num_gpus": cards, "num_cpus": settings.cpus},
+        max_ongoing_requests=config.slots + WAITING,
+        health_check_period_s=5,
+        **_scale(settings, config.slots),
+    )
+    return deployment.bind()
+
+
+def _scale(settings: Settings, slots: int) -> dict[str, Any]:
+    if settings.max_replicas is None:
+        return {"num_replicas": settings.replicas}
+    if settings.max_replicas < settings.replicas:
+        raise UserError(f"max_replicas must be at least replicas, {settings.replicas}")
+    bounds = {"min_replicas": settings.replicas, "max_replicas": settings.max_replicas}
+    return {"autoscaling_config": bounds | {"target_ongoing_requests": slots}}
+
+
+def _options(given: dict[str, Any]) -> tuple[ModelConfig, SpeculationConfig, PrefixConfig]:
+    """`serve run` gives texts: they are read as the fields' types."""
+    typed: dict[str, Any] = {}
+    for kind in (ModelConfig, registry.config_type(), PrefixConfig):
+        names = kind.__dataclass_fields__.keys() & given.keys()
+        parsed = _parsed(kind, {name: given[name] for name in names})
+        typed |= {name: getattr(parsed, name) for name in names}
+    rest = given | typed
+    model, drafter = rest.pop("model", "mini"), rest.pop("drafter", "ngram")
+    return configured(model, drafter, rest.pop("k", 4), rest)
+
+
+def _parsed(kind: type, given: dict[str, Any]) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(given)
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise UserError(f"{name}: {first['msg']}, got {first['input']!r}") from None
+
+
+def _named(build: Callable[[], FastAPI]) -> Callable[[], FastAPI]:
+    """As a function: Ray asks for its name."""
+
+    def app() -> FastAPI:
+        return build()
+
+    return app
+
+
+def _replica_app(
+    config: ModelConfig,
+    speculation: SpeculationConfig,
+    prefix: PrefixConfig,
+    settings: Settings,
+    keys: tuple[str, ...],
+) -> FastAPI:
+    """What a replica's process serves: loaded, proved and compiled."""
+    model = load_model(config, speculation)
+    require_exact(model, speculation)
+    engine = make_engine(model, speculation, WAITING, prefix=prefix)
+    warm_up(engine, VARIANTS, *model.backend.warm(model.target))
+    grant(engine, budget_for(model, prefix).device)
+    Replica.runner = runner = EngineRunner(engine)
+    replica = ray_serve.get_replica_context().replica_id.unique_id
+    made = create_app(
+        runner,
+        model.tokenizer,
+        settings.name or model.name,
+        drafter=speculation.drafter,
+        k=speculation.k,
+        api_keys=keys,
+        engine_label=replica,
+    )
+    if settings.metrics is not None:
+        _tell_prometheus(settings.metrics, replica, made.state.metrics.registry)
+    return made
+
+
+def _tell_prometheus(folder: Path, replica: str, registry: CollectorRegistry) -> None:
+    server, _ = start_http_server(0, registry=registry)
+    host = ray.util.get_node_ip_address()
+    target = {"targets": [f"{host}:{server.server_port}"], "labels": {"replica": replica}}
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / f"{replica}.partial"
+    beside.write_text(json.dumps([target]))
+    beside.rename(folder / f"{replica}.json")  # whole, or not there
