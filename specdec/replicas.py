@@ -14,13 +14,13 @@ import json
 import os
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import ray  # pyright: ignore[reportMissingImports]
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, start_http_server
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
-from ray import serve as ray_serve  # pyright: ignore[reportMissingImports]
 
 from drafters import registry
 from serve.api import create_app
@@ -32,9 +32,8 @@ from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from specdec.llm import configured
 
-if TYPE_CHECKING:
-    from fastapi import FastAPI
-    from ray.serve import Application  # pyright: ignore[reportMissingImports]
+ray: Any = import_module("ray")  # an extra, which need not be there where types are checked
+ray_serve: Any = import_module("ray.serve")
 
 KEY = "SPECDEC_API_KEY"
 """Of the environment of `serve run`: keys with commas between, one of which clients must send."""
@@ -72,8 +71,8 @@ class Replica:
             raise RuntimeError(Replica.runner.failure)
 
 
-def app(args: dict[str, Any]) -> Application:
-    """The application that `serve run` and `serve.run` start. Raises UserError."""
+def app(args: dict[str, Any]) -> Any:
+    """The `ray.serve.Application` that `serve run` and `serve.run` start. Raises UserError."""
     own = {name: args[name] for name in Settings.model_fields if name in args}
     settings = _parsed(Settings, own)
     rest = {name: value for name, value in args.items() if name not in own}

@@ -28,8 +28,7 @@ PROMPTS = [f"def {name}(" for name in ("add", "read", "parse", "walk", "send", "
 def metrics(tmp_path_factory):
     """A running application; the folder in which its replicas tell Prometheus of themselves."""
     ray = pytest.importorskip("ray")
-    from ray import serve  # pyright: ignore[reportMissingImports]
-
+    serve = pytest.importorskip("ray.serve")
     from specdec.replicas import app
 
     folder = tmp_path_factory.mktemp("metrics")
