@@ -25,9 +25,8 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from drafters import registry
 from serve.api import create_app
 from serve.runner import EngineRunner
-from specdec.assembly.engine import VARIANTS, make_engine, require_exact, warm_up
+from specdec.assembly.engine import require_exact, serving_engine
 from specdec.assembly.model import load_model
-from specdec.assembly.prefix import budget_for, grant
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from specdec.llm import configured
@@ -141,9 +140,7 @@ def _replica_app(
     """What a replica's process serves: loaded, proved and compiled."""
     model = load_model(config, speculation)
     require_exact(model, speculation)
-    engine = make_engine(model, speculation, WAITING, prefix=prefix)
-    warm_up(engine, VARIANTS, *model.backend.warm(model.target))
-    grant(engine, budget_for(model, prefix).device)
+    engine = serving_engine(model, speculation, WAITING, prefix)
     Replica.runner = runner = EngineRunner(engine)
     replica = ray_serve.get_replica_context().replica_id.unique_id
     made = create_app(

@@ -9,11 +9,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from drafters.assistant.config_json import config_of, parse_config
 from drafters.assistant.spec import Assistant, AssistantSpec, paired, tensors
+from drafters.export import write_folder
 from specdec.core.errors import UserError
 from targets.arch import Arch, read_config
 from targets.checkpoint import Shard, open_shards
@@ -88,24 +87,14 @@ def _check_ordering(path: Path, ordering: np.ndarray) -> None:
 
 
 def save_assistant(assistant: Assistant, out: Path, dtype: str = "bfloat16") -> None:
-    """As transformers reads it; beside and renamed, so that neither file is ever half. Raises
-    UserError on a full disk."""
+    """As transformers reads it. Raises UserError on a full disk."""
     kind = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}[dtype]
     stored = {
         file_name(assistant.spec, name): value if name == "token_ordering" else value.astype(kind)
         for name, value in assistant.weights.items()
     }
     config = config_of(assistant.spec) | {"dtype": dtype}
-    weights, description = out / "partial.safetensors", out / "partial.json"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        save_file(stored, weights, metadata={"format": "pt"})
-        weights.chmod(0o644)  # the library writes it for its owner only
-        description.write_text(json.dumps(config, indent=1) + "\n")
-        weights.rename(out / "model.safetensors")
-        description.rename(out / "config.json")
-    except (OSError, SafetensorError) as problem:
-        raise UserError(f"cannot write the assistant to {out}: {problem}") from None
+    write_folder(out, config, stored, "assistant")
 
 
 def suppressed(path: Path, vocab: int) -> tuple[int, ...]:

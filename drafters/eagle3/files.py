@@ -3,14 +3,12 @@ parameter filled, or an error that lists names."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from drafters.eagle3 import config_json as names
 from drafters.eagle3.spec import (
@@ -22,6 +20,7 @@ from drafters.eagle3.spec import (
     offsets,
     tensors,
 )
+from drafters.export import write_folder
 from specdec.core.errors import UserError
 from targets.arch import Arch, read_config
 from targets.soundness import is_sound, refuse_unsound
@@ -72,7 +71,7 @@ def save_flat(
     """The form that vLLM, SGLang and SpecForge read. embedding [vocab, hidden]: the target's raw
     table, which only SpecForge wants; servers share the target's."""
     config = names.flat_config(head.spec, stop_ids) | {"torch_dtype": dtype}
-    _write(out, config, _files(head, "midlayer.", dtype, embedding))
+    write_folder(out, config, _files(head, "midlayer.", dtype, embedding), "head")
 
 
 def save_speculators(
@@ -90,7 +89,7 @@ def save_speculators(
         architectures = read_config(Path(verifier)).get("architectures") or architectures
     config = names.speculators_config(head.spec, stop_ids, str(verifier), architectures, k)
     config["torch_dtype"] = config["transformer_layer_config"]["torch_dtype"] = dtype
-    _write(out, config, _files(head, "layers.0.", dtype, embedding))
+    write_folder(out, config, _files(head, "layers.0.", dtype, embedding), "head")
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
@@ -134,17 +133,3 @@ def _files(
     if embedding is not None:
         stored["embed_tokens.weight"] = np.asarray(embedding, np.float32).astype(kind)
     return stored
-
-
-def _write(out: Path, config: dict[str, Any], stored: dict[str, np.ndarray]) -> None:
-    """Beside and renamed, so that neither file is ever half. Raises UserError on a full disk."""
-    weights, description = out / "partial.safetensors", out / "partial.json"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        save_file(stored, weights, metadata={"format": "pt"})
-        weights.chmod(0o644)  # the library writes it for its owner only
-        description.write_text(json.dumps(config, indent=1) + "\n")
-        weights.rename(out / "model.safetensors")
-        description.rename(out / "config.json")
-    except (OSError, SafetensorError) as problem:
-        raise UserError(f"cannot write the head to {out}: {problem}") from None

@@ -12,7 +12,7 @@ from typing import Any
 from drafters import registry
 from drafters.kind import Composite
 from specdec.assembly.model import Model, Status, quiet
-from specdec.assembly.prefix import make_prefix_cache, warm_prefix_cache
+from specdec.assembly.prefix import budget_for, grant, make_prefix_cache, warm_prefix_cache
 from specdec.core.config import Loop, PrefixConfig, SpeculationConfig
 from specdec.core.constraint import Plain, Unrestricted
 from specdec.core.cycle import cycle, host_cycle
@@ -136,6 +136,24 @@ def warm_up(
         _decode(engine, [[2] * length], Sampling(), WARM_TOKENS)
     warm_prefix_cache(engine)
     engine.count_anew()
+
+
+def serving_engine(
+    model: Model,
+    speculation: SpeculationConfig,
+    max_waiting: int,
+    prefix: PrefixConfig,
+    status: Status = quiet,
+) -> Engine:
+    """An engine that is ready for a server's first request, which then compiles nothing: warm, its
+    plain steps timed, and with the memory for prompts that is left over."""
+    engine = make_engine(model, speculation, max_waiting, prefix=prefix)
+    with status("compiling"):
+        warm_up(engine, VARIANTS, *model.backend.warm(model.target))
+    with status("timing plain decoding"):
+        measure_plain(engine)
+    grant(engine, budget_for(model, prefix).device)
+    return engine
 
 
 def measure_plain(engine: Engine) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from functools import partial
 
 from specdec.assembly import engine as engines
-from specdec.assembly.engine import NO_REUSE, VARIANTS, make_engine, require_exact
+from specdec.assembly.engine import NO_REUSE, require_exact
 from specdec.assembly.model import Model, Status, load_model, random_model
-from specdec.assembly.prefix import budget_for, grant, host_budget
+from specdec.assembly.prefix import host_budget
 from specdec.cli.console import console, say_model
 from specdec.cli.progress import working
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
@@ -57,10 +57,4 @@ def started(
     host_budget(prefix)  # a mistake should not cost the time to load
     model = loaded_model(config, speculation, status=status)
     say_model(config, model)
-    engine = make_engine(model, speculation, max_waiting, prefix=prefix)
-    with status("compiling"):
-        engines.warm_up(engine, VARIANTS, *model.backend.warm(model.target))
-    with status("timing plain decoding"):
-        engines.measure_plain(engine)
-    grant(engine, budget_for(model, prefix).device)
-    return model, engine
+    return model, engines.serving_engine(model, speculation, max_waiting, prefix, status)
