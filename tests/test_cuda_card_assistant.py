@@ -73,8 +73,8 @@ def test_what_surrounds_a_step_equals_its_twin(kind, batch):
     table = randn(4096, 256).bfloat16()
     tables = [ops.pack(table, None, "bf16", "plain") for ops in (ours, twin)]
     tokens = torch.randint(-1, 4096, (batch, 3), device="cuda").int()[:, 1]
-    slot, norm = where(*([2, -1, 0] * 3)[:batch]), 1 + 0.1 * randn(256)
-    for states in (States(randn(4, 256), slot, norm), States(randn(batch, 256))):
+    slot, norm = where(*[2, -1, 0, 5, 4, -1, 7, 1, 3][:batch]), 1 + 0.1 * randn(256)
+    for states in (States(randn(9, 256), slot, norm), States(randn(batch, 256))):
         x = ours.beside(tables[0], tokens, states, kind)
         exact = twin.beside(tables[1], tokens, states, "float32")
         assert error(rows_of(x, 512, kind), exact) < limit
@@ -84,7 +84,7 @@ def test_what_surrounds_a_step_equals_its_twin(kind, batch):
     features, kept = randn(batch, 5, 256), []
     accepted = torch.arange(batch, device="cuda").int() % 5
     for ops in (ours, twin):
-        states = randn(4, 256, seed=3)
+        states = randn(9, 256, seed=3)
         ops.keep(states, rows, features, accepted)
         kept.append(states[:-1])  # the spare row holds anything
     assert torch.equal(*kept)

@@ -193,7 +193,7 @@ def test_a_script_is_said_by_the_captured_cycle():
 
 def test_a_request_has_as_many_guesses_as_it_wants():
     """In the captured cycle as in the host loop, beside others that want more."""
-    target = target_of(3)
+    target = engine_of(3).target
 
     def texts(drafter, cycle, wishes):
         seqs = [Sequence(prompt(1, 40), MODES["nucleus"](i), max_tokens=40) for i in range(3)]
