@@ -70,6 +70,14 @@ class Checkpoint:
         """Whether any of its tensors is stored as FP8."""
         return any(shard.dtype(name) == "F8_E4M3" for name, shard in self._where.items())
 
+    @property
+    def has_int4(self) -> bool:
+        """Whether any of its weights is stored as int4."""
+        return any(
+            name.endswith(".weight_packed") and shard.dtype(name) == "I32"
+            for name, shard in self._where.items()
+        )
+
     def _find_prefix(self) -> str:
         for prefix in PREFIXES:
             if f"{prefix}embed_tokens.weight" in self._where:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from targets.arch import Arch
+from targets.cuda import int4
 from targets.cuda.formulas import as_e4m3
 from targets.cuda.gemm import WIDE_FROM
 from targets.cuda.inputs import Input, make_input, make_narrow_input
@@ -15,7 +16,9 @@ from targets.cuda.ops import Linear
 from targets.cuda.params import quantise_fp8
 from targets.cuda.tiles import ACTIVATION_SCALE, EIGHTHS, padded_inputs
 
-KINDS = {"fp8", "w8a8", "bf16"}
+KINDS = {"fp8", "w8a8", "bf16", "int4", "uint4"}
+HALF = "fp8", "int4", "uint4"
+"""Kinds whose inputs are f16."""
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -41,6 +44,12 @@ def random_weight(
     ops: Kernels, shape: tuple[int, ...], kind: str, layout: str = "plain", seed: int = 0
 ) -> Weight:
     values = randn(*shape, seed=seed).bfloat16().mul_(shape[-1] ** -0.5)
+    if kind in ("int4", "uint4"):
+        narrow = int4.quantise(values)
+        if kind == "uint4":
+            zero = torch.randint(0, 16, narrow.scale.shape, device="cuda").to(torch.uint8)
+            narrow = replace(narrow, zero=zero)
+        return Weight(ops.pack_int4(narrow, layout), narrow.values(), narrow.row)
     values, scale = (values, None) if kind == "bf16" else quantise_fp8(values)
     return Weight(ops.pack(values, scale, kind, layout), values, scale)
 
@@ -58,7 +67,7 @@ def as_input(x: torch.Tensor, kind: str, layout: str = "plain", groups: int | No
         return _narrow_input(x, groups or groups_of(layout))
     made = make_input(m, k, x.device, groups or groups_of(layout))
     blocks, _, block, _ = made.data.shape
-    values = (x / ACTIVATION_SCALE).half() if kind == "fp8" else x.bfloat16()
+    values = (x / ACTIVATION_SCALE).half() if kind in HALF else x.bfloat16()
     rows = values.new_zeros((blocks * block, made.k_blocks * 32))
     rows[:m, :k] = values
     data = rows.view(blocks, block, made.k_blocks, 32).transpose(1, 2)
@@ -90,19 +99,19 @@ def rows_of(x: Input, k: int, kind: str) -> torch.Tensor:
         rows = parts.reshape(-1, x.k_blocks * 32)[: x.rows].contiguous().view(torch.float8_e4m3fn)
         apart = rows.float().unflatten(1, (len(x.scale), -1)) * x.scale.T[..., None]
         return apart.flatten(1)[:, :k] * ACTIVATION_SCALE
-    data = x.data.view(torch.float16 if kind == "fp8" else torch.bfloat16)
+    data = x.data.view(torch.float16 if kind in HALF else torch.bfloat16)
     if x.block < WIDE_FROM and x.k_groups > 1:
         data = data.unflatten(1, (-1, x.k_groups)).transpose(1, 2).flatten(1, 2)
     if x.block >= WIDE_FROM:
         parts = data.view(*data.shape[:2], 4, x.block, 4, 2)
         data = parts.permute(0, 1, 3, 4, 2, 5).flatten(-3)
     rows = data.transpose(1, 2).reshape(-1, x.k_blocks * 32)[: x.rows, :k]
-    return rows.float() * ACTIVATION_SCALE if kind == "fp8" else rows.float()
+    return rows.float() * ACTIVATION_SCALE if kind in HALF else rows.float()
 
 
 def rounded(x: torch.Tensor, kind: str, layout: str = "plain") -> torch.Tensor:
     """x as a weight of this kind and layout sees it, in float64."""
-    if kind == "fp8":
+    if kind in HALF:
         return (x.float() / ACTIVATION_SCALE).half().double() * ACTIVATION_SCALE
     if kind == "w8a8":
         return as_e4m3(x.float(), groups_of(layout)).double()

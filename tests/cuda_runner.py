@@ -24,7 +24,7 @@ class Runner:
         self.arch = read_arch(path)
         self.ops = Reference(self.arch)
         checkpoint = Checkpoint(path, self.arch)
-        self.weights = load_params(checkpoint, self.arch, dtype, "cpu", self.ops.pack)
+        self.weights = load_params(checkpoint, self.arch, dtype, "cpu", self.ops)
         self.cache = make_cache(self.arch, 3, 64, 32, cache_dtype, "cpu")
 
     def feed(self, tokens, start, slot, features=()):

@@ -24,6 +24,7 @@ LENGTHS = (3, 40, 170, 1, 26, 64, 128, 129, 300, 9, 17, 33, 2, 5, 77, 100)
 """Prompts of one token and of several chunks of the cache; short prefill and the library's."""
 KINDS = [("mini", "bfloat16", "bfloat16"), ("mini", "fp8", "fp8"), ("mini-e", "fp8", "bfloat16")]
 KINDS += [("mini", "fp8-w8a8", "fp8"), ("mini-e", "fp8-w8a8", "bfloat16")]
+KINDS += [("mini", "int4", "fp8"), ("mini-e", "int4", "bfloat16")]
 CASES = [(kind, "nucleus") for kind in KINDS] + [(KINDS[1], m) for m in ("greedy", "everything")]
 
 

@@ -30,7 +30,7 @@ picks another expert now and then. Models as small as these amplify what roundin
 the references are off by up to 0.15 themselves."""
 
 
-@pytest.mark.parametrize("kind", ["fp8", "w8a8", "bf16"])
+@pytest.mark.parametrize("kind", ["fp8", "int4", "uint4", "w8a8", "bf16"])
 def test_weights_come_back_as_rows(kind):
     ops = Kernels(one_layer(released("gemma-4-26b-a4b"), 0), 128, torch.bfloat16, KINDS)
     plain = [(300, 1000), (128, 2816), (16384, 5376), (7, 48)]
@@ -70,7 +70,7 @@ class Runner:
     def __init__(self, path: Path, ops: Ops, dtype: str, device: str) -> None:
         self.arch, self.ops, self.device = read_arch(path), ops, device
         checkpoint = Checkpoint(path, self.arch)
-        self.weights = load_params(checkpoint, self.arch, dtype, device, ops.pack)
+        self.weights = load_params(checkpoint, self.arch, dtype, device, ops)
 
     def feed(self, sizes: tuple[int, ...]) -> torch.Tensor:
         """Logits [2, T, V] of IDS, so many tokens per call."""

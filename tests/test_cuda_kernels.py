@@ -22,6 +22,7 @@ from targets import arch, mini
 from targets.arch import read_arch, released
 from targets.cuda import gemm, launch, prefill_launch, tiles, w8a8
 from targets.cuda.inputs import BLOCKS, NARROW_BLOCKS
+from targets.cuda.int4 import Int4
 from targets.cuda.launch import Variant, cached_binary, compile_variant
 from targets.cuda.ops import Linear
 from targets.cuda.variants import variants as target_variants
@@ -41,7 +42,9 @@ def variants() -> set[Variant]:
     """What any released model and the embedded ones launch, with either cache."""
     archs = [released(name) for name in RELEASED]
     archs += [read_arch(mini.path(name)) for name in ("mini", "mini-e")]
-    decoding = [target_variants(a, kv8, set(DTYPES)) for a in archs for kv8 in (0, 1)]
+    decoding = [
+        target_variants(a, kv8, {*DTYPES, "int4", "uint4"}) for a in archs for kv8 in (0, 1)
+    ]
     heads = [draft_variants(arch_of(sized(a)), {"fp8", "bf16"}) for a in archs]
     drafters = [
         assistant_variants(s.arch, kv8, {"fp8", "bf16"})
@@ -139,19 +142,33 @@ def test_tiles_turn_back_into_rows(shape, made, processors):
     assert torch.equal(back, raw.flatten(0, 1).flatten(1))
 
 
+def tile_of(weight: Linear, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row's tile, and its place there."""
+    if not weight.layout.endswith("gated"):
+        return row // 16, row % 16
+    half, together = weight.n // 2, tiles.GATE_ROWS[weight.layout]
+    # one warp holds both halves of a feature
+    place = (row % half // together * 2 + row // half) * together + row % half % together
+    return place // 16, place % 16
+
+
+def in_weight(
+    weight: Linear, processors: int, tile: torch.Tensor, block: torch.Tensor
+) -> torch.Tensor:
+    """Where a tile's 32 inputs begin, in bytes."""
+    if weight.layout.startswith("experts"):
+        return _in_moe(weight, tile, block)
+    return _in_gemm(weight, tiles.schedule_of(weight, processors), tile, block)
+
+
 @settings(max_examples=60, deadline=None)
 @given(shapes, made, processors)
 def test_every_value_is_where_the_kernels_look(shape, made, processors):
     """The addresses of gemm.cu, w8a8.cu and moe.cu, from a value's row and input."""
     kind, layout = made
     weight, raw = draw(shape, kind, layout, processors)
-    row, column = torch.arange(weight.n)[:, None], torch.arange(weight.k)
-    if layout.endswith("gated"):  # one warp holds both halves of a feature
-        half, together = weight.n // 2, tiles.GATE_ROWS[layout]
-        place = (row % half // together * 2 + row // half) * together + row % half % together
-        tile, row = place // 16, place % 16
-    else:
-        tile, row = row // 16, row % 16
+    tile, row = tile_of(weight, torch.arange(weight.n)[:, None])
+    column = torch.arange(weight.k)
     block, lane = column // 32, row % 8 * 4 + column % 32 // 8
     size, value = tiles.VALUE_BYTES[kind], column % 8
     if kind != "bf16":
@@ -159,14 +176,41 @@ def test_every_value_is_where_the_kernels_look(shape, made, processors):
     else:
         word = value % 4 // 2 * 2 + row // 8
         within = value // 4 * 512 + lane * 16 + word * 4 + value % 2 * 2
-    if layout.startswith("experts"):
-        at = _in_moe(weight, tile, block) + within
-    else:
-        at = _in_gemm(weight, tiles.schedule_of(weight, processors), tile, block) + within
+    at = in_weight(weight, processors, tile, block) + within
     expert = torch.arange(len(raw))[:, None, None] * (weight.data.numel() // len(raw))
     data = weight.data.flatten()
     for byte in range(size):
         assert torch.equal(data[expert + at + byte], raw[..., byte])
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.sampled_from(LAYOUTS), processors, st.booleans())
+def test_codes_and_scales_are_where_the_kernels_look(shape, layout, processors, zeros):
+    """Those of 4-bit weights, as tile.cuh reads them: the values of the tiles are the weight's."""
+    n, k = shape[0] * (2 if layout.endswith("gated") else 1), shape[1]
+    lead = (3,) if layout.startswith("experts") else ()
+    blocks, generator = -(-k // 32), torch.Generator().manual_seed(n * k)
+    codes = torch.randint(0, 16, (*lead, n, k), dtype=torch.uint8, generator=generator)
+    scale = torch.rand((*lead, n, blocks), generator=generator).half()
+    zero = torch.randint(0, 16, scale.shape, dtype=torch.uint8) if zeros else None
+    narrow = Int4(codes, scale, zero, torch.ones((*lead, n)))
+    groups = tiles.k_groups(n, layout)
+    data = tiles.tile_int4(narrow, layout, groups, processors)
+    weight = Linear(n, k, narrow.kind, data, None, layout, groups)
+    row, column = torch.arange(n)[:, None], torch.arange(k)
+    tile, row = tile_of(weight, row)
+    block, word = column // 32, (row % 8 * 4 + column % 32 // 8) * 2 + row // 8
+    where = in_weight(weight, processors, tile, block)
+    starts = torch.arange(max(1, *lead, 1))[:, None, None] * (data.numel() // max(1, *lead, 1))
+    data = data.flatten().int()
+    value = column % 8
+    byte = starts + where + word * 4 + value % 2 * 2 + value // 4
+    found = data[byte] >> (value // 2 % 2 * 4) & 15
+    low, high = (data[starts + where + 256 + (row % 8 * 2 + row // 8) * 2 + i] for i in (0, 1))
+    bits = (low | high << 8).to(torch.uint16).view(torch.float16).float()
+    middle = data[starts + where + 288 + row % 8 * 2 + row // 8] if zeros else 8
+    exact = narrow.values().view(-1, n, k)
+    assert torch.equal(((found - middle) * bits).half(), exact)
 
 
 def _in_gemm(

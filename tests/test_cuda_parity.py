@@ -106,7 +106,7 @@ def test_rows_that_sit_out_pick_no_expert(tiny):
     """Nor do drafts that don't exist; the other rows don't notice."""
     arch = read_arch(tiny["26b-a4b"])
     ops, moe = Reference(arch), arch.layers[0].moe
-    weights = load_params(Checkpoint(tiny["26b-a4b"], arch), arch, "float32", "cpu", ops.pack)
+    weights = load_params(Checkpoint(tiny["26b-a4b"], arch), arch, "float32", "cpu", ops)
     w = weights.layers[0].moe
     assert moe is not None and w is not None
     h = torch.randn((6, arch.hidden), generator=torch.Generator().manual_seed(0))

@@ -10,6 +10,7 @@ import torch
 from targets import mini
 from targets.arch import LayerSpec, Rope, read_arch, released
 from targets.checkpoint import Checkpoint
+from targets.cuda import int4
 from targets.cuda.cache import make_cache, read
 from targets.cuda.kernels import Kernels
 from targets.cuda.ops import AttentionLayer, Closing, Opening
@@ -19,6 +20,7 @@ from targets.cuda.prefill_kernels import PrefillKernels
 from targets.cuda.prefill_reference import PrefillReference
 from targets.cuda.prefill_steps import PrefillChunk, PrefillInput
 from targets.cuda.reference import Reference
+from targets.cuda.tiles import ACTIVATION_SCALE
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-6
@@ -125,14 +127,18 @@ def test_attention(layer, cache, cuts):
         assert not store.k[0].float().any() and not store.v[0].float().any()  # another's slot
 
 
-@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+@pytest.mark.parametrize("kind", ["fp8", "int4", "bf16"])
 def test_matmuls(kind):
     """Plain, and by expert, one of whom has nothing to do."""
     kernels, library = both(chunk_of(300))
     h, weight = randn(300, 512), randn(4, 384, 512, seed=1) / 16
     x = kernels.add_norm(h, Opening(torch.ones(512, device="cuda"), kind))
     values, scale = quantise_fp8(weight) if kind == "fp8" else (weight.bfloat16(), None)
-    widened = x.values.float() * (1 if x.scale is None else x.scale[:, None])
+    factor = 1 if x.scale is None else x.scale[:, None]
+    if kind == "int4":
+        narrow, factor = int4.quantise(weight), ACTIVATION_SCALE
+        values, scale = narrow.values(), narrow.row
+    widened = x.values.float() * factor
     exact = PrefillInput(widened.to(torch.float32), None)
     ends = torch.tensor([100, 100, 117, 300], dtype=torch.int32, device="cuda")
     every = values, scale
@@ -144,15 +150,17 @@ def test_matmuls(kind):
 
 
 @pytest.mark.parametrize("name", ["mini", "mini-e"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.03), ("fp8", 0.12)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("bfloat16", 0.03), ("fp8", 0.12), ("int4", 0.03)]
+)
 def test_whole_prefill(name, dtype, tolerance):
     path = mini.path(name)
     arch = read_arch(path)
     features = 0, len(arch.layers) - 1
     ids = torch.randint(3, arch.vocab, (700,), generator=torch.Generator().manual_seed(3))
     runs = []
-    for ops in (Kernels(arch, 1024, torch.bfloat16, {"fp8", "bf16"}), Reference(arch)):
-        weights = load_params(Checkpoint(path, arch), arch, dtype, "cuda", ops.pack)
+    for ops in (Kernels(arch, 1024, torch.bfloat16, {"fp8", "bf16", "int4"}), Reference(arch)):
+        weights = load_params(Checkpoint(path, arch), arch, dtype, "cuda", ops)
         for _ in range(2):
             cache = make_cache(arch, 2, 1024, 128, torch.bfloat16, "cuda")
             outs = []

@@ -30,8 +30,6 @@ class CudaBackend:
     def refuse(self, config: ModelConfig, loop: Loop | None = None) -> None:
         if config.tp != 1:
             raise UserError("--tp needs --backend jax: cuda runs on one GPU")
-        if config.dtype == "int4":
-            raise UserError("--dtype int4 needs --backend jax: with cuda, use --dtype fp8")
         if config.int8:
             raise UserError("--int8 needs --backend jax: with cuda, use --dtype fp8")
         if config.cache is not None:

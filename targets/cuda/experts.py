@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.core.errors import UserError
 from targets.arch import Arch, MoeSpec
-from targets.cuda import tiles
+from targets.cuda import gemm, tiles
 from targets.cuda.launch import Launcher, Variant, pointer
 from targets.cuda.ops import Linear, Rows
 
@@ -128,4 +128,4 @@ def _shared(rows: int, job: _ExpertsJob) -> int:
 
 
 def _variant(kind: str) -> Variant:
-    return Variant("moe", (("FP8", int(kind == "fp8")),))
+    return gemm.weight_variant("moe", kind)

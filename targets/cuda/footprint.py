@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import prod
 
 from specdec.core.errors import UserError
@@ -18,9 +19,10 @@ from targets.cuda.load import SHORT
 from targets.cuda.params import QUANTISED
 from targets.tensors import TensorSpec, all_tensors
 
-WIDE = {"float32": 4, "bfloat16": 2, "fp8": 2, "fp8-w8a8": 2}
+WIDE = {"float32": 4, "bfloat16": 2, "fp8": 2, "fp8-w8a8": 2, "int4": 2}
 """Bytes per value of what stays wide: embeddings, head, router, per-layer inputs."""
-LINEAR = {"float32": 4, "bfloat16": 2, "fp8": 1, "fp8-w8a8": 1}
+LINEAR = {"float32": 4, "bfloat16": 2, "fp8": 1, "fp8-w8a8": 1, "int4": Fraction(9, 16)}
+"""int4: with a float16 scale for each group of 32."""
 KV = {"float32": 4, "bfloat16": 2, "fp8": 1}
 NARROW_EXEMPT = "per_layer_"
 """Linears of that name stay wide in fp8 too: they are small, and they gate the residual."""
@@ -81,7 +83,7 @@ def tensor_bytes(name: str, spec: TensorSpec, dtype: str) -> int:
     if not spec.linear or name.rsplit(".", 1)[-1].startswith(NARROW_EXEMPT):
         return WIDE[dtype] * values
     scales = SCALE * values // spec.shape[-1] if dtype in QUANTISED else 0
-    return LINEAR[dtype] * values + scales
+    return int(LINEAR[dtype] * values) + scales
 
 
 def cache_bytes(arch: Arch, shape: TargetShape) -> int:
@@ -161,7 +163,7 @@ def prefill_bytes(arch: Arch, shape: TargetShape) -> int:
     flat = [prod(spec.shape) for spec in all_tensors(arch).values() if spec.linear]
     keys = max(layer.kv_heads * layer.head_dim for layer in arch.layers if not layer.window)
     copies = 2 * 2 * shape.max_len * keys  # K and V of a global layer in rows
-    return total + SCORES + copies + LINEAR[shape.dtype] * 2 * max(flat)
+    return total + SCORES + copies + max(1, LINEAR[shape.dtype]) * 2 * max(flat)
 
 
 def _up(value: int, to: int) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from targets.cuda import tiles
 from targets.cuda.inputs import BLOCKS, Input
+from targets.cuda.int4 import Int4
 from targets.cuda.launch import Launcher, Variant, address
 from targets.cuda.ops import Dense, Linear
 
@@ -25,9 +26,10 @@ FEW = tuple(block for block in BLOCKS if block < WIDE_FROM)
 MANY = tuple(block for block in BLOCKS if block >= WIDE_FROM)
 BARRIERS = 16
 """Bytes of a stage's two."""
-UNTILE = Variant("untile")
 UNTILE_THREADS, UNTILE_BYTES = 512, 96 << 10
 """Of a CTA of untile.cu; what it lays out at once, two of them on a multiprocessor."""
+PLAIN_DTYPES = {16: torch.bfloat16, 8: torch.float8_e4m3fn, 4: torch.float16}
+"""Of a value in plain order, by the bits of a stored one."""
 PLAIN, GATED, LOGITS, PER_LAYER = range(4)
 """What is done with the sums (gemm.cu)."""
 
@@ -49,15 +51,18 @@ class _Untile(Structure):
         *((name, c_void_p) for name in ("tiled", "out")),
         *((name, c_int) for name in ("n", "k", "passes", "tiles", "row_groups", "k_groups")),
         *((name, c_int) for name in ("wide", "depth", "steps", "together", "groups")),
-        *((name, c_int) for name in ("gate_rows", "fp8")),
+        ("gate_rows", c_int),
     )
 
 
 def variants(kinds: set[str]) -> set[Variant]:
-    """For weights of these kinds."""
-    few = {_few(kind, block, wide) for kind in kinds for block in FEW for wide in (1, 2, 3)}
-    many = {_many(kind, block, depth) for kind in kinds for block in MANY for depth in tiles.DEPTHS}
-    return {UNTILE} | few | many | {_gather(kind, block) for kind in kinds for block in MANY}
+    """For weights of these kinds; of w8a8 ones, which w8a8.cu multiplies, just what tiles are
+    turned back with."""
+    mine = kinds - {"w8a8"}
+    few = {_few(kind, block, wide) for kind in mine for block in FEW for wide in (1, 2, 3)}
+    many = {_many(kind, block, depth) for kind in mine for block in MANY for depth in tiles.DEPTHS}
+    gather = {_gather(kind, block) for kind in mine for block in MANY}
+    return {weight_variant("untile", kind) for kind in kinds} | few | many | gather
 
 
 class Gemm:
@@ -84,8 +89,16 @@ class Gemm:
         data = tiles.tile(values, kind, layout, groups, self._processors)
         return Linear(n, k, kind, data, scale, layout, groups)
 
+    def pack_int4(self, weight: Int4, layout: str, groups: int | None = None) -> Linear:
+        """`Ops.pack_int4`."""
+        n, k = weight.codes.shape[-2:]
+        groups = groups or tiles.k_groups(n, layout)
+        scale = (weight.row * tiles.ACTIVATION_SCALE).contiguous()
+        data = tiles.tile_int4(weight, layout, groups, self._processors)
+        return Linear(n, k, weight.kind, data, scale, layout, groups)
+
     def dense(self, weight: Linear) -> Dense:
-        plan, fp8 = tiles.schedule_of(weight, self._processors), weight.kind != "bf16"
+        plan = tiles.schedule_of(weight, self._processors)
         assert weight.k % 8 == 0, weight.k
         count = len(weight.data) if weight.layout.startswith("experts") else 1
         size = count * weight.n * weight.k * tiles.VALUE_BYTES[weight.kind]
@@ -100,7 +113,7 @@ class Gemm:
             *(weight.n, weight.k, plan.passes, plan.tiles),
             *(plan.row_groups, plan.k_groups, plan.wide, plan.depth, plan.steps, together),
             groups,
-            *(tiles.GATE_ROWS.get(weight.layout, 0), int(fp8)),
+            tiles.GATE_ROWS.get(weight.layout, 0),
         )
         grid = (
             plan.ctas,
@@ -110,8 +123,9 @@ class Gemm:
         rows, pads = plan.tiles * tiles.TILE, tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
         places = groups * plan.tiles * plan.depth * together
         shared = rows * (together * step + pads + 4) + 8 * places
-        self._launch(UNTILE, "untile", grid, UNTILE_THREADS, [job], shared, early=False)
-        values = self._scratch[:size].view(torch.float8_e4m3fn if fp8 else torch.bfloat16)
+        variant = weight_variant("untile", weight.kind)
+        self._launch(variant, "untile", grid, UNTILE_THREADS, [job], shared, early=False)
+        values = self._scratch[:size].view(PLAIN_DTYPES[tiles.BITS[weight.kind]])
         return values.view(-1, weight.k), self._plain_scale(weight)
 
     def _plain_scale(self, weight: Linear) -> Tensor | None:
@@ -181,15 +195,20 @@ class Gemm:
 
 
 def _few(kind: str, block: int, wide: int) -> Variant:
-    return Variant("gemm", (("FP8", int(kind == "fp8")), ("TOKENS", block), ("TW", wide)))
+    return weight_variant("gemm", kind, ("TOKENS", block), ("TW", wide))
 
 
 def _many(kind: str, block: int, depth: int) -> Variant:
-    return Variant("wide", (("FP8", int(kind == "fp8")), ("TOKENS", block), ("DEPTH", depth)))
+    return weight_variant("wide", kind, ("TOKENS", block), ("DEPTH", depth))
 
 
 def _gather(kind: str, block: int) -> Variant:
-    return Variant("gemm_reduce", (("FP8", int(kind == "fp8")), ("TOKENS", block)))
+    return weight_variant("gemm_reduce", kind, ("TOKENS", block))
+
+
+def weight_variant(file: str, kind: str, *macros: tuple[str, int]) -> Variant:
+    """For weights of this kind (kernels/tile.cuh)."""
+    return Variant(file, (("BITS", tiles.BITS[kind]), ("ZEROS", int(kind == "uint4")), *macros))
 
 
 def few_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:

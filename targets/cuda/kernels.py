@@ -57,7 +57,8 @@ class Kernels:
         self.processors = properties.multi_processor_count
         self._launch = Launcher(Library(variants(arch, kv8, kinds) | more))
         self._gemm = gemm.Gemm(self._launch, self.processors)
-        self.pack, self.dense = self._gemm.pack, self._gemm.dense
+        self.pack, self.pack_int4 = self._gemm.pack, self._gemm.pack_int4
+        self.dense = self._gemm.dense
         self._w8a8 = w8a8.W8A8(self._launch, self.processors)
         norms = Norms(self._launch, arch.eps)
         self.norm, self.join = norms.norm, norms.join

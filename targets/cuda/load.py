@@ -39,9 +39,10 @@ MOST_PAIRS = 48 * 1024
 class CudaOptions:
     """How to run a model with torch. None takes what suits the checkpoint and the device.
 
-    dtype: fp8, fp8-w8a8, bfloat16 or float32. By default an FP8 file runs as fp8, any other as
-    bfloat16, and all as float32 on a CPU. fp8-w8a8 rounds the inputs of linear layers to 8 bits as
-    well: for many rows at once. float32 is for comparing: it runs the references, on a GPU too.
+    dtype: int4, fp8, fp8-w8a8, bfloat16 or float32. By default an int4 file runs as int4, an FP8
+    one as fp8, any other as bfloat16, and all as float32 on a CPU. fp8-w8a8 rounds the inputs of
+    linear layers to 8 bits as well: for many rows at once. float32 is for comparing: it runs the
+    references, on a GPU too.
     kv_dtype: fp8, bfloat16 or float32; by default as wide as dtype, but bfloat16 beside fp8.
     device: cuda runs the kernels, cpu their references in plain torch.
     """
@@ -67,7 +68,7 @@ def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()
     plan = make_plan(arch, options, _stored(checkpoint))
     ops = make_ops(arch, plan)
     with _all_or_nothing():
-        weights = load_params(checkpoint, arch, plan.dtype, plan.device, ops.pack)
+        weights = load_params(checkpoint, arch, plan.dtype, plan.device, ops)
         return CudaTarget(plan, arch, weights, ops, suppress, _captures(options, ops))
 
 
@@ -76,7 +77,7 @@ def random_target(arch: Arch, options: CudaOptions, seed: int = 0) -> CudaTarget
     plan = make_plan(arch, options, "bfloat16")
     ops = make_ops(arch, plan)
     with _all_or_nothing():
-        weights = random_params(arch, plan.dtype, plan.device, ops.pack, seed)
+        weights = random_params(arch, plan.dtype, plan.device, ops, seed)
         return CudaTarget(plan, arch, weights, ops, graphs=_captures(options, ops))
 
 
@@ -199,6 +200,8 @@ def _kinds(arch: Arch, dtype: str) -> set[str]:
     """The kinds of weights that kernels are needed for."""
     if dtype not in QUANTISED:
         return {"bf16"}
+    if dtype == "int4":
+        return {"bf16", "int4", "uint4"}
     experts = any(layer.moe for layer in arch.layers)
     return {"bf16", "fp8" if dtype == "fp8" else "w8a8"} | ({"fp8"} if experts else set())
 
@@ -214,4 +217,6 @@ def stored_dtype(path: Path) -> str:
 
 
 def _stored(checkpoint: Checkpoint) -> str:
+    if checkpoint.has_int4:
+        return "int4"
     return "fp8" if checkpoint.has_fp8 else "bfloat16"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from targets.arch import LayerSpec, MoeSpec
 from targets.cuda.cache import LayerCache
+from targets.cuda.int4 import Int4
 from targets.sampling_params import Rules
 
 X = Any
@@ -29,10 +30,10 @@ Branch = Any
 class Linear:
     """A weight [n, k], or one for each of E experts: `data` and per-row `scale` (None for wide
     weights) as the implementation keeps them. kind: fp8 (e4m3 values), w8a8 (e4m3 values that meet
-    e4m3 inputs), bf16 or float32. layout: plain, row_parallel (O and down: what several devices
-    would cut along k), gated (gate's rows, then up's), experts or experts_gated. k_groups:
-    parts of k, contiguous in row_parallel weights, whose sums are made apart, then added as a
-    binary tree."""
+    e4m3 inputs), int4 (or uint4, with zero points: int4.py), bf16 or float32. layout: plain,
+    row_parallel (O and down: what several devices would cut along k), gated (gate's rows, then
+    up's), experts or experts_gated. k_groups: parts of k, contiguous in row_parallel weights, whose
+    sums are made apart, then added as a binary tree."""
 
     n: int
     k: int
@@ -95,6 +96,10 @@ class Ops(Protocol):
     def pack(self, values: Tensor, scale: Tensor | None, kind: str, layout: str) -> Linear:
         """A weight as this implementation keeps it. values [n, k], or [E, n, k] for the layouts of
         experts; scale as values without the last axis."""
+        ...
+
+    def pack_int4(self, weight: Int4, layout: str) -> Linear:
+        """The same of 4 bits."""
         ...
 
     def dense(self, weight: Linear) -> Dense:

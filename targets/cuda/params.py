@@ -3,8 +3,9 @@
 dtype "fp8": every quantisable linear as e4m3 per output channel, taken from an FP8 file as it is
 or quantised on load, and the rest bf16. "fp8-w8a8": the same weights, of kind "w8a8" but for
 experts, whose inputs stay 16 bits wide: each of them meets few rows. "bfloat16" and "float32":
-everything wide. Files of int8, 4 bits or FP8 in blocks are dequantised first: both of the former
-round their values a second time.
+everything wide. "int4": 4 bits where the file has them, in a form that the kernels take (int4.py),
+and the rest bf16; of a file without any, every quantisable linear rounded on load. For the other
+dtypes files of 4 bits, int8 or FP8 in blocks are dequantised first: fp8 rounds their values again.
 Per-layer inputs (E2B, E4B) stay wide in any case: they are small, and the kernels read them so.
 """
 
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from targets.arch import Arch, LayerSpec
 from targets.checkpoint import Checkpoint
+from targets.cuda import int4
 from targets.cuda.cache import FP8_MAX
-from targets.cuda.ops import Linear
+from targets.cuda.int4 import Int4
+from targets.cuda.ops import Linear, Ops
 from targets.cuda.soundness import check_sound
 from targets.cuda.staging import Staging
 from targets.cuda.upload import as_tensor, upload
@@ -30,14 +33,13 @@ from targets.tensors import TensorSpec, all_tensors
 READERS = 4
 """Layers read at once: one thread copies out of the page cache at half the speed of the bus."""
 
-QUANTISED = ("fp8", "fp8-w8a8")
-"""Dtypes of e4m3 weights."""
+QUANTISED = ("fp8", "fp8-w8a8", "int4")
+"""Dtypes of narrow weights."""
 DTYPES = ("float32", "bfloat16", *QUANTISED)
 
-Raw = tuple[Tensor, Tensor | None]
-"""A tensor as stored and its scale (None where it is wide), on the device."""
+Raw = tuple[Tensor, Tensor | None] | Int4
+"""A tensor as stored and its scale (None where it is wide), or its 4 bits, on the device."""
 Source = Callable[[str], Raw]
-Pack = Callable[[Tensor, Tensor | None, str, str], Linear]
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Weights:
     per_layer: TopPerLayer | None
 
 
-def load_params(checkpoint: Checkpoint, arch: Arch, dtype: str, device: str, pack: Pack) -> Weights:
+def load_params(checkpoint: Checkpoint, arch: Arch, dtype: str, device: str, ops: Ops) -> Weights:
     """Read, quantise or widen, fuse and pack, a few layers at a time. Raises UserError."""
 
     def source(name: str) -> Raw:
@@ -108,14 +110,20 @@ def load_params(checkpoint: Checkpoint, arch: Arch, dtype: str, device: str, pac
         check_sound((values, scale), checkpoint.path, name)
         if stored.code is None and stored.groups is None:
             return values, scale
+        narrow = int4.from_stored(stored, values) if dtype == "int4" else None
+        if narrow is not None:
+            return narrow
         return check_sound((dequantised(stored, values), None), checkpoint.path, name)
 
     with ThreadPoolExecutor(READERS) as readers:
         each = lambda make, items: list(readers.map(make, items))  # noqa: E731
-        return _build(arch, source, dtype, device, pack, each)
+        rounds = not checkpoint.has_int4
+        return _build(
+            arch, Reader(source, all_tensors(arch), dtype, ops, Staging(device), rounds), each
+        )
 
 
-def random_params(arch: Arch, dtype: str, device: str, pack: Pack, seed: int = 0) -> Weights:
+def random_params(arch: Arch, dtype: str, device: str, ops: Ops, seed: int = 0) -> Weights:
     """Random weights of true size, made on the device: linears with std 1 / sqrt(in), embeddings
     with 1 / sqrt(hidden), norms, scalars and router scales 1."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -130,7 +138,8 @@ def random_params(arch: Arch, dtype: str, device: str, pack: Pack, seed: int = 0
         values = torch.empty(shape, dtype=wide, device=device)
         return values.normal_(0.0, inner**-0.5, generator=generator), None
 
-    return _build(arch, source, dtype, device, pack, lambda make, items: [make(i) for i in items])
+    reader = Reader(source, specs, dtype, ops, Staging(device))
+    return _build(arch, reader, lambda make, items: [make(i) for i in items])
 
 
 def quantise_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,19 +162,28 @@ class Reader:
         source: Source,
         specs: dict[str, TensorSpec],
         dtype: str,
-        pack: Pack,
+        ops: Ops,
         staging: Staging,
+        rounds: bool = True,
     ) -> None:
-        self.source, self.specs, self.pack, self.staging = source, specs, pack, staging
+        """rounds: whether int4 is what wider weights are rounded to, too."""
+        self.source, self.specs, self.ops = source, specs, ops
+        self.staging, self.rounds = staging, rounds
         self.wide = _wide(dtype)
         self.wide_kind = "float32" if dtype == "float32" else "bf16"
-        self.fp8, self.w8a8 = dtype in QUANTISED, dtype == "fp8-w8a8"
+        self.dtype = dtype
 
     def vector(self, name: str) -> Tensor:
         return self._wide(name).float()
 
     def table(self, name: str) -> Tensor:
         return self._wide(name)
+
+    def numbers(self, name: str) -> Tensor:
+        """int64, of a tensor of integers."""
+        raw = self.source(name)
+        assert not isinstance(raw, Int4), name
+        return raw[0].long()
 
     def linear(self, names: list[str], layout: str = "plain") -> Linear:
         """Several weights with one input, below each other. What is not quantisable stays wide."""
@@ -174,27 +192,38 @@ class Reader:
         return self.staging.settled(packed)
 
     def _packed(self, names: list[str], layout: str) -> Linear:
-        if self.fp8 and all(quantised(name, self.specs[name]) for name in names):
-            values, scales = zip(*map(self._quantised, names), strict=True)
-            kind = "w8a8" if self.w8a8 and not layout.startswith("experts") else "fp8"
-            return self.pack(_joined(values), _joined(scales), kind, layout)
-        return self.pack(_joined([self._wide(n) for n in names]), None, self.wide_kind, layout)
+        raw = [self.source(name) for name in names]
+        narrows = all(quantised(name, self.specs[name]) for name in names)
+        if narrows and self.dtype == "int4":
+            narrow = [self._int4(each) for each in raw]
+            if None not in narrow:
+                joined = int4.joined([part for part in narrow if part is not None])
+                return self.ops.pack_int4(joined, layout)
+        elif narrows and self.dtype in QUANTISED:
+            values, scales = zip(*map(_fp8, raw), strict=True)
+            w8a8 = self.dtype == "fp8-w8a8" and not layout.startswith("experts")
+            kind = "w8a8" if w8a8 else "fp8"
+            return self.ops.pack(_joined(values), _joined(scales), kind, layout)
+        wide = _joined([_widened(each).to(self.wide) for each in raw])
+        return self.ops.pack(wide, None, self.wide_kind, layout)
 
-    def _quantised(self, name: str) -> tuple[Tensor, Tensor]:
-        values, scale = self.source(name)
-        if values.dtype == torch.float8_e4m3fn:
-            assert scale is not None, name
-            return values, scale
-        return quantise_fp8(_widened(values, scale))
+    def _int4(self, raw: Raw) -> Int4 | None:
+        if isinstance(raw, Int4) or not self.rounds:
+            return raw if isinstance(raw, Int4) else None
+        return int4.quantise(_widened(raw))
 
     def _wide(self, name: str) -> Tensor:
-        return _widened(*self.source(name)).to(self.wide)
+        return _widened(self.source(name)).to(self.wide)
 
 
-def _build(
-    arch: Arch, source: Source, dtype: str, device: str, pack: Pack, each: Callable
-) -> Weights:
-    reader = Reader(source, all_tensors(arch), dtype, pack, Staging(device))
+def _fp8(raw: Raw) -> tuple[Tensor, Tensor]:
+    if not isinstance(raw, Int4) and raw[0].dtype == torch.float8_e4m3fn:
+        assert raw[1] is not None
+        return raw[0], raw[1]
+    return quantise_fp8(_widened(raw))
+
+
+def _build(arch: Arch, reader: Reader, each: Callable) -> Weights:
     head = reader.linear(["embed_tokens"])  # packing needs room: before all else
     per_layer = None
     if arch.per_layer_input:
@@ -258,5 +287,8 @@ def _joined(parts: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _widened(values: Tensor, scale: Tensor | None) -> Tensor:
+def _widened(raw: Raw) -> Tensor:
+    if isinstance(raw, Int4):
+        return raw.values().float() * raw.row[..., None]
+    values, scale = raw
     return values if scale is None else values.float() * scale[..., None]

@@ -15,6 +15,8 @@ THREADS = 512
 QUADS, PACKS = 4, 6
 """What a thread holds of a row at most (prefill.cu): pieces of 4 floats, of 8 narrow values."""
 
+INT4 = "int4", "uint4"
+"""Kinds whose inputs are f16."""
 SOFTMAX = Variant("prefill_softmax")
 
 
@@ -28,6 +30,10 @@ class PrefillLauncher:
         """Room for the input [rows, width] of a weight of this kind."""
         if kind == "bf16":
             return PrefillInput(self.new(rows, width), None)
+        if kind in INT4:
+            return PrefillInput(
+                torch.empty((rows, width), dtype=torch.float16, device=self.device), None
+            )
         values = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=self.device)
         return PrefillInput(values, torch.empty(rows, device=self.device))
 
@@ -52,7 +58,7 @@ def compiled() -> Launcher:
 
 def variants() -> set[Variant]:
     """All that the prefill of any model launches."""
-    kinds = {_rows(kind) for kind in ("fp8", "bf16")}
+    kinds = {_rows(kind) for kind in ("fp8", "bf16", "int4")}
     caches = torch.bfloat16, torch.float8_e4m3fn
     return kinds | {SOFTMAX} | {attention(t, dim) for t in caches for dim in (256, 512)}
 
@@ -63,4 +69,5 @@ def attention(cache: torch.dtype, head_dim: int) -> Variant:
 
 
 def _rows(kind: str) -> Variant:
-    return Variant("prefill", (("FP8", int(kind != "bf16")),))
+    int4 = kind in INT4
+    return Variant("prefill", (("FP8", int(kind != "bf16" and not int4)), ("F16", int(int4))))

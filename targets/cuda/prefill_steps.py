@@ -37,7 +37,8 @@ class PrefillChunk:
 
 
 class PrefillInput(NamedTuple):
-    """A linear layer's input: values [T, k], and a scale [T] where they are e4m3."""
+    """A linear layer's input: values [T, k], bf16, e4m3 with a scale [T], or for 4-bit weights
+    float16 of value / 32."""
 
     values: Tensor
     scale: Tensor | None

@@ -30,6 +30,7 @@ from targets.cuda.formulas import (
     rms,
     soft_cap,
 )
+from targets.cuda.int4 import Int4
 from targets.cuda.ops import NOTHING, AttentionLayer, Closing, Dense, Linear, Opening, Rows
 from targets.cuda.tiles import EIGHTHS
 from targets.sampling_params import Rules
@@ -46,8 +47,8 @@ def wide(weight: Linear) -> Tensor:
 
 
 def as_input(x: Tensor, kind: str, groups: int = 1) -> Tensor:
-    """bf16 weights take bf16 inputs; FP8 ones take them as finely as the implementation can, unless
-    they take e4m3 as well (w8a8). groups: k groups with a scale of their own there."""
+    """bf16 weights take bf16 inputs; narrow ones take them as finely as the implementation can,
+    unless they take e4m3 as well (w8a8). groups: k groups with a scale of their own there."""
     if kind == "w8a8":
         return each_row(lambda row: as_e4m3(row, groups), x)
     return x.bfloat16() if kind == "bf16" else x
@@ -63,6 +64,11 @@ class Reference:
         n, k = values.shape[-2:]
         flat = values.flatten(0, -2).contiguous()
         return Linear(n, k, kind, flat, None if scale is None else scale.flatten(), layout)
+
+    def pack_int4(self, weight: Int4, layout: str) -> Linear:
+        n, k = weight.codes.shape[-2:]
+        values = weight.values().reshape(-1, k)
+        return Linear(n, k, weight.kind, values, weight.row.flatten(), layout)
 
     def dense(self, weight: Linear) -> Dense:
         return weight.data, weight.scale

@@ -15,6 +15,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from targets.cuda.int4 import GROUP, Int4
 from targets.cuda.ops import Linear
 
 TILE = 16
@@ -22,9 +23,14 @@ INPUTS = 32
 """Inputs of one block: a tile of a block is what a warp loads at once."""
 EIGHTHS = 8
 """Most k groups of a weight."""
-TILE_BYTES = {"fp8": 512, "w8a8": 512, "bf16": 1024}
-VALUE_BYTES = {"fp8": 1, "w8a8": 1, "bf16": 2}
-"""Bytes of one value."""
+BITS = {"bf16": 16, "fp8": 8, "w8a8": 8, "int4": 4, "uint4": 4}
+"""Of a stored value."""
+TILE_BYTES = {"bf16": 1024, "fp8": 512, "w8a8": 512, "int4": 288, "uint4": 304}
+"""With the scales of 4-bit ones, and zero points (kernels/tile.cuh)."""
+VALUE_BYTES = {"bf16": 2, "fp8": 1, "w8a8": 1, "int4": 2, "uint4": 2}
+"""Of a value in plain order: float16 of 4-bit ones."""
+NIBBLES = (0, 16, 4, 20, 8, 24, 12, 28)
+"""Where the codes of eight inputs stand in a word: pairs in its halves, as MMAs want them."""
 WARPS = {1: 24, 2: 11, 3: 8}
 """By tiles per warp, preferred first: the most warps of a CTA (gemm.cu adds a producer, and wide.cu
 takes two tiles a warp). Many narrow warps catch up faster with a ring that was filled while the
@@ -163,18 +169,44 @@ def tile(values: Tensor, kind: str, layout: str, groups: int, processors: int) -
     warp holds both of a feature."""
     n, k = values.shape[-2:]
     plan = _plan(n, k, kind, layout, groups, processors)
-    rows = plan.ctas * plan.passes * plan.tiles * TILE
     words = _words(values.reshape(-1, k), _stored(plan)).unflatten(0, (-1, n))
+    data = _dealt(words, plan, layout, *_axes(plan, kind, layout))
+    return _shaped(data, plan, layout, len(words))
+
+
+def tile_int4(weight: Int4, layout: str, groups: int, processors: int) -> Tensor:
+    """The same of 4 bits: a tile's codes, then its scales, then its zero points."""
+    n, k = weight.codes.shape[-2:]
+    plan = _plan(n, k, weight.kind, layout, groups, processors)
+    sizes, order = _axes(plan, weight.kind, layout)
+    of_blocks = sizes[:-1], tuple(axis for axis in order if axis < len(sizes) - 1)
+    parts = [_dealt(_nibbles(weight.codes, _stored(plan)), plan, layout, sizes, order)]
+    for part in (weight.scale, weight.zero):
+        if part is not None:
+            padded = _filled(part.reshape(-1, *part.shape[-2:]), _stored(plan) // GROUP)
+            parts.append(_dealt(padded, plan, layout, *of_blocks))
+    tiles = [part.view(-1, size) for part, size in zip(parts, (256, 32, 16), strict=False)]
+    return _shaped(torch.cat(tiles, -1), plan, layout, weight.codes[..., 0, 0].numel())
+
+
+def _dealt(
+    matrix: Tensor, plan: Schedule, layout: str, sizes: tuple[int, ...], order: tuple[int, ...]
+) -> Tensor:
+    """[weights, n, columns] with rows filled up and those of gate and up by turns, in the order of
+    memory, as bytes."""
+    n, rows = matrix.shape[1], plan.ctas * plan.passes * plan.tiles * TILE
     if layout in GATE_ROWS:
-        half = words.new_zeros((len(words), 2, rows // 2, words.shape[-1]))
-        half[:, :, : n // 2] = words.unflatten(1, (2, n // 2))
-        words = half.unflatten(2, (-1, GATE_ROWS[layout])).transpose(1, 2)
+        half = matrix.new_zeros((len(matrix), 2, rows // 2, matrix.shape[-1]))
+        half[:, :, : n // 2] = matrix.unflatten(1, (2, n // 2))
+        matrix = half.unflatten(2, (-1, GATE_ROWS[layout])).transpose(1, 2)
     elif rows > n:
-        words = torch.cat([words, words.new_zeros((len(words), rows - n, words.shape[-1]))], 1)
-    sizes, order = _axes(plan, kind, layout)
-    data = words.reshape(sizes).permute(order).contiguous().view(torch.uint8)
+        matrix = torch.cat([matrix, matrix.new_zeros((len(matrix), rows - n, matrix.shape[-1]))], 1)
+    return matrix.reshape(sizes).permute(order).contiguous().view(torch.uint8)
+
+
+def _shaped(data: Tensor, plan: Schedule, layout: str, experts: int) -> Tensor:
     if layout.startswith("experts"):
-        return data.view(len(values), plan.passes, -1)
+        return data.view(experts, plan.passes, -1)
     return data.view(plan.passes, plan.steps, plan.ctas, -1)
 
 
@@ -198,7 +230,8 @@ def _axes(plan: Schedule, kind: str, layout: str) -> tuple[tuple[int, ...], tupl
 
     Rows: 0 pass (of all experts), 1 CTA, 2 row group, 3 tile of the warp, 4 half of 8, 5 row.
     Inputs: 6, 7, 8 k group, step and depth, or step, depth and k group (`k_stride`); then by bytes
-    of a value: (1) 9 lane, 10 word (4 inputs); (2) 9 lane, 10 step of 16, 11 pair (2 inputs)."""
+    of a value: (1) 9 lane, 10 word (4 inputs); (2) 9 lane, 10 step of 16, 11 pair (2 inputs);
+    of 4 bits 9 lane (a word of 8 inputs)."""
     contiguous = layout == "row_parallel"
     group, step, depth = (6, 7, 8) if contiguous else (8, 6, 7)
     blocks = (plan.k_groups, plan.steps, plan.depth)
@@ -207,6 +240,8 @@ def _axes(plan: Schedule, kind: str, layout: str) -> tuple[tuple[int, ...], tupl
     order = (0, step, 1, group, 2, depth, 3)
     if kind == "bf16":
         return rows + blocks + (4, 2, 2), order + (10, 5, 9, 11, 4)
+    if BITS[kind] == 4:
+        return rows + blocks + (4,), order + (5, 9, 4)
     return rows + blocks + (4, 2), order + (5, 9, 10, 4)
 
 
@@ -221,3 +256,16 @@ def _words(values: Tensor, padded: int) -> Tensor:
     if padded != values.shape[1]:
         raw = torch.nn.functional.pad(raw, (0, (padded - values.shape[1]) * size))
     return raw.contiguous().view(torch.int32)
+
+
+def _nibbles(codes: Tensor, padded: int) -> Tensor:
+    """codes [..., n, k] -> int32 words [weights, n, padded / 8]."""
+    codes = _filled(codes.reshape(-1, *codes.shape[-2:]), padded)
+    words = torch.zeros_like(codes[..., ::8], dtype=torch.int32)
+    for i, place in enumerate(NIBBLES):
+        words |= codes[..., i::8].int() << place
+    return words
+
+
+def _filled(matrix: Tensor, columns: int) -> Tensor:
+    return torch.nn.functional.pad(matrix, (0, columns - matrix.shape[-1]))

@@ -10,7 +10,7 @@ from targets.cuda.launch import Variant
 def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
     """All that this architecture launches with weights of these kinds, and an e4m3 cache or not."""
     parts = (
-        gemm.variants(kinds - {"w8a8"}),
+        gemm.variants(kinds),
         w8a8.variants() if "w8a8" in kinds else set(),
         attention.variants(arch, kv8),
         experts.variants(arch, kinds - {"w8a8"}),

@@ -137,7 +137,7 @@ def place(assistant: Assistant, dtype: str, ops: AssistantOps, device: str) -> A
         values = values if name != "head" or ids is None else values[ids]
         return upload(as_tensor(np.ascontiguousarray(values)), device), None
 
-    reader = Reader(source, tensors(spec), dtype, ops.pack, Staging(device))
+    reader = Reader(source, tensors(spec), dtype, ops, Staging(device))
     # packing needs room: the largest before all else
     head = OrderedHead.of(spec, reader) if spec.clusters else reader.linear(["head"])
     return AssistantWeights(

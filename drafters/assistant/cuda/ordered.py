@@ -31,7 +31,7 @@ class OrderedHead:
     def of(cls, spec: AssistantSpec, reader: Reader) -> OrderedHead:
         assert spec.clusters
         vocab, count = spec.arch.vocab, spec.clusters.count
-        ids = reader.source("token_ordering")[0].long()
+        ids = reader.numbers("token_ordering")
         rows = reader.table("head")[ids.clamp(max=vocab - 1)]
         split = lambda part: part.view(count, vocab // count, *part.shape[1:])  # noqa: E731
         wide = reader.table("centroids")

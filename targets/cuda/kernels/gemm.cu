@@ -77,33 +77,22 @@ __device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full, u
 }
 
 __device__ inline void accumulate(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-#if FP8
-  mma_f16(sum, a[0], a[1], a[2], a[3], b0, b1);
-#else
-  mma_bf16(sum, a[0], a[1], a[2], a[3], b0, b1);
-#endif
+  if (kNarrow)
+    mma_f16(sum, a[0], a[1], a[2], a[3], b0, b1);
+  else
+    mma_bf16(sum, a[0], a[1], a[2], a[3], b0, b1);
 }
 
 // One warp: TW tiles times `depth` blocks of 32 inputs, for all tokens. Columns without a token are 0.
-__device__ inline void multiply(Tile& sum, const uint4* w, const uint4* input, int depth, int apart, bool fed) {
+__device__ inline void multiply(Tile& sum, const u8* w, const uint4* input, int depth, int apart, bool fed, int lane) {
 #pragma unroll 2
-  for (int d = 0; d < depth; d++, w += TW * kTileBytes / 16, input += apart) {
+  for (int d = 0; d < depth; d++, w += TW * kTileBytes, input += apart) {
     u32 a[TW][2][4];  // [tile][k16 step][fragment]
 #pragma unroll
     for (int t = 0; t < TW; t++) {
-#if FP8
-      const uint4 raw = w[t * 32];
-      widen(raw.x, a[t][0][0], a[t][0][2]);
-      widen(raw.y, a[t][0][1], a[t][0][3]);
-      widen(raw.z, a[t][1][0], a[t][1][2]);
-      widen(raw.w, a[t][1][1], a[t][1][3]);
-#else
+      const Stored tile = load_tile(w + t * kTileBytes, lane);
 #pragma unroll
-      for (int s = 0; s < 2; s++) {
-        const uint4 raw = w[(t * 2 + s) * 32];
-        a[t][s][0] = raw.x, a[t][s][1] = raw.y, a[t][s][2] = raw.z, a[t][s][3] = raw.w;
-      }
-#endif
+      for (int s = 0; s < 2; s++) expand(tile, s, a[t][s]);
     }
     uint4 b[NT];
 #pragma unroll
@@ -186,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Scales scales[TW];  // weights too: here by the time that they are needed
   load_scales(job, scales, first_tile, lane);
   wait_for_previous();
-  const int at = (k_group * job.row_groups + row_group) * job.depth * TW * kTileBytes + lane * 16;
+  const int at = (k_group * job.row_groups + row_group) * job.depth * TW * kTileBytes;
   const int input_at = k_group * kInputBytes + lane * 16;
   const bool fed = TOKENS >= 8 || lane < 4 * TOKENS;
   // the ring has nothing to come in the last pass, but before it
@@ -198,9 +187,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int step = 0; step < job.steps; step++) {
       await(full + 8 * stage, phase);
       const int place = (kRounds ? phase * job.stages : 0) + stage;
-      multiply(sum, reinterpret_cast<const uint4*>(memory + stage * bytes + at),
+      multiply(sum, memory + stage * bytes + at,
                reinterpret_cast<const uint4*>(inputs + place * slice + input_at), job.depth,
-               job.k_groups * (kInputBytes / 16), fed);
+               job.k_groups * (kInputBytes / 16), fed, lane);
       __syncwarp();
       if (lane == 0) arrive(empty + 8 * stage);
       if (++stage == job.stages) stage = 0, phase ^= 1;

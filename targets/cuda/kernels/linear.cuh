@@ -1,18 +1,12 @@
 // What the kernels of a linear layer share: the job, where a weight's rows are, what becomes of sums.
 #pragma once
-#include "common.cuh"
-
-#ifndef FP8  // 1: e4m3 weights and f16 inputs; 0: bf16 both
-#define FP8 1
-#endif
+#include "tile.cuh"
 
 enum Epilogue { kPlain = 0, kGated = 1, kLogits = 2, kPerLayer = 3 };
 
-constexpr int kTileBytes = FP8 ? 512 : 1024;  // 16 rows x 32 inputs
-
 struct Job {
   const u8* weight;
-  const float* scale;   // [n] of fp8 weights
+  const float* scale;   // [n] of narrow weights
   const u8* x;          // blocked input
   void* out;
   const float* inputs;  // kPerLayer: [M, inputs_stride]
@@ -65,7 +59,7 @@ __device__ inline void load_scales(const Job& job, Scales& scales, int tile, int
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int n = row_of(job, tile, lane / 4 + half * 8);
-    scales[half] = FP8 && n < job.n ? job.scale[n] : 1.0f;
+    scales[half] = kNarrow && n < job.n ? job.scale[n] : 1.0f;
   }
 }
 
@@ -76,7 +70,7 @@ __device__ inline void finish_gated(const Job& job, const Four& sum, const Scale
 #pragma unroll
   for (int e = 0; e < 2; e++) {
     const float g = sum[e] * scales[0], v = (job.silu ? silu(g) : gelu_tanh(g)) * (sum[e + 2] * scales[1]);
-    value[e] = FP8 ? input_of_fp8(v) : to_bf16(v);
+    value[e] = kNarrow ? input_of_fp8(v) : to_bf16(v);
   }
   const int odd = lane / 4 % 2, feature = tile * 8 + lane / 8 * 2;
   const u32 taken = __shfl_xor_sync(~0u, odd ? value[0] : value[1], 4);

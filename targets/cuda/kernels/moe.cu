@@ -7,23 +7,17 @@
 // binary tree.
 // The CTAs of one index find their expert themselves in what the router picked: the host needs to
 // know nothing, and the ones beyond the last picked expert leave.
-#include "common.cuh"
-
-#ifndef FP8  // 1: e4m3 weights and f16 inputs; 0: bf16 both
-#define FP8 1
-#endif
+#include "tile.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kTileBytes = FP8 ? 512 : 1024;  // 16 rows x 32 inputs
 constexpr int kUnit = 2 * kTileBytes;         // per 32 inputs
-constexpr int kParts = FP8 ? 1 : 2;           // 16-byte fragments of a tile per lane
-constexpr int kAhead = FP8 ? 4 : 2;           // 32-input blocks that a warp has in flight
+constexpr int kAhead = kNarrow ? 4 : 2;       // 32-input blocks that a warp has in flight
 constexpr int kMost = 2;                      // blocks of 8 tokens at once
 constexpr int kMaxExperts = 256;
 
 struct Job {
   const u8* weight;    // [experts, units, blocks, 2 tiles]
-  const float* scale;  // [experts, n] of fp8 weights
+  const float* scale;  // [experts, n] of narrow weights
   const u16* x;        // blocked input: of rows for gate_up, of pairs for down
   void* out;           // gate_up: next input [pairs, out_stride]; down: float [pairs, out_stride]
   const int* numbers;  // [pairs] experts, -1 for none; pair = row * top_k + rank
@@ -34,12 +28,25 @@ struct Job {
   int out_stride;
 };
 
-__device__ inline uint4 load_weight(const uint4* p) {
-  uint4 v;
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-      : "l"(p));
-  return v;
+__device__ inline Stored load_weight(const u8* tile, int lane) {
+  Stored to;
+#if BITS == 4
+  asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+      : "=r"(to.codes.x), "=r"(to.codes.y)
+      : "l"(tile + lane * 8));
+  asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to.scales) : "l"(tile + kScalesAt + lane / 4 * 4));
+  to.zeros = 0;
+  if (ZEROS) asm("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=r"(to.zeros) : "l"(tile + kZerosAt + lane / 4 * 2));
+#else
+#pragma unroll
+  for (int i = 0; i < BITS / 8; i++) {
+    uint4& v = to.values[i];
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(tile + i * 512 + lane * 16));
+  }
+#endif
+  return to;
 }
 // What a kernel before the previous one wrote: from L2, which no early start makes stale.
 __device__ inline int load_number(const int* p) {
@@ -87,35 +94,33 @@ struct Sum {
   float of[2][NB][4];  // [tile][8 tokens][fragment]
 };
 
-__device__ inline void multiply_tile(float (&sum)[4], const uint4 (&w)[kParts], uint4 x) {
-#if FP8
+__device__ inline void multiply_tile(float (&sum)[4], const Stored& w, uint4 x) {
   u32 a[2][4];
-  widen(w[0].x, a[0][0], a[0][2]);
-  widen(w[0].y, a[0][1], a[0][3]);
-  widen(w[0].z, a[1][0], a[1][2]);
-  widen(w[0].w, a[1][1], a[1][3]);
-  mma_f16(sum, a[0][0], a[0][1], a[0][2], a[0][3], x.x, x.y);
-  mma_f16(sum, a[1][0], a[1][1], a[1][2], a[1][3], x.z, x.w);
-#else
-  mma_bf16(sum, w[0].x, w[0].y, w[0].z, w[0].w, x.x, x.y);
-  mma_bf16(sum, w[kParts - 1].x, w[kParts - 1].y, w[kParts - 1].z, w[kParts - 1].w, x.z, x.w);
-#endif
+#pragma unroll
+  for (int s = 0; s < 2; s++) {
+    expand(w, s, a[s]);
+    const u32 first = s ? x.z : x.x, second = s ? x.w : x.y;
+    if (kNarrow)
+      mma_f16(sum, a[s][0], a[s][1], a[s][2], a[s][3], first, second);
+    else
+      mma_bf16(sum, a[s][0], a[s][1], a[s][2], a[s][3], first, second);
+  }
 }
 
 // One warp: a unit's two tiles times `blocks` blocks of 32 inputs, for up to 8 NB tokens. x: each
 // lane's token in each block of 8, null where there is none.
 template <int NB>
-__device__ inline void multiply(Sum<NB>& sum, const uint4* w, const u32* const (&x)[NB],
-                                int block, int blocks, int live) {
+__device__ inline void multiply(Sum<NB>& sum, const u8* w, const u32* const (&x)[NB],
+                                int block, int blocks, int live, int lane) {
   const int stride = block * 16;
   for (int first = 0; first < blocks; first += kAhead) {
-    uint4 a[kAhead][2][kParts], early[kAhead];
+    Stored a[kAhead][2];
+    uint4 early[kAhead];
 #pragma unroll
     for (int u = 0; u < kAhead; u++) {
       if (first + u >= blocks) continue;
 #pragma unroll
-      for (int i = 0; i < 2 * kParts; i++)
-        a[u][i / kParts][i % kParts] = load_weight(w + (first + u) * (kUnit / 16) + i * 32);
+      for (int t = 0; t < 2; t++) a[u][t] = load_weight(w + (first + u) * kUnit + t * kTileBytes, lane);
     }
 #pragma unroll
     for (int u = 0; u < kAhead; u++) {
@@ -175,7 +180,7 @@ __device__ inline void finish(const Job& job, const Sum<NB>& sum, int expert, in
     for (int t = 0; t < (kGate ? 1 : 2); t++) {
       const int n = (kGate ? unit : 2 * unit + t) * 16 + lane / 4 + half * 8;
       if (n >= (kGate ? job.n / 2 : job.n)) continue;
-      const float own = FP8 ? scale[n] : 1.0f, up = FP8 && kGate ? scale[job.n / 2 + n] : 1.0f;
+      const float own = kNarrow ? scale[n] : 1.0f, up = kNarrow && kGate ? scale[job.n / 2 + n] : 1.0f;
 #pragma unroll
       for (int j = 0; j < NB; j++)
 #pragma unroll
@@ -186,7 +191,7 @@ __device__ inline void finish(const Job& job, const Sum<NB>& sum, int expert, in
           const float v = sum.of[t][j][half * 2 + e] * own;
           if (kGate) {
             const float gated = gelu_tanh(v) * (sum.of[1][j][half * 2 + e] * up);
-            static_cast<u16*>(job.out)[at] = FP8 ? input_of_fp8(gated) : to_bf16(gated);
+            static_cast<u16*>(job.out)[at] = kNarrow ? input_of_fp8(gated) : to_bf16(gated);
           } else {
             static_cast<float*>(job.out)[at] = v;
           }
@@ -218,7 +223,7 @@ __device__ inline void compute(const Job& job, int expert, int group, const int*
     }
     const u8* weight = job.weight + ((size_t(expert) * job.units + unit) * job.blocks + first) * kUnit;
     Sum<NB> part = {};
-    multiply(part, reinterpret_cast<const uint4*>(weight) + lane, x, job.block, blocks, (count + 7) / 8);
+    multiply(part, weight, x, job.block, blocks, (count + 7) / 8, lane);
 #pragma unroll
     for (int i = 0; i < 2 * NB * 4; i++) {
       float& to = sum.of[i / 4 / NB][i / 4 % NB][i % 4];

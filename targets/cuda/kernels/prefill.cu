@@ -1,11 +1,14 @@
 // A long prefill chunk between its matmuls: one CTA per token, each row in one fixed order.
 //
 // A row leaves as a linear layer's input, [T, width]: e4m3 with a float32 scale per token (its
-// largest magnitude / 448), or bf16. Widths are multiples of 8.
+// largest magnitude / 448), bf16, or f16 of value / 32 (common.cuh). Widths are multiples of 8.
 #include "common.cuh"
 
 #ifndef FP8  // what the next linear layer's weights are
 #define FP8 1
+#endif
+#ifndef F16  // of those that are not FP8: whether they are f16
+#define F16 0
 #endif
 
 constexpr int kThreads = 512;
@@ -27,6 +30,8 @@ __device__ inline u32 two_e4m3(float low, float high) {
   return two;
 }
 __device__ inline u32 two_bf16(float low, float high) { return to_bf16(low) | u32(to_bf16(high)) << 16; }
+__device__ inline u32 two_f16(float low, float high) { return input_of_fp8(low) | u32(input_of_fp8(high)) << 16; }
+__device__ inline u32 two_wide(float low, float high) { return F16 ? two_f16(low, high) : two_bf16(low, high); }
 __device__ inline float low_of(u32 two) { return from_bf16(u16(two)); }
 __device__ inline float high_of(u32 two) { return __uint_as_float(two & 0xffff0000u); }
 
@@ -109,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
           two_e4m3(v.x * factor, v.y * factor) | two_e4m3(v.z * factor, v.w * factor) << 16;
     else
       reinterpret_cast<uint2*>(static_cast<u16*>(x) + first)[i] =
-          make_uint2(two_bf16(v.x, v.y), two_bf16(v.z, v.w));
+          make_uint2(two_wide(v.x, v.y), two_wide(v.z, v.w));
   }
 }
 
@@ -135,13 +140,15 @@ __device__ inline void store_row(const uint4 (&packs)[kPacks], float largest, vo
     const u32 words[4] = {v.x, v.y, v.z, v.w};
     u32 pairs[4];
 #pragma unroll
-    for (int e = 0; e < 4; e++)
-      pairs[e] = two_e4m3(low_of(words[e]) * factor, high_of(words[e]) * factor);
+    for (int e = 0; e < 4; e++) {
+      const float low = low_of(words[e]) * factor, high = high_of(words[e]) * factor;
+      pairs[e] = FP8 ? two_e4m3(low, high) : two_wide(low, high);
+    }
     if (FP8)
       reinterpret_cast<uint2*>(static_cast<u8*>(x) + first)[i] =
           make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
     else
-      reinterpret_cast<uint4*>(static_cast<u16*>(x) + first)[i] = v;
+      reinterpret_cast<uint4*>(static_cast<u16*>(x) + first)[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
 }
 

@@ -1,10 +1,7 @@
 // Warpgroup MMAs with weights from registers and inputs from shared memory.
 #pragma once
-#include "common.cuh"
+#include "tile.cuh"
 
-#ifndef FP8  // 1: f16 fragments; 0: bf16
-#define FP8 1
-#endif
 #ifndef TOKENS  // per CTA: 32, 64, 128
 #define TOKENS 64
 #endif
@@ -14,7 +11,7 @@ typedef float Sums[kSums];
 
 // sum[16 x TOKENS of this warp's tile] += a (its 16 x 16 weights) x the 16 inputs x TOKENS of `b`.
 __device__ inline void multiply(Sums& sum, const u32* a, u64 b) {
-#if FP8
+#if BITS < 16
 #define TYPES "f32.f16.f16"
 #else
 #define TYPES "f32.bf16.bf16"

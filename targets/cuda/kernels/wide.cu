@@ -71,10 +71,18 @@ __device__ inline uint4 load(u32 from) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
   return v;
 }
-// Half of an fp8 tile of 16 rows x 32 inputs as the A fragment of an MMA.
-__device__ inline void expand(u32* a, u32 first, u32 second) {
-  widen(first, a[0], a[2]);
-  widen(second, a[1], a[3]);
+__device__ inline Stored load_shared(u32 tile, int lane) {
+  Stored to;
+#if BITS == 4
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to.codes.x), "=r"(to.codes.y) : "r"(tile + lane * 8));
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to.scales) : "r"(tile + kScalesAt + lane / 4 * 4));
+  to.zeros = 0;
+  if (ZEROS) asm volatile("ld.shared.u16 %0, [%1];" : "=r"(to.zeros) : "r"(tile + kZerosAt + lane / 4 * 2));
+#else
+#pragma unroll
+  for (int i = 0; i < BITS / 8; i++) to.values[i] = load(tile + i * 512 + lane * 16);
+#endif
+  return to;
 }
 
 // Where a warp is in the ring.
@@ -92,22 +100,26 @@ struct Reader {
 };
 
 // A step: DEPTH blocks of 32 inputs.
-#if FP8 && TOKENS < 128
+#if BITS < 16 && TOKENS < 128
 // The next block's tiles are loaded while this one's are multiplied, and expanded after.
 struct Tiles {
-  uint4 tile[2];
-  __device__ void load_block(const Reader& reader, int d) {
+  Stored tile[2];
+  __device__ void load_block(const Reader& reader, int d, int lane) {
 #pragma unroll
-    for (int t = 0; t < 2; t++) tile[t] = load(reader.here() + reader.at[t] + d * reader.stride);
+    for (int t = 0; t < 2; t++) tile[t] = load_shared(reader.here() + reader.at[t] + d * reader.stride, lane);
   }
   __device__ void await_mma() {
-#define V4(v) "+r"((v).x), "+r"((v).y), "+r"((v).z), "+r"((v).w)
-    asm volatile("wgmma.wait_group.sync.aligned 0;" : V4(tile[0]), V4(tile[1])::"memory");
+#if BITS == 4
+#define WORDS(v) "+r"((v).codes.x), "+r"((v).codes.y), "+r"((v).scales), "+r"((v).zeros)
+#else
+#define WORDS(v) "+r"((v).values[0].x), "+r"((v).values[0].y), "+r"((v).values[0].z), "+r"((v).values[0].w)
+#endif
+    asm volatile("wgmma.wait_group.sync.aligned 0;" : WORDS(tile[0]), WORDS(tile[1])::"memory");
   }
 };
-__device__ inline void start(Tiles& tiles, const Reader& reader) {
+__device__ inline void start(Tiles& tiles, const Reader& reader, int lane) {
   reader.open();
-  tiles.load_block(reader, 0);
+  tiles.load_block(reader, 0, lane);
 }
 __device__ inline void walk(Sums (&sums)[2], Tiles& tiles, Reader& reader, bool last, int lane) {
   const u32 inputs = inputs_at(reader.here() + reader.inputs), done = reader.stage;
@@ -116,8 +128,8 @@ __device__ inline void walk(Sums (&sums)[2], Tiles& tiles, Reader& reader, bool 
     u32 a[2][8];
 #pragma unroll
     for (int t = 0; t < 2; t++) {
-      expand(a[t], tiles.tile[t].x, tiles.tile[t].y);
-      expand(a[t] + 4, tiles.tile[t].z, tiles.tile[t].w);
+      expand(tiles.tile[t], 0, a[t]);
+      expand(tiles.tile[t], 1, a[t] + 4);
     }
     begin_mma();
 #pragma unroll
@@ -125,10 +137,10 @@ __device__ inline void walk(Sums (&sums)[2], Tiles& tiles, Reader& reader, bool 
       multiply(sums[i % 2], a[i % 2] + i / 2 * 4, kApart | (inputs + (2 * d + i / 2) * (kInputBytes / 32)));
     commit_mma();
     if (d + 1 < DEPTH) {
-      tiles.load_block(reader, d + 1);
+      tiles.load_block(reader, d + 1, lane);
     } else {
       reader.next();
-      if (!last) start(tiles, reader);
+      if (!last) start(tiles, reader, lane);
     }
     tiles.await_mma();
   }
@@ -138,27 +150,30 @@ __device__ inline void walk(Sums (&sums)[2], Tiles& tiles, Reader& reader, bool 
 // One fragment after the other: of bf16 weights they are what was loaded, and the sums of 128 tokens
 // leave registers for no more, but more time.
 struct Tiles {};
-__device__ inline void start(Tiles&, const Reader&) {}
+// of a tile, what its second half is made of
+#if BITS == 4
+#define KEPT(v) "+r"((v).codes.x), "+r"((v).codes.y), "+r"((v).scales), "+r"((v).zeros)
+#elif BITS == 8
+#define KEPT(v) "+r"((v).values[0].z), "+r"((v).values[0].w)
+#else
+#define KEPT(v) "+r"((v).values[1].x), "+r"((v).values[1].y), "+r"((v).values[1].z), "+r"((v).values[1].w)
+#endif
+__device__ inline void start(Tiles&, const Reader&, int) {}
 __device__ inline void walk(Sums (&sums)[2], Tiles&, Reader& reader, bool, int lane) {
   reader.open();
   const u32 inputs = inputs_at(reader.here() + reader.inputs);
-  uint4 tile;
+  Stored tile;
 #pragma unroll
   for (int i = 0; i < 4 * DEPTH; i++) {
     const int d = i / 4, t = i / 2 % 2, half = i % 2;
     const u32 from = reader.here() + reader.at[t] + d * reader.stride;
     u32 a[4];
-#if FP8
-    if (half == 0) tile = load(from);
-    expand(a, half ? tile.z : tile.x, half ? tile.w : tile.y);
-#else
-    tile = load(from + half * 512);
-    a[0] = tile.x, a[1] = tile.y, a[2] = tile.z, a[3] = tile.w;
-#endif
+    if (half == 0) tile = load_shared(from, lane);
+    expand(tile, half, a);
     begin_mma();
     multiply(sums[t], a, kApart | (inputs + (2 * d + half) * (kInputBytes / 32)));
     commit_mma();
-    asm volatile("wgmma.wait_group.sync.aligned 0;" : "+r"(tile.z), "+r"(tile.w)::"memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" : KEPT(tile)::"memory");
   }
   if (lane == 0) reader.free(reader.stage);
   reader.next();
@@ -213,7 +228,7 @@ __device__ inline void consume(const Job& job, const Share& own, u32 ring, u32 f
 #pragma unroll
   for (int t = 0; t < 2; t++) {
     const int tile = t < count ? 2 * warp + t : 0, owner = tile / job.tiles, mine = tile % job.tiles;
-    reader.at[t] = owner * own.piece + mine / each * DEPTH * reader.stride + mine % each * kTileBytes + lane * 16;
+    reader.at[t] = owner * own.piece + mine / each * DEPTH * reader.stride + mine % each * kTileBytes;
   }
   wait_for_previous();
   Tiles tiles;
@@ -221,7 +236,7 @@ __device__ inline void consume(const Job& job, const Share& own, u32 ring, u32 f
     Sums sums[2];
 #pragma unroll
     for (int i = 0; i < 2 * kSums; i++) sums[i / kSums][i % kSums] = 0.0f;
-    start(tiles, reader);
+    start(tiles, reader, lane);
     for (int step = 1; step <= job.steps; step++) walk(sums, tiles, reader, step == job.steps, lane);
     const int tile = (pass * job.ctas + own.first) * job.tiles + 2 * warp;
     if (count > 0) finish(job, own, sums, tile, count, lane);

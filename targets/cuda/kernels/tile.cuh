@@ -1,0 +1,91 @@
+// A weight's tiles of 16 rows x 32 inputs, as they lie in memory (tiles.py), and as fragments of MMAs.
+//
+// Of e4m3 and bf16 weights a tile is its fragments. Of 4-bit ones it is 64 words of eight codes (by
+// lane, its two rows), then a f16 scale for each row's 32 inputs, then where they have zero points a
+// byte for each. A code c means (c - zero) * scale: the difference is exact in f16, and so is the product
+// where the scale has no more bits than bf16 has and zero points are 8.
+#pragma once
+#include "common.cuh"
+
+#ifndef BITS  // of a weight: 16 (bf16), 8 (e4m3), 4 (int4 in groups of 32)
+#define BITS 8
+#endif
+#ifndef ZEROS  // 1: groups of 4-bit weights have zero points; 0: theirs are 8
+#define ZEROS 0
+#endif
+
+constexpr bool kNarrow = BITS < 16;  // then inputs are f16, and rows have a scale
+constexpr int kTileBytes = BITS == 16 ? 1024 : BITS == 8 ? 512 : ZEROS ? 304 : 288;
+constexpr int kLaneBytes = BITS == 4 ? 8 : 16;  // that are next to each other in a tile
+constexpr int kScalesAt = 256, kZerosAt = 288;
+
+// What a lane holds of a tile.
+#if BITS == 4
+struct Stored {
+  uint2 codes;  // of row lane / 4, and of that + 8: inputs 8 (lane % 4) to + 7
+  u32 scales;   // of both rows, f16
+  u32 zeros;    // of both rows, a byte each
+};
+#else
+struct Stored {
+  uint4 values[BITS / 8];
+};
+#endif
+
+// From a pointer to a tile; memory that is never written while a kernel runs, or shared memory.
+__device__ inline Stored load_tile(const u8* tile, int lane) {
+  Stored to;
+#if BITS == 4
+  to.codes = *reinterpret_cast<const uint2*>(tile + lane * 8);
+  to.scales = *reinterpret_cast<const u32*>(tile + kScalesAt + lane / 4 * 4);
+  to.zeros = ZEROS ? *reinterpret_cast<const u16*>(tile + kZerosAt + lane / 4 * 2) : 0;
+#else
+#pragma unroll
+  for (int i = 0; i < BITS / 8; i++) to.values[i] = reinterpret_cast<const uint4*>(tile)[i * 32 + lane];
+#endif
+  return to;
+}
+
+#if BITS == 4
+template <int kSelect>
+__device__ inline u32 permute(u32 v) {
+  return __byte_perm(v, v, kSelect);
+}
+__device__ inline u32 minus(u32 a, u32 b) {
+  u32 v;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+__device__ inline u32 times(u32 a, u32 b) {
+  u32 v;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+__device__ inline u32 masked_or(u32 v, u32 mask, u32 bits) {
+  u32 to;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(to) : "r"(v), "r"(mask), "r"(bits));  // (v & mask) | bits
+  return to;
+}
+// Four codes of a word, in bits 0 to 7 of either half, as two f16x2: as the mantissas' last bits they
+// make 1024 + c, and four bits higher 64 + c.
+__device__ inline void decode(u32 word, u32 scale, u32 zero, u32& first, u32& second) {
+  const u32 low = ZEROS ? 0x64006400 + zero : 0x64086408, high = ZEROS ? 0x54005400 + zero * 16 : 0x54805480;
+  first = times(minus(masked_or(word, 0x000f000f, 0x64006400), low), scale);
+  second = times(minus(masked_or(word, 0x00f000f0, 0x54005400), high), scale);
+}
+#endif
+
+// Inputs 16 `half` to + 15 of a tile, in the order of `load_inputs`, as the A fragment of an MMA.
+__device__ inline void expand(const Stored& from, int half, u32* a) {
+#if BITS == 4
+  const int down = half * 8;
+  decode(from.codes.x >> down, permute<0x1010>(from.scales), (from.zeros & 0xff) * 0x10001, a[0], a[2]);
+  decode(from.codes.y >> down, permute<0x3232>(from.scales), (from.zeros >> 8) * 0x10001, a[1], a[3]);
+#elif BITS == 8
+  widen(half ? from.values[0].z : from.values[0].x, a[0], a[2]);
+  widen(half ? from.values[0].w : from.values[0].y, a[1], a[3]);
+#else
+  const uint4 v = from.values[half];
+  a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
+#endif
+}
