@@ -191,7 +191,8 @@ def test_codes_and_scales_are_where_the_kernels_look(shape, layout, processors, 
     lead = (3,) if layout.startswith("experts") else ()
     blocks, generator = -(-k // 32), torch.Generator().manual_seed(n * k)
     codes = torch.randint(0, 16, (*lead, n, k), dtype=torch.uint8, generator=generator)
-    scale = torch.rand((*lead, n, blocks), generator=generator).half()
+    size = torch.randint(4, 11, (*lead, n, blocks), generator=generator).float().exp2()
+    scale = (size * (1 + torch.rand(size.shape, generator=generator))).bfloat16().half()
     zero = torch.randint(0, 16, scale.shape, dtype=torch.uint8) if zeros else None
     narrow = Int4(codes, scale, zero, torch.ones((*lead, n)))
     groups = tiles.k_groups(n, layout)
@@ -209,8 +210,8 @@ def test_codes_and_scales_are_where_the_kernels_look(shape, layout, processors, 
     low, high = (data[starts + where + 256 + (row % 8 * 2 + row // 8) * 2 + i] for i in (0, 1))
     bits = (low | high << 8).to(torch.uint16).view(torch.float16).float()
     middle = data[starts + where + 288 + row % 8 * 2 + row // 8] if zeros else 8
-    exact = narrow.values().view(-1, n, k)
-    assert torch.equal(((found - middle) * bits).half(), exact)
+    meant = (found - middle) * bits / 2**20
+    assert torch.equal(meant.half(), narrow.values().view(-1, n, k))
 
 
 def _in_gemm(

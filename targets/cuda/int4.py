@@ -1,8 +1,9 @@
 """Weights of 4 bits as the kernels multiply them: codes, and a float16 scale for each 32 inputs.
 
-A value is (code - zero) * scale * row, where row is a power of two. The difference is exact in
-float16; so is its product with the scale where that has no more bits than a bfloat16 and zero is 8,
-as in symmetric files. What wide groups share is repeated for each 32 inputs.
+A value is (code - zero) * scale / 2 ** 20 as a float16, times `row`, a power of two. Nothing is
+rounded where a scale has no more bits than a bfloat16, zero is 8 as in symmetric files, and the
+scale is no less than 1 / 256 of the row's largest (or of all experts'); else it is float16's last
+bit. What wide groups share is repeated for each 32 inputs.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ SHRINKAGES = tuple(1 - step / 50 for step in range(21))
 """What is tried as a group's scale on load, in parts of that which fits its largest value."""
 AT_ONCE = 1 << 26
 """Values that are rounded at once: the trials take several times their memory."""
-TOP = 11
-"""Scales are below 2 ** TOP: products then stay below float16's end, and scales of up to 2 ** 24
-times less are still exact."""
+TOP, RAISED = 11, 20
+"""Scales are below 2 ** TOP, so that sixteen times as much is a float16 too, and 2 ** RAISED times
+what they mean: codes are the last bits of float16s, and so much less (kernels/tile.cuh)."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,15 @@ class Int4:
         """[..., n, k] float16, without `row`: what meets an input, to the bit."""
         inner = self.codes.shape[-1]
         spread = lambda part: part.repeat_interleave(GROUP, -1)[..., :inner]  # noqa: E731
-        zero = MIDDLE if self.zero is None else spread(self.zero).half()
-        return (self.codes.half() - zero) * spread(self.scale)
+        scale = spread(self.scale).float() / 2**RAISED
+        if self.zero is None:  # multiplied and added at once
+            return (self.codes * scale - spread(self._middle).float()).half()
+        return ((self.codes.float() - spread(self.zero)) * scale).half()
+
+    @property
+    def _middle(self) -> Tensor:
+        """What the code 8 of a group is."""
+        return self.scale * (MIDDLE / 2**RAISED)
 
 
 def from_stored(stored: Stored, values: Tensor) -> Int4 | None:
@@ -81,11 +89,9 @@ def quantise(values: Tensor) -> Int4:
     flat = values.flatten(0, -2)
     rows = max(1, AT_ONCE // flat.shape[-1])
     codes, scales = zip(*map(_rounded, flat.split(rows)), strict=True)
-    scale, row = _in_rows(torch.cat(scales))
     shape = values.shape[:-1]
-    parts = (part.unflatten(0, shape) for part in (torch.cat(codes), scale, row))
-    codes_, scale, row = parts
-    return Int4(codes_, scale, None, row)
+    scale, row = _in_rows(torch.cat(scales).unflatten(0, shape))
+    return Int4(torch.cat(codes).unflatten(0, shape), scale, None, row)
 
 
 def joined(parts: list[Int4]) -> Int4:
@@ -114,9 +120,11 @@ def _normalised(scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor | No
 
 def _in_rows(scale: Tensor) -> tuple[Tensor, Tensor]:
     """Scales [..., n, groups] float32 as float16, and the power of two [..., n] they are of."""
-    exponent = torch.frexp(scale.abs().max().clamp(min=1e-30)).exponent
-    row = torch.ldexp(torch.ones_like(scale[..., 0]), exponent - TOP)
-    return (scale / row[..., None]).half(), row
+    largest = scale.abs().amax(-1) if scale.ndim == 2 else scale.abs().max()
+    exponent = torch.frexp(largest.clamp(min=1e-30)).exponent
+    one = torch.ones_like(scale[..., 0])
+    raised = scale / torch.ldexp(one, exponent - TOP)[..., None]
+    return raised.half(), torch.ldexp(one, exponent - TOP + RAISED)
 
 
 def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,10 +82,8 @@ class PrefillKernels:
         across, scale = weight[0].transpose(1, 2), weight[1]
         if scale is None:
             return torch._grouped_mm(x.values, across, ends)  # pyright: ignore[reportPrivateImportUsage]
-        if x.scale is None:  # 4 bits
-            sums = torch._grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
-                x.values, across, ends, out_dtype=torch.float32
-            )
+        if x.scale is None:  # 4 bits, whose float16 sums are about 1 / 200 of what they mean
+            sums = torch._grouped_mm(x.values, across, ends)  # pyright: ignore[reportPrivateImportUsage]
             return torch.mul(sums, scale[0, 0] * ACTIVATION_SCALE, out=self.launch.new(*sums.shape))
         return torch._scaled_grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
             x.values,

@@ -37,9 +37,10 @@ takes two tiles a warp). Many narrow warps catch up faster with a ring that was 
 kernel before still ran: 1 % of a cycle."""
 NARROW_WARPS = {2: 11, 3: 8, 1: 11}
 """The same of w8a8 weights, whose tiles w8a8.cu gives to its warps itself."""
-STEP_BYTES = 24 * 1024
-BLOCKS = 16
-"""Most blocks of inputs per step: for 64 tokens they are 64 KiB, and two steps must fit."""
+STEP_BYTES = {16: 24 << 10, 8: 24 << 10, 4: 28 << 10}
+BLOCKS = {16: 16, 8: 16, 4: 32}
+"""Of a step, by bits: its weights' bytes and blocks of inputs at most. Two steps must fit, whose
+inputs of 16 tokens are 1 KiB a block. Steps of 4 bits are fewer bytes, and cost no less."""
 DEPTHS = (1, 2, 3, 4)
 """Blocks of inputs per warp and step."""
 GATE_ROWS = {"gated": TILE // 2, "experts_gated": TILE}
@@ -109,7 +110,8 @@ def schedule(n: int, k: int, kind: str, layout: str, groups: int, processors: in
     step = row_groups * groups * wide * TILE_BYTES[kind]
     depths = [d for d in DEPTHS if blocks % (d * groups) == 0]
     if kind != "w8a8":  # w8a8.cu has one k group in a step
-        depths = [d for d in depths if d * groups <= BLOCKS and d * step <= STEP_BYTES]
+        bits = BITS[kind]
+        depths = [d for d in depths if d * groups <= BLOCKS[bits] and d * step <= STEP_BYTES[bits]]
     depth = max(depths, default=1)
     ctas = -(-tiles // (each * passes))
     return Schedule(ctas, passes, each, wide, row_groups, groups, depth, blocks // (groups * depth))

@@ -83,9 +83,10 @@ __device__ inline void accumulate(float (&sum)[4], const u32 (&a)[4], u32 b0, u3
     mma_bf16(sum, a[0], a[1], a[2], a[3], b0, b1);
 }
 
-// One warp: TW tiles times `depth` blocks of 32 inputs, for all tokens. Columns without a token are 0.
-__device__ inline void multiply(Tile& sum, const u8* w, const uint4* input, int depth, int apart, bool fed, int lane) {
-#pragma unroll 2
+// One warp: TW tiles times `depth` blocks of 32 inputs, for all tokens. Columns without a token read zeros,
+// `apart` 0 from one another.
+__device__ inline void multiply(Tile& sum, const u8* w, const uint4* input, int depth, int apart, int lane) {
+#pragma unroll(BITS == 4 ? 4 : 2)
   for (int d = 0; d < depth; d++, w += TW * kTileBytes, input += apart) {
     u32 a[TW][2][4];  // [tile][k16 step][fragment]
 #pragma unroll
@@ -96,7 +97,7 @@ __device__ inline void multiply(Tile& sum, const u8* w, const uint4* input, int 
     }
     uint4 b[NT];
 #pragma unroll
-    for (int j = 0; j < NT; j++) b[j] = fed ? input[j * 32] : make_uint4(0, 0, 0, 0);
+    for (int j = 0; j < NT; j++) b[j] = input[j * 32];
     // all first halves before any second: an accumulator is not needed again right away
 #pragma unroll
     for (int j = 0; j < NT; j++)
@@ -163,7 +164,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const u8* inputs = memory + job.stages * bytes;
   const int ring_bytes = job.stages * (bytes + kRoundsKept * slice);
   const u32 full = shared_address(memory + ring_bytes), empty = full + 8 * job.stages;
-  if (threadIdx.x == 0) init_ring(full, empty, job.stages, warps);
+  __shared__ uint4 nothing;
+  if (threadIdx.x == 0) init_ring(full, empty, job.stages, warps), nothing = make_uint4(0, 0, 0, 0);
   __syncthreads();
   let_next_start();
   if (warp == warps) {
@@ -178,6 +180,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int at = (k_group * job.row_groups + row_group) * job.depth * TW * kTileBytes;
   const int input_at = k_group * kInputBytes + lane * 16;
   const bool fed = TOKENS >= 8 || lane < 4 * TOKENS;
+  const int apart = fed ? job.k_groups * (kInputBytes / 16) : 0;
   // the ring has nothing to come in the last pass, but before it
   float4* sums = reinterpret_cast<float4*>(memory + (job.passes > 1 ? ring_bytes + job.stages * 16 : 0));
   int stage = 0, phase = 0;
@@ -188,8 +191,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       await(full + 8 * stage, phase);
       const int place = (kRounds ? phase * job.stages : 0) + stage;
       multiply(sum, memory + stage * bytes + at,
-               reinterpret_cast<const uint4*>(inputs + place * slice + input_at), job.depth,
-               job.k_groups * (kInputBytes / 16), fed, lane);
+               fed ? reinterpret_cast<const uint4*>(inputs + place * slice + input_at) : &nothing, job.depth, apart, lane);
       __syncwarp();
       if (lane == 0) arrive(empty + 8 * stage);
       if (++stage == job.stages) stage = 0, phase ^= 1;

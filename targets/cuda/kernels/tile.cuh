@@ -2,8 +2,7 @@
 //
 // Of e4m3 and bf16 weights a tile is its fragments. Of 4-bit ones it is 64 words of eight codes (by
 // lane, its two rows), then a f16 scale for each row's 32 inputs, then where they have zero points a
-// byte for each. A code c means (c - zero) * scale: the difference is exact in f16, and so is the product
-// where the scale has no more bits than bf16 has and zero points are 8.
+// byte for each. A code c means (c - zero) * scale / 2^20 as an f16, rounded once (int4.py says when not).
 #pragma once
 #include "common.cuh"
 
@@ -47,9 +46,11 @@ __device__ inline Stored load_tile(const u8* tile, int lane) {
 }
 
 #if BITS == 4
-template <int kSelect>
-__device__ inline u32 permute(u32 v) {
-  return __byte_perm(v, v, kSelect);
+// Both halves of a word as two f16x2 of twice the same.
+__device__ inline void twice(u32 both, u32& low, u32& high) {
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; mov.b32 %0, {l, l}; mov.b32 %1, {h, h}; }"
+      : "=r"(low), "=r"(high)
+      : "r"(both));
 }
 __device__ inline u32 minus(u32 a, u32 b) {
   u32 v;
@@ -61,26 +62,37 @@ __device__ inline u32 times(u32 a, u32 b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
   return v;
 }
-__device__ inline u32 masked_or(u32 v, u32 mask, u32 bits) {
-  u32 to;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(to) : "r"(v), "r"(mask), "r"(bits));  // (v & mask) | bits
-  return to;
+__device__ inline u32 times_plus(u32 a, u32 b, u32 c) {
+  u32 v;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
+  return v;
 }
-// Four codes of a word, in bits 0 to 7 of either half, as two f16x2: as the mantissas' last bits they
-// make 1024 + c, and four bits higher 64 + c.
-__device__ inline void decode(u32 word, u32 scale, u32 zero, u32& first, u32& second) {
-  const u32 low = ZEROS ? 0x64006400 + zero : 0x64086408, high = ZEROS ? 0x54005400 + zero * 16 : 0x54805480;
-  first = times(minus(masked_or(word, 0x000f000f, 0x64006400), low), scale);
-  second = times(minus(masked_or(word, 0x00f000f0, 0x54005400), high), scale);
+constexpr u32 kSixteen = 0x4c004c00, kMinusMiddle = 0x80808080;  // 16, and -8 / 2^20: of either half
+
+// Four codes of a word, in bits 0 to 7 of either half, as two f16x2. As the last bits of an f16 a code c
+// is c / 2^24, and four bits higher c / 2^20; scales are 2^20 times what they mean.
+__device__ inline void decode(u32 word, u32 scale, u32 sixteen, u32 middle, u32& first, u32& second) {
+  const u32 low = word & 0x000f000f, high = word & 0x00f000f0;
+  if (ZEROS) {  // of which a scale's product may have to be rounded, and nothing else
+    first = times(minus(low, middle), sixteen), second = times(minus(high, middle << 4), scale);
+  } else {
+    first = times_plus(low, sixteen, middle), second = times_plus(high, scale, middle);
+  }
 }
 #endif
 
 // Inputs 16 `half` to + 15 of a tile, in the order of `load_inputs`, as the A fragment of an MMA.
 __device__ inline void expand(const Stored& from, int half, u32* a) {
 #if BITS == 4
-  const int down = half * 8;
-  decode(from.codes.x >> down, permute<0x1010>(from.scales), (from.zeros & 0xff) * 0x10001, a[0], a[2]);
-  decode(from.codes.y >> down, permute<0x3232>(from.scales), (from.zeros >> 8) * 0x10001, a[1], a[3]);
+  u32 scale[2], sixteen[2], middle[2];
+  twice(from.scales, scale[0], scale[1]);
+  twice(times(from.scales, kSixteen), sixteen[0], sixteen[1]);
+  if (ZEROS)
+    middle[0] = (from.zeros & 0xff) * 0x10001, middle[1] = (from.zeros >> 8) * 0x10001;
+  else
+    twice(times(from.scales, kMinusMiddle), middle[0], middle[1]);
+  decode(from.codes.x >> half * 8, scale[0], sixteen[0], middle[0], a[0], a[2]);
+  decode(from.codes.y >> half * 8, scale[1], sixteen[1], middle[1], a[1], a[3]);
 #elif BITS == 8
   widen(half ? from.values[0].z : from.values[0].x, a[0], a[2]);
   widen(half ? from.values[0].w : from.values[0].y, a[1], a[3]);
