@@ -83,21 +83,22 @@ __device__ inline void accumulate(float (&sum)[4], const u32 (&a)[4], u32 b0, u3
     mma_bf16(sum, a[0], a[1], a[2], a[3], b0, b1);
 }
 
-// One warp: TW tiles times `depth` blocks of 32 inputs, for all tokens. Columns without a token read zeros,
+// One warp: TW tiles times kDepth blocks of 32 inputs, for all tokens. Columns without a token read zeros,
 // `apart` 0 from one another.
-__device__ inline void multiply(Tile& sum, const u8* w, const uint4* input, int depth, int apart, int lane) {
-#pragma unroll(BITS == 4 ? 4 : 2)
-  for (int d = 0; d < depth; d++, w += TW * kTileBytes, input += apart) {
+template <int kDepth>
+__device__ inline void multiply(Tile& sum, u32 w, u32 input, u32 apart, int lane) {
+#pragma unroll
+  for (int d = 0; d < kDepth; d++, w += TW * kTileBytes, input += apart) {
     u32 a[TW][2][4];  // [tile][k16 step][fragment]
 #pragma unroll
     for (int t = 0; t < TW; t++) {
-      const Stored tile = load_tile(w + t * kTileBytes, lane);
+      const Stored tile = load_shared(w + t * kTileBytes, lane);
 #pragma unroll
       for (int s = 0; s < 2; s++) expand(tile, s, a[t][s]);
     }
     uint4 b[NT];
 #pragma unroll
-    for (int j = 0; j < NT; j++) b[j] = input[j * 32];
+    for (int j = 0; j < NT; j++) b[j] = load(input + j * 512);
     // all first halves before any second: an accumulator is not needed again right away
 #pragma unroll
     for (int j = 0; j < NT; j++)
@@ -108,6 +109,12 @@ __device__ inline void multiply(Tile& sum, const u8* w, const uint4* input, int 
 #pragma unroll
       for (int t = 0; t < TW; t++) accumulate(sum[t][j], a[t][1], b[j].z, b[j].w);
   }
+}
+
+__device__ inline void multiply(Tile& sum, u32 w, u32 input, int depth, u32 apart, int lane) {
+  if (depth == 4) return multiply<4>(sum, w, input, apart, lane);
+  if (depth == 2) return multiply<2>(sum, w, input, apart, lane);
+  for (int d = 0; d < depth; d++) multiply<1>(sum, w + d * TW * kTileBytes, input + d * apart, apart, lane);
 }
 
 __device__ inline void clear(Tile& sum) {
@@ -178,9 +185,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   load_scales(job, scales, first_tile, lane);
   wait_for_previous();
   const int at = (k_group * job.row_groups + row_group) * job.depth * TW * kTileBytes;
-  const int input_at = k_group * kInputBytes + lane * 16;
   const bool fed = TOKENS >= 8 || lane < 4 * TOKENS;
-  const int apart = fed ? job.k_groups * (kInputBytes / 16) : 0;
+  const u32 weights_at = shared_address(memory) + at, apart = fed ? job.k_groups * kInputBytes : 0;
+  const u32 inputs_at = fed ? shared_address(inputs) + k_group * kInputBytes + lane * 16 : shared_address(&nothing);
+  const u32 stride = fed ? slice : 0;
   // the ring has nothing to come in the last pass, but before it
   float4* sums = reinterpret_cast<float4*>(memory + (job.passes > 1 ? ring_bytes + job.stages * 16 : 0));
   int stage = 0, phase = 0;
@@ -190,8 +198,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int step = 0; step < job.steps; step++) {
       await(full + 8 * stage, phase);
       const int place = (kRounds ? phase * job.stages : 0) + stage;
-      multiply(sum, memory + stage * bytes + at,
-               fed ? reinterpret_cast<const uint4*>(inputs + place * slice + input_at) : &nothing, job.depth, apart, lane);
+      multiply(sum, weights_at + stage * bytes, inputs_at + place * stride, job.depth, apart, lane);
       __syncwarp();
       if (lane == 0) arrive(empty + 8 * stage);
       if (++stage == job.stages) stage = 0, phase ^= 1;

@@ -66,25 +66,6 @@ __device__ inline void produce(const Job& job, const Share& own, u32 ring, u32 f
   }
 }
 
-__device__ inline uint4 load(u32 from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
-  return v;
-}
-__device__ inline Stored load_shared(u32 tile, int lane) {
-  Stored to;
-#if BITS == 4
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to.codes.x), "=r"(to.codes.y) : "r"(tile + lane * 8));
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to.scales) : "r"(tile + kScalesAt + lane / 4 * 4));
-  to.zeros = 0;
-  if (ZEROS) asm volatile("ld.shared.u16 %0, [%1];" : "=r"(to.zeros) : "r"(tile + kZerosAt + lane / 4 * 2));
-#else
-#pragma unroll
-  for (int i = 0; i < BITS / 8; i++) to.values[i] = load(tile + i * 512 + lane * 16);
-#endif
-  return to;
-}
-
 // Where a warp is in the ring.
 struct Reader {
   u32 ring, full, stages, stage_bytes;
