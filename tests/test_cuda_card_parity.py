@@ -10,12 +10,13 @@ import torch
 
 from targets.arch import read_arch, released
 from targets.checkpoint import Checkpoint
+from targets.cuda import int4
 from targets.cuda.cache import make_cache
 from targets.cuda.formulas import lookup
 from targets.cuda.kernels import Kernels
 from targets.cuda.model import decode
 from targets.cuda.ops import Ops, Rows
-from targets.cuda.params import load_params
+from targets.cuda.params import load_params, quantised
 from targets.cuda.reference import Reference
 from targets.stored import dequantise
 from tests.card import KINDS, error, one_layer, random_weight
@@ -85,17 +86,25 @@ class Runner:
         return torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "fp8-w8a8"])
+def rounded_to_int4(values: np.ndarray) -> np.ndarray:
+    weight = int4.quantise(torch.from_numpy(values))
+    return (weight.values().float() * weight.row[..., None]).numpy()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "fp8-w8a8", "int4"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_model_agrees_with_transformers(tmp_path, variant, dtype):
     """Its logits at every position, whole and one token at a time."""
-    write_tiny(tmp_path, variant, dtype.removesuffix("-w8a8"))
+    write_tiny(tmp_path, variant, "bfloat16" if dtype == "int4" else dtype.removesuffix("-w8a8"))
     arch = read_arch(tmp_path)
     ours = Runner(tmp_path, Kernels(arch, 128, torch.bfloat16, KINDS), dtype, "cuda")
     whole = ours.feed((32,))
     assert torch.equal(ours.feed((1,) * 32), whole)
     checkpoint = Checkpoint(tmp_path, arch)
     tensors = {name: dequantise(checkpoint.read(name)) for name in checkpoint.specs}
+    if dtype == "int4":
+        narrow = [name for name, spec in checkpoint.specs.items() if quantised(name, spec)]
+        tensors |= {name: rounded_to_int4(tensors[name]) for name in narrow}
     with torch.no_grad():
         exact = oracle(variant, tensors)(torch.tensor(IDS)).logits.double()
     reference = Runner(tmp_path, Reference(arch), dtype, "cpu").feed((32,))

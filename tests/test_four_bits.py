@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from specdec.core.errors import UserError
 from targets.arch import read_arch
 from targets.checkpoint import Checkpoint
+from targets.cuda import int4
+from targets.cuda.upload import as_tensor
 from targets.jax import model
 from targets.jax.int4 import quantise_int4
 from targets.jax.load import JaxOptions, load_target
@@ -62,6 +64,37 @@ def test_logits_are_those_of_what_the_library_reads(tmp_path, variant, scheme):
     assert np.abs(ours - expected).max() <= TOLERANCE
     cuda, _ = Runner(tmp_path).feed(IDS[:, :8], [0, 0], [0, 1])
     assert np.abs(cuda - expected[:, :8]).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name.startswith("int4")])
+def test_cuda_multiplies_what_the_library_reads(tmp_path, scheme):
+    """To the bit where a code's difference from its zero point has no more bits than 4, and as near
+    as a float16 is where it has; in the whole, beside transformers in float32."""
+    meant = write_quantised(tmp_path, "31b", scheme)
+    arch = read_arch(tmp_path)
+    checkpoint, narrow = Checkpoint(tmp_path, arch), 0
+    for name, values in meant.items():
+        stored = checkpoint.read(name)
+        weight = int4.from_stored(stored, as_tensor(stored.values))
+        if weight is not None:
+            narrow += 1
+            ours = (weight.values().float() * weight.row[..., None]).numpy()
+            np.testing.assert_allclose(ours, values, 2**-11 if "zero" in scheme else 0, 1e-9)
+    assert narrow >= 10
+    with torch.no_grad():
+        expected = oracle("31b", meant)(torch.tensor(IDS)).logits.numpy()[:, :8]
+    ours, _ = Runner(tmp_path, "int4", torch.bfloat16).feed(IDS[:, :8], [0, 0], [0, 1])
+    assert np.linalg.norm(ours - expected) <= 2e-2 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (5, 40), (3, 16, 96)])
+def test_cuda_rounds_to_the_scale_of_the_least_error(shape):
+    """As JAX does, code by code; widths that no group divides too."""
+    values = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    ours = int4.quantise(torch.from_numpy(values))
+    assert ours.kind == "int4" and ours.codes.shape == shape
+    mine = (ours.values().float() * ours.row[..., None]).numpy()
+    np.testing.assert_allclose(mine, dequantise(quantise_int4(values)), 1e-6, 1e-9)
 
 
 def test_jax_keeps_four_bits_in_memory(tmp_path):
