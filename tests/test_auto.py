@@ -54,7 +54,7 @@ class RandomCosts:
     """Another table in each cycle."""
 
     def __init__(self, seed: int) -> None:
-        self.random, self.works = random.Random(seed), set()
+        self.random, self.choices, self.works = random.Random(seed), random.Random(-seed), set()
 
     def seconds(self, work) -> float:
         return self.random.random()
@@ -67,7 +67,7 @@ class Whim(Policy):
     """Anything on the menu, and anybody's guesses for each row."""
 
     def choose(self, rows):
-        draw = self.costs.random.choice
+        draw = self.costs.choices.choice
         depth, drafted = draw(self.menu.pairs)
         guessing = [
             [None, *(o.drafter for o in row.offers if drafted or o.drafter != self.weighted)]
