@@ -21,7 +21,8 @@ import numpy as np
 from drafters.eagle3.spec import default_layers
 from specdec.core.provenance import run_record
 from targets.arch import Arch, released
-from targets.jax.params import Params, init_params
+from targets.jax.blank_params import init_params
+from targets.jax.params import Params
 from training.packing import PackedRows
 from training.recipe import Recipe, read_recipe, spec_for
 from training.teacher import TeacherOutput, teach
