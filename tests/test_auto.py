@@ -226,11 +226,11 @@ def checked(config, speculation, loop="host", tokens=20):
     return engine
 
 
-@pytest.mark.usefixtures("cheap_programs")
 @pytest.mark.parametrize("name", ["eagle3", pytest.param("model", marks=pytest.mark.slow)])
 def test_lossless_on_jax_with_a_drafter_with_weights(name):
+    """With the commands' own programs, which other tests compile too."""
     chosen = registry.config_type()(drafter="auto", k=4, auto_with=name)
-    engine = checked(ModelConfig(slots=2, max_len=256), chosen)
+    engine = checked(ModelConfig(), chosen)
     assert {work.drafted for work in engine.drafter.policy.costs.works} == {0, 1, 2, 4}
     assert {work.depth for work in engine.drafter.policy.costs.works} == {4}  # all are one width
 
