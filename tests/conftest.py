@@ -98,6 +98,16 @@ def worded(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    """A fake target of four slots behind HTTP: a `tests.serving.Server`. Modules that need another
+    have one of their own by this name."""
+    from tests.serving import ServedTarget, serving
+
+    with serving(ServedTarget(slots=4)) as running:
+        yield running
+
+
 @pytest.fixture(scope="session")
 def mini_server() -> Iterator[Any]:
     """The embedded model behind HTTP: a `tests.serving.Server`."""

@@ -41,12 +41,8 @@ def default_name(model: str) -> str:
 
 def folder_of(name: str) -> Path:
     """The folder of an assistant, downloaded if need be. Raises UserError."""
-    if hub.is_name(name):
-        return hub.fetched(name)
-    folder = Path(name)
-    if not folder.is_dir():
-        raise UserError(
-            f"no folder {folder}: --draft-model names an assistant's folder, or one of the Hugging "
-            "Face hub's as org/name"
-        )
-    return folder
+    return hub.folder_of(
+        name,
+        f"no folder {name}: --draft-model names an assistant's folder, or one of the Hugging "
+        "Face hub's as org/name",
+    )
