@@ -23,9 +23,9 @@ OF_THE_LIBRARY = {
     "library": ["the same seed, the same text: True", "had a chance of 0."],
 }
 TRAINING = [
-    "8 answers in ",
-    "step 8: held-out loss ",
-    "wrote step 8 to ",
+    "8 answers in",
+    "step 8: held-out loss",
+    "wrote step 8 to",
     "equal to plain decoding",
 ]
 REPLICAS = ["8 answers of 2 replicas", "\nequal\n"]
