@@ -178,6 +178,15 @@ def slope(memory: list[tuple[float, int]], warm_up: float) -> tuple[float, float
     return round(float(by_hour), 3), round(float(spread[0, 0] ** 0.5), 3)
 
 
+def floors(memory: list[tuple[float, int]]) -> list[float]:
+    """The least of each ten minutes, in MB: what is in use between requests."""
+    least: dict[int, int] = {}
+    for seconds, kib in memory:
+        part = int(seconds // 600)
+        least[part] = min(kib, least.get(part, kib))
+    return [round(kib * 1024 / 1e6, 1) for kib in least.values()]
+
+
 def write(soak: Soak, out: Path, options: argparse.Namespace) -> None:
     found = slope(soak.memory, options.warm_up * 60)
     rates = {name: soak.counts[name] for name in ("5xx", "broken", "differing", "refused")}
@@ -189,6 +198,7 @@ def write(soak: Soak, out: Path, options: argparse.Namespace) -> None:
         "commit": options.commit,
         **rates,
         "megabytes_an_hour": found and {"slope": found[0], "standard_error": found[1]},
+        "megabytes_least_of_ten_minutes": floors(soak.memory),
         "counts": dict(sorted(soak.counts.items())),
         "descriptors": len(os.listdir(f"/proc/{soak.pid}/fd")),
         "threads": status(soak.pid, "Threads"),
