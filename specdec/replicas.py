@@ -5,13 +5,13 @@ its own. What one answers, any other would: a request that is sent again, becaus
 died, gets the same tokens, if it is greedy or has a seed.
 
 Arguments are `Settings`, and the command line's options by their names (k, slots, max_len, backend,
-dtype ...). Raises UserError for those that make no sense, before anything is started.
+dtype ...). SPECDEC_API_KEY in the environment of `serve run` names keys, one of which clients must
+send. Raises UserError for those that make no sense, before anything is started.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from drafters import registry
 from serve.api import create_app
+from serve.key_sources import environment_keys
 from serve.runner import EngineRunner
 from specdec.assembly.engine import require_exact, serving_engine
 from specdec.assembly.model import load_model
@@ -34,8 +35,6 @@ from specdec.llm import configured
 ray: Any = import_module("ray")  # an extra, which need not be there where types are checked
 ray_serve: Any = import_module("ray.serve")
 
-KEY = "SPECDEC_API_KEY"
-"""Of the environment of `serve run`: keys with commas between, one of which clients must send."""
 WAITING = 256
 """Requests that may wait in a replica for a slot."""
 
@@ -78,8 +77,7 @@ def app(args: dict[str, Any]) -> Any:
     config, speculation, prefix = _options(rest)
     on_card = config.backend == "cuda" and config.device != "cpu"
     cards = settings.cards if settings.cards is not None else float(on_card)
-    keys = tuple(filter(None, (key.strip() for key in os.environ.get(KEY, "").split(","))))
-    build = partial(_replica_app, config, speculation, prefix, settings, keys)
+    build = partial(_replica_app, config, speculation, prefix, settings, environment_keys())
     deployment = ray_serve.deployment(
         ray_serve.ingress(_named(build))(Replica),
         name="specdec",

@@ -35,6 +35,17 @@ def is_name(model: str) -> bool:
     return NAME.fullmatch(model) is not None and not Path(model).is_dir()
 
 
+def folder_of(name: str, absent: str) -> Path:
+    """A folder, or that of a repository's files, downloaded if need be. Raises UserError, of which
+    `absent` is the text where there is no such folder."""
+    if is_name(name):
+        return fetched(name)
+    folder = Path(name)
+    if not folder.is_dir():
+        raise UserError(absent)
+    return folder
+
+
 def repo_of(name: str) -> str:
     """Without its revision."""
     return name.partition("@")[0]

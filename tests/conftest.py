@@ -21,11 +21,15 @@ from tests.worded import write_worded
 settings.register_profile("shared", deadline=None)  # a busy machine is no fault of a test
 settings.load_profile("shared")
 LONGEST = (
-    *("mesh", "lossless_mini", "compile", "lossless", "eagle3_training", "cuda_kernels", "cli"),
-    *("long_cache", "eagle3_loss", "long_context", "parity", "cli_cuda", "eagle3_tau"),
-    *("eagle3_inputs", "eagle3_learning", "hosts", "cuda_lossless", "eagle3_drafter", "pretrain"),
+    *("lossless_mini", "warm", "lossless", "mesh", "hosts", "constraints", "auto"),
+    *("cuda_lossless", "long_context", "eagle3_training", "long_cache", "eagle3_tau"),
+    *("serve_agents", "script", "compile", "cli_cuda", "parity", "cuda_parity", "random_mesh"),
+    *("cuda_kernels", "sampling", "door", "eagle3_cuda", "eagle3_drafter", "cli", "serve_drain"),
+    *("pretrain", "speculation_off", "assistant_head", "assistant_drafter", "cli_drafting"),
+    *("four_bits", "cli_lossless", "assistant_files", "eagle3_loss", "eagle3_inputs", "examples"),
 )
-"""Files that take longest. They go first, so that no worker is left with one at the end."""
+"""Files that take longest, by CPU seconds. They go first, so that no worker is left with one at the
+end. Those that compile the same programs of mini are apart: what one compiled, the other finds."""
 PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
 KEPT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -96,6 +100,16 @@ def worded(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("worded") / "tiny"
     write_worded(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    """A fake target of four slots behind HTTP: a `tests.serving.Server`. Modules that need another
+    have one of their own by this name."""
+    from tests.serving import ServedTarget, serving
+
+    with serving(ServedTarget(slots=4)) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

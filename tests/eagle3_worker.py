@@ -18,7 +18,8 @@ import numpy as np
 
 from drafters.frequency import draft_vocabulary
 from targets.arch import Arch, parse_arch
-from targets.jax.params import Params, init_params
+from targets.jax.blank_params import init_params
+from targets.jax.params import Params
 from tests.tiny import VOCAB, config_of
 from training.feature_cache import CacheLayout, FeatureCache, Read, joined, with_states
 from training.packing import PackedRows, pack

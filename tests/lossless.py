@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from drafters.assistant.jax.drafter import AssistantDrafter, PlacedAssistant
 from drafters.assistant.spec import Clusters, random_assistant, released_size
@@ -25,7 +26,7 @@ from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
-from specdec.core.types import NO_GUESS, Sequence
+from specdec.core.types import NO_GUESS, Sampling, Sequence
 from targets import mini
 from targets.arch import read_arch
 from targets.jax.device_drafter import TextDrafter
@@ -215,6 +216,41 @@ def check_device_model(path, mode, slots, ks, tokens=TOKENS, draft_of=draft_of):
         again, host_acceptance = run(drafter, host_cycle(target, drafter, k))
         assert output == again == plain, (path.name, mode, slots, k)
         assert acceptance == host_acceptance
+
+
+def check_guesses_end(target, drafter, k, end, lengths, context):
+    """It guesses at each place before `end` and at none from there on; texts of these prompts'
+    lengths go on to the target's `context`."""
+    propose, seen = drafter.propose, []
+
+    def watched(seqs, k):
+        draft = propose(seqs, k)
+        for seq, row in zip(seqs, draft.tolist(), strict=True):
+            seen.extend((len(seq.tokens) + j, guess) for j, guess in enumerate(row))
+        return draft
+
+    seqs = [Sequence([5] * n, max_tokens=99) for n in lengths]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter, "propose", watched)
+        Engine(target, drafter, host_cycle(target, drafter, k)).run_to_end(seqs)
+    assert all(len(seq.tokens) == context for seq in seqs)
+    assert {guess == NO_GUESS for place, guess in seen if place < end} == {False}
+    assert {guess == NO_GUESS for place, guess in seen if place >= end} == {True}
+
+
+def check_nothing_is_drafted(target, drafter, k):
+    for sampling in (Sampling(), Sampling(1.0, seed=3)):
+        engine = Engine(target, drafter, host_cycle(target, drafter, k))
+        engine.run_to_end([Sequence([5, 6], sampling, max_tokens=6)])
+        assert engine.acceptance.drafted == 0
+
+
+def decode_three(target, drafter, k):
+    """Three prompts, of which one is longer and one sampled."""
+    samplings = Sampling(), Sampling(0.8, seed=5), Sampling()
+    prompts = [5, 9, 3], [7] * 17, [11, 12]
+    seqs = [Sequence(list(p), s, 14) for p, s in zip(prompts, samplings, strict=True)]
+    Engine(target, drafter, host_cycle(target, drafter, k)).run_to_end(seqs)
 
 
 def head_for(path, max_position=MAX_LEN):

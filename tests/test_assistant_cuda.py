@@ -26,7 +26,7 @@ from targets.cuda.ops import Rows
 from targets.sampling_params import split_seed
 from tests.assistants import STEPS, TOLERANCE, a_text, assistant_for, chain
 from tests.eagle3_oracle import Judging
-from tests.lossless import decode
+from tests.lossless import decode, decode_three
 from tests.tiny import VOCAB
 
 K = 4
@@ -118,10 +118,7 @@ def test_guesses_are_transformers_on_the_text(tiny, variant):
     target = target_of(tiny[variant])
     drafter = Judged(AssistantModel(assistant_for(tiny[variant], variant), target, 1))
     drafter.variant = variant
-    samplings = Sampling(), Sampling(0.8, seed=5), Sampling()
-    prompts = [5, 9, 3], [7] * 17, [11, 12]
-    seqs = [Sequence(list(p), s, 14) for p, s in zip(prompts, samplings, strict=True)]
-    Engine(target, drafter, host_cycle(target, drafter, K)).run_to_end(seqs)
+    decode_three(target, drafter, K)
     assert drafter.judged >= 6
 
 

@@ -20,7 +20,7 @@ from targets.jax.noise import gumbel
 from targets.sampling_params import split_seed
 from tests.assistants import assistant_for, chain
 from tests.eagle3_oracle import Judging
-from tests.lossless import decode
+from tests.lossless import check_guesses_end, decode
 from tests.tiny import VOCAB
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
@@ -88,22 +88,10 @@ def test_lossless_in_both_loops(tiny, variant):
         assert acceptance.drafted > 0
 
 
-def test_nothing_is_guessed_beyond_the_context(tiny, monkeypatch):
-    target, seen = target_of(tiny["31b"]), []
+def test_nothing_is_guessed_beyond_the_context(tiny):
+    target = target_of(tiny["31b"])
     drafter = AssistantDrafter(placed_of(tiny["31b"], "31b"), K)
-    propose = drafter.propose
-
-    def watched(seqs, k):
-        draft = propose(seqs, k)
-        for seq, row in zip(seqs, draft.tolist(), strict=True):
-            seen.extend((len(seq.tokens) + j, guess) for j, guess in enumerate(row))
-        return draft
-
-    monkeypatch.setattr(drafter, "propose", watched)
-    engine = Engine(target, drafter, host_cycle(target, drafter, K))
-    engine.run_to_end([Sequence([5] * n, max_tokens=99) for n in (90, 95)])
-    assert {guess == NO_GUESS for place, guess in seen if place < 96} == {False}
-    assert {guess == NO_GUESS for place, guess in seen if place >= 96} == {True}
+    check_guesses_end(target, drafter, K, 96, (90, 95), context=96)
 
 
 def test_a_pruned_head_guesses_as_the_whole_one_that_may_say_no_other_word(tiny, monkeypatch):

@@ -3,6 +3,7 @@ bits, and what is exported is read by transformers' own class."""
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +14,17 @@ import pytest
 
 from drafters.assistant.files import file_name, load_assistant, save_assistant
 from specdec.core.errors import UserError
+from targets import mini
 from targets.arch import read_arch
 from targets.checkpoint import Checkpoint
 from targets.jax.params import load_params
+from targets.tokenizer import load_tokenizer
+from tests.assistant_worker import IDS, OFTEN, SHAPE, SMALL, STEPS, taught, trainer
 from tests.assistants import TOLERANCE, a_text, assistant_for, chain, read_by_transformers
-from tests.eagle3_worker import RECIPE, answers, target
-from tests.tiny import VOCAB
-from training.heads import head_of
-from training.packing import PackedRows, pack
+from tests.cheap import beside
+from tests.eagle3_worker import answers, target
+from training.heads import head_of, origin_of
+from training.packing import PackedRows
 from training.real_acceptance import Live, prompts_of
 from training.recipe import (
     AssistantShape,
@@ -28,22 +32,16 @@ from training.recipe import (
     read_assistant_recipe,
     read_recipe,
 )
-from training.teacher import teach
+from training.teacher import load_teacher, teach
 from training.trained import trained_assistant, trained_head
-from training.trainer import Trainer, contract_of, initial_state, sign
+from training.trainer import Trainer, initial_state
+from training.unroll import judge, measures
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
-SHAPE = AssistantShape(hidden=32, ffw=48, heads=4, sliding=1)
-SMALL = replace(RECIPE, head=SHAPE, unroll=1, evaluate_every=100, save_every=100)
-IDS = np.arange(VOCAB)
-
-
-def taught(head, arch):
-    def lesson(params, rows):
-        return teach(params, arch, head.layers, jnp.asarray(IDS), (), rows, head.lenders)
-
-    return lesson
+TEXT = (
+    "def mean(values):\n    return sum(values) / len(values)\n\n\nclass Stack:\n    def __init__("
+)
 
 
 @pytest.mark.parametrize("variant", ["31b", pytest.param("e2b", marks=pytest.mark.slow)])
@@ -79,13 +77,45 @@ def test_each_position_is_trained_as_it_is_drafted_from(tiny, variant):
                 assert np.abs(ours[known] - said.logits[n][known]).max() <= TOLERANCE
 
 
-def trainer(run, recipe=SMALL):
-    params, arch = target()
+@pytest.mark.slow
+def test_a_run_that_is_killed_five_times_ends_as_the_unbroken_one(tmp_path, monkeypatch):
+    """Before the first checkpoint, just after one, and between; each time by SIGKILL."""
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: {})
+    whole = trainer(tmp_path / "whole", OFTEN)
+    whole.train(STEPS)
+    for last in (3, 5, 11, 12, 19):
+        worker = beside("-m", "tests.assistant_worker", str(tmp_path / "parts"), str(last))
+        _, said = worker.communicate()
+        assert worker.returncode == -signal.SIGKILL, said.decode()[-2000:]
+    parts = trainer(tmp_path / "parts", OFTEN)
+    assert int(parts.state.step) == 16
+    parts.train(STEPS)
+    both = jax.tree.leaves(whole.state), jax.tree.leaves(parts.state)
+    assert all(np.array_equal(mine, other) for mine, other in zip(*both, strict=True))
+
+
+def test_an_assistant_of_the_targets_width_starts_as_its_end():
+    """From there it says no worse than that any word may follow."""
+    params, arch = load_teacher(mini.path("mini"))
+    recipe = read_assistant_recipe(Path("assistant-mini-cpu.toml"))
     spec = shaped(arch, recipe.head)
-    run.mkdir(parents=True, exist_ok=True)
-    rows, kept = pack(answers(30), recipe.length), pack(answers(6, 1), recipe.length)
-    sign(run, contract_of(recipe, spec, {"target": "right"}), IDS)
-    return Trainer(recipe, spec, run, params, taught(head_of(spec), arch), rows, kept, IDS)
+    stored, ids = Checkpoint(mini.path("mini"), arch), np.arange(arch.vocab)
+    weights = initial_state(spec, recipe, origin_of(params), ids).weights
+    for i, number in enumerate((8, 9, 10, 11)):
+        assert spec.arch.layers[i].sliding == arch.layers[number].sliding
+        for name in ("self_attn.q_proj", "mlp.down_proj", "layer_scalar"):
+            mine, own = weights[f"layers.{i}.{name}"], stored.read(f"layers.{number}.{name}").values
+            assert np.array_equal(mine, own), (i, name)
+    tokens = np.array([load_tokenizer(mini.path("mini"), arch.vocab).encode(TEXT)], np.int32)
+    rows = PackedRows(tokens, 0 * tokens, tokens >= 0, tokens < 0)
+
+    @jax.jit
+    def judged(params, weights, rows):
+        lesson = teach(params, arch, (), jnp.asarray(ids), (), rows, head_of(spec).lenders)
+        return judge(weights, spec, params.top["embed_tokens"], jnp.asarray(ids), rows, lesson, 2)
+
+    divergence = measures(judged(params, weights, rows))["divergence"]
+    assert (divergence < np.log(arch.vocab)).all()
 
 
 def test_a_stopped_run_goes_on_with_the_same_bits_and_is_exported(tmp_path, monkeypatch):
@@ -124,8 +154,7 @@ def test_real_acceptance_is_measured_with_the_weights_at_hand():
     params, arch = target()
     spec = shaped(arch, SHAPE)
     live = Live(params, arch, spec, IDS, prompts_of(answers(12), 3, 4), 2, (), ())
-    table, norm = (np.asarray(params.top[name]) for name in ("embed_tokens", "norm"))
-    blank = initial_state(spec, SMALL, table, norm, IDS).weights
+    blank = initial_state(spec, SMALL, origin_of(params), IDS).weights
     found = live(blank)
     assert set(found) == {"real_tau_t0", "real_tau_t1"} and live(blank) == found
 
@@ -133,7 +162,7 @@ def test_real_acceptance_is_measured_with_the_weights_at_hand():
 def test_a_recipe_is_of_one_kind():
     """Of the other command's it is said, by key, what does not fit."""
     ours, other = Path("assistant-mini-cpu.toml"), Path("eagle3-mini-cpu.toml")
-    assert read_assistant_recipe(ours).head == AssistantShape(hidden=256, ffw=768, heads=8)
+    assert read_assistant_recipe(ours).head == AssistantShape(hidden=256, ffw=960, heads=4)
     with pytest.raises(UserError, match=r"head\.hidden is missing.*compare with"):
         read_assistant_recipe(other)
     with pytest.raises(UserError, match=r"head\.kv_heads is missing"):

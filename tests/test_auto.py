@@ -17,6 +17,8 @@ from drafters import registry
 from drafters.auto import cuda as cuda_auto, jax as jax_auto
 from drafters.auto.host import AutoDrafter, Weighted
 from drafters.auto.late import EITHER, NOBODY, TEXT, WEIGHTS, LateChooser
+from drafters.eagle3.files import save_flat
+from drafters.eagle3.spec import random_head
 from drafters.ngram.host import NgramDrafter
 from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
@@ -35,8 +37,10 @@ from targets.jax.device_drafter import TextDrafter
 from targets.jax.device_loop import device_loop
 from targets.jax.load import JaxOptions, load_target
 from tests.commands import CUDA, refused, run
+from tests.eagle3_oracle import SPEC
 from tests.fakes import FakeTarget, Noise, Oracle, ScriptedTarget
 from tests.modes import MODES
+from tests.worded import WORDS
 
 K, TOKENS = 5, 40
 WISHES = (
@@ -54,7 +58,7 @@ class RandomCosts:
     """Another table in each cycle."""
 
     def __init__(self, seed: int) -> None:
-        self.random, self.works = random.Random(seed), set()
+        self.random, self.choices, self.works = random.Random(seed), random.Random(-seed), set()
 
     def seconds(self, work) -> float:
         return self.random.random()
@@ -67,7 +71,7 @@ class Whim(Policy):
     """Anything on the menu, and anybody's guesses for each row."""
 
     def choose(self, rows):
-        draw = self.costs.random.choice
+        draw = self.costs.choices.choice
         depth, drafted = draw(self.menu.pairs)
         guessing = [
             [None, *(o.drafter for o in row.offers if drafted or o.drafter != self.weighted)]
@@ -227,10 +231,22 @@ def checked(config, speculation, loop="host", tokens=20):
 
 
 @pytest.mark.usefixtures("cheap_programs")
-@pytest.mark.parametrize("name", ["eagle3", pytest.param("model", marks=pytest.mark.slow)])
-def test_lossless_on_jax_with_a_drafter_with_weights(name):
-    chosen = registry.config_type()(drafter="auto", k=4, auto_with=name)
-    engine = checked(ModelConfig(slots=2, max_len=256), chosen)
+@pytest.mark.parametrize(
+    ("own", "name"),
+    [
+        (False, "eagle3"),
+        pytest.param(True, "eagle3", marks=pytest.mark.slow),
+        pytest.param(True, "model", marks=pytest.mark.slow),
+    ],
+)
+def test_lossless_on_jax_with_a_drafter_with_weights(own, name, worded, tmp_path):
+    """own: mini and what drafts for it, in place of a tiny model with a random head."""
+    model, draft = ("mini", None) if own else (str(worded), str(tmp_path))
+    if not own:
+        head = random_head(replace(SPEC, hidden=48, vocab=WORDS, layers=(0, 1, 2)))
+        save_flat(head, tmp_path, (1,))
+    chosen = registry.config_type()(drafter="auto", k=4, auto_with=name, draft_model=draft)
+    engine = checked(ModelConfig(model, slots=2, max_len=256), chosen)
     assert {work.drafted for work in engine.drafter.policy.costs.works} == {0, 1, 2, 4}
     assert {work.depth for work in engine.drafter.policy.costs.works} == {4}  # all are one width
 

@@ -20,13 +20,6 @@ def test_generate_streams_text_and_ends_with_json(capsys):
     assert "embedded" in err and "tau" in err and "tok/s" in err
 
 
-def test_drafter_k_and_loop_do_not_change_the_text(capsys):
-    base = ["generate", PROMPT, "--max-tokens", "16", "--json", "--seed", "3"]
-    variants = [["--drafter", "none"], ["--k", "7"], ["--loop", "device"]]
-    texts = {json.loads(run(capsys, *base, *v)[0].splitlines()[-1])["text"] for v in variants}
-    assert len(texts) == 1
-
-
 def test_toml_then_flags_and_the_vllm_alias(capsys, tmp_path):
     config = tmp_path / "run.toml"
     config.write_text('drafter = "none"\nk = 2\nmax_tokens = 4\nslots = 4\n')
@@ -56,18 +49,6 @@ def test_doctor_finds_mini_sound_and_exact(capsys):
     document = json.loads(out.splitlines()[-1])
     assert document["healthy"] and document["verdict"] == "sound"
     assert all(check["differing"] == 0 for check in document["checks"])
-
-
-def test_eval_acceptance_reports_and_proves_equality(capsys, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "def f(x):"}\n{"prompt": "import os\\nimport sys\\n"}\n')
-    arguments = ["eval-acceptance", str(prompts), "--max-tokens", "24", "--out", str(tmp_path)]
-    out, err = run(capsys, *arguments, "--temperature", "0.8", "--json")
-    document = json.loads(out.splitlines()[-1])
-    assert document["equality"]["equal"] and document["overall"]["tau"] >= 1
-    assert json.loads((tmp_path / "report.json").read_text())["overall"] == document["overall"]
-    assert (tmp_path / "report.png").stat().st_size > 10_000
-    assert "plain, width 1" in document["speeds"]
 
 
 @pytest.mark.parametrize(

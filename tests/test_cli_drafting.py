@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from drafters.eagle3 import embedded
+from drafters.assistant import embedded as assistants
+from drafters.eagle3 import embedded as heads
 from drafters.eagle3.spec import random_head, sized, tensors
 from drafters.registry import resolved
 from specdec.core.config import ModelConfig, SpeculationConfig
@@ -23,19 +24,26 @@ def document(capsys, *arguments):
     return json.loads(run(capsys, *SHORT, *arguments)[0].splitlines()[-1])
 
 
-@pytest.mark.parametrize(("drafter", "name"), [("model", "mini-e"), ("eagle3", "mini-eagle3")])
+OWN = {"model": "mini-e", "eagle3": "mini-eagle3", "assistant": "mini-assistant"}
+
+
+@pytest.mark.parametrize(("drafter", "name"), OWN.items())
 def test_mini_brings_what_drafts_for_it(capsys, drafter, name):
     drafted = document(capsys, "--drafter", drafter)
     assert drafted["config"]["speculation"]["draft_model"] == name
     assert drafted["tokens"] == 10 and drafted["drafted"] > drafted["accepted"] > 0
 
 
-def test_the_embedded_head_is_small_and_for_mini_alone(capsys):
-    files = embedded.path("mini-eagle3").iterdir()
-    assert sum(file.stat().st_size for file in files if file.suffix != ".png") <= 8 << 20
-    line = refused(
-        capsys, *SHORT, "--drafter", "eagle3", "--model", "mini-e", "--draft-model", "mini-eagle3"
-    )
+HEADS = {"eagle3": (heads, 8), "assistant": (assistants, 10)}
+
+
+@pytest.mark.parametrize("drafter", HEADS)
+def test_the_embedded_heads_are_small_and_for_mini_alone(capsys, drafter):
+    embedded, mebibytes = HEADS[drafter]
+    files = embedded.path(OWN[drafter]).iterdir()
+    assert sum(file.stat().st_size for file in files if file.suffix != ".png") <= mebibytes << 20
+    of_another = ["--drafter", drafter, "--model", "mini-e", "--draft-model", OWN[drafter]]
+    line = refused(capsys, *SHORT, *of_another)
     assert "is for a target of width 256, not 96" in line
 
 

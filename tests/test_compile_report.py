@@ -8,9 +8,9 @@ import pytest
 
 from specdec.cli import main
 from targets.arch import released
+from targets.jax.blank_params import abstract_params
 from targets.jax.estimate import CHIPS, estimate
 from targets.jax.hlo import parse, shapes
-from targets.jax.params import abstract_params
 from targets.jax.report import by_kind, rounds, summary
 from targets.jax.roofline import weight_bytes
 from targets.jax.traffic import traffic

@@ -19,9 +19,8 @@ from drafters.eagle3.jax import head as jax_head
 from drafters.eagle3.jax.head import place
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
-from specdec.core.engine import Engine
 from specdec.core.errors import UserError
-from specdec.core.types import NO_GUESS, Sampling, Sequence
+from specdec.core.types import Sequence
 from targets.cuda.footprint import TargetShape, check_fits
 from targets.cuda.noise import gumbel
 from targets.cuda.ops import Linear, Rows
@@ -31,7 +30,7 @@ from tests import eagle3_oracle
 from tests.commands import CUDA, refused, run
 from tests.eagle3_heads import BASE, EAGLE3, MINI, SPEC, cuda_target_of, random_head
 from tests.eagle3_oracle import FLAGS, STEPS, TOKENS, Judging, Oracle, inputs
-from tests.lossless import decode
+from tests.lossless import check_guesses_end, check_nothing_is_drafted, decode, decode_three
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
@@ -131,10 +130,7 @@ def test_guesses_are_those_of_a_fresh_prefill(tiny):
     target = cuda_target_of(tiny["31b"])
     drafter = Judged(HeadModel(random_head(), target), K)
     drafter.path = tiny["31b"]
-    samplings = Sampling(), Sampling(0.8, seed=5), Sampling()
-    prompts = [5, 9, 3], [7] * 17, [11, 12]
-    seqs = [Sequence(list(p), s, 14) for p, s in zip(prompts, samplings, strict=True)]
-    Engine(target, drafter, host_cycle(target, drafter, K)).run_to_end(seqs)
+    decode_three(target, drafter, K)
     assert drafter.judged >= 6
 
 
@@ -182,23 +178,8 @@ def test_what_a_head_needs_is_known_before_it_is_there(tiny):
 @pytest.mark.parametrize(("change", "end"), [({}, 96), ({"max_position": 48}, 48)])
 def test_nothing_is_guessed_beyond_a_context(tiny, change, end):
     """Of the target's 96 tokens, or of a shorter head's: K reaches beyond both."""
-    target, seen = cuda_target_of(tiny["31b"]), []
-    drafter = drafter_of(target, **change)
-    propose = drafter.propose
-
-    def watched(seqs, k):
-        draft = propose(seqs, k)
-        for seq, row in zip(seqs, draft.tolist(), strict=True):
-            seen.extend((len(seq.tokens) + j, guess) for j, guess in enumerate(row))
-        return draft
-
-    drafter.propose = watched
-    engine = Engine(target, drafter, host_cycle(target, drafter, K))
-    seqs = [Sequence([5] * n, max_tokens=99) for n in (44, 90, 95)]
-    engine.run_to_end(seqs)
-    assert all(len(seq.tokens) == 96 for seq in seqs)
-    assert {guess == NO_GUESS for place, guess in seen if place < end} == {False}
-    assert {guess == NO_GUESS for place, guess in seen if place >= end} == {True}
+    target = cuda_target_of(tiny["31b"])
+    check_guesses_end(target, drafter_of(target, **change), K, end, (44, 90, 95), context=96)
 
 
 def test_says_nothing_where_nothing_that_it_knows_may_be_said(tiny, monkeypatch):
@@ -206,10 +187,7 @@ def test_says_nothing_where_nothing_that_it_knows_may_be_said(tiny, monkeypatch)
     drafter, bias = drafter_of(target), target.bias.clone()
     bias[:, random_head().target_ids] = -torch.inf
     monkeypatch.setattr(target, "bias", bias)
-    for sampling in (Sampling(), Sampling(1.0, seed=3)):
-        engine = Engine(target, drafter, host_cycle(target, drafter, K))
-        engine.run_to_end([Sequence([5, 6], sampling, max_tokens=6)])
-        assert engine.acceptance.drafted == 0
+    check_nothing_is_drafted(target, drafter, K)
 
 
 def test_a_head_for_another_target_is_one_line(tiny):

@@ -16,14 +16,14 @@ from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
-from specdec.core.types import NO_GUESS, Sampling, Sequence
+from specdec.core.types import Sampling, Sequence
 from targets.jax.device_loop import device_loop
 from targets.jax.noise import gumbel
 from targets.sampling_params import split_seed
 from tests.commands import refused, run
 from tests.eagle3_heads import BASE, EAGLE3, MINI, SPEC, jax_target_of, random_head
 from tests.eagle3_oracle import Judging, Oracle
-from tests.lossless import decode
+from tests.lossless import check_guesses_end, check_nothing_is_drafted, decode
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
@@ -81,34 +81,17 @@ def test_lossless_in_both_loops(tiny):
 
 
 @pytest.mark.parametrize(("change", "end"), [({}, 96), ({"max_position": 48}, 48)])
-def test_nothing_is_guessed_beyond_a_context(tiny, monkeypatch, change, end):
+def test_nothing_is_guessed_beyond_a_context(tiny, change, end):
     """Of the target's 96 tokens, or of a shorter head's: K reaches beyond both."""
-    target, drafter, seen = jax_target_of(tiny["31b"]), drafter_of(tiny["31b"], **change), []
-    propose = drafter.propose
-
-    def watched(seqs, k):
-        draft = propose(seqs, k)
-        for seq, row in zip(seqs, draft.tolist(), strict=True):
-            seen.extend((len(seq.tokens) + j, guess) for j, guess in enumerate(row))
-        return draft
-
-    monkeypatch.setattr(drafter, "propose", watched)
-    engine = Engine(target, drafter, host_cycle(target, drafter, K))
-    seqs = [Sequence([5] * n, max_tokens=99) for n in (40, 90, 95)]
-    engine.run_to_end(seqs)
-    assert all(len(seq.tokens) == 96 for seq in seqs)
-    assert {guess == NO_GUESS for place, guess in seen if place < end} == {False}
-    assert {guess == NO_GUESS for place, guess in seen if place >= end} == {True}
+    target, drafter = jax_target_of(tiny["31b"]), drafter_of(tiny["31b"], **change)
+    check_guesses_end(target, drafter, K, end, (40, 90, 95), context=96)
 
 
 def test_says_nothing_where_nothing_that_it_knows_may_be_said(tiny, monkeypatch):
     target, drafter = jax_target_of(tiny["31b"]), drafter_of(tiny["31b"])
     ids = random_head().target_ids
     monkeypatch.setattr(target, "bias", target.bias.at[:, ids].set(-np.inf))
-    for sampling in (Sampling(), Sampling(1.0, seed=3)):
-        engine = Engine(target, drafter, host_cycle(target, drafter, K))
-        engine.run_to_end([Sequence([5, 6], sampling, max_tokens=6)])
-        assert engine.acceptance.drafted == 0
+    check_nothing_is_drafted(target, drafter, K)
 
 
 @pytest.mark.parametrize(

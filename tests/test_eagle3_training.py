@@ -4,10 +4,7 @@ is what was trained, and a full disk costs no checkpoint."""
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +17,10 @@ from drafters.frequency import draft_vocabulary
 from specdec.core.errors import UserError
 from targets import mini
 from targets.arch import read_arch
-from tests import cheap
+from tests.cheap import beside
 from tests.commands import refused
 from tests.eagle3_worker import RECIPE, SHAPE, STOPS, VOCAB, answers, made_up, target, trainer
+from training.heads import origin_of
 from training.packing import pack
 from training.real_acceptance import Live, prompts_of
 from training.recipe import spec_for
@@ -44,18 +42,6 @@ def losses(run: Path, kind: str = "heldout") -> list[dict]:
 def without_speed(run: Path) -> list[dict]:
     rows = map(json.loads, (run / "log.jsonl").read_text().splitlines())
     return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
-
-
-def beside(*arguments: str, devices: int = 1) -> subprocess.Popen:
-    """Another Python, while this one works; it compiles as this one does."""
-    flags = f"--xla_force_host_platform_device_count={devices} {cheap.FLAGS}"
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": flags},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
 
 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path) -> None:
@@ -105,8 +91,7 @@ def test_real_acceptance_is_measured_with_the_weights_at_hand() -> None:
     prompts = prompts_of(answers(12), 3, 4)
     assert len(prompts) == 3 and all(1 <= len(prompt) <= 4 for prompt in prompts)
     live = Live(params, arch, spec, np.arange(VOCAB), prompts, 2, (), ())
-    table, norm = (np.asarray(params.top[name]) for name in ("embed_tokens", "norm"))
-    blank = initial_state(spec, RECIPE, table, norm, np.arange(VOCAB)).weights
+    blank = initial_state(spec, RECIPE, origin_of(params), np.arange(VOCAB)).weights
     found = live(blank)
     assert set(found) == {"real_tau_t0", "real_tau_t1"}
     assert all(1 <= tau <= 3 for tau in found.values())

@@ -22,6 +22,13 @@ OF_THE_LIBRARY = {
     "batch": ["def first(items):", "\nequal\n"],
     "library": ["the same seed, the same text: True", "had a chance of 0."],
 }
+TRAINING = [
+    "8 answers in",
+    "step 8: held-out loss",
+    "wrote step 8 to",
+    "equal to plain decoding",
+]
+REPLICAS = ["8 answers of 2 replicas", "\nequal\n"]
 
 
 @pytest.mark.parametrize("name", OF_A_SERVER)
@@ -38,8 +45,25 @@ def test_an_example_of_the_library(capsys, name):
     assert all(words in said for words in OF_THE_LIBRARY[name]), said
 
 
+@pytest.mark.slow
+def test_the_example_of_training(capfd, tmp_path):
+    run = runpy.run_path(str(FOLDER / "train_drafter.py"))["main"]
+    run(str(tmp_path / "kept"))
+    said, told = capfd.readouterr()
+    assert all(words in said + told for words in TRAINING), said + told
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore")  # of Ray's own
+def test_the_example_of_replicas(capsys):
+    pytest.importorskip("ray")
+    runpy.run_path(str(FOLDER / "replicas.py"))["main"]()
+    said = capsys.readouterr().out
+    assert all(words in said for words in REPLICAS), said
+
+
 def test_every_script_is_run_and_listed():
     scripts = {path.stem for path in FOLDER.glob("*.py")}
-    assert scripts == {*OF_A_SERVER, *OF_THE_LIBRARY}
+    assert scripts == {*OF_A_SERVER, *OF_THE_LIBRARY, "train_drafter", "replicas"}
     listed = (FOLDER / "README.md").read_text()
     assert all(f"[{name}.py]({name}.py)" in listed for name in scripts)

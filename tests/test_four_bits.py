@@ -28,6 +28,8 @@ from tests.four_bits import SCHEMES, WIDER, write_quantised
 from tests.lossless import check_device, check_host, forget_targets
 from tests.tiny import IDS, oracle, write_tiny
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 TOLERANCE = 5e-4
 
 
@@ -107,7 +109,6 @@ def test_jax_keeps_four_bits_in_memory(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cheap_programs")
 def test_no_draft_changes_a_token(tmp_path):
     """Host and device loops; the narrow model decides, whoever guesses."""
     write_quantised(tmp_path, "31b", "int4 by 32, zero points")

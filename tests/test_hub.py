@@ -17,6 +17,7 @@ from drafters.eagle3.files import save_flat
 from drafters.eagle3.spec import random_head
 from specdec.core.errors import UserError
 from targets import hub, mini
+from tests import cheap
 from tests.commands import free_port, run, wait_until_ready
 from tests.eagle3_oracle import SPEC
 from tests.hub_server import SHA, Hub, hub_of
@@ -156,6 +157,7 @@ def test_a_server_takes_a_name(served: Hub, tmp_path):
     options = ["--max-len", "64", "--slots", "1", "--k", "1"]
     cache = ["--cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]
     env = os.environ | {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    env |= {"XLA_FLAGS": cheap.FLAGS}
     server = subprocess.Popen([*command, *options, *cache], env=env, stderr=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"

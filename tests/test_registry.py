@@ -52,12 +52,12 @@ def check(config, loops):
     assert runs[0][1].drafted > 0
 
 
-def test_a_strangers_drafter_runs_in_both_loops_of_jax(toy):
-    check(ModelConfig(**MODEL), ("host", "device"))
+def test_a_strangers_drafter_runs_in_both_loops_of_jax(toy, worded):
+    check(ModelConfig(str(worded), **MODEL), ("host", "device"))
 
 
-def test_a_strangers_drafter_runs_on_the_cuda_target(toy):
-    check(ModelConfig(backend="cuda", device="cpu", slots=2, max_len=64), ("host",))
+def test_a_strangers_drafter_runs_on_the_cuda_target(toy, worded):
+    check(ModelConfig(str(worded), backend="cuda", device="cpu", slots=2, max_len=64), ("host",))
 
 
 @pytest.mark.gpu

@@ -38,6 +38,8 @@ from targets.jax.load import JaxOptions, load_target
 from tests.commands import CUDA, refused, run
 from tests.fakes import FakeTarget, Noise
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 ANSWERS = [[5, 6, 7, 8] * 6, [9, 8, 7] * 4 + [3] * 9]
 SHARES = (0.8, 0.5, 0.3)
 
@@ -242,7 +244,6 @@ def script(tmp_path):
     return path
 
 
-@pytest.mark.usefixtures("cheap_programs")
 @pytest.mark.parametrize("backend", [[], ["--loop", "device"], CUDA], ids=str)
 def test_bench_says_a_script(capsys, script, worded, backend):
     arguments = ["bench", "--script", str(script), "--model", str(worded), "--max-len", "256"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 
 import openai
 import pytest
@@ -19,17 +18,10 @@ from tests.serving import (
     MODEL,
     TOKENIZER,
     ServedTarget,
-    Server,
     plain,
     plain_text,
     serving,
 )
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(ServedTarget(slots=4)) as running:
-        yield running
 
 
 def test_completion_is_what_plain_decoding_gives(server):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
 
 import httpx
 import openai
@@ -125,6 +128,28 @@ def test_keys_come_from_every_source(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECDEC_API_KEY", "vier, fünf".replace("ü", "ue"))
     config = AccessConfig(api_key=("eins",), api_key_file=file)
     assert config.keys("0.0.0.0") == ("eins", "zwei", "drei", "vier", "fuenf")
+
+
+UNSENDABLE = ["schlüssel", "a\tb", "gut, schlüssel"]
+
+
+@pytest.mark.parametrize("keys", UNSENDABLE)
+def test_keys_of_the_environment_are_checked_for_a_server(monkeypatch, keys):
+    monkeypatch.setenv("SPECDEC_API_KEY", keys)
+    with pytest.raises(UserError, match="visible ASCII"):
+        AccessConfig().keys("127.0.0.1")
+
+
+@pytest.mark.parametrize("keys", UNSENDABLE)
+def test_keys_of_the_environment_are_checked_for_replicas(monkeypatch, keys):
+    """Before anything of Ray is asked, which need not be installed here."""
+    for name in ("ray", "ray.serve"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.delitem(sys.modules, "specdec.replicas", raising=False)
+    replicas = import_module("specdec.replicas")
+    monkeypatch.setenv("SPECDEC_API_KEY", keys)
+    with pytest.raises(UserError, match="visible ASCII"):
+        replicas.app({"model": "mini"})
 
 
 @pytest.mark.parametrize(

@@ -306,13 +306,18 @@ def agent(client: openai.OpenAI, turns: int) -> list[Any]:
     return messages
 
 
-def test_an_agent_of_thirty_turns_is_the_same_with_speculation_and_without():
+@pytest.mark.parametrize("turns", [12, pytest.param(30, marks=pytest.mark.slow)])
+def test_an_agent_of_many_turns_is_the_same_with_speculation_and_without(turns):
     """With reused prompts and drafts, or with neither."""
     with serving_mini(reuse=True) as server:
-        drafted = agent(server.openai, 30)
+        drafted = agent(server.openai, turns)
+        metrics = server.metrics()
     with serving_mini("none") as undrafted:
-        assert agent(undrafted.openai, 30) == drafted
-    assert sum(message["role"] == "tool" for message in drafted) == 30
+        assert agent(undrafted.openai, turns) == drafted
+    assert sum(message["role"] == "tool" for message in drafted) == turns
+    labels = '{engine="0",model_name="mini"}'
+    assert metrics[f"vllm:prefix_cache_hits_total{labels}"] > 0
+    assert metrics[f"vllm:spec_decode_num_accepted_tokens_total{labels}"] > 0
 
 
 def described(text: str) -> dict[str, Any]:

@@ -25,12 +25,6 @@ from tests.serving import (
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(ServedTarget(slots=4)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def slow() -> Iterator[Server]:
     """One slot, one place in the queue, 10 ms per cycle."""
     with serving(ServedTarget(slots=1, pause=0.01, max_len=6000), max_waiting=1) as running:

@@ -12,17 +12,7 @@ import pytest
 from tests.serving import (
     CHAT,
     MODEL,
-    ServedTarget,
-    Server,
-    serving,
 )
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(ServedTarget(slots=4)) as running:
-        yield running
-
 
 BAD = [
     ({"temperature": "warm"}, "temperature"),

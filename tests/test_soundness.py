@@ -20,8 +20,8 @@ from targets.cuda import soundness as on_device
 from targets.cuda.load import CudaOptions, load_target as load_cuda
 from targets.cuda.upload import as_tensor
 from targets.jax import model
+from targets.jax.blank_params import init_params
 from targets.jax.load import JaxOptions, load_target as load_jax
-from targets.jax.params import init_params
 from targets.soundness import is_sound
 from tests.tiny import PREFIX, write_tiny
 

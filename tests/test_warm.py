@@ -64,9 +64,9 @@ def test_a_trained_model(drafter):
     assert counts.accepted == counts.cold_accepted
 
 
-def test_eight_chats_by_turns_over_four_slots():
+def test_eight_chats_by_turns_over_three_slots():
     """Whatever their earlier turns allow is found."""
-    bench = WarmBench("jax", "31b", "none", slots=4)
+    bench = WarmBench("jax", "31b", "none")
     warm, cold = bench.warm(), bench.cold()
     met, words = Meeting(bench, warm, cold, 1.0, Random(5)), Chats(Random(6), 200, False).words
     chats = [words(60, 200) for _ in range(8)]

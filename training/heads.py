@@ -3,7 +3,7 @@ positions at once, and the drafter that they become."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +19,7 @@ from drafters.eagle3.spec import Head, HeadSpec, tensors as eagle3_tensors
 from specdec.core.protocols import Drafter
 from targets.arch import LayerSpec
 from targets.jax.kv_exchange import attend_visible
+from targets.jax.params import Params
 from targets.jax.target import JaxTarget
 from training.packing import PackedRows
 from training.teacher import PackedExchange, TeacherOutput
@@ -28,6 +29,34 @@ Weights = dict[str, Any]
 """Float32 arrays by the names of the kind's `tensors`."""
 AHEAD = 1
 """Where an assistant's queries stand in training: at the token that is fed, as in transformers."""
+
+EMBEDDED, STATE = 0.3, 3.0
+"""Weights of the token's embedding and of the state before it in what an assistant's first layer is
+given at the start: together some four times as large as what a layer adds to it."""
+SURENESS = 0.4
+"""An assistant starts out with logits so much smaller than its target's: it knows less than they
+would say."""
+
+
+class Origin(NamedTuple):
+    """What of its target a head may start as. table [V, H]: the embeddings; norm [H]: the final
+    norm; layers: the tensors of each by name."""
+
+    table: Any
+    norm: Any
+    layers: tuple[Weights, ...] = ()
+
+
+def origin_of(params: Params) -> Origin:
+    """A target's own."""
+    return Origin(params.top["embed_tokens"], params.top["norm"], tuple(_layers_of(params)))
+
+
+def _layers_of(params: Params) -> Iterator[Weights]:
+    for pattern in params.segments:
+        for repeat in range(len(pattern[0]["input_layernorm"])):
+            for layer in pattern:
+                yield {name: tensor[repeat] for name, tensor in layer.items()}
 
 
 class TrainableHead(Protocol):
@@ -57,9 +86,8 @@ class TrainableHead(Protocol):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
-    def start(self, table: np.ndarray, norm: np.ndarray, ids: np.ndarray) -> Weights:
-        """Weights that do not start as noise, or ones. table [V, H]: the target's embeddings; norm
-        [H]: its final norm; ids [D]: the draft vocabulary."""
+    def start(self, origin: Origin, ids: np.ndarray) -> Weights:
+        """Weights that do not start as noise, or ones. ids [D]: the draft vocabulary."""
         ...
 
     def begin(self, weights: Weights, lesson: TeacherOutput) -> Any:
@@ -108,9 +136,9 @@ class EagleHead:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return eagle3_tensors(self.spec)
 
-    def start(self, table: np.ndarray, norm: np.ndarray, ids: np.ndarray) -> Weights:
+    def start(self, origin: Origin, ids: np.ndarray) -> Weights:
         """The last norm and the head's rows start as the target's own."""
-        return {"lm_head": table[ids], "norm": norm}
+        return {"lm_head": origin.table[ids], "norm": origin.norm}
 
     def begin(self, weights: Weights, lesson: TeacherOutput) -> Any:
         return eagle3.Unrolled((), ()), eagle3.fuse(weights, self.spec, lesson.features)
@@ -180,9 +208,16 @@ class AssistantHead:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in assistant_tensors(self.spec).items()}
 
-    def start(self, table: np.ndarray, norm: np.ndarray, ids: np.ndarray) -> Weights:
-        """Where it is as wide as the target, head and last norm start as the target's own."""
-        return {"head": table[ids], "norm": norm} if table.shape[1] == self.spec.arch.hidden else {}
+    def start(self, origin: Origin, ids: np.ndarray) -> Weights:
+        """Where it is as wide as the target, it starts as the target's end: head, last norm, and
+        the last layers of the same shapes, which have the queries for the keys that it reads."""
+        width = self.spec.arch.hidden
+        if origin.table.shape[1] != width:
+            return {}
+        through = np.eye(width, dtype=np.float32)
+        given = {"head": origin.table[ids], "norm": SURENESS * origin.norm}
+        given["pre_projection"] = np.concatenate([EMBEDDED * through, STATE * through], 1)
+        return given | {"post_projection": through} | _last_layers(self.shapes, origin.layers)
 
     def begin(self, weights: Weights, lesson: TeacherOutput) -> Any:
         return lesson.features
@@ -207,6 +242,19 @@ class AssistantHead:
             placed.read(Assistant(self.spec, {n: np.asarray(v) for n, v in weights.items()}))
 
         return AssistantDrafter(placed, k), draft_by
+
+
+def _last_layers(shapes: dict[str, tuple[int, ...]], layers: tuple[Weights, ...]) -> Weights:
+    """From the last one back, each of a head's layers as the next of the target's that fits."""
+    found: Weights = {}
+    left, number = list(layers), 1 + max(int(n.split(".")[1]) for n in shapes if n[:6] == "layers")
+    while number and left:
+        prefix, layer = f"layers.{number - 1}.", left.pop()
+        own = {n: n.removeprefix(prefix) for n in shapes if n.startswith(prefix)}
+        if all(n in layer and layer[n].shape == shapes[name] for name, n in own.items()):
+            found |= {name: layer[n] for name, n in own.items()}
+            number -= 1
+    return found
 
 
 def _blank(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:

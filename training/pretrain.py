@@ -26,7 +26,8 @@ from rich.progress import Progress, TextColumn
 from specdec.core.provenance import run_record
 from specdec.core.toml import STRICT, read_recipe_as
 from targets.arch import Arch, parse_arch, read_config
-from targets.jax.params import Params, init_params
+from targets.jax.blank_params import init_params
+from targets.jax.params import Params
 from training.blocks import block_logits
 from training.heldout import Windows, heldout_loss, make_scorer, windows_of
 from training.optimizer import OptimizerConfig, make_optimizer, schedule

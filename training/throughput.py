@@ -21,7 +21,9 @@ import numpy as np
 from drafters.eagle3.spec import default_layers
 from specdec.core.provenance import run_record
 from targets.arch import Arch, released
-from targets.jax.params import Params, init_params
+from targets.jax.blank_params import init_params
+from targets.jax.params import Params
+from training.heads import Origin
 from training.packing import PackedRows
 from training.recipe import Recipe, read_recipe, spec_for
 from training.teacher import TeacherOutput, teach
@@ -46,7 +48,7 @@ def measure(recipe: Recipe, target: Arch, teacher: Arch, steps: int) -> dict[str
     draft_ids = jnp.asarray(ids)
     table = np.resize(_normal(1_000_003), (target.vocab, target.hidden))
     norm = np.ones(target.hidden, np.float32)
-    state = initial_state(spec, recipe, table, norm, ids)
+    state = initial_state(spec, recipe, Origin(table, norm), ids)
     weights = init_params(teacher, jax.random.key(0), jnp.bfloat16)
     params: Any = Pair({"embed_tokens": jnp.asarray(table, jnp.bfloat16)}, weights)
     layers = default_layers(len(teacher.layers))

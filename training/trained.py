@@ -15,7 +15,7 @@ from drafters.eagle3.spec import Head, HeadSpec
 from specdec.core.errors import UserError
 from targets.arch import read_arch
 from training.distil import target_hash
-from training.heads import AnySpec, head_of
+from training.heads import AnySpec, Origin, head_of
 from training.manifest import recall
 from training.pretrain import open_checkpoints, restore
 from training.recipe import AssistantShape, HeadShape, Rates, Recipe, assistant_for
@@ -65,8 +65,8 @@ def _restored(run: Path, spec: AnySpec, recipe: Recipe[Any], ids: np.ndarray) ->
     if manager.latest_step() is None:
         raise UserError(f"{run} has no checkpoint yet: train until the first one is saved")
     vocab, hidden = head_of(spec).table
-    blank = np.zeros((vocab, hidden), np.float32), np.zeros(hidden, np.float32)
-    state = restore(manager, jax.eval_shape(lambda: initial_state(spec, recipe, *blank, ids)))
+    blank = Origin(np.zeros((vocab, hidden), np.float32), np.zeros(hidden, np.float32))
+    state = restore(manager, jax.eval_shape(lambda: initial_state(spec, recipe, blank, ids)))
     return state._replace(weights={n: np.asarray(value) for n, value in state.weights.items()})
 
 

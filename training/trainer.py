@@ -23,7 +23,7 @@ from specdec.core.errors import UserError
 from specdec.core.writing import writing
 from targets.jax.params import Params
 from training.data_parallel import DataParallel
-from training.heads import AnySpec, Weights, head_of
+from training.heads import AnySpec, Origin, Weights, head_of, origin_of
 from training.manifest import agree
 from training.packing import PackedRows, rows_of_step
 from training.pretrain import open_checkpoints, restore
@@ -48,16 +48,17 @@ class TrainState(NamedTuple):
 
 
 def initial_state(
-    spec: AnySpec, recipe: Recipe[Any], table: np.ndarray, norm: np.ndarray, target_ids: np.ndarray
+    spec: AnySpec, recipe: Recipe[Any], origin: Origin, target_ids: np.ndarray
 ) -> TrainState:
-    """Fresh weights. table [V, H]: the target's embeddings; norm [H]: its final norm."""
+    """Fresh weights."""
     random, head = np.random.default_rng(recipe.seed), head_of(spec)
     weights: Weights = {}
     for name, shape in head.shapes.items():
         noise = random.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
         weights[name] = jnp.ones(shape, jnp.float32) if len(shape) == 1 else jnp.asarray(noise)
-    given = head.start(table, norm, target_ids)
-    weights |= {name: jnp.asarray(value, jnp.float32) for name, value in given.items()}
+    given = head.start(origin, target_ids)
+    # copies: a step gives its weights away, and the target's are not its own
+    weights |= {name: jnp.array(value, jnp.float32) for name, value in given.items()}
     optimizer = make_optimizer(recipe)
     return TrainState(jnp.zeros((), jnp.int32), weights, optimizer.init(weights))
 
@@ -132,8 +133,7 @@ class Trainer:
         self.recipe, self.run, self.params = recipe, run, self._spread.copies(params)
         self.rows, self.heldout = rows, heldout
         self.manager = open_checkpoints(run)
-        table, norm = (np.asarray(params.top[name]) for name in ("embed_tokens", "norm"))
-        fresh = initial_state(spec, recipe, table, norm, target_ids)
+        fresh = initial_state(spec, recipe, origin_of(params), target_ids)
         self.state = self._spread.copies(restore(self.manager, fresh))
         ids = jnp.asarray(target_ids, jnp.int32)
         self._step = make_step(spec, recipe, teach, ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from drafters.assistant import embedded
 from specdec.core.errors import UserError
 from targets import hub
 
@@ -25,8 +26,10 @@ def _places(model: Path) -> Iterator[Path]:
 
 
 def default_name(model: str) -> str:
-    """What to draft with where only the model was named: a folder, or a name of the hub. Raises
-    UserError."""
+    """What to draft with where only the model was named: an embedded assistant, a folder, or a name
+    of the hub. Raises UserError."""
+    if model in embedded.OF:
+        return embedded.OF[model]
     if hub.is_name(model):
         return hub.repo_of(model) + SUFFIX
     found = nearby(Path(model))
@@ -41,12 +44,10 @@ def default_name(model: str) -> str:
 
 def folder_of(name: str) -> Path:
     """The folder of an assistant, downloaded if need be. Raises UserError."""
-    if hub.is_name(name):
-        return hub.fetched(name)
-    folder = Path(name)
-    if not folder.is_dir():
-        raise UserError(
-            f"no folder {folder}: --draft-model names an assistant's folder, or one of the Hugging "
-            "Face hub's as org/name"
-        )
-    return folder
+    if name in embedded.NAMES:
+        return embedded.path(name)
+    return hub.folder_of(
+        name,
+        f"no folder {name}: --draft-model names an assistant's folder, or one of the Hugging "
+        "Face hub's as org/name",
+    )

@@ -162,7 +162,8 @@ class AutoDrafter:
                 guessed = turn.choice.drafted  # where it said nothing it took the time all the same
                 self.note(seq, right)
             if name in buckets:
-                self.policy.table(name).learn(buckets[name], right, guessed, len(came))
+                rows = len(turn.offers)
+                self.policy.table(name).learn(buckets[name], right, guessed, len(came), rows)
 
 
 NAME = "auto"

@@ -84,21 +84,21 @@ class LateChooser:
             kept.subtract(seen.lengths)
             cycles, emitted = max(cycles, kept.total()), emitted + len(came)
             if self._drafter.forced is None:
-                self._judge(seen, came, +kept)
+                self._judge(seen, came, +kept, len(seqs))
         return cycles, emitted
 
-    def _judge(self, seen: _Seen, came: list[int], kept: Counter[int]) -> None:
+    def _judge(self, seen: _Seen, came: list[int], kept: Counter[int], rows: int) -> None:
         both = min(len(seen.guesses), len(came))
         agreed = np.array(seen.guesses[:both]) == np.array(came[:both])
         table, right = self._policy.table(self._text), int(agreed.cumprod().sum())
-        table.learn(seen.bucket, right, len(seen.guesses), len(came))
+        table.learn(seen.bucket, right, len(seen.guesses), len(came), rows)
         weighted = self._drafter.weighted
         if weighted is None or seen.take != WEIGHTS or not self.runs:
             return
         k = self._policy.k
         for right in kept.elements():
             self._policy.table(weighted.name).learn(
-                self._drafter.fared(seen.seq), right, k, right + 1
+                self._drafter.fared(seen.seq), right, k, right + 1, rows
             )
             self._drafter.note(seen.seq, right)
 

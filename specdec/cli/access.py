@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from serve.key_sources import VARIABLE, checked_keys, environment_keys
 from specdec.cli.console import read_text
 from specdec.core.errors import UserError
 
 if TYPE_CHECKING:
     from serve.policy import Policy
-
-VARIABLE = "SPECDEC_API_KEY"
-"""A secret has no place in a command line, which every user of the machine can read."""
 
 
 @Parameter(name="*", group="Access")
@@ -44,13 +41,9 @@ class AccessConfig:
         """All keys, of every source. Raises UserError, too where there should be one."""
         from serve.policy import is_loopback
 
-        keys = (*self.api_key, *self._of_file(), *os.environ.get(VARIABLE, "").split(","))
-        stripped = [key.strip() for key in keys]
-        if not all(key.isascii() and key.isprintable() for key in stripped):
-            raise UserError("an API key may hold visible ASCII characters only")
         if any(not key.strip() for key in self.api_key):
             raise UserError("--api-key is empty: leave it out to ask for none")
-        found = tuple(key for key in stripped if key)
+        found = checked_keys((*self.api_key, *self._of_file())) + environment_keys()
         if found and self.no_api_key:
             raise UserError(f"--no-api-key, but there are keys (--api-key, {VARIABLE}): choose")
         if not found and not self.no_api_key and not is_loopback(host):

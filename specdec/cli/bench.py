@@ -73,17 +73,12 @@ def bench(
     model: topics.Model = ModelConfig(),  # noqa: B008
     speculation: topics.Speculation = topics.AnySpeculation(),  # noqa: B008
     config: BenchConfig = BenchConfig(),  # noqa: B008
-    json: bool = False,
+    json: topics.Json = False,
 ) -> None:
     """Steps by batch, width and context against the measured bandwidth; cycles; speed end to end;
     or, with --script, speed on given texts.
 
     Exit code 1 if any drafter or loop changes a token.
-
-    Parameters
-    ----------
-    json
-        End stdout with one JSON document.
     """
     speculation = resolved(speculation, model, random=config.random is not None)
     grid = _grid(config, model, speculation)

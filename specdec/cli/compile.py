@@ -18,7 +18,7 @@ def compile(
     speculation: topics.Speculation = topics.AnySpeculation(),  # noqa: B008
     prefix: topics.Prefix = PrefixConfig(),  # noqa: B008
     hosts: HostsConfig = HostsConfig(),  # noqa: B008
-    json: bool = False,
+    json: topics.Json = False,
 ) -> None:
     """Do all that `specdec serve` does before its first request, and keep the compiled programs.
 
@@ -26,11 +26,6 @@ def compile(
     --dtype, --tp, the device and the versions of jax; what other commands find of theirs they
     take, and the rest they compile. Of several processes the first one writes: let all read its
     folder. With cuda, kernels are compiled and kept, in their own folder.
-
-    Parameters
-    ----------
-    json
-        End stdout with one JSON document.
     """
     began = time.perf_counter()
     speculation = resolved(speculation, model)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cyclopts import Parameter
 
 from specdec.bench.display import print_table
+from specdec.cli import topics
 from specdec.cli.console import check_folder, console, print_json
 from specdec.cli.progress import working
 from specdec.cli.topics import Whole
@@ -58,7 +59,7 @@ def compile_report(
     /,
     *,
     config: ProgramConfig = ProgramConfig(),
-    json: bool = False,  # noqa: B008
+    json: topics.Json = False,  # noqa: B008
 ) -> None:
     """Memory, bytes, operations and collectives of a step, counted in the compiled program, and
     its estimated time against what must be read. No weights are made, no TPU is needed: libtpu is.
@@ -67,8 +68,6 @@ def compile_report(
     ----------
     model
         A public model's dimensions: gemma-4-e4b, gemma-4-31b, ...
-    json
-        End stdout with one JSON document.
     """
     from targets.arch import released
     from targets.jax.estimate import chip_of

@@ -37,7 +37,7 @@ def distil(
     cut: int | None = None,
     limit: int | None = None,
     shard_rows: int = 64,
-    json: bool = False,
+    json: topics.Json = False,
 ) -> None:
     """Let the target answer prompts, and keep the token ids. The same command continues.
 
@@ -55,8 +55,6 @@ def distil(
         Use only so many prompts, spread evenly over all.
     shard_rows
         Answers per shard: what a kill can cost.
-    json
-        End stdout with one JSON document.
     """
     require_training()
     from specdec.evaluation.prompts import read_prompts

@@ -67,17 +67,12 @@ def doctor(
     model: topics.Model = ModelConfig(),  # noqa: B008
     prefix: topics.Prefix = PrefixConfig(),  # noqa: B008
     speculation: topics.Speculation = topics.AnySpeculation(),  # noqa: B008
-    json: bool = False,
+    json: topics.Json = False,
 ) -> None:
     """Versions, devices, the one-width self-check of each compiled bucket, and a wiring probe; with
     --drafter auto, what cycles cost.
 
     The self-check runs at the width that holds K guesses.
-
-    Parameters
-    ----------
-    json
-        End stdout with one JSON document.
     """
     backend = backend_of(model)
     host_budget(prefix)  # a mistake should not cost the time to load

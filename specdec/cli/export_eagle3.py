@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from specdec.cli.console import check_folder, console, print_json
+from specdec.cli import topics, training
+from specdec.cli.console import check_folder
 from specdec.cli.distil import require_training
 from targets.mini import checkpoint_path
 
@@ -14,12 +15,12 @@ def export_eagle3(
     run: Path,
     /,
     *,
-    out: Path,
-    model: str = "mini",
+    out: training.Out,
+    model: training.Target = "mini",
     form: Literal["flat", "speculators"] = "flat",
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    dtype: training.Stored = "bfloat16",
     with_embed: bool = False,
-    json: bool = False,
+    json: topics.Json = False,
 ) -> None:
     """Write a head's folder from a run's newest checkpoint.
 
@@ -27,18 +28,10 @@ def export_eagle3(
     ----------
     run
         The folder that `specdec train-eagle3` made.
-    out
-        Folder for config.json and model.safetensors.
-    model
-        The target that it was trained for.
     form
         flat: vLLM, SGLang, SpecForge and specdec. speculators: speculators and vLLM.
-    dtype
-        Of the weights.
     with_embed
         Put the target's embedding into the flat form too, as SpecForge wants it.
-    json
-        End stdout with one JSON document.
     """
     require_training()
     from drafters.eagle3.files import load_head, save_flat, save_speculators
@@ -62,7 +55,4 @@ def export_eagle3(
         assert embedding is not None
         save_speculators(head, out, stop_ids, path, embedding, unroll, dtype)
     load_head(out, arch)  # what was written is what is loaded
-    size = (out / "model.safetensors").stat().st_size
-    console.print(f"wrote step {step} to {out} ({form}, {size / 2**20:.1f} MiB)")
-    if json:
-        print_json({"step": step, "form": form, "bytes": size, "out": str(out)})
+    training.say_exported(out, step, json, form)

@@ -30,7 +30,7 @@ def generate(
     prompt_file: Path | None = None,
     chat: bool = False,
     max_tokens: int = 128,
-    json: bool = False,
+    json: topics.Json = False,
 ) -> None:
     """Continue a prompt, streaming, and report tokens, tau, acceptance and speed.
 
@@ -44,8 +44,6 @@ def generate(
         Apply the checkpoint's chat template.
     max_tokens
         Most tokens to generate.
-    json
-        End stdout with one JSON document.
     """
     text = _prompt(prompt, prompt_file)
     speculation = resolved(speculation, model)

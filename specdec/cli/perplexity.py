@@ -21,7 +21,7 @@ def perplexity(
     model: topics.Model = ModelConfig(),  # noqa: B008
     window: int = 1024,
     stride: int = 512,
-    json: bool = False,
+    json: topics.Json = False,
 ) -> None:
     """Perplexity of a text file: sliding window, BOS in each, every token scored once.
 
@@ -33,8 +33,6 @@ def perplexity(
         Tokens per window, BOS included.
     stride
         New tokens per window; the rest is left context.
-    json
-        End stdout with one JSON document.
     """
     content = read_text(text)
     loaded = loaded_model(model, SpeculationConfig(), prove=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from drafters.registry import resolved
@@ -22,7 +23,13 @@ from specdec.core.errors import UserError
 from targets.backend import meter_of
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from serve.lockstep import Leader
     from serve.server import Server
+    from serve.stage import Stage
+    from serve.traces import Around
+    from specdec.core.engine import Engine
 
 
 def serve(
@@ -64,59 +71,113 @@ def serve(
         Where to send an OpenTelemetry span for each request, such as http://127.0.0.1:4318. It
         tells what was asked for and how speculation fared, never what was said.
     """
-    from serve.api import create_app
-    from serve.lockstep import Leader, lead_budget
-    from serve.runner import EngineRunner
-    from serve.server import Server
-    from serve.stage import Stage
     from serve.traces import traced
 
-    if max_waiting < 0:
-        raise UserError(f"max-waiting must be 0 or more, got {max_waiting}")
-    if drain_seconds < 0:
-        raise UserError(f"drain-seconds must be 0 or more, got {drain_seconds}")
-    keys = access.keys(host)
-    policy = access.policy(host, keys)
+    _check_at_least_zero("max-waiting", max_waiting)
+    _check_at_least_zero("drain-seconds", drain_seconds)
     speculation = resolved(speculation, model)
+    start = _Start(model, speculation, prefix, max_waiting)
+    door = _Door(host, port, access, access.keys(host), served_model_name, drain_seconds)
     meeting = joined(hosts, model, speculation, prefix, max_waiting=max_waiting)
     with logged(log_level), traced(otlp_traces_endpoint) as around, meeting as lines:
         if lines is not None and not lines.leads:
-            _follow(model, speculation, prefix, max_waiting, lines)
+            _follow(start, lines)
             return
-        stage = Stage()
-        with _listen(host, port) as listener, Server(listener, stage, policy, around) as server:
-            shown = stage.telling(SHOWN)
-            loaded, engine = started(model, speculation, max_waiting, shown, prefix)
-            say_compiled(loaded.backend)
-            _say_memory(loaded)
-            say_prefix_cache(loaded, prefix)
-            if lines is not None:
-                lead_budget(engine, lines.send)
-            name = served_model_name or loaded.name
-            leader = None if lines is None else Leader(lines.send)
-            runner = EngineRunner(engine, leader)
-            app = create_app(
-                runner,
-                loaded.tokenizer,
-                name,
-                drafter=speculation.drafter,
-                k=speculation.k,
-                api_keys=keys,
-                stage=stage,
-                share_cache=access.share_cache,
-            )
-            with signals_heard() as signals:
-                server.open(app)
-                console.print(
-                    f"serving [bold]{name}[/bold] at http://{host}:{port}/v1 (drafter "
-                    f"{speculation.drafter}, K = {speculation.k}, {engine.target.slots} slots), "
-                    f"with a page to look at: http://{host}:{port}/"
-                )
-                number = _until_ended(server, signals, drain_seconds)
-        if leader is not None and lines is not None:
-            leader.end()
-            lines.close()
+        number = _lead(start, door, around, lines)
     end_by(number)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What an engine is made of."""
+
+    model: ModelConfig
+    speculation: SpeculationConfig
+    prefix: PrefixConfig
+    max_waiting: int
+
+
+@dataclass(frozen=True)
+class _Door:
+    """Where the server listens, and to whom."""
+
+    host: str
+    port: int
+    access: AccessConfig
+    keys: tuple[str, ...]
+    name: str | None
+    """The model's in the API."""
+    drain_seconds: float
+
+
+def _check_at_least_zero(name: str, value: float) -> None:
+    if value < 0:
+        raise UserError(f"{name} must be 0 or more, got {value}")
+
+
+def _lead(start: _Start, door: _Door, around: Around, lines: ControlChannel | None) -> int:
+    """Listen, load, serve and drain. Returns the number of the signal that ended it."""
+    from serve.lockstep import Leader
+    from serve.server import Server
+    from serve.stage import Stage
+
+    stage, policy = Stage(), door.access.policy(door.host, door.keys)
+    leader = None if lines is None else Leader(lines.send)
+    with (
+        _listen(door.host, door.port) as listener,
+        Server(listener, stage, policy, around) as server,
+    ):
+        loaded, engine = _loaded(start, stage, lines)
+        app = _app(start, door, stage, loaded, engine, leader)
+        with signals_heard() as signals:
+            server.open(app)
+            _say_where(start, door, loaded, engine)
+            number = _until_ended(server, signals, door.drain_seconds)
+    if leader is not None and lines is not None:
+        leader.end()
+        lines.close()
+    return number
+
+
+def _loaded(start: _Start, stage: Stage, lines: ControlChannel | None) -> tuple[Model, Engine]:
+    """The model and its engine, ready, with what an operator wants to know of them said."""
+    from serve.lockstep import lead_budget
+
+    shown = stage.telling(SHOWN)
+    loaded, engine = started(start.model, start.speculation, start.max_waiting, shown, start.prefix)
+    say_compiled(loaded.backend)
+    _say_memory(loaded)
+    say_prefix_cache(loaded, start.prefix)
+    if lines is not None:
+        lead_budget(engine, lines.send)
+    return loaded, engine
+
+
+def _app(
+    start: _Start, door: _Door, stage: Stage, loaded: Model, engine: Engine, leader: Leader | None
+) -> FastAPI:
+    from serve.api import create_app
+    from serve.runner import EngineRunner
+
+    return create_app(
+        EngineRunner(engine, leader),
+        loaded.tokenizer,
+        door.name or loaded.name,
+        drafter=start.speculation.drafter,
+        k=start.speculation.k,
+        api_keys=door.keys,
+        stage=stage,
+        share_cache=door.access.share_cache,
+    )
+
+
+def _say_where(start: _Start, door: _Door, loaded: Model, engine: Engine) -> None:
+    address = f"http://{door.host}:{door.port}"
+    console.print(
+        f"serving [bold]{door.name or loaded.name}[/bold] at {address}/v1 (drafter "
+        f"{start.speculation.drafter}, K = {start.speculation.k}, {engine.target.slots} slots), "
+        f"with a page to look at: {address}/"
+    )
 
 
 def _until_ended(server: Server, signals: Signals, drain_seconds: float) -> int:
@@ -131,19 +192,13 @@ def _until_ended(server: Server, signals: Signals, drain_seconds: float) -> int:
     return number
 
 
-def _follow(
-    model: ModelConfig,
-    speculation: SpeculationConfig,
-    prefix: PrefixConfig,
-    max_waiting: int,
-    lines: ControlChannel,
-) -> None:
+def _follow(start: _Start, lines: ControlChannel) -> None:
     """What a process other than 0 does: the same start, and then the same steps."""
     from serve.lockstep import follow, follow_budget
     from specdec.constraints.constraint import unpacked
     from specdec.constraints.vocabulary import Vocabulary
 
-    loaded, engine = started(model, speculation, max_waiting, prefix=prefix)
+    loaded, engine = started(start.model, start.speculation, start.max_waiting, prefix=start.prefix)
     follow_budget(engine, lines.receive)
     vocabulary = Vocabulary(loaded.tokenizer)
     with signals_heard(most=1):  # process 0 drains, and needs this one for it

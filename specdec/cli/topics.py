@@ -40,6 +40,7 @@ def _with_drafters() -> type[SpeculationConfig]:
     return made
 
 
+Json = Annotated[bool, Parameter(help="End stdout with one JSON document.")]
 Model = Annotated[ModelConfig, Parameter(name="*", group="Model")]
 Prefix = Annotated[PrefixConfig, Parameter(name="*", group="Prefix cache")]
 Sampling = Annotated[SamplingConfig, Parameter(name="*", group="Sampling")]

@@ -13,11 +13,11 @@ def train_assistant(
     recipe: Path,
     /,
     *,
-    data: list[Path],
-    run: Path,
+    data: training.Data,
+    run: training.Run,
     model: topics.Model = ModelConfig(),  # noqa: B008
-    data_parallel_size: int = 1,
-    json: bool = False,
+    data_parallel_size: training.Devices = 1,
+    json: topics.Json = False,
 ) -> None:
     """Train an assistant for the model that wrote the data. The same command continues.
 
@@ -25,14 +25,6 @@ def train_assistant(
     ----------
     recipe
         TOML: see configs/assistant-mini-cpu.toml.
-    data
-        The folder that `specdec distil` made; repeat it to train on several.
-    run
-        Folder for checkpoints, log.jsonl and curve.png.
-    data_parallel_size
-        Devices that share the rows of each batch; the target is on each of them.
-    json
-        End stdout with one JSON document.
     """
     require_training()
     from training.recipe import read_assistant_recipe

@@ -13,12 +13,12 @@ def train_eagle3(
     recipe: Path,
     /,
     *,
-    data: list[Path],
-    run: Path,
+    data: training.Data,
+    run: training.Run,
     model: topics.Model = ModelConfig(),  # noqa: B008
     feature_cache: Path | None = None,
-    data_parallel_size: int = 1,
-    json: bool = False,
+    data_parallel_size: training.Devices = 1,
+    json: topics.Json = False,
 ) -> None:
     """Train an EAGLE-3 head for the model that wrote the data. The same command continues.
 
@@ -26,20 +26,12 @@ def train_eagle3(
     ----------
     recipe
         TOML: see configs/eagle3-*.toml.
-    data
-        The folder that `specdec distil` made; repeat it to train on several.
-    run
-        Folder for checkpoints, log.jsonl and curve.png.
     feature_cache
         Folder for the target's states of the whole data: filled first, if it isn't yet, and then
         read, so that no step runs the target. It pays where the data is seen several times (or by
         several runs: the recipe's head, rates and steps are free, its data and length are not)
         and the target costs more than the head. A token takes 4 KiB with mini in float32, 20 with
         E4B and 42 with 31B in bfloat16.
-    data_parallel_size
-        Devices that share the rows of each batch; the target is on each of them.
-    json
-        End stdout with one JSON document.
     """
     require_training()
     from training.recipe import read_recipe

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json as json_module
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
 
 from specdec.cli.console import check_folder, command_record, console, print_json
 from specdec.cli.progress import Bar, continues, working
@@ -14,6 +16,19 @@ from specdec.core.errors import UserError
 from specdec.core.writing import write_whole, writing
 from targets.backend import backend_of
 from targets.mini import checkpoint_path
+
+Data = Annotated[
+    list[Path],
+    Parameter(help="The folder that `specdec distil` made; repeat it to train on several."),
+]
+Run = Annotated[Path, Parameter(help="Folder for checkpoints, log.jsonl and curve.png.")]
+Devices = Annotated[
+    int,
+    Parameter(help="Devices that share the rows of each batch; the target is on each of them."),
+]
+Out = Annotated[Path, Parameter(help="Folder for config.json and model.safetensors.")]
+Target = Annotated[str, Parameter(help="The target that it was trained for.")]
+Stored = Annotated[Literal["bfloat16", "float32"], Parameter(help="Of the weights.")]
 
 if TYPE_CHECKING:
     from training.recipe import Recipe
@@ -62,6 +77,16 @@ def train(
     console.print(f"wrote {run / 'log.jsonl'} and {run / 'curve.png'}; next: {following}")
     if json:
         print_json(record | {"steps": recipe.steps, "heldout": found})
+
+
+def say_exported(out: Path, step: int, json: bool, form: str | None = None) -> None:
+    """What was written of a run's newest checkpoint, and in which form where there are several."""
+    size = (out / "model.safetensors").stat().st_size
+    told = "" if form is None else f"{form}, "
+    console.print(f"wrote step {step} to {out} ({told}{size / 2**20:.1f} MiB)")
+    if json:
+        own = {} if form is None else {"form": form}
+        print_json({"step": step} | own | {"bytes": size, "out": str(out)})
 
 
 class _Console:

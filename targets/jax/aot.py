@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 
 from specdec.core.errors import UserError
 from targets.jax import programs
+from targets.jax.blank_params import abstract_params
 from targets.jax.cache import Cache, abstract_cache
-from targets.jax.params import Narrow, Params, abstract_params, bytes_of
+from targets.jax.params import Narrow, Params, bytes_of
 from targets.jax.placing import replicated
 from targets.jax.programs import Feed, Plan
 

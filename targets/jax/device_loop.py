@@ -141,7 +141,8 @@ class _LimitedDrafter:
 
 def run_cycles(plan: LoopPlan, given: LoopInputs, loop: LoopState) -> tuple[LoopState, Tape, Array]:
     """Up to `limits.cycles` cycles, fewer once no row is live; the tape, and how many ran."""
-    _, shapes = jax.eval_shape(partial(_one_cycle, plan, given), loop)
+    one_cycle = jax.jit(partial(_one_cycle, plan), inline=True)  # traced once, for both uses
+    _, shapes = jax.eval_shape(one_cycle, given, loop)
     tape = jax.tree.map(lambda s: jnp.zeros((plan.cycles, *s.shape), s.dtype), shapes)
 
     def go_on(carry: tuple[Array, LoopState, Tape]) -> Array:
@@ -149,7 +150,7 @@ def run_cycles(plan: LoopPlan, given: LoopInputs, loop: LoopState) -> tuple[Loop
 
     def body(carry: tuple[Array, LoopState, Tape]) -> tuple[Array, LoopState, Tape]:
         i, loop, tape = carry
-        loop, entry = _one_cycle(plan, given, loop)
+        loop, entry = one_cycle(given, loop)
         return i + 1, loop, jax.tree.map(lambda all_, one: all_.at[i].set(one), tape, entry)
 
     ran, loop, tape = jax.lax.while_loop(go_on, body, (jnp.int32(0), loop, tape))

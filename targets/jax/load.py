@@ -14,7 +14,8 @@ from specdec.core.errors import UserError
 from specdec.core.types import MAX_DRAFT
 from targets.arch import Arch, read_arch
 from targets.checkpoint import Checkpoint
-from targets.jax.params import Narrow, load_params, random_params
+from targets.jax.blank_params import random_params
+from targets.jax.params import Narrow, load_params
 from targets.jax.programs import Plan
 from targets.jax.target import JaxTarget
 

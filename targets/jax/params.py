@@ -21,7 +21,7 @@ from specdec.core.errors import UserError
 from specdec.core.types import Array
 from targets.arch import Arch
 from targets.checkpoint import Checkpoint
-from targets.jax.int4 import GROUP, quantise_int4
+from targets.jax.int4 import quantise_int4
 from targets.jax.placing import put
 from targets.layer_groups import LayerGroup, layer_groups
 from targets.soundness import is_sound, refuse_unsound
@@ -100,7 +100,7 @@ def partition(spec: TensorSpec, tp: int, leading: int = 0) -> PartitionSpec:
     return PartitionSpec(*([None] * leading), *axes)
 
 
-def _build(arch: Arch, leaf: Callable[[list[str], TensorSpec, bool], Any]) -> Params:
+def build(arch: Arch, leaf: Callable[[list[str], TensorSpec, bool], Any]) -> Params:
     """Walk the tree once: `leaf(names, spec, stacked)` makes the tensor that holds these names."""
     top = {name: leaf([name], spec, False) for name, spec in model_tensors(arch).items()}
     stacks = []
@@ -136,9 +136,9 @@ def load_params(
             stored = [QUANTISE[narrow](s.values) for s in stored]
         elif stored[0].groups is not None and not spec.linear:
             stored = [Stored(dequantise(s)) for s in stored]
-        return _spread(_place(stored, spec, stacked, dtype, mesh), spec, mesh)
+        return spread(_place(stored, spec, stacked, dtype, mesh), spec, mesh)
 
-    return _build(arch, leaf)
+    return build(arch, leaf)
 
 
 def _read(checkpoint: Checkpoint, name: str) -> Stored:
@@ -163,22 +163,22 @@ def _place(
 ) -> Any:
     def place(parts: Sequence[np.ndarray], spec: TensorSpec, kind: Any) -> Array:
         if spec.halves and mesh is not None:
-            parts = [_halves_by_device(part, spec, mesh.shape["tp"]) for part in parts]
+            parts = [halves_by_device(part, spec, mesh.shape["tp"]) for part in parts]
         values = np.stack(parts) if stacked else parts[0]
         return put(values.astype(kind), sharding_of(spec, stacked, mesh))
 
     if stored[0].wide:
         return place([s.values for s in stored], spec, dtype)
     scales = [s.scale for s in stored if s.scale is not None]
-    scale = place(scales, _scale_spec(spec), np.float32) if scales else None
+    scale = place(scales, scale_spec(spec), np.float32) if scales else None
     groups = [s.groups for s in stored if s.groups is not None]
     values = [unpacked(s) for s in stored]
     if not groups:
         assert scale is not None
         return Quantized(place(values, spec, values[0].dtype), scale)
     size, count = groups[0].size, groups[0].scale.shape[-1]
-    by_group = _groups_spec(spec, count, size, mesh)
-    of_groups = _scale_spec(by_group)
+    by_group = groups_spec(spec, count, size, mesh)
+    of_groups = scale_spec(by_group)
     zeros = [g.zero for g in groups if g.zero is not None]
     return Grouped(
         place([_by_group(v, size) for v in values], by_group, values[0].dtype),
@@ -202,7 +202,7 @@ def place(stored: Stored, spec: TensorSpec, dtype: Any, mesh: Mesh | None) -> An
     return _place([stored], spec, False, dtype, mesh)
 
 
-def _halves_by_device(values: Any, spec: TensorSpec, tp: int) -> Any:
+def halves_by_device(values: Any, spec: TensorSpec, tp: int) -> Any:
     """[E, 2 I, ...] in an order in which a device's part has its share of both halves."""
     if not any(partition(spec, tp)):
         return values
@@ -210,18 +210,18 @@ def _halves_by_device(values: Any, spec: TensorSpec, tp: int) -> Any:
     return each.swapaxes(1, 2).reshape(values.shape)
 
 
-def _spread(weight: Any, spec: TensorSpec, mesh: Mesh | None) -> Any:
+def spread(weight: Any, spec: TensorSpec, mesh: Mesh | None) -> Any:
     """The weight, marked as spread if each device holds a part of it to work on by itself."""
     if mesh is None or not SPREAD & set(spec.axes) or not any(partition(spec, mesh.shape["tp"])):
         return weight
     return SpreadWeight(weight, mesh, jax.tree.map(lambda leaf: leaf.sharding.spec, weight))
 
 
-def _scale_spec(spec: TensorSpec) -> TensorSpec:
+def scale_spec(spec: TensorSpec) -> TensorSpec:
     return TensorSpec(spec.shape[:-1], spec.axes[:-1], heads=spec.heads, halves=spec.halves)
 
 
-def _groups_spec(spec: TensorSpec, groups: int, size: int, mesh: Mesh | None) -> TensorSpec:
+def groups_spec(spec: TensorSpec, groups: int, size: int, mesh: Mesh | None) -> TensorSpec:
     """Of values [..., out, groups, size]: whole groups are cut as the inputs would be. Raises
     UserError where that is within one, of weights that each device multiplies by itself."""
     tp = 1 if mesh is None else mesh.shape["tp"]
@@ -236,85 +236,6 @@ def sharding_of(spec: TensorSpec, stacked: bool, mesh: Mesh | None) -> NamedShar
     if mesh is None:
         return None
     return NamedSharding(mesh, partition(spec, mesh.shape["tp"], int(stacked)))
-
-
-def random_params(
-    arch: Arch, seed: int, dtype: Any, narrow: Narrow | None, mesh: Mesh | None
-) -> Params:
-    """`init_params`, each device making its own part; the values don't depend on the split."""
-    leaves, tree = jax.tree.flatten(abstract_params(arch, dtype, narrow, mesh))
-
-    def make(key: Array) -> list[Array]:
-        return jax.tree.leaves(init_params(arch, key, dtype, narrow, mesh))
-
-    where = [leaf.sharding for leaf in leaves]
-    return jax.tree.unflatten(tree, jax.jit(make, out_shardings=where)(jax.random.key(seed)))
-
-
-def init_params(
-    arch: Arch,
-    key: Array,
-    dtype: Any = jnp.float32,
-    narrow: Narrow | None = None,
-    mesh: Mesh | None = None,
-) -> Params:
-    """Random parameters: linears with std 1 / sqrt(in), embeddings with 1 / sqrt(hidden), so
-    that scaled embeddings have unit variance; norms, scalars and router scales are 1.
-    narrow: linears drawn as integers. mesh: whose devices' parts are to lie together."""
-    counter = iter(range(10**6))
-
-    def leaf(names: list[str], spec: TensorSpec, stacked: bool) -> Any:
-        shape = ((len(names),) if stacked else ()) + spec.shape
-        if len(spec.shape) == 1:
-            return jnp.ones(shape, dtype)
-        std = (arch.hidden if names[0] == "embed_tokens" else spec.shape[-1]) ** -0.5
-        if names[0] == "embed_tokens_per_layer":
-            std = arch.per_layer_input**-0.5
-        noise = jax.random.fold_in(key, next(counter))
-        if narrow is not None and spec.linear:
-            most = {"int8": 127, "int4": 7}[narrow]
-            values = jax.random.randint(noise, shape, -most, most + 1, jnp.int8)
-            # integers uniform in [-n, n] have std sqrt(n (n + 1) / 3)
-            step = std * (3 / (most * (most + 1))) ** 0.5
-            if narrow == "int8":
-                scale = jnp.full(shape[:-1], step, jnp.float32)
-                return Quantized(dealt(values, spec, stacked), scale)
-            short = [(0, 0)] * (len(shape) - 1) + [(0, -shape[-1] % GROUP)]
-            values = jnp.pad(dealt(values, spec, stacked), short).astype(jnp.int4)
-            values = values.reshape(*shape[:-1], -1, GROUP)
-            return Grouped(values, jnp.full(values.shape[:-1], step, jnp.bfloat16), None, None)
-        values = (jax.random.normal(noise, shape, jnp.float32) * std).astype(dtype)
-        return dealt(values, spec, stacked)
-
-    def dealt(values: Array, spec: TensorSpec, stacked: bool) -> Array:
-        if not spec.halves or mesh is None:
-            return values
-        deal = partial(_halves_by_device, spec=spec, tp=mesh.shape["tp"])
-        return jax.vmap(deal)(values) if stacked else deal(values)
-
-    return _build(arch, leaf)
-
-
-def abstract_params(
-    arch: Arch, dtype: Any, narrow: Narrow | None = None, mesh: Mesh | None = None
-) -> Params:
-    """Shapes, dtypes and shardings only: for compiling without weights."""
-
-    def leaf(names: list[str], spec: TensorSpec, stacked: bool) -> Any:
-        def shape_of(spec: TensorSpec, kind: Any) -> jax.ShapeDtypeStruct:
-            shape = ((len(names),) if stacked else ()) + spec.shape
-            return jax.ShapeDtypeStruct(shape, kind, sharding=sharding_of(spec, stacked, mesh))
-
-        if narrow is None or not spec.linear:
-            return _spread(shape_of(spec, dtype), spec, mesh)
-        if narrow == "int4":
-            by_group = _groups_spec(spec, -(-spec.shape[-1] // GROUP), GROUP, mesh)
-            scales = shape_of(_scale_spec(by_group), jnp.bfloat16)
-            return _spread(Grouped(shape_of(by_group, jnp.int4), scales, None, None), spec, mesh)
-        scale = shape_of(_scale_spec(spec), jnp.float32)
-        return _spread(Quantized(shape_of(spec, jnp.int8), scale), spec, mesh)
-
-    return _build(arch, leaf)
 
 
 def to_tensors(

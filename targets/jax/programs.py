@@ -10,6 +10,7 @@ Everything is indexed by slot. Two ways to run the rows, the same body:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -65,13 +66,14 @@ def verify(plan: Plan, params: Params, cache: Cache, feed: Feed) -> tuple[Cache,
         return _run(plan, params, cache, feed, 0)
     slots = feed.tokens.shape[0]
     order, live = _live_first(feed)
-    shapes = jax.eval_shape(lambda c: _run(plan, params, c, _row(feed, 0), 0)[1], cache)
+    run = jax.jit(partial(_run, plan), inline=True)  # traced once, for shapes and for the loop
+    _, shapes = jax.eval_shape(run, params, cache, _row(feed, 0), jnp.int32(0))
     empty = jax.tree.map(lambda s: jnp.zeros((slots, *s.shape[1:]), s.dtype), shapes)
 
     def body(i: Array, carry: tuple[Cache, ForwardOutput]) -> tuple[Cache, ForwardOutput]:
         cache, out = carry
         slot = order[i]
-        cache, row = _run(plan, params, cache, _row(feed, slot), slot)
+        cache, row = run(params, cache, _row(feed, slot), slot)
         return cache, jax.tree.map(lambda all_, one: all_.at[slot].set(one[0]), out, row)
 
     return jax.lax.fori_loop(0, live, body, (cache, empty))

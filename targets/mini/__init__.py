@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specdec.core.errors import UserError
 from targets import hub
 
 NAMES = ("mini", "mini-e")
@@ -22,12 +21,8 @@ def checkpoint_path(model: str) -> Path:
     need be. Raises UserError."""
     if model in NAMES:
         return path(model)
-    if hub.is_name(model):
-        return hub.fetched(model)
-    folder = Path(model)
-    if not folder.is_dir():
-        raise UserError(
-            f"no checkpoint folder {model!r}: name one, or a model of the Hugging Face hub as "
-            f"org/name, or {' or '.join(NAMES)}, which come with specdec"
-        )
-    return folder
+    return hub.folder_of(
+        model,
+        f"no checkpoint folder {model!r}: name one, or a model of the Hugging Face hub as "
+        f"org/name, or {' or '.join(NAMES)}, which come with specdec",
+    )

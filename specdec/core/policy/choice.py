@@ -1,8 +1,10 @@
 """The policy: which drafter guesses for each row, and how many tokens a cycle verifies.
 
 The long-run rate tokens / time is highest if each cycle maximises E[tokens] - rate * time
-(Dinkelbach 1967). Tokens come from survival tables, time from a cost table. Off is a draft of no
-tokens. What is chosen decides how fast the text comes, and no token of it.
+(Dinkelbach 1967). The rate is known as a speed-up over plain decoding of as many rows, for batches
+grow and shrink faster than a rate is learned. Tokens come from survival tables, time from a cost
+table. Off is a draft of no tokens. What is chosen decides how fast the text comes, and no token of
+it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ SHADOW = 32
 """Cycles after which a drafter with weights that does not pay is tried again: the text may have
 changed."""
 FADE = 0.99
-"""Of tokens and time so far, with each cycle: the rate is the last hundred cycles'."""
+"""Of tokens and time so far, with each cycle: the speed-up is the last hundred cycles'."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,14 @@ class Policy:
     """Rows that took each drafter's guesses so far; `none` where they took nobody's."""
     _idle: int = 0
     _tokens: float = 0.0
-    _seconds: float = 0.0
+    """Of a row."""
+    _plain_cycles: float = 0.0
+    """That would have taken as long."""
 
     @property
-    def rate(self) -> float:
-        """Tokens per second at present, 0 before any came."""
-        return self._tokens / self._seconds if self._seconds else 0.0
+    def speedup(self) -> float:
+        """Over plain decoding, at present; 0 before any tokens came."""
+        return self._tokens / self._plain_cycles if self._plain_cycles else 0.0
 
     def table(self, drafter: str) -> Survival:
         if drafter not in self.tables:
@@ -106,16 +110,22 @@ class Policy:
     def learn(self, choice: Choice, emitted: float) -> None:
         """The cycle emitted so many tokens, over all rows."""
         self._idle = 0 if choice.drafted or self.weighted is None else self._idle + 1
-        seconds = self.costs.seconds(Work(len(choice.by_row), choice.depth, choice.drafted))
-        self._tokens = self._tokens * FADE + emitted
-        self._seconds = self._seconds * FADE + seconds
+        rows = len(choice.by_row)
+        seconds = self.costs.seconds(Work(rows, choice.depth, choice.drafted))
+        self._tokens = self._tokens * FADE + emitted / rows
+        self._plain_cycles = self._plain_cycles * FADE + seconds / self._plain(rows)
         for name in choice.by_row:
             self.chosen[name or "none"] = self.chosen.get(name or "none", 0) + 1
 
     def _worth(self, alike: Counter[RowOffers], depth: int, drafted: int) -> float:
         right = sum(n * self._best(row, depth, drafted)[0] for row, n in alike.items())
         rows = alike.total()
-        return rows + right - self.rate * self.costs.seconds(Work(rows, depth, drafted))
+        rate = self.speedup * rows / self._plain(rows)
+        return rows + right - rate * self.costs.seconds(Work(rows, depth, drafted))
+
+    def _plain(self, rows: int) -> float:
+        """Seconds of a cycle without guesses."""
+        return self.costs.seconds(Work(rows, 0, 0))
 
     def _best(self, row: RowOffers, depth: int, drafted: int) -> tuple[float, str | None]:
         """Most guesses that are right on average, and whose; the first of equals."""

@@ -9,7 +9,7 @@ all buckets together saw, and a position what the one before it did.
 from __future__ import annotations
 
 DISCOUNT = 0.98
-"""Of what was seen, with each further draft: the last fifty count, so that a text may change."""
+"""Of what was seen, with each further cycle: the last fifty count, so that a text may change."""
 BELIEF = 5.0
 """Drafts that the guess before a position stands for, where few were seen."""
 FIRST = 0.6
@@ -33,16 +33,17 @@ class Survival:
         """By bucket and position; the last one holds all buckets."""
         self._expected: list[list[float] | None] = [None] * BUCKETS
 
-    def learn(self, bucket: int, right: int, guessed: int, known: int) -> None:
+    def learn(self, bucket: int, right: int, guessed: int, known: int, rows: int = 1) -> None:
         """One draft of `guessed` guesses, the first `right` of which are right, as far as the first
-        `known` tokens of the text that came tell."""
+        `known` tokens of the text that came tell. rows: those of its cycle, each with a draft."""
+        discount = DISCOUNT ** (1 / rows)
         kept = min(right, guessed, known, self.k)
         missed = kept < min(guessed, known, self.k)
         for place in (bucket, BUCKETS):
             at_risk, hits = self._at_risk[place], self._right[place]
             for j in range(self.k):
-                at_risk[j] = at_risk[j] * DISCOUNT + (j < kept or (missed and j == kept))
-                hits[j] = hits[j] * DISCOUNT + (j < kept)
+                at_risk[j] = at_risk[j] * discount + (j < kept or (missed and j == kept))
+                hits[j] = hits[j] * discount + (j < kept)
         self._expected = [None] * BUCKETS
 
     def expected(self, bucket: int) -> list[float]:
