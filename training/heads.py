@@ -38,13 +38,21 @@ SURENESS = 0.4
 would say."""
 
 
+class OriginLayer(NamedTuple):
+    """A layer of a target: the tensors of several by name, [layers, ...], and which one it is. A
+    target may be large: nothing is cut out of them before it is wanted."""
+
+    stacked: Weights
+    at: int
+
+
 class Origin(NamedTuple):
     """What of its target a head may start as. table [V, H]: the embeddings; norm [H]: the final
-    norm; layers: the tensors of each by name."""
+    norm."""
 
     table: Any
     norm: Any
-    layers: tuple[Weights, ...] = ()
+    layers: tuple[OriginLayer, ...] = ()
 
 
 def origin_of(params: Params) -> Origin:
@@ -52,11 +60,11 @@ def origin_of(params: Params) -> Origin:
     return Origin(params.top["embed_tokens"], params.top["norm"], tuple(_layers_of(params)))
 
 
-def _layers_of(params: Params) -> Iterator[Weights]:
+def _layers_of(params: Params) -> Iterator[OriginLayer]:
     for pattern in params.segments:
         for repeat in range(len(pattern[0]["input_layernorm"])):
             for layer in pattern:
-                yield {name: tensor[repeat] for name, tensor in layer.items()}
+                yield OriginLayer(layer, repeat)
 
 
 class TrainableHead(Protocol):
@@ -244,15 +252,15 @@ class AssistantHead:
         return AssistantDrafter(placed, k), draft_by
 
 
-def _last_layers(shapes: dict[str, tuple[int, ...]], layers: tuple[Weights, ...]) -> Weights:
+def _last_layers(shapes: dict[str, tuple[int, ...]], layers: tuple[OriginLayer, ...]) -> Weights:
     """From the last one back, each of a head's layers as the next of the target's that fits."""
     found: Weights = {}
     left, number = list(layers), 1 + max(int(n.split(".")[1]) for n in shapes if n[:6] == "layers")
     while number and left:
-        prefix, layer = f"layers.{number - 1}.", left.pop()
+        prefix, (stacked, at) = f"layers.{number - 1}.", left.pop()
         own = {n: n.removeprefix(prefix) for n in shapes if n.startswith(prefix)}
-        if all(n in layer and layer[n].shape == shapes[name] for name, n in own.items()):
-            found |= {name: layer[n] for name, n in own.items()}
+        if all(n in stacked and stacked[n].shape[1:] == shapes[name] for name, n in own.items()):
+            found |= {name: stacked[n][at] for name, n in own.items()}
             number -= 1
     return found
 

@@ -103,7 +103,8 @@ class Policy:
         if runs and (self._idle >= SHADOW or any(r.insists and r.most for r in rows)):
             pairs = runs
         alike = Counter(rows)  # many rows of a batch have the same to choose from
-        best = max(pairs, key=lambda pair: self._worth(alike, *pair))
+        rate = self.speedup * len(rows) / self._plain(len(rows))
+        best = max(pairs, key=lambda pair: self._worth(alike, rate, *pair))
         whose = {row: self._best(row, *best)[1] for row in alike}
         return Choice(*best, tuple(whose[row] for row in rows))
 
@@ -117,10 +118,10 @@ class Policy:
         for name in choice.by_row:
             self.chosen[name or "none"] = self.chosen.get(name or "none", 0) + 1
 
-    def _worth(self, alike: Counter[RowOffers], depth: int, drafted: int) -> float:
+    def _worth(self, alike: Counter[RowOffers], rate: float, depth: int, drafted: int) -> float:
+        """rate: tokens per second at present."""
         right = sum(n * self._best(row, depth, drafted)[0] for row, n in alike.items())
         rows = alike.total()
-        rate = self.speedup * rows / self._plain(rows)
         return rows + right - rate * self.costs.seconds(Work(rows, depth, drafted))
 
     def _plain(self, rows: int) -> float:
