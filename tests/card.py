@@ -16,7 +16,7 @@ from targets.cuda.ops import Linear
 from targets.cuda.params import quantise_fp8
 from targets.cuda.tiles import ACTIVATION_SCALE, EIGHTHS, padded_inputs
 
-KINDS = {"fp8", "w8a8", "bf16", "int4", "uint4"}
+KINDS = {"fp8", "w8a8", "bf16", "int8", "int4", "uint4"}
 HALF = "fp8", "int4", "uint4"
 """Kinds whose inputs are f16."""
 
@@ -49,7 +49,7 @@ def random_weight(
         if kind == "uint4":
             zero = torch.randint(0, 16, narrow.scale.shape, device="cuda").to(torch.uint8)
             narrow = replace(narrow, zero=zero)
-        return Weight(ops.pack_int4(narrow, layout), narrow.values(), narrow.row)
+        return Weight(ops.pack_codes(narrow, layout), narrow.values(), narrow.row)
     values, scale = (values, None) if kind == "bf16" else quantise_fp8(values)
     return Weight(ops.pack(values, scale, kind, layout), values, scale)
 

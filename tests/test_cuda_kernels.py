@@ -43,7 +43,7 @@ def variants() -> set[Variant]:
     archs = [released(name) for name in RELEASED]
     archs += [read_arch(mini.path(name)) for name in ("mini", "mini-e")]
     decoding = [
-        target_variants(a, kv8, {*DTYPES, "int4", "uint4"}) for a in archs for kv8 in (0, 1)
+        target_variants(a, kv8, {*DTYPES, "int8", "int4", "uint4"}) for a in archs for kv8 in (0, 1)
     ]
     heads = [draft_variants(arch_of(sized(a)), {"fp8", "bf16"}) for a in archs]
     drafters = [
@@ -196,7 +196,7 @@ def test_codes_and_scales_are_where_the_kernels_look(shape, layout, processors, 
     zero = torch.randint(0, 16, scale.shape, dtype=torch.uint8) if zeros else None
     narrow = Int4(codes, scale, zero, torch.ones((*lead, n)))
     groups = tiles.k_groups(n, layout)
-    data = tiles.tile_int4(narrow, layout, groups, processors)
+    data = tiles.tile_codes(narrow, layout, groups, processors)
     weight = Linear(n, k, narrow.kind, data, None, layout, groups)
     row, column = torch.arange(n)[:, None], torch.arange(k)
     tile, row = tile_of(weight, row)

@@ -23,6 +23,8 @@ SOURCES = {file.name: file for folder in FOLDERS for file in folder.glob("*.cu*"
 MIRRORS = {
     "attention._AttentionJob": "attention.cuh Job",
     "sampler._SampleJob": "sample.cu Job",
+    "candidates._ScreenJob": "screen.cu Job",
+    "candidates._RescoreJob": "rescore.cu Job",
     "guessing._Guess": "guess.cu Job",
     "kernels._Pair": "inputs.cu Pair",
     "kernels._Beside": "steps.cu Beside",

@@ -15,6 +15,7 @@ from targets.arch import Arch
 from targets.cuda.attention import partial_bytes
 from targets.cuda.cache import CHUNK, HEAD_ALIGN, entries, slack_of
 from targets.cuda.graphs import bucket_of
+from targets.cuda.int4 import GROUP
 from targets.cuda.load import SHORT
 from targets.cuda.params import QUANTISED
 from targets.tensors import TensorSpec, all_tensors
@@ -71,8 +72,16 @@ def need(arch: Arch, shape: TargetShape) -> Need:
 
 
 def weight_bytes(arch: Arch, dtype: str) -> int:
-    """Of all weights as they lie on the device."""
-    return sum(tensor_bytes(name, spec, dtype) for name, spec in all_tensors(arch).items())
+    """Of all weights as they lie on the device, the head's copy among them."""
+    tensors = all_tensors(arch).items()
+    return narrow_head_bytes(arch, dtype) + sum(tensor_bytes(*each, dtype) for each in tensors)
+
+
+def narrow_head_bytes(arch: Arch, dtype: str) -> int:
+    """Of the copy by which the head's candidates are found: codes, a float16 scale for each 32,
+    a row's power of two and bound (certified.py)."""
+    row = arch.hidden + 2 * -(-arch.hidden // GROUP) + 2 * SCALE
+    return 0 if dtype == "float32" else arch.vocab * row
 
 
 def tensor_bytes(name: str, spec: TensorSpec, dtype: str) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from targets.cuda import tiles
 from targets.cuda.inputs import BLOCKS, Input
 from targets.cuda.int4 import Int4
+from targets.cuda.int8 import Int8
 from targets.cuda.launch import Launcher, Variant, address
 from targets.cuda.ops import Dense, Linear
 
@@ -36,7 +37,8 @@ PLAIN, GATED, LOGITS, PER_LAYER = range(4)
 
 class _GemmJob(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("weight", "scale", "x", "out", "inputs", "partial")),
+        *((name, c_void_p) for name in ("weight", "scale", "x", "out", "inputs")),
+        *((name, c_void_p) for name in ("partial", "certified")),
         *((name, c_int) for name in ("inputs_stride", "n", "ctas", "tiles", "passes", "steps")),
         *((name, c_int) for name in ("row_groups", "k_groups", "depth")),
         *((name, c_int) for name in ("k_blocks", "k_stride", "stages", "rows")),
@@ -57,12 +59,14 @@ class _Untile(Structure):
 
 def variants(kinds: set[str]) -> set[Variant]:
     """For weights of these kinds; of w8a8 ones, which w8a8.cu multiplies, just what tiles are
-    turned back with."""
-    mine = kinds - {"w8a8"}
-    few = {_few(kind, block, wide) for kind in mine for block in FEW for wide in (1, 2, 3)}
+    turned back with, and of int8 ones, a head's copy alone, what few rows take."""
+    mine = kinds - {"w8a8", "int8"}
+    few = {
+        _few(kind, block, wide) for kind in kinds - {"w8a8"} for block in FEW for wide in (1, 2, 3)
+    }
     many = {_many(kind, block, depth) for kind in mine for block in MANY for depth in tiles.DEPTHS}
     gather = {_gather(kind, block) for kind in mine for block in MANY}
-    return {weight_variant("untile", kind) for kind in kinds} | few | many | gather
+    return {weight_variant("untile", kind) for kind in kinds - {"int8"}} | few | many | gather
 
 
 class Gemm:
@@ -89,12 +93,13 @@ class Gemm:
         data = tiles.tile(values, kind, layout, groups, self._processors)
         return Linear(n, k, kind, data, scale, layout, groups)
 
-    def pack_int4(self, weight: Int4, layout: str, groups: int | None = None) -> Linear:
-        """`Ops.pack_int4`."""
+    def pack_codes(self, weight: Int4 | Int8, layout: str, groups: int | None = None) -> Linear:
+        """`Ops.pack_codes`; int8 meets inputs as they are."""
         n, k = weight.codes.shape[-2:]
         groups = groups or tiles.k_groups(n, layout)
-        scale = (weight.row * tiles.ACTIVATION_SCALE).contiguous()
-        data = tiles.tile_int4(weight, layout, groups, self._processors)
+        scale = weight.row * (1.0 if weight.kind == "int8" else tiles.ACTIVATION_SCALE)
+        data = tiles.tile_codes(weight, layout, groups, self._processors)
+        scale = scale.contiguous()
         return Linear(n, k, weight.kind, data, scale, layout, groups)
 
     def dense(self, weight: Linear) -> Dense:
@@ -154,14 +159,16 @@ class Gemm:
         softcap: float = 0.0,
         silu: bool = False,
         out_groups: int = 1,
+        certified: Tensor | None = None,
     ) -> None:
         """out: float32 rows of `stride`, or an `Input`'s data of `stride` blocks and `out_groups` k
         groups. inputs: what PER_LAYER multiplies with. silu: what GATED gates with, else tanh
-        GELU."""
+        GELU. certified [M], of few rows: nothing is done unless one is below 0."""
         assert x.k_groups == (weight.k_groups if weight.layout == "row_parallel" else 1)
         plan = tiles.schedule_of(weight, self._processors)
         job = _GemmJob(
-            *map(address, (weight.data, weight.scale, x.data, out, inputs, None)),
+            *map(address, (weight.data, weight.scale, x.data, out, inputs)),
+            *(None, address(certified)),
             0 if inputs is None else inputs.stride(0),
             *(weight.n, plan.ctas, plan.tiles, plan.passes, plan.steps),
             *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
@@ -208,7 +215,8 @@ def _gather(kind: str, block: int) -> Variant:
 
 def weight_variant(file: str, kind: str, *macros: tuple[str, int]) -> Variant:
     """For weights of this kind (kernels/tile.cuh)."""
-    return Variant(file, (("BITS", tiles.BITS[kind]), ("ZEROS", int(kind == "uint4")), *macros))
+    form = ("ZEROS", int(kind == "uint4")), *((("CODES", 1),) if kind == "int8" else ())
+    return Variant(file, (("BITS", tiles.BITS[kind]), *form, *macros))
 
 
 def few_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from targets.arch import Arch, MoeSpec
-from targets.cuda import attention, experts, gemm, sampler, tiles, w8a8
+from targets.cuda import attention, candidates, experts, gemm, sampler, tiles, w8a8
 from targets.cuda.gemm import GATED, LOGITS, PER_LAYER, PLAIN
 from targets.cuda.inputs import Input, make_input
 from targets.cuda.launch import Launcher, Library, Variant, address, pointer
@@ -57,7 +57,7 @@ class Kernels:
         self.processors = properties.multi_processor_count
         self._launch = Launcher(Library(variants(arch, kv8, kinds) | more))
         self._gemm = gemm.Gemm(self._launch, self.processors)
-        self.pack, self.pack_int4 = self._gemm.pack, self._gemm.pack_int4
+        self.pack, self.pack_codes = self._gemm.pack, self._gemm.pack_codes
         self.dense = self._gemm.dense
         self._w8a8 = w8a8.W8A8(self._launch, self.processors)
         norms = Norms(self._launch, arch.eps)
@@ -66,6 +66,9 @@ class Kernels:
         self.store = self._attention.store
         self.sampler = sampler.Sampler(self._launch, self.device)
         self.choose = self.sampler.choose
+        certified = candidates.Candidates(self._launch, self._gemm, self.processors)
+        self.narrow_head, self.candidates = certified.narrow, certified.logits
+        self.screened = certified.screened
 
     def linear(self, x: Input, weight: Linear) -> Tensor:
         return (self._w8a8 if weight.kind == "w8a8" else self._gemm).linear(x, weight)

@@ -197,13 +197,13 @@ def make_ops(arch: Arch, plan: Plan) -> Ops:
 
 
 def _kinds(arch: Arch, dtype: str) -> set[str]:
-    """The kinds of weights that kernels are needed for."""
+    """The kinds of weights that kernels are needed for: the head and its copy, and others."""
     if dtype not in QUANTISED:
-        return {"bf16"}
+        return {"bf16", "int8"}
     if dtype == "int4":
-        return {"bf16", "int4", "uint4"}
+        return {"bf16", "int8", "int4", "uint4"}
     experts = any(layer.moe for layer in arch.layers)
-    return {"bf16", "fp8" if dtype == "fp8" else "w8a8"} | ({"fp8"} if experts else set())
+    return {"bf16", "int8", "fp8" if dtype == "fp8" else "w8a8"} | ({"fp8"} if experts else set())
 
 
 def _captures(options: CudaOptions, ops: Ops) -> bool:

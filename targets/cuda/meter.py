@@ -47,4 +47,4 @@ class Meter:
         if not self.target.capturable and kind != "cpu":
             return None  # references on a GPU wait for the host: nothing that can be captured
         rows = self.target.feed(seqs, draft)
-        return roofline.forward_samples(lambda: self.target.forward(rows, False), kind)
+        return roofline.forward_samples(lambda: self.target.step(rows, False, False), kind)

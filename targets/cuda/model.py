@@ -13,7 +13,8 @@ from torch import Tensor
 
 from targets.arch import Arch, MoeSpec
 from targets.cuda.cache import KVCache
-from targets.cuda.ops import AttentionLayer, Branch, Closing, Opening, Ops, Rows, X
+from targets.cuda.certified import MOST_ROWS
+from targets.cuda.ops import AttentionLayer, Branch, Choosing, Closing, Opening, Ops, Rows, X
 from targets.cuda.params import LayerWeights, Moe, Weights
 
 
@@ -33,9 +34,11 @@ def decode(
     ops: Ops,
     features: tuple[int, ...] = (),
     only: Tensor | None = None,
+    choosing: Choosing | None = None,
 ) -> Hidden:
     """Feed the rows: write their K/V, attend over the cache alone. only [1]: logits of that row
-    alone."""
+    alone. choosing: how words are chosen, where logits serve nothing else; those of words that
+    can't be chosen may then be -inf."""
     h = ops.embed(weights.head, rows)
     inputs = _per_layer_inputs(weights, h, rows, ops)
     x = ops.norm(h, opening(weights, 0))
@@ -47,7 +50,11 @@ def decode(
             captured[:, features.index(i)] = h
     if only is not None:
         x = ops.norm(h.index_select(0, only), opening(weights, len(weights.layers)))
-    logits = ops.head(x, weights.head, arch.softcap)
+    narrow = weights.narrow_head
+    if choosing is None or narrow is None or rows.tokens.numel() > MOST_ROWS:
+        logits = ops.head(x, weights.head, arch.softcap)
+    else:
+        logits = ops.candidates(x, (weights.head, narrow), arch.softcap, rows, choosing)
     return Hidden(logits, None if captured is None else captured.flatten(1))
 
 

@@ -30,10 +30,10 @@ Branch = Any
 class Linear:
     """A weight [n, k], or one for each of E experts: `data` and per-row `scale` (None for wide
     weights) as the implementation keeps them. kind: fp8 (e4m3 values), w8a8 (e4m3 values that meet
-    e4m3 inputs), int4 (or uint4, with zero points: int4.py), bf16 or float32. layout: plain,
-    row_parallel (O and down: what several devices would cut along k), gated (gate's rows, then
-    up's), experts or experts_gated. k_groups: parts of k, contiguous in row_parallel weights, whose
-    sums are made apart, then added as a binary tree."""
+    e4m3 inputs), int4 (or uint4, with zero points: int4.py), int8 (int8.py), bf16 or float32.
+    layout: plain, row_parallel (O and down: what several devices would cut along k), gated (gate's
+    rows, then up's), experts or experts_gated. k_groups: parts of k, contiguous in row_parallel
+    weights, whose sums are made apart, then added as a binary tree."""
 
     n: int
     k: int
@@ -42,6 +42,21 @@ class Linear:
     scale: Tensor | None
     layout: str = "plain"
     k_groups: int = 1
+
+
+@dataclass(frozen=True)
+class NarrowHead:
+    """The head's copy in int8, and what its logits err by at most [n] (int8.py)."""
+
+    weight: Linear
+    error: Tensor
+
+
+class Choosing(NamedTuple):
+    """By what a step's tokens are chosen. needs_sampler False: every row is a bare argmax."""
+
+    rules: Rules
+    needs_sampler: bool
 
 
 @dataclass(frozen=True)
@@ -98,8 +113,8 @@ class Ops(Protocol):
         experts; scale as values without the last axis."""
         ...
 
-    def pack_int4(self, weight: Int4, layout: str) -> Linear:
-        """The same of 4 bits."""
+    def pack_codes(self, weight: Int4, layout: str) -> Linear:
+        """The same of 4-bit codes."""
         ...
 
     def dense(self, weight: Linear) -> Dense:
@@ -165,6 +180,22 @@ class Ops(Protocol):
 
     def head(self, x: X, table: Linear, softcap: float | None) -> Tensor:
         """-> soft-capped logits [M, V] float32."""
+        ...
+
+    def narrow_head(self, values: Tensor) -> NarrowHead | None:
+        """Of a bf16 head's values [n, k]."""
+        ...
+
+    def candidates(
+        self,
+        x: X,
+        heads: tuple[Linear, NarrowHead],
+        softcap: float | None,
+        rows: Rows,
+        choosing: Choosing,
+    ) -> Tensor:
+        """-> [M, V] float32: `head`'s logits of all words that `choosing` can choose, -inf or the
+        same for others (certified.py). At most `certified.MOST_ROWS` rows."""
         ...
 
     def choose(

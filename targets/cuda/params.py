@@ -23,7 +23,7 @@ from targets.checkpoint import Checkpoint
 from targets.cuda import int4
 from targets.cuda.cache import FP8_MAX
 from targets.cuda.int4 import Int4
-from targets.cuda.ops import Linear, Ops
+from targets.cuda.ops import Linear, NarrowHead, Ops
 from targets.cuda.soundness import check_sound
 from targets.cuda.staging import Staging
 from targets.cuda.upload import as_tensor, upload
@@ -92,9 +92,10 @@ class TopPerLayer:
 
 @dataclass(frozen=True)
 class Weights:
-    """head [V, H]: wide, and the embedding's table too."""
+    """head [V, H]: wide, and the embedding's table too. narrow_head: its copy, where it is bf16."""
 
     head: Linear
+    narrow_head: NarrowHead | None
     norm: Tensor
     layers: tuple[LayerWeights, ...]
     per_layer: TopPerLayer | None
@@ -191,6 +192,17 @@ class Reader:
             packed = self._packed(names, layout)
         return self.staging.settled(packed)
 
+    def heads(self, name: str) -> tuple[Linear, NarrowHead | None]:
+        """The table as the head, and its copy for certified choices (certified.py)."""
+        with self.staging.aside():
+            values = self._wide(name)
+            head = self.ops.pack(values, None, self.wide_kind, "plain")
+            narrow = self.ops.narrow_head(values) if self.wide_kind == "bf16" else None
+        settled = self.staging.settled(head)
+        if narrow is None:
+            return settled, None
+        return settled, NarrowHead(self.staging.settled(narrow.weight), narrow.error.clone())
+
     def _packed(self, names: list[str], layout: str) -> Linear:
         raw = [self.source(name) for name in names]
         narrows = all(quantised(name, self.specs[name]) for name in names)
@@ -198,7 +210,7 @@ class Reader:
             narrow = [self._int4(each) for each in raw]
             if None not in narrow:
                 joined = int4.joined([part for part in narrow if part is not None])
-                return self.ops.pack_int4(joined, layout)
+                return self.ops.pack_codes(joined, layout)
         elif narrows and self.dtype in QUANTISED:
             values, scales = zip(*map(_fp8, raw), strict=True)
             w8a8 = self.dtype == "fp8-w8a8" and not layout.startswith("experts")
@@ -224,7 +236,7 @@ def _fp8(raw: Raw) -> tuple[Tensor, Tensor]:
 
 
 def _build(arch: Arch, reader: Reader, each: Callable) -> Weights:
-    head = reader.linear(["embed_tokens"])  # packing needs room: before all else
+    head, narrow = reader.heads("embed_tokens")  # packing needs room: before all else
     per_layer = None
     if arch.per_layer_input:
         per_layer = TopPerLayer(
@@ -233,7 +245,7 @@ def _build(arch: Arch, reader: Reader, each: Callable) -> Weights:
             reader.vector("per_layer_projection_norm"),
         )
     layers = each(lambda i: layer_weights(reader, arch, i, arch.layers[i]), range(len(arch.layers)))
-    return Weights(head, reader.vector("norm"), tuple(layers), per_layer)
+    return Weights(head, narrow, reader.vector("norm"), tuple(layers), per_layer)
 
 
 def layer_weights(reader: Reader, arch: Arch, i: int, layer: LayerSpec) -> LayerWeights:

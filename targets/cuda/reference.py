@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.core.types import NO_GUESS
 from targets.arch import Arch, MoeSpec
-from targets.cuda import cache as kv, sampling
+from targets.cuda import cache as kv, certified, int8, sampling
 from targets.cuda.formulas import (
     as_e4m3,
     attend,
@@ -31,7 +31,18 @@ from targets.cuda.formulas import (
     soft_cap,
 )
 from targets.cuda.int4 import Int4
-from targets.cuda.ops import NOTHING, AttentionLayer, Closing, Dense, Linear, Opening, Rows
+from targets.cuda.int8 import Int8
+from targets.cuda.ops import (
+    NOTHING,
+    AttentionLayer,
+    Choosing,
+    Closing,
+    Dense,
+    Linear,
+    NarrowHead,
+    Opening,
+    Rows,
+)
 from targets.cuda.tiles import EIGHTHS
 from targets.sampling_params import Rules
 
@@ -65,7 +76,7 @@ class Reference:
         flat = values.flatten(0, -2).contiguous()
         return Linear(n, k, kind, flat, None if scale is None else scale.flatten(), layout)
 
-    def pack_int4(self, weight: Int4, layout: str) -> Linear:
+    def pack_codes(self, weight: Int4, layout: str) -> Linear:
         n, k = weight.codes.shape[-2:]
         values = weight.values().reshape(-1, k)
         return Linear(n, k, weight.kind, values, weight.row.flatten(), layout)
@@ -184,6 +195,34 @@ class Reference:
 
     def head(self, x: Tensor, table: Linear, softcap: float | None) -> Tensor:
         return each_row(lambda row: soft_cap(row, softcap), self.linear(x, table))
+
+    def narrow_head(self, values: Tensor) -> NarrowHead:
+        """Codes, then scales as bytes: as many as the kernels keep."""
+        narrow, error = int8.quantise(values)
+        data = torch.cat([narrow.codes, narrow.scale.view(torch.uint8)], 1)
+        return NarrowHead(Linear(len(values), values.shape[1], "int8", data, narrow.row), error)
+
+    def candidates(
+        self,
+        x: Tensor,
+        heads: tuple[Linear, NarrowHead],
+        softcap: float | None,
+        rows: Rows,
+        choosing: Choosing,
+    ) -> Tensor:
+        head, (copy, error) = heads[0], (heads[1].weight, heads[1].error)
+        assert copy.scale is not None
+        codes, scale = copy.data[:, : copy.k], copy.data[:, copy.k :].view(torch.float16)
+        values = Int8(codes, scale, copy.scale).values().float()
+        around = _matmul(x.half(), values, copy.scale)
+        apart = error * certified.length(x)[:, None]
+        ties = certified.TIES * (softcap or 0.0)
+        ends = soft_cap(around - apart, softcap) - ties, soft_cap(around + apart, softcap) + ties
+        logits = self.head(x, head, softcap)
+        for row, found in zip(logits, certified.candidates(ends, rows, choosing), strict=True):
+            if found is not None:
+                row.masked_fill_(~found, -torch.inf)
+        return logits
 
 
 def _places(rows: Rows) -> list[tuple[int, int]]:

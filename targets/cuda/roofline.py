@@ -12,12 +12,13 @@ from math import prod
 
 from specdec.core.errors import UserError
 from targets.arch import Arch, MoeSpec
+from targets.cuda.certified import MOST_ROWS
 from targets.cuda.device import free_bytes
-from targets.cuda.footprint import KV, WIDE, tensor_bytes
+from targets.cuda.footprint import KV, WIDE, narrow_head_bytes, tensor_bytes
 from targets.tensors import all_tensors
 
 TABLES = ("embed_tokens_per_layer",)
-"""Only looked up; the other table, `embed_tokens`, is read whole as the head."""
+"""Only looked up; the other table, `embed_tokens`, is read whole as the head, or its copy is."""
 GROUPS, REPLAYS = 10, 8
 """Timed groups of back-to-back forwards: a group hides the clock's own resolution."""
 STREAM, CPU_BLOCK = 2**34, 2**26
@@ -35,6 +36,8 @@ def weight_bytes(arch: Arch, dtype: str, rows: int, expected: bool = True) -> in
         layer = name.split(".")
         if name in TABLES:
             size = rows * spec.shape[1] * WIDE[dtype]
+        elif name == "embed_tokens" and dtype != "float32" and rows <= MOST_ROWS:
+            size = narrow_head_bytes(arch, dtype)  # and a few candidates
         elif "experts" in layer:
             moe = arch.layers[int(layer[1])].moe
             assert moe is not None

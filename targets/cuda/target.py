@@ -16,7 +16,7 @@ from targets.cuda import sampling
 from targets.cuda.cache import make_cache, slack_of
 from targets.cuda.graphs import Chosen, ForwardOutput, Graphs
 from targets.cuda.model import Hidden, decode
-from targets.cuda.ops import Ops, Rows
+from targets.cuda.ops import Choosing, Ops, Rows
 from targets.cuda.out_of_memory import room_for
 from targets.cuda.params import Weights
 from targets.cuda.prefill import PrefillChunk, prefill
@@ -161,7 +161,8 @@ class CudaTarget:
         self, rows: Rows, needs_sampler: bool, logprobs: bool, masks: Masks | None = None
     ) -> Chosen:
         """Feed the rows and choose, and what of it a cycle asks for."""
-        logits, features = self.logits(rows)
+        bare = masks is None and not logprobs  # logits serve the choice alone
+        logits, features = self.logits(rows, Choosing(self.rules, needs_sampler) if bare else None)
         allowed = None if masks is None else masks()
         chosen = self.choose(logits, rows, needs_sampler, allowed)
         details = sampling.logprobs(logits, chosen) if logprobs else None
@@ -175,10 +176,14 @@ class CudaTarget:
         return ForwardOutput(self.choose(logits, rows, needs_sampler), logits, features)
 
     @torch.inference_mode()
-    def logits(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Feed the rows -> logits [B, T, V] and features [B, T, F] or None, on the device alone."""
+    def logits(
+        self, rows: Rows, choosing: Choosing | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Feed the rows -> logits [B, T, V] and features [B, T, F] or None, on the device alone.
+        choosing: as `model.decode` has it."""
         self.cache.remember(rows.tokens, rows.start, rows.slot)
-        out = decode(self.weights, self.arch, self.cache, rows, self.ops, self.plan.features)
+        common = self.weights, self.arch, self.cache, rows, self.ops
+        out = decode(*common, self.plan.features, choosing=choosing)
         shape = (*rows.tokens.shape, -1)
         return out.logits.view(shape), None if out.features is None else out.features.view(shape)
 
@@ -200,8 +205,12 @@ class CudaTarget:
     ) -> torch.Tensor:
         """logits [B, T, V] -> [B, T] int32. `needs_sampler` False: every row is a bare argmax.
         masks [B, T, words] int32: what may be chosen."""
-        rules = Rules(self.bias, self.sampling_params, self.cache.tokens)
-        return self.ops.choose(logits, rules, rows, needs_sampler, masks)
+        return self.ops.choose(logits, self.rules, rows, needs_sampler, masks)
+
+    @property
+    def rules(self) -> Rules:
+        """By what its slots choose."""
+        return Rules(self.bias, self.sampling_params, self.cache.tokens)
 
     def on_device(self, masks: np.ndarray | None) -> torch.Tensor | None:
         """Masks of the host, in the dtype that torch has."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from targets.cuda.int4 import GROUP, Int4
+from targets.cuda.int8 import Int8
 from targets.cuda.ops import Linear
 
 TILE = 16
@@ -23,10 +24,10 @@ INPUTS = 32
 """Inputs of one block: a tile of a block is what a warp loads at once."""
 EIGHTHS = 8
 """Most k groups of a weight."""
-BITS = {"bf16": 16, "fp8": 8, "w8a8": 8, "int4": 4, "uint4": 4}
+BITS = {"bf16": 16, "fp8": 8, "w8a8": 8, "int8": 8, "int4": 4, "uint4": 4}
 """Of a stored value."""
-TILE_BYTES = {"bf16": 1024, "fp8": 512, "w8a8": 512, "int4": 288, "uint4": 304}
-"""With the scales of 4-bit ones, and zero points (kernels/tile.cuh)."""
+TILE_BYTES = {"bf16": 1024, "fp8": 512, "w8a8": 512, "int8": 544, "int4": 288, "uint4": 304}
+"""With the scales of codes, and zero points (kernels/tile.cuh)."""
 VALUE_BYTES = {"bf16": 2, "fp8": 1, "w8a8": 1, "int4": 2, "uint4": 2}
 """Of a value in plain order: float16 of 4-bit ones."""
 NIBBLES = (0, 16, 4, 20, 8, 24, 12, 28)
@@ -41,6 +42,8 @@ STEP_BYTES = {16: 24 << 10, 8: 24 << 10, 4: 28 << 10}
 BLOCKS = {16: 16, 8: 16, 4: 32}
 """Of a step, by bits: its weights' bytes and blocks of inputs at most. Two steps must fit, whose
 inputs of 16 tokens are 1 KiB a block. Steps of 4 bits are fewer bytes, and cost no less."""
+BLOCK_AXES = 9
+"""Axes of `_axes` that say which tile, and which of its rows."""
 DEPTHS = (1, 2, 3, 4)
 """Blocks of inputs per warp and step."""
 GATE_ROWS = {"gated": TILE // 2, "experts_gated": TILE}
@@ -176,19 +179,22 @@ def tile(values: Tensor, kind: str, layout: str, groups: int, processors: int) -
     return _shaped(data, plan, layout, len(words))
 
 
-def tile_int4(weight: Int4, layout: str, groups: int, processors: int) -> Tensor:
-    """The same of 4 bits: a tile's codes, then its scales, then its zero points."""
+def tile_codes(weight: Int4 | Int8, layout: str, groups: int, processors: int) -> Tensor:
+    """The same of codes: a tile's codes, then its scales, then its zero points."""
     n, k = weight.codes.shape[-2:]
     plan = _plan(n, k, weight.kind, layout, groups, processors)
     sizes, order = _axes(plan, weight.kind, layout)
-    of_blocks = sizes[:-1], tuple(axis for axis in order if axis < len(sizes) - 1)
-    parts = [_dealt(_nibbles(weight.codes, _stored(plan)), plan, layout, sizes, order)]
+    of_blocks = sizes[:BLOCK_AXES], tuple(axis for axis in order if axis < BLOCK_AXES)
+    codes = weight.codes.reshape(-1, n, k)
+    words = _nibbles if BITS[weight.kind] == 4 else _words
+    parts = [_dealt(words(codes, _stored(plan)), plan, layout, sizes, order)]
     for part in (weight.scale, weight.zero):
         if part is not None:
             padded = _filled(part.reshape(-1, *part.shape[-2:]), _stored(plan) // GROUP)
             parts.append(_dealt(padded, plan, layout, *of_blocks))
-    tiles = [part.view(-1, size) for part, size in zip(parts, (256, 32, 16), strict=False)]
-    return _shaped(torch.cat(tiles, -1), plan, layout, weight.codes[..., 0, 0].numel())
+    bytes_of = TILE * INPUTS * BITS[weight.kind] // 8, 2 * TILE, TILE
+    tiles = [part.view(-1, size) for part, size in zip(parts, bytes_of, strict=False)]
+    return _shaped(torch.cat(tiles, -1), plan, layout, len(codes))
 
 
 def _dealt(
@@ -252,17 +258,17 @@ def _stored(plan: Schedule) -> int:
 
 
 def _words(values: Tensor, padded: int) -> Tensor:
-    """[n, padded k] as int32 words."""
+    """[..., n, padded k] as int32 words."""
     raw = values.contiguous().view(torch.uint8)
     size = values.element_size()
-    if padded != values.shape[1]:
-        raw = torch.nn.functional.pad(raw, (0, (padded - values.shape[1]) * size))
+    if padded != values.shape[-1]:
+        raw = torch.nn.functional.pad(raw, (0, (padded - values.shape[-1]) * size))
     return raw.contiguous().view(torch.int32)
 
 
 def _nibbles(codes: Tensor, padded: int) -> Tensor:
-    """codes [..., n, k] -> int32 words [weights, n, padded / 8]."""
-    codes = _filled(codes.reshape(-1, *codes.shape[-2:]), padded)
+    """codes [weights, n, k] -> int32 words [weights, n, padded / 8]."""
+    codes = _filled(codes, padded)
     words = torch.zeros_like(codes[..., ::8], dtype=torch.int32)
     for i, place in enumerate(NIBBLES):
         words |= codes[..., i::8].int() << place

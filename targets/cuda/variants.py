@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from targets.arch import Arch
-from targets.cuda import attention, experts, gemm, sampler, w8a8
+from targets.cuda import attention, candidates, experts, gemm, sampler, w8a8
 from targets.cuda.launch import Variant
 
 
@@ -13,9 +13,10 @@ def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
         gemm.variants(kinds),
         w8a8.variants() if "w8a8" in kinds else set(),
         attention.variants(arch, kv8),
-        experts.variants(arch, kinds - {"w8a8"}),
+        experts.variants(arch, kinds - {"w8a8", "int8"}),
     )
-    return {sampler.SAMPLE, sampler.CYCLE, *map(norm_variant, kinds)}.union(*parts)
+    certified = {candidates.SCREEN, candidates.RESCORE} if "int8" in kinds else set()
+    return {sampler.SAMPLE, sampler.CYCLE, *certified, *map(norm_variant, kinds)}.union(*parts)
 
 
 def norm_variant(kind: str) -> Variant:

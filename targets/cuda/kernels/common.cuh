@@ -107,6 +107,11 @@ __device__ inline float gelu_tanh(float x) {
 
 __device__ inline float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
+// cap * tanh(v / cap). The error of this tanh is absolute, and no larger than that of a sum.
+__device__ inline float soft_cap(float v, float cap) {
+  return cap - __fdividef(2.0f * cap, 1.0f + __expf(v * (2.0f / cap)));
+}
+
 __device__ inline float warp_sum(float v) {
 #pragma unroll
   for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(~0u, v, d);

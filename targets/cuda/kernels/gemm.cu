@@ -98,7 +98,7 @@ __device__ inline void multiply(Tile& sum, u32 w, u32 input, u32 apart, int lane
     }
     uint4 b[NT];
 #pragma unroll
-    for (int j = 0; j < NT; j++) b[j] = load(input + j * 512);
+    for (int j = 0; j < NT; j++) b[j] = as_weights(load(input + j * 512));
     // all first halves before any second: an accumulator is not needed again right away
 #pragma unroll
     for (int j = 0; j < NT; j++)
@@ -162,6 +162,14 @@ __device__ inline void finish(const Job& job, const Tile& sum, const Scales (&sc
   for (int i = 0; i < TW * NT; i++) finish(job, sum[i / NT][i % NT], scales[i / NT], first_tile + i / NT, i % NT * 8, TOKENS, lane);
 }
 
+// Whether a head's logits are there already (screen.cu): known when the kernels before have ended.
+__device__ inline bool all_certified(const Job& job) {
+  wait_for_previous();
+  bool all = true;
+  for (int m = 0; m < job.rows; m++) all &= job.certified[m] >= 0;
+  return all;
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gemm(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) u8 memory[];
@@ -175,6 +183,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) init_ring(full, empty, job.stages, warps), nothing = make_uint4(0, 0, 0, 0);
   __syncthreads();
   let_next_start();
+  if (job.certified && all_certified(job)) return;
   if (warp == warps) {
     if (lane == 0) produce(job, shared_address(memory), shared_address(inputs), full, empty);
     return;

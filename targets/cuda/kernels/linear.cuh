@@ -11,6 +11,7 @@ struct Job {
   void* out;
   const float* inputs;  // kPerLayer: [M, inputs_stride]
   float4* partial;      // of wide.cu, where gemm_reduce.cu does the rest
+  const int* certified; // of gemm.cu, [rows] or null: nothing to do unless one is below 0
   int inputs_stride;
   int n, ctas, tiles;   // rows of the weight; CTAs that work; tiles per CTA and pass
   int passes, steps;    // steps along k per pass
@@ -34,10 +35,9 @@ __device__ inline int row_of(const Job& job, int tile, int row) {
   return feature < job.n / 2 ? feature + row / 8 * (job.n / 2) : job.n;
 }
 
-// What a row of floats gets. The error of this tanh is absolute, and no larger than that of a sum.
+// What a row of floats gets.
 __device__ inline float to_row(const Job& job, float v) {
-  if (job.epilogue != kLogits) return v;
-  return job.softcap - __fdividef(2.0f * job.softcap, 1.0f + __expf(v * (2.0f / job.softcap)));
+  return job.epilogue == kLogits ? soft_cap(v, job.softcap) : v;
 }
 
 // The scaled sum v of weight row n and token m. `block`: tokens per block of the output's layout.

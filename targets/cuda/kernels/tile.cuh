@@ -3,6 +3,7 @@
 // Of e4m3 and bf16 weights a tile is its fragments. Of 4-bit ones it is 64 words of eight codes (by
 // lane, its two rows), then a f16 scale for each row's 32 inputs, then where they have zero points a
 // byte for each. A code c means (c - zero) * scale / 2^20 as an f16, rounded once (int4.py says when not).
+// 8-bit codes lie as e4m3 values do, then their scales: (c - 128) * scale, rounded once (certified.py).
 #pragma once
 #include "common.cuh"
 
@@ -12,11 +13,14 @@
 #ifndef ZEROS  // 1: groups of 4-bit weights have zero points; 0: theirs are 8
 #define ZEROS 0
 #endif
+#ifndef CODES  // 1: 8-bit values are codes in groups of 32, and meet bf16 inputs; 0: e4m3
+#define CODES 0
+#endif
 
-constexpr bool kNarrow = BITS < 16;  // then inputs are f16, and rows have a scale
-constexpr int kTileBytes = BITS == 16 ? 1024 : BITS == 8 ? 512 : ZEROS ? 304 : 288;
+constexpr bool kNarrow = BITS < 16;  // then MMAs take f16, and rows have a scale
+constexpr int kTileBytes = BITS == 16 ? 1024 : BITS == 8 ? 512 + CODES * 32 : ZEROS ? 304 : 288;
 constexpr int kLaneBytes = BITS == 4 ? 8 : 16;  // that are next to each other in a tile
-constexpr int kScalesAt = 256, kZerosAt = 288;
+constexpr int kScalesAt = BITS == 8 ? 512 : 256, kZerosAt = 288;
 
 // What a lane holds of a tile.
 #if BITS == 4
@@ -28,6 +32,7 @@ struct Stored {
 #else
 struct Stored {
   uint4 values[BITS / 8];
+  u32 scales;  // of codes: of both rows, f16
 };
 #endif
 
@@ -47,6 +52,7 @@ __device__ inline Stored load_shared(u32 tile, int lane) {
 #else
 #pragma unroll
   for (int i = 0; i < BITS / 8; i++) to.values[i] = load(tile + i * 512 + lane * 16);
+  if (CODES) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to.scales) : "r"(tile + kScalesAt + lane / 4 * 4));
 #endif
   return to;
 }
@@ -65,7 +71,7 @@ __device__ inline Stored load_tile(const u8* tile, int lane) {
   return to;
 }
 
-#if BITS == 4
+#if BITS == 4 || CODES
 // Both halves of a word as two f16x2 of twice the same.
 __device__ inline void twice(u32 both, u32& low, u32& high) {
   asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; mov.b32 %0, {l, l}; mov.b32 %1, {h, h}; }"
@@ -87,6 +93,9 @@ __device__ inline u32 times_plus(u32 a, u32 b, u32 c) {
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
   return v;
 }
+#endif
+
+#if BITS == 4
 constexpr u32 kSixteen = 0x4c004c00, kMinusMiddle = 0x80808080;  // 16, and -8 / 2^20: of either half
 
 // Four codes of a word, in bits 0 to 7 of either half, as two f16x2. As the last bits of an f16 a code c
@@ -101,6 +110,28 @@ __device__ inline void decode(u32 word, u32 scale, u32 sixteen, u32 middle, u32&
 }
 #endif
 
+#if CODES
+// Four codes as two f16x2. As the last bits of an f16 of 1,024 a code c is 1,024 + c; `middle` is 1,152
+// scales, and exact.
+__device__ inline void decode(u32 word, u32 scale, u32 middle, u32& first, u32& second) {
+  asm("prmt.b32 %0, %1, %2, 0x4140;" : "=r"(first) : "r"(word), "r"(0x64646464));
+  asm("prmt.b32 %0, %1, %2, 0x4342;" : "=r"(second) : "r"(word), "r"(0x64646464));
+  first = times_plus(first, scale, middle), second = times_plus(second, scale, middle);
+}
+constexpr u32 kMinusMiddle = 0xe480e480;  // -1,152 in either half
+#endif
+
+// Two bf16 as f16.
+__device__ inline u32 halves(u32 pair) {
+  u32 v;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(__uint_as_float(pair & 0xffff0000)), "f"(__uint_as_float(pair << 16)));
+  return v;
+}
+// Inputs in the type that the weights become.
+__device__ inline uint4 as_weights(uint4 v) {
+  return CODES ? make_uint4(halves(v.x), halves(v.y), halves(v.z), halves(v.w)) : v;
+}
+
 // Inputs 16 `half` to + 15 of a tile, in the order of `load_inputs`, as the A fragment of an MMA.
 __device__ inline void expand(const Stored& from, int half, u32* a) {
 #if BITS == 4
@@ -113,6 +144,12 @@ __device__ inline void expand(const Stored& from, int half, u32* a) {
     twice(times(from.scales, kMinusMiddle), middle[0], middle[1]);
   decode(from.codes.x >> half * 8, scale[0], sixteen[0], middle[0], a[0], a[2]);
   decode(from.codes.y >> half * 8, scale[1], sixteen[1], middle[1], a[1], a[3]);
+#elif CODES
+  u32 scale[2], middle[2];
+  twice(from.scales, scale[0], scale[1]);
+  twice(times(from.scales, kMinusMiddle), middle[0], middle[1]);
+  decode(half ? from.values[0].z : from.values[0].x, scale[0], middle[0], a[0], a[2]);
+  decode(half ? from.values[0].w : from.values[0].y, scale[1], middle[1], a[1], a[3]);
 #elif BITS == 8
   widen(half ? from.values[0].z : from.values[0].x, a[0], a[2]);
   widen(half ? from.values[0].w : from.values[0].y, a[1], a[3]);

@@ -1,0 +1,73 @@
+"""Weights of 8 bits as the kernels multiply them, beside bounds on what that changes: codes, and a
+float16 scale for each 32 inputs. The copy of the head is kept so (certified.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from targets.cuda.int4 import GROUP
+
+MIDDLE, LARGEST = 128, 127
+"""The code of 0, and how far codes go to either side of it."""
+TOP = 5
+"""Scales are below 2 ** TOP, times a power of two that a row has: 1,152 of them, what kernels take
+away from a code, is a float16."""
+SCALE_BITS = 7
+"""Of a scale: 1,152 times it then needs no more than a float16's 11."""
+UNIT = 2.0**-23
+"""What one addition of the tensor cores may be wrong by, relative to the largest number in it: PTX
+promises float32's precision, and leaves the rounding open."""
+SAFETY = 1.002
+"""On bounds, for the rounding of the norms in them."""
+AT_ONCE = 1 << 26
+"""Values that are rounded at once."""
+
+
+@dataclass(frozen=True)
+class Int8:
+    """codes [n, k] uint8, of which 128 is 0; scale [n, k / 32 rounded up] float16; row [n]: a power
+    of two. A value is (code - 128) * scale rounded to a float16, times `row`."""
+
+    codes: Tensor
+    scale: Tensor
+    row: Tensor
+    kind: str = "int8"
+    zero: None = None
+
+    def values(self) -> Tensor:
+        """[n, k] float16, without `row`."""
+        scale = self.scale.float().repeat_interleave(GROUP, -1)[:, : self.codes.shape[1]]
+        return ((self.codes.float() - MIDDLE) * scale).half()
+
+
+def quantise(values: Tensor) -> tuple[Int8, Tensor]:
+    """values [n, k] -> the copy, and what its logits err by at most [n], per unit of `length`."""
+    rows = max(1, AT_ONCE // values.shape[1])
+    parts, bounds = zip(*map(_rounded, values.split(rows)), strict=True)
+    codes, scales, powers = ([getattr(p, f) for p in parts] for f in ("codes", "scale", "row"))
+    return Int8(torch.cat(codes), torch.cat(scales), torch.cat(powers)), torch.cat(bounds)
+
+
+def _rounded(values: Tensor) -> tuple[Int8, Tensor]:
+    wide, k = values.float(), values.shape[1]
+    groups = torch.nn.functional.pad(wide, (0, -k % GROUP)).unflatten(1, (-1, GROUP))
+    fits = groups.abs().amax(-1) / LARGEST
+    one = torch.ones_like(fits[:, 0])
+    row = torch.ldexp(one, torch.frexp(fits.amax(-1).clamp(min=1e-30)).exponent - TOP)
+    mantissa, exponent = torch.frexp(fits / row[:, None])
+    few = (mantissa * 2**SCALE_BITS).ceil() / 2**SCALE_BITS
+    scale = torch.ldexp(few, exponent).half()
+    steps = (scale.float() * row[:, None])[..., None]
+    codes = (groups / steps.clamp(min=1e-38)).round().clamp(-LARGEST, LARGEST) + MIDDLE
+    narrow = Int8(codes.to(torch.uint8).flatten(1)[:, :k].contiguous(), scale, row)
+    return narrow, row * _bound(wide / row[:, None], narrow.values().float())
+
+
+def _bound(values: Tensor, copy: Tensor) -> Tensor:
+    """Of |copy x - values x|, both summed by tensor cores, for an x of length 1."""
+    sums = (values.shape[1] + GROUP) * UNIT * (values.norm(dim=-1) + copy.norm(dim=-1))
+    return ((values - copy).norm(dim=-1) + sums) * SAFETY
