@@ -106,7 +106,7 @@ def test_what_is_not_certified_is_whole(name):
 
 
 def test_idle_rows_and_full_rooms():
-    """An idle row asks for nothing; equal logits, or inputs beyond all bounds, for the whole head."""
+    """An idle row asks for nothing; equal logits, or inputs beyond bounds, for the whole head."""
     shape = SHAPES[1]
     choosing = choosing_of([FEW["gemma"]] * 3, shape[0])
     whole, few, picked = both(shape, rows_of(3, 2, idle=True), choosing, 1.0, 30.0)

@@ -14,14 +14,15 @@ from targets.cuda.gemm import LOGITS, PLAIN, Gemm
 from targets.cuda.inputs import Input
 from targets.cuda.launch import Launcher, Variant, address
 from targets.cuda.ops import Choosing, Linear, NarrowHead, Rows
-from targets.cuda.sampler import CLUSTER, THREADS
 from targets.sampling_params import SamplingTable
 
 SCREEN, RESCORE = Variant("screen"), Variant("rescore")
 ROOM = 4096
 """Candidates of a row at most."""
-WARPS = 4
-"""Of a CTA of rescore.cu, each with a tile of candidates."""
+SCREEN_CTAS, SCREEN_THREADS = 64, 128
+"""Of a row: certified.MOST_TOP_K warps."""
+WARPS, RING_BYTES = 4, 32 << 10
+"""Of a CTA of rescore.cu, each with a tile of candidates, and what is on its way to a warp."""
 TABLE = SamplingTable._fields[:-1]
 """What screening reads of it: nothing is counted."""
 
@@ -30,9 +31,9 @@ class _ScreenJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("logits", "error", "x", "bias", "start", "slot")),
         *((name, c_void_p) for name in TABLE),
-        *((name, c_void_p) for name in ("found", "count")),
+        *((name, c_void_p) for name in ("reached", "found", "count")),
         *((name, c_int) for name in ("vocab", "tokens", "shaped", "room")),
-        *((name, c_int) for name in ("k", "k_blocks", "block")),
+        *((name, c_int) for name in ("k_blocks", "block")),
         *((name, c_float) for name in ("softcap", "ties", "safety", "more", "longest")),
     )
 
@@ -68,32 +69,34 @@ class Candidates:
         out, found, count = self.screened(x, narrow, softcap, rows, choosing)
         self._rescore(x, head, softcap, (found, count), out)
         epilogue = LOGITS if softcap else PLAIN
-        self._gemm.run(x, head, out, epilogue, head.n, softcap=softcap or 0.0, certified=count)
+        guard = {"certified": count, "room": ROOM}
+        self._gemm.run(x, head, out, epilogue, head.n, softcap=softcap or 0.0, **guard)
         return out
 
     def screened(
         self, x: Input, narrow: NarrowHead, softcap: float | None, rows: Rows, choosing: Choosing
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [M, V] of -inf, the candidates [M, ROOM] in any order, and how many there are
-        [M]: -1 where that is not certified."""
+        [M]: below 0 where that is not certified, above ROOM where not all are there."""
         rules, needs_sampler = choosing
         head, m, device = narrow.weight, x.rows, x.data.device
         out = torch.empty((m, head.n), device=device)
         self._gemm.run(x, head, out, PLAIN, head.n)
         found = torch.empty((m, ROOM), dtype=torch.int32, device=device)
         count = torch.empty(m, dtype=torch.int32, device=device)
+        reached = torch.empty((m, certified.MOST_TOP_K), device=device)
         table = [getattr(rules.sampling_params, name) for name in TABLE]
         job = _ScreenJob(
             *map(address, (out, narrow.error, x.data, rules.bias, rows.start, rows.slot)),
             *map(address, table),
-            *map(address, (found, count)),
+            *map(address, (reached, found, count)),
             *(head.n, rows.tokens.shape[1], int(needs_sampler), ROOM),
-            *(head.k, x.k_blocks, x.block),
+            *(x.k_blocks, x.block),
             *(softcap or 0.0, certified.TIES * (softcap or 0.0)),
             *(int8.SAFETY, certified.MORE / sqrt(head.k), certified.LONGEST),
         )
-        share = (head.n + 4 * CLUSTER - 1) // (4 * CLUSTER) * 4
-        self._launch(SCREEN, "screen", (m * CLUSTER, 1, 1), THREADS, [job], 4 * share)
+        for name in ("bound", "screen"):
+            self._launch(SCREEN, name, (SCREEN_CTAS, m, 1), SCREEN_THREADS, [job])
         return out, found, count
 
     def _rescore(
@@ -112,4 +115,5 @@ class Candidates:
             softcap or 0.0,
         )
         grid = ROOM // (tiles.TILE * WARPS), x.rows, 1
-        self._launch(RESCORE, "rescore", grid, 32 * WARPS, [job])
+        row = plan.k_groups * plan.steps * plan.depth * 2 * tiles.INPUTS
+        self._launch(RESCORE, "rescore", grid, 32 * WARPS, [job], WARPS * RING_BYTES + row)

@@ -45,6 +45,7 @@ class _GemmJob(Structure):
         *((name, c_int) for name in ("out_stride", "out_groups", "epilogue")),
         ("softcap", c_float),
         ("silu", c_int),
+        ("room", c_int),
     )
 
 
@@ -160,10 +161,11 @@ class Gemm:
         silu: bool = False,
         out_groups: int = 1,
         certified: Tensor | None = None,
+        room: int = 0,
     ) -> None:
         """out: float32 rows of `stride`, or an `Input`'s data of `stride` blocks and `out_groups` k
         groups. inputs: what PER_LAYER multiplies with. silu: what GATED gates with, else tanh
-        GELU. certified [M], of few rows: nothing is done unless one is below 0."""
+        GELU. certified [M], of few rows: nothing is done if all are 0 to `room`."""
         assert x.k_groups == (weight.k_groups if weight.layout == "row_parallel" else 1)
         plan = tiles.schedule_of(weight, self._processors)
         job = _GemmJob(
@@ -173,6 +175,7 @@ class Gemm:
             *(weight.n, plan.ctas, plan.tiles, plan.passes, plan.steps),
             *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
             *(tiles.k_stride(weight), 0, x.rows, stride, out_groups, epilogue, softcap, int(silu)),
+            room,
         )
         if x.block in FEW:
             job.stages, shared = few_stages(plan, weight.kind, x.block)

@@ -166,7 +166,7 @@ __device__ inline void finish(const Job& job, const Tile& sum, const Scales (&sc
 __device__ inline bool all_certified(const Job& job) {
   wait_for_previous();
   bool all = true;
-  for (int m = 0; m < job.rows; m++) all &= job.certified[m] >= 0;
+  for (int m = 0; m < job.rows; m++) all &= job.certified[m] >= 0 && job.certified[m] <= job.room;
   return all;
 }
 

@@ -11,7 +11,7 @@ struct Job {
   void* out;
   const float* inputs;  // kPerLayer: [M, inputs_stride]
   float4* partial;      // of wide.cu, where gemm_reduce.cu does the rest
-  const int* certified; // of gemm.cu, [rows] or null: nothing to do unless one is below 0
+  const int* certified; // of gemm.cu, [rows] or null: nothing to do if all are 0 to `room`
   int inputs_stride;
   int n, ctas, tiles;   // rows of the weight; CTAs that work; tiles per CTA and pass
   int passes, steps;    // steps along k per pass
@@ -25,6 +25,7 @@ struct Job {
   int epilogue;
   float softcap;
   int silu;             // what gates: 1 SiLU, 0 tanh GELU
+  int room;             // for candidates of a row
 };
 
 // The weight's row n that is `row` of a tile, or past its end. The first half of a gated tile are gate's

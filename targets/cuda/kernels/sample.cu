@@ -2,12 +2,15 @@
 // Philox noise keyed on (seed, position, token id); greedy rows take the argmax. Ties go to the
 // lowest id. Semantics: targets/cuda/sampling.py, the reference.
 //
-// A cluster of 8 CTAs owns one row, each an eighth of the vocabulary. Sums run in a fixed order:
-// a thread's tokens, the warp, the block, the cluster's ranks; nothing depends on other rows.
+// A cluster of 8 CTAs owns one row, each an eighth of the vocabulary. Probabilities are added as whole
+// numbers, so that in which order, and beside how many tokens that are out, is nothing to a sum: a head
+// leaves all logits, or a few candidates' (screen.cu). Where few are left, one CTA takes them all.
 #include "choice.cuh"
 
 constexpr int kCtas = 8;
 constexpr int kThreads = 1024;
+constexpr int kFew = 4096;  // tokens that one CTA takes
+constexpr float kOne = 1099511627776.0f;  // the largest probability as a whole number: 2^40
 
 struct Job {
   const float* logits;  // [M, vocab]
@@ -35,11 +38,28 @@ __device__ inline bool allowed(const Job& job, int m, int id) {
   return job.masks[size_t(m) * ((job.vocab + 31) / 32) + id / 32] >> (id % 32) & 1u;
 }
 
-__device__ inline float peer(const float* mine, int rank) {
+__device__ inline u32 peer_address(const void* mine, int rank) {
   u32 at;
-  float v;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(mine)), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+  return at;
+}
+__device__ inline float peer(const float* mine, int rank) {
+  float v;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(peer_address(mine, rank)) : "memory");
+  return v;
+}
+__device__ inline u64 peer(const u64* mine, int rank) {
+  u64 v;
+  asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(v) : "r"(peer_address(mine, rank)) : "memory");
+  return v;
+}
+__device__ inline void store_peer(void* mine, int rank, u32 v) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(peer_address(mine, rank)), "r"(v) : "memory");
+}
+
+__device__ inline u64 warp_sum(u64 v) {
+#pragma unroll
+  for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(~0u, v, d);
   return v;
 }
 
@@ -47,37 +67,54 @@ __device__ inline float peer(const float* mine, int rank) {
 struct Room {
   float warps[2][32];
   int ids[2][32];
-  float total[2];
-  float id[2];
+  u64 sums[2][32];
+  float best[2], id[2];
+  u64 total[2];
+  float value[kFew];  // of the first CTA: tokens of all
+  int token[kFew];
 };
 
-struct Cluster {
+// Sums and maxima of one CTA.
+struct Block {
   Room* room;
   int turn = 0;
 
-  __device__ float sum(float v) {
-    Room& r = *room;
+  __device__ u64 sum(u64 v) {
     turn ^= 1;
-    v = block_sum(v, r.warps[turn]);
-    if (threadIdx.x == 0) r.total[turn] = v;
+    v = warp_sum(v);
+    if (threadIdx.x % 32 == 0) room->sums[turn][threadIdx.x / 32] = v;
+    __syncthreads();
+    return warp_sum(room->sums[turn][threadIdx.x % 32]);
+  }
+  __device__ Best best(Best v) {
+    turn ^= 1;
+    v = warp_best(v);
+    if (threadIdx.x % 32 == 0) room->warps[turn][threadIdx.x / 32] = v.value, room->ids[turn][threadIdx.x / 32] = v.id;
+    __syncthreads();
+    return warp_best({room->warps[turn][threadIdx.x % 32], room->ids[turn][threadIdx.x % 32]});
+  }
+};
+
+// Of all of them.
+struct Cluster {
+  Block block;
+
+  __device__ u64 sum(u64 v) {
+    v = block.sum(v);
+    u64& mine = block.room->total[block.turn];
+    if (threadIdx.x == 0) mine = v;
     cluster_sync();
-    float all = 0.0f;
-    for (int c = 0; c < kCtas; c++) all += peer(&r.total[turn], c);
+    u64 all = 0;
+    for (int c = 0; c < kCtas; c++) all += peer(&mine, c);
     return all;
   }
   __device__ Best best(Best v) {
-    Room& r = *room;
-    turn ^= 1;
-    v = warp_best(v);
-    if (threadIdx.x % 32 == 0) r.warps[turn][threadIdx.x / 32] = v.value, r.ids[turn][threadIdx.x / 32] = v.id;
-    __syncthreads();
-    v = {r.warps[turn][threadIdx.x % 32], r.ids[turn][threadIdx.x % 32]};
-    v = warp_best(v);
-    if (threadIdx.x == 0) r.total[turn] = v.value, r.id[turn] = __int_as_float(v.id);
+    v = block.best(v);
+    float &value = block.room->best[block.turn], &id = block.room->id[block.turn];
+    if (threadIdx.x == 0) value = v.value, id = __int_as_float(v.id);
     cluster_sync();
-    v = {peer(&r.total[turn], 0), __float_as_int(peer(&r.id[turn], 0))};
-    for (int c = 1; c < kCtas; c++)
-      v = better(v, {peer(&r.total[turn], c), __float_as_int(peer(&r.id[turn], c))});
+    v = {peer(&value, 0), __float_as_int(peer(&id, 0))};
+    for (int c = 1; c < kCtas; c++) v = better(v, {peer(&value, c), __float_as_int(peer(&id, c))});
     return v;
   }
 };
@@ -97,21 +134,95 @@ __device__ void count(const Job& job, int slot, int last, int from, int to, u32*
   __syncthreads();
 }
 
-// The largest threshold whose upper set still weighs `wanted`; keys below it are cut.
-template <typename Weight>
-__device__ float cut(Cluster& cluster, float* values, int size, float wanted, Weight weight) {
+__device__ inline u64 mass(float v, float best) { return __float2ull_rz(expf(v - best) * kOne); }
+
+// -inf for values below the largest threshold whose upper set still weighs `wanted`. group: who shares them;
+// value i of this thread is values[i * stride].
+template <class Group, typename Weight>
+__device__ void cut(Group& group, float* values, int count, int stride, u64 wanted, Weight weight) {
   u32 threshold = 0;
   for (int bit = 31; bit >= 0; bit--) {
     const u32 trial = threshold | 1u << bit;
-    float mine = 0.0f;
-    for (int i = threadIdx.x; i < size; i += kThreads)
-      if (ordered(values[i]) >= trial) mine += weight(values[i]);
-    const float total = cluster.sum(mine);
-    if (total >= wanted && total > 0.0f) threshold = trial;
+    u64 mine = 0;
+    for (int i = 0; i < count; i++)
+      if (ordered(values[i * stride]) >= trial) mine += weight(values[i * stride]);
+    const u64 total = group.sum(mine);
+    if (total >= wanted && total > 0) threshold = trial;
   }
-  for (int i = threadIdx.x; i < size; i += kThreads)
-    if (ordered(values[i]) < threshold) values[i] = -INFINITY;
-  return 0.0f;
+  for (int i = 0; i < count; i++)
+    if (ordered(values[i * stride]) < threshold) values[i * stride] = -INFINITY;
+}
+
+// Top-k, then top-p.
+template <class Group>
+__device__ void filter(const Job& job, int slot, float best, Group& group, float* values, int count, int stride) {
+  if (job.top_k[slot] > 0) cut(group, values, count, stride, job.top_k[slot], [](float) { return u64(1); });
+  if (job.top_p[slot] >= 1.0f) return;
+  u64 all = 0;
+  for (int i = 0; i < count; i++) all += mass(values[i * stride], best);
+  const u64 wanted = double(job.top_p[slot]) * double(group.sum(all));
+  cut(group, values, count, stride, wanted, [best](float v) { return mass(v, best); });
+}
+
+// All tokens that are not out to the first CTA: -> how many, or more than kFew, and nothing is moved.
+__device__ int gather(Cluster& cluster, const float* values, int size, int from) {
+  __shared__ int warps[32];
+  __shared__ u64 total;
+  int mine = 0;
+  for (int i = threadIdx.x; i < size; i += kThreads) mine += values[i] > -INFINITY;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int at = mine;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(~0u, at, d);
+    if (lane >= d) at += other;
+  }
+  if (lane == 31) warps[warp] = at;
+  at -= mine;
+  __syncthreads();
+  const int before = warp_sum(lane < warp ? float(warps[lane]) : 0.0f), all_mine = warp_sum(float(warps[lane]));
+  if (threadIdx.x == 0) total = all_mine;
+  cluster_sync();
+  int all = 0;
+  at += before;
+  for (int c = 0; c < kCtas; c++) {
+    if (c == int(cluster_rank())) at += all;
+    all += int(peer(&total, c));
+  }
+  if (all > kFew) return all;
+  Room& room = *cluster.block.room;
+  for (int i = threadIdx.x; mine && i < size; i += kThreads) {
+    if (!(values[i] > -INFINITY)) continue;
+    store_peer(room.value + at, 0, __float_as_uint(values[i])), store_peer(room.token + at, 0, from + i);
+    at++;
+  }
+  cluster_sync();
+  return all;
+}
+
+// The first CTA draws one of few.
+__device__ int draw_few(const Job& job, int slot, int position, float best, int count, Block& block) {
+  Room& room = *block.room;
+  constexpr int kEach = kFew / kThreads;
+  float value[kEach];
+#pragma unroll
+  for (int j = 0; j < kEach; j++) {
+    const int i = threadIdx.x + j * kThreads;
+    value[j] = i < count ? room.value[i] : -INFINITY;
+  }
+  filter(job, slot, best, block, value, kEach, 1);
+  const u32 k0 = u32(job.seed[2 * slot]), k1 = u32(job.seed[2 * slot + 1]);
+  Best drawn = {-INFINITY, 0x7fffffff};
+#pragma unroll
+  for (int j = 0; j < kEach; j++) {
+    if (!(value[j] > -INFINITY)) continue;
+    const int id = room.token[threadIdx.x + j * kThreads];
+    u32 words[4];
+    random_words(k0, k1, id / 4, position + 1, words);
+    const u32 word = id % 4 == 0 ? words[0] : id % 4 == 1 ? words[1] : id % 4 == 2 ? words[2] : words[3];
+    drawn = better(drawn, {value[j] + gumbel(word), id});
+  }
+  return block.best(drawn).id;
 }
 
 __device__ int choose_shaped(const Job& job, int m, int slot, int position, int from, int to,
@@ -143,13 +254,13 @@ __device__ int choose_shaped(const Job& job, int m, int slot, int position, int 
   const float floor = min_p > 0.0f ? best + logf(fmaxf(min_p, 1e-30f)) : -INFINITY;
   for (int i = threadIdx.x; i < size; i += kThreads)
     if (!(values[i] >= floor)) values[i] = -INFINITY;
-  if (job.top_k[slot] > 0)
-    cut(cluster, values, size, float(job.top_k[slot]), [](float) { return 1.0f; });
-  if (job.top_p[slot] < 1.0f) {
-    float mass = 0.0f;
-    for (int i = threadIdx.x; i < size; i += kThreads) mass += expf(values[i] - best);
-    const float wanted = job.top_p[slot] * cluster.sum(mass);
-    cut(cluster, values, size, wanted, [best](float v) { return expf(v - best); });
+  const bool cuts = job.top_k[slot] > 0 || job.top_p[slot] < 1.0f;
+  if (cuts || min_p > 0.0f) {
+    const int few = gather(cluster, values, size, from);
+    if (few <= kFew)
+      return cluster_rank() == 0 ? draw_few(job, slot, position, best, few, cluster.block) : 0;
+    const int count = (size - int(threadIdx.x) + kThreads - 1) / kThreads;
+    filter(job, slot, best, cluster, values + threadIdx.x, max(count, 0), kThreads);
   }
   __syncthreads();  // noise comes four tokens at a time
   const u32 k0 = u32(job.seed[2 * slot]), k1 = u32(job.seed[2 * slot + 1]);
@@ -197,7 +308,7 @@ extern "C" __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThre
   const int m = blockIdx.x / kCtas, b = m / job.tokens, slot = max(job.slot[b], 0);
   const int share = (job.vocab + 4 * kCtas - 1) / (4 * kCtas) * 4;
   const int from = min(int(cluster_rank()) * share, job.vocab), to = min(from + share, job.vocab);
-  Cluster cluster{&room};
+  Cluster cluster{{&room}};
   int id;
   if (job.shaped) {
     id = choose_shaped(job, m, slot, job.start[b] + m % job.tokens, from, to, values, cluster);
