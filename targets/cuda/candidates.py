@@ -19,8 +19,8 @@ from targets.sampling_params import SamplingTable
 SCREEN, RESCORE = Variant("screen"), Variant("rescore")
 ROOM = 4096
 """Candidates of a row at most."""
-SCREEN_CTAS, SCREEN_THREADS = 64, 128
-"""Of a row: certified.MOST_TOP_K warps."""
+SCREEN_CTAS = SCREEN_THREADS = certified.MOST_TOP_K
+"""Of a row."""
 WARPS, RING_BYTES = 4, 32 << 10
 """Of a CTA of rescore.cu, each with a tile of candidates, and what is on its way to a warp."""
 TABLE = SamplingTable._fields[:-1]

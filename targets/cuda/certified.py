@@ -33,7 +33,7 @@ MORE = 0.25
 LONGEST = 3e4
 """Inputs of a larger norm are left to the whole head: half of what a float16 holds."""
 MOST_TOP_K = 256
-"""As many as there are warps that look at a row."""
+"""As many as there are CTAs that look at a row."""
 
 
 def length(x: Tensor) -> Tensor:

@@ -38,10 +38,12 @@ takes two tiles a warp). Many narrow warps catch up faster with a ring that was 
 kernel before still ran: 1 % of a cycle."""
 NARROW_WARPS = {2: 11, 3: 8, 1: 11}
 """The same of w8a8 weights, whose tiles w8a8.cu gives to its warps itself."""
-STEP_BYTES = {16: 24 << 10, 8: 24 << 10, 4: 28 << 10}
-BLOCKS = {16: 16, 8: 16, 4: 32}
-"""Of a step, by bits: its weights' bytes and blocks of inputs at most. Two steps must fit, whose
-inputs of 16 tokens are 1 KiB a block. Steps of 4 bits are fewer bytes, and cost no less."""
+COPY_WARPS = {3: 8, 2: 11, 1: 24}
+"""The same of a head's copy (int8), whose inputs each warp turns into f16 by itself."""
+STEP_BYTES = {"bf16": 24 << 10, "fp8": 24 << 10, "int8": 48 << 10, "int4": 28 << 10}
+BLOCKS = {"bf16": 16, "fp8": 16, "int8": 16, "int4": 32}
+"""Of a step: its weights' bytes and blocks of inputs at most. Two steps must fit, whose inputs of
+16 tokens are 1 KiB a block. Steps of 4 bits are fewer bytes, and cost no less."""
 BLOCK_AXES = 9
 """Axes of `_axes` that say which tile, and which of its rows."""
 DEPTHS = (1, 2, 3, 4)
@@ -106,15 +108,15 @@ def padded_inputs(k: int, groups: int = EIGHTHS) -> int:
 def schedule(n: int, k: int, kind: str, layout: str, groups: int, processors: int) -> Schedule:
     """n rows (of both halves where gated) by k inputs on this many multiprocessors."""
     tiles = _tiles(n, layout)
-    warps = NARROW_WARPS if kind == "w8a8" else WARPS
+    warps = {"w8a8": NARROW_WARPS, "int8": COPY_WARPS}.get(kind, WARPS)
     passes, each, wide = next(_deals(tiles, groups, processors, warps))
     row_groups = each // wide
     blocks = padded_inputs(k, groups) // INPUTS
     step = row_groups * groups * wide * TILE_BYTES[kind]
     depths = [d for d in DEPTHS if blocks % (d * groups) == 0]
     if kind != "w8a8":  # w8a8.cu has one k group in a step
-        bits = BITS[kind]
-        depths = [d for d in depths if d * groups <= BLOCKS[bits] and d * step <= STEP_BYTES[bits]]
+        form = "int4" if kind == "uint4" else kind
+        depths = [d for d in depths if d * groups <= BLOCKS[form] and d * step <= STEP_BYTES[form]]
     depth = max(depths, default=1)
     ctas = -(-tiles // (each * passes))
     return Schedule(ctas, passes, each, wide, row_groups, groups, depth, blocks // (groups * depth))

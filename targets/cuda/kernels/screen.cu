@@ -3,13 +3,12 @@
 // `bound` turns logits into what they may be at most, `screen` into -inf, and notes the candidates' numbers
 // for rescore.cu, in no order.
 //
-// A lower bound that `wanted` words reach is found as the `wanted`-th largest of 256 warps' largest: no
+// A lower bound that `wanted` words reach is found as the `wanted`-th largest of 256 CTAs' largest: no
 // larger than the `wanted`-th largest of all words, and nearly as large.
 #include "choice.cuh"
 
-constexpr int kThreads = 128;
-constexpr int kWarps = 256;  // of all CTAs of a row
-constexpr int kCtas = kWarps * 32 / kThreads;
+constexpr int kThreads = 256;
+constexpr int kCtas = 256;  // of a row: four words a thread of the released vocabularies
 
 struct Job {
   float* logits;       // [M, vocab]: of the head's copy, before the soft-cap
@@ -26,7 +25,7 @@ struct Job {
   const float* presence;
   const float* frequency;
   const long long* seed;  // [slots, 2] words
-  float* reached;  // [M, kWarps]: the largest lower ends
+  float* reached;  // [M, kCtas]: the largest lower ends
   int* found;      // [M, room]: the candidates
   int* count;      // [M]: how many, may be more than there is room for; below 0: not certified
   int vocab, tokens, shaped, room;
@@ -55,7 +54,7 @@ __device__ inline Rule rule_of(const Job& job, int slot) {
   rule.temperature = temperature;
   if (min_p > 0.0f) rule.floor = logf(fmaxf(min_p, 1e-30f));
   rule.noisy = top_k <= 0 && !(min_p > 0.0f);  // noise comes after what cuts
-  if (top_k > kWarps || (top_k <= 0 && job.top_p[slot] < 1.0f))
+  if (top_k > kCtas || (top_k <= 0 && job.top_p[slot] < 1.0f))
     rule.wanted = -1;
   else
     rule.wanted = top_k > 0 ? top_k : rule.noisy ? 1 : 0;
@@ -84,72 +83,74 @@ __device__ inline float compared(const Job& job, const Rule& rule, float v, floa
   return rule.noisy ? v + noise : v;
 }
 
-// Four words from `at` on, one by one where rows don't begin at whole 16 bytes.
-__device__ inline void load_words(float (&to)[4], const float* from, int at, int vocab) {
+// Four words of a row, from `at` on: one by one where rows don't begin at whole 16 bytes.
+__device__ inline float4 load_words(const float* from, int at, int vocab) {
+  if (vocab % 4 == 0) return *reinterpret_cast<const float4*>(from + at);
+  const int last = vocab - 1;
+  return make_float4(from[at], from[min(at + 1, last)], from[min(at + 2, last)], from[min(at + 3, last)]);
+}
+__device__ inline void store_words(float* to, float4 v, int at, int vocab) {
   if (vocab % 4 == 0) {
-    *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(from + at);
+    *reinterpret_cast<float4*>(to + at) = v;
     return;
   }
-#pragma unroll
-  for (int c = 0; c < 4; c++) to[c] = from[min(at + c, vocab - 1)];
+  to[at] = v.x;
+  if (at + 1 < vocab) to[at + 1] = v.y;
+  if (at + 2 < vocab) to[at + 2] = v.z;
 }
-__device__ inline void store_words(float* to, const float (&v)[4], int at, int vocab) {
-  if (vocab % 4 == 0) {
-    *reinterpret_cast<float4*>(to + at) = *reinterpret_cast<const float4*>(v);
-    return;
-  }
-#pragma unroll
-  for (int c = 0; c < 4; c++)
-    if (at + c < vocab) to[at + c] = v[c];
-}
+
+constexpr int kStride = kCtas * kThreads * 4;
+__device__ inline int first_word() { return (blockIdx.x * kThreads + threadIdx.x) * 4; }
 
 // grid: (kCtas, M)
 extern "C" __global__ void __launch_bounds__(kThreads)
     bound(const __grid_constant__ Job job) {
-  __shared__ float scratch[32];
+  __shared__ float scratch[2][32];
   let_next_start();
+  const int m = blockIdx.y, vocab = job.vocab;
+  float4 e = {}, v = {}, b = {};
+  if (first_word() < vocab) e = load_words(job.error, first_word(), vocab);  // is never written
   wait_for_previous();
-  const int m = blockIdx.y, slot = job.slot[m / job.tokens];
+  const int slot = job.slot[m / job.tokens];
+  float* logits = job.logits + size_t(m) * vocab;
+  const float* bias = job.bias + size_t(max(slot, 0)) * vocab;
+  if (first_word() < vocab) v = load_words(logits, first_word(), vocab), b = load_words(bias, first_word(), vocab);
   const Rule rule = rule_of(job, max(slot, 0));
-  const float unit = length(job, m, scratch);
+  const float unit = length(job, m, scratch[0]);
   const bool certified = slot >= 0 && rule.wanted >= 0 && unit < job.longest;
   if (blockIdx.x == 0 && threadIdx.x == 0) job.count[m] = slot < 0 || certified ? 0 : -1;
   if (!certified) return;
-  float* logits = job.logits + size_t(m) * job.vocab;
-  const float* bias = job.bias + size_t(slot) * job.vocab;
   const u32 k0 = u32(job.seed[2 * slot]), k1 = u32(job.seed[2 * slot + 1]);
   const u32 position = job.start[m / job.tokens] + m % job.tokens + 1;
   float largest = -INFINITY;
-#pragma unroll 2
-  for (int i = (blockIdx.x * kThreads + threadIdx.x) * 4; i < job.vocab; i += kCtas * kThreads * 4) {
-    float v[4], e[4], b[4], noise[4] = {};
-    load_words(v, logits, i, job.vocab), load_words(e, job.error, i, job.vocab), load_words(b, bias, i, job.vocab);
+  for (int i = first_word(); i < vocab; i += kStride) {
+    if (i != first_word())
+      e = load_words(job.error, i, vocab), v = load_words(logits, i, vocab), b = load_words(bias, i, vocab);
+    float noise[4] = {};
     if (rule.noisy) gumbel(k0, k1, i / 4, position, noise);
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-      const float apart = e[c] * unit, low = compared(job, rule, v[c] - apart, -job.ties, b[c], noise[c]);
-      v[c] = compared(job, rule, v[c] + apart, job.ties, b[c], noise[c]);
-      if (i + c < job.vocab) largest = fmaxf(largest, low);
-    }
-    store_words(logits, v, i, job.vocab);
+    const auto low = [&](float v, float e, float b, int c) {
+      if (i + c < vocab) largest = fmaxf(largest, compared(job, rule, v - e * unit, -job.ties, b, noise[c]));
+      return compared(job, rule, v + e * unit, job.ties, b, noise[c]);
+    };
+    const float4 high = {low(v.x, e.x, b.x, 0), low(v.y, e.y, b.y, 1), low(v.z, e.z, b.z, 2), low(v.w, e.w, b.w, 3)};
+    store_words(logits, high, i, vocab);
   }
-  largest = warp_max(largest);
-  if (threadIdx.x % 32 == 0) job.reached[m * kWarps + (blockIdx.x * kThreads + threadIdx.x) / 32] = largest;
+  largest = block_max(largest, scratch[1]);
+  if (threadIdx.x == 0) job.reached[m * kCtas + blockIdx.x] = largest;
 }
 
 // What a word must be able to reach.
-__device__ inline float least(const Job& job, const Rule& rule, int m) {
-  __shared__ float all[kWarps], kth, largest;
-  const float* reached = job.reached + m * kWarps;
-  for (int i = threadIdx.x; i < kWarps; i += kThreads) all[i] = reached[i];
+__device__ inline float least(const Rule& rule, float mine) {
+  __shared__ __align__(16) float all[kCtas];
+  __shared__ float kth, largest;
+  all[threadIdx.x] = mine;
   __syncthreads();
-  for (int i = threadIdx.x; i < kWarps; i += kThreads) {
-    int above = 0;
+  const int i = threadIdx.x;
+  int above = 0;
 #pragma unroll 8
-    for (int j = 0; j < kWarps; j++) above += all[j] > all[i] || (all[j] == all[i] && j < i);
-    if (above == 0) largest = all[i];
-    if (above == max(rule.wanted, 1) - 1) kth = all[i];
-  }
+  for (int j = 0; j < kCtas; j++) above += all[j] > mine || (all[j] == mine && j < i);
+  if (above == 0) largest = mine;
+  if (above == max(rule.wanted, 1) - 1) kth = mine;
   __syncthreads();
   const float least = rule.wanted > 0 ? kth : -INFINITY;
   return rule.floor > -INFINITY ? fmaxf(least, largest + rule.floor) : least;
@@ -158,23 +159,23 @@ __device__ inline float least(const Job& job, const Rule& rule, int m) {
 // grid: (kCtas, M)
 extern "C" __global__ void __launch_bounds__(kThreads)
     screen(const __grid_constant__ Job job) {
+  static_assert(kThreads == kCtas, "a thread for each of the largest");
   let_next_start();
   wait_for_previous();
-  const int m = blockIdx.y, slot = job.slot[m / job.tokens];
+  const int m = blockIdx.y, vocab = job.vocab, slot = job.slot[m / job.tokens];
   if (slot < 0 || job.count[m] < 0) return;  // whole, or of an idle row: anything
-  const float must = least(job, rule_of(job, slot), m);
-  float* logits = job.logits + size_t(m) * job.vocab;
-#pragma unroll 2
-  for (int i = (blockIdx.x * kThreads + threadIdx.x) * 4; i < job.vocab; i += kCtas * kThreads * 4) {
-    float v[4];
-    const float nothing[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
-    load_words(v, logits, i, job.vocab);
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-      if (v[c] < must || i + c >= job.vocab) continue;  // what compares with nothing stays
+  float* logits = job.logits + size_t(m) * vocab;
+  float4 v = {};
+  if (first_word() < vocab) v = load_words(logits, first_word(), vocab);
+  const float must = least(rule_of(job, slot), job.reached[m * kCtas + threadIdx.x]);
+  for (int i = first_word(); i < vocab; i += kStride) {
+    if (i != first_word()) v = load_words(logits, i, vocab);
+    const auto judge = [&](float v, int c) {
+      if (v < must || i + c >= vocab) return;  // what compares with nothing stays
       const int at = atomicAdd(job.count + m, 1);
       if (at < job.room) job.found[size_t(m) * job.room + at] = i + c;
-    }
-    store_words(logits, nothing, i, job.vocab);
+    };
+    judge(v.x, 0), judge(v.y, 1), judge(v.z, 2), judge(v.w, 3);
+    store_words(logits, make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY), i, vocab);
   }
 }
