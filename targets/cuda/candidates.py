@@ -51,8 +51,10 @@ class Candidates:
     def __init__(self, launch: Launcher, gemm: Gemm, processors: int) -> None:
         self._launch, self._gemm, self._processors = launch, gemm, processors
 
-    def narrow(self, values: Tensor) -> NarrowHead:
-        """`Ops.narrow_head`."""
+    def narrow(self, values: Tensor) -> NarrowHead | None:
+        """`Ops.narrow_head`: kernels look at four words at once."""
+        if len(values) % 4:
+            return None
         narrow, error = int8.quantise(values)
         return NarrowHead(self._gemm.pack_codes(narrow, "plain"), error)
 

@@ -183,7 +183,7 @@ class Ops(Protocol):
         ...
 
     def narrow_head(self, values: Tensor) -> NarrowHead | None:
-        """Of a bf16 head's values [n, k]."""
+        """Of a bf16 head's values [n, k]; None where a head of so many words is not certified."""
         ...
 
     def candidates(

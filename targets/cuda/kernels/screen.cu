@@ -28,7 +28,8 @@ struct Job {
   float* reached;  // [M, kCtas]: the largest lower ends
   int* found;      // [M, room]: the candidates
   int* count;      // [M]: how many, may be more than there is room for; below 0: not certified
-  int vocab, tokens, shaped, room;
+  int vocab;  // a multiple of 4
+  int tokens, shaped, room;
   int k_blocks, block;  // of x
   float softcap;        // 0: none
   float ties;           // what the soft-cap errs by
@@ -83,21 +84,8 @@ __device__ inline float compared(const Job& job, const Rule& rule, float v, floa
   return rule.noisy ? v + noise : v;
 }
 
-// Four words of a row, from `at` on: one by one where rows don't begin at whole 16 bytes.
-__device__ inline float4 load_words(const float* from, int at, int vocab) {
-  if (vocab % 4 == 0) return *reinterpret_cast<const float4*>(from + at);
-  const int last = vocab - 1;
-  return make_float4(from[at], from[min(at + 1, last)], from[min(at + 2, last)], from[min(at + 3, last)]);
-}
-__device__ inline void store_words(float* to, float4 v, int at, int vocab) {
-  if (vocab % 4 == 0) {
-    *reinterpret_cast<float4*>(to + at) = v;
-    return;
-  }
-  to[at] = v.x;
-  if (at + 1 < vocab) to[at + 1] = v.y;
-  if (at + 2 < vocab) to[at + 2] = v.z;
-}
+__device__ inline float4 load_words(const float* from, int at) { return *reinterpret_cast<const float4*>(from + at); }
+__device__ inline void store_words(float* to, float4 v, int at) { *reinterpret_cast<float4*>(to + at) = v; }
 
 constexpr int kStride = kCtas * kThreads * 4;
 __device__ inline int first_word() { return (blockIdx.x * kThreads + threadIdx.x) * 4; }
@@ -109,12 +97,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   let_next_start();
   const int m = blockIdx.y, vocab = job.vocab;
   float4 e = {}, v = {}, b = {};
-  if (first_word() < vocab) e = load_words(job.error, first_word(), vocab);  // is never written
+  if (first_word() < vocab) e = load_words(job.error, first_word());  // is never written
   wait_for_previous();
   const int slot = job.slot[m / job.tokens];
   float* logits = job.logits + size_t(m) * vocab;
   const float* bias = job.bias + size_t(max(slot, 0)) * vocab;
-  if (first_word() < vocab) v = load_words(logits, first_word(), vocab), b = load_words(bias, first_word(), vocab);
+  if (first_word() < vocab) v = load_words(logits, first_word()), b = load_words(bias, first_word());
   const Rule rule = rule_of(job, max(slot, 0));
   const float unit = length(job, m, scratch[0]);
   const bool certified = slot >= 0 && rule.wanted >= 0 && unit < job.longest;
@@ -125,15 +113,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   float largest = -INFINITY;
   for (int i = first_word(); i < vocab; i += kStride) {
     if (i != first_word())
-      e = load_words(job.error, i, vocab), v = load_words(logits, i, vocab), b = load_words(bias, i, vocab);
+      e = load_words(job.error, i), v = load_words(logits, i), b = load_words(bias, i);
     float noise[4] = {};
     if (rule.noisy) gumbel(k0, k1, i / 4, position, noise);
     const auto low = [&](float v, float e, float b, int c) {
-      if (i + c < vocab) largest = fmaxf(largest, compared(job, rule, v - e * unit, -job.ties, b, noise[c]));
+      largest = fmaxf(largest, compared(job, rule, v - e * unit, -job.ties, b, noise[c]));
       return compared(job, rule, v + e * unit, job.ties, b, noise[c]);
     };
     const float4 high = {low(v.x, e.x, b.x, 0), low(v.y, e.y, b.y, 1), low(v.z, e.z, b.z, 2), low(v.w, e.w, b.w, 3)};
-    store_words(logits, high, i, vocab);
+    store_words(logits, high, i);
   }
   largest = block_max(largest, scratch[1]);
   if (threadIdx.x == 0) job.reached[m * kCtas + blockIdx.x] = largest;
@@ -166,16 +154,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (slot < 0 || job.count[m] < 0) return;  // whole, or of an idle row: anything
   float* logits = job.logits + size_t(m) * vocab;
   float4 v = {};
-  if (first_word() < vocab) v = load_words(logits, first_word(), vocab);
+  if (first_word() < vocab) v = load_words(logits, first_word());
   const float must = least(rule_of(job, slot), job.reached[m * kCtas + threadIdx.x]);
   for (int i = first_word(); i < vocab; i += kStride) {
-    if (i != first_word()) v = load_words(logits, i, vocab);
+    if (i != first_word()) v = load_words(logits, i);
     const auto judge = [&](float v, int c) {
-      if (v < must || i + c >= vocab) return;  // what compares with nothing stays
+      if (v < must) return;  // what compares with nothing stays
       const int at = atomicAdd(job.count + m, 1);
       if (at < job.room) job.found[size_t(m) * job.room + at] = i + c;
     };
     judge(v.x, 0), judge(v.y, 1), judge(v.z, 2), judge(v.w, 3);
-    store_words(logits, make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY), i, vocab);
+    store_words(logits, make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY), i);
   }
 }
