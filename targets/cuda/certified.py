@@ -8,8 +8,8 @@ soft-cap, a bias, a temperature, noise that is the same on both sides), so it is
 of a bound, by the same operations.
 
 Not certified, and left to the whole head: penalties, top-p without a small top-k, rows with more
-candidates than there is room for. Here: the copy and its bounds, and in plain torch what
-kernels/screen.cu does.
+candidates than there is room for. The copy and its bounds are made in int8.py; here is, in plain
+torch, what kernels/screen.cu does.
 """
 
 from __future__ import annotations
