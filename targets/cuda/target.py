@@ -156,6 +156,13 @@ class CudaTarget:
         starts = [len(seq.tokens) - 1 for seq in seqs]
         return self._rows(tokens, starts, [seq.slot for seq in seqs])
 
+    def draft_rows(self, seqs: Seqs[Sequence], k: int) -> Rows:
+        """Each sequence's last token, and k places for guesses. Penalties on these count that token
+        too, which is fed only with them: it is remembered."""
+        rows = self.feed(seqs, np.full((len(seqs), k), NO_GUESS, np.int32))
+        self.cache.remember(rows.tokens[:, :1], rows.start, rows.slot)
+        return rows
+
     @torch.inference_mode()
     def step(
         self, rows: Rows, needs_sampler: bool, logprobs: bool, masks: Masks | None = None

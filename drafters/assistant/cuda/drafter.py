@@ -12,7 +12,7 @@ from torch import Tensor
 from drafters.assistant.cuda import draft as drafting
 from drafters.assistant.cuda.draft import Drafting
 from drafters.assistant.cuda.model import AssistantModel
-from specdec.core.types import NO_GUESS, Array, Sequence, Step
+from specdec.core.types import Array, Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch
 
 
@@ -46,9 +46,7 @@ class AssistantDrafter:
         self.given.model.ops.keep(self.given.states, rows, step.features, kept)
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
-        rows = self.target.feed(seqs, np.full((len(seqs), k), NO_GUESS, np.int32))
-        # penalties count the last token too, which is fed only with the guesses
-        self.target.cache.remember(rows.tokens[:, :1], rows.start, rows.slot)
+        rows = self.target.draft_rows(seqs, k)
         drafting.propose(self.given, rows, any(seq.sampling.needs_sampler for seq in seqs))
         return rows.tokens[:, 1:].cpu().numpy()
 

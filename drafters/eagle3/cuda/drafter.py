@@ -13,7 +13,7 @@ from drafters.eagle3.cuda import draft as drafting
 from drafters.eagle3.cuda.draft import Drafting
 from drafters.eagle3.cuda.head import HeadModel
 from drafters.eagle3.cuda.ops import Pending
-from specdec.core.types import NO_GUESS, Array, Sequence, Step
+from specdec.core.types import Array, Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch
 
 
@@ -53,9 +53,7 @@ class EagleDrafter:
             drafting.read(self.given, seq.slot, start, step.features, tokens)
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
-        rows = self.target.feed(seqs, np.full((len(seqs), k), NO_GUESS, np.int32))
-        # penalties count the last token too, which is fed only with the guesses
-        self.target.cache.remember(rows.tokens[:, :1], rows.start, rows.slot)
+        rows = self.target.draft_rows(seqs, k)
         drafting.propose(self.given, rows, any(seq.sampling.needs_sampler for seq in seqs))
         return rows.tokens[:, 1:].cpu().numpy()
 
