@@ -106,9 +106,9 @@ def test_out_of_memory_in_a_cycle_fails_who_joined_last(tiny, monkeypatch, said)
     target = target_of(tiny["31b"], 3)
     honest = target.logits
 
-    def logits(rows):
+    def logits(rows, *choosing):
         if len(rows.slot) < 3:
-            return honest(rows)
+            return honest(rows, *choosing)
         try:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         finally:
@@ -148,7 +148,7 @@ def test_rows_that_sit_out_may_start_anywhere(tiny):
 
 def test_other_failures_stay_what_they_are(tiny, monkeypatch):
     target = target_of(tiny["31b"], 1)
-    monkeypatch.setattr(target, "logits", lambda rows: torch.zeros(2) @ torch.zeros(3))
+    monkeypatch.setattr(target, "logits", lambda *given: torch.zeros(2) @ torch.zeros(3))
     engine = Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
     with pytest.raises(RuntimeError, match="inconsistent tensor size|size"):
         engine.run_to_end([Sequence([5, 6], max_tokens=4)])
@@ -161,7 +161,7 @@ def test_other_failures_stay_what_they_are(tiny, monkeypatch):
         ({"max_len": 8}, "--max-len"),
         ({"max_len": 10**6}, "--max-len"),
         ({"k": 32}, "K must be 0 to 31"),
-        ({"dtype": "int4"}, "dtype"),
+        ({"dtype": "int3"}, "dtype"),
         ({"kv_dtype": "int8"}, "dtype"),
         ({"device": "tpu"}, "device"),
     ],
