@@ -166,6 +166,17 @@ def cheap_programs() -> Iterator[None]:
 
 
 @pytest.fixture
+def traced_anew() -> Iterator[None]:
+    """For tests that patch what is traced: a process traces equal programs once. Theirs are not
+    those from before, and nobody after them is given theirs."""
+    import jax
+
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
 def few_samples(monkeypatch):
     """A bench that is only run, not believed."""
     for name, value in {"STEPS": 3, "CYCLE_SAMPLES": 2, "FIRST_TOKENS": 2}.items():

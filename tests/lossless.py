@@ -5,9 +5,9 @@ Chunks of 8 and windows of 12 make every ring wrap several times, with rejected 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +58,8 @@ class Told:
         return self.table
 
 
-class _Told(NamedTuple):
+@dataclass(frozen=True)
+class _Told:
     def on(self, table, memory) -> _ToldRows:
         return _ToldRows(table)
 

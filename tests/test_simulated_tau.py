@@ -121,6 +121,7 @@ def of_the_row_after(learn, seed, features, chosen, accepted, live):
     return right.replace(state=after.state)
 
 
+@pytest.mark.usefixtures("traced_anew")
 @pytest.mark.parametrize(
     ("mistake", "at_most"), [(stale, 0.95), (of_the_first_row, 0.99), (of_the_row_after, 0.99)]
 )
@@ -133,6 +134,7 @@ def test_a_wrong_state_costs_an_assistant_its_tau(mistake, at_most, monkeypatch)
     right = live_with(shipped, params, arch)[0].decode(0.0)
     learn = partial(mistake, assistant_drafting.learn)
     monkeypatch.setattr(assistant_drafting, "learn", learn)
+    jax.clear_caches()
     wrong = live_with(shipped, params, arch)[0].decode(0.0)
     assert [seq.tokens for seq in wrong] == [seq.tokens for seq in right]
     assert tau_of(wrong) < at_most * tau_of(right)

@@ -4,7 +4,8 @@ each row takes is an array that the host writes before a dispatch (`late.py`).""
 from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -46,7 +47,8 @@ class DeviceAuto:
         return self._chooser.take.copy(), self._text.weights(), weighted
 
 
-class _Program(NamedTuple):
+@dataclass(frozen=True)
+class _Program:
     text: TracedProgram
     weighted: TracedProgram | None
     runs: bool

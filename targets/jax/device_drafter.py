@@ -8,7 +8,8 @@ dispatch takes and gives back.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence as Seqs
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from flax import struct
 
@@ -87,7 +88,8 @@ class TextDrafter:
         return ()
 
 
-class _TextProgram(NamedTuple):
+@dataclass(frozen=True)
+class _TextProgram:
     function: TextFunction
 
     def on(self, weights: Any, memory: Any) -> TracedDrafter:

@@ -25,7 +25,7 @@ from targets.jax import programs, sampling
 from targets.jax.device_drafter import DeviceDrafter, SlotState, TracedDrafter, TracedProgram
 from targets.jax.params import Params
 from targets.jax.placing import replicated
-from targets.jax.programs import Feed, Plan
+from targets.jax.programs import Feed, Plan, bind
 from targets.jax.script import PlacedScript, ScriptedDeviceDrafter, ScriptTables, coming
 from targets.jax.target import JaxTarget, pick_rows
 from targets.sampling_params import Rules, SamplingTable
@@ -208,7 +208,7 @@ def device_loop(
         plan = LoopPlan(target.plan, program, k, cycles, needs_sampler, logprobs)
         if plan not in compiled:
             compiled[plan] = jax.jit(
-                partial(run_cycles, plan), donate_argnums=1, out_shardings=(None, whole, whole)
+                bind(run_cycles, plan), donate_argnums=1, out_shardings=(None, whole, whole)
             )
         limits, state = _start(target, seqs, 1 if single else cycles)
         weights = drafter.weights()

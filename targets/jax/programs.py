@@ -9,9 +9,10 @@ Everything is indexed by slot. Two ways to run the rows, the same body:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,14 @@ from targets.jax.cache import Cache, Span
 from targets.jax.model import decode, head
 from targets.jax.params import Params
 from targets.sampling_params import Rules
+
+
+@lru_cache(maxsize=64, typed=True)
+def bind(program: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
+    """`program` with these first arguments, which are compiled in. Equal ones give the same object,
+    by which JAX knows a function: what one target, loop or drafter has compiled, the next one of
+    its kind in this process finds, without tracing it again."""
+    return partial(program, *static)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ whose guesses are right as often as was recorded."""
 from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -66,7 +67,8 @@ class ScriptedDeviceDrafter:
         return self._drafter.weights(), self._placed.tables()
 
 
-class _Program(NamedTuple):
+@dataclass(frozen=True)
+class _Program:
     inner: TracedProgram
 
     def on(self, weights: Any, memory: Any) -> TracedDrafter:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence as Seqs
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,6 +16,7 @@ import numpy as np
 
 from specdec.core.types import Array, Sequence
 from targets.jax.cache import TILE, Cache, Entries, Rounded, numbers
+from targets.jax.programs import bind
 from targets.layer_groups import layer_groups
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class JaxSnapshots:
         ]
         self._global = tuple(place for place, layer in layers if layer.window is None)
         self._rings = tuple(place for place, layer in layers if layer.window is not None)
-        self._take_chunk = jax.jit(partial(_cut_chunk, self.unit))
+        self._take_chunk = jax.jit(bind(_cut_chunk, self.unit))
         self._take_rings = jax.jit(_cut_rings)
         self._put_chunk = self._writer(_put_chunk, self._global)
         self._put_rings = self._writer(_put_rings, self._rings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from targets.jax import programs, sampling
 from targets.jax.cache import make_cache
 from targets.jax.params import Params
 from targets.jax.placing import by_vocabulary, put, read, replicated, zeros
-from targets.jax.programs import Feed, Plan
+from targets.jax.programs import Feed, Plan, bind
 from targets.jax.snapshots import JaxSnapshots
 from targets.sampling_params import Rules, SamplingTable, blank_table, set_row
 
@@ -59,11 +58,11 @@ class JaxTarget:
         self._biased: set[int] = set()
         self._sampling_params = blank_table(plan.slots)
         self._device_params: SamplingTable | None = None
-        self._verify = jax.jit(partial(programs.verify, plan), donate_argnums=1)
-        self._prefill = jax.jit(partial(programs.prefill, plan), donate_argnums=1)
+        self._verify = jax.jit(bind(programs.verify, plan), donate_argnums=1)
+        self._prefill = jax.jit(bind(programs.prefill, plan), donate_argnums=1)
         # the host reads what is chosen: each process all of it
         read_by_host: dict[str, Any] = {"out_shardings": self._whole}
-        choose = partial(programs.choose, plan)
+        choose = bind(programs.choose, plan)
         self._choose = jax.jit(choose, static_argnums=0, **read_by_host)
         self._choose_one = jax.jit(_choose_one, static_argnums=0, **read_by_host)
         # a program of its own: rows that are not constrained then run the same one as ever

@@ -4,7 +4,6 @@ a `DeviceDrafter` as well. Both run `draft.py`; here is what the host has to do.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from specdec.core.types import Array, Sequence, Step
 from targets.jax.kv_view import key_norm_of
 from targets.jax.params import Params
 from targets.jax.placing import put, replicated, zeros
+from targets.jax.programs import bind
 from targets.jax.target import JaxTarget
 
 
@@ -62,7 +62,7 @@ class AssistantDrafter:
         self._learn = jax.jit(drafting.learn, donate_argnums=0)
         self._propose = {
             needs_sampler: jax.jit(
-                partial(drafting.propose, self.program(needs_sampler)),
+                bind(drafting.propose, self.program(needs_sampler)),
                 static_argnums=5,
                 out_shardings=whole,
             )

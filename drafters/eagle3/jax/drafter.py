@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from drafters.eagle3.jax.head import make_cache, place
 from drafters.eagle3.spec import Head, check_pair
 from specdec.core.types import Array, Sequence, Step
 from targets.jax.placing import put, replicated, zeros
+from targets.jax.programs import bind
 from targets.jax.target import JaxTarget
 
 _learn = jax.jit(drafting.learn)
@@ -36,10 +36,10 @@ class EagleDrafter:
         self.head, self.target_ids = place(head, target.dtype, target.mesh)
         self.longest = min(target.max_len, head.spec.max_position)
         self.memory = self._blank()
-        self._read = jax.jit(partial(drafting.read, self.program(False)), donate_argnums=1)
+        self._read = jax.jit(bind(drafting.read, self.program(False)), donate_argnums=1)
         self._propose = {
             needs_sampler: jax.jit(
-                partial(drafting.propose, self.program(needs_sampler)),
+                bind(drafting.propose, self.program(needs_sampler)),
                 static_argnums=3,
                 donate_argnums=1,
                 out_shardings=(None, replicated(target.mesh)),

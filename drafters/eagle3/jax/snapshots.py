@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.jax.head import DraftCache
 from specdec.core.types import Array, Sequence
 from targets.jax.placing import replicated
+from targets.jax.programs import bind
 from targets.jax.snapshots import ArraySnapshot
 
 
@@ -32,7 +32,7 @@ class EagleSnapshots:
         self.drafter, self.unit = drafter, unit
         mesh = drafter.target.mesh
         whole: dict[str, Any] = {} if mesh is None else {"out_shardings": replicated(mesh)}
-        self._cut = jax.jit(partial(_cut, unit), **whole)
+        self._cut = jax.jit(bind(_cut, unit), **whole)
         self._put = jax.jit(_put, donate_argnums=0, **whole)
         self._row = jax.jit(_row, **whole)
         self._first_row = jax.jit(_first_row, static_argnums=1, **whole)
