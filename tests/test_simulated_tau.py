@@ -6,7 +6,7 @@ And what only the loop can do wrong, a state that is not the last one's, shows t
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -66,6 +66,18 @@ def rows_of(seqs: list[Sequence]) -> PackedRows:
     return pack(made, 256)
 
 
+@cache
+def teacher() -> tuple[Any, Arch]:
+    return load_teacher(mini.path("mini"))
+
+
+@cache
+def greedy_by(shipped_for: Callable[[Arch], Shipped]) -> list[Sequence]:
+    """Greedy answers, drafted without a mistake."""
+    params, arch = teacher()
+    return live_with(shipped_for(arch), params, arch)[0].decode(0.0)
+
+
 def live_with(shipped: Shipped, params: Any, arch: Arch) -> tuple[Live, tuple[int, ...]]:
     """The engine drafting with these weights, and the suppressed ids."""
     tokenizer = load_tokenizer(mini.path("mini"), arch.vocab)
@@ -83,7 +95,7 @@ def test_simulated_tau_is_what_the_engine_measures(
     name: str, shipped_for: Callable[[Arch], Shipped]
 ) -> None:
     """At T = 1 and on greedy answers, within 5 %; a limit of TOKENS cuts the last cycles short."""
-    params, arch = load_teacher(mini.path("mini"))
+    params, arch = teacher()
     shipped = shipped_for(arch)
     live, suppressed = live_with(shipped, params, arch)
     head, ids = head_of(shipped.spec), jnp.asarray(shipped.ids)
@@ -96,8 +108,7 @@ def test_simulated_tau_is_what_the_engine_measures(
         keys = jax.random.split(jax.random.key(0), 16)
         return jax.vmap(lambda key: simulated(judged, key))(keys)
 
-    for temperature, field in ((0.0, "tau_t0"), (1.0, "tau_t1")):
-        seqs = live.decode(temperature)
+    for seqs, field in ((greedy_by(shipped_for), "tau_t0"), (live.decode(1.0), "tau_t1")):
         found = np.mean(simulate(params, shipped.weights, rows_of(seqs))[field])
         assert found == pytest.approx(tau_of(seqs), rel=0.05)
         assert tau_of(seqs) > FLOORS[name]
@@ -121,7 +132,6 @@ def of_the_row_after(learn, seed, features, chosen, accepted, live):
     return right.replace(state=after.state)
 
 
-@pytest.mark.usefixtures("traced_anew")
 @pytest.mark.parametrize(
     ("mistake", "at_most"), [(stale, 0.95), (of_the_first_row, 0.99), (of_the_row_after, 0.99)]
 )
@@ -129,12 +139,10 @@ def test_a_wrong_state_costs_an_assistant_its_tau(mistake, at_most, monkeypatch)
     """Texts stay what they are; so it is here that a loop which hands on another state is seen. A
     neighbour's costs little where greedy text repeats itself; test_assistant_drafter.py tells it by
     the guesses."""
-    params, arch = load_teacher(mini.path("mini"))
-    shipped = assistant_for(arch)
-    right = live_with(shipped, params, arch)[0].decode(0.0)
+    params, arch = teacher()
+    right = greedy_by(assistant_for)
     learn = partial(mistake, assistant_drafting.learn)
     monkeypatch.setattr(assistant_drafting, "learn", learn)
-    jax.clear_caches()
-    wrong = live_with(shipped, params, arch)[0].decode(0.0)
+    wrong = live_with(assistant_for(arch), params, arch)[0].decode(0.0)
     assert [seq.tokens for seq in wrong] == [seq.tokens for seq in right]
     assert tau_of(wrong) < at_most * tau_of(right)
