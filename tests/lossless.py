@@ -94,11 +94,11 @@ def tables(plain: dict[str, list[int]], slots: int, vocab: int) -> dict[str, np.
     }
 
 
-def options_of(path, slots) -> JaxOptions:
+def options_of(path, slots, features=()) -> JaxOptions:
     """mini as commands run it by default: one set of programs for all who compile them in full."""
     if path.name == "mini":
-        return JaxOptions(slots=slots, k=WIDE)
-    return JaxOptions(slots=slots, max_len=MAX_LEN, k=WIDE, chunk=8)
+        return JaxOptions(slots=slots, k=WIDE, features=features)
+    return JaxOptions(slots=slots, max_len=MAX_LEN, k=WIDE, chunk=8, features=features)
 
 
 @cache
@@ -276,7 +276,7 @@ def head_for(path, max_position=MAX_LEN):
 def check_assistant(path, mode, slots, ks, tokens=TOKENS):
     """A random one of each kind of head: both loops say the same, and guess the same."""
     first, arch = prompts_for(read_arch(path).vocab)[:slots], read_arch(path)
-    options = replace(options_of(path, slots), features=(len(arch.layers) - 1,))
+    options = options_of(path, slots, (len(arch.layers) - 1,))
     target, spec = load_target(path, options), released_size(arch)
     layers = tuple(replace(layer, ffw=64) for layer in spec.arch.layers)
     small = replace(spec.arch, hidden=32, layers=layers)
@@ -296,7 +296,7 @@ def check_assistant(path, mode, slots, ks, tokens=TOKENS):
 def check_eagle3(path, mode, slots, ks, tokens=TOKENS, max_position=MAX_LEN):
     """A target compiled for a head says the same in both loops, drafted or not."""
     head, first = head_for(path, max_position), prompts_for(read_arch(path).vocab)[:slots]
-    target = load_target(path, replace(options_of(path, slots), features=head.spec.layers))
+    target = load_target(path, options_of(path, slots, head.spec.layers))
     run = partial(decode, target, mode=mode, tokens=tokens, prompts=first)
     plain, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0))
     for k in ks:

@@ -3,13 +3,11 @@ loops and, slowly, the whole matrix of models, slots, drafters and K."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from targets import mini
-from targets.jax.load import JaxOptions, load_target
+from targets.jax.load import load_target
 from targets.jax.programs import Feed
 from tests.lossless import (
     check_assistant,
@@ -18,6 +16,9 @@ from tests.lossless import (
     check_eagle3,
     check_host,
     forget_targets,
+    head_for,
+    options_of,
+    target_of,
 )
 from tests.tiny import VARIANTS
 
@@ -37,14 +38,14 @@ def test_mini_both_loops():
     check_eagle3(**check)
 
 
-def test_feature_layers_change_no_logit(tiny):
-    """A target that was compiled for a head says what one without says, on this machine."""
-    options = JaxOptions(slots=2, max_len=96, k=7, chunk=8)
-    bare, featured = (
-        load_target(tiny["31b"], replace(options, features=layers)) for layers in ((), (0, 2, 4))
-    )
-    tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
-    feed = Feed(tokens, np.zeros(2, np.int32), np.full(2, 8, np.int32))
+def test_feature_layers_change_no_logit():
+    """A target that was compiled for a head says what one without says, on this machine: the two
+    that test_mini_both_loops has compiled."""
+    path = mini.path("mini")
+    layers = head_for(path).spec.layers
+    bare, featured = target_of(path, 4), load_target(path, options_of(path, 4, layers))
+    tokens = np.arange(32, dtype=np.int32).reshape(4, 8)
+    feed = Feed(tokens, np.zeros(4, np.int32), np.full(4, 8, np.int32))
     assert (bare.logits(feed) == featured.logits(feed)).all()
 
 
