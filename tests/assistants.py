@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence as Seqs
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from drafters.assistant.config_json import parse_config
 from drafters.assistant.files import file_name, load_assistant
 from drafters.assistant.spec import Assistant, paired, tensors
+from specdec.core.types import Sequence, Step
 from targets.arch import parse_arch, read_arch
 from tests.tiny import VOCAB, config_of, oracle, random_tensors
 
@@ -53,6 +54,18 @@ def assistant_config(variant: str, **change: Any) -> dict[str, Any]:
         **CLUSTERS,
         "tie_word_embeddings": True,
     } | change
+
+
+def read_all_but_the_last(target: Any, texts: Seqs[list[int]]) -> Iterator[tuple[int, Step]]:
+    """Each slot reads its text but for the last token, and then a draft that is rejected: what
+    lies behind the texts is not theirs. -> the steps whose first row is of the states before."""
+    chunk = target.prefill_chunk
+    for slot, text in enumerate(texts):
+        seq = Sequence(text[:-2], slot=slot)
+        for start in range(0, seq.prompt_len, chunk):
+            target.prefill(seq, start, min(start + chunk, seq.prompt_len))
+        seq.tokens.append(text[-2])
+        yield slot, target.verify([seq], np.array([[9, 3, 7, 1]]))
 
 
 def random_weights(variant: str, seed: int = 5) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from drafters.eagle3.spec import Head, HeadSpec, tensors
+from specdec.core.types import Sequence
 
 VOCAB, DRAFT_VOCAB = 96, 40
 SPEC = HeadSpec(
@@ -137,3 +138,9 @@ class Judging:
                 assert guesses.tolist() == expected, (seq.request_id, seq.emitted)
                 self.judged += 1
         return draft
+
+    @staticmethod
+    def read_again(fresh, tokens):
+        """The steps of a fresh target that reads all tokens but the last."""
+        text, chunk, end = Sequence(tokens[:-1], slot=0), fresh.prefill_chunk, len(tokens) - 1
+        return [fresh.prefill(text, s, min(end, s + chunk)) for s in range(0, end, chunk)]

@@ -239,6 +239,21 @@ def check_guesses_end(target, drafter, k, end, lengths, context):
     assert {guess == NO_GUESS for place, guess in seen if place >= end} == {True}
 
 
+def check_both_loops(target, drafter, k):
+    """On the JAX target: each loop says what plain decoding says, and both guess the same, for
+    what the drafter keeps of the text is the same. -> by mode, what was accepted."""
+    found = []
+    host, device = host_cycle(target, drafter, k), device_loop(target, drafter, k, 4)
+    for mode in ("greedy", "everything"):
+        plain, _ = decode(target, NoDrafter(), host_cycle(target, NoDrafter(), 0), mode)
+        text, acceptance = decode(target, drafter, host, mode)
+        again, device_acceptance = decode(target, drafter, device, mode)
+        assert text == again == plain, mode
+        assert acceptance == device_acceptance and acceptance.drafted > 0
+        found.append(acceptance.accepted)
+    return found
+
+
 def check_nothing_is_drafted(target, drafter, k):
     for sampling in (Sampling(), Sampling(1.0, seed=3)):
         engine = Engine(target, drafter, host_cycle(target, drafter, k))
@@ -246,11 +261,11 @@ def check_nothing_is_drafted(target, drafter, k):
         assert engine.acceptance.drafted == 0
 
 
-def decode_three(target, drafter, k):
+def decode_three(target, drafter, k, tokens=14):
     """Three prompts, of which one is longer and one sampled."""
     samplings = Sampling(), Sampling(0.8, seed=5), Sampling()
     prompts = [5, 9, 3], [7] * 17, [11, 12]
-    seqs = [Sequence(list(p), s, 14) for p, s in zip(prompts, samplings, strict=True)]
+    seqs = [Sequence(list(p), s, tokens) for p, s in zip(prompts, samplings, strict=True)]
     Engine(target, drafter, host_cycle(target, drafter, k)).run_to_end(seqs)
 
 

@@ -24,7 +24,14 @@ from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.noise import gumbel
 from targets.cuda.ops import Rows
 from targets.sampling_params import split_seed
-from tests.assistants import STEPS, TOLERANCE, a_text, assistant_for, chain
+from tests.assistants import (
+    STEPS,
+    TOLERANCE,
+    a_text,
+    assistant_for,
+    chain,
+    read_all_but_the_last,
+)
 from tests.eagle3_oracle import Judging
 from tests.lossless import decode, decode_three
 from tests.tiny import VOCAB
@@ -46,16 +53,9 @@ def ints(*values):
 
 
 def read_texts(target):
-    """Let both slots read their texts but for the last tokens, and then a draft that is rejected.
-    -> the states before the last tokens."""
-    states = []
-    for slot, text in enumerate(TEXTS):
-        seq = Sequence(text[:-2], slot=slot)
-        for start in range(0, seq.prompt_len, 16):
-            target.prefill(seq, start, min(start + 16, seq.prompt_len))
-        seq.tokens.append(text[-2])
-        states.append(target.verify([seq], np.array([[9, 3, 7, 1]])).features[0, 0])
-    return torch.stack(states)
+    """The states before the texts' last tokens."""
+    steps = read_all_but_the_last(target, TEXTS)
+    return torch.stack([step.features[0, 0] for _, step in steps])
 
 
 def lent_by(target, spec, states):

@@ -9,18 +9,14 @@ import numpy as np
 import pytest
 
 from drafters.assistant.jax.drafter import AssistantDrafter, PlacedAssistant
-from drafters.none.host import NoDrafter
-from specdec.core.cycle import host_cycle
-from specdec.core.engine import Engine
 from specdec.core.types import NO_GUESS, Sampling, Sequence
 from targets.arch import read_arch
-from targets.jax.device_loop import device_loop
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.noise import gumbel
 from targets.sampling_params import split_seed
 from tests.assistants import assistant_for, chain
 from tests.eagle3_oracle import Judging
-from tests.lossless import check_guesses_end, decode
+from tests.lossless import check_both_loops, check_guesses_end, decode_three
 from tests.tiny import VOCAB
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
@@ -66,26 +62,14 @@ def test_guesses_are_transformers_on_the_text(tiny, variant):
     """So nothing of a rejected draft, of another row or of an earlier cycle is left in them."""
     drafter = Judged(placed_of(tiny[variant], variant), K)
     drafter.variant = variant
-    target = drafter.target
-    samplings = Sampling(), Sampling(0.8, seed=5), Sampling()
-    prompts = [5, 9, 3], [7] * 17, [11, 12]
-    seqs = [Sequence(list(p), s, 20) for p, s in zip(prompts, samplings, strict=True)]
-    Engine(target, drafter, host_cycle(target, drafter, K)).run_to_end(seqs)
+    decode_three(drafter.target, drafter, K, 20)
     assert drafter.judged >= 8
 
 
 @pytest.mark.parametrize("variant", [pytest.param("31b", marks=pytest.mark.slow), "e4b"])
 def test_lossless_in_both_loops(tiny, variant):
-    target = target_of(tiny[variant])
     drafter = AssistantDrafter(placed_of(tiny[variant], variant), K)
-    host, device = host_cycle(target, drafter, K), device_loop(target, drafter, K, 4)
-    for mode in ("greedy", "everything"):
-        plain, _ = decode(target, NoDrafter(), host_cycle(target, NoDrafter(), 0), mode, 24)
-        text, acceptance = decode(target, drafter, host, mode, 24)
-        again, device_acceptance = decode(target, drafter, device, mode, 24)
-        assert text == again == plain, mode
-        assert acceptance == device_acceptance  # the same guesses: states and rows agree
-        assert acceptance.drafted > 0
+    check_both_loops(target_of(tiny[variant]), drafter, K)
 
 
 def test_nothing_is_guessed_beyond_the_context(tiny):

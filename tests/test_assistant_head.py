@@ -14,7 +14,6 @@ import torch
 from drafters.assistant.jax import model as forward
 from drafters.assistant.jax.drafter import PlacedAssistant
 from drafters.assistant.spec import tensors
-from specdec.core.types import Sequence
 from targets.arch import read_arch
 from targets.jax.cache import LayerCache, Rounded
 from targets.jax.kv_view import KVView, entries_of, key_norm_of
@@ -29,6 +28,7 @@ from tests.assistants import (
     a_text,
     assistant_for,
     chain,
+    read_all_but_the_last,
 )
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
@@ -43,20 +43,12 @@ EACH = [
 
 @cache
 def target_of(path, kv_dtype=None):
-    """A target that has read the texts but for their last tokens, and then a draft that was
-    rejected: what lies behind the texts is not theirs. With the states before the last tokens."""
+    """A target that has read the texts, with the states before their last tokens."""
     options = JaxOptions(slots=2, max_len=64, k=7, chunk=8, kv_dtype=kv_dtype)
     last = len(read_arch(path).layers) - 1
     target = load_target(path, replace(options, features=(last,)))
-    states = []
-    for slot, text in enumerate(TEXTS):
-        seq = Sequence(text[:-2], slot=slot)
-        for start in range(0, seq.prompt_len, 8):
-            target.prefill(seq, start, min(start + 8, seq.prompt_len))
-        seq.tokens.append(text[-2])
-        step = target.verify([seq], np.array([[9, 3, 7, 1]]))
-        states.append(np.asarray(step.features)[slot, 0])
-    return target, np.stack(states)
+    steps = read_all_but_the_last(target, TEXTS)
+    return target, np.stack([np.asarray(step.features)[slot, 0] for slot, step in steps])
 
 
 def steps_of(path, variant, tokens, ahead=1, kv_dtype=None, change=lambda given: given):

@@ -20,7 +20,6 @@ from drafters.eagle3.jax.head import place
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.errors import UserError
-from specdec.core.types import Sequence
 from targets.cuda.footprint import TargetShape, check_fits
 from targets.cuda.noise import gumbel
 from targets.cuda.ops import Linear, Rows
@@ -110,9 +109,7 @@ def drafter_of(target, k=K, **change):
 class Judged(Judging, EagleDrafter):
     def by_the_formulas(self, seq, guesses):
         fresh, tokens, sampling = cuda_target_of(self.path, slots=1), seq.tokens, seq.sampling
-        text, chunk = Sequence(tokens[:-1], slot=0), fresh.prefill_chunk
-        starts = range(0, len(tokens) - 1, chunk)
-        steps = [fresh.prefill(text, s, min(len(tokens) - 1, s + chunk)) for s in starts]
+        steps = self.read_again(fresh, tokens)
         features = torch.cat([step.features[0] for step in steps])
         embedded = fresh.weights.head.data[[*tokens[1:], *guesses[:-1]]].float()
         scores = Oracle(random_head()).chain(embedded, features, len(tokens) - 2, len(guesses))

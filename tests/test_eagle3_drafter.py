@@ -13,17 +13,17 @@ import torch
 
 from drafters.eagle3.files import save_flat
 from drafters.eagle3.jax.drafter import EagleDrafter
-from drafters.none.host import NoDrafter
-from specdec.core.cycle import host_cycle
-from specdec.core.engine import Engine
-from specdec.core.types import Sampling, Sequence
-from targets.jax.device_loop import device_loop
 from targets.jax.noise import gumbel
 from targets.sampling_params import split_seed
 from tests.commands import refused, run
 from tests.eagle3_heads import BASE, EAGLE3, MINI, SPEC, jax_target_of, random_head
 from tests.eagle3_oracle import Judging, Oracle
-from tests.lossless import check_guesses_end, check_nothing_is_drafted, decode
+from tests.lossless import (
+    check_both_loops,
+    check_guesses_end,
+    check_nothing_is_drafted,
+    decode_three,
+)
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
@@ -39,9 +39,7 @@ def drafter_of(path, **change):
 class Judged(Judging, EagleDrafter):
     def by_the_formulas(self, seq, guesses):
         fresh, tokens, sampling = jax_target_of(self.path, slots=1), seq.tokens, seq.sampling
-        text, chunk = Sequence(tokens[:-1], slot=0), fresh.prefill_chunk
-        starts = range(0, len(tokens) - 1, chunk)
-        steps = [fresh.prefill(text, s, min(len(tokens) - 1, s + chunk)) for s in starts]
+        steps = self.read_again(fresh, tokens)
         padded = np.concatenate([np.asarray(s.features[0]) for s in steps])
         features = torch.tensor(padded[: len(tokens) - 1])
         table = np.array(self.target.params.top["embed_tokens"])
@@ -61,23 +59,13 @@ def test_guesses_are_those_of_a_fresh_prefill(tiny):
     target = jax_target_of(tiny["31b"])
     drafter = Judged(random_head(), target, K)
     drafter.path = tiny["31b"]
-    samplings = Sampling(), Sampling(0.8, seed=5), Sampling()
-    prompts = [5, 9, 3], [7] * 17, [11, 12]
-    seqs = [Sequence(list(p), s, 14) for p, s in zip(prompts, samplings, strict=True)]
-    Engine(target, drafter, host_cycle(target, drafter, K)).run_to_end(seqs)
+    decode_three(target, drafter, K)
     assert drafter.judged >= 6
 
 
 def test_lossless_in_both_loops(tiny):
     target, drafter = jax_target_of(tiny["31b"]), drafter_of(tiny["31b"])
-    host, device = host_cycle(target, drafter, K), device_loop(target, drafter, K, 4)
-    for mode in ("greedy", "everything"):
-        plain, _ = decode(target, NoDrafter(), host_cycle(target, NoDrafter(), 0), mode, 24)
-        text, acceptance = decode(target, drafter, host, mode, 24)
-        again, device_acceptance = decode(target, drafter, device, mode, 24)
-        assert text == again == plain, mode
-        assert acceptance == device_acceptance  # the same guesses: the caches agree
-        assert acceptance.accepted > 0
+    assert min(check_both_loops(target, drafter, K)) > 0
 
 
 @pytest.mark.parametrize(("change", "end"), [({}, 96), ({"max_position": 48}, 48)])
