@@ -13,11 +13,8 @@ def train_assistant(
     recipe: Path,
     /,
     *,
-    data: training.Data,
-    run: training.Run,
+    asked: training.Training,
     model: topics.Model = ModelConfig(),  # noqa: B008
-    data_parallel_size: training.Devices = 1,
-    json: topics.Json = False,
 ) -> None:
     """Train an assistant for the model that wrote the data. The same command continues.
 
@@ -29,5 +26,4 @@ def train_assistant(
     require_training()
     from training.recipe import read_assistant_recipe
 
-    options = None, data_parallel_size, json
-    training.train("train-assistant", read_assistant_recipe(recipe), data, run, model, *options)
+    training.train("train-assistant", read_assistant_recipe(recipe), asked, model)

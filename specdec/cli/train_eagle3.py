@@ -13,12 +13,9 @@ def train_eagle3(
     recipe: Path,
     /,
     *,
-    data: training.Data,
-    run: training.Run,
+    asked: training.Training,
     model: topics.Model = ModelConfig(),  # noqa: B008
     feature_cache: Path | None = None,
-    data_parallel_size: training.Devices = 1,
-    json: topics.Json = False,
 ) -> None:
     """Train an EAGLE-3 head for the model that wrote the data. The same command continues.
 
@@ -36,5 +33,4 @@ def train_eagle3(
     require_training()
     from training.recipe import read_recipe
 
-    options = feature_cache, data_parallel_size, json
-    training.train("train-eagle3", read_recipe(recipe), data, run, model, *options)
+    training.train("train-eagle3", read_recipe(recipe), asked, model, feature_cache)

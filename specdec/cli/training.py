@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json as json_module
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from specdec.cli import topics
 from specdec.cli.console import check_folder, command_record, console, print_json
 from specdec.cli.progress import Bar, continues, working
 from specdec.core.config import ModelConfig
@@ -17,18 +19,24 @@ from specdec.core.writing import write_whole, writing
 from targets.backend import backend_of
 from targets.mini import checkpoint_path
 
-Data = Annotated[
-    list[Path],
-    Parameter(help="The folder that `specdec distil` made; repeat it to train on several."),
-]
-Run = Annotated[Path, Parameter(help="Folder for checkpoints, log.jsonl and curve.png.")]
-Devices = Annotated[
-    int,
-    Parameter(help="Devices that share the rows of each batch; the target is on each of them."),
-]
 Out = Annotated[Path, Parameter(help="Folder for config.json and model.safetensors.")]
 Target = Annotated[str, Parameter(help="The target that it was trained for.")]
 Stored = Annotated[Literal["bfloat16", "float32"], Parameter(help="Of the weights.")]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Training:
+    """What is asked of any training, whatever is trained."""
+
+    data: list[Path]
+    """The folder that `specdec distil` made; repeat it to train on several."""
+    run: Path
+    """Folder for checkpoints, log.jsonl and curve.png."""
+    data_parallel_size: int = 1
+    """Devices that share the rows of each batch; the target is on each of them."""
+    json: topics.Json = False
+
 
 if TYPE_CHECKING:
     from training.recipe import Recipe
@@ -38,12 +46,9 @@ if TYPE_CHECKING:
 def train(
     command: str,
     recipe: Recipe[Any],
-    data: list[Path],
-    run: Path,
+    asked: Training,
     model: ModelConfig,
-    feature_cache: Path | None,
-    devices: int,
-    json: bool,
+    feature_cache: Path | None = None,
 ) -> None:
     """Train to the recipe's end; an export follows. command: `train-` and what is trained. Raises
     UserError."""
@@ -60,12 +65,14 @@ def train(
             f"{command} runs with JAX on unquantised weights: leave --backend, --int8, --tp and "
             "--dtype fp8 out"
         )
+    run = asked.run
     check_folder(run, "--run")
     if feature_cache is not None:
         check_folder(feature_cache, "--feature-cache")
     backend_of(model).prepare(model)
     path = checkpoint_path(model.model)
-    given = recipe, data, run, path, model.dtype, feature_cache, devices
+    devices = asked.data_parallel_size
+    given = recipe, asked.data, run, path, model.dtype, feature_cache, devices
     trainer, covered = make_trainer(TrainingRequest(*given), _Console())
     console.print(f"the draft vocabulary covers {covered:.2%} of the generated tokens")
     record = command_record(command, model=model, recipe=recipe) | {"coverage": covered}
@@ -75,7 +82,7 @@ def train(
         plot_run(run)
     following = f"specdec {command.replace('train', 'export')}"
     console.print(f"wrote {run / 'log.jsonl'} and {run / 'curve.png'}; next: {following}")
-    if json:
+    if asked.json:
         print_json(record | {"steps": recipe.steps, "heldout": found})
 
 
