@@ -12,7 +12,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 if TYPE_CHECKING:
-    from serve.generation import Generation, Usage
+    from serve.generation import Generation
+    from serve.usage import Usage
 
 log = logging.getLogger("specdec.access")
 HEADER = "X-Request-Id"

@@ -8,22 +8,20 @@ the sampling defaults come from the checkpoint's `tokenizer.json`, `tokenizer_co
 import hashlib
 import json
 from collections.abc import Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import tokenizers
 
 from specdec.core.errors import UserError
+from targets.chat_template import ChatTemplate, read_template
 from targets.chat_text import ControlTokens
 from targets.generation import as_ids, check_generation, sampling_defaults
 
 REPLACEMENT = "\ufffd"
-LONGEST_HELD = 8  # tokens; a UTF-8 character has at most 4 bytes, so a longer tail is not one
+MOST_OPEN = 3  # tokens of an open character: in UTF-8 it has at most 4 bytes
+LONGEST_HELD = 8  # tokens; a longer tail holds what is no character
 
 
 class TextStream:
@@ -37,17 +35,17 @@ class TextStream:
 
     def step(self, token_id: int) -> str:
         """Add one token; return the text that became certain ("" while a character is open)."""
+        if self._skip_special and token_id in self._tokenizer.special_ids:
+            return ""  # invisible: it neither ends an open character nor counts as a part of one
         self._ids.append(token_id)
         pending = len(self._ids) - self._emitted
         text = self._pending_text()
         if not text:
-            self._ids.pop()  # an invisible (special) token must not count as a held byte
+            self._ids.pop()  # nor does a token without text count as a held byte
             return ""
-        if text.endswith(REPLACEMENT) and pending < LONGEST_HELD:
-            return ""
-        self._ids = self._ids[self._emitted :]
-        self._emitted = len(self._ids)
-        return text
+        if not text.endswith(REPLACEMENT):
+            return self._emit(len(self._ids))
+        return "" if pending < LONGEST_HELD else self._emit(self._settled())
 
     def finish(self) -> str:
         """Return what is still held: an incomplete character comes out as U+FFFD."""
@@ -55,10 +53,25 @@ class TextStream:
         self._emitted = len(self._ids)
         return text
 
-    def _pending_text(self) -> str:
+    def _emit(self, end: int) -> str:
+        text = self._pending_text(end)
+        self._ids = self._ids[self._emitted :]
+        self._emitted = end - self._emitted
+        return text
+
+    def _settled(self) -> int:
+        """How many tokens no later one can change the text of, though more of them are none of a
+        character: those that end where one does, before the last three."""
+        whole = self._tokenizer.decode(self._ids, self._skip_special)
+        for end in range(len(self._ids) - MOST_OPEN, self._emitted, -1):
+            if whole.startswith(self._tokenizer.decode(self._ids[:end], self._skip_special)):
+                return end
+        return self._emitted
+
+    def _pending_text(self, end: int | None = None) -> str:
         """Text of the tokens after `_emitted`, decoded with their left context."""
         context = self._tokenizer.decode(self._ids[: self._emitted], self._skip_special)
-        return self._tokenizer.decode(self._ids, self._skip_special)[len(context) :]
+        return self._tokenizer.decode(self._ids[:end], self._skip_special)[len(context) :]
 
 
 class Tokenizer:
@@ -74,7 +87,7 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._special = special
-        self._template = template
+        self._template = ChatTemplate(template)
         self.fingerprint = fingerprint
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_id: int | None = backend.token_to_id(special.get("bos_token", "<bos>"))
@@ -92,7 +105,7 @@ class Tokenizer:
     @property
     def template_fingerprint(self) -> str:
         """sha256 of the chat template; of nothing where there is none."""
-        return hashlib.sha256((self._template or "").encode()).hexdigest()
+        return hashlib.sha256((self._template.text or "").encode()).hexdigest()
 
     @property
     def longest_token(self) -> int:
@@ -104,9 +117,15 @@ class Tokenizer:
         return max(len(word.encode()) for word in self._backend.get_vocab(with_added_tokens=True))
 
     @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that are left out of a text, unless they are asked for."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
     def _control_tokens(self) -> ControlTokens:
-        added = self._backend.get_added_tokens_decoder().values()
-        return ControlTokens(token.content for token in added if token.special)
+        added = self._backend.get_added_tokens_decoder()
+        return ControlTokens(added[token_id].content for token_id in self.special_ids)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` with BOS in front exactly once, whether or not the text brings its own.
@@ -128,24 +147,7 @@ class Tokenizer:
         Ends with the header of the model's turn unless `add_generation_prompt=False`.
         Raises UserError when there is no template or the template refuses the messages.
         """
-        if self._template is None:
-            raise UserError(
-                "this checkpoint has no chat template (no chat_template.jinja, no chat_template "
-                "in tokenizer_config.json): use plain completion, or add the template file"
-            )
-        values = {"add_generation_prompt": True, **self._special, **template_kwargs}
-        try:
-            return self._compiled.render(messages=messages, **values)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise UserError(
-                f"the checkpoint's chat template refuses these messages: {error}; "
-                "check their roles, order and contents"
-            ) from error
-
-    @cached_property
-    def _compiled(self) -> jinja2.Template:
-        """Compiled once: that takes longer than rendering most chats."""
-        return _environment().from_string(self._template or "")
+        return self._template.render(messages, {**self._special, **template_kwargs})
 
     def encode_chat(
         self,
@@ -190,7 +192,7 @@ class Tokenizer:
     def info(self) -> dict[str, str | None]:
         """Special tokens by their names, and the chat template, as tokenizer_config.json has
         them."""
-        return {**self._special, "chat_template": self._template}
+        return {**self._special, "chat_template": self._template.text}
 
     def to_json(self) -> str:
         """The tokenizer as `tokenizer.json` has it."""
@@ -253,7 +255,7 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
         check_generation({"eos_token_id": eos}, path / "config.json", found)
         generation["eos_token_id"] = eos
     fingerprint = hashlib.sha256(source.read_bytes()).hexdigest()
-    template = _chat_template(path, settings)
+    template = read_template(path, settings)
     return Tokenizer(backend, _special_tokens(settings), template, generation, fingerprint)
 
 
@@ -277,18 +279,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
-    """`chat_template.jinja` first, then the config's (one text, or a list of named ones)."""
-    own_file = path / "chat_template.jinja"
-    if own_file.is_file():
-        return own_file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
-    return template
-
-
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     """Names that templates use (`bos_token`, ...) and their texts; old files wrap them in dicts."""
     found = {"bos_token": "<bos>"}
@@ -297,22 +287,3 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(text, str):
             found[name] = text
     return found
-
-
-def _environment() -> jinja2.Environment:
-    """What transformers gives a chat template: sandboxed, with its three helpers."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **rest: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **rest)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)

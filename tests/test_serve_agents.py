@@ -306,7 +306,7 @@ def agent(client: openai.OpenAI, turns: int) -> list[Any]:
     return messages
 
 
-@pytest.mark.parametrize("turns", [12, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("turns", [6, pytest.param(30, marks=pytest.mark.slow)])
 def test_an_agent_of_many_turns_is_the_same_with_speculation_and_without(turns):
     """With reused prompts and drafts, or with neither."""
     with serving_mini(reuse=True) as server:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from specdec.core.errors import UserError
@@ -107,6 +107,8 @@ def test_stream_equals_decode_and_splits_no_character(tokenizer: Tokenizer, text
 
 
 @given(ids=st.lists(st.integers(0, 299), max_size=60))
+@example(ids=[*[101] * 7, 133, 101])  # bytes of no character, then one that is
+@example(ids=[133, *[0] * 7, 101])  # hidden tokens within a character
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_stream_survives_any_ids(tokenizer: Tokenizer, ids: list[int]) -> None:
     stream = tokenizer.stream()

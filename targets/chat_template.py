@@ -1,0 +1,74 @@
+"""A checkpoint's chat template: where it stands, and chats written with it."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from specdec.core.errors import UserError
+
+
+class ChatTemplate:
+    def __init__(self, text: str | None) -> None:
+        """text: in Jinja's language; None: the checkpoint has no template."""
+        self.text = text
+
+    def render(self, messages: list[dict[str, Any]], values: dict[str, Any]) -> str:
+        """The prompt text of a chat, with the header of the model's turn unless the values say
+        otherwise. Raises UserError where there is no template or it refuses the messages."""
+        if self.text is None:
+            raise UserError(
+                "this checkpoint has no chat template (no chat_template.jinja, no chat_template "
+                "in tokenizer_config.json): use plain completion, or add the template file"
+            )
+        values = {"add_generation_prompt": True, **values}
+        try:
+            return self._compiled.render(messages=messages, **values)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"the checkpoint's chat template refuses these messages: {error}; "
+                "check their roles, order and contents"
+            ) from error
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        """Compiled once: that takes longer than rendering most chats."""
+        return _environment().from_string(self.text or "")
+
+
+def read_template(path: Path, settings: dict[str, Any]) -> str | None:
+    """`chat_template.jinja` first, then the config's (one text, or a list of named ones)."""
+    own_file = path / "chat_template.jinja"
+    if own_file.is_file():
+        return own_file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default")
+    return template
+
+
+def _environment() -> jinja2.Environment:
+    """What transformers gives a chat template: sandboxed, with its three helpers."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **rest: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **rest)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
