@@ -60,8 +60,8 @@ class TextStream:
         return text
 
     def _settled(self) -> int:
-        """How many tokens no later one can change the text of, though more of them are none of a
-        character: those that end where one does, before the last three."""
+        """How many tokens no later one can change the text of. The last three may belong to an
+        open character, and what is cut before them must not be a part of a whole one."""
         whole = self._tokenizer.decode(self._ids, self._skip_special)
         for end in range(len(self._ids) - MOST_OPEN, self._emitted, -1):
             if whole.startswith(self._tokenizer.decode(self._ids[:end], self._skip_special)):

@@ -24,6 +24,7 @@ from specdec.core.types import Sequence
 from targets import mini
 from targets.arch import Arch
 from targets.tokenizer import load_tokenizer
+from tests import cheap
 from training.heads import AnySpec, Weights, head_of
 from training.packing import PackedRows, pack
 from training.real_acceptance import Live, tau_of
@@ -100,7 +101,8 @@ def test_simulated_tau_is_what_the_engine_measures(
     live, suppressed = live_with(shipped, params, arch)
     head, ids = head_of(shipped.spec), jnp.asarray(shipped.ids)
 
-    @jax.jit
+    # the engine's programs are those that users have; this one only has to agree within 5 %
+    @partial(jax.jit, compiler_options=cheap.OPTIONS)
     def simulate(params, weights, rows: PackedRows):
         lesson = teach(params, arch, head.layers, ids, suppressed, rows, head.lenders)
         table = params.top["embed_tokens"]
