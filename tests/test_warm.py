@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -25,6 +26,9 @@ def short(monkeypatch):
         monkeypatch.setattr(warm_chats, name, value)
 
 
+warm_bench = partial(WarmBench, context=640)
+"""As long as the longest of these texts: they are cut nowhere, and attention reads no more."""
+
 TALK, TOOLS, EDITED, MOVED, EVICTED, CROWDED, WORDY = range(7)
 """Kinds of chats, in the order of `Chats.kinds`."""
 
@@ -44,7 +48,7 @@ TALK, TOOLS, EDITED, MOVED, EVICTED, CROWDED, WORDY = range(7)
 )
 def test_warm_says_what_cold_says(backend, model, drafter, loop, temperature, chats):
     """Ids, log-probabilities and acceptance; and all that could be resumed from was."""
-    counts = warm_chats.campaign(WarmBench(backend, model, drafter), loop, temperature, chats)
+    counts = warm_chats.campaign(warm_bench(backend, model, drafter), loop, temperature, chats)
     assert counts.chats == len(chats) and counts.cached == counts.allowed > 0
     assert counts.accepted == counts.cold_accepted
 
@@ -52,7 +56,7 @@ def test_warm_says_what_cold_says(backend, model, drafter, loop, temperature, ch
 @pytest.mark.parametrize("backend", ["jax", "cuda"])
 def test_narrow_caches_are_kept_as_they_are(backend):
     narrow = {"kv_dtype": "int8"} if backend == "jax" else {"kv_dtype": "fp8", "dtype": "fp8"}
-    bench = WarmBench(backend, "31b", "none", **narrow)
+    bench = warm_bench(backend, "31b", "none", **narrow)
     assert warm_chats.campaign(bench, "host", 1.0, range(1)).cached > 0
 
 
@@ -66,7 +70,7 @@ def test_a_trained_model(drafter):
 
 def test_eight_chats_by_turns_over_three_slots():
     """Whatever their earlier turns allow is found."""
-    bench = WarmBench("jax", "31b", "none")
+    bench = warm_bench("jax", "31b", "none")
     warm, cold = bench.warm(), bench.cold()
     met, words = Meeting(bench, warm, cold, 1.0, Random(5)), Chats(Random(6), 200, False).words
     chats = [words(60, 200) for _ in range(8)]
@@ -82,7 +86,7 @@ def test_eight_chats_by_turns_over_three_slots():
 
 @pytest.mark.slow
 def test_memory_does_not_grow_over_two_thousand_turns():
-    bench = WarmBench("jax", "31b", "eagle3")
+    bench = warm_bench("jax", "31b", "eagle3")
     engine = bench.warm("device", 2 << 20, 8 << 20)
     met, sizes = Meeting(bench, engine, bench.cold(), 0.0, Random(5)), []
     words = Chats(Random(6), bench.target.vocab, False).words
@@ -99,7 +103,7 @@ def test_memory_does_not_grow_over_two_thousand_turns():
 
 @pytest.fixture(scope="module", params=["jax", "cuda"])
 def bench(request):
-    return WarmBench(request.param, "31b", "none")
+    return warm_bench(request.param, "31b", "none")
 
 
 def meeting(bench: WarmBench) -> Meeting:

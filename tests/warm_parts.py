@@ -38,13 +38,20 @@ class WarmBench(parts.Bench):
     """As a `Model` has one: it goes into the names of prefixes."""
 
     def __init__(
-        self, backend: str, model: str, drafter: str, device: str = "cpu", **options: Any
+        self,
+        backend: str,
+        model: str,
+        drafter: str,
+        device: str = "cpu",
+        context: int | None = None,
+        **options: Any,
     ) -> None:
+        """context: None for what `LENGTH` and SHORT say."""
         if model in VARIANTS:
             _longer(parts.folder(model))
         chunk = CHUNK if model in VARIANTS else MINI_CHUNK
         given = {"backend": backend, "model": model, "slots": 3, "k": 4, "chunk": chunk}
-        given["max_len"] = LENGTH.get(model, SHORT)
+        given["max_len"] = context or LENGTH.get(model, SHORT)
         if backend == "cuda":
             given |= {"device": device, "short": chunk // 2}
         if drafter == "eagle3":
@@ -58,7 +65,7 @@ class WarmBench(parts.Bench):
             small = "mini-e" if model == "mini" else model
             self.run["draft"] = own | {"model": small}
         if drafter == "eagle3" and model == "mini":
-            self.run["head"] = {"trained": True, "max_position": LENGTH[model]}
+            self.run["head"] = {"trained": True, "max_position": given["max_len"]}
         elif drafter == "eagle3":
             vocab = self.target.vocab // 2
             self.run["head"] = HEAD | {"draft_vocab": vocab, "max_position": given["max_len"]}
