@@ -15,19 +15,16 @@ from serve.gemma.schema_parts import (
     ANNOTATIONS,
     KEYWORDS,
     Schema,
-    both,
     check_shape,
-    excludes,
     listed,
     written_types,
 )
+from serve.gemma.schema_references import References
 from specdec.core.errors import UserError
 
 NOT_IN_A_KEY = set(":,{}[]\"'<>|")
 # Bounds of a number that has but one: whole numbers up to here are exact in a double.
 FARTHEST = 2**53 - 1
-MOST_REFERENCES, MOST_WAYS = 32, 64
-"""Python compares schemas; more would hold up everybody's tokens."""
 REFUSED = ("not", "if", "then", "else", "$dynamicRef", "$recursiveRef")
 REFUSED_OF_ARRAYS = ("contains", "unevaluatedItems", "additionalItems")
 REFUSED_OF_OBJECTS = ("patternProperties", "propertyNames", "dependentRequired")
@@ -38,7 +35,7 @@ class SchemaRules:
     """Makes the rules of one root schema."""
 
     def __init__(self, root: Schema, rules: Rules) -> None:
-        self._root, self._rules = root, rules
+        self._references, self._rules = References(root), rules
         self._known: dict[str, str] = {}  # by the schema's JSON; recursion ends here
         self._places: dict[str, str] = {}  # of rules
 
@@ -85,73 +82,25 @@ class SchemaRules:
     def _composed(self, keyword: str, given: Any, rest: Schema, where: str) -> str:
         below = f"{where}.{keyword}"
         if keyword == "$ref":
-            self._combined([{"$ref": given}], where)  # refuses a circle
-            return self._joined(rest, [self._pointed(given, where)], below)
+            self._references.combined([{"$ref": given}], where)  # refuses a circle
+            return self._joined(rest, [self._references.pointed(given, where)], below)
         if not given or not all(isinstance(one, dict | bool) for one in given):
             raise UserError(f"{where}: {keyword} must be a list of schemas")
         if keyword == "allOf":
             return self._joined(rest, given, below)
-        ways = [self._combined([rest, way], below) for way in given]
+        ways = [self._references.combined([rest, way], below) for way in given]
         ways = [way for way in ways if way is not False]
         if not ways:
             raise UserError(f"{where}: no value is valid there")
         if keyword == "oneOf":
-            self._check_exclusive(ways, where)
+            self._references.check_exclusive(ways, where)
         return either(self.value(way, f"{below}[{i}]") for i, way in enumerate(ways))
 
     def _joined(self, rest: Schema, schemas: list[Any], where: str) -> str:
         """A schema alone keeps its name, so that recursion through it ends."""
         if len(schemas) == 1 and not rest.keys() - ANNOTATIONS:
             return self.value(schemas[0], where)
-        return self.value(self._combined([rest, *schemas], where), where)
-
-    def _combined(self, schemas: list[Any], where: str) -> Schema | bool:
-        merged: Schema | bool = {}
-        for schema in schemas:
-            try:
-                merged = both(merged, self._resolved(schema))
-            except UserError as problem:
-                raise UserError(f"{where}: {problem}") from None
-        return merged
-
-    def _resolved(self, schema: Any) -> Any:
-        """The schema with what its `$ref` points at, if it has one, in it."""
-        seen: list[str] = []
-        while isinstance(schema, dict) and "$ref" in schema:
-            check_shape(schema)
-            if schema["$ref"] in seen:
-                raise UserError(f"$ref {schema['$ref']!r} points at itself")
-            if len(seen) == MOST_REFERENCES:
-                raise UserError(f"more than {MOST_REFERENCES} $ref point at each other in a row")
-            seen.append(schema["$ref"])
-            rest = {key: value for key, value in schema.items() if key != "$ref"}
-            schema = both(rest, self._pointed(schema["$ref"], "$ref"))
-        if isinstance(schema, dict):
-            check_shape(schema)
-        return schema
-
-    def _pointed(self, pointer: str, where: str) -> Any:
-        if not pointer.startswith("#"):
-            raise UserError(f"{where}: $ref {pointer!r} does not point into the schema itself")
-        found: Any = self._root
-        for part in pointer[1:].split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, dict) or name not in found:
-                raise UserError(f"{where}: $ref {pointer!r} points at nothing")
-            found = found[name]
-        return found
-
-    def _check_exclusive(self, schemas: list[Any], where: str) -> None:
-        if len(schemas) > MOST_WAYS:
-            raise UserError(f"{where}: oneOf of more than {MOST_WAYS} schemas; use anyOf")
-        pairs = [(a, b) for a in schemas for b in schemas if a is not b]
-        if not all(
-            isinstance(a, dict) and isinstance(b, dict) and excludes(a, b, self._resolved)
-            for a, b in pairs
-        ):
-            raise UserError(
-                f"{where}: oneOf cannot be enforced where its schemas may overlap; use anyOf"
-            )
+        return self.value(self._references.combined([rest, *schemas], where), where)
 
     def _listed(self, values: list[Any], schema: Schema, where: str) -> str:
         keyword = "enum" if "enum" in schema else "const"
