@@ -297,7 +297,8 @@ def test_a_prompt_that_is_too_long_is_told_as_codex_knows_it(mini_server):
 def test_a_full_queue_and_a_failure_in_a_stream():
     with serving(ServedTarget(slots=1, pause=0.2, max_len=6000), max_waiting=0) as server:
         ask: Any = {"model": "fake", "input": "abc", "max_output_tokens": 5000}
-        stream = server.openai.responses.create(**ask, stream=True, extra_body={"ignore_eos": True})
+        own = {"ignore_eos": True, "seed": 1}  # not every seed's text can be seen
+        stream = server.openai.responses.create(**ask, stream=True, extra_body=own)
         seen = [next(stream).type for _ in range(3)]
         assert seen[:2] == ["response.created", "response.in_progress"]
         with pytest.raises(openai.RateLimitError, match="busy"):
