@@ -77,7 +77,7 @@ class Usage:
     first_token: float | None = None
     """Seconds until there was one."""
     speculative: dict[str, object] | None = None
-    """The request's own `speculative` as it was taken; None: it asked for nothing."""
+    """How the request was drafted for; None: it neither asked for anything nor brought guesses."""
 
     def to_json(self) -> dict[str, object]:
         """OpenAI's usage. What was drafted is none of it: see `metrics`."""
@@ -269,8 +269,11 @@ async def begin(
 
 
 def _speculative(context: Context, plan_: Plan) -> dict[str, object] | None:
-    wish = plan_.choices[0].speculative if plan_.choices else None
-    return told(wish, context.runner.engine.drafting)
+    """How it was drafted for, where the request has a say in that or brings guesses."""
+    if not plan_.choices:
+        return None
+    first = plan_.choices[0]
+    return told(first.speculative, context.runner.engine.drafting, first.prediction is not None)
 
 
 def _text(
