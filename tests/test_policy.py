@@ -140,6 +140,14 @@ def test_each_row_takes_whose_guesses_hold():
     assert policy.choose(rows).by_row == ("suffix", "head", "head")
 
 
+def test_lookup_must_be_better_than_weights_by_more_than_a_little():
+    """Equal in tokens, it stumbles before the same hard token as they, and that costs a cycle."""
+    policy = policy_of(Priced(), right=[("suffix", 5), ("ngram", 6), ("head", 4)])
+    rows = [row(("suffix", K), ("head", K)), row(("ngram", K), ("head", K)), row(("suffix", K))]
+    policy.table("head").learn(2, 5, K, K + 1)
+    assert policy.choose(rows).by_row == ("head", "ngram", "suffix")
+
+
 def test_a_drafter_runs_where_it_pays():
     right = [("suffix", 3), ("head", 5)]
     rows = [row(("suffix", K), ("head", K))]

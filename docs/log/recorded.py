@@ -49,8 +49,10 @@ def kinds_of(folder: Path, prompts: Path) -> Iterator[tuple[str, list[Text]]]:
                 found[drafter, row["category"]].append(text)
         for (drafter, category), texts in found.items():
             yield f"{drafter}, T = {file.stem[1:]}, {category}", texts
-        for drafter in {drafter for drafter, _ in found}:
+        for drafter in sorted({drafter for drafter, _ in found}):
             for first, then in SWITCHES:
                 pairs = zip(found[drafter, first], found[drafter, then], strict=False)
                 both = [a._replace(prompt=a.prompt + b.prompt).then(b) for a, b in pairs]
+                if not both:
+                    continue
                 yield f"{drafter}, T = {file.stem[1:]}, {first}, then {then}", both

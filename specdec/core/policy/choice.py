@@ -21,6 +21,10 @@ SHADOW = 32
 changed."""
 FADE = 0.99
 """Of tokens and time so far, with each cycle: the speed-up is the last hundred cycles'."""
+BESIDE_WEIGHTS = 0.8
+"""What a right guess of lookup counts where a drafter with weights could guess instead. Means don't
+tell that both stumble over the same hard token: a lookup that ends before it has cost a cycle, for
+the next one gets no further than the weights would have got at once."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +135,13 @@ class Policy:
     def _best(self, row: RowOffers, depth: int, drafted: int) -> tuple[float, str | None]:
         """Most guesses that are right on average, and whose; the first of equals."""
         best: tuple[float, str | None] = (0.0, None)
+        beside = any(offer.drafter == self.weighted for offer in row.offers)
         for offer in row.offers:
             made = min(offer.guesses, drafted) if offer.drafter == self.weighted else offer.guesses
             count = min(made, depth, row.most)
             value = self.table(offer.drafter).expected(offer.bucket)[count]
+            if beside and offer.drafter != self.weighted:
+                value *= BESIDE_WEIGHTS
             if value > best[0]:
                 best = value, offer.drafter
         return best
