@@ -174,6 +174,17 @@ def test_what_never_pays_is_tried_again():
     assert 8 <= sum(ran) <= 12
 
 
+def test_longer_drafts_are_tried_again_where_short_ones_pay():
+    policy = policy_of(Priced(token=0.4), drafted=(0, 1, 3, K), right=[("head", 1)])
+    rows, ran = [row(("head", K))], []
+    for _ in range(10 * SHADOW):
+        choice = policy.choose(rows)
+        ran.append(choice.drafted)
+        policy.learn(choice, 1 + min(choice.depth, 1))
+    ran = ran[SHADOW:]  # at first nothing is known of the rate
+    assert set(ran) == {1, 3} and 7 <= ran.count(3) <= 10
+
+
 def test_a_request_has_its_way():
     policy = policy_of(Priced(guess=9.0), right=[("head", 0), ("suffix", 5)])
     rows = [row(("suffix", K)), row(("suffix", K), most=0)]
