@@ -163,9 +163,12 @@ class DrafterKind:
         """Whether it has weights, and is not made of others."""
         return self.random is not None and self.part is None
 
-    def guesses_by_weights(self, speculation: SpeculationConfig) -> bool:
-        """Whether any guess follows from weights."""
-        return self.weighted if self.part is None else self.part(speculation) is not None
+    def weighted_name(self, speculation: SpeculationConfig) -> str | None:
+        """Which drafter's guesses follow from weights: its own name, or that of its part; None
+        where all guesses follow from the text."""
+        if self.part is not None:
+            return self.part(speculation)
+        return self.name if self.weighted else None
 
     def refuse(self, loop: Loop, backend: str) -> None:
         """Raise UserError where it has no step for this loop."""

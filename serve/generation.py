@@ -214,8 +214,11 @@ async def begin(
 
 
 def _speculative(context: Context, plan_: Plan) -> dict[str, object] | None:
-    wish = plan_.choices[0].speculative if plan_.choices else None
-    return told(wish, context.runner.engine.drafting)
+    """How it was drafted for, where the request has a say in that or brings guesses."""
+    if not plan_.choices:
+        return None
+    first = plan_.choices[0]
+    return told(first.speculative, context.runner.engine.drafting, first.prediction is not None)
 
 
 def _text(

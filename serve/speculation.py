@@ -27,10 +27,14 @@ def speculative_of(request: GenerationRequest, drafting: Drafting) -> Speculativ
     return Speculative(wish.drafter, 0 if off else wish.k)
 
 
-def told(wish: Speculative | None, drafting: Drafting) -> dict[str, object] | None:
-    """The same as it was taken, for `metrics`."""
-    if wish is None:
+def told(
+    wish: Speculative | None, drafting: Drafting, predicted: bool = False
+) -> dict[str, object] | None:
+    """How a request is drafted for, for `metrics`: where it asks for something, or brings a
+    `prediction`, of which a server without guesses (`--drafter none`) takes none."""
+    if wish is None and not predicted:
         return None
+    wish = wish or Speculative()
     k = drafting.k if wish.k is None else wish.k
     drafter = drafting.drafter if wish.drafter is None else wish.drafter
     return {"drafter": drafter if k else NOBODY, "k": k, "enabled": k > 0}

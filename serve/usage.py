@@ -25,7 +25,7 @@ class Usage:
     first_token: float | None = None
     """Seconds until there was one."""
     speculative: dict[str, object] | None = None
-    """The request's own `speculative` as it was taken; None: it asked for nothing."""
+    """How the request was drafted for; None: it neither asked for anything nor brought guesses."""
 
     def to_json(self) -> dict[str, object]:
         """OpenAI's usage. What was drafted is none of it: see `metrics`."""

@@ -140,6 +140,14 @@ def test_each_row_takes_whose_guesses_hold():
     assert policy.choose(rows).by_row == ("suffix", "head", "head")
 
 
+def test_lookup_must_be_better_than_weights_by_more_than_a_little():
+    """Equal in tokens, it stumbles before the same hard token as they, and that costs a cycle."""
+    policy = policy_of(Priced(), right=[("suffix", 5), ("ngram", 6), ("head", 4)])
+    rows = [row(("suffix", K), ("head", K)), row(("ngram", K), ("head", K)), row(("suffix", K))]
+    policy.table("head").learn(2, 5, K, K + 1)
+    assert policy.choose(rows).by_row == ("head", "ngram", "suffix")
+
+
 def test_a_drafter_runs_where_it_pays():
     right = [("suffix", 3), ("head", 5)]
     rows = [row(("suffix", K), ("head", K))]
@@ -164,6 +172,17 @@ def test_what_never_pays_is_tried_again():
         ran.append(choice.drafted > 0)
         policy.learn(choice, 1)
     assert 8 <= sum(ran) <= 12
+
+
+def test_longer_drafts_are_tried_again_where_short_ones_pay():
+    policy = policy_of(Priced(token=0.4), drafted=(0, 1, 3, K), right=[("head", 1)])
+    rows, ran = [row(("head", K))], []
+    for _ in range(10 * SHADOW):
+        choice = policy.choose(rows)
+        ran.append(choice.drafted)
+        policy.learn(choice, 1 + min(choice.depth, 1))
+    ran = ran[SHADOW:]  # at first nothing is known of the rate
+    assert set(ran) == {1, 3} and 7 <= ran.count(3) <= 10
 
 
 def test_a_request_has_its_way():

@@ -6,7 +6,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
+from drafters.ngram.host import NgramDrafter
+from drafters.none.host import NoDrafter
 from specdec.core.constraint import GuidedDrafter, leading_guesses
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Drafting, Engine
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import NO_GUESS, Sequence
 from tests.fakes import Noise
@@ -142,3 +146,17 @@ def test_the_sdk_reads_the_counts_of_a_stream(server):
     )
     details = list(stream)[-1].usage.completion_tokens_details
     assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == 3
+
+
+@pytest.mark.parametrize(("drafter", "k"), [("none", 0), ("ngram", 4)])
+def test_the_reply_says_whether_it_was_guessed_from(drafter, k):
+    target = ServedTarget(slots=1)
+    made = NoDrafter() if drafter == "none" else NgramDrafter()
+    drafting = Drafting(drafter, (), k)
+    engine = Engine(target, made, host_cycle(target, made, k), drafting=drafting)
+    with served(engine, "fake", tokenizer=TOKENIZER) as server:
+        text = server.post("completions", **ASK).json()["choices"][0]["text"]
+        wish = {"prediction": {"type": "content", "content": text}}
+        metrics = server.post("completions", **ASK | wish).json()["metrics"]
+    assert metrics["speculative"] == {"drafter": drafter, "k": k, "enabled": k > 0}
+    assert (metrics["speculative_decoding"]["accepted_tokens"] > 0) == (k > 0)

@@ -160,7 +160,8 @@ class AutoDrafter:
             guessed = len(own)
             if self.weighted is not None and name == self.weighted.name:
                 guessed = turn.choice.drafted  # where it said nothing it took the time all the same
-                self.note(seq, right)
+                if right < guessed or guessed == self.policy.k:  # else: how far is not known
+                    self.note(seq, right)
             if name in buckets:
                 rows = len(turn.offers)
                 self.policy.table(name).learn(buckets[name], right, guessed, len(came), rows)

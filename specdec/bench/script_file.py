@@ -8,40 +8,68 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specdec.core.errors import UserError
-from specdec.core.script import drawn_right
+from specdec.core.script import drawn_right, recorded_right
+from specdec.core.types import MAX_DRAFT
 
 FORM = (
-    'an object with "prompt" and "answer", and if you like "prediction" (a text) and "acceptance" '
-    "(a list of shares)"
+    'an object with "prompt" and "answer", and if you like "prediction" (texts, or lists of token '
+    'ids), "acceptance" (a list of shares) and "recorded"'
 )
 TEXTS = "prompt", "answer", "prediction"
+RECORDED = '{"k": guesses, "right": {drafter: a digit per token of the answer}}'
 Encode = Callable[[str], list[int]]
+Text = str | list[int]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """How drafters with weights fared on an answer when they were run (`eval-acceptance
+    --record`)."""
+
+    k: int
+    """Guesses per draft."""
+    right: dict[str, np.ndarray]
+    """By drafter, int32 [tokens of the answer]: how many guesses that begin there are right."""
 
 
 @dataclass(frozen=True)
 class ScriptText:
     """One request of a script."""
 
-    prompt: str
-    answer: str
-    prediction: str | None = None
+    prompt: Text
+    answer: Text
+    prediction: Text | None = None
     """Its predicted output, where one is given."""
     acceptance: tuple[float, ...] | None = None
     """How often drafters with weights keep at least 1, 2, ... guesses; None: as the command
     says."""
+    recorded: Recorded | None = None
+    """Comes before `acceptance`, for the drafters that it names."""
 
     def encode(self, encode: Encode, encode_bare: Encode, most: int | None) -> ScriptRow:
         """encode: of a prompt's text; encode_bare: of one that begins none, without BOS. most:
         tokens of the answer that are said, None for all. Raises UserError."""
-        prompt, answer = encode(self.prompt), encode_bare(self.answer)[:most]
-        if not prompt or len(answer) < 2:
+        prompt, answer = _ids(self.prompt, encode), _ids(self.answer, encode_bare)
+        for name, right in self.recorded.right.items() if self.recorded else ():
+            if len(right) != len(answer):
+                raise UserError(
+                    f"--script: {len(right)} tokens of {name} were recorded, but the answer "
+                    f"{self.answer[:40]!r} has {len(answer)}: with another tokenizer?"
+                )
+        if not prompt or len(answer[:most]) < 2:
             raise UserError(
                 f"--script: the answer {self.answer[:40]!r} is too short: at least 2 tokens are "
                 "needed, the first of which is the prompt's own"
             )
-        prediction = None if self.prediction is None else encode_bare(self.prediction)
-        return ScriptRow(prompt, answer, prediction, self.acceptance)
+        prediction = None if self.prediction is None else _ids(self.prediction, encode_bare)
+        return ScriptRow(prompt, answer[:most], prediction, self.acceptance, self.recorded)
+
+
+def _ids(text: Text, encode: Encode) -> list[int]:
+    return encode(text) if isinstance(text, str) else text
 
 
 @dataclass(frozen=True)
@@ -50,8 +78,14 @@ class ScriptRow:
 
     prompt: list[int]
     answer: list[int]
-    prediction: list[int] | None
-    acceptance: tuple[float, ...] | None
+    prediction: list[int] | None = None
+    acceptance: tuple[float, ...] | None = None
+    recorded: Recorded | None = None
+
+    def recorded_of(self, drafter: str) -> np.ndarray | None:
+        """What was recorded of it, if anything: int32 [len(answer)]."""
+        right = None if self.recorded is None else self.recorded.right.get(drafter)
+        return None if right is None else right[: len(self.answer)]
 
 
 def read_script(path: Path) -> list[ScriptText]:
@@ -84,14 +118,41 @@ def _row(line: str, where: str) -> ScriptText:
         raise UserError(f"--script: {where} is not JSON: {failure}") from None
     if not isinstance(given, dict) or not {"prompt", "answer"} <= given.keys():
         raise UserError(f"--script: {where} must be {FORM}")
-    strange = given.keys() - {*TEXTS, "acceptance"}
+    strange = given.keys() - {*TEXTS, "acceptance", "recorded"}
     if strange:
         raise UserError(f"--script: {where}: unknown key {min(strange)!r}: it must be {FORM}")
     for key in TEXTS:
-        if key in given and (not isinstance(given[key], str) or not given[key]):
-            raise UserError(f"--script: {where}: {key!r} must be a text that isn't empty")
+        if key in given and not _is_text(given[key]):
+            raise UserError(
+                f"--script: {where}: {key!r} must be a text that isn't empty, or its token ids"
+            )
     texts = given["prompt"], given["answer"], given.get("prediction")
-    return ScriptText(*texts, _acceptance(given.get("acceptance"), where))
+    acceptance = _acceptance(given.get("acceptance"), where)
+    return ScriptText(*texts, acceptance, _recorded(given.get("recorded"), where))
+
+
+def _is_text(given: Any) -> bool:
+    if isinstance(given, list):
+        return bool(given) and all(type(i) is int and i >= 0 for i in given)
+    return isinstance(given, str) and bool(given)
+
+
+def _recorded(given: Any, where: str) -> Recorded | None:
+    if given is None:
+        return None
+    right = given.get("right") if isinstance(given, dict) and given.keys() == {"k", "right"} else 0
+    if not isinstance(right, dict) or not all(isinstance(told, str) for told in right.values()):
+        raise UserError(f'--script: {where}: "recorded" must be {RECORDED}')
+    k = given["k"]
+    if type(k) is not int or not 1 <= k <= MAX_DRAFT:
+        raise UserError(f'--script: {where}: "k" of "recorded" must be 1 to {MAX_DRAFT}')
+    try:
+        found = {name: recorded_right(told) for name, told in right.items()}
+    except UserError as problem:
+        raise UserError(f"--script: {where}: {problem}") from None
+    if any(counts.max(initial=0) > k for counts in found.values()):
+        raise UserError(f'--script: {where}: more guesses are "right" than the {k} of a draft')
+    return Recorded(k, found)
 
 
 def _acceptance(given: Any, where: str) -> tuple[float, ...] | None:

@@ -22,6 +22,7 @@ from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.script import Line, Script, drawn_right
 from specdec.core.stats import Acceptance
 from specdec.core.types import Sequence
+from targets.backend import LoadedTarget
 
 
 @dataclass(frozen=True)
@@ -58,36 +59,69 @@ class ScriptPlan:
     ks: tuple[int, ...]
     repeats: int
 
-    def refuse(self, speculation: SpeculationConfig, random: bool, max_len: int) -> None:
+    def right(self, speculation: SpeculationConfig) -> list[np.ndarray | None]:
+        """Of each row: how many guesses of the drafter with weights are right where they begin at
+        each of its tokens. None: those that it makes itself."""
+        name = _weighted(speculation)
+        return [
+            None if name is None else self._right_of(row, name, number)
+            for number, row in enumerate(self.rows)
+        ]
+
+    def _right_of(self, row: ScriptRow, name: str, number: int) -> np.ndarray | None:
+        recorded, shares = row.recorded_of(name), row.acceptance or self.acceptance
+        if recorded is not None or shares is None:
+            return recorded
+        return drawn_right(shares, len(row.answer), seed=number)
+
+    def refuse(self, speculation: SpeculationConfig, random: bool, target: LoadedTarget) -> None:
         """Raise UserError for what can't be timed."""
         longest = max(len(row.prompt) + len(row.answer) for row in self.rows)
-        if longest > max_len:
+        if longest > target.max_len:
             raise UserError(
                 f"--script has a request of {longest} tokens, prompt and answer: it does not fit "
-                f"--max-len {max_len}"
+                f"--max-len {target.max_len}"
             )
-        told = [row.acceptance or self.acceptance for row in self.rows]
-        if not _with_weights(speculation):
-            if any(told):
-                raise UserError(
-                    f"--acceptance is of drafters with weights: what {speculation.drafter} guesses "
-                    "follows from the text"
-                )
-            return
-        if any(shares is None for shares in told) and (random or any(told)):
+        largest = max(max(*row.prompt, *row.answer, *(row.prediction or ())) for row in self.rows)
+        if largest >= target.vocab:
             raise UserError(
-                f"--script needs --acceptance for --drafter {speculation.drafter}: random weights "
-                "agree with no text; give the shares that eval-acceptance reports by position"
+                f"--script has the token id {largest}, but the model's vocabulary ends at "
+                f"{target.vocab - 1}"
             )
-        short = min((len(shares) for shares in told if shares), default=max(self.ks))
-        if short < max(self.ks):
+        if (name := _weighted(speculation)) is not None:
+            self._refuse_shares(name, random)
+        elif self.acceptance or any(row.acceptance for row in self.rows):
             raise UserError(
-                f"--acceptance has {short} positions, but up to {max(self.ks)} tokens are drafted"
+                f"--acceptance is of drafters with weights: what {speculation.drafter} guesses "
+                "follows from the text"
+            )
+
+    def _refuse_shares(self, name: str, random: bool) -> None:
+        drawn = [row for row in self.rows if row.recorded_of(name) is None]
+        told, k = [row.acceptance or self.acceptance for row in drawn], max(self.ks)
+        if None in told and (random or any(told) or len(drawn) < len(self.rows)):
+            raise UserError(
+                f"--script needs --acceptance for --drafter {name}: random weights agree with no "
+                "text; give the shares that eval-acceptance reports by position, or a script that "
+                "it recorded"
+            )
+        if self.acceptance and not drawn:
+            raise UserError(
+                f"--acceptance has no use here: the script tells how {name} fared; leave it out"
+            )
+        short = min((len(shares) for shares in told if shares), default=k)
+        if short < k:
+            raise UserError(f"--acceptance has {short} positions, but up to {k} tokens are drafted")
+        taken = [row.recorded for row in self.rows if row.recorded_of(name) is not None]
+        short = min((recorded.k for recorded in taken if recorded), default=k)
+        if short < k:
+            raise UserError(
+                f"--script was recorded with {short} guesses, but up to {k} are drafted"
             )
 
 
-def _with_weights(speculation: SpeculationConfig) -> bool:
-    return find(speculation.drafter).guesses_by_weights(speculation)
+def _weighted(speculation: SpeculationConfig) -> str | None:
+    return find(speculation.drafter).weighted_name(speculation)
 
 
 def measure_script(
@@ -152,13 +186,8 @@ def _passes(
 
 
 def _lines(plan: ScriptPlan, config: SpeculationConfig) -> dict[str, Line]:
-    lines = {}
-    for number, row in enumerate(plan.rows):
-        shares = row.acceptance or plan.acceptance
-        drawn = _with_weights(config) and shares is not None
-        right = drawn_right(shares, len(row.answer), seed=number) if drawn and shares else None
-        lines[str(number)] = Line(row.answer, right)
-    return lines
+    told = zip(plan.rows, plan.right(config), strict=True)
+    return {str(number): Line(row.answer, right) for number, (row, right) in enumerate(told)}
 
 
 Numbered = list[tuple[int, ScriptRow]]

@@ -51,8 +51,8 @@ class BenchConfig:
     "Speed end to end as if cycles emitted this many tokens on average."
     script: Path | None = None
     """Measure this instead: speed and tau as if the target said these texts. JSON lines (.jsonl)
-    of {"prompt", "answer"}, with "prediction" and "acceptance" where they are known; or a text,
-    whose first half is the prompt."""
+    of {"prompt", "answer"}, with "prediction", "acceptance" and "recorded" where they are known,
+    as eval-acceptance --record writes them; or a text, whose first half is the prompt."""
     acceptance: Real = ()
     """With --script: the shares of cycles in which a drafter with weights keeps at least 1, 2, ...
     guesses, as eval-acceptance reports them by position."""
@@ -174,7 +174,7 @@ def _script_plan(
         )
     batches = tuple(sorted({min(batch, len(rows)) for batch in grid.batches}))
     plan = ScriptPlan(rows, config.acceptance or None, batches, grid.ks, config.repeats)
-    plan.refuse(speculation, config.random is not None, model.target.max_len)
+    plan.refuse(speculation, config.random is not None, model.target)
     return plan
 
 

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json as json_module
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drafters.registry import plain, resolved
+from drafters.registry import find, plain, resolved
 from specdec.assembly.engine import make_engine
 from specdec.assembly.model import Model
 from specdec.bench.display import print_policy
 from specdec.cli import topics
-from specdec.cli.console import check_folder, command_record, console, print_json, say_model
+from specdec.cli.console import (
+    check_file,
+    check_folder,
+    command_record,
+    console,
+    print_json,
+    say_model,
+)
 from specdec.cli.progress import Bar
 from specdec.cli.start import loaded_model
 from specdec.core.config import ModelConfig, SamplingConfig, SpeculationConfig
 from specdec.core.engine import Engine
+from specdec.core.errors import UserError
 from specdec.core.policy.choice import Policy
 from specdec.core.policy.report import report
 from specdec.core.writing import write_whole
@@ -25,6 +34,8 @@ from targets.backend import meter_of
 if TYPE_CHECKING:
     from specdec.evaluation.prompts import Prompt
     from specdec.evaluation.results import Evaluation
+    from specdec.evaluation.run import Settings
+    from targets.tokenizer import Tokenizer
 
 NARROW = "plain, width 1"
 """The fastest plain decoding, where the exact one is wider: speed-ups are quoted against it too."""
@@ -40,6 +51,7 @@ def eval_acceptance(
     max_tokens: int = 128,
     limit: int | None = None,
     out: Path | None = None,
+    record: Path | None = None,
     json: bool = False,
 ) -> None:
     """Acceptance, tau with its interval, speed against plain, and proof of equal output.
@@ -56,6 +68,9 @@ def eval_acceptance(
         Use only the first prompts.
     out
         Folder for report.json and report.png.
+    record
+        Write, too, how far the drafter was right from each token on: a script for bench --script.
+        It takes one cycle per token.
     json
         End stdout with one JSON document, the whole report.
     """
@@ -68,19 +83,24 @@ def eval_acceptance(
     if out is not None:
         check_folder(out)
         require_matplotlib()
+    if record is not None:
+        _refuse_recording(record, speculation)
     loaded = loaded_model(model, speculation)
     say_model(model, loaded)
     evaluation, policy = _compare(loaded, questions, speculation, sampling, max_tokens)
     print_evaluation(evaluation, console)
-    record = command_record(
+    document = command_record(
         "eval-acceptance", model=model, speculation=speculation, sampling=sampling
     )
-    document = record | {"prompts_file": str(prompts)} | evaluation.to_json()
+    document |= {"prompts_file": str(prompts)} | evaluation.to_json()
     if policy is not None:
         document["policy"] = report(policy)
         print_policy(document["policy"], console)
     if out is not None:
         _save(out, document, evaluation)
+    if record is not None:
+        settings = _settings(loaded, speculation, sampling, max_tokens)
+        _record(loaded, questions, speculation, settings, record)
     if json:
         print_json(document)
     if not evaluation.equality.equal:
@@ -96,17 +116,10 @@ def _compare(
 ) -> tuple[Evaluation, Policy | None]:
     """Run the drafter, plain decoding, and the fastest plain decoding on the same prompts; and how
     the drafter chose, if it did."""
-    from specdec.evaluation.run import Settings, evaluate
+    from specdec.evaluation.run import evaluate
 
     tokenizer = loaded.tokenizer
-    settings = Settings(
-        drafter=speculation.drafter,
-        k=speculation.k,
-        max_tokens=max_tokens,
-        sampling=sampling.sampling(tokenizer.defaults),
-        stop_ids=frozenset(tokenizer.stop_ids),
-        speed_only=() if meter_of(loaded.target).plain() is None else (NARROW,),
-    )
+    settings = _settings(loaded, speculation, sampling, max_tokens)
     engines: dict[str, Engine] = {}
 
     def make(name: str) -> Engine:
@@ -116,13 +129,66 @@ def _compare(
     with Bar(console, "evaluating", len(questions)) as bar:
         found = evaluate(
             questions,
-            lambda prompt: prompt.encode(tokenizer.encode, tokenizer.encode_chat),
+            partial(_encoded, tokenizer),
             make,
             settings,
             decode=tokenizer.decode,
             tell=lambda done, total: bar.update(done, total=total),
         )
     return found, engines[speculation.drafter].drafting.policy
+
+
+def _settings(
+    loaded: Model, speculation: SpeculationConfig, sampling: SamplingConfig, max_tokens: int
+) -> Settings:
+    from specdec.evaluation.run import Settings
+
+    return Settings(
+        drafter=speculation.drafter,
+        k=speculation.k,
+        max_tokens=max_tokens,
+        sampling=sampling.sampling(loaded.tokenizer.defaults),
+        stop_ids=frozenset(loaded.tokenizer.stop_ids),
+        speed_only=() if meter_of(loaded.target).plain() is None else (NARROW,),
+    )
+
+
+def _encoded(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    return prompt.encode(tokenizer.encode, tokenizer.encode_chat)
+
+
+def _refuse_recording(file: Path, speculation: SpeculationConfig) -> None:
+    """Raise UserError for what can't be recorded, or not there."""
+    check_file(file, "--record")
+    if not find(speculation.drafter).weighted:
+        raise UserError(
+            f"--record is of drafters with weights: what {speculation.drafter} guesses follows "
+            "from the text, or from others"
+        )
+    if speculation.k < 1:
+        raise UserError("--record needs --k 1 or more: without guesses none is right")
+
+
+def _record(
+    loaded: Model,
+    questions: list[Prompt],
+    speculation: SpeculationConfig,
+    settings: Settings,
+    file: Path,
+) -> None:
+    """Answer once more, a token a cycle, and write the script."""
+    from specdec.evaluation.record import record, script_row
+    from specdec.evaluation.run import questions_of
+
+    encode, longest = partial(_encoded, loaded.tokenizer), loaded.target.max_len
+    asked, _ = questions_of(questions, encode, settings, longest)
+    engine = make_engine(loaded, replace(speculation, loop="host"))
+    with Bar(console, "recording", len(asked)) as bar:
+        found = record(engine, asked, settings, lambda done, total: bar.update(done, total=total))
+    told = [one for one in found if len(one.answer) > 1]  # shorter ones are prefill's alone
+    rows = [script_row([one], [settings.drafter], settings.k) for one in told]
+    write_whole(file, "".join(json_module.dumps(row) + "\n" for row in rows))
+    console.print(f"wrote {file}: {len(told)} answers, of {len(found)}")
 
 
 def _engine(loaded: Model, speculation: SpeculationConfig, name: str) -> Engine:

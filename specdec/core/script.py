@@ -18,6 +18,8 @@ from specdec.core.protocols import Drafter, Target
 from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, Sequence, Step
 
 GOLDEN = (5**0.5 - 1) / 2
+DIGITS = "0123456789abcdefghijklmnopqrstuv"
+"""One for each number of guesses that may be right."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,21 @@ class ScriptedDrafter:
         said = np.stack([self._script.coming(seq, k) for seq in seqs])
         right = np.array([self._script.right[seq.slot, len(seq.tokens)] for seq in seqs])
         return recorded_draft(said, right, own, np.arange(k)).astype(np.int32)
+
+
+def right_text(right: Seqs[int]) -> str:
+    """A digit per token, base 32: as scripts have what was recorded (`Line.right`)."""
+    return "".join(DIGITS[count] for count in right)
+
+
+def recorded_right(text: str) -> np.ndarray:
+    """int32 [tokens] of a `right_text`. Raises UserError."""
+    if strange := sorted(set(text) - set(DIGITS)):
+        raise UserError(
+            "what was recorded must be a digit per token of the answer, 0 to 9 and then a to v, "
+            f"got {strange[0]!r}"
+        )
+    return np.array([DIGITS.index(digit) for digit in text], np.int32)
 
 
 def drawn_right(acceptance: Seqs[float], count: int, seed: int) -> np.ndarray:

@@ -141,7 +141,7 @@ def evaluate(
     names = ["plain", "drafted", *settings.speed_only]
     engines = [make_engine(n) for n in (PLAIN, settings.drafter, *settings.speed_only)]
     racers = dict(zip(names, map(Racer, engines), strict=True))
-    questions, skipped = _questions(prompts, encode, settings, engines[0].target.max_len)
+    questions, skipped = questions_of(prompts, encode, settings, engines[0].target.max_len)
     slots = engines[0].target.slots
     done, total = 0, len(questions) * len(racers)
     for racer in racers.values():
@@ -155,7 +155,7 @@ def evaluate(
     return _report(racers, settings, skipped, decode)
 
 
-def _questions(
+def questions_of(
     prompts: Seqs[Prompt],
     encode: Callable[[Prompt], list[int]],
     settings: Settings,

@@ -17,10 +17,14 @@ from specdec.core.policy.costs import Costs, Work
 from specdec.core.policy.survival import Survival
 
 SHADOW = 32
-"""Cycles after which a drafter with weights that does not pay is tried again: the text may have
-changed."""
-FADE = 0.99
-"""Of tokens and time so far, with each cycle: the speed-up is the last hundred cycles'."""
+"""Cycles after which a drafter with weights that does not pay is tried again, and a longer draft of
+one that does: the text may have changed."""
+FADE = 0.97
+"""Of tokens and time so far, with each cycle: the speed-up is the last thirty cycles'."""
+BESIDE_WEIGHTS = 0.8
+"""What a right guess of lookup counts where a drafter with weights could guess instead. Means don't
+tell that both stumble over the same hard token: a lookup that ends before it has cost a cycle, for
+the next one gets no further than the weights would have got at once."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,11 @@ class Policy:
     chosen: dict[str, int] = field(default_factory=dict)
     """Rows that took each drafter's guesses so far; `none` where they took nobody's."""
     _idle: int = 0
+    """Cycles since the drafter with weights ran."""
+    _shallow: int = 0
+    """Cycles since it guessed more than in the one before."""
+    _drafted: int = 0
+    """Guesses of its last cycle."""
     _tokens: float = 0.0
     """Of a row."""
     _plain_cycles: float = 0.0
@@ -100,23 +109,35 @@ class Policy:
         it did not run for long."""
         pairs = self.menu.pairs
         runs = [pair for pair in pairs if pair[1]]
-        if runs and (self._idle >= SHADOW or any(r.insists and r.most for r in rows)):
+        tried = bool(runs) and self._idle >= SHADOW
+        if tried or (runs and any(r.insists and r.most for r in rows)):
             pairs = runs
         alike = Counter(rows)  # many rows of a batch have the same to choose from
         rate = self.speedup * len(rows) / self._plain(len(rows))
         best = max(pairs, key=lambda pair: self._worth(alike, rate, *pair))
+        if not tried and (deeper := self._untried(best[1])):
+            pairs = [pair for pair in pairs if pair[1] == deeper]
+            best = max(pairs, key=lambda pair: self._worth(alike, rate, *pair))
         whose = {row: self._best(row, *best)[1] for row in alike}
         return Choice(*best, tuple(whose[row] for row in rows))
 
     def learn(self, choice: Choice, emitted: float) -> None:
         """The cycle emitted so many tokens, over all rows."""
         self._idle = 0 if choice.drafted or self.weighted is None else self._idle + 1
+        self._shallow = 0 if choice.drafted > self._drafted else self._shallow + 1
+        self._drafted = choice.drafted
         rows = len(choice.by_row)
         seconds = self.costs.seconds(Work(rows, choice.depth, choice.drafted))
         self._tokens = self._tokens * FADE + emitted / rows
         self._plain_cycles = self._plain_cycles * FADE + seconds / self._plain(rows)
         for name in choice.by_row:
             self.chosen[name or "none"] = self.chosen.get(name or "none", 0) + 1
+
+    def _untried(self, drafted: int) -> int:
+        """The next longer draft, where it has not been tried for long; else 0. How far guesses hold
+        is not seen beyond where drafts end."""
+        deeper = [n for _, n in self.menu.pairs if n > drafted > 0]
+        return min(deeper, default=0) if self._shallow >= SHADOW else 0
 
     def _worth(self, alike: Counter[RowOffers], rate: float, depth: int, drafted: int) -> float:
         """rate: tokens per second at present."""
@@ -131,10 +152,13 @@ class Policy:
     def _best(self, row: RowOffers, depth: int, drafted: int) -> tuple[float, str | None]:
         """Most guesses that are right on average, and whose; the first of equals."""
         best: tuple[float, str | None] = (0.0, None)
+        beside = any(offer.drafter == self.weighted for offer in row.offers)
         for offer in row.offers:
             made = min(offer.guesses, drafted) if offer.drafter == self.weighted else offer.guesses
             count = min(made, depth, row.most)
             value = self.table(offer.drafter).expected(offer.bucket)[count]
+            if beside and offer.drafter != self.weighted:
+                value *= BESIDE_WEIGHTS
             if value > best[0]:
                 best = value, offer.drafter
         return best
