@@ -93,23 +93,30 @@ class Generation:
         self._last: dict[int, float] = {}  # when a choice's last update came
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece] | None]:
-        """Yield (choice, piece) as they come, and None when nothing came for PING_SECONDS.
+        """Yield (choice, piece) as they come, and None when nothing of them could be sent for
+        PING_SECONDS: tokens may have no text.
 
         Raises ApiError 500 or 503 if the engine gives up on the request.
         """
+        sent = time.monotonic()
         while self._open:
+            if time.monotonic() - sent > PING_SECONDS:
+                sent = time.monotonic()
+                yield None
             try:
                 async with asyncio.timeout(PING_SECONDS):
                     update = await self._ticket.updates.get()
             except TimeoutError:
-                yield None
                 continue
             # A choice that ended at a stop string is cancelled, but its last updates still come.
             if update.index not in self._open:
                 continue
             self._check(update)
             if update.index < len(self._texts):
-                yield update.index, self._feed(update)
+                piece = self._feed(update)
+                if piece.parts or piece.tokens or piece.reads:
+                    sent = time.monotonic()
+                yield update.index, piece
             else:
                 self._recite(update)
 

@@ -60,6 +60,16 @@ def test_a_long_silence_is_filled_with_pings(monkeypatch, stream):
     assert (": ping" in reply.text) == stream
 
 
+def test_tokens_without_text_are_a_silence_too(monkeypatch):
+    """However fast they come."""
+    monkeypatch.setattr("serve.generation.PING_SECONDS", 0.2)
+    assert TOKENIZER.decode([TOKENIZER.bos_id] * 60) == ""
+    with serving(ServedTarget(slots=1, pause=0.02), k=0) as running:
+        body = {"prompt": "abc", "max_tokens": 60, "allowed_token_ids": [TOKENIZER.bos_id]}
+        reply = running.post("completions", **body, stream=True)
+    assert reply.text.count(": ping") > 2 and reply.text.endswith("data: [DONE]\n\n")
+
+
 def test_a_stop_string_frees_the_slot_at_once(slow):
     stop = plain_text("abc", 40, LONG)[5:8]
     body = {"prompt": "abc", "max_tokens": 5000, "ignore_eos": True, "seed": LONG, "stop": stop}
