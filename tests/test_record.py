@@ -135,7 +135,7 @@ def test_a_command_records_and_another_replays(capsys, told, worded, backend):
     asked = [*command, *base, "--temperature", "0.6", "--max-tokens", "40", "--json"]
     out, shown = run(capsys, *asked)
     tau = json.loads(out.splitlines()[-1])["overall"]["tau"]
-    assert "2 answers, of 2" in shown.replace("\n", " ")
+    assert "2 answers, of 2" in " ".join(shown.split())
     out, _ = run(
         capsys, "bench", "--script", str(script), *base, "--ks", "1,3", "--repeats", "1", "--json"
     )
