@@ -98,15 +98,15 @@ class Generation:
 
         Raises ApiError 500 or 503 if the engine gives up on the request.
         """
-        sent = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        ping_at = clock() + PING_SECONDS
         while self._open:
-            if time.monotonic() - sent > PING_SECONDS:
-                sent = time.monotonic()
-                yield None
             try:
-                async with asyncio.timeout(PING_SECONDS):
+                async with asyncio.timeout_at(ping_at):
                     update = await self._ticket.updates.get()
             except TimeoutError:
+                ping_at = clock() + PING_SECONDS
+                yield None
                 continue
             # A choice that ended at a stop string is cancelled, but its last updates still come.
             if update.index not in self._open:
@@ -115,7 +115,7 @@ class Generation:
             if update.index < len(self._texts):
                 piece = self._feed(update)
                 if piece.parts or piece.tokens or piece.reads:
-                    sent = time.monotonic()
+                    ping_at = clock() + PING_SECONDS
                 yield update.index, piece
             else:
                 self._recite(update)

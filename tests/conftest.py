@@ -27,16 +27,9 @@ LONGEST = (
     *("serve_agents", "cuda_parity", "speculation_off", "pretrain", "cli_cuda", "cuda_kernels"),
     *("parity", "eagle3_cuda", "random_mesh", "door", "cli_drafting", "sampling", "script"),
     *("eagle3_drafter", "serve_drain", "four_bits", "compile", "assistant_head", "assistant_files"),
-    *(
-        "assistant_drafter",
-        "eagle3_loss",
-        "eagle3_inputs",
-        "serve_loading",
-        "cli",
-        "hub",
-        "examples",
-    ),
-    *("assistant_cuda", "cli_lossless", "assistant_training", "eagle3_learning", "serve_mini"),
+    *("assistant_drafter", "eagle3_loss", "eagle3_inputs", "serve_loading", "cli", "hub"),
+    *("examples", "assistant_cuda", "cli_lossless", "assistant_training"),
+    *("eagle3_learning", "serve_mini"),
 )
 """Files that take longest, by CPU seconds. They go first, so that no worker is left with one at the
 end. Those that compile the same programs of mini are apart: what one compiled, the other finds."""

@@ -80,7 +80,8 @@ def from_stored(stored: Stored, values: Tensor) -> Int4 | None:
         scale = scale * torch.from_numpy(stored.scale).to(values.device)[..., None]
     zero = None if groups.zero is None else (by_block(groups.zero) + MIDDLE).to(torch.uint8)
     codes = torch.stack([values & 15, values >> 4], -1).flatten(-2)
-    return Int4(codes, *_normalised(scale, zero))
+    narrow, row = _in_rows(scale)
+    return Int4(codes, narrow, zero, row)
 
 
 def quantise(values: Tensor) -> Int4:
@@ -111,11 +112,6 @@ def joined(parts: list[Int4]) -> Int4:
 
 def _with_zeros(weight: Int4) -> Int4:
     return replace(weight, zero=torch.full_like(weight.scale, MIDDLE, dtype=torch.uint8))
-
-
-def _normalised(scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    narrow, row = _in_rows(scale)
-    return narrow, zero, row
 
 
 def _in_rows(scale: Tensor) -> tuple[Tensor, Tensor]:
