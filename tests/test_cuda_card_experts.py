@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 from specdec.core.types import NO_GUESS
 from targets.arch import MoeSpec, released
+from targets.cuda.experts import Routed
 from targets.cuda.kernels import Kernels
-from targets.cuda.ops import Rows
+from targets.cuda.ops import Closing, DenseBranch, Opening, RoutedBranch, Rows
 from tests.card import (
     KINDS,
     Differences,
@@ -34,6 +35,14 @@ def live(count: int) -> Rows:
     return Rows(zeros[:, None], zeros, zeros)
 
 
+def summed(routed: Routed) -> torch.Tensor:
+    """The experts' outputs by rank, as a norm adds them: 0 where a row picked nobody."""
+    total = torch.zeros_like(routed.parts[:, 0])
+    for rank in range(routed.parts.shape[1]):
+        total = torch.addcmul(total, routed.shares[:, rank, None], routed.parts[:, rank])
+    return total.masked_fill(routed.numbers[:, :1] < 0, 0.0)
+
+
 @pytest.fixture(scope="module")
 def moe_ops() -> Kernels:
     return Kernels(one_layer(released("gemma-4-26b-a4b"), 0), 128, torch.bfloat16, KINDS)
@@ -46,7 +55,8 @@ def test_routes(moe_ops):
     proj = random_weight(moe_ops, (128, hidden), "bf16", seed=3)
 
     def call(part):
-        return moe_ops.route(part.clone(), scale, proj.packed, per_expert, live(len(part)), MOE)
+        x = moe_ops.norm(part.clone(), Opening(scale, "bf16"))
+        return moe_ops.route(x, proj.packed, per_expert, live(len(part)), MOE)
 
     numbers, shares = call(h)
     same = Differences()
@@ -72,7 +82,8 @@ def test_equal_experts_go_by_number(moe_ops):
     same_rows = proj.values[:1].expand(128, -1).contiguous()
     packed = moe_ops.pack(same_rows, None, "bf16", "plain")
     ones = torch.ones(128, device="cuda")
-    numbers, shares = moe_ops.route(h, h[0], packed, ones, live(2), MOE)
+    x = moe_ops.norm(h, Opening(h[0], "bf16"))
+    numbers, shares = moe_ops.route(x, packed, ones, live(2), MOE)
     assert numbers.tolist() == [list(range(8))] * 2
     assert (shares == 0.125).all()
 
@@ -92,7 +103,7 @@ def test_experts(moe_ops, kind, picks):
     def call(first: int, stop: int) -> torch.Tensor:
         chosen = numbers[first:stop].contiguous(), shares[first:stop].contiguous()
         given = as_input(x[first:stop], kind)
-        return moe_ops.experts(given, chosen, gate_up.packed, down.packed)
+        return summed(moe_ops.experts.run(given, chosen, gate_up.packed, down.packed))
 
     whole, same = call(0, rows), Differences()
     for m in (*range(1, MOST + 1), 100, 255):
@@ -126,10 +137,11 @@ def test_rows_that_sit_out_pick_nobody(moe_ops, kind):
     x, per_expert = as_input(randn(m, hidden, seed=5), kind), torch.ones(128, device="cuda")
 
     def call(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen = moe_ops.route(h.clone(), scale, proj.packed, per_expert, rows, MOE)
+        x_router = moe_ops.norm(h.clone(), Opening(scale, "bf16"))
+        chosen = moe_ops.route(x_router, proj.packed, per_expert, rows, MOE)
         poison = torch.full((m * MOE.top_k, hidden), torch.nan, device="cuda")
         del poison  # what nobody writes is then NaN
-        return chosen[0], moe_ops.experts(x, chosen, gate_up, down)
+        return chosen[0], summed(moe_ops.experts.run(x, chosen, gate_up, down))
 
     slot = torch.arange(batch, dtype=torch.int32, device="cuda")
     ids = torch.zeros((batch, tokens), dtype=torch.int32, device="cuda")
@@ -143,3 +155,75 @@ def test_rows_that_sit_out_pick_nobody(moe_ops, kind):
     assert torch.equal(fewer[~out], numbers[~out]) and torch.equal(some[~out], whole[~out])
     nobody, nothing = call(Rows(ids, slot, torch.full_like(slot, -1)))
     assert (nobody == -1).all() and (nothing == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "w8a8", "int4", "bf16"])
+def test_a_layer_of_two_branches(moe_ops, kind):
+    """From the stream to the stream: every row is itself at any batch, near float64, whichever
+    kernel starts while which other still runs, and beside rows that sit out."""
+    hidden, most = moe_ops.arch.hidden, 130
+    experts_kind = "fp8" if kind == "w8a8" else kind
+    weight = lambda shape, *rest, **keys: random_weight(moe_ops, shape, *rest, **keys)  # noqa: E731
+    dense_up, dense_down = (
+        weight((4224, hidden), kind, "gated", seed=1),
+        weight((hidden, 2112), kind, "row_parallel", seed=2),
+    )
+    gate_up = weight((128, 1408, hidden), experts_kind, "experts_gated", seed=3)
+    down = weight((128, hidden, 704), experts_kind, "experts", seed=4)
+    proj = weight((128, hidden), "bf16", seed=5)
+    norms = [1 + 0.2 * randn(hidden, seed=10 + i) for i in range(7)]
+    pre, scale, pre_experts, dense_norm, routed_norm, post, following = norms
+    per_expert, h = 1 + 0.2 * randn(128, seed=20), 3 * randn(most, hidden, seed=21)
+    branch = randn(most, hidden, seed=22)
+    tokens = torch.zeros((most, 1), dtype=torch.int32, device="cuda")
+    zeros = torch.zeros(most, dtype=torch.int32, device="cuda")
+
+    def call(rows: slice, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        stream, of = h[rows].clone(), Rows(tokens[rows], zeros[rows], slot)
+        openings = Opening(pre, kind), Opening(scale, "bf16"), Opening(pre_experts, experts_kind)
+        closing = Closing(branch[rows].contiguous(), post)
+        x, x_router, x_experts = moe_ops.norm_moe(stream, openings, closing)
+        chosen = moe_ops.route(x_router, proj.packed, per_expert, of, MOE)
+        gated = moe_ops.gated(x, dense_up.packed, kind)
+        dense = DenseBranch(gated, dense_down.packed, dense_norm)
+        routed = RoutedBranch(x_experts, chosen, gate_up.packed, down.packed, routed_norm)
+        added = moe_ops.mixture(dense, routed)
+        x = moe_ops.norm(stream, Opening(following, "bf16"), Closing(added, post))
+        return stream, moe_ops.linear(x, proj.packed)
+
+    whole, same = call(slice(0, most), zeros), Differences()
+    for m in (*range(1, 34), 64, 65, 129):
+        for first in (0, most - m):
+            rows = slice(first, first + m)
+            for ours, theirs in zip(call(rows, zeros[rows]), whole, strict=True):
+                same.check(ours, theirs[rows])
+    for m in (3, 8, 16, 40):
+        slot = zeros[:m].clone()
+        slot[::2] = -1
+        for ours, theirs in zip(call(slice(0, m), slot), whole, strict=True):
+            same.check(ours[1::2], theirs[1:m:2])
+    assert same.none(), int(same.count)
+
+    def rms(rows: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        return rows * (rows.square().mean(-1, keepdim=True) + moe_ops.arch.eps).rsqrt() * by
+
+    few = 4
+    stream = h[:few].double() + rms(branch[:few].double(), post.double())
+    x = rounded(rms(stream, pre.double()).float(), kind)
+    left, right = dense_up.times(x).chunk(2, -1)
+    inner = rounded((F.gelu(left, approximate="tanh") * right).float(), kind, "row_parallel")
+    added = rms(dense_down.times(inner), dense_norm.double())
+    x_router = rms(stream, scale.double()).bfloat16().double()
+    best, order = (proj.times(x_router) * hidden**-0.5).softmax(-1).topk(8)
+    shares = best / best.sum(-1, keepdim=True) * per_expert.double()[order]
+    wide = [
+        w.values.float() * (1 if w.scale is None else w.scale[..., None]) for w in (gate_up, down)
+    ]
+    total = torch.zeros((few, hidden), dtype=torch.float64, device="cuda")
+    for row, value in enumerate(rounded(rms(stream, pre_experts.double()).float(), experts_kind)):
+        for rank, number in enumerate(order[row].tolist()):
+            left, right = (wide[0][number].double() @ value).chunk(2)
+            gated = rounded((F.gelu(left, approximate="tanh") * right).float(), experts_kind)
+            total[row] += shares[row, rank] * (wide[1][number].double() @ gated)
+    stream = stream + rms(added + rms(total, routed_norm.double()), post.double())
+    assert error(whole[0][:few], stream) <= (2e-2 if kind == "w8a8" else 2e-3)

@@ -13,7 +13,7 @@ from targets.arch import read_arch
 from targets.checkpoint import Checkpoint
 from targets.cuda.cache import read
 from targets.cuda.load import CudaOptions, load_target
-from targets.cuda.ops import Rows
+from targets.cuda.ops import Opening, Rows
 from targets.cuda.params import load_params
 from targets.cuda.reference import Reference
 from targets.cuda.score import window_nll
@@ -113,7 +113,8 @@ def test_rows_that_sit_out_pick_no_expert(tiny):
 
     def call(ids, slot):
         rows = Rows(torch.tensor(ids), torch.zeros(2), torch.tensor(slot))
-        chosen = ops.route(h, w.router_scale, w.router, w.per_expert, rows, moe)
+        x = ops.norm(h, Opening(w.router_scale, w.router.kind))
+        chosen = ops.route(x, w.router, w.per_expert, rows, moe)
         return chosen[0], ops.experts(h, chosen, w.gate_up, w.down)
 
     numbers, whole = call([[5, 6, 7], [8, 9, 10]], [0, 1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.core.errors import UserError
 from targets.arch import Arch, MoeSpec
 from targets.cuda import gemm, tiles
-from targets.cuda.launch import Launcher, Variant, pointer
+from targets.cuda.launch import Launcher, Variant, address, pointer
 from targets.cuda.ops import Linear, Rows
 
 if TYPE_CHECKING:
@@ -27,6 +27,17 @@ MOST_EXPERTS, MOST_PICKED = 256, 32
 FILL = 1600
 """CTAs to aim at: four times what a Hopper GPU holds at once."""
 ROUTE = Variant("route")
+ROUTER_CTAS, ROUTER_GROUPS, ROUTER_ROWS = 8, 8, 16
+"""Tiles and k groups of a router's weight, and rows of its input, up to which `route` does all."""
+
+
+class Routed(NamedTuple):
+    """Routed experts' outputs, yet to be summed by rank: parts [M, top_k, H] float32, not written
+    where a row picked nobody; numbers [M, top_k] int32; shares [M, top_k] float32."""
+
+    parts: Tensor
+    numbers: Tensor
+    shares: Tensor
 
 
 class _ExpertsJob(Structure):
@@ -34,7 +45,22 @@ class _ExpertsJob(Structure):
         *((name, c_void_p) for name in ("weight", "scale", "x", "out", "numbers")),
         *((name, c_int) for name in ("n", "units", "blocks", "experts", "pairs", "top_k")),
         *((name, c_int) for name in ("k_blocks", "block", "row_groups", "k_groups", "parts")),
-        ("out_stride", c_int),
+        *((name, c_int) for name in ("out_stride", "ready")),
+    )
+
+
+class _Pick(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("per_expert", "tokens", "slot", "numbers", "shares")),
+        *((name, c_int) for name in ("experts", "top_k", "width")),
+        ("factor", c_float),
+    )
+
+
+class _Router(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("weight", "x")),
+        *((name, c_int) for name in ("steps", "depth", "tiles", "k_blocks", "block", "rows")),
     )
 
 
@@ -50,40 +76,62 @@ def variants(arch: Arch, kinds: set[str]) -> set[Variant]:
     return {ROUTE, *map(_variant, kinds)} if moes else set()
 
 
-def pick(
-    launch: Launcher, logits: Tensor, per_expert: Tensor, rows: Rows, moe: MoeSpec, factor: float
-) -> tuple[Tensor, Tensor]:
-    """The router's choice from logits [M, E], which are multiplied by `factor` first."""
-    m = len(logits)
-    numbers = torch.empty((m, moe.top_k), dtype=torch.int32, device=logits.device)
-    shares = torch.empty((m, moe.top_k), device=logits.device)
-    tensors = logits, per_expert, rows.tokens, rows.slot, numbers, shares
-    arguments: list[Any] = [*map(pointer, tensors)]
-    arguments += [*map(c_int, (moe.experts, moe.top_k, rows.tokens.shape[1])), c_float(factor)]
-    launch(ROUTE, "pick", (m, 1, 1), 32, arguments)
-    return numbers, shares
+class Experts:
+    """A mixture's router and experts, of one architecture."""
+
+    def __init__(self, launch: Launcher, linear: gemm.Gemm, arch: Arch, processors: int) -> None:
+        self._launch, self._gemm, self._processors = launch, linear, processors
+        self._factor = arch.hidden**-0.5
+
+    def route(
+        self, x: Input, proj: Linear, per_expert: Tensor, rows: Rows, moe: MoeSpec
+    ) -> tuple[Tensor, Tensor]:
+        """`Ops.route`: of few rows one kernel, else logits [M, E] and what is picked of them."""
+        numbers = torch.empty((x.rows, moe.top_k), dtype=torch.int32, device=x.data.device)
+        shares = torch.empty((x.rows, moe.top_k), device=x.data.device)
+        pick = _Pick(
+            *map(address, (per_expert, rows.tokens, rows.slot, numbers, shares)),
+            *(moe.experts, moe.top_k, rows.tokens.shape[1], self._factor),
+        )
+        plan = tiles.schedule_of(proj, self._processors)
+        if x.rows <= ROUTER_ROWS and _one_tile_each(plan):
+            places = plan.steps, plan.depth, plan.ctas, x.k_blocks, x.block, x.rows
+            router = _Router(*map(address, (proj.data, x.data)), *places)
+            self._launch(ROUTE, "route", (ROUTER_CTAS, 1, 1), 32 * ROUTER_GROUPS, [pick, router])
+        else:
+            logits = self._gemm.linear(x, proj)
+            self._launch(ROUTE, "pick", (x.rows, 1, 1), 32, [pick, pointer(logits)])
+        return numbers, shares
+
+    def run(
+        self,
+        x: Input,
+        chosen: tuple[Tensor, Tensor],
+        gate_up: Linear,
+        down: Linear,
+        ready: bool = False,
+    ) -> Routed:
+        """Two kernels: gate and up of every (row, rank) pair, then down. ready: the kernel before
+        lets the first one start only when x and what was chosen are complete."""
+        numbers, shares = chosen
+        pairs, device = numbers.numel(), numbers.device
+        width, inputs = gate_up.n // 2, tiles.expert_inputs(down.k)
+        # inputs that only pad k meet weights of zero, and must not be NaN
+        make = torch.empty if inputs == width else torch.zeros
+        gated = make((pairs, inputs), dtype=torch.int16, device=device)
+        parts = torch.empty((*numbers.shape, down.n), device=device)
+        # no other launch between these two: `down` reads `numbers` before it waits
+        blocked = inputs // tiles.INPUTS, 1
+        _experts(
+            self._launch, "gate_up", gate_up, x.data, (x.k_blocks, x.block), numbers, gated, ready
+        )
+        _experts(self._launch, "down", down, gated, blocked, numbers, parts)
+        return Routed(parts, numbers, shares)
 
 
-def run(
-    launch: Launcher, x: Input, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear
-) -> Tensor:
-    """Three kernels: gate and up of every (row, rank) pair, down, and the sum over ranks."""
-    numbers, shares = chosen
-    pairs, device = numbers.numel(), numbers.device
-    width, inputs = gate_up.n // 2, tiles.expert_inputs(down.k)
-    # inputs that only pad k meet weights of zero, and must not be NaN
-    make = torch.empty if inputs == width else torch.zeros
-    gated = make((pairs, inputs), dtype=torch.int16, device=device)
-    parts = torch.empty((pairs, down.n), device=device)
-    out = torch.empty((len(numbers), down.n), device=device)
-    # no other launch between these two: `down` reads `numbers` before it waits
-    _experts(launch, "gate_up", gate_up, x.data, (x.k_blocks, x.block), numbers, gated)
-    _experts(launch, "down", down, gated, (inputs // tiles.INPUTS, 1), numbers, parts)
-    tensors = parts, shares, numbers, out
-    arguments = [*map(pointer, tensors), c_int(down.n), c_int(numbers.shape[1])]
-    grid = (len(numbers), -(-down.n // (4 * THREADS)), 1)
-    launch(ROUTE, "combine", grid, THREADS, arguments)
-    return out
+def _one_tile_each(plan: tiles.Schedule) -> bool:
+    single = (plan.passes, plan.tiles, plan.wide, plan.k_groups) == (1, 1, 1, ROUTER_GROUPS)
+    return single and plan.ctas <= ROUTER_CTAS
 
 
 def _experts(
@@ -94,6 +142,7 @@ def _experts(
     blocked: tuple[int, int],
     numbers: Tensor,
     out: Tensor,
+    ready: bool = False,
 ) -> None:
     """blocked: 32-input blocks of x, and tokens per block."""
     count, units = weight.data.shape[:2]
@@ -106,7 +155,7 @@ def _experts(
     job = _ExpertsJob(
         *(weight.data.data_ptr(), scale, x.data_ptr(), out.data_ptr(), numbers.data_ptr()),
         *(weight.n, units, blocks, count, rows * top_k, top_k, *blocked),
-        *(row_groups, k_warps, weight.k_groups, out.shape[1]),
+        *(row_groups, k_warps, weight.k_groups, out.shape[-1], int(ready)),
     )
     active = min(count, rows * top_k)
     grid = (_ctas(-(-units // row_groups), active), active, 1)

@@ -44,8 +44,7 @@ class _GemmJob(Structure):
         *((name, c_int) for name in ("k_blocks", "k_stride", "stages", "rows")),
         *((name, c_int) for name in ("out_stride", "out_groups", "epilogue")),
         ("softcap", c_float),
-        ("silu", c_int),
-        ("room", c_int),
+        *((name, c_int) for name in ("silu", "room", "late")),
     )
 
 
@@ -143,10 +142,11 @@ class Gemm:
             self._scales[packed] = packed.flatten() / tiles.ACTIVATION_SCALE
         return self._scales[packed]
 
-    def linear(self, x: Input, weight: Linear) -> Tensor:
-        """`Ops.linear`."""
+    def linear(self, x: Input, weight: Linear, late: bool = False) -> Tensor:
+        """`Ops.linear`. late: of few rows, the next kernel starts no earlier than all kernels
+        before this one have ended, and may read their results before it waits."""
         out = torch.empty((x.rows, weight.n), device=x.data.device)
-        self.run(x, weight, out, PLAIN, weight.n)
+        self.run(x, weight, out, PLAIN, weight.n, late=late)
         return out
 
     def run(
@@ -162,10 +162,12 @@ class Gemm:
         out_groups: int = 1,
         certified: Tensor | None = None,
         room: int = 0,
+        late: bool = False,
     ) -> None:
         """out: float32 rows of `stride`, or an `Input`'s data of `stride` blocks and `out_groups` k
         groups. inputs: what PER_LAYER multiplies with. silu: what GATED gates with, else tanh
-        GELU. certified [M], of few rows: nothing is done if all are 0 to `room`."""
+        GELU. certified [M], of few rows: nothing is done if all are 0 to `room`. late: as `linear`
+        has it."""
         assert x.k_groups == (weight.k_groups if weight.layout == "row_parallel" else 1)
         plan = tiles.schedule_of(weight, self._processors)
         job = _GemmJob(
@@ -175,7 +177,7 @@ class Gemm:
             *(weight.n, plan.ctas, plan.tiles, plan.passes, plan.steps),
             *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
             *(tiles.k_stride(weight), 0, x.rows, stride, out_groups, epilogue, softcap, int(silu)),
-            room,
+            *(room, int(late)),
         )
         if x.block in FEW:
             job.stages, shared = few_stages(plan, weight.kind, x.block)

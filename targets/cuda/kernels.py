@@ -12,13 +12,13 @@ from ctypes import Structure, c_float, c_int, c_void_p
 import torch
 from torch import Tensor
 
-from targets.arch import Arch, MoeSpec
+from targets.arch import Arch
 from targets.cuda import attention, candidates, experts, gemm, sampler, tiles, w8a8
 from targets.cuda.gemm import GATED, LOGITS, PER_LAYER, PLAIN
 from targets.cuda.inputs import Input, make_input
 from targets.cuda.launch import Launcher, Library, Variant, address, pointer
-from targets.cuda.norms import ROW_THREADS, Norms
-from targets.cuda.ops import AttentionLayer, Linear, Opening, Rows
+from targets.cuda.norms import ROW_THREADS, Mixture, Norms
+from targets.cuda.ops import AttentionLayer, DenseBranch, Linear, RoutedBranch, Rows
 from targets.cuda.variants import norm_variant, variants
 from targets.cuda.w8a8 import Parts
 
@@ -61,7 +61,9 @@ class Kernels:
         self.dense = self._gemm.dense
         self._w8a8 = w8a8.W8A8(self._launch, self.processors)
         norms = Norms(self._launch, arch.eps)
-        self.norm, self.join = norms.norm, norms.join
+        self.norm, self.norm_moe = norms.norm, norms.norm_moe
+        self.experts = experts.Experts(self._launch, self._gemm, arch, self.processors)
+        self.route = self.experts.route
         self._attention = attention.Attention(self._launch, arch, max_len, kv8, self.device)
         self.store = self._attention.store
         self.sampler = sampler.Sampler(self._launch, self.device)
@@ -135,13 +137,10 @@ class Kernels:
         )
         return out
 
-    def route(
-        self, h: Tensor, scale: Tensor, proj: Linear, per_expert: Tensor, rows: Rows, moe: MoeSpec
-    ) -> tuple[Tensor, Tensor]:
-        logits = self.linear(self.norm(h, Opening(scale, proj.kind)), proj)
-        return experts.pick(self._launch, logits, per_expert, rows, moe, self.arch.hidden**-0.5)
-
-    def experts(
-        self, x: Input, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear
-    ) -> Tensor:
-        return experts.run(self._launch, x, chosen, gate_up, down)
+    def mixture(self, dense: DenseBranch, routed: RoutedBranch) -> Mixture:
+        x, down, norm = dense
+        # of few rows the experts' kernel may start while the dense branch ends, and read ahead
+        ready = x.block in gemm.FEW and down.kind != "w8a8"
+        branch = self._gemm.linear(x, down, late=True) if ready else self.branch(x, down)
+        experts = self.experts.run(*routed[:-1], ready)
+        return Mixture(branch, norm, experts, routed.norm)

@@ -14,7 +14,18 @@ from torch import Tensor
 from targets.arch import Arch, MoeSpec
 from targets.cuda.cache import KVCache
 from targets.cuda.certified import MOST_ROWS
-from targets.cuda.ops import AttentionLayer, Branch, Choosing, Closing, Opening, Ops, Rows, X
+from targets.cuda.ops import (
+    AttentionLayer,
+    Branch,
+    Choosing,
+    Closing,
+    DenseBranch,
+    Opening,
+    Ops,
+    RoutedBranch,
+    Rows,
+    X,
+)
 from targets.cuda.params import LayerWeights, Moe, Weights
 
 
@@ -72,10 +83,11 @@ def decode_layer(
     what `following` opens with. per_layer: all layers' inputs (E2B, E4B), and which this one is."""
     mixed = ops.attention(ops.linear(x, w.qkv), layer, rows, w.o.kind)
     closing = Closing(ops.branch(mixed, w.o), w.post_attention_norm)
-    x = ops.norm(h, Opening(w.pre_feedforward_norm, w.gate_up.kind), closing)
-    branch = ops.branch(ops.gated(x, w.gate_up, w.down.kind), w.down)
     if layer.spec.moe and w.moe:
-        branch = _with_experts(h, branch, w.moe, layer.spec.moe, rows, ops)
+        branch = _mixture(h, closing, w, w.moe, layer.spec.moe, rows, ops)
+    else:
+        x = ops.norm(h, Opening(w.pre_feedforward_norm, w.gate_up.kind), closing)
+        branch = ops.branch(ops.gated(x, w.gate_up, w.down.kind), w.down)
     post, (inputs, i) = w.post_feedforward_norm, per_layer
     if w.per_layer and inputs is not None:
         gate, projection = w.per_layer.gate, w.per_layer.projection
@@ -101,9 +113,18 @@ def _per_layer_inputs(weights: Weights, h: Tensor, rows: Rows, ops: Ops) -> Tens
     return ops.per_layer_inputs(ops.linear(x, top.projection), top.table, top.norm, rows)
 
 
-def _with_experts(h: Tensor, dense: Branch, w: Moe, moe: MoeSpec, rows: Rows, ops: Ops) -> Tensor:
-    """The dense branch and the routed one, each with its own norms, summed."""
-    chosen = ops.route(h, w.router_scale, w.router, w.per_expert, rows, moe)
-    x = ops.norm(h, Opening(w.pre_norm, w.gate_up.kind))
-    routed = ops.experts(x, chosen, w.gate_up, w.down)
-    return ops.join(dense, w.dense_norm, routed, w.routed_norm)
+def _mixture(
+    h: Tensor, closing: Closing, w: LayerWeights, moe: Moe, spec: MoeSpec, rows: Rows, ops: Ops
+) -> Branch:
+    """The dense feed-forward and the routed one of the same stream. The router goes first: while
+    it chooses, weights of the dense branch are on their way, and then those of the experts."""
+    openings = (
+        Opening(w.pre_feedforward_norm, w.gate_up.kind),
+        Opening(moe.router_scale, moe.router.kind),
+        Opening(moe.pre_norm, moe.gate_up.kind),
+    )
+    x, x_router, x_experts = ops.norm_moe(h, openings, closing)
+    chosen = ops.route(x_router, moe.router, moe.per_expert, rows, spec)
+    dense = DenseBranch(ops.gated(x, w.gate_up, w.down.kind), w.down, moe.dense_norm)
+    routed = RoutedBranch(x_experts, chosen, moe.gate_up, moe.down, moe.routed_norm)
+    return ops.mixture(dense, routed)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from targets.cuda.experts import Routed
 from targets.cuda.inputs import Input, make_input, make_narrow_input
 from targets.cuda.launch import Launcher, address, pointer
 from targets.cuda.ops import NOTHING, Closing, Opening
@@ -26,12 +26,27 @@ class _AddNorm(Structure):
     )
 
 
-class _Join(Structure):
+class _Mixture(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("first_weight", "second", "second_weight", "out")),
-        ("hidden", c_int),
-        ("eps", c_float),
+        *((name, c_void_p) for name in ("dense_norm", "routed_norm", "parts", "shares", "numbers")),
+        ("top_k", c_int),
     )
+
+
+class _Others(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("router_norm", "experts_norm", "router", "experts")),
+        *((name, c_int) for name in ("narrow_router", "narrow_experts")),
+    )
+
+
+class Mixture(NamedTuple):
+    """A MoE layer's branch: the dense one and the routed experts, with the norm of each."""
+
+    dense: Tensor | Parts
+    dense_norm: Tensor
+    routed: Routed
+    routed_norm: Tensor
 
 
 class Norms:
@@ -42,27 +57,41 @@ class Norms:
         """`Ops.norm`."""
         m, hidden = h.shape
         x = (make_narrow_input if opening.kind == "w8a8" else make_input)(m, hidden, h.device)
-        pointers = map(address, (h, closing.post, closing.scalar, opening.pre, x.data, x.scale))
-        job = _AddNorm(*pointers, hidden, x.k_blocks, x.block, self._eps)
-        self._launch_over(m, opening.kind, "add_norm", job, closing.branch)
+        name, branch = _added(closing.branch)
+        arguments = [self._job(h, opening, closing, x), *branch]
+        self._launch(norm_variant(opening.kind), name, (m, 1, 1), ROW_THREADS, arguments)
         return x
 
-    def join(
-        self, dense: Tensor | Parts, dense_norm: Tensor, routed: Tensor, routed_norm: Tensor
-    ) -> Tensor:
-        """`Ops.join`."""
-        m, hidden = dense.shape
-        out = torch.empty((m, hidden), device=routed.device)
-        job = _Join(*map(address, (dense_norm, routed, routed_norm, out)), hidden, self._eps)
-        self._launch_over(m, "bf16", "join", job, dense)
-        return out
+    def norm_moe(
+        self, h: Tensor, openings: tuple[Opening, Opening, Opening], closing: Closing = NOTHING
+    ) -> tuple[Input, Input, Input]:
+        """`Ops.norm_moe`. One kernel has no scale for w8a8 weights beside others."""
+        dense, router, experts = openings
+        if dense.kind == "w8a8":
+            return self.norm(h, dense, closing), self.norm(h, router), self.norm(h, experts)
+        m, hidden = h.shape
+        x, x_router, x_experts = (make_input(m, hidden, h.device) for _ in openings)
+        job = _Others(
+            *map(address, (router.pre, experts.pre, x_router.data, x_experts.data)),
+            *(int(router.kind != "bf16"), int(experts.kind != "bf16")),
+        )
+        arguments = [self._job(h, dense, closing, x), pointer(closing.branch), job]
+        self._launch(norm_variant(dense.kind), "add_norm_thrice", (m, 1, 1), ROW_THREADS, arguments)
+        return x, x_router, x_experts
 
-    def _launch_over(
-        self, rows: int, kind: str, name: str, job: Structure, branch: Tensor | Parts | None
-    ) -> None:
-        arguments: list[Any]
-        if isinstance(branch, Parts):
-            name, arguments = f"{name}_groups", [job, as_groups(branch)]
-        else:
-            arguments = [job, pointer(branch)]
-        self._launch(norm_variant(kind), name, (rows, 1, 1), ROW_THREADS, arguments)
+    def _job(self, h: Tensor, opening: Opening, closing: Closing, x: Input) -> _AddNorm:
+        pointers = map(address, (h, closing.post, closing.scalar, opening.pre, x.data, x.scale))
+        return _AddNorm(*pointers, h.shape[1], x.k_blocks, x.block, self._eps)
+
+
+def _added(branch: Tensor | Parts | Mixture | None) -> tuple[str, list[Any]]:
+    """The kernel that adds such a branch, and its arguments after the job."""
+    if isinstance(branch, Mixture):
+        name, dense = _added(branch.dense)
+        routed = branch.routed
+        pointers = branch.dense_norm, branch.routed_norm, routed.parts, routed.shares
+        job = _Mixture(*map(address, (*pointers, routed.numbers)), routed.numbers.shape[1])
+        return name.replace("add_norm", "add_norm_mixture"), [*dense, job]
+    if isinstance(branch, Parts):
+        return "add_norm_groups", [as_groups(branch)]
+    return "add_norm", [pointer(branch)]

@@ -23,7 +23,7 @@ from targets.sampling_params import Rules
 X = Any
 Branch = Any
 """What a branch of a layer adds to the residual stream [M, H], as its implementation keeps it: for
-`norm` and `join` alone."""
+`norm` alone."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,9 @@ class Rows:
 
 Dense = tuple[Tensor, Tensor | None]
 """A weight's values and scale in plain order."""
+Chosen = tuple[Tensor, Tensor]
+"""Experts [M, top_k] int32 and their shares [M, top_k] float32, in rank order. Rows that sit the
+call out and drafts that don't exist (NO_GUESS) picked nobody: -1, with shares of 0."""
 
 
 class Opening(NamedTuple):
@@ -92,6 +95,24 @@ class Closing(NamedTuple):
 
 NOTHING = Closing()
 """Where no branch ends."""
+
+
+class DenseBranch(NamedTuple):
+    """Of a MoE layer: the input of its last weight, and the norm of what that gives."""
+
+    x: X
+    down: Linear
+    norm: Tensor
+
+
+class RoutedBranch(NamedTuple):
+    """Of a MoE layer: what the chosen experts are fed, and the norm of their sum."""
+
+    x: X
+    chosen: Chosen
+    gate_up: Linear
+    down: Linear
+    norm: Tensor
 
 
 @dataclass(frozen=True)
@@ -131,12 +152,18 @@ class Ops(Protocol):
         """h = (h + rms(branch) * post) * scalar in place; -> rms(h) * pre."""
         ...
 
+    def norm_moe(
+        self, h: Tensor, openings: tuple[Opening, Opening, Opening], closing: Closing = NOTHING
+    ) -> tuple[X, X, X]:
+        """`norm` for what opens a MoE layer: the dense branch, the router, the experts."""
+        ...
+
     def linear(self, x: X, weight: Linear) -> Tensor:
         """-> [M, n] float32."""
         ...
 
     def branch(self, x: X, weight: Linear) -> Branch:
-        """`linear` for `norm` and `join`."""
+        """`linear` for `norm`."""
         ...
 
     def gated(self, x: X, gate_up: Linear, kind: str) -> X:
@@ -161,21 +188,14 @@ class Ops(Protocol):
         """gelu_tanh(x gate) * inputs of this layer."""
         ...
 
-    def route(
-        self, h: Tensor, scale: Tensor, proj: Linear, per_expert: Tensor, rows: Rows, moe: MoeSpec
-    ) -> tuple[Tensor, Tensor]:
-        """-> experts [M, top_k] int32 and shares [M, top_k] float32, in rank order. Rows that sit
-        the call out and drafts that don't exist (NO_GUESS) pick nobody: -1, with shares of 0."""
+    def route(self, x: X, proj: Linear, per_expert: Tensor, rows: Rows, moe: MoeSpec) -> Chosen:
+        """The best experts by softmax(x proj / sqrt(H)); their shares sum to 1 before each
+        expert's own factor."""
         ...
 
-    def experts(self, x: X, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear) -> Tensor:
-        """Routed experts, summed in rank order -> [M, H] float32; 0 where a row picked nobody."""
-        ...
-
-    def join(
-        self, dense: Branch, dense_norm: Tensor, routed: Tensor, routed_norm: Tensor
-    ) -> Tensor:
-        """rms(dense) * dense_norm + rms(routed) * routed_norm -> [M, H] float32 (MoE layers)."""
+    def mixture(self, dense: DenseBranch, routed: RoutedBranch) -> Branch:
+        """rms(dense) * its norm + rms(experts' sum in rank order) * its norm. What is routed was
+        made before the dense branch's input was."""
         ...
 
     def head(self, x: X, table: Linear, softcap: float | None) -> Tensor:

@@ -36,11 +36,14 @@ from targets.cuda.ops import (
     NOTHING,
     AttentionLayer,
     Choosing,
+    Chosen,
     Closing,
     Dense,
+    DenseBranch,
     Linear,
     NarrowHead,
     Opening,
+    RoutedBranch,
     Rows,
 )
 from targets.cuda.tiles import EIGHTHS
@@ -147,20 +150,26 @@ class Reference:
         own = inputs[:, layer * width : (layer + 1) * width]
         return as_input(each_row(gelu, self.linear(x, gate)) * own, kind)
 
+    def norm_moe(
+        self, h: Tensor, openings: tuple[Opening, Opening, Opening], closing: Closing = NOTHING
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        first, *others = openings
+        x = self.norm(h, first, closing)
+        router, experts = (self.norm(h, opening) for opening in others)
+        return x, router, experts
+
     def route(
-        self, h: Tensor, scale: Tensor, proj: Linear, per_expert: Tensor, rows: Rows, moe: MoeSpec
-    ) -> tuple[Tensor, Tensor]:
-        factor = scale * self.arch.hidden**-0.5
-        x = as_input(each_row(lambda row: rms(row, factor, self.arch.eps), h), proj.kind)
-        shares = each_row(lambda row: row.softmax(-1), self.linear(x, proj))
+        self, x: Tensor, proj: Linear, per_expert: Tensor, rows: Rows, moe: MoeSpec
+    ) -> Chosen:
+        logits = self.linear(x, proj) * self.arch.hidden**-0.5
+        shares = each_row(lambda row: row.softmax(-1), logits)
         ranked = [rank(row[None].clone(), per_expert, moe) for row in shares]
         numbers, parts = map(torch.cat, zip(*ranked, strict=True))
         out = ((rows.slot[:, None] < 0) | (rows.tokens == NO_GUESS)).flatten()[:, None]
         return numbers.masked_fill(out, -1), parts.masked_fill(out, 0.0)
 
-    def experts(
-        self, x: Tensor, chosen: tuple[Tensor, Tensor], gate_up: Linear, down: Linear
-    ) -> Tensor:
+    def experts(self, x: Tensor, chosen: Chosen, gate_up: Linear, down: Linear) -> Tensor:
+        """The chosen experts, summed in rank order -> [M, H]; 0 where a row picked nobody."""
         out = torch.zeros((len(x), down.n), device=x.device)
         for row, numbers, shares, total in zip(x, *chosen, out, strict=True):
             for number, share in zip(numbers.tolist(), shares, strict=True):
@@ -171,13 +180,14 @@ class Reference:
                 total += share * self.linear(x_down, expert(down, number))[0]
         return out
 
-    def join(
-        self, dense: Tensor, dense_norm: Tensor, routed: Tensor, routed_norm: Tensor
-    ) -> Tensor:
-        eps = self.arch.eps
-        return each_row(
-            lambda d, r: rms(d, dense_norm, eps) + rms(r, routed_norm, eps), dense, routed
-        )
+    def mixture(self, dense: DenseBranch, routed: RoutedBranch) -> Tensor:
+        branches = self.linear(dense.x, dense.down), self.experts(*routed[:-1])
+
+        def sum_of(dense_row: Tensor, routed_row: Tensor) -> Tensor:
+            first = rms(dense_row, dense.norm, self.arch.eps)
+            return first + rms(routed_row, routed.norm, self.arch.eps)
+
+        return each_row(sum_of, *branches)
 
     def choose(
         self,

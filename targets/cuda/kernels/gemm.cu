@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   __shared__ uint4 nothing;
   if (threadIdx.x == 0) init_ring(full, empty, job.stages, warps), nothing = make_uint4(0, 0, 0, 0);
   __syncthreads();
-  let_next_start();
+  if (!job.late) let_next_start();
   if (job.certified && all_certified(job)) return;
   if (warp == warps) {
     if (lane == 0) produce(job, shared_address(memory), shared_address(inputs), full, empty);
@@ -193,6 +193,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Scales scales[TW];  // weights too: here by the time that they are needed
   load_scales(job, scales, first_tile, lane);
   wait_for_previous();
+  if (job.late) let_next_start();
   const int at = (k_group * job.row_groups + row_group) * job.depth * TW * kTileBytes;
   const bool fed = TOKENS >= 8 || lane < 4 * TOKENS;
   const u32 weights_at = shared_address(memory) + at, apart = fed ? job.k_groups * kInputBytes : 0;

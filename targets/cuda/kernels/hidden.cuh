@@ -6,7 +6,7 @@
 #ifndef FP8  // what the next linear layer's weights are
 #define FP8 1
 #endif
-__device__ inline u16 narrow(float v) { return FP8 ? input_of_fp8(v) : to_bf16(v); }
+__device__ inline u16 as_input(float v, bool narrow) { return narrow ? input_of_fp8(v) : to_bf16(v); }
 
 constexpr int kThreads = 512;
 constexpr int kMax = 4;  // float4 per thread: hidden sizes up to 8192
@@ -14,10 +14,11 @@ constexpr int kMax = 4;  // float4 per thread: hidden sizes up to 8192
 __device__ inline float4 load4(const float* p, int i) { return reinterpret_cast<const float4*>(p)[i]; }
 __device__ inline float square4(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
 
-__device__ inline void store_input(void* x, int m, int i, float4 v, int k_blocks, int block) {
+// narrow: whether the next layer's weights are (tile.cuh).
+__device__ inline void store_input(void* x, int m, int i, float4 v, int k_blocks, int block, bool narrow = FP8) {
   u32* to = static_cast<u32*>(x);  // pairs of features stay together
-  to[x_offset(m, 4 * i, k_blocks, block) / 2] = narrow(v.x) | u32(narrow(v.y)) << 16;
-  to[x_offset(m, 4 * i + 2, k_blocks, block) / 2] = narrow(v.z) | u32(narrow(v.w)) << 16;
+  to[x_offset(m, 4 * i, k_blocks, block) / 2] = as_input(v.x, narrow) | u32(as_input(v.y, narrow)) << 16;
+  to[x_offset(m, 4 * i + 2, k_blocks, block) / 2] = as_input(v.z, narrow) | u32(as_input(v.w, narrow)) << 16;
 }
 
 struct Embed {

@@ -26,6 +26,7 @@ struct Job {
   float softcap;
   int silu;             // what gates: 1 SiLU, 0 tanh GELU
   int room;             // for candidates of a row
+  int late;             // of gemm.cu: the next kernel starts when all before this one have ended
 };
 
 // The weight's row n that is `row` of a tile, or past its end. The first half of a gated tile are gate's

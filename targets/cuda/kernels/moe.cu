@@ -26,6 +26,7 @@ struct Job {
   int k_blocks, block;        // of x
   int row_groups, k_groups, parts;  // parts: of k, one or two a warp
   int out_stride;
+  int ready;                  // gate_up: x and numbers were complete before it could start
 };
 
 __device__ inline Stored load_weight(const u8* tile, int lane) {
@@ -232,6 +233,7 @@ __device__ inline void compute(const Job& job, int expert, int group, const int*
     }
   }
   add_groups(job, sum, shared, row_group, k_group, lane);
+  if (kGate) wait_for_previous();  // until here only what was ready is read, and nothing written
   if (k_group == 0 && unit < job.units)
     finish<NB, kGate>(job, sum, expert, unit, list, count, lane);
 }
@@ -245,7 +247,7 @@ __device__ inline void run(const Job& job) {
   const int first = threadIdx.x < job.pairs ? load_number(job.numbers + threadIdx.x) : -1;
   const int expert = find_expert(job, first), groups = (job.units + job.row_groups - 1) / job.row_groups;
   if (!kGate) wait_for_previous();
-  if (expert < 0) return;
+  if (expert < 0) return wait_for_previous();
   const int count = list_pairs(job, expert, first, list);
   for (int group = blockIdx.x; group < groups; group += gridDim.x) {
     if (count <= 8) {
@@ -258,7 +260,7 @@ __device__ inline void run(const Job& job) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 3) gate_up(const __grid_constant__ Job job) {
-  wait_for_previous();
+  if (!job.ready) wait_for_previous();
   let_next_start();  // only now: `down` may then read what the router wrote before it waits
   run<true>(job);
 }
