@@ -100,6 +100,8 @@ def test_doctor_finds_mini_sound_and_exact(capsys):
         (["generate", PROMPT, *CUDA, "--kv-dtype", "int8"], ["int8", "fp8"]),
         (["serve", "--port", "0", "--device", "cpu"], ["--device", "--backend cuda"]),
         (["doctor", "--backend", "cuda", "--tp", "2"], ["--tp", "--backend jax"]),
+        (["generate", PROMPT, "--prefill-copy"], ["--prefill-copy", "--backend cuda"]),
+        (["generate", PROMPT, *CUDA, "--prefill-copy"], ["--prefill-copy", "--device cpu"]),
         (["perplexity", __file__, "--backend", "cuda", "--int8"], ["--int8", "--dtype fp8"]),
         (["generate", PROMPT, *CUDA, "--loop", "device"], ["--loop device", "--device cpu"]),
         (["generate", PROMPT, *CUDA, "--max-len", "8"], ["--max-len"]),

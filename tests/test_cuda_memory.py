@@ -45,6 +45,19 @@ def test_cache_of_31b_by_hand():
     assert footprint.cache_bytes(B31, replace(SHAPE, kv="fp8")) == 4 * 2 * by_hand + 7 * text
 
 
+def test_a_copy_for_prefill_is_counted_and_its_scratch_is_not():
+    """31B: a byte of each of 60 layers' values; a long chunk un-tiles nothing then."""
+    sliding = 5376 * (32 * 256 + 2 * 16 * 256 + 32 * 256)
+    dense = 3 * 5376 * 21504
+    wide = 5376 * (32 * 512 + 4 * 512 + 32 * 512)
+    copy = 50 * (sliding + dense) + 10 * (wide + dense)
+    assert footprint.plain_bytes(B31, "fp8") == copy
+    assert footprint.plain_bytes(B31, "int4") == footprint.plain_bytes(B31, "bfloat16") == 2 * copy
+    with_copy, without = need(B31, replace(SHAPE, copied=True)), need(B31, SHAPE)
+    assert with_copy.weights == without.weights + copy
+    assert with_copy.workspace < without.workspace
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8", "fp8-w8a8"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_counted_is_what_a_target_holds(tiny, variant, dtype):

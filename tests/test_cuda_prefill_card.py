@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
@@ -12,9 +12,10 @@ from targets.arch import LayerSpec, Rope, read_arch, released
 from targets.checkpoint import Checkpoint
 from targets.cuda import int4
 from targets.cuda.cache import make_cache, read
+from targets.cuda.footprint import plain_bytes
 from targets.cuda.kernels import Kernels
-from targets.cuda.ops import AttentionLayer, Closing, Opening
-from targets.cuda.params import load_params, quantise_fp8
+from targets.cuda.ops import AttentionLayer, Closing, Linear, Opening
+from targets.cuda.params import copied, load_params, quantise_fp8, random_params
 from targets.cuda.prefill import prefill
 from targets.cuda.prefill_kernels import PrefillKernels
 from targets.cuda.prefill_reference import PrefillReference
@@ -173,3 +174,33 @@ def test_whole_prefill(name, dtype, tolerance):
         assert (a.logits == b.logits).all() and (a.features == b.features).all()
         assert error(a.features, c.features) < tolerance
         assert error(a.logits.softmax(-1), c.logits.softmax(-1)) < 4 * tolerance
+
+
+def linears(part):
+    if isinstance(part, Linear):
+        yield part
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from linears(getattr(part, field.name))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "fp8-w8a8", "int4"])
+@pytest.mark.parametrize("name", ["e4b", "26b-a4b"])
+def test_a_copy_in_plain_order_changes_no_bit(name, dtype):
+    """And takes as many bytes as are counted for it."""
+    whole = released(f"gemma-4-{name}")
+    arch = replace(whole, layers=tuple(replace(layer, kv_from=None) for layer in whole.layers[:2]))
+    kinds = {"bf16", "int8", "fp8", "w8a8", "int4"}
+    ops = Kernels(arch, 1024, torch.bfloat16, kinds)
+    weights = random_params(arch, dtype, "cuda", ops)
+    copy = copied(weights, ops)
+    ids = torch.randint(3, arch.vocab, (300,), generator=torch.Generator().manual_seed(3))
+    runs = []
+    for each in (weights, copy):
+        cache = make_cache(arch, 2, 1024, 128, torch.bfloat16, "cuda")
+        chunk = PrefillChunk(ids.int().cuda(), 0, 1)
+        runs.append(prefill(each, arch, cache, chunk, ops, (1,)))
+    ours, theirs = runs
+    assert torch.equal(ours.logits, theirs.logits) and torch.equal(ours.features, theirs.features)
+    held = [weight.plain for part in (*copy.layers, copy.per_layer) for weight in linears(part)]
+    assert sum(values.nbytes for values in held) == plain_bytes(arch, dtype)

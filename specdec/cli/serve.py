@@ -210,8 +210,10 @@ def _say_memory(model: Model) -> None:
     held = meter_of(model.target).memory()
     if held is not None:
         weights, cache, used = (held[part] / 1e9 for part in ("weights", "cache", "used"))
+        copies = held.get("copies", 0) / 1e9
+        of_it = f" ({copies:.1f} of it second copies)" if copies else ""
         console.print(
-            f"[dim]{used:.1f} GB of GPU memory in use: weights {weights:.1f}, K/V cache "
+            f"[dim]{used:.1f} GB of GPU memory in use: weights {weights:.1f}{of_it}, K/V cache "
             f"{cache:.1f}, all else {used - weights - cache:.1f}[/dim]"
         )
 

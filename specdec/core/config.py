@@ -30,6 +30,10 @@ class ModelConfig:
     "Where cuda runs: a GPU, or the slow references on a CPU, which are for tests."
     int8: bool = False
     "Quantise the linear layers to int8 per output channel while loading."
+    prefill_copy: bool = False
+    """With cuda on a GPU: keep the linear layers' weights once more in the order in which long
+    prompts are multiplied. They are read sooner (31B, 1,200 tokens: see docs/figures.md), for the
+    memory of another model; the output is the same."""
     max_len: int = 2048
     "Context per sequence, prompt and output together, in tokens."
     slots: int = 4

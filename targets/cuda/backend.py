@@ -36,6 +36,11 @@ class CudaBackend:
             raise UserError(
                 "--cache needs --backend jax: cuda keeps its kernels in ~/.cache/specdec/kernels"
             )
+        if config.prefill_copy and _asks_the_host(config):
+            raise UserError(
+                "--prefill-copy is for the kernels: the references (--device cpu, --dtype float32) "
+                "keep weights in plain order"
+            )
         if loop == "device" and _asks_the_host(config):
             raise UserError(
                 "--loop device captures CUDA graphs: with --device cpu or --dtype float32 use "
@@ -126,7 +131,7 @@ def _fit(arch: Arch, options: CudaOptions, stored: str, request: TargetRequest) 
 
     plan = make_plan(arch, options, stored)
     sizes = plan.slots, plan.max_len, options.k + 1, plan.chunk
-    shape = TargetShape(*sizes, plan.dtype, plan.kv_dtype)
+    shape = TargetShape(*sizes, plan.dtype, plan.kv_dtype, options.prefill_copy)
     check_fits(arch, shape, free_bytes(), request.extra_bytes(shape))
 
 
@@ -141,4 +146,5 @@ def _options(config: ModelConfig, request: TargetRequest) -> CudaOptions:
         kv_dtype=config.kv_dtype,
         features=request.features,
         device=config.device or "cuda",
+        prefill_copy=config.prefill_copy,
     )

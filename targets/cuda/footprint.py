@@ -17,7 +17,7 @@ from targets.cuda.cache import CHUNK, HEAD_ALIGN, entries, slack_of
 from targets.cuda.graphs import bucket_of
 from targets.cuda.int4 import GROUP
 from targets.cuda.load import SHORT
-from targets.cuda.params import QUANTISED
+from targets.cuda.params import QUANTISED, quantised
 from targets.tensors import TensorSpec, all_tensors
 
 WIDE = {"float32": 4, "bfloat16": 2, "fp8": 2, "fp8-w8a8": 2, "int4": 2}
@@ -25,6 +25,9 @@ WIDE = {"float32": 4, "bfloat16": 2, "fp8": 2, "fp8-w8a8": 2, "int4": 2}
 LINEAR = {"float32": 4, "bfloat16": 2, "fp8": 1, "fp8-w8a8": 1, "int4": Fraction(9, 16)}
 """int4: with a float16 scale for each group of 32."""
 KV = {"float32": 4, "bfloat16": 2, "fp8": 1}
+EIGHT = ("fp8", "fp8-w8a8")
+"""Dtypes whose narrow values have a byte in plain order; of 4 bits they have two."""
+TABLES = ("embed_tokens", "embed_tokens_per_layer")
 NARROW_EXEMPT = "per_layer_"
 """Linears of that name stay wide in fp8 too: they are small, and they gate the residual."""
 NORM = SCALE = 4
@@ -53,6 +56,8 @@ class TargetShape:
     """Tokens per prefill call."""
     dtype: str
     kv: str
+    copied: bool = False
+    """Whether linear layers lie in plain order as well."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +73,26 @@ class Need:
 
 def need(arch: Arch, shape: TargetShape) -> Need:
     """Bytes for weights, K/V cache and workspace."""
-    return Need(weight_bytes(arch, shape.dtype), cache_bytes(arch, shape), _workspace(arch, shape))
+    copy = plain_bytes(arch, shape.dtype) if shape.copied else 0
+    weights = weight_bytes(arch, shape.dtype) + copy
+    return Need(weights, cache_bytes(arch, shape), _workspace(arch, shape))
 
 
 def weight_bytes(arch: Arch, dtype: str) -> int:
     """Of all weights as they lie on the device, the head's copy among them."""
     tensors = all_tensors(arch).items()
     return narrow_head_bytes(arch, dtype) + sum(tensor_bytes(*each, dtype) for each in tensors)
+
+
+def plain_bytes(arch: Arch, dtype: str) -> int:
+    """Of the linear layers' values in plain order, as library matmuls read them."""
+
+    def value(name: str, spec: TensorSpec) -> int:
+        return 1 if dtype in EIGHT and quantised(name, spec) else WIDE[dtype]
+
+    tensors = all_tensors(arch).items()
+    linear = [(name, spec) for name, spec in tensors if len(spec.shape) > 1 and name not in TABLES]
+    return sum(prod(spec.shape) * value(name, spec) for name, spec in linear)
 
 
 def narrow_head_bytes(arch: Arch, dtype: str) -> int:
@@ -169,10 +187,11 @@ def prefill_bytes(arch: Arch, shape: TargetShape) -> int:
     total = 4 * chunk * (4 * arch.hidden + GATES_AT_ONCE * 2 * widest)
     if chunk <= SHORT:
         return total
+    weight = 0 if shape.copied else max(1, LINEAR[shape.dtype]) * 2
     flat = [prod(spec.shape) for spec in all_tensors(arch).values() if spec.linear]
     keys = max(layer.kv_heads * layer.head_dim for layer in arch.layers if not layer.window)
     copies = 2 * 2 * shape.max_len * keys  # K and V of a global layer in rows
-    return total + SCORES + copies + max(1, LINEAR[shape.dtype]) * 2 * max(flat)
+    return total + SCORES + copies + weight * max(flat)
 
 
 def _up(value: int, to: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_void_p
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -102,19 +103,31 @@ class Gemm:
         scale = scale.contiguous()
         return Linear(n, k, weight.kind, data, scale, layout, groups)
 
+    def with_plain(self, weight: Linear) -> Linear:
+        """`Ops.with_plain`."""
+        out = torch.empty(_plain_bytes(weight), dtype=torch.uint8, device=weight.data.device)
+        self._untile(weight, out)
+        return replace(weight, plain=_plain_values(out, weight))
+
     def dense(self, weight: Linear) -> Dense:
-        plan = tiles.schedule_of(weight, self._processors)
-        assert weight.k % 8 == 0, weight.k
-        count = len(weight.data) if weight.layout.startswith("experts") else 1
-        size = count * weight.n * weight.k * tiles.VALUE_BYTES[weight.kind]
+        """`Ops.dense`: in memory that all weights share, where it has none of its own."""
+        if weight.plain is not None:
+            return weight.plain, self._plain_scale(weight)
+        size = _plain_bytes(weight)
         if len(self._scratch) < size:
             self._scratch = torch.empty(0)  # the old one goes before the new one comes
             self._scratch = torch.empty(size, dtype=torch.uint8, device=weight.data.device)
+        self._untile(weight, self._scratch)
+        return _plain_values(self._scratch[:size], weight), self._plain_scale(weight)
+
+    def _untile(self, weight: Linear, out: Tensor) -> None:
+        plan = tiles.schedule_of(weight, self._processors)
+        assert weight.k % 8 == 0, weight.k
         groups = tiles.k_stride(weight) if plan.k_groups > 1 else 1
         step = groups * plan.depth * tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
         together = min(plan.steps, max(1, UNTILE_BYTES // (plan.tiles * tiles.TILE * step)))
         job = _Untile(
-            *map(address, (weight.data, self._scratch)),
+            *map(address, (weight.data, out)),
             *(weight.n, weight.k, plan.passes, plan.tiles),
             *(plan.row_groups, plan.k_groups, plan.wide, plan.depth, plan.steps, together),
             groups,
@@ -123,15 +136,13 @@ class Gemm:
         grid = (
             plan.ctas,
             -(-plan.steps // together) * (plan.k_groups // groups),
-            count * plan.passes,
+            _count(weight) * plan.passes,
         )
         rows, pads = plan.tiles * tiles.TILE, tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
         places = groups * plan.tiles * plan.depth * together
         shared = rows * (together * step + pads + 4) + 8 * places
         variant = weight_variant("untile", weight.kind)
         self._launch(variant, "untile", grid, UNTILE_THREADS, [job], shared, early=False)
-        values = self._scratch[:size].view(PLAIN_DTYPES[tiles.BITS[weight.kind]])
-        return values.view(-1, weight.k), self._plain_scale(weight)
 
     def _plain_scale(self, weight: Linear) -> Tensor | None:
         """Divided when first asked for: a launch of its own otherwise costs each call."""
@@ -204,6 +215,19 @@ class Gemm:
         self._wide(x, weight, plan, job)
         variant = _gather(weight.kind, x.block)
         self._launch(variant, "gather", (count, blocks, 1), 4 * x.block, [job])
+
+
+def _count(weight: Linear) -> int:
+    """Experts of a weight, else one."""
+    return len(weight.data) if weight.layout.startswith("experts") else 1
+
+
+def _plain_bytes(weight: Linear) -> int:
+    return _count(weight) * weight.n * weight.k * tiles.VALUE_BYTES[weight.kind]
+
+
+def _plain_values(values: Tensor, weight: Linear) -> Tensor:
+    return values.view(PLAIN_DTYPES[tiles.BITS[weight.kind]]).view(-1, weight.k)
 
 
 def _few(kind: str, block: int, wide: int) -> Variant:

@@ -58,7 +58,7 @@ class Kernels:
         self._launch = Launcher(Library(variants(arch, kv8, kinds) | more))
         self._gemm = gemm.Gemm(self._launch, self.processors)
         self.pack, self.pack_codes = self._gemm.pack, self._gemm.pack_codes
-        self.dense = self._gemm.dense
+        self.dense, self.with_plain = self._gemm.dense, self._gemm.with_plain
         self._w8a8 = w8a8.W8A8(self._launch, self.processors)
         norms = Norms(self._launch, arch.eps)
         self.norm, self.norm_moe = norms.norm, norms.norm_moe

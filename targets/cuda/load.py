@@ -17,7 +17,14 @@ from targets.cuda.attention import HEADS
 from targets.cuda.graphs import MOST_ROWS, TOKENS, bucket_of
 from targets.cuda.ops import Ops
 from targets.cuda.out_of_memory import room_for, use_pages
-from targets.cuda.params import DTYPES, QUANTISED, load_params, quantised, random_params
+from targets.cuda.params import (
+    DTYPES,
+    QUANTISED,
+    copied,
+    load_params,
+    quantised,
+    random_params,
+)
 from targets.cuda.reference import Reference
 from targets.cuda.target import KV_DTYPES, CudaTarget, Plan
 from targets.cuda.w8a8 import WIDEST as WIDEST_INPUT
@@ -58,6 +65,8 @@ class CudaOptions:
     short: int = SHORT
     graphs: bool = True
     """Replay captured CUDA graphs; off to launch kernel by kernel (the text is the same)."""
+    prefill_copy: bool = False
+    """Keep linear layers in plain order as well, as long prompts are multiplied."""
 
 
 def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()) -> CudaTarget:
@@ -69,6 +78,7 @@ def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()
     ops = make_ops(arch, plan)
     with _all_or_nothing():
         weights = load_params(checkpoint, arch, plan.dtype, plan.device, ops)
+        weights = copied(weights, ops) if options.prefill_copy else weights
         return CudaTarget(plan, arch, weights, ops, suppress, _captures(options, ops))
 
 
@@ -78,6 +88,7 @@ def random_target(arch: Arch, options: CudaOptions, seed: int = 0) -> CudaTarget
     ops = make_ops(arch, plan)
     with _all_or_nothing():
         weights = random_params(arch, plan.dtype, plan.device, ops, seed)
+        weights = copied(weights, ops) if options.prefill_copy else weights
         return CudaTarget(plan, arch, weights, ops, graphs=_captures(options, ops))
 
 

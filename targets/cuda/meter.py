@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seqs
 from specdec.core.types import Array, Sequence
 from targets.cuda import roofline
 from targets.cuda.device import used_bytes
-from targets.cuda.footprint import TargetShape, need
+from targets.cuda.footprint import TargetShape, narrow_head_bytes, need, plain_bytes
 from targets.cuda.target import CudaTarget
 
 
@@ -22,8 +22,12 @@ class Meter:
             return None
         plan = self.target.plan
         sizes = plan.slots, plan.max_len, 1, plan.chunk
-        counted = need(self.target.arch, TargetShape(*sizes, plan.dtype, plan.kv_dtype))
-        return {"weights": counted.weights, "cache": counted.cache, "used": used_bytes()}
+        arch, copied = self.target.arch, self.target.weights.copied
+        counted = need(arch, TargetShape(*sizes, plan.dtype, plan.kv_dtype, copied))
+        copies = narrow_head_bytes(arch, plan.dtype)
+        copies += plain_bytes(arch, plan.dtype) if copied else 0
+        held = {"weights": counted.weights, "copies": copies, "cache": counted.cache}
+        return held | {"used": used_bytes()}
 
     def plain(self) -> None:
         return None  # kernels do not pad: the exact one is the fastest

@@ -33,7 +33,8 @@ class Linear:
     e4m3 inputs), int4 (or uint4, with zero points: int4.py), int8 (int8.py), bf16 or float32.
     layout: plain, row_parallel (O and down: what several devices would cut along k), gated (gate's
     rows, then up's), experts or experts_gated. k_groups: parts of k, contiguous in row_parallel
-    weights, whose sums are made apart, then added as a binary tree."""
+    weights, whose sums are made apart, then added as a binary tree. plain: its values once more in
+    plain order (`Ops.with_plain`)."""
 
     n: int
     k: int
@@ -42,6 +43,7 @@ class Linear:
     scale: Tensor | None
     layout: str = "plain"
     k_groups: int = 1
+    plain: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,10 @@ class Ops(Protocol):
 
     def pack_codes(self, weight: Int4, layout: str) -> Linear:
         """The same of 4-bit codes."""
+        ...
+
+    def with_plain(self, weight: Linear) -> Linear:
+        """The same, with what `dense` gives lying beside it for good."""
         ...
 
     def dense(self, weight: Linear) -> Dense:

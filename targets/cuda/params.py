@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,6 +101,11 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     per_layer: TopPerLayer | None
 
+    @property
+    def copied(self) -> bool:
+        """Whether linear layers lie in plain order as well."""
+        return self.layers[0].qkv.plain is not None
+
 
 def load_params(checkpoint: Checkpoint, arch: Arch, dtype: str, device: str, ops: Ops) -> Weights:
     """Read, quantise or widen, fuse and pack, a few layers at a time. Raises UserError."""
@@ -141,6 +147,20 @@ def random_params(arch: Arch, dtype: str, device: str, ops: Ops, seed: int = 0) 
 
     reader = Reader(source, specs, dtype, ops, Staging(device))
     return _build(arch, reader, lambda make, items: [make(i) for i in items])
+
+
+def copied(weights: Weights, ops: Ops) -> Weights:
+    """With the linear layers in plain order as well, where long prompts find them."""
+
+    def with_plain(part: Any) -> Any:
+        if isinstance(part, Linear):
+            return ops.with_plain(part)
+        if not is_dataclass(part) or isinstance(part, type):
+            return part
+        return replace(part, **{f.name: with_plain(getattr(part, f.name)) for f in fields(part)})
+
+    layers = tuple(with_plain(layer) for layer in weights.layers)
+    return replace(weights, layers=layers, per_layer=with_plain(weights.per_layer))
 
 
 def quantise_fp8(values: Tensor) -> tuple[Tensor, Tensor]:

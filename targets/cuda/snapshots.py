@@ -109,7 +109,8 @@ class CudaSnapshots:
         from targets.cuda.footprint import MARGIN, TargetShape, prefill_bytes
 
         plan = self.target.plan
-        shape = TargetShape(plan.slots, plan.max_len, 1, plan.chunk, plan.dtype, plan.kv_dtype)
+        sizes, copied = (plan.slots, plan.max_len, 1, plan.chunk), self.target.weights.copied
+        shape = TargetShape(*sizes, plan.dtype, plan.kv_dtype, copied)
         return max(0, free_bytes() - prefill_bytes(self.target.arch, shape) - MARGIN)
 
     def take_chunk(self, seq: Sequence, start: int, stop: int) -> TensorSnapshot:

@@ -34,6 +34,8 @@ class JaxBackend:
             raise UserError("--int8 and --dtype int4 are two ways to quantise: leave one of them")
         if config.kv_dtype == "fp8":
             raise UserError("--kv-dtype fp8 needs --backend cuda: with jax, int8 is as small")
+        if config.prefill_copy:
+            raise UserError("--prefill-copy needs --backend cuda: jax keeps weights in one order")
         if config.device is not None:
             raise UserError("--device needs --backend cuda: JAX decides that by itself")
 
