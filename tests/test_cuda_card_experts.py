@@ -55,8 +55,8 @@ def test_routes(moe_ops):
     proj = random_weight(moe_ops, (128, hidden), "bf16", seed=3)
 
     def call(part):
-        x = moe_ops.norm(part.clone(), Opening(scale, "bf16"))
-        return moe_ops.route(x, proj.packed, per_expert, live(len(part)), MOE)
+        _, x = moe_ops.norm(part.clone(), Opening(scale, "bf16"))
+        return moe_ops.experts.route(x, proj.packed, per_expert, live(len(part)), MOE)[0]
 
     numbers, shares = call(h)
     same = Differences()
@@ -82,8 +82,8 @@ def test_equal_experts_go_by_number(moe_ops):
     same_rows = proj.values[:1].expand(128, -1).contiguous()
     packed = moe_ops.pack(same_rows, None, "bf16", "plain")
     ones = torch.ones(128, device="cuda")
-    x = moe_ops.norm(h, Opening(h[0], "bf16"))
-    numbers, shares = moe_ops.route(x, packed, ones, live(2), MOE)
+    _, x = moe_ops.norm(h, Opening(h[0], "bf16"))
+    (numbers, shares), _ = moe_ops.experts.route(x, packed, ones, live(2), MOE)
     assert numbers.tolist() == [list(range(8))] * 2
     assert (shares == 0.125).all()
 
@@ -137,8 +137,8 @@ def test_rows_that_sit_out_pick_nobody(moe_ops, kind):
     x, per_expert = as_input(randn(m, hidden, seed=5), kind), torch.ones(128, device="cuda")
 
     def call(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        x_router = moe_ops.norm(h.clone(), Opening(scale, "bf16"))
-        chosen = moe_ops.route(x_router, proj.packed, per_expert, rows, MOE)
+        _, x_router = moe_ops.norm(h.clone(), Opening(scale, "bf16"))
+        chosen, _ = moe_ops.experts.route(x_router, proj.packed, per_expert, rows, MOE)
         poison = torch.full((m * MOE.top_k, hidden), torch.nan, device="cuda")
         del poison  # what nobody writes is then NaN
         return chosen[0], summed(moe_ops.experts.run(x, chosen, gate_up, down))
@@ -183,12 +183,11 @@ def test_a_layer_of_two_branches(moe_ops, kind):
         openings = Opening(pre, kind), Opening(scale, "bf16"), Opening(pre_experts, experts_kind)
         closing = Closing(branch[rows].contiguous(), post)
         x, x_router, x_experts = moe_ops.norm_moe(stream, openings, closing)
-        chosen = moe_ops.route(x_router, proj.packed, per_expert, of, MOE)
-        gated = moe_ops.gated(x, dense_up.packed, kind)
-        dense = DenseBranch(gated, dense_down.packed, dense_norm)
-        routed = RoutedBranch(x_experts, chosen, gate_up.packed, down.packed, routed_norm)
-        added = moe_ops.mixture(dense, routed)
-        x = moe_ops.norm(stream, Opening(following, "bf16"), Closing(added, post))
+        dense = DenseBranch(x, dense_up.packed, dense_down.packed, dense_norm)
+        experts = gate_up.packed, down.packed, routed_norm
+        routed = RoutedBranch(x_router, proj.packed, per_expert, x_experts, *experts)
+        added = moe_ops.mixture(dense, routed, of, MOE)
+        _, x = moe_ops.norm(stream, Opening(following, "bf16"), Closing(added, post))
         return stream, moe_ops.linear(x, proj.packed)
 
     whole, same = call(slice(0, most), zeros), Differences()

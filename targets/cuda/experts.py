@@ -12,7 +12,7 @@ from specdec.core.errors import UserError
 from targets.arch import Arch, MoeSpec
 from targets.cuda import gemm, tiles
 from targets.cuda.launch import Launcher, Variant, address, pointer
-from targets.cuda.ops import Linear, Rows
+from targets.cuda.ops import Chosen, Linear, Rows
 
 if TYPE_CHECKING:
     from targets.cuda.inputs import Input
@@ -26,9 +26,11 @@ MOST_EXPERTS, MOST_PICKED = 256, 32
 """What `pick` has registers for, and lanes."""
 FILL = 1600
 """CTAs to aim at: four times what a Hopper GPU holds at once."""
-ROUTE = Variant("route")
-ROUTER_CTAS, ROUTER_GROUPS, ROUTER_ROWS = 8, 8, 16
-"""Tiles and k groups of a router's weight, and rows of its input, up to which `route` does all."""
+AHEAD = 24 << 20
+"""Bytes of experts that may be on their way to the L2 cache before they are needed: half of it."""
+ROUTER_CTAS, ROUTER_GROUPS, ROUTER_ROWS, ROUTER_BLOCKS = 8, 8, 16, 100
+"""Tiles, k groups and blocks of inputs of a router's weight, and rows of its input, up to which
+`route` does all."""
 
 
 class Routed(NamedTuple):
@@ -46,6 +48,8 @@ class _ExpertsJob(Structure):
         *((name, c_int) for name in ("n", "units", "blocks", "experts", "pairs", "top_k")),
         *((name, c_int) for name in ("k_blocks", "block", "row_groups", "k_groups", "parts")),
         *((name, c_int) for name in ("out_stride", "ready")),
+        ("next", c_void_p),
+        ("next_bytes", c_int),
     )
 
 
@@ -73,7 +77,7 @@ def variants(arch: Arch, kinds: set[str]) -> set[Variant]:
                 f"this model picks {moe.top_k} of {moe.experts} experts, the kernels at most "
                 f"{MOST_PICKED} of {MOST_EXPERTS}: run it with --device cpu"
             )
-    return {ROUTE, *map(_variant, kinds)} if moes else set()
+    return {_route(moe) for moe in moes} | (set(map(_variant, kinds)) if moes else set())
 
 
 class Experts:
@@ -85,8 +89,9 @@ class Experts:
 
     def route(
         self, x: Input, proj: Linear, per_expert: Tensor, rows: Rows, moe: MoeSpec
-    ) -> tuple[Tensor, Tensor]:
-        """`Ops.route`: of few rows one kernel, else logits [M, E] and what is picked of them."""
+    ) -> tuple[Chosen, bool]:
+        """Of few rows one kernel, else logits [M, E] and what is picked of them. -> the choice, and
+        whether the next kernel starts only when all before the router's have ended."""
         numbers = torch.empty((x.rows, moe.top_k), dtype=torch.int32, device=x.data.device)
         shares = torch.empty((x.rows, moe.top_k), device=x.data.device)
         pick = _Pick(
@@ -94,19 +99,25 @@ class Experts:
             *(moe.experts, moe.top_k, rows.tokens.shape[1], self._factor),
         )
         plan = tiles.schedule_of(proj, self._processors)
-        if x.rows <= ROUTER_ROWS and _one_tile_each(plan):
+        at_once = x.rows <= ROUTER_ROWS and _fits(plan)
+        if at_once:
             places = plan.steps, plan.depth, plan.ctas, x.k_blocks, x.block, x.rows
             router = _Router(*map(address, (proj.data, x.data)), *places)
-            self._launch(ROUTE, "route", (ROUTER_CTAS, 1, 1), 32 * ROUTER_GROUPS, [pick, router])
+            blocks, grid = plan.steps * plan.depth * ROUTER_GROUPS, (ROUTER_CTAS, 1, 1)
+            threads, shared = (
+                32 * ROUTER_GROUPS,
+                blocks * (tiles.TILE_BYTES["bf16"] + 2 * tiles.INPUTS * x.rows),
+            )
+            self._launch(_route(moe), "route", grid, threads, [pick, router], shared)
         else:
             logits = self._gemm.linear(x, proj)
-            self._launch(ROUTE, "pick", (x.rows, 1, 1), 32, [pick, pointer(logits)])
-        return numbers, shares
+            self._launch(_route(moe), "pick", (x.rows, 1, 1), 32, [pick, pointer(logits)])
+        return (numbers, shares), at_once
 
     def run(
         self,
         x: Input,
-        chosen: tuple[Tensor, Tensor],
+        chosen: Chosen,
         gate_up: Linear,
         down: Linear,
         ready: bool = False,
@@ -121,45 +132,40 @@ class Experts:
         gated = make((pairs, inputs), dtype=torch.int16, device=device)
         parts = torch.empty((*numbers.shape, down.n), device=device)
         # no other launch between these two: `down` reads `numbers` before it waits
-        blocked = inputs // tiles.INPUTS, 1
-        _experts(
-            self._launch, "gate_up", gate_up, x.data, (x.k_blocks, x.block), numbers, gated, ready
-        )
-        _experts(self._launch, "down", down, gated, blocked, numbers, parts)
+        first = _job(gate_up, x.data, (x.k_blocks, x.block), numbers, gated)
+        second = _job(down, gated, (inputs // tiles.INPUTS, 1), numbers, parts)
+        each, active = down.data[0].nbytes, min(len(down.data), pairs)
+        first.ready = int(ready)
+        if active * each <= AHEAD:
+            first.next, first.next_bytes = down.data.data_ptr(), each
+        for name, job, kind in (("gate_up", first, gate_up.kind), ("down", second, down.kind)):
+            grid = (_ctas(-(-job.units // job.row_groups), active), active, 1)
+            shared = _shared(len(numbers), job)
+            self._launch(_variant(kind), name, grid, THREADS, [job], shared)
         return Routed(parts, numbers, shares)
 
 
-def _one_tile_each(plan: tiles.Schedule) -> bool:
-    single = (plan.passes, plan.tiles, plan.wide, plan.k_groups) == (1, 1, 1, ROUTER_GROUPS)
-    return single and plan.ctas <= ROUTER_CTAS
-
-
-def _experts(
-    launch: Launcher,
-    name: str,
-    weight: Linear,
-    x: Tensor,
-    blocked: tuple[int, int],
-    numbers: Tensor,
-    out: Tensor,
-    ready: bool = False,
-) -> None:
+def _job(
+    weight: Linear, x: Tensor, blocked: tuple[int, int], numbers: Tensor, out: Tensor
+) -> _ExpertsJob:
     """blocked: 32-input blocks of x, and tokens per block."""
     count, units = weight.data.shape[:2]
-    rows, top_k = numbers.shape
     blocks = tiles.expert_inputs(weight.k) // tiles.INPUTS
     # where parts of k are short, a warp has two
     k_warps = min(weight.k_groups, WARPS if blocks >= 5 * WARPS else WARPS // 2)
-    row_groups = WARPS // k_warps
-    scale = None if weight.scale is None else weight.scale.data_ptr()
-    job = _ExpertsJob(
-        *(weight.data.data_ptr(), scale, x.data_ptr(), out.data_ptr(), numbers.data_ptr()),
-        *(weight.n, units, blocks, count, rows * top_k, top_k, *blocked),
-        *(row_groups, k_warps, weight.k_groups, out.shape[-1], int(ready)),
+    return _ExpertsJob(
+        *map(address, (weight.data, weight.scale, x, out, numbers)),
+        *(weight.n, units, blocks, count, numbers.numel(), numbers.shape[1], *blocked),
+        *(WARPS // k_warps, k_warps, weight.k_groups, out.shape[-1], 0),
+        *(None, 0),
     )
-    active = min(count, rows * top_k)
-    grid = (_ctas(-(-units // row_groups), active), active, 1)
-    launch(_variant(weight.kind), name, grid, THREADS, [job], _shared(rows, job))
+
+
+def _fits(plan: tiles.Schedule) -> bool:
+    """Whether each CTA of `route` has a tile at most, with all of its inputs."""
+    single = (plan.passes, plan.tiles, plan.wide, plan.k_groups) == (1, 1, 1, ROUTER_GROUPS)
+    blocks = plan.steps * plan.depth * ROUTER_GROUPS
+    return single and plan.ctas <= ROUTER_CTAS and blocks <= ROUTER_BLOCKS
 
 
 def _ctas(groups: int, active: int) -> int:
@@ -174,6 +180,10 @@ def _shared(rows: int, job: _ExpertsJob) -> int:
     at_once = 1 if rows <= TOKENS else AT_ONCE
     sums = (job.k_groups - 1) * job.row_groups * 2 * at_once * 32 * 16
     return -(-job.pairs // 4) * 16 + sums
+
+
+def _route(moe: MoeSpec) -> Variant:
+    return Variant("route", (("SHARES", -(-moe.experts // 32)),))
 
 
 def _variant(kind: str) -> Variant:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from targets.cuda import tiles
-from targets.cuda.inputs import BLOCKS, Input
+from targets.cuda.inputs import BLOCKS, Input, Normed
 from targets.cuda.int4 import Int4
 from targets.cuda.int8 import Int8
-from targets.cuda.launch import Launcher, Variant, address
+from targets.cuda.launch import Launcher, Variant, address, pointer
 from targets.cuda.ops import Dense, Linear
 
 RING_BYTES = 168 << 10
@@ -26,6 +26,8 @@ WIDE_FROM = 32
 cores need warpgroups."""
 FEW = tuple(block for block in BLOCKS if block < WIDE_FROM)
 MANY = tuple(block for block in BLOCKS if block >= WIDE_FROM)
+NORM_WARPS = 16
+"""That norm a row (norm.cuh)."""
 BARRIERS = 16
 """Bytes of a stage's two."""
 UNTILE_THREADS, UNTILE_BYTES = 512, 96 << 10
@@ -45,7 +47,7 @@ class _GemmJob(Structure):
         *((name, c_int) for name in ("k_blocks", "k_stride", "stages", "rows")),
         *((name, c_int) for name in ("out_stride", "out_groups", "epilogue")),
         ("softcap", c_float),
-        *((name, c_int) for name in ("silu", "room", "late")),
+        *((name, c_int) for name in ("silu", "room", "late", "ready")),
     )
 
 
@@ -58,16 +60,19 @@ class _Untile(Structure):
     )
 
 
-def variants(kinds: set[str]) -> set[Variant]:
-    """For weights of these kinds; of w8a8 ones, which w8a8.cu multiplies, just what tiles are
-    turned back with, and of int8 ones, a head's copy alone, what few rows take."""
+def variants(kinds: set[str], hidden: int) -> set[Variant]:
+    """For weights of these kinds beside a stream of this width; of w8a8 ones, which w8a8.cu
+    multiplies, just what tiles are turned back with, and of int8 ones, a head's copy alone, what
+    few rows take."""
     mine = kinds - {"w8a8", "int8"}
     few = {
         _few(kind, block, wide) for kind in kinds - {"w8a8"} for block in FEW for wide in (1, 2, 3)
     }
     many = {_many(kind, block, depth) for kind in mine for block in MANY for depth in tiles.DEPTHS}
     gather = {_gather(kind, block) for kind in mine for block in MANY}
-    return {weight_variant("untile", kind) for kind in kinds - {"int8"}} | few | many | gather
+    normed = {_normed(kind, wide, hidden) for kind in mine for wide in (1, 2, 3)}
+    untile = {weight_variant("untile", kind) for kind in kinds - {"int8"}}
+    return untile | few | normed | many | gather
 
 
 class Gemm:
@@ -153,16 +158,16 @@ class Gemm:
             self._scales[packed] = packed.flatten() / tiles.ACTIVATION_SCALE
         return self._scales[packed]
 
-    def linear(self, x: Input, weight: Linear, late: bool = False) -> Tensor:
+    def linear(self, x: Input | Normed, weight: Linear, late: bool = False) -> Tensor:
         """`Ops.linear`. late: of few rows, the next kernel starts no earlier than all kernels
         before this one have ended, and may read their results before it waits."""
-        out = torch.empty((x.rows, weight.n), device=x.data.device)
+        out = torch.empty((x.rows, weight.n), device=weight.data.device)
         self.run(x, weight, out, PLAIN, weight.n, late=late)
         return out
 
     def run(
         self,
-        x: Input,
+        x: Input | Normed,
         weight: Linear,
         out: Tensor,
         epilogue: int,
@@ -174,11 +179,12 @@ class Gemm:
         certified: Tensor | None = None,
         room: int = 0,
         late: bool = False,
+        ready: bool = False,
     ) -> None:
         """out: float32 rows of `stride`, or an `Input`'s data of `stride` blocks and `out_groups` k
         groups. inputs: what PER_LAYER multiplies with. silu: what GATED gates with, else tanh
         GELU. certified [M], of few rows: nothing is done if all are 0 to `room`. late: as `linear`
-        has it."""
+        has it. ready: of few rows, the kernel before lets this one start only when x is there."""
         assert x.k_groups == (weight.k_groups if weight.layout == "row_parallel" else 1)
         plan = tiles.schedule_of(weight, self._processors)
         job = _GemmJob(
@@ -188,9 +194,11 @@ class Gemm:
             *(weight.n, plan.ctas, plan.tiles, plan.passes, plan.steps),
             *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
             *(tiles.k_stride(weight), 0, x.rows, stride, out_groups, epilogue, softcap, int(silu)),
-            *(room, int(late)),
+            *(room, int(late), int(ready)),
         )
-        if x.block in FEW:
+        if isinstance(x, Normed):
+            self._run_normed(x, weight, plan, job)
+        elif x.block in FEW:
             job.stages, shared = few_stages(plan, weight.kind, x.block)
             variant = _few(weight.kind, x.block, plan.wide)
             self._launch(variant, "gemm", (plan.ctas, 1, 1), 32 * (plan.warps + 1), [job], shared)
@@ -198,6 +206,13 @@ class Gemm:
             self._wide(x, weight, plan, job)
         else:
             self._spread(x, weight, plan, job)
+
+    def _run_normed(self, x: Normed, weight: Linear, plan: tiles.Schedule, job: _GemmJob) -> None:
+        job.stages, shared = normed_stages(plan, weight.kind)
+        threads = 32 * (max(plan.warps, NORM_WARPS) + 1)
+        variant = _normed(weight.kind, plan.wide, weight.k)
+        arguments = [job, x.job, pointer(x.branch)]
+        self._launch(variant, "gemm_normed", (plan.ctas, 1, 1), threads, arguments, shared)
 
     def _wide(self, x: Input, weight: Linear, plan: tiles.Schedule, job: _GemmJob) -> None:
         job.stages, shared = many_stages(plan, weight.kind, x.block)
@@ -234,6 +249,16 @@ def _few(kind: str, block: int, wide: int) -> Variant:
     return weight_variant("gemm", kind, ("TOKENS", block), ("TW", wide))
 
 
+def _normed(kind: str, wide: int, hidden: int) -> Variant:
+    form = ("TOKENS", 1), ("TW", wide), ("NORMED", quads_of(hidden))
+    return weight_variant("gemm", kind, *form)
+
+
+def quads_of(hidden: int) -> int:
+    """Four values each, that a thread of those which norm has of a row."""
+    return -(-hidden // (4 * 32 * NORM_WARPS))
+
+
 def _many(kind: str, block: int, depth: int) -> Variant:
     return weight_variant("wide", kind, ("TOKENS", block), ("DEPTH", depth))
 
@@ -257,6 +282,15 @@ def few_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:
     stages = max(2, min(RING_BYTES // stage, plan.steps * plan.passes))
     sums = (plan.k_groups - 1) * plan.tiles * tiles.TILE * 4 * max(block, 8)
     return stages, max(stages * (stage + BARRIERS) + sums * (plan.passes > 1), sums, ALONE_BYTES)
+
+
+def normed_stages(plan: tiles.Schedule, kind: str) -> tuple[int, int]:
+    """Of the ring of a CTA that makes its one token's inputs, and keeps them all."""
+    stage, blocks = plan.step_bytes(kind), plan.steps * plan.k_groups * plan.depth
+    stages = max(2, min(RING_BYTES // stage, plan.steps * plan.passes))
+    sums = (plan.k_groups - 1) * plan.tiles * tiles.TILE * 4 * 8
+    ring = stages * (stage + BARRIERS) + 2 * tiles.INPUTS * blocks
+    return stages, max(ring + sums * (plan.passes > 1), sums, ALONE_BYTES)
 
 
 def many_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from ctypes import Structure, c_float, c_int, c_void_p
 import torch
 from torch import Tensor
 
-from targets.arch import Arch
+from targets.arch import Arch, MoeSpec
 from targets.cuda import attention, candidates, experts, gemm, sampler, tiles, w8a8
 from targets.cuda.gemm import GATED, LOGITS, PER_LAYER, PLAIN
 from targets.cuda.inputs import Input, make_input
@@ -60,10 +60,10 @@ class Kernels:
         self.pack, self.pack_codes = self._gemm.pack, self._gemm.pack_codes
         self.dense, self.with_plain = self._gemm.dense, self._gemm.with_plain
         self._w8a8 = w8a8.W8A8(self._launch, self.processors)
+        self._norm = norm_variant("bf16", arch.hidden)
         norms = Norms(self._launch, arch.eps)
         self.norm, self.norm_moe = norms.norm, norms.norm_moe
         self.experts = experts.Experts(self._launch, self._gemm, arch, self.processors)
-        self.route = self.experts.route
         self._attention = attention.Attention(self._launch, arch, max_len, kv8, self.device)
         self.store = self._attention.store
         self.sampler = sampler.Sampler(self._launch, self.device)
@@ -89,7 +89,14 @@ class Kernels:
         h = torch.empty((m, head.k), device=self.device)
         job = self.lookup(head, rows.tokens, h)
         # the first kernel of a call: everything before it has ended when it starts
-        self._launch(norm_variant("bf16"), "embed", (m, 1, 1), ROW_THREADS, [job], early=False)
+        self._launch(
+            norm_variant("bf16", self.arch.hidden),
+            "embed",
+            (m, 1, 1),
+            ROW_THREADS,
+            [job],
+            early=False,
+        )
         return h
 
     def lookup(self, head: Linear, tokens: Tensor, h: Tensor) -> Embed:
@@ -103,11 +110,12 @@ class Kernels:
             torch.tensor(head.k**0.5, dtype=torch.bfloat16).item(),
         )
 
-    def gated(self, x: Input, gate_up: Linear, kind: str) -> Input:
+    def gated(self, x: Input, gate_up: Linear, kind: str, ready: bool = False) -> Input:
+        """ready: as `gemm.Gemm.run` has it."""
         if gate_up.kind == "w8a8":
             return self._w8a8.quantise(self._w8a8.gated(x, gate_up))
         out = make_input(x.rows, gate_up.n // 2, self.device, tiles.EIGHTHS)
-        gating = {"silu": self.arch.silu, "out_groups": out.k_groups}
+        gating = {"silu": self.arch.silu, "out_groups": out.k_groups, "ready": ready}
         self._gemm.run(x, gate_up, out.data, GATED, out.k_blocks, **gating)
         return out
 
@@ -133,14 +141,22 @@ class Kernels:
         arguments += [c_int(layers), c_int(width), c_int(arch.per_layer_vocab), c_float(arch.eps)]
         arguments += [c_float(factor) for factor in factors]
         self._launch(
-            norm_variant("bf16"), "per_layer_inputs", (m, -(-layers // 8), 1), THREADS, arguments
+            norm_variant("bf16", self.arch.hidden),
+            "per_layer_inputs",
+            (m, -(-layers // 8), 1),
+            THREADS,
+            arguments,
         )
         return out
 
-    def mixture(self, dense: DenseBranch, routed: RoutedBranch) -> Mixture:
-        x, down, norm = dense
-        # of few rows the experts' kernel may start while the dense branch ends, and read ahead
-        ready = x.block in gemm.FEW and down.kind != "w8a8"
-        branch = self._gemm.linear(x, down, late=True) if ready else self.branch(x, down)
-        experts = self.experts.run(*routed[:-1], ready)
-        return Mixture(branch, norm, experts, routed.norm)
+    def mixture(
+        self, dense: DenseBranch, routed: RoutedBranch, rows: Rows, moe: MoeSpec
+    ) -> Mixture:
+        """Of few rows, kernels run beside one another as far as they need not wait: the dense
+        branch beside the router, and the experts begin to read while it ends."""
+        chosen, beside = self.experts.route(*routed[:3], rows, moe)
+        few = dense.x.block in gemm.FEW and dense.down.kind != "w8a8"
+        x = self.gated(dense.x, dense.gate_up, dense.down.kind, ready=beside and few)
+        branch = self._gemm.linear(x, dense.down, late=True) if few else self.branch(x, dense.down)
+        experts = self.experts.run(routed.x, chosen, routed.gate_up, routed.down, few)
+        return Mixture(branch, dense.norm, experts, routed.norm)

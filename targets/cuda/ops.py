@@ -4,7 +4,7 @@
 kernels. `model.py` is written in these words only.
 
 Shape legend: M rows of a call (B sequences times T tokens, row b * T + t), H hidden, V vocab.
-`h` is the residual stream, float32 [M, H], updated in place. An `X` is a linear layer's input in
+`h` is the residual stream, float32 [M, H]. An `X` is a linear layer's input in
 whatever layout and dtype its implementation likes: only the same implementation may read it.
 """
 
@@ -80,10 +80,11 @@ call out and drafts that don't exist (NO_GUESS) picked nobody: -1, with shares o
 
 class Opening(NamedTuple):
     """What a branch is fed: the stream, normed by weight `pre` (as it is where None), for a weight
-    of this kind."""
+    of this kind. alone: one linear layer reads it, before anything reads the stream."""
 
     pre: Tensor | None
     kind: str
+    alone: bool = False
 
 
 class Closing(NamedTuple):
@@ -100,18 +101,22 @@ NOTHING = Closing()
 
 
 class DenseBranch(NamedTuple):
-    """Of a MoE layer: the input of its last weight, and the norm of what that gives."""
+    """Of a MoE layer: its input, weights, and the norm of what they give."""
 
     x: X
+    gate_up: Linear
     down: Linear
     norm: Tensor
 
 
 class RoutedBranch(NamedTuple):
-    """Of a MoE layer: what the chosen experts are fed, and the norm of their sum."""
+    """Of a MoE layer: the router with its own input, then the experts with theirs, and the norm of
+    the sum of those that it picks."""
 
+    x_router: X
+    router: Linear
+    per_expert: Tensor
     x: X
-    chosen: Chosen
     gate_up: Linear
     down: Linear
     norm: Tensor
@@ -154,8 +159,9 @@ class Ops(Protocol):
         count as 0."""
         ...
 
-    def norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> X:
-        """h = (h + rms(branch) * post) * scalar in place; -> rms(h) * pre."""
+    def norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> tuple[Tensor, X]:
+        """-> h = (h + rms(branch) * post) * scalar, in place but for an opening that is read alone,
+        and rms(h) * pre."""
         ...
 
     def norm_moe(
@@ -194,14 +200,9 @@ class Ops(Protocol):
         """gelu_tanh(x gate) * inputs of this layer."""
         ...
 
-    def route(self, x: X, proj: Linear, per_expert: Tensor, rows: Rows, moe: MoeSpec) -> Chosen:
-        """The best experts by softmax(x proj / sqrt(H)); their shares sum to 1 before each
-        expert's own factor."""
-        ...
-
-    def mixture(self, dense: DenseBranch, routed: RoutedBranch) -> Branch:
-        """rms(dense) * its norm + rms(experts' sum in rank order) * its norm. What is routed was
-        made before the dense branch's input was."""
+    def mixture(self, dense: DenseBranch, routed: RoutedBranch, rows: Rows, moe: MoeSpec) -> Branch:
+        """rms(dense) * its norm + rms(sum of the picked experts) * its norm. Picked are the best by
+        softmax(x router / sqrt(H)); their shares sum to 1 before each expert's own factor."""
         ...
 
     def head(self, x: X, table: Linear, softcap: float | None) -> Tensor:

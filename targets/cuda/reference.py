@@ -93,7 +93,13 @@ class Reference:
     def embed(self, head: Linear, rows: Rows) -> Tensor:
         return lookup(head.data, rows.tokens.flatten(), self.arch.hidden)
 
-    def norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> Tensor:
+    def norm(
+        self, h: Tensor, opening: Opening, closing: Closing = NOTHING
+    ) -> tuple[Tensor, Tensor]:
+        self._close(h, closing)
+        return h, self._opened(h, opening)
+
+    def _close(self, h: Tensor, closing: Closing) -> None:
         branch, post, scalar = closing
         if branch is not None:
             h += (
@@ -103,6 +109,8 @@ class Reference:
             )
         if scalar is not None:
             h *= scalar
+
+    def _opened(self, h: Tensor, opening: Opening) -> Tensor:
         if opening.pre is None:
             return as_input(h.clone(), opening.kind)
         normed = each_row(lambda row: rms(row, opening.pre, self.arch.eps), h)
@@ -156,14 +164,14 @@ class Reference:
     def norm_moe(
         self, h: Tensor, openings: tuple[Opening, Opening, Opening], closing: Closing = NOTHING
     ) -> tuple[Tensor, Tensor, Tensor]:
-        first, *others = openings
-        x = self.norm(h, first, closing)
-        router, experts = (self.norm(h, opening) for opening in others)
-        return x, router, experts
+        self._close(h, closing)
+        dense, router, experts = (self._opened(h, opening) for opening in openings)
+        return dense, router, experts
 
     def route(
         self, x: Tensor, proj: Linear, per_expert: Tensor, rows: Rows, moe: MoeSpec
     ) -> Chosen:
+        """The router's choice, by softmax(x proj / sqrt(H))."""
         logits = self.linear(x, proj) * self.arch.hidden**-0.5
         shares = each_row(lambda row: row.softmax(-1), logits)
         ranked = [rank(row[None].clone(), per_expert, moe) for row in shares]
@@ -183,14 +191,16 @@ class Reference:
                 total += share * self.linear(x_down, expert(down, number))[0]
         return out
 
-    def mixture(self, dense: DenseBranch, routed: RoutedBranch) -> Tensor:
-        branches = self.linear(dense.x, dense.down), self.experts(*routed[:-1])
+    def mixture(self, dense: DenseBranch, routed: RoutedBranch, rows: Rows, moe: MoeSpec) -> Tensor:
+        chosen = self.route(*routed[:3], rows, moe)
+        x = self.gated(dense.x, dense.gate_up, dense.down.kind)
+        experts = self.experts(routed.x, chosen, routed.gate_up, routed.down)
 
         def sum_of(dense_row: Tensor, routed_row: Tensor) -> Tensor:
             first = rms(dense_row, dense.norm, self.arch.eps)
             return first + rms(routed_row, routed.norm, self.arch.eps)
 
-        return each_row(sum_of, *branches)
+        return each_row(sum_of, self.linear(x, dense.down), experts)
 
     def choose(
         self,

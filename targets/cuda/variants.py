@@ -10,15 +10,17 @@ from targets.cuda.launch import Variant
 def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
     """All that this architecture launches with weights of these kinds, and an e4m3 cache or not."""
     parts = (
-        gemm.variants(kinds),
+        gemm.variants(kinds, arch.hidden),
         w8a8.variants() if "w8a8" in kinds else set(),
         attention.variants(arch, kv8),
         experts.variants(arch, kinds - {"w8a8", "int8"}),
     )
     certified = {candidates.SCREEN, candidates.RESCORE} if "int8" in kinds else set()
-    return {sampler.SAMPLE, sampler.CYCLE, *certified, *map(norm_variant, kinds)}.union(*parts)
+    norms = {norm_variant(kind, arch.hidden) for kind in kinds}
+    return {sampler.SAMPLE, sampler.CYCLE, *certified, *norms}.union(*parts)
 
 
-def norm_variant(kind: str) -> Variant:
-    """What feeds weights of this kind."""
-    return Variant("norm", (("FP8", int(kind != "bf16")), ("W8A8", int(kind == "w8a8"))))
+def norm_variant(kind: str, hidden: int) -> Variant:
+    """What feeds weights of this kind from a stream of this width."""
+    kinds = ("FP8", int(kind != "bf16")), ("W8A8", int(kind == "w8a8"))
+    return Variant("norm", (*kinds, ("QUADS", gemm.quads_of(hidden))))

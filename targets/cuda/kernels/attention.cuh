@@ -217,14 +217,12 @@ __device__ inline void emit(const Job& job, int m, int head, int column, float4 
   if (column >= job.head_dim) return;
   const int f = head * job.head_dim + column;
   const auto narrow = [&](float v) { return job.fp8 ? input_of_fp8(v) : to_bf16(v); };
-  u32* x = static_cast<u32*>(job.x);  // pairs of features stay together
   const u32 low = narrow(o.x / l) | u32(narrow(o.y / l)) << 16;
   const u32 high = narrow(o.z / l) | u32(narrow(o.w / l)) << 16;
   if (!job.block) {
     const size_t row = size_t(m) * job.kv_heads * job.group * job.head_dim;
-    *reinterpret_cast<uint2*>(x + (row + f) / 2) = make_uint2(low, high);
+    *reinterpret_cast<uint2*>(static_cast<u32*>(job.x) + (row + f) / 2) = make_uint2(low, high);
     return;
   }
-  x[x_offset(m, f, job.k_blocks, job.block, job.k_groups) / 2] = low;
-  x[x_offset(m, f + 2, job.k_blocks, job.block, job.k_groups) / 2] = high;
+  store_inputs(job.x, m, f, low, high, job.k_blocks, job.block, job.k_groups);
 }

@@ -11,16 +11,18 @@ extern "C" __global__ void __launch_bounds__(HD / 4) combine(const __grid_consta
   const int begin = (job.window ? max(0, query - job.window + 1) : 0) / kChunk;
   wait_for_previous();
   if (place.slot < 0) return;
+  const size_t first = job.part(b, head / job.group, 0, row), step = job.part(0, 0, 1, 0);
+  const float2* sums = job.sums + first;
+  const float* partial = job.partial + first * HD + 4 * threadIdx.x;
   Sums lane[kLanes];
   float4 v[kLanes];
 #pragma unroll
   for (int j = 0; j < kLanes; j++) {
     v[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (begin + ((j - begin) & (kLanes - 1)) > end) continue;  // it has no chunk of this row
-    const size_t at = job.part(b, head / job.group, j, row);
-    const float2 raw = job.sums[at];
+    const float2 raw = sums[j * step];
     lane[j].m = raw.x, lane[j].l = raw.y;
-    v[j] = *reinterpret_cast<const float4*>(job.partial + at * HD + 4 * threadIdx.x);
+    v[j] = *reinterpret_cast<const float4*>(partial + j * step * HD);
   }
   Sums all;
   float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -70,6 +70,19 @@ __device__ inline size_t x_offset(int m, int f, int k_blocks, int block, int k_g
   return start + (pair * block + token) * 8 + quad * 2 + f % 2;
 }
 
+// Inputs f to f + 3 (f a multiple of 4) of row m, two a word: where `x_offset` says. One address for all: what
+// few CTAs run comes from cold instruction caches, where each instruction counts.
+__device__ inline void store_inputs(void* x, int m, int f, u32 low, u32 high, int k_blocks, int block, int k_groups = 1) {
+  const int at = k_groups > 1 && block < 32 ? interleaved(f / 32, k_blocks, k_groups) : f / 32, token = m % block;
+  u32* to = static_cast<u32*>(x) + (size_t(m / block) * k_blocks + at) * block * 16;
+  if (block < 32) {
+    *reinterpret_cast<uint2*>(to + token * 16 + f % 32 / 2) = make_uint2(low, high);
+    return;
+  }
+  to += (f % 8 / 2 * block + token) * 4 + f % 32 / 8;
+  to[0] = low, to[block * 4] = high;
+}
+
 // Eight of a token's inputs, 8 i to 8 i + 7 of a block: together, or a pair from each part.
 __device__ inline uint4 load_inputs(const u32* x, int block) {
   if (block < 32) return *reinterpret_cast<const uint4*>(x);

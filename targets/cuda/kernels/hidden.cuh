@@ -1,24 +1,24 @@
 // What the kernels of the residual stream share: rows in registers, inputs of the next linear layer, and
 // the embedding's table, which is the head's weight, tiled.
 #pragma once
-#include "common.cuh"
+#include "norm.cuh"
 
 #ifndef FP8  // what the next linear layer's weights are
 #define FP8 1
 #endif
-__device__ inline u16 as_input(float v, bool narrow) { return narrow ? input_of_fp8(v) : to_bf16(v); }
 
-constexpr int kThreads = 512;
-constexpr int kMax = 4;  // float4 per thread: hidden sizes up to 8192
+#ifndef QUADS  // float4 of a row that a thread has: 4 reach hidden sizes of 8192
+#define QUADS 4
+#endif
 
-__device__ inline float4 load4(const float* p, int i) { return reinterpret_cast<const float4*>(p)[i]; }
-__device__ inline float square4(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
+constexpr int kThreads = kNormThreads;
+constexpr int kMax = QUADS;
 
 // narrow: whether the next layer's weights are (tile.cuh).
 __device__ inline void store_input(void* x, int m, int i, float4 v, int k_blocks, int block, bool narrow = FP8) {
-  u32* to = static_cast<u32*>(x);  // pairs of features stay together
-  to[x_offset(m, 4 * i, k_blocks, block) / 2] = as_input(v.x, narrow) | u32(as_input(v.y, narrow)) << 16;
-  to[x_offset(m, 4 * i + 2, k_blocks, block) / 2] = as_input(v.z, narrow) | u32(as_input(v.w, narrow)) << 16;
+  const u32 low = as_input(v.x, narrow) | u32(as_input(v.y, narrow)) << 16;
+  const u32 high = as_input(v.z, narrow) | u32(as_input(v.w, narrow)) << 16;
+  store_inputs(x, m, 4 * i, low, high, k_blocks, block);
 }
 
 struct Embed {

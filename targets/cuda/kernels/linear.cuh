@@ -27,6 +27,7 @@ struct Job {
   int silu;             // what gates: 1 SiLU, 0 tanh GELU
   int room;             // for candidates of a row
   int late;             // of gemm.cu: the next kernel starts when all before this one have ended
+  int ready;            // of gemm.cu: x was complete before this kernel could start
 };
 
 // The weight's row n that is `row` of a tile, or past its end. The first half of a gated tile are gate's

@@ -27,6 +27,8 @@ struct Job {
   int row_groups, k_groups, parts;  // parts: of k, one or two a warp
   int out_stride;
   int ready;                  // gate_up: x and numbers were complete before it could start
+  const u8* next;             // gate_up: the weight of `down` where it fits into L2, or null
+  int next_bytes;             // of an expert of it
 };
 
 __device__ inline Stored load_weight(const u8* tile, int lane) {
@@ -200,6 +202,20 @@ __device__ inline void finish(const Job& job, const Sum<NB>& sum, int expert, in
     }
 }
 
+// The weights of a CTA's first units on their way to the L2 cache: known before the inputs are.
+__device__ inline void fetch_ahead(const Job& job, int expert) {
+  const int first = blockIdx.x * job.row_groups, units = min(job.row_groups, job.units - first);
+  if (threadIdx.x == 0 && units > 0)
+    prefetch(job.weight + (size_t(expert) * job.units + first) * job.blocks * kUnit, units * job.blocks * kUnit);
+}
+
+// A CTA's share of what `down` reads of this expert: it follows what is being read now, without a pause.
+__device__ inline void fetch_next(const Job& job, int expert) {
+  const int share = (job.next_bytes / 16 + gridDim.x - 1) / gridDim.x * 16, from = blockIdx.x * share;
+  if (threadIdx.x == 0 && job.next && from < job.next_bytes)
+    prefetch(job.next + size_t(expert) * job.next_bytes + from, min(share, job.next_bytes - from));
+}
+
 // Up to 8 NB of an expert's tokens.
 template <int NB, bool kGate>
 __device__ inline void compute(const Job& job, int expert, int group, const int* list, int count,
@@ -232,6 +248,7 @@ __device__ inline void compute(const Job& job, int expert, int group, const int*
       to = e ? to + v : v;
     }
   }
+  if (kGate && group + gridDim.x >= (job.units + job.row_groups - 1) / job.row_groups) fetch_next(job, expert);
   add_groups(job, sum, shared, row_group, k_group, lane);
   if (kGate) wait_for_previous();  // until here only what was ready is read, and nothing written
   if (k_group == 0 && unit < job.units)
@@ -245,10 +262,20 @@ __device__ inline void run(const Job& job) {
   float4* shared = reinterpret_cast<float4*>(memory + (job.pairs + 3) / 4 * 16);
   // the numbers are needed twice, but loaded once where they are few
   const int first = threadIdx.x < job.pairs ? load_number(job.numbers + threadIdx.x) : -1;
-  const int expert = find_expert(job, first), groups = (job.units + job.row_groups - 1) / job.row_groups;
-  if (!kGate) wait_for_previous();
+  const int groups = (job.units + job.row_groups - 1) / job.row_groups;
+  // what one row picked is as many experts: nothing is to be found or listed
+  const bool lone = job.pairs == job.top_k;
+  const int expert = lone ? load_number(job.numbers + blockIdx.y) : find_expert(job, first);
   if (expert < 0) return wait_for_previous();
-  const int count = list_pairs(job, expert, first, list);
+  const int count = lone ? 1 : list_pairs(job, expert, first, list);
+  if (lone) {
+    if (threadIdx.x == 0) list[0] = blockIdx.y;
+    __syncthreads();
+  }
+  if (!kGate) {
+    fetch_ahead(job, expert);
+    wait_for_previous();
+  }
   for (int group = blockIdx.x; group < groups; group += gridDim.x) {
     if (count <= 8) {
       compute<1, kGate>(job, expert, group, list, count, shared);

@@ -1,7 +1,12 @@
 // The router of a MoE layer, and what it picks.
 #include "choice.cuh"
+#include "tile.cuh"
 
-constexpr int kMaxShares = 8;  // experts per lane: up to 256
+#ifndef SHARES  // experts per lane: up to 8
+#define SHARES 4
+#endif
+
+constexpr int kMaxShares = SHARES;
 constexpr int kNoGuess = -1, kNobody = -1;
 
 struct Pick {
@@ -13,14 +18,37 @@ struct Pick {
   float factor;
 };
 
+// What a warp knows before the router has ended: whether row m picks anybody, its lanes' experts' weights.
+struct Known {
+  bool picks;
+  float weight[kMaxShares];
+
+  __device__ Known(const Pick& job, int m) : picks(job.slot[m / job.width] >= 0 && job.tokens[m] != kNoGuess) {
+#pragma unroll
+    for (int i = 0; i < kMaxShares; i++) {
+      const int e = threadIdx.x % 32 + 32 * i;
+      weight[i] = e < job.experts ? job.per_expert[e] : 0.0f;
+    }
+  }
+};
+
+__device__ inline u32 most(u32 v) {
+  asm("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(v));
+  return v;
+}
+__device__ inline u32 least(u32 v) {
+  asm("redux.sync.min.u32 %0, %0, 0xffffffff;" : "+r"(v));
+  return v;
+}
+
 // One warp: softmax of row m's logits * factor, the best top_k (at most 32) by falling share, ties to
 // the lower number; their shares are made to sum to 1, then weighted per expert. Rows that sit out and
 // drafts that don't exist pick nobody: no expert is read for them.
-__device__ inline void pick_experts(const Pick& job, int m, const float* logits) {
+__device__ inline void pick_experts(const Pick& job, int m, const Known& known, const float* logits) {
   const int lane = threadIdx.x % 32, top_k = job.top_k;
   int* numbers = job.numbers + m * top_k;
   float* shares = job.shares + m * top_k;
-  if (job.slot[m / job.width] < 0 || job.tokens[m] == kNoGuess) {
+  if (!known.picks) {
     if (lane < top_k) numbers[lane] = kNobody, shares[lane] = 0.0f;
     return;
   }
@@ -39,39 +67,41 @@ __device__ inline void pick_experts(const Pick& job, int m, const float* logits)
     sum += share[i];
   }
   sum = warp_sum(sum);
-  u64 key[kMaxShares];  // larger is better; 0: taken, or no expert
+  u32 key[kMaxShares];  // a share's bits, which rise with it, and one; 0: taken, or no expert
 #pragma unroll
-  for (int i = 0; i < kMaxShares; i++) {
-    const int e = lane + 32 * i;
-    key[i] = e < job.experts ? u64(__float_as_uint(share[i] / sum)) << 32 | ~u32(e) : 0;
-  }
-  float mine = 0.0f, total = 0.0f;
+  for (int i = 0; i < kMaxShares; i++)
+    key[i] = lane + 32 * i < job.experts ? __float_as_uint(share[i] / sum) + 1 : 0;
+  float mine = 0.0f, total = 0.0f, weight = 0.0f;
   int number = 0;
   for (int r = 0; r < top_k; r++) {
-    u64 top = 0;
+    u32 top = 0, where = ~0u;
 #pragma unroll
-    for (int i = 0; i < kMaxShares; i++) top = key[i] > top ? key[i] : top;
+    for (int i = 0; i < kMaxShares; i++) top = max(top, key[i]);
+    top = most(top);
 #pragma unroll
-    for (int d = 16; d; d >>= 1) {
-      const u64 other = __shfl_xor_sync(~0u, top, d);
-      top = other > top ? other : top;
-    }
+    for (int i = kMaxShares - 1; i >= 0; i--)
+      if (key[i] == top) where = lane + 32 * i;
+    where = least(where);
+    float taken = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kMaxShares; i++) key[i] = key[i] == top ? 0 : key[i];
-    const float v = __uint_as_float(u32(top >> 32));
+    for (int i = 0; i < kMaxShares; i++)
+      if (where == lane + 32 * i) key[i] = 0, taken = known.weight[i];
+    taken = __shfl_sync(~0u, taken, where % 32);
+    const float v = __uint_as_float(top - 1);
     total += v;
-    if (lane == r) mine = v, number = int(~u32(top));
+    if (lane == r) mine = v, number = where, weight = taken;
   }
   if (lane >= top_k) return;
   numbers[lane] = number;
-  shares[lane] = mine / total * job.per_expert[number];
+  shares[lane] = mine / total * weight;
 }
 
 // One warp per row, of logits [M, experts].
 extern "C" __global__ void __launch_bounds__(32) pick(const __grid_constant__ Pick job, const float* logits) {
   let_next_start();
+  const Known known(job, blockIdx.x);
   wait_for_previous();
-  pick_experts(job, blockIdx.x, logits + size_t(blockIdx.x) * job.experts);
+  pick_experts(job, blockIdx.x, known, logits + size_t(blockIdx.x) * job.experts);
 }
 
 // The router's weight and up to 16 rows of its input, as gemm.cu has them: 16 experts a CTA, whose warps
@@ -83,41 +113,40 @@ struct Router {
   int k_blocks, block, rows;
 };
 constexpr int kCtas = 8, kGroups = 8, kThreads = 32 * kGroups, kMostRows = 16;
-constexpr int kAhead = 12;     // blocks of 32 inputs that a warp has in flight
-constexpr int kTile = 1024;    // bytes: 16 experts x 32 inputs
+constexpr int kTile = 1024, kRow = 64;  // bytes: 16 experts x 32 inputs; a row's 32 inputs
 
-// A warp's k group of this CTA's tile, for 16 rows as two blocks of 8.
-__device__ inline void multiply(const Router& job, int tile, int group, float (&sum)[2][4]) {
+// A warp's k group of this CTA's tile, for 16 rows as two blocks of 8: all of it on its way before any is
+// waited for. Loops stay loops: a kernel of few CTAs runs from cold instruction caches.
+__device__ inline void multiply(const Router& job, int tile, int group, u8* room, float (&sum)[2][4]) {
   const int lane = threadIdx.x % 32, count = job.steps * job.depth, token = lane / 4;
-  const uint4* weight = reinterpret_cast<const uint4*>(job.weight) + lane;
-  for (int first = 0; first < count; first += kAhead) {
-    uint4 w[kAhead][2];
+  const int each = kTile + job.rows * kRow;
+  const u32 mine = shared_address(room) + group * count * each;
+  const u32 weights = mine + lane * 16, inputs = mine + kTile + token * kRow + lane % 4 * 16;
+  const u8* from = job.weight + (size_t(tile) * kGroups + group) * job.depth * kTile + lane * 16;
+#pragma unroll 1
+  for (int i = 0, d = 0; i < count; i++) {
+    copy16(weights + i * each, from), copy16(weights + i * each + 512, from + 512);
+    from += kTile;
+    if (++d == job.depth) d = 0, from += (size_t(job.tiles) * kGroups - 1) * job.depth * kTile;
+  }
+  wait_for_previous();
+  let_next_start();  // only now: the next kernel's input is complete then
+  const u16* x = job.x + (group * job.block + token) * 32 + lane % 4 * 8;
+#pragma unroll 1
+  for (int i = 0; i < count; i++, x += kGroups * job.block * 32) {
+    if (token < job.rows) copy16(inputs + i * each, x);
+    if (token + 8 < job.rows) copy16(inputs + i * each + 8 * kRow, x + 8 * 32);
+  }
+  copies_done();
+  __syncwarp();
+#pragma unroll 2
+  for (int i = 0; i < count; i++) {
+    const uint4 low = load(weights + i * each), high = load(weights + i * each + 512);
 #pragma unroll
-    for (int i = 0; i < kAhead; i++) {
-      const int at = first + i, step = at / job.depth;
-      if (at >= count) continue;
-      const size_t place = (size_t(step) * job.tiles + tile) * kGroups * job.depth + group * job.depth + at % job.depth;
-      w[i][0] = weight[place * (kTile / 16)], w[i][1] = weight[place * (kTile / 16) + 32];
-    }
-    if (!first) wait_for_previous();
-    uint4 b[kAhead][2];
-#pragma unroll
-    for (int i = 0; i < kAhead; i++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        b[i][j] = make_uint4(0, 0, 0, 0);
-        if (first + i < count && token + 8 * j < job.rows)
-          b[i][j] = *reinterpret_cast<const uint4*>(
-              job.x + x_offset(token + 8 * j, ((first + i) * kGroups + group) * 32 + lane % 4 * 8, job.k_blocks, job.block));
-      }
-#pragma unroll
-    for (int i = 0; i < kAhead; i++) {
-      if (first + i >= count) continue;
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        mma_bf16(sum[j], w[i][0].x, w[i][0].y, w[i][0].z, w[i][0].w, b[i][j].x, b[i][j].y);
-        mma_bf16(sum[j], w[i][1].x, w[i][1].y, w[i][1].z, w[i][1].w, b[i][j].z, b[i][j].w);
-      }
+    for (int j = 0; j < 2; j++) {
+      const uint4 b = token + 8 * j < job.rows ? load(inputs + i * each + j * 8 * kRow) : make_uint4(0, 0, 0, 0);
+      mma_bf16(sum[j], low.x, low.y, low.z, low.w, b.x, b.y);
+      mma_bf16(sum[j], high.x, high.y, high.z, high.w, b.z, b.w);
     }
   }
 }
@@ -133,16 +162,21 @@ __device__ inline void send(const float* place, u32 rank, float v) {
 // then chooses for the rows m with m % 8 of its own number.
 extern "C" __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads)
     route(const __grid_constant__ Pick job, const __grid_constant__ Router router) {
+  extern __shared__ __align__(128) u8 room[];
   __shared__ float4 parts[kGroups][2][32];
   __shared__ float logits[kMostRows / kCtas][kCtas * 16];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x;
-  let_next_start();
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  const int m = warp * kCtas + tile;
+  const bool chooses = warp < kMostRows / kCtas && m < router.rows;
+  const Known known(job, chooses ? m : 0);
   float sum[2][4] = {};
-  if (tile < router.tiles) multiply(router, tile, warp, sum);
-  wait_for_previous();
+  if (tile < router.tiles) multiply(router, tile, warp, room, sum);
+  wait_for_previous(), let_next_start();
 #pragma unroll
   for (int j = 0; j < 2; j++) parts[warp][j][lane] = make_float4(sum[j][0], sum[j][1], sum[j][2], sum[j][3]);
-  cluster_sync();  // all have started: others' memory may be written from now on
+  __syncthreads();
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all have started: others' memory may be written
   if (warp < 2 && tile < router.tiles) {
     float4 v[8];
 #pragma unroll
@@ -156,6 +190,5 @@ extern "C" __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThre
     }
   }
   cluster_sync();
-  const int m = warp * kCtas + tile;
-  if (warp < kMostRows / kCtas && m < router.rows) pick_experts(job, m, logits[warp]);
+  if (chooses) pick_experts(job, m, known, logits[warp]);
 }
