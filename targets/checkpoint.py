@@ -71,10 +71,10 @@ class Checkpoint:
         return any(shard.dtype(name) == "F8_E4M3" for name, shard in self._where.items())
 
     @property
-    def has_int4(self) -> bool:
-        """Whether any of its weights is stored as int4."""
+    def has_four_bits(self) -> bool:
+        """Whether any of its weights is stored as int4 or NVFP4."""
         return any(
-            name.endswith(".weight_packed") and shard.dtype(name) == "I32"
+            name.endswith((".weight_packed", ".weight")) and shard.dtype(name) in ("I32", "U8")
             for name, shard in self._where.items()
         )
 

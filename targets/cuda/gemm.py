@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from targets.cuda import tiles
+from targets.cuda.four_bits import FourBits
 from targets.cuda.inputs import BLOCKS, Input
-from targets.cuda.int4 import Int4
 from targets.cuda.int8 import Int8
 from targets.cuda.launch import Launcher, Variant, address
 from targets.cuda.ops import Dense, Linear
@@ -94,7 +94,7 @@ class Gemm:
         data = tiles.tile(values, kind, layout, groups, self._processors)
         return Linear(n, k, kind, data, scale, layout, groups)
 
-    def pack_codes(self, weight: Int4 | Int8, layout: str, groups: int | None = None) -> Linear:
+    def pack_codes(self, weight: FourBits | Int8, layout: str, groups: int | None = None) -> Linear:
         """`Ops.pack_codes`; int8 meets inputs as they are."""
         n, k = weight.codes.shape[-2:]
         groups = groups or tiles.k_groups(n, layout)
@@ -244,8 +244,9 @@ def _gather(kind: str, block: int) -> Variant:
 
 def weight_variant(file: str, kind: str, *macros: tuple[str, int]) -> Variant:
     """For weights of this kind (kernels/tile.cuh)."""
-    form = ("ZEROS", int(kind == "uint4")), *((("CODES", 1),) if kind == "int8" else ())
-    return Variant(file, (("BITS", tiles.BITS[kind]), *form, *macros))
+    form = {"uint4": "ZEROS", "nvfp4": "E2M1", "int8": "CODES"}
+    more = [(form[kind], 1)] if kind in form else []
+    return Variant(file, (("BITS", tiles.BITS[kind]), *more, *macros))
 
 
 def few_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:

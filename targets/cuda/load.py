@@ -46,10 +46,10 @@ MOST_PAIRS = 48 * 1024
 class CudaOptions:
     """How to run a model with torch. None takes what suits the checkpoint and the device.
 
-    dtype: int4, fp8, fp8-w8a8, bfloat16 or float32. By default an int4 file runs as int4, an FP8
-    one as fp8, any other as bfloat16, and all as float32 on a CPU. fp8-w8a8 rounds the inputs of
-    linear layers to 8 bits as well: for many rows at once. float32 is for comparing: it runs the
-    references, on a GPU too.
+    dtype: int4, fp8, fp8-w8a8, bfloat16 or float32. By default a file of 4 bits runs as int4, an
+    FP8 one as fp8, any other as bfloat16, and all as float32 on a CPU. fp8-w8a8 rounds the inputs
+    of linear layers to 8 bits as well: for many rows at once. float32 is for comparing: it runs
+    the references, on a GPU too.
     kv_dtype: fp8, bfloat16 or float32; by default as wide as dtype, but bfloat16 beside fp8.
     device: cuda runs the kernels, cpu their references in plain torch.
     """
@@ -212,7 +212,7 @@ def _kinds(arch: Arch, dtype: str) -> set[str]:
     if dtype not in QUANTISED:
         return {"bf16", "int8"}
     if dtype == "int4":
-        return {"bf16", "int8", "int4", "uint4"}
+        return {"bf16", "int8", "int4", "uint4", "nvfp4"}
     experts = any(layer.moe for layer in arch.layers)
     return {"bf16", "int8", "fp8" if dtype == "fp8" else "w8a8"} | ({"fp8"} if experts else set())
 
@@ -223,11 +223,11 @@ def _captures(options: CudaOptions, ops: Ops) -> bool:
 
 
 def stored_dtype(path: Path) -> str:
-    """The dtype that suits what the checkpoint's files hold: fp8 or bfloat16. Raises UserError."""
+    """The dtype that suits what the checkpoint's files hold. Raises UserError."""
     return _stored(Checkpoint(path, read_arch(path)))
 
 
 def _stored(checkpoint: Checkpoint) -> str:
-    if checkpoint.has_int4:
+    if checkpoint.has_four_bits:
         return "int4"
     return "fp8" if checkpoint.has_fp8 else "bfloat16"

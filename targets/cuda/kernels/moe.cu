@@ -35,7 +35,10 @@ __device__ inline Stored load_weight(const u8* tile, int lane) {
   asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
       : "=r"(to.codes.x), "=r"(to.codes.y)
       : "l"(tile + lane * 8));
-  asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to.scales) : "l"(tile + kScalesAt + lane / 4 * 4));
+  if (E2M1)
+    asm("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=r"(to.scales) : "l"(tile + scales_at(lane)));
+  else
+    asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to.scales) : "l"(tile + scales_at(lane)));
   to.zeros = 0;
   if (ZEROS) asm("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=r"(to.zeros) : "l"(tile + kZerosAt + lane / 4 * 2));
 #else
