@@ -24,7 +24,7 @@ from tests.card import (
 
 pytestmark = pytest.mark.gpu
 MOST = 64
-ROUNDED = {"fp8": 2e-4, "int4": 2e-4, "uint4": 2e-4, "bf16": 1e-3}
+ROUNDED = {"fp8": 2e-4, "int4": 2e-4, "uint4": 2e-4, "nvfp4": 2e-4, "bf16": 1e-3}
 """Relative error: inputs of the second matmul now and then round the other way (11 or 8 bits)."""
 MOE = MoeSpec(128, 8, 704)
 
@@ -89,7 +89,7 @@ def test_equal_experts_go_by_number(moe_ops):
 
 
 @pytest.mark.parametrize("picks", ["apart", "together"])
-@pytest.mark.parametrize("kind", ["fp8", "int4", "uint4", "bf16"])
+@pytest.mark.parametrize("kind", ["fp8", "int4", "uint4", "nvfp4", "bf16"])
 def test_experts(moe_ops, kind, picks):
     hidden, rows = moe_ops.arch.hidden, 256
     gate_up = random_weight(moe_ops, (128, 1408, hidden), kind, "experts_gated")
