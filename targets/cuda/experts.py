@@ -45,7 +45,7 @@ class _ExpertsJob(Structure):
         *((name, c_void_p) for name in ("weight", "scale", "x", "out", "numbers")),
         *((name, c_int) for name in ("n", "units", "blocks", "experts", "pairs", "top_k")),
         *((name, c_int) for name in ("k_blocks", "block", "row_groups", "k_groups", "parts")),
-        *((name, c_int) for name in ("out_stride", "ready")),
+        *((name, c_int) for name in ("out_stride", "f16", "ready")),
     )
 
 
@@ -121,10 +121,9 @@ class Experts:
         gated = make((pairs, inputs), dtype=torch.int16, device=device)
         parts = torch.empty((*numbers.shape, down.n), device=device)
         # no other launch between these two: `down` reads `numbers` before it waits
-        blocked = inputs // tiles.INPUTS, 1
-        _experts(
-            self._launch, "gate_up", gate_up, x.data, (x.k_blocks, x.block), numbers, gated, ready
-        )
+        blocked, f16 = (inputs // tiles.INPUTS, 1), down.kind != "bf16"
+        given = x.data, (x.k_blocks, x.block), numbers, gated
+        _experts(self._launch, "gate_up", gate_up, *given, f16, ready)
         _experts(self._launch, "down", down, gated, blocked, numbers, parts)
         return Routed(parts, numbers, shares)
 
@@ -142,9 +141,10 @@ def _experts(
     blocked: tuple[int, int],
     numbers: Tensor,
     out: Tensor,
+    f16: bool = False,
     ready: bool = False,
 ) -> None:
-    """blocked: 32-input blocks of x, and tokens per block."""
+    """blocked: 32-input blocks of x, and tokens per block. f16: what gate_up leaves, else bf16."""
     count, units = weight.data.shape[:2]
     rows, top_k = numbers.shape
     blocks = tiles.expert_inputs(weight.k) // tiles.INPUTS
@@ -155,7 +155,7 @@ def _experts(
     job = _ExpertsJob(
         *(weight.data.data_ptr(), scale, x.data_ptr(), out.data_ptr(), numbers.data_ptr()),
         *(weight.n, units, blocks, count, rows * top_k, top_k, *blocked),
-        *(row_groups, k_warps, weight.k_groups, out.shape[-1], int(ready)),
+        *(row_groups, k_warps, weight.k_groups, out.shape[-1], int(f16), int(ready)),
     )
     active = min(count, rows * top_k)
     grid = (_ctas(-(-units // row_groups), active), active, 1)

@@ -45,7 +45,7 @@ class _GemmJob(Structure):
         *((name, c_int) for name in ("k_blocks", "k_stride", "stages", "rows")),
         *((name, c_int) for name in ("out_stride", "out_groups", "epilogue")),
         ("softcap", c_float),
-        *((name, c_int) for name in ("silu", "room", "late")),
+        *((name, c_int) for name in ("silu", "f16", "room", "late")),
     )
 
 
@@ -170,6 +170,7 @@ class Gemm:
         inputs: Tensor | None = None,
         softcap: float = 0.0,
         silu: bool = False,
+        f16: bool = False,
         out_groups: int = 1,
         certified: Tensor | None = None,
         room: int = 0,
@@ -177,8 +178,8 @@ class Gemm:
     ) -> None:
         """out: float32 rows of `stride`, or an `Input`'s data of `stride` blocks and `out_groups` k
         groups. inputs: what PER_LAYER multiplies with. silu: what GATED gates with, else tanh
-        GELU. certified [M], of few rows: nothing is done if all are 0 to `room`. late: as `linear`
-        has it."""
+        GELU; f16: what it leaves is f16, else bf16. certified [M], of few rows: nothing is done if
+        all are 0 to `room`. late: as `linear` has it."""
         assert x.k_groups == (weight.k_groups if weight.layout == "row_parallel" else 1)
         plan = tiles.schedule_of(weight, self._processors)
         job = _GemmJob(
@@ -188,7 +189,7 @@ class Gemm:
             *(weight.n, plan.ctas, plan.tiles, plan.passes, plan.steps),
             *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
             *(tiles.k_stride(weight), 0, x.rows, stride, out_groups, epilogue, softcap, int(silu)),
-            *(room, int(late)),
+            *(int(f16), room, int(late)),
         )
         if x.block in FEW:
             job.stages, shared = few_stages(plan, weight.kind, x.block)

@@ -107,7 +107,7 @@ class Kernels:
         if gate_up.kind == "w8a8":
             return self._w8a8.quantise(self._w8a8.gated(x, gate_up))
         out = make_input(x.rows, gate_up.n // 2, self.device, tiles.EIGHTHS)
-        gating = {"silu": self.arch.silu, "out_groups": out.k_groups}
+        gating = {"silu": self.arch.silu, "out_groups": out.k_groups, "f16": kind != "bf16"}
         self._gemm.run(x, gate_up, out.data, GATED, out.k_blocks, **gating)
         return out
 

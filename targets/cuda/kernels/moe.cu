@@ -26,6 +26,7 @@ struct Job {
   int k_blocks, block;        // of x
   int row_groups, k_groups, parts;  // parts: of k, one or two a warp
   int out_stride;
+  int f16;                    // gate_up: `down` takes f16 inputs, else bf16
   int ready;                  // gate_up: x and numbers were complete before it could start
 };
 
@@ -195,7 +196,7 @@ __device__ inline void finish(const Job& job, const Sum<NB>& sum, int expert, in
           const float v = sum.of[t][j][half * 2 + e] * own;
           if (kGate) {
             const float gated = gelu_tanh(v) * (sum.of[1][j][half * 2 + e] * up);
-            static_cast<u16*>(job.out)[at] = kNarrow ? input_of_fp8(gated) : to_bf16(gated);
+            static_cast<u16*>(job.out)[at] = job.f16 ? input_of_fp8(gated) : to_bf16(gated);
           } else {
             static_cast<float*>(job.out)[at] = v;
           }
