@@ -20,7 +20,7 @@ from targets.cuda.params import load_params, quantised
 from targets.cuda.reference import Reference
 from targets.stored import dequantise
 from tests.card import KINDS, error, one_layer, random_weight
-from tests.nvfp4_files import write_nvfp4
+from tests.nvfp4_files import in_part, write_nvfp4
 from tests.tiny import VARIANTS, VOCAB, oracle, write_tiny
 
 pytestmark = pytest.mark.gpu
@@ -100,14 +100,15 @@ def rounded_to_int4(values: np.ndarray) -> np.ndarray:
         ("fp8", "fp8-w8a8"),
         ("bfloat16", "int4"),
         ("nvfp4", "int4"),
+        ("nvfp4 in part", "int4"),
     ],
 )
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_model_agrees_with_transformers(tmp_path, variant, storage, dtype):
     """Its logits at every position, whole and one token at a time."""
-    if storage == "nvfp4":
+    if storage.startswith("nvfp4"):
         write_tiny(tmp_path / "wide", variant)
-        write_nvfp4(tmp_path / "wide", tmp_path)
+        write_nvfp4(tmp_path / "wide", tmp_path, *([in_part] if "part" in storage else []))
     else:
         write_tiny(tmp_path, variant, storage)
     arch = read_arch(tmp_path)

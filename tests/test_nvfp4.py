@@ -14,14 +14,18 @@ from specdec.core.errors import UserError
 from targets.arch import read_arch
 from targets.checkpoint import Checkpoint
 from targets.cuda import nvfp4
-from targets.cuda.load import CudaOptions, load_target as load_cuda, stored_dtype
+from targets.cuda.footprint import weight_bytes
+from targets.cuda.load import CudaOptions, load_target as load_cuda, plan_of, stored_dtype
 from targets.cuda.nvfp4 import Nvfp4
 from targets.jax.load import JaxOptions, load_target as load_jax
-from targets.stored import NIBBLES
+from targets.stored import NIBBLES, dequantise
 from tests import tiny
 from tests.cuda_runner import Runner
 from tests.four_bits import WIDER, write_quantised
+from tests.nvfp4_files import in_part, write_nvfp4
+from tests.tiny import VOCAB, oracle
 
+IDS = np.random.default_rng(1).integers(0, VOCAB, (2, 8))
 LAYER = "model.language_model.layers.0"
 CPU = CudaOptions(slots=1, max_len=32, device="cpu")
 IN_4_BITS = CudaOptions(slots=1, max_len=32, device="cpu", dtype="int4")
@@ -30,6 +34,10 @@ IN_4_BITS = CudaOptions(slots=1, max_len=32, device="cpu", dtype="int4")
 @pytest.fixture(autouse=True)
 def wider(monkeypatch):
     monkeypatch.setitem(tiny.VARIANTS, "31b", tiny.VARIANTS["31b"] | WIDER)
+
+
+def opened(path):
+    return Checkpoint(path, read_arch(path))
 
 
 def change(path, how):
@@ -65,9 +73,9 @@ def test_words_are_what_the_kernels_take_apart():
 def test_a_file_picks_the_kind_by_itself(tmp_path):
     """Of compressed-tensors and of ModelOpt, by the dtype of what it stores."""
     write_quantised(tmp_path, "31b", "nvfp4")
-    assert stored_dtype(tmp_path) == "int4"
+    assert stored_dtype(opened(tmp_path)) == "int4"
     change(tmp_path, as_modelopt)
-    assert stored_dtype(tmp_path) == "int4"
+    assert stored_dtype(opened(tmp_path)) == "int4"
     layer = Runner(tmp_path, "int4", torch.bfloat16).weights.layers[0]
     assert {w.kind for w in (layer.qkv, layer.o, layer.gate_up, layer.down)} == {"nvfp4"}
 
@@ -79,24 +87,34 @@ def as_modelopt(tensors):
         tensors[f"{base}.weight_scale_2"] = 1 / tensors.pop(f"{base}.weight_global_scale")[0]
 
 
-def test_what_the_file_keeps_wide_stays_wide(tmp_path):
-    """Attention here; and all of what is joined with it, where one part is."""
-    meant = write_quantised(tmp_path, "31b", "nvfp4")
+def test_what_the_file_keeps_otherwise_stays_so(tmp_path):
+    """Wide, with all that is joined to it, or FP8; it is counted so before anything is loaded, and
+    the logits are those of what the file says."""
+    tiny.write_tiny(tmp_path / "wide", "26b-a4b")
+    write_nvfp4(tmp_path / "wide", tmp_path, in_part)
+    runner = Runner(tmp_path, "int4", torch.bfloat16)
+    first, second, third = runner.weights.layers[:3]
 
-    def widen(tensors):
-        for part in ("self_attn.o_proj", "mlp.up_proj"):
-            for last in ("packed", "scale", "global_scale"):
-                tensors.pop(f"{LAYER}.{part}.weight_{last}")
-            values = torch.from_numpy(meant[f"layers.0.{part}"])
-            tensors[f"{LAYER}.{part}.weight"] = values.bfloat16()
+    def kinds(layer):
+        return [w.kind for w in (layer.qkv, layer.o, layer.gate_up, layer.down, layer.moe.down)]
 
-    change(tmp_path, widen)
-    layer = Runner(tmp_path, "int4", torch.bfloat16).weights.layers[0]
-    kinds = [w.kind for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    assert kinds == ["nvfp4", "bf16", "bf16", "nvfp4"]
-    half = len(layer.gate_up.data) // 2
-    gate = torch.from_numpy(meant["layers.0.mlp.gate_proj"]).bfloat16()
-    assert torch.equal(layer.gate_up.data[:half], gate)
+    assert kinds(first) == ["fp8", "bf16", "nvfp4", "bf16", "bf16"]
+    assert kinds(second) == ["fp8", "nvfp4", "bf16", "nvfp4", "nvfp4"]
+    assert kinds(third) == ["fp8", *["nvfp4"] * 4]
+    checkpoint, arch = opened(tmp_path), read_arch(tmp_path)
+    own = plan_of(checkpoint, arch, IN_4_BITS).own
+    assert (own["layers.2.self_attn.q_proj"], own["layers.0.mlp.down_proj"]) == ("fp8", "bfloat16")
+    assert "layers.0.mlp.up_proj" not in own
+    more = weight_bytes(arch, "int4", own) - weight_bytes(arch, "int4")
+    by_hand = {"fp8": 1 - 9 / 16, "bfloat16": 2 - 9 / 16}
+    rows = 4 * sum(np.prod(checkpoint.specs[n].shape[:-1]) for n in own if own[n] == "bfloat16")
+    values = sum(by_hand[kind] * np.prod(checkpoint.specs[n].shape) for n, kind in own.items())
+    assert more == values - rows
+    meant = {name: dequantise(checkpoint.read(name)) for name in checkpoint.specs}
+    with torch.no_grad():
+        expected = oracle("26b-a4b", meant)(torch.tensor(IDS)).logits.numpy()
+    ours, _ = runner.feed(IDS, [0, 0], [0, 1])
+    assert np.linalg.norm(ours - expected) <= 2e-2 * np.linalg.norm(expected)
 
 
 def test_a_scale_that_is_no_number_is_refused(tmp_path):
@@ -151,4 +169,4 @@ def test_bad_files_are_refused_in_one_line(tmp_path, how, said):
         load_cuda(tmp_path, IN_4_BITS)
     assert "\n" not in str(problem.value)
     with pytest.raises(UserError, match=said):
-        Checkpoint(tmp_path, read_arch(tmp_path))
+        opened(tmp_path)

@@ -4,9 +4,9 @@ dtype "fp8": every quantisable linear as e4m3 per output channel, taken from an 
 or quantised on load, and the rest bf16. "fp8-w8a8": the same weights, of kind "w8a8" but for
 experts, whose inputs stay 16 bits wide: each of them meets few rows. "bfloat16" and "float32":
 everything wide. "int4": 4 bits where the file has them, in a form that the kernels take, integers
-or NVFP4 (four_bits.py), and the rest bf16; of a file without any, every quantisable linear rounded
-on load. For the other dtypes files of 4 bits, int8 or FP8 in blocks are dequantised first: fp8
-rounds their values again.
+or NVFP4 (four_bits.py), FP8 per channel as it is beside them, and the rest bf16; of a file without
+any, every quantisable linear rounded on load. For the other dtypes files of 4 bits, int8 or FP8 in
+blocks are dequantised first: fp8 rounds their values again.
 Per-layer inputs (E2B, E4B) stay wide in any case: they are small, and the kernels read them so.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from targets.arch import Arch, LayerSpec
-from targets.checkpoint import Checkpoint
+from targets.checkpoint import FOUR_BITS, Checkpoint
 from targets.cuda import four_bits, int4
 from targets.cuda.cache import FP8_MAX
 from targets.cuda.four_bits import FourBits
@@ -172,6 +172,16 @@ def quantise_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
     return (values / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
+def own_dtypes(checkpoint: Checkpoint, dtype: str) -> dict[str, str]:
+    """Of the weights that a file of 4 bits keeps otherwise, by name."""
+    if dtype != "int4" or not checkpoint.has_four_bits:
+        return {}
+    narrow = [name for name, spec in checkpoint.specs.items() if quantised(name, spec)]
+    held = {name: checkpoint.stored_as(name) for name in narrow}
+    others = {name: kind for name, kind in held.items() if kind not in FOUR_BITS}
+    return {name: "fp8" if kind == "F8_E4M3" else "bfloat16" for name, kind in others.items()}
+
+
 def quantised(name: str, spec: TensorSpec) -> bool:
     """Whether a narrow dtype narrows this tensor: per-layer inputs stay wide."""
     return spec.linear and "per_layer" not in name
@@ -234,7 +244,8 @@ class Reader:
             joined = four_bits.joined(there) if len(there) == len(raw) else None
             if joined is not None:
                 return self.ops.pack_codes(joined, layout)
-        elif narrows and self.dtype in QUANTISED:
+            narrows = all(map(_is_fp8, raw))
+        if narrows and self.dtype in QUANTISED:
             values, scales = zip(*map(_fp8, raw), strict=True)
             w8a8 = self.dtype == "fp8-w8a8" and not layout.startswith("experts")
             kind = "w8a8" if w8a8 else "fp8"
@@ -251,8 +262,12 @@ class Reader:
         return _widened(self.source(name)).to(self.wide)
 
 
+def _is_fp8(raw: Raw) -> bool:
+    return not isinstance(raw, FourBits) and raw[0].dtype == torch.float8_e4m3fn
+
+
 def _fp8(raw: Raw) -> tuple[Tensor, Tensor]:
-    if not isinstance(raw, FourBits) and raw[0].dtype == torch.float8_e4m3fn:
+    if not isinstance(raw, FourBits) and _is_fp8(raw):
         assert raw[1] is not None
         return raw[0], raw[1]
     return quantise_fp8(_widened(raw))
