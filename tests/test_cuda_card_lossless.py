@@ -18,7 +18,7 @@ from targets import mini
 from targets.cuda.load import CudaOptions, load_target
 from tests.fakes import Noise, Oracle
 from tests.modes import MODES
-from tests.nvfp4_files import write_nvfp4
+from tests.nvfp4_files import in_part, write_nvfp4
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ LENGTHS = (3, 40, 170, 1, 26, 64, 128, 129, 300, 9, 17, 33, 2, 5, 77, 100)
 KINDS = [("mini", "bfloat16", "bfloat16"), ("mini", "fp8", "fp8"), ("mini-e", "fp8", "bfloat16")]
 KINDS += [("mini", "fp8-w8a8", "fp8"), ("mini-e", "fp8-w8a8", "bfloat16")]
 KINDS += [("mini", "int4", "fp8"), ("mini-e", "int4", "bfloat16")]
-KINDS += [("mini in nvfp4", "int4", "fp8")]
+KINDS += [("mini in nvfp4", "int4", "fp8")]  # and in part FP8 and wide
 CASES = [(kind, "nucleus") for kind in KINDS] + [(KINDS[1], m) for m in ("greedy", "everything")]
 
 
@@ -46,7 +46,7 @@ def path_of(name):
     if "nvfp4" not in name:
         return source
     folder = Path(tempfile.mkdtemp())
-    write_nvfp4(source, folder)
+    write_nvfp4(source, folder, in_part)
     return folder
 
 

@@ -22,7 +22,7 @@ from targets.cuda.prefill_reference import PrefillReference
 from targets.cuda.prefill_steps import PrefillChunk, PrefillInput
 from targets.cuda.reference import Reference
 from targets.cuda.tiles import ACTIVATION_SCALE
-from tests.nvfp4_files import as_nvfp4, write_nvfp4
+from tests.nvfp4_files import as_nvfp4, in_part, write_nvfp4
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-6
@@ -154,13 +154,14 @@ def test_matmuls(kind):
 
 @pytest.mark.parametrize("name", ["mini", "mini-e"])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("bfloat16", 0.03), ("fp8", 0.12), ("int4", 0.03), ("nvfp4", 0.03)]
+    ("dtype", "tolerance"),
+    [("bfloat16", 0.03), ("fp8", 0.12), ("int4", 0.03), ("nvfp4", 0.03), ("nvfp4 in part", 0.12)],
 )
 def test_whole_prefill(tmp_path, name, dtype, tolerance):
     """nvfp4: a file's own 4 bits, else what the dtype makes of mini's."""
     path, kinds = mini.path(name), {"fp8", "bf16", "int4", "nvfp4"}
-    if dtype == "nvfp4":
-        write_nvfp4(path, tmp_path)
+    if dtype.startswith("nvfp4"):
+        write_nvfp4(path, tmp_path, *([in_part] if "part" in dtype else []))
         path, dtype = tmp_path, "int4"
     arch = read_arch(path)
     features = 0, len(arch.layers) - 1
