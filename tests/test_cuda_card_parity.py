@@ -15,6 +15,7 @@ from targets.cuda.cache import make_cache
 from targets.cuda.formulas import lookup
 from targets.cuda.kernels import Kernels
 from targets.cuda.model import decode
+from targets.cuda.nvfp4 import GROUP
 from targets.cuda.ops import Ops, Rows
 from targets.cuda.params import load_params, quantised
 from targets.cuda.reference import Reference
@@ -42,6 +43,8 @@ def test_weights_come_back_as_rows(kind):
         cases += [((128, 2816, 704), "experts"), ((128, 1408, 2816), "experts_gated")]
         cases += [((5, 300, 104), "experts"), ((5, 2 * 72, 48), "experts_gated")]
     for shape, layout in cases:
+        if kind == "nvfp4" and shape[-1] % GROUP:
+            continue  # no file has such
         weight = random_weight(ops, shape, kind, layout)
         values, scale = ops.dense(weight.packed)
         flat = weight.values.reshape(-1, shape[-1])
