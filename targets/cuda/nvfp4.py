@@ -8,6 +8,7 @@ float16's last. The scale of the whole tensor is in `row`, which sums are multip
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -64,7 +65,7 @@ def codes_of(word: int) -> int:
     """Eight codes, 4 bits each, the first lowest, of the word that keeps them: tile.cuh's `decode`.
 
     In a float16 three bits lie between a code's sign and its magnitude. No four shifts of such a
-    pattern fill 16 bits, so of half the codes a bit is what two shifts differ by.
+    pattern fill 16 bits, so the bits of the last four codes are where two shifts differ.
     """
     pairs = word << 6, word << 9, word ^ word << 2, word ^ word >> 3
     halves = [pair & SIGNS_AND_MAGNITUDES for pair in pairs]
@@ -86,6 +87,7 @@ def _words() -> list[int]:
     return [word for _, word in rows]
 
 
+@cache
 def parts_of_words() -> Tensor:
     """int32 [8, 16]: what each code of each of eight inputs brings to their word, by XOR."""
     words = torch.tensor(_words()).view(8, 4)

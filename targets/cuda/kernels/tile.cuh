@@ -108,7 +108,7 @@ __device__ inline u32 times_plus(u32 a, u32 b, u32 c) {
 #if E2M1
 // Four codes of a word, those of inputs 4 `half` to + 3, as two f16x2. The three bits of a magnitude, where
 // an f16 has the last of its exponent and the first of its mantissa, are value / 2^14. Two pairs are shifted
-// there; a word has no room for four to be, so of the others a bit is what two shifts differ by (tiles.py).
+// there; a word has no room for four to be, so the bits of the others are where two shifts differ (nvfp4.py).
 __device__ inline void decode(u32 word, int half, u32 scale, u32& first, u32& second) {
   constexpr u32 kValues = 0x8e008e00;  // sign and magnitude of either half
   first = times((half ? word ^ word << 2 : word << 6) & kValues, scale);
