@@ -38,6 +38,8 @@ MAPPED_TYPES = {
     }.items()
 }
 """What weights and their scales are read from, by safetensors' names."""
+FOUR_BITS = frozenset({"I32", "U8"})
+"""What packed values of 4 bits lie in: of int4, and of NVFP4."""
 WIDE_TYPES = tuple(np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16))
 
 
@@ -68,15 +70,21 @@ class Checkpoint:
     @property
     def has_fp8(self) -> bool:
         """Whether any of its tensors is stored as FP8."""
-        return any(shard.dtype(name) == "F8_E4M3" for name, shard in self._where.items())
+        return "F8_E4M3" in map(self.stored_as, self.specs)
 
     @property
-    def has_int4(self) -> bool:
-        """Whether any of its weights is stored as int4."""
-        return any(
-            name.endswith(".weight_packed") and shard.dtype(name) == "I32"
-            for name, shard in self._where.items()
-        )
+    def has_four_bits(self) -> bool:
+        """Whether any of its tensors is stored as int4 or NVFP4."""
+        return not FOUR_BITS.isdisjoint(map(self.stored_as, self.specs))
+
+    def stored_as(self, name: str) -> str:
+        """safetensors' dtype of a tensor's values; of experts the first one's. 4-bit values are in
+        bytes or words: `FOUR_BITS`."""
+        parts = self._expert_parts(name, self.specs[name])
+        stored = parts[0][0] if parts else stored_name(self._prefix, name)
+        packed = f"{stored.removesuffix('.weight')}.weight_packed"
+        held = packed if packed in self._where else stored
+        return self._where[held].dtype(held)
 
     def _find_prefix(self) -> str:
         for prefix in PREFIXES:

@@ -75,7 +75,7 @@ class Weight:
         elif kind == "U8":
             self._expect(codes, (*self.shape[:-1], inner // 2))
             self._check_groups(self._groups(), NVFP4_GROUP)
-            self._one(self._over)
+            self._check_nvfp4_scales()
         else:
             self._expect(codes, self.shape)
             if kind in ("F8_E4M3", "I8"):
@@ -156,6 +156,14 @@ class Weight:
         factor = 1 / over if self._codes.endswith("_packed") else over
         channels = np.full(self.shape[:-1], factor, np.float32)
         return Stored(values, channels, Groups(self._tensor(self._scale), NVFP4_GROUP), "e2m1")
+
+    def _check_nvfp4_scales(self) -> None:
+        kind = self.files[self._scale].dtype(self._scale)
+        if kind != "F8_E4M3":
+            self._refuse(f"{self._scale} is {kind}: the scales of NVFP4 are F8_E4M3")
+        over = self._one(self._over)
+        if not (np.isfinite(over) and over > 0):
+            self._refuse(f"{self._over} is {over}: a positive number is expected")
 
     def _one(self, name: str) -> np.float32:
         values = self._tensor(name)

@@ -15,7 +15,7 @@ import numpy as np
 NIBBLES: dict[str, np.ndarray] = {
     "int4": np.arange(-8, 8).astype(ml_dtypes.int4),
     "e2m1": np.array(
-        [sign * v for sign in (1, -1) for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)],
+        [sign * v for sign in (1, -1) for v in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)],
         ml_dtypes.float4_e2m1fn,
     ),
 }

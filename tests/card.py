@@ -15,9 +15,10 @@ from targets.cuda.kernels import Kernels
 from targets.cuda.ops import Linear
 from targets.cuda.params import quantise_fp8
 from targets.cuda.tiles import ACTIVATION_SCALE, EIGHTHS, padded_inputs
+from tests.nvfp4_files import as_nvfp4
 
-KINDS = {"fp8", "w8a8", "bf16", "int8", "int4", "uint4"}
-HALF = "fp8", "int4", "uint4"
+KINDS = {"fp8", "w8a8", "bf16", "int8", "int4", "uint4", "nvfp4"}
+HALF = "fp8", "int4", "uint4", "nvfp4"
 """Kinds whose inputs are f16."""
 
 
@@ -44,8 +45,8 @@ def random_weight(
     ops: Kernels, shape: tuple[int, ...], kind: str, layout: str = "plain", seed: int = 0
 ) -> Weight:
     values = randn(*shape, seed=seed).bfloat16().mul_(shape[-1] ** -0.5)
-    if kind in ("int4", "uint4"):
-        narrow = int4.quantise(values)
+    if kind in ("int4", "uint4", "nvfp4"):
+        narrow = as_nvfp4(values) if kind == "nvfp4" else int4.quantise(values)
         if kind == "uint4":
             zero = torch.randint(0, 16, narrow.scale.shape, device="cuda").to(torch.uint8)
             narrow = replace(narrow, zero=zero)

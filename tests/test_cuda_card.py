@@ -26,15 +26,16 @@ pytestmark = pytest.mark.gpu
 MOST = 64
 MORE = (65, 100, 128, 129, 192, 193, 256)
 """In blocks of 64, 128 or 256 tokens, one or several."""
-SUMS = {"fp8": 1e-5, "int4": 1e-5, "uint4": 1e-5, "bf16": 1e-5, "w8a8": 5e-3}
+SUMS = dict.fromkeys(("fp8", "int4", "uint4", "nvfp4", "bf16"), 1e-5) | {"w8a8": 5e-3}
 """Relative error of a float32 sum of exact products. Tensor cores add products of e4m3 with 13 bits
 or so: little beside what rounding inputs to 4 bits does."""
-STORED = {"fp8": 2**-11, "int4": 2**-11, "uint4": 2**-11, "bf16": 2**-8, "w8a8": 2**-5}
+STORED = dict.fromkeys(("fp8", "int4", "uint4", "nvfp4"), 2**-11)
+STORED |= {"bf16": 2**-8, "w8a8": 2**-5}
 """Where the output is the next weight's input."""
 MODELS = ["gemma-4-31b", "gemma-4-12b", "gemma-4-26b-a4b", "gemma-4-e4b"]
 
 
-@pytest.mark.parametrize("wide", ["fp8", "int4", "uint4", "w8a8", "bf16"])
+@pytest.mark.parametrize("wide", ["fp8", "int4", "uint4", "nvfp4", "w8a8", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_skinny_gemm(name, wide):
     """All M up to 64 and some more, each row at every place that M leaves it, 3 seeds."""
@@ -75,7 +76,7 @@ def test_every_skinny_gemm(name, wide):
         del weight, exact
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4", "uint4", "bf16"])
+@pytest.mark.parametrize("kind", ["fp8", "int4", "uint4", "nvfp4", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_linear_layer_that_norms_its_row_itself(name, kind):
     """One row's inputs are made by every CTA of the layer that takes them: bit for bit what a norm

@@ -24,7 +24,7 @@ from tests.card import (
 
 pytestmark = pytest.mark.gpu
 MOST = 64
-ROUNDED = {"fp8": 2e-4, "int4": 2e-4, "uint4": 2e-4, "bf16": 1e-3}
+ROUNDED = {"fp8": 2e-4, "int4": 2e-4, "uint4": 2e-4, "nvfp4": 2e-4, "bf16": 1e-3}
 """Relative error: inputs of the second matmul now and then round the other way (11 or 8 bits)."""
 MOE = MoeSpec(128, 8, 704)
 
@@ -89,7 +89,7 @@ def test_equal_experts_go_by_number(moe_ops):
 
 
 @pytest.mark.parametrize("picks", ["apart", "together"])
-@pytest.mark.parametrize("kind", ["fp8", "int4", "uint4", "bf16"])
+@pytest.mark.parametrize("kind", ["fp8", "int4", "uint4", "nvfp4", "bf16"])
 def test_experts(moe_ops, kind, picks):
     hidden, rows = moe_ops.arch.hidden, 256
     gate_up = random_weight(moe_ops, (128, 1408, hidden), kind, "experts_gated")
@@ -157,7 +157,7 @@ def test_rows_that_sit_out_pick_nobody(moe_ops, kind):
     assert (nobody == -1).all() and (nothing == 0).all()
 
 
-@pytest.mark.parametrize("kind", ["fp8", "w8a8", "int4", "bf16"])
+@pytest.mark.parametrize("kind", ["fp8", "w8a8", "int4", "nvfp4", "bf16"])
 def test_a_layer_of_two_branches(moe_ops, kind):
     """From the stream to the stream: every row is itself at any batch, near float64, whichever
     kernel starts while which other still runs, and beside rows that sit out."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from targets import mini
 from targets.cuda.load import CudaOptions, load_target
 from tests.fakes import Noise, Oracle
 from tests.modes import MODES
+from tests.nvfp4_files import in_part, write_nvfp4
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +28,7 @@ LENGTHS = (3, 40, 170, 1, 26, 64, 128, 129, 300, 9, 17, 33, 2, 5, 77, 100)
 KINDS = [("mini", "bfloat16", "bfloat16"), ("mini", "fp8", "fp8"), ("mini-e", "fp8", "bfloat16")]
 KINDS += [("mini", "fp8-w8a8", "fp8"), ("mini-e", "fp8-w8a8", "bfloat16")]
 KINDS += [("mini", "int4", "fp8"), ("mini-e", "int4", "bfloat16")]
+KINDS += [("mini in nvfp4", "int4", "fp8")]  # and in part FP8 and wide
 CASES = [(kind, "nucleus") for kind in KINDS] + [(KINDS[1], m) for m in ("greedy", "everything")]
 
 
@@ -33,7 +37,17 @@ def target_of(name, dtype, kv_dtype, slots, graphs=True):
     options = CudaOptions(
         slots=slots, max_len=MAX_LEN, dtype=dtype, kv_dtype=kv_dtype, graphs=graphs
     )
-    return load_target(mini.path(name), options)
+    return load_target(path_of(name), options)
+
+
+@cache
+def path_of(name):
+    source = mini.path(name.removesuffix(" in nvfp4"))
+    if "nvfp4" not in name:
+        return source
+    folder = Path(tempfile.mkdtemp())
+    write_nvfp4(source, folder, in_part)
+    return folder
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,11 @@ from specdec.core.errors import UserError
 from targets import arch, mini
 from targets.arch import read_arch, released
 from targets.cuda import gemm, launch, prefill_launch, tiles, w8a8
+from targets.cuda.four_bits import FourBits
 from targets.cuda.inputs import BLOCKS, NARROW_BLOCKS
 from targets.cuda.int4 import Int4
 from targets.cuda.launch import Variant, cached_binary, compile_variant
+from targets.cuda.nvfp4 import Nvfp4
 from targets.cuda.ops import Linear
 from targets.cuda.variants import variants as target_variants
 from tests.card import linears
@@ -33,6 +36,7 @@ DRAFTERS = Path(drafters.__file__).parent
 FOLDERS = (launch.SOURCES, *DRAFTERS.glob("**/sources"))
 FILES = {file.stem: folder for folder in FOLDERS for file in folder.glob("*.cu")}
 DTYPES = {"fp8": torch.float8_e4m3fn, "w8a8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+FOUR_BITS = "int4", "uint4", "nvfp4"
 LAYOUTS = ["plain", "row_parallel", "gated", "experts", "experts_gated"]
 MADE = [(kind, layout) for kind in ("fp8", "bf16") for layout in LAYOUTS]
 MADE += [("w8a8", "plain"), ("w8a8", "gated"), ("w8a8", "row_parallel")]
@@ -43,7 +47,7 @@ def variants() -> set[Variant]:
     archs = [released(name) for name in RELEASED]
     archs += [read_arch(mini.path(name)) for name in ("mini", "mini-e")]
     decoding = [
-        target_variants(a, kv8, {*DTYPES, "int8", "int4", "uint4"}) for a in archs for kv8 in (0, 1)
+        target_variants(a, kv8, {*DTYPES, "int8", *FOUR_BITS}) for a in archs for kv8 in (0, 1)
     ]
     heads = [draft_variants(arch_of(sized(a)), {"fp8", "bf16"}) for a in archs]
     drafters = [
@@ -184,34 +188,58 @@ def test_every_value_is_where_the_kernels_look(shape, made, processors):
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes, st.sampled_from(LAYOUTS), processors, st.booleans())
-def test_codes_and_scales_are_where_the_kernels_look(shape, layout, processors, zeros):
+@given(shapes, st.sampled_from(FOUR_BITS), st.sampled_from(LAYOUTS), processors)
+def test_codes_and_scales_are_where_the_kernels_look(shape, kind, layout, processors):
     """Those of 4-bit weights, as tile.cuh reads them: the values of the tiles are the weight's."""
-    n, k = shape[0] * (2 if layout.endswith("gated") else 1), shape[1]
+    n, k = shape[0] * (2 if layout.endswith("gated") else 1), -(-shape[1] // 16) * 16
     lead = (3,) if layout.startswith("experts") else ()
-    blocks, generator = -(-k // 32), torch.Generator().manual_seed(n * k)
-    codes = torch.randint(0, 16, (*lead, n, k), dtype=torch.uint8, generator=generator)
-    size = torch.randint(4, 11, (*lead, n, blocks), generator=generator).float().exp2()
-    scale = (size * (1 + torch.rand(size.shape, generator=generator))).bfloat16().half()
-    zero = torch.randint(0, 16, scale.shape, dtype=torch.uint8) if zeros else None
-    narrow = Int4(codes, scale, zero, torch.ones((*lead, n)))
+    narrow = draw_codes((*lead, n, k), kind)
     groups = tiles.k_groups(n, layout)
     data = tiles.tile_codes(narrow, layout, groups, processors)
     weight = Linear(n, k, narrow.kind, data, None, layout, groups)
-    row, column = torch.arange(n)[:, None], torch.arange(k)
-    tile, row = tile_of(weight, row)
-    block, word = column // 32, (row % 8 * 4 + column % 32 // 8) * 2 + row // 8
-    where = in_weight(weight, processors, tile, block)
+    tile, row = tile_of(weight, torch.arange(n)[:, None])
+    where = in_weight(weight, processors, tile, torch.arange(k) // 32)
     starts = torch.arange(max(1, *lead, 1))[:, None, None] * (data.numel() // max(1, *lead, 1))
-    data = data.flatten().int()
-    value = column % 8
-    byte = starts + where + word * 4 + value % 2 * 2 + value // 4
+    decode = decoded_floats if kind == "nvfp4" else decoded_integers
+    meant = decode(data.flatten().int(), starts + where, row, torch.arange(k) % 32, kind)
+    assert torch.equal(meant, narrow.values().view(-1, n, k))
+
+
+def draw_codes(shape: tuple[int, ...], kind: str) -> FourBits:
+    """Any codes, and scales of any size that the kind has."""
+    *lead, k = shape
+    draw = partial(torch.randint, generator=torch.Generator().manual_seed(lead[-1] * k))
+    codes, row = draw(0, 16, shape, dtype=torch.uint8), torch.ones(lead)
+    if kind == "nvfp4":  # all but NaN, 0x7f
+        scale = draw(0, 127, (*lead, k // 16), dtype=torch.uint8)
+        return Nvfp4(codes, scale.view(torch.float8_e4m3fn), row)
+    groups = *lead, -(-k // 32)
+    scale = draw(4, 11, groups).float().exp2() * (1 + draw(0, 128, groups) / 128)
+    zero = draw(0, 16, groups, dtype=torch.uint8) if kind == "uint4" else None
+    return Int4(codes, scale.half(), zero, row)
+
+
+def decoded_integers(data, where, row, column, kind: str) -> torch.Tensor:
+    """The values [E, n, k] of rows of tiles at `where` in the data, as tile.cuh makes them."""
+    word, value = (row % 8 * 4 + column // 8) * 2 + row // 8, column % 8
+    byte = where + word * 4 + value % 2 * 2 + value // 4
     found = data[byte] >> (value // 2 % 2 * 4) & 15
-    low, high = (data[starts + where + 256 + (row % 8 * 2 + row // 8) * 2 + i] for i in (0, 1))
+    low, high = (data[where + 256 + (row % 8 * 2 + row // 8) * 2 + i] for i in (0, 1))
     bits = (low | high << 8).to(torch.uint16).view(torch.float16).float()
-    middle = data[starts + where + 288 + row % 8 * 2 + row // 8] if zeros else 8
-    meant = (found - middle) * bits / 2**20
-    assert torch.equal(meant.half(), narrow.values().view(-1, n, k))
+    middle = data[where + 288 + row % 8 * 2 + row // 8] if kind == "uint4" else 8
+    return ((found - middle) * bits / 2**20).half()
+
+
+def decoded_floats(data, where, row, column, kind: str) -> torch.Tensor:
+    """The same of NVFP4: of a word four shifts, or what two differ by."""
+    lane, value = row % 8 * 4 + column // 8, column % 8
+    bytes_ = [data[where + lane * 8 + row // 8 * 4 + i].long() << 8 * i for i in range(4)]
+    word = sum(bytes_)
+    pairs = torch.stack([word << 6, word << 9, word ^ word << 2, word ^ word >> 3])
+    pair = pairs.gather(0, (value // 2).expand(word.shape)[None])[0]
+    bits = (pair >> value % 2 * 16 & 0x8E00).to(torch.uint16).view(torch.float16)
+    scale = data[where + 256 + lane // 2 * 2 + row // 8].to(torch.uint8)
+    return bits * scale.view(torch.float8_e4m3fn).half()
 
 
 def _in_gemm(

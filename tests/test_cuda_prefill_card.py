@@ -22,6 +22,7 @@ from targets.cuda.prefill_reference import PrefillReference
 from targets.cuda.prefill_steps import PrefillChunk, PrefillInput
 from targets.cuda.reference import Reference
 from targets.cuda.tiles import ACTIVATION_SCALE
+from tests.nvfp4_files import as_nvfp4, in_part, write_nvfp4
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-6
@@ -128,7 +129,7 @@ def test_attention(layer, cache, cuts):
         assert not store.k[0].float().any() and not store.v[0].float().any()  # another's slot
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4", "bf16"])
+@pytest.mark.parametrize("kind", ["fp8", "int4", "nvfp4", "bf16"])
 def test_matmuls(kind):
     """Plain, and by expert, one of whom has nothing to do."""
     kernels, library = both(chunk_of(300))
@@ -136,8 +137,9 @@ def test_matmuls(kind):
     x = kernels.add_norm(h, Opening(torch.ones(512, device="cuda"), kind))
     values, scale = quantise_fp8(weight) if kind == "fp8" else (weight.bfloat16(), None)
     factor = 1 if x.scale is None else x.scale[:, None]
-    if kind == "int4":
-        narrow, factor = int4.quantise(weight), ACTIVATION_SCALE
+    if kind in ("int4", "nvfp4"):
+        narrow = int4.quantise(weight) if kind == "int4" else as_nvfp4(weight)
+        factor = ACTIVATION_SCALE
         values, scale = narrow.values(), narrow.row
     widened = x.values.float() * factor
     exact = PrefillInput(widened.to(torch.float32), None)
@@ -152,15 +154,20 @@ def test_matmuls(kind):
 
 @pytest.mark.parametrize("name", ["mini", "mini-e"])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("bfloat16", 0.03), ("fp8", 0.12), ("int4", 0.03)]
+    ("dtype", "tolerance"),
+    [("bfloat16", 0.03), ("fp8", 0.12), ("int4", 0.03), ("nvfp4", 0.03), ("nvfp4 in part", 0.12)],
 )
-def test_whole_prefill(name, dtype, tolerance):
-    path = mini.path(name)
+def test_whole_prefill(tmp_path, name, dtype, tolerance):
+    """nvfp4: a file's own 4 bits, else what the dtype makes of mini's."""
+    path, kinds = mini.path(name), {"fp8", "bf16", "int4", "nvfp4"}
+    if dtype.startswith("nvfp4"):
+        write_nvfp4(path, tmp_path, *([in_part] if "part" in dtype else []))
+        path, dtype = tmp_path, "int4"
     arch = read_arch(path)
     features = 0, len(arch.layers) - 1
     ids = torch.randint(3, arch.vocab, (700,), generator=torch.Generator().manual_seed(3))
     runs = []
-    for ops in (Kernels(arch, 1024, torch.bfloat16, {"fp8", "bf16", "int4"}), Reference(arch)):
+    for ops in (Kernels(arch, 1024, torch.bfloat16, kinds), Reference(arch)):
         weights = load_params(Checkpoint(path, arch), arch, dtype, "cuda", ops)
         for _ in range(2):
             cache = make_cache(arch, 2, 1024, 128, torch.bfloat16, "cuda")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from specdec.core.errors import UserError
 from targets.arch import read_arch
 from targets.checkpoint import Checkpoint
-from targets.cuda import int4
+from targets.cuda import four_bits, int4
 from targets.cuda.upload import as_tensor
 from targets.jax import model
 from targets.jax.int4 import quantise_int4
@@ -68,25 +68,39 @@ def test_logits_are_those_of_what_the_library_reads(tmp_path, variant, scheme):
     assert np.abs(cuda - expected[:, :8]).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name.startswith("int4")])
-def test_cuda_multiplies_what_the_library_reads(tmp_path, scheme):
+@pytest.mark.parametrize(
+    ("variant", "scheme"),
+    [
+        *(("31b", scheme) for scheme in SCHEMES if "fp8" not in scheme),
+        ("26b-a4b", "nvfp4"),
+        ("e4b", "nvfp4"),
+    ],
+)
+def test_cuda_multiplies_what_the_library_reads(tmp_path, variant, scheme):
     """To the bit where a code's difference from its zero point has no more bits than 4, and as near
-    as a float16 is where it has; in the whole, beside transformers in float32."""
-    meant = write_quantised(tmp_path, "31b", scheme)
+    as a float16 is where it has; NVFP4 but for the last bit of a tensor's scale, which others
+    divide by. In the whole, beside transformers in float32."""
+    meant = write_quantised(tmp_path, variant, scheme)
     arch = read_arch(tmp_path)
     checkpoint, narrow = Checkpoint(tmp_path, arch), 0
+    rounded = 2**-11 if "zero" in scheme else 2**-22 if scheme == "nvfp4" else 0
     for name, values in meant.items():
         stored = checkpoint.read(name)
-        weight = int4.from_stored(stored, as_tensor(stored.values))
+        weight = four_bits.from_stored(stored, as_tensor(stored.values))
         if weight is not None:
             narrow += 1
             ours = (weight.values().float() * weight.row[..., None]).numpy()
-            np.testing.assert_allclose(ours, values, 2**-11 if "zero" in scheme else 0, 1e-9)
+            np.testing.assert_allclose(ours, values, rounded, 1e-9)
     assert narrow >= 10
     with torch.no_grad():
-        expected = oracle("31b", meant)(torch.tensor(IDS)).logits.numpy()[:, :8]
-    ours, _ = Runner(tmp_path, "int4", torch.bfloat16).feed(IDS[:, :8], [0, 0], [0, 1])
+        expected = oracle(variant, meant)(torch.tensor(IDS)).logits.numpy()[:, :8]
+    runner = Runner(tmp_path, "int4", torch.bfloat16)
+    ours, _ = runner.feed(IDS[:, :8], [0, 0], [0, 1])
     assert np.linalg.norm(ours - expected) <= 2e-2 * np.linalg.norm(expected)
+    kind = "nvfp4" if scheme == "nvfp4" else "uint4" if "zero" in scheme else "int4"
+    layers = runner.weights.layers
+    assert {w.kind for layer in layers for w in (layer.qkv, layer.gate_up, layer.down)} == {kind}
+    assert all(moe.down.kind == kind for layer in layers if (moe := layer.moe))
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (5, 40), (3, 16, 96)])

@@ -21,8 +21,8 @@ class ModelConfig:
     "What computes: jax (CPU, GPU, TPU) or cuda (our kernels on a Hopper GPU)."
     dtype: Literal["float32", "bfloat16", "fp8", "fp8-w8a8", "int4"] | None = None
     """Arithmetic; by default the checkpoint's (float32 on a CPU). With cuda, of linear layers: fp8
-    (8-bit weights), fp8-w8a8 (8-bit inputs too: coarser, faster from 32 rows at once on). int4
-    rounds the linear layers to 4 bits by groups of 32 inputs while loading."""
+    (8-bit weights), fp8-w8a8 (8-bit inputs too: coarser, faster from 32 rows at once on). int4:
+    4 bits where the checkpoint has them, else the linear layers rounded by groups of 32 inputs."""
     kv_dtype: Literal["bfloat16", "fp8", "int8"] | None = None
     """What keys and values are cached in, bfloat16 by default (float32 on a CPU): fp8 with cuda,
     int8 with jax halve the cache and what long contexts read of it."""

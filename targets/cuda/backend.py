@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from targets.arch import Arch
     from targets.cuda.device_drafter import DeviceDrafter
     from targets.cuda.load import CudaOptions
-    from targets.cuda.target import CudaTarget
+    from targets.cuda.target import CudaTarget, Plan
 
 LONG = 256
 """A prompt that is prefilled by the long path, which has programs of its own."""
@@ -61,20 +61,21 @@ class CudaBackend:
     def load(self, path: Path, config: ModelConfig, request: TargetRequest) -> CudaTarget:
         _check(config)
         from targets.arch import read_arch
-        from targets.cuda.load import load_target, stored_dtype
+        from targets.checkpoint import Checkpoint
+        from targets.cuda.load import load_target, plan_of
 
-        options = _options(config, request)
-        _fit(read_arch(path), options, stored_dtype(path), request)
+        options, arch = _options(config, request), read_arch(path)
+        _fit(arch, options, plan_of(Checkpoint(path, arch), arch, options), request)
         return load_target(path, options, request.suppress)
 
     def random(
         self, arch: Arch, config: ModelConfig, request: TargetRequest, seed: int = 0
     ) -> CudaTarget:
         _check(config)
-        from targets.cuda.load import random_target
+        from targets.cuda.load import make_plan, random_target
 
         options = _options(config, request)
-        _fit(arch, options, "bfloat16", request)
+        _fit(arch, options, make_plan(arch, options, "bfloat16"), request)
         return random_target(arch, options, seed)
 
     def exact(self, target: CudaTarget) -> bool:
@@ -121,17 +122,15 @@ def _check(config: ModelConfig) -> None:
         check_device()
 
 
-def _fit(arch: Arch, options: CudaOptions, stored: str, request: TargetRequest) -> None:
+def _fit(arch: Arch, options: CudaOptions, plan: Plan, request: TargetRequest) -> None:
     """Refuse before loading what will not fit. A CPU's memory is the system's own affair."""
     if options.device == "cpu":
         return
     from targets.cuda.device import free_bytes
     from targets.cuda.footprint import TargetShape, check_fits
-    from targets.cuda.load import make_plan
 
-    plan = make_plan(arch, options, stored)
     sizes = plan.slots, plan.max_len, options.k + 1, plan.chunk
-    shape = TargetShape(*sizes, plan.dtype, plan.kv_dtype, options.prefill_copy)
+    shape = TargetShape(*sizes, plan.dtype, plan.kv_dtype, options.prefill_copy, plan.own)
     check_fits(arch, shape, free_bytes(), request.extra_bytes(shape))
 
 

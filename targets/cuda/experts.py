@@ -47,7 +47,7 @@ class _ExpertsJob(Structure):
         *((name, c_void_p) for name in ("weight", "scale", "x", "out", "numbers")),
         *((name, c_int) for name in ("n", "units", "blocks", "experts", "pairs", "top_k")),
         *((name, c_int) for name in ("k_blocks", "block", "row_groups", "k_groups", "parts")),
-        *((name, c_int) for name in ("out_stride", "ready")),
+        *((name, c_int) for name in ("out_stride", "f16", "ready")),
         ("next", c_void_p),
         ("next_bytes", c_int),
     )
@@ -135,7 +135,7 @@ class Experts:
         first = _job(gate_up, x.data, (x.k_blocks, x.block), numbers, gated)
         second = _job(down, gated, (inputs // tiles.INPUTS, 1), numbers, parts)
         each, active = down.data[0].nbytes, min(len(down.data), pairs)
-        first.ready = int(ready)
+        first.f16, first.ready = int(down.kind != "bf16"), int(ready)
         if active * each <= AHEAD:
             first.next, first.next_bytes = down.data.data_ptr(), each
         for name, job, kind in (("gate_up", first, gate_up.kind), ("down", second, down.kind)):
@@ -156,7 +156,7 @@ def _job(
     return _ExpertsJob(
         *map(address, (weight.data, weight.scale, x, out, numbers)),
         *(weight.n, units, blocks, count, numbers.numel(), numbers.shape[1], *blocked),
-        *(WARPS // k_warps, k_warps, weight.k_groups, out.shape[-1], 0),
+        *(WARPS // k_warps, k_warps, weight.k_groups, out.shape[-1], 0, 0),
         *(None, 0),
     )
 

@@ -5,8 +5,8 @@ Everything that decides a byte is a constant or a one-line rule here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
 
@@ -30,6 +30,8 @@ EIGHT = ("fp8", "fp8-w8a8")
 TABLES = ("embed_tokens", "embed_tokens_per_layer")
 NARROW_EXEMPT = "per_layer_"
 """Linears of that name stay wide in fp8 too: they are small, and they gate the residual."""
+ALIKE: Mapping[str, str] = {}
+"""No tensor has a dtype of its own."""
 NORM = SCALE = 4
 """Bytes of a norm's weight and of an output channel's scale: float32."""
 LOGIT_COPIES = 3
@@ -58,6 +60,8 @@ class TargetShape:
     kv: str
     copied: bool = False
     """Whether linear layers lie in plain order as well."""
+    own: Mapping[str, str] = field(default_factory=dict)
+    """dtypes of tensors that have another than `dtype`."""
 
 
 @dataclass(frozen=True)
@@ -73,22 +77,23 @@ class Need:
 
 def need(arch: Arch, shape: TargetShape) -> Need:
     """Bytes for weights, K/V cache and workspace."""
-    copy = plain_bytes(arch, shape.dtype) if shape.copied else 0
-    weights = weight_bytes(arch, shape.dtype) + copy
+    copy = plain_bytes(arch, shape.dtype, shape.own) if shape.copied else 0
+    weights = weight_bytes(arch, shape.dtype, shape.own) + copy
     return Need(weights, cache_bytes(arch, shape), _workspace(arch, shape))
 
 
-def weight_bytes(arch: Arch, dtype: str) -> int:
+def weight_bytes(arch: Arch, dtype: str, own: Mapping[str, str] = ALIKE) -> int:
     """Of all weights as they lie on the device, the head's copy among them."""
     tensors = all_tensors(arch).items()
-    return narrow_head_bytes(arch, dtype) + sum(tensor_bytes(*each, dtype) for each in tensors)
+    sizes = (tensor_bytes(name, spec, own.get(name, dtype)) for name, spec in tensors)
+    return narrow_head_bytes(arch, dtype) + sum(sizes)
 
 
-def plain_bytes(arch: Arch, dtype: str) -> int:
+def plain_bytes(arch: Arch, dtype: str, own: Mapping[str, str] = ALIKE) -> int:
     """Of the linear layers' values in plain order, as library matmuls read them."""
 
     def value(name: str, spec: TensorSpec) -> int:
-        return 1 if dtype in EIGHT and quantised(name, spec) else WIDE[dtype]
+        return 1 if own.get(name, dtype) in EIGHT and quantised(name, spec) else WIDE[dtype]
 
     tensors = all_tensors(arch).items()
     linear = [(name, spec) for name, spec in tensors if len(spec.shape) > 1 and name not in TABLES]

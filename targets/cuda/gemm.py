@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from targets.cuda import tiles
+from targets.cuda.four_bits import FourBits
 from targets.cuda.inputs import BLOCKS, Input, Normed
-from targets.cuda.int4 import Int4
 from targets.cuda.int8 import Int8
 from targets.cuda.launch import Launcher, Variant, address, pointer
 from targets.cuda.ops import Dense, Linear
@@ -47,7 +47,7 @@ class _GemmJob(Structure):
         *((name, c_int) for name in ("k_blocks", "k_stride", "stages", "rows")),
         *((name, c_int) for name in ("out_stride", "out_groups", "epilogue")),
         ("softcap", c_float),
-        *((name, c_int) for name in ("silu", "room", "late", "ready")),
+        *((name, c_int) for name in ("silu", "f16", "room", "late", "ready")),
     )
 
 
@@ -99,7 +99,7 @@ class Gemm:
         data = tiles.tile(values, kind, layout, groups, self._processors)
         return Linear(n, k, kind, data, scale, layout, groups)
 
-    def pack_codes(self, weight: Int4 | Int8, layout: str, groups: int | None = None) -> Linear:
+    def pack_codes(self, weight: FourBits | Int8, layout: str, groups: int | None = None) -> Linear:
         """`Ops.pack_codes`; int8 meets inputs as they are."""
         n, k = weight.codes.shape[-2:]
         groups = groups or tiles.k_groups(n, layout)
@@ -175,6 +175,7 @@ class Gemm:
         inputs: Tensor | None = None,
         softcap: float = 0.0,
         silu: bool = False,
+        f16: bool = False,
         out_groups: int = 1,
         certified: Tensor | None = None,
         room: int = 0,
@@ -183,8 +184,9 @@ class Gemm:
     ) -> None:
         """out: float32 rows of `stride`, or an `Input`'s data of `stride` blocks and `out_groups` k
         groups. inputs: what PER_LAYER multiplies with. silu: what GATED gates with, else tanh
-        GELU. certified [M], of few rows: nothing is done if all are 0 to `room`. late: as `linear`
-        has it. ready: of few rows, the kernel before lets this one start only when x is there."""
+        GELU; f16: what it leaves is f16, else bf16. certified [M], of few rows: nothing is done if
+        all are 0 to `room`. late: as `linear` has it. ready: of few rows, the kernel before lets
+        this one start only when x is there."""
         assert x.k_groups == (weight.k_groups if weight.layout == "row_parallel" else 1)
         plan = tiles.schedule_of(weight, self._processors)
         job = _GemmJob(
@@ -194,7 +196,7 @@ class Gemm:
             *(weight.n, plan.ctas, plan.tiles, plan.passes, plan.steps),
             *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
             *(tiles.k_stride(weight), 0, x.rows, stride, out_groups, epilogue, softcap, int(silu)),
-            *(room, int(late), int(ready)),
+            *(int(f16), room, int(late), int(ready)),
         )
         if isinstance(x, Normed):
             self._run_normed(x, weight, plan, job)
@@ -269,8 +271,9 @@ def _gather(kind: str, block: int) -> Variant:
 
 def weight_variant(file: str, kind: str, *macros: tuple[str, int]) -> Variant:
     """For weights of this kind (kernels/tile.cuh)."""
-    form = ("ZEROS", int(kind == "uint4")), *((("CODES", 1),) if kind == "int8" else ())
-    return Variant(file, (("BITS", tiles.BITS[kind]), *form, *macros))
+    form = {"uint4": "ZEROS", "nvfp4": "E2M1", "int8": "CODES"}
+    more = [(form[kind], 1)] if kind in form else []
+    return Variant(file, (("BITS", tiles.BITS[kind]), *more, *macros))
 
 
 def few_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:

@@ -60,10 +60,7 @@ class Int4:
 
 
 def from_stored(stored: Stored, values: Tensor) -> Int4 | None:
-    """values: its own bytes, on the device. None where the kernels have no form for it: another
-    code, or groups that no 32 inputs share."""
-    if stored.code != "int4":
-        return None
+    """Of code int4. values: its own bytes, on the device. None where no 32 inputs share a group."""
     inner = 2 * values.shape[-1]
     one = np.ones((*values.shape[:-1], 1), np.float32)
     groups = stored.groups or Groups(one, inner)

@@ -115,7 +115,8 @@ class Kernels:
         if gate_up.kind == "w8a8":
             return self._w8a8.quantise(self._w8a8.gated(x, gate_up))
         out = make_input(x.rows, gate_up.n // 2, self.device, tiles.EIGHTHS)
-        gating = {"silu": self.arch.silu, "out_groups": out.k_groups, "ready": ready}
+        gating = {"silu": self.arch.silu, "out_groups": out.k_groups}
+        gating |= {"f16": kind != "bf16", "ready": ready}
         self._gemm.run(x, gate_up, out.data, GATED, out.k_blocks, **gating)
         return out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from targets.cuda.params import (
     QUANTISED,
     copied,
     load_params,
+    own_dtypes,
     quantised,
     random_params,
 )
@@ -46,10 +47,10 @@ MOST_PAIRS = 48 * 1024
 class CudaOptions:
     """How to run a model with torch. None takes what suits the checkpoint and the device.
 
-    dtype: int4, fp8, fp8-w8a8, bfloat16 or float32. By default an int4 file runs as int4, an FP8
-    one as fp8, any other as bfloat16, and all as float32 on a CPU. fp8-w8a8 rounds the inputs of
-    linear layers to 8 bits as well: for many rows at once. float32 is for comparing: it runs the
-    references, on a GPU too.
+    dtype: int4, fp8, fp8-w8a8, bfloat16 or float32. By default a file of 4 bits runs as int4, an
+    FP8 one as fp8, any other as bfloat16, and all as float32 on a CPU. fp8-w8a8 rounds the inputs
+    of linear layers to 8 bits as well: for many rows at once. float32 is for comparing: it runs
+    the references, on a GPU too.
     kv_dtype: fp8, bfloat16 or float32; by default as wide as dtype, but bfloat16 beside fp8.
     device: cuda runs the kernels, cpu their references in plain torch.
     """
@@ -74,7 +75,7 @@ def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()
     options, and does so before gigabytes are read."""
     arch = read_arch(path)
     checkpoint = Checkpoint(path, arch)
-    plan = make_plan(arch, options, _stored(checkpoint))
+    plan = plan_of(checkpoint, arch, options)
     ops = make_ops(arch, plan)
     with _all_or_nothing():
         weights = load_params(checkpoint, arch, plan.dtype, plan.device, ops)
@@ -103,6 +104,12 @@ def _all_or_nothing() -> Iterator[None]:
         raise UserError(str(problem)) from problem
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def plan_of(checkpoint: Checkpoint, arch: Arch, options: CudaOptions) -> Plan:
+    """`make_plan` for what a checkpoint holds. Raises UserError."""
+    plan = make_plan(arch, options, stored_dtype(checkpoint))
+    return replace(plan, own=own_dtypes(checkpoint, plan.dtype))
 
 
 def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
@@ -202,17 +209,18 @@ def make_ops(arch: Arch, plan: Plan) -> Ops:
     from targets.cuda.prefill_launch import compiled
 
     kv = KV_DTYPES[plan.kv_dtype]
-    ops = Kernels(arch, plan.max_len + plan.slack, kv, _kinds(arch, plan.dtype))
+    ops = Kernels(arch, plan.max_len + plan.slack, kv, _kinds(arch, plan))
     compiled()  # now, not within the first request
     return ops
 
 
-def _kinds(arch: Arch, dtype: str) -> set[str]:
+def _kinds(arch: Arch, plan: Plan) -> set[str]:
     """The kinds of weights that kernels are needed for: the head and its copy, and others."""
+    dtype = plan.dtype
     if dtype not in QUANTISED:
         return {"bf16", "int8"}
     if dtype == "int4":
-        return {"bf16", "int8", "int4", "uint4"}
+        return {"bf16", "int8", "int4", "uint4", "nvfp4"} | ({"fp8"} & {*plan.own.values()})
     experts = any(layer.moe for layer in arch.layers)
     return {"bf16", "int8", "fp8" if dtype == "fp8" else "w8a8"} | ({"fp8"} if experts else set())
 
@@ -222,12 +230,8 @@ def _captures(options: CudaOptions, ops: Ops) -> bool:
     return options.graphs and not isinstance(ops, Reference)
 
 
-def stored_dtype(path: Path) -> str:
-    """The dtype that suits what the checkpoint's files hold: fp8 or bfloat16. Raises UserError."""
-    return _stored(Checkpoint(path, read_arch(path)))
-
-
-def _stored(checkpoint: Checkpoint) -> str:
-    if checkpoint.has_int4:
+def stored_dtype(checkpoint: Checkpoint) -> str:
+    """That suits what the files hold."""
+    if checkpoint.has_four_bits:
         return "int4"
     return "fp8" if checkpoint.has_fp8 else "bfloat16"

@@ -23,9 +23,9 @@ class Meter:
         plan = self.target.plan
         sizes = plan.slots, plan.max_len, 1, plan.chunk
         arch, copied = self.target.arch, self.target.weights.copied
-        counted = need(arch, TargetShape(*sizes, plan.dtype, plan.kv_dtype, copied))
+        counted = need(arch, TargetShape(*sizes, plan.dtype, plan.kv_dtype, copied, plan.own))
         copies = narrow_head_bytes(arch, plan.dtype)
-        copies += plain_bytes(arch, plan.dtype) if copied else 0
+        copies += plain_bytes(arch, plan.dtype, plan.own) if copied else 0
         held = {"weights": counted.weights, "copies": copies, "cache": counted.cache}
         return held | {"used": used_bytes()}
 
@@ -40,7 +40,8 @@ class Meter:
 
     def step_bytes(self, batch: int, width: int, context: int) -> int:
         target = self.target
-        weights = roofline.weight_bytes(target.arch, target.dtype, batch * width)
+        rows, own = batch * width, target.plan.own
+        weights = roofline.weight_bytes(target.arch, target.dtype, rows, own=own)
         return weights + roofline.cache_bytes(target.arch, target.kv_dtype, batch, context)
 
     def read_bandwidth(self) -> float:

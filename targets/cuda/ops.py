@@ -17,7 +17,7 @@ from torch import Tensor
 
 from targets.arch import LayerSpec, MoeSpec
 from targets.cuda.cache import LayerCache
-from targets.cuda.int4 import Int4
+from targets.cuda.four_bits import FourBits
 from targets.sampling_params import Rules
 
 X = Any
@@ -30,7 +30,8 @@ Branch = Any
 class Linear:
     """A weight [n, k], or one for each of E experts: `data` and per-row `scale` (None for wide
     weights) as the implementation keeps them. kind: fp8 (e4m3 values), w8a8 (e4m3 values that meet
-    e4m3 inputs), int4 (or uint4, with zero points: int4.py), int8 (int8.py), bf16 or float32.
+    e4m3 inputs), int4 (or uint4, with zero points: int4.py), nvfp4 (nvfp4.py), int8 (int8.py), bf16
+    or float32.
     layout: plain, row_parallel (O and down: what several devices would cut along k), gated (gate's
     rows, then up's), experts or experts_gated. k_groups: parts of k, contiguous in row_parallel
     weights, whose sums are made apart, then added as a binary tree. plain: its values once more in
@@ -141,7 +142,7 @@ class Ops(Protocol):
         experts; scale as values without the last axis."""
         ...
 
-    def pack_codes(self, weight: Int4, layout: str) -> Linear:
+    def pack_codes(self, weight: FourBits, layout: str) -> Linear:
         """The same of 4-bit codes."""
         ...
 

@@ -3,9 +3,10 @@
 dtype "fp8": every quantisable linear as e4m3 per output channel, taken from an FP8 file as it is
 or quantised on load, and the rest bf16. "fp8-w8a8": the same weights, of kind "w8a8" but for
 experts, whose inputs stay 16 bits wide: each of them meets few rows. "bfloat16" and "float32":
-everything wide. "int4": 4 bits where the file has them, in a form that the kernels take (int4.py),
-and the rest bf16; of a file without any, every quantisable linear rounded on load. For the other
-dtypes files of 4 bits, int8 or FP8 in blocks are dequantised first: fp8 rounds their values again.
+everything wide. "int4": 4 bits where the file has them, in a form that the kernels take, integers
+or NVFP4 (four_bits.py), FP8 per channel as it is beside them, and the rest bf16; of a file without
+any, every quantisable linear rounded on load. For the other dtypes files of 4 bits, int8 or FP8 in
+blocks are dequantised first: fp8 rounds their values again.
 Per-layer inputs (E2B, E4B) stay wide in any case: they are small, and the kernels read them so.
 """
 
@@ -20,10 +21,10 @@ import torch
 from torch import Tensor
 
 from targets.arch import Arch, LayerSpec
-from targets.checkpoint import Checkpoint
-from targets.cuda import int4
+from targets.checkpoint import FOUR_BITS, Checkpoint
+from targets.cuda import four_bits, int4
 from targets.cuda.cache import FP8_MAX
-from targets.cuda.int4 import Int4
+from targets.cuda.four_bits import FourBits
 from targets.cuda.ops import Linear, NarrowHead, Ops
 from targets.cuda.soundness import check_sound
 from targets.cuda.staging import Staging
@@ -38,7 +39,7 @@ QUANTISED = ("fp8", "fp8-w8a8", "int4")
 """Dtypes of narrow weights."""
 DTYPES = ("float32", "bfloat16", *QUANTISED)
 
-Raw = tuple[Tensor, Tensor | None] | Int4
+Raw = tuple[Tensor, Tensor | None] | FourBits
 """A tensor as stored and its scale (None where it is wide), or its 4 bits, on the device."""
 Source = Callable[[str], Raw]
 
@@ -117,14 +118,15 @@ def load_params(checkpoint: Checkpoint, arch: Arch, dtype: str, device: str, ops
         check_sound((values, scale), checkpoint.path, name)
         if stored.code is None and stored.groups is None:
             return values, scale
-        narrow = int4.from_stored(stored, values) if dtype == "int4" else None
+        narrow = four_bits.from_stored(stored, values) if dtype == "int4" else None
         if narrow is not None:
+            check_sound((narrow.scale, narrow.row), checkpoint.path, name)
             return narrow
         return check_sound((dequantised(stored, values), None), checkpoint.path, name)
 
     with ThreadPoolExecutor(READERS) as readers:
         each = lambda make, items: list(readers.map(make, items))  # noqa: E731
-        rounds = not checkpoint.has_int4
+        rounds = not checkpoint.has_four_bits
         return _build(
             arch, Reader(source, all_tensors(arch), dtype, ops, Staging(device), rounds), each
         )
@@ -170,6 +172,16 @@ def quantise_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
     return (values / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
+def own_dtypes(checkpoint: Checkpoint, dtype: str) -> dict[str, str]:
+    """Of the weights that a file of 4 bits keeps otherwise, by name."""
+    if dtype != "int4" or not checkpoint.has_four_bits:
+        return {}
+    narrow = [name for name, spec in checkpoint.specs.items() if quantised(name, spec)]
+    held = {name: checkpoint.stored_as(name) for name in narrow}
+    others = {name: kind for name, kind in held.items() if kind not in FOUR_BITS}
+    return {name: "fp8" if kind == "F8_E4M3" else "bfloat16" for name, kind in others.items()}
+
+
 def quantised(name: str, spec: TensorSpec) -> bool:
     """Whether a narrow dtype narrows this tensor: per-layer inputs stay wide."""
     return spec.linear and "per_layer" not in name
@@ -203,7 +215,7 @@ class Reader:
     def numbers(self, name: str) -> Tensor:
         """int64, of a tensor of integers."""
         raw = self.source(name)
-        assert not isinstance(raw, Int4), name
+        assert not isinstance(raw, FourBits), name
         return raw[0].long()
 
     def linear(self, names: list[str], layout: str = "plain") -> Linear:
@@ -227,11 +239,13 @@ class Reader:
         raw = [self.source(name) for name in names]
         narrows = all(quantised(name, self.specs[name]) for name in names)
         if narrows and self.dtype == "int4":
-            narrow = [self._int4(each) for each in raw]
-            if None not in narrow:
-                joined = int4.joined([part for part in narrow if part is not None])
+            narrow = [self._four_bits(each) for each in raw]
+            there = [part for part in narrow if part is not None]
+            joined = four_bits.joined(there) if len(there) == len(raw) else None
+            if joined is not None:
                 return self.ops.pack_codes(joined, layout)
-        elif narrows and self.dtype in QUANTISED:
+            narrows = all(map(_is_fp8, raw))
+        if narrows and self.dtype in QUANTISED:
             values, scales = zip(*map(_fp8, raw), strict=True)
             w8a8 = self.dtype == "fp8-w8a8" and not layout.startswith("experts")
             kind = "w8a8" if w8a8 else "fp8"
@@ -239,17 +253,21 @@ class Reader:
         wide = _joined([_widened(each).to(self.wide) for each in raw])
         return self.ops.pack(wide, None, self.wide_kind, layout)
 
-    def _int4(self, raw: Raw) -> Int4 | None:
-        if isinstance(raw, Int4) or not self.rounds:
-            return raw if isinstance(raw, Int4) else None
-        return int4.quantise(_widened(raw))
+    def _four_bits(self, raw: Raw) -> FourBits | None:
+        if isinstance(raw, FourBits):
+            return raw
+        return int4.quantise(_widened(raw)) if self.rounds else None
 
     def _wide(self, name: str) -> Tensor:
         return _widened(self.source(name)).to(self.wide)
 
 
+def _is_fp8(raw: Raw) -> bool:
+    return not isinstance(raw, FourBits) and raw[0].dtype == torch.float8_e4m3fn
+
+
 def _fp8(raw: Raw) -> tuple[Tensor, Tensor]:
-    if not isinstance(raw, Int4) and raw[0].dtype == torch.float8_e4m3fn:
+    if not isinstance(raw, FourBits) and _is_fp8(raw):
         assert raw[1] is not None
         return raw[0], raw[1]
     return quantise_fp8(_widened(raw))
@@ -320,7 +338,7 @@ def _joined(parts: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
 
 
 def _widened(raw: Raw) -> Tensor:
-    if isinstance(raw, Int4):
+    if isinstance(raw, FourBits):
         return raw.values().float() * raw.row[..., None]
     values, scale = raw
     return values if scale is None else values.float() * scale[..., None]

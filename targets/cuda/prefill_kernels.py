@@ -82,9 +82,9 @@ class PrefillKernels:
         across, scale = weight[0].transpose(1, 2), weight[1]
         if scale is None:
             return torch._grouped_mm(x.values, across, ends)  # pyright: ignore[reportPrivateImportUsage]
-        if x.scale is None:  # 4 bits, whose float16 sums are about 1 / 200 of what they mean
+        if x.scale is None:  # 4 bits, whose float16 sums are about 1 / 100 of what they mean
             sums = torch._grouped_mm(x.values, across, ends)  # pyright: ignore[reportPrivateImportUsage]
-            return torch.mul(sums, scale[0, 0] * ACTIVATION_SCALE, out=self.launch.new(*sums.shape))
+            return self._scaled(sums, ends, scale)
         return torch._scaled_grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
             x.values,
             across,
@@ -94,6 +94,17 @@ class PrefillKernels:
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
+
+    def _scaled(self, sums: Tensor, ends: Tensor, scale: Tensor) -> Tensor:
+        """sums [rows, n] by expert, scale [E, n]: the same for all of an expert's down, and for all
+        of its gate or its up, the halves of n."""
+        rows = torch.arange(len(sums), device=sums.device, dtype=ends.dtype)
+        of_halves = scale.unflatten(1, (2, -1))[..., 0] * ACTIVATION_SCALE
+        factors = of_halves[torch.searchsorted(ends, rows, right=True)]
+        out = self.launch.new(*sums.shape)
+        halves = (t.unflatten(1, (2, -1)) for t in (sums, out))
+        torch.mul(next(halves), factors[..., None], out=next(halves))
+        return out
 
     def gate_up(self, x: PrefillInput, weight: Dense, kind: str) -> PrefillInput:
         rows, width = len(x.values), len(weight[0]) // 2

@@ -15,7 +15,7 @@ THREADS = 512
 QUADS, PACKS = 4, 6
 """What a thread holds of a row at most (prefill.cu): pieces of 4 floats, of 8 narrow values."""
 
-INT4 = "int4", "uint4"
+FOUR_BITS = "int4", "uint4", "nvfp4"
 """Kinds whose inputs are f16."""
 SOFTMAX = Variant("prefill_softmax")
 
@@ -30,7 +30,7 @@ class PrefillLauncher:
         """Room for the input [rows, width] of a weight of this kind."""
         if kind == "bf16":
             return PrefillInput(self.new(rows, width), None)
-        if kind in INT4:
+        if kind in FOUR_BITS:
             return PrefillInput(
                 torch.empty((rows, width), dtype=torch.float16, device=self.device), None
             )
@@ -69,5 +69,5 @@ def attention(cache: torch.dtype, head_dim: int) -> Variant:
 
 
 def _rows(kind: str) -> Variant:
-    int4 = kind in INT4
-    return Variant("prefill", (("FP8", int(kind != "bf16" and not int4)), ("F16", int(int4))))
+    half = kind in FOUR_BITS
+    return Variant("prefill", (("FP8", int(kind != "bf16" and not half)), ("F16", int(half))))

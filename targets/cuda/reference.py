@@ -30,7 +30,7 @@ from targets.cuda.formulas import (
     rms,
     soft_cap,
 )
-from targets.cuda.int4 import Int4
+from targets.cuda.four_bits import FourBits
 from targets.cuda.int8 import Int8
 from targets.cuda.ops import (
     NOTHING,
@@ -79,7 +79,7 @@ class Reference:
         flat = values.flatten(0, -2).contiguous()
         return Linear(n, k, kind, flat, None if scale is None else scale.flatten(), layout)
 
-    def pack_codes(self, weight: Int4, layout: str) -> Linear:
+    def pack_codes(self, weight: FourBits, layout: str) -> Linear:
         n, k = weight.codes.shape[-2:]
         values = weight.values().reshape(-1, k)
         return Linear(n, k, weight.kind, values, weight.row.flatten(), layout)

@@ -7,14 +7,14 @@ and belong into the time, not into the bytes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 
 from specdec.core.errors import UserError
 from targets.arch import Arch, MoeSpec
 from targets.cuda.certified import MOST_ROWS
 from targets.cuda.device import free_bytes
-from targets.cuda.footprint import KV, WIDE, narrow_head_bytes, tensor_bytes
+from targets.cuda.footprint import ALIKE, KV, WIDE, narrow_head_bytes, tensor_bytes
 from targets.tensors import all_tensors
 
 TABLES = ("embed_tokens_per_layer",)
@@ -24,15 +24,18 @@ GROUPS, REPLAYS = 10, 8
 STREAM, CPU_BLOCK = 2**34, 2**26
 
 
-def weight_bytes(arch: Arch, dtype: str, rows: int, expected: bool = True) -> int:
+def weight_bytes(
+    arch: Arch, dtype: str, rows: int, expected: bool = True, own: Mapping[str, str] = ALIKE
+) -> int:
     """Bytes of weights that a step of this many rows must read.
 
     Of the experts: with `expected`, those that rows with independent, even routing pick on average;
-    without, the most that they can pick. Of lookup tables: a row for each row.
+    without, the most that they can pick. Of lookup tables: a row for each row. own: dtypes of
+    tensors that have another.
     """
     total = 0.0
     for name, spec in all_tensors(arch).items():
-        size = tensor_bytes(name, spec, dtype)
+        size = tensor_bytes(name, spec, own.get(name, dtype))
         layer = name.split(".")
         if name in TABLES:
             size = rows * spec.shape[1] * WIDE[dtype]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seqs
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence as Seqs
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -50,6 +50,8 @@ class Plan:
     kv_dtype: str
     features: tuple[int, ...]
     device: str
+    own: Mapping[str, str] = field(default_factory=dict)
+    """dtypes of weights, by name, that a file of 4 bits keeps otherwise."""
 
     @property
     def slack(self) -> int:

@@ -15,8 +15,9 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from targets.cuda.int4 import GROUP, Int4
+from targets.cuda.four_bits import FourBits
 from targets.cuda.int8 import Int8
+from targets.cuda.nvfp4 import parts_of_words
 from targets.cuda.ops import Linear
 
 TILE = 16
@@ -24,14 +25,18 @@ INPUTS = 32
 """Inputs of one block: a tile of a block is what a warp loads at once."""
 EIGHTHS = 8
 """Most k groups of a weight."""
-BITS = {"bf16": 16, "fp8": 8, "w8a8": 8, "int8": 8, "int4": 4, "uint4": 4}
+BITS = {"bf16": 16, "fp8": 8, "w8a8": 8, "int8": 8, "int4": 4, "uint4": 4, "nvfp4": 4}
 """Of a stored value."""
-TILE_BYTES = {"bf16": 1024, "fp8": 512, "w8a8": 512, "int8": 544, "int4": 288, "uint4": 304}
+TILE_BYTES = {"bf16": 1024, "fp8": 512, "w8a8": 512, "int8": 544}
+TILE_BYTES |= {"int4": 288, "uint4": 304, "nvfp4": 288}
 """With the scales of codes, and zero points (kernels/tile.cuh)."""
-VALUE_BYTES = {"bf16": 2, "fp8": 1, "w8a8": 1, "int4": 2, "uint4": 2}
+VALUE_BYTES = {"bf16": 2, "fp8": 1, "w8a8": 1, "int4": 2, "uint4": 2, "nvfp4": 2}
 """Of a value in plain order: float16 of 4-bit ones."""
 NIBBLES = (0, 16, 4, 20, 8, 24, 12, 28)
-"""Where the codes of eight inputs stand in a word: pairs in its halves, as MMAs want them."""
+"""Where the codes of eight inputs stand in a word: pairs in its halves, as MMAs want them. Those of
+NVFP4 are mixed (nvfp4.py)."""
+SCALES = {"nvfp4": 2}
+"""Of a row of a tile of codes, where there is more than one."""
 WARPS = {1: 24, 2: 11, 3: 8}
 """By tiles per warp, preferred first: the most warps of a CTA (gemm.cu adds a producer, and wide.cu
 takes two tiles a warp). Many narrow warps catch up faster with a ring that was filled while the
@@ -115,7 +120,7 @@ def schedule(n: int, k: int, kind: str, layout: str, groups: int, processors: in
     step = row_groups * groups * wide * TILE_BYTES[kind]
     depths = [d for d in DEPTHS if blocks % (d * groups) == 0]
     if kind != "w8a8":  # w8a8.cu has one k group in a step
-        form = "int4" if kind == "uint4" else kind
+        form = "int4" if BITS[kind] == 4 else kind
         depths = [d for d in depths if d * groups <= BLOCKS[form] and d * step <= STEP_BYTES[form]]
     depth = max(depths, default=1)
     ctas = -(-tiles // (each * passes))
@@ -181,19 +186,23 @@ def tile(values: Tensor, kind: str, layout: str, groups: int, processors: int) -
     return _shaped(data, plan, layout, len(words))
 
 
-def tile_codes(weight: Int4 | Int8, layout: str, groups: int, processors: int) -> Tensor:
+def tile_codes(weight: FourBits | Int8, layout: str, groups: int, processors: int) -> Tensor:
     """The same of codes: a tile's codes, then its scales, then its zero points."""
     n, k = weight.codes.shape[-2:]
     plan = _plan(n, k, weight.kind, layout, groups, processors)
     sizes, order = _axes(plan, weight.kind, layout)
-    of_blocks = sizes[:BLOCK_AXES], tuple(axis for axis in order if axis < BLOCK_AXES)
     codes = weight.codes.reshape(-1, n, k)
-    words = _nibbles if BITS[weight.kind] == 4 else _words
-    parts = [_dealt(words(codes, _stored(plan)), plan, layout, sizes, order)]
+    words = _words(codes, _stored(plan))
+    if BITS[weight.kind] == 4:
+        words = _code_words(codes, weight.kind, _stored(plan))
+    parts = [_dealt(words, plan, layout, sizes, order)]
+    each = SCALES.get(weight.kind, 1)
+    of_scales = (*sizes[:BLOCK_AXES], each), tuple(axis for axis in order if axis <= BLOCK_AXES)
     for part in (weight.scale, weight.zero):
         if part is not None:
-            padded = _filled(part.reshape(-1, *part.shape[-2:]), _stored(plan) // GROUP)
-            parts.append(_dealt(padded, plan, layout, *of_blocks))
+            raw = part.view(torch.uint8) if part.dtype.itemsize == 1 else part
+            padded = _filled(raw.reshape(-1, *part.shape[-2:]), _stored(plan) // INPUTS * each)
+            parts.append(_dealt(padded, plan, layout, *of_scales))
     bytes_of = TILE * INPUTS * BITS[weight.kind] // 8, 2 * TILE, TILE
     tiles = [part.view(-1, size) for part, size in zip(parts, bytes_of, strict=False)]
     return _shaped(torch.cat(tiles, -1), plan, layout, len(codes))
@@ -268,12 +277,14 @@ def _words(values: Tensor, padded: int) -> Tensor:
     return raw.contiguous().view(torch.int32)
 
 
-def _nibbles(codes: Tensor, padded: int) -> Tensor:
+def _code_words(codes: Tensor, kind: str, padded: int) -> Tensor:
     """codes [weights, n, k] -> int32 words [weights, n, padded / 8]."""
     codes = _filled(codes, padded)
     words = torch.zeros_like(codes[..., ::8], dtype=torch.int32)
+    parts = parts_of_words().to(codes.device) if kind == "nvfp4" else None
     for i, place in enumerate(NIBBLES):
-        words |= codes[..., i::8].int() << place
+        each = codes[..., i::8].int()
+        words ^= each << place if parts is None else parts[i][each]
     return words
 
 

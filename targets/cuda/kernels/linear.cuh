@@ -25,6 +25,7 @@ struct Job {
   int epilogue;
   float softcap;
   int silu;             // what gates: 1 SiLU, 0 tanh GELU
+  int f16;              // kGated: the next weight takes f16 inputs, else bf16
   int room;             // for candidates of a row
   int late;             // of gemm.cu: the next kernel starts when all before this one have ended
   int ready;            // of gemm.cu: x was complete before this kernel could start
@@ -73,7 +74,7 @@ __device__ inline void finish_gated(const Job& job, const Four& sum, const Scale
 #pragma unroll
   for (int e = 0; e < 2; e++) {
     const float g = sum[e] * scales[0], v = (job.silu ? silu(g) : gelu_tanh(g)) * (sum[e + 2] * scales[1]);
-    value[e] = kNarrow ? input_of_fp8(v) : to_bf16(v);
+    value[e] = job.f16 ? input_of_fp8(v) : to_bf16(v);
   }
   const int odd = lane / 4 % 2, feature = tile * 8 + lane / 8 * 2;
   const u32 taken = __shfl_xor_sync(~0u, odd ? value[0] : value[1], 4);

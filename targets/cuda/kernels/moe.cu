@@ -26,6 +26,7 @@ struct Job {
   int k_blocks, block;        // of x
   int row_groups, k_groups, parts;  // parts: of k, one or two a warp
   int out_stride;
+  int f16;                    // gate_up: `down` takes f16 inputs, else bf16
   int ready;                  // gate_up: x and numbers were complete before it could start
   const u8* next;             // gate_up: the weight of `down` where it fits into L2, or null
   int next_bytes;             // of an expert of it
@@ -37,7 +38,10 @@ __device__ inline Stored load_weight(const u8* tile, int lane) {
   asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
       : "=r"(to.codes.x), "=r"(to.codes.y)
       : "l"(tile + lane * 8));
-  asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to.scales) : "l"(tile + kScalesAt + lane / 4 * 4));
+  if (E2M1)
+    asm("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=r"(to.scales) : "l"(tile + scales_at(lane)));
+  else
+    asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to.scales) : "l"(tile + scales_at(lane)));
   to.zeros = 0;
   if (ZEROS) asm("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=r"(to.zeros) : "l"(tile + kZerosAt + lane / 4 * 2));
 #else
@@ -194,7 +198,7 @@ __device__ inline void finish(const Job& job, const Sum<NB>& sum, int expert, in
           const float v = sum.of[t][j][half * 2 + e] * own;
           if (kGate) {
             const float gated = gelu_tanh(v) * (sum.of[1][j][half * 2 + e] * up);
-            static_cast<u16*>(job.out)[at] = kNarrow ? input_of_fp8(gated) : to_bf16(gated);
+            static_cast<u16*>(job.out)[at] = job.f16 ? input_of_fp8(gated) : to_bf16(gated);
           } else {
             static_cast<float*>(job.out)[at] = v;
           }

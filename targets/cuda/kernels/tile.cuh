@@ -3,12 +3,17 @@
 // Of e4m3 and bf16 weights a tile is its fragments. Of 4-bit ones it is 64 words of eight codes (by
 // lane, its two rows), then a f16 scale for each row's 32 inputs, then where they have zero points a
 // byte for each. A code c means (c - zero) * scale / 2^20 as an f16, rounded once (int4.py says when not).
+// Of NVFP4 there are as many words, mixed (`decode`), then for each row two e4m3 scales, of 16 inputs each:
+// an e2m1 code means value * scale / 2^14, never rounded (nvfp4.py).
 // 8-bit codes lie as e4m3 values do, then their scales: (c - 128) * scale, rounded once (certified.py).
 #pragma once
 #include "common.cuh"
 
-#ifndef BITS  // of a weight: 16 (bf16), 8 (e4m3), 4 (int4 in groups of 32)
+#ifndef BITS  // of a weight: 16 (bf16), 8 (e4m3), 4
 #define BITS 8
+#endif
+#ifndef E2M1  // 1: 4-bit codes are e2m1, in groups of 16 (NVFP4); 0: integers, in groups of 32
+#define E2M1 0
 #endif
 #ifndef ZEROS  // 1: groups of 4-bit weights have zero points; 0: theirs are 8
 #define ZEROS 0
@@ -21,12 +26,14 @@ constexpr bool kNarrow = BITS < 16;  // then MMAs take f16, and rows have a scal
 constexpr int kTileBytes = BITS == 16 ? 1024 : BITS == 8 ? 512 + CODES * 32 : ZEROS ? 304 : 288;
 constexpr int kLaneBytes = BITS == 4 ? 8 : 16;  // that are next to each other in a tile
 constexpr int kScalesAt = BITS == 8 ? 512 : 256, kZerosAt = 288;
+// A lane's scales in a tile: of its two rows, f16, or e4m3 of its group.
+__device__ inline int scales_at(int lane) { return kScalesAt + (E2M1 ? lane / 2 * 2 : lane / 4 * 4); }
 
 // What a lane holds of a tile.
 #if BITS == 4
 struct Stored {
   uint2 codes;  // of row lane / 4, and of that + 8: inputs 8 (lane % 4) to + 7
-  u32 scales;   // of both rows, f16
+  u32 scales;   // of both rows: f16, or of E2M1 e4m3 in the low bytes
   u32 zeros;    // of both rows, a byte each
 };
 #else
@@ -46,13 +53,16 @@ __device__ inline Stored load_shared(u32 tile, int lane) {
   Stored to;
 #if BITS == 4
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to.codes.x), "=r"(to.codes.y) : "r"(tile + lane * 8));
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to.scales) : "r"(tile + kScalesAt + lane / 4 * 4));
+  if (E2M1)
+    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(to.scales) : "r"(tile + scales_at(lane)));
+  else
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to.scales) : "r"(tile + scales_at(lane)));
   to.zeros = 0;
   if (ZEROS) asm volatile("ld.shared.u16 %0, [%1];" : "=r"(to.zeros) : "r"(tile + kZerosAt + lane / 4 * 2));
 #else
 #pragma unroll
   for (int i = 0; i < BITS / 8; i++) to.values[i] = load(tile + i * 512 + lane * 16);
-  if (CODES) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to.scales) : "r"(tile + kScalesAt + lane / 4 * 4));
+  if (CODES) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to.scales) : "r"(tile + scales_at(lane)));
 #endif
   return to;
 }
@@ -62,7 +72,7 @@ __device__ inline Stored load_tile(const u8* tile, int lane) {
   Stored to;
 #if BITS == 4
   to.codes = *reinterpret_cast<const uint2*>(tile + lane * 8);
-  to.scales = *reinterpret_cast<const u32*>(tile + kScalesAt + lane / 4 * 4);
+  to.scales = E2M1 ? *reinterpret_cast<const u16*>(tile + scales_at(lane)) : *reinterpret_cast<const u32*>(tile + scales_at(lane));
   to.zeros = ZEROS ? *reinterpret_cast<const u16*>(tile + kZerosAt + lane / 4 * 2) : 0;
 #else
 #pragma unroll
@@ -95,7 +105,16 @@ __device__ inline u32 times_plus(u32 a, u32 b, u32 c) {
 }
 #endif
 
-#if BITS == 4
+#if E2M1
+// Four codes of a word, those of inputs 4 `half` to + 3, as two f16x2. The three bits of a magnitude, where
+// an f16 has the last of its exponent and the first of its mantissa, are value / 2^14. Two pairs are shifted
+// there; a word has no room for four to be, so the bits of the others are where two shifts differ (nvfp4.py).
+__device__ inline void decode(u32 word, int half, u32 scale, u32& first, u32& second) {
+  constexpr u32 kValues = 0x8e008e00;  // sign and magnitude of either half
+  first = times((half ? word ^ word << 2 : word << 6) & kValues, scale);
+  second = times((half ? word ^ word >> 3 : word << 9) & kValues, scale);
+}
+#elif BITS == 4
 constexpr u32 kSixteen = 0x4c004c00, kMinusMiddle = 0x80808080;  // 16, and -8 / 2^20: of either half
 
 // Four codes of a word, in bits 0 to 7 of either half, as two f16x2. As the last bits of an f16 a code c
@@ -134,7 +153,13 @@ __device__ inline uint4 as_weights(uint4 v) {
 
 // Inputs 16 `half` to + 15 of a tile, in the order of `load_inputs`, as the A fragment of an MMA.
 __device__ inline void expand(const Stored& from, int half, u32* a) {
-#if BITS == 4
+#if E2M1
+  u32 scales, none, scale[2];
+  widen(from.scales, scales, none);
+  twice(scales, scale[0], scale[1]);
+  decode(from.codes.x, half, scale[0], a[0], a[2]);
+  decode(from.codes.y, half, scale[1], a[1], a[3]);
+#elif BITS == 4
   u32 scale[2], sixteen[2], middle[2];
   twice(from.scales, scale[0], scale[1]);
   twice(times(from.scales, kSixteen), sixteen[0], sixteen[1]);
