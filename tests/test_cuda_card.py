@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from targets.arch import released
 from targets.cuda.kernels import Kernels
-from targets.cuda.ops import NOTHING, Closing, Opening
 from tests.card import (
     KINDS,
     Differences,
@@ -74,44 +73,3 @@ def test_every_skinny_gemm(name, wide):
         limit = (STORED if narrow else SUMS)[kind]
         assert error(whole[:few], exact) <= limit, (n, k, kind, layout)
         del weight, exact
-
-
-@pytest.mark.parametrize("kind", ["fp8", "int4", "uint4", "nvfp4", "bf16"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_linear_layer_that_norms_its_row_itself(name, kind):
-    """One row's inputs are made by every CTA of the layer that takes them: bit for bit what a norm
-    of its own makes of them, with or without a branch, its norm, a scalar, a norm of the stream."""
-    arch = released(name)
-    ops, hidden = Kernels(one_layer(arch, 0), 128, torch.bfloat16, KINDS), arch.hidden
-    h, branch = 3 * randn(2, hidden), randn(2, hidden, seed=1)
-    pre, post = 1 + 0.2 * randn(hidden, seed=2), 1 + 0.2 * randn(hidden, seed=3)
-    scalar, extra = 1 + randn(1, seed=4), randn(2, 256, seed=5)
-    calls = [
-        (ops.linear, random_weight(ops, (arch.layers[0].heads * 256, hidden), kind).packed),
-        (
-            lambda x, w: ops.gated(x, w, kind).data,
-            random_weight(ops, (2 * arch.layers[0].ffw, hidden), kind, "gated").packed,
-        ),
-        (
-            lambda x, w: ops.gated_per_layer(x, w, extra[: x.rows], 0, "bf16").data,
-            random_weight(ops, (256, hidden), "bf16").packed,
-        ),
-    ]
-    same = Differences()
-    for call, weight in calls:
-        for opened in (pre, None):
-            for closing in (
-                NOTHING,
-                Closing(branch[:1], post, scalar),
-                Closing(branch[:1], post),
-                Closing(branch[:1]),
-            ):
-                alone = Opening(opened, weight.kind, alone=True)
-                theirs, x = ops.norm(h[:1].clone(), alone._replace(alone=False), closing)
-                expected = call(x, weight)
-                given = h[:1].clone()
-                ours, x = ops.norm(given, alone, closing)
-                same.check(call(x, weight), expected)
-                same.check(ours, theirs)
-                same.check(given, theirs if ours is given else h[:1])
-    assert same.none() and same.calls == 3 * 2 * 4 * 3

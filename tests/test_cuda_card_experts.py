@@ -55,7 +55,7 @@ def test_routes(moe_ops):
     proj = random_weight(moe_ops, (128, hidden), "bf16", seed=3)
 
     def call(part):
-        _, x = moe_ops.norm(part.clone(), Opening(scale, "bf16"))
+        x = moe_ops.norm(part.clone(), Opening(scale, "bf16"))
         return moe_ops.experts.route(x, proj.packed, per_expert, live(len(part)), MOE)[0]
 
     numbers, shares = call(h)
@@ -82,7 +82,7 @@ def test_equal_experts_go_by_number(moe_ops):
     same_rows = proj.values[:1].expand(128, -1).contiguous()
     packed = moe_ops.pack(same_rows, None, "bf16", "plain")
     ones = torch.ones(128, device="cuda")
-    _, x = moe_ops.norm(h, Opening(h[0], "bf16"))
+    x = moe_ops.norm(h, Opening(h[0], "bf16"))
     (numbers, shares), _ = moe_ops.experts.route(x, packed, ones, live(2), MOE)
     assert numbers.tolist() == [list(range(8))] * 2
     assert (shares == 0.125).all()
@@ -137,7 +137,7 @@ def test_rows_that_sit_out_pick_nobody(moe_ops, kind):
     x, per_expert = as_input(randn(m, hidden, seed=5), kind), torch.ones(128, device="cuda")
 
     def call(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        _, x_router = moe_ops.norm(h.clone(), Opening(scale, "bf16"))
+        x_router = moe_ops.norm(h.clone(), Opening(scale, "bf16"))
         chosen, _ = moe_ops.experts.route(x_router, proj.packed, per_expert, rows, MOE)
         poison = torch.full((m * MOE.top_k, hidden), torch.nan, device="cuda")
         del poison  # what nobody writes is then NaN
@@ -187,7 +187,7 @@ def test_a_layer_of_two_branches(moe_ops, kind):
         experts = gate_up.packed, down.packed, routed_norm
         routed = RoutedBranch(x_router, proj.packed, per_expert, x_experts, *experts)
         added = moe_ops.mixture(dense, routed, of, MOE)
-        _, x = moe_ops.norm(stream, Opening(following, "bf16"), Closing(added, post))
+        x = moe_ops.norm(stream, Opening(following, "bf16"), Closing(added, post))
         return stream, moe_ops.linear(x, proj.packed)
 
     whole, same = call(slice(0, most), zeros), Differences()

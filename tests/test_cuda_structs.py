@@ -34,7 +34,7 @@ MIRRORS = {
     "kernels.Embed": "hidden.cuh Embed",
     "norms._Mixture": "norm.cu Mixture",
     "norms._Others": "norm.cu Others",
-    "norms._AddNorm": "norm.cuh AddNorm",
+    "norms._AddNorm": "norm.cu AddNorm",
     "prefill_kernels._Place": "prefill_attention.cu Place",
     "gemm._GemmJob": "linear.cuh Job",
     "gemm._Untile": "untile.cu Job",

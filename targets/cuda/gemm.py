@@ -10,9 +10,9 @@ from torch import Tensor
 
 from targets.cuda import tiles
 from targets.cuda.four_bits import FourBits
-from targets.cuda.inputs import BLOCKS, Input, Normed
+from targets.cuda.inputs import BLOCKS, Input
 from targets.cuda.int8 import Int8
-from targets.cuda.launch import Launcher, Variant, address, pointer
+from targets.cuda.launch import Launcher, Variant, address
 from targets.cuda.ops import Dense, Linear
 
 RING_BYTES = 168 << 10
@@ -26,8 +26,6 @@ WIDE_FROM = 32
 cores need warpgroups."""
 FEW = tuple(block for block in BLOCKS if block < WIDE_FROM)
 MANY = tuple(block for block in BLOCKS if block >= WIDE_FROM)
-NORM_WARPS = 16
-"""That norm a row (norm.cuh)."""
 BARRIERS = 16
 """Bytes of a stage's two."""
 UNTILE_THREADS, UNTILE_BYTES = 512, 96 << 10
@@ -60,8 +58,8 @@ class _Untile(Structure):
     )
 
 
-def variants(kinds: set[str], hidden: int) -> set[Variant]:
-    """For weights of these kinds beside a stream of this width; of w8a8 ones, which w8a8.cu
+def variants(kinds: set[str]) -> set[Variant]:
+    """For weights of these kinds; of w8a8 ones, which w8a8.cu
     multiplies, just what tiles are turned back with, and of int8 ones, a head's copy alone, what
     few rows take."""
     mine = kinds - {"w8a8", "int8"}
@@ -70,9 +68,8 @@ def variants(kinds: set[str], hidden: int) -> set[Variant]:
     }
     many = {_many(kind, block, depth) for kind in mine for block in MANY for depth in tiles.DEPTHS}
     gather = {_gather(kind, block) for kind in mine for block in MANY}
-    normed = {_normed(kind, wide, hidden) for kind in mine for wide in (1, 2, 3)}
     untile = {weight_variant("untile", kind) for kind in kinds - {"int8"}}
-    return untile | few | normed | many | gather
+    return untile | few | many | gather
 
 
 class Gemm:
@@ -158,7 +155,7 @@ class Gemm:
             self._scales[packed] = packed.flatten() / tiles.ACTIVATION_SCALE
         return self._scales[packed]
 
-    def linear(self, x: Input | Normed, weight: Linear, late: bool = False) -> Tensor:
+    def linear(self, x: Input, weight: Linear, late: bool = False) -> Tensor:
         """`Ops.linear`. late: of few rows, the next kernel starts no earlier than all kernels
         before this one have ended, and may read their results before it waits."""
         out = torch.empty((x.rows, weight.n), device=weight.data.device)
@@ -167,7 +164,7 @@ class Gemm:
 
     def run(
         self,
-        x: Input | Normed,
+        x: Input,
         weight: Linear,
         out: Tensor,
         epilogue: int,
@@ -198,9 +195,7 @@ class Gemm:
             *(tiles.k_stride(weight), 0, x.rows, stride, out_groups, epilogue, softcap, int(silu)),
             *(int(f16), room, int(late), int(ready)),
         )
-        if isinstance(x, Normed):
-            self._run_normed(x, weight, plan, job)
-        elif x.block in FEW:
+        if x.block in FEW:
             job.stages, shared = few_stages(plan, weight.kind, x.block)
             variant = _few(weight.kind, x.block, plan.wide)
             self._launch(variant, "gemm", (plan.ctas, 1, 1), 32 * (plan.warps + 1), [job], shared)
@@ -208,13 +203,6 @@ class Gemm:
             self._wide(x, weight, plan, job)
         else:
             self._spread(x, weight, plan, job)
-
-    def _run_normed(self, x: Normed, weight: Linear, plan: tiles.Schedule, job: _GemmJob) -> None:
-        job.stages, shared = normed_stages(plan, weight.kind)
-        threads = 32 * (max(plan.warps, NORM_WARPS) + 1)
-        variant = _normed(weight.kind, plan.wide, weight.k)
-        arguments = [job, x.job, pointer(x.branch)]
-        self._launch(variant, "gemm_normed", (plan.ctas, 1, 1), threads, arguments, shared)
 
     def _wide(self, x: Input, weight: Linear, plan: tiles.Schedule, job: _GemmJob) -> None:
         job.stages, shared = many_stages(plan, weight.kind, x.block)
@@ -251,16 +239,6 @@ def _few(kind: str, block: int, wide: int) -> Variant:
     return weight_variant("gemm", kind, ("TOKENS", block), ("TW", wide))
 
 
-def _normed(kind: str, wide: int, hidden: int) -> Variant:
-    form = ("TOKENS", 1), ("TW", wide), ("NORMED", quads_of(hidden))
-    return weight_variant("gemm", kind, *form)
-
-
-def quads_of(hidden: int) -> int:
-    """Four values each, that a thread of those which norm has of a row."""
-    return -(-hidden // (4 * 32 * NORM_WARPS))
-
-
 def _many(kind: str, block: int, depth: int) -> Variant:
     return weight_variant("wide", kind, ("TOKENS", block), ("DEPTH", depth))
 
@@ -285,15 +263,6 @@ def few_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:
     stages = max(2, min(RING_BYTES // stage, plan.steps * plan.passes))
     sums = (plan.k_groups - 1) * plan.tiles * tiles.TILE * 4 * max(block, 8)
     return stages, max(stages * (stage + BARRIERS) + sums * (plan.passes > 1), sums, ALONE_BYTES)
-
-
-def normed_stages(plan: tiles.Schedule, kind: str) -> tuple[int, int]:
-    """Of the ring of a CTA that makes its one token's inputs, and keeps them all."""
-    stage, blocks = plan.step_bytes(kind), plan.steps * plan.k_groups * plan.depth
-    stages = max(2, min(RING_BYTES // stage, plan.steps * plan.passes))
-    sums = (plan.k_groups - 1) * plan.tiles * tiles.TILE * 4 * 8
-    ring = stages * (stage + BARRIERS) + 2 * tiles.INPUTS * blocks
-    return stages, max(ring + sums * (plan.passes > 1), sums, ALONE_BYTES)
 
 
 def many_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:

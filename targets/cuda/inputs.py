@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,22 +27,6 @@ class Input:
     k_blocks: int
     k_groups: int = 1
     scale: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Normed:
-    """One row's input that is not there yet: the linear layer that takes it norms the stream by
-    itself (gemm.cu). job: norm.cuh's; branch [1, H] or None: what is added to the stream first.
-    tensors: what the job points to."""
-
-    job: Structure
-    branch: Tensor | None
-    k_blocks: int
-    tensors: tuple[Tensor | None, ...]
-    rows: ClassVar[int] = 1
-    block: ClassVar[int] = 1
-    k_groups: ClassVar[int] = 1
-    data: ClassVar[None] = None
 
 
 def block_of(rows: int, blocks: tuple[int, ...] = BLOCKS) -> int:

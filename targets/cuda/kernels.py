@@ -17,9 +17,9 @@ from targets.cuda import attention, candidates, experts, gemm, sampler, tiles, w
 from targets.cuda.gemm import GATED, LOGITS, PER_LAYER, PLAIN
 from targets.cuda.inputs import Input, make_input
 from targets.cuda.launch import Launcher, Library, Variant, address, pointer
-from targets.cuda.norms import ROW_THREADS, Mixture, Norms
+from targets.cuda.norms import Mixture, Norms
 from targets.cuda.ops import AttentionLayer, DenseBranch, Linear, RoutedBranch, Rows
-from targets.cuda.variants import norm_variant, variants
+from targets.cuda.variants import ROW_THREADS, norm_variant, variants
 from targets.cuda.w8a8 import Parts
 
 THREADS = 256

@@ -52,16 +52,15 @@ def decode(
     can't be chosen may then be -inf."""
     h = ops.embed(weights.head, rows)
     inputs = _per_layer_inputs(weights, h, rows, ops)
-    h, x = ops.norm(h, opening(weights, 0))
+    x = ops.norm(h, opening(weights, 0))
     captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None
     for i, w in enumerate(weights.layers):
         layer = AttentionLayer(arch.layers[i], cache.of(arch.layers, i), w.q_norm, w.k_norm)
-        following = opening(weights, i + 1, alone=i not in features)
-        h, x = decode_layer(h, x, w, layer, rows, ops, following, (inputs, i))
+        x = decode_layer(h, x, w, layer, rows, ops, opening(weights, i + 1), (inputs, i))
         if captured is not None and i in features:
             captured[:, features.index(i)] = h
     if only is not None:
-        _, x = ops.norm(h.index_select(0, only), opening(weights, len(weights.layers)))
+        x = ops.norm(h.index_select(0, only), opening(weights, len(weights.layers)))
     narrow = weights.narrow_head
     if choosing is None or narrow is None or rows.tokens.numel() > MOST_ROWS:
         logits = ops.head(x, weights.head, arch.softcap)
@@ -79,40 +78,38 @@ def decode_layer(
     ops: Ops,
     following: Opening,
     per_layer: tuple[Tensor | None, int] = (None, 0),
-) -> tuple[Tensor, X]:
-    """One decoder layer on the stream h [M, H], where x is what its input norm made; -> the stream,
-    and what `following` opens with. per_layer: all layers' inputs (E2B, E4B), and which this one
-    is."""
+) -> X:
+    """One decoder layer on the stream h [M, H], in place, where x is what its input norm made; ->
+    what `following` opens with. per_layer: all layers' inputs (E2B, E4B), and which this one is."""
     mixed = ops.attention(ops.linear(x, w.qkv), layer, rows, w.o.kind)
     closing = Closing(ops.branch(mixed, w.o), w.post_attention_norm)
     if layer.spec.moe and w.moe:
         branch = _mixture(h, closing, w, w.moe, layer.spec.moe, rows, ops)
     else:
-        h, x = ops.norm(h, Opening(w.pre_feedforward_norm, w.gate_up.kind, alone=True), closing)
+        x = ops.norm(h, Opening(w.pre_feedforward_norm, w.gate_up.kind), closing)
         branch = ops.branch(ops.gated(x, w.gate_up, w.down.kind), w.down)
     post, (inputs, i) = w.post_feedforward_norm, per_layer
     if w.per_layer and inputs is not None:
         gate, projection = w.per_layer.gate, w.per_layer.projection
-        h, x = ops.norm(h, Opening(None, gate.kind, alone=True), Closing(branch, post))
+        x = ops.norm(h, Opening(None, gate.kind), Closing(branch, post))
         x = ops.gated_per_layer(x, gate, inputs, i, projection.kind)
         branch, post = ops.branch(x, projection), w.per_layer.post_norm
     return ops.norm(h, following, Closing(branch, post, w.scalar))
 
 
-def opening(weights: Weights, i: int, alone: bool = True) -> Opening:
-    """Of layer i, or of the head, whose input is read more than once. alone: nothing else reads the
-    stream."""
+def opening(weights: Weights, i: int) -> Opening:
+    """Of layer i, or of the head."""
     if i == len(weights.layers):
         return Opening(weights.norm, weights.head.kind)
     layer: LayerWeights = weights.layers[i]
-    return Opening(layer.input_norm, layer.qkv.kind, alone)
+    return Opening(layer.input_norm, layer.qkv.kind)
 
 
 def _per_layer_inputs(weights: Weights, h: Tensor, rows: Rows, ops: Ops) -> Tensor | None:
     top = weights.per_layer
     if top is None:
         return None
-    _, x = ops.norm(h, Opening(None, top.projection.kind, alone=True))
+    x = ops.norm(h, Opening(None, top.projection.kind))
     return ops.per_layer_inputs(ops.linear(x, top.projection), top.table, top.norm, rows)
 
 

@@ -5,24 +5,19 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int, c_void_p
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from targets.cuda import tiles
 from targets.cuda.experts import Routed
-from targets.cuda.inputs import Input, Normed, make_input, make_narrow_input
+from targets.cuda.inputs import Input, make_input, make_narrow_input
 from targets.cuda.launch import Launcher, address, pointer
 from targets.cuda.ops import NOTHING, Closing, Opening
-from targets.cuda.variants import norm_variant
+from targets.cuda.variants import ROW_THREADS, norm_variant
 from targets.cuda.w8a8 import Parts, as_groups
-
-ROW_THREADS = 512
-"""Of a CTA that has a row of the residual stream."""
 
 
 class _AddNorm(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("h", "out", "post", "scalar", "pre", "x", "scale")),
+        *((name, c_void_p) for name in ("h", "post", "scalar", "pre", "x", "scale")),
         *((name, c_int) for name in ("hidden", "k_blocks", "block")),
         ("eps", c_float),
     )
@@ -55,25 +50,8 @@ class Norms:
     def __init__(self, launch: Launcher, eps: float) -> None:
         self._launch, self._eps = launch, eps
 
-    def norm(
-        self, h: Tensor, opening: Opening, closing: Closing = NOTHING
-    ) -> tuple[Tensor, Input | Normed]:
+    def norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> Input:
         """`Ops.norm`."""
-        whole = closing.branch is None or isinstance(closing.branch, torch.Tensor)
-        if opening.alone and len(h) == 1 and opening.kind != "w8a8" and whole:
-            return self._for_later(h, opening, closing)
-        return h, self._now(h, opening, closing)
-
-    def _for_later(self, h: Tensor, opening: Opening, closing: Closing) -> tuple[Tensor, Normed]:
-        """Every CTA of the next linear layer norms the row; others may still read the stream when
-        the first one writes it, so it goes elsewhere."""
-        out = h if closing.branch is None else torch.empty_like(h)
-        tensors = h, out, closing.post, closing.scalar, opening.pre
-        k_blocks = -(-h.shape[1] // tiles.INPUTS)
-        job = _AddNorm(*map(address, tensors), None, None, h.shape[1], k_blocks, 1, self._eps)
-        return out, Normed(job, closing.branch, k_blocks, tensors)
-
-    def _now(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> Input:
         m, hidden = h.shape
         x = (make_narrow_input if opening.kind == "w8a8" else make_input)(m, hidden, h.device)
         name, branch = _added(closing.branch)
@@ -87,7 +65,7 @@ class Norms:
         """`Ops.norm_moe`. One kernel has no scale for w8a8 weights beside others."""
         dense, router, experts = openings
         if dense.kind == "w8a8":
-            return self._now(h, dense, closing), self._now(h, router), self._now(h, experts)
+            return self.norm(h, dense, closing), self.norm(h, router), self.norm(h, experts)
         m, hidden = h.shape
         x, x_router, x_experts = (make_input(m, hidden, h.device) for _ in openings)
         job = _Others(
@@ -101,7 +79,7 @@ class Norms:
         return x, x_router, x_experts
 
     def _job(self, h: Tensor, opening: Opening, closing: Closing, x: Input) -> _AddNorm:
-        pointers = map(address, (h, h, closing.post, closing.scalar, opening.pre, x.data, x.scale))
+        pointers = map(address, (h, closing.post, closing.scalar, opening.pre, x.data, x.scale))
         return _AddNorm(*pointers, h.shape[1], x.k_blocks, x.block, self._eps)
 
 

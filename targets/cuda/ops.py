@@ -4,7 +4,7 @@
 kernels. `model.py` is written in these words only.
 
 Shape legend: M rows of a call (B sequences times T tokens, row b * T + t), H hidden, V vocab.
-`h` is the residual stream, float32 [M, H]. An `X` is a linear layer's input in
+`h` is the residual stream, float32 [M, H], updated in place. An `X` is a linear layer's input in
 whatever layout and dtype its implementation likes: only the same implementation may read it.
 """
 
@@ -81,11 +81,10 @@ call out and drafts that don't exist (NO_GUESS) picked nobody: -1, with shares o
 
 class Opening(NamedTuple):
     """What a branch is fed: the stream, normed by weight `pre` (as it is where None), for a weight
-    of this kind. alone: one linear layer reads it, before anything reads the stream."""
+    of this kind."""
 
     pre: Tensor | None
     kind: str
-    alone: bool = False
 
 
 class Closing(NamedTuple):
@@ -160,9 +159,8 @@ class Ops(Protocol):
         count as 0."""
         ...
 
-    def norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> tuple[Tensor, X]:
-        """-> h = (h + rms(branch) * post) * scalar, in place but for an opening that is read alone,
-        and rms(h) * pre."""
+    def norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> X:
+        """h = (h + rms(branch) * post) * scalar in place; -> rms(h) * pre."""
         ...
 
     def norm_moe(

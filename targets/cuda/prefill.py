@@ -86,7 +86,7 @@ class _Pass:
             x = add_norm(h, opening(weights, i + 1), Closing(branch, post, w.scalar))
             if captured is not None and i in features:
                 captured[:, features.index(i)] = h
-        _, last = self.ops.norm(h[-1:], opening(weights, len(weights.layers)))
+        last = self.ops.norm(h[-1:], opening(weights, len(weights.layers)))
         logits = self.ops.head(last, weights.head, arch.softcap)
         return Hidden(logits, None if captured is None else captured.flatten(1))
 

@@ -93,11 +93,9 @@ class Reference:
     def embed(self, head: Linear, rows: Rows) -> Tensor:
         return lookup(head.data, rows.tokens.flatten(), self.arch.hidden)
 
-    def norm(
-        self, h: Tensor, opening: Opening, closing: Closing = NOTHING
-    ) -> tuple[Tensor, Tensor]:
+    def norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> Tensor:
         self._close(h, closing)
-        return h, self._opened(h, opening)
+        return self._opened(h, opening)
 
     def _close(self, h: Tensor, closing: Closing) -> None:
         branch, post, scalar = closing

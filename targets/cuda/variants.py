@@ -6,11 +6,14 @@ from targets.arch import Arch
 from targets.cuda import attention, candidates, experts, gemm, sampler, w8a8
 from targets.cuda.launch import Variant
 
+ROW_THREADS = 512
+"""Of a CTA that has a row of the residual stream, four values at a time."""
+
 
 def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
     """All that this architecture launches with weights of these kinds, and an e4m3 cache or not."""
     parts = (
-        gemm.variants(kinds, arch.hidden),
+        gemm.variants(kinds),
         w8a8.variants() if "w8a8" in kinds else set(),
         attention.variants(arch, kv8),
         experts.variants(arch, kinds - {"w8a8", "int8"}),
@@ -23,4 +26,4 @@ def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
 def norm_variant(kind: str, hidden: int) -> Variant:
     """What feeds weights of this kind from a stream of this width."""
     kinds = ("FP8", int(kind != "bf16")), ("W8A8", int(kind == "w8a8"))
-    return Variant("norm", (*kinds, ("QUADS", gemm.quads_of(hidden))))
+    return Variant("norm", (*kinds, ("QUADS", -(-hidden // (4 * ROW_THREADS)))))

@@ -78,12 +78,12 @@ class AssistantModel:
         w, ops, layers = self.weights, self.ops, self.weights.layers
         x = ops.beside(self.target.weights.head, tokens, states, w.pre.kind)
         h = ops.linear(x, w.pre)
-        h, x = ops.norm(h, Opening(layers[0].input_norm, layers[0].qkv.kind, alone=True))
+        x = ops.norm(h, Opening(layers[0].input_norm, layers[0].qkv.kind))
         for i, own in enumerate(layers):
             following = Opening(w.norm, w.post.kind)
             if i + 1 < len(layers):
-                following = Opening(layers[i + 1].input_norm, layers[i + 1].qkv.kind, alone=True)
-            h, x = decode_layer(h, x, own, self._layers[i], seen, ops, following)
+                following = Opening(layers[i + 1].input_norm, layers[i + 1].qkv.kind)
+            x = decode_layer(h, x, own, self._layers[i], seen, ops, following)
         handed = states.rows if last else ops.linear(x, w.post)
         if isinstance(w.head, OrderedHead):
             return w.head.logits(rms(h, w.norm, self.spec.arch.eps)), handed

@@ -124,9 +124,9 @@ class HeadModel:
     def logits(self, h: Tensor, mixed: Tensor) -> Tensor:
         """The rest of the layer -> [M, draft vocabulary] float32; h becomes the head's output."""
         w, ops = self.weights, self.ops
-        _, x = ops.norm(h, Opening(w.post_norm, w.gate_up.kind), Closing(mixed))
+        x = ops.norm(h, Opening(w.post_norm, w.gate_up.kind), Closing(mixed))
         branch = ops.linear(ops.gated(x, w.gate_up, w.down.kind), w.down)
-        _, x = ops.norm(h, Opening(w.norm, w.lm_head.kind), Closing(branch))
+        x = ops.norm(h, Opening(w.norm, w.lm_head.kind), Closing(branch))
         return ops.head(x, w.lm_head, None)
 
 

@@ -13,7 +13,6 @@
 // keeps a ring of steps in flight with bulk copies, and fills it before the previous kernel has
 // ended: weights are never written.
 #include "linear.cuh"
-#include "norm.cuh"
 #include "ring.cuh"
 
 #ifndef TOKENS  // 1, 2, 4, 8, 16
@@ -23,14 +22,9 @@
 #define TW 2
 #endif
 
-#ifndef NORMED  // quads of a row that a thread norms: one token's inputs are made here; 0: they are fed
-#define NORMED 0
-#endif
-
 constexpr int NT = TOKENS < 8 ? 1 : TOKENS / 8;  // MMAs' columns, of 8 tokens each
 constexpr int kInputBytes = TOKENS * 64;         // 32 inputs of all tokens
-constexpr int kWarps = TW == 3 ? 8 : TW == 2 ? 11 : 24, kNormWarps = kNormThreads / 32;  // tiles.py's
-constexpr int kThreads = 32 * (1 + (NORMED && kWarps < kNormWarps ? kNormWarps : kWarps));  // and a producer
+constexpr int kThreads = 32 * (1 + (TW == 3 ? 8 : TW == 2 ? 11 : 24));  // a producer, and tiles.py's
 typedef float Tile[TW][NT][4];
 
 __device__ inline int step_bytes(const Job& job) {
@@ -41,7 +35,7 @@ __device__ inline int input_bytes(const Job& job) { return job.k_groups * job.de
 // Of few tokens a step's inputs are less than two lines of the cache, which all CTAs would ask for at once:
 // these come by rounds of the ring, with the weights of a round's first stage. Where they lie alternates:
 // who frees that stage has read all of the round before.
-constexpr bool kRounds = TOKENS < 8 && !NORMED;
+constexpr bool kRounds = TOKENS < 8;
 constexpr int kRoundsKept = kRounds ? 2 : 1;
 
 // The next `count` steps' inputs, which every pass reads again.
@@ -176,91 +170,14 @@ __device__ inline bool all_certified(const Job& job) {
   return all;
 }
 
-#if NORMED
-__device__ inline void produce_weights(const Job& job, u32 ring, u32 full, u32 empty) {
-  const u64 once = read_once();
-  const int bytes = step_bytes(job), count = job.passes * job.steps;
-  const u8* weight = job.weight + size_t(blockIdx.x) * bytes;
-  int stage = 0, phase = 1;
-  for (int i = 0; i < count; i++) {
-    if (i >= job.stages) await(empty + 8 * stage, phase);
-    expect(full + 8 * stage, bytes);
-    copy(ring + stage * bytes, weight + size_t(i) * job.ctas * bytes, bytes, full + 8 * stage, once);
-    if (++stage == job.stages) stage = 0, phase ^= 1;
-  }
-}
-
-// `block_sum` of the threads that norm.
-__device__ inline float norm_sum(float v, float* scratch, int thread) {
-  v = warp_sum(v);
-  if (thread % 32 == 0) scratch[thread / 32] = v;
-  asm volatile("bar.sync 2, %0;" ::"n"(kNormThreads) : "memory");
-  return warp_sum(thread % 32 < kNormWarps ? scratch[thread % 32] : 0.0f);
-}
-
-// One row's inputs into shared memory, as norm.cu has them; the first CTA also writes the stream. A CTA of
-// its own for the norm would be one more launch, flush and read, for the sake of reading the row once.
-__device__ inline void make_inputs(const AddNorm& job, const float* branch, u32* x, int inputs, int thread) {
-  __shared__ float scratch[2][32];
-  const int quads = job.hidden / 4;
-  float4 weight[NORMED], closing[NORMED], stream[NORMED], added[NORMED];
-#pragma unroll
-  for (int j = 0; j < NORMED; j++) {
-    const int i = thread + j * kNormThreads;
-    if (job.pre && i < quads) weight[j] = load4(job.pre, i);
-    if (job.post && i < quads) closing[j] = load4(job.post, i);
-  }
-  const float factor = job.scalar ? *job.scalar : 1.0f;
-  wait_for_previous();
-  float squares = 0.0f;
-#pragma unroll
-  for (int j = 0; j < NORMED; j++) {
-    const int i = thread + j * kNormThreads;
-    if (i >= quads) continue;
-    stream[j] = load4(job.h, i);
-    if (!branch) continue;
-    added[j] = load4(branch, i);
-    squares += square4(added[j]);
-  }
-  if (branch) {
-    const float inverse = job.post ? inverse_rms(norm_sum(squares, scratch[0], thread), job.hidden, job.eps) : 1.0f;
-#pragma unroll
-    for (int j = 0; j < NORMED; j++) {
-      const int i = thread + j * kNormThreads;
-      if (i >= quads) continue;
-      const float4 w = job.post ? closing[j] : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-      stream[j] = close4(stream[j], added[j], inverse, w, factor);
-      if (blockIdx.x == 0) reinterpret_cast<float4*>(job.out)[i] = stream[j];
-    }
-  }
-  float inverse = 1.0f;
-  if (job.pre) {
-    squares = 0.0f;
-#pragma unroll
-    for (int j = 0; j < NORMED; j++)
-      if (thread + j * kNormThreads < quads) squares += square4(stream[j]);
-    inverse = inverse_rms(norm_sum(squares, scratch[1], thread), job.hidden, job.eps);
-  }
-#pragma unroll
-  for (int j = 0; j < NORMED; j++) {
-    const int i = thread + j * kNormThreads;
-    if (i >= quads) continue;
-    const float4 v = job.pre ? open4(stream[j], inverse, weight[j]) : stream[j];
-    x[2 * i] = as_input(v.x, kNarrow) | u32(as_input(v.y, kNarrow)) << 16;
-    x[2 * i + 1] = as_input(v.z, kNarrow) | u32(as_input(v.w, kNarrow)) << 16;
-  }
-  for (int i = 2 * quads + thread; i < inputs / 2; i += kNormThreads) x[i] = 0;  // what pads k
-}
-#endif
-
-// norm, branch: of what makes its own inputs.
-__device__ inline void run(const Job& job, const AddNorm* norm, const float* branch) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    gemm(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) u8 memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warps = job.row_groups * job.k_groups;
   const int bytes = step_bytes(job), slice = input_bytes(job);
-  u8* inputs = memory + job.stages * bytes;
-  const int ring_bytes = job.stages * bytes + (NORMED ? job.steps : job.stages * kRoundsKept) * slice;
+  const u8* inputs = memory + job.stages * bytes;
+  const int ring_bytes = job.stages * (bytes + kRoundsKept * slice);
   const u32 full = shared_address(memory + ring_bytes), empty = full + 8 * job.stages;
   __shared__ uint4 nothing;
   if (threadIdx.x == 0) init_ring(full, empty, job.stages, warps), nothing = make_uint4(0, 0, 0, 0);
@@ -268,24 +185,13 @@ __device__ inline void run(const Job& job, const AddNorm* norm, const float* bra
   if (!job.late) let_next_start();
   if (job.certified && all_certified(job)) return;
   if (warp == warps) {
-#if NORMED
-    if (lane == 0) produce_weights(job, shared_address(memory), full, empty);
-#else
     if (lane == 0) produce(job, shared_address(memory), shared_address(inputs), full, empty);
-#endif
     return;
   }
   const int row_group = warp % job.row_groups, k_group = warp / job.row_groups;
   int first_tile = blockIdx.x * job.tiles + row_group * TW;
   Scales scales[TW];  // weights too: here by the time that they are needed
-  if (warp < warps) load_scales(job, scales, first_tile, lane);
-#if NORMED
-  const int thread = threadIdx.x - (warp > warps) * 32;
-  if (thread < kNormThreads)
-    make_inputs(*norm, branch, reinterpret_cast<u32*>(inputs), job.steps * slice / 2, thread);
-  consumers_sync(blockDim.x / 32 - 1);
-  if (warp > warps) return;
-#endif
+  load_scales(job, scales, first_tile, lane);
   if (!job.ready) wait_for_previous();
   if (job.late) let_next_start();
   const int at = (k_group * job.row_groups + row_group) * job.depth * TW * kTileBytes;
@@ -301,7 +207,7 @@ __device__ inline void run(const Job& job, const AddNorm* norm, const float* bra
     clear(sum);
     for (int step = 0; step < job.steps; step++) {
       await(full + 8 * stage, phase);
-      const int place = NORMED ? step : (kRounds ? phase * job.stages : 0) + stage;
+      const int place = (kRounds ? phase * job.stages : 0) + stage;
       multiply(sum, weights_at + stage * bytes, inputs_at + place * stride, job.depth, apart, lane);
       __syncwarp();
       if (lane == 0) arrive(empty + 8 * stage);
@@ -314,14 +220,3 @@ __device__ inline void run(const Job& job, const AddNorm* norm, const float* bra
     if (pass + 1 < job.passes) load_scales(job, scales, first_tile, lane);
   }
 }
-
-#if NORMED
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    gemm_normed(const __grid_constant__ Job job, const __grid_constant__ AddNorm norm, const float* branch) {
-  run(job, &norm, branch);
-}
-#else
-extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm(const __grid_constant__ Job job) {
-  run(job, nullptr, nullptr);
-}
-#endif

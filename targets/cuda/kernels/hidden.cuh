@@ -1,7 +1,7 @@
 // What the kernels of the residual stream share: rows in registers, inputs of the next linear layer, and
 // the embedding's table, which is the head's weight, tiled.
 #pragma once
-#include "norm.cuh"
+#include "common.cuh"
 
 #ifndef FP8  // what the next linear layer's weights are
 #define FP8 1
@@ -11,8 +11,14 @@
 #define QUADS 4
 #endif
 
-constexpr int kThreads = kNormThreads;
+constexpr int kThreads = 512;
 constexpr int kMax = QUADS;
+
+__device__ inline float4 load4(const float* p, int i) { return reinterpret_cast<const float4*>(p)[i]; }
+__device__ inline float square4(float4 v) {
+  return __fmaf_rn(v.w, v.w, __fmaf_rn(v.z, v.z, __fmaf_rn(v.y, v.y, __fmul_rn(v.x, v.x))));
+}
+__device__ inline u16 as_input(float v, bool narrow) { return narrow ? input_of_fp8(v) : to_bf16(v); }
 
 // narrow: whether the next layer's weights are (tile.cuh).
 __device__ inline void store_input(void* x, int m, int i, float4 v, int k_blocks, int block, bool narrow = FP8) {

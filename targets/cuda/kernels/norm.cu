@@ -16,6 +16,31 @@ struct Whole {
   __device__ float4 load(int m, int i, int, int width) const { return load4(rows + size_t(m) * width, i); }
 };
 
+// h = (h + rms(branch) * post) * scalar in place; x = rms(h) * pre. The branch, scalar and pre may be
+// missing, and post: the branch is then added as it is.
+struct AddNorm {
+  float* h;
+  const float *post, *scalar, *pre;
+  void* x;
+  float* scale;
+  int hidden, k_blocks, block;
+  float eps;
+};
+
+__device__ inline float inverse_rms(float squares, int count, float eps) { return rsqrtf(__fadd_rn(squares / count, eps)); }
+
+__device__ inline float close_one(float h, float added, float inverse, float weight, float factor) {
+  return __fmul_rn(__fmaf_rn(__fmul_rn(added, inverse), weight, h), factor);
+}
+__device__ inline float4 close4(float4 h, float4 added, float inverse, float4 weight, float factor) {
+  return make_float4(close_one(h.x, added.x, inverse, weight.x, factor), close_one(h.y, added.y, inverse, weight.y, factor),
+                     close_one(h.z, added.z, inverse, weight.z, factor), close_one(h.w, added.w, inverse, weight.w, factor));
+}
+__device__ inline float4 open4(float4 v, float inverse, float4 weight) {
+  return make_float4(__fmul_rn(v.x, __fmul_rn(inverse, weight.x)), __fmul_rn(v.y, __fmul_rn(inverse, weight.y)),
+                     __fmul_rn(v.z, __fmul_rn(inverse, weight.z)), __fmul_rn(v.w, __fmul_rn(inverse, weight.w)));
+}
+
 template <class Branch>
 __device__ inline float load_branch(const AddNorm& job, const Branch& branch, float4 (&added)[kMax]) {
   float squares = 0.0f;
@@ -147,8 +172,7 @@ __device__ inline void add_and_norm(const AddNorm& job, const Branch& branch, co
   if (others) load_norm(router, others->router_norm, quads), load_norm(experts, others->experts_norm, quads);
   const float factor = job.scalar ? *job.scalar : 1.0f;
   wait_for_previous();
-  const float* row = job.h + size_t(m) * job.hidden;
-  float4* out = reinterpret_cast<float4*>(job.out + size_t(m) * job.hidden);
+  float* row = job.h + size_t(m) * job.hidden;
 #pragma unroll
   for (int j = 0; j < kMax; j++) {
     const int i = threadIdx.x + j * kThreads;
@@ -162,7 +186,7 @@ __device__ inline void add_and_norm(const AddNorm& job, const Branch& branch, co
       const int i = threadIdx.x + j * kThreads;
       if (i >= quads) continue;
       const float4 w = job.post ? closing[j] : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-      out[i] = stream[j] = close4(stream[j], added[j], inverse, w, factor);
+      reinterpret_cast<float4*>(row)[i] = stream[j] = close4(stream[j], added[j], inverse, w, factor);
     }
   }
   if (!job.x) return;
