@@ -13,7 +13,7 @@ from targets.cuda.gemm import WIDE_FROM
 from targets.cuda.inputs import Input, make_input, make_narrow_input
 from targets.cuda.kernels import Kernels
 from targets.cuda.ops import Linear
-from targets.cuda.params import quantise_fp8
+from targets.cuda.reader import quantise_fp8
 from targets.cuda.tiles import ACTIVATION_SCALE, EIGHTHS, padded_inputs
 from tests.nvfp4_files import as_nvfp4
 

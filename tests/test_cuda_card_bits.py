@@ -18,7 +18,7 @@ from targets.cuda import experts, tiles
 from targets.cuda.gemm import Gemm
 from targets.cuda.kernels import Kernels
 from targets.cuda.ops import Linear
-from targets.cuda.params import quantise_fp8
+from targets.cuda.reader import quantise_fp8
 from targets.cuda.w8a8 import W8A8
 from tests.card import (
     KINDS,

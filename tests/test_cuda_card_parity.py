@@ -17,7 +17,8 @@ from targets.cuda.kernels import Kernels
 from targets.cuda.model import decode
 from targets.cuda.nvfp4 import GROUP
 from targets.cuda.ops import Ops, Rows
-from targets.cuda.params import load_params, quantised
+from targets.cuda.params import load_params
+from targets.cuda.reader import quantised
 from targets.cuda.reference import Reference
 from targets.stored import dequantise
 from tests.card import KINDS, error, one_layer, random_weight

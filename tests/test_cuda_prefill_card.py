@@ -15,11 +15,12 @@ from targets.cuda.cache import make_cache, read
 from targets.cuda.footprint import plain_bytes
 from targets.cuda.kernels import Kernels
 from targets.cuda.ops import AttentionLayer, Closing, Linear, Opening
-from targets.cuda.params import copied, load_params, quantise_fp8, random_params
+from targets.cuda.params import copied, load_params, random_params
 from targets.cuda.prefill import prefill
 from targets.cuda.prefill_kernels import PrefillKernels
 from targets.cuda.prefill_reference import PrefillReference
 from targets.cuda.prefill_steps import PrefillChunk, PrefillInput
+from targets.cuda.reader import quantise_fp8
 from targets.cuda.reference import Reference
 from targets.cuda.tiles import ACTIVATION_SCALE
 from tests.nvfp4_files import as_nvfp4, in_part, write_nvfp4

@@ -17,7 +17,7 @@ from targets.cuda.cache import CHUNK, HEAD_ALIGN, entries, slack_of
 from targets.cuda.graphs import bucket_of
 from targets.cuda.int4 import GROUP
 from targets.cuda.load import SHORT
-from targets.cuda.params import QUANTISED, quantised
+from targets.cuda.reader import QUANTISED, quantised
 from targets.tensors import TensorSpec, all_tensors
 
 WIDE = {"float32": 4, "bfloat16": 2, "fp8": 2, "fp8-w8a8": 2, "int4": 2}

@@ -17,15 +17,8 @@ from targets.cuda.attention import HEADS
 from targets.cuda.graphs import MOST_ROWS, TOKENS, bucket_of
 from targets.cuda.ops import Ops
 from targets.cuda.out_of_memory import room_for, use_pages
-from targets.cuda.params import (
-    DTYPES,
-    QUANTISED,
-    copied,
-    load_params,
-    own_dtypes,
-    quantised,
-    random_params,
-)
+from targets.cuda.params import copied, load_params, random_params
+from targets.cuda.reader import DTYPES, QUANTISED, own_dtypes, quantised
 from targets.cuda.reference import Reference
 from targets.cuda.target import KV_DTYPES, CudaTarget, Plan
 from targets.cuda.w8a8 import WIDEST as WIDEST_INPUT

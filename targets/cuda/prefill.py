@@ -147,5 +147,5 @@ class _Pass:
 
     def _gated_inputs(self, x: PrefillInput, w: PerLayer, inputs: Tensor) -> Tensor:
         gated = gelu(self._project(x, w.gate)) * inputs
-        # per-layer weights are wide in any case (params.py), and so are their inputs
+        # per-layer weights are wide in any case (reader.py), and so are their inputs
         return self._project(PrefillInput(gated.to(x.values.dtype), None), w.projection)

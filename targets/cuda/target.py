@@ -38,7 +38,7 @@ Masks = Callable[[], torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a target is made for. dtype is one of params.DTYPES, kv_dtype of KV_DTYPES."""
+    """What a target is made for. dtype is one of reader.DTYPES, kv_dtype of KV_DTYPES."""
 
     slots: int
     max_len: int

@@ -26,7 +26,8 @@ from targets.cuda.guessing import Vocabulary, vocabulary_of
 from targets.cuda.model import decode_layer
 from targets.cuda.ops import AttentionLayer, Linear, Opening, Rows
 from targets.cuda.out_of_memory import room_for
-from targets.cuda.params import LayerWeights, Raw, Reader, layer_weights
+from targets.cuda.params import LayerWeights, layer_weights
+from targets.cuda.reader import Raw, Reader
 from targets.cuda.reference import Reference
 from targets.cuda.staging import Staging
 from targets.cuda.target import KV_DTYPES, CudaTarget

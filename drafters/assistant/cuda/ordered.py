@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drafters.assistant.spec import AssistantSpec
-from targets.cuda.params import Reader
+from targets.cuda.reader import Reader
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from targets.cuda.guessing import vocabulary_of
 from targets.cuda.load import WIDEST
 from targets.cuda.ops import AttentionLayer, Closing, Linear, Opening, Rows
 from targets.cuda.out_of_memory import room_for
-from targets.cuda.params import quantise_fp8
+from targets.cuda.reader import quantise_fp8
 from targets.cuda.reference import Reference
 from targets.cuda.staging import Staging
 from targets.cuda.target import CudaTarget
