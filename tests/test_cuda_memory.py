@@ -31,6 +31,7 @@ def test_weights_of_31b_by_hand():
     copy = footprint.narrow_head_bytes(B31, "bfloat16")
     assert copy / 1e9 == pytest.approx(1.409 * 34 / 32, rel=2e-3)
     assert footprint.narrow_head_bytes(B31, "float32") == 0
+    assert footprint.narrow_head_bytes(replace(B31, vocab=B31.vocab - 1), "bfloat16") == 0
     bf16 = footprint.weight_bytes(B31, "bfloat16") - copy
     assert bf16 / 1e9 == pytest.approx(2 * 30.696, rel=1e-3)
     fp8 = footprint.weight_bytes(B31, "fp8") - copy

@@ -52,8 +52,8 @@ class Candidates:
         self._launch, self._gemm, self._processors = launch, gemm, processors
 
     def narrow(self, values: Tensor) -> NarrowHead | None:
-        """`Ops.narrow_head`: kernels look at four words at once."""
-        if len(values) % 4:
+        """`Ops.narrow_head`."""
+        if len(values) % int8.WORDS:
             return None
         narrow, error = int8.quantise(values)
         return NarrowHead(self._gemm.pack_codes(narrow, "plain"), error)

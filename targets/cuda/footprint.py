@@ -16,6 +16,7 @@ from targets.cuda.attention import partial_bytes
 from targets.cuda.cache import CHUNK, HEAD_ALIGN, entries, slack_of
 from targets.cuda.graphs import bucket_of
 from targets.cuda.int4 import GROUP
+from targets.cuda.int8 import WORDS
 from targets.cuda.load import SHORT
 from targets.cuda.reader import QUANTISED, quantised
 from targets.tensors import TensorSpec, all_tensors
@@ -102,9 +103,11 @@ def plain_bytes(arch: Arch, dtype: str, own: Mapping[str, str] = ALIKE) -> int:
 
 def narrow_head_bytes(arch: Arch, dtype: str) -> int:
     """Of the copy by which the head's candidates are found: codes, a float16 scale for each 32,
-    a row's power of two and bound (certified.py)."""
+    a row's power of two and bound (certified.py); 0 where it has none."""
+    if dtype == "float32" or arch.vocab % WORDS:
+        return 0
     row = arch.hidden + 2 * -(-arch.hidden // GROUP) + 2 * SCALE
-    return 0 if dtype == "float32" else arch.vocab * row
+    return arch.vocab * row
 
 
 def tensor_bytes(name: str, spec: TensorSpec, dtype: str) -> int:

@@ -23,6 +23,8 @@ UNIT = 2.0**-23
 promises float32's precision, and leaves the rounding open."""
 SAFETY = 1.002
 """On bounds, for the rounding of the norms in them."""
+WORDS = 4
+"""Words that the kernels look at together: a head of another multiple has no copy."""
 AT_ONCE = 1 << 26
 """Values that are rounded at once."""
 

@@ -217,8 +217,10 @@ class Reference:
     def head(self, x: Tensor, table: Linear, softcap: float | None) -> Tensor:
         return each_row(lambda row: soft_cap(row, softcap), self.linear(x, table))
 
-    def narrow_head(self, values: Tensor) -> NarrowHead:
-        """Codes, then scales as bytes: as many as the kernels keep."""
+    def narrow_head(self, values: Tensor) -> NarrowHead | None:
+        """Codes, then scales as bytes: as many as the kernels keep, and of the same heads."""
+        if len(values) % int8.WORDS:
+            return None
         narrow, error = int8.quantise(values)
         data = torch.cat([narrow.codes, narrow.scale.view(torch.uint8)], 1)
         return NarrowHead(Linear(len(values), values.shape[1], "int8", data, narrow.row), error)

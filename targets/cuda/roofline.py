@@ -39,8 +39,8 @@ def weight_bytes(
         layer = name.split(".")
         if name in TABLES:
             size = rows * spec.shape[1] * WIDE[dtype]
-        elif name == "embed_tokens" and dtype != "float32" and rows <= MOST_ROWS:
-            size = narrow_head_bytes(arch, dtype)  # and a few candidates
+        elif name == "embed_tokens" and rows <= MOST_ROWS:
+            size = narrow_head_bytes(arch, dtype) or size  # and a few candidates
         elif "experts" in layer:
             moe = arch.layers[int(layer[1])].moe
             assert moe is not None
