@@ -22,14 +22,14 @@ from tests.worded import write_worded
 settings.register_profile("shared", deadline=None)  # a busy machine is no fault of a test
 settings.load_profile("shared")
 LONGEST = (
-    *("simulated_tau", "warm", "lossless", "lossless_mini", "auto", "constraints"),
-    *("mesh", "long_context", "cuda_lossless", "hosts", "eagle3_training", "long_cache"),
-    *("serve_agents", "cuda_parity", "speculation_off", "pretrain", "cli_cuda", "cuda_kernels"),
+    *("simulated_tau", "warm", "lossless", "lossless_mini", "auto", "constraints", "mesh"),
+    *("long_context", "cuda_lossless", "hosts", "eagle3_training", "long_cache", "serve_agents"),
+    *("cuda_parity", "speculation_off", "pretrain", "cli_cuda", "cuda_kernels", "record"),
     *("parity", "eagle3_cuda", "random_mesh", "door", "cli_drafting", "sampling", "script"),
-    *("eagle3_drafter", "serve_drain", "four_bits", "compile", "assistant_head", "assistant_files"),
-    *("assistant_drafter", "eagle3_loss", "eagle3_inputs", "serve_loading", "cli", "hub"),
-    *("examples", "assistant_cuda", "cli_lossless", "assistant_training"),
-    *("eagle3_learning", "serve_mini"),
+    *("eagle3_drafter", "serve_drain", "four_bits", "compile", "assistant_head"),
+    *("assistant_files", "assistant_drafter", "eagle3_loss", "eagle3_inputs", "serve_loading"),
+    *("cli", "hub", "examples", "assistant_cuda", "cli_lossless", "assistant_training"),
+    *("eagle3_learning", "serve_mini", "model_drafter", "cuda_narrow", "registry", "cli_bench"),
 )
 """Files that take longest, by CPU seconds. They go first, so that no worker is left with one at the
 end. Those that compile the same programs of mini are apart: what one compiled, the other finds."""

@@ -18,8 +18,8 @@ import numpy as np
 
 from drafters.frequency import draft_vocabulary
 from targets.arch import Arch, parse_arch
-from targets.jax.blank_params import init_params
-from targets.jax.params import Params
+from targets.jax.params import Params, build
+from targets.tensors import TensorSpec
 from tests.tiny import VOCAB, config_of
 from training.feature_cache import CacheLayout, FeatureCache, Read, joined, with_states
 from training.packing import PackedRows, pack
@@ -48,9 +48,18 @@ STOPS = (1, 16)
 
 @cache
 def target() -> tuple[Params, Arch]:
-    """A random one, the same for all."""
-    arch = parse_arch(config_of("12b"))
-    return init_params(arch, jax.random.key(0)), arch
+    """A random one, the same for all, as `init_params` makes it but drawn by numpy: each shape
+    that JAX draws is a program to compile."""
+    arch, random = parse_arch(config_of("12b")), np.random.default_rng(0)
+
+    def leaf(names: list[str], spec: TensorSpec, stacked: bool) -> jax.Array:
+        shape = ((len(names),) if stacked else ()) + spec.shape
+        if len(spec.shape) == 1:
+            return jnp.asarray(np.ones(shape, np.float32))
+        drawn = random.standard_normal(shape, np.float32)
+        return jnp.asarray(drawn * np.float32(shape[-1] ** -0.5))
+
+    return build(arch, leaf), arch
 
 
 def answers(count: int, seed: int = 0) -> list[dict[str, Any]]:

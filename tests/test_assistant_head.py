@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache, partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -75,12 +76,21 @@ def steps_of(path, variant, tokens, ahead=1, kv_dtype=None, change=lambda given:
     made, scores, state = [], [], given["state"]
     for j in range(STEPS):
         embedded = given["embed"](tokens[:, j])
-        step = (given["weights"], spec, view, donors, given["ahead"])
-        y, handed = (rows[:, 0] for rows in forward.step(*step, embedded[:, None], state[:, None]))
+        y, handed, scored = one_step(
+            spec, given["ahead"], given["weights"], view, donors, embedded, state
+        )
         made.append(handed)
-        scores.append(forward.score(given["weights"], spec, None, y))
+        scores.append(scored)
         state = given["feedback"](y, handed)
     return np.stack(made, 1), scores
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def one_step(spec, ahead, weights, view, donors, embedded, state):
+    """One program for all who take the same steps."""
+    fed = embedded[:, None], state[:, None]
+    y, handed = (rows[:, 0] for rows in forward.step(weights, spec, view, donors, ahead, *fed))
+    return y, handed, forward.score(weights, spec, None, y)
 
 
 def expected(variant, ahead=1, lent=(None, None)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,6 +24,7 @@ from targets.cuda.device import Machine, refuse
 from targets.cuda.launch import Variant, cached_binary
 from targets.cuda.load import CudaOptions, make_plan
 from targets.jax.backend import JaxBackend
+from tests import cheap
 from tests.commands import CUDA, PROMPT, refused, run
 from tests.fakes import FakeTarget
 
@@ -169,15 +171,18 @@ def test_cuda_refuses_what_will_not_fit_before_it_loads(capsys, monkeypatch):
     assert "40.0 GiB are free" in line and "--slots 4 would fit" in line
 
 
-def test_neither_backend_needs_the_other_framework():
+def test_neither_backend_needs_the_other_framework(worded):
     code = (
         "import sys; sys.modules[{absent!r}] = None\n"
         "from specdec.cli import main\n"
         "main(['generate', 'def f', '--max-tokens', '3', '--json', *{options!r}])"
     )
+    small = ["--model", str(worded), "--max-len", "64", "--slots", "1"]
+    env = os.environ | {"XLA_FLAGS": cheap.FLAGS}
     for absent, options in (("jax", CUDA), ("torch", [])):
-        script = code.format(absent=absent, options=options)
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        script = code.format(absent=absent, options=[*small, *options])
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
 

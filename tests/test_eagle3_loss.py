@@ -31,6 +31,7 @@ from training.unroll import (
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 STEPS, DECAY = 3, 0.8
+masks_of = jax.jit(masks, static_argnums=1)
 
 
 def lesson_for(rows: PackedRows, ids: np.ndarray) -> TeacherOutput:
@@ -38,16 +39,13 @@ def lesson_for(rows: PackedRows, ids: np.ndarray) -> TeacherOutput:
     random, shape = np.random.default_rng(0), rows.tokens.shape
     features = random.standard_normal((*shape, SPEC.features)).astype(np.float32)
     whole = random.standard_normal((*shape, SPEC.vocab)).astype(np.float32) * 3
-    return TeacherOutput(
-        jnp.asarray(features),
-        jnp.asarray(whole[..., ids]),
-        jax.nn.logsumexp(jnp.asarray(whole), -1),
-        jnp.asarray(whole.argmax(-1).astype(np.int32)),
-    )
+    total = np.asarray(jax.nn.logsumexp(whole, -1))
+    return TeacherOutput(features, whole[..., ids], total, whole.argmax(-1).astype(np.int32))
 
 
 def judged(head, rows: PackedRows, lesson: TeacherOutput, table, weights=None):
     placed, ids = eagle3.place(head, jnp.float32)
+    lesson = jax.tree.map(jnp.asarray, lesson)
     return judge(weights or placed, head.spec, jnp.asarray(table), ids, rows, lesson, STEPS)
 
 
@@ -80,7 +78,7 @@ def oracle_loss(
 ) -> torch.Tensor:
     """The loss, anchor by anchor, from the definition (arXiv 2602.23881 for "lk")."""
     terms: list[list[torch.Tensor]] = [[] for _ in range(STEPS)]
-    wanted = [np.asarray(mask) for mask in masks(rows, STEPS)]
+    wanted = [np.asarray(mask) for mask in masks_of(rows, STEPS)]
     embeddings = torch.tensor(table)
     for r, i in zip(*np.nonzero(wanted[0]), strict=True):
         begin = int(np.flatnonzero(rows.documents[r] == rows.documents[r, i])[0])
@@ -128,15 +126,15 @@ def test_packed_documents_are_judged_as_if_alone() -> None:
     lesson = lesson_for(packed, head.target_ids)
     count = len(packed.tokens)  # of rows each time, so that one program judges all
     judge_rows = jax.jit(lambda rows, lesson: judged(head, rows, lesson, table))
-    together = judge_rows(packed, lesson)
+    together = jax.tree.map(np.asarray, judge_rows(packed, lesson))
     number = 0
     for r in range(len(packed.tokens)):
         for document in range(packed.documents[r].max() + 1):
             at = np.flatnonzero(packed.documents[r] == document)
-            begun = jax.tree.map(lambda x, r=r, at=at: jnp.roll(x[r], -at[0], 0), lesson)
-            own = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), begun)
+            begun = jax.tree.map(lambda x, r=r, at=at: np.roll(x[r], -at[0], 0), lesson)
+            own = jax.tree.map(lambda x: np.broadcast_to(x, (count, *x.shape)), begun)
             one = jax.tree.map(lambda x: x.repeat(count, 0), pack([made[number]], 64))
-            alone, size = judge_rows(one, own), len(at)
+            alone, size = jax.tree.map(np.asarray, judge_rows(one, own)), len(at)
             assert np.array_equal(alone.mask[:, 0, :size], together.mask[:, r, at])
             for field in ("divergence", "hit", "overlap"):
                 mine = getattr(together, field)[:, r, at] * together.mask[:, r, at]
@@ -153,10 +151,13 @@ def test_measures_of_a_perfect_draft() -> None:
     total = jax.nn.logsumexp(guessed, -1)
     taught = TeacherOutput(None, guessed, total, ids[guessed.argmax(-1)])
     chosen = jax.random.choice(jax.random.key(3), ids, rows.tokens.shape)
-    fields = (jnp.stack([x] * STEPS) for x in _compare(guessed, taught, ids, chosen))
-    counts = (jnp.stack(found(rows, STEPS)).astype(jnp.float32) for found in (masks, continued))
+    compared = jax.jit(_compare)(guessed, taught, ids, chosen)
+    fields = (np.stack([x] * STEPS) for x in compared)
+    told = jax.jit(continued, static_argnums=1)
+    counts = (np.stack(found(rows, STEPS)).astype(np.float32) for found in (masks_of, told))
     perfect = Judged(*counts, *fields)
-    found = measures(perfect) | simulated(perfect, jax.random.key(0))
+    key = jax.random.key(0)
+    found = jax.jit(lambda judged: measures(judged) | simulated(judged, key))(perfect)
     for name in ("accuracy", "overlap", "coupled", "known"):
         np.testing.assert_allclose(found[name], 1.0, atol=1e-5)
     for name in ("tau_t0", "tau_t1", "tau_t1_bound"):
@@ -167,7 +168,7 @@ def test_measures_of_a_perfect_draft() -> None:
 @given(st.integers(0, 999), st.integers(1, 4))
 def test_simulated_tau_is_that_of_decoding_the_rows(seed, steps) -> None:
     rows = jax.tree.map(lambda part: part[:3], pack(answers(15, seed), 40))
-    mask = np.stack([np.asarray(m) for m in masks(rows, steps)])
+    mask = np.stack(masks_of(rows, steps))
     hit = np.random.default_rng(seed).random(mask.shape) < 0.6
     cycles = emitted = 0
     for r in range(mask.shape[1]):

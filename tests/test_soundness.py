@@ -20,7 +20,7 @@ from targets.cuda import soundness as on_device
 from targets.cuda.load import CudaOptions, load_target as load_cuda
 from targets.cuda.upload import as_tensor
 from targets.jax import model
-from targets.jax.blank_params import init_params
+from targets.jax.blank_params import abstract_params
 from targets.jax.load import JaxOptions, load_target as load_jax
 from targets.soundness import is_sound
 from tests.tiny import PREFIX, write_tiny
@@ -95,8 +95,13 @@ def test_llamas_layers_are_not_run_as_gemmas(tmp_path) -> None:
     """The CUDA target runs them, as a draft head's; this forward would ignore what they are."""
     write_tiny(tmp_path, "31b")
     arch = read_arch(tmp_path)
-    params, tokens = init_params(arch, jax.random.key(0)), jnp.ones((1, 4), int)
+    params, tokens = abstract_params(arch, jnp.float32), jax.ShapeDtypeStruct((1, 4), int)
+
+    def trace(arch):
+        return jax.eval_shape(lambda *of: model.sequence_hidden(of[0], arch, of[1]), params, tokens)
+
+    assert trace(arch).last.shape == (1, 4, arch.hidden)
     raw = (replace(arch.layers[0], normed=False), *arch.layers[1:])
     for other in (replace(arch, silu=True), replace(arch, layers=raw)):
         with pytest.raises(AssertionError):
-            model.sequence_hidden(params, other, tokens)
+            trace(other)

@@ -12,7 +12,7 @@ from specdec.core.types import Sampling, Sequence, Speculative
 from tests.serving import Server
 
 CODE = "def add_one(items):\n    return [item + 1 for item in items]\n\ndef add_two(items):\n"
-REQUESTS = ((CODE, 0.0, 60), ("class A:\n    def f(self):\n", 1.0, 20), ("import os\n", 0.0, 40))
+REQUESTS = ((CODE, 0.0, 40), ("class A:\n    def f(self):\n", 1.0, 20), ("import os\n", 0.0, 40))
 """Prompt, temperature, tokens."""
 
 

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from targets.arch import Arch, LayerSpec, MoeSpec, Rope
-from targets.cuda import cache as kv
-from targets.cuda.cache import CHUNK, FP8_MAX, LayerCache
+from targets.cuda.cache import CHUNK, FP8_MAX, LANES, LayerCache
 
 MASKED = -1e30
 """Score of an invisible key: exp underflows to exactly 0, so its value adds exactly nothing."""
@@ -109,10 +108,11 @@ def attend(q: Tensor, cache: LayerCache, slot: int, position: int, window: int |
     are normed."""
     oldest = 0 if window is None else max(0, position - window + 1)
     start, stop = oldest // CHUNK * CHUNK, (position // CHUNK + 1) * CHUNK
-    k, v = (part.float() for part in kv.read(cache, slot, start, stop))
-    places = torch.arange(start, stop, device=q.device)
-    seen = (places >= oldest) & (places <= position)
-    scores = torch.where(seen, q @ k.transpose(1, 2), MASKED).unflatten(-1, (-1, CHUNK))
+    k, v = _chunks(cache, slot, start, stop)
+    scores = q @ k.transpose(1, 2)
+    scores[..., : oldest - start] = MASKED
+    scores[..., position + 1 - start :] = MASKED
+    scores = scores.unflatten(-1, (-1, CHUNK))
     best = scores.amax(-1)  # [K, G, C]
     parts = torch.exp(scores - best[..., None])
     mixed = parts.transpose(1, 2) @ v.unflatten(1, (-1, CHUNK))  # [K, C, G, D]
@@ -122,6 +122,15 @@ def attend(q: Tensor, cache: LayerCache, slot: int, position: int, window: int |
         total += share[..., c, None] * mixed[:, c]
         whole += share[..., c] * parts[..., c, :].sum(-1)
     return total / whole[..., None]
+
+
+def _chunks(cache: LayerCache, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """k, v [K, stop - start, D] float32 of whole chunks, each of which lies in one piece."""
+    firsts = [at % cache.size for at in range(start, stop, CHUNK)]
+    keys, values = cache.k[slot, ..., : cache.head_dim], cache.v[slot, :, :, : cache.head_dim]
+    blocks = [values[:, at // LANES : (at + CHUNK) // LANES] for at in firsts]
+    k = torch.cat([keys[:, at : at + CHUNK].float() for at in firsts], 1)
+    return k, torch.cat([part.float() for part in blocks], 1).transpose(2, 3).reshape(k.shape)
 
 
 def as_e4m3(x: Tensor, groups: int = 1) -> Tensor:

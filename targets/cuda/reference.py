@@ -9,12 +9,13 @@ Shape legend: as in ops.py; K kv heads, G = heads / K, D head_dim, n keys, C chu
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from specdec.core.types import NO_GUESS
-from targets.arch import Arch, MoeSpec
+from targets.arch import Arch, MoeSpec, Rope
 from targets.cuda import cache as kv, certified, int8, sampling
 from targets.cuda.formulas import (
     as_e4m3,
@@ -128,7 +129,7 @@ class Reference:
         spec = layer.spec
         if spec.kv_from is None:
             self.store(qkv, layer, rows)
-        inverse = inverse_frequencies(spec.rope, spec.head_dim, qkv.device)
+        inverse = _inverse(spec.rope, spec.head_dim, qkv.device)
         out = torch.zeros((len(qkv), spec.heads * spec.head_dim), device=qkv.device)
         for r, (slot, position) in enumerate(_places(rows)):
             if slot >= 0:
@@ -138,13 +139,17 @@ class Reference:
         return as_input(out, kind, EIGHTHS)
 
     def store(self, qkv: Tensor, layer: AttentionLayer, rows: Rows) -> None:
-        spec = layer.spec
-        inverse = inverse_frequencies(spec.rope, spec.head_dim, qkv.device)
-        for (slot, position), row in zip(_places(rows), qkv, strict=True):
+        spec, tokens = layer.spec, rows.tokens.shape[1]
+        inverse = _inverse(spec.rope, spec.head_dim, qkv.device)
+        starts = zip(rows.slot.tolist(), rows.start.tolist(), qkv.split(tokens), strict=True)
+        for slot, start, own in starts:
             if slot >= 0:
-                angles = position * inverse
-                k, v = new_entry(row.clone(), layer.k_norm, spec, angles, self.arch.eps)
-                kv.write(layer.cache, slot, position, k[None], v[None])
+                made = [
+                    new_entry(row.clone(), layer.k_norm, spec, (start + t) * inverse, self.arch.eps)
+                    for t, row in enumerate(own)
+                ]
+                k, v = map(torch.stack, zip(*made, strict=True))
+                kv.write(layer.cache, slot, start, k, v)
 
     def per_layer_inputs(self, mixed: Tensor, table: Tensor, norm: Tensor, rows: Rows) -> Tensor:
         def mix(row: Tensor, token: Tensor) -> Tensor:
@@ -246,6 +251,12 @@ class Reference:
             if found is not None:
                 row.masked_fill_(~found, -torch.inf)
         return logits
+
+
+@lru_cache(maxsize=64)
+def _inverse(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
+    """What every call of a layer's kind asks for again."""
+    return inverse_frequencies(rope, head_dim, device)
 
 
 def _places(rows: Rows) -> list[tuple[int, int]]:
