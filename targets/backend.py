@@ -62,6 +62,9 @@ class TargetRequest:
     """Token ids that it never chooses."""
     features: tuple[int, ...] = ()
     """Layers whose outputs it hands out with each step."""
+    routing_overlap: float | None = None
+    """Of random weights: the share of a verify's picks of experts that repeat (`targets.routing`);
+    None: as many as do by chance."""
     exact: bool = True
     """Whether a row must be the same at any width. A draft model need not be exact: it is compiled
     no wider than it is fed."""

@@ -79,6 +79,19 @@ def test_doctor_finds_mini_sound_and_exact(capsys):
         (["bench", "--contexts", "-5"], ["--contexts", "-5"]),
         (["bench", "--out", "/proc/x/y.json"], ["--out", "/proc/x"]),
         (["bench", "--random", "gemma-9"], ["gemma-9", "gemma-4-31b"]),
+        (["bench", "--routing-overlap", "0.4"], ["--routing-overlap", "--random"]),
+        (
+            ["bench", "--random", "gemma-4-26b-a4b", "--routing-overlap", "0.4"],
+            ["--routing-overlap", "--backend cuda"],
+        ),
+        (
+            ["bench", "--random", "gemma-4-31b", *CUDA, "--routing-overlap", "0.4"],
+            ["--routing-overlap", "mixture of experts", "gemma-4-31b"],
+        ),
+        (
+            ["bench", "--random", "gemma-4-26b-a4b", *CUDA, "--routing-overlap", "0.9"],
+            ["--routing-overlap", "0.12", "0.80", "0.9"],
+        ),
         (["bench", "--batches", "0,2"], ["--batches", "0"]),
         (["bench", "--batches", "two"], ["--batches", "two"]),
         (["bench", "--widths", "33", "--slots", "1"], ["K must be 0 to 31", "32"]),

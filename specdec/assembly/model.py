@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seqs
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from drafters import registry
@@ -59,15 +59,21 @@ def load_model(
 
 
 def random_model(
-    name: str, config: ModelConfig, speculation: SpeculationConfig, status: Status = quiet
+    name: str,
+    config: ModelConfig,
+    speculation: SpeculationConfig,
+    status: Status = quiet,
+    overlap: float | None = None,
 ) -> Model:
-    """A public model's true size with random weights, and mini's tokenizer. Raises UserError."""
+    """A public model's true size with random weights, and mini's tokenizer. overlap: of a mixture,
+    as `TargetRequest.routing_overlap` has it. Raises UserError."""
     backend, kind, loops = _asked(config, speculation)
     arch = released(name)
     backend.prepare(config)
     with status(f"making random weights of {name}"):
         draft = (kind.random or kind.read)(Asked(arch, None, speculation, random=True))
-        target = backend.random(arch, config, _request(speculation, draft))
+        request = replace(_request(speculation, draft), routing_overlap=overlap)
+        target = backend.random(arch, config, request)
         drafters = _placed(kind, draft, arch, backend, target, config)
     return Model(name, target, load_tokenizer(mini.path("mini")), backend, drafters, loops)
 

@@ -25,14 +25,16 @@ def loaded_model(
     prove: bool = True,
     random: str = "",
     status: Status = SHOWN,
+    overlap: float | None = None,
 ) -> Model:
     """Load, or make with random weights of a public model's size, and prove exactness where it
     isn't given by construction. Raises UserError.
 
     prove: False where nothing is decoded, and for the doctor, which reports instead of refusing.
+    overlap: as `random_model` has it.
     """
     if random:
-        model = random_model(random, config, speculation, status)
+        model = random_model(random, config, speculation, status, overlap)
     else:
         model = load_model(config, speculation, status)
     if prove:

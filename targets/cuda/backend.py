@@ -146,4 +146,5 @@ def _options(config: ModelConfig, request: TargetRequest) -> CudaOptions:
         features=request.features,
         device=config.device or "cuda",
         prefill_copy=config.prefill_copy,
+        routing_overlap=request.routing_overlap,
     )

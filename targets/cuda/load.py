@@ -22,6 +22,7 @@ from targets.cuda.reader import DTYPES, QUANTISED, own_dtypes, quantised
 from targets.cuda.reference import Reference
 from targets.cuda.target import KV_DTYPES, CudaTarget, Plan
 from targets.cuda.w8a8 import WIDEST as WIDEST_INPUT
+from targets.routing import correlation_for
 from targets.tensors import all_tensors
 
 SHORTEST = 16
@@ -61,6 +62,8 @@ class CudaOptions:
     """Replay captured CUDA graphs; off to launch kernel by kernel (the text is the same)."""
     prefill_copy: bool = False
     """Keep linear layers in plain order as well, as long prompts are multiplied."""
+    routing_overlap: float | None = None
+    """Of random weights: as `TargetRequest` has it."""
 
 
 def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()) -> CudaTarget:
@@ -81,7 +84,7 @@ def random_target(arch: Arch, options: CudaOptions, seed: int = 0) -> CudaTarget
     plan = make_plan(arch, options, "bfloat16")
     ops = make_ops(arch, plan)
     with _all_or_nothing():
-        weights = random_params(arch, plan.dtype, plan.device, ops, seed)
+        weights = random_params(arch, plan.dtype, plan.device, ops, seed, plan.correlation)
         weights = copied(weights, ops) if options.prefill_copy else weights
         return CudaTarget(plan, arch, weights, ops, graphs=_captures(options, ops))
 
@@ -137,7 +140,13 @@ def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
         kv_dtype,
         options.features,
         options.device,
+        correlation=_correlation(arch, options.routing_overlap),
     )
+
+
+def _correlation(arch: Arch, overlap: float | None) -> float:
+    moe = next((layer.moe for layer in arch.layers if layer.moe), None)
+    return correlation_for(overlap, moe) if moe and overlap is not None else 0.0
 
 
 def _refuse_for_kernels(arch: Arch, options: CudaOptions, kv_dtype: str) -> None:

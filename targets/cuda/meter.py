@@ -41,7 +41,10 @@ class Meter:
     def step_bytes(self, batch: int, width: int, context: int) -> int:
         target = self.target
         rows, own = batch * width, target.plan.own
-        weights = roofline.weight_bytes(target.arch, target.dtype, rows, own=own)
+        correlation = target.plan.correlation
+        weights = roofline.weight_bytes(
+            target.arch, target.dtype, rows, own=own, correlation=correlation
+        )
         return weights + roofline.cache_bytes(target.arch, target.kv_dtype, batch, context)
 
     def read_bandwidth(self) -> float:

@@ -113,9 +113,12 @@ def load_params(checkpoint: Checkpoint, arch: Arch, dtype: str, device: str, ops
         )
 
 
-def random_params(arch: Arch, dtype: str, device: str, ops: Ops, seed: int = 0) -> Weights:
+def random_params(
+    arch: Arch, dtype: str, device: str, ops: Ops, seed: int = 0, correlation: float = 0.0
+) -> Weights:
     """Random weights of true size, made on the device: linears with std 1 / sqrt(in), embeddings
-    with 1 / sqrt(hidden), norms, scalars and router scales 1."""
+    with 1 / sqrt(hidden), norms, scalars and router scales 1. correlation: that of any two
+    words' embeddings (`targets.routing`)."""
     generator = torch.Generator(device).manual_seed(seed)
     specs = all_tensors(arch)
     wide = wide_dtype(dtype)
@@ -126,7 +129,12 @@ def random_params(arch: Arch, dtype: str, device: str, ops: Ops, seed: int = 0) 
             return torch.ones(shape, device=device), None
         inner = {"embed_tokens_per_layer": arch.per_layer_input}.get(name, shape[-1])
         values = torch.empty(shape, dtype=wide, device=device)
-        return values.normal_(0.0, inner**-0.5, generator=generator), None
+        values.normal_(0.0, inner**-0.5, generator=generator)
+        if correlation and name == "embed_tokens":
+            common = torch.empty(shape[-1], dtype=wide, device=device)
+            common.normal_(0.0, (correlation / inner) ** 0.5, generator=generator)
+            values.mul_((1 - correlation) ** 0.5).add_(common)
+        return values, None
 
     reader = Reader(source, specs, dtype, ops, Staging(device))
     return _build(arch, reader, lambda make, items: [make(i) for i in items])

@@ -15,6 +15,7 @@ from targets.arch import Arch, MoeSpec
 from targets.cuda.certified import MOST_ROWS
 from targets.cuda.device import free_bytes
 from targets.cuda.footprint import ALIKE, KV, WIDE, narrow_head_bytes, tensor_bytes
+from targets.routing import experts_picked
 from targets.tensors import all_tensors
 
 TABLES = ("embed_tokens_per_layer",)
@@ -25,13 +26,18 @@ STREAM, CPU_BLOCK = 2**34, 2**26
 
 
 def weight_bytes(
-    arch: Arch, dtype: str, rows: int, expected: bool = True, own: Mapping[str, str] = ALIKE
+    arch: Arch,
+    dtype: str,
+    rows: int,
+    expected: bool = True,
+    own: Mapping[str, str] = ALIKE,
+    correlation: float = 0.0,
 ) -> int:
     """Bytes of weights that a step of this many rows must read.
 
     Of the experts: with `expected`, those that rows with independent, even routing pick on average;
     without, the most that they can pick. Of lookup tables: a row for each row. own: dtypes of
-    tensors that have another.
+    tensors that have another. correlation: how far rows' picks agree (`targets.routing`).
     """
     total = 0.0
     for name, spec in all_tensors(arch).items():
@@ -44,16 +50,16 @@ def weight_bytes(
         elif "experts" in layer:
             moe = arch.layers[int(layer[1])].moe
             assert moe is not None
-            size *= expert_share(moe, rows, expected)
+            size *= expert_share(moe, rows, expected, correlation)
         total += size
     return int(total) + rows * arch.hidden * WIDE[dtype]
 
 
-def expert_share(moe: MoeSpec, rows: int, expected: bool = True) -> float:
+def expert_share(moe: MoeSpec, rows: int, expected: bool = True, correlation: float = 0.0) -> float:
     """Share of the experts that `rows` rows pick: on average, or at most."""
     if not expected:
         return min(1.0, rows * moe.top_k / moe.experts)
-    return 1 - (1 - moe.top_k / moe.experts) ** rows
+    return experts_picked(moe, rows, correlation) / moe.experts
 
 
 def cache_bytes(arch: Arch, kv: str, batch: int, context: int) -> int:

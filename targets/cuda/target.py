@@ -52,6 +52,8 @@ class Plan:
     device: str
     own: Mapping[str, str] = field(default_factory=dict)
     """dtypes of weights, by name, that a file of 4 bits keeps otherwise."""
+    correlation: float = 0.0
+    """Of random weights: how far rows' router logits agree (`targets.routing`)."""
 
     @property
     def slack(self) -> int:
