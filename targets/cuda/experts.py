@@ -103,12 +103,9 @@ class Experts:
         if at_once:
             places = plan.steps, plan.depth, plan.ctas, x.k_blocks, x.block, x.rows
             router = _Router(*map(address, (proj.data, x.data)), *places)
-            blocks, grid = plan.steps * plan.depth * ROUTER_GROUPS, (ROUTER_CTAS, 1, 1)
-            threads, shared = (
-                32 * ROUTER_GROUPS,
-                blocks * (tiles.TILE_BYTES["bf16"] + 2 * tiles.INPUTS * x.rows),
-            )
-            self._launch(_route(moe), "route", grid, threads, [pick, router], shared)
+            room = tiles.TILE_BYTES["bf16"] + 2 * tiles.INPUTS * x.rows
+            shared, grid = _blocks(plan) * room, (ROUTER_CTAS, 1, 1)
+            self._launch(_route(moe), "route", grid, 32 * ROUTER_GROUPS, [pick, router], shared)
         else:
             logits = self._gemm.linear(x, proj)
             self._launch(_route(moe), "pick", (x.rows, 1, 1), 32, [pick, pointer(logits)])
@@ -164,8 +161,12 @@ def _job(
 def _fits(plan: tiles.Schedule) -> bool:
     """Whether each CTA of `route` has a tile at most, with all of its inputs."""
     single = (plan.passes, plan.tiles, plan.wide, plan.k_groups) == (1, 1, 1, ROUTER_GROUPS)
-    blocks = plan.steps * plan.depth * ROUTER_GROUPS
-    return single and plan.ctas <= ROUTER_CTAS and blocks <= ROUTER_BLOCKS
+    return single and plan.ctas <= ROUTER_CTAS and _blocks(plan) <= ROUTER_BLOCKS
+
+
+def _blocks(plan: tiles.Schedule) -> int:
+    """Of a router's inputs."""
+    return plan.steps * plan.depth * plan.k_groups
 
 
 def _ctas(groups: int, active: int) -> int:

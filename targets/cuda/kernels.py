@@ -89,14 +89,7 @@ class Kernels:
         h = torch.empty((m, head.k), device=self.device)
         job = self.lookup(head, rows.tokens, h)
         # the first kernel of a call: everything before it has ended when it starts
-        self._launch(
-            norm_variant("bf16", self.arch.hidden),
-            "embed",
-            (m, 1, 1),
-            ROW_THREADS,
-            [job],
-            early=False,
-        )
+        self._launch(self._norm, "embed", (m, 1, 1), ROW_THREADS, [job], early=False)
         return h
 
     def lookup(self, head: Linear, tokens: Tensor, h: Tensor) -> Embed:
@@ -141,13 +134,8 @@ class Kernels:
         arguments = [pointer(t) for t in (mixed, table, norm, rows.tokens, out)]
         arguments += [c_int(layers), c_int(width), c_int(arch.per_layer_vocab), c_float(arch.eps)]
         arguments += [c_float(factor) for factor in factors]
-        self._launch(
-            norm_variant("bf16", self.arch.hidden),
-            "per_layer_inputs",
-            (m, -(-layers // 8), 1),
-            THREADS,
-            arguments,
-        )
+        grid = (m, -(-layers // 8), 1)
+        self._launch(self._norm, "per_layer_inputs", grid, THREADS, arguments)
         return out
 
     def mixture(
