@@ -206,9 +206,9 @@ def load(model: str = "mini", drafter: str = "ngram", k: int = 4, **options: Any
     """A model with a drafter, ready to generate.
 
     model: a Hugging Face checkpoint folder of Gemma 4, or an embedded model. options: those of the
-    command line, by name: backend, dtype, kv_dtype, device, int8, max_len, slots, tp, cache;
-    draft_model, draft_sample_method, loop, and the drafters' own, such as ngram_max; prefix_cache
-    and cache_ram.
+    command line, by name: backend, dtype, kv_dtype, device, int8, prefill_copy, max_len, slots, tp,
+    cache; draft_model, draft_sample_method, loop, and the drafters' own, such as ngram_max;
+    prefix_cache and cache_ram.
     Raises UserError for options that make no sense, and for checkpoints that are not whole.
     """
     config, speculation, prefix = configured(model, drafter, k, options)

@@ -76,7 +76,8 @@ class Meter(Protocol):
     """What is measured on a target: for `specdec bench`, and for fast plain decoding."""
 
     def memory(self) -> dict[str, int] | None:
-        """Bytes on the GPU: weights, cache, and all that is in use; None where it can't be told."""
+        """Bytes on the GPU: weights, the second copies among them, cache, and all that is in use;
+        None where it can't be told."""
         ...
 
     def plain(self) -> Any | None:

@@ -209,8 +209,8 @@ def _say_memory(model: Model) -> None:
     """What is left when all is ready tells an operator how many more slots would fit."""
     held = meter_of(model.target).memory()
     if held is not None:
-        weights, cache, used = (held[part] / 1e9 for part in ("weights", "cache", "used"))
-        copies = held.get("copies", 0) / 1e9
+        parts = "weights", "copies", "cache", "used"
+        weights, copies, cache, used = (held[part] / 1e9 for part in parts)
         of_it = f" ({copies:.1f} of it second copies)" if copies else ""
         console.print(
             f"[dim]{used:.1f} GB of GPU memory in use: weights {weights:.1f}{of_it}, K/V cache "

@@ -32,8 +32,8 @@ class ModelConfig:
     "Quantise the linear layers to int8 per output channel while loading."
     prefill_copy: bool = False
     """With cuda on a GPU: keep the linear layers' weights once more in the order in which long
-    prompts are multiplied. They are read sooner (31B, 1,200 tokens: see docs/figures.md), for the
-    memory of another model; the output is the same."""
+    prompts are multiplied. 31B in FP8 has read 1,200 tokens in 80 instead of 95 ms, and takes 31 GB
+    more; the output is the same."""
     max_len: int = 2048
     "Context per sequence, prompt and output together, in tokens."
     slots: int = 4

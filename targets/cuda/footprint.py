@@ -28,9 +28,8 @@ LINEAR = {"float32": 4, "bfloat16": 2, "fp8": 1, "fp8-w8a8": 1, "int4": Fraction
 KV = {"float32": 4, "bfloat16": 2, "fp8": 1}
 EIGHT = ("fp8", "fp8-w8a8")
 """Dtypes whose narrow values have a byte in plain order; of 4 bits they have two."""
-TABLES = ("embed_tokens", "embed_tokens_per_layer")
-NARROW_EXEMPT = "per_layer_"
-"""Linears of that name stay wide in fp8 too: they are small, and they gate the residual."""
+EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer")
+"""Matrices that prefill multiplies nothing with, but for the head's last row."""
 ALIKE: Mapping[str, str] = {}
 """No tensor has a dtype of its own."""
 NORM = SCALE = 4
@@ -78,8 +77,7 @@ class Need:
 
 def need(arch: Arch, shape: TargetShape) -> Need:
     """Bytes for weights, K/V cache and workspace."""
-    copy = plain_bytes(arch, shape.dtype, shape.own) if shape.copied else 0
-    weights = weight_bytes(arch, shape.dtype, shape.own) + copy
+    weights = weight_bytes(arch, shape.dtype, shape.own) + copied_bytes(arch, shape)
     return Need(weights, cache_bytes(arch, shape), _workspace(arch, shape))
 
 
@@ -90,6 +88,11 @@ def weight_bytes(arch: Arch, dtype: str, own: Mapping[str, str] = ALIKE) -> int:
     return narrow_head_bytes(arch, dtype) + sum(sizes)
 
 
+def copied_bytes(arch: Arch, shape: TargetShape) -> int:
+    """Of the linear layers in plain order, where they lie so as well."""
+    return plain_bytes(arch, shape.dtype, shape.own) if shape.copied else 0
+
+
 def plain_bytes(arch: Arch, dtype: str, own: Mapping[str, str] = ALIKE) -> int:
     """Of the linear layers' values in plain order, as library matmuls read them."""
 
@@ -97,7 +100,9 @@ def plain_bytes(arch: Arch, dtype: str, own: Mapping[str, str] = ALIKE) -> int:
         return 1 if own.get(name, dtype) in EIGHT and quantised(name, spec) else WIDE[dtype]
 
     tensors = all_tensors(arch).items()
-    linear = [(name, spec) for name, spec in tensors if len(spec.shape) > 1 and name not in TABLES]
+    linear = [
+        (name, spec) for name, spec in tensors if len(spec.shape) > 1 and name not in EMBEDDINGS
+    ]
     return sum(prod(spec.shape) * value(name, spec) for name, spec in linear)
 
 
@@ -115,7 +120,7 @@ def tensor_bytes(name: str, spec: TensorSpec, dtype: str) -> int:
     values = prod(spec.shape)
     if len(spec.shape) == 1:
         return NORM * values
-    if not spec.linear or name.rsplit(".", 1)[-1].startswith(NARROW_EXEMPT):
+    if not quantised(name, spec):
         return WIDE[dtype] * values
     scales = SCALE * values // spec.shape[-1] if dtype in QUANTISED else 0
     return int(LINEAR[dtype] * values) + scales

@@ -59,9 +59,8 @@ class _Untile(Structure):
 
 
 def variants(kinds: set[str]) -> set[Variant]:
-    """For weights of these kinds; of w8a8 ones, which w8a8.cu
-    multiplies, just what tiles are turned back with, and of int8 ones, a head's copy alone, what
-    few rows take."""
+    """For weights of these kinds; of w8a8 ones, which w8a8.cu multiplies, just what tiles are
+    turned back with, and of int8 ones, a head's copy alone, what few rows take."""
     mine = kinds - {"w8a8", "int8"}
     few = {
         _few(kind, block, wide) for kind in kinds - {"w8a8"} for block in FEW for wide in (1, 2, 3)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seqs
 from specdec.core.types import Array, Sequence
 from targets.cuda import roofline
 from targets.cuda.device import used_bytes
-from targets.cuda.footprint import TargetShape, narrow_head_bytes, need, plain_bytes
+from targets.cuda.footprint import TargetShape, copied_bytes, narrow_head_bytes, need
 from targets.cuda.target import CudaTarget
 
 
@@ -23,9 +23,9 @@ class Meter:
         plan = self.target.plan
         sizes = plan.slots, plan.max_len, 1, plan.chunk
         arch, copied = self.target.arch, self.target.weights.copied
-        counted = need(arch, TargetShape(*sizes, plan.dtype, plan.kv_dtype, copied, plan.own))
-        copies = narrow_head_bytes(arch, plan.dtype)
-        copies += plain_bytes(arch, plan.dtype, plan.own) if copied else 0
+        shape = TargetShape(*sizes, plan.dtype, plan.kv_dtype, copied, plan.own)
+        counted = need(arch, shape)
+        copies = narrow_head_bytes(arch, plan.dtype) + copied_bytes(arch, shape)
         held = {"weights": counted.weights, "copies": copies, "cache": counted.cache}
         return held | {"used": used_bytes()}
 
@@ -40,10 +40,9 @@ class Meter:
 
     def step_bytes(self, batch: int, width: int, context: int) -> int:
         target = self.target
-        rows, own = batch * width, target.plan.own
-        correlation = target.plan.correlation
+        rows, plan = batch * width, target.plan
         weights = roofline.weight_bytes(
-            target.arch, target.dtype, rows, own=own, correlation=correlation
+            target.arch, target.dtype, rows, own=plan.own, correlation=plan.correlation
         )
         return weights + roofline.cache_bytes(target.arch, target.kv_dtype, batch, context)
 

@@ -6,8 +6,7 @@
 #define W8A8 0
 #endif
 
-// What a norm closes: it says how a row's values come, thread by thread, four at a time (kMax times).
-// A linear layer's output as it is; Groups (narrow.cuh) are what the norms read of k groups. Kernels of
+// A linear layer's output as it is: what the norms read but for Groups (narrow.cuh) and mixtures. Kernels of
 // each, since loads that may be of groups would wait for one another: 1 us more a norm.
 struct Whole {
   const float* rows;  // may be null
@@ -41,6 +40,7 @@ __device__ inline float4 open4(float4 v, float inverse, float4 weight) {
                      __fmul_rn(v.z, __fmul_rn(inverse, weight.z)), __fmul_rn(v.w, __fmul_rn(inverse, weight.w)));
 }
 
+// A thread's part of the branch, four values at a time; -> the sum of their squares.
 template <class Branch>
 __device__ inline float load_branch(const AddNorm& job, const Branch& branch, float4 (&added)[kMax]) {
   float squares = 0.0f;
@@ -54,9 +54,10 @@ __device__ inline float load_branch(const AddNorm& job, const Branch& branch, fl
   return squares;
 }
 
+constexpr int kKept = 1024;  // float4 of a norm's weight that are here before the branches are
+
 // The two branches of a MoE layer, each with a norm of its own: the dense one, and the sum of the experts
 // that a row picked, by rank.
-constexpr int kKept = 1024;  // float4 of a norm's weight that are here before the branches are
 struct Mixture {
   const float *dense_norm, *routed_norm;
   const float* parts;   // [M, top_k, width]; nobody wrote those of a row that picked nobody
