@@ -63,7 +63,7 @@ def bench() -> None:
     from specdec.bench import timing
     from specdec.cli import main as command
 
-    targets.arch.released = lambda name: parse_arch(config_of("31b"))
+    targets.arch.released = lambda name: parse_arch(config_of("12b"))
     timing.STEPS, timing.CYCLE_SAMPLES, timing.FIRST_TOKENS = 3, 2, 2
     options = "--tp 2 --drafter eagle3 --k 2 --widths 1 --slots 1 --contexts 20 --max-len 256"
     more = "--max-tokens 6 --repeats 1 --prompt-lengths 8 --loop host --json"

@@ -24,7 +24,8 @@ STOPS = (1, 16)
 def target(**changes) -> Arch:
     """An architecture that the oracle's head belongs to: its width and vocabulary, 8 layers."""
     arch = parse_arch(config_of("31b"))
-    return replace(arch, hidden=SPEC.hidden, vocab=SPEC.vocab, **changes)
+    own = {"hidden": SPEC.hidden, "vocab": SPEC.vocab, "layers": (arch.layers * 2)[:8]}
+    return replace(arch, **own | changes)
 
 
 def save(head: Head, out: Path, form: str, dtype: str = "float32") -> None:

@@ -83,7 +83,7 @@ def test_a_damaged_tensor_is_named(tmp_path, storage, name) -> None:
 
 
 def test_a_damaged_head_is_refused(tmp_path) -> None:
-    write_tiny(tmp_path / "model", "31b")
+    write_tiny(tmp_path / "model", "12b")
     arch = read_arch(tmp_path / "model")
     save_flat(random_head(sized(arch)), tmp_path / "head", (1,))
     spoil(tmp_path / "head" / "model.safetensors", "fc.weight")

@@ -60,7 +60,7 @@ _COMMON: dict[str, Any] = {
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "31b": {
-        "layer_types": _pattern(3, 2),
+        "layer_types": _pattern(1, 3),
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "num_global_key_value_heads": 2,
@@ -96,13 +96,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 4,
     },
     "e2b": {
-        "layer_types": _pattern(1, 3),
+        "layer_types": _pattern(1, 2),
         "num_attention_heads": 4,
         "num_key_value_heads": 1,
         "num_global_key_value_heads": None,
         "attention_k_eq_v": False,
         "hidden_size_per_layer_input": 8,
-        "num_kv_shared_layers": 3,
+        "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
     },
 }

@@ -24,6 +24,9 @@ class BlockExchange(NamedTuple):
     blocks: int
     size: int
 
+    def scope(self) -> Any:
+        return self
+
     def positions(self, tokens: int) -> Any:
         """[R, T]."""
         starts = jnp.tile(jnp.arange(self.blocks) * self.size, self.batch)

@@ -177,6 +177,9 @@ class LentExchange(NamedTuple):
 
     documents: Any
 
+    def scope(self) -> Any:
+        return self
+
     def positions(self, tokens: int) -> Any:
         return PackedExchange(self.documents).positions(tokens) + AHEAD
 

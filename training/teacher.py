@@ -44,6 +44,9 @@ class PackedExchange(NamedTuple):
 
     documents: Any
 
+    def scope(self) -> Any:
+        return self
+
     def positions(self, tokens: int) -> Any:
         """[B, T], from 0 in each document, as when it is served."""
         first = self.documents != jnp.pad(self.documents, ((0, 0), (1, 0)))[:, :-1]

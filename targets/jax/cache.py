@@ -150,20 +150,35 @@ def round_entries(new: Array) -> tuple[Array, Array]:
     return jnp.round(wide / scale[..., None]).astype(jnp.int8), scale
 
 
-def write(cache: Entries, repeat: Array | int, span: Span, new: Array) -> Any:
-    """cache [repeats, slots, S, ...] with new [B, T, ...] at its rows' positions, in place."""
-    stored = size(cache)
-    offset = jnp.arange(new.shape[1])
-    entry = (span.start[:, None] + offset) % stored
-    entry = jnp.where(offset < span.count[:, None], entry, stored)  # out of range: dropped
-    slot = (span.first + jnp.arange(new.shape[0]))[:, None]
+class Places(NamedTuple):
+    """Where a call's tokens go: slot [B, 1], entry [B, T]; beyond the cache: nowhere."""
+
+    slot: Array
+    entry: Array
+
+
+def places(span: Span, tokens: int, size: int) -> Places:
+    """In a cache of `size` entries."""
+    offset = jnp.arange(tokens)
+    entry = jax.lax.rem(span.start[:, None] + offset, size)
+    entry = jnp.where(offset < span.count[:, None], entry, size)
+    return Places((span.first + jnp.arange(span.start.shape[0]))[:, None], entry)
+
+
+def write(cache: Entries, repeat: Array | int, places: Places, new: Array) -> Any:
+    """cache [repeats, slots, S, ...] with new [B, T, ...] at these places, in place."""
     if not isinstance(cache, Rounded):
-        return cache.at[repeat, slot, entry].set(new.astype(cache.dtype), mode="drop")
+        return _set(cache, (repeat, *places), new.astype(cache.dtype))
     values, scale = round_entries(new)
     return Rounded(
-        cache.values.at[repeat, slot, entry].set(values, mode="drop"),
-        cache.scale.at[repeat, slot, :, entry].set(scale, mode="drop"),
+        _set(cache.values, (repeat, *places), values),
+        _set(cache.scale, (repeat, places.slot, slice(None), places.entry), scale),
     )
+
+
+def _set(array: Array, at: tuple, new: Array) -> Array:
+    """No index is negative: to wrap one round takes three operations of each, in every layer."""
+    return array.at[at].set(new, mode="drop", wrap_negative_indices=False)
 
 
 def read(
@@ -182,7 +197,7 @@ def read(
         start = [repeat, span.first, *([0] * (array.ndim - 2))]
         shape = [1, batch, *array.shape[2:]]
         start[axis], shape[axis] = begin, count
-        return jax.lax.dynamic_slice(array, start, shape)[0]
+        return jax.lax.dynamic_slice(array, start, shape, allow_negative_indices=False)[0]
 
     if not isinstance(cache, Rounded):
         return cut(cache, 2, begin, count)

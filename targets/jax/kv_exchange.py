@@ -34,6 +34,10 @@ quarter of a TPU v6e's 128 MiB on the chip."""
 class KVExchange(Protocol):
     """Where K/V go to and come from during one forward pass."""
 
+    def scope(self) -> KVExchange:
+        """The same, for the layers that are traced together: what they share is computed once."""
+        ...
+
     def positions(self, tokens: int) -> Array:
         """Absolute positions [B, T] (or [1, T]) of a call with T tokens."""
         ...
@@ -55,11 +59,23 @@ class KVExchange(Protocol):
         ...
 
 
-class CacheExchange(NamedTuple):
+class CacheExchange:
     """Decoding: write into the cache, then attend over the cache alone, so that the order of
     each reduction follows entries (absolute positions), never how many rows a call has."""
 
-    span: Span
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self._known: dict[tuple[Any, ...], Any] = {}
+
+    def scope(self) -> CacheExchange:
+        return CacheExchange(self.span)
+
+    def _once(self, make: Callable[..., Any], *sizes: Any) -> Any:
+        """make(span, *sizes): XLA would find that layers compute the same, but each operation that
+        is traced takes time first."""
+        if (make, *sizes) not in self._known:
+            self._known[make, *sizes] = make(self.span, *sizes)
+        return self._known[make, *sizes]
 
     def positions(self, tokens: int) -> Array:
         return self.span.start[:, None] + jnp.arange(tokens)
@@ -67,9 +83,11 @@ class CacheExchange(NamedTuple):
     def exchange(self, stored, repeat, layer, k, v):
         copies = kv.heads(stored.k) // layer.kv_heads  # see cache.cached_heads
         k = layers.rotating(k, layer.rope) if layer.k_eq_v else k  # see cache.key_dims
-        k, v = (jnp.repeat(new, copies, 2) for new in (k, v))
+        if copies > 1:
+            k, v = (jnp.repeat(new, copies, 2) for new in (k, v))
+        places = self._once(kv.places, k.shape[1], kv.size(stored.v))
         stored = kv.LayerCache(
-            kv.write(stored.k, repeat, self.span, k), kv.write(stored.v, repeat, self.span, v)
+            kv.write(stored.k, repeat, places, k), kv.write(stored.v, repeat, places, v)
         )
         return stored, self.recall(stored, repeat)
 
@@ -83,43 +101,46 @@ class CacheExchange(NamedTuple):
         some = _rows_at_once(rows, stored.v)
         parts = layers.queries_in_parts(q, layer, key_norm) if layer.k_eq_v else (q,)
 
-        def part(first: Array | int) -> Array:
+        def part(first: Array) -> Array:
             cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, some)  # noqa: E731
             span = Span(self.span.first + first, cut(self.span.start), cut(self.span.count))
-            return _attend_cached(tuple(map(cut, parts)), stored, repeat, span, layer.window)
+            own = CacheExchange(span)
+            return own._attend(tuple(map(cut, parts)), stored, repeat, layer.window)
 
         if some == rows:
-            return part(0)
+            return self._attend(parts, stored, repeat, layer.window)
         return jax.lax.map(part, jnp.arange(0, rows, some)).reshape(rows, q.shape[1], -1)
 
+    def _attend(
+        self, q: layers.Parts, stored: kv.LayerCache, repeat: Array | int, window: int | None
+    ) -> Array:
+        """Queries over the whole of a short cache or a ring, and over the filled blocks of a long
+        one. Values that keys are made of are barred from being read twice: XLA would."""
+        span, size, tokens = self.span, kv.size(stored.v), q[0].shape[1]
 
-def _attend_cached(
-    q: layers.Parts, stored: kv.LayerCache, repeat: Array | int, span: Span, window: int | None
-) -> Array:
-    """Queries over the whole of a short cache or a ring, and over the filled blocks of a long
-    one. Values that keys are made of are barred from being read twice: XLA would."""
-    size, tokens = kv.size(stored.v), q[0].shape[1]
+        def cut(begin: Array | int, count: int) -> tuple[layers.Parts, kv.Entries]:
+            k, v = (kv.read(half, repeat, span, begin, count) for half in stored)
+            if len(q) == 1:
+                return (k,), v
+            v = jax.lax.optimization_barrier(v)
+            return (k, v), v
 
-    def cut(begin: Array | int, count: int) -> tuple[layers.Parts, kv.Entries, Array]:
-        k, v = (kv.read(half, repeat, span, begin, count) for half in stored)
-        entries = begin + jnp.arange(count)
-        if len(q) == 1:
-            return (k,), v, entries
-        v = jax.lax.optimization_barrier(v)
-        return (k, v), v, entries
+        def block(i: Array) -> tuple[layers.Parts, kv.Entries, Array]:
+            begin = jnp.minimum(i * BLOCK, size - BLOCK)  # the last block reaches back: not twice
+            entries = begin + jnp.arange(BLOCK)
+            seen = kv.visible(span, tokens, entries, size, window)
+            return *cut(begin, BLOCK), seen & (entries >= i * BLOCK)
 
-    def block(i: Array) -> tuple[layers.Parts, kv.Entries, Array]:
-        begin = jnp.minimum(i * BLOCK, size - BLOCK)  # the last block reaches back: not twice
-        k, v, entries = cut(begin, BLOCK)
-        seen = kv.visible(span, tokens, entries, size, window)
-        return k, v, seen & (entries >= i * BLOCK)
+        if window is not None or size <= BLOCK:
+            return layers.attend_parts(q, *cut(0, size), self._once(_seen, tokens, size, window))
+        filled = jnp.maximum((span.start + span.count).max(), 1)
+        with jax.named_scope(FILLED):
+            return layers.attend_blocks(q, block, -(-filled // BLOCK))
 
-    if window is not None or size <= BLOCK:
-        k, v, entries = cut(0, size)
-        return layers.attend_parts(q, k, v, kv.visible(span, tokens, entries, size, window))
-    filled = jnp.maximum((span.start + span.count).max(), 1)
-    with jax.named_scope(FILLED):
-        return layers.attend_blocks(q, block, -(-filled // BLOCK))
+
+def _seen(span: Span, tokens: int, size: int, window: int | None) -> Array:
+    """`visible` of a whole cache."""
+    return kv.visible(span, tokens, jnp.arange(size), size, window)
 
 
 def _rows_at_once(rows: int, cache: kv.Entries) -> int:
@@ -141,6 +162,9 @@ def attend_visible(
 class SequenceExchange(NamedTuple):
     """Training: whole sequences from position 0, no cache. The store keeps each layer's own K/V
     for the layers that share it: pairs [repeats, B, T, K, D], filled repeat by repeat."""
+
+    def scope(self):
+        return self
 
     def positions(self, tokens: int) -> Array:
         return jnp.arange(tokens)[None]

@@ -29,6 +29,9 @@ class KVView(NamedTuple):
     last: Array
     ahead: int
 
+    def scope(self) -> KVView:
+        return self
+
     def positions(self, tokens: int) -> Array:
         assert tokens == 1, "a view has no order among queries of its own"
         return self.last[:, None] + self.ahead

@@ -7,7 +7,7 @@ Formulas: transformers 5.23 `models/gemma4/modeling_gemma4.py`; checked by tests
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -94,6 +94,16 @@ def rope_tables(rope: Rope, head_dim: int, positions: Array) -> tuple[Array, Arr
     inverse = jnp.where(jnp.arange(half) < rope.rotated, rope.theta**-exponent / rope.factor, 0.0)
     angles = positions[..., None, None].astype(jnp.float32) * jnp.concatenate([inverse, inverse])
     return jnp.cos(angles), jnp.sin(angles)
+
+
+RopeTables = dict[tuple[Rope, int], tuple[Array, Array]]
+"""`rope_tables` by rope and head_dim."""
+
+
+def tables_of(specs: Iterable[LayerSpec], positions: Array) -> RopeTables:
+    """Of these layers."""
+    kinds = {(spec.rope, spec.head_dim): None for spec in specs}
+    return {kind: rope_tables(*kind, positions) for kind in kinds}
 
 
 def rotate(x: Array, tables: tuple[Array, Array]) -> Array:

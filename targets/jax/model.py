@@ -45,7 +45,8 @@ def decode(
 ) -> tuple[Cache, Hidden]:
     """Feed tokens [B, T] int32 at `span`: the updated cache and the states. Ids outside the
     vocabulary are fed as id 0; the target never chooses what follows from them."""
-    cache = cache._replace(tokens=kv.write(cache.tokens[None], 0, span, tokens)[0])
+    places = kv.places(span, tokens.shape[1], cache.tokens.shape[1])
+    cache = cache._replace(tokens=kv.write(cache.tokens[None], 0, places, tokens)[0])
     stored, hidden = forward(params, arch, cache.layers, tokens, CacheExchange(span), features)
     return cache._replace(layers=stored), hidden
 
@@ -152,12 +153,14 @@ def _run_group(
     def repeat_body(carry: tuple, repeat: tuple) -> tuple:
         x, store = carry
         number, w, extra = repeat
+        alike = given._replace(exchange=given.exchange.scope())
+        tables = layers.tables_of(group.pattern, positions)
         states, kept = [], list(store)
         for j, layer in enumerate(group.pattern):
             with jax.named_scope(f"{'sliding' if layer.sliding else 'global'}_{j}"):
                 own, memory = w[j] | experts_of(weights[j], number), (kept[j], number, donors[j])
                 inputs = None if extra is None else extra[j]
-                x, kept[j] = decoder_layer(given, layer, x, own, memory, positions, inputs)
+                x, kept[j] = decoder_layer(alike, layer, x, own, memory, tables, inputs)
             if j in wanted:
                 states.append(x)
         return (x, tuple(kept)), tuple(states)
@@ -179,18 +182,18 @@ def decoder_layer(
     h: Array,
     w: dict[str, Any],
     memory: tuple[Any, Array, Any],
-    positions: Array,
+    tables: layers.RopeTables,
     per_layer: Array | None,
 ) -> tuple[Array, Any]:
     """One decoder layer on the stream h [B, T, H]. w: its weights by name. memory: its store, which
-    of its repeats this is, and the donor's K/V. positions [B, T] (or [1, T]): of its queries.
+    of its repeats this is, and the donor's K/V. tables: for the positions of its queries.
     per_layer [B, T, P]: the layer's own. -> the stream, and the store."""
     eps, (store, repeat, donor) = given.arch.eps, memory
     x = layers.rms_norm(h, w["input_layernorm"], eps)
-    tables = layers.rope_tables(layer.rope, layer.head_dim, positions)
-    q = layers.queries(x, w, layer, tables, eps)
+    turning = tables[layer.rope, layer.head_dim]
+    q = layers.queries(x, w, layer, turning, eps)
     if donor is None:
-        new_k, new_v = layers.keys_values(x, w, layer, tables, eps)
+        new_k, new_v = layers.keys_values(x, w, layer, turning, eps)
         store, seen = given.exchange.exchange(store, repeat, layer, new_k, new_v)
     else:
         seen = donor

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from targets.jax.cache import Cache, Span
 from targets.jax.model import decode, head
 from targets.jax.params import Params
 from targets.sampling_params import Rules
+
+Tree = TypeVar("Tree")
 
 
 @lru_cache(maxsize=64, typed=True)
@@ -81,9 +83,9 @@ def verify(plan: Plan, params: Params, cache: Cache, feed: Feed) -> tuple[Cache,
 
     def body(i: Array, carry: tuple[Cache, ForwardOutput]) -> tuple[Cache, ForwardOutput]:
         cache, out = carry
-        slot = order[i]
+        slot = _row(order, i)[0]
         cache, row = run(params, cache, _row(feed, slot), slot)
-        return cache, jax.tree.map(lambda all_, one: all_.at[slot].set(one[0]), out, row)
+        return cache, _put_row(out, row, slot)
 
     return jax.lax.fori_loop(0, live, body, (cache, empty))
 
@@ -122,10 +124,9 @@ def choose(
     order, live = _live_first(feed)
 
     def body(i: Array, out: Array) -> Array:
-        slot = order[i]
-        one = lambda tree: jax.tree.map(lambda leaf: leaf[slot][None], tree)  # noqa: E731
-        row = sampling.choose(one(logits), *Rules(*one(rules)), one(feed.start))
-        return out.at[slot].set(row[0])
+        slot = _row(order, i)[0]
+        own_logits, own_rules, start = _row((logits, rules, feed.start), slot)
+        return _put_row(out, sampling.choose(own_logits, *own_rules, start), slot)
 
     return jax.lax.fori_loop(0, live, body, jnp.zeros(logits.shape[:2], jnp.int32))
 
@@ -136,5 +137,13 @@ def _live_first(feed: Feed) -> tuple[Array, Array]:
     return jnp.argsort(idle, stable=True), jnp.sum(~idle)
 
 
-def _row(feed: Feed, slot: Array | int) -> Feed:
-    return Feed(*(leaf[slot][None] for leaf in feed))
+def _row(tree: Tree, slot: Array | int) -> Tree:
+    """One slot's of all [slots, ...]: [1, ...]."""
+    cut = partial(jax.lax.dynamic_slice_in_dim, slice_size=1, allow_negative_indices=False)
+    return jax.tree.map(lambda leaf: cut(leaf, slot), tree)
+
+
+def _put_row(tree: Tree, row: Tree, slot: Array) -> Tree:
+    """[slots, ...] with this slot's [1, ...]."""
+    put = partial(jax.lax.dynamic_update_slice_in_dim, axis=0, allow_negative_indices=False)
+    return jax.tree.map(lambda leaf, one: put(leaf, one, slot), tree, row)

@@ -24,7 +24,7 @@ from targets.arch import LayerSpec
 from targets.jax import params
 from targets.jax.kv_exchange import KVExchange
 from targets.jax.kv_view import KEY_NORM
-from targets.jax.layers import project, project_wide, rms_norm
+from targets.jax.layers import project, project_wide, rms_norm, tables_of
 from targets.jax.model import Shared, decoder_layer
 from targets.jax.params import Quantized
 from targets.jax.placing import put, replicated
@@ -108,11 +108,12 @@ def step(
     [B, T, d], and the state [B, T, H] that the next step is fed. donors: by layer, what `view`
     attends to."""
     x = project(jnp.concatenate([embedded, state], -1), weights["pre_projection"])
-    given, positions = Shared(spec.arch, view, (), None, None), view.positions(x.shape[1])
+    given = Shared(spec.arch, view, (), None, None)
+    tables = tables_of(spec.arch.layers, view.positions(x.shape[1]))
     for i, layer in enumerate(spec.arch.layers):
         memory = None, 0, donors[i]
         own = weights["layers"][i]
-        x, _ = decoder_layer(given, seen(layer, ahead), x, own, memory, positions, None)
+        x, _ = decoder_layer(given, seen(layer, ahead), x, own, memory, tables, None)
     y = rms_norm(x, weights["norm"], spec.arch.eps)
     return y, project(y, weights["post_projection"])
 
