@@ -174,7 +174,7 @@ def test_several_devices_make_the_same_sums_of_an_expert(kind):
         out = torch.empty((len(inputs), hidden), device="cuda")
         gated = wide.view(torch.int16)
         blocked = padded.shape[1] // tiles.INPUTS, 1
-        experts._experts(ops._launch, "down", packed, gated, blocked, pairs, out)
+        ops.experts._start("down", experts._job(packed, gated, blocked, pairs, out), packed.kind)
         return out
 
     for rows in (1, 5, 20):

@@ -135,11 +135,15 @@ class Experts:
         first.f16, first.ready = int(down.kind != "bf16"), int(ready)
         if active * each <= AHEAD:
             first.next, first.next_bytes = down.data.data_ptr(), each
-        for name, job, kind in (("gate_up", first, gate_up.kind), ("down", second, down.kind)):
-            grid = (_ctas(-(-job.units // job.row_groups), active), active, 1)
-            shared = _shared(len(numbers), job)
-            self._launch(_variant(kind), name, grid, THREADS, [job], shared)
+        self._start("gate_up", first, gate_up.kind)
+        self._start("down", second, down.kind)
         return Routed(parts, numbers, shares)
+
+    def _start(self, name: str, job: _ExpertsJob, kind: str) -> None:
+        active = min(job.experts, job.pairs)
+        grid = (_ctas(-(-job.units // job.row_groups), active), active, 1)
+        shared = _shared(job.pairs // job.top_k, job)
+        self._launch(_variant(kind), name, grid, THREADS, [job], shared)
 
 
 def _job(

@@ -21,6 +21,9 @@ from targets.cuda.upload import as_tensor, upload
 from targets.cuda.widen import dequantised
 from targets.tensors import all_tensors
 
+CLOSING = "post_attention_layernorm", "post_feedforward_layernorm"
+"""Norms of what a layer adds to the stream."""
+LITTLE = 1 / 64
 READERS = 4
 """Layers read at once: one thread copies out of the page cache at half the speed of the bus."""
 
@@ -118,7 +121,8 @@ def random_params(
 ) -> Weights:
     """Random weights of true size, made on the device: linears with std 1 / sqrt(in), embeddings
     with 1 / sqrt(hidden), norms, scalars and router scales 1. correlation: that of any two
-    words' embeddings (`targets.routing`)."""
+    words' embeddings, and of their streams in all layers: what layers add to them is made small
+    (`targets.routing`)."""
     generator = torch.Generator(device).manual_seed(seed)
     specs = all_tensors(arch)
     wide = wide_dtype(dtype)
@@ -126,7 +130,8 @@ def random_params(
     def source(name: str) -> Raw:
         shape = specs[name].shape
         if len(shape) == 1:
-            return torch.ones(shape, device=device), None
+            branch = correlation and name.endswith(CLOSING)
+            return torch.full(shape, LITTLE if branch else 1.0, device=device), None
         inner = {"embed_tokens_per_layer": arch.per_layer_input}.get(name, shape[-1])
         values = torch.empty(shape, dtype=wide, device=device)
         values.normal_(0.0, inner**-0.5, generator=generator)
