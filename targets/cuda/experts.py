@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 
 THREADS = 256
 WARPS = THREADS // 32
-TOKENS = 8
-"""Columns of an MMA; a CTA takes up to AT_ONCE such blocks of an expert's tokens together."""
-AT_ONCE = 2
+TOKENS = 8, 16
+"""Of an expert, that are multiplied together: the most of few rows, and of many."""
+PIECE, RING_BYTES = {4: 4, 8: 2, 16: 2}, 10 << 10
+"""Blocks of inputs whose weights, by their bits, are copied at once; bytes of a warp's ring
+(kernels/moe.cu)."""
+UNITS = {"gate_up": 1, "down": 2}
+"""Pairs of tiles whose parts of k a CTA adds up together."""
+MOST_HIDDEN, MOST_WIDTH = (blocks * tiles.EIGHTHS * tiles.INPUTS for blocks in (12, 4))
+"""Inputs of an expert's two matrices that warps have registers for."""
 MOST_EXPERTS, MOST_PICKED = 256, 32
 """What `pick` has registers for, and lanes."""
-FILL = 1600
-"""CTAs to aim at: four times what a Hopper GPU holds at once."""
-AHEAD = 24 << 20
-"""Bytes of experts that may be on their way to the L2 cache before they are needed: half of it."""
 ROUTER_CTAS, ROUTER_GROUPS, ROUTER_ROWS, ROUTER_BLOCKS = 8, 8, 16, 100
 """Tiles, k groups and blocks of inputs of a router's weight, and rows of its input, up to which
 `route` does all."""
@@ -46,10 +48,8 @@ class _ExpertsJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "scale", "x", "out", "numbers")),
         *((name, c_int) for name in ("n", "units", "blocks", "experts", "pairs", "top_k")),
-        *((name, c_int) for name in ("k_blocks", "block", "row_groups", "k_groups", "parts")),
+        *((name, c_int) for name in ("k_blocks", "block", "row_groups", "k_groups")),
         *((name, c_int) for name in ("out_stride", "f16", "ready")),
-        ("next", c_void_p),
-        ("next_bytes", c_int),
     )
 
 
@@ -77,7 +77,13 @@ def variants(arch: Arch, kinds: set[str]) -> set[Variant]:
                 f"this model picks {moe.top_k} of {moe.experts} experts, the kernels at most "
                 f"{MOST_PICKED} of {MOST_EXPERTS}: run it with --device cpu"
             )
-    return {_route(moe) for moe in moes} | (set(map(_variant, kinds)) if moes else set())
+        if arch.hidden > MOST_HIDDEN or moe.width > MOST_WIDTH:
+            raise UserError(
+                f"this model's experts have {arch.hidden} inputs and {moe.width} features, the "
+                f"kernels take {MOST_HIDDEN} and {MOST_WIDTH} at most: run it with --device cpu"
+            )
+    mine = {_variant(kind, most) for kind in kinds for most in TOKENS} if moes else set()
+    return {_route(moe) for moe in moes} | mine
 
 
 class Experts:
@@ -131,19 +137,15 @@ class Experts:
         # no other launch between these two: `down` reads `numbers` before it waits
         first = _job(gate_up, x.data, (x.k_blocks, x.block), numbers, gated)
         second = _job(down, gated, (inputs // tiles.INPUTS, 1), numbers, parts)
-        each, active = down.data[0].nbytes, min(len(down.data), pairs)
         first.f16, first.ready = int(down.kind != "bf16"), int(ready)
-        if active * each <= AHEAD:
-            first.next, first.next_bytes = down.data.data_ptr(), each
         self._start("gate_up", first, gate_up.kind)
         self._start("down", second, down.kind)
         return Routed(parts, numbers, shares)
 
     def _start(self, name: str, job: _ExpertsJob, kind: str) -> None:
-        active = min(job.experts, job.pairs)
-        grid = (_ctas(-(-job.units // job.row_groups), active), active, 1)
-        shared = _shared(job.pairs // job.top_k, job)
-        self._launch(_variant(kind), name, grid, THREADS, [job], shared)
+        most = TOKENS[job.pairs > TOKENS[0] * job.top_k]
+        grid, shared = (2 * self._processors, 1, 1), _shared(job, kind, most, UNITS[name])
+        self._launch(_variant(kind, most), name, grid, THREADS, [job], shared)
 
 
 def _job(
@@ -152,13 +154,11 @@ def _job(
     """blocked: 32-input blocks of x, and tokens per block."""
     count, units = weight.data.shape[:2]
     blocks = tiles.expert_inputs(weight.k) // tiles.INPUTS
-    # where parts of k are short, a warp has two
-    k_warps = min(weight.k_groups, WARPS if blocks >= 5 * WARPS else WARPS // 2)
     return _ExpertsJob(
         *map(address, (weight.data, weight.scale, x, out, numbers)),
         *(weight.n, units, blocks, count, numbers.numel(), numbers.shape[1], *blocked),
-        *(WARPS // k_warps, k_warps, weight.k_groups, out.shape[-1], 0, 0),
-        *(None, 0),
+        *(WARPS // weight.k_groups, weight.k_groups, out.shape[-1]),
+        *(0, 0),
     )
 
 
@@ -173,23 +173,18 @@ def _blocks(plan: tiles.Schedule) -> int:
     return plan.steps * plan.depth * plan.k_groups
 
 
-def _ctas(groups: int, active: int) -> int:
-    """CTAs per expert: each takes as many groups of units as any, and all of them fill the GPU a
-    few times. Which CTA takes a group is nothing to its arithmetic."""
-    wanted = max(1, FILL // active)
-    return -(-groups // -(-groups // wanted))
-
-
-def _shared(rows: int, job: _ExpertsJob) -> int:
-    """The pairs of one expert, and the sums of all parts of k but the first."""
-    at_once = 1 if rows <= TOKENS else AT_ONCE
-    sums = (job.k_groups - 1) * job.row_groups * 2 * at_once * 32 * 16
-    return -(-job.pairs // 4) * 16 + sums
+def _shared(job: _ExpertsJob, kind: str, most: int, units: int) -> int:
+    """Each warp's ring, twice the sums of all parts of k but one, and the pairs by expert. units:
+    whose sums are added up together."""
+    piece = PIECE[tiles.BITS[kind]] * 2 * tiles.TILE_BYTES[kind]
+    ring = WARPS * max(2, RING_BYTES // piece) * piece
+    sums = 2 * units * (job.k_groups - 1) * job.row_groups * 2 * most // 8 * 32 * 16
+    return ring + sums + job.pairs * (8 + 4)
 
 
 def _route(moe: MoeSpec) -> Variant:
     return Variant("route", (("SHARES", -(-moe.experts // 32)),))
 
 
-def _variant(kind: str) -> Variant:
-    return gemm.weight_variant("moe", kind)
+def _variant(kind: str, most: int) -> Variant:
+    return gemm.weight_variant("moe", kind, ("TOKENS", most))

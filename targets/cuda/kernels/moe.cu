@@ -3,17 +3,40 @@
 // Weights are the A operand as in gemm.cu, the tokens that picked an expert its columns, so that a
 // token's result depends on nothing beside it. A unit is two tiles of 16 weight rows (gate's and
 // up's of the same features) with all of their inputs, contiguous in memory. A CTA takes
-// `row_groups` units of one expert; `k_groups` warps share the eighths of k of each, which are added as a
-// binary tree.
-// The CTAs of one index find their expert themselves in what the router picked: the host needs to
-// know nothing, and the ones beyond the last picked expert leave.
+// `row_groups` units of one expert at a time; `k_groups` warps share the eighths of k of each, which are
+// added as a binary tree.
+// The CTAs find out themselves which experts were picked, and share their units evenly, each a contiguous
+// part: the host needs to know nothing. Each warp keeps a ring of its weights in flight, over the edges of
+// units and experts: there is no producer, and nobody waits for another but at the end of a unit. Inputs are
+// loaded once an expert, and stay in registers.
 #include "tile.cuh"
 
-constexpr int kThreads = 256;
-constexpr int kUnit = 2 * kTileBytes;         // per 32 inputs
-constexpr int kAhead = kNarrow ? 4 : 2;       // 32-input blocks that a warp has in flight
-constexpr int kMost = 2;                      // blocks of 8 tokens at once
+#ifndef TOKENS  // of an expert that are multiplied together: 8 or 16
+#define TOKENS 8
+#endif
+
+constexpr int NB = TOKENS / 8;  // columns of an MMA are eight
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kUnit = 2 * kTileBytes;  // per 32 inputs
+constexpr int kPiece = BITS < 8 ? 4 : 2;  // 32-input blocks that are copied, and waited for, at once
+
+// What one kernel differs in from the other.
+struct GateUp {
+  static constexpr bool kGate = true;
+  static constexpr int kBlocks = 12;  // of a warp's part of k, at most
+  static constexpr int kUnits = 1;   // whose parts are added up together
+};
+struct Down {
+  static constexpr bool kGate = false;
+  static constexpr int kBlocks = 4;
+  static constexpr int kUnits = 2;
+};
+
+constexpr int kSlots = 10240 / (kPiece * kUnit) < 2 ? 2 : 10240 / (kPiece * kUnit);  // of a warp's ring
+constexpr int kRing = kSlots * kPiece * kUnit;
+constexpr bool kOwn = BITS >= 8;  // a lane reads of a piece what it has copied
 constexpr int kMaxExperts = 256;
+constexpr int kFew = 64;  // pairs that find their own places
 
 struct Job {
   const u8* weight;    // [experts, units, blocks, 2 tiles]
@@ -24,37 +47,25 @@ struct Job {
   int n, units, blocks;       // rows of an expert; its units; 32-input blocks
   int experts, pairs, top_k;
   int k_blocks, block;        // of x
-  int row_groups, k_groups, parts;  // parts: of k, one or two a warp
+  int row_groups, k_groups;
   int out_stride;
   int f16;                    // gate_up: `down` takes f16 inputs, else bf16
   int ready;                  // gate_up: x and numbers were complete before it could start
-  const u8* next;             // gate_up: the weight of `down` where it fits into L2, or null
-  int next_bytes;             // of an expert of it
 };
 
-__device__ inline Stored load_weight(const u8* tile, int lane) {
-  Stored to;
-#if BITS == 4
-  asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-      : "=r"(to.codes.x), "=r"(to.codes.y)
-      : "l"(tile + lane * 8));
-  if (E2M1)
-    asm("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=r"(to.scales) : "l"(tile + scales_at(lane)));
-  else
-    asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to.scales) : "l"(tile + scales_at(lane)));
-  to.zeros = 0;
-  if (ZEROS) asm("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=r"(to.zeros) : "l"(tile + kZerosAt + lane / 4 * 2));
-#else
-#pragma unroll
-  for (int i = 0; i < BITS / 8; i++) {
-    uint4& v = to.values[i];
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-        : "l"(tile + i * 512 + lane * 16));
-  }
-#endif
-  return to;
-}
+// Some pairs that picked the same expert: `count` of the list from `first` on.
+struct Entry {
+  u16 expert, count;
+  int first;
+};
+
+// What a CTA knows of the choice. In shared memory, both as long as there are pairs.
+struct Chosen {
+  Entry* entries;
+  int* list;
+  int count;  // of entries
+};
+
 // What a kernel before the previous one wrote: from L2, which no early start makes stale.
 __device__ inline int load_number(const int* p) {
   int v;
@@ -62,142 +73,334 @@ __device__ inline int load_number(const int* p) {
   return v;
 }
 
-// The expert of this CTA: the blockIdx.y-th picked one, by rising number; -1 beyond the last.
-__device__ inline int find_expert(const Job& job, int first) {
-  __shared__ u32 picked[kMaxExperts / 32];
-  __shared__ int mine;
-  if (threadIdx.x < kMaxExperts / 32) picked[threadIdx.x] = 0;
-  if (threadIdx.x == 0) mine = -1;
+// Sorts few pairs by expert, each expert's by number: a thread looks at all others, for its place.
+__device__ inline void sort_few(const Job& job, Chosen& chosen) {
+  __shared__ u32 numbers[kFew], starts[kFew / 32];  // an entry starts at this place of the list
+  const int i = threadIdx.x;
+  if (i < job.pairs) numbers[i] = load_number(job.numbers + i);  // none is the greatest
+  if (i < kFew / 32) starts[i] = 0;
   __syncthreads();
-  for (int i = threadIdx.x; i < job.pairs; i += kThreads) {
-    const int e = i < kThreads ? first : load_number(job.numbers + i);
-    if (e >= 0) atomicOr(&picked[e / 32], 1u << (e % 32));
+  const u32 mine = i < job.pairs ? numbers[i] : ~0u;
+  int place = 0, before = 0, all = 0;  // of the same expert's
+  if (mine != ~0u)
+#pragma unroll 4
+    for (int j = 0; j < job.pairs; j++) {
+      const u32 other = numbers[j];
+      const bool same = other == mine, earlier = same && j < i;
+      place += other < mine || earlier, before += earlier, all += same;
+    }
+  const bool start = mine != ~0u && before % TOKENS == 0;
+  if (mine != ~0u) chosen.list[place] = i;
+  if (start) atomicOr(&starts[place / 32], 1u << place % 32);
+  __syncthreads();
+  chosen.count = 0;
+  int entry = 0;
+#pragma unroll
+  for (int w = 0; w < kFew / 32; w++) {
+    const u32 below = place >= 32 * w + 32 ? ~0u : place < 32 * w ? 0 : (1u << place % 32) - 1;
+    chosen.count += __popc(starts[w]), entry += __popc(starts[w] & below);
   }
+  if (start) chosen.entries[entry] = {u16(mine), u16(min(TOKENS, all - before)), place};
   __syncthreads();
-  for (int e = threadIdx.x; e < job.experts; e += kThreads) {
-    const u32 word = picked[e / 32], bit = 1u << (e % 32);
-    if (!(word & bit)) continue;
-    int before = __popc(word & (bit - 1));
-    for (int w = 0; w < e / 32; w++) before += __popc(picked[w]);
-    if (before == blockIdx.y) mine = e;
-  }
-  __syncthreads();
-  return mine;
 }
 
-// Puts the pairs that picked the expert into `list`, in any order; -> how many.
-__device__ inline int list_pairs(const Job& job, int expert, int first, int* list) {
-  __shared__ int count;
-  if (threadIdx.x == 0) count = 0;
+// Sorts the pairs by expert, each expert's by number: all CTAs agree.
+__device__ inline void sort_pairs(const Job& job, Chosen& chosen) {
+  __shared__ int next[kMaxExperts];
+  __shared__ u32 totals[kWarps];
+  const int e = threadIdx.x, lane = e % 32;
+  next[e] = 0;
   __syncthreads();
-  for (int i = threadIdx.x; i < job.pairs; i += kThreads)
-    if ((i < kThreads ? first : load_number(job.numbers + i)) == expert) list[atomicAdd(&count, 1)] = i;
+#pragma unroll 1
+  for (int i = e; i < job.pairs; i += kThreads) {
+    const int number = load_number(job.numbers + i);
+    if (number >= 0) atomicAdd(&next[number], 1);
+  }
   __syncthreads();
-  return count;
+  const int mine = next[e], parts = (mine + TOKENS - 1) / TOKENS;
+  const u32 both = u32(mine) << 16 | parts;
+  u32 sum = both;  // of this expert and all before it
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const u32 v = __shfl_up_sync(~0u, sum, d);
+    if (lane >= d) sum += v;
+  }
+  if (lane == 31) totals[e / 32] = sum;
+  __syncthreads();
+  u32 all = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; w++) {
+    if (w == e / 32) sum += all;
+    all += totals[w];
+  }
+  const int first = (sum - both) >> 16, entry = (sum - both) & 0xffff;
+#pragma unroll 1
+  for (int i = 0; i < parts; i++)
+    chosen.entries[entry + i] = {u16(e), u16(min(TOKENS, mine - i * TOKENS)), first + i * TOKENS};
+  next[e] = first;
+  __syncthreads();
+  if (e < 32)
+#pragma unroll 1
+    for (int i = lane; i - lane < job.pairs; i += 32) {
+      const int number = i < job.pairs ? load_number(job.numbers + i) : -1;
+      const u32 same = __match_any_sync(~0u, number);
+      if (number >= 0) {
+        const int at = next[number] + __popc(same & ((1u << lane) - 1));
+        chosen.list[at] = i;
+        __syncwarp(same);
+        if (lane == __ffs(same) - 1) next[number] = at + __popc(same);
+      }
+      __syncwarp();
+    }
+  __syncthreads();
+  chosen.count = all & 0xffff;
 }
 
-template <int NB>
-struct Sum {
-  float of[2][NB][4];  // [tile][8 tokens][fragment]
+// What one row picked is as many experts: nothing is to be sorted.
+__device__ inline void take_pairs(const Job& job, Chosen& chosen) {
+  const int i = threadIdx.x;
+  if (i < job.pairs) chosen.entries[i] = {u16(load_number(job.numbers + i)), 1, i}, chosen.list[i] = i;
+  __syncthreads();
+  chosen.count = chosen.entries[0].expert < job.experts ? job.pairs : 0;
+}
+
+// Of a CTA's items, each some units of an entry's expert, where it is.
+struct Walk {
+  int entry, group, left;
+
+  // CTAs that share a multiprocessor, as a rule half the grid apart, have neighbouring parts: where CTAs have
+  // an item more than others, no multiprocessor has two such.
+  __device__ Walk(int entries, int groups) {
+    const int half = gridDim.x / 2, part = blockIdx.x % half * 2 + blockIdx.x / half;
+    const int first = items_before(part, entries * groups);
+    entry = first / groups, group = first % groups;
+    left = items_before(part + 1, entries * groups) - first;
+  }
+  static __device__ int items_before(int part, int items) { return int(u64(u32(part)) * items / gridDim.x); }
+  // -> whether the next item has another entry.
+  __device__ bool next(int groups) {
+    left--;
+    if (++group < groups) return false;
+    group = 0, entry++;
+    return true;
+  }
 };
 
-__device__ inline void multiply_tile(float (&sum)[4], const Stored& w, uint4 x) {
-  u32 a[2][4];
-#pragma unroll
-  for (int s = 0; s < 2; s++) {
-    expand(w, s, a[s]);
-    const u32 first = s ? x.z : x.x, second = s ? x.w : x.y;
-    if (kNarrow)
-      mma_f16(sum, a[s][0], a[s][1], a[s][2], a[s][3], first, second);
-    else
-      mma_bf16(sum, a[s][0], a[s][1], a[s][2], a[s][3], first, second);
-  }
-}
+// A warp's place in the CTA, and what follows from it. An item is Of::kUnits units for each of `row_groups`.
+template <class Of>
+struct Warp {
+  int lane, row_group, k_group;
+  int groups;         // items of an entry
+  int first, blocks;  // of k: where its part begins, and how long it is
 
-// One warp: a unit's two tiles times `blocks` blocks of 32 inputs, for up to 8 NB tokens. x: each
-// lane's token in each block of 8, null where there is none.
-template <int NB>
-__device__ inline void multiply(Sum<NB>& sum, const u8* w, const u32* const (&x)[NB],
-                                int block, int blocks, int live, int lane) {
-  const int stride = block * 16;
-  for (int first = 0; first < blocks; first += kAhead) {
-    Stored a[kAhead][2];
-    uint4 early[kAhead];
+  __device__ Warp(const Job& job) : lane(threadIdx.x % 32) {
+    const int warp = threadIdx.x / 32, each = (job.blocks + job.k_groups - 1) / job.k_groups;
+    row_group = warp % job.row_groups, k_group = warp / job.row_groups;
+    groups = (job.units + job.row_groups * Of::kUnits - 1) / (job.row_groups * Of::kUnits);
+    first = k_group * each, blocks = max(0, min(each, job.blocks - first));
+  }
+  // Past the last unit it is read once more, and stored by nobody.
+  __device__ int unit(const Job& job, int group, int i) const {
+    return min((group * Of::kUnits + i) * job.row_groups + row_group, job.units - 1);
+  }
+  __device__ bool stores(const Job& job, int group, int i) const {
+    return (group * Of::kUnits + i) * job.row_groups + row_group < job.units;
+  }
+};
+
+// A warp's ring: the next piece is asked for when all lanes have read the one that it replaces. Small bulk
+// copies would be no faster, and need barriers.
+template <class Of>
+struct Ring {
+  u32 memory;
+  Walk ahead;
+  const u8* from;  // of the next piece, this lane's
+  int i, block;    // unit of the item, and block of the part: the next piece's
+  int slot;
+
+  __device__ Ring(const Job& job, const Warp<Of>& warp, const Chosen& chosen, u8* memory)
+      : memory(shared_address(memory) + warp.lane * 16), ahead(chosen.count, warp.groups), i(0), block(0), slot(0) {
+    find(job, warp, chosen);
+#pragma unroll 1
+    for (int i = 0; i < kSlots; i++) ask(job, warp, chosen, i);
+  }
+  __device__ void find(const Job& job, const Warp<Of>& warp, const Chosen& chosen) {
+    if (ahead.left <= 0) return;
+    const size_t unit = size_t(chosen.entries[ahead.entry].expert) * job.units + warp.unit(job, ahead.group, i);
+    from = job.weight + (unit * job.blocks + warp.first) * kUnit + warp.lane * 16;
+  }
+  __device__ void copy(u32 to, int bytes, int lane) {
 #pragma unroll
-    for (int u = 0; u < kAhead; u++) {
-      if (first + u >= blocks) continue;
-#pragma unroll
-      for (int t = 0; t < 2; t++) a[u][t] = load_weight(w + (first + u) * kUnit + t * kTileBytes, lane);
-    }
-#pragma unroll
-    for (int u = 0; u < kAhead; u++) {
-      early[u] = make_uint4(0, 0, 0, 0);
-      if (x[0] && first + u < blocks) early[u] = load_inputs(x[0] + (first + u) * stride, block);
-    }
-#pragma unroll
-    for (int u = 0; u < kAhead; u++) {
-      if (first + u >= blocks) continue;
-#pragma unroll
-      for (int j = 0; j < NB; j++) {
-        if (j >= live) continue;
-        uint4 b = early[u];
-        if (j) b = x[j] ? load_inputs(x[j] + (first + u) * stride, block) : make_uint4(0, 0, 0, 0);
-        multiply_tile(sum.of[0][j], a[u][0], b);
-        multiply_tile(sum.of[1][j], a[u][1], b);
+    for (int at = 0; at < kPiece * kUnit; at += 512)
+      if (at + 512 <= bytes || at + lane * 16 < bytes) copy16(to + at, from + at);
+  }
+  __device__ void ask(const Job& job, const Warp<Of>& warp, const Chosen& chosen, int slot) {
+    if (ahead.left > 0 && warp.blocks) {
+      const u32 to = memory + slot * kPiece * kUnit;
+      if (block + kPiece <= warp.blocks)
+        copy(to, kPiece * kUnit, warp.lane);
+      else
+        copy(to, (warp.blocks - block) * kUnit, warp.lane);
+      from += kPiece * kUnit;
+      if ((block += kPiece) >= warp.blocks) {
+        block = 0;
+        if (++i == Of::kUnits) i = 0, ahead.next(warp.groups);
+        find(job, warp, chosen);
       }
     }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  __device__ u32 wait(const Warp<Of>& warp) const {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kSlots - 1) : "memory");
+    if (!kOwn) __syncwarp();
+    return memory + slot * kPiece * kUnit - warp.lane * 16;
+  }
+  __device__ void pass(const Job& job, const Warp<Of>& warp, const Chosen& chosen) {
+    if (!kOwn) __syncwarp();
+    ask(job, warp, chosen, slot);
+    if (++slot == kSlots) slot = 0;
+  }
+};
+
+// A warp's part of an entry's inputs: a lane's token in each block of 8, 0 where there is none.
+template <class Of>
+using Inputs = uint4[Of::kBlocks][NB];
+template <class Of>
+__device__ inline void load_all(Inputs<Of>& inputs, const Job& job, const Warp<Of>& warp, const Chosen& chosen,
+                                const Entry& entry) {
+#pragma unroll
+  for (int j = 0; j < NB; j++) {
+    const int token = j * 8 + warp.lane / 4;
+    const bool there = token < entry.count;
+    const int pair = there ? chosen.list[entry.first + token] : 0, m = Of::kGate ? pair / job.top_k : pair;
+    const size_t at = x_offset(m, warp.first * 32 + warp.lane % 4 * 8, job.k_blocks, job.block);
+    const u32* x = reinterpret_cast<const u32*>(job.x + at);
+#pragma unroll
+    for (int b = 0; b < Of::kBlocks; b++) {
+      inputs[b][j] = make_uint4(0, 0, 0, 0);
+      // of eight rows or less a block is no longer
+      if (there && b < warp.blocks) inputs[b][j] = load_inputs(x + b * job.block * 16, NB == 1 ? 1 : job.block);
+    }
   }
 }
 
-// Adds the warps' parts of k; the first holds the sum.
-template <int NB>
-__device__ inline void add_groups(const Job& job, Sum<NB>& sum, float4* shared, int row_group,
-                                  int k_group, int lane) {
-  float4* mine = shared + row_group * 2 * NB * 32 + lane;
-  const int size = job.row_groups * 2 * NB * 32;
-  __syncthreads();  // everyone has read the last tokens' sums
-  if (k_group)
+typedef float Four[4];
+struct Sum {
+  Four of[2][NB];  // [tile][8 tokens][fragment]
+};
+
+__device__ inline void accumulate(Four& sum, const u32 (&a)[4], u32 first, u32 second) {
+  if (kNarrow)
+    mma_f16(sum, a[0], a[1], a[2], a[3], first, second);
+  else
+    mma_bf16(sum, a[0], a[1], a[2], a[3], first, second);
+}
+
+// kBlocks blocks and their inputs: all loads first, and the tiles by turns.
+template <int kBlocks>
+__device__ inline void multiply(Sum& sum, u32 piece, const uint4 (*inputs)[NB], int count, int lane) {
+  Stored w[kBlocks][2];
 #pragma unroll
-    for (int i = 0; i < 2 * NB; i++) {
-      const float* v = sum.of[i / NB][i % NB];
-      mine[(k_group - 1) * size + i * 32] = make_float4(v[0], v[1], v[2], v[3]);
+  for (int i = 0; i < kBlocks * 2; i++) w[i / 2][i % 2] = load_shared(piece + i * kTileBytes, lane);
+#pragma unroll
+  for (int u = 0; u < kBlocks; u++) {
+    u32 a[2][2][4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) expand(w[u][i / 2], i % 2, a[i / 2][i % 2]);
+#pragma unroll
+    for (int j = 0; j < NB; j++) {
+      if (j && count <= 8 * j) continue;
+      const uint4 x = inputs[u][j];
+#pragma unroll
+      for (int t = 0; t < 2; t++) accumulate(sum.of[t][j], a[t][0], x.x, x.y);
+#pragma unroll
+      for (int t = 0; t < 2; t++) accumulate(sum.of[t][j], a[t][1], x.z, x.w);
     }
-  __syncthreads();
-  if (k_group) return;
+  }
+}
+
+// One warp: its part of k of a unit.
+template <class Of>
+__device__ inline void multiply(Sum& sum, const Job& job, const Warp<Of>& warp, const Chosen& chosen, int count,
+                                Ring<Of>& ring, const Inputs<Of>& inputs) {
+#pragma unroll
+  for (int p = 0; p < Of::kBlocks; p += kPiece) {
+    if (p >= warp.blocks) continue;
+    const u32 piece = ring.wait(warp);
+#pragma unroll
+    for (int b = 0; b < kPiece; b += 2)
+      if (p + b + 1 < warp.blocks)
+        multiply<2>(sum, piece + b * kUnit, inputs + p + b, count, warp.lane);
+      else if (p + b < warp.blocks)
+        multiply<1>(sum, piece + b * kUnit, inputs + p + b, count, warp.lane);
+    ring.pass(job, warp, chosen);
+  }
+}
+
+// Where the warps leave their parts of k of a unit for the one that adds them: all but its own.
+struct Room {
+  float4* mine;
+  int size;  // of a part of k, of all row groups
+
+  __device__ float4& of(int part, int finisher, int i) const { return mine[(part - (part > finisher)) * size + i * 32]; }
+};
+__device__ inline void leave(const Sum& sum, const Room& room, int k_group, int finisher) {
 #pragma unroll
   for (int i = 0; i < 2 * NB; i++) {
-    float* to = sum.of[i / NB][i % NB];
-    float4 v[8] = {make_float4(to[0], to[1], to[2], to[3])};
+    const Four& v = sum.of[i / NB][i % NB];
+    room.of(k_group, finisher, i) = make_float4(v[0], v[1], v[2], v[3]);
+  }
+}
+__device__ inline void add(Sum& sum, const Room& room, int k_groups, int finisher) {
 #pragma unroll
-    for (int g = 1; g < 8; g++)
-      if (g < job.k_groups) v[g] = mine[(g - 1) * size + i * 32];
-    const float4 all = tree_sum(v, job.k_groups);
+  for (int i = 0; i < 2 * NB; i++) {
+    Four& to = sum.of[i / NB][i % NB];
+    float4 v[8];
+#pragma unroll
+    for (int g = 0; g < 8; g++)
+      if (g < k_groups) v[g] = g == finisher ? make_float4(to[0], to[1], to[2], to[3]) : room.of(g, finisher, i);
+    const float4 all = tree_sum(v, k_groups);
     to[0] = all.x, to[1] = all.y, to[2] = all.z, to[3] = all.w;
   }
 }
 
+// Of a unit's tile t: the weight's row that is `row` of it, or past its end.
+template <bool kGate>
+__device__ inline int row_of(const Job& job, int unit, int t, int row) {
+  if (!kGate) return (2 * unit + t) * 16 + row;
+  return unit * 16 + row < job.n / 2 ? t * (job.n / 2) + unit * 16 + row : job.n;
+}
+
+typedef float Scales[2][2];  // [tile][half of its rows]
+template <bool kGate>
+__device__ inline void load_scales(const Job& job, Scales& scales, int expert, int unit, int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int n = row_of<kGate>(job, unit, i / 2, lane / 4 + i % 2 * 8);
+    scales[i / 2][i % 2] = kNarrow && n < job.n ? job.scale[size_t(expert) * job.n + n] : 1.0f;
+  }
+}
+
 // Element e of a fragment: weight row lane / 4 (+ 8 for e >= 2), token 2 (lane % 4) (+ 1 for odd e).
-template <int NB, bool kGate>
-__device__ inline void finish(const Job& job, const Sum<NB>& sum, int expert, int unit,
-                              const int* list, int count, int lane) {
-  const float* scale = job.scale + size_t(expert) * job.n;
+template <bool kGate>
+__device__ inline void finish(const Job& job, const Sum& sum, const Scales& scales, const Entry& entry, int unit,
+                              const int* list, int lane) {
 #pragma unroll
   for (int half = 0; half < 2; half++)
 #pragma unroll
     for (int t = 0; t < (kGate ? 1 : 2); t++) {
-      const int n = (kGate ? unit : 2 * unit + t) * 16 + lane / 4 + half * 8;
-      if (n >= (kGate ? job.n / 2 : job.n)) continue;
-      const float own = kNarrow ? scale[n] : 1.0f, up = kNarrow && kGate ? scale[job.n / 2 + n] : 1.0f;
+      const int n = row_of<kGate>(job, unit, t, lane / 4 + half * 8);
+      if (n >= job.n) continue;
 #pragma unroll
       for (int j = 0; j < NB; j++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const int token = j * 8 + (lane % 4) * 2 + e;
-          if (token >= count) continue;
-          const size_t at = size_t(list[token]) * job.out_stride + n;
-          const float v = sum.of[t][j][half * 2 + e] * own;
+          if (token >= entry.count) continue;
+          const size_t at = size_t(list[entry.first + token]) * job.out_stride + n;
+          const float v = sum.of[t][j][half * 2 + e] * scales[t][half];
           if (kGate) {
-            const float gated = gelu_tanh(v) * (sum.of[1][j][half * 2 + e] * up);
+            const float gated = gelu_tanh(v) * (sum.of[1][j][half * 2 + e] * scales[1][half]);
             static_cast<u16*>(job.out)[at] = job.f16 ? input_of_fp8(gated) : to_bf16(gated);
           } else {
             static_cast<float*>(job.out)[at] = v;
@@ -206,97 +409,66 @@ __device__ inline void finish(const Job& job, const Sum<NB>& sum, int expert, in
     }
 }
 
-// The weights of a CTA's first units on their way to the L2 cache: known before the inputs are.
-__device__ inline void fetch_ahead(const Job& job, int expert) {
-  const int first = blockIdx.x * job.row_groups, units = min(job.row_groups, job.units - first);
-  if (threadIdx.x == 0 && units > 0)
-    prefetch(job.weight + (size_t(expert) * job.units + first) * job.blocks * kUnit, units * job.blocks * kUnit);
-}
-
-// A CTA's share of what `down` reads of this expert: it follows what is being read now, without a pause.
-__device__ inline void fetch_next(const Job& job, int expert) {
-  const int share = (job.next_bytes / 16 + gridDim.x - 1) / gridDim.x * 16, from = blockIdx.x * share;
-  if (threadIdx.x == 0 && job.next && from < job.next_bytes)
-    prefetch(job.next + size_t(expert) * job.next_bytes + from, min(share, job.next_bytes - from));
-}
-
-// Up to 8 NB of an expert's tokens.
-template <int NB, bool kGate>
-__device__ inline void compute(const Job& job, int expert, int group, const int* list, int count,
-                               float4* shared) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int row_group = warp % job.row_groups, k_group = warp / job.row_groups;
-  const int unit = group * job.row_groups + row_group;
-  Sum<NB> sum = {};
-  const int each = (job.blocks + job.parts - 1) / job.parts, share = job.parts / job.k_groups;
-  for (int e = 0; e < share; e++) {
-    const int first = (k_group * share + e) * each;
-    const int blocks = unit < job.units ? max(0, min(each, job.blocks - first)) : 0;
-    const u32* x[NB];
-#pragma unroll
-    for (int j = 0; j < NB; j++) {
-      const int token = j * 8 + lane / 4;
-      x[j] = nullptr;
-      if (token >= count) continue;
-      const int m = kGate ? list[token] / job.top_k : list[token];
-      x[j] = reinterpret_cast<const u32*>(
-          job.x + x_offset(m, first * 32 + lane % 4 * 8, job.k_blocks, job.block));
-    }
-    const u8* weight = job.weight + ((size_t(expert) * job.units + unit) * job.blocks + first) * kUnit;
-    Sum<NB> part = {};
-    multiply(part, weight, x, job.block, blocks, (count + 7) / 8, lane);
-#pragma unroll
-    for (int i = 0; i < 2 * NB * 4; i++) {
-      float& to = sum.of[i / 4 / NB][i / 4 % NB][i % 4];
-      const float v = part.of[i / 4 / NB][i / 4 % NB][i % 4];
-      to = e ? to + v : v;
-    }
-  }
-  if (kGate && group + gridDim.x >= (job.units + job.row_groups - 1) / job.row_groups) fetch_next(job, expert);
-  add_groups(job, sum, shared, row_group, k_group, lane);
-  if (kGate) wait_for_previous();  // until here only what was ready is read, and nothing written
-  if (k_group == 0 && unit < job.units)
-    finish<NB, kGate>(job, sum, expert, unit, list, count, lane);
-}
-
-template <bool kGate>
+template <class Of>
 __device__ inline void run(const Job& job) {
   extern __shared__ __align__(128) u8 memory[];
-  int* list = reinterpret_cast<int*>(memory);
-  float4* shared = reinterpret_cast<float4*>(memory + (job.pairs + 3) / 4 * 16);
-  // the numbers are needed twice, but loaded once where they are few
-  const int first = threadIdx.x < job.pairs ? load_number(job.numbers + threadIdx.x) : -1;
-  const int groups = (job.units + job.row_groups - 1) / job.row_groups;
-  // what one row picked is as many experts: nothing is to be found or listed
-  const bool lone = job.pairs == job.top_k;
-  const int expert = lone ? load_number(job.numbers + blockIdx.y) : find_expert(job, first);
-  if (expert < 0) return wait_for_previous();
-  const int count = lone ? 1 : list_pairs(job, expert, first, list);
-  if (lone) {
-    if (threadIdx.x == 0) list[0] = blockIdx.y;
-    __syncthreads();
-  }
-  if (!kGate) {
-    fetch_ahead(job, expert);
-    wait_for_previous();
-  }
-  for (int group = blockIdx.x; group < groups; group += gridDim.x) {
-    if (count <= 8) {
-      compute<1, kGate>(job, expert, group, list, count, shared);
-      continue;
+  constexpr bool kGate = Of::kGate;
+  constexpr int kUnits = Of::kUnits;
+  const int part = job.row_groups * 2 * NB * 32, room = (job.k_groups - 1) * part;  // for a unit's sums
+  float4* sums = reinterpret_cast<float4*>(memory + kWarps * kRing);
+  Chosen chosen;
+  chosen.entries = reinterpret_cast<Entry*>(sums + 2 * kUnits * room);
+  chosen.list = reinterpret_cast<int*>(chosen.entries + job.pairs);
+  if (job.pairs == job.top_k)
+    take_pairs(job, chosen);
+  else if (job.pairs <= kFew)
+    sort_few(job, chosen);
+  else
+    sort_pairs(job, chosen);
+  const Warp<Of> warp(job);
+  Ring<Of> ring(job, warp, chosen, memory + threadIdx.x / 32 * kRing);  // weights: before the inputs are there
+  if (!kGate) wait_for_previous();
+  sums += warp.row_group * 2 * NB * 32 + warp.lane;
+  Inputs<Of> inputs;
+  Entry entry;
+  bool another = true;
+  int turn = 0;
+#pragma unroll 1
+  for (Walk at(chosen.count, warp.groups); at.left > 0; another = at.next(warp.groups), turn++) {
+    if (another) entry = chosen.entries[at.entry], load_all<Of>(inputs, job, warp, chosen, entry);
+    Scales scales[kUnits];
+    Sum sum[kUnits] = {};
+    // who adds a unit's parts changes, and so does the room: one barrier is enough
+    const int first = turn * kUnits;
+#pragma unroll
+    for (int i = 0; i < kUnits; i++) {
+      const int finisher = (first + i) & (job.k_groups - 1);
+      if (warp.k_group == finisher) load_scales<kGate>(job, scales[i], entry.expert, warp.unit(job, at.group, i), warp.lane);
+      multiply(sum[i], job, warp, chosen, entry.count, ring, inputs);
+      const Room to{sums + (turn % 2 * kUnits + i) * room, part};
+      if (warp.k_group != finisher) leave(sum[i], to, warp.k_group, finisher);
     }
-    for (int i = 0; i < count; i += 8 * kMost)
-      compute<kMost, kGate>(job, expert, group, list + i, min(8 * kMost, count - i), shared);
+    __syncthreads();
+    if (kGate && turn == 0) wait_for_previous();  // until here only what was ready is read, and nothing written
+#pragma unroll
+    for (int i = 0; i < kUnits; i++) {
+      const int finisher = (first + i) & (job.k_groups - 1);
+      if (warp.k_group != finisher) continue;
+      add(sum[i], {sums + (turn % 2 * kUnits + i) * room, part}, job.k_groups, finisher);
+      if (warp.stores(job, at.group, i))
+        finish<kGate>(job, sum[i], scales[i], entry, warp.unit(job, at.group, i), chosen.list, warp.lane);
+    }
   }
+  if (kGate && turn == 0) wait_for_previous();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) gate_up(const __grid_constant__ Job job) {
+extern "C" __global__ void __launch_bounds__(kThreads, NB == 1 ? 2 : 1) gate_up(const __grid_constant__ Job job) {
   if (!job.ready) wait_for_previous();
   let_next_start();  // only now: `down` may then read what the router wrote before it waits
-  run<true>(job);
+  run<GateUp>(job);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) down(const __grid_constant__ Job job) {
+extern "C" __global__ void __launch_bounds__(kThreads, NB == 1 ? 2 : 1) down(const __grid_constant__ Job job) {
   let_next_start();
-  run<false>(job);
+  run<Down>(job);
 }
