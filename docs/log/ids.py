@@ -70,7 +70,7 @@ def compare(one: Path, other: Path) -> None:
     equal = [name for name in a["cases"] if a["cases"][name] == b["cases"].get(name)]
     tokens = sum(a["cases"][name]["tokens"] for name in equal)
     print(
-        f"{a['card']} and {b['card']}: {len(equal)} of {len(a['cases'])} cases equal, {tokens} ids"
+        f"{a['card']} and {b['card']}: {len(equal)} of {len(a['cases'])} cases equal, {tokens} ids with prompts"
     )
     sys.exit(len(equal) != len(a["cases"]))
 
