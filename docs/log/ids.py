@@ -69,9 +69,8 @@ def compare(one: Path, other: Path) -> None:
     a, b = (json.loads(path.read_text()) for path in (one, other))
     equal = [name for name in a["cases"] if a["cases"][name] == b["cases"].get(name)]
     tokens = sum(a["cases"][name]["tokens"] for name in equal)
-    print(
-        f"{a['card']} and {b['card']}: {len(equal)} of {len(a['cases'])} cases equal, {tokens} ids with prompts"
-    )
+    print(f"{a['card']} and {b['card']}: {len(equal)} of {len(a['cases'])} cases equal")
+    print(f"{tokens} ids, prompts among them")
     sys.exit(len(equal) != len(a["cases"]))
 
 
