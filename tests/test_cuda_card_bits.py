@@ -49,7 +49,8 @@ def on_machine(ops: Kernels, processors: int) -> Kernels:
     """The same kernels, as a machine of so many multiprocessors would launch them."""
     other = copy.copy(ops)
     other.processors = processors
-    other._gemm, other._w8a8 = Gemm(ops._launch, processors), W8A8(ops._launch, processors)
+    other._gemm = Gemm(ops._launch, processors, bytes_per_cycle=2400.0)
+    other._w8a8 = W8A8(ops._launch, processors)
     other.pack = other._gemm.pack
     return other
 

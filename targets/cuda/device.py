@@ -88,6 +88,13 @@ def _works(loads: Callable[[], Any]) -> bool:
     return True
 
 
+def bytes_per_cycle(properties: Any) -> float:
+    """What memory can read in a cycle of the multiprocessors' fastest clock, of torch's properties
+    of a GPU."""
+    twice_a_cycle = 2 * properties.memory_clock_rate * properties.memory_bus_width / 8
+    return twice_a_cycle / properties.clock_rate
+
+
 def free_bytes() -> int:
     """Free memory of the current GPU."""
     return import_module("torch").cuda.mem_get_info()[0]

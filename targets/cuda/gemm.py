@@ -26,6 +26,11 @@ WIDE_FROM = 32
 cores need warpgroups."""
 FEW = tuple(block for block in BLOCKS if block < WIDE_FROM)
 MANY = tuple(block for block in BLOCKS if block >= WIDE_FROM)
+AHEAD_BYTES = 256 << 10
+"""What a CTA asks of L2 beyond its ring while the kernel before still runs."""
+PACE = 1.0
+"""Of what memory can read, what all CTAs together ask for until then: with three times as much in
+flight, a hop from one multiprocessor to another takes three times as long (docs/performance.md)."""
 BARRIERS = 16
 """Bytes of a stage's two."""
 UNTILE_THREADS, UNTILE_BYTES = 512, 96 << 10
@@ -42,7 +47,8 @@ class _GemmJob(Structure):
         *((name, c_void_p) for name in ("partial", "certified")),
         *((name, c_int) for name in ("inputs_stride", "n", "ctas", "tiles", "passes", "steps")),
         *((name, c_int) for name in ("row_groups", "k_groups", "depth")),
-        *((name, c_int) for name in ("k_blocks", "k_stride", "stages", "rows")),
+        *((name, c_int) for name in ("k_blocks", "k_stride", "stages")),
+        *((name, c_int) for name in ("ahead", "pace", "rows")),
         *((name, c_int) for name in ("out_stride", "out_groups", "epilogue")),
         ("softcap", c_float),
         *((name, c_int) for name in ("silu", "f16", "room", "late", "ready")),
@@ -72,10 +78,12 @@ def variants(kinds: set[str]) -> set[Variant]:
 
 
 class Gemm:
-    """Weights times few tokens, on a GPU with this many multiprocessors."""
+    """Weights times few tokens, on a GPU with this many multiprocessors that reads so many bytes of
+    memory a cycle."""
 
-    def __init__(self, launch: Launcher, processors: int) -> None:
+    def __init__(self, launch: Launcher, processors: int, bytes_per_cycle: float) -> None:
         self._launch, self._processors = launch, processors
+        self._bytes_per_cycle = bytes_per_cycle
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scales: dict[Tensor, Tensor] = {}  # as packed -> as they were
 
@@ -191,7 +199,8 @@ class Gemm:
             0 if inputs is None else inputs.stride(0),
             *(weight.n, plan.ctas, plan.tiles, plan.passes, plan.steps),
             *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
-            *(tiles.k_stride(weight), 0, x.rows, stride, out_groups, epilogue, softcap, int(silu)),
+            *(tiles.k_stride(weight), 0, *self._before(plan, weight.kind)),
+            *(x.rows, stride, out_groups, epilogue, softcap, int(silu)),
             *(int(f16), room, int(late), int(ready)),
         )
         if x.block in FEW:
@@ -202,6 +211,11 @@ class Gemm:
             self._wide(x, weight, plan, job)
         else:
             self._spread(x, weight, plan, job)
+
+    def _before(self, plan: tiles.Schedule, kind: str) -> tuple[int, int]:
+        """How weights are asked for until x is there: `ahead`, `pace` (linear.cuh)."""
+        step = plan.step_bytes(kind)
+        return AHEAD_BYTES // step, int(plan.ctas * step / (PACE * self._bytes_per_cycle))
 
     def _wide(self, x: Input, weight: Linear, plan: tiles.Schedule, job: _GemmJob) -> None:
         job.stages, shared = many_stages(plan, weight.kind, x.block)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from targets.arch import Arch, MoeSpec
-from targets.cuda import attention, candidates, experts, gemm, sampler, tiles, w8a8
+from targets.cuda import attention, candidates, device, experts, gemm, sampler, tiles, w8a8
 from targets.cuda.gemm import GATED, LOGITS, PER_LAYER, PLAIN
 from targets.cuda.inputs import Input, make_input
 from targets.cuda.launch import Launcher, Library, Variant, address, pointer
@@ -56,7 +56,7 @@ class Kernels:
         properties = torch.cuda.get_device_properties(self.device)
         self.processors = properties.multi_processor_count
         self._launch = Launcher(Library(variants(arch, kv8, kinds) | more))
-        self._gemm = gemm.Gemm(self._launch, self.processors)
+        self._gemm = gemm.Gemm(self._launch, self.processors, device.bytes_per_cycle(properties))
         self.pack, self.pack_codes = self._gemm.pack, self._gemm.pack_codes
         self.dense, self.with_plain = self._gemm.dense, self._gemm.with_plain
         self._w8a8 = w8a8.W8A8(self._launch, self.processors)

@@ -11,7 +11,9 @@
 //
 // Memory holds [pass][step][CTA]: at any time all CTAs read one contiguous stretch. A producer warp
 // keeps a ring of steps in flight with bulk copies, and fills it before the previous kernel has
-// ended: weights are never written.
+// ended: weights are never written. Until then it asks for no more than memory gives, for what waits
+// in line there delays the previous kernel's own reads; once the ring is full, it has the L2 cache
+// fetch what follows.
 #include "linear.cuh"
 #include "ring.cuh"
 
@@ -40,12 +42,36 @@ constexpr int kRoundsKept = kRounds ? 2 : 1;
 
 // The next `count` steps' inputs, which every pass reads again.
 __device__ inline void copy_inputs(const Job& job, u32 to, int& step, int count, int slice, u32 bar, u64 policy) {
+#pragma unroll 1
   while (count) {
     const int here = min(count, job.steps - step);
     copy(to, job.x + size_t(step) * slice, here * slice, bar, policy);
     to += here * slice, count -= here;
     if ((step += here) == job.steps) step = 0;
   }
+}
+
+// The inputs of the steps that fill the ring for the first time: every warp brings some, for the producer is
+// busy with weights.
+__device__ inline void first_inputs(const Job& job, u32 inputs, u32 full, int slice, int warp, int warps) {
+  const u64 often = read_often();
+  const int filled = min(job.stages, job.passes * job.steps);
+  int step = kRounds ? 0 : warp;
+  if (kRounds && warp == 0) copy_inputs(job, inputs, step, filled, slice, full, often);
+#pragma unroll 1
+  for (int i = warp; !kRounds && i < filled; i += warps, step += warps) {
+    while (step >= job.steps) step -= job.steps;
+    copy(inputs + i * slice, job.x + size_t(step) * slice, slice, full + 8 * i, often);
+  }
+}
+
+// Until so many cycles have passed, or inputs are there: then weights are all that is waited for.
+__device__ inline bool await_turn(u32& last, int pace, u32 full) {
+  bool there;
+  do there = arrived(full, 0);
+  while (!there && u32(clock()) - last < u32(pace));
+  last = clock();
+  return there;
 }
 
 __device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full, u32 empty) {
@@ -56,20 +82,26 @@ __device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full, u
   const int count = job.passes * job.steps, filled = min(job.stages, count);
   // of which the inputs come with those of stage `stage`, from step i on
   const auto slices = [&](int stage, int i) { return !kRounds ? 1 : stage ? 0 : min(job.stages, count - i); };
+  u32 last = clock();
+#pragma unroll 1
   for (int i = 0; i < filled; i++) {
+    if (i) await_turn(last, job.pace, full);
     expect(full + 8 * i, bytes + slices(i, i) * slice);
     copy(ring + i * bytes, weight + i * stride, bytes, full + 8 * i, once);
   }
+#pragma unroll 1
+  for (int i = filled; i < min(count, filled + job.ahead); i++) {
+    if (await_turn(last, job.pace, full)) break;
+    prefetch(weight + i * stride, bytes);
+  }
   if (!job.ready) wait_for_previous();
-  int stage = 0, phase = 1, step = 0;
-  for (int i = 0; i < count; i++) {
+  int stage = 0, phase = 0, step = filled % job.steps;
+  for (int i = filled; i < count; i++) {
     const u32 bar = full + 8 * stage;
     const int arriving = slices(stage, i);
-    if (i >= filled) {
-      await(empty + 8 * stage, phase);
-      expect(bar, bytes + arriving * slice);
-      copy(ring + stage * bytes, weight + i * stride, bytes, bar, once);
-    }
+    await(empty + 8 * stage, phase);
+    expect(bar, bytes + arriving * slice);
+    copy(ring + stage * bytes, weight + i * stride, bytes, bar, once);
     const int round = kRounds ? phase ^ 1 : 0;
     copy_inputs(job, inputs + (round * job.stages + stage) * slice, step, arriving, slice, bar, often);
     if (++stage == job.stages) stage = 0, phase ^= 1;
@@ -166,6 +198,7 @@ __device__ inline void finish(const Job& job, const Tile& sum, const Scales (&sc
 __device__ inline bool all_certified(const Job& job) {
   wait_for_previous();
   bool all = true;
+#pragma unroll 1
   for (int m = 0; m < job.rows; m++) all &= job.certified[m] >= 0 && job.certified[m] <= job.room;
   return all;
 }
@@ -193,6 +226,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Scales scales[TW];  // weights too: here by the time that they are needed
   load_scales(job, scales, first_tile, lane);
   if (!job.ready) wait_for_previous();
+  if (lane == 0) first_inputs(job, shared_address(inputs), full, slice, warp, warps);
   if (job.late) let_next_start();
   const int at = (k_group * job.row_groups + row_group) * job.depth * TW * kTileBytes;
   const bool fed = TOKENS >= 8 || lane < 4 * TOKENS;

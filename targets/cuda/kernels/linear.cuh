@@ -19,6 +19,7 @@ struct Job {
   int k_blocks;         // 32-input blocks of x
   int k_stride;         // of a k group's blocks: k_groups, or 1 where groups are contiguous
   int stages;           // of the ring
+  int ahead, pace;      // of gemm.cu, until x is there: steps after the ring's that L2 gets; cycles a step
   int rows;             // M
   int out_stride;       // floats per row, or 32-feature blocks of the next input
   int out_groups;       // k groups that are contiguous in the next weight

@@ -19,6 +19,14 @@ __device__ inline void await(u32 bar, u32 parity) {
       "r"(parity)
       : "memory");
 }
+__device__ inline bool arrived(u32 bar, u32 parity) {
+  u32 done;
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
+  return done;
+}
 __device__ inline void copy(u32 to, const void* from, u32 bytes, u32 bar, u64 policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], "
@@ -44,6 +52,7 @@ __device__ inline void copy_blocks(u32 to, const u8* from, int stride, u32 bytes
 
 // A barrier of the producers' arrivals when a stage is full, one of the consumers' when it is free.
 __device__ inline void init_ring(u32 full, u32 empty, int stages, int consumers, int producers = 1) {
+#pragma unroll 1
   for (int i = 0; i < stages; i++) {
     barrier_init(full + 8 * i, producers);
     barrier_init(empty + 8 * i, consumers);
