@@ -10,6 +10,7 @@ import pytest
 
 from specdec.core.policy.choice import SHADOW, Menu, Offer, Policy, RowOffers
 from specdec.core.policy.costs import CostTable, Work
+from specdec.core.policy.promises import Promises
 from specdec.core.policy.report import report
 from specdec.core.policy.survival import Survival, bucket_of
 
@@ -119,6 +120,31 @@ def policy_of(costs, depths=(0, 1, 3, K), drafted=(0, K), right=()):
 
 def row(*offers, most=K, insists=False):
     return RowOffers(tuple(Offer(name, 2, guesses) for name, guesses in offers), most, insists)
+
+
+def test_promises_are_worth_what_was_kept_of_them():
+    promises = Promises()
+    assert promises.kept((7, 7)) == 1.0
+    for _ in range(200):
+        promises.learn((7, 7), 30.0, 15.0)
+        promises.learn((3, 3), 20.0, 25.0)
+    assert 0.5 < promises.kept((7, 7)) < 0.56
+    assert promises.kept((3, 3)) == promises.kept((1, 1)) == 1.0
+    for _ in range(200):  # it may be tried again
+        promises.learn((3, 3), 20.0, 20.0)
+    assert promises.kept((7, 7)) > 0.95
+
+
+def test_a_depth_that_breaks_its_promises_is_left():
+    policy = policy_of(Priced(token=0.02), right=[("suffix", K)])
+    rows = [row(("suffix", K))] * 8
+    assert settled(policy, rows).depth == K
+    depths = []
+    for _ in range(90):  # the tables go on saying that all are right, and one guess is
+        choice = policy.choose(rows)
+        policy.learn(choice, len(rows) * (1 + min(choice.depth, 1)))
+        depths.append(choice.depth)
+    assert set(depths[:10]) == {K} and depths[-20:].count(K) < 10
 
 
 def settled(policy, rows, cycles=300, emitted=None):

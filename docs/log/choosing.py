@@ -58,7 +58,7 @@ MS = 8.71, 9.31, 12.2, 16.5, 28.0, 53.9
 DRAFT_MS = 0.19
 PROMPT, ANSWER, SLOTS, MAX_LEN = 300, 400, 32, 6000
 LEAST = 64
-"""Recorded texts of a row at least: some eight thousand tokens."""
+"""Texts of a row at least."""
 RATES = {"edits": 0.8, "code": 0.85, "prose": 0.65, "words": 0.3}
 """Chance that the next guess of the drafter with weights is right, by kind of text."""
 
@@ -222,7 +222,8 @@ def nonsense(answer: list[int]) -> list[int]:
 
 def enough(known: list[Text], batch: int) -> list[Text]:
     """Each as often as it takes for LEAST texts, and to fill a batch four times, in an order of
-    chance: the cold start is in the figure, and is not all of it."""
+    chance: the cold start is in the figure, and is not all of it. A batch of 32 needs more texts
+    than there are of most kinds."""
     times = math.ceil(max(LEAST, 4 * batch) / len(known))
     return random.Random(0).sample(known * times, len(known) * times)
 
@@ -253,11 +254,9 @@ def main() -> None:
     seen: Speeds = {}
     for kind, known in kinds.items():
         for batch in map(int, given.batches.split(",")):
+            found = row(enough(known, batch), batch, seen)
             if given.recorded is None:
-                found = row(known, batch, seen)
                 found["useless_over_plain"] = useless_over_plain(known, batch)
-            else:
-                found = row(enough(known, batch), batch, seen)
             table[f"{kind}, batch {batch}"] = found
             print(kind, batch, found, flush=True)
         given.out.write_text(json.dumps(about | {"rows": table}, indent=1) + "\n")

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence as Seqs
 from dataclasses import dataclass, field
 
 from specdec.core.policy.costs import Costs, Work
+from specdec.core.policy.promises import Promises
 from specdec.core.policy.survival import Survival
 
 SHADOW = 32
@@ -21,10 +22,13 @@ SHADOW = 32
 one that does: the text may have changed."""
 FADE = 0.97
 """Of tokens and time so far, with each cycle: the speed-up is the last thirty cycles'."""
-BESIDE_WEIGHTS = 0.8
+BESIDE_WEIGHTS = 0.7
 """What a right guess of lookup counts where a drafter with weights could guess instead. Means don't
 tell that both stumble over the same hard token: a lookup that ends before it has cost a cycle, for
 the next one gets no further than the weights would have got at once."""
+LONG = 6
+"""Evidence of lookup from which its guesses count in full all the same, `survival.bucket_of`'s: what
+matched is a copy."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class Choice:
     """Guesses of the drafter with weights, 0: it does not run."""
     by_row: tuple[str | None, ...]
     """Whose guesses each row takes, None: nobody's."""
+    promised: float = 0.0
+    """Guesses of all rows that should be right."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ class Policy:
     menu: Menu
     weighted: str | None = None
     tables: dict[str, Survival] = field(default_factory=dict)
+    promises: Promises = field(default_factory=Promises)
     chosen: dict[str, int] = field(default_factory=dict)
     """Rows that took each drafter's guesses so far; `none` where they took nobody's."""
     _idle: int = 0
@@ -119,7 +126,7 @@ class Policy:
             pairs = [pair for pair in pairs if pair[1] == deeper]
             best = max(pairs, key=lambda pair: self._worth(alike, rate, *pair))
         whose = {row: self._best(row, *best)[1] for row in alike}
-        return Choice(*best, tuple(whose[row] for row in rows))
+        return Choice(*best, tuple(whose[row] for row in rows), self._right(alike, *best))
 
     def learn(self, choice: Choice, emitted: float) -> None:
         """The cycle emitted so many tokens, over all rows."""
@@ -127,6 +134,7 @@ class Policy:
         self._shallow = 0 if choice.drafted > self._drafted else self._shallow + 1
         self._drafted = choice.drafted
         rows = len(choice.by_row)
+        self.promises.learn((choice.depth, choice.drafted), choice.promised, emitted - rows)
         seconds = self.costs.seconds(Work(rows, choice.depth, choice.drafted))
         self._tokens = self._tokens * FADE + emitted / rows
         self._plain_cycles = self._plain_cycles * FADE + seconds / self._plain(rows)
@@ -141,9 +149,13 @@ class Policy:
 
     def _worth(self, alike: Counter[RowOffers], rate: float, depth: int, drafted: int) -> float:
         """rate: tokens per second at present."""
-        right = sum(n * self._best(row, depth, drafted)[0] for row, n in alike.items())
+        right = self._right(alike, depth, drafted) * self.promises.kept((depth, drafted))
         rows = alike.total()
         return rows + right - rate * self.costs.seconds(Work(rows, depth, drafted))
+
+    def _right(self, alike: Counter[RowOffers], depth: int, drafted: int) -> float:
+        """Guesses of all rows that should be right, as the survival tables have it."""
+        return sum(n * self._best(row, depth, drafted)[0] for row, n in alike.items())
 
     def _plain(self, rows: int) -> float:
         """Seconds of a cycle without guesses."""
@@ -157,7 +169,7 @@ class Policy:
             made = min(offer.guesses, drafted) if offer.drafter == self.weighted else offer.guesses
             count = min(made, depth, row.most)
             value = self.table(offer.drafter).expected(offer.bucket)[count]
-            if beside and offer.drafter != self.weighted:
+            if beside and offer.drafter != self.weighted and offer.bucket < LONG:
                 value *= BESIDE_WEIGHTS
             if value > best[0]:
                 best = value, offer.drafter
