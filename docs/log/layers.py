@@ -4,7 +4,8 @@
     PYTHONPATH=. python docs/log/layers.py OUT.json bench --random gemma-4-31b --backend cuda ...
 
 Kernels start before their predecessors end, so their own durations overlap; their ends don't. Shown
-is a layer in the middle; OUT.json has all kernels of each forward, as bench asks for them.
+is a layer in the middle and what each kernel adds to the whole forward; OUT.json has all kernels of
+each forward, as bench asks for them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,19 @@ def middle(ran: list[tuple[str, float]]) -> list[tuple[str, float]]:
     """One layer's."""
     starts = [i for i, (name, _) in enumerate(ran) if ONCE_A_LAYER in name]
     at = len(starts) // 2
-    return ran[starts[at] : starts[at + 1]]
+    return ran[starts[at] : starts[at + 1]] if len(starts) > 1 else []
+
+
+def totals(ran: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Of each kernel, the longest first."""
+    sums: dict[str, float] = {}
+    for name, us in ran:
+        sums[name] = sums.get(name, 0.0) + us
+    return sorted(sums.items(), key=lambda item: -item[1])
+
+
+def shown(ran: list[tuple[str, float]]) -> str:
+    return " ".join(f"{name} {us:.1f}" for name, us in ran)
 
 
 def run(out: Path) -> None:
@@ -53,9 +66,10 @@ def run(out: Path) -> None:
     def forward_samples(forward: Callable[[], object], device: str) -> list[float]:
         samples = plain(forward, device)
         ran = kernels(forward)
-        layer = " ".join(f"{name} {us:.1f}" for name, us in middle(ran))
-        total = sum(us for _, us in middle(ran))
-        print(f"{min(samples) * 1e3:.3f} ms; a layer {total:.1f} us: {layer}", file=sys.stderr)
+        layer = middle(ran)
+        total = sum(us for _, us in layer)
+        print(f"{min(samples) * 1e3:.3f} ms; a layer {total:.1f} us: {shown(layer)}", file=sys.stderr)
+        print(f"{len(ran)} kernels: {shown(totals(ran))}", file=sys.stderr)
         seen.append({"seconds": samples, "kernels": ran})
         out.write_text(json.dumps(seen))
         return samples
