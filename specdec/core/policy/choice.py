@@ -27,8 +27,8 @@ BESIDE_WEIGHTS = 0.7
 tell that both stumble over the same hard token: a lookup that ends before it has cost a cycle, for
 the next one gets no further than the weights would have got at once."""
 LONG = 6
-"""Bucket of lookup (`survival.bucket_of`) from which its guesses count in full all the same: so long
-a match is a copy."""
+"""Bucket of lookup (`survival.bucket_of`) from which its guesses count in full all the same: so
+long a match is a copy."""
 
 
 @dataclass(frozen=True)
