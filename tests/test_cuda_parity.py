@@ -12,6 +12,7 @@ from targets import mini
 from targets.arch import read_arch
 from targets.checkpoint import Checkpoint
 from targets.cuda.cache import read
+from targets.cuda.formulas import as_e4m3, rms
 from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.ops import Opening, Rows
 from targets.cuda.params import load_params
@@ -71,6 +72,23 @@ def test_a_row_of_a_mixed_batch_is_its_own_run(tiny, references, variant):
         starts[live] += 5
     for ours, theirs in zip(together.cache.layers, alone.cache.layers, strict=True):
         assert ours is None or ((ours.k == theirs.k).all() and (ours.v == theirs.v).all())
+
+
+@pytest.mark.parametrize("width", [48, 96, 256, 2816])
+def test_norms_and_roundings_of_rows_are_those_of_each_row(width):
+    """Bit for bit, wherever a row lies: the references take these of all rows at once."""
+    random = torch.Generator().manual_seed(width)
+    weight = torch.randn(width, generator=random)
+    for function in (
+        lambda x: rms(x, weight, 1e-6),
+        lambda x: rms(x, None, 1e-6),
+        as_e4m3,
+        lambda x: as_e4m3(x, 8),
+    ):
+        for rows, at in ((1, 0), (2, 1), (7, 3), (64, 0), (129, 5)):
+            flat = 9 * torch.randn(at + rows * width, generator=random)
+            x = flat[at:].view(rows, width)
+            assert torch.equal(function(x), torch.cat([function(row[None].clone()) for row in x]))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -74,26 +74,23 @@ def mix_inputs(arch: Arch, mixed: Tensor, table: Tensor, norm: Tensor, ids: Tens
     ) * 2**-0.5
 
 
-def query(
-    row: Tensor, q_norm: Tensor | None, layer: LayerSpec, angles: Tensor, eps: float
-) -> Tensor:
-    """q [..., K, G, D] from a row of q, k, v."""
-    raw = row[..., : layer.heads * layer.head_dim]
+def query(rows: Tensor, q_norm: Tensor | None, layer: LayerSpec, eps: float) -> Tensor:
+    """q [..., K, G, D] of rows of q, k, v, not turned yet."""
+    raw = rows[..., : layer.heads * layer.head_dim]
     q = raw.unflatten(-1, (layer.kv_heads, -1, layer.head_dim))
-    return rotate(rms(q, q_norm, eps) if layer.normed else q * layer.head_dim**-0.5, angles)
+    return rms(q, q_norm, eps) if layer.normed else q * layer.head_dim**-0.5
 
 
-def new_entry(
-    row: Tensor, k_norm: Tensor | None, layer: LayerSpec, angles: Tensor, eps: float
+def key_and_value(
+    rows: Tensor, k_norm: Tensor | None, layer: LayerSpec, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """k, v [..., K, D] from a row of q, k, v. With k_eq_v the values are the raw keys, normed."""
+    """k, not turned yet, and v [..., K, D] of rows of q, k, v. With k_eq_v the values are the raw
+    keys, normed."""
     size = layer.kv_heads * layer.head_dim
     first = layer.heads * layer.head_dim
-    raw = row[..., first : first + size].unflatten(-1, (layer.kv_heads, layer.head_dim))
-    value = raw if layer.k_eq_v else row[..., first + size :].unflatten(-1, raw.shape[-2:])
-    if not layer.normed:
-        return rotate(raw, angles), value
-    return rotate(rms(raw, k_norm, eps), angles), rms(value, None, eps)
+    raw = rows[..., first : first + size].unflatten(-1, (layer.kv_heads, layer.head_dim))
+    value = raw if layer.k_eq_v else rows[..., first + size :].unflatten(-1, raw.shape[-2:])
+    return (rms(raw, k_norm, eps), rms(value, None, eps)) if layer.normed else (raw, value)
 
 
 def gate(gate_up: Tensor, silu: bool = False) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from targets.arch import LayerSpec
 from targets.cuda import cache as kv
-from targets.cuda.formulas import gate, inverse_frequencies, new_entry, rms, rotate
+from targets.cuda.formulas import gate, inverse_frequencies, key_and_value, rms, rotate
 from targets.cuda.ops import NOTHING, AttentionLayer, Closing, Dense, Opening
 from targets.cuda.prefill_steps import Pair, PrefillChunk, PrefillInput
 
@@ -57,7 +57,8 @@ class PrefillReference:
     def exchange(self, qkv: Tensor, layer: AttentionLayer) -> Pair:
         slot, start = self.chunk.slot, self.chunk.start
         store, spec = layer.cache, layer.spec
-        k, v = new_entry(qkv, layer.k_norm, spec, self._angles(spec), self.eps)
+        k, v = key_and_value(qkv, layer.k_norm, spec, self.eps)
+        k = rotate(k, self._angles(spec))
         oldest = self.chunk.oldest(spec.window)
         past = [part.transpose(0, 1) for part in kv.read(store, slot, oldest, start)]
         skip = max(0, len(k) - store.size)

@@ -1,8 +1,9 @@
 """The forward's operations in plain torch, on any device: what every kernel is compared with.
 
-Each row is computed on its own, from fresh tensors of a shape that no other row decides. A CPU
-library blocks a matmul by its shape and treats the end of an array apart (gelu there is another
-function), so anything less would make a row depend on its neighbours.
+What may depend on neighbours is computed row by row, from fresh tensors of a shape that no other
+row decides: a CPU library blocks a matmul by its shape and treats the end of an array apart (gelu
+there is another function). Norms and roundings take all rows at once: their single steps are
+exactly rounded, and a row's sum is in an order of its own (tests/test_cuda_parity.py).
 Shape legend: as in ops.py; K kv heads, G = heads / K, D head_dim, n keys, C chunks of keys.
 """
 
@@ -23,12 +24,13 @@ from targets.cuda.formulas import (
     gate,
     gelu,
     inverse_frequencies,
+    key_and_value,
     lookup,
     mix_inputs,
-    new_entry,
     query,
     rank,
     rms,
+    rotate,
     soft_cap,
 )
 from targets.cuda.four_bits import FourBits
@@ -65,7 +67,7 @@ def as_input(x: Tensor, kind: str, groups: int = 1) -> Tensor:
     """bf16 weights take bf16 inputs; narrow ones take them as finely as the implementation can,
     unless they take e4m3 as well (w8a8). groups: k groups with a scale of their own there."""
     if kind == "w8a8":
-        return each_row(lambda row: as_e4m3(row, groups), x)
+        return as_e4m3(x, groups)
     return x.bfloat16() if kind == "bf16" else x
 
 
@@ -101,19 +103,14 @@ class Reference:
     def _close(self, h: Tensor, closing: Closing) -> None:
         branch, post, scalar = closing
         if branch is not None:
-            h += (
-                branch
-                if post is None
-                else each_row(lambda row: rms(row, post, self.arch.eps), branch)
-            )
+            h += branch if post is None else rms(branch, post, self.arch.eps)
         if scalar is not None:
             h *= scalar
 
     def _opened(self, h: Tensor, opening: Opening) -> Tensor:
         if opening.pre is None:
             return as_input(h.clone(), opening.kind)
-        normed = each_row(lambda row: rms(row, opening.pre, self.arch.eps), h)
-        return as_input(normed, opening.kind)
+        return as_input(rms(h, opening.pre, self.arch.eps), opening.kind)
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         return _matmul(x, wide(weight), weight.scale)
@@ -130,32 +127,26 @@ class Reference:
         if spec.kv_from is None:
             self.store(qkv, layer, rows)
         inverse = _inverse(spec.rope, spec.head_dim, qkv.device)
+        queries = query(qkv, layer.q_norm, spec, self.arch.eps)
         out = torch.zeros((len(qkv), spec.heads * spec.head_dim), device=qkv.device)
         for r, (slot, position) in enumerate(_places(rows)):
             if slot >= 0:
-                angles = (position + layer.ahead) * inverse
-                q = query(qkv[r].clone(), layer.q_norm, spec, angles, self.arch.eps)
+                q = rotate(queries[r].clone(), (position + layer.ahead) * inverse)
                 out[r] = attend(q, layer.cache, slot, position, spec.window).flatten()
         return as_input(out, kind, EIGHTHS)
 
     def store(self, qkv: Tensor, layer: AttentionLayer, rows: Rows) -> None:
         spec, tokens = layer.spec, rows.tokens.shape[1]
         inverse = _inverse(spec.rope, spec.head_dim, qkv.device)
-        starts = zip(rows.slot.tolist(), rows.start.tolist(), qkv.split(tokens), strict=True)
-        for slot, start, own in starts:
+        made = key_and_value(qkv, layer.k_norm, spec, self.arch.eps)
+        parts = (part.split(tokens) for part in made)
+        for slot, start, k, v in zip(rows.slot.tolist(), rows.start.tolist(), *parts, strict=True):
             if slot >= 0:
-                made = [
-                    new_entry(row.clone(), layer.k_norm, spec, (start + t) * inverse, self.arch.eps)
-                    for t, row in enumerate(own)
-                ]
-                k, v = map(torch.stack, zip(*made, strict=True))
-                kv.write(layer.cache, slot, start, k, v)
+                turned = [rotate(row.clone(), (start + t) * inverse) for t, row in enumerate(k)]
+                kv.write(layer.cache, slot, start, torch.stack(turned), v)
 
     def per_layer_inputs(self, mixed: Tensor, table: Tensor, norm: Tensor, rows: Rows) -> Tensor:
-        def mix(row: Tensor, token: Tensor) -> Tensor:
-            return mix_inputs(self.arch, row, table, norm, token)
-
-        return each_row(mix, mixed, rows.tokens.flatten())
+        return mix_inputs(self.arch, mixed, table, norm, rows.tokens.flatten())
 
     def gated_per_layer(
         self, x: Tensor, gate: Linear, inputs: Tensor, layer: int, kind: str
@@ -198,12 +189,8 @@ class Reference:
         chosen = self.route(*routed[:3], rows, moe)
         x = self.gated(dense.x, dense.gate_up, dense.down.kind)
         experts = self.experts(routed.x, chosen, routed.gate_up, routed.down)
-
-        def sum_of(dense_row: Tensor, routed_row: Tensor) -> Tensor:
-            first = rms(dense_row, dense.norm, self.arch.eps)
-            return first + rms(routed_row, routed.norm, self.arch.eps)
-
-        return each_row(sum_of, self.linear(x, dense.down), experts)
+        first = rms(self.linear(x, dense.down), dense.norm, self.arch.eps)
+        return first + rms(experts, routed.norm, self.arch.eps)
 
     def choose(
         self,

@@ -1,7 +1,7 @@
 """The target chooses: logits and a request's parameters to one token id per position.
 
 The rules are those of `targets/jax/sampling.py`, in the same order. Each row is a computation of
-its own over [V], so nothing about a row can depend on its neighbours; nothing waits for the host.
+its own over [V], so nothing about a row can depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ def _cut(
     logits: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor, off: torch.Tensor
 ) -> torch.Tensor:
     """Keep the smallest top set whose weights reach `wanted`; all where `off`."""
+    if off:
+        return logits
     keys = _ordered(logits)
     threshold = torch.zeros_like(keys[0])
     for bit in range(31, -1, -1):
@@ -123,7 +125,7 @@ def _cut(
         total = torch.where(keys >= trial, weight, 0.0).sum()
         # the likeliest token always stays, however small `wanted` is
         threshold = torch.where((total >= wanted) & (total > 0), trial, threshold)
-    return torch.where((keys >= threshold) | off, logits, -torch.inf)
+    return torch.where(keys >= threshold, logits, -torch.inf)
 
 
 def _ordered(values: torch.Tensor) -> torch.Tensor:
