@@ -16,9 +16,10 @@ REQUESTS = ((CODE, 0.0, 40), ("class A:\n    def f(self):\n", 1.0, 20), ("import
 """Prompt, temperature, tokens."""
 
 
-def loaded(drafter: str, loop: Loop) -> tuple[Model, SpeculationConfig]:
-    config = ModelConfig("mini")
-    asked = registry.config_type()(drafter=drafter, k=4, loop=loop)
+def loaded(path: str, drafter: str, loop: Loop) -> tuple[Model, SpeculationConfig]:
+    config = ModelConfig(path, max_len=256)
+    draft = path if drafter == "model" else None
+    asked = registry.config_type()(drafter=drafter, k=4, loop=loop, draft_model=draft)
     speculation = registry.resolved(asked, config)
     return load_model(config, speculation), speculation
 
@@ -42,9 +43,10 @@ def decoded(model: Model, speculation: SpeculationConfig, on: tuple[bool, ...]) 
     return seqs
 
 
-@pytest.mark.parametrize(("drafter", "loop"), [("ngram", "device"), ("eagle3", "host")])
-def test_texts_are_equal_and_nothing_is_guessed(drafter, loop):
-    model, speculation = loaded(drafter, loop)
+@pytest.mark.usefixtures("cheap_programs")
+@pytest.mark.parametrize(("drafter", "loop"), [("ngram", "device"), ("model", "host")])
+def test_texts_are_equal_and_nothing_is_guessed(worded, drafter, loop):
+    model, speculation = loaded(str(worded), drafter, loop)
     plain = [seq.tokens for seq in decoded(model, speculation, (False, False, False))]
     for on in ((False, True, True), (True, False, False)):
         seqs = decoded(model, speculation, on)
