@@ -28,7 +28,7 @@ from serve.responses.schema import ResponsesRequest
 from serve.runner import EngineRunner
 from serve.schema import CompletionRequest, parse
 from serve.stage import Stage, stage_routes
-from serve.stream import Tokenizer
+from serve.stream import ServedTokenizer
 from serve.tokens import DetokenizeRequest, TokenizeText, token_routes
 from serve.ui.routes import ui_routes
 from specdec.core.version import VERSION
@@ -42,7 +42,7 @@ BODIES = [
 
 def create_app(
     runner: EngineRunner,
-    tokenizer: Tokenizer,
+    tokenizer: ServedTokenizer,
     model_name: str,
     *,
     drafter: str = "drafter",

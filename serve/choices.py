@@ -13,7 +13,7 @@ from serve.generation import Generation
 from serve.prompt_report import PromptReport, report
 from serve.replies import Json, Reply
 from serve.schema import CompletionRequest
-from serve.stream import Piece, Tokenizer
+from serve.stream import Piece, ServedTokenizer
 
 
 def check_stream(wire: ChatRequest | CompletionRequest) -> None:
@@ -29,7 +29,7 @@ class Choices:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: ServedTokenizer,
         wire: ChatRequest | CompletionRequest,
         reply: Reply,
         generation: Generation,

@@ -16,8 +16,8 @@ from serve.reads import ReadsOfChoice, Speculating
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
 from serve.schema import CompletionRequest
 from serve.speculation import told
-from serve.stream import ChoiceText, Output, Piece, PlainOutput, Tokenizer
-from serve.translate import Plan, plan
+from serve.stream import ChoiceText, Output, Piece, PlainOutput, ServedTokenizer
+from serve.translate import EngineRequest, plan
 from serve.usage import Usage
 from specdec.constraints.vocabulary import Vocabulary
 from specdec.core.scheduler import QueueFull
@@ -34,7 +34,7 @@ class Context:
     """What every request of one server shares."""
 
     runner: EngineRunner
-    tokenizer: Tokenizer
+    tokenizer: ServedTokenizer
     metrics: Metrics
     model_name: str
     speculating: Speculating
@@ -65,7 +65,7 @@ class Generation:
         self,
         context: Context,
         request: ChatRequest | CompletionRequest,
-        plan_: Plan,
+        plan_: EngineRequest,
         ticket: Ticket,
         texts: list[ChoiceText],
     ) -> None:
@@ -220,7 +220,7 @@ async def begin(
     return Generation(context, request, planned, ticket, texts)
 
 
-def _speculative(context: Context, plan_: Plan) -> dict[str, object] | None:
+def _speculative(context: Context, plan_: EngineRequest) -> dict[str, object] | None:
     """How it was drafted for, where the request has a say in that or brings guesses."""
     if not plan_.choices:
         return None
@@ -229,7 +229,7 @@ def _speculative(context: Context, plan_: Plan) -> dict[str, object] | None:
 
 
 def _text(
-    tokenizer: Tokenizer, request: ChatRequest | CompletionRequest, planned: Plan
+    tokenizer: ServedTokenizer, request: ChatRequest | CompletionRequest, planned: EngineRequest
 ) -> ChoiceText:
     raw = request.skip_special_tokens is False
     output: Output = PlainOutput(tokenizer, skip_special=not raw)

@@ -16,7 +16,7 @@ WILDCARDS = ("0.0.0.0", "::", "")
 
 
 @dataclass(frozen=True)
-class Policy:
+class AccessPolicy:
     """What a server without keys must know of its callers, and what pages may read."""
 
     hosts: frozenset[str] | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 from serve.chat_schema import ChatRequest
 from serve.schema import CompletionRequest
-from serve.stream import Tokenizer, TokenText, finite
+from serve.stream import ServedTokenizer, TokenText, finite
 from specdec.core.types import TokenLogprob
 
 
@@ -32,7 +32,7 @@ def report(
     prompt: Seqs[int],
     text: str | None,
     recited: Seqs[TokenLogprob],
-    tokenizer: Tokenizer,
+    tokenizer: ServedTokenizer,
 ) -> PromptReport:
     """text: the prompt as it was sent, None where it was sent as ids or messages."""
     echo = ""
@@ -48,7 +48,7 @@ def report(
 
 
 def _as_texts(
-    prompt: Seqs[int], recited: Seqs[TokenLogprob], tokenizer: Tokenizer
+    prompt: Seqs[int], recited: Seqs[TokenLogprob], tokenizer: ServedTokenizer
 ) -> tuple[TokenText, ...]:
     texts, at = [], 0
     for token, said in zip(prompt, [None, *recited], strict=True):
@@ -61,7 +61,7 @@ def _as_texts(
 
 
 def _as_vllm(
-    prompt: Seqs[int], recited: Seqs[TokenLogprob], tokenizer: Tokenizer
+    prompt: Seqs[int], recited: Seqs[TokenLogprob], tokenizer: ServedTokenizer
 ) -> list[dict[str, Any] | None]:
     entries: list[dict[str, Any] | None] = [None]
     for token, said in zip(prompt[1:], recited, strict=True):

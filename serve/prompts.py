@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.schema import CompletionRequest
-from serve.stream import Tokenizer
+from serve.stream import ServedTokenizer
 from specdec.core.prediction import PredictedText
 from targets.tokenizer import bare_ids
 
 
 def encode(
-    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, max_len: int
+    request: ChatRequest | CompletionRequest, tokenizer: ServedTokenizer, max_len: int
 ) -> list[list[int]]:
     """ApiError 400 if one can't be served."""
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
@@ -27,14 +27,14 @@ def encode(
 
 
 def _encoded(
-    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, max_len: int
+    request: ChatRequest | CompletionRequest, tokenizer: ServedTokenizer, max_len: int
 ) -> list[list[int]]:
     if isinstance(request, CompletionRequest):
         return [p if isinstance(p, list) else tokenizer.encode(p) for p in request.prompt]
     return [chat_ids(request, tokenizer, max_len)]
 
 
-def chat_ids(request: ChatRequest, tokenizer: Tokenizer, max_len: int) -> list[int]:
+def chat_ids(request: ChatRequest, tokenizer: ServedTokenizer, max_len: int) -> list[int]:
     """The prompt that the checkpoint's template makes of a chat. What it adds (tools, calls, its
     own values) is known once it is rendered, and bounded before it is encoded."""
     values = dict(request.chat_template_kwargs or {})
@@ -51,7 +51,7 @@ def chat_ids(request: ChatRequest, tokenizer: Tokenizer, max_len: int) -> list[i
 
 
 def predicted_text(
-    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, max_len: int
+    request: ChatRequest | CompletionRequest, tokenizer: ServedTokenizer, max_len: int
 ) -> PredictedText | None:
     """What the answer is expected to repeat, None where nobody said. Cut at what a context holds:
     an answer can't be longer."""
@@ -71,7 +71,7 @@ def _cut(prompt: list[int], request: ChatRequest | CompletionRequest, max_len: i
 
 
 def check_sizes(
-    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, max_len: int
+    request: ChatRequest | CompletionRequest, tokenizer: ServedTokenizer, max_len: int
 ) -> None:
     """Refuse what can't fit by its bytes, before anybody encodes it: a token stands for so many at
     most."""
@@ -86,7 +86,7 @@ def check_sizes(
         raise _too_long(f"{len(request.messages)} messages are as many tokens", max_len, "messages")
 
 
-def check_size(size: int, tokenizer: Tokenizer, max_len: int, param: str) -> None:
+def check_size(size: int, tokenizer: ServedTokenizer, max_len: int, param: str) -> None:
     """size: in bytes."""
     least = -(-size // tokenizer.longest_token)
     if least >= max_len:
@@ -98,7 +98,7 @@ def _too_long(what: str, max_len: int, param: str) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
-def check_ids(ids: Iterable[int], tokenizer: Tokenizer, param: str) -> None:
+def check_ids(ids: Iterable[int], tokenizer: ServedTokenizer, param: str) -> None:
     """ApiError 400 for ids that the model does not have."""
     bad = next((token for token in ids if not 0 <= token < tokenizer.vocab_size), None)
     if bad is not None:

@@ -10,7 +10,7 @@ from serve.runner import Update
 from specdec.core.types import CycleReport, Guesser, Speculative
 
 if TYPE_CHECKING:
-    from serve.stream import Tokenizer
+    from serve.stream import ServedTokenizer
 
 PREDICTION, GRAMMAR = "prediction", "grammar"
 """What guesses are called that the drafter did not make."""
@@ -82,7 +82,7 @@ class Read:
 class ReadsOfChoice:
     """Feed it one choice's updates."""
 
-    def __init__(self, tokenizer: Tokenizer, speculating: Speculating) -> None:
+    def __init__(self, tokenizer: ServedTokenizer, speculating: Speculating) -> None:
         self._tokenizer, self._speculating = tokenizer, speculating
         self._decoder = tokenizer.stream(False)
         self._told = False

@@ -7,7 +7,7 @@ import json
 
 from serve.chat_schema import ChatRequest
 from serve.schema import CompletionRequest
-from serve.stream import Tokenizer
+from serve.stream import ServedTokenizer
 from serve.structure import TURN
 from specdec.core.types import Reuse
 
@@ -15,7 +15,10 @@ USER = "user"
 
 
 def reuse_of(
-    request: ChatRequest | CompletionRequest, prompt: list[int], tokenizer: Tokenizer, caller: str
+    request: ChatRequest | CompletionRequest,
+    prompt: list[int],
+    tokenizer: ServedTokenizer,
+    caller: str,
 ) -> Reuse | None:
     """None where nothing is to be read or kept: on request, and where the prompt itself is told of.
 
@@ -27,7 +30,7 @@ def reuse_of(
     return Reuse(scope, _partings(prompt, tokenizer) if isinstance(request, ChatRequest) else ())
 
 
-def _partings(prompt: list[int], tokenizer: Tokenizer) -> tuple[int, ...]:
+def _partings(prompt: list[int], tokenizer: ServedTokenizer) -> tuple[int, ...]:
     """Where the latest user message begins (it may be sent again, edited) and where it ends (from
     there on, templates cut thoughts once the next one comes)."""
     turn = tokenizer.token_id(TURN)

@@ -85,7 +85,7 @@ class StructuredOutputs(BaseModel):
         return self
 
 
-class Prediction(BaseModel):
+class PredictionContent(BaseModel):
     """A guess of the whole answer. It can't change it."""
 
     model_config = STRICT
@@ -144,7 +144,7 @@ class GenerationRequest(SamplingWishes):
     guided_choice: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
     guided_grammar: str | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
-    prediction: Prediction | None = None
+    prediction: PredictionContent | None = None
     speculative: SpeculativeWish | None = None
     include_speculation: bool | None = None
 

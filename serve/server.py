@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from serve.connections import BoundedProtocol
 from serve.front import Front
-from serve.policy import Policy
+from serve.policy import AccessPolicy
 from serve.request_log import RequestLog
 from serve.stage import Stage
 from serve.traces import Around
@@ -26,7 +26,7 @@ IDLE_SECONDS = 75
 """After which an idle connection is closed. Longer than clients keep theirs (httpx: 5 s): one that
 is closed just when the next request comes looks like a server that doesn't answer."""
 TICK = 0.05
-ANYBODY = Policy()
+ANYBODY = AccessPolicy()
 
 
 def _patient(seconds: float) -> bool:
@@ -41,7 +41,7 @@ class Server:
         self,
         listener: socket.socket,
         stage: Stage,
-        policy: Policy = ANYBODY,
+        policy: AccessPolicy = ANYBODY,
         around: Around = lambda app: app,
     ) -> None:
         """around: what else goes around the app (`serve.traces`)."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from serve.errors import ApiError
 from serve.schema import GenerationRequest
-from specdec.core.engine import Drafting
+from specdec.core.engine import DraftSetup
 from specdec.core.types import Speculative
 
 NOBODY = "none"
 
 
-def speculative_of(request: GenerationRequest, drafting: Drafting) -> Speculative | None:
+def speculative_of(request: GenerationRequest, drafting: DraftSetup) -> Speculative | None:
     """What the engine is told, None where nothing was asked. Raises ApiError 400 for a drafter that
     is not loaded, or more tokens than the server drafts."""
     wish = request.speculative
@@ -28,7 +28,7 @@ def speculative_of(request: GenerationRequest, drafting: Drafting) -> Speculativ
 
 
 def told(
-    wish: Speculative | None, drafting: Drafting, predicted: bool = False
+    wish: Speculative | None, drafting: DraftSetup, predicted: bool = False
 ) -> dict[str, object] | None:
     """How a request is drafted for, for `metrics`: where it asks for something, or brings a
     `prediction`, of which a server without guesses (`--drafter none`) takes none."""

@@ -22,7 +22,7 @@ class Decoder(Protocol):
     def finish(self) -> str: ...
 
 
-class Tokenizer(Protocol):
+class ServedTokenizer(Protocol):
     """What the server needs of `targets.tokenizer.Tokenizer`."""
 
     stop_ids: tuple[int, ...]
@@ -113,7 +113,7 @@ class PlainOutput:
     def in_reasoning(self) -> bool:
         return False
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: ServedTokenizer, skip_special: bool = True) -> None:
         self._decoder = tokenizer.stream() if skip_special else tokenizer.stream(False)
 
     def feed(self, token: int) -> list[Part]:
@@ -162,7 +162,7 @@ class ChoiceText:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: ServedTokenizer,
         stops: Seqs[str] = (),
         output: Output | None = None,
         keep_stop: bool = False,

@@ -13,11 +13,11 @@ from serve.errors import ApiError
 from serve.gemma.tool_grammar import tool_grammar
 from serve.messages import Tool
 from serve.schema import CompletionRequest, StructuredOutputs
-from serve.stream import Tokenizer
+from serve.stream import ServedTokenizer
 from specdec.constraints.constraint import TextRules
 from specdec.constraints.grammar import Part, composed, part_of
 from specdec.constraints.json_schema import json_part
-from specdec.constraints.rules import Budget
+from specdec.constraints.rules import ThoughtBudget
 from specdec.core.errors import UserError
 from targets.tokenizer import bare_ids
 
@@ -32,7 +32,7 @@ LEAD: dict[Thinking, str] = {
 
 
 def rules_for(
-    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, thinking: Thinking
+    request: ChatRequest | CompletionRequest, tokenizer: ServedTokenizer, thinking: Thinking
 ) -> TextRules:
     """thinking: of `thinking_at`. Raises ApiError 400 for what can't be followed exactly."""
     stops = (*tokenizer.stop_ids, *(request.stop_token_ids or ()))
@@ -47,7 +47,7 @@ def rules_for(
 
 
 def thinking_at(
-    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, prompt: list[int]
+    request: ChatRequest | CompletionRequest, tokenizer: ServedTokenizer, prompt: list[int]
 ) -> Thinking:
     """How thoughts stand where this prompt ends."""
     begins, ends = map(tokenizer.token_id, THOUGHT)
@@ -150,7 +150,7 @@ def _as_strict_as_can_be(request: ChatRequest, tool: Tool) -> dict[str, Any]:
     return strict
 
 
-def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+def _bad_words(words: list[str], tokenizer: ServedTokenizer) -> tuple[tuple[int, ...], ...]:
     """Each as it begins a text and as it goes on with one, as vLLM does it."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -162,12 +162,12 @@ def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...],
 
 
 def _budget(
-    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, thinking: Thinking
-) -> Budget | None:
+    request: ChatRequest | CompletionRequest, tokenizer: ServedTokenizer, thinking: Thinking
+) -> ThoughtBudget | None:
     if request.thinking_token_budget is None:
         return None
     begins, ends = map(tokenizer.token_id, THOUGHT)
     if begins is None or ends is None:
         message = "thinking_token_budget: this model's vocabulary has no thoughts"
         raise ApiError(400, message, param="thinking_token_budget")
-    return Budget(begins, ends, request.thinking_token_budget, inside=thinking == "open")
+    return ThoughtBudget(begins, ends, request.thinking_token_budget, inside=thinking == "open")

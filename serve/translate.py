@@ -12,12 +12,12 @@ from serve.prompts import check_ids, encode, predicted_text
 from serve.reuse import reuse_of
 from serve.schema import CompletionRequest
 from serve.speculation import speculative_of
-from serve.stream import Tokenizer
+from serve.stream import ServedTokenizer
 from serve.structure import Thinking, rules_for, thinking_at
 from specdec.constraints.constraint import TextConstraint, TextRules
 from specdec.constraints.recite import Recite
 from specdec.constraints.vocabulary import Vocabulary
-from specdec.core.engine import Drafting
+from specdec.core.engine import DraftSetup
 from specdec.core.errors import UserError
 from specdec.core.prediction import Prediction
 from specdec.core.types import Constraint, Sampling, Sequence
@@ -34,7 +34,7 @@ VLLM_DEFAULTS: dict[str, float] = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class EngineRequest:
     """What a request means to the engine."""
 
     prompts: list[list[int]]
@@ -52,13 +52,13 @@ class Plan:
 
 def plan(
     request: ChatRequest | CompletionRequest,
-    tokenizer: Tokenizer,
+    tokenizer: ServedTokenizer,
     vocabulary: Vocabulary,
     max_len: int,
     request_id: str,
     caller: str = "",
-    drafting: Drafting = Drafting(),  # noqa: B008
-) -> Plan:
+    drafting: DraftSetup = DraftSetup(),  # noqa: B008
+) -> EngineRequest:
     """Everything that a request needs before the engine sees it: takes a while where its prompt or
     its schema is long. caller: see `reuse_of`. drafting: the engine's. Raises ApiError 400 or
     UserError."""
@@ -76,13 +76,13 @@ def plan(
         seq.speculative = speculative
         seq.reported = bool(request.include_speculation)
     recitals = [_recital(request, prompt, tokenizer) for prompt in prompts]
-    return Plan(prompts, choices, recitals, thinking)
+    return EngineRequest(prompts, choices, recitals, thinking)
 
 
 def _choices(
     request: ChatRequest | CompletionRequest,
     prompts: Seqs[list[int]],
-    tokenizer: Tokenizer,
+    tokenizer: ServedTokenizer,
     max_len: int,
 ) -> list[Sequence]:
     """Choice j of a prompt is what a lone request with seed + j gives. More `max_tokens` than the
@@ -114,7 +114,7 @@ def _constraint(rules: TextRules, vocabulary: Vocabulary) -> Constraint | None:
 
 
 def _recital(
-    request: ChatRequest | CompletionRequest, prompt: list[int], tokenizer: Tokenizer
+    request: ChatRequest | CompletionRequest, prompt: list[int], tokenizer: ServedTokenizer
 ) -> Sequence | None:
     """The prompt, read out token by token: its log-probabilities are those of decoding, and what is
     generated after it is what it would be without them."""
@@ -135,7 +135,7 @@ def _recital(
     )
 
 
-def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> Sampling:
+def _sampling(request: ChatRequest | CompletionRequest, tokenizer: ServedTokenizer) -> Sampling:
     """The request's wishes, else the checkpoint's defaults, else vLLM's; UserError if bad."""
     values = dict(VLLM_DEFAULTS)
     for name in values:

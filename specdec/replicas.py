@@ -4,9 +4,9 @@ Each replica is an engine with the OpenAI-compatible server before it, in a proc
 its own. What one answers, any other would: a request that is sent again, because its replica has
 died, gets the same tokens, if it is greedy or has a seed.
 
-Arguments are `Settings`, and the command line's options by their names (k, slots, max_len, backend,
-dtype ...). SPECDEC_API_KEY in the environment of `serve run` names keys, one of which clients must
-send. Raises UserError for those that make no sense, before anything is started.
+Arguments are `ReplicaSettings`, and the command line's options by their names (k, slots, max_len,
+backend, dtype ...). SPECDEC_API_KEY in the environment of `serve run` names keys, one of which
+clients must send. Raises UserError for those that make no sense, before anything is started.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WAITING = 256
 """Requests that may wait in a replica for a slot."""
 
 
-class Settings(BaseModel):
+class ReplicaSettings(BaseModel):
     """How many replicas, and what each has."""
 
     model_config = ConfigDict(extra="forbid")
@@ -71,8 +71,8 @@ class Replica:
 
 def app(args: dict[str, Any]) -> Any:
     """The `ray.serve.Application` that `serve run` and `serve.run` start. Raises UserError."""
-    own = {name: args[name] for name in Settings.model_fields if name in args}
-    settings = _parsed(Settings, own)
+    own = {name: args[name] for name in ReplicaSettings.model_fields if name in args}
+    settings = _parsed(ReplicaSettings, own)
     rest = {name: value for name, value in args.items() if name not in own}
     config, speculation, prefix = _options(rest)
     on_card = config.backend == "cuda" and config.device != "cpu"
@@ -89,7 +89,7 @@ def app(args: dict[str, Any]) -> Any:
     return deployment.bind()
 
 
-def _scale(settings: Settings, slots: int) -> dict[str, Any]:
+def _scale(settings: ReplicaSettings, slots: int) -> dict[str, Any]:
     if settings.max_replicas is None:
         return {"num_replicas": settings.replicas}
     if settings.max_replicas < settings.replicas:
@@ -132,7 +132,7 @@ def _replica_app(
     config: ModelConfig,
     speculation: SpeculationConfig,
     prefix: PrefixConfig,
-    settings: Settings,
+    settings: ReplicaSettings,
     keys: tuple[str, ...],
 ) -> FastAPI:
     """What a replica's process serves: loaded, proved and compiled."""

@@ -18,7 +18,7 @@ from drafters import registry
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
 from serve.api import create_app
-from serve.policy import Policy
+from serve.policy import AccessPolicy
 from serve.runner import EngineRunner
 from serve.server import ANYBODY, Server as Web
 from serve.stage import Stage
@@ -92,7 +92,7 @@ def serving(
     drafter: Drafter | None = None,
     k: int = 4,
     max_waiting: int = 64,
-    policy: Policy = ANYBODY,
+    policy: AccessPolicy = ANYBODY,
     **options: Any,
 ) -> Iterator[Server]:
     drafter = drafter or NgramDrafter()
@@ -194,7 +194,7 @@ def events_of(reply: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
 def served(
     engine: Engine,
     name: str,
-    policy: Policy = ANYBODY,
+    policy: AccessPolicy = ANYBODY,
     around: Around = lambda app: app,
     **options: Any,
 ) -> Iterator[Server]:

@@ -15,7 +15,7 @@ from specdec.assembly.model import load_model
 from specdec.constraints.constraint import TextConstraint, TextRules, unpacked
 from specdec.constraints.json_schema import json_grammar
 from specdec.constraints.recite import Recite
-from specdec.constraints.rules import Budget
+from specdec.constraints.rules import ThoughtBudget
 from specdec.core.config import ModelConfig
 from specdec.core.constraint import EVERYTHING, lead, leading_guesses, mask_rows
 from specdec.core.errors import UserError
@@ -57,7 +57,8 @@ RULES = st.builds(
     min_tokens=st.integers(0, 6),
     stop_ids=st.just((0, 1)),
     allowed=st.none() | st.sets(IDS, min_size=1).map(tuple),
-    budget=st.none() | st.builds(Budget, st.just(5), st.just(6), st.integers(0, 3), st.booleans()),
+    budget=st.none()
+    | st.builds(ThoughtBudget, st.just(5), st.just(6), st.integers(0, 3), st.booleans()),
 )
 
 
@@ -83,7 +84,7 @@ def test_what_each_rule_forbids(text):
     thought = text[: text.index(6)] if 6 in text else text
     if thought == text:  # begun in the prompt, and still open
         full = {6} if len(text) >= 4 else everything
-        assert mask_after(TextRules(budget=Budget(5, 6, 4, inside=True)), text) == full
+        assert mask_after(TextRules(budget=ThoughtBudget(5, 6, 4, inside=True)), text) == full
 
 
 def test_a_grammars_masks_follow_drafts_and_end_with_every_stop_id():

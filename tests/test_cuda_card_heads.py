@@ -16,7 +16,7 @@ from drafters.eagle3.cuda.kernels import DraftKernels
 from drafters.eagle3.cuda.ops import DraftLayout, DraftReference, PairNorms, Pending
 from drafters.eagle3.spec import random_head
 from specdec.core.types import NO_GUESS, Sampling
-from targets.cuda.guessing import Vocabulary
+from targets.cuda.guessing import DraftVocabulary
 from targets.cuda.ops import Closing, Opening, Rows
 from targets.cuda.sampling import blank_table
 from targets.sampling_params import Rules, set_row
@@ -95,7 +95,7 @@ def test_guesses_equal_their_twins(mode, drafts, vocab):
     ids = torch.from_numpy(np.sort(random.choice(vocab, drafts, replace=False)))
     inverse = torch.full((vocab,), -1)
     inverse[ids] = torch.arange(drafts)
-    known = Vocabulary(ids.int().cuda(), inverse.int().cuda())
+    known = DraftVocabulary(ids.int().cuda(), inverse.int().cuda())
     sampling_params = blank_table(slots, "cuda")
     for slot in range(slots):
         set_row(sampling_params, slot, MODES[mode](slot) if mode in MODES else Sampling(), 7)

@@ -38,7 +38,7 @@ MIRRORS = {
     "prefill_kernels._Place": "prefill_attention.cu Place",
     "gemm._GemmJob": "linear.cuh Job",
     "gemm._Untile": "untile.cu Job",
-    "w8a8.Groups": "narrow.cuh Groups",
+    "w8a8.KGroups": "narrow.cuh Groups",
     "w8a8._W8A8Job": "w8a8.cu Job",
 }
 """Each Structure, and where the struct that it mirrors is declared."""

@@ -10,7 +10,7 @@ from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
 from specdec.core.constraint import GuidedDrafter, leading_guesses
 from specdec.core.cycle import host_cycle
-from specdec.core.engine import Drafting, Engine
+from specdec.core.engine import DraftSetup, Engine
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import NO_GUESS, Sequence
 from tests.fakes import Noise
@@ -152,7 +152,7 @@ def test_the_sdk_reads_the_counts_of_a_stream(server):
 def test_the_reply_says_whether_it_was_guessed_from(drafter, k):
     target = ServedTarget(slots=1)
     made = NoDrafter() if drafter == "none" else NgramDrafter()
-    drafting = Drafting(drafter, (), k)
+    drafting = DraftSetup(drafter, (), k)
     engine = Engine(target, made, host_cycle(target, made, k), drafting=drafting)
     with served(engine, "fake", tokenizer=TOKENIZER) as server:
         text = server.post("completions", **ASK).json()["choices"][0]["text"]

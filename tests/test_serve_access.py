@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from serve.policy import Policy, is_loopback
+from serve.policy import AccessPolicy, is_loopback
 from specdec.cli.access import AccessConfig
 from specdec.core.errors import UserError
 from tests.commands import refused
@@ -23,14 +23,14 @@ ORIGIN = "https://app.example"
 
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[Server]:
-    policy = Policy(cors_origins=(ORIGIN,))
+    policy = AccessPolicy(cors_origins=(ORIGIN,))
     with serving(ServedTarget(slots=1), api_keys=["eins", "zwei"], policy=policy) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def keyless() -> Iterator[Server]:
-    policy = Policy(frozenset({"studio.lan"}))
+    policy = AccessPolicy(frozenset({"studio.lan"}))
     with serving(ServedTarget(slots=1), policy=policy) as running:
         yield running
 
@@ -85,7 +85,7 @@ def test_a_name_may_be_added_and_keys_need_none(keyless, keyed):
 
 
 def test_every_address_is_answered_where_all_are_listened_on():
-    with serving(ServedTarget(slots=1), policy=Policy(frozenset(), "0.0.0.0")) as running:
+    with serving(ServedTarget(slots=1), policy=AccessPolicy(frozenset(), "0.0.0.0")) as running:
         for host, status in (("10.0.0.1:8000", 200), ("[fe80::1]", 200), ("evil.example", 403)):
             answer = httpx.get(f"{running.url}/v1/models", headers={"Host": host})
             assert answer.status_code == status
@@ -117,7 +117,7 @@ def test_no_page_may_ask_by_default(keyless):
 
 
 def test_any_origin():
-    with serving(ServedTarget(slots=1), policy=Policy(cors_origins=("*",))) as running:
+    with serving(ServedTarget(slots=1), policy=AccessPolicy(cors_origins=("*",))) as running:
         answer = httpx.get(f"{running.url}/v1/models", headers={"Origin": ORIGIN})
         assert answer.headers["access-control-allow-origin"] == "*"
 
@@ -172,7 +172,7 @@ def test_mistakes_are_one_line(capsys, arguments, words):
 
 def test_options_may_be_repeated_and_come_from_toml(capsys, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(AccessConfig, "policy", lambda *given: seen.append(given) or Policy())
+    monkeypatch.setattr(AccessConfig, "policy", lambda *given: seen.append(given) or AccessPolicy())
     config = tmp_path / "serve.toml"
     config.write_text('api_key = ["a", "b"]\ncors_origin = "*"\n')
     more = ["--allowed-host", "x", "--allowed-host", "y", "--config", str(config)]

@@ -10,7 +10,7 @@ from drafters.none.host import NoDrafter
 from drafters.suffix.host import SuffixDrafter
 from serve.lockstep import _packed, _unpacked
 from specdec.core.cycle import host_cycle
-from specdec.core.engine import Drafting, Engine
+from specdec.core.engine import DraftSetup, Engine
 from specdec.core.policy.choice import Menu, Policy
 from specdec.core.policy.costs import CostTable
 from specdec.core.types import Sequence, Speculative
@@ -26,11 +26,11 @@ def engine_of(auto=True):
     if not auto:
         drafter = NgramDrafter(1, 3)
         cycle = host_cycle(target, drafter, K)
-        return Engine(target, drafter, cycle, drafting=Drafting("ngram", (), K))
+        return Engine(target, drafter, cycle, drafting=DraftSetup("ngram", (), K))
     policy = Policy(K, CostTable(), Menu.of([0, K], [0, K]), "model")
     texts = {"suffix": SuffixDrafter(1), "ngram": NgramDrafter(1, 3)}
     drafter = AutoDrafter(texts, Weighted("model", Noise(30), True), policy)
-    drafting = Drafting("auto", ("suffix", "ngram", "model"), K, policy)
+    drafting = DraftSetup("auto", ("suffix", "ngram", "model"), K, policy)
     return Engine(target, drafter, host_cycle(target, drafter, K), drafting=drafting)
 
 

@@ -22,7 +22,7 @@ NUMBER: /-?(0|[1-9][0-9]{{0,99}})(\.[0-9]+)?([eE][+-]?[0-9]{{1,2}})?/
 """Rules of whatever Gemma can write, and of values without conditions."""
 
 
-class Rules:
+class LarkRules:
     """Lark rules and terminals that were made so far, whose names begin with `prefix`."""
 
     def __init__(self, prefix: str) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from serve.gemma.lark_rules import FREE, Rules
+from serve.gemma.lark_rules import FREE, LarkRules
 from serve.gemma.tool_schema import SchemaRules
 from specdec.core.errors import UserError
 
@@ -40,7 +40,7 @@ def tool_grammar(
     offered = [f for f in functions if names is None or f["name"] in names]
     if not offered:
         raise UserError("none of the functions that may be called is among the tools")
-    rules = [Rules(f"tool{number}") for number in range(len(offered))]
+    rules = [LarkRules(f"tool{number}") for number in range(len(offered))]
     calls = " | ".join(map(_call, offered, rules))
     times = f"{{{at_least},{'' if at_most is None else at_most}}}"
     text = "TEXT " if at_least == 0 else ""
@@ -50,7 +50,7 @@ call: <|tool_call> "call:" ( {calls} ) <tool_call|>
 {"".join(map(str, rules))}{FREE}"""
 
 
-def _call(function: dict[str, Any], rules: Rules) -> str:
+def _call(function: dict[str, Any], rules: LarkRules) -> str:
     name = function["name"]
     if not NAME.fullmatch(name):
         raise UserError(f"tool {name!r}: a name may have letters, digits, '_', '-' and '.' only")
@@ -67,7 +67,7 @@ def _call(function: dict[str, Any], rules: Rules) -> str:
         raise UserError(f"tool {name!r}, strict: the schema is nested too deeply") from None
 
 
-def _arguments(schema: dict[str, Any], rules: Rules) -> str:
+def _arguments(schema: dict[str, Any], rules: LarkRules) -> str:
     """Arguments are an object, whatever else the schema admits."""
     if schema.get("type", "object") != "object":
         raise UserError("parameters must be an object's schema")

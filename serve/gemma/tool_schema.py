@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from serve.gemma.ecma_pattern import whole_regex
-from serve.gemma.lark_rules import QUOTE, Rules, array, either, literal, more, optional
+from serve.gemma.lark_rules import QUOTE, LarkRules, array, either, literal, more, optional
 from serve.gemma.schema_parts import (
     ANNOTATIONS,
     KEYWORDS,
@@ -34,7 +34,7 @@ REFUSED_OF_OBJECTS += ("dependentSchemas", "dependencies")
 class SchemaRules:
     """Makes the rules of one root schema."""
 
-    def __init__(self, root: Schema, rules: Rules) -> None:
+    def __init__(self, root: Schema, rules: LarkRules) -> None:
         self._references, self._rules = References(root), rules
         self._known: dict[str, str] = {}  # by the schema's JSON; recursion ends here
         self._places: dict[str, str] = {}  # of rules

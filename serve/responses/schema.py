@@ -122,7 +122,7 @@ def _functions(value: Any) -> Any:
     return [t for t in value if not isinstance(t, dict) or t.get("type") == "function"]
 
 
-class Reasoning(BaseModel):
+class ReasoningOptions(BaseModel):
     """`summary` is accepted: thoughts come as they are."""
 
     model_config = STRICT
@@ -158,7 +158,7 @@ class ResponsesRequest(SamplingWishes):
     tools: Annotated[list[FunctionTool] | None, BeforeValidator(_functions)] = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     text: TextConfig | None = None
     include: list[str] | None = None
     stream: bool | None = None

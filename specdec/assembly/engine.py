@@ -16,7 +16,7 @@ from specdec.assembly.prefix import budget_for, grant, make_prefix_cache, warm_p
 from specdec.core.config import Loop, PrefixConfig, SpeculationConfig
 from specdec.core.constraint import Plain, Unrestricted
 from specdec.core.cycle import cycle, host_cycle
-from specdec.core.engine import Drafting, Engine
+from specdec.core.engine import DraftSetup, Engine
 from specdec.core.errors import UserError
 from specdec.core.script import Script, ScriptedDrafter, ScriptedTarget
 from specdec.core.timing import PlainCosts
@@ -68,7 +68,7 @@ def make_engine(
         driver = host_cycle(target, drafter, k)
     parts = () if composite is None else tuple(composite.parts)
     policy = None if composite is None else composite.policy(drafter)
-    drafting = Drafting(speculation.drafter, parts, k, policy)
+    drafting = DraftSetup(speculation.drafter, parts, k, policy)
     engine = Engine(target, drafter, driver, max_waiting, cache, drafting)
     if composite is not None:
         composite.measure(engine, drafter)

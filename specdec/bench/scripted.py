@@ -38,7 +38,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedPass:
     """One pass over the script: decoding alone, without prompts and their first tokens."""
 
     tokens: int
@@ -128,7 +128,7 @@ def measure_script(
     model: Model, speculation: SpeculationConfig, plan: ScriptPlan, status: Status
 ) -> list[dict[str, Any]]:
     """A row per point: tokens per second, tau, and the speed over plain decoding's."""
-    found: dict[Point, list[Timed]] = {}
+    found: dict[Point, list[TimedPass]] = {}
     for _ in range(plan.repeats):
         for config in _configs(model, speculation, plan.ks):
             with status(f"saying the script with {config.drafter}, K = {config.k}"):
@@ -150,7 +150,7 @@ def _configs(
     return [plain(speculation), *drafting]
 
 
-def rows_of(found: dict[Point, list[Timed]], loop: str) -> list[dict[str, Any]]:
+def rows_of(found: dict[Point, list[TimedPass]], loop: str) -> list[dict[str, Any]]:
     speeds = {p: [t.tokens / t.seconds for t in times] for p, times in found.items()}
     median = {p: float(np.median(each)) for p, each in speeds.items()}
     rows = []
@@ -163,13 +163,13 @@ def rows_of(found: dict[Point, list[Timed]], loop: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _plain_of(found: dict[Point, list[Timed]], point: Point) -> Point:
+def _plain_of(found: dict[Point, list[TimedPass]], point: Point) -> Point:
     return next(p for p in found if p.k == 0 and not p.predicted and p.batch == point.batch)
 
 
 def _passes(
     model: Model, config: SpeculationConfig, plan: ScriptPlan
-) -> Iterator[tuple[Point, Timed]]:
+) -> Iterator[tuple[Point, TimedPass]]:
     """Every batch, without the predictions and with them; one engine for all."""
     target = model.target
     script = Script(_lines(plan, config), target.slots, target.max_len)
@@ -193,7 +193,7 @@ def _lines(plan: ScriptPlan, config: SpeculationConfig) -> dict[str, Line]:
 Numbered = list[tuple[int, ScriptRow]]
 
 
-def _timed(engine: Engine, rows: Seqs[ScriptRow], batch: int, predicted: bool) -> Timed:
+def _timed(engine: Engine, rows: Seqs[ScriptRow], batch: int, predicted: bool) -> TimedPass:
     """The whole script, so many requests together, group after group."""
     engine.acceptance = Acceptance()
     numbered, tokens, seconds, differing = list(enumerate(rows)), 0, 0.0, 0
@@ -203,7 +203,7 @@ def _timed(engine: Engine, rows: Seqs[ScriptRow], batch: int, predicted: bool) -
         tokens, seconds = tokens + sum(s.emitted - 1 for s in seqs), seconds + took
         pairs = zip(seqs, group, strict=True)
         differing += sum(s.tokens[s.prompt_len :] != row.answer for s, (_, row) in pairs)
-    return Timed(tokens, seconds, engine.acceptance.tau, differing)
+    return TimedPass(tokens, seconds, engine.acceptance.tau, differing)
 
 
 def _say(engine: Engine, group: Numbered, predicted: bool) -> tuple[list[Sequence], float]:

@@ -13,7 +13,7 @@ from specdec.cli.console import read_text
 from specdec.core.errors import UserError
 
 if TYPE_CHECKING:
-    from serve.policy import Policy
+    from serve.policy import AccessPolicy
 
 
 @Parameter(name="*", group="Access")
@@ -53,12 +53,12 @@ class AccessConfig:
             )
         return found
 
-    def policy(self, host: str, keys: tuple[str, ...]) -> Policy:
+    def policy(self, host: str, keys: tuple[str, ...]) -> AccessPolicy:
         """What is asked of callers beside a key."""
-        from serve.policy import Policy
+        from serve.policy import AccessPolicy
 
         hosts = None if keys else frozenset(self.allowed_host)
-        return Policy(hosts, host, self.cors_origin)
+        return AccessPolicy(hosts, host, self.cors_origin)
 
     def _of_file(self) -> list[str]:
         if self.api_key_file is None:

@@ -65,7 +65,7 @@ def read_metrics(url: str) -> Reading:
 
 
 @dataclass(frozen=True)
-class Figures:
+class ServerFigures:
     """What happened between two readings. None: nothing that could be said."""
 
     model: str
@@ -89,13 +89,13 @@ class Figures:
     """By quantile."""
 
 
-def figures_between(first: Reading, last: Reading) -> Figures:
+def figures_between(first: Reading, last: Reading) -> ServerFigures:
     grown = _Grown(first, last)
     seconds = last.at - first.at
     passes = grown.sum("specdec:verify_passes_total")
     parts = {part: s for (part,), s in grown.by("specdec:engine_seconds_total", "part").items()}
     parts.pop("prefill", None)
-    return Figures(
+    return ServerFigures(
         model=next(iter(last.by("specdec:slots", "model_name")))[0],
         seconds=seconds,
         tokens_per_second=grown.sum("vllm:generation_tokens_total") / seconds,
@@ -169,7 +169,7 @@ def _quantile(buckets: list[tuple[float, float]], share: float) -> float:
     return low
 
 
-def as_json(figures: Figures) -> dict[str, Any]:
+def as_json(figures: ServerFigures) -> dict[str, Any]:
     """The document that ends stdout."""
     return {name: _rounded(value) for name, value in vars(figures).items()}
 

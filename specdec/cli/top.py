@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec.cli.console import console, print_json
-from specdec.cli.scraping import Figures, Reading, as_json, figures_between, read_metrics
+from specdec.cli.scraping import Reading, ServerFigures, as_json, figures_between, read_metrics
 from specdec.core.errors import UserError
 
 WINDOW = 10
@@ -47,7 +47,7 @@ def top(
         raise UserError(f"interval must be more than 0, got {interval:g}")
     if count < 0:
         raise UserError(f"count must be 0 or more, got {count}")
-    last: list[Figures] = []
+    last: list[ServerFigures] = []
     try:
         _watch(url, interval, count, last.append)
     except KeyboardInterrupt:
@@ -56,7 +56,7 @@ def top(
         print_json(as_json(last[-1]))
 
 
-def _watch(url: str, interval: float, count: int, note: Callable[[Figures], None]) -> None:
+def _watch(url: str, interval: float, count: int, note: Callable[[ServerFigures], None]) -> None:
     readings = deque([read_metrics(url)], maxlen=WINDOW + 1)
     shown = 0
     with Live(_waiting(url), console=console, auto_refresh=False) as live:
@@ -87,7 +87,7 @@ def _waiting(url: str) -> Text:
     return Text(f"reading {url} …", style="dim")
 
 
-def display(figures: Figures, url: str) -> RenderableType:
+def display(figures: ServerFigures, url: str) -> RenderableType:
     """The screen."""
     f = figures
     head = Text.assemble(
@@ -109,7 +109,7 @@ def display(figures: Figures, url: str) -> RenderableType:
     return Group(head, Text(), main, Text(), _acceptance(f), _cycle(f))
 
 
-def _acceptance(figures: Figures) -> RenderableType:
+def _acceptance(figures: ServerFigures) -> RenderableType:
     if not figures.acceptance:
         return Text("no guess was made", style="dim")
     table = Table("accepted", "position", "", "", box=None, padding=(0, 2), header_style="dim")
@@ -120,7 +120,7 @@ def _acceptance(figures: Figures) -> RenderableType:
     return table
 
 
-def _cycle(figures: Figures) -> RenderableType:
+def _cycle(figures: ServerFigures) -> RenderableType:
     if not figures.cycle_ms:
         return Text()
     whole = sum(figures.cycle_ms.values())

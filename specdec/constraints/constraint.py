@@ -14,10 +14,10 @@ from specdec.constraints.recite import Recite
 from specdec.constraints.rules import (
     AllowedTokens,
     BadWords,
-    Budget,
     LeastTokens,
     Rule,
     ThinkingBudget,
+    ThoughtBudget,
 )
 from specdec.constraints.vocabulary import Vocabulary
 from specdec.core.constraint import EVERYTHING
@@ -41,7 +41,7 @@ class TextRules:
     """How many tokens come before a stop id may."""
     stop_ids: tuple[int, ...] = ()
     """What `min_tokens` keeps away."""
-    budget: Budget | None = None
+    budget: ThoughtBudget | None = None
     """How long a thought may be."""
 
     @property
@@ -146,5 +146,5 @@ def unpacked(packed: dict[str, Any], vocabulary: Vocabulary) -> Constraint:
     if given["allowed"] is not None:
         given["allowed"] = tuple(given["allowed"])
     if given["budget"] is not None:
-        given["budget"] = Budget(**given["budget"])
+        given["budget"] = ThoughtBudget(**given["budget"])
     return TextConstraint(TextRules(**given), vocabulary)

@@ -88,7 +88,7 @@ def _ends(text: list[int], tail: tuple[int, ...]) -> bool:
 
 
 @dataclass(frozen=True)
-class Budget:
+class ThoughtBudget:
     """How long a thought may be."""
 
     open_id: int
@@ -103,7 +103,7 @@ class Budget:
 class ThinkingBudget:
     """A thought that has had its tokens ends: the next token is the one that closes it."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: ThoughtBudget) -> None:
         self._budget = budget
         self._used: int | None = 0 if budget.inside else None
 

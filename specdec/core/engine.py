@@ -31,7 +31,7 @@ from specdec.core.types import (
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftSetup:
     """What an engine drafts with."""
 
     drafter: str = "none"
@@ -56,13 +56,13 @@ class Engine:
         cycle: Cycle,
         max_waiting: int = 256,
         prefix_cache: PrefixCache | None = None,
-        drafting: Drafting | None = None,
+        drafting: DraftSetup | None = None,
     ) -> None:
         """drafting: what there is to draft with, for those who ask."""
         self.target = target
         self.drafter = drafter
         self.cycle = cycle
-        self.prefix_cache, self.drafting = prefix_cache, drafting or Drafting()
+        self.prefix_cache, self.drafting = prefix_cache, drafting or DraftSetup()
         self.scheduler = Scheduler(target.slots, max_waiting, target.prefill_chunk)
         self.times = EngineTimes()
         self.count_anew()

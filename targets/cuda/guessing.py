@@ -27,21 +27,21 @@ MOST_DRAFTS = 48 * 1024
 chooses."""
 
 
-class Vocabulary(NamedTuple):
+class DraftVocabulary(NamedTuple):
     """ids [D] int32: the target's, ascending; draft_ids [V] int32: the inverse, -1 for the rest."""
 
     ids: Tensor
     draft_ids: Tensor
 
 
-def vocabulary_of(ids: Tensor, vocab: int, device: torch.device) -> Vocabulary:
+def vocabulary_of(ids: Tensor, vocab: int, device: torch.device) -> DraftVocabulary:
     """ids [D], ascending, on the host."""
     inverse = torch.full((vocab,), -1)
     inverse[ids] = torch.arange(len(ids))
-    return Vocabulary(ids.int().to(device), inverse.int().to(device))
+    return DraftVocabulary(ids.int().to(device), inverse.int().to(device))
 
 
-Guess = Callable[[Tensor, Vocabulary | None, Rules, Rows, int, bool], None]
+Guess = Callable[[Tensor, DraftVocabulary | None, Rules, Rows, int, bool], None]
 """Guess j from logits [B, D] of these words (None: all) by `Ops.choose`'s rules and noise; NO_GUESS
 where nothing that is scored may be said, or the slot is -1. Takes (logits, words, rules, at, j,
 needs_sampler). The guess goes to at.tokens[:, j + 1], and to its place in the history, where the
@@ -68,7 +68,7 @@ class Guesser:
     def __call__(
         self,
         logits: Tensor,
-        known: Vocabulary | None,
+        known: DraftVocabulary | None,
         rules: Rules,
         at: Rows,
         j: int,
@@ -111,7 +111,7 @@ class Guesser:
 def reference_guess(
     ops: Ops,
     logits: Tensor,
-    known: Vocabulary | None,
+    known: DraftVocabulary | None,
     rules: Rules,
     at: Rows,
     j: int,

@@ -44,7 +44,7 @@ class _W8A8Job(Structure):
     )
 
 
-class Groups(Structure):
+class KGroups(Structure):
     """`Parts` as the norms read them (narrow.cuh)."""
 
     _fields_ = (("parts", c_void_p), ("scale", c_void_p), ("count", c_int))
@@ -107,8 +107,8 @@ def share_out(plan: tiles.Schedule, apart: bool, block: int, blocks: int, proces
     return min(choices, key=cost)
 
 
-def as_groups(parts: Parts) -> Groups:
-    return Groups(*map(address, (parts.sums, parts.scale)), len(parts.sums))
+def as_groups(parts: Parts) -> KGroups:
+    return KGroups(*map(address, (parts.sums, parts.scale)), len(parts.sums))
 
 
 def variants() -> set[Variant]:

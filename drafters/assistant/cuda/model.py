@@ -22,7 +22,7 @@ from specdec.core.errors import UserError
 from targets.cuda.footprint import TargetShape, tensor_bytes
 from targets.cuda.formulas import rms
 from targets.cuda.graphs import bucket_of
-from targets.cuda.guessing import Vocabulary, vocabulary_of
+from targets.cuda.guessing import DraftVocabulary, vocabulary_of
 from targets.cuda.model import decode_layer
 from targets.cuda.ops import AttentionLayer, Linear, Opening, Rows
 from targets.cuda.out_of_memory import room_for
@@ -122,7 +122,7 @@ def _ops(assistant: Assistant, target: CudaTarget, kind: str) -> AssistantOps:
     return AssistantKernels(arch, positions, KV_DTYPES[target.kv_dtype], kind)
 
 
-def _known(assistant: Assistant, target: CudaTarget) -> Vocabulary | None:
+def _known(assistant: Assistant, target: CudaTarget) -> DraftVocabulary | None:
     if assistant.target_ids is None:
         return None
     ids = torch.from_numpy(assistant.target_ids)
