@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -20,7 +21,7 @@ from specdec.core.errors import UserError
 from specdec.core.types import Sampling
 from targets.arch import released
 from targets.cuda.backend import CudaBackend
-from targets.cuda.device import Machine, refuse
+from targets.cuda.device import Machine, bytes_per_cycle, refuse
 from targets.cuda.launch import Variant, cached_binary
 from targets.cuda.load import CudaOptions, make_plan
 from targets.jax.backend import JaxBackend
@@ -102,6 +103,15 @@ def test_binaries_for_hopper_are_refused_elsewhere(capability):
     found = Machine("2.13.0", "13.0", "NVIDIA B200", capability)
     with pytest.raises(UserError, match=r"B200 has compute capability .* need 9\.0 \(Hopper\)"):
         refuse(found)
+
+
+def test_a_gpu_that_does_not_tell_its_clocks_has_a_pace_too():
+    """In kHz, as torch has them; HBM moves data twice a cycle."""
+    h200 = {"memory_clock_rate": 3_201_000, "memory_bus_width": 6_144, "clock_rate": 1_980_000}
+    assert bytes_per_cycle(SimpleNamespace(**h200)) == pytest.approx(2_483, rel=1e-3)
+    for name in h200:
+        silent = SimpleNamespace(**h200 | {name: 0})
+        assert bytes_per_cycle(silent) == pytest.approx(2_483, rel=0.05)
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):

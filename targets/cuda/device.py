@@ -13,6 +13,8 @@ from specdec.core.errors import UserError
 
 CAPABILITY = (9, 0)
 """Hopper, and nothing else: the binaries are for sm_90a, which no later GPU runs either."""
+H200_BYTES_PER_CYCLE = 2432.0
+"""What an H200's memory reads in a cycle of its multiprocessors."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,10 @@ def _works(loads: Callable[[], Any]) -> bool:
 
 def bytes_per_cycle(properties: Any) -> float:
     """What memory can read in a cycle of the multiprocessors' fastest clock, of torch's properties
-    of a GPU."""
+    of a GPU; an H200's where a virtual one does not tell its clocks. It decides no bit."""
     twice_a_cycle = 2 * properties.memory_clock_rate * properties.memory_bus_width / 8
+    if not twice_a_cycle or not properties.clock_rate:
+        return H200_BYTES_PER_CYCLE
     return twice_a_cycle / properties.clock_rate
 
 
