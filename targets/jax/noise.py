@@ -7,6 +7,9 @@ The same integers come out of the numpy twin in tests and of any CUDA implementa
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 
 from specdec.core.types import Array
@@ -54,6 +57,7 @@ def uniform(seed: Array, position: Array, vocab: int) -> Array:
     return jnp.minimum((flat.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), 1 - 2**-24)
 
 
+@partial(jax.jit, static_argnums=2, inline=True)  # traced once for each shape
 def gumbel(seed: Array, position: Array, vocab: int) -> Array:
     """Standard Gumbel noise [..., V] float32: argmax(log p + gumbel) is a draw from p.
 

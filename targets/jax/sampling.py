@@ -7,6 +7,9 @@ float32, so nothing is sorted and each row's reductions never depend on its neig
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -38,7 +41,9 @@ def choose(
     kept = _filter(penalised / warm, sampling_params)
     position = start[:, None] + jnp.arange(tokens) + 1  # of the token that is chosen
     seeds = jnp.broadcast_to(sampling_params.seed[:, None], (*position.shape, 2))
-    sampled = jnp.argmax(kept + gumbel(seeds, position, logits.shape[-1]), -1)
+    drawn = (sampling_params.temperature > 0).any()
+    noisy = _where_wanted(drawn, lambda: kept + gumbel(seeds, position, logits.shape[-1]), kept)
+    sampled = jnp.argmax(noisy, -1)
     greedy = jnp.argmax(penalised, -1)
     return jnp.where(sampling_params.temperature[:, None] > 0, sampled, greedy).astype(jnp.int32)
 
@@ -105,7 +110,28 @@ def _filter(logits: Array, sampling_params: SamplingTable) -> Array:
 
 
 def _cut(logits: Array, weight: Array, wanted: Array, off: Array) -> Array:
-    """Keep the smallest top set whose weights reach `wanted` [B, T]; all where `off`."""
+    """Keep the smallest top set whose weights reach `wanted` [B, T]; all where `off` [B, 1]."""
+
+    def cut() -> Array:
+        return jnp.where(_in_top_set(logits, weight, wanted) | off[..., None], logits, -jnp.inf)
+
+    return _where_wanted(~off.all(), cut, logits)
+
+
+def _where_wanted(wanted: Array, work: Callable[[], Array], otherwise: Array) -> Array:
+    """work(), or where no row wants it, what does for them all. On CPUs alone: a branch costs
+    nothing there, and what it makes lies in memory. Otherwise XLA's CPU compiler makes noise within
+    the search for the largest, a number at a time: ten times as slow."""
+
+    def branch() -> Array:
+        return jax.lax.cond(wanted, work, lambda: otherwise)
+
+    return jax.lax.platform_dependent(cpu=branch, default=work)
+
+
+@partial(jax.jit, inline=True)
+def _in_top_set(logits: Array, weight: Array, wanted: Array) -> Array:
+    """Which words are in it, [B, T, V]."""
     keys = _ordered(logits)
 
     def halve(bit: Array, threshold: Array) -> Array:
@@ -117,7 +143,7 @@ def _cut(logits: Array, weight: Array, wanted: Array, off: Array) -> Array:
     threshold = jax.lax.fori_loop(
         0, 32, halve, jnp.zeros(wanted.shape[:1] + logits.shape[1:2], jnp.uint32)
     )
-    return jnp.where((keys >= threshold[..., None]) | off[..., None], logits, -jnp.inf)
+    return keys >= threshold[..., None]
 
 
 def _ordered(values: Array) -> Array:

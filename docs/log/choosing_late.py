@@ -1,0 +1,172 @@
+"""What `auto` makes of its drafters in the captured loop, where the host chooses a cycle late.
+
+As choosing.py, whose texts, times and single choices these are; the chooser is the product's
+(`drafters/auto/late.py`), and the device is played: it guesses from the text as it really is, the
+host chooses from the text as it was a cycle ago.
+
+    python docs/log/choosing_late.py OUT.json --recorded docs/results/cpu/recording --prompts FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from choosing import SINGLES, SLOTS, K, Speeds, Table, alone, enough, nonsense, said  # noqa: E402
+from recorded import Text, kinds_of  # noqa: E402
+
+from drafters.auto.host import AutoDrafter, Weighted  # noqa: E402
+from drafters.auto.late import EITHER, NOBODY, TEXT, WEIGHTS, LateChooser  # noqa: E402
+from drafters.ngram.host import NgramDrafter  # noqa: E402
+from drafters.none.host import NoDrafter  # noqa: E402
+from specdec.core.policy.choice import Menu, Policy  # noqa: E402
+from specdec.core.policy.costs import Work  # noqa: E402
+from specdec.core.types import NO_GUESS, Sequence  # noqa: E402
+
+
+class Known(Table):
+    """The costs, from the start."""
+
+    def saw(self, work: Work, seconds: float) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class Row:
+    """A request. seq is what the host knows, tokens what the device has said."""
+
+    text: Text
+    seq: Sequence
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def done(self) -> int:
+        return len(self.tokens) - len(self.text.prompt)
+
+    @property
+    def ended(self) -> bool:
+        return self.done >= len(self.text.answer)
+
+
+class Device:
+    """The captured cycle: whose guesses a row takes is what the host wrote before it."""
+
+    def __init__(self, chooser: LateChooser) -> None:
+        self._chooser, self._lookup = chooser, NgramDrafter()
+
+    def admit(self, seq: Sequence) -> None:
+        self._lookup.reset(seq)
+
+    def cycle(self, rows: list[Row]) -> list[tuple[Row, int, list[int]]]:
+        """-> each row, how many of its guesses were right, and what it said."""
+        return [(row, *self._said(row)) for row in rows if not row.ended]
+
+    def _said(self, row: Row) -> tuple[int, list[int]]:
+        coming = row.text.answer[row.done :]
+        right = min(self._right(row, coming), len(coming) - 1)
+        row.tokens += coming[: right + 1]
+        return right, coming[: right + 1]
+
+    def _right(self, row: Row, coming: list[int]) -> int:
+        chooser, take = self._chooser, self._chooser.take[row.seq.slot]
+        if not chooser.depth or take == NOBODY:
+            return 0
+        now = Sequence(list(row.tokens), slot=row.seq.slot)
+        guesses = np.asarray(self._lookup.propose([now], chooser.depth))[0]
+        silent = guesses[0] == NO_GUESS
+        if take in (TEXT, EITHER) and not silent:
+            both = min(len(guesses), len(coming))
+            return int((guesses[:both] == np.array(coming[:both])).cumprod().sum())
+        weights = chooser.runs and (take == WEIGHTS or (take == EITHER and silent))
+        return min(int(row.text.right[row.done]), chooser.depth) if weights else 0
+
+
+def late(known: list[Text], batch: int, off: bool) -> float:
+    """Tokens per second of the table's time. off: whether a cycle may verify nothing."""
+    costs, passed, emitted = Known(), 0.0, 0
+    drafter = AutoDrafter(
+        {"ngram": NgramDrafter()},
+        Weighted("head", NoDrafter(), True),
+        Policy(K, costs, Menu.of((0, K), (0, K)), "head"),
+    )
+    chooser = LateChooser(drafter, "ngram", SLOTS, off)
+    device, waiting, free = Device(chooser), deque(enumerate(known)), list(range(batch))
+    rows: list[Row] = []
+    unread: list[tuple[Row, int, list[int]]] = []
+    while rows or waiting:
+        while waiting and free:
+            number, text = waiting.popleft()
+            first = [*text.prompt, text.answer[0]]
+            seq = Sequence(list(first), slot=free.pop(), request_id=str(number), max_tokens=10_000)
+            drafter.reset(seq)
+            device.admit(seq)
+            rows.append(Row(text, seq, first))
+        chooser.choose([row.seq for row in rows])
+        came = device.cycle(rows)
+        if came:
+            drafted = K if chooser.runs else 0
+            passed += costs.seconds(Work(len(came), chooser.depth, drafted))
+            emitted += sum(len(tokens) for _, _, tokens in came)
+        for row, right, tokens in unread:
+            row.seq.tokens += tokens
+            row.seq.acceptance.add([], right, len(tokens))
+        unread = came
+        ended = [row for row in rows if row.ended and len(row.seq.tokens) == len(row.tokens)]
+        free += [row.seq.slot for row in ended]
+        rows = [row for row in rows if row not in ended]
+    return emitted / passed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--recorded", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--only", default="", help="kinds whose name begins so")
+    given = parser.parse_args()
+    table: dict[str, dict[str, Any]] = {}
+    seen: Speeds = {}
+    for kind, texts in kinds_of(given.recorded, given.prompts):
+        if not kind.startswith(given.only):
+            continue
+        for batch in map(int, given.batches.split(",")):
+            known = enough(texts, batch)
+            singles = single_speeds(known, batch, seen)
+            best = max(singles, key=lambda name: singles[name])
+            wrong = [t._replace(answer=nonsense(t.answer), right=t.right * 0) for t in known]
+            plain = said(wrong, batch, alone("none", 0)).speed
+            found: dict[str, Any] = {"best": best}
+            for name, off in (("with_off", True), ("without", False)):
+                speed = late(known, batch, off)
+                found[f"{name}_over_best"] = round(speed / singles[best], 3)
+                found[f"{name}_over_plain"] = round(speed / singles["none 0"], 3)
+                found[f"{name}_useless"] = round(late(wrong, batch, off) / plain, 3)
+            table[f"{kind}, batch {batch}"] = found
+            print(kind, batch, found, flush=True)
+        given.out.write_text(json.dumps({"k": K, "rows": table}, indent=1) + "\n")
+
+
+def single_speeds(known: list[Text], batch: int, seen: Speeds) -> dict[str, float]:
+    """Of what device loops have: lookup is `ngram` there."""
+    singles = {}
+    for name, k in SINGLES:
+        if name == "suffix":
+            continue
+        key = name, k, batch, tuple(tuple(text.answer) for text in known)
+        if name == "head" or key not in seen:
+            seen[key] = said(known, batch, alone(name, k)).speed
+        singles[f"{name} {k}"] = seen[key]
+    return singles
+
+
+if __name__ == "__main__":
+    main()
