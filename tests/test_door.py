@@ -28,7 +28,7 @@ def plain():
     """Texts and ids of plain decoding."""
     with specdec.load("mini", drafter="none") as llm:
         yield {
-            t: llm.generate(PROMPT, max_tokens=40, temperature=t, seed=3).token_ids
+            t: llm.generate(PROMPT, max_tokens=24, temperature=t, seed=3).token_ids
             for t in (0.0, 0.8)
         }
 
@@ -46,7 +46,7 @@ def test_the_readmes_lines_run_as_typed(tmp_path):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_answers_are_plain_decodings(llm, plain, temperature):
-    answer = llm.generate(PROMPT, max_tokens=40, temperature=temperature, seed=3)
+    answer = llm.generate(PROMPT, max_tokens=24, temperature=temperature, seed=3)
     assert answer.token_ids == plain[temperature] and answer.finish_reason == "length"
     assert answer.text == llm.tokenizer.decode(answer.token_ids)
     assert answer.acceptance.drafted >= answer.acceptance.accepted
@@ -65,14 +65,14 @@ def test_a_prompt_that_begins_as_an_earlier_one_did_is_resumed(llm):
 
 
 def test_a_stream_is_the_same_answer_in_pieces(llm, plain):
-    chunks = list(llm.stream(PROMPT, max_tokens=40, temperature=0.0))
+    chunks = list(llm.stream(PROMPT, max_tokens=24, temperature=0.0))
     assert [t for chunk in chunks for t in chunk.token_ids] == plain[0.0]
     assert chunks[-1].finish_reason == "length" and len(chunks) > 5
     assert chunks[-1].drafted >= chunks[-1].accepted
 
 
 def test_threads_share_the_engine(llm, plain):
-    ask = lambda t: llm.generate(PROMPT, max_tokens=40, temperature=t, seed=3).token_ids  # noqa: E731
+    ask = lambda t: llm.generate(PROMPT, max_tokens=24, temperature=t, seed=3).token_ids  # noqa: E731
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(ask, [0.0, 0.8] * 3))
     assert answers == [plain[0.0], plain[0.8]] * 3
@@ -80,7 +80,7 @@ def test_threads_share_the_engine(llm, plain):
 
 def test_it_works_where_an_event_loop_is_running_as_in_a_notebook(llm, plain):
     async def cell():
-        return llm.generate(PROMPT, max_tokens=40, temperature=0.0).token_ids
+        return llm.generate(PROMPT, max_tokens=24, temperature=0.0).token_ids
 
     assert asyncio.run(cell()) == plain[0.0]
 
@@ -95,11 +95,11 @@ def test_prompts_of_every_kind(llm):
 
 
 def test_stop_strings_and_log_probabilities(llm):
-    whole = llm.generate(PROMPT, max_tokens=40, temperature=0.0, logprobs=2)
-    assert whole.logprobs is not None and len(whole.logprobs) == 40
+    whole = llm.generate(PROMPT, max_tokens=24, temperature=0.0, logprobs=2)
+    assert whole.logprobs is not None and len(whole.logprobs) == 24
     assert all(len(one.top) == 2 for one in whole.logprobs)
     stop = whole.text[12:15]
-    cut = llm.generate(PROMPT, max_tokens=40, temperature=0.0, stop=stop)
+    cut = llm.generate(PROMPT, max_tokens=24, temperature=0.0, stop=stop)
     assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.index(stop)]
 
 
