@@ -1,12 +1,14 @@
 """Gemma 4 as one pure forward: prefill, verify, feature capture and training all call it.
 
-Layers are scanned in groups of their pattern (one body per group, no branch per layer). Where a
-layer gets its keys and values from is a value, `KVExchange`: a cache for decoding, the sequence
-itself for training. Shape legend: see layers.py.
+Layers are scanned in groups of their pattern (one body per group, no branch per layer); on CPUs
+those of a small model run one after the other (`params.apart`). Where a layer gets its keys and
+values from is a value, `KVExchange`: a cache for decoding, the sequence itself for training. Shape
+legend: see layers.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +20,7 @@ from targets.jax import cache as kv, layers
 from targets.jax.cache import Cache, Span
 from targets.jax.feedforward import experts_of, feed_forward
 from targets.jax.kv_exchange import CacheExchange, KVExchange, SequenceExchange, shared_stores
-from targets.jax.params import Params
+from targets.jax.params import Apart, Params, of_repeat
 from targets.layer_groups import LayerGroup, layer_groups, place_of
 
 
@@ -171,9 +173,24 @@ def _run_group(
         extra = jnp.moveaxis(part, 2, 0).reshape(repeats, period, *x.shape[:2], -1)
     scanned = tuple({n: t for n, t in w.items() if not n.startswith("experts.")} for w in weights)
     groups = (jnp.arange(repeats), scanned, extra)
-    (x, store), states = jax.lax.scan(repeat_body, (x, store), groups)
+    (x, store), states = _run_repeats(repeat_body, (x, store), groups, repeats)
     seen = {group.layer(g, j): states[n][g] for n, j in enumerate(wanted) for g in range(repeats)}
     return x, store, seen
+
+
+def _run_repeats(
+    body: Callable[[tuple, tuple], tuple[tuple, tuple]], carry: tuple, groups: tuple, repeats: int
+) -> tuple[tuple, Any]:
+    """A scan; or one repeat after the other, where weights lie apart."""
+    is_apart = lambda leaf: isinstance(leaf, Apart)  # noqa: E731
+    if not any(map(is_apart, jax.tree.leaves(groups, is_leaf=is_apart))):
+        return jax.lax.scan(body, carry, groups)
+    states = []
+    for repeat in range(repeats):
+        own = jax.tree.map(lambda leaf, at=repeat: of_repeat(leaf, at), groups, is_leaf=is_apart)
+        carry, seen = body(carry, own)
+        states.append(seen)
+    return carry, tuple(zip(*states, strict=True))
 
 
 def decoder_layer(

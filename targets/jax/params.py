@@ -65,6 +65,47 @@ class SpreadWeight:
     parts: Any
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["repeats"], meta_fields=[])
+@dataclass(frozen=True)
+class Apart:
+    """A weight of a layer group, each repeat's an array of its own."""
+
+    repeats: tuple[Any, ...]
+
+
+APART_BYTES, APART_LAYERS = 128 << 10, 16
+"""A weight of so many bytes a layer is worth it, where a program of all layers, none of them in a
+loop, does not take too long to compile."""
+
+
+def apart(params: Params, arch: Arch) -> Params:
+    """For CPUs: the large weights of few layers, which `model.forward` then runs one by one. What a
+    scan cuts out of a stack XLA copies there, and that takes as long as multiplying it."""
+    if len(arch.layers) > APART_LAYERS:
+        return params
+    every = tuple(
+        tuple({name: _apart(name, weight) for name, weight in layer.items()} for layer in pattern)
+        for pattern in params.segments
+    )
+    return params._replace(segments=every)
+
+
+def _apart(name: str, weight: Any) -> Any:
+    leaves = jax.tree.leaves(weight)
+    repeats = len(leaves[0])
+    small = sum(bytes_of(x.dtype, x.size) for x in leaves) < repeats * APART_BYTES
+    if isinstance(weight, Apart) or small or name.startswith("experts."):
+        return weight
+    return Apart(tuple(of_repeat(weight, repeat) for repeat in range(repeats)))
+
+
+def of_repeat(weight: Any, repeat: int) -> Any:
+    """One repeat's of a layer group's weight."""
+    if isinstance(weight, Apart):
+        return weight.repeats[repeat]
+    return jax.tree.map(lambda leaf: leaf[repeat], weight)
+
+
 def bytes_of(dtype: Any, values: int) -> int:
     """What so many values take on a device: two of 4 bits share a byte."""
     narrow = jnp.dtype(dtype) in (jnp.int4, jnp.float4_e2m1fn)

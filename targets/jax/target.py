@@ -14,7 +14,7 @@ from specdec.core.errors import UserError
 from specdec.core.types import NO_GUESS, Array, LogprobRows, Sequence, Step
 from targets.jax import programs, sampling
 from targets.jax.cache import make_cache
-from targets.jax.params import Params
+from targets.jax.params import Params, apart
 from targets.jax.placing import by_vocabulary, put, read, replicated, zeros
 from targets.jax.programs import Feed, Plan, bind
 from targets.jax.snapshots import JaxSnapshots
@@ -42,6 +42,8 @@ class JaxTarget:
     ) -> None:
         """kv_dtype: what keys and values are cached in, int8 say; None: as wide as `dtype`."""
         self.plan, self.params, self.dtype = plan, params, dtype
+        if plan.mapped and mesh is None:
+            self.params = apart(params, plan.arch)
         self.slots, self.max_len, self.prefill_chunk = plan.slots, plan.max_len, plan.chunk
         self.arch, self.vocab, self.max_draft = plan.arch, plan.arch.vocab, plan.width - 1
         self.kv_dtype = dtype if kv_dtype is None else kv_dtype
