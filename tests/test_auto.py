@@ -348,6 +348,30 @@ def test_the_late_choice_follows_what_came():
         assert good == (sum(r for r, _ in ran) > len(ran) / 2)
 
 
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_late_trial_is_credited_to_the_drafter_that_was_tried(behind):
+    """Its guesses are wrong at first and right from the middle on. A captured loop chooses for a
+    cycle before it has read the one before: the trial's tokens come when another choice stands."""
+    answer = np.random.default_rng(7).integers(3, 45, 2000).tolist()
+    drafter, chooser = late(Noise(50), Dear(0.1))
+    drafter.policy.costs.seconds = lambda w: 1 + 0.01 * w.depth + 0.1 * (w.drafted > 0)
+    seq, unread, ran = Sequence([1, 2], slot=1, max_tokens=3000), [], []
+    drafter.reset(seq)
+    seq.tokens.append(answer[0])
+    said = 1
+    for number in range(400):
+        chooser.choose([seq])
+        ran.append(chooser.runs)
+        kept = K if number > 200 and chooser.take[1] == WEIGHTS else 0
+        unread.append((answer[said : said + kept + 1], [chooser.runs] * K, kept))
+        said += kept + 1
+        if len(unread) > behind:
+            tokens, drafted, right = unread.pop(0)
+            seq.tokens += tokens
+            seq.acceptance.add(drafted, right, right + 1)
+    assert sum(ran[100:200]) < 10 and sum(ran[-100:]) > 90, (sum(ran[100:200]), sum(ran[-100:]))
+
+
 def test_lossless_on_the_cuda_target_with_narrower_cycles(worded):
     chosen = registry.config_type()(drafter="auto", k=4, auto_with="model", draft_model=str(worded))
     config = ModelConfig(model=str(worded), backend="cuda", device="cpu", slots=2, max_len=64)

@@ -2,13 +2,14 @@
 
 The device guesses; the host judges. A text drafter on the host looks at the text as far as it is
 known there, so every text drafter is judged by what comes next, whoever guesses. The drafter with
-weights is judged by how many guesses were accepted on rows that were its own.
+weights is judged by how many guesses were accepted on rows that were its own. A loop may choose for
+one dispatch before it reads the one before: what comes is the oldest one's that was not heard of.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence as Seqs
 from dataclasses import dataclass
 
@@ -33,7 +34,22 @@ class _Seen:
     lengths: Counter[int]
     bucket: int
     guesses: list[int]
-    take: int
+
+
+@dataclass(frozen=True)
+class _Dispatch:
+    """What was chosen, and whose guesses each slot's owner takes."""
+
+    choice: Choice
+    taken: dict[int, tuple[Sequence, int]]
+
+    def take_of(self, seq: Sequence) -> int | None:
+        owner, take = self.taken.get(seq.slot, (None, None))
+        return take if owner is seq else None
+
+
+UNREAD = 1
+"""Dispatches that a loop has launched and not read when it asks for the next choice, at most."""
 
 
 class LateChooser:
@@ -46,7 +62,8 @@ class LateChooser:
         depths = {0, k} if off else {k}
         drafter.policy.menu = Menu.of(depths, {0} if drafter.weighted is None else {0, k})
         self._seen: dict[int, _Seen] = {}
-        self._last: tuple[float, Choice] | None = None
+        self._unheard: deque[_Dispatch] = deque()
+        self._asked = 0.0
         self.take = np.zeros(slots, np.int32)
         """[slots]: NOBODY, TEXT, WEIGHTS or EITHER."""
         self.runs, self.depth = False, k
@@ -58,58 +75,68 @@ class LateChooser:
 
     def choose(self, seqs: Seqs[Sequence]) -> None:
         """Learn from what came, and choose for the next dispatch of these rows."""
-        cycles, emitted = self._learn(seqs)
+        self._hear(seqs)
         guesses = np.asarray(self._drafter.texts[self._text].propose(seqs, self._policy.k))
         offers = [self._offers(seq, row) for seq, row in zip(seqs, guesses, strict=True)]
-        self._tell(len(seqs), cycles, emitted)
+        self._asked = time.perf_counter()
         choice = self._drafter.chosen(offers)
-        self._last = time.perf_counter(), choice
         self.runs, self.depth = choice.drafted > 0, choice.depth
         for seq, row, name in zip(seqs, guesses, choice.by_row, strict=True):
-            take = self.take[seq.slot] = self._code(seq, name)
+            self.take[seq.slot] = self._code(seq, name)
             bucket = bucket_of(matched(self._drafter.texts[self._text], seq))
             known = [t for t in row.tolist() if t != NO_GUESS]
             lengths = Counter(seq.acceptance.lengths)
-            self._seen[seq.slot] = _Seen(seq, len(seq.tokens), lengths, bucket, known, int(take))
+            self._seen[seq.slot] = _Seen(seq, len(seq.tokens), lengths, bucket, known)
+        taken = {seq.slot: (seq, int(self.take[seq.slot])) for seq in seqs}
+        self._unheard.append(_Dispatch(choice, taken))
 
-    def _learn(self, seqs: Seqs[Sequence]) -> tuple[int, int]:
-        """-> cycles since the last choice, and tokens that they emitted over all rows."""
+    def _hear(self, seqs: Seqs[Sequence]) -> None:
+        """Learn from the oldest dispatch not heard of, if any of its rows said something."""
+        while self._unheard and not any(self._unheard[0].take_of(s) is not None for s in seqs):
+            self._unheard.popleft()  # all of its rows have ended
+        if self._unheard and any(self._said(seq) for seq in seqs):
+            dispatch = self._unheard.popleft()
+            self._tell(dispatch, len(seqs), *self._learn(dispatch, seqs))
+        while len(self._unheard) > UNREAD:  # a dispatch that failed
+            self._unheard.popleft()
+
+    def _said(self, seq: Sequence) -> bool:
+        seen = self._seen.get(seq.slot)
+        return seen is not None and seen.seq is seq and len(seq.tokens) > seen.length
+
+    def _learn(self, dispatch: _Dispatch, seqs: Seqs[Sequence]) -> tuple[int, int]:
+        """-> its cycles, and tokens that they emitted over all rows."""
         cycles = emitted = 0
-        for seq in seqs:
-            seen = self._seen.get(seq.slot)
-            if seen is None or seen.seq is not seq or len(seq.tokens) == seen.length:
-                continue
+        for seq in filter(self._said, seqs):
+            seen = self._seen[seq.slot]
             came = seq.tokens[seen.length :]
             kept = Counter(seq.acceptance.lengths)
             kept.subtract(seen.lengths)
             cycles, emitted = max(cycles, kept.total()), emitted + len(came)
             if self._drafter.forced is None:
-                self._judge(seen, came, +kept, len(seqs))
+                own = dispatch.choice.drafted > 0 and dispatch.take_of(seq) == WEIGHTS
+                self._judge(seen, came, +kept if own else Counter(), len(seqs))
         return cycles, emitted
 
     def _judge(self, seen: _Seen, came: list[int], kept: Counter[int], rows: int) -> None:
+        """kept: of the drafter with weights, cycles by how many of its guesses were right."""
         both = min(len(seen.guesses), len(came))
         agreed = np.array(seen.guesses[:both]) == np.array(came[:both])
         table, right = self._policy.table(self._text), int(agreed.cumprod().sum())
         table.learn(seen.bucket, right, len(seen.guesses), len(came), rows)
-        weighted = self._drafter.weighted
-        if weighted is None or seen.take != WEIGHTS or not self.runs:
-            return
-        k = self._policy.k
+        weighted, k = self._drafter.weighted, self._policy.k
         for right in kept.elements():
-            self._policy.table(weighted.name).learn(
-                self._drafter.fared(seen.seq), right, k, right + 1, rows
-            )
+            assert weighted is not None
+            bucket = self._drafter.fared(seen.seq)
+            self._policy.table(weighted.name).learn(bucket, right, k, right + 1, rows)
             self._drafter.note(seen.seq, right)
 
-    def _tell(self, rows: int, cycles: int, emitted: int) -> None:
-        """What the last dispatch's cycles took and brought."""
-        if self._last is None or not cycles:
-            return
-        began, choice = self._last
+    def _tell(self, dispatch: _Dispatch, rows: int, cycles: int, emitted: int) -> None:
+        """What a dispatch's cycles took and brought."""
+        choice = dispatch.choice
         if len(choice.by_row) == rows:
             work = Work(rows, choice.depth, choice.drafted)
-            self._policy.costs.saw(work, (time.perf_counter() - began) / cycles)
+            self._policy.costs.saw(work, (time.perf_counter() - self._asked) / cycles)
         if self._drafter.forced is None:
             self._policy.learn(choice, emitted / cycles)
 

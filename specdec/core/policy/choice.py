@@ -20,6 +20,8 @@ from specdec.core.policy.survival import Survival
 SHADOW = 32
 """Cycles after which a drafter with weights that does not pay is tried again, and a longer draft of
 one that does: the text may have changed."""
+TRIALS = 0.02
+"""Part of the time that trials of a drafter that does not pay may take."""
 FADE = 0.97
 """Of tokens and time so far, with each cycle: the speed-up is the last thirty cycles'."""
 BESIDE_WEIGHTS = 0.7
@@ -116,14 +118,16 @@ class Policy:
         it did not run for long."""
         pairs = self.menu.pairs
         runs = [pair for pair in pairs if pair[1]]
-        tried = bool(runs) and self._idle >= SHADOW
+        tried = bool(runs) and self._idle >= self._patience(runs, len(rows))
+        if tried:
+            self._idle = 0  # what comes of it may be heard of later
         if tried or (runs and any(r.insists and r.most for r in rows)):
             pairs = runs
         alike = Counter(rows)  # many rows of a batch have the same to choose from
         rate = self.speedup * len(rows) / self._plain(len(rows))
         best = max(pairs, key=lambda pair: self._worth(alike, rate, *pair))
         if not tried and (deeper := self._untried(best[1])):
-            pairs = [pair for pair in pairs if pair[1] == deeper]
+            pairs, self._shallow = [pair for pair in pairs if pair[1] == deeper], 0
             best = max(pairs, key=lambda pair: self._worth(alike, rate, *pair))
         whose = {row: self._best(row, *best)[1] for row in alike}
         return Choice(*best, tuple(whose[row] for row in rows), self._right(alike, *best))
@@ -140,6 +144,12 @@ class Policy:
         self._plain_cycles = self._plain_cycles * FADE + seconds / self._plain(rows)
         for name in choice.by_row:
             self.chosen[name or "none"] = self.chosen.get(name or "none", 0) + 1
+
+    def _patience(self, runs: Iterable[tuple[int, int]], rows: int) -> float:
+        """Cycles without the drafter with weights until it is tried again: SHADOW, or more where
+        even the cheapest of its cycles takes so much longer that trials would show."""
+        least = min(self.costs.seconds(Work(rows, *pair)) for pair in runs)
+        return max(SHADOW, (least / self._plain(rows) - 1) / TRIALS)
 
     def _untried(self, drafted: int) -> int:
         """The next longer draft, where it has not been tried for long; else 0. How far guesses hold
