@@ -55,7 +55,7 @@ def rules() -> list[TextRules | None]:
     ]
 
 
-def requests(temperature: float, tokens: int = 28, constrain: bool = True) -> list[Sequence]:
+def requests(temperature: float, tokens: int = 24, constrain: bool = True) -> list[Sequence]:
     """Six requests, two of them under a schema."""
     tokenizer = mini_tokenizer()
     found = []

@@ -81,7 +81,8 @@ def main(root: Path, variants: list[str]) -> None:
             found = target.params.segments[0][0] | target.params.top
             parts = {name: split_in(found[name]) for name in SPLIT_OR_NOT if name in found}
             thorough = variant == "31b"
-            ways = every_way(target, thorough or tp == SPLITS[-1], thorough and tp == SPLITS[-1])
+            ends = tp == SPLITS[-1] or (thorough and tp == SPLITS[0])
+            ways = every_way(target, ends, thorough and tp == SPLITS[-1])
             line = {"variant": variant, "tp": tp, "parts": parts, "texts": ways}
             if features and tp in (SPLITS[0], SPLITS[-1]):
                 line["guesses"] = guesses(target, root / variant)

@@ -135,7 +135,12 @@ def of_the_row_after(learn, seed, features, chosen, accepted, live):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "at_most"), [(stale, 0.95), (of_the_first_row, 0.99), (of_the_row_after, 0.99)]
+    ("mistake", "at_most"),
+    [
+        (stale, 0.95),
+        pytest.param(of_the_first_row, 0.99, marks=pytest.mark.slow),
+        pytest.param(of_the_row_after, 0.99, marks=pytest.mark.slow),
+    ],
 )
 def test_a_wrong_state_costs_an_assistant_its_tau(mistake, at_most, monkeypatch) -> None:
     """Texts stay what they are; so it is here that a loop which hands on another state is seen. A

@@ -58,7 +58,7 @@ def test_texts_are_equal_and_nothing_is_guessed(worded, drafter, loop):
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_a_request_switches_it_off(mini_server: Server, path):
-    ask = {"max_tokens": 40, "temperature": 0, "include_speculation": True}
+    ask = {"max_tokens": 24, "temperature": 0, "include_speculation": True}
     said = {"messages": [{"role": "user", "content": CODE}]} if "chat" in path else {"prompt": CODE}
     bodies = [
         mini_server.post(path, **ask, **said, speculative={"enabled": enabled}).json()
