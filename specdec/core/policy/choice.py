@@ -118,7 +118,7 @@ class Policy:
         it did not run for long."""
         pairs = self.menu.pairs
         runs = [pair for pair in pairs if pair[1]]
-        tried = bool(runs) and self._idle >= self._patience(runs, len(rows))
+        tried = bool(runs) and self._idle >= SHADOW and self._may_try(runs, len(rows))
         if tried:
             self._idle = 0  # what comes of it may be heard of later
         if tried or (runs and any(r.insists and r.most for r in rows)):
@@ -145,11 +145,11 @@ class Policy:
         for name in choice.by_row:
             self.chosen[name or "none"] = self.chosen.get(name or "none", 0) + 1
 
-    def _patience(self, runs: Iterable[tuple[int, int]], rows: int) -> float:
-        """Cycles without the drafter with weights until it is tried again: SHADOW, or more where
-        even the cheapest of its cycles takes so much longer that trials would show."""
+    def _may_try(self, runs: Iterable[tuple[int, int]], rows: int) -> bool:
+        """Whether the drafter with weights did not run for so long that the cheapest of its cycles
+        takes no more than TRIALS of the time since."""
         least = min(self.costs.seconds(Work(rows, *pair)) for pair in runs)
-        return max(SHADOW, (least / self._plain(rows) - 1) / TRIALS)
+        return least / self._plain(rows) - 1 <= TRIALS * self._idle
 
     def _untried(self, drafted: int) -> int:
         """The next longer draft, where it has not been tried for long; else 0. How far guesses hold
