@@ -75,7 +75,7 @@ class Apart:
 
 APART_BYTES, APART_LAYERS = 128 << 10, 16
 """A weight of so many bytes a layer is worth it, where a program of all layers, none of them in a
-loop, does not take too long to compile."""
+loop, does not take too long to compile, and weights may be there twice while they are cut."""
 
 
 def apart(params: Params, arch: Arch) -> Params:
