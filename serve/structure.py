@@ -17,7 +17,7 @@ from serve.stream import ServedTokenizer
 from specdec.constraints.constraint import TextRules
 from specdec.constraints.grammar import Part, composed, part_of
 from specdec.constraints.json_schema import json_part
-from specdec.constraints.rules import ThoughtBudget
+from specdec.constraints.rules import ThinkingLimit
 from specdec.core.errors import UserError
 from targets.tokenizer import bare_ids
 
@@ -163,11 +163,11 @@ def _bad_words(words: list[str], tokenizer: ServedTokenizer) -> tuple[tuple[int,
 
 def _budget(
     request: ChatRequest | CompletionRequest, tokenizer: ServedTokenizer, thinking: Thinking
-) -> ThoughtBudget | None:
+) -> ThinkingLimit | None:
     if request.thinking_token_budget is None:
         return None
     begins, ends = map(tokenizer.token_id, THOUGHT)
     if begins is None or ends is None:
         message = "thinking_token_budget: this model's vocabulary has no thoughts"
         raise ApiError(400, message, param="thinking_token_budget")
-    return ThoughtBudget(begins, ends, request.thinking_token_budget, inside=thinking == "open")
+    return ThinkingLimit(begins, ends, request.thinking_token_budget, inside=thinking == "open")

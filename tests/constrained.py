@@ -8,7 +8,7 @@ from functools import cache
 
 from specdec.constraints.constraint import TextConstraint, TextRules
 from specdec.constraints.json_schema import json_grammar
-from specdec.constraints.rules import ThoughtBudget
+from specdec.constraints.rules import ThinkingLimit
 from specdec.constraints.vocabulary import Vocabulary
 from specdec.core.engine import Engine
 from specdec.core.prediction import PredictedText, Prediction
@@ -50,7 +50,7 @@ def rules() -> list[TextRules | None]:
         None,
         TextRules(bad_words=(word,), min_tokens=20, stop_ids=tokenizer.stop_ids),
         TextRules(allowed=tuple(range(17, 600))),
-        TextRules(budget=ThoughtBudget(*thought, tokens=5, inside=True)),  # pyright: ignore
+        TextRules(budget=ThinkingLimit(*thought, tokens=5, inside=True)),  # pyright: ignore
         TextRules(grammar=grammar, bad_words=(word,)),
     ]
 

@@ -15,7 +15,7 @@ from specdec.assembly.model import load_model
 from specdec.constraints.constraint import TextConstraint, TextRules, unpacked
 from specdec.constraints.json_schema import json_grammar
 from specdec.constraints.recite import Recite
-from specdec.constraints.rules import ThoughtBudget
+from specdec.constraints.rules import ThinkingLimit
 from specdec.core.config import ModelConfig
 from specdec.core.constraint import EVERYTHING, lead, leading_guesses, mask_rows
 from specdec.core.errors import UserError
@@ -58,7 +58,7 @@ RULES = st.builds(
     stop_ids=st.just((0, 1)),
     allowed=st.none() | st.sets(IDS, min_size=1).map(tuple),
     budget=st.none()
-    | st.builds(ThoughtBudget, st.just(5), st.just(6), st.integers(0, 3), st.booleans()),
+    | st.builds(ThinkingLimit, st.just(5), st.just(6), st.integers(0, 3), st.booleans()),
 )
 
 
@@ -84,7 +84,7 @@ def test_what_each_rule_forbids(text):
     thought = text[: text.index(6)] if 6 in text else text
     if thought == text:  # begun in the prompt, and still open
         full = {6} if len(text) >= 4 else everything
-        assert mask_after(TextRules(budget=ThoughtBudget(5, 6, 4, inside=True)), text) == full
+        assert mask_after(TextRules(budget=ThinkingLimit(5, 6, 4, inside=True)), text) == full
 
 
 def test_a_grammars_masks_follow_drafts_and_end_with_every_stop_id():
@@ -214,8 +214,10 @@ def test_schemas_mean_what_the_standard_says(schema, valid, invalid):
 
 @cache
 def engine_of(model: str, drafter: str, k: int, loop: str, slots: int):
-    config = ModelConfig(model, slots=slots, max_len=256)
-    draft = model if drafter == "model" and model != "mini" else None
+    """mini as commands run it: its programs are those that others have compiled."""
+    small = model != "mini"
+    config = ModelConfig(model, slots=slots, max_len=256 if small else ModelConfig.max_len)
+    draft = model if drafter == "model" and small else None
     asked = registry.config_type()(drafter=drafter, k=k, loop=loop, draft_model=draft)
     speculation = registry.resolved(asked, config)
     return make_engine(load_model(config, speculation), speculation)
@@ -226,7 +228,6 @@ def plain_of(model: str) -> list[list[int]]:
     return texts(engine_of(model, "none", 4, "host", 1))
 
 
-@pytest.mark.usefixtures("cheap_programs")
 @pytest.mark.parametrize(("drafter", "loop"), [("ngram", "host"), ("model", "device")])
 def test_neither_drafter_nor_prediction_changes_a_token_of_constrained_text(worded, drafter, loop):
     """And a good prediction saves cycles. The model drafts for itself: whole drafts are accepted,
@@ -252,7 +253,7 @@ def test_no_drafter_changes_a_token_of_what_mini_says(drafter, k, loop):
 
 
 def test_documents_are_valid_and_logprobs_are_the_unmasked_ones():
-    tokenizer, engine = mini_tokenizer(), engine_of("mini", "none", 0, "host", 1)
+    tokenizer, engine = mini_tokenizer(), engine_of("mini", "none", 4, "host", 4)
     seq = requests(0.0, tokens=100)[0]
     engine.run_to_end([seq])
     assert seq.finish == "stop"

@@ -43,7 +43,6 @@ def decoded(model: Model, speculation: SpeculationConfig, on: tuple[bool, ...]) 
     return seqs
 
 
-@pytest.mark.usefixtures("cheap_programs")
 @pytest.mark.parametrize(("drafter", "loop"), [("ngram", "device"), ("model", "host")])
 def test_texts_are_equal_and_nothing_is_guessed(worded, drafter, loop):
     model, speculation = loaded(str(worded), drafter, loop)

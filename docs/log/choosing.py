@@ -191,12 +191,7 @@ Speeds = dict[tuple[Any, ...], float]
 
 def row(known: list[Text], batch: int, seen: Speeds) -> dict[str, Any]:
     """`auto` over the best single drafter and K, which nobody knows beforehand."""
-    singles = {}
-    for name, k in SINGLES:
-        key = name, k, batch, tuple(tuple(text.answer) for text in known)
-        if name == "head" or key not in seen:
-            seen[key] = said(known, batch, alone(name, k)).speed
-        singles[f"{name} {k}"] = seen[key]
+    singles = single_speeds(SINGLES, known, batch, seen)
     best = max(singles, key=lambda name: singles[name])
     found = said(known, batch, auto())
     return {
@@ -206,6 +201,19 @@ def row(known: list[Text], batch: int, seen: Speeds) -> dict[str, Any]:
         "tau": round(found.tau, 3),
         "host_ms_per_cycle": round(found.own_ms, 3),
     }
+
+
+def single_speeds(
+    choices: list[tuple[str, int]], known: list[Text], batch: int, seen: Speeds
+) -> dict[str, float]:
+    """Of each drafter alone, with its K."""
+    singles = {}
+    for name, k in choices:
+        key = name, k, batch, tuple(tuple(text.answer) for text in known)
+        if name == "head" or key not in seen:
+            seen[key] = said(known, batch, alone(name, k)).speed
+        singles[f"{name} {k}"] = seen[key]
+    return singles
 
 
 def useless_over_plain(known: list[Text], batch: int) -> float:

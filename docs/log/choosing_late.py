@@ -20,7 +20,18 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from choosing import SINGLES, SLOTS, K, Speeds, Table, alone, enough, nonsense, said  # noqa: E402
+from choosing import (  # noqa: E402
+    SINGLES,
+    SLOTS,
+    K,
+    Speeds,
+    Table,
+    alone,
+    enough,
+    nonsense,
+    said,
+    single_speeds,
+)
 from recorded import Text, kinds_of  # noqa: E402
 
 from drafters.auto.host import AutoDrafter, Weighted  # noqa: E402
@@ -30,6 +41,9 @@ from drafters.none.host import NoDrafter  # noqa: E402
 from specdec.core.policy.choice import Menu, Policy  # noqa: E402
 from specdec.core.policy.costs import Work  # noqa: E402
 from specdec.core.types import NO_GUESS, Sequence  # noqa: E402
+
+ON_DEVICE = [(name, k) for name, k in SINGLES if name != "suffix"]
+"""What device loops have: lookup is `ngram` there."""
 
 
 class Known(Table):
@@ -140,7 +154,7 @@ def main() -> None:
             continue
         for batch in map(int, given.batches.split(",")):
             known = enough(texts, batch)
-            singles = single_speeds(known, batch, seen)
+            singles = single_speeds(ON_DEVICE, known, batch, seen)
             best = max(singles, key=lambda name: singles[name])
             wrong = [t._replace(answer=nonsense(t.answer), right=t.right * 0) for t in known]
             plain = said(wrong, batch, alone("none", 0)).speed
@@ -153,19 +167,6 @@ def main() -> None:
             table[f"{kind}, batch {batch}"] = found
             print(kind, batch, found, flush=True)
         given.out.write_text(json.dumps({"k": K, "rows": table}, indent=1) + "\n")
-
-
-def single_speeds(known: list[Text], batch: int, seen: Speeds) -> dict[str, float]:
-    """Of what device loops have: lookup is `ngram` there."""
-    singles = {}
-    for name, k in SINGLES:
-        if name == "suffix":
-            continue
-        key = name, k, batch, tuple(tuple(text.answer) for text in known)
-        if name == "head" or key not in seen:
-            seen[key] = said(known, batch, alone(name, k)).speed
-        singles[f"{name} {k}"] = seen[key]
-    return singles
 
 
 if __name__ == "__main__":

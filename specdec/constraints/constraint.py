@@ -17,7 +17,7 @@ from specdec.constraints.rules import (
     LeastTokens,
     Rule,
     ThinkingBudget,
-    ThoughtBudget,
+    ThinkingLimit,
 )
 from specdec.constraints.vocabulary import Vocabulary
 from specdec.core.constraint import EVERYTHING
@@ -41,7 +41,7 @@ class TextRules:
     """How many tokens come before a stop id may."""
     stop_ids: tuple[int, ...] = ()
     """What `min_tokens` keeps away."""
-    budget: ThoughtBudget | None = None
+    budget: ThinkingLimit | None = None
     """How long a thought may be."""
 
     @property
@@ -146,5 +146,5 @@ def unpacked(packed: dict[str, Any], vocabulary: Vocabulary) -> Constraint:
     if given["allowed"] is not None:
         given["allowed"] = tuple(given["allowed"])
     if given["budget"] is not None:
-        given["budget"] = ThoughtBudget(**given["budget"])
+        given["budget"] = ThinkingLimit(**given["budget"])
     return TextConstraint(TextRules(**given), vocabulary)

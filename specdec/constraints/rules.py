@@ -88,7 +88,7 @@ def _ends(text: list[int], tail: tuple[int, ...]) -> bool:
 
 
 @dataclass(frozen=True)
-class ThoughtBudget:
+class ThinkingLimit:
     """How long a thought may be."""
 
     open_id: int
@@ -103,7 +103,7 @@ class ThoughtBudget:
 class ThinkingBudget:
     """A thought that has had its tokens ends: the next token is the one that closes it."""
 
-    def __init__(self, budget: ThoughtBudget) -> None:
+    def __init__(self, budget: ThinkingLimit) -> None:
         self._budget = budget
         self._used: int | None = 0 if budget.inside else None
 

@@ -91,10 +91,11 @@ def apart(params: Params, arch: Arch) -> Params:
 
 
 def _apart(name: str, weight: Any) -> Any:
+    if isinstance(weight, Apart) or name.startswith("experts."):
+        return weight
     leaves = jax.tree.leaves(weight)
     repeats = len(leaves[0])
-    small = sum(bytes_of(x.dtype, x.size) for x in leaves) < repeats * APART_BYTES
-    if isinstance(weight, Apart) or small or name.startswith("experts."):
+    if sum(bytes_of(x.dtype, x.size) for x in leaves) < repeats * APART_BYTES:
         return weight
     return Apart(tuple(of_repeat(weight, repeat) for repeat in range(repeats)))
 
