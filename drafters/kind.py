@@ -153,8 +153,6 @@ class DrafterKind:
     """Most draft tokens of a cycle."""
     device_loops: tuple[str, ...] = ()
     """The backends whose device loop it has a step for."""
-    any_width: bool = False
-    """Whether it can be told of cycles that verified fewer guesses than k."""
     part: Callable[[SpeculationConfig], str | None] | None = None
     """Of a drafter that is made of others: which of them has weights, if any."""
 

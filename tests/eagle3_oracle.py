@@ -126,12 +126,14 @@ class Oracle:
 
 class Judging:
     """Mixed into a drafter: compares guesses with the formulas on a fresh prefill of the text,
-    chosen by argmax or with the target's noise: `by_the_formulas`, of each backend its own."""
+    chosen by argmax or with the target's noise: `by_the_formulas`, of each backend its own. Every
+    third cycle has one guess: it makes no difference to what follows."""
 
-    judged = 0
+    judged = cycles = 0
 
     def propose(self, seqs, k):
-        draft = super().propose(seqs, k)
+        self.cycles += 1
+        draft = super().propose(seqs, k if self.cycles % 3 else 1)
         for seq, guesses in zip(seqs, draft, strict=True):
             if seq.emitted % 6 == 1:  # the formulas take a while
                 expected = self.by_the_formulas(seq, guesses)

@@ -82,7 +82,7 @@ class Whim(Policy):
 
 def auto(head, seed, depths=(0, 1, 3, K), drafted=(0, 2, K), costs=None, kind=Policy, answers=100):
     texts = {"suffix": SuffixDrafter(1, 100), "ngram": NgramDrafter(1, 3)}
-    weighted = None if head is None else Weighted("head", head, True)
+    weighted = None if head is None else Weighted("head", head)
     policy = kind(K, costs or RandomCosts(seed), Menu.of(depths, drafted if head else (0,)))
     policy.weighted = None if head is None else "head"
     return AutoDrafter(texts, weighted, policy)
@@ -322,7 +322,7 @@ def test_rows_take_whom_the_host_chose_in_both_device_loops(runs):
 def late(head, costs):
     """A chooser, and its engine's rows driven by hand."""
     drafter = auto(head, 0, costs=costs)
-    return drafter, LateChooser(drafter, "ngram", slots=2, off=True)
+    return drafter, LateChooser(drafter, "ngram", slots=2, depths={0, K})
 
 
 def test_the_late_choice_follows_what_came():

@@ -203,16 +203,15 @@ def test_argmax_drafts_change_nothing_either():
         assert text == plain(KINDS[0], "nucleus")
 
 
-@pytest.mark.parametrize("name", ["eagle3", None])
+@pytest.mark.parametrize("name", ["eagle3", "model", None])
 def test_auto_in_the_captured_cycle(name):
-    """Whatever is chosen, a cycle late: with a head, and where cycles without guesses are narrower
-    than others."""
+    """Whatever is chosen, a cycle late: with weights and without, in cycles of any width."""
     target = target_of(KINDS[0], 3)
     head, resident = drafter_of(name, target, 4) if name else (None, None)
-    weighted = None if head is None else Weighted(name, head, False)
+    weighted = None if head is None else Weighted(name, head)
     policy = Whim(4, RandomCosts(1), Menu.of({4}, {0}), name)
     drafter = AutoDrafter({"ngram": NgramDrafter(2, 5)}, weighted, policy)
-    chooser = LateChooser(drafter, "ngram", 3, off=name is None)
+    chooser = LateChooser(drafter, "ngram", 3, {0, 1, 3, 4})
     captured = device_loop(target, DeviceAuto(chooser, DeviceNgram(target, 2, 5), resident), 4)
     for mode in MODES:
         assert decode(target, drafter, captured, mode)[0] == plain(KINDS[0], mode), mode

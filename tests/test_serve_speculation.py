@@ -29,7 +29,7 @@ def engine_of(auto=True):
         return Engine(target, drafter, cycle, drafting=DraftSetup("ngram", (), K))
     policy = Policy(K, CostTable(), Menu.of([0, K], [0, K]), "model")
     texts = {"suffix": SuffixDrafter(1), "ngram": NgramDrafter(1, 3)}
-    drafter = AutoDrafter(texts, Weighted("model", Noise(30), True), policy)
+    drafter = AutoDrafter(texts, Weighted("model", Noise(30)), policy)
     drafting = DraftSetup("auto", ("suffix", "ngram", "model"), K, policy)
     return Engine(target, drafter, host_cycle(target, drafter, K), drafting=drafting)
 

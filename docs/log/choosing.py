@@ -169,7 +169,7 @@ def auto(useless: bool = False) -> Make:
         menu = Menu.of(DEPTHS, (0, 1, 3, K))
         policy = Policy(K, table, menu, "head")
         drafters = {"suffix": SuffixDrafter(), "ngram": NgramDrafter()}
-        return AutoDrafter(drafters, Weighted("head", head, True), policy), K
+        return AutoDrafter(drafters, Weighted("head", head), policy), K
 
     return make
 

@@ -35,6 +35,7 @@ from choosing import (  # noqa: E402
 from recorded import Text, kinds_of  # noqa: E402
 
 from drafters.auto.host import AutoDrafter, Weighted  # noqa: E402
+from drafters.auto.kind import LATE_DEPTHS  # noqa: E402
 from drafters.auto.late import EITHER, NOBODY, TEXT, WEIGHTS, LateChooser  # noqa: E402
 from drafters.ngram.host import NgramDrafter  # noqa: E402
 from drafters.none.host import NoDrafter  # noqa: E402
@@ -103,15 +104,15 @@ class Device:
         return min(int(row.text.right[row.done]), chooser.depth) if weights else 0
 
 
-def late(known: list[Text], batch: int, off: bool) -> float:
-    """Tokens per second of the table's time. off: whether a cycle may verify nothing."""
+def late(known: list[Text], batch: int) -> float:
+    """Tokens per second of the table's time."""
     costs, passed, emitted = Known(), 0.0, 0
     drafter = AutoDrafter(
         {"ngram": NgramDrafter()},
-        Weighted("head", NoDrafter(), True),
-        Policy(K, costs, Menu.of((0, K), (0, K)), "head"),
+        Weighted("head", NoDrafter()),
+        Policy(K, costs, Menu(()), "head"),
     )
-    chooser = LateChooser(drafter, "ngram", SLOTS, off)
+    chooser = LateChooser(drafter, "ngram", SLOTS, {*LATE_DEPTHS, K})
     device, waiting, free = Device(chooser), deque(enumerate(known)), list(range(batch))
     rows: list[Row] = []
     unread: list[tuple[Row, int, list[int]]] = []
@@ -126,7 +127,7 @@ def late(known: list[Text], batch: int, off: bool) -> float:
         chooser.choose([row.seq for row in rows])
         came = device.cycle(rows)
         if came:
-            drafted = K if chooser.runs else 0
+            drafted = chooser.depth if chooser.runs else 0
             passed += costs.seconds(Work(len(came), chooser.depth, drafted))
             emitted += sum(len(tokens) for _, _, tokens in came)
         for row, right, tokens in unread:
@@ -159,11 +160,10 @@ def main() -> None:
             wrong = [t._replace(answer=nonsense(t.answer), right=t.right * 0) for t in known]
             plain = said(wrong, batch, alone("none", 0)).speed
             found: dict[str, Any] = {"best": best}
-            for name, off in (("with_off", True), ("without", False)):
-                speed = late(known, batch, off)
-                found[f"{name}_over_best"] = round(speed / singles[best], 3)
-                found[f"{name}_over_plain"] = round(speed / singles["none 0"], 3)
-                found[f"{name}_useless"] = round(late(wrong, batch, off) / plain, 3)
+            speed = late(known, batch)
+            found["over_best"] = round(speed / singles[best], 3)
+            found["over_plain"] = round(speed / singles["none 0"], 3)
+            found["useless"] = round(late(wrong, batch) / plain, 3)
             table[f"{kind}, batch {batch}"] = found
             print(kind, batch, found, flush=True)
         given.out.write_text(json.dumps({"k": K, "rows": table}, indent=1) + "\n")

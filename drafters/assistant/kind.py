@@ -160,5 +160,4 @@ KIND = DrafterKind(
     options=AssistantOptions,
     vllm_method="mtp",
     device_loops=("jax", "cuda"),
-    any_width=True,
 )

@@ -27,8 +27,6 @@ class Weighted:
 
     name: str
     drafter: Drafter
-    any_width: bool
-    """Whether it can be told of cycles that verified fewer than k guesses."""
 
 
 @dataclass
@@ -89,7 +87,7 @@ class AutoDrafter:
         chosen, kept = np.asarray(step.chosen), np.asarray(accepted)
         for part in self.texts.values():
             part.observe(seqs, step, accepted)
-        if self.weighted is not None and self._hears(chosen.shape[1]):
+        if self.weighted is not None:
             self.weighted.drafter.observe(seqs, step, accepted)
         turn, self._turn = self._turn, None
         if turn is None:
@@ -102,10 +100,6 @@ class AutoDrafter:
             self._judge(turn, b, seq, chosen[b, : int(kept[b]) + 1])
         self.policy.learn(turn.choice, int((kept + 1).sum()))
 
-    def _hears(self, width: int) -> bool:
-        assert self.weighted is not None
-        return self.weighted.any_width or width == self.policy.k + 1
-
     def chosen(self, offers: list[RowOffers]) -> Choice:
         """What the policy chooses, or what is measured."""
         if self.forced is None:
@@ -117,9 +111,11 @@ class AutoDrafter:
         """The bucket of the drafter with weights: how far it was right on that row last."""
         return self._fared[seq.slot]
 
-    def note(self, seq: Sequence, right: int) -> None:
-        """So many of its guesses were right."""
-        self._fared[seq.slot] = bucket_of(right + 1)
+    def fared_so(self, seq: Sequence, right: int, guessed: int) -> None:
+        """So many of its guesses were right; if all of a short draft were, it might have gone
+        further."""
+        if right < guessed or guessed == self.policy.k:
+            self._fared[seq.slot] = bucket_of(right + 1)
 
     def offers(self, seq: Sequence, guesses: Mapping[str, Array], k: int) -> RowOffers:
         """What a row can choose from. guesses [k]: of each text drafter that the loop has."""
@@ -160,8 +156,7 @@ class AutoDrafter:
             guessed = len(own)
             if self.weighted is not None and name == self.weighted.name:
                 guessed = turn.choice.drafted  # where it said nothing it took the time all the same
-                if right < guessed or guessed == self.policy.k:  # else: how far is not known
-                    self.note(seq, right)
+                self.fared_so(seq, right, guessed)
             if name in buckets:
                 rows = len(turn.offers)
                 self.policy.table(name).learn(buckets[name], right, guessed, len(came), rows)

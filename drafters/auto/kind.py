@@ -31,6 +31,8 @@ LOOKUP = "ngram"
 """The one of them that device loops have a step for."""
 DEPTHS = 0, 1, 3, 7, 15
 """Draft tokens per row that a cycle may verify, beside K, where fewer cost less."""
+LATE_DEPTHS = 0, 1, 3
+"""The same of device loops, which capture a cycle of each, with guesses by weights and without."""
 WITH = (
     "The drafter with weights that auto chooses from, beside those that read the text: model, "
     "eagle3 or assistant. None by default."
@@ -72,15 +74,13 @@ class _Placed:
     def make(self, k: int) -> AutoDrafter:
         made = {name: placed.make(k) for name, placed in self.parts.items()}
         name = self.weighted
-        weighted = None
-        if name is not None:
-            weighted = Weighted(name, made.pop(name), registry.find(name).any_width)
+        weighted = None if name is None else Weighted(name, made.pop(name))
         return AutoDrafter(made, weighted, Policy(k, CostTable(), self._menu(k), name))
 
     def on_device(self, drafter: AutoDrafter) -> Any:
         """Prompt lookup and the drafter with weights: suffix lookup has no step there."""
-        narrow = drafter.weighted is None or drafter.weighted.any_width
-        chooser = LateChooser(drafter, LOOKUP, self.target.slots, narrow and self._fewer_cost_less)
+        depths = self._depths(drafter.policy.k, LATE_DEPTHS)
+        chooser = LateChooser(drafter, LOOKUP, self.target.slots, depths)
         text = self.parts[LOOKUP].on_device(drafter.texts[LOOKUP])
         weighted = None
         if drafter.weighted is not None:
@@ -98,8 +98,11 @@ class _Placed:
         meter = meter_of(self.target)
         return meter.fed_width(0) < meter.fed_width(1)
 
+    def _depths(self, k: int, shorter: tuple[int, ...]) -> set[int]:
+        return {d for d in shorter if d < k and self._fewer_cost_less} | {k}
+
     def _menu(self, k: int) -> Menu:
-        depths = {d for d in DEPTHS if d < k} | {k} if self._fewer_cost_less else {k}
+        depths = self._depths(k, DEPTHS)
         return Menu.of(depths, {0} if self.weighted is None else {0, 1, max(1, k // 2), k})
 
 

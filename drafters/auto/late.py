@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence as Seqs
+from collections.abc import Sequence as Seqs, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,18 +55,16 @@ UNREAD = 1
 class LateChooser:
     """One drafter that reads the text, which the device has a step for, and one with weights."""
 
-    def __init__(self, drafter: AutoDrafter, text: str, slots: int, off: bool) -> None:
-        """off: whether a cycle without guesses is one of its own, narrower than others."""
+    def __init__(self, drafter: AutoDrafter, text: str, slots: int, depths: Set[int]) -> None:
+        """depths: how many guesses a cycle may verify; the drafter with weights makes as many."""
         self._drafter, self._text = drafter, text
-        k = drafter.policy.k  # a dispatch guesses and verifies all of them
-        depths = {0, k} if off else {k}
-        drafter.policy.menu = Menu.of(depths, {0} if drafter.weighted is None else {0, k})
+        drafter.policy.menu = Menu.filled(depths, drafter.weighted is not None)
         self._seen: dict[int, _Seen] = {}
         self._unheard: deque[_Dispatch] = deque()
         self._asked = 0.0
         self.take = np.zeros(slots, np.int32)
         """[slots]: NOBODY, TEXT, WEIGHTS or EITHER."""
-        self.runs, self.depth = False, k
+        self.runs, self.depth = False, drafter.policy.k
         """Whether the drafter with weights guesses; how many guesses are verified."""
 
     @property
@@ -114,22 +112,25 @@ class LateChooser:
             kept.subtract(seen.lengths)
             cycles, emitted = max(cycles, kept.total()), emitted + len(came)
             if self._drafter.forced is None:
-                own = dispatch.choice.drafted > 0 and dispatch.take_of(seq) == WEIGHTS
-                self._judge(seen, came, +kept if own else Counter(), len(seqs))
+                own = dispatch.choice.drafted if dispatch.take_of(seq) == WEIGHTS else 0
+                self._judge(seen, came, +kept if own else Counter(), own, len(seqs))
         return cycles, emitted
 
-    def _judge(self, seen: _Seen, came: list[int], kept: Counter[int], rows: int) -> None:
-        """kept: of the drafter with weights, cycles by how many of its guesses were right."""
+    def _judge(
+        self, seen: _Seen, came: list[int], kept: Counter[int], drafted: int, rows: int
+    ) -> None:
+        """kept: of the drafter with weights, cycles by how many of its `drafted` guesses were
+        right."""
         both = min(len(seen.guesses), len(came))
         agreed = np.array(seen.guesses[:both]) == np.array(came[:both])
         table, right = self._policy.table(self._text), int(agreed.cumprod().sum())
         table.learn(seen.bucket, right, len(seen.guesses), len(came), rows)
-        weighted, k = self._drafter.weighted, self._policy.k
+        weighted = self._drafter.weighted
         for right in kept.elements():
             assert weighted is not None
             bucket = self._drafter.fared(seen.seq)
-            self._policy.table(weighted.name).learn(bucket, right, k, right + 1, rows)
-            self._drafter.note(seen.seq, right)
+            self._policy.table(weighted.name).learn(bucket, right, drafted, right + 1, rows)
+            self._drafter.fared_so(seen.seq, right, drafted)
 
     def _tell(self, dispatch: _Dispatch, rows: int, cycles: int, emitted: int) -> None:
         """What a dispatch's cycles took and brought."""

@@ -41,7 +41,8 @@ class Proposer(Protocol[Batch]):
 
     def observe(self, batch: Batch, step: Step, accepted: Array, /) -> None:
         """Learn what the cycle chose, and from which features: `accepted` [B] draft tokens and the
-        one after them are kept. The rows are not extended yet."""
+        one after them are kept. The rows are not extended yet. A cycle may have verified fewer
+        guesses than the drafter's k."""
         ...
 
 

@@ -83,7 +83,7 @@ class AssistantDrafter:
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         assert step.features is not None and step.by_slot, "as the JAX target hands them out"
         rows, slots = [seq.slot for seq in seqs], self.target.slots
-        chosen = np.zeros((slots, self.k + 1), np.int32)
+        chosen = np.zeros((slots, step.chosen.shape[1]), np.int32)
         kept, live = np.zeros(slots, np.int32), np.zeros(slots, bool)
         chosen[rows], kept[rows], live[rows] = step.chosen, accepted, True
         self.memory = self._learn(self.memory, step.features, chosen, kept, live)

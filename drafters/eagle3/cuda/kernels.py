@@ -102,5 +102,6 @@ class DraftKernels(Kernels):
     ) -> None:
         batch, width = chosen.shape
         tensors = features, chosen, accepted, rows.slot, *pending
-        arguments = [*map(pointer, tensors), c_int(width), c_int(features.shape[-1] // 4)]
+        sizes = width, pending.chosen.shape[1], features.shape[-1] // 4
+        arguments = [*map(pointer, tensors), *map(c_int, sizes)]
         self._launch(LAYOUT, "keep", (batch * width, 1, 1), THREADS, arguments)

@@ -75,8 +75,8 @@ class DraftOps(Ops, Protocol):
     def keep(
         self, pending: Pending, rows: Rows, features: Tensor, chosen: Tensor, accepted: Tensor
     ) -> None:
-        """features [B, W, F], chosen [B, W] int32 and accepted [B] int32 of a verify are pending
-        now; not those of idle rows."""
+        """features [B, N, F], chosen [B, N] int32 and accepted [B] int32 of a verify, of no more
+        than W tokens a row, are pending now; not those of idle rows."""
         ...
 
 
@@ -118,6 +118,6 @@ class DraftReference(Reference):
     def keep(
         self, pending: Pending, rows: Rows, features: Tensor, chosen: Tensor, accepted: Tensor
     ) -> None:
-        slot = rows.slot.long()
-        pending.features[slot], pending.chosen[slot] = features, chosen
+        slot, width = rows.slot.long(), chosen.shape[1]
+        pending.features[slot, :width], pending.chosen[slot, :width] = features, chosen
         pending.count[slot] = accepted + 1

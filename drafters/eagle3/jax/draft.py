@@ -99,10 +99,18 @@ class _TracedHead:
 
 
 def learn(old: Pending, new: Pending, live: Array) -> Pending:
-    """What live rows [B] have chosen now is pending; `new.features` may be wider than `chosen`."""
-    new = replace(new, features=new.features[:, : new.chosen.shape[1]])
-    return jax.tree.map(
-        lambda new, old: jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old), new, old
+    """What live rows [B] have chosen now is pending. A cycle of fewer guesses has fewer to say than
+    there is room for; `new.features` may be wider than `chosen`."""
+    width = new.chosen.shape[1]
+
+    def first(new: Array, old: Array) -> Array:
+        live_rows = live.reshape(-1, *[1] * (new.ndim - 1))
+        return old.at[:, :width].set(jnp.where(live_rows, new[:, :width], old[:, :width]))
+
+    return Pending(
+        first(new.features, old.features),
+        first(new.chosen, old.chosen),
+        jnp.where(live, new.count, old.count),
     )
 
 

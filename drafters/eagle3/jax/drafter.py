@@ -63,7 +63,7 @@ class EagleDrafter:
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         assert step.features is not None and step.by_slot, "as the JAX target hands them out"
         rows, slots = [seq.slot for seq in seqs], self.target.slots
-        chosen = np.zeros((slots, self.k + 1), np.int32)
+        chosen = np.zeros((slots, step.chosen.shape[1]), np.int32)
         count, live = np.ones(slots, np.int32), np.zeros(slots, bool)
         chosen[rows], count[rows], live[rows] = step.chosen, np.asarray(accepted) + 1, True
         new = Pending(step.features, chosen, count)

@@ -79,6 +79,11 @@ class Menu:
     def of(cls, depths: Iterable[int], drafted: Iterable[int]) -> Menu:
         return cls(tuple((d, n) for n in sorted(drafted) for d in sorted(depths) if d >= n))
 
+    @classmethod
+    def filled(cls, depths: Iterable[int], weighted: bool) -> Menu:
+        """Of loops in which the drafter with weights, if there is one, makes all guesses or none."""
+        return cls(tuple((d, n) for d in sorted(depths) for n in {0, d if weighted else 0}))
+
 
 @dataclass
 class Policy:

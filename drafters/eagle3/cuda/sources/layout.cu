@@ -25,15 +25,16 @@ extern "C" __global__ void lay_out(const int* start, const int* slot, const int*
   }
 }
 
-// What the target chose from which features becomes pending. Grid: rows and tokens of the call.
+// What the target chose from which features becomes pending: the first of a slot's `places`. Grid: rows
+// and tokens of the call.
 extern "C" __global__ void __launch_bounds__(256)
     keep(const float4* features, const int* chosen, const int* accepted, const int* slot, float4* to,
-         int* pending, int* count, int width, int quads) {
+         int* pending, int* count, int width, int places, int quads) {
   let_next_start();
   wait_for_previous();
   const int m = blockIdx.x, b = m / width, own = slot[b];
   if (own < 0) return;
-  const size_t at = size_t(own) * width + m % width;
+  const size_t at = size_t(own) * places + m % width;
   for (int i = threadIdx.x; i < quads; i += 256) to[at * quads + i] = features[size_t(m) * quads + i];
   if (threadIdx.x == 0) pending[at] = chosen[m];
   if (threadIdx.x == 0 && m % width == 0) count[own] = accepted[b] + 1;
