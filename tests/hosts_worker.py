@@ -64,7 +64,7 @@ def assisted(folder: Path, options: JaxOptions) -> list[list[int]]:
     spec = released_size(target.arch)
     layers = tuple(replace(layer, ffw=32) for layer in spec.arch.layers)
     made = random_assistant(replace(spec, arch=replace(spec.arch, hidden=48, layers=layers)))
-    drafter = AssistantDrafter(PlacedAssistant(made, target, 1, False, False), K)
+    drafter = AssistantDrafter(PlacedAssistant(made, target, 1, False, False))
     return texts(target, drafter, device_loop(target, drafter, K))
 
 

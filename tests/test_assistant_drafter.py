@@ -60,7 +60,7 @@ class Judged(Judging, AssistantDrafter):
 @pytest.mark.parametrize("variant", ["31b", pytest.param("e4b", marks=pytest.mark.slow)])
 def test_guesses_are_transformers_on_the_text(tiny, variant):
     """So nothing of a rejected draft, of another row or of an earlier cycle is left in them."""
-    drafter = Judged(placed_of(tiny[variant], variant), K)
+    drafter = Judged(placed_of(tiny[variant], variant))
     drafter.variant = variant
     decode_three(drafter.target, drafter, K, 20)
     assert drafter.judged >= 8
@@ -68,20 +68,20 @@ def test_guesses_are_transformers_on_the_text(tiny, variant):
 
 @pytest.mark.parametrize("variant", [pytest.param("31b", marks=pytest.mark.slow), "e4b"])
 def test_lossless_in_both_loops(tiny, variant):
-    drafter = AssistantDrafter(placed_of(tiny[variant], variant), K)
+    drafter = AssistantDrafter(placed_of(tiny[variant], variant))
     check_both_loops(target_of(tiny[variant]), drafter, K)
 
 
 def test_nothing_is_guessed_beyond_the_context(tiny):
     target = target_of(tiny["31b"])
-    drafter = AssistantDrafter(placed_of(tiny["31b"], "31b"), K)
+    drafter = AssistantDrafter(placed_of(tiny["31b"], "31b"))
     check_guesses_end(target, drafter, K, 96, (90, 95), context=96)
 
 
 def test_a_pruned_head_guesses_as_the_whole_one_that_may_say_no_other_word(tiny, monkeypatch):
     path, target = tiny["31b"], target_of(tiny["31b"])
     ids = np.arange(0, VOCAB, 3)
-    whole, pruned = (AssistantDrafter(placed_of(path, "31b", i), K) for i in (None, ids))
+    whole, pruned = (AssistantDrafter(placed_of(path, "31b", i)) for i in (None, ids))
     said = []
     for sampling in (Sampling(), Sampling(0.8, top_p=0.9, seed=3)):
         seq = Sequence([5, 9, 3, 8], sampling, slot=0)
@@ -101,7 +101,7 @@ def test_a_pruned_head_guesses_as_the_whole_one_that_may_say_no_other_word(tiny,
 
 def test_says_nothing_where_nothing_that_it_knows_may_be_said(tiny, monkeypatch):
     target = target_of(tiny["e4b"])
-    drafter = AssistantDrafter(placed_of(tiny["e4b"], "e4b"), K)
+    drafter = AssistantDrafter(placed_of(tiny["e4b"], "e4b"))
     monkeypatch.setattr(target, "bias", target.bias - np.inf)
     for sampling in (Sampling(), Sampling(1.0, seed=3)):
         seq = Sequence([5, 6], sampling, slot=0)

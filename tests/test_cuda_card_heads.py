@@ -86,17 +86,20 @@ def test_bookkeeping_equals_its_twin(batch):
             assert torch.equal(mine[:-1], theirs[:-1])  # the spare row holds anything
 
 
-@pytest.mark.parametrize(("drafts", "vocab"), [(820, 4096), (32000, 262144), (60000, 262144)])
+@pytest.mark.parametrize(
+    ("drafts", "vocab"), [(820, 4096), (32000, 262144), (60000, 262144), (262144, 262144)]
+)
 @pytest.mark.parametrize("mode", [*MODES, "argmax"])
 def test_guesses_equal_their_twins(mode, drafts, vocab):
-    """Of more words than a CTA holds too; a row that sits out, and one that may say nothing."""
+    """Of more words than a cluster holds, and of all; a row that sits out, and one that may say
+    nothing."""
     ours, twin = both_ops("fp8")
     batch, slots, width, j = 6, 9, 5, 2
     random = np.random.default_rng(1)
     ids = torch.from_numpy(np.sort(random.choice(vocab, drafts, replace=False)))
     inverse = torch.full((vocab,), -1)
     inverse[ids] = torch.arange(drafts)
-    known = DraftVocabulary(ids.int().cuda(), inverse.int().cuda())
+    known = DraftVocabulary(ids.int().cuda(), inverse.int().cuda()) if drafts < vocab else None
     sampling_params = blank_table(slots, "cuda")
     for slot in range(slots):
         set_row(sampling_params, slot, MODES[mode](slot) if mode in MODES else Sampling(), 7)

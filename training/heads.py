@@ -252,7 +252,7 @@ class AssistantHead:
         def draft_by(weights: Weights) -> None:
             placed.read(Assistant(self.spec, {n: np.asarray(v) for n, v in weights.items()}))
 
-        return AssistantDrafter(placed, k), draft_by
+        return AssistantDrafter(placed), draft_by
 
 
 def _last_layers(shapes: dict[str, tuple[int, ...]], layers: tuple[OriginLayer, ...]) -> Weights:

@@ -63,7 +63,7 @@ def _beside_jax(draft: AssistantDraft, target: Any, config: ModelConfig) -> Plac
 
     placed = PlacedAssistant(draft.assistant, target, draft.ahead, draft.greedy, config.int8)
     # it is both, and keeps nothing of a prompt but its last row, which is never reused
-    return PlacedDrafter(lambda k: AssistantDrafter(placed, k), lambda drafter: drafter)
+    return PlacedDrafter(lambda k: AssistantDrafter(placed), lambda drafter: drafter)
 
 
 def _beside_cuda(draft: AssistantDraft, target: Any, config: ModelConfig) -> PlacedDrafter:

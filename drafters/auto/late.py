@@ -27,25 +27,36 @@ NOBODY, TEXT, WEIGHTS, EITHER = range(4)
 
 @dataclass
 class _Seen:
-    """What the host knew of a row when it last chose."""
+    """What the host knew of a row when it last chose, and what lookup guessed after that text."""
 
     seq: Sequence
     length: int
     lengths: Counter[int]
-    bucket: int
     guesses: list[int]
 
 
 @dataclass(frozen=True)
+class _Taken:
+    """Whose guesses a row takes, and what spoke for them then, a cycle before the row began it."""
+
+    seq: Sequence
+    take: int
+    looked_up: int | None
+    """The bucket of lookup's guesses, None: it had none."""
+    fared: int
+    """The bucket of the drafter with weights."""
+
+
+@dataclass(frozen=True)
 class _Dispatch:
-    """What was chosen, and whose guesses each slot's owner takes."""
+    """What was chosen, in all and by slot."""
 
     choice: Choice
-    taken: dict[int, tuple[Sequence, int]]
+    taken: dict[int, _Taken]
 
-    def take_of(self, seq: Sequence) -> int | None:
-        owner, take = self.taken.get(seq.slot, (None, None))
-        return take if owner is seq else None
+    def of(self, seq: Sequence) -> _Taken | None:
+        taken = self.taken.get(seq.slot)
+        return taken if taken is not None and taken.seq is seq else None
 
 
 UNREAD = 1
@@ -79,18 +90,20 @@ class LateChooser:
         self._asked = time.perf_counter()
         choice = self._drafter.chosen(offers)
         self.runs, self.depth = choice.drafted > 0, choice.depth
+        taken: dict[int, _Taken] = {}
         for seq, row, name in zip(seqs, guesses, choice.by_row, strict=True):
-            self.take[seq.slot] = self._code(seq, name)
-            bucket = bucket_of(matched(self._drafter.texts[self._text], seq))
+            self.take[seq.slot] = take = self._code(seq, name)
             known = [t for t in row.tolist() if t != NO_GUESS]
             lengths = Counter(seq.acceptance.lengths)
-            self._seen[seq.slot] = _Seen(seq, len(seq.tokens), lengths, bucket, known)
-        taken = {seq.slot: (seq, int(self.take[seq.slot])) for seq in seqs}
+            self._seen[seq.slot] = _Seen(seq, len(seq.tokens), lengths, known)
+            bucket = bucket_of(matched(self._drafter.texts[self._text], seq))
+            looked_up = bucket if known else None
+            taken[seq.slot] = _Taken(seq, take, looked_up, self._drafter.fared(seq))
         self._unheard.append(_Dispatch(choice, taken))
 
     def _hear(self, seqs: Seqs[Sequence]) -> None:
         """Learn from the oldest dispatch not heard of, if any of its rows said something."""
-        while self._unheard and not any(self._unheard[0].take_of(s) is not None for s in seqs):
+        while self._unheard and not any(self._unheard[0].of(s) for s in seqs):
             self._unheard.popleft()  # all of its rows have ended
         if self._unheard and any(self._said(seq) for seq in seqs):
             dispatch = self._unheard.popleft()
@@ -111,26 +124,30 @@ class LateChooser:
             kept = Counter(seq.acceptance.lengths)
             kept.subtract(seen.lengths)
             cycles, emitted = max(cycles, kept.total()), emitted + len(came)
-            if self._drafter.forced is None:
-                own = dispatch.choice.drafted if dispatch.take_of(seq) == WEIGHTS else 0
-                self._judge(seen, came, +kept if own else Counter(), own, len(seqs))
+            taken = dispatch.of(seq)
+            if self._drafter.forced is None and taken is not None:
+                self._judge_lookup(taken, seen.guesses, came, len(seqs))
+                if taken.take == WEIGHTS and dispatch.choice.drafted:
+                    self._judge_weights(taken, +kept, dispatch.choice.drafted, len(seqs))
         return cycles, emitted
 
-    def _judge(
-        self, seen: _Seen, came: list[int], kept: Counter[int], drafted: int, rows: int
-    ) -> None:
-        """kept: of the drafter with weights, cycles by how many of its `drafted` guesses were
-        right."""
-        both = min(len(seen.guesses), len(came))
-        agreed = np.array(seen.guesses[:both]) == np.array(came[:both])
+    def _judge_lookup(self, taken: _Taken, guesses: list[int], came: list[int], rows: int) -> None:
+        """guesses: what it said where the row began the cycle. It was promised by what was known a
+        cycle before; where nothing is left of that, the promise was wrong."""
+        if taken.looked_up is None:
+            return
+        both = min(len(guesses), len(came))
+        agreed = np.array(guesses[:both]) == np.array(came[:both])
         table, right = self._policy.table(self._text), int(agreed.cumprod().sum())
-        table.learn(seen.bucket, right, len(seen.guesses), len(came), rows)
+        table.learn(taken.looked_up, right, max(len(guesses), 1), len(came), rows)
+
+    def _judge_weights(self, taken: _Taken, kept: Counter[int], drafted: int, rows: int) -> None:
+        """kept: cycles by how many of its `drafted` guesses were right."""
         weighted = self._drafter.weighted
+        assert weighted is not None
         for right in kept.elements():
-            assert weighted is not None
-            bucket = self._drafter.fared(seen.seq)
-            self._policy.table(weighted.name).learn(bucket, right, drafted, right + 1, rows)
-            self._drafter.fared_so(seen.seq, right, drafted)
+            self._policy.table(weighted.name).learn(taken.fared, right, drafted, right + 1, rows)
+            self._drafter.fared_so(taken.seq, right, drafted)
 
     def _tell(self, dispatch: _Dispatch, rows: int, cycles: int, emitted: int) -> None:
         """What a dispatch's cycles took and brought."""

@@ -16,15 +16,17 @@ from torch import Tensor
 from specdec.core.types import NO_GUESS
 from targets.cuda.launch import Launcher, Variant, address, pointer
 from targets.cuda.ops import Ops, Rows
-from targets.cuda.sampler import CLUSTER
+from targets.cuda.sampler import CLUSTER, Sampler
 from targets.sampling_params import Rules, SamplingTable
 
-GUESS, NOTE = Variant("guess"), Variant("note")
-VARIANTS = {GUESS, NOTE}
+GUESS = Variant("guess")
 THREADS = 256
 MOST_DRAFTS = 48 * 1024
 """Words that fit into a cluster's registers (guess.cu); among more, the target's own sampler
 chooses."""
+LIKELIEST = 128
+"""Of more words than that, those from which a guess is drawn where a request has top-p alone: what
+is less likely is seldom guessed right, and a cut by mass of all words takes as long as a draft."""
 
 
 class DraftVocabulary(NamedTuple):
@@ -60,10 +62,10 @@ class _Guess(Structure):
 
 
 class Guesser:
-    """`Guess` as launches of our kernels. ops: whose sampler chooses among many words."""
+    """`Guess` as launches of our kernels. sampler: chooses among many words."""
 
-    def __init__(self, launch: Launcher, ops: Ops, device: torch.device) -> None:
-        self._launch, self._ops, self._device = launch, ops, device
+    def __init__(self, launch: Launcher, sampler: Sampler, device: torch.device) -> None:
+        self._launch, self._sampler, self._device = launch, sampler, device
 
     def __call__(
         self,
@@ -76,10 +78,8 @@ class Guesser:
     ) -> None:
         (batch, drafts), vocab = logits.shape, rules.bias.shape[1]
         if known is None or drafts > MOST_DRAFTS:
-            fed = Rows(at.tokens[:, :1], at.start, at.slot)
             spread = logits[:, None] if known is None else self._spread(logits, known.draft_ids)
-            chosen = self._ops.choose(spread, rules, fed, needs_sampler)
-            self._note(chosen, spread, rules, at, j)
+            self._sampler.guess(spread, rules, at, j, needs_sampler, LIKELIEST)
             return
         size = (batch, drafts) if needs_sampler else 0
         counts = torch.empty(size, dtype=torch.int32, device=self._device)
@@ -96,16 +96,16 @@ class Guesser:
         out = torch.empty((batch, 1, vocab), device=self._device)
         arguments = [*map(pointer, (logits, draft_ids, out))]
         arguments += [c_int(logits.shape[1]), c_int(vocab)]
-        self._launch(NOTE, "spread", (-(-vocab // THREADS), batch, 1), THREADS, arguments)
+        self._launch(GUESS, "spread", (-(-vocab // THREADS), batch, 1), THREADS, arguments)
         return out
 
-    def _note(self, chosen: Tensor, logits: Tensor, rules: Rules, at: Rows, j: int) -> None:
-        """What was `chosen` [B, 1] from logits [B, 1, V] as guess j."""
-        batch, width = at.tokens.shape
-        tensors = chosen, logits, rules.bias, at.start, at.slot, at.tokens, rules.history
-        sizes = batch, logits.shape[-1], width, rules.history.stride(0), j
-        arguments = [*map(pointer, tensors), *map(c_int, sizes)]
-        self._launch(NOTE, "note", (-(-batch // 128), 1, 1), 128, arguments)
+
+def _among_the_likeliest(rules: Rules) -> Rules:
+    """As a guess is drawn from many words: of LIKELIEST, where top-p alone cuts."""
+    table = rules.sampling_params
+    alone = (table.top_k <= 0) & (table.top_p < 1)
+    top_k = torch.where(alone, LIKELIEST, table.top_k)
+    return rules._replace(sampling_params=table._replace(top_k=top_k))
 
 
 def reference_guess(
@@ -119,6 +119,8 @@ def reference_guess(
 ) -> None:
     """`Guess` in torch. ops: whose `choose` chooses."""
     spread = logits[:, None]
+    if known is None or logits.shape[1] > MOST_DRAFTS:
+        rules = _among_the_likeliest(rules)
     if known is not None:
         spread = logits.new_full((len(logits), 1, rules.bias.shape[1]), -torch.inf)
         spread[:, 0, known.ids.long()] = logits

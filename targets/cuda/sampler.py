@@ -21,8 +21,8 @@ class _SampleJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("logits", "bias", "history", "start", "slot")),
         *((name, c_void_p) for name in SamplingTable._fields),
-        *((name, c_void_p) for name in ("counts", "chosen", "masks")),
-        *((name, c_int) for name in ("vocab", "stride", "tokens", "shaped")),
+        *((name, c_void_p) for name in ("counts", "chosen", "masks", "guesses")),
+        *((name, c_int) for name in ("vocab", "stride", "tokens", "shaped", "width", "j", "most")),
     )
 
 
@@ -39,22 +39,47 @@ class Sampler:
         masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`Ops.choose`."""
+        chosen = torch.empty(logits.shape[:2], dtype=torch.int32, device=self._device)
+        self._choose(logits, rules, rows, needs_sampler, (chosen, masks, None), (0, 0, 0))
+        return chosen
+
+    def guess(
+        self,
+        logits: torch.Tensor,
+        rules: Rules,
+        at: Rows,
+        j: int,
+        needs_sampler: bool,
+        most: int,
+    ) -> None:
+        """`guessing.Guess` from logits [B, 1, V]. most: words from which a row of top-p alone
+        draws."""
+        sizes = at.tokens.shape[1], j, most
+        self._choose(logits, rules, at, needs_sampler, (None, None, at.tokens), sizes)
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        rules: Rules,
+        rows: Rows,
+        needs_sampler: bool,
+        places: tuple[torch.Tensor | None, ...],
+        sizes: tuple[int, int, int],
+    ) -> None:
+        """places: what is chosen, masks, guesses; sizes: of guesses the width, j, most."""
         batch, tokens, vocab = logits.shape
         m = batch * tokens
-        chosen = torch.empty((batch, tokens), dtype=torch.int32, device=self._device)
-        counts = torch.empty(
-            (m, vocab) if needs_sampler else 0, dtype=torch.int32, device=self._device
-        )
+        size = (m, vocab) if needs_sampler else 0
+        counts = torch.empty(size, dtype=torch.int32, device=self._device)
         job = _SampleJob(
             *map(address, (logits, rules.bias, rules.history, rows.start, rows.slot)),
             *map(address, rules.sampling_params),
-            *map(address, (counts, chosen, masks)),
-            *(vocab, rules.history.stride(0), tokens, int(needs_sampler)),
+            *map(address, (counts, *places)),
+            *(vocab, rules.history.stride(0), tokens, int(needs_sampler), *sizes),
         )
         share = (vocab + 4 * CLUSTER - 1) // (4 * CLUSTER) * 4
         room = 4 * share if needs_sampler else 0
         self._launch(SAMPLE, "choose", (m * CLUSTER, 1, 1), THREADS, [job], room)
-        return chosen
 
     def lay_out(
         self,

@@ -49,10 +49,10 @@ class PlacedAssistant:
 
 
 class AssistantDrafter:
-    """k draft tokens a cycle, neither more nor fewer."""
+    """Nothing of a text is kept but the state of its last row."""
 
-    def __init__(self, placed: PlacedAssistant, k: int) -> None:
-        self.placed, self.target, self.k = placed, placed.target, k
+    def __init__(self, placed: PlacedAssistant) -> None:
+        self.placed, self.target = placed, placed.target
         whole, slots = replicated(self.target.mesh), self.target.slots
         states = (slots, self.target.arch.hidden)
         self.memory = Seed(

@@ -18,7 +18,7 @@ from targets.cuda.device_drafter import CapturedBatch
 
 
 class EagleDrafter:
-    """One head beside its target; k draft tokens a cycle, neither more nor fewer."""
+    """One head beside its target; at most k draft tokens a cycle."""
 
     def __init__(self, head: HeadModel, k: int, greedy: bool = False) -> None:
         """greedy: guess the argmax at any temperature, as other engines do (to compare)."""

@@ -23,7 +23,7 @@ _learn = jax.jit(drafting.learn)
 
 
 class EagleDrafter:
-    """One head beside its target; k draft tokens a cycle, neither more nor fewer."""
+    """One head beside its target; at most k draft tokens a cycle."""
 
     def __init__(self, head: Head, target: JaxTarget, k: int, greedy: bool = False) -> None:
         """greedy: guess the argmax at any temperature, as other engines do (to compare).

@@ -81,7 +81,7 @@ class Menu:
 
     @classmethod
     def filled(cls, depths: Iterable[int], weighted: bool) -> Menu:
-        """Of loops in which the drafter with weights, if there is one, makes all guesses or none."""
+        """Of loops in which the drafter with weights, if any, makes all guesses or none."""
         return cls(tuple((d, n) for d in sorted(depths) for n in {0, d if weighted else 0}))
 
 

@@ -224,3 +224,15 @@ extern "C" __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThre
   }
   cluster_sync();  // nobody leaves while others still write to its memory
 }
+
+// Of more words than that: logits over draft ids as logits over the target's, -inf for what the head does
+// not know. The target's sampler chooses.
+// Grid: vocabulary, rows.
+extern "C" __global__ void __launch_bounds__(256)
+    spread(const float* logits, const int* draft_ids, float* out, int drafts, int vocab) {
+  let_next_start();
+  const int i = blockIdx.x * 256 + threadIdx.x;
+  const int id = i < vocab ? draft_ids[i] : -1;
+  wait_for_previous();
+  if (i < vocab) out[size_t(blockIdx.y) * vocab + i] = id < 0 ? -INFINITY : logits[size_t(blockIdx.y) * drafts + id];
+}

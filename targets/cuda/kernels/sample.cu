@@ -5,17 +5,22 @@
 // A cluster of 8 CTAs owns one row, each an eighth of the vocabulary. Probabilities are added as whole
 // numbers, so that in which order, and beside how many tokens that are out, is nothing to a sum: a head
 // leaves all logits, or a few candidates' (screen.cu). Where few are left, one CTA takes them all.
+//
+// A drafter's guess is chosen here as well, where it scores more words than guess.cu holds.
 #include "choice.cuh"
 
 constexpr int kCtas = 8;
 constexpr int kThreads = 1024;
 constexpr int kFew = 4096;  // tokens that one CTA takes
+constexpr int kRanked = 512;  // tokens of which each is compared with all others
+constexpr int kGroups = kCtas * 32;  // warps of a cluster
+constexpr int kNoGuess = -1;
 constexpr float kOne = 1099511627776.0f;  // the largest probability as a whole number: 2^40
 
 struct Job {
   const float* logits;  // [M, vocab]
   const float* bias;    // [slots, vocab]
-  const int* history;   // [slots, stride]
+  int* history;         // [slots, stride]
   const int* start;     // [B]
   const int* slot;      // [B]; below 0: idle
   const float* temperature;
@@ -30,7 +35,15 @@ struct Job {
   u32* counts;  // [M, vocab] scratch: bit 31 seen anywhere, below: times in the output
   int* chosen;  // [M]
   const u32* masks;  // [M, ceil(vocab / 32)]: a bit for each token that may come; null: all may
+  int* guesses;      // [B, width]: of a drafter, guess j comes at j + 1 and into the history; null: chosen
   int vocab, stride, tokens, shaped;
+  int width, j;
+  int most;  // top-k of rows that have top-p alone; 0: none
+
+  __device__ int likeliest(int slot) const {
+    const int k = top_k[slot];
+    return k > 0 ? k : top_p[slot] < 1.0f ? most : 0;
+  }
 };
 
 __device__ inline bool allowed(const Job& job, int m, int id) {
@@ -72,6 +85,9 @@ struct Room {
   u64 total[2];
   float value[kFew];  // of the first CTA: tokens of all
   int token[kFew];
+  float groups[kGroups], kth;
+  u32 keys[kRanked];
+  u64 masses[kRanked];
 };
 
 // Sums and maxima of one CTA.
@@ -156,7 +172,8 @@ __device__ void cut(Group& group, float* values, int count, int stride, u64 want
 // Top-k, then top-p.
 template <class Group>
 __device__ void filter(const Job& job, int slot, float best, Group& group, float* values, int count, int stride) {
-  if (job.top_k[slot] > 0) cut(group, values, count, stride, job.top_k[slot], [](float) { return u64(1); });
+  const int top_k = job.likeliest(slot);
+  if (top_k > 0) cut(group, values, count, stride, top_k, [](float) { return u64(1); });
   if (job.top_p[slot] >= 1.0f) return;
   u64 all = 0;
   for (int i = 0; i < count; i++) all += mass(values[i * stride], best);
@@ -200,6 +217,52 @@ __device__ int gather(Cluster& cluster, const float* values, int size, int from)
   return all;
 }
 
+// At most what top-k leaves is as large as the k-th largest of all warps' largest, which is returned.
+// Called right after `cluster.best` of all values, whose warps' largest are still there.
+__device__ float least_of(Cluster& cluster, int top_k) {
+  Room& room = *cluster.block.room;
+  const int i = threadIdx.x;
+  if (i == 0) room.kth = -INFINITY;
+  if (i < kGroups) room.groups[i] = peer(&room.warps[cluster.block.turn][i % 32], i / 32);
+  __syncthreads();
+  if (i < kGroups) {
+    const float mine = room.groups[i];
+    int above = 0;
+#pragma unroll 8
+    for (int j = 0; j < kGroups; j++) above += room.groups[j] > mine || (room.groups[j] == mine && j < i);
+    if (above == top_k - 1) room.kth = mine;
+  }
+  __syncthreads();
+  return room.kth;
+}
+
+// Top-k, then top-p, of so few that each thread has one: a token stays where those above it are fewer than
+// k, and weigh less than p. What `filter` leaves, without its 64 rounds.
+__device__ float ranked(const Job& job, int slot, float best, int count, Block& block) {
+  Room& room = *block.room;
+  const int i = threadIdx.x, top_k = job.likeliest(slot);
+  const float value = i < count ? room.value[i] : -INFINITY;
+  const u32 key = ordered(value);
+  if (i < kRanked) room.keys[i] = i < count ? key : 0;
+  __syncthreads();
+  bool stays = value > -INFINITY;
+  if (top_k > 0 && stays) {
+    int above = 0;
+#pragma unroll 8
+    for (int j = 0; j < count; j++) above += room.keys[j] > key;
+    stays = above < top_k;
+  }
+  if (job.top_p[slot] >= 1.0f) return stays ? value : -INFINITY;
+  const u64 own = stays ? mass(value, best) : 0;
+  if (i < kRanked) room.masses[i] = own;
+  const u64 all = block.sum(own), wanted = max(u64(double(job.top_p[slot]) * double(all)), u64(1));
+  if (!stays) return -INFINITY;
+  u64 above = 0;
+#pragma unroll 8
+  for (int j = 0; j < count; j++) above += room.keys[j] > key ? room.masses[j] : 0;
+  return above < wanted ? value : -INFINITY;
+}
+
 // The first CTA draws one of few.
 __device__ int draw_few(const Job& job, int slot, int position, float best, int count, Block& block) {
   Room& room = *block.room;
@@ -210,7 +273,10 @@ __device__ int draw_few(const Job& job, int slot, int position, float best, int 
     const int i = threadIdx.x + j * kThreads;
     value[j] = i < count ? room.value[i] : -INFINITY;
   }
-  filter(job, slot, best, block, value, kEach, 1);
+  if (count <= kRanked)
+    value[0] = ranked(job, slot, best, count, block);
+  else
+    filter(job, slot, best, block, value, kEach, 1);
   const u32 k0 = u32(job.seed[2 * slot]), k1 = u32(job.seed[2 * slot + 1]);
   Best drawn = {-INFINITY, 0x7fffffff};
 #pragma unroll
@@ -251,10 +317,12 @@ __device__ int choose_shaped(const Job& job, int m, int slot, int position, int 
   top = cluster.best(top);
   if (temperature <= 0.0f) return top.id;
   const float best = top.value, min_p = job.min_p[slot];
-  const float floor = min_p > 0.0f ? best + logf(fmaxf(min_p, 1e-30f)) : -INFINITY;
+  float floor = min_p > 0.0f ? best + logf(fmaxf(min_p, 1e-30f)) : -INFINITY;
+  const int top_k = job.likeliest(slot);
+  if (top_k > 0 && top_k <= kGroups) floor = fmaxf(floor, least_of(cluster, top_k));
   for (int i = threadIdx.x; i < size; i += kThreads)
     if (!(values[i] >= floor)) values[i] = -INFINITY;
-  const bool cuts = job.top_k[slot] > 0 || job.top_p[slot] < 1.0f;
+  const bool cuts = top_k > 0 || job.top_p[slot] < 1.0f;
   if (cuts || min_p > 0.0f) {
     const int few = gather(cluster, values, size, from);
     if (few <= kFew)
@@ -299,12 +367,24 @@ __device__ Best largest(const Job& job, int m, int slot, int from, int to) {
   return top;
 }
 
+// What was chosen as a guess, if anything that the drafter scores may be said at all. It joins the
+// verify's tokens, and the text, where the next guess's penalties look for it.
+__device__ void note(const Job& job, int b, int id) {
+  const int own = job.slot[b];
+  const bool said =
+      own >= 0 && job.logits[size_t(b) * job.vocab + id] + job.bias[size_t(own) * job.vocab + id] > -INFINITY;
+  const int guess = said ? id : kNoGuess, position = job.start[b] + 1;
+  job.guesses[b * job.width + 1 + job.j] = guess;
+  if (own >= 0 && position < job.stride) job.history[size_t(own) * job.stride + position] = guess;
+}
+
 extern "C" __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads)
     choose(const __grid_constant__ Job job) {
   extern __shared__ float values[];
   __shared__ Room room;
-  let_next_start();
+  if (!job.guesses) let_next_start();
   wait_for_previous();
+  if (job.guesses) let_next_start();  // who starts after a guess may take all earlier kernels for ended
   const int m = blockIdx.x / kCtas, b = m / job.tokens, slot = max(job.slot[b], 0);
   const int share = (job.vocab + 4 * kCtas - 1) / (4 * kCtas) * 4;
   const int from = min(int(cluster_rank()) * share, job.vocab), to = min(from + share, job.vocab);
@@ -316,6 +396,12 @@ extern "C" __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThre
     id = cluster.best(largest(job, m, slot, from, to)).id;
   }
   // idle rows hold anything, and nothing compares with NaN: a valid id all the same
-  if (cluster_rank() == 0 && threadIdx.x == 0) job.chosen[m] = min(id, job.vocab - 1);
+  id = min(id, job.vocab - 1);
+  if (cluster_rank() == 0 && threadIdx.x == 0) {
+    if (job.guesses)
+      note(job, m, id);
+    else
+      job.chosen[m] = id;
+  }
   cluster_sync();  // nobody leaves while others still read its memory
 }
