@@ -30,6 +30,7 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.policy.choice import Choice, Menu, Policy
 from specdec.core.prediction import PredictedText, Prediction
+from specdec.core.script import with_recorded
 from specdec.core.types import NO_GUESS, Sequence, Speculative
 from targets.cuda.device_drafter import CapturedBatch
 from targets.cuda.ops import Rows
@@ -315,6 +316,14 @@ def test_rows_take_whom_the_host_chose_in_both_device_loops(runs):
     batch = CapturedBatch(Rows(tokens, torch.zeros(5), torch.arange(5)), False, False)
     assert captured.propose(batch, 3).tolist() == expected and head.heard == 1
     assert captured.variant == ("weights" if runs else "text")
+    more = [[t + 1 if runs and row in (2, 3) else t for t in e] for row, e in enumerate(expected)]
+    captured, traced = (  # in a script's hands, the guesses by weights alone are others
+        with_recorded(auto, lambda own: Said(own.rows + 1)) for auto in (captured, traced)
+    )
+    assert captured.propose(batch, 3).tolist() == more
+    assert captured.variant == ("weights" if runs else "text")
+    rows = traced.program(False).on(traced.weights(), traced.memory)
+    assert rows.propose(None, 3).tolist() == more
     none = CapturedBatch(replace(batch.rows, tokens=tokens[:, :1]), False, False)
     assert captured.propose(none, 0).shape == (5, 0)
 

@@ -3,7 +3,7 @@ each row takes is a tensor that the host writes before a cycle (`late.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seqs
+from collections.abc import Callable, Sequence as Seqs
 
 import torch
 from torch import Tensor
@@ -22,6 +22,11 @@ class DeviceAuto:
     ) -> None:
         self._chooser, self._text, self._weighted = chooser, text, weighted
         self._take: Tensor | None = None
+
+    def with_weighted(self, wrap: Callable[[DeviceDrafter], DeviceDrafter]) -> DeviceAuto:
+        """The same, the drafter with weights wrapped."""
+        weighted = None if self._weighted is None else wrap(self._weighted)
+        return DeviceAuto(self._chooser, self._text, weighted)
 
     @property
     def variant(self) -> str:

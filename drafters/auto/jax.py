@@ -3,7 +3,7 @@ each row takes is an array that the host writes before a dispatch (`late.py`).""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seqs
+from collections.abc import Callable, Sequence as Seqs
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,11 @@ class DeviceAuto:
         self, chooser: LateChooser, text: DeviceDrafter, weighted: DeviceDrafter | None
     ) -> None:
         self._chooser, self._text, self._weighted = chooser, text, weighted
+
+    def with_weighted(self, wrap: Callable[[DeviceDrafter], DeviceDrafter]) -> DeviceAuto:
+        """The same, the drafter with weights wrapped."""
+        weighted = None if self._weighted is None else wrap(self._weighted)
+        return DeviceAuto(self._chooser, self._text, weighted)
 
     @property
     def memory(self) -> Any:

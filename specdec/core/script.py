@@ -8,8 +8,9 @@ recorded acceptance in the same way. For speed only: what is emitted is not the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seqs
+from collections.abc import Callable, Mapping, Sequence as Seqs
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -116,6 +117,13 @@ class ScriptedDrafter:
         said = np.stack([self._script.coming(seq, k) for seq in seqs])
         right = np.array([self._script.right[seq.slot, len(seq.tokens)] for seq in seqs])
         return recorded_draft(said, right, own, np.arange(k)).astype(np.int32)
+
+
+def with_recorded(drafter: Any, wrap: Callable[[Any], Any]) -> Any:
+    """A device drafter whose guesses are the script's, by what wraps it; of one that is made of
+    others, which has `with_weighted`, the one with weights."""
+    inside = getattr(drafter, "with_weighted", None)
+    return wrap(drafter) if inside is None else inside(wrap)
 
 
 def right_text(right: Seqs[int]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seqs
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from specdec.core.constraint import fill_masks, guided, lead, leading_guesses, mask_words
 from specdec.core.cycle import cycle
 from specdec.core.protocols import Cycle, Proposer
-from specdec.core.script import Script, scripted_choice
+from specdec.core.script import Script, scripted_choice, with_recorded
 from specdec.core.types import NO_GUESS, SAT_OUT, Leading, LogprobRows, Round, Sequence, Step
 from targets.cuda.device_drafter import (
     CapturedBatch,
@@ -186,7 +187,7 @@ def device_loop(
     """A `Cycle` for the engine. script: what is said, whatever is chosen (speed tests)."""
     placed = None if script is None else PlacedScript(script, target.device)
     if placed is not None and placed.script.recorded:
-        drafter = ScriptedDeviceDrafter(drafter, placed)
+        drafter = with_recorded(drafter, partial(ScriptedDeviceDrafter, placed=placed))
     return CapturedCycle(target, drafter, k, placed)
 
 

@@ -19,7 +19,7 @@ from flax import struct
 from specdec.core.constraint import guided
 from specdec.core.cycle import cycle, guided_cycle
 from specdec.core.protocols import Cycle
-from specdec.core.script import Script, ScriptedTarget, scripted_choice
+from specdec.core.script import Script, ScriptedTarget, scripted_choice, with_recorded
 from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Round, Sequence, Step
 from targets.jax import programs, sampling
 from targets.jax.device_drafter import DeviceDrafter, SlotState, TracedDrafter, TracedProgram
@@ -191,7 +191,7 @@ def device_loop(
     tests)."""
     placed = None if script is None else PlacedScript(script, target.mesh)
     if placed is not None and placed.script.recorded:
-        drafter = ScriptedDeviceDrafter(drafter, placed)
+        drafter = with_recorded(drafter, partial(ScriptedDeviceDrafter, placed=placed))
     one_by_one = target if script is None else ScriptedTarget(target, script)
     compiled: dict[LoopPlan, Any] = {}
     whole = replicated(target.mesh)  # the tape is read by each process's host
