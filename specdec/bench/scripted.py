@@ -132,7 +132,7 @@ def measure_script(
     for _ in range(plan.repeats):
         for config in _configs(model, speculation, plan.ks):
             with status(f"saying the script with {config.drafter}, K = {config.k}"):
-                for point, timed in _passes(model, config, plan):
+                for point, timed in timed_passes(model, config, plan):
                     found.setdefault(point, []).append(timed)
     return rows_of(found, loop_of(model, speculation))
 
@@ -167,7 +167,7 @@ def _plain_of(found: dict[Point, list[TimedPass]], point: Point) -> Point:
     return next(p for p in found if p.k == 0 and not p.predicted and p.batch == point.batch)
 
 
-def _passes(
+def timed_passes(
     model: Model, config: SpeculationConfig, plan: ScriptPlan
 ) -> Iterator[tuple[Point, TimedPass]]:
     """Every batch, without the predictions and with them; one engine for all."""

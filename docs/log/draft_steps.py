@@ -1,0 +1,85 @@
+"""What a draft step takes beside a model on this card, its rows greedy or sampled: the time of a
+captured draft of eight steps less that of one of two, by six.
+
+    PYTHONPATH=. python docs/log/draft_steps.py OUT.json --random gemma-4-31b --drafter assistant
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from drafters import registry
+from specdec.assembly.model import Model
+from specdec.cli.start import loaded_model
+from specdec.core.config import ModelConfig
+from specdec.core.provenance import gpus
+from specdec.core.types import NO_GUESS, Sampling
+from targets.cuda.device_drafter import CapturedBatch
+from targets.cuda.graphs import Captured
+from targets.cuda.ops import Rows
+from targets.sampling_params import set_row
+
+CONTEXT, LONG, SHORT, REPLAYS, RUNS = 512, 8, 2, 50, 7
+KINDS = {
+    "greedy": Sampling(),
+    "top-p .95": Sampling(0.8, top_p=0.95, seed=1),
+    "top-k 64, top-p .95": Sampling(1.0, top_k=64, top_p=0.95, seed=1),
+}
+
+
+def step_ms(model: Model, drafter: str) -> dict[str, float]:
+    """By how a row is sampled; one row."""
+    placed, target = model.drafters[drafter], model.target
+    on_device, found = placed.on_device(placed.make(LONG)), {}
+    for name, sampling in KINDS.items():
+        set_row(target.sampling_params, 0, sampling, 16)
+        long, short = (_draft_ms(on_device, target, k, sampling) for k in (LONG, SHORT))
+        found[name] = (long - short) / (LONG - SHORT)
+    return found
+
+
+@torch.inference_mode()
+def _draft_ms(drafter: Any, target: Any, k: int, sampling: Sampling) -> float:
+    whole = lambda *values: torch.tensor(values, dtype=torch.int32, device="cuda")  # noqa: E731
+    rows = Rows(whole([7, *[NO_GUESS] * k]), whole(CONTEXT), whole(0))
+    batch = CapturedBatch(rows, sampling.needs_sampler, False)
+    graph = Captured(lambda: drafter.propose(batch, k), target.pool)
+    times = []
+    for _ in range(RUNS):
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        ends[0].record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        ends[1].record()
+        torch.cuda.synchronize()
+        times.append(ends[0].elapsed_time(ends[1]) / REPLAYS)
+    return median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--random", default="gemma-4-31b")
+    parser.add_argument("--drafter", default="assistant")
+    parser.add_argument("--draft-vocab", type=int)
+    parser.add_argument("--dtype", default="fp8")
+    given = parser.parse_args()
+    config = ModelConfig(backend="cuda", dtype=given.dtype, slots=1, max_len=2 * CONTEXT)
+    own = {} if given.draft_vocab is None else {"draft_vocab": given.draft_vocab}
+    asked = registry.config_type()(drafter=given.drafter, k=LONG, **own)
+    speculation = registry.resolved(asked, config, random=True)
+    model = loaded_model(config, speculation, random=given.random)
+    found = {"gpus": gpus(), "asked": vars(given) | {"out": None}}
+    found["ms"] = step_ms(model, given.drafter)
+    given.out.write_text(json.dumps(found, indent=1) + "\n")
+    print({name: round(ms, 4) for name, ms in found["ms"].items()})
+
+
+if __name__ == "__main__":
+    main()
