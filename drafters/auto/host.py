@@ -112,10 +112,11 @@ class AutoDrafter:
         return self._fared[seq.slot]
 
     def fared_so(self, seq: Sequence, right: int, guessed: int) -> None:
-        """So many of its guesses were right; if all of a short draft were, it might have gone
-        further."""
-        if right < guessed or guessed == self.policy.k:
-            self._fared[seq.slot] = bucket_of(right + 1)
+        """So many of its guesses were right, at least: if all of a short draft were, it might have
+        gone further."""
+        further = right == guessed < self.policy.k
+        least = self._fared[seq.slot] if further else 0
+        self._fared[seq.slot] = max(bucket_of(right + 1), least)
 
     def offers(self, seq: Sequence, guesses: Mapping[str, Array], k: int) -> RowOffers:
         """What a row can choose from. guesses [k]: of each text drafter that the loop has."""

@@ -20,8 +20,8 @@ from specdec.core.policy.survival import Survival
 SHADOW = 32
 """Cycles after which a drafter with weights that does not pay is tried again, and a longer draft of
 one that does: the text may have changed."""
-TRIALS = 0.02
-"""Part of the time that trials of a drafter that does not pay may take."""
+TRIALS = 0.01
+"""Part of the time that trials may take: of a drafter that does not pay, and of longer drafts."""
 FADE = 0.97
 """Of tokens and time so far, with each cycle: the speed-up is the last thirty cycles'."""
 BESIDE_WEIGHTS = 0.7
@@ -131,7 +131,7 @@ class Policy:
         alike = Counter(rows)  # many rows of a batch have the same to choose from
         rate = self.speedup * len(rows) / self._plain(len(rows))
         best = max(pairs, key=lambda pair: self._worth(alike, rate, *pair))
-        if not tried and (deeper := self._untried(best[1])):
+        if not tried and (deeper := self._untried(best, len(rows))):
             pairs, self._shallow = [pair for pair in pairs if pair[1] == deeper], 0
             best = max(pairs, key=lambda pair: self._worth(alike, rate, *pair))
         whose = {row: self._best(row, *best)[1] for row in alike}
@@ -156,11 +156,15 @@ class Policy:
         least = min(self.costs.seconds(Work(rows, *pair)) for pair in runs)
         return least / self._plain(rows) - 1 <= TRIALS * self._idle
 
-    def _untried(self, drafted: int) -> int:
-        """The next longer draft, where it has not been tried for long; else 0. How far guesses hold
-        is not seen beyond where drafts end."""
-        deeper = [n for _, n in self.menu.pairs if n > drafted > 0]
-        return min(deeper, default=0) if self._shallow >= SHADOW else 0
+    def _untried(self, best: tuple[int, int], rows: int) -> int:
+        """The next longer draft, where it has not been tried for as long as it costs; else 0. How
+        far guesses hold is not seen beyond where drafts end."""
+        deeper = [pair for pair in self.menu.pairs if pair[1] > best[1] > 0]
+        if not deeper or self._shallow < SHADOW:
+            return 0
+        pair = min(deeper, key=lambda pair: (pair[1], pair[0]))
+        took, takes = (self.costs.seconds(Work(rows, *p)) for p in (best, pair))
+        return pair[1] if takes / took - 1 <= TRIALS * self._shallow else 0
 
     def _worth(self, alike: Counter[RowOffers], rate: float, depth: int, drafted: int) -> float:
         """rate: tokens per second at present."""
