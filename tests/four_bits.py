@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-from compressed_tensors.quantization.lifecycle.forward import dequantize
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import save_file
 
 from targets.arch import parse_arch
 from targets.tensors import TensorSpec, all_tensors, stored_name
 from tests.tiny import PREFIX, config_of, random_tensors
+
+if TYPE_CHECKING:  # four seconds, with half of transformers: whoever writes a checkpoint pays them
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 WIDER = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "global_head_dim": 64}
 """Of tiny models: widths that groups of 128 divide, or fail to."""
@@ -58,6 +56,12 @@ def write_folder(
     path: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], scheme: str
 ) -> dict[str, np.ndarray]:
     """A model's config and weights. Those that the groups don't divide stay wide."""
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+    )
+
     form, given = SCHEMES[scheme]
     wanted = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**given), format=form)
     specs = all_tensors(parse_arch(config))
@@ -95,6 +99,11 @@ def _compressed(
 
 
 def _one(base: str, wide: torch.Tensor, scheme: QuantizationScheme, files: Tensors) -> torch.Tensor:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
     arguments = scheme.weights
     assert arguments is not None
     state: Tensors = {"weight": wide}

@@ -14,7 +14,6 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from datasets.arrow_writer import ArrowWriter
 
 from specdec.core.errors import UserError
 from targets import mini
@@ -23,7 +22,7 @@ from tests.commands import refused, run
 from tests.distil_worker import source
 from tests.eagle3_worker import RECIPE, answers, cache_of, trainer
 from training import feature_cache
-from training.distil import FEATURES, claim, target_hash
+from training.distil import claim, features, target_hash
 from training.feature_cache import CacheLayout, FeatureCache, joined, with_states
 from training.packing import pack, rows_of_step
 from training.trainer import Trainer
@@ -167,7 +166,9 @@ def test_a_disk_without_room_is_one_line(tmp_path, monkeypatch) -> None:
 def distilled(folder) -> None:
     """Made-up answers, as if mini had written them."""
     claim(folder, source(target=target_hash(mini.path("mini")), rows=8))
-    with ArrowWriter(features=FEATURES, path=str(folder / "shard-00000.arrow")) as writer:
+    from datasets.arrow_writer import ArrowWriter
+
+    with ArrowWriter(features=features(), path=str(folder / "shard-00000.arrow")) as writer:
         for i, answer in enumerate(answers(8)):
             writer.write(answer | {"row": i, "seed": i})
         writer.finalize()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec.core.errors import UserError
 from targets import mini
@@ -257,6 +256,8 @@ def test_count_model_is_a_distribution() -> None:
 
 
 def transformers_logits(folder: Path, ids: np.ndarray) -> np.ndarray:
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
@@ -299,6 +300,8 @@ def test_embedded_model_is_the_same_in_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", mini.NAMES)
 def test_embedded_tokenizer_is_the_same_in_transformers(name: str) -> None:
+    from transformers import AutoTokenizer
+
     folder = mini.path(name)
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     messages = [

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import anthropic
 import httpx
 import pydantic
 import pytest
@@ -19,6 +18,9 @@ from tests.constrained import mini_tokenizer
 from tests.fakes import ScriptedTarget
 from tests.serving import SAID, ServedTarget, Server, events_of, scripted, served, serving
 from tests.test_prefix_cache import make
+
+if TYPE_CHECKING:  # 3,100 modules: the worker that runs these tests imports them
+    import anthropic
 
 ASK: Any = [{"role": "user", "content": "What is 2 + 3?"}]
 ADD = {
@@ -34,6 +36,8 @@ SECRET = "geheim"
 
 
 def client_of(server: Server, **options: Any) -> anthropic.Anthropic:
+    import anthropic
+
     given = {"base_url": server.url, "api_key": "none", "max_retries": 0} | options
     return anthropic.Anthropic(**given)
 
@@ -105,6 +109,8 @@ def test_parse_gives_a_pydantic_object(client):
 def test_the_tool_runner_runs_to_the_end():
     """Thought and call go back into the history as they came. The runner asks for a thread first,
     and learns that there is none."""
+    import anthropic
+
     call = "<|channel>thought\nSum it.\n<channel|>Well.<|tool_call>call:add{a:2,b:3}<tool_call|>"
     asked: list[tuple[int, int]] = []
 
@@ -359,6 +365,8 @@ def test_unknown_names_are_left_out_and_logged(mini_server, caplog):
 
 
 def test_either_header_holds_the_key():
+    import anthropic
+
     with scripted("Yes.", api_keys=[SECRET]) as server:
         with client_of(server, api_key=SECRET) as good:
             assert good.messages.create(**BODY).content[0].text == "Yes."  # pyright: ignore
@@ -374,6 +382,8 @@ def test_either_header_holds_the_key():
 
 
 def test_a_full_queue_and_a_failure_in_a_stream():
+    import anthropic
+
     with serving(ServedTarget(slots=1, pause=0.2, max_len=6000), max_waiting=0) as server:
         ask: Any = {"model": "x", "max_tokens": 5000, "messages": ASK}
         ask["messages"] = [{"role": "user", "content": "abc"}]

@@ -13,10 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence as Seqs
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from datasets import Dataset, Features, Sequence as ListOf, Value, concatenate_datasets
-from datasets.arrow_writer import ArrowWriter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
@@ -24,17 +21,25 @@ from specdec.core.types import Sampling, Sequence
 from specdec.core.writing import writing
 from training.manifest import agree, recall
 
+if TYPE_CHECKING:  # seconds, with pandas: who reads or writes answers pays them
+    from datasets import Dataset, Features
+
 MANIFEST = "distil.json"
-FEATURES = Features(
-    {
-        "row": Value("int64"),
-        "input_ids": ListOf(Value("int32")),
-        "gen_mask": ListOf(Value("bool")),
-        "finish": Value("string"),
-        "seed": Value("uint64"),
-    }
-)
-"""One answer: prompt and answer together, which of the ids the target chose, why it ended."""
+
+
+def features() -> Features:
+    """One answer: prompt and answer together, which of the ids the target chose, why it ended."""
+    from datasets import Features, Sequence as ListOf, Value
+
+    return Features(
+        {
+            "row": Value("int64"),
+            "input_ids": ListOf(Value("int32")),
+            "gen_mask": ListOf(Value("bool")),
+            "finish": Value("string"),
+            "seed": Value("uint64"),
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -159,10 +164,12 @@ def _write_shard(
     out: Path, number: int, start: int, stop: int, finished: dict[int, Sequence]
 ) -> None:
     """Beside and renamed: a shard exists whole or not at all. Raises UserError on a full disk."""
+    from datasets.arrow_writer import ArrowWriter
+
     beside, shard = out / "partial.arrow", out / f"shard-{number:05d}.arrow"
     with writing(shard, "the shards before it stand"):
         try:
-            with ArrowWriter(features=FEATURES, path=str(beside)) as writer:
+            with ArrowWriter(features=features(), path=str(beside)) as writer:
                 for row in range(start, stop):
                     writer.write(_record(row, finished.pop(row)))
                 writer.finalize()
@@ -198,6 +205,8 @@ def read_manifest(out: Path) -> dict[str, Any]:
 
 def read_answers(out: Path) -> tuple[Dataset, dict[str, Any]]:
     """All rows of a folder, memory-mapped, and its manifest. Raises UserError where it is empty."""
+    from datasets import Dataset, concatenate_datasets
+
     manifest, files = read_manifest(out), shards(out)
     if not files:
         raise UserError(f"{out} holds no whole shard yet: run `specdec distil` to its end")
@@ -220,6 +229,8 @@ def split_answers(
     read: folder, answers and manifest (`read_answers`). target: hash of the model that is to have
     written them. Raises UserError where another did.
     """
+    from datasets import concatenate_datasets
+
     trained, heldout, parts = [], [], []
     for folder, answers, manifest in read:
         if manifest["target"] != target:
