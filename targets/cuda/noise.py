@@ -30,15 +30,19 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def uniform(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
-    """seed [2] words, position [] -> [V] float32 in (0, 1), finest near 0."""
+    """seed [2] words, position [...] -> [..., V] float32 in (0, 1), finest near 0."""
     block = torch.arange(-(-vocab // 4), dtype=torch.int64, device=seed.device)
     zero = torch.zeros_like(block)
-    words = philox((block, zero + position, zero, zero), (seed[0], seed[1]))
-    flat = torch.stack(words, -1).flatten()[:vocab]
+    words = philox((block, zero + position[..., None], zero, zero), (seed[0], seed[1]))
+    flat = torch.stack(words, -1).flatten(-2)[..., :vocab]
     # centred in its cell of 2^-32, so never 0; rounding to float32 may reach 1, so it is capped
     return ((flat.float() + 0.5) * 2**-32).clamp(max=1 - 2**-24)
 
 
 def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise [V] float32, from the uniform's fine end: -log(-log(1 - u))."""
-    return -torch.log(-torch.log1p(-uniform(seed, position, vocab)))
+    return from_uniform(uniform(seed, position, vocab))
+
+
+def from_uniform(u: Tensor) -> Tensor:
+    return -torch.log(-torch.log1p(-u))

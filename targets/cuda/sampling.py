@@ -15,7 +15,7 @@ import torch
 from specdec.core.constraint import WORD
 from specdec.core.types import MAX_LOGPROBS, LogprobRows
 from targets import sampling_params
-from targets.cuda.noise import gumbel
+from targets.cuda.noise import from_uniform, uniform
 from targets.cuda.ops import Rows
 from targets.sampling_params import SamplingTable
 
@@ -61,22 +61,30 @@ def choose(
         slot = rows.slot[b : b + 1].clamp(min=0)
         mine = lambda leaf: leaf.index_select(0, slot)[0]  # noqa: B023, E731
         rule = SamplingTable(*map(mine, sampling_params))
+        positions = rows.start[b] + torch.arange(tokens, device=logits.device)
+        # integers, whose bits do not depend on their neighbours: of all rows at once
+        noise = uniform(rule.seed, positions + 1, logits.shape[-1])
         for t in range(tokens):
-            position = rows.start[b] + t
             row = logits[b, t] + mine(bias)
-            chosen.append(_choose_row(row, rule, mine(history), position))
+            given = row, rule, mine(history), positions[t], noise[t].clone()
+            chosen.append(_choose_row(*given))
     return torch.stack(chosen).view(batch, tokens)
 
 
 def _choose_row(
-    logits: torch.Tensor, rule: SamplingTable, history: torch.Tensor, position: torch.Tensor
+    logits: torch.Tensor,
+    rule: SamplingTable,
+    history: torch.Tensor,
+    position: torch.Tensor,
+    noise: torch.Tensor,
 ) -> torch.Tensor:
-    """logits [V] that follow `position` -> [] int32; every leaf of `rule` is one slot's."""
+    """logits [V] that follow `position`, uniform noise [V] -> [] int32; every leaf of `rule` is
+    one slot's."""
     penalised = penalise(logits, rule, history, position)
-    warm = torch.where(rule.temperature > 0, rule.temperature, 1.0)
-    kept = _filter(penalised / warm, rule)
-    sampled = (kept + gumbel(rule.seed, position + 1, len(logits))).argmax()
-    return torch.where(rule.temperature > 0, sampled, penalised.argmax()).int()
+    if rule.temperature <= 0:
+        return penalised.argmax().int()
+    kept = _filter(penalised / rule.temperature, rule)
+    return (kept + from_uniform(noise)).argmax().int()
 
 
 def penalise(
@@ -84,6 +92,8 @@ def penalise(
 ) -> torch.Tensor:
     """Repetition over prompt and output, presence and frequency over the output (as in vLLM);
     counts are those up to `position`."""
+    if rule.repetition == 1 and rule.presence == 0 and rule.frequency == 0:
+        return logits
     vocab = len(logits)
     place = torch.arange(len(history), device=history.device)
     known = (history >= 0) & (history < vocab)
@@ -118,13 +128,13 @@ def _cut(
     """Keep the smallest top set whose weights reach `wanted`; all where `off`."""
     if off:
         return logits
-    keys = _ordered(logits)
-    threshold = torch.zeros_like(keys[0])
+    keys, least, threshold = _ordered(logits), float(wanted), 0
     for bit in range(31, -1, -1):
         trial = threshold | (1 << bit)
-        total = torch.where(keys >= trial, weight, 0.0).sum()
+        total = float(torch.where(keys >= trial, weight, 0.0).sum())
         # the likeliest token always stays, however small `wanted` is
-        threshold = torch.where((total >= wanted) & (total > 0), trial, threshold)
+        if total >= least and total > 0:
+            threshold = trial
     return torch.where(keys >= threshold, logits, -torch.inf)
 
 
