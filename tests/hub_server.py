@@ -35,7 +35,7 @@ def hub_of(repos: dict[str, dict[str, bytes]]) -> Iterator[Hub]:
     Handler.hub = hub
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield hub

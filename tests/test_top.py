@@ -117,7 +117,7 @@ def test_other_servers_are_named(body):
             pass
 
     other = ThreadingHTTPServer(("127.0.0.1", 0), Other)
-    threading.Thread(target=other.serve_forever, daemon=True).start()
+    threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
     try:
         with pytest.raises(UserError, match="is not of a specdec server"):
             read_metrics(f"http://127.0.0.1:{other.server_port}")

@@ -52,7 +52,7 @@ class Collector:
 
     @contextmanager
     def listening(self) -> Iterator[Collector]:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             yield self
         finally:
