@@ -34,6 +34,8 @@ from tests.tiny import VARIANTS, write_tiny
 SPLITS = (1, 2, 4, 8)
 """Of the 31B; each of the others adds a way of splitting, not a number."""
 END_SPLITS = (1, 2, 8)
+EXPERTS_SPLITS = (1, 8)
+"""test_random_mesh.py has their two."""
 K = 4
 NARROW = "31b in int8"
 SPLIT_OR_NOT = (
@@ -106,7 +108,7 @@ def guesses(target: JaxTarget, path: Path) -> list[int]:
 
 
 def splits_of(variant: str) -> tuple[int, ...]:
-    return SPLITS if variant == "31b" else END_SPLITS
+    return {"31b": SPLITS, "26b-a4b": EXPERTS_SPLITS}.get(variant, END_SPLITS)
 
 
 def split_in(weight: Any) -> int:

@@ -83,4 +83,6 @@ def main(variants: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    bench() if "bench" in sys.argv else main(sys.argv[1:])
+    main([name for name in sys.argv[1:] if name in CASES])
+    if "bench" in sys.argv:
+        bench()

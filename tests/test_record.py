@@ -132,7 +132,7 @@ def test_a_command_records_and_another_replays(capsys, told, worded, backend):
     command, script = told
     base = ["--model", str(worded), "--draft-model", str(worded), "--max-len", "256", "--slots"]
     base += ["2", *OWN, *backend]
-    asked = [*command, *base, "--temperature", "0.6", "--max-tokens", "40", "--json"]
+    asked = [*command, *base, "--temperature", "0.6", "--max-tokens", "24", "--json"]
     out, shown = run(capsys, *asked)
     tau = json.loads(out.splitlines()[-1])["overall"]["tau"]
     assert "2 answers, of 2" in " ".join(shown.split())
