@@ -41,9 +41,6 @@ KEPT = {
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 """However small: a program that one worker compiled no other one compiles, nor a process of its."""
-ONE_PIECE = "--xla_cpu_parallel_codegen_split_count=1"
-"""Each worker has one core: to cut a program into 32 pieces, which are compiled side by side, only
-costs it a fifth more. The code is the same."""
 OTHER_END = "jax", "flax", "optax", "orbax.checkpoint", "fastapi", "openai"
 """What tests import last, and about half of what there is to import."""
 
@@ -53,7 +50,6 @@ def pytest_configure(config) -> None:
     number = os.environ.get("PYTEST_XDIST_WORKER")
     if number is None:
         os.environ |= KEPT | {PROGRAMS: tempfile.mkdtemp(prefix="programs-")}
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_PIECE}".strip()
         # packages come without bytecode (--no-compile): who imports one first writes it for all
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     else:
