@@ -174,7 +174,8 @@ def settled(variant: str, text: list[int]) -> tuple[Any, Any]:
     past = DynamicCache()  # without a config: it keeps all that sliding layers saw
     with torch.no_grad():
         fed = torch.tensor([text[:-1]])
-        out = oracle_pair(variant)[0](fed, output_hidden_states=True, past_key_values=past)
+        # by position: what transformers calls a cache differs by version
+        out = oracle_pair(variant)[0](fed, None, None, past, output_hidden_states=True)
     config = config_of(variant)["text_config"]
     kinds = config["layer_types"]
     own = kinds[: len(kinds) - config["num_kv_shared_layers"]]

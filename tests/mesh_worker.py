@@ -99,7 +99,7 @@ def guesses(target: JaxTarget, path: Path) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(VARIANTS["31b"], "num_attention_heads", 4)
         assistant = assistant_for(path, "31b")
-    drafter = AssistantDrafter(PlacedAssistant(assistant, target, 1, False, False), K)
+    drafter = AssistantDrafter(PlacedAssistant(assistant, target, 1, False, False))
     seq = Sequence([9, 4, 7, 5, 8, 6], Sampling(0.8, seed=7), slot=0)
     step = target.prefill(seq, 0, seq.prompt_len)
     drafter.prefill(seq, 0, seq.prompt_len, step)

@@ -193,7 +193,7 @@ def test_no_more_is_verified_than_pays():
 def test_what_never_pays_is_tried_again():
     """As often as it is cheap, and where it is dear so seldom that trials take a part of the time
     that does not show."""
-    for guess, cycles, least, most in ((0.08, 10 * SHADOW, 8, 12), (0.5, 100 * SHADOW, 15, 20)):
+    for guess, cycles, least, most in ((0.05, 10 * SHADOW, 7, 12), (0.5, 200 * SHADOW, 15, 20)):
         policy = policy_of(Priced(guess=guess), right=[("head", 0)])
         rows, ran = [row(("head", K), ("suffix", K))], []
         for _ in range(cycles):
@@ -204,7 +204,7 @@ def test_what_never_pays_is_tried_again():
 
 
 def test_longer_drafts_are_tried_again_where_short_ones_pay():
-    policy = policy_of(Priced(token=0.4), drafted=(0, 1, 3, K), right=[("head", 1)])
+    policy = policy_of(Priced(token=0.2), drafted=(0, 1, 3, K), right=[("head", 1)])
     rows, ran = [row(("head", K))], []
     for _ in range(10 * SHADOW):
         choice = policy.choose(rows)
