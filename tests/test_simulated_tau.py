@@ -34,7 +34,7 @@ from training.unroll import judge, simulated
 K = 4
 NAMES = "add", "mean", "is_prime", "reverse", "split_words", "read_json"
 TEXTS = [f"def {name}({given}):\n" for name in NAMES for given in ("x", "items, limit=3")]
-FLOORS = {"eagle3": 2.4, "assistant": 1.3}
+FLOORS = {"eagle3": 2.4, "assistant": 2.6}
 """Of tau at T = 1: what comes with mini must be worth its cycles."""
 
 
@@ -137,15 +137,14 @@ def of_the_row_after(learn, seed, features, chosen, accepted, live):
 @pytest.mark.parametrize(
     ("mistake", "at_most"),
     [
-        (stale, 0.95),
-        pytest.param(of_the_first_row, 0.99, marks=pytest.mark.slow),
-        pytest.param(of_the_row_after, 0.99, marks=pytest.mark.slow),
+        (stale, 0.85),
+        pytest.param(of_the_first_row, 0.9, marks=pytest.mark.slow),
+        pytest.param(of_the_row_after, 0.98, marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_state_costs_an_assistant_its_tau(mistake, at_most, monkeypatch) -> None:
-    """Texts stay what they are; so it is here that a loop which hands on another state is seen. A
-    neighbour's costs little where greedy text repeats itself; test_assistant_drafter.py tells it by
-    the guesses."""
+    """Texts stay what they are; so it is here that a loop which hands on another state is seen;
+    test_assistant_drafter.py tells it by the guesses too."""
     params, arch = teacher()
     right = greedy_by(assistant_for)
     learn = partial(mistake, assistant_drafting.learn)

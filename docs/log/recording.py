@@ -68,18 +68,27 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--each", type=int, default=8)
+    parser.add_argument("--only", nargs="+", default=DRAFTERS, help="keep the others' in OUT")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(mini.path("mini"))
     prompts = fitting(read_prompts(given.prompts), tokenizer, given.each)
     for temperature in (1.0, 0.0):
-        found = [recorded(drafter, prompts, temperature) for drafter in DRAFTERS]
-        with (given.out / f"t{temperature:g}.jsonl").open("w") as file:
-            for prompt, *each in zip(prompts, *found, strict=True):
-                row = script_row(each, DRAFTERS, K)
-                del row["prompt"]
-                about = {"id": prompt.id, "category": prompt.category}
-                file.write(json.dumps(about | row, separators=(",", ":")) + "\n")
+        found = [recorded(drafter, prompts, temperature) for drafter in given.only]
+        file = given.out / f"t{temperature:g}.jsonl"
+        kept = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        lines = []
+        for number, (prompt, *each) in enumerate(zip(prompts, *found, strict=True)):
+            row = script_row(each, given.only, K)
+            del row["prompt"]
+            if kept:
+                assert kept[number]["answer"] == row["answer"], "drafters change no token"
+                row["recorded"]["right"] = (
+                    kept[number]["recorded"]["right"] | row["recorded"]["right"]
+                )
+            about = {"id": prompt.id, "category": prompt.category}
+            lines.append(json.dumps(about | row, separators=(",", ":")) + "\n")
+        file.write_text("".join(lines))
 
 
 if __name__ == "__main__":
