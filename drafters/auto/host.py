@@ -111,7 +111,7 @@ class AutoDrafter:
         """The bucket of the drafter with weights: how far it was right on that row last."""
         return self._fared[seq.slot]
 
-    def fared_so(self, seq: Sequence, right: int, guessed: int) -> None:
+    def remember(self, seq: Sequence, right: int, guessed: int) -> None:
         """So many of its guesses were right, at least: if all of a short draft were, it might have
         gone further."""
         further = right == guessed < self.policy.k
@@ -157,7 +157,7 @@ class AutoDrafter:
             guessed = len(own)
             if self.weighted is not None and name == self.weighted.name:
                 guessed = turn.choice.drafted  # where it said nothing it took the time all the same
-                self.fared_so(seq, right, guessed)
+                self.remember(seq, right, guessed)
             if name in buckets:
                 rows = len(turn.offers)
                 self.policy.table(name).learn(buckets[name], right, guessed, len(came), rows)

@@ -147,7 +147,7 @@ class LateChooser:
         assert weighted is not None
         for right in kept.elements():
             self._policy.table(weighted.name).learn(taken.fared, right, drafted, right + 1, rows)
-            self._drafter.fared_so(taken.seq, right, drafted)
+            self._drafter.remember(taken.seq, right, drafted)
 
     def _tell(self, dispatch: _Dispatch, rows: int, cycles: int, emitted: int) -> None:
         """What a dispatch's cycles took and brought."""
