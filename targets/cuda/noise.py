@@ -40,9 +40,10 @@ def uniform(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
 
 
 def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise [V] float32, from the uniform's fine end: -log(-log(1 - u))."""
+    """Standard Gumbel noise [V] float32."""
     return from_uniform(uniform(seed, position, vocab))
 
 
 def from_uniform(u: Tensor) -> Tensor:
+    """Gumbel noise, from the uniform's fine end: -log(-log(1 - u))."""
     return -torch.log(-torch.log1p(-u))

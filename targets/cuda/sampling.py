@@ -62,29 +62,22 @@ def choose(
         mine = lambda leaf: leaf.index_select(0, slot)[0]  # noqa: B023, E731
         rule = SamplingTable(*map(mine, sampling_params))
         positions = rows.start[b] + torch.arange(tokens, device=logits.device)
-        # integers, whose bits do not depend on their neighbours: of all rows at once
-        noise = uniform(rule.seed, positions + 1, logits.shape[-1])
+        noise = None
+        if rule.temperature > 0:
+            # integers, whose bits do not depend on their neighbours: of all rows at once
+            noise = uniform(rule.seed, positions + 1, logits.shape[-1])
         for t in range(tokens):
-            row = logits[b, t] + mine(bias)
-            given = row, rule, mine(history), positions[t], noise[t].clone()
-            chosen.append(_choose_row(*given))
+            row = penalise(logits[b, t] + mine(bias), rule, mine(history), positions[t])
+            # each row's noise lies by itself, for logs are taken of it row by row
+            drawn = row if noise is None else _drawn(row, rule, noise[t].clone())
+            chosen.append(drawn.argmax().int())
     return torch.stack(chosen).view(batch, tokens)
 
 
-def _choose_row(
-    logits: torch.Tensor,
-    rule: SamplingTable,
-    history: torch.Tensor,
-    position: torch.Tensor,
-    noise: torch.Tensor,
-) -> torch.Tensor:
-    """logits [V] that follow `position`, uniform noise [V] -> [] int32; every leaf of `rule` is
-    one slot's."""
-    penalised = penalise(logits, rule, history, position)
-    if rule.temperature <= 0:
-        return penalised.argmax().int()
-    kept = _filter(penalised / rule.temperature, rule)
-    return (kept + from_uniform(noise)).argmax().int()
+def _drawn(logits: torch.Tensor, rule: SamplingTable, noise: torch.Tensor) -> torch.Tensor:
+    """Whose largest is a draw from logits [V], noise [V] uniform; every leaf of `rule` is one
+    slot's."""
+    return _filter(logits / rule.temperature, rule) + from_uniform(noise)
 
 
 def penalise(
