@@ -218,14 +218,18 @@ def single_speeds(
 
 def useless_over_plain(known: list[Text], batch: int) -> float:
     """`auto` over plain decoding where nothing that is guessed is ever right."""
-    wrong = [t._replace(answer=nonsense(t.answer), right=t.right * 0) for t in known]
+    wrong = useless(known)
     plain = said(wrong, batch, alone("none", 0)).speed
     return round(said(wrong, batch, auto()).speed / plain, 3)
 
 
-def nonsense(answer: list[int]) -> list[int]:
-    """As long, and repeating nothing."""
-    return np.random.default_rng(len(answer)).permutation(4000)[: len(answer)].tolist()
+def useless(known: list[Text]) -> list[Text]:
+    """As long, repeating nothing, and of which nothing is ever guessed right."""
+    words = [np.random.default_rng(len(t.answer)).permutation(4000) for t in known]
+    return [
+        t._replace(answer=own[: len(t.answer)].tolist(), right=t.right * 0)
+        for t, own in zip(known, words, strict=True)
+    ]
 
 
 def enough(known: list[Text], batch: int) -> list[Text]:

@@ -15,12 +15,12 @@ import json
 import sys
 import time
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).parent))
+from choosing import K, useless  # noqa: E402
 from recorded import Text, kinds_of  # noqa: E402
 
 from drafters import registry  # noqa: E402
@@ -31,23 +31,19 @@ from specdec.cli.start import loaded_model  # noqa: E402
 from specdec.core.config import ModelConfig, SpeculationConfig  # noqa: E402
 from specdec.core.provenance import gpus  # noqa: E402
 
-K = 7
 BESIDE = {1: (1, 3, 7), 8: (1, 3, 7), 32: (1, 3)}
 """By batch, the draft lengths of the drafter with weights that are timed alone."""
 TEXTS = {1: 4, 8: 24, 32: 64}
+"""By batch, how many are said."""
 
 
-def script(texts: list[Text], batch: int, name: str, useless: bool) -> list[ScriptRow]:
+def planned(texts: list[Text], batch: int, name: str) -> ScriptPlan:
     """As many as TEXTS says, each text again and again."""
-    rows = []
-    for number in range(TEXTS[batch]):
-        text = texts[number % len(texts)]
-        answer, right = text.answer, text.right
-        if useless:
-            random = np.random.default_rng(number)
-            answer, right = random.permutation(4000)[: len(answer)].tolist(), right * 0
-        rows.append(ScriptRow(text.prompt, answer, None, None, Recorded(K, {name: right})))
-    return rows
+    rows = [
+        ScriptRow(text.prompt, text.answer, None, None, Recorded(K, {name: text.right}))
+        for text in islice(cycle(texts), TEXTS[batch])
+    ]
+    return ScriptPlan(rows, None, (batch,), (K,), 1)
 
 
 def speed(model: Model, speculation: SpeculationConfig, plan: ScriptPlan) -> float:
@@ -60,21 +56,20 @@ def speed(model: Model, speculation: SpeculationConfig, plan: ScriptPlan) -> flo
 def measured(
     model: Model, auto: SpeculationConfig, name: str, texts: list[Text], batch: int
 ) -> dict[str, Any]:
-    plan = ScriptPlan(script(texts, batch, name, False), None, (batch,), (K,), 1)
+    plan, wrong = planned(texts, batch, name), planned(useless(texts), batch, name)
     singles = {"none 0": speed(model, registry.plain(auto), plan)}
     for k in BESIDE[batch]:
         singles[f"{name} {k}"] = speed(model, replace(auto, drafter=name, k=k), plan)
     singles[f"ngram {K}"] = speed(model, replace(auto, drafter="ngram", k=K), plan)
     best = max(singles, key=lambda single: singles[single])
     own = speed(model, auto, plan)
-    useless = ScriptPlan(script(texts, batch, name, True), None, (batch,), (K,), 1)
-    plain = speed(model, registry.plain(auto), useless)
+    plain = speed(model, registry.plain(auto), wrong)
     return {
         "tokens_per_second": singles | {"auto": own},
         "best": best,
         "over_best": own / singles[best],
         "over_plain": own / singles["none 0"],
-        "useless_over_plain": speed(model, auto, useless) / plain,
+        "useless_over_plain": speed(model, auto, wrong) / plain,
     }
 
 

@@ -28,9 +28,9 @@ from choosing import (  # noqa: E402
     Table,
     alone,
     enough,
-    nonsense,
     said,
     single_speeds,
+    useless,
 )
 from recorded import Text, kinds_of  # noqa: E402
 
@@ -157,7 +157,7 @@ def main() -> None:
             known = enough(texts, batch)
             singles = single_speeds(ON_DEVICE, known, batch, seen)
             best = max(singles, key=lambda name: singles[name])
-            wrong = [t._replace(answer=nonsense(t.answer), right=t.right * 0) for t in known]
+            wrong = useless(known)
             plain = said(wrong, batch, alone("none", 0)).speed
             found: dict[str, Any] = {"best": best}
             speed = late(known, batch)

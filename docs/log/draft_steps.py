@@ -21,11 +21,11 @@ from specdec.core.config import ModelConfig
 from specdec.core.provenance import gpus
 from specdec.core.types import NO_GUESS, Sampling
 from targets.cuda.device_drafter import CapturedBatch
-from targets.cuda.graphs import Captured
 from targets.cuda.ops import Rows
+from targets.cuda.roofline import forward_samples
 from targets.sampling_params import set_row
 
-CONTEXT, LONG, SHORT, REPLAYS, RUNS = 512, 8, 2, 50, 7
+CONTEXT, LONG, SHORT = 512, 8, 2
 KINDS = {
     "greedy": Sampling(),
     "top-p .95": Sampling(0.8, top_p=0.95, seed=1),
@@ -39,27 +39,17 @@ def step_ms(model: Model, drafter: str) -> dict[str, float]:
     on_device, found = placed.on_device(placed.make(LONG)), {}
     for name, sampling in KINDS.items():
         set_row(target.sampling_params, 0, sampling, 16)
-        long, short = (_draft_ms(on_device, target, k, sampling) for k in (LONG, SHORT))
+        long, short = (_draft_ms(on_device, k, sampling) for k in (LONG, SHORT))
         found[name] = (long - short) / (LONG - SHORT)
     return found
 
 
 @torch.inference_mode()
-def _draft_ms(drafter: Any, target: Any, k: int, sampling: Sampling) -> float:
+def _draft_ms(drafter: Any, k: int, sampling: Sampling) -> float:
     whole = lambda *values: torch.tensor(values, dtype=torch.int32, device="cuda")  # noqa: E731
     rows = Rows(whole([7, *[NO_GUESS] * k]), whole(CONTEXT), whole(0))
     batch = CapturedBatch(rows, sampling.needs_sampler, False)
-    graph = Captured(lambda: drafter.propose(batch, k), target.pool)
-    times = []
-    for _ in range(RUNS):
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        ends[0].record()
-        for _ in range(REPLAYS):
-            graph.replay()
-        ends[1].record()
-        torch.cuda.synchronize()
-        times.append(ends[0].elapsed_time(ends[1]) / REPLAYS)
-    return median(times)
+    return 1e3 * median(forward_samples(lambda: drafter.propose(batch, k), "cuda"))
 
 
 def main() -> None:

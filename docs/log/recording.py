@@ -14,6 +14,7 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from drafters import registry
 from specdec.assembly.engine import make_engine
@@ -63,6 +64,14 @@ def recorded(drafter: str, prompts: list[Prompt], temperature: float) -> list[Re
     return record(make_engine(model, speculation), asked, settings, tell)
 
 
+def keep_others(rows: list[dict[str, Any]], file: Path) -> None:
+    """What other drafters were recorded with in this file, beside what is new."""
+    for row, line in zip(rows, file.read_text().splitlines(), strict=True):
+        old = json.loads(line)
+        assert old["answer"] == row["answer"], "drafters change no token"
+        row["recorded"]["right"] = old["recorded"]["right"] | row["recorded"]["right"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("prompts", type=Path)
@@ -76,18 +85,14 @@ def main() -> None:
     for temperature in (1.0, 0.0):
         found = [recorded(drafter, prompts, temperature) for drafter in given.only]
         file = given.out / f"t{temperature:g}.jsonl"
-        kept = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        lines = []
-        for number, (prompt, *each) in enumerate(zip(prompts, *found, strict=True)):
+        rows = []
+        for prompt, *each in zip(prompts, *found, strict=True):
             row = script_row(each, given.only, K)
             del row["prompt"]
-            if kept:
-                assert kept[number]["answer"] == row["answer"], "drafters change no token"
-                row["recorded"]["right"] = (
-                    kept[number]["recorded"]["right"] | row["recorded"]["right"]
-                )
-            about = {"id": prompt.id, "category": prompt.category}
-            lines.append(json.dumps(about | row, separators=(",", ":")) + "\n")
+            rows.append({"id": prompt.id, "category": prompt.category} | row)
+        if set(given.only) != set(DRAFTERS):
+            keep_others(rows, file)
+        lines = (json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
         file.write_text("".join(lines))
 
 
