@@ -87,7 +87,8 @@ def test_each_step_is_transformers(tiny, variant, kv_dtype, ahead):
     seen = Rows(ints([0], [0]), ints(*(len(text) - 2 for text in TEXTS)), ints(0, 1))
     for j in range(STEPS):
         tokens = ints(*((text[-1], *one.tokens)[j] for text, one in zip(TEXTS, said, strict=True)))
-        logits, handed = model.step(tokens, states, seen, last=False)
+        logits, x = model.step(tokens, states, seen)
+        handed = model.handed(x)
         for b, one in enumerate(said):
             assert np.abs(handed[b].numpy() - one.states[j]).max() <= TOLERANCE
             scored = np.isfinite(one.logits[j])

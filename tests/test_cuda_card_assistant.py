@@ -108,8 +108,8 @@ def test_a_step_on_kernels_is_near_its_twin(kind, head, ahead):
     def step(first, stop):
         slots = where(*range(first, stop))
         seen = Rows(tokens[first:stop, None].contiguous(), last[first:stop], slots)
-        made = model.step(tokens[first:stop], States(rows, slots, norm), seen, last=False)
-        return [part.clone() for part in made]
+        logits, x = model.step(tokens[first:stop], States(rows, slots, norm), seen)
+        return [part.clone() for part in (logits, model.handed(x))]
 
     together = step(0, 8)
     for row in range(8):

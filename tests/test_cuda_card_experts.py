@@ -8,9 +8,11 @@ import torch.nn.functional as F
 
 from specdec.core.types import NO_GUESS
 from targets.arch import MoeSpec, released
+from targets.cuda import four_bits
 from targets.cuda.experts import Routed
 from targets.cuda.kernels import Kernels
 from targets.cuda.ops import Closing, DenseBranch, Opening, RoutedBranch, Rows
+from targets.cuda.tiles import ACTIVATION_SCALE
 from tests.card import (
     KINDS,
     Differences,
@@ -123,6 +125,26 @@ def test_experts(moe_ops, kind, picks):
             inner = rounded(F.gelu(left, approximate="tanh") * right, kind)
             exact[row] += shares[row, rank].double() * (wide[1][number].double() @ inner)
     assert error(whole[:few], exact) <= ROUNDED[kind]
+
+
+@pytest.mark.parametrize("kind", four_bits.KINDS)
+@pytest.mark.parametrize(
+    ("n", "k", "layout"),
+    [(1408, 2816, "experts_gated"), (2816, 704, "experts"), (96, 80, "experts_gated")],
+)
+def test_rows_by_expert(moe_ops, kind, n, k, layout):
+    """Of a long prefill: experts of no row, of a few, and of more than a CTA takes. A row's result
+    is the row's alone."""
+    counts = [0, 1, 200, 64, 0, 65, 7, 63]
+    weight = random_weight(moe_ops, (len(counts), n, k), kind, layout)
+    x = (randn(sum(counts), k, seed=2) / ACTIVATION_SCALE).half()
+    ends = lambda counts: torch.tensor(counts, device="cuda").cumsum(0).int()  # noqa: E731
+    ours = moe_ops.grouped(x, ends(counts), weight.packed)
+    wide = weight.values.double() * weight.scale.double()[..., None] * ACTIVATION_SCALE
+    parts = zip(x.double().split(counts), wide, strict=True)
+    assert error(ours, torch.cat([part @ own.T for part, own in parts])) < 4e-3
+    lone = moe_ops.grouped(x[150:151], ends([0, 0, 1, 0, 0, 0, 0, 0]), weight.packed)
+    assert torch.equal(lone, ours[150:151])
 
 
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])

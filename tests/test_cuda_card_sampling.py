@@ -31,7 +31,7 @@ REQUESTS = [
 TOKENS = 3
 
 
-@pytest.mark.parametrize("vocab", [4096, 262144])
+@pytest.mark.parametrize("vocab", [4096, 4098, 262144])
 @pytest.mark.parametrize("kind", ["peaked", "even", "tied", "few"])
 def test_choices_are_the_references(vocab, kind):
     slots = len(REQUESTS)

@@ -10,7 +10,7 @@ import torch
 from targets import mini
 from targets.arch import LayerSpec, Rope, read_arch, released
 from targets.checkpoint import Checkpoint
-from targets.cuda import int4
+from targets.cuda import four_bits, int4
 from targets.cuda.cache import make_cache, read
 from targets.cuda.footprint import plain_bytes
 from targets.cuda.kernels import Kernels
@@ -132,7 +132,7 @@ def test_attention(layer, cache, cuts):
 
 @pytest.mark.parametrize("kind", ["fp8", "int4", "nvfp4", "bf16"])
 def test_matmuls(kind):
-    """Plain, and by expert, one of whom has nothing to do."""
+    """Plain, gate and up at once, and by expert, one of whom has nothing to do."""
     kernels, library = both(chunk_of(300))
     h, weight = randn(300, 512), randn(4, 384, 512, seed=1) / 16
     x = kernels.add_norm(h, Opening(torch.ones(512, device="cuda"), kind))
@@ -145,11 +145,16 @@ def test_matmuls(kind):
     widened = x.values.float() * factor
     exact = PrefillInput(widened.to(torch.float32), None)
     ends = torch.tensor([100, 100, 117, 300], dtype=torch.int32, device="cuda")
+    one = values[2], None if scale is None else scale[2]
+    ours = kernels.matmul(x, one)
+    assert error(ours, library.matmul(exact, one)) < 5e-3
+    same = kernels.gate_up(x, one, kind), kernels.gated(ours, kind)
+    assert torch.equal(*(gated.values.view(torch.uint8) for gated in same))
+    if kind in four_bits.KINDS:
+        return
     every = values, scale
     ours = kernels.grouped(x, ends, every)
     assert error(ours, library.grouped(exact, ends, every)) < 5e-3
-    one = values[2], None if scale is None else scale[2]
-    assert error(kernels.matmul(x, one), library.matmul(exact, one)) < 5e-3
     assert (kernels.grouped(x, ends, every) == ours).all()
 
 
@@ -213,5 +218,7 @@ def test_a_copy_in_plain_order_changes_no_bit(name, dtype):
         runs.append(prefill(each, arch, cache, chunk, ops, (1,)))
     ours, theirs = runs
     assert torch.equal(ours.logits, theirs.logits) and torch.equal(ours.features, theirs.features)
-    held = [weight.plain for part in (*copy.layers, copy.per_layer) for weight in linears(part)]
+    every = [weight.plain for part in (*copy.layers, copy.per_layer) for weight in linears(part)]
+    held = [values for values in every if values is not None]
+    assert (len(held) < len(every)) == ((name, dtype) == ("26b-a4b", "int4"))
     assert sum(values.nbytes for values in held) == plain_bytes(arch, dtype)

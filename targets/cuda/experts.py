@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.core.errors import UserError
 from targets.arch import Arch, MoeSpec
-from targets.cuda import gemm, tiles
+from targets.cuda import four_bits, gemm, tiles
 from targets.cuda.launch import Launcher, Variant, address, pointer
 from targets.cuda.ops import Chosen, Linear, Rows
 
@@ -24,6 +24,11 @@ TOKENS = 8, 16
 PIECE, RING_BYTES = {4: 4, 8: 2, 16: 2}, 10 << 10
 """Blocks of inputs whose weights, by their bits, are copied at once; bytes of a warp's ring
 (kernels/moe.cu)."""
+GROUPED_ROWS, GROUPED_UNITS, GROUPED_BLOCKS, GROUPED_STAGES = 64, 16, 4, 3
+"""Of a long prefill: an expert's rows and units that a CTA multiplies; of its ring, 32-input blocks
+of a stage, and stages (kernels/grouped.cu)."""
+GROUPED_PITCH = GROUPED_BLOCKS * 2 * tiles.INPUTS + 64
+"""Bytes between two rows' inputs."""
 UNITS = {"gate_up": 1, "down": 2}
 """Pairs of tiles whose parts of k a CTA adds up together."""
 MOST_HIDDEN, MOST_WIDTH = (blocks * tiles.EIGHTHS * tiles.INPUTS for blocks in (12, 4))
@@ -50,6 +55,13 @@ class _ExpertsJob(Structure):
         *((name, c_int) for name in ("n", "units", "blocks", "experts", "pairs", "top_k")),
         *((name, c_int) for name in ("k_blocks", "block", "row_groups", "k_groups")),
         *((name, c_int) for name in ("out_stride", "f16", "ready")),
+    )
+
+
+class _GroupedJob(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("weight", "scale", "x", "out", "ends")),
+        *((name, c_int) for name in ("n", "k", "units", "blocks", "experts", "gated")),
     )
 
 
@@ -82,7 +94,10 @@ def variants(arch: Arch, kinds: set[str]) -> set[Variant]:
                 f"this model's experts have {arch.hidden} inputs and {moe.width} features, the "
                 f"kernels take {MOST_HIDDEN} and {MOST_WIDTH} at most: run it with --device cpu"
             )
-    mine = {_variant(kind, most) for kind in kinds for most in TOKENS} if moes else set()
+    if not moes:
+        return set()
+    mine = {_variant(kind, most) for kind in kinds for most in TOKENS}
+    mine |= {_grouped(kind) for kind in kinds if kind in four_bits.KINDS}
     return {_route(moe) for moe in moes} | mine
 
 
@@ -142,6 +157,22 @@ class Experts:
         self._start("down", second, down.kind)
         return Routed(parts, numbers, shares)
 
+    def grouped(self, x: Tensor, ends: Tensor, weight: Linear) -> Tensor:
+        """`Ops.grouped`."""
+        rows, (count, units) = len(x), weight.data.shape[:2]
+        out = torch.empty((rows, weight.n), dtype=torch.bfloat16, device=x.device)
+        job = _GroupedJob(
+            *map(address, (weight.data, weight.scale, x, out, ends)),
+            *(weight.n, weight.k, units, tiles.expert_inputs(weight.k) // tiles.INPUTS, count),
+            int(weight.layout == "experts_gated"),
+        )
+        unit = 2 * tiles.TILE_BYTES[weight.kind]
+        stage = GROUPED_ROWS * GROUPED_PITCH + GROUPED_UNITS * GROUPED_BLOCKS * unit
+        grid = -(-units // GROUPED_UNITS), -(-rows // GROUPED_ROWS) + count, 1
+        room = GROUPED_STAGES * stage
+        self._launch(_grouped(weight.kind), "grouped", grid, THREADS, [job], room, early=False)
+        return out
+
     def _start(self, name: str, job: _ExpertsJob, kind: str) -> None:
         most = TOKENS[job.pairs > TOKENS[0] * job.top_k]
         grid, shared = (2 * self._processors, 1, 1), _shared(job, kind, most, UNITS[name])
@@ -180,6 +211,10 @@ def _shared(job: _ExpertsJob, kind: str, most: int, units: int) -> int:
     ring = WARPS * max(2, RING_BYTES // piece) * piece
     sums = 2 * units * (job.k_groups - 1) * job.row_groups * 2 * most // 8 * 32 * 16
     return ring + sums + job.pairs * (8 + 4)
+
+
+def _grouped(kind: str) -> Variant:
+    return gemm.weight_variant("grouped", kind)
 
 
 def _route(moe: MoeSpec) -> Variant:

@@ -28,6 +28,8 @@ LINEAR = {"float32": 4, "bfloat16": 2, "fp8": 1, "fp8-w8a8": 1, "int4": Fraction
 KV = {"float32": 4, "bfloat16": 2, "fp8": 1}
 EIGHT = ("fp8", "fp8-w8a8")
 """Dtypes whose narrow values have a byte in plain order; of 4 bits they have two."""
+EXPERTS = 3
+"""Dimensions of experts' tensors, which are multiplied as they are where they have 4 bits."""
 EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer")
 """Matrices that prefill multiplies nothing with, but for the head's last row."""
 ALIKE: Mapping[str, str] = {}
@@ -97,7 +99,10 @@ def plain_bytes(arch: Arch, dtype: str, own: Mapping[str, str] = ALIKE) -> int:
     """Of the linear layers' values in plain order, as library matmuls read them."""
 
     def value(name: str, spec: TensorSpec) -> int:
-        return 1 if own.get(name, dtype) in EIGHT and quantised(name, spec) else WIDE[dtype]
+        kind = own.get(name, dtype)
+        if kind == "int4" and len(spec.shape) == EXPERTS and quantised(name, spec):
+            return 0
+        return 1 if kind in EIGHT and quantised(name, spec) else WIDE[dtype]
 
     tensors = all_tensors(arch).items()
     linear = [
@@ -201,7 +206,11 @@ def prefill_bytes(arch: Arch, shape: TargetShape) -> int:
     if chunk <= SHORT:
         return total
     weight = 0 if shape.copied else max(1, LINEAR[shape.dtype]) * 2
-    flat = [prod(spec.shape) for spec in all_tensors(arch).values() if spec.linear]
+    flat = [
+        prod(spec.shape)
+        for spec in all_tensors(arch).values()
+        if spec.linear and not (shape.dtype == "int4" and len(spec.shape) == EXPERTS)
+    ]
     keys = max(layer.kv_heads * layer.head_dim for layer in arch.layers if not layer.window)
     copies = 2 * 2 * shape.max_len * keys  # K and V of a global layer in rows
     return total + SCORES + copies + weight * max(flat)

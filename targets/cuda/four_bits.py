@@ -10,6 +10,8 @@ from targets.cuda.nvfp4 import Nvfp4
 from targets.stored import Stored
 
 FourBits = Int4 | Nvfp4
+KINDS = "int4", "uint4", "nvfp4"
+"""Of weights (`ops.Linear`)."""
 
 
 def from_stored(stored: Stored, values: Tensor) -> FourBits | None:

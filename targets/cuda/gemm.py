@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from targets.cuda import tiles
+from targets.cuda import four_bits, tiles
 from targets.cuda.four_bits import FourBits
 from targets.cuda.inputs import BLOCKS, Input
 from targets.cuda.int8 import Int8
@@ -114,6 +114,8 @@ class Gemm:
 
     def with_plain(self, weight: Linear) -> Linear:
         """`Ops.with_plain`."""
+        if weight.kind in four_bits.KINDS and weight.layout.startswith("experts"):
+            return weight  # prefill takes them as they are
         out = torch.empty(_plain_bytes(weight), dtype=torch.uint8, device=weight.data.device)
         self._untile(weight, out)
         return replace(weight, plain=_plain_values(out, weight))

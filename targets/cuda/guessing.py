@@ -1,5 +1,6 @@
 """A drafter's guess out of its own logits, as the target would choose: by the request's rules, and
-with the target's noise at the guess's position. `targets/jax/guessing.py` is its twin.
+with the target's noise at the guess's position. `Sampler.guess` launches it, and
+`targets/jax/guessing.py` is its twin.
 
 Shape legend: B rows, D words that the drafter scores, V vocabulary.
 """
@@ -7,26 +8,18 @@ Shape legend: B rows, D words that the drafter scores, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import Structure, c_int, c_void_p
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.core.types import NO_GUESS
-from targets.cuda.launch import Launcher, Variant, address, pointer
 from targets.cuda.ops import Ops, Rows
-from targets.cuda.sampler import CLUSTER, Sampler
-from targets.sampling_params import Rules, SamplingTable
+from targets.sampling_params import Rules
 
-GUESS = Variant("guess")
-THREADS = 256
-MOST_DRAFTS = 48 * 1024
-"""Words that fit into a cluster's registers (guess.cu); among more, the target's own sampler
-chooses."""
 LIKELIEST = 128
-"""Of more words than that, those from which a guess is drawn where a request has top-p alone: what
-is less likely is seldom guessed right, and a cut by mass of all words takes as long as a draft."""
+"""Words from which a guess is drawn where a request has top-p alone: what is less likely is seldom
+guessed right, and a cut by mass of all words takes as long as a draft."""
 
 
 class DraftVocabulary(NamedTuple):
@@ -50,56 +43,6 @@ needs_sampler). The guess goes to at.tokens[:, j + 1], and to its place in the h
 next one's penalties look. at: the verify's tokens, and the position that the guess follows."""
 
 
-class _Guess(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("logits", "ids", "draft_ids", "bias", "history")),
-        *(
-            (name, c_void_p)
-            for name in ("start", "slot", *SamplingTable._fields, "counts", "tokens")
-        ),
-        *((name, c_int) for name in ("drafts", "vocab", "stride", "width", "j", "shaped")),
-    )
-
-
-class Guesser:
-    """`Guess` as launches of our kernels. sampler: chooses among many words."""
-
-    def __init__(self, launch: Launcher, sampler: Sampler, device: torch.device) -> None:
-        self._launch, self._sampler, self._device = launch, sampler, device
-
-    def __call__(
-        self,
-        logits: Tensor,
-        known: DraftVocabulary | None,
-        rules: Rules,
-        at: Rows,
-        j: int,
-        needs_sampler: bool,
-    ) -> None:
-        (batch, drafts), vocab = logits.shape, rules.bias.shape[1]
-        if known is None or drafts > MOST_DRAFTS:
-            spread = logits[:, None] if known is None else self._spread(logits, known.draft_ids)
-            self._sampler.guess(spread, rules, at, j, needs_sampler, LIKELIEST)
-            return
-        size = (batch, drafts) if needs_sampler else 0
-        counts = torch.empty(size, dtype=torch.int32, device=self._device)
-        job = _Guess(
-            *map(address, (logits, *known, rules.bias, rules.history, at.start, at.slot)),
-            *map(address, (*rules.sampling_params, counts, at.tokens)),
-            *(drafts, vocab, rules.history.stride(0), at.tokens.shape[1], j, int(needs_sampler)),
-        )
-        self._launch(GUESS, "guess", (batch * CLUSTER, 1, 1), THREADS, [job])
-
-    def _spread(self, logits: Tensor, draft_ids: Tensor) -> Tensor:
-        """[B, D] over draft ids -> [B, 1, V], -inf for what is not scored."""
-        batch, vocab = len(logits), len(draft_ids)
-        out = torch.empty((batch, 1, vocab), device=self._device)
-        arguments = [*map(pointer, (logits, draft_ids, out))]
-        arguments += [c_int(logits.shape[1]), c_int(vocab)]
-        self._launch(GUESS, "spread", (-(-vocab // THREADS), batch, 1), THREADS, arguments)
-        return out
-
-
 def _among_the_likeliest(rules: Rules) -> Rules:
     """As a guess is drawn from many words: of LIKELIEST, where top-p alone cuts."""
     table = rules.sampling_params
@@ -118,9 +61,7 @@ def reference_guess(
     needs_sampler: bool,
 ) -> None:
     """`Guess` in torch. ops: whose `choose` chooses."""
-    spread = logits[:, None]
-    if known is None or logits.shape[1] > MOST_DRAFTS:
-        rules = _among_the_likeliest(rules)
+    spread, rules = logits[:, None], _among_the_likeliest(rules)
     if known is not None:
         spread = logits.new_full((len(logits), 1, rules.bias.shape[1]), -torch.inf)
         spread[:, 0, known.ids.long()] = logits

@@ -149,3 +149,6 @@ class Kernels:
         branch = self._gemm.linear(x, dense.down, late=True) if few else self.branch(x, dense.down)
         experts = self.experts.run(routed.x, chosen, routed.gate_up, routed.down, few)
         return Mixture(branch, dense.norm, experts, routed.norm)
+
+    def grouped(self, x: Tensor, ends: Tensor, weight: Linear) -> Tensor:
+        return self.experts.grouped(x, ends, weight)

@@ -146,7 +146,7 @@ class Ops(Protocol):
         ...
 
     def with_plain(self, weight: Linear) -> Linear:
-        """The same, with what `dense` gives lying beside it for good."""
+        """The same, with what `dense` gives lying beside it for good, if prefill asks for that."""
         ...
 
     def dense(self, weight: Linear) -> Dense:
@@ -202,6 +202,12 @@ class Ops(Protocol):
     def mixture(self, dense: DenseBranch, routed: RoutedBranch, rows: Rows, moe: MoeSpec) -> Branch:
         """rms(dense) * its norm + rms(sum of the picked experts) * its norm. Picked are the best by
         softmax(x router / sqrt(H)); their shares sum to 1 before each expert's own factor."""
+        ...
+
+    def grouped(self, x: Tensor, ends: Tensor, weight: Linear) -> Tensor:
+        """Prefill's rows [R, k] (`PrefillInput.values`) sorted by expert, each times its own
+        expert's matrix: a weight of 4 bits. ends [E] int32: where each expert's rows end -> [R, n]
+        bfloat16, or float32 of the reference."""
         ...
 
     def head(self, x: X, table: Linear, softcap: float | None) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from targets.arch import Arch, MoeSpec
+from targets.cuda import four_bits
 from targets.cuda.cache import KVCache
 from targets.cuda.formulas import gelu, mix_inputs, rank, rms
 from targets.cuda.model import Hidden, opening
@@ -130,6 +131,8 @@ class _Pass:
         return (out.unflatten(0, numbers.shape) * parts[..., None]).sum(1)
 
     def _by_expert(self, x: PrefillInput, ends: Tensor, weight: Linear) -> Tensor:
+        if weight.kind in four_bits.KINDS:  # of float16 the library multiplies one after the other
+            return self.ops.grouped(x.values, ends, weight)
         values, scale = self.ops.dense(weight)
         shape = len(ends), -1
         scale = None if scale is None else scale.unflatten(0, shape)

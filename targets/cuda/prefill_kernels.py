@@ -64,9 +64,9 @@ class PrefillKernels:
         values, scale = weight
         if scale is None:
             return x.values @ values.T
-        if x.scale is None:  # 4 bits: sums leave float16's range before they are scaled
-            sums = torch.mm(x.values, values.T, out_dtype=torch.float32)
-            return torch.mul(sums, scale * ACTIVATION_SCALE, out=self.launch.new(*sums.shape))
+        if x.scale is None:
+            sums, factor = self._raised(x, values, scale)
+            return torch.mul(sums, factor, out=self.launch.new(*sums.shape))
         # fast accumulation errs by 0.4 % where the full one errs by 0.2 %: both little beside the
         # inputs' own 4 bits (2 to 3 %). It takes 15 % less time.
         return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
@@ -78,13 +78,17 @@ class PrefillKernels:
             use_fast_accum=True,
         )
 
+    def _raised(self, x: PrefillInput, values: Tensor, scale: Tensor) -> Pair:
+        """4 bits: sums [T, n] float32, for they leave float16's range, and the factor [n] that is
+        yet to be applied."""
+        sums = torch.mm(x.values, values.T, out_dtype=torch.float32)
+        return sums, scale * ACTIVATION_SCALE
+
     def grouped(self, x: PrefillInput, ends: Tensor, weight: Dense) -> Tensor:
         across, scale = weight[0].transpose(1, 2), weight[1]
         if scale is None:
             return torch._grouped_mm(x.values, across, ends)  # pyright: ignore[reportPrivateImportUsage]
-        if x.scale is None:  # 4 bits, whose float16 sums are about 1 / 100 of what they mean
-            sums = torch._grouped_mm(x.values, across, ends)  # pyright: ignore[reportPrivateImportUsage]
-            return self._scaled(sums, ends, scale)
+        assert x.scale is not None, "experts of 4 bits run as decoding runs them"
         return torch._scaled_grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
             x.values,
             across,
@@ -95,17 +99,6 @@ class PrefillKernels:
             use_fast_accum=True,
         )
 
-    def _scaled(self, sums: Tensor, ends: Tensor, scale: Tensor) -> Tensor:
-        """sums [rows, n] by expert, scale [E, n]: the same for all of an expert's down, and for all
-        of its gate or its up, the halves of n."""
-        rows = torch.arange(len(sums), device=sums.device, dtype=ends.dtype)
-        of_halves = scale.unflatten(1, (2, -1))[..., 0] * ACTIVATION_SCALE
-        factors = of_halves[torch.searchsorted(ends, rows, right=True)]
-        out = self.launch.new(*sums.shape)
-        halves = (t.unflatten(1, (2, -1)) for t in (sums, out))
-        torch.mul(next(halves), factors[..., None], out=next(halves))
-        return out
-
     def gate_up(self, x: PrefillInput, weight: Dense, kind: str) -> PrefillInput:
         rows, width = len(x.values), len(weight[0]) // 2
         out = self.launch.input(rows, width, kind)
@@ -113,18 +106,26 @@ class PrefillKernels:
         size = -(-rows // blocks // ROWS) * ROWS
         for first in range(0, rows, size):
             part = slice(first, min(first + size, rows))
-            self._gate(self.matmul(x.part(part), weight), out.part(part), kind)
+            self._gate(*self._gate_up(x.part(part), weight), out.part(part), kind)
         return out
+
+    def _gate_up(self, x: PrefillInput, weight: Dense) -> tuple[Tensor, Tensor | None]:
+        """Gate and up [T, n], or what they are once they are scaled by [n]."""
+        values, scale = weight
+        if scale is None or x.scale is not None:
+            return self.matmul(x, weight), None
+        return self._raised(x, values, scale)
 
     def gated(self, gate_up: Tensor, kind: str) -> PrefillInput:
         out = self.launch.input(gate_up.shape[0], gate_up.shape[1] // 2, kind)
-        self._gate(gate_up, out, kind)
+        self._gate(gate_up, None, out, kind)
         return out
 
-    def _gate(self, gate_up: Tensor, out: PrefillInput, kind: str) -> None:
+    def _gate(self, gate_up: Tensor, factor: Tensor | None, out: PrefillInput, kind: str) -> None:
         rows, width = out.values.shape
-        arguments = [*map(pointer, (gate_up, *out)), c_int(width)]
-        self.launch.each_row("gate", kind, rows, width // 8, PACKS, arguments)
+        arguments = [*map(pointer, (gate_up, factor, *out)), c_int(width)]
+        name = "gate" if factor is None else "scaled_gate"
+        self.launch.each_row(name, kind, rows, width // 8, PACKS, arguments)
 
     def exchange(self, qkv: Tensor, layer: AttentionLayer) -> Pair:
         spec, store, start = layer.spec, layer.cache, self.chunk.start

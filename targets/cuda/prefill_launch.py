@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from targets.cuda import four_bits
 from targets.cuda.launch import Launcher, Library, Variant
 from targets.cuda.prefill_steps import PrefillInput
 
@@ -15,8 +16,6 @@ THREADS = 512
 QUADS, PACKS = 4, 6
 """What a thread holds of a row at most (prefill.cu): pieces of 4 floats, of 8 narrow values."""
 
-FOUR_BITS = "int4", "uint4", "nvfp4"
-"""Kinds whose inputs are f16."""
 SOFTMAX = Variant("prefill_softmax")
 
 
@@ -30,7 +29,7 @@ class PrefillLauncher:
         """Room for the input [rows, width] of a weight of this kind."""
         if kind == "bf16":
             return PrefillInput(self.new(rows, width), None)
-        if kind in FOUR_BITS:
+        if kind in four_bits.KINDS:
             return PrefillInput(
                 torch.empty((rows, width), dtype=torch.float16, device=self.device), None
             )
@@ -69,5 +68,5 @@ def attention(cache: torch.dtype, head_dim: int) -> Variant:
 
 
 def _rows(kind: str) -> Variant:
-    half = kind in FOUR_BITS
+    half = kind in four_bits.KINDS
     return Variant("prefill", (("FP8", int(kind != "bf16" and not half)), ("F16", int(half))))

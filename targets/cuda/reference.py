@@ -185,6 +185,11 @@ class Reference:
                 total += share * self.linear(x_down, expert(down, number))[0]
         return out
 
+    def grouped(self, x: Tensor, ends: Tensor, weight: Linear) -> Tensor:
+        parts = x.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
+        own = [self.dense(expert(weight, number)) for number in range(len(parts))]
+        return torch.cat([_times(x, *values) for x, values in zip(parts, own, strict=True)])
+
     def mixture(self, dense: DenseBranch, routed: RoutedBranch, rows: Rows, moe: MoeSpec) -> Tensor:
         chosen = self.route(*routed[:3], rows, moe)
         x = self.gated(dense.x, dense.gate_up, dense.down.kind)
@@ -259,6 +264,11 @@ def expert(weight: Linear, number: int) -> Linear:
     rows = slice(number * weight.n, (number + 1) * weight.n)
     scale = None if weight.scale is None else weight.scale[rows]
     return Linear(weight.n, weight.k, weight.kind, weight.data[rows], scale)
+
+
+def _times(x: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
+    out = x @ values.float().T
+    return out if scale is None else out * scale
 
 
 def _matmul(x: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from ctypes import Structure, c_int, c_void_p
+from typing import NamedTuple
 
 import torch
 
+from targets.cuda.guessing import LIKELIEST, DraftVocabulary
 from targets.cuda.launch import Launcher, Variant, address, pointer
 from targets.cuda.ops import Rows
 from targets.sampling_params import Rules, SamplingTable
@@ -19,11 +21,20 @@ SAMPLE, CYCLE = Variant("sample"), Variant("cycle")
 
 class _SampleJob(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("logits", "bias", "history", "start", "slot")),
-        *((name, c_void_p) for name in SamplingTable._fields),
+        *((name, c_void_p) for name in ("logits", "ids", "draft_ids", "bias", "history")),
+        *((name, c_void_p) for name in ("start", "slot", *SamplingTable._fields)),
         *((name, c_void_p) for name in ("counts", "chosen", "masks", "guesses")),
-        *((name, c_int) for name in ("vocab", "stride", "tokens", "shaped", "width", "j", "most")),
+        *((name, c_int) for name in ("words", "vocab", "stride", "tokens", "shaped")),
+        *((name, c_int) for name in ("width", "j", "most")),
     )
+
+
+class _Place(NamedTuple):
+    """Where what is chosen goes: chosen [B, T], or guess j of guesses [B, W]."""
+
+    chosen: torch.Tensor | None = None
+    guesses: torch.Tensor | None = None
+    j: int = 0
 
 
 class Sampler:
@@ -40,44 +51,45 @@ class Sampler:
     ) -> torch.Tensor:
         """`Ops.choose`."""
         chosen = torch.empty(logits.shape[:2], dtype=torch.int32, device=self._device)
-        self._choose(logits, rules, rows, needs_sampler, (chosen, masks, None), (0, 0, 0))
+        self._choose(logits, None, rules, rows, needs_sampler, _Place(chosen), masks)
         return chosen
 
     def guess(
         self,
         logits: torch.Tensor,
+        known: DraftVocabulary | None,
         rules: Rules,
         at: Rows,
         j: int,
         needs_sampler: bool,
-        most: int,
     ) -> None:
-        """`guessing.Guess` from logits [B, 1, V]. most: words from which a row of top-p alone
-        draws."""
-        sizes = at.tokens.shape[1], j, most
-        self._choose(logits, rules, at, needs_sampler, (None, None, at.tokens), sizes)
+        """`guessing.Guess`."""
+        place = _Place(guesses=at.tokens, j=j)
+        self._choose(logits[:, None], known, rules, at, needs_sampler, place)
 
     def _choose(
         self,
         logits: torch.Tensor,
+        known: DraftVocabulary | None,
         rules: Rules,
         rows: Rows,
         needs_sampler: bool,
-        places: tuple[torch.Tensor | None, ...],
-        sizes: tuple[int, int, int],
+        place: _Place,
+        masks: torch.Tensor | None = None,
     ) -> None:
-        """places: what is chosen, masks, guesses; sizes: of guesses the width, j, most."""
-        batch, tokens, vocab = logits.shape
-        m = batch * tokens
-        size = (m, vocab) if needs_sampler else 0
+        batch, tokens, words = logits.shape
+        m, vocab = batch * tokens, rules.bias.shape[1]
+        size = (m, words) if needs_sampler else 0
         counts = torch.empty(size, dtype=torch.int32, device=self._device)
+        width, most = (0, 0) if place.guesses is None else (place.guesses.shape[1], LIKELIEST)
         job = _SampleJob(
-            *map(address, (logits, rules.bias, rules.history, rows.start, rows.slot)),
-            *map(address, rules.sampling_params),
-            *map(address, (counts, *places)),
-            *(vocab, rules.history.stride(0), tokens, int(needs_sampler), *sizes),
+            *map(address, (logits, *(known or (None, None)), rules.bias, rules.history)),
+            *map(address, (rows.start, rows.slot, *rules.sampling_params)),
+            *map(address, (counts, place.chosen, masks, place.guesses)),
+            *(words, vocab, rules.history.stride(0), tokens, int(needs_sampler)),
+            *(width, place.j, most),
         )
-        share = (vocab + 4 * CLUSTER - 1) // (4 * CLUSTER) * 4
+        share = (words + 4 * CLUSTER - 1) // (4 * CLUSTER) * 4
         room = 4 * share if needs_sampler else 0
         self._launch(SAMPLE, "choose", (m * CLUSTER, 1, 1), THREADS, [job], room)
 

@@ -37,7 +37,8 @@ def propose(given: Drafting, rows: Rows, needs_sampler: bool) -> None:
     states = States(given.states, rows.slot, target.weights.norm)
     for j in range(k):
         seen = Rows(rows.tokens[:, j : j + 1], layout.seen, layout.slots[j])
-        logits, handed = model.step(rows.tokens[:, j], states, seen, last=j + 1 == k)
+        logits, x = model.step(rows.tokens[:, j], states, seen)
         at = Rows(rows.tokens, layout.starts[j], layout.slots[j])
         ops.guess(logits, model.known, rules, at, j, needs_sampler)
-        states = States(handed)
+        if j + 1 < k:
+            states = States(model.handed(x))

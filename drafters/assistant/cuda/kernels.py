@@ -10,8 +10,6 @@ from torch import Tensor
 
 from drafters.assistant.cuda.ops import DraftLayout, States
 from targets.arch import Arch
-from targets.cuda import guessing
-from targets.cuda.guessing import Guesser
 from targets.cuda.inputs import Input, make_input
 from targets.cuda.kernels import Embed, Kernels
 from targets.cuda.launch import Variant, address, pointer
@@ -37,8 +35,7 @@ class _Beside(Structure):
 
 def assistant_variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
     """Of an assistant of this architecture, beside an e4m3 cache or not."""
-    own = {STEPS[kind] for kind in kinds}
-    return variants(arch, kv8, kinds) | {guessing.GUESS} | own
+    return variants(arch, kv8, kinds) | {STEPS[kind] for kind in kinds}
 
 
 class AssistantKernels(Kernels):
@@ -49,7 +46,7 @@ class AssistantKernels(Kernels):
         kinds = {kind, "bf16"}
         more = assistant_variants(arch, int(kv == torch.float8_e4m3fn), kinds)
         super().__init__(arch, positions, kv, kinds, more)
-        self.guess = Guesser(self._launch, self.sampler, self.device)
+        self.guess = self.sampler.guess
         self._steps = STEPS[kind]
 
     def lay_out(self, rows: Rows, k: int, longest: int) -> DraftLayout:
@@ -70,7 +67,7 @@ class AssistantKernels(Kernels):
             *(tokens.stride(0), len(states.rows) - 1, x.k_blocks, x.block, self.arch.eps),
         )
         # everything before the first step of a cycle has ended when it starts; later steps may rely
-        # on that, and on each guess (guess.cu, sample.cu) to have seen all before it end
+        # on that, and on each guess (sample.cu) to have seen all before it end
         early = states.slot is None
         self._launch(STEPS[kind], "beside", (m, 2, 1), ROW_THREADS, [job], early=early)
         return x

@@ -24,7 +24,7 @@ from targets.cuda.formulas import rms
 from targets.cuda.graphs import bucket_of
 from targets.cuda.guessing import DraftVocabulary, vocabulary_of
 from targets.cuda.model import decode_layer
-from targets.cuda.ops import AttentionLayer, Linear, Opening, Rows
+from targets.cuda.ops import AttentionLayer, Linear, Opening, Rows, X
 from targets.cuda.out_of_memory import room_for
 from targets.cuda.params import LayerWeights, layer_weights
 from targets.cuda.reader import Raw, Reader
@@ -72,10 +72,9 @@ class AssistantModel:
         norm = self.weights.layers[i].q_norm
         return AttentionLayer(replace(layer, window=window), stored, norm, ahead=self.ahead)
 
-    def step(self, tokens: Tensor, states: States, seen: Rows, last: bool) -> tuple[Tensor, Tensor]:
-        """One draft step of tokens [M] int32 -> logits [M, words], and the states [M, H] that the
-        next is fed; of the last step they mean nothing. seen: the rows' slots, and as `start` the
-        last position that each sees."""
+    def step(self, tokens: Tensor, states: States, seen: Rows) -> tuple[Tensor, X]:
+        """One draft step of tokens [M] int32 -> logits [M, words], and what `handed` takes. seen:
+        the rows' slots, and as `start` the last position that each sees."""
         w, ops, layers = self.weights, self.ops, self.weights.layers
         x = ops.beside(self.target.weights.head, tokens, states, w.pre.kind)
         h = ops.linear(x, w.pre)
@@ -85,10 +84,14 @@ class AssistantModel:
             if i + 1 < len(layers):
                 following = Opening(layers[i + 1].input_norm, layers[i + 1].qkv.kind)
             x = decode_layer(h, x, own, self._layers[i], seen, ops, following)
-        handed = states.rows if last else ops.linear(x, w.post)
         if isinstance(w.head, OrderedHead):
-            return w.head.logits(rms(h, w.norm, self.spec.arch.eps)), handed
-        return ops.head(x, w.head, self.spec.arch.softcap), handed
+            return w.head.logits(rms(h, w.norm, self.spec.arch.eps)), x
+        return ops.head(x, w.head, self.spec.arch.softcap), x
+
+    def handed(self, x: X) -> Tensor:
+        """The states [M, H] that the step after this one is fed. Asked for after the guess: few
+        CTAs choose it, and these weights come meanwhile."""
+        return self.ops.linear(x, self.weights.post)
 
 
 def placed(assistant: Assistant, target: CudaTarget, ahead: int) -> AssistantModel:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from drafters.eagle3.cuda.ops import DraftLayout, PairNorms, Pending
 from targets.arch import Arch
-from targets.cuda.guessing import GUESS, Guesser
 from targets.cuda.inputs import Input, make_input
 from targets.cuda.kernels import Embed, Kernels
 from targets.cuda.launch import Variant, address, pointer
@@ -38,11 +37,7 @@ class _Pair(Structure):
 
 def draft_variants(arch: Arch, kinds: set[str]) -> set[Variant]:
     """Of a head of this architecture; its K/V are bf16."""
-    return variants(arch, 0, kinds) | {
-        LAYOUT,
-        GUESS,
-        *(INPUTS[kind] for kind in kinds),
-    }
+    return variants(arch, 0, kinds) | {LAYOUT, *(INPUTS[kind] for kind in kinds)}
 
 
 class DraftKernels(Kernels):
@@ -50,7 +45,7 @@ class DraftKernels(Kernels):
 
     def __init__(self, arch: Arch, max_len: int, kinds: set[str]) -> None:
         super().__init__(arch, max_len, torch.bfloat16, kinds, draft_variants(arch, kinds))
-        self.guess = Guesser(self._launch, self.sampler, self.device)
+        self.guess = self.sampler.guess
 
     def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> DraftLayout:
         batch, width = len(rows.slot), pending.chosen.shape[1]
@@ -79,8 +74,7 @@ class DraftKernels(Kernels):
         arguments += [c_int(n) for n in (width // parts, tokens, slots - 1)]
         arguments += [c_float(self.arch.eps), c_int(x.k_blocks), c_int(x.block)]
         # everything before the first kernel of a cycle has ended when it starts; later steps may
-        # rely on that, and on each guess (guess.cu, sample.cu) to have seen all before it
-        # end
+        # rely on that, and on each guess (sample.cu) to have seen all before it end
         grid = m, parts, 1
         self._launch(INPUTS[kind], "features", grid, ROW_THREADS, arguments, early=False)
         return x

@@ -11,10 +11,27 @@ __device__ inline u32 cluster_rank() {
   return rank;
 }
 
-struct Best {
+// Into the same place of another CTA's shared memory; there once both have passed `cluster_sync`.
+__device__ inline u32 peer_address(const void* mine, int rank) {
+  u32 at;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(mine)), "r"(rank));
+  return at;
+}
+__device__ inline void store_peer(const void* mine, int rank, u32 v) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(peer_address(mine, rank)), "r"(v) : "memory");
+}
+__device__ inline void store_peer(const void* mine, int rank, u64 v) {
+  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(peer_address(mine, rank)), "l"(v) : "memory");
+}
+
+struct alignas(8) Best {
   float value;
   int id;
 };
+__device__ inline Best none() { return {-INFINITY, 0x7fffffff}; }
+__device__ inline void store_peer(const void* mine, int rank, Best v) {
+  store_peer(mine, rank, u64(u32(v.id)) << 32 | __float_as_uint(v.value));
+}
 __device__ inline Best better(Best a, Best b) {
   return b.value > a.value || (b.value == a.value && b.id < a.id) ? b : a;
 }
@@ -31,6 +48,7 @@ __device__ inline u32 ordered(float v) {
   const u32 bits = __float_as_uint(v);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
+__device__ inline float of_ordered(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
 
 // Philox words of four tokens (4 * block .. 4 * block + 3) at a position.
 __device__ inline void random_words(u32 k0, u32 k1, u32 block, u32 position, u32 (&c)[4]) {

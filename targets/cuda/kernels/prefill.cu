@@ -157,23 +157,43 @@ __device__ inline u32 gated2(u32 gate, u32 up) {
   return two_bf16(gated(low_of(gate), low_of(up)), gated(high_of(gate), high_of(up)));
 }
 
-// x = gelu_tanh(gate) * up; a row of gate_up is gate's `width` values, then up's.
-extern "C" __global__ void __launch_bounds__(kThreads, 3)
-    gate(const u16* gate_up, void* x, float* scale, int width) {
+// Eight of a row's values: bf16, or float32 that are yet to be multiplied, each by its factor.
+template <bool kScaled>
+__device__ inline uint4 eight(const void* row, const float* factors, int i) {
+  if (!kScaled) return static_cast<const uint4*>(row)[i];
+  u32 pairs[4];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const float4 v = load4(static_cast<const float*>(row), 2 * i + half), f = load4(factors, 2 * i + half);
+    pairs[2 * half] = two_bf16(v.x * f.x, v.y * f.y), pairs[2 * half + 1] = two_bf16(v.z * f.z, v.w * f.w);
+  }
+  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+// x = gelu_tanh(gate) * up; a row of gate_up is gate's `width` values, then up's, and so are the factors.
+template <bool kScaled>
+__device__ inline void gate_row(const void* gate_up, const float* factors, void* x, float* scale, int width) {
   __shared__ float scratch[32];
-  const uint4* left = reinterpret_cast<const uint4*>(gate_up + size_t(blockIdx.x) * 2 * width);
-  const uint4* right = left + width / 8;
+  const u8* row = static_cast<const u8*>(gate_up) + size_t(blockIdx.x) * 2 * width * (kScaled ? 4 : 2);
   uint4 packs[kPacks];
   float largest = 0.0f;
 #pragma unroll
   for (int j = 0; j < kPacks; j++) {
     const int i = threadIdx.x + j * blockDim.x;
     if (i >= width / 8) continue;
-    const uint4 g = left[i], u = right[i];
+    const uint4 g = eight<kScaled>(row, factors, i), u = eight<kScaled>(row, factors, width / 8 + i);
     packs[j] = make_uint4(gated2(g.x, u.x), gated2(g.y, u.y), gated2(g.z, u.z), gated2(g.w, u.w));
     largest = fmaxf(largest, largest_of(packs[j]));
   }
   store_row(packs, largest, x, scale, width, scratch);
+}
+extern "C" __global__ void __launch_bounds__(kThreads, 3)
+    gate(const void* gate_up, const float* factors, void* x, float* scale, int width) {
+  gate_row<false>(gate_up, factors, x, scale, width);
+}
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+    scaled_gate(const void* gate_up, const float* factors, void* x, float* scale, int width) {
+  gate_row<true>(gate_up, factors, x, scale, width);
 }
 
 // A row of x is made of `runs` pieces: in is [runs, T, width / runs].

@@ -1,28 +1,31 @@
-// The target chooses: bias, penalties, temperature, min-p, top-k, top-p, then Gumbel-max with
-// Philox noise keyed on (seed, position, token id); greedy rows take the argmax. Ties go to the
-// lowest id. Semantics: targets/cuda/sampling.py, the reference.
+// A token is chosen: bias, penalties, temperature, min-p, top-k, top-p, then Gumbel-max with Philox
+// noise keyed on (seed, position, token id); greedy rows take the argmax. Ties go to the lowest id.
+// Semantics: targets/cuda/sampling.py, the reference. The target chooses here, and a drafter its guess,
+// out of the words that it scores.
 //
-// A cluster of 8 CTAs owns one row, each an eighth of the vocabulary. Probabilities are added as whole
+// A cluster of 8 CTAs owns one row, each an eighth of the words. Probabilities are added as whole
 // numbers, so that in which order, and beside how many tokens that are out, is nothing to a sum: a head
-// leaves all logits, or a few candidates' (screen.cu). Where few are left, one CTA takes them all.
-//
-// A drafter's guess is chosen here as well, where it scores more words than guess.cu holds.
+// leaves all logits, or a few candidates' (screen.cu). Where few are left, one CTA takes them all. Eight
+// CTAs read their instructions cold: loops are unrolled where loads wait for each other, nowhere else.
 #include "choice.cuh"
 
 constexpr int kCtas = 8;
 constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;
 constexpr int kFew = 4096;  // tokens that one CTA takes
 constexpr int kRanked = 512;  // tokens of which each is compared with all others
-constexpr int kGroups = kCtas * 32;  // warps of a cluster
+constexpr int kGroups = kCtas * kWarps;  // warps of a cluster
 constexpr int kNoGuess = -1;
 constexpr float kOne = 1099511627776.0f;  // the largest probability as a whole number: 2^40
 
 struct Job {
-  const float* logits;  // [M, vocab]
-  const float* bias;    // [slots, vocab]
-  int* history;         // [slots, stride]
-  const int* start;     // [B]
-  const int* slot;      // [B]; below 0: idle
+  const float* logits;   // [M, words]
+  const int* ids;        // [words]: the tokens that a drafter scores, ascending; null: all
+  const int* draft_ids;  // [vocab]: the inverse, below 0 for the rest
+  const float* bias;     // [slots, vocab]
+  int* history;          // [slots, stride]
+  const int* start;      // [B]
+  const int* slot;       // [B]; below 0: idle
   const float* temperature;
   const int* top_k;
   const float* top_p;
@@ -32,43 +35,25 @@ struct Job {
   const float* frequency;
   const long long* seed;  // [slots, 2] words
   const int* prompt_len;
-  u32* counts;  // [M, vocab] scratch: bit 31 seen anywhere, below: times in the output
+  u32* counts;  // [M, words] scratch: bit 31 seen anywhere, below: times in the output
   int* chosen;  // [M]
   const u32* masks;  // [M, ceil(vocab / 32)]: a bit for each token that may come; null: all may
   int* guesses;      // [B, width]: of a drafter, guess j comes at j + 1 and into the history; null: chosen
-  int vocab, stride, tokens, shaped;
+  int words, vocab, stride, tokens, shaped;
   int width, j;
   int most;  // top-k of rows that have top-p alone; 0: none
 
+  __device__ int token(int word) const { return ids ? ids[word] : word; }
   __device__ int likeliest(int slot) const {
     const int k = top_k[slot];
     return k > 0 ? k : top_p[slot] < 1.0f ? most : 0;
   }
 };
 
-__device__ inline bool allowed(const Job& job, int m, int id) {
-  if (!job.masks) return true;
-  return job.masks[size_t(m) * ((job.vocab + 31) / 32) + id / 32] >> (id % 32) & 1u;
-}
-
-__device__ inline u32 peer_address(const void* mine, int rank) {
-  u32 at;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(mine)), "r"(rank));
-  return at;
-}
-__device__ inline float peer(const float* mine, int rank) {
-  float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(peer_address(mine, rank)) : "memory");
-  return v;
-}
-__device__ inline u64 peer(const u64* mine, int rank) {
-  u64 v;
-  asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(v) : "r"(peer_address(mine, rank)) : "memory");
-  return v;
-}
-__device__ inline void store_peer(void* mine, int rank, u32 v) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(peer_address(mine, rank)), "r"(v) : "memory");
-}
+// What is chosen from: row m, of a request in `slot`, and this CTA's words from `from` to `to`.
+struct Row {
+  int m, slot, position, from, to;
+};
 
 __device__ inline u64 warp_sum(u64 v) {
 #pragma unroll
@@ -76,18 +61,14 @@ __device__ inline u64 warp_sum(u64 v) {
   return v;
 }
 
-// Scratch for reductions over the cluster; two sets, used in turn, so that one barrier serves.
 struct Room {
-  float warps[2][32];
-  int ids[2][32];
-  u64 sums[2][32];
-  float best[2], id[2];
-  u64 total[2];
-  float value[kFew];  // of the first CTA: tokens of all
-  int token[kFew];
-  float groups[kGroups], kth;
-  u32 keys[kRanked];
-  u64 masses[kRanked];
+  u64 groups[2][kGroups];  // of all warps of the cluster; two sets, used in turn, so that one barrier serves
+  u64 warps[2][kWarps];    // of the first CTA's
+  float value[kFew];       // of the first CTA: tokens of all
+  int word[kFew];
+  alignas(16) u32 keys[kRanked];
+  alignas(16) u64 masses[kRanked];
+  u32 kth;
 };
 
 // Sums and maxima of one CTA.
@@ -95,284 +76,359 @@ struct Block {
   Room* room;
   int turn = 0;
 
-  __device__ u64 sum(u64 v) {
+  template <class T>
+  __device__ T of_warps(T v) {
     turn ^= 1;
-    v = warp_sum(v);
-    if (threadIdx.x % 32 == 0) room->sums[turn][threadIdx.x / 32] = v;
+    T* warps = reinterpret_cast<T*>(room->warps[turn]);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = v;
     __syncthreads();
-    return warp_sum(room->sums[turn][threadIdx.x % 32]);
+    return warps[threadIdx.x % 32];
   }
-  __device__ Best best(Best v) {
-    turn ^= 1;
-    v = warp_best(v);
-    if (threadIdx.x % 32 == 0) room->warps[turn][threadIdx.x / 32] = v.value, room->ids[turn][threadIdx.x / 32] = v.id;
-    __syncthreads();
-    return warp_best({room->warps[turn][threadIdx.x % 32], room->ids[turn][threadIdx.x % 32]});
-  }
+  __device__ u64 sum(u64 v) { return warp_sum(of_warps(warp_sum(v))); }
+  __device__ Best best(Best v) { return warp_best(of_warps(warp_best(v))); }
 };
 
 // Of all of them.
 struct Cluster {
-  Block block;
+  Room* room;
+  int turn = 0;
 
-  __device__ u64 sum(u64 v) {
-    v = block.sum(v);
-    u64& mine = block.room->total[block.turn];
-    if (threadIdx.x == 0) mine = v;
+  // Every warp's, as every CTA has them then.
+  template <class T>
+  __device__ const T* of_warps(T v) {
+    turn ^= 1;
+    T* groups = reinterpret_cast<T*>(room->groups[turn]);
+    const int lane = threadIdx.x % 32;
+    if (lane < kCtas) store_peer(groups + cluster_rank() * kWarps + threadIdx.x / 32, lane, v);
     cluster_sync();
-    u64 all = 0;
-    for (int c = 0; c < kCtas; c++) all += peer(&mine, c);
-    return all;
+    return groups;
+  }
+  __device__ u64 sum(u64 v) {
+    const u64* all = of_warps(warp_sum(v)) + threadIdx.x % 32;
+    v = 0;
+#pragma unroll
+    for (int c = 0; c < kCtas; c++) v += all[c * 32];
+    return warp_sum(v);
   }
   __device__ Best best(Best v) {
-    v = block.best(v);
-    float &value = block.room->best[block.turn], &id = block.room->id[block.turn];
-    if (threadIdx.x == 0) value = v.value, id = __int_as_float(v.id);
-    cluster_sync();
-    v = {peer(&value, 0), __float_as_int(peer(&id, 0))};
-    for (int c = 1; c < kCtas; c++) v = better(v, {peer(&value, c), __float_as_int(peer(&id, c))});
-    return v;
+    const Best* all = of_warps(warp_best(v)) + threadIdx.x % 32;
+    v = all[0];
+#pragma unroll
+    for (int c = 1; c < kCtas; c++) v = better(v, all[c * 32]);
+    return warp_best(v);
   }
 };
 
 // What counts towards penalties: this row's history up to its own position.
-__device__ void count(const Job& job, int slot, int last, int from, int to, u32* counts) {
-  for (int i = from + threadIdx.x; i < to; i += kThreads) counts[i] = 0;
+__device__ void count(const Job& job, const Row& row, u32* counts) {
+  for (int i = row.from + threadIdx.x; i < row.to; i += kThreads) counts[i] = 0;
   __syncthreads();
-  const int* history = job.history + size_t(slot) * job.stride;
-  const int prompt = job.prompt_len[slot];
-  for (int p = threadIdx.x; p <= last; p += kThreads) {
-    const int token = history[p];
-    if (token < from || token >= to) continue;
-    atomicOr(counts + token, 0x80000000u);
-    if (p >= prompt) atomicAdd(counts + token, 1u);
+  const int* history = job.history + size_t(row.slot) * job.stride;
+  const int prompt = job.prompt_len[row.slot];
+#pragma unroll 1
+  for (int p = threadIdx.x; p <= row.position; p += kThreads) {
+    int word = history[p];
+    if (word < 0 || word >= job.vocab) continue;
+    if (job.ids) word = job.draft_ids[word];
+    if (word < row.from || word >= row.to) continue;
+    atomicOr(counts + word, 0x80000000u);
+    if (p >= prompt) atomicAdd(counts + word, 1u);
   }
   __syncthreads();
+}
+
+// The CTA's words with bias, masks and penalties, but before any temperature: into `values`, if there are
+// any, and this thread's largest.
+__device__ Best read_each(const Job& job, const Row& row, float* values) {
+  const float* logits = job.logits + size_t(row.m) * job.words;
+  const float* bias = job.bias + size_t(row.slot) * job.vocab;
+  const u32* masks = job.masks ? job.masks + size_t(row.m) * ((job.vocab + 31) / 32) : nullptr;
+  const float repetition = job.repetition[row.slot], presence = job.presence[row.slot],
+              frequency = job.frequency[row.slot];
+  const bool penalised = values && (repetition != 1.0f || presence != 0.0f || frequency != 0.0f);
+  u32* counts = job.counts + size_t(row.m) * job.words;
+  if (penalised) count(job, row, counts);
+  Best top = none();
+#pragma unroll 1
+  for (int i = row.from + threadIdx.x; i < row.to; i += kThreads) {
+    float v = !masks || masks[i / 32] >> (i % 32) & 1u ? logits[i] + bias[job.token(i)] : -INFINITY;
+    if (penalised) {
+      const u32 seen = counts[i];
+      const float times = float(seen & 0x7fffffffu);
+      if (seen) v = v > 0.0f ? v / repetition : v * repetition;
+      v = v - frequency * times - (times > 0.0f ? presence : 0.0f);
+    }
+    if (values) values[i - row.from] = v;
+    top = better(top, {v, i});
+  }
+  return top;
+}
+
+// Biases of four words. kIds: the drafter's own.
+template <bool kIds>
+__device__ inline float4 biases(const Job& job, int slot, int i) {
+  const float* bias = job.bias + size_t(slot) * job.vocab;
+  if (!kIds) return *reinterpret_cast<const float4*>(bias + i);
+  const int4 id = *reinterpret_cast<const int4*>(job.ids + i);
+  return make_float4(bias[id.x], bias[id.y], bias[id.z], bias[id.w]);
+}
+
+// The same, four words at a time, where there is neither mask nor penalty. ahead: of the first four, where
+// they are a drafter's own.
+template <bool kIds, bool kKept>
+__device__ Best read_quads(const Job& job, const Row& row, float4 ahead, float* values) {
+  const float* logits = job.logits + size_t(row.m) * job.words;
+  Best top = {-INFINITY, row.from + int(threadIdx.x) * 4};
+#pragma unroll 4
+  for (int i = top.id; i < row.to; i += kThreads * 4) {
+    float4 v = *reinterpret_cast<const float4*>(logits + i);
+    const float4 b = kIds && i == row.from + int(threadIdx.x) * 4 ? ahead : biases<kIds>(job, row.slot, i);
+    v = make_float4(v.x + b.x, v.y + b.y, v.z + b.z, v.w + b.w);
+    if (kKept) *reinterpret_cast<float4*>(values + i - row.from) = v;
+    if (v.x > top.value) top = {v.x, i};
+    if (v.y > top.value) top = {v.y, i + 1};
+    if (v.z > top.value) top = {v.z, i + 2};
+    if (v.w > top.value) top = {v.w, i + 3};
+  }
+  return top;
+}
+
+__device__ Best read(const Job& job, const Row& row, float4 ahead, float* values) {
+  const bool penalised = job.shaped && (job.repetition[row.slot] != 1.0f || job.presence[row.slot] != 0.0f ||
+                                        job.frequency[row.slot] != 0.0f);
+  if (penalised || job.masks || job.words % 4) return read_each(job, row, job.shaped ? values : nullptr);
+  if (job.ids) return job.shaped ? read_quads<true, true>(job, row, ahead, values) : read_quads<true, false>(job, row, ahead, values);
+  return job.shaped ? read_quads<false, true>(job, row, ahead, values) : read_quads<false, false>(job, row, ahead, values);
 }
 
 __device__ inline u64 mass(float v, float best) { return __float2ull_rz(expf(v - best) * kOne); }
 
 // -inf for values below the largest threshold whose upper set still weighs `wanted`. group: who shares them;
-// value i of this thread is values[i * stride].
+// value i of this thread is values[i * kThreads].
 template <class Group, typename Weight>
-__device__ void cut(Group& group, float* values, int count, int stride, u64 wanted, Weight weight) {
+__device__ void cut(Group& group, float* values, int count, u64 wanted, Weight weight) {
   u32 threshold = 0;
+#pragma unroll 1
   for (int bit = 31; bit >= 0; bit--) {
     const u32 trial = threshold | 1u << bit;
     u64 mine = 0;
+#pragma unroll 2
     for (int i = 0; i < count; i++)
-      if (ordered(values[i * stride]) >= trial) mine += weight(values[i * stride]);
+      if (ordered(values[i * kThreads]) >= trial) mine += weight(values[i * kThreads]);
     const u64 total = group.sum(mine);
     if (total >= wanted && total > 0) threshold = trial;
   }
+#pragma unroll 1
   for (int i = 0; i < count; i++)
-    if (ordered(values[i * stride]) < threshold) values[i * stride] = -INFINITY;
+    if (ordered(values[i * kThreads]) < threshold) values[i * kThreads] = -INFINITY;
 }
 
-// Top-k, then top-p.
+// Top-k, then top-p, of `size` values, of which this thread has each kThreads-th.
 template <class Group>
-__device__ void filter(const Job& job, int slot, float best, Group& group, float* values, int count, int stride) {
-  const int top_k = job.likeliest(slot);
-  if (top_k > 0) cut(group, values, count, stride, top_k, [](float) { return u64(1); });
+__device__ void filter(const Job& job, int slot, float best, Group& group, float* values, int size) {
+  values += threadIdx.x;
+  const int top_k = job.likeliest(slot), count = max((size - int(threadIdx.x) + kThreads - 1) / kThreads, 0);
+  if (top_k > 0) cut(group, values, count, top_k, [](float) { return u64(1); });
   if (job.top_p[slot] >= 1.0f) return;
   u64 all = 0;
-  for (int i = 0; i < count; i++) all += mass(values[i * stride], best);
+#pragma unroll 1
+  for (int i = 0; i < count; i++) all += mass(values[i * kThreads], best);
   const u64 wanted = double(job.top_p[slot]) * double(group.sum(all));
-  cut(group, values, count, stride, wanted, [best](float v) { return mass(v, best); });
+  cut(group, values, count, wanted, [best](float v) { return mass(v, best); });
 }
 
-// All tokens that are not out to the first CTA: -> how many, or more than kFew, and nothing is moved.
-__device__ int gather(Cluster& cluster, const float* values, int size, int from) {
-  __shared__ int warps[32];
-  __shared__ u64 total;
+// At most what top-k leaves is as large as the k-th largest of the warps' largest values, which is returned.
+// Called right after `cluster.best` of all values, whose warps' are still there.
+__device__ float least_of(Cluster& cluster, int top_k) {
+  Room& room = *cluster.room;
+  const int i = threadIdx.x;
+  const u32 key = i < kGroups ? ordered(reinterpret_cast<const Best*>(room.groups[cluster.turn])[i].value) : 0;
+  if (i < kGroups) room.keys[i] = key;
+  if (i == 0) room.kth = 0;
+  __syncthreads();
+  if (i < kGroups) {
+    const uint4* keys = reinterpret_cast<const uint4*>(room.keys);
+    int reach = 0;
+#pragma unroll 4
+    for (int j = 0; j < kGroups / 4; j++)
+      reach += (keys[j].x >= key) + (keys[j].y >= key) + (keys[j].z >= key) + (keys[j].w >= key);
+    const u32 largest = __reduce_max_sync(~0u, reach >= top_k ? key : 0);
+    if (i % 32 == 0) atomicMax(&room.kth, largest);
+  }
+  __syncthreads();
+  return of_ordered(room.kth);
+}
+
+// Which values go on to the filters: those that are at least `floor` once they are divided. Only what is at
+// least `loose` can be.
+struct Sieve {
+  float temperature, floor, loose;
+
+  __device__ bool holds_some(float4 v) const { return fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)) >= loose; }
+  __device__ float operator()(float v) const {
+    if (!(v >= loose)) return -INFINITY;
+    v /= temperature;
+    return v >= floor ? v : -INFINITY;
+  }
+};
+
+// What passes the sieve, to the first CTA: -> how many, or more than kFew, and nothing is moved.
+__device__ int gather(Cluster& cluster, const Sieve& sieve, const float* values, int size, int from) {
   int mine = 0;
-  for (int i = threadIdx.x; i < size; i += kThreads) mine += values[i] > -INFINITY;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll 2
+  for (int i = threadIdx.x * 4; i < size; i += kThreads * 4) {
+    const float4 v = *reinterpret_cast<const float4*>(values + i);
+    if (!sieve.holds_some(v)) continue;
+#pragma unroll 1
+    for (int n = i; n < min(i + 4, size); n++) mine += sieve(values[n]) > -INFINITY;
+  }
+  const int lane = threadIdx.x % 32, own = cluster_rank() * kWarps + threadIdx.x / 32;
   int at = mine;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
     const int other = __shfl_up_sync(~0u, at, d);
     if (lane >= d) at += other;
   }
-  if (lane == 31) warps[warp] = at;
+  const u64* counts = cluster.of_warps(u64(__shfl_sync(~0u, at, 31)));
   at -= mine;
-  __syncthreads();
-  const int before = warp_sum(lane < warp ? float(warps[lane]) : 0.0f), all_mine = warp_sum(float(warps[lane]));
-  if (threadIdx.x == 0) total = all_mine;
-  cluster_sync();
-  int all = 0;
-  at += before;
-  for (int c = 0; c < kCtas; c++) {
-    if (c == int(cluster_rank())) at += all;
-    all += int(peer(&total, c));
+  int before = 0, all = 0;
+#pragma unroll
+  for (int g = lane; g < kGroups; g += 32) {
+    const int there = counts[g];
+    all += there;
+    if (g < own) before += there;
   }
+  all = __reduce_add_sync(~0u, all), before = __reduce_add_sync(~0u, before);
   if (all > kFew) return all;
-  Room& room = *cluster.block.room;
-  for (int i = threadIdx.x; mine && i < size; i += kThreads) {
-    if (!(values[i] > -INFINITY)) continue;
-    store_peer(room.value + at, 0, __float_as_uint(values[i])), store_peer(room.token + at, 0, from + i);
-    at++;
+  at += before;
+  Room& room = *cluster.room;
+#pragma unroll 1
+  for (int i = threadIdx.x * 4; mine && i < size; i += kThreads * 4) {
+    if (!sieve.holds_some(*reinterpret_cast<const float4*>(values + i))) continue;
+#pragma unroll 1
+    for (int n = i; n < min(i + 4, size); n++) {
+      const float v = sieve(values[n]);
+      if (!(v > -INFINITY)) continue;
+      store_peer(room.value + at, 0, __float_as_uint(v)), store_peer(room.word + at, 0, u32(from + n));
+      at++;
+    }
   }
   cluster_sync();
   return all;
 }
 
-// At most what top-k leaves is as large as the k-th largest of all warps' largest, which is returned.
-// Called right after `cluster.best` of all values, whose warps' largest are still there.
-__device__ float least_of(Cluster& cluster, int top_k) {
-  Room& room = *cluster.block.room;
-  const int i = threadIdx.x;
-  if (i == 0) room.kth = -INFINITY;
-  if (i < kGroups) room.groups[i] = peer(&room.warps[cluster.block.turn][i % 32], i / 32);
-  __syncthreads();
-  if (i < kGroups) {
-    const float mine = room.groups[i];
-    int above = 0;
-#pragma unroll 8
-    for (int j = 0; j < kGroups; j++) above += room.groups[j] > mine || (room.groups[j] == mine && j < i);
-    if (above == top_k - 1) room.kth = mine;
-  }
-  __syncthreads();
-  return room.kth;
-}
-
 // Top-k, then top-p, of so few that each thread has one: a token stays where those above it are fewer than
 // k, and weigh less than p. What `filter` leaves, without its 64 rounds.
-__device__ float ranked(const Job& job, int slot, float best, int count, Block& block) {
+__device__ bool stays(const Job& job, int slot, float best, float value, int count, Block& block) {
   Room& room = *block.room;
   const int i = threadIdx.x, top_k = job.likeliest(slot);
-  const float value = i < count ? room.value[i] : -INFINITY;
   const u32 key = ordered(value);
   if (i < kRanked) room.keys[i] = i < count ? key : 0;
   __syncthreads();
-  bool stays = value > -INFINITY;
-  if (top_k > 0 && stays) {
+  const uint4* keys = reinterpret_cast<const uint4*>(room.keys);
+  bool in = i < count;
+  if (top_k > 0 && in) {
     int above = 0;
-#pragma unroll 8
-    for (int j = 0; j < count; j++) above += room.keys[j] > key;
-    stays = above < top_k;
+#pragma unroll 2
+    for (int j = 0; j < count; j += 4)
+      above += (keys[j / 4].x > key) + (keys[j / 4].y > key) + (keys[j / 4].z > key) + (keys[j / 4].w > key);
+    in = above < top_k;
   }
-  if (job.top_p[slot] >= 1.0f) return stays ? value : -INFINITY;
-  const u64 own = stays ? mass(value, best) : 0;
+  if (job.top_p[slot] >= 1.0f) return in;
+  const u64 own = in ? mass(value, best) : 0;
   if (i < kRanked) room.masses[i] = own;
   const u64 all = block.sum(own), wanted = max(u64(double(job.top_p[slot]) * double(all)), u64(1));
-  if (!stays) return -INFINITY;
+  if (!in) return false;
+  const ulonglong2* masses = reinterpret_cast<const ulonglong2*>(room.masses);
   u64 above = 0;
-#pragma unroll 8
-  for (int j = 0; j < count; j++) above += room.keys[j] > key ? room.masses[j] : 0;
-  return above < wanted ? value : -INFINITY;
+#pragma unroll 1
+  for (int j = 0; j < count; j += 4) {
+    const uint4 k = keys[j / 4];
+    const ulonglong2 low = masses[j / 2], high = masses[j / 2 + 1];
+    above += (k.x > key ? low.x : 0) + (k.y > key ? low.y : 0) + (k.z > key ? high.x : 0) + (k.w > key ? high.y : 0);
+  }
+  return above < wanted;
+}
+
+__device__ Best with_noise(const Job& job, const Row& row, float value, int word) {
+  const u32 id = job.token(word);
+  u32 words[4];
+  random_words(u32(job.seed[2 * row.slot]), u32(job.seed[2 * row.slot + 1]), id / 4, row.position + 1, words);
+  return {value + gumbel(id % 4 < 2 ? (id % 2 ? words[1] : words[0]) : (id % 2 ? words[3] : words[2])), word};
 }
 
 // The first CTA draws one of few.
-__device__ int draw_few(const Job& job, int slot, int position, float best, int count, Block& block) {
+__device__ int draw_few(const Job& job, const Row& row, float best, int count, Block& block) {
   Room& room = *block.room;
-  constexpr int kEach = kFew / kThreads;
-  float value[kEach];
-#pragma unroll
-  for (int j = 0; j < kEach; j++) {
-    const int i = threadIdx.x + j * kThreads;
-    value[j] = i < count ? room.value[i] : -INFINITY;
+  if (count <= kRanked) {
+    const int i = threadIdx.x;
+    const float value = i < count ? room.value[i] : -INFINITY;
+    if (!stays(job, row.slot, best, value, count, block) && i < count) room.value[i] = -INFINITY;
+  } else {
+    filter(job, row.slot, best, block, room.value, count);
   }
-  if (count <= kRanked)
-    value[0] = ranked(job, slot, best, count, block);
-  else
-    filter(job, slot, best, block, value, kEach, 1);
-  const u32 k0 = u32(job.seed[2 * slot]), k1 = u32(job.seed[2 * slot + 1]);
-  Best drawn = {-INFINITY, 0x7fffffff};
-#pragma unroll
-  for (int j = 0; j < kEach; j++) {
-    if (!(value[j] > -INFINITY)) continue;
-    const int id = room.token[threadIdx.x + j * kThreads];
-    u32 words[4];
-    random_words(k0, k1, id / 4, position + 1, words);
-    const u32 word = id % 4 == 0 ? words[0] : id % 4 == 1 ? words[1] : id % 4 == 2 ? words[2] : words[3];
-    drawn = better(drawn, {value[j] + gumbel(word), id});
-  }
+  Best drawn = none();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < count; i += kThreads)
+    if (room.value[i] > -INFINITY) drawn = better(drawn, with_noise(job, row, room.value[i], room.word[i]));
   return block.best(drawn).id;
 }
 
-__device__ int choose_shaped(const Job& job, int m, int slot, int position, int from, int to,
-                             float* values, Cluster& cluster) {
-  const int size = to - from;
-  const float* logits = job.logits + size_t(m) * job.vocab;
-  const float* bias = job.bias + size_t(slot) * job.vocab;
-  const float repetition = job.repetition[slot], presence = job.presence[slot],
-              frequency = job.frequency[slot], temperature = job.temperature[slot];
-  const bool penalised = repetition != 1.0f || presence != 0.0f || frequency != 0.0f;
-  u32* counts = job.counts + size_t(m) * job.vocab;
-  if (penalised) count(job, slot, position, from, to, counts);
-  Best top = {-INFINITY, 0x7fffffff};
-  for (int i = threadIdx.x; i < size; i += kThreads) {
-    float v = allowed(job, m, from + i) ? logits[from + i] + bias[from + i] : -INFINITY;
-    if (penalised) {
-      const u32 seen = counts[from + i];
-      const float times = float(seen & 0x7fffffffu);
-      if (seen) v = v > 0.0f ? v / repetition : v * repetition;
-      v = v - frequency * times - (times > 0.0f ? presence : 0.0f);
-    }
-    if (temperature > 0.0f) v /= temperature;
-    values[i] = v;
-    top = better(top, {v, from + i});
-  }
-  top = cluster.best(top);
-  if (temperature <= 0.0f) return top.id;
-  const float best = top.value, min_p = job.min_p[slot];
-  float floor = min_p > 0.0f ? best + logf(fmaxf(min_p, 1e-30f)) : -INFINITY;
-  const int top_k = job.likeliest(slot);
-  if (top_k > 0 && top_k <= kGroups) floor = fmaxf(floor, least_of(cluster, top_k));
-  for (int i = threadIdx.x; i < size; i += kThreads)
-    if (!(values[i] >= floor)) values[i] = -INFINITY;
-  const bool cuts = top_k > 0 || job.top_p[slot] < 1.0f;
-  if (cuts || min_p > 0.0f) {
-    const int few = gather(cluster, values, size, from);
-    if (few <= kFew)
-      return cluster_rank() == 0 ? draw_few(job, slot, position, best, few, cluster.block) : 0;
-    const int count = (size - int(threadIdx.x) + kThreads - 1) / kThreads;
-    filter(job, slot, best, cluster, values + threadIdx.x, max(count, 0), kThreads);
-  }
-  __syncthreads();  // noise comes four tokens at a time
-  const u32 k0 = u32(job.seed[2 * slot]), k1 = u32(job.seed[2 * slot + 1]);
-  Best drawn = {-INFINITY, 0x7fffffff};
-  for (int q = threadIdx.x; q * 4 < size; q += kThreads) {
-    bool any = false;
-    for (int i = 0; i < 4; i++) any |= q * 4 + i < size && values[q * 4 + i] > -INFINITY;
-    if (!any) continue;
+// All CTAs draw one of many. Noise comes four tokens at a time where they lie together.
+__device__ int draw_many(const Job& job, const Row& row, const float* values, Cluster& cluster) {
+  const u32 k0 = u32(job.seed[2 * row.slot]), k1 = u32(job.seed[2 * row.slot + 1]);
+  Best drawn = none();
+#pragma unroll 1
+  for (int i = threadIdx.x * 4; i < row.to - row.from; i += kThreads * 4) {
+    float4 v = *reinterpret_cast<const float4*>(values + i);
+    if (!(fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)) > -INFINITY)) continue;
     float noise[4];
-    gumbel(k0, k1, from / 4 + q, position + 1, noise);
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      if (q * 4 + i < size) drawn = better(drawn, {values[q * 4 + i] + noise[i], from + q * 4 + i});
+    const int word = row.from + i;
+    if (job.ids) {
+#pragma unroll 1
+      for (int n = word; n < word + 4; n++)
+        if (n < row.to) drawn = better(drawn, with_noise(job, row, values[n - row.from], n));
+      continue;
+    }
+    gumbel(k0, k1, word / 4, row.position + 1, noise);
+    drawn = better(drawn, {v.x + noise[0], word});
+    if (word + 1 < row.to) drawn = better(drawn, {v.y + noise[1], word + 1});
+    if (word + 2 < row.to) drawn = better(drawn, {v.z + noise[2], word + 2});
+    if (word + 3 < row.to) drawn = better(drawn, {v.w + noise[3], word + 3});
   }
   return cluster.best(drawn).id;
 }
 
-// This thread's part of a greedy row: four tokens at a time where rows begin at whole 16 bytes.
-__device__ Best largest(const Job& job, int m, int slot, int from, int to) {
-  const float* logits = job.logits + size_t(m) * job.vocab;
-  const float* bias = job.bias + size_t(slot) * job.vocab;
-  Best top = {-INFINITY, 0x7fffffff};
-  if (job.masks || job.vocab % 4) {
-    for (int i = from + threadIdx.x; i < to; i += kThreads)
-      if (allowed(job, m, i)) top = better(top, {logits[i] + bias[i], i});
-    return top;
+// A draw out of `values`, whose largest is `top`. Only the first CTA's answer counts.
+__device__ int draw(const Job& job, const Row& row, float top, float* values, Cluster& cluster) {
+  const int size = row.to - row.from, top_k = job.likeliest(row.slot);
+  const float temperature = job.temperature[row.slot], min_p = job.min_p[row.slot], best = top / temperature;
+  Sieve sieve{temperature, -INFINITY, -INFINITY};
+  if (top_k > 0 && top_k <= kGroups) {
+    const float least = least_of(cluster, top_k);
+    sieve.floor = least / temperature;
+    sieve.loose = least - fabsf(least) * 9.5367431640625e-07f - 1e-30f;  // whose quotients may be equal
   }
-#pragma unroll 4
-  for (int i = from + threadIdx.x * 4; i < to; i += kThreads * 4) {
-    const float4 v = *reinterpret_cast<const float4*>(logits + i), b = *reinterpret_cast<const float4*>(bias + i);
-    top = better(top, {v.x + b.x, i});
-    top = better(top, {v.y + b.y, i + 1});
-    top = better(top, {v.z + b.z, i + 2});
-    top = better(top, {v.w + b.w, i + 3});
+  if (min_p > 0.0f) sieve.floor = fmaxf(sieve.floor, best + logf(fmaxf(min_p, 1e-30f)));
+  const bool cuts = top_k > 0 || job.top_p[row.slot] < 1.0f;
+  if (cuts || min_p > 0.0f) {
+    const int few = gather(cluster, sieve, values, size, row.from);
+    Block block{cluster.room};
+    if (few <= kFew) return cluster_rank() == 0 ? draw_few(job, row, best, few, block) : 0;
   }
-  return top;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < size; i += kThreads) values[i] = sieve(values[i]);
+  if (cuts) filter(job, row.slot, best, cluster, values, size);
+  __syncthreads();
+  return draw_many(job, row, values, cluster);
 }
 
 // What was chosen as a guess, if anything that the drafter scores may be said at all. It joins the
 // verify's tokens, and the text, where the next guess's penalties look for it.
-__device__ void note(const Job& job, int b, int id) {
-  const int own = job.slot[b];
+__device__ void note(const Job& job, int b, int word) {
+  const int own = job.slot[b], id = job.token(word);
   const bool said =
-      own >= 0 && job.logits[size_t(b) * job.vocab + id] + job.bias[size_t(own) * job.vocab + id] > -INFINITY;
+      own >= 0 && job.logits[size_t(b) * job.words + word] + job.bias[size_t(own) * job.vocab + id] > -INFINITY;
   const int guess = said ? id : kNoGuess, position = job.start[b] + 1;
   job.guesses[b * job.width + 1 + job.j] = guess;
   if (own >= 0 && position < job.stride) job.history[size_t(own) * job.stride + position] = guess;
@@ -380,28 +436,29 @@ __device__ void note(const Job& job, int b, int id) {
 
 extern "C" __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads)
     choose(const __grid_constant__ Job job) {
-  extern __shared__ float values[];
+  extern __shared__ float4 quads[];
+  float* values = reinterpret_cast<float*>(quads);
   __shared__ Room room;
   if (!job.guesses) let_next_start();
+  const int m = blockIdx.x / kCtas, b = m / job.tokens, share = (job.words + 4 * kCtas - 1) / (4 * kCtas) * 4;
+  const int from = min(int(cluster_rank()) * share, job.words), to = min(from + share, job.words);
+  const int first = from + threadIdx.x * 4;
+  float4 ahead;
+  // a guess's slot was laid out before the cycle's first call
+  if (job.ids && first + 4 <= to) ahead = biases<true>(job, max(job.slot[b], 0), first);
+  cluster_sync();  // all have started: others' memory may be written from now on
   wait_for_previous();
   if (job.guesses) let_next_start();  // who starts after a guess may take all earlier kernels for ended
-  const int m = blockIdx.x / kCtas, b = m / job.tokens, slot = max(job.slot[b], 0);
-  const int share = (job.vocab + 4 * kCtas - 1) / (4 * kCtas) * 4;
-  const int from = min(int(cluster_rank()) * share, job.vocab), to = min(from + share, job.vocab);
-  Cluster cluster{{&room}};
-  int id;
-  if (job.shaped) {
-    id = choose_shaped(job, m, slot, job.start[b] + m % job.tokens, from, to, values, cluster);
-  } else {
-    id = cluster.best(largest(job, m, slot, from, to)).id;
-  }
+  const Row row{m, max(job.slot[b], 0), job.start[b] + m % job.tokens, from, to};
+  Cluster cluster{&room};
+  const Best top = cluster.best(read(job, row, ahead, values));
+  int word = top.id;
+  if (job.shaped && job.temperature[row.slot] > 0.0f) word = draw(job, row, top.value, values, cluster);
+  if (cluster_rank() != 0 || threadIdx.x != 0) return;
   // idle rows hold anything, and nothing compares with NaN: a valid id all the same
-  id = min(id, job.vocab - 1);
-  if (cluster_rank() == 0 && threadIdx.x == 0) {
-    if (job.guesses)
-      note(job, m, id);
-    else
-      job.chosen[m] = id;
-  }
-  cluster_sync();  // nobody leaves while others still read its memory
+  word = min(word, job.words - 1);
+  if (job.guesses)
+    note(job, m, word);
+  else
+    job.chosen[m] = job.token(word);
 }
