@@ -29,7 +29,7 @@ KV = {"float32": 4, "bfloat16": 2, "fp8": 1}
 EIGHT = ("fp8", "fp8-w8a8")
 """Dtypes whose narrow values have a byte in plain order; of 4 bits they have two."""
 EXPERTS = 3
-"""Dimensions of experts' tensors, which are multiplied as they are where they have 4 bits."""
+"""Dimensions of experts' tensors."""
 EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer")
 """Matrices that prefill multiplies nothing with, but for the head's last row."""
 ALIKE: Mapping[str, str] = {}
@@ -96,19 +96,24 @@ def copied_bytes(arch: Arch, shape: TargetShape) -> int:
 
 
 def plain_bytes(arch: Arch, dtype: str, own: Mapping[str, str] = ALIKE) -> int:
-    """Of the linear layers' values in plain order, as library matmuls read them."""
+    """Of the linear layers' values in plain order, as library matmuls read them; of what these do
+    not read, 0."""
 
     def value(name: str, spec: TensorSpec) -> int:
-        kind = own.get(name, dtype)
-        if kind == "int4" and len(spec.shape) == EXPERTS and quantised(name, spec):
+        if not _in_plain_order(name, spec, own.get(name, dtype)):
             return 0
-        return 1 if kind in EIGHT and quantised(name, spec) else WIDE[dtype]
+        return 1 if own.get(name, dtype) in EIGHT and quantised(name, spec) else WIDE[dtype]
 
     tensors = all_tensors(arch).items()
     linear = [
         (name, spec) for name, spec in tensors if len(spec.shape) > 1 and name not in EMBEDDINGS
     ]
     return sum(prod(spec.shape) * value(name, spec) for name, spec in linear)
+
+
+def _in_plain_order(name: str, spec: TensorSpec, dtype: str) -> bool:
+    """Whether long prompts read it so, and not as it is stored, as they do experts of 4 bits."""
+    return not (dtype == "int4" and len(spec.shape) == EXPERTS and quantised(name, spec))
 
 
 def narrow_head_bytes(arch: Arch, dtype: str) -> int:
@@ -208,8 +213,8 @@ def prefill_bytes(arch: Arch, shape: TargetShape) -> int:
     weight = 0 if shape.copied else max(1, LINEAR[shape.dtype]) * 2
     flat = [
         prod(spec.shape)
-        for spec in all_tensors(arch).values()
-        if spec.linear and not (shape.dtype == "int4" and len(spec.shape) == EXPERTS)
+        for name, spec in all_tensors(arch).items()
+        if spec.linear and _in_plain_order(name, spec, shape.own.get(name, shape.dtype))
     ]
     keys = max(layer.kv_heads * layer.head_dim for layer in arch.layers if not layer.window)
     copies = 2 * 2 * shape.max_len * keys  # K and V of a global layer in rows

@@ -18,10 +18,15 @@ from specdec.core.policy.promises import Promises
 from specdec.core.policy.survival import Survival
 
 SHADOW = 32
-"""Cycles after which a drafter with weights that does not pay is tried again, and a longer draft of
-one that does: the text may have changed."""
+"""Cycles after which a drafter with weights that does not pay is tried again: the text may have
+changed."""
 TRIALS = 0.01
 """Part of the time that trials may take: of a drafter that does not pay, and of longer drafts."""
+APART = 4
+"""Cycles between trials of longer drafts, at least."""
+ALLOWANCE = 0.7
+"""Cycles that trials of longer drafts may take beyond that part, for they can't be judged unseen: a
+few at the start."""
 FADE = 0.97
 """Of tokens and time so far, with each cycle: the speed-up is the last thirty cycles'."""
 BESIDE_WEIGHTS = 0.7
@@ -103,6 +108,8 @@ class Policy:
     """Cycles since it guessed more than in the one before."""
     _drafted: int = 0
     """Guesses of its last cycle."""
+    _allowance: float = ALLOWANCE
+    """Cycles, what is left of it."""
     _tokens: float = 0.0
     """Of a row."""
     _plain_cycles: float = 0.0
@@ -132,7 +139,7 @@ class Policy:
         rate = self.speedup * len(rows) / self._plain(len(rows))
         best = max(pairs, key=lambda pair: self._worth(alike, rate, *pair))
         if not tried and (deeper := self._untried(best, len(rows))):
-            pairs, self._shallow = [pair for pair in pairs if pair[1] == deeper], 0
+            pairs = [pair for pair in pairs if pair[1] == deeper]
             best = max(pairs, key=lambda pair: self._worth(alike, rate, *pair))
         whose = {row: self._best(row, *best)[1] for row in alike}
         return Choice(*best, tuple(whose[row] for row in rows), self._right(alike, *best))
@@ -157,14 +164,19 @@ class Policy:
         return least / self._plain(rows) - 1 <= TRIALS * self._idle
 
     def _untried(self, best: tuple[int, int], rows: int) -> int:
-        """The next longer draft, where it has not been tried for as long as it costs; else 0. How
-        far guesses hold is not seen beyond where drafts end."""
+        """The next longer draft, where it has not been tried for as long as it costs, or what is
+        left of the allowance pays for it; else 0. How far guesses hold is not seen beyond where
+        drafts end."""
         deeper = [pair for pair in self.menu.pairs if pair[1] > best[1] > 0]
-        if not deeper or self._shallow < SHADOW:
+        if not deeper or self._shallow < APART:
             return 0
         pair = min(deeper, key=lambda pair: (pair[1], pair[0]))
         took, takes = (self.costs.seconds(Work(rows, *p)) for p in (best, pair))
-        return pair[1] if takes / took - 1 <= TRIALS * self._shallow else 0
+        beyond = takes / took - 1 - TRIALS * self._shallow
+        if beyond > self._allowance:
+            return 0
+        self._allowance, self._shallow = self._allowance - max(beyond, 0.0), 0
+        return pair[1]
 
     def _worth(self, alike: Counter[RowOffers], rate: float, depth: int, drafted: int) -> float:
         """rate: tokens per second at present."""

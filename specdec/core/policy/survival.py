@@ -2,8 +2,9 @@
 
 A guess is at risk where all before it were right. The chance that one at risk is right is counted,
 and the chances multiply (Kaplan & Meier 1958): so a draft that was cut short, or of which only the
-beginning could be compared, counts as far as it was seen. A bucket that saw little believes what
-all buckets together saw, and a position what the one before it did.
+beginning could be compared, counts as far as it was seen, and nothing beyond is forgotten for it. A
+bucket that saw little believes what all buckets together saw, and a position what the one before it
+did.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class Survival:
         """One draft of `guessed` guesses, the first `right` of which are right, as far as the first
         `known` tokens of the text that came tell. rows: those of its cycle, each with a draft."""
         discount = DISCOUNT ** (1 / rows)
-        kept = min(right, guessed, known, self.k)
-        missed = kept < min(guessed, known, self.k)
+        compared = min(guessed, known, self.k)
+        kept = min(right, compared)
         for place in (bucket, BUCKETS):
             at_risk, hits = self._at_risk[place], self._right[place]
-            for j in range(self.k):
-                at_risk[j] = at_risk[j] * discount + (j < kept or (missed and j == kept))
+            for j in range(compared):
+                at_risk[j] = at_risk[j] * discount + (j <= kept)
                 hits[j] = hits[j] * discount + (j < kept)
         self._expected = [None] * BUCKETS
 

@@ -37,7 +37,7 @@ struct Job {
   const int* prompt_len;
   u32* counts;  // [M, words] scratch: bit 31 seen anywhere, below: times in the output
   int* chosen;  // [M]
-  const u32* masks;  // [M, ceil(vocab / 32)]: a bit for each token that may come; null: all may
+  const u32* masks;  // [M, ceil(vocab / 32)]: a bit for each token that the target may say; null: all
   int* guesses;      // [B, width]: of a drafter, guess j comes at j + 1 and into the history; null: chosen
   int words, vocab, stride, tokens, shaped;
   int width, j;
@@ -197,7 +197,8 @@ __device__ Best read(const Job& job, const Row& row, float4 ahead, float* values
   const bool penalised = job.shaped && (job.repetition[row.slot] != 1.0f || job.presence[row.slot] != 0.0f ||
                                         job.frequency[row.slot] != 0.0f);
   if (penalised || job.masks || job.words % 4) return read_each(job, row, job.shaped ? values : nullptr);
-  if (job.ids) return job.shaped ? read_quads<true, true>(job, row, ahead, values) : read_quads<true, false>(job, row, ahead, values);
+  if (job.ids)
+    return job.shaped ? read_quads<true, true>(job, row, ahead, values) : read_quads<true, false>(job, row, ahead, values);
   return job.shaped ? read_quads<false, true>(job, row, ahead, values) : read_quads<false, false>(job, row, ahead, values);
 }
 
@@ -259,8 +260,8 @@ __device__ float least_of(Cluster& cluster, int top_k) {
   return of_ordered(room.kth);
 }
 
-// Which values go on to the filters: those that are at least `floor` once they are divided. Only what is at
-// least `loose` can be.
+// Which values go on to the filters: those that are at least `floor` once they are divided by the temperature.
+// Values below `loose` need no division to be out.
 struct Sieve {
   float temperature, floor, loose;
 
@@ -407,7 +408,7 @@ __device__ int draw(const Job& job, const Row& row, float top, float* values, Cl
   if (top_k > 0 && top_k <= kGroups) {
     const float least = least_of(cluster, top_k);
     sieve.floor = least / temperature;
-    sieve.loose = least - fabsf(least) * 9.5367431640625e-07f - 1e-30f;  // whose quotients may be equal
+    sieve.loose = least - fabsf(least) * 9.5367431640625e-07f - 1e-30f;  // smaller values may have the same quotient
   }
   if (min_p > 0.0f) sieve.floor = fmaxf(sieve.floor, best + logf(fmaxf(min_p, 1e-30f)));
   const bool cuts = top_k > 0 || job.top_p[row.slot] < 1.0f;
