@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from targets.arch import Arch
-from targets.cuda import int4
+from targets.cuda import four_bits, int4
 from targets.cuda.formulas import as_e4m3
 from targets.cuda.gemm import WIDE_FROM
 from targets.cuda.inputs import Input, make_input, make_narrow_input
@@ -45,7 +45,7 @@ def random_weight(
     ops: Kernels, shape: tuple[int, ...], kind: str, layout: str = "plain", seed: int = 0
 ) -> Weight:
     values = randn(*shape, seed=seed).bfloat16().mul_(shape[-1] ** -0.5)
-    if kind in ("int4", "uint4", "nvfp4"):
+    if kind in four_bits.KINDS:
         narrow = as_nvfp4(values) if kind == "nvfp4" else int4.quantise(values)
         if kind == "uint4":
             zero = torch.randint(0, 16, narrow.scale.shape, device="cuda").to(torch.uint8)

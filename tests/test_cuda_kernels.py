@@ -21,7 +21,7 @@ from drafters.ngram.cuda import LOOKUP
 from specdec.core.errors import UserError
 from targets import arch, mini
 from targets.arch import read_arch, released
-from targets.cuda import gemm, launch, prefill_launch, tiles, w8a8
+from targets.cuda import four_bits, gemm, launch, prefill_launch, tiles, w8a8
 from targets.cuda.four_bits import FourBits
 from targets.cuda.inputs import BLOCKS, NARROW_BLOCKS
 from targets.cuda.int4 import Int4
@@ -36,7 +36,6 @@ DRAFTERS = Path(drafters.__file__).parent
 FOLDERS = (launch.SOURCES, *DRAFTERS.glob("**/sources"))
 FILES = {file.stem: folder for folder in FOLDERS for file in folder.glob("*.cu")}
 DTYPES = {"fp8": torch.float8_e4m3fn, "w8a8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
-FOUR_BITS = "int4", "uint4", "nvfp4"
 LAYOUTS = ["plain", "row_parallel", "gated", "experts", "experts_gated"]
 MADE = [(kind, layout) for kind in ("fp8", "bf16") for layout in LAYOUTS]
 MADE += [("w8a8", "plain"), ("w8a8", "gated"), ("w8a8", "row_parallel")]
@@ -47,7 +46,9 @@ def variants() -> set[Variant]:
     archs = [released(name) for name in RELEASED]
     archs += [read_arch(mini.path(name)) for name in ("mini", "mini-e")]
     decoding = [
-        target_variants(a, kv8, {*DTYPES, "int8", *FOUR_BITS}) for a in archs for kv8 in (0, 1)
+        target_variants(a, kv8, {*DTYPES, "int8", *four_bits.KINDS})
+        for a in archs
+        for kv8 in (0, 1)
     ]
     heads = [draft_variants(arch_of(sized(a)), {"fp8", "bf16"}) for a in archs]
     drafters = [
@@ -188,7 +189,7 @@ def test_every_value_is_where_the_kernels_look(shape, made, processors):
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes, st.sampled_from(FOUR_BITS), st.sampled_from(LAYOUTS), processors)
+@given(shapes, st.sampled_from(four_bits.KINDS), st.sampled_from(LAYOUTS), processors)
 def test_codes_and_scales_are_where_the_kernels_look(shape, kind, layout, processors):
     """Those of 4-bit weights, as tile.cuh reads them: the values of the tiles are the weight's."""
     n, k = shape[0] * (2 if layout.endswith("gated") else 1), -(-shape[1] // 16) * 16

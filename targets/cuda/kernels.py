@@ -64,6 +64,7 @@ class Kernels:
         norms = Norms(self._launch, arch.eps)
         self.norm, self.norm_moe = norms.norm, norms.norm_moe
         self.experts = experts.Experts(self._launch, self._gemm, arch, self.processors)
+        self.grouped = self.experts.grouped
         self._attention = attention.Attention(self._launch, arch, max_len, kv8, self.device)
         self.store = self._attention.store
         self.sampler = sampler.Sampler(self._launch, self.device)
@@ -149,6 +150,3 @@ class Kernels:
         branch = self._gemm.linear(x, dense.down, late=True) if few else self.branch(x, dense.down)
         experts = self.experts.run(routed.x, chosen, routed.gate_up, routed.down, few)
         return Mixture(branch, dense.norm, experts, routed.norm)
-
-    def grouped(self, x: Tensor, ends: Tensor, weight: Linear) -> Tensor:
-        return self.experts.grouped(x, ends, weight)

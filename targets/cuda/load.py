@@ -13,6 +13,7 @@ from specdec.core.errors import UserError
 from specdec.core.types import MAX_DRAFT
 from targets.arch import Arch, read_arch
 from targets.checkpoint import Checkpoint
+from targets.cuda import four_bits
 from targets.cuda.attention import HEADS
 from targets.cuda.graphs import MOST_ROWS, TOKENS, bucket_of
 from targets.cuda.ops import Ops
@@ -222,7 +223,7 @@ def _kinds(arch: Arch, plan: Plan) -> set[str]:
     if dtype not in QUANTISED:
         return {"bf16", "int8"}
     if dtype == "int4":
-        return {"bf16", "int8", "int4", "uint4", "nvfp4"} | ({"fp8"} & {*plan.own.values()})
+        return {"bf16", "int8", *four_bits.KINDS} | ({"fp8"} & {*plan.own.values()})
     experts = any(layer.moe for layer in arch.layers)
     return {"bf16", "int8", "fp8" if dtype == "fp8" else "w8a8"} | ({"fp8"} if experts else set())
 

@@ -6,6 +6,9 @@ Shape legend: T tokens of the chunk, S keys, N query heads, K kv heads, D head_d
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import repeat
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,18 +38,12 @@ class PrefillReference:
         return PrefillInput(h if opening.pre is None else rms(h, opening.pre, self.eps), None)
 
     def matmul(self, x: PrefillInput, weight: Dense) -> Tensor:
-        values, scale = weight
-        if scale is None:
-            return (x.values.to(values.dtype) @ values.T).float()
-        return (x.values @ values.float().T) * scale
+        return times(x.values, weight)
 
     def grouped(self, x: PrefillInput, ends: Tensor, weight: Dense) -> Tensor:
-        (values, scale), out, first = weight, [], 0
-        for expert, last in enumerate(ends.tolist()):
-            own = values[expert], None if scale is None else scale[expert]
-            out.append(self.matmul(PrefillInput(x.values[first:last], None), own))
-            first = last
-        return torch.cat(out)
+        values, scale = weight
+        scales = repeat(None, len(values)) if scale is None else scale
+        return by_expert(x.values, ends, zip(values, scales, strict=True))
 
     def gate_up(self, x: PrefillInput, weight: Dense, kind: str) -> PrefillInput:
         return self.gated(self.matmul(x, weight), kind)
@@ -76,6 +73,20 @@ class PrefillReference:
     def _angles(self, layer: LayerSpec) -> Tensor:
         inverse = inverse_frequencies(layer.rope, layer.head_dim, self.positions.device)
         return self.positions[:, None, None] * inverse
+
+
+def times(x: Tensor, weight: Dense) -> Tensor:
+    """x [T, k] -> [T, n] float32."""
+    values, scale = weight
+    if scale is None:
+        return (x.to(values.dtype) @ values.T).float()
+    return (x @ values.float().T) * scale
+
+
+def by_expert(x: Tensor, ends: Tensor, weights: Iterable[Dense]) -> Tensor:
+    """`times` of rows that are sorted by expert, each with its own expert's weight."""
+    parts = x.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
+    return torch.cat([times(part, own) for part, own in zip(parts, weights, strict=True)])
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

@@ -49,6 +49,7 @@ from targets.cuda.ops import (
     RoutedBranch,
     Rows,
 )
+from targets.cuda.prefill_reference import by_expert
 from targets.cuda.tiles import EIGHTHS
 from targets.sampling_params import Rules
 
@@ -186,9 +187,8 @@ class Reference:
         return out
 
     def grouped(self, x: Tensor, ends: Tensor, weight: Linear) -> Tensor:
-        parts = x.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
-        own = [self.dense(expert(weight, number)) for number in range(len(parts))]
-        return torch.cat([_times(x, *values) for x, values in zip(parts, own, strict=True)])
+        own = (self.dense(expert(weight, number)) for number in range(len(ends)))
+        return by_expert(x, ends, own)
 
     def mixture(self, dense: DenseBranch, routed: RoutedBranch, rows: Rows, moe: MoeSpec) -> Tensor:
         chosen = self.route(*routed[:3], rows, moe)
@@ -264,11 +264,6 @@ def expert(weight: Linear, number: int) -> Linear:
     rows = slice(number * weight.n, (number + 1) * weight.n)
     scale = None if weight.scale is None else weight.scale[rows]
     return Linear(weight.n, weight.k, weight.kind, weight.data[rows], scale)
-
-
-def _times(x: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
-    out = x @ values.float().T
-    return out if scale is None else out * scale
 
 
 def _matmul(x: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
