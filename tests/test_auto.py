@@ -26,6 +26,7 @@ from drafters.suffix.host import SuffixDrafter
 from specdec.assembly.engine import make_engine
 from specdec.assembly.model import load_model
 from specdec.core.config import ModelConfig
+from specdec.core.constraint import GuidedDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.policy.choice import Choice, Menu, Policy
@@ -379,6 +380,65 @@ def test_a_late_trial_is_credited_to_the_drafter_that_was_tried(behind):
             seq.tokens += tokens
             seq.acceptance.add(drafted, right, right + 1)
     assert sum(ran[100:200]) < 10 and sum(ran[-100:]) > 90, (sum(ran[100:200]), sum(ran[-100:]))
+
+
+def dear_to_verify(work) -> float:
+    """A guess costs half a plain cycle, as with many rows."""
+    return 1 + 0.5 * work.depth
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_prediction_is_judged_like_a_drafter(right):
+    """In the late choice a good one is followed and a useless one costs nothing; a request's wish
+    for another drafter does not matter to it."""
+    answer = np.random.default_rng(5).integers(3, 45, 400).tolist()
+    drafter, chooser = late(None, RandomCosts(0))
+    drafter.policy.costs.seconds = dear_to_verify
+    seq = Sequence([1, 2], slot=1, max_tokens=500, speculative=Speculative("none"))
+    text = answer if right else np.random.default_rng(6).integers(3, 45, 400).tolist()
+    seq.prediction = Prediction(PredictedText(text), seq.prompt_len)
+    drafter.reset(seq)
+    seq.tokens.append(answer[0])
+    ran = []
+    while len(seq.tokens) < 300:
+        chooser.choose([seq])
+        kept = chooser.depth if right and chooser.leads else 0
+        at = len(seq.tokens) - 2
+        seq.tokens += answer[at : at + kept + 1]
+        seq.acceptance.add([True] * chooser.depth, kept, kept + 1)
+        ran.append((chooser.leads, chooser.depth))
+        assert chooser.take[1] == NOBODY
+    assert set(ran[-30:]) == ({(True, K)} if right else {(False, 0)}), ran
+
+
+def test_a_choice_taken_back_is_not_heard_of():
+    drafter, chooser = late(Noise(50), Dear(0.1))
+    seq = Sequence([1, 2, 3], slot=1, max_tokens=9)
+    drafter.reset(seq)
+    for kept in (2, 0, 1):
+        chooser.choose([seq])
+        chooser.take_back()
+        chooser.choose([seq])
+        seq.tokens += range(kept + 1)
+        seq.acceptance.add([True] * K, kept, kept + 1)
+    chooser.choose([seq])
+    assert sum(drafter.policy.chosen.values()) == 3
+
+
+def test_the_host_loop_verifies_no_prediction_that_does_not_pay():
+    drafter = auto(None, 0, costs=RandomCosts(0))
+    drafter.policy.costs.seconds = dear_to_verify
+    led, depths = GuidedDrafter(drafter), []
+    seq = Sequence([1, 2], max_tokens=500, speculative=Speculative("none"))
+    seq.prediction = Prediction(PredictedText([5, 6] * 100), seq.prompt_len)
+    drafter.reset(seq)
+    for _ in range(40):  # what is predicted fits two tokens back, and is never right
+        seq.tokens += [5, 6]
+        draft = led.propose([seq], K)
+        depths.append(draft.shape[1])
+        led.observe([seq], SimpleNamespace(chosen=np.full((1, len(draft[0]) + 1), 9)), [0])
+        seq.tokens.append(9)
+    assert depths[0] and set(depths[-20:]) == {0} and led.leading is None
 
 
 def test_lossless_on_the_cuda_target_with_narrower_cycles(worded):

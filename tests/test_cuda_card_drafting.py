@@ -24,6 +24,7 @@ from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.policy.choice import Menu
+from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import Sampling, Sequence
 from targets.cuda.device_loop import device_loop
 from tests.card_targets import SPEC, target_of
@@ -61,12 +62,16 @@ def prompts_for(lengths):
     return [random.integers(3, SPEC.vocab, n).tolist() for n in lengths]
 
 
-def decode(target, drafter, cycle, mode, tokens=TOKENS, lengths=LENGTHS):
+def decode(target, drafter, cycle, mode, tokens=TOKENS, lengths=LENGTHS, predicted=None):
+    """predicted: texts, of which every other request is given its own or another's."""
     engine = Engine(target, drafter, cycle)
     seqs = [
         Sequence(list(p), MODES[mode](i), max_tokens=tokens)
         for i, p in enumerate(prompts_for(lengths))
     ]
+    for i in range(0, len(seqs) if predicted else 0, 2):
+        text = PredictedText(predicted[i - i % 4][lengths[i] :])
+        seqs[i].prediction = Prediction(text, seqs[i].prompt_len)
     engine.run_to_end(seqs)
     assert all(seq.finish == "length" for seq in seqs)
     return [seq.tokens for seq in seqs], engine.acceptance
@@ -214,4 +219,7 @@ def test_auto_in_the_captured_cycle(name):
     chooser = LateChooser(drafter, "ngram", 3, {0, 1, 3, 4})
     captured = device_loop(target, DeviceAuto(chooser, DeviceNgram(target, 2, 5), resident), 4)
     for mode in MODES:
-        assert decode(target, drafter, captured, mode)[0] == plain(KINDS[0], mode), mode
+        said = plain(KINDS[0], mode)
+        assert decode(target, drafter, captured, mode)[0] == said, mode
+        predicted = decode(target, drafter, captured, mode, predicted=said)[0]
+        assert predicted == said, (mode, "predicted")

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
-from specdec.core.constraint import GuidedDrafter, leading_guesses
+from specdec.core.constraint import GuidedDrafter, Unrestricted, guided, leading_guesses
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import DraftSetup, Engine
 from specdec.core.prediction import PredictedText, Prediction
@@ -32,6 +32,21 @@ def test_it_guesses_from_the_beginning_and_ends_with_the_text():
     assert list(prediction.guess(TEXT[:38], 5)) == TEXT[38:]
     assert list(prediction.guess(TEXT, 5)) == []
     assert (prediction.accepted, prediction.rejected) == (40, 0)
+
+
+def test_the_host_has_a_say_only_while_it_goes_on():
+    """A loop that runs ahead of the host need not wait for a prediction that has ended, or from
+    which the answer has parted."""
+    seq = Sequence([1, 2], max_tokens=50)
+    seq.prediction = followed([], start=2)
+    said = []
+    for token in (*TEXT[:3], 7, 8, *TEXT[9:12], *TEXT[12:]):
+        said.append(guided([seq]))
+        seq.tokens.append(token)
+    assert said[:9] == [True, True, True, True, False, False, False, True, True]
+    assert not guided([seq])
+    seq.constraint = Unrestricted()
+    assert guided([seq])
 
 
 @pytest.mark.parametrize(

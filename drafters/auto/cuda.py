@@ -38,6 +38,15 @@ class DeviceAuto:
         """Guesses that the next cycle verifies."""
         return self._chooser.depth
 
+    @property
+    def leads(self) -> bool:
+        """Whether what the host knows without drafters is worth its place in the next cycle."""
+        return self._chooser.leads
+
+    def take_back(self) -> None:
+        """The cycle that `ready` was called for does not come."""
+        self._chooser.take_back()
+
     def ready(self, seqs: Seqs[Sequence]) -> None:
         self._chooser.choose(seqs)
         if self._take is not None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from specdec.core.constraint import lead
+from specdec.core.constraint import KNOWN, known_by_guesser, lead
 from specdec.core.policy.choice import Choice, Offer, Policy, RowOffers
 from specdec.core.policy.costs import Work
-from specdec.core.policy.survival import bucket_of
+from specdec.core.policy.survival import BUCKETS, bucket_of
 from specdec.core.protocols import Drafter
 from specdec.core.types import NO_GUESS, Array, Sequence, Step
 
@@ -37,7 +37,7 @@ class _Turn:
     choice: Choice
     offers: list[RowOffers]
     guesses: dict[str, Array]
-    """[B, at most k] of each drafter that guessed."""
+    """[B, at most k] of each drafter that guessed, and of `KNOWN`."""
 
 
 class AutoDrafter:
@@ -58,6 +58,11 @@ class AutoDrafter:
         return {**self.texts, **own}
 
     @property
+    def depth(self) -> int:
+        """Guesses that the cycle under way verifies."""
+        return self.policy.k if self._turn is None else self._turn.choice.depth
+
+    @property
     def _weights(self) -> tuple[str, ...]:
         return () if self.weighted is None else (self.weighted.name,)
 
@@ -72,7 +77,8 @@ class AutoDrafter:
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
         began = time.perf_counter()
-        guesses = {name: np.asarray(d.propose(seqs, k)) for name, d in self.texts.items()}
+        own = {name: np.asarray(d.propose(seqs, k)) for name, d in self.texts.items()}
+        guesses = known_by_guesser(seqs, k) | own
         rows = ({name: draft[b] for name, draft in guesses.items()} for b in range(len(seqs)))
         offers = [self.offers(seq, row, k) for seq, row in zip(seqs, rows, strict=True)]
         choice = self.chosen(offers)
@@ -119,19 +125,29 @@ class AutoDrafter:
         self._fared[seq.slot] = max(bucket_of(right + 1), least)
 
     def offers(self, seq: Sequence, guesses: Mapping[str, Array], k: int) -> RowOffers:
-        """What a row can choose from. guesses [k]: of each text drafter that the loop has."""
+        """What a row can choose from. guesses [k]: of each text drafter that the loop has, and of
+        `KNOWN`, which no request has to ask for."""
         wish, most = seq.speculative, seq.most_guesses(k)
         offers = [
-            Offer(name, bucket_of(matched(self.texts[name], seq)), count)
+            Offer(name, self.bucket(name, seq), count)
             for name, draft in guesses.items()
             if (count := _count(draft))
         ]
         if self.weighted is not None:
             offers.append(Offer(self.weighted.name, self.fared(seq), k))
         if wish is not None and wish.drafter is not None and wish.drafter != NAME:
-            offers = [offer for offer in offers if offer.drafter == wish.drafter]
+            offers = [offer for offer in offers if offer.drafter in (wish.drafter, *KNOWN)]
         insists = wish is not None and wish.drafter is not None and wish.drafter in self._weights
         return RowOffers(tuple(offers), most, insists)
+
+    def bucket(self, name: str, seq: Sequence) -> int:
+        """How much speaks for what this text drafter, or one of `KNOWN`, guesses."""
+        if name == "constraint":
+            return BUCKETS - 1
+        if name == "prediction":
+            assert seq.prediction is not None
+            return bucket_of(seq.prediction.agreeing(seq.tokens))
+        return bucket_of(matched(self.texts[name], seq))
 
     def _draft(self, choice: Choice, guesses: Mapping[str, Array], rows: int) -> Array:
         draft = np.full((rows, choice.depth), NO_GUESS, np.int32)

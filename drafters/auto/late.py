@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from drafters.auto.host import NAME, AutoDrafter, matched
+from drafters.auto.host import NAME, AutoDrafter
+from specdec.core.constraint import KNOWN, known_by_guesser
 from specdec.core.policy.choice import Choice, Menu, Policy, RowOffers
 from specdec.core.policy.costs import Work
-from specdec.core.policy.survival import bucket_of
 from specdec.core.types import NO_GUESS, Array, Sequence
 
 NOBODY, TEXT, WEIGHTS, EITHER = range(4)
@@ -27,12 +27,13 @@ NOBODY, TEXT, WEIGHTS, EITHER = range(4)
 
 @dataclass
 class _Seen:
-    """What the host knew of a row when it last chose, and what lookup guessed after that text."""
+    """What the host knew of a row when it last chose, and what lookup guessed after that text, or
+    was known (`KNOWN`)."""
 
     seq: Sequence
     length: int
     lengths: Counter[int]
-    guesses: list[int]
+    guesses: dict[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class _Taken:
 
     seq: Sequence
     take: int
-    looked_up: int | None
-    """The bucket of lookup's guesses, None: it had none."""
+    buckets: dict[str, int]
+    """Of lookup's guesses and of known ones, where there were any."""
     fared: int
     """The bucket of the drafter with weights."""
 
@@ -75,8 +76,9 @@ class LateChooser:
         self._asked = 0.0
         self.take = np.zeros(slots, np.int32)
         """[slots]: NOBODY, TEXT, WEIGHTS or EITHER."""
-        self.runs, self.depth = False, drafter.policy.k
-        """Whether the drafter with weights guesses; how many guesses are verified."""
+        self.runs, self.depth, self.leads = False, drafter.policy.k, False
+        """Whether the drafter with weights guesses; how many guesses are verified; whether any row
+        takes what is known without drafters, which the loop then puts first in all rows."""
 
     @property
     def _policy(self) -> Policy:
@@ -85,21 +87,30 @@ class LateChooser:
     def choose(self, seqs: Seqs[Sequence]) -> None:
         """Learn from what came, and choose for the next dispatch of these rows."""
         self._hear(seqs)
-        guesses = np.asarray(self._drafter.texts[self._text].propose(seqs, self._policy.k))
-        offers = [self._offers(seq, row) for seq, row in zip(seqs, guesses, strict=True)]
+        k = self._policy.k
+        text = np.asarray(self._drafter.texts[self._text].propose(seqs, k))
+        guesses = known_by_guesser(seqs, k) | {self._text: text}
+        rows = [{name: draft[b] for name, draft in guesses.items()} for b in range(len(seqs))]
+        offers = [self._offers(seq, row) for seq, row in zip(seqs, rows, strict=True)]
         self._asked = time.perf_counter()
         choice = self._drafter.chosen(offers)
         self.runs, self.depth = choice.drafted > 0, choice.depth
+        self.leads = any(name in KNOWN for name in choice.by_row)
         taken: dict[int, _Taken] = {}
-        for seq, row, name in zip(seqs, guesses, choice.by_row, strict=True):
-            self.take[seq.slot] = take = self._code(seq, name)
-            known = [t for t in row.tolist() if t != NO_GUESS]
+        for seq, row, name in zip(seqs, rows, choice.by_row, strict=True):
+            said = {whose: [t for t in own.tolist() if t != NO_GUESS] for whose, own in row.items()}
+            said = {whose: guessed for whose, guessed in said.items() if guessed}
+            led = self.leads and any(whose in KNOWN for whose in said)
+            self.take[seq.slot] = take = self._code(seq, KNOWN[0] if led else name)
             lengths = Counter(seq.acceptance.lengths)
-            self._seen[seq.slot] = _Seen(seq, len(seq.tokens), lengths, known)
-            bucket = bucket_of(matched(self._drafter.texts[self._text], seq))
-            looked_up = bucket if known else None
-            taken[seq.slot] = _Taken(seq, take, looked_up, self._drafter.fared(seq))
+            self._seen[seq.slot] = _Seen(seq, len(seq.tokens), lengths, said)
+            buckets = {whose: self._drafter.bucket(whose, seq) for whose in said}
+            taken[seq.slot] = _Taken(seq, take, buckets, self._drafter.fared(seq))
         self._unheard.append(_Dispatch(choice, taken))
+
+    def take_back(self) -> None:
+        """The last choice is not launched."""
+        self._unheard.pop()
 
     def _hear(self, seqs: Seqs[Sequence]) -> None:
         """Learn from the oldest dispatch not heard of, if any of its rows said something."""
@@ -126,20 +137,21 @@ class LateChooser:
             cycles, emitted = max(cycles, kept.total()), emitted + len(came)
             taken = dispatch.of(seq)
             if self._drafter.forced is None and taken is not None:
-                self._judge_lookup(taken, seen.guesses, came, len(seqs))
+                for name, bucket in taken.buckets.items():
+                    self._judge(name, bucket, seen.guesses.get(name, []), came, len(seqs))
                 if taken.take == WEIGHTS and dispatch.choice.drafted:
                     self._judge_weights(taken, +kept, dispatch.choice.drafted, len(seqs))
         return cycles, emitted
 
-    def _judge_lookup(self, taken: _Taken, guesses: list[int], came: list[int], rows: int) -> None:
-        """guesses: what it said where the row began the cycle. It was promised by what was known a
+    def _judge(
+        self, name: str, bucket: int, guesses: list[int], came: list[int], rows: int
+    ) -> None:
+        """guesses: what was said where the row began the cycle. It was promised by what was known a
         cycle before; where nothing is left of that, the promise was wrong."""
-        if taken.looked_up is None:
-            return
         both = min(len(guesses), len(came))
         agreed = np.array(guesses[:both]) == np.array(came[:both])
-        table, right = self._policy.table(self._text), int(agreed.cumprod().sum())
-        table.learn(taken.looked_up, right, max(len(guesses), 1), len(came), rows)
+        right = int(agreed.cumprod().sum())
+        self._policy.table(name).learn(bucket, right, max(len(guesses), 1), len(came), rows)
 
     def _judge_weights(self, taken: _Taken, kept: Counter[int], drafted: int, rows: int) -> None:
         """kept: cycles by how many of its `drafted` guesses were right."""
@@ -158,10 +170,12 @@ class LateChooser:
         if self._drafter.forced is None:
             self._policy.learn(choice, emitted / cycles)
 
-    def _offers(self, seq: Sequence, row: Array) -> RowOffers:
-        return self._drafter.offers(seq, {self._text: row}, self._policy.k)
+    def _offers(self, seq: Sequence, row: dict[str, Array]) -> RowOffers:
+        return self._drafter.offers(seq, row, self._policy.k)
 
     def _code(self, seq: Sequence, name: str | None) -> int:
+        if name in KNOWN:  # the loop puts that first, and drafters' guesses behind it
+            return EITHER if self.runs else NOBODY
         if name is None:
             return NOBODY
         if name != self._text:

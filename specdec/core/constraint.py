@@ -19,6 +19,8 @@ from specdec.core.types import NO_GUESS, Array, Guesser, Leading, Sequence, Step
 EVERYTHING = np.uint32(0xFFFFFFFF)
 WORD = 32
 """Tokens per mask word."""
+KNOWN: tuple[Guesser, ...] = ("prediction", "constraint")
+"""Who guesses without the drafter."""
 _THREADS = ThreadPoolExecutor(4, "specdec-masks")
 """Constraints leave Python's lock while they compute, so that rows don't wait for each other."""
 
@@ -78,8 +80,9 @@ def _real(draft: Array, vocab: int) -> list[int]:
 
 
 def guided(seqs: Seqs[Sequence]) -> bool:
-    """Whether the host has a say in any one's next cycle."""
-    return any(seq.constraint is not None or seq.prediction is not None for seq in seqs)
+    """Whether the host has a say in any one's next cycle: it is constrained, or what was predicted
+    for it goes on from here."""
+    return any(seq.constraint is not None or _predicted(seq, 1) for seq in seqs)
 
 
 def leading_guesses(seqs: Seqs[Sequence], k: int) -> Leading | None:
@@ -93,14 +96,29 @@ def leading_guesses(seqs: Seqs[Sequence], k: int) -> Leading | None:
     return Leading(rows, tuple(guessers)) if (rows != NO_GUESS).any() else None
 
 
+def known_by_guesser(seqs: Seqs[Sequence], k: int) -> dict[str, Array]:
+    """`leading_guesses` [B, k] apart by whose they are: a row has those of one."""
+    leading = leading_guesses(seqs, k)
+    if leading is None:
+        return {}
+    whose = np.array(leading.by)[:, None]
+    apart = {by: np.where(whose == by, leading.rows, NO_GUESS) for by in KNOWN}
+    return {by: rows for by, rows in apart.items() if (rows != NO_GUESS).any()}
+
+
 def _leading(seq: Sequence, k: int) -> tuple[Seqs[int], Guesser]:
     """What was predicted, as long as the text follows it; else what its constraint leaves no choice
     about. Of that the bytes are known, and not always into which tokens the target cuts them."""
-    most = seq.most_guesses(k)
-    predicted = () if seq.prediction is None else seq.prediction.guess(seq.tokens, most)
+    predicted = _predicted(seq, k)
     if predicted or seq.constraint is None:
         return predicted, "prediction"
-    return seq.constraint.forced(seq)[:most], "constraint"
+    return seq.constraint.forced(seq)[: seq.most_guesses(k)], "constraint"
+
+
+def _predicted(seq: Sequence, k: int) -> Seqs[int]:
+    if seq.prediction is None:
+        return ()
+    return seq.prediction.guess(seq.tokens, seq.most_guesses(k))
 
 
 def lead(leading: Array, draft: Array) -> Array:
@@ -131,9 +149,15 @@ def limited(seqs: Seqs[Sequence], draft: Array) -> Array:
     return np.where(wanted, np.asarray(draft), NO_GUESS).astype(np.int32)
 
 
+def depth_of(drafter: object, k: int) -> int:
+    """How many guesses the next cycle verifies: k, but for drafters that say fewer in `depth`."""
+    return getattr(drafter, "depth", k)
+
+
 class GuidedDrafter:
     """A drafter in whose guesses what is known without it comes first, and which guesses no more
-    than requests want. It may guess fewer tokens than it is asked for."""
+    than requests want. It may guess fewer tokens than it is asked for; where it judges what is
+    known as well, it says in `depth` how many a cycle verifies."""
 
     def __init__(self, drafter: Proposer[Seqs[Sequence]]) -> None:
         self._drafter = drafter
@@ -142,7 +166,7 @@ class GuidedDrafter:
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
         draft = limited(seqs, self._drafter.propose(seqs, k))
-        self.leading = leading_guesses(seqs, k)
+        self.leading = leading_guesses(seqs, depth_of(self._drafter, k))
         if self.leading is None:
             return draft
         behind = np.full_like(self.leading.rows, NO_GUESS)

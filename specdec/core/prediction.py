@@ -65,11 +65,14 @@ class Prediction:
     def guess(self, tokens: Seqs[int], k: int) -> Seqs[int]:
         """The next k tokens, fewer at the text's end; none where the answer has parted from the
         text, until it is found again."""
-        self.read(tokens)
         enough = min(SURE, len(tokens) - self._start)
-        if self._agreed(tokens, len(tokens) - 1, self._next - 1) < enough:
-            return ()
-        return self.text[self._next : self._next + k]
+        return self.text[self._next : self._next + k] if self.agreeing(tokens) >= enough else ()
+
+    def agreeing(self, tokens: Seqs[int]) -> int:
+        """Tokens at the end of the answer that the text has in a row before its next one; at most
+        `LOOK`."""
+        self.read(tokens)
+        return self._agreed(tokens, len(tokens) - 1, self._next - 1)
 
     def _expects(self, token: int) -> bool:
         return self._next < len(self.text) and self.text[self._next] == token

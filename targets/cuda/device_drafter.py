@@ -64,6 +64,13 @@ def variant_of(drafter: DeviceDrafter) -> str:
     return getattr(drafter, "variant", "")
 
 
-def depth_of(drafter: DeviceDrafter, k: int) -> int:
-    """How many guesses the next cycle has: k, but for drafters that say fewer in `depth`."""
-    return getattr(drafter, "depth", k)
+def takes_known(drafter: DeviceDrafter) -> bool:
+    """Whether predictions come first in the next cycle, as they do but for drafters that judge them
+    and say so in `leads`."""
+    return getattr(drafter, "leads", True)
+
+
+def take_back(drafter: DeviceDrafter) -> None:
+    """The cycle that `ready` was called for does not come: told to drafters that ask in
+    `take_back`."""
+    getattr(drafter, "take_back", lambda: None)()

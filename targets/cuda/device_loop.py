@@ -16,7 +16,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specdec.core.constraint import fill_masks, guided, lead, leading_guesses, mask_words
+from specdec.core.constraint import (
+    constrained,
+    depth_of,
+    fill_masks,
+    guided,
+    lead,
+    leading_guesses,
+    mask_words,
+)
 from specdec.core.cycle import cycle
 from specdec.core.protocols import Cycle, Proposer
 from specdec.core.script import Script, scripted_choice, with_recorded
@@ -25,7 +33,8 @@ from targets.cuda.device_drafter import (
     CapturedBatch,
     DeviceDrafter,
     SlotState,
-    depth_of,
+    take_back,
+    takes_known,
     variant_of,
 )
 from targets.cuda.graphs import Captured, CapturedParts, bucket_of
@@ -214,24 +223,25 @@ class CapturedCycle:
     def __call__(self, seqs: Seqs[Sequence], single: bool) -> list[Round]:
         self._seat([seq for seq in seqs if self.owners.get(seq.slot) is not seq])
         self.drafter.ready(seqs)
-        if guided(seqs) and self.pending is not None:  # guides follow from what it chose
+        led = constrained(seqs) or (takes_known(self.drafter) and guided(seqs))
+        if led and self.pending is not None:  # guides follow from what it chose
+            take_back(self.drafter)
             former, self.pending = self.pending, None
             return [_read(former, seqs)]
         with room_for(f"a batch of {len(seqs)}"):  # else the last one stays to be read
-            if guided(seqs):
+            if led:
                 return [_read(self._launch_guided(tuple(seqs)), seqs)]
             launched = self._launch(tuple(seqs))
         former, self.pending = self.pending, launched
         return [] if former is None else [_read(former, seqs)]
 
-    def _key(self, seqs: tuple[Sequence, ...]) -> GraphKey:
+    def _key(self, seqs: tuple[Sequence, ...], guided: bool = False) -> GraphKey:
         needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
         limited = any(seq.most_guesses(self.k) < self.k for seq in seqs)
-        # what the host puts first may be longer than what the drafter would say
-        k = self.k if guided(seqs) else depth_of(self.drafter, self.k)
         return GraphKey(
-            *(bucket_of(len(seqs)), k, needs_sampler, logprobs, guided(seqs), limited),
+            *(bucket_of(len(seqs)), depth_of(self.drafter, self.k), needs_sampler, logprobs),
+            *(guided, limited),
             variant=variant_of(self.drafter),
         )
 
@@ -248,7 +258,7 @@ class CapturedCycle:
     @torch.inference_mode()
     def _launch_guided(self, seqs: tuple[Sequence, ...]) -> Launched:
         """Draft, forward, choose: the host makes the masks of a draft while the forward runs."""
-        key = self._key(seqs)
+        key = self._key(seqs, guided=True)
         if key not in self.in_parts:
             self.in_parts[key] = self._capture_in_parts(key)
         mine = self.in_parts[key]

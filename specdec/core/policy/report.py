@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from specdec.core.constraint import KNOWN
 from specdec.core.policy.choice import Policy
 from specdec.core.policy.costs import Work
 
@@ -25,7 +26,7 @@ def report(policy: Policy, rows: int = 1) -> dict[str, Any]:
 
 def alternatives(policy: Policy) -> list[tuple[str, int]]:
     """Plain decoding, and each drafter that was seen with each K."""
-    drafters = sorted(policy.tables)
+    drafters = sorted(policy.tables.keys() - {*KNOWN})
     return [("none", 0), *((name, k) for name in drafters for k in range(1, policy.k + 1))]
 
 
