@@ -10,7 +10,9 @@ import torch
 from targets.arch import released
 from targets.cuda.formulas import as_e4m3, rms
 from targets.cuda.kernels import Kernels
-from targets.cuda.ops import Closing, Opening
+from targets.cuda.load import CudaOptions, random_target
+from targets.cuda.ops import Closing, Opening, Rows
+from targets.cuda.target import FINE
 from targets.cuda.tiles import ACTIVATION_SCALE, EIGHTHS
 from targets.cuda.w8a8 import W8A8
 from tests.card import KINDS, Differences, as_input, error, one_layer, randn, random_weight, rows_of
@@ -81,3 +83,21 @@ def test_long_calls(ops, shape):
         same.check(call(x[:m]), whole[:m])
         same.check(call(x[len(x) - m :]), whole[len(x) - m :])
     assert same.none()
+
+
+@pytest.mark.parametrize("name", ["31b", "12b", "26b-a4b", "e4b"])
+def test_fp8_rounds_the_inputs_of_many_tokens(name):
+    """A chunk of more than FINE tokens is what fp8-w8a8 makes of it, whose tiles are dealt
+    otherwise; and what is captured is what is launched."""
+    arch = one_layer(released(f"gemma-4-{name}"), 0)
+    options = CudaOptions(slots=1, max_len=256)
+    fine, rounded = (
+        random_target(arch, replace(options, dtype=dtype)) for dtype in ("fp8", "fp8-w8a8")
+    )
+    text = torch.randint(0, arch.vocab, (1, 128), dtype=torch.int32, device="cuda")
+    place = torch.zeros((2, 1), dtype=torch.int32, device="cuda")
+    for tokens in (FINE, FINE + 1, 100, 128):
+        rows = Rows(text[:, :tokens], *place)
+        ours, theirs = (target.short(rows).logits for target in (fine, rounded))
+        assert torch.equal(ours, theirs) == (tokens > FINE), tokens
+        assert torch.equal(fine._chunk(rows, 0, 0).logits, ours), tokens

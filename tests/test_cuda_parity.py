@@ -19,6 +19,7 @@ from targets.cuda.params import load_params
 from targets.cuda.reference import Reference
 from targets.cuda.score import window_nll
 from targets.cuda.selfcheck import self_check
+from targets.cuda.target import FINE
 from targets.jax.load import JaxOptions, load_target as load_jax
 from tests.cuda_runner import Runner
 from tests.tiny import IDS, LENGTH, VARIANTS, VOCAB
@@ -118,6 +119,21 @@ def test_long_prefill_chunks_equal_short_ones(tiny, references, variant):
             seen = 400 - (layer.window or 400), 400
             for a, b in zip(read(ours, 1, *seen), read(theirs, 1, *seen), strict=True):
                 assert (a - b).abs().max() <= TOLERANCE * scale and a.abs().max() > 0
+
+
+@pytest.mark.parametrize("variant", ["31b", "26b-a4b"])
+def test_fp8_rounds_the_inputs_of_many_tokens(tiny, variant):
+    """A chunk of more than FINE tokens is what fp8-w8a8 makes of it, a shorter one is not."""
+    text = np.random.default_rng(5).integers(0, VOCAB, FINE + 1)
+    options = dict(slots=1, max_len=96, device="cpu")
+    fine, rounded = (
+        load_target(tiny[variant], CudaOptions(dtype=dtype, **options))
+        for dtype in ("fp8", "fp8-w8a8")
+    )
+    for tokens, alike in ((FINE + 1, True), (FINE, False)):
+        rows = Rows(torch.from_numpy(text[None, :tokens]).int(), *torch.zeros(2, 1).int())
+        ours, theirs = (target.short(rows).logits for target in (fine, rounded))
+        assert torch.equal(ours, theirs) == alike
 
 
 def test_rows_that_sit_out_pick_no_expert(tiny):

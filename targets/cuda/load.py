@@ -210,9 +210,11 @@ def make_ops(arch: Arch, plan: Plan) -> Ops:
         return Reference(arch)
     from targets.cuda.kernels import Kernels
     from targets.cuda.prefill_launch import compiled
+    from targets.cuda.variants import rounding_variants
 
     kv = KV_DTYPES[plan.kv_dtype]
-    ops = Kernels(arch, plan.max_len + plan.slack, kv, _kinds(arch, plan))
+    more = rounding_variants(arch.hidden) if plan.dtype == "fp8" else set()
+    ops = Kernels(arch, plan.max_len + plan.slack, kv, _kinds(arch, plan), more)
     compiled()  # now, not within the first request
     return ops
 

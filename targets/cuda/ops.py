@@ -35,7 +35,8 @@ class Linear:
     layout: plain, row_parallel (O and down: what several devices would cut along k), gated (gate's
     rows, then up's), experts or experts_gated. k_groups: parts of k, contiguous in row_parallel
     weights, whose sums are made apart, then added as a binary tree. plain: its values once more in
-    plain order (`Ops.with_plain`)."""
+    plain order (`Ops.with_plain`). dealt: the kind as which its tiles were dealt (tiles.py), where
+    it is read as another than it was packed as."""
 
     n: int
     k: int
@@ -45,6 +46,7 @@ class Linear:
     layout: str = "plain"
     k_groups: int = 1
     plain: Tensor | None = None
+    dealt: str | None = None
 
 
 @dataclass(frozen=True)

@@ -147,16 +147,31 @@ def random_params(
 
 def copied(weights: Weights, ops: Ops) -> Weights:
     """With the linear layers in plain order as well, where long prompts find them."""
+    layers = tuple(_each_linear(layer, ops.with_plain) for layer in weights.layers)
+    return replace(
+        weights, layers=layers, per_layer=_each_linear(weights.per_layer, ops.with_plain)
+    )
 
-    def with_plain(part: Any) -> Any:
-        if isinstance(part, Linear):
-            return ops.with_plain(part)
-        if not is_dataclass(part) or isinstance(part, type):
-            return part
-        return replace(part, **{f.name: with_plain(getattr(part, f.name)) for f in fields(part)})
 
-    layers = tuple(with_plain(layer) for layer in weights.layers)
-    return replace(weights, layers=layers, per_layer=with_plain(weights.per_layer))
+def rounding(weights: Weights) -> Weights:
+    """The same weights where they lie; FP8 ones are read as w8a8, whose inputs are rounded to 8
+    bits too. Experts have no such kernel."""
+
+    def read(weight: Linear) -> Linear:
+        fits = weight.kind == "fp8" and not weight.layout.startswith("experts")
+        return replace(weight, kind="w8a8", dealt="fp8") if fits else weight
+
+    return replace(weights, layers=tuple(_each_linear(layer, read) for layer in weights.layers))
+
+
+def _each_linear(part: Any, change: Callable[[Linear], Linear]) -> Any:
+    """A part of the weights with each of its linear layers changed."""
+    if isinstance(part, Linear):
+        return change(part)
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    kept = {f.name: _each_linear(getattr(part, f.name), change) for f in fields(part)}
+    return replace(part, **kept)
 
 
 def _build(arch: Arch, reader: Reader, each: Callable) -> Weights:

@@ -14,11 +14,11 @@ from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, Sequence, Step
 from targets.arch import Arch
 from targets.cuda import sampling
 from targets.cuda.cache import make_cache, slack_of
-from targets.cuda.graphs import Chosen, ForwardOutput, Graphs
+from targets.cuda.graphs import TOKENS, Chosen, ForwardOutput, Graphs
 from targets.cuda.model import Hidden, decode
 from targets.cuda.ops import Choosing, Ops, Rows
 from targets.cuda.out_of_memory import room_for
-from targets.cuda.params import Weights
+from targets.cuda.params import Weights, rounding
 from targets.cuda.prefill import PrefillChunk, prefill
 from targets.cuda.reference import Reference
 from targets.cuda.sampling import blank_table
@@ -30,7 +30,9 @@ KV_DTYPES = {
     "bfloat16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
 }
-
+FINE = TOKENS[-2]
+"""FP8 weights meet inputs of 16 bits in prefill chunks of up to so many tokens. More are bound by
+arithmetic, and their inputs are rounded to 8 bits, as a long chunk's are."""
 
 Masks = Callable[[], torch.Tensor | None]
 """Makes the masks of a step while the device computes its forward."""
@@ -86,6 +88,7 @@ class CudaTarget:
         self.suppress, self.device = suppress, torch.device(plan.device)
         kv = KV_DTYPES[plan.kv_dtype]
         self.cache = make_cache(arch, plan.slots, plan.max_len, plan.slack, kv, plan.device)
+        self._rounding = rounding(weights) if plan.dtype == "fp8" else weights
         self._unbiased = torch.zeros(arch.vocab, device=self.device)
         self._unbiased[list(suppress)] = -torch.inf
         self.bias = self._unbiased.repeat(plan.slots, 1)
@@ -201,9 +204,11 @@ class CudaTarget:
     @torch.inference_mode()
     def short(self, rows: Rows, only: torch.Tensor | None = None) -> Hidden:
         """A short prefill chunk [1, T] like a verify; logits of row `only` [1], or the last."""
+        tokens = rows.tokens.shape[1]
         if only is None:
-            only = torch.tensor([rows.tokens.shape[1] - 1], device=self.device)
-        common = self.weights, self.arch, self.cache, rows, self.ops
+            only = torch.tensor([tokens - 1], device=self.device)
+        weights = self._rounding if tokens > FINE else self.weights
+        common = weights, self.arch, self.cache, rows, self.ops
         return decode(*common, self.plan.features, only)
 
     @torch.inference_mode()

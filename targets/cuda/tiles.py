@@ -166,7 +166,8 @@ def expert_inputs(k: int) -> int:
 
 
 def schedule_of(weight: Linear, processors: int) -> Schedule:
-    return _plan(weight.n, weight.k, weight.kind, weight.layout, weight.k_groups, processors)
+    kind = weight.dealt or weight.kind
+    return _plan(weight.n, weight.k, kind, weight.layout, weight.k_groups, processors)
 
 
 def _plan(n: int, k: int, kind: str, layout: str, groups: int, processors: int) -> Schedule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from targets.arch import Arch
 from targets.cuda import attention, candidates, experts, gemm, sampler, w8a8
+from targets.cuda.graphs import TOKENS
 from targets.cuda.launch import Variant
 
 ROW_THREADS = 512
@@ -21,6 +22,11 @@ def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
     certified = {candidates.SCREEN, candidates.RESCORE} if "int8" in kinds else set()
     norms = {norm_variant(kind, arch.hidden) for kind in kinds}
     return {sampler.SAMPLE, sampler.CYCLE, *certified, *norms}.union(*parts)
+
+
+def rounding_variants(hidden: int) -> set[Variant]:
+    """What a prefill chunk of more than `target.FINE` tokens needs beside FP8's own kernels."""
+    return w8a8.variants(TOKENS[-1:]) | {norm_variant("w8a8", hidden)}
 
 
 def norm_variant(kind: str, hidden: int) -> Variant:

@@ -24,6 +24,8 @@ from targets.cuda.ops import Linear
 AT_ONCE = 128
 """Most tokens per CTA of which a warp has registers for two tiles, or for two k groups' sums."""
 WARPS = 12
+PIECES = 12
+"""Of a step's weights, each from one CTA of the deal, that the producers copy."""
 BARRIERS = 16
 """Bytes of a stage's two."""
 ADD_THREADS, QUANTISE_THREADS = 256, 1024
@@ -101,7 +103,8 @@ def share_out(plan: tiles.Schedule, apart: bool, block: int, blocks: int, proces
     def made(runs: int, run: int, take: int) -> Share:
         return Share(runs, run, take, share, 1 if take * plan.wide <= WARPS else 2)
 
-    takes = range(1, most + 1)
+    # a take has pieces of so many CTAs of the deal
+    takes = [take for take in range(1, most + 1) if -(-(take - 1) // plan.row_groups) < PIECES]
     choices = [made(1, total, take) for take in takes]
     choices += [made(owners, plan.row_groups, take) for take in takes if take <= plan.row_groups]
     return min(choices, key=cost)
@@ -111,11 +114,11 @@ def as_groups(parts: Parts) -> KGroups:
     return KGroups(*map(address, (parts.sums, parts.scale)), len(parts.sums))
 
 
-def variants() -> set[Variant]:
-    """All that any weight asks for."""
+def variants(blocks: tuple[int, ...] = NARROW_BLOCKS) -> set[Variant]:
+    """All that any weight asks for, with inputs in blocks of so many tokens."""
     multiply = {
         _variant(block, depth, together)
-        for block, depth, together in product(NARROW_BLOCKS, tiles.DEPTHS, (1, 2))
+        for block, depth, together in product(blocks, tiles.DEPTHS, (1, 2))
         if together == 1 or block <= AT_ONCE
     }
     return {AROUND} | multiply
