@@ -44,7 +44,7 @@ TEXTS = [a_text(40, 1), a_text(27, 2)]
 def target_of(path, kv_dtype=None, dtype=None):
     last = len(read_arch(path).layers) - 1
     own = {"kv_dtype": kv_dtype, "dtype": dtype, "features": (last,)}
-    options = CudaOptions(slots=2, max_len=96, k=K, device="cpu", chunk=16, short=8, **own)
+    options = CudaOptions(slots=2, max_len=96, k=K, device="cpu", chunk=16, short=5, **own)
     return load_target(path, options)
 
 

@@ -40,7 +40,7 @@ FLAGS = (
     {"norm_before_fc": True, "window": 70},
 )
 TOKENS = 24
-LENGTHS = (3, 40, 170, 1, 26, 64, 129, 300, 9, 17)
+LENGTHS = (3, 40, 170, 1, 26, 64, 129, 400, 9, 17)
 KINDS = [("fp8", "fp8"), ("bfloat16", "bfloat16")]
 
 

@@ -121,6 +121,23 @@ def test_long_prefill_chunks_equal_short_ones(tiny, references, variant):
                 assert (a - b).abs().max() <= TOLERANCE * scale and a.abs().max() > 0
 
 
+def test_a_chunk_in_pieces_is_its_pieces(tiny):
+    """Bit for bit: what is a little longer than one call of decoding's kernels takes several."""
+    text, layers = np.random.default_rng(6).integers(0, VOCAB, 23).tolist(), (0, 2)
+    base = dict(slots=1, max_len=64, device="cpu", features=layers)
+    made = []
+    for chunk in (32, 8):
+        target = load_target(tiny["31b"], CudaOptions(**base, chunk=chunk, short=8))
+        cuts = [(a, min(a + chunk, 23)) for a in range(0, 23, chunk)]
+        parts = [target.prefill(Sequence(text, slot=0), *cut) for cut in cuts]
+        kept = [(layer.k, layer.v) for layer in target.cache.layers if layer is not None]
+        made.append((parts[-1].chosen, np.concatenate([p.features for p in parts], 1), kept))
+    (chosen, features, kept), (other, features_too, kept_too) = made
+    assert chosen == other and (features == features_too).all()
+    for ours, theirs in zip(kept, kept_too, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize("variant", ["31b", "26b-a4b"])
 def test_fp8_rounds_the_inputs_of_many_tokens(tiny, variant):
     """A chunk of more than FINE tokens is what fp8-w8a8 makes of it, a shorter one is not."""

@@ -53,7 +53,7 @@ class WarmBench(parts.Bench):
         given = {"backend": backend, "model": model, "slots": 3, "k": 4, "chunk": chunk}
         given["max_len"] = context or LENGTH.get(model, SHORT)
         if backend == "cuda":
-            given |= {"device": device, "short": chunk // 2}
+            given |= {"device": device, "short": chunk // 4}
         if drafter == "eagle3":
             given["features"] = list(parts.embedded_layers(model) or (0, 1, 2))
         if drafter == "assistant":

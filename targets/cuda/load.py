@@ -29,7 +29,7 @@ from targets.tensors import all_tensors
 SHORTEST = 16
 """Least context: shorter ones can't even be checked."""
 SHORT = TOKENS[-1]
-"""Prefill chunks of up to this many tokens run as decoding does, longer ones on the library."""
+"""Tokens that one call of decoding's kernels prefills (`Plan.short`)."""
 CHUNKS = {"cuda": 2048, "cpu": SHORT}
 """Tokens per prefill call: enough to be bound by arithmetic, where it matters."""
 WIDEST = 8192

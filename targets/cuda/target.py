@@ -30,6 +30,9 @@ KV_DTYPES = {
     "bfloat16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
 }
+PIECES = 3
+"""Calls of decoding's kernels that are quicker than the library's matmuls, which read weights that
+are put in order first, by more launches than the host has time for."""
 FINE = TOKENS[-2]
 """FP8 weights meet inputs of 16 bits in prefill chunks of up to so many tokens. More are bound by
 arithmetic, and their inputs are rounded to 8 bits, as a long chunk's are."""
@@ -47,7 +50,8 @@ class Plan:
     chunk: int
     """Tokens per prefill call; chunks are cut at its absolute multiples."""
     short: int
-    """Prefill chunks of up to this many tokens run as decoding does, longer ones on the library."""
+    """Tokens that one call of decoding's kernels prefills; chunks of up to PIECES times as many run
+    so, longer ones on the library."""
     dtype: str
     kv_dtype: str
     features: tuple[int, ...]
@@ -134,9 +138,20 @@ class CudaTarget:
     def _chunk(self, rows: Rows, start: int, slot: int) -> Hidden:
         plan, ops = self.plan, self.ops
         common = self.weights, self.arch, self.cache
-        if rows.tokens.shape[1] <= plan.short:
-            return self._graphs.prefill(rows) if self._graphs else self.short(rows)
+        if rows.tokens.shape[1] <= PIECES * plan.short:
+            return self._in_pieces(rows)
         return prefill(*common, PrefillChunk(rows.tokens[0], start, slot), ops, plan.features)
+
+    def _in_pieces(self, rows: Rows) -> Hidden:
+        logits, features = None, []
+        for first, tokens in enumerate(rows.tokens.split(self.plan.short, 1)):
+            piece = Rows(tokens, rows.start + first * self.plan.short, rows.slot)
+            out = self._graphs.prefill(piece) if self._graphs else self.short(piece)
+            logits = out.logits
+            if out.features is not None:
+                features.append(out.features.clone())  # a graph's own are the next one's too
+        assert logits is not None
+        return Hidden(logits, torch.cat(features) if features else None)
 
     def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
         if draft.shape[1] > self.max_draft:
