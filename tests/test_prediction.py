@@ -11,7 +11,7 @@ from drafters.none.host import NoDrafter
 from specdec.core.constraint import GuidedDrafter, Unrestricted, guided, leading_guesses
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import DraftSetup, Engine
-from specdec.core.prediction import PredictedText, Prediction
+from specdec.core.prediction import PATIENCE, PredictedText, Prediction
 from specdec.core.types import NO_GUESS, Sequence
 from tests.fakes import Noise
 from tests.serving import TOKENIZER, ServedTarget, served
@@ -34,16 +34,23 @@ def test_it_guesses_from_the_beginning_and_ends_with_the_text():
     assert (prediction.accepted, prediction.rejected) == (40, 0)
 
 
-def test_the_host_has_a_say_only_while_it_goes_on():
-    """A loop that runs ahead of the host need not wait for a prediction that has ended, or from
-    which the answer has parted."""
-    seq = Sequence([1, 2], max_tokens=50)
-    seq.prediction = followed([], start=2)
-    said = []
-    for token in (*TEXT[:3], 7, 8, *TEXT[9:12], *TEXT[12:]):
-        said.append(guided([seq]))
-        seq.tokens.append(token)
-    assert said[:9] == [True, True, True, True, False, False, False, True, True]
+def test_the_host_has_a_say_only_while_it_may_go_on():
+    """A loop that runs ahead of the host need not wait for a prediction that was never right, nor
+    for one from which the answer parted long ago."""
+
+    def asked(answer):
+        seq, said = Sequence([1, 2], max_tokens=50), []
+        seq.prediction = followed([], start=2)
+        for token in answer:
+            said.append(guided([seq]))
+            seq.tokens.append(token)
+        return said, seq
+
+    assert asked([7, 8, 9, TEXT[5], 7])[0] == [True, False, False, False, False]
+    said, seq = asked([*TEXT[:3], *[7] * PATIENCE, *TEXT[9:11], 7])
+    assert said == [True] * (3 + PATIENCE) + [False, False, True]
+    assert guided([seq])
+    seq.tokens += [7] * PATIENCE
     assert not guided([seq])
     seq.constraint = Unrestricted()
     assert guided([seq])

@@ -37,6 +37,14 @@ TEXTS = {1: 4, 8: 24, 32: 64}
 """By batch, how many are said."""
 
 
+def loaded(name: str, random: str, slots: int) -> tuple[Model, SpeculationConfig]:
+    """A model of random weights, with `auto` beside this drafter."""
+    config = ModelConfig(backend="cuda", dtype="fp8", slots=slots, max_len=1024)
+    asked = registry.config_type()(drafter="auto", k=K, auto_with=name)
+    auto = registry.resolved(asked, config, random=True)
+    return loaded_model(config, auto, random=random), auto
+
+
 def planned(texts: list[Text], batch: int, name: str) -> ScriptPlan:
     """As many as TEXTS says, each text again and again."""
     rows = [
@@ -85,10 +93,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9)
     given, began = parser.parse_args(), time.monotonic()
     batches = [int(batch) for batch in given.batches.split(",")]
-    config = ModelConfig(backend="cuda", dtype="fp8", slots=max(batches), max_len=1024)
-    asked = registry.config_type()(drafter="auto", k=K, auto_with=given.name)
-    auto = registry.resolved(asked, config, random=True)
-    model = loaded_model(config, auto, random=given.random)
+    model, auto = loaded(given.name, given.random, max(batches))
     table: dict[str, Any] = {}
     kinds = dict(kinds_of(given.recorded, given.prompts))
     for kind in given.kinds:

@@ -1,6 +1,5 @@
 """Texts for `specdec bench --script` on a card, as token ids: files with edits and the file as
-prediction (edits.jsonl), random words with a prediction that is never right (useless.jsonl), and
-longer ones without (words.jsonl).
+prediction (edits.jsonl), and random words (words.jsonl).
 
     PYTHONPATH=. python docs/log/texts.py FOLDER
 """
@@ -22,7 +21,7 @@ from targets import mini  # noqa: E402
 from targets.tokenizer import load_tokenizer  # noqa: E402
 
 FILES, SHARE, EDITS = 50, 0.05, 8
-USELESS, WORDS = 64, 4
+WORDS = 4
 Row = dict[str, list[int]]
 
 
@@ -40,13 +39,17 @@ def words(rows: int, chance: random.Random, **lengths: int) -> Iterable[Row]:
         }
 
 
+def useless(rows: int) -> list[Row]:
+    """With a prediction that is never right."""
+    return list(words(rows, random.Random(1), prompt=64, answer=129, prediction=200))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     folder, chance = parser.parse_args().folder, random.Random(1)
     made = {
         "edits": edits(),
-        "useless": words(USELESS, chance, prompt=64, answer=129, prediction=200),
         "words": words(WORDS, chance, prompt=512, answer=513),
     }
     folder.mkdir(parents=True, exist_ok=True)

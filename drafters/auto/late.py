@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from drafters.auto.host import NAME, AutoDrafter
-from specdec.core.constraint import KNOWN, known_by_guesser
+from specdec.core.constraint import KNOWN, guided, known_by_guesser
 from specdec.core.policy.choice import Choice, Menu, Policy, RowOffers
 from specdec.core.policy.costs import Work
 from specdec.core.types import NO_GUESS, Array, Sequence
@@ -95,7 +95,7 @@ class LateChooser:
         self._asked = time.perf_counter()
         choice = self._drafter.chosen(offers)
         self.runs, self.depth = choice.drafted > 0, choice.depth
-        self.leads = any(name in KNOWN for name in choice.by_row)
+        self.leads = self._leads(choice, seqs, bool(guesses.keys() & KNOWN))
         taken: dict[int, _Taken] = {}
         for seq, row, name in zip(seqs, rows, choice.by_row, strict=True):
             said = {whose: [t for t in own.tolist() if t != NO_GUESS] for whose, own in row.items()}
@@ -107,6 +107,12 @@ class LateChooser:
             buckets = {whose: self._drafter.bucket(whose, seq) for whose in said}
             taken[seq.slot] = _Taken(seq, take, buckets, self._drafter.fared(seq))
         self._unheard.append(_Dispatch(choice, taken))
+
+    def _leads(self, choice: Choice, seqs: Seqs[Sequence], known: bool) -> bool:
+        """Where what was worth following has just ended, the host waits for it to go on."""
+        if any(name in KNOWN for name in choice.by_row):
+            return True
+        return self.leads and not known and guided(seqs)
 
     def take_back(self) -> None:
         """The last choice is not launched."""

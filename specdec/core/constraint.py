@@ -81,8 +81,13 @@ def _real(draft: Array, vocab: int) -> list[int]:
 
 def guided(seqs: Seqs[Sequence]) -> bool:
     """Whether the host has a say in any one's next cycle: it is constrained, or what was predicted
-    for it goes on from here."""
-    return any(seq.constraint is not None or _predicted(seq, 1) for seq in seqs)
+    for it may go on."""
+
+    def asks(seq: Sequence) -> bool:
+        predicted = seq.prediction is not None and seq.prediction.promising(seq.tokens)
+        return seq.constraint is not None or predicted
+
+    return any(map(asks, seqs))
 
 
 def leading_guesses(seqs: Seqs[Sequence], k: int) -> Leading | None:

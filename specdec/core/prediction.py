@@ -12,6 +12,8 @@ SURE = 2
 LOOK = 32
 """Places on each side of the last one that are tried where the answer has parted from the text, and
 tokens that are compared at each: finding the place again costs the same in any text."""
+PATIENCE = 16
+"""Tokens after which an answer that has parted from the text is no longer expected back at once."""
 
 
 class PredictedText:
@@ -40,6 +42,8 @@ class Prediction:
         self._start = self._read = start
         self._next = 0
         self._repeated = bytearray(len(self.text))
+        self._followed = -PATIENCE
+        """Where the answer last was in the text, `SURE` tokens long; long ago: nowhere yet."""
 
     @property
     def accepted(self) -> int:
@@ -60,7 +64,13 @@ class Prediction:
             if self._expects(tokens[at]):
                 self._repeated[self._next] = 1
                 self._next += 1
+                if self._agreed(tokens, at, self._next - 1) >= SURE:
+                    self._followed = at
         self._read = len(tokens)
+
+    def promising(self, tokens: Seqs[int]) -> bool:
+        """Whether it goes on from here, or did a moment ago."""
+        return bool(self.guess(tokens, 1)) or len(tokens) - self._followed <= PATIENCE
 
     def guess(self, tokens: Seqs[int], k: int) -> Seqs[int]:
         """The next k tokens, fewer at the text's end; none where the answer has parted from the
