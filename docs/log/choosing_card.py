@@ -37,9 +37,11 @@ TEXTS = {1: 4, 8: 24, 32: 64}
 """By batch, how many are said."""
 
 
-def loaded(name: str, random: str, slots: int) -> tuple[Model, SpeculationConfig]:
+def loaded(
+    name: str, random: str, slots: int, max_len: int = 1024
+) -> tuple[Model, SpeculationConfig]:
     """A model of random weights, with `auto` beside this drafter."""
-    config = ModelConfig(backend="cuda", dtype="fp8", slots=slots, max_len=1024)
+    config = ModelConfig(backend="cuda", dtype="fp8", slots=slots, max_len=max_len)
     asked = registry.config_type()(drafter="auto", k=K, auto_with=name)
     auto = registry.resolved(asked, config, random=True)
     return loaded_model(config, auto, random=random), auto

@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,32,64")
     given = parser.parse_args()
     batches = [int(batch) for batch in given.batches.split(",")]
-    model, auto = loaded(given.name, given.random, max(batches))
+    model, auto = loaded(given.name, given.random, max(batches), max_len=256)
     rows = []
     for batch in batches:
         plan, plain = plan_of(batch, given.name), 0.0
