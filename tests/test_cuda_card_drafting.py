@@ -27,6 +27,7 @@ from specdec.core.policy.choice import Menu
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import Sampling, Sequence
 from targets.cuda.device_loop import device_loop
+from targets.cuda.target import FINE
 from tests.card_targets import SPEC, target_of
 from tests.modes import MODES
 from tests.test_auto import RandomCosts, Whim
@@ -135,7 +136,7 @@ def test_every_kind_of_head_guesses_the_same_in_both_loops(flags):
 @pytest.mark.parametrize("loop", ["host", "device"])
 @pytest.mark.parametrize("name", ["model", "eagle3"])
 def test_draft_kv_is_that_of_a_fresh_prefill(name, loop):
-    """Of the committed text, bit for bit: up to 128 tokens are read as they are decoded."""
+    """Of the committed text, bit for bit: up to FINE tokens are read as they are decoded."""
     target = target_of(KINDS[0], 3)
     host, resident = drafter_of(name, target, 4)
     fresh, _ = drafter_of(name, target_of(KINDS[0], 1), 4)
@@ -159,9 +160,12 @@ def assert_holds(host, fresh, seq):
     lone = fresh.given.head.target if isinstance(fresh, EagleDrafter) else fresh.model
     fresh.reset(text)
     count = len(text.tokens)
-    step = lone.prefill(text, 0, count)
+    for start in range(0, count, FINE):
+        stop = min(start + FINE, count)
+        step = lone.prefill(text, start, stop)
+        if isinstance(fresh, EagleDrafter):
+            fresh.prefill(text, start, stop, step)
     if isinstance(fresh, EagleDrafter):
-        fresh.prefill(text, 0, count, step)
         caches = [(d.given.head.layer.cache,) for d in (host, fresh)]
         kept = 5  # what the last cycle verified is pending
     else:
