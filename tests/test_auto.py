@@ -411,6 +411,23 @@ def test_a_prediction_is_judged_like_a_drafter(right):
     assert set(ran[-30:]) == ({(True, K)} if right else {(False, 0)}), ran
 
 
+def test_a_match_alone_is_no_choice_for_several_cycles():
+    """It may end with any of them, and then the head would have guessed; without a head nobody."""
+    for head, alone in ((Noise(50), False), (None, True)):
+        drafter, chooser = late(head, RandomCosts(0))
+        drafter.policy.costs.seconds = lambda w: 1 + 9.0 * (w.drafted > 0)
+        seq = Sequence([1, 2, 3, 4, 5, 6] * 4, slot=1, max_tokens=500)
+        drafter.reset(seq)
+        assert chooser.lasts
+        for number in range(40):
+            chooser.choose([seq])
+            kept = K if chooser.take[1] in (TEXT, EITHER) else 0
+            seq.tokens += [(len(seq.tokens) + i) % 6 + 1 for i in range(kept + 1)]
+            seq.acceptance.add([True] * K, kept, kept + 1)
+            if number > 20 and not chooser.runs:
+                assert (chooser.lasts, int(chooser.take[1])) == (alone, TEXT)
+
+
 def test_a_choice_taken_back_is_not_heard_of():
     drafter, chooser = late(Noise(50), Dear(0.1))
     seq = Sequence([1, 2, 3], slot=1, max_tokens=9)
@@ -446,6 +463,27 @@ def test_lossless_on_the_cuda_target_with_narrower_cycles(worded):
     config = ModelConfig(model=str(worded), backend="cuda", device="cpu", slots=2, max_len=64)
     engine = checked(config, chosen)
     assert {work.depth for work in engine.drafter.policy.costs.works} == {0, 1, 3, 4}
+
+
+@pytest.mark.usefixtures("cheap_programs")
+def test_jaxs_loop_runs_one_cycle_of_a_choice_that_does_not_last(tiny):
+    target = load_target(tiny["31b"], JaxOptions(slots=1, max_len=128, k=4, chunk=8))
+    drafter = TextDrafter(TracedNgram(1, 3))
+    traced = device_loop(target, drafter, 4, cycles=4)
+    said, most = [], []
+    for drafter.lasts in (True, False):
+        rounds = []
+
+        def counted(seqs, single, rounds=rounds):
+            done = traced(seqs, single)
+            rounds.append(len(done))
+            return done
+
+        seqs = requests()[:1]
+        Engine(target, NoDrafter(), counted).run_to_end(seqs)
+        said.append(seqs[0].tokens)
+        most.append(max(rounds))
+    assert most == [4, 1] and said[0] == said[1]
 
 
 @pytest.mark.usefixtures("cheap_programs")

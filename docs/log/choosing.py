@@ -66,11 +66,14 @@ RATES = {"edits": 0.8, "code": 0.85, "prose": 0.65, "words": 0.3}
 class Table:
     """The costs, and the time that has passed."""
 
+    one_width = False
+    """Whether all cycles verify K guesses, as one compiled program does."""
+
     def __init__(self) -> None:
         self.passed = 0.0
 
     def seconds(self, work: Work) -> float:
-        call = np.interp(work.rows * (work.depth + 1), TOKENS, MS)
+        call = np.interp(work.rows * ((K if self.one_width else work.depth) + 1), TOKENS, MS)
         return float(call + DRAFT_MS * work.drafted * (1 + work.rows / 64)) / 1e3
 
     def saw(self, work: Work, seconds: float) -> None:

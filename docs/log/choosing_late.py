@@ -5,6 +5,9 @@ As choosing.py, whose texts, times and single choices these are; the chooser is 
 host chooses from the text as it was a cycle ago.
 
     python docs/log/choosing_late.py OUT.json --recorded docs/results/cpu/recording --prompts FILE
+
+With --one-width it is JAX's traced loop: every cycle verifies K guesses, a choice holds for up to
+eight cycles where the product says so, and the host has read them before it makes the next one.
 """
 
 from __future__ import annotations
@@ -54,6 +57,10 @@ class Known(Table):
         pass
 
 
+CYCLES = 8
+"""Of JAX's loop for one choice, at most."""
+
+
 @dataclass(eq=False)
 class Row:
     """A request. seq is what the host knows, tokens what the device has said."""
@@ -71,6 +78,10 @@ class Row:
         return self.done >= len(self.text.answer)
 
 
+Said = tuple[Row, int, list[int]]
+"""A row, how many of its guesses were right, and what it said."""
+
+
 class Device:
     """The captured cycle: whose guesses a row takes is what the host wrote before it."""
 
@@ -80,8 +91,7 @@ class Device:
     def admit(self, seq: Sequence) -> None:
         self._lookup.reset(seq)
 
-    def cycle(self, rows: list[Row]) -> list[tuple[Row, int, list[int]]]:
-        """-> each row, how many of its guesses were right, and what it said."""
+    def cycle(self, rows: list[Row]) -> list[Said]:
         return [(row, *self._said(row)) for row in rows if not row.ended]
 
     def _said(self, row: Row) -> tuple[int, list[int]]:
@@ -104,6 +114,16 @@ class Device:
         return min(int(row.text.right[row.done]), chooser.depth) if weights else 0
 
 
+def dispatched(device: Device, rows: list[Row], most: int) -> list[list[Said]]:
+    """Up to so many cycles, fewer where a row ends; of each what was said."""
+    cycles: list[list[Said]] = []
+    while len(cycles) < most and (came := device.cycle(rows)):
+        cycles.append(came)
+        if any(row.ended for row in rows):
+            break
+    return cycles
+
+
 def late(known: list[Text], batch: int) -> float:
     """Tokens per second of the table's time."""
     costs, passed, emitted = Known(), 0.0, 0
@@ -112,10 +132,11 @@ def late(known: list[Text], batch: int) -> float:
         Weighted("head", NoDrafter()),
         Policy(K, costs, Menu(()), "head"),
     )
-    chooser = LateChooser(drafter, "ngram", SLOTS, {*LATE_DEPTHS, K})
+    depths = {K} if costs.one_width else {*LATE_DEPTHS, K}
+    chooser = LateChooser(drafter, "ngram", SLOTS, depths)
     device, waiting, free = Device(chooser), deque(enumerate(known)), list(range(batch))
     rows: list[Row] = []
-    unread: list[tuple[Row, int, list[int]]] = []
+    unread: list[Said] = []
     while rows or waiting:
         while waiting and free:
             number, text = waiting.popleft()
@@ -125,12 +146,13 @@ def late(known: list[Text], batch: int) -> float:
             device.admit(seq)
             rows.append(Row(text, seq, first))
         chooser.choose([row.seq for row in rows])
-        came = device.cycle(rows)
-        if came:
-            drafted = chooser.depth if chooser.runs else 0
-            passed += costs.seconds(Work(len(came), chooser.depth, drafted))
-            emitted += sum(len(tokens) for _, _, tokens in came)
-        for row, right, tokens in unread:
+        cycles = dispatched(device, rows, CYCLES if costs.one_width and chooser.lasts else 1)
+        drafted = chooser.depth if chooser.runs else 0
+        works = [Work(len(each), chooser.depth, drafted) for each in cycles]
+        came = [row_said for each in cycles for row_said in each]
+        passed += sum(map(costs.seconds, works))
+        emitted += sum(len(tokens) for _, _, tokens in came)
+        for row, right, tokens in came if costs.one_width else unread:
             row.seq.tokens += tokens
             row.seq.acceptance.add([], right, len(tokens))
         unread = came
@@ -147,7 +169,9 @@ def main() -> None:
     parser.add_argument("--recorded", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--only", default="", help="kinds whose name begins so")
+    parser.add_argument("--one-width", action="store_true", help="as JAX's loop runs")
     given = parser.parse_args()
+    Table.one_width = given.one_width
     table: dict[str, dict[str, Any]] = {}
     seen: Speeds = {}
     for kind, texts in kinds_of(given.recorded, given.prompts):

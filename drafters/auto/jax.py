@@ -37,6 +37,11 @@ class DeviceAuto:
         if self._weighted is not None:
             self._weighted.memory = memory
 
+    @property
+    def lasts(self) -> bool:
+        """Whether a dispatch may have several cycles."""
+        return self._chooser.lasts
+
     def ready(self, seqs: Seqs[Sequence]) -> None:
         self._chooser.choose(seqs)
         for part in (self._text, self._weighted):

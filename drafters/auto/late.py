@@ -76,9 +76,11 @@ class LateChooser:
         self._asked = 0.0
         self.take = np.zeros(slots, np.int32)
         """[slots]: NOBODY, TEXT, WEIGHTS or EITHER."""
-        self.runs, self.depth, self.leads = False, drafter.policy.k, False
-        """Whether the drafter with weights guesses; how many guesses are verified; whether any row
-        takes what is known without drafters, which the loop then puts first in all rows."""
+        self.runs, self.depth = False, drafter.policy.k
+        """Whether the drafter with weights guesses; how many guesses are verified."""
+        self.leads, self.lasts = False, True
+        """Whether any row takes what is known without drafters, which the loop then puts first in
+        all rows; whether the choice is as good for the cycles after the next one."""
 
     @property
     def _policy(self) -> Policy:
@@ -96,6 +98,7 @@ class LateChooser:
         choice = self._drafter.chosen(offers)
         self.runs, self.depth = choice.drafted > 0, choice.depth
         self.leads = self._leads(choice, seqs, bool(guesses.keys() & KNOWN))
+        self.lasts = self._lasts(choice)
         taken: dict[int, _Taken] = {}
         for seq, row, name in zip(seqs, rows, choice.by_row, strict=True):
             said = {whose: [t for t in own.tolist() if t != NO_GUESS] for whose, own in row.items()}
@@ -113,6 +116,11 @@ class LateChooser:
         if any(name in KNOWN for name in choice.by_row):
             return True
         return self.leads and not known and guided(seqs)
+
+    def _lasts(self, choice: Choice) -> bool:
+        """A match of lookup may end with any cycle, and then the drafter with weights would have
+        guessed."""
+        return self.runs or self._drafter.weighted is None or not any(choice.by_row)
 
     def take_back(self) -> None:
         """The last choice is not launched."""

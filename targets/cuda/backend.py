@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from targets.cuda.load import CudaOptions
     from targets.cuda.target import CudaTarget, Plan
 
-LONG = 256
-"""A prompt that is prefilled by the long path, which has programs of its own."""
+LONG = 512
+"""A prompt that the library's matmuls prefill, which have memory and programs of their own."""
 
 
 class CudaBackend:
@@ -101,7 +101,7 @@ class CudaBackend:
             return 1, (1,)  # the references are not compiled
         from targets.cuda.graphs import TOKENS
 
-        fit = target.max_len // 2
+        fit = 3 * target.max_len // 4
         return target.slots, (*(n for n in TOKENS if n <= fit), min(LONG, fit))
 
     def scorer(self, target: CudaTarget) -> Callable[[list[int]], np.ndarray]:

@@ -30,7 +30,7 @@ KV_DTYPES = {
     "bfloat16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
 }
-PIECES = 3
+CALLS = 3
 """Calls of decoding's kernels that are quicker than the library's matmuls, which read weights that
 are put in order first, by more launches than the host has time for."""
 FINE = TOKENS[-2]
@@ -50,7 +50,7 @@ class Plan:
     chunk: int
     """Tokens per prefill call; chunks are cut at its absolute multiples."""
     short: int
-    """Tokens that one call of decoding's kernels prefills; chunks of up to PIECES times as many run
+    """Tokens that one call of decoding's kernels prefills; chunks of up to CALLS times as many run
     so, longer ones on the library."""
     dtype: str
     kv_dtype: str
@@ -138,14 +138,14 @@ class CudaTarget:
     def _chunk(self, rows: Rows, start: int, slot: int) -> Hidden:
         plan, ops = self.plan, self.ops
         common = self.weights, self.arch, self.cache
-        if rows.tokens.shape[1] <= PIECES * plan.short:
-            return self._in_pieces(rows)
+        if rows.tokens.shape[1] <= CALLS * plan.short:
+            return self._in_calls(rows)
         return prefill(*common, PrefillChunk(rows.tokens[0], start, slot), ops, plan.features)
 
-    def _in_pieces(self, rows: Rows) -> Hidden:
+    def _in_calls(self, rows: Rows) -> Hidden:
         logits, features = None, []
-        for first, tokens in enumerate(rows.tokens.split(self.plan.short, 1)):
-            piece = Rows(tokens, rows.start + first * self.plan.short, rows.slot)
+        for number, tokens in enumerate(rows.tokens.split(self.plan.short, 1)):
+            piece = Rows(tokens, rows.start + number * self.plan.short, rows.slot)
             out = self._graphs.prefill(piece) if self._graphs else self.short(piece)
             logits = out.logits
             if out.features is not None:

@@ -62,6 +62,12 @@ class DeviceDrafter(Protocol):
         ...
 
 
+def lasts(drafter: DeviceDrafter) -> bool:
+    """Whether what it is ready for is as good for further cycles: a dispatch then has several. Most
+    drafters decide nothing; one that does says in `lasts`."""
+    return getattr(drafter, "lasts", True)
+
+
 class TextFunction(Hashable, Protocol):
     """A drafter that is a pure function of the text."""
 

@@ -22,7 +22,13 @@ from specdec.core.protocols import Cycle
 from specdec.core.script import Script, ScriptedTarget, scripted_choice, with_recorded
 from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Round, Sequence, Step
 from targets.jax import programs, sampling
-from targets.jax.device_drafter import DeviceDrafter, SlotState, TracedDrafter, TracedProgram
+from targets.jax.device_drafter import (
+    DeviceDrafter,
+    SlotState,
+    TracedDrafter,
+    TracedProgram,
+    lasts,
+)
 from targets.jax.params import Params
 from targets.jax.placing import replicated
 from targets.jax.programs import Feed, Plan, bind
@@ -210,7 +216,8 @@ def device_loop(
             compiled[plan] = jax.jit(
                 bind(run_cycles, plan), donate_argnums=1, out_shardings=(None, whole, whole)
             )
-        limits, state = _start(target, seqs, 1 if single else cycles)
+        several = not single and lasts(drafter)
+        limits, state = _start(target, seqs, cycles if several else 1)
         weights = drafter.weights()
         said = None if placed is None else placed.tables()
         given = LoopInputs(
