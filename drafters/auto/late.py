@@ -71,6 +71,7 @@ class LateChooser:
         """depths: how many guesses a cycle may verify; the drafter with weights makes as many."""
         self._drafter, self._text = drafter, text
         drafter.policy.menu = Menu.filled(depths, drafter.weighted is not None)
+        self._padded = 0 not in depths  # every cycle verifies as many guesses
         self._seen: dict[int, _Seen] = {}
         self._unheard: deque[_Dispatch] = deque()
         self._asked = 0.0
@@ -119,8 +120,12 @@ class LateChooser:
 
     def _lasts(self, choice: Choice) -> bool:
         """A match of lookup may end with any cycle, and then the drafter with weights would have
-        guessed."""
-        return self.runs or self._drafter.weighted is None or not any(choice.by_row)
+        guessed; where matches hold longer than its guesses, one may come with any."""
+        weighted, k = self._drafter.weighted, self._policy.k
+        if weighted is None or not any(choice.by_row):
+            return True
+        text, own = (self._policy.table(name).overall()[k] for name in (self._text, weighted.name))
+        return self.runs and text <= own
 
     def take_back(self) -> None:
         """The last choice is not launched."""
@@ -190,10 +195,10 @@ class LateChooser:
     def _code(self, seq: Sequence, name: str | None) -> int:
         if name in KNOWN:  # the loop puts that first, and drafters' guesses behind it
             return EITHER if self.runs else NOBODY
-        if name is None:
-            return NOBODY
-        if name != self._text:
-            return WEIGHTS
         wish = seq.speculative
         free = wish is None or wish.drafter in (None, NAME)
+        if name is None:  # a match may come with a later cycle, and guesses that all pay for anyway
+            return TEXT if free and self._padded else NOBODY
+        if name != self._text:
+            return WEIGHTS
         return EITHER if free and self.runs else TEXT
