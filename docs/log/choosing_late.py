@@ -45,6 +45,7 @@ from drafters.none.host import NoDrafter  # noqa: E402
 from specdec.core.policy.choice import Menu, Policy  # noqa: E402
 from specdec.core.policy.costs import Work  # noqa: E402
 from specdec.core.types import NO_GUESS, Sequence  # noqa: E402
+from targets.jax.device_loop import CYCLES  # noqa: E402
 
 ON_DEVICE = [(name, k) for name, k in SINGLES if name != "suffix"]
 """What device loops have: lookup is `ngram` there."""
@@ -55,10 +56,6 @@ class Known(Table):
 
     def saw(self, work: Work, seconds: float) -> None:
         pass
-
-
-CYCLES = 8
-"""Of JAX's loop for one choice, at most."""
 
 
 @dataclass(eq=False)

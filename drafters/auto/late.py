@@ -17,9 +17,9 @@ import numpy as np
 
 from drafters.auto.host import NAME, AutoDrafter
 from specdec.core.constraint import KNOWN, guided, known_by_guesser
-from specdec.core.policy.choice import Choice, Menu, Policy, RowOffers
+from specdec.core.policy.choice import Choice, Menu, Policy
 from specdec.core.policy.costs import Work
-from specdec.core.types import NO_GUESS, Array, Sequence
+from specdec.core.types import NO_GUESS, Sequence
 
 NOBODY, TEXT, WEIGHTS, EITHER = range(4)
 """Whose guesses a row takes: EITHER is the text's where it has any, else those by weights."""
@@ -94,7 +94,7 @@ class LateChooser:
         text = np.asarray(self._drafter.texts[self._text].propose(seqs, k))
         guesses = known_by_guesser(seqs, k) | {self._text: text}
         rows = [{name: draft[b] for name, draft in guesses.items()} for b in range(len(seqs))]
-        offers = [self._offers(seq, row) for seq, row in zip(seqs, rows, strict=True)]
+        offers = [self._drafter.offers(seq, row, k) for seq, row in zip(seqs, rows, strict=True)]
         self._asked = time.perf_counter()
         choice = self._drafter.chosen(offers)
         self.runs, self.depth = choice.drafted > 0, choice.depth
@@ -104,8 +104,11 @@ class LateChooser:
         for seq, row, name in zip(seqs, rows, choice.by_row, strict=True):
             said = {whose: [t for t in own.tolist() if t != NO_GUESS] for whose, own in row.items()}
             said = {whose: guessed for whose, guessed in said.items() if guessed}
-            led = self.leads and any(whose in KNOWN for whose in said)
-            self.take[seq.slot] = take = self._code(seq, KNOWN[0] if led else name)
+            if self.leads and any(whose in KNOWN for whose in said):
+                take = EITHER if self.runs else NOBODY  # behind what the loop puts first
+            else:
+                take = self._code(seq, name)
+            self.take[seq.slot] = take
             lengths = Counter(seq.acceptance.lengths)
             self._seen[seq.slot] = _Seen(seq, len(seq.tokens), lengths, said)
             buckets = {whose: self._drafter.bucket(whose, seq) for whose in said}
@@ -189,12 +192,7 @@ class LateChooser:
         if self._drafter.forced is None:
             self._policy.learn(choice, emitted / cycles)
 
-    def _offers(self, seq: Sequence, row: dict[str, Array]) -> RowOffers:
-        return self._drafter.offers(seq, row, self._policy.k)
-
     def _code(self, seq: Sequence, name: str | None) -> int:
-        if name in KNOWN:  # the loop puts that first, and drafters' guesses behind it
-            return EITHER if self.runs else NOBODY
         wish = seq.speculative
         free = wish is None or wish.drafter in (None, NAME)
         if name is None:  # a match may come with a later cycle, and guesses that all pay for anyway

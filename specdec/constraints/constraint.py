@@ -63,6 +63,8 @@ class TextConstraint:
         self._stop_ids = frozenset(vocabulary.stop_ids)
         self._read = 0
         self._ended = False
+        self._forced: list[int] | None = None
+        """After what was read, once anybody asked: a policy does, and the loop."""
 
     def masks(self, seq: Sequence, draft: Seqs[int], out: np.ndarray) -> None:
         self._catch_up(seq)
@@ -81,10 +83,12 @@ class TextConstraint:
         self._catch_up(seq)
         if self._matcher is None or self._ended or self.failure is not None:
             return []
-        # of a copy: asking for forced bytes pushes them into the matcher, whose masks then fail
-        # where a control token is among them (llguidance 1.9)
-        forced = self._matcher.deep_copy().compute_ff_bytes()
-        return self._vocabulary.tokens_of(forced)
+        if self._forced is None:
+            # of a copy: asking for forced bytes pushes them into the matcher, whose masks then fail
+            # where a control token is among them (llguidance 1.9)
+            forced = self._matcher.deep_copy().compute_ff_bytes()
+            self._forced = self._vocabulary.tokens_of(forced)
+        return self._forced
 
     def packed(self) -> dict[str, Any]:
         return asdict(self.rules)
@@ -93,6 +97,8 @@ class TextConstraint:
         """Learn what was emitted since the last time."""
         news = seq.tokens[seq.prompt_len + self._read :]
         self._read += len(news)
+        if news:
+            self._forced = None
         for rule in self._others:
             rule.advance(news)
         if self._matcher is None:

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from targets.cuda.load import CudaOptions
     from targets.cuda.target import CudaTarget, Plan
 
-LONG = 512
-"""A prompt that the library's matmuls prefill, which have memory and programs of their own."""
-
 
 class CudaBackend:
     def refuse(self, config: ModelConfig, loop: Loop | None = None) -> None:
@@ -100,9 +97,10 @@ class CudaBackend:
         if self.exact(target):
             return 1, (1,)  # the references are not compiled
         from targets.cuda.graphs import TOKENS
+        from targets.cuda.target import CALLS
 
-        fit = 3 * target.max_len // 4
-        return target.slots, (*(n for n in TOKENS if n <= fit), min(LONG, fit))
+        fit, long = 3 * target.max_len // 4, (CALLS + 1) * TOKENS[-1]  # the library reads it
+        return target.slots, (*(n for n in TOKENS if n <= fit), min(long, fit))
 
     def scorer(self, target: CudaTarget) -> Callable[[list[int]], np.ndarray]:
         from targets.cuda.score import window_nll
