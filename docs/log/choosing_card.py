@@ -31,6 +31,7 @@ from specdec.cli.start import loaded_model  # noqa: E402
 from specdec.core.config import ModelConfig, SpeculationConfig  # noqa: E402
 from specdec.core.provenance import gpus  # noqa: E402
 
+CUDA = "cuda", "fp8"
 BESIDE = {1: (1, 3, 7), 8: (1, 3, 7), 32: (1, 3)}
 """By batch, the draft lengths of the drafter with weights that are timed alone."""
 TEXTS = {1: 4, 8: 24, 32: 64}
@@ -38,10 +39,11 @@ TEXTS = {1: 4, 8: 24, 32: 64}
 
 
 def loaded(
-    name: str, random: str, slots: int, max_len: int = 1024
+    name: str, random: str, slots: int, max_len: int = 1024, target: tuple[str, str] = CUDA
 ) -> tuple[Model, SpeculationConfig]:
-    """A model of random weights, with `auto` beside this drafter."""
-    config = ModelConfig(backend="cuda", dtype="fp8", slots=slots, max_len=max_len)
+    """A model of random weights, with `auto` beside this drafter. target: backend and dtype."""
+    backend, dtype = target
+    config = ModelConfig(backend=backend, dtype=dtype, slots=slots, max_len=max_len)
     asked = registry.config_type()(drafter="auto", k=K, auto_with=name)
     auto = registry.resolved(asked, config, random=True)
     return loaded_model(config, auto, random=random), auto

@@ -1,9 +1,10 @@
 """`auto` where nothing that is guessed is ever right, by a drafter with weights, by lookup or in a
-prediction, over plain decoding, in the captured loop of a card.
+prediction, over plain decoding, in the captured loop of a card, or in JAX's there.
 
 Prompts, answers and predictions are random words; every forward is at full cost, on random weights.
 
     PYTHONPATH=. python docs/log/useless.py OUT.json
+    PYTHONPATH=. python docs/log/useless.py OUT.json --random gemma-4-e4b --target jax bfloat16
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from choosing import K  # noqa: E402
-from choosing_card import loaded  # noqa: E402
+from choosing_card import CUDA, loaded  # noqa: E402
 from texts import useless  # noqa: E402
 
 from drafters import registry  # noqa: E402
@@ -46,9 +47,10 @@ def main() -> None:
     parser.add_argument("--with", dest="name", default="assistant")
     parser.add_argument("--random", default="gemma-4-31b")
     parser.add_argument("--batches", default="1,8,32,64")
+    parser.add_argument("--target", nargs=2, default=CUDA, metavar=("BACKEND", "DTYPE"))
     given = parser.parse_args()
     batches = [int(batch) for batch in given.batches.split(",")]
-    model, auto = loaded(given.name, given.random, max(batches), max_len=256)
+    model, auto = loaded(given.name, given.random, max(batches), 256, given.target)
     rows = []
     for batch in batches:
         plan, plain = plan_of(batch, given.name), 0.0

@@ -21,18 +21,17 @@ THREADS = 256
 WARPS = THREADS // 32
 TOKENS = 8, 16
 """Of an expert, that are multiplied together: the most of few rows, and of many."""
-PIECE, RING_BYTES = {4: 4, 8: 2, 16: 2}, 10 << 10
-"""Blocks of inputs whose weights, by their bits, are copied at once; bytes of a warp's ring
-(kernels/moe.cu)."""
+PIECE, RING_BYTES = 2, 6 << 10
+"""Blocks of inputs whose weights are copied at once; bytes of a warp's ring (kernels/moe.cu)."""
 GROUPED_ROWS, GROUPED_UNITS, GROUPED_BLOCKS, GROUPED_STAGES = 64, 16, 4, 3
 """Of a long prefill: an expert's rows and units that a CTA multiplies; of its ring, 32-input blocks
 of a stage, and stages (kernels/grouped.cu)."""
 GROUPED_PITCH = GROUPED_BLOCKS * 2 * tiles.INPUTS + 64
 """Bytes between two rows' inputs."""
-UNITS = {"gate_up": 1, "down": 2}
-"""Pairs of tiles whose parts of k a CTA adds up together."""
-MOST_HIDDEN, MOST_WIDTH = (blocks * tiles.EIGHTHS * tiles.INPUTS for blocks in (12, 4))
-"""Inputs of an expert's two matrices that warps have registers for."""
+UNITS_OF_DOWN = 2
+"""Pairs of tiles whose parts of k a CTA adds up together; of gate and up it is one."""
+MOST_HIDDEN, MOST_WIDTH = 3072, 1024
+"""Inputs of an expert's two matrices that CTAs have shared memory for."""
 MOST_EXPERTS, MOST_PICKED = 256, 32
 """What `pick` has registers for, and lanes."""
 ROUTER_CTAS, ROUTER_GROUPS, ROUTER_ROWS, ROUTER_BLOCKS = 8, 8, 16, 100
@@ -52,8 +51,8 @@ class Routed(NamedTuple):
 class _ExpertsJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "scale", "x", "out", "numbers")),
-        *((name, c_int) for name in ("n", "units", "blocks", "experts", "pairs", "top_k")),
-        *((name, c_int) for name in ("k_blocks", "block", "row_groups", "k_groups")),
+        *((name, c_int) for name in ("n", "units", "blocks", "experts", "pairs", "top_k", "rows")),
+        *((name, c_int) for name in ("k_blocks", "block", "row_groups", "k_groups", "groups", "each")),
         *((name, c_int) for name in ("out_stride", "f16", "ready")),
     )
 
@@ -175,7 +174,8 @@ class Experts:
 
     def _start(self, name: str, job: _ExpertsJob, kind: str) -> None:
         most = TOKENS[job.pairs > TOKENS[0] * job.top_k]
-        grid, shared = (2 * self._processors, 1, 1), _shared(job, kind, most, UNITS[name])
+        units = UNITS_OF_DOWN if name == "down" else 1
+        grid, shared = (2 * self._processors, 1, 1), _shared(job, kind, most, units)
         self._launch(_variant(kind, most), name, grid, THREADS, [job], shared)
 
 
@@ -183,13 +183,14 @@ def _job(
     weight: Linear, x: Tensor, blocked: tuple[int, int], numbers: Tensor, out: Tensor
 ) -> _ExpertsJob:
     """blocked: 32-input blocks of x, and tokens per block."""
-    count, units = weight.data.shape[:2]
-    blocks = tiles.expert_inputs(weight.k) // tiles.INPUTS
+    (count, units), (rows, top_k) = weight.data.shape[:2], numbers.shape
+    blocks, row_groups = tiles.expert_inputs(weight.k) // tiles.INPUTS, WARPS // weight.k_groups
+    at_once = row_groups * (1 if weight.layout == "experts_gated" else UNITS_OF_DOWN)
     return _ExpertsJob(
         *map(address, (weight.data, weight.scale, x, out, numbers)),
-        *(weight.n, units, blocks, count, numbers.numel(), numbers.shape[1], *blocked),
-        *(WARPS // weight.k_groups, weight.k_groups, out.shape[-1]),
-        *(0, 0),
+        *(weight.n, units, blocks, count, rows * top_k, top_k, rows, *blocked),
+        *(row_groups, weight.k_groups, -(-units // at_once), -(-blocks // weight.k_groups)),
+        *(out.shape[-1], 0, 0),
     )
 
 
@@ -205,12 +206,13 @@ def _blocks(plan: tiles.Schedule) -> int:
 
 
 def _shared(job: _ExpertsJob, kind: str, most: int, units: int) -> int:
-    """Each warp's ring, twice the sums of all parts of k but one, and the pairs by expert. units:
-    whose sums are added up together."""
-    piece = PIECE[tiles.BITS[kind]] * 2 * tiles.TILE_BYTES[kind]
+    """Each warp's ring, twice the sums of all parts of k but one, inputs, and the pairs by expert.
+    units: whose sums are added up together."""
+    piece = PIECE * 2 * tiles.TILE_BYTES[kind]
     ring = WARPS * max(2, RING_BYTES // piece) * piece
     sums = 2 * units * (job.k_groups - 1) * job.row_groups * 2 * most // 8 * 32 * 16
-    return ring + sums + job.pairs * (8 + 4)
+    inputs = WARPS * min(most, job.rows) * job.each * 2 * tiles.INPUTS
+    return ring + sums + inputs + job.pairs * (8 + 4)
 
 
 def _grouped(kind: str) -> Variant:

@@ -18,21 +18,20 @@
 constexpr int NB = TOKENS / 8;  // columns of an MMA are eight
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kUnit = 2 * kTileBytes;  // per 32 inputs
-constexpr int kPiece = BITS < 8 ? 4 : 2;  // 32-input blocks that are copied, and waited for, at once
+constexpr int kPiece = 2;  // 32-input blocks that are copied, waited for and multiplied at once
 
 // What one kernel differs in from the other.
 struct GateUp {
   static constexpr bool kGate = true;
-  static constexpr int kBlocks = 12;  // of a warp's part of k, at most
-  static constexpr int kUnits = 1;   // whose parts are added up together
+  static constexpr int kUnits = 1;  // whose parts are added up together
 };
 struct Down {
   static constexpr bool kGate = false;
-  static constexpr int kBlocks = 4;
   static constexpr int kUnits = 2;
 };
 
-constexpr int kSlots = 10240 / (kPiece * kUnit) < 2 ? 2 : 10240 / (kPiece * kUnit);  // of a warp's ring
+constexpr int kRingBytes = 6144;
+constexpr int kSlots = kRingBytes / (kPiece * kUnit) < 2 ? 2 : kRingBytes / (kPiece * kUnit);  // of a warp's ring
 constexpr int kRing = kSlots * kPiece * kUnit;
 constexpr bool kOwn = BITS >= 8;  // a lane reads of a piece what it has copied
 constexpr int kMaxExperts = 256;
@@ -45,9 +44,10 @@ struct Job {
   void* out;           // gate_up: next input [pairs, out_stride]; down: float [pairs, out_stride]
   const int* numbers;  // [pairs] experts, -1 for none; pair = row * top_k + rank
   int n, units, blocks;       // rows of an expert; its units; 32-input blocks
-  int experts, pairs, top_k;
+  int experts, pairs, top_k, rows;
   int k_blocks, block;        // of x
-  int row_groups, k_groups;
+  int row_groups, k_groups;   // powers of two
+  int groups, each;           // an entry's items; blocks of a warp's part of k
   int out_stride;
   int f16;                    // gate_up: `down` takes f16 inputs, else bf16
   int ready;                  // gate_up: x and numbers were complete before it could start
@@ -164,6 +164,9 @@ __device__ inline void take_pairs(const Job& job, Chosen& chosen) {
   chosen.count = chosen.entries[0].expert < job.experts ? job.pairs : 0;
 }
 
+// v / by. In floats: before the first weight is asked for, integers' divisions are a chain of a microsecond.
+__device__ inline int quotient(int v, int by) { return int(__fdividef(v + 0.5f, by)); }
+
 // Of a CTA's items, each some units of an entry's expert, where it is.
 struct Walk {
   int entry, group, left;
@@ -171,12 +174,15 @@ struct Walk {
   // CTAs that share a multiprocessor, as a rule half the grid apart, have neighbouring parts: where CTAs have
   // an item more than others, no multiprocessor has two such.
   __device__ Walk(int entries, int groups) {
-    const int half = gridDim.x / 2, part = blockIdx.x % half * 2 + blockIdx.x / half;
+    const int half = gridDim.x / 2, x = blockIdx.x, part = x < half ? 2 * x : 2 * (x - half) + 1;
     const int first = items_before(part, entries * groups);
-    entry = first / groups, group = first % groups;
+    entry = quotient(first, groups), group = first - entry * groups;
     left = items_before(part + 1, entries * groups) - first;
   }
-  static __device__ int items_before(int part, int items) { return int(u64(u32(part)) * items / gridDim.x); }
+  // What rounding does is the same for all CTAs, and leaves no item out.
+  static __device__ int items_before(int part, int items) {
+    return part == gridDim.x ? items : min(items, int(part * __fdividef(items, gridDim.x)));
+  }
   // -> whether the next item has another entry.
   __device__ bool next(int groups) {
     left--;
@@ -190,14 +196,12 @@ struct Walk {
 template <class Of>
 struct Warp {
   int lane, row_group, k_group;
-  int groups;         // items of an entry
   int first, blocks;  // of k: where its part begins, and how long it is
 
   __device__ Warp(const Job& job) : lane(threadIdx.x % 32) {
-    const int warp = threadIdx.x / 32, each = (job.blocks + job.k_groups - 1) / job.k_groups;
-    row_group = warp % job.row_groups, k_group = warp / job.row_groups;
-    groups = (job.units + job.row_groups * Of::kUnits - 1) / (job.row_groups * Of::kUnits);
-    first = k_group * each, blocks = max(0, min(each, job.blocks - first));
+    const int warp = threadIdx.x / 32;
+    row_group = warp & (job.row_groups - 1), k_group = warp >> (31 - __clz(job.row_groups));
+    first = k_group * job.each, blocks = max(0, min(job.each, job.blocks - first));
   }
   // Past the last unit it is read once more, and stored by nobody.
   __device__ int unit(const Job& job, int group, int i) const {
@@ -215,36 +219,30 @@ struct Ring {
   u32 memory;
   Walk ahead;
   const u8* from;  // of the next piece, this lane's
-  int i, block;    // unit of the item, and block of the part: the next piece's
+  int i, left;     // unit of the item; blocks of its part from that piece on
   int slot;
 
   __device__ Ring(const Job& job, const Warp<Of>& warp, const Chosen& chosen, u8* memory)
-      : memory(shared_address(memory) + warp.lane * 16), ahead(chosen.count, warp.groups), i(0), block(0), slot(0) {
+      : memory(shared_address(memory) + warp.lane * 16), ahead(chosen.count, job.groups), i(0), slot(0) {
     find(job, warp, chosen);
 #pragma unroll 1
     for (int i = 0; i < kSlots; i++) ask(job, warp, chosen, i);
   }
   __device__ void find(const Job& job, const Warp<Of>& warp, const Chosen& chosen) {
-    if (ahead.left <= 0) return;
+    left = ahead.left > 0 ? warp.blocks : 0;
+    if (!left) return;
     const size_t unit = size_t(chosen.entries[ahead.entry].expert) * job.units + warp.unit(job, ahead.group, i);
     from = job.weight + (unit * job.blocks + warp.first) * kUnit + warp.lane * 16;
   }
-  __device__ void copy(u32 to, int bytes, int lane) {
-#pragma unroll
-    for (int at = 0; at < kPiece * kUnit; at += 512)
-      if (at + 512 <= bytes || at + lane * 16 < bytes) copy16(to + at, from + at);
-  }
   __device__ void ask(const Job& job, const Warp<Of>& warp, const Chosen& chosen, int slot) {
-    if (ahead.left > 0 && warp.blocks) {
-      const u32 to = memory + slot * kPiece * kUnit;
-      if (block + kPiece <= warp.blocks)
-        copy(to, kPiece * kUnit, warp.lane);
-      else
-        copy(to, (warp.blocks - block) * kUnit, warp.lane);
+    if (left > 0) {
+      const int bytes = min(kPiece, left) * kUnit - warp.lane * 16;
+#pragma unroll
+      for (int at = 0; at < kPiece * kUnit; at += 512)
+        if (at + 512 <= kUnit || at < bytes) copy16(memory + slot * kPiece * kUnit + at, from + at);
       from += kPiece * kUnit;
-      if ((block += kPiece) >= warp.blocks) {
-        block = 0;
-        if (++i == Of::kUnits) i = 0, ahead.next(warp.groups);
+      if ((left -= kPiece) <= 0) {
+        if (++i == Of::kUnits) i = 0, ahead.next(job.groups);
         find(job, warp, chosen);
       }
     }
@@ -262,27 +260,50 @@ struct Ring {
   }
 };
 
-// A warp's part of an entry's inputs: a lane's token in each block of 8, 0 where there is none.
+// A warp's part of an entry's inputs: in its room in shared memory [token][block][32 inputs].
 template <class Of>
-using Inputs = uint4[Of::kBlocks][NB];
-template <class Of>
-__device__ inline void load_all(Inputs<Of>& inputs, const Job& job, const Warp<Of>& warp, const Chosen& chosen,
-                                const Entry& entry) {
+struct Inputs {
+  u32 room, nothing;
+  u32 at[NB];     // a lane's in each block of 8 tokens: zeros where it has no token
+  int apart[NB];  // and from one block to the next
+
+  __device__ void fetch(const Job& job, const Warp<Of>& warp, const Chosen& chosen, const Entry& entry) {
+    constexpr int kAtOnce = 2;
+    const int chunks = warp.blocks * 4, all = entry.count * chunks;  // of 16 bytes
+    __syncwarp();
+#pragma unroll 1
+    for (int first = warp.lane; first < all; first += 32 * kAtOnce) {
+      uint4 v[kAtOnce];
 #pragma unroll
-  for (int j = 0; j < NB; j++) {
-    const int token = j * 8 + warp.lane / 4;
-    const bool there = token < entry.count;
-    const int pair = there ? chosen.list[entry.first + token] : 0, m = Of::kGate ? pair / job.top_k : pair;
-    const size_t at = x_offset(m, warp.first * 32 + warp.lane % 4 * 8, job.k_blocks, job.block);
-    const u32* x = reinterpret_cast<const u32*>(job.x + at);
+      for (int i = 0; i < kAtOnce; i++) {
+        const int c = first + 32 * i, token = quotient(c, chunks);
+        if (c < all) v[i] = chunk(job, warp, chosen.list[entry.first + token], c - token * chunks);
+      }
 #pragma unroll
-    for (int b = 0; b < Of::kBlocks; b++) {
-      inputs[b][j] = make_uint4(0, 0, 0, 0);
-      // of eight rows or less a block is no longer
-      if (there && b < warp.blocks) inputs[b][j] = load_inputs(x + b * job.block * 16, NB == 1 ? 1 : job.block);
+      for (int i = 0; i < kAtOnce; i++)
+        if (first + 32 * i < all) store(room + (first + 32 * i) * 16, v[i]);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < NB; j++) {
+      const int token = j * 8 + warp.lane / 4;
+      const bool there = token < entry.count;
+      at[j] = there ? room + (token * chunks + warp.lane % 4) * 16 : nothing, apart[j] = there ? 64 : 0;
     }
   }
-}
+  // A pair's: inputs 8 i to 8 i + 7 of the warp's part.
+  static __device__ uint4 chunk(const Job& job, const Warp<Of>& warp, int pair, int i) {
+    const int m = Of::kGate ? quotient(pair, job.top_k) : pair, block = warp.first + i / 4, f = i % 4 * 8;
+    // of eight rows or less there is one block, and of pairs each is a block
+    const size_t at = !Of::kGate ? (size_t(m) * job.k_blocks + block) * 32 + f
+                      : NB == 1  ? size_t(block * job.block + m) * 32 + f
+                                 : x_offset(m, block * 32 + f, job.k_blocks, job.block);
+    return load_inputs(reinterpret_cast<const u32*>(job.x + at), Of::kGate && NB > 1 ? job.block : 1);
+  }
+  static __device__ void store(u32 to, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  }
+};
 
 typedef float Four[4];
 struct Sum {
@@ -297,11 +318,14 @@ __device__ inline void accumulate(Four& sum, const u32 (&a)[4], u32 first, u32 s
 }
 
 // kBlocks blocks and their inputs: all loads first, and the tiles by turns.
-template <int kBlocks>
-__device__ inline void multiply(Sum& sum, u32 piece, const uint4 (*inputs)[NB], int count, int lane) {
+template <int kBlocks, class Of>
+__device__ inline void multiply(Sum& sum, u32 piece, const Inputs<Of>& inputs, int block, int count, int lane) {
   Stored w[kBlocks][2];
+  uint4 x[kBlocks][NB];
 #pragma unroll
   for (int i = 0; i < kBlocks * 2; i++) w[i / 2][i % 2] = load_shared(piece + i * kTileBytes, lane);
+#pragma unroll
+  for (int i = 0; i < kBlocks * NB; i++) x[i / NB][i % NB] = load(inputs.at[i % NB] + (block + i / NB) * inputs.apart[i % NB]);
 #pragma unroll
   for (int u = 0; u < kBlocks; u++) {
     u32 a[2][2][4];
@@ -310,29 +334,25 @@ __device__ inline void multiply(Sum& sum, u32 piece, const uint4 (*inputs)[NB], 
 #pragma unroll
     for (int j = 0; j < NB; j++) {
       if (j && count <= 8 * j) continue;
-      const uint4 x = inputs[u][j];
 #pragma unroll
-      for (int t = 0; t < 2; t++) accumulate(sum.of[t][j], a[t][0], x.x, x.y);
+      for (int t = 0; t < 2; t++) accumulate(sum.of[t][j], a[t][0], x[u][j].x, x[u][j].y);
 #pragma unroll
-      for (int t = 0; t < 2; t++) accumulate(sum.of[t][j], a[t][1], x.z, x.w);
+      for (int t = 0; t < 2; t++) accumulate(sum.of[t][j], a[t][1], x[u][j].z, x[u][j].w);
     }
   }
 }
 
-// One warp: its part of k of a unit.
+// One warp: its part of k of a unit. A loop: what CTAs run once is read like weights are.
 template <class Of>
 __device__ inline void multiply(Sum& sum, const Job& job, const Warp<Of>& warp, const Chosen& chosen, int count,
                                 Ring<Of>& ring, const Inputs<Of>& inputs) {
-#pragma unroll
-  for (int p = 0; p < Of::kBlocks; p += kPiece) {
-    if (p >= warp.blocks) continue;
+#pragma unroll 1
+  for (int b = 0; b < warp.blocks; b += kPiece) {
     const u32 piece = ring.wait(warp);
-#pragma unroll
-    for (int b = 0; b < kPiece; b += 2)
-      if (p + b + 1 < warp.blocks)
-        multiply<2>(sum, piece + b * kUnit, inputs + p + b, count, warp.lane);
-      else if (p + b < warp.blocks)
-        multiply<1>(sum, piece + b * kUnit, inputs + p + b, count, warp.lane);
+    if (b + 1 < warp.blocks)
+      multiply<2>(sum, piece, inputs, b, count, warp.lane);
+    else
+      multiply<1>(sum, piece, inputs, b, count, warp.lane);
     ring.pass(job, warp, chosen);
   }
 }
@@ -351,17 +371,25 @@ __device__ inline void leave(const Sum& sum, const Room& room, int k_group, int 
     room.of(k_group, finisher, i) = make_float4(v[0], v[1], v[2], v[3]);
   }
 }
-__device__ inline void add(Sum& sum, const Room& room, int k_groups, int finisher) {
+template <int kParts>
+__device__ inline void add(Sum& sum, const Room& room, int finisher) {
 #pragma unroll
   for (int i = 0; i < 2 * NB; i++) {
     Four& to = sum.of[i / NB][i % NB];
     float4 v[8];
 #pragma unroll
-    for (int g = 0; g < 8; g++)
-      if (g < k_groups) v[g] = g == finisher ? make_float4(to[0], to[1], to[2], to[3]) : room.of(g, finisher, i);
-    const float4 all = tree_sum(v, k_groups);
+    for (int g = 0; g < kParts; g++) {
+      v[g] = make_float4(to[0], to[1], to[2], to[3]);
+      if (g != finisher) v[g] = room.of(g, finisher, i);
+    }
+    const float4 all = tree_sum(v, kParts);
     to[0] = all.x, to[1] = all.y, to[2] = all.z, to[3] = all.w;
   }
+}
+__device__ inline void add(Sum& sum, const Room& room, int k_groups, int finisher) {
+  if (k_groups == 8) return add<8>(sum, room, finisher);
+  if (k_groups == 4) return add<4>(sum, room, finisher);
+  if (k_groups == 2) return add<2>(sum, room, finisher);
 }
 
 // Of a unit's tile t: the weight's row that is `row` of it, or past its end.
@@ -409,6 +437,11 @@ __device__ inline void finish(const Job& job, const Sum& sum, const Scales& scal
     }
 }
 
+struct Mine {
+  Sum sum;
+  Scales scales;
+};
+
 template <class Of>
 __device__ inline void run(const Job& job) {
   extern __shared__ __align__(128) u8 memory[];
@@ -416,8 +449,13 @@ __device__ inline void run(const Job& job) {
   constexpr int kUnits = Of::kUnits;
   const int part = job.row_groups * 2 * NB * 32, room = (job.k_groups - 1) * part;  // for a unit's sums
   float4* sums = reinterpret_cast<float4*>(memory + kWarps * kRing);
+  const Warp<Of> warp(job);
   Chosen chosen;
-  chosen.entries = reinterpret_cast<Entry*>(sums + 2 * kUnits * room);
+  __shared__ uint4 nothing;
+  if (threadIdx.x == 0) nothing = make_uint4(0, 0, 0, 0);
+  u8* inputs_at = reinterpret_cast<u8*>(sums + 2 * kUnits * room);
+  const int most = min(TOKENS, job.rows) * job.each * 64;  // bytes of a warp's inputs
+  chosen.entries = reinterpret_cast<Entry*>(inputs_at + kWarps * most);
   chosen.list = reinterpret_cast<int*>(chosen.entries + job.pairs);
   if (job.pairs == job.top_k)
     take_pairs(job, chosen);
@@ -425,38 +463,45 @@ __device__ inline void run(const Job& job) {
     sort_few(job, chosen);
   else
     sort_pairs(job, chosen);
-  const Warp<Of> warp(job);
   Ring<Of> ring(job, warp, chosen, memory + threadIdx.x / 32 * kRing);  // weights: before the inputs are there
   if (!kGate) wait_for_previous();
   sums += warp.row_group * 2 * NB * 32 + warp.lane;
   Inputs<Of> inputs;
+  inputs.room = shared_address(inputs_at + threadIdx.x / 32 * most), inputs.nothing = shared_address(&nothing);
   Entry entry;
   bool another = true;
   int turn = 0;
 #pragma unroll 1
-  for (Walk at(chosen.count, warp.groups); at.left > 0; another = at.next(warp.groups), turn++) {
-    if (another) entry = chosen.entries[at.entry], load_all<Of>(inputs, job, warp, chosen, entry);
-    Scales scales[kUnits];
-    Sum sum[kUnits] = {};
+  for (Walk at(chosen.count, job.groups); at.left > 0; another = at.next(job.groups), turn++) {
+    if (another) entry = chosen.entries[at.entry], inputs.fetch(job, warp, chosen, entry);
+    Mine mine[kUnits];  // of the units that this warp adds up
     // who adds a unit's parts changes, and so does the room: one barrier is enough
     const int first = turn * kUnits;
 #pragma unroll
+    for (int i = 0; i < kUnits; i++)
+      if (warp.k_group == ((first + i) & (job.k_groups - 1)))
+        load_scales<kGate>(job, mine[i].scales, entry.expert, warp.unit(job, at.group, i), warp.lane);
+#pragma unroll 1
     for (int i = 0; i < kUnits; i++) {
       const int finisher = (first + i) & (job.k_groups - 1);
-      if (warp.k_group == finisher) load_scales<kGate>(job, scales[i], entry.expert, warp.unit(job, at.group, i), warp.lane);
-      multiply(sum[i], job, warp, chosen, entry.count, ring, inputs);
-      const Room to{sums + (turn % 2 * kUnits + i) * room, part};
-      if (warp.k_group != finisher) leave(sum[i], to, warp.k_group, finisher);
+      Sum sum = {};
+      multiply(sum, job, warp, chosen, entry.count, ring, inputs);
+      if (warp.k_group != finisher) leave(sum, {sums + (turn % 2 * kUnits + i) * room, part}, warp.k_group, finisher);
+#pragma unroll
+      for (int k = 0; k < kUnits; k++)
+        if (k == i) mine[k].sum = sum;
     }
     __syncthreads();
     if (kGate && turn == 0) wait_for_previous();  // until here only what was ready is read, and nothing written
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kUnits; i++) {
       const int finisher = (first + i) & (job.k_groups - 1);
       if (warp.k_group != finisher) continue;
-      add(sum[i], {sums + (turn % 2 * kUnits + i) * room, part}, job.k_groups, finisher);
+      Mine of = mine[0];
+      if (i) of = mine[kUnits - 1];
+      add(of.sum, {sums + (turn % 2 * kUnits + i) * room, part}, job.k_groups, finisher);
       if (warp.stores(job, at.group, i))
-        finish<kGate>(job, sum[i], scales[i], entry, warp.unit(job, at.group, i), chosen.list, warp.lane);
+        finish<kGate>(job, of.sum, of.scales, entry, warp.unit(job, at.group, i), chosen.list, warp.lane);
     }
   }
   if (kGate && turn == 0) wait_for_previous();
