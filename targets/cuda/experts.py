@@ -28,8 +28,9 @@ GROUPED_ROWS, GROUPED_UNITS, GROUPED_BLOCKS, GROUPED_STAGES = 64, 16, 4, 3
 of a stage, and stages (kernels/grouped.cu)."""
 GROUPED_PITCH = GROUPED_BLOCKS * 2 * tiles.INPUTS + 64
 """Bytes between two rows' inputs."""
-UNITS_OF_DOWN = 2
-"""Pairs of tiles whose parts of k a CTA adds up together; of gate and up it is one."""
+MOST_CTAS, SHARED_OF_PROCESSOR, SHARED_BESIDE = 3, 228 << 10, 2560
+"""Of a multiprocessor: CTAs that it has registers for, and its shared memory; what a CTA takes of
+that beside what it asks for."""
 MOST_HIDDEN, MOST_WIDTH = 3072, 1024
 """Inputs of an expert's two matrices that CTAs have shared memory for."""
 MOST_EXPERTS, MOST_PICKED = 256, 32
@@ -52,7 +53,8 @@ class _ExpertsJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "scale", "x", "out", "numbers")),
         *((name, c_int) for name in ("n", "units", "blocks", "experts", "pairs", "top_k", "rows")),
-        *((name, c_int) for name in ("k_blocks", "block", "row_groups", "k_groups", "groups", "each")),
+        *((name, c_int) for name in ("k_blocks", "block", "row_groups", "k_groups")),
+        *((name, c_int) for name in ("groups", "each", "processors")),
         *((name, c_int) for name in ("out_stride", "f16", "ready")),
     )
 
@@ -174,8 +176,8 @@ class Experts:
 
     def _start(self, name: str, job: _ExpertsJob, kind: str) -> None:
         most = TOKENS[job.pairs > TOKENS[0] * job.top_k]
-        units = UNITS_OF_DOWN if name == "down" else 1
-        grid, shared = (2 * self._processors, 1, 1), _shared(job, kind, most, units)
+        job.processors, shared = self._processors, _shared(job, kind, most)
+        grid = _ctas(shared, most) * self._processors, 1, 1
         self._launch(_variant(kind, most), name, grid, THREADS, [job], shared)
 
 
@@ -185,12 +187,11 @@ def _job(
     """blocked: 32-input blocks of x, and tokens per block."""
     (count, units), (rows, top_k) = weight.data.shape[:2], numbers.shape
     blocks, row_groups = tiles.expert_inputs(weight.k) // tiles.INPUTS, WARPS // weight.k_groups
-    at_once = row_groups * (1 if weight.layout == "experts_gated" else UNITS_OF_DOWN)
     return _ExpertsJob(
         *map(address, (weight.data, weight.scale, x, out, numbers)),
         *(weight.n, units, blocks, count, rows * top_k, top_k, rows, *blocked),
-        *(row_groups, weight.k_groups, -(-units // at_once), -(-blocks // weight.k_groups)),
-        *(out.shape[-1], 0, 0),
+        *(row_groups, weight.k_groups, -(-units // row_groups), -(-blocks // weight.k_groups)),
+        *(0, out.shape[-1], 0, 0),
     )
 
 
@@ -205,12 +206,18 @@ def _blocks(plan: tiles.Schedule) -> int:
     return plan.steps * plan.depth * plan.k_groups
 
 
-def _shared(job: _ExpertsJob, kind: str, most: int, units: int) -> int:
-    """Each warp's ring, twice the sums of all parts of k but one, inputs, and the pairs by expert.
-    units: whose sums are added up together."""
+def _ctas(shared: int, most: int) -> int:
+    """How many a multiprocessor shares its part of the weights among."""
+    fit = SHARED_OF_PROCESSOR // (shared + SHARED_BESIDE)
+    return max(1, min(MOST_CTAS, fit)) if most == TOKENS[0] else 2
+
+
+def _shared(job: _ExpertsJob, kind: str, most: int) -> int:
+    """Each warp's ring, twice the sums of all parts of k but one, inputs, and the pairs by
+    expert."""
     piece = PIECE * 2 * tiles.TILE_BYTES[kind]
     ring = WARPS * max(2, RING_BYTES // piece) * piece
-    sums = 2 * units * (job.k_groups - 1) * job.row_groups * 2 * most // 8 * 32 * 16
+    sums = 2 * (job.k_groups - 1) * job.row_groups * 2 * most // 8 * 32 * 16
     inputs = WARPS * min(most, job.rows) * job.each * 2 * tiles.INPUTS
     return ring + sums + inputs + job.pairs * (8 + 4)
 

@@ -158,6 +158,21 @@ __device__ inline void clear(Tile& sum) {
       for (int e = 0; e < 4; e++) sum[t][j][e] = 0.0f;
 }
 
+// The other k groups' sums, `apart` from one another, added to group 0's. All loads first, and no branch
+// between them.
+template <int kGroups>
+__device__ inline void add(Tile& sum, const float4* theirs, int apart) {
+#pragma unroll
+  for (int i = 0; i < TW * NT; i++) {
+    float* to = sum[i / NT][i % NT];
+    float4 v[8] = {make_float4(to[0], to[1], to[2], to[3])};
+#pragma unroll
+    for (int g = 1; g < kGroups; g++) v[g] = theirs[(g - 1) * apart + i * 32];
+    const float4 all = tree_sum(v, kGroups);
+    to[0] = all.x, to[1] = all.y, to[2] = all.z, to[3] = all.w;
+  }
+}
+
 // Adds the k groups; group 0 holds the sum. shared: room for those of all others.
 __device__ inline void add_groups(const Job& job, Tile& sum, float4* shared, int row_group, int k_group, int lane) {
   const int warps = job.row_groups * job.k_groups, size = job.row_groups * TW * NT * 32;
@@ -171,16 +186,9 @@ __device__ inline void add_groups(const Job& job, Tile& sum, float4* shared, int
     }
   consumers_sync(warps);
   if (k_group) return;
-#pragma unroll
-  for (int i = 0; i < TW * NT; i++) {
-    float* to = sum[i / NT][i % NT];
-    float4 v[8] = {make_float4(to[0], to[1], to[2], to[3])};
-#pragma unroll
-    for (int g = 1; g < 8; g++)
-      if (g < job.k_groups) v[g] = mine[(g - 1) * size + i * 32];
-    const float4 all = tree_sum(v, job.k_groups);
-    to[0] = all.x, to[1] = all.y, to[2] = all.z, to[3] = all.w;
-  }
+  if (job.k_groups == 8) return add<8>(sum, mine, size);
+  if (job.k_groups == 4) return add<4>(sum, mine, size);
+  add<2>(sum, mine, size);
 }
 
 __device__ inline void load_scales(const Job& job, Scales (&scales)[TW], int first_tile, int lane) {

@@ -86,8 +86,19 @@ __device__ inline void finish_gated(const Job& job, const Four& sum, const Scale
         odd ? taken | value[1] << 16 : value[0] | taken << 16;
 }
 
+// Nothing but the sums: most layers end so, and the next kernel waits for it.
+__device__ inline void finish_plain(const Job& job, const Four& sum, const Scales& scales, int tile, int first_token,
+                                    int lane) {
+  const int n = tile * 16 + lane / 4, m = first_token + lane % 4 * 2;
+  float* out = static_cast<float*>(job.out) + size_t(m) * job.out_stride + n;
+#pragma unroll
+  for (int e = 0; e < 4; e++)
+    if (n + e / 2 * 8 < job.n && m + e % 2 < job.rows) out[e % 2 * job.out_stride + e / 2 * 8] = sum[e] * scales[e / 2];
+}
+
 __device__ inline void finish(const Job& job, const Four& sum, const Scales& scales, int tile,
                               int first_token, int block, int lane) {
+  if (job.epilogue == kPlain) return finish_plain(job, sum, scales, tile, first_token, lane);
   if (job.epilogue == kGated) return finish_gated(job, sum, scales, tile, first_token, block, lane);
 #pragma unroll
   for (int e = 0; e < 4; e++) {

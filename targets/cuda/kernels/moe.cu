@@ -8,7 +8,8 @@
 // The CTAs find out themselves which experts were picked, and share their units evenly, each a contiguous
 // part: the host needs to know nothing. Each warp keeps a ring of its weights in flight, over the edges of
 // units and experts: there is no producer, and nobody waits for another but at the end of a unit. Inputs are
-// loaded once an expert, and stay in registers.
+// fetched once an expert, into shared memory: what is multiplied is then a short loop, and three CTAs have the
+// registers that they need.
 #include "tile.cuh"
 
 #ifndef TOKENS  // of an expert that are multiplied together: 8 or 16
@@ -19,20 +20,10 @@ constexpr int NB = TOKENS / 8;  // columns of an MMA are eight
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kUnit = 2 * kTileBytes;  // per 32 inputs
 constexpr int kPiece = 2;  // 32-input blocks that are copied, waited for and multiplied at once
-
-// What one kernel differs in from the other.
-struct GateUp {
-  static constexpr bool kGate = true;
-  static constexpr int kUnits = 1;  // whose parts are added up together
-};
-struct Down {
-  static constexpr bool kGate = false;
-  static constexpr int kUnits = 2;
-};
-
 constexpr int kRingBytes = 6144;
 constexpr int kSlots = kRingBytes / (kPiece * kUnit) < 2 ? 2 : kRingBytes / (kPiece * kUnit);  // of a warp's ring
 constexpr int kRing = kSlots * kPiece * kUnit;
+constexpr int kRegisters = NB == 1 ? 80 : 255;  // three CTAs' on a multiprocessor: experts.py
 constexpr bool kOwn = BITS >= 8;  // a lane reads of a piece what it has copied
 constexpr int kMaxExperts = 256;
 constexpr int kFew = 64;  // pairs that find their own places
@@ -48,6 +39,7 @@ struct Job {
   int k_blocks, block;        // of x
   int row_groups, k_groups;   // powers of two
   int groups, each;           // an entry's items; blocks of a warp's part of k
+  int processors;             // which share the grid's CTAs evenly
   int out_stride;
   int f16;                    // gate_up: `down` takes f16 inputs, else bf16
   int ready;                  // gate_up: x and numbers were complete before it could start
@@ -156,12 +148,12 @@ __device__ inline void sort_pairs(const Job& job, Chosen& chosen) {
   chosen.count = all & 0xffff;
 }
 
-// What one row picked is as many experts: nothing is to be sorted.
-__device__ inline void take_pairs(const Job& job, Chosen& chosen) {
+// What one row picked is as many experts, or none: nothing is to be sorted.
+__device__ inline bool take_pairs(const Job& job, Chosen& chosen) {
   const int i = threadIdx.x;
   if (i < job.pairs) chosen.entries[i] = {u16(load_number(job.numbers + i)), 1, i}, chosen.list[i] = i;
   __syncthreads();
-  chosen.count = chosen.entries[0].expert < job.experts ? job.pairs : 0;
+  return chosen.entries[0].expert < job.experts;
 }
 
 // v / by. In floats: before the first weight is asked for, integers' divisions are a chain of a microsecond.
@@ -171,13 +163,14 @@ __device__ inline int quotient(int v, int by) { return int(__fdividef(v + 0.5f, 
 struct Walk {
   int entry, group, left;
 
-  // CTAs that share a multiprocessor, as a rule half the grid apart, have neighbouring parts: where CTAs have
-  // an item more than others, no multiprocessor has two such.
-  __device__ Walk(int entries, int groups) {
-    const int half = gridDim.x / 2, x = blockIdx.x, part = x < half ? 2 * x : 2 * (x - half) + 1;
-    const int first = items_before(part, entries * groups);
-    entry = quotient(first, groups), group = first - entry * groups;
-    left = items_before(part + 1, entries * groups) - first;
+  // CTAs that share a multiprocessor, as a rule those that are `processors` apart, have neighbouring parts:
+  // where CTAs have an item more than others, no multiprocessor has two such.
+  __device__ Walk(const Job& job, int entries) {
+    const int turn = quotient(blockIdx.x, job.processors), turns = quotient(gridDim.x, job.processors);
+    const int part = (blockIdx.x - turn * job.processors) * turns + turn, items = entries * job.groups;
+    const int first = items_before(part, items);
+    entry = quotient(first, job.groups), group = first - entry * job.groups;
+    left = items_before(part + 1, items) - first;
   }
   // What rounding does is the same for all CTAs, and leaves no item out.
   static __device__ int items_before(int part, int items) {
@@ -192,8 +185,7 @@ struct Walk {
   }
 };
 
-// A warp's place in the CTA, and what follows from it. An item is Of::kUnits units for each of `row_groups`.
-template <class Of>
+// A warp's place in the CTA, and what follows from it. An item is a unit for each of `row_groups`.
 struct Warp {
   int lane, row_group, k_group;
   int first, blocks;  // of k: where its part begins, and how long it is
@@ -204,37 +196,32 @@ struct Warp {
     first = k_group * job.each, blocks = max(0, min(job.each, job.blocks - first));
   }
   // Past the last unit it is read once more, and stored by nobody.
-  __device__ int unit(const Job& job, int group, int i) const {
-    return min((group * Of::kUnits + i) * job.row_groups + row_group, job.units - 1);
-  }
-  __device__ bool stores(const Job& job, int group, int i) const {
-    return (group * Of::kUnits + i) * job.row_groups + row_group < job.units;
-  }
+  __device__ int unit(const Job& job, int group) const { return min(group * job.row_groups + row_group, job.units - 1); }
+  __device__ bool stores(const Job& job, int group) const { return group * job.row_groups + row_group < job.units; }
 };
 
 // A warp's ring: the next piece is asked for when all lanes have read the one that it replaces. Small bulk
 // copies would be no faster, and need barriers.
-template <class Of>
 struct Ring {
   u32 memory;
   Walk ahead;
   const u8* from;  // of the next piece, this lane's
-  int i, left;     // unit of the item; blocks of its part from that piece on
+  int left;        // blocks of its part from that piece on
   int slot;
 
-  __device__ Ring(const Job& job, const Warp<Of>& warp, const Chosen& chosen, u8* memory)
-      : memory(shared_address(memory) + warp.lane * 16), ahead(chosen.count, job.groups), i(0), slot(0) {
+  __device__ Ring(const Job& job, const Warp& warp, const Chosen& chosen, const Walk& walk, u8* memory)
+      : memory(shared_address(memory) + warp.lane * 16), ahead(walk), slot(0) {
     find(job, warp, chosen);
 #pragma unroll 1
     for (int i = 0; i < kSlots; i++) ask(job, warp, chosen, i);
   }
-  __device__ void find(const Job& job, const Warp<Of>& warp, const Chosen& chosen) {
+  __device__ void find(const Job& job, const Warp& warp, const Chosen& chosen) {
     left = ahead.left > 0 ? warp.blocks : 0;
     if (!left) return;
-    const size_t unit = size_t(chosen.entries[ahead.entry].expert) * job.units + warp.unit(job, ahead.group, i);
+    const size_t unit = size_t(chosen.entries[ahead.entry].expert) * job.units + warp.unit(job, ahead.group);
     from = job.weight + (unit * job.blocks + warp.first) * kUnit + warp.lane * 16;
   }
-  __device__ void ask(const Job& job, const Warp<Of>& warp, const Chosen& chosen, int slot) {
+  __device__ void ask(const Job& job, const Warp& warp, const Chosen& chosen, int slot) {
     if (left > 0) {
       const int bytes = min(kPiece, left) * kUnit - warp.lane * 16;
 #pragma unroll
@@ -242,18 +229,18 @@ struct Ring {
         if (at + 512 <= kUnit || at < bytes) copy16(memory + slot * kPiece * kUnit + at, from + at);
       from += kPiece * kUnit;
       if ((left -= kPiece) <= 0) {
-        if (++i == Of::kUnits) i = 0, ahead.next(job.groups);
+        ahead.next(job.groups);
         find(job, warp, chosen);
       }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
-  __device__ u32 wait(const Warp<Of>& warp) const {
+  __device__ u32 wait(const Warp& warp) const {
     asm volatile("cp.async.wait_group %0;" ::"n"(kSlots - 1) : "memory");
     if (!kOwn) __syncwarp();
     return memory + slot * kPiece * kUnit - warp.lane * 16;
   }
-  __device__ void pass(const Job& job, const Warp<Of>& warp, const Chosen& chosen) {
+  __device__ void pass(const Job& job, const Warp& warp, const Chosen& chosen) {
     if (!kOwn) __syncwarp();
     ask(job, warp, chosen, slot);
     if (++slot == kSlots) slot = 0;
@@ -261,13 +248,13 @@ struct Ring {
 };
 
 // A warp's part of an entry's inputs: in its room in shared memory [token][block][32 inputs].
-template <class Of>
+template <bool kGate>
 struct Inputs {
   u32 room, nothing;
   u32 at[NB];     // a lane's in each block of 8 tokens: zeros where it has no token
   int apart[NB];  // and from one block to the next
 
-  __device__ void fetch(const Job& job, const Warp<Of>& warp, const Chosen& chosen, const Entry& entry) {
+  __device__ void fetch(const Job& job, const Warp& warp, const Chosen& chosen, const Entry& entry) {
     constexpr int kAtOnce = 2;
     const int chunks = warp.blocks * 4, all = entry.count * chunks;  // of 16 bytes
     __syncwarp();
@@ -292,13 +279,13 @@ struct Inputs {
     }
   }
   // A pair's: inputs 8 i to 8 i + 7 of the warp's part.
-  static __device__ uint4 chunk(const Job& job, const Warp<Of>& warp, int pair, int i) {
-    const int m = Of::kGate ? quotient(pair, job.top_k) : pair, block = warp.first + i / 4, f = i % 4 * 8;
+  static __device__ uint4 chunk(const Job& job, const Warp& warp, int pair, int i) {
+    const int m = kGate ? quotient(pair, job.top_k) : pair, block = warp.first + i / 4, f = i % 4 * 8;
     // of eight rows or less there is one block, and of pairs each is a block
-    const size_t at = !Of::kGate ? (size_t(m) * job.k_blocks + block) * 32 + f
+    const size_t at = !kGate ? (size_t(m) * job.k_blocks + block) * 32 + f
                       : NB == 1  ? size_t(block * job.block + m) * 32 + f
                                  : x_offset(m, block * 32 + f, job.k_blocks, job.block);
-    return load_inputs(reinterpret_cast<const u32*>(job.x + at), Of::kGate && NB > 1 ? job.block : 1);
+    return load_inputs(reinterpret_cast<const u32*>(job.x + at), kGate && NB > 1 ? job.block : 1);
   }
   static __device__ void store(u32 to, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
@@ -318,8 +305,8 @@ __device__ inline void accumulate(Four& sum, const u32 (&a)[4], u32 first, u32 s
 }
 
 // kBlocks blocks and their inputs: all loads first, and the tiles by turns.
-template <int kBlocks, class Of>
-__device__ inline void multiply(Sum& sum, u32 piece, const Inputs<Of>& inputs, int block, int count, int lane) {
+template <int kBlocks, bool kGate>
+__device__ inline void multiply(Sum& sum, u32 piece, const Inputs<kGate>& inputs, int block, int count, int lane) {
   Stored w[kBlocks][2];
   uint4 x[kBlocks][NB];
 #pragma unroll
@@ -343,9 +330,9 @@ __device__ inline void multiply(Sum& sum, u32 piece, const Inputs<Of>& inputs, i
 }
 
 // One warp: its part of k of a unit. A loop: what CTAs run once is read like weights are.
-template <class Of>
-__device__ inline void multiply(Sum& sum, const Job& job, const Warp<Of>& warp, const Chosen& chosen, int count,
-                                Ring<Of>& ring, const Inputs<Of>& inputs) {
+template <bool kGate>
+__device__ inline void multiply(Sum& sum, const Job& job, const Warp& warp, const Chosen& chosen, int count,
+                                Ring& ring, const Inputs<kGate>& inputs) {
 #pragma unroll 1
   for (int b = 0; b < warp.blocks; b += kPiece) {
     const u32 piece = ring.wait(warp);
@@ -437,83 +424,65 @@ __device__ inline void finish(const Job& job, const Sum& sum, const Scales& scal
     }
 }
 
-struct Mine {
-  Sum sum;
-  Scales scales;
-};
-
-template <class Of>
+template <bool kGate>
 __device__ inline void run(const Job& job) {
   extern __shared__ __align__(128) u8 memory[];
-  constexpr bool kGate = Of::kGate;
-  constexpr int kUnits = Of::kUnits;
-  const int part = job.row_groups * 2 * NB * 32, room = (job.k_groups - 1) * part;  // for a unit's sums
-  float4* sums = reinterpret_cast<float4*>(memory + kWarps * kRing);
-  const Warp<Of> warp(job);
-  Chosen chosen;
   __shared__ uint4 nothing;
   if (threadIdx.x == 0) nothing = make_uint4(0, 0, 0, 0);
-  u8* inputs_at = reinterpret_cast<u8*>(sums + 2 * kUnits * room);
-  const int most = min(TOKENS, job.rows) * job.each * 64;  // bytes of a warp's inputs
+  const int part = job.row_groups * 2 * NB * 32, room = (job.k_groups - 1) * part;  // for a unit's sums
+  const int most = min(TOKENS, job.rows) * job.each * 64;                           // bytes of a warp's inputs
+  float4* sums = reinterpret_cast<float4*>(memory + kWarps * kRing);
+  u8* inputs_at = reinterpret_cast<u8*>(sums + 2 * room);
+  const Warp warp(job);
+  Chosen chosen;
   chosen.entries = reinterpret_cast<Entry*>(inputs_at + kWarps * most);
   chosen.list = reinterpret_cast<int*>(chosen.entries + job.pairs);
-  if (job.pairs == job.top_k)
-    take_pairs(job, chosen);
-  else if (job.pairs <= kFew)
-    sort_few(job, chosen);
-  else
-    sort_pairs(job, chosen);
-  Ring<Of> ring(job, warp, chosen, memory + threadIdx.x / 32 * kRing);  // weights: before the inputs are there
+  Walk walk(job, job.pairs);  // of one row known before its experts are
+  if (job.rows == 1) {
+    if (!take_pairs(job, chosen)) walk.left = 0;
+  } else {
+    if (job.pairs <= kFew)
+      sort_few(job, chosen);
+    else
+      sort_pairs(job, chosen);
+    walk = Walk(job, chosen.count);
+  }
+  Ring ring(job, warp, chosen, walk, memory + threadIdx.x / 32 * kRing);  // before the inputs are there
   if (!kGate) wait_for_previous();
   sums += warp.row_group * 2 * NB * 32 + warp.lane;
-  Inputs<Of> inputs;
+  Inputs<kGate> inputs;
   inputs.room = shared_address(inputs_at + threadIdx.x / 32 * most), inputs.nothing = shared_address(&nothing);
   Entry entry;
   bool another = true;
   int turn = 0;
 #pragma unroll 1
-  for (Walk at(chosen.count, job.groups); at.left > 0; another = at.next(job.groups), turn++) {
-    if (another) entry = chosen.entries[at.entry], inputs.fetch(job, warp, chosen, entry);
-    Mine mine[kUnits];  // of the units that this warp adds up
+  for (; walk.left > 0; another = walk.next(job.groups), turn++) {
+    if (another) entry = chosen.entries[walk.entry], inputs.fetch(job, warp, chosen, entry);
+    const int unit = warp.unit(job, walk.group);
     // who adds a unit's parts changes, and so does the room: one barrier is enough
-    const int first = turn * kUnits;
-#pragma unroll
-    for (int i = 0; i < kUnits; i++)
-      if (warp.k_group == ((first + i) & (job.k_groups - 1)))
-        load_scales<kGate>(job, mine[i].scales, entry.expert, warp.unit(job, at.group, i), warp.lane);
-#pragma unroll 1
-    for (int i = 0; i < kUnits; i++) {
-      const int finisher = (first + i) & (job.k_groups - 1);
-      Sum sum = {};
-      multiply(sum, job, warp, chosen, entry.count, ring, inputs);
-      if (warp.k_group != finisher) leave(sum, {sums + (turn % 2 * kUnits + i) * room, part}, warp.k_group, finisher);
-#pragma unroll
-      for (int k = 0; k < kUnits; k++)
-        if (k == i) mine[k].sum = sum;
-    }
+    const int finisher = turn & (job.k_groups - 1);
+    const Room to{sums + turn % 2 * room, part};
+    Scales scales;
+    if (warp.k_group == finisher) load_scales<kGate>(job, scales, entry.expert, unit, warp.lane);
+    Sum sum = {};
+    multiply(sum, job, warp, chosen, entry.count, ring, inputs);
+    if (warp.k_group != finisher) leave(sum, to, warp.k_group, finisher);
     __syncthreads();
     if (kGate && turn == 0) wait_for_previous();  // until here only what was ready is read, and nothing written
-#pragma unroll 1
-    for (int i = 0; i < kUnits; i++) {
-      const int finisher = (first + i) & (job.k_groups - 1);
-      if (warp.k_group != finisher) continue;
-      Mine of = mine[0];
-      if (i) of = mine[kUnits - 1];
-      add(of.sum, {sums + (turn % 2 * kUnits + i) * room, part}, job.k_groups, finisher);
-      if (warp.stores(job, at.group, i))
-        finish<kGate>(job, of.sum, of.scales, entry, warp.unit(job, at.group, i), chosen.list, warp.lane);
-    }
+    if (warp.k_group != finisher) continue;
+    add(sum, to, job.k_groups, finisher);
+    if (warp.stores(job, walk.group)) finish<kGate>(job, sum, scales, entry, unit, chosen.list, warp.lane);
   }
   if (kGate && turn == 0) wait_for_previous();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, NB == 1 ? 2 : 1) gate_up(const __grid_constant__ Job job) {
+extern "C" __global__ void __maxnreg__(kRegisters) gate_up(const __grid_constant__ Job job) {
   if (!job.ready) wait_for_previous();
   let_next_start();  // only now: `down` may then read what the router wrote before it waits
-  run<GateUp>(job);
+  run<true>(job);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, NB == 1 ? 2 : 1) down(const __grid_constant__ Job job) {
+extern "C" __global__ void __maxnreg__(kRegisters) down(const __grid_constant__ Job job) {
   let_next_start();
-  run<Down>(job);
+  run<false>(job);
 }
