@@ -45,7 +45,7 @@ def loaded(
     backend, dtype = target
     config = ModelConfig(backend=backend, dtype=dtype, slots=slots, max_len=max_len)
     asked = registry.config_type()(drafter="auto", k=K, auto_with=name)
-    auto = registry.resolved(asked, config, random=True)
+    auto = registry.resolved(asked, config, random=bool(random))
     return loaded_model(config, auto, random=random), auto
 
 
