@@ -175,7 +175,7 @@ class Experts:
         return out
 
     def _start(self, name: str, job: _ExpertsJob, kind: str) -> None:
-        most = TOKENS[job.pairs > TOKENS[0] * job.top_k]
+        most = TOKENS[job.rows > TOKENS[0]]
         job.processors, shared = self._processors, _shared(job, kind, most)
         grid = _ctas(shared, most) * self._processors, 1, 1
         self._launch(_variant(kind, most), name, grid, THREADS, [job], shared)

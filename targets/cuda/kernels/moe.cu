@@ -156,9 +156,6 @@ __device__ inline bool take_pairs(const Job& job, Chosen& chosen) {
   return chosen.entries[0].expert < job.experts;
 }
 
-// v / by. In floats: before the first weight is asked for, integers' divisions are a chain of a microsecond.
-__device__ inline int quotient(int v, int by) { return int(__fdividef(v + 0.5f, by)); }
-
 // Of a CTA's items, each some units of an entry's expert, where it is.
 struct Walk {
   int entry, group, left;
