@@ -42,6 +42,11 @@ class DeviceAuto:
         """Whether a dispatch may have several cycles."""
         return self._chooser.lasts
 
+    @property
+    def leads(self) -> bool:
+        """Whether what the host knows without drafters is worth its place in the next cycle."""
+        return self._chooser.leads
+
     def ready(self, seqs: Seqs[Sequence]) -> None:
         self._chooser.choose(seqs)
         for part in (self._text, self._weighted):

@@ -16,11 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from specdec.core.constraint import guided
+from specdec.core.constraint import constrained, guided, lead, leading_guesses
 from specdec.core.cycle import cycle, guided_cycle
 from specdec.core.protocols import Cycle
 from specdec.core.script import Script, ScriptedTarget, scripted_choice, with_recorded
-from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Round, Sequence, Step
+from specdec.core.types import (
+    MAX_DRAFT,
+    NO_GUESS,
+    Array,
+    Leading,
+    LogprobRows,
+    Round,
+    Sequence,
+    Step,
+)
 from targets.jax import programs, sampling
 from targets.jax.device_drafter import (
     DeviceDrafter,
@@ -28,6 +37,7 @@ from targets.jax.device_drafter import (
     TracedDrafter,
     TracedProgram,
     lasts,
+    takes_known,
 )
 from targets.jax.params import Params
 from targets.jax.placing import replicated
@@ -92,6 +102,9 @@ class LoopState:
     slots: SlotState
     memory: Any
     """The drafter's own."""
+    leading: Array
+    """[B, k] int32: what comes first in the next cycle's draft. The host's in the first cycle of a
+    dispatch, nothing in others."""
 
 
 @struct.dataclass
@@ -131,15 +144,17 @@ class _TracedTarget:
         return Step(chosen[:, :width], features, details)
 
 
-class _LimitedDrafter:
-    """A traced drafter that guesses no more than requests want."""
+class _GuidedDrafter:
+    """A traced drafter in whose guesses what the host knows comes first, and which guesses no more
+    than requests want."""
 
-    def __init__(self, drafter: TracedDrafter, most: Array) -> None:
-        self._drafter, self._most = drafter, most
+    def __init__(self, drafter: TracedDrafter, leading: Array, most: Array) -> None:
+        self._drafter, self._leading, self._most = drafter, leading, most
 
     def propose(self, batch: SlotState, k: int) -> Array:
         wanted = jnp.arange(k) < self._most[:, None]
-        return jnp.where(wanted, self._drafter.propose(batch, k), NO_GUESS)
+        draft = jnp.where(wanted, self._drafter.propose(batch, k), NO_GUESS)
+        return lead(self._leading, draft)
 
     def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:
         self._drafter.observe(batch, step, accepted)
@@ -166,10 +181,12 @@ def run_cycles(plan: LoopPlan, given: LoopInputs, loop: LoopState) -> tuple[Loop
 def _one_cycle(plan: LoopPlan, given: LoopInputs, loop: LoopState) -> tuple[LoopState, Tape]:
     target = _TracedTarget(plan, given, loop.slots)
     drafter = plan.drafter.on(given.drafter, loop.memory)
-    done = cycle(target, _LimitedDrafter(drafter, given.limits.guesses), loop.slots, plan.k)
+    guided_drafter = _GuidedDrafter(drafter, loop.leading, given.limits.guesses)
+    done = cycle(target, guided_drafter, loop.slots, plan.k)
     slots = _commit(target.state, done, given.limits)
     tape = Tape(done.draft, done.step.chosen, done.accepted, done.step.logprobs)
-    return LoopState(slots, drafter.memory), tape
+    nothing = jnp.full_like(loop.leading, NO_GUESS)
+    return LoopState(slots, drafter.memory, nothing), tape
 
 
 def _commit(state: SlotState, done: Round, limits: Limits) -> SlotState:
@@ -205,34 +222,37 @@ def device_loop(
     stepped = SteppedDrafter(target, drafter)
 
     def rounds(seqs: Seqs[Sequence], single: bool) -> list[Round]:
-        if guided(seqs):  # masks and predictions come from the host, each cycle
+        drafter.ready(seqs)
+        if constrained(seqs):  # masks come from the host, each cycle
             return [guided_cycle(one_by_one, stepped, seqs, k)]
         needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
-        drafter.ready(seqs)
         program = drafter.program(needs_sampler)
         plan = LoopPlan(target.plan, program, k, cycles, needs_sampler, logprobs)
         if plan not in compiled:
             compiled[plan] = jax.jit(
                 bind(run_cycles, plan), donate_argnums=1, out_shardings=(None, whole, whole)
             )
-        several = not single and lasts(drafter)
+        led = takes_known(drafter) and guided(seqs)
+        leading = leading_guesses(seqs, k) if led else None
+        several = not single and not led and lasts(drafter)
         limits, state = _start(target, seqs, cycles if several else 1)
         weights = drafter.weights()
         said = None if placed is None else placed.tables()
         given = LoopInputs(
             target.params, target.bias, target.sampling_params(), weights, limits, said
         )
-        loop, tape, ran = compiled[plan](given, LoopState(state, drafter.memory))
+        first = _by_slot(leading, seqs, target.slots, k)
+        loop, tape, ran = compiled[plan](given, LoopState(state, drafter.memory, first))
         target.cache, drafter.memory = loop.slots.cache, loop.memory
-        return _replay(tape, int(ran), np.array([seq.slot for seq in seqs]))
+        return _replay(tape, int(ran), seqs, leading)
 
     return rounds
 
 
 class SteppedDrafter:
-    """The device loop's drafter for one cycle at a time: what a dispatch traces of it, as programs
-    of their own that the host calls."""
+    """The device loop's drafter, once it is ready, for one cycle at a time: what a dispatch traces
+    of it, as programs of their own that the host calls."""
 
     def __init__(self, target: JaxTarget, drafter: DeviceDrafter) -> None:
         self._target, self._drafter = target, drafter
@@ -244,7 +264,6 @@ class SteppedDrafter:
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
         drafter = self._drafter
-        drafter.ready(seqs)
         batch, program = self._batch(seqs), self._program(seqs)
         drafter.memory, draft = self._propose(program, k, drafter.weights(), drafter.memory, batch)
         return np.asarray(draft)[[seq.slot for seq in seqs]]
@@ -316,12 +335,23 @@ def _put_last(tokens: Array, last: Array, token: Array) -> Array:
     return tokens.at[jnp.arange(tokens.shape[0]), last].set(token, mode="drop")
 
 
-def _replay(tape: Tape, ran: int, rows: np.ndarray) -> list[Round]:
+def _by_slot(leading: Leading | None, seqs: Seqs[Sequence], slots: int, k: int) -> np.ndarray:
+    """[slots, k] int32, NO_GUESS where nothing is known."""
+    rows = np.full((slots, k), NO_GUESS, np.int32)
+    if leading is not None:
+        rows[[seq.slot for seq in seqs]] = leading.rows
+    return rows
+
+
+def _replay(tape: Tape, ran: int, seqs: Seqs[Sequence], leading: Leading | None) -> list[Round]:
+    """leading: what came first in the first cycle."""
     tape = jax.tree.map(np.asarray, tape)  # the one copy to the host
+    rows = np.array([seq.slot for seq in seqs])
     rounds = []
     for i in range(ran):
         now = jax.tree.map(lambda leaf: leaf[i], tape)  # noqa: B023
         details = now.logprobs and pick_rows(now.logprobs, rows)
         step = Step(now.chosen[rows], None, details)
-        rounds.append(Round(now.draft[rows], step, now.accepted[rows]))
+        first = leading if i == 0 else None
+        rounds.append(Round(now.draft[rows], step, now.accepted[rows], first))
     return rounds

@@ -1,0 +1,61 @@
+"""GPU memory of a server with random weights, all that the driver counts: when it is ready, after a
+prompt that fills most of a slot, and after that prompt again.
+
+    PYTHONPATH=. python docs/log/memory.py OUT.json --model gemma-4-31b --dtype int4 --max-len 8192
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from drafters import registry
+from specdec.assembly.engine import serving_engine
+from specdec.assembly.model import random_model
+from specdec.core.config import ModelConfig, PrefixConfig
+from specdec.core.provenance import gpus
+from specdec.core.types import Sequence
+
+ANSWER = 64
+
+
+def used() -> float:
+    """GiB."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", default="gemma-4-31b")
+    parser.add_argument("--dtype", default="int4")
+    parser.add_argument("--drafter", default="auto")
+    parser.add_argument("--max-len", type=int, default=8192)
+    parser.add_argument("--no-prefix-cache", action="store_true")
+    given = parser.parse_args()
+    config = ModelConfig(
+        given.model, backend="cuda", dtype=given.dtype, slots=1, max_len=given.max_len
+    )
+    speculation = registry.resolved(
+        registry.config_type()(drafter=given.drafter), config, random=True
+    )
+    model = random_model(given.model, config, speculation)
+    found = {"gpus": gpus(), "asked": vars(given) | {"out": str(given.out)}, "loaded": used()}
+    prefix = PrefixConfig(not given.no_prefix_cache)
+    engine = serving_engine(model, speculation, 8, prefix)
+    found["ready"] = used()
+    prompt = [2 + i % 4000 for i in range(given.max_len - ANSWER - 8)]
+    for name in ("after a long prompt", "after it again"):
+        seq = Sequence([*prompt], max_tokens=ANSWER)
+        engine.run_to_end([seq])
+        found[name] = used()
+    print(found)
+    given.out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
