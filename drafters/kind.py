@@ -149,6 +149,8 @@ class DrafterKind:
     """What vLLM's `--speculative-config` calls it; None: the same name."""
     vllm_keys: Mapping[str, str] = field(default_factory=dict)
     """Keys of that JSON that are its own, and the options that they mean."""
+    lies_by: Callable[[str], bool] = lambda model: False
+    """Whether weights of its own lie in or beside this model's folder. No hub is asked."""
     most_k: int = MAX_DRAFT
     """Most draft tokens of a cycle."""
     device_loops: tuple[str, ...] = ()

@@ -202,7 +202,7 @@ class LLM:
                     self._runner.cancel([seq])
 
 
-def load(model: str = "mini", drafter: str = "ngram", k: int = 4, **options: Any) -> LLM:
+def load(model: str = "mini", drafter: str = "auto", k: int = 4, **options: Any) -> LLM:
     """A model with a drafter, ready to generate.
 
     model: a Hugging Face checkpoint folder of Gemma 4, or an embedded model. options: those of the

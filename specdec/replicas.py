@@ -106,7 +106,7 @@ def _options(given: dict[str, Any]) -> tuple[ModelConfig, SpeculationConfig, Pre
         parsed = _parsed(kind, {name: given[name] for name in names})
         typed |= {name: getattr(parsed, name) for name in names}
     rest = given | typed
-    model, drafter = rest.pop("model", "mini"), rest.pop("drafter", "ngram")
+    model, drafter = rest.pop("model", "mini"), rest.pop("drafter", "auto")
     return configured(model, drafter, rest.pop("k", 4), rest)
 
 

@@ -72,6 +72,22 @@ def test_is_found_beside_or_in_the_models_folder(pair, capsys):
     assert document["config"]["speculation"]["drafter"] == "assistant"
 
 
+def test_auto_takes_what_lies_by_the_model_unless_told_not_to(pair, capsys):
+    def chosen(**own):
+        return registry.resolved(registry.config_type()(**own), ModelConfig(model=str(pair)))
+
+    found = chosen()
+    assert (found.drafter, found.auto_with) == ("auto", "assistant")
+    assert found.draft_model == str(beside(pair))
+    assert chosen(auto_with="none").draft_model is None
+    assert chosen(auto_with="model", draft_model="elsewhere").draft_model == "elsewhere"
+    assert registry.resolved(registry.config_type()(), ModelConfig()).auto_with is None
+    document = drafted(capsys, "--model", str(pair))
+    assert document["text"] == drafted(capsys, "--model", str(pair), "--k", "0")["text"]
+    shutil.rmtree(beside(pair))
+    assert chosen().auto_with is None
+
+
 def test_options_change_the_draft_alone(pair, capsys):
     text = pair.parent / "words.txt"
     text.write_text("def f(x):\n    return x\n" * 9)
@@ -98,7 +114,7 @@ def test_the_hub_is_asked_only_for_an_assistant(pair, tmp_path, monkeypatch):
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         hub.fetched.cache_clear()
-        for drafter in ("ngram", "assistant"):
+        for drafter in ("auto", "ngram", "assistant"):
             asked = registry.config_type()(drafter=drafter)
             speculation = registry.resolved(asked, ModelConfig(model="org/tiny@main"))
             assert not made.asked

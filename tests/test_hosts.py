@@ -133,8 +133,8 @@ def leave(url: str) -> None:
         (["--coordinator-address", "auto", "--process-id", "0"], ["auto", "leave them out"]),
         ([*"--coordinator-address a:1 --num-processes 2 --process-id 2".split()], ["0 to 1"]),
         (
-            ["--coordinator-address", "auto", "--drafter", "auto"],
-            ["--drafter auto", "same programs"],
+            ["--coordinator-address", "auto", "--auto-with", "eagle3"],
+            ["--drafter auto with eagle3", "same programs", "--auto-with none"],
         ),
         ([*CUDA, "--coordinator-address", "auto"], ["--coordinator-address", "--backend jax"]),
     ],

@@ -18,6 +18,12 @@ def nearby(model: Path) -> Path | None:
     return next((folder for folder in _places(model) if (folder / "config.json").is_file()), None)
 
 
+def lies_by(model: str) -> bool:
+    """Whether an assistant lies in or beside the folder of that name; not of an embedded model."""
+    named = model in embedded.OF or hub.is_name(model)
+    return not named and nearby(Path(model)) is not None
+
+
 def _places(model: Path) -> Iterator[Path]:
     name = model.resolve().name
     yield model / "assistant"

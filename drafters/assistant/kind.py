@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from drafters.assistant.files import load_assistant, suppressed
-from drafters.assistant.find import default_name, folder_of
+from drafters.assistant.find import default_name, folder_of, lies_by
 from drafters.assistant.spec import Assistant, random_assistant, released_size
 from drafters.frequency import counts_of, draft_vocabulary, texts_at_hand
 from drafters.kind import Asked, DrafterKind, PlacedDrafter, own_options
@@ -159,5 +159,6 @@ KIND = DrafterKind(
     resolve=_resolve,
     options=AssistantOptions,
     vllm_method="mtp",
+    lies_by=lies_by,
     device_loops=("jax", "cuda"),
 )

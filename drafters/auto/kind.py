@@ -35,7 +35,7 @@ LATE_DEPTHS = 0, 1, 3
 """The same of device loops, which capture a cycle of each, with guesses by weights and without."""
 WITH = (
     "The drafter with weights that auto chooses from, beside those that read the text: model, "
-    "eagle3 or assistant. None by default."
+    "eagle3, assistant, or none. By default an assistant that lies in or beside the model's folder."
 )
 
 
@@ -121,6 +121,7 @@ def _wrapped(drafter: AutoDrafter, wrap: Callable[[Any], Any]) -> AutoDrafter:
 
 
 def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:
+    speculation = _filled(speculation, model, random)
     name = _weighted(speculation)
     for text in TEXTS:
         own = replace(speculation, drafter=text, draft_model=None)
@@ -131,13 +132,25 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
         return refuse_draft_model(speculation, model, random)
     if name not in registry.KINDS or not (kind := registry.find(name)).weighted:
         raise UserError(
-            f"--auto-with must be a drafter with weights (model, eagle3, assistant), got {name!r}"
+            "--auto-with must be a drafter with weights (model, eagle3, assistant) or none, got "
+            f"{name!r}"
         )
     return replace(kind.resolve(replace(speculation, drafter=name), model, random), drafter=NAME)
 
 
+def _filled(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:
+    """With the drafter whose weights lie by the model, where none was asked for."""
+    given = own_options(AutoOptions, speculation).auto_with
+    if given is not None or speculation.draft_model is not None or random:
+        return speculation
+    lying = (kind.name for kind in registry.every() if kind.lies_by(model))
+    found = next(lying, None)
+    return speculation if found is None else replace(speculation, auto_with=found)  # pyright: ignore[reportCallIssue]
+
+
 def _weighted(speculation: SpeculationConfig) -> str | None:
-    return own_options(AutoOptions, speculation).auto_with
+    name = own_options(AutoOptions, speculation).auto_with
+    return None if name == registry.PLAIN else name
 
 
 def _read(asked: Asked) -> AutoDraft:

@@ -116,12 +116,16 @@ def joined(
 
 
 def _check_choices(topic: Any) -> None:
-    """Raise UserError for a drafter that chooses by what it measures: each process would measure
-    something else, and run other programs than the rest."""
-    if isinstance(topic, SpeculationConfig) and find(topic.drafter).part is not None:
+    """Raise UserError for a drafter that chooses by what it measures whether one with weights runs:
+    each process would measure something else, and run other programs than the rest."""
+    if not isinstance(topic, SpeculationConfig):
+        return
+    part = find(topic.drafter).part
+    if part is not None and (weighted := part(topic)) is not None:
         raise UserError(
-            f"--drafter {topic.drafter} measures in each process, and all must run the same "
-            "programs: choose one of its drafters where a model is split over several"
+            f"--drafter {topic.drafter} with {weighted} measures in each process, and all must run "
+            f"the same programs: say --drafter {weighted}, or --auto-with none, where a model is "
+            "split over several"
         )
 
 

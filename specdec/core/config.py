@@ -59,7 +59,7 @@ class SpeculationConfig:
     """What every drafter understands. Those of a drafter alone are fields that
     `drafters.registry` adds."""
 
-    drafter: str = "ngram"
+    drafter: str = "auto"
     "What guesses. Never changes the output."
     k: int = 4
     "Draft tokens per cycle, 0 to 31."
