@@ -83,7 +83,8 @@ def test_auto_takes_what_lies_by_the_model_unless_told_not_to(pair, capsys):
     assert chosen(auto_with="model", draft_model="elsewhere").draft_model == "elsewhere"
     assert registry.resolved(registry.config_type()(), ModelConfig()).auto_with is None
     document = drafted(capsys, "--model", str(pair))
-    assert document["text"] == drafted(capsys, "--model", str(pair), "--k", "0")["text"]
+    assert document["config"]["speculation"]["auto_with"] == "assistant"
+    assert document["text"] == drafted(capsys, "--model", str(pair), "--drafter", "none")["text"]
     shutil.rmtree(beside(pair))
     assert chosen().auto_with is None
 

@@ -16,7 +16,7 @@ def test_generate_streams_text_and_ends_with_json(capsys):
     document = json.loads(last)
     assert "\n".join(text) == PROMPT + document["text"]
     assert document["tokens"] <= 12 and document["tau"] >= 1
-    assert document["config"]["speculation"]["drafter"] == "ngram"
+    assert document["config"]["speculation"]["drafter"] == "auto"
     assert "embedded" in err and "tau" in err and "tok/s" in err
 
 
@@ -98,7 +98,7 @@ def test_doctor_finds_mini_sound_and_exact(capsys):
         (["bench", "--contexts", "2000"], ["--contexts", "--max-len 2048"]),
         (["bench", "--prompt-lengths", "4096"], ["--prompt-lengths", "4097"]),
         (["bench", "--repeats", "0"], ["--repeats"]),
-        (["bench", "--synthetic-tau", "7"], ["--synthetic-tau", "5"]),
+        (["bench", "--drafter", "ngram", "--synthetic-tau", "7"], ["--synthetic-tau", "5"]),
         (["bench", "--acceptance", "0.5"], ["--acceptance", "--script"]),
         (["bench", "--script", __file__, "--synthetic-tau", "2"], ["--synthetic-tau", "--script"]),
         (

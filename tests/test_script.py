@@ -247,7 +247,8 @@ def script(tmp_path):
 @pytest.mark.parametrize("backend", [[], ["--loop", "device"], CUDA], ids=str)
 def test_bench_says_a_script(capsys, script, worded, backend):
     arguments = ["bench", "--script", str(script), "--model", str(worded), "--max-len", "256"]
-    arguments += ["--batches", "1,2", "--ks", "2,4", "--repeats", "2", *backend, "--json"]
+    arguments += ["--drafter", "ngram", "--batches", "1,2", "--ks", "2,4", "--repeats", "2"]
+    arguments += [*backend, "--json"]
     out, shown = run(capsys, *arguments)
     document = json.loads(out.splitlines()[-1])
     assert document["equal"] and "the script was said" in shown

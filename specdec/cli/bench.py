@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from cyclopts import Parameter
 
-from drafters.registry import resolved
+from drafters.registry import find, resolved
 from specdec.assembly.model import Model
 from specdec.bench.aggregate import Figures, cycle_rows, first_token_rows, step_rows
 from specdec.bench.display import plot_bench, print_bench, print_script
@@ -140,6 +140,11 @@ def _refuse(
         raise UserError("--repeats must be 1 or more, --max-tokens 2 or more")
     _refuse_beside_a_script(config)
     _refuse_overlap(config, model)
+    if config.synthetic_tau and find(speculation.drafter).part is not None:
+        raise UserError(
+            "--synthetic-tau says what one drafter guesses: name it with --drafter, for "
+            f"{speculation.drafter} is made of several"
+        )
     backend_of(model)
     for option, file in (("--out", config.out), ("--plot", config.plot)):
         if file is not None:
