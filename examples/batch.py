@@ -6,7 +6,7 @@ PROMPTS = [f"def {name}(items):\n" for name in ("first", "last", "total", "large
 
 
 def main() -> None:
-    with specdec.load("mini", drafter="ngram", k=4) as llm:
+    with specdec.load("mini") as llm:
         answers = llm.generate_all(PROMPTS, max_tokens=24, temperature=0)
         alone = llm.generate(PROMPTS[0], max_tokens=24, temperature=0)
     for prompt, answer in zip(PROMPTS, answers, strict=True):

@@ -6,7 +6,7 @@ import specdec
 
 
 def main() -> None:
-    with specdec.load("mini", drafter="ngram", k=4) as llm:
+    with specdec.load("mini") as llm:
         for chunk in llm.stream("def quicksort(items):", max_tokens=32, temperature=0):
             print(chunk.text, end="", flush=True)
         print()

@@ -2,7 +2,7 @@
 
     import specdec
 
-    with specdec.load("mini", drafter="ngram", k=4) as llm:
+    with specdec.load("mini") as llm:
         answer = llm.generate("def quicksort(items):", max_tokens=64)
         print(answer.text, answer.acceptance.tau)
 

@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve: `serve run specdec.replicas:app model=mini drafter=ngram replicas=3`.
+"""Replicas on Ray Serve: `serve run specdec.replicas:app model=mini replicas=3`.
 
 Each replica is an engine with the OpenAI-compatible server before it, in a process and on a card of
 its own. What one answers, any other would: a request that is sent again, because its replica has

@@ -23,7 +23,7 @@ app = App(
     version=VERSION,
     help=(
         "Lossless speculative decoding for Gemma 4.\n\n"
-        'Start with:  specdec generate "def quicksort(items):" --drafter ngram --k 4\n\n'
+        'Start with:  specdec generate "def quicksort(items):"\n\n'
         "Without --model everything runs on the embedded model `mini`, on this machine. "
         "Any option can come from a TOML file: specdec COMMAND --config FILE."
     ),
@@ -32,12 +32,12 @@ COMMANDS = {
     "generate": (
         "generate:generate",
         "Stream one answer and say what speculation was worth.",
-        'specdec generate "def quicksort(items):" --drafter ngram --k 4',
+        'specdec generate "def quicksort(items):" --k 7',
     ),
     "serve": (
         "serve:serve",
         "Serve an OpenAI-compatible API.",
-        "specdec serve --model ./gemma-4-E4B-it --drafter ngram --k 4 --port 8000",
+        "specdec serve --model ./gemma-4-E4B-it --drafter assistant --k 7 --port 8000",
     ),
     "top": (
         "top:top",
