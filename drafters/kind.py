@@ -54,6 +54,8 @@ class Composite:
 
     parts: Mapping[str, PlacedDrafter]
     """They can be had alone too, by name."""
+    names: Callable[[Any], tuple[str, ...]]
+    """Of a drafter: its parts, in the loop that runs it."""
     policy: Callable[[Any], Policy]
     """How such a drafter chooses."""
     wrap_weighted: Callable[[Any, Callable[[Any], Any]], Any]
@@ -74,6 +76,9 @@ class PlacedDrafter:
     snapshots: Callable[[Any, int], Snapshots | None] = lambda drafter, unit: None
     """What that drafter keeps of prompts for the prefix cache, in chunks of so many tokens; None
     for drafters that need the text alone."""
+    twin: Callable[[], Drafter] | None = None
+    """Makes a drafter for the host that guesses as the device loop's step does; None where `make`'s
+    does."""
     composite: Composite | None = None
     """Of drafters that are made of others."""
 
@@ -104,6 +109,8 @@ class TextDraft:
     """Makes the host loop's drafter."""
     steps: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     """By backend, for `DrafterKind.device_loops`: makes what that loop runs, from the target."""
+    twin: Callable[[], Drafter] | None = None
+    """As `PlacedDrafter` has it."""
     features: tuple[int, ...] = ()
 
     def extra_bytes(self, shape: Any) -> int:
@@ -111,7 +118,9 @@ class TextDraft:
 
     def place(self, backend: Backend, target: Any, config: ModelConfig) -> PlacedDrafter:
         return PlacedDrafter(
-            lambda k: self.host(), lambda drafter: self.steps[target.backend](target)
+            lambda k: self.host(),
+            lambda drafter: self.steps[target.backend](target),
+            twin=self.twin,
         )
 
 

@@ -19,7 +19,7 @@ from drafters.assistant.spec import random_assistant, released_size
 from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.jax.snapshots import EagleSnapshots
 from drafters.eagle3.spec import random_head
-from drafters.ngram.jax import TracedNgram
+from drafters.lookup.jax import TracedLookup
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
@@ -47,7 +47,7 @@ def main(folder: Path, port: str = "", process: str = "") -> None:
     target, none = load_target(folder, options), NoDrafter()
     said = {"host": texts(target, none, host_cycle(target, none, 0))}
     if port:
-        looped = device_loop(target, TextDrafter(TracedNgram(1, 3)), K)
+        looped = device_loop(target, TextDrafter(TracedLookup(1, 3)), K)
         said["device"] = texts(target, none, looped)
         target = load_target(folder, replace(options, features=LAYERS))
         head = random_head(replace(SPEC, hidden=48, vocab=target.vocab, layers=LAYERS))

@@ -19,10 +19,10 @@ from drafters.eagle3 import embedded
 from drafters.eagle3.files import load_head
 from drafters.eagle3.jax.drafter import EagleDrafter
 from drafters.eagle3.spec import HeadSpec, random_head
+from drafters.lookup.jax import TracedLookup
 from drafters.model.host import CATCH_UP, ModelDrafter
 from drafters.model.jax import DeviceModel
 from drafters.ngram.host import N_MAX, N_MIN, NgramDrafter
-from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
@@ -199,7 +199,7 @@ def check_device(path, mode, slots, ks, tokens=TOKENS, adversaries=("none", *TOL
             assert output == plain, (path.name, mode, slots, name, k)
             assert name != "right" or acceptance.rate == 1.0 or k == 0
             assert name not in ("wrong", "wild") or acceptance.accepted == 0
-        traced, host = TextDrafter(TracedNgram(*lengths)), NgramDrafter(*lengths)
+        traced, host = TextDrafter(TracedLookup(*lengths)), NgramDrafter(*lengths)
         output, acceptance = run(target, NoDrafter(), device_loop(target, traced, k))
         again, host_acceptance = run(target, host, host_cycle(target, host, k))
         assert output == again == plain, (path.name, mode, slots, "ngram", k)

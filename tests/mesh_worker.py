@@ -16,8 +16,8 @@ import jax
 import pytest
 
 from drafters.assistant.jax.drafter import AssistantDrafter, PlacedAssistant
+from drafters.lookup.jax import TracedLookup
 from drafters.ngram.host import NgramDrafter
-from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
 from drafters.none.jax import TracedNone
 from specdec.core.cycle import host_cycle
@@ -63,7 +63,7 @@ def every_way(target: JaxTarget, device: bool, thorough: bool) -> dict[str, list
         "ngram host": texts(target, ngram, host_cycle(target, ngram, K)),
     }
     if device:
-        traced = TextDrafter(TracedNgram(1, 3))
+        traced = TextDrafter(TracedLookup(1, 3))
         ways["ngram device"] = texts(target, none, device_loop(target, traced, K))
     if thorough:
         ways["none device"] = texts(target, none, device_loop(target, TextDrafter(TracedNone()), 0))

@@ -19,8 +19,8 @@ from drafters.auto.host import AutoDrafter, Weighted
 from drafters.auto.late import EITHER, NOBODY, TEXT, WEIGHTS, LateChooser
 from drafters.eagle3.files import save_flat
 from drafters.eagle3.spec import random_head
+from drafters.lookup.jax import TracedLookup
 from drafters.ngram.host import NgramDrafter
-from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
 from drafters.suffix.host import SuffixDrafter
 from specdec.assembly.engine import make_engine
@@ -468,7 +468,7 @@ def test_lossless_on_the_cuda_target_with_narrower_cycles(worded):
 @pytest.mark.usefixtures("cheap_programs")
 def test_jaxs_loop_runs_one_cycle_of_a_choice_that_does_not_last(tiny):
     target = load_target(tiny["31b"], JaxOptions(slots=1, max_len=128, k=4, chunk=8))
-    drafter = TextDrafter(TracedNgram(1, 3))
+    drafter = TextDrafter(TracedLookup(1, 3))
     traced = device_loop(target, drafter, 4, cycles=4)
     said, most = [], []
     for drafter.lasts in (True, False):
@@ -490,7 +490,7 @@ def test_jaxs_loop_runs_one_cycle_of_a_choice_that_does_not_last(tiny):
 def test_a_wish_holds_in_the_device_loop(tiny):
     """As in the host loop, guess for guess."""
     target = load_target(tiny["31b"], JaxOptions(slots=3, max_len=128, k=7, chunk=8))
-    traced = device_loop(target, TextDrafter(TracedNgram(1, 3)), 4)
+    traced = device_loop(target, TextDrafter(TracedLookup(1, 3)), 4)
     texts = []
     for wished in (False, True):
         for drafter, cycle in (

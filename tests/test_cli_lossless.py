@@ -15,6 +15,7 @@ def test_drafter_k_and_loop_do_not_change_the_text(capsys, worded):
     base = ["generate", PROMPT, "--max-tokens", "16", "--json", "--seed", "3"]
     base += ["--model", str(worded), "--max-len", "256"]
     variants = [["--drafter", "none"], ["--k", "7"], ["--loop", "device"]]
+    variants.append(["--loop", "device", "--drafter", "suffix"])
     texts = {json.loads(run(capsys, *base, *v)[0].splitlines()[-1])["text"] for v in variants}
     assert len(texts) == 1
 

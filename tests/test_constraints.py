@@ -245,7 +245,6 @@ def test_neither_drafter_nor_prediction_changes_a_token_of_constrained_text(word
         for drafter in ("none", "ngram", "suffix", "model", "eagle3")
         for k in (1, 4, 7, 31)
         for loop in ("host", "device")
-        if (drafter, loop) != ("suffix", "device")
     ],
 )
 def test_no_drafter_changes_a_token_of_what_mini_says(drafter, k, loop):

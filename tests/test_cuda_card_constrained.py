@@ -37,13 +37,13 @@ def plain(dtype):
 @pytest.mark.parametrize("dtype", ["fp8", "bfloat16"])
 @pytest.mark.parametrize("slots", [1, 3, 8])
 def test_constrained_texts_are_plain_decodings(slots, dtype):
-    from drafters.ngram.cuda import DeviceNgram
+    from drafters.lookup.cuda import DeviceLookup
     from drafters.none.cuda import DeviceNone
     from targets.cuda.device_loop import device_loop
 
     target = target_of(slots, dtype=dtype)
     for k in (0, 1, 4, 7, 31):
-        for name, drafter in (("none", DeviceNone()), ("ngram", DeviceNgram(target, 2, 5))):
+        for name, drafter in (("none", DeviceNone()), ("ngram", DeviceLookup(target, 2, 5))):
             engine = Engine(target, NoDrafter(), device_loop(target, drafter, k))
             assert texts(engine) == plain(dtype), (name, k, "captured cycle")
     for k in (4, 31):

@@ -16,9 +16,9 @@ from drafters.auto.late import LateChooser
 from drafters.eagle3.cuda.drafter import DeviceEagle, EagleDrafter
 from drafters.eagle3.cuda.head import HeadModel
 from drafters.eagle3.spec import random_head
+from drafters.lookup.cuda import DeviceLookup
 from drafters.model.cuda import DeviceModel
 from drafters.model.host import ModelDrafter
-from drafters.ngram.cuda import DeviceNgram
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
@@ -221,7 +221,7 @@ def test_auto_in_the_captured_cycle(name):
     policy = Whim(4, RandomCosts(1), Menu.of({4}, {0}), name)
     drafter = AutoDrafter({"ngram": NgramDrafter(2, 5)}, weighted, policy)
     chooser = LateChooser(drafter, "ngram", 3, {0, 1, 3, 4})
-    captured = device_loop(target, DeviceAuto(chooser, DeviceNgram(target, 2, 5), resident), 4)
+    captured = device_loop(target, DeviceAuto(chooser, DeviceLookup(target, 2, 5), resident), 4)
     for mode in MODES:
         said = plain(KINDS[0], mode)
         assert decode(target, drafter, captured, mode)[0] == said, mode

@@ -31,11 +31,11 @@ def target_of(slots, max_len=512, name="mini", graphs=True):
 @cache
 def captured(slots, k=4, max_len=512, name="mini"):
     """One cycle for all tests of a shape: its graphs, and what former rows left behind."""
-    from drafters.ngram.cuda import DeviceNgram
+    from drafters.lookup.cuda import DeviceLookup
     from targets.cuda.device_loop import device_loop
 
     target = target_of(slots, max_len, name)
-    return device_loop(target, DeviceNgram(target, 2, 5), k)
+    return device_loop(target, DeviceLookup(target, 2, 5), k)
 
 
 def engine_of(slots, k=4, max_len=512, name="mini"):
@@ -176,13 +176,13 @@ def test_a_batch_that_grows_and_shrinks(mode):
 def test_a_script_is_said_by_the_captured_cycle():
     """With what lookup finds, with a recorded acceptance, with a prediction: as in the host loop,
     on slots that had other owners before."""
-    from drafters.ngram.cuda import DeviceNgram
+    from drafters.lookup.cuda import DeviceLookup
     from targets.cuda.device_loop import device_loop
 
     target = target_of(2)
 
     def drive(script):
-        return device_loop(target, DeviceNgram(target, 1, 3), 3, script)
+        return device_loop(target, DeviceLookup(target, 1, 3), 3, script)
 
     for right in (None, partial(drawn_right, SHARES, seed=1)):
         for predicted in (None, ANSWERS[0]):

@@ -85,7 +85,7 @@ def host_drafters(plain, vocab):
 @pytest.mark.parametrize(("kind", "mode"), CASES)
 def test_every_token_is_plain_decodings(kind, mode, slots):
     """Plain: one slot, launched kernel by kernel. 16 prompts of 24 tokens in each run."""
-    from drafters.ngram.cuda import DeviceNgram
+    from drafters.lookup.cuda import DeviceLookup
     from drafters.none.cuda import DeviceNone
     from targets.cuda.device_loop import device_loop
 
@@ -93,7 +93,7 @@ def test_every_token_is_plain_decodings(kind, mode, slots):
     plain = decode(lone, NoDrafter(), host_cycle(lone, NoDrafter(), 0), mode)
     target = target_of(*kind, slots)
     for k in (0, 1, 4, 7):
-        for name, drafter in (("none", DeviceNone()), ("ngram", DeviceNgram(target, 2, 5))):
+        for name, drafter in (("none", DeviceNone()), ("ngram", DeviceLookup(target, 2, 5))):
             cycle = device_loop(target, drafter, k)
             assert decode(target, NoDrafter(), cycle, mode) == plain, (name, k, "captured cycle")
         for name, drafter in host_drafters(plain, target.vocab).items():

@@ -17,7 +17,7 @@ from drafters.assistant.spec import released_size
 from drafters.eagle3.cuda.head import arch_of
 from drafters.eagle3.cuda.kernels import draft_variants
 from drafters.eagle3.spec import sized
-from drafters.ngram.cuda import LOOKUP
+from drafters.lookup.cuda import LOOKUP
 from specdec.core.errors import UserError
 from targets import arch, mini
 from targets.arch import read_arch, released

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from drafters.lookup.jax import TracedLookup
 from drafters.ngram.host import NgramDrafter
-from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
 from specdec.core.config import ModelConfig
 from specdec.core.cycle import host_cycle
@@ -155,5 +155,5 @@ def test_int8_is_lossless_within_itself(tiny, short_blocks):
     plain, _ = run(none, host_cycle(target, none, 0))
     found, acceptance = run(ngram, host_cycle(target, ngram, 4))
     assert found == plain and acceptance.drafted
-    found, again = run(none, device_loop(target, TextDrafter(TracedNgram(1, 3)), 4, 4))
+    found, again = run(none, device_loop(target, TextDrafter(TracedLookup(1, 3)), 4, 4))
     assert found == plain and again == acceptance

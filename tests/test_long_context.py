@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
+from drafters.lookup.jax import TracedLookup
 from drafters.ngram.host import NgramDrafter
-from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
@@ -92,5 +92,5 @@ def test_no_drafter_changes_a_token_far_out(variant, mode):
     plain = decode(none, host_cycle(target, none, 0))
     for drafter, k in ((ngram, 4), (Noise(VOCAB), 7)):
         assert decode(drafter, host_cycle(target, drafter, k)) == plain
-    traced = TextDrafter(TracedNgram(1, 3))
+    traced = TextDrafter(TracedLookup(1, 3))
     assert decode(none, device_loop(target, traced, 4)) == plain

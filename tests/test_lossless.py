@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
+from drafters.lookup.jax import TracedLookup
 from drafters.model.host import CATCH_UP
 from drafters.ngram.host import NgramDrafter
-from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from targets.jax.device_drafter import TextDrafter
@@ -83,7 +83,7 @@ def test_batched_rows_are_exact_within_their_bucket(tiny):
     for mode in ("greedy", "everything"):
         plain, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0), mode)
         assert (
-            run(NoDrafter(), device_loop(target, TextDrafter(TracedNgram(1, 3)), 4), mode)[0]
+            run(NoDrafter(), device_loop(target, TextDrafter(TracedLookup(1, 3)), 4), mode)[0]
             == plain
         )
     lone = prompts_for(target.vocab)[0]

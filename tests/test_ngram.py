@@ -1,4 +1,5 @@
-"""Prompt lookup: which match wins, what it costs, and the traced twin that guesses the same."""
+"""Prompt lookup: which match wins, what it costs, and the traced step that guesses the same, with
+its twin on the host, which knows longer suffixes."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from drafters.lookup.host import SEEN, LookupTwin
+from drafters.lookup.jax import TracedLookup
 from drafters.ngram.host import NgramDrafter
-from drafters.ngram.jax import TracedNgram
 from specdec.core.errors import UserError
 from specdec.core.types import NO_GUESS, Sequence
 
@@ -51,14 +53,25 @@ def test_the_traced_twin_guesses_the_same(texts):
     for row, text in enumerate(texts):
         history[row, : len(text)] = text
     length = np.array([len(t) for t in texts], np.int32)
-    for n_min, n_max in ((1, 3), (2, 5)):
-        seqs = [Sequence(list(t)) for t in texts]
-        host = NgramDrafter(n_min, n_max)
-        for slot, seq in enumerate(seqs):
-            seq.slot = slot
+    for lengths in ((1, 3), (2, 5), (2, 20)):
+        seqs = [Sequence(list(t), slot=slot) for slot, t in enumerate(texts)]
+        host, twin = NgramDrafter(*lengths), LookupTwin(*lengths)
+        for seq in seqs:
             host.reset(seq)
-        traced = TracedNgram(n_min, n_max).propose(history, length, 6)
-        assert np.asarray(traced).tolist() == host.propose(seqs, 6).tolist()
+            twin.reset(seq)
+        traced = np.asarray(TracedLookup(*lengths).propose(history, length, 6)).tolist()
+        assert traced == host.propose(seqs, 6).tolist() == twin.propose(seqs, 6).tolist()
+        assert [host.matched(seq) for seq in seqs] == [twin.matched(seq) for seq in seqs]
+
+
+def test_the_twin_follows_a_text_that_grows_and_looks_at_its_end_alone():
+    twin, seq = LookupTwin(2, 32), Sequence([1, 2, 3, 1, 2], slot=0)
+    twin.reset(seq)
+    assert twin.propose([seq], 3).tolist() == [[3, 1, 2]]
+    seq.tokens += [9] * (SEEN - 8) + [1, 2]
+    assert twin.propose([seq], 2).tolist() == [[9, 9]] and twin.matched(seq) == 2
+    seq.tokens += [9] * SEEN + [1, 2]
+    assert twin.propose([seq], 2).tolist() == [[NO_GUESS] * 2] and twin.matched(seq) == 0
 
 
 def test_a_match_that_reaches_the_end_repeats_with_its_period():

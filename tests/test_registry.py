@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from drafters import registry
+from drafters.kind import DrafterKind, TextDraft
+from drafters.none.host import NoDrafter
 from specdec.assembly.engine import make_engine
 from specdec.assembly.model import load_model
 from specdec.core.config import ModelConfig, SpeculationConfig
@@ -83,20 +87,37 @@ def test_an_unknown_drafter_is_one_line_in_every_loop(capsys, backend, loop):
     assert f"unknown drafter 'medusa': choose one of {names}" in line
 
 
-def test_a_drafter_without_a_device_step_is_one_line():
+@pytest.fixture
+def still(monkeypatch):
+    """A drafter without a step for any device loop."""
+    kind = DrafterKind("still", "nothing", lambda asked: TextDraft(NoDrafter))
+    monkeypatch.setitem(registry.KINDS, "still", "tests.still_drafter")
+    monkeypatch.setitem(sys.modules, "tests.still_drafter", SimpleNamespace(KIND=kind))
+
+
+def test_a_drafter_without_a_device_step_is_one_line(still):
     """It would otherwise propose nothing, and nobody would be told."""
-    model = load_model(ModelConfig(**MODEL), SpeculationConfig(drafter="suffix"))
-    match = "suffix has no step for the device loop of jax: use --loop host"
+    model = load_model(ModelConfig(**MODEL), SpeculationConfig(drafter="still"))
+    match = "still has no step for the device loop of jax: use --loop host"
     with pytest.raises(UserError, match=match):
-        make_engine(model, SpeculationConfig(drafter="suffix", loop="device"))
+        make_engine(model, SpeculationConfig(drafter="still", loop="device"))
 
 
-@pytest.mark.parametrize("asked", [("jax", "device"), ("cuda", "device"), ("cuda", None)])
-def test_it_is_refused_before_anything_is_read(monkeypatch, asked):
-    (backend, loop), config = asked, ModelConfig(backend=asked[0], **MODEL)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *(("still", backend, "device") for backend in ("jax", "cuda")),
+        ("still", "cuda", None),
+        ("suffix", "cuda", None),
+    ],
+)
+def test_it_is_refused_before_anything_is_read(monkeypatch, still, asked):
+    name, backend, loop = asked
     monkeypatch.setattr("specdec.assembly.model.read_arch", lambda path: pytest.fail("too late"))
-    with pytest.raises(UserError, match=f"suffix has no step for the device loop of {backend}"):
-        load_model(config, SpeculationConfig(drafter="suffix", loop=loop))
+    with pytest.raises(UserError, match=f"{name} has no step for the device loop of {backend}"):
+        load_model(
+            ModelConfig(backend=backend, **MODEL), SpeculationConfig(drafter=name, loop=loop)
+        )
 
 
 def test_help_names_every_drafter(capsys):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from drafters.lookup.jax import TracedLookup
 from drafters.ngram.host import NgramDrafter
-from drafters.ngram.jax import TracedNgram
 from drafters.none.host import NoDrafter
 from specdec.bench import timing as bench
 from specdec.bench.script_file import read_script
@@ -85,7 +85,7 @@ def test_a_request_without_a_line_says_what_the_target_chooses():
 
 def test_both_loops_say_it_with_the_same_acceptance(tiny):
     target = load_target(tiny["31b"], JaxOptions(slots=2, max_len=256, k=7, chunk=8))
-    traced = TextDrafter(TracedNgram(1, 3))
+    traced = TextDrafter(TracedLookup(1, 3))
     for right in (None, lambda count: drawn_right(SHARES, count, seed=1)):
         for predicted in (None, ANSWERS[0]):
             drive = lambda script: device_loop(target, traced, 3, script=script)  # noqa: E731

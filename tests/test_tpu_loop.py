@@ -15,9 +15,9 @@ import pytest
 from drafters.eagle3.jax import draft as eagle3
 from drafters.eagle3.jax.head import DraftCache, sharding_of
 from drafters.eagle3.spec import sized, tensors
+from drafters.lookup.jax import TracedLookup
 from drafters.model.host import CATCH_UP
 from drafters.model.jax import ModelInputs, ModelProgram
-from drafters.ngram.jax import TracedNgram
 from targets.arch import released
 from targets.jax.aot import shapes, topology_mesh
 from targets.jax.device_drafter import SlotState, TextDrafter
@@ -67,7 +67,7 @@ class Abstract:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or replicated(self.mesh))
 
     def _ngram(self) -> tuple[Any, Any, Any]:
-        return TextDrafter(TracedNgram()).program(True), (), ()
+        return TextDrafter(TracedLookup(2, 5)).program(True), (), ()
 
     def _eagle3(self, spec) -> tuple[Any, Any, Any]:
         weights = {

@@ -12,14 +12,17 @@ import json
 import random
 import sysconfig
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from drafters.lookup.host import LookupTwin
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
-from drafters.suffix.host import SuffixDrafter
+from drafters.suffix.host import SHORTEST, SuffixDrafter
+from drafters.suffix.kind import LONGEST
 from specdec.core.constraint import GuidedDrafter
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.protocols import Drafter
@@ -103,6 +106,7 @@ def counted(case: Case, drafter: Drafter, k: int, predicted: bool) -> Counts:
 WAYS: dict[str, tuple[Callable[[], Drafter], bool]] = {
     "ngram": (NgramDrafter, False),
     "suffix": (SuffixDrafter, False),
+    "suffix in device loops": (partial(LookupTwin, SHORTEST, LONGEST), False),
     "predicted": (NoDrafter, True),
     "predicted, ngram": (NgramDrafter, True),
     "predicted, suffix": (SuffixDrafter, True),

@@ -27,8 +27,8 @@ from targets.backend import Backend, meter_of
 
 TEXTS = "suffix", "ngram"
 """The drafters that read the text; of equals the first is taken."""
-LOOKUP = "ngram"
-"""The one of them that device loops have a step for."""
+LOOKUPS = {"jax": "suffix", "cuda": "ngram"}
+"""By backend, the best of them that its device loop has a step for."""
 DEPTHS = 0, 1, 3, 7, 15
 """Draft tokens per row that a cycle may verify, beside K, where fewer cost less."""
 LATE_DEPTHS = 0, 1, 3
@@ -61,8 +61,10 @@ class AutoDraft:
     def place(self, backend: Backend, target: Any, config: ModelConfig) -> PlacedDrafter:
         parts = {name: d.place(backend, target, config) for name, d in self.drafts.items()}
         placed = _Placed(parts, self.weighted, target)
-        composite = Composite(parts, lambda drafter: drafter.policy, _wrapped, measure_costs)
-        return PlacedDrafter(placed.make, placed.on_device, placed.snapshots, composite)
+        policy = lambda drafter: drafter.policy  # noqa: E731
+        composite = Composite(parts, _names, policy, _wrapped, measure_costs)
+        own = placed.make, placed.on_device, placed.snapshots
+        return PlacedDrafter(*own, composite=composite)
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,13 @@ class _Placed:
         return AutoDrafter(made, weighted, Policy(k, CostTable(), self._menu(k), name))
 
     def on_device(self, drafter: AutoDrafter) -> Any:
-        """Prompt lookup and the drafter with weights: suffix lookup has no step there."""
+        """One lookup and the drafter with weights. The lookup is judged by its twin."""
+        name = LOOKUPS[self.target.backend]
+        lookup, twin = self.parts[name], self.parts[name].twin
+        drafter.texts = {name: drafter.texts[name] if twin is None else twin()}
         depths = self._depths(drafter.policy.k, LATE_DEPTHS)
-        chooser = LateChooser(drafter, LOOKUP, self.target.slots, depths)
-        text = self.parts[LOOKUP].on_device(drafter.texts[LOOKUP])
+        chooser = LateChooser(drafter, name, self.target.slots, depths)
+        text = lookup.on_device(drafter.texts[name])
         weighted = None
         if drafter.weighted is not None:
             weighted = self.parts[drafter.weighted.name].on_device(drafter.weighted.drafter)
@@ -104,6 +109,10 @@ class _Placed:
     def _menu(self, k: int) -> Menu:
         depths = self._depths(k, DEPTHS)
         return Menu.of(depths, {0} if self.weighted is None else {0, 1, max(1, k // 2), k})
+
+
+def _names(drafter: AutoDrafter) -> tuple[str, ...]:
+    return tuple(drafter.parts)
 
 
 def _device_drafter(backend: str) -> Any:

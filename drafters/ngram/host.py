@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from drafters.lookup.host import continuation
 from specdec.core.errors import UserError
 from specdec.core.types import NO_GUESS, Array, Sequence, Step
 
@@ -77,9 +78,3 @@ class NgramDrafter:
             for n in range(self.n_min, min(self.n_max, follow) + 1):
                 index.follows[tuple(tokens[follow - n : follow])] = follow
         index.indexed = len(tokens)
-
-
-def continuation(tokens: list[int], follow: int, k: int) -> list[int]:
-    """The k tokens from `follow` on; past the end of the text the match repeats with its period."""
-    period = len(tokens) - follow
-    return [tokens[follow + i % period] for i in range(k)]

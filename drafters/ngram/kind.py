@@ -34,16 +34,16 @@ def _read(asked: Asked) -> TextDraft:
 
 
 def _traced(lengths: tuple[int, int], target: Any) -> Any:
-    from drafters.ngram.jax import TracedNgram
+    from drafters.lookup.jax import TracedLookup
     from targets.jax.device_drafter import TextDrafter
 
-    return TextDrafter(TracedNgram(*lengths))
+    return TextDrafter(TracedLookup(*lengths))
 
 
 def _captured(lengths: tuple[int, int], target: Any) -> Any:
-    from drafters.ngram.cuda import DeviceNgram
+    from drafters.lookup.cuda import DeviceLookup
 
-    return DeviceNgram(target, *lengths)
+    return DeviceLookup(target, *lengths)
 
 
 KIND = DrafterKind(

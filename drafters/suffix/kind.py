@@ -1,14 +1,20 @@
-"""`--drafter suffix`: suffix lookup."""
+"""`--drafter suffix`: suffix lookup. Device loops look for the longest suffix of up to `LONGEST`
+tokens, and take what came after its last occurrence; they count nothing, and look at no other
+answers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from drafters.kind import Asked, DrafterKind, TextDraft, own_options, refuse_draft_model
+from drafters.lookup.host import LookupTwin
 from drafters.suffix.host import SHORTEST, SuffixDrafter
 from specdec.core.config import SpeculationConfig
 
+LONGEST = 32
+"""Tokens of a suffix that device loops look for: a longer one says no more of what comes next."""
 HELP = "Shortest suffix that suffix lookup guesses from."
 ANSWERS = (
     "Tokens of ended answers that suffix lookup remembers, for requests of the same API key and "
@@ -28,7 +34,17 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
 
 
 def _read(asked: Asked) -> TextDraft:
-    return TextDraft(partial(_made, own_options(SuffixOptions, asked.speculation)))
+    given = own_options(SuffixOptions, asked.speculation)
+    lengths = given.suffix_min, max(given.suffix_min, LONGEST)
+    steps = {"jax": partial(_traced, lengths)}
+    return TextDraft(partial(_made, given), steps, partial(LookupTwin, *lengths))
+
+
+def _traced(lengths: tuple[int, int], target: Any) -> Any:
+    from drafters.lookup.jax import TracedLookup
+    from targets.jax.device_drafter import TextDrafter
+
+    return TextDrafter(TracedLookup(*lengths))
 
 
 def _made(given: SuffixOptions) -> SuffixDrafter:
@@ -37,8 +53,9 @@ def _made(given: SuffixOptions) -> SuffixDrafter:
 
 KIND = DrafterKind(
     "suffix",
-    "lookup of the longest suffix, no weights, host loop only",
+    "lookup of the longest suffix, no weights; with cuda in the host loop only",
     _read,
     resolve=_resolve,
     options=SuffixOptions,
+    device_loops=("jax",),
 )

@@ -66,7 +66,7 @@ def make_engine(
         target, drafter = _scripted(target, drafter, script, composite)
     if loop == "host":
         driver = host_cycle(target, drafter, k)
-    parts = () if composite is None else tuple(composite.parts)
+    parts = () if composite is None else composite.names(drafter)
     policy = None if composite is None else composite.policy(drafter)
     drafting = DraftSetup(speculation.drafter, parts, k, policy)
     engine = Engine(target, drafter, driver, max_waiting, cache, drafting)

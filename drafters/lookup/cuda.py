@@ -1,4 +1,4 @@
-"""Prompt lookup in the captured cycle: the same guesses as `host.py`, by a kernel of its own."""
+"""Lookup in the captured cycle: the same guesses as `host.LookupTwin`, by a kernel of its own."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LOOKUP = Variant("lookup", folder=Path(__file__).parent / "sources")
 THREADS = 1024
 
 
-class DeviceNgram:
+class DeviceLookup:
     """A `DeviceDrafter`: it reads the slots' own texts, there is nothing else to learn."""
 
-    def __init__(self, target: CudaTarget, n_min: int, n_max: int) -> None:
-        """n_min, n_max: the shortest and the longest suffix to look up."""
-        self.target, self.lengths = target, (n_min, n_max)
+    def __init__(self, target: CudaTarget, shortest: int, longest: int) -> None:
+        """Suffixes of so many tokens."""
+        self.target, self.lengths = target, (shortest, longest)
         self._launch = Launcher(Library({LOOKUP}))
 
     def ready(self, seqs: Seqs[Sequence]) -> None:
