@@ -88,17 +88,26 @@ def drive(engine: Engine, seqs: list[Sequence], requests: list[dict[str, Any]]) 
     return [outcomes[id(seq)] for seq in seqs]
 
 
+def alone(bench: parts.Bench, request: dict[str, Any]) -> Outcome:
+    """What a request is told by plain decoding, with nobody beside it."""
+    lone = request | {"at": 0, "cancel": None}
+    engine = bench.engine(parts.PLAIN)
+    (plain,) = drive(engine, [parts.sequence(request, bench.target.vocab)], [lone])
+    assert plain.error is None and plain.tokens, plain
+    return plain
+
+
 def check_run(
     bench: parts.Bench, engine: Engine, requests: list[dict[str, Any]], counts: Counts
 ) -> None:
     """Raise AssertionError where a request's text is not that of its lone plain run."""
-    vocab = bench.target.vocab
-    outcomes = drive(engine, [parts.sequence(r, vocab) for r in requests], requests)
-    for i, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
-        lone = request | {"at": 0, "cancel": None}
-        alone = bench.engine(parts.PLAIN)
-        (plain,) = drive(alone, [parts.sequence(request, vocab)], [lone])
-        assert plain.error is None and plain.tokens, plain
+    plains = [alone(bench, request) for request in requests]
+    seqs = [
+        parts.sequence(request, bench.target.vocab, plain.tokens)
+        for request, plain in zip(requests, plains, strict=True)
+    ]
+    outcomes = drive(engine, seqs, requests)
+    for i, (plain, outcome) in enumerate(zip(plains, outcomes, strict=True)):
         assert outcome.agrees(plain), f"request {i} said {outcome}, alone and plainly {plain}"
         counts.requests += 1
         counts.tokens += len(outcome.tokens)

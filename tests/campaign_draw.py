@@ -2,9 +2,10 @@
 
     {"target": {backend, model, slots, max_len, k, chunk, dtype, kv_dtype, features, ...},
      "runs": [{drafter, k, loop, draft | head | assistant | lengths,
-               "requests": [{prompt, sampling, max_tokens, stop_ids, at, cancel}]}]}
+               "requests": [{prompt, sampling, max_tokens, stop_ids, at, cancel, prediction}]}]}
 
-`at` and `cancel` count the engine's turns. Several runs share a target: compiling it takes longest.
+`at` and `cancel` count the engine's turns. `prediction` is the share of the predicted answer that
+is wrong, None where nothing is predicted. Several runs share a target: compiling it takes longest.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+from drafters import registry
 from tests import campaign_parts as parts
 from tests.tiny import VARIANTS
 
@@ -93,13 +95,13 @@ def _features(random: Random, model: str) -> list[int]:
 
 
 def draw_run(random: Random, target: dict[str, Any], device: str) -> dict[str, Any]:
-    kinds = ["none", "ngram", "ngram", "model", "model", "noise", "wild"]
+    kinds = ["none", "ngram", "suffix", "auto", "model", "model", "noise", "wild"]
     fed = {0: [], 1: ["assistant"] * 3}.get(len(target["features"]), ["eagle3"] * 3)
     drafter = random.choice(kinds + fed)
     run: dict[str, Any] = {
         "drafter": drafter,
         "k": random.choice([1, 2, 4, random.randint(0, target["k"]), target["k"]]),
-        "loop": "host" if drafter in ("noise", "wild") else _loop(random, target, device),
+        "loop": _loop(random, target, device, drafter),
         "argmax": random.random() < 0.2,
     }
     run |= _draft(random, drafter, target)
@@ -109,8 +111,11 @@ def draw_run(random: Random, target: dict[str, Any], device: str) -> dict[str, A
     return run
 
 
-def _loop(random: Random, target: dict[str, Any], device: str) -> str:
-    if target["backend"] == "cuda":  # references are not captured
+def _loop(random: Random, target: dict[str, Any], device: str, drafter: str) -> str:
+    backend = target["backend"]
+    if drafter in ("noise", "wild") or backend not in registry.find(drafter).device_loops:
+        return "host"
+    if backend == "cuda":  # references are not captured
         captured = device == "cuda" and target["dtype"] != "float32"
         return random.choice(["host", "device", "device"]) if captured else "host"
     return random.choice(["host", "host", "device"])
@@ -186,6 +191,7 @@ def draw_request(random: Random, target: dict[str, Any], details: bool) -> dict[
         "sampling": _sampling(random, vocab, details),
         "max_tokens": random.choice([1, 5, 12, 20 if slow else 40, 20 if slow else 10**6]),
         "stop_ids": sorted(random.sample(range(vocab), stops)),
+        "prediction": random.choice([None, None, 0.0, 0.1, 1.0]),
         "at": at,
         "cancel": at + random.randint(0, 20) if random.random() < 0.15 else None,
     }

@@ -7,6 +7,7 @@ a machine with one of them will do.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence as Seqs
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,7 @@ from specdec.assembly.model import Model
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
+from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import Sampling, Sequence
 from targets import mini
 from targets.arch import Arch, read_arch
@@ -163,17 +165,23 @@ def _assistant_draft(arch: Arch, given: dict[str, Any], greedy: bool) -> Assista
     return AssistantDraft(made._replace(target_ids=ids), (last,), given["ahead"], greedy)
 
 
-def sequence(request: dict[str, Any], vocab: int) -> Sequence:
+def sequence(request: dict[str, Any], vocab: int, answer: Seqs[int] = ()) -> Sequence:
     """A request of a case, ready to be submitted. Its text repeats with a period, so that prompt
-    lookup finds something."""
+    lookup finds something. answer: what it will say, of which its prediction is made, if any."""
     prompt = request["prompt"]
     random = np.random.default_rng(prompt["seed"])
     text = np.resize(random.integers(0, vocab, prompt["period"]), prompt["length"]).tolist()
     sampling = dict(request["sampling"])
     bias = tuple((int(i), float(v)) for i, v in sampling.pop("logit_bias", ()))
-    return Sequence(
+    seq = Sequence(
         text,
         Sampling(**sampling, logit_bias=bias),
         max_tokens=request["max_tokens"],
         stop_ids=frozenset(request["stop_ids"]),
     )
+    wrong = request.get("prediction")
+    if wrong is not None and answer:
+        other = random.integers(0, vocab, len(answer))
+        told = np.where(random.random(len(answer)) < wrong, other, answer).tolist()
+        seq.prediction = Prediction(PredictedText(told), seq.prompt_len)
+    return seq

@@ -263,6 +263,32 @@ def test_lossless_in_jaxs_device_loop(name, worded):
     assert {work.drafted for work in engine.drafter.policy.costs.works} == {0, 4}
 
 
+@pytest.mark.usefixtures("cheap_programs")
+def test_predictions_ride_with_jaxs_dispatches_and_useless_ones_do_not_cut_them_short(worded):
+    chosen = registry.config_type()(drafter="auto", k=4, loop="device")
+    config = ModelConfig(str(worded), slots=1, max_len=256)
+    speculation = registry.resolved(chosen, config)
+    engine = make_engine(load_model(config, speculation), speculation)
+
+    def run(answer=None):
+        """-> tokens, dispatches, and cycles."""
+        seq, steps = Sequence([5, 6, 7, 8], MODES["everything"](1), max_tokens=100), 0
+        if answer is not None:
+            seq.prediction = Prediction(PredictedText(answer), seq.prompt_len)
+        engine.submit(seq)
+        while not engine.idle:
+            engine.step()
+            steps += 1
+        return seq.tokens[seq.prompt_len :], steps, seq.acceptance.cycles
+
+    answer, dispatches, cycles = run()
+    again, _, fewer = run(answer)
+    assert again == answer and fewer <= 21 < cycles  # 100 tokens, five a cycle
+    run([WORDS - 1] * 100)  # learned what such predictions are worth
+    again, more, _ = run([WORDS - 1] * 100)
+    assert again == answer and more <= dispatches + 2
+
+
 class Said:
     """A `DeviceDrafter` of either loop that says this."""
 
