@@ -25,10 +25,11 @@ class Speculating:
     k: int
     """Draft tokens per cycle."""
 
-    def name(self, guesser: Guesser) -> str:
+    def name(self, guesser: Guesser | str) -> str:
         """What the wire calls it."""
-        names = {"prediction": PREDICTION, "constraint": GRAMMAR}
-        return names.get(guesser) or self.drafter or "none"
+        drafter = self.drafter or "none"
+        names = {"prediction": PREDICTION, "constraint": GRAMMAR, "drafter": drafter}
+        return names.get(guesser, guesser)
 
     def of(self, wish: Speculative | None) -> Speculating:
         """What one request is speculated with."""

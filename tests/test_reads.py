@@ -146,19 +146,23 @@ def test_anything_but_true_or_false_is_refused(server, value):
     assert reply.json()["error"]["param"] == "include_speculation"
 
 
-def test_both_loops_report_the_same_guesses():
+def test_both_loops_report_the_same_guesses_and_auto_whose_they_are():
     config = ModelConfig("mini")
-    speculation = registry.resolved(registry.config_type()(drafter="ngram", k=4), config)
-    model = load_model(config, speculation)
-    reports = {}
-    for loop in ("host", "device"):
-        engine = make_engine(model, replace(speculation, loop=loop))
+    auto = registry.resolved(registry.config_type()(k=4, loop="host"), config)
+    model = load_model(config, auto)
+    lookup, reports = replace(auto, drafter="ngram"), {}
+    ways = {"host": lookup, "device": replace(lookup, loop="device"), "auto": auto}
+    for way, speculation in ways.items():
+        engine = make_engine(model, speculation)
         seq = Sequence(model.tokenizer.encode(PROMPT), max_tokens=40, reported=True)
         told_ = [event.report for event in engine.run([seq]) if event.report is not None]
-        reports[loop] = [(r.draft, r.guessers, r.accepted) for r in told_]
+        reports[way] = [(r.draft, r.guessers, r.accepted) for r in told_]
         assert len(told_) == seq.acceptance.cycles and all(r.seconds > 0 for r in told_)
         assert sum(r.accepted for r in told_) == seq.acceptance.accepted > 0
     assert reports["host"] == reports["device"]
+    said_by = {name for _, guessers, _ in reports["auto"] for name in guessers}
+    assert said_by and said_by <= {"suffix", "ngram"}
+    assert all(len(draft) == len(guessers) for draft, guessers, _ in reports["auto"])
 
 
 def test_the_engine_reports_only_where_asked():

@@ -48,6 +48,8 @@ class AutoDrafter:
         self.texts, self.weighted, self.policy = texts, weighted, policy
         self.forced: tuple[int, int] | None = None
         """(depth, drafted) of every cycle, while costs are measured."""
+        self.whose: list[list[str]] | None = None
+        """By row whose each guess of the last draft is, where a request asks."""
         self._fared: dict[int, int] = {}
         self._turn: _Turn | None = None
 
@@ -87,6 +89,8 @@ class AutoDrafter:
             made = np.asarray(self.weighted.drafter.propose(seqs, choice.drafted))
             guesses[self.weighted.name] = made
         self._turn = _Turn(began, choice, offers, guesses)
+        asked = any(seq.reported for seq in seqs)
+        self.whose = self._told(choice, guesses) if asked else None
         return self._draft(choice, guesses, len(seqs))
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
@@ -162,6 +166,15 @@ class AutoDrafter:
         tail[:, : made.shape[1]] = made
         taken = np.array([name is not None for name in choice.by_row])[:, None]
         return np.where(taken, lead(draft, tail), draft).astype(np.int32)
+
+    def _told(self, choice: Choice, guesses: Mapping[str, Array]) -> list[list[str]]:
+        """Whose a guess is, column by column: the chosen drafter's, then the weights'."""
+        told: list[list[str]] = []
+        for b, name in enumerate(choice.by_row):
+            own = [] if name is None else [name] * _count(guesses[name][b, : choice.depth])
+            behind = "drafter" if self.weighted is None else self.weighted.name
+            told.append([*own, *[behind] * (choice.depth - len(own))])
+        return told
 
     def _judge(self, turn: _Turn, b: int, seq: Sequence, came: Array) -> None:
         """Compare what each drafter guessed with what came."""

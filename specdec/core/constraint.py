@@ -178,5 +178,10 @@ class GuidedDrafter:
         behind[:, : np.shape(draft)[1]] = np.asarray(draft)
         return lead(self.leading.rows, behind)
 
+    @property
+    def whose(self) -> Seqs[Seqs[str]] | None:
+        """Of the last draft, as `Round` has it: drafters that are made of others say it."""
+        return getattr(self._drafter, "whose", None)
+
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         self._drafter.observe(seqs, step, accepted)

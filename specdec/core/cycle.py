@@ -44,4 +44,5 @@ def guided_cycle(
     guided = GuidedDrafter(drafter if speculates else Plain())
     timed = Timed(target, guided)
     done = cycle(timed, timed, seqs, k if speculates else 0)
-    return Round(done.draft, done.step, done.accepted, guided.leading, timed.seconds)
+    about = guided.leading, timed.seconds, guided.whose
+    return Round(done.draft, done.step, done.accepted, *about)

@@ -19,6 +19,7 @@ def report_of(done: Round, row: int, emitted: int, seconds: float) -> CycleRepor
     draft = np.asarray(done.draft)[row].tolist()
     draft = draft[: draft.index(NO_GUESS)] if NO_GUESS in draft else draft
     led, leader = led_guesses(done, row)
-    guessers: list[Guesser] = [leader if i < led else "drafter" for i in range(len(draft))]
+    whose = ["drafter"] * len(draft) if done.whose is None else done.whose[row]
+    guessers = [leader] * min(led, len(draft)) + list(whose[led : len(draft)])
     accepted = min(int(np.asarray(done.accepted)[row]), emitted)
     return CycleReport(tuple(draft), tuple(guessers), accepted, seconds)

@@ -285,6 +285,9 @@ class Round:
     """Those guesses of the draft that the drafter did not make; None: it made them all."""
     seconds: Mapping[str, float] | None = None
     """How long its parts took (`timing.PARTS`); None where a device loop ran it."""
+    whose: Seqs[Seqs[str]] | None = None
+    """By row, which of the drafters that the drafter is made of made each guess behind those; None
+    where it is one, or does not tell."""
 
 
 @dataclass(frozen=True)
@@ -301,8 +304,8 @@ class CycleReport:
 
     draft: tuple[int, ...]
     """What was guessed."""
-    guessers: tuple[Guesser, ...]
-    """Who guessed each of them."""
+    guessers: tuple[Guesser | str, ...]
+    """Who guessed each of them, by name where the drafter is made of others."""
     accepted: int
     """How many of them were emitted; the token after them, if there is one, the target paid for."""
     seconds: float
