@@ -61,8 +61,7 @@ class AutoDraft:
     def place(self, backend: Backend, target: Any, config: ModelConfig) -> PlacedDrafter:
         parts = {name: d.place(backend, target, config) for name, d in self.drafts.items()}
         placed = _Placed(parts, self.weighted, target)
-        policy = lambda drafter: drafter.policy  # noqa: E731
-        composite = Composite(parts, _names, policy, _wrapped, measure_costs)
+        composite = Composite(parts, _names, _policy, _wrapped, measure_costs)
         own = placed.make, placed.on_device, placed.snapshots
         return PlacedDrafter(*own, composite=composite)
 
@@ -113,6 +112,10 @@ class _Placed:
 
 def _names(drafter: AutoDrafter) -> tuple[str, ...]:
     return tuple(drafter.parts)
+
+
+def _policy(drafter: AutoDrafter) -> Policy:
+    return drafter.policy
 
 
 def _device_drafter(backend: str) -> Any:
