@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 from drafters.registry import resolved
@@ -65,8 +64,8 @@ def generate(
         engine = make_engine(loaded, speculation)
         engine.check(seq)
         warm_up(engine, [seq.sampling])
-        first, last = _stream(engine, seq, tokenizer, "" if chat else text)
-        rate = (seq.emitted - 1) / (last - first) if last > first else 0.0
+        seconds = _stream(engine, seq, tokenizer, "" if chat else text)
+        rate = (seq.emitted - 1) / seconds if seconds else 0.0
         console.print(_summary(seq, rate), soft_wrap=True)
         if json:
             record = command_record("generate", **topics, hosts=hosts)
@@ -84,21 +83,19 @@ def _prompt(prompt: str, prompt_file: Path | None) -> str:
     return prompt
 
 
-def _stream(engine: Engine, seq: Sequence, tokenizer, echo: str) -> tuple[float, float]:
-    """Print tokens as they come; returns when the first and the last arrived, in seconds."""
-    text = tokenizer.stream()
+def _stream(engine: Engine, seq: Sequence, tokenizer, echo: str) -> float:
+    """Print tokens as they come; returns how long decoding took, in seconds. A device loop's first
+    cycles come together with the token that prefill chose, so arrivals do not tell."""
+    text, before = tokenizer.stream(), engine.times.decoding
     sys.stdout.write(echo)
-    first = last = 0.0
     for event in engine.run([seq]):
         if event.error is not None:
             raise UserError(event.error)
-        last = time.perf_counter()
-        first = first or last
         sys.stdout.write("".join(text.step(token) for token in event.tokens))
         sys.stdout.flush()
     sys.stdout.write(text.finish() + "\n")
     sys.stdout.flush()  # before the statistics on stderr
-    return first, last
+    return engine.times.decoding - before
 
 
 def _summary(seq: Sequence, rate: float) -> str:

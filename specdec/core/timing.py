@@ -72,6 +72,11 @@ class EngineTimes:
         """Seconds of all parts so far."""
         return self._known
 
+    @property
+    def decoding(self) -> float:
+        """The same without reading prompts."""
+        return self._known - self.seconds["prefill"]
+
     def add(self, part: str, seconds: float) -> None:
         self.seconds[part] += seconds
         self._known += seconds
