@@ -253,6 +253,15 @@ def test_a_report_says_what_else_would_have_come():
     assert len(told["what_if"]) == 1 + 2 * K
 
 
+def test_a_drafter_alone_is_judged_with_the_cycles_in_which_it_had_nothing_to_say():
+    policy = policy_of(CostTable(), drafted=(0,), right=[("suffix", 5)])
+    always = {r["k"]: r["tau"] for r in report(policy)["what_if"] if r["drafter"] == "suffix"}
+    for _ in range(300):
+        policy.choose([row(("suffix", K)), row(), row(), row()])
+    seldom = {r["k"]: r["tau"] for r in report(policy)["what_if"] if r["drafter"] == "suffix"}
+    assert all(seldom[k] - 1 == pytest.approx((tau - 1) / 4, abs=1e-3) for k, tau in always.items())
+
+
 def test_it_counts_what_was_chosen():
     policy = policy_of(Priced(), drafted=(0,), right=[("suffix", 5)])
     policy.learn(policy.choose([row(("suffix", K)), row()]), 7)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from specdec.core.policy.costs import Costs, Work
 from specdec.core.policy.promises import Promises
-from specdec.core.policy.survival import Survival
+from specdec.core.policy.survival import DISCOUNT, Survival
 
 SHADOW = 32
 """Cycles after which a drafter with weights that does not pay is tried again: the text may have
@@ -102,6 +102,10 @@ class Policy:
     promises: Promises = field(default_factory=Promises)
     chosen: dict[str, int] = field(default_factory=dict)
     """Rows that took each drafter's guesses so far; `none` where they took nobody's."""
+    _rows: float = 0.0
+    """Rows that chose lately, discounted as survival is."""
+    _offered: dict[str, float] = field(default_factory=dict)
+    """Of them, those on which each drafter had guesses."""
     _idle: int = 0
     """Cycles since the drafter with weights ran."""
     _shallow: int = 0
@@ -125,6 +129,10 @@ class Policy:
             self.tables[drafter] = Survival(self.k)
         return self.tables[drafter]
 
+    def share(self, drafter: str) -> float:
+        """Of rows lately, those on which it had guesses; 1 before any."""
+        return self._offered.get(drafter, 0.0) / self._rows if self._rows else 1.0
+
     def choose(self, rows: Seqs[RowOffers]) -> Choice:
         """The best of the menu. The drafter with weights runs where a request insists, and where
         it did not run for long."""
@@ -136,6 +144,7 @@ class Policy:
         if tried or (runs and any(r.insists and r.most for r in rows)):
             pairs = runs
         alike = Counter(rows)  # many rows of a batch have the same to choose from
+        self._count(alike)
         rate = self.speedup * len(rows) / self._plain(len(rows))
         best = max(pairs, key=lambda pair: self._worth(alike, rate, *pair))
         if not tried and (deeper := self._untried(best, len(rows))):
@@ -156,6 +165,15 @@ class Policy:
         self._plain_cycles = self._plain_cycles * FADE + seconds / self._plain(rows)
         for name in choice.by_row:
             self.chosen[name or "none"] = self.chosen.get(name or "none", 0) + 1
+
+    def _count(self, alike: Counter[RowOffers]) -> None:
+        """Who had guesses on these rows."""
+        self._rows = self._rows * DISCOUNT + alike.total()
+        for name in self._offered:
+            self._offered[name] *= DISCOUNT
+        for row, n in alike.items():
+            for offer in row.offers:
+                self._offered[offer.drafter] = self._offered.get(offer.drafter, 0.0) + n
 
     def _may_try(self, runs: Iterable[tuple[int, int]], rows: int) -> bool:
         """Whether the drafter with weights did not run for so long that the cheapest of its cycles

@@ -31,9 +31,9 @@ def alternatives(policy: Policy) -> list[tuple[str, int]]:
 
 
 def what_if(policy: Policy, drafter: str, k: int, rows: int) -> dict[str, Any]:
-    """Had this drafter alone guessed k tokens in each cycle: tau and speed, as far as its guesses
-    on the texts so far and the costs tell."""
-    tau = 1 + (policy.table(drafter).overall()[k] if k else 0.0)
+    """Had this drafter alone guessed, k tokens wherever it had any: tau and speed, as far as its
+    guesses on the texts so far and the costs tell."""
+    tau = 1 + (policy.share(drafter) * policy.table(drafter).overall()[k] if k else 0.0)
     seconds = policy.costs.seconds(Work(rows, k, k if drafter == policy.weighted else 0))
     speed = round(rows * tau / seconds, 2)
     return {"drafter": drafter, "k": k, "tau": round(tau, 4), "tokens_per_second": speed}
