@@ -454,6 +454,21 @@ def test_a_match_alone_is_no_choice_for_several_cycles():
                 assert (chooser.lasts, int(chooser.take[1])) == (alone, TEXT)
 
 
+@pytest.mark.parametrize(
+    ("wish", "take"), [(None, TEXT), ("auto", TEXT), ("ngram", TEXT), ("none", NOBODY)]
+)
+def test_where_guesses_cost_nothing_a_row_takes_a_match_that_may_come_if_its_request_lets_it(
+    wish, take
+):
+    """A text without a match, a loop of one width, and several cycles of it to come."""
+    drafter, _ = late(None, RandomCosts(0))
+    chooser = LateChooser(drafter, "ngram", 2, {K})
+    seq = Sequence([1, 2, 3], slot=1, max_tokens=9, speculative=wish and Speculative(wish))
+    drafter.reset(seq)
+    chooser.choose([seq])
+    assert chooser.take[1] == take
+
+
 def test_a_choice_taken_back_is_not_heard_of():
     drafter, chooser = late(Noise(50), Dear(0.1))
     seq = Sequence([1, 2, 3], slot=1, max_tokens=9)

@@ -196,7 +196,8 @@ class LateChooser:
         wish = seq.speculative
         free = wish is None or wish.drafter in (None, NAME)
         if name is None:  # a match may come with a later cycle, and guesses that all pay for anyway
-            return TEXT if free and self._padded else NOBODY
+            looked_up = free or (wish is not None and wish.drafter == self._text)
+            return TEXT if looked_up and self._padded else NOBODY
         if name != self._text:
             return WEIGHTS
         return EITHER if free and self.runs else TEXT
