@@ -106,8 +106,9 @@ def _options(given: dict[str, Any]) -> tuple[ModelConfig, SpeculationConfig, Pre
         parsed = _parsed(kind, {name: given[name] for name in names})
         typed |= {name: getattr(parsed, name) for name in names}
     rest = given | typed
-    model, drafter = rest.pop("model", "mini"), rest.pop("drafter", "auto")
-    return configured(model, drafter, rest.pop("k", 4), rest)
+    model = rest.pop("model", ModelConfig.model)
+    drafter = rest.pop("drafter", SpeculationConfig.drafter)
+    return configured(model, drafter, rest.pop("k", SpeculationConfig.k), rest)
 
 
 def _parsed(kind: type, given: dict[str, Any]) -> Any:

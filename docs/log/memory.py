@@ -16,16 +16,14 @@ from specdec.assembly.model import random_model
 from specdec.core.config import ModelConfig, PrefixConfig
 from specdec.core.provenance import gpus
 from specdec.core.types import Sequence
+from targets.cuda.device import used_bytes
 
 ANSWER = 64
 
 
 def used() -> float:
     """GiB."""
-    import torch
-
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 2**30
+    return used_bytes() / 2**30
 
 
 def main() -> None:

@@ -193,11 +193,10 @@ class LateChooser:
             self._policy.learn(choice, emitted / cycles)
 
     def _code(self, seq: Sequence, name: str | None) -> int:
-        wish = seq.speculative
-        free = wish is None or wish.drafter in (None, NAME)
+        wish = None if seq.speculative is None else seq.speculative.drafter
+        free = wish in (None, NAME)
         if name is None:  # a match may come with a later cycle, and guesses that all pay for anyway
-            looked_up = free or (wish is not None and wish.drafter == self._text)
-            return TEXT if looked_up and self._padded else NOBODY
+            return TEXT if self._padded and (free or wish == self._text) else NOBODY
         if name != self._text:
             return WEIGHTS
         return EITHER if free and self.runs else TEXT

@@ -14,7 +14,7 @@ SEEN = 1 << 14
 """Tokens of the text's end that the twin looks at: it looks anew each cycle."""
 
 
-def continuation(tokens: Seqs[int], follow: int, k: int) -> list[int]:
+def continuation(tokens: Seqs[int] | np.ndarray, follow: int, k: int) -> list[int]:
     """The k tokens from `follow` on; past the end of the text the match repeats with its period."""
     period = len(tokens) - follow
     return [tokens[follow + i % period] for i in range(k)]
@@ -73,7 +73,7 @@ class LookupTwin:
             text = own.read(seq.tokens)
             follow, own.matched = longest_suffix(text, *self._lengths)
             if own.matched:
-                draft[b] = text[follow + np.arange(k) % (len(text) - follow)]
+                draft[b] = continuation(text, follow, k)
         return draft
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:

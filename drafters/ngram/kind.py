@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from drafters.kind import Asked, DrafterKind, TextDraft, own_options, refuse_draft_model
+from drafters.lookup.steps import captured, traced
 from drafters.ngram.host import N_MAX, N_MIN, NgramDrafter
 from specdec.core.config import SpeculationConfig
 
@@ -29,21 +29,8 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
 def _read(asked: Asked) -> TextDraft:
     given = own_options(NgramOptions, asked.speculation)
     lengths = given.ngram_min, given.ngram_max
-    steps = {"jax": partial(_traced, lengths), "cuda": partial(_captured, lengths)}
+    steps = {"jax": partial(traced, lengths), "cuda": partial(captured, lengths)}
     return TextDraft(partial(NgramDrafter, *lengths), steps)
-
-
-def _traced(lengths: tuple[int, int], target: Any) -> Any:
-    from drafters.lookup.jax import TracedLookup
-    from targets.jax.device_drafter import TextDrafter
-
-    return TextDrafter(TracedLookup(*lengths))
-
-
-def _captured(lengths: tuple[int, int], target: Any) -> Any:
-    from drafters.lookup.cuda import DeviceLookup
-
-    return DeviceLookup(target, *lengths)
 
 
 KIND = DrafterKind(

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from drafters.kind import Asked, DrafterKind, TextDraft, own_options, refuse_draft_model
 from drafters.lookup.host import LookupTwin
+from drafters.lookup.steps import traced
 from drafters.suffix.host import SHORTEST, SuffixDrafter
 from specdec.core.config import SpeculationConfig
 
@@ -36,15 +36,8 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
 def _read(asked: Asked) -> TextDraft:
     given = own_options(SuffixOptions, asked.speculation)
     lengths = given.suffix_min, max(given.suffix_min, LONGEST)
-    steps = {"jax": partial(_traced, lengths)}
+    steps = {"jax": partial(traced, lengths)}
     return TextDraft(partial(_made, given), steps, partial(LookupTwin, *lengths))
-
-
-def _traced(lengths: tuple[int, int], target: Any) -> Any:
-    from drafters.lookup.jax import TracedLookup
-    from targets.jax.device_drafter import TextDrafter
-
-    return TextDrafter(TracedLookup(*lengths))
 
 
 def _made(given: SuffixOptions) -> SuffixDrafter:

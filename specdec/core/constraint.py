@@ -90,6 +90,12 @@ def guided(seqs: Seqs[Sequence]) -> bool:
     return any(map(asks, seqs))
 
 
+def takes_known(drafter: object, seqs: Seqs[Sequence]) -> bool:
+    """Whether predictions come first in a device loop's next cycle: where one may go on, but for
+    drafters that judge them, which say in `leads` whether they do."""
+    return getattr(drafter, "leads", True) and guided(seqs)
+
+
 def leading_guesses(seqs: Seqs[Sequence], k: int) -> Leading | None:
     """What is guessed without the drafter; None where there is nothing at all."""
     rows = np.full((len(seqs), k), NO_GUESS, np.int32)

@@ -64,12 +64,6 @@ def variant_of(drafter: DeviceDrafter) -> str:
     return getattr(drafter, "variant", "")
 
 
-def takes_known(drafter: DeviceDrafter) -> bool:
-    """Whether predictions come first in the next cycle, as they do but for drafters that judge them
-    and say so in `leads`."""
-    return getattr(drafter, "leads", True)
-
-
 def take_back(drafter: DeviceDrafter) -> None:
     """The cycle that `ready` was called for does not come: told to drafters that ask in
     `take_back`."""

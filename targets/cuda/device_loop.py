@@ -20,10 +20,10 @@ from specdec.core.constraint import (
     constrained,
     depth_of,
     fill_masks,
-    guided,
     lead,
     leading_guesses,
     mask_words,
+    takes_known,
 )
 from specdec.core.cycle import cycle
 from specdec.core.protocols import Cycle, Proposer
@@ -34,7 +34,6 @@ from targets.cuda.device_drafter import (
     DeviceDrafter,
     SlotState,
     take_back,
-    takes_known,
     variant_of,
 )
 from targets.cuda.graphs import Captured, CapturedParts, bucket_of
@@ -223,7 +222,7 @@ class CapturedCycle:
     def __call__(self, seqs: Seqs[Sequence], single: bool) -> list[Round]:
         self._seat([seq for seq in seqs if self.owners.get(seq.slot) is not seq])
         self.drafter.ready(seqs)
-        led = constrained(seqs) or (takes_known(self.drafter) and guided(seqs))
+        led = constrained(seqs) or takes_known(self.drafter, seqs)
         if led and self.pending is not None:  # guides follow from what it chose
             take_back(self.drafter)
             former, self.pending = self.pending, None

@@ -68,12 +68,6 @@ def lasts(drafter: DeviceDrafter) -> bool:
     return getattr(drafter, "lasts", True)
 
 
-def takes_known(drafter: DeviceDrafter) -> bool:
-    """Whether predictions come first in the next cycle, as they do but for drafters that judge them
-    and say so in `leads`."""
-    return getattr(drafter, "leads", True)
-
-
 class TextFunction(Hashable, Protocol):
     """A drafter that is a pure function of the text."""
 

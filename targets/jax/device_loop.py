@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from specdec.core.constraint import constrained, guided, lead, leading_guesses
+from specdec.core.constraint import constrained, lead, leading_guesses, takes_known
 from specdec.core.cycle import cycle, guided_cycle
 from specdec.core.protocols import Cycle
 from specdec.core.script import Script, ScriptedTarget, scripted_choice, with_recorded
@@ -37,7 +37,6 @@ from targets.jax.device_drafter import (
     TracedDrafter,
     TracedProgram,
     lasts,
-    takes_known,
 )
 from targets.jax.params import Params
 from targets.jax.placing import replicated
@@ -233,7 +232,7 @@ def device_loop(
             compiled[plan] = jax.jit(
                 bind(run_cycles, plan), donate_argnums=1, out_shardings=(None, whole, whole)
             )
-        led = takes_known(drafter) and guided(seqs)
+        led = takes_known(drafter, seqs)
         leading = leading_guesses(seqs, k) if led else None
         several = not single and not led and lasts(drafter)
         limits, state = _start(target, seqs, cycles if several else 1)

@@ -1,0 +1,21 @@
+"""The step of lookup in each backend's device loop, as `TextDraft.steps` has it. A framework is
+imported where its loop is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def traced(lengths: tuple[int, int], target: Any) -> Any:
+    """Of JAX's loop. lengths: the shortest and the longest suffix, in tokens."""
+    from drafters.lookup.jax import TracedLookup
+    from targets.jax.device_drafter import TextDrafter
+
+    return TextDrafter(TracedLookup(*lengths))
+
+
+def captured(lengths: tuple[int, int], target: Any) -> Any:
+    """Of CUDA's loop."""
+    from drafters.lookup.cuda import DeviceLookup
+
+    return DeviceLookup(target, *lengths)
