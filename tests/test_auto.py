@@ -408,6 +408,30 @@ def test_a_late_trial_is_credited_to_the_drafter_that_was_tried(behind):
     assert sum(ran[100:200]) < 10 and sum(ran[-100:]) > 90, (sum(ran[100:200]), sum(ran[-100:]))
 
 
+def test_a_row_that_had_ended_breaks_no_promise():
+    """The host hears of a row's end a cycle late: until then it says nothing, and was no wrong
+    guess. Long drafts would be given up for it wherever rows end together."""
+    answer = np.random.default_rng(7).integers(3, 45, 2000).tolist()
+    drafter, chooser = late(Noise(50), Dear(0.1))
+    drafter.policy.costs.seconds = lambda w: 1 + 0.01 * w.depth + 0.1 * (w.drafted > 0)
+    rows, first = [], [1, 2, answer[0]]
+    for number in range(60):
+        ended = number % 3 == 2
+        if number % 3 == 0:  # the second row's request ended, and the next one has come
+            rows[1:] = [Sequence(list(first), slot=1, max_tokens=3000)]
+            drafter.reset(rows[-1])
+        if not number:
+            rows.insert(0, Sequence(list(first), slot=0, max_tokens=3000))
+            drafter.reset(rows[0])
+        chooser.choose(rows)
+        for seq in rows[: 1 if ended else 2]:
+            kept = K if chooser.runs else 0
+            at = len(seq.tokens) - 2
+            seq.tokens += answer[at : at + kept + 1]
+            seq.acceptance.add([chooser.runs] * K, kept, kept + 1)
+    assert chooser.runs and drafter.policy.promises.kept((K, K)) == 1.0
+
+
 def dear_to_verify(work) -> float:
     """A guess costs half a plain cycle, as with many rows."""
     return 1 + 0.5 * work.depth

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,16 +18,18 @@ from drafters.eagle3.cuda.drafter import DeviceEagle, EagleDrafter
 from drafters.eagle3.cuda.head import HeadModel
 from drafters.eagle3.spec import random_head
 from drafters.lookup.cuda import DeviceLookup
+from drafters.lookup.host import LookupTwin
 from drafters.model.cuda import DeviceModel
 from drafters.model.host import ModelDrafter
-from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.policy.choice import Menu
 from specdec.core.prediction import PredictedText, Prediction
-from specdec.core.types import Sampling, Sequence
+from specdec.core.types import NO_GUESS, Sampling, Sequence
+from targets.cuda.device_drafter import CapturedBatch
 from targets.cuda.device_loop import device_loop
+from targets.cuda.ops import Rows
 from targets.cuda.target import FINE
 from tests.card_targets import SPEC, target_of
 from tests.modes import MODES
@@ -219,11 +222,40 @@ def test_auto_in_the_captured_cycle(name):
     head, resident = drafter_of(name, target, 4) if name else (None, None)
     weighted = None if head is None else Weighted(name, head)
     policy = Whim(4, RandomCosts(1), Menu.of({4}, {0}), name)
-    drafter = AutoDrafter({"ngram": NgramDrafter(2, 5)}, weighted, policy)
-    chooser = LateChooser(drafter, "ngram", 3, {0, 1, 3, 4})
-    captured = device_loop(target, DeviceAuto(chooser, DeviceLookup(target, 2, 5), resident), 4)
+    drafter = AutoDrafter({"suffix": LookupTwin(2, 32)}, weighted, policy)
+    chooser = LateChooser(drafter, "suffix", 3, {0, 1, 3, 4})
+    captured = device_loop(target, DeviceAuto(chooser, DeviceLookup(target, 2, 32), resident), 4)
     for mode in MODES:
         said = plain(KINDS[0], mode)
         assert decode(target, drafter, captured, mode)[0] == said, mode
         predicted = decode(target, drafter, captured, mode, predicted=said)[0]
         assert predicted == said, (mode, "predicted")
+
+
+@pytest.mark.parametrize("lengths", [(1, 3), (2, 5), (2, 32), (40, 200)])
+def test_lookup_guesses_as_its_twin_does(lengths):
+    """Of texts that are short, that repeat one word, and that repeat hundreds of words; behind
+    each lies what rejected drafts left there."""
+    random, k = np.random.default_rng(0), 6
+    long = random.integers(0, 9, 700).tolist()
+    texts = [
+        [1],
+        [2] * 5,
+        [3] * 1500,
+        long,
+        long + long[:400],
+        random.integers(0, 3, 1100).tolist(),
+    ]
+    history = torch.ones((len(texts), 2048), dtype=torch.int32, device="cuda")
+    for slot, text in enumerate(texts):
+        history[slot, : len(text)] = torch.tensor(text)
+    tokens = torch.full((len(texts), k + 1), NO_GUESS, dtype=torch.int32, device="cuda")
+    start = torch.tensor([len(text) - 1 for text in texts], dtype=torch.int32, device="cuda")
+    slots = torch.arange(len(texts), dtype=torch.int32, device="cuda")
+    batch = CapturedBatch(Rows(tokens, start, slots), needs_sampler=False, logprobs=False)
+    target = SimpleNamespace(cache=SimpleNamespace(tokens=history))
+    found = DeviceLookup(target, *lengths).propose(batch, k).tolist()
+    twin, seqs = LookupTwin(*lengths), [Sequence(t, slot=slot) for slot, t in enumerate(texts)]
+    for seq in seqs:
+        twin.reset(seq)
+    assert found == twin.propose(seqs, k).tolist()

@@ -92,8 +92,13 @@ def test_every_token_is_plain_decodings(kind, mode, slots):
     lone = target_of(*kind, 1, graphs=False)
     plain = decode(lone, NoDrafter(), host_cycle(lone, NoDrafter(), 0), mode)
     target = target_of(*kind, slots)
+    device = {
+        "none": DeviceNone(),
+        "ngram": DeviceLookup(target, 2, 5),
+        "suffix": DeviceLookup(target, 2, 32),
+    }
     for k in (0, 1, 4, 7):
-        for name, drafter in (("none", DeviceNone()), ("ngram", DeviceLookup(target, 2, 5))):
+        for name, drafter in device.items():
             cycle = device_loop(target, drafter, k)
             assert decode(target, NoDrafter(), cycle, mode) == plain, (name, k, "captured cycle")
         for name, drafter in host_drafters(plain, target.vocab).items():

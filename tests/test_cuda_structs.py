@@ -13,10 +13,10 @@ import pytest
 
 import drafters.assistant.cuda
 import drafters.eagle3.cuda
-import drafters.ngram
+import drafters.lookup
 import targets.cuda
 
-PACKAGES = (targets.cuda, drafters.assistant.cuda, drafters.eagle3.cuda, drafters.ngram)
+PACKAGES = (targets.cuda, drafters.assistant.cuda, drafters.eagle3.cuda, drafters.lookup)
 """Who launches kernels."""
 FOLDERS = [Path(p.__file__ or "").parent / n for p in PACKAGES for n in ("kernels", "sources")]
 SOURCES = {file.name: file for folder in FOLDERS for file in folder.glob("*.cu*")}

@@ -108,7 +108,6 @@ def test_a_drafter_without_a_device_step_is_one_line(still):
     [
         *(("still", backend, "device") for backend in ("jax", "cuda")),
         ("still", "cuda", None),
-        ("suffix", "cuda", None),
     ],
 )
 def test_it_is_refused_before_anything_is_read(monkeypatch, still, asked):

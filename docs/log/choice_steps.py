@@ -1,5 +1,6 @@
 """What a plain step takes by how its tokens are chosen: greedy, sampled with nothing cut, and by
-Gemma's own default. Forward and choice as one captured graph, at a context of 512, one row.
+Gemma's own default; and greedy with a whole head, and where every step has more candidates than
+there is room for. Forward and choice as one captured graph, at a context of 512, one row.
 
     PYTHONPATH=. python docs/log/choice_steps.py OUT.json --random gemma-4-31b
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -29,6 +32,20 @@ KINDS = {
     "T 1": Sampling(1.0, seed=1),
     "T 1, top-k 64, top-p .95": Sampling(1.0, top_k=64, top_p=0.95, seed=1),
 }
+
+
+def heads(target: CudaTarget) -> Iterator[tuple[str, Sampling]]:
+    """Each kind, with its head in place."""
+    whole = target.weights
+    narrow = whole.narrow_head
+    assert narrow is not None
+    yield from KINDS.items()
+    target.weights = replace(whole, narrow_head=None)
+    yield "greedy, a whole head", KINDS["greedy"]
+    vague = replace(narrow, error=narrow.error * 1e6)
+    target.weights = replace(whole, narrow_head=vague)
+    yield "greedy, every step overflows", KINDS["greedy"]
+    target.weights = whole
 
 
 @torch.inference_mode()
@@ -53,7 +70,7 @@ def main() -> None:
     found: dict[str, list[float]] = {}
     for _ in range(TURNS):
         for width in WIDTHS:
-            for name, sampling in KINDS.items():
+            for name, sampling in heads(target):
                 found.setdefault(f"{name}, {width}", []).append(step_ms(target, width, sampling))
     about = {"gpus": gpus(), "asked": vars(given) | {"out": None}}
     given.out.write_text(json.dumps(about | {"ms": found}, indent=1) + "\n")

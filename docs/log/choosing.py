@@ -22,6 +22,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,9 +33,11 @@ from edits import cases, modules  # noqa: E402
 from recorded import Text, kinds_of  # noqa: E402
 
 from drafters.auto.host import AutoDrafter, Weighted  # noqa: E402
+from drafters.lookup.host import LookupTwin  # noqa: E402
 from drafters.ngram.host import NgramDrafter  # noqa: E402
 from drafters.none.host import NoDrafter  # noqa: E402
-from drafters.suffix.host import SuffixDrafter  # noqa: E402
+from drafters.suffix.host import SHORTEST, SuffixDrafter  # noqa: E402
+from drafters.suffix.kind import LONGEST  # noqa: E402
 from specdec.core.cycle import host_cycle  # noqa: E402
 from specdec.core.engine import Engine  # noqa: E402
 from specdec.core.policy.choice import Menu, Policy  # noqa: E402
@@ -56,6 +59,13 @@ TOKENS = 1, 8, 32, 64, 128, 256
 MS = 8.71, 9.31, 12.2, 16.5, 28.0, 53.9
 """A call of so many tokens, 31B in FP8 on one H200: rows at once / tokens per second."""
 DRAFT_MS = 0.19
+DEVICE_SUFFIX = "suffix in device loops"
+MADE: dict[str, Callable[[], Any]] = {
+    "none": NoDrafter,
+    "suffix": SuffixDrafter,
+    "ngram": NgramDrafter,
+    DEVICE_SUFFIX: partial(LookupTwin, SHORTEST, LONGEST),
+}
 PROMPT, ANSWER, SLOTS, MAX_LEN = 300, 400, 32, 6000
 LEAST = 64
 """Texts of a row at least."""
@@ -179,8 +189,7 @@ def auto(useless: bool = False) -> Make:
 
 def alone(name: str, k: int) -> Make:
     def make(script: Script, table: Table) -> tuple[Any, int]:
-        made = {"none": NoDrafter, "suffix": SuffixDrafter, "ngram": NgramDrafter}
-        return (ScriptedDrafter(NoDrafter(), script) if name == "head" else made[name]()), k
+        return (ScriptedDrafter(NoDrafter(), script) if name == "head" else MADE[name]()), k
 
     return make
 

@@ -72,7 +72,8 @@ def measured(
     singles = {"none 0": speed(model, registry.plain(auto), plan)}
     for k in BESIDE[batch]:
         singles[f"{name} {k}"] = speed(model, replace(auto, drafter=name, k=k), plan)
-    singles[f"ngram {K}"] = speed(model, replace(auto, drafter="ngram", k=K), plan)
+    for lookup in ("suffix", "ngram"):
+        singles[f"{lookup} {K}"] = speed(model, replace(auto, drafter=lookup, k=K), plan)
     best = max(singles, key=lambda single: singles[single])
     own = speed(model, auto, plan)
     plain = speed(model, registry.plain(auto), wrong)

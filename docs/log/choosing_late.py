@@ -24,6 +24,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from choosing import (  # noqa: E402
+    DEVICE_SUFFIX,
+    MADE,
     SINGLES,
     SLOTS,
     K,
@@ -38,17 +40,16 @@ from choosing import (  # noqa: E402
 from recorded import Text, kinds_of  # noqa: E402
 
 from drafters.auto.host import AutoDrafter, Weighted  # noqa: E402
-from drafters.auto.kind import LATE_DEPTHS  # noqa: E402
+from drafters.auto.kind import LATE_DEPTHS, LOOKUP  # noqa: E402
 from drafters.auto.late import EITHER, NOBODY, TEXT, WEIGHTS, LateChooser  # noqa: E402
-from drafters.ngram.host import NgramDrafter  # noqa: E402
 from drafters.none.host import NoDrafter  # noqa: E402
 from specdec.core.policy.choice import Menu, Policy  # noqa: E402
 from specdec.core.policy.costs import Work  # noqa: E402
 from specdec.core.types import NO_GUESS, Sequence  # noqa: E402
 from targets.jax.device_loop import CYCLES  # noqa: E402
 
-ON_DEVICE = [(name, k) for name, k in SINGLES if name != "suffix"]
-"""What device loops have: lookup is `ngram` there."""
+ON_DEVICE = [(DEVICE_SUFFIX if name == "suffix" else name, k) for name, k in SINGLES]
+"""What device loops have."""
 
 
 class Known(Table):
@@ -83,7 +84,7 @@ class Device:
     """The captured cycle: whose guesses a row takes is what the host wrote before it."""
 
     def __init__(self, chooser: LateChooser) -> None:
-        self._chooser, self._lookup = chooser, NgramDrafter()
+        self._chooser, self._lookup = chooser, MADE[DEVICE_SUFFIX]()
 
     def admit(self, seq: Sequence) -> None:
         self._lookup.reset(seq)
@@ -125,12 +126,12 @@ def late(known: list[Text], batch: int) -> float:
     """Tokens per second of the table's time."""
     costs, passed, emitted = Known(), 0.0, 0
     drafter = AutoDrafter(
-        {"ngram": NgramDrafter()},
+        {LOOKUP: MADE[DEVICE_SUFFIX]()},
         Weighted("head", NoDrafter()),
         Policy(K, costs, Menu(()), "head"),
     )
     depths = {K} if costs.one_width else {*LATE_DEPTHS, K}
-    chooser = LateChooser(drafter, "ngram", SLOTS, depths)
+    chooser = LateChooser(drafter, LOOKUP, SLOTS, depths)
     device, waiting, free = Device(chooser), deque(enumerate(known)), list(range(batch))
     rows: list[Row] = []
     unread: list[Said] = []

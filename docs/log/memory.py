@@ -1,5 +1,6 @@
 """GPU memory of a server with random weights, all that the driver counts: when it is ready, after a
-prompt that fills most of a slot, and after that prompt again.
+prompt that fills most of a slot, and after that prompt again. Beside it what torch holds of it, and
+the most that was in use there since the step before.
 
     PYTHONPATH=. python docs/log/memory.py OUT.json --model gemma-4-31b --dtype int4 --max-len 8192
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+
+import torch
 
 from drafters import registry
 from specdec.assembly.engine import serving_engine
@@ -21,9 +24,15 @@ from targets.cuda.device import used_bytes
 ANSWER = 64
 
 
-def used() -> float:
+def used() -> dict[str, float]:
     """GiB."""
-    return used_bytes() / 2**30
+    counts = {
+        "used": used_bytes(),
+        "torch": torch.cuda.memory_reserved(),
+        "most in use": torch.cuda.max_memory_allocated(),
+    }
+    torch.cuda.reset_peak_memory_stats()
+    return {name: round(count / 2**30, 2) for name, count in counts.items()}
 
 
 def main() -> None:
@@ -31,13 +40,13 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="gemma-4-31b")
     parser.add_argument("--dtype", default="int4")
+    parser.add_argument("--kv-dtype")
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--max-len", type=int, default=8192)
     parser.add_argument("--no-prefix-cache", action="store_true")
     given = parser.parse_args()
-    config = ModelConfig(
-        given.model, backend="cuda", dtype=given.dtype, slots=1, max_len=given.max_len
-    )
+    asked = {"dtype": given.dtype, "kv_dtype": given.kv_dtype, "max_len": given.max_len}
+    config = ModelConfig(given.model, backend="cuda", slots=1, **asked)
     speculation = registry.resolved(
         registry.config_type()(drafter=given.drafter), config, random=True
     )
@@ -51,7 +60,7 @@ def main() -> None:
         seq = Sequence([*prompt], max_tokens=ANSWER)
         engine.run_to_end([seq])
         found[name] = used()
-    print(found)
+    print(json.dumps(found))
     given.out.write_text(json.dumps(found, indent=1))
 
 

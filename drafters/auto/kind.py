@@ -27,8 +27,8 @@ from targets.backend import Backend, meter_of
 
 TEXTS = "suffix", "ngram"
 """The drafters that read the text; of equals the first is taken."""
-LOOKUPS = {"jax": "suffix", "cuda": "ngram"}
-"""By backend, the best of them that its device loop has a step for."""
+LOOKUP = "suffix"
+"""The one of them that device loops take."""
 DEPTHS = 0, 1, 3, 7, 15
 """Draft tokens per row that a cycle may verify, beside K, where fewer cost less."""
 LATE_DEPTHS = 0, 1, 3
@@ -80,12 +80,11 @@ class _Placed:
 
     def on_device(self, drafter: AutoDrafter) -> Any:
         """One lookup and the drafter with weights. The lookup is judged by its twin."""
-        name = LOOKUPS[self.target.backend]
-        lookup, twin = self.parts[name], self.parts[name].twin
-        drafter.texts = {name: drafter.texts[name] if twin is None else twin()}
+        lookup, twin = self.parts[LOOKUP], self.parts[LOOKUP].twin
+        drafter.texts = {LOOKUP: drafter.texts[LOOKUP] if twin is None else twin()}
         depths = self._depths(drafter.policy.k, LATE_DEPTHS)
-        chooser = LateChooser(drafter, name, self.target.slots, depths)
-        text = lookup.on_device(drafter.texts[name])
+        chooser = LateChooser(drafter, LOOKUP, self.target.slots, depths)
+        text = lookup.on_device(drafter.texts[LOOKUP])
         weighted = None
         if drafter.weighted is not None:
             weighted = self.parts[drafter.weighted.name].on_device(drafter.weighted.drafter)
@@ -179,7 +178,7 @@ def _part(name: str, asked: Asked) -> Draft:
 
 KIND = DrafterKind(
     NAME,
-    "whichever of ngram, suffix (host loop) and --auto-with pays at present",
+    "whichever of suffix, ngram (host loop) and --auto-with pays at present",
     _read,
     random=_read,
     resolve=_resolve,

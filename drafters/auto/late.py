@@ -148,22 +148,23 @@ class LateChooser:
         seen = self._seen.get(seq.slot)
         return seen is not None and seen.seq is seq and len(seq.tokens) > seen.length
 
-    def _learn(self, dispatch: _Dispatch, seqs: Seqs[Sequence]) -> tuple[int, int]:
-        """-> its cycles, and tokens that they emitted over all rows."""
-        cycles = emitted = 0
+    def _learn(self, dispatch: _Dispatch, seqs: Seqs[Sequence]) -> tuple[int, int, int]:
+        """-> its cycles, tokens that they emitted over all rows, and the sum of its rows' cycles."""
+        cycles = emitted = said = 0
         for seq in filter(self._said, seqs):
             seen = self._seen[seq.slot]
             came = seq.tokens[seen.length :]
             kept = Counter(seq.acceptance.lengths)
             kept.subtract(seen.lengths)
-            cycles, emitted = max(cycles, kept.total()), emitted + len(came)
+            own = kept.total()
+            cycles, emitted, said = max(cycles, own), emitted + len(came), said + own
             taken = dispatch.of(seq)
             if self._drafter.forced is None and taken is not None:
                 for name, bucket in taken.buckets.items():
                     self._judge(name, bucket, seen.guesses.get(name, []), came, len(seqs))
                 if taken.take == WEIGHTS and dispatch.choice.drafted:
                     self._judge_weights(taken, +kept, dispatch.choice.drafted, len(seqs))
-        return cycles, emitted
+        return cycles, emitted, said
 
     def _judge(
         self, name: str, bucket: int, guesses: list[int], came: list[int], rows: int
@@ -183,14 +184,16 @@ class LateChooser:
             self._policy.table(weighted.name).learn(taken.fared, right, drafted, right + 1, rows)
             self._drafter.remember(taken.seq, right, drafted)
 
-    def _tell(self, dispatch: _Dispatch, rows: int, cycles: int, emitted: int) -> None:
-        """What a dispatch's cycles took and brought."""
+    def _tell(self, dispatch: _Dispatch, rows: int, cycles: int, emitted: int, said: int) -> None:
+        """What a dispatch's cycles took and brought; said: as `_learn` has it. The host hears of a
+        row's end a dispatch late."""
         choice = dispatch.choice
         if len(choice.by_row) == rows:
             work = Work(rows, choice.depth, choice.drafted)
             self._policy.costs.saw(work, (time.perf_counter() - self._asked) / cycles)
         if self._drafter.forced is None:
-            self._policy.learn(choice, emitted / cycles)
+            ended = max(0.0, len(choice.by_row) - said / cycles)
+            self._policy.learn(choice, emitted / cycles, ended)
 
     def _code(self, seq: Sequence, name: str | None) -> int:
         wish = None if seq.speculative is None else seq.speculative.drafter

@@ -9,7 +9,7 @@ from functools import partial
 
 from drafters.kind import Asked, DrafterKind, TextDraft, own_options, refuse_draft_model
 from drafters.lookup.host import LookupTwin
-from drafters.lookup.steps import traced
+from drafters.lookup.steps import captured, traced
 from drafters.suffix.host import SHORTEST, SuffixDrafter
 from specdec.core.config import SpeculationConfig
 
@@ -36,7 +36,7 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
 def _read(asked: Asked) -> TextDraft:
     given = own_options(SuffixOptions, asked.speculation)
     lengths = given.suffix_min, max(given.suffix_min, LONGEST)
-    steps = {"jax": partial(traced, lengths)}
+    steps = {"jax": partial(traced, lengths), "cuda": partial(captured, lengths)}
     return TextDraft(partial(_made, given), steps, partial(LookupTwin, *lengths))
 
 
@@ -46,9 +46,9 @@ def _made(given: SuffixOptions) -> SuffixDrafter:
 
 KIND = DrafterKind(
     "suffix",
-    "lookup of the longest suffix, no weights; with cuda in the host loop only",
+    "lookup of the longest suffix, no weights",
     _read,
     resolve=_resolve,
     options=SuffixOptions,
-    device_loops=("jax",),
+    device_loops=("jax", "cuda"),
 )

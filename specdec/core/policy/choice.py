@@ -153,13 +153,17 @@ class Policy:
         whose = {row: self._best(row, *best)[1] for row in alike}
         return Choice(*best, tuple(whose[row] for row in rows), self._right(alike, *best))
 
-    def learn(self, choice: Choice, emitted: float) -> None:
-        """The cycle emitted so many tokens, over all rows."""
+    def learn(self, choice: Choice, emitted: float, ended: float = 0.0) -> None:
+        """The cycle emitted so many tokens, over all rows. ended: rows that had come to their end
+        before it, and said nothing: what they were promised was not broken."""
         self._idle = 0 if choice.drafted or self.weighted is None else self._idle + 1
         self._shallow = 0 if choice.drafted > self._drafted else self._shallow + 1
         self._drafted = choice.drafted
         rows = len(choice.by_row)
-        self.promises.learn((choice.depth, choice.drafted), choice.promised, emitted - rows)
+        live = rows - ended
+        self.promises.learn(
+            (choice.depth, choice.drafted), choice.promised * live / rows, emitted - live
+        )
         seconds = self.costs.seconds(Work(rows, choice.depth, choice.drafted))
         self._tokens = self._tokens * FADE + emitted / rows
         self._plain_cycles = self._plain_cycles * FADE + seconds / self._plain(rows)
