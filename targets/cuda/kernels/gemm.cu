@@ -143,10 +143,50 @@ __device__ inline void multiply(Tile& sum, u32 w, u32 input, u32 apart, int lane
   }
 }
 
-__device__ inline void multiply(Tile& sum, u32 w, u32 input, int depth, u32 apart, int lane) {
-  if (depth == 4) return multiply<4>(sum, w, input, apart, lane);
-  if (depth == 2) return multiply<2>(sum, w, input, apart, lane);
-  for (int d = 0; d < depth; d++) multiply<1>(sum, w + d * TW * kTileBytes, input + d * apart, apart, lane);
+// What a warp reads of the ring: its part of the first stage, of how far apart stages are, and where they end.
+struct Ring {
+  u32 full, end, empty;  // barriers: of the first stage, behind the last one, from a full one to its empty one
+  u32 weights, inputs;
+  u32 bytes, slice, apart;  // of a stage's weights and inputs; from a block's inputs to the next one's
+};
+// Of the stage that it reads next.
+struct Place {
+  u32 full, weights, inputs;
+  int phase;
+};
+
+// In a register: loops would work it out again in each step.
+__device__ inline u32 kept(u32 v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
+__device__ inline void advance(Place& at, const Ring& ring) {
+  at.full += 8, at.weights += ring.bytes, at.inputs += ring.slice;
+  if (at.full != ring.end) return;
+  at.full = ring.full, at.weights = ring.weights, at.phase ^= 1;
+  if (!kRounds || !at.phase) at.inputs = ring.inputs;  // a second round's lie behind the first one's
+}
+
+// All steps of a pass. A loop for each depth, with nothing in it that is known before: what a warp does beside
+// multiplying is a fifth of its instructions at four bits. Depths: tiles.py.
+template <int kDepth>
+__device__ inline void multiply_all(Tile& sum, Place& at, const Ring& ring, int steps, int lane) {
+#pragma unroll 1
+  for (; steps; steps--) {
+    await(at.full, at.phase);
+    multiply<kDepth>(sum, at.weights, at.inputs, ring.apart, lane);
+    __syncwarp();
+    if (lane == 0) arrive(at.full + ring.empty);
+    advance(at, ring);
+  }
+}
+
+__device__ inline void multiply_all(Tile& sum, Place& at, const Ring& ring, int steps, int depth, int lane) {
+  if (depth == 4) return multiply_all<4>(sum, at, ring, steps, lane);
+  if (depth == 3) return multiply_all<3>(sum, at, ring, steps, lane);
+  if (depth == 2) return multiply_all<2>(sum, at, ring, steps, lane);
+  multiply_all<1>(sum, at, ring, steps, lane);
 }
 
 __device__ inline void clear(Tile& sum) {
@@ -236,25 +276,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (!job.ready) wait_for_previous();
   if (lane == 0) first_inputs(job, shared_address(inputs), full, slice, warp, warps);
   if (job.late) let_next_start();
-  const int at = (k_group * job.row_groups + row_group) * job.depth * TW * kTileBytes;
+  const int mine = (k_group * job.row_groups + row_group) * job.depth * TW * kTileBytes;
   const bool fed = TOKENS >= 8 || lane < 4 * TOKENS;
-  const u32 weights_at = shared_address(memory) + at, apart = fed ? job.k_groups * kInputBytes : 0;
   const u32 inputs_at = fed ? shared_address(inputs) + k_group * kInputBytes + lane * 16 : shared_address(&nothing);
-  const u32 stride = fed ? slice : 0;
+  const Ring ring = {kept(full), kept(empty), kept(empty - full), kept(shared_address(memory) + mine), kept(inputs_at),
+                     kept(bytes), kept(fed ? slice : 0), kept(fed ? job.k_groups * kInputBytes : 0)};
+  Place at = {full, ring.weights, ring.inputs, 0};
   // the ring has nothing to come in the last pass, but before it
   float4* sums = reinterpret_cast<float4*>(memory + (job.passes > 1 ? ring_bytes + job.stages * 16 : 0));
-  int stage = 0, phase = 0;
   for (int pass = 0; pass < job.passes; pass++) {
     Tile sum;
     clear(sum);
-    for (int step = 0; step < job.steps; step++) {
-      await(full + 8 * stage, phase);
-      const int place = (kRounds ? phase * job.stages : 0) + stage;
-      multiply(sum, weights_at + stage * bytes, inputs_at + place * stride, job.depth, apart, lane);
-      __syncwarp();
-      if (lane == 0) arrive(empty + 8 * stage);
-      if (++stage == job.stages) stage = 0, phase ^= 1;
-    }
+    multiply_all(sum, at, ring, job.steps, job.depth, lane);
     if (job.k_groups > 1) add_groups(job, sum, sums, row_group, k_group, lane);
     if (job.ready) wait_for_previous();  // until here only what was ready is read, and nothing written
     if (k_group == 0) finish(job, sum, scales, first_tile, lane);
