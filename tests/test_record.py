@@ -61,7 +61,7 @@ def engine_of(drafter, k, target=None):
 
 
 def answered(engine):
-    seqs = [question.sequence(Settings(k=K), TOKENS) for question in QUESTIONS]
+    seqs = [question.sequence(Settings("fickle", K), TOKENS) for question in QUESTIONS]
     engine.run_to_end(seqs)
     return seqs
 

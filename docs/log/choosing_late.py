@@ -1,8 +1,9 @@
 """What `auto` makes of its drafters in the captured loop, where the host chooses a cycle late.
 
-As choosing.py, whose texts, times and single choices these are; the chooser is the product's
+As choosing.py, whose texts and times these are; the chooser is the product's
 (`drafters/auto/late.py`), and the device is played: it guesses from the text as it really is, the
-host chooses from the text as it was a cycle ago.
+host chooses from the text as it was a cycle ago. Single choices are played in the same loop: there
+too the host hears of a row's end a cycle late.
 
     python docs/log/choosing_late.py OUT.json --recorded docs/results/cpu/recording --prompts FILE
 
@@ -16,9 +17,10 @@ import argparse
 import json
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,12 +31,8 @@ from choosing import (  # noqa: E402
     SINGLES,
     SLOTS,
     K,
-    Speeds,
     Table,
-    alone,
     enough,
-    said,
-    single_speeds,
     useless,
 )
 from recorded import Text, kinds_of  # noqa: E402
@@ -80,11 +78,39 @@ Said = tuple[Row, int, list[int]]
 """A row, how many of its guesses were right, and what it said."""
 
 
+class Chooser(Protocol):
+    """What the device reads of a `LateChooser`."""
+
+    take: np.ndarray
+    runs: bool
+    depth: int
+    lasts: bool
+
+    def choose(self, seqs: list[Sequence], /) -> None: ...
+
+
+@dataclass
+class Single:
+    """A `Chooser` of one drafter and depth for every cycle."""
+
+    name: str
+    depth: int
+    lasts = True
+
+    def __post_init__(self) -> None:
+        self.runs = self.name == "head"
+        whose = {"none": NOBODY, "head": WEIGHTS}.get(self.name, TEXT)
+        self.take = np.full(SLOTS, whose)
+
+    def choose(self, seqs: list[Sequence], /) -> None:
+        pass
+
+
 class Device:
     """The captured cycle: whose guesses a row takes is what the host wrote before it."""
 
-    def __init__(self, chooser: LateChooser) -> None:
-        self._chooser, self._lookup = chooser, MADE[DEVICE_SUFFIX]()
+    def __init__(self, chooser: Chooser, lookup: str) -> None:
+        self._chooser, self._lookup = chooser, MADE[lookup]()
 
     def admit(self, seq: Sequence) -> None:
         self._lookup.reset(seq)
@@ -122,9 +148,9 @@ def dispatched(device: Device, rows: list[Row], most: int) -> list[list[Said]]:
     return cycles
 
 
-def late(known: list[Text], batch: int) -> float:
-    """Tokens per second of the table's time."""
-    costs, passed, emitted = Known(), 0.0, 0
+def auto(known: list[Text], batch: int) -> float:
+    """Tokens per second of the table's time, as the product chooses."""
+    costs = Known()
     drafter = AutoDrafter(
         {LOOKUP: MADE[DEVICE_SUFFIX]()},
         Weighted("head", NoDrafter()),
@@ -132,7 +158,24 @@ def late(known: list[Text], batch: int) -> float:
     )
     depths = {K} if costs.one_width else {*LATE_DEPTHS, K}
     chooser = LateChooser(drafter, LOOKUP, SLOTS, depths)
-    device, waiting, free = Device(chooser), deque(enumerate(known)), list(range(batch))
+    return played(known, batch, chooser, DEVICE_SUFFIX, drafter.reset)
+
+
+def single(known: list[Text], batch: int, name: str, k: int) -> float:
+    """The same of one drafter and K."""
+    lookup = name if name in MADE else "none"
+    return played(known, batch, Single(name, k), lookup, lambda seq: None)
+
+
+def played(
+    known: list[Text],
+    batch: int,
+    chooser: Chooser,
+    lookup: str,
+    reset: Callable[[Sequence], None],
+) -> float:
+    costs, passed, emitted = Known(), 0.0, 0
+    device, waiting, free = Device(chooser, lookup), deque(enumerate(known)), list(range(batch))
     rows: list[Row] = []
     unread: list[Said] = []
     while rows or waiting:
@@ -140,7 +183,7 @@ def late(known: list[Text], batch: int) -> float:
             number, text = waiting.popleft()
             first = [*text.prompt, text.answer[0]]
             seq = Sequence(list(first), slot=free.pop(), request_id=str(number), max_tokens=10_000)
-            drafter.reset(seq)
+            reset(seq)
             device.admit(seq)
             rows.append(Row(text, seq, first))
         chooser.choose([row.seq for row in rows])
@@ -171,21 +214,20 @@ def main() -> None:
     given = parser.parse_args()
     Table.one_width = given.one_width
     table: dict[str, dict[str, Any]] = {}
-    seen: Speeds = {}
     for kind, texts in kinds_of(given.recorded, given.prompts):
         if not kind.startswith(given.only):
             continue
         for batch in map(int, given.batches.split(",")):
             known = enough(texts, batch)
-            singles = single_speeds(ON_DEVICE, known, batch, seen)
+            singles = {f"{name} {k}": single(known, batch, name, k) for name, k in ON_DEVICE}
             best = max(singles, key=lambda name: singles[name])
             wrong = useless(known)
-            plain = said(wrong, batch, alone("none", 0)).speed
+            plain = single(wrong, batch, "none", 0)
             found: dict[str, Any] = {"best": best}
-            speed = late(known, batch)
+            speed = auto(known, batch)
             found["over_best"] = round(speed / singles[best], 3)
             found["over_plain"] = round(speed / singles["none 0"], 3)
-            found["useless"] = round(late(wrong, batch) / plain, 3)
+            found["useless"] = round(auto(wrong, batch) / plain, 3)
             table[f"{kind}, batch {batch}"] = found
             print(kind, batch, found, flush=True)
         given.out.write_text(json.dumps({"k": K, "rows": table}, indent=1) + "\n")

@@ -28,7 +28,7 @@ from specdec.evaluation.results import Evaluation, PromptOutcome, Speed
 class Settings:
     """What to run. Prompt i is asked with seed `sampling.seed + i`, whatever the drafter."""
 
-    drafter: str = "ngram"
+    drafter: str
     k: int = 4
     max_tokens: int = 128
     sampling: Sampling = field(default_factory=Sampling)
