@@ -149,7 +149,7 @@ class LateChooser:
         return seen is not None and seen.seq is seq and len(seq.tokens) > seen.length
 
     def _learn(self, dispatch: _Dispatch, seqs: Seqs[Sequence]) -> tuple[int, int, int]:
-        """-> its cycles, tokens that they emitted over all rows, and the sum of its rows' cycles."""
+        """-> its cycles, tokens that all rows said in them, and the sum of its rows' cycles."""
         cycles = emitted = said = 0
         for seq in filter(self._said, seqs):
             seen = self._seen[seq.slot]
