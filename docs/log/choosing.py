@@ -145,7 +145,9 @@ Make = Callable[[Script, Table], tuple[Any, int]]
 
 
 def said(known: list[Text], batch: int, make: Make) -> Outcome:
-    """Tokens per second of the table's time; new requests come as others end."""
+    """Tokens per second of the table's time; new requests come as others end, until none are left
+    to fill the batch with: rows that end apart would leave it to few, which plain decoding's of one
+    length do not."""
     lines = {str(i): Line(text.answer, text.right) for i, text in enumerate(known)}
     script, table = Script(lines, SLOTS, MAX_LEN), Table()
     target = ScriptedTarget(Silent(), script)
@@ -165,10 +167,11 @@ def said(known: list[Text], batch: int, make: Make) -> Outcome:
         Sequence(list(t.prompt), max_tokens=len(t.answer), request_id=str(i))
         for i, t in enumerate(known)
     ]
-    while waiting or not engine.idle:
-        while (
-            waiting and SLOTS - len(engine.scheduler.free) + len(engine.scheduler.waiting) < batch
-        ):
+    while True:
+        alive = SLOTS - len(engine.scheduler.free) + len(engine.scheduler.waiting)
+        if alive < batch and not waiting:
+            break
+        for _ in range(min(batch - alive, len(waiting))):
             engine.submit(waiting.pop(0))
         engine.step()
     spent = 1e3 * (time.perf_counter() - began) / cycles

@@ -174,6 +174,7 @@ def played(
     lookup: str,
     reset: Callable[[Sequence], None],
 ) -> float:
+    """Until there are no texts left to fill the batch with."""
     costs, passed, emitted = Known(), 0.0, 0
     device, waiting, free = Device(chooser, lookup), deque(enumerate(known)), list(range(batch))
     rows: list[Row] = []
@@ -186,6 +187,8 @@ def played(
             reset(seq)
             device.admit(seq)
             rows.append(Row(text, seq, first))
+        if free:
+            break  # rows that end apart leave a batch that is not full, and plain ones do not
         chooser.choose([row.seq for row in rows])
         cycles = dispatched(device, rows, CYCLES if costs.one_width and chooser.lasts else 1)
         drafted = chooser.depth if chooser.runs else 0

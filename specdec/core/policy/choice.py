@@ -121,8 +121,9 @@ class Policy:
 
     @property
     def speedup(self) -> float:
-        """Over plain decoding, at present; 0 before any tokens came."""
-        return self._tokens / self._plain_cycles if self._plain_cycles else 0.0
+        """Over plain decoding, at present; before any tokens came plain decoding's own, for time
+        that is worth nothing would be spent on the longest drafts of all rows."""
+        return self._tokens / self._plain_cycles if self._plain_cycles else 1.0
 
     def table(self, drafter: str) -> Survival:
         if drafter not in self.tables:
