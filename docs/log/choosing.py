@@ -281,9 +281,10 @@ def main() -> None:
     seen: Speeds = {}
     for kind, known in kinds.items():
         for batch in map(int, given.batches.split(",")):
-            found = row(enough(known, batch), batch, seen)
+            filling = enough(known, batch)
+            found = row(filling, batch, seen)
             if given.recorded is None:
-                found["useless_over_plain"] = useless_over_plain(known, batch)
+                found["useless_over_plain"] = useless_over_plain(filling, batch)
             table[f"{kind}, batch {batch}"] = found
             print(kind, batch, found, flush=True)
         given.out.write_text(json.dumps(about | {"rows": table}, indent=1) + "\n")
