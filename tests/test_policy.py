@@ -233,7 +233,7 @@ def test_longer_drafts_are_tried_again_where_short_ones_pay():
         policy.learn(choice, 1 + min(choice.depth, 1))
     soon, later = ran[:SHADOW], ran[SHADOW:]
     assert set(soon) == {1, 3} and 2 <= soon.count(3) <= 6
-    assert set(later) == {1, 3} and 7 <= later.count(3) <= 10
+    assert set(later) == {1, 3} and 20 <= later.count(3) <= 26  # a third longer each: 3 %
 
 
 def test_a_request_has_its_way():

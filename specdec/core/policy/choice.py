@@ -20,8 +20,9 @@ from specdec.core.policy.survival import DISCOUNT, Survival
 SHADOW = 32
 """Cycles after which a drafter with weights that does not pay is tried again: the text may have
 changed."""
-TRIALS = 0.01
-"""Part of the time that trials may take: of a drafter that does not pay, and of longer drafts."""
+TRIALS, DEEPER = 0.01, 0.03
+"""Part of the time that trials may take: of a drafter that does not pay, and of longer drafts,
+which bring more tokens for it."""
 APART = 4
 """Cycles between trials of longer drafts, at least."""
 ALLOWANCE = 0.7
@@ -195,7 +196,7 @@ class Policy:
             return 0
         pair = min(deeper, key=lambda pair: (pair[1], pair[0]))
         took, takes = (self.costs.seconds(Work(rows, *p)) for p in (best, pair))
-        beyond = takes / took - 1 - TRIALS * self._shallow
+        beyond = takes / took - 1 - DEEPER * self._shallow
         if beyond > self._allowance:
             return 0
         self._allowance, self._shallow = self._allowance - max(beyond, 0.0), 0
