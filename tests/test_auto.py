@@ -361,6 +361,13 @@ def late(head, costs):
     return drafter, LateChooser(drafter, "ngram", slots=2, depths={0, K})
 
 
+def says(seq, answer, drafted, kept):
+    """A cycle of a row whose prompt has two tokens: so many guesses were right."""
+    at = len(seq.tokens) - 2
+    seq.tokens += answer[at : at + kept + 1]
+    seq.acceptance.add(drafted, kept, kept + 1)
+
+
 def test_the_late_choice_follows_what_came():
     """Rows are told by hand what was accepted, as a device loop would."""
     answer = np.random.default_rng(5).integers(3, 45, 400).tolist()
@@ -376,9 +383,7 @@ def test_the_late_choice_follows_what_came():
         while len(seq.tokens) < 300:
             chooser.choose([seq])
             kept = K if good and chooser.take[1] == WEIGHTS else 0
-            at = len(seq.tokens) - 2
-            seq.tokens += answer[at : at + kept + 1]
-            seq.acceptance.add([chooser.runs] * K, kept, kept + 1)
+            says(seq, answer, [chooser.runs] * K, kept)
             ran.append((chooser.runs, chooser.depth))
         assert ran[-1] == ran[-2] == (runs, depth), ran
         assert good == (sum(r for r, _ in ran) > len(ran) / 2)
@@ -414,21 +419,19 @@ def test_a_row_that_had_ended_breaks_no_promise():
     answer = np.random.default_rng(7).integers(3, 45, 2000).tolist()
     drafter, chooser = late(Noise(50), Dear(0.1))
     drafter.policy.costs.seconds = lambda w: 1 + 0.01 * w.depth + 0.1 * (w.drafted > 0)
-    rows, first = [], [1, 2, answer[0]]
+
+    def fresh(slot):
+        seq = Sequence([1, 2, answer[0]], slot=slot, max_tokens=3000)
+        drafter.reset(seq)
+        return seq
+
+    lasting, other = fresh(0), None
     for number in range(60):
-        ended = number % 3 == 2
-        if number % 3 == 0:  # the second row's request ended, and the next one has come
-            rows[1:] = [Sequence(list(first), slot=1, max_tokens=3000)]
-            drafter.reset(rows[-1])
-        if not number:
-            rows.insert(0, Sequence(list(first), slot=0, max_tokens=3000))
-            drafter.reset(rows[0])
-        chooser.choose(rows)
-        for seq in rows[: 1 if ended else 2]:
-            kept = K if chooser.runs else 0
-            at = len(seq.tokens) - 2
-            seq.tokens += answer[at : at + kept + 1]
-            seq.acceptance.add([chooser.runs] * K, kept, kept + 1)
+        if number % 3 == 0:  # the other row's request ended, and the next one has come
+            other = fresh(1)
+        chooser.choose([lasting, other])
+        for seq in (lasting,) if number % 3 == 2 else (lasting, other):
+            says(seq, answer, [chooser.runs] * K, K if chooser.runs else 0)
     assert chooser.runs and drafter.policy.promises.kept((K, K)) == 1.0
 
 
@@ -453,9 +456,7 @@ def test_a_prediction_is_judged_like_a_drafter(right):
     while len(seq.tokens) < 300:
         chooser.choose([seq])
         kept = chooser.depth if right and chooser.leads else 0
-        at = len(seq.tokens) - 2
-        seq.tokens += answer[at : at + kept + 1]
-        seq.acceptance.add([True] * chooser.depth, kept, kept + 1)
+        says(seq, answer, [True] * chooser.depth, kept)
         ran.append((chooser.leads, chooser.depth))
         assert chooser.take[1] == NOBODY
     assert set(ran[-30:]) == ({(True, K)} if right else {(False, 0)}), ran

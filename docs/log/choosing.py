@@ -22,22 +22,19 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from edits import cases, modules  # noqa: E402
+from edits import DEVICE_SUFFIX, cases, device_suffix, modules  # noqa: E402
 from recorded import Text, kinds_of  # noqa: E402
 
 from drafters.auto.host import AutoDrafter, Weighted  # noqa: E402
-from drafters.lookup.host import LookupTwin  # noqa: E402
 from drafters.ngram.host import NgramDrafter  # noqa: E402
 from drafters.none.host import NoDrafter  # noqa: E402
-from drafters.suffix.host import SHORTEST, SuffixDrafter  # noqa: E402
-from drafters.suffix.kind import LONGEST  # noqa: E402
+from drafters.suffix.host import SuffixDrafter  # noqa: E402
 from specdec.core.cycle import host_cycle  # noqa: E402
 from specdec.core.engine import Engine  # noqa: E402
 from specdec.core.policy.choice import Menu, Policy  # noqa: E402
@@ -59,12 +56,11 @@ TOKENS = 1, 8, 32, 64, 128, 256
 MS = 8.71, 9.31, 12.2, 16.5, 28.0, 53.9
 """A call of so many tokens, 31B in FP8 on one H200: rows at once / tokens per second."""
 DRAFT_MS = 0.19
-DEVICE_SUFFIX = "suffix in device loops"
 MADE: dict[str, Callable[[], Any]] = {
     "none": NoDrafter,
     "suffix": SuffixDrafter,
     "ngram": NgramDrafter,
-    DEVICE_SUFFIX: partial(LookupTwin, SHORTEST, LONGEST),
+    DEVICE_SUFFIX: device_suffix,
 }
 PROMPT, ANSWER, SLOTS, MAX_LEN = 300, 400, 32, 6000
 LEAST = 64
@@ -202,11 +198,13 @@ SINGLES = [("none", 0), *((name, k) for name in ("suffix", "ngram", "head") for 
 
 Speeds = dict[tuple[Any, ...], float]
 """Of drafters without weights, by what they were given: each text comes once for each that has."""
+Alone = Callable[[list[Text], int, str, int], float]
+"""Texts, batch, a drafter and its K -> tokens per second."""
 
 
 def row(known: list[Text], batch: int, seen: Speeds) -> dict[str, Any]:
     """`auto` over the best single drafter and K, which nobody knows beforehand."""
-    singles = single_speeds(SINGLES, known, batch, seen)
+    singles = single_speeds(SINGLES, known, batch, seen, in_host_loop)
     best = max(singles, key=lambda name: singles[name])
     found = said(known, batch, auto())
     return {
@@ -218,15 +216,19 @@ def row(known: list[Text], batch: int, seen: Speeds) -> dict[str, Any]:
     }
 
 
+def in_host_loop(known: list[Text], batch: int, name: str, k: int) -> float:
+    return said(known, batch, alone(name, k)).speed
+
+
 def single_speeds(
-    choices: list[tuple[str, int]], known: list[Text], batch: int, seen: Speeds
+    choices: list[tuple[str, int]], known: list[Text], batch: int, seen: Speeds, speed: Alone
 ) -> dict[str, float]:
     """Of each drafter alone, with its K."""
     singles = {}
     for name, k in choices:
         key = name, k, batch, tuple(tuple(text.answer) for text in known)
         if name == "head" or key not in seen:
-            seen[key] = said(known, batch, alone(name, k)).speed
+            seen[key] = speed(known, batch, name, k)
         singles[f"{name} {k}"] = seen[key]
     return singles
 
@@ -234,7 +236,7 @@ def single_speeds(
 def useless_over_plain(known: list[Text], batch: int) -> float:
     """`auto` over plain decoding where nothing that is guessed is ever right."""
     wrong = useless(known)
-    plain = said(wrong, batch, alone("none", 0)).speed
+    plain = in_host_loop(wrong, batch, "none", 0)
     return round(said(wrong, batch, auto()).speed / plain, 3)
 
 

@@ -26,15 +26,17 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from choosing import (  # noqa: E402
-    DEVICE_SUFFIX,
     MADE,
     SINGLES,
     SLOTS,
     K,
+    Speeds,
     Table,
     enough,
+    single_speeds,
     useless,
 )
+from edits import DEVICE_SUFFIX  # noqa: E402
 from recorded import Text, kinds_of  # noqa: E402
 
 from drafters.auto.host import AutoDrafter, Weighted  # noqa: E402
@@ -174,12 +176,13 @@ def played(
     lookup: str,
     reset: Callable[[Sequence], None],
 ) -> float:
-    """Until there are no texts left to fill the batch with."""
+    """Until there are no texts left to fill the batch with: rows that end apart would leave it to
+    few, which plain decoding's of one length do not."""
     costs, passed, emitted = Known(), 0.0, 0
     device, waiting, free = Device(chooser, lookup), deque(enumerate(known)), list(range(batch))
     rows: list[Row] = []
     unread: list[Said] = []
-    while rows or waiting:
+    while True:
         while waiting and free:
             number, text = waiting.popleft()
             first = [*text.prompt, text.answer[0]]
@@ -188,7 +191,7 @@ def played(
             device.admit(seq)
             rows.append(Row(text, seq, first))
         if free:
-            break  # rows that end apart leave a batch that is not full, and plain ones do not
+            return emitted / passed
         chooser.choose([row.seq for row in rows])
         cycles = dispatched(device, rows, CYCLES if costs.one_width and chooser.lasts else 1)
         drafted = chooser.depth if chooser.runs else 0
@@ -203,7 +206,6 @@ def played(
         ended = [row for row in rows if row.ended and len(row.seq.tokens) == len(row.tokens)]
         free += [row.seq.slot for row in ended]
         rows = [row for row in rows if row not in ended]
-    return emitted / passed
 
 
 def main() -> None:
@@ -217,12 +219,13 @@ def main() -> None:
     given = parser.parse_args()
     Table.one_width = given.one_width
     table: dict[str, dict[str, Any]] = {}
+    seen: Speeds = {}
     for kind, texts in kinds_of(given.recorded, given.prompts):
         if not kind.startswith(given.only):
             continue
         for batch in map(int, given.batches.split(",")):
             known = enough(texts, batch)
-            singles = {f"{name} {k}": single(known, batch, name, k) for name, k in ON_DEVICE}
+            singles = single_speeds(ON_DEVICE, known, batch, seen, single)
             best = max(singles, key=lambda name: singles[name])
             wrong = useless(known)
             plain = single(wrong, batch, "none", 0)

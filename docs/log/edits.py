@@ -103,10 +103,12 @@ def counted(case: Case, drafter: Drafter, k: int, predicted: bool) -> Counts:
     return Counts(cycles, seq.prediction.accepted)
 
 
+DEVICE_SUFFIX = "suffix in device loops"
+device_suffix = partial(LookupTwin, SHORTEST, LONGEST)
 WAYS: dict[str, tuple[Callable[[], Drafter], bool]] = {
     "ngram": (NgramDrafter, False),
     "suffix": (SuffixDrafter, False),
-    "suffix in device loops": (partial(LookupTwin, SHORTEST, LONGEST), False),
+    DEVICE_SUFFIX: (device_suffix, False),
     "predicted": (NoDrafter, True),
     "predicted, ngram": (NgramDrafter, True),
     "predicted, suffix": (SuffixDrafter, True),

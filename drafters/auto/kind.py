@@ -80,8 +80,9 @@ class _Placed:
 
     def on_device(self, drafter: AutoDrafter) -> Any:
         """One lookup and the drafter with weights. The lookup is judged by its twin."""
-        lookup, twin = self.parts[LOOKUP], self.parts[LOOKUP].twin
-        drafter.texts = {LOOKUP: drafter.texts[LOOKUP] if twin is None else twin()}
+        lookup = self.parts[LOOKUP]
+        assert lookup.twin is not None, LOOKUP
+        drafter.texts = {LOOKUP: lookup.twin()}
         depths = self._depths(drafter.policy.k, LATE_DEPTHS)
         chooser = LateChooser(drafter, LOOKUP, self.target.slots, depths)
         text = lookup.on_device(drafter.texts[LOOKUP])

@@ -52,7 +52,7 @@ BLOCKS = {"bf16": 16, "fp8": 16, "int8": 16, "int4": 32}
 BLOCK_AXES = 9
 """Axes of `_axes` that say which tile, and which of its rows."""
 DEPTHS = (1, 2, 3, 4)
-"""Blocks of inputs per warp and step."""
+"""Blocks of inputs per warp and step. kernels/gemm.cu has a loop for each."""
 GATE_ROWS = {"gated": TILE // 2, "experts_gated": TILE}
 """Rows of gate that stand together, before as many of up: in one tile, of whose halves a thread has
 both, or in a tile of each (moe.cu)."""
