@@ -271,7 +271,7 @@ def weights(draw) -> tuple[int, int, str]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(weights(), st.sampled_from(["fp8", "bf16"]), st.integers(1, 160))
+@given(weights(), st.sampled_from(["fp8", "bf16", "int4"]), st.integers(1, 160))
 def test_a_schedule_covers_the_weight_and_fits_the_machine(weight, kind, processors):
     (n, k, layout), groups = weight, tiles.k_groups(weight[0], weight[2])
     plan = tiles.schedule(n, k, kind, layout, groups, processors)

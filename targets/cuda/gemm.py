@@ -16,7 +16,11 @@ from targets.cuda.launch import Launcher, Variant, address
 from targets.cuda.ops import Dense, Linear
 
 RING_BYTES = 168 << 10
-"""Of a CTA for few tokens."""
+"""Of a CTA for few tokens, at most."""
+SHORT_STEPS, SHORT_BYTES = 6, 80 << 10
+"""What is enough of 4-bit weights for fewer than `SHORT_ROWS` tokens: so many steps, and bytes.
+More in flight delays everybody's trips through L2, and fills no sooner (docs/performance.md)."""
+SHORT_ROWS = 8
 ALONE_BYTES = 116 << 10
 """Shared memory of a CTA that has a multiprocessor for itself: two on one would leave another
 without any, or take their inputs' turn from the kernel before."""
@@ -39,6 +43,8 @@ PLAIN_DTYPES = {16: torch.bfloat16, 8: torch.float8_e4m3fn, 4: torch.float16}
 """Of a value in plain order, by the bits of a stored one."""
 PLAIN, GATED, LOGITS, PER_LAYER = range(4)
 """What is done with the sums (gemm.cu)."""
+AT_ONCE, IN_TURN, ALL_ASKED = range(3)
+"""When the next kernel starts (linear.cuh)."""
 
 
 class _GemmJob(Structure):
@@ -51,7 +57,7 @@ class _GemmJob(Structure):
         *((name, c_int) for name in ("ahead", "pace", "rows")),
         *((name, c_int) for name in ("out_stride", "out_groups", "epilogue")),
         ("softcap", c_float),
-        *((name, c_int) for name in ("silu", "f16", "room", "late", "ready")),
+        *((name, c_int) for name in ("silu", "f16", "room", "next", "ready")),
     )
 
 
@@ -203,7 +209,7 @@ class Gemm:
             *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
             *(tiles.k_stride(weight), 0, *self._before(plan, weight.kind)),
             *(x.rows, stride, out_groups, epilogue, softcap, int(silu)),
-            *(int(f16), room, int(late), int(ready)),
+            *(int(f16), room, _next(weight.kind, x.block, late), int(ready)),
         )
         if x.block in FEW:
             job.stages, shared = few_stages(plan, weight.kind, x.block)
@@ -269,13 +275,24 @@ def weight_variant(file: str, kind: str, *macros: tuple[str, int]) -> Variant:
     return Variant(file, (("BITS", tiles.BITS[kind]), *more, *macros))
 
 
+def _next(kind: str, block: int, late: bool) -> int:
+    if late:
+        return IN_TURN
+    return ALL_ASKED if _short(kind, block) else AT_ONCE
+
+
+def _short(kind: str, block: int) -> bool:
+    return tiles.BITS[kind] == 4 and block < SHORT_ROWS
+
+
 def few_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:
     """Stages of gemm.cu's ring, and the shared memory of a CTA in bytes. Of fewer than 8 tokens two
     rounds' inputs are kept. Sums of k groups take the ring's place after the last pass; where there
     are more, they have their own."""
     inputs = plan.k_groups * plan.depth * block * 2 * tiles.INPUTS
     stage = plan.step_bytes(kind) + inputs * (2 if block < 8 else 1)
-    stages = max(2, min(RING_BYTES // stage, plan.steps * plan.passes))
+    most = max(SHORT_STEPS * stage, SHORT_BYTES) if _short(kind, block) else RING_BYTES
+    stages = max(2, min(min(most, RING_BYTES) // stage, plan.steps * plan.passes))
     sums = (plan.k_groups - 1) * plan.tiles * tiles.TILE * 4 * max(block, 8)
     return stages, max(stages * (stage + BARRIERS) + sums * (plan.passes > 1), sums, ALONE_BYTES)
 

@@ -89,6 +89,7 @@ __device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full, u
     expect(full + 8 * i, bytes + slices(i, i) * slice);
     copy(ring + i * bytes, weight + i * stride, bytes, full + 8 * i, once);
   }
+  if (job.next == kAllAsked && filled == count) let_next_start();
 #pragma unroll 1
   for (int i = filled; i < min(count, filled + job.ahead); i++) {
     if (await_turn(last, job.pace, full)) break;
@@ -106,6 +107,7 @@ __device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full, u
     copy_inputs(job, inputs + (round * job.stages + stage) * slice, step, arriving, slice, bar, often);
     if (++stage == job.stages) stage = 0, phase ^= 1;
   }
+  if (job.next == kAllAsked) let_next_start();
 }
 
 __device__ inline void accumulate(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -263,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   __shared__ uint4 nothing;
   if (threadIdx.x == 0) init_ring(full, empty, job.stages, warps), nothing = make_uint4(0, 0, 0, 0);
   __syncthreads();
-  if (!job.late) let_next_start();
+  if (job.next == kAtOnce) let_next_start();
   if (job.certified && all_certified(job)) return;
   if (warp == warps) {
     if (lane == 0) produce(job, shared_address(memory), shared_address(inputs), full, empty);
@@ -275,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   load_scales(job, scales, first_tile, lane);
   if (!job.ready) wait_for_previous();
   if (lane == 0) first_inputs(job, shared_address(inputs), full, slice, warp, warps);
-  if (job.late) let_next_start();
+  if (job.next == kInTurn) let_next_start();
   const int mine = (k_group * job.row_groups + row_group) * job.depth * TW * kTileBytes;
   const bool fed = TOKENS >= 8 || lane < 4 * TOKENS;
   const u32 inputs_at = fed ? shared_address(inputs) + k_group * kInputBytes + lane * 16 : shared_address(&nothing);

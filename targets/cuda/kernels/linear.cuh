@@ -3,6 +3,9 @@
 #include "tile.cuh"
 
 enum Epilogue { kPlain = 0, kGated = 1, kLogits = 2, kPerLayer = 3 };
+// When gemm.cu lets the next kernel start: at once; when all kernels before this one have ended; when all
+// weights have been asked for.
+enum Next { kAtOnce = 0, kInTurn = 1, kAllAsked = 2 };
 
 struct Job {
   const u8* weight;
@@ -28,7 +31,7 @@ struct Job {
   int silu;             // what gates: 1 SiLU, 0 tanh GELU
   int f16;              // kGated: the next weight takes f16 inputs, else bf16
   int room;             // for candidates of a row
-  int late;             // of gemm.cu: the next kernel starts when all before this one have ended
+  int next;             // of gemm.cu: when the next kernel starts
   int ready;            // of gemm.cu: x was complete before this kernel could start
 };
 
