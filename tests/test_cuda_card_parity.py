@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,13 @@ import torch
 
 from targets.arch import read_arch, released
 from targets.checkpoint import Checkpoint
-from targets.cuda import int4
+from targets.cuda import gemm, int4
 from targets.cuda.cache import make_cache
 from targets.cuda.formulas import lookup
 from targets.cuda.kernels import Kernels
 from targets.cuda.model import decode
 from targets.cuda.nvfp4 import GROUP
-from targets.cuda.ops import Ops, Rows
+from targets.cuda.ops import Dense, Ops, Rows
 from targets.cuda.params import load_params
 from targets.cuda.reader import quantised
 from targets.cuda.reference import Reference
@@ -34,12 +35,26 @@ picks another expert now and then. Models as small as these amplify what roundin
 the references are off by up to 0.15 themselves."""
 
 
+def put_together(parts: Iterator[tuple[slice, Dense]]) -> Dense:
+    """What `Ops.dense_parts` gives, as `dense` has it."""
+    values, scales, seen = [], [], 0
+    for features, (some, scale) in parts:
+        assert features.start == seen and len(some) == 2 * (features.stop - features.start)
+        seen = features.stop
+        values.append(some.view(torch.uint8).unflatten(0, (2, -1)).clone())
+        scales.append(None if scale is None else scale.unflatten(0, (2, -1)))
+    scale = None if scales[0] is None else torch.cat(scales, 1).flatten()
+    return torch.cat(values, 1).flatten(0, 1), scale
+
+
 @pytest.mark.parametrize("kind", ["fp8", "int4", "uint4", "nvfp4", "w8a8", "bf16"])
-def test_weights_come_back_as_rows(kind):
+def test_weights_come_back_as_rows(kind, monkeypatch):
+    """Whole, and gates and ups a part at a time, of one pass or more."""
+    monkeypatch.setattr(gemm, "WHOLE_BYTES", 0)
     ops = Kernels(one_layer(released("gemma-4-26b-a4b"), 0), 128, torch.bfloat16, KINDS)
     plain = [(300, 1000), (128, 2816), (16384, 5376), (7, 48)]
     cases = [(shape, "plain") for shape in plain]
-    cases += [((2 * n, k), "gated") for n, k in plain]
+    cases += [((2 * n, k), "gated") for n, k in [*plain, (60_000, 64)]]
     if kind != "w8a8":
         cases += [((128, 2816, 704), "experts"), ((128, 1408, 2816), "experts_gated")]
         cases += [((5, 300, 104), "experts"), ((5, 2 * 72, 48), "experts_gated")]
@@ -53,6 +68,10 @@ def test_weights_come_back_as_rows(kind):
         assert torch.equal(values.view(torch.uint8), flat.view(torch.uint8)), (shape, layout)
         assert (scale is None) == (kind == "bf16")
         assert scale is None or torch.equal(scale, weight.scale.flatten())
+        if layout == "gated":
+            values, own = put_together(ops.dense_parts(weight.packed))
+            assert torch.equal(values, flat.view(torch.uint8)), shape
+            assert scale is None or torch.equal(own, scale)
 
 
 @pytest.mark.parametrize(

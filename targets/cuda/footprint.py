@@ -14,6 +14,7 @@ from specdec.core.errors import UserError
 from targets.arch import Arch
 from targets.cuda.attention import partial_bytes
 from targets.cuda.cache import CHUNK, HEAD_ALIGN, entries, slack_of
+from targets.cuda.gemm import WHOLE_BYTES
 from targets.cuda.graphs import bucket_of
 from targets.cuda.int4 import GROUP
 from targets.cuda.int8 import WORDS
@@ -41,7 +42,7 @@ LOGIT_COPIES = 3
 GATES_AT_ONCE = 3
 """Prefill holds the gate and up rows of a chunk, and what comes of them."""
 SCORES = 96 << 20
-"""Scores and shares of a long prefill's queries, a block of them at a time."""
+"""Scores and shares of a long prefill's queries, a block of them at a time; or sums of 4 bits."""
 RUNTIME = 768 << 20
 """CUDA context, library handles, compiled kernels, captured graphs."""
 MARGIN = 1 << 30
@@ -210,7 +211,6 @@ def prefill_bytes(arch: Arch, shape: TargetShape) -> int:
     total = 4 * chunk * (4 * arch.hidden + GATES_AT_ONCE * 2 * widest)
     if chunk <= SHORT:
         return total
-    weight = 0 if shape.copied else max(1, LINEAR[shape.dtype]) * 2
     flat = [
         prod(spec.shape)
         for name, spec in all_tensors(arch).items()
@@ -218,7 +218,14 @@ def prefill_bytes(arch: Arch, shape: TargetShape) -> int:
     ]
     keys = max(layer.kv_heads * layer.head_dim for layer in arch.layers if not layer.window)
     copies = 2 * 2 * shape.max_len * keys  # K and V of a global layer in rows
-    return total + SCORES + copies + weight * max(flat)
+    return total + SCORES + copies + (0 if shape.copied else _gate_and_up(shape.dtype, max(flat)))
+
+
+def _gate_and_up(dtype: str, values: int) -> int:
+    """Bytes of both, of so many values each, in plain order; of 4 bits one at a time where both
+    are large."""
+    both = 2 * values * (1 if dtype in EIGHT else WIDE[dtype])
+    return both // 2 if dtype == "int4" and both > WHOLE_BYTES else both
 
 
 def _up(value: int, to: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from ctypes import Structure, c_float, c_int, c_void_p
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +41,9 @@ BARRIERS = 16
 """Bytes of a stage's two."""
 UNTILE_THREADS, UNTILE_BYTES = 512, 96 << 10
 """Of a CTA of untile.cu; what it lays out at once, two of them on a multiprocessor."""
+WHOLE_BYTES = 256 << 20
+"""In plain order at once: smaller gates and ups in two parts would double the launches of a prompt
+that is bound by them, for less memory than `down` takes anyway."""
 PLAIN_DTYPES = {16: torch.bfloat16, 8: torch.float8_e4m3fn, 4: torch.float16}
 """Of a value in plain order, by the bits of a stored one."""
 PLAIN, GATED, LOGITS, PER_LAYER = range(4)
@@ -64,10 +69,19 @@ class _GemmJob(Structure):
 class _Untile(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("tiled", "out")),
-        *((name, c_int) for name in ("n", "k", "passes", "tiles", "row_groups", "k_groups")),
-        *((name, c_int) for name in ("wide", "depth", "steps", "together", "groups")),
-        ("gate_rows", c_int),
+        *((name, c_int) for name in ("n", "k", "passes", "ctas", "tiles")),
+        *((name, c_int) for name in ("row_groups", "k_groups", "wide", "depth")),
+        *((name, c_int) for name in ("steps", "together", "groups", "gate_rows")),
     )
+
+
+class _Part(NamedTuple):
+    """Of a weight: how many passes of so many CTAs, the bytes before theirs, and its rows."""
+
+    passes: int
+    ctas: int
+    before: int
+    rows: int
 
 
 def variants(kinds: set[str]) -> set[Variant]:
@@ -91,7 +105,7 @@ class Gemm:
         self._launch, self._processors = launch, processors
         self._bytes_per_cycle = bytes_per_cycle
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._scales: dict[Tensor, Tensor] = {}  # as packed -> as they were
+        self._scales: dict[tuple[Tensor, int], Tensor] = {}  # as they were, by `_plain_scale`'s key
 
     def pack(
         self,
@@ -130,30 +144,46 @@ class Gemm:
         """`Ops.dense`: in memory that all weights share, where it has none of its own."""
         if weight.plain is not None:
             return weight.plain, self._plain_scale(weight)
-        size = _plain_bytes(weight)
+        room = self._room(_plain_bytes(weight), weight)
+        self._untile(weight, room)
+        return _plain_values(room, weight), self._plain_scale(weight)
+
+    def dense_parts(self, weight: Linear) -> Iterator[tuple[slice, Dense]]:
+        """`Ops.dense_parts`."""
+        narrow = weight.kind in four_bits.KINDS
+        if weight.plain is not None or not narrow or _plain_bytes(weight) <= WHOLE_BYTES:
+            yield slice(0, weight.n // 2), self.dense(weight)
+            return
+        for own, part in _parts(weight, tiles.schedule_of(weight, self._processors)):
+            room = self._room(part.rows * weight.k * tiles.VALUE_BYTES[weight.kind], weight)
+            self._untile(weight, room, part)
+            yield own, (_plain_values(room, weight), self._plain_scale(weight, own))
+
+    def _room(self, size: int, weight: Linear) -> Tensor:
+        """Bytes that all weights share."""
         if len(self._scratch) < size:
             self._scratch = torch.empty(0)  # the old one goes before the new one comes
             self._scratch = torch.empty(size, dtype=torch.uint8, device=weight.data.device)
-        self._untile(weight, self._scratch)
-        return _plain_values(self._scratch[:size], weight), self._plain_scale(weight)
+        return self._scratch[:size]
 
-    def _untile(self, weight: Linear, out: Tensor) -> None:
+    def _untile(self, weight: Linear, out: Tensor, part: _Part | None = None) -> None:
         plan = tiles.schedule_of(weight, self._processors)
+        part = part or _Part(plan.passes, plan.ctas, 0, weight.n)
         assert weight.k % 8 == 0, weight.k
         groups = tiles.k_stride(weight) if plan.k_groups > 1 else 1
         step = groups * plan.depth * tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
         together = min(plan.steps, max(1, UNTILE_BYTES // (plan.tiles * tiles.TILE * step)))
         job = _Untile(
-            *map(address, (weight.data, out)),
-            *(weight.n, weight.k, plan.passes, plan.tiles),
+            *(weight.data.data_ptr() + part.before, out.data_ptr()),
+            *(part.rows, weight.k, part.passes, plan.ctas, plan.tiles),
             *(plan.row_groups, plan.k_groups, plan.wide, plan.depth, plan.steps, together),
             groups,
             tiles.GATE_ROWS.get(weight.layout, 0),
         )
         grid = (
-            plan.ctas,
+            part.ctas,
             -(-plan.steps // together) * (plan.k_groups // groups),
-            _count(weight) * plan.passes,
+            _count(weight) * part.passes,
         )
         rows, pads = plan.tiles * tiles.TILE, tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
         places = groups * plan.tiles * plan.depth * together
@@ -161,14 +191,17 @@ class Gemm:
         variant = weight_variant("untile", weight.kind)
         self._launch(variant, "untile", grid, UNTILE_THREADS, [job], shared, early=False)
 
-    def _plain_scale(self, weight: Linear) -> Tensor | None:
-        """Divided when first asked for: a launch of its own otherwise costs each call."""
+    def _plain_scale(self, weight: Linear, part: slice | None = None) -> Tensor | None:
+        """Of all rows, or of some features' gates and ups. Divided when first asked for: a launch
+        of its own otherwise costs each call."""
         packed = weight.scale
         if packed is None:
             return None
-        if packed not in self._scales:
-            self._scales[packed] = packed.flatten() / tiles.ACTIVATION_SCALE
-        return self._scales[packed]
+        key = packed, part.start if part else -1
+        if key not in self._scales:
+            own = packed.view(2, -1)[:, part] if part else packed
+            self._scales[key] = own.flatten() / tiles.ACTIVATION_SCALE
+        return self._scales[key]
 
     def linear(self, x: Input, weight: Linear, late: bool = False) -> Tensor:
         """`Ops.linear`. late: of few rows, the next kernel starts no earlier than all kernels
@@ -241,6 +274,18 @@ class Gemm:
         self._wide(x, weight, plan, job)
         variant = _gather(weight.kind, x.block)
         self._launch(variant, "gather", (count, blocks, 1), 4 * x.block, [job])
+
+
+def _parts(weight: Linear, plan: tiles.Schedule) -> Iterator[tuple[slice, _Part]]:
+    """Of a gated weight, with their features: each pass, or half of the only pass's CTAs."""
+    width, features = weight.n // 2, plan.tiles * tiles.TILE // 2
+    most = plan.ctas if plan.passes > 1 else -(-plan.ctas // 2)
+    for first in range(0, -(-width // features), most):
+        of_pass, cta = divmod(first, plan.ctas)
+        before = (of_pass * plan.steps * plan.ctas + cta) * plan.step_bytes(weight.kind)
+        ctas = min(most, plan.ctas - cta)
+        own = slice(first * features, min((first + ctas) * features, width))
+        yield own, _Part(1, ctas, before, 2 * (own.stop - own.start))
 
 
 def _count(weight: Linear) -> int:

@@ -58,7 +58,8 @@ class Kernels:
         self._launch = Launcher(Library(variants(arch, kv8, kinds) | more))
         self._gemm = gemm.Gemm(self._launch, self.processors, device.bytes_per_cycle(properties))
         self.pack, self.pack_codes = self._gemm.pack, self._gemm.pack_codes
-        self.dense, self.with_plain = self._gemm.dense, self._gemm.with_plain
+        self.dense, self.dense_parts = self._gemm.dense, self._gemm.dense_parts
+        self.with_plain = self._gemm.with_plain
         self._w8a8 = w8a8.W8A8(self._launch, self.processors)
         self._norm = norm_variant("bf16", arch.hidden)
         norms = Norms(self._launch, arch.eps)

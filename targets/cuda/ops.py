@@ -10,6 +10,7 @@ whatever layout and dtype its implementation likes: only the same implementation
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -154,6 +155,11 @@ class Ops(Protocol):
     def dense(self, weight: Linear) -> Dense:
         """Its values [n, k] and scale [n] in plain order (of experts [E * n, k] and [E * n]), for
         library matmuls (prefill); valid until the next call."""
+        ...
+
+    def dense_parts(self, weight: Linear) -> Iterator[tuple[slice, Dense]]:
+        """A gated weight's, some features at a time where all would take much memory: which
+        features, and `dense` of their gates and then their ups; each valid until the next."""
         ...
 
     def embed(self, head: Linear, rows: Rows) -> Tensor:

@@ -79,6 +79,7 @@ class _Pass:
             branch = self._project(mixed, w.o)
             closing = Closing(branch, w.post_attention_norm)
             x = add_norm(h, Opening(inner, w.gate_up.kind), closing)
+            del mixed, branch, closing  # room for what is widest
             branch, post = self._feed_forward(h, x, w, arch.layers[i].moe), w.post_feedforward_norm
             if w.per_layer and inputs is not None:
                 x = add_norm(h, Opening(None, w.per_layer.gate.kind), Closing(branch, post))
@@ -106,7 +107,8 @@ class _Pass:
     def _feed_forward(
         self, h: Tensor, x: PrefillInput, w: LayerWeights, moe: MoeSpec | None
     ) -> Tensor:
-        gated = self.steps.gate_up(x, self.ops.dense(w.gate_up), w.down.kind)
+        parts = self.ops.dense_parts(w.gate_up)
+        gated = self.steps.gate_up(x, parts, w.gate_up.n // 2, w.down.kind)
         dense = self._project(gated, w.down)
         if not (moe and w.moe):
             return dense

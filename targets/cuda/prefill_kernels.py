@@ -7,6 +7,7 @@ the device. Shape legend: as in prefill_steps.py; N query heads, R rows of queri
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from ctypes import Structure, c_float, c_int, c_void_p
 
 import torch
@@ -25,8 +26,10 @@ FLASH_HEAD_DIM = 256
 """The widest head that torch's flash attention takes; it masks windows and shares KV heads."""
 ALIGN = 64
 """Keys are padded to multiples of this where scores exist: matmuls want aligned rows."""
-SCORES = 16 << 20
-"""Scores at once: 64 MB, and half as much for their softmax. More was no faster."""
+ROOM = 24 << 20
+"""Floats of a chunk's room: of sums of 4 bits that are yet to be rounded, of scores and shares."""
+SCORES = ROOM * 2 // 3
+"""Scores at once, and half as much for their softmax. More was no faster."""
 GATED_ROWS, ROWS = 1280, 16
 """Rows whose gate and up exist at once, for they are the widest of a layer; cut at multiples."""
 MOST_ROWS = 512
@@ -49,7 +52,7 @@ class PrefillKernels:
         self.device = chunk.tokens.device
         self.launch = PrefillLauncher(self.device)
         self._rotations: dict[tuple[Rope, int], Pair] = {}
-        self._scores: Pair | None = None
+        self._floats: Tensor | None = None
 
     def add_norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> PrefillInput:
         (rows, hidden), kind, branch = h.shape, opening.kind, closing.branch
@@ -61,23 +64,29 @@ class PrefillKernels:
         return x
 
     def matmul(self, x: PrefillInput, weight: Dense) -> Tensor:
-        product, factor = self._product(x, weight)
+        values, factor = weight[0], _factor_of_sums(x, weight)
         if factor is None:
-            return product
-        return torch.mul(product, factor, out=self.launch.new(*product.shape))
+            return self._product(x, weight)
+        out = self.launch.new(len(x.values), len(values))
+        for part in _some_rows(len(out), ROOM // len(values)):
+            torch.mul(self._sums(x.part(part), values), factor, out=out[part])
+        return out
 
-    def _product(self, x: PrefillInput, weight: Dense) -> tuple[Tensor, Tensor | None]:
-        """[T, n], or of 4 bits sums in float32, for they leave float16's range, and the factor [n]
-        that is yet to be applied."""
+    def _sums(self, x: PrefillInput, values: Tensor) -> Tensor:
+        """[T, n] float32, for of 4 bits they leave float16's range; there until the next ones, or
+        scores."""
+        sums = self._room(len(x.values) * len(values)).view(-1, len(values))
+        return torch.ops.aten.mm.dtype_out(x.values, values.T, torch.float32, out=sums)
+
+    def _product(self, x: PrefillInput, weight: Dense) -> Tensor:
+        """[T, n] bf16."""
         values, scale = weight
         if scale is None:
-            return x.values @ values.T, None
-        if x.scale is None:
-            sums = torch.mm(x.values, values.T, out_dtype=torch.float32)
-            return sums, scale * ACTIVATION_SCALE
+            return x.values @ values.T
+        assert x.scale is not None, "of 4 bits there are sums"
         # fast accumulation errs by 0.4 % where the full one errs by 0.2 %: both little beside the
         # inputs' own 4 bits (2 to 3 %). It takes 15 % less time.
-        product = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             x.values,
             values.T,
             scale_a=x.scale[:, None],
@@ -85,7 +94,6 @@ class PrefillKernels:
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
-        return product, None
 
     def grouped(self, x: PrefillInput, ends: Tensor, weight: Dense) -> Tensor:
         across, scale = weight[0].transpose(1, 2), weight[1]
@@ -102,14 +110,18 @@ class PrefillKernels:
             use_fast_accum=True,
         )
 
-    def gate_up(self, x: PrefillInput, weight: Dense, kind: str) -> PrefillInput:
-        rows, width = len(x.values), len(weight[0]) // 2
+    def gate_up(
+        self, x: PrefillInput, parts: Iterator[tuple[slice, Dense]], width: int, kind: str
+    ) -> PrefillInput:
+        rows = len(x.values)
         out = self.launch.input(rows, width, kind)
-        blocks = -(-rows // GATED_ROWS)
-        size = -(-rows // blocks // ROWS) * ROWS
-        for first in range(0, rows, size):
-            part = slice(first, min(first + size, rows))
-            self._gate(*self._product(x.part(part), weight), out.part(part), kind)
+        for features, weight in parts:
+            values, factor = weight[0], _factor_of_sums(x, weight)
+            for part in _some_rows(rows, GATED_ROWS):
+                mine, own = x.part(part), out.part(part)
+                own = own._replace(values=own.values[:, features])
+                both = self._product(mine, weight) if factor is None else self._sums(mine, values)
+                self._gate(both, factor, own, kind)
         return out
 
     def gated(self, gate_up: Tensor, kind: str) -> PrefillInput:
@@ -119,7 +131,8 @@ class PrefillKernels:
 
     def _gate(self, gate_up: Tensor, factor: Tensor | None, out: PrefillInput, kind: str) -> None:
         rows, width = out.values.shape
-        arguments = [*map(pointer, (gate_up, factor, *out)), c_int(width)]
+        arguments = [*map(pointer, (gate_up, factor, *out))]
+        arguments += [c_int(width), c_int(out.values.stride(0))]
         name = "gate" if factor is None else "scaled_gate"
         self.launch.each_row(name, kind, rows, width // 8, PACKS, arguments)
 
@@ -177,7 +190,7 @@ class PrefillKernels:
             part = slice(first * group, min(first + block, tokens) * group)
             query = count - tokens + first
             width = -(-min(query + block, count) // ALIGN) * ALIGN
-            scores, shares = self._room(kv_heads, part.stop - part.start, width)
+            scores, shares = self._scores(kv_heads, part.stop - part.start, width)
             torch.ops.aten.bmm.dtype_out(
                 rows[:, part], across[..., :width], torch.float32, out=scores
             )
@@ -188,16 +201,19 @@ class PrefillKernels:
             torch.bmm(shares, values[:, :width], out=out[:, part])
         return out
 
-    def _room(self, *shape: int) -> Pair:
-        """Scores and shares of this shape: one piece of memory for all of a chunk's, so that no
-        two sizes lie side by side in the allocator."""
+    def _scores(self, *shape: int) -> Pair:
+        """Scores and shares of this shape."""
         size = shape[0] * shape[1] * shape[2]
-        if self._scores is None or len(self._scores[0]) < size:
-            room = max(size, SCORES)
-            types = torch.float32, torch.bfloat16
-            wide, narrow = (torch.empty(room, dtype=t, device=self.device) for t in types)
-            self._scores = wide, narrow
-        return self._scores[0][:size].view(shape), self._scores[1][:size].view(shape)
+        room = self._room(size + size // 2)
+        return room[:size].view(shape), room[size:].view(torch.bfloat16).view(shape)
+
+    def _room(self, size: int) -> Tensor:
+        """Floats: one piece of memory for all of a chunk's, so that no two sizes lie side by side
+        in the allocator."""
+        if self._floats is None or len(self._floats) < size:
+            self._floats = None  # the old one goes before the new one comes
+            self._floats = torch.empty(max(size, ROOM), device=self.device)
+        return self._floats[:size]
 
     def _rotation(self, layer: LayerSpec) -> tuple[c_void_p, c_void_p]:
         """cos and sin [T, D / 2] float32 of the chunk's positions."""
@@ -208,6 +224,18 @@ class PrefillKernels:
             self._rotations[key] = angles.cos(), angles.sin()
         cosine, sine = self._rotations[key]
         return pointer(cosine), pointer(sine)
+
+
+def _factor_of_sums(x: PrefillInput, weight: Dense) -> Tensor | None:
+    """[n] of a weight of 4 bits."""
+    scale = weight[1]
+    return None if scale is None or x.scale is not None else scale * ACTIVATION_SCALE
+
+
+def _some_rows(rows: int, most: int) -> Iterator[slice]:
+    """All rows, about equally many at once and no more than `most`."""
+    size = -(-rows // -(-rows // most) // ROWS) * ROWS
+    return (slice(first, min(first + size, rows)) for first in range(0, rows, size))
 
 
 def _blocks(start: int, stop: int) -> int:

@@ -6,7 +6,7 @@ Shape legend: T tokens of the chunk, S keys, N query heads, K kv heads, D head_d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import repeat
 
 import torch
@@ -45,8 +45,11 @@ class PrefillReference:
         scales = repeat(None, len(values)) if scale is None else scale
         return by_expert(x.values, ends, zip(values, scales, strict=True))
 
-    def gate_up(self, x: PrefillInput, weight: Dense, kind: str) -> PrefillInput:
-        return self.gated(self.matmul(x, weight), kind)
+    def gate_up(
+        self, x: PrefillInput, parts: Iterator[tuple[slice, Dense]], width: int, kind: str
+    ) -> PrefillInput:
+        gated = [self.gated(self.matmul(x, weight), kind).values for _, weight in parts]
+        return PrefillInput(torch.cat(gated, -1), None)
 
     def gated(self, gate_up: Tensor, kind: str) -> PrefillInput:
         return PrefillInput(gate(gate_up), None)

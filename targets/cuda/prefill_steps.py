@@ -6,6 +6,7 @@ Shape legend: T tokens of the chunk, H hidden, S keys, K kv heads, D head_dim, E
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -66,8 +67,10 @@ class Steps(Protocol):
         [E, n], ends [E] int32: where each expert's rows end -> [rows, n]."""
         ...
 
-    def gate_up(self, x: PrefillInput, weight: Dense, kind: str) -> PrefillInput:
-        """`gated` of x times weight values."""
+    def gate_up(
+        self, x: PrefillInput, parts: Iterator[tuple[slice, Dense]], width: int, kind: str
+    ) -> PrefillInput:
+        """`gated` of x times the weight whose `Ops.dense_parts` these are, of `width` features."""
         ...
 
     def gated(self, gate_up: Tensor, kind: str) -> PrefillInput:

@@ -9,7 +9,7 @@ Shape legend: as in ops.py; K kv heads, G = heads / K, D head_dim, n keys, C chu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 import torch
@@ -93,6 +93,9 @@ class Reference:
 
     def dense(self, weight: Linear) -> Dense:
         return weight.data, weight.scale
+
+    def dense_parts(self, weight: Linear) -> Iterator[tuple[slice, Dense]]:
+        yield slice(0, weight.n // 2), self.dense(weight)
 
     def embed(self, head: Linear, rows: Rows) -> Tensor:
         return lookup(head.data, rows.tokens.flatten(), self.arch.hidden)

@@ -127,10 +127,10 @@ __device__ inline float largest_of(uint4 v) {
   return largest;
 }
 
-// A row of bf16, eight elements at a time, to x.
+// A row of bf16, eight elements at a time, to x, whose rows are `stride` apart.
 __device__ inline void store_row(const uint4 (&packs)[kPacks], float largest, void* x, float* scale,
-                                 int width, float* scratch) {
-  const size_t first = size_t(blockIdx.x) * width;
+                                 int width, int stride, float* scratch) {
+  const size_t first = size_t(blockIdx.x) * stride;
   const float factor = range(largest, scale, scratch);
 #pragma unroll
   for (int j = 0; j < kPacks; j++) {
@@ -172,7 +172,7 @@ __device__ inline uint4 eight(const void* row, const float* factors, int i) {
 
 // x = gelu_tanh(gate) * up; a row of gate_up is gate's `width` values, then up's, and so are the factors.
 template <bool kScaled>
-__device__ inline void gate_row(const void* gate_up, const float* factors, void* x, float* scale, int width) {
+__device__ inline void gate_row(const void* gate_up, const float* factors, void* x, float* scale, int width, int stride) {
   __shared__ float scratch[32];
   const u8* row = static_cast<const u8*>(gate_up) + size_t(blockIdx.x) * 2 * width * (kScaled ? 4 : 2);
   uint4 packs[kPacks];
@@ -185,15 +185,15 @@ __device__ inline void gate_row(const void* gate_up, const float* factors, void*
     packs[j] = make_uint4(gated2(g.x, u.x), gated2(g.y, u.y), gated2(g.z, u.z), gated2(g.w, u.w));
     largest = fmaxf(largest, largest_of(packs[j]));
   }
-  store_row(packs, largest, x, scale, width, scratch);
+  store_row(packs, largest, x, scale, width, stride, scratch);
 }
 extern "C" __global__ void __launch_bounds__(kThreads, 3)
-    gate(const void* gate_up, const float* factors, void* x, float* scale, int width) {
-  gate_row<false>(gate_up, factors, x, scale, width);
+    gate(const void* gate_up, const float* factors, void* x, float* scale, int width, int stride) {
+  gate_row<false>(gate_up, factors, x, scale, width, stride);
 }
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    scaled_gate(const void* gate_up, const float* factors, void* x, float* scale, int width) {
-  gate_row<true>(gate_up, factors, x, scale, width);
+    scaled_gate(const void* gate_up, const float* factors, void* x, float* scale, int width, int stride) {
+  gate_row<true>(gate_up, factors, x, scale, width, stride);
 }
 
 // A row of x is made of `runs` pieces: in is [runs, T, width / runs].
@@ -211,5 +211,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     packs[j] = from[(size_t(i / run) * gridDim.x + blockIdx.x) * run + i % run];
     largest = fmaxf(largest, largest_of(packs[j]));
   }
-  store_row(packs, largest, x, scale, width, scratch);
+  store_row(packs, largest, x, scale, width, width, scratch);
 }

@@ -8,7 +8,7 @@ struct Job {
   const u8* tiled;
   u8* out;  // [experts * n, k]
   int n, k; // of one expert
-  int passes, tiles;  // of one expert; per CTA and pass
+  int passes, ctas, tiles;  // of one expert; of a pass, where some may not be asked for; per CTA and pass
   int row_groups, k_groups, wide, depth;
   int steps, together, groups;  // along k; of a CTA: steps and k groups
   int gate_rows;  // of gate's rows, as many as stand together; 0: not gated
@@ -33,7 +33,7 @@ __device__ inline uint2 place_of(const Job& job, int pitch, int i) {
   const int t = place % job.wide, d = place / job.wide % job.depth, group = place / job.wide / job.depth;
   const int row = (group % job.row_groups * job.wide + t) * 16;
   const int column = ((s * job.depth + d) * job.groups + group / job.row_groups) * 32;
-  return make_uint2((s * gridDim.x * (job.k_groups / job.groups) * count + place) * kTileBytes, row * pitch + column * kSize);
+  return make_uint2((s * job.ctas * (job.k_groups / job.groups) * count + place) * kTileBytes, row * pitch + column * kSize);
 }
 
 // What was stored tile by tile, into rows of shared memory.
@@ -86,11 +86,11 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) untile(const __grid
   const int each = job.groups * job.row_groups * job.depth * job.wide, count = steps * each;
   int* numbers = reinterpret_cast<int*>(rows + job.tiles * 16 * pitch);
   uint2* places = reinterpret_cast<uint2*>(numbers + job.tiles * 16);
-  const int first = ((blockIdx.z % job.passes) * gridDim.x + blockIdx.x) * job.tiles;
+  const int first = ((blockIdx.z % job.passes) * job.ctas + blockIdx.x) * job.tiles;
   for (int r = threadIdx.x; r < job.tiles * 16; r += blockDim.x) numbers[r] = row_of(job, first + r / 16, r % 16);
   for (int i = threadIdx.x; i < count; i += blockDim.x) places[i] = place_of(job, pitch, i);
   __syncthreads();
-  const size_t step = (size_t(blockIdx.z) * job.steps + first_step) * gridDim.x + blockIdx.x;
+  const size_t step = (size_t(blockIdx.z) * job.steps + first_step) * job.ctas + blockIdx.x;
   lay_out(job, job.tiled + (step * parts + part) * each * kTileBytes, rows, pitch, places, count);
   __syncthreads();
   const int input = (part * job.steps + first_step) * width, bytes = min(steps * width, job.k - input) * kSize;
