@@ -335,6 +335,8 @@ def test_rows_take_whom_the_host_chose_in_both_device_loops(runs):
     traced = jax_auto.DeviceAuto(chosen(TAKE, runs), Said(jnp.array(TEXTS)), head)
     rows = traced.program(False).on(traced.weights(), traced.memory)
     assert rows.propose(None, 3).tolist() == expected
+    own = WEIGHTS if runs else TEXT
+    assert rows.by.tolist() == [TEXT, TEXT, own, own, TEXT]
     rows.observe(None, None, None)
     captured = cuda_auto.DeviceAuto(
         chosen(TAKE, runs), Said(torch.tensor(TEXTS)), Said(torch.tensor(OWN))

@@ -151,7 +151,8 @@ def test_both_loops_report_the_same_guesses_and_auto_whose_they_are():
     auto = registry.resolved(registry.config_type()(k=4, loop="host"), config)
     model = load_model(config, auto)
     lookup, reports = replace(auto, drafter="ngram"), {}
-    ways = {"host": lookup, "device": replace(lookup, loop="device"), "auto": auto}
+    ways = {"host": lookup, "device": replace(lookup, loop="device")}
+    ways |= {"auto": auto, "auto, device": replace(auto, loop="device")}
     for way, speculation in ways.items():
         engine = make_engine(model, speculation)
         seq = Sequence(model.tokenizer.encode(PROMPT), max_tokens=40, reported=True)
@@ -160,9 +161,10 @@ def test_both_loops_report_the_same_guesses_and_auto_whose_they_are():
         assert len(told_) == seq.acceptance.cycles and all(r.seconds > 0 for r in told_)
         assert sum(r.accepted for r in told_) == seq.acceptance.accepted > 0
     assert reports["host"] == reports["device"]
-    said_by = {name for _, guessers, _ in reports["auto"] for name in guessers}
-    assert said_by and said_by <= {"suffix", "ngram"}
-    assert all(len(draft) == len(guessers) for draft, guessers, _ in reports["auto"])
+    for way, choices in {"auto": {"suffix", "ngram"}, "auto, device": {"suffix"}}.items():
+        said_by = {name for _, guessers, _ in reports[way] for name in guessers}
+        assert said_by and said_by <= choices
+        assert all(len(draft) == len(guessers) for draft, guessers, _ in reports[way])
 
 
 def test_the_engine_reports_only_where_asked():

@@ -47,6 +47,11 @@ class DeviceAuto:
         """Whether what the host knows without drafters is worth its place in the next cycle."""
         return self._chooser.leads
 
+    @property
+    def names(self) -> dict[int, str]:
+        """The drafters by their numbers in `by`."""
+        return self._chooser.names
+
     def ready(self, seqs: Seqs[Sequence]) -> None:
         self._chooser.choose(seqs)
         for part in (self._text, self._weighted):
@@ -79,6 +84,8 @@ class _Traced:
         self, take: Array, text: TracedDrafter, weighted: TracedDrafter | None, runs: bool
     ) -> None:
         self._take, self._text, self._weighted, self._runs = take[:, None], text, weighted, runs
+        self.by = jnp.full_like(take, TEXT)
+        """[B]: whose the last guesses of a row are."""
 
     @property
     def memory(self) -> Any:
@@ -90,8 +97,9 @@ class _Traced:
         if not self._runs or self._weighted is None:
             return draft
         own = self._weighted.propose(batch, k)
-        silent = (take == EITHER) & (text[:, :1] == NO_GUESS)
-        return jnp.where((take == WEIGHTS) | silent, own, draft)
+        theirs = (take == WEIGHTS) | (take == EITHER) & (text[:, :1] == NO_GUESS)
+        self.by = jnp.where(theirs[:, 0], WEIGHTS, TEXT)
+        return jnp.where(theirs, own, draft)
 
     def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:
         if self._weighted is not None:

@@ -84,6 +84,12 @@ class LateChooser:
         all rows; whether the choice is as good for the cycles after the next one."""
 
     @property
+    def names(self) -> dict[int, str]:
+        """Whose a row's guesses can be: TEXT's and WEIGHTS'."""
+        weighted = self._drafter.weighted
+        return {TEXT: self._text} | ({} if weighted is None else {WEIGHTS: weighted.name})
+
+    @property
     def _policy(self) -> Policy:
         return self._drafter.policy
 

@@ -7,7 +7,7 @@ dispatch takes and gives back.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence as Seqs
+from collections.abc import Hashable, Mapping, Sequence as Seqs
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,6 +66,16 @@ def lasts(drafter: DeviceDrafter) -> bool:
     """Whether what it is ready for is as good for further cycles: a dispatch then has several. Most
     drafters decide nothing; one that does says in `lasts`."""
     return getattr(drafter, "lasts", True)
+
+
+def names_of(drafter: DeviceDrafter) -> Mapping[int, str]:
+    """The drafters that one is made of, by number; most are made of none."""
+    return getattr(drafter, "names", {})
+
+
+def by_of(drafter: TracedDrafter) -> Array | None:
+    """[B]: the number of the drafter that made each row's guesses, where one is made of some."""
+    return getattr(drafter, "by", None)
 
 
 class TextFunction(Hashable, Protocol):

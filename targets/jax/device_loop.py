@@ -6,7 +6,7 @@ state: one step, two drivers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seqs
+from collections.abc import Mapping, Sequence as Seqs
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,9 @@ from targets.jax.device_drafter import (
     SlotState,
     TracedDrafter,
     TracedProgram,
+    by_of,
     lasts,
+    names_of,
 )
 from targets.jax.params import Params
 from targets.jax.placing import replicated
@@ -114,6 +116,8 @@ class Tape:
     chosen: Array
     accepted: Array
     logprobs: LogprobRows | None
+    by: Array | None
+    """[B]: whose guesses they are, by number (`device_drafter.names_of`)."""
 
 
 class _TracedTarget:
@@ -183,9 +187,9 @@ def _one_cycle(plan: LoopPlan, given: LoopInputs, loop: LoopState) -> tuple[Loop
     guided_drafter = _GuidedDrafter(drafter, loop.leading, given.limits.guesses)
     done = cycle(target, guided_drafter, loop.slots, plan.k)
     slots = _commit(target.state, done, given.limits)
-    tape = Tape(done.draft, done.step.chosen, done.accepted, done.step.logprobs)
+    said = done.draft, done.step.chosen, done.accepted, done.step.logprobs
     nothing = jnp.full_like(loop.leading, NO_GUESS)
-    return LoopState(slots, drafter.memory, nothing), tape
+    return LoopState(slots, drafter.memory, nothing), Tape(*said, by_of(drafter))
 
 
 def _commit(state: SlotState, done: Round, limits: Limits) -> SlotState:
@@ -244,7 +248,7 @@ def device_loop(
         first = _by_slot(leading, seqs, target.slots, k)
         loop, tape, ran = compiled[plan](given, LoopState(state, drafter.memory, first))
         target.cache, drafter.memory = loop.slots.cache, loop.memory
-        return _replay(tape, int(ran), seqs, leading)
+        return _replay(tape, int(ran), seqs, leading, names_of(drafter))
 
     return rounds
 
@@ -257,15 +261,20 @@ class SteppedDrafter:
         self._target, self._drafter = target, drafter
         whole = replicated(target.mesh)
         self._propose = jax.jit(
-            _propose, static_argnums=(0, 1), donate_argnums=3, out_shardings=(None, whole)
+            _propose, static_argnums=(0, 1), donate_argnums=3, out_shardings=(None, whole, whole)
         )
         self._observe = jax.jit(_observe, static_argnums=0, donate_argnums=2)
+        self.whose: Seqs[Seqs[str]] | None = None
+        """By row, whose the last guesses are."""
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
         drafter = self._drafter
         batch, program = self._batch(seqs), self._program(seqs)
-        drafter.memory, draft = self._propose(program, k, drafter.weights(), drafter.memory, batch)
-        return np.asarray(draft)[[seq.slot for seq in seqs]]
+        made = self._propose(program, k, drafter.weights(), drafter.memory, batch)
+        drafter.memory, draft, by = made
+        rows = [seq.slot for seq in seqs]
+        self.whose = _whose(names_of(drafter), None if by is None else np.asarray(by)[rows], k)
+        return np.asarray(draft)[rows]
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         drafter, slots = self._drafter, self._target.slots
@@ -288,10 +297,10 @@ class SteppedDrafter:
 
 def _propose(
     program: TracedProgram, k: int, weights: Any, memory: Any, batch: SlotState
-) -> tuple[Any, Array]:
+) -> tuple[Any, Array, Array | None]:
     drafter = program.on(weights, memory)
     draft = drafter.propose(batch, k)
-    return drafter.memory, draft
+    return drafter.memory, draft, by_of(drafter)
 
 
 def _observe(
@@ -342,8 +351,19 @@ def _by_slot(leading: Leading | None, seqs: Seqs[Sequence], slots: int, k: int) 
     return rows
 
 
-def _replay(tape: Tape, ran: int, seqs: Seqs[Sequence], leading: Leading | None) -> list[Round]:
-    """leading: what came first in the first cycle."""
+def _whose(names: Mapping[int, str], by: np.ndarray | None, k: int) -> Seqs[Seqs[str]] | None:
+    """`Round.whose` of rows whose k guesses are by these."""
+    return None if by is None else [[names[number]] * k for number in by.tolist()]
+
+
+def _replay(
+    tape: Tape,
+    ran: int,
+    seqs: Seqs[Sequence],
+    leading: Leading | None,
+    names: Mapping[int, str],
+) -> list[Round]:
+    """leading: what came first in the first cycle. names: as `device_drafter.names_of` has them."""
     tape = jax.tree.map(np.asarray, tape)  # the one copy to the host
     rows = np.array([seq.slot for seq in seqs])
     rounds = []
@@ -352,5 +372,6 @@ def _replay(tape: Tape, ran: int, seqs: Seqs[Sequence], leading: Leading | None)
         details = now.logprobs and pick_rows(now.logprobs, rows)
         step = Step(now.chosen[rows], None, details)
         first = leading if i == 0 else None
-        rounds.append(Round(now.draft[rows], step, now.accepted[rows], first))
+        whose = _whose(names, None if now.by is None else now.by[rows], now.draft.shape[1])
+        rounds.append(Round(now.draft[rows], step, now.accepted[rows], first, whose=whose))
     return rounds
