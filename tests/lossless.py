@@ -178,7 +178,8 @@ def check_host(
         output, acceptance = decode(target, drafter, cycle, mode, tokens)
         assert output == plain, (path.name, mode, slots, name, k)
         assert name != "right" or acceptance.rate == 1.0
-        assert name != "model" or acceptance.rate * k > 0.2  # tokens of a row and cycle
+        least = 0.0 if path.name == "mini" else 0.2  # chance follows chance there
+        assert name != "model" or acceptance.rate > least
         assert name not in ("wrong", "wild") or acceptance.accepted == 0
     return plain
 
