@@ -19,6 +19,7 @@ from targets.cuda.graphs import bucket_of
 from targets.cuda.int4 import GROUP
 from targets.cuda.int8 import WORDS
 from targets.cuda.load import SHORT
+from targets.cuda.prefill_kernels import ROOM
 from targets.cuda.reader import QUANTISED, quantised
 from targets.tensors import TensorSpec, all_tensors
 
@@ -41,8 +42,6 @@ LOGIT_COPIES = 3
 """float32 [rows, vocab] at once: logits, their shaped copy, and the sampler's work."""
 GATES_AT_ONCE = 3
 """Prefill holds the gate and up rows of a chunk, and what comes of them."""
-SCORES = 96 << 20
-"""Scores and shares of a long prefill's queries, a block of them at a time; or sums of 4 bits."""
 RUNTIME = 768 << 20
 """CUDA context, library handles, compiled kernels, captured graphs."""
 MARGIN = 1 << 30
@@ -218,7 +217,7 @@ def prefill_bytes(arch: Arch, shape: TargetShape) -> int:
     ]
     keys = max(layer.kv_heads * layer.head_dim for layer in arch.layers if not layer.window)
     copies = 2 * 2 * shape.max_len * keys  # K and V of a global layer in rows
-    return total + SCORES + copies + (0 if shape.copied else _gate_and_up(shape.dtype, max(flat)))
+    return total + 4 * ROOM + copies + (0 if shape.copied else _gate_and_up(shape.dtype, max(flat)))
 
 
 def _gate_and_up(dtype: str, values: int) -> int:

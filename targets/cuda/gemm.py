@@ -136,39 +136,41 @@ class Gemm:
         """`Ops.with_plain`."""
         if weight.kind in four_bits.KINDS and weight.layout.startswith("experts"):
             return weight  # prefill takes them as they are
-        out = torch.empty(_plain_bytes(weight), dtype=torch.uint8, device=weight.data.device)
-        self._untile(weight, out)
+        size = _plain_bytes(weight, weight.n)
+        out = torch.empty(size, dtype=torch.uint8, device=weight.data.device)
+        self._untile(weight, out, self._whole(weight))
         return replace(weight, plain=_plain_values(out, weight))
 
     def dense(self, weight: Linear) -> Dense:
         """`Ops.dense`: in memory that all weights share, where it has none of its own."""
         if weight.plain is not None:
             return weight.plain, self._plain_scale(weight)
-        room = self._room(_plain_bytes(weight), weight)
-        self._untile(weight, room)
-        return _plain_values(room, weight), self._plain_scale(weight)
+        return self._in_scratch(weight, self._whole(weight)), self._plain_scale(weight)
 
     def dense_parts(self, weight: Linear) -> Iterator[tuple[slice, Dense]]:
         """`Ops.dense_parts`."""
         narrow = weight.kind in four_bits.KINDS
-        if weight.plain is not None or not narrow or _plain_bytes(weight) <= WHOLE_BYTES:
+        if weight.plain is not None or not narrow or _plain_bytes(weight, weight.n) <= WHOLE_BYTES:
             yield slice(0, weight.n // 2), self.dense(weight)
             return
         for own, part in _parts(weight, tiles.schedule_of(weight, self._processors)):
-            room = self._room(part.rows * weight.k * tiles.VALUE_BYTES[weight.kind], weight)
-            self._untile(weight, room, part)
-            yield own, (_plain_values(room, weight), self._plain_scale(weight, own))
+            yield own, (self._in_scratch(weight, part), self._plain_scale(weight, own))
 
-    def _room(self, size: int, weight: Linear) -> Tensor:
-        """Bytes that all weights share."""
+    def _in_scratch(self, weight: Linear, part: _Part) -> Tensor:
+        """Its values in plain order, in memory that all weights share."""
+        size = _plain_bytes(weight, part.rows)
         if len(self._scratch) < size:
             self._scratch = torch.empty(0)  # the old one goes before the new one comes
             self._scratch = torch.empty(size, dtype=torch.uint8, device=weight.data.device)
-        return self._scratch[:size]
+        self._untile(weight, self._scratch, part)
+        return _plain_values(self._scratch[:size], weight)
 
-    def _untile(self, weight: Linear, out: Tensor, part: _Part | None = None) -> None:
+    def _whole(self, weight: Linear) -> _Part:
         plan = tiles.schedule_of(weight, self._processors)
-        part = part or _Part(plan.passes, plan.ctas, 0, weight.n)
+        return _Part(plan.passes, plan.ctas, 0, weight.n)
+
+    def _untile(self, weight: Linear, out: Tensor, part: _Part) -> None:
+        plan = tiles.schedule_of(weight, self._processors)
         assert weight.k % 8 == 0, weight.k
         groups = tiles.k_stride(weight) if plan.k_groups > 1 else 1
         step = groups * plan.depth * tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
@@ -293,8 +295,9 @@ def _count(weight: Linear) -> int:
     return len(weight.data) if weight.layout.startswith("experts") else 1
 
 
-def _plain_bytes(weight: Linear) -> int:
-    return _count(weight) * weight.n * weight.k * tiles.VALUE_BYTES[weight.kind]
+def _plain_bytes(weight: Linear, rows: int) -> int:
+    """Of so many rows, of each expert's where there are some."""
+    return _count(weight) * rows * weight.k * tiles.VALUE_BYTES[weight.kind]
 
 
 def _plain_values(values: Tensor, weight: Linear) -> Tensor:
@@ -336,8 +339,10 @@ def few_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:
     are more, they have their own."""
     inputs = plan.k_groups * plan.depth * block * 2 * tiles.INPUTS
     stage = plan.step_bytes(kind) + inputs * (2 if block < 8 else 1)
-    most = max(SHORT_STEPS * stage, SHORT_BYTES) if _short(kind, block) else RING_BYTES
-    stages = max(2, min(min(most, RING_BYTES) // stage, plan.steps * plan.passes))
+    ring = RING_BYTES
+    if _short(kind, block):
+        ring = min(ring, max(SHORT_STEPS * stage, SHORT_BYTES))
+    stages = max(2, min(ring // stage, plan.steps * plan.passes))
     sums = (plan.k_groups - 1) * plan.tiles * tiles.TILE * 4 * max(block, 8)
     return stages, max(stages * (stage + BARRIERS) + sums * (plan.passes > 1), sums, ALONE_BYTES)
 

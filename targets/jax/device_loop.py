@@ -273,7 +273,7 @@ class SteppedDrafter:
         made = self._propose(program, k, drafter.weights(), drafter.memory, batch)
         drafter.memory, draft, by = made
         rows = [seq.slot for seq in seqs]
-        self.whose = _whose(names_of(drafter), None if by is None else np.asarray(by)[rows], k)
+        self.whose = _whose(names_of(drafter), by, rows, k)
         return np.asarray(draft)[rows]
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
@@ -351,9 +351,11 @@ def _by_slot(leading: Leading | None, seqs: Seqs[Sequence], slots: int, k: int) 
     return rows
 
 
-def _whose(names: Mapping[int, str], by: np.ndarray | None, k: int) -> Seqs[Seqs[str]] | None:
-    """`Round.whose` of rows whose k guesses are by these."""
-    return None if by is None else [[names[number]] * k for number in by.tolist()]
+def _whose(
+    names: Mapping[int, str], by: Array | None, rows: Array | Seqs[int], k: int
+) -> Seqs[Seqs[str]] | None:
+    """`Round.whose` of these rows' k guesses. by: [slots], as `Tape` has it."""
+    return None if by is None else [[names[int(number)]] * k for number in np.asarray(by)[rows]]
 
 
 def _replay(
@@ -372,6 +374,6 @@ def _replay(
         details = now.logprobs and pick_rows(now.logprobs, rows)
         step = Step(now.chosen[rows], None, details)
         first = leading if i == 0 else None
-        whose = _whose(names, None if now.by is None else now.by[rows], now.draft.shape[1])
+        whose = _whose(names, now.by, rows, now.draft.shape[1])
         rounds.append(Round(now.draft[rows], step, now.accepted[rows], first, whose=whose))
     return rounds
