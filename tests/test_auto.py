@@ -344,6 +344,8 @@ def test_rows_take_whom_the_host_chose_in_both_device_loops(runs):
     tokens = torch.full((5, 4), NO_GUESS)
     batch = CapturedBatch(Rows(tokens, torch.zeros(5), torch.arange(5)), False, False)
     assert captured.propose(batch, 3).tolist() == expected and head.heard == 1
+    told = zip(captured.by.tolist(), rows.by.tolist(), expected, strict=True)
+    assert all((c == WEIGHTS) == (j == WEIGHTS) for c, j, said in told if said[0] != NO_GUESS)
     assert captured.variant == ("weights" if runs else "text")
     more = [[t + 1 if runs and row in (2, 3) else t for t in e] for row, e in enumerate(expected)]
     captured, traced = (  # in a script's hands, the guesses by weights alone are others

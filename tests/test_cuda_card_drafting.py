@@ -230,6 +230,12 @@ def test_auto_in_the_captured_cycle(name):
         assert decode(target, drafter, captured, mode)[0] == said, mode
         predicted = decode(target, drafter, captured, mode, predicted=said)[0]
         assert predicted == said, (mode, "predicted")
+    asked = [Sequence(p, max_tokens=64, reported=True) for p in prompts_for((3, 40, 17))]
+    events = Engine(target, drafter, captured).run(asked)
+    told = [event.report for event in events if event.report is not None]
+    said_by = {guesser for report in told for guesser in report.guessers}
+    assert said_by and said_by <= {"suffix", name}
+    assert all(len(report.draft) == len(report.guessers) for report in told)
 
 
 @pytest.mark.parametrize("lengths", [(1, 3), (2, 5), (2, 32), (40, 200)])

@@ -22,11 +22,18 @@ class DeviceAuto:
     ) -> None:
         self._chooser, self._text, self._weighted = chooser, text, weighted
         self._take: Tensor | None = None
+        self.by: Tensor | None = None
+        """[B]: whose the last guesses of a row are; None where it has none."""
 
     def with_weighted(self, wrap: Callable[[DeviceDrafter], DeviceDrafter]) -> DeviceAuto:
         """The same, the drafter with weights wrapped."""
         weighted = None if self._weighted is None else wrap(self._weighted)
         return DeviceAuto(self._chooser, self._text, weighted)
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The drafters by their numbers in `by`."""
+        return self._chooser.names
 
     @property
     def variant(self) -> str:
@@ -57,17 +64,20 @@ class DeviceAuto:
                 part.ready(seqs)
 
     def propose(self, batch: CapturedBatch, k: int) -> Tensor:
+        self.by = None
         if k == 0:
             return batch.draft
         text = self._text.propose(batch, k).clone()
-        take = self._taken(batch)[:, None]
+        self.by = self._taken(batch)
+        take = self.by[:, None]
         draft = torch.where((take == TEXT) | (take == EITHER), text, NO_GUESS)
         if self._weighted is None or not self._chooser.runs:
             return draft
         batch.draft.fill_(NO_GUESS)
         own = self._weighted.propose(batch, k)
-        silent = (take == EITHER) & (text[:, :1] == NO_GUESS)
-        return torch.where((take == WEIGHTS) | silent, own, draft)
+        theirs = (take == WEIGHTS) | (take == EITHER) & (text[:, :1] == NO_GUESS)
+        self.by = torch.where(theirs[:, 0], WEIGHTS, TEXT).int()
+        return torch.where(theirs, own, draft)
 
     def observe(self, batch: CapturedBatch, step: Step, accepted: Tensor) -> None:
         if self._weighted is not None:

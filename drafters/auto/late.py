@@ -85,9 +85,9 @@ class LateChooser:
 
     @property
     def names(self) -> dict[int, str]:
-        """Whose a row's guesses can be: TEXT's and WEIGHTS'."""
-        weighted = self._drafter.weighted
-        return {TEXT: self._text} | ({} if weighted is None else {WEIGHTS: weighted.name})
+        """Whose guesses a row has that takes these; of EITHER, where they are not by weights."""
+        weighted, texts = self._drafter.weighted, dict.fromkeys((NOBODY, TEXT, EITHER), self._text)
+        return texts if weighted is None else texts | {WEIGHTS: weighted.name}
 
     @property
     def _policy(self) -> Policy:

@@ -6,7 +6,7 @@ needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seqs
+from collections.abc import Mapping, Sequence as Seqs
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,6 +62,17 @@ def variant_of(drafter: DeviceDrafter) -> str:
     """Which of its cycles is captured, or replayed, now. Most drafters have but one; one that has
     more says which in `variant`, once `ready` was called."""
     return getattr(drafter, "variant", "")
+
+
+def names_of(drafter: DeviceDrafter) -> Mapping[int, str]:
+    """The drafters that one is made of, by number; most are made of none."""
+    return getattr(drafter, "names", {})
+
+
+def by_of(drafter: DeviceDrafter) -> torch.Tensor | None:
+    """[B] int32: the number of the drafter that made each row's guesses, where one is made of some
+    and there are guesses."""
+    return getattr(drafter, "by", None)
 
 
 def take_back(drafter: DeviceDrafter) -> None:

@@ -8,7 +8,7 @@ waits; rows that have ended meanwhile sit the cycle out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seqs
+from collections.abc import Callable, Mapping, Sequence as Seqs
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -33,6 +33,8 @@ from targets.cuda.device_drafter import (
     CapturedBatch,
     DeviceDrafter,
     SlotState,
+    by_of,
+    names_of,
     take_back,
     variant_of,
 )
@@ -155,7 +157,8 @@ class _LimitedDrafter:
 
 
 class Tape(NamedTuple):
-    """What a cycle did, on the device: draft, chosen and accepted side by side [B, 2 k + 2]."""
+    """What a cycle did, on the device: draft, chosen, accepted and, where the drafter tells, whose
+    guesses they are, side by side [B, 2 k + 2 or 3]."""
 
     words: torch.Tensor
     details: LogprobRows | None
@@ -226,13 +229,16 @@ class CapturedCycle:
         if led and self.pending is not None:  # guides follow from what it chose
             take_back(self.drafter)
             former, self.pending = self.pending, None
-            return [_read(former, seqs)]
+            return [self._read(former, seqs)]
         with room_for(f"a batch of {len(seqs)}"):  # else the last one stays to be read
             if led:
-                return [_read(self._launch_guided(tuple(seqs)), seqs)]
+                return [self._read(self._launch_guided(tuple(seqs)), seqs)]
             launched = self._launch(tuple(seqs))
         former, self.pending = self.pending, launched
-        return [] if former is None else [_read(former, seqs)]
+        return [] if former is None else [self._read(former, seqs)]
+
+    def _read(self, cycle_: Launched, seqs: Seqs[Sequence]) -> Round:
+        return _round(cycle_, seqs, names_of(self.drafter))
 
     def _key(self, seqs: tuple[Sequence, ...], guided: bool = False) -> GraphKey:
         needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
@@ -318,7 +324,9 @@ class CapturedCycle:
         done = cycle(target, drafter, batch, key.k)
         accepted, chosen = done.accepted.int(), done.step.chosen
         sampler.commit(history, places, rows, chosen, accepted, (state.stops, state.limit))
-        words = torch.cat([done.draft, chosen, accepted[:, None]], 1)
+        by = by_of(self.drafter)
+        told = [accepted[:, None]] if by is None else [accepted[:, None], by[:, None]]
+        words = torch.cat([done.draft, chosen, *told], 1)
         return Tape(words, done.step.logprobs, done.draft)
 
     @torch.inference_mode()
@@ -368,14 +376,16 @@ def _to_host(values: torch.Tensor) -> torch.Tensor:
     return host
 
 
-def _read(cycle_: Launched, seqs: Seqs[Sequence]) -> Round:
-    """Wait for a cycle; its round for these rows, SAT_OUT for those that were not in it."""
+def _round(cycle_: Launched, seqs: Seqs[Sequence], names: Mapping[int, str]) -> Round:
+    """Wait for a cycle; its round for these rows, SAT_OUT for those that were not in it. names: as
+    `device_drafter.names_of` has them."""
     cycle_.done.synchronize()
     k, words = cycle_.key.k, cycle_.words.numpy()
     where = {id(seq): row for row, seq in enumerate(cycle_.seqs)}
     rows = np.array([where.get(id(seq), -1) for seq in seqs])
     mine = words[rows]
-    accepted = np.where(rows >= 0, mine[:, -1], SAT_OUT)
+    accepted = np.where(rows >= 0, mine[:, 2 * k + 1], SAT_OUT)
+    whose = [[names[number]] * k for number in mine[:, 2 * k + 2 :].ravel()] or None
     details = cycle_.details and each_part(lambda part: part.numpy()[rows], cycle_.details)
     step = Step(mine[:, k : 2 * k + 1], None, details)
-    return Round(mine[:, :k], step, accepted, cycle_.leading)
+    return Round(mine[:, :k], step, accepted, cycle_.leading, whose=whose)
