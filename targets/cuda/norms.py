@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from targets.cuda import tiles
 from targets.cuda.experts import Routed
 from targets.cuda.inputs import Input, make_input, make_narrow_input
 from targets.cuda.launch import Launcher, address, pointer
@@ -20,6 +21,7 @@ class _AddNorm(Structure):
         *((name, c_void_p) for name in ("h", "post", "scalar", "pre", "x", "scale")),
         *((name, c_int) for name in ("hidden", "k_blocks", "block")),
         ("eps", c_float),
+        ("late", c_int),
     )
 
 
@@ -55,7 +57,8 @@ class Norms:
         m, hidden = h.shape
         x = (make_narrow_input if opening.kind == "w8a8" else make_input)(m, hidden, h.device)
         name, branch = _added(closing.branch)
-        arguments = [self._job(h, opening, closing, x), *branch]
+        late = isinstance(closing.branch, Mixture) and _has_time(opening)
+        arguments = [self._job(h, opening, closing, x, late), *branch]
         self._launch(norm_variant(opening.kind, hidden), name, (m, 1, 1), ROW_THREADS, arguments)
         return x
 
@@ -72,15 +75,26 @@ class Norms:
             *map(address, (router.pre, experts.pre, x_router.data, x_experts.data)),
             *(int(router.kind != "bf16"), int(experts.kind != "bf16")),
         )
-        arguments = [self._job(h, dense, closing, x), pointer(closing.branch), job]
+        arguments = [
+            self._job(h, dense, closing, x, _has_time(dense)),
+            pointer(closing.branch),
+            job,
+        ]
         self._launch(
             norm_variant(dense.kind, hidden), "add_norm_thrice", (m, 1, 1), ROW_THREADS, arguments
         )
         return x, x_router, x_experts
 
-    def _job(self, h: Tensor, opening: Opening, closing: Closing, x: Input) -> _AddNorm:
+    def _job(self, h: Tensor, opening: Opening, closing: Closing, x: Input, late: bool) -> _AddNorm:
         pointers = map(address, (h, closing.post, closing.scalar, opening.pre, x.data, x.scale))
-        return _AddNorm(*pointers, h.shape[1], x.k_blocks, x.block, self._eps)
+        return _AddNorm(*pointers, h.shape[1], x.k_blocks, x.block, self._eps, int(late))
+
+
+def _has_time(opening: Opening) -> bool:
+    """Whether memory stands still for most of a mixture's layer: then what a norm reads comes
+    first, and the next layer's weights later. With more than 4 bits these take longer than that
+    (docs/performance.md)."""
+    return tiles.BITS[opening.kind] == 4
 
 
 def _added(branch: Tensor | Parts | Mixture | None) -> tuple[str, list[Any]]:

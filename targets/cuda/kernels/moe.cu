@@ -251,6 +251,15 @@ struct Inputs {
   u32 at[NB];     // a lane's in each block of 8 tokens: zeros where it has no token
   int apart[NB];  // and from one block to the next
 
+  // Of few rows, on its way with the first piece of weights.
+  __device__ void ask(const Job& job, const Warp& warp, const Chosen& chosen, const Entry& entry) {
+    const int chunks = warp.blocks * 4, all = entry.count * chunks;
+#pragma unroll 1
+    for (int c = warp.lane; c < all; c += 32) {
+      const int token = quotient(c, chunks), pair = job.rows == 1 ? 0 : chosen.list[entry.first + token];
+      copy16(room + c * 16, place(job, warp, pair, c - token * chunks));
+    }
+  }
   __device__ void fetch(const Job& job, const Warp& warp, const Chosen& chosen, const Entry& entry) {
     constexpr int kAtOnce = 2;
     const int chunks = warp.blocks * 4, all = entry.count * chunks;  // of 16 bytes
@@ -261,28 +270,32 @@ struct Inputs {
 #pragma unroll
       for (int i = 0; i < kAtOnce; i++) {
         const int c = first + 32 * i, token = quotient(c, chunks);
-        if (c < all) v[i] = chunk(job, warp, chosen.list[entry.first + token], c - token * chunks);
+        if (c >= all) continue;
+        const u16* from = place(job, warp, chosen.list[entry.first + token], c - token * chunks);
+        v[i] = load_inputs(reinterpret_cast<const u32*>(from), kGate && NB > 1 ? job.block : 1);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; i++)
         if (first + 32 * i < all) store(room + (first + 32 * i) * 16, v[i]);
     }
     __syncwarp();
+  }
+  __device__ void point(const Warp& warp, const Entry& entry) {
 #pragma unroll
     for (int j = 0; j < NB; j++) {
       const int token = j * 8 + warp.lane / 4;
       const bool there = token < entry.count;
-      at[j] = there ? room + (token * chunks + warp.lane % 4) * 16 : nothing, apart[j] = there ? 64 : 0;
+      at[j] = there ? room + (token * warp.blocks * 4 + warp.lane % 4) * 16 : nothing, apart[j] = there ? 64 : 0;
     }
   }
-  // A pair's: inputs 8 i to 8 i + 7 of the warp's part.
-  static __device__ uint4 chunk(const Job& job, const Warp& warp, int pair, int i) {
+  // Where a pair's are: inputs 8 i to 8 i + 7 of the warp's part.
+  static __device__ const u16* place(const Job& job, const Warp& warp, int pair, int i) {
     const int m = kGate ? quotient(pair, job.top_k) : pair, block = warp.first + i / 4, f = i % 4 * 8;
     // of eight rows or less there is one block, and of pairs each is a block
     const size_t at = !kGate ? (size_t(m) * job.k_blocks + block) * 32 + f
                       : NB == 1  ? size_t(block * job.block + m) * 32 + f
                                  : x_offset(m, block * 32 + f, job.k_blocks, job.block);
-    return load_inputs(reinterpret_cast<const u32*>(job.x + at), kGate && NB > 1 ? job.block : 1);
+    return job.x + at;
   }
   static __device__ void store(u32 to, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
@@ -434,6 +447,10 @@ __device__ inline void run(const Job& job) {
   Chosen chosen;
   chosen.entries = reinterpret_cast<Entry*>(inputs_at + kWarps * most);
   chosen.list = reinterpret_cast<int*>(chosen.entries + job.pairs);
+  constexpr bool kAsks = kGate && NB == 1;  // for its first inputs before weights; one row's are known before its experts
+  Inputs<kGate> inputs;
+  inputs.room = shared_address(inputs_at + threadIdx.x / 32 * most), inputs.nothing = shared_address(&nothing);
+  if (kAsks && job.rows == 1) inputs.ask(job, warp, chosen, {0, 1, 0});
   Walk walk(job, job.pairs);  // of one row known before its experts are
   if (job.rows == 1) {
     if (!take_pairs(job, chosen)) walk.left = 0;
@@ -444,17 +461,23 @@ __device__ inline void run(const Job& job) {
       sort_pairs(job, chosen);
     walk = Walk(job, chosen.count);
   }
+  if (kAsks && job.rows > 1 && walk.left > 0) inputs.ask(job, warp, chosen, chosen.entries[walk.entry]);
   Ring ring(job, warp, chosen, walk, memory + threadIdx.x / 32 * kRing);  // before the inputs are there
   if (!kGate) wait_for_previous();
   sums += warp.row_group * 2 * NB * 32 + warp.lane;
-  Inputs<kGate> inputs;
-  inputs.room = shared_address(inputs_at + threadIdx.x / 32 * most), inputs.nothing = shared_address(&nothing);
   Entry entry;
   bool another = true;
   int turn = 0;
 #pragma unroll 1
   for (; walk.left > 0; another = walk.next(job.groups), turn++) {
-    if (another) entry = chosen.entries[walk.entry], inputs.fetch(job, warp, chosen, entry);
+    if (another) {
+      entry = chosen.entries[walk.entry];
+      if (kAsks && turn == 0)
+        ring.wait(warp), __syncwarp();
+      else
+        inputs.fetch(job, warp, chosen, entry);
+      inputs.point(warp, entry);
+    }
     const int unit = warp.unit(job, walk.group);
     // who adds a unit's parts changes, and so does the room: one barrier is enough
     const int finisher = turn & (job.k_groups - 1);
@@ -471,6 +494,7 @@ __device__ inline void run(const Job& job) {
     if (warp.stores(job, walk.group)) finish<kGate>(job, sum, scales, entry, unit, chosen.list, warp.lane);
   }
   if (kGate && turn == 0) wait_for_previous();
+  copies_done();
 }
 
 extern "C" __global__ void __maxnreg__(kRegisters) gate_up(const __grid_constant__ Job job) {
