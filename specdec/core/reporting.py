@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence as Seqs
+
 import numpy as np
 
 from specdec.core.types import NO_GUESS, CycleReport, Guesser, Round
+
+
+def whose_of(names: Mapping[int, str], by: Iterable[int], k: int) -> Seqs[Seqs[str]]:
+    """`Round.whose` of rows of k guesses. by: the number of each row's drafter."""
+    return [[names[int(number)]] * k for number in by]
 
 
 def led_guesses(done: Round, row: int) -> tuple[int, Guesser]:

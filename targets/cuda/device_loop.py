@@ -27,6 +27,7 @@ from specdec.core.constraint import (
 )
 from specdec.core.cycle import cycle
 from specdec.core.protocols import Cycle, Proposer
+from specdec.core.reporting import whose_of
 from specdec.core.script import Script, scripted_choice, with_recorded
 from specdec.core.types import NO_GUESS, SAT_OUT, Leading, LogprobRows, Round, Sequence, Step
 from targets.cuda.device_drafter import (
@@ -385,7 +386,7 @@ def _round(cycle_: Launched, seqs: Seqs[Sequence], names: Mapping[int, str]) -> 
     rows = np.array([where.get(id(seq), -1) for seq in seqs])
     mine = words[rows]
     accepted = np.where(rows >= 0, mine[:, 2 * k + 1], SAT_OUT)
-    whose = [[names[number]] * k for number in mine[:, 2 * k + 2 :].ravel()] or None
+    whose = whose_of(names, mine[:, 2 * k + 2 :].ravel(), k) or None
     details = cycle_.details and each_part(lambda part: part.numpy()[rows], cycle_.details)
     step = Step(mine[:, k : 2 * k + 1], None, details)
     return Round(mine[:, :k], step, accepted, cycle_.leading, whose=whose)

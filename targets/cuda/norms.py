@@ -57,7 +57,7 @@ class Norms:
         m, hidden = h.shape
         x = (make_narrow_input if opening.kind == "w8a8" else make_input)(m, hidden, h.device)
         name, branch = _added(closing.branch)
-        late = isinstance(closing.branch, Mixture) and _has_time(opening)
+        late = isinstance(closing.branch, Mixture) and _late(opening)
         arguments = [self._job(h, opening, closing, x, late), *branch]
         self._launch(norm_variant(opening.kind, hidden), name, (m, 1, 1), ROW_THREADS, arguments)
         return x
@@ -76,7 +76,7 @@ class Norms:
             *(int(router.kind != "bf16"), int(experts.kind != "bf16")),
         )
         arguments = [
-            self._job(h, dense, closing, x, _has_time(dense)),
+            self._job(h, dense, closing, x, _late(dense)),
             pointer(closing.branch),
             job,
         ]
@@ -90,9 +90,9 @@ class Norms:
         return _AddNorm(*pointers, h.shape[1], x.k_blocks, x.block, self._eps, int(late))
 
 
-def _has_time(opening: Opening) -> bool:
-    """Whether memory stands still for most of a mixture's layer: then what a norm reads comes
-    first, and the next layer's weights later. With more than 4 bits these take longer than that
+def _late(opening: Opening) -> bool:
+    """In a mixture: whether memory stands still for most of a layer. Then what a norm reads comes
+    first, and the next kernel's weights later. With more than 4 bits these take longer than that
     (docs/performance.md)."""
     return tiles.BITS[opening.kind] == 4
 

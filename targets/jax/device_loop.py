@@ -19,6 +19,7 @@ from flax import struct
 from specdec.core.constraint import constrained, lead, leading_guesses, takes_known
 from specdec.core.cycle import cycle, guided_cycle
 from specdec.core.protocols import Cycle
+from specdec.core.reporting import whose_of
 from specdec.core.script import Script, ScriptedTarget, scripted_choice, with_recorded
 from specdec.core.types import (
     MAX_DRAFT,
@@ -273,7 +274,7 @@ class SteppedDrafter:
         made = self._propose(program, k, drafter.weights(), drafter.memory, batch)
         drafter.memory, draft, by = made
         rows = [seq.slot for seq in seqs]
-        self.whose = _whose(names_of(drafter), by, rows, k)
+        self.whose = None if by is None else whose_of(names_of(drafter), np.asarray(by)[rows], k)
         return np.asarray(draft)[rows]
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
@@ -351,13 +352,6 @@ def _by_slot(leading: Leading | None, seqs: Seqs[Sequence], slots: int, k: int) 
     return rows
 
 
-def _whose(
-    names: Mapping[int, str], by: Array | None, rows: Array | Seqs[int], k: int
-) -> Seqs[Seqs[str]] | None:
-    """`Round.whose` of these rows' k guesses. by: [slots], as `Tape` has it."""
-    return None if by is None else [[names[int(number)]] * k for number in np.asarray(by)[rows]]
-
-
 def _replay(
     tape: Tape,
     ran: int,
@@ -374,6 +368,6 @@ def _replay(
         details = now.logprobs and pick_rows(now.logprobs, rows)
         step = Step(now.chosen[rows], None, details)
         first = leading if i == 0 else None
-        whose = _whose(names, now.by, rows, now.draft.shape[1])
+        whose = None if now.by is None else whose_of(names, now.by[rows], now.draft.shape[1])
         rounds.append(Round(now.draft[rows], step, now.accepted[rows], first, whose=whose))
     return rounds

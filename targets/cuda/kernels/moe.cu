@@ -251,7 +251,7 @@ struct Inputs {
   u32 at[NB];     // a lane's in each block of 8 tokens: zeros where it has no token
   int apart[NB];  // and from one block to the next
 
-  // Of few rows, on its way with the first piece of weights.
+  // Of few rows, on its way with the first piece of weights. One row's pairs may not be listed yet.
   __device__ void ask(const Job& job, const Warp& warp, const Chosen& chosen, const Entry& entry) {
     const int chunks = warp.blocks * 4, all = entry.count * chunks;
 #pragma unroll 1
@@ -494,7 +494,7 @@ __device__ inline void run(const Job& job) {
     if (warp.stores(job, walk.group)) finish<kGate>(job, sum, scales, entry, unit, chosen.list, warp.lane);
   }
   if (kGate && turn == 0) wait_for_previous();
-  copies_done();
+  copies_done();  // inputs that were asked for a row that picked nobody
 }
 
 extern "C" __global__ void __maxnreg__(kRegisters) gate_up(const __grid_constant__ Job job) {
