@@ -27,6 +27,7 @@
 constexpr int NT = TOKENS < 8 ? 1 : TOKENS / 8;  // MMAs' columns, of 8 tokens each
 constexpr int kInputBytes = TOKENS * 64;         // 32 inputs of all tokens
 constexpr int kThreads = 32 * (1 + (TW == 3 ? 8 : TW == 2 ? 11 : 24));  // a producer, and tiles.py's
+constexpr int kEmpty = 8, kBarriers = 16;         // of a stage: from its full one to its empty one; both
 typedef float Tile[TW][NT][4];
 
 __device__ inline int step_bytes(const Job& job) {
@@ -61,7 +62,7 @@ __device__ inline void first_inputs(const Job& job, u32 inputs, u32 full, int sl
 #pragma unroll 1
   for (int i = warp; !kRounds && i < filled; i += warps, step += warps) {
     while (step >= job.steps) step -= job.steps;
-    copy(inputs + i * slice, job.x + size_t(step) * slice, slice, full + 8 * i, often);
+    copy(inputs + i * slice, job.x + size_t(step) * slice, slice, full + kBarriers * i, often);
   }
 }
 
@@ -74,7 +75,7 @@ __device__ inline bool await_turn(u32& last, int pace, u32 full) {
   return there;
 }
 
-__device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full, u32 empty) {
+__device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full) {
   const u64 once = read_once(), often = read_often();
   const int bytes = step_bytes(job), slice = input_bytes(job);
   const u8* weight = job.weight + size_t(blockIdx.x) * bytes;
@@ -86,8 +87,8 @@ __device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full, u
 #pragma unroll 1
   for (int i = 0; i < filled; i++) {
     if (i) await_turn(last, job.pace, full);
-    expect(full + 8 * i, bytes + slices(i, i) * slice);
-    copy(ring + i * bytes, weight + i * stride, bytes, full + 8 * i, once);
+    expect(full + kBarriers * i, bytes + slices(i, i) * slice);
+    copy(ring + i * bytes, weight + i * stride, bytes, full + kBarriers * i, once);
   }
   if (job.next == kAllAsked && filled == count) let_next_start();
 #pragma unroll 1
@@ -98,9 +99,9 @@ __device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full, u
   if (!job.ready) wait_for_previous();
   int stage = 0, phase = 0, step = filled % job.steps;
   for (int i = filled; i < count; i++) {
-    const u32 bar = full + 8 * stage;
+    const u32 bar = full + kBarriers * stage;
     const int arriving = slices(stage, i);
-    await(empty + 8 * stage, phase);
+    await(bar + kEmpty, phase);
     expect(bar, bytes + arriving * slice);
     copy(ring + stage * bytes, weight + i * stride, bytes, bar, once);
     const int round = kRounds ? phase ^ 1 : 0;
@@ -117,16 +118,31 @@ __device__ inline void accumulate(float (&sum)[4], const u32 (&a)[4], u32 b0, u3
     mma_bf16(sum, a[0], a[1], a[2], a[3], b0, b1);
 }
 
+// What a warp reads of a stage of the ring: when it is full, its tiles, its inputs.
+struct Place {
+  u32 full;
+  Part tiles;
+  u32 inputs;
+  u32 phase;
+};
+// How far apart stages are, where they begin, and where they end.
+struct Ring {
+  Place first;
+  u32 end;           // of the barriers
+  u32 bytes, slice;  // of a stage's weights and inputs
+  u32 apart;         // from a block's inputs to the next one's
+};
+
 // One warp: TW tiles times kDepth blocks of 32 inputs, for all tokens. Columns without a token read zeros,
 // `apart` 0 from one another.
 template <int kDepth>
-__device__ inline void multiply(Tile& sum, u32 w, u32 input, u32 apart, int lane) {
+__device__ inline void multiply(Tile& sum, const Part& tiles, u32 input, u32 apart) {
 #pragma unroll
-  for (int d = 0; d < kDepth; d++, w += TW * kTileBytes, input += apart) {
+  for (int d = 0; d < kDepth; d++, input += apart) {
     u32 a[TW][2][4];  // [tile][k16 step][fragment]
 #pragma unroll
     for (int t = 0; t < TW; t++) {
-      const Stored tile = load_shared(w + t * kTileBytes, lane);
+      const Stored tile = load_shared(tiles, (d * TW + t) * kTileBytes);
 #pragma unroll
       for (int s = 0; s < 2; s++) expand(tile, s, a[t][s]);
     }
@@ -145,42 +161,27 @@ __device__ inline void multiply(Tile& sum, u32 w, u32 input, u32 apart, int lane
   }
 }
 
-// What a warp reads of the ring: its part of the first stage, of how far apart stages are, and where they end.
-struct Ring {
-  u32 full, end, empty;  // barriers: of the first stage, behind the last one, from a full one to its empty one
-  u32 weights, inputs;
-  u32 bytes, slice, apart;  // of a stage's weights and inputs; from a block's inputs to the next one's
-};
-// Of the stage that it reads next.
-struct Place {
-  u32 full, weights, inputs;
-  int phase;
-};
-
-// In a register: loops would work it out again in each step.
-__device__ inline u32 kept(u32 v) {
-  asm volatile("" : "+r"(v));
-  return v;
+__device__ inline void turn(Place& at, const Ring& ring) {
+  at.full = ring.first.full, at.tiles = ring.first.tiles, at.phase ^= 1;
+  if (!kRounds || !at.phase) at.inputs = ring.first.inputs;  // a second round's lie behind the first one's
 }
 
-__device__ inline void advance(Place& at, const Ring& ring) {
-  at.full += 8, at.weights += ring.bytes, at.inputs += ring.slice;
-  if (at.full != ring.end) return;
-  at.full = ring.full, at.weights = ring.weights, at.phase ^= 1;
-  if (!kRounds || !at.phase) at.inputs = ring.inputs;  // a second round's lie behind the first one's
-}
-
-// All steps of a pass. A loop for each depth, with nothing in it that is known before: what a warp does beside
-// multiplying is a fifth of its instructions at four bits. Depths: tiles.py.
+// All steps of a pass. A loop for each depth (tiles.py), and in it one once around the ring: what a warp does
+// beside multiplying would be a third of its instructions at four bits.
 template <int kDepth>
 __device__ inline void multiply_all(Tile& sum, Place& at, const Ring& ring, int steps, int lane) {
+  while (steps) {
+    const u32 last = min(ring.end, at.full + steps * kBarriers);
+    steps -= (last - at.full) / kBarriers;
 #pragma unroll 1
-  for (; steps; steps--) {
-    await(at.full, at.phase);
-    multiply<kDepth>(sum, at.weights, at.inputs, ring.apart, lane);
-    __syncwarp();
-    if (lane == 0) arrive(at.full + ring.empty);
-    advance(at, ring);
+    do {
+      await(at.full, at.phase);
+      multiply<kDepth>(sum, at.tiles, at.inputs, ring.apart);
+      __syncwarp();
+      if (lane == 0) arrive(at.full + kEmpty);
+      at.full += kBarriers, at.tiles += ring.bytes, at.inputs += ring.slice;
+    } while (at.full != last);
+    if (last == ring.end) turn(at, ring);
   }
 }
 
@@ -261,14 +262,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int bytes = step_bytes(job), slice = input_bytes(job);
   const u8* inputs = memory + job.stages * bytes;
   const int ring_bytes = job.stages * (bytes + kRoundsKept * slice);
-  const u32 full = shared_address(memory + ring_bytes), empty = full + 8 * job.stages;
+  const u32 full = shared_address(memory + ring_bytes);
   __shared__ uint4 nothing;
-  if (threadIdx.x == 0) init_ring(full, empty, job.stages, warps), nothing = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x == 0) init_ring(full, full + kEmpty, job.stages, warps, 1, kBarriers), nothing = make_uint4(0, 0, 0, 0);
   __syncthreads();
   if (job.next == kAtOnce) let_next_start();
   if (job.certified && all_certified(job)) return;
   if (warp == warps) {
-    if (lane == 0) produce(job, shared_address(memory), shared_address(inputs), full, empty);
+    if (lane == 0) produce(job, shared_address(memory), shared_address(inputs), full);
     return;
   }
   const int row_group = warp % job.row_groups, k_group = warp / job.row_groups;
@@ -281,11 +282,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int mine = (k_group * job.row_groups + row_group) * job.depth * TW * kTileBytes;
   const bool fed = TOKENS >= 8 || lane < 4 * TOKENS;
   const u32 inputs_at = fed ? shared_address(inputs) + k_group * kInputBytes + lane * 16 : shared_address(&nothing);
-  const Ring ring = {kept(full), kept(empty), kept(empty - full), kept(shared_address(memory) + mine), kept(inputs_at),
-                     kept(bytes), kept(fed ? slice : 0), kept(fed ? job.k_groups * kInputBytes : 0)};
-  Place at = {full, ring.weights, ring.inputs, 0};
+  const Place first = {full, Part(shared_address(memory) + mine, lane), inputs_at, 0};
+  const Ring ring = {first, full + job.stages * kBarriers, u32(bytes), u32(fed ? slice : 0),
+                     u32(fed ? job.k_groups * kInputBytes : 0)};
+  Place at = first;
   // the ring has nothing to come in the last pass, but before it
-  float4* sums = reinterpret_cast<float4*>(memory + (job.passes > 1 ? ring_bytes + job.stages * 16 : 0));
+  float4* sums = reinterpret_cast<float4*>(memory + (job.passes > 1 ? ring_bytes + job.stages * kBarriers : 0));
   for (int pass = 0; pass < job.passes; pass++) {
     Tile sum;
     clear(sum);

@@ -51,11 +51,11 @@ __device__ inline void copy_blocks(u32 to, const u8* from, int stride, u32 bytes
 }
 
 // A barrier of the producers' arrivals when a stage is full, one of the consumers' when it is free.
-__device__ inline void init_ring(u32 full, u32 empty, int stages, int consumers, int producers = 1) {
+__device__ inline void init_ring(u32 full, u32 empty, int stages, int consumers, int producers = 1, int apart = 8) {
 #pragma unroll 1
   for (int i = 0; i < stages; i++) {
-    barrier_init(full + 8 * i, producers);
-    barrier_init(empty + 8 * i, consumers);
+    barrier_init(full + apart * i, producers);
+    barrier_init(empty + apart * i, consumers);
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

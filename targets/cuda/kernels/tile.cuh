@@ -49,23 +49,33 @@ __device__ inline uint4 load(u32 from) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
   return v;
 }
-__device__ inline Stored load_shared(u32 tile, int lane) {
+// Where a lane's part of a tile is: what it reads next to each other, its scales and zero points.
+struct Part {
+  u32 values, scales, zeros;
+
+  __device__ Part(u32 tile, int lane)
+      : values(tile + lane * kLaneBytes), scales(tile + scales_at(lane)), zeros(tile + kZerosAt + lane / 4 * 2) {}
+  __device__ void operator+=(u32 bytes) { values += bytes, scales += bytes, zeros += bytes; }
+};
+// Of the tile that lies so many bytes behind.
+__device__ inline Stored load_shared(const Part& part, int behind) {
   Stored to;
 #if BITS == 4
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to.codes.x), "=r"(to.codes.y) : "r"(tile + lane * 8));
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to.codes.x), "=r"(to.codes.y) : "r"(part.values + behind));
   if (E2M1)
-    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(to.scales) : "r"(tile + scales_at(lane)));
+    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(to.scales) : "r"(part.scales + behind));
   else
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to.scales) : "r"(tile + scales_at(lane)));
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to.scales) : "r"(part.scales + behind));
   to.zeros = 0;
-  if (ZEROS) asm volatile("ld.shared.u16 %0, [%1];" : "=r"(to.zeros) : "r"(tile + kZerosAt + lane / 4 * 2));
+  if (ZEROS) asm volatile("ld.shared.u16 %0, [%1];" : "=r"(to.zeros) : "r"(part.zeros + behind));
 #else
 #pragma unroll
-  for (int i = 0; i < BITS / 8; i++) to.values[i] = load(tile + i * 512 + lane * 16);
-  if (CODES) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to.scales) : "r"(tile + scales_at(lane)));
+  for (int i = 0; i < BITS / 8; i++) to.values[i] = load(part.values + behind + i * 512);
+  if (CODES) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to.scales) : "r"(part.scales + behind));
 #endif
   return to;
 }
+__device__ inline Stored load_shared(u32 tile, int lane) { return load_shared(Part(tile, lane), 0); }
 
 // From memory that is never written while a kernel runs.
 __device__ inline Stored load_tile(const u8* tile, int lane) {
