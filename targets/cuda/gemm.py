@@ -22,7 +22,7 @@ RING_BYTES = 168 << 10
 SHORT_STEPS, SHORT_BYTES = 6, 80 << 10
 """What is enough of 4-bit weights for fewer than `SHORT_ROWS` tokens: so many steps, and bytes.
 More in flight delays everybody's trips through L2, and fills no sooner (docs/performance.md)."""
-SHORT_ROWS = 8
+SHORT_ROWS = 5
 ALONE_BYTES = 116 << 10
 """Shared memory of a CTA that has a multiprocessor for itself: two on one would leave another
 without any, or take their inputs' turn from the kernel before."""
@@ -37,6 +37,8 @@ AHEAD_BYTES = 256 << 10
 PACE = 1.0
 """Of what memory can read, what all CTAs together ask for until then: with three times as much in
 flight, a hop from one multiprocessor to another takes three times as long (docs/performance.md)."""
+ROUNDS_ROWS = 4
+"""Up to which inputs come by rounds of the ring (kernels/gemm.cu)."""
 BARRIERS = 16
 """Bytes of a stage's two."""
 UNTILE_THREADS, UNTILE_BYTES = 512, 96 << 10
@@ -334,11 +336,11 @@ def _short(kind: str, block: int) -> bool:
 
 
 def few_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:
-    """Stages of gemm.cu's ring, and the shared memory of a CTA in bytes. Of fewer than 8 tokens two
+    """Stages of gemm.cu's ring, and the shared memory of a CTA in bytes. Of few tokens two
     rounds' inputs are kept. Sums of k groups take the ring's place after the last pass; where there
     are more, they have their own."""
     inputs = plan.k_groups * plan.depth * block * 2 * tiles.INPUTS
-    stage = plan.step_bytes(kind) + inputs * (2 if block < 8 else 1)
+    stage = plan.step_bytes(kind) + inputs * (2 if block <= ROUNDS_ROWS else 1)
     ring = RING_BYTES
     if _short(kind, block):
         ring = min(ring, max(SHORT_STEPS * stage, SHORT_BYTES))

@@ -17,7 +17,7 @@
 #include "linear.cuh"
 #include "ring.cuh"
 
-#ifndef TOKENS  // 1, 2, 4, 8, 16
+#ifndef TOKENS  // 1, 2, 4, 5, 8, 16
 #define TOKENS 8
 #endif
 #ifndef TW  // 16-row tiles per warp: 1, 2, 3
@@ -38,7 +38,7 @@ __device__ inline int input_bytes(const Job& job) { return job.k_groups * job.de
 // Of few tokens a step's inputs are less than two lines of the cache, which all CTAs would ask for at once:
 // these come by rounds of the ring, with the weights of a round's first stage. Where they lie alternates:
 // who frees that stage has read all of the round before.
-constexpr bool kRounds = TOKENS < 8;
+constexpr bool kRounds = TOKENS <= 4;
 constexpr int kRoundsKept = kRounds ? 2 : 1;
 
 // The next `count` steps' inputs, which every pass reads again.
