@@ -45,9 +45,12 @@ class Case:
         cache = make_cache(self.arch, len(STARTS), 1536, 128, kv, "cuda").layers[0]
         assert cache is not None
         self.cache = cache
-        for seed, part in enumerate((cache.k, cache.v)):
-            part.copy_(randn(*part.shape, seed=seed).to(kv))
+        self.fill()
         self.q_norm, self.k_norm = (1 + 0.1 * randn(layer.head_dim, seed=s) for s in (2, 3))
+
+    def fill(self) -> None:
+        for seed, part in enumerate((self.cache.k, self.cache.v)):
+            part.copy_(randn(*part.shape, seed=seed).to(part.dtype))
 
     def qkv(self, tokens: int) -> torch.Tensor:
         vectors = self.layer.heads + self.layer.kv_heads * (1 if self.layer.k_eq_v else 2)
@@ -94,9 +97,12 @@ def test_attention_walks_as_it_splits(layer, kv, monkeypatch):
         monkeypatch.setattr(attention, "WALK_FROM", 1)
         walked, kept = case.all_together(tokens), case.stored()
         monkeypatch.setattr(attention, "WALK_FROM", 10**9)
-        same.check(case.all_together(tokens), walked)
-        for ours, theirs in zip(case.stored(), kept, strict=True):
-            same.check(ours, theirs)
+        for most in (0, 48):
+            case.fill()
+            monkeypatch.setattr(attention, "ALONE_VECTORS", most)
+            same.check(case.all_together(tokens), walked)
+            for ours, theirs in zip(case.stored(), kept, strict=True):
+                same.check(ours, theirs)
     assert same.none(), int(same.count)
 
 

@@ -1,7 +1,8 @@
 """Split-KV attention as launches of our kernels: a part of `Kernels`.
 
-Few rows: `prepare`, `split` (a CTA per lane of chunks) and `combine`. Enough of them to keep the
-machine busy: `walk` alone. Both do the same arithmetic (kernels/attention.cuh).
+Few rows: `prepare`, `split` (a CTA per lane of chunks) and `combine`; very few go without
+`prepare`. Enough of them to keep the machine busy: `walk` alone. All do the same arithmetic
+(kernels/attention.cuh).
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ STAGE, FEWEST = 64, 3
 """Keys per stage of `walk`'s ring; stages with which it still keeps memory busy."""
 WALK_FROM = 128
 """CTAs that are enough for the machine when each does all lanes."""
+ALONE_VECTORS = 24
+"""Of a KV head, queries and new keys and values: up to so many `split` makes itself, in three
+rounds of its warps. More of them take longer than a kernel before it."""
 STORED_APART = 16
 """Tokens per sequence from which a kernel of its own stores their keys and values: attention
 otherwise does it in every CTA that sees them."""
@@ -51,7 +55,9 @@ def variants(arch: Arch, kv8: int) -> set[Variant]:
     """kv8: whether the cache is e4m3."""
     kinds = {(_padded(layer.head_dim), layer.normed) for layer in arch.layers}
     splits = {
-        _variant("attention_split", dim, kv8, high=high) for dim, _ in kinds for high in TILES
+        _variant("attention_split", dim, kv8, normed, high)
+        for dim, normed in kinds
+        for high in TILES
     }
     walks = {
         _variant("attention_fused", dim, kv8, normed, high)
@@ -96,9 +102,12 @@ class Attention:
             return x
         new = lambda *shape: torch.empty(shape, device=self._device)  # noqa: E731
         # of q halves as floats; lanes first: the few of a short context share pages of memory
-        room = new(heads, dim // 2, queries), new(LANES, heads, queries, dim)
+        alone = queries + 2 * tokens <= ALONE_VECTORS
+        room = None if alone else new(heads, dim // 2, queries), new(LANES, heads, queries, dim)
         sums = new(LANES, heads, queries, 2)
         job = self._job(qkv, given, rows, x, kind, (*room, sums))
+        if not alone:
+            self._prepare(job, layer, layer.heads + (2 * layer.kv_heads if job.own else 0))
         self._split(job, layer, batch, _high(queries, TILES[-1]))
         return x
 
@@ -141,9 +150,8 @@ class Attention:
 
     def _split(self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int) -> None:
         dim = _padded(layer.head_dim)
-        self._prepare(job, layer, layer.heads + (2 * layer.kv_heads if job.own else 0))
         grid = (_tiles(job, high) * LANES, layer.kv_heads, batch)
-        variant = _variant("attention_split", dim, self._kv8, high=high)
+        variant = _variant("attention_split", dim, self._kv8, layer.normed, high)
         self._launch(variant, "split", grid, THREADS, [job], _fixed(dim, high))
         grid = (batch * job.tokens, layer.heads, 1)
         self._launch(

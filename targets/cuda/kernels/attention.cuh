@@ -60,7 +60,7 @@ struct Job {
   const int* start;
   const int* slot;
   void* x;        // the output projection's input
-  u16* q;         // [B * kv_heads, HD / 32, T * G, 32]; null: `walk` prepares queries itself
+  u16* q;         // [B * kv_heads, HD / 32, T * G, 32]; null: `split` and `walk` prepare queries themselves
   float* partial; // [lanes, B * kv_heads, T * G, HD]: short contexts touch few pages
   float2* sums;   // [lanes, B * kv_heads, T * G]: (m, l)
   int stride;     // floats per row of qkv
@@ -153,6 +153,10 @@ struct Rotation {
   }
 };
 
+// A row's raw query, of all query heads' `head`.
+__device__ inline const float* raw_query(const Job& job, size_t row, int head) {
+  return job.qkv + row * job.stride + head * job.head_dim;
+}
 // A row's raw key or value. Where values are the raw keys, there are none of their own.
 __device__ inline const float* raw_key(const Job& job, size_t row, int head, Role role) {
   const int heads = job.kv_heads * (job.group + (role == kValue && !job.k_eq_v)) + head;

@@ -93,7 +93,7 @@ __device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
   for (int r = warp; r < work.rows; r += kWarps) {
     const int row = work.first_row + r, head = work.head * job.group + row % job.group;
     const size_t m = size_t(work.b) * job.tokens + row / job.group;
-    const float* raw = job.qkv + m * job.stride + head * job.head_dim;
+    const float* raw = raw_query(job, m, head);
     Vector x;
     x.load(raw, raw + half, half);
     if (r != warp) rotation.load(job, kQuery, work.position(job, r));

@@ -11,8 +11,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant_
   const Role role = index < heads ? kQuery : index < heads + job.kv_heads ? kKey : kValue;
   const int head = role == kQuery ? index : (index - heads) % job.kv_heads;
   const int position = place.start + t, half = job.head_dim / 2;
-  const float* raw = role == kQuery ? job.qkv + size_t(m) * job.stride + head * job.head_dim
-                                    : raw_key(job, m, head, role);
+  const float* raw = role == kQuery ? raw_query(job, m, head) : raw_key(job, m, head, role);
   Rotation rotation;
   rotation.load(job, role, position);
   wait_for_previous();

@@ -1,5 +1,6 @@
-// Attention of few rows: a CTA per lane and tile of rows, between `prepare` and `combine`. Its first
-// chunk is loaded, and the next ones are on their way to L2, before the previous kernel has ended.
+// Attention of few rows: a CTA per lane and tile of rows, behind `prepare` or, of very few, without it, and
+// before `combine`. Its first chunk is loaded, and the next ones are on their way to L2, before the previous
+// kernel has ended.
 #include "attention_chunk.cuh"
 
 constexpr int kAhead = 2;  // chunks
@@ -63,6 +64,62 @@ __device__ inline void fetch(const Job& job, const Work& work, u16* queries) {
   copies_done();
 }
 
+// New tokens whose keys and values are of this CTA's chunks. There are fewer than a chunk has keys, so that they
+// are next to each other.
+struct Tokens {
+  int first, count;
+
+  __device__ Tokens(const Job& job, const Work& work) {
+    const int chunk = work.start / kChunk, before = min(job.tokens, (chunk + 1) * kChunk - work.start);
+    const auto mine = [&](int c) { return (c & (kLanes - 1)) == work.lane; };
+    first = mine(chunk) ? 0 : before;
+    count = mine(chunk) ? before : mine(chunk + 1) ? job.tokens - before : 0;
+  }
+};
+
+// A vector that this CTA makes: of its new tokens keys and values by turns, then its queries.
+struct Made {
+  Role role;
+  int token, row, position;
+  const float* raw;
+
+  __device__ Made(const Job& job, const Work& work, const Tokens& own, int stored, int i) {
+    row = i - stored;
+    role = row >= 0 ? kQuery : i % 2 ? kValue : kKey;
+    token = row >= 0 ? (work.first_row + row) / job.group : own.first + i / 2;
+    position = work.start + token;
+    const size_t m = size_t(work.b) * job.tokens + token;
+    raw = role == kQuery ? raw_query(job, m, work.head * job.group + (work.first_row + row) % job.group)
+                         : raw_key(job, m, work.head, role);
+  }
+};
+
+// Without the kernel `prepare`: new keys and values to the cache, queries to shared memory, a warp each.
+__device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
+  const int half = job.head_dim / 2, warp = threadIdx.x / 32;
+  const Tokens own(job, work);
+  const int stored = job.own ? 2 * own.count : 0, all = stored + work.rows;
+  Rotation rotation;
+  if (warp < all) {
+    const Made made(job, work, own, stored, warp);
+    rotation.load(job, made.role, made.position);
+  }
+  wait_for_previous();
+  let_next_start();
+#pragma unroll 1
+  for (int i = warp; i < all; i += kWarps) {
+    const Made made(job, work, own, stored, i);
+    Vector x;
+    x.load(made.raw, made.raw + half, half);
+    if (i != warp) rotation.load(job, made.role, made.position);
+    rotation.apply(job, made.role, x);
+    if (made.role == kQuery)
+      store_query(queries, kRows, made.row, job.head_dim, x);
+    else
+      store_key(job, work.slot, work.head, made.position, made.role, x);
+  }
+}
+
 // A chunk's keys and values on their way to the L2 cache, as far as some row sees them.
 __device__ inline void prefetch_chunk(const Job& job, const Work& work) {
   const int key0 = work.chunk * kChunk, begin = max(0, work.oldest - key0), block = begin / 32;
@@ -92,7 +149,10 @@ extern "C" __global__ void __launch_bounds__(256, HD <= 256 && NT <= 2 ? 2 : 1)
     for (int i = 0; i <= kAhead && ahead.chunk >= 0; i++, ahead.advance())
       if (i || !settled || !kBoth) prefetch_chunk(job, ahead);
   }
-  fetch(job, work, shared.queries);
+  if (job.q)
+    fetch(job, work, shared.queries);
+  else
+    prepare(job, work, shared.queries);
   __syncthreads();
   if (!settled) load();
 
