@@ -101,11 +101,14 @@ def variants(kinds: set[str]) -> set[Variant]:
 
 class Gemm:
     """Weights times few tokens, on a GPU with this many multiprocessors that reads so many bytes of
-    memory a cycle."""
+    memory a cycle. mixture: whether the model is one, whose memory stands still for most of a
+    layer."""
 
-    def __init__(self, launch: Launcher, processors: int, bytes_per_cycle: float) -> None:
+    def __init__(
+        self, launch: Launcher, processors: int, bytes_per_cycle: float, mixture: bool = False
+    ) -> None:
         self._launch, self._processors = launch, processors
-        self._bytes_per_cycle = bytes_per_cycle
+        self._bytes_per_cycle, self._mixture = bytes_per_cycle, mixture
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scales: dict[tuple[Tensor, int], Tensor] = {}  # as they were, by `_plain_scale`'s key
 
@@ -246,7 +249,7 @@ class Gemm:
             *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
             *(tiles.k_stride(weight), 0, *self._before(plan, weight.kind)),
             *(x.rows, stride, out_groups, epilogue, softcap, int(silu)),
-            *(int(f16), room, _next(weight.kind, x.block, late), int(ready)),
+            *(int(f16), room, self._next(weight.kind, x.block, late), int(ready)),
         )
         if x.block in FEW:
             job.stages, shared = few_stages(plan, weight.kind, x.block)
@@ -261,6 +264,12 @@ class Gemm:
         """How weights are asked for until x is there: `ahead`, `pace` (linear.cuh)."""
         step = plan.step_bytes(kind)
         return AHEAD_BYTES // step, int(plan.ctas * step / (PACE * self._bytes_per_cycle))
+
+    def _next(self, kind: str, block: int, late: bool) -> int:
+        if late:
+            return IN_TURN
+        waits = tiles.BITS[kind] == 4 or self._mixture
+        return ALL_ASKED if waits and block < SHORT_ROWS else AT_ONCE
 
     def _wide(self, x: Input, weight: Linear, plan: tiles.Schedule, job: _GemmJob) -> None:
         job.stages, shared = many_stages(plan, weight.kind, x.block)
@@ -323,12 +332,6 @@ def weight_variant(file: str, kind: str, *macros: tuple[str, int]) -> Variant:
     form = {"uint4": "ZEROS", "nvfp4": "E2M1", "int8": "CODES"}
     more = [(form[kind], 1)] if kind in form else []
     return Variant(file, (("BITS", tiles.BITS[kind]), *more, *macros))
-
-
-def _next(kind: str, block: int, late: bool) -> int:
-    if late:
-        return IN_TURN
-    return ALL_ASKED if _short(kind, block) else AT_ONCE
 
 
 def _short(kind: str, block: int) -> bool:

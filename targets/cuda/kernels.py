@@ -56,7 +56,9 @@ class Kernels:
         properties = torch.cuda.get_device_properties(self.device)
         self.processors = properties.multi_processor_count
         self._launch = Launcher(Library(variants(arch, kv8, kinds) | more))
-        self._gemm = gemm.Gemm(self._launch, self.processors, device.bytes_per_cycle(properties))
+        mixture = any(layer.moe for layer in arch.layers)
+        rate = device.bytes_per_cycle(properties)
+        self._gemm = gemm.Gemm(self._launch, self.processors, rate, mixture)
         self.pack, self.pack_codes = self._gemm.pack, self._gemm.pack_codes
         self.dense, self.dense_parts = self._gemm.dense, self._gemm.dense_parts
         self.with_plain = self._gemm.with_plain
