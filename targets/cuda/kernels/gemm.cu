@@ -27,7 +27,7 @@
 constexpr int NT = TOKENS < 8 ? 1 : TOKENS / 8;  // MMAs' columns, of 8 tokens each
 constexpr int kInputBytes = TOKENS * 64;         // 32 inputs of all tokens
 constexpr int kThreads = 32 * (1 + (TW == 3 ? 8 : TW == 2 ? 11 : 24));  // a producer, and tiles.py's
-constexpr int kEmpty = 8, kBarriers = 16;         // of a stage: from its full one to its empty one; both
+constexpr int kEmpty = 8, kBarriers = 16;        // bytes: from a stage's first barrier to its other; both
 typedef float Tile[TW][NT][4];
 
 __device__ inline int step_bytes(const Job& job) {
@@ -166,8 +166,8 @@ __device__ inline void turn(Place& at, const Ring& ring) {
   if (!kRounds || !at.phase) at.inputs = ring.first.inputs;  // a second round's lie behind the first one's
 }
 
-// All steps of a pass. A loop for each depth (tiles.py), and in it one once around the ring: what a warp does
-// beside multiplying would be a third of its instructions at four bits.
+// All steps of a pass. A loop for each depth (tiles.py), and one that goes around the ring inside it: what a
+// warp does beside multiplying would be a third of its instructions at four bits.
 template <int kDepth>
 __device__ inline void multiply_all(Tile& sum, Place& at, const Ring& ring, int steps, int lane) {
   while (steps) {
