@@ -302,7 +302,7 @@ def check_assistant(path, mode, slots, ks, tokens=TOKENS):
         made = random_assistant(replace(spec, arch=small, clusters=clusters))
         placed = PlacedAssistant(made, target, 1, False, False)
         for k in ks:
-            drafter = AssistantDrafter(placed, k)
+            drafter = AssistantDrafter(placed)
             output, acceptance = run(drafter, host_cycle(target, drafter, k))
             again, device_acceptance = run(drafter, device_loop(target, drafter, k))
             assert output == again == plain, (path.name, mode, slots, k)
