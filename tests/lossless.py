@@ -178,8 +178,7 @@ def check_host(
         output, acceptance = decode(target, drafter, cycle, mode, tokens)
         assert output == plain, (path.name, mode, slots, name, k)
         assert name != "right" or acceptance.rate == 1.0
-        if name == "model":  # mini-e is another model, and random prompts suit neither
-            assert acceptance.tau > 1.1 if path.name == "mini" else acceptance.rate > 0.2
+        assert name != "model" or acceptance.rate > 0.2
         assert name not in ("wrong", "wild") or acceptance.accepted == 0
     return plain
 
