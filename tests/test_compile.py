@@ -94,9 +94,7 @@ def test_a_warm_start_and_its_requests_compile_nothing(tmp_path, worded, drafter
         write_worded(tmp_path, groups=1)
     options += [] if drafter == "ngram" else ["--draft-model", str(tmp_path)]
     first = compile_ahead(tmp_path / "compile.log", *options)
-    # a draft model's step is the same program whether rows are sampled or not: found once
-    assert first["found"] == (drafter == "model") and first["compiled"] > 10
-    every = first["found"] + first["compiled"]
+    assert first["found"] == 0 and first["compiled"] > 10
     assert MISSED in (tmp_path / "compile.log").read_text()  # so the log does tell
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -111,10 +109,10 @@ def test_a_warm_start_and_its_requests_compile_nothing(tmp_path, worded, drafter
             server.send_signal(signal.SIGINT)
             server.communicate(timeout=60)
     said = log.read_text()
-    assert said.count(FOUND) >= every
+    assert said.count(FOUND) >= first["compiled"]
     missed = [line[:300] for line in said.splitlines() if MISSED in line]
     assert not missed, missed
-    assert f"programs: {every} from the cache, 0 compiled" in said
+    assert f"programs: {first['compiled']} from the cache, 0 compiled" in said
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ class DeviceDrafter(Protocol):
         ...
 
     def program(self, needs_sampler: bool) -> TracedProgram:
-        """needs_sampler: whether any row's choice is more than the raw argmax."""
+        """needs_sampler: whether any row's choice is more than the raw argmax. What it learns of a
+        cycle (`observe`) is the same either way."""
         ...
 
     def weights(self) -> Any:

@@ -270,7 +270,8 @@ class SteppedDrafter:
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
         drafter = self._drafter
-        batch, program = self._batch(seqs), self._program(seqs)
+        batch = self._batch(seqs)
+        program = drafter.program(any(seq.sampling.needs_sampler for seq in seqs))
         made = self._propose(program, k, drafter.weights(), drafter.memory, batch)
         drafter.memory, draft, by = made
         rows = [seq.slot for seq in seqs]
@@ -284,11 +285,8 @@ class SteppedDrafter:
         kept = np.zeros(slots, np.int32)
         chosen[rows], kept[rows] = step.chosen, accepted
         learned = self._batch(seqs), chosen, step.features, kept
-        program, weights = self._program(seqs), drafter.weights()
+        program, weights = drafter.program(needs_sampler=False), drafter.weights()
         drafter.memory = self._observe(program, weights, drafter.memory, *learned)
-
-    def _program(self, seqs: Seqs[Sequence]) -> TracedProgram:
-        return self._drafter.program(any(seq.sampling.needs_sampler for seq in seqs))
 
     def _batch(self, seqs: Seqs[Sequence]) -> SlotState:
         _, batch = _start(self._target, seqs, 1)
