@@ -266,10 +266,11 @@ class Gemm:
         return AHEAD_BYTES // step, int(plan.ctas * step / (PACE * self._bytes_per_cycle))
 
     def _next(self, kind: str, block: int, late: bool) -> int:
+        """When the next kernel starts. late: as `linear` has it."""
         if late:
             return IN_TURN
-        waits = tiles.BITS[kind] == 4 or self._mixture
-        return ALL_ASKED if waits and block < SHORT_ROWS else AT_ONCE
+        waits = _short(kind, block) or self._mixture and block < SHORT_ROWS
+        return ALL_ASKED if waits else AT_ONCE
 
     def _wide(self, x: Input, weight: Linear, plan: tiles.Schedule, job: _GemmJob) -> None:
         job.stages, shared = many_stages(plan, weight.kind, x.block)
