@@ -77,6 +77,11 @@ class Arch:
     silu: bool = False
     """Gates are SiLU, as Llama's, not tanh GELU."""
 
+    @property
+    def moe(self) -> MoeSpec | None:
+        """A mixture's experts, which all its layers have alike."""
+        return next((layer.moe for layer in self.layers if layer.moe), None)
+
 
 def read_arch(path: Path) -> Arch:
     """Architecture from `path`/config.json. Raises UserError where it is missing or not Gemma 4."""

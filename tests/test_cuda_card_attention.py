@@ -4,6 +4,7 @@ what float64 says."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -97,9 +98,10 @@ def test_attention_walks_as_it_splits(layer, kv, monkeypatch):
         monkeypatch.setattr(attention, "WALK_FROM", 1)
         walked, kept = case.all_together(tokens), case.stored()
         monkeypatch.setattr(attention, "WALK_FROM", 10**9)
-        for most in (0, 48):
+        for most, tiles in product((0, 48), ((1,), (4,))):
             case.fill()
             monkeypatch.setattr(attention, "ALONE_VECTORS", most)
+            monkeypatch.setattr(attention, "TILES", tiles)
             same.check(case.all_together(tokens), walked)
             for ours, theirs in zip(case.stored(), kept, strict=True):
                 same.check(ours, theirs)

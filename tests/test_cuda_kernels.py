@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from drafters.lookup.cuda import LOOKUP
 from specdec.core.errors import UserError
 from targets import arch, mini
 from targets.arch import read_arch, released
-from targets.cuda import four_bits, gemm, launch, prefill_launch, tiles, w8a8
+from targets.cuda import attention, four_bits, gemm, launch, prefill_launch, tiles, w8a8
 from targets.cuda.four_bits import FourBits
 from targets.cuda.inputs import BLOCKS, NARROW_BLOCKS
 from targets.cuda.int4 import Int4
@@ -287,6 +288,16 @@ def test_a_schedule_covers_the_weight_and_fits_the_machine(weight, kind, process
         stages, shared = ring(plan, kind, block)
         assert stages >= 2 and shared <= launch.SHARED_LIMIT
         assert gemm.many_threads(plan, block) <= (16 if block == 128 else 13) * 32  # wide.cu's
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 1100), st.integers(1, 40), st.integers(0, 5000), st.sampled_from([64, 512]))
+def test_no_more_lanes_see_keys_than_are_counted(window, tokens, start, dim):
+    layer = replace(released("gemma-4-e4b").layers[0], window=window, head_dim=dim)
+    oldest, newest = max(0, start - window + 1), start + tokens - 1
+    chunk = 128 if dim == 64 else 64
+    seen = {c % attention.LANES for c in range(oldest // chunk, newest // chunk + 1)}
+    assert len(seen) <= attention.lanes_seen(layer, tokens)
 
 
 @settings(max_examples=300, deadline=None)

@@ -160,11 +160,10 @@ def _refuse_overlap(config: BenchConfig, model: ModelConfig) -> None:
         raise UserError("--routing-overlap is for --random NAME: a text routes as it does")
     if model.backend != "cuda":
         raise UserError("--routing-overlap needs --backend cuda")
-    moes = {layer.moe for layer in released(config.random).layers if layer.moe}
-    if not moes:
+    moe = released(config.random).moe
+    if moe is None:
         raise UserError(f"--routing-overlap is for a mixture of experts: {config.random} has none")
-    for moe in moes:
-        correlation_for(config.routing_overlap, moe)
+    correlation_for(config.routing_overlap, moe)
 
 
 def _refuse_beside_a_script(config: BenchConfig) -> None:

@@ -33,8 +33,13 @@ STAGE, FEWEST = 64, 3
 WALK_FROM = 128
 """CTAs that are enough for the machine when each does all lanes."""
 ALONE_VECTORS = 24
-"""Of a KV head, queries and new keys and values: up to so many `split` makes itself, in three
-rounds of its warps. More of them take longer than a kernel before it."""
+"""Of a CTA, queries and new keys and values: up to so many `split` makes itself, in three rounds of
+its warps. More of them take longer than a kernel before it."""
+PAIRED = 256, 2
+"""Up to such heads and tiles two CTAs of `split` are on a multiprocessor at once."""
+BESIDE = 32
+"""CTAs of `prepare` that find room beside a projection's, on the few multiprocessors that it leaves
+free: more of them would run one after the other there."""
 STORED_APART = 16
 """Tokens per sequence from which a kernel of its own stores their keys and values: attention
 otherwise does it in every CTA that sees them."""
@@ -73,10 +78,16 @@ class Attention:
     """For one architecture with up to this many positions."""
 
     def __init__(
-        self, launch: Launcher, arch: Arch, positions: int, kv8: int, device: torch.device
+        self,
+        launch: Launcher,
+        arch: Arch,
+        positions: int,
+        kv8: int,
+        device: torch.device,
+        processors: int,
     ) -> None:
         self._launch, self._kv8 = launch, kv8
-        self._eps, self._device = arch.eps, device
+        self._eps, self._device, self._processors = arch.eps, device, processors
         self._rope = {
             (layer.rope, layer.head_dim): _rope_tables(
                 layer.rope, layer.head_dim, positions, device
@@ -100,15 +111,16 @@ class Attention:
         if heads * -(-queries // (8 * high)) >= WALK_FROM:
             self._walk(self._job(qkv, given, rows, x, kind), layer, batch, high)
             return x
+        high = _spread(layer, batch, tokens, self._processors)
+        alone = min(queries, 8 * high) + 2 * tokens <= ALONE_VECTORS
         new = lambda *shape: torch.empty(shape, device=self._device)  # noqa: E731
         # of q halves as floats; lanes first: the few of a short context share pages of memory
-        alone = queries + 2 * tokens <= ALONE_VECTORS
         room = None if alone else new(heads, dim // 2, queries), new(LANES, heads, queries, dim)
         sums = new(LANES, heads, queries, 2)
         job = self._job(qkv, given, rows, x, kind, (*room, sums))
         if not alone:
             self._prepare(job, layer, layer.heads + (2 * layer.kv_heads if job.own else 0))
-        self._split(job, layer, batch, _high(queries, TILES[-1]))
+        self._split(job, layer, batch, high)
         return x
 
     def store(self, qkv: Tensor, layer: AttentionLayer, rows: Rows) -> None:
@@ -159,12 +171,10 @@ class Attention:
         )
 
     def _prepare(self, job: _AttentionJob, layer: LayerSpec, vectors: int) -> None:
-        rows = job.batch * job.tokens
-        grid = (rows, -(-vectors // 8), 1)
-        # several rows' CTAs, waiting beside the projection, cost more than they gain
+        rows, parts = job.batch * job.tokens, -(-vectors // 8)
         variant = _variant("attention_prepare", _padded(layer.head_dim), self._kv8, layer.normed)
-        early = rows == 1
-        self._launch(variant, "prepare", grid, THREADS, [job], early=early)
+        early = rows * parts <= BESIDE
+        self._launch(variant, "prepare", (rows, parts, 1), THREADS, [job], early=early)
 
 
 def partial_bytes(layer: LayerSpec, rows: int) -> int:
@@ -174,9 +184,29 @@ def partial_bytes(layer: LayerSpec, rows: int) -> int:
     return LANES * most * (_padded(layer.head_dim) + 2) * 4
 
 
+def lanes_seen(layer: LayerSpec, tokens: int) -> int:
+    """Lanes with keys that some of so many tokens sees, at most."""
+    if layer.window is None:
+        return LANES
+    chunk, _ = _chunk(_padded(layer.head_dim))
+    return min(LANES, (layer.window + tokens - 3) // chunk + 2)
+
+
 def _high(queries: int, most: int) -> int:
     """Tiles of 8 rows per CTA."""
     return next((high for high in TILES if queries <= 8 * high and high <= most), most)
+
+
+def _spread(layer: LayerSpec, batch: int, tokens: int, processors: int) -> int:
+    """The same of `split`: the fewest with which all its CTAs are on the machine at once. Fewer
+    rows are a shorter way through a CTA, as long as none waits for another one's end."""
+    queries, dim = tokens * layer.heads // layer.kv_heads, _padded(layer.head_dim)
+    seen = batch * layer.kv_heads * lanes_seen(layer, tokens)
+    for high in TILES:
+        at_once = 2 if dim <= PAIRED[0] and high <= PAIRED[1] else 1
+        if seen * -(-queries // (8 * high)) <= at_once * processors:
+            return high
+    return _high(queries, TILES[-1])
 
 
 def _most_walking(dim: int) -> int:
@@ -198,8 +228,13 @@ def _variant(
 
 def _fixed(dim: int, high: int) -> int:
     """Bytes of `Shared` in attention_chunk.cuh."""
-    chunk, slices = (128, 1) if dim <= 256 else (64, 2)
+    chunk, slices = _chunk(dim)
     return 8 * high * (dim * 2 + slices * (chunk + 4) * 4 + chunk * 2 + 16)
+
+
+def _chunk(dim: int) -> tuple[int, int]:
+    """Its keys, and into how many slices of head_dim warps cut them (attention_chunk.cuh)."""
+    return (128, 1) if dim <= 256 else (64, 2)
 
 
 def _ring(dim: int, high: int, kv8: int) -> tuple[int, int]:

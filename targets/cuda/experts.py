@@ -83,23 +83,22 @@ class _Router(Structure):
 
 def variants(arch: Arch, kinds: set[str]) -> set[Variant]:
     """None for architectures without experts. Raises UserError for what the kernels don't fit."""
-    moes = {layer.moe for layer in arch.layers if layer.moe}
-    for moe in moes:
-        if moe.experts > MOST_EXPERTS or moe.top_k > MOST_PICKED:
-            raise UserError(
-                f"this model picks {moe.top_k} of {moe.experts} experts, the kernels at most "
-                f"{MOST_PICKED} of {MOST_EXPERTS}: run it with --device cpu"
-            )
-        if arch.hidden > MOST_HIDDEN or moe.width > MOST_WIDTH:
-            raise UserError(
-                f"this model's experts have {arch.hidden} inputs and {moe.width} features, the "
-                f"kernels take {MOST_HIDDEN} and {MOST_WIDTH} at most: run it with --device cpu"
-            )
-    if not moes:
+    moe = arch.moe
+    if moe is None:
         return set()
+    if moe.experts > MOST_EXPERTS or moe.top_k > MOST_PICKED:
+        raise UserError(
+            f"this model picks {moe.top_k} of {moe.experts} experts, the kernels at most "
+            f"{MOST_PICKED} of {MOST_EXPERTS}: run it with --device cpu"
+        )
+    if arch.hidden > MOST_HIDDEN or moe.width > MOST_WIDTH:
+        raise UserError(
+            f"this model's experts have {arch.hidden} inputs and {moe.width} features, the "
+            f"kernels take {MOST_HIDDEN} and {MOST_WIDTH} at most: run it with --device cpu"
+        )
     mine = {_variant(kind, most) for kind in kinds for most in TOKENS}
     mine |= {_grouped(kind) for kind in kinds if kind in four_bits.KINDS}
-    return {_route(moe) for moe in moes} | mine
+    return {_route(moe)} | mine
 
 
 class Experts:

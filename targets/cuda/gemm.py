@@ -20,9 +20,9 @@ from targets.cuda.ops import Dense, Linear
 RING_BYTES = 168 << 10
 """Of a CTA for few tokens, at most."""
 SHORT_STEPS, SHORT_BYTES = 6, 80 << 10
-"""What is enough of 4-bit weights for fewer than `SHORT_ROWS` tokens: so many steps, and bytes.
-More in flight delays everybody's trips through L2, and fills no sooner (docs/performance.md)."""
-SHORT_ROWS = 5
+"""What is enough of 4-bit weights for up to `SHORT_ROWS` tokens: so many steps, and bytes. More in
+flight delays everybody's trips through L2, and fills no sooner (docs/performance.md)."""
+SHORT_ROWS = 4
 ALONE_BYTES = 116 << 10
 """Shared memory of a CTA that has a multiprocessor for itself: two on one would leave another
 without any, or take their inputs' turn from the kernel before."""
@@ -38,7 +38,7 @@ PACE = 1.0
 """Of what memory can read, what all CTAs together ask for until then: with three times as much in
 flight, a hop from one multiprocessor to another takes three times as long (docs/performance.md)."""
 ROUNDS_ROWS = 4
-"""Up to which inputs come by rounds of the ring (kernels/gemm.cu)."""
+"""Tokens up to which inputs come by rounds of the ring (kernels/gemm.cu)."""
 BARRIERS = 16
 """Bytes of a stage's two."""
 UNTILE_THREADS, UNTILE_BYTES = 512, 96 << 10
@@ -269,7 +269,7 @@ class Gemm:
         """When the next kernel starts. late: as `linear` has it."""
         if late:
             return IN_TURN
-        waits = _short(kind, block) or self._mixture and block < SHORT_ROWS
+        waits = _short(kind, block) or self._mixture and block <= SHORT_ROWS
         return ALL_ASKED if waits else AT_ONCE
 
     def _wide(self, x: Input, weight: Linear, plan: tiles.Schedule, job: _GemmJob) -> None:
@@ -336,7 +336,7 @@ def weight_variant(file: str, kind: str, *macros: tuple[str, int]) -> Variant:
 
 
 def _short(kind: str, block: int) -> bool:
-    return tiles.BITS[kind] == 4 and block < SHORT_ROWS
+    return tiles.BITS[kind] == 4 and block <= SHORT_ROWS
 
 
 def few_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:

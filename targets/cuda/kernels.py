@@ -56,9 +56,8 @@ class Kernels:
         properties = torch.cuda.get_device_properties(self.device)
         self.processors = properties.multi_processor_count
         self._launch = Launcher(Library(variants(arch, kv8, kinds) | more))
-        mixture = any(layer.moe for layer in arch.layers)
         rate = device.bytes_per_cycle(properties)
-        self._gemm = gemm.Gemm(self._launch, self.processors, rate, mixture)
+        self._gemm = gemm.Gemm(self._launch, self.processors, rate, arch.moe is not None)
         self.pack, self.pack_codes = self._gemm.pack, self._gemm.pack_codes
         self.dense, self.dense_parts = self._gemm.dense, self._gemm.dense_parts
         self.with_plain = self._gemm.with_plain
@@ -68,7 +67,9 @@ class Kernels:
         self.norm, self.norm_moe = norms.norm, norms.norm_moe
         self.experts = experts.Experts(self._launch, self._gemm, arch, self.processors)
         self.grouped = self.experts.grouped
-        self._attention = attention.Attention(self._launch, arch, max_len, kv8, self.device)
+        self._attention = attention.Attention(
+            self._launch, arch, max_len, kv8, self.device, self.processors
+        )
         self.store = self._attention.store
         self.sampler = sampler.Sampler(self._launch, self.device)
         self.choose = self.sampler.choose

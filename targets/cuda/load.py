@@ -146,8 +146,7 @@ def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
 
 
 def _correlation(arch: Arch, overlap: float | None) -> float:
-    moe = next((layer.moe for layer in arch.layers if layer.moe), None)
-    return correlation_for(overlap, moe) if moe and overlap is not None else 0.0
+    return correlation_for(overlap, arch.moe) if arch.moe and overlap is not None else 0.0
 
 
 def _refuse_for_kernels(arch: Arch, options: CudaOptions, kv_dtype: str) -> None:
@@ -160,7 +159,7 @@ def _refuse_for_kernels(arch: Arch, options: CudaOptions, kv_dtype: str) -> None
             f"--slots must be 1 to {MOST_ROWS} (the largest batch that is captured), got {slots}"
         )
     rows = bucket_of(slots) * (options.k + 1)
-    pairs = rows * max((layer.moe.top_k for layer in arch.layers if layer.moe), default=0)
+    pairs = rows * (arch.moe.top_k if arch.moe else 0)
     if pairs > MOST_PAIRS:
         raise UserError(
             f"{slots} slots at K = {options.k} route {pairs} pairs of row and expert at once, the "
@@ -226,8 +225,7 @@ def _kinds(arch: Arch, plan: Plan) -> set[str]:
         return {"bf16", "int8"}
     if dtype == "int4":
         return {"bf16", "int8", *four_bits.KINDS} | ({"fp8"} & {*plan.own.values()})
-    experts = any(layer.moe for layer in arch.layers)
-    return {"bf16", "int8", "fp8" if dtype == "fp8" else "w8a8"} | ({"fp8"} if experts else set())
+    return {"bf16", "int8", "fp8" if dtype == "fp8" else "w8a8"} | ({"fp8"} if arch.moe else set())
 
 
 def _captures(options: CudaOptions, ops: Ops) -> bool:

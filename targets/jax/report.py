@@ -153,8 +153,8 @@ def costs(program: Any) -> dict[str, float]:
 def rounds(arch: Arch, rows: int) -> float:
     """Rounds of the loop over a layer's routed experts, when rows pick evenly and independently:
     the mean of many draws."""
-    moe = next(layer.moe for layer in arch.layers if layer.moe is not None)
-    return _rounds(moe, min(rows, ENOUGH))
+    assert arch.moe is not None
+    return _rounds(arch.moe, min(rows, ENOUGH))
 
 
 @cache
