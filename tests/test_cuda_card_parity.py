@@ -11,7 +11,7 @@ import torch
 
 from targets.arch import read_arch, released
 from targets.checkpoint import Checkpoint
-from targets.cuda import gemm, int4
+from targets.cuda import int4, untile
 from targets.cuda.cache import make_cache
 from targets.cuda.formulas import lookup
 from targets.cuda.kernels import Kernels
@@ -50,7 +50,7 @@ def put_together(parts: Iterator[tuple[slice, Dense]]) -> Dense:
 @pytest.mark.parametrize("kind", ["fp8", "int4", "uint4", "nvfp4", "w8a8", "bf16"])
 def test_weights_come_back_as_rows(kind, monkeypatch):
     """Whole, and gates and ups a part at a time, of one pass or more."""
-    monkeypatch.setattr(gemm, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(untile, "WHOLE_BYTES", 0)
     ops = Kernels(one_layer(released("gemma-4-26b-a4b"), 0), 128, torch.bfloat16, KINDS)
     plain = [(300, 1000), (128, 2816), (16384, 5376), (7, 48)]
     cases = [(shape, "plain") for shape in plain]

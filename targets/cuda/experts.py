@@ -222,7 +222,7 @@ def _shared(job: _ExpertsJob, kind: str, most: int) -> int:
 
 
 def _grouped(kind: str) -> Variant:
-    return gemm.weight_variant("grouped", kind)
+    return tiles.weight_variant("grouped", kind)
 
 
 def _route(moe: MoeSpec) -> Variant:
@@ -230,4 +230,4 @@ def _route(moe: MoeSpec) -> Variant:
 
 
 def _variant(kind: str, most: int) -> Variant:
-    return gemm.weight_variant("moe", kind, ("TOKENS", most))
+    return tiles.weight_variant("moe", kind, ("TOKENS", most))

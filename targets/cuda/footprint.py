@@ -14,13 +14,13 @@ from specdec.core.errors import UserError
 from targets.arch import Arch
 from targets.cuda.attention import partial_bytes
 from targets.cuda.cache import CHUNK, HEAD_ALIGN, entries, slack_of
-from targets.cuda.gemm import WHOLE_BYTES
 from targets.cuda.graphs import bucket_of
 from targets.cuda.int4 import GROUP
 from targets.cuda.int8 import WORDS
 from targets.cuda.load import SHORT
 from targets.cuda.prefill_kernels import ROOM
 from targets.cuda.reader import QUANTISED, quantised
+from targets.cuda.untile import WHOLE_BYTES
 from targets.tensors import TensorSpec, all_tensors
 
 WIDE = {"float32": 4, "bfloat16": 2, "fp8": 2, "fp8-w8a8": 2, "int4": 2}

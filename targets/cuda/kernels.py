@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from targets.arch import Arch, MoeSpec
-from targets.cuda import attention, candidates, device, experts, gemm, sampler, tiles, w8a8
+from targets.cuda import attention, candidates, device, experts, gemm, sampler, tiles, untile, w8a8
 from targets.cuda.gemm import GATED, LOGITS, PER_LAYER, PLAIN
 from targets.cuda.inputs import Input, make_input
 from targets.cuda.launch import Launcher, Library, Variant, address, pointer
@@ -59,8 +59,9 @@ class Kernels:
         rate = device.bytes_per_cycle(properties)
         self._gemm = gemm.Gemm(self._launch, self.processors, rate, arch.moe is not None)
         self.pack, self.pack_codes = self._gemm.pack, self._gemm.pack_codes
-        self.dense, self.dense_parts = self._gemm.dense, self._gemm.dense_parts
-        self.with_plain = self._gemm.with_plain
+        plain = untile.Untile(self._launch, self.processors)
+        self.dense, self.dense_parts = plain.dense, plain.dense_parts
+        self.with_plain = plain.with_plain
         self._w8a8 = w8a8.W8A8(self._launch, self.processors)
         self._norm = norm_variant("bf16", arch.hidden)
         norms = Norms(self._launch, arch.eps)

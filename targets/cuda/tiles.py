@@ -17,6 +17,7 @@ from torch import Tensor
 
 from targets.cuda.four_bits import FourBits
 from targets.cuda.int8 import Int8
+from targets.cuda.launch import Variant
 from targets.cuda.nvfp4 import parts_of_words
 from targets.cuda.ops import Linear
 
@@ -142,6 +143,13 @@ def _deals(
         fit = [(each, wide) for each, wide in deals if each // wide * groups <= warps[wide]]
         if fit:
             yield passes, *min(fit, key=lambda deal: deal[0])
+
+
+def weight_variant(file: str, kind: str, *macros: tuple[str, int]) -> Variant:
+    """Of a kernel that reads tiles of this kind (kernels/tile.cuh)."""
+    form = {"uint4": "ZEROS", "nvfp4": "E2M1", "int8": "CODES"}
+    more = [(form[kind], 1)] if kind in form else []
+    return Variant(file, (("BITS", BITS[kind]), *more, *macros))
 
 
 @cache

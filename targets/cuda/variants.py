@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from targets.arch import Arch
-from targets.cuda import attention, candidates, experts, gemm, sampler, w8a8
+from targets.cuda import attention, candidates, experts, gemm, sampler, untile, w8a8
 from targets.cuda.graphs import TOKENS
 from targets.cuda.launch import Variant
 
@@ -15,6 +15,7 @@ def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
     """All that this architecture launches with weights of these kinds, and an e4m3 cache or not."""
     parts = (
         gemm.variants(kinds),
+        untile.variants(kinds),
         w8a8.variants() if "w8a8" in kinds else set(),
         attention.variants(arch, kv8),
         experts.variants(arch, kinds - {"w8a8", "int8"}),

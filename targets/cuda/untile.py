@@ -1,0 +1,158 @@
+"""Weights back in plain order, as launches of `kernels/untile.cu`: a part of `Kernels`. Library
+matmuls read them so, for long prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ctypes import Structure, c_int, c_void_p
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from targets.cuda import four_bits, tiles
+from targets.cuda.launch import Launcher, Variant
+from targets.cuda.ops import Dense, Linear
+
+THREADS, LAID_BYTES = 512, 96 << 10
+"""Of a CTA; what it lays out at once, two of them on a multiprocessor."""
+WHOLE_BYTES = 256 << 20
+"""In plain order at once: smaller gates and ups in two parts would double the launches of a prompt
+that is bound by them, for less memory than `down` takes anyway."""
+PLAIN_DTYPES = {16: torch.bfloat16, 8: torch.float8_e4m3fn, 4: torch.float16}
+"""Of a value in plain order, by the bits of a stored one."""
+
+
+class _Job(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("tiled", "out")),
+        *((name, c_int) for name in ("n", "k", "passes", "ctas", "tiles")),
+        *((name, c_int) for name in ("row_groups", "k_groups", "wide", "depth")),
+        *((name, c_int) for name in ("steps", "together", "groups", "gate_rows")),
+    )
+
+
+class _Part(NamedTuple):
+    """Of a weight: how many passes of so many CTAs, the bytes before theirs, and its rows."""
+
+    passes: int
+    ctas: int
+    before: int
+    rows: int
+
+
+def variants(kinds: set[str]) -> set[Variant]:
+    """For weights of these kinds; a head's copy (int8) is never turned back."""
+    return {_variant(kind) for kind in kinds - {"int8"}}
+
+
+def _variant(kind: str) -> Variant:
+    return tiles.weight_variant("untile", kind)
+
+
+class Untile:
+    """On a GPU with this many multiprocessors, for whose shares weights are tiled."""
+
+    def __init__(self, launch: Launcher, processors: int) -> None:
+        self._launch, self._processors = launch, processors
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scales: dict[tuple[Tensor, int], Tensor] = {}  # as they were, by `_plain_scale`'s key
+
+    def with_plain(self, weight: Linear) -> Linear:
+        """`Ops.with_plain`."""
+        if weight.kind in four_bits.KINDS and weight.layout.startswith("experts"):
+            return weight  # prefill takes them as they are
+        size = _plain_bytes(weight, weight.n)
+        out = torch.empty(size, dtype=torch.uint8, device=weight.data.device)
+        self._run(weight, out, self._whole(weight))
+        return replace(weight, plain=_plain_values(out, weight))
+
+    def dense(self, weight: Linear) -> Dense:
+        """`Ops.dense`: in memory that all weights share, where it has none of its own."""
+        if weight.plain is not None:
+            return weight.plain, self._plain_scale(weight)
+        return self._in_scratch(weight, self._whole(weight)), self._plain_scale(weight)
+
+    def dense_parts(self, weight: Linear) -> Iterator[tuple[slice, Dense]]:
+        """`Ops.dense_parts`."""
+        narrow = weight.kind in four_bits.KINDS
+        if weight.plain is not None or not narrow or _plain_bytes(weight, weight.n) <= WHOLE_BYTES:
+            yield slice(0, weight.n // 2), self.dense(weight)
+            return
+        for own, part in _parts(weight, tiles.schedule_of(weight, self._processors)):
+            yield own, (self._in_scratch(weight, part), self._plain_scale(weight, own))
+
+    def _in_scratch(self, weight: Linear, part: _Part) -> Tensor:
+        """Its values in plain order, in memory that all weights share."""
+        size = _plain_bytes(weight, part.rows)
+        if len(self._scratch) < size:
+            self._scratch = torch.empty(0)  # the old one goes before the new one comes
+            self._scratch = torch.empty(size, dtype=torch.uint8, device=weight.data.device)
+        self._run(weight, self._scratch, part)
+        return _plain_values(self._scratch[:size], weight)
+
+    def _whole(self, weight: Linear) -> _Part:
+        plan = tiles.schedule_of(weight, self._processors)
+        return _Part(plan.passes, plan.ctas, 0, weight.n)
+
+    def _run(self, weight: Linear, out: Tensor, part: _Part) -> None:
+        plan = tiles.schedule_of(weight, self._processors)
+        assert weight.k % 8 == 0, weight.k
+        groups = tiles.k_stride(weight) if plan.k_groups > 1 else 1
+        step = groups * plan.depth * tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
+        together = min(plan.steps, max(1, LAID_BYTES // (plan.tiles * tiles.TILE * step)))
+        job = _Job(
+            *(weight.data.data_ptr() + part.before, out.data_ptr()),
+            *(part.rows, weight.k, part.passes, plan.ctas, plan.tiles),
+            *(plan.row_groups, plan.k_groups, plan.wide, plan.depth, plan.steps, together),
+            groups,
+            tiles.GATE_ROWS.get(weight.layout, 0),
+        )
+        grid = (
+            part.ctas,
+            -(-plan.steps // together) * (plan.k_groups // groups),
+            _count(weight) * part.passes,
+        )
+        rows, pads = plan.tiles * tiles.TILE, tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
+        places = groups * plan.tiles * plan.depth * together
+        shared = rows * (together * step + pads + 4) + 8 * places
+        self._launch(_variant(weight.kind), "untile", grid, THREADS, [job], shared, early=False)
+
+    def _plain_scale(self, weight: Linear, part: slice | None = None) -> Tensor | None:
+        """Of all rows, or of some features' gates and ups. Divided when first asked for: a launch
+        of its own otherwise costs each call."""
+        packed = weight.scale
+        if packed is None:
+            return None
+        key = packed, part.start if part else -1
+        if key not in self._scales:
+            own = packed.view(2, -1)[:, part] if part else packed
+            self._scales[key] = own.flatten() / tiles.ACTIVATION_SCALE
+        return self._scales[key]
+
+
+def _parts(weight: Linear, plan: tiles.Schedule) -> Iterator[tuple[slice, _Part]]:
+    """Of a gated weight, with their features: each pass, or half of the only pass's CTAs."""
+    width, features = weight.n // 2, plan.tiles * tiles.TILE // 2
+    most = plan.ctas if plan.passes > 1 else -(-plan.ctas // 2)
+    for first in range(0, -(-width // features), most):
+        of_pass, cta = divmod(first, plan.ctas)
+        before = (of_pass * plan.steps * plan.ctas + cta) * plan.step_bytes(weight.kind)
+        ctas = min(most, plan.ctas - cta)
+        own = slice(first * features, min((first + ctas) * features, width))
+        yield own, _Part(1, ctas, before, 2 * (own.stop - own.start))
+
+
+def _count(weight: Linear) -> int:
+    """Experts of a weight, else one."""
+    return len(weight.data) if weight.layout.startswith("experts") else 1
+
+
+def _plain_bytes(weight: Linear, rows: int) -> int:
+    """Of so many rows, of each expert's where there are some."""
+    return _count(weight) * rows * weight.k * tiles.VALUE_BYTES[weight.kind]
+
+
+def _plain_values(values: Tensor, weight: Linear) -> Tensor:
+    return values.view(PLAIN_DTYPES[tiles.BITS[weight.kind]]).view(-1, weight.k)
