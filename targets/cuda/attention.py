@@ -108,7 +108,7 @@ class Attention:
         heads, queries = batch * layer.kv_heads, tokens * layer.heads // layer.kv_heads
         dim = _padded(layer.head_dim)
         high = _high(queries, _most_walking(dim))
-        if heads * -(-queries // (8 * high)) >= WALK_FROM:
+        if heads * _shares(queries, high) >= WALK_FROM:
             self._walk(self._job(qkv, given, rows, x, kind), layer, batch, high)
             return x
         high = _spread(layer, batch, tokens, self._processors)
@@ -156,13 +156,13 @@ class Attention:
         if job.own and not job.stores:
             self._prepare(job, layer, 2 * layer.kv_heads)
         job.stages, shared = _ring(dim, high, self._kv8)
-        grid = (_tiles(job, high), layer.kv_heads, batch)
+        grid = (_shares(job.tokens * job.group, high), layer.kv_heads, batch)
         variant = _variant("attention_fused", dim, self._kv8, layer.normed, high)
         self._launch(variant, "walk", grid, THREADS + 32, [job], shared)
 
     def _split(self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int) -> None:
         dim = _padded(layer.head_dim)
-        grid = (_tiles(job, high) * LANES, layer.kv_heads, batch)
+        grid = (_shares(job.tokens * job.group, high) * LANES, layer.kv_heads, batch)
         variant = _variant("attention_split", dim, self._kv8, layer.normed, high)
         self._launch(variant, "split", grid, THREADS, [job], _fixed(dim, high))
         grid = (batch * job.tokens, layer.heads, 1)
@@ -204,7 +204,7 @@ def _spread(layer: LayerSpec, batch: int, tokens: int, processors: int) -> int:
     seen = batch * layer.kv_heads * lanes_seen(layer, tokens)
     for high in TILES:
         at_once = 2 if dim <= PAIRED[0] and high <= PAIRED[1] else 1
-        if seen * -(-queries // (8 * high)) <= at_once * processors:
+        if seen * _shares(queries, high) <= at_once * processors:
             return high
     return _high(queries, TILES[-1])
 
@@ -213,9 +213,9 @@ def _most_walking(dim: int) -> int:
     return WIDE_TILES if dim == WIDE else TILES[-1]
 
 
-def _tiles(job: _AttentionJob, high: int) -> int:
+def _shares(queries: int, high: int) -> int:
     """CTAs that share a KV head's rows."""
-    return -(-job.tokens * job.group // (8 * high))
+    return -(-queries // (8 * high))
 
 
 def _variant(
