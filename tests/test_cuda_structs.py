@@ -37,7 +37,7 @@ MIRRORS = {
     "norms._AddNorm": "norm.cu AddNorm",
     "prefill_kernels._Place": "prefill_attention.cu Place",
     "gemm._GemmJob": "linear.cuh Job",
-    "gemm._Untile": "untile.cu Job",
+    "untile._Job": "untile.cu Job",
     "w8a8.KGroups": "narrow.cuh Groups",
     "w8a8._W8A8Job": "w8a8.cu Job",
 }
