@@ -97,12 +97,13 @@ def test_attention_walks_as_it_splits(layer, kv, monkeypatch):
     for tokens in (1, 3, 5, 8, 16, 17, 128):
         monkeypatch.setattr(attention, "WALK_FROM", 1)
         walked, kept = case.all_together(tokens), case.stored()
-        monkeypatch.setattr(attention, "WALK_FROM", 10**9)
-        for most, tiles in product((0, 48), ((1,), (4,))):
+        for most, tiles in product((0, 48), ((1,), attention.TILES, (4,))):
             case.fill()
-            monkeypatch.setattr(attention, "ALONE_VECTORS", most)
-            monkeypatch.setattr(attention, "TILES", tiles)
-            same.check(case.all_together(tokens), walked)
+            with monkeypatch.context() as patch:  # the next walk has tiles of its own choice
+                patch.setattr(attention, "WALK_FROM", 10**9)
+                patch.setattr(attention, "ALONE_VECTORS", most)
+                patch.setattr(attention, "TILES", tiles)
+                same.check(case.all_together(tokens), walked)
             for ours, theirs in zip(case.stored(), kept, strict=True):
                 same.check(ours, theirs)
     assert same.none(), int(same.count)
