@@ -114,12 +114,17 @@ struct Rotation {
 
   __device__ void load(const Job& job, Role role, int position) {
     if (role == kValue) return;
-    const int half = job.head_dim / 2;
-    const size_t at = size_t(position) * half;
+    load_weight(job, role);
+    load_angle(job, position);
+  }
+  __device__ void load_weight(const Job& job, Role role) {
 #if NORMED
     const float* norm = role == kQuery ? job.q_norm : job.k_norm;
-    weight.load(norm, norm + half, half);
+    weight.load(norm, norm + job.head_dim / 2, job.head_dim / 2);
 #endif
+  }
+  __device__ void load_angle(const Job& job, int position) {
+    const int half = job.head_dim / 2, at = position * half;
     angle.load(job.cosine + at, job.sine + at, half);
   }
 
@@ -131,7 +136,7 @@ struct Rotation {
 #pragma unroll
       for (int e = 0; e < 4; e++)
         squares = __fmaf_rn(x.high[j][e], x.high[j][e], __fmaf_rn(x.low[j][e], x.low[j][e], squares));
-    const float inverse = rsqrtf(warp_sum(squares) / job.head_dim + job.eps);
+    const float inverse = rsqrtf(__fdividef(warp_sum(squares), job.head_dim) + job.eps);
 #else
     const float inverse = role == kQuery ? rsqrtf(float(job.head_dim)) : 1.0f;
 #endif
@@ -179,23 +184,33 @@ __device__ inline void store_query(u16* queries, int rows, int row, int dim, con
   for (int d = dim + threadIdx.x % 32; d < HD; d += 32) queries[(d / 32 * rows + row) * 32 + d % 32] = 0;
 }
 
+// Four values next to each other.
+__device__ inline void store4(Cached* to, const float (&v)[4]) {
+#if KV8
+  *reinterpret_cast<u32*>(to) = to_cache(v[0]) | to_cache(v[1]) << 8 | to_cache(v[2]) << 16 | u32(to_cache(v[3])) << 24;
+#else
+  *reinterpret_cast<uint2*>(to) = make_uint2(to_cache(v[0]) | u32(to_cache(v[1])) << 16, to_cache(v[2]) | u32(to_cache(v[3])) << 16);
+#endif
+}
+
 __device__ inline void store_key(const Job& job, int slot, int head, int position, Role role,
                                  const Vector& x) {
-  const int entry = position % job.entries, half = job.head_dim / 2;
+  const int entry = remainder(position, job.entries), half = job.head_dim / 2;
   const size_t row = (size_t(slot) * job.kv_heads + head) * job.entries;
   Cached* key = job.k + (row + entry) * HD;
   Cached* column = job.v + (row + entry / 32 * 32) * HD + entry % 32;
 #pragma unroll
-  for (int j = 0; j < kQuads; j++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const int i = Vector::first(j) + e;
-      if (i >= half) continue;
-      if (role == kKey)
-        key[i] = to_cache(x.low[j][e]), key[half + i] = to_cache(x.high[j][e]);
-      else
-        column[i * 32] = to_cache(x.low[j][e]), column[(half + i) * 32] = to_cache(x.high[j][e]);
+  for (int j = 0; j < kQuads; j++) {
+    const int i = Vector::first(j);
+    if (i >= half) break;
+    if (role == kKey) {
+      store4(key + i, x.low[j]), store4(key + half + i, x.high[j]);
+      continue;
     }
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+      column[(i + e) * 32] = to_cache(x.low[j][e]), column[(half + i + e) * 32] = to_cache(x.high[j][e]);
+  }
 }
 
 // Sums of shares, relative to their maximum.

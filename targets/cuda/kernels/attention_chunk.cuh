@@ -32,7 +32,7 @@ struct Work {
     chunk = first();
   }
   __device__ int position(const Job& job, int row) const {
-    return start + (first_row + row) / job.group;
+    return start + quotient(first_row + row, job.group);
   }
   __device__ int first() {
     const int begin = oldest / kChunk, end = newest / kChunk;
@@ -48,7 +48,7 @@ struct Work {
     return at + 32 > oldest && at <= newest;
   }
   __device__ size_t entry(const Job& job) const {  // of the chunk's first key
-    return (size_t(slot) * job.kv_heads + head) * job.entries + chunk * kChunk % job.entries;
+    return (size_t(slot) * job.kv_heads + head) * job.entries + remainder(chunk * kChunk, job.entries);
   }
   __device__ bool last_of_lane() const { return chunk + kLanes > newest / kChunk; }
   __device__ void advance() {

@@ -1,36 +1,62 @@
 // What `split` left, merged in ascending order of lanes.
 #include "attention.cuh"
 
-// Grid: rows, query heads; a thread has four columns. All lanes are on their way before any is merged.
+constexpr u32 kFirstWarp = HD / 4 < 32 ? (1u << HD / 4) - 1 : ~0u;
+
+// The largest of the lanes below this thread's one.
+__device__ inline float lanes_before(float m, int lane) {
+#pragma unroll
+  for (int d = 1; d < kLanes; d *= 2) {
+    const float lower = __shfl_up_sync(kFirstWarp, m, d, kLanes);
+    if (lane >= d) m = fmaxf(m, lower);
+  }
+  const float before = __shfl_up_sync(kFirstWarp, m, 1, kLanes);
+  return lane ? before : -INFINITY;
+}
+
+// Grid: rows, query heads; a thread has four columns, of all lanes before any is merged. Where a lane is, and what it
+// is multiplied with, one thread finds out for all: what each of them does is read from cold caches.
 extern "C" __global__ void __launch_bounds__(HD / 4) combine(const __grid_constant__ Job job) {
+  __shared__ float4 factors[kLanes];
+  __shared__ int4 places[kLanes / 4];
   let_next_start();
-  const int m = blockIdx.x, head = blockIdx.y, b = m / job.tokens, t = m % job.tokens;
+  const int m = blockIdx.x, head = blockIdx.y, b = quotient(m, job.tokens), t = m - b * job.tokens;
   const Place place(job, b);
-  const int query = place.start + t, row = t * job.group + head % job.group;
-  const int end = query / kChunk;
-  const int begin = (job.window ? max(0, query - job.window + 1) : 0) / kChunk;
+  const int kv_head = quotient(head, job.group), row = t * job.group + head - kv_head * job.group;
+  const int query = place.start + t, begin = (job.window ? max(0, query - job.window + 1) : 0) / kChunk;
+  const int lane = threadIdx.x % kLanes, apart = job.batch * job.kv_heads * job.tokens * job.group;
+  const bool seen = begin + ((lane - begin) & (kLanes - 1)) <= query / kChunk;
+  const size_t first = job.part(b, kv_head, 0, row);
+  // in place of a lane that this row does not see another one, times zero
+  reinterpret_cast<int*>(places)[lane] = (seen ? lane : begin & (kLanes - 1)) * apart * (HD / 4);
+  const float2* sums = job.sums + first + lane * apart;
+  const float4* partial = reinterpret_cast<const float4*>(job.partial + first * HD) + threadIdx.x;
+  __syncthreads();
   wait_for_previous();
   if (place.slot < 0) return;
-  const size_t first = job.part(b, head / job.group, 0, row), step = job.part(0, 0, 1, 0);
-  const float2* sums = job.sums + first;
-  const float* partial = job.partial + first * HD + 4 * threadIdx.x;
-  Sums lane[kLanes];
   float4 v[kLanes];
 #pragma unroll
-  for (int j = 0; j < kLanes; j++) {
-    v[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (begin + ((j - begin) & (kLanes - 1)) > end) continue;  // it has no chunk of this row
-    const float2 raw = sums[j * step];
-    lane[j].m = raw.x, lane[j].l = raw.y;
-    v[j] = *reinterpret_cast<const float4*>(partial + j * step * HD);
+  for (int j = 0; j < kLanes / 4; j++) {
+    const int4 at = places[j];
+    v[4 * j] = partial[at.x], v[4 * j + 1] = partial[at.y], v[4 * j + 2] = partial[at.z], v[4 * j + 3] = partial[at.w];
   }
-  Sums all;
+  if (threadIdx.x < 32) {
+    Sums mine, before;
+    if (seen) mine.m = sums->x, mine.l = sums->y;
+    before.m = lanes_before(mine.m, lane);
+    const float2 factor = merge(before, mine);
+    factors[lane] = make_float4(factor.x, factor.y, __fmul_rn(mine.l, factor.y), 0.0f);
+  }
+  __syncthreads();
+  float l = 0.0f;
   float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
   for (int j = 0; j < kLanes; j++) {
-    const float2 factor = merge(all, lane[j]);
+    const float4 f = factors[j];
+    const float2 factor = make_float2(f.x, f.y);
+    l = __fmaf_rn(l, f.x, f.z);
     o.x = merged(o.x, v[j].x, factor), o.y = merged(o.y, v[j].y, factor);
     o.z = merged(o.z, v[j].z, factor), o.w = merged(o.w, v[j].w, factor);
   }
-  emit(job, m, head, 4 * threadIdx.x, o, all.l);
+  emit(job, m, head, 4 * threadIdx.x, o, l);
 }

@@ -77,46 +77,67 @@ struct Tokens {
   }
 };
 
-// A vector that this CTA makes: of its new tokens keys and values by turns, then its queries.
-struct Made {
-  Role role;
-  int token, row, position;
-  const float* raw;
+// Without the kernel `prepare`: new keys and values to the cache, then queries to shared memory, a warp each. Of
+// the stored ones even warps have keys, odd ones values. As few instructions as can be: several warps of a
+// scheduler wait for each other's, not for memory.
+struct Maker {
+  const Job& job;
+  const Work& work;
+  const Tokens own;
+  const int half, stored, all;
 
-  __device__ Made(const Job& job, const Work& work, const Tokens& own, int stored, int i) {
-    row = i - stored;
-    role = row >= 0 ? kQuery : i % 2 ? kValue : kKey;
-    token = row >= 0 ? (work.first_row + row) / job.group : own.first + i / 2;
-    position = work.start + token;
-    const size_t m = size_t(work.b) * job.tokens + token;
-    raw = role == kQuery ? raw_query(job, m, work.head * job.group + (work.first_row + row) % job.group)
-                         : raw_key(job, m, work.head, role);
+  __device__ Maker(const Job& job, const Work& work)
+      : job(job), work(work), own(job, work), half(job.head_dim / 2), stored(job.own ? 2 * own.count : 0),
+        all(stored + work.rows) {}
+
+  __device__ int token(int i) const {
+    return i < stored ? own.first + i / 2 : quotient(work.first_row + i - stored, job.group);
+  }
+  __device__ Vector load(const float* raw) const {
+    Vector x;
+    x.load(raw, raw + half, half);
+    return x;
+  }
+  __device__ void store(Role role, Rotation& rotation, int t) const {
+    Vector x = load(raw_key(job, work.b * job.tokens + t, work.head, role));
+    rotation.apply(job, role, x);
+    store_key(job, work.slot, work.head, work.start + t, role, x);
+  }
+  __device__ void query(const Rotation& rotation, u16* queries, int row, int t) const {
+    const int head = work.head * job.group + work.first_row + row - t * job.group;
+    Vector x = load(raw_query(job, work.b * job.tokens + t, head));
+    rotation.apply(job, kQuery, x);
+    store_query(queries, kRows, row, job.head_dim, x);
   }
 };
 
-// Without the kernel `prepare`: new keys and values to the cache, queries to shared memory, a warp each.
 __device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
-  const int half = job.head_dim / 2, warp = threadIdx.x / 32;
-  const Tokens own(job, work);
-  const int stored = job.own ? 2 * own.count : 0, all = stored + work.rows;
+  const Maker maker(job, work);
+  int i = threadIdx.x / 32, t = maker.token(i);
+  const Role role = i >= maker.stored ? kQuery : i % 2 ? kValue : kKey;
   Rotation rotation;
-  if (warp < all) {
-    const Made made(job, work, own, stored, warp);
-    rotation.load(job, made.role, made.position);
-  }
+  if (i < maker.all) rotation.load(job, role, work.start + t);
   wait_for_previous();
   let_next_start();
+  if (role != kQuery) {
 #pragma unroll 1
-  for (int i = warp; i < all; i += kWarps) {
-    const Made made(job, work, own, stored, i);
-    Vector x;
-    x.load(made.raw, made.raw + half, half);
-    if (i != warp) rotation.load(job, made.role, made.position);
-    rotation.apply(job, made.role, x);
-    if (made.role == kQuery)
-      store_query(queries, kRows, made.row, job.head_dim, x);
-    else
-      store_key(job, work.slot, work.head, made.position, made.role, x);
+    while (true) {
+      maker.store(role, rotation, t);
+      i += kWarps;
+      if (i >= maker.stored) break;
+      t = maker.token(i);
+      if (role == kKey) rotation.load_angle(job, work.start + t);
+    }
+    if (i >= maker.all) return;
+    t = maker.token(i);
+    rotation.load(job, kQuery, work.start + t);
+  }
+#pragma unroll 1
+  while (i < maker.all) {
+    maker.query(rotation, queries, i - maker.stored, t);
+    i += kWarps;
+    t = maker.token(i);
+    if (i < maker.all) rotation.load_angle(job, work.start + t);
   }
 }
 

@@ -50,6 +50,7 @@ __device__ inline u16 input_of_fp8(float v) { return to_f16(v * kActivationScale
 
 // v / by, of quotients below some thousands. In floats: three divisions of integers take 0.2 us of every kernel.
 __device__ inline int quotient(int v, int by) { return int(__fdividef(v + 0.5f, by)); }
+__device__ inline int remainder(int v, int by) { return v - quotient(v, by) * by; }
 
 // Where block `at` of a weight's k stands, if the k groups' first blocks come first, then their second ones.
 __device__ inline int interleaved(int at, int k_blocks, int k_groups) {
