@@ -32,9 +32,9 @@ STAGE, FEWEST = 64, 3
 """Keys per stage of `walk`'s ring; stages with which it still keeps memory busy."""
 WALK_FROM = 128
 """CTAs that are enough for the machine when each does all lanes."""
-ALONE_VECTORS = 24
-"""Of a CTA, queries and new keys and values: up to so many `split` makes itself, in three rounds of
-its warps. More of them take longer than a kernel before it."""
+ALONE_VECTORS, ALONE_WIDE = 32, 24
+"""Of a CTA, queries and new keys and values, and of heads of `WIDE`: up to so many `split` makes
+itself, in four or three rounds of its warps. More of them take longer than a kernel before it."""
 PAIRED = 256, 2
 """Up to such heads and tiles two CTAs of `split` are on a multiprocessor at once."""
 BESIDE = 32
@@ -51,7 +51,8 @@ class _AttentionJob(Structure):
         *((name, c_void_p) for name in ("start", "slot", "x", "q", "partial", "sums")),
         *((name, c_int) for name in ("stride", "batch", "tokens", "group", "kv_heads")),
         *((name, c_int) for name in ("head_dim", "entries", "window", "own", "k_eq_v")),
-        *((name, c_int) for name in ("stores", "stages", "fp8", "k_blocks", "block", "k_groups")),
+        *((name, c_int) for name in ("stores", "stages", "rows")),
+        *((name, c_int) for name in ("fp8", "k_blocks", "block", "k_groups")),
         ("eps", c_float),
     )
 
@@ -112,12 +113,14 @@ class Attention:
             self._walk(self._job(qkv, given, rows, x, kind), layer, batch, high)
             return x
         high = _spread(layer, batch, tokens, self._processors)
-        alone = min(queries, 8 * high) + 2 * tokens <= ALONE_VECTORS
+        most = ALONE_WIDE if dim == WIDE else ALONE_VECTORS
+        alone = min(queries, 8 * high) + 2 * tokens <= most
         new = lambda *shape: torch.empty(shape, device=self._device)  # noqa: E731
         # of q halves as floats; lanes first: the few of a short context share pages of memory
-        room = None if alone else new(heads, dim // 2, queries), new(LANES, heads, queries, dim)
-        sums = new(LANES, heads, queries, 2)
-        job = self._job(qkv, given, rows, x, kind, (*room, sums))
+        q = None if alone else new(heads, _shares(queries, high), dim // 2, _filled(high))
+        room = q, new(LANES, heads, queries, dim), new(LANES, heads, queries, 2)
+        job = self._job(qkv, given, rows, x, kind, room)
+        job.rows = 8 * high
         if not alone:
             self._prepare(job, layer, layer.heads + (2 * layer.kv_heads if job.own else 0))
         self._split(job, layer, batch, high)
@@ -147,7 +150,7 @@ class Attention:
             *map(address, (rows.start, rows.slot, x and x.data, *room)),
             *(qkv.stride(0), batch, tokens, layer.heads // layer.kv_heads, layer.kv_heads),
             *(layer.head_dim, cache.size, layer.window or 0, int(own), int(layer.k_eq_v)),
-            *(int(own and tokens <= STORED_APART), 0),
+            *(int(own and tokens <= STORED_APART), 0, 0),
             *(int(kind != "bf16"), *places, self._eps),
         )
 
@@ -226,10 +229,15 @@ def _variant(
     return Variant(file, (("HD", dim), ("KV8", kv8), *tiles, *raw))
 
 
+def _filled(high: int) -> int:
+    """Rows of a CTA in the tensor cores, which take sixteen at a time."""
+    return -(-high // 2) * 16
+
+
 def _fixed(dim: int, high: int) -> int:
     """Bytes of `Shared` in attention_chunk.cuh."""
     chunk, slices = _chunk(dim)
-    return 8 * high * (dim * 2 + slices * (chunk + 4) * 4 + chunk * 2 + 16)
+    return _filled(high) * (dim + chunk) * 2 + 8 * high * (slices * (chunk + 4) * 4 + 16)
 
 
 def _chunk(dim: int) -> tuple[int, int]:

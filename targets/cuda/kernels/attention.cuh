@@ -60,7 +60,7 @@ struct Job {
   const int* start;
   const int* slot;
   void* x;        // the output projection's input
-  u16* q;         // [B * kv_heads, HD / 32, T * G, 32]; null: `split` and `walk` prepare queries themselves
+  u16* q;         // [B * kv_heads, shares, fragments of `rows` rows]; null: `split` and `walk` prepare queries themselves
   float* partial; // [lanes, B * kv_heads, T * G, HD]: short contexts touch few pages
   float2* sums;   // [lanes, B * kv_heads, T * G]: (m, l)
   int stride;     // floats per row of qkv
@@ -69,9 +69,15 @@ struct Job {
   int own, k_eq_v;           // whether K/V are this layer's own; values are the raw keys
   int stores;                // whether `walk` stores them, not `prepare`
   int stages;                // of `walk`'s ring
+  int rows;                  // of a CTA that reads q
   int fp8, k_blocks, block, k_groups;  // what reads x: FP8 weights or bf16 ones; its layout, or rows where block is 0
   float eps;
 
+  // Fragments of a CTA's queries.
+  __device__ u16* queries(int b, int head, int share) const {
+    const int all = tokens * group, shares = (all + rows - 1) / rows;
+    return q + (size_t(b * kv_heads + head) * shares + share) * HD * ((rows + 15) / 16 * 16);
+  }
   __device__ size_t part(int b, int head, int lane, int row) const {
     return (size_t(lane * batch + b) * kv_heads + head) * tokens * group + row;
   }
@@ -168,20 +174,29 @@ __device__ inline const float* raw_key(const Job& job, size_t row, int head, Rol
   return job.qkv + row * job.stride + heads * job.head_dim;
 }
 
-// queries [HD / 32][rows][32]: of global or shared memory.
-__device__ inline void store_query(u16* queries, int rows, int row, int dim, const Vector& x) {
+// Where columns c and c + 1 of row r are among A fragments of the tensor cores, in words: [r / 16][step of 16
+// columns][lane][4]. The columns of a step are those that a lane's 16 bytes of a key have in its half of them.
+__device__ inline u32 fragment(u32 r, u32 c, u32 columns) {
+  const u32 step = r / 16 * (columns / 16) + c / 32 * 2 + c % 8 / 4;
+  return ((step * 8 + r % 8) * 4 + c % 32 / 8) * 4 + c % 4 / 2 * 2 + r % 16 / 8;
+}
+
+// Row `row` of queries of a CTA, as fragments: of global or shared memory.
+__device__ inline void store_query(u16* queries, int row, int dim, const Vector& x) {
   const int half = dim / 2;
+  u32* words = reinterpret_cast<u32*>(queries);
 #pragma unroll
   for (int j = 0; j < kQuads; j++)
 #pragma unroll
     for (int high = 0; high < 2; high++) {
       const float(&v)[4] = high ? x.high[j] : x.low[j];
-      const int i = Vector::first(j), d = i + high * half;
-      if (i < half)
-        *reinterpret_cast<uint2*>(queries + (d / 32 * rows + row) * 32 + d % 32) =
-            make_uint2(to_math(v[0]) | u32(to_math(v[1])) << 16, to_math(v[2]) | u32(to_math(v[3])) << 16);
+      const int i = Vector::first(j);
+      if (i >= half) continue;
+      u32* to = words + fragment(row, i + high * half, HD);
+      to[0] = to_math(v[0]) | u32(to_math(v[1])) << 16, to[2] = to_math(v[2]) | u32(to_math(v[3])) << 16;
     }
-  for (int d = dim + threadIdx.x % 32; d < HD; d += 32) queries[(d / 32 * rows + row) * 32 + d % 32] = 0;
+#pragma unroll 1
+  for (int d = dim + threadIdx.x % 32 * 2; d < HD; d += 64) words[fragment(row, d, HD)] = 0;
 }
 
 // Four values next to each other.

@@ -1,5 +1,6 @@
-// One chunk of keys and values against a CTA's query rows, which share its KV head. They are columns
-// of the tensor cores, up to 8 * NT of them; keys and values are the A operand.
+// One chunk of keys and values against a CTA's query rows, which share its KV head. Queries and shares of keys are
+// the A operand of the tensor cores, sixteen rows of it (of eight rows half is left out), keys and values B: as they
+// come from memory, 16 bytes a lane, they are B fragments, but no A ones.
 #pragma once
 #include "attention.cuh"
 
@@ -8,6 +9,7 @@
 #endif
 
 constexpr int kWarps = 8, kRows = 8 * NT;
+constexpr int kTall = (NT + 1) / 2, kPadded = 16 * kTall;  // tiles of 16 rows, and their rows
 constexpr int kKeyGroups = kChunk / 16;          // of warps: each has 16 keys
 constexpr int kSlices = kWarps / kKeyGroups;     // of head_dim, where more warps than that share them
 constexpr int kKeyBlocks = HD / 32 / kSlices;    // of 32 inputs that a warp multiplies
@@ -62,20 +64,25 @@ struct Work {
 };
 
 struct Shared {
-  u16* queries;     // [HD / 32][kRows][32]
+  u16* queries;     // fragments of kPadded rows, HD columns
   float* scores;    // [kSlices][kRows][kScores]
-  u16* shares;      // [kBlocks][kRows][32]
+  u16* shares;      // fragments of kPadded rows, kChunk columns
   float4* factors;  // [kRows]: of the lane's vector so far, of the merged one, of the lane's
   u8* rest;
 
   __device__ Shared(u8* memory) {
     queries = reinterpret_cast<u16*>(memory);
-    scores = reinterpret_cast<float*>(queries + kRows * HD);
+    scores = reinterpret_cast<float*>(queries + kPadded * HD);
     shares = reinterpret_cast<u16*>(scores + kSlices * kRows * kScores);
-    factors = reinterpret_cast<float4*>(shares + kBlocks * kRows * 32);
+    factors = reinterpret_cast<float4*>(shares + kPadded * kChunk);
     rest = reinterpret_cast<u8*>(factors + kRows);
   }
 };
+
+// A lane's part of a tile's fragments: step `step` of 16 columns.
+__device__ inline uint4 load_fragment(const u16* from, int step) {
+  return reinterpret_cast<const uint4*>(from)[step * 32 + threadIdx.x % 32];
+}
 
 // This warp's 16 keys against all rows, over its slice of head_dim. keys(kb, half): values of key
 // lane / 4 (+ 8 for the second half) for 32 inputs.
@@ -83,23 +90,28 @@ template <typename Keys>
 __device__ inline void score(const Keys& keys, const Shared& shared) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, tg = threadIdx.x % 4;
   const int slice = warp / kKeyGroups;
-  const uint4* queries = reinterpret_cast<const uint4*>(shared.queries) + slice * kKeyBlocks * kRows * 4;
-  float s[NT][4] = {};
+  float s[kTall][2][4] = {};
 #pragma unroll
   for (int kb = 0; kb < kKeyBlocks; kb++) {
-    const uint4 lo = wide(keys(kb, 0)), hi = wide(keys(kb, 1));
+    const uint4 key[2] = {wide(keys(kb, 0)), wide(keys(kb, 1))};
 #pragma unroll
-    for (int t = 0; t < NT; t++) {
-      const uint4 q = queries[(kb * kRows + t * 8 + g) * 4 + tg];
-      MMA(s[t], lo.x, hi.x, lo.y, hi.y, q.x, q.y);
-      MMA(s[t], lo.z, hi.z, lo.w, hi.w, q.z, q.w);
-    }
+    for (int t = 0; t < kTall; t++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const uint4 q = load_fragment(shared.queries, t * (HD / 16) + (slice * kKeyBlocks + kb) * 2 + half);
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+          MMA(s[t][n], q.x, q.y, q.z, q.w, half ? key[n].z : key[n].x, half ? key[n].w : key[n].y);
+      }
   }
-  float* out = shared.scores + (slice * kRows + tg * 2) * kScores + warp % kKeyGroups * 16 + g;
+  float* out = shared.scores + (slice * kRows + g) * kScores + warp % kKeyGroups * 16 + tg * 2;
 #pragma unroll
   for (int t = 0; t < NT; t++)
 #pragma unroll
-    for (int e = 0; e < 4; e++) out[(t * 8 + e % 2) * kScores + e / 2 * 8] = s[t][e];
+    for (int n = 0; n < 2; n++) {
+      const float* v = s[t / 2][n] + t % 2 * 2;
+      *reinterpret_cast<float2*>(out + t * 8 * kScores + n * 8) = make_float2(v[0], v[1]);
+    }
 }
 
 // Shares of a chunk in this warp's rows (each kWarps-th), and the factors of what their lanes have so
@@ -131,11 +143,11 @@ __device__ inline void share(const Job& job, const Work& work, const Shared& sha
     const bool none = m == -INFINITY;
     keep[t] = none ? 1.0f : __expf(sums[t].m - m);
     sums[t].m = m, total[t] = 0.0f;
-    u32* out = reinterpret_cast<u32*>(shared.shares + (first / 32 * kRows + r) * 32 + first % 32);
+    u32* out = reinterpret_cast<u32*>(shared.shares) + fragment(r, first, kChunk);
 #pragma unroll
     for (int i = 0; i < kKeysPerLane; i += 2) {
       const float p0 = none ? 0.0f : __expf(s[t][i] - m), p1 = none ? 0.0f : __expf(s[t][i + 1] - m);
-      out[i / 2] = to_math(p0) | u32(to_math(p1)) << 16;
+      out[i] = to_math(p0) | u32(to_math(p1)) << 16;
       total[t] += p0 + p1;
     }
   }
@@ -144,21 +156,24 @@ __device__ inline void share(const Job& job, const Work& work, const Shared& sha
   for (int t = 0; t < NT; t++) sums[t].l = __fmaf_rn(sums[t].l, keep[t], total[t]);
 }
 
-typedef float Outputs[kTiles][NT][4];  // a warp's columns (rows of the fragment) of all query rows
+typedef float Outputs[kTiles][2][kTall][4];  // a warp's columns, tiles of eight, of all query rows
 
-// Element e of a fragment: column lane / 4 (+ 8 for e >= 2) of a tile, query row 2 (lane % 4) (+ 1).
+// Two columns of a row, which are next to each other.
+struct Pair {
+  int n, half, tall, first;
+
+  __device__ float* of(Outputs& o) const { return o[n][half][tall] + first; }
+};
 template <typename Each>
 __device__ inline void each_output(const Each& each) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, tg = threadIdx.x % 4;
 #pragma unroll
   for (int t = 0; t < NT; t++)
 #pragma unroll
-    for (int odd = 0; odd < 2; odd++)
+    for (int n = 0; n < kTiles; n++)
 #pragma unroll
-      for (int n = 0; n < kTiles; n++)
-#pragma unroll
-        for (int high = 0; high < 2; high++)
-          each(n, t, high * 2 + odd, t * 8 + tg * 2 + odd, (warp * kTiles + n) * 16 + high * 8 + g);
+      for (int half = 0; half < 2; half++)
+        each(Pair{n, half, t / 2, t % 2 * 2}, t * 8 + g, (warp * kTiles + n) * 16 + half * 8 + tg * 2);
 }
 
 // values(kb, n, half): of column lane / 4 (+ 8 for the second half) of tile n, for 32 keys. Blocks of
@@ -166,21 +181,28 @@ __device__ inline void each_output(const Each& each) {
 template <typename Values>
 __device__ inline void add_values(const Values& values, const Work& work, const Shared& shared,
                                   Outputs& o) {
-  const int g = threadIdx.x % 32 / 4, tg = threadIdx.x % 4;
-  each_output([&](int n, int t, int e, int row, int) { o[n][t][e] *= shared.factors[row].x; });
-  const uint4* shares = reinterpret_cast<const uint4*>(shared.shares);
+  each_output([&](Pair pair, int row, int) {
+    const float factor = shared.factors[row].x;
+    pair.of(o)[0] *= factor, pair.of(o)[1] *= factor;
+  });
 #pragma unroll
   for (int kb = 0; kb < kBlocks; kb++) {
     if (!work.sees_block(kb)) continue;
+    uint4 share[kTall][2];
 #pragma unroll
-    for (int n = 0; n < kTiles; n++) {
-      const uint4 lo = wide(values(kb, n, 0)), hi = wide(values(kb, n, 1));
+    for (int i = 0; i < kTall * 2; i++)
+      share[i / 2][i % 2] = load_fragment(shared.shares, i / 2 * (kChunk / 16) + kb * 2 + i % 2);
 #pragma unroll
-      for (int t = 0; t < NT; t++) {
-        const uint4 p = shares[(kb * kRows + t * 8 + g) * 4 + tg];
-        MMA(o[n][t], lo.x, hi.x, lo.y, hi.y, p.x, p.y);
-        MMA(o[n][t], lo.z, hi.z, lo.w, hi.w, p.z, p.w);
+    for (int n = 0; n < kTiles; n++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const uint4 v = wide(values(kb, n, half));
+#pragma unroll
+        for (int t = 0; t < kTall; t++) {
+          const uint4 a = share[t][0], b = share[t][1];
+          MMA(o[n][half][t], a.x, a.y, a.z, a.w, v.x, v.y);
+          MMA(o[n][half][t], b.x, b.y, b.z, b.w, v.z, v.w);
+        }
       }
-    }
   }
 }

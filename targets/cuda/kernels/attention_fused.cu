@@ -98,13 +98,13 @@ __device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
     x.load(raw, raw + half, half);
     if (r != warp) rotation.load(job, kQuery, work.position(job, r));
     rotation.apply(job, kQuery, x);
-    store_query(queries, kRows, r, job.head_dim, x);
+    store_query(queries, r, job.head_dim, x);
   }
 }
 
 // The merged outputs to the output projection's input: through shared memory, half of the columns at
 // a time, where queries and scores were.
-__device__ inline void give(const Job& job, const Work& work, const Shared& shared, const Outputs& all,
+__device__ inline void give(const Job& job, const Work& work, const Shared& shared, Outputs& all,
                             const Sums (&sums)[NT]) {
   float* outputs = reinterpret_cast<float*>(shared.queries);
   const int warp = threadIdx.x / 32;
@@ -114,9 +114,9 @@ __device__ inline void give(const Job& job, const Work& work, const Shared& shar
     if (threadIdx.x % 32 == 0) shared.factors[warp + i * kWarps].x = sums[i].l;
 #pragma unroll 1
   for (int first = 0; first < HD; first += HD / 2) {
-    each_output([&](int n, int t, int e, int row, int column) {
+    each_output([&](Pair pair, int row, int column) {
       if (row < work.rows && column >= first && column < first + HD / 2)
-        outputs[row * kOutputs + column - first] = all[n][t][e];
+        *reinterpret_cast<float2*>(outputs + row * kOutputs + column - first) = make_float2(pair.of(all)[0], pair.of(all)[1]);
     });
     consumers_sync(kWarps);
 #pragma unroll 1
@@ -167,10 +167,14 @@ __device__ inline void consume(const Job& job, Work work, const Shared& shared, 
     if (warp < kColumnWarps) add_values(values, work, shared, o);
     ring.release();
     if (last)
-      each_output([&](int n, int t, int e, int row, int) {
+      each_output([&](Pair pair, int row, int) {
         const float4 factor = shared.factors[row];
-        all[n][t][e] = merged(all[n][t][e], o[n][t][e], make_float2(factor.y, factor.z));
-        o[n][t][e] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          float& to = pair.of(all)[i];
+          to = merged(to, pair.of(o)[i], make_float2(factor.y, factor.z));
+          pair.of(o)[i] = 0.0f;
+        }
       });
   }
   give(job, work, shared, all, all_sums);

@@ -19,7 +19,6 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant_
   x.load(raw, raw + half, half);
   rotation.apply(job, role, x);
   if (role != kQuery) return store_key(job, place.slot, head, position, role, x);
-  const int rows = job.tokens * job.group, row = t * job.group + head % job.group;
-  u16* queries = job.q + size_t(b * job.kv_heads + head / job.group) * rows * HD;
-  store_query(queries, rows, row, job.head_dim, x);
+  const int row = t * job.group + head % job.group, share = row / job.rows;
+  store_query(job.queries(b, head / job.group, share), row - share * job.rows, job.head_dim, x);
 }

@@ -49,18 +49,11 @@ struct Values {
 
 // This CTA's queries, as the kernel `prepare` left them: all on their way before any is waited for.
 __device__ inline void fetch(const Job& job, const Work& work, u16* queries) {
-  constexpr int kStep = kWarps * 8 / kRows;  // blocks of 32 that all threads copy at once
-  const int all = job.tokens * job.group, kb = threadIdx.x / (kRows * 4), r = threadIdx.x / 4 % kRows;
-  const size_t head = size_t(work.b) * job.kv_heads + work.head;
-  const uint4* from = reinterpret_cast<const uint4*>(job.q) + (head * (HD / 32) + kb) * all * 4 +
-                      (work.first_row + r) * 4 + threadIdx.x % 4;
-  const u32 to = shared_address(queries) + threadIdx.x * 16;
+  const u16* from = job.queries(work.b, work.head, blockIdx.x / kLanes);
   wait_for_previous();
   let_next_start();
-  if (r >= work.rows) return;
 #pragma unroll
-  for (int i = 0; i < HD / 32; i += kStep)
-    if (HD / 32 % kStep == 0 || i + kb < HD / 32) copy16(to + i * kRows * 64, from + i * all * 4);
+  for (int i = threadIdx.x; i < kPadded * HD / 8; i += kWarps * 32) copy16(shared_address(queries + 8 * i), from + 8 * i);
   copies_done();
 }
 
@@ -90,9 +83,8 @@ struct Maker {
       : job(job), work(work), own(job, work), half(job.head_dim / 2), stored(job.own ? 2 * own.count : 0),
         all(stored + work.rows) {}
 
-  __device__ int token(int i) const {
-    return i < stored ? own.first + i / 2 : quotient(work.first_row + i - stored, job.group);
-  }
+  __device__ int query_token(int row) const { return quotient(work.first_row + row, job.group); }
+  __device__ int token(int i) const { return i < stored ? own.first + i / 2 : query_token(i - stored); }
   __device__ Vector load(const float* raw) const {
     Vector x;
     x.load(raw, raw + half, half);
@@ -107,7 +99,7 @@ struct Maker {
     const int head = work.head * job.group + work.first_row + row - t * job.group;
     Vector x = load(raw_query(job, work.b * job.tokens + t, head));
     rotation.apply(job, kQuery, x);
-    store_query(queries, kRows, row, job.head_dim, x);
+    store_query(queries, row, job.head_dim, x);
   }
 };
 
@@ -132,12 +124,12 @@ __device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
     t = maker.token(i);
     rotation.load(job, kQuery, work.start + t);
   }
+  int row = i - maker.stored;
 #pragma unroll 1
-  while (i < maker.all) {
-    maker.query(rotation, queries, i - maker.stored, t);
-    i += kWarps;
-    t = maker.token(i);
-    if (i < maker.all) rotation.load_angle(job, work.start + t);
+  while (row < work.rows) {
+    maker.query(rotation, queries, row, t);
+    row += kWarps, t = maker.query_token(row);
+    if (row < work.rows) rotation.load_angle(job, work.start + t);
   }
 }
 
@@ -195,8 +187,9 @@ extern "C" __global__ void __launch_bounds__(256, HD <= 256 && NT <= 2 ? 2 : 1)
     work.advance();
     load();
   }
-  each_output([&](int n, int t, int e, int row, int column) {
-    if (row < work.rows && column < HD) job.partial[(part + row) * HD + column] = o[n][t][e];
+  each_output([&](Pair pair, int row, int column) {
+    if (row < work.rows && column < HD)
+      *reinterpret_cast<float2*>(job.partial + (part + row) * HD + column) = make_float2(pair.of(o)[0], pair.of(o)[1]);
   });
 #pragma unroll
   for (int i = 0; i < NT; i++)
