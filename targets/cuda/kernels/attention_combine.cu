@@ -1,6 +1,7 @@
 // What `split` left, merged in ascending order of lanes.
 #include "attention.cuh"
 
+// Threads of the first warp: heads of 64 have half of one.
 constexpr u32 kFirstWarp = HD / 4 < 32 ? (1u << HD / 4) - 1 : ~0u;
 
 // The largest of the lanes below this thread's one.
@@ -14,11 +15,11 @@ __device__ inline float lanes_before(float m, int lane) {
   return lane ? before : -INFINITY;
 }
 
-// Grid: rows, query heads; a thread has four columns, of all lanes before any is merged. Where a lane is, and what it
-// is multiplied with, one thread finds out for all: what each of them does is read from cold caches.
+// Grid: rows, query heads; a thread has four columns. All lanes are on their way before any is merged. Where a lane is
+// and what it is multiplied with one thread finds out for all: instructions come from cold caches, and each counts.
 extern "C" __global__ void __launch_bounds__(HD / 4) combine(const __grid_constant__ Job job) {
   __shared__ float4 factors[kLanes];
-  __shared__ int4 places[kLanes / 4];
+  __shared__ uint4 places[kLanes / 4];
   let_next_start();
   const int m = blockIdx.x, head = blockIdx.y, b = quotient(m, job.tokens), t = m - b * job.tokens;
   const Place place(job, b);
@@ -27,18 +28,20 @@ extern "C" __global__ void __launch_bounds__(HD / 4) combine(const __grid_consta
   const int lane = threadIdx.x % kLanes, apart = job.batch * job.kv_heads * job.tokens * job.group;
   const bool seen = begin + ((lane - begin) & (kLanes - 1)) <= query / kChunk;
   const size_t first = job.part(b, kv_head, 0, row);
-  // in place of a lane that this row does not see another one, times zero
-  reinterpret_cast<int*>(places)[lane] = (seen ? lane : begin & (kLanes - 1)) * apart * (HD / 4);
+  // in bytes; in place of a lane that this row does not see another one, times zero
+  reinterpret_cast<u32*>(places)[lane] = ((seen ? lane : begin & (kLanes - 1)) * apart + u32(first)) * HD * 4;
   const float2* sums = job.sums + first + lane * apart;
-  const float4* partial = reinterpret_cast<const float4*>(job.partial + first * HD) + threadIdx.x;
+  const u8* partial = reinterpret_cast<const u8*>(job.partial);
   __syncthreads();
   wait_for_previous();
   if (place.slot < 0) return;
   float4 v[kLanes];
 #pragma unroll
   for (int j = 0; j < kLanes / 4; j++) {
-    const int4 at = places[j];
-    v[4 * j] = partial[at.x], v[4 * j + 1] = partial[at.y], v[4 * j + 2] = partial[at.z], v[4 * j + 3] = partial[at.w];
+    const uint4 at = places[j];
+    const u32 lanes[4] = {at.x, at.y, at.z, at.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[4 * j + i] = *reinterpret_cast<const float4*>(partial + (lanes[i] + threadIdx.x * 16));
   }
   if (threadIdx.x < 32) {
     Sums mine, before;

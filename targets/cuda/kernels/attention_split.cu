@@ -70,9 +70,7 @@ struct Tokens {
   }
 };
 
-// Without the kernel `prepare`: new keys and values to the cache, then queries to shared memory, a warp each. Of
-// the stored ones even warps have keys, odd ones values. As few instructions as can be: several warps of a
-// scheduler wait for each other's, not for memory.
+// The vectors that a CTA makes without the kernel `prepare`: `stored` new keys and values by turns, then its queries.
 struct Maker {
   const Job& job;
   const Work& work;
@@ -103,6 +101,8 @@ struct Maker {
   }
 };
 
+// New keys and values to the cache, then queries to shared memory, a warp each: of what is stored even warps have keys,
+// odd ones values. In as few instructions as can be: warps of a scheduler wait for each other's, not for memory.
 __device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
   const Maker maker(job, work);
   int i = threadIdx.x / 32, t = maker.token(i);

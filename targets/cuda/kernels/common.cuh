@@ -48,7 +48,7 @@ __device__ inline u16 to_bf16(float v) {
 __device__ inline float from_bf16(u16 bits) { return __uint_as_float(u32(bits) << 16); }
 __device__ inline u16 input_of_fp8(float v) { return to_f16(v * kActivationScale); }
 
-// v / by, of quotients below some thousands. In floats: three divisions of integers take 0.2 us of every kernel.
+// v / by and v % by, exact for v below two million. In floats: three divisions of integers take 0.2 us of every kernel.
 __device__ inline int quotient(int v, int by) { return int(__fdividef(v + 0.5f, by)); }
 __device__ inline int remainder(int v, int by) { return v - quotient(v, by) * by; }
 
@@ -76,8 +76,9 @@ __device__ inline size_t x_offset(int m, int f, int k_blocks, int block, int k_g
 // Inputs f to f + 3 (f a multiple of 4) of row m, two a word: where `x_offset` says. One address for all: what
 // few CTAs run comes from cold instruction caches, where each instruction counts.
 __device__ inline void store_inputs(void* x, int m, int f, u32 low, u32 high, int k_blocks, int block, int k_groups = 1) {
-  const int at = k_groups > 1 && block < 32 ? interleaved(f / 32, k_blocks, k_groups) : f / 32, token = m % block;
-  u32* to = static_cast<u32*>(x) + (size_t(m / block) * k_blocks + at) * block * 16;
+  const int at = k_groups > 1 && block < 32 ? interleaved(f / 32, k_blocks, k_groups) : f / 32;
+  const int group = quotient(m, block), token = m - group * block;
+  u32* to = static_cast<u32*>(x) + (size_t(group) * k_blocks + at) * block * 16;
   if (block < 32) {
     *reinterpret_cast<uint2*>(to + token * 16 + f % 32 / 2) = make_uint2(low, high);
     return;
