@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -298,6 +299,17 @@ def test_no_more_lanes_see_keys_than_are_counted(window, tokens, start, dim):
     chunk = 128 if dim == 64 else 64
     seen = {c % attention.LANES for c in range(oldest // chunk, newest // chunk + 1)}
     assert len(seen) <= attention.lanes_seen(layer, tokens)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**21 - 1), st.integers(1, 2**18), st.sampled_from([-2, 0, 2]))
+def test_a_quotient_in_floats_is_whole_numbers(value, by, wrong):
+    """common.cuh's, with the most that CUDA's fast division may be wrong by, in units of the last
+    place: `value` and the two beside its multiple of `by`."""
+    edge = value // by * by
+    for v in {value, edge, max(edge - 1, 0)}:
+        exact = np.float32((v + 0.5) / by)
+        assert int(exact + np.float32(wrong) * np.spacing(exact)) == v // by
 
 
 @settings(max_examples=300, deadline=None)
