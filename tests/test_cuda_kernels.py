@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 import drafters
 from drafters.assistant.cuda.kernels import assistant_variants
@@ -28,6 +28,7 @@ from targets.cuda.four_bits import FourBits
 from targets.cuda.inputs import BLOCKS, NARROW_BLOCKS
 from targets.cuda.int4 import Int4
 from targets.cuda.launch import Variant, cached_binary, compile_variant
+from targets.cuda.load import CudaOptions, make_plan
 from targets.cuda.nvfp4 import Nvfp4
 from targets.cuda.ops import Linear
 from targets.cuda.variants import variants as target_variants
@@ -302,14 +303,24 @@ def test_no_more_lanes_see_keys_than_are_counted(window, tokens, start, dim):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0, 2**21 - 1), st.integers(1, 2**18), st.sampled_from([-2, 0, 2]))
-def test_a_quotient_in_floats_is_whole_numbers(value, by, wrong):
+@given(st.integers(0, 2**20 - 1), st.integers(1, 2**18), st.sampled_from([-2, 0, 2]))
+@example(2**20 - 1, 1, 2)
+@example(1_048_575 // 13 * 13 - 1, 13, 2)
+def test_a_quotient_in_floats_is_a_whole_number(value, by, wrong):
     """common.cuh's, with the most that CUDA's fast division may be wrong by, in units of the last
     place: `value` and the two beside its multiple of `by`."""
     edge = value // by * by
     for v in {value, edge, max(edge - 1, 0)}:
-        exact = np.float32((v + 0.5) / by)
-        assert int(exact + np.float32(wrong) * np.spacing(exact)) == v // by
+        near = np.float32((v + 0.5) / by)
+        assert int(near + np.float32(wrong) * np.spacing(near)) == v // by
+
+
+def test_positions_that_the_kernels_cannot_divide_are_refused():
+    endless = replace(released("gemma-4-31b"), max_position=1 << 21)
+    for dtype in ("fp8", "int4"):
+        with pytest.raises(UserError, match="--max-len must be up to 1000000 on a GPU"):
+            make_plan(endless, CudaOptions(max_len=1_000_001), dtype)
+    assert make_plan(endless, CudaOptions(max_len=1_000_000), "fp8").max_len == 1_000_000
 
 
 @settings(max_examples=300, deadline=None)

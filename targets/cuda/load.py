@@ -34,6 +34,8 @@ CHUNKS = {"cuda": 2048, "cpu": SHORT}
 """Tokens per prefill call: enough to be bound by arithmetic, where it matters."""
 WIDEST = 8192
 """What a CTA of the norms holds of a row."""
+LONGEST = 1_000_000
+"""Positions: the kernels' divisions in floats are exact below 2 ** 20, a call's rows included."""
 MOST_PAIRS = 48 * 1024
 """Pairs of row and expert that one call's CTAs can list in shared memory."""
 
@@ -158,6 +160,8 @@ def _refuse_for_kernels(arch: Arch, options: CudaOptions, kv_dtype: str) -> None
         raise UserError(
             f"--slots must be 1 to {MOST_ROWS} (the largest batch that is captured), got {slots}"
         )
+    if options.max_len > LONGEST:
+        raise UserError(f"--max-len must be up to {LONGEST} on a GPU, got {options.max_len}")
     rows = bucket_of(slots) * (options.k + 1)
     pairs = rows * (arch.moe.top_k if arch.moe else 0)
     if pairs > MOST_PAIRS:
