@@ -100,6 +100,7 @@ struct Vector {
 
   __device__ static int first(int j) { return 4 * (threadIdx.x % 32) + 128 * j; }
 
+  __device__ void load(const float* raw, int half) { load(raw, raw + half, half); }
   __device__ void load(const float* lows, const float* highs, int half) {
 #pragma unroll
     for (int j = 0; j < kQuads; j++) {
@@ -126,7 +127,7 @@ struct Rotation {
   __device__ void load_weight(const Job& job, Role role) {
 #if NORMED
     const float* norm = role == kQuery ? job.q_norm : job.k_norm;
-    weight.load(norm, norm + job.head_dim / 2, job.head_dim / 2);
+    weight.load(norm, job.head_dim / 2);
 #endif
   }
   __device__ void load_angle(const Job& job, int position) {

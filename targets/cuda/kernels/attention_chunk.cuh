@@ -33,9 +33,8 @@ struct Work {
     oldest = job.window ? max(0, position(job, 0) - job.window + 1) : 0;
     chunk = first();
   }
-  __device__ int position(const Job& job, int row) const {
-    return start + quotient(first_row + row, job.group);
-  }
+  __device__ int token(const Job& job, int row) const { return quotient(first_row + row, job.group); }
+  __device__ int position(const Job& job, int row) const { return start + token(job, row); }
   __device__ int first() {
     const int begin = oldest / kChunk, end = newest / kChunk;
     for (; lane < kLanes; lane += step) {
@@ -163,6 +162,7 @@ struct Pair {
   int n, half, tall, first;
 
   __device__ float* of(Outputs& o) const { return o[n][half][tall] + first; }
+  __device__ const float* of(const Outputs& o) const { return o[n][half][tall] + first; }
 };
 template <typename Each>
 __device__ inline void each_output(const Each& each) {

@@ -55,7 +55,7 @@ __device__ inline void store_new(const Job& job, const Work& work) {
     const float* raw = raw_key(job, size_t(work.b) * job.tokens + t, work.head, role);
     Rotation rotation;
     Vector x;
-    x.load(raw, raw + half, half);
+    x.load(raw, half);
     rotation.load(job, role, position);
     rotation.apply(job, role, x);
     store_key(job, work.slot, work.head, position, role, x);
@@ -95,7 +95,7 @@ __device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
     const size_t m = size_t(work.b) * job.tokens + row / job.group;
     const float* raw = raw_query(job, m, head);
     Vector x;
-    x.load(raw, raw + half, half);
+    x.load(raw, half);
     if (r != warp) rotation.load(job, kQuery, work.position(job, r));
     rotation.apply(job, kQuery, x);
     store_query(queries, r, job.head_dim, x);
@@ -104,7 +104,7 @@ __device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
 
 // The merged outputs to the output projection's input: through shared memory, half of the columns at
 // a time, where queries and scores were.
-__device__ inline void give(const Job& job, const Work& work, const Shared& shared, Outputs& all,
+__device__ inline void give(const Job& job, const Work& work, const Shared& shared, const Outputs& all,
                             const Sums (&sums)[NT]) {
   float* outputs = reinterpret_cast<float*>(shared.queries);
   const int warp = threadIdx.x / 32;

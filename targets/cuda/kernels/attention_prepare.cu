@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant_
   rotation.load(job, role, position);
   wait_for_previous();
   Vector x;
-  x.load(raw, raw + half, half);
+  x.load(raw, half);
   rotation.apply(job, role, x);
   if (role != kQuery) return store_key(job, place.slot, head, position, role, x);
   const int row = t * job.group + head % job.group, share = row / job.rows;

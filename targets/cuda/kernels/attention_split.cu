@@ -81,21 +81,17 @@ struct Maker {
       : job(job), work(work), own(job, work), half(job.head_dim / 2), stored(job.own ? 2 * own.count : 0),
         all(stored + work.rows) {}
 
-  __device__ int query_token(int row) const { return quotient(work.first_row + row, job.group); }
-  __device__ int token(int i) const { return i < stored ? own.first + i / 2 : query_token(i - stored); }
-  __device__ Vector load(const float* raw) const {
+  __device__ int token(int i) const { return i < stored ? own.first + i / 2 : work.token(job, i - stored); }
+  __device__ void store(Role role, const Rotation& rotation, int t) const {
     Vector x;
-    x.load(raw, raw + half, half);
-    return x;
-  }
-  __device__ void store(Role role, Rotation& rotation, int t) const {
-    Vector x = load(raw_key(job, work.b * job.tokens + t, work.head, role));
+    x.load(raw_key(job, work.b * job.tokens + t, work.head, role), half);
     rotation.apply(job, role, x);
     store_key(job, work.slot, work.head, work.start + t, role, x);
   }
   __device__ void query(const Rotation& rotation, u16* queries, int row, int t) const {
     const int head = work.head * job.group + work.first_row + row - t * job.group;
-    Vector x = load(raw_query(job, work.b * job.tokens + t, head));
+    Vector x;
+    x.load(raw_query(job, work.b * job.tokens + t, head), half);
     rotation.apply(job, kQuery, x);
     store_query(queries, row, job.head_dim, x);
   }
@@ -128,7 +124,7 @@ __device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
 #pragma unroll 1
   while (row < work.rows) {
     maker.query(rotation, queries, row, t);
-    row += kWarps, t = maker.query_token(row);
+    row += kWarps, t = work.token(job, row);
     if (row < work.rows) rotation.load_angle(job, work.start + t);
   }
 }
