@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from specdec.core.types import Sampling
 from targets.arch import released
-from targets.cuda import certified, int8
+from targets.cuda import candidates, certified, int8
 from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.ops import Choosing, Linear, NarrowHead, Rows
 from targets.cuda.reference import Reference
@@ -168,3 +168,16 @@ def test_a_target_takes_the_candidates(tiny):
     target.step(rows, False, True)
     target.step(rows, False, False, lambda: None)
     assert not asked
+
+
+@pytest.mark.parametrize("batch", range(1, certified.MOST_ROWS + 1))
+def test_screening_stages_rows_and_biases_of_their_sequences(batch: int) -> None:
+    """However a batch of rows is cut, the biases of all sequences in it have their places."""
+    for tokens in range(1, certified.MOST_ROWS // batch + 1):
+        rows = batch * tokens
+        most, quads = candidates.staged(batch, tokens)
+        firsts = range(0, rows, most)
+        sequences = [
+            (min(first + most, rows) - 1) // tokens - first // tokens + 1 for first in firsts
+        ]
+        assert 1 <= most <= rows and most + max(sequences) <= quads <= candidates.STAGED

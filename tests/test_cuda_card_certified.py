@@ -19,8 +19,8 @@ from tests.certified import FEW, WHOLE
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = [(262144, 5376), (262144, 2560), (4096, 256), (1004, 72)]
-"""Of released models, and ones with k groups and odd rows."""
+SHAPES = [(262144, 5376), (262144, 2560), (4096, 256), (1004, 72), (270000, 128)]
+"""Of released models, ones with k groups and odd rows, and more words than threads take at once."""
 
 
 @cache
@@ -77,6 +77,7 @@ def test_candidates_suffice(shape, name, softcap):
         (1, 8, 1.0),
         (3, 5, 4.0),
         (16, 1, 0.01),
+        (2, 8, 1.0),
         (2, 1, 60.0),
     ):
         rows = rows_of(batch, tokens)

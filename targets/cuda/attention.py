@@ -8,6 +8,7 @@ Few rows: `prepare`, `split` (a CTA per lane of chunks) and `combine`; very few 
 from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_void_p
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ WALK_FROM = 128
 ALONE_VECTORS, ALONE_WIDE = 32, 24
 """Of a CTA, queries and new keys and values, and of heads of `WIDE`: up to so many `split` makes
 itself, in four or three rounds of its warps. More of them take longer than a kernel before it."""
+SINGLY = 12
+"""Of these vectors up to so many are made one at a time by each of a CTA's eight warps; of more
+each makes two at a time, which takes longer. Of heads of `WIDE` there are no registers for two."""
 PAIRED = 256, 2
 """Up to such heads and tiles two CTAs of `split` are on a multiprocessor at once."""
 BESIDE = 32
@@ -61,9 +65,10 @@ def variants(arch: Arch, kv8: int) -> set[Variant]:
     """kv8: whether the cache is e4m3."""
     kinds = {(_padded(layer.head_dim), layer.normed) for layer in arch.layers}
     splits = {
-        _variant("attention_split", dim, kv8, normed, high)
+        _split_variant(dim, kv8, normed, high, vectors)
         for dim, normed in kinds
         for high in TILES
+        for vectors in (0, SINGLY + 1)
     }
     walks = {
         _variant("attention_fused", dim, kv8, normed, high)
@@ -114,7 +119,8 @@ class Attention:
             return x
         high = _spread(layer, batch, tokens, self._processors)
         most = ALONE_WIDE if dim == WIDE else ALONE_VECTORS
-        alone = min(queries, 8 * high) + 2 * tokens <= most
+        vectors = min(queries, 8 * high) + 2 * tokens
+        alone = vectors <= most
         new = lambda *shape: torch.empty(shape, device=self._device)  # noqa: E731
         # of q halves as floats; lanes first: the few of a short context share pages of memory
         q = None if alone else new(heads, _shares(queries, high), dim // 2, _filled(high))
@@ -123,7 +129,7 @@ class Attention:
         job.rows = 8 * high
         if not alone:
             self._prepare(job, layer, layer.heads + (2 * layer.kv_heads if job.own else 0))
-        self._split(job, layer, batch, high)
+        self._split(job, layer, batch, high, vectors if alone else 0)
         return x
 
     def store(self, qkv: Tensor, layer: AttentionLayer, rows: Rows) -> None:
@@ -163,11 +169,15 @@ class Attention:
         variant = _variant("attention_fused", dim, self._kv8, layer.normed, high)
         self._launch(variant, "walk", grid, THREADS + 32, [job], shared)
 
-    def _split(self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int) -> None:
+    def _split(
+        self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int, vectors: int
+    ) -> None:
+        """vectors: that a CTA makes itself."""
         dim = _padded(layer.head_dim)
         grid = (_shares(job.tokens * job.group, high) * LANES, layer.kv_heads, batch)
-        variant = _variant("attention_split", dim, self._kv8, layer.normed, high)
-        self._launch(variant, "split", grid, THREADS, [job], _fixed(dim, high))
+        variant = _split_variant(dim, self._kv8, layer.normed, high, vectors)
+        rotations = 4 * dim * (2 + job.tokens) if _in_pairs(dim, vectors) else 0
+        self._launch(variant, "split", grid, THREADS, [job], _fixed(dim, high) + rotations)
         grid = (batch * job.tokens, layer.heads, 1)
         self._launch(
             _variant("attention_combine", dim, self._kv8), "combine", grid, dim // 4, [job]
@@ -227,6 +237,18 @@ def _variant(
     tiles = () if high is None else (("NT", high),)
     raw = () if normed else (("NORMED", 0),)
     return Variant(file, (("HD", dim), ("KV8", kv8), *tiles, *raw))
+
+
+def _split_variant(dim: int, kv8: int, normed: bool, high: int, vectors: int) -> Variant:
+    variant = _variant("attention_split", dim, kv8, normed, high)
+    if not _in_pairs(dim, vectors):
+        return variant
+    return replace(variant, macros=(*variant.macros, ("VECTOR", 16)))
+
+
+def _in_pairs(dim: int, vectors: int) -> bool:
+    """Whether a warp of `split` makes two vectors at a time."""
+    return dim != WIDE and vectors > SINGLY
 
 
 def _filled(high: int) -> int:

@@ -20,9 +20,15 @@ SCREEN, RESCORE = Variant("screen"), Variant("rescore")
 ROOM = 4096
 """Candidates of a row at most."""
 SCREEN_CTAS = SCREEN_THREADS = certified.MOST_TOP_K
-"""Of a row."""
-WARPS, RING_BYTES = 4, 32 << 10
-"""Of a CTA of rescore.cu, each with a tile of candidates, and what is on its way to a warp."""
+RESIDENT = 4
+"""CTAs of screen.cu that fit on a multiprocessor: all of them must run at once."""
+STAGED = 10
+"""Quads of a thread of screen.cu, of logits and of biases, in its CTA's shared memory at most."""
+WARPS, EIGHT, AHEAD = 4, 8, 5
+"""Of a CTA of rescore.cu; candidates of a warp, and blocks of 32 inputs that it fetches together;
+how many such eights are on their way."""
+RING_BYTES = (AHEAD + 1) * EIGHT * (EIGHT * 128 + 64)
+"""Of a warp: of a candidate's 32 inputs 128, with those of the row that shares its lanes' words."""
 TABLE = SamplingTable._fields[:-1]
 """What screening reads of it: nothing is counted."""
 
@@ -31,9 +37,9 @@ class _ScreenJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("logits", "error", "x", "bias", "start", "slot")),
         *((name, c_void_p) for name in TABLE),
-        *((name, c_void_p) for name in ("reached", "found", "count")),
-        *((name, c_int) for name in ("vocab", "tokens", "shaped", "room")),
-        *((name, c_int) for name in ("k_blocks", "block")),
+        *((name, c_void_p) for name in ("reached", "found", "count", "arrived")),
+        *((name, c_int) for name in ("vocab", "rows", "tokens", "shaped", "room")),
+        *((name, c_int) for name in ("batch", "k_blocks", "block")),
         *((name, c_float) for name in ("softcap", "ties", "safety", "more", "longest")),
     )
 
@@ -41,19 +47,21 @@ class _ScreenJob(Structure):
 class _RescoreJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "x", "found", "count", "logits")),
-        *((name, c_int) for name in ("room", "vocab", "ctas", "tiles", "steps")),
-        *((name, c_int) for name in ("row_groups", "k_groups", "wide", "depth", "x_bytes")),
+        *((name, c_int) for name in ("room", "vocab", "rows", "ctas", "tiles", "steps")),
+        *((name, c_int) for name in ("row_groups", "k_groups", "wide", "depth")),
+        ("x_bytes", c_int),
         ("softcap", c_float),
     )
 
 
 class Candidates:
-    def __init__(self, launch: Launcher, gemm: Gemm, processors: int) -> None:
+    def __init__(self, launch: Launcher, gemm: Gemm, processors: int, device: torch.device) -> None:
         self._launch, self._gemm, self._processors = launch, gemm, processors
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
 
     def narrow(self, values: Tensor) -> NarrowHead | None:
-        """`Ops.narrow_head`."""
-        if len(values) % int8.WORDS:
+        """`Ops.narrow_head`; none on a part of a GPU that has no room for all of screen.cu."""
+        if len(values) % int8.WORDS or self._processors * RESIDENT < SCREEN_CTAS:
             return None
         narrow, error = int8.quantise(values)
         return NarrowHead(self._gemm.pack_codes(narrow, "plain"), error)
@@ -83,22 +91,23 @@ class Candidates:
         rules, needs_sampler = choosing
         head, m, device = narrow.weight, x.rows, x.data.device
         out = torch.empty((m, head.n), device=device)
-        self._gemm.run(x, head, out, PLAIN, head.n)
+        self._gemm.run(x, head, out, PLAIN, head.n, late=True)
         found = torch.empty((m, ROOM), dtype=torch.int32, device=device)
         count = torch.empty(m, dtype=torch.int32, device=device)
-        reached = torch.empty((m, certified.MOST_TOP_K), device=device)
+        reached = torch.empty((m, SCREEN_CTAS), dtype=torch.int32, device=device)
+        batch, quads = staged(*rows.tokens.shape)
         table = [getattr(rules.sampling_params, name) for name in TABLE]
         job = _ScreenJob(
             *map(address, (out, narrow.error, x.data, rules.bias, rows.start, rows.slot)),
             *map(address, table),
-            *map(address, (reached, found, count)),
-            *(head.n, rows.tokens.shape[1], int(needs_sampler), ROOM),
-            *(x.k_blocks, x.block),
+            *map(address, (reached, found, count, self._arrived)),
+            *(head.n, m, rows.tokens.shape[1], int(needs_sampler), ROOM),
+            *(batch, x.k_blocks, x.block),
             *(softcap or 0.0, certified.TIES * (softcap or 0.0)),
             *(int8.SAFETY, certified.MORE / sqrt(head.k), certified.LONGEST),
         )
-        for name in ("bound", "screen"):
-            self._launch(SCREEN, name, (SCREEN_CTAS, m, 1), SCREEN_THREADS, [job])
+        room = 16 * SCREEN_THREADS * quads
+        self._launch(SCREEN, "screen", (SCREEN_CTAS, 1, 1), SCREEN_THREADS, [job], room)
         return out, found, count
 
     def _rescore(
@@ -112,10 +121,20 @@ class Candidates:
         plan = tiles.schedule_of(head, self._processors)
         job = _RescoreJob(
             *map(address, (head.data, x.data, *candidates, out)),
-            *(ROOM, head.n, plan.ctas, plan.tiles, plan.steps),
-            *(plan.row_groups, plan.k_groups, plan.wide, plan.depth, 2 * tiles.INPUTS * x.block),
-            softcap or 0.0,
+            *(ROOM, head.n, x.rows, plan.ctas, plan.tiles, plan.steps),
+            *(plan.row_groups, plan.k_groups, plan.wide, plan.depth),
+            *(2 * tiles.INPUTS * x.block, softcap or 0.0),
         )
-        grid = ROOM // (tiles.TILE * WARPS), x.rows, 1
-        row = plan.k_groups * plan.steps * plan.depth * 2 * tiles.INPUTS
-        self._launch(RESCORE, "rescore", grid, 32 * WARPS, [job], WARPS * RING_BYTES + row)
+        grid = self._processors, 1, 1
+        self._launch(RESCORE, "rescore", grid, 32 * WARPS, [job], WARPS * RING_BYTES)
+
+
+def staged(batch: int, tokens: int) -> tuple[int, int]:
+    """Of batch * tokens rows: how many screen.cu's shared memory holds at once, and the quads of a
+    thread that these and their sequences' biases are."""
+
+    def quads(rows: int) -> int:
+        return rows + min(batch, (rows + tokens - 2) // tokens + 1)
+
+    most = max(rows for rows in range(1, batch * tokens + 1) if rows == 1 or quads(rows) <= STAGED)
+    return most, quads(most)

@@ -29,6 +29,10 @@ WIDE_FROM = 32
 cores need warpgroups."""
 FEW = tuple(block for block in BLOCKS if block < WIDE_FROM)
 MANY = tuple(block for block in BLOCKS if block >= WIDE_FROM)
+LATE_ROWS, LATE_BYTES, LATE_RATE = 8, 256 << 10, 2000
+"""Tokens up to which, bytes of a CTA of a 4-bit weight from which, and bytes of memory a cycle from
+which the next kernel starts late: when all weights have been asked for. Of smaller weights, and of
+wider ones, that costs what it gains there."""
 AHEAD_BYTES = 256 << 10
 """What a CTA asks of L2 beyond its ring while the kernel before still runs."""
 PACE = 1.0
@@ -145,7 +149,7 @@ class Gemm:
             *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
             *(tiles.k_stride(weight), 0, *self._before(plan, weight.kind)),
             *(x.rows, stride, out_groups, epilogue, softcap, int(silu)),
-            *(int(f16), room, self._next(weight.kind, x.block, late), int(ready)),
+            *(int(f16), room, self._next(plan, weight.kind, x.block, late), int(ready)),
         )
         if x.block in FEW:
             job.stages, shared = few_stages(plan, weight.kind, x.block)
@@ -161,11 +165,14 @@ class Gemm:
         step = plan.step_bytes(kind)
         return AHEAD_BYTES // step, int(plan.ctas * step / (PACE * self._bytes_per_cycle))
 
-    def _next(self, kind: str, block: int, late: bool) -> int:
+    def _next(self, plan: tiles.Schedule, kind: str, block: int, late: bool) -> int:
         """When the next kernel starts. late: as `linear` has it."""
         if late:
             return IN_TURN
+        long = plan.passes * plan.steps * plan.step_bytes(kind) >= LATE_BYTES
         waits = _short(kind, block) or self._mixture and block <= SHORT_ROWS
+        if tiles.BITS[kind] == 4 and block <= LATE_ROWS and self._bytes_per_cycle >= LATE_RATE:
+            waits = waits or long
         return ALL_ASKED if waits else AT_ONCE
 
     def _wide(self, x: Input, weight: Linear, plan: tiles.Schedule, job: _GemmJob) -> None:

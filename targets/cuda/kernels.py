@@ -16,7 +16,14 @@ from targets.arch import Arch, MoeSpec
 from targets.cuda import attention, candidates, device, experts, gemm, sampler, tiles, untile, w8a8
 from targets.cuda.gemm import GATED, LOGITS, PER_LAYER, PLAIN
 from targets.cuda.inputs import Input, make_input
-from targets.cuda.launch import Launcher, Library, Variant, address, pointer
+from targets.cuda.launch import (
+    Launcher,
+    Library,
+    Variant,
+    address,
+    keep_stacks_small,
+    pointer,
+)
 from targets.cuda.norms import Mixture, Norms
 from targets.cuda.ops import AttentionLayer, DenseBranch, Linear, RoutedBranch, Rows
 from targets.cuda.variants import ROW_THREADS, norm_variant, variants
@@ -53,6 +60,7 @@ class Kernels:
         kv8 = int(kv == torch.float8_e4m3fn)
         self.device = torch.device("cuda", torch.cuda.current_device())
         torch.zeros(1, device=self.device)  # torch makes the context that modules are loaded into
+        keep_stacks_small()
         properties = torch.cuda.get_device_properties(self.device)
         self.processors = properties.multi_processor_count
         self._launch = Launcher(Library(variants(arch, kv8, kinds) | more))
@@ -74,7 +82,7 @@ class Kernels:
         self.store = self._attention.store
         self.sampler = sampler.Sampler(self._launch, self.device)
         self.choose = self.sampler.choose
-        certified = candidates.Candidates(self._launch, self._gemm, self.processors)
+        certified = candidates.Candidates(self._launch, self._gemm, self.processors, self.device)
         self.narrow_head, self.candidates = certified.narrow, certified.logits
         self.screened = certified.screened
 

@@ -24,6 +24,9 @@ SOURCES = Path(__file__).parent / "kernels"
 ARCHITECTURE = "sm_90a"
 SHARED_LIMIT = 227 * 1024
 """Bytes of dynamic shared memory that a Hopper CTA may have, once it is allowed to."""
+STACK_BYTES = 256
+"""Of a thread, of which a GPU may run 270,336 at once. Kernels whose stack their compiler knows, as
+it does ours and the libraries', get what they need in any case."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,13 @@ class Launcher:
             config.attrs, config.numAttrs = [_early()], 1
         pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(a) for a in arguments])
         _call(cuda.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
+
+
+def keep_stacks_small() -> None:
+    """Give back memory that the current GPU's context sets apart for all threads' stacks: of 1 KiB
+    each by default."""
+    cuda = _import("driver")
+    _call(cuda.cuCtxSetLimit(cuda.CUlimit.CU_LIMIT_STACK_SIZE, STACK_BYTES))
 
 
 def pointer(tensor: Any | None) -> ctypes.c_void_p:

@@ -15,6 +15,9 @@
 #ifndef KV8  // 1: e4m3 cache, arithmetic in f16; 0: bf16 both
 #define KV8 0
 #endif
+#ifndef VECTOR  // lanes that have a head vector: 32, 16
+#define VECTOR 32
+#endif
 #ifndef NORMED  // 0: queries are scaled, keys and values are taken as they are
 #define NORMED 1
 #endif
@@ -91,78 +94,100 @@ struct Place {
 };
 
 enum Role { kQuery, kKey, kValue };
-constexpr int kQuads = HD <= 256 ? 1 : HD / 256;  // a lane's groups of 4 elements of each half
+constexpr int kVectors = 32 / VECTOR;                             // that a warp has at once
+constexpr int kQuads = HD <= 8 * VECTOR ? 1 : HD / (8 * VECTOR);  // a lane's groups of 4 elements of each half
 
-// A head vector in a warp: lane holds elements 4 lane + 128 j + 0..3 of each half, which rotary
-// turns in pairs.
+// Four elements of each half of a head vector. Rotary turns the halves in pairs.
+struct Part {
+  float low[4], high[4];
+
+  __device__ void load(const float* lows, const float* highs) {
+    const float4 a = *reinterpret_cast<const float4*>(lows), b = *reinterpret_cast<const float4*>(highs);
+    low[0] = a.x, low[1] = a.y, low[2] = a.z, low[3] = a.w;
+    high[0] = b.x, high[1] = b.y, high[2] = b.z, high[3] = b.w;
+  }
+};
+
+// A head vector in VECTOR lanes: each holds elements 4 lane + 4 VECTOR j + 0..3 of each half.
 struct Vector {
-  float low[kQuads][4], high[kQuads][4];
+  Part at[kQuads];
 
-  __device__ static int first(int j) { return 4 * (threadIdx.x % 32) + 128 * j; }
+  __device__ static int first(int j) { return 4 * (threadIdx.x % VECTOR + VECTOR * j); }
 
   __device__ void load(const float* raw, int half) { load(raw, raw + half, half); }
   __device__ void load(const float* lows, const float* highs, int half) {
 #pragma unroll
     for (int j = 0; j < kQuads; j++) {
       const int i = first(j);
-      const float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      const float4 a = i < half ? *reinterpret_cast<const float4*>(lows + i) : none;
-      const float4 b = i < half ? *reinterpret_cast<const float4*>(highs + i) : none;
-      low[j][0] = a.x, low[j][1] = a.y, low[j][2] = a.z, low[j][3] = a.w;
-      high[j][0] = b.x, high[j][1] = b.y, high[j][2] = b.z, high[j][3] = b.w;
+      at[j] = {};
+      if (i < half) at[j].load(lows + i, highs + i);
     }
   }
-};
-
-// What turns a raw head vector into a query, a key or a value. Several kernels do it: how products
-// and sums are rounded is spelled out, not left to the compiler.
-struct Rotation {
-  Vector weight, angle;  // angle: cosines in the low half, sines in the high one
-
-  __device__ void load(const Job& job, Role role, int position) {
-    if (role == kValue) return;
-    load_weight(job, role);
-    load_angle(job, position);
-  }
-  __device__ void load_weight(const Job& job, Role role) {
-#if NORMED
-    const float* norm = role == kQuery ? job.q_norm : job.k_norm;
-    weight.load(norm, job.head_dim / 2);
-#endif
-  }
-  __device__ void load_angle(const Job& job, int position) {
-    const int half = job.head_dim / 2, at = position * half;
-    angle.load(job.cosine + at, job.sine + at, half);
-  }
-
-  __device__ void apply(const Job& job, Role role, Vector& x) const {
-#if NORMED
-    float squares = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kQuads; j++)
-#pragma unroll
-      for (int e = 0; e < 4; e++)
-        squares = __fmaf_rn(x.high[j][e], x.high[j][e], __fmaf_rn(x.low[j][e], x.low[j][e], squares));
-    const float inverse = rsqrtf(__fdividef(warp_sum(squares), job.head_dim) + job.eps);
-#else
-    const float inverse = role == kQuery ? rsqrtf(float(job.head_dim)) : 1.0f;
-#endif
+  // The sum of squares, as 32 lanes add them: of 16, each adds what two of those have.
+  __device__ float squares() const {
+    float of_lane[kVectors] = {};
 #pragma unroll
     for (int j = 0; j < kQuads; j++)
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        float& a = x.low[j][e];
-        float& b = x.high[j][e];
-        a = __fmul_rn(a, inverse), b = __fmul_rn(b, inverse);
-        if (role == kValue) continue;
-#if NORMED
-        a = __fmul_rn(a, weight.low[j][e]), b = __fmul_rn(b, weight.high[j][e]);
-#endif
-        const float c = angle.low[j][e], s = angle.high[j][e];
-        const float turned = __fmaf_rn(a, c, -__fmul_rn(b, s));
-        b = __fmaf_rn(b, c, __fmul_rn(a, s)), a = turned;
+        float& sum = of_lane[j % kVectors];
+        sum = __fmaf_rn(at[j].high[e], at[j].high[e], __fmaf_rn(at[j].low[e], at[j].low[e], sum));
       }
+    float sum = kVectors == 1 ? of_lane[0] : of_lane[0] + of_lane[kVectors - 1];
+#pragma unroll
+    for (int d = VECTOR / 2; d; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
+    return sum;
   }
+};
+
+// A raw head vector becomes a query, a key or a value. Several kernels do it: how products and sums are rounded is
+// spelled out, not left to the compiler. by: the norm's weight and the position's angles, cosines in the low halves and
+// sines in the high ones.
+template <typename By>
+__device__ inline void rotate(const Job& job, Role role, Vector& x, const By& by) {
+#if NORMED
+  const float inverse = rsqrtf(__fdividef(x.squares(), job.head_dim) + job.eps);
+#else
+  const float inverse = role == kQuery ? rsqrtf(float(job.head_dim)) : 1.0f;
+#endif
+#pragma unroll
+  for (int j = 0; j < kQuads; j++) {
+    Part weight, angle;
+    if (role != kValue) weight = by.weight(j), angle = by.angle(j);
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      float& a = x.at[j].low[e];
+      float& b = x.at[j].high[e];
+      a = __fmul_rn(a, inverse), b = __fmul_rn(b, inverse);
+      if (role == kValue) continue;
+#if NORMED
+      a = __fmul_rn(a, weight.low[e]), b = __fmul_rn(b, weight.high[e]);
+#endif
+      const float c = angle.low[e], s = angle.high[e];
+      const float turned = __fmaf_rn(a, c, -__fmul_rn(b, s));
+      b = __fmaf_rn(b, c, __fmul_rn(a, s)), a = turned;
+    }
+  }
+}
+
+// By what a vector is turned, in registers: loaded before the vector is there.
+struct Rotation {
+  Vector weights, angles;
+
+  __device__ Part weight(int j) const { return weights.at[j]; }
+  __device__ Part angle(int j) const { return angles.at[j]; }
+  __device__ void load(const Job& job, Role role, int position) {
+    if (role == kValue) return;
+#if NORMED
+    weights.load(role == kQuery ? job.q_norm : job.k_norm, job.head_dim / 2);
+#endif
+    load_angles(job, position);
+  }
+  __device__ void load_angles(const Job& job, int position) {
+    const int half = job.head_dim / 2, at = position * half;
+    angles.load(job.cosine + at, job.sine + at, half);
+  }
+  __device__ void apply(const Job& job, Role role, Vector& x) const { rotate(job, role, x, *this); }
 };
 
 // A row's raw query, of all query heads' `head`.
@@ -190,14 +215,14 @@ __device__ inline void store_query(u16* queries, int row, int dim, const Vector&
   for (int j = 0; j < kQuads; j++)
 #pragma unroll
     for (int high = 0; high < 2; high++) {
-      const float(&v)[4] = high ? x.high[j] : x.low[j];
+      const float(&v)[4] = high ? x.at[j].high : x.at[j].low;
       const int i = Vector::first(j);
       if (i >= half) continue;
       u32* to = words + fragment(row, i + high * half, HD);
       to[0] = to_math(v[0]) | u32(to_math(v[1])) << 16, to[2] = to_math(v[2]) | u32(to_math(v[3])) << 16;
     }
 #pragma unroll 1
-  for (int d = dim + threadIdx.x % 32 * 2; d < HD; d += 64) words[fragment(row, d, HD)] = 0;
+  for (int d = dim + threadIdx.x % VECTOR * 2; d < HD; d += VECTOR * 2) words[fragment(row, d, HD)] = 0;
 }
 
 // Four values next to each other.
@@ -220,12 +245,12 @@ __device__ inline void store_key(const Job& job, int slot, int head, int positio
     const int i = Vector::first(j);
     if (i >= half) break;
     if (role == kKey) {
-      store4(key + i, x.low[j]), store4(key + half + i, x.high[j]);
+      store4(key + i, x.at[j].low), store4(key + half + i, x.at[j].high);
       continue;
     }
 #pragma unroll
     for (int e = 0; e < 4; e++)
-      column[(i + e) * 32] = to_cache(x.low[j][e]), column[(half + i + e) * 32] = to_cache(x.high[j][e]);
+      column[(i + e) * 32] = to_cache(x.at[j].low[e]), column[(half + i + e) * 32] = to_cache(x.at[j].high[e]);
   }
 }
 

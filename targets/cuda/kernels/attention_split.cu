@@ -70,62 +70,108 @@ struct Tokens {
   }
 };
 
-// The vectors that a CTA makes without the kernel `prepare`: `stored` new keys and values by turns, then its queries.
+#if VECTOR == 32
+// By what a warp rotates its next vector, on its way to registers since the one before.
+struct NextRotation : Rotation {
+  __device__ void first(const Job& job, const Work& work, const Shared&, Role role, int token) {
+    load(job, role, work.start + token);
+  }
+  __device__ void next(const Job& job, const Work& work, Role before, Role role, int token) {
+    if (role != before)
+      load(job, role, work.start + token);
+    else if (role != kValue)
+      load_angles(job, work.start + token);
+  }
+};
+#else
+// The same of two vectors, for which there are no registers: in shared memory lie the weights of queries' norms and of
+// keys', then all tokens' angles.
+struct NextRotation {
+  const float *rest, *weights, *angles;
+  int half;
+
+  __device__ void first(const Job& job, const Work& work, const Shared& shared, Role role, int token) {
+    const int dim = job.head_dim, each = dim / 4;
+    rest = reinterpret_cast<const float*>(shared.rest), half = dim / 2;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (2 + job.tokens) * each; i += kWarps * 32) {
+      const int which = quotient(i, each), at = (i - which * each) * 4, of_token = (work.start + which - 2) * half;
+      const float* of_angles = at < half ? job.cosine + of_token : job.sine + of_token - half;
+      const float* from = which == 0 ? job.q_norm : which == 1 ? job.k_norm : of_angles;
+      if (which > 1 || NORMED && (which == 0 || job.own)) copy16(shared_address(shared.rest + i * 16), from + at);
+    }
+    next(job, work, role, role, token);
+    copies_done();
+    __syncthreads();
+  }
+  __device__ void next(const Job& job, const Work&, Role, Role role, int token) {
+    weights = rest + (role == kQuery ? 0 : job.head_dim), angles = rest + (2 + token) * job.head_dim;
+  }
+  __device__ Part weight(int j) const { return part(weights, j); }
+  __device__ Part angle(int j) const { return part(angles, j); }
+  __device__ Part part(const float* from, int j) const {
+    Part part = {};
+    const int i = Vector::first(j);
+    if (i < half) part.load(from + i, from + half + i);
+    return part;
+  }
+};
+#endif
+
+// The vectors that a CTA makes without the kernel `prepare`, kVectors of them in a warp's turn: new keys by even warps
+// and values by odd ones, then queries. A last turn that has too few makes one twice.
 struct Maker {
   const Job& job;
   const Work& work;
   const Tokens own;
-  const int half, stored, all;
+  const int half, part, stored, all;  // part: this lane's vector of a turn; turns that store, and all
 
   __device__ Maker(const Job& job, const Work& work)
-      : job(job), work(work), own(job, work), half(job.head_dim / 2), stored(job.own ? 2 * own.count : 0),
-        all(stored + work.rows) {}
+      : job(job), work(work), own(job, work), half(job.head_dim / 2), part(threadIdx.x % 32 / VECTOR),
+        stored(job.own ? (own.count + kVectors - 1) / kVectors * 2 : 0),
+        all(stored + (work.rows + kVectors - 1) / kVectors) {}
 
-  __device__ int token(int i) const { return i < stored ? own.first + i / 2 : work.token(job, i - stored); }
-  __device__ void store(Role role, const Rotation& rotation, int t) const {
-    Vector x;
-    x.load(raw_key(job, work.b * job.tokens + t, work.head, role), half);
-    rotation.apply(job, role, x);
-    store_key(job, work.slot, work.head, work.start + t, role, x);
+  __device__ Role role(int turn) const { return turn >= stored ? kQuery : turn % 2 ? kValue : kKey; }
+  __device__ int token(int turn) const {
+    return turn >= stored ? work.token(job, row(turn)) : own.first + mine(turn / 2, own.count);
   }
-  __device__ void query(const Rotation& rotation, u16* queries, int row, int t) const {
-    const int head = work.head * job.group + work.first_row + row - t * job.group;
+  __device__ int row(int turn) const { return mine(turn - stored, work.rows); }
+  __device__ int mine(int turn, int count) const { return min(turn * kVectors + part, count - 1); }
+  __device__ void store(Role role, int token, const NextRotation& by) const {
     Vector x;
-    x.load(raw_query(job, work.b * job.tokens + t, head), half);
-    rotation.apply(job, kQuery, x);
+    x.load(raw_key(job, work.b * job.tokens + token, work.head, role), half);
+    rotate(job, role, x, by);
+    store_key(job, work.slot, work.head, work.start + token, role, x);
+  }
+  __device__ void query(int row, int token, const NextRotation& by, u16* queries) const {
+    const int head = work.head * job.group + work.first_row + row - token * job.group;
+    Vector x;
+    x.load(raw_query(job, work.b * job.tokens + token, head), half);
+    rotate(job, kQuery, x, by);
     store_query(queries, row, job.head_dim, x);
   }
 };
 
-// New keys and values to the cache, then queries to shared memory, a warp each: of what is stored even warps have keys,
-// odd ones values. In as few instructions as can be: warps of a scheduler wait for each other's, not for memory.
-__device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
+// New keys and values to the cache, then queries to shared memory. In as few instructions as can be: warps of a
+// scheduler wait for each other's, not for memory.
+__device__ inline void prepare(const Job& job, const Work& work, const Shared& shared) {
   const Maker maker(job, work);
-  int i = threadIdx.x / 32, t = maker.token(i);
-  const Role role = i >= maker.stored ? kQuery : i % 2 ? kValue : kKey;
-  Rotation rotation;
-  if (i < maker.all) rotation.load(job, role, work.start + t);
+  int turn = threadIdx.x / 32, token = maker.token(turn);
+  Role role = maker.role(turn);
+  NextRotation by;
+  by.first(job, work, shared, role, token);
   wait_for_previous();
   let_next_start();
-  if (role != kQuery) {
 #pragma unroll 1
-    while (true) {
-      maker.store(role, rotation, t);
-      i += kWarps;
-      if (i >= maker.stored) break;
-      t = maker.token(i);
-      if (role == kKey) rotation.load_angle(job, work.start + t);
-    }
-    if (i >= maker.all) return;
-    t = maker.token(i);
-    rotation.load(job, kQuery, work.start + t);
-  }
-  int row = i - maker.stored;
-#pragma unroll 1
-  while (row < work.rows) {
-    maker.query(rotation, queries, row, t);
-    row += kWarps, t = work.token(job, row);
-    if (row < work.rows) rotation.load_angle(job, work.start + t);
+  while (turn < maker.all) {
+    if (role == kQuery)
+      maker.query(maker.row(turn), token, by, shared.queries);
+    else
+      maker.store(role, token, by);
+    turn += kWarps, token = maker.token(turn);
+    const Role before = role;
+    role = maker.role(turn);
+    if (turn < maker.all) by.next(job, work, before, role, token);
   }
 }
 
@@ -144,7 +190,8 @@ extern "C" __global__ void __launch_bounds__(256, HD <= 256 && NT <= 2 ? 2 : 1)
   const Shared shared(memory);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Work work(job, blockIdx.z, blockIdx.y, blockIdx.x / kLanes, blockIdx.x % kLanes, kLanes);
-  if (work.slot < 0 || work.chunk < 0) return wait_for_previous();
+  if (work.slot < 0) return wait_for_previous();
+  if (work.chunk < 0) return;  // at once: others wait, of whom one has the newest chunk
   const bool settled = work.settled();
   Keys keys;
   Values values;
@@ -161,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(256, HD <= 256 && NT <= 2 ? 2 : 1)
   if (job.q)
     fetch(job, work, shared.queries);
   else
-    prepare(job, work, shared.queries);
+    prepare(job, work, shared);
   __syncthreads();
   if (!settled) load();
 

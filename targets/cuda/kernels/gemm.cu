@@ -24,6 +24,14 @@
 #define TW 2
 #endif
 
+// With 56 registers a thread there is room beside a projection for a CTA of attention, which then is ready before it
+// ends. Of 5 tokens some would be spilled.
+#if TW == 1 && TOKENS <= 8 && TOKENS != 5
+#define BOUNDS __maxnreg__(56)
+#else
+#define BOUNDS __launch_bounds__(kThreads, 1)
+#endif
+
 constexpr int NT = TOKENS < 8 ? 1 : TOKENS / 8;  // MMAs' columns, of 8 tokens each
 constexpr int kInputBytes = TOKENS * 64;         // 32 inputs of all tokens
 constexpr int kThreads = 32 * (1 + (TW == 3 ? 8 : TW == 2 ? 11 : 24));  // a producer, and tiles.py's
@@ -254,7 +262,7 @@ __device__ inline bool all_certified(const Job& job) {
   return all;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void BOUNDS
     gemm(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) u8 memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
