@@ -8,7 +8,6 @@ Few rows: `prepare`, `split` (a CTA per lane of chunks) and `combine`; very few 
 from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_void_p
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -65,10 +64,10 @@ def variants(arch: Arch, kv8: int) -> set[Variant]:
     """kv8: whether the cache is e4m3."""
     kinds = {(_padded(layer.head_dim), layer.normed) for layer in arch.layers}
     splits = {
-        _split_variant(dim, kv8, normed, high, vectors)
+        _variant("attention_split", dim, kv8, normed, high, pairs)
         for dim, normed in kinds
         for high in TILES
-        for vectors in (0, SINGLY + 1)
+        for pairs in (False, dim != WIDE)
     }
     walks = {
         _variant("attention_fused", dim, kv8, normed, high)
@@ -120,7 +119,7 @@ class Attention:
         high = _spread(layer, batch, tokens, self._processors)
         most = ALONE_WIDE if dim == WIDE else ALONE_VECTORS
         vectors = min(queries, 8 * high) + 2 * tokens
-        alone = vectors <= most
+        alone, pairs = vectors <= most, vectors > SINGLY and dim != WIDE
         new = lambda *shape: torch.empty(shape, device=self._device)  # noqa: E731
         # of q halves as floats; lanes first: the few of a short context share pages of memory
         q = None if alone else new(heads, _shares(queries, high), dim // 2, _filled(high))
@@ -129,7 +128,7 @@ class Attention:
         job.rows = 8 * high
         if not alone:
             self._prepare(job, layer, layer.heads + (2 * layer.kv_heads if job.own else 0))
-        self._split(job, layer, batch, high, vectors if alone else 0)
+        self._split(job, layer, batch, high, alone and pairs)
         return x
 
     def store(self, qkv: Tensor, layer: AttentionLayer, rows: Rows) -> None:
@@ -170,13 +169,13 @@ class Attention:
         self._launch(variant, "walk", grid, THREADS + 32, [job], shared)
 
     def _split(
-        self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int, vectors: int
+        self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int, pairs: bool
     ) -> None:
-        """vectors: that a CTA makes itself."""
+        """pairs: whether a warp makes two vectors at a time."""
         dim = _padded(layer.head_dim)
         grid = (_shares(job.tokens * job.group, high) * LANES, layer.kv_heads, batch)
-        variant = _split_variant(dim, self._kv8, layer.normed, high, vectors)
-        rotations = 4 * dim * (2 + job.tokens) if _in_pairs(dim, vectors) else 0
+        variant = _variant("attention_split", dim, self._kv8, layer.normed, high, pairs)
+        rotations = 4 * dim * (2 + job.tokens) if pairs else 0
         self._launch(variant, "split", grid, THREADS, [job], _fixed(dim, high) + rotations)
         grid = (batch * job.tokens, layer.heads, 1)
         self._launch(
@@ -232,23 +231,17 @@ def _shares(queries: int, high: int) -> int:
 
 
 def _variant(
-    file: str, dim: int, kv8: int, normed: bool = True, high: int | None = None
+    file: str,
+    dim: int,
+    kv8: int,
+    normed: bool = True,
+    high: int | None = None,
+    pairs: bool = False,
 ) -> Variant:
     tiles = () if high is None else (("NT", high),)
     raw = () if normed else (("NORMED", 0),)
-    return Variant(file, (("HD", dim), ("KV8", kv8), *tiles, *raw))
-
-
-def _split_variant(dim: int, kv8: int, normed: bool, high: int, vectors: int) -> Variant:
-    variant = _variant("attention_split", dim, kv8, normed, high)
-    if not _in_pairs(dim, vectors):
-        return variant
-    return replace(variant, macros=(*variant.macros, ("VECTOR", 16)))
-
-
-def _in_pairs(dim: int, vectors: int) -> bool:
-    """Whether a warp of `split` makes two vectors at a time."""
-    return dim != WIDE and vectors > SINGLY
+    lanes = (("VECTOR", 16),) if pairs else ()
+    return Variant(file, (("HD", dim), ("KV8", kv8), *tiles, *raw, *lanes))
 
 
 def _filled(high: int) -> int:

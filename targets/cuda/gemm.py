@@ -169,11 +169,14 @@ class Gemm:
         """When the next kernel starts. late: as `linear` has it."""
         if late:
             return IN_TURN
-        long = plan.passes * plan.steps * plan.step_bytes(kind) >= LATE_BYTES
         waits = _short(kind, block) or self._mixture and block <= SHORT_ROWS
-        if tiles.BITS[kind] == 4 and block <= LATE_ROWS and self._bytes_per_cycle >= LATE_RATE:
-            waits = waits or long
-        return ALL_ASKED if waits else AT_ONCE
+        return ALL_ASKED if waits or self._long(plan, kind, block) else AT_ONCE
+
+    def _long(self, plan: tiles.Schedule, kind: str, block: int) -> bool:
+        """Whether the next kernel starts late behind a 4-bit weight of this size."""
+        few = tiles.BITS[kind] == 4 and block <= LATE_ROWS
+        size = plan.passes * plan.steps * plan.step_bytes(kind)
+        return few and size >= LATE_BYTES and self._bytes_per_cycle >= LATE_RATE
 
     def _wide(self, x: Input, weight: Linear, plan: tiles.Schedule, job: _GemmJob) -> None:
         job.stages, shared = many_stages(plan, weight.kind, x.block)

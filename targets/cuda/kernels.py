@@ -16,14 +16,7 @@ from targets.arch import Arch, MoeSpec
 from targets.cuda import attention, candidates, device, experts, gemm, sampler, tiles, untile, w8a8
 from targets.cuda.gemm import GATED, LOGITS, PER_LAYER, PLAIN
 from targets.cuda.inputs import Input, make_input
-from targets.cuda.launch import (
-    Launcher,
-    Library,
-    Variant,
-    address,
-    keep_stacks_small,
-    pointer,
-)
+from targets.cuda.launch import Launcher, Library, Variant, address, keep_stacks_small, pointer
 from targets.cuda.norms import Mixture, Norms
 from targets.cuda.ops import AttentionLayer, DenseBranch, Linear, RoutedBranch, Rows
 from targets.cuda.variants import ROW_THREADS, norm_variant, variants

@@ -133,10 +133,7 @@ struct Vector {
         float& sum = of_lane[j % kVectors];
         sum = __fmaf_rn(at[j].high[e], at[j].high[e], __fmaf_rn(at[j].low[e], at[j].low[e], sum));
       }
-    float sum = kVectors == 1 ? of_lane[0] : of_lane[0] + of_lane[kVectors - 1];
-#pragma unroll
-    for (int d = VECTOR / 2; d; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
-    return sum;
+    return warp_sum<VECTOR>(kVectors == 1 ? of_lane[0] : of_lane[0] + of_lane[kVectors - 1]);
   }
 };
 
@@ -187,7 +184,6 @@ struct Rotation {
     const int half = job.head_dim / 2, at = position * half;
     angles.load(job.cosine + at, job.sine + at, half);
   }
-  __device__ void apply(const Job& job, Role role, Vector& x) const { rotate(job, role, x, *this); }
 };
 
 // A row's raw query, of all query heads' `head`.

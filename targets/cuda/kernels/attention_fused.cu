@@ -57,7 +57,7 @@ __device__ inline void store_new(const Job& job, const Work& work) {
     Vector x;
     x.load(raw, half);
     rotation.load(job, role, position);
-    rotation.apply(job, role, x);
+    rotate(job, role, x, rotation);
     store_key(job, work.slot, work.head, position, role, x);
   }
   asm volatile("fence.proxy.async.global;" ::: "memory");  // bulk copies read them
@@ -97,7 +97,7 @@ __device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
     Vector x;
     x.load(raw, half);
     if (r != warp) rotation.load(job, kQuery, work.position(job, r));
-    rotation.apply(job, kQuery, x);
+    rotate(job, kQuery, x, rotation);
     store_query(queries, r, job.head_dim, x);
   }
 }

@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant_
   wait_for_previous();
   Vector x;
   x.load(raw, half);
-  rotation.apply(job, role, x);
+  rotate(job, role, x, rotation);
   if (role != kQuery) return store_key(job, place.slot, head, position, role, x);
   const int row = t * job.group + head % job.group, share = row / job.rows;
   store_query(job.queries(b, head / job.group, share), row - share * job.rows, job.head_dim, x);

@@ -130,14 +130,27 @@ __device__ inline float soft_cap(float v, float cap) {
   return cap - __fdividef(2.0f * cap, 1.0f + __expf(v * (2.0f / cap)));
 }
 
+// Of a warp, or of each so many of its lanes.
+template <int kLanes = 32>
 __device__ inline float warp_sum(float v) {
 #pragma unroll
-  for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(~0u, v, d);
+  for (int d = kLanes / 2; d; d >>= 1) v += __shfl_xor_sync(~0u, v, d);
   return v;
 }
 __device__ inline float warp_max(float v) {
 #pragma unroll
   for (int d = 16; d; d >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, d));
+  return v;
+}
+
+// The sum of a warp's lanes up to this one.
+template <typename T>
+__device__ inline T sum_so_far(T v, int lane) {
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const T before = __shfl_up_sync(~0u, v, d);
+    if (lane >= d) v += before;
+  }
   return v;
 }
 

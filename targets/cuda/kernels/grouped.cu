@@ -38,12 +38,7 @@ __device__ inline Entry find(const Job& job) {
   const int e = threadIdx.x, lane = e % 32, own = blockIdx.y;
   const int first = e < job.experts && e ? job.ends[e - 1] : 0, rows = e < job.experts ? job.ends[e] - first : 0;
   const int parts = (rows + kRows - 1) / kRows;
-  int sum = parts;  // of this expert and all before it
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const int v = __shfl_up_sync(~0u, sum, d);
-    if (lane >= d) sum += v;
-  }
+  int sum = sum_so_far(parts, lane);  // of this expert and all before it
   if (lane == 31) totals[e / 32] = sum;
   if (e == 0) found = {-1, 0, 0};
   __syncthreads();

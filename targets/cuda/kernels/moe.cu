@@ -111,12 +111,7 @@ __device__ inline void sort_pairs(const Job& job, Chosen& chosen) {
   __syncthreads();
   const int mine = next[e], parts = (mine + TOKENS - 1) / TOKENS;
   const u32 both = u32(mine) << 16 | parts;
-  u32 sum = both;  // of this expert and all before it
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const u32 v = __shfl_up_sync(~0u, sum, d);
-    if (lane >= d) sum += v;
-  }
+  u32 sum = sum_so_far(both, lane);  // of this expert and all before it
   if (lane == 31) totals[e / 32] = sum;
   __syncthreads();
   u32 all = 0;

@@ -56,13 +56,7 @@ struct Item {
 __device__ inline Item item_of(const Job& job, int i, int lane) {
   const int count = lane < job.rows ? job.count[lane] : 0;
   const int mine = count > job.room ? 0 : (max(count, 0) + kEight - 1) / kEight;
-  int end = mine;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const int other = __shfl_up_sync(~0u, end, d);
-    if (lane >= d) end += other;
-  }
-  const int m = __popc(__ballot_sync(~0u, end <= i));
+  const int end = sum_so_far(mine, lane), m = __popc(__ballot_sync(~0u, end <= i));
   if (m == 32) return {job.rows, 0};
   return {m, (i - __shfl_sync(~0u, end - mine, m)) * kEight};
 }

@@ -284,12 +284,7 @@ __device__ int gather(Cluster& cluster, const Sieve& sieve, const float* values,
     for (int n = i; n < min(i + 4, size); n++) mine += sieve(values[n]) > -INFINITY;
   }
   const int lane = threadIdx.x % 32, own = cluster_rank() * kWarps + threadIdx.x / 32;
-  int at = mine;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const int other = __shfl_up_sync(~0u, at, d);
-    if (lane >= d) at += other;
-  }
+  int at = sum_so_far(mine, lane);
   const u64* counts = cluster.of_warps(u64(__shfl_sync(~0u, at, 31)));
   at -= mine;
   int before = 0, all = 0;
