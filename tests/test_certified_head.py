@@ -54,8 +54,9 @@ def case(
     tokens = torch.zeros((batch, len(x) // batch), dtype=torch.int32)
     start = torch.arange(batch, dtype=torch.int32) + 4
     rows = Rows(tokens, start, torch.arange(batch, dtype=torch.int32))
-    head = ops.pack(values, None, "bf16", "plain")
-    return Case(head, ops.narrow_head(values), x, rows, softcap, ops)
+    head, narrow = ops.heads(values)
+    assert narrow is not None
+    return Case(head, narrow, x, rows, softcap, ops)
 
 
 def random_case(seed: int) -> Case:
@@ -123,7 +124,8 @@ def test_bounds_hold(scale):
     """In float64, and with room for sums in any order."""
     generator = torch.Generator().manual_seed(4)
     values = (torch.randn((400, 333), generator=generator) * scale).bfloat16()
-    narrow, error = int8.quantise(values)
+    head, error = int8.quantise(values)
+    narrow, values = head.narrow, head.values() * head.narrow.row[:, None].bfloat16()
     copy = narrow.values().double() * narrow.row[:, None]
     x = torch.cat([torch.randn((20, 333), generator=generator), torch.eye(333)[:20]]).bfloat16()
     away = (x.double() @ values.double().T - x.half().double() @ copy.T).abs()
@@ -146,10 +148,28 @@ def test_a_copy_is_fine():
 def test_a_scale_has_few_bits():
     """So that kernels take 128 codes away within one rounding."""
     generator = torch.Generator().manual_seed(1)
-    narrow, _ = int8.quantise(torch.randn((50, 64), generator=generator).bfloat16())
+    narrow = int8.quantise(torch.randn((50, 64), generator=generator).bfloat16())[0].narrow
     middle = narrow.scale.float() * (1024 + int8.MIDDLE)
     assert (middle.half().float() == middle).all()
     assert narrow.codes.min() >= 1
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-3, 1.0, 1e4])
+def test_a_head_is_what_it_was_made_from(scale):
+    """But for values that are less than one code, by up to 2^-15 of their group's largest."""
+    generator = torch.Generator().manual_seed(2)
+    values = (torch.randn((300, 333), generator=generator) * scale).bfloat16()
+    values[7] = 0
+    head, _ = int8.quantise(values)
+    narrow = head.narrow
+    kept = head.values() * narrow.row[:, None].bfloat16()
+    again = int8.Int16.unpacked(head.packed(), narrow.row)
+    assert torch.equal(again.values(), head.values()) and again.fine.shape == values.shape
+    step = (narrow.scale.float() * narrow.row[:, None]).repeat_interleave(32, 1)[:, :333]
+    large = values.float().abs() > step
+    assert torch.equal(kept[large], values[large]) and large.float().mean() > 0.97
+    assert ((kept.float() - values.float()).abs() <= step / 256).all()
+    assert not kept[7].any()
 
 
 def test_a_target_takes_the_candidates(tiny):

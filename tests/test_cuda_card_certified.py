@@ -32,7 +32,9 @@ def ops_of() -> Kernels:
 def heads_of(shape: tuple[int, int]) -> tuple[Linear, NarrowHead]:
     values = randn(*shape, seed=3).mul_(2 * shape[1] ** -0.5).bfloat16()
     values[shape[0] // 2 :: 5] = values[: len(values[shape[0] // 2 :: 5])]  # twins: ties
-    return ops_of().pack(values, None, "bf16", "plain"), ops_of().narrow_head(values)
+    head, narrow = ops_of().heads(values)
+    assert narrow is not None
+    return head, narrow
 
 
 def choosing_of(given: list, vocab: int) -> Choosing:

@@ -23,7 +23,7 @@ from drafters.lookup.cuda import LOOKUP
 from specdec.core.errors import UserError
 from targets import arch, mini
 from targets.arch import read_arch, released
-from targets.cuda import attention, four_bits, gemm, launch, prefill_launch, tiles, w8a8
+from targets.cuda import attention, four_bits, gemm, int8, launch, prefill_launch, tiles, w8a8
 from targets.cuda.four_bits import FourBits
 from targets.cuda.inputs import BLOCKS, NARROW_BLOCKS
 from targets.cuda.int4 import Int4
@@ -148,6 +148,33 @@ def test_tiles_turn_back_into_rows(shape, made, processors):
     weight, raw = draw(shape, *made, processors)
     back = tiles.untile(weight, processors).contiguous().view(torch.uint8)
     assert torch.equal(back, raw.flatten(0, 1).flatten(1))
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes, processors)
+def test_a_head_lies_in_two_parts(shape, processors):
+    """As `pair_of` in hidden.cuh finds them: of a CTA's step all codes with their scales, then all
+    256ths."""
+    n, k = shape
+    head, _ = int8.quantise(torch.randn(n, k).bfloat16())
+    plan = tiles.schedule(n, k, "int16", "plain", 1, processors)
+    data = tiles.tile_head(head, processors).flatten()
+    each = plan.row_groups * plan.depth * plan.wide
+    assert data.numel() == plan.passes * plan.steps * plan.ctas * each * (544 + 512)
+    row, at = torch.randint(n, (200,)), torch.randint(k, (200,))
+    owner, mine, block = row // 16 // plan.tiles, row // 16 % plan.tiles, at // 32
+    step = owner // plan.ctas * plan.steps + block // plan.depth
+    step = (step * plan.ctas + owner % plan.ctas) * each * (544 + 512)
+    tile = (mine // plan.wide * plan.depth + block % plan.depth) * plan.wide + mine % plan.wide
+    lane, half = row % 8 * 4 + at % 32 // 8, row % 16 // 8
+    place = lane * 16 + at % 8 // 4 * 8 + half * 4 + at % 4
+    codes = data[step + tile * 544 + place]
+    fine = data[step + each * 544 + tile * 512 + place]
+    scales = step + tile * 544 + 512 + row % 8 * 4 + half * 2
+    scale = torch.stack([data[scales], data[scales + 1]], -1).view(torch.float16)[:, 0]
+    narrow = head.narrow
+    assert torch.equal(codes, narrow.codes[row, at]) and torch.equal(fine, head.fine[row, at])
+    assert torch.equal(scale, narrow.scale[row, at // 32])
 
 
 def tile_of(weight: Linear, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

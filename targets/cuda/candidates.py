@@ -27,8 +27,8 @@ STAGED = 10
 WARPS, EIGHT, AHEAD = 4, 8, 5
 """Of a CTA of rescore.cu; candidates of a warp, and blocks of 32 inputs that it fetches together;
 how many such eights are on their way."""
-RING_BYTES = (AHEAD + 1) * EIGHT * (EIGHT * 128 + 64)
-"""Of a warp: of a candidate's 32 inputs 128, with those of the row that shares its lanes' words."""
+RING_BYTES = (AHEAD + 1) * EIGHT * (EIGHT * 132 + 64)
+"""Of a warp: of a candidate's 32 inputs 132, with those of the row that shares its lanes' words."""
 TABLE = SamplingTable._fields[:-1]
 """What screening reads of it: nothing is counted."""
 
@@ -46,10 +46,9 @@ class _ScreenJob(Structure):
 
 class _RescoreJob(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("weight", "x", "found", "count", "logits")),
+        *((name, c_void_p) for name in ("weight", "scale", "x", "found", "count", "logits")),
         *((name, c_int) for name in ("room", "vocab", "rows", "ctas", "tiles", "steps")),
-        *((name, c_int) for name in ("row_groups", "k_groups", "wide", "depth")),
-        ("x_bytes", c_int),
+        *((name, c_int) for name in ("row_groups", "wide", "depth", "x_bytes")),
         ("softcap", c_float),
     )
 
@@ -59,12 +58,13 @@ class Candidates:
         self._launch, self._gemm, self._processors = launch, gemm, processors
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def narrow(self, values: Tensor) -> NarrowHead | None:
-        """`Ops.narrow_head`; none on a part of a GPU that has no room for all of screen.cu."""
+    def heads(self, values: Tensor) -> tuple[Linear, NarrowHead | None]:
+        """`Ops.heads`; none certified on a part of a GPU that has no room for all of screen.cu."""
         if len(values) % int8.WORDS or self._processors * RESIDENT < SCREEN_CTAS:
-            return None
-        narrow, error = int8.quantise(values)
-        return NarrowHead(self._gemm.pack_codes(narrow, "plain"), error)
+            return self._gemm.pack(values, None, "bf16", "plain"), None
+        head, error = int8.quantise(values)
+        whole, codes = self._gemm.pack_head(head)
+        return whole, NarrowHead(codes, error)
 
     def logits(
         self,
@@ -120,9 +120,9 @@ class Candidates:
     ) -> None:
         plan = tiles.schedule_of(head, self._processors)
         job = _RescoreJob(
-            *map(address, (head.data, x.data, *candidates, out)),
+            *map(address, (head.data, head.scale, x.data, *candidates, out)),
             *(ROOM, head.n, x.rows, plan.ctas, plan.tiles, plan.steps),
-            *(plan.row_groups, plan.k_groups, plan.wide, plan.depth),
+            *(plan.row_groups, plan.wide, plan.depth),
             *(2 * tiles.INPUTS * x.block, softcap or 0.0),
         )
         grid = self._processors, 1, 1

@@ -1,15 +1,16 @@
 """The head at half its bytes, with the same token: which words can be chosen at all.
 
-An 8-bit copy of the head gives every logit within a bound that is proven when the copy is made. A
-word whose largest possible logit is below what enough others reach for certain cannot be chosen;
-the few that are left, the candidates, are computed from the head itself, in its own order of sums.
+The head lies in two parts, of which the first, codes of 8 bits, gives every logit within a bound
+that is proven when it is made. A word whose largest possible logit is below what enough others
+reach for certain cannot be chosen; the few that are left, the candidates, are computed from both
+parts, which are the head itself, in its own order of sums.
 Everything that choosing does to a logit before it compares keeps the order of numbers (the
 soft-cap, a bias, a temperature, noise that is the same on both sides), so it is done to both ends
 of a bound, by the same operations.
 
 Not certified, and left to the whole head: penalties, top-p without a small top-k, rows with more
-candidates than there is room for. The copy and its bounds are made in int8.py; here is, in plain
-torch, what kernels/screen.cu does.
+candidates than there is room for. The parts and their bounds are made in int8.py; here is, in
+plain torch, what kernels/screen.cu does.
 """
 
 from __future__ import annotations

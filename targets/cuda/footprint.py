@@ -84,10 +84,10 @@ def need(arch: Arch, shape: TargetShape) -> Need:
 
 
 def weight_bytes(arch: Arch, dtype: str, own: Mapping[str, str] = ALIKE) -> int:
-    """Of all weights as they lie on the device, the head's copy among them."""
+    """Of all weights as they lie on the device."""
     tensors = all_tensors(arch).items()
     sizes = (tensor_bytes(name, spec, own.get(name, dtype)) for name, spec in tensors)
-    return narrow_head_bytes(arch, dtype) + sum(sizes)
+    return head_scale_bytes(arch, dtype) + sum(sizes)
 
 
 def copied_bytes(arch: Arch, shape: TargetShape) -> int:
@@ -116,13 +116,18 @@ def _in_plain_order(name: str, spec: TensorSpec, dtype: str) -> bool:
     return not (dtype == "int4" and len(spec.shape) == EXPERTS and quantised(name, spec))
 
 
-def narrow_head_bytes(arch: Arch, dtype: str) -> int:
-    """Of the copy by which the head's candidates are found: codes, a float16 scale for each 32,
-    a row's power of two and bound (certified.py); 0 where it has none."""
+def head_scale_bytes(arch: Arch, dtype: str) -> int:
+    """Of what a certified head has beside two bytes a value: a float16 scale for each 32, a row's
+    power of two and bound (int8.py); 0 of another."""
     if dtype == "float32" or arch.vocab % WORDS:
         return 0
-    row = arch.hidden + 2 * -(-arch.hidden // GROUP) + 2 * SCALE
-    return arch.vocab * row
+    return arch.vocab * (2 * -(-arch.hidden // GROUP) + 2 * SCALE)
+
+
+def codes_bytes(arch: Arch, dtype: str) -> int:
+    """Of a certified head, what few rows read: its codes and these; 0 of another."""
+    scales = head_scale_bytes(arch, dtype)
+    return arch.vocab * arch.hidden + scales if scales else 0
 
 
 def tensor_bytes(name: str, spec: TensorSpec, dtype: str) -> int:

@@ -59,10 +59,13 @@ def rank(shares: Tensor, per_expert: Tensor, moe: MoeSpec) -> tuple[Tensor, Tens
 
 
 def lookup(table: Tensor, ids: Tensor, width: int) -> Tensor:
-    """Rows of an embedding times sqrt(width), rounded to the table's dtype -> float32."""
-    known = torch.where((ids >= 0) & (ids < len(table)), ids, 0)
-    factor = torch.tensor(width**0.5, dtype=table.dtype).item()
-    return table[known.long()].float() * factor
+    """`scaled` rows of an embedding; ids outside count as 0."""
+    return scaled(table[torch.where((ids >= 0) & (ids < len(table)), ids, 0).long()], width)
+
+
+def scaled(rows: Tensor, width: int) -> Tensor:
+    """Rows of an embedding times sqrt(width), rounded to their dtype -> float32."""
+    return rows.float() * torch.tensor(width**0.5, dtype=rows.dtype).item()
 
 
 def mix_inputs(arch: Arch, mixed: Tensor, table: Tensor, norm: Tensor, ids: Tensor) -> Tensor:

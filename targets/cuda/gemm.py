@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_void_p
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from targets.cuda import tiles
 from targets.cuda.four_bits import FourBits
 from targets.cuda.inputs import BLOCKS, Input
-from targets.cuda.int8 import Int8
+from targets.cuda.int8 import Int16
 from targets.cuda.launch import Launcher, Variant, address
 from targets.cuda.ops import Linear
 
@@ -53,6 +54,7 @@ class _GemmJob(Structure):
         *((name, c_void_p) for name in ("weight", "scale", "x", "out", "inputs")),
         *((name, c_void_p) for name in ("partial", "certified")),
         *((name, c_int) for name in ("inputs_stride", "n", "ctas", "tiles", "passes", "steps")),
+        ("apart", c_int),
         *((name, c_int) for name in ("row_groups", "k_groups", "depth")),
         *((name, c_int) for name in ("k_blocks", "k_stride", "stages")),
         *((name, c_int) for name in ("ahead", "pace", "rows")),
@@ -63,11 +65,14 @@ class _GemmJob(Structure):
 
 
 def variants(kinds: set[str]) -> set[Variant]:
-    """For weights of these kinds; of w8a8 ones, which w8a8.cu multiplies, none, and of int8 ones, a
-    head's copy alone, what few rows take."""
-    mine = kinds - {"w8a8", "int8"}
+    """For weights of these kinds; of w8a8 ones, which w8a8.cu multiplies, none, and of int8 ones,
+    the codes of a head, what few rows take, and all of the head itself."""
+    mine = kinds - {"w8a8", "int8"} | ({"int16"} if "int8" in kinds else set())
     few = {
-        _few(kind, block, wide) for kind in kinds - {"w8a8"} for block in FEW for wide in (1, 2, 3)
+        _few(kind, block, wide)
+        for kind in mine | kinds & {"int8"}
+        for block in FEW
+        for wide in (1, 2, 3)
     }
     many = {_many(kind, block, depth) for kind in mine for block in MANY for depth in tiles.DEPTHS}
     gather = {_gather(kind, block) for kind in mine for block in MANY}
@@ -101,14 +106,20 @@ class Gemm:
         data = tiles.tile(values, kind, layout, groups, self._processors)
         return Linear(n, k, kind, data, scale, layout, groups)
 
-    def pack_codes(self, weight: FourBits | Int8, layout: str, groups: int | None = None) -> Linear:
-        """`Ops.pack_codes`; int8 meets inputs as they are."""
+    def pack_codes(self, weight: FourBits, layout: str, groups: int | None = None) -> Linear:
+        """`Ops.pack_codes`."""
         n, k = weight.codes.shape[-2:]
         groups = groups or tiles.k_groups(n, layout)
-        scale = weight.row * (1.0 if weight.kind == "int8" else tiles.ACTIVATION_SCALE)
+        scale = (weight.row * tiles.ACTIVATION_SCALE).contiguous()
         data = tiles.tile_codes(weight, layout, groups, self._processors)
-        scale = scale.contiguous()
         return Linear(n, k, weight.kind, data, scale, layout, groups)
+
+    def pack_head(self, head: Int16) -> tuple[Linear, Linear]:
+        """The head, and its codes in the same memory; both meet inputs as they are."""
+        data = tiles.tile_head(head, self._processors)
+        n, k = head.fine.shape
+        whole = Linear(n, k, "bf16", data, head.narrow.row.contiguous(), dealt="int16")
+        return whole, replace(whole, kind="int8")
 
     def linear(self, x: Input, weight: Linear, late: bool = False) -> Tensor:
         """`Ops.linear`. late: of few rows, the next kernel starts no earlier than all kernels
@@ -140,25 +151,26 @@ class Gemm:
         all are 0 to `room`. late: as `linear` has it. ready: of few rows, the kernel before lets
         this one start only when x is there."""
         assert x.k_groups == (weight.k_groups if weight.layout == "row_parallel" else 1)
-        plan = tiles.schedule_of(weight, self._processors)
+        plan, form = tiles.schedule_of(weight, self._processors), tiles.form_of(weight)
         job = _GemmJob(
             *map(address, (weight.data, weight.scale, x.data, out, inputs)),
             *(None, address(certified)),
             0 if inputs is None else inputs.stride(0),
             *(weight.n, plan.ctas, plan.tiles, plan.passes, plan.steps),
+            plan.step_bytes(weight.dealt or form),
             *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
-            *(tiles.k_stride(weight), 0, *self._before(plan, weight.kind)),
+            *(tiles.k_stride(weight), 0, *self._before(plan, form)),
             *(x.rows, stride, out_groups, epilogue, softcap, int(silu)),
-            *(int(f16), room, self._next(plan, weight.kind, x.block, late), int(ready)),
+            *(int(f16), room, self._next(plan, form, x.block, late), int(ready)),
         )
         if x.block in FEW:
-            job.stages, shared = few_stages(plan, weight.kind, x.block)
-            variant = _few(weight.kind, x.block, plan.wide)
+            job.stages, shared = few_stages(plan, form, x.block)
+            variant = _few(form, x.block, plan.wide)
             self._launch(variant, "gemm", (plan.ctas, 1, 1), 32 * (plan.warps + 1), [job], shared)
         elif plan.k_groups == 1 and epilogue != PER_LAYER:
-            self._wide(x, weight, plan, job)
+            self._wide(x, form, plan, job)
         else:
-            self._spread(x, weight, plan, job)
+            self._spread(x, form, plan, job)
 
     def _before(self, plan: tiles.Schedule, kind: str) -> tuple[int, int]:
         """How weights are asked for until x is there: `ahead`, `pace` (linear.cuh)."""
@@ -178,21 +190,21 @@ class Gemm:
         size = plan.passes * plan.steps * plan.step_bytes(kind)
         return few and size >= LATE_BYTES and self._bytes_per_cycle >= LATE_RATE
 
-    def _wide(self, x: Input, weight: Linear, plan: tiles.Schedule, job: _GemmJob) -> None:
-        job.stages, shared = many_stages(plan, weight.kind, x.block)
+    def _wide(self, x: Input, form: str, plan: tiles.Schedule, job: _GemmJob) -> None:
+        job.stages, shared = many_stages(plan, form, x.block)
         shares = -(-plan.ctas // plan.k_groups) * plan.k_groups
         grid = (-(-x.rows // x.block), shares, 1)
-        variant = _many(weight.kind, x.block, plan.depth)
+        variant = _many(form, x.block, plan.depth)
         self._launch(variant, "wide", grid, many_threads(plan, x.block), [job], shared)
 
-    def _spread(self, x: Input, weight: Linear, plan: tiles.Schedule, job: _GemmJob) -> None:
+    def _spread(self, x: Input, form: str, plan: tiles.Schedule, job: _GemmJob) -> None:
         """The k groups' sums one by one, then added."""
         count, blocks = plan.passes * plan.ctas * plan.tiles, -(-x.rows // x.block)
         size = plan.k_groups, count, blocks, tiles.TILE * x.block
         partial = torch.empty(size, device=x.data.device)
         job.partial = partial.data_ptr()
-        self._wide(x, weight, plan, job)
-        variant = _gather(weight.kind, x.block)
+        self._wide(x, form, plan, job)
+        variant = _gather(form, x.block)
         self._launch(variant, "gather", (count, blocks, 1), 4 * x.block, [job])
 
 

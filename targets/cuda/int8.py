@@ -1,5 +1,5 @@
-"""Weights of 8 bits as the kernels multiply them, beside bounds on what that changes: codes, and a
-float16 scale for each 32 inputs. The copy of the head is kept so (certified.py).
+"""A head in two parts of 8 bits (certified.py): codes with a float16 scale for each 32 inputs, by
+which its logits are known within bounds, and 256ths of a code, with which they are the head itself.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ UNIT = 2.0**-23
 promises float32's precision, and leaves the rounding open."""
 SAFETY = 1.002
 """On bounds, for the rounding of the norms in them."""
+FINER = 256
+"""Parts of a code."""
 WORDS = 4
 """Words that the kernels look at together: a head of another multiple has no copy."""
 AT_ONCE = 1 << 26
@@ -46,15 +48,49 @@ class Int8:
         return ((self.codes.float() - MIDDLE) * scale).half()
 
 
-def quantise(values: Tensor) -> tuple[Int8, Tensor]:
-    """values [n, k] -> the copy, and what its logits err by at most [n], per unit of `length`."""
+@dataclass(frozen=True)
+class Int16:
+    """narrow: codes, scales and rows' powers of two; fine [n, k] uint8: 256ths of a code, of which
+    128 is 0. A value is their sum times the scale, rounded to a bfloat16, times `row`: the bfloat16
+    that it was made from, but for some 0.5 % that are less than one code, which may be off by 2^-15
+    of their group's largest."""
+
+    narrow: Int8
+    fine: Tensor
+
+    def values(self) -> Tensor:
+        """[n, k] bfloat16, without `row`."""
+        own, k = self.narrow, self.fine.shape[1]
+        whole = (own.codes.float() - MIDDLE) * FINER + (self.fine.float() - MIDDLE)
+        scale = own.scale.float().repeat_interleave(GROUP, -1)[:, :k] / FINER
+        return (whole * scale).bfloat16()
+
+    def packed(self) -> Tensor:
+        """Row by row as the references keep it: codes, scales as bytes, `fine`."""
+        own = self.narrow
+        return torch.cat([own.codes, own.scale.view(torch.uint8), self.fine], 1)
+
+    @classmethod
+    def unpacked(cls, data: Tensor, row: Tensor) -> Int16:
+        groups = data.shape[1] // 2  # of k values and k / 32 scales each
+        k = groups * GROUP // (GROUP + 1)
+        scale = data[:, k:-k].contiguous().view(torch.float16)
+        return cls(Int8(data[:, :k], scale, row), data[:, -k:])
+
+
+def quantise(values: Tensor) -> tuple[Int16, Tensor]:
+    """values [n, k] bfloat16 -> the head, and what logits of its `narrow` err by at most [n], per
+    unit of `length`."""
     rows = max(1, AT_ONCE // values.shape[1])
     parts, bounds = zip(*map(_rounded, values.split(rows)), strict=True)
-    codes, scales, powers = ([getattr(p, f) for p in parts] for f in ("codes", "scale", "row"))
-    return Int8(torch.cat(codes), torch.cat(scales), torch.cat(powers)), torch.cat(bounds)
+    codes, scales, powers = (
+        torch.cat([getattr(p.narrow, f) for p in parts]) for f in ("codes", "scale", "row")
+    )
+    fine = torch.cat([part.fine for part in parts])
+    return Int16(Int8(codes, scales, powers), fine), torch.cat(bounds)
 
 
-def _rounded(values: Tensor) -> tuple[Int8, Tensor]:
+def _rounded(values: Tensor) -> tuple[Int16, Tensor]:
     wide, k = values.float(), values.shape[1]
     groups = torch.nn.functional.pad(wide, (0, -k % GROUP)).unflatten(1, (-1, GROUP))
     fits = groups.abs().amax(-1) / LARGEST
@@ -64,9 +100,13 @@ def _rounded(values: Tensor) -> tuple[Int8, Tensor]:
     few = (mantissa * 2**SCALE_BITS).ceil() / 2**SCALE_BITS
     scale = torch.ldexp(few, exponent).half()
     steps = (scale.float() * row[:, None])[..., None]
-    codes = (groups / steps.clamp(min=1e-38)).round().clamp(-LARGEST, LARGEST) + MIDDLE
-    narrow = Int8(codes.to(torch.uint8).flatten(1)[:, :k].contiguous(), scale, row)
-    return narrow, row * _bound(wide / row[:, None], narrow.values().float())
+    most = LARGEST * FINER
+    whole = (groups / steps.clamp(min=1e-38) * FINER).round().clamp(-most, most)
+    codes = ((whole + FINER // 2) / FINER).floor()
+    parts = (part + MIDDLE for part in (codes, whole - codes * FINER))
+    codes, fine = (part.to(torch.uint8).flatten(1)[:, :k].contiguous() for part in parts)
+    head = Int16(Int8(codes, scale, row), fine)
+    return head, row * _bound(head.values().float(), head.narrow.values().float())
 
 
 def _bound(values: Tensor, copy: Tensor) -> Tensor:

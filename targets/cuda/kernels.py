@@ -29,7 +29,7 @@ class Embed(Structure):
     """Of norm.cu."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("table", "tokens", "h")),
+        *((name, c_void_p) for name in ("table", "row", "tokens", "h")),
         *((name, c_int) for name in ("vocab", "hidden", "ctas", "tiles", "steps")),
         *((name, c_int) for name in ("row_groups", "k_groups", "wide", "depth")),
         ("factor", c_float),
@@ -76,7 +76,7 @@ class Kernels:
         self.sampler = sampler.Sampler(self._launch, self.device)
         self.choose = self.sampler.choose
         certified = candidates.Candidates(self._launch, self._gemm, self.processors, self.device)
-        self.narrow_head, self.candidates = certified.narrow, certified.logits
+        self.heads, self.candidates = certified.heads, certified.logits
         self.screened = certified.screened
 
     def linear(self, x: Input, weight: Linear) -> Tensor:
@@ -104,7 +104,7 @@ class Kernels:
         assert (head.kind, head.layout) == ("bf16", "plain"), head.kind
         plan = tiles.schedule_of(head, self.processors)
         return Embed(
-            *map(address, (head.data, tokens, h)),
+            *map(address, (head.data, head.scale, tokens, h)),
             *(head.n, head.k, plan.ctas, plan.tiles, plan.steps),
             *(plan.row_groups, plan.k_groups, plan.wide, plan.depth),
             torch.tensor(head.k**0.5, dtype=torch.bfloat16).item(),

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seqs
 from specdec.core.types import Array, Sequence
 from targets.cuda import roofline
 from targets.cuda.device import used_bytes
-from targets.cuda.footprint import TargetShape, copied_bytes, narrow_head_bytes, need
+from targets.cuda.footprint import TargetShape, copied_bytes, need
 from targets.cuda.target import CudaTarget
 
 
@@ -25,7 +25,7 @@ class Meter:
         arch, copied = self.target.arch, self.target.weights.copied
         shape = TargetShape(*sizes, plan.dtype, plan.kv_dtype, copied, plan.own)
         counted = need(arch, shape)
-        copies = narrow_head_bytes(arch, plan.dtype) + copied_bytes(arch, shape)
+        copies = copied_bytes(arch, shape)
         held = {"weights": counted.weights, "copies": copies, "cache": counted.cache}
         return held | {"used": used_bytes()}
 

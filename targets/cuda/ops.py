@@ -37,7 +37,8 @@ class Linear:
     rows, then up's), experts or experts_gated. k_groups: parts of k, contiguous in row_parallel
     weights, whose sums are made apart, then added as a binary tree. plain: its values once more in
     plain order (`Ops.with_plain`). dealt: the kind as which its tiles were dealt (tiles.py), where
-    it is read as another than it was packed as."""
+    it is read as another than it was packed as: int16 is a head in two parts (int8.py), which is
+    read as bf16, or of which the codes are read, as int8."""
 
     n: int
     k: int
@@ -52,7 +53,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class NarrowHead:
-    """The head's copy in int8, and what its logits err by at most [n] (int8.py)."""
+    """The head's codes, and what their logits err by at most [n] (int8.py)."""
 
     weight: Linear
     error: Tensor
@@ -222,8 +223,9 @@ class Ops(Protocol):
         """-> soft-capped logits [M, V] float32."""
         ...
 
-    def narrow_head(self, values: Tensor) -> NarrowHead | None:
-        """Of a bf16 head's values [n, k]; None where a head of so many words is not certified."""
+    def heads(self, values: Tensor) -> tuple[Linear, NarrowHead | None]:
+        """Of bfloat16 values [n, k] the head, whose table `embed` reads too, and its codes; None
+        where a head of so many words is not certified."""
         ...
 
     def candidates(

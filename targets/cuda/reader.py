@@ -13,6 +13,7 @@ Per-layer inputs (E2B, E4B) stay wide in any case: they are small, and the kerne
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -94,15 +95,22 @@ class Reader:
         return self.staging.settled(packed)
 
     def heads(self, name: str) -> tuple[Linear, NarrowHead | None]:
-        """The table as the head, and its copy for certified choices (certified.py)."""
+        """The table as the head, and its codes for certified choices (certified.py)."""
         with self.staging.aside():
             values = self._wide(name)
-            head = self.ops.pack(values, None, self.wide_kind, "plain")
-            narrow = self.ops.narrow_head(values) if self.wide_kind == "bf16" else None
+            if self.wide_kind == "bf16":
+                head, narrow = self.ops.heads(values)
+            else:
+                head, narrow = self.ops.pack(values, None, self.wide_kind, "plain"), None
         settled = self.staging.settled(head)
         if narrow is None:
             return settled, None
-        return settled, NarrowHead(self.staging.settled(narrow.weight), narrow.error.clone())
+        codes = narrow.weight
+        if codes.data is head.data:
+            codes = replace(codes, data=settled.data, scale=settled.scale)
+        else:
+            codes = self.staging.settled(codes)
+        return settled, NarrowHead(codes, narrow.error.clone())
 
     def _packed(self, names: list[str], layout: str) -> Linear:
         raw = [self.source(name) for name in names]

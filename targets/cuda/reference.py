@@ -10,6 +10,7 @@ Shape legend: as in ops.py; K kv heads, G = heads / K, D head_dim, n keys, C chu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -25,16 +26,16 @@ from targets.cuda.formulas import (
     gelu,
     inverse_frequencies,
     key_and_value,
-    lookup,
     mix_inputs,
     query,
     rank,
     rms,
     rotate,
+    scaled,
     soft_cap,
 )
 from targets.cuda.four_bits import FourBits
-from targets.cuda.int8 import Int8
+from targets.cuda.int8 import Int16
 from targets.cuda.ops import (
     NOTHING,
     AttentionLayer,
@@ -61,7 +62,18 @@ def each_row(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 def wide(weight: Linear) -> Tensor:
     """Values [n, k] in float32, without the scale."""
+    if weight.dealt == "int16" and weight.scale is not None:
+        return Int16.unpacked(weight.data, weight.scale).values().float()
     return weight.data.float()
+
+
+def embedded(head: Linear, ids: Tensor) -> Tensor:
+    """Rows of the head's own table by token [M, k]; ids outside the vocabulary count as 0."""
+    known = torch.where((ids >= 0) & (ids < head.n), ids, 0).long()
+    if head.dealt != "int16" or head.scale is None:
+        return head.data[known]
+    row = head.scale[known]
+    return Int16.unpacked(head.data[known], row).values() * row[:, None].bfloat16()
 
 
 def as_input(x: Tensor, kind: str, groups: int = 1) -> Tensor:
@@ -98,7 +110,7 @@ class Reference:
         yield slice(0, weight.n // 2), self.dense(weight)
 
     def embed(self, head: Linear, rows: Rows) -> Tensor:
-        return lookup(head.data, rows.tokens.flatten(), self.arch.hidden)
+        return scaled(embedded(head, rows.tokens.flatten()), self.arch.hidden)
 
     def norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> Tensor:
         self._close(h, closing)
@@ -217,13 +229,14 @@ class Reference:
     def head(self, x: Tensor, table: Linear, softcap: float | None) -> Tensor:
         return each_row(lambda row: soft_cap(row, softcap), self.linear(x, table))
 
-    def narrow_head(self, values: Tensor) -> NarrowHead | None:
-        """Codes, then scales as bytes: as many as the kernels keep, and of the same heads."""
+    def heads(self, values: Tensor) -> tuple[Linear, NarrowHead | None]:
+        """Of the same values as the kernels' heads."""
         if len(values) % int8.WORDS:
-            return None
-        narrow, error = int8.quantise(values)
-        data = torch.cat([narrow.codes, narrow.scale.view(torch.uint8)], 1)
-        return NarrowHead(Linear(len(values), values.shape[1], "int8", data, narrow.row), error)
+            return self.pack(values, None, "bf16", "plain"), None
+        head, error = int8.quantise(values)
+        n, k = values.shape
+        whole = Linear(n, k, "bf16", head.packed(), head.narrow.row, dealt="int16")
+        return whole, NarrowHead(replace(whole, kind="int8"), error)
 
     def candidates(
         self,
@@ -235,8 +248,7 @@ class Reference:
     ) -> Tensor:
         head, (copy, error) = heads[0], (heads[1].weight, heads[1].error)
         assert copy.scale is not None
-        codes, scale = copy.data[:, : copy.k], copy.data[:, copy.k :].view(torch.float16)
-        values = Int8(codes, scale, copy.scale).values().float()
+        values = Int16.unpacked(copy.data, copy.scale).narrow.values().float()
         around = _matmul(x.half(), values, copy.scale)
         apart = error * certified.length(x)[:, None]
         ties = certified.TIES * (softcap or 0.0)

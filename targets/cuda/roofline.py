@@ -14,12 +14,12 @@ from specdec.core.errors import UserError
 from targets.arch import Arch, MoeSpec
 from targets.cuda.certified import MOST_ROWS
 from targets.cuda.device import free_bytes
-from targets.cuda.footprint import ALIKE, KV, WIDE, narrow_head_bytes, tensor_bytes
+from targets.cuda.footprint import ALIKE, KV, WIDE, codes_bytes, tensor_bytes
 from targets.routing import experts_picked
 from targets.tensors import all_tensors
 
 TABLES = ("embed_tokens_per_layer",)
-"""Only looked up; the other table, `embed_tokens`, is read whole as the head, or its copy is."""
+"""Only looked up; the other table, `embed_tokens`, is read whole as the head, or its codes are."""
 GROUPS, REPLAYS = 10, 8
 """Timed groups of back-to-back forwards: a group hides the clock's own resolution."""
 STREAM, CPU_BLOCK = 2**34, 2**26
@@ -46,7 +46,7 @@ def weight_bytes(
         if name in TABLES:
             size = rows * spec.shape[1] * WIDE[dtype]
         elif name == "embed_tokens" and rows <= MOST_ROWS:
-            size = narrow_head_bytes(arch, dtype) or size  # and a few candidates
+            size = codes_bytes(arch, dtype) or size  # and a few candidates
         elif "experts" in layer:
             moe = arch.layers[int(layer[1])].moe
             assert moe is not None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from targets.cuda.four_bits import FourBits
-from targets.cuda.int8 import Int8
+from targets.cuda.int8 import Int16
 from targets.cuda.launch import Variant
 from targets.cuda.nvfp4 import parts_of_words
 from targets.cuda.ops import Linear
@@ -26,9 +26,9 @@ INPUTS = 32
 """Inputs of one block: a tile of a block is what a warp loads at once."""
 EIGHTHS = 8
 """Most k groups of a weight."""
-BITS = {"bf16": 16, "fp8": 8, "w8a8": 8, "int8": 8, "int4": 4, "uint4": 4, "nvfp4": 4}
-"""Of a stored value."""
-TILE_BYTES = {"bf16": 1024, "fp8": 512, "w8a8": 512, "int8": 544}
+BITS = {"bf16": 16, "fp8": 8, "w8a8": 8, "int8": 8, "int16": 8, "int4": 4, "uint4": 4, "nvfp4": 4}
+"""Of a stored value; of int16, of each of its parts."""
+TILE_BYTES = {"bf16": 1024, "fp8": 512, "w8a8": 512, "int8": 544, "int16": 544 + 512}
 TILE_BYTES |= {"int4": 288, "uint4": 304, "nvfp4": 288}
 """With the scales of codes, and zero points (kernels/tile.cuh)."""
 VALUE_BYTES = {"bf16": 2, "fp8": 1, "w8a8": 1, "int4": 2, "uint4": 2, "nvfp4": 2}
@@ -44,10 +44,11 @@ takes two tiles a warp). Many narrow warps catch up faster with a ring that was 
 kernel before still ran: 1 % of a cycle."""
 NARROW_WARPS = {2: 11, 3: 8, 1: 11}
 """The same of w8a8 weights, whose tiles w8a8.cu gives to its warps itself."""
-COPY_WARPS = {3: 8, 2: 11, 1: 24}
-"""The same of a head's copy (int8), whose inputs each warp turns into f16 by itself."""
-STEP_BYTES = {"bf16": 24 << 10, "fp8": 24 << 10, "int8": 48 << 10, "int4": 28 << 10}
-BLOCKS = {"bf16": 16, "fp8": 16, "int8": 16, "int4": 32}
+HEAD_WARPS = {3: 6, 2: 5, 1: 12}
+"""The same of a head (int16): where its codes alone are read, each warp turns inputs into f16. No
+more than with which two steps of four blocks fit beside the inputs of 128 tokens."""
+STEP_BYTES = {"bf16": 24 << 10, "fp8": 24 << 10, "int16": 75 << 10, "int4": 28 << 10}
+BLOCKS = {"bf16": 16, "fp8": 16, "int16": 16, "int4": 32}
 """Of a step: its weights' bytes and blocks of inputs at most. Two steps must fit, whose inputs of
 16 tokens are 1 KiB a block. Steps of 4 bits are fewer bytes, and cost no less."""
 BLOCK_AXES = 9
@@ -114,7 +115,7 @@ def padded_inputs(k: int, groups: int = EIGHTHS) -> int:
 def schedule(n: int, k: int, kind: str, layout: str, groups: int, processors: int) -> Schedule:
     """n rows (of both halves where gated) by k inputs on this many multiprocessors."""
     tiles = _tiles(n, layout)
-    warps = {"w8a8": NARROW_WARPS, "int8": COPY_WARPS}.get(kind, WARPS)
+    warps = {"w8a8": NARROW_WARPS, "int16": HEAD_WARPS}.get(kind, WARPS)
     passes, each, wide = next(_deals(tiles, groups, processors, warps))
     row_groups = each // wide
     blocks = padded_inputs(k, groups) // INPUTS
@@ -147,7 +148,7 @@ def _deals(
 
 def weight_variant(file: str, kind: str, *macros: tuple[str, int]) -> Variant:
     """Of a kernel that reads tiles of this kind (kernels/tile.cuh)."""
-    form = {"uint4": "ZEROS", "nvfp4": "E2M1", "int8": "CODES"}
+    form = {"uint4": "ZEROS", "nvfp4": "E2M1", "int8": "CODES", "int16": "FINE"}
     more = [(form[kind], 1)] if kind in form else []
     return Variant(file, (("BITS", BITS[kind]), *more, *macros))
 
@@ -195,7 +196,34 @@ def tile(values: Tensor, kind: str, layout: str, groups: int, processors: int) -
     return _shaped(data, plan, layout, len(words))
 
 
-def tile_codes(weight: FourBits | Int8, layout: str, groups: int, processors: int) -> Tensor:
+def form_of(weight: Linear) -> str:
+    """The kind as which a GEMM reads its tiles."""
+    return "int16" if weight.dealt == "int16" and weight.kind == "bf16" else weight.kind
+
+
+def tile_head(head: Int16, processors: int) -> Tensor:
+    """[passes, steps, ctas, step bytes]: of a step a CTA's codes with their scales, then what is
+    beside them. One k group, so that the codes alone are one piece."""
+    narrow, n, k = head.narrow, *head.fine.shape
+    plan = schedule(n, k, "int16", "plain", 1, processors)
+    sizes, order = _axes(plan, "int16", "plain")
+    parts = [
+        _dealt(_words(part[None], _stored(plan)), plan, "plain", sizes, order)
+        for part in (narrow.codes, head.fine)
+    ]
+    scales = _filled(narrow.scale[None], _stored(plan) // INPUTS)
+    of_scales = (*sizes[:BLOCK_AXES], 1), tuple(axis for axis in order if axis <= BLOCK_AXES)
+    codes, fine, scale = (
+        part.view(-1, size)
+        for part, size in zip(
+            (*parts, _dealt(scales, plan, "plain", *of_scales)), (512, 512, 2 * TILE), strict=True
+        )
+    )
+    whole = torch.cat([codes, scale], -1), fine
+    return torch.cat([_shaped(part, plan, "plain", 1) for part in whole], -1)
+
+
+def tile_codes(weight: FourBits, layout: str, groups: int, processors: int) -> Tensor:
     """The same of codes: a tile's codes, then its scales, then its zero points."""
     n, k = weight.codes.shape[-2:]
     plan = _plan(n, k, weight.kind, layout, groups, processors)

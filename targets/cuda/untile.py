@@ -43,7 +43,7 @@ class _Part(NamedTuple):
 
 
 def variants(kinds: set[str]) -> set[Variant]:
-    """For weights of these kinds; a head's copy (int8) is never turned back."""
+    """For weights of these kinds; a head (of which int8 are the codes) is never turned back."""
     return {_variant(kind) for kind in kinds - {"int8"}}
 
 

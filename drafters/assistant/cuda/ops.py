@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from targets.arch import Arch
-from targets.cuda.formulas import lookup, rms
+from targets.cuda.formulas import rms, scaled
 from targets.cuda.guessing import Guess, reference_guess
 from targets.cuda.ops import Linear, Ops, Rows, X
-from targets.cuda.reference import Reference, as_input
+from targets.cuda.reference import Reference, as_input, embedded
 
 
 class DraftLayout(NamedTuple):
@@ -73,7 +73,7 @@ class AssistantReference(Reference):
     def beside(self, table: Linear, tokens: Tensor, states: States, kind: str) -> Tensor:
         rows = states.rows if states.slot is None else states.rows[states.slot.long()]
         rows = rows if states.norm is None else rms(rows, states.norm, self.arch.eps)
-        return as_input(torch.cat([lookup(table.data, tokens, table.k), rows], 1), kind)
+        return as_input(torch.cat([scaled(embedded(table, tokens), table.k), rows], 1), kind)
 
     def keep(self, states: Tensor, rows: Rows, features: Tensor, accepted: Tensor) -> None:
         row = torch.arange(len(accepted), device=accepted.device)

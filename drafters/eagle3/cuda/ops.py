@@ -18,7 +18,7 @@ from targets.arch import Arch
 from targets.cuda.formulas import rms
 from targets.cuda.guessing import Guess, reference_guess
 from targets.cuda.ops import Linear, Ops, Rows, X
-from targets.cuda.reference import Reference, as_input
+from targets.cuda.reference import Reference, as_input, embedded
 
 
 class Pending(NamedTuple):
@@ -106,14 +106,13 @@ class DraftReference(Reference):
         return as_input(rows, kind)
 
     def pair(self, table: Linear, tokens: Tensor, h: Tensor, norms: PairNorms, kind: str) -> Tensor:
-        eps, known = self.arch.eps, (tokens >= 0) & (tokens < table.n)
-        embedded = table.data[torch.where(known, tokens, 0).long()].float()
+        eps, rows = self.arch.eps, embedded(table, tokens).float()
         if norms.feedback is not None:
             h.copy_(rms(h, norms.feedback, eps))
         normed = rms(h, norms.hidden, eps)
         if norms.residual:
             h.copy_(normed)
-        return as_input(torch.cat([rms(embedded, norms.embedding, eps), normed], 1), kind)
+        return as_input(torch.cat([rms(rows, norms.embedding, eps), normed], 1), kind)
 
     def keep(
         self, pending: Pending, rows: Rows, features: Tensor, chosen: Tensor, accepted: Tensor

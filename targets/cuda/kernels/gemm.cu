@@ -86,8 +86,8 @@ __device__ inline bool await_turn(u32& last, int pace, u32 full) {
 __device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full) {
   const u64 once = read_once(), often = read_often();
   const int bytes = step_bytes(job), slice = input_bytes(job);
-  const u8* weight = job.weight + size_t(blockIdx.x) * bytes;
-  const size_t stride = size_t(job.ctas) * bytes;
+  const u8* weight = job.weight + size_t(blockIdx.x) * job.apart;
+  const size_t stride = size_t(job.ctas) * job.apart;
   const int count = job.passes * job.steps, filled = min(job.stages, count);
   // of which the inputs come with those of stage `stage`, from step i on
   const auto slices = [&](int stage, int i) { return !kRounds ? 1 : stage ? 0 : min(job.stages, count - i); };
@@ -150,7 +150,7 @@ __device__ inline void multiply(Tile& sum, const Part& tiles, u32 input, u32 apa
     u32 a[TW][2][4];  // [tile][k16 step][fragment]
 #pragma unroll
     for (int t = 0; t < TW; t++) {
-      const Stored tile = load_shared(tiles, (d * TW + t) * kTileBytes);
+      const Stored tile = load_shared(tiles, d * TW + t);
 #pragma unroll
       for (int s = 0; s < 2; s++) expand(tile, s, a[t][s]);
     }
@@ -287,10 +287,10 @@ extern "C" __global__ void BOUNDS
   if (!job.ready) wait_for_previous();
   if (lane == 0) first_inputs(job, shared_address(inputs), full, slice, warp, warps);
   if (job.next == kInTurn) let_next_start();
-  const int mine = (k_group * job.row_groups + row_group) * job.depth * TW * kTileBytes;
+  const int each = job.depth * TW, mine = (k_group * job.row_groups + row_group) * each;
   const bool fed = TOKENS >= 8 || lane < 4 * TOKENS;
   const u32 inputs_at = fed ? shared_address(inputs) + k_group * kInputBytes + lane * 16 : shared_address(&nothing);
-  const Place first = {full, Part(shared_address(memory) + mine, lane), inputs_at, 0};
+  const Place first = {full, Part(shared_address(memory), warps * each, mine, lane), inputs_at, 0};
   const Ring ring = {first, full + job.stages * kBarriers, u32(bytes), u32(fed ? slice : 0),
                      u32(fed ? job.k_groups * kInputBytes : 0)};
   Place at = first;

@@ -28,7 +28,8 @@ __device__ inline void store_input(void* x, int m, int i, float4 v, int k_blocks
 }
 
 struct Embed {
-  const u32* table;  // the head's bf16 weight, tiled
+  const u8* table;   // the head's weight, tiled: int16, or bf16 where there are no rows' scales
+  const float* row;  // [vocab]
   const int* tokens;
   float* h;
   int vocab, hidden;
@@ -36,15 +37,42 @@ struct Embed {
   float factor;
 };
 
-// Where inputs 2 i and 2 i + 1 of a row lie, in 4-byte words: [pass][step][CTA], then [k group]
-// [row group][depth][tile], then [16 inputs][lane][word].
-__device__ inline size_t pair_at(const Embed& job, int row, int i) {
-  const int owner = row / 16 / job.tiles, mine = row / 16 % job.tiles;
-  const int block = i / 16, group = block % job.k_groups, part = block / job.k_groups;
-  const int step = (owner / job.ctas * job.steps + part / job.depth) * job.ctas + owner % job.ctas;
-  const int warp = group * job.row_groups + mine / job.wide;
-  const int tile = (warp * job.depth + part % job.depth) * job.wide + mine % job.wide;
-  const int lane = row % 8 * 4 + i % 16 / 4, word = i % 2 * 2 + row % 16 / 8;
-  return (size_t(step) * job.row_groups * job.k_groups * job.depth * job.wide + tile) * 256 + i % 4 / 2 * 128 +
-         lane * 4 + word;
+// Where a row's block of 32 inputs is in a table of one k group or more: [pass][step][CTA], of a step's `all` tiles it is
+// `tile`: [k group][row group][depth][tile].
+struct Block {
+  size_t step;
+  int all, tile;
+
+  __device__ Block(const Embed& job, int row, int block) {
+    const int owner = row / 16 / job.tiles, mine = row / 16 % job.tiles;
+    const int group = block % job.k_groups, part = block / job.k_groups, warp = group * job.row_groups + mine / job.wide;
+    step = size_t(owner / job.ctas * job.steps + part / job.depth) * job.ctas + owner % job.ctas;
+    all = job.row_groups * job.k_groups * job.depth * job.wide;
+    tile = (warp * job.depth + part % job.depth) * job.wide + mine % job.wide;
+  }
+};
+
+// Inputs 2 i and 2 i + 1 of a row. In a tile, of bf16: [16 inputs][lane][word of two]; of int16 [lane][word of four] of
+// codes, with scales behind them, and behind all codes of the step their 256ths.
+__device__ inline float2 pair_of(const Embed& job, int row, int i) {
+  const Block at(job, row, i / 16);
+  const int lane = row % 8 * 4 + i % 16 / 4, half = row % 16 / 8;
+  if (!job.row) {
+    const u32* words = reinterpret_cast<const u32*>(job.table) + (at.step * at.all + at.tile) * 256;
+    const u32 both = words[i % 4 / 2 * 128 + lane * 4 + i % 2 * 2 + half];
+    return make_float2(from_bf16(u16(both)), from_bf16(both >> 16));
+  }
+  constexpr int kCodes = 512 + 32, kFine = 512;
+  const u8* step = job.table + at.step * at.all * (kCodes + kFine);
+  const u8* codes = step + at.tile * kCodes;
+  const int place = lane * 16 + i % 4 / 2 * 8 + half * 4 + i % 2 * 2;
+  const u32 code = *reinterpret_cast<const u16*>(codes + place);
+  const u32 fine = *reinterpret_cast<const u16*>(step + at.all * kCodes + at.tile * kFine + place);
+  float scale;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(scale) : "h"(*reinterpret_cast<const u16*>(codes + 512 + row % 8 * 4 + half * 2)));
+  const auto value = [&](u32 code, u32 fine) {
+    const float whole = float(int(code * 256 + fine) - 32896);
+    return from_bf16(to_bf16(__fmul_rn(whole, scale * (1.0f / 256.0f)))) * job.row[row];
+  };
+  return make_float2(value(code & 0xff, fine & 0xff), value(code >> 8, fine >> 8));
 }

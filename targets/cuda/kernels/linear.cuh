@@ -18,6 +18,7 @@ struct Job {
   int inputs_stride;
   int n, ctas, tiles;   // rows of the weight; CTAs that work; tiles per CTA and pass
   int passes, steps;    // steps along k per pass
+  int apart;            // of gemm.cu: bytes from a CTA's step to the next one's, which may be more than it reads
   int row_groups, k_groups, depth;  // depth: 32-input blocks per warp and step
   int k_blocks;         // 32-input blocks of x
   int k_stride;         // of a k group's blocks: k_groups, or 1 where groups are contiguous
@@ -67,7 +68,7 @@ __device__ inline void load_scales(const Job& job, Scales& scales, int tile, int
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int n = row_of(job, tile, lane / 4 + half * 8);
-    scales[half] = kNarrow && n < job.n ? job.scale[n] : 1.0f;
+    scales[half] = kScaled && n < job.n ? job.scale[n] : 1.0f;
   }
 }
 

@@ -268,8 +268,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) embed(const __grid_consta
   const int token = job.tokens[blockIdx.x], row = token >= 0 && token < job.vocab ? token : 0;
   float2* h = reinterpret_cast<float2*>(job.h + size_t(blockIdx.x) * job.hidden);
   for (int i = threadIdx.x; i < job.hidden / 2; i += kThreads) {
-    const u32 both = job.table[pair_at(job, row, i)];
-    h[i] = make_float2(from_bf16(u16(both)) * job.factor, from_bf16(both >> 16) * job.factor);
+    const float2 v = pair_of(job, row, i);
+    h[i] = make_float2(v.x * job.factor, v.y * job.factor);
   }
 }
 

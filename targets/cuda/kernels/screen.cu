@@ -15,7 +15,7 @@ constexpr int kMostRows = 16;
 constexpr int kStride = kCtas * kThreads * 4;
 
 struct Job {
-  float* logits;       // [M, vocab]: of the head's copy, before the soft-cap
+  float* logits;       // [M, vocab]: of the head's codes, before the soft-cap
   const float* error;  // [vocab]: what those of a word err by at most, per unit of an input's length
   const u8* x;         // blocked input, bf16
   const float* bias;   // [slots, vocab]
@@ -220,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
   const int first = blockIdx.x * kThreads * 4, mine = threadIdx.x * 4;
   Batch batch = {0, min(job.batch, rows), staged + threadIdx.x, staged + job.batch * kThreads + threadIdx.x};
   float4 e = {};
-  // the head's copy lets this kernel start when all before it have ended: its logits alone are waited for
+  // the head's codes let this kernel start when all before it have ended: its logits alone are waited for
   if (first + mine < vocab) e = load_words(job.error, first + mine);
 #pragma unroll 1
   for (int m = warp; m < rows; m += kThreads / 32) {

@@ -5,7 +5,9 @@
 // byte for each. A code c means (c - zero) * scale / 2^20 as an f16, rounded once (int4.py says when not).
 // Of NVFP4 there are as many words, mixed (`decode`), then for each row two e4m3 scales, of 16 inputs each:
 // an e2m1 code means value * scale / 2^14, never rounded (nvfp4.py).
-// 8-bit codes lie as e4m3 values do, then their scales: (c - 128) * scale, rounded once (certified.py).
+// A head's codes lie as e4m3 values do, then their scales: (c - 128) * scale, rounded once (int8.py). Behind all codes
+// of a CTA's step lie, alike, 256ths of a code that make them the head itself: ((c - 128) + (f - 128) / 256) * scale
+// rounded to a bf16.
 #pragma once
 #include "common.cuh"
 
@@ -21,9 +23,14 @@
 #ifndef CODES  // 1: 8-bit values are codes in groups of 32, and meet bf16 inputs; 0: e4m3
 #define CODES 0
 #endif
+#ifndef FINE  // 1: the same with their 256ths
+#define FINE 0
+#endif
 
-constexpr bool kNarrow = BITS < 16;  // then MMAs take f16, and rows have a scale
-constexpr int kTileBytes = BITS == 16 ? 1024 : BITS == 8 ? 512 + CODES * 32 : ZEROS ? 304 : 288;
+constexpr bool kNarrow = BITS < 16 && !FINE;  // then MMAs take f16
+constexpr bool kScaled = BITS < 16;           // rows have a scale
+constexpr int kCodeBytes = BITS == 16 ? 1024 : BITS == 8 ? 512 + (CODES || FINE) * 32 : ZEROS ? 304 : 288;
+constexpr int kFineBytes = FINE * 512, kTileBytes = kCodeBytes + kFineBytes;
 constexpr int kLaneBytes = BITS == 4 ? 8 : 16;  // that are next to each other in a tile
 constexpr int kScalesAt = BITS == 8 ? 512 : 256, kZerosAt = 288;
 // A lane's scales in a tile: of its two rows, f16, or e4m3 of its group.
@@ -40,6 +47,9 @@ struct Stored {
 struct Stored {
   uint4 values[BITS / 8];
   u32 scales;  // of codes: of both rows, f16
+#if FINE
+  uint4 fine;
+#endif
 };
 #endif
 
@@ -49,16 +59,21 @@ __device__ inline uint4 load(u32 from) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
   return v;
 }
-// Where a lane's part of a tile is: what it reads next to each other, its scales and zero points.
+// Where a lane's part of a tile is: what it reads next to each other, its scales, zero points and 256ths.
 struct Part {
-  u32 values, scales, zeros;
+  u32 values, scales, zeros, fine;
 
+  // Of the tile that is `first` of `tiles` at this address.
+  __device__ Part(u32 at, int tiles, int first, int lane) : Part(at + first * kCodeBytes, lane) {
+    fine = at + tiles * kCodeBytes + first * kFineBytes + lane * 16;
+  }
   __device__ Part(u32 tile, int lane)
       : values(tile + lane * kLaneBytes), scales(tile + scales_at(lane)), zeros(tile + kZerosAt + lane / 4 * 2) {}
-  __device__ void operator+=(u32 bytes) { values += bytes, scales += bytes, zeros += bytes; }
+  __device__ void operator+=(u32 bytes) { values += bytes, scales += bytes, zeros += bytes, fine += bytes; }
 };
-// Of the tile that lies so many bytes behind.
-__device__ inline Stored load_shared(const Part& part, int behind) {
+// Of the tile that lies so many tiles behind.
+__device__ inline Stored load_shared(const Part& part, int tiles) {
+  const int behind = tiles * kCodeBytes;
   Stored to;
 #if BITS == 4
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to.codes.x), "=r"(to.codes.y) : "r"(part.values + behind));
@@ -71,7 +86,10 @@ __device__ inline Stored load_shared(const Part& part, int behind) {
 #else
 #pragma unroll
   for (int i = 0; i < BITS / 8; i++) to.values[i] = load(part.values + behind + i * 512);
-  if (CODES) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to.scales) : "r"(part.scales + behind));
+  if (CODES || FINE) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to.scales) : "r"(part.scales + behind));
+#if FINE
+  to.fine = load(part.fine + tiles * kFineBytes);
+#endif
 #endif
   return to;
 }
@@ -150,6 +168,29 @@ __device__ inline void decode(u32 word, u32 scale, u32 middle, u32& first, u32& 
 constexpr u32 kMinusMiddle = 0xe480e480;  // -1,152 in either half
 #endif
 
+#if FINE
+// Four codes and their 256ths as two bf16x2. Together they are the last 16 bits of a float of 2^23; scale: of a 256th.
+__device__ inline void decode(u32 codes, u32 fine, float scale, u32& first, u32& second) {
+  u32 pairs[2], words[4];
+  asm("prmt.b32 %0, %1, %2, 0x5140;" : "=r"(pairs[0]) : "r"(fine), "r"(codes));
+  asm("prmt.b32 %0, %1, %2, 0x7362;" : "=r"(pairs[1]) : "r"(fine), "r"(codes));
+  float v[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(words[i]) : "r"(pairs[i / 2]), "r"(0x4b000000), "r"(i % 2 ? 0x7632 : 0x7610));
+    v[i] = __fmul_rn(__uint_as_float(words[i]) - 8421504.0f, scale);  // 2^23, and 128 and 128 / 256 codes
+  }
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(first) : "f"(v[1]), "f"(v[0]));
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(second) : "f"(v[3]), "f"(v[2]));
+}
+// A 256th of the scale in either half of a word.
+__device__ inline float fine_scale(u32 both, int half) {
+  float v;
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; }" : "=f"(v) : "r"(half ? both >> 16 : both));
+  return v * (1.0f / 256.0f);
+}
+#endif
+
 // Two bf16 as f16.
 __device__ inline u32 halves(u32 pair) {
   u32 v;
@@ -185,6 +226,9 @@ __device__ inline void expand(const Stored& from, int half, u32* a) {
   twice(times(from.scales, kMinusMiddle), middle[0], middle[1]);
   decode(half ? from.values[0].z : from.values[0].x, scale[0], middle[0], a[0], a[2]);
   decode(half ? from.values[0].w : from.values[0].y, scale[1], middle[1], a[1], a[3]);
+#elif FINE
+  decode(half ? from.values[0].z : from.values[0].x, half ? from.fine.z : from.fine.x, fine_scale(from.scales, 0), a[0], a[2]);
+  decode(half ? from.values[0].w : from.values[0].y, half ? from.fine.w : from.fine.y, fine_scale(from.scales, 1), a[1], a[3]);
 #elif BITS == 8
   widen(half ? from.values[0].z : from.values[0].x, a[0], a[2]);
   widen(half ? from.values[0].w : from.values[0].y, a[1], a[3]);

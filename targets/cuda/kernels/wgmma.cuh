@@ -11,7 +11,7 @@ typedef float Sums[kSums];
 
 // sum[16 x TOKENS of this warp's tile] += a (its 16 x 16 weights) x the 16 inputs x TOKENS of `b`.
 __device__ inline void multiply(Sums& sum, const u32* a, u64 b) {
-#if BITS < 16
+#if BITS < 16 && !FINE
 #define TYPES "f32.f16.f16"
 #else
 #define TYPES "f32.bf16.bf16"

@@ -71,8 +71,14 @@ struct Reader {
   u32 ring, full, stages, stage_bytes;
   u32 at[2], stride, inputs;  // in a stage: of its two tiles, to their next block, and of the inputs
   u32 stage, phase;
+  u32 fine[2], fine_stride;   // of its tiles' 256ths
 
   __device__ u32 here() const { return ring + stage * stage_bytes; }
+  __device__ Stored load(int t, int d, int lane) const {
+    Part part(here() + at[t] + d * stride, lane);
+    part.fine = here() + fine[t] + d * fine_stride + lane * 16;
+    return load_shared(part, 0);
+  }
   __device__ void open() const { await(full + 8 * stage, phase); }
   __device__ void next() {
     if (++stage == stages) stage = 0, phase ^= 1;
@@ -87,13 +93,18 @@ struct Tiles {
   Stored tile[2];
   __device__ void load_block(const Reader& reader, int d, int lane) {
 #pragma unroll
-    for (int t = 0; t < 2; t++) tile[t] = load_shared(reader.here() + reader.at[t] + d * reader.stride, lane);
+    for (int t = 0; t < 2; t++) tile[t] = reader.load(t, d, lane);
   }
   __device__ void await_mma() {
 #if BITS == 4
 #define WORDS(v) "+r"((v).codes.x), "+r"((v).codes.y), "+r"((v).scales), "+r"((v).zeros)
 #else
-#define WORDS(v) "+r"((v).values[0].x), "+r"((v).values[0].y), "+r"((v).values[0].z), "+r"((v).values[0].w)
+#define VALUES(v) "+r"((v).values[0].x), "+r"((v).values[0].y), "+r"((v).values[0].z), "+r"((v).values[0].w)
+#if FINE
+#define WORDS(v) VALUES(v), "+r"((v).fine.x), "+r"((v).fine.y), "+r"((v).fine.z), "+r"((v).fine.w), "+r"((v).scales)
+#else
+#define WORDS(v) VALUES(v)
+#endif
 #endif
     asm volatile("wgmma.wait_group.sync.aligned 0;" : WORDS(tile[0]), WORDS(tile[1])::"memory");
   }
@@ -134,6 +145,8 @@ struct Tiles {};
 // of a tile, what its second half is made of
 #if BITS == 4
 #define KEPT(v) "+r"((v).codes.x), "+r"((v).codes.y), "+r"((v).scales), "+r"((v).zeros)
+#elif FINE
+#define KEPT(v) "+r"((v).values[0].z), "+r"((v).values[0].w), "+r"((v).fine.z), "+r"((v).fine.w), "+r"((v).scales)
 #elif BITS == 8
 #define KEPT(v) "+r"((v).values[0].z), "+r"((v).values[0].w)
 #else
@@ -147,9 +160,8 @@ __device__ inline void walk(Sums (&sums)[2], Tiles&, Reader& reader, bool, int l
 #pragma unroll
   for (int i = 0; i < 4 * DEPTH; i++) {
     const int d = i / 4, t = i / 2 % 2, half = i % 2;
-    const u32 from = reader.here() + reader.at[t] + d * reader.stride;
     u32 a[4];
-    if (half == 0) tile = load_shared(from, lane);
+    if (half == 0) tile = reader.load(t, d, lane);
     expand(tile, half, a);
     begin_mma();
     multiply(sums[t], a, kApart | (inputs + (2 * d + half) * (kInputBytes / 32)));
@@ -203,13 +215,16 @@ __device__ inline void finish(const Job& job, const Share& own, const Sums (&sum
 
 __device__ inline void consume(const Job& job, const Share& own, u32 ring, u32 full, int warp, int lane) {
   const int each = job.tiles / job.row_groups;
-  Reader reader = {ring, full, u32(job.stages), u32(own.stage), {}, u32(each) * kTileBytes, u32(job.k_groups * own.piece), 0, 0};
+  Reader reader = {ring, full, u32(job.stages), u32(own.stage), {}, u32(each) * kCodeBytes, u32(job.k_groups * own.piece), 0, 0};
+  reader.fine_stride = each * kFineBytes;
   // tiles past the end only fill up the last warpgroup: they are multiplied by what is there, and dropped
   const int count = own.pieces * job.tiles - 2 * warp;
 #pragma unroll
   for (int t = 0; t < 2; t++) {
     const int tile = t < count ? 2 * warp + t : 0, owner = tile / job.tiles, mine = tile % job.tiles;
-    reader.at[t] = owner * own.piece + mine / each * DEPTH * reader.stride + mine % each * kTileBytes;
+    reader.at[t] = owner * own.piece + mine / each * DEPTH * reader.stride + mine % each * kCodeBytes;
+    reader.fine[t] = owner * own.piece + DEPTH * job.tiles * kCodeBytes + mine / each * DEPTH * reader.fine_stride +
+                     mine % each * kFineBytes;
   }
   wait_for_previous();
   Tiles tiles;

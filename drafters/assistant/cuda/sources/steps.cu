@@ -45,9 +45,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) beside(const __grid_const
     if (blockIdx.y) {
       v[j] = load4(state, i);
     } else {
-      const u32 low = table.table[pair_at(table, row, 2 * i)], high = table.table[pair_at(table, row, 2 * i + 1)];
-      v[j] = make_float4(from_bf16(u16(low)) * table.factor, from_bf16(low >> 16) * table.factor,
-                         from_bf16(u16(high)) * table.factor, from_bf16(high >> 16) * table.factor);
+      const float2 low = pair_of(table, row, 2 * i), high = pair_of(table, row, 2 * i + 1);
+      v[j] = make_float4(low.x * table.factor, low.y * table.factor, high.x * table.factor, high.y * table.factor);
     }
     squares += square4(v[j]);
   }

@@ -57,8 +57,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) pair(const __grid_constan
     if (blockIdx.y) {
       v[j] = load4(h, i);
     } else {
-      const u32 low = table.table[pair_at(table, row, 2 * i)], high = table.table[pair_at(table, row, 2 * i + 1)];
-      v[j] = make_float4(from_bf16(u16(low)), from_bf16(low >> 16), from_bf16(u16(high)), from_bf16(high >> 16));
+      const float2 low = pair_of(table, row, 2 * i), high = pair_of(table, row, 2 * i + 1);
+      v[j] = make_float4(low.x, low.y, high.x, high.y);
     }
     squares += square4(v[j]);
   }
