@@ -210,61 +210,95 @@ __device__ inline void judge(const Job& job, int m, float4 high, float least, in
     if (in[c] && at < job.room) job.found[size_t(m) * job.room + at++] = i + c;
 }
 
+// A CTA's words: the same of every row, four a thread.
+struct Words {
+  const Job& job;
+  Shared& shared;
+  float4* staged;  // [batch, kThreads] logits, then biases of as many sequences
+  int first, mine;
+  bool kept;  // whether upper ends stay in shared memory, else they are where logits were
+
+  __device__ Words(const Job& job, Shared& shared, float4* staged)
+      : job(job), shared(shared), staged(staged), first(blockIdx.x * kThreads * 4), mine(threadIdx.x * 4),
+        kept(job.rows <= job.batch && job.vocab <= kStride) {}
+
+  // Of a batch's row m, words i to i + 3, whose errors are e.
+  __device__ void bound(const Batch& batch, int m, float4 e, int i) {
+    const Row& row = shared.rows[m];
+    if (!row.judged()) return;
+    float4* at = batch.logits + (m - batch.from) * kThreads;
+    float low = -INFINITY;
+    u32 high = 0;
+    if (i < job.vocab) {
+      const float4 v = ends(job, row, *at, e, batch.biases[batch.sequence(job, m) * kThreads], i, low);
+      if (kept) *at = v;
+      else store_words(job.logits + size_t(m) * job.vocab, v, i);
+      high = largest_of(v);
+    }
+    const u32 most = __reduce_max_sync(~0u, ordered(low)), all = __reduce_max_sync(~0u, high);
+    if (threadIdx.x % 32 == 0) atomicMax(shared.low + m, most), atomicMax(shared.high + m, all);
+  }
+  // All of them. batch: the first, whose biases are on their way; e: of the first words.
+  __device__ void bound_all(Batch batch, float4 e) {
+#pragma unroll 1
+    for (int base = first; base < job.vocab; base += kStride) {
+      const int i = base + mine;
+      const bool there = i < job.vocab;
+      if (there && base != first) e = load_words(job.error, i);
+#pragma unroll 1
+      for (batch.from = 0; batch.from < job.rows; batch.from = batch.to) {
+        batch.to = min(batch.from + job.batch, job.rows);
+        if (there && (base != first || batch.from)) batch.fetch_biases(job, shared.rows, i);
+        if (there) batch.fetch_logits(job, i);
+        copies_done();
+#pragma unroll 1
+        for (int m = batch.from; m < batch.to; m++) bound(batch, m, e, i);
+      }
+    }
+  }
+  __device__ void judge_all() const {
+#pragma unroll 1
+    for (int m = 0; m < job.rows; m++) {
+      if (!shared.rows[m].judged()) continue;  // whole, or of an idle row: anything
+      const float must = shared.least[m];
+      const bool some = !(of_ordered(shared.high[m]) < must);
+      float* logits = job.logits + size_t(m) * job.vocab;
+#pragma unroll 1
+      for (int i = first + mine; i < job.vocab; i += kStride) {
+        if (some) judge(job, m, kept ? staged[m * kThreads + threadIdx.x] : load_words(logits, i), must, i);
+        store_words(logits, make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY), i);
+      }
+    }
+  }
+};
+
 // grid: kCtas
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     screen(const __grid_constant__ Job job) {
-  extern __shared__ float4 staged[];  // [batch, kThreads] logits, then biases of as many sequences
+  extern __shared__ float4 staged[];
   __shared__ Shared shared;
   let_next_start();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, vocab = job.vocab, rows = job.rows;
-  const int first = blockIdx.x * kThreads * 4, mine = threadIdx.x * 4;
-  Batch batch = {0, min(job.batch, rows), staged + threadIdx.x, staged + job.batch * kThreads + threadIdx.x};
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = job.rows;
+  Words words(job, shared, staged);
+  const int i = words.first + words.mine;
+  const Batch batch = {0, min(job.batch, rows), staged + threadIdx.x, staged + job.batch * kThreads + threadIdx.x};
   float4 e = {};
   // the head's codes let this kernel start when all before it have ended: its logits alone are waited for
-  if (first + mine < vocab) e = load_words(job.error, first + mine);
+  if (i < job.vocab) e = load_words(job.error, i);
 #pragma unroll 1
   for (int m = warp; m < rows; m += kThreads / 32) {
     const Row row = row_of(job, m, lane);
     if (lane == 0) shared.rows[m] = row, shared.low[m] = shared.high[m] = ordered(-INFINITY);
   }
   __syncthreads();
-  if (first + mine < vocab) batch.fetch_biases(job, shared.rows, first + mine);
+  if (i < job.vocab) batch.fetch_biases(job, shared.rows, i);
   wait_for_previous();
-  const bool kept = rows <= job.batch && vocab <= kStride;  // upper ends stay in shared memory
-#pragma unroll 1
-  for (int base = first; base < vocab; base += kStride) {
-    const int i = base + mine;
-    const bool there = i < vocab;
-    if (there && base != first) e = load_words(job.error, i);
-#pragma unroll 1
-    for (batch.from = 0; batch.from < rows; batch.from = batch.to) {
-      batch.to = min(batch.from + job.batch, rows);
-      if (there && (base != first || batch.from)) batch.fetch_biases(job, shared.rows, i);
-      if (there) batch.fetch_logits(job, i);
-      copies_done();
-#pragma unroll 1
-      for (int m = batch.from; m < batch.to; m++) {
-        const Row& row = shared.rows[m];
-        if (!row.judged()) continue;
-        float4* at = batch.logits + (m - batch.from) * kThreads;
-        float low = -INFINITY;
-        u32 high = 0;
-        if (there) {
-          const float4 v = ends(job, row, *at, e, batch.biases[batch.sequence(job, m) * kThreads], i, low);
-          if (kept) *at = v;
-          else store_words(job.logits + size_t(m) * vocab, v, i);
-          high = largest_of(v);
-        }
-        const u32 most = __reduce_max_sync(~0u, ordered(low)), all = __reduce_max_sync(~0u, high);
-        if (lane == 0) atomicMax(shared.low + m, most), atomicMax(shared.high + m, all);
-      }
-    }
-  }
+  words.bound_all(batch, e);
   __syncthreads();
-  const int own = threadIdx.x;  // row
-  if (own < rows) {
-    job.reached[own * kCtas + blockIdx.x] = shared.low[own];
-    if (blockIdx.x == 0) job.count[own] = shared.rows[own].slot < 0 || shared.rows[own].judged() ? 0 : -1;
+  const int m = threadIdx.x;
+  if (m < rows) {
+    job.reached[m * kCtas + blockIdx.x] = shared.low[m];
+    if (blockIdx.x == 0) job.count[m] = shared.rows[m].slot < 0 || shared.rows[m].judged() ? 0 : -1;
   }
   meet(job.arrived);
 #pragma unroll 1
@@ -273,16 +307,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     if (lane == 0) shared.least[m] = must;
   }
   __syncthreads();
-#pragma unroll 1
-  for (int m = 0; m < rows; m++) {
-    if (!shared.rows[m].judged()) continue;  // whole, or of an idle row: anything
-    const float must = shared.least[m];
-    const bool some = !(of_ordered(shared.high[m]) < must);
-    float* logits = job.logits + size_t(m) * vocab;
-#pragma unroll 1
-    for (int i = first + mine; i < vocab; i += kStride) {
-      if (some) judge(job, m, kept ? staged[m * kThreads + threadIdx.x] : load_words(logits, i), must, i);
-      store_words(logits, make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY), i);
-    }
-  }
+  words.judge_all();
 }
