@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from targets.cuda.four_bits import FourBits
-from targets.cuda.int8 import Int16
+from targets.cuda.int8 import Int8, Int16
 from targets.cuda.launch import Variant
 from targets.cuda.nvfp4 import parts_of_words
 from targets.cuda.ops import Linear
@@ -202,31 +202,19 @@ def form_of(weight: Linear) -> str:
 
 
 def tile_head(head: Int16, processors: int) -> Tensor:
-    """[passes, steps, ctas, step bytes]: of a step a CTA's codes with their scales, then what is
-    beside them. One k group, so that the codes alone are one piece."""
-    narrow, n, k = head.narrow, *head.fine.shape
-    plan = schedule(n, k, "int16", "plain", 1, processors)
-    sizes, order = _axes(plan, "int16", "plain")
-    parts = [
-        _dealt(_words(part[None], _stored(plan)), plan, "plain", sizes, order)
-        for part in (narrow.codes, head.fine)
-    ]
-    scales = _filled(narrow.scale[None], _stored(plan) // INPUTS)
-    of_scales = (*sizes[:BLOCK_AXES], 1), tuple(axis for axis in order if axis <= BLOCK_AXES)
-    codes, fine, scale = (
-        part.view(-1, size)
-        for part, size in zip(
-            (*parts, _dealt(scales, plan, "plain", *of_scales)), (512, 512, 2 * TILE), strict=True
-        )
-    )
-    whole = torch.cat([codes, scale], -1), fine
-    return torch.cat([_shaped(part, plan, "plain", 1) for part in whole], -1)
+    """The same of a head: of a CTA's step all codes with their scales, then all 256ths. One k group,
+    so that a step's codes are one piece."""
+    codes = tile_codes(head.narrow, "plain", 1, processors, "int16")
+    return torch.cat([codes, tile(head.fine, "int16", "plain", 1, processors)], -1)
 
 
-def tile_codes(weight: FourBits, layout: str, groups: int, processors: int) -> Tensor:
-    """The same of codes: a tile's codes, then its scales, then its zero points."""
+def tile_codes(
+    weight: FourBits | Int8, layout: str, groups: int, processors: int, dealt: str | None = None
+) -> Tensor:
+    """The same of codes: a tile's codes, then its scales, then its zero points. dealt: as another
+    kind."""
     n, k = weight.codes.shape[-2:]
-    plan = _plan(n, k, weight.kind, layout, groups, processors)
+    plan = _plan(n, k, dealt or weight.kind, layout, groups, processors)
     sizes, order = _axes(plan, weight.kind, layout)
     codes = weight.codes.reshape(-1, n, k)
     words = _words(codes, _stored(plan))
