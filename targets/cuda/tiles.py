@@ -202,8 +202,8 @@ def form_of(weight: Linear) -> str:
 
 
 def tile_head(head: Int16, processors: int) -> Tensor:
-    """The same of a head: of a CTA's step all codes with their scales, then all 256ths. One k group,
-    so that a step's codes are one piece."""
+    """The same of a head: of a CTA's step all codes with their scales, then all 256ths. It has one
+    k group, so that a step's codes are one piece."""
     codes = tile_codes(head.narrow, "plain", 1, processors, "int16")
     return torch.cat([codes, tile(head.fine, "int16", "plain", 1, processors)], -1)
 
