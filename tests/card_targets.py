@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
+
 from drafters.eagle3.spec import HeadSpec
 from targets import mini
 from targets.cuda.load import CudaOptions, load_target
+from targets.cuda.ops import Rows
+from targets.cuda.target import CudaTarget
 
 SPEC = HeadSpec(
     hidden=256,
@@ -34,3 +38,12 @@ def target_of(kind, slots, graphs=True, features=SPEC.layers, max_len=MAX_LEN, n
         features=features,
     )
     return load_target(mini.path(name), options)
+
+
+def table_of(target: CudaTarget) -> torch.Tensor:
+    """The embedding [vocab, hidden] bfloat16 as its kernels read it, before they scale it."""
+    arch = target.arch
+    tokens = torch.arange(arch.vocab, device="cuda").int()[:, None]
+    nowhere = torch.zeros(arch.vocab, device="cuda").int()
+    h = target.ops.embed(target.weights.head, Rows(tokens, nowhere, nowhere))
+    return (h / torch.tensor(arch.hidden**0.5).bfloat16().item()).bfloat16()

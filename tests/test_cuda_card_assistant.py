@@ -29,7 +29,7 @@ from targets.arch import read_arch
 from targets.cuda.device_loop import device_loop
 from targets.cuda.ops import Rows
 from tests.card import error, randn, rows_of
-from tests.card_targets import target_of
+from tests.card_targets import table_of, target_of
 from tests.modes import MODES
 
 pytestmark = pytest.mark.gpu
@@ -117,8 +117,8 @@ def test_a_step_on_kernels_is_near_its_twin(kind, head, ahead):
             close = {"dense": 0, "pruned": 0, "ordered": 1e-2}[head]  # the library's matmuls
             known = torch.isfinite(both[row])
             torch.testing.assert_close(alone[0][known], both[row][known], atol=close, rtol=close)
-    twin, table = AssistantReference(given.spec.arch), model.ops.dense(target.weights.head)[0]
-    plain = twin.pack(table.clone(), None, "bf16", "plain")
+    twin = AssistantReference(given.spec.arch)
+    plain = twin.pack(table_of(target), None, "bf16", "plain")
     model.ops, model.weights = twin, place(given, kind[0], twin, "cuda")
     honest = target.weights
     try:  # the references read the very cache that the kernels wrote

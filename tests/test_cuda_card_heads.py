@@ -21,7 +21,7 @@ from targets.cuda.ops import Closing, Opening, Rows
 from targets.cuda.sampling import blank_table
 from targets.sampling_params import Rules, set_row
 from tests.card import as_input, error, randn, rows_of
-from tests.card_targets import SPEC, target_of
+from tests.card_targets import SPEC, table_of, target_of
 from tests.modes import MODES
 
 pytestmark = pytest.mark.gpu
@@ -149,10 +149,9 @@ def test_a_head_on_kernels_is_near_its_twin(kind):
     for row in range(8):
         assert torch.equal(step(row, row + 1)[0], together[row])
     twin = DraftReference(arch_of(spec))
-    kernels, model.ops = model.ops, twin
+    model.ops = twin
     model.weights = place(head, "float32", twin, target.device)
-    table = kernels.dense(target.weights.head)[0].clone()
-    weights = SimpleNamespace(head=twin.pack(table, None, "bf16", "plain"))
+    weights = SimpleNamespace(head=twin.pack(table_of(target), None, "bf16", "plain"))
     model.target = SimpleNamespace(weights=weights)
     assert error(together, step(0, 8).double()) < {"fp8": 0.06, "bf16": 0.02}[kind]
 

@@ -54,13 +54,12 @@ class _GemmJob(Structure):
         *((name, c_void_p) for name in ("weight", "scale", "x", "out", "inputs")),
         *((name, c_void_p) for name in ("partial", "certified")),
         *((name, c_int) for name in ("inputs_stride", "n", "ctas", "tiles", "passes", "steps")),
-        ("apart", c_int),
         *((name, c_int) for name in ("row_groups", "k_groups", "depth")),
         *((name, c_int) for name in ("k_blocks", "k_stride", "stages")),
         *((name, c_int) for name in ("ahead", "pace", "rows")),
         *((name, c_int) for name in ("out_stride", "out_groups", "epilogue")),
         ("softcap", c_float),
-        *((name, c_int) for name in ("silu", "f16", "room", "next", "ready")),
+        *((name, c_int) for name in ("silu", "f16", "room", "next", "ready", "apart")),
     )
 
 
@@ -157,11 +156,11 @@ class Gemm:
             *(None, address(certified)),
             0 if inputs is None else inputs.stride(0),
             *(weight.n, plan.ctas, plan.tiles, plan.passes, plan.steps),
-            plan.step_bytes(weight.dealt or form),
             *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
             *(tiles.k_stride(weight), 0, *self._before(plan, form)),
             *(x.rows, stride, out_groups, epilogue, softcap, int(silu)),
             *(int(f16), room, self._next(plan, form, x.block, late), int(ready)),
+            plan.step_bytes(weight.dealt or form),
         )
         if x.block in FEW:
             job.stages, shared = few_stages(plan, form, x.block)

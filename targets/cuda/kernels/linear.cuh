@@ -18,7 +18,6 @@ struct Job {
   int inputs_stride;
   int n, ctas, tiles;   // rows of the weight; CTAs that work; tiles per CTA and pass
   int passes, steps;    // steps along k per pass
-  int apart;            // of gemm.cu: bytes from a CTA's step to the next one's, which may be more than it reads
   int row_groups, k_groups, depth;  // depth: 32-input blocks per warp and step
   int k_blocks;         // 32-input blocks of x
   int k_stride;         // of a k group's blocks: k_groups, or 1 where groups are contiguous
@@ -34,6 +33,7 @@ struct Job {
   int room;             // for candidates of a row
   int next;             // of gemm.cu: when the next kernel starts
   int ready;            // of gemm.cu: x was complete before this kernel could start
+  int apart;            // of gemm.cu: bytes from a CTA's step to the next one's, which may be more than it reads
 };
 
 // The weight's row n that is `row` of a tile, or past its end. The first half of a gated tile are gate's
