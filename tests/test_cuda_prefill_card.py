@@ -168,7 +168,7 @@ def test_matmuls(kind):
 )
 def test_whole_prefill(tmp_path, name, dtype, tolerance):
     """nvfp4: a file's own 4 bits, else what the dtype makes of mini's."""
-    path, kinds = mini.path(name), {"fp8", "bf16", "int4", "nvfp4"}
+    path, kinds = mini.path(name), {"fp8", "bf16", "int8", "int4", "nvfp4"}
     if dtype.startswith("nvfp4"):
         write_nvfp4(path, tmp_path, *([in_part] if "part" in dtype else []))
         path, dtype = tmp_path, "int4"
