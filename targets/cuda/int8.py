@@ -26,7 +26,7 @@ SAFETY = 1.002
 FINER = 256
 """Parts of a code."""
 WORDS = 4
-"""Words that the kernels look at together: a head of another multiple has no copy."""
+"""Words that the kernels look at together: a head of another multiple stays bf16, not certified."""
 AT_ONCE = 1 << 26
 """Values that are rounded at once."""
 

@@ -223,7 +223,7 @@ def make_ops(arch: Arch, plan: Plan) -> Ops:
 
 
 def _kinds(arch: Arch, plan: Plan) -> set[str]:
-    """The kinds of weights that kernels are needed for: the head and its copy, and others."""
+    """The kinds of weights that kernels are needed for: the head and its codes, and others."""
     dtype = plan.dtype
     if dtype not in QUANTISED:
         return {"bf16", "int8"}

@@ -78,7 +78,7 @@ class TopPerLayer:
 
 @dataclass(frozen=True)
 class Weights:
-    """head [V, H]: wide, and the embedding's table too. narrow_head: its copy, where it is bf16."""
+    """head [V, H]: wide, and the embedding's table too. narrow_head: its codes, where there are."""
 
     head: Linear
     narrow_head: NarrowHead | None
