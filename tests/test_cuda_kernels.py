@@ -23,7 +23,17 @@ from drafters.lookup.cuda import LOOKUP
 from specdec.core.errors import UserError
 from targets import arch, mini
 from targets.arch import read_arch, released
-from targets.cuda import attention, four_bits, gemm, int8, launch, prefill_launch, tiles, w8a8
+from targets.cuda import (
+    attention,
+    four_bits,
+    gemm,
+    int8,
+    launch,
+    packing,
+    prefill_launch,
+    tiles,
+    w8a8,
+)
 from targets.cuda.four_bits import FourBits
 from targets.cuda.inputs import BLOCKS, NARROW_BLOCKS
 from targets.cuda.int4 import Int4
@@ -138,7 +148,7 @@ def draw(
     if not layout.startswith("experts"):
         values = values[0]
     groups = tiles.k_groups(n, layout)
-    data = tiles.tile(values, kind, layout, groups, processors)
+    data = packing.tile(values, kind, layout, groups, processors)
     return Linear(n, k, kind, data, None, layout, groups), raw
 
 
@@ -146,7 +156,7 @@ def draw(
 @given(shapes, made, processors)
 def test_tiles_turn_back_into_rows(shape, made, processors):
     weight, raw = draw(shape, *made, processors)
-    back = tiles.untile(weight, processors).contiguous().view(torch.uint8)
+    back = packing.untile(weight, processors).contiguous().view(torch.uint8)
     assert torch.equal(back, raw.flatten(0, 1).flatten(1))
 
 
@@ -158,7 +168,7 @@ def test_a_head_lies_in_two_parts(shape, processors):
     n, k = shape
     head, _ = int8.quantise(torch.randn(n, k).bfloat16())
     plan = tiles.schedule(n, k, "int16", "plain", 1, processors)
-    data = tiles.tile_head(head, processors).flatten()
+    data = packing.tile_head(head, processors).flatten()
     each = plan.row_groups * plan.depth * plan.wide
     assert data.numel() == plan.passes * plan.steps * plan.ctas * each * (544 + 512)
     row, at = torch.randint(n, (200,)), torch.randint(k, (200,))
@@ -226,7 +236,7 @@ def test_codes_and_scales_are_where_the_kernels_look(shape, kind, layout, proces
     lead = (3,) if layout.startswith("experts") else ()
     narrow = draw_codes((*lead, n, k), kind)
     groups = tiles.k_groups(n, layout)
-    data = tiles.tile_codes(narrow, layout, groups, processors)
+    data = packing.tile_codes(narrow, layout, groups, processors)
     weight = Linear(n, k, narrow.kind, data, None, layout, groups)
     tile, row = tile_of(weight, torch.arange(n)[:, None])
     where = in_weight(weight, processors, tile, torch.arange(k) // 32)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from targets.cuda import tiles
+from targets.cuda import packing, tiles
 from targets.cuda.four_bits import FourBits
 from targets.cuda.inputs import BLOCKS, Input
 from targets.cuda.int8 import Int16
@@ -102,7 +102,7 @@ class Gemm:
         groups = groups or tiles.k_groups(n, layout)
         if scale is not None:
             scale = (scale.float() * tiles.ACTIVATION_SCALE).contiguous()
-        data = tiles.tile(values, kind, layout, groups, self._processors)
+        data = packing.tile(values, kind, layout, groups, self._processors)
         return Linear(n, k, kind, data, scale, layout, groups)
 
     def pack_codes(self, weight: FourBits, layout: str, groups: int | None = None) -> Linear:
@@ -110,12 +110,12 @@ class Gemm:
         n, k = weight.codes.shape[-2:]
         groups = groups or tiles.k_groups(n, layout)
         scale = (weight.row * tiles.ACTIVATION_SCALE).contiguous()
-        data = tiles.tile_codes(weight, layout, groups, self._processors)
+        data = packing.tile_codes(weight, layout, groups, self._processors)
         return Linear(n, k, weight.kind, data, scale, layout, groups)
 
     def pack_head(self, head: Int16) -> tuple[Linear, Linear]:
         """The head, and its codes in the same memory; both meet inputs as they are."""
-        data = tiles.tile_head(head, self._processors)
+        data = packing.tile_head(head, self._processors)
         n, k = head.fine.shape
         whole = Linear(n, k, "bf16", data, head.narrow.row.contiguous(), dealt="int16")
         return whole, replace(whole, kind="int8")

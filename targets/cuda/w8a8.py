@@ -1,7 +1,7 @@
 """Linear layers of e4m3 by e4m3 as launches of `kernels/w8a8.cu` and `quantise.cu`: a part of
 `Kernels`.
 
-Weights lie as the skinny GEMM's do (`tiles.py`) and have a scale per output channel. Inputs get a
+Weights lie as the skinny GEMM's do (`packing.py`) and have a scale per output channel. Inputs get a
 scale per token as they come (dynamically); those of row_parallel weights one per token and k group,
 so that a device that has a part of k needs no other's maximum.
 """

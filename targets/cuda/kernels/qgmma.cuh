@@ -27,7 +27,7 @@ typedef float Sums[kSums];
                : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "l"(x))
 
 // sum[16 x kColumns of this warp's tile] += w (its 16 x 32 weights) x the 32 inputs x kColumns of `x`. A
-// tile as it is stored (tiles.py) is the fragment, if its inputs are counted as `narrow_offset` does.
+// tile as it is stored (packing.py) is the fragment, if its inputs are counted as `narrow_offset` does.
 __device__ inline void multiply(Sums& sum, uint4 w, u64 x) {
 #if TOKENS == 8
   QGMMA(8, "%0,%1,%2,%3", 4, 5, 6, 7, 8, F4(0));

@@ -1,4 +1,4 @@
-// A weight's tiles of 16 rows x 32 inputs, as they lie in memory (tiles.py), and as fragments of MMAs.
+// A weight's tiles of 16 rows x 32 inputs, as they lie in memory (packing.py), and as fragments of MMAs.
 //
 // Of e4m3 and bf16 weights a tile is its fragments. Of 4-bit ones it is 64 words of eight codes (by
 // lane, its two rows), then a f16 scale for each row's 32 inputs, then where they have zero points a

@@ -6,7 +6,7 @@
 // k group (kPart), each group's sum is made apart and scaled, and groups are added as a binary tree: two
 // neighbours here, the rest by who reads them (narrow.cuh).
 //
-// Weights lie as for gemm.cu (tiles.py): an item of work is `take` row groups of it, whoever they were dealt
+// Weights lie as for gemm.cu (packing.py): an item of work is `take` row groups of it, whoever they were dealt
 // to, of each step the `share` k groups that are its own, one after the other, for a block of tokens. CTAs
 // take items in turn, and the ring does not stop between them; items of the same weights run beside each
 // other. A warp holds TILES tiles.
