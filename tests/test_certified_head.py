@@ -126,16 +126,16 @@ def test_bounds_hold(scale):
     values = (torch.randn((400, 333), generator=generator) * scale).bfloat16()
     head, error = int8.quantise(values)
     narrow, values = head.narrow, head.values() * head.narrow.row[:, None].bfloat16()
-    copy = narrow.values().double() * narrow.row[:, None]
+    coarse = narrow.values().double() * narrow.row[:, None]
     x = torch.cat([torch.randn((20, 333), generator=generator), torch.eye(333)[:20]]).bfloat16()
-    away = (x.double() @ values.double().T - x.half().double() @ copy.T).abs()
+    away = (x.double() @ values.double().T - x.half().double() @ coarse.T).abs()
     bound = error * certified.length(x)[:, None]
     assert (away <= bound).all()
-    worst = (values.double() - copy).norm(dim=1)  # an input that points where the error does
+    worst = (values.double() - coarse).norm(dim=1)  # an input that points where the error does
     assert (worst <= error).all() and (error < 1.3 * worst + 1e-3 * values.norm(dim=1)).all()
 
 
-def test_a_copy_is_fine():
+def test_codes_are_fine():
     """Within 0.7 % of a row, of sums 0.1 %; a large value is coarse for its 32 inputs alone."""
     generator = torch.Generator().manual_seed(1)
     values = torch.randn((64, 5376), generator=generator).bfloat16()

@@ -109,7 +109,7 @@ def _rounded(values: Tensor) -> tuple[Int16, Tensor]:
     return head, row * _bound(head.values().float(), head.narrow.values().float())
 
 
-def _bound(values: Tensor, copy: Tensor) -> Tensor:
-    """Of |copy x - values x|, both summed by tensor cores, for an x of length 1."""
-    sums = (values.shape[1] + GROUP) * UNIT * (values.norm(dim=-1) + copy.norm(dim=-1))
-    return ((values - copy).norm(dim=-1) + sums) * SAFETY
+def _bound(values: Tensor, coarse: Tensor) -> Tensor:
+    """Of |coarse x - values x|, both summed by tensor cores, for an x of length 1."""
+    sums = (values.shape[1] + GROUP) * UNIT * (values.norm(dim=-1) + coarse.norm(dim=-1))
+    return ((values - coarse).norm(dim=-1) + sums) * SAFETY

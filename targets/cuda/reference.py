@@ -246,10 +246,10 @@ class Reference:
         rows: Rows,
         choosing: Choosing,
     ) -> Tensor:
-        head, (copy, error) = heads[0], (heads[1].weight, heads[1].error)
-        assert copy.scale is not None
-        values = Int16.unpacked(copy.data, copy.scale).narrow.values().float()
-        around = _matmul(x.half(), values, copy.scale)
+        head, (codes, error) = heads[0], (heads[1].weight, heads[1].error)
+        assert codes.scale is not None
+        values = Int16.unpacked(codes.data, codes.scale).narrow.values().float()
+        around = _matmul(x.half(), values, codes.scale)
         apart = error * certified.length(x)[:, None]
         ties = certified.TIES * (softcap or 0.0)
         ends = soft_cap(around - apart, softcap) - ties, soft_cap(around + apart, softcap) + ties
