@@ -63,8 +63,8 @@ class Candidates:
         if len(values) % int8.WORDS or self._processors * RESIDENT < SCREEN_CTAS:
             return self._gemm.pack(values, None, "bf16", "plain"), None
         head, error = int8.quantise(values)
-        whole, codes = self._gemm.pack_head(head)
-        return whole, NarrowHead(codes, error)
+        whole = self._gemm.pack_head(head)
+        return whole, NarrowHead.of(whole, error)
 
     def logits(
         self,

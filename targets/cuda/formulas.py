@@ -59,8 +59,13 @@ def rank(shares: Tensor, per_expert: Tensor, moe: MoeSpec) -> tuple[Tensor, Tens
 
 
 def lookup(table: Tensor, ids: Tensor, width: int) -> Tensor:
-    """`scaled` rows of an embedding; ids outside count as 0."""
-    return scaled(table[torch.where((ids >= 0) & (ids < len(table)), ids, 0).long()], width)
+    """`scaled` rows of an embedding."""
+    return scaled(table[known(ids, len(table))], width)
+
+
+def known(ids: Tensor, count: int) -> Tensor:
+    """As indices of so many rows; ids outside count as 0."""
+    return torch.where((ids >= 0) & (ids < count), ids, 0).long()
 
 
 def scaled(rows: Tensor, width: int) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_void_p
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -64,16 +63,14 @@ class _GemmJob(Structure):
 
 
 def variants(kinds: set[str]) -> set[Variant]:
-    """For weights of these kinds; of w8a8 ones, which w8a8.cu multiplies, none, and of int8 ones,
-    the codes of a head, what few rows take, and all of the head itself."""
-    mine = kinds - {"w8a8", "int8"} | ({"int16"} if "int8" in kinds else set())
-    few = {
-        _few(kind, block, wide)
-        for kind in mine | kinds & {"int8"}
-        for block in FEW
-        for wide in (1, 2, 3)
+    """For weights of these kinds; none of w8a8 ones, which w8a8.cu multiplies. int8 are the codes
+    of a head, which few rows take, and stand for the head itself, which has one k group."""
+    mine, whole = kinds - {"w8a8", "int8"}, {"int16"} if "int8" in kinds else set()
+    of_few, of_many = kinds - {"w8a8"} | whole, mine | whole
+    few = {_few(kind, block, wide) for kind in of_few for block in FEW for wide in (1, 2, 3)}
+    many = {
+        _many(kind, block, depth) for kind in of_many for block in MANY for depth in tiles.DEPTHS
     }
-    many = {_many(kind, block, depth) for kind in mine for block in MANY for depth in tiles.DEPTHS}
     gather = {_gather(kind, block) for kind in mine for block in MANY}
     return few | many | gather
 
@@ -113,12 +110,11 @@ class Gemm:
         data = packing.tile_codes(weight, layout, groups, self._processors)
         return Linear(n, k, weight.kind, data, scale, layout, groups)
 
-    def pack_head(self, head: Int16) -> tuple[Linear, Linear]:
-        """The head, and its codes in the same memory; both meet inputs as they are."""
+    def pack_head(self, head: Int16) -> Linear:
+        """Which meets inputs as they are, as its codes do."""
         data = packing.tile_head(head, self._processors)
         n, k = head.fine.shape
-        whole = Linear(n, k, "bf16", data, head.narrow.row.contiguous(), dealt="int16")
-        return whole, replace(whole, kind="int8")
+        return Linear(n, k, "bf16", data, head.narrow.row.contiguous(), dealt="int16")
 
     def linear(self, x: Input, weight: Linear, late: bool = False) -> Tensor:
         """`Ops.linear`. late: of few rows, the next kernel starts no earlier than all kernels

@@ -11,7 +11,7 @@ whatever layout and dtype its implementation likes: only the same implementation
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -57,6 +57,11 @@ class NarrowHead:
 
     weight: Linear
     error: Tensor
+
+    @classmethod
+    def of(cls, head: Linear, error: Tensor) -> NarrowHead:
+        """head: in two parts, of which the codes are the first, in the same memory."""
+        return cls(replace(head, kind="int8"), error)
 
 
 class Choosing(NamedTuple):

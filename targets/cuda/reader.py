@@ -13,7 +13,6 @@ Per-layer inputs (E2B, E4B) stay wide in any case: they are small, and the kerne
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -103,14 +102,7 @@ class Reader:
             else:
                 head, narrow = self.ops.pack(values, None, self.wide_kind, "plain"), None
         settled = self.staging.settled(head)
-        if narrow is None:
-            return settled, None
-        codes = narrow.weight
-        if codes.data is head.data:
-            codes = replace(codes, data=settled.data, scale=settled.scale)
-        else:
-            codes = self.staging.settled(codes)
-        return settled, NarrowHead(codes, narrow.error.clone())
+        return settled, narrow and NarrowHead.of(settled, narrow.error.clone())
 
     def _packed(self, names: list[str], layout: str) -> Linear:
         raw = [self.source(name) for name in names]

@@ -10,7 +10,6 @@ Shape legend: as in ops.py; K kv heads, G = heads / K, D head_dim, n keys, C chu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -26,6 +25,7 @@ from targets.cuda.formulas import (
     gelu,
     inverse_frequencies,
     key_and_value,
+    known,
     mix_inputs,
     query,
     rank,
@@ -69,11 +69,11 @@ def wide(weight: Linear) -> Tensor:
 
 def embedded(head: Linear, ids: Tensor) -> Tensor:
     """Rows of the head's own table by token [M, k]; ids outside the vocabulary count as 0."""
-    known = torch.where((ids >= 0) & (ids < head.n), ids, 0).long()
+    at = known(ids, head.n)
     if head.dealt != "int16" or head.scale is None:
-        return head.data[known]
-    row = head.scale[known]
-    return Int16.unpacked(head.data[known], row).values() * row[:, None].bfloat16()
+        return head.data[at]
+    row = head.scale[at]
+    return Int16.unpacked(head.data[at], row).values() * row[:, None].bfloat16()
 
 
 def as_input(x: Tensor, kind: str, groups: int = 1) -> Tensor:
@@ -236,7 +236,7 @@ class Reference:
         head, error = int8.quantise(values)
         n, k = values.shape
         whole = Linear(n, k, "bf16", head.packed(), head.narrow.row, dealt="int16")
-        return whole, NarrowHead(replace(whole, kind="int8"), error)
+        return whole, NarrowHead.of(whole, error)
 
     def candidates(
         self,
