@@ -172,10 +172,9 @@ def test_a_head_lies_in_two_parts(shape, processors):
     each = plan.row_groups * plan.depth * plan.wide
     assert data.numel() == plan.passes * plan.steps * plan.ctas * each * (544 + 512)
     row, at = torch.randint(n, (200,)), torch.randint(k, (200,))
-    owner, mine, block = row // 16 // plan.tiles, row // 16 % plan.tiles, at // 32
-    step = owner // plan.ctas * plan.steps + block // plan.depth
-    step = (step * plan.ctas + owner % plan.ctas) * each * (544 + 512)
-    tile = (mine // plan.wide * plan.depth + block % plan.depth) * plan.wide + mine % plan.wide
+    weight = Linear(n, k, "int16", data, None)
+    number = in_weight(weight, processors, row // 16, at // 32) // (544 + 512)
+    step, tile = number // each * each * (544 + 512), number % each
     lane, half = row % 8 * 4 + at % 32 // 8, row % 16 // 8
     place = lane * 16 + at % 8 // 4 * 8 + half * 4 + at % 4
     codes = data[step + tile * 544 + place]
