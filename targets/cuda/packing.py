@@ -14,8 +14,7 @@ from targets.cuda import tiles
 from targets.cuda.four_bits import FourBits
 from targets.cuda.int8 import Int8, Int16
 from targets.cuda.nvfp4 import parts_of_words
-from targets.cuda.ops import Linear
-from targets.cuda.tiles import BITS, GATE_ROWS, INPUTS, TILE, VALUE_BYTES, Schedule
+from targets.cuda.tiles import BITS, GATE_ROWS, INPUTS, TILE, Schedule
 
 NIBBLES = (0, 16, 4, 20, 8, 24, 12, 28)
 """Where the codes of eight inputs stand in a word: pairs in its halves, as MMAs want them. Those of
@@ -88,21 +87,6 @@ def _shaped(data: Tensor, plan: Schedule, layout: str, experts: int) -> Tensor:
     if layout.startswith("experts"):
         return data.view(experts, plan.passes, -1)
     return data.view(plan.passes, plan.steps, plan.ctas, -1)
-
-
-def untile(weight: Linear, processors: int) -> Tensor:
-    """The inverse of `tile`: values [n, k], of experts [E * n, k], in the weight's dtype."""
-    plan, n = tiles.schedule_of(weight, processors), weight.n
-    rows = plan.ctas * plan.passes * plan.tiles * TILE
-    sizes, order = _axes(plan, weight.kind, weight.layout)
-    blocks = weight.data.view(torch.int32).view([sizes[axis] for axis in order])
-    words = blocks.permute([order.index(axis) for axis in range(len(order))])
-    words = words.reshape(-1, rows, _stored(plan) * VALUE_BYTES[weight.kind] // 4)
-    if weight.layout in GATE_ROWS:
-        halves = words.unflatten(1, (-1, 2, GATE_ROWS[weight.layout])).transpose(1, 2)
-        words = halves.reshape(len(words), 2, rows // 2, -1)[:, :, : n // 2].flatten(1, 2)
-    dtype = torch.bfloat16 if weight.kind == "bf16" else torch.float8_e4m3fn
-    return words[:, :n].flatten(0, 1).contiguous().view(dtype)[:, : weight.k]
 
 
 def _axes(plan: Schedule, kind: str, layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
