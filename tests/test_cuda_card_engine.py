@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from ctypes import c_int
 from functools import cache, partial
 
 import numpy as np
 import pytest
+import torch
 
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
@@ -14,6 +16,7 @@ from specdec.core.engine import Engine
 from specdec.core.script import drawn_right
 from specdec.core.types import Event, Sampling, Sequence, Speculative
 from targets import mini
+from targets.cuda.launch import Launcher, Library, Variant, pointer
 from targets.cuda.load import CudaOptions, load_target
 from tests.modes import MODES
 from tests.test_script import ANSWERS, SHARES, told
@@ -206,3 +209,40 @@ def test_a_request_has_as_many_guesses_as_it_wants():
     for wishes in ((None, None, None), (None, 0, 2), (0, 0, 0)):
         said = texts(host, host_cycle(target, host, 4), wishes)
         assert texts(NoDrafter(), captured(3), wishes) == said
+
+
+DEEP = """extern "C" __global__ void deep(int* out, int n) {
+  volatile int values[WORDS];
+  for (int i = 0; i < WORDS; i++) values[i] = i * n;
+  out[threadIdx.x] = values[(threadIdx.x * n) % WORDS];
+}
+"""
+
+
+def run_deep(folder, words):
+    """A kernel whose threads have stacks of so many words."""
+    (folder / "deep.cu").write_text(DEEP)
+    variant, out = Variant("deep", (("WORDS", words),), folder), torch.zeros(32, device="cuda")
+    launch = Launcher(Library({variant}, folder))
+    launch(variant, "deep", (1, 1, 1), 32, [pointer(out), c_int(3)], early=False)
+    torch.cuda.synchronize()
+
+
+def test_graphs_outlive_what_changes_stacks(tmp_path):
+    """A kernel with a larger stack than any before makes all stacks grow. A later load once made
+    them small again, and captured graphs failed."""
+    target = load_target(mini.path("mini"), CudaOptions(slots=1, max_len=512, dtype="fp8"))
+
+    def said():
+        engine = Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
+        asks = [Sampling(temperature=1.0, seed=i, logprobs=2) for i in range(5)]
+        seqs = [Sequence(prompt(i, 5 + 31 * i), how, max_tokens=9) for i, how in enumerate(asks)]
+        engine.run_to_end(seqs)
+        return [seq.tokens for seq in seqs]
+
+    run_deep(tmp_path, 1000)
+    first = said()
+    run_deep(tmp_path, 2000)
+    assert said() == first
+    load_target(mini.path("mini"), CudaOptions(slots=1, max_len=64, dtype="fp8"))
+    assert said() == first

@@ -53,7 +53,7 @@ class Kernels:
         kv8 = int(kv == torch.float8_e4m3fn)
         self.device = torch.device("cuda", torch.cuda.current_device())
         torch.zeros(1, device=self.device)  # torch makes the context that modules are loaded into
-        keep_stacks_small()
+        keep_stacks_small(self.device.index)
         properties = torch.cuda.get_device_properties(self.device)
         self.processors = properties.multi_processor_count
         self._launch = Launcher(Library(variants(arch, kv8, kinds) | more))

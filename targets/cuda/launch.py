@@ -156,11 +156,15 @@ class Launcher:
         _call(cuda.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
 
 
-def keep_stacks_small() -> None:
-    """Give back memory that the current GPU's context sets apart for all threads' stacks: of 1 KiB
-    each by default."""
+@cache
+def keep_stacks_small(device: int) -> None:
+    """Give back memory that this GPU's context sets apart for all threads' stacks: of 1 KiB each by
+    default. Once, before anything is captured: they may grow behind a graph's back, but it fails
+    where they were made smaller after its capture, as kernels of the library's had made them grow.
+    """
     cuda = _import("driver")
-    _call(cuda.cuCtxSetLimit(cuda.CUlimit.CU_LIMIT_STACK_SIZE, STACK_BYTES))
+    with torch.cuda.device(device):
+        _call(cuda.cuCtxSetLimit(cuda.CUlimit.CU_LIMIT_STACK_SIZE, STACK_BYTES))
 
 
 def pointer(tensor: Any | None) -> ctypes.c_void_p:
