@@ -59,6 +59,7 @@ class _GemmJob(Structure):
         *((name, c_int) for name in ("out_stride", "out_groups", "epilogue")),
         ("softcap", c_float),
         *((name, c_int) for name in ("silu", "f16", "room", "next", "ready", "apart")),
+        ("alone", c_int),
     )
 
 
@@ -157,6 +158,7 @@ class Gemm:
             *(x.rows, stride, out_groups, epilogue, softcap, int(silu)),
             *(int(f16), room, self._next(plan, form, x.block, late), int(ready)),
             plan.step_bytes(weight.dealt or form),
+            int(self._still(x.block)),
         )
         if x.block in FEW:
             job.stages, shared = few_stages(plan, form, x.block)
@@ -176,8 +178,12 @@ class Gemm:
         """When the next kernel starts. late: as `linear` has it."""
         if late:
             return IN_TURN
-        waits = _short(kind, block) or self._mixture and block <= SHORT_ROWS
+        waits = _short(kind, block) or self._still(block)
         return ALL_ASKED if waits or self._long(plan, kind, block) else AT_ONCE
+
+    def _still(self, block: int) -> bool:
+        """Whether memory stands still for most of a layer."""
+        return self._mixture and block <= SHORT_ROWS
 
     def _long(self, plan: tiles.Schedule, kind: str, block: int) -> bool:
         """Whether the next kernel starts late behind a 4-bit weight of this size."""

@@ -36,6 +36,7 @@ constexpr int NT = TOKENS < 8 ? 1 : TOKENS / 8;  // MMAs' columns, of 8 tokens e
 constexpr int kInputBytes = TOKENS * 64;         // 32 inputs of all tokens
 constexpr int kThreads = 32 * (1 + (TW == 3 ? 8 : TW == 2 ? 11 : 24));  // a producer, and tiles.py's
 constexpr int kEmpty = 8, kBarriers = 16;        // bytes: from a stage's first barrier to its other; both
+constexpr int kStarted = 2, kMade = 3;           // numbers of the CTA's barriers: the first stage is made; the others are
 typedef float Tile[TW][NT][4];
 
 __device__ inline int step_bytes(const Job& job) {
@@ -83,19 +84,36 @@ __device__ inline bool await_turn(u32& last, int pace, u32 full) {
   return there;
 }
 
-__device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full) {
+// Stages whose inputs come with those of stage `stage` when it gets step i.
+__device__ inline int slices(const Job& job, int stage, int i) {
+  return !kRounds ? 1 : stage ? 0 : min(job.stages, job.passes * job.steps - i);
+}
+
+// The barriers of stages from `first` on.
+__device__ inline void make_stages(const Job& job, u32 full, int first, int count, int warps) {
+  const u32 at = full + kBarriers * first;
+  init_ring(at, at + kEmpty, count, warps, 1, kBarriers);
+}
+
+// The first stage, made and on its way before anything else is done.
+__device__ inline void start(const Job& job, u32 ring, u32 full, int bytes, int slice, int warps) {
+  make_stages(job, full, 0, 1, warps);
+  expect(full, bytes + slices(job, 0, 0) * slice);
+  copy(ring, job.weight + size_t(blockIdx.x) * job.apart, bytes, full, read_once());
+}
+
+// All other steps. started: when the first was asked for.
+__device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full, u32 started) {
   const u64 once = read_once(), often = read_often();
   const int bytes = step_bytes(job), slice = input_bytes(job);
   const u8* weight = job.weight + size_t(blockIdx.x) * job.apart;
   const size_t stride = size_t(job.ctas) * job.apart;
   const int count = job.passes * job.steps, filled = min(job.stages, count);
-  // of which the inputs come with those of stage `stage`, from step i on
-  const auto slices = [&](int stage, int i) { return !kRounds ? 1 : stage ? 0 : min(job.stages, count - i); };
-  u32 last = clock();
+  u32 last = started;
 #pragma unroll 1
-  for (int i = 0; i < filled; i++) {
-    if (i) await_turn(last, job.pace, full);
-    expect(full + kBarriers * i, bytes + slices(i, i) * slice);
+  for (int i = 1; i < filled; i++) {
+    await_turn(last, job.pace, full);
+    expect(full + kBarriers * i, bytes + slices(job, i, i) * slice);
     copy(ring + i * bytes, weight + i * stride, bytes, full + kBarriers * i, once);
   }
   if (job.next == kAllAsked && filled == count) let_next_start();
@@ -108,7 +126,7 @@ __device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full) {
   int stage = 0, phase = 0, step = filled % job.steps;
   for (int i = filled; i < count; i++) {
     const u32 bar = full + kBarriers * stage;
-    const int arriving = slices(stage, i);
+    const int arriving = slices(job, stage, i);
     await(bar + kEmpty, phase);
     expect(bar, bytes + arriving * slice);
     copy(ring + stage * bytes, weight + i * stride, bytes, bar, once);
@@ -272,18 +290,38 @@ extern "C" __global__ void BOUNDS
   const int ring_bytes = job.stages * (bytes + kRoundsKept * slice);
   const u32 full = shared_address(memory + ring_bytes);
   __shared__ uint4 nothing;
-  if (threadIdx.x == 0) init_ring(full, full + kEmpty, job.stages, warps, 1, kBarriers), nothing = make_uint4(0, 0, 0, 0);
-  __syncthreads();
-  if (job.next == kAtOnce) let_next_start();
-  if (job.certified && all_certified(job)) return;
+  if (job.certified) {
+    if (job.next == kAtOnce) let_next_start();
+    if (all_certified(job)) return;
+  }
+  // Two warps make the ring while all others load what they need: many CTAs start when the kernel before ends, and
+  // nothing comes from memory meanwhile.
   if (warp == warps) {
-    if (lane == 0) produce(job, shared_address(memory), shared_address(inputs), full);
+    const u32 started = clock();
+    if (lane == 0) {
+      start(job, shared_address(memory), full, bytes, slice, warps);
+      if (job.alone) make_stages(job, full, 1, job.stages - 1, warps);
+    }
+    __syncwarp();
+    pass<kStarted>(warps + 1);
+    if (!job.alone) meet<kMade>(2);
+    if (lane == 0) produce(job, shared_address(memory), shared_address(inputs), full, started);
     return;
   }
-  const int row_group = warp % job.row_groups, k_group = warp / job.row_groups;
+  if (warp == 0) {
+    if (lane == 0) {
+      nothing = make_uint4(0, 0, 0, 0);
+      if (!job.alone) make_stages(job, full, 1, job.stages - 1, warps);
+    }
+    __syncwarp();
+    if (!job.alone) pass<kMade>(2);
+  }
+  const int k_group = quotient(warp, job.row_groups), row_group = warp - k_group * job.row_groups;
   int first_tile = blockIdx.x * job.tiles + row_group * TW;
   Scales scales[TW];  // weights too: here by the time that they are needed
   load_scales(job, scales, first_tile, lane);
+  meet<kStarted>(warps + 1);
+  if (job.next == kAtOnce) let_next_start();
   if (!job.ready) wait_for_previous();
   if (lane == 0) first_inputs(job, shared_address(inputs), full, slice, warp, warps);
   if (job.next == kInTurn) let_next_start();

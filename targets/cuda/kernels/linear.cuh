@@ -34,6 +34,7 @@ struct Job {
   int next;             // of gemm.cu: when the next kernel starts
   int ready;            // of gemm.cu: x was complete before this kernel could start
   int apart;            // of gemm.cu: bytes from a CTA's step to the next one's, which may be more than it reads
+  int alone;            // of gemm.cu: the producer makes the ring by itself, before others go on
 };
 
 // The weight's row n that is `row` of a tile, or past its end. The first half of a gated tile are gate's

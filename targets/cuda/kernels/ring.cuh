@@ -72,6 +72,14 @@ __device__ inline u64 read_often() {
   return policy;
 }
 
-__device__ inline void consumers_sync(int warps) {
-  asm volatile("bar.sync 1, %0;" ::"r"(warps * 32) : "memory");
+// So many warps of a CTA meet at its barrier of this number. Who passes it does not wait for the others.
+template <int kNumber>
+__device__ inline void meet(int warps) {
+  asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "r"(warps * 32) : "memory");
 }
+template <int kNumber>
+__device__ inline void pass(int warps) {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kNumber), "r"(warps * 32) : "memory");
+}
+
+__device__ inline void consumers_sync(int warps) { meet<1>(warps); }
