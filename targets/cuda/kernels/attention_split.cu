@@ -1,29 +1,31 @@
 // Attention of few rows: a CTA per lane and tile of rows, behind `prepare` or, of very few, without it, and
-// before `combine`. Its first chunk is loaded, and the next ones are on their way to L2, before the previous
-// kernel has ended.
+// before `combine`. Its first chunk is loaded, but for new keys, and the next ones are on their way to L2, before the
+// previous kernel has ended.
 #include "attention_chunk.cuh"
 
 constexpr int kAhead = 2;  // chunks
 // Whether there are registers for a chunk's values beside its keys; else they come where the keys were.
 constexpr bool kBoth = kChunk * HD * sizeof(Cached) <= 32 << 10;
 
-// A chunk's keys and values as a warp multiplies them, in registers. What no row sees is zero.
+// A chunk's keys and values as a warp multiplies them, in registers. What no row sees is zero. kNew: those of this
+// call alone, once they are there; else all up to position `newest`.
 struct Keys {
   Eight at[kKeyBlocks][2];
 
   __device__ Eight operator()(int kb, int half) const { return at[kb][half]; }
 
-  __device__ void load(const Job& job, const Work& work) {
+  template <bool kNew>
+  __device__ void load(const Job& job, const Work& work, int newest) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, tg = threadIdx.x % 4;
     const int key0 = work.chunk * kChunk, key = warp % kKeyGroups * 16 + g;
     const Cached* from = job.k + (work.entry(job) + key) * HD + warp / kKeyGroups * (HD / kSlices) + tg * 8;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int position = key0 + key + half * 8;
-      const bool seen = position >= work.oldest && position <= work.newest;
+      const bool seen = position >= (kNew ? work.start : work.oldest) && position <= newest;
 #pragma unroll
       for (int kb = 0; kb < kKeyBlocks; kb++)
-        at[kb][half] = seen ? load8(from + half * 8 * HD + kb * 32) : nothing();
+        if (seen || !kNew) at[kb][half] = seen ? load8(from + half * 8 * HD + kb * 32) : nothing();
     }
   }
 };
@@ -32,12 +34,15 @@ struct Values {
 
   __device__ Eight operator()(int kb, int n, int half) const { return at[kb][n][half]; }
 
+  template <bool kNew>
   __device__ void load(const Job& job, const Work& work) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, tg = threadIdx.x % 4;
     const Cached* from = job.v + work.entry(job) * HD + (warp * kTiles * 16 + g) * 32 + tg * 8;
 #pragma unroll
     for (int kb = 0; kb < kBlocks; kb++) {
+      const int position = work.chunk * kChunk + kb * 32 + tg * 8;
       const bool seen = warp < kColumnWarps && work.sees_block(kb);
+      if (kNew && !(seen && position + 7 >= work.start && position <= work.newest)) continue;
 #pragma unroll
       for (int n = 0; n < kTiles; n++)
 #pragma unroll
@@ -195,29 +200,32 @@ extern "C" __global__ void __launch_bounds__(256, HD <= 256 && NT <= 2 ? 2 : 1)
   const bool settled = work.settled();
   Keys keys;
   Values values;
-  const auto load = [&] {
-    keys.load(job, work);
-    if (kBoth) values.load(job, work);
+  const auto load = [&](int newest) {
+    keys.load<false>(job, work, newest);
+    if (kBoth) values.load<false>(job, work);
   };
-  if (settled) load();
+  load(min(work.start - 1, work.newest));
   if (threadIdx.x == 0) {
     Work ahead = work;
     for (int i = 0; i <= kAhead && ahead.chunk >= 0; i++, ahead.advance())
-      if (i || !settled || !kBoth) prefetch_chunk(job, ahead);
+      if (i || !kBoth) prefetch_chunk(job, ahead);
   }
   if (job.q)
     fetch(job, work, shared.queries);
   else
     prepare(job, work, shared);
   __syncthreads();
-  if (!settled) load();
+  if (!settled) {
+    keys.load<true>(job, work, work.newest);
+    if (kBoth) values.load<true>(job, work);
+  }
 
   Outputs o = {};
   Sums sums[NT];
   const size_t part = job.part(work.b, work.head, work.lane, work.first_row);
   while (true) {
     score(keys, shared);
-    if (!kBoth) values.load(job, work);
+    if (!kBoth) values.load<false>(job, work);
     __syncthreads();
     float keep[NT];
     share(job, work, shared, sums, keep);
@@ -228,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(256, HD <= 256 && NT <= 2 ? 2 : 1)
     add_values(values, work, shared, o);
     if (work.last_of_lane()) break;
     work.advance();
-    load();
+    load(work.newest);
   }
   each_output([&](Pair pair, int row, int column) {
     if (row < work.rows && column < HD)
