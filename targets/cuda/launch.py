@@ -159,9 +159,8 @@ class Launcher:
 @cache
 def keep_stacks_small(device: int) -> None:
     """Give back memory that this GPU's context sets apart for all threads' stacks: of 1 KiB each by
-    default. Once, before anything is captured: they may grow behind a graph's back, but it fails
-    where they were made smaller after its capture, as kernels of the library's had made them grow.
-    """
+    default. Once, before anything is captured: the driver makes them larger for a kernel that needs
+    it, and a graph that was captured with larger ones fails in smaller ones."""
     cuda = _import("driver")
     with torch.cuda.device(device):
         _call(cuda.cuCtxSetLimit(cuda.CUlimit.CU_LIMIT_STACK_SIZE, STACK_BYTES))

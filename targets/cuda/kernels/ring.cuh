@@ -72,7 +72,8 @@ __device__ inline u64 read_often() {
   return policy;
 }
 
-// So many warps of a CTA meet at its barrier of this number. Who passes it does not wait for the others.
+// So many warps of a CTA meet at its barrier of this number: 0 is __syncthreads', 1 the consumers'. Who passes it does
+// not wait for the others.
 template <int kNumber>
 __device__ inline void meet(int warps) {
   asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "r"(warps * 32) : "memory");
