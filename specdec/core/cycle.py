@@ -10,16 +10,22 @@ in a CUDA graph, with a batch of arrays (`targets/jax/device_loop.py`, `targets/
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seqs
+from collections.abc import Callable, Sequence as Seqs
 
 from specdec.core.accept import accept
 from specdec.core.constraint import GuidedDrafter, Plain
 from specdec.core.protocols import Batch, Cycle, Drafter, Proposer, Target, Verifier
 from specdec.core.timing import Timed
-from specdec.core.types import Round, Sequence
+from specdec.core.types import Array, Round, Sequence
 
 
-def cycle(target: Verifier[Batch], drafter: Proposer[Batch], batch: Batch, k: int) -> Round:
+def cycle(
+    target: Verifier[Batch],
+    drafter: Proposer[Batch],
+    batch: Batch,
+    k: int,
+    accept: Callable[[Array, Array], Array] = accept,
+) -> Round:
     draft = drafter.propose(batch, k)
     step = target.verify(batch, draft)
     accepted = accept(draft, step.chosen)

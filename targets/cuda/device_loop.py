@@ -42,6 +42,7 @@ from targets.cuda.device_drafter import (
 from targets.cuda.graphs import Captured, CapturedParts, bucket_of
 from targets.cuda.kernels import Kernels
 from targets.cuda.out_of_memory import room_for
+from targets.cuda.sampler import Said, Told
 from targets.cuda.sampling import each_part
 from targets.cuda.script import PlacedScript, ScriptedDeviceDrafter
 from targets.cuda.target import CudaTarget, Masks
@@ -158,13 +159,13 @@ class _LimitedDrafter:
 
 
 class Tape(NamedTuple):
-    """What a cycle did, on the device: draft, chosen, accepted and, where the drafter tells, whose
-    guesses they are, side by side [B, 2 k + 2 or 3]."""
+    """What a cycle leaves on the device, beside what it tells the host."""
 
-    words: torch.Tensor
     details: LogprobRows | None
     drafted: torch.Tensor
     """[B, k], before anything was chosen."""
+    names: bool
+    """Whether it tells who guessed."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ class InParts:
     """A guided cycle: its graphs, and what the host puts between them."""
 
     slots: torch.Tensor
+    told: Told
     guides: Guides
     graphs: CapturedParts[Tape]
     drafted: torch.cuda.Event
@@ -187,6 +189,7 @@ class Launched:
     seqs: tuple[Sequence, ...]
     key: GraphKey
     words: torch.Tensor
+    """As `Told` has them, without who guessed where nobody says."""
     details: LogprobRows | None
     done: torch.cuda.Event
     leading: Leading | None = None
@@ -218,7 +221,7 @@ class CapturedCycle:
             make(slots), make(slots), make(slots, STOPS), make(slots), make(slots)
         )
         self.owners: dict[int, Sequence] = {}
-        self.graphs: dict[GraphKey, tuple[torch.Tensor, Captured[Tape]]] = {}
+        self.graphs: dict[GraphKey, tuple[torch.Tensor, Told, Captured[Tape]]] = {}
         self.fed: dict[GraphKey, tuple[int, ...]] = {}
         self.in_parts: dict[GraphKey, InParts] = {}
         self.pending: Launched | None = None
@@ -255,11 +258,19 @@ class CapturedCycle:
     def _launch(self, seqs: tuple[Sequence, ...]) -> Launched:
         key = self._key(seqs)
         if key not in self.graphs:
-            idle = torch.full((key.batch,), -1, dtype=torch.int32, device=self.target.device)
-            self.graphs[key] = idle, Captured(lambda: self._cycle(key, idle), self.target.pool)
-        slots, graph = self.graphs[key]
+            idle, told = self._blank(key)
+            captured = Captured(lambda: self._cycle(key, idle, told), self.target.pool)
+            told.begin()
+            self.graphs[key] = idle, told, captured
+        slots, told, graph = self.graphs[key]
         self._feed(key, slots, seqs)
-        return _launched(seqs, key, graph.replay())
+        return _launched(seqs, key, graph.replay(), told.coming())
+
+    def _blank(self, key: GraphKey) -> tuple[torch.Tensor, Told]:
+        """Slots [B] of which none runs, and room for what is told."""
+        device = self.target.device
+        idle = torch.full((key.batch,), -1, dtype=torch.int32, device=device)
+        return idle, Told(key.batch, key.k, device)
 
     @torch.inference_mode()
     def _launch_guided(self, seqs: tuple[Sequence, ...]) -> Launched:
@@ -283,14 +294,18 @@ class CapturedCycle:
         fill_masks(seqs, guides.host_draft.numpy()[: len(seqs)], self.target.vocab, masks)
         guides.masks.copy_(guides.host_masks, non_blocking=True)
         choose.replay()
-        return replace(_launched(seqs, key, mine.graphs.result), leading=leading)
+        launched = _launched(seqs, key, mine.graphs.result, mine.told.coming())
+        return replace(launched, leading=leading)
 
     def _capture_in_parts(self, key: GraphKey) -> InParts:
         device = self.target.device
         guides = Guides.blank(key, self.target.vocab, device)
-        idle = torch.full((key.batch,), -1, dtype=torch.int32, device=device)
-        graphs = CapturedParts(lambda cut: self._cycle(key, idle, guides, cut), self.target.pool)
-        return InParts(idle, guides, graphs, torch.cuda.Event(), torch.cuda.Stream())
+        idle, told = self._blank(key)
+        graphs = CapturedParts(
+            lambda cut: self._cycle(key, idle, told, guides, cut), self.target.pool
+        )
+        told.begin()
+        return InParts(idle, told, guides, graphs, torch.cuda.Event(), torch.cuda.Stream())
 
     def _feed(self, key: GraphKey, slots: torch.Tensor, seqs: tuple[Sequence, ...]) -> None:
         """Whose rows the graphs of this key run next."""
@@ -305,6 +320,7 @@ class CapturedCycle:
         self,
         key: GraphKey,
         slots: torch.Tensor,
+        told: Told,
         guides: Guides | None = None,
         cut: Callable[[], None] = lambda: None,
     ) -> Tape:
@@ -312,7 +328,7 @@ class CapturedCycle:
         called where the host takes the draft, and where it has put the masks."""
         state, sampler, history = self.state, self.ops.sampler, self.target.cache.tokens
         places = state.length, state.live
-        rows = sampler.lay_out(history, places, slots, key.k)
+        rows = sampler.lay_out(history, places, slots, key.k, told.turn)
         batch = CapturedBatch(rows, key.needs_sampler, key.logprobs)
         drafter: Proposer[CapturedBatch] = self.drafter
         if key.limited:
@@ -322,13 +338,11 @@ class CapturedCycle:
             drafter = _LedDrafter(drafter, guides.leading, cut)
             masks = lambda: (cut(), guides.masks)[1]  # noqa: E731
         target = _CapturedTarget(self.target, masks, self.script)
-        done = cycle(target, drafter, batch, key.k)
-        accepted, chosen = done.accepted.int(), done.step.chosen
-        sampler.commit(history, places, rows, chosen, accepted, (state.stops, state.limit))
-        by = by_of(self.drafter)
-        told = [accepted[:, None]] if by is None else [accepted[:, None], by[:, None]]
-        words = torch.cat([done.draft, chosen, *told], 1)
-        return Tape(words, done.step.logprobs, done.draft)
+        accept = lambda _, chosen: sampler.accept(rows, chosen)  # noqa: E731
+        done = cycle(target, drafter, batch, key.k, accept)
+        said = Said(done.step.chosen, done.accepted, by_of(self.drafter))
+        sampler.commit(history, places, rows, said, (state.stops, state.limit), told)
+        return Tape(done.step.logprobs, done.draft, said.by is not None)
 
     @torch.inference_mode()
     def _seat(self, seqs: Seqs[Sequence]) -> None:
@@ -361,13 +375,15 @@ class CapturedCycle:
         self.target.cache.tokens[at, length.long() - 1] = last
 
 
-def _launched(seqs: tuple[Sequence, ...], key: GraphKey, tape: Tape) -> Launched:
-    """A cycle whose last graph was just replayed."""
-    words = _to_host(tape.words)
+def _launched(
+    seqs: tuple[Sequence, ...], key: GraphKey, tape: Tape, words: torch.Tensor
+) -> Launched:
+    """A cycle whose last graph was just replayed. words: where it tells."""
     details = tape.details and each_part(_to_host, tape.details)
     done = torch.cuda.Event()
     done.record()
-    return Launched(seqs, key, words, details, done)
+    told = 2 * key.k + 2 + tape.names
+    return Launched(seqs, key, words[:, :told], details, done)
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:

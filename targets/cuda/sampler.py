@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from ctypes import Structure, c_int, c_void_p
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from targets.sampling_params import Rules, SamplingTable
 CLUSTER = 8
 """CTAs that choose one row's token together."""
 THREADS, WARP = 1024, 32
+TURNS = 2
+"""Of cycle.cu."""
 SAMPLE, CYCLE = Variant("sample"), Variant("cycle")
 
 
@@ -35,6 +38,42 @@ class _Place(NamedTuple):
     chosen: torch.Tensor | None = None
     guesses: torch.Tensor | None = None
     j: int = 0
+
+
+class Said(NamedTuple):
+    """What a cycle chose: chosen [B, k + 1], accepted [B] and, where it is known, by whom each row
+    was drafted [B]; int32."""
+
+    chosen: torch.Tensor
+    accepted: torch.Tensor
+    by: torch.Tensor | None
+
+
+class Told:
+    """What the cycles of one graph tell the host: page-locked rows that they write to by turns, for
+    the host reads one cycle while the next one is under way."""
+
+    def __init__(self, batch: int, k: int, device: torch.device) -> None:
+        self.words = torch.empty((TURNS, batch, 2 * k + 3), dtype=torch.int32, pin_memory=True)
+        """Guesses, what was chosen, accepted (SAT_OUT: did not run), and by whom."""
+        self.turn = torch.zeros(1, dtype=torch.int32, device=device)
+        self._next = 0
+        # torch does not know that kernels write there: it lends the memory again once it is free
+        weakref.finalize(self, _keep_until_written, self.words).atexit = False
+
+    def begin(self) -> None:
+        """Count from here on: the capture ran a cycle."""
+        self.turn.zero_()
+
+    def coming(self) -> torch.Tensor:
+        """Where the cycle that is replayed next writes."""
+        self._next = (self._next + 1) % TURNS
+        return self.words[self._next]
+
+
+def _keep_until_written(words: torch.Tensor) -> None:
+    torch.cuda.synchronize()
+    del words
 
 
 class Sampler:
@@ -99,29 +138,42 @@ class Sampler:
         state: tuple[torch.Tensor, torch.Tensor],
         slots: torch.Tensor,
         k: int,
+        turn: torch.Tensor,
     ) -> Rows:
         """The verify of these slots [B] (-1: padding), before anybody has drafted: each text's last
-        token, then k times NO_GUESS. state: length and live [slots]."""
+        token, then k times NO_GUESS. state: length and live [slots]. turn [1] int32: goes on."""
         batch = len(slots)
         make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=self._device)  # noqa: E731
         rows = Rows(make(batch, k + 1), make(batch), make(batch))
-        tensors = (history, *state, slots, rows.tokens, rows.start, rows.slot)
+        tensors = (history, *state, slots, rows.tokens, rows.start, rows.slot, turn)
         arguments = [*map(pointer, tensors), *map(c_int, (history.stride(0), k))]
         self._launch(CYCLE, "lay_out", (batch, 1, 1), WARP, arguments, early=False)
         return rows
+
+    def accept(self, rows: Rows, chosen: torch.Tensor) -> torch.Tensor:
+        """`core.accept.accept` of the rows' guesses, which follow their last tokens: [B] int32."""
+        batch, tokens = chosen.shape
+        accepted = torch.empty(batch, dtype=torch.int32, device=self._device)
+        arguments = [
+            *map(pointer, (rows.tokens, chosen, accepted)),
+            c_int(batch),
+            c_int(tokens - 1),
+        ]
+        self._launch(CYCLE, "accept", (-(-batch // 128), 1, 1), 128, arguments)
+        return accepted
 
     def commit(
         self,
         history: torch.Tensor,
         state: tuple[torch.Tensor, torch.Tensor],
         rows: Rows,
-        chosen: torch.Tensor,
-        accepted: torch.Tensor,
+        said: Said,
         limits: tuple[torch.Tensor, torch.Tensor],
+        told: Told,
     ) -> None:
-        """Append chosen[: accepted + 1] to the texts, end what has come to its end; `accepted`
-        [B] int32 becomes SAT_OUT where a row did not run. limits: stop ids [slots, 16], longest."""
-        batch, tokens = chosen.shape
-        tensors = (history, *state, rows.slot, chosen, accepted, *limits)
-        arguments = [*map(pointer, tensors), *map(c_int, (batch, history.stride(0), tokens))]
-        self._launch(CYCLE, "commit", (-(-batch // 128), 1, 1), 128, arguments)
+        """Append chosen[: accepted + 1] to the texts, end what has come to its end, tell the host.
+        limits: stop ids [slots, 16], longest."""
+        batch, tokens = said.chosen.shape
+        tensors = (history, *state, rows.slot, rows.tokens, *said, *limits, told.words, told.turn)
+        arguments = [*map(pointer, tensors), *map(c_int, (history.stride(0), tokens - 1))]
+        self._launch(CYCLE, "commit", (batch, 1, 1), WARP, arguments)

@@ -4,14 +4,16 @@
 
 constexpr int kStops = 16;
 constexpr int kNoGuess = -1, kSatOut = -1;
+constexpr int kTurns = 2;  // of what the host is told: it reads one while the next cycle writes the other
 
 // The verify of each slot's text: its last token, then no guesses. A row that does not run gets slot
-// -1. One warp per row: k + 1 is 32 at most.
+// -1. One warp per row: k + 1 is 32 at most. A cycle begins, and with it the next turn.
 extern "C" __global__ void __launch_bounds__(32)
     lay_out(const int* history, const int* length, const int* live, const int* slots, int* tokens,
-            int* start, int* slot_out, int stride, int k) {
+            int* start, int* slot_out, int* turn, int stride, int k) {
   let_next_start();
   const int b = blockIdx.x, slot = slots[b], i = threadIdx.x;
+  if (b == 0 && i == 0) *turn = (*turn + 1) % kTurns;
   const bool runs = slot >= 0 && live[max(slot, 0)];
   const int end = runs ? length[slot] : 1;
   if (i <= k) tokens[b * (k + 1) + i] = i ? kNoGuess : runs ? history[size_t(slot) * stride + end - 1] : 0;
@@ -20,21 +22,39 @@ extern "C" __global__ void __launch_bounds__(32)
   slot_out[b] = runs ? slot : -1;
 }
 
-// Appends chosen[: accepted + 1] to each live row's text and sees who has come to an end. accepted
-// [B] becomes kSatOut for rows that did not run. One thread per row.
-extern "C" __global__ void commit(int* history, int* length, int* live, const int* slot,
-                                  const int* chosen, int* accepted, const int* stops,
-                                  const int* limit, int rows, int stride, int tokens) {
+// How many of each row's guesses are what was chosen, up to the first one that is not. tokens [B, k + 1]: the
+// last token, then the guesses. One thread per row.
+extern "C" __global__ void accept(const int* tokens, const int* chosen, int* accepted, int rows, int k) {
   let_next_start();
   wait_for_previous();
   const int b = blockIdx.x * blockDim.x + threadIdx.x;
   if (b >= rows) return;
-  const int own = slot[b];
-  if (own < 0) {
-    accepted[b] = kSatOut;
-    return;
-  }
-  const int from = length[own], emitted = accepted[b] + 1;
+  const int *guesses = tokens + b * (k + 1) + 1, *said = chosen + b * (k + 1);
+  int n = 0;
+  while (n < k && guesses[n] == said[n]) n++;
+  accepted[b] = n;
+}
+
+// Appends chosen[: accepted + 1] to each live row's text, sees who has come to an end, and tells the host: a row's
+// guesses, what was chosen, how many were accepted (kSatOut: it did not run), and who guessed (0: nobody says). It is
+// told in its own memory, so that the next cycle waits for no copy. One warp per row.
+extern "C" __global__ void __launch_bounds__(32)
+    commit(int* history, int* length, int* live, const int* slot, const int* guesses, const int* chosen,
+           const int* accepted, const int* by, const int* stops, const int* limit, int* told, const int* turn,
+           int stride, int k) {
+  let_next_start();
+  wait_for_previous();
+  const int b = blockIdx.x, own = slot[b], tokens = k + 1, wide = 2 * k + 3;
+  const int count = own < 0 ? kSatOut : accepted[b];
+  int* out = told + (size_t(*turn) * gridDim.x + b) * wide;
+  for (int i = threadIdx.x; i < wide; i += 32)
+    out[i] = i < k               ? guesses[b * tokens + 1 + i]
+             : i < 2 * k + 1     ? chosen[b * tokens + i - k]
+             : i < 2 * k + 2     ? count
+             : by                ? by[b]
+                                 : 0;
+  if (threadIdx.x || own < 0) return;
+  const int from = length[own], emitted = count + 1;
   bool goes_on = true;
   for (int j = 0; j < emitted; j++) {
     const int token = chosen[b * tokens + j];
