@@ -17,6 +17,7 @@ from specdec.core.types import Sampling, Sequence
 from targets import mini
 from targets.arch import parse_arch
 from targets.cuda.load import CudaOptions, load_target, random_target
+from targets.cuda.ops import Rows
 from tests.lossless import check_host, decode
 from tests.tiny import VARIANTS, config_of
 
@@ -139,11 +140,13 @@ def test_a_draft_context_shorter_than_the_targets(tiny):
 
 def test_rows_that_sit_out_may_start_anywhere(tiny):
     """A captured draft step pads its batch with rows that are beyond the draft's context."""
-    cache = target_of(tiny["31b"], 2, max_len=48).cache
-    before = cache.tokens[0].clone()
+    target = target_of(tiny["31b"], 2, max_len=48)
+    texts = target.cache.tokens
+    before = texts[0].clone()
     far, slots = torch.tensor([[10_000, 3], [-1, 1]], dtype=torch.int32)
-    cache.remember(torch.full((2, 2), 7, dtype=torch.int32), far, slots)
-    assert cache.tokens[1, 3:5].tolist() == [7, 7] and torch.equal(cache.tokens[0], before)
+    rows = Rows(torch.full((2, 2), 7, dtype=torch.int32), far, slots)
+    target.ops.embed(target.weights.head, rows, texts)
+    assert texts[1, 3:5].tolist() == [7, 7] and torch.equal(texts[0], before)
 
 
 def test_other_failures_stay_what_they_are(tiny, monkeypatch):

@@ -40,21 +40,12 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class KVCache:
-    """layers[i]: None where layer i shares another's K/V.
-
-    history [slots + 1, max_len + slack] int32: what was fed at each position; row -1 takes what
-    idle rows would write.
-    """
+    """layers[i]: None where layer i shares another's K/V."""
 
     layers: tuple[LayerCache | None, ...]
-    history: Tensor
-    places: Tensor
-    """0, 1, 2, ... int64 [max_len + slack]: made once, not in every captured cycle."""
-
-    @property
-    def tokens(self) -> Tensor:
-        """[slots, max_len + slack] int32, valid below each length like K/V."""
-        return self.history[:-1]
+    tokens: Tensor
+    """[slots, max_len + slack] int32: what was fed at each position, valid below each length like
+    K/V."""
 
     def of(self, layers: tuple[LayerSpec, ...], i: int) -> LayerCache:
         """Layer i's own cache, or its donor's."""
@@ -63,13 +54,11 @@ class KVCache:
         assert cache is not None, f"layer {i} has no K/V to read"
         return cache
 
-    def remember(self, tokens: Tensor, start: Tensor, slot: Tensor) -> None:
-        """Put tokens [B, T] from start [B] on into the history, without asking the host. An idle
-        row may start anywhere, beyond this cache's context too: what it would write goes to the
-        spare row's first places."""
-        first = torch.where(slot < 0, 0, start)
-        place = first[:, None] + self.places[: tokens.shape[1]]
-        self.history[slot[:, None].long(), place] = tokens
+
+def remember(texts: Tensor, tokens: Tensor, start: Tensor, slot: Tensor) -> None:
+    """Put tokens [B, T] into texts [slots, positions] from start [B] on. All rows run."""
+    place = start[:, None].long() + torch.arange(tokens.shape[1], device=tokens.device)
+    texts[slot[:, None].long(), place] = tokens
 
 
 def slack_of(chunk: int, short: int) -> int:
@@ -101,9 +90,8 @@ def make_cache(
             layer.head_dim,
         )
 
-    history = torch.zeros((slots + 1, max_len + slack), dtype=torch.int32, device=device)
-    places = torch.arange(max_len + slack, device=device)
-    return KVCache(tuple(map(one, arch.layers)), history, places)
+    tokens = torch.zeros((slots, max_len + slack), dtype=torch.int32, device=device)
+    return KVCache(tuple(map(one, arch.layers)), tokens)
 
 
 def stored(values: Tensor, dtype: torch.dtype) -> Tensor:

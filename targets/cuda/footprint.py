@@ -142,15 +142,14 @@ def tensor_bytes(name: str, spec: TensorSpec, dtype: str) -> int:
 
 
 def cache_bytes(arch: Arch, shape: TargetShape) -> int:
-    """Of keys, values and the text that was fed, for all slots; idle rows have a text too, and the
-    numbers of its places lie ready."""
+    """Of keys, values and the text that was fed, for all slots."""
     slack = slack_of(shape.chunk, SHORT)
-    text, total = 4 * (shape.max_len + slack), 0
+    total = 4 * (shape.max_len + slack)
     for layer in arch.layers:
         if layer.kv_from is None:
             held = layer.kv_heads * entries(layer, shape.max_len, slack)
             total += 2 * held * _up(layer.head_dim, HEAD_ALIGN) * KV[shape.kv]
-    return shape.slots * total + (shape.slots + 1) * text + 2 * text
+    return shape.slots * total
 
 
 def check_fits(arch: Arch, shape: TargetShape, free: int, drafter: int = 0) -> None:

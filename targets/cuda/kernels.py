@@ -91,12 +91,14 @@ class Kernels:
         x = self._attention.run(qkv, layer, rows, kind)
         return self._w8a8.quantise(x.data) if kind == "w8a8" else x
 
-    def embed(self, head: Linear, rows: Rows) -> Tensor:
+    def embed(self, head: Linear, rows: Rows, texts: Tensor | None = None) -> Tensor:
         m = rows.tokens.numel()
         h = torch.empty((m, head.k), device=self.device)
-        job = self.lookup(head, rows.tokens, h)
+        stride = 0 if texts is None else texts.stride(0)
+        feed = *map(pointer, (texts, rows.start, rows.slot)), c_int(stride)
+        arguments = [self.lookup(head, rows.tokens, h), *feed, c_int(rows.tokens.shape[1])]
         # the first kernel of a call: everything before it has ended when it starts
-        self._launch(self._norm, "embed", (m, 1, 1), ROW_THREADS, [job], early=False)
+        self._launch(self._norm, "embed", (m, 1, 1), ROW_THREADS, arguments, early=False)
         return h
 
     def lookup(self, head: Linear, tokens: Tensor, h: Tensor) -> Embed:

@@ -46,11 +46,12 @@ def decode(
     features: tuple[int, ...] = (),
     only: Tensor | None = None,
     choosing: Choosing | None = None,
+    remembers: bool = False,
 ) -> Hidden:
     """Feed the rows: write their K/V, attend over the cache alone. only [1]: logits of that row
     alone. choosing: how words are chosen, where logits serve nothing else; those of words that
-    can't be chosen may then be -inf."""
-    h = ops.embed(weights.head, rows)
+    can't be chosen may then be -inf. remembers: whether tokens become their slots' text here."""
+    h = ops.embed(weights.head, rows, cache.tokens if remembers else None)
     inputs = _per_layer_inputs(weights, h, rows, ops)
     x = ops.norm(h, opening(weights, 0))
     captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None

@@ -168,9 +168,10 @@ class Ops(Protocol):
         features, and `dense` of their gates and then their ups; each valid until the next."""
         ...
 
-    def embed(self, head: Linear, rows: Rows) -> Tensor:
+    def embed(self, head: Linear, rows: Rows, texts: Tensor | None = None) -> Tensor:
         """The tokens' rows of the head's own table -> h [M, H] float32; ids outside the vocabulary
-        count as 0."""
+        count as 0. texts [slots, positions] int32: where tokens are put too; a row that sits out
+        may start anywhere and puts none."""
         ...
 
     def norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> X:

@@ -109,7 +109,10 @@ class Reference:
     def dense_parts(self, weight: Linear) -> Iterator[tuple[slice, Dense]]:
         yield slice(0, weight.n // 2), self.dense(weight)
 
-    def embed(self, head: Linear, rows: Rows) -> Tensor:
+    def embed(self, head: Linear, rows: Rows, texts: Tensor | None = None) -> Tensor:
+        if texts is not None:
+            runs = rows.slot >= 0
+            kv.remember(texts, rows.tokens[runs], rows.start[runs], rows.slot[runs])
         return scaled(embedded(head, rows.tokens.flatten()), self.arch.hidden)
 
     def norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> Tensor:

@@ -13,7 +13,7 @@ from specdec.core.errors import UserError
 from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, Sequence, Step
 from targets.arch import Arch
 from targets.cuda import sampling
-from targets.cuda.cache import make_cache, slack_of
+from targets.cuda.cache import make_cache, remember, slack_of
 from targets.cuda.graphs import TOKENS, Chosen, ForwardOutput, Graphs
 from targets.cuda.model import Hidden, decode
 from targets.cuda.ops import Choosing, Ops, Rows
@@ -122,7 +122,7 @@ class CudaTarget:
     @torch.inference_mode()
     def _prefill(self, seq: Sequence, start: int, stop: int) -> Step:
         rows = self._rows([seq.tokens[start:stop]], [start], [seq.slot])
-        self.cache.remember(rows.tokens, rows.start, rows.slot)
+        remember(self.cache.tokens, rows.tokens, rows.start, rows.slot)
         out = self._chunk(rows, start, seq.slot)
         features = None if out.features is None else out.features[None]
         if stop < seq.prompt_len:  # no choice follows from here: nothing to wait for either
@@ -182,7 +182,7 @@ class CudaTarget:
         """Each sequence's last token, and k places for guesses. Penalties on these count that token
         too, which is fed only with them: it is remembered."""
         rows = self.feed(seqs, np.full((len(seqs), k), NO_GUESS, np.int32))
-        self.cache.remember(rows.tokens[:, :1], rows.start, rows.slot)
+        remember(self.cache.tokens, rows.tokens[:, :1], rows.start, rows.slot)
         return rows
 
     @torch.inference_mode()
@@ -210,9 +210,8 @@ class CudaTarget:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Feed the rows -> logits [B, T, V] and features [B, T, F] or None, on the device alone.
         choosing: as `model.decode` has it."""
-        self.cache.remember(rows.tokens, rows.start, rows.slot)
         common = self.weights, self.arch, self.cache, rows, self.ops
-        out = decode(*common, self.plan.features, choosing=choosing)
+        out = decode(*common, self.plan.features, choosing=choosing, remembers=True)
         shape = (*rows.tokens.shape, -1)
         return out.logits.view(shape), None if out.features is None else out.features.view(shape)
 

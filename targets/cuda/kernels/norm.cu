@@ -263,9 +263,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   add_and_norm(job, Mixed<Groups>{mixture, dense, norms});
 }
 
-// h[m] = table[token] * factor.
-extern "C" __global__ void __launch_bounds__(kThreads) embed(const __grid_constant__ Embed job) {
+// h[m] = table[token] * factor; the token becomes text, where there are texts and its row runs.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    embed(const __grid_constant__ Embed job, int* texts, const int* start, const int* slot, int stride, int tokens) {
+  let_next_start();
   const int token = job.tokens[blockIdx.x], row = token >= 0 && token < job.vocab ? token : 0;
+  const int b = blockIdx.x / tokens;
+  if (texts && !threadIdx.x && slot[b] >= 0) texts[size_t(slot[b]) * stride + start[b] + blockIdx.x % tokens] = token;
   float2* h = reinterpret_cast<float2*>(job.h + size_t(blockIdx.x) * job.hidden);
   for (int i = threadIdx.x; i < job.hidden / 2; i += kThreads) {
     const float2 v = pair_of(job, row, i);
