@@ -45,8 +45,8 @@ def test_cache_of_31b_by_hand():
     """50 rings of 1,024 + 128 entries of 16 x 256 and 10 caches of 2,048 + 128 of 4 x 512."""
     by_hand = 50 * 1152 * 16 * 256 + 10 * 2176 * 4 * 512
     text = 4 * (2048 + 128)
-    assert footprint.cache_bytes(B31, SHAPE) == 4 * 2 * 2 * by_hand + 7 * text
-    assert footprint.cache_bytes(B31, replace(SHAPE, kv="fp8")) == 4 * 2 * by_hand + 7 * text
+    assert footprint.cache_bytes(B31, SHAPE) == 4 * 2 * 2 * by_hand + 4 * text
+    assert footprint.cache_bytes(B31, replace(SHAPE, kv="fp8")) == 4 * 2 * by_hand + 4 * text
 
 
 def test_a_copy_for_prefill_is_counted_and_its_scratch_is_not():
@@ -95,7 +95,7 @@ def test_layers_that_share_keep_no_cache_but_read_one():
     sliding = sum(layer.sliding for layer in e4b.layers)
     read = 2 * 2 * 2 * (sliding * 512 * 256 + (42 - sliding) * 8192 * 512)
     assert roofline.cache_bytes(e4b, "bfloat16", 1, 8192) == read
-    stored = footprint.cache_bytes(e4b, SHAPE) - 7 * 4 * (2048 + 128)
+    stored = footprint.cache_bytes(e4b, SHAPE) - 4 * 4 * (2048 + 128)
     assert stored == sum(4 * 2 * 2 * _entries(layer) for layer in owners)
 
 
