@@ -209,7 +209,9 @@ def test_a_layer_of_two_branches(moe_ops, kind):
         experts = gate_up.packed, down.packed, routed_norm
         routed = RoutedBranch(x_router, proj.packed, per_expert, x_experts, *experts)
         added = moe_ops.mixture(dense, routed, of, MOE)
-        x = moe_ops.norm(stream, Opening(following, "bf16"), Closing(added, post))
+        kept = torch.empty_like(stream)
+        x = moe_ops.norm(stream, Opening(following, "bf16"), Closing(added, post), kept)
+        assert torch.equal(kept, stream)
         return stream, moe_ops.linear(x, proj.packed)
 
     whole, same = call(slice(0, most), zeros), Differences()

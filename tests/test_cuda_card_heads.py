@@ -165,8 +165,9 @@ def test_silu_and_bare_residuals():
         gate, up = (x[:m].bfloat16().double() @ values.double().T).chunk(2, -1)
         assert error(made, F.silu(gate) * up) < 2**-8
     h, branch, norm = randn(5, 256), randn(5, 256, seed=1), randn(256, seed=2)
-    mine = h.clone()
-    made = ours.norm(mine, Opening(norm, "bf16"), Closing(branch))
+    mine, kept = h.clone(), torch.zeros(5, 3, 256, device="cuda")
+    made = ours.norm(mine, Opening(norm, "bf16"), Closing(branch), kept[:, 1])
     assert torch.equal(mine, h + branch)
+    assert torch.equal(kept[:, 1], mine) and not kept[:, ::2].any()
     exact = F.rms_norm((h + branch).double(), (256,), norm.double(), SPEC.eps)
     assert error(rows_of(made, 256, "bf16"), exact) < 2**-8

@@ -27,6 +27,7 @@ MIRRORS = {
     "candidates._RescoreJob": "rescore.cu Job",
     "kernels._Pair": "inputs.cu Pair",
     "kernels._Beside": "steps.cu Beside",
+    "kernels._Ordered": "ordered.cu Job",
     "experts._ExpertsJob": "moe.cu Job",
     "experts._GroupedJob": "grouped.cu Job",
     "experts._Pick": "route.cu Pick",

@@ -57,9 +57,8 @@ def decode(
     captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None
     for i, w in enumerate(weights.layers):
         layer = AttentionLayer(arch.layers[i], cache.of(arch.layers, i), w.q_norm, w.k_norm)
-        x = decode_layer(h, x, w, layer, rows, ops, opening(weights, i + 1), (inputs, i))
-        if captured is not None and i in features:
-            captured[:, features.index(i)] = h
+        kept = captured[:, features.index(i)] if captured is not None and i in features else None
+        x = decode_layer(h, x, w, layer, rows, ops, opening(weights, i + 1), (inputs, i), kept)
     if only is not None:
         x = ops.norm(h.index_select(0, only), opening(weights, len(weights.layers)))
     narrow = weights.narrow_head
@@ -79,9 +78,11 @@ def decode_layer(
     ops: Ops,
     following: Opening,
     per_layer: tuple[Tensor | None, int] = (None, 0),
+    kept: Tensor | None = None,
 ) -> X:
     """One decoder layer on the stream h [M, H], in place, where x is what its input norm made; ->
-    what `following` opens with. per_layer: all layers' inputs (E2B, E4B), and which this one is."""
+    what `following` opens with. per_layer: all layers' inputs (E2B, E4B), and which this one is.
+    kept [M, H]: becomes a copy of what the layer leaves."""
     mixed = ops.attention(ops.linear(x, w.qkv), layer, rows, w.o.kind)
     closing = Closing(ops.branch(mixed, w.o), w.post_attention_norm)
     if layer.spec.moe and w.moe:
@@ -95,7 +96,7 @@ def decode_layer(
         x = ops.norm(h, Opening(None, gate.kind), Closing(branch, post))
         x = ops.gated_per_layer(x, gate, inputs, i, projection.kind)
         branch, post = ops.branch(x, projection), w.per_layer.post_norm
-    return ops.norm(h, following, Closing(branch, post, w.scalar))
+    return ops.norm(h, following, Closing(branch, post, w.scalar), kept)
 
 
 def opening(weights: Weights, i: int) -> Opening:

@@ -22,6 +22,8 @@ class _AddNorm(Structure):
         *((name, c_int) for name in ("hidden", "k_blocks", "block")),
         ("eps", c_float),
         ("late", c_int),
+        ("kept", c_void_p),
+        ("kept_stride", c_int),
     )
 
 
@@ -52,13 +54,18 @@ class Norms:
     def __init__(self, launch: Launcher, eps: float) -> None:
         self._launch, self._eps = launch, eps
 
-    def norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> Input:
+    def norm(
+        self, h: Tensor, opening: Opening, closing: Closing = NOTHING, kept: Tensor | None = None
+    ) -> Input:
         """`Ops.norm`."""
         m, hidden = h.shape
         x = (make_narrow_input if opening.kind == "w8a8" else make_input)(m, hidden, h.device)
         name, branch = _added(closing.branch)
         late = isinstance(closing.branch, Mixture) and _late(opening)
-        arguments = [self._job(h, opening, closing, x, late), *branch]
+        job = self._job(h, opening, closing, x, late)
+        if kept is not None:
+            job.kept, job.kept_stride = kept.data_ptr(), kept.stride(0)
+        arguments = [job, *branch]
         self._launch(norm_variant(opening.kind, hidden), name, (m, 1, 1), ROW_THREADS, arguments)
         return x
 

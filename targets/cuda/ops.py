@@ -174,8 +174,11 @@ class Ops(Protocol):
         may start anywhere and puts none."""
         ...
 
-    def norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> X:
-        """h = (h + rms(branch) * post) * scalar in place; -> rms(h) * pre."""
+    def norm(
+        self, h: Tensor, opening: Opening, closing: Closing = NOTHING, kept: Tensor | None = None
+    ) -> X:
+        """h = (h + rms(branch) * post) * scalar in place; -> rms(h) * pre. kept [M, H]: becomes a
+        copy of h, where a branch ends."""
         ...
 
     def norm_moe(

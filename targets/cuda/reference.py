@@ -115,8 +115,12 @@ class Reference:
             kv.remember(texts, rows.tokens[runs], rows.start[runs], rows.slot[runs])
         return scaled(embedded(head, rows.tokens.flatten()), self.arch.hidden)
 
-    def norm(self, h: Tensor, opening: Opening, closing: Closing = NOTHING) -> Tensor:
+    def norm(
+        self, h: Tensor, opening: Opening, closing: Closing = NOTHING, kept: Tensor | None = None
+    ) -> Tensor:
         self._close(h, closing)
+        if kept is not None:
+            kept.copy_(h)
         return self._opened(h, opening)
 
     def _close(self, h: Tensor, closing: Closing) -> None:

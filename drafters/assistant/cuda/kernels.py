@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_void_p
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from drafters.assistant.cuda.ops import DraftLayout, States
+from drafters.assistant.cuda.ordered import OrderedHead
 from targets.arch import Arch
 from targets.cuda.inputs import Input, make_input
 from targets.cuda.kernels import Embed, Kernels
@@ -22,6 +24,9 @@ STEPS = {
     kind: Variant("steps", (("FP8", int(kind == "fp8")),), SOURCES) for kind in ("fp8", "bf16")
 }
 """By the kind of weight that reads what they make."""
+ORDERED = Variant("ordered", (), SOURCES)
+ORDERED_THREADS, TOGETHER = 256, 32
+"""Of a CTA of ordered.cu; rows of a weight that it scores at once."""
 
 
 class _Beside(Structure):
@@ -33,9 +38,17 @@ class _Beside(Structure):
     )
 
 
+class _Ordered(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("h", "norm", "centroids", "rows", "ids", "fits", "logits")),
+        *((name, c_int) for name in ("width", "clusters", "words", "read", "vocab")),
+        *((name, c_float) for name in ("eps", "softcap")),
+    )
+
+
 def assistant_variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
     """Of an assistant of this architecture, beside an e4m3 cache or not."""
-    return variants(arch, kv8, kinds) | {STEPS[kind] for kind in kinds}
+    return variants(arch, kv8, kinds) | {ORDERED, *(STEPS[kind] for kind in kinds)}
 
 
 class AssistantKernels(Kernels):
@@ -71,6 +84,21 @@ class AssistantKernels(Kernels):
         early = states.slot is None
         self._launch(STEPS[kind], "beside", (m, 2, 1), ROW_THREADS, [job], early=early)
         return x
+
+    def ordered(self, h: Tensor, norm: Tensor, head: OrderedHead) -> Tensor:
+        (m, width), (clusters, words) = h.shape, head.ids.shape
+        assert head.rows.dtype == torch.bfloat16 and width % 8 == 0, (head.rows.dtype, width)
+        fits = torch.empty((m, clusters), device=self.device)
+        logits = torch.empty((m, head.vocab), device=self.device)
+        job = _Ordered(
+            *map(address, (h, norm, head.centroids, head.rows, head.ids, fits, logits)),
+            *(width, clusters, words, head.read, head.vocab),
+            *(self.arch.eps, head.softcap or 0.0),
+        )
+        launch = partial(self._launch, ORDERED, threads=ORDERED_THREADS, arguments=[job])
+        launch("fit", (-(-clusters // TOGETHER), m, 1), shared=4 * width)
+        launch("score", (head.read, m, -(-words // TOGETHER)), shared=4 * width + 8 * clusters)
+        return logits
 
     def keep(self, states: Tensor, rows: Rows, features: Tensor, accepted: Tensor) -> None:
         batch, width, hidden = features.shape

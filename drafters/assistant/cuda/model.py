@@ -20,7 +20,6 @@ from drafters.assistant.cuda.ordered import OrderedHead
 from drafters.assistant.spec import Assistant, tensors
 from specdec.core.errors import UserError
 from targets.cuda.footprint import TargetShape, tensor_bytes
-from targets.cuda.formulas import rms
 from targets.cuda.graphs import bucket_of
 from targets.cuda.guessing import DraftVocabulary, vocabulary_of
 from targets.cuda.model import decode_layer
@@ -85,7 +84,7 @@ class AssistantModel:
                 following = Opening(layers[i + 1].input_norm, layers[i + 1].qkv.kind)
             x = decode_layer(h, x, own, self._layers[i], seen, ops, following)
         if isinstance(w.head, OrderedHead):
-            return w.head.logits(rms(h, w.norm, self.spec.arch.eps)), x
+            return ops.ordered(h, w.norm, w.head), x
         return ops.head(x, w.head, self.spec.arch.softcap), x
 
     def handed(self, x: X) -> Tensor:

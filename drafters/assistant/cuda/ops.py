@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from drafters.assistant.cuda.ordered import OrderedHead
 from targets.arch import Arch
 from targets.cuda.formulas import rms, scaled
 from targets.cuda.guessing import Guess, reference_guess
@@ -51,6 +52,11 @@ class AssistantOps(Ops, Protocol):
         this kind. Ids outside the vocabulary count as 0."""
         ...
 
+    def ordered(self, h: Tensor, norm: Tensor, head: OrderedHead) -> Tensor:
+        """Logits [M, vocab] float32 of states h [M, d], normed by weight norm [d]; -inf for words
+        that are not scored."""
+        ...
+
     def keep(self, states: Tensor, rows: Rows, features: Tensor, accepted: Tensor) -> None:
         """Of features [B, W, H], row accepted [B] int32 becomes the state of each row's slot; not
         of idle rows."""
@@ -74,6 +80,9 @@ class AssistantReference(Reference):
         rows = states.rows if states.slot is None else states.rows[states.slot.long()]
         rows = rows if states.norm is None else rms(rows, states.norm, self.arch.eps)
         return as_input(torch.cat([scaled(embedded(table, tokens), table.k), rows], 1), kind)
+
+    def ordered(self, h: Tensor, norm: Tensor, head: OrderedHead) -> Tensor:
+        return head.logits(rms(h, norm, self.arch.eps))
 
     def keep(self, states: Tensor, rows: Rows, features: Tensor, accepted: Tensor) -> None:
         row = torch.arange(len(accepted), device=accepted.device)

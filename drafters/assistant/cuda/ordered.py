@@ -1,8 +1,4 @@
-"""The head of E2B's and E4B's assistants: few words are scored, whose clusters fit best.
-
-The library's operations: the clusters' rows are gathered, and a row of a batch reads its own.
-Nothing of it waits for the host, so it can be captured.
-"""
+"""The head of E2B's and E4B's assistants: few words are scored, whose clusters fit best."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from targets.cuda.reader import Reader
 @dataclass(frozen=True)
 class OrderedHead:
     """centroids [C, d] and rows [C, words, d], a cluster's rows side by side, in the wide dtype;
-    ids [C, words] int64: which word each is; from `vocab` on, none."""
+    ids [C, words] int32: which word each is; from `vocab` on, none."""
 
     centroids: Tensor
     rows: Tensor
@@ -35,16 +31,18 @@ class OrderedHead:
         rows = reader.table("head")[ids.clamp(max=vocab - 1)]
         split = lambda part: part.view(count, vocab // count, *part.shape[1:])  # noqa: E731
         wide = reader.table("centroids")
-        return cls(wide, split(rows), split(ids), spec.clusters.read, vocab, spec.arch.softcap)
+        return cls(
+            wide, split(rows), split(ids.int()), spec.clusters.read, vocab, spec.arch.softcap
+        )
 
     def logits(self, y: Tensor) -> Tensor:
-        """y [M, d] float32 -> [M, vocab] float32, -inf for words that are not scored."""
+        """`AssistantOps.ordered` of the normed states y [M, d] float32, in torch."""
         x = y.to(self.rows.dtype)
         best = (x @ self.centroids.T).float().topk(self.read, -1).indices
         scores = (self.rows[best] @ x[:, None, :, None])[..., 0].float().flatten(1)
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         out = scores.new_full((len(y), self.vocab), -torch.inf)
-        ids = self.ids[best].flatten(1)
+        ids = self.ids[best].flatten(1).long()
         scores = scores.masked_fill(ids >= self.vocab, -torch.inf)
         return out.scatter_reduce_(1, ids.clamp(max=self.vocab - 1), scores, "amax")

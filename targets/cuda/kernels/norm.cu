@@ -25,6 +25,8 @@ struct AddNorm {
   int hidden, k_blocks, block;
   float eps;
   int late;  // the next kernel starts when this one can read: what it asks of memory would delay that
+  float* kept;      // where h goes besides; null: nowhere
+  int kept_stride;  // from a row to the next
 };
 
 __device__ inline float inverse_rms(float squares, int count, float eps) { return rsqrtf(__fadd_rn(squares / count, eps)); }
@@ -190,6 +192,7 @@ __device__ inline void add_and_norm(const AddNorm& job, const Branch& branch, co
       if (i >= quads) continue;
       const float4 w = job.post ? closing[j] : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
       reinterpret_cast<float4*>(row)[i] = stream[j] = close4(stream[j], added[j], inverse, w, factor);
+      if (job.kept) reinterpret_cast<float4*>(job.kept + size_t(m) * job.kept_stride)[i] = stream[j];
     }
   }
   if (!job.x) return;
