@@ -117,7 +117,7 @@ def test_an_ordered_head_scores_the_words_of_the_best_clusters(
     logits = ops.ordered(h, norm, head)
     y = rms(h, norm, ops.arch.eps).double()
     fits = (y @ distinct.double().T).repeat(1, 4)[:, :clusters]
-    best = fits.sort(-1, descending=True, stable=True).indices[:, :read]
+    best = fits.sort(stable=True, dim=-1, descending=True).indices[:, :read]
     for row, mine in enumerate(logits):
         assert torch.equal(ops.ordered(h[row : row + 1], norm, head)[0], mine)
         scores = (table[best[row]].double() @ y[row]).flatten()

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seqs
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.auto.late import EITHER, TEXT, WEIGHTS, LateChooser
+from drafters.auto.late import TEXT, WEIGHTS, LateChooser
 from specdec.core.types import NO_GUESS, Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch, DeviceDrafter
 
@@ -22,6 +23,8 @@ class DeviceAuto:
     ) -> None:
         self._chooser, self._text, self._weighted = chooser, text, weighted
         self._take: Tensor | None = None
+        self._told = np.empty(0, np.int32)
+        """What it holds."""
         self.by: Tensor | None = None
         """[B]: whose the last guesses of a row are; None where it has none."""
 
@@ -56,9 +59,7 @@ class DeviceAuto:
 
     def ready(self, seqs: Seqs[Sequence]) -> None:
         self._chooser.choose(seqs)
-        if self._take is not None:
-            with torch.inference_mode():
-                self._take.copy_(torch.from_numpy(self._chooser.take))
+        self._tell()
         for part in (self._text, self._weighted):
             if part is not None:
                 part.ready(seqs)
@@ -67,15 +68,15 @@ class DeviceAuto:
         self.by = None
         if k == 0:
             return batch.draft
-        text = self._text.propose(batch, k).clone()
+        text = self._text.propose(batch, k)
         self.by = self._taken(batch)
         take = self.by[:, None]
-        draft = torch.where((take == TEXT) | (take == EITHER), text, NO_GUESS)
+        draft = torch.where((take & TEXT).bool(), text, NO_GUESS)
         if self._weighted is None or not self._chooser.runs:
             return draft
         batch.draft.fill_(NO_GUESS)
         own = self._weighted.propose(batch, k)
-        theirs = (take == WEIGHTS) | (take == EITHER) & (text[:, :1] == NO_GUESS)
+        theirs = (take & WEIGHTS).bool() & (draft[:, :1] == NO_GUESS)
         self.by = torch.where(theirs[:, 0], WEIGHTS, TEXT).int()
         return torch.where(theirs, own, draft)
 
@@ -86,5 +87,14 @@ class DeviceAuto:
     def _taken(self, batch: CapturedBatch) -> Tensor:
         """Of each row, on the device: graphs read it where it is."""
         if self._take is None:
-            self._take = torch.from_numpy(self._chooser.take).to(batch.rows.slot.device, copy=True)
-        return self._take[batch.rows.slot.clamp(min=0).long()]
+            self._told = self._chooser.take.copy()
+            self._take = torch.from_numpy(self._told).to(batch.rows.slot.device, copy=True)
+        return self._take.index_select(0, batch.rows.slot.clamp(min=0))
+
+    def _tell(self) -> None:
+        """Out of page-locked memory: else the host would wait for the cycle that runs."""
+        if self._take is None or np.array_equal(self._told, self._chooser.take):
+            return
+        self._told = self._chooser.take.copy()
+        with torch.inference_mode():
+            self._take.copy_(torch.from_numpy(self._told).pin_memory(), non_blocking=True)

@@ -21,7 +21,8 @@ from specdec.core.policy.choice import Choice, Menu, Policy
 from specdec.core.policy.costs import Work
 from specdec.core.types import NO_GUESS, Sequence
 
-NOBODY, TEXT, WEIGHTS, EITHER = range(4)
+NOBODY, TEXT, WEIGHTS = range(3)
+EITHER = TEXT | WEIGHTS
 """Whose guesses a row takes: EITHER is the text's where it has any, else those by weights."""
 
 

@@ -114,7 +114,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) score(const __grid_consta
   keep_normed(job, m, y);
   const int cluster = cluster_of(job, job.fits + size_t(m) * job.clusters, blockIdx.x, shared, found);
   const size_t at = size_t(cluster) * job.words + min(word, job.words - 1);
+  const int id = job.ids[at];  // on its way beside the row
   const float v = product(job.rows + at * job.width, y, job.width);
-  if (threadIdx.x % kLanes || word >= job.words || job.ids[at] >= job.vocab) return;
-  job.logits[size_t(m) * job.vocab + job.ids[at]] = job.softcap > 0.0f ? soft_cap(v, job.softcap) : v;
+  if (threadIdx.x % kLanes || word >= job.words || id >= job.vocab) return;
+  job.logits[size_t(m) * job.vocab + id] = job.softcap > 0.0f ? soft_cap(v, job.softcap) : v;
 }
