@@ -71,12 +71,12 @@ class DeviceAuto:
         text = self._text.propose(batch, k)
         self.by = self._taken(batch)
         take = self.by[:, None]
-        draft = torch.where((take & TEXT).bool(), text, NO_GUESS)
+        draft = torch.where((take & TEXT) != 0, text, NO_GUESS)
         if self._weighted is None or not self._chooser.runs:
             return draft
         batch.draft.fill_(NO_GUESS)
         own = self._weighted.propose(batch, k)
-        theirs = (take & WEIGHTS).bool() & (draft[:, :1] == NO_GUESS)
+        theirs = ((take & WEIGHTS) != 0) & (draft[:, :1] == NO_GUESS)
         self.by = torch.where(theirs[:, 0], WEIGHTS, TEXT).int()
         return torch.where(theirs, own, draft)
 

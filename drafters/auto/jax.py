@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from drafters.auto.late import EITHER, TEXT, WEIGHTS, LateChooser
+from drafters.auto.late import TEXT, WEIGHTS, LateChooser
 from specdec.core.types import NO_GUESS, Array, Sequence, Step
 from targets.jax.device_drafter import DeviceDrafter, SlotState, TracedDrafter, TracedProgram
 
@@ -93,11 +93,11 @@ class _Traced:
 
     def propose(self, batch: SlotState, k: int) -> Array:
         take, text = self._take, self._text.propose(batch, k)
-        draft = jnp.where((take == TEXT) | (take == EITHER), text, NO_GUESS)
+        draft = jnp.where((take & TEXT) != 0, text, NO_GUESS)
         if not self._runs or self._weighted is None:
             return draft
         own = self._weighted.propose(batch, k)
-        theirs = (take == WEIGHTS) | (take == EITHER) & (text[:, :1] == NO_GUESS)
+        theirs = ((take & WEIGHTS) != 0) & (draft[:, :1] == NO_GUESS)
         self.by = jnp.where(theirs[:, 0], WEIGHTS, TEXT)
         return jnp.where(theirs, own, draft)
 

@@ -1,8 +1,9 @@
 """The accept rule: a draft token is kept while it equals what the target chose.
 
-One expression for numpy, jax and torch, for greedy and for sampling alike: the target's choice is
-made with noise keyed on (seed, position), so equality is the whole test (design: arXiv 2408.07978
-couples sampled drafts through the same noise).
+One expression for numpy and jax, for greedy and for sampling alike: the target's choice is made
+with noise keyed on (seed, position), so equality is the whole test (design: arXiv 2408.07978
+couples sampled drafts through the same noise). The captured cycle's is a kernel
+(`targets/cuda/kernels/cycle.cu`).
 """
 
 from __future__ import annotations

@@ -154,11 +154,8 @@ class Sampler:
         """`core.accept.accept` of the rows' guesses, which follow their last tokens: [B] int32."""
         batch, tokens = chosen.shape
         accepted = torch.empty(batch, dtype=torch.int32, device=self._device)
-        arguments = [
-            *map(pointer, (rows.tokens, chosen, accepted)),
-            c_int(batch),
-            c_int(tokens - 1),
-        ]
+        tensors = rows.tokens, chosen, accepted
+        arguments = [*map(pointer, tensors), *map(c_int, (batch, tokens - 1))]
         self._launch(CYCLE, "accept", (-(-batch // 128), 1, 1), 128, arguments)
         return accepted
 
