@@ -40,7 +40,7 @@ def propose(given: Drafting, rows: Rows, needs_sampler: bool) -> None:
     rules = Rules(target.bias, given.sampling_params, target.cache.tokens)
     h = head.fuse(given.pending.features, rows.slot)
     mixed = head.mix(layout.pending, h, own=False)
-    h, mixed = h.index_select(0, layout.last), mixed.index_select(0, layout.last)
+    h, mixed = head.ops.ends(h, mixed, layout.last)
     for j in range(k):
         if j > 0:
             fed = Rows(rows.tokens[:, j : j + 1], layout.starts[j - 1], layout.slots[j])

@@ -91,6 +91,12 @@ class DraftKernels(Kernels):
         self._launch(INPUTS[kind], "pair", (m, 2, 1), ROW_THREADS, [job])
         return x
 
+    def ends(self, h: Tensor, mixed: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        out = h.new_empty((2, len(last), h.shape[1]))
+        arguments = [*map(pointer, (h, mixed, last, out)), c_int(h.shape[1] // 4)]
+        self._launch(LAYOUT, "ends", (len(last), 2, 1), THREADS, arguments)
+        return out[0], out[1]
+
     def keep(
         self, pending: Pending, rows: Rows, features: Tensor, chosen: Tensor, accepted: Tensor
     ) -> None:

@@ -69,6 +69,10 @@ class DraftOps(Ops, Protocol):
         the layer's residual in place. Embeddings are as stored, ids outside the vocabulary 0."""
         ...
 
+    def ends(self, h: Tensor, mixed: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows last [B] of h and of mixed, both [M, H] -> [B, H] each."""
+        ...
+
     @property
     def guess(self) -> Guess: ...
 
@@ -113,6 +117,9 @@ class DraftReference(Reference):
         if norms.residual:
             h.copy_(normed)
         return as_input(torch.cat([rms(rows, norms.embedding, eps), normed], 1), kind)
+
+    def ends(self, h: Tensor, mixed: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        return h[last], mixed[last]
 
     def keep(
         self, pending: Pending, rows: Rows, features: Tensor, chosen: Tensor, accepted: Tensor

@@ -39,3 +39,13 @@ extern "C" __global__ void __launch_bounds__(256)
   if (threadIdx.x == 0) pending[at] = chosen[m];
   if (threadIdx.x == 0 && m % width == 0) count[own] = accepted[b] + 1;
 }
+
+// Rows `last` of h, then those of mixed, to `to` [2, B, quads].
+extern "C" __global__ void __launch_bounds__(256)
+    ends(const float4* h, const float4* mixed, const long long* last, float4* to, int quads) {
+  let_next_start();
+  wait_for_previous();
+  const float4* from = (blockIdx.y ? mixed : h) + last[blockIdx.x] * quads;
+  to += (size_t(blockIdx.y) * gridDim.x + blockIdx.x) * quads;
+  for (int i = threadIdx.x; i < quads; i += 256) to[i] = from[i];
+}
