@@ -24,11 +24,10 @@ RESIDENT = 4
 """CTAs of screen.cu that fit on a multiprocessor: all of them must run at once."""
 STAGED = 10
 """Quads of a thread of screen.cu, of logits and of biases, in its CTA's shared memory at most."""
-WARPS, EIGHT, AHEAD = 4, 8, 5
-"""Of a CTA of rescore.cu; candidates of a warp, and blocks of 32 inputs that it fetches together;
-how many such eights are on their way."""
-RING_BYTES = (AHEAD + 1) * EIGHT * (EIGHT * 132 + 64)
-"""Of a warp: of a candidate's 32 inputs 132, with those of the row that shares its lanes' words."""
+RESCORE_THREADS, CHAINS = 256, 4
+"""Of a CTA of rescore.cu; CTAs of it on a multiprocessor."""
+BLOCK_BYTES = 64 + 64 + 8
+"""Of its shared memory for 32 inputs: a candidate's values, what they meet, where they are."""
 TABLE = SamplingTable._fields[:-1]
 """What screening reads of it: nothing is counted."""
 
@@ -37,7 +36,7 @@ class _ScreenJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("logits", "error", "x", "bias", "start", "slot")),
         *((name, c_void_p) for name in TABLE),
-        *((name, c_void_p) for name in ("reached", "found", "count", "arrived")),
+        *((name, c_void_p) for name in ("reached", "found", "count", "turns")),
         *((name, c_int) for name in ("vocab", "rows", "tokens", "shaped", "room")),
         *((name, c_int) for name in ("batch", "k_blocks", "block")),
         *((name, c_float) for name in ("softcap", "ties", "safety", "more", "longest")),
@@ -56,7 +55,9 @@ class _RescoreJob(Structure):
 class Candidates:
     def __init__(self, launch: Launcher, gemm: Gemm, processors: int, device: torch.device) -> None:
         self._launch, self._gemm, self._processors = launch, gemm, processors
-        self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        size = certified.MOST_ROWS, SCREEN_CTAS
+        self._reached = torch.zeros(size, dtype=torch.int64, device=device)
+        self._turns = torch.zeros(1, dtype=torch.int32, device=device)
 
     def heads(self, values: Tensor) -> tuple[Linear, NarrowHead | None]:
         """`Ops.heads`; none certified on a part of a GPU that has no room for all of screen.cu."""
@@ -94,13 +95,12 @@ class Candidates:
         self._gemm.run(x, head, out, PLAIN, head.n, late=True)
         found = torch.empty((m, ROOM), dtype=torch.int32, device=device)
         count = torch.empty(m, dtype=torch.int32, device=device)
-        reached = torch.empty((m, SCREEN_CTAS), dtype=torch.int32, device=device)
         batch, quads = staged(*rows.tokens.shape)
         table = [getattr(rules.sampling_params, name) for name in TABLE]
         job = _ScreenJob(
             *map(address, (out, narrow.error, x.data, rules.bias, rows.start, rows.slot)),
             *map(address, table),
-            *map(address, (reached, found, count, self._arrived)),
+            *map(address, (self._reached, found, count, self._turns)),
             *(head.n, m, rows.tokens.shape[1], int(needs_sampler), ROOM),
             *(batch, x.k_blocks, x.block),
             *(softcap or 0.0, certified.TIES * (softcap or 0.0)),
@@ -125,8 +125,8 @@ class Candidates:
             *(plan.row_groups, plan.wide, plan.depth),
             *(2 * tiles.INPUTS * x.block, softcap or 0.0),
         )
-        grid = self._processors, 1, 1
-        self._launch(RESCORE, "rescore", grid, 32 * WARPS, [job], WARPS * RING_BYTES)
+        grid, room = (CHAINS * self._processors, 1, 1), plan.steps * plan.depth * BLOCK_BYTES
+        self._launch(RESCORE, "rescore", grid, RESCORE_THREADS, [job], room)
 
 
 def staged(batch: int, tokens: int) -> tuple[int, int]:

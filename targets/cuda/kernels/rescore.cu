@@ -1,19 +1,16 @@
-// The candidates' logits (screen.cu), from the head itself: a warp takes eight of them at a time as if they
-// were a tile, with gemm.cu's MMAs in gemm.cu's order, so that they are the same bits.
+// The candidates' logits (screen.cu), from the head itself: a CTA takes one at a time as if it were a tile's first row,
+// with gemm.cu's MMAs in gemm.cu's order, so that they are the same bits.
 //
-// Few candidates take as long as one warp's chain of MMAs, so nothing else may take longer: each has its own
-// multiprocessor as far as there are any, and much on its way. 16 bytes of a tile are of two rows, one a candidate's.
+// Few candidates take as long as one chain of MMAs. So all that a CTA reads is in flight at once, and each candidate has
+// a chain of its own: a multiprocessor works on four side by side. 16 bytes of a tile are of two rows, of which one is the
+// candidate.
 #define BITS 8
 #define FINE 1
 #include "tile.cuh"
 
-constexpr int kWarps = 4;
-constexpr int kEight = 8;  // candidates of a warp, and blocks of 32 inputs that are fetched together
-constexpr int kAhead = 5;  // eights of blocks on their way
-constexpr int kHalf = kEight * 64;                   // bytes of a block's codes, and of their 256ths
-constexpr int kBlockBytes = 2 * kHalf + kEight * 4;  // then the scales of both rows of each pair
-constexpr int kStageBytes = kEight * (kBlockBytes + 64);  // weights, then this row's inputs
-constexpr int kRingBytes = (kAhead + 1) * kStageBytes;
+constexpr int kThreads = 256;
+constexpr int kResident = 4;  // CTAs on a multiprocessor
+constexpr int kAhead = 3;     // quarters of 32 inputs that a thread has on their way
 
 struct Job {
   const u8* weight;  // int16, tiled
@@ -28,147 +25,127 @@ struct Job {
   float softcap;     // 0: none
 };
 
-// Where a row's blocks of 32 inputs are, one after another: its codes, what is beside them, its scale.
-struct Row {
-  const u8 *codes, *fine, *scale;
-  size_t step;      // bytes from a step to the next
-  int wide, depth;  // tiles from a step's block to its next; how many
-  int in = 0;       // which block of its step this is
-
-  __device__ Row(const Job& job, int n, int lane) : wide(job.wide), depth(job.depth) {
-    const int tile = n / 16, dealt = job.ctas * job.tiles, pass = quotient(tile, dealt), rest = tile - pass * dealt;
-    const int cta = quotient(rest, job.tiles), mine = rest - cta * job.tiles, group = quotient(mine, wide);
-    const int tiles_of_step = job.row_groups * depth * wide, first = (group * depth - group) * wide + mine;
-    const int bytes = tiles_of_step * kTileBytes;  // of a CTA's step
-    step = size_t(job.ctas) * bytes;
-    const u8* at = job.weight + size_t(pass) * job.steps * step + size_t(cta) * bytes;
-    codes = at + first * kCodeBytes + n % 8 * 64 + lane % 4 * 16;
-    scale = at + first * kCodeBytes + kScalesAt + n % 8 * 4;
-    fine = at + tiles_of_step * kCodeBytes + first * kFineBytes + n % 8 * 64 + lane % 4 * 16;
-  }
-  __device__ void next() {
-    in++;
-    const bool over = in == depth;
-    const size_t back = over ? step - size_t((depth - 1) * wide) * kCodeBytes : wide * kCodeBytes;
-    codes += back, scale += back;
-    fine += over ? step - size_t((depth - 1) * wide) * kFineBytes : wide * kFineBytes;
-    in = over ? 0 : in;
-  }
-};
-
-// Eights of candidates of all rows, in order.
+// Candidates of all rows, in order.
 struct Item {
-  int m, first;  // row, `rows` past the last; first candidate
+  int m, at;  // row, `rows` past the last; which of its candidates
 };
 
 __device__ inline Item item_of(const Job& job, int i, int lane) {
   const int count = lane < job.rows ? job.count[lane] : 0;
-  const int mine = count > job.room ? 0 : (max(count, 0) + kEight - 1) / kEight;
+  const int mine = count > job.room ? 0 : max(count, 0);
   const int end = sum_so_far(mine, lane), m = __popc(__ballot_sync(~0u, end <= i));
   if (m == 32) return {job.rows, 0};
-  return {m, (i - __shfl_sync(~0u, end - mine, m)) * kEight};
+  return {m, i - __shfl_sync(~0u, end - mine, m)};
 }
 
-// Starts 4 bytes on their way to shared memory.
-__device__ inline void copy4(u32 to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-
-// What a lane needs of a block: its candidate's codes and 256ths of both halves, its scale, the inputs.
-struct Block {
-  uint4 codes, fine, x;
+// Eight inputs' codes and their 256ths, as a lane of MMAs holds them, and scales: of both rows of a tile's pair.
+struct Packed {
+  uint4 codes, fine;
   u32 scales;
+};
 
-  __device__ Block(const u8* at, const u8* inputs, int lane) {
-    codes = reinterpret_cast<const uint4*>(at)[lane], fine = reinterpret_cast<const uint4*>(at + kHalf)[lane];
-    scales = reinterpret_cast<const u32*>(at + 2 * kHalf)[lane / 4];
-    x = reinterpret_cast<const uint4*>(inputs)[lane % 4];
+// Where a block of 32 inputs is, behind its row's first, in so many bytes.
+constexpr int kUnit = 32;
+struct Place {
+  u32 codes, fine;
+};
+
+__device__ inline Place place_of(const Job& job, int block) {
+  const int tiles_of_step = job.row_groups * job.depth * job.wide, steps = quotient(block, job.depth);
+  const u32 from = u32(steps * job.ctas) * (tiles_of_step * kTileBytes / kUnit), behind = (block - steps * job.depth) * job.wide;
+  return {from + behind * (kCodeBytes / kUnit), from + behind * (kFineBytes / kUnit)};
+}
+
+// A candidate's row, as one of the four lanes reads it that have it in an MMA.
+struct Row {
+  const u8 *codes, *fine, *scale;
+  bool second;  // of the two rows in a lane's 16 bytes
+
+  __device__ Row(const Job& job, int n, int quarter) : second(n % 16 >= 8) {
+    const int tile = n / 16, dealt = job.ctas * job.tiles, pass = quotient(tile, dealt), rest = tile - pass * dealt;
+    const int cta = quotient(rest, job.tiles), mine = rest - cta * job.tiles, group = quotient(mine, job.wide);
+    const int tiles_of_step = job.row_groups * job.depth * job.wide, first = (group * job.depth - group) * job.wide + mine;
+    const int bytes = tiles_of_step * kTileBytes;  // of a CTA's step
+    const u8* at = job.weight + (size_t(pass) * job.steps * job.ctas + cta) * bytes;
+    const int lanes = n % 8 * 64 + quarter * 16;
+    codes = at + first * kCodeBytes + lanes;
+    scale = at + first * kCodeBytes + kScalesAt + n % 8 * 4;
+    fine = at + tiles_of_step * kCodeBytes + first * kFineBytes + lanes;
+  }
+  __device__ Packed load(Place place) const {
+    const size_t behind = size_t(place.codes) * kUnit;
+    return {*reinterpret_cast<const uint4*>(codes + behind), *reinterpret_cast<const uint4*>(fine + size_t(place.fine) * kUnit),
+            *reinterpret_cast<const u32*>(scale + behind)};
+  }
+  // As the MMAs take them.
+  __device__ uint4 values(const Packed& from) const {
+    const float scale = fine_scale(from.scales, second);
+    uint4 a;
+    decode(second ? from.codes.y : from.codes.x, second ? from.fine.y : from.fine.x, scale, a.x, a.y);
+    decode(second ? from.codes.w : from.codes.z, second ? from.fine.w : from.fine.z, scale, a.z, a.w);
+    return a;
   }
 };
 
-// A warp's way through its candidates' rows.
-struct Chain {
-  const Job& job;
-  Row row;
-  const u8* x;  // this row's inputs
-  int lane;
-  bool second;  // whether the candidate is the second of the rows in its lanes' 16 bytes
-  u8* memory;   // the ring
-  u32 ring;
-  int blocks;
-  float sum[4];
-  int asked;
+// In shared memory: what a CTA multiplies, its row's values and inputs [blocks][4 lanes], and where blocks are.
+struct Fed {
+  int quarters;  // of blocks
+  uint4 *values, *inputs;
+  Place* places;
 
-  // The next block of weights, into place d of a stage.
-  __device__ void fetch(int stage, int d) {
-    if (asked++ >= blocks) return;
-    const u32 to = ring + stage * kStageBytes + d * kBlockBytes;
-    copy16(to + lane * 16, row.codes), copy16(to + kHalf + lane * 16, row.fine);
-    if (lane % 4 == 0) copy4(to + 2 * kHalf + lane, row.scale);
-    row.next();
+  __device__ Fed(const Job& job, uint4* memory)
+      : quarters(job.steps * job.depth * 4), values(memory), inputs(memory + quarters),
+        places(reinterpret_cast<Place*>(inputs + quarters)) {
+    for (int b = threadIdx.x; b < quarters / 4; b += kThreads) places[b] = place_of(job, b);
+    __syncthreads();
   }
-  // Inputs of the eight blocks from `block` on: of 32 lanes each has a quarter of one.
-  __device__ void fetch_inputs(int stage, int block) {
-    const int at = min(block + lane / 4, blocks - 1);
-    copy16(ring + stage * kStageBytes + kEight * kBlockBytes + lane * 16, x + size_t(at) * job.x_bytes + lane % 4 * 16);
-  }
-  __device__ void multiply(u32 codes, u32 fine, float scale, u32 b0, u32 b1) {
-    u32 a0, a2;
-    decode(codes, fine, scale, a0, a2);
-    mma_bf16(sum, a0, 0, a2, 0, b0, b1);
-  }
-
-  __device__ float result() {
-    sum[0] = sum[1] = sum[2] = sum[3] = 0.0f, asked = 0;
+  __device__ void bring(const Job& job, int m, const Row& row) const {
 #pragma unroll 1
-    for (int r = 0; r < kAhead; r++) {
-      fetch_inputs(r, r * kEight);
+    for (int first = threadIdx.x; first < quarters; first += kAhead * kThreads) {
+      Packed packed[kAhead];
 #pragma unroll
-      for (int d = 0; d < kEight; d++) fetch(r, d);
-      asm volatile("cp.async.commit_group;" ::: "memory");
-    }
-#pragma unroll 1
-    for (int i = 0, r = 0, free = kAhead; i < blocks; i += kEight) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(kAhead - 1) : "memory");
-      __syncwarp();
-      const u8 *weights = memory + r * kStageBytes, *inputs = weights + kEight * kBlockBytes;
-      fetch_inputs(free, i + kAhead * kEight);
-      Block now(weights, inputs, lane);
-#pragma unroll
-      for (int d = 0; d < kEight; d++) {
-        const int next = min(d + 1, kEight - 1);  // is here when its turn comes
-        const Block then(weights + next * kBlockBytes, inputs + next * 64, lane);
-        const float scale = fine_scale(now.scales, second);
-        const uint4 c = now.codes, f = now.fine;
-        if (i + d < blocks) multiply(second ? c.y : c.x, second ? f.y : f.x, scale, now.x.x, now.x.y);
-        fetch(free, d);  // while the chain waits for itself
-        if (i + d < blocks) multiply(second ? c.w : c.z, second ? f.w : f.z, scale, now.x.z, now.x.w);
-        now = then;
+      for (int j = 0; j < kAhead; j++) {
+        const int i = min(first + j * kThreads, quarters - 4 + int(threadIdx.x) % 4);
+        packed[j] = row.load(places[i / 4]);
+        copy16(shared_address(inputs + i), job.x + size_t(i / 4) * job.x_bytes + m * 64 + i % 4 * 16);
       }
-      asm volatile("cp.async.commit_group;" ::: "memory");
-      r = r == kAhead ? 0 : r + 1, free = free == kAhead ? 0 : free + 1;
+#pragma unroll
+      for (int j = 0; j < kAhead; j++)
+        if (first + j * kThreads < quarters) values[first + j * kThreads] = row.values(packed[j]);
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    copies_done();
+  }
+  // By a warp: of the MMAs' first row and column.
+  __device__ float product(int lane) const {
+    float sum[4] = {};
+#pragma unroll 4
+    for (int i = lane % 4; i < quarters; i += 4) {
+      const uint4 a = values[i], x = inputs[i];
+      mma_bf16(sum, a.x, 0, a.y, 0, x.x, x.y);
+      mma_bf16(sum, a.z, 0, a.w, 0, x.z, x.w);
+    }
     return sum[0];
   }
 };
 
-// grid: as many CTAs as multiprocessors
-extern "C" __global__ void __launch_bounds__(kWarps * 32) rescore(const __grid_constant__ Job job) {
-  extern __shared__ __align__(128) u8 memory[];  // a ring for each warp
+extern "C" __global__ void __launch_bounds__(kThreads, kResident) rescore(const __grid_constant__ Job job) {
+  extern __shared__ uint4 memory[];
   let_next_start();
+  const int lane = threadIdx.x % 32;
+  const Fed fed(job, memory);
   wait_for_previous();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int i = warp * gridDim.x + blockIdx.x;; i += kWarps * gridDim.x) {
+  for (int i = blockIdx.x;; i += gridDim.x) {
     const Item item = item_of(job, i, lane);
     if (item.m >= job.rows) return;
-    const int n = job.found[size_t(item.m) * job.room + min(item.first + lane / 4, job.count[item.m] - 1)];
-    u8* mine = memory + warp * kRingBytes;
-    Chain chain = {job,  Row(job, n, lane),    job.x + item.m * 64,   lane, n % 16 >= 8,
-                   mine, shared_address(mine), job.steps * job.depth, {},   0};
-    const float v = chain.result() * job.scale[n];
-    if (lane % 4 == 0)
-      job.logits[size_t(item.m) * job.vocab + n] = job.softcap > 0.0f ? soft_cap(v, job.softcap) : v;
+    const int n = job.found[size_t(item.m) * job.room + item.at];
+    const float scale = job.scale[n];
+    fed.bring(job, item.m, Row(job, n, threadIdx.x % 4));
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      const float v = fed.product(lane) * scale;
+      if (lane == 0) job.logits[size_t(item.m) * job.vocab + n] = job.softcap > 0.0f ? soft_cap(v, job.softcap) : v;
+    }
+    __syncthreads();
   }
 }

@@ -2,13 +2,14 @@
 // `candidates` is the reference): -inf for all words, and the candidates' numbers for rescore.cu, in no order.
 //
 // All of a row must be seen before any of it is judged: in between CTAs wait for each other, for all of them run
-// at once. Each has the same words of every row, and reads their bounds and biases once.
+// at once. Each has the same words of every row, and reads their bounds and biases once. What a CTA's words reach it
+// says together with the number of this turn, so that one trip through L2 tells the others both.
 //
 // A lower bound that `wanted` words reach is found as the `wanted`-th largest of 256 CTAs' largest: no
 // larger than the `wanted`-th largest of all words, and nearly as large.
 #include "choice.cuh"
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kCtas = 256;    // four words a thread of the released vocabularies
 constexpr int kResident = 4;  // on a multiprocessor
 constexpr int kMostRows = 16;
@@ -29,10 +30,10 @@ struct Job {
   const float* presence;
   const float* frequency;
   const long long* seed;  // [slots, 2] words
-  u32* reached;  // [M, kCtas]: the largest lower ends (`ordered`)
+  u64* reached;  // [kMostRows, kCtas]: the turn, and below it the largest lower end (`ordered`)
   int* found;    // [M, room]: the candidates
   int* count;    // [M]: how many, may be more than there is room for; below 0: not certified
-  u32* arrived;  // CTAs that have been through here, ever
+  u32* turns;    // that have been, ever
   int vocab;     // a multiple of 4
   int rows;      // M
   int tokens, shaped, room;
@@ -58,13 +59,12 @@ struct Row {
   u32 k0, k1, position;
   float unit;  // the input's length
 
-  __device__ bool judged() const { return slot >= 0 && rule.wanted >= 0; }
+  __device__ bool judged() const { return (slot | rule.wanted) >= 0; }  // neither is below 0
 };
 
 struct Shared {
   Row rows[kMostRows];
-  u32 low[kMostRows], high[kMostRows];  // the largest ends of this CTA's words (`ordered`)
-  float least[kMostRows];               // what a word must be able to reach
+  u32 low[kMostRows][kWarps], high[kMostRows][kWarps];  // the largest ends of a warp's words (`ordered`)
 };
 
 __device__ inline Rule rule_of(const Job& job, int slot) {
@@ -119,25 +119,35 @@ __device__ inline float compared(const Job& job, const Rule& rule, float v, floa
 }
 
 __device__ inline float4 load_words(const float* from, int at) { return *reinterpret_cast<const float4*>(from + at); }
+__device__ inline float4 all_of(float v) { return {v, v, v, v}; }
 __device__ inline void store_words(float* to, float4 v, int at) { *reinterpret_cast<float4*>(to + at) = v; }
 
-// The upper ends of words i to i + 3, whose logits are v and biases b; low: the largest lower one.
-__device__ inline float4 ends(const Job& job, const Row& row, float4 v, float4 e, float4 b, int i, float& low) {
+// The same of four words; noise: of each.
+__device__ inline float4 compared(const Job& job, const Rule& rule, float4 v, float ties, float4 b, float4 noise) {
+  return {compared(job, rule, v.x, ties, b.x, noise.x), compared(job, rule, v.y, ties, b.y, noise.y),
+          compared(job, rule, v.z, ties, b.z, noise.z), compared(job, rule, v.w, ties, b.w, noise.w)};
+}
+__device__ inline float4 noise_of(const Row& row, int i) {
   float noise[4] = {};
   if (row.rule.noisy) gumbel(row.k0, row.k1, i / 4, row.position, noise);
-  low = -INFINITY;
-  const auto high = [&](float v, float e, float b, int c) {
-    low = fmaxf(low, compared(job, row.rule, v - e * row.unit, -job.ties, b, noise[c]));
-    return compared(job, row.rule, v + e * row.unit, job.ties, b, noise[c]);
-  };
-  return {high(v.x, e.x, b.x, 0), high(v.y, e.y, b.y, 1), high(v.z, e.z, b.z, 2), high(v.w, e.w, b.w, 3)};
+  return {noise[0], noise[1], noise[2], noise[3]};
 }
 
-// No number is larger than what compares with nothing, which stays.
-__device__ inline u32 largest_of(float4 v) {
-  const float all = (v.x + v.y) + (v.z + v.w);
-  return all == all ? ordered(fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w))) : ~0u;
+// Ends of four logits, which err by `e` per unit.
+__device__ inline float4 ends(float4 v, float4 e, float unit) {
+  return {v.x + e.x * unit, v.y + e.y * unit, v.z + e.z * unit, v.w + e.w * unit};
 }
+__device__ inline float largest(float4 v) { return fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)); }
+// NaN if any is: as `ordered` no number is larger, so it stays.
+__device__ inline float largest_or_nan(float a, float b) {
+  float v;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+  return v;
+}
+__device__ inline float largest_or_nan(float4 v) {
+  return largest_or_nan(largest_or_nan(v.x, v.y), largest_or_nan(v.z, v.w));
+}
+__device__ inline bool some(float4 v) { return v.x != 0.0f || v.y != 0.0f || v.z != 0.0f || v.w != 0.0f; }
 
 // This thread's four words of a batch of rows, and their sequences' biases, on their way to it.
 struct Batch {
@@ -159,17 +169,19 @@ struct Batch {
   }
 };
 
-// Waits until all CTAs are here: what each has written is seen by all.
-__device__ inline void meet(u32* arrived) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    u32 mine, now;
-    asm volatile("atom.add.acq_rel.gpu.u32 %0, [%1], 1;" : "=r"(mine) : "l"(arrived) : "memory");
-    const u32 all = (mine / kCtas + 1) * kCtas;
-    do asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
-    while (int(now - all) < 0);
+// What the words of CTAs lane, lane + 32, ... reach in a row, by a warp, once all CTAs have said so in this turn.
+__device__ inline void await_all(u32 (&keys)[kCtas / 32], const u64* reached, u32 turn, int lane) {
+  u64 said[kCtas / 32];
+  bool missing = true;
+  for (bool first = true; __any_sync(~0u, missing); first = false) {
+    missing = false;
+#pragma unroll
+    for (int j = 0; j < kCtas / 32; j++)
+      if (first || u32(said[j] >> 32) != turn)
+        asm volatile("ld.relaxed.gpu.u64 %0, [%1];" : "=l"(said[j]) : "l"(reached + j * 32 + lane));
+#pragma unroll
+    for (int j = 0; j < kCtas / 32; j++) missing |= u32(said[j] >> 32) != turn, keys[j] = u32(said[j]);
   }
-  __syncthreads();
 }
 
 // The largest number that `wanted` of a warp's keys reach.
@@ -186,11 +198,8 @@ __device__ inline u32 reached_by(const u32 (&keys)[kCtas / 32], int wanted) {
 }
 
 // What a word must be able to reach, by a warp.
-__device__ inline float least(const Rule& rule, const u32* reached, int lane) {
-  u32 keys[kCtas / 32], largest = 0;
-#pragma unroll
-  for (int j = 0; j < kCtas / 32; j++)
-    asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(keys[j]) : "l"(reached + j * 32 + lane));
+__device__ inline float least(const Rule& rule, const u32 (&keys)[kCtas / 32]) {
+  u32 largest = 0;
 #pragma unroll
   for (u32 k : keys) largest = max(largest, k);
   largest = __reduce_max_sync(~0u, largest);
@@ -216,27 +225,44 @@ struct Words {
   Shared& shared;
   float4* staged;  // [batch, kThreads] logits, then biases of as many sequences
   int first, mine;
-  bool kept;  // whether upper ends stay in shared memory, else they are where logits were
+  bool kept;  // whether all that was fetched is still in shared memory when words are judged
 
   __device__ Words(const Job& job, Shared& shared, float4* staged)
       : job(job), shared(shared), staged(staged), first(blockIdx.x * kThreads * 4), mine(threadIdx.x * 4),
         kept(job.rows <= job.batch && job.vocab <= kStride) {}
 
-  // Of a batch's row m, words i to i + 3, whose errors are e.
-  __device__ void bound(const Batch& batch, int m, float4 e, int i) {
-    const Row& row = shared.rows[m];
-    if (!row.judged()) return;
-    float4* at = batch.logits + (m - batch.from) * kThreads;
-    float low = -INFINITY;
-    u32 high = 0;
-    if (i < job.vocab) {
-      const float4 v = ends(job, row, *at, e, batch.biases[batch.sequence(job, m) * kThreads], i, low);
-      if (kept) *at = v;
-      else store_words(job.logits + size_t(m) * job.vocab, v, i);
-      high = largest_of(v);
+  // Of a batch's rows, words i to i + 3, whose errors are e. Upper ends with noise take the place of logits. What
+  // compares without bias or noise as it is does so at its largest: lane m compares row m's at last, for its warp.
+  __device__ void bound(const Batch& batch, float4 e, int i) {
+    const bool there = i < job.vocab;
+    const int lane = threadIdx.x % 32;
+    u32 most = ordered(-INFINITY), bare = 0;  // lane m: of row m, from below; lane kMostRows + m: from above
+#pragma unroll 1
+    for (int m = batch.from; m < batch.to; m++) {
+      const Row& row = shared.rows[m];
+      if (!row.judged()) continue;
+      float4* at = batch.logits + (m - batch.from) * kThreads;
+      const float4 v = there ? *at : all_of(-INFINITY), b = there ? batch.biases[batch.sequence(job, m) * kThreads] : all_of(0.0f);
+      float4 low = ends(v, e, -row.unit), high = ends(v, e, row.unit);
+      if (row.rule.noisy || __any_sync(~0u, some(b))) {
+        const float4 noise = noise_of(row, i);
+        low = compared(job, row.rule, low, -job.ties, b, noise), high = compared(job, row.rule, high, job.ties, b, noise);
+        if (row.rule.noisy && there) keep(at, m, high, i);
+      } else {
+        bare |= 1u << m;
+      }
+      const u32 lowest = __reduce_max_sync(~0u, ordered(largest(low))), highest = __reduce_max_sync(~0u, ordered(largest_or_nan(high)));
+      if (lane % kMostRows == m) most = lane == m ? lowest : highest;
     }
-    const u32 most = __reduce_max_sync(~0u, ordered(low)), all = __reduce_max_sync(~0u, high);
-    if (threadIdx.x % 32 == 0) atomicMax(shared.low + m, most), atomicMax(shared.high + m, all);
+    const bool below = lane < kMostRows;
+    const int m = lane % kMostRows;
+    if (bare >> m & 1u) most = ordered(compared(job, shared.rows[m].rule, of_ordered(most), below ? -job.ties : job.ties, 0.0f, 0.0f));
+    u32& so_far = (below ? shared.low : shared.high)[m][threadIdx.x / 32];
+    so_far = max(so_far, most);
+  }
+  __device__ void keep(float4* at, int m, float4 upper, int i) {
+    if (kept) *at = upper;
+    else store_words(job.logits + size_t(m) * job.vocab, upper, i);
   }
   // All of them. batch: the first, whose biases are on their way; e: of the first words.
   __device__ void bound_all(Batch batch, float4 e) {
@@ -244,33 +270,68 @@ struct Words {
     for (int base = first; base < job.vocab; base += kStride) {
       const int i = base + mine;
       const bool there = i < job.vocab;
-      if (there && base != first) e = load_words(job.error, i);
+      if (base != first) e = there ? load_words(job.error, i) : all_of(0.0f);
 #pragma unroll 1
       for (batch.from = 0; batch.from < job.rows; batch.from = batch.to) {
         batch.to = min(batch.from + job.batch, job.rows);
         if (there && (base != first || batch.from)) batch.fetch_biases(job, shared.rows, i);
         if (there) batch.fetch_logits(job, i);
         copies_done();
-#pragma unroll 1
-        for (int m = batch.from; m < batch.to; m++) bound(batch, m, e, i);
+        bound(batch, e, i);
       }
     }
   }
-  __device__ void judge_all() const {
+  // What words i to i + 3, which are `thread`'s, may reach.
+  __device__ float4 upper(int m, int i, int thread) const {
+    const Row& row = shared.rows[m];
+    const float4 v = kept ? staged[m * kThreads + thread] : load_words(job.logits + size_t(m) * job.vocab, i);
+    if (row.rule.noisy) return v;
+    const float4 b = kept ? staged[(job.batch + quotient(m, job.tokens)) * kThreads + thread]
+                          : load_words(job.bias + size_t(row.slot) * job.vocab, i);
+    return compared(job, row.rule, ends(v, load_words(job.error, i), row.unit), job.ties, b, all_of(0.0f));
+  }
+  // What they reach in each row, said to all CTAs. Of other rows too: no older turn's number is left.
+  __device__ void say(u32 turn, int lane) const {
+    u32 most = 0;
+    if (lane >= kMostRows) return;
+#pragma unroll
+    for (u32 low : shared.low[lane]) most = max(most, low);
+    asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(job.reached + lane * kCtas + blockIdx.x), "l"(u64(turn) << 32 | most) : "memory");
+  }
+  // Row m's candidates, by a warp, so that rows don't wait for each other's places. Few warps' words have any.
+  __device__ void judge_row(int m, float must, int lane) const {
+    const u32 most = lane < kWarps ? shared.high[m][lane] : 0;
 #pragma unroll 1
-    for (int m = 0; m < job.rows; m++) {
-      if (!shared.rows[m].judged()) continue;  // whole, or of an idle row: anything
-      const float must = shared.least[m];
-      const bool some = !(of_ordered(shared.high[m]) < must);
-      float* logits = job.logits + size_t(m) * job.vocab;
+    for (u32 left = __ballot_sync(~0u, lane < kWarps && !(of_ordered(most) < must)); left; left &= left - 1) {
+      const int thread = (__ffs(left) - 1) * 32 + lane;
 #pragma unroll 1
-      for (int i = first + mine; i < job.vocab; i += kStride) {
-        if (some) judge(job, m, kept ? staged[m * kThreads + threadIdx.x] : load_words(logits, i), must, i);
-        store_words(logits, make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY), i);
-      }
+      for (int i = first + thread * 4; i < job.vocab; i += kStride) judge(job, m, upper(m, i, thread), must, i);
     }
+  }
+  // No word has a logit, but of rows that are whole, or idle: they have any.
+  __device__ void clear() const {
+#pragma unroll 1
+    for (int m = 0; m < job.rows; m++)
+      if (shared.rows[m].judged())
+#pragma unroll 1
+        for (int i = first + mine; i < job.vocab; i += kStride)
+          store_words(job.logits + size_t(m) * job.vocab, all_of(-INFINITY), i);
   }
 };
+
+// As memory has it, not what this multiprocessor remembers.
+__device__ inline u32 turns_so_far(const Job& job) {
+  u32 turns;
+  asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(turns) : "l"(job.turns));
+  return turns;
+}
+
+// Before anybody adds to them.
+__device__ inline void begin_counts(const Job& job, const Row* rows) {
+  const int m = threadIdx.x;
+  if (m < job.rows) job.count[m] = rows[m].slot < 0 || rows[m].judged() ? 0 : -1;
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
 
 // grid: kCtas
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
@@ -285,27 +346,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
   float4 e = {};
   // the head's codes let this kernel start when all before it have ended: its logits alone are waited for
   if (i < job.vocab) e = load_words(job.error, i);
+  const u32 turn = turns_so_far(job) + 1;
 #pragma unroll 1
-  for (int m = warp; m < rows; m += kThreads / 32) {
+  for (int m = warp; m < rows; m += kWarps) {
     const Row row = row_of(job, m, lane);
-    if (lane == 0) shared.rows[m] = row, shared.low[m] = shared.high[m] = ordered(-INFINITY);
+    if (lane == 0) shared.rows[m] = row;
   }
+  if (lane < kMostRows) shared.low[lane][warp] = shared.high[lane][warp] = ordered(-INFINITY);
   __syncthreads();
   if (i < job.vocab) batch.fetch_biases(job, shared.rows, i);
+  if (blockIdx.x == 0 && warp == 0) begin_counts(job, shared.rows);
   wait_for_previous();
   words.bound_all(batch, e);
   __syncthreads();
-  const int m = threadIdx.x;
-  if (m < rows) {
-    job.reached[m * kCtas + blockIdx.x] = shared.low[m];
-    if (blockIdx.x == 0) job.count[m] = shared.rows[m].slot < 0 || shared.rows[m].judged() ? 0 : -1;
-  }
-  meet(job.arrived);
+  if (warp == 0) words.say(turn, lane);
+  if (words.kept) words.clear();
 #pragma unroll 1
-  for (int m = warp; m < rows; m += kThreads / 32) {
-    const float must = least(shared.rows[m].rule, job.reached + m * kCtas, lane);
-    if (lane == 0) shared.least[m] = must;
+  for (int m = warp; m < rows; m += kWarps) {
+    u32 keys[kCtas / 32];
+    await_all(keys, job.reached + m * kCtas, turn, lane);
+    if (shared.rows[m].judged()) words.judge_row(m, least(shared.rows[m].rule, keys), lane);
   }
+  if (blockIdx.x == 0 && threadIdx.x == 0) *job.turns = turn;  // which all CTAs have read, as row 0 tells
+  if (words.kept) return;
   __syncthreads();
-  words.judge_all();
+  words.clear();
 }
