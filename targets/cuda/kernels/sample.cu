@@ -182,6 +182,7 @@ __device__ Best read_quads(const Job& job, const Row& row, float4 ahead, float* 
 #pragma unroll 4
   for (int i = top.id; i < row.to; i += kThreads * 4) {
     float4 v = *reinterpret_cast<const float4*>(logits + i);
+    if (!kKept && !(fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)) > -INFINITY)) continue;  // as a head leaves most words
     const float4 b = kIds && i == row.from + int(threadIdx.x) * 4 ? ahead : biases<kIds>(job, row.slot, i);
     v = make_float4(v.x + b.x, v.y + b.y, v.z + b.z, v.w + b.w);
     if (kKept) *reinterpret_cast<float4*>(values + i - row.from) = v;
