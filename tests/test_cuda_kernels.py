@@ -340,6 +340,10 @@ def test_a_schedule_covers_the_weight_and_fits_the_machine(weight, kind, process
         stages, shared = ring(plan, kind, block)
         assert stages >= 2 and shared <= launch.SHARED_LIMIT
         assert gemm.many_threads(plan, block) <= (16 if block == 128 else 13) * 32  # wide.cu's
+        if block in gemm.FEW:
+            more, shared = gemm.few_stages(plan, kind, block, roomy=True)
+            assert stages <= more <= plan.steps * plan.passes or more == stages
+            assert shared <= launch.SHARED_LIMIT
 
 
 @settings(max_examples=300, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_void_p
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ SHORT_STEPS, SHORT_BYTES = 6, 80 << 10
 """What is enough of 4-bit weights for up to `SHORT_ROWS` tokens: so many steps, and bytes. More in
 flight delays everybody's trips through L2, and fills no sooner (docs/performance.md)."""
 SHORT_ROWS = 4
+ROOMY_BYTES = 208 << 10
+"""Of a ring beside which others find room: where it could not hold a weight, it holds all steps but
+one. The next kernel then starts when the first step has been multiplied. Earlier or later costs 1
+to 3 % of a mixture's forward (docs/performance.md)."""
 ALONE_BYTES = 116 << 10
 """Shared memory of a CTA that has a multiprocessor for itself: two on one would leave another
 without any, or take their inputs' turn from the kernel before."""
@@ -32,7 +37,7 @@ MANY = tuple(block for block in BLOCKS if block >= WIDE_FROM)
 LATE_ROWS, LATE_BYTES, LATE_RATE = 8, 256 << 10, 2000
 """Tokens up to which, bytes of a CTA of a 4-bit weight from which, and bytes of memory a cycle from
 which the next kernel starts late: when all weights have been asked for. Of smaller weights, and of
-wider ones, that costs what it gains there."""
+wider ones, that costs what it gains there. With such memory a mixture's layers leave room, too."""
 AHEAD_BYTES = 256 << 10
 """What a CTA asks of L2 beyond its ring while the kernel before still runs."""
 PACE = 1.0
@@ -161,9 +166,10 @@ class Gemm:
             int(self._still(x.block)),
         )
         if x.block in FEW:
-            job.stages, shared = few_stages(plan, form, x.block)
-            variant = _few(form, x.block, plan.wide)
-            self._launch(variant, "gemm", (plan.ctas, 1, 1), 32 * (plan.warps + 1), [job], shared)
+            roomy = self._roomy(x.block)
+            job.stages, shared = few_stages(plan, form, x.block, roomy)
+            launch, variant = partial(self._launch, roomy=roomy), _few(form, x.block, plan.wide)
+            launch(variant, "gemm", (plan.ctas, 1, 1), 32 * (plan.warps + 1), [job], shared)
         elif plan.k_groups == 1 and epilogue != PER_LAYER:
             self._wide(x, form, plan, job)
         else:
@@ -184,6 +190,10 @@ class Gemm:
     def _still(self, block: int) -> bool:
         """Whether memory stands still for most of a layer."""
         return self._mixture and block <= SHORT_ROWS
+
+    def _roomy(self, block: int) -> bool:
+        """Whether other kernels are to find room beside a linear layer."""
+        return self._still(block) and self._bytes_per_cycle >= LATE_RATE
 
     def _long(self, plan: tiles.Schedule, kind: str, block: int) -> bool:
         """Whether the next kernel starts late behind a 4-bit weight of this size."""
@@ -225,16 +235,19 @@ def _short(kind: str, block: int) -> bool:
     return tiles.BITS[kind] == 4 and block <= SHORT_ROWS
 
 
-def few_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:
+def few_stages(plan: tiles.Schedule, kind: str, block: int, roomy: bool = False) -> tuple[int, int]:
     """Stages of gemm.cu's ring, and the shared memory of a CTA in bytes. Of few tokens two
     rounds' inputs are kept. Sums of k groups take the ring's place after the last pass; where there
-    are more, they have their own."""
+    are more, they have their own. roomy: as `Gemm._roomy` has it."""
     inputs = plan.k_groups * plan.depth * block * 2 * tiles.INPUTS
     stage = plan.step_bytes(kind) + inputs * (2 if block <= ROUNDS_ROWS else 1)
     ring = RING_BYTES
     if _short(kind, block):
         ring = min(ring, max(SHORT_STEPS * stage, SHORT_BYTES))
-    stages = max(2, min(ring // stage, plan.steps * plan.passes))
+    steps = plan.steps * plan.passes
+    if roomy and plan.passes == 1 and ring // stage < steps:
+        ring, steps = ROOMY_BYTES, steps - 1
+    stages = max(2, min(ring // stage, steps))
     sums = (plan.k_groups - 1) * plan.tiles * tiles.TILE * 4 * max(block, 8)
     return stages, max(stages * (stage + BARRIERS) + sums * (plan.passes > 1), sums, ALONE_BYTES)
 

@@ -24,6 +24,8 @@ SOURCES = Path(__file__).parent / "kernels"
 ARCHITECTURE = "sm_90a"
 SHARED_LIMIT = 227 * 1024
 """Bytes of dynamic shared memory that a Hopper CTA may have, once it is allowed to."""
+PERCENT = 100
+"""Of what can be shared memory or L1 cache, where that is said."""
 STACK_BYTES = 256
 """Of a thread, of which a GPU may run 270,336 at once. Kernels whose stack their compiler knows, as
 it does ours and the libraries', get what they need in any case."""
@@ -110,18 +112,19 @@ class Library:
         }
         self._kernels: dict[tuple[Variant, str], Any] = {}
 
-    def kernel(self, variant: Variant, name: str) -> Any:
-        """A kernel's handle, allowed to take as much shared memory as there is."""
+    def kernel(self, variant: Variant, name: str, roomy: bool = False) -> Any:
+        """A kernel's handle, allowed to take as much shared memory as there is. roomy: as
+        `Launcher` has it, and the same at every call."""
         cuda, key = _import("driver"), (variant, name)
         if key not in self._kernels:
             handle = _call(cuda.cuModuleGetFunction(self._modules[variant], name.encode()))
-            attribute = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            static = _call(
-                cuda.cuFuncGetAttribute(
-                    cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle
-                )
-            )
-            _call(cuda.cuFuncSetAttribute(handle, attribute, SHARED_LIMIT - static))
+            of = cuda.CUfunction_attribute
+            static = _call(cuda.cuFuncGetAttribute(of.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle))
+            dynamic = of.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _call(cuda.cuFuncSetAttribute(handle, dynamic, SHARED_LIMIT - static))
+            if roomy:
+                share = of.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                _call(cuda.cuFuncSetAttribute(handle, share, PERCENT))
             self._kernels[key] = handle
         return self._kernels[key]
 
@@ -141,10 +144,13 @@ class Launcher:
         arguments: list[Any],
         shared: int = 0,
         early: bool = True,
+        roomy: bool = False,
     ) -> None:
         """Launch with ctypes values (or one ctypes Structure). early: may start before the previous
-        kernel has ended (programmatic dependent launch); it waits by itself."""
-        cuda, kernel = _import("driver"), self._library.kernel(variant, name)
+        kernel has ended (programmatic dependent launch); it waits by itself. roomy: all of a
+        multiprocessor's memory that can be is shared memory while this kernel runs, so that others
+        find room beside it. By default there is as much as the kernel itself takes."""
+        cuda, kernel = _import("driver"), self._library.kernel(variant, name, roomy)
         config = cuda.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
