@@ -79,6 +79,7 @@ def document() -> dict:
     needed, runs = (lambda batch, context, width: 8), figures.run_rows("end to end")
     return {
         "architecture": "tiny",
+        "gpus": [[], []],
         "read_bandwidth": 4.0,
         "steps": aggregate.step_rows(figures, needed, 4.0),
         "cycles": aggregate.cycle_rows(figures, needed, 4.0),
@@ -109,10 +110,25 @@ def test_a_receipt_is_printed_and_drawn(tmp_path):
     print_bench(found, console)
     text = console.file.getvalue()
     assert "1.247" in text and "outputs equal" in text and "…" not in text
+    assert "after the last run" not in text
     plot_bench(found, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match="can't write the plot"):
         plot_bench(found, tmp_path / "missing" / "plot.png")
+
+
+@pytest.mark.parametrize(
+    ("clock", "power", "limited"),
+    [("1830 MHz", "694.20 W", True), ("1980 MHz", "694.20 W", False), ("1830 MHz", "[N/A]", False)],
+)
+def test_a_gpu_at_its_limit_of_power_is_told(clock, power, limited):
+    gpu = {"name": "NVIDIA H200", "clocks.sm": clock, "clocks.max.sm": "1980 MHz"}
+    gpu |= {"power.draw": power, "power.limit": "700.00 W", "temperature.gpu": "61"}
+    console = Console(file=io.StringIO(), width=120)
+    print_bench(document() | {"gpus": [[], [gpu]]}, console)
+    text = console.file.getvalue()
+    assert f"{clock} of 1980 MHz, {power} of 700.00 W, 61 °C" in text
+    assert ("limit of power" in text) == limited
 
 
 def test_gpus_are_asked_of_nvidia_smi(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ from rich.table import Table
 from specdec.evaluation.display import require_matplotlib, save_figure
 
 Row = dict[str, Any]
+
+CLOCKS, POWERS = ("clocks.sm", "clocks.max.sm"), ("power.draw", "power.limit")
+LIMITED, SLOWED = 0.97, 0.98
+"""Shares of a GPU's limit of power from which, and of its highest clock below which, it counts as
+slowed by the one."""
 
 
 def print_bench(document: Row, console: Console) -> None:
@@ -53,7 +59,30 @@ def print_bench(document: Row, console: Console) -> None:
     print_table("time to first token", document["first_token"], columns, console)
     for kind, title in (("runs", "end to end"), ("synthetic", "synthetic acceptance")):
         print_table(title, document[kind], _RUN, console)
+    _print_gpus(document["gpus"], console)
     console.print("outputs equal" if document["equal"] else "[bold red]OUTPUTS DIFFER[/bold red]")
+
+
+def _print_gpus(moments: list[list[dict[str, str]]], console: Console) -> None:
+    """How fast and how warm each GPU was after the last run. At its limit of power it lowers its
+    clock, sooner or later by card: two runs compare only where neither was there."""
+    for gpu in moments[-1] if moments else []:
+        clock, power = (f"{gpu.get(a)} of {gpu.get(b)}" for a, b in (CLOCKS, POWERS))
+        warmth = f"{gpu.get('temperature.gpu')} °C"
+        console.print(
+            f"{gpu['name']}, after the last run: {clock}, {power}, {warmth}", markup=False
+        )
+        if _share(gpu, POWERS) >= LIMITED and _share(gpu, CLOCKS) < SLOWED:
+            console.print("[yellow]it is at its limit of power, which lowers its clock[/yellow]")
+
+
+def _share(gpu: dict[str, str], of: tuple[str, str]) -> float:
+    """Of two facts such as "650.12 W"; NaN where one is not known."""
+    try:
+        part, whole = (float(gpu[name].split()[0]) for name in of)
+        return part / whole
+    except (KeyError, IndexError, ValueError, ZeroDivisionError):
+        return math.nan
 
 
 def print_script(document: Row, console: Console) -> None:
