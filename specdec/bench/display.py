@@ -59,14 +59,14 @@ def print_bench(document: Row, console: Console) -> None:
     print_table("time to first token", document["first_token"], columns, console)
     for kind, title in (("runs", "end to end"), ("synthetic", "synthetic acceptance")):
         print_table(title, document[kind], _RUN, console)
-    _print_gpus(document["gpus"], console)
+    _print_gpus(document["gpus"][-1], console)
     console.print("outputs equal" if document["equal"] else "[bold red]OUTPUTS DIFFER[/bold red]")
 
 
-def _print_gpus(moments: list[list[dict[str, str]]], console: Console) -> None:
+def _print_gpus(gpus: list[dict[str, str]], console: Console) -> None:
     """How fast and how warm each GPU was after the last run. At its limit of power it lowers its
     clock, sooner or later by card: two runs compare only where neither was there."""
-    for gpu in moments[-1] if moments else []:
+    for gpu in gpus:
         clock, power = (f"{gpu.get(a)} of {gpu.get(b)}" for a, b in (CLOCKS, POWERS))
         warmth = f"{gpu.get('temperature.gpu')} °C"
         console.print(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_void_p
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -168,8 +167,9 @@ class Gemm:
         if x.block in FEW:
             roomy = self._roomy(x.block)
             job.stages, shared = few_stages(plan, form, x.block, roomy)
-            launch, variant = partial(self._launch, roomy=roomy), _few(form, x.block, plan.wide)
-            launch(variant, "gemm", (plan.ctas, 1, 1), 32 * (plan.warps + 1), [job], shared)
+            variant, grid = _few(form, x.block, plan.wide), (plan.ctas, 1, 1)
+            threads = 32 * (plan.warps + 1)
+            self._launch(variant, "gemm", grid, threads, [job], shared, roomy=roomy)
         elif plan.k_groups == 1 and epilogue != PER_LAYER:
             self._wide(x, form, plan, job)
         else:

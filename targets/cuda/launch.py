@@ -24,8 +24,6 @@ SOURCES = Path(__file__).parent / "kernels"
 ARCHITECTURE = "sm_90a"
 SHARED_LIMIT = 227 * 1024
 """Bytes of dynamic shared memory that a Hopper CTA may have, once it is allowed to."""
-PERCENT = 100
-"""Of what can be shared memory or L1 cache, where that is said."""
 STACK_BYTES = 256
 """Of a thread, of which a GPU may run 270,336 at once. Kernels whose stack their compiler knows, as
 it does ours and the libraries', get what they need in any case."""
@@ -124,7 +122,8 @@ class Library:
             _call(cuda.cuFuncSetAttribute(handle, dynamic, SHARED_LIMIT - static))
             if roomy:
                 share = of.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-                _call(cuda.cuFuncSetAttribute(handle, share, PERCENT))
+                most = cuda.CUshared_carveout.CU_SHAREDMEM_CARVEOUT_MAX_SHARED.value
+                _call(cuda.cuFuncSetAttribute(handle, share, most))
             self._kernels[key] = handle
         return self._kernels[key]
 
