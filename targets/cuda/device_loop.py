@@ -20,9 +20,7 @@ from specdec.core.constraint import (
     constrained,
     depth_of,
     fill_masks,
-    lead,
     leading_guesses,
-    mask_words,
     takes_known,
 )
 from specdec.core.cycle import cycle
@@ -40,6 +38,7 @@ from targets.cuda.device_drafter import (
     variant_of,
 )
 from targets.cuda.graphs import Captured, CapturedParts, bucket_of
+from targets.cuda.guides import Guides, LedDrafter
 from targets.cuda.kernels import Kernels
 from targets.cuda.out_of_memory import room_for
 from targets.cuda.sampler import Said, Told
@@ -67,41 +66,6 @@ class GraphKey:
     """Which of the drafter's cycles, see `device_drafter.variant_of`."""
 
 
-@dataclass(frozen=True)
-class Guides:
-    """What guided rows ask of a cycle, in tensors that its graphs read."""
-
-    leading: torch.Tensor
-    """[B, k] int32: tokens that come first in the draft, NO_GUESS behind them."""
-    masks: torch.Tensor
-    """[B, k + 1, words] int32: what each position may hold."""
-    host_leading: torch.Tensor
-    host_masks: torch.Tensor
-    """The same, page-locked."""
-    host_draft: torch.Tensor
-    """[B, k] int32, page-locked: what was drafted."""
-
-    @classmethod
-    def blank(cls, key: GraphKey, vocab: int, device: torch.device) -> Guides:
-        shape = key.batch, key.k + 1, mask_words(vocab)
-        masks = torch.full(shape, -1, dtype=torch.int32, pin_memory=True)
-        leading, draft = (
-            torch.full((key.batch, key.k), NO_GUESS, dtype=torch.int32, pin_memory=True)
-            for _ in range(2)
-        )
-        return cls(leading.to(device), masks.to(device), leading, masks, draft)
-
-    def put_first(self, leading: np.ndarray | None) -> None:
-        """Put those tokens [at most B, k] in place; None: there are none."""
-        known = self.host_leading.numpy()
-        if leading is None and (known == NO_GUESS).all():
-            return
-        known[:] = NO_GUESS
-        if leading is not None:
-            known[: len(leading)] = leading
-        self.leading.copy_(self.host_leading, non_blocking=True)
-
-
 class _CapturedTarget:
     """`Verifier` of the captured cycle."""
 
@@ -120,26 +84,6 @@ class _CapturedTarget:
             said = self.script.coming(batch.rows, chosen.shape[1])
             chosen = scripted_choice(said, chosen)
         return Step(chosen, out.features, out.details)
-
-
-class _LedDrafter:
-    """`Proposer` of the captured cycle, what is known without the drafter first."""
-
-    def __init__(
-        self,
-        drafter: Proposer[CapturedBatch],
-        leading: torch.Tensor,
-        cut: Callable[[], None],
-    ) -> None:
-        self._drafter, self._leading, self._cut = drafter, leading, cut
-
-    def propose(self, batch: CapturedBatch, k: int) -> torch.Tensor:
-        batch.draft.copy_(lead(self._leading, self._drafter.propose(batch, k)))
-        self._cut()
-        return batch.draft
-
-    def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
-        self._drafter.observe(batch, step, accepted)
 
 
 class _LimitedDrafter:
@@ -299,7 +243,7 @@ class CapturedCycle:
 
     def _capture_in_parts(self, key: GraphKey) -> InParts:
         device = self.target.device
-        guides = Guides.blank(key, self.target.vocab, device)
+        guides = Guides.blank(key.batch, key.k, self.target.vocab, device)
         idle, told = self._blank(key)
         graphs = CapturedParts(
             lambda cut: self._cycle(key, idle, told, guides, cut), self.target.pool
@@ -335,7 +279,7 @@ class CapturedCycle:
             drafter = _LimitedDrafter(self.drafter, state.most)
         masks = None
         if guides is not None:
-            drafter = _LedDrafter(drafter, guides.leading, cut)
+            drafter = LedDrafter(drafter, guides.leading, cut)
             masks = lambda: (cut(), guides.masks)[1]  # noqa: E731
         target = _CapturedTarget(self.target, masks, self.script)
         accept = lambda _, chosen: sampler.accept(rows, chosen)  # noqa: E731
