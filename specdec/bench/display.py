@@ -98,6 +98,7 @@ def print_script(document: Row, console: Console) -> None:
         "/ plain": lambda row: f"{row['over_plain']:.3f}",
     }
     print_table(f"{document['requests']} scripted answers", document["script"], columns, console)
+    _print_gpus(document["gpus"][-1], console)
     said = "the script was said" if document["equal"] else "[bold red]OTHER TOKENS CAME[/bold red]"
     console.print(said)
 

@@ -257,7 +257,7 @@ class CapturedCycle:
         if self.fed.get(key) != wanted:
             padded = np.full(key.batch, -1, np.int32)
             padded[: len(wanted)] = wanted
-            slots.copy_(torch.from_numpy(padded))
+            slots.copy_(_from_host(padded), non_blocking=True)
             self.fed[key] = wanted
 
     def _cycle(
@@ -307,15 +307,14 @@ class CapturedCycle:
             ]
             for s in seqs
         ]
-        slot, length, last, limit, most = (
-            torch.tensor(words, dtype=torch.int32).to(device).unbind(1)
-        )
+        put = lambda values: _from_host(values).to(device, non_blocking=True)  # noqa: E731
+        slot, length, last, limit, most = put(np.array(words, np.int32)).unbind(1)
         at = slot.long()
         if self.script is not None:
             self.script.seat([seq.slot for seq in seqs])
         self.state.length[at], self.state.limit[at], self.state.most[at] = length, limit, most
         self.state.live[at] = 1
-        self.state.stops[at] = torch.from_numpy(stops).to(device)
+        self.state.stops[at] = put(stops)
         self.target.cache.tokens[at, length.long() - 1] = last
 
 
@@ -328,6 +327,11 @@ def _launched(
     done.record()
     told = 2 * key.k + 2 + tape.names
     return Launched(seqs, key, words[:, :told], details, done)
+
+
+def _from_host(values: np.ndarray) -> torch.Tensor:
+    """In page-locked memory: a copy from elsewhere waits for all that the device has to do."""
+    return torch.from_numpy(values).pin_memory()
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:

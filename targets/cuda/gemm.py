@@ -36,7 +36,8 @@ MANY = tuple(block for block in BLOCKS if block >= WIDE_FROM)
 LATE_ROWS, LATE_BYTES, LATE_RATE = 8, 256 << 10, 2000
 """Tokens up to which, bytes of a CTA of a 4-bit weight from which, and bytes of memory a cycle from
 which the next kernel starts late: when all weights have been asked for. Of smaller weights, and of
-wider ones, that costs what it gains there. With such memory a mixture's layers leave room, too."""
+wider ones, that costs what it gains there. With such memory a mixture's layers leave room, too; FP8
+ones with any."""
 AHEAD_BYTES = 256 << 10
 """What a CTA asks of L2 beyond its ring while the kernel before still runs."""
 PACE = 1.0
@@ -165,7 +166,7 @@ class Gemm:
             int(self._still(x.block)),
         )
         if x.block in FEW:
-            roomy = self._roomy(x.block)
+            roomy = self._roomy(form, x.block)
             job.stages, shared = few_stages(plan, form, x.block, roomy)
             variant, grid = _few(form, x.block, plan.wide), (plan.ctas, 1, 1)
             threads = 32 * (plan.warps + 1)
@@ -191,9 +192,10 @@ class Gemm:
         """Whether memory stands still for most of a layer."""
         return self._mixture and block <= SHORT_ROWS
 
-    def _roomy(self, block: int) -> bool:
-        """Whether other kernels are to find room beside a linear layer."""
-        return self._still(block) and self._bytes_per_cycle >= LATE_RATE
+    def _roomy(self, kind: str, block: int) -> bool:
+        """Whether other kernels are to find room beside a linear layer. Beside one of 4 bits that
+        costs 2 % where memory is slower."""
+        return self._still(block) and (kind == "fp8" or self._bytes_per_cycle >= LATE_RATE)
 
     def _long(self, plan: tiles.Schedule, kind: str, block: int) -> bool:
         """Whether the next kernel starts late behind a 4-bit weight of this size."""

@@ -110,9 +110,8 @@ class Library:
         }
         self._kernels: dict[tuple[Variant, str], Any] = {}
 
-    def kernel(self, variant: Variant, name: str, roomy: bool = False) -> Any:
-        """A kernel's handle, allowed to take as much shared memory as there is. roomy: as
-        `Launcher` has it, and the same at every call."""
+    def kernel(self, variant: Variant, name: str) -> Any:
+        """A kernel's handle, allowed to take as much shared memory as there is."""
         cuda, key = _import("driver"), (variant, name)
         if key not in self._kernels:
             handle = _call(cuda.cuModuleGetFunction(self._modules[variant], name.encode()))
@@ -120,10 +119,6 @@ class Library:
             static = _call(cuda.cuFuncGetAttribute(of.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle))
             dynamic = of.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _call(cuda.cuFuncSetAttribute(handle, dynamic, SHARED_LIMIT - static))
-            if roomy:
-                share = of.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-                most = cuda.CUshared_carveout.CU_SHAREDMEM_CARVEOUT_MAX_SHARED.value
-                _call(cuda.cuFuncSetAttribute(handle, share, most))
             self._kernels[key] = handle
         return self._kernels[key]
 
@@ -149,14 +144,14 @@ class Launcher:
         kernel has ended (programmatic dependent launch); it waits by itself. roomy: all of a
         multiprocessor's memory that can be is shared memory while this kernel runs, so that others
         find room beside it. By default there is as much as the kernel itself takes."""
-        cuda, kernel = _import("driver"), self._library.kernel(variant, name, roomy)
+        cuda, kernel = _import("driver"), self._library.kernel(variant, name)
         config = cuda.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared
         config.hStream = torch.cuda.current_stream().cuda_stream
-        if early:
-            config.attrs, config.numAttrs = [_early()], 1
+        attributes = [_early()] * early + [_roomy()] * roomy
+        config.attrs, config.numAttrs = attributes, len(attributes)
         pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(a) for a in arguments])
         _call(cuda.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
 
@@ -187,6 +182,17 @@ def _early() -> Any:
     attribute = cuda.CUlaunchAttribute()
     attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+@cache
+def _roomy() -> Any:
+    cuda = _import("driver")
+    attribute = cuda.CUlaunchAttribute()
+    of = cuda.CUlaunchAttributeID
+    attribute.id = of.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    most = cuda.CUshared_carveout.CU_SHAREDMEM_CARVEOUT_MAX_SHARED
+    attribute.value.sharedMemCarveout = most.value
     return attribute
 
 
