@@ -12,6 +12,7 @@ from torch import Tensor
 from drafters.auto.late import TEXT, WEIGHTS, LateChooser
 from specdec.core.types import NO_GUESS, Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch, DeviceDrafter
+from targets.cuda.upload import page_locked
 
 
 class DeviceAuto:
@@ -97,4 +98,4 @@ class DeviceAuto:
             return
         self._told = self._chooser.take.copy()
         with torch.inference_mode():
-            self._take.copy_(torch.from_numpy(self._told).pin_memory(), non_blocking=True)
+            self._take.copy_(page_locked(self._told), non_blocking=True)

@@ -45,6 +45,7 @@ from targets.cuda.sampler import Said, Told
 from targets.cuda.sampling import each_part
 from targets.cuda.script import PlacedScript, ScriptedDeviceDrafter
 from targets.cuda.target import CudaTarget, Masks
+from targets.cuda.upload import page_locked
 
 STOPS = 16
 """Stop ids per row that the device knows (cycle.cu); the engine cuts by all of them in any case."""
@@ -257,7 +258,7 @@ class CapturedCycle:
         if self.fed.get(key) != wanted:
             padded = np.full(key.batch, -1, np.int32)
             padded[: len(wanted)] = wanted
-            slots.copy_(_from_host(padded), non_blocking=True)
+            slots.copy_(page_locked(padded), non_blocking=True)
             self.fed[key] = wanted
 
     def _cycle(
@@ -307,7 +308,7 @@ class CapturedCycle:
             ]
             for s in seqs
         ]
-        put = lambda values: _from_host(values).to(device, non_blocking=True)  # noqa: E731
+        put = lambda values: page_locked(values).to(device, non_blocking=True)  # noqa: E731
         slot, length, last, limit, most = put(np.array(words, np.int32)).unbind(1)
         at = slot.long()
         if self.script is not None:
@@ -327,11 +328,6 @@ def _launched(
     done.record()
     told = 2 * key.k + 2 + tape.names
     return Launched(seqs, key, words[:, :told], details, done)
-
-
-def _from_host(values: np.ndarray) -> torch.Tensor:
-    """In page-locked memory: a copy from elsewhere waits for all that the device has to do."""
-    return torch.from_numpy(values).pin_memory()
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:

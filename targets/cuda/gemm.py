@@ -33,11 +33,12 @@ WIDE_FROM = 32
 cores need warpgroups."""
 FEW = tuple(block for block in BLOCKS if block < WIDE_FROM)
 MANY = tuple(block for block in BLOCKS if block >= WIDE_FROM)
-LATE_ROWS, LATE_BYTES, LATE_RATE = 8, 256 << 10, 2000
-"""Tokens up to which, bytes of a CTA of a 4-bit weight from which, and bytes of memory a cycle from
-which the next kernel starts late: when all weights have been asked for. Of smaller weights, and of
-wider ones, that costs what it gains there. With such memory a mixture's layers leave room, too; FP8
-ones with any."""
+LATE_ROWS, LATE_BYTES = 8, 256 << 10
+"""Tokens up to which, and bytes of a CTA of a 4-bit weight from which, the next kernel starts late
+where memory is fast: when all weights have been asked for. Of smaller weights, and of wider ones,
+that costs what it gains there."""
+FAST_RATE = 2000
+"""Bytes a cycle of memory that counts as fast: an H200's is, an H100's is not."""
 AHEAD_BYTES = 256 << 10
 """What a CTA asks of L2 beyond its ring while the kernel before still runs."""
 PACE = 1.0
@@ -91,6 +92,7 @@ class Gemm:
     ) -> None:
         self._launch, self._processors = launch, processors
         self._bytes_per_cycle, self._mixture = bytes_per_cycle, mixture
+        self._fast = bytes_per_cycle >= FAST_RATE
 
     def pack(
         self,
@@ -195,13 +197,13 @@ class Gemm:
     def _roomy(self, kind: str, block: int) -> bool:
         """Whether other kernels are to find room beside a linear layer. Beside one of 4 bits that
         costs 2 % where memory is slower."""
-        return self._still(block) and (kind == "fp8" or self._bytes_per_cycle >= LATE_RATE)
+        return self._still(block) and (kind == "fp8" or self._fast)
 
     def _long(self, plan: tiles.Schedule, kind: str, block: int) -> bool:
         """Whether the next kernel starts late behind a 4-bit weight of this size."""
         few = tiles.BITS[kind] == 4 and block <= LATE_ROWS
         size = plan.passes * plan.steps * plan.step_bytes(kind)
-        return few and size >= LATE_BYTES and self._bytes_per_cycle >= LATE_RATE
+        return few and size >= LATE_BYTES and self._fast
 
     def _wide(self, x: Input, form: str, plan: tiles.Schedule, job: _GemmJob) -> None:
         job.stages, shared = many_stages(plan, form, x.block)
