@@ -21,8 +21,9 @@ THREADS = 256
 WARPS = THREADS // 32
 TOKENS = 8, 16
 """Of an expert, that are multiplied together: the most of few rows, and of many."""
-PIECE, RING_BYTES = 2, 6 << 10
-"""Blocks of inputs whose weights are copied at once; bytes of a warp's ring (kernels/moe.cu)."""
+PIECE, WIDE_PIECE, SLOTS, PARTS = 3, 2, 2, 2
+"""Blocks of inputs whose weights are copied at once, and of weights of 16 bits; pieces of a warp's
+ring; parts of k that a warp of `down` has (kernels/moe.cu)."""
 GROUPED_ROWS, GROUPED_UNITS, GROUPED_BLOCKS, GROUPED_STAGES = 64, 16, 4, 3
 """Of a long prefill: an expert's rows and units that a CTA multiplies; of its ring, 32-input blocks
 of a stage, and stages (kernels/grouped.cu)."""
@@ -53,7 +54,7 @@ class _ExpertsJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "scale", "x", "out", "numbers")),
         *((name, c_int) for name in ("n", "units", "blocks", "experts", "pairs", "top_k", "rows")),
-        *((name, c_int) for name in ("k_blocks", "block", "row_groups", "k_groups")),
+        *((name, c_int) for name in ("k_blocks", "block", "row_groups", "k_groups", "parts")),
         *((name, c_int) for name in ("groups", "each", "processors")),
         *((name, c_int) for name in ("out_stride", "f16", "ready")),
     )
@@ -185,11 +186,13 @@ def _job(
 ) -> _ExpertsJob:
     """blocked: 32-input blocks of x, and tokens per block."""
     (count, units), (rows, top_k) = weight.data.shape[:2], numbers.shape
-    blocks, row_groups = tiles.expert_inputs(weight.k) // tiles.INPUTS, WARPS // weight.k_groups
+    own = 1 if weight.layout == "experts_gated" else min(PARTS, weight.k_groups)
+    blocks, k_groups = tiles.expert_inputs(weight.k) // tiles.INPUTS, weight.k_groups // own
+    row_groups = WARPS // k_groups
     return _ExpertsJob(
         *map(address, (weight.data, weight.scale, x, out, numbers)),
         *(weight.n, units, blocks, count, rows * top_k, top_k, rows, *blocked),
-        *(row_groups, weight.k_groups, -(-units // row_groups), -(-blocks // weight.k_groups)),
+        *(row_groups, k_groups, own, -(-units // row_groups), -(-blocks // weight.k_groups)),
         *(0, out.shape[-1], 0, 0),
     )
 
@@ -214,10 +217,10 @@ def _ctas(shared: int, most: int) -> int:
 def _shared(job: _ExpertsJob, kind: str, most: int) -> int:
     """Each warp's ring, twice the sums of all parts of k but one, inputs, and the pairs by
     expert."""
-    piece = PIECE * 2 * tiles.TILE_BYTES[kind]
-    ring = WARPS * max(2, RING_BYTES // piece) * piece
+    blocks = WIDE_PIECE if tiles.BITS[kind] == 16 else PIECE
+    ring = WARPS * SLOTS * blocks * 2 * tiles.TILE_BYTES[kind]
     sums = 2 * (job.k_groups - 1) * job.row_groups * 2 * most // 8 * 32 * 16
-    inputs = WARPS * min(most, job.rows) * job.each * 2 * tiles.INPUTS
+    inputs = WARPS * min(most, job.rows) * job.parts * job.each * 2 * tiles.INPUTS
     return ring + sums + inputs + job.pairs * (8 + 4)
 
 

@@ -19,13 +19,13 @@
 constexpr int NB = TOKENS / 8;  // columns of an MMA are eight
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kUnit = 2 * kTileBytes;  // per 32 inputs
-constexpr int kPiece = 2;  // 32-input blocks that are copied, waited for and multiplied at once
-constexpr int kRingBytes = 6144;
-constexpr int kSlots = kRingBytes / (kPiece * kUnit) < 2 ? 2 : kRingBytes / (kPiece * kUnit);  // of a warp's ring
+constexpr int kPiece = BITS == 16 ? 2 : 3;  // 32-input blocks that are copied, waited for and multiplied at once
+constexpr int kSlots = 2;                   // pieces of a warp's ring: more are no faster (docs/performance.md)
 constexpr int kRing = kSlots * kPiece * kUnit;
 constexpr int kRegisters = NB == 1 ? 80 : 255;  // three CTAs' on a multiprocessor: experts.py
 constexpr bool kOwn = BITS >= 8;  // a lane reads of a piece what it has copied
 constexpr int kMaxExperts = 256;
+constexpr int kMostParts = 2;  // of k that a warp of `down` has, which is short: fewer barriers for as many units
 constexpr int kFew = 64;  // pairs that find their own places
 
 struct Job {
@@ -37,8 +37,9 @@ struct Job {
   int n, units, blocks;       // rows of an expert; its units; 32-input blocks
   int experts, pairs, top_k, rows;
   int k_blocks, block;        // of x
-  int row_groups, k_groups;   // powers of two
-  int groups, each;           // an entry's items; blocks of a warp's part of k
+  int row_groups, k_groups;   // of warps: powers of two
+  int parts;                  // of k that a warp has: of gate_up 1
+  int groups, each;           // an entry's items; blocks of a part of k
   int processors;             // which share the grid's CTAs evenly
   int out_stride;
   int f16;                    // gate_up: `down` takes f16 inputs, else bf16
@@ -143,10 +144,10 @@ __device__ inline void sort_pairs(const Job& job, Chosen& chosen) {
   chosen.count = all & 0xffff;
 }
 
-// What one row picked is as many experts, or none: nothing is to be sorted.
-__device__ inline bool take_pairs(const Job& job, Chosen& chosen) {
+// What one row picked is as many experts, or none: nothing is to be sorted. number: this thread's.
+__device__ inline bool take_pairs(const Job& job, Chosen& chosen, int number) {
   const int i = threadIdx.x;
-  if (i < job.pairs) chosen.entries[i] = {u16(load_number(job.numbers + i)), 1, i}, chosen.list[i] = i;
+  if (i < job.pairs) chosen.entries[i] = {u16(number), 1, i}, chosen.list[i] = i;
   __syncthreads();
   return chosen.entries[0].expert < job.experts;
 }
@@ -180,12 +181,12 @@ struct Walk {
 // A warp's place in the CTA, and what follows from it. An item is a unit for each of `row_groups`.
 struct Warp {
   int lane, row_group, k_group;
-  int first, blocks;  // of k: where its part begins, and how long it is
+  int first, blocks;  // of k: where its parts begin, and how long they are together
 
   __device__ Warp(const Job& job) : lane(threadIdx.x % 32) {
-    const int warp = threadIdx.x / 32;
+    const int warp = threadIdx.x / 32, most = job.parts * job.each;
     row_group = warp & (job.row_groups - 1), k_group = warp >> (31 - __clz(job.row_groups));
-    first = k_group * job.each, blocks = max(0, min(job.each, job.blocks - first));
+    first = k_group * most, blocks = max(0, min(most, job.blocks - first));
   }
   // Past the last unit it is read once more, and stored by nobody.
   __device__ int unit(const Job& job, int group) const { return min(group * job.row_groups + row_group, job.units - 1); }
@@ -193,49 +194,59 @@ struct Warp {
 };
 
 // A warp's ring: the next piece is asked for when all lanes have read the one that it replaces. Small bulk
-// copies would be no faster, and need barriers.
+// copies would be no faster, and need barriers. No piece goes over the edge of a part.
+template <bool kGate>
 struct Ring {
-  u32 memory;
+  const Job& job;
+  const Warp& warp;
+  const Chosen& chosen;
   Walk ahead;
   const u8* from;  // of the next piece, this lane's
-  int left;        // blocks of its part from that piece on
-  int slot;
+  int left, here;  // blocks of the item from that piece on, and of its part
+  u32 at, begin;   // the next piece that is read, and where the ring begins
 
   __device__ Ring(const Job& job, const Warp& warp, const Chosen& chosen, const Walk& walk, u8* memory)
-      : memory(shared_address(memory) + warp.lane * 16), ahead(walk), slot(0) {
-    find(job, warp, chosen);
+      : job(job), warp(warp), chosen(chosen), ahead(walk), begin(shared_address(memory)) {
+    at = begin;
+    find();
 #pragma unroll 1
-    for (int i = 0; i < kSlots; i++) ask(job, warp, chosen, i);
+    for (int i = 0; i < kSlots; i++) ask();
   }
-  __device__ void find(const Job& job, const Warp& warp, const Chosen& chosen) {
-    left = ahead.left > 0 ? warp.blocks : 0;
+  __device__ void find() {
+    left = ahead.left > 0 ? warp.blocks : 0, here = kGate ? left : min(job.each, left);
     if (!left) return;
     const size_t unit = size_t(chosen.entries[ahead.entry].expert) * job.units + warp.unit(job, ahead.group);
     from = job.weight + (unit * job.blocks + warp.first) * kUnit + warp.lane * 16;
   }
-  __device__ void ask(const Job& job, const Warp& warp, const Chosen& chosen, int slot) {
+  __device__ void ask() {
     if (left > 0) {
-      const int bytes = min(kPiece, left) * kUnit - warp.lane * 16;
+      const int blocks = min(kPiece, here), bytes = blocks * kUnit - warp.lane * 16;
+      const u32 to = at + warp.lane * 16;
 #pragma unroll
-      for (int at = 0; at < kPiece * kUnit; at += 512)
-        if (at + 512 <= kUnit || at < bytes) copy16(memory + slot * kPiece * kUnit + at, from + at);
-      from += kPiece * kUnit;
-      if ((left -= kPiece) <= 0) {
-        ahead.next(job.groups);
-        find(job, warp, chosen);
-      }
+      for (int i = 0; i < kPiece * kUnit; i += 512)
+        if (i + 512 <= kUnit || i < bytes) copy16(to + i, from + i);
+      from += kPiece * kUnit, left -= kPiece;
+      if ((here -= kPiece) <= 0) next();
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
+    if ((at += kPiece * kUnit) == begin + kRing) at = begin;
   }
-  __device__ u32 wait(const Warp& warp) const {
+  // The part has been asked for.
+  __device__ void next() {
+    from += here * kUnit, left -= here;
+    here = min(job.each, left);
+    if (left > 0) return;
+    ahead.next(job.groups);
+    find();
+  }
+  __device__ u32 wait() const {
     asm volatile("cp.async.wait_group %0;" ::"n"(kSlots - 1) : "memory");
     if (!kOwn) __syncwarp();
-    return memory + slot * kPiece * kUnit - warp.lane * 16;
+    return at;
   }
-  __device__ void pass(const Job& job, const Warp& warp, const Chosen& chosen) {
+  __device__ void pass() {
     if (!kOwn) __syncwarp();
-    ask(job, warp, chosen, slot);
-    if (++slot == kSlots) slot = 0;
+    ask();
   }
 };
 
@@ -334,18 +345,35 @@ __device__ inline void multiply(Sum& sum, u32 piece, const Inputs<kGate>& inputs
   }
 }
 
-// One warp: its part of k of a unit. A loop: what CTAs run once is read like weights are.
+// One warp: blocks `begin` to `end` of a unit. A loop: what CTAs run once is read like weights are.
 template <bool kGate>
-__device__ inline void multiply(Sum& sum, const Job& job, const Warp& warp, const Chosen& chosen, int count,
-                                Ring& ring, const Inputs<kGate>& inputs) {
+__device__ inline void multiply(Sum& sum, int begin, int end, int count, Ring<kGate>& ring, const Inputs<kGate>& inputs) {
 #pragma unroll 1
-  for (int b = 0; b < warp.blocks; b += kPiece) {
-    const u32 piece = ring.wait(warp);
-    if (b + 1 < warp.blocks)
-      multiply<2>(sum, piece, inputs, b, count, warp.lane);
+  for (int b = begin; b < end; b += kPiece) {
+    const u32 piece = ring.wait();
+    if (end - b >= kPiece)
+      multiply<kPiece>(sum, piece, inputs, b, count, ring.warp.lane);
+    else if (kPiece > 2 && end - b == 2)
+      multiply<2>(sum, piece, inputs, b, count, ring.warp.lane);
     else
-      multiply<1>(sum, piece, inputs, b, count, warp.lane);
-    ring.pass(job, warp, chosen);
+      multiply<1>(sum, piece, inputs, b, count, ring.warp.lane);
+    ring.pass();
+  }
+}
+
+// All of its parts, and their sum.
+__device__ inline void multiply_parts(Sum& sum, const Job& job, int count, Ring<false>& ring, const Inputs<false>& inputs) {
+#pragma unroll
+  for (int part = 0; part < kMostParts; part++) {
+    if (part == job.parts) break;
+    Sum own = {};
+    multiply(own, part * job.each, min((part + 1) * job.each, ring.warp.blocks), count, ring, inputs);
+#pragma unroll
+    for (int i = 0; i < 8 * NB; i++) {
+      const float v = own.of[i / 4 / NB][i / 4 % NB][i % 4];
+      float& to = sum.of[i / 4 / NB][i / 4 % NB][i % 4];
+      to = part ? to + v : v;
+    }
   }
 }
 
@@ -433,9 +461,10 @@ template <bool kGate>
 __device__ inline void run(const Job& job) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ uint4 nothing;
+  const int number = job.rows == 1 && threadIdx.x < job.pairs ? load_number(job.numbers + threadIdx.x) : -1;
   if (threadIdx.x == 0) nothing = make_uint4(0, 0, 0, 0);
   const int part = job.row_groups * 2 * NB * 32, room = (job.k_groups - 1) * part;  // for a unit's sums
-  const int most = min(TOKENS, job.rows) * job.each * 64;                           // bytes of a warp's inputs
+  const int most = min(TOKENS, job.rows) * job.parts * job.each * 64;               // bytes of a warp's inputs
   float4* sums = reinterpret_cast<float4*>(memory + kWarps * kRing);
   u8* inputs_at = reinterpret_cast<u8*>(sums + 2 * room);
   const Warp warp(job);
@@ -448,7 +477,7 @@ __device__ inline void run(const Job& job) {
   if (kAsks && job.rows == 1) inputs.ask(job, warp, chosen, {0, 1, 0});
   Walk walk(job, job.pairs);  // of one row known before its experts are
   if (job.rows == 1) {
-    if (!take_pairs(job, chosen)) walk.left = 0;
+    if (!take_pairs(job, chosen, number)) walk.left = 0;
   } else {
     if (job.pairs <= kFew)
       sort_few(job, chosen);
@@ -457,7 +486,7 @@ __device__ inline void run(const Job& job) {
     walk = Walk(job, chosen.count);
   }
   if (kAsks && job.rows > 1 && walk.left > 0) inputs.ask(job, warp, chosen, chosen.entries[walk.entry]);
-  Ring ring(job, warp, chosen, walk, memory + threadIdx.x / 32 * kRing);  // before the inputs are there
+  Ring<kGate> ring(job, warp, chosen, walk, memory + threadIdx.x / 32 * kRing);  // before the inputs are there
   if (!kGate) wait_for_previous();
   sums += warp.row_group * 2 * NB * 32 + warp.lane;
   Entry entry;
@@ -468,7 +497,7 @@ __device__ inline void run(const Job& job) {
     if (another) {
       entry = chosen.entries[walk.entry];
       if (kAsks && turn == 0)
-        ring.wait(warp), __syncwarp();
+        ring.wait(), __syncwarp();
       else
         inputs.fetch(job, warp, chosen, entry);
       inputs.point(warp, entry);
@@ -480,7 +509,10 @@ __device__ inline void run(const Job& job) {
     Scales scales;
     if (warp.k_group == finisher) load_scales<kGate>(job, scales, entry.expert, unit, warp.lane);
     Sum sum = {};
-    multiply(sum, job, warp, chosen, entry.count, ring, inputs);
+    if constexpr (kGate)
+      multiply(sum, 0, warp.blocks, entry.count, ring, inputs);
+    else
+      multiply_parts(sum, job, entry.count, ring, inputs);
     if (warp.k_group != finisher) leave(sum, to, warp.k_group, finisher);
     __syncthreads();
     if (kGate && turn == 0) wait_for_previous();  // until here only what was ready is read, and nothing written
