@@ -124,11 +124,10 @@ class Gemm:
         n, k = head.fine.shape
         return Linear(n, k, "bf16", data, head.narrow.row.contiguous(), dealt="int16")
 
-    def linear(self, x: Input, weight: Linear, late: bool = False) -> Tensor:
-        """`Ops.linear`. late: of few rows, the next kernel starts no earlier than all kernels
-        before this one have ended, and may read their results before it waits."""
+    def linear(self, x: Input, weight: Linear, late: bool = False, ready: bool = False) -> Tensor:
+        """`Ops.linear`. late, ready: as `run` has them."""
         out = torch.empty((x.rows, weight.n), device=weight.data.device)
-        self.run(x, weight, out, PLAIN, weight.n, late=late)
+        self.run(x, weight, out, PLAIN, weight.n, late=late, ready=ready)
         return out
 
     def run(
@@ -151,8 +150,9 @@ class Gemm:
         """out: float32 rows of `stride`, or an `Input`'s data of `stride` blocks and `out_groups` k
         groups. inputs: what PER_LAYER multiplies with. silu: what GATED gates with, else tanh
         GELU; f16: what it leaves is f16, else bf16. certified [M], of few rows: nothing is done if
-        all are 0 to `room`. late: as `linear` has it. ready: of few rows, the kernel before lets
-        this one start only when x is there."""
+        all are 0 to `room`. late: of few rows, the next kernel starts no earlier than all
+        kernels before this one have ended, and may read their results before it waits. ready: of
+        few rows, x was there before the kernel before let this one start."""
         assert x.k_groups == (weight.k_groups if weight.layout == "row_parallel" else 1)
         plan, form = tiles.schedule_of(weight, self._processors), tiles.form_of(weight)
         job = _GemmJob(
@@ -184,7 +184,7 @@ class Gemm:
         return AHEAD_BYTES // step, int(plan.ctas * step / (PACE * self._bytes_per_cycle))
 
     def _next(self, plan: tiles.Schedule, kind: str, block: int, late: bool) -> int:
-        """When the next kernel starts. late: as `linear` has it."""
+        """When the next kernel starts. late: as `run` has it."""
         if late:
             return IN_TURN
         waits = _short(kind, block) or self._still(block)
