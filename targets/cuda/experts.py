@@ -32,6 +32,9 @@ GROUPED_PITCH = GROUPED_BLOCKS * 2 * tiles.INPUTS + 64
 MOST_CTAS, SHARED_OF_PROCESSOR, SHARED_BESIDE = 3, 228 << 10, 2560
 """Of a multiprocessor: CTAs that it has registers for, and its shared memory; what a CTA takes of
 that beside what it asks for."""
+BRIEF_ROWS, BRIEF_ROWS_OF_4_BITS = 4, 1
+"""Rows up to which experts are read for so short a time that the dense branch may as well end
+before them; of 4-bit weights (docs/performance.md)."""
 MOST_HIDDEN, MOST_WIDTH = 3072, 1024
 """Inputs of an expert's two matrices that CTAs have shared memory for."""
 MOST_EXPERTS, MOST_PICKED = 256, 32
@@ -100,6 +103,11 @@ def variants(arch: Arch, kinds: set[str]) -> set[Variant]:
     mine = {_variant(kind, most) for kind in kinds for most in TOKENS}
     mine |= {_grouped(kind) for kind in kinds if kind in four_bits.KINDS}
     return {_route(moe)} | mine
+
+
+def come_first(rows: int, kind: str) -> bool:
+    """Whether experts of this kind are to begin before a mixture's dense branch ends."""
+    return rows > (BRIEF_ROWS_OF_4_BITS if tiles.BITS[kind] == 4 else BRIEF_ROWS)
 
 
 class Experts:

@@ -151,21 +151,15 @@ class Kernels:
         self, dense: DenseBranch, routed: RoutedBranch, rows: Rows, moe: MoeSpec
     ) -> Mixture:
         """Of few rows, kernels run beside one another as far as they need not wait: the dense
-        branch begins beside the router, and ends there too, or beside the experts."""
+        branch begins beside the router, and ends before the experts or beside them."""
         chosen, beside = self.experts.route(*routed[:3], rows, moe)
         few = dense.x.block in gemm.FEW and dense.down.kind != "w8a8"
         x = self.gated(dense.x, dense.gate_up, dense.down.kind, ready=beside and few)
-        if few and _experts_first(x.rows, routed.down.kind):
-            experts = self.experts.run(routed.x, chosen, routed.gate_up, routed.down)
+        if few and experts.come_first(x.rows, routed.down.kind):
+            outputs = self.experts.run(routed.x, chosen, routed.gate_up, routed.down)
             # x was there before the experts' second kernel could start
             branch = self._gemm.linear(x, dense.down, ready=True)
-            return Mixture(branch, dense.norm, experts, routed.norm)
+            return Mixture(branch, dense.norm, outputs, routed.norm)
         branch = self._gemm.linear(x, dense.down, late=True) if few else self.branch(x, dense.down)
-        experts = self.experts.run(routed.x, chosen, routed.gate_up, routed.down, few)
-        return Mixture(branch, dense.norm, experts, routed.norm)
-
-
-def _experts_first(rows: int, kind: str) -> bool:
-    """Whether few rows' experts are read for so long that their beginning is worth more than that
-    of the dense branch's end (docs/performance.md)."""
-    return rows > (1 if tiles.BITS[kind] == 4 else gemm.SHORT_ROWS)
+        outputs = self.experts.run(routed.x, chosen, routed.gate_up, routed.down, few)
+        return Mixture(branch, dense.norm, outputs, routed.norm)
