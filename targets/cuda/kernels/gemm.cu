@@ -25,8 +25,8 @@
 #endif
 
 // With 56 registers a thread there is room beside a projection for a CTA of attention, which then is ready before it
-// ends. Of 5 tokens some would be spilled.
-#if TW == 1 && TOKENS <= 8 && TOKENS != 5
+// ends.
+#if TW == 1 && TOKENS <= 8
 #define BOUNDS __maxnreg__(56)
 #else
 #define BOUNDS __launch_bounds__(kThreads, 1)
