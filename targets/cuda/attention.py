@@ -37,7 +37,7 @@ ALONE_VECTORS, ALONE_WIDE = 32, 24
 itself, in four or three rounds of its warps. More of them take longer than a kernel before it."""
 SINGLY = 12
 """Of these vectors up to so many are made one at a time by each of a CTA's eight warps; of more
-each makes two at a time, which takes longer. Of heads of `WIDE` there are no registers for two."""
+each makes two at a time, which takes longer. Of heads of `WIDE` two are no faster."""
 PAIRED = 256, 2
 """Up to such heads and tiles two CTAs of `split` are on a multiprocessor at once."""
 BESIDE = 32
