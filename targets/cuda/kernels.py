@@ -159,7 +159,8 @@ class Kernels:
             outputs = self.experts.run(routed.x, chosen, routed.gate_up, routed.down)
             # x was there before the experts' second kernel could start
             branch = self._gemm.linear(x, dense.down, ready=True)
-            return Mixture(branch, dense.norm, outputs, routed.norm)
-        branch = self._gemm.linear(x, dense.down, late=True) if few else self.branch(x, dense.down)
-        outputs = self.experts.run(routed.x, chosen, routed.gate_up, routed.down, few)
+        else:
+            down = dense.down
+            branch = self._gemm.linear(x, down, late=True) if few else self.branch(x, down)
+            outputs = self.experts.run(routed.x, chosen, routed.gate_up, routed.down, few)
         return Mixture(branch, dense.norm, outputs, routed.norm)
