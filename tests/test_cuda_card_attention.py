@@ -101,7 +101,8 @@ def test_attention_walks_as_it_splits(layer, kv, monkeypatch):
             case.fill()
             with monkeypatch.context() as patch:  # the next walk has tiles of its own choice
                 patch.setattr(attention, "WALK_FROM", 10**9)
-                patch.setattr(attention, "ALONE_VECTORS", most)
+                for limit in ("ALONE_VECTORS", "ALONE_WIDE", "MOST_WIDE"):
+                    patch.setattr(attention, limit, most)
                 patch.setattr(attention, "TILES", tiles)
                 same.check(case.all_together(tokens), walked)
             for ours, theirs in zip(case.stored(), kept, strict=True):

@@ -32,12 +32,14 @@ STAGE, FEWEST = 64, 3
 """Keys per stage of `walk`'s ring; stages with which it still keeps memory busy."""
 WALK_FROM = 128
 """CTAs that are enough for the machine when each does all lanes."""
-ALONE_VECTORS, ALONE_WIDE = 32, 24
+ALONE_VECTORS, ALONE_WIDE, MOST_WIDE = 32, 24, 48
 """Of a CTA, queries and new keys and values, and of heads of `WIDE`: up to so many `split` makes
-itself, in four or three rounds of its warps. More of them take longer than a kernel before it."""
-SINGLY = 12
+itself, in a few rounds of its warps. More of them take longer than a kernel before it, but of heads
+of `WIDE`, up to the last number, one of more than `MANY_PREPARED` CTAs."""
+MANY_PREPARED = 24
+SINGLY, TOGETHER, TOGETHER_WIDE = 12, 2, 4
 """Of these vectors up to so many are made one at a time by each of a CTA's eight warps; of more
-each makes two at a time, which takes longer. Of heads of `WIDE` two are no faster."""
+each makes two at a time, which takes longer; of heads of `WIDE` four."""
 PAIRED = 256, 2
 """Up to such heads and tiles two CTAs of `split` are on a multiprocessor at once."""
 BESIDE = 32
@@ -64,10 +66,10 @@ def variants(arch: Arch, kv8: int) -> set[Variant]:
     """kv8: whether the cache is e4m3."""
     kinds = {(_padded(layer.head_dim), layer.normed) for layer in arch.layers}
     splits = {
-        _variant("attention_split", dim, kv8, normed, high, pairs)
+        _variant("attention_split", dim, kv8, normed, high, together)
         for dim, normed in kinds
         for high in TILES
-        for pairs in (False, dim != WIDE)
+        for together in (1, _together(dim))
     }
     walks = {
         _variant("attention_fused", dim, kv8, normed, high)
@@ -117,9 +119,12 @@ class Attention:
             self._walk(self._job(qkv, given, rows, x, kind), layer, batch, high)
             return x
         high = _spread(layer, batch, tokens, self._processors)
-        most = ALONE_WIDE if dim == WIDE else ALONE_VECTORS
         vectors = min(queries, 8 * high) + 2 * tokens
-        alone, pairs = vectors <= most, vectors > SINGLY and dim != WIDE
+        made = layer.heads + (2 * layer.kv_heads if layer.kv_from is None else 0)
+        most = ALONE_VECTORS if dim != WIDE else ALONE_WIDE
+        if dim == WIDE and batch * tokens * _parts(made) > MANY_PREPARED:
+            most = MOST_WIDE
+        alone = vectors <= most
         new = lambda *shape: torch.empty(shape, device=self._device)  # noqa: E731
         # of q halves as floats; lanes first: the few of a short context share pages of memory
         q = None if alone else new(heads, _shares(queries, high), dim // 2, _filled(high))
@@ -127,8 +132,8 @@ class Attention:
         job = self._job(qkv, given, rows, x, kind, room)
         job.rows = 8 * high
         if not alone:
-            self._prepare(job, layer, layer.heads + (2 * layer.kv_heads if job.own else 0))
-        self._split(job, layer, batch, high, alone and pairs)
+            self._prepare(job, layer, made)
+        self._split(job, layer, batch, high, _together(dim) if alone and vectors > SINGLY else 1)
         return x
 
     def store(self, qkv: Tensor, layer: AttentionLayer, rows: Rows) -> None:
@@ -169,21 +174,23 @@ class Attention:
         self._launch(variant, "walk", grid, THREADS + 32, [job], shared)
 
     def _split(
-        self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int, pairs: bool
+        self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int, together: int
     ) -> None:
-        """pairs: whether a warp makes two vectors at a time."""
+        """together: vectors that a warp makes at a time."""
         dim = _padded(layer.head_dim)
         grid = (_shares(job.tokens * job.group, high) * LANES, layer.kv_heads, batch)
-        variant = _variant("attention_split", dim, self._kv8, layer.normed, high, pairs)
-        rotations = 4 * dim * (2 + job.tokens) if pairs else 0
-        self._launch(variant, "split", grid, THREADS, [job], _fixed(dim, high) + rotations)
+        variant = _variant("attention_split", dim, self._kv8, layer.normed, high, together)
+        room = _fixed(dim, high) + (
+            _room_together(dim, job.tokens, self._kv8) if together > 1 else 0
+        )
+        self._launch(variant, "split", grid, THREADS, [job], room)
         grid = (batch * job.tokens, layer.heads, 1)
         self._launch(
             _variant("attention_combine", dim, self._kv8), "combine", grid, dim // 4, [job]
         )
 
     def _prepare(self, job: _AttentionJob, layer: LayerSpec, vectors: int) -> None:
-        rows, parts = job.batch * job.tokens, -(-vectors // 8)
+        rows, parts = job.batch * job.tokens, _parts(vectors)
         variant = _variant("attention_prepare", _padded(layer.head_dim), self._kv8, layer.normed)
         early = rows * parts <= BESIDE
         self._launch(variant, "prepare", (rows, parts, 1), THREADS, [job], early=early)
@@ -225,6 +232,16 @@ def _most_walking(dim: int) -> int:
     return WIDE_TILES if dim == WIDE else TILES[-1]
 
 
+def _together(dim: int) -> int:
+    """Vectors that a warp makes at a time where there are many."""
+    return TOGETHER_WIDE if dim == WIDE else TOGETHER
+
+
+def _parts(vectors: int) -> int:
+    """CTAs of `prepare` that a row's vectors take."""
+    return -(-vectors // 8)
+
+
 def _shares(queries: int, high: int) -> int:
     """CTAs that share a KV head's rows."""
     return -(-queries // (8 * high))
@@ -236,11 +253,11 @@ def _variant(
     kv8: int,
     normed: bool = True,
     high: int | None = None,
-    pairs: bool = False,
+    together: int = 1,
 ) -> Variant:
     tiles = () if high is None else (("NT", high),)
     raw = () if normed else (("NORMED", 0),)
-    lanes = (("VECTOR", 16),) if pairs else ()
+    lanes = (("VECTOR", 32 // together),) if together > 1 else ()
     return Variant(file, (("HD", dim), ("KV8", kv8), *tiles, *raw, *lanes))
 
 
@@ -253,6 +270,12 @@ def _fixed(dim: int, high: int) -> int:
     """Bytes of `Shared` in attention_chunk.cuh."""
     chunk, slices = _chunk(dim)
     return _filled(high) * (dim + chunk) * 2 + 8 * high * (slices * (chunk + 4) * 4 + 16)
+
+
+def _room_together(dim: int, tokens: int, kv8: int) -> int:
+    """Bytes of what else is in shared memory where a warp makes several vectors at a time: norms'
+    weights and angles, new keys and values (attention_split.cu)."""
+    return 4 * dim * (2 + tokens) + 2 * tokens * (dim * (1 if kv8 else 2) + 16)
 
 
 def _chunk(dim: int) -> tuple[int, int]:

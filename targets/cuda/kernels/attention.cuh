@@ -15,7 +15,7 @@
 #ifndef KV8  // 1: e4m3 cache, arithmetic in f16; 0: bf16 both
 #define KV8 0
 #endif
-#ifndef VECTOR  // lanes that have a head vector: 32, 16
+#ifndef VECTOR  // lanes that have a head vector: 32, 16, 8
 #define VECTOR 32
 #endif
 #ifndef NORMED  // 0: queries are scaled, keys and values are taken as they are
@@ -123,7 +123,7 @@ struct Vector {
       if (i < half) at[j].load(lows + i, highs + i);
     }
   }
-  // The sum of squares, as 32 lanes add them: of 16, each adds what two of those have.
+  // The sum of squares, as 32 lanes add them: of fewer, each adds what two or four of those have.
   __device__ float squares() const {
     float of_lane[kVectors] = {};
 #pragma unroll
@@ -133,7 +133,11 @@ struct Vector {
         float& sum = of_lane[j % kVectors];
         sum = __fmaf_rn(at[j].high[e], at[j].high[e], __fmaf_rn(at[j].low[e], at[j].low[e], sum));
       }
-    return warp_sum<VECTOR>(kVectors == 1 ? of_lane[0] : of_lane[0] + of_lane[kVectors - 1]);
+#pragma unroll
+    for (int d = kVectors / 2; d; d /= 2)
+#pragma unroll
+      for (int i = 0; i < d; i++) of_lane[i] += of_lane[i + d];
+    return warp_sum<VECTOR>(of_lane[0]);
   }
 };
 

@@ -7,25 +7,74 @@ constexpr int kAhead = 2;  // chunks
 // Whether there are registers for a chunk's values beside its keys; else they come where the keys were.
 constexpr bool kBoth = kChunk * HD * sizeof(Cached) <= 32 << 10;
 
+// New tokens whose keys and values are of this CTA's chunks. There are fewer than a chunk has keys, so that they
+// are next to each other.
+struct Tokens {
+  int first, count;
+
+  __device__ Tokens(const Job& job, const Work& work) {
+    const int chunk = work.start / kChunk, before = min(job.tokens, (chunk + 1) * kChunk - work.start);
+    const auto mine = [&](int c) { return (c & (kLanes - 1)) == work.lane; };
+    first = mine(chunk) ? 0 : before;
+    count = mine(chunk) ? before : mine(chunk + 1) ? job.tokens - before : 0;
+  }
+};
+
+// Where a warp makes several vectors at once, the CTA's new keys and values [token][HD] are in shared memory too: its own
+// warps have keys from there. In the cache a column's positions are next to each other, so that each element of a vector
+// of values would be a trip of its own, which everybody's loads wait for: columns of all tokens are written at once.
+struct NewRows {
+  static constexpr int kPitch = HD + 16 / sizeof(Cached);  // eight tokens' elements are in as many banks
+  Cached *keys, *values;
+
+  __device__ NewRows(const Job& job, const Shared& shared)
+      : keys(reinterpret_cast<Cached*>(shared.rest + 4 * HD * (2 + job.tokens))), values(keys + job.tokens * kPitch) {}
+
+  __device__ void keep(Role role, int token, int dim, const Vector& x) const {
+    Cached* to = (role == kKey ? keys : values) + token * kPitch;
+#pragma unroll
+    for (int j = 0; j < kQuads; j++) {
+      const int i = Vector::first(j);
+      if (i < dim / 2) store4(to + i, x.at[j].low), store4(to + dim / 2 + i, x.at[j].high);
+    }
+#pragma unroll 1
+    for (int i = dim + threadIdx.x % VECTOR; i < HD; i += VECTOR) to[i] = 0;
+  }
+  // Values to the cache. All threads: some columns of eight tokens at once.
+  __device__ void write_values(const Job& job, const Work& work, const Tokens& own) const {
+    const size_t row = (size_t(work.slot) * job.kv_heads + work.head) * job.entries;
+#pragma unroll 1
+    for (int t = threadIdx.x % 8; t < own.count; t += 8) {
+      const int entry = remainder(work.start + own.first + t, job.entries);
+      Cached* column = job.v + (row + entry / 32 * 32) * HD + entry % 32;
+#pragma unroll
+      for (int first = 0; first < HD; first += kWarps * 4) {
+        const int i = first + threadIdx.x / 8;
+        if (i < job.head_dim) column[i * 32] = values[t * kPitch + i];
+      }
+    }
+  }
+};
+
 // A chunk's keys and values as a warp multiplies them, in registers. What no row sees is zero. kNew: those of this
-// call alone, once they are there; else all up to position `newest`.
+// call alone, once they are there; else all up to position `newest`. rows: the chunk's, `pitch` from one another.
 struct Keys {
   Eight at[kKeyBlocks][2];
 
   __device__ Eight operator()(int kb, int half) const { return at[kb][half]; }
 
   template <bool kNew>
-  __device__ void load(const Job& job, const Work& work, int newest) {
+  __device__ void load(const Work& work, int newest, const Cached* rows, int pitch) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, tg = threadIdx.x % 4;
     const int key0 = work.chunk * kChunk, key = warp % kKeyGroups * 16 + g;
-    const Cached* from = job.k + (work.entry(job) + key) * HD + warp / kKeyGroups * (HD / kSlices) + tg * 8;
+    const Cached* from = rows + key * pitch + warp / kKeyGroups * (HD / kSlices) + tg * 8;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int position = key0 + key + half * 8;
       const bool seen = position >= (kNew ? work.start : work.oldest) && position <= newest;
 #pragma unroll
       for (int kb = 0; kb < kKeyBlocks; kb++)
-        if (seen || !kNew) at[kb][half] = seen ? load8(from + half * 8 * HD + kb * 32) : nothing();
+        if (seen || !kNew) at[kb][half] = seen ? load8(from + half * 8 * pitch + kb * 32) : nothing();
     }
   }
 };
@@ -61,19 +110,6 @@ __device__ inline void fetch(const Job& job, const Work& work, u16* queries) {
   for (int i = threadIdx.x; i < kPadded * HD / 8; i += kWarps * 32) copy16(shared_address(queries + 8 * i), from + 8 * i);
   copies_done();
 }
-
-// New tokens whose keys and values are of this CTA's chunks. There are fewer than a chunk has keys, so that they
-// are next to each other.
-struct Tokens {
-  int first, count;
-
-  __device__ Tokens(const Job& job, const Work& work) {
-    const int chunk = work.start / kChunk, before = min(job.tokens, (chunk + 1) * kChunk - work.start);
-    const auto mine = [&](int c) { return (c & (kLanes - 1)) == work.lane; };
-    first = mine(chunk) ? 0 : before;
-    count = mine(chunk) ? before : mine(chunk + 1) ? job.tokens - before : 0;
-  }
-};
 
 #if VECTOR == 32
 // By what a warp rotates its next vector, on its way to registers since the one before.
@@ -142,11 +178,12 @@ struct Maker {
   }
   __device__ int row(int turn) const { return mine(turn - stored, work.rows); }
   __device__ int mine(int turn, int count) const { return min(turn * kVectors + part, count - 1); }
-  __device__ void store(Role role, int token, const NextRotation& by) const {
+  __device__ void store(Role role, int token, const NextRotation& by, const Shared& shared) const {
     Vector x;
     x.load(raw_key(job, work.b * job.tokens + token, work.head, role), half);
     rotate(job, role, x, by);
-    store_key(job, work.slot, work.head, work.start + token, role, x);
+    if (kVectors > 1) NewRows(job, shared).keep(role, token - own.first, job.head_dim, x);
+    if (kVectors == 1 || role == kKey) store_key(job, work.slot, work.head, work.start + token, role, x);
   }
   __device__ void query(int row, int token, const NextRotation& by, u16* queries) const {
     const int head = work.head * job.group + work.first_row + row - token * job.group;
@@ -157,8 +194,8 @@ struct Maker {
   }
 };
 
-// New keys and values to the cache, then queries to shared memory. In as few instructions as can be: warps of a
-// scheduler wait for each other's, not for memory.
+// New keys and values to the cache (of several vectors at once values to shared memory instead), then queries to shared
+// memory. In as few instructions as can be: warps of a scheduler wait for each other's, not for memory.
 __device__ inline void prepare(const Job& job, const Work& work, const Shared& shared) {
   const Maker maker(job, work);
   int turn = threadIdx.x / 32, token = maker.token(turn);
@@ -172,7 +209,7 @@ __device__ inline void prepare(const Job& job, const Work& work, const Shared& s
     if (role == kQuery)
       maker.query(maker.row(turn), token, by, shared.queries);
     else
-      maker.store(role, token, by);
+      maker.store(role, token, by, shared);
     turn += kWarps, token = maker.token(turn);
     const Role before = role;
     role = maker.role(turn);
@@ -201,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(256, HD <= 256 && NT <= 2 ? 2 : 1)
   Keys keys;
   Values values;
   const auto load = [&](int newest) {
-    keys.load<false>(job, work, newest);
+    keys.load<false>(work, newest, job.k + work.entry(job) * HD, HD);
     if (kBoth) values.load<false>(job, work);
   };
   load(min(work.start - 1, work.newest));
@@ -210,15 +247,24 @@ extern "C" __global__ void __launch_bounds__(256, HD <= 256 && NT <= 2 ? 2 : 1)
     for (int i = 0; i <= kAhead && ahead.chunk >= 0; i++, ahead.advance())
       if (i || !kBoth) prefetch_chunk(job, ahead);
   }
-  if (job.q)
+  if (kVectors == 1 && job.q)
     fetch(job, work, shared.queries);
   else
     prepare(job, work, shared);
   __syncthreads();
-  if (!settled) {
-    keys.load<true>(job, work, work.newest);
-    if (kBoth) values.load<true>(job, work);
+  if (kVectors > 1 && job.own) {
+    const Tokens own(job, work);
+    const NewRows made(job, shared);
+    const int before = work.chunk * kChunk - work.start - own.first;
+    if (!settled) keys.load<true>(work, work.newest, made.keys + before * made.kPitch, made.kPitch);
+    if (own.count) {
+      made.write_values(job, work, own);
+      __syncthreads();
+    }
+  } else if (!settled) {
+    keys.load<true>(work, work.newest, job.k + work.entry(job) * HD, HD);
   }
+  if (!settled && kBoth) values.load<true>(job, work);
 
   Outputs o = {};
   Sums sums[NT];
