@@ -34,8 +34,8 @@ WALK_FROM = 128
 """CTAs that are enough for the machine when each does all lanes."""
 ALONE_VECTORS, ALONE_WIDE, MOST_WIDE = 32, 24, 48
 """Of a CTA, queries and new keys and values, and of heads of `WIDE`: up to so many `split` makes
-itself, in a few rounds of its warps. More of them take longer than a kernel before it, but of heads
-of `WIDE`, up to the last number, one of more than `MANY_PREPARED` CTAs."""
+itself, in a few rounds of its warps. More of them take longer than a kernel before it. Heads of
+`WIDE` go without one of more than `MANY_PREPARED` CTAs up to the last number."""
 MANY_PREPARED = 24
 SINGLY, TOGETHER, TOGETHER_WIDE = 12, 2, 4
 """Of these vectors up to so many are made one at a time by each of a CTA's eight warps; of more
@@ -120,9 +120,9 @@ class Attention:
             return x
         high = _spread(layer, batch, tokens, self._processors)
         vectors = min(queries, 8 * high) + 2 * tokens
-        made = layer.heads + (2 * layer.kv_heads if layer.kv_from is None else 0)
+        per_row = layer.heads + (2 * layer.kv_heads if layer.kv_from is None else 0)
         most = ALONE_VECTORS if dim != WIDE else ALONE_WIDE
-        if dim == WIDE and batch * tokens * _parts(made) > MANY_PREPARED:
+        if dim == WIDE and batch * tokens * _parts(per_row) > MANY_PREPARED:
             most = MOST_WIDE
         alone = vectors <= most
         new = lambda *shape: torch.empty(shape, device=self._device)  # noqa: E731
@@ -132,7 +132,7 @@ class Attention:
         job = self._job(qkv, given, rows, x, kind, room)
         job.rows = 8 * high
         if not alone:
-            self._prepare(job, layer, made)
+            self._prepare(job, layer, per_row)
         self._split(job, layer, batch, high, _together(dim) if alone and vectors > SINGLY else 1)
         return x
 
