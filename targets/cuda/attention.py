@@ -121,10 +121,7 @@ class Attention:
         high = _spread(layer, batch, tokens, self._processors)
         vectors = min(queries, 8 * high) + 2 * tokens
         per_row = layer.heads + (2 * layer.kv_heads if layer.kv_from is None else 0)
-        most = ALONE_VECTORS if dim != WIDE else ALONE_WIDE
-        if dim == WIDE and batch * tokens * _parts(per_row) > MANY_PREPARED:
-            most = MOST_WIDE
-        alone = vectors <= most
+        alone = vectors <= _most_alone(dim, batch * tokens * _parts(per_row))
         new = lambda *shape: torch.empty(shape, device=self._device)  # noqa: E731
         # of q halves as floats; lanes first: the few of a short context share pages of memory
         q = None if alone else new(heads, _shares(queries, high), dim // 2, _filled(high))
@@ -180,10 +177,8 @@ class Attention:
         dim = _padded(layer.head_dim)
         grid = (_shares(job.tokens * job.group, high) * LANES, layer.kv_heads, batch)
         variant = _variant("attention_split", dim, self._kv8, layer.normed, high, together)
-        room = _fixed(dim, high) + (
-            _room_together(dim, job.tokens, self._kv8) if together > 1 else 0
-        )
-        self._launch(variant, "split", grid, THREADS, [job], room)
+        room = _room_together(dim, job.tokens, self._kv8) if together > 1 else 0
+        self._launch(variant, "split", grid, THREADS, [job], _fixed(dim, high) + room)
         grid = (batch * job.tokens, layer.heads, 1)
         self._launch(
             _variant("attention_combine", dim, self._kv8), "combine", grid, dim // 4, [job]
@@ -230,6 +225,13 @@ def _spread(layer: LayerSpec, batch: int, tokens: int, processors: int) -> int:
 
 def _most_walking(dim: int) -> int:
     return WIDE_TILES if dim == WIDE else TILES[-1]
+
+
+def _most_alone(dim: int, prepared: int) -> int:
+    """Vectors of a CTA up to which `split` goes without `prepare`. prepared: CTAs of that one."""
+    if dim != WIDE:
+        return ALONE_VECTORS
+    return MOST_WIDE if prepared > MANY_PREPARED else ALONE_WIDE
 
 
 def _together(dim: int) -> int:
