@@ -23,6 +23,10 @@ constexpr int kPiece = BITS == 16 ? 2 : 3;  // 32-input blocks that are copied, 
 constexpr int kSlots = 2;                   // pieces of a warp's ring: more are no faster (docs/performance.md)
 constexpr int kRing = kSlots * kPiece * kUnit;
 constexpr int kRegisters = NB == 1 ? 80 : 255;  // three CTAs' on a multiprocessor: experts.py
+// Integers of 4 bits without zero points meet inputs of 16, in integer MMAs (`multiply_codes`).
+constexpr bool kCodes = BITS == 4 && !E2M1 && !ZEROS;
+constexpr int NX = kCodes ? 2 * NB : NB;  // an MMA's eight columns are two bytes each of four tokens then
+constexpr int kScales = kCodes ? TOKENS * 4 : 0;  // bytes, of a warp's inputs: [token] what their last bits are, 2^-24 of it
 constexpr bool kOwn = BITS >= 8;  // a lane reads of a piece what it has copied
 constexpr int kMaxExperts = 256;
 constexpr int kMostParts = 2;  // of k that a warp of `down` has, which is short: fewer barriers for as many units
@@ -193,6 +197,13 @@ struct Warp {
   __device__ bool stores(const Job& job, int group) const { return group * job.row_groups + row_group < job.units; }
 };
 
+// What a thread has asked for since the last time is one group; all but the last so many of them are here.
+__device__ inline void asked() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kGroups>
+__device__ inline void await_asked() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 // A warp's ring: the next piece is asked for when all lanes have read the one that it replaces. Small bulk
 // copies would be no faster, and need barriers. No piece goes over the edge of a part.
 template <bool kGate>
@@ -213,7 +224,7 @@ struct Ring {
     for (int i = 0; i < kSlots; i++) ask();
   }
   __device__ void find() {
-    left = ahead.left > 0 ? warp.blocks : 0, here = kGate ? left : min(job.each, left);
+    left = ahead.left > 0 ? warp.blocks : 0, here = kGate || kCodes ? left : min(job.each, left);
     if (!left) return;
     const size_t unit = size_t(chosen.entries[ahead.entry].expert) * job.units + warp.unit(job, ahead.group);
     from = job.weight + (unit * job.blocks + warp.first) * kUnit + warp.lane * 16;
@@ -228,7 +239,7 @@ struct Ring {
       from += kPiece * kUnit, left -= kPiece;
       if ((here -= kPiece) <= 0) next();
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    asked();
     if ((at += kPiece * kUnit) == begin + kRing) at = begin;
   }
   // The part has been asked for.
@@ -240,7 +251,7 @@ struct Ring {
     find();
   }
   __device__ u32 wait() const {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kSlots - 1) : "memory");
+    await_asked<kSlots - 1>();
     if (!kOwn) __syncwarp();
     return at;
   }
@@ -250,12 +261,42 @@ struct Ring {
   }
 };
 
+constexpr float kMostInput = 127 * 256 + 127;  // both of whose bytes are signed
+// Of both halves of a word the larger magnitude, or not a number.
+__device__ inline u32 larger(u32 a, u32 b) {
+  u32 v;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a & 0x7fff7fff), "r"(b & 0x7fff7fff));
+  return v;
+}
+__device__ inline float2 floats(u32 pair) {  // of two f16
+  float2 v;
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(v.x), "=f"(v.y) : "r"(pair));
+  return v;
+}
+__device__ inline u32 bytes(u32 a, u32 b, u32 which) {
+  u32 v;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(which));
+  return v;
+}
+// An integer and 128, in the last bits of a float.
+__device__ inline u32 rounded(float v, float factor) { return __float_as_uint(fmaf(v, factor, 12582912.0f + 128.0f)); }
+// Eight inputs' high bytes, and their low ones 32 bytes behind.
+__device__ inline void store_rounded(u32 to, uint4 v, float factor) {
+  const float2 a = floats(v.x), b = floats(v.y), c = floats(v.z), d = floats(v.w);  // 0 1, 2 3, 4 5, 6 7
+  const auto pair = [&](float x, float y) { return bytes(rounded(x, factor), rounded(y, factor), 0x5140); };
+  const u32 p04 = pair(a.x, c.x), p15 = pair(a.y, c.y), p26 = pair(b.x, d.x), p37 = pair(b.y, d.y);
+  const u32 high0 = bytes(p04, p15, 0x7632), high1 = bytes(p26, p37, 0x7632);
+  const u32 low0 = bytes(p04, p15, 0x5410) ^ 0x80808080, low1 = bytes(p26, p37, 0x5410) ^ 0x80808080;
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(high0), "r"(high1) : "memory");
+  asm volatile("st.shared.v2.u32 [%0 + 32], {%1, %2};" ::"r"(to), "r"(low0), "r"(low1) : "memory");
+}
+
 // A warp's part of an entry's inputs: in its room in shared memory [token][block][32 inputs].
 template <bool kGate>
 struct Inputs {
-  u32 room, nothing;
-  u32 at[NB];     // a lane's in each block of 8 tokens: zeros where it has no token
-  int apart[NB];  // and from one block to the next
+  u32 room;
+  u32 at[NX];  // a lane's in each block of 8 columns; where it has no token another's, for a column that nobody reads
+  u32 mask;    // of codes
 
   // Of few rows, on its way with the first piece of weights. One row's pairs may not be listed yet.
   __device__ void ask(const Job& job, const Warp& warp, const Chosen& chosen, const Entry& entry) {
@@ -286,12 +327,40 @@ struct Inputs {
     }
     __syncwarp();
   }
+  // Floats as signed integers of 16 bits, the largest of a token's the largest there is: in each block the high bytes of
+  // its inputs, then the low ones, in the order of the codes that they meet.
+  __device__ void round(const Warp& warp, const Entry& entry) const {
+    const int chunks = warp.blocks * 4;
+#pragma unroll 1
+    for (int token = 0; token < entry.count; token++) {
+      const u32 own = room + token * chunks * 16;
+      u32 most = 0;
+#pragma unroll 1
+      for (int c = warp.lane; c < chunks; c += 32) {
+        const uint4 v = load(own + c * 16);
+        most = larger(larger(larger(most, v.x), v.y), larger(v.z, v.w));
+      }
+      most = larger(most, most >> 16);
+#pragma unroll
+      for (int d = 16; d; d /= 2) most = larger(most, __shfl_xor_sync(~0u, most, d));
+      const float largest = floats(most).x, factor = __fdividef(kMostInput, fmaxf(largest, 1e-30f));
+      if (warp.lane == 0) store(room - kScales + token * 4, largest * (1.0f / (kMostInput * 16 * (1 << 20))));
+#pragma unroll 1
+      for (int first = 0; first < chunks; first += 32) {
+        const int c = first + warp.lane;
+        uint4 v = {};
+        if (c < chunks) v = load(own + c * 16);
+        __syncwarp();
+        if (c < chunks) store_rounded(own + c / 4 * 64 + c % 4 * 8, v, factor);
+      }
+    }
+    __syncwarp();
+  }
   __device__ void point(const Warp& warp, const Entry& entry) {
 #pragma unroll
-    for (int j = 0; j < NB; j++) {
-      const int token = j * 8 + warp.lane / 4;
-      const bool there = token < entry.count;
-      at[j] = there ? room + (token * warp.blocks * 4 + warp.lane % 4) * 16 : nothing, apart[j] = there ? 64 : 0;
+    for (int j = 0; j < NX; j++) {
+      const int column = j * 8 + warp.lane / 4, token = min(kCodes ? column / 2 : column, entry.count - 1);
+      at[j] = room + token * warp.blocks * 64 + (kCodes ? column % 2 * 32 + warp.lane % 4 * 8 : warp.lane % 4 * 16);
     }
   }
   // Where a pair's are: inputs 8 i to 8 i + 7 of the warp's part.
@@ -303,6 +372,7 @@ struct Inputs {
                                  : x_offset(m, block * 32 + f, job.k_blocks, job.block);
     return job.x + at;
   }
+  static __device__ void store(u32 to, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory"); }
   static __device__ void store(u32 to, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
   }
@@ -320,15 +390,71 @@ __device__ inline void accumulate(Four& sum, const u32 (&a)[4], u32 first, u32 s
     mma_bf16(sum, a[0], a[1], a[2], a[3], first, second);
 }
 
+#if BITS == 4
+// A tile's codes less 8 as signed bytes, 16 times as much: the A fragment of an integer MMA.
+__device__ inline void signed_codes(const Stored& from, u32 (&a)[4], u32 mask) {
+  const u32 words[2] = {from.codes.x, from.codes.y};
+#pragma unroll
+  for (int i = 0; i < 2; i++) a[i] = (words[i] << 4 & mask) ^ 0x80808080, a[i + 2] = (words[i] & mask) ^ 0x80808080;
+}
+// D[16 x 8] = A[16 x 32] B[32 x 8]
+__device__ inline void mma_s8(int (&d)[4], const u32 (&a)[4], uint2 b) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(0));
+}
+__device__ inline uint2 load2(u32 from) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from));
+  return v;
+}
+// kBlocks blocks of codes and four tokens' inputs: exact sums of 32, of which each gets its scale once.
+template <int kBlocks, bool kGate>
+__device__ inline void multiply_codes(Sum& sum, int j, u32 piece, const Inputs<kGate>& inputs, int block, int lane) {
+  Stored w[kBlocks * 2];
+  uint2 x[kBlocks];
+#pragma unroll
+  for (int i = 0; i < kBlocks * 2; i++) w[i] = load_shared(piece + i * kTileBytes, lane);
+#pragma unroll
+  for (int i = 0; i < kBlocks; i++) x[i] = load2(inputs.at[j] + (block + i) * 64);
+  int part[kBlocks * 2][4];
+#pragma unroll
+  for (int i = 0; i < kBlocks * 2; i++) {
+    u32 a[4];
+    signed_codes(w[i], a, inputs.mask);
+    mma_s8(part[i], a, x[i / 2]);
+  }
+#pragma unroll
+  for (int i = 0; i < kBlocks * 2; i++) {
+    const float2 scale = floats(w[i].scales);
+    Four& to = sum.of[i % 2][j / 2];
+    to[j % 2] = fmaf(float(part[i][0] * 256 + part[i][1]), scale.x, to[j % 2]);
+    to[2 + j % 2] = fmaf(float(part[i][2] * 256 + part[i][3]), scale.y, to[2 + j % 2]);
+  }
+}
+template <int kBlocks, bool kGate>
+__device__ inline void multiply_codes(Sum& sum, u32 piece, const Inputs<kGate>& inputs, int block, int count, int lane) {
+#pragma unroll
+  for (int j = 0; j < NX; j++) {
+    if (j && count <= 4 * j) break;
+    multiply_codes<kBlocks>(sum, j, piece, inputs, block, lane);
+    if (NB == 1) piece += inputs.mask & 1;  // nothing, but who compiles can't know: there are no registers to keep it
+  }
+}
+#endif
+
 // kBlocks blocks and their inputs: all loads first, and the tiles by turns.
 template <int kBlocks, bool kGate>
 __device__ inline void multiply(Sum& sum, u32 piece, const Inputs<kGate>& inputs, int block, int count, int lane) {
+#if BITS == 4
+  if constexpr (kCodes) return multiply_codes<kBlocks>(sum, piece, inputs, block, count, lane);
+#endif
   Stored w[kBlocks][2];
   uint4 x[kBlocks][NB];
 #pragma unroll
   for (int i = 0; i < kBlocks * 2; i++) w[i / 2][i % 2] = load_shared(piece + i * kTileBytes, lane);
 #pragma unroll
-  for (int i = 0; i < kBlocks * NB; i++) x[i / NB][i % NB] = load(inputs.at[i % NB] + (block + i / NB) * inputs.apart[i % NB]);
+  for (int i = 0; i < kBlocks * NB; i++) x[i / NB][i % NB] = load(inputs.at[i % NB] + (block + i / NB) * 64);
 #pragma unroll
   for (int u = 0; u < kBlocks; u++) {
     u32 a[2][2][4];
@@ -374,6 +500,20 @@ __device__ inline void multiply_parts(Sum& sum, const Job& job, int count, Ring<
       float& to = sum.of[i / 4 / NB][i / 4 % NB][i % 4];
       to = part ? to + v : v;
     }
+  }
+}
+
+// Of an MMA's columns, or of two integer ones: element e of a fragment is of this token.
+__device__ inline int token_of(int j, int e, int lane) { return j * 8 + (kCodes ? lane % 4 + e * 4 : lane % 4 * 2 + e); }
+// What the inputs' last bits are.
+__device__ inline void scale(Sum& sum, u32 scales, int count, int lane) {
+#pragma unroll
+  for (int i = 0; i < NB * 2; i++) {
+    const int token = token_of(i / 2, i % 2, lane);
+    float own;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(own) : "r"(scales + min(token, count - 1) * 4));
+#pragma unroll
+    for (int e = 0; e < 4; e++) sum.of[e / 2][i / 2][e % 2 * 2 + i % 2] *= own;
   }
 }
 
@@ -429,7 +569,7 @@ __device__ inline void load_scales(const Job& job, Scales& scales, int expert, i
   }
 }
 
-// Element e of a fragment: weight row lane / 4 (+ 8 for e >= 2), token 2 (lane % 4) (+ 1 for odd e).
+// Element e of a fragment: weight row lane / 4 (+ 8 for e >= 2), token of e's last bit.
 template <bool kGate>
 __device__ inline void finish(const Job& job, const Sum& sum, const Scales& scales, const Entry& entry, int unit,
                               const int* list, int lane) {
@@ -443,7 +583,7 @@ __device__ inline void finish(const Job& job, const Sum& sum, const Scales& scal
       for (int j = 0; j < NB; j++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          const int token = j * 8 + (lane % 4) * 2 + e;
+          const int token = token_of(j, e, lane);
           if (token >= entry.count) continue;
           const size_t at = size_t(list[entry.first + token]) * job.out_stride + n;
           const float v = sum.of[t][j][half * 2 + e] * scales[t][half];
@@ -460,11 +600,11 @@ __device__ inline void finish(const Job& job, const Sum& sum, const Scales& scal
 template <bool kGate>
 __device__ inline void run(const Job& job) {
   extern __shared__ __align__(128) u8 memory[];
-  __shared__ uint4 nothing;
+  __shared__ u32 mask[32];
   const int number = job.rows == 1 && threadIdx.x < job.pairs ? load_number(job.numbers + threadIdx.x) : -1;
-  if (threadIdx.x == 0) nothing = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x < 32) mask[threadIdx.x] = 0xf0f0f0f0;
   const int part = job.row_groups * 2 * NB * 32, room = (job.k_groups - 1) * part;  // for a unit's sums
-  const int most = min(TOKENS, job.rows) * job.parts * job.each * 64;               // bytes of a warp's inputs
+  const int most = min(TOKENS, job.rows) * job.parts * job.each * 64 + kScales;     // bytes of a warp's inputs
   float4* sums = reinterpret_cast<float4*>(memory + kWarps * kRing);
   u8* inputs_at = reinterpret_cast<u8*>(sums + 2 * room);
   const Warp warp(job);
@@ -473,8 +613,8 @@ __device__ inline void run(const Job& job) {
   chosen.list = reinterpret_cast<int*>(chosen.entries + job.pairs);
   constexpr bool kAsks = kGate && NB == 1;  // for its first inputs before weights; one row's are known before its experts
   Inputs<kGate> inputs;
-  inputs.room = shared_address(inputs_at + threadIdx.x / 32 * most), inputs.nothing = shared_address(&nothing);
-  if (kAsks && job.rows == 1) inputs.ask(job, warp, chosen, {0, 1, 0});
+  inputs.room = shared_address(inputs_at + threadIdx.x / 32 * most) + kScales;
+  if (kAsks && job.rows == 1) inputs.ask(job, warp, chosen, {0, 1, 0}), asked();
   Walk walk(job, job.pairs);  // of one row known before its experts are
   if (job.rows == 1) {
     if (!take_pairs(job, chosen, number)) walk.left = 0;
@@ -485,9 +625,10 @@ __device__ inline void run(const Job& job) {
       sort_pairs(job, chosen);
     walk = Walk(job, chosen.count);
   }
-  if (kAsks && job.rows > 1 && walk.left > 0) inputs.ask(job, warp, chosen, chosen.entries[walk.entry]);
+  if (kAsks && job.rows > 1 && walk.left > 0) inputs.ask(job, warp, chosen, chosen.entries[walk.entry]), asked();
   Ring<kGate> ring(job, warp, chosen, walk, memory + threadIdx.x / 32 * kRing);  // before the inputs are there
   if (!kGate) wait_for_previous();
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(inputs.mask) : "r"(shared_address(mask + warp.lane)));
   sums += warp.row_group * 2 * NB * 32 + warp.lane;
   Entry entry;
   bool another = true;
@@ -497,9 +638,10 @@ __device__ inline void run(const Job& job) {
     if (another) {
       entry = chosen.entries[walk.entry];
       if (kAsks && turn == 0)
-        ring.wait(), __syncwarp();
+        await_asked<kSlots>(), __syncwarp();
       else
         inputs.fetch(job, warp, chosen, entry);
+      if (kCodes) inputs.round(warp, entry);
       inputs.point(warp, entry);
     }
     const int unit = warp.unit(job, walk.group);
@@ -509,10 +651,11 @@ __device__ inline void run(const Job& job) {
     Scales scales;
     if (warp.k_group == finisher) load_scales<kGate>(job, scales, entry.expert, unit, warp.lane);
     Sum sum = {};
-    if constexpr (kGate)
+    if constexpr (kGate || kCodes)
       multiply(sum, 0, warp.blocks, entry.count, ring, inputs);
     else
       multiply_parts(sum, job, entry.count, ring, inputs);
+    if (kCodes) scale(sum, inputs.room - kScales, entry.count, warp.lane);
     if (warp.k_group != finisher) leave(sum, to, warp.k_group, finisher);
     __syncthreads();
     if (kGate && turn == 0) wait_for_previous();  // until here only what was ready is read, and nothing written
