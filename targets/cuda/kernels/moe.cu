@@ -188,7 +188,7 @@ struct Warp {
   int first, blocks;  // of k: where its parts begin, and how long they are together
 
   __device__ Warp(const Job& job) : lane(threadIdx.x % 32) {
-    const int warp = threadIdx.x / 32, most = job.parts * job.each;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), most = job.parts * job.each;
     row_group = warp & (job.row_groups - 1), k_group = warp >> (31 - __clz(job.row_groups));
     first = k_group * most, blocks = max(0, min(most, job.blocks - first));
   }
@@ -262,16 +262,29 @@ struct Ring {
 };
 
 constexpr float kMostInput = 127 * 256 + 127;  // both of whose bytes are signed
-// Of both halves of a word the larger magnitude, or not a number.
+// Of both halves of a word the larger one.
 __device__ inline u32 larger(u32 a, u32 b) {
   u32 v;
-  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a & 0x7fff7fff), "r"(b & 0x7fff7fff));
+  asm("max.u16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
   return v;
 }
 __device__ inline float2 floats(u32 pair) {  // of two f16
   float2 v;
   asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(v.x), "=f"(v.y) : "r"(pair));
   return v;
+}
+// The largest magnitude that a warp has, or not a number: bits of magnitudes are ordered as they are.
+__device__ inline float largest_of(const uint4 (&v)[2]) {
+  u32 most = 0;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const uint4& four = v[i / 4];
+    const u32 word = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
+    most = larger(most, word & 0x7fff7fff);
+  }
+  most = max(most & 0xffff, most >> 16);
+  asm volatile("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(most));
+  return floats(most).x;
 }
 __device__ inline u32 bytes(u32 a, u32 b, u32 which) {
   u32 v;
@@ -334,24 +347,16 @@ struct Inputs {
 #pragma unroll 1
     for (int token = 0; token < entry.count; token++) {
       const u32 own = room + token * chunks * 16;
-      u32 most = 0;
-#pragma unroll 1
-      for (int c = warp.lane; c < chunks; c += 32) {
-        const uint4 v = load(own + c * 16);
-        most = larger(larger(larger(most, v.x), v.y), larger(v.z, v.w));
-      }
-      most = larger(most, most >> 16);
+      uint4 v[2] = {};
 #pragma unroll
-      for (int d = 16; d; d /= 2) most = larger(most, __shfl_xor_sync(~0u, most, d));
-      const float largest = floats(most).x, factor = __fdividef(kMostInput, fmaxf(largest, 1e-30f));
+      for (int i = 0; i < 2; i++)
+        if (warp.lane + 32 * i < chunks) v[i] = load(own + (warp.lane + 32 * i) * 16);
+      const float largest = largest_of(v), factor = __fdividef(kMostInput, fmaxf(largest, 1e-30f));
       if (warp.lane == 0) store(room - kScales + token * 4, largest * (1.0f / (kMostInput * 16 * (1 << 20))));
-#pragma unroll 1
-      for (int first = 0; first < chunks; first += 32) {
-        const int c = first + warp.lane;
-        uint4 v = {};
-        if (c < chunks) v = load(own + c * 16);
-        __syncwarp();
-        if (c < chunks) store_rounded(own + c / 4 * 64 + c % 4 * 8, v, factor);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int c = warp.lane + 32 * i;
+        if (c < chunks) store_rounded(own + c / 4 * 64 + c % 4 * 8, v[i], factor);
       }
     }
     __syncwarp();
