@@ -254,8 +254,12 @@ def test_codes_and_scales_are_where_the_kernels_look(shape, kind, layout, proces
     tile, row = tile_of(weight, torch.arange(n)[:, None])
     where = in_weight(weight, processors, tile, torch.arange(k) // 32)
     starts = torch.arange(max(1, *lead, 1))[:, None, None] * (data.numel() // max(1, *lead, 1))
-    decode = decoded_floats if kind == "nvfp4" else decoded_integers
-    meant = decode(data.flatten().int(), starts + where, row, torch.arange(k) % 32, kind)
+    column = torch.arange(k) % 32
+    if kind == "int4" and lead:
+        meant = decoded_units(data.flatten().int(), starts + where, tile % 2, row, column)
+    else:
+        decode = decoded_floats if kind == "nvfp4" else decoded_integers
+        meant = decode(data.flatten().int(), starts + where, row, column, kind)
     assert torch.equal(meant, narrow.values().view(-1, n, k))
 
 
@@ -275,13 +279,30 @@ def draw_codes(shape: tuple[int, ...], kind: str) -> FourBits:
 
 def decoded_integers(data, where, row, column, kind: str) -> torch.Tensor:
     """The values [E, n, k] of rows of tiles at `where` in the data, as tile.cuh makes them."""
-    word, value = (row % 8 * 4 + column // 8) * 2 + row // 8, column % 8
-    byte = where + word * 4 + value % 2 * 2 + value // 4
-    found = data[byte] >> (value // 2 % 2 * 4) & 15
-    low, high = (data[where + 256 + (row % 8 * 2 + row // 8) * 2 + i] for i in (0, 1))
-    bits = (low | high << 8).to(torch.uint16).view(torch.float16).float()
+    found = nibbles(data, where + (row % 8 * 4 + column // 8) * 8 + row // 8 * 4, column)
     middle = data[where + 288 + row % 8 * 2 + row // 8] if kind == "uint4" else 8
-    return ((found - middle) * bits / 2**20).half()
+    scale = halves(data, where + 256 + (row % 8 * 2 + row // 8) * 2)
+    return ((found - middle) * scale / 2**20).half()
+
+
+def decoded_units(data, where, second, row, column) -> torch.Tensor:
+    """The same of an expert's units, whose two tiles are as one, and codes are less 8."""
+    unit = where - second * 288
+    word = unit + (row % 8 * 4 + column // 8) * 16 + second * 8 + row // 8 * 4
+    found = (nibbles(data, word, column) ^ 8) - 8
+    scale = halves(data, unit + 512 + row % 8 * 8 + second * 4 + row // 8 * 2)
+    return (found * scale / 2**20).half()
+
+
+def nibbles(data, word, column) -> torch.Tensor:
+    """Of inputs `column` of a tile, from the words that have them."""
+    value = column % 8
+    return data[word + value % 2 * 2 + value // 4] >> (value // 2 % 2 * 4) & 15
+
+
+def halves(data, at) -> torch.Tensor:
+    """float16s of two bytes."""
+    return (data[at] | data[at + 1] << 8).to(torch.uint16).view(torch.float16).float()
 
 
 def decoded_floats(data, where, row, column, kind: str) -> torch.Tensor:

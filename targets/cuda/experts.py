@@ -228,7 +228,8 @@ def _shared(job: _ExpertsJob, kind: str, most: int) -> int:
     blocks = WIDE_PIECE if tiles.BITS[kind] == 16 else PIECE
     ring = WARPS * SLOTS * blocks * 2 * tiles.TILE_BYTES[kind]
     sums = 2 * (job.k_groups - 1) * job.row_groups * 2 * most // 8 * 32 * 16
-    inputs = WARPS * (min(most, job.rows) * job.parts * job.each * 2 * tiles.INPUTS + most * 4)
+    inputs = WARPS * min(most, job.rows) * job.parts * job.each * 2 * tiles.INPUTS
+    inputs += WARPS * PARTS * most * 4 if kind == "int4" else 0
     return ring + sums + inputs + job.pairs * (8 + 4)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from targets.cuda import tiles
 from targets.cuda.four_bits import FourBits
+from targets.cuda.int4 import MIDDLE
 from targets.cuda.int8 import Int8, Int16
 from targets.cuda.nvfp4 import parts_of_words
 from targets.cuda.tiles import BITS, GATE_ROWS, INPUTS, TILE, Schedule
@@ -46,12 +47,16 @@ def tile_head(head: Int16, processors: int) -> Tensor:
 def tile_codes(
     weight: FourBits | Int8, layout: str, groups: int, processors: int, dealt: str | None = None
 ) -> Tensor:
-    """The same of codes: a tile's codes, then its scales, then its zero points. dealt: as another
-    kind."""
+    """The same of codes: a tile's codes, then its scales, then its zero points. Of an expert's
+    integers without zero points a unit's two tiles are as one, and codes are less 8. dealt: as
+    another kind."""
     n, k = weight.codes.shape[-2:]
     plan = tiles.plan(n, k, dealt or weight.kind, layout, groups, processors)
     sizes, order = _axes(plan, weight.kind, layout)
     codes = weight.codes.reshape(-1, n, k)
+    signed = weight.kind == "int4" and layout.startswith("experts")
+    if signed:
+        codes = codes ^ MIDDLE
     words = _words(codes, _stored(plan))
     if BITS[weight.kind] == 4:
         words = _code_words(codes, weight.kind, _stored(plan))
@@ -65,7 +70,14 @@ def tile_codes(
             parts.append(_dealt(padded, plan, layout, *of_scales))
     bytes_of = TILE * INPUTS * BITS[weight.kind] // 8, 2 * TILE, TILE
     packed = [part.view(-1, size) for part, size in zip(parts, bytes_of, strict=False)]
+    if signed:
+        packed = [_paired(part, lanes) for part, lanes in zip(packed, (32, 8), strict=True)]
     return _shaped(torch.cat(packed, -1), plan, layout, len(codes))
+
+
+def _paired(part: Tensor, pieces: int) -> Tensor:
+    """[tiles, bytes] -> [units, bytes]: the pieces of an expert's two tiles by turns."""
+    return part.view(-1, 2, pieces, part.shape[-1] // pieces).transpose(1, 2).flatten(1)
 
 
 def _dealt(

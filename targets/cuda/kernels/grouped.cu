@@ -9,10 +9,9 @@
 constexpr int kRows = 64, kColumns = kRows / 8;  // columns of an MMA are eight
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kUnits = 2, kTiles = 2 * kUnits;  // of a warp
-constexpr int kUnit = 2 * kTileBytes;           // per 32 inputs
 constexpr int kStep = 4, kStages = 3;           // 32-input blocks of a stage
 constexpr int kPitch = kStep * 64 + 64;         // bytes: eight rows' loads meet all banks
-constexpr int kWeights = kUnits * kStep * kUnit;
+constexpr int kWeights = kUnits * kStep * kUnitBytes;
 constexpr int kStage = kRows * kPitch + kWarps * kWeights;
 
 struct Job {
@@ -71,14 +70,14 @@ __device__ inline void ask(const Job& job, const Entry& entry, const Warp& warp,
     copy16_or_zero(stage + row * kPitch + part * 16, from + min(f, job.k - 8), f < job.k);
   }
   const u32 to = stage + kRows * kPitch + warp.warp * kWeights;
-  const int bytes = min(kStep, job.blocks - step * kStep) * kUnit;
+  const int bytes = min(kStep, job.blocks - step * kStep) * kUnitBytes;
 #pragma unroll
   for (int u = 0; u < kUnits; u++) {
     const int unit = min(warp.unit + u, job.units - 1);
-    const u8* from = job.weight + ((size_t(entry.expert) * job.units + unit) * job.blocks + step * kStep) * kUnit;
+    const u8* from = job.weight + ((size_t(entry.expert) * job.units + unit) * job.blocks + step * kStep) * kUnitBytes;
 #pragma unroll
-    for (int at = 0; at < kStep * kUnit; at += 512)
-      if (at + warp.lane * 16 < bytes) copy16(to + u * kStep * kUnit + at + warp.lane * 16, from + at + warp.lane * 16);
+    for (int at = 0; at < kStep * kUnitBytes; at += 512)
+      if (at + warp.lane * 16 < bytes) copy16(to + u * kStep * kUnitBytes + at + warp.lane * 16, from + at + warp.lane * 16);
   }
 }
 
@@ -93,9 +92,14 @@ __device__ inline void multiply(Sums& sums, u32 stage, int blocks, const Entry& 
     if (b >= blocks) return;
     u32 a[kTiles][2][4];
 #pragma unroll
-    for (int t = 0; t < kTiles; t++) {
-      const Stored tile = load_shared(weights + (t / 2 * kStep + b) * kUnit + t % 2 * kTileBytes, warp.lane);
-      expand(tile, 0, a[t][0]), expand(tile, 1, a[t][1]);
+    for (int u = 0; u < kUnits; u++) {
+      Stored tiles[2];
+      load_unit(tiles, weights + (u * kStep + b) * kUnitBytes, warp.lane);
+#pragma unroll
+      for (int t = 0; t < 2; t++) {
+        if (kIntegers) tiles[t].codes.x ^= 0x88888888, tiles[t].codes.y ^= 0x88888888;  // not less 8
+        expand(tiles[t], 0, a[2 * u + t][0]), expand(tiles[t], 1, a[2 * u + t][1]);
+      }
     }
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {

@@ -18,18 +18,16 @@
 
 constexpr int NB = TOKENS / 8;  // columns of an MMA are eight
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kUnit = 2 * kTileBytes;  // per 32 inputs
 constexpr int kPiece = BITS == 16 ? 2 : 3;  // 32-input blocks that are copied, waited for and multiplied at once
 constexpr int kSlots = 2;                   // pieces of a warp's ring: more are no faster (docs/performance.md)
-constexpr int kRing = kSlots * kPiece * kUnit;
+constexpr int kRing = kSlots * kPiece * kUnitBytes;
 constexpr int kRegisters = NB == 1 ? 80 : 255;  // three CTAs' on a multiprocessor: experts.py
-// Integers of 4 bits without zero points meet inputs of 16, in integer MMAs (`multiply_codes`).
-constexpr bool kCodes = BITS == 4 && !E2M1 && !ZEROS;
-constexpr int NX = kCodes ? 2 * NB : NB;  // an MMA's eight columns are two bytes each of four tokens then
-constexpr int kScales = kCodes ? TOKENS * 4 : 0;  // bytes, of a warp's inputs: [token] what their last bits are, 2^-24 of it
+// Integers of 4 bits meet inputs of 16, in integer MMAs (`multiply_codes`).
+constexpr int NX = kIntegers ? 2 * NB : NB;  // an MMA's eight columns are then two bytes of four tokens
 constexpr bool kOwn = BITS >= 8;  // a lane reads of a piece what it has copied
 constexpr int kMaxExperts = 256;
 constexpr int kMostParts = 2;  // of k that a warp of `down` has, which is short: fewer barriers for as many units
+constexpr int kScales = kIntegers ? kMostParts * TOKENS * 4 : 0;  // bytes before a warp's inputs: what their last bits are
 constexpr int kFew = 64;  // pairs that find their own places
 
 struct Job {
@@ -224,27 +222,27 @@ struct Ring {
     for (int i = 0; i < kSlots; i++) ask();
   }
   __device__ void find() {
-    left = ahead.left > 0 ? warp.blocks : 0, here = kGate || kCodes ? left : min(job.each, left);
+    left = ahead.left > 0 ? warp.blocks : 0, here = kGate ? left : min(job.each, left);
     if (!left) return;
     const size_t unit = size_t(chosen.entries[ahead.entry].expert) * job.units + warp.unit(job, ahead.group);
-    from = job.weight + (unit * job.blocks + warp.first) * kUnit + warp.lane * 16;
+    from = job.weight + (unit * job.blocks + warp.first) * kUnitBytes + warp.lane * 16;
   }
   __device__ void ask() {
     if (left > 0) {
-      const int blocks = min(kPiece, here), bytes = blocks * kUnit - warp.lane * 16;
+      const int blocks = min(kPiece, here), bytes = blocks * kUnitBytes - warp.lane * 16;
       const u32 to = at + warp.lane * 16;
 #pragma unroll
-      for (int i = 0; i < kPiece * kUnit; i += 512)
-        if (i + 512 <= kUnit || i < bytes) copy16(to + i, from + i);
-      from += kPiece * kUnit, left -= kPiece;
+      for (int i = 0; i < kPiece * kUnitBytes; i += 512)
+        if (i + 512 <= kUnitBytes || i < bytes) copy16(to + i, from + i);
+      from += kPiece * kUnitBytes, left -= kPiece;
       if ((here -= kPiece) <= 0) next();
     }
     asked();
-    if ((at += kPiece * kUnit) == begin + kRing) at = begin;
+    if ((at += kPiece * kUnitBytes) == begin + kRing) at = begin;
   }
   // The part has been asked for.
   __device__ void next() {
-    from += here * kUnit, left -= here;
+    from += here * kUnitBytes, left -= here;
     here = min(job.each, left);
     if (left > 0) return;
     ahead.next(job.groups);
@@ -273,16 +271,12 @@ __device__ inline float2 floats(u32 pair) {  // of two f16
   asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(v.x), "=f"(v.y) : "r"(pair));
   return v;
 }
-// The largest magnitude that a warp has, or not a number: bits of magnitudes are ordered as they are.
-__device__ inline float largest_of(const uint4 (&v)[2]) {
-  u32 most = 0;
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const uint4& four = v[i / 4];
-    const u32 word = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
-    most = larger(most, word & 0x7fff7fff);
-  }
-  most = max(most & 0xffff, most >> 16);
+// The largest magnitudes of eight inputs' pairs, or what is not a number: bits of magnitudes are ordered as they are.
+__device__ inline u32 largest_of(uint4 v) {
+  return larger(larger(v.x & 0x7fff7fff, v.y & 0x7fff7fff), larger(v.z & 0x7fff7fff, v.w & 0x7fff7fff));
+}
+__device__ inline float largest_of_warp(u32 pair) {
+  u32 most = max(pair & 0xffff, pair >> 16);
   asm volatile("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(most));
   return floats(most).x;
 }
@@ -304,12 +298,16 @@ __device__ inline void store_rounded(u32 to, uint4 v, float factor) {
   asm volatile("st.shared.v2.u32 [%0 + 32], {%1, %2};" ::"r"(to), "r"(low0), "r"(low1) : "memory");
 }
 
+constexpr int kChunks = 2;  // of a warp's part of k, eight inputs each, that a lane has at most
+struct Chunks {
+  int at[kChunks];  // in x; -1: none
+};
+
 // A warp's part of an entry's inputs: in its room in shared memory [token][block][32 inputs].
 template <bool kGate>
 struct Inputs {
   u32 room;
   u32 at[NX];  // a lane's in each block of 8 columns; where it has no token another's, for a column that nobody reads
-  u32 mask;    // of codes
 
   // Of few rows, on its way with the first piece of weights. One row's pairs may not be listed yet.
   __device__ void ask(const Job& job, const Warp& warp, const Chosen& chosen, const Entry& entry) {
@@ -317,7 +315,7 @@ struct Inputs {
 #pragma unroll 1
     for (int c = warp.lane; c < all; c += 32) {
       const int token = quotient(c, chunks), pair = job.rows == 1 ? 0 : chosen.list[entry.first + token];
-      copy16(room + c * 16, place(job, warp, pair, c - token * chunks));
+      copy16(room + c * 16, job.x + place(job, warp, pair, c - token * chunks));
     }
   }
   __device__ void fetch(const Job& job, const Warp& warp, const Chosen& chosen, const Entry& entry) {
@@ -331,8 +329,7 @@ struct Inputs {
       for (int i = 0; i < kAtOnce; i++) {
         const int c = first + 32 * i, token = quotient(c, chunks);
         if (c >= all) continue;
-        const u16* from = place(job, warp, chosen.list[entry.first + token], c - token * chunks);
-        v[i] = load_inputs(reinterpret_cast<const u32*>(from), kGate && NB > 1 ? job.block : 1);
+        v[i] = load(job, place(job, warp, chosen.list[entry.first + token], c - token * chunks));
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; i++)
@@ -340,42 +337,91 @@ struct Inputs {
     }
     __syncwarp();
   }
+  // Where this lane's of a token are in memory.
+  __device__ Chunks find(const Job& job, const Warp& warp, const Chosen& chosen, const Entry& entry, int token) const {
+    Chunks found;
+    const int pair = chosen.list[entry.first + token];
+#pragma unroll
+    for (int i = 0; i < kChunks; i++) {
+      const int c = warp.lane + 32 * i;
+      found.at[i] = c < warp.blocks * 4 ? place(job, warp, pair, c) : -1;
+    }
+    return found;
+  }
+  __device__ void load(const Job& job, const Chunks& chunks, uint4 (&v)[kChunks]) const {
+#pragma unroll
+    for (int i = 0; i < kChunks; i++) {
+      v[i] = make_uint4(0, 0, 0, 0);
+      if (chunks.at[i] >= 0) v[i] = load(job, chunks.at[i]);
+    }
+  }
   // Floats as signed integers of 16 bits, the largest of a token's the largest there is: in each block the high bytes of
-  // its inputs, then the low ones, in the order of the codes that they meet.
-  __device__ void round(const Warp& warp, const Entry& entry) const {
-    const int chunks = warp.blocks * 4;
+  // its inputs, then the low ones, in the order of the codes that they meet. first: the first token's.
+  __device__ void round(const Job& job, const Warp& warp, const Chosen& chosen, const Entry& entry, const Chunks& first) const {
+    uint4 v[kChunks], next[kChunks];
+    load(job, first, v);
+    __syncwarp();  // the last entry's have been read
 #pragma unroll 1
     for (int token = 0; token < entry.count; token++) {
-      const u32 own = room + token * chunks * 16;
-      uint4 v[2] = {};
+      if (token + 1 < entry.count) load(job, find(job, warp, chosen, entry, token + 1), next);
+      store_rounded(job, warp, token, v);
 #pragma unroll
-      for (int i = 0; i < 2; i++)
-        if (warp.lane + 32 * i < chunks) v[i] = load(own + (warp.lane + 32 * i) * 16);
-      const float largest = largest_of(v), factor = __fdividef(kMostInput, fmaxf(largest, 1e-30f));
-      if (warp.lane == 0) store(room - kScales + token * 4, largest * (1.0f / (kMostInput * 16 * (1 << 20))));
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int c = warp.lane + 32 * i;
-        if (c < chunks) store_rounded(own + c / 4 * 64 + c % 4 * 8, v[i], factor);
-      }
+      for (int i = 0; i < kChunks; i++) v[i] = next[i];
     }
     __syncwarp();
   }
+  // The same of those that were asked for, where they lie.
+  __device__ void round(const Job& job, const Warp& warp, const Entry& entry) const {
+    __syncwarp();
+#pragma unroll 1
+    for (int token = 0; token < entry.count; token++) {
+      uint4 v[kChunks];
+#pragma unroll
+      for (int i = 0; i < kChunks; i++) {
+        v[i] = make_uint4(0, 0, 0, 0);
+        if (warp.lane + 32 * i < warp.blocks * 4) v[i] = ::load(room + (token * warp.blocks * 4 + warp.lane + 32 * i) * 16);
+      }
+      store_rounded(job, warp, token, v);
+    }
+    __syncwarp();
+  }
+  // What is added up alone has its own scale.
+  __device__ void store_rounded(const Job& job, const Warp& warp, int token, const uint4 (&v)[kChunks]) const {
+    float factor[kMostParts];
+#pragma unroll
+    for (int part = 0; part < (kGate ? 1 : kMostParts); part++) {
+      u32 most = 0;
+#pragma unroll
+      for (int i = 0; i < kChunks; i++)
+        if (kGate || (warp.lane + 32 * i >= job.each * 4) == part) most = larger(most, largest_of(v[i]));
+      const float largest = largest_of_warp(most);
+      factor[part] = __fdividef(kMostInput, fmaxf(largest, 1e-30f));
+      if (warp.lane == 0) store(scales(part) + token * 4, largest * (1.0f / (kMostInput * 16 * (1 << 20))));
+    }
+#pragma unroll
+    for (int i = 0; i < kChunks; i++) {
+      const int c = warp.lane + 32 * i;
+      if (c < warp.blocks * 4)
+        ::store_rounded(room + (token * warp.blocks + c / 4) * 64 + c % 4 * 8, v[i], !kGate && c >= job.each * 4 ? factor[1] : factor[0]);
+    }
+  }
+  __device__ u32 scales(int part) const { return room - kScales + part * TOKENS * 4; }
   __device__ void point(const Warp& warp, const Entry& entry) {
 #pragma unroll
     for (int j = 0; j < NX; j++) {
-      const int column = j * 8 + warp.lane / 4, token = min(kCodes ? column / 2 : column, entry.count - 1);
-      at[j] = room + token * warp.blocks * 64 + (kCodes ? column % 2 * 32 + warp.lane % 4 * 8 : warp.lane % 4 * 16);
+      const int column = j * 8 + warp.lane / 4, token = min(kIntegers ? column / 2 : column, entry.count - 1);
+      at[j] = room + token * warp.blocks * 64 + (kIntegers ? column % 2 * 32 + warp.lane % 4 * 8 : warp.lane % 4 * 16);
     }
   }
-  // Where a pair's are: inputs 8 i to 8 i + 7 of the warp's part.
-  static __device__ const u16* place(const Job& job, const Warp& warp, int pair, int i) {
+  // Where a pair's are in x: inputs 8 i to 8 i + 7 of the warp's part.
+  static __device__ int place(const Job& job, const Warp& warp, int pair, int i) {
     const int m = kGate ? quotient(pair, job.top_k) : pair, block = warp.first + i / 4, f = i % 4 * 8;
     // of eight rows or less there is one block, and of pairs each is a block
-    const size_t at = !kGate ? (size_t(m) * job.k_blocks + block) * 32 + f
-                      : NB == 1  ? size_t(block * job.block + m) * 32 + f
-                                 : x_offset(m, block * 32 + f, job.k_blocks, job.block);
-    return job.x + at;
+    if (!kGate) return (m * job.k_blocks + block) * 32 + f;
+    return NB == 1 ? (block * job.block + m) * 32 + f : int(x_offset(m, block * 32 + f, job.k_blocks, job.block));
+  }
+  static __device__ uint4 load(const Job& job, int place) {
+    return load_inputs(reinterpret_cast<const u32*>(job.x + place), kGate && NB > 1 ? job.block : 1);
   }
   static __device__ void store(u32 to, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory"); }
   static __device__ void store(u32 to, uint4 v) {
@@ -396,11 +442,11 @@ __device__ inline void accumulate(Four& sum, const u32 (&a)[4], u32 first, u32 s
 }
 
 #if BITS == 4
-// A tile's codes less 8 as signed bytes, 16 times as much: the A fragment of an integer MMA.
-__device__ inline void signed_codes(const Stored& from, u32 (&a)[4], u32 mask) {
+// A tile's codes as signed bytes, 16 times as much: the A fragment of an integer MMA.
+__device__ inline void signed_bytes(const Stored& from, u32 (&a)[4]) {
   const u32 words[2] = {from.codes.x, from.codes.y};
 #pragma unroll
-  for (int i = 0; i < 2; i++) a[i] = (words[i] << 4 & mask) ^ 0x80808080, a[i + 2] = (words[i] & mask) ^ 0x80808080;
+  for (int i = 0; i < 2; i++) a[i] = words[i] << 4 & 0xf0f0f0f0, a[i + 2] = words[i] & 0xf0f0f0f0;
 }
 // D[16 x 8] = A[16 x 32] B[32 x 8]
 __device__ inline void mma_s8(int (&d)[4], const u32 (&a)[4], uint2 b) {
@@ -408,42 +454,34 @@ __device__ inline void mma_s8(int (&d)[4], const u32 (&a)[4], uint2 b) {
       : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(0));
 }
-__device__ inline uint2 load2(u32 from) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from));
-  return v;
-}
-// kBlocks blocks of codes and four tokens' inputs: exact sums of 32, of which each gets its scale once.
-template <int kBlocks, bool kGate>
-__device__ inline void multiply_codes(Sum& sum, int j, u32 piece, const Inputs<kGate>& inputs, int block, int lane) {
-  Stored w[kBlocks * 2];
-  uint2 x[kBlocks];
-#pragma unroll
-  for (int i = 0; i < kBlocks * 2; i++) w[i] = load_shared(piece + i * kTileBytes, lane);
-#pragma unroll
-  for (int i = 0; i < kBlocks; i++) x[i] = load2(inputs.at[j] + (block + i) * 64);
-  int part[kBlocks * 2][4];
-#pragma unroll
-  for (int i = 0; i < kBlocks * 2; i++) {
-    u32 a[4];
-    signed_codes(w[i], a, inputs.mask);
-    mma_s8(part[i], a, x[i / 2]);
-  }
-#pragma unroll
-  for (int i = 0; i < kBlocks * 2; i++) {
-    const float2 scale = floats(w[i].scales);
-    Four& to = sum.of[i % 2][j / 2];
-    to[j % 2] = fmaf(float(part[i][0] * 256 + part[i][1]), scale.x, to[j % 2]);
-    to[2 + j % 2] = fmaf(float(part[i][2] * 256 + part[i][3]), scale.y, to[2 + j % 2]);
-  }
-}
+// kBlocks blocks of codes and their inputs, for four tokens at a time: exact sums of 32, of which each gets its scale.
 template <int kBlocks, bool kGate>
 __device__ inline void multiply_codes(Sum& sum, u32 piece, const Inputs<kGate>& inputs, int block, int count, int lane) {
 #pragma unroll
   for (int j = 0; j < NX; j++) {
     if (j && count <= 4 * j) break;
-    multiply_codes<kBlocks>(sum, j, piece, inputs, block, lane);
-    if (NB == 1) piece += inputs.mask & 1;  // nothing, but who compiles can't know: there are no registers to keep it
+    if (j && NB == 1) __syncwarp();  // so that weights are read again: to keep them there are no registers
+    Stored w[kBlocks][2];
+#pragma unroll
+    for (int u = 0; u < kBlocks; u++) load_unit(w[u], piece + u * kUnitBytes, lane);
+    uint2 x[kBlocks];
+#pragma unroll
+    for (int u = 0; u < kBlocks; u++) x[u] = load2(inputs.at[j] + (block + u) * 64);
+    int part[kBlocks][2][4];
+#pragma unroll
+    for (int i = 0; i < kBlocks * 2; i++) {
+      u32 a[4];
+      signed_bytes(w[i / 2][i % 2], a);
+      mma_s8(part[i / 2][i % 2], a, x[i / 2]);
+    }
+#pragma unroll
+    for (int i = 0; i < kBlocks * 2; i++) {
+      const float2 scale = floats(w[i / 2][i % 2].scales);
+      const int* v = part[i / 2][i % 2];
+      Four& to = sum.of[i % 2][j / 2];
+      to[j % 2] = fmaf(float(v[0] * 256 + v[1]), scale.x, to[j % 2]);
+      to[2 + j % 2] = fmaf(float(v[2] * 256 + v[3]), scale.y, to[2 + j % 2]);
+    }
   }
 }
 #endif
@@ -452,12 +490,12 @@ __device__ inline void multiply_codes(Sum& sum, u32 piece, const Inputs<kGate>& 
 template <int kBlocks, bool kGate>
 __device__ inline void multiply(Sum& sum, u32 piece, const Inputs<kGate>& inputs, int block, int count, int lane) {
 #if BITS == 4
-  if constexpr (kCodes) return multiply_codes<kBlocks>(sum, piece, inputs, block, count, lane);
+  if constexpr (kIntegers) return multiply_codes<kBlocks>(sum, piece, inputs, block, count, lane);
 #endif
   Stored w[kBlocks][2];
   uint4 x[kBlocks][NB];
 #pragma unroll
-  for (int i = 0; i < kBlocks * 2; i++) w[i / 2][i % 2] = load_shared(piece + i * kTileBytes, lane);
+  for (int u = 0; u < kBlocks; u++) load_unit(w[u], piece + u * kUnitBytes, lane);
 #pragma unroll
   for (int i = 0; i < kBlocks * NB; i++) x[i / NB][i % NB] = load(inputs.at[i % NB] + (block + i / NB) * 64);
 #pragma unroll
@@ -492,33 +530,27 @@ __device__ inline void multiply(Sum& sum, int begin, int end, int count, Ring<kG
   }
 }
 
-// All of its parts, and their sum.
-__device__ inline void multiply_parts(Sum& sum, const Job& job, int count, Ring<false>& ring, const Inputs<false>& inputs) {
-#pragma unroll
-  for (int part = 0; part < kMostParts; part++) {
-    if (part == job.parts) break;
-    Sum own = {};
-    multiply(own, part * job.each, min((part + 1) * job.each, ring.warp.blocks), count, ring, inputs);
-#pragma unroll
-    for (int i = 0; i < 8 * NB; i++) {
-      const float v = own.of[i / 4 / NB][i / 4 % NB][i % 4];
-      float& to = sum.of[i / 4 / NB][i / 4 % NB][i % 4];
-      to = part ? to + v : v;
-    }
-  }
-}
-
 // Of an MMA's columns, or of two integer ones: element e of a fragment is of this token.
-__device__ inline int token_of(int j, int e, int lane) { return j * 8 + (kCodes ? lane % 4 + e * 4 : lane % 4 * 2 + e); }
-// What the inputs' last bits are.
+__device__ inline int token_of(int j, int e, int lane) { return j * 8 + (kIntegers ? lane % 4 + e * 4 : lane % 4 * 2 + e); }
+// Of a part of k: what the inputs' last bits are.
 __device__ inline void scale(Sum& sum, u32 scales, int count, int lane) {
 #pragma unroll
   for (int i = 0; i < NB * 2; i++) {
-    const int token = token_of(i / 2, i % 2, lane);
-    float own;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(own) : "r"(scales + min(token, count - 1) * 4));
+    const float own = load_float(scales + min(token_of(i / 2, i % 2, lane), count - 1) * 4);
 #pragma unroll
     for (int e = 0; e < 4; e++) sum.of[e / 2][i / 2][e % 2 * 2 + i % 2] *= own;
+  }
+}
+
+// All of its parts, and their sum.
+__device__ inline void multiply_parts(Sum& sum, const Job& job, int count, Ring<false>& ring, const Inputs<false>& inputs) {
+#pragma unroll 1
+  for (int part = 0; part < job.parts; part++) {
+    Sum own = {};
+    multiply(own, part * job.each, min((part + 1) * job.each, ring.warp.blocks), count, ring, inputs);
+    if (kIntegers) scale(own, inputs.scales(part), count, ring.warp.lane);
+#pragma unroll
+    for (int i = 0; i < 8 * NB; i++) sum.of[i / 4 / NB][i / 4 % NB][i % 4] += own.of[i / 4 / NB][i / 4 % NB][i % 4];
   }
 }
 
@@ -605,9 +637,7 @@ __device__ inline void finish(const Job& job, const Sum& sum, const Scales& scal
 template <bool kGate>
 __device__ inline void run(const Job& job) {
   extern __shared__ __align__(128) u8 memory[];
-  __shared__ u32 mask[32];
   const int number = job.rows == 1 && threadIdx.x < job.pairs ? load_number(job.numbers + threadIdx.x) : -1;
-  if (threadIdx.x < 32) mask[threadIdx.x] = 0xf0f0f0f0;
   const int part = job.row_groups * 2 * NB * 32, room = (job.k_groups - 1) * part;  // for a unit's sums
   const int most = min(TOKENS, job.rows) * job.parts * job.each * 64 + kScales;     // bytes of a warp's inputs
   float4* sums = reinterpret_cast<float4*>(memory + kWarps * kRing);
@@ -632,21 +662,29 @@ __device__ inline void run(const Job& job) {
   }
   if (kAsks && job.rows > 1 && walk.left > 0) inputs.ask(job, warp, chosen, chosen.entries[walk.entry]), asked();
   Ring<kGate> ring(job, warp, chosen, walk, memory + threadIdx.x / 32 * kRing);  // before the inputs are there
-  if (!kGate) wait_for_previous();
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(inputs.mask) : "r"(shared_address(mask + warp.lane)));
-  sums += warp.row_group * 2 * NB * 32 + warp.lane;
   Entry entry;
+  Chunks places = {};
+  if (walk.left > 0) entry = chosen.entries[walk.entry];
+  if (kIntegers && !kAsks && walk.left > 0) places = inputs.find(job, warp, chosen, entry, 0);
+  if (!kGate) wait_for_previous();
+  sums += warp.row_group * 2 * NB * 32 + warp.lane;
   bool another = true;
   int turn = 0;
 #pragma unroll 1
   for (; walk.left > 0; another = walk.next(job.groups), turn++) {
     if (another) {
-      entry = chosen.entries[walk.entry];
-      if (kAsks && turn == 0)
-        await_asked<kSlots>(), __syncwarp();
-      else
+      if (turn) entry = chosen.entries[walk.entry];
+      if (kAsks && turn == 0) {
+        await_asked<kSlots>();
+        if (kIntegers)
+          inputs.round(job, warp, entry);
+        else
+          __syncwarp();
+      } else if (kIntegers) {
+        inputs.round(job, warp, chosen, entry, turn ? inputs.find(job, warp, chosen, entry, 0) : places);
+      } else {
         inputs.fetch(job, warp, chosen, entry);
-      if (kCodes) inputs.round(warp, entry);
+      }
       inputs.point(warp, entry);
     }
     const int unit = warp.unit(job, walk.group);
@@ -656,11 +694,12 @@ __device__ inline void run(const Job& job) {
     Scales scales;
     if (warp.k_group == finisher) load_scales<kGate>(job, scales, entry.expert, unit, warp.lane);
     Sum sum = {};
-    if constexpr (kGate || kCodes)
+    if constexpr (kGate) {
       multiply(sum, 0, warp.blocks, entry.count, ring, inputs);
-    else
+      if (kIntegers) scale(sum, inputs.scales(0), entry.count, warp.lane);
+    } else {
       multiply_parts(sum, job, entry.count, ring, inputs);
-    if (kCodes) scale(sum, inputs.room - kScales, entry.count, warp.lane);
+    }
     if (warp.k_group != finisher) leave(sum, to, warp.k_group, finisher);
     __syncthreads();
     if (kGate && turn == 0) wait_for_previous();  // until here only what was ready is read, and nothing written

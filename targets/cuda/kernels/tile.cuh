@@ -59,6 +59,16 @@ __device__ inline uint4 load(u32 from) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
   return v;
 }
+__device__ inline uint2 load2(u32 from) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from));
+  return v;
+}
+__device__ inline float load_float(u32 from) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from));
+  return v;
+}
 // Where a lane's part of a tile is: what it reads next to each other, its scales, zero points and 256ths.
 struct Part {
   u32 values, scales, zeros, fine;
@@ -76,7 +86,7 @@ __device__ inline Stored load_shared(const Part& part, int tiles) {
   const int behind = tiles * kCodeBytes;
   Stored to;
 #if BITS == 4
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to.codes.x), "=r"(to.codes.y) : "r"(part.values + behind));
+  to.codes = load2(part.values + behind);
   if (E2M1)
     asm volatile("ld.shared.u16 %0, [%1];" : "=r"(to.scales) : "r"(part.scales + behind));
   else
@@ -94,6 +104,22 @@ __device__ inline Stored load_shared(const Part& part, int tiles) {
   return to;
 }
 __device__ inline Stored load_shared(u32 tile, int lane) { return load_shared(Part(tile, lane), 0); }
+
+// An expert's unit of 32 inputs: two tiles. Of integers of 4 bits without zero points a lane's codes of both are next to
+// each other, then a row's scales, and codes are less 8.
+constexpr bool kIntegers = BITS == 4 && !E2M1 && !ZEROS;
+constexpr int kUnitBytes = 2 * kTileBytes;
+__device__ inline void load_unit(Stored (&tiles)[2], u32 unit, int lane) {
+#if BITS == 4
+  if (kIntegers) {
+    const uint4 codes = load(unit + lane * 16);
+    const uint2 scales = load2(unit + 512 + lane / 4 * 8);
+    tiles[0] = {{codes.x, codes.y}, scales.x, 0}, tiles[1] = {{codes.z, codes.w}, scales.y, 0};
+    return;
+  }
+#endif
+  tiles[0] = load_shared(unit, lane), tiles[1] = load_shared(unit + kTileBytes, lane);
+}
 
 // From memory that is never written while a kernel runs.
 __device__ inline Stored load_tile(const u8* tile, int lane) {
