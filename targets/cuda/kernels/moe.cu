@@ -430,9 +430,21 @@ struct Inputs {
 };
 
 typedef float Four[4];
+// Of two tiles and all tokens. As MMAs leave them: [tile][8 tokens] fragments; of integers [4 tokens]: both rows of each
+// tile, of token lane % 4.
 struct Sum {
-  Four of[2][NB];  // [tile][8 tokens][fragment]
+  Four of[2 * NB];
+
+  __device__ Four& fragment(int t, int j) { return of[t * NB + j]; }
+  // Of row lane / 4 (+ 8: half) of a tile, and the lane's token i.
+  __device__ float get(int t, int half, int i) const {
+    return kIntegers ? of[i][t * 2 + half] : of[t * NB + i / 2][half * 2 + i % 2];
+  }
 };
+constexpr int kTokens = 2 * NB;  // that a lane has
+__device__ inline int token_of(int i, int lane) { return kIntegers ? i * 4 + lane % 4 : i / 2 * 8 + lane % 4 * 2 + i % 2; }
+// Whether the i-th four sums of a lane are of a token in any lane.
+__device__ inline bool used(int i, int count) { return !kIntegers || !i || count > 4 * i; }
 
 __device__ inline void accumulate(Four& sum, const u32 (&a)[4], u32 first, u32 second) {
   if (kNarrow)
@@ -459,7 +471,7 @@ template <int kBlocks, bool kGate>
 __device__ inline void multiply_codes(Sum& sum, u32 piece, const Inputs<kGate>& inputs, int block, int count, int lane) {
 #pragma unroll
   for (int j = 0; j < NX; j++) {
-    if (j && count <= 4 * j) break;
+    if (!used(j, count)) break;
     if (j && NB == 1) __syncwarp();  // so that weights are read again: to keep them there are no registers
     Stored w[kBlocks][2];
 #pragma unroll
@@ -478,9 +490,9 @@ __device__ inline void multiply_codes(Sum& sum, u32 piece, const Inputs<kGate>& 
     for (int i = 0; i < kBlocks * 2; i++) {
       const float2 scale = floats(w[i / 2][i % 2].scales);
       const int* v = part[i / 2][i % 2];
-      Four& to = sum.of[i % 2][j / 2];
-      to[j % 2] = fmaf(float(v[0] * 256 + v[1]), scale.x, to[j % 2]);
-      to[2 + j % 2] = fmaf(float(v[2] * 256 + v[3]), scale.y, to[2 + j % 2]);
+      float* to = sum.of[j] + i % 2 * 2;
+      to[0] = fmaf(float(v[0] * 256 + v[1]), scale.x, to[0]);
+      to[1] = fmaf(float(v[2] * 256 + v[3]), scale.y, to[1]);
     }
   }
 }
@@ -507,9 +519,9 @@ __device__ inline void multiply(Sum& sum, u32 piece, const Inputs<kGate>& inputs
     for (int j = 0; j < NB; j++) {
       if (j && count <= 8 * j) continue;
 #pragma unroll
-      for (int t = 0; t < 2; t++) accumulate(sum.of[t][j], a[t][0], x[u][j].x, x[u][j].y);
+      for (int t = 0; t < 2; t++) accumulate(sum.fragment(t, j), a[t][0], x[u][j].x, x[u][j].y);
 #pragma unroll
-      for (int t = 0; t < 2; t++) accumulate(sum.of[t][j], a[t][1], x[u][j].z, x[u][j].w);
+      for (int t = 0; t < 2; t++) accumulate(sum.fragment(t, j), a[t][1], x[u][j].z, x[u][j].w);
     }
   }
 }
@@ -530,27 +542,38 @@ __device__ inline void multiply(Sum& sum, int begin, int end, int count, Ring<kG
   }
 }
 
-// Of an MMA's columns, or of two integer ones: element e of a fragment is of this token.
-__device__ inline int token_of(int j, int e, int lane) { return j * 8 + (kIntegers ? lane % 4 + e * 4 : lane % 4 * 2 + e); }
-// Of a part of k: what the inputs' last bits are.
-__device__ inline void scale(Sum& sum, u32 scales, int count, int lane) {
-#pragma unroll
-  for (int i = 0; i < NB * 2; i++) {
-    const float own = load_float(scales + min(token_of(i / 2, i % 2, lane), count - 1) * 4);
-#pragma unroll
-    for (int e = 0; e < 4; e++) sum.of[e / 2][i / 2][e % 2 * 2 + i % 2] *= own;
-  }
+// Of a part of k: of integers what the inputs' last bits are, else 1.
+template <bool kGate>
+__device__ inline float last_bit(const Inputs<kGate>& inputs, int part, int i, int count, int lane) {
+  return kIntegers ? load_float(inputs.scales(part) + min(token_of(i, lane), count - 1) * 4) : 1.0f;
 }
 
-// All of its parts, and their sum.
-__device__ inline void multiply_parts(Sum& sum, const Job& job, int count, Ring<false>& ring, const Inputs<false>& inputs) {
+// One warp: all parts of k that it has of a unit.
+template <bool kGate>
+__device__ inline void multiply_all(Sum& sum, const Job& job, int count, Ring<kGate>& ring, const Inputs<kGate>& inputs) {
+  const int lane = ring.warp.lane;
+  if constexpr (kGate) {
+    multiply(sum, 0, ring.warp.blocks, count, ring, inputs);
+#pragma unroll
+    for (int i = 0; kIntegers && i < kTokens; i++) {
+      if (!used(i, count)) break;
+      const float bit = last_bit(inputs, 0, i, count, lane);
+#pragma unroll
+      for (int e = 0; e < 4; e++) sum.of[i][e] *= bit;
+    }
+    return;
+  }
 #pragma unroll 1
   for (int part = 0; part < job.parts; part++) {
     Sum own = {};
     multiply(own, part * job.each, min((part + 1) * job.each, ring.warp.blocks), count, ring, inputs);
-    if (kIntegers) scale(own, inputs.scales(part), count, ring.warp.lane);
 #pragma unroll
-    for (int i = 0; i < 8 * NB; i++) sum.of[i / 4 / NB][i / 4 % NB][i % 4] += own.of[i / 4 / NB][i / 4 % NB][i % 4];
+    for (int i = 0; i < kTokens; i++) {
+      if (!used(i, count)) break;
+      const float bit = last_bit(inputs, part, i, count, lane);
+#pragma unroll
+      for (int e = 0; e < 4; e++) sum.of[i][e] = kIntegers ? fmaf(own.of[i][e], bit, sum.of[i][e]) : sum.of[i][e] + own.of[i][e];
+    }
   }
 }
 
@@ -561,18 +584,20 @@ struct Room {
 
   __device__ float4& of(int part, int finisher, int i) const { return mine[(part - (part > finisher)) * size + i * 32]; }
 };
-__device__ inline void leave(const Sum& sum, const Room& room, int k_group, int finisher) {
+__device__ inline void leave(const Sum& sum, const Room& room, int k_group, int finisher, int count) {
 #pragma unroll
   for (int i = 0; i < 2 * NB; i++) {
-    const Four& v = sum.of[i / NB][i % NB];
+    if (!used(i, count)) break;
+    const Four& v = sum.of[i];
     room.of(k_group, finisher, i) = make_float4(v[0], v[1], v[2], v[3]);
   }
 }
 template <int kParts>
-__device__ inline void add(Sum& sum, const Room& room, int finisher) {
+__device__ inline void add(Sum& sum, const Room& room, int finisher, int count) {
 #pragma unroll
   for (int i = 0; i < 2 * NB; i++) {
-    Four& to = sum.of[i / NB][i % NB];
+    if (!used(i, count)) break;
+    Four& to = sum.of[i];
     float4 v[8];
 #pragma unroll
     for (int g = 0; g < kParts; g++) {
@@ -583,10 +608,10 @@ __device__ inline void add(Sum& sum, const Room& room, int finisher) {
     to[0] = all.x, to[1] = all.y, to[2] = all.z, to[3] = all.w;
   }
 }
-__device__ inline void add(Sum& sum, const Room& room, int k_groups, int finisher) {
-  if (k_groups == 8) return add<8>(sum, room, finisher);
-  if (k_groups == 4) return add<4>(sum, room, finisher);
-  if (k_groups == 2) return add<2>(sum, room, finisher);
+__device__ inline void add(Sum& sum, const Room& room, int k_groups, int finisher, int count) {
+  if (k_groups == 8) return add<8>(sum, room, finisher, count);
+  if (k_groups == 4) return add<4>(sum, room, finisher, count);
+  if (k_groups == 2) return add<2>(sum, room, finisher, count);
 }
 
 // Of a unit's tile t: the weight's row that is `row` of it, or past its end.
@@ -606,7 +631,6 @@ __device__ inline void load_scales(const Job& job, Scales& scales, int expert, i
   }
 }
 
-// Element e of a fragment: weight row lane / 4 (+ 8 for e >= 2), token of e's last bit.
 template <bool kGate>
 __device__ inline void finish(const Job& job, const Sum& sum, const Scales& scales, const Entry& entry, int unit,
                               const int* list, int lane) {
@@ -617,20 +641,18 @@ __device__ inline void finish(const Job& job, const Sum& sum, const Scales& scal
       const int n = row_of<kGate>(job, unit, t, lane / 4 + half * 8);
       if (n >= job.n) continue;
 #pragma unroll
-      for (int j = 0; j < NB; j++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          const int token = token_of(j, e, lane);
-          if (token >= entry.count) continue;
-          const size_t at = size_t(list[entry.first + token]) * job.out_stride + n;
-          const float v = sum.of[t][j][half * 2 + e] * scales[t][half];
-          if (kGate) {
-            const float gated = gelu_tanh(v) * (sum.of[1][j][half * 2 + e] * scales[1][half]);
-            static_cast<u16*>(job.out)[at] = job.f16 ? input_of_fp8(gated) : to_bf16(gated);
-          } else {
-            static_cast<float*>(job.out)[at] = v;
-          }
+      for (int i = 0; i < kTokens; i++) {
+        const int token = token_of(i, lane);
+        if (token >= entry.count) continue;
+        const size_t at = size_t(list[entry.first + token]) * job.out_stride + n;
+        const float v = sum.get(t, half, i) * scales[t][half];
+        if (kGate) {
+          const float gated = gelu_tanh(v) * (sum.get(1, half, i) * scales[1][half]);
+          static_cast<u16*>(job.out)[at] = job.f16 ? input_of_fp8(gated) : to_bf16(gated);
+        } else {
+          static_cast<float*>(job.out)[at] = v;
         }
+      }
     }
 }
 
@@ -694,17 +716,12 @@ __device__ inline void run(const Job& job) {
     Scales scales;
     if (warp.k_group == finisher) load_scales<kGate>(job, scales, entry.expert, unit, warp.lane);
     Sum sum = {};
-    if constexpr (kGate) {
-      multiply(sum, 0, warp.blocks, entry.count, ring, inputs);
-      if (kIntegers) scale(sum, inputs.scales(0), entry.count, warp.lane);
-    } else {
-      multiply_parts(sum, job, entry.count, ring, inputs);
-    }
-    if (warp.k_group != finisher) leave(sum, to, warp.k_group, finisher);
+    multiply_all(sum, job, entry.count, ring, inputs);
+    if (warp.k_group != finisher) leave(sum, to, warp.k_group, finisher, entry.count);
     __syncthreads();
     if (kGate && turn == 0) wait_for_previous();  // until here only what was ready is read, and nothing written
     if (warp.k_group != finisher) continue;
-    add(sum, to, job.k_groups, finisher);
+    add(sum, to, job.k_groups, finisher, entry.count);
     if (warp.stores(job, walk.group)) finish<kGate>(job, sum, scales, entry, unit, chosen.list, warp.lane);
   }
   if (kGate && turn == 0) wait_for_previous();
