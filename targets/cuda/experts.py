@@ -35,7 +35,7 @@ that beside what it asks for."""
 BRIEF_ROWS, BRIEF_ROWS_OF_4_BITS = 4, 1
 """Rows up to which experts are read for so short a time that the dense branch may as well end
 before them; of 4-bit weights (docs/performance.md)."""
-MOST_HIDDEN, MOST_WIDTH = 3072, 1024
+MOST_HIDDEN, MOST_WIDTH = 3072, 768
 """Inputs of an expert's two matrices that CTAs have shared memory for."""
 MOST_EXPERTS, MOST_PICKED = 256, 32
 """What `pick` has registers for, and lanes."""

@@ -203,15 +203,16 @@ __device__ inline void await_asked() {
 }
 
 // A warp's ring: the next piece is asked for when all lanes have read the one that it replaces. Small bulk
-// copies would be no faster, and need barriers. No piece goes over the edge of a part.
+// copies would be no faster, and need barriers. A part of k of `down` is a piece, or more of weights of 16 bits.
 template <bool kGate>
 struct Ring {
+  static constexpr bool kShort = !kGate && BITS == 16;  // pieces, shorter than a part
   const Job& job;
   const Warp& warp;
   const Chosen& chosen;
   Walk ahead;
   const u8* from;  // of the next piece, this lane's
-  int left, here;  // blocks of the item from that piece on, and of its part
+  int left, here;  // blocks of the item from that piece on, and if pieces are short of its part
   u32 at, begin;   // the next piece that is read, and where the ring begins
 
   __device__ Ring(const Job& job, const Warp& warp, const Chosen& chosen, const Walk& walk, u8* memory)
@@ -222,31 +223,26 @@ struct Ring {
     for (int i = 0; i < kSlots; i++) ask();
   }
   __device__ void find() {
-    left = ahead.left > 0 ? warp.blocks : 0, here = kGate ? left : min(job.each, left);
+    left = ahead.left > 0 ? warp.blocks : 0;
+    if (kShort) here = min(job.each, left);
     if (!left) return;
-    const size_t unit = size_t(chosen.entries[ahead.entry].expert) * job.units + warp.unit(job, ahead.group);
-    from = job.weight + (unit * job.blocks + warp.first) * kUnitBytes + warp.lane * 16;
+    const u32 unit = chosen.entries[ahead.entry].expert * job.units + warp.unit(job, ahead.group);
+    from = job.weight + size_t((unit * job.blocks + warp.first) * (kUnitBytes / 16) + warp.lane) * 16;
   }
   __device__ void ask() {
     if (left > 0) {
-      const int blocks = min(kPiece, here), bytes = blocks * kUnitBytes - warp.lane * 16;
+      const int size = kGate || kShort ? kPiece : job.each, blocks = min(size, kShort ? here : left);
+      const int bytes = blocks * kUnitBytes - warp.lane * 16;
       const u32 to = at + warp.lane * 16;
 #pragma unroll
       for (int i = 0; i < kPiece * kUnitBytes; i += 512)
         if (i + 512 <= kUnitBytes || i < bytes) copy16(to + i, from + i);
-      from += kPiece * kUnitBytes, left -= kPiece;
-      if ((here -= kPiece) <= 0) next();
+      from += size * kUnitBytes, left -= size;
+      if (kShort && (here -= kPiece) <= 0) from += here * kUnitBytes, left -= here, here = min(job.each, left);
+      if (left <= 0) ahead.next(job.groups), find();
     }
     asked();
     if ((at += kPiece * kUnitBytes) == begin + kRing) at = begin;
-  }
-  // The part has been asked for.
-  __device__ void next() {
-    from += here * kUnitBytes, left -= here;
-    here = min(job.each, left);
-    if (left > 0) return;
-    ahead.next(job.groups);
-    find();
   }
   __device__ u32 wait() const {
     await_asked<kSlots - 1>();
@@ -526,20 +522,17 @@ __device__ inline void multiply(Sum& sum, u32 piece, const Inputs<kGate>& inputs
   }
 }
 
-// One warp: blocks `begin` to `end` of a unit. A loop: what CTAs run once is read like weights are.
+// One warp: a piece of a unit, blocks `begin` to `end` or as many as it has.
 template <bool kGate>
-__device__ inline void multiply(Sum& sum, int begin, int end, int count, Ring<kGate>& ring, const Inputs<kGate>& inputs) {
-#pragma unroll 1
-  for (int b = begin; b < end; b += kPiece) {
-    const u32 piece = ring.wait();
-    if (end - b >= kPiece)
-      multiply<kPiece>(sum, piece, inputs, b, count, ring.warp.lane);
-    else if (kPiece > 2 && end - b == 2)
-      multiply<2>(sum, piece, inputs, b, count, ring.warp.lane);
-    else
-      multiply<1>(sum, piece, inputs, b, count, ring.warp.lane);
-    ring.pass();
-  }
+__device__ inline void multiply_piece(Sum& sum, int begin, int end, int count, Ring<kGate>& ring, const Inputs<kGate>& inputs) {
+  const u32 piece = ring.wait();
+  if (end - begin >= kPiece)
+    multiply<kPiece>(sum, piece, inputs, begin, count, ring.warp.lane);
+  else if (kPiece > 2 && end - begin == 2)
+    multiply<2>(sum, piece, inputs, begin, count, ring.warp.lane);
+  else
+    multiply<1>(sum, piece, inputs, begin, count, ring.warp.lane);
+  ring.pass();
 }
 
 // Of a part of k: of integers what the inputs' last bits are, else 1.
@@ -548,31 +541,25 @@ __device__ inline float last_bit(const Inputs<kGate>& inputs, int part, int i, i
   return kIntegers ? load_float(inputs.scales(part) + min(token_of(i, lane), count - 1) * 4) : 1.0f;
 }
 
-// One warp: all parts of k that it has of a unit.
+// One warp: all parts of k that it has of a unit, each added up alone. Loops: what CTAs run once is read like weights are.
 template <bool kGate>
 __device__ inline void multiply_all(Sum& sum, const Job& job, int count, Ring<kGate>& ring, const Inputs<kGate>& inputs) {
-  const int lane = ring.warp.lane;
-  if constexpr (kGate) {
-    multiply(sum, 0, ring.warp.blocks, count, ring, inputs);
-#pragma unroll
-    for (int i = 0; kIntegers && i < kTokens; i++) {
-      if (!used(i, count)) break;
-      const float bit = last_bit(inputs, 0, i, count, lane);
-#pragma unroll
-      for (int e = 0; e < 4; e++) sum.of[i][e] *= bit;
-    }
-    return;
-  }
+  const int lane = ring.warp.lane, blocks = ring.warp.blocks, parts = kGate ? 1 : job.parts;
 #pragma unroll 1
-  for (int part = 0; part < job.parts; part++) {
+  for (int part = 0, begin = 0; part < parts; part++) {
+    const int end = kGate ? blocks : min(begin + job.each, blocks);
+    float bits[kTokens];
+#pragma unroll
+    for (int i = 0; i < kTokens; i++) bits[i] = last_bit(inputs, part, i, count, lane);
     Sum own = {};
-    multiply(own, part * job.each, min((part + 1) * job.each, ring.warp.blocks), count, ring, inputs);
+#pragma unroll 1
+    for (; begin < end; begin += kPiece) multiply_piece(own, begin, end, count, ring, inputs);
+    begin = end;
 #pragma unroll
     for (int i = 0; i < kTokens; i++) {
       if (!used(i, count)) break;
-      const float bit = last_bit(inputs, part, i, count, lane);
 #pragma unroll
-      for (int e = 0; e < 4; e++) sum.of[i][e] = kIntegers ? fmaf(own.of[i][e], bit, sum.of[i][e]) : sum.of[i][e] + own.of[i][e];
+      for (int e = 0; e < 4; e++) sum.of[i][e] = kIntegers ? fmaf(own.of[i][e], bits[i], sum.of[i][e]) : sum.of[i][e] + own.of[i][e];
     }
   }
 }
