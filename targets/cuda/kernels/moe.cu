@@ -541,27 +541,37 @@ __device__ inline float last_bit(const Inputs<kGate>& inputs, int part, int i, i
   return kIntegers ? load_float(inputs.scales(part) + min(token_of(i, lane), count - 1) * 4) : 1.0f;
 }
 
-// One warp: all parts of k that it has of a unit, each added up alone. Loops: what CTAs run once is read like weights are.
+template <bool kGate>
+__device__ inline void add_part(Sum& sum, Sum& own, int part, int count, const Inputs<kGate>& inputs, int lane) {
+#pragma unroll
+  for (int i = 0; i < kTokens; i++) {
+    if (!used(i, count)) break;
+    const float bit = last_bit(inputs, part, i, count, lane);
+#pragma unroll
+    for (int e = 0; e < 4; e++) sum.of[i][e] = kIntegers ? fmaf(own.of[i][e], bit, sum.of[i][e]) : sum.of[i][e] + own.of[i][e];
+  }
+}
+
+// One warp: all parts of k that it has of a unit, each added up alone. A loop: what CTAs run once is read like weights are.
 template <bool kGate>
 __device__ inline void multiply_all(Sum& sum, const Job& job, int count, Ring<kGate>& ring, const Inputs<kGate>& inputs) {
-  const int lane = ring.warp.lane, blocks = ring.warp.blocks, parts = kGate ? 1 : job.parts;
+  const int blocks = ring.warp.blocks;
+  Sum own = {};
 #pragma unroll 1
-  for (int part = 0, begin = 0; part < parts; part++) {
+  for (int part = 0, begin = 0; begin < blocks;) {
     const int end = kGate ? blocks : min(begin + job.each, blocks);
-    float bits[kTokens];
-#pragma unroll
-    for (int i = 0; i < kTokens; i++) bits[i] = last_bit(inputs, part, i, count, lane);
-    Sum own = {};
-#pragma unroll 1
-    for (; begin < end; begin += kPiece) multiply_piece(own, begin, end, count, ring, inputs);
-    begin = end;
-#pragma unroll
-    for (int i = 0; i < kTokens; i++) {
-      if (!used(i, count)) break;
-#pragma unroll
-      for (int e = 0; e < 4; e++) sum.of[i][e] = kIntegers ? fmaf(own.of[i][e], bits[i], sum.of[i][e]) : sum.of[i][e] + own.of[i][e];
+    if constexpr (kGate || !Ring<kGate>::kShort) {
+      multiply_piece(own, begin, end, count, ring, inputs);
+      begin += kGate ? kPiece : job.each;
+    } else {
+      for (; begin < end; begin += kPiece) multiply_piece(own, begin, end, count, ring, inputs);
+      begin = end;
     }
+    if (kGate) continue;
+    add_part(sum, own, part++, count, inputs, ring.warp.lane);
+    own = {};
   }
+  if (kGate) add_part(sum, own, 0, count, inputs, ring.warp.lane);
 }
 
 // Where the warps leave their parts of k of a unit for the one that adds them: all but its own.
