@@ -53,6 +53,9 @@ __device__ inline u16 input_of_fp8(float v) { return to_f16(v * kActivationScale
 __device__ inline int quotient(int v, int by) { return int(__fdividef(v + 0.5f, by)); }
 __device__ inline int remainder(int v, int by) { return v - quotient(v, by) * by; }
 
+// What is the same in all lanes, so that who compiles knows: it then needs one register of the warp, not one of each lane.
+__device__ inline int of_warp(int v) { return __shfl_sync(~0u, v, 0); }
+
 // Where block `at` of a weight's k stands, if the k groups' first blocks come first, then their second ones.
 __device__ inline int interleaved(int at, int k_blocks, int k_groups) {
   const int each = quotient(k_blocks, k_groups), group = quotient(at, each);

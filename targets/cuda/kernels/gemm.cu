@@ -316,7 +316,7 @@ extern "C" __global__ void BOUNDS
     __syncwarp();
     if (!job.alone) pass<kMade>(2);
   }
-  const int k_group = quotient(warp, job.row_groups), row_group = warp - k_group * job.row_groups;
+  int k_group = quotient(warp, job.row_groups), row_group = warp - k_group * job.row_groups;
   int first_tile = blockIdx.x * job.tiles + row_group * TW;
   Scales scales[TW];  // weights too: here by the time that they are needed
   load_scales(job, scales, first_tile, lane);
@@ -325,6 +325,7 @@ extern "C" __global__ void BOUNDS
   if (!job.ready) wait_for_previous();
   if (lane == 0) first_inputs(job, shared_address(inputs), full, slice, warp, warps);
   if (job.next == kInTurn) let_next_start();
+  k_group = of_warp(k_group), row_group = of_warp(row_group), first_tile = of_warp(first_tile);  // no sooner: it takes time
   const int each = job.depth * TW, mine = (k_group * job.row_groups + row_group) * each;
   const bool fed = TOKENS >= 8 || lane < 4 * TOKENS;
   const u32 inputs_at = fed ? shared_address(inputs) + k_group * kInputBytes + lane * 16 : shared_address(&nothing);

@@ -10,14 +10,9 @@
 // units and experts: there is no producer, and nobody waits for another but at the end of a unit. Inputs are
 // fetched once an expert, into shared memory: what is multiplied is then a short loop, and three CTAs have the
 // registers that they need.
-#include "tile.cuh"
+#include "experts.cuh"
+#include "integers.cuh"
 
-#ifndef TOKENS  // of an expert that are multiplied together: 8 or 16
-#define TOKENS 8
-#endif
-
-constexpr int NB = TOKENS / 8;  // columns of an MMA are eight
-constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kPiece = BITS == 16 ? 2 : 3;  // 32-input blocks that are copied, waited for and multiplied at once
 constexpr int kSlots = 2;                   // pieces of a warp's ring: more are no faster (docs/performance.md)
 constexpr int kRing = kSlots * kPiece * kUnitBytes;
@@ -25,175 +20,8 @@ constexpr int kRegisters = NB == 1 ? 80 : 255;  // three CTAs' on a multiprocess
 // Integers of 4 bits meet inputs of 16, in integer MMAs (`multiply_codes`).
 constexpr int NX = kIntegers ? 2 * NB : NB;  // an MMA's eight columns are then two bytes of four tokens
 constexpr bool kOwn = BITS >= 8;  // a lane reads of a piece what it has copied
-constexpr int kMaxExperts = 256;
 constexpr int kMostParts = 2;  // of k that a warp of `down` has, which is short: fewer barriers for as many units
 constexpr int kScales = kIntegers ? kMostParts * TOKENS * 4 : 0;  // bytes before a warp's inputs: what their last bits are
-constexpr int kFew = 64;  // pairs that find their own places
-
-struct Job {
-  const u8* weight;    // [experts, units, blocks, 2 tiles]
-  const float* scale;  // [experts, n] of narrow weights
-  const u16* x;        // blocked input: of rows for gate_up, of pairs for down
-  void* out;           // gate_up: next input [pairs, out_stride]; down: float [pairs, out_stride]
-  const int* numbers;  // [pairs] experts, -1 for none; pair = row * top_k + rank
-  int n, units, blocks;       // rows of an expert; its units; 32-input blocks
-  int experts, pairs, top_k, rows;
-  int k_blocks, block;        // of x
-  int row_groups, k_groups;   // of warps: powers of two
-  int parts;                  // of k that a warp has: of gate_up 1
-  int groups, each;           // an entry's items; blocks of a part of k
-  int processors;             // which share the grid's CTAs evenly
-  int out_stride;
-  int f16;                    // gate_up: `down` takes f16 inputs, else bf16
-  int ready;                  // gate_up: x and numbers were complete before it could start
-};
-
-// Some pairs that picked the same expert: `count` of the list from `first` on.
-struct Entry {
-  u16 expert, count;
-  int first;
-};
-
-// What a CTA knows of the choice. In shared memory, both as long as there are pairs.
-struct Chosen {
-  Entry* entries;
-  int* list;
-  int count;  // of entries
-};
-
-// What a kernel before the previous one wrote: from L2, which no early start makes stale.
-__device__ inline int load_number(const int* p) {
-  int v;
-  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p));
-  return v;
-}
-
-// Sorts few pairs by expert, each expert's by number: a thread looks at all others, for its place.
-__device__ inline void sort_few(const Job& job, Chosen& chosen) {
-  __shared__ u32 numbers[kFew], starts[kFew / 32];  // an entry starts at this place of the list
-  const int i = threadIdx.x;
-  if (i < job.pairs) numbers[i] = load_number(job.numbers + i);  // none is the greatest
-  if (i < kFew / 32) starts[i] = 0;
-  __syncthreads();
-  const u32 mine = i < job.pairs ? numbers[i] : ~0u;
-  int place = 0, before = 0, all = 0;  // of the same expert's
-  if (mine != ~0u)
-#pragma unroll 4
-    for (int j = 0; j < job.pairs; j++) {
-      const u32 other = numbers[j];
-      const bool same = other == mine, earlier = same && j < i;
-      place += other < mine || earlier, before += earlier, all += same;
-    }
-  const bool start = mine != ~0u && before % TOKENS == 0;
-  if (mine != ~0u) chosen.list[place] = i;
-  if (start) atomicOr(&starts[place / 32], 1u << place % 32);
-  __syncthreads();
-  chosen.count = 0;
-  int entry = 0;
-#pragma unroll
-  for (int w = 0; w < kFew / 32; w++) {
-    const u32 below = place >= 32 * w + 32 ? ~0u : place < 32 * w ? 0 : (1u << place % 32) - 1;
-    chosen.count += __popc(starts[w]), entry += __popc(starts[w] & below);
-  }
-  if (start) chosen.entries[entry] = {u16(mine), u16(min(TOKENS, all - before)), place};
-  __syncthreads();
-}
-
-// Sorts the pairs by expert, each expert's by number: all CTAs agree.
-__device__ inline void sort_pairs(const Job& job, Chosen& chosen) {
-  __shared__ int next[kMaxExperts];
-  __shared__ u32 totals[kWarps];
-  const int e = threadIdx.x, lane = e % 32;
-  next[e] = 0;
-  __syncthreads();
-#pragma unroll 1
-  for (int i = e; i < job.pairs; i += kThreads) {
-    const int number = load_number(job.numbers + i);
-    if (number >= 0) atomicAdd(&next[number], 1);
-  }
-  __syncthreads();
-  const int mine = next[e], parts = (mine + TOKENS - 1) / TOKENS;
-  const u32 both = u32(mine) << 16 | parts;
-  u32 sum = sum_so_far(both, lane);  // of this expert and all before it
-  if (lane == 31) totals[e / 32] = sum;
-  __syncthreads();
-  u32 all = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; w++) {
-    if (w == e / 32) sum += all;
-    all += totals[w];
-  }
-  const int first = (sum - both) >> 16, entry = (sum - both) & 0xffff;
-#pragma unroll 1
-  for (int i = 0; i < parts; i++)
-    chosen.entries[entry + i] = {u16(e), u16(min(TOKENS, mine - i * TOKENS)), first + i * TOKENS};
-  next[e] = first;
-  __syncthreads();
-  if (e < 32)
-#pragma unroll 1
-    for (int i = lane; i - lane < job.pairs; i += 32) {
-      const int number = i < job.pairs ? load_number(job.numbers + i) : -1;
-      const u32 same = __match_any_sync(~0u, number);
-      if (number >= 0) {
-        const int at = next[number] + __popc(same & ((1u << lane) - 1));
-        chosen.list[at] = i;
-        __syncwarp(same);
-        if (lane == __ffs(same) - 1) next[number] = at + __popc(same);
-      }
-      __syncwarp();
-    }
-  __syncthreads();
-  chosen.count = all & 0xffff;
-}
-
-// What one row picked is as many experts, or none: nothing is to be sorted. number: this thread's.
-__device__ inline bool take_pairs(const Job& job, Chosen& chosen, int number) {
-  const int i = threadIdx.x;
-  if (i < job.pairs) chosen.entries[i] = {u16(number), 1, i}, chosen.list[i] = i;
-  __syncthreads();
-  return chosen.entries[0].expert < job.experts;
-}
-
-// Of a CTA's items, each some units of an entry's expert, where it is.
-struct Walk {
-  int entry, group, left;
-
-  // CTAs that share a multiprocessor, as a rule those that are `processors` apart, have neighbouring parts:
-  // where CTAs have an item more than others, no multiprocessor has two such.
-  __device__ Walk(const Job& job, int entries) {
-    const int turn = quotient(blockIdx.x, job.processors), turns = quotient(gridDim.x, job.processors);
-    const int part = (blockIdx.x - turn * job.processors) * turns + turn, items = entries * job.groups;
-    const int first = items_before(part, items);
-    entry = quotient(first, job.groups), group = first - entry * job.groups;
-    left = items_before(part + 1, items) - first;
-  }
-  // What rounding does is the same for all CTAs, and leaves no item out.
-  static __device__ int items_before(int part, int items) {
-    return part == gridDim.x ? items : min(items, int(part * __fdividef(items, gridDim.x)));
-  }
-  // -> whether the next item has another entry.
-  __device__ bool next(int groups) {
-    left--;
-    if (++group < groups) return false;
-    group = 0, entry++;
-    return true;
-  }
-};
-
-// A warp's place in the CTA, and what follows from it. An item is a unit for each of `row_groups`.
-struct Warp {
-  int lane, row_group, k_group;
-  int first, blocks;  // of k: where its parts begin, and how long they are together
-
-  __device__ Warp(const Job& job) : lane(threadIdx.x % 32) {
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), most = job.parts * job.each;
-    row_group = warp & (job.row_groups - 1), k_group = warp >> (31 - __clz(job.row_groups));
-    first = k_group * most, blocks = max(0, min(most, job.blocks - first));
-  }
-  // Past the last unit it is read once more, and stored by nobody.
-  __device__ int unit(const Job& job, int group) const { return min(group * job.row_groups + row_group, job.units - 1); }
-  __device__ bool stores(const Job& job, int group) const { return group * job.row_groups + row_group < job.units; }
-};
 
 // What a thread has asked for since the last time is one group; all but the last so many of them are here.
 __device__ inline void asked() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -254,45 +82,6 @@ struct Ring {
     ask();
   }
 };
-
-constexpr float kMostInput = 127 * 256 + 127;  // both of whose bytes are signed
-// Of both halves of a word the larger one.
-__device__ inline u32 larger(u32 a, u32 b) {
-  u32 v;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
-  return v;
-}
-__device__ inline float2 floats(u32 pair) {  // of two f16
-  float2 v;
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(v.x), "=f"(v.y) : "r"(pair));
-  return v;
-}
-// The largest magnitudes of eight inputs' pairs, or what is not a number: bits of magnitudes are ordered as they are.
-__device__ inline u32 largest_of(uint4 v) {
-  return larger(larger(v.x & 0x7fff7fff, v.y & 0x7fff7fff), larger(v.z & 0x7fff7fff, v.w & 0x7fff7fff));
-}
-__device__ inline float largest_of_warp(u32 pair) {
-  u32 most = max(pair & 0xffff, pair >> 16);
-  asm volatile("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(most));
-  return floats(most).x;
-}
-__device__ inline u32 bytes(u32 a, u32 b, u32 which) {
-  u32 v;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(which));
-  return v;
-}
-// An integer and 128, in the last bits of a float.
-__device__ inline u32 rounded(float v, float factor) { return __float_as_uint(fmaf(v, factor, 12582912.0f + 128.0f)); }
-// Eight inputs' high bytes, and their low ones 32 bytes behind.
-__device__ inline void store_rounded(u32 to, uint4 v, float factor) {
-  const float2 a = floats(v.x), b = floats(v.y), c = floats(v.z), d = floats(v.w);  // 0 1, 2 3, 4 5, 6 7
-  const auto pair = [&](float x, float y) { return bytes(rounded(x, factor), rounded(y, factor), 0x5140); };
-  const u32 p04 = pair(a.x, c.x), p15 = pair(a.y, c.y), p26 = pair(b.x, d.x), p37 = pair(b.y, d.y);
-  const u32 high0 = bytes(p04, p15, 0x7632), high1 = bytes(p26, p37, 0x7632);
-  const u32 low0 = bytes(p04, p15, 0x5410) ^ 0x80808080, low1 = bytes(p26, p37, 0x5410) ^ 0x80808080;
-  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(high0), "r"(high1) : "memory");
-  asm volatile("st.shared.v2.u32 [%0 + 32], {%1, %2};" ::"r"(to), "r"(low0), "r"(low1) : "memory");
-}
 
 constexpr int kChunks = 2;  // of a warp's part of k, eight inputs each, that a lane has at most
 struct Chunks {
@@ -450,18 +239,6 @@ __device__ inline void accumulate(Four& sum, const u32 (&a)[4], u32 first, u32 s
 }
 
 #if BITS == 4
-// A tile's codes as signed bytes, 16 times as much: the A fragment of an integer MMA.
-__device__ inline void signed_bytes(const Stored& from, u32 (&a)[4]) {
-  const u32 words[2] = {from.codes.x, from.codes.y};
-#pragma unroll
-  for (int i = 0; i < 2; i++) a[i] = words[i] << 4 & 0xf0f0f0f0, a[i + 2] = words[i] & 0xf0f0f0f0;
-}
-// D[16 x 8] = A[16 x 32] B[32 x 8]
-__device__ inline void mma_s8(int (&d)[4], const u32 (&a)[4], uint2 b) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(0));
-}
 // kBlocks blocks of codes and their inputs, for four tokens at a time: exact sums of 32, of which each gets its scale.
 template <int kBlocks, bool kGate>
 __device__ inline void multiply_codes(Sum& sum, u32 piece, const Inputs<kGate>& inputs, int block, int count, int lane) {
@@ -683,7 +460,7 @@ __device__ inline void run(const Job& job) {
   Ring<kGate> ring(job, warp, chosen, walk, memory + threadIdx.x / 32 * kRing);  // before the inputs are there
   Entry entry;
   Chunks places = {};
-  if (walk.left > 0) entry = chosen.entries[walk.entry];
+  if (walk.left > 0) entry = chosen.entry(walk.entry);
   if (kIntegers && !kAsks && walk.left > 0) places = inputs.find(job, warp, chosen, entry, 0);
   if (!kGate) wait_for_previous();
   sums += warp.row_group * 2 * NB * 32 + warp.lane;
@@ -692,7 +469,7 @@ __device__ inline void run(const Job& job) {
 #pragma unroll 1
   for (; walk.left > 0; another = walk.next(job.groups), turn++) {
     if (another) {
-      if (turn) entry = chosen.entries[walk.entry];
+      if (turn) entry = chosen.entry(walk.entry);
       if (kAsks && turn == 0) {
         await_asked<kSlots>();
         if (kIntegers)
