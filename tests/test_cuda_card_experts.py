@@ -115,16 +115,46 @@ def test_experts(moe_ops, kind, picks):
         same.check(call(row, row + 1), whole[row : row + 1])
     assert same.none(), int(same.count)
     few = 4
-    exact = torch.zeros((few, hidden), dtype=torch.float64, device="cuda")
-    wide = [
-        w.values.float() * (1 if w.scale is None else w.scale[..., None]) for w in (gate_up, down)
-    ]
-    for row, value in enumerate(rounded(x[:few], kind)):
-        for rank, number in enumerate(numbers[row].tolist()):
+    exact = mixed((gate_up, down), (numbers, shares), x[:few], kind)
+    assert error(whole[:few], exact) <= ROUNDED[kind]
+
+
+def mixed(weights, chosen, x: torch.Tensor, kind: str) -> torch.Tensor:
+    """The experts' sums of rows x in float64, their inputs rounded as a kernel's of this kind."""
+    wide = [w.values.float() * (1 if w.scale is None else w.scale[..., None]) for w in weights]
+    exact = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
+    for row, value in enumerate(rounded(x, kind)):
+        for rank, number in enumerate(chosen[0][row].tolist()):
             left, right = (wide[0][number].double() @ value).chunk(2)
             inner = rounded(F.gelu(left, approximate="tanh") * right, kind)
-            exact[row] += shares[row, rank].double() * (wide[1][number].double() @ inner)
-    assert error(whole[:few], exact) <= ROUNDED[kind]
+            exact[row] += chosen[1][row, rank].double() * (wide[1][number].double() @ inner)
+    return exact
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4", "uint4", "nvfp4", "bf16"])
+def test_experts_of_great_inputs_and_of_none(moe_ops, kind):
+    """A few inputs a hundred times the others' leave these their share. What is not a number stays
+    in its row, and a row of zeros gives zeros."""
+    hidden, rows = moe_ops.arch.hidden, 4
+    gate_up = random_weight(moe_ops, (128, 1408, hidden), kind, "experts_gated")
+    down = random_weight(moe_ops, (128, hidden, 704), kind, "experts", seed=1)
+    x, shares = randn(rows, hidden, seed=3), randn(rows, 8, seed=4).abs()
+    x[:, ::700] *= 100
+    numbers = torch.arange(8, dtype=torch.int32, device="cuda").expand(rows, -1).contiguous()
+    chosen = numbers, shares
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        routed = moe_ops.experts.run(as_input(x, kind), chosen, gate_up.packed, down.packed)
+        return summed(routed)
+
+    whole = call(x)
+    assert error(whole, mixed((gate_up, down), chosen, x, kind)) <= ROUNDED[kind]
+    strange = x.clone()
+    strange[1, 7], strange[2] = torch.nan, 0
+    given = call(strange)
+    assert torch.equal(given[[0, 3]], whole[[0, 3]])
+    assert given[1].isnan().all()
+    assert not given[2].any()
 
 
 @pytest.mark.parametrize("kind", four_bits.KINDS)

@@ -223,13 +223,14 @@ def _ctas(shared: int, most: int) -> int:
 
 
 def _shared(job: _ExpertsJob, kind: str, most: int) -> int:
-    """Each warp's ring, twice the sums of all parts of k but one, inputs, and the pairs by
-    expert."""
+    """Each warp's ring, twice the sums of all parts of k but one, inputs (of integers with the
+    scales of their parts), and the pairs by expert."""
     blocks = WIDE_PIECE if tiles.BITS[kind] == 16 else PIECE
     ring = WARPS * SLOTS * blocks * 2 * tiles.TILE_BYTES[kind]
     sums = 2 * (job.k_groups - 1) * job.row_groups * 2 * most // 8 * 32 * 16
     inputs = WARPS * min(most, job.rows) * job.parts * job.each * 2 * tiles.INPUTS
-    inputs += WARPS * PARTS * most * 4 if kind == "int4" else 0
+    if kind == "int4":
+        inputs += WARPS * PARTS * most * 4
     return ring + sums + inputs + job.pairs * (8 + 4)
 
 

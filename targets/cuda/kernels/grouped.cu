@@ -97,7 +97,7 @@ __device__ inline void multiply(Sums& sums, u32 stage, int blocks, const Entry& 
       load_unit(tiles, weights + (u * kStep + b) * kUnitBytes, warp.lane);
 #pragma unroll
       for (int t = 0; t < 2; t++) {
-        if (kIntegers) tiles[t].codes.x ^= 0x88888888, tiles[t].codes.y ^= 0x88888888;  // not less 8
+        if (kIntegers) tiles[t].codes.x ^= 0x88888888, tiles[t].codes.y ^= 0x88888888;  // as gemm.cu has them
         expand(tiles[t], 0, a[2 * u + t][0]), expand(tiles[t], 1, a[2 * u + t][1]);
       }
     }

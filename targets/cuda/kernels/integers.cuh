@@ -29,9 +29,9 @@ __device__ inline u32 bytes(u32 a, u32 b, u32 which) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(which));
   return v;
 }
-// An integer and 128, in the last bits of a float.
+// An integer of 16 bits and 128, as a float's last bits: its upper byte is then the high one, and its lower the low one + 128.
 __device__ inline u32 rounded(float v, float factor) { return __float_as_uint(fmaf(v, factor, 12582912.0f + 128.0f)); }
-// Eight inputs' high bytes, and their low ones 32 bytes behind.
+// Eight inputs' high bytes, and their low ones 32 bytes behind, in the order of the codes in `signed_bytes`.
 __device__ inline void store_rounded(u32 to, uint4 v, float factor) {
   const float2 a = floats(v.x), b = floats(v.y), c = floats(v.z), d = floats(v.w);  // 0 1, 2 3, 4 5, 6 7
   const auto pair = [&](float x, float y) { return bytes(rounded(x, factor), rounded(y, factor), 0x5140); };

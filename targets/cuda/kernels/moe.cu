@@ -140,9 +140,9 @@ struct Inputs {
       if (chunks.at[i] >= 0) v[i] = load(job, chunks.at[i]);
     }
   }
-  // Floats as signed integers of 16 bits, the largest of a token's the largest there is: in each block the high bytes of
-  // its inputs, then the low ones, in the order of the codes that they meet. first: the first token's.
-  __device__ void round(const Job& job, const Warp& warp, const Chosen& chosen, const Entry& entry, const Chunks& first) const {
+  // As integers of 16 bits, the largest of a token's part of k the largest there is: of each block the high bytes of its
+  // inputs, then the low ones. first: where the first token's are.
+  __device__ void fetch_rounded(const Job& job, const Warp& warp, const Chosen& chosen, const Entry& entry, const Chunks& first) const {
     uint4 v[kChunks], next[kChunks];
     load(job, first, v);
     __syncwarp();  // the last entry's have been read
@@ -170,7 +170,6 @@ struct Inputs {
     }
     __syncwarp();
   }
-  // What is added up alone has its own scale.
   __device__ void store_rounded(const Job& job, const Warp& warp, int token, const uint4 (&v)[kChunks]) const {
     float factor[kMostParts];
 #pragma unroll
@@ -190,6 +189,7 @@ struct Inputs {
         ::store_rounded(room + (token * warp.blocks + c / 4) * 64 + c % 4 * 8, v[i], !kGate && c >= job.each * 4 ? factor[1] : factor[0]);
     }
   }
+  // Of a part of k, [token].
   __device__ u32 scales(int part) const { return room - kScales + part * TOKENS * 4; }
   __device__ void point(const Warp& warp, const Entry& entry) {
 #pragma unroll
@@ -299,7 +299,7 @@ __device__ inline void multiply(Sum& sum, u32 piece, const Inputs<kGate>& inputs
   }
 }
 
-// One warp: a piece of a unit, blocks `begin` to `end` or as many as it has.
+// One warp: a piece of a unit, of blocks `begin` to `end` as many as fit.
 template <bool kGate>
 __device__ inline void multiply_piece(Sum& sum, int begin, int end, int count, Ring<kGate>& ring, const Inputs<kGate>& inputs) {
   const u32 piece = ring.wait();
@@ -312,7 +312,7 @@ __device__ inline void multiply_piece(Sum& sum, int begin, int end, int count, R
   ring.pass();
 }
 
-// Of a part of k: of integers what the inputs' last bits are, else 1.
+// What the last bits of a token's inputs are, in a part of k: of floats 1.
 template <bool kGate>
 __device__ inline float last_bit(const Inputs<kGate>& inputs, int part, int i, int count, int lane) {
   return kIntegers ? load_float(inputs.scales(part) + min(token_of(i, lane), count - 1) * 4) : 1.0f;
@@ -477,7 +477,7 @@ __device__ inline void run(const Job& job) {
         else
           __syncwarp();
       } else if (kIntegers) {
-        inputs.round(job, warp, chosen, entry, turn ? inputs.find(job, warp, chosen, entry, 0) : places);
+        inputs.fetch_rounded(job, warp, chosen, entry, turn ? inputs.find(job, warp, chosen, entry, 0) : places);
       } else {
         inputs.fetch(job, warp, chosen, entry);
       }
