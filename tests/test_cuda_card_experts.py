@@ -133,7 +133,7 @@ def mixed(weights, chosen, x: torch.Tensor, kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["fp8", "int4", "uint4", "nvfp4", "bf16"])
 def test_experts_of_great_inputs_and_of_none(moe_ops, kind):
-    """A few inputs a hundred times the others' leave these their share. What is not a number stays
+    """As near where a few inputs are a hundred times the others. What is not a number stays
     in its row, and a row of zeros gives zeros."""
     hidden, rows = moe_ops.arch.hidden, 4
     gate_up = random_weight(moe_ops, (128, 1408, hidden), kind, "experts_gated")
