@@ -197,10 +197,11 @@ def _job(
     own = 1 if weight.layout == "experts_gated" else min(PARTS, weight.k_groups)
     blocks, k_groups = tiles.expert_inputs(weight.k) // tiles.INPUTS, weight.k_groups // own
     row_groups = WARPS // k_groups
+    each = -(-weight.k // (tiles.INPUTS * weight.k_groups))
     return _ExpertsJob(
         *map(address, (weight.data, weight.scale, x, out, numbers)),
         *(weight.n, units, blocks, count, rows * top_k, top_k, rows, *blocked),
-        *(row_groups, k_groups, own, -(-units // row_groups), -(-blocks // weight.k_groups)),
+        *(row_groups, k_groups, own, -(-units // row_groups), each),
         *(0, out.shape[-1], 0, 0),
     )
 

@@ -325,7 +325,7 @@ __device__ inline void add_part(Sum& sum, Sum& own, int part, int count, const I
     if (!used(i, count)) break;
     const float bit = last_bit(inputs, part, i, count, lane);
 #pragma unroll
-    for (int e = 0; e < 4; e++) sum.of[i][e] = kIntegers ? fmaf(own.of[i][e], bit, sum.of[i][e]) : sum.of[i][e] + own.of[i][e];
+    for (int e = 0; e < 4; e++) sum.of[i][e] += kIntegers ? __fmul_rn(own.of[i][e], bit) : own.of[i][e];
   }
 }
 

@@ -1,0 +1,257 @@
+// CUDA's words for a CPU: a CTA's threads are fibers, of which one runs until it waits for others.
+//
+// Who runs next is drawn, and so is whether an asynchronous copy is done at once or when it is waited for: a missing
+// barrier shows. Memory that nobody has written is not a number. What emulated.py makes of inline PTX ends here too.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <random>
+#include <type_traits>
+#include <ucontext.h>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __shared__ static
+#define __align__(bytes)
+#define __launch_bounds__(...)
+#define __maxnreg__(count)
+#define __grid_constant__
+#define threadIdx (fibers[running].index)
+#define __expf expf_of_cuda
+
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct dim3 { int x, y, z; };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+// ---- Threads
+
+struct Copy {
+  char* to;  // null: it is there
+  const char* from;
+};
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack;
+  dim3 index;
+  bool done;
+  std::vector<Copy> open;                  // since the last group of copies
+  std::vector<std::vector<Copy>> groups;   // on their way
+};
+// Threads that meet; what each brings stays until the next time but one.
+struct Meeting {
+  int count = 0;
+  unsigned turn = 0;
+  uint64_t brought[2][32];
+};
+static std::vector<Fiber> fibers;
+static int running;
+static ucontext_t outside;
+static std::mt19937 draw;
+static dim3 blockIdx, gridDim, blockDim;
+static Meeting everybody;
+static std::map<unsigned, Meeting> warps[32];  // by who takes part
+alignas(1024) static char arena[228 << 10];    // a CTA's dynamic shared memory
+static std::function<void()> body;
+
+inline int next_fiber() {
+  int next = draw() % fibers.size();
+  while (fibers[next].done) next = (next + 1) % fibers.size();
+  return next;
+}
+inline void others_turn() {
+  const int mine = running, next = next_fiber();
+  if (next != mine) running = next, swapcontext(&fibers[mine].context, &fibers[next].context);
+}
+inline void meet(Meeting& at, int expected) {
+  const unsigned turn = at.turn;
+  if (++at.count == expected) {
+    at.count = 0, at.turn++;
+  } else {
+    while (at.turn == turn) others_turn();
+  }
+}
+inline const uint64_t* exchange(unsigned lanes, uint64_t value) {
+  Meeting& at = warps[threadIdx.x / 32][lanes];
+  uint64_t* brought = at.brought[at.turn % 2];
+  brought[threadIdx.x % 32] = value;
+  meet(at, __builtin_popcount(lanes));
+  return brought;
+}
+inline void run_fiber() {
+  body();
+  fibers[running].done = true;
+  for (const Fiber& fiber : fibers)
+    if (!fiber.done) running = next_fiber(), setcontext(&fibers[running].context);
+  setcontext(&outside);
+}
+inline void run_cta(int threads) {
+  for (size_t i = 0; i < sizeof arena; i++) arena[i] = i % 2 ? 0x7f : -1;
+  everybody = {};
+  for (auto& warp : warps) warp.clear();
+  fibers.resize(threads);
+  for (int i = 0; i < threads; i++) {
+    Fiber& fiber = fibers[i];
+    fiber.stack.resize(128 << 10), fiber.index = {i, 0, 0}, fiber.done = false, fiber.open.clear(), fiber.groups.clear();
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
+    makecontext(&fiber.context, run_fiber, 0);
+  }
+  running = next_fiber();
+  swapcontext(&outside, &fibers[running].context);
+}
+inline void run_grid(const int* grid, int threads, unsigned seed, std::function<void()> kernel) {
+  draw.seed(seed), body = kernel;
+  gridDim = {grid[0], grid[1], grid[2]}, blockDim = {threads, 1, 1};
+  for (int z = 0; z < grid[2]; z++)
+    for (int y = 0; y < grid[1]; y++)
+      for (int x = 0; x < grid[0]; x++) blockIdx = {x, y, z}, run_cta(threads);
+}
+
+// ---- What threads do together
+
+inline void __syncthreads() { meet(everybody, fibers.size()); }
+inline void __syncwarp(unsigned lanes = ~0u) { exchange(lanes, 0); }
+template <typename T>
+T from_lane(unsigned lanes, T value, int lane) {
+  uint64_t bits = 0;
+  memcpy(&bits, &value, sizeof value);
+  memcpy(&value, exchange(lanes, bits) + lane, sizeof value);
+  return value;
+}
+template <typename T>
+T __shfl_sync(unsigned lanes, T value, int lane) { return from_lane(lanes, value, lane % 32); }
+template <typename T>
+T __shfl_xor_sync(unsigned lanes, T value, int by) { return from_lane(lanes, value, threadIdx.x % 32 ^ by); }
+template <typename T>
+T __shfl_up_sync(unsigned lanes, T value, int by) {
+  const int lane = threadIdx.x % 32;
+  return from_lane(lanes, value, lane < by ? lane : lane - by);
+}
+inline unsigned __match_any_sync(unsigned lanes, unsigned value) {
+  const uint64_t* values = exchange(lanes, value);
+  unsigned same = 0;
+  for (int i = 0; i < 32; i++) same |= unsigned(lanes >> i & 1 && values[i] == value) << i;
+  return same;
+}
+inline unsigned largest_of_lanes(unsigned value) {
+  const uint64_t* values = exchange(~0u, value);
+  for (int i = 0; i < 32; i++) value = values[i] > value ? values[i] : value;
+  return value;
+}
+template <typename T, typename U>
+T atomicAdd(T* at, U value) { return std::exchange(*at, T(*at + value)); }
+template <typename T>
+T atomicOr(T* at, T value) { return std::exchange(*at, *at | value); }
+
+// ---- Shared memory and copies
+
+inline size_t __cvta_generic_to_shared(const void* at) { return static_cast<const char*>(at) - arena; }
+template <typename T>
+T* shared_at(unsigned at) { return reinterpret_cast<T*>(arena + int(at)); }
+inline void copy_async(unsigned to, const void* from, int bytes = 16) {  // 0: zeros
+  static const char zeros[16] = {};
+  Copy copy = {shared_at<char>(to), bytes ? static_cast<const char*>(from) : zeros};
+  if (draw() % 2) memcpy(std::exchange(copy.to, nullptr), copy.from, 16);
+  fibers[running].open.push_back(copy);
+}
+inline void commit_copies() {
+  Fiber& fiber = fibers[running];
+  fiber.groups.push_back(std::exchange(fiber.open, {}));
+}
+inline void await_copies(size_t but) {
+  auto& groups = fibers[running].groups;
+  for (; groups.size() > but; groups.erase(groups.begin()))
+    for (const Copy& copy : groups.front())
+      if (copy.to) memcpy(copy.to, copy.from, 16);
+}
+
+// ---- Numbers
+
+template <typename A, typename B>
+std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
+template <typename A, typename B>
+std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __ffs(unsigned v) { return v ? __builtin_ctz(v) + 1 : 0; }
+inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float expf_of_cuda(float v) { return std::exp(v); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+template <typename To, typename From>
+To bits_as(From from) {
+  To to;
+  static_assert(sizeof to == sizeof from);
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+inline float __uint_as_float(unsigned v) { return bits_as<float>(v); }
+inline float __int_as_float(int v) { return bits_as<float>(v); }
+inline unsigned __float_as_uint(float v) { return bits_as<unsigned>(v); }
+inline float from_half(unsigned v) { return bits_as<_Float16>(uint16_t(v)); }
+inline unsigned to_half(double v) { return bits_as<uint16_t>(_Float16(v)); }
+inline float from_brain(unsigned v) { return bits_as<float>(v << 16); }
+inline unsigned to_brain(float v) {
+  const unsigned bits = bits_as<unsigned>(v);
+  return v != v ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline unsigned e4m3_as_half(unsigned v) {
+  const int exponent = v >> 3 & 15, mantissa = v & 7;
+  const double size = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+  return exponent == 15 && mantissa == 7 ? 0x7fff : to_half(v & 128 ? -size : size);
+}
+inline unsigned pair_of(unsigned low, unsigned high) { return low & 0xffff | high << 16; }
+template <typename Of>
+unsigned of_halves(Of of, unsigned a, unsigned b, unsigned c = 0) {
+  const auto one = [&](int s) { return to_half(of(double(from_half(a >> s)), double(from_half(b >> s)), double(from_half(c >> s)))); };
+  return pair_of(one(0), one(16));
+}
+inline unsigned larger_of_words(unsigned a, unsigned b) { return pair_of(max(a & 0xffff, b & 0xffff), max(a >> 16, b >> 16)); }
+inline unsigned permuted(unsigned a, unsigned b, unsigned which) {
+  const uint64_t bytes = a | uint64_t(b) << 32;
+  unsigned v = 0;
+  for (int i = 0; i < 4; i++) v |= unsigned(bytes >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+  return v;
+}
+
+// ---- Tensor cores: D[16 x 8] of A[16 x 4 kEach] and B[4 kEach x 8], a word having kEach / 2 values of k
+
+struct Fragments {
+  unsigned a[4], b[2];
+};
+template <int kValues, typename T, typename Value>
+void multiply_fragments(T (&d)[4], const Fragments& mine, const Value& value) {
+  const uint64_t* all = exchange(~0u, reinterpret_cast<uint64_t>(&mine));
+  const int lane = threadIdx.x % 32;
+  const auto of = [&](int i) -> const Fragments& { return *reinterpret_cast<const Fragments*>(all[i]); };
+  for (int e = 0; e < 4; e++) {
+    const int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+    decltype(value(0u, 0)) sum = d[e];
+    for (int k = 0; k < 8 * kValues; k++) {
+      const int half = k / (4 * kValues), quarter = k / kValues % 4;
+      sum += value(of(row % 8 * 4 + quarter).a[half * 2 + row / 8], k % kValues) * value(of(column * 4 + quarter).b[half], k % kValues);
+    }
+    d[e] = sum;
+  }
+  exchange(~0u, 0);  // until here the others' fragments are there
+}
+inline void mma_of_halves(float (&d)[4], const Fragments& mine) {
+  multiply_fragments<2>(d, mine, [](unsigned word, int i) { return double(from_half(word >> 16 * i)); });
+}
+inline void mma_of_brains(float (&d)[4], const Fragments& mine) {
+  multiply_fragments<2>(d, mine, [](unsigned word, int i) { return double(from_brain(word >> 16 * i & 0xffff)); });
+}
+inline void mma_of_bytes(int (&d)[4], const Fragments& mine) {
+  d[0] = d[1] = d[2] = d[3] = 0;
+  multiply_fragments<4>(d, mine, [](unsigned word, int i) { return int(int8_t(word >> 8 * i)); });
+}

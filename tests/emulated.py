@@ -1,0 +1,190 @@
+"""Kernels on the CPU: their CUDA as C++ for `emulated.h`, a CTA after the other.
+
+Slow, and blind to a GPU's memory model, but the very sources: what they compute, whoever's turn it
+is. For kernels whose inline PTX `SAID` knows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from targets.cuda.launch import SOURCES, Variant
+
+HEADER = Path(__file__).with_suffix(".h")
+FLAGS = "-O1 -std=c++20 -shared -fPIC -fno-strict-aliasing -ffp-contract=off -w".split()
+"""A product and a sum are one rounding only where the source says so."""
+FRAGMENTS = "({d}, {{{{{i0}, {i1}, {i2}, {i3}}}, {{{i4}, {i5}}}}})"
+SAID = {
+    r"griddepcontrol|cp\.async\.bulk\.prefetch": "",
+    r"cp\.async\.cg\.shared\.global \[%0\], \[%1\], 16, %2": "copy_async({i0}, {i1}, {i2})",
+    r"cp\.async\.cg\.shared\.global \[%0\], \[%1\], 16;": "copy_async({i0}, {i1})",
+    r"cp\.async\.commit_group": "commit_copies()",
+    r"cp\.async\.wait_group": "await_copies({i0})",
+    r"cp\.async\.wait_all": "commit_copies(), await_copies(0)",
+    r"ld\.shared\.v4\.u32": "(([&](const unsigned* p) {{ {o0} = p[0], {o1} = p[1], {o2} = p[2], "
+    "{o3} = p[3]; }})(shared_at<unsigned>({i0})))",
+    r"ld\.shared\.v2\.u32": "(([&](const unsigned* p) {{ {o0} = p[0], {o1} = p[1]; }})"
+    "(shared_at<unsigned>({i0})))",
+    r"ld\.shared\.u32": "{o0} = *shared_at<unsigned>({i0})",
+    r"ld\.shared\.u16": "{o0} = *shared_at<uint16_t>({i0})",
+    r"ld\.shared\.f32": "{o0} = *shared_at<float>({i0})",
+    r"ld\.global\.cg\.s32": "{o0} = *({i0})",
+    r"st\.shared\.f32": "*shared_at<float>({i0}) = {i1}",
+    r"st\.shared\.v4\.u32": "*shared_at<uint4>({i0}) = {{{i1}, {i2}, {i3}, {i4}}}",
+    r"st\.shared\.v2\.u32 \[%0 \+ 32\]": "*shared_at<uint2>({i0} + 32) = {{{i1}, {i2}}}",
+    r"st\.shared\.v2\.u32 \[%0\]": "*shared_at<uint2>({i0}) = {{{i1}, {i2}}}",
+    r"cvt\.rn\.f16\.f32": "{o0} = to_half({i0})",
+    r"cvt\.rn\.bf16\.f32": "{o0} = to_brain({i0})",
+    r"cvt\.rn\.f16x2\.f32": "{o0} = pair_of(to_half({i1}), to_half({i0}))",
+    r"cvt\.rn\.bf16x2\.f32": "{o0} = pair_of(to_brain({i1}), to_brain({i0}))",
+    r".*cvt\.rn\.f16x2\.e4m3x2": "(([&](unsigned w) {{ {o0} = pair_of(e4m3_as_half(w & 255), "
+    "e4m3_as_half(w >> 8 & 255)), {o1} = pair_of(e4m3_as_half(w >> 16 & 255), "
+    "e4m3_as_half(w >> 24)); }})({i0}))",
+    r".*mov\.b32 %0, \{l, l\}": "(([&](unsigned w) {{ {o0} = pair_of(w, w), "
+    "{o1} = pair_of(w >> 16, w >> 16); }})({i0}))",
+    r".*cvt\.f32\.f16 %1, h": "(([&](unsigned w) {{ {o0} = from_half(w), "
+    "{o1} = from_half(w >> 16); }})({i0}))",
+    r".*cvt\.f32\.f16 %0, l": "{o0} = from_half({i0})",
+    r"sub\.rn\.f16x2": "{o0} = of_halves([](auto a, auto b, auto) {{ return a - b; }}, {i0}, {i1})",
+    r"mul\.rn\.f16x2": "{o0} = of_halves([](auto a, auto b, auto) {{ return a * b; }}, {i0}, {i1})",
+    r"fma\.rn\.f16x2": "{o0} = of_halves([](auto a, auto b, auto c) {{ return a * b + c; }}, "
+    "{i0}, {i1}, {i2})",
+    r"max\.u16x2": "{o0} = larger_of_words({i0}, {i1})",
+    r"prmt\.b32 %0, %1, %2, (?P<which>\w+);": "{o0} = permuted({i0}, {i1}, {which})",
+    r"prmt\.b32": "{o0} = permuted({i0}, {i1}, {i2})",
+    r"redux\.sync\.max\.u32": "{o0} = largest_of_lanes({o0})",
+    r"mma\.sync.*\.m16n8k16.*\.f16\.f16\.": "mma_of_halves" + FRAGMENTS,
+    r"mma\.sync.*\.m16n8k16.*\.bf16\.bf16\.": "mma_of_brains" + FRAGMENTS,
+    r"mma\.sync.*\.m16n8k32.*\.s8\.s8\.": "mma_of_bytes" + FRAGMENTS,
+}
+"""What PTX begins with, and what it is in C++: o, i: its outputs and inputs; d: all outputs."""
+_seeds = count(1)
+
+
+class Launcher:
+    """`targets.cuda.launch.Launcher` for tensors of the CPU. Each launch has another order."""
+
+    def __call__(
+        self,
+        variant: Variant,
+        name: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: list[Any],
+        shared: int = 0,
+        early: bool = True,
+        roomy: bool = False,
+    ) -> None:
+        del shared, early, roomy
+        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        kernel = getattr(_library(variant), f"emulate_{name}")
+        kernel(pointers, (ctypes.c_int * 3)(*grid), threads, next(_seeds))
+
+
+@cache
+def _library(variant: Variant) -> ctypes.CDLL:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++ to emulate kernels with")
+    with TemporaryDirectory() as folder:
+        source, binary = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
+        source.write_text(as_cpp(variant))
+        command = [compiler, *FLAGS, f"-I{HEADER.parent}", "-o", str(binary), str(source)]
+        subprocess.run(command, check=True)
+        return ctypes.CDLL(str(binary))
+
+
+def as_cpp(variant: Variant) -> str:
+    """A variant's source with all that it includes, and a function for each of its kernels."""
+    macros = [f"#define {name} {value}" for name, value in variant.macros]
+    text = re.sub(r"#pragma.*", "", _included(variant.source, set()))
+    text = re.sub(r"extern __shared__ .*?(\w+) (\w+)\[\];", r"\1* \2 = (\1*)arena;", text)
+    entries = re.findall(r'extern "C" __global__ void[^{]*?(\w+)\(((?:[^()])*)\) \{', text)
+    lines = [f'#include "{HEADER.name}"', *macros, _translated(text)]
+    return "\n".join([*lines, *(_entry(name, given) for name, given in entries)])
+
+
+def _entry(name: str, given: str) -> str:
+    types = [
+        re.sub(r"\bconst __grid_constant__\b|__grid_constant__", "", part).rsplit(maxsplit=1)[0]
+        for part in given.split(",")
+    ]
+    values = ", ".join(f"*({kind.strip()}*)given[{i}]" for i, kind in enumerate(types))
+    return (
+        f'extern "C" void emulate_{name}(void** given, const int* grid, int threads, unsigned seed)'
+        f" {{ run_grid(grid, threads, seed, [=] {{ {name}({values}); }}); }}"
+    )
+
+
+def _included(file: Path, seen: set[str]) -> str:
+    def other(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in seen:
+            return ""
+        seen.add(name)
+        return _included(SOURCES / name, seen)
+
+    return re.sub(r'#include "([^"]+)"', other, file.read_text())
+
+
+def _translated(text: str) -> str:
+    parts, done = [], 0
+    for match in re.finditer(r"\basm(?: volatile)?\s*\(", text):
+        end = _closing(text, match.end())
+        parts += [text[done : match.start()], _statement(text[match.end() : end])]
+        done = end + 1
+    return "".join(parts) + text[done:]
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the parenthesis ends that begins before `start`."""
+    depth, quoted = 1, False
+    for at in range(start, len(text)):
+        quoted ^= text[at] == '"'
+        depth += 0 if quoted else {"(": 1, ")": -1}.get(text[at], 0)
+        if not depth:
+            return at
+    raise AssertionError(text[start : start + 80])
+
+
+def _statement(inner: str) -> str:
+    template, *operands = _split(inner.replace("::", ": :"), ":")
+    said = " ".join("".join(re.findall(r'"((?:[^"\\]|\\.)*)"', template)).split())
+    outs, ins = (list(_values(part)) for part in (*operands, "", "")[:2])
+    for begin, meant in SAID.items():
+        if found := re.match(begin, said):
+            names = {f"o{i}": f"({v})" for i, v in enumerate(outs)}
+            names |= {f"i{i}": f"({v})" for i, v in enumerate(ins)}
+            whole = outs[0].rsplit("[", 1)[0] if outs else ""
+            return meant.format(**names, **found.groupdict(), d=whole)
+    raise AssertionError(f"no emulation of {said}")
+
+
+def _values(operands: str) -> Iterator[str]:
+    for operand in _split(operands, ","):
+        if found := re.match(r'\s*"[^"]*"\s*\((.*)\)\s*$', operand, re.DOTALL):
+            yield found[1]
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """At separators that stand in no parentheses and no quotes."""
+    parts, depth, quoted = [""], 0, False
+    for letter in text:
+        quoted ^= letter == '"'
+        depth += 0 if quoted else (letter in "([{") - (letter in ")]}")
+        if letter == separator and not depth and not quoted:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts

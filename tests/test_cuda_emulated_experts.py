@@ -1,0 +1,206 @@
+"""moe.cu without a GPU: each kind of weight near float64, a row the same in any company and on any
+number of devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from targets.arch import released
+from targets.cuda import experts as launches, four_bits, int4, tiles
+from targets.cuda.experts import Experts
+from targets.cuda.four_bits import FourBits
+from targets.cuda.gemm import Gemm
+from targets.cuda.int4 import Int4
+from targets.cuda.nvfp4 import GROUP, Nvfp4
+from targets.cuda.ops import Linear
+from targets.cuda.reader import quantise_fp8
+from tests.card import as_input, error, rounded
+from tests.emulated import Launcher
+from tests.nvfp4_files import as_nvfp4
+
+KINDS = ["fp8", "int4", "uint4", "nvfp4", "bf16"]
+ROUNDED = {"int4": 1e-3, "bf16": 1e-3}
+"""Relative error, else 2e-4: inputs of the second matmul now and then round the other way."""
+PROCESSORS = 2
+COUNT, HIDDEN, WIDTH, PICKED = 5, 352, 96, 3
+EIGHTH = 96
+"""Of 704 features, cut along k."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Its rounded values [E, n, k], and as codes or values with a scale, as it is packed."""
+
+    meant: torch.Tensor
+    kind: str
+    codes: FourBits | None = None
+    values: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+
+    def packed(self, linear: Gemm, layout: str, groups: int = tiles.EIGHTHS) -> Linear:
+        if self.codes is not None:
+            return linear.pack_codes(self.codes, layout, groups)
+        assert self.values is not None
+        return linear.pack(self.values, self.scale, self.kind, layout, groups)
+
+    def cut(self, first: int, width: int) -> Weight:
+        """Inputs `first` to `first + width`, zeros where there are none."""
+        part = lambda t, size=1: _cut(t, first // size, width // size)  # noqa: E731
+        codes, values = self.codes, None if self.values is None else part(self.values)
+        if isinstance(codes, Int4):
+            zero = None if codes.zero is None else part(codes.zero, int4.GROUP)
+            scale = part(codes.scale, int4.GROUP)
+            codes = replace(codes, codes=part(codes.codes), scale=scale, zero=zero)
+        elif isinstance(codes, Nvfp4):
+            codes = replace(codes, codes=part(codes.codes), scale=part(codes.scale, GROUP))
+        return replace(self, meant=part(self.meant), codes=codes, values=values)
+
+
+def _cut(matrix: torch.Tensor, first: int, width: int) -> torch.Tensor:
+    raw = matrix.view(torch.uint8) if matrix.dtype.itemsize == 1 else matrix
+    cut = raw[..., first : first + width]
+    return F.pad(cut, (0, width - cut.shape[-1])).contiguous().view(matrix.dtype)
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def drawn(shape: tuple[int, ...], kind: str, seed: int) -> Weight:
+    values = randn(*shape, seed=seed).bfloat16() * shape[-1] ** -0.5
+    if kind == "bf16":
+        return Weight(values.float(), kind, values=values)
+    if kind == "fp8":
+        narrow, scale = quantise_fp8(values)
+        return Weight(narrow.float() * scale[..., None], kind, values=narrow, scale=scale)
+    codes = as_nvfp4(values) if kind == "nvfp4" else int4.quantise(values)
+    if isinstance(codes, Int4) and kind == "uint4":
+        draw = torch.Generator().manual_seed(seed)
+        zero = torch.randint(6, 11, codes.scale.shape, generator=draw, dtype=torch.uint8)
+        codes = replace(codes, zero=zero)
+    return Weight(codes.values().float() * codes.row[..., None], kind, codes)
+
+
+@pytest.fixture(scope="module")
+def linear() -> Gemm:
+    return Gemm(Launcher(), PROCESSORS, 1.0)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def experts(linear) -> Experts:
+    return Experts(Launcher(), linear, released("gemma-4-26b-a4b"), PROCESSORS)  # type: ignore[arg-type]
+
+
+def chosen(rows: int, together: bool = False) -> torch.Tensor:
+    """Experts [rows, PICKED] int32; a row in five picks none."""
+    draw = torch.Generator().manual_seed(rows)
+    picks = [torch.randperm(COUNT, generator=draw)[:PICKED] for _ in range(rows)]
+    numbers = torch.stack(picks[:1] * rows if together else picks).int()
+    numbers[3::5] = -1
+    return numbers
+
+
+def sums_of(experts: Experts, linear: Gemm, weights, x: torch.Tensor, numbers: torch.Tensor):
+    """The picked experts' outputs [M, PICKED, H]; zeros of those who picked none."""
+    gate_up, down = weights
+    given = gate_up.packed(linear, "experts_gated"), down.packed(linear, "experts")
+    routed = experts.run(as_input(x, gate_up.kind), (numbers, torch.empty(0)), *given)
+    return routed.parts.masked_fill(numbers[..., None] < 0, 0.0)
+
+
+def exactly(weights, x: torch.Tensor, numbers: torch.Tensor, rounds: bool = True) -> torch.Tensor:
+    """The same in float64, inputs of both matrices rounded as these kernels' are, or not at all."""
+    gate_up, down = weights
+    given = lambda v: rounded(v, gate_up.kind) if rounds else v.double()  # noqa: E731
+    out = torch.zeros(*numbers.shape, down.meant.shape[1], dtype=torch.float64)
+    for row, value in enumerate(given(x)):
+        for rank, number in enumerate(numbers[row].tolist()):
+            if number >= 0:
+                left, right = (gate_up.meant[number].double() @ value).chunk(2)
+                inner = given(F.gelu(left, approximate="tanh") * right)
+                out[row, rank] = down.meant[number].double() @ inner
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_themselves_and_near(experts, linear, kind):
+    shape = (COUNT, 2 * WIDTH, HIDDEN), (COUNT, HIDDEN, WIDTH)
+    weights = drawn(shape[0], kind, 1), drawn(shape[1], kind, 2)
+    for rows, together in ((1, False), (5, False), (8, True), (11, False)):
+        x, numbers = randn(rows, HIDDEN, seed=rows), chosen(rows, together)
+        whole = sums_of(experts, linear, weights, x, numbers)
+        assert error(whole, exactly(weights, x, numbers)) <= ROUNDED.get(kind, 2e-4), rows
+        for row in (0, rows - 1):
+            one = slice(row, row + 1)
+            assert torch.equal(sums_of(experts, linear, weights, x[one], numbers[one]), whole[one])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_number_stays_in_its_row(experts, linear, kind):
+    """And where a few inputs are a hundred times the others, sums are as near as with inputs of
+    eleven bits."""
+    shape = (COUNT, 2 * WIDTH, HIDDEN), (COUNT, HIDDEN, WIDTH)
+    weights = drawn(shape[0], kind, 1), drawn(shape[1], kind, 2)
+    x, numbers = randn(5, HIDDEN, seed=5), chosen(5, together=True)
+    x[:, ::70] *= 100
+    whole, exact = (
+        sums_of(experts, linear, weights, x, numbers),
+        exactly(weights, x, numbers, False),
+    )
+    assert error(whole, exact) <= 1.5 * error(exactly(weights, x, numbers), exact)
+    x[1, 7], x[2] = torch.nan, 0
+    strange = sums_of(experts, linear, weights, x, numbers)
+    assert torch.equal(strange[[0, 4]], whole[[0, 4]])
+    assert not strange[2].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_make_the_same_sums(experts, linear, kind):
+    """Cut along its width: 704 are eighths of 96, the last of 32."""
+    width, hidden = 704, 64
+    weight = drawn((PICKED, hidden, width), kind, 3)
+    ones = torch.ones(PICKED, hidden)  # else sums of parts are scaled, and then added
+    if weight.codes is not None:
+        weight = replace(weight, codes=replace(weight.codes, row=ones))
+    elif weight.scale is not None:
+        weight = replace(weight, scale=ones)
+
+    def down(part: Weight, inputs: torch.Tensor, numbers: torch.Tensor, groups: int):
+        packed = part.packed(linear, "experts", groups)
+        wide = F.pad(inputs, (0, tiles.expert_inputs(packed.k) - inputs.shape[-1]))
+        wide = wide.bfloat16() if kind == "bf16" else (wide / tiles.ACTIVATION_SCALE).half()
+        out = torch.empty((len(inputs), hidden))
+        blocked = wide.shape[1] // tiles.INPUTS, 1
+        job = launches._job(packed, wide.view(torch.int16), blocked, numbers, out)
+        experts._start("down", job, kind)
+        return out
+
+    for rows in (1, 5, 12):
+        numbers = torch.arange(PICKED, dtype=torch.int32).repeat(rows, 1)
+        x = F.pad(randn(rows * PICKED, width, seed=rows), (0, 8 * EIGHTH - width))
+        whole = down(weight, x[:, :width], numbers, 8)
+        for devices in (2, 4, 8):
+            each = 8 // devices * EIGHTH
+            parts = [
+                down(weight.cut(first, each), x[:, first : first + each], numbers, 8 // devices)
+                for first in range(0, 8 * EIGHTH, each)
+            ]
+            while len(parts) > 1:
+                parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+            assert torch.equal(parts[0], whole), (rows, devices)
+
+
+@pytest.mark.parametrize("kind", four_bits.KINDS)
+def test_many_rows_by_expert(experts, linear, kind):
+    """grouped.cu: rows in order of their experts, of whom one has none."""
+    weight = drawn((4, 96, 80), kind, 4)
+    ends = torch.tensor([3, 3, 70, 81], dtype=torch.int32)
+    x = (randn(81, 80, seed=6) / tiles.ACTIVATION_SCALE).half()
+    ours = experts.grouped(x, ends, weight.packed(linear, "experts_gated"))
+    owner = torch.bucketize(torch.arange(81), ends, right=True)
+    exact = weight.meant.double()[owner] @ x.double()[..., None] * tiles.ACTIVATION_SCALE
+    assert error(ours, exact[..., 0]) <= 3e-3  # a bfloat16
