@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <random>
+#include <csetjmp>
 #include <type_traits>
 #include <ucontext.h>
 #include <utility>
@@ -40,10 +41,11 @@ struct Copy {
   const char* from;
 };
 struct Fiber {
-  ucontext_t context;
+  ucontext_t context;  // where it begins
+  jmp_buf place;       // and where it waits: a jump is cheaper than a context, which asks the system
   std::vector<char> stack;
   dim3 index;
-  bool done;
+  bool begun, done;
   std::vector<Copy> open;                  // since the last group of copies
   std::vector<std::vector<Copy>> groups;   // on their way
 };
@@ -56,7 +58,7 @@ struct Meeting {
 static std::vector<Fiber> fibers;
 static int running;
 static ucontext_t outside;
-static std::mt19937 draw;
+static std::minstd_rand draw;
 static dim3 blockIdx, gridDim, blockDim;
 static Meeting everybody;
 static std::map<unsigned, Meeting> warps[32];  // by who takes part
@@ -68,9 +70,15 @@ inline int next_fiber() {
   while (fibers[next].done) next = (next + 1) % fibers.size();
   return next;
 }
+inline void go_on(int next) {
+  running = next;
+  if (fibers[next].begun) _longjmp(fibers[next].place, 1);
+  fibers[next].begun = true;
+  setcontext(&fibers[next].context);
+}
 inline void others_turn() {
-  const int mine = running, next = next_fiber();
-  if (next != mine) running = next, swapcontext(&fibers[mine].context, &fibers[next].context);
+  const int next = next_fiber();
+  if (next != running && !_setjmp(fibers[running].place)) go_on(next);
 }
 inline void meet(Meeting& at, int expected) {
   const unsigned turn = at.turn;
@@ -91,7 +99,7 @@ inline void run_fiber() {
   body();
   fibers[running].done = true;
   for (const Fiber& fiber : fibers)
-    if (!fiber.done) running = next_fiber(), setcontext(&fibers[running].context);
+    if (!fiber.done) go_on(next_fiber());
   setcontext(&outside);
 }
 inline void run_cta(int threads) {
@@ -101,13 +109,14 @@ inline void run_cta(int threads) {
   fibers.resize(threads);
   for (int i = 0; i < threads; i++) {
     Fiber& fiber = fibers[i];
-    fiber.stack.resize(128 << 10), fiber.index = {i, 0, 0}, fiber.done = false, fiber.open.clear(), fiber.groups.clear();
+    fiber.stack.resize(128 << 10), fiber.index = {i, 0, 0}, fiber.begun = fiber.done = false, fiber.open.clear(), fiber.groups.clear();
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
     makecontext(&fiber.context, run_fiber, 0);
   }
-  running = next_fiber();
-  swapcontext(&outside, &fibers[running].context);
+  bool volatile left = false;
+  getcontext(&outside);
+  if (!left) left = true, go_on(next_fiber());
 }
 inline void run_grid(const int* grid, int threads, unsigned seed, std::function<void()> kernel) {
   draw.seed(seed), body = kernel;

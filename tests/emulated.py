@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from targets.cuda import launch
 from targets.cuda.launch import SOURCES, Variant
 
 HEADER = Path(__file__).with_suffix(".h")
@@ -72,21 +73,15 @@ SAID = {
 _seeds = count(1)
 
 
-class Launcher:
-    """`targets.cuda.launch.Launcher` for tensors of the CPU. Each launch has another order."""
+class Launcher(launch.Launcher):
+    """For tensors of the CPU. Each launch has another order."""
+
+    def __init__(self) -> None:
+        """There is no library of compiled kernels."""
 
     def __call__(
-        self,
-        variant: Variant,
-        name: str,
-        grid: tuple[int, int, int],
-        threads: int,
-        arguments: list[Any],
-        shared: int = 0,
-        early: bool = True,
-        roomy: bool = False,
+        self, variant: Variant, name: str, grid, threads, arguments, *_: Any, **__: Any
     ) -> None:
-        del shared, early, roomy
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         kernel = getattr(_library(variant), f"emulate_{name}")
         kernel(pointers, (ctypes.c_int * 3)(*grid), threads, next(_seeds))

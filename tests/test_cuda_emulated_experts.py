@@ -22,7 +22,11 @@ from tests.card import as_input, error, rounded
 from tests.emulated import Launcher
 from tests.nvfp4_files import as_nvfp4
 
-KINDS = ["fp8", "int4", "uint4", "nvfp4", "bf16"]
+KINDS = [
+    "int4",
+    "fp8",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("uint4", "nvfp4", "bf16")),
+]
 ROUNDED = {"int4": 1e-3, "bf16": 1e-3}
 """Relative error, else 2e-4: inputs of the second matmul now and then round the other way."""
 PROCESSORS = 2
@@ -87,12 +91,12 @@ def drawn(shape: tuple[int, ...], kind: str, seed: int) -> Weight:
 
 @pytest.fixture(scope="module")
 def linear() -> Gemm:
-    return Gemm(Launcher(), PROCESSORS, 1.0)  # type: ignore[arg-type]
+    return Gemm(Launcher(), PROCESSORS, 1.0)
 
 
 @pytest.fixture(scope="module")
 def experts(linear) -> Experts:
-    return Experts(Launcher(), linear, released("gemma-4-26b-a4b"), PROCESSORS)  # type: ignore[arg-type]
+    return Experts(Launcher(), linear, released("gemma-4-26b-a4b"), PROCESSORS)
 
 
 def chosen(rows: int, together: bool = False) -> torch.Tensor:
