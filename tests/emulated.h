@@ -23,6 +23,7 @@
 #define __grid_constant__
 #define threadIdx (fibers[running].index)
 #define __expf expf_of_cuda
+#define clock clock_of_cuda
 
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
@@ -60,10 +61,22 @@ static int running;
 static ucontext_t outside;
 static std::minstd_rand draw;
 static dim3 blockIdx, gridDim, blockDim;
-static Meeting everybody;
+static Meeting everybody, numbered[16];        // of a CTA; at its barriers
 static std::map<unsigned, Meeting> warps[32];  // by who takes part
 alignas(1024) static char arena[228 << 10];    // a CTA's dynamic shared memory
 static std::function<void()> body;
+
+// An mbarrier, and a bulk copy on its way, which reports to one.
+struct Barrier {
+  int expected, missing, bytes;
+  unsigned phase;
+};
+struct Bulk {
+  unsigned to, bytes, barrier;
+  const void* from;
+};
+static std::map<unsigned, Barrier> barriers;  // by address
+static std::vector<Bulk> bulks;
 
 inline int next_fiber() {
   int next = draw() % fibers.size();
@@ -104,7 +117,8 @@ inline void run_fiber() {
 }
 inline void run_cta(int threads) {
   for (size_t i = 0; i < sizeof arena; i++) arena[i] = i % 2 ? 0x7f : -1;
-  everybody = {};
+  everybody = {}, barriers.clear(), bulks.clear();
+  for (Meeting& barrier : numbered) barrier = {};
   for (auto& warp : warps) warp.clear();
   fibers.resize(threads);
   for (int i = 0; i < threads; i++) {
@@ -182,6 +196,45 @@ inline void await_copies(size_t but) {
   for (; groups.size() > but; groups.erase(groups.begin()))
     for (const Copy& copy : groups.front())
       if (copy.to) memcpy(copy.to, copy.from, 16);
+}
+
+inline unsigned clock_of_cuda() {
+  static unsigned now;
+  return now += 16;
+}
+inline void settle(Barrier& barrier) {
+  if (!barrier.missing && !barrier.bytes) barrier.missing = barrier.expected, barrier.phase++;
+}
+inline void arrive_at(unsigned at, int bytes = 0) {
+  Barrier& barrier = barriers.at(at);
+  barrier.bytes += bytes, barrier.missing--;
+  settle(barrier);
+}
+inline void arrive_bulk(const Bulk& bulk) {
+  Barrier& barrier = barriers.at(bulk.barrier);
+  memcpy(shared_at<char>(bulk.to), bulk.from, bulk.bytes);
+  barrier.bytes -= bulk.bytes;
+  settle(barrier);
+}
+inline void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  bulks.push_back({to, bytes, barrier, from});
+}
+inline bool has_passed(unsigned at, unsigned parity) {  // who asks often enough lets copies arrive, the last first or not
+  if (barriers.at(at).phase % 2 != parity) return true;
+  if (!bulks.empty() && draw() % 2) {
+    std::swap(bulks[draw() % bulks.size()], bulks.back());
+    const Bulk bulk = bulks.back();
+    bulks.pop_back();
+    arrive_bulk(bulk);
+  }
+  others_turn();
+  return barriers.at(at).phase % 2 != parity;
+}
+inline void await_barrier(unsigned at, unsigned parity) {
+  while (!has_passed(at, parity)) {}
+}
+inline void leave_word(Meeting& at, int expected) {  // arrives, and does not wait
+  if (++at.count == expected) at.count = 0, at.turn++;
 }
 
 // ---- Numbers

@@ -27,7 +27,16 @@ FLAGS = "-O1 -std=c++20 -shared -fPIC -fno-strict-aliasing -ffp-contract=off -w"
 """A product and a sum are one rounding only where the source says so."""
 FRAGMENTS = "({d}, {{{{{i0}, {i1}, {i2}, {i3}}}, {{{i4}, {i5}}}}})"
 SAID = {
-    r"griddepcontrol|cp\.async\.bulk\.prefetch": "",
+    r"griddepcontrol|cp\.async\.bulk\.prefetch|fence": "",
+    r"createpolicy": "{o0} = 0",
+    r"bar\.sync": "meet(numbered[{i0}], {i1})",
+    r"bar\.arrive": "leave_word(numbered[{i0}], {i1})",
+    r"mbarrier\.init": "barriers[{i0}] = {{int{i1}, int{i1}, 0, 0}}",
+    r"mbarrier\.arrive\.expect_tx": "arrive_at({i0}, {i1})",
+    r"mbarrier\.arrive": "arrive_at({i0})",
+    r".*mbarrier\.try_wait": "await_barrier({i0}, {i1})",
+    r".*mbarrier\.test_wait": "{o0} = has_passed({i0}, {i1})",
+    r"cp\.async\.bulk\.shared::cluster\.global": "copy_bulk({i0}, {i1}, {i2}, {i3})",
     r"cp\.async\.cg\.shared\.global \[%0\], \[%1\], 16, %2": "copy_async({i0}, {i1}, {i2})",
     r"cp\.async\.cg\.shared\.global \[%0\], \[%1\], 16;": "copy_async({i0}, {i1})",
     r"cp\.async\.commit_group": "commit_copies()",
@@ -154,7 +163,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _statement(inner: str) -> str:
-    template, *operands = _split(inner.replace("::", ": :"), ":")
+    template, *operands = _split(inner, ":")
     said = " ".join("".join(re.findall(r'"((?:[^"\\]|\\.)*)"', template)).split())
     outs, ins = (list(_values(part)) for part in (*operands, "", "")[:2])
     for begin, meant in SAID.items():
