@@ -233,7 +233,7 @@ inline bool has_passed(unsigned at, unsigned parity) {  // who asks often enough
 inline void await_barrier(unsigned at, unsigned parity) {
   while (!has_passed(at, parity)) {}
 }
-inline void leave_word(Meeting& at, int expected) {  // arrives, and does not wait
+inline void arrive_numbered(Meeting& at, int expected) {  // arrives, and does not wait
   if (++at.count == expected) at.count = 0, at.turn++;
 }
 

@@ -30,7 +30,7 @@ SAID = {
     r"griddepcontrol|cp\.async\.bulk\.prefetch|fence": "",
     r"createpolicy": "{o0} = 0",
     r"bar\.sync": "meet(numbered[{i0}], {i1})",
-    r"bar\.arrive": "leave_word(numbered[{i0}], {i1})",
+    r"bar\.arrive": "arrive_numbered(numbered[{i0}], {i1})",
     r"mbarrier\.init": "barriers[{i0}] = {{int{i1}, int{i1}, 0, 0}}",
     r"mbarrier\.arrive\.expect_tx": "arrive_at({i0}, {i1})",
     r"mbarrier\.arrive": "arrive_at({i0})",
