@@ -28,7 +28,7 @@ MIRRORS = {
     "kernels._Pair": "inputs.cu Pair",
     "kernels._Beside": "steps.cu Beside",
     "kernels._Ordered": "ordered.cu Job",
-    "experts._ExpertsJob": "moe.cu Job",
+    "experts._ExpertsJob": "experts.cuh Job",
     "experts._GroupedJob": "grouped.cu Job",
     "experts._Pick": "route.cu Pick",
     "experts._Router": "route.cu Router",
