@@ -12,7 +12,7 @@ from serve.lockstep import _packed, _unpacked
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import DraftSetup, Engine
 from specdec.core.policy.choice import Menu, Policy
-from specdec.core.policy.costs import CostTable
+from specdec.core.policy.costs import CostTable, Work
 from specdec.core.types import Sequence, Speculative
 from tests.fakes import Noise
 from tests.serving import TOKENIZER, ServedTarget, served
@@ -21,13 +21,20 @@ K = 4
 ASK = {"prompt": "abcabcabc", "max_tokens": 16, "seed": 3, "temperature": 1.0}
 
 
+class Alike(CostTable):
+    """Each cycle costs the same, however busy the machine is."""
+
+    def saw(self, work: Work, seconds: float) -> None:
+        super().saw(work, 1.0)
+
+
 def engine_of(auto=True):
     target = ServedTarget(slots=3, chunk=4)
     if not auto:
         drafter = NgramDrafter(1, 3)
         cycle = host_cycle(target, drafter, K)
         return Engine(target, drafter, cycle, drafting=DraftSetup("ngram", (), K))
-    policy = Policy(K, CostTable(), Menu.of([0, K], [0, K]), "model")
+    policy = Policy(K, Alike(), Menu.of([0, K], [0, K]), "model")
     texts = {"suffix": SuffixDrafter(1), "ngram": NgramDrafter(1, 3)}
     drafter = AutoDrafter(texts, Weighted("model", Noise(30)), policy)
     drafting = DraftSetup("auto", ("suffix", "ngram", "model"), K, policy)
