@@ -93,13 +93,13 @@ inline void others_turn() {
   const int next = next_fiber();
   if (next != running && !_setjmp(fibers[running].place)) go_on(next);
 }
+inline void arrive_at(Meeting& at, int expected) {  // and does not wait
+  if (++at.count == expected) at.count = 0, at.turn++;
+}
 inline void meet(Meeting& at, int expected) {
   const unsigned turn = at.turn;
-  if (++at.count == expected) {
-    at.count = 0, at.turn++;
-  } else {
-    while (at.turn == turn) others_turn();
-  }
+  arrive_at(at, expected);
+  while (at.turn == turn) others_turn();
 }
 inline const uint64_t* exchange(unsigned lanes, uint64_t value) {
   Meeting& at = warps[threadIdx.x / 32][lanes];
@@ -232,9 +232,6 @@ inline bool has_passed(unsigned at, unsigned parity) {  // who asks often enough
 }
 inline void await_barrier(unsigned at, unsigned parity) {
   while (!has_passed(at, parity)) {}
-}
-inline void arrive_numbered(Meeting& at, int expected) {  // arrives, and does not wait
-  if (++at.count == expected) at.count = 0, at.turn++;
 }
 
 // ---- Numbers

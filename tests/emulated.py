@@ -30,7 +30,7 @@ SAID = {
     r"griddepcontrol|cp\.async\.bulk\.prefetch|fence": "",
     r"createpolicy": "{o0} = 0",
     r"bar\.sync": "meet(numbered[{i0}], {i1})",
-    r"bar\.arrive": "arrive_numbered(numbered[{i0}], {i1})",
+    r"bar\.arrive": "arrive_at(numbered[{i0}], {i1})",
     r"mbarrier\.init": "barriers[{i0}] = {{int{i1}, int{i1}, 0, 0}}",
     r"mbarrier\.arrive\.expect_tx": "arrive_at({i0}, {i1})",
     r"mbarrier\.arrive": "arrive_at({i0})",
@@ -74,6 +74,7 @@ SAID = {
     r"prmt\.b32 %0, %1, %2, (?P<which>\w+);": "{o0} = permuted({i0}, {i1}, {which})",
     r"prmt\.b32": "{o0} = permuted({i0}, {i1}, {i2})",
     r"redux\.sync\.max\.u32": "{o0} = largest_of_lanes({o0})",
+    r"redux\.sync\.min\.u32": "{o0} = ~largest_of_lanes(~{o0})",
     r"mma\.sync.*\.m16n8k16.*\.f16\.f16\.": "mma_of_halves" + FRAGMENTS,
     r"mma\.sync.*\.m16n8k16.*\.bf16\.bf16\.": "mma_of_brains" + FRAGMENTS,
     r"mma\.sync.*\.m16n8k32.*\.s8\.s8\.": "mma_of_bytes" + FRAGMENTS,
@@ -121,7 +122,7 @@ def as_cpp(variant: Variant) -> str:
 
 def _entry(name: str, given: str) -> str:
     types = [
-        re.sub(r"\bconst __grid_constant__\b|__grid_constant__", "", part).rsplit(maxsplit=1)[0]
+        re.sub(r"(const )?__grid_constant__", "", part).rsplit(maxsplit=1)[0]
         for part in given.split(",")
     ]
     values = ", ".join(f"*({kind.strip()}*)given[{i}]" for i, kind in enumerate(types))

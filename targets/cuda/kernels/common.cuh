@@ -25,6 +25,12 @@ __device__ inline u32 shared_address(const void* p) {
 __device__ inline void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+// What a thread has asked for since the last time is one group; all but the last so many of them are here.
+__device__ inline void asked() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kGroups>
+__device__ inline void await_asked() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
 __device__ inline void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Activations of fp8 weights travel as f16 of value / 32: f16 then reaches 2 million and still
@@ -143,6 +149,16 @@ __device__ inline float warp_sum(float v) {
 __device__ inline float warp_max(float v) {
 #pragma unroll
   for (int d = 16; d; d >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, d));
+  return v;
+}
+
+// Of all lanes of a warp.
+__device__ inline u32 warp_most(u32 v) {
+  asm("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(v));
+  return v;
+}
+__device__ inline u32 warp_least(u32 v) {
+  asm("redux.sync.min.u32 %0, %0, 0xffffffff;" : "+r"(v));
   return v;
 }
 

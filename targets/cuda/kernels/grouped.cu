@@ -145,15 +145,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) grouped(const __grid_c
 #pragma unroll 1
   for (int s = 0; s < kStages - 1; s++) {
     if (s < steps) ask(job, entry, warp, memory, s);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    asked();
   }
   Sums sums = {};
 #pragma unroll 1
   for (int s = 0; s < steps; s++) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    await_asked<kStages - 2>();
     __syncthreads();  // all have theirs, and have read what is asked for next
     if (s + kStages - 1 < steps) ask(job, entry, warp, memory, s + kStages - 1);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    asked();
     multiply(sums, memory + s % kStages * kStage, job.blocks - s * kStep, entry, warp);
   }
   store(job, sums, entry, warp);

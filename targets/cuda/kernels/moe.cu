@@ -23,13 +23,6 @@ constexpr bool kOwn = BITS >= 8;  // a lane reads of a piece what it has copied
 constexpr int kMostParts = 2;  // of k that a warp of `down` has, which is short: fewer barriers for as many units
 constexpr int kScales = kIntegers ? kMostParts * TOKENS * 4 : 0;  // bytes before a warp's inputs: what their last bits are
 
-// What a thread has asked for since the last time is one group; all but the last so many of them are here.
-__device__ inline void asked() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kGroups>
-__device__ inline void await_asked() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
-}
-
 // A warp's ring: the next piece is asked for when all lanes have read the one that it replaces. Small bulk
 // copies would be no faster, and need barriers. A part of k of `down` is a piece, or more of weights of 16 bits.
 template <bool kGate>
@@ -337,7 +330,7 @@ __device__ inline void multiply_all(Sum& sum, const Job& job, int count, Ring<kG
 #pragma unroll 1
   for (int part = 0, begin = 0; begin < blocks;) {
     const int end = kGate ? blocks : min(begin + job.each, blocks);
-    if constexpr (kGate || !Ring<kGate>::kShort) {
+    if constexpr (!Ring<kGate>::kShort) {
       multiply_piece(own, begin, end, count, ring, inputs);
       begin += kGate ? kPiece : job.each;
     } else {

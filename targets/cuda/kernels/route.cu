@@ -32,15 +32,6 @@ struct Known {
   }
 };
 
-__device__ inline u32 most(u32 v) {
-  asm("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(v));
-  return v;
-}
-__device__ inline u32 least(u32 v) {
-  asm("redux.sync.min.u32 %0, %0, 0xffffffff;" : "+r"(v));
-  return v;
-}
-
 // One warp: softmax of row m's logits * factor, the best top_k (at most 32) by falling share, ties to
 // the lower number; their shares are made to sum to 1, then weighted per expert. Rows that sit out and
 // drafts that don't exist pick nobody: no expert is read for them.
@@ -77,11 +68,11 @@ __device__ inline void pick_experts(const Pick& job, int m, const Known& known, 
     u32 top = 0, where = ~0u;
 #pragma unroll
     for (int i = 0; i < kMaxShares; i++) top = max(top, key[i]);
-    top = most(top);
+    top = warp_most(top);
 #pragma unroll
     for (int i = kMaxShares - 1; i >= 0; i--)
       if (key[i] == top) where = lane + 32 * i;
-    where = least(where);
+    where = warp_least(where);
     float taken = 0.0f;
 #pragma unroll
     for (int i = 0; i < kMaxShares; i++)
