@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from targets.arch import Arch
 from targets.cuda import four_bits, int4
@@ -117,6 +118,27 @@ def rounded(x: torch.Tensor, kind: str, layout: str = "plain") -> torch.Tensor:
     if kind == "w8a8":
         return as_e4m3(x.float(), groups_of(layout)).double()
     return x.float().bfloat16().double()
+
+
+def mixed(
+    wide: tuple[torch.Tensor, torch.Tensor],
+    numbers: torch.Tensor,
+    x: torch.Tensor,
+    kind: str,
+    rounds: bool = True,
+) -> torch.Tensor:
+    """The outputs [M, top_k, H] in float64 of experts of gates and ups [E, 2W, H] and downs
+    [E, H, W] that rows x picked, 0 where none; inputs rounded as for this kind, or not at all."""
+    given = lambda v: rounded(v, kind) if rounds else v.double()  # noqa: E731
+    gate_up, down = wide
+    out = torch.zeros(*numbers.shape, x.shape[1], dtype=torch.float64, device=x.device)
+    for row, value in enumerate(given(x)):
+        for rank, number in enumerate(numbers[row].tolist()):
+            if number >= 0:
+                left, right = (gate_up[number].double() @ value).chunk(2)
+                inner = given(F.gelu(left, approximate="tanh") * right)
+                out[row, rank] = down[number].double() @ inner
+    return out
 
 
 def error(ours: torch.Tensor, exact: torch.Tensor) -> float:

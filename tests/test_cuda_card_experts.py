@@ -16,8 +16,10 @@ from targets.cuda.tiles import ACTIVATION_SCALE
 from tests.card import (
     KINDS,
     Differences,
+    Weight,
     as_input,
     error,
+    mixed,
     one_layer,
     randn,
     random_weight,
@@ -115,22 +117,17 @@ def test_experts(moe_ops, kind, picks):
         same.check(call(row, row + 1), whole[row : row + 1])
     assert same.none(), int(same.count)
     few = 4
-    exact = mixed((gate_up, down), (numbers, shares), x[:few], kind)
-    assert error(whole[:few], exact) <= ROUNDED[kind]
+    exact = mixed(in_full(gate_up, down), numbers[:few], x[:few], kind)
+    assert error(whole[:few], shared_out(exact, shares)) <= ROUNDED[kind]
 
 
-def mixed(weights, chosen, x: torch.Tensor, kind: str, rounds: bool = True) -> torch.Tensor:
-    """The experts' sums of rows x in float64, their inputs rounded as a kernel's of this kind, or
-    not at all."""
-    given = lambda v: rounded(v, kind) if rounds else v.double()  # noqa: E731
-    wide = [w.values.float() * (1 if w.scale is None else w.scale[..., None]) for w in weights]
-    exact = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
-    for row, value in enumerate(given(x)):
-        for rank, number in enumerate(chosen[0][row].tolist()):
-            left, right = (wide[0][number].double() @ value).chunk(2)
-            inner = given(F.gelu(left, approximate="tanh") * right)
-            exact[row] += chosen[1][row, rank].double() * (wide[1][number].double() @ inner)
-    return exact
+def in_full(*weights: Weight) -> tuple[torch.Tensor, ...]:
+    return tuple(w.values.float() * (1 if w.scale is None else w.scale[..., None]) for w in weights)
+
+
+def shared_out(outputs: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Experts' outputs [M, top_k, H] by their shares -> [M, H]."""
+    return (outputs * shares[: len(outputs), :, None].double()).sum(1)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4", "uint4", "nvfp4", "bf16"])
@@ -149,9 +146,10 @@ def test_experts_of_great_inputs_and_of_none(moe_ops, kind):
         routed = moe_ops.experts.run(as_input(x, kind), chosen, gate_up.packed, down.packed)
         return summed(routed)
 
-    whole, weights = call(x), (gate_up, down)
-    exact = mixed(weights, chosen, x, kind, rounds=False)
-    assert error(whole, exact) <= 1.5 * error(mixed(weights, chosen, x, kind), exact)
+    whole, wide = call(x), in_full(gate_up, down)
+    outputs = (mixed(wide, numbers, x, kind, rounds) for rounds in (False, True))
+    exact, as_rounded = (shared_out(each, shares) for each in outputs)
+    assert error(whole, exact) <= 1.5 * error(as_rounded, exact)
     strange = x.clone()
     strange[1, 7], strange[2] = torch.nan, 0
     given = call(strange)
@@ -271,14 +269,8 @@ def test_a_layer_of_two_branches(moe_ops, kind):
     x_router = rms(stream, scale.double()).bfloat16().double()
     best, order = (proj.times(x_router) * hidden**-0.5).softmax(-1).topk(8)
     shares = best / best.sum(-1, keepdim=True) * per_expert.double()[order]
-    wide = [
-        w.values.float() * (1 if w.scale is None else w.scale[..., None]) for w in (gate_up, down)
-    ]
-    total = torch.zeros((few, hidden), dtype=torch.float64, device="cuda")
-    for row, value in enumerate(rounded(rms(stream, pre_experts.double()).float(), experts_kind)):
-        for rank, number in enumerate(order[row].tolist()):
-            left, right = (wide[0][number].double() @ value).chunk(2)
-            gated = rounded((F.gelu(left, approximate="tanh") * right).float(), experts_kind)
-            total[row] += shares[row, rank] * (wide[1][number].double() @ gated)
+    x_experts = rms(stream, pre_experts.double()).float()
+    outputs = mixed(in_full(gate_up, down), order, x_experts, experts_kind)
+    total = shared_out(outputs, shares)
     stream = stream + rms(added + rms(total, routed_norm.double()), post.double())
     assert error(whole[0][:few], stream) <= (2e-2 if kind == "w8a8" else 2e-3)

@@ -13,7 +13,7 @@ from targets.arch import released
 from targets.cuda import experts as launches, four_bits, tiles
 from targets.cuda.experts import Experts
 from targets.cuda.gemm import Gemm
-from tests.card import as_input, error, rounded
+from tests.card import as_input, error, mixed
 from tests.emulated import Launcher
 from tests.emulated_weights import KINDS, Weight, drawn, randn
 
@@ -55,15 +55,7 @@ def sums_of(experts: Experts, linear: Gemm, weights, x: torch.Tensor, numbers: t
 def exactly(weights, x: torch.Tensor, numbers: torch.Tensor, rounds: bool = True) -> torch.Tensor:
     """The same in float64, inputs of both matrices rounded as these kernels' are, or not at all."""
     gate_up, down = weights
-    given = lambda v: rounded(v, gate_up.kind) if rounds else v.double()  # noqa: E731
-    out = torch.zeros(*numbers.shape, down.meant.shape[1], dtype=torch.float64)
-    for row, value in enumerate(given(x)):
-        for rank, number in enumerate(numbers[row].tolist()):
-            if number >= 0:
-                left, right = (gate_up.meant[number].double() @ value).chunk(2)
-                inner = given(F.gelu(left, approximate="tanh") * right)
-                out[row, rank] = down.meant[number].double() @ inner
-    return out
+    return mixed((gate_up.meant, down.meant), numbers, x, gate_up.kind, rounds)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,10 +79,8 @@ def test_what_is_no_number_stays_in_its_row(experts, linear, kind):
     weights = drawn(shape[0], kind, 1), drawn(shape[1], kind, 2)
     x, numbers = randn(5, HIDDEN, seed=5), chosen(5, together=True)
     x[:, ::70] *= 100
-    whole, exact = (
-        sums_of(experts, linear, weights, x, numbers),
-        exactly(weights, x, numbers, False),
-    )
+    whole = sums_of(experts, linear, weights, x, numbers)
+    exact = exactly(weights, x, numbers, rounds=False)
     assert error(whole, exact) <= 1.5 * error(exactly(weights, x, numbers), exact)
     x[1, 7], x[2] = torch.nan, 0
     strange = sums_of(experts, linear, weights, x, numbers)
