@@ -46,11 +46,13 @@ ROUTER_CTAS, ROUTER_GROUPS, ROUTER_ROWS, ROUTER_BLOCKS = 8, 8, 16, 100
 
 class Routed(NamedTuple):
     """Routed experts' outputs, yet to be summed by rank: parts [M, top_k, H] float32, not written
-    where a row picked nobody; numbers [M, top_k] int32; shares [M, top_k] float32."""
+    where a row picked nobody; numbers [M, top_k] int32; shares [M, top_k] float32. gated: what
+    their second kernel reads, whose memory no kernel beside that one may be given."""
 
     parts: Tensor
     numbers: Tensor
     shares: Tensor
+    gated: Tensor
 
 
 class _ExpertsJob(Structure):
@@ -164,7 +166,7 @@ class Experts:
         first.f16, first.ready = int(down.kind != "bf16"), int(ready)
         self._start("gate_up", first, gate_up.kind)
         self._start("down", second, down.kind)
-        return Routed(parts, numbers, shares)
+        return Routed(parts, numbers, shares, gated)
 
     def grouped(self, x: Tensor, ends: Tensor, weight: Linear) -> Tensor:
         """`Ops.grouped`."""

@@ -340,9 +340,9 @@ extern "C" __global__ void BOUNDS
     clear(sum);
     multiply_all(sum, at, ring, job.steps, job.depth, lane);
     if (job.k_groups > 1) add_groups(job, sum, sums, row_group, k_group, lane);
-    if (job.ready) wait_for_previous();  // until here only what was ready is read, and nothing written
     if (k_group == 0) finish(job, sum, scales, first_tile, lane);
     first_tile += job.ctas * job.tiles;
     if (pass + 1 < job.passes) load_scales(job, scales, first_tile, lane);
   }
+  if (job.ready) wait_for_previous();  // who waits for this kernel waits for the one before too
 }
