@@ -28,6 +28,10 @@ WIDE, WIDE_TILES = 512, 2
 """Heads of which `walk` has no registers for more tiles."""
 LANES = 16
 """What chunks of keys are dealt to, by absolute position (attention.cuh)."""
+CHUNK, SHORT_CHUNK = 128, 64
+"""Keys of a chunk. Short ones for heads of `WIDE`, of which registers hold no more, and for windows
+that half of the lanes then hold: a short window's keys are dealt to twice as many CTAs. Of a window
+that needs them all a lane would have two chunks, one after the other (docs/performance.md)."""
 STAGE, FEWEST = 64, 3
 """Keys per stage of `walk`'s ring; stages with which it still keeps memory busy."""
 WALK_FROM = 128
@@ -64,21 +68,22 @@ class _AttentionJob(Structure):
 
 def variants(arch: Arch, kv8: int) -> set[Variant]:
     """kv8: whether the cache is e4m3."""
-    kinds = {(_padded(layer.head_dim), layer.normed) for layer in arch.layers}
+    kinds = {(_padded(layer.head_dim), _chunk(layer), layer.normed) for layer in arch.layers}
     splits = {
-        _variant("attention_split", dim, kv8, normed, high, together)
-        for dim, normed in kinds
+        _variant("attention_split", (dim, chunk), kv8, normed, high, together)
+        for dim, chunk, normed in kinds
         for high in TILES
         for together in (1, _together(dim))
     }
     walks = {
-        _variant("attention_fused", dim, kv8, normed, high)
-        for dim, normed in kinds
+        _variant("attention_fused", (dim, chunk), kv8, normed, high)
+        for dim, chunk, normed in kinds
         for high in TILES
         if high <= _most_walking(dim)
     }
-    before = {_variant("attention_prepare", dim, kv8, normed) for dim, normed in kinds}
-    return splits | walks | before | {_variant("attention_combine", dim, kv8) for dim, _ in kinds}
+    before = {_variant("attention_prepare", (dim, None), kv8, normed) for dim, _, normed in kinds}
+    after = {_variant("attention_combine", (dim, chunk), kv8) for dim, chunk, _ in kinds}
+    return splits | walks | before | after
 
 
 class Attention:
@@ -165,28 +170,28 @@ class Attention:
         dim = _padded(layer.head_dim)
         if job.own and not job.stores:
             self._prepare(job, layer, 2 * layer.kv_heads)
-        job.stages, shared = _ring(dim, high, self._kv8)
+        chunk = _chunk(layer)
+        job.stages, shared = _ring(dim, chunk, high, self._kv8)
         grid = (_shares(job.tokens * job.group, high), layer.kv_heads, batch)
-        variant = _variant("attention_fused", dim, self._kv8, layer.normed, high)
+        variant = _variant("attention_fused", (dim, chunk), self._kv8, layer.normed, high)
         self._launch(variant, "walk", grid, THREADS + 32, [job], shared)
 
     def _split(
         self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int, together: int
     ) -> None:
         """together: vectors that a warp makes at a time."""
-        dim = _padded(layer.head_dim)
+        dim, chunk = size = _padded(layer.head_dim), _chunk(layer)
         grid = (_shares(job.tokens * job.group, high) * LANES, layer.kv_heads, batch)
-        variant = _variant("attention_split", dim, self._kv8, layer.normed, high, together)
+        variant = _variant("attention_split", size, self._kv8, layer.normed, high, together)
         room = _room_together(dim, job.tokens, self._kv8) if together > 1 else 0
-        self._launch(variant, "split", grid, THREADS, [job], _fixed(dim, high) + room)
-        grid = (batch * job.tokens, layer.heads, 1)
-        self._launch(
-            _variant("attention_combine", dim, self._kv8), "combine", grid, dim // 4, [job]
-        )
+        self._launch(variant, "split", grid, THREADS, [job], _fixed(dim, chunk, high) + room)
+        merge = _variant("attention_combine", size, self._kv8)
+        self._launch(merge, "combine", (batch * job.tokens, layer.heads, 1), dim // 4, [job])
 
     def _prepare(self, job: _AttentionJob, layer: LayerSpec, vectors: int) -> None:
         rows, parts = job.batch * job.tokens, _parts(vectors)
-        variant = _variant("attention_prepare", _padded(layer.head_dim), self._kv8, layer.normed)
+        size = _padded(layer.head_dim), None
+        variant = _variant("attention_prepare", size, self._kv8, layer.normed)
         early = rows * parts <= BESIDE
         self._launch(variant, "prepare", (rows, parts, 1), THREADS, [job], early=early)
 
@@ -202,8 +207,7 @@ def lanes_seen(layer: LayerSpec, tokens: int) -> int:
     """Lanes with keys that some of so many tokens sees, at most."""
     if layer.window is None:
         return LANES
-    chunk, _ = _chunk(_padded(layer.head_dim))
-    return min(LANES, (layer.window + tokens - 3) // chunk + 2)
+    return min(LANES, (layer.window + tokens - 3) // _chunk(layer) + 2)
 
 
 def _high(queries: int, most: int) -> int:
@@ -251,16 +255,19 @@ def _shares(queries: int, high: int) -> int:
 
 def _variant(
     file: str,
-    dim: int,
+    size: tuple[int, int | None],
     kv8: int,
     normed: bool = True,
     high: int | None = None,
     together: int = 1,
 ) -> Variant:
+    """size: of a padded head, and of a chunk where that matters."""
+    dim, chunk = size
+    keys = () if chunk is None else (("CHUNK", chunk),)
     tiles = () if high is None else (("NT", high),)
     raw = () if normed else (("NORMED", 0),)
     lanes = (("VECTOR", 32 // together),) if together > 1 else ()
-    return Variant(file, (("HD", dim), ("KV8", kv8), *tiles, *raw, *lanes))
+    return Variant(file, (("HD", dim), *keys, ("KV8", kv8), *tiles, *raw, *lanes))
 
 
 def _filled(high: int) -> int:
@@ -268,9 +275,9 @@ def _filled(high: int) -> int:
     return -(-high // 2) * 16
 
 
-def _fixed(dim: int, high: int) -> int:
+def _fixed(dim: int, chunk: int, high: int) -> int:
     """Bytes of `Shared` in attention_chunk.cuh."""
-    chunk, slices = _chunk(dim)
+    slices = CHUNK // chunk
     return _filled(high) * (dim + chunk) * 2 + 8 * high * (slices * (chunk + 4) * 4 + 16)
 
 
@@ -280,15 +287,16 @@ def _room_together(dim: int, tokens: int, kv8: int) -> int:
     return 4 * dim * (2 + tokens) + 2 * tokens * (dim * (1 if kv8 else 2) + 16)
 
 
-def _chunk(dim: int) -> tuple[int, int]:
-    """Its keys, and into how many slices of head_dim warps cut them (attention_chunk.cuh)."""
-    return (128, 1) if dim <= 256 else (64, 2)
+def _chunk(layer: LayerSpec) -> int:
+    """Its keys: a function of the layer alone, which sums follow."""
+    short = layer.window is not None and layer.window <= LANES // 2 * SHORT_CHUNK
+    return SHORT_CHUNK if short or _padded(layer.head_dim) == WIDE else CHUNK
 
 
-def _ring(dim: int, high: int, kv8: int) -> tuple[int, int]:
+def _ring(dim: int, chunk: int, high: int, kv8: int) -> tuple[int, int]:
     """Stages of `walk`'s ring, and bytes with all that is beside it: of half a multiprocessor's
     shared memory if enough stages fit into that, else of all."""
-    fixed, stage = _fixed(dim, high), STAGE * dim * (1 if kv8 else 2) + 16
+    fixed, stage = _fixed(dim, chunk, high), STAGE * dim * (1 if kv8 else 2) + 16
     half = ((SHARED_LIMIT - 1024) // 2 - fixed) // stage
     stages = half if half >= FEWEST else (SHARED_LIMIT - fixed) // stage
     return stages, fixed + stages * stage

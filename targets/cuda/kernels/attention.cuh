@@ -1,8 +1,8 @@
 // What attention's kernels share: a call's place in the cache, the cache's number format, head vectors
 // in a warp, sums of shares.
 //
-// Keys are cut into chunks of 128 (64 for wide heads) at absolute positions, and chunk c belongs to
-// lane c % 16. A lane takes its chunks in ascending order with a running maximum; then the lanes'
+// Keys are cut into chunks of 128 (64 for wide heads and for short windows) at absolute positions, and
+// chunk c belongs to lane c % 16. A lane takes its chunks in ascending order with a running maximum; then the lanes'
 // results are merged in ascending order. So a row's sums follow absolute positions alone, whoever
 // computes them. Chunks that a row can't see add exactly nothing to it.
 // k [slots, kv_heads, S, HD]; v [slots, kv_heads, S / 32, HD, 32]: position p is entry p mod S.
@@ -11,6 +11,9 @@
 
 #ifndef HD  // head_dim, padded up to 64, 128, 256 or 512
 #define HD 256
+#endif
+#ifndef CHUNK  // keys of a chunk: 128, or 64
+#define CHUNK 64
 #endif
 #ifndef KV8  // 1: e4m3 cache, arithmetic in f16; 0: bf16 both
 #define KV8 0
@@ -50,7 +53,7 @@ __device__ inline uint4 wide(Eight raw) { return raw; }
 #endif
 __device__ inline Eight load8(const Cached* p) { return *reinterpret_cast<const Eight*>(p); }
 
-constexpr int kChunk = HD <= 256 ? 128 : 64, kLanes = 16;
+constexpr int kChunk = CHUNK, kLanes = 16;
 
 struct Job {
   const float* qkv;
