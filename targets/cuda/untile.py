@@ -99,6 +99,8 @@ class Untile:
     def _run(self, weight: Linear, out: Tensor, part: _Part) -> None:
         plan = tiles.schedule_of(weight, self._processors)
         assert weight.k % 8 == 0 and weight.dealt != "int16", weight
+        # their tiles are dealt in pairs, and prefill takes them as they are (`Ops.grouped`)
+        assert not (weight.layout.startswith("experts") and weight.kind in four_bits.KINDS), weight
         groups = tiles.k_stride(weight) if plan.k_groups > 1 else 1
         step = groups * plan.depth * tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
         together = min(plan.steps, max(1, LAID_BYTES // (plan.tiles * tiles.TILE * step)))
