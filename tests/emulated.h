@@ -156,9 +156,9 @@ T __shfl_sync(unsigned lanes, T value, int lane) { return from_lane(lanes, value
 template <typename T>
 T __shfl_xor_sync(unsigned lanes, T value, int by) { return from_lane(lanes, value, threadIdx.x % 32 ^ by); }
 template <typename T>
-T __shfl_up_sync(unsigned lanes, T value, int by) {
+T __shfl_up_sync(unsigned lanes, T value, int by, int width = 32) {
   const int lane = threadIdx.x % 32;
-  return from_lane(lanes, value, lane < by ? lane : lane - by);
+  return from_lane(lanes, value, lane % width < by ? lane : lane - by);
 }
 inline unsigned __match_any_sync(unsigned lanes, unsigned value) {
   const uint64_t* values = exchange(lanes, value);
@@ -243,6 +243,7 @@ std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(unsigned v) { return v ? __builtin_ctz(v) + 1 : 0; }
 inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
+inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float expf_of_cuda(float v) { return std::exp(v); }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -268,6 +269,13 @@ inline unsigned e4m3_as_half(unsigned v) {
   const int exponent = v >> 3 & 15, mantissa = v & 7;
   const double size = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
   return exponent == 15 && mantissa == 7 ? 0x7fff : to_half(v & 128 ? -size : size);
+}
+inline unsigned to_e4m3(float v) {  // saturates
+  if (v != v) return 0x7f;
+  const double size = min(std::fabs(double(v)), 448.0);
+  const int exponent = max(std::ilogb(size), -6);  // of zero far below
+  const int eighths = std::nearbyint(std::ldexp(size, 3 - exponent));
+  return unsigned(std::signbit(v)) << 7 | (eighths + (exponent + 6) * 8);
 }
 inline unsigned pair_of(unsigned low, unsigned high) { return low & 0xffff | high << 16; }
 template <typename Of>

@@ -58,6 +58,7 @@ SAID = {
     r"cvt\.rn\.bf16\.f32": "{o0} = to_brain({i0})",
     r"cvt\.rn\.f16x2\.f32": "{o0} = pair_of(to_half({i1}), to_half({i0}))",
     r"cvt\.rn\.bf16x2\.f32": "{o0} = pair_of(to_brain({i1}), to_brain({i0}))",
+    r"cvt\.rn\.satfinite\.e4m3x2\.f32": "{o0} = to_e4m3({i0}) << 8 | to_e4m3({i1})",
     r".*cvt\.rn\.f16x2\.e4m3x2": "(([&](unsigned w) {{ {o0} = pair_of(e4m3_as_half(w & 255), "
     "e4m3_as_half(w >> 8 & 255)), {o1} = pair_of(e4m3_as_half(w >> 16 & 255), "
     "e4m3_as_half(w >> 24)); }})({i0}))",

@@ -1,0 +1,87 @@
+"""attention_*.cu without a GPU: near float64, and a row's bits whichever kernels serve it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from targets.arch import LayerSpec, Rope
+from targets.cuda import attention
+from targets.cuda.attention import Attention
+from tests.attention_cases import POSITIONS, Case, one_layer_of
+from tests.card import error
+from tests.emulated import Launcher
+
+PROCESSORS = 132
+SHORT = LayerSpec(40, 2, 1, 48, Rope(1e4, 24), False, None, 256, None)
+LONG = LayerSpec(None, 6, 2, 64, Rope(1e4, 32), False, None, 256, None)
+BROAD = LayerSpec(1024, 2, 1, 256, Rope(1e4, 128), False, None, 256, None)
+WIDE = LayerSpec(None, 4, 1, 512, Rope(1e6, 64), True, None, 256, None)
+LAYERS = [pytest.param(layer, id=str(layer.head_dim)) for layer in (SHORT, LONG, BROAD, WIDE)]
+KV = [pytest.param(kv, id=str(kv)) for kv in (torch.bfloat16, torch.float8_e4m3fn)]
+STARTS = [0, 61, 126, 200]
+"""Around edges of chunks and of windows."""
+NEAR = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """No graph is captured on a CPU, and its torch has none to ask."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def case_of(layer: LayerSpec, kv: torch.dtype) -> Case:
+    kv8, cpu = int(kv == torch.float8_e4m3fn), torch.device("cpu")
+    ours = Attention(Launcher(), one_layer_of(layer), POSITIONS, kv8, cpu, PROCESSORS)
+    return Case(layer, kv, STARTS, ours.run, "cpu")
+
+
+def same_and_near(case: Case, kv: torch.dtype, tokens: int) -> None:
+    """Rows together and each third of them alone, and what is stored."""
+    together, kept = case.all_together(tokens), case.stored()
+    assert error(together, case.exact(tokens)) <= NEAR[kv], tokens
+    for row in range(0, len(together), 3):
+        assert torch.equal(case.alone(row, tokens), together[row : row + 1]), (tokens, row)
+    assert all(map(torch.equal, case.stored(), kept)), tokens
+
+
+def walks_as_it_splits(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one kernel for all lanes, with two, and with one that prepares vectors before them."""
+    monkeypatch.setattr(attention, "WALK_FROM", 1)
+    case.fill()
+    walked, kept = case.all_together(tokens), case.stored()
+    monkeypatch.setattr(attention, "WALK_FROM", 10**9)
+    for most in (48, 0):
+        for limit in ("ALONE_VECTORS", "ALONE_WIDE", "MOST_WIDE"):
+            monkeypatch.setattr(attention, limit, most)
+        case.fill()
+        assert torch.equal(case.all_together(tokens), walked), (tokens, most)
+        assert all(map(torch.equal, case.stored(), kept)), (tokens, most)
+
+
+def test_a_row_is_itself():
+    case = case_of(SHORT, torch.bfloat16)
+    for tokens in (1, 5):
+        same_and_near(case, torch.bfloat16, tokens)
+
+
+def test_attention_walks_as_it_splits(monkeypatch):
+    walks_as_it_splits(case_of(SHORT, torch.float8_e4m3fn), 5, monkeypatch)
+
+
+def test_rows_that_sit_out_are_left_alone():
+    case = case_of(SHORT, torch.bfloat16)
+    whole, kept = case.all_together(2), case.stored()
+    given = case.call(case.qkv(2), case.rows(2, STARTS, [0, -1, 2, -1]))
+    assert torch.equal(given[:2], whole[:2]) and torch.equal(given[4:6], whole[4:6])
+    assert all(map(torch.equal, case.stored(), kept))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_layer(layer, kv, monkeypatch):
+    for tokens in (1, 3, 5, 8):
+        same_and_near(case_of(layer, kv), kv, tokens)
+        with monkeypatch.context() as patch:
+            walks_as_it_splits(case_of(layer, kv), tokens, patch)
