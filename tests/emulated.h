@@ -1,12 +1,15 @@
-// CUDA's words for a CPU: a CTA's threads are fibers, of which one runs until it waits for others.
+// CUDA's words for a CPU: a cluster's threads are fibers, of which one runs until it waits for others.
 //
 // Who runs next is drawn, and so is whether an asynchronous copy is done at once or when it is waited for: a missing
 // barrier shows. Memory that nobody has written is not a number. What emulated.py makes of inline PTX ends here too.
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <map>
+#include <memory>
 #include <random>
 #include <csetjmp>
 #include <type_traits>
@@ -16,12 +19,13 @@
 
 #define __device__
 #define __global__
-#define __shared__ static
 #define __align__(bytes)
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __maxnreg__(count)
 #define __grid_constant__
 #define threadIdx (fibers[running].index)
+#define blockIdx (here().block)
 #define __expf expf_of_cuda
 #define clock clock_of_cuda
 
@@ -29,6 +33,8 @@ struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
+struct int4 { int x, y, z, w; };
+struct ulonglong2 { unsigned long long x, y; };
 struct dim3 { int x, y, z; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -41,12 +47,18 @@ struct Copy {
   char* to;  // null: it is there
   const char* from;
 };
+constexpr size_t kStack = 128 << 10, kDynamic = 228 << 10, kShared = 320 << 10;  // bytes
+constexpr int kPeer = 24;  // an address of shared memory has the number of another CTA, from 1 on, above so many bits
+struct Cta;
 struct Fiber {
   ucontext_t context;  // where it begins
-  jmp_buf place;       // and where it waits: a jump is cheaper than a context, which asks the system
-  std::vector<char> stack;
+  jmp_buf place_of;     // and where it waits: a jump is cheaper than a context, which asks the system
+  std::unique_ptr<char[]> stack;
+  Cta* cta;
   dim3 index;
-  bool begun, done;
+  unsigned since;  // turns of the cluster's barrier
+  int place;       // among those that are ready
+  bool begun;
   std::vector<Copy> open;                  // since the last group of copies
   std::vector<std::vector<Copy>> groups;   // on their way
 };
@@ -54,17 +66,9 @@ struct Fiber {
 struct Meeting {
   int count = 0;
   unsigned turn = 0;
+  std::vector<int> waiting;
   uint64_t brought[2][32];
 };
-static std::vector<Fiber> fibers;
-static int running;
-static ucontext_t outside;
-static std::minstd_rand draw;
-static dim3 blockIdx, gridDim, blockDim;
-static Meeting everybody, numbered[16];        // of a CTA; at its barriers
-static std::map<unsigned, Meeting> warps[32];  // by who takes part
-alignas(1024) static char arena[228 << 10];    // a CTA's dynamic shared memory
-static std::function<void()> body;
 
 // An mbarrier, and a bulk copy on its way, which reports to one.
 struct Barrier {
@@ -75,34 +79,68 @@ struct Bulk {
   unsigned to, bytes, barrier;
   const void* from;
 };
-static std::map<unsigned, Barrier> barriers;  // by address
-static std::vector<Bulk> bulks;
+struct Cta {
+  dim3 block;
+  unsigned rank;
+  char* memory;                            // dynamic shared memory, then static
+  Meeting everybody, numbered[16];         // at its barriers
+  std::map<unsigned, Meeting> warps[32];   // by who takes part
+  std::map<unsigned, Barrier> barriers;    // by address
+  std::vector<Bulk> bulks;
+};
+static std::vector<Fiber> fibers;
+static std::vector<int> ready;
+static std::vector<Cta> ctas;  // of the cluster
+static Meeting cluster;
+static int running, left;  // threads that have not ended
+static ucontext_t outside;
+static std::minstd_rand random_draw;
+static dim3 gridDim, blockDim;
+static std::function<void()> body;
 
+inline Cta& here() { return *fibers[running].cta; }
+
+inline void make_ready(int fiber) {
+  fibers[fiber].place = ready.size();
+  ready.push_back(fiber);
+}
+inline void take_out(int fiber) {
+  const int place = fibers[fiber].place;
+  ready[place] = ready.back(), fibers[ready[place]].place = place;
+  ready.pop_back();
+}
 inline int next_fiber() {
-  int next = draw() % fibers.size();
-  while (fibers[next].done) next = (next + 1) % fibers.size();
-  return next;
+  if (ready.empty()) fputs("all threads wait for one another\n", stderr), abort();
+  return ready[random_draw() % ready.size()];
 }
 inline void go_on(int next) {
   running = next;
-  if (fibers[next].begun) _longjmp(fibers[next].place, 1);
+  if (fibers[next].begun) _longjmp(fibers[next].place_of, 1);
   fibers[next].begun = true;
   setcontext(&fibers[next].context);
 }
 inline void others_turn() {
   const int next = next_fiber();
-  if (next != running && !_setjmp(fibers[running].place)) go_on(next);
+  if (next != running && !_setjmp(fibers[running].place_of)) go_on(next);
 }
 inline void arrive_at(Meeting& at, int expected) {  // and does not wait
-  if (++at.count == expected) at.count = 0, at.turn++;
+  if (++at.count < expected) return;
+  at.count = 0, at.turn++;
+  for (int fiber : std::exchange(at.waiting, {})) make_ready(fiber);
+}
+inline void await_turn_after(Meeting& at, unsigned turn) {
+  if (at.turn != turn) return;
+  at.waiting.push_back(running);
+  take_out(running);
+  others_turn();
 }
 inline void meet(Meeting& at, int expected) {
   const unsigned turn = at.turn;
   arrive_at(at, expected);
-  while (at.turn == turn) others_turn();
+  await_turn_after(at, turn);
 }
 inline const uint64_t* exchange(unsigned lanes, uint64_t value) {
-  Meeting& at = warps[threadIdx.x / 32][lanes];
+  Meeting& at = here().warps[threadIdx.x / 32][lanes];
   uint64_t* brought = at.brought[at.turn % 2];
   brought[threadIdx.x % 32] = value;
   meet(at, __builtin_popcount(lanes));
@@ -110,39 +148,56 @@ inline const uint64_t* exchange(unsigned lanes, uint64_t value) {
 }
 inline void run_fiber() {
   body();
-  fibers[running].done = true;
-  for (const Fiber& fiber : fibers)
-    if (!fiber.done) go_on(next_fiber());
-  setcontext(&outside);
+  take_out(running);
+  if (!--left) setcontext(&outside);
+  go_on(next_fiber());
 }
-inline void run_cta(int threads) {
-  for (size_t i = 0; i < sizeof arena; i++) arena[i] = i % 2 ? 0x7f : -1;
-  everybody = {}, barriers.clear(), bulks.clear();
-  for (Meeting& barrier : numbered) barrier = {};
-  for (auto& warp : warps) warp.clear();
-  fibers.resize(threads);
-  for (int i = 0; i < threads; i++) {
-    Fiber& fiber = fibers[i];
-    fiber.stack.resize(128 << 10), fiber.index = {i, 0, 0}, fiber.begun = fiber.done = false, fiber.open.clear(), fiber.groups.clear();
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
-    makecontext(&fiber.context, run_fiber, 0);
+inline char* shared_memory(int cta) {
+  static std::vector<std::unique_ptr<char[]>> all;
+  while (int(all.size()) <= cta) all.emplace_back(new char[kShared + 1024]);
+  char* begin = all[cta].get();
+  begin += -reinterpret_cast<uintptr_t>(begin) & 1023;
+  for (size_t i = 0; i < kShared; i++) begin[i] = i % 2 ? 0x7f : -1;
+  return begin;
+}
+inline void begin_fiber(Fiber& fiber, int index, Cta& cta) {
+  if (!fiber.stack) fiber.stack.reset(new char[kStack]);
+  fiber.cta = &cta, fiber.index = {index, 0, 0}, fiber.begun = false, fiber.open.clear(), fiber.groups.clear();
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = fiber.stack.get(), fiber.context.uc_stack.ss_size = kStack;
+  makecontext(&fiber.context, run_fiber, 0);
+}
+inline void run_cluster(dim3 first, int count, int threads) {
+  ctas.clear(), ctas.resize(count), cluster = {};
+  fibers.resize(count * threads);
+  for (int c = 0; c < count; c++) {
+    ctas[c].block = {first.x + c, first.y, first.z}, ctas[c].rank = c, ctas[c].memory = shared_memory(c);
+    for (int i = 0; i < threads; i++) begin_fiber(fibers[c * threads + i], i, ctas[c]);
   }
-  bool volatile left = false;
+  ready.clear(), left = fibers.size();
+  for (int i = 0; i < left; i++) make_ready(i);
+  bool volatile begun = false;
   getcontext(&outside);
-  if (!left) left = true, go_on(next_fiber());
+  if (!begun) begun = true, go_on(next_fiber());
 }
-inline void run_grid(const int* grid, int threads, unsigned seed, std::function<void()> kernel) {
-  draw.seed(seed), body = kernel;
+inline void run_grid(const int* grid, int threads, unsigned seed, int of_cluster, std::function<void()> kernel) {
+  random_draw.seed(seed), body = kernel;
   gridDim = {grid[0], grid[1], grid[2]}, blockDim = {threads, 1, 1};
   for (int z = 0; z < grid[2]; z++)
     for (int y = 0; y < grid[1]; y++)
-      for (int x = 0; x < grid[0]; x++) blockIdx = {x, y, z}, run_cta(threads);
+      for (int x = 0; x < grid[0]; x += of_cluster) run_cluster({x, y, z}, of_cluster, threads);
 }
 
 // ---- What threads do together
 
-inline void __syncthreads() { meet(everybody, fibers.size()); }
+inline void __syncthreads() { meet(here().everybody, blockDim.x); }
+inline void arrive_of_cluster() {
+  fibers[running].since = cluster.turn;
+  arrive_at(cluster, fibers.size());
+}
+inline void await_cluster() {
+  await_turn_after(cluster, fibers[running].since);
+}
 inline void __syncwarp(unsigned lanes = ~0u) { exchange(lanes, 0); }
 template <typename T>
 T from_lane(unsigned lanes, T value, int lane) {
@@ -171,20 +226,49 @@ inline unsigned largest_of_lanes(unsigned value) {
   for (int i = 0; i < 32; i++) value = values[i] > value ? values[i] : value;
   return value;
 }
+inline unsigned __ballot_sync(unsigned lanes, bool value) {
+  const uint64_t* values = exchange(lanes, value);
+  unsigned all = 0;
+  for (int i = 0; i < 32; i++) all |= unsigned(lanes >> i & 1 && values[i]) << i;
+  return all;
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) { return largest_of_lanes(value); }
+inline int __reduce_add_sync(unsigned lanes, int value) {
+  const uint64_t* values = exchange(lanes, value);
+  int all = 0;
+  for (int i = 0; i < 32; i++) all += lanes >> i & 1 ? int(values[i]) : 0;
+  return all;
+}
 template <typename T, typename U>
 T atomicAdd(T* at, U value) { return std::exchange(*at, T(*at + value)); }
+template <typename T>
+T atomicMax(T* at, T value) { return std::exchange(*at, *at < value ? value : *at); }
 template <typename T>
 T atomicOr(T* at, T value) { return std::exchange(*at, *at | value); }
 
 // ---- Shared memory and copies
 
-inline size_t __cvta_generic_to_shared(const void* at) { return static_cast<const char*>(at) - arena; }
+inline size_t __cvta_generic_to_shared(const void* at) { return static_cast<const char*>(at) - here().memory; }
 template <typename T>
-T* shared_at(unsigned at) { return reinterpret_cast<T*>(arena + int(at)); }
+T* shared_at(unsigned at) {
+  const Cta& cta = at >> kPeer ? ctas[(at >> kPeer) - 1] : here();
+  return reinterpret_cast<T*>(cta.memory + at % (1u << kPeer));
+}
+// Where what a function keeps in static shared memory is, by its number in the source: the same in all CTAs.
+inline size_t static_place(int number, size_t bytes) {
+  static std::map<int, size_t> places;
+  static size_t next = kDynamic;
+  const auto [found, added] = places.try_emplace(number, next);
+  if (added) next += (bytes + 127) / 128 * 128;
+  if (next > kShared) abort();
+  return found->second;
+}
+template <typename T>
+T& shared_static(int number) { return *reinterpret_cast<T*>(here().memory + static_place(number, sizeof(T))); }
 inline void copy_async(unsigned to, const void* from, int bytes = 16) {  // 0: zeros
   static const char zeros[16] = {};
   Copy copy = {shared_at<char>(to), bytes ? static_cast<const char*>(from) : zeros};
-  if (draw() % 2) memcpy(std::exchange(copy.to, nullptr), copy.from, 16);
+  if (random_draw() % 2) memcpy(std::exchange(copy.to, nullptr), copy.from, 16);
   fibers[running].open.push_back(copy);
 }
 inline void commit_copies() {
@@ -206,29 +290,30 @@ inline void settle(Barrier& barrier) {
   if (!barrier.missing && !barrier.bytes) barrier.missing = barrier.expected, barrier.phase++;
 }
 inline void arrive_at(unsigned at, int bytes = 0) {
-  Barrier& barrier = barriers.at(at);
+  Barrier& barrier = here().barriers.at(at);
   barrier.bytes += bytes, barrier.missing--;
   settle(barrier);
 }
 inline void arrive_bulk(const Bulk& bulk) {
-  Barrier& barrier = barriers.at(bulk.barrier);
+  Barrier& barrier = here().barriers.at(bulk.barrier);
   memcpy(shared_at<char>(bulk.to), bulk.from, bulk.bytes);
   barrier.bytes -= bulk.bytes;
   settle(barrier);
 }
 inline void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
-  bulks.push_back({to, bytes, barrier, from});
+  here().bulks.push_back({to, bytes, barrier, from});
 }
 inline bool has_passed(unsigned at, unsigned parity) {  // who asks often enough lets copies arrive, the last first or not
-  if (barriers.at(at).phase % 2 != parity) return true;
-  if (!bulks.empty() && draw() % 2) {
-    std::swap(bulks[draw() % bulks.size()], bulks.back());
+  if (here().barriers.at(at).phase % 2 != parity) return true;
+  auto& bulks = here().bulks;
+  if (!bulks.empty() && random_draw() % 2) {
+    std::swap(bulks[random_draw() % bulks.size()], bulks.back());
     const Bulk bulk = bulks.back();
     bulks.pop_back();
     arrive_bulk(bulk);
   }
   others_turn();
-  return barriers.at(at).phase % 2 != parity;
+  return here().barriers.at(at).phase % 2 != parity;
 }
 inline void await_barrier(unsigned at, unsigned parity) {
   while (!has_passed(at, parity)) {}
@@ -243,6 +328,9 @@ std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(unsigned v) { return v ? __builtin_ctz(v) + 1 : 0; }
 inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
+inline unsigned long long __float2ull_rz(float v) { return v; }
+inline unsigned __umulhi(unsigned a, unsigned b) { return uint64_t(a) * b >> 32; }
+inline float __uint2float_rn(unsigned v) { return v; }
 inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float expf_of_cuda(float v) { return std::exp(v); }

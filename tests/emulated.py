@@ -29,9 +29,17 @@ FRAGMENTS = "({d}, {{{{{i0}, {i1}, {i2}, {i3}}}, {{{i4}, {i5}}}}})"
 SAID = {
     r"griddepcontrol|cp\.async\.bulk\.prefetch|fence": "",
     r"createpolicy": "{o0} = 0",
-    r"bar\.sync": "meet(numbered[{i0}], {i1})",
-    r"bar\.arrive": "arrive_at(numbered[{i0}], {i1})",
-    r"mbarrier\.init": "barriers[{i0}] = {{int{i1}, int{i1}, 0, 0}}",
+    r"bar\.sync": "meet(here().numbered[{i0}], {i1})",
+    r"bar\.arrive": "arrive_at(here().numbered[{i0}], {i1})",
+    r"barrier\.cluster\.arrive.*wait": "arrive_of_cluster(), await_cluster()",
+    r"barrier\.cluster\.arrive": "arrive_of_cluster()",
+    r"barrier\.cluster\.wait": "await_cluster()",
+    r"mov\.u32 %0, %%cluster_ctarank": "{o0} = here().rank",
+    r"mapa\.shared::cluster\.u32": "{o0} = ({i1} + 1) << kPeer | {i0}",
+    r"st\.shared::cluster\.u32": "*shared_at<unsigned>({i0}) = {i1}",
+    r"st\.shared::cluster\.u64": "*shared_at<unsigned long long>({i0}) = {i1}",
+    r"st\.shared::cluster\.f32": "*shared_at<float>({i0}) = {i1}",
+    r"mbarrier\.init": "here().barriers[{i0}] = {{int{i1}, int{i1}, 0, 0}}",
     r"mbarrier\.arrive\.expect_tx": "arrive_at({i0}, {i1})",
     r"mbarrier\.arrive": "arrive_at({i0})",
     r".*mbarrier\.try_wait": "await_barrier({i0}, {i1})",
@@ -81,7 +89,7 @@ SAID = {
     r"mma\.sync.*\.m16n8k32.*\.s8\.s8\.": "mma_of_bytes" + FRAGMENTS,
 }
 """What PTX begins with, and what it is in C++: o, i: its outputs and inputs; d: all outputs."""
-_seeds = count(1)
+_seeds, _statics = count(1), count()
 
 
 class Launcher(launch.Launcher):
@@ -115,21 +123,33 @@ def as_cpp(variant: Variant) -> str:
     """A variant's source with all that it includes, and a function for each of its kernels."""
     macros = [f"#define {name} {value}" for name, value in variant.macros]
     text = re.sub(r"#pragma.*", "", _included(variant.source, set()))
-    text = re.sub(r"extern __shared__ .*?(\w+) (\w+)\[\];", r"\1* \2 = (\1*)arena;", text)
-    entries = re.findall(r'extern "C" __global__ void[^{]*?(\w+)\(((?:[^()])*)\) \{', text)
+    text = re.sub(r"extern __shared__ .*?(\w+) (\w+)\[\];", r"\1* \2 = (\1*)here().memory;", text)
+    text = re.sub(r"__shared__ (?:__align__\(\d+\) )?(\w+) ([^;]+);", _static, text)
+    entries = re.findall(r'extern "C" __global__ void([^{]*?)(\w+)\(((?:[^()])*)\) \{', text)
     lines = [f'#include "{HEADER.name}"', *macros, _translated(text)]
-    return "\n".join([*lines, *(_entry(name, given) for name, given in entries)])
+    return "\n".join([*lines, *(_entry(*entry) for entry in entries)])
 
 
-def _entry(name: str, given: str) -> str:
+def _static(match: re.Match[str]) -> str:
+    """Variables of a CTA, in a place of its shared memory that is theirs alone."""
+    number, names = next(_statics), re.findall(r"(\w+)(?:\[[^,]*)?", match[2])
+    given = " ".join(f"auto& {name} = shared_{number}.{name};" for name in names)
+    kind = f"struct Shared_{number} {{ {match[1]} {match[2]}; }};"
+    place = f"auto& shared_{number} = shared_static<Shared_{number}>({number});"
+    return f"{kind} {place} {given}"
+
+
+def _entry(attributes: str, name: str, given: str) -> str:
     types = [
         re.sub(r"(const )?__grid_constant__", "", part).rsplit(maxsplit=1)[0]
         for part in given.split(",")
     ]
+    found = re.search(r"__cluster_dims__\((\w+), 1, 1\)", attributes)
+    cluster = found[1] if found else "1"
     values = ", ".join(f"*({kind.strip()}*)given[{i}]" for i, kind in enumerate(types))
     return (
         f'extern "C" void emulate_{name}(void** given, const int* grid, int threads, unsigned seed)'
-        f" {{ run_grid(grid, threads, seed, [=] {{ {name}({values}); }}); }}"
+        f" {{ run_grid(grid, threads, seed, {cluster}, [=] {{ {name}({values}); }}); }}"
     )
 
 

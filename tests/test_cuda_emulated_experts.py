@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from targets.arch import released
+from specdec.core.types import NO_GUESS
+from targets.arch import MoeSpec, released
 from targets.cuda import experts as launches, four_bits, tiles
 from targets.cuda.experts import Experts
+from targets.cuda.formulas import rank
 from targets.cuda.gemm import Gemm
+from targets.cuda.ops import Rows
 from tests.card import as_input, error, mixed
 from tests.emulated import Launcher
 from tests.emulated_weights import KINDS, Weight, drawn, randn
@@ -134,3 +137,30 @@ def test_many_rows_by_expert(experts, linear, kind):
     owner = torch.bucketize(torch.arange(81), ends, right=True)
     exact = weight.meant.double()[owner] @ x.double()[..., None] * tiles.ACTIVATION_SCALE
     assert error(ours, exact[..., 0]) <= 3e-3  # a bfloat16
+
+
+def test_a_router_chooses_the_best():
+    """By one kernel, a cluster of CTAs, as by two; rows that sit out and drafts that don't exist
+    choose nobody."""
+    moe, rows, arch = MoeSpec(128, 8, WIDTH), 5, released("gemma-4-26b-a4b")
+    weight, x = drawn((moe.experts, 512), "bf16", 1), 9 * randn(rows, 512, seed=2)
+    per_expert = 1 + 0.2 * randn(moe.experts, seed=3)
+    tokens = torch.tensor([[0], [NO_GUESS], [0], [0], [0]], dtype=torch.int32)
+    slots = torch.tensor([0, 1, 2, -1, 4], dtype=torch.int32)
+    given, out = as_input(x, "bf16"), torch.tensor([False, True, False, True, False])
+
+    def call(processors: int, together: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        linear = Gemm(Launcher(), processors, 1.0)
+        router = Experts(Launcher(), linear, arch, processors)
+        proj = weight.packed(linear, "plain")
+        chosen, at_once = router.route(given, proj, per_expert, Rows(tokens, slots, slots), moe)
+        assert at_once == together
+        return chosen
+
+    numbers, shares = call(132, True)
+    assert all(map(torch.equal, call(PROCESSORS, False), (numbers, shares)))
+    logits = x.bfloat16().double() @ weight.meant.double().T
+    best, parts = rank((logits * arch.hidden**-0.5).softmax(-1), per_expert, moe)
+    assert (numbers[out] == -1).all() and (shares[out] == 0).all()
+    assert torch.equal(numbers[~out], best[~out])
+    assert error(shares[~out], parts[~out]) <= 1e-6
