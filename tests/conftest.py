@@ -222,3 +222,10 @@ def few_samples(monkeypatch):
     for name, value in {"STEPS": 3, "CYCLE_SAMPLES": 2, "FIRST_TOKENS": 2}.items():
         monkeypatch.setattr(f"specdec.bench.timing.{name}", value)
     monkeypatch.setattr("targets.cuda.roofline.GROUPS", 3)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """What an emulated kernel's launcher asks: no graph is captured, and a CPU's torch has none."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

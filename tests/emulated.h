@@ -334,6 +334,7 @@ inline float __uint2float_rn(unsigned v) { return v; }
 inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float expf_of_cuda(float v) { return std::exp(v); }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 template <typename To, typename From>

@@ -18,8 +18,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 
-from targets.cuda import launch
+from targets.cuda import kernels, launch
+from targets.cuda.device import H200_BYTES_PER_CYCLE
+from targets.cuda.kernels import Gpu
 from targets.cuda.launch import SOURCES, Variant
 
 HEADER = Path(__file__).with_suffix(".h")
@@ -72,6 +75,7 @@ SAID = {
     "e4m3_as_half(w >> 24)); }})({i0}))",
     r".*mov\.b32 %0, \{l, l\}": "(([&](unsigned w) {{ {o0} = pair_of(w, w), "
     "{o1} = pair_of(w >> 16, w >> 16); }})({i0}))",
+    r"cvt\.f32\.f16 %0, %1": "{o0} = from_half({i0})",
     r".*cvt\.f32\.f16 %1, h": "(([&](unsigned w) {{ {o0} = from_half(w), "
     "{o1} = from_half(w >> 16); }})({i0}))",
     r".*cvt\.f32\.f16 %0, l": "{o0} = from_half({i0})",
@@ -104,6 +108,13 @@ class Launcher(launch.Launcher):
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         kernel = getattr(_library(variant), f"emulate_{name}")
         kernel(pointers, (ctypes.c_int * 3)(*grid), threads, next(_seeds))
+
+
+class Kernels(kernels.Kernels):
+    """Of a GPU with eight multiprocessors."""
+
+    def _gpu(self, needed: set[Variant]) -> Gpu:
+        return Gpu(torch.device("cpu"), Launcher(), 8, H200_BYTES_PER_CYCLE)
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,23 +11,20 @@ import torch
 from targets.arch import read_arch, released
 from targets.checkpoint import Checkpoint
 from targets.cuda import four_bits, int4, untile
-from targets.cuda.cache import make_cache
 from targets.cuda.formulas import lookup
 from targets.cuda.kernels import Kernels
-from targets.cuda.model import decode
 from targets.cuda.nvfp4 import GROUP
-from targets.cuda.ops import Dense, Ops, Rows
-from targets.cuda.params import load_params
+from targets.cuda.ops import Dense, Rows
 from targets.cuda.reader import quantised
 from targets.cuda.reference import Reference
 from targets.stored import dequantise
 from tests.card import KINDS, error, one_layer, random_weight
 from tests.nvfp4_files import in_part, write_nvfp4
-from tests.tiny import VARIANTS, VOCAB, oracle, write_tiny
+from tests.runner import IDS, Runner
+from tests.tiny import VARIANTS, oracle, write_tiny
 
 pytestmark = pytest.mark.gpu
 torch.set_num_threads(1)  # as targets.cuda.load does for the references
-IDS = np.random.default_rng(1).integers(0, VOCAB, (2, 32))
 LEAST, ROUTED = 0.05, 0.4
 """Relative errors of logits that are allowed in any case, and where a router that reads 8 bits
 picks another expert now and then. Models as small as these amplify what rounding to 8 bits does:
@@ -95,27 +91,6 @@ def test_embeddings_are_rows_of_the_head(shape):
             expected[own, first : first + len(row)] = row
     assert torch.equal(texts, expected)
     assert torch.equal(ops.embed(weight.packed, Rows(ids, start, slot)), h)
-
-
-class Runner:
-    """A checkpoint on some operations, as decoding runs it: two rows in slots 2 and 0."""
-
-    def __init__(self, path: Path, ops: Ops, dtype: str, device: str) -> None:
-        self.arch, self.ops, self.device = read_arch(path), ops, device
-        checkpoint = Checkpoint(path, self.arch)
-        self.weights = load_params(checkpoint, self.arch, dtype, device, ops)
-
-    def feed(self, sizes: tuple[int, ...]) -> torch.Tensor:
-        """Logits [2, T, V] of IDS, so many tokens per call."""
-        cache = make_cache(self.arch, 3, 64, 32, torch.bfloat16, self.device)
-        start, parts = 0, []
-        for size in sizes:
-            rows = (IDS[:, start : start + size], [start] * 2, [2, 0])
-            fed = Rows(*(torch.tensor(r, dtype=torch.int32, device=self.device) for r in rows))
-            out = decode(self.weights, self.arch, cache, fed, self.ops)
-            parts.append(out.logits.view(2, size, VOCAB).cpu())
-            start += size
-        return torch.cat(parts, 1)
 
 
 def rounded_to_int4(values: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ from tests.attention_cases import POSITIONS, Case, one_layer_of
 from tests.card import error
 from tests.emulated import Launcher
 
+pytestmark = pytest.mark.usefixtures("eager")
 PROCESSORS = 132
 SHORT = LayerSpec(40, 2, 1, 48, Rope(1e4, 24), False, None, 256, None)
 LONG = LayerSpec(None, 6, 2, 64, Rope(1e4, 32), False, None, 256, None)
@@ -22,12 +23,6 @@ KV = [pytest.param(kv, id=str(kv)) for kv in (torch.bfloat16, torch.float8_e4m3f
 STARTS = [0, 61, 126, 200]
 """Around edges of chunks and of windows."""
 NEAR = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 2e-3}
-
-
-@pytest.fixture(autouse=True)
-def eager(monkeypatch):
-    """No graph is captured on a CPU, and its torch has none to ask."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def case_of(layer: LayerSpec, kv: torch.dtype) -> Case:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from ctypes import Structure, c_float, c_int, c_void_p
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,15 @@ class Embed(Structure):
     )
 
 
+class Gpu(NamedTuple):
+    """What runs kernels: multiprocessors, bytes of memory that it reads in a cycle of theirs."""
+
+    device: torch.device
+    launch: Launcher
+    processors: int
+    bytes_per_cycle: float
+
+
 class Kernels:
     """`ops.Ops` for one architecture on the current device."""
 
@@ -51,13 +61,8 @@ class Kernels:
         compile besides."""
         self.arch = arch
         kv8 = int(kv == torch.float8_e4m3fn)
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        torch.zeros(1, device=self.device)  # torch makes the context that modules are loaded into
-        keep_stacks_small(self.device.index)
-        properties = torch.cuda.get_device_properties(self.device)
-        self.processors = properties.multi_processor_count
-        self._launch = Launcher(Library(variants(arch, kv8, kinds) | more))
-        rate = device.bytes_per_cycle(properties)
+        gpu = self._gpu(variants(arch, kv8, kinds) | more)
+        self.device, self._launch, self.processors, rate = gpu
         self._gemm = gemm.Gemm(self._launch, self.processors, rate, arch.moe is not None)
         self.pack, self.pack_codes = self._gemm.pack, self._gemm.pack_codes
         plain = untile.Untile(self._launch, self.processors)
@@ -78,6 +83,15 @@ class Kernels:
         certified = candidates.Candidates(self._launch, self._gemm, self.processors, self.device)
         self.heads, self.candidates = certified.heads, certified.logits
         self.screened = certified.screened
+
+    def _gpu(self, needed: set[Variant]) -> Gpu:
+        """The current one, with these kernels."""
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        torch.zeros(1, device=gpu)  # torch makes the context that modules are loaded into
+        keep_stacks_small(gpu.index)
+        properties = torch.cuda.get_device_properties(gpu)
+        launch, rate = Launcher(Library(needed)), device.bytes_per_cycle(properties)
+        return Gpu(gpu, launch, properties.multi_processor_count, rate)
 
     def linear(self, x: Input, weight: Linear) -> Tensor:
         return (self._w8a8 if weight.kind == "w8a8" else self._gemm).linear(x, weight)

@@ -1,0 +1,39 @@
+"""Whole tiny models on our own kernels, without a GPU: a token's logits are the same bits however
+many are fed at a time, and near what the references say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from targets.arch import read_arch
+from targets.cuda.reference import Reference
+from tests.card import KINDS, error
+from tests.emulated import Kernels
+from tests.runner import Runner
+from tests.tiny import VARIANTS, write_tiny
+
+pytestmark = pytest.mark.usefixtures("eager")
+NEAR = {"bfloat16": 0.02, "fp8": 0.02, "int4": 0.02}
+"""Models as small as these amplify how sums are rounded."""
+
+
+def same_and_near(tmp_path, variant: str, dtype: str, cuts: list[tuple[int, ...]]) -> None:
+    write_tiny(tmp_path, variant)
+    arch = read_arch(tmp_path)
+    ours = Runner(tmp_path, Kernels(arch, 128, torch.bfloat16, KINDS), dtype, "cpu")
+    first, *others = map(ours.feed, cuts)
+    assert all(torch.equal(first, other) for other in others)
+    reference = Runner(tmp_path, Reference(arch), dtype, "cpu").feed(cuts[0])
+    assert error(first, reference) <= NEAR[dtype]
+
+
+def test_a_mixture_of_4_bits(tmp_path):
+    same_and_near(tmp_path, "26b-a4b", "int4", [(5,), (1, 1, 1, 1, 1), (2, 3)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_model(tmp_path, variant, dtype):
+    same_and_near(tmp_path, variant, dtype, [(8, 8), (1,) * 16, (5, 4, 2, 5)])
