@@ -53,7 +53,6 @@ struct Cta;
 struct Fiber {
   ucontext_t context;  // where it begins
   jmp_buf place_of;     // and where it waits: a jump is cheaper than a context, which asks the system
-  std::unique_ptr<char[]> stack;
   Cta* cta;
   dim3 index;
   unsigned since;  // turns of the cluster's barrier
@@ -94,6 +93,7 @@ static std::vector<Cta> ctas;  // of the cluster
 static Meeting cluster;
 static int running, left;  // threads that have not ended
 static ucontext_t outside;
+static char* stacks;
 static std::minstd_rand random_draw;
 static dim3 gridDim, blockDim;
 static std::function<void()> body;
@@ -161,10 +161,9 @@ inline char* shared_memory(int cta) {
   return begin;
 }
 inline void begin_fiber(Fiber& fiber, int index, Cta& cta) {
-  if (!fiber.stack) fiber.stack.reset(new char[kStack]);
   fiber.cta = &cta, fiber.index = {index, 0, 0}, fiber.begun = false, fiber.open.clear(), fiber.groups.clear();
   getcontext(&fiber.context);
-  fiber.context.uc_stack.ss_sp = fiber.stack.get(), fiber.context.uc_stack.ss_size = kStack;
+  fiber.context.uc_stack.ss_sp = stacks + (&fiber - fibers.data()) * kStack, fiber.context.uc_stack.ss_size = kStack;
   makecontext(&fiber.context, run_fiber, 0);
 }
 inline void run_cluster(dim3 first, int count, int threads) {
@@ -181,7 +180,9 @@ inline void run_cluster(dim3 first, int count, int threads) {
   if (!begun) begun = true, go_on(next_fiber());
 }
 inline void run_grid(const int* grid, int threads, unsigned seed, int of_cluster, std::function<void()> kernel) {
-  random_draw.seed(seed), body = kernel;
+  // all at once, and given back: a process may have so many pieces of memory, and has many kernels
+  const std::unique_ptr<char[]> room(new char[size_t(threads) * of_cluster * kStack]);
+  random_draw.seed(seed), body = kernel, stacks = room.get();
   gridDim = {grid[0], grid[1], grid[2]}, blockDim = {threads, 1, 1};
   for (int z = 0; z < grid[2]; z++)
     for (int y = 0; y < grid[1]; y++)

@@ -26,8 +26,9 @@ from targets.cuda.kernels import Gpu
 from targets.cuda.launch import SOURCES, Variant
 
 HEADER = Path(__file__).with_suffix(".h")
-FLAGS = "-O1 -std=c++20 -shared -fPIC -fno-strict-aliasing -ffp-contract=off -w".split()
-"""A product and a sum are one rounding only where the source says so."""
+FLAGS = "-O1 -std=c++20 -shared -fPIC -fno-strict-aliasing -ffp-contract=off -fno-gnu-unique -w"
+"""A product and a sum are one rounding only where the source says so, and what a function keeps is
+of its own library, not of all that are loaded."""
 FRAGMENTS = "({d}, {{{{{i0}, {i1}, {i2}, {i3}}}, {{{i4}, {i5}}}}})"
 SAID = {
     r"griddepcontrol|cp\.async\.bulk\.prefetch|fence": "",
@@ -125,7 +126,7 @@ def _library(variant: Variant) -> ctypes.CDLL:
     with TemporaryDirectory() as folder:
         source, binary = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
         source.write_text(as_cpp(variant))
-        command = [compiler, *FLAGS, f"-I{HEADER.parent}", "-o", str(binary), str(source)]
+        command = [compiler, *FLAGS.split(), f"-I{HEADER.parent}", "-o", str(binary), str(source)]
         subprocess.run(command, check=True)
         return ctypes.CDLL(str(binary))
 
