@@ -52,7 +52,7 @@ constexpr int kPeer = 24;  // an address of shared memory has the number of anot
 struct Cta;
 struct Fiber {
   ucontext_t context;  // where it begins
-  jmp_buf place_of;     // and where it waits: a jump is cheaper than a context, which asks the system
+  jmp_buf pause;       // and where it waits: a jump is cheaper than a context, which asks the system
   Cta* cta;
   dim3 index;
   unsigned since;  // turns of the cluster's barrier
@@ -115,13 +115,13 @@ inline int next_fiber() {
 }
 inline void go_on(int next) {
   running = next;
-  if (fibers[next].begun) _longjmp(fibers[next].place_of, 1);
+  if (fibers[next].begun) _longjmp(fibers[next].pause, 1);
   fibers[next].begun = true;
   setcontext(&fibers[next].context);
 }
 inline void others_turn() {
   const int next = next_fiber();
-  if (next != running && !_setjmp(fibers[running].place_of)) go_on(next);
+  if (next != running && !_setjmp(fibers[running].pause)) go_on(next);
 }
 inline void arrive_at(Meeting& at, int expected) {  // and does not wait
   if (++at.count < expected) return;
