@@ -222,9 +222,10 @@ inline unsigned __match_any_sync(unsigned lanes, unsigned value) {
   for (int i = 0; i < 32; i++) same |= unsigned(lanes >> i & 1 && values[i] == value) << i;
   return same;
 }
-inline unsigned largest_of_lanes(unsigned value) {
-  const uint64_t* values = exchange(~0u, value);
-  for (int i = 0; i < 32; i++) value = values[i] > value ? values[i] : value;
+inline unsigned __reduce_max_sync(unsigned lanes, unsigned value) {
+  const uint64_t* values = exchange(lanes, value);
+  for (int i = 0; i < 32; i++)
+    if (lanes >> i & 1 && values[i] > value) value = values[i];
   return value;
 }
 inline unsigned __ballot_sync(unsigned lanes, bool value) {
@@ -233,7 +234,7 @@ inline unsigned __ballot_sync(unsigned lanes, bool value) {
   for (int i = 0; i < 32; i++) all |= unsigned(lanes >> i & 1 && values[i]) << i;
   return all;
 }
-inline unsigned __reduce_max_sync(unsigned, unsigned value) { return largest_of_lanes(value); }
+inline unsigned __reduce_min_sync(unsigned lanes, unsigned value) { return ~__reduce_max_sync(lanes, ~value); }
 inline int __reduce_add_sync(unsigned lanes, int value) {
   const uint64_t* values = exchange(lanes, value);
   int all = 0;

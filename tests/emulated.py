@@ -87,8 +87,6 @@ SAID = {
     r"max\.u16x2": "{o0} = larger_of_words({i0}, {i1})",
     r"prmt\.b32 %0, %1, %2, (?P<which>\w+);": "{o0} = permuted({i0}, {i1}, {which})",
     r"prmt\.b32": "{o0} = permuted({i0}, {i1}, {i2})",
-    r"redux\.sync\.max\.u32": "{o0} = largest_of_lanes({o0})",
-    r"redux\.sync\.min\.u32": "{o0} = ~largest_of_lanes(~{o0})",
     r"mma\.sync.*\.m16n8k16.*\.f16\.f16\.": "mma_of_halves" + FRAGMENTS,
     r"mma\.sync.*\.m16n8k16.*\.bf16\.bf16\.": "mma_of_brains" + FRAGMENTS,
     r"mma\.sync.*\.m16n8k32.*\.s8\.s8\.": "mma_of_bytes" + FRAGMENTS,

@@ -152,16 +152,6 @@ __device__ inline float warp_max(float v) {
   return v;
 }
 
-// Of all lanes of a warp.
-__device__ inline u32 warp_most(u32 v) {
-  asm("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(v));
-  return v;
-}
-__device__ inline u32 warp_least(u32 v) {
-  asm("redux.sync.min.u32 %0, %0, 0xffffffff;" : "+r"(v));
-  return v;
-}
-
 // The sum of a warp's lanes up to this one.
 template <typename T>
 __device__ inline T sum_so_far(T v, int lane) {

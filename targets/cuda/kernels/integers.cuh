@@ -20,7 +20,7 @@ __device__ inline u32 largest_of(uint4 v) {
   return larger(larger(v.x & 0x7fff7fff, v.y & 0x7fff7fff), larger(v.z & 0x7fff7fff, v.w & 0x7fff7fff));
 }
 __device__ inline float largest_of_warp(u32 pair) {
-  return floats(warp_most(max(pair & 0xffff, pair >> 16))).x;
+  return floats(__reduce_max_sync(~0u, max(pair & 0xffff, pair >> 16))).x;
 }
 __device__ inline u32 bytes(u32 a, u32 b, u32 which) {
   u32 v;

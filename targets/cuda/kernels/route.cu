@@ -68,11 +68,11 @@ __device__ inline void pick_experts(const Pick& job, int m, const Known& known, 
     u32 top = 0, where = ~0u;
 #pragma unroll
     for (int i = 0; i < kMaxShares; i++) top = max(top, key[i]);
-    top = warp_most(top);
+    top = __reduce_max_sync(~0u, top);
 #pragma unroll
     for (int i = kMaxShares - 1; i >= 0; i--)
       if (key[i] == top) where = lane + 32 * i;
-    where = warp_least(where);
+    where = __reduce_min_sync(~0u, where);
     float taken = 0.0f;
 #pragma unroll
     for (int i = 0; i < kMaxShares; i++)
