@@ -14,6 +14,7 @@ from torch import Tensor
 
 from targets.arch import Arch, LayerSpec, Rope
 from targets.cuda import tiles
+from targets.cuda.cache import CHUNK
 from targets.cuda.formulas import inverse_frequencies
 from targets.cuda.inputs import Input, make_input, make_rows
 from targets.cuda.launch import SHARED_LIMIT, Launcher, Variant, address
@@ -28,10 +29,11 @@ WIDE, WIDE_TILES = 512, 2
 """Heads of which `walk` has no registers for more tiles."""
 LANES = 16
 """What chunks of keys are dealt to, by absolute position (attention.cuh)."""
-CHUNK, SHORT_CHUNK = 128, 64
-"""Keys of a chunk. Short ones for heads of `WIDE`, of which registers hold no more, and for windows
-that half of the lanes then hold: a short window's keys are dealt to twice as many CTAs. Of a window
-that needs them all a lane would have two chunks, one after the other (docs/performance.md)."""
+SHORT_CHUNK = 64
+"""Keys of a chunk, where it has not `CHUNK`: of heads of `WIDE`, of which registers hold no more,
+and of windows that half of the lanes then hold, so that their keys are dealt to twice as many CTAs.
+Of a window that needs all lanes one would have two chunks, one after the other
+(docs/performance.md)."""
 STAGE, FEWEST = 64, 3
 """Keys per stage of `walk`'s ring; stages with which it still keeps memory busy."""
 WALK_FROM = 128
@@ -68,21 +70,21 @@ class _AttentionJob(Structure):
 
 def variants(arch: Arch, kv8: int) -> set[Variant]:
     """kv8: whether the cache is e4m3."""
-    kinds = {(_padded(layer.head_dim), _chunk(layer), layer.normed) for layer in arch.layers}
+    kinds = {(_size(layer), layer.normed) for layer in arch.layers}
     splits = {
-        _variant("attention_split", (dim, chunk), kv8, normed, high, together)
-        for dim, chunk, normed in kinds
+        _variant("attention_split", size, kv8, normed, high, together)
+        for size, normed in kinds
         for high in TILES
-        for together in (1, _together(dim))
+        for together in (1, _together(size[0]))
     }
     walks = {
-        _variant("attention_fused", (dim, chunk), kv8, normed, high)
-        for dim, chunk, normed in kinds
+        _variant("attention_fused", size, kv8, normed, high)
+        for size, normed in kinds
         for high in TILES
-        if high <= _most_walking(dim)
+        if high <= _most_walking(size[0])
     }
-    before = {_variant("attention_prepare", (dim, None), kv8, normed) for dim, _, normed in kinds}
-    after = {_variant("attention_combine", (dim, chunk), kv8) for dim, chunk, _ in kinds}
+    before = {_variant("attention_prepare", (dim, None), kv8, normed) for (dim, _), normed in kinds}
+    after = {_variant("attention_combine", size, kv8) for size, _ in kinds}
     return splits | walks | before | after
 
 
@@ -167,24 +169,23 @@ class Attention:
         )
 
     def _walk(self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int) -> None:
-        dim = _padded(layer.head_dim)
+        size = _size(layer)
         if job.own and not job.stores:
             self._prepare(job, layer, 2 * layer.kv_heads)
-        chunk = _chunk(layer)
-        job.stages, shared = _ring(dim, chunk, high, self._kv8)
+        job.stages, shared = _ring(size, high, self._kv8)
         grid = (_shares(job.tokens * job.group, high), layer.kv_heads, batch)
-        variant = _variant("attention_fused", (dim, chunk), self._kv8, layer.normed, high)
+        variant = _variant("attention_fused", size, self._kv8, layer.normed, high)
         self._launch(variant, "walk", grid, THREADS + 32, [job], shared)
 
     def _split(
         self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int, together: int
     ) -> None:
         """together: vectors that a warp makes at a time."""
-        dim, chunk = size = _padded(layer.head_dim), _chunk(layer)
+        dim, _ = size = _size(layer)
         grid = (_shares(job.tokens * job.group, high) * LANES, layer.kv_heads, batch)
         variant = _variant("attention_split", size, self._kv8, layer.normed, high, together)
         room = _room_together(dim, job.tokens, self._kv8) if together > 1 else 0
-        self._launch(variant, "split", grid, THREADS, [job], _fixed(dim, chunk, high) + room)
+        self._launch(variant, "split", grid, THREADS, [job], _fixed(size, high) + room)
         merge = _variant("attention_combine", size, self._kv8)
         self._launch(merge, "combine", (batch * job.tokens, layer.heads, 1), dim // 4, [job])
 
@@ -261,7 +262,7 @@ def _variant(
     high: int | None = None,
     together: int = 1,
 ) -> Variant:
-    """size: of a padded head, and of a chunk where that matters."""
+    """size: `_size`, or without a chunk where that does not matter."""
     dim, chunk = size
     keys = () if chunk is None else (("CHUNK", chunk),)
     tiles = () if high is None else (("NT", high),)
@@ -275,8 +276,9 @@ def _filled(high: int) -> int:
     return -(-high // 2) * 16
 
 
-def _fixed(dim: int, chunk: int, high: int) -> int:
+def _fixed(size: tuple[int, int], high: int) -> int:
     """Bytes of `Shared` in attention_chunk.cuh."""
+    dim, chunk = size
     slices = CHUNK // chunk
     return _filled(high) * (dim + chunk) * 2 + 8 * high * (slices * (chunk + 4) * 4 + 16)
 
@@ -287,16 +289,21 @@ def _room_together(dim: int, tokens: int, kv8: int) -> int:
     return 4 * dim * (2 + tokens) + 2 * tokens * (dim * (1 if kv8 else 2) + 16)
 
 
+def _size(layer: LayerSpec) -> tuple[int, int]:
+    """Of a padded head, and of a chunk."""
+    return _padded(layer.head_dim), _chunk(layer)
+
+
 def _chunk(layer: LayerSpec) -> int:
     """Its keys: a function of the layer alone, which sums follow."""
     short = layer.window is not None and layer.window <= LANES // 2 * SHORT_CHUNK
     return SHORT_CHUNK if short or _padded(layer.head_dim) == WIDE else CHUNK
 
 
-def _ring(dim: int, chunk: int, high: int, kv8: int) -> tuple[int, int]:
+def _ring(size: tuple[int, int], high: int, kv8: int) -> tuple[int, int]:
     """Stages of `walk`'s ring, and bytes with all that is beside it: of half a multiprocessor's
     shared memory if enough stages fit into that, else of all."""
-    fixed, stage = _fixed(dim, chunk, high), STAGE * dim * (1 if kv8 else 2) + 16
+    fixed, stage = _fixed(size, high), STAGE * size[0] * (1 if kv8 else 2) + 16
     half = ((SHARED_LIMIT - 1024) // 2 - fixed) // stage
     stages = half if half >= FEWEST else (SHARED_LIMIT - fixed) // stage
     return stages, fixed + stages * stage
