@@ -61,8 +61,8 @@ class Kernels:
         compile besides."""
         self.arch = arch
         kv8 = int(kv == torch.float8_e4m3fn)
-        gpu = self._gpu(variants(arch, kv8, kinds) | more)
-        self.device, self._launch, self.processors, rate = gpu
+        needed = variants(arch, kv8, kinds) | more
+        self.device, self._launch, self.processors, rate = self._gpu(needed)
         self._gemm = gemm.Gemm(self._launch, self.processors, rate, arch.moe is not None)
         self.pack, self.pack_codes = self._gemm.pack, self._gemm.pack_codes
         plain = untile.Untile(self._launch, self.processors)

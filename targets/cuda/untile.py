@@ -61,8 +61,8 @@ class Untile:
 
     def with_plain(self, weight: Linear) -> Linear:
         """`Ops.with_plain`."""
-        if weight.kind in four_bits.KINDS and weight.layout.startswith("experts"):
-            return weight  # prefill takes them as they are
+        if _stays(weight):
+            return weight
         size = _plain_bytes(weight, weight.n)
         out = torch.empty(size, dtype=torch.uint8, device=weight.data.device)
         self._run(weight, out, self._whole(weight))
@@ -98,9 +98,7 @@ class Untile:
 
     def _run(self, weight: Linear, out: Tensor, part: _Part) -> None:
         plan = tiles.schedule_of(weight, self._processors)
-        assert weight.k % 8 == 0 and weight.dealt != "int16", weight
-        # their tiles are dealt in pairs, and prefill takes them as they are (`Ops.grouped`)
-        assert not (weight.layout.startswith("experts") and weight.kind in four_bits.KINDS), weight
+        assert weight.k % 8 == 0 and weight.dealt != "int16" and not _stays(weight), weight
         groups = tiles.k_stride(weight) if plan.k_groups > 1 else 1
         step = groups * plan.depth * tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
         together = min(plan.steps, max(1, LAID_BYTES // (plan.tiles * tiles.TILE * step)))
@@ -144,6 +142,11 @@ def _parts(weight: Linear, plan: tiles.Schedule) -> Iterator[tuple[slice, _Part]
         ctas = min(most, plan.ctas - cta)
         own = slice(first * features, min((first + ctas) * features, width))
         yield own, _Part(1, ctas, before, 2 * (own.stop - own.start))
+
+
+def _stays(weight: Linear) -> bool:
+    """Experts of 4 bits, in tiles dealt in pairs: prefill takes them so (`Ops.grouped`)."""
+    return weight.kind in four_bits.KINDS and weight.layout.startswith("experts")
 
 
 def _count(weight: Linear) -> int:
