@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 
 from targets.arch import Arch, LayerSpec, released
+from targets.cuda import attention
 from targets.cuda.cache import make_cache, read
 from targets.cuda.formulas import inverse_frequencies, rotate
 from targets.cuda.inputs import Input
 from targets.cuda.ops import AttentionLayer, Rows
-from tests.card import rows_of
+from tests.card import randn, rows_of
 
 POSITIONS = 1536
 
@@ -22,6 +24,12 @@ Attend = Callable[[torch.Tensor, AttentionLayer, Rows, str], Input]
 
 def one_layer_of(layer: LayerSpec) -> Arch:
     return replace(released("gemma-4-31b"), layers=(layer,))
+
+
+def make_alone(patch: pytest.MonkeyPatch, most: int) -> None:
+    """Up to so many vectors of a CTA `split` makes itself."""
+    for limit in ("ALONE_VECTORS", "ALONE_WIDE", "MOST_WIDE"):
+        patch.setattr(attention, limit, most)
 
 
 class Case:
@@ -41,8 +49,7 @@ class Case:
         self.q_norm, self.k_norm = (1 + 0.1 * self._drawn(layer.head_dim, seed=s) for s in (2, 3))
 
     def _drawn(self, *shape: int, seed: int) -> torch.Tensor:
-        generator = torch.Generator(self._device).manual_seed(seed)
-        return torch.randn(shape, generator=generator, device=self._device)
+        return randn(*shape, seed=seed, device=self._device)
 
     def fill(self) -> None:
         for seed, part in enumerate((self.cache.k, self.cache.v)):

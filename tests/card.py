@@ -23,9 +23,9 @@ HALF = "fp8", "int4", "uint4", "nvfp4"
 """Kinds whose inputs are f16."""
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cuda")
+def randn(*shape: int, seed: int = 0, device: str = "cuda") -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from targets.cuda.int4 import Int4
 from targets.cuda.nvfp4 import GROUP, Nvfp4
 from targets.cuda.ops import Linear
 from targets.cuda.reader import quantise_fp8
+from tests import card
 from tests.nvfp4_files import as_nvfp4
 
 KINDS = [
@@ -60,7 +61,7 @@ def _cut(matrix: torch.Tensor, first: int, width: int) -> torch.Tensor:
 
 
 def randn(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return card.randn(*shape, seed=seed, device="cpu")
 
 
 def drawn(shape: tuple[int, ...], kind: str, seed: int) -> Weight:

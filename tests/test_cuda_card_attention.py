@@ -11,7 +11,7 @@ import torch
 from targets.arch import LayerSpec, Rope
 from targets.cuda import attention
 from targets.cuda.kernels import Kernels
-from tests.attention_cases import POSITIONS, Case, one_layer_of
+from tests.attention_cases import POSITIONS, Case, make_alone, one_layer_of
 from tests.card import KINDS, Differences, error
 
 pytestmark = pytest.mark.gpu
@@ -62,8 +62,7 @@ def test_attention_walks_as_it_splits(layer, kv, monkeypatch):
             case.fill()
             with monkeypatch.context() as patch:  # the next walk has tiles of its own choice
                 patch.setattr(attention, "WALK_FROM", 10**9)
-                for limit in ("ALONE_VECTORS", "ALONE_WIDE", "MOST_WIDE"):
-                    patch.setattr(attention, limit, most)
+                make_alone(patch, most)
                 patch.setattr(attention, "TILES", tiles)
                 same.check(case.all_together(tokens), walked)
             for ours, theirs in zip(case.stored(), kept, strict=True):

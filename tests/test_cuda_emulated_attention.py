@@ -8,7 +8,7 @@ import torch
 from targets.arch import LayerSpec, Rope
 from targets.cuda import attention
 from targets.cuda.attention import Attention
-from tests.attention_cases import POSITIONS, Case, one_layer_of
+from tests.attention_cases import POSITIONS, Case, make_alone, one_layer_of
 from tests.card import error
 from tests.emulated import Launcher
 
@@ -47,8 +47,7 @@ def walks_as_it_splits(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch)
     walked, kept = case.all_together(tokens), case.stored()
     monkeypatch.setattr(attention, "WALK_FROM", 10**9)
     for most in (48, 0):
-        for limit in ("ALONE_VECTORS", "ALONE_WIDE", "MOST_WIDE"):
-            monkeypatch.setattr(attention, limit, most)
+        make_alone(monkeypatch, most)
         case.fill()
         assert torch.equal(case.all_together(tokens), walked), (tokens, most)
         assert all(map(torch.equal, case.stored(), kept)), (tokens, most)
