@@ -21,6 +21,9 @@ THREADS = 256
 WARPS = THREADS // 32
 TOKENS = 8, 16
 """Of an expert, that are multiplied together: the most of few rows, and of many."""
+INTEGERS, INTEGER_TOKENS = "int4", (4, *TOKENS)
+"""The kind whose codes meet integers, and the same of it: four tokens are all columns of an MMA
+(kernels/integers.cuh)."""
 PIECE, WIDE_PIECE, SLOTS, PARTS = 3, 2, 2, 2
 """Blocks of inputs whose weights are copied at once, and of weights of 16 bits; pieces of a warp's
 ring; parts of k that a warp of `down` has (kernels/moe.cu)."""
@@ -102,7 +105,7 @@ def variants(arch: Arch, kinds: set[str]) -> set[Variant]:
             f"this model's experts have {arch.hidden} inputs and {moe.width} features, the "
             f"kernels take {MOST_HIDDEN} and {MOST_WIDTH} at most: run it with --device cpu"
         )
-    mine = {_variant(kind, most) for kind in kinds for most in TOKENS}
+    mine = {_variant(kind, most) for kind in kinds for most in _tokens(kind)}
     mine |= {_grouped(kind) for kind in kinds if kind in four_bits.KINDS}
     return {_route(moe)} | mine
 
@@ -185,7 +188,7 @@ class Experts:
         return out
 
     def _start(self, name: str, job: _ExpertsJob, kind: str) -> None:
-        most = TOKENS[job.rows > TOKENS[0]]
+        most = next((n for n in _tokens(kind) if job.rows <= n), TOKENS[-1])
         job.processors, shared = self._processors, _shared(job, kind, most)
         grid = _ctas(shared, most) * self._processors, 1, 1
         self._launch(_variant(kind, most), name, grid, THREADS, [job], shared)
@@ -222,7 +225,7 @@ def _blocks(plan: tiles.Schedule) -> int:
 def _ctas(shared: int, most: int) -> int:
     """How many a multiprocessor shares its part of the weights among."""
     fit = SHARED_OF_PROCESSOR // (shared + SHARED_BESIDE)
-    return max(1, min(MOST_CTAS, fit)) if most == TOKENS[0] else 2
+    return max(1, min(MOST_CTAS, fit)) if most <= TOKENS[0] else 2
 
 
 def _shared(job: _ExpertsJob, kind: str, most: int) -> int:
@@ -230,9 +233,9 @@ def _shared(job: _ExpertsJob, kind: str, most: int) -> int:
     scales of their parts), and the pairs by expert."""
     blocks = WIDE_PIECE if tiles.BITS[kind] == 16 else PIECE
     ring = WARPS * SLOTS * blocks * 2 * tiles.TILE_BYTES[kind]
-    sums = 2 * (job.k_groups - 1) * job.row_groups * 2 * most // 8 * 32 * 16
+    sums = 2 * (job.k_groups - 1) * job.row_groups * most // 4 * 32 * 16
     inputs = WARPS * min(most, job.rows) * job.parts * job.each * 2 * tiles.INPUTS
-    if kind == "int4":
+    if kind == INTEGERS:
         inputs += WARPS * PARTS * most * 4
     return ring + sums + inputs + job.pairs * (8 + 4)
 
@@ -243,6 +246,10 @@ def _grouped(kind: str) -> Variant:
 
 def _route(moe: MoeSpec) -> Variant:
     return Variant("route", (("SHARES", -(-moe.experts // 32)),))
+
+
+def _tokens(kind: str) -> tuple[int, ...]:
+    return INTEGER_TOKENS if kind == INTEGERS else TOKENS
 
 
 def _variant(kind: str, most: int) -> Variant:

@@ -3,11 +3,11 @@
 #pragma once
 #include "common.cuh"
 
-#ifndef TOKENS  // of an expert that are multiplied together: 8 or 16
+#ifndef TOKENS  // of an expert that are multiplied together: 8 or 16, of integers 4 too
 #define TOKENS 8
 #endif
 
-constexpr int NB = TOKENS / 8;  // columns of an MMA are eight
+constexpr int NB = TOKENS < 8 ? 1 : TOKENS / 8;  // columns of an MMA are eight
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kMaxExperts = 256;
 constexpr int kFew = 64;  // pairs that find their own places

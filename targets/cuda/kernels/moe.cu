@@ -18,7 +18,8 @@ constexpr int kSlots = 2;                   // pieces of a warp's ring: more are
 constexpr int kRing = kSlots * kPiece * kUnitBytes;
 constexpr int kRegisters = NB == 1 ? 80 : 255;  // three CTAs' on a multiprocessor: experts.py
 // Integers of 4 bits meet inputs of 16, in integer MMAs (`multiply_codes`).
-constexpr int NX = kIntegers ? 2 * NB : NB;  // an MMA's eight columns are then two bytes of four tokens
+constexpr int NX = kIntegers ? TOKENS / 4 : NB;  // an MMA's eight columns are then two bytes of four tokens
+constexpr int kTokens = kIntegers ? NX : 2 * NB;  // that a lane has, of each two tiles' four sums
 constexpr bool kOwn = BITS >= 8;  // a lane reads of a piece what it has copied
 constexpr int kMostParts = 2;  // of k that a warp of `down` has, which is short: fewer barriers for as many units
 constexpr int kScales = kIntegers ? kMostParts * TOKENS * 4 : 0;  // bytes before a warp's inputs: what their last bits are
@@ -211,7 +212,7 @@ typedef float Four[4];
 // Of two tiles and all tokens. As MMAs leave them: [tile][8 tokens] fragments; of integers [4 tokens]: both rows of each
 // tile, of token lane % 4.
 struct Sum {
-  Four of[2 * NB];
+  Four of[kTokens];
 
   __device__ Four& fragment(int t, int j) { return of[t * NB + j]; }
   // Of row lane / 4 (+ 8: half) of a tile, and the lane's token i.
@@ -219,7 +220,6 @@ struct Sum {
     return kIntegers ? of[i][t * 2 + half] : of[t * NB + i / 2][half * 2 + i % 2];
   }
 };
-constexpr int kTokens = 2 * NB;  // that a lane has
 __device__ inline int token_of(int i, int lane) { return kIntegers ? i * 4 + lane % 4 : i / 2 * 8 + lane % 4 * 2 + i % 2; }
 // Whether the i-th four sums of a lane are of a token in any lane.
 __device__ inline bool used(int i, int count) { return !kIntegers || !i || count > 4 * i; }
@@ -353,7 +353,7 @@ struct Room {
 };
 __device__ inline void leave(const Sum& sum, const Room& room, int k_group, int finisher, int count) {
 #pragma unroll
-  for (int i = 0; i < 2 * NB; i++) {
+  for (int i = 0; i < kTokens; i++) {
     if (!used(i, count)) break;
     const Four& v = sum.of[i];
     room.of(k_group, finisher, i) = make_float4(v[0], v[1], v[2], v[3]);
@@ -362,7 +362,7 @@ __device__ inline void leave(const Sum& sum, const Room& room, int k_group, int 
 template <int kParts>
 __device__ inline void add(Sum& sum, const Room& room, int finisher, int count) {
 #pragma unroll
-  for (int i = 0; i < 2 * NB; i++) {
+  for (int i = 0; i < kTokens; i++) {
     if (!used(i, count)) break;
     Four& to = sum.of[i];
     float4 v[8];
@@ -427,7 +427,7 @@ template <bool kGate>
 __device__ inline void run(const Job& job) {
   extern __shared__ __align__(128) u8 memory[];
   const int number = job.rows == 1 && threadIdx.x < job.pairs ? load_number(job.numbers + threadIdx.x) : -1;
-  const int part = job.row_groups * 2 * NB * 32, room = (job.k_groups - 1) * part;  // for a unit's sums
+  const int part = job.row_groups * kTokens * 32, room = (job.k_groups - 1) * part;  // for a unit's sums
   const int most = min(TOKENS, job.rows) * job.parts * job.each * 64 + kScales;     // bytes of a warp's inputs
   float4* sums = reinterpret_cast<float4*>(memory + kWarps * kRing);
   u8* inputs_at = reinterpret_cast<u8*>(sums + 2 * room);
@@ -456,7 +456,7 @@ __device__ inline void run(const Job& job) {
   if (walk.left > 0) entry = chosen.entry(walk.entry);
   if (kIntegers && !kAsks && walk.left > 0) places = inputs.find(job, warp, chosen, entry, 0);
   if (!kGate) wait_for_previous();
-  sums += warp.row_group * 2 * NB * 32 + warp.lane;
+  sums += warp.row_group * kTokens * 32 + warp.lane;
   bool another = true;
   int turn = 0;
 #pragma unroll 1
