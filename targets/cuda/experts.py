@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 THREADS = 256
 WARPS = THREADS // 32
-TOKENS = 8, 16
-"""Of an expert, that are multiplied together: the most of few rows, and of many."""
-INTEGERS, INTEGER_TOKENS = "int4", (4, *TOKENS)
+TOKENS = 1, 8, 16
+"""Of an expert, that are multiplied together: of one row, the most of few rows, and of many."""
+INTEGERS, INTEGER_TOKENS = "int4", (1, 4, 8, 16)
 """The kind whose codes meet integers, and the same of it: four tokens are all columns of an MMA
 (kernels/integers.cuh)."""
+MANY = TOKENS[-1]
 PIECE, WIDE_PIECE, SLOTS, PARTS = 3, 2, 2, 2
 """Blocks of inputs whose weights are copied at once, and of weights of 16 bits; pieces of a warp's
 ring; parts of k that a warp of `down` has (kernels/moe.cu)."""
@@ -188,7 +189,7 @@ class Experts:
         return out
 
     def _start(self, name: str, job: _ExpertsJob, kind: str) -> None:
-        most = next((n for n in _tokens(kind) if job.rows <= n), TOKENS[-1])
+        most = next((n for n in _tokens(kind) if job.rows <= n), MANY)
         job.processors, shared = self._processors, _shared(job, kind, most)
         grid = _ctas(shared, most) * self._processors, 1, 1
         self._launch(_variant(kind, most), name, grid, THREADS, [job], shared)
@@ -225,7 +226,7 @@ def _blocks(plan: tiles.Schedule) -> int:
 def _ctas(shared: int, most: int) -> int:
     """How many a multiprocessor shares its part of the weights among."""
     fit = SHARED_OF_PROCESSOR // (shared + SHARED_BESIDE)
-    return max(1, min(MOST_CTAS, fit)) if most <= TOKENS[0] else 2
+    return max(1, min(MOST_CTAS, fit)) if most < MANY else 2
 
 
 def _shared(job: _ExpertsJob, kind: str, most: int) -> int:
@@ -233,10 +234,11 @@ def _shared(job: _ExpertsJob, kind: str, most: int) -> int:
     scales of their parts), and the pairs by expert."""
     blocks = WIDE_PIECE if tiles.BITS[kind] == 16 else PIECE
     ring = WARPS * SLOTS * blocks * 2 * tiles.TILE_BYTES[kind]
-    sums = 2 * (job.k_groups - 1) * job.row_groups * most // 4 * 32 * 16
+    fours = -(-most // 4) if kind == INTEGERS else max(most // 4, 2)
+    sums = 2 * (job.k_groups - 1) * job.row_groups * fours * 32 * 16
     inputs = WARPS * min(most, job.rows) * job.parts * job.each * 2 * tiles.INPUTS
     if kind == INTEGERS:
-        inputs += WARPS * PARTS * most * 4
+        inputs += WARPS * PARTS * fours * 16
     return ring + sums + inputs + job.pairs * (8 + 4)
 
 

@@ -3,10 +3,11 @@
 #pragma once
 #include "common.cuh"
 
-#ifndef TOKENS  // of an expert that are multiplied together: 8 or 16, of integers 4 too
+#ifndef TOKENS  // of an expert that are multiplied together: 8 or 16, of integers 4 too; 1: there is one row
 #define TOKENS 8
 #endif
 
+constexpr bool kLone = TOKENS == 1;  // then an expert's only pair is the rank at which it was picked
 constexpr int NB = TOKENS < 8 ? 1 : TOKENS / 8;  // columns of an MMA are eight
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kMaxExperts = 256;
@@ -44,9 +45,10 @@ struct Chosen {
 
   __device__ Entry entry(int i) const {
     Entry found = entries[i];
-    found.count = of_warp(found.count);
+    found.count = kLone ? 1 : of_warp(found.count);
     return found;
   }
+  __device__ int pair(const Entry& entry, int token) const { return kLone ? entry.first : list[entry.first + token]; }
 };
 
 // What a kernel before the previous one wrote: from L2, which no early start makes stale.
@@ -137,7 +139,7 @@ __device__ inline void sort_pairs(const Job& job, Chosen& chosen) {
 // What one row picked is as many experts, or none: nothing is to be sorted. number: this thread's.
 __device__ inline bool take_pairs(const Job& job, Chosen& chosen, int number) {
   const int i = threadIdx.x;
-  if (i < job.pairs) chosen.entries[i] = {u16(number), 1, i}, chosen.list[i] = i;
+  if (i < job.pairs) chosen.entries[i] = {u16(number), 1, i};
   __syncthreads();
   return chosen.entries[0].expert < job.experts;
 }

@@ -18,11 +18,11 @@ constexpr int kSlots = 2;                   // pieces of a warp's ring: more are
 constexpr int kRing = kSlots * kPiece * kUnitBytes;
 constexpr int kRegisters = NB == 1 ? 80 : 255;  // three CTAs' on a multiprocessor: experts.py
 // Integers of 4 bits meet inputs of 16, in integer MMAs (`multiply_codes`).
-constexpr int NX = kIntegers ? TOKENS / 4 : NB;  // an MMA's eight columns are then two bytes of four tokens
+constexpr int NX = kIntegers ? (TOKENS + 3) / 4 : NB;  // an MMA's eight columns are then two bytes of four tokens
 constexpr int kTokens = kIntegers ? NX : 2 * NB;  // that a lane has, of each two tiles' four sums
 constexpr bool kOwn = BITS >= 8;  // a lane reads of a piece what it has copied
 constexpr int kMostParts = 2;  // of k that a warp of `down` has, which is short: fewer barriers for as many units
-constexpr int kScales = kIntegers ? kMostParts * TOKENS * 4 : 0;  // bytes before a warp's inputs: what their last bits are
+constexpr int kScales = kIntegers ? kMostParts * NX * 16 : 0;  // bytes before a warp's inputs: what their last bits are
 
 // A warp's ring: the next piece is asked for when all lanes have read the one that it replaces. Small bulk
 // copies would be no faster, and need barriers. A part of k of `down` is a piece, or more of weights of 16 bits.
@@ -93,7 +93,7 @@ struct Inputs {
     const int chunks = warp.blocks * 4, all = entry.count * chunks;
 #pragma unroll 1
     for (int c = warp.lane; c < all; c += 32) {
-      const int token = quotient(c, chunks), pair = job.rows == 1 ? 0 : chosen.list[entry.first + token];
+      const int token = quotient(c, chunks), pair = kLone ? 0 : chosen.pair(entry, token);
       copy16(room + c * 16, job.x + place(job, warp, pair, c - token * chunks));
     }
   }
@@ -108,7 +108,7 @@ struct Inputs {
       for (int i = 0; i < kAtOnce; i++) {
         const int c = first + 32 * i, token = quotient(c, chunks);
         if (c >= all) continue;
-        v[i] = load(job, place(job, warp, chosen.list[entry.first + token], c - token * chunks));
+        v[i] = load(job, place(job, warp, chosen.pair(entry, token), c - token * chunks));
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; i++)
@@ -119,7 +119,7 @@ struct Inputs {
   // Where this lane's of a token are in memory.
   __device__ Chunks find(const Job& job, const Warp& warp, const Chosen& chosen, const Entry& entry, int token) const {
     Chunks found;
-    const int pair = chosen.list[entry.first + token];
+    const int pair = chosen.pair(entry, token);
 #pragma unroll
     for (int i = 0; i < kChunks; i++) {
       const int c = warp.lane + 32 * i;
@@ -184,7 +184,7 @@ struct Inputs {
     }
   }
   // Of a part of k, [token].
-  __device__ u32 scales(int part) const { return room - kScales + part * TOKENS * 4; }
+  __device__ u32 scales(int part) const { return room - kScales + part * NX * 16; }
   __device__ void point(const Warp& warp, const Entry& entry) {
 #pragma unroll
     for (int j = 0; j < NX; j++) {
@@ -194,7 +194,7 @@ struct Inputs {
   }
   // Where a pair's are in x: inputs 8 i to 8 i + 7 of the warp's part.
   static __device__ int place(const Job& job, const Warp& warp, int pair, int i) {
-    const int m = kGate ? quotient(pair, job.top_k) : pair, block = warp.first + i / 4, f = i % 4 * 8;
+    const int m = !kGate ? pair : kLone ? 0 : quotient(pair, job.top_k), block = warp.first + i / 4, f = i % 4 * 8;
     // of eight rows or less there is one block, and of pairs each is a block
     if (!kGate) return (m * job.k_blocks + block) * 32 + f;
     return NB == 1 ? (block * job.block + m) * 32 + f : int(x_offset(m, block * 32 + f, job.k_blocks, job.block));
@@ -400,7 +400,7 @@ __device__ inline void load_scales(const Job& job, Scales& scales, int expert, i
 
 template <bool kGate>
 __device__ inline void finish(const Job& job, const Sum& sum, const Scales& scales, const Entry& entry, int unit,
-                              const int* list, int lane) {
+                              const Chosen& chosen, int lane) {
 #pragma unroll
   for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -411,7 +411,7 @@ __device__ inline void finish(const Job& job, const Sum& sum, const Scales& scal
       for (int i = 0; i < kTokens; i++) {
         const int token = token_of(i, lane);
         if (token >= entry.count) continue;
-        const size_t at = size_t(list[entry.first + token]) * job.out_stride + n;
+        const size_t at = size_t(chosen.pair(entry, token)) * job.out_stride + n;
         const float v = sum.get(t, half, i) * scales[t][half];
         if (kGate) {
           const float gated = gelu_tanh(v) * (sum.get(1, half, i) * scales[1][half]);
@@ -426,7 +426,7 @@ __device__ inline void finish(const Job& job, const Sum& sum, const Scales& scal
 template <bool kGate>
 __device__ inline void run(const Job& job) {
   extern __shared__ __align__(128) u8 memory[];
-  const int number = job.rows == 1 && threadIdx.x < job.pairs ? load_number(job.numbers + threadIdx.x) : -1;
+  const int number = kLone && threadIdx.x < job.pairs ? load_number(job.numbers + threadIdx.x) : -1;
   const int part = job.row_groups * kTokens * 32, room = (job.k_groups - 1) * part;  // for a unit's sums
   const int most = min(TOKENS, job.rows) * job.parts * job.each * 64 + kScales;     // bytes of a warp's inputs
   float4* sums = reinterpret_cast<float4*>(memory + kWarps * kRing);
@@ -438,9 +438,9 @@ __device__ inline void run(const Job& job) {
   constexpr bool kAsks = kGate && NB == 1;  // for its first inputs before weights; one row's are known before its experts
   Inputs<kGate> inputs;
   inputs.room = shared_address(inputs_at + threadIdx.x / 32 * most) + kScales;
-  if (kAsks && job.rows == 1) inputs.ask(job, warp, chosen, {0, 1, 0}), asked();
+  if (kAsks && kLone) inputs.ask(job, warp, chosen, {0, 1, 0}), asked();
   Walk walk(job, job.pairs);  // of one row known before its experts are
-  if (job.rows == 1) {
+  if (kLone) {
     if (!take_pairs(job, chosen, number)) walk.left = 0;
   } else {
     if (job.pairs <= kFew)
@@ -449,7 +449,7 @@ __device__ inline void run(const Job& job) {
       sort_pairs(job, chosen);
     walk = Walk(job, chosen.count);
   }
-  if (kAsks && job.rows > 1 && walk.left > 0) inputs.ask(job, warp, chosen, chosen.entries[walk.entry]), asked();
+  if (kAsks && !kLone && walk.left > 0) inputs.ask(job, warp, chosen, chosen.entries[walk.entry]), asked();
   Ring<kGate> ring(job, warp, chosen, walk, memory + threadIdx.x / 32 * kRing);  // before the inputs are there
   Entry entry;
   Chunks places = {};
@@ -489,7 +489,7 @@ __device__ inline void run(const Job& job) {
     if (kGate && turn == 0) wait_for_previous();  // until here only what was ready is read, and nothing written
     if (warp.k_group != finisher) continue;
     add(sum, to, job.k_groups, finisher, entry.count);
-    if (warp.stores(job, walk.group)) finish<kGate>(job, sum, scales, entry, unit, chosen.list, warp.lane);
+    if (warp.stores(job, walk.group)) finish<kGate>(job, sum, scales, entry, unit, chosen, warp.lane);
   }
   if (kGate && turn == 0) wait_for_previous();
   copies_done();  // inputs that were asked for a row that picked nobody
