@@ -8,6 +8,7 @@ Few rows: `prepare`, `split` (a CTA per lane of chunks) and `combine`; very few 
 from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_void_p
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,32 +61,42 @@ class _AttentionJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("qkv", "q_norm", "k_norm", "cosine", "sine", "k", "v")),
         *((name, c_void_p) for name in ("start", "slot", "x", "q", "partial", "sums")),
-        *((name, c_int) for name in ("stride", "batch", "tokens", "group", "kv_heads")),
-        *((name, c_int) for name in ("head_dim", "entries", "window", "own", "k_eq_v")),
+        *((name, c_int) for name in ("stride", "batch", "tokens", "kv_heads")),
+        *((name, c_int) for name in ("entries", "window", "own", "k_eq_v")),
         *((name, c_int) for name in ("stores", "stages", "rows")),
         *((name, c_int) for name in ("fp8", "k_blocks", "block", "k_groups")),
         ("eps", c_float),
     )
 
 
+class _Heads(NamedTuple):
+    """What kernels know of a layer when they are compiled: head_dim and what it is padded to, query
+    heads of a KV head, keys of a chunk, whether heads are normed."""
+
+    dim: int
+    padded: int
+    group: int
+    chunk: int
+    normed: bool
+
+
 def variants(arch: Arch, kv8: int) -> set[Variant]:
     """kv8: whether the cache is e4m3."""
-    kinds = {(_size(layer), layer.normed) for layer in arch.layers}
+    kinds = {_heads(layer) for layer in arch.layers}
     splits = {
-        _variant("attention_split", size, kv8, normed, high, together)
-        for size, normed in kinds
+        _variant("attention_split", heads, kv8, high, together)
+        for heads in kinds
         for high in TILES
-        for together in (1, _together(size[0]))
+        for together in (1, _together(heads.padded))
     }
     walks = {
-        _variant("attention_fused", size, kv8, normed, high)
-        for size, normed in kinds
+        _variant("attention_fused", heads, kv8, high)
+        for heads in kinds
         for high in TILES
-        if high <= _most_walking(size[0])
+        if high <= _most_walking(heads.padded)
     }
-    before = {_variant("attention_prepare", (dim, None), kv8, normed) for (dim, _), normed in kinds}
-    after = {_variant("attention_combine", size, kv8) for size, _ in kinds}
-    return splits | walks | before | after
+    files = "attention_prepare", "attention_combine"
+    return splits | walks | {_variant(file, heads, kv8) for file in files for heads in kinds}
 
 
 class Attention:
@@ -162,37 +173,37 @@ class Attention:
         return _AttentionJob(
             *map(address, (qkv, given.q_norm, given.k_norm, cosine, sine, cache.k, cache.v)),
             *map(address, (rows.start, rows.slot, x and x.data, *room)),
-            *(qkv.stride(0), batch, tokens, layer.heads // layer.kv_heads, layer.kv_heads),
-            *(layer.head_dim, cache.size, layer.window or 0, int(own), int(layer.k_eq_v)),
+            *(qkv.stride(0), batch, tokens, layer.kv_heads),
+            *(cache.size, layer.window or 0, int(own), int(layer.k_eq_v)),
             *(int(own and tokens <= STORED_APART), 0, 0),
             *(int(kind != "bf16"), *places, self._eps),
         )
 
     def _walk(self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int) -> None:
-        size = _size(layer)
+        heads = _heads(layer)
         if job.own and not job.stores:
             self._prepare(job, layer, 2 * layer.kv_heads)
-        job.stages, shared = _ring(size, high, self._kv8)
-        grid = (_shares(job.tokens * job.group, high), layer.kv_heads, batch)
-        variant = _variant("attention_fused", size, self._kv8, layer.normed, high)
+        job.stages, shared = _ring(heads, high, self._kv8)
+        grid = (_shares(job.tokens * heads.group, high), layer.kv_heads, batch)
+        variant = _variant("attention_fused", heads, self._kv8, high)
         self._launch(variant, "walk", grid, THREADS + 32, [job], shared)
 
     def _split(
         self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int, together: int
     ) -> None:
         """together: vectors that a warp makes at a time."""
-        dim, _ = size = _size(layer)
-        grid = (_shares(job.tokens * job.group, high) * LANES, layer.kv_heads, batch)
-        variant = _variant("attention_split", size, self._kv8, layer.normed, high, together)
-        room = _room_together(dim, job.tokens, self._kv8) if together > 1 else 0
-        self._launch(variant, "split", grid, THREADS, [job], _fixed(size, high) + room)
-        merge = _variant("attention_combine", size, self._kv8)
-        self._launch(merge, "combine", (batch * job.tokens, layer.heads, 1), dim // 4, [job])
+        heads = _heads(layer)
+        grid = (_shares(job.tokens * heads.group, high) * LANES, layer.kv_heads, batch)
+        variant = _variant("attention_split", heads, self._kv8, high, together)
+        room = _room_together(heads.padded, job.tokens, self._kv8) if together > 1 else 0
+        self._launch(variant, "split", grid, THREADS, [job], _fixed(heads, high) + room)
+        merge = _variant("attention_combine", heads, self._kv8)
+        grid = batch * job.tokens, layer.heads, 1
+        self._launch(merge, "combine", grid, heads.padded // 4, [job])
 
     def _prepare(self, job: _AttentionJob, layer: LayerSpec, vectors: int) -> None:
         rows, parts = job.batch * job.tokens, _parts(vectors)
-        size = _padded(layer.head_dim), None
-        variant = _variant("attention_prepare", size, self._kv8, layer.normed)
+        variant = _variant("attention_prepare", _heads(layer), self._kv8)
         early = rows * parts <= BESIDE
         self._launch(variant, "prepare", (rows, parts, 1), THREADS, [job], early=early)
 
@@ -255,20 +266,13 @@ def _shares(queries: int, high: int) -> int:
 
 
 def _variant(
-    file: str,
-    size: tuple[int, int | None],
-    kv8: int,
-    normed: bool = True,
-    high: int | None = None,
-    together: int = 1,
+    file: str, heads: _Heads, kv8: int, high: int | None = None, together: int = 1
 ) -> Variant:
-    """size: `_size`, or without a chunk where that does not matter."""
-    dim, chunk = size
-    keys = () if chunk is None else (("CHUNK", chunk),)
+    size = ("HD", heads.padded), ("DIM", heads.dim), ("GROUP", heads.group), ("CHUNK", heads.chunk)
     tiles = () if high is None else (("NT", high),)
-    raw = () if normed else (("NORMED", 0),)
+    raw = () if heads.normed else (("NORMED", 0),)
     lanes = (("VECTOR", 32 // together),) if together > 1 else ()
-    return Variant(file, (("HD", dim), *keys, ("KV8", kv8), *tiles, *raw, *lanes))
+    return Variant(file, (*size, ("KV8", kv8), *tiles, *raw, *lanes))
 
 
 def _filled(high: int) -> int:
@@ -276,11 +280,10 @@ def _filled(high: int) -> int:
     return -(-high // 2) * 16
 
 
-def _fixed(size: tuple[int, int], high: int) -> int:
+def _fixed(heads: _Heads, high: int) -> int:
     """Bytes of `Shared` in attention_chunk.cuh."""
-    dim, chunk = size
-    slices = CHUNK // chunk
-    return _filled(high) * (dim + chunk) * 2 + 8 * high * (slices * (chunk + 4) * 4 + 16)
+    slices, chunk = CHUNK // heads.chunk, heads.chunk
+    return _filled(high) * (heads.padded + chunk) * 2 + 8 * high * (slices * (chunk + 4) * 4 + 16)
 
 
 def _room_together(dim: int, tokens: int, kv8: int) -> int:
@@ -289,9 +292,9 @@ def _room_together(dim: int, tokens: int, kv8: int) -> int:
     return 4 * dim * (2 + tokens) + 2 * tokens * (dim * (1 if kv8 else 2) + 16)
 
 
-def _size(layer: LayerSpec) -> tuple[int, int]:
-    """Of a padded head, and of a chunk."""
-    return _padded(layer.head_dim), _chunk(layer)
+def _heads(layer: LayerSpec) -> _Heads:
+    group, dim = layer.heads // layer.kv_heads, layer.head_dim
+    return _Heads(dim, _padded(dim), group, _chunk(layer), layer.normed)
 
 
 def _chunk(layer: LayerSpec) -> int:
@@ -300,10 +303,10 @@ def _chunk(layer: LayerSpec) -> int:
     return SHORT_CHUNK if short or _padded(layer.head_dim) == WIDE else CHUNK
 
 
-def _ring(size: tuple[int, int], high: int, kv8: int) -> tuple[int, int]:
+def _ring(heads: _Heads, high: int, kv8: int) -> tuple[int, int]:
     """Stages of `walk`'s ring, and bytes with all that is beside it: of half a multiprocessor's
     shared memory if enough stages fit into that, else of all."""
-    fixed, stage = _fixed(size, high), STAGE * size[0] * (1 if kv8 else 2) + 16
+    fixed, stage = _fixed(heads, high), STAGE * heads.padded * (1 if kv8 else 2) + 16
     half = ((SHARED_LIMIT - 1024) // 2 - fixed) // stage
     stages = half if half >= FEWEST else (SHARED_LIMIT - fixed) // stage
     return stages, fixed + stages * stage

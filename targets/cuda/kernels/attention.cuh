@@ -12,6 +12,12 @@
 #ifndef HD  // head_dim, padded up to 64, 128, 256 or 512
 #define HD 256
 #endif
+#ifndef DIM  // head_dim
+#define DIM HD
+#endif
+#ifndef GROUP  // query heads of a KV head
+#define GROUP 2
+#endif
 #ifndef CHUNK  // keys of a chunk: 128, or 64
 #define CHUNK 64
 #endif
@@ -53,7 +59,7 @@ __device__ inline uint4 wide(Eight raw) { return raw; }
 #endif
 __device__ inline Eight load8(const Cached* p) { return *reinterpret_cast<const Eight*>(p); }
 
-constexpr int kChunk = CHUNK, kLanes = 16;
+constexpr int kChunk = CHUNK, kLanes = 16, kDim = DIM, kHalf = DIM / 2, kGroup = GROUP;
 
 struct Job {
   const float* qkv;
@@ -70,7 +76,7 @@ struct Job {
   float* partial; // [lanes, B * kv_heads, T * G, HD]: short contexts touch few pages
   float2* sums;   // [lanes, B * kv_heads, T * G]: (m, l)
   int stride;     // floats per row of qkv
-  int batch, tokens, group, kv_heads, head_dim;
+  int batch, tokens, kv_heads;
   int entries, window;       // S; 0: global
   int own, k_eq_v;           // whether K/V are this layer's own; values are the raw keys
   int stores;                // whether `walk` stores them, not `prepare`
@@ -81,11 +87,11 @@ struct Job {
 
   // Fragments of a CTA's queries.
   __device__ u16* queries(int b, int head, int share) const {
-    const int all = tokens * group, shares = (all + rows - 1) / rows;
+    const int all = tokens * kGroup, shares = (all + rows - 1) / rows;
     return q + (size_t(b * kv_heads + head) * shares + share) * HD * ((rows + 15) / 16 * 16);
   }
   __device__ size_t part(int b, int head, int lane, int row) const {
-    return (size_t(lane * batch + b) * kv_heads + head) * tokens * group + row;
+    return (size_t(lane * batch + b) * kv_heads + head) * tokens * kGroup + row;
   }
 };
 
@@ -117,13 +123,13 @@ struct Vector {
 
   __device__ static int first(int j) { return 4 * (threadIdx.x % VECTOR + VECTOR * j); }
 
-  __device__ void load(const float* raw, int half) { load(raw, raw + half, half); }
-  __device__ void load(const float* lows, const float* highs, int half) {
+  __device__ void load(const float* raw) { load(raw, raw + kHalf); }
+  __device__ void load(const float* lows, const float* highs) {
 #pragma unroll
     for (int j = 0; j < kQuads; j++) {
       const int i = first(j);
       at[j] = {};
-      if (i < half) at[j].load(lows + i, highs + i);
+      if (i < kHalf) at[j].load(lows + i, highs + i);
     }
   }
   // The sum of squares, as 32 lanes add them: of fewer, each adds what two or four of those have.
@@ -150,9 +156,9 @@ struct Vector {
 template <typename By>
 __device__ inline void rotate(const Job& job, Role role, Vector& x, const By& by) {
 #if NORMED
-  const float inverse = rsqrtf(__fdividef(x.squares(), job.head_dim) + job.eps);
+  const float inverse = rsqrtf(__fadd_rn(__fmul_rn(x.squares(), 1.0f / kDim), job.eps));
 #else
-  const float inverse = role == kQuery ? rsqrtf(float(job.head_dim)) : 1.0f;
+  const float inverse = role == kQuery ? rsqrtf(float(kDim)) : 1.0f;
 #endif
 #pragma unroll
   for (int j = 0; j < kQuads; j++) {
@@ -183,24 +189,23 @@ struct Rotation {
   __device__ void load(const Job& job, Role role, int position) {
     if (role == kValue) return;
 #if NORMED
-    weights.load(role == kQuery ? job.q_norm : job.k_norm, job.head_dim / 2);
+    weights.load(role == kQuery ? job.q_norm : job.k_norm);
 #endif
     load_angles(job, position);
   }
   __device__ void load_angles(const Job& job, int position) {
-    const int half = job.head_dim / 2, at = position * half;
-    angles.load(job.cosine + at, job.sine + at, half);
+    angles.load(job.cosine + position * kHalf, job.sine + position * kHalf);
   }
 };
 
 // A row's raw query, of all query heads' `head`.
 __device__ inline const float* raw_query(const Job& job, size_t row, int head) {
-  return job.qkv + row * job.stride + head * job.head_dim;
+  return job.qkv + row * job.stride + head * kDim;
 }
 // A row's raw key or value. Where values are the raw keys, there are none of their own.
 __device__ inline const float* raw_key(const Job& job, size_t row, int head, Role role) {
-  const int heads = job.kv_heads * (job.group + (role == kValue && !job.k_eq_v)) + head;
-  return job.qkv + row * job.stride + heads * job.head_dim;
+  const int heads = job.kv_heads * (kGroup + (role == kValue && !job.k_eq_v)) + head;
+  return job.qkv + row * job.stride + heads * kDim;
 }
 
 // Where columns c and c + 1 of row r are among A fragments of the tensor cores, in words: [r / 16][step of 16
@@ -211,8 +216,7 @@ __device__ inline u32 fragment(u32 r, u32 c, u32 columns) {
 }
 
 // Row `row` of queries of a CTA, as fragments: of global or shared memory.
-__device__ inline void store_query(u16* queries, int row, int dim, const Vector& x) {
-  const int half = dim / 2;
+__device__ inline void store_query(u16* queries, int row, const Vector& x) {
   u32* words = reinterpret_cast<u32*>(queries);
 #pragma unroll
   for (int j = 0; j < kQuads; j++)
@@ -220,12 +224,12 @@ __device__ inline void store_query(u16* queries, int row, int dim, const Vector&
     for (int high = 0; high < 2; high++) {
       const float(&v)[4] = high ? x.at[j].high : x.at[j].low;
       const int i = Vector::first(j);
-      if (i >= half) continue;
-      u32* to = words + fragment(row, i + high * half, HD);
+      if (i >= kHalf) continue;
+      u32* to = words + fragment(row, i + high * kHalf, HD);
       to[0] = to_math(v[0]) | u32(to_math(v[1])) << 16, to[2] = to_math(v[2]) | u32(to_math(v[3])) << 16;
     }
 #pragma unroll 1
-  for (int d = dim + threadIdx.x % VECTOR * 2; d < HD; d += VECTOR * 2) words[fragment(row, d, HD)] = 0;
+  for (int d = kDim + threadIdx.x % VECTOR * 2; d < HD; d += VECTOR * 2) words[fragment(row, d, HD)] = 0;
 }
 
 // Four values next to each other.
@@ -239,21 +243,21 @@ __device__ inline void store4(Cached* to, const float (&v)[4]) {
 
 __device__ inline void store_key(const Job& job, int slot, int head, int position, Role role,
                                  const Vector& x) {
-  const int entry = remainder(position, job.entries), half = job.head_dim / 2;
+  const int entry = remainder(position, job.entries);
   const size_t row = (size_t(slot) * job.kv_heads + head) * job.entries;
   Cached* key = job.k + (row + entry) * HD;
   Cached* column = job.v + (row + entry / 32 * 32) * HD + entry % 32;
 #pragma unroll
   for (int j = 0; j < kQuads; j++) {
     const int i = Vector::first(j);
-    if (i >= half) break;
+    if (i >= kHalf) break;
     if (role == kKey) {
-      store4(key + i, x.at[j].low), store4(key + half + i, x.at[j].high);
+      store4(key + i, x.at[j].low), store4(key + kHalf + i, x.at[j].high);
       continue;
     }
 #pragma unroll
     for (int e = 0; e < 4; e++)
-      column[(i + e) * 32] = to_cache(x.at[j].low[e]), column[(half + i + e) * 32] = to_cache(x.at[j].high[e]);
+      column[(i + e) * 32] = to_cache(x.at[j].low[e]), column[(kHalf + i + e) * 32] = to_cache(x.at[j].high[e]);
   }
 }
 
@@ -277,13 +281,13 @@ __device__ inline float merged(float all, float lane, float2 factor) {
 
 // Four outputs of query head `head` of call row m, for the output projection.
 __device__ inline void emit(const Job& job, int m, int head, int column, float4 o, float l) {
-  if (column >= job.head_dim) return;
-  const int f = head * job.head_dim + column;
+  if (column >= kDim) return;
+  const int f = head * kDim + column;
   const auto narrow = [&](float v) { return job.fp8 ? input_of_fp8(v) : to_bf16(v); };
   const u32 low = narrow(o.x / l) | u32(narrow(o.y / l)) << 16;
   const u32 high = narrow(o.z / l) | u32(narrow(o.w / l)) << 16;
   if (!job.block) {
-    const size_t row = size_t(m) * job.kv_heads * job.group * job.head_dim;
+    const size_t row = size_t(m) * job.kv_heads * kGroup * kDim;
     *reinterpret_cast<uint2*>(static_cast<u32*>(job.x) + (row + f) / 2) = make_uint2(low, high);
     return;
   }

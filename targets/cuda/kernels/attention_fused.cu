@@ -47,7 +47,6 @@ struct Ring {
 
 // The producer stores the new keys and values of its KV head, which other CTAs may do as well.
 __device__ inline void store_new(const Job& job, const Work& work) {
-  const int half = job.head_dim / 2;
 #pragma unroll 1
   for (int i = 0; i < 2 * job.tokens; i++) {
     const Role role = i % 2 ? kValue : kKey;
@@ -55,7 +54,7 @@ __device__ inline void store_new(const Job& job, const Work& work) {
     const float* raw = raw_key(job, size_t(work.b) * job.tokens + t, work.head, role);
     Rotation rotation;
     Vector x;
-    x.load(raw, half);
+    x.load(raw);
     rotation.load(job, role, position);
     rotate(job, role, x, rotation);
     store_key(job, work.slot, work.head, position, role, x);
@@ -84,21 +83,21 @@ __device__ inline void produce(const Job& job, Work work, Ring& ring) {
 
 // Row r's query, one warp each.
 __device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
-  const int half = job.head_dim / 2, warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / 32;
   Rotation rotation;
-  if (warp < work.rows) rotation.load(job, kQuery, work.position(job, warp));
+  if (warp < work.rows) rotation.load(job, kQuery, work.position(warp));
   wait_for_previous();
   let_next_start();
 #pragma unroll 1
   for (int r = warp; r < work.rows; r += kWarps) {
-    const int row = work.first_row + r, head = work.head * job.group + row % job.group;
-    const size_t m = size_t(work.b) * job.tokens + row / job.group;
+    const int row = work.first_row + r, head = work.head * kGroup + row % kGroup;
+    const size_t m = size_t(work.b) * job.tokens + row / kGroup;
     const float* raw = raw_query(job, m, head);
     Vector x;
-    x.load(raw, half);
-    if (r != warp) rotation.load(job, kQuery, work.position(job, r));
+    x.load(raw);
+    if (r != warp) rotation.load(job, kQuery, work.position(r));
     rotate(job, kQuery, x, rotation);
-    store_query(queries, r, job.head_dim, x);
+    store_query(queries, r, x);
   }
 }
 
@@ -123,7 +122,7 @@ __device__ inline void give(const Job& job, const Work& work, const Shared& shar
     for (int i = threadIdx.x; i < work.rows * HD / 8; i += kWarps * 32) {
       const int row = i / (HD / 8), column = i % (HD / 8) * 4, r = work.first_row + row;
       const float4 o = *reinterpret_cast<const float4*>(outputs + row * kOutputs + column);
-      emit(job, work.b * job.tokens + r / job.group, work.head * job.group + r % job.group, first + column,
+      emit(job, work.b * job.tokens + r / kGroup, work.head * kGroup + r % kGroup, first + column,
            o, shared.factors[row].x);
     }
     consumers_sync(kWarps);

@@ -30,15 +30,15 @@ struct NewRows {
   __device__ NewRows(const Job& job, const Shared& shared)
       : keys(reinterpret_cast<Cached*>(shared.rest + 4 * HD * (2 + job.tokens))), values(keys + job.tokens * kPitch) {}
 
-  __device__ void keep(Role role, int token, int dim, const Vector& x) const {
+  __device__ void keep(Role role, int token, const Vector& x) const {
     Cached* to = (role == kKey ? keys : values) + token * kPitch;
 #pragma unroll
     for (int j = 0; j < kQuads; j++) {
       const int i = Vector::first(j);
-      if (i < dim / 2) store4(to + i, x.at[j].low), store4(to + dim / 2 + i, x.at[j].high);
+      if (i < kHalf) store4(to + i, x.at[j].low), store4(to + kHalf + i, x.at[j].high);
     }
 #pragma unroll 1
-    for (int i = dim + threadIdx.x % VECTOR; i < HD; i += VECTOR) to[i] = 0;
+    for (int i = kDim + threadIdx.x % VECTOR; i < HD; i += VECTOR) to[i] = 0;
   }
   // Values to the cache. All threads: some columns of eight tokens at once.
   __device__ void write_values(const Job& job, const Work& work, const Tokens& own) const {
@@ -50,7 +50,7 @@ struct NewRows {
 #pragma unroll
       for (int first = 0; first < HD; first += kWarps * 4) {
         const int i = first + threadIdx.x / 8;
-        if (i < job.head_dim) column[i * 32] = values[t * kPitch + i];
+        if (i < kDim) column[i * 32] = values[t * kPitch + i];
       }
     }
   }
@@ -129,15 +129,14 @@ struct NextRotation : Rotation {
 // keys', then all tokens' angles.
 struct NextRotation {
   const float *rest, *weights, *angles;
-  int half;
 
   __device__ void first(const Job& job, const Work& work, const Shared& shared, Role role, int token) {
-    const int dim = job.head_dim, each = dim / 4;
-    rest = reinterpret_cast<const float*>(shared.rest), half = dim / 2;
+    constexpr int kEach = kDim / 4;
+    rest = reinterpret_cast<const float*>(shared.rest);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (2 + job.tokens) * each; i += kWarps * 32) {
-      const int which = quotient(i, each), at = (i - which * each) * 4, of_token = (work.start + which - 2) * half;
-      const float* of_angles = at < half ? job.cosine + of_token : job.sine + of_token - half;
+    for (int i = threadIdx.x; i < (2 + job.tokens) * kEach; i += kWarps * 32) {
+      const int which = u32(i) / kEach, at = (i - which * kEach) * 4, of_token = (work.start + which - 2) * kHalf;
+      const float* of_angles = at < kHalf ? job.cosine + of_token : job.sine + of_token - kHalf;
       const float* from = which == 0 ? job.q_norm : which == 1 ? job.k_norm : of_angles;
       if (which > 1 || NORMED && (which == 0 || job.own)) copy16(shared_address(shared.rest + i * 16), from + at);
     }
@@ -146,14 +145,14 @@ struct NextRotation {
     __syncthreads();
   }
   __device__ void next(const Job& job, const Work&, Role, Role role, int token) {
-    weights = rest + (role == kQuery ? 0 : job.head_dim), angles = rest + (2 + token) * job.head_dim;
+    weights = rest + (role == kQuery ? 0 : kDim), angles = rest + (2 + token) * kDim;
   }
   __device__ Part weight(int j) const { return part(weights, j); }
   __device__ Part angle(int j) const { return part(angles, j); }
   __device__ Part part(const float* from, int j) const {
     Part part = {};
     const int i = Vector::first(j);
-    if (i < half) part.load(from + i, from + half + i);
+    if (i < kHalf) part.load(from + i, from + kHalf + i);
     return part;
   }
 };
@@ -165,32 +164,32 @@ struct Maker {
   const Job& job;
   const Work& work;
   const Tokens own;
-  const int half, part, stored, all;  // part: this lane's vector of a turn; turns that store, and all
+  const int part, stored, all;  // part: this lane's vector of a turn; turns that store, and all
 
   __device__ Maker(const Job& job, const Work& work)
-      : job(job), work(work), own(job, work), half(job.head_dim / 2), part(threadIdx.x % 32 / VECTOR),
+      : job(job), work(work), own(job, work), part(threadIdx.x % 32 / VECTOR),
         stored(job.own ? (own.count + kVectors - 1) / kVectors * 2 : 0),
         all(stored + (work.rows + kVectors - 1) / kVectors) {}
 
   __device__ Role role(int turn) const { return turn >= stored ? kQuery : turn % 2 ? kValue : kKey; }
   __device__ int token(int turn) const {
-    return turn >= stored ? work.token(job, row(turn)) : own.first + mine(turn / 2, own.count);
+    return turn >= stored ? work.token(row(turn)) : own.first + mine(turn / 2, own.count);
   }
   __device__ int row(int turn) const { return mine(turn - stored, work.rows); }
   __device__ int mine(int turn, int count) const { return min(turn * kVectors + part, count - 1); }
   __device__ void store(Role role, int token, const NextRotation& by, const Shared& shared) const {
     Vector x;
-    x.load(raw_key(job, work.b * job.tokens + token, work.head, role), half);
+    x.load(raw_key(job, work.b * job.tokens + token, work.head, role));
     rotate(job, role, x, by);
-    if (kVectors > 1) NewRows(job, shared).keep(role, token - own.first, job.head_dim, x);
+    if (kVectors > 1) NewRows(job, shared).keep(role, token - own.first, x);
     if (kVectors == 1 || role == kKey) store_key(job, work.slot, work.head, work.start + token, role, x);
   }
   __device__ void query(int row, int token, const NextRotation& by, u16* queries) const {
-    const int head = work.head * job.group + work.first_row + row - token * job.group;
+    const int head = work.head * kGroup + work.first_row + row - token * kGroup;
     Vector x;
-    x.load(raw_query(job, work.b * job.tokens + token, head), half);
+    x.load(raw_query(job, work.b * job.tokens + token, head));
     rotate(job, kQuery, x, by);
-    store_query(queries, row, job.head_dim, x);
+    store_query(queries, row, x);
   }
 };
 
