@@ -218,14 +218,15 @@ __device__ inline u32 fragment(u32 r, u32 c, u32 columns) {
 // Row `row` of queries of a CTA, as fragments: of global or shared memory.
 __device__ inline void store_query(u16* queries, int row, const Vector& x) {
   u32* words = reinterpret_cast<u32*>(queries);
+  const u32 first = Vector::first(0), at = fragment(row, first, HD);
 #pragma unroll
   for (int j = 0; j < kQuads; j++)
 #pragma unroll
     for (int high = 0; high < 2; high++) {
       const float(&v)[4] = high ? x.at[j].high : x.at[j].low;
-      const int i = Vector::first(j);
-      if (i >= kHalf) continue;
-      u32* to = words + fragment(row, i + high * kHalf, HD);
+      if (Vector::first(j) >= kHalf) continue;
+      const int behind = Vector::first(j) - first + high * kHalf;
+      u32* to = words + (behind % 32 ? fragment(row, first + behind, HD) : at + behind * 8);  // 32 columns are 256 words
       to[0] = to_math(v[0]) | u32(to_math(v[1])) << 16, to[2] = to_math(v[2]) | u32(to_math(v[3])) << 16;
     }
 #pragma unroll 1
