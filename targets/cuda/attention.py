@@ -61,7 +61,7 @@ class _AttentionJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("qkv", "q_norm", "k_norm", "cosine", "sine", "k", "v")),
         *((name, c_void_p) for name in ("start", "slot", "x", "q", "partial", "sums")),
-        *((name, c_int) for name in ("stride", "batch", "tokens", "kv_heads")),
+        *((name, c_int) for name in ("stride", "batch", "tokens", "group", "kv_heads")),
         *((name, c_int) for name in ("entries", "window", "own", "k_eq_v")),
         *((name, c_int) for name in ("stores", "stages", "rows")),
         *((name, c_int) for name in ("fp8", "k_blocks", "block", "k_groups")),
@@ -70,12 +70,12 @@ class _AttentionJob(Structure):
 
 
 class _Heads(NamedTuple):
-    """What kernels know of a layer when they are compiled: head_dim and what it is padded to, query
-    heads of a KV head, keys of a chunk, whether heads are normed."""
+    """What kernels know of a layer when they are compiled: head_dim and what it is padded to, keys
+    of a chunk, whether heads are normed. How many share a KV head they are told: known, it costs
+    several tokens 0.6 % (docs/performance.md)."""
 
     dim: int
     padded: int
-    group: int
     chunk: int
     normed: bool
 
@@ -173,7 +173,7 @@ class Attention:
         return _AttentionJob(
             *map(address, (qkv, given.q_norm, given.k_norm, cosine, sine, cache.k, cache.v)),
             *map(address, (rows.start, rows.slot, x and x.data, *room)),
-            *(qkv.stride(0), batch, tokens, layer.kv_heads),
+            *(qkv.stride(0), batch, tokens, layer.heads // layer.kv_heads, layer.kv_heads),
             *(cache.size, layer.window or 0, int(own), int(layer.k_eq_v)),
             *(int(own and tokens <= STORED_APART), 0, 0),
             *(int(kind != "bf16"), *places, self._eps),
@@ -184,7 +184,7 @@ class Attention:
         if job.own and not job.stores:
             self._prepare(job, layer, 2 * layer.kv_heads)
         job.stages, shared = _ring(heads, high, self._kv8)
-        grid = (_shares(job.tokens * heads.group, high), layer.kv_heads, batch)
+        grid = (_shares(job.tokens * job.group, high), layer.kv_heads, batch)
         variant = _variant("attention_fused", heads, self._kv8, high)
         self._launch(variant, "walk", grid, THREADS + 32, [job], shared)
 
@@ -193,7 +193,7 @@ class Attention:
     ) -> None:
         """together: vectors that a warp makes at a time."""
         heads = _heads(layer)
-        grid = (_shares(job.tokens * heads.group, high) * LANES, layer.kv_heads, batch)
+        grid = (_shares(job.tokens * job.group, high) * LANES, layer.kv_heads, batch)
         variant = _variant("attention_split", heads, self._kv8, high, together)
         room = _room_together(heads.padded, job.tokens, self._kv8) if together > 1 else 0
         self._launch(variant, "split", grid, THREADS, [job], _fixed(heads, high) + room)
@@ -268,7 +268,7 @@ def _shares(queries: int, high: int) -> int:
 def _variant(
     file: str, heads: _Heads, kv8: int, high: int | None = None, together: int = 1
 ) -> Variant:
-    size = ("HD", heads.padded), ("DIM", heads.dim), ("GROUP", heads.group), ("CHUNK", heads.chunk)
+    size = ("HD", heads.padded), ("DIM", heads.dim), ("CHUNK", heads.chunk)
     tiles = () if high is None else (("NT", high),)
     raw = () if heads.normed else (("NORMED", 0),)
     lanes = (("VECTOR", 32 // together),) if together > 1 else ()
@@ -293,8 +293,7 @@ def _room_together(dim: int, tokens: int, kv8: int) -> int:
 
 
 def _heads(layer: LayerSpec) -> _Heads:
-    group, dim = layer.heads // layer.kv_heads, layer.head_dim
-    return _Heads(dim, _padded(dim), group, _chunk(layer), layer.normed)
+    return _Heads(layer.head_dim, _padded(layer.head_dim), _chunk(layer), layer.normed)
 
 
 def _chunk(layer: LayerSpec) -> int:

@@ -15,9 +15,6 @@
 #ifndef DIM  // head_dim
 #define DIM HD
 #endif
-#ifndef GROUP  // query heads of a KV head
-#define GROUP 2
-#endif
 #ifndef CHUNK  // keys of a chunk: 128, or 64
 #define CHUNK 64
 #endif
@@ -59,7 +56,7 @@ __device__ inline uint4 wide(Eight raw) { return raw; }
 #endif
 __device__ inline Eight load8(const Cached* p) { return *reinterpret_cast<const Eight*>(p); }
 
-constexpr int kChunk = CHUNK, kLanes = 16, kDim = DIM, kHalf = DIM / 2, kGroup = GROUP;
+constexpr int kChunk = CHUNK, kLanes = 16, kDim = DIM, kHalf = DIM / 2;
 
 struct Job {
   const float* qkv;
@@ -76,7 +73,7 @@ struct Job {
   float* partial; // [lanes, B * kv_heads, T * G, HD]: short contexts touch few pages
   float2* sums;   // [lanes, B * kv_heads, T * G]: (m, l)
   int stride;     // floats per row of qkv
-  int batch, tokens, kv_heads;
+  int batch, tokens, group, kv_heads;
   int entries, window;       // S; 0: global
   int own, k_eq_v;           // whether K/V are this layer's own; values are the raw keys
   int stores;                // whether `walk` stores them, not `prepare`
@@ -87,11 +84,11 @@ struct Job {
 
   // Fragments of a CTA's queries.
   __device__ u16* queries(int b, int head, int share) const {
-    const int all = tokens * kGroup, shares = (all + rows - 1) / rows;
+    const int all = tokens * group, shares = (all + rows - 1) / rows;
     return q + (size_t(b * kv_heads + head) * shares + share) * HD * ((rows + 15) / 16 * 16);
   }
   __device__ size_t part(int b, int head, int lane, int row) const {
-    return (size_t(lane * batch + b) * kv_heads + head) * tokens * kGroup + row;
+    return (size_t(lane * batch + b) * kv_heads + head) * tokens * group + row;
   }
 };
 
@@ -204,7 +201,7 @@ __device__ inline const float* raw_query(const Job& job, size_t row, int head) {
 }
 // A row's raw key or value. Where values are the raw keys, there are none of their own.
 __device__ inline const float* raw_key(const Job& job, size_t row, int head, Role role) {
-  const int heads = job.kv_heads * (kGroup + (role == kValue && !job.k_eq_v)) + head;
+  const int heads = job.kv_heads * (job.group + (role == kValue && !job.k_eq_v)) + head;
   return job.qkv + row * job.stride + heads * kDim;
 }
 
@@ -288,7 +285,7 @@ __device__ inline void emit(const Job& job, int m, int head, int column, float4 
   const u32 low = narrow(o.x / l) | u32(narrow(o.y / l)) << 16;
   const u32 high = narrow(o.z / l) | u32(narrow(o.w / l)) << 16;
   if (!job.block) {
-    const size_t row = size_t(m) * job.kv_heads * kGroup * kDim;
+    const size_t row = size_t(m) * job.kv_heads * job.group * kDim;
     *reinterpret_cast<uint2*>(static_cast<u32*>(job.x) + (row + f) / 2) = make_uint2(low, high);
     return;
   }

@@ -26,15 +26,15 @@ struct Work {
 
   __device__ Work(const Job& job, int b, int head, int tile, int lane, int step)
       : b(b), head(head), step(step), lane(lane) {
-    first_row = tile * kRows, rows = min(kRows, job.tokens * kGroup - first_row);
+    first_row = tile * kRows, rows = min(kRows, job.tokens * job.group - first_row);
     const Place place(job, b);
     start = place.start, slot = place.slot;
-    newest = position(rows - 1);
-    oldest = job.window ? max(0, position(0) - job.window + 1) : 0;
+    newest = position(job, rows - 1);
+    oldest = job.window ? max(0, position(job, 0) - job.window + 1) : 0;
     chunk = first();
   }
-  __device__ int token(int row) const { return u32(first_row + row) / kGroup; }
-  __device__ int position(int row) const { return start + token(row); }
+  __device__ int token(const Job& job, int row) const { return quotient(first_row + row, job.group); }
+  __device__ int position(const Job& job, int row) const { return start + token(job, row); }
   __device__ int first() {
     const int begin = oldest / kChunk, end = newest / kChunk;
     for (; lane < kLanes; lane += step) {
@@ -123,7 +123,7 @@ __device__ inline void share(const Job& job, const Work& work, const Shared& sha
   float s[NT][kKeysPerLane], top[NT], total[NT];
 #pragma unroll
   for (int t = 0; t < NT; t++) {
-    const int r = warp + t * kWarps, query = work.position(r);
+    const int r = warp + t * kWarps, query = work.position(job, r);
     const int oldest = job.window ? query - job.window + 1 : 0;
     top[t] = -INFINITY;
 #pragma unroll

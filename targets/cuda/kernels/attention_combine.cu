@@ -23,9 +23,9 @@ extern "C" __global__ void __launch_bounds__(HD / 4) combine(const __grid_consta
   let_next_start();
   const int m = blockIdx.x, head = blockIdx.y, b = quotient(m, job.tokens), t = m - b * job.tokens;
   const Place place(job, b);
-  const int kv_head = u32(head) / kGroup, row = t * kGroup + head - kv_head * kGroup;
+  const int kv_head = quotient(head, job.group), row = t * job.group + head - kv_head * job.group;
   const int query = place.start + t, begin = (job.window ? max(0, query - job.window + 1) : 0) / kChunk;
-  const int lane = threadIdx.x % kLanes, apart = job.batch * job.kv_heads * job.tokens * kGroup;
+  const int lane = threadIdx.x % kLanes, apart = job.batch * job.kv_heads * job.tokens * job.group;
   const bool seen = begin + ((lane - begin) & (kLanes - 1)) <= query / kChunk;
   const size_t first = job.part(b, kv_head, 0, row);
   // in bytes; in place of a lane that this row does not see another one, times zero

@@ -85,17 +85,17 @@ __device__ inline void produce(const Job& job, Work work, Ring& ring) {
 __device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
   const int warp = threadIdx.x / 32;
   Rotation rotation;
-  if (warp < work.rows) rotation.load(job, kQuery, work.position(warp));
+  if (warp < work.rows) rotation.load(job, kQuery, work.position(job, warp));
   wait_for_previous();
   let_next_start();
 #pragma unroll 1
   for (int r = warp; r < work.rows; r += kWarps) {
-    const int row = work.first_row + r, head = work.head * kGroup + row % kGroup;
-    const size_t m = size_t(work.b) * job.tokens + row / kGroup;
+    const int row = work.first_row + r, head = work.head * job.group + row % job.group;
+    const size_t m = size_t(work.b) * job.tokens + row / job.group;
     const float* raw = raw_query(job, m, head);
     Vector x;
     x.load(raw);
-    if (r != warp) rotation.load(job, kQuery, work.position(r));
+    if (r != warp) rotation.load(job, kQuery, work.position(job, r));
     rotate(job, kQuery, x, rotation);
     store_query(queries, r, x);
   }
@@ -122,7 +122,7 @@ __device__ inline void give(const Job& job, const Work& work, const Shared& shar
     for (int i = threadIdx.x; i < work.rows * HD / 8; i += kWarps * 32) {
       const int row = i / (HD / 8), column = i % (HD / 8) * 4, r = work.first_row + row;
       const float4 o = *reinterpret_cast<const float4*>(outputs + row * kOutputs + column);
-      emit(job, work.b * job.tokens + r / kGroup, work.head * kGroup + r % kGroup, first + column,
+      emit(job, work.b * job.tokens + r / job.group, work.head * job.group + r % job.group, first + column,
            o, shared.factors[row].x);
     }
     consumers_sync(kWarps);

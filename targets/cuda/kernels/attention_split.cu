@@ -173,7 +173,7 @@ struct Maker {
 
   __device__ Role role(int turn) const { return turn >= stored ? kQuery : turn % 2 ? kValue : kKey; }
   __device__ int token(int turn) const {
-    return turn >= stored ? work.token(row(turn)) : own.first + mine(turn / 2, own.count);
+    return turn >= stored ? work.token(job, row(turn)) : own.first + mine(turn / 2, own.count);
   }
   __device__ int row(int turn) const { return mine(turn - stored, work.rows); }
   __device__ int mine(int turn, int count) const { return min(turn * kVectors + part, count - 1); }
@@ -185,7 +185,7 @@ struct Maker {
     if (kVectors == 1 || role == kKey) store_key(job, work.slot, work.head, work.start + token, role, x);
   }
   __device__ void query(int row, int token, const NextRotation& by, u16* queries) const {
-    const int head = work.head * kGroup + work.first_row + row - token * kGroup;
+    const int head = work.head * job.group + work.first_row + row - token * job.group;
     Vector x;
     x.load(raw_query(job, work.b * job.tokens + token, head));
     rotate(job, kQuery, x, by);
