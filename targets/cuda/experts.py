@@ -21,10 +21,10 @@ THREADS = 256
 WARPS = THREADS // 32
 TOKENS = 1, 8, 16
 """Of an expert, that are multiplied together: of one row, the most of few rows, and of many."""
-INTEGERS, INTEGER_TOKENS = "int4", (1, 4, 8, 16)
-"""The kind whose codes meet integers, and the same of it: four tokens are all columns of an MMA
-(kernels/integers.cuh)."""
-MANY = TOKENS[-1]
+INTEGERS = "int4"
+"""The kind whose codes are multiplied as integers (kernels/integers.cuh)."""
+INTEGER_TOKENS = 1, 4, 8, 16
+"""The same of it: four are all columns of an MMA."""
 PIECE, WIDE_PIECE, SLOTS, PARTS = 3, 2, 2, 2
 """Blocks of inputs whose weights are copied at once, and of weights of 16 bits; pieces of a warp's
 ring; parts of k that a warp of `down` has (kernels/moe.cu)."""
@@ -189,7 +189,7 @@ class Experts:
         return out
 
     def _start(self, name: str, job: _ExpertsJob, kind: str) -> None:
-        most = next((n for n in _tokens(kind) if job.rows <= n), MANY)
+        most = next((n for n in _tokens(kind) if job.rows <= n), TOKENS[-1])
         job.processors, shared = self._processors, _shared(job, kind, most)
         grid = _ctas(shared, most) * self._processors, 1, 1
         self._launch(_variant(kind, most), name, grid, THREADS, [job], shared)
@@ -226,7 +226,7 @@ def _blocks(plan: tiles.Schedule) -> int:
 def _ctas(shared: int, most: int) -> int:
     """How many a multiprocessor shares its part of the weights among."""
     fit = SHARED_OF_PROCESSOR // (shared + SHARED_BESIDE)
-    return max(1, min(MOST_CTAS, fit)) if most < MANY else 2
+    return max(1, min(MOST_CTAS, fit)) if most < TOKENS[-1] else 2
 
 
 def _shared(job: _ExpertsJob, kind: str, most: int) -> int:

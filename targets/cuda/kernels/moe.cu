@@ -88,12 +88,12 @@ struct Inputs {
   u32 room;
   u32 at[NX];  // a lane's in each block of 8 columns; where it has no token another's, for a column that nobody reads
 
-  // Of few rows, on its way with the first piece of weights. One row's pairs may not be listed yet.
+  // Of few rows, on its way with the first piece of weights.
   __device__ void ask(const Job& job, const Warp& warp, const Chosen& chosen, const Entry& entry) {
     const int chunks = warp.blocks * 4, all = entry.count * chunks;
 #pragma unroll 1
     for (int c = warp.lane; c < all; c += 32) {
-      const int token = quotient(c, chunks), pair = kLone ? 0 : chosen.pair(entry, token);
+      const int token = quotient(c, chunks), pair = chosen.pair(entry, token);
       copy16(room + c * 16, job.x + place(job, warp, pair, c - token * chunks));
     }
   }
