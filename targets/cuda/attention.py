@@ -70,14 +70,17 @@ class _AttentionJob(Structure):
 
 
 class _Heads(NamedTuple):
-    """What kernels know of a layer when they are compiled: head_dim and what it is padded to, keys
-    of a chunk, whether heads are normed. How many share a KV head they are told: known, it costs
-    several tokens 0.6 % (docs/performance.md)."""
+    """What kernels know of a layer when they are compiled: head_dim, keys of a chunk, whether heads
+    are normed. How many share a KV head they are told: known, it costs several tokens 0.6 %
+    (docs/performance.md)."""
 
     dim: int
-    padded: int
     chunk: int
     normed: bool
+
+    @property
+    def padded(self) -> int:
+        return _padded(self.dim)
 
 
 def variants(arch: Arch, kv8: int) -> set[Variant]:
@@ -293,7 +296,7 @@ def _room_together(dim: int, tokens: int, kv8: int) -> int:
 
 
 def _heads(layer: LayerSpec) -> _Heads:
-    return _Heads(layer.head_dim, _padded(layer.head_dim), _chunk(layer), layer.normed)
+    return _Heads(layer.head_dim, _chunk(layer), layer.normed)
 
 
 def _chunk(layer: LayerSpec) -> int:
