@@ -21,10 +21,8 @@ THREADS = 256
 WARPS = THREADS // 32
 TOKENS = 1, 8, 16
 """Of an expert, that are multiplied together: of one row, the most of few rows, and of many."""
-INTEGERS = "int4"
-"""The kind whose codes are multiplied as integers (kernels/integers.cuh)."""
 INTEGER_TOKENS = 1, 4, 8, 16
-"""The same of it: four are all columns of an MMA."""
+"""The same of integers: four are all columns of an MMA."""
 PIECE, WIDE_PIECE, SLOTS, PARTS = 3, 2, 2, 2
 """Blocks of inputs whose weights are copied at once, and of weights of 16 bits; pieces of a warp's
 ring; parts of k that a warp of `down` has (kernels/moe.cu)."""
@@ -234,10 +232,10 @@ def _shared(job: _ExpertsJob, kind: str, most: int) -> int:
     scales of their parts), and the pairs by expert."""
     blocks = WIDE_PIECE if tiles.BITS[kind] == 16 else PIECE
     ring = WARPS * SLOTS * blocks * 2 * tiles.TILE_BYTES[kind]
-    fours = -(-most // 4) if kind == INTEGERS else max(most // 4, 2)
+    fours = -(-most // 4) if kind == tiles.INTEGERS else max(most // 4, 2)
     sums = 2 * (job.k_groups - 1) * job.row_groups * fours * 32 * 16
     inputs = WARPS * min(most, job.rows) * job.parts * job.each * 2 * tiles.INPUTS
-    if kind == INTEGERS:
+    if kind == tiles.INTEGERS:
         inputs += WARPS * PARTS * fours * 16
     return ring + sums + inputs + job.pairs * (8 + 4)
 
@@ -251,7 +249,7 @@ def _route(moe: MoeSpec) -> Variant:
 
 
 def _tokens(kind: str) -> tuple[int, ...]:
-    return INTEGER_TOKENS if kind == INTEGERS else TOKENS
+    return INTEGER_TOKENS if kind == tiles.INTEGERS else TOKENS
 
 
 def _variant(kind: str, most: int) -> Variant:

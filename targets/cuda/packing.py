@@ -15,7 +15,7 @@ from targets.cuda.four_bits import FourBits
 from targets.cuda.int4 import MIDDLE
 from targets.cuda.int8 import Int8, Int16
 from targets.cuda.nvfp4 import parts_of_words
-from targets.cuda.tiles import BITS, GATE_ROWS, INPUTS, TILE, Schedule
+from targets.cuda.tiles import BITS, GATE_ROWS, INPUTS, INTEGERS, TILE, Schedule
 
 NIBBLES = (0, 16, 4, 20, 8, 24, 12, 28)
 """Where the codes of eight inputs stand in a word: pairs in its halves, as MMAs want them. Those of
@@ -54,7 +54,7 @@ def tile_codes(
     plan = tiles.plan(n, k, dealt or weight.kind, layout, groups, processors)
     sizes, order = _axes(plan, weight.kind, layout)
     codes = weight.codes.reshape(-1, n, k)
-    signed = weight.kind == "int4" and layout.startswith("experts")
+    signed = weight.kind == INTEGERS and layout.startswith("experts")
     if signed:
         codes = codes ^ MIDDLE
     words = _words(codes, _stored(plan))

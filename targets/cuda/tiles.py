@@ -41,6 +41,8 @@ BLOCKS = {"bf16": 16, "fp8": 16, "int16": 16, "int4": 32}
 16 tokens are 1 KiB a block. Steps of 4 bits are fewer bytes, and cost no less."""
 DEPTHS = (1, 2, 3, 4)
 """Blocks of inputs per warp and step. kernels/gemm.cu has a loop for each."""
+INTEGERS = "int4"
+"""The kind whose codes experts multiply as integers (kernels/integers.cuh)."""
 GATE_ROWS = {"gated": TILE // 2, "experts_gated": TILE}
 """Rows of gate that stand together, before as many of up: in one tile, of whose halves a thread has
 both, or in a tile of each (moe.cu)."""
