@@ -41,9 +41,10 @@ MOST_HIDDEN, MOST_WIDTH = 3072, 768
 """Inputs of an expert's two matrices that CTAs have shared memory for."""
 MOST_EXPERTS, MOST_PICKED = 256, 32
 """What `pick` has registers for, and lanes."""
-ROUTER_CTAS, ROUTER_GROUPS, ROUTER_ROWS, ROUTER_BLOCKS = 8, 8, 16, 100
-"""Tiles, k groups and blocks of inputs of a router's weight, and rows of its input, up to which
-`route` does all."""
+ROUTER_CTAS, ROUTER_GROUPS, ROUTER_BLOCKS = 8, 8, 100
+"""Tiles, k groups and blocks of inputs of a router's weight, up to which `route` does all."""
+ROUTER_ROWS = 8, 16
+"""Of its input, up to which it does so: few, and the most."""
 
 
 class Routed(NamedTuple):
@@ -106,7 +107,7 @@ def variants(arch: Arch, kinds: set[str]) -> set[Variant]:
         )
     mine = {_variant(kind, most) for kind in kinds for most in _tokens(kind)}
     mine |= {_grouped(kind) for kind in kinds if kind in four_bits.KINDS}
-    return {_route(moe)} | mine
+    return {_route(moe, rows) for rows in ROUTER_ROWS} | mine
 
 
 def come_first(rows: int, kind: str) -> bool:
@@ -133,13 +134,13 @@ class Experts:
             *(moe.experts, moe.top_k, rows.tokens.shape[1], self._factor),
         )
         plan = tiles.schedule_of(proj, self._processors)
-        at_once = x.rows <= ROUTER_ROWS and _fits(plan)
+        at_once = x.rows <= ROUTER_ROWS[-1] and _fits(plan)
         if at_once:
             places = plan.steps, plan.depth, plan.ctas, x.k_blocks, x.block, x.rows
             router = _Router(*map(address, (proj.data, x.data)), *places)
             room = tiles.TILE_BYTES["bf16"] + 2 * tiles.INPUTS * x.rows
             shared, grid = _blocks(plan) * room, (ROUTER_CTAS, 1, 1)
-            self._launch(_route(moe), "route", grid, 32 * ROUTER_GROUPS, [pick, router], shared)
+            self._launch(_route(moe, x.rows), "route", grid, 32 * ROUTER_GROUPS, [pick, router], shared)
         else:
             logits = self._gemm.linear(x, proj)
             self._launch(_route(moe), "pick", (x.rows, 1, 1), 32, [pick, pointer(logits)])
@@ -244,8 +245,9 @@ def _grouped(kind: str) -> Variant:
     return tiles.weight_variant("grouped", kind)
 
 
-def _route(moe: MoeSpec) -> Variant:
-    return Variant("route", (("SHARES", -(-moe.experts // 32)),))
+def _route(moe: MoeSpec, rows: int = ROUTER_ROWS[-1]) -> Variant:
+    most = next(n for n in ROUTER_ROWS if rows <= n)
+    return Variant("route", (("SHARES", -(-moe.experts // 32)), ("ROWS", most)))
 
 
 def _tokens(kind: str) -> tuple[int, ...]:

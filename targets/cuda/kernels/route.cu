@@ -6,6 +6,10 @@
 #define SHARES 4
 #endif
 
+#ifndef ROWS  // of which `route` does all: 8 or 16
+#define ROWS 16
+#endif
+
 constexpr int kMaxShares = SHARES;
 constexpr int kNoGuess = -1, kNobody = -1;
 
@@ -95,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(32) pick(const __grid_constant__ Pi
   pick_experts(job, blockIdx.x, known, logits + size_t(blockIdx.x) * job.experts);
 }
 
-// The router's weight and up to 16 rows of its input, as gemm.cu has them: 16 experts a CTA, whose warps
+// The router's weight and up to kMostRows of its input, as gemm.cu has them: 16 experts a CTA, whose warps
 // are the k groups. The same MMAs in the same order, so the same logits.
 struct Router {
   const u8* weight;  // bf16
@@ -103,12 +107,12 @@ struct Router {
   int steps, depth, tiles;  // tiles: CTAs that have one
   int k_blocks, block, rows;
 };
-constexpr int kCtas = 8, kGroups = 8, kThreads = 32 * kGroups, kMostRows = 16;
+constexpr int kCtas = 8, kGroups = 8, kThreads = 32 * kGroups, kMostRows = ROWS, kBlocks = ROWS / 8;
 constexpr int kTile = 1024, kRow = 64;  // bytes: 16 experts x 32 inputs; a row's 32 inputs
 
-// A warp's k group of this CTA's tile, for 16 rows as two blocks of 8: all of it on its way before any is
+// A warp's k group of this CTA's tile, for all rows in blocks of 8: all of it on its way before any is
 // waited for. Loops stay loops: a kernel of few CTAs runs from cold instruction caches.
-__device__ inline void multiply(const Router& job, int tile, int group, u8* room, float (&sum)[2][4]) {
+__device__ inline void multiply(const Router& job, int tile, int group, u8* room, float (&sum)[kBlocks][4]) {
   const int lane = threadIdx.x % 32, count = job.steps * job.depth, token = lane / 4;
   const int each = kTile + job.rows * kRow;
   const u32 mine = shared_address(room) + group * count * each;
@@ -125,8 +129,9 @@ __device__ inline void multiply(const Router& job, int tile, int group, u8* room
   const u16* x = job.x + (group * job.block + token) * 32 + lane % 4 * 8;
 #pragma unroll 1
   for (int i = 0; i < count; i++, x += kGroups * job.block * 32) {
-    if (token < job.rows) copy16(inputs + i * each, x);
-    if (token + 8 < job.rows) copy16(inputs + i * each + 8 * kRow, x + 8 * 32);
+#pragma unroll
+    for (int j = 0; j < kBlocks; j++)
+      if (token + 8 * j < job.rows) copy16(inputs + i * each + j * 8 * kRow, x + j * 8 * 32);
   }
   copies_done();
   __syncwarp();
@@ -134,7 +139,7 @@ __device__ inline void multiply(const Router& job, int tile, int group, u8* room
   for (int i = 0; i < count; i++) {
     const uint4 low = load(weights + i * each), high = load(weights + i * each + 512);
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
+    for (int j = 0; j < kBlocks; j++) {
       const uint4 b = token + 8 * j < job.rows ? load(inputs + i * each + j * 8 * kRow) : make_uint4(0, 0, 0, 0);
       mma_bf16(sum[j], low.x, low.y, low.z, low.w, b.x, b.y);
       mma_bf16(sum[j], high.x, high.y, high.z, high.w, b.z, b.w);
@@ -154,21 +159,21 @@ __device__ inline void send(const float* place, u32 rank, float v) {
 extern "C" __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads)
     route(const __grid_constant__ Pick job, const __grid_constant__ Router router) {
   extern __shared__ __align__(128) u8 room[];
-  __shared__ float4 parts[kGroups][2][32];
+  __shared__ float4 parts[kGroups][kBlocks][32];
   __shared__ float logits[kMostRows / kCtas][kCtas * 16];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x;
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   const int m = warp * kCtas + tile;
   const bool chooses = warp < kMostRows / kCtas && m < router.rows;
   const Known known(job, chooses ? m : 0);
-  float sum[2][4] = {};
+  float sum[kBlocks][4] = {};
   if (tile < router.tiles) multiply(router, tile, warp, room, sum);
   wait_for_previous(), let_next_start();
 #pragma unroll
-  for (int j = 0; j < 2; j++) parts[warp][j][lane] = make_float4(sum[j][0], sum[j][1], sum[j][2], sum[j][3]);
+  for (int j = 0; j < kBlocks; j++) parts[warp][j][lane] = make_float4(sum[j][0], sum[j][1], sum[j][2], sum[j][3]);
   __syncthreads();
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all have started: others' memory may be written
-  if (warp < 2 && tile < router.tiles) {
+  if (warp < kBlocks && tile < router.tiles) {
     float4 v[8];
 #pragma unroll
     for (int g = 0; g < kGroups; g++) v[g] = parts[g][warp][lane];
