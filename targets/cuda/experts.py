@@ -140,7 +140,9 @@ class Experts:
             router = _Router(*map(address, (proj.data, x.data)), *places)
             room = tiles.TILE_BYTES["bf16"] + 2 * tiles.INPUTS * x.rows
             shared, grid = _blocks(plan) * room, (ROUTER_CTAS, 1, 1)
-            self._launch(_route(moe, x.rows), "route", grid, 32 * ROUTER_GROUPS, [pick, router], shared)
+            self._launch(
+                _route(moe, x.rows), "route", grid, 32 * ROUTER_GROUPS, [pick, router], shared
+            )
         else:
             logits = self._gemm.linear(x, proj)
             self._launch(_route(moe), "pick", (x.rows, 1, 1), 32, [pick, pointer(logits)])
