@@ -17,7 +17,7 @@ from specdec.core.config import Loop, ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from specdec.core.policy.choice import Policy
 from specdec.core.prefix_cache.snapshots import Snapshots
-from specdec.core.protocols import Drafter
+from specdec.core.protocols import Drafter, LookupDrafter
 from specdec.core.types import MAX_DRAFT
 from targets.backend import Backend
 
@@ -60,6 +60,8 @@ class Composite:
     """How such a drafter chooses."""
     wrap_weighted: Callable[[Any, Callable[[Any], Any]], Any]
     """(drafter, wrap) -> the drafter, `wrap` around the part that has weights."""
+    wrap_on_device: Callable[[Any, Callable[[Any], Any]], Any]
+    """The same of what the device loop runs (`PlacedDrafter.on_device`)."""
     measure: Callable[[Any, Any], None]
     """(engine, drafter): measure what cycles cost, once the engine can run."""
 
@@ -76,7 +78,7 @@ class PlacedDrafter:
     snapshots: Callable[[Any, int], Snapshots | None] = lambda drafter, unit: None
     """What that drafter keeps of prompts for the prefix cache, in chunks of so many tokens; None
     for drafters that need the text alone."""
-    twin: Callable[[], Drafter] | None = None
+    twin: Callable[[], LookupDrafter] | None = None
     """Makes a drafter for the host that guesses as the device loop's step does; None where `make`'s
     does."""
     composite: Composite | None = None
@@ -109,7 +111,7 @@ class TextDraft:
     """Makes the host loop's drafter."""
     steps: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     """By backend, for `DrafterKind.device_loops`: makes what that loop runs, from the target."""
-    twin: Callable[[], Drafter] | None = None
+    twin: Callable[[], LookupDrafter] | None = None
     """As `PlacedDrafter` has it."""
     features: tuple[int, ...] = ()
 

@@ -27,8 +27,8 @@ from serve.responses.routes import responses_routes
 from serve.responses.schema import ResponsesRequest
 from serve.runner import EngineRunner
 from serve.schema import CompletionRequest, parse
+from serve.served_tokenizer import ServedTokenizer
 from serve.stage import Stage, stage_routes
-from serve.stream import ServedTokenizer
 from serve.tokens import DetokenizeRequest, TokenizeText, token_routes
 from serve.ui.routes import ui_routes
 from specdec.core.version import VERSION

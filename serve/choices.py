@@ -13,7 +13,8 @@ from serve.generation import Generation
 from serve.prompt_report import PromptReport, report
 from serve.replies import Json, Reply
 from serve.schema import CompletionRequest
-from serve.stream import Piece, ServedTokenizer
+from serve.served_tokenizer import ServedTokenizer
+from serve.stream import Piece
 
 
 def check_stream(wire: ChatRequest | CompletionRequest) -> None:

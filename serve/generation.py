@@ -15,8 +15,9 @@ from serve.metrics import Metrics
 from serve.reads import ReadsOfChoice, Speculating
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
 from serve.schema import CompletionRequest
+from serve.served_tokenizer import ServedTokenizer
 from serve.speculation import told
-from serve.stream import ChoiceText, Output, Piece, PlainOutput, ServedTokenizer
+from serve.stream import ChoiceText, Output, Piece, PlainOutput
 from serve.translate import EngineRequest, plan
 from serve.usage import Usage
 from specdec.constraints.vocabulary import Vocabulary

@@ -8,7 +8,8 @@ from typing import Any
 
 from serve.chat_schema import ChatRequest
 from serve.schema import CompletionRequest
-from serve.stream import ServedTokenizer, TokenText, finite
+from serve.served_tokenizer import ServedTokenizer
+from serve.stream import TokenText, finite
 from specdec.core.types import TokenLogprob
 
 

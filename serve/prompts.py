@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.schema import CompletionRequest
-from serve.stream import ServedTokenizer
+from serve.served_tokenizer import ServedTokenizer
 from specdec.core.prediction import PredictedText
 from targets.tokenizer import bare_ids
 

@@ -4,13 +4,11 @@ gave, what was guessed in vain, and how long the read took."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from serve.runner import Update
+from serve.served_tokenizer import ServedTokenizer
 from specdec.core.types import CycleReport, Guesser, Speculative
-
-if TYPE_CHECKING:
-    from serve.stream import ServedTokenizer
 
 PREDICTION, GRAMMAR = "prediction", "grammar"
 """What guesses are called that the drafter did not make."""

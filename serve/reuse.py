@@ -7,7 +7,7 @@ import json
 
 from serve.chat_schema import ChatRequest
 from serve.schema import CompletionRequest
-from serve.stream import ServedTokenizer
+from serve.served_tokenizer import ServedTokenizer
 from serve.structure import TURN
 from specdec.core.types import Reuse
 

@@ -5,56 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from serve.reads import Read
 from serve.runner import Update
+from serve.served_tokenizer import ServedTokenizer
 from specdec.core.types import TokenLogprob
 
 ChoiceFinish = Literal["stop", "length", "tool_calls"]
-
-
-class Decoder(Protocol):
-    """Incremental detokeniser of one sequence."""
-
-    def step(self, token_id: int) -> str: ...
-
-    def finish(self) -> str: ...
-
-
-class ServedTokenizer(Protocol):
-    """What the server needs of `targets.tokenizer.Tokenizer`."""
-
-    stop_ids: tuple[int, ...]
-    suppress_ids: tuple[int, ...]
-    defaults: dict[str, float | int]
-    vocab_size: int
-    bos_id: int | None
-
-    @property
-    def longest_token(self) -> int: ...
-
-    @property
-    def info(self) -> dict[str, str | None]: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def chat_pieces(
-        self,
-        messages: list[dict[str, Any]],
-        continue_final: bool = False,
-        **template_kwargs: Any,
-    ) -> list[str]: ...
-
-    def encode_pieces(self, pieces: list[str]) -> list[int]: ...
-
-    def decode(self, ids: Seqs[int], skip_special: bool = True) -> str: ...
-
-    def stream(self, skip_special: bool = True) -> Decoder: ...
-
-    def token_id(self, token: str) -> int | None: ...
-
-    def to_json(self) -> str: ...
 
 
 @dataclass(frozen=True)

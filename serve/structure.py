@@ -13,7 +13,7 @@ from serve.errors import ApiError
 from serve.gemma.tool_grammar import tool_grammar
 from serve.messages import Tool
 from serve.schema import CompletionRequest, StructuredOutputs
-from serve.stream import ServedTokenizer
+from serve.served_tokenizer import ServedTokenizer
 from specdec.constraints.constraint import TextRules
 from specdec.constraints.grammar import Part, composed, part_of
 from specdec.constraints.json_schema import json_part

@@ -11,8 +11,8 @@ from serve.errors import ApiError
 from serve.prompts import check_ids, encode, predicted_text
 from serve.reuse import reuse_of
 from serve.schema import CompletionRequest
+from serve.served_tokenizer import ServedTokenizer
 from serve.speculation import speculative_of
-from serve.stream import ServedTokenizer
 from serve.structure import Thinking, rules_for, thinking_at
 from specdec.constraints.constraint import TextConstraint, TextRules
 from specdec.constraints.recite import Recite

@@ -16,7 +16,7 @@ from specdec.core.config import Loop, ModelConfig
 from specdec.core.errors import UserError
 from specdec.core.prefix_cache.snapshots import TargetSnapshots
 from specdec.core.protocols import Cycle, Target
-from specdec.core.script import Script
+from specdec.core.script import Script, whole_drafter
 from specdec.core.types import Array, Check, Sequence
 
 if TYPE_CHECKING:
@@ -45,10 +45,6 @@ class LoadedTarget(Target, Protocol):
     @property
     def identity(self) -> str:
         """What fixes the bits that it computes, beside its weights."""
-        ...
-
-    def snapshots(self) -> TargetSnapshots:
-        """What the prefix cache copies out of slots, and back."""
         ...
 
 
@@ -143,9 +139,17 @@ class Backend(Protocol):
         """The drivers that such a target has, the faster one first (as measured: docs/results)."""
         ...
 
-    def device_loop(self, target: Any, drafter: Any, k: int, script: Script | None = None) -> Cycle:
+    def device_loop(
+        self,
+        target: Any,
+        drafter: Any,
+        k: int,
+        script: Script | None = None,
+        wrap_weighted: Callable[[Any, Callable[[Any], Any]], Any] = whole_drafter,
+    ) -> Cycle:
         """The device-resident driver. drafter: what the drafter's folder brings for this backend's
-        loop; script: what is said, whatever is chosen (speed tests)."""
+        loop; script: the text that replaces the target's choices (speed tests); wrap_weighted: puts
+        a wrapper around the part of the drafter that has weights."""
         ...
 
     def warm(self, target: Any) -> tuple[int, Seqs[int]]:
@@ -169,6 +173,11 @@ def backend_of(config: ModelConfig, loop: Loop | None = None) -> Backend:
 def meter_of(target: LoadedTarget) -> Meter:
     """What measures this target."""
     return import_module(f"targets.{target.backend}.meter").Meter(target)
+
+
+def snapshots_of(target: LoadedTarget) -> TargetSnapshots:
+    """Copies of this target's slots for the prefix cache."""
+    return import_module(f"targets.{target.backend}.snapshots").SlotSnapshots(target)
 
 
 def _class_of(name: str) -> type[Backend]:

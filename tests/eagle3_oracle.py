@@ -133,13 +133,13 @@ class Judging:
 
     def propose(self, seqs, k):
         self.cycles += 1
-        draft = super().propose(seqs, k if self.cycles % 3 else 1)
-        for seq, guesses in zip(seqs, draft, strict=True):
+        proposal = super().propose(seqs, k if self.cycles % 3 else 1)
+        for seq, guesses in zip(seqs, proposal.tokens, strict=True):
             if seq.emitted % 6 == 1:  # the formulas take a while
                 expected = self.by_the_formulas(seq, guesses)
                 assert guesses.tolist() == expected, (seq.request_id, seq.emitted)
                 self.judged += 1
-        return draft
+        return proposal
 
     @staticmethod
     def read_again(fresh, tokens):

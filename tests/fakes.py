@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seqs
 
 import numpy as np
 
-from specdec.core.types import NO_GUESS, Array, Sequence, Step
+from specdec.core.types import NO_GUESS, Array, Proposal, Sequence, Step
 
 
 class FakeTarget:
@@ -55,12 +55,12 @@ class Oracle:
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         pass
 
-    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
         draft = np.full((len(seqs), k), NO_GUESS, np.int32)
         for b, seq in enumerate(seqs):
             coming = self.plain[seq.request_id][len(seq.tokens) :][:k]
             draft[b, : len(coming)] = [(t + self.shift) % self.vocab for t in coming]
-        return draft
+        return Proposal(draft)
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         pass
@@ -79,8 +79,9 @@ class Noise:
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         pass
 
-    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
-        return self.random.integers(self.low, self.high, (len(seqs), k)).astype(np.int32)
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
+        guesses = self.random.integers(self.low, self.high, (len(seqs), k))
+        return Proposal(guesses.astype(np.int32))
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         pass

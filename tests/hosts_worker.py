@@ -14,9 +14,9 @@ from pathlib import Path
 
 import jax
 
-from drafters.assistant.jax.drafter import AssistantDrafter, PlacedAssistant
+from drafters.assistant.jax.drafter import AssistantDraftHead, PlacedAssistant
 from drafters.assistant.spec import random_assistant, released_size
-from drafters.eagle3.jax.drafter import EagleDrafter
+from drafters.eagle3.jax.drafter import EagleDraftHead
 from drafters.eagle3.jax.snapshots import EagleSnapshots
 from drafters.eagle3.spec import random_head
 from drafters.lookup.jax import TracedLookup
@@ -26,9 +26,11 @@ from specdec.core.engine import Engine
 from specdec.core.prefix_cache.cache import PrefixCache
 from specdec.core.prefix_cache.pool import Budget, SnapshotPool
 from specdec.core.types import Sampling, Sequence
+from targets.backend import snapshots_of
 from targets.jax import hosts
 from targets.jax.device_drafter import TextDrafter
 from targets.jax.device_loop import device_loop
+from targets.jax.host_drafter import HostHead
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.target import JaxTarget
 from tests.eagle3_oracle import SPEC
@@ -51,8 +53,8 @@ def main(folder: Path, port: str = "", process: str = "") -> None:
         said["device"] = texts(target, none, looped)
         target = load_target(folder, replace(options, features=LAYERS))
         head = random_head(replace(SPEC, hidden=48, vocab=target.vocab, layers=LAYERS))
-        drafter = EagleDrafter(head, target, K)
-        said["eagle3"] = texts(target, drafter, device_loop(target, drafter, K))
+        drafter = HostHead(EagleDraftHead(head, target, K))
+        said["eagle3"] = texts(target, drafter, device_loop(target, drafter.head, K))
         said["warm"] = warm(target, drafter)
         said["assistant"] = assisted(folder, replace(options, features=(3,)))
     print(json.dumps(said), flush=True)
@@ -64,18 +66,18 @@ def assisted(folder: Path, options: JaxOptions) -> list[list[int]]:
     spec = released_size(target.arch)
     layers = tuple(replace(layer, ffw=32) for layer in spec.arch.layers)
     made = random_assistant(replace(spec, arch=replace(spec.arch, hidden=48, layers=layers)))
-    drafter = AssistantDrafter(PlacedAssistant(made, target, 1, False, False))
-    return texts(target, drafter, device_loop(target, drafter, K))
+    drafter = HostHead(AssistantDraftHead(PlacedAssistant(made, target, 1, False, False)))
+    return texts(target, drafter, device_loop(target, drafter.head, K))
 
 
-def warm(target: JaxTarget, drafter: EagleDrafter) -> list:
+def warm(target: JaxTarget, drafter: HostHead) -> list:
     """The same prompt three times: with a prefix cache, resumed from host memory, and without."""
-    own = target.snapshots()
-    owners = own, EagleSnapshots(drafter, own.unit)
+    own = snapshots_of(target)
+    owners = own, EagleSnapshots(drafter.head, own.unit)
     cache = PrefixCache(own.unit, owners, SnapshotPool(Budget(device=0, host=2**30)))
     told = []
     for kept in (cache, cache, None):
-        cycle = device_loop(target, drafter, K)
+        cycle = device_loop(target, drafter.head, K)
         engine = Engine(target, drafter, cycle, prefix_cache=kept)
         seq = Sequence([3, 1, 4, 1, 5] * 9, Sampling(temperature=1.0, seed=3), max_tokens=12)
         engine.run_to_end([seq])

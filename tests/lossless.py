@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafters.assistant.jax.drafter import AssistantDrafter, PlacedAssistant
+from drafters.assistant.jax.drafter import AssistantDraftHead, PlacedAssistant
 from drafters.assistant.spec import Clusters, random_assistant, released_size
 from drafters.eagle3 import embedded
 from drafters.eagle3.files import load_head
-from drafters.eagle3.jax.drafter import EagleDrafter
+from drafters.eagle3.jax.drafter import EagleDraftHead
 from drafters.eagle3.spec import HeadSpec, random_head
 from drafters.lookup.jax import TracedLookup
 from drafters.model.host import CATCH_UP, ModelDrafter
@@ -26,11 +26,12 @@ from drafters.ngram.host import N_MAX, N_MIN, NgramDrafter
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
-from specdec.core.types import NO_GUESS, Sampling, Sequence
+from specdec.core.types import NO_GUESS, CycleChoice, Proposal, Sampling, Sequence
 from targets import mini
 from targets.arch import read_arch
 from targets.jax.device_drafter import TextDrafter
 from targets.jax.device_loop import device_loop
+from targets.jax.host_drafter import HostHead
 from targets.jax.load import JaxOptions, load_target
 from targets.tokenizer import load_tokenizer
 from tests.fakes import Noise, Oracle
@@ -49,8 +50,8 @@ class Told:
     def __init__(self, slots: int) -> None:
         self.table = np.full((slots, MAX_LEN), NO_GUESS, np.int32)
 
-    def ready(self, seqs) -> None:
-        pass
+    def ready(self, seqs) -> CycleChoice:
+        return CycleChoice()
 
     def program(self, needs_sampler: bool) -> _Told:
         return _Told()
@@ -73,7 +74,7 @@ class _ToldRows:
 
     def propose(self, seqs, k):
         coming = jnp.minimum(seqs.length[:, None] + jnp.arange(k), MAX_LEN - 1)
-        return jnp.take_along_axis(self.table, coming, 1)
+        return Proposal(jnp.take_along_axis(self.table, coming, 1))
 
     def observe(self, seqs, step, accepted) -> None:
         pass
@@ -253,7 +254,7 @@ def check_guesses_end(target, drafter, k, end, lengths, context):
 
     def watched(seqs, k):
         draft = propose(seqs, k)
-        for seq, row in zip(seqs, draft.tolist(), strict=True):
+        for seq, row in zip(seqs, draft.tokens.tolist(), strict=True):
             seen.extend((len(seq.tokens) + j, guess) for j, guess in enumerate(row))
         return draft
 
@@ -270,7 +271,7 @@ def check_both_loops(target, drafter, k):
     """On the JAX target: each loop says what plain decoding says, and both guess the same, for
     what the drafter keeps of the text is the same. -> by mode, what was accepted."""
     found = []
-    host, device = host_cycle(target, drafter, k), device_loop(target, drafter, k, 4)
+    host, device = host_cycle(target, drafter, k), device_loop(target, drafter.head, k, 4)
     for mode in ("greedy", "everything"):
         plain, _ = decode(target, NoDrafter(), host_cycle(target, NoDrafter(), 0), mode)
         text, acceptance = decode(target, drafter, host, mode)
@@ -328,9 +329,9 @@ def check_assistant(path, mode, slots, ks, tokens=TOKENS):
         made = random_assistant(replace(spec, arch=small, clusters=clusters))
         placed = PlacedAssistant(made, target, 1, False, False)
         for k in ks:
-            drafter = AssistantDrafter(placed)
+            drafter = HostHead(AssistantDraftHead(placed))
             output, acceptance = run(drafter, host_cycle(target, drafter, k))
-            again, device_acceptance = run(drafter, device_loop(target, drafter, k))
+            again, device_acceptance = run(drafter, device_loop(target, drafter.head, k))
             assert output == again == plain, (path.name, mode, slots, k)
             assert acceptance == device_acceptance
 
@@ -342,9 +343,9 @@ def check_eagle3(path, mode, slots, ks, tokens=TOKENS, max_position=MAX_LEN):
     run = partial(decode, target, mode=mode, tokens=tokens, prompts=first)
     plain, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0))
     for k in ks:
-        drafter = EagleDrafter(head, target, k)
+        drafter = HostHead(EagleDraftHead(head, target, k))
         output, acceptance = run(drafter, host_cycle(target, drafter, k))
-        again, device_acceptance = run(drafter, device_loop(target, drafter, k))
+        again, device_acceptance = run(drafter, device_loop(target, drafter.head, k))
         assert output == again == plain, (path.name, mode, slots, k)
         assert acceptance == device_acceptance
         assert path.name != "mini" or acceptance.rate > 0.2

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import pytest
 
-from drafters.assistant.jax.drafter import AssistantDrafter, PlacedAssistant
+from drafters.assistant.jax.drafter import AssistantDraftHead, PlacedAssistant
 from drafters.lookup.jax import TracedLookup
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
@@ -26,6 +26,7 @@ from specdec.core.types import Sampling, Sequence
 from targets.jax import kv_exchange
 from targets.jax.device_drafter import TextDrafter
 from targets.jax.device_loop import device_loop
+from targets.jax.host_drafter import HostHead
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.target import JaxTarget
 from tests.assistants import assistant_for
@@ -99,12 +100,12 @@ def guesses(target: JaxTarget, path: Path) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(VARIANTS["31b"], "num_attention_heads", 4)
         assistant = assistant_for(path, "31b")
-    drafter = AssistantDrafter(PlacedAssistant(assistant, target, 1, False, False))
+    drafter = HostHead(AssistantDraftHead(PlacedAssistant(assistant, target, 1, False, False)))
     seq = Sequence([9, 4, 7, 5, 8, 6], Sampling(0.8, seed=7), slot=0)
     step = target.prefill(seq, 0, seq.prompt_len)
     drafter.prefill(seq, 0, seq.prompt_len, step)
     seq.tokens.append(int(step.chosen[0, 0]))
-    return drafter.propose([seq], K)[0].tolist()
+    return drafter.propose([seq], K).tokens[0].tolist()
 
 
 def splits_of(variant: str) -> tuple[int, ...]:

@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from drafters.eagle3.jax.drafter import EagleDrafter
+from drafters.eagle3.jax.drafter import EagleDraftHead
 from drafters.eagle3.spec import random_head
 from drafters.model.host import CATCH_UP, ModelDrafter
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from targets.arch import Arch, parse_arch
+from targets.jax.host_drafter import HostHead
 from targets.jax.load import JaxOptions, random_target
 from targets.jax.params import SpreadWeight
 from targets.jax.target import JaxTarget
@@ -50,7 +51,7 @@ def say(variant: str, arch: Arch, int8: bool, tp: int) -> dict[str, Any]:
         shape = replace(SPEC, hidden=arch.hidden, vocab=arch.vocab, layers=(0, 1, 2))
         read = JaxOptions(2, 64, K, tp=tp, mapped=False, chunk=8, features=shape.layers)
         target = random_target(arch, read)
-        drafter = EagleDrafter(random_head(shape), target, K)
+        drafter = HostHead(EagleDraftHead(random_head(shape), target, K))
         said["eagle3"] = texts(target, drafter, host_cycle(target, drafter, K))
     spread = any(isinstance(weight, SpreadWeight) for weight in first.values())
     sums = {name: values(target, name) for name in found}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.assistant.cuda.drafter import AssistantDrafter
+from drafters.assistant.cuda.drafter import AssistantDraftHead
 from drafters.assistant.cuda.model import AssistantModel, need_bytes
 from drafters.assistant.cuda.ops import States
 from drafters.none.host import NoDrafter
@@ -20,6 +20,7 @@ from targets.arch import read_arch
 from targets.cuda import cache as kv
 from targets.cuda.footprint import TargetShape
 from targets.cuda.formulas import rms
+from targets.cuda.host_drafter import HostHead
 from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.noise import gumbel
 from targets.cuda.ops import Rows
@@ -98,7 +99,7 @@ def test_each_step_is_transformers(tiny, variant, kv_dtype, ahead):
         states = States(handed)
 
 
-class Judged(Judging, AssistantDrafter):
+class Judged(Judging, HostHead):
     variant = ""
 
     def by_the_formulas(self, seq, guesses):
@@ -117,7 +118,8 @@ class Judged(Judging, AssistantDrafter):
 @pytest.mark.parametrize("variant", ["31b", "e4b"])
 def test_guesses_are_transformers_on_the_text(tiny, variant):
     target = target_of(tiny[variant])
-    drafter = Judged(AssistantModel(assistant_for(tiny[variant], variant), target, 1))
+    model = AssistantModel(assistant_for(tiny[variant], variant), target, 1)
+    drafter = Judged(AssistantDraftHead(model))
     drafter.variant = variant
     decode_three(target, drafter, K)
     assert drafter.judged >= 6
@@ -130,7 +132,7 @@ def test_guesses_are_transformers_on_the_text(tiny, variant):
 def test_lossless(tiny, variant, mode, ids):
     target = target_of(tiny[variant])
     assistant = assistant_for(tiny[variant], variant)._replace(target_ids=ids)
-    drafter = AssistantDrafter(AssistantModel(assistant, target, 1))
+    drafter = HostHead(AssistantDraftHead(AssistantModel(assistant, target, 1)))
     run = lambda d, k: decode(target, d, host_cycle(target, d, k), mode, 8)  # noqa: E731
     text, acceptance = run(drafter, K)
     assert text == run(NoDrafter(), 0)[0]
@@ -152,7 +154,7 @@ def test_weights_are_as_narrow_as_the_targets(tiny):
     assert narrower == values - scales
     pruned = assistant._replace(target_ids=np.arange(100))
     assert need_bytes(pruned, shape) < need_bytes(assistant, shape)
-    drafter = AssistantDrafter(model)
+    drafter = HostHead(AssistantDraftHead(model))
     seqs = [Sequence([5, 9, 3], Sampling(0.8, seed=1), 8)]
     Engine(target, drafter, host_cycle(target, drafter, K)).run_to_end(seqs)
     lone = [Sequence([5, 9, 3], Sampling(0.8, seed=1), 8)]

@@ -8,9 +8,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from drafters.assistant.jax.drafter import AssistantDrafter, PlacedAssistant
+from drafters.assistant.jax.drafter import AssistantDraftHead, PlacedAssistant
 from specdec.core.types import NO_GUESS, Sampling, Sequence
 from targets.arch import read_arch
+from targets.jax.host_drafter import HostHead
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.noise import gumbel
 from targets.sampling_params import split_seed
@@ -47,7 +48,7 @@ def with_noise(sampling, length):
     return choose
 
 
-class Judged(Judging, AssistantDrafter):
+class Judged(Judging, HostHead):
     variant = ""
 
     def by_the_formulas(self, seq, guesses):
@@ -60,7 +61,7 @@ class Judged(Judging, AssistantDrafter):
 @pytest.mark.parametrize("variant", ["31b", pytest.param("e4b", marks=pytest.mark.slow)])
 def test_guesses_are_transformers_on_the_text(tiny, variant):
     """So nothing of a rejected draft, of another row or of an earlier cycle is left in them."""
-    drafter = Judged(placed_of(tiny[variant], variant))
+    drafter = Judged(AssistantDraftHead(placed_of(tiny[variant], variant)))
     drafter.variant = variant
     decode_three(drafter.target, drafter, K, 20)
     assert drafter.judged >= 8
@@ -68,20 +69,20 @@ def test_guesses_are_transformers_on_the_text(tiny, variant):
 
 @pytest.mark.parametrize("variant", [pytest.param("31b", marks=pytest.mark.slow), "e4b"])
 def test_lossless_in_both_loops(tiny, variant):
-    drafter = AssistantDrafter(placed_of(tiny[variant], variant))
+    drafter = HostHead(AssistantDraftHead(placed_of(tiny[variant], variant)))
     check_both_loops(target_of(tiny[variant]), drafter, K)
 
 
 def test_nothing_is_guessed_beyond_the_context(tiny):
     target = target_of(tiny["31b"])
-    drafter = AssistantDrafter(placed_of(tiny["31b"], "31b"))
+    drafter = HostHead(AssistantDraftHead(placed_of(tiny["31b"], "31b")))
     check_guesses_end(target, drafter, K, 96, (90, 95), context=96)
 
 
 def test_a_pruned_head_guesses_as_the_whole_one_that_may_say_no_other_word(tiny, monkeypatch):
     path, target = tiny["31b"], target_of(tiny["31b"])
     ids = np.arange(0, VOCAB, 3)
-    whole, pruned = (AssistantDrafter(placed_of(path, "31b", i)) for i in (None, ids))
+    whole, pruned = (HostHead(AssistantDraftHead(placed_of(path, "31b", i))) for i in (None, ids))
     said = []
     for sampling in (Sampling(), Sampling(0.8, top_p=0.9, seed=3)):
         seq = Sequence([5, 9, 3, 8], sampling, slot=0)
@@ -93,19 +94,19 @@ def test_a_pruned_head_guesses_as_the_whole_one_that_may_say_no_other_word(tiny,
         barred = np.where(np.isin(np.arange(VOCAB), ids), 0, -np.inf).astype(np.float32)
         with monkeypatch.context() as patch:
             patch.setattr(target, "bias", target.bias + barred)
-            expected = whole.propose([seq], K).tolist()
-        assert pruned.propose([seq], K).tolist() == expected
+            expected = whole.propose([seq], K).tokens.tolist()
+        assert pruned.propose([seq], K).tokens.tolist() == expected
         said += expected[0]
     assert set(said) <= set(ids.tolist()) and len(set(said)) > 1
 
 
 def test_says_nothing_where_nothing_that_it_knows_may_be_said(tiny, monkeypatch):
     target = target_of(tiny["e4b"])
-    drafter = AssistantDrafter(placed_of(tiny["e4b"], "e4b"))
+    drafter = HostHead(AssistantDraftHead(placed_of(tiny["e4b"], "e4b")))
     monkeypatch.setattr(target, "bias", target.bias - np.inf)
     for sampling in (Sampling(), Sampling(1.0, seed=3)):
         seq = Sequence([5, 6], sampling, slot=0)
         drafter.prefill(seq, 0, 2, target.prefill(seq, 0, 2))
         seq.tokens.append(4)
         monkeypatch.setattr(target, "bias", target.bias - np.inf)
-        assert (drafter.propose([seq], K) == NO_GUESS).all()
+        assert (drafter.propose([seq], K).tokens == NO_GUESS).all()

@@ -31,8 +31,7 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.policy.choice import Choice, Menu, Policy
 from specdec.core.prediction import PredictedText, Prediction
-from specdec.core.script import with_recorded
-from specdec.core.types import NO_GUESS, Sequence, Speculative
+from specdec.core.types import NO_GUESS, CycleChoice, Proposal, Sequence, Speculative
 from targets.cuda.device_drafter import CapturedBatch
 from targets.cuda.ops import Rows
 from targets.jax.device_drafter import TextDrafter
@@ -196,9 +195,9 @@ def test_the_best_of_a_text_that_changes_in_the_middle():
 
     class Head(Oracle):
         def propose(self, seqs, k):
-            known = super().propose(seqs, k)
+            known = super().propose(seqs, k).tokens
             late = np.array([[len(seq.tokens) >= 122] for seq in seqs])
-            return np.where(late, known, 39).astype(np.int32)
+            return Proposal(np.where(late, known, 39).astype(np.int32))
 
     def cycles(drafter):
         return said(answer, drafter).acceptance.cycles
@@ -297,7 +296,10 @@ class Said:
     def __init__(self, rows) -> None:
         self.rows, self.heard = rows, 0
 
-    def ready(self, seqs) -> None:
+    def ready(self, seqs) -> CycleChoice:
+        return CycleChoice()
+
+    def take_back(self) -> None:
         pass
 
     def program(self, needs_sampler):
@@ -310,16 +312,15 @@ class Said:
         return self
 
     def propose(self, batch, k):
-        return self.rows
+        return Proposal(self.rows)
 
     def observe(self, batch, step, accepted) -> None:
         self.heard += 1
 
 
-def chosen(take, runs, depth=3):
-    return SimpleNamespace(
-        take=np.array(take, np.int32), runs=runs, depth=depth, choose=lambda seqs: None
-    )
+def chosen(take, runs):
+    names = ("text", "text", "own", "text")
+    return SimpleNamespace(take=np.array(take, np.int32), runs=runs, names=names)
 
 
 TEXTS = [[1, 2, 3], [4, 5, NO_GUESS], [NO_GUESS] * 3, [6, 7, 8], [NO_GUESS] * 3]
@@ -334,29 +335,30 @@ def test_rows_take_whom_the_host_chose_in_both_device_loops(runs):
     head = Said(jnp.array(OWN))
     traced = jax_auto.DeviceAuto(chosen(TAKE, runs), Said(jnp.array(TEXTS)), head)
     rows = traced.program(False).on(traced.weights(), traced.memory)
-    assert rows.propose(None, 3).tolist() == expected
+    made = rows.propose(None, 3)
     own = WEIGHTS if runs else TEXT
-    assert rows.by.tolist() == [TEXT, TEXT, own, own, TEXT]
+    assert made.tokens.tolist() == expected
+    assert made.source.tolist() == [TEXT, TEXT, own, own, TEXT]
+    assert made.names[TEXT] == "text" and made.names[WEIGHTS] == "own"
     rows.observe(None, None, None)
     captured = cuda_auto.DeviceAuto(
         chosen(TAKE, runs), Said(torch.tensor(TEXTS)), Said(torch.tensor(OWN))
     )
     tokens = torch.full((5, 4), NO_GUESS)
     batch = CapturedBatch(Rows(tokens, torch.zeros(5), torch.arange(5)), False, False)
-    assert captured.propose(batch, 3).tolist() == expected and head.heard == 1
-    told = zip(captured.by.tolist(), rows.by.tolist(), expected, strict=True)
+    again = captured.propose(batch, 3)
+    assert again.tokens.tolist() == expected and again.names == made.names and head.heard == 1
+    told = zip(again.source.tolist(), made.source.tolist(), expected, strict=True)
     assert all((c == WEIGHTS) == (j == WEIGHTS) for c, j, said in told if said[0] != NO_GUESS)
-    assert captured.variant == ("weights" if runs else "text")
     more = [[t + 1 if runs and row in (2, 3) else t for t in e] for row, e in enumerate(expected)]
     captured, traced = (  # in a script's hands, the guesses by weights alone are others
-        with_recorded(auto, lambda own: Said(own.rows + 1)) for auto in (captured, traced)
+        auto.with_weighted(lambda own: Said(own.rows + 1)) for auto in (captured, traced)
     )
-    assert captured.propose(batch, 3).tolist() == more
-    assert captured.variant == ("weights" if runs else "text")
+    assert captured.propose(batch, 3).tokens.tolist() == more
     rows = traced.program(False).on(traced.weights(), traced.memory)
-    assert rows.propose(None, 3).tolist() == more
+    assert rows.propose(None, 3).tokens.tolist() == more
     none = CapturedBatch(replace(batch.rows, tokens=tokens[:, :1]), False, False)
-    assert captured.propose(none, 0).shape == (5, 0)
+    assert captured.propose(none, 0).tokens.shape == (5, 0)
 
 
 def late(head, costs):
@@ -388,7 +390,7 @@ def test_the_late_choice_follows_what_came():
             chooser.choose([seq])
             kept = K if good and chooser.take[1] == WEIGHTS else 0
             says(seq, answer, [chooser.runs] * K, kept)
-            ran.append((chooser.runs, chooser.depth))
+            ran.append((chooser.runs, chooser.choice.depth))
         assert ran[-1] == ran[-2] == (runs, depth), ran
         assert good == (sum(r for r, _ in ran) > len(ran) / 2)
 
@@ -458,10 +460,10 @@ def test_a_prediction_is_judged_like_a_drafter(right):
     seq.tokens.append(answer[0])
     ran = []
     while len(seq.tokens) < 300:
-        chooser.choose([seq])
-        kept = chooser.depth if right and chooser.leads else 0
-        says(seq, answer, [True] * chooser.depth, kept)
-        ran.append((chooser.leads, chooser.depth))
+        choice = chooser.choose([seq])
+        kept = choice.depth if right and choice.takes_known else 0
+        says(seq, answer, [True] * choice.depth, kept)
+        ran.append((choice.takes_known, choice.depth))
         assert chooser.take[1] == NOBODY
     assert set(ran[-30:]) == ({(True, K)} if right else {(False, 0)}), ran
 
@@ -473,14 +475,14 @@ def test_a_match_alone_is_no_choice_for_several_cycles():
         drafter.policy.costs.seconds = lambda w: 1 + 9.0 * (w.drafted > 0)
         seq = Sequence([1, 2, 3, 4, 5, 6] * 4, slot=1, max_tokens=500)
         drafter.reset(seq)
-        assert chooser.lasts
         for number in range(40):
-            chooser.choose([seq])
+            choice = chooser.choose([seq])
             kept = K if chooser.take[1] in (TEXT, EITHER) else 0
             seq.tokens += [(len(seq.tokens) + i) % 6 + 1 for i in range(kept + 1)]
             seq.acceptance.add([True] * K, kept, kept + 1)
             if number > 20 and not chooser.runs:
-                assert (chooser.lasts, int(chooser.take[1])) == (alone, TEXT)
+                assert choice.variant == "text"
+                assert (choice.repeats, int(chooser.take[1])) == (alone, TEXT)
 
 
 @pytest.mark.parametrize(
@@ -521,7 +523,7 @@ def test_the_host_loop_verifies_no_prediction_that_does_not_pay():
     drafter.reset(seq)
     for _ in range(40):  # what is predicted fits two tokens back, and is never right
         seq.tokens += [5, 6]
-        draft = led.propose([seq], K)
+        draft = led.propose([seq], K).tokens
         depths.append(draft.shape[1])
         led.observe([seq], SimpleNamespace(chosen=np.full((1, len(draft[0]) + 1), 9)), [0])
         seq.tokens.append(9)
@@ -536,12 +538,13 @@ def test_lossless_on_the_cuda_target_with_narrower_cycles(worded):
 
 
 @pytest.mark.usefixtures("cheap_programs")
-def test_jaxs_loop_runs_one_cycle_of_a_choice_that_does_not_last(tiny):
+def test_jaxs_loop_runs_one_cycle_of_a_choice_that_does_not_repeat(tiny, monkeypatch):
     target = load_target(tiny["31b"], JaxOptions(slots=1, max_len=128, k=4, chunk=8))
     drafter = TextDrafter(TracedLookup(1, 3))
     traced = device_loop(target, drafter, 4, cycles=4)
     said, most = [], []
-    for drafter.lasts in (True, False):
+    for repeats in (True, False):
+        monkeypatch.setattr(drafter, "ready", lambda _, r=repeats: CycleChoice(repeats=r))
         rounds = []
 
         def counted(seqs, single, rounds=rounds):
@@ -613,7 +616,7 @@ def test_guesses_are_counted_up_to_the_first_gap():
     drafter = auto(None, 0)
     seq = Sequence([1, 2, 3, 1, 2], slot=0)
     drafter.reset(seq)
-    draft = drafter.propose([seq], K)
+    draft = drafter.propose([seq], K).tokens
     assert draft.shape[1] <= K and ((draft != NO_GUESS) | (draft == NO_GUESS)).all()
 
 

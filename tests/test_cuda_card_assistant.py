@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.assistant.cuda.drafter import AssistantDrafter, DeviceAssistant
+from drafters.assistant.cuda.drafter import AssistantDraftHead
 from drafters.assistant.cuda.kernels import AssistantKernels
 from drafters.assistant.cuda.model import AssistantModel, place
 from drafters.assistant.cuda.ops import AssistantReference, States
@@ -29,6 +29,7 @@ from targets import mini
 from targets.arch import read_arch
 from targets.cuda.device_loop import device_loop
 from targets.cuda.formulas import rms
+from targets.cuda.host_drafter import DeviceHead, HostHead
 from targets.cuda.ops import Rows
 from tests.card import error, randn, rows_of
 from tests.card_targets import table_of, target_of
@@ -197,8 +198,8 @@ def test_every_token_is_plain_decodings_and_loops_agree(kind, slots, head):
     model = AssistantModel(assistant_of(**HEADS[head]), target, 1)
     modes = MODES if kind == KINDS[0] else ("nucleus",)
     for k in (1, 4, 7):
-        drafter = AssistantDrafter(model)
-        device = device_loop(target, DeviceAssistant(drafter), k)
+        drafter = HostHead(AssistantDraftHead(model))
+        device = device_loop(target, DeviceHead(drafter), k)
         for mode in modes:
             text, drafted = decode(target, drafter, device, mode)
             assert text == plain(kind, mode), (k, mode, "captured")

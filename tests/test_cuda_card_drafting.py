@@ -14,7 +14,7 @@ import torch
 from drafters.auto.cuda import DeviceAuto
 from drafters.auto.host import AutoDrafter, Weighted
 from drafters.auto.late import LateChooser
-from drafters.eagle3.cuda.drafter import DeviceEagle, EagleDrafter
+from drafters.eagle3.cuda.drafter import EagleDraftHead
 from drafters.eagle3.cuda.head import HeadModel
 from drafters.eagle3.spec import random_head
 from drafters.lookup.cuda import DeviceLookup
@@ -29,6 +29,7 @@ from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import NO_GUESS, Sampling, Sequence
 from targets.cuda.device_drafter import CapturedBatch
 from targets.cuda.device_loop import device_loop
+from targets.cuda.host_drafter import DeviceHead, HostHead
 from targets.cuda.ops import Rows
 from targets.cuda.target import FINE
 from tests.card_targets import SPEC, target_of
@@ -52,8 +53,9 @@ def drafter_of(name, target, k, greedy=False, draft_len=None, **flags):
     """The host's drafter, and the device's. draft_len: the draft's own context; the target's."""
     flags |= {"max_position": draft_len} if draft_len else {}
     if name == "eagle3":
-        host = EagleDrafter(HeadModel(random_head(replace(SPEC, **flags)), target), k, greedy)
-        return host, DeviceEagle(host)
+        head = random_head(replace(SPEC, **flags))
+        host = HostHead(EagleDraftHead(HeadModel(head, target), k, greedy))
+        return host, DeviceHead(host)
     kind = target.dtype, target.kv_dtype
     model = target_of(kind, target.slots, True, (), draft_len or target.max_len, "mini-e")
     host = ModelDrafter(model, greedy)
@@ -160,16 +162,16 @@ def assert_holds(host, fresh, seq):
     """Draft entries of all committed tokens but the last two equal a fresh prefill's. (The host
     loop has not written the very last ones yet, in either drafter.)"""
     text = Sequence(seq.tokens[:-1], slot=0, max_tokens=1)
-    lone = fresh.given.head.target if isinstance(fresh, EagleDrafter) else fresh.model
+    lone = fresh.target if isinstance(fresh, HostHead) else fresh.model
     fresh.reset(text)
     count = len(text.tokens)
     for start in range(0, count, FINE):
         stop = min(start + FINE, count)
         step = lone.prefill(text, start, stop)
-        if isinstance(fresh, EagleDrafter):
+        if isinstance(fresh, HostHead):
             fresh.prefill(text, start, stop, step)
-    if isinstance(fresh, EagleDrafter):
-        caches = [(d.given.head.layer.cache,) for d in (host, fresh)]
+    if isinstance(fresh, HostHead):
+        caches = [(d.head.given.head.layer.cache,) for d in (host, fresh)]
         kept = 5  # what the last cycle verified is pending
     else:
         caches, kept = [d.model.cache.layers for d in (host, fresh)], 1
@@ -260,8 +262,8 @@ def test_lookup_guesses_as_its_twin_does(lengths):
     slots = torch.arange(len(texts), dtype=torch.int32, device="cuda")
     batch = CapturedBatch(Rows(tokens, start, slots), needs_sampler=False, logprobs=False)
     target = SimpleNamespace(cache=SimpleNamespace(tokens=history))
-    found = DeviceLookup(target, *lengths).propose(batch, k).tolist()
+    found = DeviceLookup(target, *lengths).propose(batch, k).tokens.tolist()
     twin, seqs = LookupTwin(*lengths), [Sequence(t, slot=slot) for slot, t in enumerate(texts)]
     for seq in seqs:
         twin.reset(seq)
-    assert found == twin.propose(seqs, k).tolist()
+    assert found == twin.propose(seqs, k).tokens.tolist()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.eagle3.cuda.drafter import EagleDrafter
+from drafters.eagle3.cuda.drafter import EagleDraftHead
 from drafters.eagle3.cuda.head import HeadModel, need_bytes
 from drafters.eagle3.files import save_flat
 from drafters.eagle3.jax import head as jax_head
@@ -21,6 +21,7 @@ from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.errors import UserError
 from targets.cuda.footprint import TargetShape, check_fits
+from targets.cuda.host_drafter import HostHead
 from targets.cuda.noise import gumbel
 from targets.cuda.ops import Linear, Rows
 from targets.cuda.reference import Reference
@@ -103,10 +104,10 @@ def test_both_heads_say_the_same(flags):
 
 
 def drafter_of(target, k=K, **change):
-    return EagleDrafter(HeadModel(random_head(replace(SPEC, **change)), target), k)
+    return HostHead(EagleDraftHead(HeadModel(random_head(replace(SPEC, **change)), target), k))
 
 
-class Judged(Judging, EagleDrafter):
+class Judged(Judging, HostHead):
     def by_the_formulas(self, seq, guesses):
         fresh, tokens, sampling = cuda_target_of(self.path, slots=1), seq.tokens, seq.sampling
         steps = self.read_again(fresh, tokens)
@@ -125,7 +126,7 @@ class Judged(Judging, EagleDrafter):
 def test_guesses_are_those_of_a_fresh_prefill(tiny):
     """So the draft cache is that of the committed text, whatever was drafted and rejected."""
     target = cuda_target_of(tiny["31b"])
-    drafter = Judged(HeadModel(random_head(), target), K)
+    drafter = Judged(EagleDraftHead(HeadModel(random_head(), target), K))
     drafter.path = tiny["31b"]
     decode_three(target, drafter, K)
     assert drafter.judged >= 6
@@ -152,7 +153,7 @@ def test_lossless(tiny, mode, k, slots):
 def test_narrow_weights(tiny, dtype):
     target = cuda_target_of(tiny["31b"], dtype=dtype, max_len=64)
     drafter = drafter_of(target)
-    assert drafter.given.head.weights.lm_head.kind == {"fp8": "fp8", "bfloat16": "bf16"}[dtype]
+    assert drafter.head.given.head.weights.lm_head.kind == {"fp8": "fp8", "bfloat16": "bf16"}[dtype]
     run_ = [
         decode(target, d, host_cycle(target, d, K), "greedy", 8) for d in (NoDrafter(), drafter)
     ]
@@ -161,7 +162,7 @@ def test_narrow_weights(tiny, dtype):
 
 def test_what_a_head_needs_is_known_before_it_is_there(tiny):
     target = cuda_target_of(tiny["31b"], dtype="fp8", max_len=64)
-    given = drafter_of(target).given
+    given = drafter_of(target).head.given
     weights = [part for part in vars(given.head.weights).values() if isinstance(part, Linear)]
     parts = [*(part.data for part in weights), *given.pending[:1]]
     parts += [given.head.layer.cache.k, given.head.layer.cache.v]

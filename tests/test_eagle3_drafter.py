@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from drafters.eagle3.files import save_flat
-from drafters.eagle3.jax.drafter import EagleDrafter
+from drafters.eagle3.jax.drafter import EagleDraftHead
+from targets.jax.host_drafter import HostHead
 from targets.jax.noise import gumbel
 from targets.sampling_params import split_seed
 from tests.commands import refused, run
@@ -33,10 +34,10 @@ K = 4
 @cache
 def drafter_of(path, **change):
     """Drafters may be used again and again: each prompt overwrites what was there."""
-    return EagleDrafter(random_head(replace(SPEC, **change)), jax_target_of(path), K)
+    return HostHead(EagleDraftHead(random_head(replace(SPEC, **change)), jax_target_of(path), K))
 
 
-class Judged(Judging, EagleDrafter):
+class Judged(Judging, HostHead):
     def by_the_formulas(self, seq, guesses):
         fresh, tokens, sampling = jax_target_of(self.path, slots=1), seq.tokens, seq.sampling
         steps = self.read_again(fresh, tokens)
@@ -57,7 +58,7 @@ class Judged(Judging, EagleDrafter):
 def test_guesses_are_those_of_a_fresh_prefill(tiny):
     """So the draft cache is that of the committed text, whatever was drafted and rejected."""
     target = jax_target_of(tiny["31b"])
-    drafter = Judged(random_head(), target, K)
+    drafter = Judged(EagleDraftHead(random_head(), target, K))
     drafter.path = tiny["31b"]
     decode_three(target, drafter, K)
     assert drafter.judged >= 6

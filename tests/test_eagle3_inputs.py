@@ -19,6 +19,8 @@ from drafters.eagle3.spec import Head
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.types import Sampling
+from targets.cuda import host_drafter
+from targets.jax.host_drafter import HostHead
 from tests.distil_worker import source
 from tests.eagle3_heads import SPEC, cuda_target_of, jax_target_of, random_head
 from tests.eagle3_worker import answers
@@ -119,7 +121,7 @@ def listen_in_jax(monkeypatch, log: Log) -> None:
 def drafting_in_jax(path, monkeypatch, log: Log, head: Head):
     listen_in_jax(monkeypatch, log)
     target = jax_target_of(path, slots=1)
-    return target, drafter_jax.EagleDrafter(head, target, K)
+    return target, HostHead(drafter_jax.EagleDraftHead(head, target, K))
 
 
 def drafting_in_cuda(path, monkeypatch, log: Log, head: Head):
@@ -139,7 +141,7 @@ def drafting_in_cuda(path, monkeypatch, log: Log, head: Head):
     monkeypatch.setattr(model, "fuse", fused)
     monkeypatch.setattr(model, "mix", lambda rows, h, own: (fed(rows, h), mix(rows, h, own))[1])
     monkeypatch.setattr(model, "store", lambda rows, h: (fed(rows, h), store(rows, h))[1])
-    return target, drafter_cuda.EagleDrafter(model, K)
+    return target, host_drafter.HostHead(drafter_cuda.EagleDraftHead(model, K))
 
 
 def answered(target, drafter, log: Log, head: Head, folder) -> tuple[list[dict], list[list[Turn]]]:

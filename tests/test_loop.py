@@ -15,7 +15,7 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from specdec.core.scheduler import QueueFull, Scheduler
-from specdec.core.types import NO_GUESS, SAT_OUT, Round, Sampling, Sequence, Step
+from specdec.core.types import NO_GUESS, SAT_OUT, Proposal, Round, Sampling, Sequence, Step
 from tests.fakes import FakeTarget, Noise, Oracle
 
 
@@ -226,5 +226,6 @@ def _spread(done: Round, awake: list[int], rows: int) -> Round:
     """The round of the rows that were awake as one of all rows; what sits out is garbage."""
     draft, chosen = np.full((rows, 4), 49, np.int32), np.full((rows, 5), 49, np.int32)
     accepted = np.full(rows, SAT_OUT, np.int32)
-    draft[awake], chosen[awake], accepted[awake] = done.draft, done.step.chosen, done.accepted
-    return Round(draft, Step(chosen), accepted)
+    draft[awake], chosen[awake] = done.proposal.tokens, done.step.chosen
+    accepted[awake] = done.accepted
+    return Round(Proposal(draft), Step(chosen), accepted)

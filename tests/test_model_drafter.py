@@ -93,11 +93,11 @@ def test_a_shorter_context_ends_the_guessing_not_the_text():
     assert 0 < acceptance.accepted <= 12 * len(PROMPTS)
     drafter, long = ModelDrafter(short), Sequence([7] * 20, slot=0)
     drafter.reset(long)
-    assert (drafter.propose([long], 4) == NO_GUESS).all()
+    assert (drafter.propose([long], 4).tokens == NO_GUESS).all()
     edge = Sequence([7] * 10, slot=1)
     drafter.reset(edge)
     edge.tokens.append(3)
-    assert (drafter.propose([edge], 4) == NO_GUESS).tolist() == [[False, True, True, True]]
+    assert (drafter.propose([edge], 4).tokens == NO_GUESS).tolist() == [[False, True, True, True]]
 
 
 def test_no_room_for_a_prompt_in_the_draft_model_fails_that_request_alone():

@@ -120,7 +120,7 @@ def test_without_a_place_the_drafter_guesses():
     seq.prediction = Prediction(PredictedText(TEXT), 2)
     assert leading_guesses([seq], 3) is None
     noise, twin = Noise(50), Noise(50)
-    assert (GuidedDrafter(noise).propose([seq], 3) == twin.propose([seq], 3)).all()
+    assert (GuidedDrafter(noise).propose([seq], 3).tokens == twin.propose([seq], 3).tokens).all()
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from specdec.core.script import (
     recorded_right,
     right_text,
 )
-from specdec.core.types import Sampling
+from specdec.core.types import Proposal, Sampling
 from specdec.evaluation.prompts import Prompt
 from specdec.evaluation.record import record, script_row
 from specdec.evaluation.run import Question, Settings
@@ -48,7 +48,7 @@ class Fickle(NoDrafter):
             coming = (self.texts[seq.tokens[2]] + [0] * k)[at : at + k]
             wrong = [token + 1 for token in coming]
             draft[b] = coming[: self.right(at)] + wrong[self.right(at) :]
-        return draft
+        return Proposal(draft)
 
     @staticmethod
     def right(at: int) -> int:

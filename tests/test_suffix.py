@@ -125,7 +125,7 @@ def test_the_work_per_token_does_not_grow_with_the_text(monkeypatch):
 def test_it_guesses_what_followed():
     drafter, seq = SuffixDrafter(2), Sequence([7, 8, 9, 4, 7, 8], slot=0)
     drafter.reset(seq)
-    assert drafter.propose([seq], 3).tolist() == [[9, 4, 7]] and drafter.matched(seq) == 2
+    assert drafter.propose([seq], 3).tokens.tolist() == [[9, 4, 7]] and drafter.matched(seq) == 2
 
 
 def test_after_an_edit_it_goes_on_where_it_was():
@@ -133,17 +133,17 @@ def test_after_an_edit_it_goes_on_where_it_was():
     drafter, seq = SuffixDrafter(2), Sequence([*text, 3], slot=0)
     drafter.reset(seq)
     seq.tokens += text[:10]
-    assert drafter.propose([seq], 3).tolist() == [text[10:13]]
+    assert drafter.propose([seq], 3).tokens.tolist() == [text[10:13]]
     seq.tokens += [4]  # more than there was
-    assert drafter.propose([seq], 3).tolist() == [text[10:13]] and drafter.matched(seq) == 0
+    assert drafter.propose([seq], 3).tokens.tolist() == [text[10:13]] and drafter.matched(seq) == 0
     seq.tokens += [text[12]]  # less than there was
-    assert drafter.propose([seq], 3).tolist() == [text[13:16]]
+    assert drafter.propose([seq], 3).tokens.tolist() == [text[13:16]]
 
 
 def test_nothing_is_guessed_where_nothing_is_known():
     drafter, seq = SuffixDrafter(2), Sequence([7, 8, 9], slot=0)
     drafter.reset(seq)
-    assert (drafter.propose([seq], 3) == NO_GUESS).all()
+    assert (drafter.propose([seq], 3).tokens == NO_GUESS).all()
 
 
 def answered(drafter, answer, slot=0, scope="", reuse=True):
@@ -158,7 +158,7 @@ def answered(drafter, answer, slot=0, scope="", reuse=True):
 def asked(drafter, prompt, scope="", reuse=True) -> list[int]:
     seq = Sequence(prompt, slot=0, reuse=Reuse(scope) if reuse else None)
     drafter.reset(seq)
-    return [t for t in drafter.propose([seq], 3)[0].tolist() if t != NO_GUESS]
+    return [t for t in drafter.propose([seq], 3).tokens[0].tolist() if t != NO_GUESS]
 
 
 def test_others_answers_are_looked_at_in_the_same_scope_only():
@@ -181,9 +181,9 @@ def test_its_own_text_is_believed_before_anothers():
 def test_an_answer_that_ends_meanwhile_is_found():
     drafter, seq = SuffixDrafter(2, answers=100), Sequence([20, 21], slot=1)
     drafter.reset(seq)
-    assert (drafter.propose([seq], 2) == NO_GUESS).all()
+    assert (drafter.propose([seq], 2).tokens == NO_GUESS).all()
     answered(drafter, [20, 21, 22, 23])
-    assert drafter.propose([seq], 2).tolist() == [[22, 23]]
+    assert drafter.propose([seq], 2).tokens.tolist() == [[22, 23]]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), TEXTS)), st.integers(0, 30))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from drafters.kind import Asked, DrafterKind, PlacedDrafter, own_options
-from specdec.core.types import Array, Sequence, Step
+from specdec.core.types import Array, CycleChoice, Proposal, Sequence, Step
 
 LAYER = 2
 
@@ -59,12 +59,11 @@ class ToyDrafter:
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         self._keep(seq.slot, step.features[0, stop - start - 1])
 
-    def propose(self, seqs, k: int) -> Array:
+    def propose(self, seqs, k: int) -> Proposal:
         state = np.stack([_numpy(self.state[seq.slot]) for seq in seqs])
         best = (state @ self.draft.weights).argmax(-1)[:, None]
-        return ((best + np.arange(k) + self.draft.shift) % self.draft.weights.shape[1]).astype(
-            np.int32
-        )
+        guesses = (best + np.arange(k) + self.draft.shift) % self.draft.weights.shape[1]
+        return Proposal(guesses.astype(np.int32))
 
     def observe(self, seqs, step: Step, accepted: Array) -> None:
         for b, seq in enumerate(seqs):
@@ -95,7 +94,8 @@ def _traced(drafter: ToyDrafter) -> Any:
 
         def propose(self, batch, k):
             best = (self.memory[:-1] @ self.weights).argmax(-1)[:, None]
-            return ((best + jnp.arange(k) + self.shift) % self.weights.shape[1]).astype(jnp.int32)
+            guesses = (best + jnp.arange(k) + self.shift) % self.weights.shape[1]
+            return Proposal(guesses.astype(jnp.int32))
 
         def observe(self, batch, step, accepted):
             kept = step.features[jnp.arange(len(accepted)), accepted]
@@ -112,7 +112,7 @@ def _traced(drafter: ToyDrafter) -> Any:
             drafter.state[:] = np.asarray(state)
 
         def ready(self, seqs):
-            pass
+            return CycleChoice()
 
         def program(self, needs_sampler):
             return Program(drafter.draft.shift)
@@ -130,13 +130,16 @@ def _captured(drafter: ToyDrafter) -> Any:
 
     class Device:
         def ready(self, seqs):
+            return CycleChoice()
+
+        def take_back(self):
             pass
 
         def propose(self, batch, k):
             mine = drafter.state.index_select(0, batch.rows.slot.clamp(min=0))
             best = (mine @ weights).argmax(-1)[:, None]
             ahead = torch.arange(k, device=best.device)
-            return ((best + ahead + drafter.draft.shift) % weights.shape[1]).int()
+            return Proposal(((best + ahead + drafter.draft.shift) % weights.shape[1]).int())
 
         def observe(self, batch, step, accepted):
             row = torch.arange(len(accepted), device=accepted.device)

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafters.assistant.jax import model as assistant
-from drafters.assistant.jax.drafter import AssistantDrafter, PlacedAssistant
+from drafters.assistant.jax.drafter import AssistantDraftHead, PlacedAssistant
 from drafters.assistant.spec import Assistant, AssistantSpec, tensors as assistant_tensors
 from drafters.eagle3.jax import head as eagle3
-from drafters.eagle3.jax.drafter import EagleDrafter
+from drafters.eagle3.jax.drafter import EagleDraftHead
 from drafters.eagle3.spec import Head, HeadSpec, tensors as eagle3_tensors
 from specdec.core.protocols import Drafter
 from targets.arch import LayerSpec
+from targets.jax.host_drafter import HostHead
 from targets.jax.kv_exchange import attend_visible
 from targets.jax.params import Params
 from targets.jax.target import JaxTarget
@@ -162,13 +163,13 @@ class EagleHead:
 
     def drafter(
         self, target: JaxTarget, ids: np.ndarray, k: int
-    ) -> tuple[EagleDrafter, Callable[[Weights], None]]:
-        drafter = EagleDrafter(Head(self.spec, _blank(self.shapes), ids), target, k)
+    ) -> tuple[HostHead[Any], Callable[[Weights], None]]:
+        head = EagleDraftHead(Head(self.spec, _blank(self.shapes), ids), target, k)
 
         def draft_by(weights: Weights) -> None:
-            drafter.head = {n: jnp.asarray(value, target.dtype) for n, value in weights.items()}
+            head.placed = {n: jnp.asarray(value, target.dtype) for n, value in weights.items()}
 
-        return drafter, draft_by
+        return HostHead(head), draft_by
 
 
 class LentExchange(NamedTuple):
@@ -245,14 +246,14 @@ class AssistantHead:
 
     def drafter(
         self, target: JaxTarget, ids: np.ndarray, k: int
-    ) -> tuple[AssistantDrafter, Callable[[Weights], None]]:
+    ) -> tuple[HostHead[Any], Callable[[Weights], None]]:
         blank = Assistant(self.spec, _blank(self.shapes))
         placed = PlacedAssistant(blank, target, AHEAD, greedy=False, int8=False)
 
         def draft_by(weights: Weights) -> None:
             placed.read(Assistant(self.spec, {n: np.asarray(v) for n, v in weights.items()}))
 
-        return AssistantDrafter(placed), draft_by
+        return HostHead(AssistantDraftHead(placed)), draft_by
 
 
 def _last_layers(shapes: dict[str, tuple[int, ...]], layers: tuple[OriginLayer, ...]) -> Weights:

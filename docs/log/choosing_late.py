@@ -128,16 +128,16 @@ class Device:
 
     def _right(self, row: Row, coming: list[int]) -> int:
         chooser, take = self._chooser, self._chooser.take[row.seq.slot]
-        if not chooser.depth or take == NOBODY:
+        if not chooser.choice.depth or take == NOBODY:
             return 0
         now = Sequence(list(row.tokens), slot=row.seq.slot)
-        guesses = np.asarray(self._lookup.propose([now], chooser.depth))[0]
+        guesses = np.asarray(self._lookup.propose([now], chooser.choice.depth).tokens)[0]
         silent = guesses[0] == NO_GUESS
         if take in (TEXT, EITHER) and not silent:
             both = min(len(guesses), len(coming))
             return int((guesses[:both] == np.array(coming[:both])).cumprod().sum())
         weights = chooser.runs and (take == WEIGHTS or (take == EITHER and silent))
-        return min(int(row.text.right[row.done]), chooser.depth) if weights else 0
+        return min(int(row.text.right[row.done]), chooser.choice.depth) if weights else 0
 
 
 def dispatched(device: Device, rows: list[Row], most: int) -> list[list[Said]]:
@@ -193,9 +193,11 @@ def played(
         if free:
             return emitted / passed
         chooser.choose([row.seq for row in rows])
-        cycles = dispatched(device, rows, CYCLES if costs.one_width and chooser.lasts else 1)
-        drafted = chooser.depth if chooser.runs else 0
-        works = [Work(len(each), chooser.depth, drafted) for each in cycles]
+        cycles = dispatched(
+            device, rows, CYCLES if costs.one_width and chooser.choice.repeats else 1
+        )
+        drafted = chooser.choice.depth if chooser.runs else 0
+        works = [Work(len(each), chooser.choice.depth, drafted) for each in cycles]
         came = [row_said for each in cycles for row_said in each]
         passed += sum(map(costs.seconds, works))
         emitted += sum(len(tokens) for _, _, tokens in came)

@@ -92,7 +92,7 @@ def counted(case: Case, drafter: Drafter, k: int, predicted: bool) -> Counts:
     seq.tokens.append(case.answer[0])  # prefill's
     guided = GuidedDrafter(drafter)
     while at < len(case.answer):
-        guess = np.asarray(guided.propose([seq], k))[0]
+        guess = np.asarray(guided.propose([seq], k).tokens)[0]
         coming = np.array(case.answer[at : at + k])
         agreed = int((np.cumprod(guess[: len(coming)] == coming)).sum())
         seq.tokens += case.answer[at : at + agreed + 1]

@@ -28,6 +28,7 @@ from specdec.core.engine import Engine
 from specdec.core.provenance import gpus, run_record
 from specdec.core.types import Reuse, Sampling, Sequence
 from targets import mini
+from targets.backend import snapshots_of
 from targets.cuda import load
 
 TURNS, ANSWER = 5, 16
@@ -120,7 +121,7 @@ def engine_of(given: argparse.Namespace, chunk: int) -> Engine:
     model = load_model(config, asked) if embedded else random_model(given.model, config, asked)
     engine = make_engine(model, asked, prefix=PrefixConfig(True, given.cache_ram))
     warm_up(engine, [Sampling(logprobs=1)], *model.backend.warm(model.target))
-    spare = model.target.snapshots().spare_bytes()
+    spare = snapshots_of(model.target).spare_bytes()
     print(f"spare device memory: {spare / 2**30:.1f} GiB", flush=True)
     return engine
 

@@ -59,19 +59,23 @@ class AssistantDraft:
 
 
 def _beside_jax(draft: AssistantDraft, target: Any, config: ModelConfig) -> PlacedDrafter:
-    from drafters.assistant.jax.drafter import AssistantDrafter, PlacedAssistant
+    from drafters.assistant.jax.drafter import AssistantDraftHead, PlacedAssistant
+    from targets.jax.host_drafter import HostHead
 
     placed = PlacedAssistant(draft.assistant, target, draft.ahead, draft.greedy, config.int8)
-    # it is both, and keeps nothing of a prompt but its last row, which is never reused
-    return PlacedDrafter(lambda k: AssistantDrafter(placed), lambda drafter: drafter)
+    # no snapshots: of a prompt it keeps the last row alone, which is never reused
+    return PlacedDrafter(
+        lambda k: HostHead(AssistantDraftHead(placed)), lambda drafter: drafter.head
+    )
 
 
 def _beside_cuda(draft: AssistantDraft, target: Any, config: ModelConfig) -> PlacedDrafter:
-    from drafters.assistant.cuda.drafter import AssistantDrafter, DeviceAssistant
+    from drafters.assistant.cuda.drafter import AssistantDraftHead
     from drafters.assistant.cuda.model import placed
+    from targets.cuda.host_drafter import DeviceHead, HostHead
 
     model = placed(draft.assistant, target, draft.ahead)
-    return PlacedDrafter(lambda k: AssistantDrafter(model, draft.greedy), DeviceAssistant)
+    return PlacedDrafter(lambda k: HostHead(AssistantDraftHead(model, draft.greedy)), DeviceHead)
 
 
 def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence as Seqs
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -17,8 +16,8 @@ from specdec.core.constraint import KNOWN, known_by_guesser, lead
 from specdec.core.policy.choice import Choice, Offer, Policy, RowOffers
 from specdec.core.policy.costs import Work
 from specdec.core.policy.survival import BUCKETS, bucket_of
-from specdec.core.protocols import Drafter
-from specdec.core.types import NO_GUESS, Array, Sequence, Step
+from specdec.core.protocols import Drafter, LookupDrafter
+from specdec.core.types import NO_GUESS, Array, Proposal, Sequence, Step
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,13 @@ class _Turn:
 class AutoDrafter:
     """The host loop's drafter. Its guesses are as many as pay: [B, 0 .. k]."""
 
-    def __init__(self, texts: Mapping[str, Drafter], weighted: Weighted | None, policy: Policy):
+    def __init__(
+        self, texts: Mapping[str, LookupDrafter], weighted: Weighted | None, policy: Policy
+    ) -> None:
         """texts: drafters that need the text alone."""
         self.texts, self.weighted, self.policy = texts, weighted, policy
         self.forced: tuple[int, int] | None = None
         """(depth, drafted) of every cycle, while costs are measured."""
-        self.whose: list[list[str]] | None = None
-        """By row whose each guess of the last draft is, where a request asks."""
         self._fared: dict[int, int] = {}
         self._turn: _Turn | None = None
 
@@ -58,11 +57,6 @@ class AutoDrafter:
         """All of them, by name."""
         own = {} if self.weighted is None else {self.weighted.name: self.weighted.drafter}
         return {**self.texts, **own}
-
-    @property
-    def depth(self) -> int:
-        """Guesses that the cycle under way verifies."""
-        return self.policy.k if self._turn is None else self._turn.choice.depth
 
     @property
     def _weights(self) -> tuple[str, ...]:
@@ -77,21 +71,21 @@ class AutoDrafter:
         for part in self.parts.values():
             part.prefill(seq, start, stop, step)
 
-    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
         began = time.perf_counter()
-        own = {name: np.asarray(d.propose(seqs, k)) for name, d in self.texts.items()}
+        own = {name: np.asarray(d.propose(seqs, k).tokens) for name, d in self.texts.items()}
         guesses = known_by_guesser(seqs, k) | own
         rows = ({name: draft[b] for name, draft in guesses.items()} for b in range(len(seqs)))
         offers = [self.offers(seq, row, k) for seq, row in zip(seqs, rows, strict=True)]
         choice = self.chosen(offers)
         if choice.drafted:
             assert self.weighted is not None
-            made = np.asarray(self.weighted.drafter.propose(seqs, choice.drafted))
-            guesses[self.weighted.name] = made
+            made = self.weighted.drafter.propose(seqs, choice.drafted)
+            guesses[self.weighted.name] = np.asarray(made.tokens)
         self._turn = _Turn(began, choice, offers, guesses)
-        asked = any(seq.reported for seq in seqs)
-        self.whose = self._told(choice, guesses) if asked else None
-        return self._draft(choice, guesses, len(seqs))
+        names = (*self.texts, *KNOWN, *(self._weights or ("drafter",)))
+        source = _sources(choice, guesses, names)
+        return Proposal(self._draft(choice, guesses, len(seqs)), source, names)
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         chosen, kept = np.asarray(step.chosen), np.asarray(accepted)
@@ -151,7 +145,7 @@ class AutoDrafter:
         if name == "prediction":
             assert seq.prediction is not None
             return bucket_of(seq.prediction.agreeing(seq.tokens))
-        return bucket_of(matched(self.texts[name], seq))
+        return bucket_of(self.texts[name].matched(seq))
 
     def _draft(self, choice: Choice, guesses: Mapping[str, Array], rows: int) -> Array:
         draft = np.full((rows, choice.depth), NO_GUESS, np.int32)
@@ -166,15 +160,6 @@ class AutoDrafter:
         tail[:, : made.shape[1]] = made
         taken = np.array([name is not None for name in choice.by_row])[:, None]
         return np.where(taken, lead(draft, tail), draft).astype(np.int32)
-
-    def _told(self, choice: Choice, guesses: Mapping[str, Array]) -> list[list[str]]:
-        """Whose a guess is, column by column: the chosen drafter's, then the weights'."""
-        told: list[list[str]] = []
-        for b, name in enumerate(choice.by_row):
-            own = [] if name is None else [name] * _count(guesses[name][b, : choice.depth])
-            behind = "drafter" if self.weighted is None else self.weighted.name
-            told.append([*own, *[behind] * (choice.depth - len(own))])
-        return told
 
     def _judge(self, turn: _Turn, b: int, seq: Sequence, came: Array) -> None:
         """Compare what each drafter guessed with what came."""
@@ -195,10 +180,14 @@ class AutoDrafter:
 NAME = "auto"
 
 
-def matched(drafter: Any, seq: Sequence) -> int:
-    """How much of the text its last guess follows from; 1 of drafters that do not tell."""
-    tell = getattr(drafter, "matched", None)
-    return 1 if tell is None else tell(seq)
+def _sources(choice: Choice, guesses: Mapping[str, Array], names: Seqs[str]) -> Array:
+    """`Proposal.source` [B, depth]: the chosen drafter's guesses, then those by weights, the last
+    of `names`."""
+    source = np.full((len(choice.by_row), choice.depth), len(names) - 1, np.int32)
+    for b, name in enumerate(choice.by_row):
+        if name is not None:
+            source[b, : _count(guesses[name][b, : choice.depth])] = names.index(name)
+    return source
 
 
 def _count(row: Array) -> int:

@@ -1,5 +1,5 @@
-"""Several drafters as one in the traced loop: prompt lookup, and one with weights. Whose guesses
-each row takes is an array that the host writes before a dispatch (`late.py`)."""
+"""Several drafters as one in the traced loop: prompt lookup, and one with weights. The host
+writes each row's drafter into an array before a dispatch (`late.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from drafters.auto.late import TEXT, WEIGHTS, LateChooser
-from specdec.core.types import NO_GUESS, Array, Sequence, Step
+from specdec.core.types import NO_GUESS, Array, CycleChoice, Proposal, Sequence, Step
 from targets.jax.device_drafter import DeviceDrafter, SlotState, TracedDrafter, TracedProgram
 
 
@@ -37,30 +37,17 @@ class DeviceAuto:
         if self._weighted is not None:
             self._weighted.memory = memory
 
-    @property
-    def lasts(self) -> bool:
-        """Whether a dispatch may have several cycles."""
-        return self._chooser.lasts
-
-    @property
-    def leads(self) -> bool:
-        """Whether what the host knows without drafters is worth its place in the next cycle."""
-        return self._chooser.leads
-
-    @property
-    def names(self) -> dict[int, str]:
-        """The drafters by their numbers in `by`."""
-        return self._chooser.names
-
-    def ready(self, seqs: Seqs[Sequence]) -> None:
-        self._chooser.choose(seqs)
+    def ready(self, seqs: Seqs[Sequence]) -> CycleChoice:
+        choice = self._chooser.choose(seqs)
         for part in (self._text, self._weighted):
             if part is not None:
                 part.ready(seqs)
+        return choice
 
     def program(self, needs_sampler: bool) -> TracedProgram:
+        chooser, text = self._chooser, self._text.program(needs_sampler)
         weighted = None if self._weighted is None else self._weighted.program(needs_sampler)
-        return _Program(self._text.program(needs_sampler), weighted, self._chooser.runs)
+        return _Program(text, weighted, chooser.runs, chooser.names)
 
     def weights(self) -> Any:
         weighted = () if self._weighted is None else self._weighted.weights()
@@ -72,34 +59,35 @@ class _Program:
     text: TracedProgram
     weighted: TracedProgram | None
     runs: bool
+    """Whether the drafter with weights guesses."""
+    names: tuple[str, ...]
 
     def on(self, weights: Any, memory: Any) -> TracedDrafter:
         take, texts, own = weights
         weighted = None if self.weighted is None else self.weighted.on(own, memory)
-        return _Traced(take, self.text.on(texts, ()), weighted, self.runs)
+        return _Traced(self, take, self.text.on(texts, ()), weighted)
 
 
 class _Traced:
     def __init__(
-        self, take: Array, text: TracedDrafter, weighted: TracedDrafter | None, runs: bool
+        self, static: _Program, take: Array, text: TracedDrafter, weighted: TracedDrafter | None
     ) -> None:
-        self._take, self._text, self._weighted, self._runs = take[:, None], text, weighted, runs
-        self.by = jnp.full_like(take, TEXT)
-        """[B]: whose the last guesses of a row are."""
+        self._static, self._take, self._text, self._weighted = static, take, text, weighted
 
     @property
     def memory(self) -> Any:
         return () if self._weighted is None else self._weighted.memory
 
-    def propose(self, batch: SlotState, k: int) -> Array:
-        take, text = self._take, self._text.propose(batch, k)
+    def propose(self, batch: SlotState, k: int) -> Proposal:
+        take, names = self._take[:, None], self._static.names
+        text = self._text.propose(batch, k).tokens
         draft = jnp.where((take & TEXT) != 0, text, NO_GUESS)
-        if not self._runs or self._weighted is None:
-            return draft
-        own = self._weighted.propose(batch, k)
-        theirs = ((take & WEIGHTS) != 0) & (draft[:, :1] == NO_GUESS)
-        self.by = jnp.where(theirs[:, 0], WEIGHTS, TEXT)
-        return jnp.where(theirs, own, draft)
+        if not self._static.runs or self._weighted is None:
+            return Proposal(draft, jnp.full_like(self._take, TEXT), names)
+        own = self._weighted.propose(batch, k).tokens
+        by_weights = ((take & WEIGHTS) != 0) & (draft[:, :1] == NO_GUESS)
+        source = jnp.where(by_weights[:, 0], WEIGHTS, TEXT)
+        return Proposal(jnp.where(by_weights, own, draft), source, names)
 
     def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:
         if self._weighted is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from drafters import registry
 from drafters.auto.host import NAME, AutoDrafter, Weighted
@@ -24,6 +24,11 @@ from specdec.core.errors import UserError
 from specdec.core.policy.choice import Menu, Policy
 from specdec.core.policy.costs import CostTable
 from targets.backend import Backend, meter_of
+
+if TYPE_CHECKING:
+    from drafters.auto import cuda, jax
+
+    DeviceAuto: TypeAlias = jax.DeviceAuto | cuda.DeviceAuto
 
 TEXTS = "suffix", "ngram"
 """The drafters that read the text; of equals the first is taken."""
@@ -61,7 +66,7 @@ class AutoDraft:
     def place(self, backend: Backend, target: Any, config: ModelConfig) -> PlacedDrafter:
         parts = {name: d.place(backend, target, config) for name, d in self.drafts.items()}
         placed = _Placed(parts, self.weighted, target)
-        composite = Composite(parts, _names, _policy, _wrapped, measure_costs)
+        composite = Composite(parts, _names, _policy, _wrapped, _wrapped_on_device, measure_costs)
         own = placed.make, placed.on_device, placed.snapshots
         return PlacedDrafter(*own, composite=composite)
 
@@ -130,6 +135,10 @@ def _wrapped(drafter: AutoDrafter, wrap: Callable[[Any], Any]) -> AutoDrafter:
     if drafter.weighted is not None:
         drafter.weighted = replace(drafter.weighted, drafter=wrap(drafter.weighted.drafter))
     return drafter
+
+
+def _wrapped_on_device(drafter: DeviceAuto, wrap: Callable[[Any], Any]) -> DeviceAuto:
+    return drafter.with_weighted(wrap)
 
 
 def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:

@@ -19,7 +19,7 @@ from drafters.auto.host import NAME, AutoDrafter
 from specdec.core.constraint import KNOWN, guided, known_by_guesser
 from specdec.core.policy.choice import Choice, Menu, Policy
 from specdec.core.policy.costs import Work
-from specdec.core.types import NO_GUESS, Sequence
+from specdec.core.types import NO_GUESS, CycleChoice, Sequence
 
 NOBODY, TEXT, WEIGHTS = range(3)
 EITHER = TEXT | WEIGHTS
@@ -78,40 +78,39 @@ class LateChooser:
         self._asked = 0.0
         self.take = np.zeros(slots, np.int32)
         """[slots]: NOBODY, TEXT, WEIGHTS or EITHER."""
-        self.runs, self.depth = False, drafter.policy.k
-        """Whether the drafter with weights guesses; how many guesses are verified."""
-        self.leads, self.lasts = False, True
-        """Whether any row takes what is known without drafters, which the loop then puts first in
-        all rows; whether the choice is as good for the cycles after the next one."""
+        self.runs = False
+        """Whether the drafter with weights guesses."""
+        self.choice = CycleChoice(drafter.policy.k, takes_known=False)
+        """The last one. Where any row takes what is known without drafters, the loop puts that
+        first in all rows."""
 
     @property
-    def names(self) -> dict[int, str]:
-        """Whose guesses a row has that takes these; of EITHER, where they are not by weights."""
-        weighted, texts = self._drafter.weighted, dict.fromkeys((NOBODY, TEXT, EITHER), self._text)
-        return texts if weighted is None else texts | {WEIGHTS: weighted.name}
+    def names(self) -> tuple[str, ...]:
+        """`Proposal.names`, indexed by what a row takes: NOBODY, TEXT, WEIGHTS, EITHER."""
+        weighted = self._drafter.weighted
+        return self._text, self._text, weighted.name if weighted else self._text, self._text
 
     @property
     def _policy(self) -> Policy:
         return self._drafter.policy
 
-    def choose(self, seqs: Seqs[Sequence]) -> None:
+    def choose(self, seqs: Seqs[Sequence]) -> CycleChoice:
         """Learn from what came, and choose for the next dispatch of these rows."""
         self._hear(seqs)
         k = self._policy.k
-        text = np.asarray(self._drafter.texts[self._text].propose(seqs, k))
+        text = np.asarray(self._drafter.texts[self._text].propose(seqs, k).tokens)
         guesses = known_by_guesser(seqs, k) | {self._text: text}
         rows = [{name: draft[b] for name, draft in guesses.items()} for b in range(len(seqs))]
         offers = [self._drafter.offers(seq, row, k) for seq, row in zip(seqs, rows, strict=True)]
         self._asked = time.perf_counter()
         choice = self._drafter.chosen(offers)
-        self.runs, self.depth = choice.drafted > 0, choice.depth
-        self.leads = self._leads(choice, seqs, bool(guesses.keys() & KNOWN))
-        self.lasts = self._lasts(choice)
+        self.runs = choice.drafted > 0
+        takes_known = self._takes_known(choice, seqs, bool(guesses.keys() & KNOWN))
         taken: dict[int, _Taken] = {}
         for seq, row, name in zip(seqs, rows, choice.by_row, strict=True):
             said = {whose: [t for t in own.tolist() if t != NO_GUESS] for whose, own in row.items()}
             said = {whose: guessed for whose, guessed in said.items() if guessed}
-            if self.leads and any(whose in KNOWN for whose in said):
+            if takes_known and any(whose in KNOWN for whose in said):
                 take = EITHER if self.runs else NOBODY  # behind what the loop puts first
             else:
                 take = self._code(seq, name)
@@ -121,14 +120,17 @@ class LateChooser:
             buckets = {whose: self._drafter.bucket(whose, seq) for whose in said}
             taken[seq.slot] = _Taken(seq, take, buckets, self._drafter.fared(seq))
         self._unheard.append(_Dispatch(choice, taken))
+        variant = "weights" if self.runs else "text"
+        self.choice = CycleChoice(choice.depth, variant, takes_known, self._repeats(choice))
+        return self.choice
 
-    def _leads(self, choice: Choice, seqs: Seqs[Sequence], known: bool) -> bool:
+    def _takes_known(self, choice: Choice, seqs: Seqs[Sequence], known: bool) -> bool:
         """Where what was worth following has just ended, the host waits for it to go on."""
         if any(name in KNOWN for name in choice.by_row):
             return True
-        return self.leads and not known and guided(seqs)
+        return self.choice.takes_known and not known and guided(seqs)
 
-    def _lasts(self, choice: Choice) -> bool:
+    def _repeats(self, choice: Choice) -> bool:
         """A match of lookup may end with any cycle, and then the drafter with weights would have
         guessed; where matches hold longer than its guesses, one may come with any."""
         weighted, k = self._drafter.weighted, self._policy.k

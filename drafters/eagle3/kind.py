@@ -40,23 +40,34 @@ class EagleDraft:
 
 
 def _beside_jax(draft: EagleDraft, target: Any) -> PlacedDrafter:
-    from drafters.eagle3.jax.drafter import EagleDrafter
+    from drafters.eagle3.jax.drafter import EagleDraftHead
     from drafters.eagle3.jax.snapshots import EagleSnapshots
+    from targets.jax.host_drafter import HostHead
 
-    def make(k: int) -> EagleDrafter:
-        return EagleDrafter(draft.head, target, k, draft.greedy)
+    def make(k: int) -> HostHead[EagleDraftHead]:
+        return HostHead(EagleDraftHead(draft.head, target, k, draft.greedy))
 
-    return PlacedDrafter(make, lambda drafter: drafter, EagleSnapshots)  # it is both
+    def snapshots(drafter: HostHead[EagleDraftHead], unit: int) -> EagleSnapshots:
+        return EagleSnapshots(drafter.head, unit)
+
+    return PlacedDrafter(make, lambda drafter: drafter.head, snapshots)
 
 
 def _beside_cuda(draft: EagleDraft, target: Any) -> PlacedDrafter:
-    from drafters.eagle3.cuda.drafter import DeviceEagle, EagleDrafter
+    from drafters.eagle3.cuda.drafter import EagleDraftHead
     from drafters.eagle3.cuda.head import placed
     from drafters.eagle3.cuda.snapshots import EagleSnapshots
+    from targets.cuda.host_drafter import DeviceHead, HostHead
 
-    head = placed(draft.head, target)
-    make = lambda k: EagleDrafter(head, k, draft.greedy)  # noqa: E731
-    return PlacedDrafter(make, DeviceEagle, lambda drafter, unit: EagleSnapshots(drafter))
+    model = placed(draft.head, target)
+
+    def make(k: int) -> HostHead[EagleDraftHead]:
+        return HostHead(EagleDraftHead(model, k, draft.greedy))
+
+    def snapshots(drafter: HostHead[EagleDraftHead], unit: int) -> EagleSnapshots:
+        return EagleSnapshots(drafter.head)
+
+    return PlacedDrafter(make, DeviceHead, snapshots)
 
 
 def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specdec.core.types import Sequence, Step
+from specdec.core.types import CycleChoice, Proposal, Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch
 from targets.cuda.launch import Launcher, Library, Variant, pointer
 from targets.cuda.target import CudaTarget
@@ -25,15 +25,18 @@ class DeviceLookup:
         self.target, self.lengths = target, (shortest, longest)
         self._launch = Launcher(Library({LOOKUP}))
 
-    def ready(self, seqs: Seqs[Sequence]) -> None:
+    def ready(self, seqs: Seqs[Sequence]) -> CycleChoice:
+        return CycleChoice()
+
+    def take_back(self) -> None:
         pass
 
-    def propose(self, batch: CapturedBatch, k: int) -> Tensor:
+    def propose(self, batch: CapturedBatch, k: int) -> Proposal:
         history, rows = self.target.cache.tokens, batch.rows
         tensors = history, rows.start, rows.slot, rows.tokens
         arguments = [*map(pointer, tensors), *map(c_int, (history.stride(0), k, *self.lengths))]
         self._launch(LOOKUP, "lookup", (len(rows.slot), 1, 1), THREADS, arguments)
-        return batch.draft
+        return Proposal(batch.draft)
 
     def observe(self, batch: CapturedBatch, step: Step, accepted: Tensor) -> None:
         pass

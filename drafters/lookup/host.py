@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specdec.core.types import NO_GUESS, Array, Sequence, Step
+from specdec.core.types import NO_GUESS, Array, Proposal, Sequence, Step
 
 SEEN = 1 << 14
 """Tokens of the text's end that the twin looks at: it looks anew each cycle."""
@@ -66,7 +66,7 @@ class LookupTwin:
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         pass  # `propose` reads the engine's token history, there is nothing else to learn
 
-    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
         draft = np.full((len(seqs), k), NO_GUESS, np.int32)
         for b, seq in enumerate(seqs):
             own = self._texts[seq.slot]
@@ -74,7 +74,7 @@ class LookupTwin:
             follow, own.matched = longest_suffix(text, *self._lengths)
             if own.matched:
                 draft[b] = continuation(text, follow, k)
-        return draft
+        return Proposal(draft)
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         pass

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drafters.model.host import CATCH_UP, ModelDrafter
-from specdec.core.types import NO_GUESS, Sequence, Step
+from specdec.core.types import NO_GUESS, CycleChoice, Proposal, Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch
 from targets.cuda.ops import Rows
 from targets.cuda.target import CudaTarget
@@ -22,10 +22,14 @@ class DeviceModel:
         self.drafter, self.model, self.target = drafter, drafter.model, target
         self.model.share_pool(target)
 
-    def ready(self, seqs: Seqs[Sequence]) -> None:
+    def ready(self, seqs: Seqs[Sequence]) -> CycleChoice:
         self.drafter.finish_prompts(seqs)
+        return CycleChoice()
 
-    def propose(self, batch: CapturedBatch, k: int) -> Tensor:
+    def take_back(self) -> None:
+        pass
+
+    def propose(self, batch: CapturedBatch, k: int) -> Proposal:
         """The last two committed tokens first, then a guess at a time."""
         rows = batch.rows
         tokens = _last_two(self.target, rows)
@@ -38,7 +42,7 @@ class DeviceModel:
             guess = torch.where(going, chosen, NO_GUESS)
             rows.tokens[:, j + 1] = guess
             tokens = guess[:, None]
-        return batch.draft
+        return Proposal(batch.draft)
 
     def observe(self, batch: CapturedBatch, step: Step, accepted: Tensor) -> None:
         pass  # what was rejected lies beyond the length, and is overwritten

@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from specdec.core.protocols import Target
-from specdec.core.types import NO_GUESS, Array, Sampling, Sequence, Step
+from specdec.core.types import NO_GUESS, Array, Proposal, Sampling, Sequence, Step
 
 CATCH_UP = 2
 """Committed tokens that each cycle feeds first: the widest call that a draft model ever gets."""
@@ -57,7 +57,7 @@ class ModelDrafter:
             while ahead.prefilled < ahead.prompt_len < self.model.max_len:
                 self._read_chunk(ahead)
 
-    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
         draft = np.full((len(seqs), k), NO_GUESS, np.int32)
         self.finish_prompts(seqs)
         ahead = [self._caught_up(seq) for seq in seqs]
@@ -71,7 +71,7 @@ class ModelDrafter:
                 ahead[b].tokens.append(int(draft[b, j]))
         for seq, real in zip(ahead, seqs, strict=True):
             del seq.tokens[len(real.tokens) :]
-        return draft
+        return Proposal(draft)
 
     def _guess(self, ahead: list[Sequence], first: bool) -> Array:
         """What the draft model chooses after each text [B]."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from drafters.model.host import CATCH_UP, ModelDrafter
-from specdec.core.types import NO_GUESS, Array, Sequence, Step
+from specdec.core.types import NO_GUESS, Array, CycleChoice, Proposal, Sequence, Step
 from targets.jax import programs
 from targets.jax.cache import Cache
 from targets.jax.device_drafter import SlotState, TracedDrafter, TracedProgram
@@ -45,8 +45,9 @@ class DeviceModel:
     def memory(self, cache: Cache) -> None:
         self.model.cache = cache
 
-    def ready(self, seqs: Seqs[Sequence]) -> None:
+    def ready(self, seqs: Seqs[Sequence]) -> CycleChoice:
         self.drafter.finish_prompts(seqs)
+        return CycleChoice()
 
     def program(self, needs_sampler: bool) -> TracedProgram:
         return ModelProgram(self.model.plan, needs_sampler)
@@ -70,11 +71,11 @@ class _TracedModel:
     def __init__(self, static: ModelProgram, weights: ModelInputs, memory: Cache) -> None:
         self.static, self.weights, self.memory = static, weights, memory
 
-    def propose(self, batch: SlotState, k: int) -> Array:
+    def propose(self, batch: SlotState, k: int) -> Proposal:
         """The last two committed tokens first, then a guess at a time."""
         draft = jnp.full((batch.length.shape[0], k), NO_GUESS, jnp.int32)
         if k == 0:
-            return draft
+            return Proposal(draft)
         place = batch.length[:, None] - CATCH_UP + jnp.arange(CATCH_UP)
         last = jnp.take_along_axis(batch.cache.tokens, place, 1)
         memory, chosen = self._feed(self.memory, last, batch.length - CATCH_UP, batch.live)
@@ -87,7 +88,7 @@ class _TracedModel:
             return memory, draft.at[:, j].set(chosen[:, 0])
 
         self.memory, draft = jax.lax.fori_loop(1, k, step, (memory, draft))
-        return draft
+        return Proposal(draft)
 
     def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:
         pass  # what was rejected lies beyond the length, and is overwritten

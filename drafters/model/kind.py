@@ -13,7 +13,7 @@ from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from targets import mini
 from targets.arch import Arch, read_arch, released
-from targets.backend import Backend, LoadedTarget, TargetRequest
+from targets.backend import Backend, LoadedTarget, TargetRequest, snapshots_of
 from targets.mini import checkpoint_path
 from targets.tokenizer import load_tokenizer
 
@@ -51,7 +51,7 @@ def placed(model: Any, target: Any, greedy: bool) -> PlacedDrafter:
     return PlacedDrafter(
         lambda k: ModelDrafter(model, greedy),
         lambda drafter: step(drafter, target),
-        lambda drafter, unit: ModelSnapshots(drafter, model.snapshots()),
+        lambda drafter, unit: ModelSnapshots(drafter, snapshots_of(model)),
     )
 
 

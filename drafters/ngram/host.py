@@ -14,7 +14,7 @@ import numpy as np
 
 from drafters.lookup.host import continuation
 from specdec.core.errors import UserError
-from specdec.core.types import NO_GUESS, Array, Sequence, Step
+from specdec.core.types import NO_GUESS, Array, Proposal, Sequence, Step
 
 N_MIN = 2
 """Below two tokens a match says little: after a lone ` the` or newline anything may follow."""
@@ -47,13 +47,13 @@ class NgramDrafter:
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         pass  # `propose` reads the engine's token history, there is nothing else to learn
 
-    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
         draft = np.full((len(seqs), k), NO_GUESS, np.int32)
         for b, seq in enumerate(seqs):
             follow = self._lookup(seq)
             if follow is not None:
                 draft[b] = continuation(seq.tokens, follow, k)
-        return draft
+        return Proposal(draft)
 
     def matched(self, seq: Sequence) -> int:
         """Length of the suffix that the last guess followed from, 0 where none was found."""

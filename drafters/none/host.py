@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seqs
 
 import numpy as np
 
-from specdec.core.types import NO_GUESS, Array, Sequence, Step
+from specdec.core.types import NO_GUESS, Array, Proposal, Sequence, Step
 
 
 class NoDrafter:
@@ -16,8 +16,8 @@ class NoDrafter:
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         pass
 
-    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
-        return np.full((len(seqs), k), NO_GUESS, np.int32)
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
+        return Proposal(np.full((len(seqs), k), NO_GUESS, np.int32))
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         pass

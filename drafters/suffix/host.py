@@ -15,7 +15,7 @@ import numpy as np
 from drafters.suffix.answers import Answers
 from drafters.suffix.automaton import Match, SuffixAutomaton
 from specdec.core.errors import UserError
-from specdec.core.types import NO_GUESS, Array, Sequence, Step
+from specdec.core.types import NO_GUESS, Array, Proposal, Sequence, Step
 
 SHORTEST = 2
 """Below two tokens a match says little: after a lone ` the` or newline anything may follow."""
@@ -68,13 +68,13 @@ class SuffixDrafter:
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         self._read(self._rows[seq.slot], stop)
 
-    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
         self._keep_ended()
         draft = np.full((len(seqs), k), NO_GUESS, np.int32)
         for b, seq in enumerate(seqs):
             guesses = self._guess(self._rows[seq.slot])[:k]
             draft[b, : len(guesses)] = guesses
-        return draft
+        return Proposal(draft)
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         pass

@@ -12,7 +12,8 @@ from enum import Enum, auto
 from typing import Protocol
 
 from serve.gemma.arguments import ArgumentsToJson
-from serve.stream import CallArguments, CallBegan, Content, Decoder, Part, Reasoning
+from serve.served_tokenizer import Decoder
+from serve.stream import CallArguments, CallBegan, Content, Part, Reasoning
 
 HEADER = re.compile(r"\s*call:\s*([\w\-.]+)\s*\{")
 MAY_BECOME_HEADER = re.compile(r"\s*(c(a(l(l(:\s*([\w\-.]+\s*)?)?)?)?)?)?")

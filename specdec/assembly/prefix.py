@@ -14,6 +14,7 @@ from specdec.core.errors import UserError
 from specdec.core.prefix_cache.cache import PrefixCache
 from specdec.core.prefix_cache.pool import Budget, SnapshotPool
 from specdec.core.types import Sequence
+from targets.backend import snapshots_of
 
 GIB = 1 << 30
 GRAIN = 64 << 20
@@ -32,7 +33,7 @@ def make_prefix_cache(
     host, target = host_budget(config), model.target
     if not config.prefix_cache:
         return None
-    own = target.snapshots()
+    own = snapshots_of(target)
     if not fits(own.unit, target.max_len):
         return None
     beside = placed.snapshots(drafter, own.unit)
@@ -101,6 +102,6 @@ class PrefixBudget:
 
 def budget_for(model: Model, config: PrefixConfig) -> PrefixBudget:
     """What an engine on this model would be given now. Raises UserError."""
-    own, longest = model.target.snapshots(), model.target.max_len
+    own, longest = snapshots_of(model.target), model.target.max_len
     spare, host = own.spare_bytes(), host_budget(config)
     return PrefixBudget(own.unit, longest, spare, host, config.prefix_cache)

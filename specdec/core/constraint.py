@@ -9,12 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from specdec.core.protocols import Proposer
-from specdec.core.types import NO_GUESS, Array, Guesser, Leading, Sequence, Step
+from specdec.core.types import (
+    NO_GUESS,
+    Array,
+    CycleChoice,
+    Guesser,
+    Leading,
+    Proposal,
+    Sequence,
+    Step,
+)
 
 EVERYTHING = np.uint32(0xFFFFFFFF)
 WORD = 32
@@ -90,10 +100,9 @@ def guided(seqs: Seqs[Sequence]) -> bool:
     return any(map(asks, seqs))
 
 
-def takes_known(drafter: object, seqs: Seqs[Sequence]) -> bool:
-    """Whether predictions come first in a device loop's next cycle: where one may go on, but for
-    drafters that judge them, which say in `leads` whether they do."""
-    return getattr(drafter, "leads", True) and guided(seqs)
+def takes_known(choice: CycleChoice, seqs: Seqs[Sequence]) -> bool:
+    """Whether predictions come first in a device loop's next cycle."""
+    return choice.takes_known and guided(seqs)
 
 
 def leading_guesses(seqs: Seqs[Sequence], k: int) -> Leading | None:
@@ -143,8 +152,8 @@ def lead(leading: Array, draft: Array) -> Array:
 class Plain:
     """Guesses nothing, for K = 0: plain decoding."""
 
-    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
-        return np.empty((len(seqs), 0), np.int32)
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
+        return Proposal(np.empty((len(seqs), 0), np.int32))
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         pass
@@ -160,34 +169,22 @@ def limited(seqs: Seqs[Sequence], draft: Array) -> Array:
     return np.where(wanted, np.asarray(draft), NO_GUESS).astype(np.int32)
 
 
-def depth_of(drafter: object, k: int) -> int:
-    """How many guesses the next cycle verifies: k, but for drafters that say fewer in `depth`."""
-    return getattr(drafter, "depth", k)
-
-
 class GuidedDrafter:
     """A drafter in whose guesses what is known without it comes first, and which guesses no more
-    than requests want. It may guess fewer tokens than it is asked for; where it judges what is
-    known as well, it says in `depth` how many a cycle verifies."""
+    than requests want. What is known is cut to the columns of the drafter's own proposal."""
 
     def __init__(self, drafter: Proposer[Seqs[Sequence]]) -> None:
         self._drafter = drafter
         self.leading: Leading | None = None
         """What came first in the last draft."""
 
-    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
-        draft = limited(seqs, self._drafter.propose(seqs, k))
-        self.leading = leading_guesses(seqs, depth_of(self._drafter, k))
-        if self.leading is None:
-            return draft
-        behind = np.full_like(self.leading.rows, NO_GUESS)
-        behind[:, : np.shape(draft)[1]] = np.asarray(draft)
-        return lead(self.leading.rows, behind)
-
-    @property
-    def whose(self) -> Seqs[Seqs[str]] | None:
-        """Of the last draft, as `Round` has it: drafters that are made of others say it."""
-        return getattr(self._drafter, "whose", None)
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
+        own = self._drafter.propose(seqs, k)
+        draft = limited(seqs, own.tokens)
+        self.leading = leading_guesses(seqs, np.shape(draft)[1])
+        if self.leading is not None:
+            draft = lead(self.leading.rows, np.asarray(draft))
+        return replace(own, tokens=draft)
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         self._drafter.observe(seqs, step, accepted)

@@ -11,6 +11,7 @@ in a CUDA graph, with a batch of arrays (`targets/jax/device_loop.py`, `targets/
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seqs
+from dataclasses import replace
 
 from specdec.core.accept import accept
 from specdec.core.constraint import GuidedDrafter, Plain
@@ -26,11 +27,11 @@ def cycle(
     k: int,
     accept: Callable[[Array, Array], Array] = accept,
 ) -> Round:
-    draft = drafter.propose(batch, k)
-    step = target.verify(batch, draft)
-    accepted = accept(draft, step.chosen)
+    proposal = drafter.propose(batch, k)
+    step = target.verify(batch, proposal.tokens)
+    accepted = accept(proposal.tokens, step.chosen)
     drafter.observe(batch, step, accepted)
-    return Round(draft, step, accepted)
+    return Round(proposal, step, accepted)
 
 
 def host_cycle(target: Target, drafter: Drafter, k: int) -> Cycle:
@@ -50,5 +51,4 @@ def guided_cycle(
     guided = GuidedDrafter(drafter if speculates else Plain())
     timed = Timed(target, guided)
     done = cycle(timed, timed, seqs, k if speculates else 0)
-    about = guided.leading, timed.seconds, guided.whose
-    return Round(done.draft, done.step, done.accepted, *about)
+    return replace(done, leading=guided.leading, seconds=timed.seconds)

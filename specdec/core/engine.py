@@ -167,7 +167,7 @@ class Engine:
 
     def _emit_round(self, rows: tuple[Sequence, ...], done: Round, seconds: float) -> list[Event]:
         chosen, accepted = np.asarray(done.step.chosen), np.asarray(done.accepted)
-        drafted = np.asarray(done.draft) != NO_GUESS
+        drafted = np.asarray(done.proposal.tokens) != NO_GUESS
         events = []
         for b, seq in enumerate(rows):
             n = int(accepted[b])

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seqs
 from typing import Protocol, TypeVar
 
-from specdec.core.types import Array, Round, Sequence, Step
+from specdec.core.types import Array, Proposal, Round, Sequence, Step
 
 Batch = TypeVar("Batch", contravariant=True)
 
@@ -34,9 +34,9 @@ class Verifier(Protocol[Batch]):
 class Proposer(Protocol[Batch]):
     """What a cycle needs of a drafter."""
 
-    def propose(self, batch: Batch, k: int, /) -> Array:
-        """[B, k] int32 target ids; NO_GUESS where it has nothing to say. In the host loop a drafter
-        may leave out the last columns: what it returns is what is verified."""
+    def propose(self, batch: Batch, k: int, /) -> Proposal:
+        """At most k guesses for each row. In the host loop a drafter may return fewer columns: the
+        target verifies those."""
         ...
 
     def observe(self, batch: Batch, step: Step, accepted: Array, /) -> None:
@@ -93,6 +93,15 @@ class Drafter(Proposer[Seqs[Sequence]], Protocol):
 
         Chunks that the prefix cache has are not prefilled: the drafter's own `Snapshots` bring
         what it knew of them."""
+        ...
+
+
+class LookupDrafter(Drafter, Protocol):
+    """A drafter whose guesses follow from the text alone, by a suffix that occurred before."""
+
+    def matched(self, seq: Sequence) -> int:
+        """Length in tokens of the suffix that the last guess followed from, 0 where none was
+        found."""
         ...
 
 

@@ -1,17 +1,19 @@
-"""What a cycle's outcome says of one row: who guessed what, and what became of it."""
+"""One row of a cycle's outcome: the drafter of each guess, and how many guesses were accepted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence as Seqs
-
 import numpy as np
 
-from specdec.core.types import NO_GUESS, CycleReport, Guesser, Round
+from specdec.core.types import NO_GUESS, CycleReport, Guesser, Proposal, Round
 
 
-def whose_of(names: Mapping[int, str], by: Iterable[int], k: int) -> Seqs[Seqs[str]]:
-    """`Round.whose` of rows of k guesses. by: the number of each row's drafter."""
-    return [[names[int(number)]] * k for number in by]
+def sources_of(proposal: Proposal, row: int) -> list[str]:
+    """The name of the drafter that made each guess of a row."""
+    columns = proposal.tokens.shape[1]
+    if proposal.source is None:
+        return ["drafter"] * columns
+    source = np.broadcast_to(np.asarray(proposal.source)[row], columns)
+    return [proposal.names[number] for number in source]
 
 
 def led_guesses(done: Round, row: int) -> tuple[int, Guesser]:
@@ -23,10 +25,10 @@ def led_guesses(done: Round, row: int) -> tuple[int, Guesser]:
 
 def report_of(done: Round, row: int, emitted: int, seconds: float) -> CycleReport:
     """emitted: how many tokens of the row were. seconds: how long the cycle took."""
-    draft = np.asarray(done.draft)[row].tolist()
+    draft = np.asarray(done.proposal.tokens)[row].tolist()
     draft = draft[: draft.index(NO_GUESS)] if NO_GUESS in draft else draft
     led, leader = led_guesses(done, row)
-    whose = ["drafter"] * len(draft) if done.whose is None else done.whose[row]
-    guessers = [leader] * min(led, len(draft)) + list(whose[led : len(draft)])
+    sources = sources_of(done.proposal, row)
+    guessers = [leader] * min(led, len(draft)) + sources[led : len(draft)]
     accepted = min(int(np.asarray(done.accepted)[row]), emitted)
     return CycleReport(tuple(draft), tuple(guessers), accepted, seconds)

@@ -16,7 +16,7 @@ import numpy as np
 
 from specdec.core.errors import UserError
 from specdec.core.protocols import Drafter, Target
-from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, Sequence, Step
+from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, Proposal, Sequence, Step
 
 GOLDEN = (5**0.5 - 1) / 2
 DIGITS = "0123456789abcdefghijklmnopqrstuv"
@@ -112,18 +112,17 @@ class ScriptedDrafter:
         self.reset, self.prefill = drafter.reset, drafter.prefill
         self.observe = drafter.observe
 
-    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
-        own = np.asarray(self._drafter.propose(seqs, k))
+    def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
+        own = self._drafter.propose(seqs, k)
         said = np.stack([self._script.coming(seq, k) for seq in seqs])
         right = np.array([self._script.right[seq.slot, len(seq.tokens)] for seq in seqs])
-        return recorded_draft(said, right, own, np.arange(k)).astype(np.int32)
+        draft = recorded_draft(said, right, np.asarray(own.tokens), np.arange(k))
+        return replace(own, tokens=draft.astype(np.int32))
 
 
-def with_recorded(drafter: Any, wrap: Callable[[Any], Any]) -> Any:
-    """A device drafter whose guesses are the script's, by what wraps it; of one that is made of
-    others, which has `with_weighted`, the one with weights."""
-    inside = getattr(drafter, "with_weighted", None)
-    return wrap(drafter) if inside is None else inside(wrap)
+def whole_drafter(drafter: Any, wrap: Callable[[Any], Any]) -> Any:
+    """`wrap` around a drafter that is not made of others."""
+    return wrap(drafter)
 
 
 def right_text(right: Seqs[int]) -> str:

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Generic
 
 from specdec.core.protocols import Batch, Proposer, Verifier
-from specdec.core.types import Array, Round, Step
+from specdec.core.types import Array, Proposal, Round, Step
 
 PARTS = ("prefill", "draft", "verify", "learn", "device", "host")
 """prefill: reading prompts. draft, verify, learn: a cycle that the host drives; what is chosen is
@@ -23,11 +23,11 @@ class Timed(Generic[Batch]):
         self._target, self._drafter = target, drafter
         self.seconds: dict[str, float] = {}
 
-    def propose(self, batch: Batch, k: int, /) -> Array:
+    def propose(self, batch: Batch, k: int, /) -> Proposal:
         began = perf_counter()
-        draft = self._drafter.propose(batch, k)
+        proposal = self._drafter.propose(batch, k)
         self.seconds["draft"] = perf_counter() - began
-        return draft
+        return proposal
 
     def verify(self, batch: Batch, draft: Array, /) -> Step:
         began = perf_counter()

@@ -248,6 +248,36 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Proposal:
+    """The guesses of one cycle. Written by the drafter, read by the loop. In JAX it is a pytree
+    (`targets/jax/device_drafter.py`)."""
+
+    tokens: Array
+    """[B, at most k] int32 target ids, NO_GUESS where there is no guess. The target verifies all
+    columns."""
+    source: Array | None = None
+    """[B] or [B, columns] int32: the drafter that made each row's guesses, or each guess, as an
+    index into `names`. None: one drafter made all of them."""
+    names: tuple[str, ...] = ()
+    """The drafters that this one is made of."""
+
+
+@dataclass(frozen=True)
+class CycleChoice:
+    """How the next cycle of a device loop runs. Written by the drafter's `ready`; the defaults are
+    those of a drafter that chooses nothing."""
+
+    depth: int | None = None
+    """Guesses that the cycle verifies; None: the loop's K."""
+    variant: str = ""
+    """Which of the drafter's captured cycles runs."""
+    takes_known: bool = True
+    """Whether predicted tokens come before the drafter's guesses."""
+    repeats: bool = True
+    """Whether the choice also holds for further cycles of the same dispatch."""
+
+
+@dataclass(frozen=True)
 class Check:
     """One question of a target's self-check: how many results differ in any bit, of how many."""
 
@@ -274,20 +304,17 @@ class Leading:
 class Round:
     """One cycle's outcome, for the rows it ran on.
 
-    draft [B, k] int32; accepted [B]: how many draft tokens each row keeps, SAT_OUT for a row that
-    took no part (a driver that runs ahead of the host may learn of a row only one cycle later).
+    accepted [B]: how many draft tokens each row keeps, SAT_OUT for a row that took no part (a
+    driver that runs ahead of the host may learn of a row only one cycle later).
     """
 
-    draft: Array
+    proposal: Proposal
     step: Step
     accepted: Array
     leading: Leading | None = None
     """Those guesses of the draft that the drafter did not make; None: it made them all."""
     seconds: Mapping[str, float] | None = None
     """How long its parts took (`timing.PARTS`); None where a device loop ran it."""
-    whose: Seqs[Seqs[str]] | None = None
-    """By row, which of the drafters that the drafter is made of made each guess behind those; None
-    where it is one, or does not tell."""
 
 
 @dataclass(frozen=True)

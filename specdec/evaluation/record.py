@@ -65,13 +65,14 @@ def _one_by_one(engine: Engine, k: int, drafts: dict[Sequence, list[Array]]) -> 
     """A cycle that keeps none of what it guesses, and notes it down."""
 
     def cycle(seqs: Seqs[Sequence], single: bool) -> list[Round]:
-        draft = np.asarray(engine.drafter.propose(seqs, k))
+        proposal = engine.drafter.propose(seqs, k)
+        draft = np.asarray(proposal.tokens)
         step = engine.target.verify(seqs, draft)
         accepted = np.zeros(len(seqs), np.int32)
         engine.drafter.observe(seqs, step, accepted)
         for seq, row in zip(seqs, draft, strict=True):
             drafts[seq].append(row)
-        return [Round(draft, step, accepted)]
+        return [Round(proposal, step, accepted)]
 
     return cycle
 

@@ -115,7 +115,7 @@ class Racer:
         started = time.perf_counter()
         rounds = self._cycle(seqs, single)
         for done in rounds:  # the engine would wait for these next; waiting here is being honest
-            for array in (done.step.chosen, done.accepted, done.draft):
+            for array in (done.step.chosen, done.accepted, done.proposal.tokens):
                 np.asarray(array)
         self._last = time.perf_counter() - started
         return rounds

@@ -1,4 +1,4 @@
-"""What a drafter is to the captured cycle: methods on device tensors that never wait for the host.
+"""The captured cycle's drafters: methods on device tensors that never wait for the host.
 
 A drafter's folder brings a `DeviceDrafter` for this target, with whatever weights and caches it
 needs.
@@ -6,14 +6,14 @@ needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seqs
+from collections.abc import Sequence as Seqs
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from specdec.core.protocols import Proposer
-from specdec.core.types import Sequence
+from specdec.core.types import CycleChoice, Sequence
 from targets.cuda.ops import Rows
 
 
@@ -50,32 +50,13 @@ class CapturedBatch:
 
 
 class DeviceDrafter(Proposer[CapturedBatch], Protocol):
-    """All but `ready` is captured. A `propose` that writes into `batch.draft`, and returns that,
-    saves a copy."""
+    """`propose` and `observe` are captured. A `propose` that writes into `batch.draft`, and returns
+    that, saves a copy."""
 
-    def ready(self, seqs: Seqs[Sequence]) -> None:
-        """What the host has to do for these rows before a cycle."""
+    def ready(self, seqs: Seqs[Sequence]) -> CycleChoice:
+        """The host's work for these rows before a cycle, and how that cycle runs."""
         ...
 
-
-def variant_of(drafter: DeviceDrafter) -> str:
-    """Which of its cycles is captured, or replayed, now. Most drafters have but one; one that has
-    more says which in `variant`, once `ready` was called."""
-    return getattr(drafter, "variant", "")
-
-
-def names_of(drafter: DeviceDrafter) -> Mapping[int, str]:
-    """The drafters that one is made of, by number; most are made of none."""
-    return getattr(drafter, "names", {})
-
-
-def by_of(drafter: DeviceDrafter) -> torch.Tensor | None:
-    """[B] int32: the number of the drafter that made each row's guesses, where one is made of some
-    and there are guesses."""
-    return getattr(drafter, "by", None)
-
-
-def take_back(drafter: DeviceDrafter) -> None:
-    """The cycle that `ready` was called for does not come: told to drafters that ask in
-    `take_back`."""
-    getattr(drafter, "take_back", lambda: None)()
+    def take_back(self) -> None:
+        """The cycle of the last `ready` is not launched."""
+        ...

@@ -8,7 +8,7 @@ waits; rows that have ended meanwhile sit the cycle out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seqs
+from collections.abc import Callable, Sequence as Seqs
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -16,32 +16,27 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specdec.core.constraint import (
-    constrained,
-    depth_of,
-    fill_masks,
-    leading_guesses,
-    takes_known,
-)
+from specdec.core.constraint import constrained, fill_masks, leading_guesses, takes_known
 from specdec.core.cycle import cycle
 from specdec.core.protocols import Cycle, Proposer
-from specdec.core.reporting import whose_of
-from specdec.core.script import Script, scripted_choice, with_recorded
-from specdec.core.types import NO_GUESS, SAT_OUT, Leading, LogprobRows, Round, Sequence, Step
-from targets.cuda.device_drafter import (
-    CapturedBatch,
-    DeviceDrafter,
-    SlotState,
-    by_of,
-    names_of,
-    take_back,
-    variant_of,
+from specdec.core.script import Script, scripted_choice, whole_drafter
+from specdec.core.types import (
+    NO_GUESS,
+    SAT_OUT,
+    CycleChoice,
+    Leading,
+    LogprobRows,
+    Proposal,
+    Round,
+    Sequence,
+    Step,
 )
+from targets.cuda.device_drafter import CapturedBatch, DeviceDrafter, SlotState
 from targets.cuda.graphs import Captured, CapturedParts, bucket_of
 from targets.cuda.guides import Guides, LedDrafter
 from targets.cuda.kernels import Kernels
 from targets.cuda.out_of_memory import room_for
-from targets.cuda.sampler import Said, Told
+from targets.cuda.sampler import CycleRecord, CycleResult, HostRecords
 from targets.cuda.sampling import each_part
 from targets.cuda.script import PlacedScript, ScriptedDeviceDrafter
 from targets.cuda.target import CudaTarget, Masks
@@ -49,6 +44,9 @@ from targets.cuda.upload import page_locked
 
 STOPS = 16
 """Stop ids per row that the device knows (cycle.cu); the engine cuts by all of them in any case."""
+
+
+Wrap = Callable[[DeviceDrafter], DeviceDrafter]
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class GraphKey:
     limited: bool = False
     """Whether any request wants fewer than k guesses."""
     variant: str = ""
-    """Which of the drafter's cycles, see `device_drafter.variant_of`."""
+    """`CycleChoice.variant`."""
 
 
 class _CapturedTarget:
@@ -93,24 +91,21 @@ class _LimitedDrafter:
     def __init__(self, drafter: DeviceDrafter, most: torch.Tensor) -> None:
         self._drafter, self._most = drafter, most
 
-    def propose(self, batch: CapturedBatch, k: int) -> torch.Tensor:
-        draft = self._drafter.propose(batch, k)
+    def propose(self, batch: CapturedBatch, k: int) -> Proposal:
+        own = self._drafter.propose(batch, k)
         most = self._most[batch.rows.slot.clamp(min=0).long()]
-        wanted = torch.arange(k, device=draft.device) < most[:, None]
-        return torch.where(wanted, draft, NO_GUESS)
+        wanted = torch.arange(k, device=most.device) < most[:, None]
+        return replace(own, tokens=torch.where(wanted, own.tokens, NO_GUESS))
 
     def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
         self._drafter.observe(batch, step, accepted)
 
 
 class Tape(NamedTuple):
-    """What a cycle leaves on the device, beside what it tells the host."""
+    """A captured cycle's results on the device, beside the host's record."""
 
     details: LogprobRows | None
-    drafted: torch.Tensor
-    """[B, k], before anything was chosen."""
-    names: bool
-    """Whether it tells who guessed."""
+    proposal: Proposal
 
 
 @dataclass(frozen=True)
@@ -118,7 +113,7 @@ class InParts:
     """A guided cycle: its graphs, and what the host puts between them."""
 
     slots: torch.Tensor
-    told: Told
+    records: HostRecords
     guides: Guides
     graphs: CapturedParts[Tape]
     drafted: torch.cuda.Event
@@ -129,12 +124,13 @@ class InParts:
 
 @dataclass(frozen=True)
 class Launched:
-    """A cycle under way: its rows, what it will have said once `done` is reached."""
+    """A cycle under way. Its results are complete once `done` is reached."""
 
     seqs: tuple[Sequence, ...]
-    key: GraphKey
     words: torch.Tensor
-    """As `Told` has them, without who guessed where nobody says."""
+    """The words of its `CycleRecord`."""
+    proposal: Proposal
+    """On the device; the host reads the record's guesses."""
     details: LogprobRows | None
     done: torch.cuda.Event
     leading: Leading | None = None
@@ -142,12 +138,20 @@ class Launched:
 
 
 def device_loop(
-    target: CudaTarget, drafter: DeviceDrafter, k: int, script: Script | None = None
+    target: CudaTarget,
+    drafter: DeviceDrafter,
+    k: int,
+    script: Script | None = None,
+    wrap_weighted: Callable[[DeviceDrafter, Wrap], DeviceDrafter] = whole_drafter,
 ) -> Cycle:
-    """A `Cycle` for the engine. script: what is said, whatever is chosen (speed tests)."""
+    """A `Cycle` for the engine.
+
+    script: the text that replaces the target's choices (speed tests). wrap_weighted: puts a wrapper
+    around the part of the drafter whose guesses a script may replace.
+    """
     placed = None if script is None else PlacedScript(script, target.device)
     if placed is not None and placed.script.recorded:
-        drafter = with_recorded(drafter, partial(ScriptedDeviceDrafter, placed=placed))
+        drafter = wrap_weighted(drafter, partial(ScriptedDeviceDrafter, placed=placed))
     return CapturedCycle(target, drafter, k, placed)
 
 
@@ -166,61 +170,58 @@ class CapturedCycle:
             make(slots), make(slots), make(slots, STOPS), make(slots), make(slots)
         )
         self.owners: dict[int, Sequence] = {}
-        self.graphs: dict[GraphKey, tuple[torch.Tensor, Told, Captured[Tape]]] = {}
+        self.graphs: dict[GraphKey, tuple[torch.Tensor, HostRecords, Captured[Tape]]] = {}
         self.fed: dict[GraphKey, tuple[int, ...]] = {}
         self.in_parts: dict[GraphKey, InParts] = {}
         self.pending: Launched | None = None
 
     def __call__(self, seqs: Seqs[Sequence], single: bool) -> list[Round]:
         self._seat([seq for seq in seqs if self.owners.get(seq.slot) is not seq])
-        self.drafter.ready(seqs)
-        led = constrained(seqs) or takes_known(self.drafter, seqs)
+        choice = self.drafter.ready(seqs)
+        led = constrained(seqs) or takes_known(choice, seqs)
         if led and self.pending is not None:  # guides follow from what it chose
-            take_back(self.drafter)
+            self.drafter.take_back()
             former, self.pending = self.pending, None
-            return [self._read(former, seqs)]
+            return [_round(former, seqs)]
+        key = self._key(tuple(seqs), choice, led)
         with room_for(f"a batch of {len(seqs)}"):  # else the last one stays to be read
             if led:
-                return [self._read(self._launch_guided(tuple(seqs)), seqs)]
-            launched = self._launch(tuple(seqs))
+                return [_round(self._launch_guided(tuple(seqs), key), seqs)]
+            launched = self._launch(tuple(seqs), key)
         former, self.pending = self.pending, launched
-        return [] if former is None else [self._read(former, seqs)]
+        return [] if former is None else [_round(former, seqs)]
 
-    def _read(self, cycle_: Launched, seqs: Seqs[Sequence]) -> Round:
-        return _round(cycle_, seqs, names_of(self.drafter))
-
-    def _key(self, seqs: tuple[Sequence, ...], guided: bool = False) -> GraphKey:
-        needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
-        logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
-        limited = any(seq.most_guesses(self.k) < self.k for seq in seqs)
+    def _key(self, seqs: tuple[Sequence, ...], choice: CycleChoice, guided: bool) -> GraphKey:
         return GraphKey(
-            *(bucket_of(len(seqs)), depth_of(self.drafter, self.k), needs_sampler, logprobs),
-            *(guided, limited),
-            variant=variant_of(self.drafter),
+            batch=bucket_of(len(seqs)),
+            k=self.k if choice.depth is None else choice.depth,
+            needs_sampler=any(seq.sampling.needs_sampler for seq in seqs),
+            logprobs=any(seq.sampling.logprobs is not None for seq in seqs),
+            guided=guided,
+            limited=any(seq.most_guesses(self.k) < self.k for seq in seqs),
+            variant=choice.variant,
         )
 
     @torch.inference_mode()
-    def _launch(self, seqs: tuple[Sequence, ...]) -> Launched:
-        key = self._key(seqs)
+    def _launch(self, seqs: tuple[Sequence, ...], key: GraphKey) -> Launched:
         if key not in self.graphs:
-            idle, told = self._blank(key)
-            captured = Captured(lambda: self._cycle(key, idle, told), self.target.pool)
-            told.begin()
-            self.graphs[key] = idle, told, captured
-        slots, told, graph = self.graphs[key]
+            idle, records = self._blank(key)
+            captured = Captured(lambda: self._cycle(key, idle, records), self.target.pool)
+            records.begin()
+            self.graphs[key] = idle, records, captured
+        slots, records, graph = self.graphs[key]
         self._feed(key, slots, seqs)
-        return _launched(seqs, key, graph.replay(), told.coming())
+        return _launched(seqs, graph.replay(), records.coming())
 
-    def _blank(self, key: GraphKey) -> tuple[torch.Tensor, Told]:
-        """Slots [B] of which none runs, and room for what is told."""
+    def _blank(self, key: GraphKey) -> tuple[torch.Tensor, HostRecords]:
+        """Slots [B] of which none runs, and the records of the graph's cycles."""
         device = self.target.device
         idle = torch.full((key.batch,), -1, dtype=torch.int32, device=device)
-        return idle, Told(key.batch, key.k, device)
+        return idle, HostRecords(key.batch, key.k, device)
 
     @torch.inference_mode()
-    def _launch_guided(self, seqs: tuple[Sequence, ...]) -> Launched:
+    def _launch_guided(self, seqs: tuple[Sequence, ...], key: GraphKey) -> Launched:
         """Draft, forward, choose: the host makes the masks of a draft while the forward runs."""
-        key = self._key(seqs, guided=True)
         if key not in self.in_parts:
             self.in_parts[key] = self._capture_in_parts(key)
         mine = self.in_parts[key]
@@ -233,24 +234,24 @@ class CapturedCycle:
         forward.replay()
         with torch.cuda.stream(mine.side):  # beside the forward, which must not wait for it
             mine.side.wait_event(mine.drafted)
-            guides.host_draft.copy_(mine.graphs.result.drafted, non_blocking=True)
+            guides.host_draft.copy_(mine.graphs.result.proposal.tokens, non_blocking=True)
         mine.side.synchronize()
         masks = guides.host_masks.numpy().view(np.uint32)
         fill_masks(seqs, guides.host_draft.numpy()[: len(seqs)], self.target.vocab, masks)
         guides.masks.copy_(guides.host_masks, non_blocking=True)
         choose.replay()
-        launched = _launched(seqs, key, mine.graphs.result, mine.told.coming())
+        launched = _launched(seqs, mine.graphs.result, mine.records.coming())
         return replace(launched, leading=leading)
 
     def _capture_in_parts(self, key: GraphKey) -> InParts:
         device = self.target.device
         guides = Guides.blank(key.batch, key.k, self.target.vocab, device)
-        idle, told = self._blank(key)
+        idle, records = self._blank(key)
         graphs = CapturedParts(
-            lambda cut: self._cycle(key, idle, told, guides, cut), self.target.pool
+            lambda cut: self._cycle(key, idle, records, guides, cut), self.target.pool
         )
-        told.begin()
-        return InParts(idle, told, guides, graphs, torch.cuda.Event(), torch.cuda.Stream())
+        records.begin()
+        return InParts(idle, records, guides, graphs, torch.cuda.Event(), torch.cuda.Stream())
 
     def _feed(self, key: GraphKey, slots: torch.Tensor, seqs: tuple[Sequence, ...]) -> None:
         """Whose rows the graphs of this key run next."""
@@ -265,7 +266,7 @@ class CapturedCycle:
         self,
         key: GraphKey,
         slots: torch.Tensor,
-        told: Told,
+        records: HostRecords,
         guides: Guides | None = None,
         cut: Callable[[], None] = lambda: None,
     ) -> Tape:
@@ -273,7 +274,7 @@ class CapturedCycle:
         called where the host takes the draft, and where it has put the masks."""
         state, sampler, history = self.state, self.ops.sampler, self.target.cache.tokens
         places = state.length, state.live
-        rows = sampler.lay_out(history, places, slots, key.k, told.turn)
+        rows = sampler.lay_out(history, places, slots, key.k, records.turn)
         batch = CapturedBatch(rows, key.needs_sampler, key.logprobs)
         drafter: Proposer[CapturedBatch] = self.drafter
         if key.limited:
@@ -285,9 +286,9 @@ class CapturedCycle:
         target = _CapturedTarget(self.target, masks, self.script)
         accept = lambda _, chosen: sampler.accept(rows, chosen)  # noqa: E731
         done = cycle(target, drafter, batch, key.k, accept)
-        said = Said(done.step.chosen, done.accepted, by_of(self.drafter))
-        sampler.commit(history, places, rows, said, (state.stops, state.limit), told)
-        return Tape(done.step.logprobs, done.draft, said.by is not None)
+        result = CycleResult(done.step.chosen, done.accepted, done.proposal.source)
+        sampler.commit(history, places, rows, result, (state.stops, state.limit), records)
+        return Tape(done.step.logprobs, done.proposal)
 
     @torch.inference_mode()
     def _seat(self, seqs: Seqs[Sequence]) -> None:
@@ -319,15 +320,12 @@ class CapturedCycle:
         self.target.cache.tokens[at, length.long() - 1] = last
 
 
-def _launched(
-    seqs: tuple[Sequence, ...], key: GraphKey, tape: Tape, words: torch.Tensor
-) -> Launched:
-    """A cycle whose last graph was just replayed. words: where it tells."""
+def _launched(seqs: tuple[Sequence, ...], tape: Tape, words: torch.Tensor) -> Launched:
+    """A cycle whose last graph was just replayed. words: its record."""
     details = tape.details and each_part(_to_host, tape.details)
     done = torch.cuda.Event()
     done.record()
-    told = 2 * key.k + 2 + tape.names
-    return Launched(seqs, key, words[:, :told], details, done)
+    return Launched(seqs, words, tape.proposal, details, done)
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:
@@ -337,16 +335,14 @@ def _to_host(values: torch.Tensor) -> torch.Tensor:
     return host
 
 
-def _round(cycle_: Launched, seqs: Seqs[Sequence], names: Mapping[int, str]) -> Round:
-    """Wait for a cycle; its round for these rows, SAT_OUT for those that were not in it. names: as
-    `device_drafter.names_of` has them."""
+def _round(cycle_: Launched, seqs: Seqs[Sequence]) -> Round:
+    """Wait for a cycle; its round for these rows, SAT_OUT for those that were not in it."""
     cycle_.done.synchronize()
-    k, words = cycle_.key.k, cycle_.words.numpy()
     where = {id(seq): row for row, seq in enumerate(cycle_.seqs)}
     rows = np.array([where.get(id(seq), -1) for seq in seqs])
-    mine = words[rows]
-    accepted = np.where(rows >= 0, mine[:, 2 * k + 1], SAT_OUT)
-    whose = whose_of(names, mine[:, 2 * k + 2 :].ravel(), k) or None
+    record = CycleRecord.of(cycle_.words.numpy()[rows])
+    accepted = np.where(rows >= 0, record.accepted, SAT_OUT)
     details = cycle_.details and each_part(lambda part: part.numpy()[rows], cycle_.details)
-    step = Step(mine[:, k : 2 * k + 1], None, details)
-    return Round(mine[:, :k], step, accepted, cycle_.leading, whose=whose)
+    source = None if cycle_.proposal.source is None else record.source
+    proposal = replace(cycle_.proposal, tokens=record.draft, source=source)
+    return Round(proposal, Step(record.chosen, None, details), accepted, cycle_.leading)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from specdec.core.constraint import lead, mask_words
 from specdec.core.protocols import Proposer
-from specdec.core.types import NO_GUESS, Step
+from specdec.core.types import NO_GUESS, Proposal, Step
 from targets.cuda.device_drafter import CapturedBatch
 
 
@@ -59,10 +59,11 @@ class LedDrafter:
     ) -> None:
         self._drafter, self._leading, self._cut = drafter, leading, cut
 
-    def propose(self, batch: CapturedBatch, k: int) -> torch.Tensor:
-        batch.draft.copy_(lead(self._leading, self._drafter.propose(batch, k)))
+    def propose(self, batch: CapturedBatch, k: int) -> Proposal:
+        own = self._drafter.propose(batch, k)
+        batch.draft.copy_(lead(self._leading, own.tokens))
         self._cut()
-        return batch.draft
+        return replace(own, tokens=batch.draft)
 
     def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
         self._drafter.observe(batch, step, accepted)

@@ -7,6 +7,7 @@ import weakref
 from ctypes import Structure, c_int, c_void_p
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from targets.cuda.guessing import LIKELIEST, DraftVocabulary
@@ -40,22 +41,48 @@ class _Place(NamedTuple):
     j: int = 0
 
 
-class Said(NamedTuple):
-    """What a cycle chose: chosen [B, k + 1], accepted [B] and, where it is known, by whom each row
-    was drafted [B]; int32."""
+class CycleResult(NamedTuple):
+    """One cycle's outcome on the device, int32: chosen [B, k + 1], accepted [B] and, of a drafter
+    that is made of others, the number of each row's drafter [B]."""
 
     chosen: torch.Tensor
     accepted: torch.Tensor
-    by: torch.Tensor | None
+    source: torch.Tensor | None
 
 
-class Told:
-    """What the cycles of one graph tell the host: page-locked rows that they write to by turns, for
-    the host reads one cycle while the next one is under way."""
+class CycleRecord(NamedTuple):
+    """One cycle's outcome for the host, int32: the fields of a row lie side by side in this order
+    (`CycleRecord` of cycle.cu)."""
+
+    draft: np.ndarray
+    """[B, k]."""
+    chosen: np.ndarray
+    """[B, k + 1]."""
+    accepted: np.ndarray
+    """[B]; SAT_OUT: the row did not run."""
+    source: np.ndarray
+    """[B]; 0 where there is one drafter."""
+
+    @staticmethod
+    def words(k: int) -> int:
+        """int32 words of a row."""
+        return 2 * k + 3
+
+    @classmethod
+    def of(cls, words: np.ndarray) -> CycleRecord:
+        """words [B, words(k)]."""
+        k = (words.shape[1] - cls.words(0)) // 2
+        draft, chosen = words[:, :k], words[:, k : 2 * k + 1]
+        return cls(draft, chosen, words[:, 2 * k + 1], words[:, 2 * k + 2])
+
+
+class HostRecords:
+    """The `CycleRecord`s of one graph's cycles in page-locked memory. Cycles write two in turn: the
+    host reads one while the next cycle writes the other."""
 
     def __init__(self, batch: int, k: int, device: torch.device) -> None:
-        self.words = torch.empty((TURNS, batch, 2 * k + 3), dtype=torch.int32, pin_memory=True)
-        """Guesses, what was chosen, accepted (SAT_OUT: did not run), and by whom."""
+        shape = TURNS, batch, CycleRecord.words(k)
+        self.words = torch.empty(shape, dtype=torch.int32, pin_memory=True)
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)
         self._next = 0
         # torch does not know that kernels write there: it lends the memory again once it is free
@@ -164,13 +191,14 @@ class Sampler:
         history: torch.Tensor,
         state: tuple[torch.Tensor, torch.Tensor],
         rows: Rows,
-        said: Said,
+        result: CycleResult,
         limits: tuple[torch.Tensor, torch.Tensor],
-        told: Told,
+        records: HostRecords,
     ) -> None:
-        """Append chosen[: accepted + 1] to the texts, end what has come to its end, tell the host.
-        limits: stop ids [slots, 16], longest."""
-        batch, tokens = said.chosen.shape
-        tensors = (history, *state, rows.slot, rows.tokens, *said, *limits, told.words, told.turn)
+        """Append chosen[: accepted + 1] to the texts, end the rows that stop, and write the next
+        record. limits: stop ids [slots, 16], longest."""
+        batch, tokens = result.chosen.shape
+        texts, written = (history, *state), (records.words, records.turn)
+        tensors = (*texts, rows.slot, rows.tokens, *result, *limits, *written)
         arguments = [*map(pointer, tensors), *map(c_int, (history.stride(0), tokens - 1))]
         self._launch(CYCLE, "commit", (batch, 1, 1), WARP, arguments)

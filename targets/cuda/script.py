@@ -4,11 +4,12 @@ whose guesses are right as often as was recorded."""
 from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
+from dataclasses import replace
 
 import torch
 
 from specdec.core.script import Script, recorded_draft
-from specdec.core.types import Sequence, Step
+from specdec.core.types import CycleChoice, Proposal, Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch, DeviceDrafter
 from targets.cuda.ops import Rows
 
@@ -49,14 +50,17 @@ class ScriptedDeviceDrafter:
     def __init__(self, drafter: DeviceDrafter, placed: PlacedScript) -> None:
         self._drafter, self._placed = drafter, placed
 
-    def ready(self, seqs: Seqs[Sequence]) -> None:
-        self._drafter.ready(seqs)
+    def ready(self, seqs: Seqs[Sequence]) -> CycleChoice:
+        return self._drafter.ready(seqs)
 
-    def propose(self, batch: CapturedBatch, k: int) -> torch.Tensor:
+    def take_back(self) -> None:
+        self._drafter.take_back()
+
+    def propose(self, batch: CapturedBatch, k: int) -> Proposal:
         own, rows = self._drafter.propose(batch, k), batch.rows
         offset = torch.arange(k, device=rows.start.device)
         said, right = self._placed.coming(rows, k), self._placed.right(rows)
-        return recorded_draft(said, right, own, offset)
+        return replace(own, tokens=recorded_draft(said, right, own.tokens, offset))
 
     def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
         self._drafter.observe(batch, step, accepted)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence as Seqs
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,9 +17,7 @@ from specdec.core.types import Sequence
 from targets.cuda.cache import LANES, LayerCache
 from targets.cuda.host_blocks import BLOCK, blocks_of, host_blocks
 from targets.cuda.out_of_memory import room_for
-
-if TYPE_CHECKING:
-    from targets.cuda.target import CudaTarget
+from targets.cuda.target import CudaTarget
 
 ALIGN = 256
 """Tensors begin at multiples of so many bytes."""
@@ -92,7 +89,7 @@ def _padded(shape: torch.Size, dtype: torch.dtype) -> int:
     return -(-math.prod(shape) * dtype.itemsize // ALIGN) * ALIGN
 
 
-class CudaSnapshots:
+class SlotSnapshots:
     """`TargetSnapshots` of one target."""
 
     def __init__(self, target: CudaTarget) -> None:

@@ -22,7 +22,6 @@ from targets.cuda.params import Weights, rounding
 from targets.cuda.prefill import PrefillChunk, prefill
 from targets.cuda.reference import Reference
 from targets.cuda.sampling import blank_table
-from targets.cuda.snapshots import CudaSnapshots
 from targets.sampling_params import Rules, set_row
 
 KV_DTYPES = {
@@ -250,10 +249,6 @@ class CudaTarget:
     def identity(self) -> str:
         """What fixes the bits that it computes, beside its weights."""
         return f"{self.plan} {self.arch}"
-
-    def snapshots(self) -> CudaSnapshots:
-        """What the prefix cache asks for."""
-        return CudaSnapshots(self)
 
     def seat(self, seq: Sequence) -> None:
         """Take over a new owner's sampling parameters for its slot. Raises UserError for token

@@ -1,4 +1,4 @@
-"""What a drafter is to the traced loop: methods on traced state, and arrays of its own.
+"""The traced loop's drafters: methods on traced state, and arrays of their own.
 
 A drafter's folder brings a `DeviceDrafter` for this target. `TextDrafter` is one for drafters that
 are a pure function of the text; others bring weights, which are read, and a memory, which each
@@ -7,15 +7,18 @@ dispatch takes and gives back.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence as Seqs
+from collections.abc import Hashable, Sequence as Seqs
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import jax
 from flax import struct
 
 from specdec.core.protocols import Proposer
-from specdec.core.types import Array, Sequence, Step
+from specdec.core.types import Array, CycleChoice, Proposal, Sequence, Step
 from targets.jax.cache import Cache
+
+jax.tree_util.register_dataclass(Proposal, ["tokens", "source"], ["names"])
 
 
 @struct.dataclass
@@ -49,34 +52,19 @@ class DeviceDrafter(Protocol):
     memory: Any
     """Arrays that a dispatch takes (donated) and gives back."""
 
-    def ready(self, seqs: Seqs[Sequence]) -> None:
-        """What the host has to do for these rows before a dispatch: it comes first."""
+    def ready(self, seqs: Seqs[Sequence]) -> CycleChoice:
+        """The host's work for these rows before a dispatch, and how that dispatch runs. The loop
+        calls it first."""
         ...
 
     def program(self, needs_sampler: bool) -> TracedProgram:
-        """needs_sampler: whether any row's choice is more than the raw argmax. What it learns of a
-        cycle (`observe`) is the same either way."""
+        """needs_sampler: whether any row's choice is more than the raw argmax. `observe` is the
+        same either way."""
         ...
 
     def weights(self) -> Any:
         """Arrays that a dispatch only reads."""
         ...
-
-
-def lasts(drafter: DeviceDrafter) -> bool:
-    """Whether what it is ready for is as good for further cycles: a dispatch then has several. Most
-    drafters decide nothing; one that does says in `lasts`."""
-    return getattr(drafter, "lasts", True)
-
-
-def names_of(drafter: DeviceDrafter) -> Mapping[int, str]:
-    """The drafters that one is made of, by number; most are made of none."""
-    return getattr(drafter, "names", {})
-
-
-def by_of(drafter: TracedDrafter) -> Array | None:
-    """[B]: the number of the drafter that made each row's guesses, where one is made of some."""
-    return getattr(drafter, "by", None)
 
 
 class TextFunction(Hashable, Protocol):
@@ -95,8 +83,8 @@ class TextDrafter:
     def __init__(self, function: TextFunction) -> None:
         self.function = function
 
-    def ready(self, seqs: Seqs[Sequence]) -> None:
-        pass
+    def ready(self, seqs: Seqs[Sequence]) -> CycleChoice:
+        return CycleChoice()
 
     def program(self, needs_sampler: bool) -> TracedProgram:
         return _TextProgram(self.function)
@@ -119,8 +107,8 @@ class _TextRows:
     def __init__(self, function: TextFunction) -> None:
         self.function = function
 
-    def propose(self, batch: SlotState, k: int) -> Array:
-        return self.function.propose(batch.cache.tokens, batch.length, k)
+    def propose(self, batch: SlotState, k: int) -> Proposal:
+        return Proposal(self.function.propose(batch.cache.tokens, batch.length, k))
 
     def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The device-resident driver: many cycles in one `lax.while_loop`, the host asked once.
+"""The device-resident driver: many cycles in one `lax.while_loop`, one dispatch by the host.
 
 It traces `specdec.core.cycle.cycle`, with a target and a drafter whose methods act on traced
 state: one step, two drivers.
@@ -6,7 +6,7 @@ state: one step, two drivers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seqs
+from collections.abc import Callable, Sequence as Seqs
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,14 +19,14 @@ from flax import struct
 from specdec.core.constraint import constrained, lead, leading_guesses, takes_known
 from specdec.core.cycle import cycle, guided_cycle
 from specdec.core.protocols import Cycle
-from specdec.core.reporting import whose_of
-from specdec.core.script import Script, ScriptedTarget, scripted_choice, with_recorded
+from specdec.core.script import Script, ScriptedTarget, scripted_choice, whole_drafter
 from specdec.core.types import (
     MAX_DRAFT,
     NO_GUESS,
     Array,
     Leading,
     LogprobRows,
+    Proposal,
     Round,
     Sequence,
     Step,
@@ -37,10 +37,8 @@ from targets.jax.device_drafter import (
     SlotState,
     TracedDrafter,
     TracedProgram,
-    by_of,
-    lasts,
-    names_of,
 )
+from targets.jax.host_drafter import SteppedDrafter, slot_state
 from targets.jax.params import Params
 from targets.jax.placing import replicated
 from targets.jax.programs import Feed, Plan, bind
@@ -66,6 +64,9 @@ class LoopPlan:
     needs_sampler: bool
     """Whether any row's choice is more than the raw argmax."""
     logprobs: bool
+
+
+Wrap = Callable[[DeviceDrafter], DeviceDrafter]
 
 
 @struct.dataclass
@@ -113,12 +114,10 @@ class LoopState:
 class Tape:
     """What each cycle did [cycles, B, ...]: the host reads it once per dispatch."""
 
-    draft: Array
+    proposal: Proposal
     chosen: Array
     accepted: Array
     logprobs: LogprobRows | None
-    by: Array | None
-    """[B]: whose guesses they are, by number (`device_drafter.names_of`)."""
 
 
 class _TracedTarget:
@@ -155,10 +154,11 @@ class _GuidedDrafter:
     def __init__(self, drafter: TracedDrafter, leading: Array, most: Array) -> None:
         self._drafter, self._leading, self._most = drafter, leading, most
 
-    def propose(self, batch: SlotState, k: int) -> Array:
+    def propose(self, batch: SlotState, k: int) -> Proposal:
+        own = self._drafter.propose(batch, k)
         wanted = jnp.arange(k) < self._most[:, None]
-        draft = jnp.where(wanted, self._drafter.propose(batch, k), NO_GUESS)
-        return lead(self._leading, draft)
+        draft = jnp.where(wanted, own.tokens, NO_GUESS)
+        return replace(own, tokens=lead(self._leading, draft))
 
     def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:
         self._drafter.observe(batch, step, accepted)
@@ -188,9 +188,9 @@ def _one_cycle(plan: LoopPlan, given: LoopInputs, loop: LoopState) -> tuple[Loop
     guided_drafter = _GuidedDrafter(drafter, loop.leading, given.limits.guesses)
     done = cycle(target, guided_drafter, loop.slots, plan.k)
     slots = _commit(target.state, done, given.limits)
-    said = done.draft, done.step.chosen, done.accepted, done.step.logprobs
+    entry = Tape(done.proposal, done.step.chosen, done.accepted, done.step.logprobs)
     nothing = jnp.full_like(loop.leading, NO_GUESS)
-    return LoopState(slots, drafter.memory, nothing), Tape(*said, by_of(drafter))
+    return LoopState(slots, drafter.memory, nothing), entry
 
 
 def _commit(state: SlotState, done: Round, limits: Limits) -> SlotState:
@@ -213,12 +213,16 @@ def device_loop(
     k: int,
     cycles: int = CYCLES,
     script: Script | None = None,
+    wrap_weighted: Callable[[DeviceDrafter, Wrap], DeviceDrafter] = whole_drafter,
 ) -> Cycle:
-    """A `Cycle` for the engine: one dispatch, up to `cycles` rounds. script: what is said (speed
-    tests)."""
+    """A `Cycle` for the engine: one dispatch, up to `cycles` rounds.
+
+    script: the text that replaces the target's choices (speed tests). wrap_weighted: puts a wrapper
+    around the part of the drafter whose guesses a script may replace.
+    """
     placed = None if script is None else PlacedScript(script, target.mesh)
     if placed is not None and placed.script.recorded:
-        drafter = with_recorded(drafter, partial(ScriptedDeviceDrafter, placed=placed))
+        drafter = wrap_weighted(drafter, partial(ScriptedDeviceDrafter, placed=placed))
     one_by_one = target if script is None else ScriptedTarget(target, script)
     compiled: dict[LoopPlan, Any] = {}
     whole = replicated(target.mesh)  # the tape is read by each process's host
@@ -226,7 +230,7 @@ def device_loop(
     stepped = SteppedDrafter(target, drafter)
 
     def rounds(seqs: Seqs[Sequence], single: bool) -> list[Round]:
-        drafter.ready(seqs)
+        choice = drafter.ready(seqs)
         if constrained(seqs):  # masks come from the host, each cycle
             return [guided_cycle(one_by_one, stepped, seqs, k)]
         needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
@@ -237,10 +241,11 @@ def device_loop(
             compiled[plan] = jax.jit(
                 bind(run_cycles, plan), donate_argnums=1, out_shardings=(None, whole, whole)
             )
-        led = takes_known(drafter, seqs)
+        led = takes_known(choice, seqs)
         leading = leading_guesses(seqs, k) if led else None
-        several = not single and not led and lasts(drafter)
-        limits, state = _start(target, seqs, cycles if several else 1)
+        several = not single and not led and choice.repeats
+        limits = _limits(target, seqs, cycles if several else 1)
+        state = slot_state(target, seqs)
         weights = drafter.weights()
         said = None if placed is None else placed.tables()
         given = LoopInputs(
@@ -249,97 +254,21 @@ def device_loop(
         first = _by_slot(leading, seqs, target.slots, k)
         loop, tape, ran = compiled[plan](given, LoopState(state, drafter.memory, first))
         target.cache, drafter.memory = loop.slots.cache, loop.memory
-        return _replay(tape, int(ran), seqs, leading, names_of(drafter))
+        return _replay(tape, int(ran), seqs, leading)
 
     return rounds
 
 
-class SteppedDrafter:
-    """The device loop's drafter, once it is ready, for one cycle at a time: what a dispatch traces
-    of it, as programs of their own that the host calls."""
-
-    def __init__(self, target: JaxTarget, drafter: DeviceDrafter) -> None:
-        self._target, self._drafter = target, drafter
-        whole = replicated(target.mesh)
-        self._propose = jax.jit(
-            _propose, static_argnums=(0, 1), donate_argnums=3, out_shardings=(None, whole, whole)
-        )
-        self._observe = jax.jit(_observe, static_argnums=0, donate_argnums=2)
-        self.whose: Seqs[Seqs[str]] | None = None
-        """By row, whose the last guesses are."""
-
-    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
-        drafter = self._drafter
-        batch = self._batch(seqs)
-        program = drafter.program(any(seq.sampling.needs_sampler for seq in seqs))
-        made = self._propose(program, k, drafter.weights(), drafter.memory, batch)
-        drafter.memory, draft, by = made
-        rows = [seq.slot for seq in seqs]
-        self.whose = None if by is None else whose_of(names_of(drafter), np.asarray(by)[rows], k)
-        return np.asarray(draft)[rows]
-
-    def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
-        drafter, slots = self._drafter, self._target.slots
-        rows = [seq.slot for seq in seqs]
-        chosen = np.zeros((slots, step.chosen.shape[1]), np.int32)
-        kept = np.zeros(slots, np.int32)
-        chosen[rows], kept[rows] = step.chosen, accepted
-        learned = self._batch(seqs), chosen, step.features, kept
-        program, weights = drafter.program(needs_sampler=False), drafter.weights()
-        drafter.memory = self._observe(program, weights, drafter.memory, *learned)
-
-    def _batch(self, seqs: Seqs[Sequence]) -> SlotState:
-        _, batch = _start(self._target, seqs, 1)
-        self._target.cache = batch.cache
-        return batch
-
-
-def _propose(
-    program: TracedProgram, k: int, weights: Any, memory: Any, batch: SlotState
-) -> tuple[Any, Array, Array | None]:
-    drafter = program.on(weights, memory)
-    draft = drafter.propose(batch, k)
-    return drafter.memory, draft, by_of(drafter)
-
-
-def _observe(
-    program: TracedProgram,
-    weights: Any,
-    memory: Any,
-    batch: SlotState,
-    chosen: Array,
-    features: Array | None,
-    kept: Array,
-) -> Any:
-    drafter = program.on(weights, memory)
-    drafter.observe(batch, Step(chosen, features), kept)
-    return drafter.memory
-
-
-def _start(target: JaxTarget, seqs: Seqs[Sequence], cycles: int) -> tuple[Limits, SlotState]:
-    """The host's view of the rows; each last token is put where the device looks for it."""
+def _limits(target: JaxTarget, seqs: Seqs[Sequence], cycles: int) -> Limits:
     slots = target.slots
     stop_ids = np.full((slots, STOPS), NO_GUESS, np.int32)
-    limit, length = np.ones(slots, np.int32), np.ones(slots, np.int32)
-    live = np.zeros(slots, bool)
-    last = np.full(slots, target.cache.tokens.shape[1], np.int32)
-    token = np.zeros(slots, np.int32)
-    guesses = np.zeros(slots, np.int32)
+    limit, guesses = np.ones(slots, np.int32), np.zeros(slots, np.int32)
     for seq in seqs:
         known = sorted(seq.stop_ids)[:STOPS]
         stop_ids[seq.slot, : len(known)] = known
         limit[seq.slot] = min(seq.prompt_len + seq.max_tokens, target.max_len)
-        length[seq.slot] = len(seq.tokens)
-        live[seq.slot] = True
         guesses[seq.slot] = seq.most_guesses(MAX_DRAFT)
-        last[seq.slot], token[seq.slot] = len(seq.tokens) - 1, seq.tokens[-1]
-    cache = target.cache._replace(tokens=_put_last(target.cache.tokens, last, token))
-    return Limits(stop_ids, limit, np.int32(cycles), guesses), SlotState(cache, length, live)
-
-
-@partial(jax.jit, donate_argnums=0)
-def _put_last(tokens: Array, last: Array, token: Array) -> Array:
-    return tokens.at[jnp.arange(tokens.shape[0]), last].set(token, mode="drop")
+    return Limits(stop_ids, limit, np.int32(cycles), guesses)
 
 
 def _by_slot(leading: Leading | None, seqs: Seqs[Sequence], slots: int, k: int) -> np.ndarray:
@@ -350,14 +279,8 @@ def _by_slot(leading: Leading | None, seqs: Seqs[Sequence], slots: int, k: int) 
     return rows
 
 
-def _replay(
-    tape: Tape,
-    ran: int,
-    seqs: Seqs[Sequence],
-    leading: Leading | None,
-    names: Mapping[int, str],
-) -> list[Round]:
-    """leading: what came first in the first cycle. names: as `device_drafter.names_of` has them."""
+def _replay(tape: Tape, ran: int, seqs: Seqs[Sequence], leading: Leading | None) -> list[Round]:
+    """leading: what came first in the first cycle."""
     tape = jax.tree.map(np.asarray, tape)  # the one copy to the host
     rows = np.array([seq.slot for seq in seqs])
     rounds = []
@@ -366,6 +289,6 @@ def _replay(
         details = now.logprobs and pick_rows(now.logprobs, rows)
         step = Step(now.chosen[rows], None, details)
         first = leading if i == 0 else None
-        whose = None if now.by is None else whose_of(names, now.by[rows], now.draft.shape[1])
-        rounds.append(Round(now.draft[rows], step, now.accepted[rows], first, whose=whose))
+        proposal = jax.tree.map(lambda leaf: leaf[rows], now.proposal)
+        rounds.append(Round(proposal, step, now.accepted[rows], first))
     return rounds

@@ -4,14 +4,14 @@ whose guesses are right as often as was recorded."""
 from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specdec.core.script import Script, recorded_draft
-from specdec.core.types import Array, Sequence, Step
+from specdec.core.types import Array, CycleChoice, Proposal, Sequence, Step
 from targets.jax.device_drafter import DeviceDrafter, SlotState, TracedDrafter, TracedProgram
 from targets.jax.placing import put, replicated
 
@@ -57,8 +57,8 @@ class ScriptedDeviceDrafter:
     def memory(self, memory: Any) -> None:
         self._drafter.memory = memory
 
-    def ready(self, seqs: Seqs[Sequence]) -> None:
-        self._drafter.ready(seqs)
+    def ready(self, seqs: Seqs[Sequence]) -> CycleChoice:
+        return self._drafter.ready(seqs)
 
     def program(self, needs_sampler: bool) -> TracedProgram:
         return _Program(self._drafter.program(needs_sampler))
@@ -84,11 +84,11 @@ class _Traced:
     def memory(self) -> Any:
         return self._inner.memory
 
-    def propose(self, batch: SlotState, k: int) -> Array:
+    def propose(self, batch: SlotState, k: int) -> Proposal:
         own = self._inner.propose(batch, k)
         said = coming(self._tables.said, batch.length, k)
         right = coming(self._tables.right, batch.length, 1)[:, 0]
-        return recorded_draft(said, right, own, jnp.arange(k))
+        return replace(own, tokens=recorded_draft(said, right, own.tokens, jnp.arange(k)))
 
     def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:
         self._inner.observe(batch, step, accepted)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence as Seqs
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,10 +17,8 @@ import numpy as np
 from specdec.core.types import Array, Sequence
 from targets.jax.cache import TILE, Cache, Entries, Rounded, numbers
 from targets.jax.programs import bind
+from targets.jax.target import JaxTarget
 from targets.layer_groups import layer_groups
-
-if TYPE_CHECKING:
-    from targets.jax.target import JaxTarget
 
 SPARE = 0.9
 """Share of the memory that was never in use which is called spare."""
@@ -84,7 +82,7 @@ def _on_all(leaf: Array) -> int:
     return len(leaf.sharding.addressable_devices) * _per_device(leaf)
 
 
-class JaxSnapshots:
+class SlotSnapshots:
     """`TargetSnapshots` of one target."""
 
     def __init__(self, target: JaxTarget) -> None:

@@ -17,7 +17,6 @@ from targets.jax.cache import make_cache
 from targets.jax.params import Params, apart
 from targets.jax.placing import by_vocabulary, put, read, replicated, zeros
 from targets.jax.programs import Feed, Plan, bind
-from targets.jax.snapshots import JaxSnapshots
 from targets.sampling_params import Rules, SamplingTable, blank_table, set_row
 
 
@@ -115,10 +114,6 @@ class JaxTarget:
         """What fixes the bits that it computes, beside its weights."""
         mesh = None if self.mesh is None else dict(self.mesh.shape)
         return f"{self.plan} {np.dtype(self.dtype)} {np.dtype(self.kv_dtype)} {mesh}"
-
-    def snapshots(self) -> JaxSnapshots:
-        """What the prefix cache asks for."""
-        return JaxSnapshots(self)
 
     def _restricted(self, logits: Array, masks: np.ndarray, rows: np.ndarray) -> Array:
         """logits [slots, width, V] under the masks [B, k + 1, words] of these slots."""

@@ -16,7 +16,7 @@ from flax import struct
 
 from drafters.assistant.jax.model import Weights, score, step
 from drafters.assistant.spec import AssistantSpec
-from specdec.core.types import NO_GUESS, Array, Step
+from specdec.core.types import NO_GUESS, Array, Proposal, Step
 from targets.arch import Arch
 from targets.jax.cache import Cache
 from targets.jax.device_drafter import SlotState, TracedDrafter
@@ -74,9 +74,9 @@ class _TracedAssistant:
     def __init__(self, static: AssistantProgram, given: DraftInputs, memory: Seed) -> None:
         self.static, self.given, self.memory = static, given, memory
 
-    def propose(self, batch: SlotState, k: int) -> Array:
-        return propose(
-            self.static, self.given, self.memory, batch.cache, batch.length, batch.live, k
+    def propose(self, batch: SlotState, k: int) -> Proposal:
+        return Proposal(
+            propose(self.static, self.given, self.memory, batch.cache, batch.length, batch.live, k)
         )
 
     def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:

@@ -1,5 +1,5 @@
-"""The assistant as a drafter of the JAX target: for the host loop a `Drafter`, for the device loop
-a `DeviceDrafter` as well. Both run `draft.py`; here is what the host has to do."""
+"""An assistant beside the JAX target: the host's part of drafting with it. `draft.py` has the
+traced part."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from drafters.assistant.jax import draft as drafting
 from drafters.assistant.jax.draft import AssistantProgram, DraftInputs, Seed
 from drafters.assistant.jax.model import place
 from drafters.assistant.spec import Assistant
-from specdec.core.types import Array, Sequence, Step
+from specdec.core.types import CycleChoice, Sequence, Step
+from targets.jax.host_drafter import sampling_of
 from targets.jax.kv_view import key_norm_of
 from targets.jax.params import Params
 from targets.jax.placing import put, replicated, zeros
-from targets.jax.programs import bind
 from targets.jax.target import JaxTarget
 
 
@@ -48,8 +48,8 @@ class PlacedAssistant:
         self.weights = place(assistant, norms, target.dtype, self.int8, target.mesh)
 
 
-class AssistantDrafter:
-    """Nothing of a text is kept but the state of its last row."""
+class AssistantDraftHead:
+    """A `DraftHead`. Of a text it keeps the state of the last row alone."""
 
     def __init__(self, placed: PlacedAssistant) -> None:
         self.placed, self.target = placed, placed.target
@@ -59,46 +59,17 @@ class AssistantDrafter:
             zeros(states, self.target.dtype, whole), zeros((slots,), jnp.int32, whole)
         )
         self._begin = jax.jit(drafting.begin, donate_argnums=0)
-        self._learn = jax.jit(drafting.learn, donate_argnums=0)
-        self._propose = {
-            needs_sampler: jax.jit(
-                bind(drafting.propose, self.program(needs_sampler)),
-                static_argnums=5,
-                out_shardings=whole,
-            )
-            for needs_sampler in (False, True)
-        }
-
-    def reset(self, seq: Sequence) -> None:
-        pass  # its prompt's last row says what to draft from before anybody asks
 
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         """Of a prompt, its last row alone: all else of it is in the target's cache."""
-        assert step.features is not None, "the target was made without its last layer's output"
+        assert step.features is not None, "the target was loaded without its last layer's output"
         if stop == seq.prompt_len:
             last, token = np.int32(stop - 1 - start), np.int32(step.chosen[0, 0])
             slot = np.int32(seq.slot)
             self.memory = self._begin(self.memory, slot, step.features, last, token)
 
-    def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
-        assert step.features is not None and step.by_slot, "as the JAX target hands them out"
-        rows, slots = [seq.slot for seq in seqs], self.target.slots
-        chosen = np.zeros((slots, step.chosen.shape[1]), np.int32)
-        kept, live = np.zeros(slots, np.int32), np.zeros(slots, bool)
-        chosen[rows], kept[rows], live[rows] = step.chosen, accepted, True
-        self.memory = self._learn(self.memory, step.features, chosen, kept, live)
-
-    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
-        """[B, k], one dispatch."""
-        slots = np.array([seq.slot for seq in seqs])
-        length, live = np.full(self.target.slots, 2, np.int32), np.zeros(self.target.slots, bool)
-        length[slots], live[slots] = [len(seq.tokens) for seq in seqs], True
-        program = self._propose[any(seq.sampling.needs_sampler for seq in seqs)]
-        draft = program(self.weights(), self.memory, self.target.cache, length, live, k)
-        return np.asarray(draft)[slots]
-
-    def ready(self, seqs: Seqs[Sequence]) -> None:
-        pass
+    def ready(self, seqs: Seqs[Sequence]) -> CycleChoice:
+        return CycleChoice()
 
     def program(self, needs_sampler: bool) -> AssistantProgram:
         placed, target = self.placed, self.target
@@ -108,10 +79,7 @@ class AssistantDrafter:
 
     def weights(self) -> DraftInputs:
         placed, target = self.placed, self.target
-        sampling_params, top = target.sampling_params(), target.params.top
-        if placed.greedy:
-            sampling_params = sampling_params._replace(
-                temperature=jnp.zeros_like(sampling_params.temperature)
-            )
+        top = target.params.top
         own = Params({name: top[name] for name in ("embed_tokens", "norm")}, ())
+        sampling_params = sampling_of(target, placed.greedy)
         return DraftInputs(placed.weights, placed.target_ids, own, target.bias, sampling_params)

@@ -8,17 +8,17 @@ from collections.abc import Sequence as Seqs
 import torch
 
 from drafters.eagle3.cuda import draft as drafting
-from drafters.eagle3.cuda.drafter import EagleDrafter
+from drafters.eagle3.cuda.drafter import EagleDraftHead
 from specdec.core.types import Sequence
 from targets.cuda import cache as kv
 from targets.cuda.snapshots import TensorSnapshot
 
 
 class EagleSnapshots:
-    """`Snapshots` of one drafter. Nothing is kept from where it guesses nothing any more."""
+    """`Snapshots` of one head. Nothing is kept from where it guesses nothing any more."""
 
-    def __init__(self, drafter: EagleDrafter) -> None:
-        self.given, self.head = drafter.given, drafter.given.head
+    def __init__(self, head: EagleDraftHead) -> None:
+        self.given, self.head = head.given, head.given.head
 
     @torch.inference_mode()
     def take_chunk(self, seq: Sequence, start: int, stop: int) -> TensorSnapshot | None:

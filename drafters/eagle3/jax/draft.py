@@ -18,7 +18,7 @@ from flax import struct
 from drafters.eagle3.jax import head
 from drafters.eagle3.jax.head import DraftCache, Weights
 from drafters.eagle3.spec import HeadSpec
-from specdec.core.types import NO_GUESS, Array, Step
+from specdec.core.types import NO_GUESS, Array, Proposal, Step
 from targets.jax.device_drafter import SlotState, TracedDrafter
 from targets.jax.guessing import guess
 from targets.sampling_params import Rules, SamplingTable
@@ -86,10 +86,10 @@ class _TracedHead:
     def __init__(self, static: HeadProgram, given: DraftInputs, memory: DraftState) -> None:
         self.static, self.given, self.memory = static, given, memory
 
-    def propose(self, batch: SlotState, k: int) -> Array:
+    def propose(self, batch: SlotState, k: int) -> Proposal:
         texts = Texts(batch.cache.tokens, batch.length, batch.live)
         self.memory, draft = propose(self.static, self.given, self.memory, texts, k)
-        return draft
+        return Proposal(draft)
 
     def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:
         assert step.features is not None, "the target was made without the head's layers"

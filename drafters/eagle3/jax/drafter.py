@@ -1,29 +1,27 @@
-"""The EAGLE-3 drafter of the JAX target: for the host loop a `Drafter`, for the device loop a
-`DeviceDrafter` as well. Both run `draft.py`; here is what the host has to do."""
+"""An EAGLE-3 head beside the JAX target: the host's part of drafting with it. `draft.py` has the
+traced part."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from drafters.eagle3.jax import draft as drafting
-from drafters.eagle3.jax.draft import DraftInputs, DraftState, HeadProgram, Pending, Texts
+from drafters.eagle3.jax.draft import DraftInputs, DraftState, HeadProgram, Pending
 from drafters.eagle3.jax.head import make_cache, place
 from drafters.eagle3.spec import Head, check_pair
-from specdec.core.types import Array, Sequence, Step
+from specdec.core.types import Array, CycleChoice, Sequence, Step
+from targets.jax.host_drafter import sampling_of
 from targets.jax.placing import put, replicated, zeros
 from targets.jax.programs import bind
 from targets.jax.target import JaxTarget
 
-_learn = jax.jit(drafting.learn)
 
-
-class EagleDrafter:
-    """One head beside its target; at most k draft tokens a cycle."""
+class EagleDraftHead:
+    """A `DraftHead`, at most k draft tokens a cycle."""
 
     def __init__(self, head: Head, target: JaxTarget, k: int, greedy: bool = False) -> None:
         """greedy: guess the argmax at any temperature, as other engines do (to compare).
@@ -33,19 +31,10 @@ class EagleDrafter:
         check_pair(head.spec, target.arch)
         assert target.plan.features == head.spec.layers, (target.plan.features, head.spec.layers)
         self.spec, self.target, self.greedy, self.k = head.spec, target, greedy, k
-        self.head, self.target_ids = place(head, target.dtype, target.mesh)
+        self.placed, self.target_ids = place(head, target.dtype, target.mesh)
         self.longest = min(target.max_len, head.spec.max_position)
         self.memory = self._blank()
         self._read = jax.jit(bind(drafting.read, self.program(False)), donate_argnums=1)
-        self._propose = {
-            needs_sampler: jax.jit(
-                bind(drafting.propose, self.program(needs_sampler)),
-                static_argnums=3,
-                donate_argnums=1,
-                out_shardings=(None, replicated(target.mesh)),
-            )
-            for needs_sampler in (False, True)
-        }
 
     def _blank(self) -> DraftState:
         slots, width, mesh = self.target.slots, self.k + 1, self.target.mesh
@@ -57,23 +46,10 @@ class EagleDrafter:
         )
         return DraftState(make_cache(self.spec, slots, self.longest, dtype, mesh), pending)
 
-    def reset(self, seq: Sequence) -> None:
-        pass  # the new owner's entries overwrite the old one's before anything sees them
-
-    def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
-        assert step.features is not None and step.by_slot, "as the JAX target hands them out"
-        rows, slots = [seq.slot for seq in seqs], self.target.slots
-        chosen = np.zeros((slots, step.chosen.shape[1]), np.int32)
-        count, live = np.ones(slots, np.int32), np.zeros(slots, bool)
-        chosen[rows], count[rows], live[rows] = step.chosen, np.asarray(accepted) + 1, True
-        new = Pending(step.features, chosen, count)
-        pending = _learn(self.memory.pending, new, live)
-        self.memory = replace(self.memory, pending=pending)
-
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         """Each position's features go with the token after it, which after the last position is
         the one chosen."""
-        assert step.features is not None, "the target was made without the head's layers"
+        assert step.features is not None, "the target was loaded without the head's layers"
         chosen, count = int(step.chosen[0, 0]), stop - start
         following = [*seq.tokens[start + 1 : stop + 1], chosen][:count]
         self.read(seq.slot, step.features, following, start)
@@ -87,28 +63,18 @@ class EagleDrafter:
         where = np.int32(slot), features, tokens, np.int32(start), np.int32(count)
         self.memory = self._read(self.weights(), self.memory, *where)
 
-    def propose(self, seqs: Seqs[Sequence], k: int) -> Array:
-        """[B, k], one dispatch."""
-        slots = np.array([seq.slot for seq in seqs])
-        length, live = np.ones(self.target.slots, np.int32), np.zeros(self.target.slots, bool)
-        length[slots], live[slots] = [len(seq.tokens) for seq in seqs], True
-        texts = Texts(self.target.cache.tokens, length, live)
-        program = self._propose[any(seq.sampling.needs_sampler for seq in seqs)]
-        self.memory, draft = program(self.weights(), self.memory, texts, k)
-        return np.asarray(draft)[slots]
-
-    def ready(self, seqs: Seqs[Sequence]) -> None:
-        pass
+    def ready(self, seqs: Seqs[Sequence]) -> CycleChoice:
+        return CycleChoice()
 
     def program(self, needs_sampler: bool) -> HeadProgram:
         return HeadProgram(self.spec, self.longest, needs_sampler)
 
     def weights(self) -> DraftInputs:
-        sampling_params, top = self.target.sampling_params(), self.target.params.top
-        if self.greedy:
-            sampling_params = sampling_params._replace(
-                temperature=jnp.zeros_like(sampling_params.temperature)
-            )
+        target = self.target
         return DraftInputs(
-            self.head, self.target_ids, top["embed_tokens"], self.target.bias, sampling_params
+            self.placed,
+            self.target_ids,
+            target.params.top["embed_tokens"],
+            target.bias,
+            sampling_of(target, self.greedy),
         )

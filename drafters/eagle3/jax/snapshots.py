@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from drafters.eagle3.jax.drafter import EagleDrafter
+from drafters.eagle3.jax.drafter import EagleDraftHead
 from drafters.eagle3.jax.head import DraftCache
 from specdec.core.types import Array, Sequence
 from targets.jax.placing import replicated
@@ -25,12 +25,12 @@ from targets.jax.snapshots import ArraySnapshot
 
 
 class EagleSnapshots:
-    """`Snapshots` of one drafter. Nothing is kept from where it guesses nothing any more."""
+    """`Snapshots` of one head. Nothing is kept from where it guesses nothing any more."""
 
-    def __init__(self, drafter: EagleDrafter, unit: int) -> None:
+    def __init__(self, head: EagleDraftHead, unit: int) -> None:
         """unit: tokens per chunk."""
-        self.drafter, self.unit = drafter, unit
-        mesh = drafter.target.mesh
+        self.head, self.unit = head, unit
+        mesh = head.target.mesh
         whole: dict[str, Any] = {} if mesh is None else {"out_shardings": replicated(mesh)}
         self._cut = jax.jit(bind(_cut, unit), **whole)
         self._put = jax.jit(_put, donate_argnums=0, **whole)
@@ -38,16 +38,16 @@ class EagleSnapshots:
         self._first_row = jax.jit(_first_row, static_argnums=1, **whole)
 
     def take_chunk(self, seq: Sequence, start: int, stop: int) -> ArraySnapshot | None:
-        if stop > self.drafter.longest:
+        if stop > self.head.longest:
             return None
-        cache = self.drafter.memory.cache
+        cache = self.head.memory.cache
         return ArraySnapshot(self._cut(cache, np.int32(seq.slot), _first(start)))
 
     def take_boundary(self, seq: Sequence, stop: int) -> ArraySnapshot | None:
         """The features of its last row: they are pending where a prompt was just read."""
-        if stop > self.drafter.longest:
+        if stop > self.head.longest:
             return None
-        return ArraySnapshot(self._row(self.drafter.memory.pending.features, np.int32(seq.slot)))
+        return ArraySnapshot(self._row(self.head.memory.pending.features, np.int32(seq.slot)))
 
     def restore(
         self,
@@ -56,17 +56,17 @@ class EagleSnapshots:
         chunks: Seqs[ArraySnapshot | None],
         boundary: ArraySnapshot | None,
     ) -> None:
-        drafter, slot = self.drafter, np.int32(seq.slot)
+        head, slot = self.head, np.int32(seq.slot)
         if boundary is None:
             return
-        cache = drafter.memory.cache
+        cache = head.memory.cache
         for number, chunk in enumerate(chunks):
             assert chunk is not None, "a boundary is kept, and so are its chunks"
             cache = self._put(cache, slot, _first(number * self.unit), chunk.arrays())
-        drafter.memory = replace(drafter.memory, cache=cache)
-        width = drafter.target.prefill_chunk
+        head.memory = replace(head.memory, cache=cache)
+        width = head.target.prefill_chunk
         features = self._first_row(boundary.arrays(), width)
-        drafter.read(seq.slot, features, seq.tokens[stop : stop + 1], stop - 1)
+        head.read(seq.slot, features, seq.tokens[stop : stop + 1], stop - 1)
 
 
 def _first(start: int) -> np.int32:

@@ -4,7 +4,18 @@
 
 constexpr int kStops = 16;
 constexpr int kNoGuess = -1, kSatOut = -1;
-constexpr int kTurns = 2;  // of what the host is told: it reads one while the next cycle writes the other
+constexpr int kTurns = 2;  // of the records: the host reads one while the next cycle writes the other
+
+// One row of a cycle's results for the host, as int32 words side by side: k guesses, the k + 1 chosen tokens, the number
+// of accepted guesses (kSatOut: the row did not run), and the drafter of the guesses (0 where there is one drafter).
+// `CycleRecord` of sampler.py reads it.
+struct CycleRecord {
+  int k;
+  __device__ int chosen() const { return k; }
+  __device__ int accepted() const { return 2 * k + 1; }
+  __device__ int source() const { return 2 * k + 2; }
+  __device__ int words() const { return 2 * k + 3; }
+};
 
 // The verify of each slot's text: its last token, then no guesses. A row that does not run gets slot
 // -1. One warp per row: k + 1 is 32 at most. A cycle begins, and with it the next turn.
@@ -35,24 +46,24 @@ extern "C" __global__ void accept(const int* tokens, const int* chosen, int* acc
   accepted[b] = n;
 }
 
-// Appends chosen[: accepted + 1] to each live row's text, sees who has come to an end, and tells the host: a row's
-// guesses, what was chosen, how many were accepted (kSatOut: it did not run), and who guessed (0: nobody says). It is
-// told in its own memory, so that the next cycle waits for no copy. One warp per row.
+// Appends chosen[: accepted + 1] to each live row's text, ends rows at a stop id or their limit, and writes each row's
+// record into the host's memory, so that the next cycle waits for no copy. One warp per row.
 extern "C" __global__ void __launch_bounds__(32)
     commit(int* history, int* length, int* live, const int* slot, const int* guesses, const int* chosen,
-           const int* accepted, const int* by, const int* stops, const int* limit, int* told, const int* turn,
+           const int* accepted, const int* source, const int* stops, const int* limit, int* records, const int* turn,
            int stride, int k) {
   let_next_start();
   wait_for_previous();
-  const int b = blockIdx.x, own = slot[b], tokens = k + 1, wide = 2 * k + 3;
+  const int b = blockIdx.x, own = slot[b], tokens = k + 1;
   const int count = own < 0 ? kSatOut : accepted[b];
-  int* out = told + (size_t(*turn) * gridDim.x + b) * wide;
-  for (int i = threadIdx.x; i < wide; i += 32)
-    out[i] = i < k               ? guesses[b * tokens + 1 + i]
-             : i < 2 * k + 1     ? chosen[b * tokens + i - k]
-             : i < 2 * k + 2     ? count
-             : by                ? by[b]
-                                 : 0;
+  const CycleRecord record = {k};
+  int* out = records + (size_t(*turn) * gridDim.x + b) * record.words();
+  for (int i = threadIdx.x; i < record.words(); i += 32)
+    out[i] = i < record.chosen()     ? guesses[b * tokens + 1 + i]
+             : i < record.accepted() ? chosen[b * tokens + i - record.chosen()]
+             : i < record.source()   ? count
+             : source                ? source[b]
+                                     : 0;
   if (threadIdx.x || own < 0) return;
   const int from = length[own], emitted = count + 1;
   bool goes_on = true;
