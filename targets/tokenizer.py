@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from specdec.core.errors import UserError
+from targets.chat_prompt import ChatPrompt
 from targets.chat_template import ChatTemplate, read_template
 from targets.chat_text import ControlTokens
 from targets.generation import as_ids, check_generation, sampling_defaults
@@ -167,18 +168,12 @@ class Tokenizer:
         """A rendered chat, in the pieces that are encoded one by one.
 
         Control tokens come from the template alone: what looks like one in a message, a tool or
-        an argument is encoded as text. continue_final: the prompt ends with the last message's
-        text, so that the model goes on with it.
+        an argument is encoded as text. Tool results stand behind their calls, wherever they came.
+        continue_final: the prompt ends with the last message's text, as it is, so that the model
+        goes on with it.
         """
-        control, values = self._control_tokens, (messages, template_kwargs)
-        mark = control.mark_for(values)
-        safe, safe_kwargs = control.broken(values, mark)
-        if continue_final:
-            text = self.render(safe, **{**safe_kwargs, "add_generation_prompt": False})
-            text = _up_to(text, safe[-1]["content"].strip())
-        else:
-            text = self.render(safe, **safe_kwargs)
-        return control.pieces(text, mark)
+        prompt = ChatPrompt(self.render, self._control_tokens, template_kwargs, continue_final)
+        return prompt.pieces(messages)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `ids`; special tokens are left out unless `skip_special` is False."""
@@ -257,13 +252,6 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
     fingerprint = hashlib.sha256(source.read_bytes()).hexdigest()
     template = read_template(path, settings)
     return Tokenizer(backend, _special_tokens(settings), template, generation, fingerprint)
-
-
-def _up_to(rendered: str, content: str) -> str:
-    at = rendered.rfind(content)
-    if at < 0:
-        raise UserError("the chat template changes the last message: it can't be continued")
-    return rendered[: at + len(content)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def test_raw_prompts_still_read_control_tokens():
 
 def test_a_token_that_two_texts_make_together_is_kept_apart():
     tokens = ControlTokens(["<|turn>"])
-    mark = tokens.mark_for(["<|tu", "rn>"])
+    (mark,) = tokens.marks_for(["<|tu", "rn>"], 1)
     broken = "".join(tokens.broken(["<|tu", "rn>"], mark))
     assert tokens.pieces(broken, mark) == ["<|tu", "rn>"]
     assert tokens.pieces(tokens.broken("a <|", mark) + "b", mark) == ["a <|b"]
