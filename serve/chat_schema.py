@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from serve.errors import ApiError
+from serve.foreign import check_newest
 from serve.messages import Message, Tool
 from serve.schema import STRICT, GenerationRequest
 
@@ -88,6 +89,12 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _newest_is_text(cls, value: Any) -> Any:
+        check_newest(value, "messages")
+        return value
 
     @field_validator("chat_template_kwargs")
     @classmethod

@@ -21,6 +21,8 @@ Message = dict[str, Any]
 class _Call:
     id: str | None
     name: str | None
+    cut: str = ""
+    """The call as text, where its arguments are no object; templates have no form for that."""
     results: list[Message] = field(default_factory=list)
 
 
@@ -39,8 +41,14 @@ class _Pairs:
         self._early: dict[str, list[tuple[int, Message]]] = {}  # results that came before a call
 
     def add_calls(self, at: int, calls: Iterable[Mapping[str, Any]]) -> None:
-        functions = [(call.get("id"), call.get("function") or {}) for call in calls]
-        self._last = [_Call(own, function.get("name")) for own, function in functions]
+        self._last = [
+            _Call(
+                call.get("id"),
+                call["function"].get("name"),
+                written_call(call) if isinstance(call["function"].get("arguments"), str) else "",
+            )
+            for call in calls
+        ]
         self.turns[at] = self._last
         here: dict[str, list[_Call]] = {}
         for call in self._last:
@@ -88,8 +96,9 @@ class _Pairs:
 
 def paired(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
     """With each tool result directly behind the message that calls it, in the order of its calls;
-    what stood between follows. A result without a call becomes a line of text."""
-    given, pairs = [dict(message) for message in messages], _Pairs()
+    what stood between follows. A result without a call becomes a line of text, and so does a call
+    whose arguments were cut, with its result."""
+    given, pairs = [with_arguments(message) for message in messages], _Pairs()
     for at, message in enumerate(given):
         if message.get("role") == "tool":
             pairs.add_result(at, message)
@@ -101,12 +110,58 @@ def paired(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
 def _in_order(given: list[Message], pairs: _Pairs) -> Iterator[Message]:
     for at, message in enumerate(given):
         if message.get("role") != "tool":
-            yield message
-            for call in pairs.turns.get(at, ()):
-                yield from call.results
+            calls = pairs.turns.get(at, [])
+            yield _with_cut_calls(message, calls)
+            for call in calls:
+                yield from () if call.cut else call.results
+            for call in calls:
+                yield from (_told(result, call.name) for result in call.results if call.cut)
         elif at not in pairs.found:
             log.info("a tool's result has no call among the messages: it became text")
             yield _orphan(message)
+
+
+def with_arguments(message: Mapping[str, Any]) -> Message:
+    """Arguments that came as text, read."""
+    found = dict(message)
+    if calls := found.get("tool_calls"):
+        found["tool_calls"] = [
+            {**call, "function": {**function, "arguments": read_arguments(arguments)}}
+            for call in calls
+            for function in [call.get("function") or {}]
+            for arguments in [function.get("arguments") or {}]
+        ]
+    return found
+
+
+def read_arguments(value: str | dict[str, Any]) -> str | dict[str, Any]:
+    """An object; what isn't one is returned as it was written."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return {}
+    try:
+        read = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return read if isinstance(read, dict) else value
+
+
+def _with_cut_calls(message: Message, calls: list[_Call]) -> Message:
+    cut = [call.cut for call in calls if call.cut]
+    if not cut:
+        return message
+    log.info("a call whose arguments are no object became text")
+    whole = [c for c, call in zip(message["tool_calls"], calls, strict=True) if not call.cut]
+    found = {name: value for name, value in message.items() if name != "tool_calls"}
+    found["content"] = "\n".join(filter(None, [text_of(message.get("content")), *cut]))
+    return found | ({"tool_calls": whole} if whole else {})
+
+
+def _told(result: Message, name: str | None) -> Message:
+    """A result as text."""
+    content = f"Result of {name or 'a tool'}: {text_of(result.get('content'))}"
+    return {"role": "user", "content": content}
 
 
 def _orphan(result: Message) -> Message:
@@ -142,8 +197,9 @@ def in_words(messages: Iterable[Message]) -> list[Message]:
     for message in messages:
         role, content = message.get("role"), text_of(message.get("content"))
         if role == "tool":
-            name = names.get(message.get("tool_call_id")) or message.get("name") or "a tool"
-            found.append({"role": "user", "content": f"Result of {name}: {content}"})
+            found.append(
+                _told(message, names.get(message.get("tool_call_id")) or message.get("name"))
+            )
         elif calls := message.get("tool_calls"):
             names |= {call.get("id"): call["function"]["name"] for call in calls}
             lines = [content, *map(written_call, calls)]

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 from hypothesis import strategies as st
 
+from serve.anthropic.schema import MessagesRequest
+from serve.anthropic.translate import chat_of as messages_chat
+from serve.chat_schema import ChatRequest
+from serve.prompts import chat_ids
+from serve.responses.schema import ResponsesRequest
+from serve.responses.translate import chat_of as responses_chat
+from serve.schema import parse
+from targets.tokenizer import Tokenizer
 from tests.constrained import mini_tokenizer
 
 CONTROL = sorted(
@@ -58,3 +67,18 @@ def histories(draw: st.DrawFn) -> list[dict[str, Any]]:
             message["content"] = draw(st.sampled_from(["", message["content"]]))
         found.append(message)
     return found
+
+
+def chat_of_body(api: str, body: dict[str, Any]) -> ChatRequest:
+    """The chat that a body of any of the three APIs means. Raises ApiError."""
+    data = json.dumps(body).encode()
+    if api == "responses":
+        return responses_chat(parse(ResponsesRequest, data))
+    if api == "messages":
+        return messages_chat(parse(MessagesRequest, data))
+    return parse(ChatRequest, data)
+
+
+def prompt_of(api: str, body: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """The ids of the prompt that it makes."""
+    return chat_ids(chat_of_body(api, body), tokenizer, 100_000)

@@ -460,17 +460,6 @@ def test_small_things_that_evaluators_need(server):
         ({"stream": True, "prompt_logprobs": 1}, "can't be streamed"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         ({"continue_final_message": True}, "last message of the assistant"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}],
-                    }
-                ]
-            },
-            "must be a JSON object",
-        ),
     ],
 )
 def test_what_is_not_honoured_is_a_400_that_names_it(server, body, words):

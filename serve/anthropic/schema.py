@@ -10,10 +10,20 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from serve.chat_schema import MAX_TOOLS
 from serve.errors import ApiError
+from serve.foreign import check_newest
 from serve.schema import STRICT
 from serve.wishes import SamplingWishes
 
@@ -60,7 +70,16 @@ class ToolUseBlock(BaseModel):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | str
+    """A text where the client could not read it: the call was cut."""
+
+
+class ForeignBlock(BaseModel):
+    """A picture, a document, what tools did that Anthropic runs: the model reads it as text."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str
 
 
 def _as_blocks(value: Any) -> Any:
@@ -68,7 +87,21 @@ def _as_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+def _kind(block: Any) -> str | None:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return kind if kind in KNOWN else "foreign" if isinstance(kind, str) else None
+
+
+KNOWN = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+BY_KIND = Discriminator(
+    _kind,
+    custom_error_type="block",
+    custom_error_message="must be an object with a type, such as text",
+)
 Texts = Annotated[list[TextBlock], BeforeValidator(_as_blocks)]
+Readable = Annotated[
+    Annotated[TextBlock, Tag("text")] | Annotated[ForeignBlock, Tag("foreign")], BY_KIND
+]
 
 
 class ToolResultBlock(BaseModel):
@@ -76,13 +109,18 @@ class ToolResultBlock(BaseModel):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts | None = None
+    content: Annotated[list[Readable], BeforeValidator(_as_blocks)] | None = None
     is_error: bool | None = None
 
 
 ContentBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
-    Field(discriminator="type"),
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[ForeignBlock, Tag("foreign")],
+    BY_KIND,
 ]
 KINDS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
@@ -101,7 +139,7 @@ class AnthropicMessage(BaseModel):
     @model_validator(mode="after")
     def _blocks_fit_the_role(self) -> AnthropicMessage:
         for block in self.content:
-            if block.type not in KINDS[self.role]:
+            if block.type in KNOWN and block.type not in KINDS[self.role]:
                 raise ValueError(f"of role {self.role} can't hold a block of type {block.type!r}")
         return self
 
@@ -171,6 +209,12 @@ class PromptRequest(SamplingWishes):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _newest_is_text(cls, value: Any) -> Any:
+        check_newest(value, "messages")
+        return value
 
     @model_validator(mode="after")
     def _names(self) -> PromptRequest:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from serve.anthropic.schema import (
     AnthropicMessage,
     AnthropicToolChoice,
+    ForeignBlock,
     MessagesRequest,
     PromptRequest,
     TextBlock,
@@ -19,6 +20,7 @@ from serve.anthropic.schema import (
 )
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
+from serve.foreign import line_of
 from serve.schema import translated
 
 ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
@@ -71,9 +73,9 @@ def _of_message(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
     if message.role == "assistant":
         yield _of_assistant(message)
         return
-    texts: list[TextBlock] = []
+    texts: list[TextBlock | ForeignBlock] = []
     for block in message.content:
-        if isinstance(block, TextBlock):
+        if isinstance(block, (TextBlock, ForeignBlock)):
             texts.append(block)
         elif isinstance(block, ToolResultBlock):
             if texts:
@@ -94,7 +96,7 @@ def _of_assistant(message: AnthropicMessage) -> dict[str, Any]:
     thought = "\n".join(b.thinking for b in blocks if isinstance(b, ThinkingBlock))
     return {
         "role": "assistant",
-        "content": _joined([block for block in blocks if isinstance(block, TextBlock)]) or None,
+        "content": _joined(b for b in blocks if isinstance(b, (TextBlock, ForeignBlock))) or None,
         "tool_calls": calls or None,
         "reasoning_content": thought or None,
     }
@@ -106,8 +108,11 @@ def _of_result(block: ToolResultBlock) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
-def _joined(blocks: list[TextBlock]) -> str:
-    return "\n".join(block.text for block in blocks)
+def _joined(blocks: Iterable[TextBlock | ForeignBlock]) -> str:
+    return "\n".join(
+        block.text if isinstance(block, TextBlock) else line_of(block.model_dump())
+        for block in blocks
+    )
 
 
 def _thinking(config: ThinkingConfig | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from serve.blocks import Began, Block, Blocks, Change, Ended, Grew, blocks_of
 from serve.errors import ApiError
 from serve.generation import Generation
 from serve.replies import Json
-from serve.responses.items import item_id, item_of, part_of
+from serve.responses.items import called, item_id, item_of, part_of
 from serve.responses.schema import ResponsesRequest
 from serve.stream import Piece
 
@@ -92,7 +92,7 @@ class ResponsesEmitter:
     def _done(self, block: Block) -> Iterator[bytes]:
         at = {"output_index": block.index}
         if block.kind == "call":
-            said = {"name": block.name, "arguments": block.text}
+            said = called(block, self._wire.names) | {"arguments": block.text}
             yield self._event(f"{ARGUMENTS}.done", **at, item_id=self._item_id(block), **said)
         else:
             yield self._of_part(f"{PARTS[block.kind]}.done", block, text=block.text)
@@ -108,7 +108,8 @@ class ResponsesEmitter:
         return self._event(name, **where, **fields)
 
     def _item(self, block: Block, status: str) -> Json:
-        return item_of(self._id, block, status, sealed=self._wire.shows_thoughts)
+        wire = self._wire
+        return item_of(self._id, block, status, wire.shows_thoughts, wire.names)
 
     def _item_id(self, block: Block) -> str:
         return item_id(self._id, block)
