@@ -17,34 +17,50 @@ from pydantic import (
 from serve.errors import ApiError
 from serve.foreign import check_newest
 from serve.messages import Message, Tool
+from serve.options import Options
 from serve.schema import STRICT, GenerationRequest
 
 MAX_TOOLS = 512
 MAX_TEMPLATE_BYTES = 64 * 2**10
 
 
-class NamedFunction(BaseModel):
-    model_config = STRICT
+class NamedFunction(Options):
+    place = "tool_choice.function"
 
     name: str
 
 
-class NamedTool(BaseModel):
-    model_config = STRICT
+class NamedTool(Options):
+    place = "tool_choice"
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class Allowed(BaseModel):
+class AllowedFunction(BaseModel):
     model_config = STRICT
+
+    name: str
+
+
+class AllowedTool(BaseModel):
+    """May be the whole tool once more."""
+
+    model_config = STRICT
+
+    type: Literal["function"]
+    function: AllowedFunction
+
+
+class Allowed(Options):
+    place = "tool_choice.allowed_tools"
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1)]
+    tools: Annotated[list[AllowedTool], Field(min_length=1)]
 
 
-class AllowedTools(BaseModel):
-    model_config = STRICT
+class AllowedTools(Options):
+    place = "tool_choice"
 
     type: Literal["allowed_tools"]
     allowed_tools: Allowed

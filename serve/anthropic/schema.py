@@ -23,7 +23,9 @@ from pydantic import (
 
 from serve.chat_schema import MAX_TOOLS
 from serve.errors import ApiError
+from serve.fields import ANY
 from serve.foreign import check_newest
+from serve.options import Options
 from serve.schema import STRICT
 from serve.wishes import SamplingWishes
 
@@ -161,8 +163,8 @@ class AnthropicTool(BaseModel):
         return value
 
 
-class AnthropicToolChoice(BaseModel):
-    model_config = STRICT
+class AnthropicToolChoice(Options):
+    place = "tool_choice"
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -175,15 +177,19 @@ class AnthropicToolChoice(BaseModel):
         return self
 
 
-class ThinkingConfig(BaseModel):
-    model_config = STRICT
+class ThinkingConfig(Options):
+    """`display` and `block_binding` are accepted: thoughts come as they are."""
+
+    place = "thinking"
+    hints = {"display": ANY, "block_binding": ANY}  # noqa: RUF012
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
-class JsonFormat(BaseModel):
-    model_config = STRICT
+class JsonFormat(Options):
+    place = "output_format"
+    hints = {"name": ANY, "description": ANY, "strict": ANY}  # noqa: RUF012
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
@@ -195,6 +201,15 @@ class OutputConfig(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     format: JsonFormat | None = None
+
+    @model_validator(mode="after")
+    def _names(self) -> OutputConfig:
+        for name in self.model_extra or ():
+            if name not in ("effort", "task_budget"):
+                log.info(
+                    "/v1/messages: left out output_config.%.80s, which has no meaning here", name
+                )
+        return self
 
 
 class PromptRequest(SamplingWishes):

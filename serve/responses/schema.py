@@ -21,6 +21,7 @@ from serve.errors import ApiError
 from serve.fields import ANY, check_names
 from serve.foreign import check_newest
 from serve.messages import Text
+from serve.options import Options
 from serve.responses.namespaces import (
     FunctionTool,
     Names,
@@ -152,17 +153,18 @@ def _as_items(value: Any) -> Any:
     return value
 
 
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(Options):
     """`summary` is accepted: thoughts come as they are."""
 
-    model_config = STRICT
+    place = "reasoning"
+    hints = {"generate_summary": ANY, "context": ANY, "mode": ("standard",)}  # noqa: RUF012
 
     effort: Effort | None = None
     summary: str | None = None
 
 
-class Format(BaseModel):
-    model_config = STRICT
+class Format(Options):
+    place = "text.format"
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -171,10 +173,10 @@ class Format(BaseModel):
     strict: bool | None = None
 
 
-class TextConfig(BaseModel):
+class TextConfig(Options):
     """`verbosity` is accepted: this server's models have one."""
 
-    model_config = STRICT
+    place = "text"
 
     format: Format | None = None
     verbosity: str | None = None

@@ -7,6 +7,7 @@ from typing import Any
 
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
+from serve.fields import check_names
 from serve.foreign import line_of
 from serve.responses.namespaces import Names
 from serve.responses.schema import (
@@ -21,6 +22,13 @@ from serve.responses.schema import (
 )
 from serve.responses.thoughts import opened
 from serve.schema import translated
+
+CHOICES = {
+    "function": ("type", "name", "namespace"),
+    "namespace": ("type", "name"),
+    "allowed_tools": ("type", "mode", "tools"),
+}
+"""Types of a choice -> its names."""
 
 
 def chat_of(wire: ResponsesRequest) -> ChatRequest:
@@ -117,6 +125,9 @@ def _choice(choice: str | dict[str, Any] | None, names: Names) -> Any:
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")
+    if kind in CHOICES:
+        sent = {name: value for name, value in choice.items() if name not in CHOICES[kind]}
+        check_names(sent, CHOICES[kind], {}, {}, "tool_choice")
     if kind == "function":
         return _function(_chosen(choice, names)[0])
     if kind == "namespace":
@@ -157,7 +168,7 @@ def _allowed(mode: Any, names: Seqs[str]) -> dict[str, Any]:
 
 def _format(form: Format) -> dict[str, Any]:
     if form.type != "json_schema":
-        return {"type": form.type}
+        return {"type": form.type, "schema": form.schema_}
     if form.schema_ is None:
         raise ApiError(400, "text.format of type json_schema needs a schema", param="text")
     return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.schema_}}
