@@ -16,6 +16,7 @@ from serve.stream import (
     Part,
     Piece,
     Reasoning,
+    ThoughtEnded,
     TokenText,
 )
 from specdec.core.version import VERSION
@@ -74,7 +75,7 @@ class ChatReply:
         return [self._choice(index, "delta", delta, (), None)]
 
     def chunks(self, index: int, piece: Piece) -> list[Json]:
-        deltas = [_delta(part) for part in piece.parts]
+        deltas = [_delta(part) for part in piece.parts if not isinstance(part, ThoughtEnded)]
         if not deltas and _says_something(piece):
             deltas = [{}]
         last = len(deltas) - 1
@@ -108,7 +109,7 @@ def _says_something(piece: Piece) -> bool:
     return bool(piece.tokens or piece.reads) or piece.finish is not None
 
 
-def _delta(part: Part) -> Json:
+def _delta(part: Content | Reasoning | CallBegan | CallArguments) -> Json:
     match part:
         case Content(text):
             return {"content": text}

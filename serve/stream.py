@@ -3,14 +3,22 @@ cut."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seqs
-from dataclasses import dataclass
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence as Seqs
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from serve.reads import Read
 from serve.runner import Update
 from specdec.core.types import TokenLogprob
 
+log = logging.getLogger("specdec.serve")
+
+NEVER_CLOSED = (
+    "the model's thought never ended, so there is no answer: allow more tokens, or bound the "
+    "thought with thinking_token_budget"
+)
 ChoiceFinish = Literal["stop", "length", "tool_calls"]
 
 
@@ -87,7 +95,32 @@ class CallArguments:
     text: str
 
 
-Part = Content | Reasoning | CallBegan | CallArguments
+@dataclass(frozen=True)
+class ThoughtEnded:
+    """The end of a thought that never began: what was said until here was it, and is already out
+    where an answer streams."""
+
+
+Part = Content | Reasoning | CallBegan | CallArguments | ThoughtEnded
+THOUGHTS_NAME = re.compile(r"\A\s*thought[ \t]*(\n|\Z)")
+
+
+def with_unopened_thoughts(parts: Iterable[Part]) -> Iterator[Part]:
+    """A whole answer's parts, with thoughts that have an end alone as thoughts."""
+    said: list[Part] = []
+    for part in parts:
+        if isinstance(part, Content):
+            said.append(part)
+            continue
+        if isinstance(part, ThoughtEnded):
+            text = "".join(p.text for p in said if isinstance(p, Content))
+            text = THOUGHTS_NAME.sub("", text, count=1).removesuffix("\n")
+            said = [Reasoning(text)] if text else []
+        yield from said
+        said = []
+        if not isinstance(part, ThoughtEnded):
+            yield part
+    yield from said
 
 
 class Output(Protocol):
@@ -150,6 +183,8 @@ class Piece:
     """The stop string that ended it, if one did."""
     reads: tuple[Read, ...] = ()
     """The reads of the weights that gave it, where the request asks for them."""
+    notice: str | None = None
+    """What a client should know of an answer that has ended."""
 
     @property
     def text(self) -> str:
@@ -195,11 +230,16 @@ class ChoiceText:
         if update.finish is None:
             self._send(len(self._held) - held_back(self._held, self._stops))
             return self._piece(None)
+        thinks = self.output.in_reasoning
         if self._take(self.output.finish(complete=update.finish == "stop")):
             return self._piece("stop")
         self._send(len(self._held))
         # A last token without text of its own (half a character, say) still counts as sent.
-        return self._piece("stop" if update.finish == "stop" else "length", all_tokens=True)
+        piece = self._piece("stop" if update.finish == "stop" else "length", all_tokens=True)
+        if thinks and not self._sent and not self.output.calls:
+            log.warning("an answer is empty: %s", NEVER_CLOSED)
+            piece = replace(piece, notice=NEVER_CLOSED)
+        return piece
 
     def _take(self, parts: list[Part]) -> bool:
         """Add what a token made certain; True where a stop string ends the answer."""

@@ -11,7 +11,7 @@ from serve.blocks import Began, Block, Blocks, Change, Ended, Grew, blocks_of
 from serve.errors import ApiError
 from serve.generation import Generation
 from serve.replies import Json
-from serve.stream import Piece
+from serve.stream import Piece, with_unopened_thoughts
 
 SIGNATURE = "specdec"
 """Of a thought. Clients send it back with the thought, which is read as it stands."""
@@ -32,9 +32,9 @@ class AnthropicEmitter:
 
     def document(self, arrivals: Seqs[tuple[int, Piece]]) -> Json:
         pieces = [piece for _, piece in arrivals]
-        blocks = blocks_of(part for piece in pieces for part in piece.parts)
-        message = self._message([_block(block, whole=True) for block in blocks])
-        return message | self._stop(pieces[-1])
+        parts = with_unopened_thoughts(part for piece in pieces for part in piece.parts)
+        message = self._message([_block(block, whole=True) for block in blocks_of(parts)])
+        return message | self._stop(pieces[-1]) | _notice(pieces[-1])
 
     def opening(self) -> Iterable[bytes]:
         return ()  # the message's start tells how much was cached, which is known with a token
@@ -54,7 +54,8 @@ class AnthropicEmitter:
     def closing(self) -> Iterable[bytes]:
         for change in self._blocks.end():
             yield from _changed(change)
-        yield _event("message_delta", delta=self._stop(self._last), usage=self._usage())
+        told = {"delta": self._stop(self._last), "usage": self._usage()}
+        yield _event("message_delta", **told, **_notice(self._last))
         yield _event("message_stop")
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
@@ -91,6 +92,10 @@ class AnthropicEmitter:
             "cache_creation_input_tokens": 0,
             "output_tokens": usage.completion_tokens,
         }
+
+
+def _notice(last: Piece) -> Json:
+    return {} if last.notice is None else {"notice": last.notice}
 
 
 def _changed(change: Change) -> Iterator[bytes]:

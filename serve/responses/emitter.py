@@ -12,7 +12,7 @@ from serve.generation import Generation
 from serve.replies import Json
 from serve.responses.items import called, item_id, item_of, part_of
 from serve.responses.schema import ResponsesRequest
-from serve.stream import Piece
+from serve.stream import Piece, with_unopened_thoughts
 
 CODES = {
     "context_length_exceeded": "context_length_exceeded",
@@ -39,11 +39,13 @@ class ResponsesEmitter:
         self._blocks = Blocks()
         self._number = -1
         self._cut = False
+        self._notice: str | None = None
 
     def document(self, arrivals: Seqs[tuple[int, Piece]]) -> Json:
         pieces = [piece for _, piece in arrivals]
-        self._cut = pieces[-1].finish == "length"
-        return self._ended(blocks_of(part for piece in pieces for part in piece.parts))
+        self._cut, self._notice = pieces[-1].finish == "length", pieces[-1].notice
+        parts = with_unopened_thoughts(part for piece in pieces for part in piece.parts)
+        return self._ended(blocks_of(parts))
 
     def opening(self) -> Iterable[bytes]:
         yield self._event("response.created", response=self._response("in_progress"))
@@ -52,7 +54,7 @@ class ResponsesEmitter:
     def events(self, index: int, piece: Piece) -> Iterable[bytes]:
         for change in self._blocks.feed(piece.parts):
             yield from self._changed(change)
-        self._cut = piece.finish == "length"
+        self._cut, self._notice = piece.finish == "length", piece.notice
 
     def waiting(self) -> bytes:
         return keep_alive()
@@ -123,6 +125,8 @@ class ResponsesEmitter:
         response["output"] = [self._item(block, self._status(block, blocks)) for block in blocks]
         if self._cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
+        if self._notice is not None:
+            response["notice"] = self._notice
         assert self._generation is not None
         usage = self._generation.usage
         response["usage"] = {
