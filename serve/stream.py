@@ -58,6 +58,8 @@ class ServedTokenizer(Protocol):
 
     def decode(self, ids: Seqs[int], skip_special: bool = True) -> str: ...
 
+    def token_bytes(self, token_id: int) -> bytes: ...
+
     def stream(self, skip_special: bool = True) -> Decoder: ...
 
     def token_id(self, token: str) -> int | None: ...
@@ -161,15 +163,38 @@ def _content(text: str) -> list[Part]:
 
 
 @dataclass(frozen=True)
-class TokenText:
-    """One token's text and log-probability, and the best alternatives, best first."""
+class Alternative:
+    """A token that may stand in a place."""
 
     text: str
-    offset: int
-    """Where it begins in the choice's text, in characters."""
+    data: bytes
+    """Its own, which the text of half a character doesn't tell."""
     logprob: float | None
     """None for a prompt's first token, which nothing precedes."""
-    top: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class TokenText(Alternative):
+    """The token that stands there, and the best alternatives, best first."""
+
+    offset: int
+    """Where it begins in the choice's text, in characters."""
+    top: tuple[Alternative, ...]
+
+
+def token_text(
+    tokenizer: ServedTokenizer, token: int, told: TokenLogprob | None, offset: int
+) -> TokenText:
+    """told: None for a prompt's first token."""
+
+    text, data = tokenizer.decode([token]), tokenizer.token_bytes(token)
+    if told is None:
+        return TokenText(text, data, None, offset, ())
+    top = tuple(
+        Alternative(tokenizer.decode([i]), tokenizer.token_bytes(i), finite(value))
+        for i, value in told.top
+    )
+    return TokenText(text, data, finite(told.logprob), offset, top)
 
 
 @dataclass(frozen=True)
@@ -281,9 +306,7 @@ class ChoiceText:
         return Piece(parts, tuple(ready), finish, self._stopped_by)
 
     def _describe(self, token: int, chosen: TokenLogprob) -> TokenText:
-        top = tuple((self._tokenizer.decode([i]), finite(value)) for i, value in chosen.top)
-        offset = self._sent + len(self._held)
-        return TokenText(self._tokenizer.decode([token]), offset, finite(chosen.logprob), top)
+        return token_text(self._tokenizer, token, chosen, self._sent + len(self._held))
 
 
 def held_back(text: str, stops: Seqs[str]) -> int:

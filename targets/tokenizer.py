@@ -7,8 +7,9 @@ the sampling defaults come from the checkpoint's `tokenizer.json`, `tokenizer_co
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from targets.chat_text import ControlTokens
 from targets.generation import as_ids, check_generation, sampling_defaults
 
 REPLACEMENT = "\ufffd"
+BYTE_WORD = re.compile(r"<0x([0-9A-F]{2})>")  # where a vocabulary falls back to bytes
 MOST_OPEN = 3  # tokens of an open character: in UTF-8 it has at most 4 bytes
 LONGEST_HELD = 8  # tokens; a longer tail holds what is no character
 
@@ -179,6 +181,18 @@ class Tokenizer:
         """Text of `ids`; special tokens are left out unless `skip_special` is False."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Of one token's text, also where that is a part of a character."""
+        text = self.decode([token_id])
+        if REPLACEMENT not in text:
+            return text.encode()
+        word = self._backend.id_to_token(token_id) or ""
+        if byte := BYTE_WORD.fullmatch(word):
+            return bytes([int(byte[1], 16)])
+        if isinstance(self._backend.decoder, tokenizers.decoders.ByteLevel):
+            return bytes(map(_letters_of_bytes().__getitem__, word))
+        return text.encode()
+
     def stream(self, skip_special: bool = True) -> TextStream:
         """A fresh incremental decoder for one sequence."""
         return TextStream(self, skip_special)
@@ -200,6 +214,15 @@ class Tokenizer:
     def _without_newline(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         # A newline among the stop ids is a known copying mistake; it would end each answer early.
         return tuple(i for i in ids if self.decode([i], skip_special=False) != "\n")
+
+
+@cache
+def _letters_of_bytes() -> dict[str, int]:
+    """The letter by which byte-level vocabularies spell each byte: itself where it can be seen."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in seen]
+    letters = {chr(byte): byte for byte in seen}
+    return letters | {chr(0x100 + number): byte for number, byte in enumerate(hidden)}
 
 
 class Encoder(Protocol):

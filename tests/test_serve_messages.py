@@ -356,6 +356,22 @@ def test_other_errors_are_in_anthropics_form_too(mini_server):
     assert other.keys() == {"error"} and "param" in other["error"]
 
 
+def test_answers_and_errors_have_anthropics_request_id(mini_server, client):
+    """Its SDK shows it with an error, and with an answer as `_request_id`."""
+    import anthropic
+
+    answer = client.messages.create(model="x", max_tokens=1, messages=ASK)
+    assert answer._request_id
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.messages.create(model="x", max_tokens=0, messages=ASK)
+    assert refused.value.request_id
+    given = {"x-request-id": "mine-1"}
+    url = f"{mini_server.url}/v1/messages/count_tokens"
+    counted = httpx.post(url, json={"model": "x", "messages": ASK}, headers=given)
+    assert counted.headers["request-id"] == counted.headers["x-request-id"] == "mine-1"
+    assert "request-id" not in mini_server.post("completions", prompt="x").headers
+
+
 def test_unknown_names_are_left_out_and_logged(mini_server, caplog):
     caplog.set_level("INFO", "specdec.serve")
     ask = BODY | {"max_tokens": 1, "metadata": {"user_id": "u"}, "brand_new": 1, "betas": []}
