@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specdec.core.errors import UserError
-from targets.chat_history import Message, alternating, in_words, paired
+from targets.chat_history import Message, alternating, in_words, paired, text_of
 from targets.chat_text import ControlTokens
 
 log = logging.getLogger("specdec.chat")
@@ -56,7 +56,7 @@ class ChatPrompt:
         safe, values = control.broken(given, mark)
         begun = ""
         if self._goes_on:
-            begun, safe[-1]["content"] = safe[-1]["content"], end
+            begun, safe[-1]["content"] = text_of(safe[-1].get("content")), end
             values["add_generation_prompt"] = False
         count = _witnessed(safe, witness)
         text = self._render(safe, **values)

@@ -13,6 +13,9 @@ from tests.constrained import mini_tokenizer
 FOLDER = Path(__file__).parent / "data" / "templates"
 TEMPLATES = ("mini", "forward_scan", "alternating", "without_tools")
 
+WITH_TOOLS = TEMPLATES[:3]
+"""Those that have a form for a tool's result."""
+
 
 def template_text(name: str) -> str:
     return (FOLDER / f"{name}.jinja").read_text()

@@ -17,6 +17,7 @@ from serve.schema import parse
 from tests.constrained import mini_tokenizer
 from tests.fakes import ScriptedTarget
 from tests.serving import SAID, ServedTarget, Server, events_of, scripted, served, serving
+from tests.templates import WITH_TOOLS
 from tests.test_prefix_cache import make
 
 if TYPE_CHECKING:  # 3,100 modules: the worker that runs these tests imports them
@@ -106,7 +107,8 @@ def test_parse_gives_a_pydantic_object(client):
     assert isinstance(message.parsed_output, Sum)
 
 
-def test_the_tool_runner_runs_to_the_end():
+@pytest.mark.parametrize("template", WITH_TOOLS)
+def test_the_tool_runner_runs_to_the_end(template):
     """Thought and call go back into the history as they came. The runner asks for a thread first,
     and learns that there is none."""
     import anthropic
@@ -126,7 +128,7 @@ def test_the_tool_runner_runs_to_the_end():
         return str(a + b)
 
     with (
-        scripted(f"{call}<|tool_response>", then="It is 5.") as server,
+        scripted(f"{call}<|tool_response>", then="It is 5.", template=template) as server,
         client_of(server) as client,
     ):
         runner = client.beta.messages.tool_runner(

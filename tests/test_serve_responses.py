@@ -17,6 +17,7 @@ from serve.responses.thoughts import opened, sealed
 from serve.responses.translate import chat_of
 from serve.schema import parse
 from tests.serving import SAID, ServedTarget, Server, events_of, scripted, serving
+from tests.templates import WITH_TOOLS
 
 ASK = "What is 2 + 3?"
 ADD = {
@@ -193,10 +194,11 @@ def test_a_whole_response_is_openais():
     assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
 
 
-def test_an_agent_sends_back_what_it_got():
+@pytest.mark.parametrize("template", WITH_TOOLS)
+def test_an_agent_sends_back_what_it_got(template):
     """Items of an answer, with the tool's output, are the next request's input."""
     call = "<|channel>thought\nSum it.\n<channel|>Well.<|tool_call>call:add{a:2,b:3}<tool_call|>"
-    with scripted(f"{call}<|tool_response>", then="It is 5.") as server:
+    with scripted(f"{call}<|tool_response>", then="It is 5.", template=template) as server:
         create = server.openai.responses.create
         first = create(model="mini", input=ASK, tools=[TOOL], reasoning={"effort": "high"})
         given: Any = [{"role": "user", "content": ASK}, *(i.to_dict() for i in first.output)]

@@ -100,7 +100,6 @@ BY_KIND = Discriminator(
     custom_error_type="block",
     custom_error_message="must be an object with a type, such as text",
 )
-Texts = Annotated[list[TextBlock], BeforeValidator(_as_blocks)]
 Readable = Annotated[
     Annotated[TextBlock, Tag("text")] | Annotated[ForeignBlock, Tag("foreign")], BY_KIND
 ]
@@ -218,7 +217,7 @@ class PromptRequest(SamplingWishes):
     model: str
     """Any name: whoever asks gets the model that is served."""
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    system: Texts | None = None
+    system: Annotated[list[Readable], BeforeValidator(_as_blocks)] | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None

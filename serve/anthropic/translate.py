@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from serve.anthropic.schema import (
     ForeignBlock,
     MessagesRequest,
     PromptRequest,
+    RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
     ThinkingConfig,
@@ -22,6 +24,8 @@ from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.foreign import line_of
 from serve.schema import translated
+
+log = logging.getLogger("specdec.serve")
 
 ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 """A line with which Claude Code begins its system prompt, another one with each request: nothing
@@ -93,6 +97,8 @@ def _of_assistant(message: AnthropicMessage) -> dict[str, Any]:
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
+    if any(isinstance(block, RedactedThinkingBlock) for block in blocks):
+        log.info("/v1/messages: left out a thought that another server sealed")
     thought = "\n".join(b.thinking for b in blocks if isinstance(b, ThinkingBlock))
     return {
         "role": "assistant",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence as Seqs
 from typing import Any
 
@@ -22,6 +23,8 @@ from serve.responses.schema import (
 )
 from serve.responses.thoughts import opened
 from serve.schema import translated
+
+log = logging.getLogger("specdec.serve")
 
 CHOICES = {
     "function": ("type", "name", "namespace"),
@@ -115,8 +118,10 @@ def _thought(item: ReasoningItem) -> str | None:
     """As it was thought; else its summary."""
     if item.content:
         return "\n".join(part.text for part in item.content)
-    if item.encrypted_content and (thought := opened(item.encrypted_content)):
-        return thought
+    if item.encrypted_content:
+        if thought := opened(item.encrypted_content):
+            return thought
+        log.info("/v1/responses: left out a thought that another server sealed")
     return "\n".join(part.text for part in item.summary or ()) or None
 
 
