@@ -3,7 +3,9 @@ pictures and other providers' items, in each of the three APIs and with each tem
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from serve.errors import ApiError
 from targets.tokenizer import Tokenizer
 from tests.chats import chat_of_body, prompt_of
 from tests.serving import events_of, scripted
-from tests.templates import TEMPLATES, tokenizer_with
+from tests.templates import TEMPLATES, WITH_TOOLS, tokenizer_with
 
 USER = {"role": "user", "content": "Go on"}
 DATA = "iVBORw0KGgo" * 200
@@ -322,3 +324,25 @@ def test_an_answer_names_the_namespace_whole_and_in_each_event():
     kept = [tool["type"] for tool in whole["tools"]]
     assert kept == ["function", "namespace", "namespace"]
     Response.model_validate(whole, strict=False)
+
+
+AGENTS = json.loads((Path(__file__).parent / "data" / "agents.json").read_text())
+"""Both requests of a turn with one MCP tool, as Codex and Claude Code sent them to a forward-scan
+template. Long texts are cut short, and most of their own tools left out."""
+SEARCH = 'Let me look.<|tool_call>call:{}{{query:<|"|>the key<|"|>}}<tool_call|><|tool_response>'
+
+
+@pytest.mark.parametrize("template", WITH_TOOLS)
+@pytest.mark.parametrize("name", ["Codex 0.171.0", "Claude Code 2.1.197"])
+def test_an_agents_turn_with_an_mcp_tool(name, template):
+    first, second = (sent for sent in AGENTS if sent["agent"] == name)
+    called = "mcp__notes.search" if name.startswith("Codex") else "mcp__notes__search"
+    found = "It lies under the mat."
+    with scripted(SEARCH.format(called), then=found, template=template, max_len=16_384) as server:
+        asked, told = (server.post(sent["path"], **sent["body"]).text for sent in (first, second))
+    own = '"name":"search","namespace":"mcp__notes"' if name.startswith("Codex") else called
+    assert own in asked and " mat" in told and "Let me look" not in told
+    text = tokenizer_with(template).decode(
+        prompt_of(second["path"], second["body"], tokenizer_with(template)), skip_special=False
+    )
+    assert f"call:{called}{{" in text and "the key lies under the mat" in text
