@@ -168,7 +168,7 @@ class Alternative:
 
     text: str
     data: bytes
-    """Its own, which the text of half a character doesn't tell."""
+    """Its own; where it is half a character they can't be had from the text."""
     logprob: float | None
     """None for a prompt's first token, which nothing precedes."""
 
@@ -209,7 +209,7 @@ class Piece:
     reads: tuple[Read, ...] = ()
     """The reads of the weights that gave it, where the request asks for them."""
     notice: str | None = None
-    """What a client should know of an answer that has ended."""
+    """A warning about an answer that has ended, for its client."""
 
     @property
     def text(self) -> str:

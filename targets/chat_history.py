@@ -15,6 +15,8 @@ from typing import Any
 log = logging.getLogger("specdec.chat")
 
 Message = dict[str, Any]
+DEEPEST = 100
+"""Objects and arrays in each other, in a call's arguments; templates go a few hundred deep."""
 
 
 @dataclass
@@ -97,7 +99,7 @@ class _Pairs:
 def paired(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
     """With each tool result directly behind the message that calls it, in the order of its calls;
     what stood between follows. A result without a call becomes a line of text, and so does a call
-    whose arguments were cut, with its result."""
+    that was cut, with its result."""
     given, pairs = [with_arguments(message) for message in messages], _Pairs()
     for at, message in enumerate(given):
         if message.get("role") == "tool":
@@ -142,16 +144,23 @@ def read_arguments(value: str | dict[str, Any]) -> str | dict[str, Any]:
         return {}
     try:
         read = json.loads(value)
+        json.dumps(read, ensure_ascii=False).encode()  # half of a character can't be
     except (ValueError, RecursionError):
         return value
-    return read if isinstance(read, dict) else value
+    return read if isinstance(read, dict) and not _deeper(read, DEEPEST) else value
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether objects and arrays stand in each other deeper than that."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_deeper(one, levels - 1) for one in inner)
 
 
 def _with_cut_calls(message: Message, calls: list[_Call]) -> Message:
     cut = [call.cut for call in calls if call.cut]
     if not cut:
         return message
-    log.info("a call whose arguments are no object became text")
+    log.info("a call became text: its arguments are no object")
     whole = [c for c, call in zip(message["tool_calls"], calls, strict=True) if not call.cut]
     found = {name: value for name, value in message.items() if name != "tool_calls"}
     found["content"] = "\n".join(filter(None, [text_of(message.get("content")), *cut]))

@@ -41,6 +41,8 @@ class ChatPrompt:
         for name, form in FORMS.items():
             try:
                 pieces = self._pieces(form(given))
+            except RecursionError:
+                raise UserError("the messages or the tools are nested too deeply") from None
             except UserError as problem:
                 refused = refused or problem
                 continue

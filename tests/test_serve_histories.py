@@ -12,6 +12,7 @@ import pytest
 from openai.types.responses import Response
 
 from serve.errors import ApiError
+from specdec.core.errors import UserError
 from targets.tokenizer import Tokenizer
 from tests.chats import chat_of_body, prompt_of
 from tests.serving import events_of, scripted
@@ -104,7 +105,22 @@ def test_a_cut_call_is_shown_as_it_was_written(api, arguments, tokenizer, caplog
     cut, result = called(api, arguments, "error: no JSON")
     text = prompt(api, tokenizer, USER, cut, result, USER)
     assert f"call:f{arguments}" in text and "error: no JSON" in text
-    assert "<tool_call|>" not in text and "became text" in caplog.text
+    assert "<tool_call|>" not in text and "a call became text" in caplog.text
+
+
+@pytest.mark.parametrize("arguments", [r'{"a": "\ud800"}', '{"a":' * 900 + "1" + "}" * 900])
+def test_arguments_that_cannot_be_written_are_text(arguments, tokenizer):
+    """Half of a character, and brackets deeper than a template can go."""
+    text = prompt("chat", tokenizer, USER, *called("chat", arguments, "R1"))
+    assert f"call:f{arguments}" in text and "R1" in text
+
+
+def test_what_is_nested_too_deeply_is_refused(tokenizer):
+    deep: Any = {}
+    for _ in range(900):
+        deep = {"a": deep}
+    with pytest.raises(UserError, match="nested too deeply"):
+        tokenizer.chat_pieces([USER], note=deep)
 
 
 @pytest.mark.parametrize("api", FORMS)

@@ -14,6 +14,7 @@ import pytest
 from serve.anthropic.schema import MessagesRequest
 from serve.anthropic.translate import chat_of
 from serve.schema import parse
+from tests.chats import prompt_of
 from tests.constrained import mini_tokenizer
 from tests.fakes import ScriptedTarget
 from tests.serving import SAID, ServedTarget, Server, events_of, scripted, served, serving
@@ -219,6 +220,17 @@ def test_a_call_that_is_cut_has_no_input_and_says_so():
         said = server.post("messages", **BODY | {"tools": FREE, "max_tokens": 40}).json()
     assert said["stop_reason"] == "max_tokens"
     assert said["content"][-1]["name"] == "edit" and said["content"][-1]["input"] == {}
+
+
+def test_a_call_that_was_cut_is_shown_to_the_model_as_it_was_written():
+    with scripted(SAID) as server:
+        said = server.post("messages", **BODY | {"tools": FREE, "max_tokens": 40}).json()
+    (cut,) = [block for block in said["content"] if block["type"] == "tool_use"]
+    result = {"type": "tool_result", "tool_use_id": cut["id"], "content": "no input"}
+    again = [*ASK, {"role": "assistant", "content": [cut]}, {"role": "user", "content": [result]}]
+    ids = prompt_of("messages", BODY | {"messages": again}, mini_tokenizer())
+    text = mini_tokenizer().decode(ids, skip_special=False)
+    assert 'call:edit{"path":' in text and "Result of edit: no input" in text
 
 
 HISTORY: Any = [

@@ -121,7 +121,7 @@ def _block(block: Block, whole: bool) -> Json:
     if block.kind == "text":
         return {"type": "text", "text": text}
     call_id = f"toolu_{uuid.uuid4().hex[:24]}"
-    return {"type": "tool_use", "id": call_id, "name": block.name, "input": _read(text)}
+    return {"type": "tool_use", "id": call_id, "name": block.name} | _input(text)
 
 
 def _delta(block: Block, text: str) -> Json:
@@ -132,12 +132,13 @@ def _delta(block: Block, text: str) -> Json:
     return {"type": "input_json_delta", "partial_json": text}
 
 
-def _read(arguments: str) -> Json:
-    """A call that was cut has no object to show; stop_reason tells that it was."""
+def _input(arguments: str) -> Json:
+    """A call that was cut has no object to show, as stop_reason says; what there is of it comes
+    back with the history."""
     try:
-        return json.loads(arguments)
+        return {"input": json.loads(arguments)}
     except ValueError:
-        return {}
+        return {"input": {}, "partial_json": arguments} if arguments else {"input": {}}
 
 
 def _event(kind: str, **fields: object) -> bytes:

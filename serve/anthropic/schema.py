@@ -74,6 +74,8 @@ class ToolUseBlock(BaseModel):
     name: str
     input: dict[str, Any] | str
     """A text where the client could not read it: the call was cut."""
+    partial_json: str | None = None
+    """This server's own, of a call that was cut."""
 
 
 class ForeignBlock(BaseModel):

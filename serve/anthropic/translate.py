@@ -93,7 +93,10 @@ def _of_message(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
 def _of_assistant(message: AnthropicMessage) -> dict[str, Any]:
     blocks = message.content
     calls = [
-        {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
+        {
+            "id": block.id,
+            "function": {"name": block.name, "arguments": block.partial_json or block.input},
+        }
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]

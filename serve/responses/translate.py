@@ -10,7 +10,7 @@ from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.fields import check_names
 from serve.foreign import line_of
-from serve.responses.namespaces import Names
+from serve.responses.namespaces import Names, functions_and_namespaces
 from serve.responses.schema import (
     ForeignItem,
     Format,
@@ -141,7 +141,7 @@ def _choice(choice: str | dict[str, Any] | None, names: Names) -> Any:
         tools = choice.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ApiError(400, "tool_choice: tools must be a list of tools", param="tool_choice")
-        offered = [tool for tool in tools if tool.get("type") in ("function", "namespace")]
+        offered = functions_and_namespaces(tools)
         chosen = [name for tool in offered for name in _chosen(tool, names)]
         return _allowed(choice.get("mode"), chosen)
     message = "tool_choice must be none, auto, required, or name a function: this server runs none"
