@@ -114,11 +114,6 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _older_and_other_forms(cls, value: Any) -> Any:
-        return _of_other_kinds(_of_functions(value)) if isinstance(value, dict) else value
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Text, Field(validate_default=True)] = None
     name: str | None = None
@@ -127,6 +122,11 @@ class Message(BaseModel):
     reasoning_content: str | None = None
     reasoning: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _older_and_other_forms(cls, value: Any) -> Any:
+        return _of_other_kinds(_of_functions(value)) if isinstance(value, dict) else value
+
     @field_validator("reasoning", mode="before")
     @classmethod
     def _reasoning_is_text(cls, value: Any) -> Any:
@@ -134,8 +134,8 @@ class Message(BaseModel):
 
     @field_validator("content")
     @classmethod
-    def _only_assistants_are_silent(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None and info.data.get("role", "assistant") != "assistant":
+    def _only_some_are_silent(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None and info.data.get("role", "assistant") not in ("assistant", "tool"):
             raise ValueError(PARTS)
         return value
 

@@ -210,7 +210,7 @@ def in_words(messages: Iterable[Message]) -> list[Message]:
                 _told(message, names.get(message.get("tool_call_id")) or message.get("name"))
             )
         elif calls := message.get("tool_calls"):
-            names |= {call.get("id"): call["function"]["name"] for call in calls}
+            names |= {call.get("id"): call["function"].get("name") for call in calls}
             lines = [content, *map(written_call, calls)]
             told = {"content": "\n".join(filter(None, lines)), "tool_calls": None}
             found.append({**message, **told})
@@ -225,7 +225,7 @@ def written_call(call: Mapping[str, Any]) -> str:
     function = call["function"]
     given = function.get("arguments") or {}
     arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    return f"call:{function['name']}{arguments}"
+    return f"call:{function.get('name')}{arguments}"
 
 
 def text_of(content: Any) -> str:

@@ -108,6 +108,12 @@ def test_a_cut_call_is_shown_as_it_was_written(api, arguments, tokenizer, caplog
     assert "<tool_call|>" not in text and "a call became text" in caplog.text
 
 
+@pytest.mark.parametrize("api", FORMS)
+@pytest.mark.parametrize("said", [None, "", []])
+def test_a_tool_may_have_said_nothing(api, said, tokenizer):
+    assert prompt(api, tokenizer, USER, *called(api, "{}", said), USER)
+
+
 @pytest.mark.parametrize("arguments", [r'{"a": "\ud800"}', '{"a":' * 900 + "1" + "}" * 900])
 def test_arguments_that_cannot_be_written_are_text(arguments, tokenizer):
     """Half of a character, and brackets deeper than a template can go."""
