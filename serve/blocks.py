@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from serve.stream import CallArguments, CallBegan, Content, Part, Reasoning
+from serve.stream import CallArguments, CallBegan, Content, Part, Reasoning, ThoughtEnded
 
 Kind = Literal["thought", "text", "call"]
 
@@ -63,6 +63,8 @@ class Blocks:
                     yield from self._add("thought", text)
                 case Content(text):
                     yield from self._add("text", text)
+                case ThoughtEnded():  # of what is out as text already
+                    pass
 
     def end(self) -> Iterator[Change]:
         """There is nothing more."""

@@ -15,35 +15,52 @@ from pydantic import (
 )
 
 from serve.errors import ApiError
+from serve.foreign import check_newest
 from serve.messages import Message, Tool
+from serve.options import Options
 from serve.schema import STRICT, GenerationRequest
 
 MAX_TOOLS = 512
 MAX_TEMPLATE_BYTES = 64 * 2**10
 
 
-class NamedFunction(BaseModel):
-    model_config = STRICT
+class NamedFunction(Options):
+    place = "tool_choice.function"
 
     name: str
 
 
-class NamedTool(BaseModel):
-    model_config = STRICT
+class NamedTool(Options):
+    place = "tool_choice"
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class Allowed(BaseModel):
+class AllowedFunction(BaseModel):
     model_config = STRICT
+
+    name: str
+
+
+class AllowedTool(BaseModel):
+    """May be the whole tool once more."""
+
+    model_config = STRICT
+
+    type: Literal["function"]
+    function: AllowedFunction
+
+
+class Allowed(Options):
+    place = "tool_choice.allowed_tools"
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1)]
+    tools: Annotated[list[AllowedTool], Field(min_length=1)]
 
 
-class AllowedTools(BaseModel):
-    model_config = STRICT
+class AllowedTools(Options):
+    place = "tool_choice"
 
     type: Literal["allowed_tools"]
     allowed_tools: Allowed
@@ -88,6 +105,12 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _newest_is_text(cls, value: Any) -> Any:
+        check_newest(value, "messages")
+        return value
 
     @field_validator("chat_template_kwargs")
     @classmethod

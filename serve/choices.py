@@ -14,7 +14,7 @@ from serve.prompt_report import PromptReport, report
 from serve.replies import Json, Reply
 from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
-from serve.stream import Piece
+from serve.stream import Piece, with_unopened_thoughts
 
 
 def check_stream(wire: ChatRequest | CompletionRequest) -> None:
@@ -47,6 +47,7 @@ class Choices:
         said = [
             self._reply.whole(index, choice := _joined(own), self._prompt_of(index))
             | _speculation(choice)
+            | _notice(choice)
             for index, own in enumerate(pieces)
         ]
         return {**self._reply.envelope(said, streaming=False), **self._totals()}
@@ -62,6 +63,7 @@ class Choices:
         chunks = self._reply.chunks(index, piece)
         if chunks:
             chunks[0] |= _speculation(piece)
+            chunks[-1] |= _notice(piece)
         for choice in [*first, *chunks]:
             yield event({**self._reply.envelope([choice], streaming=True), **no_usage})
 
@@ -94,14 +96,20 @@ class Choices:
 
 def _joined(pieces: Seqs[Piece]) -> Piece:
     """A choice's pieces as one; one that was not to say anything ended at its limit."""
-    parts = tuple(part for piece in pieces for part in piece.parts)
+    parts = tuple(with_unopened_thoughts(part for piece in pieces for part in piece.parts))
     tokens = tuple(token for piece in pieces for token in piece.tokens)
     reads = tuple(read for piece in pieces for read in piece.reads)
-    return Piece(parts, tokens, pieces[-1].finish if pieces else "length", reads=reads)
+    if not pieces:
+        return Piece(parts, tokens, "length", reads=reads)
+    return Piece(parts, tokens, pieces[-1].finish, reads=reads, notice=pieces[-1].notice)
 
 
 def _speculation(piece: Piece) -> Json:
     return {"speculation": [read.to_json() for read in piece.reads]} if piece.reads else {}
+
+
+def _notice(piece: Piece) -> Json:
+    return {} if piece.notice is None else {"notice": piece.notice}
 
 
 def _done() -> bytes:

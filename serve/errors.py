@@ -93,9 +93,13 @@ class ApiError(Exception):
 
     def response(self, path: str) -> JSONResponse:
         """path: the route's, whose API decides the form."""
-        anthropic = path == ANTHROPIC_ROUTES or path.startswith(f"{ANTHROPIC_ROUTES}/")
-        body = self.anthropic_body if anthropic else self.body
+        body = self.anthropic_body if is_anthropic(path) else self.body
         return JSONResponse(body, self.status, self.headers)
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a route is of Anthropic's API."""
+    return path == ANTHROPIC_ROUTES or path.startswith(f"{ANTHROPIC_ROUTES}/")
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -80,18 +80,21 @@ def check_names(
     known: Iterable[str],
     hints: Mapping[str, tuple[Any, ...]] = HINTS,
     refused: Mapping[str, str] = REFUSED,
+    place: str = "",
 ) -> None:
-    """sent: what no field took. hints, refused: the API's. Raises ApiError 400 for the first name
-    that isn't accepted."""
+    """sent: what no field took. hints, refused: the API's. place: of the names, where it isn't the
+    request's top. Raises ApiError 400 for the first name that isn't accepted."""
+    inside = f"{place}." if place else ""
     for name, value in sent.items():
         if value is None:
             continue
         if name in hints:
-            _check_hint(name, value, hints[name])
+            _check_hint(inside + name, value, hints[name])
         elif name in refused:
             raise ApiError(400, f"{name} is not supported: {refused[name]}", param=name)
         else:
-            raise ApiError(400, _unknown(name, [*known, *hints]), param=name)
+            message = _unknown(name, [*known, *hints], place)
+            raise ApiError(400, message, param=inside + name)
 
 
 def _check_hint(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -100,7 +103,8 @@ def _check_hint(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         raise ApiError(400, message, param=name)
 
 
-def _unknown(name: str, known: list[str]) -> str:
+def _unknown(name: str, known: list[str], place: str) -> str:
     short = name if len(name) <= 80 else name[:77] + "..."
     near = difflib.get_close_matches(name[:80], known, 1, 0.6)
-    return f"unknown parameter {short!r}" + (f": did you mean {near[0]!r}?" if near else "")
+    message = f"unknown parameter {short!r}" + (f" in {place}" if place else "")
+    return message + (f": did you mean {near[0]!r}?" if near else "")

@@ -236,7 +236,8 @@ def _text(
     output: Output = PlainOutput(tokenizer, skip_special=not raw)
     if isinstance(request, ChatRequest) and not raw:
         tools, inside = request.calls != "none", planned.thinking == "open"
-        output = GemmaOutput(tokenizer, tools=tools, thinking_open=inside)
+        names = [tool.function.name for tool in request.tools or ()]
+        output = GemmaOutput(tokenizer, tools=tools, names=names, thinking_open=inside)
     keep_stop = bool(request.include_stop_str_in_output)
     return ChoiceText(tokenizer, request.stop or (), output, keep_stop)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -13,7 +12,11 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
+
+from serve.foreign import is_foreign, is_foreign_call, line_of
+from targets.chat_history import read_arguments
 
 PARTS = 'must be a string or a list of {"type": "text", "text": ...} parts'
 TEXT_SCHEMA = {
@@ -46,16 +49,13 @@ def _part_text(part: Any) -> str | None:
     """A part's text; None for a refusal that an SDK sends back."""
     if isinstance(part, str):
         return part
+    if is_foreign(part):
+        return line_of(part)
     if isinstance(part, dict):
         if part.get("type") == "refusal":
             return None
-        if part.get("type") in ("text", "input_text", "output_text"):
-            if isinstance(part.get("text"), str):
-                return part["text"]
-        elif isinstance(part.get("type"), str):
-            raise ValueError(
-                f"has a part of type {part['type']!r}, but this server reads text alone: {PARTS}"
-            )
+        if "type" in part and isinstance(part.get("text"), str):
+            return part["text"]
     raise ValueError(PARTS)
 
 
@@ -73,18 +73,10 @@ class Called(BaseModel):
 
     @field_validator("arguments")
     @classmethod
-    def _arguments_are_an_object(cls, value: str | dict[str, Any] | None) -> dict[str, Any]:
-        if not isinstance(value, str):
-            return value or {}
-        if not value.strip():
-            return {}
-        try:
-            read = json.loads(value)
-        except (ValueError, RecursionError) as problem:
-            raise ValueError(f"must be a JSON object: {problem}") from None
-        if not isinstance(read, dict):
-            raise ValueError("must be a JSON object")
-        return read
+    def _read(cls, value: str | dict[str, Any] | None) -> str | dict[str, Any]:
+        """As an object. What isn't one (a call that was cut) stays as it was written: the model is
+        shown it as text."""
+        return {} if value is None else read_arguments(value)
 
 
 class ToolCall(BaseModel):
@@ -93,6 +85,28 @@ class ToolCall(BaseModel):
     id: str | None = None
     type: Literal["function"] | None = "function"
     function: Called
+
+
+def _of_functions(message: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's first form of calls and results, by the names of today."""
+    if message.get("role") == "function":
+        message = {**message, "role": "tool"}
+    called = message.get("function_call")
+    if isinstance(called, dict) and not message.get("tool_calls"):
+        message = {**message, "tool_calls": [{"function": called}]}
+    return message
+
+
+def _of_other_kinds(message: dict[str, Any]) -> dict[str, Any]:
+    """Calls of what isn't a function become text."""
+    calls = message.get("tool_calls")
+    others = [call for call in calls if is_foreign_call(call)] if isinstance(calls, list) else []
+    if not others:
+        return message
+    content = message.get("content") or []
+    parts = content if isinstance(content, list) else [content]
+    functions = [call for call in calls or () if not is_foreign_call(call)]
+    return {**message, "content": [*parts, *map(line_of, others)], "tool_calls": functions or None}
 
 
 class Message(BaseModel):
@@ -108,6 +122,11 @@ class Message(BaseModel):
     reasoning_content: str | None = None
     reasoning: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _older_and_other_forms(cls, value: Any) -> Any:
+        return _of_other_kinds(_of_functions(value)) if isinstance(value, dict) else value
+
     @field_validator("reasoning", mode="before")
     @classmethod
     def _reasoning_is_text(cls, value: Any) -> Any:
@@ -115,8 +134,8 @@ class Message(BaseModel):
 
     @field_validator("content")
     @classmethod
-    def _only_assistants_are_silent(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None and info.data.get("role", "assistant") != "assistant":
+    def _only_some_are_silent(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None and info.data.get("role", "assistant") not in ("assistant", "tool"):
             raise ValueError(PARTS)
         return value
 

@@ -9,7 +9,7 @@ from typing import Any
 from serve.chat_schema import ChatRequest
 from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
-from serve.stream import TokenText, finite
+from serve.stream import TokenText, finite, token_text
 from specdec.core.types import TokenLogprob
 
 
@@ -53,11 +53,8 @@ def _as_texts(
 ) -> tuple[TokenText, ...]:
     texts, at = [], 0
     for token, said in zip(prompt, [None, *recited], strict=True):
-        text = tokenizer.decode([token])
-        top = () if said is None else said.top
-        shown = tuple((tokenizer.decode([i]), finite(value)) for i, value in top)
-        texts.append(TokenText(text, at, None if said is None else finite(said.logprob), shown))
-        at += len(text)
+        texts.append(token_text(tokenizer, token, said, at))
+        at += len(texts[-1].text)
     return tuple(texts)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence as Seqs
+from dataclasses import replace
 from typing import Any, Protocol
 
 from serve.prompt_report import PromptReport
 from serve.stream import (
+    Alternative,
     CallArguments,
     CallBegan,
     ChoiceFinish,
@@ -16,6 +18,7 @@ from serve.stream import (
     Part,
     Piece,
     Reasoning,
+    ThoughtEnded,
     TokenText,
 )
 from specdec.core.version import VERSION
@@ -74,7 +77,7 @@ class ChatReply:
         return [self._choice(index, "delta", delta, (), None)]
 
     def chunks(self, index: int, piece: Piece) -> list[Json]:
-        deltas = [_delta(part) for part in piece.parts]
+        deltas = [_delta(part) for part in piece.parts if not isinstance(part, ThoughtEnded)]
         if not deltas and _says_something(piece):
             deltas = [{}]
         last = len(deltas) - 1
@@ -108,7 +111,7 @@ def _says_something(piece: Piece) -> bool:
     return bool(piece.tokens or piece.reads) or piece.finish is not None
 
 
-def _delta(part: Part) -> Json:
+def _delta(part: Content | Reasoning | CallBegan | CallArguments) -> Json:
     match part:
         case Content(text):
             return {"content": text}
@@ -167,7 +170,7 @@ class CompletionReply:
 
 
 def _moved(token: TokenText, by: int) -> TokenText:
-    return TokenText(token.text, token.offset + by, token.logprob, token.top)
+    return replace(token, offset=token.offset + by)
 
 
 def _head(request_id: str, model_name: str) -> Json:
@@ -180,14 +183,11 @@ def _head(request_id: str, model_name: str) -> Json:
 
 
 def _chat_token(token: TokenText) -> Json:
-    top = [_token(text, logprob) for text, logprob in token.top]
-    return {**_token(token.text, token.logprob), "top_logprobs": top}
+    return {**_alternative(token), "top_logprobs": [_alternative(one) for one in token.top]}
 
 
-def _token(text: str, logprob: float | None) -> Json:
-    # Half a character has bytes that its text doesn't tell.
-    data = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": logprob, "bytes": data}
+def _alternative(one: Alternative) -> Json:
+    return {"token": one.text, "logprob": one.logprob, "bytes": list(one.data)}
 
 
 def _completion_logprobs(tokens: Seqs[TokenText]) -> Json:
@@ -197,7 +197,10 @@ def _completion_logprobs(tokens: Seqs[TokenText]) -> Json:
         "tokens": [t.text for t in tokens],
         "token_logprobs": [t.logprob for t in tokens],
         "top_logprobs": [
-            None if t.logprob is None else {**dict(reversed(t.top)), t.text: t.logprob}
+            None
+            if t.logprob is None
+            # of alternatives of one text the best stands, and the chosen one's own value
+            else {one.text: one.logprob for one in (*reversed(t.top), t)}
             for t in tokens
         ],
     }

@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve.errors import is_anthropic
+
 if TYPE_CHECKING:
     from serve.generation import Generation
     from serve.usage import Usage
 
 log = logging.getLogger("specdec.access")
 HEADER = "X-Request-Id"
+ANTHROPIC_HEADER = "Request-Id"
+"""The same on Anthropic's routes, where its SDK reads it."""
 LONGEST = 128
 PROBES = ("/health", "/ready", "/metrics")
 """Asked every few seconds by machines: their successes are for --log-level debug."""
@@ -43,7 +47,10 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = request_id
+                if is_anthropic(scope["path"]):
+                    headers[ANTHROPIC_HEADER] = request_id
             await send(message)
 
         try:

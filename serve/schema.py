@@ -20,8 +20,9 @@ from pydantic import (
 )
 
 from serve.errors import ApiError
-from serve.fields import check_names
+from serve.fields import ANY, check_names
 from serve.messages import Text
+from serve.options import Options
 from serve.wishes import Ids, SamplingWishes
 from specdec.core.types import MAX_DRAFT
 
@@ -33,18 +34,18 @@ Wire = TypeVar("Wire", bound=BaseModel)
 STRICT = ConfigDict(strict=True)
 
 
-class StreamOptions(BaseModel):
-    model_config = STRICT
+class StreamOptions(Options):
+    place = "stream_options"
 
     include_usage: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
     include_obfuscation: bool | None = None
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Options):
     """A schema by a name; `strict` or not, it is followed."""
 
-    model_config = STRICT
+    place = "response_format.json_schema"
 
     name: str | None = None
     description: str | None = None
@@ -52,18 +53,36 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    model_config = STRICT
+class ResponseFormat(Options):
+    """A schema may stand in `json_schema`, as OpenAI has it, or beside the type, as llama.cpp,
+    Together and Fireworks do."""
+
+    place = "response_format"
+    hints = {"name": ANY, "description": ANY, "strict": ANY}  # noqa: RUF012
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
 
     @model_validator(mode="after")
-    def _a_schema_is_given(self) -> ResponseFormat:
-        given = self.json_schema is not None and self.json_schema.schema_ is not None
-        if self.type == "json_schema" and not given:
+    def _a_schema_where_one_belongs(self) -> ResponseFormat:
+        inner = None if self.json_schema is None else self.json_schema.schema_
+        if inner is not None and self.schema_ is not None:
+            raise ValueError("takes one schema: in json_schema or beside the type")
+        if self.type == "json_schema" and self.wanted is None:
             raise ValueError("of type json_schema needs json_schema: {name, schema}")
+        if self.type == "text" and self.wanted is not None:
+            raise ValueError("of type text has no schema: use json_schema")
         return self
+
+    @property
+    def wanted(self) -> dict[str, Any] | bool | None:
+        """The schema of the documents that are asked for."""
+        inner = None if self.json_schema is None else self.json_schema.schema_
+        given = self.schema_ if inner is None else inner
+        if self.type == "json_object" and isinstance(given, dict):
+            return {"type": "object", **given}
+        return given
 
 
 class StructuredOutputs(BaseModel):
@@ -85,10 +104,10 @@ class StructuredOutputs(BaseModel):
         return self
 
 
-class PredictionContent(BaseModel):
+class PredictionContent(Options):
     """A guess of the whole answer. It can't change it."""
 
-    model_config = STRICT
+    place = "prediction"
 
     type: Literal["content"]
     content: Text
@@ -187,10 +206,9 @@ class GenerationRequest(SamplingWishes):
         form = self.response_format
         if form is None or form.type == "text":
             return None
-        if form.type == "json_object":
+        schema = form.wanted
+        if form.type == "json_object" and schema in (None, True):
             return StructuredOutputs.model_validate({"json_object": True})
-        assert form.json_schema is not None
-        schema = form.json_schema.schema_
         return StructuredOutputs.model_validate({"json": {} if schema is True else schema})
 
     @property

@@ -3,8 +3,10 @@ cut."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seqs
-from dataclasses import dataclass
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence as Seqs
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from serve.reads import Read
@@ -12,6 +14,12 @@ from serve.runner import Update
 from serve.served_tokenizer import ServedTokenizer
 from specdec.core.types import TokenLogprob
 
+log = logging.getLogger("specdec.serve")
+
+NEVER_CLOSED = (
+    "the model's thought never ended, so there is no answer: allow more tokens, or bound the "
+    "thought with thinking_token_budget"
+)
 ChoiceFinish = Literal["stop", "length", "tool_calls"]
 
 
@@ -45,7 +53,32 @@ class CallArguments:
     text: str
 
 
-Part = Content | Reasoning | CallBegan | CallArguments
+@dataclass(frozen=True)
+class ThoughtEnded:
+    """The end of a thought that never began: what was said until here was it, and is already out
+    where an answer streams."""
+
+
+Part = Content | Reasoning | CallBegan | CallArguments | ThoughtEnded
+THOUGHTS_NAME = re.compile(r"\A\s*thought[ \t]*(\n|\Z)")
+
+
+def with_unopened_thoughts(parts: Iterable[Part]) -> Iterator[Part]:
+    """A whole answer's parts, with thoughts that have an end alone as thoughts."""
+    said: list[Part] = []
+    for part in parts:
+        if isinstance(part, Content):
+            said.append(part)
+            continue
+        if isinstance(part, ThoughtEnded):
+            text = "".join(p.text for p in said if isinstance(p, Content))
+            text = THOUGHTS_NAME.sub("", text, count=1).removesuffix("\n")
+            said = [Reasoning(text)] if text else []
+        yield from said
+        said = []
+        if not isinstance(part, ThoughtEnded):
+            yield part
+    yield from said
 
 
 class Output(Protocol):
@@ -86,15 +119,38 @@ def _content(text: str) -> list[Part]:
 
 
 @dataclass(frozen=True)
-class TokenText:
-    """One token's text and log-probability, and the best alternatives, best first."""
+class Alternative:
+    """A token that may stand in a place."""
 
     text: str
-    offset: int
-    """Where it begins in the choice's text, in characters."""
+    data: bytes
+    """Its own; where it is half a character they can't be had from the text."""
     logprob: float | None
     """None for a prompt's first token, which nothing precedes."""
-    top: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class TokenText(Alternative):
+    """The token that stands there, and the best alternatives, best first."""
+
+    offset: int
+    """Where it begins in the choice's text, in characters."""
+    top: tuple[Alternative, ...]
+
+
+def token_text(
+    tokenizer: ServedTokenizer, token: int, told: TokenLogprob | None, offset: int
+) -> TokenText:
+    """told: None for a prompt's first token."""
+
+    text, data = tokenizer.decode([token]), tokenizer.token_bytes(token)
+    if told is None:
+        return TokenText(text, data, None, offset, ())
+    top = tuple(
+        Alternative(tokenizer.decode([i]), tokenizer.token_bytes(i), finite(value))
+        for i, value in told.top
+    )
+    return TokenText(text, data, finite(told.logprob), offset, top)
 
 
 @dataclass(frozen=True)
@@ -108,6 +164,8 @@ class Piece:
     """The stop string that ended it, if one did."""
     reads: tuple[Read, ...] = ()
     """The reads of the weights that gave it, where the request asks for them."""
+    notice: str | None = None
+    """A warning about an answer that has ended, for its client."""
 
     @property
     def text(self) -> str:
@@ -153,11 +211,16 @@ class ChoiceText:
         if update.finish is None:
             self._send(len(self._held) - held_back(self._held, self._stops))
             return self._piece(None)
+        thinks = self.output.in_reasoning
         if self._take(self.output.finish(complete=update.finish == "stop")):
             return self._piece("stop")
         self._send(len(self._held))
         # A last token without text of its own (half a character, say) still counts as sent.
-        return self._piece("stop" if update.finish == "stop" else "length", all_tokens=True)
+        piece = self._piece("stop" if update.finish == "stop" else "length", all_tokens=True)
+        if thinks and not self._sent and not self.output.calls:
+            log.warning("an answer is empty: %s", NEVER_CLOSED)
+            piece = replace(piece, notice=NEVER_CLOSED)
+        return piece
 
     def _take(self, parts: list[Part]) -> bool:
         """Add what a token made certain; True where a stop string ends the answer."""
@@ -199,9 +262,7 @@ class ChoiceText:
         return Piece(parts, tuple(ready), finish, self._stopped_by)
 
     def _describe(self, token: int, chosen: TokenLogprob) -> TokenText:
-        top = tuple((self._tokenizer.decode([i]), finite(value)) for i, value in chosen.top)
-        offset = self._sent + len(self._held)
-        return TokenText(self._tokenizer.decode([token]), offset, finite(chosen.logprob), top)
+        return token_text(self._tokenizer, token, chosen, self._sent + len(self._held))
 
 
 def held_back(text: str, stops: Seqs[str]) -> int:

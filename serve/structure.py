@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any, Literal
 
 from llguidance import LLMatcher
@@ -21,6 +22,8 @@ from specdec.constraints.rules import ThinkingLimit
 from specdec.core.errors import UserError
 from targets.tokenizer import bare_ids
 
+log = logging.getLogger("specdec.serve")
+
 THOUGHT = ("<|channel>", "<channel|>")
 TURN = "<|turn>"
 Thinking = Literal["none", "may", "open"]
@@ -32,12 +35,16 @@ LEAD: dict[Thinking, str] = {
 
 
 def rules_for(
-    request: ChatRequest | CompletionRequest, tokenizer: ServedTokenizer, thinking: Thinking
+    request: ChatRequest | CompletionRequest,
+    tokenizer: ServedTokenizer,
+    thinking: Thinking,
+    eager: bool = True,
 ) -> TextRules:
-    """thinking: of `thinking_at`. Raises ApiError 400 for what can't be followed exactly."""
+    """thinking: of `thinking_at`. eager: whether calls that are demanded follow schemas that need
+    not be followed. Raises ApiError 400 for what can't be followed exactly."""
     stops = (*tokenizer.stop_ids, *(request.stop_token_ids or ()))
     return TextRules(
-        grammar=_grammar(request, thinking),
+        grammar=_grammar(request, thinking, eager),
         allowed=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         bad_words=_bad_words(request.bad_words or [], tokenizer),
         min_tokens=request.min_tokens or 0,
@@ -62,10 +69,12 @@ def thinking_at(
     return "may" if request.thinks else "none"
 
 
-def _grammar(request: ChatRequest | CompletionRequest, thinking: Thinking) -> str | None:
+def _grammar(
+    request: ChatRequest | CompletionRequest, thinking: Thinking, eager: bool
+) -> str | None:
     demanded = isinstance(request, ChatRequest) and request.calls == "required"
     structure = None if demanded else request.structure
-    calls = _calls_grammar(request) if isinstance(request, ChatRequest) else None
+    calls = calls_grammar(request, eager) if isinstance(request, ChatRequest) else None
     if structure is None and calls is None:
         return None
     try:
@@ -118,16 +127,17 @@ def _name(request: ChatRequest | CompletionRequest) -> str:
     return next((name for name in names if getattr(request, name) is not None), "response_format")
 
 
-def _calls_grammar(request: ChatRequest) -> str | None:
+def calls_grammar(request: ChatRequest, eager: bool = True) -> str | None:
     """The grammar of the calls that a request allows or demands; None where any text may come."""
     strict = any(tool.function.strict for tool in request.tools or ())
     single = request.parallel_tool_calls is False
-    if request.calls == "none" or (request.calls == "auto" and not (single or strict)):
+    bound = strict or single or request.chosen_tools is not None
+    if request.calls == "none" or (request.calls == "auto" and not bound):
         return None
     alternative = request.structure is not None  # to a text that has a form of its own
     try:
         return tool_grammar(
-            [_as_strict_as_can_be(request, tool) for tool in request.tools or ()],
+            [_as_strict_as_can_be(request, tool, eager) for tool in request.tools or ()],
             at_least=1 if request.calls == "required" or alternative else 0,
             at_most=1 if single or isinstance(request.tool_choice, NamedTool) else None,
             names=request.chosen_tools,
@@ -136,16 +146,18 @@ def _calls_grammar(request: ChatRequest) -> str | None:
         raise ApiError(400, f"tools: {problem}", param="tools") from None
 
 
-def _as_strict_as_can_be(request: ChatRequest, tool: Tool) -> dict[str, Any]:
-    """A call that is demanded follows its schema, whoever forgot to say `strict`, as long as the
-    schema can be followed exactly."""
+def _as_strict_as_can_be(request: ChatRequest, tool: Tool, eager: bool) -> dict[str, Any]:
+    """A call that is demanded, or of a tool that is allowed by name, follows its schema whatever
+    `strict` says, as long as the schema can be followed exactly."""
     given = tool.model_dump(exclude_none=True)
-    if request.calls != "required" or tool.function.strict is not None:
+    bound = request.calls == "required" or request.chosen_tools is not None
+    if not (bound and eager) or tool.function.strict:
         return given
     strict = {**given, "function": given["function"] | {"strict": True}}
     try:
         tool_grammar([strict], at_least=1, at_most=1)
-    except UserError:
+    except UserError as problem:
+        log.info("arguments stay free: %s", problem)
         return given
     return strict
 

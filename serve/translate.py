@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Sequence as Seqs
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from specdec.core.engine import DraftSetup
 from specdec.core.errors import UserError
 from specdec.core.prediction import Prediction
 from specdec.core.types import Constraint, Sampling, Sequence
+
+log = logging.getLogger("specdec.serve")
 
 VLLM_DEFAULTS: dict[str, float] = {
     "temperature": 1.0,
@@ -66,11 +69,11 @@ def plan(
     prompts = encode(request, tokenizer, max_len)
     choices = [] if request.limit == 0 else _choices(request, prompts, tokenizer, max_len)
     thinking = thinking_at(request, tokenizer, prompts[0])
-    rules = rules_for(request, tokenizer, thinking)
+    constraints = _constraints(request, tokenizer, thinking, vocabulary, len(choices))
     predicted = predicted_text(request, tokenizer, max_len)
     for number, seq in enumerate(choices):
         seq.request_id = f"{request_id}-{number}"
-        seq.constraint = _constraint(rules, vocabulary)
+        seq.constraint = constraints[number]
         seq.prediction = predicted and Prediction(predicted, seq.prompt_len)
         seq.reuse = reuse_of(request, seq.tokens, tokenizer, caller)
         seq.speculative = speculative
@@ -102,6 +105,26 @@ def _choices(
         for prompt in prompts
         for choice in range(request.n or 1)
     ]
+
+
+def _constraints(
+    request: ChatRequest | CompletionRequest,
+    tokenizer: ServedTokenizer,
+    thinking: Thinking,
+    vocabulary: Vocabulary,
+    count: int,
+) -> list[Constraint | None]:
+    """One for each choice. Schemas of calls that may stay free do so where llguidance can't compile
+    them."""
+    rules = rules_for(request, tokenizer, thinking)
+    try:
+        return [_constraint(rules, vocabulary) for _ in range(count)]
+    except ApiError as problem:
+        free = rules_for(request, tokenizer, thinking, eager=False)
+        if free == rules:
+            raise
+        log.info("arguments stay free: %s", problem.message)
+        return [_constraint(free, vocabulary) for _ in range(count)]
 
 
 def _constraint(rules: TextRules, vocabulary: Vocabulary) -> Constraint | None:

@@ -17,6 +17,7 @@ import atexit
 import queue
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence as Seqs
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from drafters import registry
@@ -184,7 +185,8 @@ class LLM:
     async def _pieces(
         self, seq: Sequence, given: SamplingParams
     ) -> AsyncIterator[tuple[Update, Piece]]:
-        """(update, piece) until the answer ends. Raises UserError where the engine refuses."""
+        """(update, piece) until the answer ends, without the tokens that a cycle emitted beyond a
+        stop string. Raises UserError where the engine refuses."""
         text = ChoiceText(self.tokenizer, given.stops)
         async with self._room:
             ticket = self._runner.submit([seq])
@@ -194,9 +196,10 @@ class LLM:
                     update: Update = await ticket.updates.get()
                     if update.error is not None:
                         raise UserError(update.error)
+                    before = text.token_count
                     piece: Piece = text.feed(update)
                     finish = piece.finish
-                    yield update, piece
+                    yield _first(text.token_count - before, update), piece
             finally:
                 if seq.finish is None:  # a stop string, or nobody listens any more
                     self._runner.cancel([seq])
@@ -233,6 +236,12 @@ def configured(
     prefix = PrefixConfig(**{n: v for n, v in options.items() if n in prefixes})
     own = {n: v for n, v in options.items() if n not in models.keys() | prefixes.keys()}
     return config, registry.resolved(speculations(drafter=drafter, k=k, **own), config), prefix
+
+
+def _first(count: int, update: Update) -> Update:
+    """With so many of its tokens alone."""
+    logprobs = None if update.logprobs is None else update.logprobs[:count]
+    return replace(update, tokens=update.tokens[:count], logprobs=logprobs)
 
 
 async def _cancel_others() -> None:

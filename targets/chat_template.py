@@ -10,6 +10,8 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 
 from specdec.core.errors import UserError
@@ -28,7 +30,8 @@ class ChatTemplate:
                 "this checkpoint has no chat template (no chat_template.jinja, no chat_template "
                 "in tokenizer_config.json): use plain completion, or add the template file"
             )
-        values = {"add_generation_prompt": True, **values}
+        # templates test these by `is not none`, as transformers gives them
+        values = {"tools": None, "documents": None, "add_generation_prompt": True, **values}
         try:
             return self._compiled.render(messages=messages, **values)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
@@ -55,10 +58,21 @@ def read_template(path: Path, settings: dict[str, Any]) -> str | None:
     return template
 
 
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` … `{% endgeneration %}` around what an assistant says: trainers learn from
+    it, and for a prompt it is as if it were not there."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 def _environment() -> jinja2.Environment:
     """What transformers gives a chat template: sandboxed, with its three helpers."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception

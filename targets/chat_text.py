@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from specdec.core.errors import UserError
 
 MARKS = range(0xE000, 0xF8FF)
-"""Private-use characters: the first that occurs in no text is the mark."""
+"""Private-use characters: the first ones that occur in no text are marks."""
 
 
 class ControlTokens:
@@ -27,13 +28,13 @@ class ControlTokens:
         self._beginnings = {token[:i] for token in known for i in range(1, len(token))}
         self._longest = max(map(len, known), default=1)
 
-    def mark_for(self, values: Any) -> str:
-        """A character that occurs in none of these texts. Raises UserError if all do."""
+    def marks_for(self, values: Any, count: int) -> list[str]:
+        """Characters that occur in none of these texts. Raises UserError if too few are left."""
         used = set().union(*map(set, _texts(values)))
-        mark = next((chr(code) for code in MARKS if chr(code) not in used), None)
-        if mark is None:
-            raise UserError("the messages use every private-use character: leave one out")
-        return mark
+        marks = list(islice((chr(code) for code in MARKS if chr(code) not in used), count))
+        if len(marks) < count:
+            raise UserError("the messages use every private-use character: leave some out")
+        return marks
 
     def broken(self, value: Any, mark: str) -> Any:
         """Texts, or lists and mappings of them, with a mark inside each control token, and behind

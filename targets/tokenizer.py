@@ -7,19 +7,22 @@ the sampling defaults come from the checkpoint's `tokenizer.json`, `tokenizer_co
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
 
 from specdec.core.errors import UserError
+from targets.chat_prompt import ChatPrompt
 from targets.chat_template import ChatTemplate, read_template
 from targets.chat_text import ControlTokens
 from targets.generation import as_ids, check_generation, sampling_defaults
 
 REPLACEMENT = "\ufffd"
+BYTE_WORD = re.compile(r"<0x([0-9A-F]{2})>")  # where a vocabulary falls back to bytes
 MOST_OPEN = 3  # tokens of an open character: in UTF-8 it has at most 4 bytes
 LONGEST_HELD = 8  # tokens; a longer tail holds what is no character
 
@@ -167,22 +170,28 @@ class Tokenizer:
         """A rendered chat, in the pieces that are encoded one by one.
 
         Control tokens come from the template alone: what looks like one in a message, a tool or
-        an argument is encoded as text. continue_final: the prompt ends with the last message's
-        text, so that the model goes on with it.
+        an argument is encoded as text. Tool results stand behind their calls, wherever they came.
+        continue_final: the prompt ends with the last message's text, as it is, so that the model
+        goes on with it.
         """
-        control, values = self._control_tokens, (messages, template_kwargs)
-        mark = control.mark_for(values)
-        safe, safe_kwargs = control.broken(values, mark)
-        if continue_final:
-            text = self.render(safe, **{**safe_kwargs, "add_generation_prompt": False})
-            text = _up_to(text, safe[-1]["content"].strip())
-        else:
-            text = self.render(safe, **safe_kwargs)
-        return control.pieces(text, mark)
+        prompt = ChatPrompt(self.render, self._control_tokens, template_kwargs, continue_final)
+        return prompt.pieces(messages)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `ids`; special tokens are left out unless `skip_special` is False."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Of one token's text, also where that is a part of a character."""
+        text = self.decode([token_id])
+        if REPLACEMENT not in text:
+            return text.encode()
+        word = self._backend.id_to_token(token_id) or ""
+        if byte := BYTE_WORD.fullmatch(word):
+            return bytes([int(byte[1], 16)])
+        if isinstance(self._backend.decoder, tokenizers.decoders.ByteLevel):
+            return bytes(map(_letters_of_bytes().__getitem__, word))
+        return text.encode()
 
     def stream(self, skip_special: bool = True) -> TextStream:
         """A fresh incremental decoder for one sequence."""
@@ -205,6 +214,15 @@ class Tokenizer:
     def _without_newline(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         # A newline among the stop ids is a known copying mistake; it would end each answer early.
         return tuple(i for i in ids if self.decode([i], skip_special=False) != "\n")
+
+
+@cache
+def _letters_of_bytes() -> dict[str, int]:
+    """The letter by which byte-level vocabularies spell each byte: itself where it can be seen."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in seen]
+    letters = {chr(byte): byte for byte in seen}
+    return letters | {chr(0x100 + number): byte for number, byte in enumerate(hidden)}
 
 
 class Encoder(Protocol):
@@ -257,13 +275,6 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
     fingerprint = hashlib.sha256(source.read_bytes()).hexdigest()
     template = read_template(path, settings)
     return Tokenizer(backend, _special_tokens(settings), template, generation, fingerprint)
-
-
-def _up_to(rendered: str, content: str) -> str:
-    at = rendered.rfind(content)
-    if at < 0:
-        raise UserError("the chat template changes the last message: it can't be continued")
-    return rendered[: at + len(content)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -43,6 +43,9 @@ class CharTokenizer:
     def decode(self, ids: Seqs[int], skip_special: bool = True) -> str:
         return "".join(ALPHABET[i] for i in ids if i > EOS)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.decode([token_id]).encode()
+
     def token_id(self, token: str) -> int | None:
         return None
 

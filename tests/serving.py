@@ -30,9 +30,9 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.protocols import Drafter
 from specdec.core.types import LogprobRows, Sampling, Sequence, Step
-from tests.constrained import mini_tokenizer
 from tests.fakes import FakeTarget, ScriptedTarget
 from tests.fakes_text import ALPHABET, EOS, CharTokenizer
+from tests.templates import tokenizer_with
 
 MODEL = "fake"
 TOKENIZER = CharTokenizer()
@@ -151,11 +151,13 @@ def scripted(
     k: int = 4,
     *,
     then: str | None = None,
+    template: str = "mini",
     max_len: int = 2048,
     **options: Any,
 ) -> Iterator[Server]:
-    """A server whose model says `text`, control tokens included; `then` once a tool answered."""
-    tokenizer = mini_tokenizer()
+    """A server whose model says `text`, control tokens included; `then` once a tool answered.
+    template: of `tests.templates`."""
+    tokenizer = tokenizer_with(template)
     answered = tokenizer.token_id("<|tool_response>")
     assert answered is not None
     target = TurnsTarget(

@@ -8,13 +8,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from targets.chat_text import ControlTokens
+from tests.chats import CONTROL, controls
 from tests.constrained import mini_tokenizer
+from tests.templates import TEMPLATES, tokenizer_with
 
-CONTROL = {
-    token.content
-    for token in mini_tokenizer()._backend.get_added_tokens_decoder().values()
-    if token.special
-}
 PIECES = st.sampled_from(
     [
         *'ab \n\t<>|"tun:{}[]é☃中',
@@ -32,12 +29,6 @@ PIECES = st.sampled_from(
 TEXTS = st.lists(PIECES, max_size=14).map("".join)
 
 
-def controls(ids: list[int]) -> list[str]:
-    """The control tokens among them."""
-    words = map(mini_tokenizer()._backend.id_to_token, ids)
-    return [word for word in words if word in CONTROL]
-
-
 @settings(max_examples=300)
 @given(TEXTS, TEXTS)
 def test_ordinary_chats_are_encoded_as_their_whole_text(asked, answered):
@@ -52,9 +43,10 @@ def test_ordinary_chats_are_encoded_as_their_whole_text(asked, answered):
     assert tokenizer.encode_chat(chat) == tokenizer.encode(tokenizer.render(chat))
 
 
-@pytest.mark.parametrize("token", sorted(CONTROL))
-def test_no_content_writes_a_control_token(token):
-    tokenizer = mini_tokenizer()
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("token", CONTROL)
+def test_no_content_writes_a_control_token(token, template):
+    tokenizer = tokenizer_with(template)
     plain = {"role": "user", "content": "x"}
     tool = {"name": "f", "description": "d", "parameters": {"type": "object", "description": "e"}}
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
@@ -80,7 +72,7 @@ def test_raw_prompts_still_read_control_tokens():
 
 def test_a_token_that_two_texts_make_together_is_kept_apart():
     tokens = ControlTokens(["<|turn>"])
-    mark = tokens.mark_for(["<|tu", "rn>"])
+    (mark,) = tokens.marks_for(["<|tu", "rn>"], 1)
     broken = "".join(tokens.broken(["<|tu", "rn>"], mark))
     assert tokens.pieces(broken, mark) == ["<|tu", "rn>"]
     assert tokens.pieces(tokens.broken("a <|", mark) + "b", mark) == ["a <|b"]

@@ -103,6 +103,32 @@ def test_stop_strings_and_log_probabilities(llm):
     assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.index(stop)]
 
 
+def places(llm, ids: list[int]) -> dict[int, str]:
+    """How many of a text's first tokens complete a stop string -> such a string."""
+    decode, text = llm.tokenizer.decode, llm.tokenizer.decode(ids)
+    ends = {}
+    for stop in (text[at : at + 3] for at in range(len(text) - 2)):
+        ends[next(n for n in range(1, len(ids) + 1) if stop in decode(ids[:n]))] = stop
+    return ends
+
+
+@pytest.mark.parametrize(("drafter", "k"), [("none", 4), ("ngram", 4), ("assistant", 7)])
+def test_ids_end_with_a_stop_string_whatever_the_drafter(drafter, k, plain):
+    """A cycle may emit more than the answer holds: what lies beyond its stop string is no part of
+    it, whole or streamed, log-probabilities included."""
+    with specdec.load("mini", drafter=drafter, k=k) as llm:
+        for count, stop in places(llm, plain[0.0][:14]).items():
+            ids = plain[0.0][:count]
+            wish = {"max_tokens": 24, "temperature": 0.0, "stop": stop, "logprobs": 1}
+            whole = llm.generate(PROMPT, **wish)
+            assert whole.token_ids == ids and whole.logprobs is not None, stop
+            assert [one.top[0][0] for one in whole.logprobs] == ids
+            chunks = list(llm.stream(PROMPT, **wish))
+            assert [t for chunk in chunks for t in chunk.token_ids] == ids
+            assert "".join(chunk.text for chunk in chunks) == whole.text
+            assert (whole.finish_reason, chunks[-1].finish_reason) == ("stop", "stop")
+
+
 def test_leaving_a_stream_early_frees_its_slot(llm):
     for _ in range(6):
         for chunk in llm.stream(PROMPT, max_tokens=200, temperature=0.0):

@@ -71,7 +71,7 @@ def test_a_lookup_is_seen():
     ]
 
 
-TOY = '''
+TOY = """
 from collections.abc import Callable, Sequence as Seqs
 from typing import Any
 
@@ -118,7 +118,7 @@ host: Drafter = Host()
 lookup: LookupDrafter = Host()
 captured: cuda.DeviceDrafter = Captured()
 traced: jax.DeviceDrafter = Traced()
-'''
+"""
 HOOKS = (
     *("def reset", "def prefill", "def propose", "def observe", "def matched", "def ready"),
     *("def take_back", "def program", "def weights", "    memory: Any", "depth=", "variant="),

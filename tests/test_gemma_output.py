@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from serve.gemma.arguments import DEEPEST
+from serve.gemma.arguments import DEEPEST, ArgumentsToJson
 from serve.gemma.output import CallArguments, CallBegan, Content, GemmaOutput, Part, Reasoning
+from serve.stream import with_unopened_thoughts
 from targets.mini import path
 from targets.tokenizer import load_tokenizer
 from tests.fakes_text import ALPHABET, CharTokenizer
@@ -61,7 +63,7 @@ def ids_of(text: str, cut: int = 10**9) -> list[int]:
     return ids
 
 
-def taken(ids: list[int], *, complete: bool = True, **options: bool) -> Taken:
+def taken(ids: list[int], *, complete: bool = True, **options: Any) -> Taken:
     output, result = GemmaOutput(TOKENIZER, **{"tools": True, **options}), Taken()
     for token in ids:
         result.add(output.feed(token))
@@ -70,7 +72,7 @@ def taken(ids: list[int], *, complete: bool = True, **options: bool) -> Taken:
     return result
 
 
-def read(text: str, **options: bool) -> Taken:
+def read(text: str, **options: Any) -> Taken:
     """What `text` holds: the same for every way to cut it into tokens."""
     whole = taken(ids_of(text), **options)
     for cut in range(1, 9):
@@ -301,7 +303,123 @@ def test_a_vocabulary_without_markers_has_only_content():
     assert text == ALPHABET[2:] and output.finish() == []
 
 
-SYNTAX = [i for c in "{}[]:,.-0123456789 \n" for i in ids_of(c)]
+# What Gemma writes where it falls back to JSON or Python.
+QUOTED = [
+    ('"a": "x, {y}", "b": {"c": ["d", 2]}', {"a": "x, {y}", "b": {"c": ["d", 2]}}),
+    ("'a': 'x, {y}', 'b': [True, False, None]", {"a": "x, {y}", "b": [True, False, None]}),
+    ("a:\"x\",b:'y'", {"a": "x", "b": "y"}),
+    ('"a" : "x" , "b" :1', {"a": "x", "b": 1}),
+    ("\"a\": \"\", 'b': ''", {"a": "", "b": ""}),
+    (r'"a": "line\n\"said\"\t\u00e9\ud83d\ude00\\"', {"a": 'line\n"said"\té\U0001f600\\'}),
+    (r"'a': 'it\'s'", {"a": "it's"}),
+    ("'a': \"it's\"", {"a": "it's"}),
+    ("'a': 'it's, well, so'", {"a": "it's, well, so"}),
+    ('"a": "say "hi" now", "b": 1', {"a": 'say "hi" now', "b": 1}),
+    ('"a": "{"k": 1}"', {"a": '{"k": 1}'}),
+    ('"a": "two\nlines"', {"a": "two\nlines"}),
+    ('"a":<|"|>x<|"|>,<|"|>b<|"|>:"y"', {"a": "x", "b": "y"}),
+    ('"a": ["x", \'y, z\', <|"|>w<|"|>]', {"a": ["x", "y, z", "w"]}),
+    ('"a-b c": 1', {"a-b c": 1}),
+    ('"a", "b": 1', {"b": 1}),
+    ("a:'tis so,b:2", {"a": "'tis so", "b": 2}),
+    ('a:"half,b:2', {"a": '"half', "b": 2}),
+    ('a:5" pipe,b:2', {"a": '5" pipe', "b": 2}),
+    ('a:"x" and more,b:2', {"a": '"x" and more', "b": 2}),
+    ('a:"x <|"|>y<|"|>,b:2', {"a": '"x y', "b": 2}),
+    ('a:["x,"y,"z],b:w', {"a": ['"x', '"y', '"z'], "b": "w"}),
+    ("a:True,b:False,c:true", {"a": True, "b": False, "c": True}),
+    ("a=1,b='x'", {"a": 1, "b": "x"}),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), QUOTED)
+def test_quotes_of_json_and_python_are_read(text, value):
+    assert arguments_of(text) == value
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("f(a=1)", {"a": 1}),
+        ("f()", {}),
+        ("f( )", {}),
+        ("f(a='x, y', b=[1, 'z'], c={'k': (1, 2)}, d=True)",
+         {"a": "x, y", "b": [1, "z"], "c": {"k": [1, 2]}, "d": True}),
+        ('f(a="(x)", b=<|"|>y)<|"|>)', {"a": "(x)", "b": "y)"}),
+        ("f(city=Paris (France), n=2)", {"city": "Paris (France)", "n": 2}),
+        ("f(a: 1)", {"a": 1}),
+        ('f({"a": 1})', {"a": 1}),
+        ('f({a:<|"|>x<|"|>})', {"a": "x"}),
+    ],
+)  # fmt: skip
+def test_calls_as_python_writes_them_are_read(written, value):
+    found = read(f"<|tool_call>call:{written}<tool_call|>then")
+    assert (found.names, found.values, found.content) == (["f"], [value], "then")
+
+
+@pytest.mark.parametrize("written", ['f("x")', "f(1, a=2)", 'f(<|"|>x<|"|>)', "f(x)"])
+def test_calls_whose_arguments_have_no_names_are_content(written):
+    found = read(f"<|tool_call>call:{written}<tool_call|>")
+    assert found.names == [] and "call:f(" in found.content
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("f", "f"),
+        ("server:f", "f"),
+        ("a:b:f", "f"),
+        ("server.f", "f"),
+        ("mcp__web:search", "mcp__web.search"),
+        ("mcp__web.search", "mcp__web.search"),
+        ("web:read", "mcp__files.read"),
+        ("read", "mcp__files.read"),
+        ("search", "search"),
+        ("other", "other"),
+        ("module.other", "module.other"),
+    ],
+)
+def test_the_last_part_of_a_name_names_a_tool_that_was_offered(written, name):
+    names = ["f", "search", "mcp__web.search", "mcp__files.search", "mcp__files.read"]
+    found = read(f'<|tool_call>call:{written}{{a:<|"|>x<|"|>}}<tool_call|>', names=names)
+    assert (found.names, found.values) == ([name], [{"a": "x"}])
+
+
+def test_a_name_of_several_parts_that_names_nothing_is_content():
+    found = read("<|tool_call>call:server:g{a:1}<tool_call|>", names=["f"])
+    assert (found.names, found.content) == ([], "call:server:g{a:1}")
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "content"),
+    [
+        ("They ask.\n<channel|>Four.", "They ask.", "Four."),
+        ("thought\nThey ask.\n<channel|>Four.", "They ask.", "Four."),
+        ("thought <channel|>Four.", "", "Four."),
+        ("thought it over<channel|>Four.", "thought it over", "Four."),
+        ("<channel|>Four.", "", "Four."),
+        ("Four.", "", "Four."),
+        ("<|channel>thought\na<channel|>b<channel|>c", "ab", "c"),
+        ("x<|tool_call>call:f{}<tool_call|>y<channel|>z", "y", "xz"),
+    ],
+)
+def test_a_whole_answers_thought_needs_no_beginning(text, thought, content):
+    output, parts = GemmaOutput(TOKENIZER, tools=True), []
+    for token in ids_of(text):
+        parts += output.feed(token)
+    found = Taken()
+    found.add(list(with_unopened_thoughts([*parts, *output.finish()])))
+    assert (found.reasoning, found.content) == (thought, content)
+
+
+def test_many_quotes_without_pairs_are_read_in_time_that_grows_with_the_text():
+    """Each would search the whole rest for its pair."""
+    reader = ArgumentsToJson()
+    text = "a:[" + "\"x,'y," * 30_000
+    assert len(json.loads(reader.text(text) + reader.finish())["a"]) == 60_000
+
+
+SYNTAX = [i for c in "{}[]():,.-0123456789 \n\"'\\=" for i in ids_of(c)]
 WORDS = ids_of("call:f{ true false null None a") + ids_of("call:") + ids_of("thought\n")
 CONTROL = [i for m in MARKERS for i in ids_of(m)]
 TOKENS = st.one_of(

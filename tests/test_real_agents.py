@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,10 @@ from tests.serving import scripted
 pytestmark = pytest.mark.agents
 CONTEXT = 65_536
 """Claude Code's own prompt has 26,000 of mini's tokens."""
+MCP = str(Path(__file__).parent / "mcp_tool.py")
+ASK = "Where is the key?"
+FOUND = "It lies under the mat."
+SEARCH = '{}{{query:<|"|>the key<|"|>}}'
 LOOK = "Let me look.<|tool_call>call:{}<tool_call|><|tool_response>"
 
 
@@ -82,3 +87,44 @@ def test_codex_runs_a_turn_with_a_tool(note):
     (ran,) = [item for item in done if item["type"] == "command_execution"]
     assert "hello from a file" in ran["aggregated_output"] and ran["exit_code"] == 0
     assert events[-1]["type"] == "turn.completed" and events[-1]["usage"]["output_tokens"] > 10
+
+
+def test_claude_code_calls_an_mcp_tool(tmp_path):
+    config = tmp_path / "mcp.json"
+    config.write_text(
+        json.dumps({"mcpServers": {"notes": {"command": sys.executable, "args": [MCP]}}})
+    )
+    call = LOOK.format(SEARCH.format("mcp__notes__search"))
+    with scripted(call, then=FOUND, template="forward_scan", max_len=CONTEXT) as server:
+        said = agent(
+            "claude",
+            tmp_path,
+            *("-p", ASK, "--output-format", "json", "--strict-mcp-config"),
+            *("--mcp-config", str(config), "--allowedTools", "mcp__notes__search"),
+            ANTHROPIC_BASE_URL=server.url,
+            ANTHROPIC_API_KEY="none",
+            CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        )
+    result = json.loads(said)
+    assert (result["is_error"], result["result"], result["num_turns"]) == (False, FOUND, 2)
+
+
+def test_codex_calls_an_mcp_tool_in_its_namespace(tmp_path):
+    call = LOOK.format(SEARCH.format("mcp__notes.search"))
+    with scripted(call, then=FOUND, template="forward_scan", max_len=CONTEXT) as server:
+        provider = f'{{name="specdec",base_url="{server.url}/v1",wire_api="responses"}}'
+        notes = f'{{command="{sys.executable}",args=["{MCP}"]}}'
+        said = agent(
+            "codex",
+            tmp_path,
+            *("exec", "--json", "--skip-git-repo-check", "-m", "mini"),
+            "--dangerously-bypass-approvals-and-sandbox",  # else it would ask before the call
+            *("-c", "model_provider=specdec", "-c", f"model_providers.specdec={provider}"),
+            *("-c", f"mcp_servers.notes={notes}", ASK),
+        )
+    events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    done = [event["item"] for event in events if event["type"] == "item.completed"]
+    (ran,) = [item for item in done if item["type"] == "mcp_tool_call"]
+    assert (ran["server"], ran["tool"], ran["status"]) == ("notes", "search", "completed")
+    assert ran["arguments"] == {"query": "the key"} and "under the mat" in json.dumps(ran["result"])
+    assert [i["text"] for i in done if i["type"] == "agent_message"][-1] == FOUND

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import openai
 import pytest
@@ -150,6 +151,22 @@ def test_chat_logprobs_are_aligned_with_the_text(server):
         assert [t.logprob for t in content] == pytest.approx([-i / 10 for i in tokens])
         assert all(len(t.top_logprobs) == 2 and t.bytes == [ord(t.token)] for t in content)
         assert all(t.top_logprobs[0].token == t.token for t in content)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_characters_have_their_own_bytes(mini_server, stream):
+    """Of the chosen tokens and of the alternatives: put together they are the text."""
+    said = "\u20ac\U0001f600 \u00e9"
+    ask: Any = {"model": "mini", "messages": CHAT, "logprobs": True, "top_logprobs": 20}
+    ask["extra_body"] = {"structured_outputs": {"choice": [said]}}
+    reply = mini_server.openai.chat.completions.create(**ask, stream=stream)
+    choices = [c for chunk in reply for c in chunk.choices] if stream else reply.choices
+    tokens = [t for choice in choices if choice.logprobs for t in choice.logprobs.content]
+    assert bytes(byte for token in tokens for byte in token.bytes) == said.encode()
+    assert len(tokens) > len(said) and any(t.token == "\ufffd" for t in tokens)
+    for told in (one for token in tokens for one in token.top_logprobs):
+        assert told.bytes is not None
+        assert bytes(told.bytes).decode(errors="replace").startswith(told.token[:1])
 
 
 def test_completion_logprobs_end_where_the_text_ends(server):

@@ -14,9 +14,11 @@ import pytest
 from serve.anthropic.schema import MessagesRequest
 from serve.anthropic.translate import chat_of
 from serve.schema import parse
+from tests.chats import prompt_of
 from tests.constrained import mini_tokenizer
 from tests.fakes import ScriptedTarget
 from tests.serving import SAID, ServedTarget, Server, events_of, scripted, served, serving
+from tests.templates import WITH_TOOLS
 from tests.test_prefix_cache import make
 
 if TYPE_CHECKING:  # 3,100 modules: the worker that runs these tests imports them
@@ -106,7 +108,8 @@ def test_parse_gives_a_pydantic_object(client):
     assert isinstance(message.parsed_output, Sum)
 
 
-def test_the_tool_runner_runs_to_the_end():
+@pytest.mark.parametrize("template", WITH_TOOLS)
+def test_the_tool_runner_runs_to_the_end(template):
     """Thought and call go back into the history as they came. The runner asks for a thread first,
     and learns that there is none."""
     import anthropic
@@ -126,7 +129,7 @@ def test_the_tool_runner_runs_to_the_end():
         return str(a + b)
 
     with (
-        scripted(f"{call}<|tool_response>", then="It is 5.") as server,
+        scripted(f"{call}<|tool_response>", then="It is 5.", template=template) as server,
         client_of(server) as client,
     ):
         runner = client.beta.messages.tool_runner(
@@ -217,6 +220,17 @@ def test_a_call_that_is_cut_has_no_input_and_says_so():
         said = server.post("messages", **BODY | {"tools": FREE, "max_tokens": 40}).json()
     assert said["stop_reason"] == "max_tokens"
     assert said["content"][-1]["name"] == "edit" and said["content"][-1]["input"] == {}
+
+
+def test_a_call_that_was_cut_is_shown_to_the_model_as_it_was_written():
+    with scripted(SAID) as server:
+        said = server.post("messages", **BODY | {"tools": FREE, "max_tokens": 40}).json()
+    (cut,) = [block for block in said["content"] if block["type"] == "tool_use"]
+    result = {"type": "tool_result", "tool_use_id": cut["id"], "content": "no input"}
+    again = [*ASK, {"role": "assistant", "content": [cut]}, {"role": "user", "content": [result]}]
+    ids = prompt_of("messages", BODY | {"messages": again}, mini_tokenizer())
+    text = mini_tokenizer().decode(ids, skip_special=False)
+    assert 'call:edit{"path":' in text and "Result of edit: no input" in text
 
 
 HISTORY: Any = [
@@ -354,6 +368,22 @@ def test_other_errors_are_in_anthropics_form_too(mini_server):
     assert "2023-06-01" in old.json()["error"]["message"]
     other = mini_server.post("chat/completions", messages=[]).json()
     assert other.keys() == {"error"} and "param" in other["error"]
+
+
+def test_answers_and_errors_have_anthropics_request_id(mini_server, client):
+    """Its SDK shows it with an error, and with an answer as `_request_id`."""
+    import anthropic
+
+    answer = client.messages.create(model="x", max_tokens=1, messages=ASK)
+    assert answer._request_id
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.messages.create(model="x", max_tokens=0, messages=ASK)
+    assert refused.value.request_id
+    given = {"x-request-id": "mine-1"}
+    url = f"{mini_server.url}/v1/messages/count_tokens"
+    counted = httpx.post(url, json={"model": "x", "messages": ASK}, headers=given)
+    assert counted.headers["request-id"] == counted.headers["x-request-id"] == "mine-1"
+    assert "request-id" not in mini_server.post("completions", prompt="x").headers
 
 
 def test_unknown_names_are_left_out_and_logged(mini_server, caplog):

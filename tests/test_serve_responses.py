@@ -17,6 +17,7 @@ from serve.responses.thoughts import opened, sealed
 from serve.responses.translate import chat_of
 from serve.schema import parse
 from tests.serving import SAID, ServedTarget, Server, events_of, scripted, serving
+from tests.templates import WITH_TOOLS
 
 ASK = "What is 2 + 3?"
 ADD = {
@@ -105,7 +106,7 @@ def test_demanded_calls_are_valid(mini_server, choice):
     (call,) = response.output
     assert (call.type, call.name, response.status) == ("function_call", "add", "completed")
     assert all(0 <= json.loads(call.arguments)[name] <= 99 for name in "ab")
-    assert [tool.name for tool in response.tools] == ["add"]
+    assert [tool.name for tool in response.tools] == ["add", "multi_agent_v1"]
 
 
 class Sum(pydantic.BaseModel):
@@ -193,10 +194,11 @@ def test_a_whole_response_is_openais():
     assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
 
 
-def test_an_agent_sends_back_what_it_got():
+@pytest.mark.parametrize("template", WITH_TOOLS)
+def test_an_agent_sends_back_what_it_got(template):
     """Items of an answer, with the tool's output, are the next request's input."""
     call = "<|channel>thought\nSum it.\n<channel|>Well.<|tool_call>call:add{a:2,b:3}<tool_call|>"
-    with scripted(f"{call}<|tool_response>", then="It is 5.") as server:
+    with scripted(f"{call}<|tool_response>", then="It is 5.", template=template) as server:
         create = server.openai.responses.create
         first = create(model="mini", input=ASK, tools=[TOOL], reasoning={"effort": "high"})
         given: Any = [{"role": "user", "content": ASK}, *(i.to_dict() for i in first.output)]
@@ -233,7 +235,8 @@ def test_a_history_means_the_chat_it_was():
     assert said["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert told[4] == {"role": "tool", "content": "fine", "tool_call_id": "c1"}
     assert told[5]["content"] == "Both." and told[6] == {"role": "assistant", "content": "Done."}
-    assert [tool.function.name for tool in chat.tools or ()] == ["edit", "run"]
+    names = [tool.function.name for tool in chat.tools or ()]
+    assert names == ["edit", "run", "multi_agent_v1.add"]
     assert chat.thinks is True and chat.parallel_tool_calls is True
 
 
@@ -242,7 +245,7 @@ def test_a_history_means_the_chat_it_was():
     [
         ({"input": []}, ["input"]),
         ({"input": None}, ["input"]),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, ["item_reference", "function_call"]),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, ["item_reference", "keeps no items"]),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, ["input_image"]),
         ({"previous_response_id": "resp_1"}, ["keeps no responses", "whole conversation"]),
         ({"conversation": "conv_1"}, ["conversation"]),
@@ -251,7 +254,7 @@ def test_a_history_means_the_chat_it_was():
         ({"max_tokens": 5}, ["max_output_tokens"]),
         ({"max_output_tokens": 0}, ["max_output_tokens"]),
         ({"tools": [{"type": "function", "name": "a b"}]}, ["name"]),
-        ({"tools": FOREIGN, "tool_choice": "required"}, ["tool_choice", "tools"]),
+        ({"tools": FOREIGN[::2], "tool_choice": "required"}, ["tool_choice", "tools"]),
         ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, ["tool_choice", "function"]),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, ["'x'"]),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, ["schema"]),

@@ -116,6 +116,22 @@ def test_stream_survives_any_ids(tokenizer: Tokenizer, ids: list[int]) -> None:
     assert text.replace("\ufffd", "") == tokenizer.decode(ids).replace("\ufffd", "")
 
 
+@pytest.mark.parametrize("text", ["plain words", "\u20ac\U0001f600 \u00e9", "\ufffd"])
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+def test_each_token_has_its_own_bytes(tokenizer: Tokenizer, kind: str, text: str) -> None:
+    """mini's tokenizer spells bytes as letters, Gemma's as <0xE2>."""
+    if kind == "byte fallback":
+        words = {"<bos>": 0, "\u2581": 1} | {f"<0x{i:02X}>": i + 2 for i in range(256)}
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], byte_fallback=True))
+        steps = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback()]
+        backend.decoder = tokenizers.decoders.Sequence([*steps, tokenizers.decoders.Fuse()])
+        tokenizer = Tokenizer(backend, {}, None, {}, "")
+        ids = backend.encode(text.replace(" ", "\u2581")).ids
+    else:
+        ids = tokenizer.encode(text)[1:]
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+
+
 def test_stream_flushes_an_incomplete_tail(tokenizer: Tokenizer) -> None:
     stream = tokenizer.stream()
     ids = tokenizer.encode("é")[1:]

@@ -11,7 +11,7 @@ from serve.blocks import Began, Block, Blocks, Change, Ended, Grew, blocks_of
 from serve.errors import ApiError
 from serve.generation import Generation
 from serve.replies import Json
-from serve.stream import Piece
+from serve.stream import Piece, with_unopened_thoughts
 
 SIGNATURE = "specdec"
 """Of a thought. Clients send it back with the thought, which is read as it stands."""
@@ -32,9 +32,9 @@ class AnthropicEmitter:
 
     def document(self, arrivals: Seqs[tuple[int, Piece]]) -> Json:
         pieces = [piece for _, piece in arrivals]
-        blocks = blocks_of(part for piece in pieces for part in piece.parts)
-        message = self._message([_block(block, whole=True) for block in blocks])
-        return message | self._stop(pieces[-1])
+        parts = with_unopened_thoughts(part for piece in pieces for part in piece.parts)
+        message = self._message([_block(block, whole=True) for block in blocks_of(parts)])
+        return message | self._stop(pieces[-1]) | _notice(pieces[-1])
 
     def opening(self) -> Iterable[bytes]:
         return ()  # the message's start tells how much was cached, which is known with a token
@@ -54,7 +54,8 @@ class AnthropicEmitter:
     def closing(self) -> Iterable[bytes]:
         for change in self._blocks.end():
             yield from _changed(change)
-        yield _event("message_delta", delta=self._stop(self._last), usage=self._usage())
+        told = {"delta": self._stop(self._last), "usage": self._usage()}
+        yield _event("message_delta", **told, **_notice(self._last))
         yield _event("message_stop")
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
@@ -93,6 +94,10 @@ class AnthropicEmitter:
         }
 
 
+def _notice(last: Piece) -> Json:
+    return {} if last.notice is None else {"notice": last.notice}
+
+
 def _changed(change: Change) -> Iterator[bytes]:
     block = change.block
     match change:
@@ -116,7 +121,7 @@ def _block(block: Block, whole: bool) -> Json:
     if block.kind == "text":
         return {"type": "text", "text": text}
     call_id = f"toolu_{uuid.uuid4().hex[:24]}"
-    return {"type": "tool_use", "id": call_id, "name": block.name, "input": _read(text)}
+    return {"type": "tool_use", "id": call_id, "name": block.name} | _input(text)
 
 
 def _delta(block: Block, text: str) -> Json:
@@ -127,12 +132,13 @@ def _delta(block: Block, text: str) -> Json:
     return {"type": "input_json_delta", "partial_json": text}
 
 
-def _read(arguments: str) -> Json:
-    """A call that was cut has no object to show; stop_reason tells that it was."""
+def _input(arguments: str) -> Json:
+    """A call that was cut has no object to show, as stop_reason says; what there is of it comes
+    back with the history."""
     try:
-        return json.loads(arguments)
+        return {"input": json.loads(arguments)}
     except ValueError:
-        return {}
+        return {"input": {}, "partial_json": arguments} if arguments else {"input": {}}
 
 
 def _event(kind: str, **fields: object) -> bytes:

@@ -10,10 +10,22 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from serve.chat_schema import MAX_TOOLS
 from serve.errors import ApiError
+from serve.fields import ANY
+from serve.foreign import check_newest
+from serve.options import Options
 from serve.schema import STRICT
 from serve.wishes import SamplingWishes
 
@@ -60,7 +72,18 @@ class ToolUseBlock(BaseModel):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | str
+    """A text where the client could not read it: the call was cut."""
+    partial_json: str | None = None
+    """This server's own, of a call that was cut."""
+
+
+class ForeignBlock(BaseModel):
+    """A picture, a document, what tools did that Anthropic runs: the model reads it as text."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str
 
 
 def _as_blocks(value: Any) -> Any:
@@ -68,7 +91,20 @@ def _as_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-Texts = Annotated[list[TextBlock], BeforeValidator(_as_blocks)]
+def _kind(block: Any) -> str | None:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return kind if kind in KNOWN else "foreign" if isinstance(kind, str) else None
+
+
+KNOWN = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+BY_KIND = Discriminator(
+    _kind,
+    custom_error_type="block",
+    custom_error_message="must be an object with a type, such as text",
+)
+Readable = Annotated[
+    Annotated[TextBlock, Tag("text")] | Annotated[ForeignBlock, Tag("foreign")], BY_KIND
+]
 
 
 class ToolResultBlock(BaseModel):
@@ -76,13 +112,18 @@ class ToolResultBlock(BaseModel):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts | None = None
+    content: Annotated[list[Readable], BeforeValidator(_as_blocks)] | None = None
     is_error: bool | None = None
 
 
 ContentBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
-    Field(discriminator="type"),
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[ForeignBlock, Tag("foreign")],
+    BY_KIND,
 ]
 KINDS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
@@ -101,7 +142,7 @@ class AnthropicMessage(BaseModel):
     @model_validator(mode="after")
     def _blocks_fit_the_role(self) -> AnthropicMessage:
         for block in self.content:
-            if block.type not in KINDS[self.role]:
+            if block.type in KNOWN and block.type not in KINDS[self.role]:
                 raise ValueError(f"of role {self.role} can't hold a block of type {block.type!r}")
         return self
 
@@ -123,8 +164,8 @@ class AnthropicTool(BaseModel):
         return value
 
 
-class AnthropicToolChoice(BaseModel):
-    model_config = STRICT
+class AnthropicToolChoice(Options):
+    place = "tool_choice"
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -137,15 +178,19 @@ class AnthropicToolChoice(BaseModel):
         return self
 
 
-class ThinkingConfig(BaseModel):
-    model_config = STRICT
+class ThinkingConfig(Options):
+    """`display` and `block_binding` are accepted: thoughts come as they are."""
+
+    place = "thinking"
+    hints = {"display": ANY, "block_binding": ANY}  # noqa: RUF012
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
-class JsonFormat(BaseModel):
-    model_config = STRICT
+class JsonFormat(Options):
+    place = "output_format"
+    hints = {"name": ANY, "description": ANY, "strict": ANY}  # noqa: RUF012
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
@@ -158,6 +203,15 @@ class OutputConfig(BaseModel):
 
     format: JsonFormat | None = None
 
+    @model_validator(mode="after")
+    def _names(self) -> OutputConfig:
+        for name in self.model_extra or ():
+            if name not in ("effort", "task_budget"):
+                log.info(
+                    "/v1/messages: left out output_config.%.80s, which has no meaning here", name
+                )
+        return self
+
 
 class PromptRequest(SamplingWishes):
     """What makes a prompt: all that is needed to count its tokens."""
@@ -165,12 +219,18 @@ class PromptRequest(SamplingWishes):
     model: str
     """Any name: whoever asks gets the model that is served."""
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    system: Texts | None = None
+    system: Annotated[list[Readable], BeforeValidator(_as_blocks)] | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _newest_is_text(cls, value: Any) -> Any:
+        check_newest(value, "messages")
+        return value
 
     @model_validator(mode="after")
     def _names(self) -> PromptRequest:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from serve.anthropic.schema import (
     AnthropicMessage,
     AnthropicToolChoice,
+    ForeignBlock,
     MessagesRequest,
     PromptRequest,
+    RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
     ThinkingConfig,
@@ -19,7 +22,10 @@ from serve.anthropic.schema import (
 )
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
+from serve.foreign import line_of
 from serve.schema import translated
+
+log = logging.getLogger("specdec.serve")
 
 ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 """A line with which Claude Code begins its system prompt, another one with each request: nothing
@@ -71,9 +77,9 @@ def _of_message(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
     if message.role == "assistant":
         yield _of_assistant(message)
         return
-    texts: list[TextBlock] = []
+    texts: list[TextBlock | ForeignBlock] = []
     for block in message.content:
-        if isinstance(block, TextBlock):
+        if isinstance(block, (TextBlock, ForeignBlock)):
             texts.append(block)
         elif isinstance(block, ToolResultBlock):
             if texts:
@@ -87,14 +93,19 @@ def _of_message(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
 def _of_assistant(message: AnthropicMessage) -> dict[str, Any]:
     blocks = message.content
     calls = [
-        {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
+        {
+            "id": block.id,
+            "function": {"name": block.name, "arguments": block.partial_json or block.input},
+        }
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
+    if any(isinstance(block, RedactedThinkingBlock) for block in blocks):
+        log.info("/v1/messages: left out a thought that another server sealed")
     thought = "\n".join(b.thinking for b in blocks if isinstance(b, ThinkingBlock))
     return {
         "role": "assistant",
-        "content": _joined([block for block in blocks if isinstance(block, TextBlock)]) or None,
+        "content": _joined(b for b in blocks if isinstance(b, (TextBlock, ForeignBlock))) or None,
         "tool_calls": calls or None,
         "reasoning_content": thought or None,
     }
@@ -106,8 +117,11 @@ def _of_result(block: ToolResultBlock) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
-def _joined(blocks: list[TextBlock]) -> str:
-    return "\n".join(block.text for block in blocks)
+def _joined(blocks: Iterable[TextBlock | ForeignBlock]) -> str:
+    return "\n".join(
+        block.text if isinstance(block, TextBlock) else line_of(block.model_dump())
+        for block in blocks
+    )
 
 
 def _thinking(config: ThinkingConfig | None) -> dict[str, Any]:

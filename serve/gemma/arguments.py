@@ -1,7 +1,8 @@
 """A call's arguments, from Gemma's syntax to JSON, while they are generated.
 
 Gemma writes `{city:<|"|>Paris<|"|>,days:3,tags:[<|"|>a<|"|>]}`: bare keys, bare numbers and words,
-and strings between two control tokens, so that a string may hold anything else.
+and strings between two control tokens, so that a string may hold anything else. Now and then it
+writes JSON or Python in their place: `{"city": "Paris"}`, `(city='Paris', days=3)`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,19 @@ import re
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from serve.gemma.quotes import MARKS, Quoted
+
 DEEPEST = 100
 """Objects and arrays in each other; a bracket beyond is text. Parsers of JSON have limits too."""
 
-WORDS = {"true": "true", "false": "false"}
+WORDS = {"true": "true", "false": "false", "True": "true", "False": "false"}
 NOTHING = ("null", "none", "nil")  # in any case, as vLLM reads them
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+PYTHON_KEY = re.compile(r"\s*[A-Za-z_]\w*\s*")
 ENDS_IN_DOT = re.compile(r"-?(0|[1-9][0-9]*)\.")
+
+
+CLOSERS = {"{": "}", "[": "]", "(": ")"}
 
 
 class _At(Enum):
@@ -29,6 +36,7 @@ class _At(Enum):
     COLON = auto()
     VALUE = auto()
     STRING = auto()
+    QUOTED = auto()
     COMMA = auto()
     NOTHING = auto()
 
@@ -38,7 +46,14 @@ class _Frame:
     """An object or array that is open."""
 
     closer: str
+    """As Gemma writes it."""
+    array: bool = False
     entries: int = 0
+
+    @property
+    def end(self) -> str:
+        """In JSON."""
+        return "]" if self.array else "}"
 
 
 class ArgumentsToJson:
@@ -49,11 +64,16 @@ class ArgumentsToJson:
     written twice; parsers take the last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, closer: str = "}") -> None:
+        """closer: ")" where the arguments stand as in a call of Python's."""
         self._at = _At.KEY
         self._held = ""  # a key, or a bare value, that may still grow
-        self._open = [_Frame("}")]
+        self._open = [_Frame(closer)]
         self._begun = False
+        self._python = closer == ")"
+        self._quoted = Quoted("", "")
+        self._quotes_key = False  # else a value
+        self._unpaired: set[tuple[str, bool]] = set()
 
     @property
     def closed(self) -> bool:
@@ -67,11 +87,13 @@ class ArgumentsToJson:
         if self._at is _At.QUOTED_KEY:
             self._held += text
             return ""
-        return self._opening() + "".join(map(self._character, text))
+        return self._opening() + self._characters(text)
 
     def quote(self) -> str:
         """Take the control token that begins and ends strings."""
         match self._at:
+            case _At.QUOTED:
+                return self._settled() + self.quote()
             case _At.STRING:
                 self._at = _At.COMMA
                 return '"'
@@ -93,7 +115,7 @@ class ArgumentsToJson:
 
     def finish(self) -> str:
         """Close what is open."""
-        closing = self._opening()
+        closing = self._opening() + self._settled()
         if self._at is _At.STRING:
             self._at = _At.COMMA
             closing += '"'
@@ -103,10 +125,15 @@ class ArgumentsToJson:
         begun, self._begun = self._begun, True
         return "" if begun else "{"
 
+    def _characters(self, text: str) -> str:
+        return "".join(map(self._character, text))
+
     def _character(self, c: str) -> str:
         if self._at is _At.NOTHING:
             return ""
-        if c in "}]" and (depth := self._depth_of(c)):
+        if self._at is _At.QUOTED:
+            return self._end_quotes() + self._character(c) if self._quoted.add(c) else ""
+        if c in "}])" and (depth := self._depth_of(c)):
             return self._close(depth)
         if c == ",":
             ended = self._end_entry()
@@ -121,20 +148,61 @@ class ArgumentsToJson:
         return self._of_key(c)
 
     def _of_key(self, c: str) -> str:
-        if c == ":":
+        if c == ":" or (c == "=" and self._python_key()):
             return self._key()
+        if self._begins_quotes(c, key=True):
+            return ""
         if self._at is _At.KEY:
             self._held += c
         return ""
 
+    def _python_key(self) -> bool:
+        return self._at is _At.COLON or bool(PYTHON_KEY.fullmatch(self._held))
+
     def _of_value(self, c: str) -> str:
-        if c in "{[" and not self._held and len(self._open) < DEEPEST:
-            begun = self._begin_value() + c
-            self._open.append(_Frame("}" if c == "{" else "]"))
+        if c in ("{[(" if self._python else "{[") and not self._held and self._has_room():
+            frame = _Frame(CLOSERS[c], array=c != "{")
+            begun = self._begin_value() + ("[" if frame.array else "{")
+            self._open.append(frame)
             self._next_entry()
             return begun
-        self._held += c
+        if not self._begins_quotes(c, key=False):
+            self._held += c
         return ""
+
+    def _has_room(self) -> bool:
+        return len(self._open) < DEEPEST
+
+    def _begins_quotes(self, c: str, key: bool) -> bool:
+        """Whether this quote may count. What follows is held until that is clear."""
+        if c not in MARKS or self._held or self._at is _At.COLON or (c, key) in self._unpaired:
+            return False
+        ends = "".join({",", *(frame.closer for frame in self._open)})
+        self._quoted = Quoted(c, ends + ":=" if key else ends)
+        self._quotes_key, self._at = key, _At.QUOTED
+        return True
+
+    def _end_quotes(self) -> str:
+        """The quotes count."""
+        if self._quotes_key:
+            self._held, self._at = self._quoted.said, _At.COLON
+            return ""
+        self._at = _At.COMMA
+        return self._begin_value() + _string(self._quoted.said)
+
+    def _settled(self) -> str:
+        """No text follows: a quote without its pair is a character like any other. Where one has
+        none, none of its kind after it has, so that the text is read a few times at most."""
+        read = ""
+        while self._at is _At.QUOTED:
+            if self._quoted.paired:
+                read += self._end_quotes()
+                continue
+            self._unpaired.add((self._quoted.mark, self._quotes_key))
+            self._at = _At.KEY if self._quotes_key else _At.VALUE
+            read += self._characters(self._quoted.written)
+        self._unpaired.clear()
+        return read
 
     def _key(self) -> str:
         key = self._held.strip() if self._at is _At.KEY else self._held
@@ -144,7 +212,7 @@ class ArgumentsToJson:
 
     def _begin_value(self) -> str:
         # An object's entry was counted, and its comma written, with its key.
-        return self._count() if self._open[-1].closer == "]" else ""
+        return self._count() if self._open[-1].array else ""
 
     def _count(self) -> str:
         self._open[-1].entries += 1
@@ -152,19 +220,21 @@ class ArgumentsToJson:
 
     def _next_entry(self) -> None:
         self._held = ""
-        self._at = _At.KEY if self._open[-1].closer == "}" else _At.VALUE
+        self._at = _At.VALUE if self._open[-1].array else _At.KEY
 
     def _end_entry(self) -> str:
         """The bare value that ends here, or the one that a key waited for in vain."""
         held, self._held = self._held.strip(), ""
         waiting, self._at = self._at is _At.VALUE, _At.COMMA
-        in_object = self._open[-1].closer == "}"
-        if not waiting or not (held or in_object):
+        if not waiting or not (held or not self._open[-1].array):
             return ""  # a value that ended before, a key without a colon, a comma too many
         return self._begin_value() + _bare(held)
 
     def _depth_of(self, closer: str) -> int:
-        """How many frames `closer` ends: up to the innermost of its kind, 0 if there is none."""
+        """How many frames `closer` ends: up to the innermost of its kind, 0 if there is none, or if
+        a bare value has opened it."""
+        if closer == ")" and (not self._python or self._held.count("(") > self._held.count(")")):
+            return 0
         for depth, frame in enumerate(reversed(self._open), start=1):
             if frame.closer == closer:
                 return depth
@@ -173,7 +243,7 @@ class ArgumentsToJson:
     def _close(self, depth: int) -> str:
         closing = ""
         for _ in range(depth):
-            closing += self._end_entry() + self._open.pop().closer
+            closing += self._end_entry() + self._open.pop().end
             self._at = _At.COMMA
         if not self._open:
             self._at = _At.NOTHING

@@ -7,16 +7,27 @@ a marker, can mislead it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import Enum, auto
 from typing import Protocol
 
 from serve.gemma.arguments import ArgumentsToJson
 from serve.served_tokenizer import Decoder
-from serve.stream import CallArguments, CallBegan, Content, Part, Reasoning
+from serve.stream import CallArguments, CallBegan, Content, Part, Reasoning, ThoughtEnded
 
-HEADER = re.compile(r"\s*call:\s*([\w\-.]+)\s*\{")
-MAY_BECOME_HEADER = re.compile(r"\s*(c(a(l(l(:\s*([\w\-.]+\s*)?)?)?)?)?)?")
+HEADER = re.compile(
+    r"""\s*call:\s*(?P<name>[\w\-.]+(:[\w\-.]+)*)\s*(
+        \{                                                  # f{a:1}
+      | \(\s*( \{                                          # f({a:1})
+            | (?P<python>(?=\)|[A-Za-z_]\w*\s*[=:])) )      # f(a=1)
+    )""",
+    re.VERBOSE,
+)
+MAY_BECOME_HEADER = re.compile(
+    r"\s*(c(a(l(l(:\s*([\w\-.]+(:[\w\-.]*)*\s*(\(\s*([A-Za-z_]\w*\s*)?)?)?)?)?)?)?)?"
+)
+LONGEST_HEADER = 1000
+"""Characters; a longer one is text."""
 CHANNEL_NAME = re.compile(r"\s*[\w\-]{0,32}")
 
 
@@ -40,6 +51,7 @@ class GemmaOutput:
     """One choice's output. Feed it every token but the one that ended the turn, then `finish`.
 
     tools: whether calls are looked for. Without it, a call is content: its text without markers.
+    names: of the tools that were offered; a call's name may lead to one by its last part.
     thinking_open: whether the prompt ended inside a thought (`<|channel>thought` and a newline).
 
     Control tokens are in no part's text. A thought's channel name, and the one newline that the
@@ -48,7 +60,12 @@ class GemmaOutput:
     """
 
     def __init__(
-        self, tokenizer: MarkedTokenizer, *, tools: bool, thinking_open: bool = False
+        self,
+        tokenizer: MarkedTokenizer,
+        *,
+        tools: bool,
+        names: Collection[str] = (),
+        thinking_open: bool = False,
     ) -> None:
         self.calls = 0
         """Calls that have begun."""
@@ -58,6 +75,7 @@ class GemmaOutput:
         self._in = _In.THOUGHT if thinking_open else _In.CONTENT
         self._held = ""  # a channel's name, a call's header, or the newline that may end a thought
         self._arguments = ArgumentsToJson()
+        self._names = names
         self._markers = self._by_id(tools)
 
     @property
@@ -139,13 +157,17 @@ class GemmaOutput:
 
     def _header(self, text: str) -> list[Part]:
         self._held += text
-        if found := HEADER.match(self._held):
+        found = HEADER.match(self._held)
+        name = None if found is None else offered(found["name"], self._names)
+        if found is not None and name is not None:
             rest, self._held = self._held[found.end() :], ""
-            self._in, self._arguments = _In.CALL, ArgumentsToJson()
+            python = found["python"] is not None
+            self._in, self._arguments = _In.CALL, ArgumentsToJson(")" if python else "}")
             self.calls += 1
-            began = CallBegan(self.calls - 1, found[1])
+            began = CallBegan(self.calls - 1, name)
             return [began, *self._of_call(self._arguments.text(rest))]
-        if MAY_BECOME_HEADER.fullmatch(self._held):
+        may_grow = found is None and len(self._held) < LONGEST_HEADER
+        if may_grow and MAY_BECOME_HEADER.fullmatch(self._held):
             return []
         return self._leave()
 
@@ -158,6 +180,8 @@ class GemmaOutput:
         return parts
 
     def _end_channel(self) -> list[Part]:
+        if self._in is _In.CONTENT:
+            return [ThoughtEnded()]
         return self._leave() if self.in_reasoning else []
 
     def _begin_call(self) -> list[Part]:
@@ -187,3 +211,17 @@ class GemmaOutput:
         if left is _In.CHANNEL_NAME and held.strip() not in ("", "thought"):
             return [Reasoning(held)]
         return []
+
+
+def offered(written: str, names: Collection[str]) -> str | None:
+    """The tool that a call means: by its name, else by the last part of it, where one tool alone
+    ends so (`server:f`, `f` for `server.f`). None for what can't be a tool's name."""
+    dotted = written.replace(":", ".")
+    last = dotted.rpartition(".")[2]
+    for name in (dotted, last):
+        if name in names:
+            return name
+    inner = [name for name in names if name.endswith(f".{last}")]
+    if len(inner) == 1:
+        return inner[0]
+    return None if ":" in written else written

@@ -10,9 +10,9 @@ from serve.blocks import Began, Block, Blocks, Change, Ended, Grew, blocks_of
 from serve.errors import ApiError
 from serve.generation import Generation
 from serve.replies import Json
-from serve.responses.items import item_id, item_of, part_of
+from serve.responses.items import called, item_id, item_of, part_of
 from serve.responses.schema import ResponsesRequest
-from serve.stream import Piece
+from serve.stream import Piece, with_unopened_thoughts
 
 CODES = {
     "context_length_exceeded": "context_length_exceeded",
@@ -39,11 +39,13 @@ class ResponsesEmitter:
         self._blocks = Blocks()
         self._number = -1
         self._cut = False
+        self._notice: str | None = None
 
     def document(self, arrivals: Seqs[tuple[int, Piece]]) -> Json:
         pieces = [piece for _, piece in arrivals]
-        self._cut = pieces[-1].finish == "length"
-        return self._ended(blocks_of(part for piece in pieces for part in piece.parts))
+        self._cut, self._notice = pieces[-1].finish == "length", pieces[-1].notice
+        parts = with_unopened_thoughts(part for piece in pieces for part in piece.parts)
+        return self._ended(blocks_of(parts))
 
     def opening(self) -> Iterable[bytes]:
         yield self._event("response.created", response=self._response("in_progress"))
@@ -52,7 +54,7 @@ class ResponsesEmitter:
     def events(self, index: int, piece: Piece) -> Iterable[bytes]:
         for change in self._blocks.feed(piece.parts):
             yield from self._changed(change)
-        self._cut = piece.finish == "length"
+        self._cut, self._notice = piece.finish == "length", piece.notice
 
     def waiting(self) -> bytes:
         return keep_alive()
@@ -92,7 +94,7 @@ class ResponsesEmitter:
     def _done(self, block: Block) -> Iterator[bytes]:
         at = {"output_index": block.index}
         if block.kind == "call":
-            said = {"name": block.name, "arguments": block.text}
+            said = called(block, self._wire.names) | {"arguments": block.text}
             yield self._event(f"{ARGUMENTS}.done", **at, item_id=self._item_id(block), **said)
         else:
             yield self._of_part(f"{PARTS[block.kind]}.done", block, text=block.text)
@@ -108,7 +110,8 @@ class ResponsesEmitter:
         return self._event(name, **where, **fields)
 
     def _item(self, block: Block, status: str) -> Json:
-        return item_of(self._id, block, status, sealed=self._wire.shows_thoughts)
+        wire = self._wire
+        return item_of(self._id, block, status, wire.shows_thoughts, wire.names)
 
     def _item_id(self, block: Block) -> str:
         return item_id(self._id, block)
@@ -122,6 +125,8 @@ class ResponsesEmitter:
         response["output"] = [self._item(block, self._status(block, blocks)) for block in blocks]
         if self._cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
+        if self._notice is not None:
+            response["notice"] = self._notice
         assert self._generation is not None
         usage = self._generation.usage
         response["usage"] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from serve.blocks import Block, Kind
 from serve.replies import Json
+from serve.responses.namespaces import Names
 from serve.responses.thoughts import sealed as seal
 
 PREFIXES: dict[Kind, str] = {"thought": "rs", "text": "msg", "call": "fc"}
@@ -13,7 +14,7 @@ def item_id(response_id: str, block: Block) -> str:
     return f"{PREFIXES[block.kind]}_{_own(response_id, block)}"
 
 
-def item_of(response_id: str, block: Block, status: str, sealed: bool) -> Json:
+def item_of(response_id: str, block: Block, status: str, sealed: bool, names: Names) -> Json:
     """status: in_progress (an item that begins is empty), completed or incomplete. sealed: whether
     a thought comes as `encrypted_content`, too."""
     begins = status == "in_progress"
@@ -26,8 +27,14 @@ def item_of(response_id: str, block: Block, status: str, sealed: bool) -> Json:
         case "text":
             return item | {"type": "message", "role": "assistant", "content": parts}
         case "call":
-            call = {"type": "function_call", "name": block.name, "arguments": block.text}
+            call = {"type": "function_call", "arguments": block.text} | called(block, names)
             return item | call | {"call_id": f"call_{_own(response_id, block)}"}
+
+
+def called(block: Block, names: Names) -> Json:
+    """Which function a call calls."""
+    namespace, name = names.own(block.name)
+    return {"name": name} | ({} if namespace is None else {"namespace": namespace})
 
 
 def part_of(kind: Kind, text: str) -> Json:

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from serve.chat_schema import Effort
 from serve.errors import ApiError
 from serve.fields import ANY, check_names
+from serve.foreign import check_newest
 from serve.messages import Text
+from serve.options import Options
+from serve.responses.namespaces import (
+    FunctionTool,
+    Names,
+    NamespaceTool,
+    functions_and_namespaces,
+)
 from serve.schema import STRICT, StreamOptions
 from serve.wishes import SamplingWishes
 
@@ -60,6 +78,7 @@ class FunctionCallItem(BaseModel):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -86,15 +105,41 @@ class ReasoningItem(BaseModel):
     encrypted_content: str | None = None
 
 
+class ForeignItem(BaseModel):
+    """What another provider's tools did, or anything that came after this was written: the model
+    reads it as text."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str
+
+
 def _typed(item: Any) -> Any:
     """A message may come without saying that it is one."""
     return {"type": "message", **item} if isinstance(item, dict) and "role" in item else item
 
 
+def _kind(item: Any) -> str | None:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    if kind == "item_reference":
+        message = "input: item_reference: this server keeps no items: send the item itself"
+        raise ApiError(400, message, param="input")
+    known = ("message", "function_call", "function_call_output", "reasoning")
+    return kind if kind in known else "foreign" if isinstance(kind, str) else None
+
+
 Item = Annotated[
     Annotated[
-        MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem,
-        Field(discriminator="type"),
+        Annotated[MessageItem, Tag("message")]
+        | Annotated[FunctionCallItem, Tag("function_call")]
+        | Annotated[FunctionOutputItem, Tag("function_call_output")]
+        | Annotated[ReasoningItem, Tag("reasoning")]
+        | Annotated[ForeignItem, Tag("foreign")],
+        Discriminator(
+            _kind,
+            custom_error_type="item",
+            custom_error_message="must be an object with a type, such as message",
+        ),
     ],
     BeforeValidator(_typed),
 ]
@@ -102,37 +147,24 @@ Item = Annotated[
 
 def _as_items(value: Any) -> Any:
     """A string stands for one message of the user."""
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    check_newest(value, "input")
+    return value
 
 
-class FunctionTool(BaseModel):
-    model_config = STRICT
-
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-def _functions(value: Any) -> Any:
-    """Without the tools of other types, which would run on OpenAI's side or need its formats."""
-    if not isinstance(value, list):
-        return value
-    return [t for t in value if not isinstance(t, dict) or t.get("type") == "function"]
-
-
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(Options):
     """`summary` is accepted: thoughts come as they are."""
 
-    model_config = STRICT
+    place = "reasoning"
+    hints = {"generate_summary": ANY, "context": ANY, "mode": ("standard",)}  # noqa: RUF012
 
     effort: Effort | None = None
     summary: str | None = None
 
 
-class Format(BaseModel):
-    model_config = STRICT
+class Format(Options):
+    place = "text.format"
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -141,13 +173,16 @@ class Format(BaseModel):
     strict: bool | None = None
 
 
-class TextConfig(BaseModel):
+class TextConfig(Options):
     """`verbosity` is accepted: this server's models have one."""
 
-    model_config = STRICT
+    place = "text"
 
     format: Format | None = None
     verbosity: str | None = None
+
+
+AnyTool = Annotated[FunctionTool | NamespaceTool, Field(discriminator="type")]
 
 
 class ResponsesRequest(SamplingWishes):
@@ -155,7 +190,7 @@ class ResponsesRequest(SamplingWishes):
     input: Annotated[list[Item], Field(min_length=1), BeforeValidator(_as_items)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: Annotated[list[FunctionTool] | None, BeforeValidator(_functions)] = None
+    tools: Annotated[list[AnyTool] | None, BeforeValidator(functions_and_namespaces)] = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
@@ -178,6 +213,10 @@ class ResponsesRequest(SamplingWishes):
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         return self
+
+    @cached_property
+    def names(self) -> Names:
+        return Names(self.tools or ())
 
     @property
     def shows_thoughts(self) -> bool:

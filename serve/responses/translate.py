@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence as Seqs
 from typing import Any
 
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
+from serve.fields import check_names
+from serve.foreign import line_of
+from serve.responses.namespaces import Names, functions_and_namespaces
 from serve.responses.schema import (
+    ForeignItem,
     Format,
     FunctionCallItem,
     FunctionOutputItem,
@@ -19,6 +24,15 @@ from serve.responses.schema import (
 from serve.responses.thoughts import opened
 from serve.schema import translated
 
+log = logging.getLogger("specdec.serve")
+
+CHOICES = {
+    "function": ("type", "name", "namespace"),
+    "namespace": ("type", "name"),
+    "allowed_tools": ("type", "mode", "tools"),
+}
+"""Types of a choice -> its names."""
+
 
 def chat_of(wire: ResponsesRequest) -> ChatRequest:
     """Raises ApiError 400 for what the chat's own rules refuse."""
@@ -28,14 +42,11 @@ def chat_of(wire: ResponsesRequest) -> ChatRequest:
         "max_tokens": wire.max_output_tokens,
         "parallel_tool_calls": wire.parallel_tool_calls,
         "thinking_token_budget": wire.thinking_token_budget,
-        "tool_choice": _choice(wire.tool_choice),
+        "tool_choice": _choice(wire.tool_choice, wire.names),
         "stream": wire.stream,
     }
-    if wire.tools:
-        values["tools"] = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"})}
-            for tool in wire.tools
-        ]
+    if tools := list(wire.names.functions()):
+        values["tools"] = tools
     elif values["tool_choice"] == "auto":
         values["tool_choice"] = None
     if wire.reasoning is not None:
@@ -47,13 +58,13 @@ def chat_of(wire: ResponsesRequest) -> ChatRequest:
 
 def _messages(wire: ResponsesRequest) -> list[dict[str, Any]]:
     first = [{"role": "system", "content": wire.instructions}] if wire.instructions else []
-    return [*first, *_of_items(wire.input)]
+    return [*first, *_of_items(wire.input, wire.names)]
 
 
-def _of_items(items: Seqs[Item]) -> Iterator[dict[str, Any]]:
+def _of_items(items: Seqs[Item], names: Names) -> Iterator[dict[str, Any]]:
     """What the assistant thought, said and called in a row is one message."""
     turn: dict[str, Any] = {}
-    for item in items:
+    for item in map(_readable, items):
         if isinstance(item, FunctionOutputItem):
             yield from _ended(turn)
             turn = {}
@@ -66,8 +77,17 @@ def _of_items(items: Seqs[Item]) -> Iterator[dict[str, Any]]:
             if _begins_anew(turn, item):
                 yield from _ended(turn)
                 turn = {}
-            _add(turn, item)
+            _add(turn, item, names)
     yield from _ended(turn)
+
+
+def _readable(item: Item) -> Item:
+    """An item of another provider as text: what its tools gave is said to the assistant, the rest
+    by it."""
+    if not isinstance(item, ForeignItem):
+        return item
+    role = "user" if item.type.endswith("_output") else "assistant"
+    return MessageItem(type="message", role=role, content=line_of(item.model_dump()))
 
 
 def _begins_anew(turn: dict[str, Any], item: Item) -> bool:
@@ -81,10 +101,11 @@ def _ended(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"role": "assistant", **turn}
 
 
-def _add(turn: dict[str, Any], item: Item) -> None:
+def _add(turn: dict[str, Any], item: Item, names: Names) -> None:
     match item:
         case FunctionCallItem():
-            call = {"name": item.name, "arguments": item.arguments}
+            name = names.in_chat(item.namespace, item.name)
+            call = {"name": name, "arguments": item.arguments}
             turn.setdefault("tool_calls", []).append({"id": item.call_id, "function": call})
         case MessageItem():
             turn["content"] = item.content
@@ -97,35 +118,62 @@ def _thought(item: ReasoningItem) -> str | None:
     """As it was thought; else its summary."""
     if item.content:
         return "\n".join(part.text for part in item.content)
-    if item.encrypted_content and (thought := opened(item.encrypted_content)):
-        return thought
+    if item.encrypted_content:
+        if thought := opened(item.encrypted_content):
+            return thought
+        log.info("/v1/responses: left out a thought that another server sealed")
     return "\n".join(part.text for part in item.summary or ()) or None
 
 
-def _choice(choice: str | dict[str, Any] | None) -> Any:
+def _choice(choice: str | dict[str, Any] | None, names: Names) -> Any:
     """The chat's form of it: a function's name lies one level deeper there."""
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") == "function":
-        return _named(choice)
-    if choice.get("type") == "allowed_tools":
+    kind = choice.get("type")
+    if kind in CHOICES:
+        sent = {name: value for name, value in choice.items() if name not in CHOICES[kind]}
+        check_names(sent, CHOICES[kind], {}, {}, "tool_choice")
+    if kind == "function":
+        return _function(_chosen(choice, names)[0])
+    if kind == "namespace":
+        return _allowed("required", _chosen(choice, names))
+    if kind == "allowed_tools":
         tools = choice.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ApiError(400, "tool_choice: tools must be a list of tools", param="tool_choice")
-        functions = [_named(tool) for tool in tools if tool.get("type") == "function"]
-        allowed = {"mode": choice.get("mode"), "tools": functions}
-        return {"type": "allowed_tools", "allowed_tools": allowed}
+        offered = functions_and_namespaces(tools)
+        chosen = [name for tool in offered for name in _chosen(tool, names)]
+        return _allowed(choice.get("mode"), chosen)
     message = "tool_choice must be none, auto, required, or name a function: this server runs none"
     raise ApiError(400, message, param="tool_choice")
 
 
-def _named(tool: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": tool.get("name")}}
+def _chosen(tool: dict[str, Any], names: Names) -> list[Any]:
+    """The chat's names of a function, or of a namespace's functions."""
+    name, namespace = tool.get("name"), tool.get("namespace")
+    if not isinstance(name, str) or not isinstance(namespace, str | None):
+        message = f"tool_choice: a {tool.get('type')} needs a name"
+        raise ApiError(400, message, param="tool_choice")
+    if tool.get("type") == "function":
+        return [names.in_chat(namespace, name)]
+    if not (found := names.of_namespace(name)):
+        message = f"tool_choice names the namespace {name[:80]!r}, which has no functions here"
+        raise ApiError(400, message, param="tool_choice")
+    return found
+
+
+def _function(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def _allowed(mode: Any, names: Seqs[str]) -> dict[str, Any]:
+    allowed = {"mode": mode, "tools": [_function(name) for name in names]}
+    return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
 def _format(form: Format) -> dict[str, Any]:
     if form.type != "json_schema":
-        return {"type": form.type}
+        return {"type": form.type, "schema": form.schema_}
     if form.schema_ is None:
         raise ApiError(400, "text.format of type json_schema needs a schema", param="text")
     return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.schema_}}

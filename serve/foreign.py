@@ -1,0 +1,89 @@
+"""What this server can't read in a conversation (pictures, documents, items of other providers), as
+lines of text: so a conversation that began elsewhere goes on here."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from serve.errors import ApiError
+
+log = logging.getLogger("specdec.serve")
+
+READABLE = ("text", "input_text", "output_text", "refusal")
+BLOCKS = ("thinking", "redacted_thinking", "tool_use", "tool_result")
+"""Anthropic's own, which have rules of their own."""
+UNTOLD = ("type", "id", "status", "cache_control", "signature", "encrypted_content")
+"""Names that say nothing to a model."""
+LONGEST_WORD = 500
+"""Characters; what is longer is no text but data."""
+DEEPEST = 12
+
+
+def line_of(item: Mapping[str, Any]) -> str:
+    """Its type, and what it holds apart from data, in one line."""
+    kind = item["type"]
+    log.info("a part of type %.80r can't be read here: it became a line of text", kind)
+    held = {name: value for name, value in item.items() if name not in UNTOLD}
+    text = json.dumps(_shown(held), ensure_ascii=False)
+    return f"[{kind}: {text}]" if held else f"[{kind}]"
+
+
+def is_foreign(part: Any) -> bool:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return isinstance(kind, str) and kind not in READABLE
+
+
+def is_foreign_call(call: Any) -> bool:
+    """Whether it calls anything but a function."""
+    kind = call.get("type") if isinstance(call, dict) else None
+    return isinstance(kind, str) and kind != "function"
+
+
+def check_newest(messages: Any, param: str) -> None:
+    """A new message of the user is refused where its words may be about a picture. What comes with
+    or right after a tool's result is none: agents show pictures so, and send them again each time.
+
+    messages: as they were sent, of any API. Raises ApiError 400.
+    """
+    if not isinstance(messages, list) or not messages:
+        return
+    before, last = (messages[-2] if len(messages) > 1 else None), messages[-1]
+    if not isinstance(last, dict) or last.get("role") != "user" or _is_result(before):
+        return
+    content = last.get("content")
+    parts = content if isinstance(content, list) else ()
+    kinds = [p["type"] for p in parts if is_foreign(p) and p["type"] not in BLOCKS]
+    if kinds and not any(map(_is_result, parts)):
+        where = f"{param}[{len(messages) - 1}].content"
+        message = f"{where} has a part of type {kinds[0][:80]!r}, but this server reads text alone"
+        raise ApiError(400, f"{message}: images are not supported, nor are documents", param=param)
+
+
+def _is_result(part: Any) -> bool:
+    """Of a tool, as a message, an item or a block."""
+    if not isinstance(part, dict):
+        return False
+    return part.get("role") in ("tool", "function") or str(part.get("type")).endswith(
+        ("_output", "tool_result")
+    )
+
+
+def _shown(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, str) and _is_data(value):
+        return f"({len(value)} characters of data)"
+    if isinstance(value, (dict, list)) and depth >= DEEPEST:
+        return "(more)"
+    if isinstance(value, dict):
+        return {name: _shown(inner, depth + 1) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_shown(inner, depth + 1) for inner in value]
+    return value
+
+
+def _is_data(text: str) -> bool:
+    if text.startswith("data:"):
+        return True
+    return len(text) > LONGEST_WORD and max(map(len, text.split()), default=0) > LONGEST_WORD

@@ -1,0 +1,70 @@
+"""Strings between quotes of JSON or Python, where Gemma writes them in place of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+
+MARKS = "\"'"
+ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2}|.)", re.DOTALL)
+CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
+
+
+class Quoted:
+    """A text that began with a quote, until it is clear whether that counts: its pair stands before
+    one of `ends`, with nothing but blanks between."""
+
+    def __init__(self, mark: str, ends: str) -> None:
+        self.mark = mark
+        self._ends = ends
+        self._text: list[str] = []  # without the first quote
+        self._pair: int | None = None  # where a quote stands that only blanks have followed
+        self._escaped = False
+
+    @property
+    def paired(self) -> bool:
+        """Whether nothing stands behind what may be its pair."""
+        return self._pair is not None
+
+    @property
+    def written(self) -> str:
+        """All of it."""
+        return self.mark + "".join(self._text)
+
+    @property
+    def said(self) -> str:
+        """What stands between the quotes."""
+        return _unescaped("".join(self._text[: self._pair]))
+
+    def add(self, c: str) -> bool:
+        """Take a character; True where it shows that the quotes count. It is not part of them."""
+        if self._pair is not None and not c.isspace():
+            if c in self._ends:
+                return True
+            self._pair = None
+        if self._escaped:
+            self._escaped = False
+        elif c == "\\":
+            self._escaped = True
+        elif c == self.mark:
+            self._pair = len(self._text)
+        self._text.append(c)
+        return False
+
+
+def _unescaped(text: str) -> str:
+    try:
+        read = json.loads(f'"{text}"', strict=False)
+    except ValueError:
+        read = ESCAPE.sub(_character, text)
+    # two escapes may make one character, and half of one is none
+    return read.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _character(found: re.Match[str]) -> str:
+    code = found[1]
+    if len(code) > 1:
+        return chr(int(code[1:], 16))
+    if code in MARKS or code in "\\/":
+        return code
+    return CONTROLS.get(code, found[0])

@@ -1,0 +1,123 @@
+"""Functions in namespaces (Codex sends each MCP server's tools as one) under names of one level, as
+the chat has them, and back."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence as Seqs
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from serve.schema import STRICT
+
+log = logging.getLogger("specdec.serve")
+
+LONGEST = 128
+"""Characters of a function's name in the chat."""
+NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.\-]")
+
+
+class FunctionTool(BaseModel):
+    model_config = STRICT
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+def only_functions(value: Any) -> Any:
+    """Without tools of other types, which would run on OpenAI's side or need its formats."""
+    return _of_types(value, ("function",))
+
+
+class NamespaceTool(BaseModel):
+    """Its description is not shown to the model: those of the functions are."""
+
+    model_config = STRICT
+
+    type: Literal["namespace"]
+    name: Annotated[str, Field(min_length=1)]
+    description: str = ""
+    tools: Annotated[list[FunctionTool], BeforeValidator(only_functions)] = []
+
+
+def functions_and_namespaces(value: Any) -> Any:
+    return _of_types(value, ("function", "namespace"))
+
+
+def _of_types(value: Any, types: tuple[str, ...]) -> Any:
+    if not isinstance(value, list):
+        return value
+    kept = []
+    for tool in value:
+        if isinstance(tool, dict) and tool.get("type") not in types:
+            name = tool.get("name") or tool.get("server_label") or ""
+            kind = tool.get("type")
+            log.info("/v1/responses: left out the tool %.80r, of type %.80r", name, kind)
+        else:
+            kept.append(tool)
+    return kept
+
+
+class Names:
+    """Of one request's functions: (namespace or None, name) and the chat's name, one to one."""
+
+    def __init__(self, tools: Seqs[FunctionTool | NamespaceTool]) -> None:
+        self._own: dict[str, tuple[str | None, str]] = {}  # by the chat's name
+        self._in_chat: dict[tuple[str | None, str], str] = {}
+        self._given: list[tuple[str, FunctionTool]] = []
+        for tool in tools:
+            if isinstance(tool, FunctionTool):
+                self._add(None, tool)
+        for tool in tools:
+            if isinstance(tool, NamespaceTool):
+                for function in tool.tools:
+                    self._add(tool.name, function)
+
+    def functions(self) -> Iterator[dict[str, Any]]:
+        """The chat's tools."""
+        for name, tool in self._given:
+            given = tool.model_dump(exclude={"type"}) | {"name": name}
+            yield {"type": "function", "function": given}
+
+    def in_chat(self, namespace: str | None, name: str) -> str:
+        """The chat's name of a function. One that is not among the tools gets the name that it
+        would have; without its namespace it is found where no other has its name."""
+        known = self._in_chat.get((namespace or None, name))
+        if known is not None:
+            return known
+        if namespace:
+            return _qualified(namespace, name)
+        inner = [told for (space, own), told in self._in_chat.items() if space and own == name]
+        return inner[0] if len(inner) == 1 else name
+
+    def of_namespace(self, namespace: str) -> list[str]:
+        """The chat's names of its functions."""
+        return [told for (space, _), told in self._in_chat.items() if space == namespace]
+
+    def own(self, name: str) -> tuple[str | None, str]:
+        """(namespace, name) of what the chat calls `name`."""
+        return self._own.get(name, (None, name))
+
+    def _add(self, namespace: str | None, tool: FunctionTool) -> None:
+        key = namespace, tool.name
+        told = self._in_chat.get(key)
+        if told is None:
+            told = tool.name if namespace is None else self._free(_qualified(namespace, tool.name))
+            self._in_chat[key], self._own[told] = told, key
+        self._given.append((told, tool))
+
+    def _free(self, name: str) -> str:
+        number, free = 1, name
+        while free in self._own:
+            number += 1
+            free = f"{name[: LONGEST - 5]}_{number}"
+        return free
+
+
+def _qualified(namespace: str, name: str) -> str:
+    return NOT_IN_A_NAME.sub("_", f"{namespace}.{name}")[:LONGEST]

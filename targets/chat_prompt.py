@@ -1,0 +1,89 @@
+"""A chat's prompt in pieces that are encoded one by one: control tokens are the template's alone,
+no tool's result is lost, and an answer that was begun is gone on with where it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specdec.core.errors import UserError
+from targets.chat_history import Message, alternating, in_words, paired, text_of
+from targets.chat_text import ControlTokens
+
+log = logging.getLogger("specdec.chat")
+
+Render = Callable[..., str]
+FORMS: dict[str, Callable[[list[Message]], list[Message]]] = {
+    "as they are": list,
+    "with user and assistant in turns": alternating,
+    "with tools as text": in_words,
+}
+"""How messages are written, best first: a template may refuse the first ones, or leave out what
+tools answered."""
+
+
+class ChatPrompt:
+    """Of one request."""
+
+    def __init__(
+        self, render: Render, control: ControlTokens, values: Mapping[str, Any], goes_on: bool
+    ) -> None:
+        """goes_on: the last message's text begins the answer."""
+        self._render, self._control, self._goes_on = render, control, goes_on
+        self._values = dict(values)
+
+    def pieces(self, messages: list[Message]) -> list[str]:
+        """Raises UserError where the template refuses every form."""
+        last = messages[-1:] if self._goes_on else []
+        given = [*paired(messages[: len(messages) - len(last)]), *last]
+        refused: UserError | None = None
+        for name, form in FORMS.items():
+            try:
+                pieces = self._pieces(form(given))
+            except RecursionError:
+                raise UserError("the messages or the tools are nested too deeply") from None
+            except UserError as problem:
+                refused = refused or problem
+                continue
+            if refused is not None:
+                log.info("messages were written %s: %s", name, refused)
+            return pieces
+        assert refused is not None
+        raise refused
+
+    def _pieces(self, messages: list[Message]) -> list[str]:
+        control, given = self._control, (messages, self._values)
+        mark, witness, end = control.marks_for(given, 3)
+        safe, values = control.broken(given, mark)
+        begun = ""
+        if self._goes_on:
+            begun, safe[-1]["content"] = text_of(safe[-1].get("content")), end
+            values["add_generation_prompt"] = False
+        count = _witnessed(safe, witness)
+        text = self._render(safe, **values)
+        if text.count(witness) < count:
+            raise UserError("the chat template leaves out what a tool answered: send it as text")
+        if self._goes_on:
+            text = _up_to(text, end) + begun
+        return control.pieces(text.replace(witness, ""), mark)
+
+
+def _witnessed(messages: list[Message], witness: str) -> int:
+    """Put a sign into each tool's result, where trimming doesn't reach it; returns how many."""
+    count = 0
+    for message in messages:
+        content = message.get("content")
+        if message.get("role") == "tool" and isinstance(content, str) and content.strip():
+            at = len(content) - len(content.lstrip()) + 1
+            message["content"] = content[:at] + witness + content[at:]
+            count += 1
+    return count
+
+
+def _up_to(rendered: str, end: str) -> str:
+    """What stands before the last message's text."""
+    before, found, _ = rendered.rpartition(end)
+    if not found:
+        raise UserError("the chat template leaves out the last message: it can't be continued")
+    return before
