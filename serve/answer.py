@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence as Seqs
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence as Seqs
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -13,11 +14,17 @@ from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.types import Receive, Scope, Send
 
 from serve.chat_schema import ChatRequest
-from serve.errors import ApiError
-from serve.generation import Context, Generation, begin
+from serve.errors import ApiError, is_anthropic
+from serve.generation import PING_SECONDS, Context, Generation, Sender, begin
 from serve.replies import Json
 from serve.schema import CompletionRequest
 from serve.stream import Piece
+from specdec.core.errors import UserError
+
+HEADERS_SECONDS = 2.0
+"""A stream whose request has not begun by then gets its headers, and comments while it waits."""
+RESPONSES_ROUTES = "/v1/responses"
+Made = TypeVar("Made")
 
 
 class Emitter(Protocol):
@@ -56,16 +63,76 @@ async def answer(
     emitter_of: Callable[[Generation], Emitter],
 ) -> Response:
     """Serve a validated request: a stream of events, or one document."""
-    generation = await begin(context, wire, request_id, request.state.caller)
-    request.state.generation = generation  # for the log and the trace
-    emitter = emitter_of(generation)
+    begun = asyncio.create_task(begin(context, wire, request_id, _sender(request)))
+    begun.add_done_callback(partial(_note, request))
     if wire.stream:
-        return TokenStream(generation, _events(generation, emitter))
+        if not await _soon(begun, HEADERS_SECONDS):
+            return TokenStream(begun, _late(request.url.path, begun, emitter_of))
+        generation = begun.result()
+        return TokenStream(begun, _events(generation, emitter_of(generation)))
     try:
-        body = await _unless_disconnected(request, _collect(generation, emitter))
+        generation = await _unless_disconnected(request, begun)
+        body = await _unless_disconnected(request, _collect(generation, emitter_of(generation)))
     finally:
-        generation.cancel()
+        _drop(begun)
     return JSONResponse(body)
+
+
+def _sender(request: Request) -> Sender:
+    caller = request.state.caller
+    host = request.client.host if request.client else ""
+    return Sender(caller, f"{caller} {host}", request.state.size)
+
+
+def _note(request: Request, begun: asyncio.Task[Generation]) -> None:
+    """Leave the generation for the log and the trace."""
+    if not begun.cancelled() and begun.exception() is None:
+        request.state.generation = begun.result()
+
+
+async def _soon(begun: asyncio.Task[Generation], seconds: float) -> bool:
+    """Whether a request was begun by then; raises what it raised."""
+    done, _ = await asyncio.wait({begun}, timeout=seconds)
+    if done:
+        begun.result()
+    return bool(done)
+
+
+def _drop(begun: asyncio.Task[Generation]) -> None:
+    """Free what a request holds, at whatever point it is."""
+    begun.cancel()
+    if begun.done() and not begun.cancelled() and begun.exception() is None:
+        begun.result().cancel()
+
+
+async def _late(
+    path: str, begun: asyncio.Task[Generation], emitter_of: Callable[[Generation], Emitter]
+) -> AsyncIterator[bytes]:
+    """A stream whose request still waits for its grammar: comments until it has begun."""
+    yield KEEPALIVE_COMMENT
+    try:
+        while not await _soon(begun, PING_SECONDS):
+            yield KEEPALIVE_COMMENT
+    except (ApiError, UserError) as problem:
+        error = problem if isinstance(problem, ApiError) else ApiError(400, str(problem))
+        for part in _failure(path, error):
+            yield part
+        return
+    generation = begun.result()
+    async for part in _events(generation, emitter_of(generation)):
+        yield part
+
+
+def _failure(path: str, error: ApiError) -> Iterable[bytes]:
+    """An error before any event, in the form of the route's API."""
+    if is_anthropic(path):
+        yield event(error.anthropic_body, "error")
+    elif path.startswith(RESPONSES_ROUTES):
+        fields = {"code": error.code or "invalid_prompt", "message": error.message, "param": None}
+        yield event({"type": "error", "sequence_number": 0, **fields}, "error")
+    else:
+        yield event(error.body)
+        yield format_sse_event(data_str="[DONE]")
 
 
 async def _collect(generation: Generation, emitter: Emitter) -> Json:
@@ -100,25 +167,25 @@ class EventStream(EventSourceResponse):
 class TokenStream(EventStream):
     """Frees the request's slots however the stream ends, even if it never began."""
 
-    def __init__(self, generation: Generation, content: AsyncIterator[bytes]) -> None:
+    def __init__(self, begun: asyncio.Task[Generation], content: AsyncIterator[bytes]) -> None:
         super().__init__(content)
-        self._generation = generation
+        self._begun = begun
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._generation.cancel()
+            _drop(self._begun)
 
 
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Json]) -> Json:
+async def _unless_disconnected(request: Request, work: Awaitable[Made]) -> Made:
     """Run `work`, but give up as soon as the client has gone."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.create_task(work), asyncio.create_task(gone())
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(gone())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

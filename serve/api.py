@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from serve.answer import answer
 from serve.anthropic.routes import anthropic_routes
 from serve.anthropic.schema import MessagesRequest, PromptRequest
-from serve.body import body_schema, describe_bodies, errors_of, read_body
+from serve.body import body_schema, describe_bodies, errors_of, read_request
 from serve.chat_schema import ChatRequest
 from serve.choices import Choices, check_stream
 from serve.errors import ApiError, install_error_handlers
@@ -26,7 +26,7 @@ from serve.replies import ChatReply, CompletionReply, Json, Reply
 from serve.responses.routes import responses_routes
 from serve.responses.schema import ResponsesRequest
 from serve.runner import EngineRunner
-from serve.schema import CompletionRequest, parse
+from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
 from serve.stage import Stage, stage_routes
 from serve.tokens import DetokenizeRequest, TokenizeText, token_routes
@@ -100,13 +100,13 @@ def _openai_routes(context: Context, max_body: int) -> APIRouter:
 
     @router.post("/chat/completions", openapi_extra=body_schema(ChatRequest))
     async def chat(request: Request) -> Response:
-        wire = parse(ChatRequest, await read_body(request, max_body))
+        wire = await read_request(request, ChatRequest, context, max_body)
         reply = ChatReply(context.model_name, bool(wire.logprobs))
         return await _in_choices(context, request, wire, reply)
 
     @router.post("/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
-        wire = parse(CompletionRequest, await read_body(request, max_body))
+        wire = await read_request(request, CompletionRequest, context, max_body)
         reply = CompletionReply(context.model_name, wire.logprobs is not None)
         return await _in_choices(context, request, wire, reply)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
@@ -10,7 +11,17 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect
 
 from serve.errors import ApiError, ErrorBody
+from serve.lanes import SMALL_BYTES
+from serve.schema import Wire, parse
 
+if TYPE_CHECKING:
+    from serve.generation import Context
+
+STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+"""JSON's."""
+SPARE_CONTAINERS = 10_000
+"""Objects and arrays that a body may hold beyond the tokens of a context: each message, tool or
+property that a prompt shows is at least one token of it."""
 DRAINED = 64 * 2**20
 """How much of a body that is too large is read and thrown away, so that its sender reads the 413
 instead of a reset connection."""
@@ -35,6 +46,39 @@ async def read_body(request: Request, limit: int) -> bytes:
     if size > limit:
         raise ApiError(413, f"the body is larger than {limit} bytes: send a shorter prompt")
     return b"".join(chunks)
+
+
+async def read_request(request: Request, model: type[Wire], context: Context, limit: int) -> Wire:
+    """The request's body, validated. Its size and the number of its parts are checked first; a
+    large one is parsed on a thread. Raises ApiError."""
+    declared = request.headers.get("content-length", "")
+    with context.lanes.admitted(int(declared) if declared.isdigit() else None):
+        body = await read_body(request, limit)
+        request.state.size = len(body)
+        if len(body) <= SMALL_BYTES:
+            return parse(model, body)
+        most = context.max_len + SPARE_CONTAINERS
+        return await context.lanes.run(len(body), _checked, model, body, most)
+
+
+def _checked(model: type[Wire], body: bytes, most: int) -> Wire:
+    if _containers(body) > most and (count := _containers(STRINGS.sub(b"", body))) > most:
+        parse(AnyObject, body)  # a fault of its form comes first
+        raise ApiError(
+            400,
+            f"the body holds {count} objects and arrays, but a request to this server may have "
+            f"{most}: send fewer messages, tools or properties",
+            code="context_length_exceeded",
+        )
+    return parse(model, body)
+
+
+class AnyObject(BaseModel):
+    """A JSON object, of whatever fields."""
+
+
+def _containers(text: bytes) -> int:
+    return text.count(b"{") + text.count(b"[")
 
 
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:

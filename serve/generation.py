@@ -11,6 +11,8 @@ from functools import cached_property
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.gemma.output import GemmaOutput
+from serve.grammars import GrammarQueue
+from serve.lanes import Lanes
 from serve.metrics import Metrics
 from serve.reads import ReadsOfChoice, Speculating
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
@@ -26,8 +28,6 @@ from specdec.core.types import Sequence, TokenLogprob
 
 PING_SECONDS = 15.0
 RETRY_SECONDS = 1
-ENCODERS = 2
-"""Prompts that are encoded at once: a long one takes memory, and time of a core."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,15 @@ class Context:
         return Vocabulary(self.tokenizer)
 
     @cached_property
-    def encoding(self) -> asyncio.Semaphore:
-        return asyncio.Semaphore(ENCODERS)
+    def lanes(self) -> Lanes:
+        return Lanes()
+
+    @cached_property
+    def grammars(self) -> GrammarQueue:
+        return GrammarQueue(self._waiting_room)
+
+    def _waiting_room(self) -> int:
+        return self.runner.engine.scheduler.max_waiting - self.runner.waiting
 
     @property
     def max_len(self) -> int:
@@ -57,6 +64,18 @@ class Context:
         if name is not None and name != self.model_name:
             message = f"the model {name!r} does not exist: this server has {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+
+@dataclass(frozen=True)
+class Sender:
+    """The origin of a request."""
+
+    caller: str = ""
+    """The API key's name: prompts are reused among its requests (`serve.reuse`)."""
+    address: str = ""
+    """The key and the client's host: grammars that wait for a trial are bounded by it."""
+    size: int = 0
+    """Bytes of the body."""
 
 
 class Generation:
@@ -196,26 +215,24 @@ async def begin(
     context: Context,
     request: ChatRequest | CompletionRequest,
     request_id: str,
-    caller: str = "",
+    sender: Sender = Sender(),  # noqa: B008
 ) -> Generation:
-    """Encode and submit a request. Raises ApiError or UserError for all that is the client's.
-
-    caller: whose prompts it may reuse (`serve.reuse`).
-    """
+    """Encode and submit a request. Raises ApiError or UserError for a fault of the client."""
     context.check_model(request.model)
     _check_count(request, context.runner.capacity)
-    # Off the loop: a long prompt must not hold up everybody else's tokens.
-    async with context.encoding:
-        planned = await asyncio.to_thread(
-            plan,
-            request,
-            context.tokenizer,
-            context.vocabulary,
-            context.max_len,
-            request_id,
-            caller,
-            context.runner.engine.drafting,
-        )
+    planned = await context.lanes.run(
+        sender.size,
+        plan,
+        request,
+        context.tokenizer,
+        context.vocabulary,
+        context.max_len,
+        request_id,
+        sender.caller,
+        context.runner.engine.drafting,
+    )
+    if planned.constrain is not None:
+        await context.grammars.run(sender.address, planned.constrain)
     ticket = _submit(context.runner, planned.sequences)
     texts = [_text(context.tokenizer, request, planned) for _ in planned.choices]
     return Generation(context, request, planned, ticket, texts)

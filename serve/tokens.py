@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from serve.body import body_schema, errors_of, read_body
+from serve.body import body_schema, errors_of, read_body, read_request
 from serve.chat_schema import ChatRequest
 from serve.generation import Context
 from serve.prompts import chat_ids, check_ids, check_size, check_sizes
@@ -40,8 +39,7 @@ def token_routes(context: Context, max_body: int) -> APIRouter:
     @router.post("/tokenize", openapi_extra=body_schema(TokenizeText))
     async def tokenize(request: Request) -> Json:
         body = await read_body(request, max_body)
-        async with context.encoding:
-            ids, strings = await asyncio.to_thread(_tokenized, context, body)
+        ids, strings = await context.lanes.run(len(body), _tokenized, context, body)
         return {
             "count": len(ids),
             "max_model_len": context.max_len,
@@ -51,7 +49,7 @@ def token_routes(context: Context, max_body: int) -> APIRouter:
 
     @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
     async def detokenize(request: Request) -> Json:
-        wire = parse(DetokenizeRequest, await read_body(request, max_body))
+        wire = await read_request(request, DetokenizeRequest, context, max_body)
         context.check_model(wire.model)
         check_ids(wire.tokens, tokenizer, "tokens")
         return {"prompt": tokenizer.decode(wire.tokens, skip_special=False)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence as Seqs
+from collections.abc import Callable, Sequence as Seqs
 from dataclasses import dataclass, replace
 
 from serve.chat_schema import ChatRequest
@@ -17,6 +17,7 @@ from serve.speculation import speculative_of
 from serve.structure import Thinking, rules_for, thinking_at
 from specdec.constraints.constraint import TextConstraint, TextRules
 from specdec.constraints.recite import Recite
+from specdec.constraints.trial import Untried, remembered_only
 from specdec.constraints.vocabulary import Vocabulary
 from specdec.core.engine import DraftSetup
 from specdec.core.errors import UserError
@@ -47,6 +48,9 @@ class EngineRequest:
     """Per prompt what tells its tokens' log-probabilities, None where nobody asked."""
     thinking: Thinking
     """How thoughts stand where the prompt ends."""
+    constrain: Callable[[], None] | None = None
+    """Gives the choices their constraints. None: they have them. It tries a grammar that has no
+    verdict yet, which takes seconds. Raises ApiError 400."""
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -69,17 +73,27 @@ def plan(
     prompts = encode(request, tokenizer, max_len)
     choices = [] if request.limit == 0 else _choices(request, prompts, tokenizer, max_len)
     thinking = thinking_at(request, tokenizer, prompts[0])
-    constraints = _constraints(request, tokenizer, thinking, vocabulary, len(choices))
+
+    def constrain() -> None:
+        made = _constraints(request, tokenizer, thinking, vocabulary, len(choices))
+        for seq, constraint in zip(choices, made, strict=True):
+            seq.constraint = constraint
+
+    untried = False
+    try:
+        with remembered_only():
+            constrain()
+    except Untried:
+        untried = True
     predicted = predicted_text(request, tokenizer, max_len)
     for number, seq in enumerate(choices):
         seq.request_id = f"{request_id}-{number}"
-        seq.constraint = constraints[number]
         seq.prediction = predicted and Prediction(predicted, seq.prompt_len)
         seq.reuse = reuse_of(request, seq.tokens, tokenizer, caller)
         seq.speculative = speculative
         seq.reported = bool(request.include_speculation)
     recitals = [_recital(request, prompt, tokenizer) for prompt in prompts]
-    return EngineRequest(prompts, choices, recitals, thinking)
+    return EngineRequest(prompts, choices, recitals, thinking, constrain if untried else None)
 
 
 def _choices(

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 
@@ -14,7 +16,15 @@ from specdec.constraints import trial
 from specdec.constraints.exclusive import exclusive
 from specdec.constraints.grammar import composed
 from specdec.constraints.json_schema import json_grammar
-from specdec.constraints.trial import TRIAL
+from specdec.constraints.trial import (
+    REFUSED_SECONDS,
+    REMEMBERED,
+    Trial,
+    Trials,
+    Untried,
+    Verdicts,
+    remembered_only,
+)
 from specdec.core.errors import UserError
 from tests.constrained import mini_vocabulary
 
@@ -72,17 +82,64 @@ def test_what_llguidance_cannot_read_is_refused():
 
 
 def test_the_process_comes_back_after_somebody_ended_it():
-    assert TRIAL.complaint(composed('start: "a"\n', {})) == ""
-    assert TRIAL._process is not None
-    os.kill(TRIAL._process.pid, signal.SIGKILL)
-    TRIAL._process.wait()
-    assert TRIAL.complaint(composed('start: "a"\n', {})) == ""
+    alone = Trial()
+    assert alone.complaint(composed('start: "a"\n', {})) == ""
+    assert alone._process is not None
+    os.kill(alone._process.pid, signal.SIGKILL)
+    alone._process.wait()
+    assert alone.complaint(composed('start: "a"\n', {})) == ""
+    alone.close()
+
+
+def test_trials_run_at_the_lowest_priority():
+    alone = Trial()
+    assert alone.complaint(composed('start: "a"\n', {})) == ""
+    assert alone._process is not None
+    assert os.getpriority(os.PRIO_PROCESS, alone._process.pid) == trial.NICE
+    alone.close()
+
+
+def test_verdicts_are_remembered_and_bounded():
+    now = [0.0]
+    verdicts = Verdicts(lambda: now[0])
+    verdicts.keep(b"good", "")
+    verdicts.keep(b"bad", "x" * 10**6)
+    assert verdicts.find(b"good") == "" and len(verdicts.find(b"bad") or "") == 2000
+    assert verdicts.find(b"new") is None
+    now[0] = REFUSED_SECONDS + 1
+    assert verdicts.find(b"good") == "" and verdicts.find(b"bad") is None
+    for number in range(REMEMBERED):
+        verdicts.keep(b"%d" % number, "")
+    assert verdicts.find(b"good") is None and verdicts.find(b"0") == ""
+
+
+def test_a_refused_grammar_is_tried_once(monkeypatch):
+    trials, tried = Trials(1), []
+    monkeypatch.setattr(Trial, "complaint", lambda _, grammar: tried.append(grammar) or "too large")
+    with remembered_only(), pytest.raises(Untried):
+        trials.refusal("g")
+    assert trials.refusal("g") == trials.refusal("g") == "too large" and tried == ["g"]
+    with remembered_only():
+        assert trials.refusal("g") == "too large"
+
+
+def test_a_trial_does_not_wait_for_another(monkeypatch):
+    began = Barrier(2)
+    trials = Trials(2)
+
+    def slow(_, grammar: str) -> str:
+        began.wait(timeout=60)  # passes only where both run at once
+        return ""
+
+    monkeypatch.setattr(Trial, "complaint", slow)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(trials.refusal, ("a", "b"))) == ["", ""]
 
 
 def test_control_tokens_are_known_there():
     grammar = composed('start: <|tool_call> <|"|> "a" <|"|> <tool_call|>\n', {})
     assert trial.CONTROL.findall(json.dumps('<|"|>')) == ['<|\\"|>']
-    assert TRIAL.complaint(grammar) == ""
+    assert trial.TRIALS.refusal(grammar) == ""
 
 
 def test_thousands_of_ways_are_compared_in_one_pass():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import uuid
 from functools import partial
@@ -13,12 +12,11 @@ from serve.answer import answer
 from serve.anthropic.emitter import AnthropicEmitter
 from serve.anthropic.schema import MessagesRequest, PromptRequest
 from serve.anthropic.translate import chat_of
-from serve.body import body_schema, errors_of, read_body
+from serve.body import body_schema, errors_of, read_request
 from serve.errors import AnthropicErrorBody, ApiError
 from serve.generation import Context
 from serve.prompts import chat_ids, check_sizes
 from serve.replies import Json
-from serve.schema import parse
 
 OLDEST = "2023-06-01"
 """Of the API's versions: the one before had other events. Later ones added names."""
@@ -32,16 +30,16 @@ def anthropic_routes(context: Context, max_body: int) -> APIRouter:
 
     @router.post("", openapi_extra=body_schema(MessagesRequest))
     async def messages(request: Request) -> Response:
-        wire = parse(MessagesRequest, await read_body(request, max_body))
+        wire = await read_request(request, MessagesRequest, context, max_body)
         request_id = f"msg_{uuid.uuid4().hex}"
         emitter = partial(AnthropicEmitter, request_id, wire.model, wire.max_tokens)
         return await answer(context, request, chat_of(wire), request_id, emitter)
 
     @router.post("/count_tokens", openapi_extra=body_schema(PromptRequest))
     async def count_tokens(request: Request) -> Json:
-        wire = parse(PromptRequest, await read_body(request, max_body))
-        async with context.encoding:
-            return {"input_tokens": await asyncio.to_thread(_count, context, wire)}
+        wire = await read_request(request, PromptRequest, context, max_body)
+        size = request.state.size
+        return {"input_tokens": await context.lanes.run(size, _count, context, wire)}
 
     return router
 

@@ -8,13 +8,12 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from serve.answer import EventStream, answer
-from serve.body import body_schema, errors_of, read_body
+from serve.body import body_schema, errors_of, read_request
 from serve.errors import ApiError
 from serve.generation import Context
 from serve.responses.emitter import CODES, ResponsesEmitter
 from serve.responses.schema import ResponsesRequest
 from serve.responses.translate import chat_of
-from serve.schema import parse
 
 
 def responses_routes(context: Context, max_body: int) -> APIRouter:
@@ -23,7 +22,7 @@ def responses_routes(context: Context, max_body: int) -> APIRouter:
 
     @router.post("/responses", openapi_extra=body_schema(ResponsesRequest))
     async def responses(request: Request) -> Response:
-        wire = parse(ResponsesRequest, await read_body(request, max_body))
+        wire = await read_request(request, ResponsesRequest, context, max_body)
         request_id = f"resp_{uuid.uuid4().hex}"
         emitter = partial(ResponsesEmitter, request_id, context.model_name, wire)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from specdec.constraints.trial import TRIAL
+from specdec.constraints.trial import TRIALS
 from specdec.core.errors import UserError
 
 Part = dict[str, Any]
@@ -29,7 +29,7 @@ def part_of(grammar: str) -> Part:
 
 def check(grammar: str, what: str) -> None:
     """Raises UserError where llguidance can't compile it, also where it would die of it."""
-    complaint = TRIAL.refusal(grammar)
+    complaint = TRIALS.refusal(grammar)
     if complaint:
         raise UserError(f"{what}: {first_line(complaint)}")
 

@@ -1,15 +1,20 @@
-"""Whether a grammar compiles, tried in a process of its own.
+"""Whether a grammar compiles, tried in processes of their own.
 
 Grammars come from clients. llguidance recurses as deep as a grammar refers, so that a chain of some
 thousand `$ref` overflows its stack, and there are grammars that it works on for minutes. So each
 one is compiled here first, with a fraction of a thread's stack and within limits of time and
-memory. A grammar that ends this process is refused; the one that asked goes on.
+memory. A grammar that ends its process is refused, and the process is started again.
+
+Trials run at the lowest priority. Verdicts are remembered, so a schema that comes with every turn
+is tried once.
 """
 
 from __future__ import annotations
 
 import atexit
 import hashlib
+import os
+import queue
 import re
 import resource
 import signal
@@ -17,8 +22,11 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import IO
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -31,38 +39,104 @@ STACK = 2 << 20
 """Bytes: a quarter of what threads have on Linux, where the grammar is compiled afterwards."""
 CONTROL = re.compile(r"<[^<>\s]+>")
 """What may be a control token's name in a grammar, which is JSON."""
+PROCESSES = 2
+"""Grammars that are tried at once."""
 REMEMBERED = 1024
-"""Grammars that passed: an agent sends its schema with each turn."""
+"""Verdicts that are kept, of passed grammars and of refused ones."""
+REFUSED_SECONDS = 300.0
+"""A refusal is kept for so long; a grammar that passed stays until newer ones push it out."""
+LONGEST_COMPLAINT = 2000
+"""Characters of a complaint that are kept."""
+NICE = 19
+"""Priority of the processes, the lowest."""
 _LENGTH = struct.Struct("!I")
+_remembered_only: ContextVar[bool] = ContextVar("remembered_only", default=False)
+
+
+class Untried(Exception):
+    """A grammar has no remembered verdict, and the caller is not allowed to wait for one."""
+
+
+@contextmanager
+def remembered_only() -> Iterator[None]:
+    """Within this block `Trials.refusal` raises `Untried` instead of trying a grammar."""
+    token = _remembered_only.set(True)
+    try:
+        yield
+    finally:
+        _remembered_only.reset(token)
+
+
+class Verdicts:
+    """Complaints by grammar, "" for one that passed. Bounded by count and by characters. Any thread
+    may call it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: seconds."""
+        self._clock, self._lock = clock, threading.Lock()
+        self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+
+    def find(self, name: bytes) -> str | None:
+        """None where nothing is remembered."""
+        with self._lock:
+            complaint, until = self._known.get(name, ("", 0.0))
+            if until <= self._clock():
+                self._known.pop(name, None)
+                return None
+            self._known.move_to_end(name)
+            return complaint
+
+    def keep(self, name: bytes, complaint: str) -> None:
+        lasting = REFUSED_SECONDS if complaint else float("inf")
+        with self._lock:
+            self._known[name] = complaint[:LONGEST_COMPLAINT], self._clock() + lasting
+            self._known.move_to_end(name)
+            while len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+
+
+class Trials:
+    """Trial processes and the verdicts of their grammars. Any thread may call it: up to `processes`
+    trials run at once, and further callers wait."""
+
+    def __init__(self, processes: int = PROCESSES) -> None:
+        self.processes = processes
+        self._all = [Trial() for _ in range(processes)]
+        self._idle: queue.LifoQueue[Trial] = queue.LifoQueue()
+        for trial in self._all:
+            self._idle.put(trial)
+        self._verdicts = Verdicts()
+
+    def refusal(self, grammar: str) -> str:
+        """The reason why a grammar can't be used, "" if it can. Raises Untried within
+        `remembered_only`."""
+        name = hashlib.sha256(grammar.encode()).digest()
+        if (known := self._verdicts.find(name)) is not None:
+            return known
+        if _remembered_only.get():
+            raise Untried
+        trial = self._idle.get()
+        try:
+            complaint = trial.complaint(grammar)
+        finally:
+            self._idle.put(trial)
+        self._verdicts.keep(name, complaint)
+        return complaint
+
+    def close(self) -> None:
+        for trial in self._all:
+            trial.close()
 
 
 class Trial:
-    """The process, started when it is first needed and again when a grammar ended it. Any thread
-    may ask; one is answered at a time."""
+    """One process, started when it is first needed and again when a grammar ended it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        self._passed: OrderedDict[bytes, None] = OrderedDict()
-        self._memory = threading.Lock()
-
-    def refusal(self, grammar: str) -> str:
-        """`complaint`, but of a grammar that passed lately, which need not wait for others."""
-        name = hashlib.sha256(grammar.encode()).digest()
-        with self._memory:
-            if name in self._passed:
-                self._passed.move_to_end(name)
-                return ""
-        said = self.complaint(grammar)
-        if not said:
-            with self._memory:
-                self._passed[name] = None
-                if len(self._passed) > REMEMBERED:
-                    self._passed.popitem(last=False)
-        return said
 
     def complaint(self, grammar: str) -> str:
-        """What is wrong with a grammar, "" if nothing is."""
+        """The fault of a grammar, "" if there is none. One call at a time."""
         with self._lock:
             process = self._running()
             assert process.stdin is not None and process.stdout is not None
@@ -80,7 +154,7 @@ class Trial:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is not None:
-            self._end()  # somebody else ended it
+            self._end()  # another process ended it
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
@@ -159,6 +233,8 @@ class _Bytes(TokenizerWrapper):
 
 
 def _main() -> None:
+    with suppress(OSError):
+        os.nice(NICE)
     with suppress(ValueError, OSError):  # no such limit on this system
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     threading.stack_size(STACK)
@@ -167,8 +243,8 @@ def _main() -> None:
     thread.join()
 
 
-TRIAL = Trial()
-atexit.register(TRIAL.close)
+TRIALS = Trials()
+atexit.register(TRIALS.close)
 
 if __name__ == "__main__":
     _main()

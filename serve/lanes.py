@@ -1,0 +1,59 @@
+"""Threads for requests before the engine has them: parsing, rendering, encoding. Small requests
+have threads of their own, so that none waits for a large one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from serve.errors import ApiError
+
+SMALL_BYTES = 64 << 10
+"""A body of up to so many bytes is small: it is parsed and encoded in milliseconds."""
+SMALL_THREADS = 4
+LARGE_THREADS = 1
+"""Large requests are prepared one by one: each takes memory, and time of a core."""
+LARGE_WAITING = 8
+"""Large bodies in memory at once, the one in work included."""
+RETRY_SECONDS = 2
+P = ParamSpec("P")
+Made = TypeVar("Made")
+
+
+class Lanes:
+    """Its methods belong to one asyncio loop."""
+
+    def __init__(self) -> None:
+        self._small = ThreadPoolExecutor(SMALL_THREADS, "specdec-small")
+        self._large = ThreadPoolExecutor(LARGE_THREADS, "specdec-large")
+        self._admitted = 0
+
+    @contextmanager
+    def admitted(self, size: int | None) -> Iterator[None]:
+        """Around reading a body of so many bytes, None where the client did not declare them.
+        Raises ApiError 429 where too many large ones are here already."""
+        large = size is None or size > SMALL_BYTES
+        if large and self._admitted >= LARGE_WAITING:
+            raise ApiError(
+                429,
+                f"{self._admitted} large requests are being read already: retry in a moment",
+                code="queue_full",
+                headers={"Retry-After": str(RETRY_SECONDS)},
+            )
+        self._admitted += large
+        try:
+            yield
+        finally:
+            self._admitted -= large
+
+    async def run(
+        self, size: int, make: Callable[P, Made], *args: P.args, **kwargs: P.kwargs
+    ) -> Made:
+        """`make` on a thread of its lane. size: of the request's body, in bytes."""
+        lane = self._small if size <= SMALL_BYTES else self._large
+        work = partial(make, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(lane, work)
