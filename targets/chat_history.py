@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,13 +38,14 @@ class _Pairs:
         """The calls of each message that calls, by its place."""
         self.found: set[int] = set()
         """Places of the results that have a call."""
-        self._last: list[_Call] = []
+        self._by_order: dict[tuple[bool, str | None], deque[_Call]] = {}
+        """Of the last message that calls: (those without an id alone?, of a name or all)."""
         self._waiting: dict[str, list[list[_Call]]] = {}  # by id: a list for each message
         self._answered: dict[str, _Call] = {}
         self._early: dict[str, list[tuple[int, Message]]] = {}  # results that came before a call
 
     def add_calls(self, at: int, calls: Iterable[Mapping[str, Any]]) -> None:
-        self._last = [
+        self.turns[at] = turn = [
             _Call(
                 call.get("id"),
                 call["function"].get("name"),
@@ -51,9 +53,12 @@ class _Pairs:
             )
             for call in calls
         ]
-        self.turns[at] = self._last
+        self._by_order = {}
         here: dict[str, list[_Call]] = {}
-        for call in self._last:
+        for call in turn:
+            for name in (None, call.name):
+                for without_id in (False, True) if call.id is None else (False,):
+                    self._by_order.setdefault((without_id, name), deque()).append(call)
             if call.id is None:
                 continue
             here.setdefault(call.id, []).append(call)
@@ -73,18 +78,17 @@ class _Pairs:
                 waiting.pop()
         elif own is not None and own in self._answered:
             self._pair(at, result, self._answered[own])
-        elif (call := self._by_order(own, result.get("name"))) is not None:
+        elif (call := self._next(own is not None, result.get("name"))) is not None:
             self._pair(at, result, call)
         elif own is not None:
             self._early.setdefault(own, []).append((at, result))
 
-    def _by_order(self, own: str | None, name: str | None) -> _Call | None:
-        fitting = [
-            call
-            for call in self._last
-            if (own is None or call.id is None) and name in (None, call.name)
-        ]
-        return next((call for call in fitting if not call.results), next(iter(fitting[-1:]), None))
+    def _next(self, without_id: bool, name: str | None) -> _Call | None:
+        """The first that waits, else the last."""
+        calls = self._by_order.get((without_id, name), deque[_Call]())
+        while len(calls) > 1 and calls[0].results:
+            calls.popleft()
+        return calls[0] if calls else None
 
     def _pair(self, at: int, result: Message, call: _Call) -> None:
         if result.get("tool_call_id") is None or call.id is None:
@@ -144,10 +148,12 @@ def read_arguments(value: str | dict[str, Any]) -> str | dict[str, Any]:
         return {}
     try:
         read = json.loads(value)
-        json.dumps(read, ensure_ascii=False).encode()  # half of a character can't be
+        if "\\u" in value:
+            json.dumps(read, ensure_ascii=False).encode()  # half of a character can't be
     except (ValueError, RecursionError):
         return value
-    return read if isinstance(read, dict) and not _deeper(read, DEEPEST) else value
+    deep = value.count("{") + value.count("[") > DEEPEST and _deeper(read, DEEPEST)
+    return read if isinstance(read, dict) and not deep else value
 
 
 def _deeper(value: Any, levels: int) -> bool:

@@ -80,6 +80,9 @@ def test_results_reach_the_prompt(tokenizer, messages):
         ([call("c", "c"), result("c", "1"), result("c", "2")], ["calls", "1", "2"]),
         ([call("c"), USER, call("c"), result("c", "2")], ["calls", "Go on", "calls", "2"]),
         ([call(None), said("x"), result("c", "R")], ["calls", "R", "x"]),
+        ([call(None, None), result(None, "1"), result("c", "2")], ["calls", "1", "2"]),
+        ([call("a", "b"), result("b", "B"), result(None, "A")], ["calls", "A", "B"]),
+        ([call("a"), result(None, "1"), result(None, "2", name="f")], ["calls", "1", "2"]),
         ([call("a", "b"), said("x"), result(None, "R")], ["calls", "R", "x"]),
     ],
 )
