@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 """JSON's."""
-SPARE_CONTAINERS = 10_000
+SPARE_CONTAINERS = 50_000
 """Objects and arrays that a body may hold beyond the tokens of a context: each message, tool or
 property that a prompt shows is at least one token of it."""
 DRAINED = 64 * 2**20
@@ -57,11 +57,12 @@ async def read_request(request: Request, model: type[Wire], context: Context, li
         request.state.size = len(body)
         if len(body) <= SMALL_BYTES:
             return parse(model, body)
-        most = context.max_len + SPARE_CONTAINERS
-        return await context.lanes.run(len(body), _checked, model, body, most)
+        return await context.lanes.run(len(body), parse_bounded, model, body, context.max_len)
 
 
-def _checked(model: type[Wire], body: bytes, most: int) -> Wire:
+def parse_bounded(model: type[Wire], body: bytes, max_len: int) -> Wire:
+    """`parse`, after a count of the body's objects and arrays. max_len: the context, in tokens."""
+    most = max_len + SPARE_CONTAINERS
     if _containers(body) > most and (count := _containers(STRINGS.sub(b"", body))) > most:
         parse(AnyObject, body)  # a fault of its form comes first
         raise ApiError(

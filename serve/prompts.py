@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
 
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
 from specdec.core.prediction import PredictedText
+from targets.chat_template import RenderedTooLong
 from targets.tokenizer import bare_ids
+
+SLACK = 2
+"""Rendering stops at so many times the characters that a context can hold: marks that protect
+control tokens are rendered too."""
 
 
 def encode(
@@ -45,7 +52,13 @@ def chat_ids(request: ChatRequest, tokenizer: ServedTokenizer, max_len: int) -> 
     if request.add_generation_prompt is False:
         values["add_generation_prompt"] = False
     messages = [message.for_template() for message in request.messages]
-    pieces = tokenizer.chat_pieces(messages, bool(request.continue_final_message), **values)
+    most = SLACK * max_len * tokenizer.longest_token
+    try:
+        goes_on = bool(request.continue_final_message)
+        pieces = tokenizer.chat_pieces(messages, goes_on, max_characters=most, **values)
+    except RenderedTooLong:
+        least = f"the prompt has more than {SLACK * max_len} tokens"
+        raise _too_long(least, max_len, "messages") from None
     check_size(sum(len(piece.encode()) for piece in pieces), tokenizer, max_len, "messages")
     return tokenizer.encode_pieces(pieces)
 
@@ -80,10 +93,44 @@ def check_sizes(
             size = len(prompt.encode()) if isinstance(prompt, str) else 0
             check_size(size, tokenizer, max_len, "prompt")
         return
-    size = sum(len((message.content or "").encode()) for message in request.messages)
-    check_size(size, tokenizer, max_len, "messages")
     if len(request.messages) >= max_len:
         raise _too_long(f"{len(request.messages)} messages are as many tokens", max_len, "messages")
+    most = max_len * tokenizer.longest_token
+    for param, values in _written(request).items():
+        size = 0
+        for value in values:
+            size += written_bytes(value, most - size)
+            check_size(size, tokenizer, max_len, param)
+
+
+def _written(request: ChatRequest) -> dict[str, Iterator[Any]]:
+    """What templates write of a chat, by parameter. Thoughts of earlier turns are left out: most
+    templates cut them."""
+    calls = (call for message in request.messages for call in message.tool_calls or ())
+    functions = (tool.function for tool in request.tools or ())
+    return {
+        "messages": chain(
+            (message.content for message in request.messages),
+            (call.function.arguments for call in calls),
+        ),
+        "tools": (part for f in functions for part in (f.name, f.description, f.parameters)),
+        "chat_template_kwargs": iter((request.chat_template_kwargs,)),
+    }
+
+
+def written_bytes(value: Any, most: int) -> int:
+    """Bytes of all texts and keys in a JSON value, counted until they exceed `most`."""
+    size, left = 0, [value]
+    while left and size <= most:
+        part = left.pop()
+        if isinstance(part, str):
+            size += len(part.encode(errors="surrogatepass"))
+        elif isinstance(part, dict):
+            left += part.keys()
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+    return size
 
 
 def check_size(size: int, tokenizer: ServedTokenizer, max_len: int, param: str) -> None:

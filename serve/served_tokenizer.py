@@ -35,6 +35,7 @@ class ServedTokenizer(Protocol):
         self,
         messages: list[dict[str, Any]],
         continue_final: bool = False,
+        max_characters: int | None = None,
         **template_kwargs: Any,
     ) -> list[str]: ...
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from serve.body import body_schema, errors_of, read_body, read_request
+from serve.body import body_schema, errors_of, parse_bounded, read_body, read_request
 from serve.chat_schema import ChatRequest
 from serve.generation import Context
 from serve.prompts import chat_ids, check_ids, check_size, check_sizes
@@ -63,7 +63,7 @@ def token_routes(context: Context, max_body: int) -> APIRouter:
 
 def _tokenized(context: Context, body: bytes) -> tuple[list[int], list[str] | None]:
     tokenizer = context.tokenizer
-    if _is_chat(body):
+    if parse_bounded(_Either, body, context.max_len).messages is not None:
         chat = parse(ChatRequest, body)
         context.check_model(chat.model)
         check_sizes(chat, tokenizer, context.max_len)
@@ -79,7 +79,3 @@ def _tokenized(context: Context, body: bytes) -> tuple[list[int], list[str] | No
 
 class _Either(BaseModel):
     messages: Any = None
-
-
-def _is_chat(body: bytes) -> bool:
-    return parse(_Either, body).messages is not None

@@ -9,6 +9,7 @@ from typing import Any
 
 from specdec.core.errors import UserError
 from targets.chat_history import Message, alternating, in_words, paired, text_of
+from targets.chat_template import RenderedTooLong
 from targets.chat_text import ControlTokens
 
 log = logging.getLogger("specdec.chat")
@@ -43,6 +44,8 @@ class ChatPrompt:
                 pieces = self._pieces(form(given))
             except RecursionError:
                 raise UserError("the messages or the tools are nested too deeply") from None
+            except RenderedTooLong:
+                raise
             except UserError as problem:
                 refused = refused or problem
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -17,14 +18,24 @@ import jinja2.sandbox
 from specdec.core.errors import UserError
 
 
+class RenderedTooLong(UserError):
+    """A chat's text is longer than its caller has room for: rendering stopped there."""
+
+
 class ChatTemplate:
     def __init__(self, text: str | None) -> None:
         """text: in Jinja's language; None: the checkpoint has no template."""
         self.text = text
 
-    def render(self, messages: list[dict[str, Any]], values: dict[str, Any]) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        values: dict[str, Any],
+        max_characters: int | None = None,
+    ) -> str:
         """The prompt text of a chat, with the header of the model's turn unless the values say
-        otherwise. Raises UserError where there is no template or it refuses the messages."""
+        otherwise. Raises UserError where there is no template or it refuses the messages, and
+        RenderedTooLong once the text has more than `max_characters`."""
         if self.text is None:
             raise UserError(
                 "this checkpoint has no chat template (no chat_template.jinja, no chat_template "
@@ -33,7 +44,7 @@ class ChatTemplate:
         # templates test these by `is not none`, as transformers gives them
         values = {"tools": None, "documents": None, "add_generation_prompt": True, **values}
         try:
-            return self._compiled.render(messages=messages, **values)
+            return _joined(self._compiled.generate(messages=messages, **values), max_characters)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise UserError(
                 f"the checkpoint's chat template refuses these messages: {error}; "
@@ -44,6 +55,16 @@ class ChatTemplate:
     def _compiled(self) -> jinja2.Template:
         """Compiled once: that takes longer than rendering most chats."""
         return _environment().from_string(self.text or "")
+
+
+def _joined(parts: Iterable[str], most: int | None) -> str:
+    kept, size = [], 0
+    for part in parts:
+        kept.append(part)
+        size += len(part)
+        if most is not None and size > most:
+            raise RenderedTooLong(f"the rendered chat has more than {most} characters")
+    return "".join(kept)
 
 
 def read_template(path: Path, settings: dict[str, Any]) -> str | None:

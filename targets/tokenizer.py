@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -144,13 +144,20 @@ class Tokenizer:
             return ids
         return [self.bos_id, *ids]
 
-    def render(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        max_characters: int | None = None,
+        **template_kwargs: Any,
+    ) -> str:
         """The prompt text of a chat, from the checkpoint's own template.
 
         Ends with the header of the model's turn unless `add_generation_prompt=False`.
-        Raises UserError when there is no template or the template refuses the messages.
+        Raises UserError when there is no template or the template refuses the messages, and
+        RenderedTooLong beyond `max_characters`.
         """
-        return self._template.render(messages, {**self._special, **template_kwargs})
+        values = {**self._special, **template_kwargs}
+        return self._template.render(messages, values, max_characters)
 
     def encode_chat(
         self,
@@ -165,6 +172,7 @@ class Tokenizer:
         self,
         messages: list[dict[str, Any]],
         continue_final: bool = False,
+        max_characters: int | None = None,
         **template_kwargs: Any,
     ) -> list[str]:
         """A rendered chat, in the pieces that are encoded one by one.
@@ -174,7 +182,8 @@ class Tokenizer:
         continue_final: the prompt ends with the last message's text, as it is, so that the model
         goes on with it.
         """
-        prompt = ChatPrompt(self.render, self._control_tokens, template_kwargs, continue_final)
+        render = partial(self.render, max_characters=max_characters)
+        prompt = ChatPrompt(render, self._control_tokens, template_kwargs, continue_final)
         return prompt.pieces(messages)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:

@@ -33,7 +33,11 @@ class CharTokenizer:
         return self.encode("".join(pieces))
 
     def chat_pieces(
-        self, messages: list[dict[str, Any]], continue_final: bool = False, **template_kwargs: Any
+        self,
+        messages: list[dict[str, Any]],
+        continue_final: bool = False,
+        max_characters: int | None = None,
+        **template_kwargs: Any,
     ) -> list[str]:
         if messages[0]["role"] == "assistant":
             raise UserError("the chat template refuses these messages: start with a user turn")

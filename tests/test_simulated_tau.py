@@ -142,6 +142,7 @@ def of_the_row_after(learn, seed, features, chosen, accepted, live):
         pytest.param(of_the_row_after, 0.98, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.usefixtures("traced_anew")
 def test_a_wrong_state_costs_an_assistant_its_tau(mistake, at_most, monkeypatch) -> None:
     """Texts stay what they are; so it is here that a loop which hands on another state is seen;
     test_assistant_drafter.py tells it by the guesses too."""
