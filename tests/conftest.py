@@ -26,7 +26,7 @@ settings.load_profile("shared")
 LONGEST = (
     *("simulated_tau", "warm", "lossless", "lossless_mini", "auto", "constraints", "mesh"),
     *("long_context", "cuda_lossless", "hosts", "eagle3_training", "long_cache", "serve_agents"),
-    *("cuda_parity", "speculation_off", "pretrain", "cli_cuda", "cuda_kernels", "record"),
+    *("cuda_parity", "speculation_off", "pretrain", "cli_cuda", "cuda_machine_code", "record"),
     *("parity", "eagle3_cuda", "random_mesh", "door", "cli_drafting", "sampling", "script"),
     *("eagle3_drafter", "serve_drain", "four_bits", "compile", "assistant_head"),
     *("assistant_files", "assistant_drafter", "eagle3_loss", "eagle3_inputs", "serve_loading"),
