@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -106,7 +107,9 @@ def pytest_unconfigure(config) -> None:
 
 
 def pytest_addoption(parser) -> None:
-    """What `pytest -m campaign` can be told, see test_campaign.py."""
+    """Another schedule of emulated kernels, and what `pytest -m campaign` can be told, see
+    test_campaign.py."""
+    parser.addoption("--schedule", type=int, default=0, help="other orders of emulated threads")
     group = parser.getgroup("campaign", "a random campaign")
     group.addoption("--seconds", type=float, default=60.0, help="draw new cases for so long")
     group.addoption("--seed", type=int, default=0, help="of the cases that are drawn")
@@ -222,6 +225,13 @@ def few_samples(monkeypatch):
     for name, value in {"STEPS": 3, "CYCLE_SAMPLES": 2, "FIRST_TOKENS": 2}.items():
         monkeypatch.setattr(f"specdec.bench.timing.{name}", value)
     monkeypatch.setattr("targets.cuda.roofline.GROUPS", 3)
+
+
+@pytest.fixture(autouse=True)
+def schedules(request) -> None:
+    """In which orders emulated kernels' threads run is the test's own, whatever ran before it."""
+    if emulated := sys.modules.get("tests.emulated"):
+        emulated.begin_schedules(f"{request.node.nodeid} {request.config.option.schedule}")
 
 
 @pytest.fixture

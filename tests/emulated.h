@@ -1,7 +1,10 @@
 // CUDA's words for a CPU: a cluster's threads are fibers, of which one runs until it waits for others.
 //
 // Who runs next is drawn, and so is whether an asynchronous copy is done at once or when it is waited for: a missing
-// barrier shows. Memory that nobody has written is not a number. What emulated.py makes of inline PTX ends here too.
+// barrier shows. A launch draws an order of its warps, and the first of them that can runs: warps then drift apart as
+// far as barriers let them, which turns of all alike hardly do (probabilistic concurrency testing, Burckhardt et al.
+// 2010). Memory that nobody has written is not a number. What emulated.py makes of inline PTX ends here too.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -56,7 +59,8 @@ struct Fiber {
   Cta* cta;
   dim3 index;
   unsigned since;  // turns of the cluster's barrier
-  int place;       // among those that are ready
+  int warp;        // its place in the order of warps
+  int place;       // among those of its warp that are ready
   bool begun;
   std::vector<Copy> open;                  // since the last group of copies
   std::vector<std::vector<Copy>> groups;   // on their way
@@ -73,6 +77,7 @@ struct Meeting {
 struct Barrier {
   int expected, missing, bytes;
   unsigned phase;
+  std::vector<int> waiting;
 };
 struct Bulk {
   unsigned to, bytes, barrier;
@@ -88,10 +93,11 @@ struct Cta {
   std::vector<Bulk> bulks;
 };
 static std::vector<Fiber> fibers;
-static std::vector<int> ready;
+static std::vector<std::vector<int>> ready;  // by the order of warps
+static std::vector<int> order;  // of the warps
 static std::vector<Cta> ctas;  // of the cluster
 static Meeting cluster;
-static int running, left;  // threads that have not ended
+static int running, left, waiting;  // threads that have not ended, and those of them that wait
 static ucontext_t outside;
 static char* stacks;
 static std::minstd_rand random_draw;
@@ -100,18 +106,50 @@ static std::function<void()> body;
 
 inline Cta& here() { return *fibers[running].cta; }
 
+constexpr unsigned kUniform = 16;  // turns, of which one is anybody's
+
 inline void make_ready(int fiber) {
-  fibers[fiber].place = ready.size();
-  ready.push_back(fiber);
+  std::vector<int>& warp = ready[fibers[fiber].warp];
+  fibers[fiber].place = warp.size(), waiting--;
+  warp.push_back(fiber);
 }
 inline void take_out(int fiber) {
+  std::vector<int>& warp = ready[fibers[fiber].warp];
   const int place = fibers[fiber].place;
-  ready[place] = ready.back(), fibers[ready[place]].place = place;
-  ready.pop_back();
+  warp[place] = warp.back(), fibers[warp[place]].place = place, waiting++;
+  warp.pop_back();
+}
+inline void settle(Barrier& barrier) {
+  if (barrier.missing || barrier.bytes) return;
+  barrier.missing = barrier.expected, barrier.phase++;
+  for (int fiber : std::exchange(barrier.waiting, {})) make_ready(fiber);
+}
+inline bool bring_a_copy(Cta& cta) {  // one of those on their way, the last first or not
+  if (cta.bulks.empty()) return false;
+  std::swap(cta.bulks[random_draw() % cta.bulks.size()], cta.bulks.back());
+  const Bulk bulk = cta.bulks.back();
+  cta.bulks.pop_back();
+  Barrier& barrier = cta.barriers.at(bulk.barrier);
+  memcpy(cta.memory + bulk.to, bulk.from, bulk.bytes);
+  barrier.bytes -= bulk.bytes;
+  settle(barrier);
+  return true;
+}
+inline void bring_copies_until_one_is_ready() {
+  while (waiting == int(fibers.size())) {
+    bool brought = false;
+    for (size_t i = 0, first = random_draw(); i < ctas.size() && !brought; i++) brought = bring_a_copy(ctas[(first + i) % ctas.size()]);
+    if (!brought) fputs("all threads wait for one another\n", stderr), abort();
+  }
 }
 inline int next_fiber() {
-  if (ready.empty()) fputs("all threads wait for one another\n", stderr), abort();
-  return ready[random_draw() % ready.size()];
+  bring_copies_until_one_is_ready();
+  unsigned nth = random_draw() % kUniform ? 0 : random_draw() % (fibers.size() - waiting);
+  for (const std::vector<int>& warp : ready) {
+    if (nth < warp.size()) return warp[random_draw() % warp.size()];
+    nth -= warp.size();
+  }
+  abort();
 }
 inline void go_on(int next) {
   running = next;
@@ -166,15 +204,21 @@ inline void begin_fiber(Fiber& fiber, int index, Cta& cta) {
   fiber.context.uc_stack.ss_sp = stacks + (&fiber - fibers.data()) * kStack, fiber.context.uc_stack.ss_size = kStack;
   makecontext(&fiber.context, run_fiber, 0);
 }
+inline void draw_order(int warps) {
+  order.resize(warps);
+  for (int i = 0; i < warps; i++) order[i] = i;
+  std::shuffle(order.begin(), order.end(), random_draw);
+}
 inline void run_cluster(dim3 first, int count, int threads) {
+  const int warps = (threads + 31) / 32;
   ctas.clear(), ctas.resize(count), cluster = {};
   fibers.resize(count * threads);
   for (int c = 0; c < count; c++) {
     ctas[c].block = {first.x + c, first.y, first.z}, ctas[c].rank = c, ctas[c].memory = shared_memory(c);
     for (int i = 0; i < threads; i++) begin_fiber(fibers[c * threads + i], i, ctas[c]);
   }
-  ready.clear(), left = fibers.size();
-  for (int i = 0; i < left; i++) make_ready(i);
+  ready.assign(order.size(), {}), left = waiting = fibers.size();
+  for (int i = 0; i < left; i++) fibers[i].warp = order[i / threads * warps + i % threads / 32], make_ready(i);
   bool volatile begun = false;
   getcontext(&outside);
   if (!begun) begun = true, go_on(next_fiber());
@@ -183,10 +227,14 @@ inline void run_grid(const int* grid, int threads, unsigned seed, int of_cluster
   // all at once, and given back: a process may have so many pieces of memory, and has many kernels
   const std::unique_ptr<char[]> room(new char[size_t(threads) * of_cluster * kStack]);
   random_draw.seed(seed), body = kernel, stacks = room.get();
+  draw_order(of_cluster * ((threads + 31) / 32));
   gridDim = {grid[0], grid[1], grid[2]}, blockDim = {threads, 1, 1};
+  std::vector<dim3> firsts;
   for (int z = 0; z < grid[2]; z++)
     for (int y = 0; y < grid[1]; y++)
-      for (int x = 0; x < grid[0]; x += of_cluster) run_cluster({x, y, z}, of_cluster, threads);
+      for (int x = 0; x < grid[0]; x += of_cluster) firsts.push_back({x, y, z});
+  std::shuffle(firsts.begin(), firsts.end(), random_draw);
+  for (const dim3& first : firsts) run_cluster(first, of_cluster, threads);
 }
 
 // ---- What threads do together
@@ -288,37 +336,27 @@ inline unsigned clock_of_cuda() {
   static unsigned now;
   return now += 16;
 }
-inline void settle(Barrier& barrier) {
-  if (!barrier.missing && !barrier.bytes) barrier.missing = barrier.expected, barrier.phase++;
-}
 inline void arrive_at(unsigned at, int bytes = 0) {
   Barrier& barrier = here().barriers.at(at);
   barrier.bytes += bytes, barrier.missing--;
   settle(barrier);
 }
-inline void arrive_bulk(const Bulk& bulk) {
-  Barrier& barrier = here().barriers.at(bulk.barrier);
-  memcpy(shared_at<char>(bulk.to), bulk.from, bulk.bytes);
-  barrier.bytes -= bulk.bytes;
-  settle(barrier);
-}
 inline void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   here().bulks.push_back({to, bytes, barrier, from});
 }
-inline bool has_passed(unsigned at, unsigned parity) {  // who asks often enough lets copies arrive, the last first or not
-  if (here().barriers.at(at).phase % 2 != parity) return true;
-  auto& bulks = here().bulks;
-  if (!bulks.empty() && random_draw() % 2) {
-    std::swap(bulks[random_draw() % bulks.size()], bulks.back());
-    const Bulk bulk = bulks.back();
-    bulks.pop_back();
-    arrive_bulk(bulk);
-  }
+inline bool passed(unsigned at, unsigned parity) { return here().barriers.at(at).phase % 2 != parity; }
+inline bool has_passed(unsigned at, unsigned parity) {  // who asks often enough lets copies arrive
+  if (passed(at, parity)) return true;
+  if (random_draw() % 2) bring_a_copy(here());
   others_turn();
-  return here().barriers.at(at).phase % 2 != parity;
+  return passed(at, parity);
 }
 inline void await_barrier(unsigned at, unsigned parity) {
-  while (!has_passed(at, parity)) {}
+  while (!has_passed(at, parity)) {
+    here().barriers.at(at).waiting.push_back(running);
+    take_out(running);
+    others_turn();
+  }
 }
 
 // ---- Numbers

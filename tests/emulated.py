@@ -7,14 +7,18 @@ is. For kernels whose inline PTX `SAID` knows.
 from __future__ import annotations
 
 import ctypes
+import getpass
+import hashlib
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from random import Random
+from tempfile import TemporaryDirectory, gettempdir, mkdtemp
 from typing import Any
 
 import pytest
@@ -26,9 +30,12 @@ from targets.cuda.kernels import Gpu
 from targets.cuda.launch import SOURCES, Variant
 
 HEADER = Path(__file__).with_suffix(".h")
-FLAGS = "-O1 -std=c++20 -shared -fPIC -fno-strict-aliasing -ffp-contract=off -fno-gnu-unique -w"
+FLAGS = "-O1 -std=c++20 -fPIC -fno-strict-aliasing -ffp-contract=off -fno-gnu-unique -w"
 """A product and a sum are one rounding only where the source says so, and what a function keeps is
 of its own library, not of all that are loaded."""
+KEPT = Path(gettempdir(), f"specdec-emulated-{getpass.getuser()}")
+"""Where compiled kernels stay, for other processes too, until something of them changes: they take
+three times as long to compile as to run."""
 FRAGMENTS = "({d}, {{{{{i0}, {i1}, {i2}, {i3}}}, {{{i4}, {i5}}}}})"
 SAID = {
     r"griddepcontrol|cp\.async\.bulk\.prefetch|fence": "",
@@ -43,7 +50,7 @@ SAID = {
     r"st\.shared::cluster\.u32": "*shared_at<unsigned>({i0}) = {i1}",
     r"st\.shared::cluster\.u64": "*shared_at<unsigned long long>({i0}) = {i1}",
     r"st\.shared::cluster\.f32": "*shared_at<float>({i0}) = {i1}",
-    r"mbarrier\.init": "here().barriers[{i0}] = {{int{i1}, int{i1}, 0, 0}}",
+    r"mbarrier\.init": "here().barriers[{i0}] = {{int{i1}, int{i1}, 0, 0, {{}}}}",
     r"mbarrier\.arrive\.expect_tx": "arrive_at({i0}, {i1})",
     r"mbarrier\.arrive": "arrive_at({i0})",
     r".*mbarrier\.try_wait": "await_barrier({i0}, {i1})",
@@ -92,11 +99,16 @@ SAID = {
     r"mma\.sync.*\.m16n8k32.*\.s8\.s8\.": "mma_of_bytes" + FRAGMENTS,
 }
 """What PTX begins with, and what it is in C++: o, i: its outputs and inputs; d: all outputs."""
-_seeds, _statics = count(1), count()
+_seeds = Random(0)
+
+
+def begin_schedules(test: str) -> None:
+    """Orders of threads that are this test's, whatever ran before it."""
+    _seeds.seed(test)
 
 
 class Launcher(launch.Launcher):
-    """For tensors of the CPU. Each launch has another order."""
+    """For tensors of the CPU. Each launch has another order of its threads."""
 
     def __init__(self) -> None:
         """There is no library of compiled kernels."""
@@ -106,7 +118,7 @@ class Launcher(launch.Launcher):
     ) -> None:
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         kernel = getattr(_library(variant), f"emulate_{name}")
-        kernel(pointers, (ctypes.c_int * 3)(*grid), threads, next(_seeds))
+        kernel(pointers, (ctypes.c_int * 3)(*grid), threads, _seeds.getrandbits(31))
 
 
 class Kernels(kernels.Kernels):
@@ -118,15 +130,41 @@ class Kernels(kernels.Kernels):
 
 @cache
 def _library(variant: Variant) -> ctypes.CDLL:
+    source = as_cpp(variant)
+    binary = KEPT / f"{variant.file}-{_digest(source + _header().name)}.so"
+    if not binary.is_file():
+        with TemporaryDirectory(dir=KEPT) as folder:
+            made = Path(folder, "kernel.so")
+            _compile(source, f"-I{_header()}", "-shared", "-o", str(made), "-x", "c++", "-")
+            made.replace(binary)
+    return ctypes.CDLL(str(binary))
+
+
+@cache
+def _header() -> Path:
+    """A folder with the header, compiled: that is a third of each kernel's time."""
+    text = HEADER.read_text()
+    kept = KEPT / _digest(text + FLAGS)
+    if not kept.is_dir():
+        KEPT.mkdir(parents=True, exist_ok=True)
+        folder = Path(mkdtemp(dir=KEPT))
+        copy = folder / HEADER.name
+        copy.write_text(text)
+        _compile("", "-o", f"{copy}.gch", "-x", "c++-header", str(copy))
+        with suppress(OSError):  # another process was first
+            folder.rename(kept)
+    return kept
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _compile(source: str, *options: str) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++ to emulate kernels with")
-    with TemporaryDirectory() as folder:
-        source, binary = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
-        source.write_text(as_cpp(variant))
-        command = [compiler, *FLAGS.split(), f"-I{HEADER.parent}", "-o", str(binary), str(source)]
-        subprocess.run(command, check=True)
-        return ctypes.CDLL(str(binary))
+    subprocess.run([compiler, *FLAGS.split(), *options], input=source, text=True, check=True)
 
 
 def as_cpp(variant: Variant) -> str:
@@ -134,15 +172,17 @@ def as_cpp(variant: Variant) -> str:
     macros = [f"#define {name} {value}" for name, value in variant.macros]
     text = re.sub(r"#pragma.*", "", _included(variant.source, set()))
     text = re.sub(r"extern __shared__ .*?(\w+) (\w+)\[\];", r"\1* \2 = (\1*)here().memory;", text)
-    text = re.sub(r"__shared__ (?:__align__\(\d+\) )?(\w+) ([^;]+);", _static, text)
+    numbers = count()
+    statics = r"__shared__ (?:__align__\(\d+\) )?(\w+) ([^;]+);"
+    text = re.sub(statics, lambda match: _static(match, next(numbers)), text)
     entries = re.findall(r'extern "C" __global__ void([^{]*?)(\w+)\(((?:[^()])*)\) \{', text)
     lines = [f'#include "{HEADER.name}"', *macros, _translated(text)]
     return "\n".join([*lines, *(_entry(*entry) for entry in entries)])
 
 
-def _static(match: re.Match[str]) -> str:
+def _static(match: re.Match[str], number: int) -> str:
     """Variables of a CTA, in a place of its shared memory that is theirs alone."""
-    number, names = next(_statics), re.findall(r"(\w+)(?:\[[^,]*)?", match[2])
+    names = re.findall(r"(\w+)(?:\[[^,]*)?", match[2])
     given = " ".join(f"auto& {name} = shared_{number}.{name};" for name in names)
     kind = f"struct Shared_{number} {{ {match[1]} {match[2]}; }};"
     place = f"auto& shared_{number} = shared_static<Shared_{number}>({number});"

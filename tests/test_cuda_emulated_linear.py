@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from targets.cuda import gemm, tiles
 from targets.cuda.gemm import Gemm
 from tests.card import as_input, error, rounded
 from tests.emulated import Launcher
 from tests.emulated_weights import KINDS, drawn, randn
 
-SHAPES = [(96, 352, "plain"), (176, 768, "row_parallel")]
+SHAPES = [(176, 1056, "plain"), (176, 2304, "row_parallel")]
+"""Of two passes of three steps or more."""
+ONE_STEP = 96, 352, "plain"
+"""Whose sums lie where its only step was."""
 PROCESSORS = 2
+RING_BYTES = 24 << 10
+"""Of a ring of two or three stages, which turns."""
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +38,22 @@ def same_and_near(linear: Gemm, kind: str, shape: tuple[int, int, str], counts) 
         assert torch.equal(few, whole[-rows:]), rows
 
 
-def test_a_row_is_itself(linear):
+@pytest.mark.parametrize("shape", [SHAPES[0], ONE_STEP], ids=["two-passes", "one-step"])
+def test_a_row_is_itself(linear, shape):
+    same_and_near(linear, "int4", shape, (5, 1))
+
+
+def test_a_row_is_itself_where_the_ring_turns(linear, monkeypatch):
+    monkeypatch.setattr(gemm, "RING_BYTES", RING_BYTES)
     same_and_near(linear, "int4", SHAPES[0], (5, 1))
+
+
+def test_shapes_have_what_they_are_for():
+    """Whatever else decides of a schedule."""
+    for n, k, layout in SHAPES:
+        plan = tiles.schedule(n, k, "int4", layout, tiles.k_groups(n, layout), PROCESSORS)
+        assert plan.passes == 2 and plan.steps >= 3
+        assert gemm.few_stages(plan, "int4", 1)[0] > plan.steps
 
 
 @pytest.mark.slow
