@@ -228,10 +228,14 @@ def few_samples(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def schedules(request) -> None:
-    """In which orders emulated kernels' threads run is the test's own, whatever ran before it."""
-    if emulated := sys.modules.get("tests.emulated"):
-        emulated.begin_schedules(f"{request.node.nodeid} {request.config.option.schedule}")
+def emulation(request) -> Iterator[None]:
+    """Of kernels: schedules and memory are each test's own."""
+    emulated = sys.modules.get("tests.emulated")
+    if emulated is None or "_emulated_" not in request.path.stem:
+        yield
+        return
+    with emulated.one_test(f"{request.node.nodeid} {request.config.option.schedule}"):
+        yield
 
 
 @pytest.fixture

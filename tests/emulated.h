@@ -3,7 +3,8 @@
 // Who runs next is drawn, and so is whether an asynchronous copy is done at once or when it is waited for: a missing
 // barrier shows. A launch draws an order of its warps, and the first of them that can runs: warps then drift apart as
 // far as barriers let them, which turns of all alike hardly do (probabilistic concurrency testing, Burckhardt et al.
-// 2010). Memory that nobody has written is not a number. What emulated.py makes of inline PTX ends here too.
+// 2010). What earlier kernels write that may still run is not a number until all threads wait for them, or one another
+// (early_starts.py); of clusters, half are as if those had ended. Memory that nobody has written is not a number. What emulated.py makes of inline PTX ends here too.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -49,6 +50,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 struct Copy {
   char* to;  // null: it is there
   const char* from;
+  std::vector<char> early;  // what was read, of one that was asked for before the wait for earlier kernels
 };
 constexpr size_t kStack = 128 << 10, kDynamic = 228 << 10, kShared = 320 << 10;  // bytes
 constexpr int kPeer = 24;  // an address of shared memory has the number of another CTA, from 1 on, above so many bits
@@ -61,7 +63,7 @@ struct Fiber {
   unsigned since;  // turns of the cluster's barrier
   int warp;        // its place in the order of warps
   int place;       // among those of its warp that are ready
-  bool begun;
+  bool begun, waited;  // for earlier kernels
   std::vector<Copy> open;                  // since the last group of copies
   std::vector<std::vector<Copy>> groups;   // on their way
 };
@@ -82,6 +84,25 @@ struct Barrier {
 struct Bulk {
   unsigned to, bytes, barrier;
   const void* from;
+  std::vector<char> early;
+};
+// Memory that earlier kernels write which may still run: until this one's wait is over, or after it too.
+struct Hidden {
+  char* at;
+  int64_t bytes, to_the_end;
+};
+struct Watched {  // and how it was when this kernel was launched
+  char* at;
+  int64_t bytes;
+  const char* before;
+};
+// What a kernel runs beside, and what came of it.
+struct Start {
+  const Hidden* hidden;
+  const Watched* watched;
+  int hidden_count, watched_count;
+  int waited, late;  // some thread has waited; some CTA let the next kernel start only after a wait
+  const char* failure;
 };
 struct Cta {
   dim3 block;
@@ -91,7 +112,12 @@ struct Cta {
   std::map<unsigned, Meeting> warps[32];   // by who takes part
   std::map<unsigned, Barrier> barriers;    // by address
   std::vector<Bulk> bulks;
+  bool waited, lets_early;                 // some thread for earlier kernels; some the next kernel, before its own wait
 };
+static Start* start_of_grid;
+static std::vector<int> at_wait;           // for earlier kernels
+static std::vector<std::vector<char>> kept;  // of hidden memory
+static bool is_early, is_first;            // earlier kernels may run still; of clusters
 static std::vector<Fiber> fibers;
 static std::vector<std::vector<int>> ready;  // by the order of warps
 static std::vector<int> order;  // of the warps
@@ -119,6 +145,43 @@ inline void take_out(int fiber) {
   warp[place] = warp.back(), fibers[warp[place]].place = place, waiting++;
   warp.pop_back();
 }
+inline void fill_with_no_numbers(char* at, size_t bytes) {  // by address, so that a half of a span is none either
+  for (size_t i = 0; i < bytes; i++) at[i] = reinterpret_cast<uintptr_t>(at + i) % 2 ? 0x7f : -1;
+}
+inline void fail(const char* why) {
+  start_of_grid->failure = why;
+  setcontext(&outside);
+}
+inline void hide() {
+  kept.clear();
+  for (int i = 0; i < start_of_grid->hidden_count; i++) {
+    const Hidden& part = start_of_grid->hidden[i];
+    kept.emplace_back(part.at, part.at + part.bytes);
+    if (is_early || part.to_the_end) fill_with_no_numbers(part.at, part.bytes);
+  }
+}
+inline void show(bool at_the_end) {
+  for (int i = 0; i < start_of_grid->hidden_count; i++) {
+    const Hidden& part = start_of_grid->hidden[i];
+    if (bool(part.to_the_end) != at_the_end) continue;
+    for (int64_t j = 0; !at_the_end && j < part.bytes; j++)
+      if (part.at[j] != (reinterpret_cast<uintptr_t>(part.at + j) % 2 ? 0x7f : -1)) fail("written before its wait, where an earlier kernel writes");
+    memcpy(part.at, kept[i].data(), part.bytes);
+  }
+}
+inline void check_that_nothing_is_written() {
+  for (int i = 0; i < start_of_grid->watched_count; i++) {
+    const Watched& part = start_of_grid->watched[i];
+    if (memcmp(part.at, part.before, part.bytes)) fail("written before the wait for earlier kernels");
+  }
+}
+inline void let_earlier_kernels_end() {
+  if (!is_early) return;
+  is_early = false;
+  show(false);
+  if (is_first && !start_of_grid->hidden[0].to_the_end) check_that_nothing_is_written();
+  for (int fiber : std::exchange(at_wait, {})) make_ready(fiber);
+}
 inline void settle(Barrier& barrier) {
   if (barrier.missing || barrier.bytes) return;
   barrier.missing = barrier.expected, barrier.phase++;
@@ -127,10 +190,10 @@ inline void settle(Barrier& barrier) {
 inline bool bring_a_copy(Cta& cta) {  // one of those on their way, the last first or not
   if (cta.bulks.empty()) return false;
   std::swap(cta.bulks[random_draw() % cta.bulks.size()], cta.bulks.back());
-  const Bulk bulk = cta.bulks.back();
+  const Bulk bulk = std::move(cta.bulks.back());
   cta.bulks.pop_back();
   Barrier& barrier = cta.barriers.at(bulk.barrier);
-  memcpy(cta.memory + bulk.to, bulk.from, bulk.bytes);
+  memcpy(cta.memory + bulk.to, bulk.early.empty() ? bulk.from : bulk.early.data(), bulk.bytes);
   barrier.bytes -= bulk.bytes;
   settle(barrier);
   return true;
@@ -139,7 +202,8 @@ inline void bring_copies_until_one_is_ready() {
   while (waiting == int(fibers.size())) {
     bool brought = false;
     for (size_t i = 0, first = random_draw(); i < ctas.size() && !brought; i++) brought = bring_a_copy(ctas[(first + i) % ctas.size()]);
-    if (!brought) fputs("all threads wait for one another\n", stderr), abort();
+    if (!brought && at_wait.empty()) fail("all threads wait for one another");
+    if (!brought) let_earlier_kernels_end();
   }
 }
 inline int next_fiber() {
@@ -184,6 +248,16 @@ inline const uint64_t* exchange(unsigned lanes, uint64_t value) {
   meet(at, __builtin_popcount(lanes));
   return brought;
 }
+inline void await_earlier_kernels() {
+  fibers[running].waited = here().waited = true;
+  if (!is_early) return;
+  at_wait.push_back(running);
+  take_out(running);
+  others_turn();
+}
+inline void let_next_kernel_start() {
+  if (!fibers[running].waited) here().lets_early = true;
+}
 inline void run_fiber() {
   body();
   take_out(running);
@@ -199,7 +273,7 @@ inline char* shared_memory(int cta) {
   return begin;
 }
 inline void begin_fiber(Fiber& fiber, int index, Cta& cta) {
-  fiber.cta = &cta, fiber.index = {index, 0, 0}, fiber.begun = false, fiber.open.clear(), fiber.groups.clear();
+  fiber.cta = &cta, fiber.index = {index, 0, 0}, fiber.begun = fiber.waited = false, fiber.open.clear(), fiber.groups.clear();
   getcontext(&fiber.context);
   fiber.context.uc_stack.ss_sp = stacks + (&fiber - fibers.data()) * kStack, fiber.context.uc_stack.ss_size = kStack;
   makecontext(&fiber.context, run_fiber, 0);
@@ -219,14 +293,24 @@ inline void run_cluster(dim3 first, int count, int threads) {
   }
   ready.assign(order.size(), {}), left = waiting = fibers.size();
   for (int i = 0; i < left; i++) fibers[i].warp = order[i / threads * warps + i % threads / 32], make_ready(i);
+  is_early = start_of_grid->hidden_count && random_draw() % 2;
+  hide();
   bool volatile begun = false;
   getcontext(&outside);
   if (!begun) begun = true, go_on(next_fiber());
+  if (start_of_grid->failure) return;
+  let_earlier_kernels_end();
+  show(true);
+  is_first = false;
+  for (const Cta& cta : ctas) {
+    start_of_grid->waited |= cta.waited;
+    start_of_grid->late |= cta.waited && !cta.lets_early;
+  }
 }
-inline void run_grid(const int* grid, int threads, unsigned seed, int of_cluster, std::function<void()> kernel) {
+inline void run_grid(const int* grid, int threads, unsigned seed, Start* start, int of_cluster, std::function<void()> kernel) {
   // all at once, and given back: a process may have so many pieces of memory, and has many kernels
   const std::unique_ptr<char[]> room(new char[size_t(threads) * of_cluster * kStack]);
-  random_draw.seed(seed), body = kernel, stacks = room.get();
+  random_draw.seed(seed), body = kernel, stacks = room.get(), start_of_grid = start, is_first = true;
   draw_order(of_cluster * ((threads + 31) / 32));
   gridDim = {grid[0], grid[1], grid[2]}, blockDim = {threads, 1, 1};
   std::vector<dim3> firsts;
@@ -234,7 +318,8 @@ inline void run_grid(const int* grid, int threads, unsigned seed, int of_cluster
     for (int y = 0; y < grid[1]; y++)
       for (int x = 0; x < grid[0]; x += of_cluster) firsts.push_back({x, y, z});
   std::shuffle(firsts.begin(), firsts.end(), random_draw);
-  for (const dim3& first : firsts) run_cluster(first, of_cluster, threads);
+  for (const dim3& first : firsts)
+    if (!start->failure) run_cluster(first, of_cluster, threads);
 }
 
 // ---- What threads do together
@@ -319,6 +404,7 @@ inline void copy_async(unsigned to, const void* from, int bytes = 16) {  // 0: z
   static const char zeros[16] = {};
   Copy copy = {shared_at<char>(to), bytes ? static_cast<const char*>(from) : zeros};
   if (random_draw() % 2) memcpy(std::exchange(copy.to, nullptr), copy.from, 16);
+  if (is_early) copy.early.assign(copy.from, copy.from + 16);
   fibers[running].open.push_back(copy);
 }
 inline void commit_copies() {
@@ -329,7 +415,7 @@ inline void await_copies(size_t but) {
   auto& groups = fibers[running].groups;
   for (; groups.size() > but; groups.erase(groups.begin()))
     for (const Copy& copy : groups.front())
-      if (copy.to) memcpy(copy.to, copy.from, 16);
+      if (copy.to) memcpy(copy.to, copy.early.empty() ? copy.from : copy.early.data(), 16);
 }
 
 inline unsigned clock_of_cuda() {
@@ -343,6 +429,8 @@ inline void arrive_at(unsigned at, int bytes = 0) {
 }
 inline void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   here().bulks.push_back({to, bytes, barrier, from});
+  const char* begin = static_cast<const char*>(from);
+  if (is_early) here().bulks.back().early.assign(begin, begin + bytes);
 }
 inline bool passed(unsigned at, unsigned parity) { return here().barriers.at(at).phase % 2 != parity; }
 inline bool has_passed(unsigned at, unsigned parity) {  // who asks often enough lets copies arrive

@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -21,6 +21,7 @@ from random import Random
 from tempfile import TemporaryDirectory, gettempdir, mkdtemp
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +29,8 @@ from targets.cuda import kernels, launch
 from targets.cuda.device import H200_BYTES_PER_CYCLE
 from targets.cuda.kernels import Gpu
 from targets.cuda.launch import SOURCES, Variant
+from tests import early_starts
+from tests.early_starts import Before, Starts
 
 HEADER = Path(__file__).with_suffix(".h")
 FLAGS = "-O1 -std=c++20 -fPIC -fno-strict-aliasing -ffp-contract=off -fno-gnu-unique -w"
@@ -38,7 +41,9 @@ KEPT = Path(gettempdir(), f"specdec-emulated-{getpass.getuser()}")
 three times as long to compile as to run."""
 FRAGMENTS = "({d}, {{{{{i0}, {i1}, {i2}, {i3}}}, {{{i4}, {i5}}}}})"
 SAID = {
-    r"griddepcontrol|cp\.async\.bulk\.prefetch|fence": "",
+    r"griddepcontrol\.wait": "await_earlier_kernels()",
+    r"griddepcontrol\.launch_dependents": "let_next_kernel_start()",
+    r"cp\.async\.bulk\.prefetch|fence": "",
     r"createpolicy": "{o0} = 0",
     r"bar\.sync": "meet(here().numbered[{i0}], {i1})",
     r"bar\.arrive": "arrive_at(here().numbered[{i0}], {i1})",
@@ -99,12 +104,17 @@ SAID = {
     r"mma\.sync.*\.m16n8k32.*\.s8\.s8\.": "mma_of_bytes" + FRAGMENTS,
 }
 """What PTX begins with, and what it is in C++: o, i: its outputs and inputs; d: all outputs."""
-_seeds = Random(0)
+_seeds, _starts = Random(0), Starts()
 
 
-def begin_schedules(test: str) -> None:
-    """Orders of threads that are this test's, whatever ran before it."""
-    _seeds.seed(test)
+@contextmanager
+def one_test(name: str) -> Iterator[None]:
+    """Orders of threads are this test's, whatever ran before it, and so is what kernels write."""
+    global _starts
+    _seeds.seed(name)
+    _starts = Starts()
+    with _starts.watching():
+        yield
 
 
 class Launcher(launch.Launcher):
@@ -114,11 +124,53 @@ class Launcher(launch.Launcher):
         """There is no library of compiled kernels."""
 
     def __call__(
-        self, variant: Variant, name: str, grid, threads, arguments, *_: Any, **__: Any
+        self,
+        variant: Variant,
+        name: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: list[Any],
+        shared: int = 0,
+        early: bool = True,
+        roomy: bool = False,
     ) -> None:
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        before = _starts.before(early, b"".join(map(bytes, arguments)))
+        start = _Start.of(before)
         kernel = getattr(_library(variant), f"emulate_{name}")
-        kernel(pointers, (ctypes.c_int * 3)(*grid), threads, _seeds.getrandbits(31))
+        kernel(
+            pointers,
+            (ctypes.c_int * 3)(*grid),
+            threads,
+            _seeds.getrandbits(31),
+            ctypes.byref(start),
+        )
+        assert not start.failure, f"{variant} {name}: {start.failure.decode()}"
+        _starts.after(before, bool(start.waited), bool(start.late))
+
+
+class _Start(ctypes.Structure):
+    """As emulated.h has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("hidden", "watched")),
+        *((name, ctypes.c_int) for name in ("hidden_count", "watched_count", "waited", "late")),
+        ("failure", ctypes.c_char_p),
+    )
+
+    @classmethod
+    def of(cls, before: Before) -> _Start:
+        later = early_starts.outputs(before.past_wait)
+        first = early_starts.outputs(before.at_start - before.past_wait)
+        parts = [np.insert(spans, 2, end, 1) for end, spans in enumerate((first, later))]
+        hidden = np.concatenate(parts)
+        pairs = zip(before.tensors, before.copies, strict=True)
+        shared = [pair for pair in pairs if before.is_shared(pair[0])]
+        each = [(tensor.data_ptr(), tensor.nbytes, copy.data_ptr()) for tensor, copy in shared]
+        watched = np.array(each, np.int64).reshape(-1, 3)
+        start = cls(hidden.ctypes.data, watched.ctypes.data, len(hidden), len(watched))
+        start.kept = hidden, watched
+        return start
 
 
 class Kernels(kernels.Kernels):
@@ -197,10 +249,9 @@ def _entry(attributes: str, name: str, given: str) -> str:
     found = re.search(r"__cluster_dims__\((\w+), 1, 1\)", attributes)
     cluster = found[1] if found else "1"
     values = ", ".join(f"*({kind.strip()}*)given[{i}]" for i, kind in enumerate(types))
-    return (
-        f'extern "C" void emulate_{name}(void** given, const int* grid, int threads, unsigned seed)'
-        f" {{ run_grid(grid, threads, seed, {cluster}, [=] {{ {name}({values}); }}); }}"
-    )
+    run = f"run_grid(grid, threads, seed, start, {cluster}, [=] {{ {name}({values}); }})"
+    taken = "void** given, const int* grid, int threads, unsigned seed, Start* start"
+    return f'extern "C" void emulate_{name}({taken}) {{ {run}; }}'
 
 
 def _included(file: Path, seen: set[str]) -> str:
