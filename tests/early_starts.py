@@ -7,7 +7,8 @@ first part is the kernel before, and what that one itself ran beside; no more wh
 before lets it start only after a wait. A kernel that ends without a wait leaves others running.
 
 A kernel's outputs are the bytes that it changes of what `torch.empty` and `torch.zeros` have made
-in this test. Kernels follow one another where one call of the library launches them.
+in this test. Kernels follow one another where one call of the library launches them; the inputs of its
+first one a test says to be just written.
 
 Caught: a missing wait, one that comes too late, a read before it, a copy that was asked for before
 it, a next kernel that is let too early and reads what it may not; a write before it, of a launch's
@@ -79,6 +80,7 @@ class Starts:
         self._made: list[ref[Tensor]] = []
         self._last: Launched | None = None
         self._caller: FrameType | None = None
+        self._pretended = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -98,11 +100,19 @@ class Starts:
 
         return made
 
+    def just_written(self, tensors: tuple[Tensor, ...]) -> None:
+        """As if a kernel had written them that lets the next one start at once."""
+        spans = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        none: frozenset[Launched] = frozenset()
+        self._last = Launched(none, none, True, False, np.array(spans, np.int64), list(tensors))
+        self._pretended = True
+
     def before(self, early: bool, arguments: bytes) -> Before:
         """arguments: in which the addresses stand of all that the kernel may write."""
         caller = _caller()
-        last = self._last if early and caller is self._caller else None
-        self._caller = caller
+        follows = caller is self._caller or self._pretended
+        last = self._last if early and follows else None
+        self._caller, self._pretended = caller, False
         words = np.frombuffer(arguments[: len(arguments) // 8 * 8], np.uint64)
         self._made = [made for made in self._made if made() is not None]
         alive = [made() for made in self._made]

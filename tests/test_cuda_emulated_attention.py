@@ -10,7 +10,7 @@ from targets.cuda import attention
 from targets.cuda.attention import Attention
 from tests.attention_cases import POSITIONS, Case, make_alone, one_layer_of
 from tests.card import error
-from tests.emulated import Launcher
+from tests.emulated import Launcher, just_written
 
 pytestmark = pytest.mark.usefixtures("eager")
 PROCESSORS = 132
@@ -28,7 +28,12 @@ NEAR = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 2e-3}
 def case_of(layer: LayerSpec, kv: torch.dtype) -> Case:
     kv8, cpu = int(kv == torch.float8_e4m3fn), torch.device("cpu")
     ours = Attention(Launcher(), one_layer_of(layer), POSITIONS, kv8, cpu, PROCESSORS)
-    return Case(layer, kv, STARTS, ours.run, "cpu")
+
+    def attend(qkv, *given):
+        just_written(qkv)
+        return ours.run(qkv, *given)
+
+    return Case(layer, kv, STARTS, attend, "cpu")
 
 
 def same_and_near(case: Case, kv: torch.dtype, tokens: int) -> None:

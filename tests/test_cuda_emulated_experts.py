@@ -17,7 +17,7 @@ from targets.cuda.formulas import rank
 from targets.cuda.gemm import Gemm
 from targets.cuda.ops import Rows
 from tests.card import as_input, error, mixed
-from tests.emulated import Launcher
+from tests.emulated import Launcher, just_written
 from tests.emulated_weights import KINDS, Weight, drawn, randn
 
 ROUNDED = {"int4": 1e-3, "bf16": 1e-3}
@@ -51,7 +51,9 @@ def sums_of(experts: Experts, linear: Gemm, weights, x: torch.Tensor, numbers: t
     """The picked experts' outputs [M, PICKED, H]; zeros of those who picked none."""
     gate_up, down = weights
     given = gate_up.packed(linear, "experts_gated"), down.packed(linear, "experts")
-    routed = experts.run(as_input(x, gate_up.kind), (numbers, torch.empty(0)), *given)
+    fed = as_input(x, gate_up.kind)
+    just_written(fed.data, numbers)
+    routed = experts.run(fed, (numbers, torch.empty(0)), *given)
     return routed.parts.masked_fill(numbers[..., None] < 0, 0.0)
 
 
@@ -153,6 +155,7 @@ def test_a_router_chooses_the_best():
         linear = Gemm(Launcher(), processors, 1.0)
         router = Experts(Launcher(), linear, arch, processors)
         proj = weight.packed(linear, "plain")
+        just_written(given.data)
         chosen, at_once = router.route(given, proj, per_expert, Rows(tokens, slots, slots), moe)
         assert at_once == together
         return chosen
