@@ -7,8 +7,8 @@ first part is the kernel before, and what that one itself ran beside; no more wh
 before lets it start only after a wait. A kernel that ends without a wait leaves others running.
 
 A kernel's outputs are the bytes that it changes of what `torch.empty` and `torch.zeros` have made
-in this test. Kernels follow one another where one call of the library launches them; the inputs of its
-first one a test says to be just written.
+in this test. Kernels follow one another where one call of the library launches them; the inputs of
+its first one a test says to be just written.
 
 Caught: a missing wait, one that comes too late, a read before it, a copy that was asked for before
 it, a next kernel that is let too early and reads what it may not; a write before it, of a launch's
@@ -42,35 +42,28 @@ NOTHING: Spans = np.zeros((0, 2), np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Launched:
-    """A kernel; which others may still run when it starts, and when its wait is over."""
+    """A kernel."""
 
-    at_start: frozenset[Launched]
-    past_wait: frozenset[Launched]
-    waited: bool
+    beside: frozenset[Launched]
+    """Those that may still run when it starts."""
     late: bool
     """Some CTA lets the next kernel start only after a wait."""
     outputs: Spans
     made: list[Tensor] = field(repr=False)
     """All that it was given of those."""
 
-    @property
-    def left(self) -> frozenset[Launched]:
-        """What may still run when it has ended."""
-        return self.past_wait if self.waited else self.at_start
-
 
 @dataclass(frozen=True, eq=False)
 class Before:
     """What the next kernel runs beside, and what it may write, with copies of that."""
 
-    at_start: frozenset[Launched]
-    past_wait: frozenset[Launched]
+    beside: frozenset[Launched]
     tensors: list[Tensor]
     copies: list[Tensor]
 
     def is_shared(self, tensor: Tensor) -> bool:
         """Whether a kernel that may still run reads or writes it."""
-        return any(tensor is made for kernel in self.at_start for made in kernel.made)
+        return any(tensor is made for kernel in self.beside for made in kernel.made)
 
 
 class Starts:
@@ -103,8 +96,7 @@ class Starts:
     def just_written(self, tensors: tuple[Tensor, ...]) -> None:
         """As if a kernel had written them that lets the next one start at once."""
         spans = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
-        none: frozenset[Launched] = frozenset()
-        self._last = Launched(none, none, True, False, np.array(spans, np.int64), list(tensors))
+        self._last = Launched(frozenset(), False, np.array(spans, np.int64), list(tensors))
         self._pretended = True
 
     def before(self, early: bool, arguments: bytes) -> Before:
@@ -118,16 +110,13 @@ class Starts:
         alive = [made() for made in self._made]
         tensors = [t for t in alive if t is not None and _reaches(words, t)]
         copies = [_elements(t).clone() for t in tensors]
-        if last is None:
-            return Before(frozenset(), frozenset(), tensors, copies)
-        beside = last.past_wait if last.late else last.at_start
-        return Before(beside | {last}, last.left, tensors, copies)
+        beside = frozenset() if last is None else {last} | (set() if last.late else last.beside)
+        return Before(frozenset(beside), tensors, copies)
 
-    def after(self, before: Before, waited: bool, late: bool) -> None:
+    def after(self, before: Before, late: bool) -> None:
         outputs = [_changed(t, c) for t, c in zip(before.tensors, before.copies, strict=True)]
         spans = np.concatenate([NOTHING, *outputs])
-        whose = before.at_start, before.past_wait
-        self._last = Launched(*whose, waited, late, spans, before.tensors)
+        self._last = Launched(before.beside, late, spans, before.tensors)
 
 
 def outputs(kernels: frozenset[Launched]) -> Spans:

@@ -50,7 +50,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 struct Copy {
   char* to;  // null: it is there
   const char* from;
-  std::vector<char> early;  // what was read, of one that was asked for before the wait for earlier kernels
+  std::vector<char> early;  // what was read when it was asked for: before the wait for earlier kernels, and now and then
 };
 constexpr size_t kStack = 128 << 10, kDynamic = 228 << 10, kShared = 320 << 10;  // bytes
 constexpr int kPeer = 24;  // an address of shared memory has the number of another CTA, from 1 on, above so many bits
@@ -86,10 +86,10 @@ struct Bulk {
   const void* from;
   std::vector<char> early;
 };
-// Memory that earlier kernels write which may still run: until this one's wait is over, or after it too.
+// Memory that earlier kernels write which may still run.
 struct Hidden {
   char* at;
-  int64_t bytes, to_the_end;
+  int64_t bytes;
 };
 struct Watched {  // and how it was when this kernel was launched
   char* at;
@@ -145,8 +145,9 @@ inline void take_out(int fiber) {
   warp[place] = warp.back(), fibers[warp[place]].place = place, waiting++;
   warp.pop_back();
 }
-inline void fill_with_no_numbers(char* at, size_t bytes) {  // by address, so that a half of a span is none either
-  for (size_t i = 0; i < bytes; i++) at[i] = reinterpret_cast<uintptr_t>(at + i) % 2 ? 0x7f : -1;
+inline char no_number(const char* at) { return reinterpret_cast<uintptr_t>(at) % 2 ? 0x7f : -1; }
+inline void fill_with_no_numbers(char* at, size_t bytes) {
+  for (size_t i = 0; i < bytes; i++) at[i] = no_number(at + i);
 }
 inline void fail(const char* why) {
   start_of_grid->failure = why;
@@ -154,18 +155,17 @@ inline void fail(const char* why) {
 }
 inline void hide() {
   kept.clear();
-  for (int i = 0; i < start_of_grid->hidden_count; i++) {
+  for (int i = 0; is_early && i < start_of_grid->hidden_count; i++) {
     const Hidden& part = start_of_grid->hidden[i];
     kept.emplace_back(part.at, part.at + part.bytes);
-    if (is_early || part.to_the_end) fill_with_no_numbers(part.at, part.bytes);
+    fill_with_no_numbers(part.at, part.bytes);
   }
 }
-inline void show(bool at_the_end) {
-  for (int i = 0; i < start_of_grid->hidden_count; i++) {
+inline void show() {
+  for (size_t i = 0; i < kept.size(); i++) {
     const Hidden& part = start_of_grid->hidden[i];
-    if (bool(part.to_the_end) != at_the_end) continue;
-    for (int64_t j = 0; !at_the_end && j < part.bytes; j++)
-      if (part.at[j] != (reinterpret_cast<uintptr_t>(part.at + j) % 2 ? 0x7f : -1)) fail("written before its wait, where an earlier kernel writes");
+    for (int64_t j = 0; j < part.bytes; j++)
+      if (part.at[j] != no_number(part.at + j)) return fail("written before its wait, where an earlier kernel writes");
     memcpy(part.at, kept[i].data(), part.bytes);
   }
 }
@@ -178,8 +178,8 @@ inline void check_that_nothing_is_written() {
 inline void let_earlier_kernels_end() {
   if (!is_early) return;
   is_early = false;
-  show(false);
-  if (is_first && !start_of_grid->hidden[0].to_the_end) check_that_nothing_is_written();
+  show();
+  if (is_first) check_that_nothing_is_written();
   for (int fiber : std::exchange(at_wait, {})) make_ready(fiber);
 }
 inline void settle(Barrier& barrier) {
@@ -269,7 +269,7 @@ inline char* shared_memory(int cta) {
   while (int(all.size()) <= cta) all.emplace_back(new char[kShared + 1024]);
   char* begin = all[cta].get();
   begin += -reinterpret_cast<uintptr_t>(begin) & 1023;
-  for (size_t i = 0; i < kShared; i++) begin[i] = i % 2 ? 0x7f : -1;
+  fill_with_no_numbers(begin, kShared);
   return begin;
 }
 inline void begin_fiber(Fiber& fiber, int index, Cta& cta) {
@@ -300,7 +300,6 @@ inline void run_cluster(dim3 first, int count, int threads) {
   if (!begun) begun = true, go_on(next_fiber());
   if (start_of_grid->failure) return;
   let_earlier_kernels_end();
-  show(true);
   is_first = false;
   for (const Cta& cta : ctas) {
     start_of_grid->waited |= cta.waited;
@@ -430,7 +429,7 @@ inline void arrive_at(unsigned at, int bytes = 0) {
 inline void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   here().bulks.push_back({to, bytes, barrier, from});
   const char* begin = static_cast<const char*>(from);
-  if (is_early) here().bulks.back().early.assign(begin, begin + bytes);
+  if (is_early || random_draw() % 2) here().bulks.back().early.assign(begin, begin + bytes);
 }
 inline bool passed(unsigned at, unsigned parity) { return here().barriers.at(at).phase % 2 != parity; }
 inline bool has_passed(unsigned at, unsigned parity) {  // who asks often enough lets copies arrive

@@ -154,7 +154,8 @@ class Launcher(launch.Launcher):
             ctypes.byref(start),
         )
         assert not start.failure, f"{variant} {name}: {start.failure.decode()}"
-        _starts.after(before, bool(start.waited), bool(start.late))
+        assert start.waited or not before.beside, f"{variant} {name}: nobody waits"
+        _starts.after(before, bool(start.late))
 
 
 class _Start(ctypes.Structure):
@@ -168,10 +169,7 @@ class _Start(ctypes.Structure):
 
     @classmethod
     def of(cls, before: Before) -> _Start:
-        later = early_starts.outputs(before.past_wait)
-        first = early_starts.outputs(before.at_start - before.past_wait)
-        parts = [np.insert(spans, 2, end, 1) for end, spans in enumerate((first, later))]
-        hidden = np.concatenate(parts)
+        hidden = early_starts.outputs(before.beside)
         pairs = zip(before.tensors, before.copies, strict=True)
         shared = [pair for pair in pairs if before.is_shared(pair[0])]
         each = [(tensor.data_ptr(), tensor.nbytes, copy.data_ptr()) for tensor, copy in shared]
