@@ -231,7 +231,7 @@ def as_cpp(variant: Variant) -> str:
     text = re.sub(r"#pragma.*", "", _included(variant.source, set()))
     text = re.sub(r"extern __shared__ .*?(\w+) (\w+)\[\];", r"\1* \2 = (\1*)here().memory;", text)
     numbers = count()
-    statics = r"__shared__ (?:__align__\(\d+\) )?(\w+) ([^;]+);"
+    statics = r"__shared__ (?:__align__\(\d+\) )?((?:long )?\w+) ([^;]+);"
     text = re.sub(statics, lambda match: _static(match, next(numbers)), text)
     entries = re.findall(r'extern "C" __global__ void([^{]*?)(\w+)\(((?:[^()])*)\) \{', text)
     lines = [f'#include "{HEADER.name}"', *macros, _translated(text)]
