@@ -36,6 +36,8 @@ HEADER = Path(__file__).with_suffix(".h")
 FLAGS = "-O1 -std=c++20 -fPIC -fno-strict-aliasing -ffp-contract=off -fno-gnu-unique -w"
 """A product and a sum are one rounding only where the source says so, and what a function keeps is
 of its own library, not of all that are loaded."""
+LINKED = "-shared", "-Wl,-Bsymbolic"
+"""A kernel of a system call's name, as `accept`, is itself."""
 KEPT = Path(gettempdir(), f"specdec-emulated-{getpass.getuser()}")
 """Where compiled kernels stay, for other processes too, until something of them changes: they take
 three times as long to compile as to run."""
@@ -91,7 +93,10 @@ SAID = {
     r".*mov\.b32 %0, \{l, l\}": "(([&](unsigned w) {{ {o0} = pair_of(w, w), "
     "{o1} = pair_of(w >> 16, w >> 16); }})({i0}))",
     r"cvt\.f32\.f16 %0, %1": "{o0} = from_half({i0})",
-    r".*cvt\.f32\.f16 %1, h": "(([&](unsigned w) {{ {o0} = from_half(w), "
+    r".*cvt\.f32\.f16 %1, b; mov": "(([&](unsigned low_, unsigned high_) {{ "
+    "{o0} = from_half(low_), {o1} = from_half(low_ >> 16), {o2} = from_half(high_), "
+    "{o3} = from_half(high_ >> 16); }})({i0}, {i1}))",
+    r".*cvt\.f32\.f16 %1, [bh]": "(([&](unsigned w) {{ {o0} = from_half(w), "
     "{o1} = from_half(w >> 16); }})({i0}))",
     r".*cvt\.f32\.f16 %0, l": "{o0} = from_half({i0})",
     r"sub\.rn\.f16x2": "{o0} = of_halves([](auto a, auto b, auto) {{ return a - b; }}, {i0}, {i1})",
@@ -193,7 +198,8 @@ def _library(variant: Variant) -> ctypes.CDLL:
     if not binary.is_file():
         with TemporaryDirectory(dir=KEPT) as folder:
             made = Path(folder, "kernel.so")
-            _compile(source, f"-I{_header()}", "-shared", "-o", str(made), "-x", "c++", "-")
+            options = f"-I{_header()}", *LINKED, "-o", str(made), "-x", "c++", "-"
+            _compile(source, *options)
             made.replace(binary)
     return ctypes.CDLL(str(binary))
 

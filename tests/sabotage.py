@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from targets.cuda.launch import SOURCES
-from tests import emulated
+from tests import emulated, emulated_weights, runner  # noqa: F401 (what tests import)
+from tests.kernel_variants import FILES
 
 SCHEDULES = 3
 JOBS = 2
@@ -32,6 +34,8 @@ SECONDS = 180
 """Of one test run, which else is killed: a kernel that never ends."""
 NOT_COMPILED = 77
 """Exit status."""
+POLLS = 20
+"""A second."""
 CALL = re.compile(
     r"(?<![.\w])(?:__syncthreads|__syncwarp|cluster_sync|consumers_sync|(?:meet|pass|await|await_asked)"
     r"(?:<[^>]*>)?|copies_done|wait_for_previous|arrive)\s*\(|asm volatile\(\"barrier\.cluster"
@@ -39,7 +43,8 @@ CALL = re.compile(
 TESTS = Path(__file__).parent
 EXPERTS, MODEL = "test_cuda_emulated_experts.py", "test_cuda_emulated_model.py"
 ATTENTION, LINEAR = "test_cuda_emulated_attention.py", "test_cuda_emulated_linear.py"
-SAMPLING = "test_cuda_emulated_sampling.py"
+SAMPLING, AROUND = "test_cuda_emulated_sampling.py", "test_cuda_emulated_around.py"
+DRAFTERS = "test_cuda_emulated_drafters.py"
 COVERED = {
     "attention.cuh": (ATTENTION,),
     "attention_chunk.cuh": (ATTENTION,),
@@ -48,20 +53,29 @@ COVERED = {
     "attention_prepare.cu": (ATTENTION,),
     "attention_split.cu": (ATTENTION,),
     "choice.cuh": (SAMPLING,),
-    "common.cuh": (LINEAR, MODEL),
+    "common.cuh": (AROUND, MODEL),
+    "cycle.cu": (AROUND,),
     "experts.cuh": (EXPERTS,),
     "gemm.cu": (LINEAR, MODEL),
+    "gemm_reduce.cu": (AROUND,),
     "grouped.cu": (f"{EXPERTS}::test_many_rows_by_expert",),
     "hidden.cuh": (MODEL,),
+    "inputs.cu": (DRAFTERS,),
     "integers.cuh": (EXPERTS,),
+    "layout.cu": (DRAFTERS,),
     "linear.cuh": (LINEAR, MODEL),
+    "lookup.cu": (DRAFTERS,),
     "moe.cu": (EXPERTS, MODEL),
     "narrow.cuh": (MODEL,),
     "norm.cu": (MODEL,),
+    "ordered.cu": (DRAFTERS,),
+    "quantise.cu": (AROUND,),
     "ring.cuh": (LINEAR,),
     "route.cu": (f"{EXPERTS}::test_a_router_chooses_the_best", MODEL),
     "sample.cu": (SAMPLING,),
+    "steps.cu": (DRAFTERS,),
     "tile.cuh": (LINEAR, EXPERTS),
+    "untile.cu": (AROUND,),
 }
 """Emulated sources, and what covers them: the quicker first."""
 BY_HAND = [
@@ -135,7 +149,7 @@ class Sabotage:
 def dropped() -> Iterator[Sabotage]:
     """Each call of `CALL`; where the same line stands again, the name has its number."""
     for file in sorted(COVERED):
-        text, seen = (SOURCES / file).read_text(), {}
+        text, seen = _source(file), {}
         for match in CALL.finditer(text):
             line = text[text.rfind("\n", 0, match.start()) + 1 : text.find("\n", match.end())]
             code = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
@@ -152,10 +166,14 @@ def dropped() -> Iterator[Sabotage]:
 
 def by_hand() -> Iterator[Sabotage]:
     for file, old, new in BY_HAND:
-        text = (SOURCES / file).read_text()
+        text = _source(file)
         assert text.count(old) == 1, (file, old, text.count(old))
         name = f"{file}: {' '.join(old.split())} -> {' '.join(new.split()) or 'nothing'}"
         yield Sabotage(name, file, _line(text, text.index(old)), text.replace(old, new))
+
+
+def _source(file: str) -> str:
+    return (FILES.get(Path(file).stem, SOURCES) / file).read_text()
 
 
 def _line(text: str, at: int) -> int:
@@ -175,24 +193,26 @@ def outcome(sabotage: Sabotage) -> str:
 
 
 def _run(sabotage: Sabotage, schedule: int) -> int | None:
-    """The exit status of pytest in a process of its own; None where it did not end."""
-    command = [sys.executable, "-m", "tests.sabotage", "--one", sabotage.file, str(schedule)]
-    try:
-        done = subprocess.run(
-            [*command, *sabotage.tests],
-            input=sabotage.text,
-            text=True,
-            timeout=SECONDS,
-            capture_output=True,
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    return done.returncode
+    """The exit status of pytest in a process of its own; None where it did not end. A fork: what
+    tests import takes longer than most of them."""
+    child = os.fork()
+    if not child:
+        os._exit(_run_here(sabotage, str(schedule)))
+    for _ in range(SECONDS * POLLS):
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(1 / POLLS)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
 
 
-def run_one(file: str, schedule: str, *tests: str) -> int:
-    """Tests with the text of a file from the standard input."""
-    emulated.REPLACED[file] = sys.stdin.read()
+def _run_here(sabotage: Sabotage, schedule: str) -> int:
+    """Tests with the text of a file in its place."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1), os.dup2(nowhere, 2)
+    emulated.REPLACED[sabotage.file] = sabotage.text
     compile_ = emulated._compile
 
     def compiled(*given: str) -> None:
@@ -202,7 +222,8 @@ def run_one(file: str, schedule: str, *tests: str) -> int:
             os._exit(NOT_COMPILED)
 
     emulated._compile = compiled
-    return pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--schedule", schedule, *tests])
+    options = "-q", "-x", "-p", "no:cacheprovider", "--schedule", schedule
+    return int(pytest.main([*options, *sabotage.tests]))
 
 
 def run_all(words: list[str]) -> int:
@@ -210,8 +231,8 @@ def run_all(words: list[str]) -> int:
     every = [*dropped(), *by_hand()]
     chosen = [s for s in every if not words or any(word in s.name for word in words)]
     wrong, caught, started = 0, 0, time.monotonic()
-    with ThreadPoolExecutor(JOBS) as pool:
-        for sabotage, how in zip(chosen, pool.map(outcome, chosen), strict=True):
+    with get_context("fork").Pool(JOBS) as pool:
+        for sabotage, how in zip(chosen, pool.imap(outcome, chosen), strict=True):
             reason = EXPLAINED.get(sabotage.name)
             caught += how.startswith("caught")
             wrong += how.startswith("caught") == (reason is not None)
@@ -226,6 +247,4 @@ def run_all(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--one"]:
-        sys.exit(run_one(*sys.argv[2:]))
     sys.exit(bool(run_all(sys.argv[1:])))
