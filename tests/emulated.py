@@ -1,7 +1,9 @@
 """Kernels on the CPU: their CUDA as C++ for `emulated.h`, a CTA after the other.
 
 Slow, and blind to a GPU's memory model, but the very sources: what they compute, whoever's turn it
-is. For kernels whose inline PTX `SAID` knows.
+is, and whatever has been written when they start early (early_starts.py). For kernels whose inline
+PTX `SAID` has. Only a card runs `wide` and `w8a8`, whose matmuls are warpgroups', prefill's, and
+`screen`, whose CTAs wait for one another.
 """
 
 from __future__ import annotations

@@ -70,6 +70,7 @@ COVERED = {
     "norm.cu": (MODEL,),
     "ordered.cu": (DRAFTERS,),
     "quantise.cu": (AROUND,),
+    "rescore.cu": (AROUND,),
     "ring.cuh": (LINEAR,),
     "route.cu": (f"{EXPERTS}::test_a_router_chooses_the_best", MODEL),
     "sample.cu": (SAMPLING,),

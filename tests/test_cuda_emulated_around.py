@@ -1,5 +1,5 @@
 """What stands around the large kernels, without a GPU: a cycle's bookkeeping, k groups' sums,
-inputs in e4m3, and weights in plain order again."""
+inputs in e4m3, a head's candidates, and weights in plain order again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 
 from specdec.core.types import NO_GUESS
 from targets.arch import released
-from targets.cuda import tiles
+from targets.cuda import int8, tiles
+from targets.cuda.candidates import ROOM, Candidates
 from targets.cuda.gemm import Gemm
 from targets.cuda.norms import Norms
 from targets.cuda.ops import Closing, Opening
@@ -122,6 +123,26 @@ def test_inputs_are_rounded_to_e4m3(rows):
     expected = as_input(wide, "w8a8", "row_parallel")
     torch.testing.assert_close(made.scale, expected.scale, rtol=1e-6, atol=1e-13)  # of zeros
     assert error(*(rows_of(x, 520, "w8a8") for x in (made, expected))) <= 2e-3
+
+
+def test_candidates_are_scored_as_the_whole_head_scores_them():
+    """rescore.cu: the same bits, and nothing of a row that has too many or none."""
+    rows, n, k = 4, 200, 352
+    linear, x = Gemm(Launcher(), PROCESSORS, 1.0), as_input(randn(rows, k, seed=2), "bf16")
+    head, _ = int8.quantise(randn(n, k, seed=1).bfloat16())
+    packed = linear.pack_head(head)
+    whole = linear.linear(x, packed)
+    count = ints(7, 0, ROOM + 1, 30)
+    found = torch.full((rows, ROOM), 0x7FFF7FFF, dtype=torch.int32)
+    expected = torch.full((rows, n), -torch.inf)
+    for row in (0, 3):
+        picked = torch.randperm(n, generator=torch.Generator().manual_seed(row))[: int(count[row])]
+        found[row, : len(picked)] = picked.int()
+        expected[row, picked] = whole[row, picked]
+    out = torch.full((rows, n), -torch.inf)
+    just_written(found, count, x.data)
+    Candidates(Launcher(), linear, PROCESSORS, CPU)._rescore(x, packed, None, (found, count), out)
+    assert torch.equal(out, expected)
 
 
 def test_a_norm_rounds_to_e4m3():
