@@ -24,6 +24,8 @@ ROUNDED = {"int4": 1e-3, "bf16": 1e-3}
 """Relative error, else 2e-4: inputs of the second matmul now and then round the other way."""
 PROCESSORS = 2
 COUNT, HIDDEN, WIDTH, PICKED = 5, 352, 96, 3
+MOST_PAIRS_AT_ONCE = 64
+"""experts.cuh's kFew."""
 EIGHTH = 96
 """Of 704 features, cut along k."""
 
@@ -74,6 +76,17 @@ def test_rows_are_themselves_and_near(experts, linear, kind):
         for row in (0, rows - 1):
             one = slice(row, row + 1)
             assert torch.equal(sums_of(experts, linear, weights, x[one], numbers[one]), whole[one])
+
+
+def test_many_pairs_are_sorted_too(experts, linear):
+    """More than threads look at one by one."""
+    weights = drawn((COUNT, 2 * 16, 64), "int4", 1), drawn((COUNT, 64, 16), "int4", 2)
+    rows = MOST_PAIRS_AT_ONCE // PICKED + 8
+    x, numbers = randn(rows, 64, seed=1), chosen(rows)
+    whole = sums_of(experts, linear, weights, x, numbers)
+    assert error(whole, exactly(weights, x, numbers)) <= ROUNDED["int4"]
+    last = slice(rows - 2, rows)
+    assert torch.equal(sums_of(experts, linear, weights, x[last], numbers[last]), whole[last])
 
 
 @pytest.mark.parametrize("kind", KINDS)
