@@ -130,7 +130,17 @@ BY_HAND = [
     ),
 ]
 """File, what stands there once, and what takes its place."""
-EXPLAINED: dict[str, str] = {}
+EXPLAINED: dict[str, str] = {
+    "attention_fused.cu: __syncwarp();": "the MMAs before it gather all lanes after their loads",
+    "attention_fused.cu: __syncwarp(); #3": "orders nothing: only lane 0 acts between two turns",
+    "experts.cuh: __syncwarp();": "the next turn's __match_any_sync gathers the warp",
+    "gemm.cu: if (!job.ready) wait_for_previous();": "a stage is free once consumers, who have "
+    "waited, have read it",
+    "gemm.cu: __syncwarp();": "the MMAs before it gather all lanes after their loads",
+    "gemm.cu: wait_for_previous();": "a head's `certified` path: the card's alone, as screen.cu is",
+    "gemm.cu: __syncwarp(); #2": "pass<kStarted> below counts each lane, lane 0 too",
+    "gemm.cu: __syncwarp(); #3": "pass<kMade> below counts each lane, lane 0 too",
+}
 """Why a survivor is one, by its name."""
 
 

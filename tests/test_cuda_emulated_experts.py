@@ -40,10 +40,10 @@ def experts(linear) -> Experts:
     return Experts(Launcher(), linear, released("gemma-4-26b-a4b"), PROCESSORS)
 
 
-def chosen(rows: int, together: bool = False) -> torch.Tensor:
+def chosen(rows: int, together: bool = False, count: int = COUNT) -> torch.Tensor:
     """Experts [rows, PICKED] int32; a row in five picks none."""
     draw = torch.Generator().manual_seed(rows)
-    picks = [torch.randperm(COUNT, generator=draw)[:PICKED] for _ in range(rows)]
+    picks = [torch.randperm(count, generator=draw)[:PICKED] for _ in range(rows)]
     numbers = torch.stack(picks[:1] * rows if together else picks).int()
     numbers[3::5] = -1
     return numbers
@@ -79,10 +79,10 @@ def test_rows_are_themselves_and_near(experts, linear, kind):
 
 
 def test_many_pairs_are_sorted_too(experts, linear):
-    """More than threads look at one by one."""
-    weights = drawn((COUNT, 2 * 16, 64), "int4", 1), drawn((COUNT, 64, 16), "int4", 2)
-    rows = MOST_PAIRS_AT_ONCE // PICKED + 8
-    x, numbers = randn(rows, 64, seed=1), chosen(rows)
+    """More than threads look at one by one, of more experts than a warp has lanes."""
+    count, rows = 40, MOST_PAIRS_AT_ONCE // PICKED + 8
+    weights = drawn((count, 2 * 16, 64), "int4", 1), drawn((count, 64, 16), "int4", 2)
+    x, numbers = randn(rows, 64, seed=1), chosen(rows, count=count)
     whole = sums_of(experts, linear, weights, x, numbers)
     assert error(whole, exactly(weights, x, numbers)) <= ROUNDED["int4"]
     last = slice(rows - 2, rows)
