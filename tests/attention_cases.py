@@ -36,13 +36,19 @@ class Case:
     """A layer with a filled cache of a sequence per start, and random norms."""
 
     def __init__(
-        self, layer: LayerSpec, kv: torch.dtype, starts: list[int], attend: Attend, device: str
+        self,
+        layer: LayerSpec,
+        kv: torch.dtype,
+        starts: list[int],
+        attend: Attend,
+        device: str,
+        positions: int = POSITIONS,
     ) -> None:
-        """attend: of kernels for `one_layer_of(layer)` and `POSITIONS`."""
+        """attend: of kernels for `one_layer_of(layer)` and so many positions."""
         self.layer, self.starts, self._attend, self._device = layer, starts, attend, device
         arch = one_layer_of(layer)
         self._eps = arch.eps
-        cache = make_cache(arch, len(starts), POSITIONS, 128, kv, device).layers[0]
+        cache = make_cache(arch, len(starts), positions, 128, kv, device).layers[0]
         assert cache is not None
         self.cache = cache
         self.fill()

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -26,7 +27,7 @@ settings.load_profile("shared")
 LONGEST = (
     *("simulated_tau", "warm", "lossless", "lossless_mini", "auto", "constraints", "mesh"),
     *("long_context", "cuda_lossless", "hosts", "eagle3_training", "long_cache", "serve_agents"),
-    *("cuda_parity", "speculation_off", "pretrain", "cli_cuda", "cuda_kernels", "record"),
+    *("cuda_parity", "speculation_off", "pretrain", "cli_cuda", "cuda_machine_code", "record"),
     *("parity", "eagle3_cuda", "random_mesh", "door", "cli_drafting", "sampling", "script"),
     *("eagle3_drafter", "serve_drain", "four_bits", "compile", "assistant_head"),
     *("assistant_files", "assistant_drafter", "eagle3_loss", "eagle3_inputs", "serve_loading"),
@@ -106,7 +107,9 @@ def pytest_unconfigure(config) -> None:
 
 
 def pytest_addoption(parser) -> None:
-    """What `pytest -m campaign` can be told, see test_campaign.py."""
+    """Another schedule of emulated kernels, and what `pytest -m campaign` can be told, see
+    test_campaign.py."""
+    parser.addoption("--schedule", type=int, default=0, help="other orders of emulated threads")
     group = parser.getgroup("campaign", "a random campaign")
     group.addoption("--seconds", type=float, default=60.0, help="draw new cases for so long")
     group.addoption("--seed", type=int, default=0, help="of the cases that are drawn")
@@ -222,6 +225,17 @@ def few_samples(monkeypatch):
     for name, value in {"STEPS": 3, "CYCLE_SAMPLES": 2, "FIRST_TOKENS": 2}.items():
         monkeypatch.setattr(f"specdec.bench.timing.{name}", value)
     monkeypatch.setattr("targets.cuda.roofline.GROUPS", 3)
+
+
+@pytest.fixture(autouse=True)
+def emulation(request) -> Iterator[None]:
+    """Of kernels: schedules and memory are each test's own."""
+    emulated = sys.modules.get("tests.emulated")
+    if emulated is None or "_emulated_" not in request.path.stem:
+        yield
+        return
+    with emulated.one_test(f"{request.node.nodeid} {request.config.option.schedule}"):
+        yield
 
 
 @pytest.fixture

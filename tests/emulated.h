@@ -1,7 +1,11 @@
 // CUDA's words for a CPU: a cluster's threads are fibers, of which one runs until it waits for others.
 //
 // Who runs next is drawn, and so is whether an asynchronous copy is done at once or when it is waited for: a missing
-// barrier shows. Memory that nobody has written is not a number. What emulated.py makes of inline PTX ends here too.
+// barrier shows. A launch draws an order of its warps, and the first of them that can runs: warps then drift apart as
+// far as barriers let them, which turns of all alike hardly do (probabilistic concurrency testing, Burckhardt et al.
+// 2010). What earlier kernels write that may still run is not a number until all threads wait for them, or one another
+// (early_starts.py); of clusters, half are as if those had ended. Memory that nobody has written is not a number. What emulated.py makes of inline PTX ends here too.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -46,6 +50,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 struct Copy {
   char* to;  // null: it is there
   const char* from;
+  std::vector<char> early;  // what was read when it was asked for: before the wait for earlier kernels, and now and then
 };
 constexpr size_t kStack = 128 << 10, kDynamic = 228 << 10, kShared = 320 << 10;  // bytes
 constexpr int kPeer = 24;  // an address of shared memory has the number of another CTA, from 1 on, above so many bits
@@ -56,8 +61,9 @@ struct Fiber {
   Cta* cta;
   dim3 index;
   unsigned since;  // turns of the cluster's barrier
-  int place;       // among those that are ready
-  bool begun;
+  int warp;        // its place in the order of warps
+  int place;       // among those of its warp that are ready
+  bool begun, waited;  // for earlier kernels
   std::vector<Copy> open;                  // since the last group of copies
   std::vector<std::vector<Copy>> groups;   // on their way
 };
@@ -73,10 +79,30 @@ struct Meeting {
 struct Barrier {
   int expected, missing, bytes;
   unsigned phase;
+  std::vector<int> waiting;
 };
 struct Bulk {
   unsigned to, bytes, barrier;
   const void* from;
+  std::vector<char> early;
+};
+// Memory that earlier kernels write which may still run.
+struct Hidden {
+  char* at;
+  int64_t bytes;
+};
+struct Watched {  // and how it was when this kernel was launched
+  char* at;
+  int64_t bytes;
+  const char* before;
+};
+// What a kernel runs beside, and what came of it.
+struct Start {
+  const Hidden* hidden;
+  const Watched* watched;
+  int hidden_count, watched_count;
+  int waited, late;  // some thread has waited; some CTA let the next kernel start only after a wait
+  const char* failure;
 };
 struct Cta {
   dim3 block;
@@ -86,12 +112,18 @@ struct Cta {
   std::map<unsigned, Meeting> warps[32];   // by who takes part
   std::map<unsigned, Barrier> barriers;    // by address
   std::vector<Bulk> bulks;
+  bool waited, lets_early;                 // some thread for earlier kernels; some the next kernel, before its own wait
 };
+static Start* start_of_grid;
+static std::vector<int> at_wait;           // for earlier kernels
+static std::vector<std::vector<char>> kept;  // of hidden memory
+static bool is_early, is_first;            // earlier kernels may run still; of clusters
 static std::vector<Fiber> fibers;
-static std::vector<int> ready;
+static std::vector<std::vector<int>> ready;  // by the order of warps
+static std::vector<int> order;  // of the warps
 static std::vector<Cta> ctas;  // of the cluster
 static Meeting cluster;
-static int running, left;  // threads that have not ended
+static int running, left, waiting;  // threads that have not ended, and those of them that wait
 static ucontext_t outside;
 static char* stacks;
 static std::minstd_rand random_draw;
@@ -100,18 +132,88 @@ static std::function<void()> body;
 
 inline Cta& here() { return *fibers[running].cta; }
 
+constexpr unsigned kUniform = 16;  // turns, of which one is anybody's
+
 inline void make_ready(int fiber) {
-  fibers[fiber].place = ready.size();
-  ready.push_back(fiber);
+  std::vector<int>& warp = ready[fibers[fiber].warp];
+  fibers[fiber].place = warp.size(), waiting--;
+  warp.push_back(fiber);
 }
 inline void take_out(int fiber) {
+  std::vector<int>& warp = ready[fibers[fiber].warp];
   const int place = fibers[fiber].place;
-  ready[place] = ready.back(), fibers[ready[place]].place = place;
-  ready.pop_back();
+  warp[place] = warp.back(), fibers[warp[place]].place = place, waiting++;
+  warp.pop_back();
+}
+inline char no_number(const char* at) { return reinterpret_cast<uintptr_t>(at) % 2 ? 0x7f : -1; }
+inline void fill_with_no_numbers(char* at, size_t bytes) {
+  for (size_t i = 0; i < bytes; i++) at[i] = no_number(at + i);
+}
+inline void fail(const char* why) {
+  start_of_grid->failure = why;
+  setcontext(&outside);
+}
+inline void hide() {
+  kept.clear();
+  for (int i = 0; is_early && i < start_of_grid->hidden_count; i++) {
+    const Hidden& part = start_of_grid->hidden[i];
+    kept.emplace_back(part.at, part.at + part.bytes);
+    fill_with_no_numbers(part.at, part.bytes);
+  }
+}
+inline void show() {
+  for (size_t i = 0; i < kept.size(); i++) {
+    const Hidden& part = start_of_grid->hidden[i];
+    for (int64_t j = 0; j < part.bytes; j++)
+      if (part.at[j] != no_number(part.at + j)) return fail("written before its wait, where an earlier kernel writes");
+    memcpy(part.at, kept[i].data(), part.bytes);
+  }
+}
+inline void check_that_nothing_is_written() {
+  for (int i = 0; i < start_of_grid->watched_count; i++) {
+    const Watched& part = start_of_grid->watched[i];
+    if (memcmp(part.at, part.before, part.bytes)) fail("written before the wait for earlier kernels");
+  }
+}
+inline void let_earlier_kernels_end() {
+  if (!is_early) return;
+  is_early = false;
+  show();
+  if (is_first) check_that_nothing_is_written();
+  for (int fiber : std::exchange(at_wait, {})) make_ready(fiber);
+}
+inline void settle(Barrier& barrier) {
+  if (barrier.missing || barrier.bytes) return;
+  barrier.missing = barrier.expected, barrier.phase++;
+  for (int fiber : std::exchange(barrier.waiting, {})) make_ready(fiber);
+}
+inline bool bring_a_copy(Cta& cta) {  // one of those on their way, the last first or not
+  if (cta.bulks.empty()) return false;
+  std::swap(cta.bulks[random_draw() % cta.bulks.size()], cta.bulks.back());
+  const Bulk bulk = std::move(cta.bulks.back());
+  cta.bulks.pop_back();
+  Barrier& barrier = cta.barriers.at(bulk.barrier);
+  memcpy(cta.memory + bulk.to, bulk.early.empty() ? bulk.from : bulk.early.data(), bulk.bytes);
+  barrier.bytes -= bulk.bytes;
+  settle(barrier);
+  return true;
+}
+inline void bring_copies_until_one_is_ready() {
+  while (waiting == int(fibers.size())) {
+    bool brought = false;
+    for (size_t i = 0, first = random_draw(); i < ctas.size() && !brought; i++) brought = bring_a_copy(ctas[(first + i) % ctas.size()]);
+    if (!brought && at_wait.empty()) fail("all threads wait for one another");
+    if (!brought) let_earlier_kernels_end();
+  }
 }
 inline int next_fiber() {
-  if (ready.empty()) fputs("all threads wait for one another\n", stderr), abort();
-  return ready[random_draw() % ready.size()];
+  bring_copies_until_one_is_ready();
+  unsigned nth = random_draw() % kUniform ? 0 : random_draw() % (fibers.size() - waiting);
+  for (const std::vector<int>& warp : ready) {
+    if (nth < warp.size()) return warp[random_draw() % warp.size()];
+    nth -= warp.size();
+  }
+  abort();
 }
 inline void go_on(int next) {
   running = next;
@@ -146,6 +248,16 @@ inline const uint64_t* exchange(unsigned lanes, uint64_t value) {
   meet(at, __builtin_popcount(lanes));
   return brought;
 }
+inline void await_earlier_kernels() {
+  fibers[running].waited = here().waited = true;
+  if (!is_early) return;
+  at_wait.push_back(running);
+  take_out(running);
+  others_turn();
+}
+inline void let_next_kernel_start() {
+  if (!fibers[running].waited) here().lets_early = true;
+}
 inline void run_fiber() {
   body();
   take_out(running);
@@ -157,36 +269,56 @@ inline char* shared_memory(int cta) {
   while (int(all.size()) <= cta) all.emplace_back(new char[kShared + 1024]);
   char* begin = all[cta].get();
   begin += -reinterpret_cast<uintptr_t>(begin) & 1023;
-  for (size_t i = 0; i < kShared; i++) begin[i] = i % 2 ? 0x7f : -1;
+  fill_with_no_numbers(begin, kShared);
   return begin;
 }
 inline void begin_fiber(Fiber& fiber, int index, Cta& cta) {
-  fiber.cta = &cta, fiber.index = {index, 0, 0}, fiber.begun = false, fiber.open.clear(), fiber.groups.clear();
+  fiber.cta = &cta, fiber.index = {index, 0, 0}, fiber.begun = fiber.waited = false, fiber.open.clear(), fiber.groups.clear();
   getcontext(&fiber.context);
   fiber.context.uc_stack.ss_sp = stacks + (&fiber - fibers.data()) * kStack, fiber.context.uc_stack.ss_size = kStack;
   makecontext(&fiber.context, run_fiber, 0);
 }
+inline void draw_order(int warps) {
+  order.resize(warps);
+  for (int i = 0; i < warps; i++) order[i] = i;
+  std::shuffle(order.begin(), order.end(), random_draw);
+}
 inline void run_cluster(dim3 first, int count, int threads) {
+  const int warps = (threads + 31) / 32;
   ctas.clear(), ctas.resize(count), cluster = {};
   fibers.resize(count * threads);
   for (int c = 0; c < count; c++) {
     ctas[c].block = {first.x + c, first.y, first.z}, ctas[c].rank = c, ctas[c].memory = shared_memory(c);
     for (int i = 0; i < threads; i++) begin_fiber(fibers[c * threads + i], i, ctas[c]);
   }
-  ready.clear(), left = fibers.size();
-  for (int i = 0; i < left; i++) make_ready(i);
+  ready.assign(order.size(), {}), left = waiting = fibers.size();
+  for (int i = 0; i < left; i++) fibers[i].warp = order[i / threads * warps + i % threads / 32], make_ready(i);
+  is_early = start_of_grid->hidden_count && random_draw() % 2;
+  hide();
   bool volatile begun = false;
   getcontext(&outside);
   if (!begun) begun = true, go_on(next_fiber());
+  if (start_of_grid->failure) return;
+  let_earlier_kernels_end();
+  is_first = false;
+  for (const Cta& cta : ctas) {
+    start_of_grid->waited |= cta.waited;
+    start_of_grid->late |= cta.waited && !cta.lets_early;
+  }
 }
-inline void run_grid(const int* grid, int threads, unsigned seed, int of_cluster, std::function<void()> kernel) {
+inline void run_grid(const int* grid, int threads, unsigned seed, Start* start, int of_cluster, std::function<void()> kernel) {
   // all at once, and given back: a process may have so many pieces of memory, and has many kernels
   const std::unique_ptr<char[]> room(new char[size_t(threads) * of_cluster * kStack]);
-  random_draw.seed(seed), body = kernel, stacks = room.get();
+  random_draw.seed(seed), body = kernel, stacks = room.get(), start_of_grid = start, is_first = true;
+  draw_order(of_cluster * ((threads + 31) / 32));
   gridDim = {grid[0], grid[1], grid[2]}, blockDim = {threads, 1, 1};
+  std::vector<dim3> firsts;
   for (int z = 0; z < grid[2]; z++)
     for (int y = 0; y < grid[1]; y++)
-      for (int x = 0; x < grid[0]; x += of_cluster) run_cluster({x, y, z}, of_cluster, threads);
+      for (int x = 0; x < grid[0]; x += of_cluster) firsts.push_back({x, y, z});
+  std::shuffle(firsts.begin(), firsts.end(), random_draw);
+  for (const dim3& first : firsts)
+    if (!start->failure) run_cluster(first, of_cluster, threads);
 }
 
 // ---- What threads do together
@@ -271,6 +403,7 @@ inline void copy_async(unsigned to, const void* from, int bytes = 16) {  // 0: z
   static const char zeros[16] = {};
   Copy copy = {shared_at<char>(to), bytes ? static_cast<const char*>(from) : zeros};
   if (random_draw() % 2) memcpy(std::exchange(copy.to, nullptr), copy.from, 16);
+  if (is_early) copy.early.assign(copy.from, copy.from + 16);
   fibers[running].open.push_back(copy);
 }
 inline void commit_copies() {
@@ -281,44 +414,36 @@ inline void await_copies(size_t but) {
   auto& groups = fibers[running].groups;
   for (; groups.size() > but; groups.erase(groups.begin()))
     for (const Copy& copy : groups.front())
-      if (copy.to) memcpy(copy.to, copy.from, 16);
+      if (copy.to) memcpy(copy.to, copy.early.empty() ? copy.from : copy.early.data(), 16);
 }
 
 inline unsigned clock_of_cuda() {
   static unsigned now;
   return now += 16;
 }
-inline void settle(Barrier& barrier) {
-  if (!barrier.missing && !barrier.bytes) barrier.missing = barrier.expected, barrier.phase++;
-}
 inline void arrive_at(unsigned at, int bytes = 0) {
   Barrier& barrier = here().barriers.at(at);
   barrier.bytes += bytes, barrier.missing--;
   settle(barrier);
 }
-inline void arrive_bulk(const Bulk& bulk) {
-  Barrier& barrier = here().barriers.at(bulk.barrier);
-  memcpy(shared_at<char>(bulk.to), bulk.from, bulk.bytes);
-  barrier.bytes -= bulk.bytes;
-  settle(barrier);
-}
 inline void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   here().bulks.push_back({to, bytes, barrier, from});
+  const char* begin = static_cast<const char*>(from);
+  if (is_early || random_draw() % 2) here().bulks.back().early.assign(begin, begin + bytes);
 }
-inline bool has_passed(unsigned at, unsigned parity) {  // who asks often enough lets copies arrive, the last first or not
-  if (here().barriers.at(at).phase % 2 != parity) return true;
-  auto& bulks = here().bulks;
-  if (!bulks.empty() && random_draw() % 2) {
-    std::swap(bulks[random_draw() % bulks.size()], bulks.back());
-    const Bulk bulk = bulks.back();
-    bulks.pop_back();
-    arrive_bulk(bulk);
-  }
+inline bool passed(unsigned at, unsigned parity) { return here().barriers.at(at).phase % 2 != parity; }
+inline bool has_passed(unsigned at, unsigned parity) {  // who asks often enough lets copies arrive
+  if (passed(at, parity)) return true;
+  if (random_draw() % 2) bring_a_copy(here());
   others_turn();
-  return here().barriers.at(at).phase % 2 != parity;
+  return passed(at, parity);
 }
 inline void await_barrier(unsigned at, unsigned parity) {
-  while (!has_passed(at, parity)) {}
+  while (!has_passed(at, parity)) {
+    here().barriers.at(at).waiting.push_back(running);
+    take_out(running);
+    others_turn();
+  }
 }
 
 // ---- Numbers

@@ -1,22 +1,29 @@
 """Kernels on the CPU: their CUDA as C++ for `emulated.h`, a CTA after the other.
 
 Slow, and blind to a GPU's memory model, but the very sources: what they compute, whoever's turn it
-is. For kernels whose inline PTX `SAID` knows.
+is, and whatever has been written when they start early (early_starts.py). For kernels whose inline
+PTX `SAID` has. Only a card runs `wide` and `w8a8`, whose matmuls are warpgroups', prefill's, and
+`screen`, whose CTAs wait for one another.
 """
 
 from __future__ import annotations
 
 import ctypes
+import getpass
+import hashlib
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from random import Random
+from tempfile import TemporaryDirectory, gettempdir, mkdtemp
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,14 +31,25 @@ from targets.cuda import kernels, launch
 from targets.cuda.device import H200_BYTES_PER_CYCLE
 from targets.cuda.kernels import Gpu
 from targets.cuda.launch import SOURCES, Variant
+from tests import early_starts
+from tests.early_starts import Before, Starts
 
 HEADER = Path(__file__).with_suffix(".h")
-FLAGS = "-O1 -std=c++20 -shared -fPIC -fno-strict-aliasing -ffp-contract=off -fno-gnu-unique -w"
+FLAGS = "-O1 -std=c++20 -fPIC -fno-strict-aliasing -ffp-contract=off -fno-gnu-unique -w"
 """A product and a sum are one rounding only where the source says so, and what a function keeps is
 of its own library, not of all that are loaded."""
+LINKED = "-shared", "-Wl,-Bsymbolic"
+"""A kernel of a system call's name, as `accept`, is itself."""
+KEPT = Path(gettempdir(), f"specdec-emulated-{getpass.getuser()}")
+"""Where compiled kernels stay, for other processes too, until something of them changes: they take
+three times as long to compile as to run."""
+REPLACED: dict[str, str] = {}
+"""Texts of source files that sabotage.py puts in the place of what they are."""
 FRAGMENTS = "({d}, {{{{{i0}, {i1}, {i2}, {i3}}}, {{{i4}, {i5}}}}})"
 SAID = {
-    r"griddepcontrol|cp\.async\.bulk\.prefetch|fence": "",
+    r"griddepcontrol\.wait": "await_earlier_kernels()",
+    r"griddepcontrol\.launch_dependents": "let_next_kernel_start()",
+    r"cp\.async\.bulk\.prefetch|fence": "",
     r"createpolicy": "{o0} = 0",
     r"bar\.sync": "meet(here().numbered[{i0}], {i1})",
     r"bar\.arrive": "arrive_at(here().numbered[{i0}], {i1})",
@@ -43,7 +61,7 @@ SAID = {
     r"st\.shared::cluster\.u32": "*shared_at<unsigned>({i0}) = {i1}",
     r"st\.shared::cluster\.u64": "*shared_at<unsigned long long>({i0}) = {i1}",
     r"st\.shared::cluster\.f32": "*shared_at<float>({i0}) = {i1}",
-    r"mbarrier\.init": "here().barriers[{i0}] = {{int{i1}, int{i1}, 0, 0}}",
+    r"mbarrier\.init": "here().barriers[{i0}] = {{int{i1}, int{i1}, 0, 0, {{}}}}",
     r"mbarrier\.arrive\.expect_tx": "arrive_at({i0}, {i1})",
     r"mbarrier\.arrive": "arrive_at({i0})",
     r".*mbarrier\.try_wait": "await_barrier({i0}, {i1})",
@@ -77,7 +95,10 @@ SAID = {
     r".*mov\.b32 %0, \{l, l\}": "(([&](unsigned w) {{ {o0} = pair_of(w, w), "
     "{o1} = pair_of(w >> 16, w >> 16); }})({i0}))",
     r"cvt\.f32\.f16 %0, %1": "{o0} = from_half({i0})",
-    r".*cvt\.f32\.f16 %1, h": "(([&](unsigned w) {{ {o0} = from_half(w), "
+    r".*cvt\.f32\.f16 %1, b; mov": "(([&](unsigned low_, unsigned high_) {{ "
+    "{o0} = from_half(low_), {o1} = from_half(low_ >> 16), {o2} = from_half(high_), "
+    "{o3} = from_half(high_ >> 16); }})({i0}, {i1}))",
+    r".*cvt\.f32\.f16 %1, [bh]": "(([&](unsigned w) {{ {o0} = from_half(w), "
     "{o1} = from_half(w >> 16); }})({i0}))",
     r".*cvt\.f32\.f16 %0, l": "{o0} = from_half({i0})",
     r"sub\.rn\.f16x2": "{o0} = of_halves([](auto a, auto b, auto) {{ return a - b; }}, {i0}, {i1})",
@@ -92,21 +113,77 @@ SAID = {
     r"mma\.sync.*\.m16n8k32.*\.s8\.s8\.": "mma_of_bytes" + FRAGMENTS,
 }
 """What PTX begins with, and what it is in C++: o, i: its outputs and inputs; d: all outputs."""
-_seeds, _statics = count(1), count()
+_seeds, _starts = Random(0), Starts()
+
+
+@contextmanager
+def one_test(name: str) -> Iterator[None]:
+    """Orders of threads are this test's, whatever ran before it, and so is what kernels write."""
+    global _starts
+    _seeds.seed(name)
+    _starts = Starts()
+    with _starts.watching():
+        yield
+
+
+def just_written(*tensors: torch.Tensor) -> None:
+    """The next kernel launched starts while these are being written, and may not see them before
+    it has waited."""
+    _starts.just_written(tensors)
 
 
 class Launcher(launch.Launcher):
-    """For tensors of the CPU. Each launch has another order."""
+    """For tensors of the CPU. Each launch has another order of its threads."""
 
     def __init__(self) -> None:
         """There is no library of compiled kernels."""
 
     def __call__(
-        self, variant: Variant, name: str, grid, threads, arguments, *_: Any, **__: Any
+        self,
+        variant: Variant,
+        name: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: list[Any],
+        shared: int = 0,
+        early: bool = True,
+        roomy: bool = False,
     ) -> None:
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        before = _starts.before(early, b"".join(map(bytes, arguments)))
+        start = _Start.of(before)
         kernel = getattr(_library(variant), f"emulate_{name}")
-        kernel(pointers, (ctypes.c_int * 3)(*grid), threads, next(_seeds))
+        kernel(
+            pointers,
+            (ctypes.c_int * 3)(*grid),
+            threads,
+            _seeds.getrandbits(31),
+            ctypes.byref(start),
+        )
+        assert not start.failure, f"{variant} {name}: {start.failure.decode()}"
+        assert start.waited or not before.beside, f"{variant} {name}: nobody waits"
+        _starts.after(before, bool(start.late))
+
+
+class _Start(ctypes.Structure):
+    """As emulated.h has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("hidden", "watched")),
+        *((name, ctypes.c_int) for name in ("hidden_count", "watched_count", "waited", "late")),
+        ("failure", ctypes.c_char_p),
+    )
+
+    @classmethod
+    def of(cls, before: Before) -> _Start:
+        hidden = early_starts.outputs(before.beside)
+        pairs = zip(before.tensors, before.copies, strict=True)
+        shared = [pair for pair in pairs if before.is_shared(pair[0])]
+        each = [(tensor.data_ptr(), tensor.nbytes, copy.data_ptr()) for tensor, copy in shared]
+        watched = np.array(each, np.int64).reshape(-1, 3)
+        start = cls(hidden.ctypes.data, watched.ctypes.data, len(hidden), len(watched))
+        start.kept = hidden, watched
+        return start
 
 
 class Kernels(kernels.Kernels):
@@ -118,15 +195,42 @@ class Kernels(kernels.Kernels):
 
 @cache
 def _library(variant: Variant) -> ctypes.CDLL:
+    source = as_cpp(variant)
+    binary = KEPT / f"{variant.file}-{_digest(source + _header().name)}.so"
+    if not binary.is_file():
+        with TemporaryDirectory(dir=KEPT) as folder:
+            made = Path(folder, "kernel.so")
+            options = f"-I{_header()}", *LINKED, "-o", str(made), "-x", "c++", "-"
+            _compile(source, *options)
+            made.replace(binary)
+    return ctypes.CDLL(str(binary))
+
+
+@cache
+def _header() -> Path:
+    """A folder with the header, compiled: that is a third of each kernel's time."""
+    text = HEADER.read_text()
+    kept = KEPT / _digest(text + FLAGS)
+    if not kept.is_dir():
+        KEPT.mkdir(parents=True, exist_ok=True)
+        folder = Path(mkdtemp(dir=KEPT))
+        copy = folder / HEADER.name
+        copy.write_text(text)
+        _compile("", "-o", f"{copy}.gch", "-x", "c++-header", str(copy))
+        with suppress(OSError):  # another process was first
+            folder.rename(kept)
+    return kept
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _compile(source: str, *options: str) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++ to emulate kernels with")
-    with TemporaryDirectory() as folder:
-        source, binary = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
-        source.write_text(as_cpp(variant))
-        command = [compiler, *FLAGS.split(), f"-I{HEADER.parent}", "-o", str(binary), str(source)]
-        subprocess.run(command, check=True)
-        return ctypes.CDLL(str(binary))
+    subprocess.run([compiler, *FLAGS.split(), *options], input=source, text=True, check=True)
 
 
 def as_cpp(variant: Variant) -> str:
@@ -134,15 +238,17 @@ def as_cpp(variant: Variant) -> str:
     macros = [f"#define {name} {value}" for name, value in variant.macros]
     text = re.sub(r"#pragma.*", "", _included(variant.source, set()))
     text = re.sub(r"extern __shared__ .*?(\w+) (\w+)\[\];", r"\1* \2 = (\1*)here().memory;", text)
-    text = re.sub(r"__shared__ (?:__align__\(\d+\) )?(\w+) ([^;]+);", _static, text)
+    numbers = count()
+    statics = r"__shared__ (?:__align__\(\d+\) )?((?:long )?\w+) ([^;]+);"
+    text = re.sub(statics, lambda match: _static(match, next(numbers)), text)
     entries = re.findall(r'extern "C" __global__ void([^{]*?)(\w+)\(((?:[^()])*)\) \{', text)
     lines = [f'#include "{HEADER.name}"', *macros, _translated(text)]
     return "\n".join([*lines, *(_entry(*entry) for entry in entries)])
 
 
-def _static(match: re.Match[str]) -> str:
+def _static(match: re.Match[str], number: int) -> str:
     """Variables of a CTA, in a place of its shared memory that is theirs alone."""
-    number, names = next(_statics), re.findall(r"(\w+)(?:\[[^,]*)?", match[2])
+    names = re.findall(r"(\w+)(?:\[[^,]*)?", match[2])
     given = " ".join(f"auto& {name} = shared_{number}.{name};" for name in names)
     kind = f"struct Shared_{number} {{ {match[1]} {match[2]}; }};"
     place = f"auto& shared_{number} = shared_static<Shared_{number}>({number});"
@@ -157,10 +263,9 @@ def _entry(attributes: str, name: str, given: str) -> str:
     found = re.search(r"__cluster_dims__\((\w+), 1, 1\)", attributes)
     cluster = found[1] if found else "1"
     values = ", ".join(f"*({kind.strip()}*)given[{i}]" for i, kind in enumerate(types))
-    return (
-        f'extern "C" void emulate_{name}(void** given, const int* grid, int threads, unsigned seed)'
-        f" {{ run_grid(grid, threads, seed, {cluster}, [=] {{ {name}({values}); }}); }}"
-    )
+    run = f"run_grid(grid, threads, seed, start, {cluster}, [=] {{ {name}({values}); }})"
+    taken = "void** given, const int* grid, int threads, unsigned seed, Start* start"
+    return f'extern "C" void emulate_{name}({taken}) {{ {run}; }}'
 
 
 def _included(file: Path, seen: set[str]) -> str:
@@ -171,7 +276,7 @@ def _included(file: Path, seen: set[str]) -> str:
         seen.add(name)
         return _included(SOURCES / name, seen)
 
-    return re.sub(r'#include "([^"]+)"', other, file.read_text())
+    return re.sub(r'#include "([^"]+)"', other, REPLACED.get(file.name) or file.read_text())
 
 
 def _translated(text: str) -> str:

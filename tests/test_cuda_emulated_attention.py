@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from targets.cuda import attention
 from targets.cuda.attention import Attention
 from tests.attention_cases import POSITIONS, Case, make_alone, one_layer_of
 from tests.card import error
-from tests.emulated import Launcher
+from tests.emulated import Launcher, just_written
 
 pytestmark = pytest.mark.usefixtures("eager")
 PROCESSORS = 132
@@ -22,13 +24,20 @@ LAYERS = [pytest.param(layer, id=str(layer.head_dim)) for layer in (SHORT, LONG,
 KV = [pytest.param(kv, id=str(kv)) for kv in (torch.bfloat16, torch.float8_e4m3fn)]
 STARTS = [0, 61, 126, 200]
 """Around edges of chunks and of windows."""
+FAR = replace(SHORT, window=None), [4000], 4224
+"""A layer, a start and positions: all lanes have two chunks, and the ring of keys turns."""
 NEAR = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 2e-3}
 
 
-def case_of(layer: LayerSpec, kv: torch.dtype) -> Case:
+def case_of(layer: LayerSpec, kv: torch.dtype, starts=STARTS, positions: int = POSITIONS) -> Case:
     kv8, cpu = int(kv == torch.float8_e4m3fn), torch.device("cpu")
-    ours = Attention(Launcher(), one_layer_of(layer), POSITIONS, kv8, cpu, PROCESSORS)
-    return Case(layer, kv, STARTS, ours.run, "cpu")
+    ours = Attention(Launcher(), one_layer_of(layer), positions, kv8, cpu, PROCESSORS)
+
+    def attend(qkv, *given):
+        just_written(qkv)
+        return ours.run(qkv, *given)
+
+    return Case(layer, kv, starts, attend, "cpu", positions)
 
 
 def same_and_near(case: Case, kv: torch.dtype, tokens: int) -> None:
@@ -63,11 +72,24 @@ def test_attention_walks_as_it_splits(monkeypatch):
     walks_as_it_splits(case_of(SHORT, torch.float8_e4m3fn), 5, monkeypatch)
 
 
-def test_rows_that_sit_out_are_left_alone():
+def test_a_lane_goes_on_to_its_next_chunk(monkeypatch):
+    layer, starts, positions = FAR
+    case = case_of(layer, torch.bfloat16, starts, positions)
+    same_and_near(case, torch.bfloat16, 2)
+    walks_as_it_splits(case, 2, monkeypatch)
+
+
+@pytest.mark.parametrize("way", ["walk", "split", "prepare"])
+def test_rows_that_sit_out_are_left_alone(way, monkeypatch):
+    """Where all do, a kernel still waits for those before it."""
+    monkeypatch.setattr(attention, "WALK_FROM", 1 if way == "walk" else 10**9)
+    if way == "prepare":
+        make_alone(monkeypatch, 0)
     case = case_of(SHORT, torch.bfloat16)
     whole, kept = case.all_together(2), case.stored()
     given = case.call(case.qkv(2), case.rows(2, STARTS, [0, -1, 2, -1]))
     assert torch.equal(given[:2], whole[:2]) and torch.equal(given[4:6], whole[4:6])
+    case.call(case.qkv(2), case.rows(2, STARTS, [-1] * 4))
     assert all(map(torch.equal, case.stored(), kept))
 
 

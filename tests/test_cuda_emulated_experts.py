@@ -17,13 +17,15 @@ from targets.cuda.formulas import rank
 from targets.cuda.gemm import Gemm
 from targets.cuda.ops import Rows
 from tests.card import as_input, error, mixed
-from tests.emulated import Launcher
+from tests.emulated import Launcher, just_written
 from tests.emulated_weights import KINDS, Weight, drawn, randn
 
 ROUNDED = {"int4": 1e-3, "bf16": 1e-3}
 """Relative error, else 2e-4: inputs of the second matmul now and then round the other way."""
 PROCESSORS = 2
 COUNT, HIDDEN, WIDTH, PICKED = 5, 352, 96, 3
+MOST_PAIRS_AT_ONCE = 64
+"""experts.cuh's kFew."""
 EIGHTH = 96
 """Of 704 features, cut along k."""
 
@@ -38,10 +40,10 @@ def experts(linear) -> Experts:
     return Experts(Launcher(), linear, released("gemma-4-26b-a4b"), PROCESSORS)
 
 
-def chosen(rows: int, together: bool = False) -> torch.Tensor:
+def chosen(rows: int, together: bool = False, count: int = COUNT) -> torch.Tensor:
     """Experts [rows, PICKED] int32; a row in five picks none."""
     draw = torch.Generator().manual_seed(rows)
-    picks = [torch.randperm(COUNT, generator=draw)[:PICKED] for _ in range(rows)]
+    picks = [torch.randperm(count, generator=draw)[:PICKED] for _ in range(rows)]
     numbers = torch.stack(picks[:1] * rows if together else picks).int()
     numbers[3::5] = -1
     return numbers
@@ -51,7 +53,9 @@ def sums_of(experts: Experts, linear: Gemm, weights, x: torch.Tensor, numbers: t
     """The picked experts' outputs [M, PICKED, H]; zeros of those who picked none."""
     gate_up, down = weights
     given = gate_up.packed(linear, "experts_gated"), down.packed(linear, "experts")
-    routed = experts.run(as_input(x, gate_up.kind), (numbers, torch.empty(0)), *given)
+    fed = as_input(x, gate_up.kind)
+    just_written(fed.data, numbers)
+    routed = experts.run(fed, (numbers, torch.empty(0)), *given)
     return routed.parts.masked_fill(numbers[..., None] < 0, 0.0)
 
 
@@ -72,6 +76,17 @@ def test_rows_are_themselves_and_near(experts, linear, kind):
         for row in (0, rows - 1):
             one = slice(row, row + 1)
             assert torch.equal(sums_of(experts, linear, weights, x[one], numbers[one]), whole[one])
+
+
+def test_many_pairs_are_sorted_too(experts, linear):
+    """More than threads look at one by one, of more experts than a warp has lanes."""
+    count, rows = 40, MOST_PAIRS_AT_ONCE // PICKED + 8
+    weights = drawn((count, 2 * 16, 64), "int4", 1), drawn((count, 64, 16), "int4", 2)
+    x, numbers = randn(rows, 64, seed=1), chosen(rows, count=count)
+    whole = sums_of(experts, linear, weights, x, numbers)
+    assert error(whole, exactly(weights, x, numbers)) <= ROUNDED["int4"]
+    last = slice(rows - 2, rows)
+    assert torch.equal(sums_of(experts, linear, weights, x[last], numbers[last]), whole[last])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,6 +168,7 @@ def test_a_router_chooses_the_best():
         linear = Gemm(Launcher(), processors, 1.0)
         router = Experts(Launcher(), linear, arch, processors)
         proj = weight.packed(linear, "plain")
+        just_written(given.data)
         chosen, at_once = router.route(given, proj, per_expert, Rows(tokens, slots, slots), moe)
         assert at_once == together
         return chosen

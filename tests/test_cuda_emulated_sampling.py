@@ -7,7 +7,7 @@ import torch
 
 from targets.cuda.sampler import Sampler
 from tests.choosing_cases import KINDS, case_of
-from tests.emulated import Launcher
+from tests.emulated import Launcher, just_written
 
 
 @pytest.mark.parametrize(
@@ -16,5 +16,7 @@ from tests.emulated import Launcher
 def test_choices_are_the_references(kind):
     case = case_of(4098, 1, kind, "cpu")
     choose = Sampler(Launcher(), torch.device("cpu")).choose
+    just_written(case.logits)
     assert torch.equal(choose(*case, True), case.chosen())
+    just_written(case.logits)
     assert torch.equal(choose(*case, False), case.greedy())

@@ -1,28 +1,17 @@
-"""Without a GPU: every kernel compiles for Hopper, and weights lie where the kernels look."""
+"""Without a GPU: weights lie where the kernels look, and binaries are kept."""
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
 
-import drafters
-from drafters.assistant.cuda.kernels import assistant_variants
-from drafters.assistant.spec import released_size
-from drafters.eagle3.cuda.head import arch_of
-from drafters.eagle3.cuda.kernels import draft_variants
-from drafters.eagle3.spec import sized
-from drafters.lookup.cuda import LOOKUP
 from specdec.core.errors import UserError
-from targets import arch, mini
-from targets.arch import read_arch, released
+from targets.arch import released
 from targets.cuda import (
     attention,
     four_bits,
@@ -30,7 +19,6 @@ from targets.cuda import (
     int8,
     launch,
     packing,
-    prefill_launch,
     tiles,
     w8a8,
 )
@@ -41,71 +29,13 @@ from targets.cuda.launch import Variant, cached_binary, compile_variant
 from targets.cuda.load import CudaOptions, make_plan
 from targets.cuda.nvfp4 import Nvfp4
 from targets.cuda.ops import Linear
-from targets.cuda.variants import variants as target_variants
 from tests.card import linears
+from tests.kernel_variants import RELEASED
 
-RELEASED = sorted(file.stem for file in Path(arch.__file__).with_name("released").glob("*.json"))
-DRAFTERS = Path(drafters.__file__).parent
-FOLDERS = (launch.SOURCES, *DRAFTERS.glob("**/sources"))
-FILES = {file.stem: folder for folder in FOLDERS for file in folder.glob("*.cu")}
 DTYPES = {"fp8": torch.float8_e4m3fn, "w8a8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 LAYOUTS = ["plain", "row_parallel", "gated", "experts", "experts_gated"]
 MADE = [(kind, layout) for kind in ("fp8", "bf16") for layout in LAYOUTS]
 MADE += [("w8a8", "plain"), ("w8a8", "gated"), ("w8a8", "row_parallel")]
-
-
-def variants() -> set[Variant]:
-    """What any released model and the embedded ones launch, with either cache."""
-    archs = [released(name) for name in RELEASED]
-    archs += [read_arch(mini.path(name)) for name in ("mini", "mini-e")]
-    decoding = [
-        target_variants(a, kv8, {*DTYPES, "int8", *four_bits.KINDS})
-        for a in archs
-        for kv8 in (0, 1)
-    ]
-    heads = [draft_variants(arch_of(sized(a)), {"fp8", "bf16"}) for a in archs]
-    drafters = [
-        assistant_variants(s.arch, kv8, {"fp8", "bf16"})
-        for a in archs
-        for kv8 in (0, 1)
-        for s in [released_size(a)]
-    ]
-    return prefill_launch.variants().union({LOOKUP}, *decoding, *heads, *drafters)
-
-
-def needed(file: str) -> list[Variant]:
-    found = {v for v in variants() if v.file == file} or {Variant(file, folder=FILES[file])}
-    return sorted(found, key=repr)
-
-
-def covering(made: list[Variant]) -> list[Variant]:
-    """Some of them, in which each value of a macro is met; the slow test has them all."""
-    chosen, left = [], {macro for variant in made for macro in variant.macros}
-    while left or not chosen:
-        chosen.append(max(made, key=lambda variant: len(left & set(variant.macros))))
-        left -= set(chosen[-1].macros)
-    return chosen
-
-
-def check_compiles(made: list[Variant]) -> None:
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        binaries = list(pool.map(compile_variant, made))
-    assert all(binary.startswith(b"\x7fELF") for binary in binaries)
-
-
-@pytest.mark.parametrize("file", sorted(FILES))
-def test_every_kernel_compiles_for_hopper(file):
-    check_compiles(covering(needed(file)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("file", sorted(FILES))
-def test_every_variant_compiles_for_hopper(file):
-    check_compiles(needed(file))
-
-
-def test_every_variant_has_a_file():
-    assert {v.file for v in variants()} <= set(FILES)
 
 
 def test_a_kernel_that_does_not_compile_is_an_error(tmp_path):

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from targets.checkpoint import Checkpoint
+from targets.cuda import reference
 from targets.cuda.cache import read
-from targets.cuda.formulas import as_e4m3
+from targets.cuda.formulas import FP8_MAX, as_e4m3
+from targets.cuda.ops import Linear
 from targets.stored import dequantise
 from tests.cuda_runner import Routers, Runner
 from tests.tiny import IDS, VARIANTS, oracle, write_tiny
@@ -76,8 +78,39 @@ def test_fp8_on_load_is_near_the_wide_file(tmp_path, storage):
     assert ((near - exact).abs() <= exact.abs() / 16 + layer.gate_up.scale[:, None] / 512).all()
 
 
+class Checks:
+    """What a reference's 8-bit linear layers make of their inputs beside float64, layer by layer,
+    and how far each input is from where it was rounded to, in steps of e4m3."""
+
+    def __init__(self, ops: reference.Reference, patch: pytest.MonkeyPatch) -> None:
+        self.products: list[float] = []
+        self.steps: list[float] = []
+        self._linear, self._rounds = ops.linear, reference.as_e4m3
+        patch.setattr(ops, "linear", self._product)
+        patch.setattr(ops, "branch", self._product)
+        patch.setattr(reference, "as_e4m3", self._rounded)
+
+    def _product(self, x: torch.Tensor, weight: Linear) -> torch.Tensor:
+        out = self._linear(x, weight)
+        if weight.kind == "w8a8":
+            values = weight.data.double() * weight.scale.double()[:, None]
+            self.products.append(relative(out.double().numpy(), (x.double() @ values.T).numpy()))
+        return out
+
+    def _rounded(self, x: torch.Tensor, groups: int = 1) -> torch.Tensor:
+        near = self._rounds(x, groups)
+        each = -(-x.shape[-1] // (groups * 32)) * 32
+        for wide, narrow in zip(
+            x.double().split(each, -1), near.double().split(each, -1), strict=True
+        ):
+            unit = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_MAX
+            exponent = (wide / unit).abs().clamp(min=2.0**-6).log2().floor()
+            self.steps.append(float(((narrow - wide) / unit / 2 ** (exponent - 3)).abs().max()))
+        return near
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_w8a8_is_the_same_weights_and_inputs_of_4_bits(tmp_path, variant):
+def test_w8a8_is_the_same_weights_and_inputs_of_4_bits(tmp_path, monkeypatch, variant):
     """A scale per token and linear layer. Experts, and what is not quantised, stay as they are."""
     write_tiny(tmp_path, variant, "fp8")
     wide, narrow = Runner(tmp_path, "fp8"), Runner(tmp_path, "fp8-w8a8")
@@ -86,8 +119,12 @@ def test_w8a8_is_the_same_weights_and_inputs_of_4_bits(tmp_path, variant):
         assert torch.equal(ours.down.data.view(torch.uint8), theirs.down.data.view(torch.uint8))
         assert ours.moe is None or (ours.moe.down.kind, ours.moe.router.kind) == ("fp8", "bf16")
         assert ours.per_layer is None or ours.per_layer.gate.kind == "bf16"
+    checks = Checks(narrow.ops, monkeypatch)
     near, exact = (r.feed(IDS[:, :32], [0, 0], [0, 1])[0] for r in (narrow, wide))
-    assert 1e-3 < relative(near, exact) < 0.7  # models as small as these amplify what rounding does
+    assert relative(near, exact) > 1e-3
+    # each product and each rounding on its own: models as small as these amplify what rounding does
+    assert len(checks.products) >= 4 * len(narrow.weights.layers)
+    assert max(checks.products) <= 1e-6 and max(checks.steps) <= 0.5 + 1e-5
 
 
 def test_inputs_round_to_e4m3_of_their_own_largest():

@@ -1,0 +1,54 @@
+"""Every variant of every kernel: the target's and the drafters'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import drafters
+from drafters.assistant.cuda.kernels import assistant_variants
+from drafters.assistant.spec import released_size
+from drafters.eagle3.cuda.head import arch_of
+from drafters.eagle3.cuda.kernels import draft_variants
+from drafters.eagle3.spec import sized
+from drafters.lookup.cuda import LOOKUP
+from targets import arch, mini
+from targets.arch import read_arch, released
+from targets.cuda import four_bits, launch, prefill_launch
+from targets.cuda.launch import Variant
+from targets.cuda.variants import variants as target_variants
+
+RELEASED = sorted(file.stem for file in Path(arch.__file__).with_name("released").glob("*.json"))
+DRAFTERS = Path(drafters.__file__).parent
+FOLDERS = (launch.SOURCES, *DRAFTERS.glob("**/sources"))
+FILES = {file.stem: folder for folder in FOLDERS for file in folder.glob("*.cu")}
+KINDS = {"fp8", "w8a8", "bf16", "int8", *four_bits.KINDS}
+"""Of weights."""
+
+
+def variants() -> set[Variant]:
+    """What any released model and the embedded ones launch, with either cache."""
+    archs = [released(name) for name in RELEASED]
+    archs += [read_arch(mini.path(name)) for name in ("mini", "mini-e")]
+    decoding = [target_variants(a, kv8, KINDS) for a in archs for kv8 in (0, 1)]
+    heads = [draft_variants(arch_of(sized(a)), {"fp8", "bf16"}) for a in archs]
+    assistants = [
+        assistant_variants(released_size(a).arch, kv8, {"fp8", "bf16"})
+        for a in archs
+        for kv8 in (0, 1)
+    ]
+    return prefill_launch.variants().union({LOOKUP}, *decoding, *heads, *assistants)
+
+
+def needed(file: str) -> list[Variant]:
+    """The variants of one .cu file; of one that no model uses the file as it is."""
+    found = {v for v in variants() if v.file == file} or {Variant(file, folder=FILES[file])}
+    return sorted(found, key=repr)
+
+
+def covering(made: list[Variant]) -> list[Variant]:
+    """Some of them, in which each value of a macro is met; the slow test has them all."""
+    chosen, left = [], {macro for variant in made for macro in variant.macros}
+    while left or not chosen:
+        chosen.append(max(made, key=lambda variant: len(left & set(variant.macros))))
+        left -= set(chosen[-1].macros)
+    return chosen
