@@ -1,7 +1,7 @@
 // CUDA's words for a CPU: a cluster's threads are fibers, of which one runs until it waits for others.
 //
 // Who runs next is drawn, and so is whether an asynchronous copy is done at once or when it is waited for: a missing
-// barrier shows. A launch draws an order of its warps, and the first of them that can runs: warps then drift apart as
+// barrier shows. Each cluster draws an order of its warps, and the first of them that can runs: warps then drift apart as
 // far as barriers let them, which turns of all alike hardly do (probabilistic concurrency testing, Burckhardt et al.
 // 2010). What earlier kernels write that may still run is not a number until all threads wait for them, or one another
 // (early_starts.py); of clusters, half are as if those had ended. Memory that nobody has written is not a number. What emulated.py makes of inline PTX ends here too.
@@ -285,6 +285,7 @@ inline void draw_order(int warps) {
 }
 inline void run_cluster(dim3 first, int count, int threads) {
   const int warps = (threads + 31) / 32;
+  draw_order(count * warps);
   ctas.clear(), ctas.resize(count), cluster = {};
   fibers.resize(count * threads);
   for (int c = 0; c < count; c++) {
@@ -310,7 +311,6 @@ inline void run_grid(const int* grid, int threads, unsigned seed, Start* start, 
   // all at once, and given back: a process may have so many pieces of memory, and has many kernels
   const std::unique_ptr<char[]> room(new char[size_t(threads) * of_cluster * kStack]);
   random_draw.seed(seed), body = kernel, stacks = room.get(), start_of_grid = start, is_first = true;
-  draw_order(of_cluster * ((threads + 31) / 32));
   gridDim = {grid[0], grid[1], grid[2]}, blockDim = {threads, 1, 1};
   std::vector<dim3> firsts;
   for (int z = 0; z < grid[2]; z++)

@@ -139,6 +139,9 @@ EXPLAINED: dict[str, str] = {
     "gemm.cu: __syncwarp();": "the MMAs before it gather all lanes after their loads",
     "gemm.cu: wait_for_previous();": "a head's `certified` path: the card's alone, as screen.cu is",
     "gemm.cu: __syncwarp(); #2": "pass<kStarted> below counts each lane, lane 0 too",
+    "route.cu: __syncwarp();": "each lane reads what it has copied itself",
+    "route.cu: wait_for_previous(), let_next_start();": "who has a tile has waited, and others "
+    "act after the cluster's barrier",
     "gemm.cu: __syncwarp(); #3": "pass<kMade> below counts each lane, lane 0 too",
 }
 """Why a survivor is one, by its name."""
