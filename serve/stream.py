@@ -20,6 +20,10 @@ NEVER_CLOSED = (
     "the model's thought never ended, so there is no answer: allow more tokens, or bound the "
     "thought with thinking_token_budget"
 )
+TOO_AMBIGUOUS = (
+    "grammar_limit: the grammar has too many readings of this text to follow it any further; write "
+    "it without ambiguity, and lists with * or +"
+)
 ChoiceFinish = Literal["stop", "length", "tool_calls"]
 
 
@@ -217,6 +221,9 @@ class ChoiceText:
         self._send(len(self._held))
         # A last token without text of its own (half a character, say) still counts as sent.
         piece = self._piece("stop" if update.finish == "stop" else "length", all_tokens=True)
+        if update.finish == "grammar_limit":
+            log.warning("an answer was cut: %s", TOO_AMBIGUOUS)
+            piece = replace(piece, notice=TOO_AMBIGUOUS)
         if thinks and not self._sent and not self.output.calls:
             log.warning("an answer is empty: %s", NEVER_CLOSED)
             piece = replace(piece, notice=NEVER_CLOSED)

@@ -13,12 +13,14 @@ from drafters import registry
 from specdec.assembly.engine import make_engine
 from specdec.assembly.model import load_model
 from specdec.constraints.constraint import TextConstraint, TextRules, unpacked
+from specdec.constraints.grammar import composed
 from specdec.constraints.json_schema import json_grammar
 from specdec.constraints.recite import Recite
 from specdec.constraints.rules import ThinkingLimit
 from specdec.core.config import ModelConfig
 from specdec.core.constraint import EVERYTHING, lead, leading_guesses, mask_rows
 from specdec.core.errors import UserError
+from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import NO_GUESS, Sampling, Sequence
 from tests.constrained import (
     SCHEMA,
@@ -266,3 +268,54 @@ def test_documents_are_valid_and_logprobs_are_the_unmasked_ones():
     forced = [event.logprobs[0] for event in engine.run([held]) if event.tokens][0]
     assert held.tokens[held.prompt_len :] == [7] * 8
     assert first.top == forced.top and forced.logprob < first.logprob
+
+
+AMBIGUOUS = composed('start: s\ns: s s | s s s | "a"\n', {})
+
+
+def ambiguous_text(engine, guesses: list[int] | None) -> tuple[list[int], str | None, list[int]]:
+    """Ids, how they ended, and what the neighbour without a grammar said."""
+    tokenizer = mini_tokenizer()
+    prompt = tokenizer.encode("a")
+    constraint = TextConstraint(TextRules(grammar=AMBIGUOUS), mini_vocabulary())
+    # a text that goes on until the grammar ends it
+    never_ends = Sampling(logit_bias=tuple((i, -100.0) for i in tokenizer.stop_ids))
+    seq = Sequence(list(prompt), never_ends, max_tokens=100, constraint=constraint)
+    if guesses is not None:
+        seq.prediction = Prediction(PredictedText(guesses), seq.prompt_len)
+    beside = Sequence(list(prompt), max_tokens=30)
+    engine.run_to_end([seq, beside])
+    return seq.tokens[len(prompt) :], seq.finish, beside.tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize(("drafter", "loop"), [("ngram", "host"), ("model", "device")])
+def test_an_ambiguous_grammar_ends_at_the_same_token_whatever_was_drafted(worded, drafter, loop):
+    """By a limit that counts, not by a clock; what was written by then is kept."""
+    ids, finish, beside = ambiguous_text(engine_of(str(worded), "none", 4, "host", 2), None)
+    assert finish == "grammar_limit" and 10 < len(ids) < 90
+    engine = engine_of(str(worded), drafter, 4, loop, 2)
+    for guesses in (None, [*ids, *ids], [*ids[: len(ids) // 2], *ids]):
+        assert ambiguous_text(engine, guesses) == (ids, finish, beside)
+    assert engine.acceptance.accepted > 0
+
+
+def test_a_limit_at_a_drafted_place_leaves_the_constraint_as_it_was():
+    tokenizer = mini_tokenizer()
+    (a,) = tokenizer.encode("a")[1:]
+    seq = Sequence([2], constraint=TextConstraint(TextRules(grammar=AMBIGUOUS), mini_vocabulary()))
+    fresh = Sequence(
+        [2], constraint=TextConstraint(TextRules(grammar=AMBIGUOUS), mini_vocabulary())
+    )
+    limits = []
+    for _ in range(60):
+        drafted = mask_rows([seq], np.full((1, 7), a, np.int32), 4096)
+        plain = mask_rows([fresh], np.empty((1, 0), np.int32), 4096)
+        assert (drafted[0, 0] == plain[0, 0]).all()
+        limits.append((seq.constraint.ends_at, fresh.constraint.ends_at))
+        if fresh.constraint.ends_at is not None:
+            break
+        seq.tokens.append(a)
+        fresh.tokens.append(a)
+    end = limits[-1][1]
+    assert limits[-1] == (end, end) and end == len(seq.tokens) - 1
+    assert [found for found, _ in limits[-7:]] == [end] * 7 and limits[0] == (None, None)

@@ -19,8 +19,8 @@ from specdec.constraints.rules import (
     ThinkingBudget,
     ThinkingLimit,
 )
-from specdec.constraints.vocabulary import Vocabulary
-from specdec.core.constraint import EVERYTHING
+from specdec.constraints.vocabulary import ROW_TOO_LARGE, Vocabulary
+from specdec.core.constraint import EVERYTHING, WORD
 from specdec.core.types import Constraint, Sequence
 
 _EXECUTOR = LLExecutor(num_threads=1)
@@ -57,7 +57,10 @@ class TextConstraint:
         """Raises UserError for a grammar that can't be compiled."""
         self.rules = rules
         self.failure: str | None = None
+        self.ends_at: int | None = None
         self._matcher = None if rules.grammar is None else vocabulary.matcher(rules.grammar)
+        self._consumed: list[int] = []
+        """Tokens that the matcher has read."""
         self._vocabulary = vocabulary
         self._others = _others(rules)
         self._stop_ids = frozenset(vocabulary.stop_ids)
@@ -67,6 +70,7 @@ class TextConstraint:
         """After what was read, once anybody asked: a policy does, and the loop."""
 
     def masks(self, seq: Sequence, draft: Seqs[int], out: np.ndarray) -> None:
+        self.ends_at = None
         self._catch_up(seq)
         if self._matcher is not None and not self._ended:
             self._follow_grammar(self._matcher, draft, out)
@@ -81,7 +85,7 @@ class TextConstraint:
 
     def forced(self, seq: Sequence) -> list[int]:
         self._catch_up(seq)
-        if self._matcher is None or self._ended or self.failure is not None:
+        if self._matcher is None or self._ended or self._matcher.is_error():
             return []
         if self._forced is None:
             # of a copy: asking for forced bytes pushes them into the matcher, whose masks then fail
@@ -108,7 +112,9 @@ class TextConstraint:
                 return
             if token in self._stop_ids:
                 self._ended = True
-            elif not self._matcher.consume_token(token):
+                return
+            self._consumed.append(token)
+            if not self._matcher.consume_token(token) and not at_limit(self._matcher):
                 self._fail(self._matcher)
 
     def _follow_grammar(self, matcher: LLMatcher, draft: Seqs[int], out: np.ndarray) -> None:
@@ -121,12 +127,48 @@ class TextConstraint:
         else:
             matcher.unsafe_compute_mask_ptr(place, size)
         if matcher.is_error():
-            self._fail(matcher)
-            out[:] = EVERYTHING
+            self._follow_to_limit(draft, out)
+
+    def _follow_to_limit(self, draft: Seqs[int], out: np.ndarray) -> None:
+        """The rows one by one, on a matcher that reads the text again: a row that exceeds a limit
+        of the grammar's cost ends the sequence there, if the text comes to it. Every draft finds
+        the limit at the same place, because it counts what the ids before it allow."""
+        out[:] = EVERYTHING
+        matcher, size = self._again(), out.shape[1] * out.itemsize
+        for j, row in enumerate(out):
+            if not matcher.is_error():
+                matcher.unsafe_compute_mask_ptr(row.ctypes.data, size)
+            if matcher.is_error():
+                row[:] = EVERYTHING
+                if at_limit(matcher):
+                    self.ends_at = self._read + j
+                else:
+                    self._fail(matcher)
+                break
+            if j == len(draft) or not _allows(row, draft[j]) or draft[j] in self._stop_ids:
+                break
+            matcher.consume_token(draft[j])
+        self._matcher = self._again()
+
+    def _again(self) -> LLMatcher:
+        assert self.rules.grammar is not None
+        matcher = self._vocabulary.matcher(self.rules.grammar)
+        for token in self._consumed:
+            matcher.consume_token(token)
+        return matcher
 
     def _fail(self, matcher: LLMatcher) -> None:
         reason = first_line(matcher.get_error())
         self.failure = f"the grammar can't be followed any further: {reason}"
+
+
+def at_limit(matcher: LLMatcher) -> bool:
+    """Whether a matcher's error is the limit of `vocabulary.LIMITS`."""
+    return matcher.is_error() and ROW_TOO_LARGE in matcher.get_error()
+
+
+def _allows(row: np.ndarray, token: int) -> bool:
+    return bool(row[token // WORD] >> np.uint32(token % WORD) & 1)
 
 
 def _others(rules: TextRules) -> list[Rule]:

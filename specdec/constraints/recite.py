@@ -18,6 +18,7 @@ class Recite:
     as its prompt."""
 
     failure: str | None = None
+    ends_at: int | None = None
 
     def __init__(self, text: Seqs[int]) -> None:
         self._text = list(text)

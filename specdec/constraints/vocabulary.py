@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence as Seqs
 from typing import Protocol
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from specdec.constraints.grammar import check, first_line
 from specdec.core.errors import UserError
@@ -19,6 +19,14 @@ CONTROL = re.compile(rb"\xff\[([0-9]+)\]")
 """How llguidance writes a control token among bytes."""
 CACHED = 64
 """Compiled grammars that are kept: an agent sends the same tools with each turn."""
+
+MOST_ITEMS = 256
+"""Items of a parser's row. An ambiguous grammar has more of them with each token, and a token costs
+their cube: at this bound about a millisecond. The 271 schemas of `tests/schemas.py` need fewer than
+50; right recursion needs two or more for each element."""
+LIMITS = LLParserLimits(max_items_in_row=MOST_ITEMS)
+ROW_TOO_LARGE = "Current row has"
+"""How llguidance's error for that limit begins."""
 
 
 class TokenizerFile(Protocol):
@@ -65,7 +73,7 @@ class Vocabulary:
             known = self._grammars.pop(grammar, None)
         if known is None:
             check(grammar, UNUSABLE)
-            known = LLMatcher(tokens, grammar, log_level=0)
+            known = LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
             _check(known)
         with self._lock:
             self._grammars[grammar] = known

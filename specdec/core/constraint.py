@@ -39,6 +39,7 @@ class Unrestricted:
     """A `Constraint` that allows everything: what constrained programs are warmed up with."""
 
     failure: str | None = None
+    ends_at: int | None = None
 
     def masks(self, seq: Sequence, draft: Seqs[int], out: Array) -> None:
         pass

@@ -193,7 +193,7 @@ class Engine:
         """Append what was chosen, cut at a stop id or a limit; what lies beyond is discarded."""
         if seq.constraint is not None and seq.constraint.failure is not None:
             return self._finish(seq, (), "error", error=seq.constraint.failure)
-        tokens, finish = _cut(seq, [int(t) for t in chosen], self.target.max_len)
+        tokens, finish = _cut_by_grammar(seq, [int(t) for t in chosen], self.target.max_len)
         seq.tokens.extend(tokens)
         details = _logprob_rows(seq, logprobs, row, len(tokens))
         if finish is None:
@@ -211,6 +211,20 @@ class Engine:
         seq.finish = finish
         self.scheduler.release(seq)
         return Event(seq, tokens, finish, logprobs, error)
+
+
+def _cut_by_grammar(
+    seq: Sequence, chosen: list[int], max_len: int
+) -> tuple[list[int], FinishReason | None]:
+    """`_cut`, at the place where the sequence's grammar can't be followed if that comes first."""
+    ends_at = None if seq.constraint is None else seq.constraint.ends_at
+    room = len(chosen) if ends_at is None else ends_at - seq.emitted
+    if room >= len(chosen):
+        return _cut(seq, chosen, max_len)
+    if room <= 0:
+        return [], "grammar_limit"
+    tokens, finish = _cut(seq, chosen[:room], max_len)
+    return tokens, finish or "grammar_limit"
 
 
 def _cut(seq: Sequence, chosen: list[int], max_len: int) -> tuple[list[int], FinishReason | None]:

@@ -26,7 +26,8 @@ MAX_LOGPROBS = 20
 MAX_DRAFT = 31
 """Largest number of draft tokens per cycle (K)."""
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "grammar_limit", "cancelled", "error"]
+"""grammar_limit: the constraint's grammar became too ambiguous to be followed any further."""
 
 Guesser = Literal["drafter", "prediction", "constraint"]
 """Who guessed a token: the drafter, a predicted text, or a constraint that left no choice."""
@@ -114,6 +115,10 @@ class Constraint(Protocol):
 
     failure: str | None
     """Why it can't go on, None while it can: the engine then ends the sequence with this error."""
+    ends_at: int | None
+    """Number of emitted tokens after which the constraint can't be followed, as the last call of
+    `masks` found; None where all its rows were made. A function of the ids before that place, so
+    the engine ends the sequence there, whatever was drafted."""
 
     def masks(self, seq: Sequence, draft: Seqs[int], out: Array) -> None:
         """Clear in `out` [at least len(draft) + 1, words] uint32, all of whose bits are set, those
