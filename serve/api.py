@@ -65,7 +65,7 @@ def create_app(
     k = runner.engine.target.max_draft if k is None else k
     speculating = Speculating(drafter, k)
     metrics = Metrics(runner, model_name, speculating, engine_label)
-    context = Context(runner, tokenizer, metrics, model_name, speculating)
+    context = Context(runner, tokenizer, metrics, model_name, speculating, share_cache)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -77,7 +77,7 @@ def create_app(
     app = FastAPI(title="specdec", version=VERSION, lifespan=lifespan)
     app.state.metrics = metrics
     install_error_handlers(app)
-    guarded = [Depends(Keys(api_keys, share_cache)), Depends(_open(stage))]
+    guarded = [Depends(Keys(api_keys)), Depends(_open(stage))]
     for routes in (_openai_routes, responses_routes, anthropic_routes, token_routes):
         app.include_router(routes(context, max_body), dependencies=guarded)
     app.include_router(stage_routes(stage))

@@ -1,38 +1,36 @@
-"""Which sequences wait, are prefilled, decode: a bounded queue in front of a set of slots."""
+"""Which sequences wait, are prefilled, decode: a bounded queue in front of a set of slots. How they
+are shared: `sharing`."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
 
+from specdec.core.sharing import Room, Waiting
 from specdec.core.types import Sequence
-
-
-class QueueFull(Exception):
-    """The waiting queue is at its bound: the caller should retry later (HTTP 429)."""
 
 
 @dataclass
 class Scheduler:
-    """First come, first served. A sequence is in exactly one of waiting, prefilling, running."""
+    """A sequence is in exactly one of waiting, prefilling, running."""
 
     slots: int
     max_waiting: int
     chunk: int
     """Prefill chunks end at absolute multiples of this, whoever else is running: the cut decides
     the order of reductions, so it must not depend on load."""
-    waiting: deque[Sequence] = field(default_factory=deque)
+    waiting: Waiting = field(default_factory=Waiting)
     prefilling: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.free = list(range(self.slots))[::-1]
+        self._room = Room(self.slots, self.max_waiting)
 
     def submit(self, seq: Sequence) -> None:
         """Queue a sequence; raises QueueFull at the bound (free slots count as room)."""
-        if len(self.waiting) >= self.max_waiting + len(self.free):
-            raise QueueFull(f"{len(self.waiting)} requests are waiting already")
+        self._room.take(seq.owner.caller)
         self.waiting.append(seq)
 
     def drop_cancelled(self) -> list[Sequence]:
@@ -43,10 +41,10 @@ class Scheduler:
         return gone
 
     def admit(self) -> list[Sequence]:
-        """Give free slots to the longest waiting; returns the newly seated."""
+        """Give free slots to those whose turn it is; returns the newly seated."""
         seated = []
         while self.free and self.waiting:
-            seq = self.waiting.popleft()
+            seq = self.waiting.seat()
             seq.slot = self.free.pop()
             self.prefilling.append(seq)
             seated.append(seq)
@@ -79,12 +77,14 @@ class Scheduler:
 
     def release(self, seq: Sequence) -> None:
         """Take a sequence out and free its slot, if it has one."""
-        for place in (self.waiting, self.prefilling, self.running):
-            if seq in place:
-                place.remove(seq)
-        if seq.slot >= 0:
-            self.free.append(seq.slot)
-            seq.slot = -1
+        self._room.leave(seq.owner.caller)
+        if seq.slot < 0:
+            self.waiting.remove(seq)
+            return
+        (self.running if seq in self.running else self.prefilling).remove(seq)
+        self.waiting.unseat(seq)
+        self.free.append(seq.slot)
+        seq.slot = -1
         self.check()
 
     def check(self) -> None:
