@@ -201,6 +201,7 @@ def _follow(start: _Start, lines: ControlChannel) -> None:
     loaded, engine = started(start.model, start.speculation, start.max_waiting, prefix=start.prefix)
     follow_budget(engine, lines.receive)
     vocabulary = Vocabulary(loaded.tokenizer)
+    vocabulary.load()
     with signals_heard(most=1):  # process 0 drains, and needs this one for it
         follow(engine, lines.receive, lambda packed: unpacked(packed, vocabulary))
 
