@@ -95,6 +95,10 @@ class Server:
         runner.close(LAST_WORDS)
         return not runner.alive
 
+    def finish_answers(self) -> None:
+        """Wait until those who were told of a failure have read it, or LAST_WORDS."""
+        self._idle(LAST_WORDS)
+
     def _idle(self, seconds: float, hurried: Callable[[float], bool] = _patient) -> bool:
         """Whether no answer is under way, or soon was not."""
         for _ in range(round(seconds / TICK)):
