@@ -108,6 +108,10 @@ class Engine:
         return events
 
     def _drop_cancelled(self) -> list[Event]:
+        if self.prefix_cache is not None:
+            for seq in self.scheduler.prefilling:
+                if seq.cancelled:
+                    self.prefix_cache.leave(seq)
         gone = self.scheduler.drop_cancelled()
         for seq in gone:
             seq.finish = "cancelled"
