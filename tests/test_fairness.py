@@ -89,6 +89,34 @@ def test_no_stream_of_newcomers_starves_a_request():
     assert seated["aold"] == 3
 
 
+def read_in_order(prompts: list[int], slots: int = 4, chunk: int = 8) -> list[str]:
+    """Which prompts are read, chunk by chunk."""
+    scheduler = Scheduler(slots=slots, max_waiting=1000, chunk=chunk)
+    for number, length in enumerate(prompts):
+        scheduler.submit(Sequence([1] * length, request_id=str(number)))
+    scheduler.admit()
+    read = []
+    while (found := scheduler.next_chunk()) is not None:
+        seq, _, stop = found
+        read.append(seq.request_id)
+        scheduler.chunk_done(seq, stop)
+    return read
+
+
+def test_a_short_prompt_waits_for_one_chunk_of_a_long_one():
+    assert read_in_order([80, 8, 16]).index("1") <= 1
+    assert "".join(read_in_order([80, 8, 16])) == "0102020000000"
+
+
+def test_prompts_of_one_length_are_read_one_after_another():
+    assert "".join(read_in_order([24, 24, 24])) == "000111222"
+
+
+def test_short_prompts_leave_every_other_chunk_to_those_who_came_first():
+    read = read_in_order([160, *[8] * 9], slots=10)
+    assert "".join(read[:18]) == "010203040506070809"
+
+
 def test_a_full_queue_has_room_for_a_caller_that_holds_less_than_its_part():
     scheduler = Scheduler(slots=1, max_waiting=4, chunk=8)
     for seq in sequences("a", "0", 5):

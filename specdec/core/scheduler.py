@@ -26,6 +26,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.free = list(range(self.slots))[::-1]
+        self._least_left = False
         self._room = Room(self.slots, self.max_waiting)
 
     def submit(self, seq: Sequence) -> None:
@@ -51,10 +52,14 @@ class Scheduler:
         return seated
 
     def next_chunk(self) -> tuple[Sequence, int, int] | None:
-        """The next (sequence, start, stop) to prefill, or None."""
+        """The next (sequence, start, stop) to prefill, or None. By turns: of the sequence that was
+        seated first, and of the one that has the least left to read. So a short prompt waits for
+        one chunk of a long one, and a long one gets at least every other chunk."""
         if not self.prefilling:
             return None
         seq = self.prefilling[0]
+        if self._least_left:
+            seq = min(self.prefilling, key=_left_to_read)
         return seq, seq.prefilled, self._chunk_end(seq)
 
     def resume(self, seq: Sequence, start: int) -> int:
@@ -66,6 +71,7 @@ class Scheduler:
     def chunk_done(self, seq: Sequence, stop: int) -> bool:
         """Record a prefilled chunk; True where the prompt is complete and decoding may begin."""
         seq.prefilled = stop
+        self._least_left = not self._least_left
         if stop < seq.prompt_len:
             return False
         self.prefilling.remove(seq)
@@ -95,3 +101,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return not (self.waiting or self.prefilling or self.running)
+
+
+def _left_to_read(seq: Sequence) -> int:
+    return seq.prompt_len - seq.prefilled
