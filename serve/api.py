@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
@@ -31,8 +32,10 @@ from serve.served_tokenizer import ServedTokenizer
 from serve.stage import Stage, stage_routes
 from serve.tokens import DetokenizeRequest, TokenizeText, token_routes
 from serve.ui.routes import ui_routes
+from specdec.constraints.grammar import first_line
 from specdec.core.version import VERSION
 
+log = logging.getLogger("specdec.serve")
 MAX_BODY = 8 * 2**20
 BODIES = [
     *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, PromptRequest),
@@ -65,10 +68,12 @@ def create_app(
     k = runner.engine.target.max_draft if k is None else k
     speculating = Speculating(drafter, k)
     metrics = Metrics(runner, model_name, speculating, engine_label)
-    context = Context(runner, tokenizer, metrics, model_name, speculating)
+    context = Context(runner, tokenizer, metrics, model_name, speculating, share_cache)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        stage.doing = "reading the vocabulary"
+        await asyncio.to_thread(_read_vocabulary, context)
         runner.start()
         stage.runner = runner
         yield
@@ -77,7 +82,7 @@ def create_app(
     app = FastAPI(title="specdec", version=VERSION, lifespan=lifespan)
     app.state.metrics = metrics
     install_error_handlers(app)
-    guarded = [Depends(Keys(api_keys, share_cache)), Depends(_open(stage))]
+    guarded = [Depends(Keys(api_keys)), Depends(_open(stage))]
     for routes in (_openai_routes, responses_routes, anthropic_routes, token_routes):
         app.include_router(routes(context, max_body), dependencies=guarded)
     app.include_router(stage_routes(stage))
@@ -85,6 +90,16 @@ def create_app(
     app.include_router(_operator_routes(context))
     describe_bodies(app, BODIES)
     return app
+
+
+def _read_vocabulary(context: Context) -> None:
+    """What requests need of the tokenizer. Gemma's takes seconds, in which no other thread runs, so
+    no request may be the first to read it."""
+    assert context.tokenizer.longest_token
+    try:
+        context.vocabulary.load()
+    except Exception as problem:  # noqa: B036 - llguidance's own; other requests work without
+        log.warning("no grammar can be used with this tokenizer: %s", first_line(str(problem)))
 
 
 def _openai_routes(context: Context, max_body: int) -> APIRouter:

@@ -8,11 +8,14 @@ from contextlib import AsyncExitStack
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve.errors import install_error_handlers
+from serve.connections import CROWDED
+from serve.errors import ApiError, install_error_handlers
+from serve.request_log import PROBES
 from serve.stage import Stage, stage_routes
 from serve.ui.routes import ui_routes
 
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+RETRY_SECONDS = 2
 
 
 class Front:
@@ -38,9 +41,22 @@ class Front:
             scope = {**scope, "method": "GET"}  # uvicorn sends the head alone
         self.in_flight += 1
         try:
-            await self._app(scope, receive, send)
+            await self._app_for(scope)(scope, receive, send)
         finally:
             self.in_flight -= 1
+
+    def _app_for(self, scope: Scope) -> ASGIApp:
+        most = scope.get("state", {}).get(CROWDED)
+        if most is None or scope["path"] in PROBES:
+            return self._app
+        refusal = ApiError(
+            503,
+            f"{most} connections are open, which is the most that this server holds: retry in a "
+            "moment",
+            code="too_many_connections",
+            headers={"Retry-After": str(RETRY_SECONDS), "Connection": "close"},
+        )
+        return refusal.response(scope["path"])
 
 
 def _loading_app(stage: Stage) -> FastAPI:

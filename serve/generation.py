@@ -23,8 +23,8 @@ from serve.stream import ChoiceText, Output, Piece, PlainOutput
 from serve.translate import EngineRequest, plan
 from serve.usage import Usage
 from specdec.constraints.vocabulary import Vocabulary
-from specdec.core.scheduler import QueueFull
-from specdec.core.types import Sequence, TokenLogprob
+from specdec.core.sharing import QueueFull
+from specdec.core.types import Owner, Sequence, TokenLogprob
 
 PING_SECONDS = 15.0
 RETRY_SECONDS = 1
@@ -39,6 +39,8 @@ class Context:
     metrics: Metrics
     model_name: str
     speculating: Speculating
+    share_cache: bool = False
+    """Whether callers with different keys reuse each other's prompts."""
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -71,7 +73,8 @@ class Sender:
     """The origin of a request."""
 
     caller: str = ""
-    """The API key's name: prompts are reused among its requests (`serve.reuse`)."""
+    """The API key's name: slots are shared over callers, and prompts are reused among the requests
+    of one (`serve.reuse`)."""
     address: str = ""
     """The key and the client's host: grammars that wait for a trial are bounded by it."""
     size: int = 0
@@ -228,9 +231,11 @@ async def begin(
         context.vocabulary,
         context.max_len,
         request_id,
-        sender.caller,
+        "" if context.share_cache else sender.caller,
         context.runner.engine.drafting,
     )
+    for seq in planned.sequences:
+        seq.owner = Owner(sender.caller, request_id)
     if planned.constrain is not None:
         await context.grammars.run(sender.address, planned.constrain)
     ticket = _submit(context.runner, planned.sequences)

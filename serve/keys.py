@@ -15,14 +15,12 @@ class Keys:
     """A dependency that asks for `Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's
     clients send it, where there are keys."""
 
-    def __init__(self, keys: Collection[str], together: bool = False) -> None:
-        """together: whether callers with different keys are one to the prefix cache."""
-        self._together = together
+    def __init__(self, keys: Collection[str]) -> None:
         self._digests = [_digest(key) for key in keys]
 
     async def __call__(self, request: Request) -> None:
         known = self._known(request.headers)
-        request.state.caller = "" if self._together or known is None else str(known)
+        request.state.caller = "" if known is None else str(known)
         if self._digests and known is None:
             raise ApiError(
                 401,

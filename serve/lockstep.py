@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from specdec.core.engine import Engine
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.prefix_cache.pool import Budget
-from specdec.core.types import Constraint, Reuse, Sampling, Sequence, Speculative
+from specdec.core.types import Constraint, Owner, Reuse, Sampling, Sequence, Speculative
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ def _packed(seq: Sequence) -> dict[str, Any]:
         "sampling": asdict(seq.sampling),
         "max_tokens": seq.max_tokens,
         "stop_ids": sorted(seq.stop_ids),
+        "owner": [seq.owner.caller, seq.owner.request],
         "reuse": None if seq.reuse is None else [seq.reuse.scope, seq.reuse.partings],
         "constraint": None if seq.constraint is None else seq.constraint.packed(),
         "speculative": None if seq.speculative is None else asdict(seq.speculative),
@@ -103,6 +104,7 @@ def _unpacked(
     given["logit_bias"] = tuple((token, bias) for token, bias in given["logit_bias"])
     stop_ids = frozenset(packed["stop_ids"])
     seq = Sequence(packed["tokens"], Sampling(**given), packed["max_tokens"], stop_ids)
+    seq.owner = Owner(*packed["owner"])
     if packed["reuse"] is None:
         seq.reuse = None
     else:

@@ -13,7 +13,7 @@ from functools import partial
 from serve.lockstep import Leader, Orders
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
-from specdec.core.scheduler import QueueFull
+from specdec.core.sharing import QueueFull, Room
 from specdec.core.types import CycleReport, Event, FinishReason, Sequence, TokenLogprob
 
 log = logging.getLogger("specdec.serve")
@@ -70,14 +70,18 @@ class EngineRunner:
         self.failure: str | None = None
         self._submitted: queue.SimpleQueue[Sequence | _Cancel | None] = queue.SimpleQueue()
         self._live: dict[Sequence, tuple[Ticket, int]] = {}
+        scheduler = engine.scheduler
+        # Its count includes sequences on their way to the engine and cancelled ones that it has not
+        # dropped yet, so the scheduler's own bound is never the first to be hit.
+        self._room = Room(scheduler.slots, scheduler.max_waiting)
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
 
     @property
     def capacity(self) -> int:
-        """Most sequences that may be seated or waiting at once."""
-        return self.engine.scheduler.slots + self.engine.scheduler.max_waiting
+        """Most sequences that one caller may have seated or waiting at once."""
+        return self._room.capacity
 
     @property
     def running(self) -> int:
@@ -99,7 +103,7 @@ class EngineRunner:
         self._thread.start()
 
     def submit(self, sequences: Seqs[Sequence]) -> Ticket:
-        """Hand over one request's sequences: all of them or none.
+        """Hand over one request's sequences, all of one caller: all of them or none.
 
         Raises QueueFull if they can't wait now, EngineStopped.
         """
@@ -107,10 +111,8 @@ class EngineRunner:
         with self._lock:
             if self.failure is not None:
                 raise EngineStopped(self.failure)
-            # Live ones include those on their way to the engine and cancelled ones that it has not
-            # dropped yet, so the scheduler's own bound is never the first to be hit.
-            if len(self._live) + len(sequences) > self.capacity:
-                raise QueueFull(f"{self.waiting} requests are waiting already")
+            if sequences:
+                self._room.take(sequences[0].owner.caller, len(sequences))
             for index, sequence in enumerate(sequences):
                 self._live[sequence] = (ticket, index)
                 self._submitted.put(sequence)
@@ -170,6 +172,7 @@ class EngineRunner:
             if event.finish is not None:
                 with self._lock:
                     del self._live[event.sequence]
+                    self._room.leave(event.sequence.owner.caller)
             updates.append((ticket, _update(index, event)))
         self._post(updates)
 

@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from serve.connections import BoundedProtocol
+from serve.connections import BoundedProtocol, log_loop_failure
 from serve.front import Front
 from serve.policy import AccessPolicy
 from serve.request_log import RequestLog
@@ -26,6 +26,8 @@ IDLE_SECONDS = 75
 """After which an idle connection is closed. Longer than clients keep theirs (httpx: 5 s): one that
 is closed just when the next request comes looks like a server that doesn't answer."""
 TICK = 0.05
+EVENT_LOOP = "auto"
+"""uvloop's where it is installed, else asyncio's."""
 ANYBODY = AccessPolicy()
 
 
@@ -49,6 +51,7 @@ class Server:
         config = uvicorn.Config(
             RequestLog(around(policy.around(self._front))),
             http=BoundedProtocol,
+            loop=EVENT_LOOP,
             ws="none",
             lifespan="off",  # it begins later, when the model is there
             log_config=None,
@@ -95,6 +98,10 @@ class Server:
         runner.close(LAST_WORDS)
         return not runner.alive
 
+    def finish_answers(self) -> None:
+        """Wait until those who were told of a failure have read it, or LAST_WORDS."""
+        self._idle(LAST_WORDS)
+
     def _idle(self, seconds: float, hurried: Callable[[float], bool] = _patient) -> bool:
         """Whether no answer is under way, or soon was not."""
         for _ in range(round(seconds / TICK)):
@@ -128,4 +135,5 @@ class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.loop = asyncio.get_running_loop()
+        self.loop.set_exception_handler(log_loop_failure())
         self.up.set()

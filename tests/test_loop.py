@@ -14,7 +14,8 @@ from specdec.core.accept import accept
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
-from specdec.core.scheduler import QueueFull, Scheduler
+from specdec.core.scheduler import Scheduler
+from specdec.core.sharing import QueueFull
 from specdec.core.types import NO_GUESS, SAT_OUT, Proposal, Round, Sampling, Sequence, Step
 from tests.fakes import FakeTarget, Noise, Oracle
 

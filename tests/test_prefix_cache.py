@@ -278,3 +278,63 @@ def test_a_snapshot_that_has_no_room_is_not_taken(monkeypatch):
 
     monkeypatch.setattr(engine.prefix_cache.owners[0], "take_chunk", refuse)
     assert [said(engine, prompt)[0] for _ in range(2)] == [0, 0]
+
+
+def left_after(engine, prompt, chunks, reuse=Reuse()):  # noqa: B008
+    """A request that is cancelled once so many further prefill chunks are read."""
+    seq = Sequence(list(prompt), Sampling(seed=3), reuse=reuse)
+    engine.submit(seq)
+    for _ in range(chunks):
+        engine.step()
+    seq.cancelled = True
+    (event,) = engine.step()
+    assert event.finish == "cancelled" and engine.idle
+    return seq
+
+
+def test_a_prompt_that_was_left_resumes_at_its_last_finished_chunk():
+    engine, prompt = make(), words(100)
+    assert left_after(engine, prompt, 6).prefilled == 24
+    assert said(engine, prompt)[0] == 24
+
+
+def test_each_try_gets_further():
+    engine, prompt, cached = make(), words(100), []
+    for _ in range(5):
+        cached.append(left_after(engine, prompt, 4).cached)
+    assert cached == [0, 16, 32, 48, 64]
+
+
+def test_a_prompt_that_was_left_within_a_chunk_leaves_no_boundary_there():
+    engine, prompt = make(), words(100)
+    assert left_after(engine, prompt, 5).prefilled == 20
+    assert said(engine, prompt)[0] == 0
+
+
+def test_what_was_left_leaves_no_trace_where_it_must_not():
+    engine, prompt = make(), words(100)
+    left_after(engine, prompt, 6, reuse=None)
+    assert not len(engine.prefix_cache.pool)
+    left_after(engine, prompt, 0)
+    assert not len(engine.prefix_cache.pool)
+    left_after(engine, prompt, 6, Reuse("a"))
+    assert said(engine, prompt, Reuse("b"))[0] == 0
+
+
+def test_what_was_left_is_the_first_to_go():
+    engine, prompt = make(device=3 * RING + 30 * CHUNK, host=0), words(40)
+    said(engine, prompt)
+    left_after(engine, words(40, 1), 4)
+    said(engine, words(12, 2))
+    assert said(engine, prompt + words(9, 3))[0] == 40
+
+
+def test_what_was_left_and_has_no_room_fails_nothing():
+    class Full(FakeSnapshots):
+        def take_boundary(self, seq, stop):
+            raise MemoryError
+
+    engine = make()
+    engine.prefix_cache.owners = (Full(engine.target),)
+    left_after(engine, words(100), 6)
+    assert said(engine, words(100))[0] == 0

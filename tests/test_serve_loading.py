@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
+import tokenizers
+from llguidance import LLTokenizer
 
 from drafters.none.host import NoDrafter
 from serve.api import create_app
@@ -20,7 +26,10 @@ from serve.stage import Stage
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from targets.jax import compile_cache
+from targets.tokenizer import Tokenizer
 from tests.commands import refused, wait_until_ready
+from tests.constrained import mini_tokenizer
+from tests.fakes import ScriptedTarget
 from tests.fakes_text import CharTokenizer
 from tests.serving import ServedTarget, serving
 
@@ -66,6 +75,66 @@ def test_not_ready_where_the_engine_has_failed():
         assert answer.status_code == 503 and answer.json()["status"] == "failed"
         assert "device lost" in answer.json()["doing"]
         assert server.post("completions", prompt="abc").json()["error"]["code"] == "engine_stopped"
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
+WORDS = 262_144
+"""Tokens of Gemma 4."""
+
+
+def large_tokenizer() -> Tokenizer:
+    """mini's, with as many tokens as Gemma's."""
+    small = mini_tokenizer()
+    file = json.loads(small.to_json())
+    vocab = file["model"]["vocab"]
+    vocab |= {f"w{number}": number for number in range(small.vocab_size, WORDS)}
+    large = copy.copy(small)
+    large._backend, large.vocab_size = tokenizers.Tokenizer.from_str(json.dumps(file)), WORDS
+    return large
+
+
+def test_not_ready_before_grammars_can_be_used(monkeypatch):
+    """The first request with a schema would hold up all others while a vocabulary is read."""
+    tokenizer, read, go_on = large_tokenizer(), threading.Semaphore(0), threading.Event()
+    readings = []
+
+    def reading(*args, **kwargs):
+        readings.append(threading.current_thread().name)
+        read.release()
+        assert go_on.wait(60)
+        return LLTokenizer(*args, **kwargs)
+
+    monkeypatch.setattr("specdec.constraints.vocabulary.LLTokenizer", reading)
+    target = ScriptedTarget(tokenizer.encode('{"a":1}')[1:], end=16, slots=1, vocab=WORDS)
+    engine = Engine(target, drafter := NoDrafter(), host_cycle(target, drafter, 0))
+    stage = Stage()
+    app = create_app(EngineRunner(engine), tokenizer, "fake", stage=stage)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        Web(listener, stage) as web,
+        ThreadPoolExecutor() as pool,
+    ):
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        opened = pool.submit(web.open, app)
+        assert read.acquire(timeout=60)
+        answer = httpx.get(f"{url}/ready")
+        assert answer.status_code == 503
+        assert answer.json() == {"status": "loading", "doing": "reading the vocabulary"}
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "abc"}).status_code == 503
+        go_on.set()
+        opened.result(60)
+        assert httpx.get(f"{url}/ready").json() == {"status": "ready"}
+        body = {"messages": [{"role": "user", "content": "x"}], "response_format": FORMAT}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        assert answer.json()["choices"][0]["message"]["content"] == '{"a":1}'
+    assert len(readings) == 1 and readings[0] != "specdec-web"
+
+
+def test_a_tokenizer_that_grammars_cannot_use_still_serves(caplog):
+    with serving(ServedTarget(slots=1)) as server:
+        assert server.post("completions", prompt="abc", max_tokens=2).status_code == 200
+    assert "no grammar can be used" in caplog.text
 
 
 def test_a_failure_to_load_is_one_line(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -29,6 +30,8 @@ def server() -> Iterator[Server]:
 
 
 OPTIONS = {"tokenizer": TOKENIZER, "k": 0, "api_keys": KEYS}
+
+KEY = {"Authorization": f"Bearer {KEYS[0]}"}
 
 
 def cached(server: Server, prompt: str = PROMPT, key: str = "eins", **fields) -> int:
@@ -143,3 +146,22 @@ def test_a_chat_of_two_turns_says_what_it_says_without_a_cache():
     counts = [details["cached_tokens"] for _, details in told[True]]
     assert counts[0] == 0 and counts[1] >= 128
     assert all(details["cached_tokens"] == 0 for _, details in told[False])
+
+
+class SlowReader(ServedTarget):
+    """Takes its time for each chunk of a prompt."""
+
+    def prefill(self, seq, start, stop):
+        time.sleep(0.02)
+        return super().prefill(seq, start, stop)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_gives_up_while_its_prompt_is_read_gets_further_next_time(stream):
+    engine = make(target=SlowReader(slots=2, chunk=4))
+    body = {"prompt": "abcde" * 60, "max_tokens": 2, "stream": stream}
+    with served(engine, "fake", **OPTIONS) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=body, headers=KEY, timeout=0.6)
+        server.wait_until_idle()
+        assert cached(server, body["prompt"]) > 0

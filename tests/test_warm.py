@@ -29,18 +29,18 @@ def short(monkeypatch):
 warm_bench = partial(WarmBench, context=640)
 """As long as the longest of these texts: they are cut nowhere, and attention reads no more."""
 
-TALK, TOOLS, EDITED, MOVED, EVICTED, CROWDED, WORDY = range(7)
+TALK, TOOLS, EDITED, MOVED, EVICTED, CROWDED, LEFT, WORDY = range(8)
 """Kinds of chats, in the order of `Chats.kinds`."""
 
 
 @pytest.mark.parametrize(
     ("backend", "model", "drafter", "loop", "temperature", "chats"),
     [
-        ("jax", "31b", "none", "host", 1.0, [TALK, WORDY]),
+        ("jax", "31b", "none", "host", 1.0, [TALK, WORDY, LEFT]),
         ("jax", "e2b", "ngram", "device", 0.0, [TOOLS, MOVED]),
-        ("jax", "12b", "eagle3", "device", 1.0, [EDITED, EVICTED]),
+        ("jax", "12b", "eagle3", "device", 1.0, [EDITED, EVICTED, LEFT]),
         ("jax", "e4b", "model", "host", 0.0, [CROWDED]),
-        ("cuda", "31b", "eagle3", "host", 1.0, [EVICTED]),
+        ("cuda", "31b", "eagle3", "host", 1.0, [EVICTED, LEFT]),
         ("cuda", "26b-a4b", "model", "host", 0.0, [EDITED]),
         ("jax", "31b", "assistant", "device", 1.0, [EVICTED]),
         pytest.param("cuda", "e4b", "assistant", "host", 1.0, [TALK], marks=pytest.mark.slow),
@@ -64,7 +64,7 @@ def test_narrow_caches_are_kept_as_they_are(backend):
 @pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
 def test_a_trained_model(drafter):
     """Texts with a meaning to the head: it accepts after a hit what it accepts without one."""
-    counts = warm_chats.campaign(WarmBench("jax", "mini", drafter), "host", 0.0, range(7))
+    counts = warm_chats.campaign(WarmBench("jax", "mini", drafter), "host", 0.0, range(8))
     assert counts.accepted == counts.cold_accepted
 
 

@@ -39,6 +39,8 @@ class Turn:
     """Whether somebody decodes meanwhile, so that it gets another slot."""
     evicted: bool = False
     """Whether all that is on the device goes to the host before it."""
+    left: int = 0
+    """After so many of its chunks the client leaves, and sends it anew."""
 
 
 class Chats:
@@ -47,7 +49,7 @@ class Chats:
     def __init__(self, random: Random, vocab: int, long: bool) -> None:
         self.random, self.vocab = random, vocab
         self.kinds = [self.talk, self.tools, self.edited, self.moved, self.evicted, self.crowded]
-        self.kinds += [self.wordy] if long else []
+        self.kinds += [self.left, self.wordy] if long else [self.left]
 
     def words(self, low: int, high: int) -> list[int]:
         """With a period, so that prompt lookup finds something."""
@@ -93,6 +95,9 @@ class Chats:
     def wordy(self) -> Iterator[Turn]:
         return self.talk(max_tokens=LONG_ANSWER)
 
+    def left(self) -> Iterator[Turn]:
+        return self.talk(left=self.random.randint(1, 3), beside=True)
+
 
 @dataclass
 class Counts:
@@ -126,6 +131,13 @@ class Expected:
         self.boundaries |= {*ends[-2:], *known[-1:], *cut} - {()}
         self.chunks |= set(ends)
         return max(found, default=0)
+
+    def left(self, prompt: list[int]) -> None:
+        """So much of a prompt was read when its client left."""
+        self.chunks |= {
+            tuple(prompt[:stop]) for stop in range(self.unit, len(prompt) + 1, self.unit)
+        }
+        self.boundaries.add(tuple(prompt))
 
 
 @dataclass
@@ -164,11 +176,30 @@ class Meeting:
             pass
         seed = self.random.randrange(2**32)
         neighbours = [self.stranger(400)] if turn.beside else []
+        if turn.left:
+            self.leave(turn, seed)
         told = self.run(self.warm, self.sequence(turn, seed), *neighbours)
         alone = self.run(self.cold, self.sequence(turn, seed))
         assert told[1] == alone[1], f"warm {told}, cold {alone}, of {turn}"
         self.note(turn, told[0], alone[0])
         return told[1].tokens
+
+    def leave(self, turn: Turn, seed: int) -> None:
+        """Send it, and leave while it is read and another request is answered."""
+        seq, beside = self.sequence(turn, seed), self.stranger(400)
+        self.warm.submit(beside)
+        while not beside.emitted:
+            self.warm.step()
+        self.warm.submit(seq)
+        for _ in range(turn.left):
+            self.warm.step()
+        read = seq.prefilled
+        seq.cancelled = beside.cancelled = True
+        self.warm.step()
+        if read < seq.prompt_len:
+            self.expected.left(turn.prompt[:read])
+        else:
+            self.expected.cached(turn.prompt, turn.partings)
 
     def note(self, turn: Turn, warm: Sequence, cold: Sequence) -> None:
         assert warm.acceptance == cold.acceptance, (warm.acceptance, cold.acceptance, turn)

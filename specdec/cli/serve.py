@@ -6,17 +6,19 @@ import os
 import socket
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from drafters.registry import resolved
 from specdec.assembly.model import Model
 from specdec.cli import topics
 from specdec.cli.access import AccessConfig
 from specdec.cli.console import console, say_compiled, say_prefix_cache
+from specdec.cli.failure import say_failure
 from specdec.cli.hosts import HostsConfig, joined
 from specdec.cli.logs import LogLevel, logged
 from specdec.cli.signals import Signals, end_by, signals_heard
 from specdec.cli.start import SHOWN, started
+from specdec.cli.stderr import drain_stderr, make_stderr_patient
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.control_channel import ControlChannel
 from specdec.core.errors import UserError
@@ -73,6 +75,7 @@ def serve(
     """
     from serve.traces import traced
 
+    make_stderr_patient()
     _check_at_least_zero("max-waiting", max_waiting)
     _check_at_least_zero("drain-seconds", drain_seconds)
     speculation = resolved(speculation, model)
@@ -84,6 +87,7 @@ def serve(
             _follow(start, lines)
             return
         number = _lead(start, door, around, lines)
+    drain_stderr()
     end_by(number)
 
 
@@ -132,7 +136,7 @@ def _lead(start: _Start, door: _Door, around: Around, lines: ControlChannel | No
         with signals_heard() as signals:
             server.open(app)
             _say_where(start, door, loaded, engine)
-            number = _until_ended(server, signals, door.drain_seconds)
+            number = _until_ended(server, stage, signals, door.drain_seconds)
     if leader is not None and lines is not None:
         leader.end()
         lines.close()
@@ -180,16 +184,28 @@ def _say_where(start: _Start, door: _Door, loaded: Model, engine: Engine) -> Non
     )
 
 
-def _until_ended(server: Server, signals: Signals, drain_seconds: float) -> int:
-    """Wait for a signal and drain. Returns its number."""
+def _until_ended(server: Server, stage: Stage, signals: Signals, drain_seconds: float) -> int:
+    """Wait for a signal and drain. Returns its number. Where the engine fails, the process ends."""
     while (number := signals.take(timeout=1.0)) is None:
         assert server.alive, "the web server's thread has ended"
+        if stage.status == "failed":
+            _end_failed(server, stage)
     console.print(f"draining: running requests have {drain_seconds:g} s to end", markup=False)
     if not server.drain(drain_seconds, lambda seconds: signals.take(seconds) is not None):
         console.print("the engine does not end: giving it up", markup=False)
         sys.stdout.flush()
+        drain_stderr()
         os._exit(128 + number)  # an orderly exit would wait for its thread
     return number
+
+
+def _end_failed(server: Server, stage: Stage) -> NoReturn:
+    """End with exit code 1, by which a supervisor starts another server. An orderly exit might wait
+    for a device that is lost; other processes of this server end when their connections do."""
+    server.finish_answers()
+    say_failure(f"{stage.report()['doing']}: the server ends")
+    drain_stderr()
+    os._exit(1)
 
 
 def _follow(start: _Start, lines: ControlChannel) -> None:
@@ -201,6 +217,7 @@ def _follow(start: _Start, lines: ControlChannel) -> None:
     loaded, engine = started(start.model, start.speculation, start.max_waiting, prefix=start.prefix)
     follow_budget(engine, lines.receive)
     vocabulary = Vocabulary(loaded.tokenizer)
+    vocabulary.load()
     with signals_heard(most=1):  # process 0 drains, and needs this one for it
         follow(engine, lines.receive, lambda packed: unpacked(packed, vocabulary))
 

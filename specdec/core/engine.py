@@ -99,13 +99,23 @@ class Engine:
         return events
 
     def _step(self) -> list[Event]:
-        events = [self._finish(s, (), "cancelled") for s in self.scheduler.drop_cancelled()]
+        events = self._drop_cancelled()
         for seq in self.scheduler.admit():
             self.drafter.reset(seq)
         events += self._prefill()
         if self.scheduler.running:
             events += self._decode(tuple(self.scheduler.running))
         return events
+
+    def _drop_cancelled(self) -> list[Event]:
+        if self.prefix_cache is not None:
+            for seq in self.scheduler.prefilling:
+                if seq.cancelled:
+                    self.prefix_cache.leave(seq)
+        gone = self.scheduler.drop_cancelled()
+        for seq in gone:
+            seq.finish = "cancelled"
+        return [Event(seq, (), "cancelled") for seq in gone]
 
     def _decode(self, rows: tuple[Sequence, ...]) -> list[Event]:
         began = perf_counter()

@@ -1,38 +1,37 @@
-"""Which sequences wait, are prefilled, decode: a bounded queue in front of a set of slots."""
+"""Which sequences wait, are prefilled, decode: a bounded queue in front of a set of slots. How they
+are shared: `sharing`."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
 
+from specdec.core.sharing import Room, Waiting
 from specdec.core.types import Sequence
-
-
-class QueueFull(Exception):
-    """The waiting queue is at its bound: the caller should retry later (HTTP 429)."""
 
 
 @dataclass
 class Scheduler:
-    """First come, first served. A sequence is in exactly one of waiting, prefilling, running."""
+    """A sequence is in exactly one of waiting, prefilling, running."""
 
     slots: int
     max_waiting: int
     chunk: int
     """Prefill chunks end at absolute multiples of this, whoever else is running: the cut decides
     the order of reductions, so it must not depend on load."""
-    waiting: deque[Sequence] = field(default_factory=deque)
+    waiting: Waiting = field(default_factory=Waiting)
     prefilling: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.free = list(range(self.slots))[::-1]
+        self._least_left = False
+        self._room = Room(self.slots, self.max_waiting)
 
     def submit(self, seq: Sequence) -> None:
         """Queue a sequence; raises QueueFull at the bound (free slots count as room)."""
-        if len(self.waiting) >= self.max_waiting + len(self.free):
-            raise QueueFull(f"{len(self.waiting)} requests are waiting already")
+        self._room.take(seq.owner.caller)
         self.waiting.append(seq)
 
     def drop_cancelled(self) -> list[Sequence]:
@@ -43,20 +42,24 @@ class Scheduler:
         return gone
 
     def admit(self) -> list[Sequence]:
-        """Give free slots to the longest waiting; returns the newly seated."""
+        """Give free slots to those whose turn it is; returns the newly seated."""
         seated = []
         while self.free and self.waiting:
-            seq = self.waiting.popleft()
+            seq = self.waiting.seat()
             seq.slot = self.free.pop()
             self.prefilling.append(seq)
             seated.append(seq)
         return seated
 
     def next_chunk(self) -> tuple[Sequence, int, int] | None:
-        """The next (sequence, start, stop) to prefill, or None."""
+        """The next (sequence, start, stop) to prefill, or None. By turns: of the sequence that was
+        seated first, and of the one that has the least left to read. So a short prompt waits for
+        one chunk of a long one, and a long one gets at least every other chunk."""
         if not self.prefilling:
             return None
         seq = self.prefilling[0]
+        if self._least_left:
+            seq = min(self.prefilling, key=_left_to_read)
         return seq, seq.prefilled, self._chunk_end(seq)
 
     def resume(self, seq: Sequence, start: int) -> int:
@@ -68,6 +71,7 @@ class Scheduler:
     def chunk_done(self, seq: Sequence, stop: int) -> bool:
         """Record a prefilled chunk; True where the prompt is complete and decoding may begin."""
         seq.prefilled = stop
+        self._least_left = not self._least_left
         if stop < seq.prompt_len:
             return False
         self.prefilling.remove(seq)
@@ -79,12 +83,14 @@ class Scheduler:
 
     def release(self, seq: Sequence) -> None:
         """Take a sequence out and free its slot, if it has one."""
-        for place in (self.waiting, self.prefilling, self.running):
-            if seq in place:
-                place.remove(seq)
-        if seq.slot >= 0:
-            self.free.append(seq.slot)
-            seq.slot = -1
+        self._room.leave(seq.owner.caller)
+        if seq.slot < 0:
+            self.waiting.remove(seq)
+            return
+        (self.running if seq in self.running else self.prefilling).remove(seq)
+        self.waiting.unseat(seq)
+        self.free.append(seq.slot)
+        seq.slot = -1
         self.check()
 
     def check(self) -> None:
@@ -95,3 +101,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return not (self.waiting or self.prefilling or self.running)
+
+
+def _left_to_read(seq: Sequence) -> int:
+    return seq.prompt_len - seq.prefilled

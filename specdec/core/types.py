@@ -155,6 +155,14 @@ class Reuse:
     """Positions of the prompt at which later ones may go on otherwise, beside its end."""
 
 
+@dataclass(frozen=True)
+class Owner:
+    """Where a sequence comes from. Slots are shared over callers, then over a caller's requests."""
+
+    caller: str = ""
+    request: str = ""
+
+
 @dataclass(eq=False)
 class Sequence:
     """One request on its way. The engine owns `tokens`; drafters and targets only read it.
@@ -181,6 +189,9 @@ class Sequence:
     """
     reuse: Reuse | None = field(default_factory=Reuse)
     """None: nothing is read from the prefix cache, and nothing kept. Written by the caller."""
+    owner: Owner = field(default_factory=Owner)
+    """It decides when the sequence runs, never what it says. Written by the server, read by the
+    scheduler."""
     prompt_len: int = 0
     """Length of the prompt within `tokens`. Set here from `tokens`."""
     slot: int = -1

@@ -106,7 +106,7 @@ class Racer:
             # A prompt that is half prefilled may still keep the device busy when the cycle starts
             # (JAX doesn't wait); after its last chunk the engine has waited for the token.
             prefilling = engine.scheduler.prefilling
-            if not (prefilling and prefilling[0].prefilled):
+            if not any(seq.prefilled for seq in prefilling):
                 self._decode_seconds += self._last
                 self._decode_tokens += engine.acceptance.emitted - before
         self._wall_seconds += time.perf_counter() - started

@@ -93,13 +93,22 @@ class PrefixCache:
             return
         number, rest = divmod(stop, self.unit)
         if not rest:
-            try:
-                self._keep(seq, path, number)
-            except MemoryError:  # nobody asked for it: what others need comes first
-                self.pool.give_way()
+            self._keep_if_possible(seq, path, number)
         if stop == seq.prompt_len:
             self._finish(path)
             del self._paths[seq]
+
+    def leave(self, seq: Sequence) -> None:
+        """`seq` is given up before its prompt was read, and still has its slot: a client that lost
+        its patience sends the prompt again, and so gets further each time. The boundary is the
+        first to leave for others."""
+        path = self._paths.pop(seq, None)
+        number, rest = divmod(seq.prefilled, self.unit)
+        if path is None or rest or not number or path.boundary(number) in self.pool:
+            return
+        left = _Path(path.names, frozenset([number]))
+        self._keep_if_possible(seq, left, number)
+        self.pool.supersede(path.boundary(number))
 
     def give_way(self) -> bool:
         """Somebody has no room: leave device memory. False: there is none to leave."""
@@ -126,6 +135,12 @@ class PrefixCache:
             own = [parts[i] for parts in chunks]
             owner.restore(seq, last * self.unit, own, boundary[i])
         self.pool.touch(path.used(last))
+
+    def _keep_if_possible(self, seq: Sequence, path: _Path, number: int) -> None:
+        try:
+            self._keep(seq, path, number)
+        except MemoryError:  # no request fails for it: what others need comes first
+            self.pool.give_way()
 
     def _keep(self, seq: Sequence, path: _Path, number: int) -> None:
         self.pool.touch(path.used(number))

@@ -1,0 +1,136 @@
+"""How callers share an engine: who may wait, and who is next.
+
+All of it follows from the order in which sequences came, were seated and went, so several processes
+that see the same order decide alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdec.core.types import Owner, Sequence
+
+
+class QueueFull(Exception):
+    """The waiting queue is at its bound: the caller should retry later (HTTP 429)."""
+
+
+@dataclass
+class Room:
+    """Sequences that are seated or wait, counted by caller, and how many may be."""
+
+    slots: int
+    max_waiting: int
+    held: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def capacity(self) -> int:
+        return self.slots + self.max_waiting
+
+    def take(self, caller: str, count: int = 1) -> None:
+        """Count `caller`'s further sequences in. Raises QueueFull where all places are taken and
+        the caller would hold more than its part of the queue: `max_waiting` divided by the callers
+        that are here, itself included."""
+        callers = len(self.held.keys() | {caller})
+        part = -(-self.max_waiting // callers)
+        if self.held.total() + count > self.capacity and self.held[caller] + count > part:
+            waiting = max(0, self.held.total() - self.slots)
+            raise QueueFull(f"{waiting} requests are waiting already")
+        self.held[caller] += count
+
+    def leave(self, caller: str) -> None:
+        """One of its sequences has ended."""
+        _less(self.held, caller)
+
+
+@dataclass
+class _Request:
+    """A request's sequences that wait."""
+
+    turn: int
+    """When it came, or when one of its sequences was seated last."""
+    sequences: deque[Sequence] = field(default_factory=deque)
+
+
+class Waiting:
+    """The sequences that wait. The next is of the caller that holds the fewest slots, and of its
+    request that does; among equals, of the one that waits longest since its last turn."""
+
+    def __init__(self) -> None:
+        self._callers: dict[str, dict[Owner, _Request]] = {}
+        self._served: dict[str, int] = {}
+        """Each caller's last turn; callers are API keys, so they are few."""
+        self._turn = 0
+        self._seated: Counter[Owner] = Counter()
+        self._slots: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return sum(
+            len(request.sequences)
+            for requests in self._callers.values()
+            for request in requests.values()
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self._callers)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for requests in self._callers.values():
+            for request in requests.values():
+                yield from request.sequences
+
+    def append(self, seq: Sequence) -> None:
+        requests = self._callers.setdefault(seq.owner.caller, {})
+        if seq.owner not in requests:
+            requests[seq.owner] = _Request(self._next_turn())
+        requests[seq.owner].sequences.append(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Without a slot."""
+        requests = self._callers[seq.owner.caller]
+        requests[seq.owner].sequences.remove(seq)
+        self._forget_empty(seq.owner)
+
+    def seat(self) -> Sequence:
+        """Take out the next, which holds a slot from now on."""
+        caller = min(self._callers, key=self._rank)
+        requests = self._callers[caller]
+        owner = min(requests, key=self._rank_of_request)
+        seq = requests[owner].sequences.popleft()
+        requests[owner].turn = self._served[caller] = self._next_turn()
+        self._forget_empty(owner)
+        self._slots[caller] += 1
+        self._seated[owner] += 1
+        return seq
+
+    def unseat(self, seq: Sequence) -> None:
+        """It holds its slot no more."""
+        _less(self._slots, seq.owner.caller)
+        _less(self._seated, seq.owner)
+
+    def _rank(self, caller: str) -> tuple[int, int]:
+        return self._slots[caller], self._served.get(caller, -1)
+
+    def _rank_of_request(self, owner: Owner) -> tuple[int, int]:
+        return self._seated[owner], self._callers[owner.caller][owner].turn
+
+    def _next_turn(self) -> int:
+        self._turn += 1
+        return self._turn
+
+    def _forget_empty(self, owner: Owner) -> None:
+        requests = self._callers[owner.caller]
+        if not requests[owner].sequences:
+            del requests[owner]
+        if not requests:
+            del self._callers[owner.caller]
+
+
+def _less(counts: Counter[Any], key: Any) -> None:
+    """One less; what is at zero is forgotten."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

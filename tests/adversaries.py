@@ -1,0 +1,275 @@
+"""What a plain request waits for beside attacks, as a multiple of its latency on an idle server.
+
+python -m tests.adversaries --max-len 65536 [options of serve]    # starts a server on mini
+python -m tests.adversaries --url http://127.0.0.1:8000 --pid 1234
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import secrets
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence as Seqs
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+
+from targets import mini
+from tests.commands import free_port, wait_until_ready
+
+PLAIN = {"prompt": "def add(first, second):", "max_tokens": 4, "ignore_eos": True}
+SCHEMAS_AT_ONCE = 10
+SCHEMA_BYTES = 780
+FACTORS = 6
+"""Large numbers that a value must be a multiple of: to compile them takes longer than a trial may.
+"""
+BODIES_AT_ONCE = 2
+BODY_BYTES = 6_000_000
+PROPERTIES = 120_000
+LEAVERS_AT_ONCE = 4
+PATIENCE_SECONDS = 0.3
+"""A leaver's."""
+TIMEOUT_SECONDS = 300.0
+HEAD_START_SECONDS = 1.0
+"""Of an attack, before the first plain request."""
+REST_SECONDS = 60.0
+"""After which memory is read again."""
+SAMPLE_SECONDS = 0.1
+PAUSE_SECONDS = 0.1
+"""Between plain requests, and of an attacker that was refused at once."""
+MB = 1e6
+
+Attack = Callable[[httpx.Client, int], httpx.Response]
+
+
+def bad_schema(client: httpx.Client, max_len: int) -> httpx.Response:
+    """A fresh one each time, so that no verdict is remembered."""
+    factors = [{"multipleOf": 10**6 + secrets.randbelow(10**6) * 2 + 1} for _ in range(FACTORS)]
+    schema: dict[str, Any] = {"type": "integer", "allOf": factors, "description": ""}
+    schema["description"] = "x" * max(0, SCHEMA_BYTES - len(json.dumps(schema)))
+    named = {"name": "it", "schema": schema, "strict": True}
+    body = {
+        "messages": [{"role": "user", "content": "a number"}],
+        "response_format": {"type": "json_schema", "json_schema": named},
+        "max_tokens": 4,
+    }
+    return client.post("/v1/chat/completions", json=body)
+
+
+def huge_body(client: httpx.Client, max_len: int) -> httpx.Response:
+    """A tool of more properties than any prompt has room for."""
+    return client.post(
+        "/v1/chat/completions", content=_huge(), headers={"Content-Type": "application/json"}
+    )
+
+
+def _huge() -> bytes:
+    each = BODY_BYTES // PROPERTIES - len('"p000000":{"type":"string"},')
+    names = (f"p{number:06}{'x' * each}" for number in range(PROPERTIES))
+    properties = {name: {"type": "string"} for name in names}
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    body = {
+        "messages": [{"role": "user", "content": "hello"}],
+        "tools": [{"type": "function", "function": function}],
+        "max_tokens": 4,
+    }
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def leaver(client: httpx.Client, max_len: int) -> httpx.Response:
+    """It leaves while its prompt, a fresh one that nearly fills the context, is read."""
+    words = f"{secrets.token_hex(8)} " + "x = [1, 2] " * (max_len // 16)
+    return client.post(
+        "/v1/completions", json={"prompt": words, "max_tokens": 4}, timeout=PATIENCE_SECONDS
+    )
+
+
+ATTACKS: dict[str, tuple[Attack, int]] = {
+    "bad schemas": (bad_schema, SCHEMAS_AT_ONCE),
+    "huge bodies": (huge_body, BODIES_AT_ONCE),
+    "leavers": (leaver, LEAVERS_AT_ONCE),
+}
+
+
+def repeat(attack: Attack, url: str, max_len: int, ended: Event, told: Any) -> None:
+    """An attacker's process: send, whatever is answered, until `ended`."""
+    statuses: Counter[str] = Counter()
+    with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as client:
+        while not ended.is_set():
+            try:
+                status = str(attack(client, max_len).status_code)
+            except httpx.TransportError as problem:
+                status = type(problem).__name__
+            statuses[status] += 1
+            if status in ("429", "503"):
+                time.sleep(PAUSE_SECONDS)
+    told.put(dict(statuses))
+
+
+@contextmanager
+def attacked(url: str, max_len: int, attack: Attack, count: int) -> Iterator[Counter[str]]:
+    """Attackers beside the block; afterwards the counter holds what they were answered."""
+    context = multiprocessing.get_context("fork")
+    ended, told, statuses = context.Event(), context.Queue(), Counter[str]()
+    given = (attack, url, max_len, ended, told)
+    attackers = [context.Process(target=repeat, args=given, daemon=True) for _ in range(count)]
+    for one in attackers:
+        one.start()
+    time.sleep(HEAD_START_SECONDS)
+    yield statuses
+    ended.set()
+    for _ in attackers:  # all are read before any is joined: a full queue would hold one up
+        statuses.update(told.get(timeout=TIMEOUT_SECONDS))
+    for one in attackers:
+        one.join(TIMEOUT_SECONDS)
+
+
+def latencies(url: str, tries: int) -> list[float]:
+    """Of plain requests one after another, each on a connection of its own."""
+    took = []
+    for _ in range(tries):
+        began = time.monotonic()
+        answer = httpx.post(f"{url}/v1/completions", json=PLAIN, timeout=TIMEOUT_SECONDS)
+        took.append(time.monotonic() - began)
+        assert answer.status_code == 200, answer.text
+        time.sleep(PAUSE_SECONDS)
+    return took
+
+
+@dataclass
+class Memory:
+    """What a process and its children hold (RSS), sampled by a thread."""
+
+    pid: int
+    peak: int = 0
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def now(self) -> int:
+        """Bytes."""
+        return sum(map(_resident, _family(self.pid)))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._watch, daemon=True)
+        thread.start()
+        yield
+        self._ended.set()
+        thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(SAMPLE_SECONDS):
+            self.peak = max(self.peak, self.now())
+
+
+def _resident(pid: int) -> int:
+    with suppress(OSError):  # it may have ended by now
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(entry.read_text().rpartition(")")[2].split()[1])
+            parents.setdefault(parent, []).append(int(entry.parent.name))
+    found = [pid]
+    for one in found:
+        found += parents.get(one, [])
+    return found
+
+
+def long_mini(folder: Path, max_len: int) -> Path:
+    """mini, said to have a context of so many tokens: what it says is of no interest here."""
+    model = Path(shutil.copytree(mini.path("mini"), folder / "mini"))
+    file = model / "config.json"
+    config = json.loads(file.read_text())
+    config.get("text_config", config)["max_position_embeddings"] = max_len
+    file.write_text(json.dumps(config))
+    return model
+
+
+@contextmanager
+def started(max_len: int, more: Seqs[str]) -> Iterator[tuple[str, int]]:
+    """A server on mini: its address and process. more: options of `specdec serve`."""
+    port = free_port()
+    with TemporaryDirectory() as folder:
+        model = long_mini(Path(folder), max_len)
+        options = ["--model", str(model), "--port", port, "--max-len", str(max_len), *more]
+        with process("serve", *options, "--log-level", "warning") as server:
+            wait_until_ready(server, url := f"http://127.0.0.1:{port}")
+            yield url, server.pid
+
+
+@contextmanager
+def process(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """specdec with these arguments, ended after the block."""
+    server = subprocess.Popen([sys.executable, "-m", "specdec", *arguments])
+    try:
+        yield server
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def report(url: str, pid: int | None, max_len: int, tries: int) -> dict[str, Any]:
+    """Idle first, then beside each attack, then beside all."""
+    latencies(url, 3)  # whatever the first ones load
+    idle = statistics.median(latencies(url, tries))
+    memory = None if pid is None else Memory(pid)
+    before = memory.now() if memory else 0
+    found: dict[str, Any] = {"max_len": max_len, "tries": tries, "idle_ms": round(1000 * idle, 1)}
+    with memory.watched() if memory else nullcontext():
+        for name, (attack, count) in ATTACKS.items():
+            with attacked(url, max_len, attack, count) as statuses:
+                took = latencies(url, tries)
+            found[name] = _ratios(took, idle) | {"answers": dict(statuses)}
+            if memory:
+                found[name]["held_mb"] = round((memory.now() - before) / MB)
+            print(json.dumps({name: found[name]}), file=sys.stderr, flush=True)
+    if memory:
+        time.sleep(REST_SECONDS)
+        held = {"idle": before, "peak": memory.peak, "a minute later": memory.now()}
+        found["memory_mb"] = {name: round(size / MB) for name, size in held.items()}
+    return found
+
+
+def _ratios(took: list[float], idle: float) -> dict[str, float]:
+    """Median and worst, divided by the idle median."""
+    return {
+        "median": round(statistics.median(took) / idle, 1),
+        "worst": round(max(took) / idle, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--url", help="of a server that runs; one is started without it")
+    parser.add_argument("--pid", type=int, help="its process, for memory")
+    parser.add_argument("--max-len", type=int, default=2048, help="the server's")
+    parser.add_argument("--tries", type=int, default=20)
+    given, more = parser.parse_known_args()
+    if given.url is not None:
+        print(json.dumps(report(given.url, given.pid, given.max_len, given.tries)))
+        return
+    with started(given.max_len, more) as (url, pid):
+        print(json.dumps(report(url, pid, given.max_len, given.tries)))
+
+
+if __name__ == "__main__":
+    main()
