@@ -99,6 +99,7 @@ def test_whatever_comes_it_guesses_from_its_text(text, answer, k):
 
 class Forcing:
     failure = None
+    ends_at = None
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
