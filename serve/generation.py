@@ -223,7 +223,7 @@ async def begin(
     """Encode and submit a request. Raises ApiError or UserError for a fault of the client."""
     context.check_model(request.model)
     _check_count(request, context.runner.capacity)
-    planned = await context.lanes.run(
+    planned = await context.lanes.prepare(
         sender.size,
         plan,
         request,

@@ -39,7 +39,7 @@ def token_routes(context: Context, max_body: int) -> APIRouter:
     @router.post("/tokenize", openapi_extra=body_schema(TokenizeText))
     async def tokenize(request: Request) -> Json:
         body = await read_body(request, max_body)
-        ids, strings = await context.lanes.run(len(body), _tokenized, context, body)
+        ids, strings = await context.lanes.prepare(len(body), _tokenized, context, body)
         return {
             "count": len(ids),
             "max_model_len": context.max_len,

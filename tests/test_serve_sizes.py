@@ -135,6 +135,11 @@ def test_only_so_many_large_bodies_are_read_at_once():
         held[0].__exit__(None, None, None)
     with lanes.admitted(SMALL_BYTES + 1):
         pass
+    held[0] = lanes.admitted(None)
+    held[0].__enter__()
+    with pytest.raises(ApiError):
+        asyncio.run(lanes.prepare(SMALL_BYTES + 1, len, ""))
+    assert asyncio.run(lanes.prepare(SMALL_BYTES, len, "")) == 0
 
 
 def test_grammars_wait_in_a_bounded_queue_of_their_own():

@@ -39,7 +39,7 @@ def anthropic_routes(context: Context, max_body: int) -> APIRouter:
     async def count_tokens(request: Request) -> Json:
         wire = await read_request(request, PromptRequest, context, max_body)
         size = request.state.size
-        return {"input_tokens": await context.lanes.run(size, _count, context, wire)}
+        return {"input_tokens": await context.lanes.prepare(size, _count, context, wire)}
 
     return router
 
