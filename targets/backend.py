@@ -16,7 +16,7 @@ from specdec.core.config import Loop, ModelConfig
 from specdec.core.errors import UserError
 from specdec.core.prefix_cache.snapshots import TargetSnapshots
 from specdec.core.protocols import Cycle, Target
-from specdec.core.script import Script, whole_drafter
+from specdec.core.script import Script
 from specdec.core.types import Array, Check, Sequence
 
 if TYPE_CHECKING:
@@ -139,17 +139,9 @@ class Backend(Protocol):
         """The drivers that such a target has, the faster one first (as measured: docs/results)."""
         ...
 
-    def device_loop(
-        self,
-        target: Any,
-        drafter: Any,
-        k: int,
-        script: Script | None = None,
-        wrap_weighted: Callable[[Any, Callable[[Any], Any]], Any] = whole_drafter,
-    ) -> Cycle:
+    def device_loop(self, target: Any, drafter: Any, k: int, script: Script | None = None) -> Cycle:
         """The device-resident driver. drafter: what the drafter's folder brings for this backend's
-        loop; script: the text that replaces the target's choices (speed tests); wrap_weighted: puts
-        a wrapper around the part of the drafter that has weights."""
+        loop; script: the text that replaces the target's choices (speed tests)."""
         ...
 
     def warm(self, target: Any) -> tuple[int, Seqs[int]]:

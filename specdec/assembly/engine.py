@@ -18,7 +18,7 @@ from specdec.core.constraint import Plain, Unrestricted
 from specdec.core.cycle import cycle, host_cycle
 from specdec.core.engine import DraftSetup, Engine
 from specdec.core.errors import UserError
-from specdec.core.script import Script, ScriptedDrafter, ScriptedTarget, whole_drafter
+from specdec.core.script import Script, ScriptedDrafter, ScriptedTarget
 from specdec.core.timing import PlainCosts
 from specdec.core.types import Constraint, Round, Sampling, Sequence
 
@@ -59,9 +59,9 @@ def make_engine(
     k = speculation.k if told else min(speculation.k, kind.most_k)
     drafter, composite = placed.make(k), placed.composite
     if loop == "device":
-        on_device = placed.on_device(drafter)
-        wrap_weighted = whole_drafter if composite is None else composite.wrap_on_device
-        driver = model.backend.device_loop(target, on_device, k, script, wrap_weighted)
+        if script is not None and composite is not None:
+            script.wrap_weighted = composite.wrap_on_device
+        driver = model.backend.device_loop(target, placed.on_device(drafter), k, script)
     cache = make_prefix_cache(model, placed, drafter, prefix)
     if script is not None:
         target, drafter = _scripted(target, drafter, script, composite)

@@ -34,6 +34,10 @@ class Line:
     drafter's own guesses count."""
 
 
+def _around(drafter: Any, wrap: Callable[[Any], Any]) -> Any:
+    return wrap(drafter)
+
+
 class Script:
     """The lines by request id, and what each slot's owner will say, by position of its text."""
 
@@ -46,6 +50,8 @@ class Script:
         """[slots, positions]; NO_GUESS where the target's own choice stands."""
         self.right = np.zeros(shape, np.int32)
         """[slots, positions], see `Line`."""
+        self.wrap_weighted: Callable[[Any, Callable[[Any], Any]], Any] = _around
+        """(drafter, wrap) -> the device drafter, `wrap` around its part with weights."""
         self.version = 0
         """Grows with each change: devices keep copies."""
 
@@ -118,11 +124,6 @@ class ScriptedDrafter:
         right = np.array([self._script.right[seq.slot, len(seq.tokens)] for seq in seqs])
         draft = recorded_draft(said, right, np.asarray(own.tokens), np.arange(k))
         return replace(own, tokens=draft.astype(np.int32))
-
-
-def whole_drafter(drafter: Any, wrap: Callable[[Any], Any]) -> Any:
-    """`wrap` around a drafter that is not made of others."""
-    return wrap(drafter)
 
 
 def right_text(right: Seqs[int]) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seqs
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specdec.core.config import Loop, ModelConfig
 from specdec.core.errors import UserError
 from specdec.core.protocols import Cycle
-from specdec.core.script import Script, whole_drafter
+from specdec.core.script import Script
 from specdec.core.types import Check
 from targets.backend import TargetRequest
 
@@ -87,16 +87,11 @@ class CudaBackend:
         return ("host",) if _asks_the_host(config) else ("device", "host")
 
     def device_loop(
-        self,
-        target: CudaTarget,
-        drafter: DeviceDrafter,
-        k: int,
-        script: Script | None = None,
-        wrap_weighted: Callable[[Any, Callable[[Any], Any]], Any] = whole_drafter,
+        self, target: CudaTarget, drafter: DeviceDrafter, k: int, script: Script | None = None
     ) -> Cycle:
         from targets.cuda.device_loop import device_loop
 
-        return device_loop(target, drafter, k, script=script, wrap_weighted=wrap_weighted)
+        return device_loop(target, drafter, k, script=script)
 
     def warm(self, target: CudaTarget) -> tuple[int, Seqs[int]]:
         if self.exact(target):

@@ -19,7 +19,7 @@ import torch
 from specdec.core.constraint import constrained, fill_masks, leading_guesses, takes_known
 from specdec.core.cycle import cycle
 from specdec.core.protocols import Cycle, Proposer
-from specdec.core.script import Script, scripted_choice, whole_drafter
+from specdec.core.script import Script, scripted_choice
 from specdec.core.types import (
     NO_GUESS,
     SAT_OUT,
@@ -44,9 +44,6 @@ from targets.cuda.upload import page_locked
 
 STOPS = 16
 """Stop ids per row that the device knows (cycle.cu); the engine cuts by all of them in any case."""
-
-
-Wrap = Callable[[DeviceDrafter], DeviceDrafter]
 
 
 @dataclass(frozen=True)
@@ -138,20 +135,15 @@ class Launched:
 
 
 def device_loop(
-    target: CudaTarget,
-    drafter: DeviceDrafter,
-    k: int,
-    script: Script | None = None,
-    wrap_weighted: Callable[[DeviceDrafter, Wrap], DeviceDrafter] = whole_drafter,
+    target: CudaTarget, drafter: DeviceDrafter, k: int, script: Script | None = None
 ) -> Cycle:
-    """A `Cycle` for the engine.
-
-    script: the text that replaces the target's choices (speed tests). wrap_weighted: puts a wrapper
-    around the part of the drafter whose guesses a script may replace.
-    """
+    """A `Cycle` for the engine. script: the text that replaces the target's choices (speed
+    tests)."""
     placed = None if script is None else PlacedScript(script, target.device)
     if placed is not None and placed.script.recorded:
-        drafter = wrap_weighted(drafter, partial(ScriptedDeviceDrafter, placed=placed))
+        drafter = placed.script.wrap_weighted(
+            drafter, partial(ScriptedDeviceDrafter, placed=placed)
+        )
     return CapturedCycle(target, drafter, k, placed)
 
 

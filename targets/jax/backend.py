@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seqs
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specdec.core.config import Loop, ModelConfig
 from specdec.core.errors import UserError
 from specdec.core.protocols import Cycle
-from specdec.core.script import Script, whole_drafter
+from specdec.core.script import Script
 from specdec.core.types import Check
 from targets.backend import TargetRequest
 
@@ -86,16 +86,11 @@ class JaxBackend:
         return ("device", "host") if faster else ("host", "device")
 
     def device_loop(
-        self,
-        target: JaxTarget,
-        drafter: DeviceDrafter,
-        k: int,
-        script: Script | None = None,
-        wrap_weighted: Callable[[Any, Callable[[Any], Any]], Any] = whole_drafter,
+        self, target: JaxTarget, drafter: DeviceDrafter, k: int, script: Script | None = None
     ) -> Cycle:
         from targets.jax.device_loop import device_loop
 
-        return device_loop(target, drafter, k, script=script, wrap_weighted=wrap_weighted)
+        return device_loop(target, drafter, k, script=script)
 
     def warm(self, target: JaxTarget) -> tuple[int, Seqs[int]]:
         return 1, (1,)  # all slots are one program, and chunks are padded to one length

@@ -6,7 +6,7 @@ state: one step, two drivers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seqs
+from collections.abc import Sequence as Seqs
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from flax import struct
 from specdec.core.constraint import constrained, lead, leading_guesses, takes_known
 from specdec.core.cycle import cycle, guided_cycle
 from specdec.core.protocols import Cycle
-from specdec.core.script import Script, ScriptedTarget, scripted_choice, whole_drafter
+from specdec.core.script import Script, ScriptedTarget, scripted_choice
 from specdec.core.types import (
     MAX_DRAFT,
     NO_GUESS,
@@ -64,9 +64,6 @@ class LoopPlan:
     needs_sampler: bool
     """Whether any row's choice is more than the raw argmax."""
     logprobs: bool
-
-
-Wrap = Callable[[DeviceDrafter], DeviceDrafter]
 
 
 @struct.dataclass
@@ -213,16 +210,14 @@ def device_loop(
     k: int,
     cycles: int = CYCLES,
     script: Script | None = None,
-    wrap_weighted: Callable[[DeviceDrafter, Wrap], DeviceDrafter] = whole_drafter,
 ) -> Cycle:
-    """A `Cycle` for the engine: one dispatch, up to `cycles` rounds.
-
-    script: the text that replaces the target's choices (speed tests). wrap_weighted: puts a wrapper
-    around the part of the drafter whose guesses a script may replace.
-    """
+    """A `Cycle` for the engine: one dispatch, up to `cycles` rounds. script: the text that replaces
+    the target's choices (speed tests)."""
     placed = None if script is None else PlacedScript(script, target.mesh)
     if placed is not None and placed.script.recorded:
-        drafter = wrap_weighted(drafter, partial(ScriptedDeviceDrafter, placed=placed))
+        drafter = placed.script.wrap_weighted(
+            drafter, partial(ScriptedDeviceDrafter, placed=placed)
+        )
     one_by_one = target if script is None else ScriptedTarget(target, script)
     compiled: dict[LoopPlan, Any] = {}
     whole = replicated(target.mesh)  # the tape is read by each process's host
