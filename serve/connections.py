@@ -21,11 +21,11 @@ STALL_SECONDS = 120.0
 waits for it; tokens that the engine has already chosen wait too, no more than max_tokens."""
 
 CONNECTIONS = 4096
-"""Most connections whose requests are taken, where there are descriptors for so many."""
+"""Most connections from which requests are taken, where there are descriptors for so many."""
 RESERVED_DESCRIPTORS = 256
 """For all else that the process opens: files, devices, pipes."""
 SPARE_CONNECTIONS = 64
-"""Further ones, which are told that there are too many. What is beyond is closed."""
+"""Further ones, on which each request gets a 503. What is beyond is closed."""
 CROWDED = "crowded"
 """In a request's state: its connection is one too many."""
 SELDOM_SECONDS = 60.0

@@ -99,7 +99,7 @@ class Server:
         return not runner.alive
 
     def finish_answers(self) -> None:
-        """Wait until those who were told of a failure have read it, or LAST_WORDS."""
+        """Wait until the last error events of a failed engine are sent, or LAST_WORDS."""
         self._idle(LAST_WORDS)
 
     def _idle(self, seconds: float, hurried: Callable[[float], bool] = _patient) -> bool:

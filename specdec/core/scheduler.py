@@ -42,7 +42,7 @@ class Scheduler:
         return gone
 
     def admit(self) -> list[Sequence]:
-        """Give free slots to those whose turn it is; returns the newly seated."""
+        """Give free slots to the next in turn; returns the newly seated."""
         seated = []
         while self.free and self.waiting:
             seq = self.waiting.seat()
