@@ -55,7 +55,6 @@ class HostHead(Generic[Head]):
         pass  # the new owner's prompt overwrites the slot before anything reads it
 
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
-        assert step.features is not None, NO_FEATURES
         self.head.prefill(seq, start, stop, step)
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:

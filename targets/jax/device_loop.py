@@ -32,12 +32,7 @@ from specdec.core.types import (
     Step,
 )
 from targets.jax import programs, sampling
-from targets.jax.device_drafter import (
-    DeviceDrafter,
-    SlotState,
-    TracedDrafter,
-    TracedProgram,
-)
+from targets.jax.device_drafter import DeviceDrafter, SlotState, TracedDrafter, TracedProgram
 from targets.jax.host_drafter import SteppedDrafter, slot_state
 from targets.jax.params import Params
 from targets.jax.placing import replicated
