@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specdec.core.types import Sampling
+from targets.cuda import sampling
+from targets.cuda.ops import Rows
 from targets.cuda.sampler import Sampler
+from targets.sampling_params import Rules, set_row
 from tests.choosing_cases import KINDS, case_of
 from tests.emulated import Launcher, just_written
 
@@ -20,3 +24,22 @@ def test_choices_are_the_references(kind):
     assert torch.equal(choose(*case, True), case.chosen())
     just_written(case.logits)
     assert torch.equal(choose(*case, False), case.greedy())
+
+
+def test_every_occurrence_is_counted():
+    """Each word that occurred has a logit that its penalty just takes back, so that one occurrence
+    missed anywhere makes that word the choice."""
+    vocab, length, draw = 4098, 1500, torch.Generator().manual_seed(0)
+    history = torch.randint(0, vocab, (1, length), generator=draw).int()
+    counts = torch.bincount(history[0], minlength=vocab)
+    logits = torch.where(counts > 0, counts.float(), -torch.inf)[None, None].contiguous()
+    best = int(history[0, 700])
+    logits[0, 0, best] += 0.5
+    table = sampling.blank_table(1, torch.device("cpu"))
+    set_row(table, 0, Sampling(frequency_penalty=1.0), 0)
+    zero = torch.zeros(1, dtype=torch.int32)
+    rows = Rows(history[:, -1:].contiguous(), zero + length - 1, zero)
+    rules = Rules(torch.zeros(1, vocab), table, history)
+    choose = Sampler(Launcher(), torch.device("cpu")).choose
+    for _ in range(4):
+        assert choose(logits, rules, rows, True).tolist() == [[best]]
