@@ -143,7 +143,7 @@ EXPLAINED: dict[str, str] = {
     "route.cu: wait_for_previous(), let_next_start();": "who has a tile has waited, and others "
     "act after the cluster's barrier",
     "gemm.cu: __syncwarp(); #3": "pass<kMade> below counts each lane, lane 0 too",
-    "inputs.cu: wait_for_previous();": "the first kernel of a call, launched without an early start",
+    "inputs.cu: wait_for_previous();": "a call's first kernel, launched without an early start",
 }
 """Why a survivor is one, by its name."""
 
