@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specdec.core.types import NO_GUESS
+from specdec.core.types import NO_GUESS, SAT_OUT
 from targets.arch import released
 from targets.cuda import int8, tiles
 from targets.cuda.candidates import ROOM, Candidates
@@ -18,7 +18,7 @@ from targets.cuda.gemm import Gemm
 from targets.cuda.norms import Norms
 from targets.cuda.ops import Closing, Opening
 from targets.cuda.reference import Reference
-from targets.cuda.sampler import TURNS, Said, Sampler
+from targets.cuda.sampler import TURNS, CycleRecord, CycleResult, Sampler
 from targets.cuda.untile import Untile
 from targets.cuda.w8a8 import W8A8, Parts
 from tests.card import as_input, error, rows_of
@@ -58,15 +58,17 @@ def test_a_cycle_lays_out_accepts_and_commits():
     assert accepted.tolist() == [2, 0, 3, 0]
     stops = torch.full((4, 16), NO_GUESS, dtype=torch.int32)
     stops[1, 3] = 5
-    words = torch.full((TURNS, 4, 2 * k + 3), 99, dtype=torch.int32)
-    told, said = SimpleNamespace(words=words, turn=turn), Said(chosen, accepted, ints(1, 2, 3, 4))
+    words = torch.full((TURNS, 4, CycleRecord.words(k)), 99, dtype=torch.int32)
+    records = SimpleNamespace(words=words, turn=turn)
+    result = CycleResult(chosen, accepted, ints(1, 2, 3, 4))
     just_written(chosen, accepted)
-    ours.commit(history, state, rows, said, (stops, ints(9, 9, 9, 9)), told)
+    ours.commit(history, state, rows, result, (stops, ints(9, 9, 9, 9)), records)
     assert length.tolist() == [8, 3, 7, 1] and live.tolist() == [1, 0, 0, 1]
     assert history[0, 5:8].tolist() == [6, 7, 9] and history[1, 2] == 5 and not history[2].any()
-    by = [2, 0, NO_GUESS, NO_GUESS]
-    told = [[6, 7, 8, *chosen[b].tolist(), by[b], b + 1] for b in range(4)]
-    assert words[int(turn)].tolist() == told and (words[1 - int(turn)] == 99).all()
+    record = CycleRecord.of(words[int(turn)].numpy())
+    assert record.draft.tolist() == [[6, 7, 8]] * 4 and (record.chosen == chosen.numpy()).all()
+    assert record.accepted.tolist() == [2, 0, SAT_OUT, SAT_OUT]
+    assert record.source.tolist() == [1, 2, 3, 4] and (words[1 - int(turn)] == 99).all()
 
 
 @pytest.mark.parametrize("epilogue", ["plain", "gated"])

@@ -192,8 +192,8 @@ def test_lookup_guesses_as_its_twin_does(lengths):
     target = SimpleNamespace(cache=SimpleNamespace(tokens=history))
     device = SimpleNamespace(target=target, lengths=lengths, _launch=Launcher())
     just_written(history, start)
-    found = DeviceLookup.propose(device, batch, k).tolist()
+    found = DeviceLookup.propose(device, batch, k).tokens.tolist()
     twin, seqs = LookupTwin(*lengths), [Sequence(t, slot=slot) for slot, t in enumerate(texts)]
     for seq in seqs:
         twin.reset(seq)
-    assert found == twin.propose(seqs, k).tolist()
+    assert found == twin.propose(seqs, k).tokens.tolist()
