@@ -143,6 +143,10 @@ EXPLAINED: dict[str, str] = {
     "route.cu: wait_for_previous(), let_next_start();": "who has a tile has waited, and others "
     "act after the cluster's barrier",
     "gemm.cu: __syncwarp(); #3": "pass<kMade> below counts each lane, lane 0 too",
+    "moe.cu: if (!kOwn) __syncwarp(); #2": "the MMAs before it gather all lanes after their loads",
+    "moe.cu: __syncwarp();": "the last entry's MMAs gather all lanes after their loads",
+    "moe.cu: __syncwarp(); #3": "the last entry's MMAs, and the reduction before each store",
+    "moe.cu: if (j && NB == 1) __syncwarp();": "orders nothing: it makes the compiler load again",
     "inputs.cu: wait_for_previous();": "a call's first kernel, launched without an early start",
 }
 """Why a survivor is one, by its name."""
