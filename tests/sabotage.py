@@ -131,7 +131,6 @@ BY_HAND = [
 ]
 """File, what stands there once, and what takes its place."""
 EXPLAINED: dict[str, str] = {
-    "attention_fused.cu: __syncwarp();": "the MMAs before it gather all lanes after their loads",
     "attention_fused.cu: __syncwarp(); #3": "orders nothing: only lane 0 acts between two turns",
     "experts.cuh: __syncwarp();": "the next turn's __match_any_sync gathers the warp",
     "gemm.cu: if (!job.ready) wait_for_previous();": "a stage is free once consumers, who have "
