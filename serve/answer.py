@@ -126,13 +126,21 @@ async def _late(
 def _failure(path: str, error: ApiError) -> Iterable[bytes]:
     """An error before any event, in the form of the route's API."""
     if is_anthropic(path):
-        yield event(error.anthropic_body, "error")
-    elif path.startswith(RESPONSES_ROUTES):
+        return anthropic_failure(error)
+    if path.startswith(RESPONSES_ROUTES):
         fields = {"code": error.code or "invalid_prompt", "message": error.message, "param": None}
-        yield event({"type": "error", "sequence_number": 0, **fields}, "error")
-    else:
-        yield event(error.body)
-        yield format_sse_event(data_str="[DONE]")
+        return [event({"type": "error", "sequence_number": 0, **fields}, "error")]
+    return openai_failure(error)
+
+
+def openai_failure(error: ApiError) -> list[bytes]:
+    """The last events of a stream of choices that failed. OpenAI's clients raise on the first."""
+    return [event(error.body), done()]
+
+
+def anthropic_failure(error: ApiError) -> list[bytes]:
+    """The last event of a stream of /v1/messages that failed."""
+    return [event(error.anthropic_body, "error")]
 
 
 async def _collect(generation: Generation, emitter: Emitter) -> Json:
@@ -200,6 +208,11 @@ def event(body: Json, name: str | None = None) -> bytes:
     """One server-sent event, with its name where an API has names for them."""
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
     return format_sse_event(data_str=text, event=name)
+
+
+def done() -> bytes:
+    """The last event of a stream of choices."""
+    return format_sse_event(data_str="[DONE]")
 
 
 def keep_alive() -> bytes:

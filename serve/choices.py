@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seqs
 
-from fastapi.sse import format_sse_event
-
-from serve.answer import event, keep_alive
+from serve.answer import done, event, keep_alive, openai_failure
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.generation import Generation
@@ -47,7 +45,7 @@ class Choices:
         said = [
             self._reply.whole(index, choice := _joined(own), self._prompt_of(index))
             | _speculation(choice)
-            | _notice(choice)
+            | choice.notice_field
             for index, own in enumerate(pieces)
         ]
         return {**self._reply.envelope(said, streaming=False), **self._totals()}
@@ -63,7 +61,7 @@ class Choices:
         chunks = self._reply.chunks(index, piece)
         if chunks:
             chunks[0] |= _speculation(piece)
-            chunks[-1] |= _notice(piece)
+            chunks[-1] |= piece.notice_field
         for choice in [*first, *chunks]:
             yield event({**self._reply.envelope([choice], streaming=True), **no_usage})
 
@@ -73,12 +71,10 @@ class Choices:
     def closing(self) -> Iterable[bytes]:
         if self._wire.include_usage:
             yield event({**self._reply.envelope([], streaming=True), **self._totals()})
-        yield _done()
+        yield done()
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
-        """OpenAI's clients raise on this event."""
-        yield event(error.body)
-        yield _done()
+        return openai_failure(error)
 
     def _totals(self) -> Json:
         usage = self._generation.usage
@@ -106,11 +102,3 @@ def _joined(pieces: Seqs[Piece]) -> Piece:
 
 def _speculation(piece: Piece) -> Json:
     return {"speculation": [read.to_json() for read in piece.reads]} if piece.reads else {}
-
-
-def _notice(piece: Piece) -> Json:
-    return {} if piece.notice is None else {"notice": piece.notice}
-
-
-def _done() -> bytes:
-    return format_sse_event(data_str="[DONE]")

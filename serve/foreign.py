@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from serve.errors import ApiError
@@ -29,6 +29,13 @@ def line_of(item: Mapping[str, Any]) -> str:
     held = {name: value for name, value in item.items() if name not in UNTOLD}
     text = json.dumps(_shown(held), ensure_ascii=False)
     return f"[{kind}: {text}]" if held else f"[{kind}]"
+
+
+def kind_of(part: Any, known: Collection[str]) -> str | None:
+    """The name of a part's type, parsed or not, among types that the wire knows: `foreign` for any
+    other, None for what has no type."""
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return kind if kind in known else "foreign" if isinstance(kind, str) else None
 
 
 def is_foreign(part: Any) -> bool:

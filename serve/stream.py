@@ -172,6 +172,11 @@ class Piece:
     """A warning about an answer that has ended, for its client."""
 
     @property
+    def notice_field(self) -> dict[str, str]:
+        """The notice as a field of a JSON object, if there is one."""
+        return {} if self.notice is None else {"notice": self.notice}
+
+    @property
     def text(self) -> str:
         """Of the answer."""
         return "".join(part.text for part in self.parts if isinstance(part, Content))

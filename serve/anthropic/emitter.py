@@ -6,7 +6,7 @@ import json
 import uuid
 from collections.abc import Iterable, Iterator, Sequence as Seqs
 
-from serve.answer import event, keep_alive
+from serve.answer import anthropic_failure, event, keep_alive
 from serve.blocks import Began, Block, Blocks, Change, Ended, Grew, blocks_of
 from serve.errors import ApiError
 from serve.generation import Generation
@@ -34,7 +34,7 @@ class AnthropicEmitter:
         pieces = [piece for _, piece in arrivals]
         parts = with_unopened_thoughts(part for piece in pieces for part in piece.parts)
         message = self._message([_block(block, whole=True) for block in blocks_of(parts)])
-        return message | self._stop(pieces[-1]) | _notice(pieces[-1])
+        return message | self._stop(pieces[-1]) | pieces[-1].notice_field
 
     def opening(self) -> Iterable[bytes]:
         return ()  # the message's start tells how much was cached, which is known with a token
@@ -55,11 +55,11 @@ class AnthropicEmitter:
         for change in self._blocks.end():
             yield from _changed(change)
         told = {"delta": self._stop(self._last), "usage": self._usage()}
-        yield _event("message_delta", **told, **_notice(self._last))
+        yield _event("message_delta", **told, **self._last.notice_field)
         yield _event("message_stop")
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
-        yield event(error.anthropic_body, "error")
+        return anthropic_failure(error)
 
     def _message(self, content: list[Json]) -> Json:
         return {
@@ -92,10 +92,6 @@ class AnthropicEmitter:
             "cache_creation_input_tokens": 0,
             "output_tokens": usage.completion_tokens,
         }
-
-
-def _notice(last: Piece) -> Json:
-    return {} if last.notice is None else {"notice": last.notice}
 
 
 def _changed(change: Change) -> Iterator[bytes]:

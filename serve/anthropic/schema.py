@@ -24,7 +24,7 @@ from pydantic import (
 from serve.chat_schema import MAX_TOOLS
 from serve.errors import ApiError
 from serve.fields import ANY
-from serve.foreign import check_newest
+from serve.foreign import check_newest, kind_of
 from serve.options import Options
 from serve.schema import STRICT
 from serve.wishes import SamplingWishes
@@ -91,12 +91,13 @@ def _as_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-def _kind(block: Any) -> str | None:
-    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return kind if kind in KNOWN else "foreign" if isinstance(kind, str) else None
-
-
 KNOWN = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+def _kind(block: Any) -> str | None:
+    return kind_of(block, KNOWN)
+
+
 BY_KIND = Discriminator(
     _kind,
     custom_error_type="block",

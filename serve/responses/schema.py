@@ -19,7 +19,7 @@ from pydantic import (
 from serve.chat_schema import Effort
 from serve.errors import ApiError
 from serve.fields import ANY, check_names
-from serve.foreign import check_newest
+from serve.foreign import check_newest, kind_of
 from serve.messages import Text
 from serve.options import Options
 from serve.responses.namespaces import (
@@ -119,13 +119,15 @@ def _typed(item: Any) -> Any:
     return {"type": "message", **item} if isinstance(item, dict) and "role" in item else item
 
 
+KNOWN = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+
+
 def _kind(item: Any) -> str | None:
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    kind = kind_of(item, KNOWN)
     if kind == "item_reference":
         message = "input: item_reference: this server keeps no items: send the item itself"
         raise ApiError(400, message, param="input")
-    known = ("message", "function_call", "function_call_output", "reasoning")
-    return kind if kind in known else "foreign" if isinstance(kind, str) else None
+    return kind
 
 
 Item = Annotated[

@@ -114,7 +114,7 @@ class TextConstraint:
                 self._ended = True
                 return
             self._consumed.append(token)
-            if not self._matcher.consume_token(token) and not at_limit(self._matcher):
+            if not self._matcher.consume_token(token) and not _at_limit(self._matcher):
                 self._fail(self._matcher)
 
     def _follow_grammar(self, matcher: LLMatcher, draft: Seqs[int], out: np.ndarray) -> None:
@@ -140,7 +140,7 @@ class TextConstraint:
                 matcher.unsafe_compute_mask_ptr(row.ctypes.data, size)
             if matcher.is_error():
                 row[:] = EVERYTHING
-                if at_limit(matcher):
+                if _at_limit(matcher):
                     self.ends_at = self._read + j
                 else:
                     self._fail(matcher)
@@ -162,7 +162,7 @@ class TextConstraint:
         self.failure = f"the grammar can't be followed any further: {reason}"
 
 
-def at_limit(matcher: LLMatcher) -> bool:
+def _at_limit(matcher: LLMatcher) -> bool:
     """Whether a matcher's error is the limit of `vocabulary.LIMITS`."""
     return matcher.is_error() and ROW_TOO_LARGE in matcher.get_error()
 

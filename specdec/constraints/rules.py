@@ -95,7 +95,7 @@ class BadWords:
     """
 
     KEPT = 64
-    """Masks of states that are kept, of those with more than the single tokens."""
+    """States whose masks are kept."""
 
     def __init__(self, words: Iterable[Seqs[int]]) -> None:
         self._next: list[dict[int, int]] = [{}]
@@ -149,11 +149,9 @@ class BadWords:
     def _mask(self, state: int, words: int) -> Mask:
         if self._always is None:
             self._always = ~only(self._bars[0], words)
-        barred = self._barred(state)
-        if not barred:
-            return self._always
         if state not in self._keep:
-            self._keep[state] = self._always & ~only(barred, words)
+            barred = self._barred(state)
+            self._keep[state] = self._always & ~only(barred, words) if barred else self._always
         self._keep.move_to_end(state)
         while len(self._keep) > self.KEPT:
             self._keep.popitem(last=False)

@@ -100,7 +100,6 @@ class Trials:
     trials run at once, and further callers wait."""
 
     def __init__(self, processes: int = PROCESSES) -> None:
-        self.processes = processes
         self._all = [Trial() for _ in range(processes)]
         self._idle: queue.LifoQueue[Trial] = queue.LifoQueue()
         for trial in self._all:
