@@ -67,12 +67,16 @@ COVERED = {
     "lookup.cu": (DRAFTERS,),
     "moe.cu": (EXPERTS, MODEL),
     "narrow.cuh": (MODEL,),
-    "norm.cu": (MODEL,),
+    "norm.cu": (AROUND, MODEL),
     "ordered.cu": (DRAFTERS,),
     "quantise.cu": (AROUND,),
     "rescore.cu": (AROUND,),
     "ring.cuh": (LINEAR,),
-    "route.cu": (f"{EXPERTS}::test_a_router_chooses_the_best", MODEL),
+    "route.cu": (
+        f"{EXPERTS}::test_a_router_chooses_the_best",
+        f"{EXPERTS}::test_a_dense_branch_begins_beside_the_router",
+        MODEL,
+    ),
     "sample.cu": (SAMPLING,),
     "steps.cu": (DRAFTERS,),
     "tile.cuh": (LINEAR, EXPERTS),
@@ -141,11 +145,28 @@ EXPLAINED: dict[str, str] = {
     "route.cu: __syncwarp();": "each lane reads what it has copied itself",
     "route.cu: wait_for_previous(), let_next_start();": "who has a tile has waited, and others "
     "act after the cluster's barrier",
+    "route.cu: wait_for_previous(), let_next_start(); -> let_next_start(), wait_for_previous();": ""
+    "some CTA has a tile, and has waited before it let the next kernel start",
     "gemm.cu: __syncwarp(); #3": "pass<kMade> below counts each lane, lane 0 too",
     "moe.cu: if (!kOwn) __syncwarp(); #2": "the MMAs before it gather all lanes after their loads",
     "moe.cu: __syncwarp();": "the last entry's MMAs gather all lanes after their loads",
     "moe.cu: __syncwarp(); #3": "the last entry's MMAs, and the reduction before each store",
     "moe.cu: if (j && NB == 1) __syncwarp();": "orders nothing: it makes the compiler load again",
+    "moe.cu: __syncwarp(); #5": "token 0's copies are the lane's own; the warp's maximum gathers "
+    "all lanes before another's are read or written over",
+    "ordered.cu: __syncthreads(); #3": "a bound too low lets more clusters through, of the same "
+    "ranks: it saves time",
+    "sample.cu: cluster_sync(); #3": "a cluster's CTAs start at once here; on a card one may write "
+    "into another only once that has started",
+    "attention_combine.cu: if (place.slot < 0) return; -> nothing": "saves time: what an idle row "
+    "gets is not read",
+    "gemm.cu: if (job.next == kInTurn) let_next_start(); -> nothing": "costs time alone: the end "
+    "of a CTA lets the next kernel start too",
+    "norm.cu: if (!job.late) let_next_start(); -> let_next_start();": "timing alone: what comes "
+    "from memory first",
+    "attention_split.cu: wait_for_previous(); let_next_start(); #pragma unroll 1 -> "
+    "let_next_start(); wait_for_previous(); #pragma unroll 1": "timing alone: `combine` reads "
+    "nothing before its own wait",
     "inputs.cu: wait_for_previous();": "a call's first kernel, launched without an early start",
 }
 """Why a survivor is one, by its name."""

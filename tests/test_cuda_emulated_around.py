@@ -11,19 +11,20 @@ import pytest
 import torch
 
 from specdec.core.types import NO_GUESS, SAT_OUT
-from targets.arch import released
+from targets.arch import read_arch, released
 from targets.cuda import int8, tiles
 from targets.cuda.candidates import ROOM, Candidates
 from targets.cuda.gemm import Gemm
 from targets.cuda.norms import Norms
-from targets.cuda.ops import Closing, Opening
+from targets.cuda.ops import Closing, Opening, Rows
 from targets.cuda.reference import Reference
 from targets.cuda.sampler import TURNS, CycleRecord, CycleResult, Sampler
 from targets.cuda.untile import Untile
 from targets.cuda.w8a8 import W8A8, Parts
 from tests.card import as_input, error, rows_of
-from tests.emulated import Launcher, just_written
+from tests.emulated import Kernels, Launcher, just_written
 from tests.emulated_weights import drawn, randn
+from tests.tiny import write_tiny
 
 pytestmark = pytest.mark.usefixtures("eager")
 PROCESSORS = 2
@@ -183,3 +184,16 @@ def test_weights_are_plain_again(kind, n, k, layout):
     plain, _ = Untile(Launcher(), PROCESSORS).dense(packed)
     values = weight.codes.values().half() if weight.codes is not None else weight.values
     assert torch.equal(plain.float(), values.float())
+
+
+def test_per_layer_inputs(tmp_path):
+    write_tiny(tmp_path, "e2b")
+    arch, m = read_arch(tmp_path), 3
+    ours, reference = Kernels(arch, 128, torch.bfloat16, {"bf16"}), Reference(arch)
+    width = len(arch.layers) * arch.per_layer_input
+    mixed, norm = randn(m, width, seed=1), 1 + 0.1 * randn(arch.per_layer_input, seed=2)
+    table = randn(arch.per_layer_vocab, width, seed=3).bfloat16()
+    rows = Rows(ints([3], [NO_GUESS], [5]), ints(0, 0, 0), ints(0, 1, 2))
+    just_written(mixed, rows.tokens)
+    out = ours.per_layer_inputs(mixed, table, norm, rows)
+    assert error(out, reference.per_layer_inputs(mixed, table, norm, rows)) < 1e-5

@@ -10,15 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from specdec.core.types import NO_GUESS
-from targets.arch import MoeSpec, released
+from targets.arch import MoeSpec, read_arch, released
 from targets.cuda import experts as launches, four_bits, tiles
 from targets.cuda.experts import Experts
 from targets.cuda.formulas import rank
 from targets.cuda.gemm import Gemm
-from targets.cuda.ops import Rows
+from targets.cuda.ops import DenseBranch, RoutedBranch, Rows
 from tests.card import as_input, error, mixed
-from tests.emulated import Launcher, just_written
+from tests.emulated import Kernels, Launcher, just_written
 from tests.emulated_weights import KINDS, Weight, drawn, randn
+from tests.tiny import write_tiny
 
 ROUNDED = {"int4": 1e-3, "bf16": 1e-3}
 """Relative error, else 2e-4: inputs of the second matmul now and then round the other way."""
@@ -49,13 +50,21 @@ def chosen(rows: int, together: bool = False, count: int = COUNT) -> torch.Tenso
     return numbers
 
 
-def sums_of(experts: Experts, linear: Gemm, weights, x: torch.Tensor, numbers: torch.Tensor):
-    """The picked experts' outputs [M, PICKED, H]; zeros of those who picked none."""
+def sums_of(
+    experts: Experts,
+    linear: Gemm,
+    weights,
+    x: torch.Tensor,
+    numbers: torch.Tensor,
+    ready: bool = False,
+):
+    """The picked experts' outputs [M, PICKED, H]; zeros of those who picked none. ready: what may
+    still be written when the first kernel starts is something else."""
     gate_up, down = weights
     given = gate_up.packed(linear, "experts_gated"), down.packed(linear, "experts")
     fed = as_input(x, gate_up.kind)
-    just_written(fed.data, numbers)
-    routed = experts.run(fed, (numbers, torch.empty(0)), *given)
+    just_written(*[torch.zeros(4)] if ready else [fed.data, numbers])
+    routed = experts.run(fed, (numbers, torch.empty(0)), *given, ready)
     return routed.parts.masked_fill(numbers[..., None] < 0, 0.0)
 
 
@@ -76,6 +85,18 @@ def test_rows_are_themselves_and_near(experts, linear, kind):
         for row in (0, rows - 1):
             one = slice(row, row + 1)
             assert torch.equal(sums_of(experts, linear, weights, x[one], numbers[one]), whole[one])
+
+
+def test_inputs_that_are_ready_are_read_at_once(experts, linear):
+    """Yet the first kernel waits, with a part for each CTA or for none: the second's wait is for
+    all before it."""
+    weights = drawn((COUNT, 2 * WIDTH, HIDDEN), "int4", 1), drawn((COUNT, HIDDEN, WIDTH), "int4", 2)
+    x, numbers = randn(11, HIDDEN, seed=11), chosen(11)
+    alone = Experts(Launcher(), linear, released("gemma-4-26b-a4b"), 1)
+    whole = sums_of(experts, linear, weights, x, numbers)
+    assert torch.equal(sums_of(alone, linear, weights, x, numbers, ready=True), whole)
+    nothing = torch.full_like(numbers, -1)
+    assert not sums_of(experts, linear, weights, x, nothing, ready=True).any()
 
 
 def test_many_pairs_are_sorted_too(experts, linear):
@@ -180,3 +201,39 @@ def test_a_router_chooses_the_best():
     assert (numbers[out] == -1).all() and (shares[out] == 0).all()
     assert torch.equal(numbers[~out], best[~out])
     assert error(shares[~out], parts[~out]) <= 1e-6
+
+
+def test_a_dense_branch_begins_beside_the_router(tmp_path, eager):
+    """It reads its input before the router has ended, and no kernel before the router may run."""
+    write_tiny(tmp_path, "26b-a4b")
+    moe, rows, hidden = MoeSpec(128, 8, 32), 2, 64
+    arch = read_arch(tmp_path)
+    layers = tuple(replace(layer, moe=moe) for layer in arch.layers)
+    arch = replace(arch, hidden=hidden, layers=layers)
+    layouts = {
+        "dense_up": ((2 * WIDTH, hidden), "gated"),
+        "dense_down": ((hidden, WIDTH), "row_parallel"),
+        "router": ((moe.experts, hidden), "plain"),
+        "up": ((moe.experts, 2 * moe.width, hidden), "experts_gated"),
+        "down": ((moe.experts, hidden, moe.width), "experts"),
+    }
+    x, norm = randn(rows, hidden, seed=1), 1 + 0.1 * randn(hidden, seed=2)
+    tokens, slots = torch.zeros((rows, 1), dtype=torch.int32), torch.arange(rows).int()
+
+    def branch_of(ops):
+        """Of the dense weights, before its norm."""
+        given = {
+            name: drawn(shape, "bf16" if name == "router" else "int4", 3).packed(ops._gemm, layout)
+            for name, (shape, layout) in layouts.items()
+        }
+        fed = as_input(x, "int4")
+        dense = DenseBranch(fed, given["dense_up"], given["dense_down"], norm)
+        router = as_input(x, "bf16"), given["router"], torch.ones(moe.experts)
+        routed = RoutedBranch(*router, as_input(x, "int4"), given["up"], given["down"], norm)
+        just_written(fed.data)
+        return ops.mixture(dense, routed, Rows(tokens, slots, slots), moe).dense
+
+    ours = Kernels(arch, 128, torch.bfloat16, {"int4", "bf16"})
+    first = branch_of(ours)
+    assert torch.isfinite(first).all()
+    assert all(torch.equal(branch_of(ours), first) for _ in range(3))

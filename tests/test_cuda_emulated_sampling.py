@@ -43,3 +43,20 @@ def test_every_occurrence_is_counted():
     choose = Sampler(Launcher(), torch.device("cpu")).choose
     for _ in range(4):
         assert choose(logits, rules, rows, True).tolist() == [[best]]
+
+
+def test_a_few_words_that_are_about_as_likely():
+    """Those that top-k leaves, or of more of them what top-p leaves: any warp may hold the one
+    drawn."""
+    vocab, slots, draw = 1024, 16, torch.Generator().manual_seed(0)
+    logits = torch.randn((slots, 1, vocab), generator=draw) * 0.01
+    table = sampling.blank_table(slots, torch.device("cpu"))
+    for slot in range(slots):
+        top = {"top_k": 300, "top_p": 0.2} if slot % 2 else {"top_k": 40}
+        set_row(table, slot, Sampling(1.0, seed=slot, **top), 0)
+    zeros = torch.zeros(slots, dtype=torch.int32)
+    rows = Rows(zeros[:, None].contiguous(), zeros, torch.arange(slots).int())
+    rules = Rules(torch.zeros(slots, vocab), table, zeros[:, None].expand(slots, 4).contiguous())
+    expected = sampling.choose(logits, *rules, rows)
+    choose = Sampler(Launcher(), torch.device("cpu")).choose
+    assert torch.equal(choose(logits, rules, rows, True), expected)
