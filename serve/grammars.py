@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from serve.errors import ApiError
-from specdec.constraints.trial import PROCESSES
+from specdec.constraints.trial import PROCESSES, Cancellation, cancellable
 
 PER_CALLER = 8
 """Requests of one caller that wait for a trial or are in one."""
@@ -36,11 +36,25 @@ class GrammarQueue:
         return self._by_caller.total()
 
     async def run(self, caller: str, make: Callable[[], Made]) -> Made:
-        """`make` on a thread of its own. Raises ApiError 429 where too many wait."""
+        """`make` on a thread of its own, its trial stopped if this coroutine is cancelled. Raises
+        ApiError 429 where too many wait."""
         with self._counted(caller):
             async with self._permits:
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._threads, make)
+                return await self._on_thread(make)
+
+    async def _on_thread(self, make: Callable[[], Made]) -> Made:
+        cancellation = Cancellation()
+
+        def cancellable_make() -> Made:
+            with cancellable(cancellation):
+                return make()
+
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, cancellable_make)
+        except asyncio.CancelledError:
+            cancellation.cancel()
+            raise
 
     @contextmanager
     def _counted(self, caller: str):

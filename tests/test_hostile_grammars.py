@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
@@ -19,10 +20,13 @@ from specdec.constraints.json_schema import json_grammar
 from specdec.constraints.trial import (
     REFUSED_SECONDS,
     REMEMBERED,
+    Cancellation,
+    Cancelled,
     Trial,
     Trials,
     Untried,
     Verdicts,
+    cancellable,
     remembered_only,
 )
 from specdec.core.errors import UserError
@@ -99,6 +103,48 @@ def test_trials_run_at_the_lowest_priority():
     alone.close()
 
 
+def test_a_cancelled_trial_ends_at_once_and_leaves_no_verdict():
+    trials, cancellation = Trials(1), Cancellation()
+    grammar = json.dumps({"grammars": [{"name": "start", "json_schema": SCHEMAS["multiples"][0]}]})
+
+    def tried() -> str:
+        with cancellable(cancellation):
+            return trials.refusal(grammar)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(tried)
+        while cancellation._stop is None:
+            time.sleep(0.01)
+        (process,) = trials._all
+        assert process._process is not None
+        cancellation.cancel()
+        with pytest.raises(Cancelled):
+            running.result(trial.SECONDS)
+    assert process._process is None
+    with remembered_only(), pytest.raises(Untried):
+        trials.refusal(grammar)
+    assert trials.refusal(composed('start: "a"\n', {})) == ""
+    with pytest.raises(Cancelled):  # cancelled before it began
+        tried()
+    trials.close()
+
+
+def test_an_idle_process_ends_and_the_next_grammar_starts_another(monkeypatch):
+    alone = Trial()
+    monkeypatch.setattr(trial.subprocess, "Popen", _impatient(trial.subprocess.Popen))
+    for _ in range(2):
+        assert alone.complaint(composed('start: "a"\n', {})) == ""
+        assert alone._process is not None
+        assert alone._process.wait(60) == trial.IDLE_EXIT
+    alone.close()
+
+
+def _impatient(popen):
+    """Starts trial processes that are idle for a tenth of a second at most."""
+    script = f"import {trial.__name__} as trial; trial.IDLE_SECONDS = 0.1; trial._main()"
+    return lambda command, **options: popen([command[0], "-c", script], **options)
+
+
 def test_verdicts_are_remembered_and_bounded():
     now = [0.0]
     verdicts = Verdicts(lambda: now[0])
@@ -121,6 +167,7 @@ def test_a_refused_grammar_is_tried_once(monkeypatch):
     assert trials.refusal("g") == trials.refusal("g") == "too large" and tried == ["g"]
     with remembered_only():
         assert trials.refusal("g") == "too large"
+    trials.close()
 
 
 def test_a_trial_does_not_wait_for_another(monkeypatch):
@@ -134,6 +181,7 @@ def test_a_trial_does_not_wait_for_another(monkeypatch):
     monkeypatch.setattr(Trial, "complaint", slow)
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(trials.refusal, ("a", "b"))) == ["", ""]
+    trials.close()
 
 
 def test_control_tokens_are_known_there():

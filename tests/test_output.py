@@ -92,11 +92,11 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "command",
-    ["--help", f"generate '{PROMPT}' --max-tokens 400 --drafter none 2>/dev/null"],
+    ["--help", f"generate '{PROMPT}' --max-tokens 400 --drafter none"],
 )
 def test_who_reads_no_further_sees_no_traceback(command) -> None:
     done = shell(f"specdec {command} | head -c 5 >/dev/null; echo ${{PIPESTATUS[0]}}")
-    assert done.stdout.strip() in ("1", "141") and not done.stderr, done
+    assert done.stdout.strip() in ("1", "141") and "Traceback" not in done.stderr, done
 
 
 def test_a_full_disk_behind_stdout_is_one_line() -> None:

@@ -7,6 +7,7 @@ answers at once and a missing backend is only noticed by who needs it.
 from __future__ import annotations
 
 import os
+import select
 import sys
 
 from cyclopts import App, CycloptsError
@@ -120,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     except OSError as problem:
         unwritable = _drop_output()
         if isinstance(problem, BrokenPipeError) and unwritable:
-            sys.exit(141)  # who read it has seen enough: what a shell makes of SIGPIPE
+            sys.exit(141)  # `| head` has read enough: the exit code that a shell gives for SIGPIPE
         line = said_of(problem)
         if line is None:
             raise
@@ -141,6 +142,16 @@ def _drop_output() -> bool:
     try:
         sys.stdout.flush()
     except OSError:
+        unwritable = True
+    else:
+        unwritable = _reader_is_gone()  # a failed write may have left nothing to flush
+    if unwritable:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    return unwritable
+
+
+def _reader_is_gone() -> bool:
+    """Whether stdout is a pipe or a socket that has been closed at its other end."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return any(state & (select.POLLERR | select.POLLHUP) for _, state in output.poll(0))

@@ -5,8 +5,9 @@ thousand `$ref` overflows its stack, and there are grammars that it works on for
 one is compiled here first, with a fraction of a thread's stack and within limits of time and
 memory. A grammar that ends its process is refused, and the process is started again.
 
-Trials run at the lowest priority. Verdicts are remembered, so a schema that comes with every turn
-is tried once.
+Trials run at the lowest priority. Verdicts are kept, so a schema that comes with every turn is
+tried once. A process that has had no grammar for a while ends, and one is killed if the client of
+its request leaves.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import queue
 import re
 import resource
+import select
 import signal
 import struct
 import subprocess
@@ -49,12 +51,63 @@ LONGEST_COMPLAINT = 2000
 """Characters of a complaint that are kept."""
 NICE = 19
 """Priority of the processes, the lowest."""
+IDLE_SECONDS = 20.0
+"""A process that gets no grammar for so long ends, and frees its memory."""
+IDLE_EXIT = 75
+"""Exit code of a process that ended for that reason: EX_TEMPFAIL of sysexits.h."""
 _LENGTH = struct.Struct("!I")
 _remembered_only: ContextVar[bool] = ContextVar("remembered_only", default=False)
+_cancellation: ContextVar[Cancellation | None] = ContextVar("cancellation", default=None)
 
 
 class Untried(Exception):
     """A grammar has no remembered verdict, and the caller is not allowed to wait for one."""
+
+
+class Cancelled(Exception):
+    """The trial was stopped by `Cancellation.cancel`; there is no verdict."""
+
+
+class Cancellation:
+    """Stops the trials that run within `cancellable(self)`. Any thread may call `cancel`."""
+
+    def __init__(self) -> None:
+        self._lock, self._cancelled = threading.Lock(), False
+        self._stop: Callable[[], None] | None = None
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._cancelled = True
+            if self._stop is not None:
+                self._stop()
+
+    @contextmanager
+    def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
+        """`cancel` calls `stop` during this block. Raises Cancelled at its start or end if `cancel`
+        was called."""
+        self._set(stop)
+        try:
+            yield
+        finally:
+            self._set(None)
+
+    def _set(self, stop: Callable[[], None] | None) -> None:
+        with self._lock:
+            self._stop = stop
+            if self._cancelled:
+                self._stop = None
+                raise Cancelled
+
+
+@contextmanager
+def cancellable(cancellation: Cancellation) -> Iterator[None]:
+    """Within this block `Trials.refusal` raises `Cancelled` once `cancellation.cancel()` was called
+    by another thread."""
+    token = _cancellation.set(cancellation)
+    try:
+        yield
+    finally:
+        _cancellation.reset(token)
 
 
 @contextmanager
@@ -108,7 +161,7 @@ class Trials:
 
     def refusal(self, grammar: str) -> str:
         """The reason why a grammar can't be used, "" if it can. Raises Untried within
-        `remembered_only`."""
+        `remembered_only`, Cancelled within `cancellable`."""
         name = hashlib.sha256(grammar.encode()).digest()
         if (known := self._verdicts.find(name)) is not None:
             return known
@@ -116,7 +169,9 @@ class Trials:
             raise Untried
         trial = self._idle.get()
         try:
-            complaint = trial.complaint(grammar)
+            trial.start()
+            with (_cancellation.get() or Cancellation()).stopping(trial.kill):
+                complaint = trial.complaint(grammar)
         finally:
             self._idle.put(trial)
         self._verdicts.keep(name, complaint)
@@ -128,32 +183,50 @@ class Trials:
 
 
 class Trial:
-    """One process, started when it is first needed and again when a grammar ended it."""
+    """One process, started when it is first needed and again when it has ended. One thread at a
+    time calls its methods; any thread may call `kill`."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def complaint(self, grammar: str) -> str:
-        """The fault of a grammar, "" if there is none. One call at a time."""
+    def start(self) -> None:
+        """Start the process unless it runs."""
         with self._lock:
-            process = self._running()
-            assert process.stdin is not None and process.stdout is not None
-            try:
-                _write(process.stdin, grammar)
-                said = _read(process.stdout)
-            except BrokenPipeError:
-                said = None
-            return _reason(self._end()) if said is None else said
+            self._running()
+
+    def complaint(self, grammar: str) -> str:
+        """The fault of a grammar, "" if there is none."""
+        with self._lock:
+            answer, code = self._answer(grammar)
+            if code == IDLE_EXIT:  # it ended just before the grammar came
+                answer, code = self._answer(grammar)
+            return _reason(code) if answer is None else answer
+
+    def kill(self) -> None:
+        """End the process at once: `complaint`, if it waits, returns some reason."""
+        if (process := self._process) is not None:
+            process.kill()
 
     def close(self) -> None:
         with self._lock:
             if self._process is not None:
                 self._end()
 
+    def _answer(self, grammar: str) -> tuple[str | None, int]:
+        """The process's answer, or None with its exit code where it ended instead."""
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            _write(process.stdin, grammar)
+            answer = _read(process.stdout)
+        except BrokenPipeError:
+            answer = None
+        return answer, self._end() if answer is None else 0
+
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is not None:
-            self._end()  # another process ended it
+            self._end()  # it was idle for too long, or another process ended it
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
@@ -196,11 +269,18 @@ def _read(pipe: IO[bytes]) -> str | None:
 
 
 def _answer_all() -> None:
-    while (grammar := _read(sys.stdin.buffer)) is not None:
+    while (grammar := _next_grammar()) is not None:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process
         said = _compiled(grammar)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(sys.stdout.buffer, said)
+
+
+def _next_grammar() -> str | None:
+    """None at the end of the input."""
+    if not select.select([sys.stdin], [], [], IDLE_SECONDS)[0]:
+        os._exit(IDLE_EXIT)  # from a thread other than the main one, sys.exit ends only the thread
+    return _read(sys.stdin.buffer)
 
 
 def _compiled(grammar: str) -> str:
