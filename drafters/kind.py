@@ -46,6 +46,8 @@ class Asked:
     """Resolved, with the drafter's own options as fields."""
     random: bool = False
     """Whether weights are made, not read."""
+    model: str = ""
+    """What the target was called: a folder, a name of the hub or of an embedded model."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,11 @@ class Draft(Protocol):
         """The target's layers whose outputs it wants to see, none for most."""
         ...
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for those who start it: what it may choose from, what limits it."""
+        ...
+
     def extra_bytes(self, shape: Any) -> int:
         """What it takes of a GPU beside a target of this shape (`targets.cuda.footprint`), as far
         as it does not check that by itself when it is placed."""
@@ -114,6 +121,7 @@ class TextDraft:
     twin: Callable[[], LookupDrafter] | None = None
     """As `PlacedDrafter` has it."""
     features: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def extra_bytes(self, shape: Any) -> int:
         return 0
@@ -162,6 +170,9 @@ class DrafterKind:
     """Keys of that JSON that are its own, and the options that they mean."""
     lies_by: Callable[[str], bool] = lambda model: False
     """Whether weights of its own lie in or beside this model's folder. No hub is asked."""
+    published: Callable[[str], str | None] = lambda model: None
+    """The hub's name of weights of its own that are published for this model, if any. No hub is
+    contacted."""
     most_k: int = MAX_DRAFT
     """Most draft tokens of a cycle."""
     device_loops: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ class ServedTokenizer(Protocol):
     suppress_ids: tuple[int, ...]
     defaults: dict[str, float | int]
     vocab_size: int
+    model_vocab_size: int
     bos_id: int | None
 
     @property

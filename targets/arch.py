@@ -15,6 +15,10 @@ from specdec.core.errors import UserError
 
 TEXT_TYPES = ("gemma4_text", "gemma4_unified_text")
 MULTIMODAL_TYPES = ("gemma4", "gemma4_unified")
+MOST_PADDING = 1024
+"""Ids by which a vocabulary may be larger than its tokenizer's."""
+PADDED_TO = 8
+"""Padded vocabularies are multiples of this, most of 64."""
 GLOBAL_HEAD_DIM = 512
 """Of global layers where the config is silent, as in transformers."""
 
@@ -76,6 +80,14 @@ class Arch:
     max_position: int
     silu: bool = False
     """Gates are SiLU, as Llama's, not tanh GELU."""
+    own_head: bool = False
+    """Logits are made by a tensor `lm_head`, not by the embedding. Files decide: see
+    `model_folder.read_arch`."""
+
+    @property
+    def head(self) -> str:
+        """The name of the tensor that makes logits."""
+        return "lm_head" if self.own_head else "embed_tokens"
 
     @property
     def moe(self) -> MoeSpec | None:
@@ -83,9 +95,9 @@ class Arch:
         return next((layer.moe for layer in self.layers if layer.moe), None)
 
 
-def read_arch(path: Path) -> Arch:
-    """Architecture from `path`/config.json. Raises UserError where it is missing or not Gemma 4."""
-    return parse_arch(read_config(path))
+def fits_vocabulary(own: int, vocab: int) -> bool:
+    """Whether a tokenizer's or a head's vocabulary is a model's, which trainers may have padded."""
+    return own == vocab or (0 < vocab - own <= MOST_PADDING and vocab % PADDED_TO == 0)
 
 
 def released(name: str) -> Arch:
@@ -158,8 +170,11 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"config.json has {key}={text[key]!r}: only {only!r} is supported")
     if text.get("use_bidirectional_attention") == "all":
         raise UserError("config.json asks for bidirectional attention: such a model can't decode")
-    if not text.get("tie_word_embeddings", True):
-        raise UserError("config.json has tie_word_embeddings=false: Gemma 4 ties its head")
+    if text.get("rope_scaling"):
+        raise UserError(
+            "config.json has rope_scaling, which Gemma 4 does not use (its rope_parameters are "
+            "by layer type): save the checkpoint with transformers 5 or newer"
+        )
     return text
 
 

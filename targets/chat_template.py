@@ -16,6 +16,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from specdec.core.errors import UserError
+from targets.json_files import read_object
 
 
 class RenderedTooLong(UserError):
@@ -68,10 +69,13 @@ def _joined(parts: Iterable[str], most: int | None) -> str:
 
 
 def read_template(path: Path, settings: dict[str, Any]) -> str | None:
-    """`chat_template.jinja` first, then the config's (one text, or a list of named ones)."""
-    own_file = path / "chat_template.jinja"
+    """`chat_template.jinja` first, then `chat_template.json` (of processors), then the tokenizer's
+    settings: one text, or a list of named ones. Raises UserError."""
+    own_file, processors = path / "chat_template.jinja", path / "chat_template.json"
     if own_file.is_file():
         return own_file.read_text(encoding="utf-8")
+    if processors.is_file():
+        settings = read_object(processors)
     template = settings.get("chat_template")
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}

@@ -7,39 +7,40 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from specdec.core.errors import UserError
 from targets import schemes
 from targets.arch import Arch
 from targets.schemes import Weight
+from targets.shards import Shard, open_shards
 from targets.stored import Groups, Stored
 from targets.tensors import TensorSpec, all_tensors, stored_name
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 OTHER_TOWERS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder")
-"""Parts of a multimodal checkpoint that text decoding does not need."""
-
-MAPPED_TYPES = {
-    name: np.dtype(kind)
-    for name, kind in {
-        "F32": np.float32,
-        "F16": np.float16,
-        "I8": np.int8,
-        "U8": np.uint8,
-        "I32": np.int32,
-        "BF16": ml_dtypes.bfloat16,
-        "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    }.items()
+IGNORED = {
+    rf"(^|\.)({'|'.join(OTHER_TOWERS)})\.": "another modality: text decoding does not use it",
+    r"\.self_attn\.([qkv]_scale|[qkv]_proj\.[qkv]_scale)$": (
+        "scales of an FP8 K/V cache: the cache's own type is --kv-dtype, and needs none"
+    ),
+    r"\.rotary_emb\.inv_freq$": "computed from config.json's rope_parameters",
 }
-"""What weights and their scales are read from, by safetensors' names."""
+"""Tensors that may be in a file though nothing reads them, and the reason. What is in none of these
+rows, and not in `Checkpoint._ignorable`, is refused."""
+HEAD = "lm_head"
+MOE_BASES = ("experts", "moe.experts")
+"""Names of a layer's experts: the released files' and older community files'."""
+
 FOUR_BITS = frozenset({"I32", "U8"})
 """What packed values of 4 bits lie in: of int4, and of NVFP4."""
+PIECE = 1 << 22
+"""Values of two tensors that are compared at once."""
 WIDE_TYPES = tuple(np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16))
 
 
@@ -51,8 +52,9 @@ class Checkpoint:
         self.path = path
         self.specs = all_tensors(arch)
         self._where = {name: file for file in open_shards(path) for name in file.names}
-        self._config = _quantization_config(path)
+        self._config = quantization_config(path)
         self._prefix = self._find_prefix()
+        self._head = head_name(self._where) or stored_name(self._prefix, HEAD)
         self._check_headers()
 
     def read(self, name: str) -> Stored:
@@ -63,7 +65,7 @@ class Checkpoint:
         spec = self.specs[name]
         parts = self._expert_parts(name, spec)
         if parts is None:
-            return self._read_one(stored_name(self._prefix, name), spec.shape)
+            return self._read_one(self._stored(name), spec.shape)
         stored = [self._read_one(p, shape) for p, shape in parts]
         return _fuse_experts(name, stored, spec)
 
@@ -81,12 +83,13 @@ class Checkpoint:
         """safetensors' dtype of a tensor's values; of experts the first one's. 4-bit values are in
         bytes or words: `FOUR_BITS`."""
         parts = self._expert_parts(name, self.specs[name])
-        stored = parts[0][0] if parts else stored_name(self._prefix, name)
+        stored = parts[0][0] if parts else self._stored(name)
         packed = f"{stored.removesuffix('.weight')}.weight_packed"
         held = packed if packed in self._where else stored
         return self._where[held].dtype(held)
 
     def _find_prefix(self) -> str:
+        schemes.refuse_unread(self.path, self._where, self._config)
         for prefix in PREFIXES:
             if f"{prefix}embed_tokens.weight" in self._where:
                 return prefix
@@ -95,29 +98,39 @@ class Checkpoint:
             f"{', '.join(PREFIXES)}: this is not a Gemma 4 checkpoint, or a shard is missing"
         )
 
+    def _stored(self, name: str) -> str:
+        """The file's name of a tensor that `targets.tensors` calls `name`."""
+        if name == HEAD:
+            return self._head
+        usual = stored_name(self._prefix, name)
+        older = usual.replace(f".{MOE_BASES[0]}.", f".{MOE_BASES[1]}.")
+        return older if older in self._where else usual
+
     def _expert_parts(
         self, name: str, spec: TensorSpec
     ) -> list[tuple[str, tuple[int, ...]]] | None:
         """Names and shapes of un-fused experts (compressed-tensors files); None where fused, and
         for all other tensors."""
-        if "experts." not in name or stored_name(self._prefix, name) in self._where:
+        if ".experts." not in name or self._stored(name) in self._where:
             return None
-        base, kind = name.rsplit(".", 1)
+        base, kind = self._experts_base(name), name.rsplit(".", 1)[-1]
         experts, out, inner = spec.shape
         names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
         shape = (out // len(names), inner)
-        return [
-            (f"{self._prefix}{base}.{e}.{part}.weight", shape)
-            for e in range(experts)
-            for part in names
-        ]
+        return [(f"{base}.{e}.{part}.weight", shape) for e in range(experts) for part in names]
+
+    def _experts_base(self, name: str) -> str:
+        """Of un-fused experts: what stands before their number."""
+        layer = f"{self._prefix}{name.partition('.experts.')[0]}"
+        bases = [f"{layer}.{base}" for base in MOE_BASES]
+        return next((base for base in bases if any(_of_expert(base, self._where))), bases[0])
 
     def _check_headers(self) -> None:
         """Names and shapes, before gigabytes are read."""
         needed: dict[str, tuple[int, ...]] = {}
         for name, spec in self.specs.items():
             parts = self._expert_parts(name, spec)
-            needed |= dict(parts) if parts else {stored_name(self._prefix, name): spec.shape}
+            needed |= dict(parts) if parts else {self._stored(name): spec.shape}
         used: set[str] = set()
         missing = {name for name, shape in needed.items() if not self._find(name, shape, used)}
         if missing and (scheme := schemes.named(self._config)):
@@ -155,11 +168,29 @@ class Checkpoint:
         return Weight(self.path, self._where, base, shape, self._config)
 
     def _ignorable(self, name: str) -> bool:
-        if any(f"{tower}." in name for tower in OTHER_TOWERS) or "lm_head." in name:
+        """Whether a tensor that nothing reads is expected. Raises UserError where it says something
+        else than what is read instead of it."""
+        if any(re.search(pattern, name) for pattern in IGNORED):
             return True
-        # released E2B/E4B files carry the K/V projections of layers that share another's K/V
-        shared = re.search(r"layers\.(\d+)\.self_attn\.([kv]_proj|k_norm)\.", name)
-        return bool(shared) and f"layers.{shared[1]}.self_attn.k_proj" not in self.specs
+        if name.rpartition(".")[0] == self._head.rpartition(".")[0]:
+            return True  # equal to the embedding, see `model_folder.has_own_head`
+        layer = re.search(r"layers\.(\d+)\.self_attn\.([kv]_proj|k_norm)\.", name)
+        if layer is None:
+            return False
+        if f"layers.{layer[1]}.self_attn.k_proj" not in self.specs:
+            return True  # released E2B/E4B files carry those of layers that share another's K/V
+        if layer[2] == "v_proj":
+            self._check_values_are_keys(name.rpartition(".")[0])
+        return layer[2] == "v_proj"
+
+    def _check_values_are_keys(self, v_proj: str) -> None:
+        """Raise UserError unless a layer's v_proj equals its k_proj, which is read for both."""
+        k_proj = f"{v_proj.removesuffix('v_proj')}k_proj"
+        if not same_tensors(self._where, k_proj, v_proj):
+            raise UserError(
+                f"{self.path}: {v_proj} differs from {k_proj}, but config.json has "
+                "attention_k_eq_v: config and weights are of different models"
+            )
 
     def _read_one(self, name: str, shape: tuple[int, ...]) -> Stored:
         weight = self._weight(name, shape)
@@ -179,7 +210,7 @@ class Checkpoint:
             )
 
 
-def _quantization_config(path: Path) -> dict[str, Any]:
+def quantization_config(path: Path) -> dict[str, Any]:
     """Of config.json, or of ModelOpt's own file; empty where weights are wide."""
     for file, keys in (
         ("config.json", ("quantization_config", "compression_config")),
@@ -193,6 +224,51 @@ def _quantization_config(path: Path) -> dict[str, Any]:
             if found is not None:
                 return found
     return {}
+
+
+def head_name(names: Iterable[str]) -> str | None:
+    """The name of a language model's head among a file's tensors, as if it were not quantised."""
+    for name in names:
+        base, _, last = name.rpartition(".")
+        if last in ("weight", "weight_packed") and base.rpartition(".")[-1] == HEAD:
+            return f"{base}.weight"
+    return None
+
+
+def same_tensors(where: Mapping[str, Shard], one: str, other: str) -> bool:
+    """Whether two weights, by their names without `.weight`, are stored as equal values, with equal
+    scales if they have any. Compared by pieces, up to the first difference."""
+    parts = [_parts(where, base) for base in (one, other)]
+    if parts[0].keys() != parts[1].keys():
+        return False
+    pairs = ((where[name], name, parts[1][last]) for last, name in parts[0].items())
+    return all(_same_values(shard.read(a), where[b].read(b)) for shard, a, b in pairs)
+
+
+def _parts(where: Mapping[str, Shard], base: str) -> dict[str, str]:
+    """A weight's tensors by the last part of their names."""
+    split = {name: name.rpartition(".") for name in where}
+    return {
+        last: name
+        for name, (before, _, last) in split.items()
+        if before == base and last not in schemes.UNUSED
+    }
+
+
+def _same_values(one: np.ndarray, other: np.ndarray) -> bool:
+    if one.shape != other.shape:
+        return False
+    kind = one.dtype if one.dtype == other.dtype else np.float32
+
+    def equal(start: int) -> bool:
+        pieces = (x.reshape(-1)[start : start + PIECE].astype(kind) for x in (one, other))
+        return bool((next(pieces) == next(pieces)).all())
+
+    return all(map(equal, range(0, one.size, PIECE)))
+
+
+def _of_expert(base: str, names: Iterable[str]) -> Iterator[bool]:
+    return (name.startswith(f"{base}.0.") for name in names)
 
 
 def _refuse(what: str, names: set[str], path: Path, remedy: str) -> None:
@@ -220,58 +296,3 @@ def _fuse_experts(name: str, parts: list[Stored], spec: TensorSpec) -> Stored:
     zero = joined([g.zero for g in groups], -1)
     assert scales is not None
     return Stored(values, scale, Groups(scales, groups[0].size, zero), parts[0].code)
-
-
-class Shard:
-    """One safetensors file. Tensors are views of the mapped file, read when they are used."""
-
-    def __init__(self, file: Path) -> None:
-        try:
-            self._open = safe_open(file, framework="numpy")
-        except (SafetensorError, OSError) as problem:
-            raise UserError(
-                f"{file} is truncated or damaged ({problem}): download it again"
-            ) from None
-        with file.open("rb") as stream:
-            start = 8 + int.from_bytes(stream.read(8), "little")
-            self._header = json.loads(stream.read(start - 8))
-        self.names = set(self._header) - {"__metadata__"}
-        # copy on write: writable, as torch wants its memory, and the file stays as it is
-        self._data = np.memmap(file, np.uint8, "c")[start:]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._header[name]["shape"])
-
-    def dtype(self, name: str) -> str:
-        """As safetensors calls it."""
-        return self._header[name]["dtype"]
-
-    def read(self, name: str) -> np.ndarray:
-        kind = MAPPED_TYPES.get(self.dtype(name))
-        if kind is None:
-            return self._open.get_tensor(name)
-        start, stop = self._header[name]["data_offsets"]
-        return np.asarray(self._data[start:stop]).view(kind).reshape(self.shape(name))
-
-
-def _shard_names(index: Path) -> list[str]:
-    try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (AttributeError, KeyError, TypeError, ValueError) as problem:
-        raise UserError(
-            f"{index} has no readable weight_map ({problem}): download it again"
-        ) from None
-
-
-def open_shards(path: Path) -> list[Shard]:
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-    if index.is_file():
-        names = _shard_names(index)
-    elif single.is_file():
-        names = [single.name]
-    else:
-        raise UserError(f"{path} has neither model.safetensors nor {index.name}")
-    for name in names:
-        if not (path / name).is_file():
-            raise UserError(f"{path}: shard {name} is missing: download it again")
-    return [Shard(path / name) for name in names]

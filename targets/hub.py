@@ -20,13 +20,16 @@ from typing import Any
 
 from specdec.core.errors import UserError
 from specdec.core.ticking import ticking
+from targets.published import instead_of_gguf
 
 NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 WANTED = (
-    *("config.json", "generation_config.json", "tokenizer*.json", "chat_template.jinja"),
+    *("config.json", "generation_config.json", "hf_quant_config.json", "tokenizer*.json"),
+    *("chat_template.jinja", "chat_template.json"),
     *("*.safetensors", "*.safetensors.index.json"),
 )
 """Files that are read, by pattern; at the top of a repository, not in its folders."""
+GGUF = ".gguf"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -38,12 +41,41 @@ def is_name(model: str) -> bool:
 def folder_of(name: str, absent: str) -> Path:
     """A folder, or that of a repository's files, downloaded if need be. Raises UserError, of which
     `absent` is the text where there is no such folder."""
+    if name.lower().endswith(GGUF):
+        raise refusal_of_gguf(name)
     if is_name(name):
         return fetched(name)
     folder = Path(name)
     if not folder.is_dir():
         raise UserError(absent)
+    if any(folder.glob(f"*{GGUF}")) and not any(folder.glob("*.safetensors")):
+        raise refusal_of_gguf(name)
     return folder
+
+
+def refusal_of_gguf(name: str) -> UserError:
+    return UserError(
+        f"{name} is GGUF, which specdec does not read: choose the safetensors of these weights, "
+        f"{instead_of_gguf(name)}"
+    )
+
+
+def kept_folder(name: str, file: str) -> Path | None:
+    """The folder in the cache with this file of a repository, if it was downloaded before. The hub
+    is not contacted."""
+    match = NAME.fullmatch(name)
+    if match is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(match["repo"], file, revision=match["revision"])
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def is_kept(name: str) -> bool:
+    """Whether a repository's weights, of a single file, were downloaded before."""
+    folder = kept_folder(name, "config.json")
+    return folder is not None and (folder / "model.safetensors").is_file()
 
 
 def repo_of(name: str) -> str:
@@ -135,6 +167,8 @@ def _is_kept(repo: str, file: str, sha: str | None) -> bool:
 def _check_weights(repo: str, names: list[str]) -> None:
     if any(_like(name, "*.safetensors") for name in names):
         return
+    if any(name.endswith(GGUF) for name in names):
+        raise refusal_of_gguf(repo)
     if any(_like(name, pattern) for name in names for pattern in PICKLES):
         raise UserError(
             f"{repo} has its weights as pickles only, which may run code when they are read: "

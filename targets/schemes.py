@@ -17,7 +17,8 @@ be rounded is not used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -28,8 +29,19 @@ from specdec.core.errors import UserError
 from targets.stored import Groups, Stored
 
 READ = "int4 and NVFP4 packed, FP8 and int8 per channel, FP8 in blocks of 128 x 128"
+WIDE = ("BF16", "F16", "F32")
+"""safetensors' names of the dtypes of unquantised weights."""
 BLOCK = 128
 NVFP4_GROUP = 16
+UNREAD = {
+    "bitsandbytes": r"\.quant_state\.bitsandbytes|\.weight\.absmax$|\.SCB$",
+    "MLX": r"\.scales$",
+    "GPTQ or AWQ": r"\.qweight$",
+    "a packed embedding": r"\.embed_tokens(_per_layer)?\.weight_packed$",
+}
+"""Schemes that are not read, by names of tensors that only they have."""
+BITS = (4, 8)
+"""Widths of integers that are read."""
 UNUSED = ("input_scale", "input_global_scale", "weight_shape", "k_scale", "v_scale")
 """What may stand beside a weight and is not needed for its values."""
 PER_WORD = 8
@@ -80,6 +92,8 @@ class Weight:
             self._expect(codes, self.shape)
             if kind in ("F8_E4M3", "I8"):
                 self._check_plain_scale(kind)
+            elif kind not in WIDE:
+                self._refuse(f"{codes} is {kind}, which specdec can't read; it reads {READ}")
 
     def read(self) -> Stored:
         """Raises UserError."""
@@ -223,7 +237,28 @@ class Weight:
             )
 
     def _refuse(self, what: str) -> NoReturn:
-        raise UserError(f"{self.path}: {what}")
+        scheme = named(self.config)
+        form = f" (quantised as {scheme})" if scheme else ""
+        raise UserError(f"{self.path}{form}: {what}")
+
+
+def refuse_unread(path: Path, names: Iterable[str], config: Mapping[str, Any]) -> None:
+    """Raise UserError, with the scheme's name, for a checkpoint whose form is not read at all."""
+    found = next(
+        (scheme for scheme, own in UNREAD.items() if any(re.search(own, name) for name in names)),
+        None,
+    )
+    widths = {w["num_bits"] for w in _weights_of(config) if isinstance(w.get("num_bits"), int)}
+    widths -= {*BITS}
+    if widths:
+        found = f"{named(config)} with {' and '.join(map(str, sorted(widths)))} bits"
+    if config.get("quant_method") == "bitsandbytes":
+        found = "bitsandbytes"
+    if found is not None:
+        raise UserError(
+            f"{path} is quantised as {found}, which specdec does not read; it reads {READ}: choose "
+            "another repository of this model, or the unquantised one with --dtype int4 or fp8"
+        )
 
 
 def named(config: Mapping[str, Any]) -> str | None:

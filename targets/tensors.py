@@ -40,11 +40,12 @@ def _linear(
 
 
 def model_tensors(arch: Arch) -> dict[str, TensorSpec]:
-    """What lies outside the layers: embedding (tied to the head), final norm, per-layer inputs."""
-    tensors = {
-        "embed_tokens": TensorSpec((arch.vocab, arch.hidden), ("vocab", "none")),
-        "norm": _norm(arch.hidden),
-    }
+    """Outside the layers: embedding, a head unless it is the embedding, final norm, per-layer
+    inputs."""
+    table = TensorSpec((arch.vocab, arch.hidden), ("vocab", "none"))
+    tensors = {"embed_tokens": table, "norm": _norm(arch.hidden)}
+    if arch.own_head:
+        tensors["lm_head"] = table
     if arch.per_layer_input:
         width = len(arch.layers) * arch.per_layer_input
         tensors |= {
@@ -123,6 +124,8 @@ def all_tensors(arch: Arch) -> dict[str, TensorSpec]:
 
 def stored_name(prefix: str, name: str) -> str:
     """A tensor's name in a checkpoint: with its prefix, and with `.weight` but for bare ones."""
+    if name == "lm_head":
+        return "lm_head.weight"
     last = name.rsplit(".", 1)[-1]
     bare = last in ("layer_scalar", "scale", "per_expert_scale", "gate_up_proj")
     return prefix + name + ("" if bare or name.endswith("experts.down_proj") else ".weight")

@@ -16,10 +16,12 @@ from typing import Any, Protocol
 import tokenizers
 
 from specdec.core.errors import UserError
+from targets.arch import fits_vocabulary
 from targets.chat_prompt import ChatPrompt
 from targets.chat_template import ChatTemplate, read_template
 from targets.chat_text import ControlTokens
 from targets.generation import as_ids, check_generation, sampling_defaults
+from targets.json_files import read_object
 
 REPLACEMENT = "\ufffd"
 BYTE_WORD = re.compile(r"<0x([0-9A-F]{2})>")  # where a vocabulary falls back to bytes
@@ -87,7 +89,9 @@ class Tokenizer:
         template: str | None,
         generation: dict[str, Any],
         fingerprint: str,
+        padding: int = 0,
     ) -> None:
+        """padding: ids that the model has beyond this vocabulary; they are suppressed."""
         self._backend = backend
         self._special = special
         self._template = ChatTemplate(template)
@@ -95,7 +99,10 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_id: int | None = backend.token_to_id(special.get("bos_token", "<bos>"))
         self.stop_ids = self._without_newline(as_ids(generation.get("eos_token_id")))
-        self.suppress_ids = as_ids(generation.get("suppress_tokens"))
+        self.model_vocab_size = self.vocab_size + padding
+        """Ids of the model's logits; those from `vocab_size` on stand for nothing."""
+        beyond = range(self.vocab_size, self.model_vocab_size)
+        self.suppress_ids = (*as_ids(generation.get("suppress_tokens")), *beyond)
         self.defaults = sampling_defaults(generation)
 
     @cached_property
@@ -265,17 +272,18 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
         raise UserError(f"{source} is not a tokenizer ({error}): download it again") from error
     backend.no_truncation()
     backend.no_padding()
-    settings = _read_json(path / "tokenizer_config.json")
-    config = _read_json(path / "config.json")
+    settings = read_object(path / "tokenizer_config.json")
+    config = read_object(path / "config.json")
     text_config = config.get("text_config") or {}
     expected = vocab_size or text_config.get("vocab_size") or config.get("vocab_size")
     found = backend.get_vocab_size(with_added_tokens=True)
-    if expected is not None and found != expected:
+    size = expected or found
+    if not fits_vocabulary(found, size):
         raise UserError(
             f"{source} has {found} entries but the model's vocab_size is {expected}: "
             "use the tokenizer that belongs to this checkpoint"
         )
-    generation = _read_json(path / "generation_config.json")
+    generation = read_object(path / "generation_config.json")
     check_generation(generation, path / "generation_config.json", found)
     if generation.get("eos_token_id") is None:
         eos = config.get("eos_token_id", text_config.get("eos_token_id"))
@@ -283,20 +291,8 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
         generation["eos_token_id"] = eos
     fingerprint = hashlib.sha256(source.read_bytes()).hexdigest()
     template = read_template(path, settings)
-    return Tokenizer(backend, _special_tokens(settings), template, generation, fingerprint)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; {} when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}): download it again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} must hold one JSON object: download it again")
-    return value
+    special = _special_tokens(settings)
+    return Tokenizer(backend, special, template, generation, fingerprint, size - found)
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:

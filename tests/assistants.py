@@ -18,7 +18,8 @@ from drafters.assistant.config_json import parse_config
 from drafters.assistant.files import file_name, load_assistant
 from drafters.assistant.spec import Assistant, paired, tensors
 from specdec.core.types import Sequence, Step
-from targets.arch import parse_arch, read_arch
+from targets.arch import parse_arch
+from targets.model_folder import read_arch
 from tests.tiny import VOCAB, config_of, oracle, random_tensors
 
 ORDERED = ("e2b", "e4b")

@@ -33,8 +33,9 @@ from specdec.core.engine import Engine
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import Sampling, Sequence
 from targets import mini
-from targets.arch import Arch, read_arch
+from targets.arch import Arch
 from targets.backend import backend_of
+from targets.model_folder import read_arch
 from tests.fakes import Noise
 from tests.tiny import write_tiny
 

@@ -45,5 +45,5 @@ def table_of(target: CudaTarget) -> torch.Tensor:
     arch = target.arch
     tokens = torch.arange(arch.vocab, device="cuda").int()[:, None]
     nowhere = torch.zeros(arch.vocab, device="cuda").int()
-    h = target.ops.embed(target.weights.head, Rows(tokens, nowhere, nowhere))
+    h = target.ops.embed(target.weights.embedding, Rows(tokens, nowhere, nowhere))
     return (h / torch.tensor(arch.hidden**0.5).bfloat16().item()).bfloat16()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from targets.arch import read_arch
 from targets.checkpoint import Checkpoint
 from targets.cuda import reference
 from targets.cuda.cache import make_cache
@@ -13,6 +12,7 @@ from targets.cuda.model import decode
 from targets.cuda.ops import Rows
 from targets.cuda.params import load_params
 from targets.cuda.reference import Reference
+from targets.model_folder import read_arch
 
 torch.set_num_threads(1)  # as targets.cuda.load does
 

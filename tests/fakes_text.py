@@ -19,7 +19,7 @@ class CharTokenizer:
         self.stop_ids = (EOS,)
         self.defaults = {} if defaults is None else defaults
         self.suppress_ids = ()
-        self.vocab_size = len(ALPHABET)
+        self.vocab_size = self.model_vocab_size = len(ALPHABET)
         self.bos_id, self.longest_token = BOS, 1
         self.info = {"bos_token": "\0"}
 

@@ -12,10 +12,11 @@ from drafters.eagle3.cuda.kernels import draft_variants
 from drafters.eagle3.spec import sized
 from drafters.lookup.cuda import LOOKUP
 from targets import arch, mini
-from targets.arch import read_arch, released
+from targets.arch import released
 from targets.cuda import four_bits, launch, prefill_launch
 from targets.cuda.launch import Variant
 from targets.cuda.variants import variants as target_variants
+from targets.model_folder import read_arch
 
 RELEASED = sorted(file.stem for file in Path(arch.__file__).with_name("released").glob("*.json"))
 DRAFTERS = Path(drafters.__file__).parent

@@ -28,11 +28,11 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.types import NO_GUESS, CycleChoice, Proposal, Sampling, Sequence
 from targets import mini
-from targets.arch import read_arch
 from targets.jax.device_drafter import TextDrafter
 from targets.jax.device_loop import device_loop
 from targets.jax.host_drafter import HostHead
 from targets.jax.load import JaxOptions, load_target
+from targets.model_folder import read_arch
 from targets.tokenizer import load_tokenizer
 from tests.fakes import Noise, Oracle
 from tests.modes import MODES

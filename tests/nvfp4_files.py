@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from targets.arch import read_arch
 from targets.checkpoint import Checkpoint
 from targets.cuda.nvfp4 import GROUP, LOWERED, Nvfp4
 from targets.cuda.reader import quantise_fp8
+from targets.model_folder import read_arch
 from targets.stored import dequantise
 from targets.tensors import stored_name
 from tests.tiny import PREFIX

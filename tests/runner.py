@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from targets.arch import read_arch
 from targets.checkpoint import Checkpoint
 from targets.cuda.cache import make_cache
 from targets.cuda.model import decode
 from targets.cuda.ops import Ops, Rows
 from targets.cuda.params import load_params
+from targets.model_folder import read_arch
 from tests.tiny import VOCAB
 
 IDS = np.random.default_rng(1).integers(0, VOCAB, (2, 32))

@@ -16,7 +16,6 @@ from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.types import Sampling, Sequence
-from targets.arch import read_arch
 from targets.cuda import cache as kv
 from targets.cuda.footprint import TargetShape
 from targets.cuda.formulas import rms
@@ -24,6 +23,7 @@ from targets.cuda.host_drafter import HostHead
 from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.noise import gumbel
 from targets.cuda.ops import Rows
+from targets.model_folder import read_arch
 from targets.sampling_params import split_seed
 from tests.assistants import (
     STEPS,

@@ -10,10 +10,10 @@ import pytest
 
 from drafters.assistant.jax.drafter import AssistantDraftHead, PlacedAssistant
 from specdec.core.types import NO_GUESS, Sampling, Sequence
-from targets.arch import read_arch
 from targets.jax.host_drafter import HostHead
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.noise import gumbel
+from targets.model_folder import read_arch
 from targets.sampling_params import split_seed
 from tests.assistants import assistant_for, chain
 from tests.eagle3_oracle import Judging

@@ -22,7 +22,8 @@ from drafters.kind import Asked
 from specdec.core.config import ModelConfig
 from specdec.core.errors import UserError
 from targets import hub
-from targets.arch import read_arch, released
+from targets.arch import released
+from targets.model_folder import read_arch
 from targets.tokenizer import load_tokenizer
 from tests.assistants import assistant_config, write_assistant
 from tests.commands import CUDA, refused, run
@@ -81,7 +82,8 @@ def test_auto_takes_what_lies_by_the_model_unless_told_not_to(pair, capsys):
     assert found.draft_model == str(beside(pair))
     assert chosen(auto_with="none").draft_model is None
     assert chosen(auto_with="model", draft_model="elsewhere").draft_model == "elsewhere"
-    assert registry.resolved(registry.config_type()(), ModelConfig()).auto_with is None
+    embedded = registry.resolved(registry.config_type()(), ModelConfig())
+    assert (embedded.auto_with, embedded.draft_model) == ("assistant", "mini-assistant")
     document = drafted(capsys, "--model", str(pair))
     assert document["config"]["speculation"]["auto_with"] == "assistant"
     assert document["text"] == drafted(capsys, "--model", str(pair), "--drafter", "none")["text"]

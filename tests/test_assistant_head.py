@@ -15,13 +15,13 @@ import torch
 from drafters.assistant.jax import model as forward
 from drafters.assistant.jax.drafter import PlacedAssistant
 from drafters.assistant.spec import tensors
-from targets.arch import read_arch
 from targets.jax.cache import LayerCache, Rounded
 from targets.jax.kv_view import KVView, entries_of, key_norm_of
 from targets.jax.layers import rms_norm
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.model import embed
 from targets.jax.params import Quantized
+from targets.model_folder import read_arch
 from targets.stored import dequantise, quantise_int8
 from tests.assistants import (
     STEPS,

@@ -15,9 +15,9 @@ import pytest
 from drafters.assistant.files import file_name, load_assistant, save_assistant
 from specdec.core.errors import UserError
 from targets import mini
-from targets.arch import read_arch
 from targets.checkpoint import Checkpoint
 from targets.jax.params import load_params
+from targets.model_folder import read_arch
 from targets.tokenizer import load_tokenizer
 from tests.assistant_worker import IDS, OFTEN, SHAPE, SMALL, STEPS, taught, trainer
 from tests.assistants import TOLERANCE, a_text, assistant_for, chain, read_by_transformers

@@ -12,10 +12,11 @@ from safetensors.numpy import load_file, save_file
 
 import targets
 from specdec.core.errors import UserError
-from targets.arch import parse_arch, read_arch, released
+from targets.arch import parse_arch, released
 from targets.checkpoint import Checkpoint
 from targets.jax.load import JaxOptions, load_target, make_plan, width_for
 from targets.layer_groups import layer_groups
+from targets.model_folder import read_arch
 from targets.stored import dequantise, quantise_int8
 from targets.tensors import all_tensors
 from tests.tiny import PREFIX, VARIANTS, config_of, write_tiny
@@ -181,7 +182,7 @@ def test_a_file_that_mixes_wide_and_quantised_layers(tmp_path, int8):
 
 @pytest.mark.parametrize("index", ["{}", "{", '{"weight_map": [1]}', '{"weight_map": 3}'])
 def test_an_index_that_is_no_index(tmp_path, index):
-    write_tiny(tmp_path, "31b")
+    write_tiny(tmp_path, "31b", shards=2)
     (tmp_path / "model.safetensors.index.json").write_text(index)
     refuses(tmp_path, "weight_map", "download it again")
 

@@ -26,11 +26,11 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.types import Sequence
 from targets import mini
-from targets.arch import read_arch
 from targets.cuda.device_loop import device_loop
 from targets.cuda.formulas import rms
 from targets.cuda.host_drafter import DeviceHead, HostHead
 from targets.cuda.ops import Rows
+from targets.model_folder import read_arch
 from tests.card import error, randn, rows_of
 from tests.card_targets import table_of, target_of
 from tests.modes import MODES

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from targets.arch import read_arch, released
+from targets.arch import released
 from targets.checkpoint import Checkpoint
 from targets.cuda import four_bits, int4, untile
 from targets.cuda.formulas import lookup
@@ -17,6 +17,7 @@ from targets.cuda.nvfp4 import GROUP
 from targets.cuda.ops import Dense, Rows
 from targets.cuda.reader import quantised
 from targets.cuda.reference import Reference
+from targets.model_folder import read_arch
 from targets.stored import dequantise
 from tests.card import KINDS, error, one_layer, random_weight
 from tests.nvfp4_files import in_part, write_nvfp4

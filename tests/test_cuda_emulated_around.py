@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specdec.core.types import NO_GUESS, SAT_OUT
-from targets.arch import read_arch, released
+from targets.arch import released
 from targets.cuda import int8, tiles
 from targets.cuda.candidates import ROOM, Candidates
 from targets.cuda.gemm import Gemm
@@ -21,6 +21,7 @@ from targets.cuda.reference import Reference
 from targets.cuda.sampler import TURNS, CycleRecord, CycleResult, Sampler
 from targets.cuda.untile import Untile
 from targets.cuda.w8a8 import W8A8, Parts
+from targets.model_folder import read_arch
 from tests.card import as_input, error, rows_of
 from tests.emulated import Kernels, Launcher, just_written
 from tests.emulated_weights import drawn, randn

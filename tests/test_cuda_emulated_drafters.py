@@ -22,10 +22,11 @@ from drafters.lookup.cuda import DeviceLookup
 from drafters.lookup.host import LookupTwin
 from specdec.core.types import NO_GUESS, Sequence
 from targets import mini
-from targets.arch import Arch, read_arch
+from targets.arch import Arch
 from targets.cuda.device_drafter import CapturedBatch
 from targets.cuda.formulas import rms
 from targets.cuda.ops import Rows
+from targets.model_folder import read_arch
 from tests.card import error, rows_of
 from tests.emulated import Kernels, Launcher, just_written
 from tests.emulated_weights import randn

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from specdec.core.types import NO_GUESS
-from targets.arch import MoeSpec, read_arch, released
+from targets.arch import MoeSpec, released
 from targets.cuda import experts as launches, four_bits, tiles
 from targets.cuda.experts import Experts
 from targets.cuda.formulas import rank
 from targets.cuda.gemm import Gemm
 from targets.cuda.ops import DenseBranch, RoutedBranch, Rows
+from targets.model_folder import read_arch
 from tests.card import as_input, error, mixed
 from tests.emulated import Kernels, Launcher, just_written
 from tests.emulated_weights import KINDS, Weight, drawn, randn

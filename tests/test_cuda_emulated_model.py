@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from targets.arch import read_arch
 from targets.cuda.reference import Reference
+from targets.model_folder import read_arch
 from tests.card import KINDS, error
 from tests.emulated import Kernels
 from tests.runner import Runner

@@ -145,7 +145,7 @@ def test_rows_that_sit_out_may_start_anywhere(tiny):
     before = texts[0].clone()
     far, slots = torch.tensor([[10_000, 3], [-1, 1]], dtype=torch.int32)
     rows = Rows(torch.full((2, 2), 7, dtype=torch.int32), far, slots)
-    target.ops.embed(target.weights.head, rows, texts)
+    target.ops.embed(target.weights.embedding, rows, texts)
     assert texts[1, 3:5].tolist() == [7, 7] and torch.equal(texts[0], before)
 
 

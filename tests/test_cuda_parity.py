@@ -9,7 +9,6 @@ import torch
 from specdec.core.errors import UserError
 from specdec.core.types import Sequence
 from targets import mini
-from targets.arch import read_arch
 from targets.checkpoint import Checkpoint
 from targets.cuda.cache import read
 from targets.cuda.formulas import as_e4m3, rms
@@ -21,6 +20,7 @@ from targets.cuda.score import window_nll
 from targets.cuda.selfcheck import self_check
 from targets.cuda.target import FINE
 from targets.jax.load import JaxOptions, load_target as load_jax
+from targets.model_folder import read_arch
 from tests.cuda_runner import Runner
 from tests.tiny import IDS, LENGTH, VARIANTS, VOCAB
 

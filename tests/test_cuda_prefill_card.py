@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from targets import mini
-from targets.arch import LayerSpec, Rope, read_arch, released
+from targets.arch import LayerSpec, Rope, released
 from targets.checkpoint import Checkpoint
 from targets.cuda import four_bits, int4
 from targets.cuda.cache import make_cache, read
@@ -23,6 +23,7 @@ from targets.cuda.prefill_steps import PrefillChunk, PrefillInput
 from targets.cuda.reader import quantise_fp8
 from targets.cuda.reference import Reference
 from targets.cuda.tiles import ACTIVATION_SCALE
+from targets.model_folder import read_arch
 from tests.nvfp4_files import as_nvfp4, in_part, write_nvfp4
 
 pytestmark = pytest.mark.gpu

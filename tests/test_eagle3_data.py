@@ -14,7 +14,8 @@ from drafters.eagle3.spec import default_layers
 from drafters.frequency import draft_vocabulary
 from specdec.core.errors import UserError
 from targets import mini
-from targets.arch import read_arch, released
+from targets.arch import released
+from targets.model_folder import read_arch
 from tests.eagle3_worker import RECIPE, SHAPE, STOPS, answers, target
 from training.packing import PADDING, pack, rows_of_step
 from training.recipe import read_recipe, spec_for

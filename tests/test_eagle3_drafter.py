@@ -87,7 +87,7 @@ def test_says_nothing_where_nothing_that_it_knows_may_be_said(tiny, monkeypatch)
     ("change", "said"),
     [
         ({"hidden": 96}, "width 96, not 256"),
-        ({"vocab": 4000}, "vocabulary of 4000, not 4096"),
+        ({"vocab": 3000}, "vocabulary of 3000, not 4096"),
         ({"layers": (0, 2, 40)}, "layers"),
     ],
 )

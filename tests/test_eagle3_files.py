@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -155,3 +156,42 @@ def test_colliding_default_layers_are_refused(count) -> None:
 def test_draft_ids_survive_their_offsets(ids) -> None:
     target_ids = np.array(sorted(ids))
     assert np.array_equal(from_offsets(offsets(target_ids), 1000), target_ids)
+
+
+def test_a_head_in_eight_bits_is_read_as_its_values(tmp_path) -> None:
+    save(random_head(), tmp_path, "flat")
+    stored = load_file(tmp_path / "model.safetensors")
+    expected = {}
+    for name in [name for name in stored if name.startswith("midlayer.mlp")]:
+        scale = np.abs(stored[name]).max(-1, keepdims=True) / np.float32(448)
+        values = (stored[name] / scale).astype(ml_dtypes.float8_e4m3fn)
+        expected[name] = values.astype(np.float32) * scale
+        stored |= {name: values, f"{name}_scale": scale}
+    save_file(stored, tmp_path / "model.safetensors")
+    found = load_head(tmp_path, target())
+    assert len(expected) == 3
+    for name, values in expected.items():
+        own = name.removeprefix("midlayer.").removesuffix(".weight")
+        np.testing.assert_array_equal(found.weights[own], values)
+    stored.pop("midlayer.mlp.up_proj.weight_scale")
+    save_file(stored, tmp_path / "model.safetensors")
+    assert "weight_scale is missing" in refusal(tmp_path)
+
+
+def test_a_head_with_gelu_and_the_targets_layer_count(tmp_path) -> None:
+    """As NeMo Automodel writes the configs of Gemma 4's heads."""
+    save(random_head(), tmp_path, "flat")
+    edit(tmp_path, hidden_act="gelu_pytorch_tanh", num_hidden_layers=len(target().layers))
+    head = load_head(tmp_path, target())
+    assert not head.spec.silu
+    save(head, tmp_path / "again", "flat")
+    assert load_head(tmp_path / "again", target()).spec == head.spec
+    edit(tmp_path, num_hidden_layers=3)
+    assert "of 3 layers" in refusal(tmp_path)
+
+
+def test_a_head_for_the_vocabulary_before_padding(tmp_path) -> None:
+    save(random_head(), tmp_path, "flat")
+    padded = target(vocab=SPEC.vocab + 64)
+    assert load_head(tmp_path, padded).target_ids.max() < SPEC.vocab
+    assert "vocabulary" in refusal(tmp_path, target(vocab=SPEC.vocab - 1))

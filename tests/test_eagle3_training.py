@@ -16,7 +16,7 @@ from drafters.eagle3.files import load_head, save_flat
 from drafters.frequency import draft_vocabulary
 from specdec.core.errors import UserError
 from targets import mini
-from targets.arch import read_arch
+from targets.model_folder import read_arch
 from tests.cheap import beside
 from tests.commands import refused
 from tests.eagle3_worker import RECIPE, SHAPE, STOPS, VOCAB, answers, made_up, target, trainer

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.core.errors import UserError
-from targets.arch import read_arch
 from targets.checkpoint import Checkpoint
 from targets.cuda import four_bits, int4
 from targets.cuda.upload import as_tensor
@@ -21,6 +20,7 @@ from targets.jax import model
 from targets.jax.int4 import quantise_int4
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.params import Grouped, load_params
+from targets.model_folder import read_arch
 from targets.stored import dequantise
 from tests import tiny
 from tests.cuda_runner import Runner

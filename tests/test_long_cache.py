@@ -17,7 +17,6 @@ from specdec.core.config import ModelConfig
 from specdec.core.cycle import host_cycle
 from specdec.core.types import Sequence
 from targets import mini
-from targets.arch import read_arch
 from targets.backend import TargetRequest
 from targets.jax import kv_exchange, layers
 from targets.jax.backend import JaxBackend
@@ -27,6 +26,7 @@ from targets.jax.device_loop import device_loop
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.programs import Feed
 from targets.jax.roofline import cache_bytes
+from targets.model_folder import read_arch
 from targets.tokenizer import load_tokenizer
 from tests.lossless import WIDE, check_host, decode, draft_of, prompts_for
 

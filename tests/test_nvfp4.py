@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.core.errors import UserError
-from targets.arch import read_arch
 from targets.checkpoint import Checkpoint
 from targets.cuda import nvfp4
 from targets.cuda.footprint import weight_bytes
 from targets.cuda.load import CudaOptions, load_target as load_cuda, plan_of, stored_dtype
 from targets.cuda.nvfp4 import Nvfp4
 from targets.jax.load import JaxOptions, load_target as load_jax
+from targets.model_folder import read_arch
 from targets.stored import NIBBLES, dequantise
 from tests import tiny
 from tests.cuda_runner import Runner

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from targets.arch import read_arch
 from targets.checkpoint import Checkpoint
 from targets.jax import cache as kv, kv_exchange, model
 from targets.jax.params import load_params
+from targets.model_folder import read_arch
 from targets.stored import dequantise
 from tests.tiny import IDS, LENGTH, VARIANTS, oracle, write_tiny
 

@@ -13,11 +13,12 @@ import torch
 
 from specdec.core.errors import UserError
 from targets import mini
-from targets.arch import Arch, parse_arch, read_arch
+from targets.arch import Arch, parse_arch
 from targets.checkpoint import Checkpoint
 from targets.jax.blank_params import init_params
 from targets.jax.model import sequence_logits
 from targets.jax.params import Params, load_params
+from targets.model_folder import read_arch
 from targets.tokenizer import load_tokenizer
 from training import corpus as source
 from training.baselines import CountModel

@@ -90,7 +90,8 @@ def large_tokenizer() -> Tokenizer:
     vocab = file["model"]["vocab"]
     vocab |= {f"w{number}": number for number in range(small.vocab_size, WORDS)}
     large = copy.copy(small)
-    large._backend, large.vocab_size = tokenizers.Tokenizer.from_str(json.dumps(file)), WORDS
+    large._backend = tokenizers.Tokenizer.from_str(json.dumps(file))
+    large.vocab_size = large.model_vocab_size = WORDS
     return large
 
 

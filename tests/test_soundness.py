@@ -15,13 +15,13 @@ import pytest
 from drafters.eagle3.files import load_head, save_flat
 from drafters.eagle3.spec import random_head, sized
 from specdec.core.errors import UserError
-from targets.arch import read_arch
 from targets.cuda import soundness as on_device
 from targets.cuda.load import CudaOptions, load_target as load_cuda
 from targets.cuda.upload import as_tensor
 from targets.jax import model
 from targets.jax.blank_params import abstract_params
 from targets.jax.load import JaxOptions, load_target as load_jax
+from targets.model_folder import read_arch
 from targets.soundness import is_sound
 from tests.tiny import PREFIX, write_tiny
 

@@ -159,6 +159,8 @@ def test_other_vocabulary_size_names_both_numbers(folder: Path) -> None:
     size = load_tokenizer(folder).vocab_size
     with pytest.raises(UserError, match=rf"{size} entries.*vocab_size is 777"):
         load_tokenizer(folder, vocab_size=777)
+    with pytest.raises(UserError, match=rf"{size} entries.*vocab_size is {size - 1}"):
+        load_tokenizer(folder, vocab_size=size - 1)
 
 
 def test_broken_files_are_user_errors(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ class ToyDraft:
     weights: np.ndarray
     shift: int
     features = (LAYER,)
+    notes: tuple[str, ...] = ()
 
     def extra_bytes(self, shape: Any) -> int:
         return self.weights.nbytes

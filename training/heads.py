@@ -48,7 +48,7 @@ class OriginLayer(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What of its target a head may start as. table [V, H]: the embeddings; norm [H]: the final
+    """What of its target a head may start as. table [V, H]: the head's rows; norm [H]: the final
     norm."""
 
     table: Any
@@ -58,7 +58,8 @@ class Origin(NamedTuple):
 
 def origin_of(params: Params) -> Origin:
     """A target's own."""
-    return Origin(params.top["embed_tokens"], params.top["norm"], tuple(_layers_of(params)))
+    head = params.top.get("lm_head", params.top["embed_tokens"])
+    return Origin(head, params.top["norm"], tuple(_layers_of(params)))
 
 
 def _layers_of(params: Params) -> Iterator[OriginLayer]:

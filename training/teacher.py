@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from targets.arch import Arch, LayerSpec, read_arch
+from targets.arch import Arch, LayerSpec
 from targets.checkpoint import Checkpoint
 from targets.jax.kv_exchange import SequenceExchange, attend_visible, shared_stores
 from targets.jax.model import Hidden, forward, head
 from targets.jax.params import Params, load_params
 from targets.layer_groups import place_of
+from targets.model_folder import read_arch
 from training.packing import PackedRows
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}

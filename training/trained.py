@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from drafters.assistant.spec import Assistant
 from drafters.eagle3.spec import Head, HeadSpec
 from specdec.core.errors import UserError
-from targets.arch import read_arch
+from targets.model_folder import read_arch
 from training.distil import target_hash
 from training.heads import AnySpec, Origin, head_of
 from training.manifest import recall

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from targets import mini
-from targets.arch import read_arch
 from targets.checkpoint import Checkpoint
+from targets.model_folder import read_arch
 from targets.stored import dequantise
 from tests.four_bits import SCHEMES, write_folder
 

@@ -15,8 +15,8 @@ from drafters.assistant.spec import Assistant, AssistantSpec, paired, tensors
 from drafters.export import write_folder
 from specdec.core.errors import UserError
 from targets.arch import Arch, read_config
-from targets.checkpoint import Shard, open_shards
 from targets.generation import as_ids, check_generation
+from targets.shards import Shard, open_shards
 from targets.soundness import is_sound, refuse_unsound
 from targets.tensors import stored_name
 

@@ -1,4 +1,4 @@
-"""Where a model's assistant lies."""
+"""Where a model's assistant lies, and what Google calls it on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from drafters.assistant import embedded
 from specdec.core.errors import UserError
 from targets import hub
+from targets.arch import Arch, parse_arch, read_config
+from targets.published import UNPACKED, instruct, size_of
 
 SUFFIX = "-assistant"
 """How the hub's assistants are called after their models."""
@@ -19,9 +21,16 @@ def nearby(model: Path) -> Path | None:
 
 
 def lies_by(model: str) -> bool:
-    """Whether an assistant lies in or beside the folder of that name; not of an embedded model."""
-    named = model in embedded.OF or hub.is_name(model)
-    return not named and nearby(Path(model)) is not None
+    """Whether an assistant comes with the embedded model of that name, lies in or beside the folder
+    of that name, or is published for it and was downloaded before."""
+    return model in embedded.OF or _at_hand(model) is not None
+
+
+def _at_hand(model: str) -> str | None:
+    if not hub.is_name(model) and (found := nearby(Path(model))) is not None:
+        return str(found)
+    name = published(model)
+    return name if name is not None and hub.is_kept(name) else None
 
 
 def _places(model: Path) -> Iterator[Path]:
@@ -31,21 +40,43 @@ def _places(model: Path) -> Iterator[Path]:
     yield model.resolve().parent / (name + SUFFIX)
 
 
+def published(model: str) -> str | None:
+    """The hub's name of the assistant that Google publishes for a model: by the architecture, where
+    its config.json is at hand, for repacked models have names of their own; else by its name."""
+    if model in embedded.OF:
+        return None
+    size = size_of(model, _arch_at_hand(model))
+    if size is None:
+        return None
+    return f"{instruct(size)}{UNPACKED if 'qat' in model.lower() else ''}{SUFFIX}"
+
+
+def _arch_at_hand(model: str) -> Arch | None:
+    folder = hub.kept_folder(model, "config.json") if hub.is_name(model) else Path(model)
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    try:
+        return parse_arch(read_config(folder))
+    except UserError:  # the loader says what is wrong with it
+        return None
+
+
 def default_name(model: str) -> str:
-    """What to draft with where only the model was named: an embedded assistant, a folder, or a name
-    of the hub. Raises UserError."""
+    """The assistant of a model, where it was not named: an embedded one, a folder, or a name of the
+    hub. Raises UserError."""
     if model in embedded.OF:
         return embedded.OF[model]
+    if (found := _at_hand(model)) is not None:
+        return found
+    name = published(model)
     if hub.is_name(model):
-        return hub.repo_of(model) + SUFFIX
-    found = nearby(Path(model))
-    if found is None:
-        listed = ", ".join(map(str, _places(Path(model))))
-        raise UserError(
-            f"no assistant in or beside {model} (looked for {listed}): name one with "
-            "--draft-model, a folder or org/name of the Hugging Face hub"
-        )
-    return str(found)
+        return name or hub.repo_of(model) + SUFFIX
+    listed = ", ".join(map(str, _places(Path(model))))
+    known = name and f": {name} is published for it, and --draft-model {name} downloads it"
+    raise UserError(
+        f"no assistant in or beside {model} (looked for {listed})"
+        f"{known or ': name one with --draft-model, a folder or org/name of the hub'}"
+    )
 
 
 def folder_of(name: str) -> Path:

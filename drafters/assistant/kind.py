@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from drafters.assistant.files import load_assistant, suppressed
-from drafters.assistant.find import default_name, folder_of, lies_by
+from drafters.assistant.find import default_name, folder_of, lies_by, published
 from drafters.assistant.spec import Assistant, random_assistant, released_size
 from drafters.frequency import counts_of, draft_vocabulary, texts_at_hand
 from drafters.kind import Asked, DrafterKind, PlacedDrafter, own_options
@@ -47,6 +47,7 @@ class AssistantDraft:
     features: tuple[int, ...]
     ahead: int
     greedy: bool
+    notes: tuple[str, ...] = ()
 
     def extra_bytes(self, shape: Any) -> int:
         from drafters.assistant.cuda.model import need_bytes
@@ -103,10 +104,13 @@ def _read(asked: Asked) -> AssistantDraft:
     """Raises UserError, too for an assistant of another target."""
     assert asked.speculation.draft_model and asked.tokenizer
     path = folder_of(asked.speculation.draft_model)
-    assistant = load_assistant(path, asked.arch)
-    # the target never says what it suppresses itself: those are barred already
-    barred = set(suppressed(path, asked.arch.vocab)) - set(asked.tokenizer.suppress_ids)
-    return _draft(_barring(_pruned(assistant, asked), sorted(barred)), asked)
+    assistant, vocab = load_assistant(path, asked.arch), asked.arch.vocab
+    own = assistant.spec.arch.vocab
+    if own < vocab and not assistant.spec.clusters:  # the target's is padded
+        assistant = assistant._replace(target_ids=np.arange(own))
+    # the target never chooses what it suppresses itself: those ids are barred already
+    barred = set(suppressed(path, vocab)) - set(asked.tokenizer.suppress_ids)
+    return _draft(_barring(_pruned(assistant, asked), sorted(barred), vocab), asked)
 
 
 def _random(asked: Asked) -> AssistantDraft:
@@ -142,16 +146,17 @@ def _pruned(assistant: Assistant, asked: Asked) -> Assistant:
     return assistant._replace(target_ids=ids)
 
 
-def _barring(assistant: Assistant, barred: list[int]) -> Assistant:
-    """With a head that knows none of these words."""
+def _barring(assistant: Assistant, barred: list[int], vocab: int) -> Assistant:
+    """With a head that guesses none of these ids. vocab: the target's, an id of no word."""
     if not barred:
         return assistant
-    vocab = assistant.spec.arch.vocab
     if assistant.spec.clusters:
         ordering = assistant.weights["token_ordering"]
         known = np.where(np.isin(ordering, barred), vocab, ordering)
         return assistant._replace(weights=assistant.weights | {"token_ordering": known})
-    ids = np.arange(vocab) if assistant.target_ids is None else assistant.target_ids
+    ids = assistant.target_ids
+    if ids is None:
+        ids = np.arange(assistant.spec.arch.vocab)
     return assistant._replace(target_ids=np.setdiff1d(ids, barred))
 
 
@@ -164,5 +169,6 @@ KIND = DrafterKind(
     options=AssistantOptions,
     vllm_method="mtp",
     lies_by=lies_by,
+    published=published,
     device_loops=("jax", "cuda"),
 )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.core.errors import UserError
-from targets.arch import Arch, LayerSpec
+from targets.arch import Arch, LayerSpec, fits_vocabulary
 from targets.tensors import TensorSpec, layer_tensors
 
 NOISE = 1_000_003
@@ -101,11 +101,12 @@ def source_of(arch: Arch, sliding: bool) -> int:
 def paired(spec: AssistantSpec, arch: Arch) -> AssistantSpec:
     """The assistant with its layers tied to the target's. Raises UserError where it was not made
     for this target."""
-    for what, mine, other in (
-        ("of width", spec.backbone, arch.hidden),
-        ("with a vocabulary of", spec.arch.vocab, arch.vocab),
+    vocabularies = spec.arch.vocab, arch.vocab
+    for what, mine, other, fits in (
+        ("of width", spec.backbone, arch.hidden, spec.backbone == arch.hidden),
+        ("with a vocabulary of", *vocabularies, fits_vocabulary(*vocabularies)),
     ):
-        if mine != other:
+        if not fits:
             raise UserError(
                 f"this assistant is for a target {what} {mine}, not {other}: use the one that was "
                 "made for this model"

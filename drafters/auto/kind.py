@@ -55,6 +55,18 @@ class AutoDraft:
 
     drafts: dict[str, Draft]
     weighted: str | None
+    unused: str | None = None
+    """An assistant that is published for the model, where `auto` has none."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        own = f"auto chooses from {', '.join(self.drafts)}"
+        if self.unused is not None:
+            own += (
+                f"; {self.unused} is published for this model: --auto-with assistant --draft-model "
+                f"{self.unused} drafts with it"
+            )
+        return (own, *(note for draft in self.drafts.values() for note in draft.notes))
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -177,7 +189,12 @@ def _weighted(speculation: SpeculationConfig) -> str | None:
 def _read(asked: Asked) -> AutoDraft:
     weighted = _weighted(asked.speculation)
     names = TEXTS if weighted is None else (*TEXTS, weighted)
-    return AutoDraft({name: _part(name, asked) for name in names}, weighted)
+    drafts = {name: _part(name, asked) for name in names}
+    given = own_options(AutoOptions, asked.speculation).auto_with
+    missing = given is None and weighted is None and not asked.random
+    published = (kind.published(asked.model) for kind in registry.every())
+    unused = next(filter(None, published), None) if missing else None
+    return AutoDraft(drafts, weighted, unused)
 
 
 def _part(name: str, asked: Asked) -> Draft:

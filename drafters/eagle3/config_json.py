@@ -13,6 +13,8 @@ from drafters.eagle3.spec import HeadSpec, default_layers
 from specdec.core.errors import UserError
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+"""Of the feed-forward gate: Llama's, and Gemma's, which NeMo trains with."""
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 OUTSIDE = ("fc", "norm", "lm_head", "input_norm", "fc_norm.")
 """Tensors that are not the decoder layer's."""
@@ -87,7 +89,7 @@ def _llama(spec: HeadSpec, stop_ids: tuple[int, ...]) -> dict[str, Any]:
         "num_attention_heads": spec.heads,
         "num_key_value_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": ACTIVATIONS[0 if spec.silu else 1],
         "rms_norm_eps": spec.eps,
         "vocab_size": spec.vocab,
         "max_position_embeddings": spec.max_position,
@@ -123,7 +125,7 @@ def parse_config(config: dict[str, Any], target_layers: int) -> HeadSpec:
 def _parse(config: dict[str, Any], target_layers: int) -> HeadSpec:
     speculators = "speculators_model_type" in config
     llama = config["transformer_layer_config"] if speculators else config
-    _refuse_others(config, llama)
+    _refuse_others(config, llama, target_layers)
     rope = {**(llama.get("rope_parameters") or {}), **(llama.get("rope_scaling") or {})}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise UserError(f"the head's rotary embedding {rope} is not supported: only the default is")
@@ -142,17 +144,19 @@ def _parse(config: dict[str, Any], target_layers: int) -> HeadSpec:
         theta=float(rope.get("rope_theta") or llama.get("rope_theta") or 1e4),
         eps=float(llama.get("rms_norm_eps", 1e-6)),
         window=int(llama["sliding_window"]) if sliding else None,
+        silu=llama.get("hidden_act", "silu") == "silu",
         **{flag: _flag(config, flag, speculators) for flag in FLAGS},
     )
 
 
-def _refuse_others(config: dict[str, Any], llama: dict[str, Any]) -> None:
+def _refuse_others(config: dict[str, Any], llama: dict[str, Any], target_layers: int) -> None:
     kind = config.get("speculators_model_type", "eagle3")
+    layers, activation = llama.get("num_hidden_layers", 1), llama.get("hidden_act", "silu")
     checks = {
         f"a {kind} speculator": kind != "eagle3",
         f"of model_type {llama.get('model_type')}": llama.get("model_type", "llama") != "llama",
-        f"of {llama.get('num_hidden_layers')} layers": llama.get("num_hidden_layers", 1) != 1,
-        f"activated by {llama.get('hidden_act')}": llama.get("hidden_act", "silu") != "silu",
+        f"of {layers} layers": layers not in (1, target_layers),  # NeMo writes the target's
+        f"activated by {activation}": activation not in ACTIVATIONS,
         "with attention biases": bool(llama.get("attention_bias")),
         "with an embedding of its own": bool(config.get("embed_requires_grad")),
     }

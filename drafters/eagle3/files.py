@@ -7,8 +7,6 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
 from drafters.eagle3 import config_json as names
 from drafters.eagle3.spec import (
@@ -23,9 +21,15 @@ from drafters.eagle3.spec import (
 from drafters.export import write_folder
 from specdec.core.errors import UserError
 from targets.arch import Arch, read_config
+from targets.checkpoint import quantization_config
+from targets.schemes import Weight
+from targets.shards import open_shards
 from targets.soundness import is_sound, refuse_unsound
+from targets.stored import dequantise
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+MATRIX = 2
+"""Dimensions of weights that may be quantised."""
 LAYER_PREFIXES = ("midlayer.", "layers.0.")
 NOT_OURS = ("embed_tokens.weight", "t2d", "d2t")
 """The target's own table, the inverse of d2t, and d2t, which is read apart."""
@@ -93,13 +97,22 @@ def save_speculators(
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
+    """All tensors by their names in the file; quantised weights as their float32 values."""
     file = path / "model.safetensors"
     if not file.is_file():
         raise UserError(f"{path} has no model.safetensors: give an EAGLE-3 head's folder")
-    try:
-        return load_file(file)
-    except (SafetensorError, OSError, ValueError) as problem:
-        raise UserError(f"{file} is truncated or damaged ({problem}): get it again") from None
+    where = {name: shard for shard in open_shards(path) for name in shard.names}
+    config, stored, used = quantization_config(path), dict[str, np.ndarray](), set[str]()
+    for name, shard in where.items():
+        shape, base = shard.shape(name), name.removesuffix(".weight")
+        if base == name or len(shape) != MATRIX:
+            continue
+        weight = Weight(path, where, base, shape, config)
+        weight.check()
+        used |= weight.names
+        read = weight.read()
+        stored[name] = read.values if read.wide else dequantise(read)
+    return stored | {name: where[name].read(name) for name in where.keys() - used}
 
 
 def _pop(stored: dict[str, np.ndarray], name: str, path: Path) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,10 @@ from specdec.core.errors import UserError
 from targets import hub
 from targets.backend import Backend
 
+SHORT = (
+    "the EAGLE-3 head {} names {} positions in its config.json (max_position_embeddings): beyond "
+    "them it goes on drafting, and may be right less often"
+)
 EMBEDDED = {model: name for name, model in embedded.NAMES.items()}
 """The embedded models' heads."""
 
@@ -25,6 +29,7 @@ class EagleDraft:
 
     head: Head
     greedy: bool
+    notes: tuple[str, ...] = ()
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -92,7 +97,13 @@ def _read(asked: Asked) -> EagleDraft:
             f"no folder {folder}: --draft-model names an EAGLE-3 head's folder, or one of the "
             "Hugging Face hub's as org/name"
         )
-    return EagleDraft(load_head(folder, asked.arch), asked.speculation.greedy)
+    head = load_head(folder, asked.arch)
+    trained, limit = head.spec.max_position, asked.arch.max_position
+    if trained >= limit:
+        return EagleDraft(head, asked.speculation.greedy)
+    # positions are rotary: beyond those it was trained on a head still guesses
+    head = head._replace(spec=replace(head.spec, max_position=limit))
+    return EagleDraft(head, asked.speculation.greedy, (SHORT.format(folder.name, trained),))
 
 
 def _random(asked: Asked) -> EagleDraft:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.core.errors import UserError
-from targets.arch import Arch
+from targets.arch import Arch, fits_vocabulary
 
 HEAD_DIM, DRAFT_VOCAB = 128, 32_000
 """Of heads as they are commonly trained."""
@@ -41,6 +41,8 @@ class HeadSpec:
     eps: float = 1e-6
     window: int | None = None
     """Keys visible to a query, itself included; None for all."""
+    silu: bool = True
+    """Gates are SiLU, not tanh GELU."""
     norm_before_residual: bool = False
     """The residual is the normed state, not the raw one."""
     norm_before_fc: bool = False
@@ -155,7 +157,7 @@ def check_pair(spec: HeadSpec, arch: Arch) -> None:
             f"this EAGLE-3 head is for a target of width {spec.hidden}, not {arch.hidden}: "
             "use the head that was trained for this model"
         )
-    if spec.vocab != arch.vocab:
+    if not fits_vocabulary(spec.vocab, arch.vocab):
         raise UserError(
             f"this EAGLE-3 head is for a vocabulary of {spec.vocab}, not {arch.vocab}: "
             "use the head that was trained for this model"

@@ -12,9 +12,10 @@ from drafters.model.snapshots import ModelSnapshots
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from targets import mini
-from targets.arch import Arch, read_arch, released
+from targets.arch import Arch, released
 from targets.backend import Backend, LoadedTarget, TargetRequest, snapshots_of
 from targets.mini import checkpoint_path
+from targets.model_folder import read_arch
 from targets.tokenizer import load_tokenizer
 
 EMBEDDED = {"mini": "mini-e"}
@@ -30,6 +31,7 @@ class ModelDraft:
     suppress: tuple[int, ...]
     greedy: bool
     features: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def extra_bytes(self, shape: Any) -> int:
         return 0  # it is loaded after the target, and counted then

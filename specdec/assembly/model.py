@@ -11,9 +11,10 @@ from drafters import registry
 from drafters.kind import Asked, Draft, DrafterKind, PlacedDrafter
 from specdec.core.config import Loop, ModelConfig, SpeculationConfig
 from targets import hub, mini
-from targets.arch import Arch, read_arch, released
+from targets.arch import Arch, released
 from targets.backend import Backend, LoadedTarget, TargetRequest, backend_of
 from targets.mini import checkpoint_path
+from targets.model_folder import read_arch
 from targets.tokenizer import Tokenizer, load_tokenizer
 
 Status = Callable[[str], AbstractContextManager[Any]]
@@ -37,6 +38,8 @@ class Model:
     """By name: the one that was asked for, those that it is made of, and plain decoding's."""
     loops: Seqs[Loop]
     """The drivers that the target has, the faster one first."""
+    notes: tuple[str, ...] = ()
+    """Sentences about the drafter, for those who start it."""
 
 
 def load_model(
@@ -49,13 +52,13 @@ def load_model(
     name = hub.repo_of(config.model) if hub.is_name(config.model) else path.name
     arch = read_arch(path)
     tokenizer = load_tokenizer(path, arch.vocab)
-    draft = kind.read(Asked(arch, tokenizer, speculation))
+    draft = kind.read(Asked(arch, tokenizer, speculation, model=config.model))
     backend.prepare(config)
     with status(f"loading {name}"):
         request = _request(speculation, draft, tokenizer.suppress_ids)
         target = backend.load(path, config, request)
         drafters = _placed(kind, draft, arch, backend, target, config)
-    return Model(name, target, tokenizer, backend, drafters, loops)
+    return Model(name, target, tokenizer, backend, drafters, loops, draft.notes)
 
 
 def random_model(

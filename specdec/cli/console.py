@@ -69,10 +69,13 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def say_model(config: ModelConfig, model: Model) -> None:
-    """Print which model runs where, and that mini is the small embedded one."""
+    """Print which model runs where, that mini is the small embedded one, and what there is to note
+    about the drafter."""
     device = model.backend.device(config)
     embedded = " (embedded; --model PATH runs another)" if config.model == "mini" else ""
     console.print(f"[dim]model {model.name}{embedded} on {device}[/dim]")
+    for note in model.notes:
+        console.print(note, style="dim", markup=False, soft_wrap=True)
 
 
 def say_prefix_cache(model: Model, config: PrefixConfig) -> None:

@@ -28,7 +28,7 @@ def export_assistant(
     """
     require_training()
     from drafters.assistant.files import load_assistant, save_assistant
-    from targets.arch import read_arch
+    from targets.model_folder import read_arch
     from training.trained import trained_assistant
 
     check_folder(out)

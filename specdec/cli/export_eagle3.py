@@ -35,8 +35,8 @@ def export_eagle3(
     """
     require_training()
     from drafters.eagle3.files import load_head, save_flat, save_speculators
-    from targets.arch import read_arch
     from targets.checkpoint import Checkpoint
+    from targets.model_folder import read_arch
     from targets.stored import dequantise
     from targets.tokenizer import load_tokenizer
     from training.trained import trained_head

@@ -32,7 +32,7 @@ ROW_TOO_LARGE = "Current row has"
 class TokenizerFile(Protocol):
     """What a vocabulary needs of `targets.tokenizer.Tokenizer`."""
 
-    vocab_size: int
+    model_vocab_size: int
     stop_ids: tuple[int, ...]
 
     def to_json(self) -> str: ...
@@ -43,7 +43,7 @@ class Vocabulary:
     may use it."""
 
     def __init__(self, tokenizer: TokenizerFile) -> None:
-        self.size, self.stop_ids = tokenizer.vocab_size, tokenizer.stop_ids
+        self.size, self.stop_ids = tokenizer.model_vocab_size, tokenizer.stop_ids
         self._file = tokenizer
         self._tokens: LLTokenizer | None = None
         self._grammars: OrderedDict[str, LLMatcher] = OrderedDict()

@@ -57,9 +57,9 @@ class CudaBackend:
 
     def load(self, path: Path, config: ModelConfig, request: TargetRequest) -> CudaTarget:
         _check(config)
-        from targets.arch import read_arch
         from targets.checkpoint import Checkpoint
         from targets.cuda.load import load_target, plan_of
+        from targets.model_folder import read_arch
 
         options, arch = _options(config, request), read_arch(path)
         _fit(arch, options, plan_of(Checkpoint(path, arch), arch, options), request)

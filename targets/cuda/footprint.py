@@ -32,7 +32,7 @@ EIGHT = ("fp8", "fp8-w8a8")
 """Dtypes whose narrow values have a byte in plain order; of 4 bits they have two."""
 EXPERTS = 3
 """Dimensions of experts' tensors."""
-EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer")
+EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
 """Matrices that prefill multiplies nothing with, but for the head's last row."""
 ALIKE: Mapping[str, str] = {}
 """No tensor has a dtype of its own."""

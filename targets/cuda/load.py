@@ -11,7 +11,7 @@ import torch
 
 from specdec.core.errors import UserError
 from specdec.core.types import MAX_DRAFT
-from targets.arch import Arch, read_arch
+from targets.arch import Arch
 from targets.checkpoint import Checkpoint
 from targets.cuda import four_bits
 from targets.cuda.attention import HEADS
@@ -23,6 +23,7 @@ from targets.cuda.reader import DTYPES, QUANTISED, own_dtypes, quantised
 from targets.cuda.reference import Reference
 from targets.cuda.target import KV_DTYPES, CudaTarget, Plan
 from targets.cuda.w8a8 import WIDEST as WIDEST_INPUT
+from targets.model_folder import read_arch
 from targets.routing import correlation_for
 from targets.tensors import all_tensors
 

@@ -78,8 +78,10 @@ class TopPerLayer:
 
 @dataclass(frozen=True)
 class Weights:
-    """head [V, H]: wide, and the embedding's table too. narrow_head: its codes, where there are."""
+    """embedding [V, H]: wide; the same object as head unless the model has a head of its own.
+    head [V, H]: wide. narrow_head: its codes, None where choices are not certified."""
 
+    embedding: Linear
     head: Linear
     narrow_head: NarrowHead | None
     norm: Tensor
@@ -175,7 +177,8 @@ def _each_linear(part: Any, change: Callable[[Linear], Linear]) -> Any:
 
 
 def _build(arch: Arch, reader: Reader, each: Callable) -> Weights:
-    head, narrow = reader.heads("embed_tokens")  # packing needs room: before all else
+    head, narrow = reader.heads(arch.head)  # packing needs room: before all else
+    embedding = reader.linear(["embed_tokens"]) if arch.own_head else head
     per_layer = None
     if arch.per_layer_input:
         per_layer = TopPerLayer(
@@ -184,7 +187,8 @@ def _build(arch: Arch, reader: Reader, each: Callable) -> Weights:
             reader.vector("per_layer_projection_norm"),
         )
     layers = each(lambda i: layer_weights(reader, arch, i, arch.layers[i]), range(len(arch.layers)))
-    return Weights(head, narrow, reader.vector("norm"), tuple(layers), per_layer)
+    norm = reader.vector("norm")
+    return Weights(embedding, head, narrow, norm, tuple(layers), per_layer)
 
 
 def layer_weights(reader: Reader, arch: Arch, i: int, layer: LayerSpec) -> LayerWeights:

@@ -64,7 +64,7 @@ class _Pass:
 
     def run(self, features: tuple[int, ...]) -> Hidden:
         weights, arch, add_norm = self.weights, self.arch, self.steps.add_norm
-        h = self.ops.embed(weights.head, self.chunk.as_rows())
+        h = self.ops.embed(weights.embedding, self.chunk.as_rows())
         inputs = self._per_layer_inputs(h)
         x = add_norm(h, opening(weights, 0))
         captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None

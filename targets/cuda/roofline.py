@@ -18,8 +18,8 @@ from targets.cuda.footprint import ALIKE, KV, WIDE, codes_bytes, tensor_bytes
 from targets.routing import experts_picked
 from targets.tensors import all_tensors
 
-TABLES = ("embed_tokens_per_layer",)
-"""Only looked up; the other table, `embed_tokens`, is read whole as the head, or its codes are."""
+TABLES = ("embed_tokens", "embed_tokens_per_layer")
+"""Only looked up; but the one that is `Arch.head` is read whole, or its codes are."""
 GROUPS, REPLAYS = 10, 8
 """Timed groups of back-to-back forwards: a group hides the clock's own resolution."""
 STREAM, CPU_BLOCK = 2**34, 2**26
@@ -43,16 +43,17 @@ def weight_bytes(
     for name, spec in all_tensors(arch).items():
         size = tensor_bytes(name, spec, own.get(name, dtype))
         layer = name.split(".")
-        if name in TABLES:
-            size = rows * spec.shape[1] * WIDE[dtype]
-        elif name == "embed_tokens" and rows <= MOST_ROWS:
-            size = codes_bytes(arch, dtype) or size  # and a few candidates
+        if name == arch.head:
+            narrow = codes_bytes(arch, dtype) if rows <= MOST_ROWS else 0
+            size = narrow or size  # and a few candidates
+        elif name in TABLES:
+            size = 0 if name == "embed_tokens" else rows * spec.shape[1] * WIDE[dtype]
         elif "experts" in layer:
             moe = arch.layers[int(layer[1])].moe
             assert moe is not None
             size *= expert_share(moe, rows, expected, correlation)
         total += size
-    return int(total) + rows * arch.hidden * WIDE[dtype]
+    return int(total) + rows * arch.hidden * WIDE[dtype]  # and the rows' embeddings
 
 
 def expert_share(moe: MoeSpec, rows: int, expected: bool = True, correlation: float = 0.0) -> float:

@@ -56,7 +56,7 @@ def init_params(
         shape = ((len(names),) if stacked else ()) + spec.shape
         if len(spec.shape) == 1:
             return jnp.ones(shape, dtype)
-        std = (arch.hidden if names[0] == "embed_tokens" else spec.shape[-1]) ** -0.5
+        std = spec.shape[-1] ** -0.5
         if names[0] == "embed_tokens_per_layer":
             std = arch.per_layer_input**-0.5
         noise = jax.random.fold_in(key, next(counter))

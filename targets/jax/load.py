@@ -12,12 +12,13 @@ import numpy as np
 
 from specdec.core.errors import UserError
 from specdec.core.types import MAX_DRAFT
-from targets.arch import Arch, read_arch
+from targets.arch import Arch
 from targets.checkpoint import Checkpoint
 from targets.jax.blank_params import random_params
 from targets.jax.params import Narrow, load_params
 from targets.jax.programs import Plan
 from targets.jax.target import JaxTarget
+from targets.model_folder import read_arch
 
 WIDTHS = (8, 16, 32)
 """Compiled verify widths: the smallest that holds K + 1. Plain decoding runs at the same one."""

@@ -67,8 +67,8 @@ def sequence_logits(params: Params, arch: Arch, tokens: Array) -> Array:
 
 
 def head(params: Params, arch: Arch, hidden: Array) -> Array:
-    """Final states [..., H] -> soft-capped logits [..., V] float32 (the embedding is the head)."""
-    logits = layers.project_wide(hidden, params.top["embed_tokens"])
+    """Final states [..., H] -> soft-capped logits [..., V] float32."""
+    logits = layers.project_wide(hidden, params.top[arch.head])
     return logits if arch.softcap is None else arch.softcap * jnp.tanh(logits / arch.softcap)
 
 

@@ -176,7 +176,7 @@ def load_params(
         stored = _alike([_read(checkpoint, name) for name in names])
         if narrow is not None and spec.linear and stored[0].wide:
             stored = [QUANTISE[narrow](s.values) for s in stored]
-        elif stored[0].groups is not None and not spec.linear:
+        elif not stored[0].wide and not spec.linear:
             stored = [Stored(dequantise(s)) for s in stored]
         return spread(_place(stored, spec, stacked, dtype, mesh), spec, mesh)
 

@@ -16,11 +16,11 @@ from targets.layer_groups import layer_groups
 
 
 def weight_bytes(params: Params, arch: Arch, rows: int) -> int:
-    """Bytes of weights (arrays, or their shapes) that one step of this many rows must read: of the
-    per-layer table only rows (nothing, that is), of the experts those that rows with independent,
-    even routing pick on average."""
-    total = _bytes(params)
-    total -= _bytes(params.top.get("embed_tokens_per_layer"))
+    """Bytes of weights (arrays, or their shapes) that one step of this many rows must read. Tables
+    that are only looked up count as nothing; experts as those that rows with independent, even
+    routing pick on average."""
+    tables = {"embed_tokens", "embed_tokens_per_layer"} - {arch.head}
+    total = _bytes(params) - sum(_bytes(params.top.get(name)) for name in tables)
     for pattern, group in zip(params.segments, layer_groups(arch), strict=True):
         for weights, layer in zip(pattern, group.pattern, strict=True):
             if layer.moe is not None:

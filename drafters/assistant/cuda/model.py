@@ -60,7 +60,7 @@ class AssistantModel:
         self.spec = spec
         dtype = DTYPES.get(target.dtype, "fp8")
         self.ops = _ops(assistant, target, KINDS[dtype])
-        self.weights = place(assistant, dtype, self.ops, str(target.device))
+        self.weights = place(assistant, dtype, self.ops, target)
         self.known = _known(assistant, target)
         self._layers = tuple(self._layer(i) for i in range(len(spec.arch.layers)))
 
@@ -75,7 +75,7 @@ class AssistantModel:
         """One draft step of tokens [M] int32 -> logits [M, words], and what `handed` takes. seen:
         the rows' slots, and as `start` the last position that each sees."""
         w, ops, layers = self.weights, self.ops, self.weights.layers
-        x = ops.beside(self.target.weights.head, tokens, states, w.pre.kind)
+        x = ops.beside(self.target.weights.embedding, tokens, states, w.pre.kind)
         h = ops.linear(x, w.pre)
         x = ops.norm(h, Opening(layers[0].input_norm, layers[0].qkv.kind))
         for i, own in enumerate(layers):
@@ -128,12 +128,14 @@ def _known(assistant: Assistant, target: CudaTarget) -> DraftVocabulary | None:
     if assistant.target_ids is None:
         return None
     ids = torch.from_numpy(assistant.target_ids)
-    return vocabulary_of(ids, assistant.spec.arch.vocab, target.device)
+    return vocabulary_of(ids, target.arch.vocab, target.device)
 
 
-def place(assistant: Assistant, dtype: str, ops: AssistantOps, device: str) -> AssistantWeights:
+def place(
+    assistant: Assistant, dtype: str, ops: AssistantOps, target: CudaTarget
+) -> AssistantWeights:
     """An assistant's weights on the device, fused as they are read."""
-    spec, ids = assistant.spec, assistant.target_ids
+    spec, ids, device = assistant.spec, assistant.target_ids, str(target.device)
 
     def source(name: str) -> Raw:
         values = assistant.weights[name]
@@ -142,7 +144,8 @@ def place(assistant: Assistant, dtype: str, ops: AssistantOps, device: str) -> A
 
     reader = Reader(source, tensors(spec), dtype, ops, Staging(device))
     # packing needs room: the largest before all else
-    head = OrderedHead.of(spec, reader) if spec.clusters else reader.linear(["head"])
+    vocab = target.arch.vocab
+    head = OrderedHead.of(spec, reader, vocab) if spec.clusters else reader.linear(["head"])
     return AssistantWeights(
         pre=reader.linear(["pre_projection"]),
         post=reader.linear(["post_projection"]),

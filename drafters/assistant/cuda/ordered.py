@@ -24,12 +24,16 @@ class OrderedHead:
     softcap: float | None
 
     @classmethod
-    def of(cls, spec: AssistantSpec, reader: Reader) -> OrderedHead:
+    def of(cls, spec: AssistantSpec, reader: Reader, vocab: int) -> OrderedHead:
+        """vocab: the target's, which may have ids beyond the assistant's."""
         assert spec.clusters
-        vocab, count = spec.arch.vocab, spec.clusters.count
+        own, count = spec.arch.vocab, spec.clusters.count
         ids = reader.numbers("token_ordering")
-        rows = reader.table("head")[ids.clamp(max=vocab - 1)]
-        split = lambda part: part.view(count, vocab // count, *part.shape[1:])  # noqa: E731
+        rows = reader.table("head")[ids.clamp(max=own - 1)]
+
+        def split(part: Tensor) -> Tensor:
+            return part.view(count, own // count, *part.shape[1:])
+
         wide = reader.table("centroids")
         return cls(
             wide, split(rows), split(ids.int()), spec.clusters.read, vocab, spec.arch.softcap

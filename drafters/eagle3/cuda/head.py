@@ -72,7 +72,7 @@ def arch_of(spec: HeadSpec) -> Arch:
         normed=False,
     )
     return Arch(
-        spec.draft_vocab, spec.hidden, (layer,), spec.eps, None, 0, 0, spec.max_position, True
+        spec.draft_vocab, spec.hidden, (layer,), spec.eps, None, 0, 0, spec.max_position, spec.silu
     )
 
 
@@ -94,7 +94,7 @@ class HeadModel:
         sizes = target.slots, self.longest, slack
         layers, cache = self.arch.layers, make_cache(self.arch, *sizes, kv, str(device))
         self.layer = AttentionLayer(layers[0], cache.of(layers, 0))
-        self.known = vocabulary_of(torch.from_numpy(head.target_ids), spec.vocab, device)
+        self.known = vocabulary_of(torch.from_numpy(head.target_ids), target.arch.vocab, device)
 
     def fuse(self, features: Tensor, slot: Tensor) -> Tensor:
         """The target's features [S, W, F] of slots [B] -> states [B W, H] float32."""
@@ -118,7 +118,7 @@ class HeadModel:
         residual = self.spec.norm_before_residual
         norms = PairNorms(w.embedding_norm, w.hidden_norm, feedback, residual)
         tokens = rows.tokens.flatten() if rows.tokens.shape[1] > 1 else rows.tokens[:, 0]
-        x = self.ops.pair(self.target.weights.head, tokens, h, norms, w.qkv.kind)
+        x = self.ops.pair(self.target.weights.embedding, tokens, h, norms, w.qkv.kind)
         return self.ops.linear(x, w.qkv)
 
     def logits(self, h: Tensor, mixed: Tensor) -> Tensor:

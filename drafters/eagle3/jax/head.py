@@ -109,7 +109,9 @@ def layer(
     kept, mixed = exchange(*_projections(weights, spec, jnp.concatenate(both, -1), positions))
     residual = normed if spec.norm_before_residual else hidden
     out = residual + project(mixed, weights["self_attn.o_proj"])
-    return kept, out + _mlp(weights, rms_norm(out, weights["post_attention_layernorm"], spec.eps))
+    return kept, out + _mlp(
+        weights, spec, rms_norm(out, weights["post_attention_layernorm"], spec.eps)
+    )
 
 
 def logits(weights: Weights, spec: HeadSpec, out: Array) -> Array:
@@ -213,8 +215,9 @@ def _projections(
     return rotate(heads("q"), tables) * scale, rotate(heads("k"), tables), heads("v")
 
 
-def _mlp(weights: Weights, x: Array) -> Array:
-    gate = jax.nn.silu(project(x, weights["mlp.gate_proj"]))
+def _mlp(weights: Weights, spec: HeadSpec, x: Array) -> Array:
+    gate = project(x, weights["mlp.gate_proj"])
+    gate = jax.nn.silu(gate) if spec.silu else jax.nn.gelu(gate, approximate=True)
     return project(gate * project(x, weights["mlp.up_proj"]), weights["mlp.down_proj"])
 
 

@@ -1,0 +1,89 @@
+"""A folder's safetensors files: names, shapes and dtypes by their headers, values on demand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from specdec.core.errors import UserError
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAPPED_TYPES = {
+    name: np.dtype(kind)
+    for name, kind in {
+        "F32": np.float32,
+        "F16": np.float16,
+        "I8": np.int8,
+        "U8": np.uint8,
+        "I32": np.int32,
+        "BF16": ml_dtypes.bfloat16,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    }.items()
+}
+"""What weights and their scales are read from, by safetensors' names."""
+
+
+class Shard:
+    """One safetensors file. Tensors are views of the mapped file, read when they are used."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self._open = safe_open(file, framework="numpy")
+        except (SafetensorError, OSError) as problem:
+            raise UserError(
+                f"{file} is truncated or damaged ({problem}): download it again"
+            ) from None
+        with file.open("rb") as stream:
+            start = 8 + int.from_bytes(stream.read(8), "little")
+            self._header = json.loads(stream.read(start - 8))
+        self.names = set(self._header) - {"__metadata__"}
+        # copy on write: writable, as torch wants its memory, and the file stays as it is
+        self._data = np.memmap(file, np.uint8, "c")[start:]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._header[name]["shape"])
+
+    def dtype(self, name: str) -> str:
+        """As safetensors calls it."""
+        return self._header[name]["dtype"]
+
+    def read(self, name: str) -> np.ndarray:
+        kind = MAPPED_TYPES.get(self.dtype(name))
+        if kind is None:
+            return self._open.get_tensor(name)
+        start, stop = self._header[name]["data_offsets"]
+        return np.asarray(self._data[start:stop]).view(kind).reshape(self.shape(name))
+
+
+def _shard_names(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+        raise UserError(
+            f"{index} has no readable weight_map ({problem}): download it again"
+        ) from None
+
+
+def open_shards(path: Path) -> list[Shard]:
+    """The whole file where there is one: an index beside it may be of an earlier download. Raises
+    UserError for files that are missing or damaged."""
+    index = path / INDEX
+    if (path / WHOLE).is_file():
+        names = [WHOLE]
+    elif index.is_file():
+        names = _shard_names(index)
+    else:
+        raise UserError(f"{path} has neither {WHOLE} nor {INDEX}")
+    for name in names:
+        if not (path / name).is_file():
+            raise UserError(f"{path}: shard {name} is missing: download it again")
+    return [Shard(path / name) for name in names]
+
+
+def has_weights(path: Path) -> bool:
+    """Whether `open_shards` has anything to open."""
+    return (path / WHOLE).is_file() or (path / INDEX).is_file()
