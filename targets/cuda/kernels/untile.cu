@@ -8,7 +8,7 @@ struct Job {
   const u8* tiled;
   u8* out;  // [experts * n, k]
   int n, k; // of one expert
-  int passes, ctas, tiles;  // of one expert; of a pass, where some may not be asked for; per CTA and pass
+  int passes, ctas, tiles;  // of one expert; of a pass, some of which may be left out; per CTA and pass
   int row_groups, k_groups, wide, depth;
   int steps, together, groups;  // along k; of a CTA: steps and k groups
   int gate_rows;  // of gate's rows, as many as stand together; 0: not gated
