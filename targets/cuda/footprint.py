@@ -29,11 +29,11 @@ LINEAR = {"float32": 4, "bfloat16": 2, "fp8": 1, "fp8-w8a8": 1, "int4": Fraction
 """int4: with a float16 scale for each group of 32."""
 KV = {"float32": 4, "bfloat16": 2, "fp8": 1}
 EIGHT = ("fp8", "fp8-w8a8")
-"""Dtypes whose narrow values have a byte in plain order; of 4 bits they have two."""
+"""Dtypes with narrow values of one byte in plain order; 4-bit values have two."""
 EXPERTS = 3
 """Dimensions of experts' tensors."""
 EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer")
-"""Matrices that prefill multiplies nothing with, but for the head's last row."""
+"""Matrices that prefill does not multiply with, except for the head's last row."""
 ALIKE: Mapping[str, str] = {}
 """No tensor has a dtype of its own."""
 NORM = SCALE = 4
@@ -41,11 +41,11 @@ NORM = SCALE = 4
 LOGIT_COPIES = 3
 """float32 [rows, vocab] at once: logits, their shaped copy, and the sampler's work."""
 GATES_AT_ONCE = 3
-"""Prefill holds the gate and up rows of a chunk, and what comes of them."""
+"""Prefill holds the gate and up rows of a chunk, and their result."""
 RUNTIME = 768 << 20
 """CUDA context, library handles, compiled kernels, captured graphs."""
 MARGIN = 1 << 30
-"""Left free beside all that is counted: graphs of shapes that were not met yet."""
+"""Left free beside all that is counted: for graphs of shapes that have not occurred yet."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The operations as launches of our own kernels (`kernels/*.cu`): `ops.Ops` on a Hopper GPU.
 
-Nothing here waits for the device or asks it anything, so that all of it can be captured in a CUDA
+Nothing here waits for the device or reads results from it, so all of it can be captured in a CUDA
 graph. Outputs come from torch's allocator; kernels are launched on torch's current stream.
 """
 

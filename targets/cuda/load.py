@@ -233,12 +233,12 @@ def _kinds(arch: Arch, plan: Plan) -> set[str]:
 
 
 def _captures(options: CudaOptions, ops: Ops) -> bool:
-    """Kernels can be captured; references ask the host as they go."""
+    """Whether operations can be captured: kernels can, references read results on the host."""
     return options.graphs and not isinstance(ops, Reference)
 
 
 def stored_dtype(checkpoint: Checkpoint) -> str:
-    """That suits what the files hold."""
+    """The default dtype for what the files hold."""
     if checkpoint.has_four_bits:
         return "int4"
     return "fp8" if checkpoint.has_fp8 else "bfloat16"

@@ -2,7 +2,7 @@
 
 Memory holds every CTA's first step, then every CTA's second, and so on, so that the whole GPU reads
 one stretch at a time; within a step, warp by warp in the tensor cores' fragment order (tiles.py
-says who has what).
+assigns tiles to CTAs and warps).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from targets.cuda.nvfp4 import parts_of_words
 from targets.cuda.tiles import BITS, GATE_ROWS, INPUTS, INTEGERS, TILE, Schedule
 
 NIBBLES = (0, 16, 4, 20, 8, 24, 12, 28)
-"""Where the codes of eight inputs stand in a word: pairs in its halves, as MMAs want them. Those of
-NVFP4 are mixed (nvfp4.py)."""
+"""Bit positions of eight inputs' codes in a word: pairs in its halves, as MMAs take them. NVFP4 has
+another order (nvfp4.py)."""
 SCALES = {"nvfp4": 2}
-"""Of a row of a tile of codes, where there is more than one."""
+"""Scales per row of a tile of codes, where there is more than one."""
 BLOCK_AXES = 9
-"""Axes of `_axes` that say which tile, and which of its rows."""
+"""Axes of `_axes` that select the tile and its row."""
 
 
 def tile(values: Tensor, kind: str, layout: str, groups: int, processors: int) -> Tensor:

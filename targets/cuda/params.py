@@ -154,8 +154,8 @@ def copied(weights: Weights, ops: Ops) -> Weights:
 
 
 def rounding(weights: Weights) -> Weights:
-    """The same weights where they lie; FP8 ones are read as w8a8, whose inputs are rounded to 8
-    bits too. Experts have no such kernel."""
+    """The same weights in the same memory; FP8 ones are read as w8a8, with inputs rounded to 8 bits
+    too. Experts have no such kernel."""
 
     def read(weight: Linear) -> Linear:
         fits = weight.kind == "fp8" and not weight.layout.startswith("experts")

@@ -1,8 +1,8 @@
-"""Tensors by name in the form that the forward wants them, from the file to the device.
+"""Read tensors by name, from the file to the device, in the form that the forward needs.
 
 dtype "fp8": every quantisable linear as e4m3 per output channel, taken from an FP8 file as it is
-or quantised on load, and the rest bf16. "fp8-w8a8": the same weights, of kind "w8a8" but for
-experts, whose inputs stay 16 bits wide: each of them meets few rows. "bfloat16" and "float32":
+or quantised on load, and the rest bf16. "fp8-w8a8": the same weights, of kind "w8a8" except
+experts: these keep 16-bit inputs, because each has few rows. "bfloat16" and "float32":
 everything wide. "int4": 4 bits where the file has them, in a form that the kernels take, integers
 or NVFP4 (four_bits.py), FP8 per channel as it is beside them, and the rest bf16; of a file without
 any, every quantisable linear rounded on load. For the other dtypes files of 4 bits, int8 or FP8 in
@@ -57,7 +57,7 @@ def quantised(name: str, spec: TensorSpec) -> bool:
 
 
 class Reader:
-    """Of one checkpoint, or of what `source` says; weights with one input are packed as one."""
+    """Reads one checkpoint, or another `source`; weights with one input are packed as one."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Reader:
         staging: Staging,
         rounds: bool = True,
     ) -> None:
-        """rounds: whether int4 is what wider weights are rounded to, too."""
+        """rounds: whether dtype int4 rounds wider weights too."""
         self.source, self.specs, self.ops = source, specs, ops
         self.staging, self.rounds = staging, rounds
         self.wide = wide_dtype(dtype)

@@ -52,7 +52,7 @@ def _variant(kind: str) -> Variant:
 
 
 class Untile:
-    """On a GPU with this many multiprocessors, for whose shares weights are tiled."""
+    """Untiles weights that were tiled for a GPU with this many multiprocessors."""
 
     def __init__(self, launch: Launcher, processors: int) -> None:
         self._launch, self._processors = launch, processors
@@ -120,8 +120,8 @@ class Untile:
         self._launch(_variant(weight.kind), "untile", grid, THREADS, [job], shared, early=False)
 
     def _plain_scale(self, weight: Linear, part: slice | None = None) -> Tensor | None:
-        """Of all rows, or of some features' gates and ups. Divided when first asked for: a launch
-        of its own otherwise costs each call."""
+        """Scales of all rows, or of some features' gates and ups. The division is cached: it is a
+        launch of its own, which would cost time in each call."""
         packed = weight.scale
         if packed is None:
             return None
@@ -133,7 +133,8 @@ class Untile:
 
 
 def _parts(weight: Linear, plan: tiles.Schedule) -> Iterator[tuple[slice, _Part]]:
-    """Of a gated weight, with their features: each pass, or half of the only pass's CTAs."""
+    """The parts of a gated weight, with their features: a pass each, or half of the only pass's
+    CTAs."""
     width, features = weight.n // 2, plan.tiles * tiles.TILE // 2
     most = plan.ctas if plan.passes > 1 else -(-plan.ctas // 2)
     for first in range(0, -(-width // features), most):

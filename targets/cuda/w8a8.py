@@ -115,7 +115,7 @@ def as_groups(parts: Parts) -> KGroups:
 
 
 def variants(blocks: tuple[int, ...] = NARROW_BLOCKS) -> set[Variant]:
-    """All that any weight asks for, with inputs in blocks of so many tokens."""
+    """The variants for all weights, with inputs in blocks of so many tokens."""
     multiply = {
         _variant(block, depth, together)
         for block, depth, together in product(blocks, tiles.DEPTHS, (1, 2))
@@ -125,7 +125,7 @@ def variants(blocks: tuple[int, ...] = NARROW_BLOCKS) -> set[Variant]:
 
 
 class W8A8:
-    """On a GPU with this many multiprocessors."""
+    """Launches w8a8.cu on a GPU with this many multiprocessors."""
 
     def __init__(self, launch: Launcher, processors: int) -> None:
         self._launch, self._processors = launch, processors
