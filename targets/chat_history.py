@@ -186,7 +186,7 @@ def _orphan(result: Message) -> Message:
 
 
 def alternating(messages: Iterable[Message]) -> list[Message]:
-    """For templates that want one system message at most, first, and then user and assistant in
+    """For templates that allow one system message at most, first, and then user and assistant in
     turns, the user first. Tool results stay behind their calls."""
     runs: list[list[Message]] = []
     begun = False  # whether anything but the system was there

@@ -131,11 +131,11 @@ class Checkpoint:
             "has unused",
             extra,
             self.path,
-            "config.json does not describe this checkpoint, or specdec does not know this variant",
+            "config.json does not describe this checkpoint, or it is an unsupported variant",
         )
 
     def _find(self, name: str, shape: tuple[int, ...], used: set[str]) -> bool:
-        """Whether it is there, in any form. What it takes is checked and `used`."""
+        """Whether it is there, in any form. Its tensors are checked and added to `used`."""
         weight = self._weight(name, shape)
         if weight is None:
             if name in self._where:
@@ -236,14 +236,14 @@ class Shard:
             start = 8 + int.from_bytes(stream.read(8), "little")
             self._header = json.loads(stream.read(start - 8))
         self.names = set(self._header) - {"__metadata__"}
-        # copy on write: writable, as torch wants its memory, and the file stays as it is
+        # copy on write: writable, because torch requires that, and the file is not changed
         self._data = np.memmap(file, np.uint8, "c")[start:]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._header[name]["shape"])
 
     def dtype(self, name: str) -> str:
-        """As safetensors calls it."""
+        """The dtype's name in safetensors."""
         return self._header[name]["dtype"]
 
     def read(self, name: str) -> np.ndarray:

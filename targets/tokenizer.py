@@ -100,8 +100,8 @@ class Tokenizer:
 
     @cached_property
     def vocabulary(self) -> str:
-        """sha256 of which token each id stands for: equal where two models' ids mean the same,
-        whatever else their tokenizer files say."""
+        """sha256 of the mapping of ids to tokens: equal if the ids of two models mean the same,
+        even if their tokenizer files differ otherwise."""
         words = sorted(self._backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
@@ -121,7 +121,7 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids that are left out of a text, unless they are asked for."""
+        """Ids that are left out of a text by default."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
@@ -252,7 +252,7 @@ def bare_ids(text: str, tokenizer: Encoder) -> list[int]:
 def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
     """Load the tokenizer of the checkpoint folder `path`.
 
-    vocab_size: the model's; without it, what `config.json` says (no check when it is silent).
+    vocab_size: the model's; None: that of `config.json` (not checked if it has none).
     Raises UserError for a missing or unreadable file and for a vocabulary of another size.
     """
     path = Path(path)

@@ -50,8 +50,8 @@ def decode(
 ) -> Hidden:
     """Feed the rows: write their K/V, attend over the cache alone. only [1]: logits of that row
     alone. choosing: how words are chosen, if logits are used for nothing else; words that can't be
-    chosen may then have -inf. remembers: whether the tokens are written to their slots' text
-    here."""
+    chosen may then have -inf. The last argument: whether the tokens are also written to their
+    slots' text."""
     h = ops.embed(weights.head, rows, cache.tokens if remembers else None)
     inputs = _per_layer_inputs(weights, h, rows, ops)
     x = ops.norm(h, opening(weights, 0))

@@ -110,10 +110,11 @@ def routed(x: Array, picks: Array, shares: Array, experts: Experts, every: bool)
 
 
 def _sum_of_experts(x: Array, picks: Array, shares: Array, experts: Experts, every: bool) -> Array:
-    """The sums over all experts, of as much of their width as is here; picks of none add nothing.
+    """The sums over all experts, for the part of their width on this device; picks of -1 add
+    nothing.
 
     Each picked expert takes all rows, in ascending order: its output for a row that did not pick
-    it weighs exactly 0, so a row's sum has its own experts in their order, whoever else is there.
+    it weighs exactly 0, so a row's sum has its own experts in their order, beside any other rows.
     """
     count = jax.tree.leaves(experts.down)[0].shape[1]
     picked = (picks[..., None] == jnp.arange(count)).any((0, 1))

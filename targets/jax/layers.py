@@ -148,7 +148,7 @@ def queries_in_parts(q: Array, layer: LayerSpec, key_norm: Array) -> tuple[Array
 
 
 Parts = tuple[Any, ...]
-"""Queries, or keys, whose products are added."""
+"""Parts of queries, or of keys. The parts' products are added."""
 
 
 def attend(q: Array, k: Array, v: Array, visible: Array) -> Array:

@@ -134,7 +134,8 @@ MESH_AXES = dict.fromkeys(("vocab", "heads", "kv", "ffw", *SPREAD), "tp") | {"no
 
 
 def partition(spec: TensorSpec, tp: int, leading: int = 0) -> PartitionSpec:
-    """Where a tensor lives on a mesh whose `tp` axis has this size; what won't divide is copied."""
+    """A tensor's sharding on a mesh with a `tp` axis of this size; axes that don't divide are
+    copied."""
     axes = []
     for axis, size in zip(spec.axes, spec.shape, strict=True):
         parts = spec.heads if axis in ("heads", "kv") else size // (1 + spec.halves)
