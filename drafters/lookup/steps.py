@@ -1,5 +1,5 @@
-"""The step of lookup in each backend's device loop, as `TextDraft.steps` has it. A framework is
-imported where its loop is asked for."""
+"""The step of lookup in each backend's device loop, for `TextDraft.steps`. A framework is imported
+only when its loop's step is made."""
 
 from __future__ import annotations
 
