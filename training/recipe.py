@@ -28,14 +28,14 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Rate = Annotated[float, Field(gt=0)]
 HEADS = ("lm_head", "head")
-"""What the matrix is called whose rows are words."""
+"""Names of the matrix with a row per word."""
 OrNone = Annotated[float, Field(ge=0)]
 """A rate, or 0 for none."""
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What is free in a head; the rest is the target's. layers: by output, () for the default.
+    """A head's free dimensions; the others are the target's. layers: by output, () for the default.
     fc_norm, norm_output: as in EAGLE-3.1 (`HeadSpec`)."""
 
     ffw: Count
