@@ -31,7 +31,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Of drafters that have no options of their own."""
+    """For drafters without options of their own."""
 
 
 @dataclass(frozen=True)

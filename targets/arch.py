@@ -16,7 +16,7 @@ from specdec.core.errors import UserError
 TEXT_TYPES = ("gemma4_text", "gemma4_unified_text")
 MULTIMODAL_TYPES = ("gemma4", "gemma4_unified")
 GLOBAL_HEAD_DIM = 512
-"""Of global layers, if the config has none; as in transformers."""
+"""head_dim of global layers if the config has none, as in transformers."""
 
 
 @dataclass(frozen=True)

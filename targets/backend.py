@@ -59,8 +59,8 @@ class TargetRequest:
     features: tuple[int, ...] = ()
     """Indices of the layers that return their outputs with each step."""
     routing_overlap: float | None = None
-    """Of random weights: the share of a verify's picks of experts that repeat (`targets.routing`);
-    None: as many as do by chance."""
+    """For random weights: the share of a verify's picks of experts that repeat (`targets.routing`);
+    None: as many as repeat by chance."""
     exact: bool = True
     """Whether a row must be the same at any width. A draft model need not be exact: it is compiled
     no wider than it is fed."""

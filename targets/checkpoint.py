@@ -180,7 +180,7 @@ class Checkpoint:
 
 
 def _quantization_config(path: Path) -> dict[str, Any]:
-    """Of config.json, or of ModelOpt's own file; empty where weights are wide."""
+    """quantization_config of config.json or ModelOpt's own file; empty if weights are wide."""
     for file, keys in (
         ("config.json", ("quantization_config", "compression_config")),
         ("hf_quant_config.json", ("quantization",)),

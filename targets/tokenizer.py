@@ -191,7 +191,7 @@ class Tokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Of one token's text, also where that is a part of a character."""
+        """The bytes of one token's text, also where it is a part of a character."""
         text = self.decode([token_id])
         if REPLACEMENT not in text:
             return text.encode()
@@ -213,7 +213,7 @@ class Tokenizer:
         return {**self._special, "chat_template": self._template.text}
 
     def to_json(self) -> str:
-        """The tokenizer as `tokenizer.json` has it."""
+        """The tokenizer in the form of `tokenizer.json`."""
         return self._backend.to_str()
 
     def token_id(self, token: str) -> int | None:
@@ -244,7 +244,7 @@ class Encoder(Protocol):
 
 
 def bare_ids(text: str, tokenizer: Encoder) -> list[int]:
-    """Of a text that begins no prompt: without BOS."""
+    """Ids of a text that is not the beginning of a prompt: without BOS."""
     ids = tokenizer.encode(text)
     return ids[1:] if ids[:1] == [tokenizer.bos_id] else ids
 

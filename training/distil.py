@@ -71,7 +71,7 @@ def prompts_hash(prompts: Seqs[Seqs[int]]) -> str:
 
 
 def target_hash(path: Path) -> str:
-    """Of a checkpoint's config and weights, file by file in the order of their names."""
+    """A hash of a checkpoint's config and weights, file by file in the order of their names."""
     total = hashlib.sha256()
     for file in (path / "config.json", *sorted(path.glob("*.safetensors"))):
         with file.open("rb") as stream:

@@ -22,7 +22,8 @@ SEED = 0
 def prompts_of(
     documents: list[str], characters: int, functions: int
 ) -> Iterator[dict[str, object]]:
-    """Of each document a piece of so many characters; openings of and requests for functions."""
+    """For each document: a piece of so many characters, and up to `functions` openings of functions
+    and requests for functions."""
     for text in documents:
         yield {"text": excerpt(text, characters), "category": "source"}
         for opening in islice(openings(text), functions):

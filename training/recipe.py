@@ -113,14 +113,14 @@ def find_recipe(path: Path) -> Path:
 
 
 def read_recipe(path: Path) -> Recipe[HeadShape]:
-    """Of an EAGLE-3 head. Raises UserError on a missing file, on unknown or missing keys and on
-    impossible values."""
+    """The recipe of an EAGLE-3 head. Raises UserError on a missing file, on unknown or missing keys
+    and on impossible values."""
     path = find_recipe(path)
     return _checked(read_recipe_as(Recipe[HeadShape], path, EXAMPLE), path)
 
 
 def read_assistant_recipe(path: Path) -> Recipe[AssistantShape]:
-    """As `read_recipe`, of an assistant."""
+    """As `read_recipe`, for an assistant."""
     path = find_recipe(path)
     return _checked(read_recipe_as(Recipe[AssistantShape], path, ASSISTANT_EXAMPLE), path)
 
@@ -160,7 +160,7 @@ def assistant_for(arch: Arch, shape: AssistantShape) -> AssistantSpec:
 def any_spec_for(
     arch: Arch, shape: HeadShape | AssistantShape, stop_ids: Collection[int]
 ) -> HeadSpec | AssistantSpec:
-    """Of either kind. Raises UserError where it can't be."""
+    """The spec of either kind. Raises UserError if there is none."""
     if isinstance(shape, AssistantShape):
         return assistant_for(arch, shape)
     return spec_for(arch, shape, stop_ids)

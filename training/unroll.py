@@ -31,7 +31,8 @@ class Judged:
     told: Any
     """1 where the row also contains the answer's next token (the target's choice)."""
     known: Any
-    """1 where the target's likeliest token is in the draft vocabulary; the loss counts only these."""
+    """1 where the target's likeliest token is in the draft vocabulary: the loss counts only these
+    places."""
     divergence: Any
     """KL divergence from the target over the draft vocabulary."""
     hit: Any

@@ -16,7 +16,7 @@ from specdec.core.errors import UserError
 from targets.arch import Arch
 
 HEAD_DIM, DRAFT_VOCAB = 128, 32_000
-"""Of heads as they are commonly trained."""
+"""Usual dimensions of published heads."""
 NOISE = 1_000_003
 """Random values that repeat: a prime, so that no two rows of a weight are the same."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def traced(lengths: tuple[int, int], target: Any) -> Any:
-    """Of JAX's loop. lengths: the shortest and the longest suffix, in tokens."""
+    """The step of JAX's loop. lengths: the shortest and the longest suffix, in tokens."""
     from drafters.lookup.jax import TracedLookup
     from targets.jax.device_drafter import TextDrafter
 
@@ -15,7 +15,7 @@ def traced(lengths: tuple[int, int], target: Any) -> Any:
 
 
 def captured(lengths: tuple[int, int], target: Any) -> Any:
-    """Of CUDA's loop."""
+    """The step of CUDA's loop."""
     from drafters.lookup.cuda import DeviceLookup
 
     return DeviceLookup(target, *lengths)

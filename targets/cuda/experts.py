@@ -221,12 +221,12 @@ def _fits(plan: tiles.Schedule) -> bool:
 
 
 def _blocks(plan: tiles.Schedule) -> int:
-    """Of a router's inputs."""
+    """32-input blocks of a router's weight, with padding."""
     return plan.steps * plan.depth * plan.k_groups
 
 
 def _ctas(shared: int, most: int) -> int:
-    """How many a multiprocessor shares its part of the weights among."""
+    """CTAs per multiprocessor, which share its part of the weights."""
     fit = SHARED_OF_PROCESSOR // (shared + SHARED_BESIDE)
     return max(1, min(MOST_CTAS, fit)) if most < TOKENS[-1] else 2
 

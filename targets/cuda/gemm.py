@@ -242,9 +242,9 @@ def _short(kind: str, block: int) -> bool:
 
 
 def few_stages(plan: tiles.Schedule, kind: str, block: int, roomy: bool = False) -> tuple[int, int]:
-    """Stages of gemm.cu's ring, and the shared memory of a CTA in bytes. Of few tokens two
-    rounds' inputs are kept. Sums of k groups take the ring's place after the last pass; where there
-    are more, they have their own. roomy: as `Gemm._roomy` has it."""
+    """Stages of gemm.cu's ring, and the shared memory of a CTA in bytes. With few tokens, inputs of
+    two rounds are kept. Sums of k groups take the ring's place after the only pass; with more
+    passes they have memory of their own. roomy: `Gemm._roomy`."""
     inputs = plan.k_groups * plan.depth * block * 2 * tiles.INPUTS
     stage = plan.step_bytes(kind) + inputs * (2 if block <= ROUNDS_ROWS else 1)
     ring = RING_BYTES
@@ -259,7 +259,7 @@ def few_stages(plan: tiles.Schedule, kind: str, block: int, roomy: bool = False)
 
 
 def many_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:
-    """Of wide.cu's."""
+    """The same for wide.cu."""
     stage = plan.step_bytes(kind) + plan.depth * block * 2 * tiles.INPUTS
     stages = max(2, min(WIDE_RING_BYTES // stage, plan.steps * plan.passes))
     return stages, stages * (stage + BARRIERS)

@@ -112,6 +112,6 @@ def _rounded(values: Tensor) -> tuple[Int16, Tensor]:
 
 
 def _bound(values: Tensor, coarse: Tensor) -> Tensor:
-    """Of |coarse x - values x|, both summed by tensor cores, for an x of length 1."""
+    """A bound of |coarse x - values x|, both summed by tensor cores, for an x of length 1."""
     sums = (values.shape[1] + GROUP) * UNIT * (values.norm(dim=-1) + coarse.norm(dim=-1))
     return ((values - coarse).norm(dim=-1) + sums) * SAFETY

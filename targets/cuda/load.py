@@ -66,7 +66,7 @@ class CudaOptions:
     prefill_copy: bool = False
     """Keep linear layers in plain order as well, as long prompts are multiplied."""
     routing_overlap: float | None = None
-    """Of random weights: as `TargetRequest` has it."""
+    """For random weights; as in `TargetRequest`."""
 
 
 def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()) -> CudaTarget:

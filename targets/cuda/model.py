@@ -101,7 +101,7 @@ def decode_layer(
 
 
 def opening(weights: Weights, i: int) -> Opening:
-    """Of layer i, or of the head."""
+    """The `Opening` of layer i, or of the head."""
     if i == len(weights.layers):
         return Opening(weights.norm, weights.head.kind)
     layer: LayerWeights = weights.layers[i]

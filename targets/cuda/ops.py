@@ -109,7 +109,7 @@ NOTHING = Closing()
 
 
 class DenseBranch(NamedTuple):
-    """Of a MoE layer: its input, weights, and the norm of what they give."""
+    """A MoE layer's dense branch: its input, its weights, and the norm of its output."""
 
     x: X
     gate_up: Linear
@@ -118,8 +118,8 @@ class DenseBranch(NamedTuple):
 
 
 class RoutedBranch(NamedTuple):
-    """Of a MoE layer: the router with its own input, then the experts with theirs, and the norm of
-    the sum of those that it picks."""
+    """A MoE layer's routed branch: the router with its input, then the experts with theirs, and the
+    norm of the picked experts' sum."""
 
     x_router: X
     router: Linear
@@ -150,7 +150,7 @@ class Ops(Protocol):
         ...
 
     def pack_codes(self, weight: FourBits, layout: str) -> Linear:
-        """The same of 4-bit codes."""
+        """The same for 4-bit codes."""
         ...
 
     def with_plain(self, weight: Linear) -> Linear:
@@ -257,5 +257,5 @@ class Ops(Protocol):
         masks: Tensor | None = None,
     ) -> Tensor:
         """logits [B, T, V] -> [B, T] int32. needs_sampler False: every row is a bare argmax. masks
-        [B, T, words] int32: the tokens that may come, as `specdec.core.constraint` has them."""
+        [B, T, words] int32: the allowed tokens (`specdec.core.constraint`)."""
         ...

@@ -188,7 +188,7 @@ def _build(arch: Arch, reader: Reader, each: Callable) -> Weights:
 
 
 def layer_weights(reader: Reader, arch: Arch, i: int, layer: LayerSpec) -> LayerWeights:
-    """Of layer i, by its tensors' names."""
+    """The weights of layer i, by its tensors' names."""
     at = f"layers.{i}."
     own = layer.kv_from is None
     names = ["q_proj"] + ["k_proj"] * own + ["v_proj"] * (own and not layer.k_eq_v)

@@ -42,7 +42,7 @@ def quantise_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def own_dtypes(checkpoint: Checkpoint, dtype: str) -> dict[str, str]:
-    """Of the weights that a file of 4 bits keeps otherwise, by name."""
+    """The dtypes of weights that a file of 4 bits stores in other forms, by name."""
     if dtype != "int4" or not checkpoint.has_four_bits:
         return {}
     narrow = [name for name, spec in checkpoint.specs.items() if quantised(name, spec)]
@@ -143,7 +143,7 @@ def _fp8(raw: Raw) -> tuple[Tensor, Tensor]:
 
 
 def wide_dtype(dtype: str) -> torch.dtype:
-    """Of what is not quantised."""
+    """The dtype of tensors that are not quantised."""
     return torch.float32 if dtype == "float32" else torch.bfloat16
 
 

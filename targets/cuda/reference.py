@@ -237,7 +237,7 @@ class Reference:
         return each_row(lambda row: soft_cap(row, softcap), self.linear(x, table))
 
     def heads(self, values: Tensor) -> tuple[Linear, NarrowHead | None]:
-        """Of the same values as the kernels' heads."""
+        """With the same values as the kernels' heads."""
         if len(values) % int8.WORDS:
             return self.pack(values, None, "bf16", "plain"), None
         head, error = int8.quantise(values)

@@ -19,7 +19,7 @@ CLUSTER = 8
 """CTAs that choose one row's token together."""
 THREADS, WARP = 1024, 32
 TURNS = 2
-"""Of cycle.cu."""
+"""kTurns of cycle.cu: records, written in turn."""
 SAMPLE, CYCLE = Variant("sample"), Variant("cycle")
 
 

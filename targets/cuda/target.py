@@ -58,7 +58,7 @@ class Plan:
     own: Mapping[str, str] = field(default_factory=dict)
     """dtypes of weights, by name, that a file of 4 bits keeps otherwise."""
     correlation: float = 0.0
-    """Of random weights: how far rows' router logits agree (`targets.routing`)."""
+    """For random weights: correlation of rows' router logits (`targets.routing`)."""
 
     @property
     def slack(self) -> int:
@@ -208,7 +208,7 @@ class CudaTarget:
         self, rows: Rows, choosing: Choosing | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Feed the rows -> logits [B, T, V] and features [B, T, F] or None, on the device alone.
-        choosing: as `model.decode` has it."""
+        choosing: as in `model.decode`."""
         common = self.weights, self.arch, self.cache, rows, self.ops
         out = decode(*common, self.plan.features, choosing=choosing, remembers=True)
         shape = (*rows.tokens.shape, -1)

@@ -20,12 +20,12 @@ INPUTS = 32
 EIGHTHS = 8
 """Most k groups of a weight."""
 BITS = {"bf16": 16, "fp8": 8, "w8a8": 8, "int8": 8, "int16": 8, "int4": 4, "uint4": 4, "nvfp4": 4}
-"""Of a stored value; of int16, of each of its parts."""
+"""Bits of a stored value; for int16, of each of its two parts."""
 TILE_BYTES = {"bf16": 1024, "fp8": 512, "w8a8": 512, "int8": 544, "int16": 544 + 512}
 TILE_BYTES |= {"int4": 288, "uint4": 304, "nvfp4": 288}
-"""With the scales of codes, and zero points (kernels/tile.cuh)."""
+"""Bytes of a tile, with the scales of codes and zero points (kernels/tile.cuh)."""
 VALUE_BYTES = {"bf16": 2, "fp8": 1, "w8a8": 1, "int4": 2, "uint4": 2, "nvfp4": 2}
-"""Of a value in plain order: float16 of 4-bit ones."""
+"""Bytes of a value in plain order; 4-bit values become float16."""
 WARPS = {1: 24, 2: 11, 3: 8}
 """By tiles per warp, preferred first: the most warps of a CTA (gemm.cu adds a producer, and wide.cu
 takes two tiles a warp). Many narrow warps catch up faster with a ring that was filled while the
@@ -138,7 +138,7 @@ def _deals(
 
 
 def weight_variant(file: str, kind: str, *macros: tuple[str, int]) -> Variant:
-    """Of a kernel that reads tiles of this kind (kernels/tile.cuh)."""
+    """The variant of a kernel that reads tiles of this kind (kernels/tile.cuh)."""
     form = {"uint4": "ZEROS", "nvfp4": "E2M1", "int8": "CODES", "int16": "FINE"}
     more = [(form[kind], 1)] if kind in form else []
     return Variant(file, (("BITS", BITS[kind]), *more, *macros))
@@ -146,7 +146,7 @@ def weight_variant(file: str, kind: str, *macros: tuple[str, int]) -> Variant:
 
 @cache
 def expert_schedule(n: int, k: int, gated: bool) -> Schedule:
-    """Of one expert, on any machine: units of two tiles, each with all of its inputs."""
+    """The schedule of one expert, on any machine: units of two tiles, each with all its inputs."""
     tiles = 2 * -(-(n // 2) // TILE) if gated else -(-n // TILE)
     return Schedule(
         ctas=1,

@@ -64,8 +64,8 @@ def mixture(h: Array, real: Array | None, w: dict[str, Any], moe: MoeSpec, eps: 
 
 
 def experts_a_round(experts: int) -> int:
-    """Of the loop over them, so that several's weights are on their way at the same time: up to
-    four that divide their number. Those beyond the last picked one weigh nothing."""
+    """Experts per round of the loop over them, so that weights of several are loaded at the same
+    time: up to four, a divisor of their number. Those after the last picked one have weight 0."""
     return next(number for number in (4, 2, 1) if experts % number == 0)
 
 

@@ -101,7 +101,7 @@ RopeTables = dict[tuple[Rope, int], tuple[Array, Array]]
 
 
 def tables_of(specs: Iterable[LayerSpec], positions: Array) -> RopeTables:
-    """Of these layers."""
+    """The rotary tables of these layers."""
     kinds = {(spec.rope, spec.head_dim): None for spec in specs}
     return {kind: rope_tables(*kind, positions) for kind in kinds}
 

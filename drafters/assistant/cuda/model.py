@@ -33,7 +33,7 @@ from targets.cuda.target import KV_DTYPES, CudaTarget
 from targets.cuda.upload import as_tensor, upload
 
 DTYPES = {"bfloat16": "bfloat16", "float32": "float32"}
-"""Of an assistant's weights, by the target's; fp8 beside narrower ones."""
+"""dtype of an assistant's weights by the target's dtype; fp8 beside narrower ones."""
 KINDS = {"bfloat16": "bf16", "float32": "float32", "fp8": "fp8"}
 
 

@@ -33,7 +33,7 @@ from targets.cuda.staging import Staging
 from targets.cuda.target import CudaTarget
 
 KINDS = {"bfloat16": "bf16", "float32": "float32"}
-"""Of the head's linear layers, by the target's dtype; fp8 beside narrower ones."""
+"""Kind of the head's linear layers by the target's dtype; fp8 beside narrower ones."""
 PIECE = 128
 """Rows of a prompt that the head reads at once: what its sums take stays small."""
 
