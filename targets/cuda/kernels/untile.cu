@@ -76,7 +76,7 @@ __device__ inline void store_rows(const Job& job, const u8* rows, int pitch, con
   }
 }
 
-// Shared memory: rows [16 tiles][pitch], the rows' numbers, the tiles' places (skinny.py).
+// Shared memory: rows [16 tiles][pitch], the rows' numbers, the tiles' places (untile.py).
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) untile(const __grid_constant__ Job job) {
   extern __shared__ __align__(16) u8 rows[];
   const int width = job.groups * job.depth * 32;  // inputs of a step
