@@ -1,10 +1,10 @@
-"""What a drafter's folder offers: one `DrafterKind`, in its module `kind`. Nobody outside the
-folder knows more of it, and `registry.py` alone knows its name.
+"""The interface of a drafter's folder: one `DrafterKind`, in its module `kind`. Code outside the
+folder uses only this object, and only `registry.py` contains the drafter's name.
 
-A drafter comes to be in three steps. `DrafterKind.read` (or `random`) checks what was asked for and
-reads it on the host, before gigabytes of the target are loaded: a `Draft`. `Draft.place` puts it
-beside the loaded target: a `PlacedDrafter`. That makes a `Drafter` for each engine, and what a
-device loop traces or captures of it.
+A drafter is made in three steps. `DrafterKind.read` (or `random`) checks the options and reads the
+weights on the host, before gigabytes of the target are loaded: a `Draft`. `Draft.place` puts it
+beside the loaded target: a `PlacedDrafter`. That makes a `Drafter` for each engine, and the
+`DeviceDrafter` that a device loop traces or captures.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Of drafters that have no options of their own."""
+    """For drafters without options of their own."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a drafter is made for. Written by `specdec.assembly.model`."""
+    """The inputs from which a drafter is made. Written by `specdec.assembly.model`."""
 
     arch: Arch
     """The target's architecture."""
@@ -52,18 +52,18 @@ class Asked:
 
 @dataclass(frozen=True)
 class Composite:
-    """What more there is of a drafter that is made of others."""
+    """Further members of a drafter that is made of others."""
 
     parts: Mapping[str, PlacedDrafter]
-    """They can be had alone too, by name."""
+    """The parts by name; each can also be used alone."""
     names: Callable[[Any], tuple[str, ...]]
-    """Of a drafter: its parts, in the loop that runs it."""
+    """A drafter's part names, in the loop that runs it."""
     policy: Callable[[Any], Policy]
-    """How such a drafter chooses."""
+    """The policy by which a drafter chooses among its parts."""
     wrap_weighted: Callable[[Any, Callable[[Any], Any]], Any]
     """(drafter, wrap) -> the drafter, `wrap` around the part that has weights."""
     wrap_on_device: Callable[[Any, Callable[[Any], Any]], Any]
-    """The same of what the device loop runs (`PlacedDrafter.on_device`)."""
+    """The same for the device loop's drafter (`PlacedDrafter.on_device`)."""
     measure: Callable[[Any, Any], None]
     """(engine, drafter): measure what cycles cost, once the engine can run."""
 
@@ -75,34 +75,34 @@ class PlacedDrafter:
     make: Callable[[int], Any]
     """A fresh `Drafter` for an engine that drafts k tokens a cycle."""
     on_device: Callable[[Any], Any]
-    """What the target's device loop runs of that drafter (`targets.jax.device_drafter`,
-    `targets.cuda.device_drafter`). Asked for where the kind has a step for it."""
+    """That drafter for the target's device loop (`targets.jax.device_drafter`,
+    `targets.cuda.device_drafter`). Called only for backends in `DrafterKind.device_loops`."""
     snapshots: Callable[[Any, int], Snapshots | None] = lambda drafter, unit: None
-    """What that drafter keeps of prompts for the prefix cache, in chunks of so many tokens; None
+    """That drafter's snapshots of prompts for the prefix cache, in chunks of so many tokens; None
     for drafters that need the text alone."""
     twin: Callable[[], LookupDrafter] | None = None
-    """Makes a drafter for the host that guesses as the device loop's step does; None where `make`'s
-    does."""
+    """Makes a host drafter with the same guesses as the device loop's step; None where `make`'s
+    drafter has them."""
     composite: Composite | None = None
-    """Of drafters that are made of others."""
+    """Set for drafters that are made of others."""
 
 
 class Draft(Protocol):
-    """A drafter that was asked for and fits the target; its weights, if any, are on the host."""
+    """A drafter that is checked against the target; its weights, if any, are on the host."""
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The target's layers whose outputs it wants to see, none for most."""
+        """Indices of the target's layers from which it needs outputs; most drafters need none."""
         ...
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for those who start it: what it may choose from, what limits it."""
+        """Sentences that are printed at start: what it may choose from, what limits it."""
         ...
 
     def extra_bytes(self, shape: Any) -> int:
-        """What it takes of a GPU beside a target of this shape (`targets.cuda.footprint`), as far
-        as it does not check that by itself when it is placed."""
+        """Bytes of GPU memory that it needs beside a target of this shape
+        (`targets.cuda.footprint`), except those that it checks itself when it is placed."""
         ...
 
     def place(self, backend: Backend, target: Any, config: ModelConfig) -> PlacedDrafter:
@@ -117,9 +117,9 @@ class TextDraft:
     host: Callable[[], Drafter]
     """Makes the host loop's drafter."""
     steps: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    """By backend, for `DrafterKind.device_loops`: makes what that loop runs, from the target."""
+    """By backend, for `DrafterKind.device_loops`: makes that loop's drafter, from the target."""
     twin: Callable[[], LookupDrafter] | None = None
-    """As `PlacedDrafter` has it."""
+    """As in `PlacedDrafter`."""
     features: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -148,7 +148,7 @@ def refuse_draft_model(
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """One drafter's folder, as everybody else sees it."""
+    """The interface of one drafter's folder."""
 
     name: str
     """What users type."""
@@ -157,7 +157,7 @@ class DrafterKind:
     read: Callable[[Asked], Draft]
     """Raises UserError for files that are missing, damaged, or of another target."""
     random: Callable[[Asked], Draft] | None = None
-    """With random weights, to measure with; None: there are none to make."""
+    """Makes it with random weights, for measurements; None: it has no weights."""
     resolve: Callable[[SpeculationConfig, str, bool], SpeculationConfig] = refuse_draft_model
     """(options, model's name, whether weights are random) -> the options checked, and what follows
     from the model filled in. Raises UserError."""
@@ -165,20 +165,20 @@ class DrafterKind:
     """A frozen dataclass of its own options: each field has a default and, in its metadata, `help`.
     Its names and types become options of the command line."""
     vllm_method: str | None = None
-    """What vLLM's `--speculative-config` calls it; None: the same name."""
+    """Its name in vLLM's `--speculative-config`; None: the same name."""
     vllm_keys: Mapping[str, str] = field(default_factory=dict)
-    """Keys of that JSON that are its own, and the options that they mean."""
+    """Keys of that JSON for this drafter only, and the options that they set."""
     lies_by: Callable[[str], bool] = lambda model: False
-    """Whether weights of its own lie in or beside this model's folder. No hub is asked."""
+    """Whether its weights are in or beside this model's folder. Without queries to the hub."""
     published: Callable[[str], str | None] = lambda model: None
-    """The hub's name of weights of its own that are published for this model, if any. No hub is
-    contacted."""
+    """The hub's name of its weights that are published for this model, if any. Without queries to
+    the hub."""
     most_k: int = MAX_DRAFT
     """Most draft tokens of a cycle."""
     device_loops: tuple[str, ...] = ()
-    """The backends whose device loop it has a step for."""
+    """The backends for which it has a device-loop step."""
     part: Callable[[SpeculationConfig], str | None] | None = None
-    """Of a drafter that is made of others: which of them has weights, if any."""
+    """For a drafter that is made of others: which of them has weights, if any."""
 
     @property
     def weighted(self) -> bool:
@@ -186,8 +186,8 @@ class DrafterKind:
         return self.random is not None and self.part is None
 
     def weighted_name(self, speculation: SpeculationConfig) -> str | None:
-        """Which drafter's guesses follow from weights: its own name, or that of its part; None
-        where all guesses follow from the text."""
+        """The drafter that guesses by weights: its own name, or that of its part; None if all
+        guesses follow from the text."""
         if self.part is not None:
             return self.part(speculation)
         return self.name if self.weighted else None

@@ -21,7 +21,7 @@ KINDS = {
     "assistant": "drafters.assistant.kind",
     "auto": "drafters.auto.kind",
 }
-"""Each name's module, whose `KIND` is its `DrafterKind`; imported when it is asked for."""
+"""Each name's module, imported on first use. Its `KIND` is the `DrafterKind`."""
 PLAIN = "none"
 """The drafter of plain decoding."""
 SHARED_KEYS = {

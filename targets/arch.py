@@ -1,7 +1,7 @@
-"""What a Gemma 4 checkpoint's config.json says, one `LayerSpec` per layer. No backend in here.
+"""Reads a Gemma 4 checkpoint's config.json into one `LayerSpec` per layer. No backend in here.
 
-Lenient on keys we don't know, strict on what decides a number. Names and rules are those of
-transformers 5.23, `models/gemma4`.
+Unknown keys are ignored; keys that change results are checked strictly. Names and rules are those
+of transformers 5.23, `models/gemma4`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_PADDING = 1024
 PADDED_TO = 8
 """Padded vocabularies are multiples of this, most of 64."""
 GLOBAL_HEAD_DIM = 512
-"""Of global layers where the config is silent, as in transformers."""
+"""head_dim of global layers if the config has none, as in transformers."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LayerSpec:
     k_eq_v: bool
     """Values are the normalised raw keys: no v_proj tensor."""
     kv_from: int | None
-    """The layer whose K/V this one attends to (KV sharing), None if it has its own."""
+    """The index of the layer with the K/V that this one attends to (KV sharing); None: its own."""
     ffw: int
     moe: MoeSpec | None
     normed: bool = True
@@ -169,7 +169,7 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
         if text.get(key, only) != only:
             raise UserError(f"config.json has {key}={text[key]!r}: only {only!r} is supported")
     if text.get("use_bidirectional_attention") == "all":
-        raise UserError("config.json asks for bidirectional attention: such a model can't decode")
+        raise UserError("use_bidirectional_attention is all in config.json: it can't decode")
     if text.get("rope_scaling"):
         raise UserError(
             "config.json has rope_scaling, which Gemma 4 does not use (its rope_parameters are "
@@ -192,7 +192,7 @@ def _layer_types(text: dict[str, Any]) -> list[str]:
         kinds = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(count)]
         kinds[-1] = "full_attention"
     if len(kinds) != count:
-        raise UserError(f"layer_types names {len(kinds)} layers, num_hidden_layers says {count}")
+        raise UserError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {count}")
     strange = set(kinds) - {"sliding_attention", "full_attention"}
     if strange:
         raise UserError(f"unknown layer_types {sorted(strange)}")

@@ -1,6 +1,6 @@
 """The backends' contract: everything in which they differ.
 
-Each backend is a class without state whose methods import their framework, so that neither is
+Each backend is a class without state. Its methods import their framework, so that neither is
 needed where the other runs.
 """
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from targets.arch import Arch
 
 BACKENDS = {"jax": "targets.jax.backend:JaxBackend", "cuda": "targets.cuda.backend:CudaBackend"}
-"""Where each backend's class lies. Its folder is imported when it is asked for."""
+"""Where each backend's class is. Its module is imported on first use."""
 
 
 class LoadedTarget(Target, Protocol):
-    """What those who load a target know of it, beyond what the loop does."""
+    """A target as loaders use it: more members than the loop needs."""
 
     @property
     def backend(self) -> str:
@@ -44,7 +44,7 @@ class LoadedTarget(Target, Protocol):
 
     @property
     def identity(self) -> str:
-        """What fixes the bits that it computes, beside its weights."""
+        """What determines its results bit by bit, beside its weights."""
         ...
 
 
@@ -57,23 +57,23 @@ class TargetRequest:
     suppress: tuple[int, ...] = ()
     """Token ids that it never chooses."""
     features: tuple[int, ...] = ()
-    """Layers whose outputs it hands out with each step."""
+    """Indices of the layers that return their outputs with each step."""
     routing_overlap: float | None = None
-    """Of random weights: the share of a verify's picks of experts that repeat (`targets.routing`);
-    None: as many as do by chance."""
+    """For random weights: the share of a verify's picks of experts that repeat (`targets.routing`);
+    None: as many as repeat by chance."""
     exact: bool = True
     """Whether a row must be the same at any width. A draft model need not be exact: it is compiled
     no wider than it is fed."""
     extra_bytes: Callable[[Any], int] = lambda shape: 0
-    """What the drafter takes beside it on a GPU, for `targets.cuda.footprint.Shape`."""
+    """Bytes of GPU memory for the drafter, for `targets.cuda.footprint.Shape`."""
 
 
 class Meter(Protocol):
-    """What is measured on a target: for `specdec bench`, and for fast plain decoding."""
+    """Measurements of a target: for `specdec bench`, and for fast plain decoding."""
 
     def memory(self) -> dict[str, int] | None:
-        """Bytes on the GPU: weights, the second copies among them, cache, and all that is in use;
-        None where it can't be told."""
+        """Bytes on the GPU: weights, second copies of weights, cache, and all that is in use; None
+        where that is not measurable."""
         ...
 
     def plain(self) -> Any | None:
@@ -89,7 +89,7 @@ class Meter(Protocol):
         ...
 
     def step_bytes(self, batch: int, width: int, context: int) -> int:
-        """What one step must read, of weights and of K/V."""
+        """Bytes that one step must read, of weights and of K/V."""
         ...
 
     def read_bandwidth(self) -> float:
@@ -97,7 +97,7 @@ class Meter(Protocol):
         ...
 
     def forward_samples(self, seqs: Seqs[Sequence], draft: Array) -> list[float] | None:
-        """Seconds of the forward's device time alone; None where it can't be told."""
+        """Seconds of the forward's device time alone; None where that is not measurable."""
         ...
 
 
@@ -154,7 +154,7 @@ class Backend(Protocol):
 
 
 def backend_of(config: ModelConfig, loop: Loop | None = None) -> Backend:
-    """The backend that was asked for, its options checked. Raises UserError."""
+    """The configured backend, with its options checked. Raises UserError."""
     if config.backend not in BACKENDS:
         raise UserError(f"unknown backend {config.backend!r}: choose one of {', '.join(BACKENDS)}")
     backend = _class_of(config.backend)()
@@ -163,7 +163,7 @@ def backend_of(config: ModelConfig, loop: Loop | None = None) -> Backend:
 
 
 def meter_of(target: LoadedTarget) -> Meter:
-    """What measures this target."""
+    """The `Meter` of this target."""
     return import_module(f"targets.{target.backend}.meter").Meter(target)
 
 

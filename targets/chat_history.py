@@ -39,7 +39,8 @@ class _Pairs:
         self.found: set[int] = set()
         """Places of the results that have a call."""
         self._by_order: dict[tuple[bool, str | None], deque[_Call]] = {}
-        """Of the last message that calls: (those without an id alone?, of a name or all)."""
+        """Calls of the last message with calls, by (whether only those without an id, name or None
+        for all)."""
         self._waiting: dict[str, list[list[_Call]]] = {}  # by id: a list for each message
         self._answered: dict[str, _Call] = {}
         self._early: dict[str, list[tuple[int, Message]]] = {}  # results that came before a call
@@ -186,7 +187,7 @@ def _orphan(result: Message) -> Message:
 
 
 def alternating(messages: Iterable[Message]) -> list[Message]:
-    """For templates that want one system message at most, first, and then user and assistant in
+    """For templates that allow one system message at most, first, and then user and assistant in
     turns, the user first. Tool results stay behind their calls."""
     runs: list[list[Message]] = []
     begun = False  # whether anything but the system was there

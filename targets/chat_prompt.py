@@ -25,7 +25,7 @@ tools answered."""
 
 
 class ChatPrompt:
-    """Of one request."""
+    """The prompt of one request."""
 
     def __init__(
         self, render: Render, control: ControlTokens, values: Mapping[str, Any], goes_on: bool

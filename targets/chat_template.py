@@ -34,8 +34,8 @@ class ChatTemplate:
         values: dict[str, Any],
         max_characters: int | None = None,
     ) -> str:
-        """The prompt text of a chat, with the header of the model's turn unless the values say
-        otherwise. Raises UserError where there is no template or it refuses the messages, and
+        """The prompt text of a chat, with the header of the model's turn unless the values turn it
+        off. Raises UserError where there is no template or it refuses the messages, and
         RenderedTooLong once the text has more than `max_characters`."""
         if self.text is None:
             raise UserError(
@@ -84,8 +84,8 @@ def read_template(path: Path, settings: dict[str, Any]) -> str | None:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` … `{% endgeneration %}` around what an assistant says: trainers learn from
-    it, and for a prompt it is as if it were not there."""
+    """`{% generation %}` … `{% endgeneration %}` around an assistant's text: marks it for training;
+    ignored in prompts."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -95,7 +95,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _environment() -> jinja2.Environment:
-    """What transformers gives a chat template: sandboxed, with its three helpers."""
+    """The environment that transformers gives a chat template: sandboxed, with three helpers."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )

@@ -144,11 +144,11 @@ class Checkpoint:
             "has unused",
             extra,
             self.path,
-            "config.json does not describe this checkpoint, or specdec does not know this variant",
+            "config.json does not describe this checkpoint, or it is an unsupported variant",
         )
 
     def _find(self, name: str, shape: tuple[int, ...], used: set[str]) -> bool:
-        """Whether it is there, in any form. What it takes is checked and `used`."""
+        """Whether it is there, in any form. Its tensors are checked and added to `used`."""
         weight = self._weight(name, shape)
         if weight is None:
             if name in self._where:
@@ -211,7 +211,7 @@ class Checkpoint:
 
 
 def quantization_config(path: Path) -> dict[str, Any]:
-    """Of config.json, or of ModelOpt's own file; empty where weights are wide."""
+    """quantization_config of config.json or ModelOpt's own file; empty if weights are wide."""
     for file, keys in (
         ("config.json", ("quantization_config", "compression_config")),
         ("hf_quant_config.json", ("quantization",)),

@@ -1,5 +1,5 @@
-"""A checkpoint's generation_config.json: which ids end an answer or are never said, and how it is
-sampled where nobody asks otherwise."""
+"""A checkpoint's generation_config.json: ids that end an answer, ids that are never chosen, and the
+default sampling parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def sampling_defaults(generation: dict[str, Any]) -> dict[str, float | int]:
-    """What it says of sampling; temperature 0 where it says not to sample."""
+    """Its sampling parameters; temperature 0 where do_sample is false."""
     given = {key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None}
     return given | ({"temperature": 0.0} if generation.get("do_sample") is False else {})
 

@@ -34,7 +34,8 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def is_name(model: str) -> bool:
-    """Whether `model` is asked of the hub: a folder of that name comes first."""
+    """Whether `model` names a repository of the hub: an existing folder of that name comes
+    first."""
     return NAME.fullmatch(model) is not None and not Path(model).is_dir()
 
 
@@ -125,7 +126,7 @@ def _fetched(repo: str, revision: str | None) -> Path:
 
 
 def _kept(repo: str, revision: str | None, problem: Exception) -> Path:
-    """What an earlier run left, where the hub can't be asked."""
+    """The files of an earlier download, for when the hub can't be reached."""
     import huggingface_hub as hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -146,8 +147,8 @@ def _kept(repo: str, revision: str | None, problem: Exception) -> Path:
 
 
 def _remember(repo: str, revision: str | None, sha: str | None) -> None:
-    """Which commit a branch is, as the library does where it is asked for a branch: offline runs
-    ask by that name."""
+    """Store a branch's commit, as the library does when it downloads a branch: offline runs look it
+    up by the branch's name."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -200,7 +201,7 @@ def _cache() -> Path:
 
 @contextmanager
 def _told(repo: str, missing: int) -> Iterator[None]:
-    """The library shows bars; where nobody sees them, a line now and then says how far it is."""
+    """Report a download's progress: the library's bars on a terminal, else a line now and then."""
     if not missing:
         yield
         return
@@ -235,12 +236,13 @@ def _stored(repo: str) -> int:
 
 
 def _unreachable(problem: Exception) -> bool:
-    """No network, or not wanted. By name: which library speaks HTTP depends on the version."""
+    """No network, or offline mode. Types are compared by name, because the HTTP library depends on
+    huggingface_hub's version."""
     from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     if isinstance(problem, HfHubHTTPError):
         return False
-    if isinstance(problem, LocalEntryNotFoundError):  # of a file that could not be asked for
+    if isinstance(problem, LocalEntryNotFoundError):  # for a file that could not be requested
         return True
     kind = type(problem)
     http = kind.__module__.split(".")[0] in ("httpx", "httpx2", "httpcore", "requests")

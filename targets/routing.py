@@ -1,10 +1,10 @@
-"""How alike the rows of a random mixture of experts pick.
+"""How many experts the rows of a random mixture of experts pick in common.
 
-Rows of a text pick some experts in common, and a verify reads fewer than its rows could pick.
-Random words pick apart. Where random words share a part, their streams do, layer after layer, and
-router logits of two rows are as correlated as the streams are: so the share of that part decides
-how often picks repeat. What that means in experts is drawn here, by rows of correlated normal
-logits.
+Rows of a real text pick some experts in common, so a verify reads fewer experts than its rows could
+pick. Random words pick independently. If the embeddings of random words share a part, so do their
+streams, layer after layer, and the router logits of two rows are as correlated as the streams: the
+share of that part decides how often picks repeat. This module computes the number of experts for
+it, by drawing rows of correlated normal logits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specdec.core.errors import UserError
 from targets.arch import MoeSpec
 
 ROWS = 5
-"""Of the verify of which an overlap is told: K = 4."""
+"""Rows of the verify for which an overlap is defined: K = 4."""
 DRAWN = 1 << 21
 """Logits to draw for a mean."""
 HALVINGS = 12

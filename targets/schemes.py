@@ -1,5 +1,5 @@
-"""Which tensors of a file hold one weight, by what stands beside it; never by an ignore list, for
-third-party files disagree with theirs.
+"""Which tensors of a file hold one weight, found by the names beside it; never by an ignore list,
+because those of third-party files contradict their tensors.
 
 Read besides wide weights, W the name without `.weight` of a weight [out, in]:
 
@@ -11,8 +11,8 @@ Read besides wide weights, W the name without `.weight` of a weight [out, in]:
                       what those are divided by, W.weight_global_scale
     NVFP4, ModelOpt   W.weight bytes, W.weight_scale, multiplied by W.weight_scale_2
 
-The first four are compressed-tensors' (0.20). Weights alone are read: what says how inputs were to
-be rounded is not used.
+The first four are compressed-tensors' (0.20). Only weights are read: tensors that
+describe how inputs were to be rounded are not used.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Weight:
     """One weight [out, in] of a checkpoint: `base` is its name without `.weight`."""
 
     path: Path
-    """Of the checkpoint, for what is said of it."""
+    """The checkpoint's, for error messages."""
     files: Mapping[str, Tensors]
     base: str
     shape: tuple[int, ...]
@@ -206,7 +206,7 @@ class Weight:
         return self.files[self._scale].shape(self._scale)
 
     def _check_groups(self, shape: tuple[int, ...], size: int | None) -> None:
-        """size: that they must have; None: what the config says, if it does."""
+        """size: inputs per group; None: the config's, if it has one."""
         out, inner = self.shape
         if inner % 2 or len(shape) != 2 or shape[0] != out or not shape[1] or inner % shape[1]:
             self._refuse(

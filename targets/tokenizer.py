@@ -107,8 +107,8 @@ class Tokenizer:
 
     @cached_property
     def vocabulary(self) -> str:
-        """sha256 of which token each id stands for: equal where two models' ids mean the same,
-        whatever else their tokenizer files say."""
+        """sha256 of the mapping of ids to tokens: equal if the ids of two models mean the same,
+        even if their tokenizer files differ otherwise."""
         words = sorted(self._backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
@@ -128,7 +128,7 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids that are left out of a text, unless they are asked for."""
+        """Ids that are left out of a text by default."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
@@ -198,7 +198,7 @@ class Tokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Of one token's text, also where that is a part of a character."""
+        """The bytes of one token's text, also where it is a part of a character."""
         text = self.decode([token_id])
         if REPLACEMENT not in text:
             return text.encode()
@@ -220,7 +220,7 @@ class Tokenizer:
         return {**self._special, "chat_template": self._template.text}
 
     def to_json(self) -> str:
-        """The tokenizer as `tokenizer.json` has it."""
+        """The tokenizer in the form of `tokenizer.json`."""
         return self._backend.to_str()
 
     def token_id(self, token: str) -> int | None:
@@ -251,7 +251,7 @@ class Encoder(Protocol):
 
 
 def bare_ids(text: str, tokenizer: Encoder) -> list[int]:
-    """Of a text that begins no prompt: without BOS."""
+    """Ids of a text that is not the beginning of a prompt: without BOS."""
     ids = tokenizer.encode(text)
     return ids[1:] if ids[:1] == [tokenizer.bos_id] else ids
 
@@ -259,7 +259,7 @@ def bare_ids(text: str, tokenizer: Encoder) -> list[int]:
 def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
     """Load the tokenizer of the checkpoint folder `path`.
 
-    vocab_size: the model's; without it, what `config.json` says (no check when it is silent).
+    vocab_size: the model's; None: that of `config.json` (not checked if it has none).
     Raises UserError for a missing or unreadable file and for a vocabulary of another size.
     """
     path = Path(path)

@@ -186,7 +186,7 @@ def test_another_models_assistant_is_one_line(pair, capsys, change, text, said):
         (["--draft-vocab", "-1"], "0 (all words) or more"),
         (["--draft-vocab", "1"], "must be"),
         (["--draft-vocab", "9000"], "to 4096, got 9000"),
-        (["--draft-vocab-text", "x"], "say how many"),
+        (["--draft-vocab-text", "x"], "set how many"),
         (["--draft-vocab", "300", "--draft-vocab-text", "/nowhere"], "cannot read /nowhere"),
         (["--draft-model", "/nowhere"], "no folder /nowhere"),
     ],

@@ -49,7 +49,7 @@ class CountModel:
 
 
 def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """values of `wanted` among the sorted keys, 0 where absent."""
+    """The values of the given keys among the sorted ones, 0 where absent."""
     place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[place] == wanted, values[place], 0)
 

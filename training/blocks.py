@@ -33,7 +33,8 @@ class BlockExchange(NamedTuple):
         return starts[:, None] + jnp.arange(tokens)
 
     def exchange(self, stored: Any, repeat: Any, layer: LayerSpec, k: Any, v: Any) -> tuple:
-        """k, v [R, T, K, D] to what each row may see [R, S, K, D]; kept if another layer asks."""
+        """k, v [R, T, K, D] -> what each row may see [R, S, K, D]; stored if other layers share
+        it."""
         k, v = self._reach(layer, k), self._reach(layer, v)
         if stored is not None:
             stored = LayerCache(stored.k.at[repeat].set(k), stored.v.at[repeat].set(v))

@@ -32,7 +32,7 @@ from training.similarity import (
 )
 
 HELDOUT_PERMILLE = 10
-CHARACTERS = (200, 200_000)  # of a file; smaller says nothing, larger is a table
+CHARACTERS = (200, 200_000)  # per file; smaller ones have no content, larger ones are tables
 LONGEST_LINE = 500
 GENERATED = re.compile(
     r"(auto-?matically|auto)[- ]?generated|generated (by|from|automatically)|do not edit|"

@@ -21,7 +21,7 @@ from specdec.core.types import Sampling, Sequence
 from specdec.core.writing import writing
 from training.manifest import agree, recall
 
-if TYPE_CHECKING:  # seconds, with pandas: who reads or writes answers pays them
+if TYPE_CHECKING:  # takes seconds, with pandas: imported only to read or write answers
     from datasets import Dataset, Features
 
 MANIFEST = "distil.json"
@@ -71,7 +71,7 @@ def prompts_hash(prompts: Seqs[Seqs[int]]) -> str:
 
 
 def target_hash(path: Path) -> str:
-    """Of a checkpoint's config and weights, file by file in the order of their names."""
+    """A hash of a checkpoint's config and weights, file by file in the order of their names."""
     total = hashlib.sha256()
     for file in (path / "config.json", *sorted(path.glob("*.safetensors"))):
         with file.open("rb") as stream:
@@ -94,7 +94,7 @@ def cut_documents(documents: Seqs[Seqs[int]], tokens: int) -> list[list[int]]:
 def claim(out: Path, source: Source) -> int:
     """Make `out` this source's folder and return how many rows it already holds.
 
-    Raises UserError where it belongs to another source, saying in what they differ.
+    Raises UserError where it belongs to another source; the message names the differences.
     """
     out.mkdir(parents=True, exist_ok=True)
     agree(

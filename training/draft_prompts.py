@@ -2,8 +2,8 @@
 
 `python -m training.draft_prompts corpus/train.jsonl prompts.jsonl` writes for each document a piece
 from somewhere in it (`specdec distil --cut` makes several prompts of it), how some of its functions
-begin, and requests for functions. A little of every document: a head that saw all of a few files
-knows those files.
+begin, and requests for functions. A little of every document: a head trained on all of a few files
+would be good at those files only.
 """
 
 import argparse
@@ -22,7 +22,8 @@ SEED = 0
 def prompts_of(
     documents: list[str], characters: int, functions: int
 ) -> Iterator[dict[str, object]]:
-    """Of each document a piece of so many characters; openings of and requests for functions."""
+    """For each document: a piece of so many characters, and up to `functions` openings of functions
+    and requests for functions."""
     for text in documents:
         yield {"text": excerpt(text, characters), "category": "source"}
         for opening in islice(openings(text), functions):
@@ -41,8 +42,8 @@ def excerpt(text: str, characters: int) -> str:
 
 
 def openings(text: str) -> Iterator[str]:
-    """How functions begin, up to the end of their docstrings; the longest first, as they say most
-    about what is to follow."""
+    """The beginnings of functions, up to the end of their docstrings; the longest first, because
+    they determine most of what is to follow."""
     found = {function["header"] for function in requests_and_answers(text)}
     for opening in sorted(found, key=lambda o: (-len(o), o)):
         yield opening + "\n"

@@ -1,8 +1,8 @@
-"""What the teacher's forward makes of each packed row, computed once and kept on disk.
+"""The results of the teacher's forward for each packed row, computed once and kept on disk.
 
-Features and last states in the teacher's dtype, nothing cut off: distributions are made of them in
-the training step, as they are online. Shards of whole rows appear whole, so a build that was
-killed goes on; cache.json says whose states they are.
+Features and last states are stored completely, in the teacher's dtype: the training step computes
+distributions from them, as it does without a cache. Shards of whole rows appear whole, so a build
+that was killed goes on; cache.json describes the target and data that the states are from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes  # noqa: F401  numpy learns bfloat16 by its name
+import ml_dtypes  # noqa: F401  registers the name bfloat16 with numpy
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -104,9 +104,10 @@ class FeatureCache:
         return rows
 
     def build(self, read: Read, batch: int, tell: Callable[[int], None] = lambda _: None) -> None:
-        """Compute what is missing, `batch` rows at a time; tell: gets how many more are done.
+        """Compute what is missing, `batch` rows at a time. The callback gets how many more are
+        done.
 
-        Raises UserError where the disk fills up after all; the shards before stand.
+        Raises UserError if the disk fills up after all; the shards before it stay.
         """
         shards = self.layout.shards()
         for number in self.missing():

@@ -1,5 +1,5 @@
-"""What a trainer asks of the heads that it can train: where they start, how they draft on from all
-positions at once, and the drafter that they become."""
+"""The interface of heads that a trainer can train: their initial weights, the draft steps from all
+positions at once, and the drafter made of them."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ AHEAD = 1
 """Where an assistant's queries stand in training: at the token that is fed, as in transformers."""
 
 EMBEDDED, STATE = 0.3, 3.0
-"""Weights of the token's embedding and of the state before it in what an assistant's first layer is
-given at the start: together some four times as large as what a layer adds to it."""
+"""Initial weights of the token's embedding and of the state before it in the input of an
+assistant's first layer: together some four times as large as what a layer adds to it."""
 SURENESS = 0.4
-"""An assistant starts out with logits so much smaller than its target's: it knows less than they
-would say."""
+"""Initial scale of an assistant's logits, relative to its target's: untrained, it is less certain
+than those."""
 
 
 class OriginLayer(NamedTuple):
-    """A layer of a target: the tensors of several by name, [layers, ...], and which one it is. A
-    target may be large: nothing is cut out of them before it is wanted."""
+    """A layer of a target: the stacked tensors of several layers by name, [layers, ...], and its
+    index. A target may be large: tensors are cut out of the stacks only when used."""
 
     stacked: Weights
     at: int
 
 
 class Origin(NamedTuple):
-    """What of its target a head may start as. table [V, H]: the head's rows; norm [H]: the final
-    norm."""
+    """The parts of a target that a draft head may start from. table [V, H]: the target's head;
+    norm [H]: the final norm."""
 
     table: Any
     norm: Any
@@ -74,13 +74,13 @@ class TrainableHead(Protocol):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The target's layers whose outputs are its features; none where it is fed the state after
+        """The target's layers with outputs that are its features; none if it is fed the state after
         the final norm."""
         ...
 
     @property
     def lenders(self) -> tuple[int, ...]:
-        """The target's layers whose keys and values it reads."""
+        """The target's layers from which it reads keys and values."""
         ...
 
     @property
@@ -97,25 +97,26 @@ class TrainableHead(Protocol):
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
     def start(self, origin: Origin, ids: np.ndarray) -> Weights:
-        """Weights that do not start as noise, or ones. ids [D]: the draft vocabulary."""
+        """Initial weights, except those that start as noise or ones. ids [D]: the draft
+        vocabulary."""
         ...
 
     def begin(self, weights: Weights, lesson: TeacherOutput) -> Any:
-        """What the first step from every position is given."""
+        """The input of the first step from every position."""
         ...
 
     def step(
         self, weights: Weights, before: Any, table: Any, tokens: Any, rows: PackedRows, lent: Any
     ) -> tuple[Any, Any]:
-        """One draft step from every position at once, fed tokens [B, T] -> (what the next is given,
-        logits [B, T, D] over the draft vocabulary). table: the target's embeddings; lent: what the
-        lesson lends."""
+        """One draft step from every position at once, fed tokens [B, T] -> (the next step's
+        `before`, logits [B, T, D] over the draft vocabulary). table: the target's embeddings; lent:
+        the teacher's keys and values."""
         ...
 
     def drafter(
         self, target: JaxTarget, ids: np.ndarray, k: int
     ) -> tuple[Drafter, Callable[[Weights], None]]:
-        """A drafter of the engine, and what gives it other weights."""
+        """A drafter of the engine, and a function that replaces its weights."""
         ...
 
 
@@ -200,7 +201,7 @@ class LentExchange(NamedTuple):
 @dataclass(frozen=True)
 class AssistantHead:
     """`TrainableHead` of an assistant that scores every word. It is fed the state after the final
-    norm, and the same keys at every step, so its steps are told apart by states alone."""
+    norm, and the same keys at every step, so only the states differ between steps."""
 
     spec: AssistantSpec
     layers: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Which installed packages may be learnt from: those whose metadata names a permissive licence."""
+"""Which installed packages may be trained on: those with a permissive licence in their metadata."""
 
 import re
 from importlib.metadata import Distribution
@@ -22,7 +22,7 @@ LONGEST_NAME = 400  # characters; some packages put the whole licence text into 
 
 
 def licence_statement(distribution: Distribution) -> str:
-    """What the metadata says: the SPDX expression, the licence field and the classifiers."""
+    """The metadata's SPDX expression, licence field and classifiers."""
     metadata = distribution.metadata
     classifiers = [
         value.removeprefix("License :: ").removeprefix("OSI Approved :: ")

@@ -68,7 +68,7 @@ class Live:
 
 
 def tau_of(seqs: Seqs[Sequence]) -> float:
-    """Of all their cycles together."""
+    """tau over all cycles of these sequences."""
     total = Acceptance()
     for seq in seqs:
         total.merge(seq.acceptance)

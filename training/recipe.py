@@ -28,14 +28,14 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Rate = Annotated[float, Field(gt=0)]
 HEADS = ("lm_head", "head")
-"""What the matrix is called whose rows are words."""
+"""Names of the matrix with a row per word."""
 OrNone = Annotated[float, Field(ge=0)]
 """A rate, or 0 for none."""
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What is free in a head; the rest is the target's. layers: by output, () for the default.
+    """A head's free dimensions; the others are the target's. layers: by output, () for the default.
     fc_norm, norm_output: as in EAGLE-3.1 (`HeadSpec`)."""
 
     ffw: Count
@@ -113,14 +113,14 @@ def find_recipe(path: Path) -> Path:
 
 
 def read_recipe(path: Path) -> Recipe[HeadShape]:
-    """Of an EAGLE-3 head. Raises UserError on a missing file, on unknown or missing keys and on
-    impossible values."""
+    """The recipe of an EAGLE-3 head. Raises UserError on a missing file, on unknown or missing keys
+    and on impossible values."""
     path = find_recipe(path)
     return _checked(read_recipe_as(Recipe[HeadShape], path, EXAMPLE), path)
 
 
 def read_assistant_recipe(path: Path) -> Recipe[AssistantShape]:
-    """As `read_recipe`, of an assistant."""
+    """As `read_recipe`, for an assistant."""
     path = find_recipe(path)
     return _checked(read_recipe_as(Recipe[AssistantShape], path, ASSISTANT_EXAMPLE), path)
 
@@ -160,7 +160,7 @@ def assistant_for(arch: Arch, shape: AssistantShape) -> AssistantSpec:
 def any_spec_for(
     arch: Arch, shape: HeadShape | AssistantShape, stop_ids: Collection[int]
 ) -> HeadSpec | AssistantSpec:
-    """Of either kind. Raises UserError where it can't be."""
+    """The spec of either kind. Raises UserError if there is none."""
     if isinstance(shape, AssistantShape):
         return assistant_for(arch, shape)
     return spec_for(arch, shape, stop_ids)

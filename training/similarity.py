@@ -1,4 +1,4 @@
-"""Equal, nearly equal, and leaked text: what must not stand on both sides of an evaluation."""
+"""Equal, nearly equal and leaked text, which must not be on both sides of an evaluation."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ BAND = 4  # rows per band: 16 bands find pairs from a similarity of about 0.5 up
 NEARLY_EQUAL = 0.7  # estimated Jaccard similarity of consecutive line pairs
 WINDOW = 50  # characters of whitespace-free text that count as a shared passage
 STRIDE = 10  # a shared passage of WINDOW + STRIDE characters cannot be missed
-SHORTEST_LINE = 6  # characters; shorter lines (")", "else:") say nothing about a file
+SHORTEST_LINE = 6  # characters; shorter lines (")", "else:") are in most files
 
 _GENERATOR = np.random.default_rng(20260101)
 _FACTORS = _GENERATOR.integers(1, 2**63, PERMUTATIONS, dtype=np.uint64) | np.uint64(1)
@@ -44,7 +44,8 @@ def signature(text: str) -> np.ndarray:
 
 
 class NearDuplicates:
-    """Remembers the files that were kept and recognises later ones nearly equal to one of them."""
+    """Stores hashes of the files that were kept, and finds later ones nearly equal to one of
+    them."""
 
     def __init__(self, threshold: float = NEARLY_EQUAL) -> None:
         self.threshold = threshold
@@ -52,7 +53,8 @@ class NearDuplicates:
         self._buckets: dict[bytes, list[int]] = {}
 
     def is_new(self, minhash: np.ndarray) -> bool:
-        """True (and remember it) unless the estimated similarity to a kept file is too high."""
+        """True (and the file is stored) unless its estimated similarity to a kept one is too
+        high."""
         bands = [
             bytes([start]) + minhash[start : start + BAND].tobytes()
             for start in range(0, PERMUTATIONS, BAND)

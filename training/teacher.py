@@ -24,14 +24,14 @@ from training.packing import PackedRows
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 BLOCK = 512
-"""Tokens whose logits over the whole vocabulary exist at a time."""
+"""Tokens with logits over the whole vocabulary in memory at a time."""
 
 
 class TeacherOutput(NamedTuple):
-    """What is taught at each position. features [B, T, F], or where no layers are asked for the
-    state [B, T, H] after the final norm; lent: of each lender the keys and values [B, T, K, D];
-    logits [B, T, D] float32 over the draft
-    vocabulary; total [B, T]: log-sum-exp over the whole one; best [B, T]: its argmax."""
+    """The training targets of each position. features [B, T, F], or without feature layers the
+    state [B, T, H] after the final norm; lent: each lender's keys and values [B, T, K, D]; logits
+    [B, T, D] float32 over the draft vocabulary; total [B, T]: log-sum-exp over the whole one; best
+    [B, T]: its argmax."""
 
     features: Any
     logits: Any
@@ -109,8 +109,8 @@ def teach(
     rows: PackedRows,
     lenders: tuple[int, ...] = (),
 ) -> TeacherOutput:
-    """What packed rows teach, from their states if they bring them. suppress: ids that the target
-    never chooses. lenders: layers whose keys and values the head reads."""
+    """The training targets of packed rows, from their states if they have them. suppress: ids that
+    the target never chooses. lenders: layers from which the head reads keys and values."""
     hidden, lent = rows.states, None
     if hidden is None:
         given = layers, lenders, rows.tokens, rows.documents

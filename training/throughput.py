@@ -96,8 +96,8 @@ def _rows(recipe: Recipe, vocab: int, seed: int) -> PackedRows:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe", type=Path)
-    parser.add_argument("--target", default="gemma-4-31b", help="whose head it is")
-    parser.add_argument("--teacher", default="gemma-4-e4b", help="whose forward teaches")
+    parser.add_argument("--target", default="gemma-4-31b", help="model that the head is for")
+    parser.add_argument("--teacher", default="gemma-4-e4b", help="model that is the teacher")
     parser.add_argument("--batch", type=int, help="rows a step, instead of the recipe's")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--out", type=Path, required=True)

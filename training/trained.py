@@ -52,7 +52,7 @@ def _contract(run: Path, target: Path, command: str) -> tuple[dict[str, Any], np
     )
     ids = np.load(run / "vocabulary.npy")
     if contract["data"]["target"] != target_hash(target):
-        raise UserError(f"{run} trained a head for another model than {target.name}: say --model")
+        raise UserError(f"{run} has a head for another model than {target.name}: set --model")
     made = "train-assistant" if "backbone" in contract["spec"] else "train-eagle3"
     if made != command:
         raise UserError(f"{run} is a run of `specdec {made}`, not of {command}: export it as such")

@@ -141,7 +141,7 @@ class Trainer:
         _forget_after(run / "log.jsonl", int(self.state.step))
 
     def train(self, until: int, tell: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
-        """Train up to step `until` and save. tell: gets each row of the log."""
+        """Train up to step `until` and save. The callback gets each row of the log."""
         step, marked = int(self.state.step), time.monotonic()
         while step < until:
             batch = rows_of_step(self.rows, self.recipe.seed, step, self.recipe.batch)
@@ -179,7 +179,7 @@ class Trainer:
         try:
             self.manager.save(step, args=ocp.args.StandardSave(self.state))
             self.manager.wait_until_finished()
-        except (OSError, ValueError) as problem:  # tensorstore says ValueError for a full disk
+        except (OSError, ValueError) as problem:  # tensorstore raises ValueError for a full disk
             raise UserError(
                 f"cannot save step {step} in {self.run}: {problem}; the checkpoint of step "
                 f"{self.manager.latest_step()} stands: make room and repeat the command"
@@ -193,10 +193,11 @@ class Trainer:
 
 
 def sign(run: Path, contract: dict[str, Any], target_ids: np.ndarray) -> None:
-    """Make RUN this contract's, or check that it is. Raises UserError saying what differs."""
+    """Write the contract to RUN, or compare it with the one there. Raises UserError that names the
+    differences."""
     run.mkdir(parents=True, exist_ok=True)
     file = run / CONTRACT
-    if not file.exists():  # before the contract: who has that has both
+    if not file.exists():  # before the contract: a run with a contract has both files
         with writing(run / "vocabulary.npy"):
             np.save(run / "vocabulary.npy", target_ids)
     agree(
@@ -212,14 +213,14 @@ def sign(run: Path, contract: dict[str, Any], target_ids: np.ndarray) -> None:
 def contract_of(
     recipe: Recipe[Any], spec: AnySpec, data: dict[str, Any], cached: bool = False
 ) -> dict[str, Any]:
-    """All that decides a run's bits. data: the distilled answers' manifest; cached: the teacher
-    spoke before the run, in a program of its own."""
+    """All that determines a run's results, bit by bit. data: the distilled answers' manifest;
+    cached: the teacher's states were computed before the run, in a program of their own."""
     made = {"recipe": asdict(recipe), "spec": asdict(spec), "data": data}
     return made | {"feature_cache": cached}
 
 
 def _forget_after(log: Path, step: int) -> None:
-    """Drop log rows of steps that a kill undid, and a half line."""
+    """Drop the log's rows of steps after the restored one, and an incomplete last line."""
     if not log.exists():
         return
     lines = log.read_text().splitlines(keepends=True)

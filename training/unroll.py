@@ -19,7 +19,7 @@ from training.packing import PackedRows
 from training.teacher import TeacherOutput
 
 LK_ETA = 3.0
-"""How early "lk" turns to acceptance: the paper's value for EAGLE-3 heads."""
+"""How early "lk" moves from divergence to acceptance: the paper's value for EAGLE-3 heads."""
 
 
 @struct.dataclass
@@ -29,9 +29,10 @@ class Judged:
     mask: Any
     """1 where the step counts at all."""
     told: Any
-    """1 where the answer's next token, which the target chose, stands in the row too."""
+    """1 where the row also contains the answer's next token (the target's choice)."""
     known: Any
-    """1 where the target's likeliest token is in the draft vocabulary: others teach nothing."""
+    """1 where the target's likeliest token is in the draft vocabulary: the loss counts only these
+    places."""
     divergence: Any
     """KL divergence from the target over the draft vocabulary."""
     hit: Any
@@ -39,8 +40,7 @@ class Judged:
     overlap: Any
     """Sum of min(p, q) over the whole vocabulary."""
     coupled: Any
-    """Chance that the draft chooses the answer's token too, drawn with the noise with which the
-    target chose it."""
+    """Chance that the draft chooses the answer's token too, with the same noise as the target."""
 
 
 def ahead(x: Any, n: int) -> Any:
@@ -55,7 +55,7 @@ def masks(rows: PackedRows, steps: int) -> list[Any]:
 
 
 def continued(rows: PackedRows, steps: int) -> list[Any]:
-    """Where each step counts and the answer's next token stands in the row too."""
+    """Where each step counts and the row also contains the answer's next token."""
     after = _generated(rows, steps + 1)[1:]
     return [mask & more for mask, more in zip(masks(rows, steps), after, strict=True)]
 
@@ -83,7 +83,7 @@ def judge(
     """Unroll `steps` steps. table: the target's embeddings."""
     head = head_of(spec)
 
-    @jax.checkpoint  # a step's scores and logits are made again rather than kept
+    @jax.checkpoint  # a step's scores and logits are recomputed rather than kept
     def one(
         weights: Weights,
         before: Any,
@@ -106,7 +106,7 @@ def judge(
 
 
 def _compare(guessed: Any, taught: TeacherOutput, target_ids: Any, chosen: Any) -> tuple[Any, ...]:
-    """Judged's fields after `told`; guessed [B, T, D], chosen [B, T]: the answer's tokens."""
+    """Judged's fields from `known` on; guessed [B, T, D], chosen [B, T]: the answer's tokens."""
     log_q = jax.nn.log_softmax(guessed, -1)
     log_p = taught.logits - taught.total[..., None]
     within = jax.nn.log_softmax(taught.logits, -1)
@@ -125,7 +125,7 @@ def _coupled(log_p: Any, log_q: Any, chosen: Any) -> Any:
     """Chance that argmax(log q + g) is c, given that argmax(log p + g) was c, for Gumbel noise g:
     1 / sum_j max(p_j, q_j p_c / q_c), since both are c with the chance 1 / sum_j max(p_j / p_c,
     q_j / q_c) (arXiv 2408.07978). chosen [B, T, D]: one-hot of c, or nothing where it is no draft
-    id. What the target may choose outside of the draft vocabulary is one more j, with q_j = 0.
+    id. All tokens outside of the draft vocabulary together are one more j, with q_j = 0.
     """
     p = jnp.exp(log_p)
     handicap = jnp.where(chosen, log_p - log_q, -jnp.inf).max(-1)
@@ -135,7 +135,7 @@ def _coupled(log_p: Any, log_q: Any, chosen: Any) -> Any:
 
 def loss_of(judged: Judged, decay: float, kind: str = "kl") -> Any:
     """Sum over steps of decay ** n times the mean loss of what counts and is known. kind: "kl",
-    the divergence, or "lk", its hybrid with what acceptance loses (arXiv 2602.23881, eq. 8)."""
+    the divergence, or "lk", its hybrid with lost acceptance (arXiv 2602.23881, eq. 8)."""
     weight = judged.mask * judged.known
     each = judged.divergence if kind == "kl" else _hybrid(judged)
     means = (weight * each).sum((1, 2)) / jnp.maximum(weight.sum((1, 2)), 1)
@@ -144,7 +144,7 @@ def loss_of(judged: Judged, decay: float, kind: str = "kl") -> Any:
 
 def _hybrid(judged: Judged) -> Any:
     """Divergence while a guess is bad, 1 - overlap (total variation) once it is good: a head that
-    can't be the target everywhere gives up what is seldom chosen."""
+    can't match the target everywhere gives up rare tokens."""
     share = jnp.exp(-LK_ETA * jax.lax.stop_gradient(judged.overlap))
     return share * judged.divergence + (1 - share) * (1 - judged.overlap)
 
@@ -159,10 +159,10 @@ def measures(judged: Judged) -> dict[str, Any]:
 
 
 def simulated(judged: Judged, key: Any) -> dict[str, Any]:
-    """Overlap and chance of acceptance by step [K], and the tokens per cycle that decoding the rows
-    would have taken: tau_t1 for answers that were drawn at T = 1, each guess accepted with its
-    chance; tau_t0 for greedy ones. tau_t1_bound is what others report: as if cycles began at every
-    position alike, and each guess were accepted with the chance min(p, q)."""
+    """Overlap and chance of acceptance by step [K], and the tokens per cycle with which the rows
+    would have been decoded: tau_t1 for answers that were drawn at T = 1, each guess accepted with
+    its chance; tau_t0 for greedy ones. tau_t1_bound is the measure of other projects: as if cycles
+    began at every position alike, and each guess were accepted with the chance min(p, q)."""
     accepted = jax.random.uniform(key, judged.coupled.shape) < judged.coupled
     chains = (jnp.cumprod(judged.overlap, 0) * judged.mask[-1]).sum((1, 2))
     return {

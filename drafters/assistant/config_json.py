@@ -33,7 +33,7 @@ def parse_config(config: dict[str, Any]) -> AssistantSpec:
 
 def _parse(config: dict[str, Any], text: dict[str, Any]) -> AssistantSpec:
     _refuse_others(text)
-    # none of its layers has keys and values of its own: whose they are, pairing says
+    # no layer has keys and values of its own: `paired` ties each to a layer of the target
     arch = parse_arch(text | {"num_kv_shared_layers": 0, "tie_word_embeddings": True})
     clusters = None
     if config.get("use_ordered_embeddings"):

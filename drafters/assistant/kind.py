@@ -19,12 +19,12 @@ from targets.backend import Backend
 POSITIONS = {"next": 1, "last": 0}
 """How far behind the last key the assistant's queries are turned."""
 POSITION = (
-    "Where the assistant's queries stand: next, at the token that is fed, as transformers does; or "
-    "last, at the one before, as vLLM and SGLang do."
+    "Position of the assistant's queries: next, that of the token that is fed, as in transformers; "
+    "or last, that of the one before, as in vLLM and SGLang."
 )
 VOCAB = (
-    "Words that the assistant's head scores, the commonest; 0 for all. Fewer are read faster, and "
-    "rare ones are then never guessed."
+    "How many words the assistant's head scores, the commonest; 0 for all. Fewer are read faster, "
+    "and other words are then never guessed."
 )
 TEXT = (
     "A file of text to count the commonest words in, such as your users'; by default Python's own "
@@ -89,7 +89,7 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
         raise UserError(f"--draft-vocab must be 0 (all words) or more, got {given.draft_vocab}")
     if given.draft_vocab_text is not None and not given.draft_vocab:
         raise UserError(
-            "--draft-vocab-text says which words are common: say how many, too, with --draft-vocab"
+            "--draft-vocab-text needs --draft-vocab: set how many of its commonest words to score"
         )
     if speculation.draft_model is not None:
         if random:
@@ -101,14 +101,14 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
 
 
 def _read(asked: Asked) -> AssistantDraft:
-    """Raises UserError, too for an assistant of another target."""
+    """Raises UserError, also for an assistant of another target."""
     assert asked.speculation.draft_model and asked.tokenizer
     path = folder_of(asked.speculation.draft_model)
     assistant, vocab = load_assistant(path, asked.arch), asked.arch.vocab
     own = assistant.spec.arch.vocab
     if own < vocab and not assistant.spec.clusters:  # the target's is padded
         assistant = assistant._replace(target_ids=np.arange(own))
-    # the target never chooses what it suppresses itself: those ids are barred already
+    # without ids that the target itself suppresses: these are barred already
     barred = set(suppressed(path, vocab)) - set(asked.tokenizer.suppress_ids)
     return _draft(_barring(_pruned(assistant, asked), sorted(barred), vocab), asked)
 
@@ -124,7 +124,7 @@ def _draft(assistant: Assistant, asked: Asked) -> AssistantDraft:
 
 
 def _pruned(assistant: Assistant, asked: Asked) -> Assistant:
-    """With a head of the words that were asked for. Raises UserError."""
+    """With a head of only the words that `--draft-vocab` selects. Raises UserError."""
     given, spec = own_options(AssistantOptions, asked.speculation), assistant.spec
     vocab = spec.arch.vocab
     if not given.draft_vocab:
@@ -137,7 +137,7 @@ def _pruned(assistant: Assistant, asked: Asked) -> Assistant:
     least = 1 + (len(asked.tokenizer.stop_ids) if asked.tokenizer else 0)
     if not least <= given.draft_vocab <= vocab:
         raise UserError(f"--draft-vocab must be {least} to {vocab}, got {given.draft_vocab}")
-    if asked.tokenizer is None:  # random weights say random words
+    if asked.tokenizer is None:  # random weights: any words do
         return assistant._replace(
             target_ids=np.arange(given.draft_vocab) * vocab // given.draft_vocab
         )
@@ -147,7 +147,7 @@ def _pruned(assistant: Assistant, asked: Asked) -> Assistant:
 
 
 def _barring(assistant: Assistant, barred: list[int], vocab: int) -> Assistant:
-    """With a head that guesses none of these ids. vocab: the target's, an id of no word."""
+    """With a head that never scores these ids. vocab: the target's; as an id it is no word."""
     if not barred:
         return assistant
     if assistant.spec.clusters:

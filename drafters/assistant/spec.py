@@ -24,8 +24,8 @@ SLIDING = 3
 
 @dataclass(frozen=True)
 class Clusters:
-    """An ordered head: words lie in clusters of one size, and only those of the `read` clusters
-    whose centroids fit best are scored."""
+    """An ordered head: words are grouped in clusters of equal size, and only words of the `read`
+    clusters with the best-fitting centroids are scored."""
 
     count: int
     read: int
@@ -36,10 +36,10 @@ class AssistantSpec:
     """One assistant's dimensions; hashable, so that programs can be compiled for it."""
 
     backbone: int
-    """The target's width: of the states that it is fed, and of those that it hands on."""
+    """The target's width: of the states that it is fed, and of those that it returns."""
     arch: Arch
-    """Its decoder. Once it is paired, `kv_from` of each layer is the target's layer whose keys and
-    values it attends to."""
+    """Its decoder. Once it is paired, `kv_from` of each layer is the index of the target's layer
+    with the keys and values that it attends to."""
     clusters: Clusters | None
     """None: a dense head, which scores every word."""
     tied: bool = True
@@ -47,7 +47,7 @@ class AssistantSpec:
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """Of each layer, the target's layer that it reads; once it is paired."""
+        """The target's layer that each layer reads, once it is paired."""
         return tuple(layer.kv_from for layer in self.arch.layers if layer.kv_from is not None)
 
     @property
@@ -95,7 +95,7 @@ def source_of(arch: Arch, sliding: bool) -> int:
         if arch.layers[i].kv_from is None and arch.layers[i].sliding == sliding:
             return i
     kind = "sliding" if sliding else "global"
-    raise UserError(f"the target has no {kind} layer whose keys and values an assistant could read")
+    raise UserError(f"the target has no {kind} layer with keys and values for an assistant")
 
 
 def paired(spec: AssistantSpec, arch: Arch) -> AssistantSpec:

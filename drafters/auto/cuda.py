@@ -16,8 +16,8 @@ from targets.cuda.upload import page_locked
 
 
 class DeviceAuto:
-    """A `DeviceDrafter`. One graph where the drafter with weights guesses, one where it does not,
-    one where nobody does; it learns from every cycle in each."""
+    """A `DeviceDrafter` with three graphs: the drafter with weights guesses, or only the text
+    drafter, or none. In each, the drafter with weights observes every cycle."""
 
     def __init__(
         self, chooser: LateChooser, text: DeviceDrafter, weighted: DeviceDrafter | None
@@ -25,7 +25,7 @@ class DeviceAuto:
         self._chooser, self._text, self._weighted = chooser, text, weighted
         self._take: Tensor | None = None
         self._told = np.empty(0, np.int32)
-        """What it holds."""
+        """The values in `_take`."""
 
     def with_weighted(self, wrap: Callable[[DeviceDrafter], DeviceDrafter]) -> DeviceAuto:
         """The same, the drafter with weights wrapped."""

@@ -1,7 +1,7 @@
-"""Several drafters as one: in each cycle a policy says whose guesses each row takes, and how many.
+"""Several drafters as one: in each cycle a policy chooses each row's drafter and number of guesses.
 
-Drafters that read the text guess in every cycle: what came says how good each of them would have
-been. The drafter with weights guesses where that pays, and now and then to be judged.
+Drafters that read the text guess in every cycle, and each is judged by the tokens that came. The
+drafter with weights guesses where that pays, and now and then to be judged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Turn:
 
 
 class AutoDrafter:
-    """The host loop's drafter. Its guesses are as many as pay: [B, 0 .. k]."""
+    """The host loop's drafter. It returns as many guesses as pay: [B, 0 .. k]."""
 
     def __init__(
         self, texts: Mapping[str, LookupDrafter], weighted: Weighted | None, policy: Policy
@@ -95,7 +95,7 @@ class AutoDrafter:
             self.weighted.drafter.observe(seqs, step, accepted)
         turn, self._turn = self._turn, None
         if turn is None:
-            return  # somebody else's draft: a warm-up's
+            return  # a warm-up's draft, not made by `propose`
         work = Work(len(seqs), chosen.shape[1] - 1, turn.choice.drafted)
         self.policy.costs.saw(work, time.perf_counter() - turn.began)
         if self.forced is not None:
@@ -105,14 +105,14 @@ class AutoDrafter:
         self.policy.learn(turn.choice, int((kept + 1).sum()))
 
     def chosen(self, offers: list[RowOffers]) -> Choice:
-        """What the policy chooses, or what is measured."""
+        """The policy's choice, or the forced one while costs are measured."""
         if self.forced is None:
             return self.policy.choose(offers)
         runs = self.weighted is not None and self.forced[1] > 0
         return Choice(*self.forced, (self.weighted.name if runs else None,) * len(offers))  # pyright: ignore[reportOptionalMemberAccess]
 
     def fared(self, seq: Sequence) -> int:
-        """The bucket of the drafter with weights: how far it was right on that row last."""
+        """The bucket of the drafter with weights: how many guesses were right on that row last."""
         return self._fared[seq.slot]
 
     def remember(self, seq: Sequence, right: int, guessed: int) -> None:
@@ -123,8 +123,8 @@ class AutoDrafter:
         self._fared[seq.slot] = max(bucket_of(right + 1), least)
 
     def offers(self, seq: Sequence, guesses: Mapping[str, Array], k: int) -> RowOffers:
-        """What a row can choose from. guesses [k]: of each text drafter that the loop has, and of
-        `KNOWN`, which no request has to ask for."""
+        """The drafters that a row can take. guesses [k]: of each text drafter of the loop, and of
+        `KNOWN`, which apply to every request."""
         wish, most = seq.speculative, seq.most_guesses(k)
         offers = [
             Offer(name, self.bucket(name, seq), count)
@@ -139,7 +139,8 @@ class AutoDrafter:
         return RowOffers(tuple(offers), most, insists)
 
     def bucket(self, name: str, seq: Sequence) -> int:
-        """How much speaks for what this text drafter, or one of `KNOWN`, guesses."""
+        """The survival bucket of this text drafter, or of one of `KNOWN`: the longer its match with
+        the text, the higher."""
         if name == "constraint":
             return BUCKETS - 1
         if name == "prediction":
@@ -170,7 +171,7 @@ class AutoDrafter:
             right = int((own[:both] == came[:both]).cumprod().sum())
             guessed = len(own)
             if self.weighted is not None and name == self.weighted.name:
-                guessed = turn.choice.drafted  # where it said nothing it took the time all the same
+                guessed = turn.choice.drafted  # NO_GUESS took as much time as a guess
                 self.remember(seq, right, guessed)
             if name in buckets:
                 rows = len(turn.offers)
@@ -181,8 +182,8 @@ NAME = "auto"
 
 
 def _sources(choice: Choice, guesses: Mapping[str, Array], names: Seqs[str]) -> Array:
-    """`Proposal.source` [B, depth]: the chosen drafter's guesses, then those by weights, the last
-    of `names`."""
+    """`Proposal.source` [B, depth]: the chosen drafter, as far as its guesses go, then the one with
+    weights, the last of `names`."""
     source = np.full((len(choice.by_row), choice.depth), len(names) - 1, np.int32)
     for b, name in enumerate(choice.by_row):
         if name is not None:

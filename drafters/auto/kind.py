@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     DeviceAuto: TypeAlias = jax.DeviceAuto | cuda.DeviceAuto
 
 TEXTS = "suffix", "ngram"
-"""The drafters that read the text; of equals the first is taken."""
+"""The drafters that read the text, the preferred one first."""
 LOOKUP = "suffix"
 """The one of them that device loops take."""
 DEPTHS = 0, 1, 3, 7, 15
-"""Draft tokens per row that a cycle may verify, beside K, where fewer cost less."""
+"""Draft tokens per row that a cycle may verify, beside K, if fewer cost less."""
 LATE_DEPTHS = 0, 1, 3
-"""The same of device loops, which capture a cycle of each, with guesses by weights and without."""
+"""The same for device loops, which capture a cycle for each depth with and without weights."""
 WITH = (
     "The drafter with weights that auto chooses from, beside those that read the text: model, "
     "eagle3, assistant, or none. By default an assistant that lies in or beside the model's folder."
@@ -161,7 +161,7 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
         registry.find(text).resolve(own, model, random)  # refuses bad options
     if name is None:
         if speculation.draft_model is not None:
-            raise UserError("--draft-model with --drafter auto needs --auto-with: say what it is")
+            raise UserError("--draft-model with --drafter auto needs --auto-with: set its type")
         return refuse_draft_model(speculation, model, random)
     if name not in registry.KINDS or not (kind := registry.find(name)).weighted:
         raise UserError(
@@ -172,7 +172,7 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
 
 
 def _filled(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:
-    """With the drafter whose weights lie by the model, where none was asked for."""
+    """With the drafter that has weights in or beside the model's folder, if none was chosen."""
     given = own_options(AutoOptions, speculation).auto_with
     if given is not None or speculation.draft_model is not None or random:
         return speculation

@@ -1,9 +1,10 @@
-"""The choice for a device loop: made by the host before each dispatch, from what earlier ones said.
+"""The choice for a device loop, made by the host before each dispatch from earlier ones' results.
 
-The device guesses; the host judges. A text drafter on the host looks at the text as far as it is
-known there, so every text drafter is judged by what comes next, whoever guesses. The drafter with
-weights is judged by how many guesses were accepted on rows that were its own. A loop may choose for
-one dispatch before it reads the one before: what comes is the oldest one's that was not heard of.
+The device guesses; the host judges. A text drafter on the host guesses from the text as far as it
+has been read there, and is judged by the tokens that come next, whichever drafter's guesses were
+verified. The drafter with weights is judged by the number of guesses accepted on rows that took its
+guesses. A loop may choose for one dispatch before it reads the one before: tokens that arrive
+belong to the oldest dispatch that has not been read.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from specdec.core.types import NO_GUESS, CycleChoice, Sequence
 
 NOBODY, TEXT, WEIGHTS = range(3)
 EITHER = TEXT | WEIGHTS
-"""Whose guesses a row takes: EITHER is the text's where it has any, else those by weights."""
+"""The guesses that a row takes: EITHER is the text drafter's where it has any, else those of the
+drafter with weights."""
 
 
 @dataclass
 class _Seen:
-    """What the host knew of a row when it last chose, and what lookup guessed after that text, or
-    was known (`KNOWN`)."""
+    """A row's text on the host at the last choice, and the guesses that followed from it: lookup's,
+    and those of `KNOWN`."""
 
     seq: Sequence
     length: int
@@ -39,19 +41,20 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Taken:
-    """Whose guesses a row takes, and what spoke for them then, a cycle before the row began it."""
+    """The guesses that a row takes, and the buckets at that time, a cycle before the row began
+    it."""
 
     seq: Sequence
     take: int
     buckets: dict[str, int]
-    """Of lookup's guesses and of known ones, where there were any."""
+    """Of lookup and of `KNOWN`, where they had guesses."""
     fared: int
     """The bucket of the drafter with weights."""
 
 
 @dataclass(frozen=True)
 class _Dispatch:
-    """What was chosen, in all and by slot."""
+    """One choice: as a whole, and by slot."""
 
     choice: Choice
     taken: dict[int, _Taken]
@@ -62,7 +65,7 @@ class _Dispatch:
 
 
 UNREAD = 1
-"""Dispatches that a loop has launched and not read when it asks for the next choice, at most."""
+"""Most dispatches that a loop has launched and not read when it calls `ready` again."""
 
 
 class LateChooser:
@@ -77,16 +80,16 @@ class LateChooser:
         self._unheard: deque[_Dispatch] = deque()
         self._asked = 0.0
         self.take = np.zeros(slots, np.int32)
-        """[slots]: NOBODY, TEXT, WEIGHTS or EITHER."""
+        """[slots]: one of the codes above."""
         self.runs = False
         """Whether the drafter with weights guesses."""
         self.choice = CycleChoice(drafter.policy.k, takes_known=False)
-        """The last one. Where any row takes what is known without drafters, the loop puts that
-        first in all rows."""
+        """The last choice. If any row takes tokens of `KNOWN`, the loop puts these first in all
+        rows."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """`Proposal.names`, indexed by what a row takes: NOBODY, TEXT, WEIGHTS, EITHER."""
+        """`Proposal.names`, indexed by a row's code in `take`."""
         weighted = self._drafter.weighted
         return self._text, self._text, weighted.name if weighted else self._text, self._text
 
@@ -95,7 +98,7 @@ class LateChooser:
         return self._drafter.policy
 
     def choose(self, seqs: Seqs[Sequence]) -> CycleChoice:
-        """Learn from what came, and choose for the next dispatch of these rows."""
+        """Update the statistics from new tokens, and choose for these rows' next dispatch."""
         self._hear(seqs)
         k = self._policy.k
         text = np.asarray(self._drafter.texts[self._text].propose(seqs, k).tokens)
@@ -125,7 +128,7 @@ class LateChooser:
         return self.choice
 
     def _takes_known(self, choice: Choice, seqs: Seqs[Sequence], known: bool) -> bool:
-        """Where what was worth following has just ended, the host waits for it to go on."""
+        """Also for one more cycle after a prediction has stopped matching: it may go on."""
         if any(name in KNOWN for name in choice.by_row):
             return True
         return self.choice.takes_known and not known and guided(seqs)
@@ -144,7 +147,8 @@ class LateChooser:
         self._unheard.pop()
 
     def _hear(self, seqs: Seqs[Sequence]) -> None:
-        """Learn from the oldest dispatch not heard of, if any of its rows said something."""
+        """Update the statistics with the oldest unread dispatch, if any of its rows has new
+        tokens."""
         while self._unheard and not any(self._unheard[0].of(s) for s in seqs):
             self._unheard.popleft()  # all of its rows have ended
         if self._unheard and any(self._said(seq) for seq in seqs):
@@ -158,7 +162,7 @@ class LateChooser:
         return seen is not None and seen.seq is seq and len(seq.tokens) > seen.length
 
     def _learn(self, dispatch: _Dispatch, seqs: Seqs[Sequence]) -> tuple[int, int, int]:
-        """-> its cycles, tokens that all rows said in them, and the sum of its rows' cycles."""
+        """-> its number of cycles, all rows' new tokens, and the sum of its rows' cycles."""
         cycles = emitted = said = 0
         for seq in filter(self._said, seqs):
             seen = self._seen[seq.slot]
@@ -178,8 +182,8 @@ class LateChooser:
     def _judge(
         self, name: str, bucket: int, guesses: list[int], came: list[int], rows: int
     ) -> None:
-        """guesses: what was said where the row began the cycle. It was promised by what was known a
-        cycle before; where nothing is left of that, the promise was wrong."""
+        """guesses: from the text at which the row began the cycle. bucket: from a cycle before; if
+        there are no guesses any more, that counts as a wrong guess."""
         both = min(len(guesses), len(came))
         agreed = np.array(guesses[:both]) == np.array(came[:both])
         right = int(agreed.cumprod().sum())
@@ -194,8 +198,8 @@ class LateChooser:
             self._drafter.remember(taken.seq, right, drafted)
 
     def _tell(self, dispatch: _Dispatch, rows: int, cycles: int, emitted: int, said: int) -> None:
-        """What a dispatch's cycles took and brought; said: as `_learn` has it. The host hears of a
-        row's end a dispatch late."""
+        """Record a dispatch's time and tokens. The last three arguments are `_learn`'s results. The
+        host sees the end of a row one dispatch late."""
         choice = dispatch.choice
         if len(choice.by_row) == rows:
             work = Work(rows, choice.depth, choice.drafted)
@@ -207,7 +211,7 @@ class LateChooser:
     def _code(self, seq: Sequence, name: str | None) -> int:
         wish = None if seq.speculative is None else seq.speculative.drafter
         free = wish in (None, NAME)
-        if name is None:  # a match may come with a later cycle, and guesses that all pay for anyway
+        if name is None:  # a match may come in a later cycle; all depths are verified anyway
             return TEXT if self._padded and (free or wish == self._text) else NOBODY
         if name != self._text:
             return WEIGHTS

@@ -10,7 +10,7 @@ from specdec.core.stats import Acceptance
 from specdec.core.types import Sequence
 
 CYCLES = 4
-"""Of each kind, beside those for which programs are compiled."""
+"""Measured cycles of each kind, after those in which programs are compiled."""
 PROMPT = (2, 3, 4, 5)
 
 

@@ -21,14 +21,14 @@ OUTSIDE = ("fc", "norm", "lm_head", "input_norm", "fc_norm.")
 
 
 def stored_name(name: str, prefix: str) -> str:
-    """A tensor's name in a file whose layer has this prefix (`midlayer.` or `layers.0.`)."""
+    """A tensor's name in a file with this prefix for the layer (`midlayer.` or `layers.0.`)."""
     outside = name in OUTSIDE or name.startswith("fc_norm.")
     return ("" if outside else prefix) + name + ".weight"
 
 
 def flat_config(spec: HeadSpec, stop_ids: tuple[int, ...]) -> dict[str, Any]:
-    """As vLLM, SGLang and SpecForge read it. No soft-cap: SGLang would apply it to the draft. No
-    norm_output but a true one: SpecForge takes a false one to mean no final norm at all."""
+    """The form that vLLM, SGLang and SpecForge read. No soft-cap: SGLang would apply it to the
+    draft. norm_output only if true: SpecForge reads a false one as no final norm at all."""
     shared = {name: v for name, v in _shared(spec).items() if name != "norm_output" or v}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -172,8 +172,8 @@ def _flag(config: dict[str, Any], name: str, speculators: bool) -> bool:
     nested = config.get("eagle_config") or {}
     if speculators and name == "norm_before_residual" and name not in config:
         raise UserError(
-            "the head's config.json does not say norm_before_residual, and vLLM and speculators "
-            'take it differently then: add "norm_before_residual": true or false'
+            "the head's config.json lacks norm_before_residual, for which vLLM and speculators "
+            'have different defaults: add "norm_before_residual": true or false'
         )
     return bool(config.get(name, nested.get(name, False)))
 

@@ -73,7 +73,7 @@ def save_flat(
     embedding: np.ndarray | None = None,
 ) -> None:
     """The form that vLLM, SGLang and SpecForge read. embedding [vocab, hidden]: the target's raw
-    table, which only SpecForge wants; servers share the target's."""
+    table, which only SpecForge needs; servers share the target's."""
     config = names.flat_config(head.spec, stop_ids) | {"torch_dtype": dtype}
     write_folder(out, config, _files(head, "midlayer.", dtype, embedding), "head")
 

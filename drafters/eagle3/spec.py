@@ -16,7 +16,7 @@ from specdec.core.errors import UserError
 from targets.arch import Arch, fits_vocabulary
 
 HEAD_DIM, DRAFT_VOCAB = 128, 32_000
-"""Of heads as they are commonly trained."""
+"""Usual dimensions of published heads."""
 NOISE = 1_000_003
 """Random values that repeat: a prime, so that no two rows of a weight are the same."""
 
@@ -35,7 +35,7 @@ class HeadSpec:
     """The target's."""
     draft_vocab: int
     layers: tuple[int, ...]
-    """The target's layers whose outputs it reads, ascending (see module)."""
+    """The target's layers from which it reads outputs, ascending (see module)."""
     max_position: int
     theta: float = 1e6
     eps: float = 1e-6
@@ -54,7 +54,7 @@ class HeadSpec:
 
     @property
     def features(self) -> int:
-        """Width of what the target hands over per token."""
+        """Width of the target's features per token."""
         return len(self.layers) * self.hidden
 
 
@@ -123,7 +123,7 @@ def random_head(spec: HeadSpec, seed: int = 0) -> Head:
 
 
 def default_layers(count: int) -> tuple[int, ...]:
-    """A low, a middle and a high layer of a target with `count` of them, as everybody takes them.
+    """A low, a middle and a high layer of a target with `count` of them, as is usual.
 
     Raises UserError where they would collide (4 to 6 layers).
     """

@@ -1,2 +1,2 @@
-"""Lookup in a device loop: the step of drafters whose guesses follow from the text alone, and its
-twin on the host."""
+"""Lookup in a device loop: the step of drafters that guess from the text alone, and a host drafter
+with the same guesses."""

@@ -1,5 +1,5 @@
-"""What the device loops' lookup guesses, on the host: what followed the longest suffix of the text
-where it occurred last."""
+"""The device loops' lookup, on the host: it guesses the tokens that followed the longest suffix of
+the text at its last occurrence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from specdec.core.types import NO_GUESS, Array, Proposal, Sequence, Step
 
 SEEN = 1 << 14
-"""Tokens of the text's end that the twin looks at: it looks anew each cycle."""
+"""Tokens of the text's end that the twin searches, anew in each cycle."""
 
 
 def continuation(tokens: Seqs[int] | np.ndarray, follow: int, k: int) -> list[int]:
@@ -53,7 +53,7 @@ class _Text:
 
 
 class LookupTwin:
-    """A `Drafter` that guesses as the device's step does."""
+    """A `Drafter` with the same guesses as the device's step."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         """Suffixes of so many tokens."""

@@ -1,7 +1,7 @@
 """Lookup inside the traced loop: the same guesses as `host.LookupTwin`, vectorised.
 
-Comparing the last tokens with every window of the history is a few passes over a few KB, which a
-device does faster than a host can be asked.
+Comparing the last tokens with every window of the history takes a few passes over a few KB, which
+is faster on the device than a transfer to the host and back.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The step of lookup in each backend's device loop, as `TextDraft.steps` has it. A framework is
-imported where its loop is asked for."""
+"""The step of lookup in each backend's device loop, for `TextDraft.steps`. A framework is imported
+only when its loop's step is made."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def traced(lengths: tuple[int, int], target: Any) -> Any:
-    """Of JAX's loop. lengths: the shortest and the longest suffix, in tokens."""
+    """The step of JAX's loop. lengths: the shortest and the longest suffix, in tokens."""
     from drafters.lookup.jax import TracedLookup
     from targets.jax.device_drafter import TextDrafter
 
@@ -15,7 +15,7 @@ def traced(lengths: tuple[int, int], target: Any) -> Any:
 
 
 def captured(lengths: tuple[int, int], target: Any) -> Any:
-    """Of CUDA's loop."""
+    """The step of CUDA's loop."""
     from drafters.lookup.cuda import DeviceLookup
 
     return DeviceLookup(target, *lengths)

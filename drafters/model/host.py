@@ -4,9 +4,9 @@ The draft model chooses as the target would, by the request's own sampling param
 temperature 0 its argmax, else with noise of the same key (seed, position, token), so that the two
 agree as often as their distributions allow (Gumbel coupling, arXiv 2408.07978).
 
-Nothing has to be rolled back or remembered. A cycle feeds the draft model every guess but its
-last, so once k guesses and the free token are kept, at most two committed tokens are not in its
-cache: each cycle begins by feeding the last two again, whatever was accepted. The length is the
+It has no state to roll back or to keep beside its cache. A cycle feeds the draft model every guess
+but its last, so once k guesses and the free token are kept, at most two committed tokens are not in
+its cache: each cycle begins by feeding the last two again, whatever was accepted. The length is the
 rollback here too.
 """
 

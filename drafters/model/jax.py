@@ -22,8 +22,8 @@ from targets.sampling_params import Rules, SamplingTable
 
 @struct.dataclass
 class ModelInputs:
-    """What drafting only reads: the draft model's weights, and what it knows of the requests'
-    sampling parameters, by slot."""
+    """Read-only inputs of drafting: the draft model's weights, and the requests' sampling
+    parameters by slot."""
 
     params: Params
     bias: Array

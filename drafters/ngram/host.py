@@ -17,7 +17,7 @@ from specdec.core.errors import UserError
 from specdec.core.types import NO_GUESS, Array, Proposal, Sequence, Step
 
 N_MIN = 2
-"""Below two tokens a match says little: after a lone ` the` or newline anything may follow."""
+"""A match of one token predicts little: after a lone ` the` or newline anything may follow."""
 N_MAX = 5
 
 

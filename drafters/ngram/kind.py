@@ -10,7 +10,7 @@ from drafters.lookup.steps import captured, traced
 from drafters.ngram.host import N_MAX, N_MIN, NgramDrafter
 from specdec.core.config import SpeculationConfig
 
-SHORTEST = "Shortest suffix that prompt lookup matches; shorter ones say too little."
+SHORTEST = "Shortest suffix that prompt lookup matches; shorter ones predict too little."
 LONGEST = "Longest suffix that prompt lookup tries first."
 
 

@@ -11,7 +11,7 @@ from specdec.core.types import NO_GUESS, Array
 
 @dataclass(frozen=True)
 class TracedNone:
-    """A `TextFunction` that has nothing to say."""
+    """A `TextFunction` without guesses."""
 
     def propose(self, history: Array, length: Array, k: int) -> Array:
         return jnp.full((history.shape[0], k), NO_GUESS, jnp.int32)

@@ -22,20 +22,20 @@ class _Shelf:
 
 
 class Answers:
-    """Answers by scope (whose key, which salt): none of one is ever looked up for another."""
+    """Answers by scope (API key and salt). An answer is never used for another scope."""
 
     def __init__(self, most: int) -> None:
-        """most: tokens that are remembered, of all scopes together; half a kilobyte each."""
+        """most: tokens that are kept, of all scopes together; half a kilobyte each."""
         self._most = most
         self._shelves: OrderedDict[str, _Shelf] = OrderedDict()
 
     @property
     def size(self) -> int:
-        """Tokens that are remembered."""
+        """Number of tokens that are kept."""
         return sum(shelf.size for shelf in self._shelves.values())
 
     def keep(self, scope: str, answer: Seqs[int]) -> None:
-        """Remember the last part that fits of an answer that has ended."""
+        """Keep the end of an answer that has ended, as much of it as fits."""
         half = self._most // 2
         shelf = self._shelves.setdefault(scope, _Shelf())
         self._shelves.move_to_end(scope)
@@ -49,6 +49,6 @@ class Answers:
             self._shelves.popitem(last=False)
 
     def of(self, scope: str) -> tuple[SuffixAutomaton, ...]:
-        """Where a scope's answers can be looked up."""
+        """The automata of a scope's answers."""
         shelf = self._shelves.get(scope)
         return () if shelf is None else (shelf.newer, shelf.older)

@@ -1,5 +1,5 @@
-"""A suffix automaton that grows token by token: the longest suffix of a text that a text holds, and
-what mostly came after it there.
+"""A suffix automaton that grows token by token: it finds the longest suffix of a text that occurs
+in its own text, and the token that came most often after it there.
 
 A state stands for the substrings that end at the same places. (Blumer et al. 1985, "The smallest
 automaton recognizing the subwords of a text".)
@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 COUNTED = 32
-"""Suffixes of the text, longest first, for which a token is counted as what came next: a bound on
-the work per token, in texts that say one thing over and over too."""
+"""Suffixes of the text, longest first, for which the next token is counted: a bound on the work per
+token, also in texts that repeat one thing over and over."""
 
 
 class Match(NamedTuple):
-    """A suffix of some text that an automaton's text holds."""
+    """A suffix of some text that occurs in an automaton's text."""
 
     state: int = 0
     length: int = 0
@@ -23,7 +23,7 @@ class Match(NamedTuple):
 
 
 class SuffixAutomaton:
-    """Of one text. Its cost per token does not grow with the text."""
+    """The automaton of one text. The cost per token does not grow with the text."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -37,7 +37,7 @@ class SuffixAutomaton:
         self._last = 0
 
     def append(self, token: int) -> None:
-        """The text goes on."""
+        """Extend the text by one token."""
         self.size += 1
         new = self._state({}, -1, self._length[self._last] + 1)
         state, self._last = self._last, new
@@ -52,7 +52,7 @@ class SuffixAutomaton:
         self._link[new] = self._exactly(state, token)
 
     def part(self) -> None:
-        """The text ends here; what is appended from now on begins another."""
+        """End the text here; tokens that are appended later begin another one."""
         self._last = 0
 
     def advanced(self, match: Match, token: int) -> Match:
@@ -68,8 +68,9 @@ class SuffixAutomaton:
         return Match(self._next[state][token], length + 1)
 
     def continuation(self, match: Match, count: int) -> list[int]:
-        """What mostly came next, token after token. At the text's end it goes on where a shorter
-        suffix occurred before: a text that repeats itself goes on doing so. None after no match."""
+        """The most frequent next tokens, one after the other. At the text's end it goes on where a
+        shorter suffix occurred before: a text that repeats itself goes on doing so. Empty without a
+        match."""
         state, tokens = match.state, []
         while state and len(tokens) < count:
             best = self._best[state]
@@ -96,7 +97,8 @@ class SuffixAutomaton:
             self._best[state] = token
 
     def _exactly(self, state: int, token: int) -> int:
-        """The state whose longest text is that of `state` and the token: split off, if need be."""
+        """The state with the longest text of `state` plus the token as its longest text; it is
+        split off if need be."""
         found = self._next[state][token]
         if self._length[found] == self._length[state] + 1:
             return found

@@ -18,24 +18,24 @@ from specdec.core.errors import UserError
 from specdec.core.types import NO_GUESS, Array, Proposal, Sequence, Step
 
 SHORTEST = 2
-"""Below two tokens a match says little: after a lone ` the` or newline anything may follow."""
+"""A match of one token predicts little: after a lone ` the` or newline anything may follow."""
 AHEAD = 64
 """Tokens that are expected beyond the text's end: where an edit ends, it goes on with them."""
 RESUMED = 32
-"""Of these, how many a token is looked for in when nothing else is known."""
+"""How many of these a new token is searched in when there is no match."""
 CONTEXT = 32
 """Tokens of the text by which its place in newly kept answers is found."""
 
 
 @dataclass
 class _Row:
-    """What is known of one slot's text."""
+    """One slot's text and its matches."""
 
     seq: Sequence
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     match: Match = Match()
     others: list[tuple[SuffixAutomaton, Match]] = field(default_factory=list)
-    """Matches in the answers of others."""
+    """Matches in other requests' answers."""
     expected: list[int] = field(default_factory=list)
     """What was expected to come when last a suffix was found, less what has come since."""
     kept: bool = False
@@ -47,12 +47,12 @@ class _Row:
 
 
 class SuffixDrafter:
-    """Looks at the whole sequence, prompt, earlier chat turns and what was emitted; and, if wanted,
-    at what others were answered."""
+    """Searches the whole sequence: prompt, earlier chat turns and emitted tokens; optionally also
+    other requests' answers."""
 
     def __init__(self, shortest: int = SHORTEST, answers: int = 0) -> None:
-        """shortest: the least suffix that is worth a guess, in tokens. answers: most tokens of
-        ended answers that are kept to look at, 0 for none. Raises UserError."""
+        """shortest: the shortest suffix from which to guess, in tokens. answers: most tokens of
+        ended answers to keep, 0 for none. Raises UserError."""
         if shortest < 1:
             raise UserError(f"--suffix-min must be 1 or more, got {shortest}")
         if answers < 0:

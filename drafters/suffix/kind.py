@@ -14,10 +14,10 @@ from drafters.suffix.host import SHORTEST, SuffixDrafter
 from specdec.core.config import SpeculationConfig
 
 LONGEST = 32
-"""Tokens of a suffix that device loops look for: a longer one says no more of what comes next."""
+"""Longest suffix that device loops search for, in tokens: longer ones do not predict better."""
 HELP = "Shortest suffix that suffix lookup guesses from."
 ANSWERS = (
-    "Tokens of ended answers that suffix lookup remembers, for requests of the same API key and "
+    "Tokens of ended answers that suffix lookup keeps, for requests of the same API key and "
     "cache_salt; 0 for none. Some 0.5 KB each."
 )
 

@@ -39,7 +39,7 @@ class Model:
     loops: Seqs[Loop]
     """The drivers that the target has, the faster one first."""
     notes: tuple[str, ...] = ()
-    """Sentences about the drafter, for those who start it."""
+    """Sentences about the drafter, printed at start."""
 
 
 def load_model(

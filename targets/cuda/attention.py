@@ -27,31 +27,32 @@ HEADS = (64, 128, 256, 512)
 TILES = (1, 2, 4)
 """Tiles of 8 query rows per CTA."""
 WIDE, WIDE_TILES = 512, 2
-"""Heads of which `walk` has no registers for more tiles."""
+"""Head size for which `walk` has registers for so many tiles only."""
 LANES = 16
-"""What chunks of keys are dealt to, by absolute position (attention.cuh)."""
+"""Lanes, to which chunks of keys are dealt by absolute position (attention.cuh)."""
 SHORT_CHUNK = 64
-"""Keys of a chunk, where it has not `CHUNK`: of heads of `WIDE`, of which registers hold no more,
-and of windows that half of the lanes then hold, so that their keys are dealt to twice as many CTAs.
-Of a window that needs all lanes one would have two chunks, one after the other
+"""Keys per chunk where it is not `CHUNK`: for heads of `WIDE`, because registers hold no more, and
+for windows that then fit into half of the lanes, because their keys are dealt to twice as many
+CTAs. With a window that needs all lanes, one lane would have two chunks, one after the other
 (docs/performance.md)."""
 STAGE, FEWEST = 64, 3
 """Keys per stage of `walk`'s ring; stages with which it still keeps memory busy."""
 WALK_FROM = 128
 """CTAs that are enough for the machine when each does all lanes."""
 ALONE_VECTORS, ALONE_WIDE, MOST_WIDE = 32, 24, 48
-"""Of a CTA, queries and new keys and values, and of heads of `WIDE`: up to so many `split` makes
-itself, in a few rounds of its warps. More of them take longer than a kernel before it. Heads of
-`WIDE` go without one of more than `MANY_PREPARED` CTAs up to the last number."""
+"""Largest number of vectors per CTA (queries, new keys and values) that `split` computes itself, in
+a few rounds of its warps; with more, launching `prepare` first is faster. The second number is for
+heads of `WIDE`, the third for heads of `WIDE` where `prepare` would have more than `MANY_PREPARED`
+CTAs."""
 MANY_PREPARED = 24
 SINGLY, TOGETHER, TOGETHER_WIDE = 12, 2, 4
-"""Of these vectors up to so many are made one at a time by each of a CTA's eight warps; of more
-each makes two at a time, which takes longer; of heads of `WIDE` four."""
+"""Up to `SINGLY` of these vectors, each of a CTA's eight warps computes one at a time; with more,
+two at a time (heads of `WIDE`: four), which takes longer."""
 PAIRED = 256, 2
-"""Up to such heads and tiles two CTAs of `split` are on a multiprocessor at once."""
+"""Largest head size and tiles with which two CTAs of `split` fit on a multiprocessor at once."""
 BESIDE = 32
-"""CTAs of `prepare` that find room beside a projection's, on the few multiprocessors that it leaves
-free: more of them would run one after the other there."""
+"""CTAs of `prepare` that fit beside a projection's, on the few multiprocessors that it leaves free:
+more of them would run one after the other there."""
 STORED_APART = 16
 """Tokens per sequence from which a kernel of its own stores their keys and values: attention
 otherwise does it in every CTA that sees them."""
@@ -70,9 +71,9 @@ class _AttentionJob(Structure):
 
 
 class _Heads(NamedTuple):
-    """What kernels know of a layer when they are compiled: head_dim, keys of a chunk, whether heads
-    are normed. How many share a KV head they are told: known, it costs several tokens 0.6 %
-    (docs/performance.md)."""
+    """Compile-time constants of a layer: head_dim, keys of a chunk, whether heads are normed. The
+    number of query heads per KV head is passed at run time: compiled in, it costs 0.6 % with
+    several tokens (docs/performance.md)."""
 
     dim: int
     chunk: int
@@ -124,8 +125,8 @@ class Attention:
         }
 
     def run(self, qkv: Tensor, given: AttentionLayer, rows: Rows, kind: str) -> Input:
-        """`Ops.attention`. For "w8a8" rows of f16 (value / 32), yet to be quantised, as an input in
-        blocks of 0."""
+        """`Ops.attention`. For "w8a8": rows of f16 (value / 32) that are not quantised yet, as an
+        input with block 0."""
         (batch, tokens), layer = rows.tokens.shape, given.spec
         size = batch * tokens, layer.heads * layer.head_dim
         x = (
@@ -144,7 +145,7 @@ class Attention:
         per_row = layer.heads + (2 * layer.kv_heads if layer.kv_from is None else 0)
         alone = vectors <= _most_alone(dim, batch * tokens * _parts(per_row))
         new = lambda *shape: torch.empty(shape, device=self._device)  # noqa: E731
-        # of q halves as floats; lanes first: the few of a short context share pages of memory
+        # q has 16-bit values, two per float; lanes first: those of a short context share pages
         q = None if alone else new(heads, _shares(queries, high), dim // 2, _filled(high))
         room = q, new(LANES, heads, queries, dim), new(LANES, heads, queries, 2)
         job = self._job(qkv, given, rows, x, kind, room)
@@ -212,8 +213,8 @@ class Attention:
 
 
 def partial_bytes(layer: LayerSpec, rows: int) -> int:
-    """Most that partial outputs and their sums take in calls of up to this many rows: more rows
-    walk, and have none."""
+    """Most bytes of partial outputs and their sums in calls of up to this many rows. Calls with
+    more rows run `walk`, which has none."""
     most = min(rows * layer.heads, WALK_FROM * 8 * TILES[-1])
     return LANES * most * (_padded(layer.head_dim) + 2) * 4
 
@@ -231,8 +232,8 @@ def _high(queries: int, most: int) -> int:
 
 
 def _spread(layer: LayerSpec, batch: int, tokens: int, processors: int) -> int:
-    """The same of `split`: the fewest with which all its CTAs are on the machine at once. Fewer
-    rows are a shorter way through a CTA, as long as none waits for another one's end."""
+    """The same for `split`: the fewest with which all its CTAs run at once. A CTA with fewer rows
+    takes less time, as long as none waits for another one's end."""
     queries, dim = tokens * layer.heads // layer.kv_heads, _padded(layer.head_dim)
     seen = batch * layer.kv_heads * lanes_seen(layer, tokens)
     for high in TILES:
@@ -247,7 +248,7 @@ def _most_walking(dim: int) -> int:
 
 
 def _most_alone(dim: int, prepared: int) -> int:
-    """Vectors of a CTA up to which `split` goes without `prepare`. prepared: CTAs of that one."""
+    """Vectors per CTA up to which `split` runs without `prepare`. prepared: CTAs of `prepare`."""
     if dim != WIDE:
         return ALONE_VECTORS
     return MOST_WIDE if prepared > MANY_PREPARED else ALONE_WIDE
@@ -290,7 +291,7 @@ def _fixed(heads: _Heads, high: int) -> int:
 
 
 def _room_together(dim: int, tokens: int, kv8: int) -> int:
-    """Bytes of what else is in shared memory where a warp makes several vectors at a time: norms'
+    """Further bytes of shared memory where a warp computes several vectors at a time: norms'
     weights and angles, new keys and values (attention_split.cu)."""
     return 4 * dim * (2 + tokens) + 2 * tokens * (dim * (1 if kv8 else 2) + 16)
 
@@ -300,7 +301,7 @@ def _heads(layer: LayerSpec) -> _Heads:
 
 
 def _chunk(layer: LayerSpec) -> int:
-    """Its keys: a function of the layer alone, which sums follow."""
+    """Keys per chunk. A function of the layer alone, because the order of sums depends on it."""
     short = layer.window is not None and layer.window <= LANES // 2 * SHORT_CHUNK
     return SHORT_CHUNK if short or _padded(layer.head_dim) == WIDE else CHUNK
 

@@ -25,9 +25,9 @@ RESIDENT = 4
 STAGED = 10
 """Quads of a thread of screen.cu, of logits and of biases, in its CTA's shared memory at most."""
 RESCORE_THREADS, CHAINS = 256, 4
-"""Of a CTA of rescore.cu; CTAs of it on a multiprocessor."""
+"""Threads per CTA of rescore.cu, and its CTAs per multiprocessor."""
 BLOCK_BYTES = 64 + 64 + 8
-"""Of its shared memory for 32 inputs: a candidate's values, what they meet, where they are."""
+"""Bytes of its shared memory per 32 inputs: a candidate's values, the inputs, the block's place."""
 TABLE = SamplingTable._fields[:-1]
 """What screening reads of it: nothing is counted."""
 
@@ -130,8 +130,8 @@ class Candidates:
 
 
 def staged(batch: int, tokens: int) -> tuple[int, int]:
-    """Of batch * tokens rows: how many screen.cu's shared memory holds at once, and the quads of a
-    thread that these and their sequences' biases are."""
+    """How many of batch * tokens rows screen.cu's shared memory holds at once, and the quads per
+    thread that these rows and their sequences' biases take."""
 
     def quads(rows: int) -> int:
         return rows + min(batch, (rows + tokens - 2) // tokens + 1)

@@ -1,16 +1,16 @@
 """The head at half its bytes, with the same token: which words can be chosen at all.
 
-The head lies in two parts, of which the first, codes of 8 bits, gives every logit within a bound
-that is proven when it is made. A word whose largest possible logit is below what enough others
-reach for certain cannot be chosen; the few that are left, the candidates, are computed from both
-parts, which are the head itself, in its own order of sums.
-Everything that choosing does to a logit before it compares keeps the order of numbers (the
-soft-cap, a bias, a temperature, noise that is the same on both sides), so it is done to both ends
-of a bound, by the same operations.
+The head is stored in two parts. The first, codes of 8 bits, gives every logit within a bound that
+is proven when the head is packed. A word cannot be chosen if enough other words certainly have a
+larger logit than its upper bound. The few words that are left, the candidates, are computed from
+both parts, which together are the head itself, in the head's own order of sums.
+Everything that choosing does to a logit before it compares is monotonic (the soft-cap, a bias, a
+temperature, the same noise on both sides), so it is applied to both ends of a bound, by the same
+operations.
 
-Not certified, and left to the whole head: penalties, top-p without a small top-k, rows with more
-candidates than there is room for. The parts and their bounds are made in int8.py; here is, in
-plain torch, what kernels/screen.cu does.
+Not certified, and computed by the whole head: penalties, top-p without a small top-k, rows with
+more candidates than there is room for. int8.py makes the parts and their bounds; this module does
+in plain torch what kernels/screen.cu does.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from targets.cuda.ops import Choosing, Rows
 from targets.sampling_params import SamplingTable
 
 MOST_ROWS = 16
-"""Rows of a call whose head is bound by its bytes."""
+"""Largest number of rows with which the head is bound by its bytes."""
 TIES = 2.0**-18
-"""Times the soft-cap: more than the fast hyperbolic tangent errs."""
+"""Times the soft-cap: more than the error of the fast hyperbolic tangent."""
 MORE = 0.25
 """Over the root of k, added to an input's length: see `length`."""
 LONGEST = 3e4
 """Inputs of a larger norm are left to the whole head: half of what a float16 holds."""
 MOST_TOP_K = 256
-"""As many as there are CTAs that look at a row."""
+"""The number of CTAs in kernels/screen.cu."""
 
 
 def length(x: Tensor) -> Tensor:
-    """What bounds are multiplied by: |x|, and what inputs [M, k] that are too small for a float16
-    lose: 2 ** -25 each at most, which the part of a bound that is for sums covers k / 4 times."""
+    """The factor of the bounds: |x|, plus what inputs [M, k] that are too small for a float16 lose.
+    That is 2 ** -25 each at most; the bound's share for rounding of sums covers it k / 4 times."""
     return x.float().norm(dim=-1) * SAFETY + MORE / sqrt(x.shape[-1])
 
 

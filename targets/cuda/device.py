@@ -75,7 +75,7 @@ def _driver() -> Any:
 
 
 def _compiler() -> Any:
-    """The module imports without the library: asking for its version loads that too."""
+    """The module imports without the library; its version query loads the library too."""
     return import_module("cuda.bindings.nvrtc").nvrtcVersion()
 
 
@@ -91,8 +91,9 @@ def _works(loads: Callable[[], Any]) -> bool:
 
 
 def bytes_per_cycle(properties: Any) -> float:
-    """What memory can read in a cycle of the multiprocessors' fastest clock, of torch's properties
-    of a GPU; an H200's where a virtual one does not tell its clocks. It decides no bit."""
+    """Bytes that memory can read per cycle of the multiprocessors' fastest clock, from torch's
+    properties of a GPU; an H200's value for virtual GPUs that report no clocks. Results do not
+    depend on it."""
     twice_a_cycle = 2 * properties.memory_clock_rate * properties.memory_bus_width / 8
     if not twice_a_cycle or not properties.clock_rate:
         return H200_BYTES_PER_CYCLE
@@ -105,7 +106,7 @@ def free_bytes() -> int:
 
 
 def used_bytes() -> int:
-    """Memory of the current GPU that is in use, by whomever."""
+    """Memory of the current GPU that is in use, by all processes."""
     free, total = import_module("torch").cuda.mem_get_info()
     return total - free
 

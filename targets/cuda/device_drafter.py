@@ -30,12 +30,12 @@ class SlotState:
     limit: torch.Tensor
     """[slots]: the length at which it ends. Written by the host."""
     most: torch.Tensor
-    """[slots]: how many guesses its request wants at most. Written by the host."""
+    """[slots]: the most guesses that its request allows. Written by the host."""
 
 
 @dataclass(frozen=True)
 class CapturedBatch:
-    """The batch of a captured cycle: the verify as it is laid out before anybody drafts."""
+    """The batch of a captured cycle: the verify's rows before a drafter has written guesses."""
 
     rows: Rows
     """tokens [B, k + 1]: each row's last token, then NO_GUESS, which drafters overwrite."""

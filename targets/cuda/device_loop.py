@@ -1,9 +1,9 @@
 """The captured driver: draft, verify, accept, commit as one CUDA graph; the host one cycle behind.
 
-What is captured is `specdec.core.cycle.cycle`, with a target and a drafter whose methods work on
-device tensors: one step, two drivers. Each slot's text, length and whether it goes on live on the
-device. A call enqueues the next cycle before it reads what the last one did, so the device never
-waits; rows that have ended meanwhile sit the cycle out.
+The captured function is `specdec.core.cycle.cycle`, the same as in the host loop, with a target and
+a drafter that work on device tensors. Each slot's text, length and whether it goes on are kept on
+the device. A call enqueues the next cycle before it reads the last one's results, so the device
+never waits; rows that have ended meanwhile are idle in that cycle.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from targets.cuda.target import CudaTarget, Masks
 from targets.cuda.upload import page_locked
 
 STOPS = 16
-"""Stop ids per row that the device knows (cycle.cu); the engine cuts by all of them in any case."""
+"""Stop ids per row that the device checks (cycle.cu); the engine checks all of them in any case."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class GraphKey:
     guided: bool = False
     """Whether the host puts guesses first, and makes masks between the forward and the choice."""
     limited: bool = False
-    """Whether any request wants fewer than k guesses."""
+    """Whether any request allows fewer than k guesses."""
     variant: str = ""
     """`CycleChoice.variant`."""
 
@@ -83,7 +83,7 @@ class _CapturedTarget:
 
 
 class _LimitedDrafter:
-    """`Proposer` of the captured cycle that guesses no more than requests want."""
+    """`Proposer` of the captured cycle that limits each row's guesses to its request's maximum."""
 
     def __init__(self, drafter: DeviceDrafter, most: torch.Tensor) -> None:
         self._drafter, self._most = drafter, most
@@ -131,7 +131,7 @@ class Launched:
     details: LogprobRows | None
     done: torch.cuda.Event
     leading: Leading | None = None
-    """Of a guided cycle, which is read at once: of just the rows that are asked for."""
+    """In a guided cycle, which is read at once; it covers just the rows of this call."""
 
 
 def device_loop(
@@ -153,7 +153,7 @@ class CapturedCycle:
     def __init__(
         self, target: CudaTarget, drafter: DeviceDrafter, k: int, script: PlacedScript | None
     ) -> None:
-        assert isinstance(target.ops, Kernels), "references ask the host: they can't be captured"
+        assert isinstance(target.ops, Kernels), "references wait for the host: no capture"
         self.target, self.ops, self.drafter, self.k = target, target.ops, drafter, k
         self.script = script
         make = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=target.device)  # noqa: E731
@@ -246,7 +246,7 @@ class CapturedCycle:
         return InParts(idle, records, guides, graphs, torch.cuda.Event(), torch.cuda.Stream())
 
     def _feed(self, key: GraphKey, slots: torch.Tensor, seqs: tuple[Sequence, ...]) -> None:
-        """Whose rows the graphs of this key run next."""
+        """Set the rows that the graphs of this key run next: these sequences' slots."""
         wanted = tuple(seq.slot for seq in seqs)
         if self.fed.get(key) != wanted:
             padded = np.full(key.batch, -1, np.int32)
@@ -262,8 +262,8 @@ class CapturedCycle:
         guides: Guides | None = None,
         cut: Callable[[], None] = lambda: None,
     ) -> Tape:
-        """What is captured. slots [B] on the device, -1 for padding. cut: of a guided cycle,
-        called where the host takes the draft, and where it has put the masks."""
+        """The captured function. slots [B] on the device, -1 for padding. cut: in a guided cycle,
+        called where the host takes the draft, and where it has written the masks."""
         state, sampler, history = self.state, self.ops.sampler, self.target.cache.tokens
         places = state.length, state.live
         rows = sampler.lay_out(history, places, slots, key.k, records.turn)
@@ -284,7 +284,7 @@ class CapturedCycle:
 
     @torch.inference_mode()
     def _seat(self, seqs: Seqs[Sequence]) -> None:
-        """New owners: what the host knows of them goes to their slots."""
+        """Give slots to new sequences: write their lengths, last tokens, limits and stop ids."""
         if not seqs:
             return
         stops = np.full((len(seqs), STOPS), NO_GUESS, np.int32)
@@ -313,7 +313,7 @@ class CapturedCycle:
 
 
 def _launched(seqs: tuple[Sequence, ...], tape: Tape, words: torch.Tensor) -> Launched:
-    """A cycle whose last graph was just replayed. words: its record."""
+    """The cycle of the graph that was replayed last. words: its record."""
     details = tape.details and each_part(_to_host, tape.details)
     done = torch.cuda.Event()
     done.record()

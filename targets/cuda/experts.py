@@ -20,37 +20,38 @@ if TYPE_CHECKING:
 THREADS = 256
 WARPS = THREADS // 32
 TOKENS = 1, 8, 16
-"""Of an expert, that are multiplied together: of one row, the most of few rows, and of many."""
+"""Tokens of an expert that are multiplied together: with one row, at most with few, with many."""
 INTEGER_TOKENS = 1, 4, 8, 16
-"""The same of integers: four are all columns of an MMA."""
+"""The same with integer codes: four tokens fill all columns of an MMA."""
 PIECE, WIDE_PIECE, SLOTS, PARTS = 3, 2, 2, 2
-"""Blocks of inputs whose weights are copied at once, and of weights of 16 bits; pieces of a warp's
-ring; parts of k that a warp of `down` has (kernels/moe.cu)."""
+"""Of kernels/moe.cu: blocks of inputs per piece of weights that is copied at once, the same with
+16-bit weights, pieces of a warp's ring, and parts of k that a warp of `down` has."""
 GROUPED_ROWS, GROUPED_UNITS, GROUPED_BLOCKS, GROUPED_STAGES = 64, 16, 4, 3
-"""Of a long prefill: an expert's rows and units that a CTA multiplies; of its ring, 32-input blocks
-of a stage, and stages (kernels/grouped.cu)."""
+"""Of a long prefill (kernels/grouped.cu): an expert's rows and units per CTA, 32-input blocks per
+stage of its ring, and stages."""
 GROUPED_PITCH = GROUPED_BLOCKS * 2 * tiles.INPUTS + 64
 """Bytes between two rows' inputs."""
 MOST_CTAS, SHARED_OF_PROCESSOR, SHARED_BESIDE = 3, 228 << 10, 2560
-"""Of a multiprocessor: CTAs that it has registers for, and its shared memory; what a CTA takes of
-that beside what it asks for."""
+"""Per multiprocessor: CTAs for which registers suffice, and bytes of shared memory; bytes that each
+CTA takes beside its own shared memory."""
 BRIEF_ROWS, BRIEF_ROWS_OF_4_BITS = 4, 1
-"""Rows up to which experts are read for so short a time that the dense branch may as well end
-before them; of 4-bit weights (docs/performance.md)."""
+"""Rows up to which experts' weights are read so quickly that the dense branch may end before they
+begin; the second number is for 4-bit weights (docs/performance.md)."""
 MOST_HIDDEN, MOST_WIDTH = 3072, 768
 """Inputs of an expert's two matrices that CTAs have shared memory for."""
 MOST_EXPERTS, MOST_PICKED = 256, 32
-"""What `pick` has registers for, and lanes."""
+"""Limits of `pick`: experts for which it has registers; picks, of which a lane stores one each."""
 ROUTER_CTAS, ROUTER_GROUPS, ROUTER_BLOCKS = 8, 8, 100
-"""Tiles, k groups and blocks of inputs of a router's weight, up to which `route` does all."""
+"""Tiles, k groups and blocks of inputs of the largest router weight that `route` takes."""
 ROUTER_ROWS = 8, 16
-"""Of its input, up to which it does so: few, and the most."""
+"""Rows of its input that `route` takes: of the variant for few rows, and at most."""
 
 
 class Routed(NamedTuple):
-    """Routed experts' outputs, yet to be summed by rank: parts [M, top_k, H] float32, not written
-    where a row picked nobody; numbers [M, top_k] int32; shares [M, top_k] float32. gated: what
-    their second kernel reads, whose memory no kernel beside that one may be given."""
+    """Routed experts' outputs before they are summed by rank: parts [M, top_k, H] float32, not
+    written where a row picked no expert; numbers [M, top_k] int32; shares [M, top_k] float32.
+    gated: the input of the second kernel; kernels that run beside that one must not be given its
+    memory."""
 
     parts: Tensor
     numbers: Tensor
@@ -111,7 +112,7 @@ def variants(arch: Arch, kinds: set[str]) -> set[Variant]:
 
 
 def come_first(rows: int, kind: str) -> bool:
-    """Whether experts of this kind are to begin before a mixture's dense branch ends."""
+    """Whether experts of this kind begin before a mixture's dense branch ends."""
     return rows > (BRIEF_ROWS_OF_4_BITS if tiles.BITS[kind] == 4 else BRIEF_ROWS)
 
 
@@ -125,8 +126,8 @@ class Experts:
     def route(
         self, x: Input, proj: Linear, per_expert: Tensor, rows: Rows, moe: MoeSpec
     ) -> tuple[Chosen, bool]:
-        """Of few rows one kernel, else logits [M, E] and what is picked of them. -> the choice, and
-        whether the next kernel starts only when all before the router's have ended."""
+        """One kernel for few rows, else one for the logits [M, E] and one that picks. -> the
+        choice, and whether the next kernel starts only when all before the router's have ended."""
         numbers = torch.empty((x.rows, moe.top_k), dtype=torch.int32, device=x.data.device)
         shares = torch.empty((x.rows, moe.top_k), device=x.data.device)
         pick = _Pick(
@@ -220,12 +221,12 @@ def _fits(plan: tiles.Schedule) -> bool:
 
 
 def _blocks(plan: tiles.Schedule) -> int:
-    """Of a router's inputs."""
+    """32-input blocks of a router's weight, with padding."""
     return plan.steps * plan.depth * plan.k_groups
 
 
 def _ctas(shared: int, most: int) -> int:
-    """How many a multiprocessor shares its part of the weights among."""
+    """CTAs per multiprocessor, which share its part of the weights."""
     fit = SHARED_OF_PROCESSOR // (shared + SHARED_BESIDE)
     return max(1, min(MOST_CTAS, fit)) if most < TOKENS[-1] else 2
 

@@ -29,11 +29,11 @@ LINEAR = {"float32": 4, "bfloat16": 2, "fp8": 1, "fp8-w8a8": 1, "int4": Fraction
 """int4: with a float16 scale for each group of 32."""
 KV = {"float32": 4, "bfloat16": 2, "fp8": 1}
 EIGHT = ("fp8", "fp8-w8a8")
-"""Dtypes whose narrow values have a byte in plain order; of 4 bits they have two."""
+"""Dtypes with narrow values of one byte in plain order; 4-bit values have two."""
 EXPERTS = 3
 """Dimensions of experts' tensors."""
 EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
-"""Matrices that prefill multiplies nothing with, but for the head's last row."""
+"""Matrices that prefill does not multiply with, except for the head's last row."""
 ALIKE: Mapping[str, str] = {}
 """No tensor has a dtype of its own."""
 NORM = SCALE = 4
@@ -41,11 +41,11 @@ NORM = SCALE = 4
 LOGIT_COPIES = 3
 """float32 [rows, vocab] at once: logits, their shaped copy, and the sampler's work."""
 GATES_AT_ONCE = 3
-"""Prefill holds the gate and up rows of a chunk, and what comes of them."""
+"""Prefill holds the gate and up rows of a chunk, and their result."""
 RUNTIME = 768 << 20
 """CUDA context, library handles, compiled kernels, captured graphs."""
 MARGIN = 1 << 30
-"""Left free beside all that is counted: graphs of shapes that were not met yet."""
+"""Left free beside all that is counted: for graphs of shapes that have not occurred yet."""
 
 
 @dataclass(frozen=True)
@@ -84,20 +84,20 @@ def need(arch: Arch, shape: TargetShape) -> Need:
 
 
 def weight_bytes(arch: Arch, dtype: str, own: Mapping[str, str] = ALIKE) -> int:
-    """Of all weights as they lie on the device."""
+    """Bytes of all weights in their form on the device."""
     tensors = all_tensors(arch).items()
     sizes = (tensor_bytes(name, spec, own.get(name, dtype)) for name, spec in tensors)
     return head_scale_bytes(arch, dtype) + sum(sizes)
 
 
 def copied_bytes(arch: Arch, shape: TargetShape) -> int:
-    """Of the linear layers in plain order, where they lie so as well."""
+    """Bytes of the linear layers' copies in plain order, if there are any."""
     return plain_bytes(arch, shape.dtype, shape.own) if shape.copied else 0
 
 
 def plain_bytes(arch: Arch, dtype: str, own: Mapping[str, str] = ALIKE) -> int:
-    """Of the linear layers' values in plain order, as library matmuls read them; of what these do
-    not read, 0."""
+    """Bytes of the linear layers' values in plain order, as library matmuls read them; 0 for
+    tensors that these do not read."""
 
     def value(name: str, spec: TensorSpec) -> int:
         if not _in_plain_order(name, spec, own.get(name, dtype)):
@@ -117,21 +117,21 @@ def _in_plain_order(name: str, spec: TensorSpec, dtype: str) -> bool:
 
 
 def head_scale_bytes(arch: Arch, dtype: str) -> int:
-    """Of what a certified head has beside two bytes a value: a float16 scale for each 32, a row's
-    power of two and bound (int8.py); 0 of another."""
+    """Bytes of a certified head beside two per value: a float16 scale for each 32 values, a row's
+    power of two and bound (int8.py); 0 for other heads."""
     if dtype == "float32" or arch.vocab % WORDS:
         return 0
     return arch.vocab * (2 * -(-arch.hidden // GROUP) + 2 * SCALE)
 
 
 def codes_bytes(arch: Arch, dtype: str) -> int:
-    """Of a certified head, what few rows read: its codes and these; 0 of another."""
+    """Bytes of a certified head that few rows read: its codes and scales; 0 for other heads."""
     scales = head_scale_bytes(arch, dtype)
     return arch.vocab * arch.hidden + scales if scales else 0
 
 
 def tensor_bytes(name: str, spec: TensorSpec, dtype: str) -> int:
-    """Of one tensor, its scales included."""
+    """Bytes of one tensor, including its scales."""
     values = prod(spec.shape)
     if len(spec.shape) == 1:
         return NORM * values
@@ -142,7 +142,7 @@ def tensor_bytes(name: str, spec: TensorSpec, dtype: str) -> int:
 
 
 def cache_bytes(arch: Arch, shape: TargetShape) -> int:
-    """Of keys, values and the text that was fed, for all slots."""
+    """Bytes of keys, values and fed tokens, for all slots."""
     slack = slack_of(shape.chunk, SHORT)
     total = 4 * (shape.max_len + slack)
     for layer in arch.layers:

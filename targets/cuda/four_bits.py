@@ -11,7 +11,7 @@ from targets.stored import Stored
 
 FourBits = Int4 | Nvfp4
 KINDS = "int4", "uint4", "nvfp4"
-"""Of weights (`ops.Linear`)."""
+"""4-bit kinds of weights (`ops.Linear.kind`)."""
 
 
 def from_stored(stored: Stored, values: Tensor) -> FourBits | None:

@@ -15,18 +15,20 @@ from targets.cuda.launch import Launcher, Variant, address
 from targets.cuda.ops import Linear
 
 RING_BYTES = 160 << 10
-"""Of a CTA for few tokens, at most. With 8 KiB more a verify of five of 12B takes 1 % longer."""
+"""Most bytes of a CTA's ring for few tokens. With 8 KiB more, a 12B verify of five tokens takes 1 %
+longer."""
 SHORT_STEPS, SHORT_BYTES = 6, 80 << 10
-"""What is enough of 4-bit weights for up to `SHORT_ROWS` tokens: so many steps, and bytes. More in
-flight delays everybody's trips through L2, and fills no sooner (docs/performance.md)."""
+"""Steps and bytes of the ring that are enough with 4-bit weights and up to `SHORT_ROWS` tokens.
+More in flight delays all accesses to L2, and does not fill the ring sooner
+(docs/performance.md)."""
 SHORT_ROWS = 4
 ROOMY_BYTES = 208 << 10
-"""Of a ring beside which others find room: where it could not hold a weight, it holds all steps but
-one. The next kernel then starts when the first step has been multiplied. Earlier or later costs 1
-to 3 % of a mixture's forward (docs/performance.md)."""
+"""Bytes of a ring that leaves room for other kernels' CTAs: where it could not hold a whole weight,
+it holds all steps but one. The next kernel then starts when the first step has been multiplied.
+Earlier or later costs 1 to 3 % of a mixture's forward (docs/performance.md)."""
 ALONE_BYTES = 116 << 10
-"""Shared memory of a CTA that has a multiprocessor for itself: two on one would leave another
-without any, or take their inputs' turn from the kernel before."""
+"""Shared memory that keeps a second CTA off a multiprocessor: two on one would leave another
+multiprocessor without any, or delay the previous kernel, which makes their inputs."""
 WIDE_RING_BYTES = 200 << 10
 WIDE_FROM = 32
 """Tokens per CTA from which `wide.cu` takes over: inputs then cost as much as weights, and tensor
@@ -34,20 +36,20 @@ cores need warpgroups."""
 FEW = tuple(block for block in BLOCKS if block < WIDE_FROM)
 MANY = tuple(block for block in BLOCKS if block >= WIDE_FROM)
 LATE_ROWS, LATE_BYTES = 8, 256 << 10
-"""Tokens up to which, and bytes of a CTA of a 4-bit weight from which, the next kernel starts late
-where memory is fast: when all weights have been asked for. Of smaller weights, and of wider ones,
-that costs what it gains there."""
+"""Where memory is fast, with up to so many tokens and from so many bytes per CTA of a 4-bit weight,
+the next kernel starts late: when the copies of all weights have been issued. With smaller weights,
+or wider ones, that costs as much as it gains there."""
 FAST_RATE = 2000
-"""Bytes a cycle of memory that counts as fast: an H200's is, an H100's is not."""
+"""Bytes per cycle from which memory counts as fast: an H200's does, an H100's does not."""
 AHEAD_BYTES = 256 << 10
-"""What a CTA asks of L2 beyond its ring while the kernel before still runs."""
+"""Bytes that a CTA prefetches into L2 beyond its ring while the previous kernel still runs."""
 PACE = 1.0
-"""Of what memory can read, what all CTAs together ask for until then: with three times as much in
-flight, a hop from one multiprocessor to another takes three times as long (docs/performance.md)."""
+"""Share of memory bandwidth at which all CTAs together issue copies until then: with three times as
+much in flight, traffic between multiprocessors takes three times as long (docs/performance.md)."""
 ROUNDS_ROWS = 4
-"""Tokens up to which inputs come by rounds of the ring (kernels/gemm.cu)."""
+"""Tokens up to which inputs are copied once per round of the ring (kernels/gemm.cu)."""
 BARRIERS = 16
-"""Bytes of a stage's two."""
+"""Bytes of a stage's two barriers."""
 PLAIN, GATED, LOGITS, PER_LAYER = range(4)
 """What is done with the sums (gemm.cu)."""
 AT_ONCE, IN_TURN, ALL_ASKED = range(3)
@@ -84,8 +86,8 @@ def variants(kinds: set[str]) -> set[Variant]:
 
 class Gemm:
     """Weights times few tokens, on a GPU with this many multiprocessors that reads so many bytes of
-    memory a cycle. mixture: whether the model is one, whose memory stands still for most of a
-    layer."""
+    memory per cycle. mixture: whether the model is a mixture of experts: memory is then idle for
+    most of a layer."""
 
     def __init__(
         self, launch: Launcher, processors: int, bytes_per_cycle: float, mixture: bool = False
@@ -119,13 +121,13 @@ class Gemm:
         return Linear(n, k, weight.kind, data, scale, layout, groups)
 
     def pack_head(self, head: Int16) -> Linear:
-        """Which meets inputs as they are, as its codes do."""
+        """Pack a head in two parts. Inputs are taken as they are, by its codes alone too."""
         data = packing.tile_head(head, self._processors)
         n, k = head.fine.shape
         return Linear(n, k, "bf16", data, head.narrow.row.contiguous(), dealt="int16")
 
     def linear(self, x: Input, weight: Linear, late: bool = False, ready: bool = False) -> Tensor:
-        """`Ops.linear`. late, ready: as `run` has them."""
+        """`Ops.linear`. late, ready: as in `run`."""
         out = torch.empty((x.rows, weight.n), device=weight.data.device)
         self.run(x, weight, out, PLAIN, weight.n, late=late, ready=ready)
         return out
@@ -148,11 +150,11 @@ class Gemm:
         ready: bool = False,
     ) -> None:
         """out: float32 rows of `stride`, or an `Input`'s data of `stride` blocks and `out_groups` k
-        groups. inputs: what PER_LAYER multiplies with. silu: what GATED gates with, else tanh
-        GELU; f16: what it leaves is f16, else bf16. certified [M], of few rows: nothing is done if
-        all are 0 to `room`. late: of few rows, the next kernel starts no earlier than all
-        kernels before this one have ended, and may read their results before it waits. ready: of
-        few rows, x was there before the kernel before let this one start."""
+        groups. inputs: factors for PER_LAYER. silu: GATED uses SiLU, else tanh GELU; f16: its
+        output is f16, else bf16. For few rows only: certified [M], nothing is done if all are 0 to
+        `room`; late, the next kernel starts only when all kernels before this one have ended, and
+        may read their results before it waits; ready, x was complete before the previous kernel let
+        this one start."""
         assert x.k_groups == (weight.k_groups if weight.layout == "row_parallel" else 1)
         plan, form = tiles.schedule_of(weight, self._processors), tiles.form_of(weight)
         job = _GemmJob(
@@ -179,24 +181,24 @@ class Gemm:
             self._spread(x, form, plan, job)
 
     def _before(self, plan: tiles.Schedule, kind: str) -> tuple[int, int]:
-        """How weights are asked for until x is there: `ahead`, `pace` (linear.cuh)."""
+        """How weights are copied until x has arrived: `ahead`, `pace` (linear.cuh)."""
         step = plan.step_bytes(kind)
         return AHEAD_BYTES // step, int(plan.ctas * step / (PACE * self._bytes_per_cycle))
 
     def _next(self, plan: tiles.Schedule, kind: str, block: int, late: bool) -> int:
-        """When the next kernel starts. late: as `run` has it."""
+        """When the next kernel starts. late: as in `run`."""
         if late:
             return IN_TURN
         waits = _short(kind, block) or self._still(block)
         return ALL_ASKED if waits or self._long(plan, kind, block) else AT_ONCE
 
     def _still(self, block: int) -> bool:
-        """Whether memory stands still for most of a layer."""
+        """Whether memory is idle for most of a layer."""
         return self._mixture and block <= SHORT_ROWS
 
     def _roomy(self, kind: str, block: int) -> bool:
-        """Whether other kernels are to find room beside a linear layer. Beside one of 4 bits that
-        costs 2 % where memory is slower."""
+        """Whether other kernels' CTAs may share a multiprocessor with a linear layer's. With 4-bit
+        weights that costs 2 % where memory is slower."""
         return self._still(block) and (kind == "fp8" or self._fast)
 
     def _long(self, plan: tiles.Schedule, kind: str, block: int) -> bool:
@@ -240,9 +242,9 @@ def _short(kind: str, block: int) -> bool:
 
 
 def few_stages(plan: tiles.Schedule, kind: str, block: int, roomy: bool = False) -> tuple[int, int]:
-    """Stages of gemm.cu's ring, and the shared memory of a CTA in bytes. Of few tokens two
-    rounds' inputs are kept. Sums of k groups take the ring's place after the last pass; where there
-    are more, they have their own. roomy: as `Gemm._roomy` has it."""
+    """Stages of gemm.cu's ring, and the shared memory of a CTA in bytes. With few tokens, inputs of
+    two rounds are kept. Sums of k groups take the ring's place after the only pass; with more
+    passes they have memory of their own. roomy: `Gemm._roomy`."""
     inputs = plan.k_groups * plan.depth * block * 2 * tiles.INPUTS
     stage = plan.step_bytes(kind) + inputs * (2 if block <= ROUNDS_ROWS else 1)
     ring = RING_BYTES
@@ -257,7 +259,7 @@ def few_stages(plan: tiles.Schedule, kind: str, block: int, roomy: bool = False)
 
 
 def many_stages(plan: tiles.Schedule, kind: str, block: int) -> tuple[int, int]:
-    """Of wide.cu's."""
+    """The same for wide.cu."""
     stage = plan.step_bytes(kind) + plan.depth * block * 2 * tiles.INPUTS
     stages = max(2, min(WIDE_RING_BYTES // stage, plan.steps * plan.passes))
     return stages, stages * (stage + BARRIERS)

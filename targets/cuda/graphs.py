@@ -48,8 +48,8 @@ class ForwardOutput(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What a step says: chosen [B, T] int32; its log-probabilities where they were asked for;
-    features. Not the logits: a graph's results stay in memory, and every graph has its own."""
+    """A step's results: chosen [B, T] int32; log-probabilities if they were requested; features.
+    Not the logits: a graph's results stay in memory, and every graph has its own."""
 
     chosen: torch.Tensor
     details: LogprobRows | None
@@ -108,7 +108,8 @@ def _side_stream() -> torch.cuda.Stream:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A capture that fails before its first kernel says why; torch also warns of an empty graph."""
+    """Hide torch's warning of an empty graph: it comes with the error of a capture that fails
+    before its first kernel."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The CUDA Graph is empty")
         yield

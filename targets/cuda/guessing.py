@@ -37,14 +37,14 @@ def vocabulary_of(ids: Tensor, vocab: int, device: torch.device) -> DraftVocabul
 
 
 Guess = Callable[[Tensor, DraftVocabulary | None, Rules, Rows, int, bool], None]
-"""Guess j from logits [B, D] of these words (None: all) by `Ops.choose`'s rules and noise; NO_GUESS
-where nothing that is scored may be said, or the slot is -1. Takes (logits, words, rules, at, j,
-needs_sampler). The guess goes to at.tokens[:, j + 1], and to its place in the history, where the
-next one's penalties look. at: the verify's tokens, and the position that the guess follows."""
+"""Choose guess j from logits [B, D] of these words (None: all) by `Ops.choose`'s rules and noise;
+NO_GUESS where every scored word is barred, or the slot is -1. Takes (logits, words, rules, at, j,
+needs_sampler). The guess is written to at.tokens[:, j + 1], and to its place in the history, which
+the next guess's penalties read. at: the verify's tokens, and the position before the guess."""
 
 
 def _among_the_likeliest(rules: Rules) -> Rules:
-    """As a guess is drawn from many words: of LIKELIEST, where top-p alone cuts."""
+    """The rules for guesses: top-k is LIKELIEST for rows that have top-p alone."""
     table = rules.sampling_params
     alone = (table.top_k <= 0) & (table.top_p < 1)
     top_k = torch.where(alone, LIKELIEST, table.top_k)
@@ -60,7 +60,7 @@ def reference_guess(
     j: int,
     needs_sampler: bool,
 ) -> None:
-    """`Guess` in torch. ops: whose `choose` chooses."""
+    """`Guess` in torch, by `ops.choose`."""
     spread, rules = logits[:, None], _among_the_likeliest(rules)
     if known is not None:
         spread = logits.new_full((len(logits), 1, rules.bias.shape[1]), -torch.inf)

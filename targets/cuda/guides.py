@@ -1,4 +1,4 @@
-"""What guided rows ask of a captured cycle: tokens that come first in a draft, masks behind it."""
+"""What guided rows add to a captured cycle: tokens that come first in a draft, and masks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from targets.cuda.device_drafter import CapturedBatch
 
 @dataclass(frozen=True)
 class Guides:
-    """Of one graph, in tensors that it reads."""
+    """The guides of one graph: tensors that it reads."""
 
     leading: torch.Tensor
     """[B, k] int32: tokens that come first in the draft, NO_GUESS behind them."""
@@ -49,7 +49,7 @@ class Guides:
 
 
 class LedDrafter:
-    """`Proposer` of the captured cycle, what is known without the drafter first."""
+    """`Proposer` of the captured cycle: tokens that need no drafter come first."""
 
     def __init__(
         self,

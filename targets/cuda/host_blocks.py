@@ -1,7 +1,8 @@
 """Page-locked host memory in blocks of one size, for what leaves the GPU.
 
-torch's own page-locked memory comes in powers of two, so that 0.5 GB may take 1: here nothing but
-the last block of each holder is ever half empty, and a block that comes free fits anybody.
+torch's own page-locked memory is allocated in powers of two, so that 0.5 GB may take 1 GB. Here
+only the last block of each holder can be partly empty, and any holder can take a block that is
+freed.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from torch import Tensor
 from targets.cuda import tiles
 
 BLOCKS = (1, 2, 4, 5, 8, 16, 32, 64, 128)
-"""Tokens per CTA of the skinny GEMM; longer calls take several blocks. Five: a token and four
-guesses, whose inputs would be half as many again if they were padded to eight."""
+"""Tokens per CTA of the skinny GEMM; longer calls take several blocks. Five is for a token and four
+guesses: padded to eight, there would be half as many inputs again."""
 NARROW_BLOCKS = (8, 16, 32, 64, 128, 256)
-"""Of w8a8.cu; the last not of row_parallel weights, whose k groups have sums apart."""
+"""The same for w8a8.cu; the last one not for row_parallel weights, which have a sum per k group."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ def make_narrow_input(rows: int, k: int, device: torch.device, groups: int = 1) 
 
 
 _padded: dict[tuple[object, ...], Tensor] = {}
-"""Inputs of row_parallel weights whose last ones only pad k."""
+"""Inputs of row_parallel weights with padding at the end of k."""
 
 
 def _room(
     size: tuple[int, ...], k: int, groups: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Memory of an input. What only pads k meets weights of zero, and must not be NaN: it is
-    zeroed, once where the next kernel alone reads the input, since nothing writes there and zeroing
-    is a launch of its own."""
+    """Memory of an input. Padding of k is multiplied by weights of zero, and must not be NaN: it is
+    zeroed. Where only the next kernel reads the input, this happens once, because nothing writes
+    there and zeroing is a launch of its own."""
     if k == size[1] * tiles.INPUTS:
         return torch.empty(size, dtype=dtype, device=device)
     key = size, k, groups, dtype, device

@@ -60,7 +60,8 @@ class Int4:
 
 
 def from_stored(stored: Stored, values: Tensor) -> Int4 | None:
-    """Of code int4. values: its own bytes, on the device. None where no 32 inputs share a group."""
+    """From a stored int4 weight. values: its bytes, on the device. None if there are groups that
+    don't have a multiple of 32 inputs."""
     inner = 2 * values.shape[-1]
     one = np.ones((*values.shape[:-1], 1), np.float32)
     groups = stored.groups or Groups(one, inner)

@@ -1,5 +1,6 @@
-"""A head in two parts of 8 bits (certified.py): codes with a float16 scale for each 32 inputs, by
-which its logits are known within bounds, and 256ths of a code, with which they are the head itself.
+"""A head in two parts of 8 bits (certified.py): codes with a float16 scale for each 32 inputs,
+which give its logits within bounds, and 256ths of a code, which together with the codes are the
+head.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from targets.cuda.int4 import GROUP
 MIDDLE, LARGEST = 128, 127
 """The code of 0, and how far codes go to either side of it."""
 TOP = 5
-"""Scales are below 2 ** TOP, times a power of two that a row has: 1,152 of them, what kernels take
-away from a code, is a float16."""
+"""Scales are below 2 ** TOP, times the row's power of two: 1,152 scales, which kernels subtract
+from a code, are then a float16."""
 SCALE_BITS = 7
-"""Of a scale: 1,152 times it then needs no more than a float16's 11."""
+"""Bits of a scale: 1,152 times it then needs no more than a float16's 11."""
 UNIT = 2.0**-23
-"""What one addition of the tensor cores may be wrong by, relative to the largest number in it: PTX
-promises float32's precision, and leaves the rounding open."""
+"""Largest error of one addition of the tensor cores, relative to the largest number in it: PTX
+specifies float32's precision, but not the rounding."""
 SAFETY = 1.002
-"""On bounds, for the rounding of the norms in them."""
+"""Factor on bounds, for the rounding of the norms in them."""
 FINER = 256
 """Parts of a code."""
 WORDS = 4
-"""Words that the kernels look at together: a head of another multiple stays bf16, not certified."""
+"""Words that the kernels take together: a head with another number of words stays bf16,
+uncertified."""
 AT_ONCE = 1 << 26
 """Values that are rounded at once."""
 
@@ -110,6 +112,6 @@ def _rounded(values: Tensor) -> tuple[Int16, Tensor]:
 
 
 def _bound(values: Tensor, coarse: Tensor) -> Tensor:
-    """Of |coarse x - values x|, both summed by tensor cores, for an x of length 1."""
+    """A bound of |coarse x - values x|, both summed by tensor cores, for an x of length 1."""
     sums = (values.shape[1] + GROUP) * UNIT * (values.norm(dim=-1) + coarse.norm(dim=-1))
     return ((values - coarse).norm(dim=-1) + sums) * SAFETY

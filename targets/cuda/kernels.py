@@ -1,6 +1,6 @@
 """The operations as launches of our own kernels (`kernels/*.cu`): `ops.Ops` on a Hopper GPU.
 
-Nothing here waits for the device or asks it anything, so that all of it can be captured in a CUDA
+Nothing here waits for the device or reads results from it, so all of it can be captured in a CUDA
 graph. Outputs come from torch's allocator; kernels are launched on torch's current stream.
 """
 
@@ -27,7 +27,7 @@ THREADS = 256
 
 
 class Embed(Structure):
-    """Of norm.cu."""
+    """`Embed` of kernels/hidden.cuh."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("table", "row", "tokens", "h")),
@@ -127,7 +127,7 @@ class Kernels:
         )
 
     def gated(self, x: Input, gate_up: Linear, kind: str, ready: bool = False) -> Input:
-        """ready: as `gemm.Gemm.run` has it."""
+        """ready: as in `gemm.Gemm.run`."""
         if gate_up.kind == "w8a8":
             return self._w8a8.quantise(self._w8a8.gated(x, gate_up))
         out = make_input(x.rows, gate_up.n // 2, self.device, tiles.EIGHTHS)
@@ -164,7 +164,7 @@ class Kernels:
     def mixture(
         self, dense: DenseBranch, routed: RoutedBranch, rows: Rows, moe: MoeSpec
     ) -> Mixture:
-        """Of few rows, kernels run beside one another as far as they need not wait: the dense
+        """With few rows, kernels that do not depend on each other run side by side: the dense
         branch begins beside the router, and ends before the experts or beside them."""
         chosen, beside = self.experts.route(*routed[:3], rows, moe)
         few = dense.x.block in gemm.FEW and dense.down.kind != "w8a8"

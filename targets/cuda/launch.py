@@ -25,8 +25,8 @@ ARCHITECTURE = "sm_90a"
 SHARED_LIMIT = 227 * 1024
 """Bytes of dynamic shared memory that a Hopper CTA may have, once it is allowed to."""
 STACK_BYTES = 256
-"""Of a thread, of which a GPU may run 270,336 at once. Kernels whose stack their compiler knows, as
-it does ours and the libraries', get what they need in any case."""
+"""Stack of a thread; a GPU may run 270,336 threads at once. Kernels with a stack size known at
+compile time, like ours and the libraries', get what they need in any case."""
 
 
 @dataclass(frozen=True)

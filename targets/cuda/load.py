@@ -67,7 +67,7 @@ class CudaOptions:
     prefill_copy: bool = False
     """Keep linear layers in plain order as well, as long prompts are multiplied."""
     routing_overlap: float | None = None
-    """Of random weights: as `TargetRequest` has it."""
+    """For random weights; as in `TargetRequest`."""
 
 
 def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()) -> CudaTarget:
@@ -234,12 +234,12 @@ def _kinds(arch: Arch, plan: Plan) -> set[str]:
 
 
 def _captures(options: CudaOptions, ops: Ops) -> bool:
-    """Kernels can be captured; references ask the host as they go."""
+    """Whether operations can be captured: kernels can, references read results on the host."""
     return options.graphs and not isinstance(ops, Reference)
 
 
 def stored_dtype(checkpoint: Checkpoint) -> str:
-    """That suits what the files hold."""
+    """The default dtype for what the files hold."""
     if checkpoint.has_four_bits:
         return "int4"
     return "fp8" if checkpoint.has_fp8 else "bfloat16"

@@ -49,8 +49,9 @@ def decode(
     remembers: bool = False,
 ) -> Hidden:
     """Feed the rows: write their K/V, attend over the cache alone. only [1]: logits of that row
-    alone. choosing: how words are chosen, where logits serve nothing else; those of words that
-    can't be chosen may then be -inf. remembers: whether tokens become their slots' text here."""
+    alone. choosing: how words are chosen, if logits are used for nothing else; words that can't be
+    chosen may then have -inf. `remembers`: whether the tokens are also written to their slots'
+    text."""
     h = ops.embed(weights.embedding, rows, cache.tokens if remembers else None)
     inputs = _per_layer_inputs(weights, h, rows, ops)
     x = ops.norm(h, opening(weights, 0))
@@ -100,7 +101,7 @@ def decode_layer(
 
 
 def opening(weights: Weights, i: int) -> Opening:
-    """Of layer i, or of the head."""
+    """The `Opening` of layer i, or of the head."""
     if i == len(weights.layers):
         return Opening(weights.norm, weights.head.kind)
     layer: LayerWeights = weights.layers[i]

@@ -1,4 +1,4 @@
-"""Philox-4x32-10 in torch: bit for bit the noise of `targets/jax/noise.py`, which says how.
+"""Philox-4x32-10 in torch: bit for bit the noise of `targets/jax/noise.py`, which describes it.
 
 torch has no arithmetic on uint32, so words are int64 in [0, 2^32); a product of two wraps at 2^64
 and keeps all its bits.

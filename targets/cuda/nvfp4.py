@@ -44,7 +44,7 @@ class Nvfp4:
 
 
 def from_stored(stored: Stored, values: Tensor) -> Nvfp4:
-    """Of code e2m1. values: its own bytes, on the device."""
+    """From a stored e2m1 weight. values: its bytes, on the device."""
     assert stored.groups is not None and stored.groups.size == GROUP and stored.scale is not None
     scale = upload(as_tensor(stored.groups.scale), str(values.device))
     row = torch.from_numpy(stored.scale).to(values.device)
@@ -74,8 +74,8 @@ def codes_of(word: int) -> int:
 
 
 def _words() -> list[int]:
-    """Of each bit of eight codes the word that stands for it: the inverse of `codes_of`, in which
-    each is a difference (XOR) of bits, by Gaussian elimination."""
+    """The word for each bit of eight codes: the inverse of `codes_of`, in which each bit is a
+    difference (XOR) of bits, by Gaussian elimination."""
     rows = [(codes_of(1 << i), 1 << i) for i in range(32)]
     for bit in range(32):
         at = next(i for i in range(bit, 32) if rows[i][0] >> bit & 1)

@@ -32,13 +32,12 @@ class Linear:
     """A weight [n, k], or one for each of E experts: `data` and per-row `scale` (None for wide
     weights) as the implementation keeps them. kind: fp8 (e4m3 values), w8a8 (e4m3 values that meet
     e4m3 inputs), int4 (or uint4, with zero points: int4.py), nvfp4 (nvfp4.py), int8 (int8.py), bf16
-    or float32.
-    layout: plain, row_parallel (O and down: what several devices would cut along k), gated (gate's
-    rows, then up's), experts or experts_gated. k_groups: parts of k, contiguous in row_parallel
-    weights, whose sums are made apart, then added as a binary tree. plain: its values once more in
-    plain order (`Ops.with_plain`). dealt: the kind as which its tiles were dealt (tiles.py), where
-    it is read as another than it was packed as: int16 is a head in two parts (int8.py), which is
-    read as bf16, or of which the codes are read, as int8."""
+    or float32. layout: plain, row_parallel (O and down: what several devices would cut along k),
+    gated (gate's rows, then up's), experts or experts_gated. k_groups: parts of k, contiguous in
+    row_parallel weights; each has a sum of its own, and these are added as a binary tree. plain:
+    the values once more in plain order (`Ops.with_plain`). dealt: the kind as which the tiles were
+    packed (tiles.py), where it differs from the kind as which they are read: int16 is a head in two
+    parts (int8.py), which is read as bf16, or its codes alone as int8."""
 
     n: int
     k: int
@@ -84,13 +83,13 @@ class Rows:
 Dense = tuple[Tensor, Tensor | None]
 """A weight's values and scale in plain order."""
 Chosen = tuple[Tensor, Tensor]
-"""Experts [M, top_k] int32 and their shares [M, top_k] float32, in rank order. Rows that sit the
-call out and drafts that don't exist (NO_GUESS) picked nobody: -1, with shares of 0."""
+"""Experts [M, top_k] int32 and their shares [M, top_k] float32, in rank order. Idle rows
+and draft positions without a guess (NO_GUESS) pick no expert: -1, with shares of 0."""
 
 
 class Opening(NamedTuple):
-    """What a branch is fed: the stream, normed by weight `pre` (as it is where None), for a weight
-    of this kind."""
+    """A branch's input: the stream, normed by weight `pre` (as it is where None), for a weight of
+    this kind."""
 
     pre: Tensor | None
     kind: str
@@ -110,7 +109,7 @@ NOTHING = Closing()
 
 
 class DenseBranch(NamedTuple):
-    """Of a MoE layer: its input, weights, and the norm of what they give."""
+    """A MoE layer's dense branch: its input, its weights, and the norm of its output."""
 
     x: X
     gate_up: Linear
@@ -119,8 +118,8 @@ class DenseBranch(NamedTuple):
 
 
 class RoutedBranch(NamedTuple):
-    """Of a MoE layer: the router with its own input, then the experts with theirs, and the norm of
-    the sum of those that it picks."""
+    """A MoE layer's routed branch: the router with its input, then the experts with theirs, and the
+    norm of the picked experts' sum."""
 
     x_router: X
     router: Linear
@@ -151,11 +150,11 @@ class Ops(Protocol):
         ...
 
     def pack_codes(self, weight: FourBits, layout: str) -> Linear:
-        """The same of 4-bit codes."""
+        """The same for 4-bit codes."""
         ...
 
     def with_plain(self, weight: Linear) -> Linear:
-        """The same, with what `dense` gives lying beside it for good, if prefill asks for that."""
+        """The same weight, with `dense`'s values kept beside it if prefill uses them."""
         ...
 
     def dense(self, weight: Linear) -> Dense:
@@ -164,14 +163,14 @@ class Ops(Protocol):
         ...
 
     def dense_parts(self, weight: Linear) -> Iterator[tuple[slice, Dense]]:
-        """A gated weight's, some features at a time where all would take much memory: which
-        features, and `dense` of their gates and then their ups; each valid until the next."""
+        """`dense` of a gated weight, some features at a time where all would take much memory:
+        which features, and the values of their gates, then their ups; each valid until the next."""
         ...
 
     def embed(self, head: Linear, rows: Rows, texts: Tensor | None = None) -> Tensor:
         """The tokens' rows of the head's own table -> h [M, H] float32; ids outside the vocabulary
-        count as 0. texts [slots, positions] int32: where tokens are put too; a row that sits out
-        may start anywhere and puts none."""
+        count as 0. texts [slots, positions] int32: where tokens are written too; an idle row may
+        have any start and writes none."""
         ...
 
     def norm(
@@ -196,7 +195,7 @@ class Ops(Protocol):
         ...
 
     def gated(self, x: X, gate_up: Linear, kind: str) -> X:
-        """gelu_tanh(x gate) * (x up), or with SiLU as the architecture says: the input of a
+        """gelu_tanh(x gate) * (x up), or with SiLU, by the architecture: the input of a
         row_parallel weight. `gate_up` holds gate's rows, then up's."""
         ...
 
@@ -206,7 +205,7 @@ class Ops(Protocol):
         ...
 
     def store(self, qkv: Tensor, layer: AttentionLayer, rows: Rows) -> None:
-        """Of `attention` the new K/V alone."""
+        """The part of `attention` that stores the new K/V."""
         ...
 
     def per_layer_inputs(self, mixed: Tensor, table: Tensor, norm: Tensor, rows: Rows) -> Tensor:
@@ -233,8 +232,8 @@ class Ops(Protocol):
         ...
 
     def heads(self, values: Tensor) -> tuple[Linear, NarrowHead | None]:
-        """Of bfloat16 values [n, k] the head, whose table `embed` reads too, and its codes; None
-        where a head of so many words is not certified."""
+        """bfloat16 values [n, k] -> the head (`embed` reads its table too), and its codes; None if
+        a head of so many words is not certified."""
         ...
 
     def candidates(
@@ -258,5 +257,5 @@ class Ops(Protocol):
         masks: Tensor | None = None,
     ) -> Tensor:
         """logits [B, T, V] -> [B, T] int32. needs_sampler False: every row is a bare argmax. masks
-        [B, T, words] int32: the tokens that may come, as `specdec.core.constraint` has them."""
+        [B, T, words] int32: the allowed tokens (`specdec.core.constraint`)."""
         ...

@@ -2,7 +2,7 @@
 
 Memory holds every CTA's first step, then every CTA's second, and so on, so that the whole GPU reads
 one stretch at a time; within a step, warp by warp in the tensor cores' fragment order (tiles.py
-says who has what).
+assigns tiles to CTAs and warps).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from targets.cuda.nvfp4 import parts_of_words
 from targets.cuda.tiles import BITS, GATE_ROWS, INPUTS, INTEGERS, TILE, Schedule
 
 NIBBLES = (0, 16, 4, 20, 8, 24, 12, 28)
-"""Where the codes of eight inputs stand in a word: pairs in its halves, as MMAs want them. Those of
-NVFP4 are mixed (nvfp4.py)."""
+"""Bit positions of eight inputs' codes in a word: pairs in its halves, as MMAs take them. NVFP4 has
+another order (nvfp4.py)."""
 SCALES = {"nvfp4": 2}
-"""Of a row of a tile of codes, where there is more than one."""
+"""Scales per row of a tile of codes, where there is more than one."""
 BLOCK_AXES = 9
-"""Axes of `_axes` that say which tile, and which of its rows."""
+"""Axes of `_axes` that select the tile and its row."""
 
 
 def tile(values: Tensor, kind: str, layout: str, groups: int, processors: int) -> Tensor:
@@ -38,8 +38,8 @@ def tile(values: Tensor, kind: str, layout: str, groups: int, processors: int) -
 
 
 def tile_head(head: Int16, processors: int) -> Tensor:
-    """The same of a head: of a CTA's step all codes with their scales, then all 256ths. It has one
-    k group, so that a step's codes are one piece."""
+    """The same for a head: in each CTA's step, all codes with their scales, then all 256ths. It has
+    one k group, so that a step's codes are one piece."""
     codes = tile_codes(head.narrow, "plain", 1, processors, "int16")
     return torch.cat([codes, tile(head.fine, "int16", "plain", 1, processors)], -1)
 
@@ -47,9 +47,9 @@ def tile_head(head: Int16, processors: int) -> Tensor:
 def tile_codes(
     weight: FourBits | Int8, layout: str, groups: int, processors: int, dealt: str | None = None
 ) -> Tensor:
-    """The same of codes: a tile's codes, then its scales, then its zero points. Of an expert's
-    integers without zero points a unit's two tiles are as one, and codes are less 8. dealt: as
-    another kind."""
+    """The same for codes: a tile's codes, then its scales, then its zero points. For experts'
+    integers without zero points, a unit's two tiles are packed as one, and 8 is subtracted from
+    codes. dealt: the kind by which tiles are dealt, if another."""
     n, k = weight.codes.shape[-2:]
     plan = tiles.plan(n, k, dealt or weight.kind, layout, groups, processors)
     sizes, order = _axes(plan, weight.kind, layout)

@@ -156,8 +156,8 @@ def copied(weights: Weights, ops: Ops) -> Weights:
 
 
 def rounding(weights: Weights) -> Weights:
-    """The same weights where they lie; FP8 ones are read as w8a8, whose inputs are rounded to 8
-    bits too. Experts have no such kernel."""
+    """The same weights in the same memory; FP8 ones are read as w8a8, with inputs rounded to 8 bits
+    too. Experts have no such kernel."""
 
     def read(weight: Linear) -> Linear:
         fits = weight.kind == "fp8" and not weight.layout.startswith("experts")
@@ -192,7 +192,7 @@ def _build(arch: Arch, reader: Reader, each: Callable) -> Weights:
 
 
 def layer_weights(reader: Reader, arch: Arch, i: int, layer: LayerSpec) -> LayerWeights:
-    """Of layer i, by its tensors' names."""
+    """The weights of layer i, by its tensors' names."""
     at = f"layers.{i}."
     own = layer.kv_from is None
     names = ["q_proj"] + ["k_proj"] * own + ["v_proj"] * (own and not layer.k_eq_v)

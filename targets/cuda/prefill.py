@@ -24,7 +24,7 @@ from targets.cuda.reference import Reference
 
 TAIL = 16
 """Rows of a chunk that go on after the last layer's keys and values are stored: only the last row's
-logits are asked for, and the library's matmuls want 16."""
+logits are needed, and the library's matmuls need 16 rows."""
 
 
 def prefill(

@@ -25,15 +25,15 @@ from targets.cuda.tiles import ACTIVATION_SCALE
 FLASH_HEAD_DIM = 256
 """The widest head that torch's flash attention takes; it masks windows and shares KV heads."""
 ALIGN = 64
-"""Keys are padded to multiples of this where scores exist: matmuls want aligned rows."""
+"""Keys are padded to multiples of this where scores are stored: matmuls need aligned rows."""
 ROOM = 24 << 20
-"""Floats of a chunk's room: of sums of 4 bits that are yet to be rounded, of scores and shares."""
+"""Floats of a chunk's scratch memory: sums of 4-bit weights before rounding, scores and shares."""
 SCORES = ROOM * 2 // 3
 """Scores at once, and half as much for their softmax. More was no faster."""
 GATED_ROWS, ROWS = 1280, 16
-"""Rows whose gate and up exist at once, for they are the widest of a layer; cut at multiples."""
+"""Most rows of gate and up in memory at once, since they are a layer's widest; cut at multiples."""
 MOST_ROWS = 512
-"""Queries at once: each meets the keys of the last one, which are more in a larger block."""
+"""Queries at once: each is multiplied with all keys of the last one, more in a larger block."""
 
 
 class _Place(Structure):

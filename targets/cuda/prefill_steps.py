@@ -70,7 +70,7 @@ class Steps(Protocol):
     def gate_up(
         self, x: PrefillInput, parts: Iterator[tuple[slice, Dense]], width: int, kind: str
     ) -> PrefillInput:
-        """`gated` of x times the weight whose `Ops.dense_parts` these are, of `width` features."""
+        """`gated` of x times a weight of `width` features. parts: its `Ops.dense_parts`."""
         ...
 
     def gated(self, gate_up: Tensor, kind: str) -> PrefillInput:

@@ -1,8 +1,8 @@
-"""Tensors by name in the form that the forward wants them, from the file to the device.
+"""Read tensors by name, from the file to the device, in the form that the forward needs.
 
 dtype "fp8": every quantisable linear as e4m3 per output channel, taken from an FP8 file as it is
-or quantised on load, and the rest bf16. "fp8-w8a8": the same weights, of kind "w8a8" but for
-experts, whose inputs stay 16 bits wide: each of them meets few rows. "bfloat16" and "float32":
+or quantised on load, and the rest bf16. "fp8-w8a8": the same weights, of kind "w8a8" except
+experts: these keep 16-bit inputs, because each has few rows. "bfloat16" and "float32":
 everything wide. "int4": 4 bits where the file has them, in a form that the kernels take, integers
 or NVFP4 (four_bits.py), FP8 per channel as it is beside them, and the rest bf16; of a file without
 any, every quantisable linear rounded on load. For the other dtypes files of 4 bits, int8 or FP8 in
@@ -42,7 +42,7 @@ def quantise_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def own_dtypes(checkpoint: Checkpoint, dtype: str) -> dict[str, str]:
-    """Of the weights that a file of 4 bits keeps otherwise, by name."""
+    """The dtypes of weights that a file of 4 bits stores in other forms, by name."""
     if dtype != "int4" or not checkpoint.has_four_bits:
         return {}
     narrow = [name for name, spec in checkpoint.specs.items() if quantised(name, spec)]
@@ -57,7 +57,7 @@ def quantised(name: str, spec: TensorSpec) -> bool:
 
 
 class Reader:
-    """Of one checkpoint, or of what `source` says; weights with one input are packed as one."""
+    """Reads one checkpoint, or another `source`; weights with one input are packed as one."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Reader:
         staging: Staging,
         rounds: bool = True,
     ) -> None:
-        """rounds: whether int4 is what wider weights are rounded to, too."""
+        """rounds: whether dtype int4 rounds wider weights too."""
         self.source, self.specs, self.ops = source, specs, ops
         self.staging, self.rounds = staging, rounds
         self.wide = wide_dtype(dtype)
@@ -143,7 +143,7 @@ def _fp8(raw: Raw) -> tuple[Tensor, Tensor]:
 
 
 def wide_dtype(dtype: str) -> torch.dtype:
-    """Of what is not quantised."""
+    """The dtype of tensors that are not quantised."""
     return torch.float32 if dtype == "float32" else torch.bfloat16
 
 

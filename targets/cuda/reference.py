@@ -197,7 +197,7 @@ class Reference:
         return numbers.masked_fill(out, -1), parts.masked_fill(out, 0.0)
 
     def experts(self, x: Tensor, chosen: Chosen, gate_up: Linear, down: Linear) -> Tensor:
-        """The chosen experts, summed in rank order -> [M, H]; 0 where a row picked nobody."""
+        """The chosen experts, summed in rank order -> [M, H]; 0 where a row picked no expert."""
         out = torch.zeros((len(x), down.n), device=x.device)
         for row, numbers, shares, total in zip(x, *chosen, out, strict=True):
             for number, share in zip(numbers.tolist(), shares, strict=True):
@@ -237,7 +237,7 @@ class Reference:
         return each_row(lambda row: soft_cap(row, softcap), self.linear(x, table))
 
     def heads(self, values: Tensor) -> tuple[Linear, NarrowHead | None]:
-        """Of the same values as the kernels' heads."""
+        """With the same values as the kernels' heads."""
         if len(values) % int8.WORDS:
             return self.pack(values, None, "bf16", "plain"), None
         head, error = int8.quantise(values)
@@ -269,7 +269,7 @@ class Reference:
 
 @lru_cache(maxsize=64)
 def _inverse(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
-    """What every call of a layer's kind asks for again."""
+    """Inverse frequencies, cached: every call of a layer's kind needs them again."""
     return inverse_frequencies(rope, head_dim, device)
 
 

@@ -19,7 +19,7 @@ CLUSTER = 8
 """CTAs that choose one row's token together."""
 THREADS, WARP = 1024, 32
 TURNS = 2
-"""Of cycle.cu."""
+"""kTurns of cycle.cu: records, written in turn."""
 SAMPLE, CYCLE = Variant("sample"), Variant("cycle")
 
 
@@ -85,7 +85,7 @@ class HostRecords:
         self.words = torch.empty(shape, dtype=torch.int32, pin_memory=True)
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)
         self._next = 0
-        # torch does not know that kernels write there: it lends the memory again once it is free
+        # torch does not see that kernels write there: it would reuse the memory once it is freed
         weakref.finalize(self, _keep_until_written, self.words).atexit = False
 
     def begin(self) -> None:
@@ -167,8 +167,9 @@ class Sampler:
         k: int,
         turn: torch.Tensor,
     ) -> Rows:
-        """The verify of these slots [B] (-1: padding), before anybody has drafted: each text's last
-        token, then k times NO_GUESS. state: length and live [slots]. turn [1] int32: goes on."""
+        """The verify's rows for these slots [B] (-1: padding), before drafting: each text's last
+        token, then k times NO_GUESS. state: length and live [slots]. turn [1] int32: is
+        advanced."""
         batch = len(slots)
         make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=self._device)  # noqa: E731
         rows = Rows(make(batch, k + 1), make(batch), make(batch))

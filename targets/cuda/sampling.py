@@ -64,19 +64,19 @@ def choose(
         positions = rows.start[b] + torch.arange(tokens, device=logits.device)
         noise = None
         if rule.temperature > 0:
-            # integers, whose bits do not depend on their neighbours: of all rows at once
+            # drawn as integers, which do not depend on neighbouring rows: for all rows at once
             noise = uniform(rule.seed, positions + 1, logits.shape[-1])
         for t in range(tokens):
             row = penalise(logits[b, t] + mine(bias), rule, mine(history), positions[t])
-            # each row's noise lies by itself, for logs are taken of it row by row
+            # each row's noise is cloned, because logs are taken of it row by row
             drawn = row if noise is None else _drawn(row, rule, noise[t].clone())
             chosen.append(drawn.argmax().int())
     return torch.stack(chosen).view(batch, tokens)
 
 
 def _drawn(logits: torch.Tensor, rule: SamplingTable, noise: torch.Tensor) -> torch.Tensor:
-    """Whose largest is a draw from logits [V], noise [V] uniform; every leaf of `rule` is one
-    slot's."""
+    """-> values of which the argmax is a draw from logits [V]. noise [V] is uniform; every leaf of
+    `rule` is one slot's."""
     return _filter(logits / rule.temperature, rule) + from_uniform(noise)
 
 
@@ -118,14 +118,14 @@ def _filter(logits: torch.Tensor, rule: SamplingTable) -> torch.Tensor:
 def _cut(
     logits: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor, off: torch.Tensor
 ) -> torch.Tensor:
-    """Keep the smallest top set whose weights reach `wanted`; all where `off`."""
+    """Keep the smallest set of largest logits with at least this total weight; all where `off`."""
     if off:
         return logits
     keys, least, threshold = _ordered(logits), float(wanted), 0
     for bit in range(31, -1, -1):
         trial = threshold | (1 << bit)
         total = float(torch.where(keys >= trial, weight, 0.0).sum())
-        # the likeliest token always stays, however small `wanted` is
+        # the likeliest token always stays, however small the total is to be
         if total >= least and total > 0:
             threshold = trial
     return torch.where(keys >= threshold, logits, -torch.inf)
@@ -138,8 +138,8 @@ def _ordered(values: torch.Tensor) -> torch.Tensor:
 
 
 def logprobs(logits: torch.Tensor, chosen: torch.Tensor) -> LogprobRows:
-    """Of the unshaped distribution (temperature 1, nothing cut), best 20; tensors on the device,
-    as logits [B, T, V] and chosen [B, T] say."""
+    """Log-probabilities of the unshaped distribution (temperature 1, nothing cut): of the chosen
+    tokens and the best 20. Tensors on the device of logits [B, T, V] and chosen [B, T]."""
     log_p = logits.log_softmax(-1)
     values, ids = log_p.topk(min(MAX_LOGPROBS, log_p.shape[-1]), -1)
     picked = log_p.gather(-1, chosen[..., None].long())[..., 0]

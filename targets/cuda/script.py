@@ -1,5 +1,5 @@
 """A script in the captured cycle (`specdec.core.script`): its tables on the device, and a drafter
-whose guesses are right as often as was recorded."""
+with as many right guesses as were recorded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PlacedScript:
         self._right[rows] = torch.from_numpy(self.script.right[rows]).to(self._right.device)
 
     def coming(self, rows: Rows, count: int) -> torch.Tensor:
-        """What each row says next [B, count] int32, from the position behind its last token on."""
+        """Each row's next tokens [B, count] int32, from the position behind its last token on."""
         offset = torch.arange(count, device=rows.start.device)
         return self._said[_slots(rows)[:, None], rows.start.long()[:, None] + 1 + offset]
 
@@ -40,7 +40,7 @@ class PlacedScript:
 
 
 def _slots(rows: Rows) -> torch.Tensor:
-    """Padding reads slot 0: what it says goes nowhere."""
+    """Slots of the rows; padding reads slot 0, and its results are not used."""
     return rows.slot.clamp(min=0).long()
 
 

@@ -1,6 +1,6 @@
-"""The self-check: is a row's result bitwise the same at every width and place, beside anyone?
+"""The self-check: is a row's result bitwise the same at every width and place, beside any rows?
 
-The kernels are built for it and the tests hold them to it; this asks the device at hand.
+The kernels are built for it and tests check it; this repeats the check on the device at hand.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from targets.cuda.target import CudaTarget
 WIDTH = 8
 ROUNDS = 3
 ROWS = 8
-"""Slots that are asked, the last one among them: all logits are kept, which takes memory."""
+"""Slots that are checked, including the last one. Not all: every logit is kept, which takes
+memory."""
 
 
 def self_check(target: CudaTarget, seed: int = 0) -> list[Check]:
-    """Feed random tokens. Overwrites the cache: call it idle."""
+    """Feed random tokens. Overwrites the cache: call it while no sequence runs."""
     random = np.random.default_rng(seed)
     rounds = min(ROUNDS, (target.max_len - 1) // WIDTH)
     slots = sorted({*range(min(target.slots, ROWS - 1)), target.slots - 1})

@@ -68,7 +68,7 @@ class TensorSnapshot:
 
     @torch.inference_mode()
     def tensors(self) -> list[Tensor]:
-        """On the device: views, or a copy of what is on the host. Raises MemoryError."""
+        """The tensors on the device: views, or a copy of the host's. Raises MemoryError."""
         data = self._data if not self._blocks else self._uploaded()
         found, first = [], 0
         for shape, dtype in self._shapes:

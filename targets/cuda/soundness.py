@@ -12,7 +12,7 @@ from targets.soundness import refuse_unsound
 
 def is_sound(values: Tensor) -> bool:
     """Whether all of them are finite: reductions without scratch memory, 1 / 30 s for all of 31B.
-    Who asks waits for the device, as each piece of an upload does."""
+    Waits for the device, as each piece of an upload does."""
     if values.dtype == torch.float8_e4m3fn:
         # its NaNs are 0x7f and 0xff: the largest of signed bytes, and of unsigned ones
         most = values.view(torch.int8).max().item(), values.view(torch.uint8).max().item()

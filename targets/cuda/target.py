@@ -58,7 +58,7 @@ class Plan:
     own: Mapping[str, str] = field(default_factory=dict)
     """dtypes of weights, by name, that a file of 4 bits keeps otherwise."""
     correlation: float = 0.0
-    """Of random weights: how far rows' router logits agree (`targets.routing`)."""
+    """For random weights: correlation of rows' router logits (`targets.routing`)."""
 
     @property
     def slack(self) -> int:
@@ -109,7 +109,7 @@ class CudaTarget:
 
     @property
     def capturable(self) -> bool:
-        """Whether its operations can be captured in graphs: references ask the host as they go."""
+        """Whether its operations can be captured in graphs: references read results on the host."""
         return not isinstance(self.ops, Reference)
 
     def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
@@ -178,8 +178,8 @@ class CudaTarget:
         return self._rows(tokens, starts, [seq.slot for seq in seqs])
 
     def draft_rows(self, seqs: Seqs[Sequence], k: int) -> Rows:
-        """Each sequence's last token, and k places for guesses. Penalties on these count that token
-        too, which is fed only with them: it is remembered."""
+        """Each sequence's last token, and k places for guesses. The token is written to the history
+        here, although it is fed only with the guesses: penalties on these count it."""
         rows = self.feed(seqs, np.full((len(seqs), k), NO_GUESS, np.int32))
         remember(self.cache.tokens, rows.tokens[:, :1], rows.start, rows.slot)
         return rows
@@ -188,7 +188,7 @@ class CudaTarget:
     def step(
         self, rows: Rows, needs_sampler: bool, logprobs: bool, masks: Masks | None = None
     ) -> Chosen:
-        """Feed the rows and choose, and what of it a cycle asks for."""
+        """Feed the rows and choose; return what a cycle needs."""
         bare = masks is None and not logprobs  # logits serve the choice alone
         logits, features = self.logits(rows, Choosing(self.rules, needs_sampler) if bare else None)
         allowed = None if masks is None else masks()
@@ -208,7 +208,7 @@ class CudaTarget:
         self, rows: Rows, choosing: Choosing | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Feed the rows -> logits [B, T, V] and features [B, T, F] or None, on the device alone.
-        choosing: as `model.decode` has it."""
+        choosing: as in `model.decode`."""
         common = self.weights, self.arch, self.cache, rows, self.ops
         out = decode(*common, self.plan.features, choosing=choosing, remembers=True)
         shape = (*rows.tokens.shape, -1)

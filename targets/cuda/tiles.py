@@ -20,42 +20,43 @@ INPUTS = 32
 EIGHTHS = 8
 """Most k groups of a weight."""
 BITS = {"bf16": 16, "fp8": 8, "w8a8": 8, "int8": 8, "int16": 8, "int4": 4, "uint4": 4, "nvfp4": 4}
-"""Of a stored value; of int16, of each of its parts."""
+"""Bits of a stored value; for int16, of each of its two parts."""
 TILE_BYTES = {"bf16": 1024, "fp8": 512, "w8a8": 512, "int8": 544, "int16": 544 + 512}
 TILE_BYTES |= {"int4": 288, "uint4": 304, "nvfp4": 288}
-"""With the scales of codes, and zero points (kernels/tile.cuh)."""
+"""Bytes of a tile, with the scales of codes and zero points (kernels/tile.cuh)."""
 VALUE_BYTES = {"bf16": 2, "fp8": 1, "w8a8": 1, "int4": 2, "uint4": 2, "nvfp4": 2}
-"""Of a value in plain order: float16 of 4-bit ones."""
+"""Bytes of a value in plain order; 4-bit values become float16."""
 WARPS = {1: 24, 2: 11, 3: 8}
 """By tiles per warp, preferred first: the most warps of a CTA (gemm.cu adds a producer, and wide.cu
 takes two tiles a warp). Many narrow warps catch up faster with a ring that was filled while the
 kernel before still ran: 1 % of a cycle."""
 NARROW_WARPS = {2: 11, 3: 8, 1: 11}
-"""The same of w8a8 weights, whose tiles w8a8.cu gives to its warps itself."""
+"""The same for w8a8 weights; w8a8.cu assigns their tiles to its warps itself."""
 HEAD_WARPS = {3: 6, 2: 5, 1: 12}
-"""The same of a head (int16): where its codes alone are read, each warp turns inputs into f16. No
-more than with which two steps of four blocks fit beside the inputs of 128 tokens."""
+"""The same for a head (int16): where its codes alone are read, each warp converts inputs to f16. So
+few that two steps of four blocks fit beside the inputs of 128 tokens."""
 STEP_BYTES = {"bf16": 24 << 10, "fp8": 24 << 10, "int16": 75 << 10, "int4": 28 << 10}
 BLOCKS = {"bf16": 16, "fp8": 16, "int16": 16, "int4": 32}
-"""Of a step: its weights' bytes and blocks of inputs at most. Two steps must fit, whose inputs of
-16 tokens are 1 KiB a block. Steps of 4 bits are fewer bytes, and cost no less."""
+"""Per step at most: bytes of weights, and blocks of inputs. Two steps must fit, together with
+inputs of 16 tokens (1 KiB per block). Steps of 4-bit weights have fewer bytes, but cost as much."""
 DEPTHS = (1, 2, 3, 4)
 """Blocks of inputs per warp and step. kernels/gemm.cu has a loop for each."""
 INTEGERS = "int4"
-"""The kind whose codes experts multiply as integers (kernels/integers.cuh)."""
+"""The kind of weights that experts multiply as integers (kernels/integers.cuh)."""
 GATE_ROWS = {"gated": TILE // 2, "experts_gated": TILE}
-"""Rows of gate that stand together, before as many of up: in one tile, of whose halves a thread has
-both, or in a tile of each (moe.cu)."""
+"""Consecutive rows of gate, before as many of up: half a tile each, so that a thread has both
+halves, or a tile each (moe.cu)."""
 GROUPS = ((3 * 132, 8), (4 * 132, 4), (10 * 132, 2))
-"""k groups of weights of up to so many tiles: as many as there are warps for where a Hopper GPU of
-132 multiprocessors shares the tiles. Other machines take the same: they are part of the sums."""
+"""(tiles, k groups): weights of up to so many tiles have so many k groups, as many as there are
+warps for if 132 multiprocessors (Hopper) share the tiles. Other machines take the same numbers,
+because sums depend on them."""
 ACTIVATION_SCALE = 32.0
-"""Inputs of e4m3 weights travel divided by this (kernels/common.cuh)."""
+"""Inputs of e4m3 weights are divided by this (kernels/common.cuh)."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a weight is dealt. Of these numbers only `k_groups` is seen in any sum.
+    """How a weight's tiles are dealt to CTAs and warps. Sums depend on `k_groups` only.
 
     ctas x passes x tiles cover the rows; k_groups x steps x depth blocks cover the inputs. A CTA's
     warps are row_groups (of `wide` tiles each) x k_groups.
@@ -79,9 +80,10 @@ class Schedule:
 
 
 def k_groups(n: int, layout: str) -> int:
-    """Of a weight of n rows: into how many parts its k is cut, whose sums are added as a binary
-    tree. n counts all rows, wherever they are kept, so that no cut of the rows changes a sum. What
-    is cut along k (row_parallel) has eight parts, which 2, 4 or 8 devices share evenly."""
+    """Number of parts into which k is cut for a weight of n rows. The parts' sums are added as a
+    binary tree. n counts all rows, on all devices, so that no cut of the rows changes a sum.
+    Weights that are cut along k (row_parallel) have eight parts, which 2, 4 or 8 devices share
+    evenly."""
     if layout == "row_parallel" or layout.startswith("experts"):
         return EIGHTHS
     tiles = _tiles(n, layout)
@@ -89,8 +91,9 @@ def k_groups(n: int, layout: str) -> int:
 
 
 def k_stride(weight: Linear) -> int:
-    """From one block of a k group to its next. Contiguous groups are for what is cut along k;
-    others lie side by side, so that a step of all groups is a contiguous part of the inputs."""
+    """Distance from one block of a k group to its next. Groups are contiguous in weights that are
+    cut along k; else interleaved, so that a step of all groups is a contiguous part of the
+    inputs."""
     return 1 if weight.layout == "row_parallel" else weight.k_groups
 
 
@@ -135,7 +138,7 @@ def _deals(
 
 
 def weight_variant(file: str, kind: str, *macros: tuple[str, int]) -> Variant:
-    """Of a kernel that reads tiles of this kind (kernels/tile.cuh)."""
+    """The variant of a kernel that reads tiles of this kind (kernels/tile.cuh)."""
     form = {"uint4": "ZEROS", "nvfp4": "E2M1", "int8": "CODES", "int16": "FINE"}
     more = [(form[kind], 1)] if kind in form else []
     return Variant(file, (("BITS", BITS[kind]), *more, *macros))
@@ -143,7 +146,7 @@ def weight_variant(file: str, kind: str, *macros: tuple[str, int]) -> Variant:
 
 @cache
 def expert_schedule(n: int, k: int, gated: bool) -> Schedule:
-    """Of one expert, on any machine: units of two tiles, each with all of its inputs."""
+    """The schedule of one expert, on any machine: units of two tiles, each with all its inputs."""
     tiles = 2 * -(-(n // 2) // TILE) if gated else -(-n // TILE)
     return Schedule(
         ctas=1,

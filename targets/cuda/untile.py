@@ -16,12 +16,12 @@ from targets.cuda.launch import Launcher, Variant
 from targets.cuda.ops import Dense, Linear
 
 THREADS, LAID_BYTES = 512, 96 << 10
-"""Of a CTA; what it lays out at once, two of them on a multiprocessor."""
+"""Threads per CTA; bytes that it lays out at once, with two CTAs per multiprocessor."""
 WHOLE_BYTES = 256 << 20
-"""In plain order at once: smaller gates and ups in two parts would double the launches of a prompt
-that is bound by them, for less memory than `down` takes anyway."""
+"""Bytes up to which gates and ups are untiled whole. Smaller ones in two parts would double the
+launches of a prompt that is bound by launches, and save less memory than `down` takes anyway."""
 PLAIN_DTYPES = {16: torch.bfloat16, 8: torch.float8_e4m3fn, 4: torch.float16}
-"""Of a value in plain order, by the bits of a stored one."""
+"""dtype of values in plain order, by the bits of a stored value."""
 
 
 class _Job(Structure):
@@ -34,7 +34,7 @@ class _Job(Structure):
 
 
 class _Part(NamedTuple):
-    """Of a weight: how many passes of so many CTAs, the bytes before theirs, and its rows."""
+    """A part of a weight: passes, CTAs per pass, bytes before them, and rows."""
 
     passes: int
     ctas: int
@@ -43,7 +43,7 @@ class _Part(NamedTuple):
 
 
 def variants(kinds: set[str]) -> set[Variant]:
-    """For weights of these kinds; a head (of which int8 are the codes) is never turned back."""
+    """For weights of these kinds; a head (kind int8: its codes) is never untiled."""
     return {_variant(kind) for kind in kinds - {"int8"}}
 
 
@@ -52,7 +52,7 @@ def _variant(kind: str) -> Variant:
 
 
 class Untile:
-    """On a GPU with this many multiprocessors, for whose shares weights are tiled."""
+    """Untiles weights that were tiled for a GPU with this many multiprocessors."""
 
     def __init__(self, launch: Launcher, processors: int) -> None:
         self._launch, self._processors = launch, processors
@@ -120,8 +120,8 @@ class Untile:
         self._launch(_variant(weight.kind), "untile", grid, THREADS, [job], shared, early=False)
 
     def _plain_scale(self, weight: Linear, part: slice | None = None) -> Tensor | None:
-        """Of all rows, or of some features' gates and ups. Divided when first asked for: a launch
-        of its own otherwise costs each call."""
+        """Scales of all rows, or of some features' gates and ups. The division is cached: it is a
+        launch of its own, which would cost time in each call."""
         packed = weight.scale
         if packed is None:
             return None
@@ -133,7 +133,8 @@ class Untile:
 
 
 def _parts(weight: Linear, plan: tiles.Schedule) -> Iterator[tuple[slice, _Part]]:
-    """Of a gated weight, with their features: each pass, or half of the only pass's CTAs."""
+    """The parts of a gated weight, with their features: a pass each, or half of the only pass's
+    CTAs."""
     width, features = weight.n // 2, plan.tiles * tiles.TILE // 2
     most = plan.ctas if plan.passes > 1 else -(-plan.ctas // 2)
     for first in range(0, -(-width // features), most):
@@ -150,12 +151,12 @@ def _stays(weight: Linear) -> bool:
 
 
 def _count(weight: Linear) -> int:
-    """Experts of a weight, else one."""
+    """Number of experts of a weight; 1 for other weights."""
     return len(weight.data) if weight.layout.startswith("experts") else 1
 
 
 def _plain_bytes(weight: Linear, rows: int) -> int:
-    """Of so many rows, of each expert's where there are some."""
+    """Bytes of so many rows in plain order (per expert, if the weight has experts)."""
     return _count(weight) * rows * weight.k * tiles.VALUE_BYTES[weight.kind]
 
 

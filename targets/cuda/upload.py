@@ -1,7 +1,7 @@
 """From the host to the GPU, through page-locked memory.
 
-CUDA copies ordinary memory at a tenth of what the bus can do, however many threads ask: 5.5 GB/s on
-an H200's host, where this reads 23 GB/s with one thread and 43 with four.
+CUDA copies ordinary memory at a tenth of the bus's bandwidth, with any number of threads: 5.5 GB/s
+on an H200's host, where this reads 23 GB/s with one thread and 43 with four.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _local = threading.local()
 
 
 def as_tensor(values: np.ndarray) -> Tensor:
-    """Without a copy: torch takes numpy's memory, under a name that both know."""
+    """As a tensor without a copy: viewed as a dtype that numpy and torch share."""
     if values.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     if values.dtype == ml_dtypes.float8_e4m3fn:

@@ -1,4 +1,4 @@
-"""Which kernels an architecture needs: what a start compiles, or finds in the cache."""
+"""The kernels that an architecture needs: a start compiles them, or finds them in the cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from targets.cuda.graphs import TOKENS
 from targets.cuda.launch import Variant
 
 ROW_THREADS = 512
-"""Of a CTA that has a row of the residual stream, four values at a time."""
+"""Threads of a CTA with a row of the residual stream, four values at a time."""
 
 
 def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:

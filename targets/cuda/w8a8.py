@@ -22,12 +22,12 @@ from targets.cuda.launch import SHARED_LIMIT, Launcher, Variant, address, pointe
 from targets.cuda.ops import Linear
 
 AT_ONCE = 128
-"""Most tokens per CTA of which a warp has registers for two tiles, or for two k groups' sums."""
+"""Most tokens per CTA with which a warp has registers for two tiles, or for two k groups' sums."""
 WARPS = 12
 PIECES = 12
-"""Of a step's weights, each from one CTA of the deal, that the producers copy."""
+"""Most pieces of a step's weights that the producers copy, each from one CTA of the deal."""
 BARRIERS = 16
-"""Bytes of a stage's two."""
+"""Bytes of a stage's two barriers."""
 ADD_THREADS, QUANTISE_THREADS = 256, 1024
 WIDEST = 3 * 8 * QUANTISE_THREADS
 """What a CTA of quantise.cu holds of a row."""
@@ -62,14 +62,15 @@ class Parts:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the output."""
+        """The output's shape."""
         return self.sums.shape[1:]
 
 
 @dataclass(frozen=True)
 class Share:
     """What a CTA of w8a8.cu takes: up to `take` row groups of one of `runs` runs of `run` each, and
-    `share` k groups of them, with `together` tiles a warp. No number is seen in a sum."""
+    `share` k groups of them, with `together` tiles per warp. Sums do not depend on these
+    numbers."""
 
     runs: int
     run: int
@@ -79,7 +80,7 @@ class Share:
 
     @property
     def ctas(self) -> int:
-        """For all rows."""
+        """CTAs for all rows."""
         return self.runs * -(-self.run // self.take)
 
 
@@ -115,7 +116,7 @@ def as_groups(parts: Parts) -> KGroups:
 
 
 def variants(blocks: tuple[int, ...] = NARROW_BLOCKS) -> set[Variant]:
-    """All that any weight asks for, with inputs in blocks of so many tokens."""
+    """The variants for all weights, with inputs in blocks of so many tokens."""
     multiply = {
         _variant(block, depth, together)
         for block, depth, together in product(blocks, tiles.DEPTHS, (1, 2))
@@ -125,7 +126,7 @@ def variants(blocks: tuple[int, ...] = NARROW_BLOCKS) -> set[Variant]:
 
 
 class W8A8:
-    """On a GPU with this many multiprocessors."""
+    """Launches w8a8.cu on a GPU with this many multiprocessors."""
 
     def __init__(self, launch: Launcher, processors: int) -> None:
         self._launch, self._processors = launch, processors

@@ -26,7 +26,7 @@ _ALONE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-"""What libtpu is told where it only compiles: not to lock a chip, nor to ask the cloud."""
+"""Environment for libtpu when it only compiles: no lock on a chip, no queries to the cloud."""
 
 
 def topology_mesh(name: str, tp: int) -> Mesh:

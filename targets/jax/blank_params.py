@@ -49,7 +49,8 @@ def init_params(
 ) -> Params:
     """Random parameters: linears with std 1 / sqrt(in), embeddings with 1 / sqrt(hidden), so
     that scaled embeddings have unit variance; norms, scalars and router scales are 1.
-    narrow: linears drawn as integers. mesh: whose devices' parts are to lie together."""
+    narrow: linears drawn as integers. mesh: gate's and up's rows are ordered so that the part of
+    each device is contiguous."""
     counter = iter(range(10**6))
 
     def leaf(names: list[str], spec: TensorSpec, stacked: bool) -> Any:

@@ -47,8 +47,8 @@ def keep_programs(folder: Path) -> None:
 
 
 def keep_programs_if_possible() -> None:
-    """The same in the default folder. Nobody asked for it: a home that is read-only costs the next
-    start its time, no more."""
+    """The same in the default folder. If that is not writable, only warn: the next start compiles
+    again."""
     if _writable(PROGRAMS):
         keep_programs(PROGRAMS)
     else:

@@ -1,4 +1,4 @@
-"""What a fusion asks of its operands: a slice of a stack asks for the slice, not for the stack."""
+"""What a fusion reads of its operands: for a slice of a stack that is the slice, not the stack."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def through(i: Instruction, known: dict[str, Instruction]) -> Instruction:
 
 
 def results(inner: Computation, known: dict[str, Instruction]) -> list[Instruction]:
-    """What a fusion's root, or each member of its tuple, really is."""
+    """A fusion's root, or the members of its tuple, without the copies and reshapes around them."""
     root = inner.root
     members = [known[n] for n in root.operands] if root.op == "tuple" else [root]
     return [through(i, known) for i in members]

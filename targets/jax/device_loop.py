@@ -1,7 +1,7 @@
 """The device-resident driver: many cycles in one `lax.while_loop`, one dispatch by the host.
 
-It traces `specdec.core.cycle.cycle`, with a target and a drafter whose methods act on traced
-state: one step, two drivers.
+It traces `specdec.core.cycle.cycle`, the same as in the host loop, with a target and a drafter that
+act on traced state.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from targets.sampling_params import Rules, SamplingTable
 CYCLES = 8
 """Cycles per dispatch: enough to hide the host, few enough that streaming stays smooth."""
 STOPS = 16
-"""Stop ids per row that the device knows; the engine cuts by all of them in any case."""
+"""Stop ids per row that the device checks; the engine checks all of them in any case."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Limits:
     cycles: Array
     """[]: how many cycles to run at most."""
     guesses: Array
-    """[B] int32: how many guesses each row's request wants at most."""
+    """[B] int32: the most guesses that each row's request allows."""
 
 
 @struct.dataclass
@@ -87,7 +87,7 @@ class LoopInputs:
     """The drafter's weights."""
     limits: Limits
     script: ScriptTables | None = None
-    """What is said instead of what was chosen (speed tests)."""
+    """The text that replaces what was chosen (speed tests)."""
 
 
 @struct.dataclass
@@ -98,8 +98,8 @@ class LoopState:
     memory: Any
     """The drafter's own."""
     leading: Array
-    """[B, k] int32: what comes first in the next cycle's draft. The host's in the first cycle of a
-    dispatch, nothing in others."""
+    """[B, k] int32: tokens that come first in the next cycle's draft. Set by the host for the first
+    cycle of a dispatch, none in others."""
 
 
 @struct.dataclass
@@ -140,8 +140,8 @@ class _TracedTarget:
 
 
 class _GuidedDrafter:
-    """A traced drafter in whose guesses what the host knows comes first, and which guesses no more
-    than requests want."""
+    """A traced drafter with the host's tokens put first, and with each row's guesses limited to its
+    request's maximum."""
 
     def __init__(self, drafter: TracedDrafter, leading: Array, most: Array) -> None:
         self._drafter, self._leading, self._most = drafter, leading, most

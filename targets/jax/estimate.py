@@ -43,7 +43,7 @@ class Estimate:
 
 
 def chip_of(topology: str) -> Chip:
-    """The chip of a topology's name. Raises UserError for one whose rates aren't known here."""
+    """The chip of a topology's name. Raises UserError for chips that are not in `CHIPS`."""
     kind = topology.split(":")[0]
     if kind not in CHIPS:
         raise UserError(f"--topology {topology}: known are {', '.join(CHIPS)}, as in v6e:2x2x1")

@@ -64,8 +64,8 @@ def mixture(h: Array, real: Array | None, w: dict[str, Any], moe: MoeSpec, eps: 
 
 
 def experts_a_round(experts: int) -> int:
-    """Of the loop over them, so that several's weights are on their way at the same time: up to
-    four that divide their number. Those beyond the last picked one weigh nothing."""
+    """Experts per round of the loop over them, so that weights of several are loaded at the same
+    time: up to four, a divisor of their number. Those after the last picked one have weight 0."""
     return next(number for number in (4, 2, 1) if experts % number == 0)
 
 
@@ -110,10 +110,11 @@ def routed(x: Array, picks: Array, shares: Array, experts: Experts, every: bool)
 
 
 def _sum_of_experts(x: Array, picks: Array, shares: Array, experts: Experts, every: bool) -> Array:
-    """The sums over all experts, of as much of their width as is here; picks of none add nothing.
+    """The sums over all experts, for the part of their width on this device; picks of -1 add
+    nothing.
 
     Each picked expert takes all rows, in ascending order: its output for a row that did not pick
-    it weighs exactly 0, so a row's sum has its own experts in their order, whoever else is there.
+    it weighs exactly 0, so a row's sum has its own experts in their order, beside any other rows.
     """
     count = jax.tree.leaves(experts.down)[0].shape[1]
     picked = (picks[..., None] == jnp.arange(count)).any((0, 1))

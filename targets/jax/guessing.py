@@ -16,8 +16,8 @@ def guess(
     """logits [B, D] float32 of the words ids [D], or [B, D] where rows score different ones; None:
     of the whole vocabulary. -> the guess for position place [B] of each text: [B] int32.
 
-    NO_GUESS where a row is not `going` [B], or may say none of these words. An id that is no word
-    counts as barred. needs_sampler False: every guess is a bare argmax.
+    NO_GUESS where a row is not `going` [B], or all of these words are barred. An id outside the
+    vocabulary counts as barred. needs_sampler False: every guess is a bare argmax.
     """
     vocab = rules.bias.shape[1]
     if ids is None:

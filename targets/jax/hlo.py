@@ -1,7 +1,8 @@
 """Optimised HLO, as XLA prints it (`compiled.as_text()`), read into plain values.
 
 Only what counting needs: computations, instructions, shapes with their tiles and memory spaces.
-Syntax: openxla.org/xla/operation_semantics and /xla/tiled_layout; checked by tests/test_hlo.py.
+Syntax: openxla.org/xla/operation_semantics and /xla/tiled_layout; checked by
+tests/test_compile_report.py.
 """
 
 from __future__ import annotations

@@ -26,11 +26,11 @@ def join(
     late: Callable[[], None],
     patience: int = PATIENCE,
 ) -> tuple[int, int]:
-    """Meet the other processes -> (which one this is, how many there are).
+    """Connect to the other processes -> (this one's index, how many there are).
 
-    All None: JAX asks the cluster (Cloud TPU, Slurm, Open MPI). late: called from another thread
-    where some have not come after `patience` seconds; it must end the process, for otherwise JAX
-    does, with a stack trace. Raises UserError.
+    All None: JAX reads them from the cluster (Cloud TPU, Slurm, Open MPI). late: called from
+    another thread if processes are missing after `patience` seconds; it must end the process,
+    because otherwise JAX does, with a stack trace. Raises UserError.
     """
     watch = threading.Timer(patience, late)
     watch.daemon = True
@@ -46,7 +46,7 @@ def join(
     except (RuntimeError, ValueError) as problem:
         if coordinator is None:
             raise UserError(
-                "--coordinator-address auto: JAX knows no cluster here (a Cloud TPU pod, Slurm, "
+                "--coordinator-address auto: JAX finds no cluster here (a Cloud TPU pod, Slurm, "
                 "Open MPI): name HOST:PORT, --num-processes and --process-id"
             ) from None
         if "start RPC server" in str(problem):
@@ -61,8 +61,8 @@ def join(
 
 
 def leave() -> None:
-    """Part from the others, who do the same. A process that a signal ends afterwards can't: it
-    runs no handlers of its end, and JAX aborts the others."""
+    """Disconnect from the other processes, which do the same. A process that ends by a signal runs
+    no exit handlers and can't disconnect: JAX then aborts the others."""
     jax.distributed.shutdown()
 
 

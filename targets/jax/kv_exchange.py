@@ -144,7 +144,7 @@ def _seen(span: Span, tokens: int, size: int, window: int | None) -> Array:
 
 
 def _rows_at_once(rows: int, cache: kv.Entries) -> int:
-    """The most rows, out of `rows` evenly, whose entries of one layer stay under AT_ONCE."""
+    """The largest divisor of `rows` for which one layer's entries stay within AT_ONCE."""
     leaves = jax.tree.leaves(cache)
     row = sum(math.prod(x.shape[2:]) * x.dtype.itemsize for x in leaves)
     row = row * min(kv.size(cache), BLOCK) // kv.size(cache)
@@ -154,7 +154,7 @@ def _rows_at_once(rows: int, cache: kv.Entries) -> int:
 def attend_visible(
     exchange: Any, q: Array, seen: tuple[Array, Array], layer: LayerSpec, key_norm: Array | None
 ) -> Array:
-    """`attend` of the training memories: over whole keys and values, as far as `visible` says."""
+    """`attend` for training: over whole keys and values, masked by `visible`."""
     k, v = seen
     return layers.attend(q, k, v, exchange.visible(layer, q.shape[1], k.shape[1]))
 
@@ -170,7 +170,7 @@ class SequenceExchange(NamedTuple):
         return jnp.arange(tokens)[None]
 
     def exchange(self, stored, repeat, layer, k, v):
-        if stored is None:  # nobody shares this layer's K/V: keep nothing
+        if stored is None:  # no other layer shares this one's K/V: keep nothing
             return None, (k, v)
         stored = kv.LayerCache(stored.k.at[repeat].set(k), stored.v.at[repeat].set(v))
         return stored, (k, v)

@@ -101,7 +101,7 @@ RopeTables = dict[tuple[Rope, int], tuple[Array, Array]]
 
 
 def tables_of(specs: Iterable[LayerSpec], positions: Array) -> RopeTables:
-    """Of these layers."""
+    """The rotary tables of these layers."""
     kinds = {(spec.rope, spec.head_dim): None for spec in specs}
     return {kind: rope_tables(*kind, positions) for kind in kinds}
 
@@ -148,7 +148,7 @@ def queries_in_parts(q: Array, layer: LayerSpec, key_norm: Array) -> tuple[Array
 
 
 Parts = tuple[Any, ...]
-"""Queries, or keys, whose products are added."""
+"""Parts of queries, or of keys. The parts' products are added."""
 
 
 def attend(q: Array, k: Array, v: Array, visible: Array) -> Array:

@@ -17,7 +17,7 @@ class Meter:
         self.target = target
 
     def memory(self) -> None:
-        return None  # XLA takes most of the device at once: what is in use says nothing
+        return None  # XLA allocates most of the device at once: usage is no measure
 
     def plain(self) -> JaxTarget:
         """Width 1: the exact one is as wide as the widest verify."""

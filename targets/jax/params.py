@@ -134,7 +134,8 @@ MESH_AXES = dict.fromkeys(("vocab", "heads", "kv", "ffw", *SPREAD), "tp") | {"no
 
 
 def partition(spec: TensorSpec, tp: int, leading: int = 0) -> PartitionSpec:
-    """Where a tensor lives on a mesh whose `tp` axis has this size; what won't divide is copied."""
+    """A tensor's sharding on a mesh with a `tp` axis of this size; axes that don't divide are
+    copied."""
     axes = []
     for axis, size in zip(spec.axes, spec.shape, strict=True):
         parts = spec.heads if axis in ("heads", "kv") else size // (1 + spec.halves)
@@ -264,8 +265,9 @@ def scale_spec(spec: TensorSpec) -> TensorSpec:
 
 
 def groups_spec(spec: TensorSpec, groups: int, size: int, mesh: Mesh | None) -> TensorSpec:
-    """Of values [..., out, groups, size]: whole groups are cut as the inputs would be. Raises
-    UserError where that is within one, of weights that each device multiplies by itself."""
+    """The spec of values [..., out, groups, size]: groups are split over devices as the inputs
+    would be. If that would cut within a group, groups are copied; raises UserError for weights of
+    which each device multiplies its own part."""
     tp = 1 if mesh is None else mesh.shape["tp"]
     axes, cut = spec.axes, partition(spec, tp)[-1] is not None and groups % tp > 0
     if cut and SPREAD & set(axes):

@@ -1,7 +1,7 @@
 """Host values on a mesh and back, where the mesh may span processes.
 
-Every process has the same values and places the shards of its own devices, without asking the
-others. What the host reads each step is replicated, so that each process can read it.
+Every process has the same values and places the shards of its own devices, without communication.
+What the host reads each step is replicated, so that each process can read it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def by_vocabulary(mesh: Mesh | None, axes: int, vocab: int) -> NamedSharding | N
 
 
 def put(values: np.ndarray, sharding: NamedSharding | None) -> Array:
-    """Values that every process has, placed; nobody may change them any more."""
+    """Place values that every process has. The numpy array must not be changed afterwards."""
     if sharding is None:
         return jax.device_put(values)
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])

@@ -2,7 +2,7 @@
 
 Everything is indexed by slot. Two ways to run the rows, the same body:
 - mapped (CPU): a loop with a traced trip count runs the one-row forward for each live slot. A
-  row's arithmetic is then the same program whoever else is in the batch: exact by construction,
+  row's arithmetic is then the same program with any other rows in the batch: exact by construction,
   and on a CPU, which is bound by arithmetic, it costs nothing.
 - batched (TPU, GPU): all slots of a bucket in one call, so that the weights are read once.
 """
@@ -30,9 +30,9 @@ Tree = TypeVar("Tree")
 
 @lru_cache(maxsize=64, typed=True)
 def bind(program: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
-    """`program` with these first arguments, which are compiled in. Equal ones give the same object,
-    by which JAX knows a function: what one target, loop or drafter has compiled, the next one of
-    its kind in this process finds, without tracing it again."""
+    """`program` with these first arguments, which are compiled in. Equal arguments give the same
+    object, which is the key of JAX's cache: what one target, loop or drafter has compiled, the next
+    one of its kind in this process reuses without tracing it again."""
     return partial(program, *static)
 
 

@@ -1,4 +1,4 @@
-"""What `specdec compile-report` says of one compiled program: memory, traffic, floor, time."""
+"""The figures of `specdec compile-report` for one program: memory, traffic, floor, time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENOUGH = 256
 
 @dataclass(frozen=True)
 class Job:
-    """What to compile and for whom. kv_dtype: of keys and values; narrow: linear layers."""
+    """What to compile, and for which chips. kv_dtype: of keys and values; narrow: linear layers."""
 
     plan: Plan
     mesh: Mesh
@@ -99,8 +99,8 @@ def count(job: Job, module: Module, params: Params, filled: int, tokens: int) ->
 
 
 def trips(arch: Arch, filled: int, rows: int, loop: str) -> float:
-    """How often a loop whose count depends on data runs, by its JAX path: attention's over blocks
-    of the cache, or the routed experts'."""
+    """The trip count of a loop for which it depends on data, by its JAX path: attention's loop over
+    blocks of the cache, or the routed experts'."""
     if FILLED in loop:
         return -(-filled // BLOCK)
     return rounds(arch, rows)
@@ -145,7 +145,7 @@ def summary(collectives: list[Collective], layers: int) -> list[dict[str, Any]]:
 
 
 def costs(program: Any) -> dict[str, float]:
-    """What XLA's own analysis says, for comparison; see targets/jax/traffic.py."""
+    """The results of XLA's own analysis, for comparison; see targets/jax/traffic.py."""
     said = program.cost_analysis() or {}
     return {name: said.get(name, 0.0) for name in ("bytes accessed", "flops")}
 

@@ -110,7 +110,8 @@ def _filter(logits: Array, sampling_params: SamplingTable) -> Array:
 
 
 def _cut(logits: Array, weight: Array, wanted: Array, off: Array) -> Array:
-    """Keep the smallest top set whose weights reach `wanted` [B, T]; all where `off` [B, 1]."""
+    """Keep the smallest set of largest logits with at least this total weight [B, T]; all where
+    `off` [B, 1]."""
 
     def cut() -> Array:
         return jnp.where(_in_top_set(logits, weight, wanted) | off[..., None], logits, -jnp.inf)
@@ -119,9 +120,9 @@ def _cut(logits: Array, weight: Array, wanted: Array, off: Array) -> Array:
 
 
 def _where_wanted(wanted: Array, work: Callable[[], Array], otherwise: Array) -> Array:
-    """work(), or where no row wants it, what does for them all. On CPUs alone: a branch costs
-    nothing there, and what it makes lies in memory. Otherwise XLA's CPU compiler makes noise within
-    the search for the largest, a number at a time: ten times as slow."""
+    """work(), or `otherwise` if no row needs it. The branch is for CPUs only: it costs nothing
+    there, and its result is stored in memory. Without it XLA's CPU compiler computes the noise
+    within the search for the largest, a number at a time: ten times as slow."""
 
     def branch() -> Array:
         return jax.lax.cond(wanted, work, lambda: otherwise)
@@ -137,7 +138,7 @@ def _in_top_set(logits: Array, weight: Array, wanted: Array) -> Array:
     def halve(bit: Array, threshold: Array) -> Array:
         trial = threshold | (jnp.uint32(1) << (jnp.uint32(31) - bit.astype(jnp.uint32)))
         total = jnp.where(keys >= trial[..., None], weight, 0.0).sum(-1)
-        # the likeliest token always stays, however small `wanted` is
+        # the likeliest token always stays, however small the total is to be
         return jnp.where((total >= wanted) & (total > 0), trial, threshold)
 
     threshold = jax.lax.fori_loop(
@@ -162,12 +163,12 @@ def logprobs(logits: Array, chosen: Array) -> LogprobRows:
 
 
 PARTS = 8
-"""Parts of the vocabulary of which each gives its best, so that devices that hold whole parts pass
-on those alone."""
+"""Parts of the vocabulary, each searched for its best first: devices with whole parts then exchange
+only those."""
 
 
 def _best(log_p: Array, count: int) -> tuple[Array, Array]:
-    """The largest [..., count] of [..., V] and where they are, ties by id, as `top_k` says it."""
+    """The largest [..., count] of [..., V] and their ids; ties as in `top_k`, by id."""
     vocab = log_p.shape[-1]
     if vocab % PARTS or vocab // PARTS < count:
         return jax.lax.top_k(log_p, count)

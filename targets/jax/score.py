@@ -16,7 +16,7 @@ from targets.jax.placing import read
 from targets.jax.target import JaxTarget
 
 BLOCK = 128
-"""Positions whose logits exist at once: 262,144 float32 each would fill the memory otherwise."""
+"""Positions with logits in memory at once: each has 262,144 float32, too much for all of them."""
 
 
 @partial(jax.jit, static_argnums=1)

@@ -1,5 +1,5 @@
 """A script in the traced loop (`specdec.core.script`): its tables on the device, and a drafter
-whose guesses are right as often as was recorded."""
+with as many right guesses as were recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one-width self-check: is a row's result bitwise the same at every place, beside anyone?
+"""The one-width self-check: is a row's result bitwise the same in every slot, beside any rows?
 
 XLA owns the kernels, so exactness is proved for each compiled program on the device at hand.
 """
@@ -13,7 +13,8 @@ from targets.jax.target import JaxTarget
 
 
 def self_check(target: JaxTarget, seed: int = 0) -> list[Check]:
-    """Run the bucket's verify program on random tokens. Overwrites the cache: call it idle."""
+    """Run the bucket's verify program on random tokens. Overwrites the cache: call it while no
+    sequence runs."""
     plan = target.plan
     random = np.random.default_rng(seed)
     texts = random.integers(0, target.vocab, (plan.slots, 3 * plan.width)).astype(np.int32)

@@ -24,7 +24,7 @@ SPARE = 0.9
 """Share of the memory that was never in use which is called spare."""
 
 Places = tuple[tuple[int, int], ...]
-"""Of layers in `Cache.layers`: group and position in its pattern."""
+"""Places of layers in `Cache.layers`: group, and position in its pattern."""
 
 
 class HostArray:
@@ -55,7 +55,7 @@ class ArraySnapshot:
 
     @property
     def device_bytes(self) -> int:
-        """Of each device."""
+        """Bytes on each device."""
         return sum(map(_per_device, jax.tree.leaves(self.tree)))
 
     @property

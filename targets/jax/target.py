@@ -39,7 +39,7 @@ class JaxTarget:
         mesh: jax.sharding.Mesh | None = None,
         kv_dtype: Any = None,
     ) -> None:
-        """kv_dtype: what keys and values are cached in, int8 say; None: as wide as `dtype`."""
+        """kv_dtype: dtype of cached keys and values, such as int8; None: as `dtype`."""
         self.plan, self.params, self.dtype = plan, params, dtype
         if plan.mapped and mesh is None:
             self.params = apart(params, plan.arch)

@@ -2,8 +2,8 @@
 
 XLA's own `cost_analysis` counts a loop's body once, and a slice of a stacked weight as the whole
 stack or not at all, by kind of fusion. So this walks the optimised HLO: loops times their trips,
-fusions by what they ask of each operand, in-place updates by what they write. The proof that it
-counts right is in the figures: every weight must come out as read exactly once.
+fusions by what they read of each operand, in-place updates by what they write. The counts can be
+checked: every weight must be read exactly once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FREE = {
 }
 """Operations that move nothing."""
 MEANT = "temporaries"
-"""Whose bytes they are that come from no argument."""
+"""The name under which bytes are counted that come from no argument."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Collective:
 
 @dataclass
 class Traffic:
-    """Of one chip and one run. reads: HBM bytes by argument name, or MEANT."""
+    """Totals of one chip and one run. reads: HBM bytes by argument name, or MEANT."""
 
     reads: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     written: float = 0
     flops: float = 0
     cycles: float = 0
-    """The compiler's own estimates, summed; a small fusion is said to cost 2,100."""
+    """The sum of the compiler's own estimates; it counts 2,100 for a small fusion."""
     collectives: list[Collective] = field(default_factory=list)
 
     @property
@@ -62,7 +62,7 @@ class Traffic:
 
 
 Trips = Callable[[str], float]
-"""How often a loop runs whose trip count depends on data, by its JAX path."""
+"""The trip count of a loop for which it depends on data, by the loop's JAX path."""
 
 
 def _endless(path: str) -> float:
@@ -173,7 +173,7 @@ class _Walk:
                 self._collect(j, times)
 
     def _read(self, i: Instruction, operands: list[Instruction]) -> list[float]:
-        """Bytes that the instruction asks of each operand."""
+        """Bytes that the instruction reads of each operand."""
         if i.op == "copy-start":
             return [i.shapes[0].bytes]
         if i.op == "slice-start":

@@ -1,5 +1,5 @@
 """Drafting with an assistant on device tensors: the host loop launches it, the captured cycle
-captures it. `../jax/draft.py` is its twin, and says why."""
+captures it. `../jax/draft.py` is its JAX counterpart and explains the method."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from targets.sampling_params import Rules, SamplingTable
 
 @dataclass(frozen=True)
 class Drafting:
-    """states [S + 1, H]: by slot, the target's last layer's output from which its last token was
-    chosen, not normed yet. sampling_params: the requests', as guesses are to follow them."""
+    """states [S + 1, H]: by slot, the output of the target's last layer from which its last token
+    was chosen, before the norm. sampling_params: the requests', which guesses follow too."""
 
     model: AssistantModel
     states: Tensor

@@ -26,7 +26,7 @@ STEPS = {
 """By the kind of weight that reads what they make."""
 ORDERED = Variant("ordered", (), SOURCES)
 ORDERED_THREADS, TOGETHER = 256, 32
-"""Of a CTA of ordered.cu; rows of a weight that it scores at once."""
+"""Threads per CTA of ordered.cu; rows of a weight that a CTA scores at once."""
 
 
 class _Beside(Structure):
@@ -47,7 +47,7 @@ class _Ordered(Structure):
 
 
 def assistant_variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
-    """Of an assistant of this architecture, beside an e4m3 cache or not."""
+    """The kernels of an assistant of this architecture. kv8: whether the cache is e4m3."""
     return variants(arch, kv8, kinds) | {ORDERED, *(STEPS[kind] for kind in kinds)}
 
 

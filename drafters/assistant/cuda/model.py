@@ -33,7 +33,7 @@ from targets.cuda.target import KV_DTYPES, CudaTarget
 from targets.cuda.upload import as_tensor, upload
 
 DTYPES = {"bfloat16": "bfloat16", "float32": "float32"}
-"""Of an assistant's weights, by the target's; fp8 beside narrower ones."""
+"""dtype of an assistant's weights by the target's dtype; fp8 beside narrower ones."""
 KINDS = {"bfloat16": "bf16", "float32": "float32", "fp8": "fp8"}
 
 
@@ -88,13 +88,13 @@ class AssistantModel:
         return ops.head(x, w.head, self.spec.arch.softcap), x
 
     def handed(self, x: X) -> Tensor:
-        """The states [M, H] that the step after this one is fed. Asked for after the guess: few
-        CTAs choose it, and these weights come meanwhile."""
+        """The states [M, H] that the next step is fed. Launched after the guess: few CTAs choose
+        it, and these weights are loaded meanwhile."""
         return self.ops.linear(x, self.weights.post)
 
 
 def placed(assistant: Assistant, target: CudaTarget, ahead: int) -> AssistantModel:
-    """The assistant beside its target. Raises UserError, too where it has no room."""
+    """The assistant beside its target. Raises UserError, also if memory does not suffice."""
     try:
         with room_for("the assistant beside the model"):
             return AssistantModel(assistant, target, ahead)

@@ -43,7 +43,7 @@ class AssistantOps(Ops, Protocol):
     def guess(self) -> Guess: ...
 
     def lay_out(self, rows: Rows, k: int, longest: int) -> DraftLayout:
-        """rows: a verify's, whose `start` is the position of each last token. longest: no guess
+        """rows: a verify's; their `start` is the position of each last token. longest: no guess
         lies at this position or beyond."""
         ...
 
@@ -58,8 +58,8 @@ class AssistantOps(Ops, Protocol):
         ...
 
     def keep(self, states: Tensor, rows: Rows, features: Tensor, accepted: Tensor) -> None:
-        """Of features [B, W, H], row accepted [B] int32 becomes the state of each row's slot; not
-        of idle rows."""
+        """Store row accepted [B] int32 of features [B, W, H] as the state of each row's slot,
+        except for idle rows."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The head of E2B's and E4B's assistants: few words are scored, whose clusters fit best."""
+"""The head of E2B's and E4B's assistants: only words of the best-fitting clusters are scored."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ def learn(seed: Seed, features: Array, chosen: Array, accepted: Array, live: Arr
 
 
 def begin(seed: Seed, slot: Array, features: Array, last: Array, token: Array) -> Seed:
-    """One slot's prompt was read: features [1, T, H] of its last chunk, whose row `last` chose
-    `token`."""
+    """After a slot's prompt was read. features [1, T, H]: of its last chunk; `token` was chosen
+    from row `last` of it."""
     return Seed(
         seed.state.at[slot].set(features[0, last].astype(seed.state.dtype)),
         seed.token.at[slot].set(token),

@@ -61,7 +61,7 @@ class AssistantDraftHead:
         self._begin = jax.jit(drafting.begin, donate_argnums=0)
 
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
-        """Of a prompt, its last row alone: all else of it is in the target's cache."""
+        """Keep only a prompt's last row: the rest is in the target's cache."""
         assert step.features is not None, "the target was loaded without its last layer's output"
         if stop == seq.prompt_len:
             last, token = np.int32(stop - 1 - start), np.int32(step.chosen[0, 0])

@@ -90,8 +90,8 @@ def _ordered(assistant: Assistant) -> dict[str, np.ndarray]:
 
 
 def seen(layer: LayerSpec, ahead: int) -> LayerSpec:
-    """The layer as it looks back: a query `ahead` of the last key sees one more in its window, as
-    transformers has it."""
+    """The layer with its window as seen by queries: `ahead` of the last key, a query sees one more
+    key in its window, as in transformers."""
     return layer if layer.window is None else replace(layer, window=layer.window + ahead)
 
 

@@ -1,10 +1,10 @@
 """Drafting with an EAGLE-3 head on device tensors: the host loop launches it, the captured cycle
-captures it. `../jax/draft.py` is its twin, and says why.
+captures it. `../jax/draft.py` is its JAX counterpart and explains the method.
 
-Entry p of the draft cache is of (x[p + 1], the target's features at p) and tells x[p + 2]. A cycle
-begins by writing those of the accepted tokens again, from the target's features that are pending:
-all that it verified, in one call, so that no shape depends on what was accepted. What was rejected
-lies behind the text, and the guesses overwrite it.
+Entry p of the draft cache is made from (x[p + 1], the target's features at p) and predicts x[p +
+2]. A cycle begins by writing the accepted tokens' entries again, from the pending features of the
+target: of all that it verified, in one call, so that no shape depends on what was accepted.
+Rejected entries lie behind the text, and the guesses overwrite them.
 """
 
 from __future__ import annotations

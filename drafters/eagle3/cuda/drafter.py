@@ -43,7 +43,7 @@ class EagleDraftHead:
 
 
 def _nothing(head: HeadModel, width: int) -> Pending:
-    """Of no use until a prompt was read."""
+    """Blank entries: not used until a prompt was read."""
     rows, device = head.target.slots + 1, head.target.device
     return Pending(
         torch.zeros((rows, width, head.spec.features), device=device),

@@ -33,7 +33,7 @@ from targets.cuda.staging import Staging
 from targets.cuda.target import CudaTarget
 
 KINDS = {"bfloat16": "bf16", "float32": "float32"}
-"""Of the head's linear layers, by the target's dtype; fp8 beside narrower ones."""
+"""Kind of the head's linear layers by the target's dtype; fp8 beside narrower ones."""
 PIECE = 128
 """Rows of a prompt that the head reads at once: what its sums take stays small."""
 
@@ -109,7 +109,7 @@ class HeadModel:
         return self.ops.linear(self.ops.attention(qkv, self.layer, rows, o.kind), o)
 
     def store(self, rows: Rows, h: Tensor) -> None:
-        """Write the rows' entries from the target's states: nothing is asked of them yet."""
+        """Write the rows' entries from the target's states, without predictions from them."""
         self.ops.store(self._project(rows, h, False), self.layer, rows)
 
     def _project(self, rows: Rows, h: Tensor, own: bool) -> Tensor:
@@ -160,7 +160,7 @@ def _ops(arch: Arch, target: CudaTarget, positions: int, kind: str) -> DraftOps:
     dim = arch.layers[0].head_dim
     if -(-dim // 64) * 64 not in HEADS or dim % 8 or arch.hidden > WIDEST:
         raise UserError(
-            f"the kernels take EAGLE-3 heads of width up to {WIDEST} whose attention heads fill up "
+            f"the kernels take EAGLE-3 heads of width up to {WIDEST} with attention heads padded "
             f"to 64, 128, 256 or 512, not {arch.hidden} with {dim}: use --backend jax"
         )
     return DraftKernels(arch, positions, {kind, "bf16"})

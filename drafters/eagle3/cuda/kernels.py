@@ -36,7 +36,7 @@ class _Pair(Structure):
 
 
 def draft_variants(arch: Arch, kinds: set[str]) -> set[Variant]:
-    """Of a head of this architecture; its K/V are bf16."""
+    """The kernels of a head of this architecture; its K/V are bf16."""
     return variants(arch, 0, kinds) | {LAYOUT, *(INPUTS[kind] for kind in kinds)}
 
 

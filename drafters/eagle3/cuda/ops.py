@@ -1,7 +1,8 @@
 """What an EAGLE-3 head needs beyond a decoder layer's operations, and their plain torch twin.
 
-`Pending` is what the target said last, by slot: from there the next draft starts. A head's rows are
-those of a verify (`ops.Rows`): `start` is the position of the text's last token.
+`Pending` holds each slot's last step of the target (features and chosen tokens): the next draft
+starts from it. A head's rows are those of a verify (`ops.Rows`): `start` is the position of the
+text's last token.
 Shape legend: as in ops.py; S slots, W pending tokens per slot, F features of a token, k draft
 steps.
 """

@@ -1,5 +1,6 @@
 """What an EAGLE-3 head keeps of a slot for the prefix cache, beside the CUDA target's snapshots.
-`../jax/snapshots.py` is its twin, and says why entries lie one place earlier than the target's."""
+`../jax/snapshots.py` is its JAX counterpart; it explains why entries lie one place earlier than the
+target's."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from targets.cuda.snapshots import TensorSnapshot
 
 
 class EagleSnapshots:
-    """`Snapshots` of one head. Nothing is kept from where it guesses nothing any more."""
+    """`Snapshots` of one head. Nothing is kept beyond the head's context."""
 
     def __init__(self, head: EagleDraftHead) -> None:
         self.given, self.head = head.given, head.given.head

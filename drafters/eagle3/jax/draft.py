@@ -26,7 +26,7 @@ from targets.sampling_params import Rules, SamplingTable
 
 @struct.dataclass
 class Pending:
-    """What the last cycle chose, by slot: the next one begins by reading it."""
+    """The last cycle's choices, by slot: the next one begins by reading them."""
 
     features: Array
     """[B, W, F]: the target's states."""
@@ -99,8 +99,8 @@ class _TracedHead:
 
 
 def learn(old: Pending, new: Pending, live: Array) -> Pending:
-    """What live rows [B] have chosen now is pending. A cycle of fewer guesses has fewer to say than
-    there is room for; `new.features` may be wider than `chosen`."""
+    """`old` with the new choices of live rows [B]. A cycle with fewer guesses fills only the first
+    places; `new.features` may be wider than `chosen`."""
     width = new.chosen.shape[1]
 
     def first(new: Array, old: Array) -> Array:
@@ -199,7 +199,8 @@ def _choose(
     static: HeadProgram, given: DraftInputs, out: Array, texts: Texts, j: Array | int
 ) -> Array:
     """The head's output [B, H] -> guess j of each text [B], as the target would choose: by its
-    rules, and with its noise. NO_GUESS where a row sits out, or may say nothing the head knows."""
+    rules, and with its noise. NO_GUESS where a row is idle, or all of the head's words are
+    barred."""
     logits, place = head.logits(given.head, static.spec, out), texts.length + j
     going = texts.live & (place < static.longest)
     rules = Rules(given.bias, given.sampling_params, texts.history)

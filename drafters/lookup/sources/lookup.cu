@@ -1,11 +1,11 @@
-// Lookup in the captured cycle, as ../host.py says it.
+// Lookup in the captured cycle; ../host.py is its reference.
 #include "common.cuh"
 
 constexpr int kThreads = 1024;
 
-// What followed the longest suffix of n_max down to n_min tokens that occurred before, at its latest
-// occurrence; past the end of the text the match repeats. Rows whose text has none keep their guesses
-// as they were laid out: none. One CTA per row; the text ends with token `start`.
+// Guesses what followed the longest suffix of n_max down to n_min tokens that occurred before, at its latest
+// occurrence; past the end of the text the match repeats. Rows without a match keep the NO_GUESS that `lay_out`
+// wrote. One CTA per row; the text ends with token `start`.
 extern "C" __global__ void __launch_bounds__(kThreads)
     lookup(const int* history, const int* start, const int* slots, int* tokens, int stride, int k,
            int n_min, int n_max) {

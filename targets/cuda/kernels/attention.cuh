@@ -3,7 +3,7 @@
 //
 // Keys are cut into chunks of 128 (64 for wide heads and for short windows) at absolute positions, and
 // chunk c belongs to lane c % 16. A lane takes its chunks in ascending order with a running maximum; then the lanes'
-// results are merged in ascending order. So a row's sums follow absolute positions alone, whoever
+// results are merged in ascending order. So a row's sums depend on absolute positions alone, not on the CTA that
 // computes them. Chunks that a row can't see add exactly nothing to it.
 // k [slots, kv_heads, S, HD]; v [slots, kv_heads, S / 32, HD, 32]: position p is entry p mod S.
 #pragma once
@@ -21,7 +21,7 @@
 #ifndef KV8  // 1: e4m3 cache, arithmetic in f16; 0: bf16 both
 #define KV8 0
 #endif
-#ifndef VECTOR  // lanes that have a head vector: 32, 16, 8
+#ifndef VECTOR  // lanes that share a head vector: 32, 16, 8
 #define VECTOR 32
 #endif
 #ifndef NORMED  // 0: queries are scaled, keys and values are taken as they are
@@ -78,8 +78,8 @@ struct Job {
   int own, k_eq_v;           // whether K/V are this layer's own; values are the raw keys
   int stores;                // whether `walk` stores them, not `prepare`
   int stages;                // of `walk`'s ring
-  int rows;                  // of a CTA that reads q
-  int fp8, k_blocks, block, k_groups;  // what reads x: FP8 weights or bf16 ones; its layout, or rows where block is 0
+  int rows;                  // query rows per CTA where q is read
+  int fp8, k_blocks, block, k_groups;  // of the layer that reads x: FP8 weights or bf16 ones; x's layout, block 0: rows
   float eps;
 
   // Fragments of a CTA's queries.
@@ -100,7 +100,7 @@ struct Place {
 };
 
 enum Role { kQuery, kKey, kValue };
-constexpr int kVectors = 32 / VECTOR;                             // that a warp has at once
+constexpr int kVectors = 32 / VECTOR;                             // head vectors that a warp processes at once
 constexpr int kQuads = HD <= 8 * VECTOR ? 1 : HD / (8 * VECTOR);  // a lane's groups of 4 elements of each half
 
 // Four elements of each half of a head vector. Rotary turns the halves in pairs.
@@ -129,7 +129,7 @@ struct Vector {
       if (i < kHalf) at[j].load(lows + i, highs + i);
     }
   }
-  // The sum of squares, as 32 lanes add them: of fewer, each adds what two or four of those have.
+  // The sum of squares, in the order of 32 lanes: with fewer, each adds the partial sums of two or four of those.
   __device__ float squares() const {
     float of_lane[kVectors] = {};
 #pragma unroll
@@ -177,7 +177,7 @@ __device__ inline void rotate(const Job& job, Role role, Vector& x, const By& by
   }
 }
 
-// By what a vector is turned, in registers: loaded before the vector is there.
+// A vector's norm weights and rotary angles, in registers: loaded before the vector has arrived.
 struct Rotation {
   Vector weights, angles;
 
@@ -195,11 +195,11 @@ struct Rotation {
   }
 };
 
-// A row's raw query, of all query heads' `head`.
+// A row's raw query of query head `head`.
 __device__ inline const float* raw_query(const Job& job, size_t row, int head) {
   return job.qkv + row * job.stride + head * kDim;
 }
-// A row's raw key or value. Where values are the raw keys, there are none of their own.
+// A row's raw key or value. Where values are the raw keys (k_eq_v), `qkv` has no values of its own.
 __device__ inline const float* raw_key(const Job& job, size_t row, int head, Role role) {
   const int heads = job.kv_heads * (job.group + (role == kValue && !job.k_eq_v)) + head;
   return job.qkv + row * job.stride + heads * kDim;
@@ -212,7 +212,7 @@ __device__ inline u32 fragment(u32 r, u32 c, u32 columns) {
   return ((step * 8 + r % 8) * 4 + c % 32 / 8) * 4 + c % 4 / 2 * 2 + r % 16 / 8;
 }
 
-// Row `row` of queries of a CTA, as fragments: of global or shared memory.
+// Stores row `row` of a CTA's queries as fragments, in global or shared memory.
 __device__ inline void store_query(u16* queries, int row, const Vector& x) {
   u32* words = reinterpret_cast<u32*>(queries);
   const u32 first = Vector::first(0), at = fragment(row, first, HD);
@@ -264,7 +264,7 @@ struct Sums {
   float m = -INFINITY, l = 0.0f;
 };
 
-// Takes in a lane's sums; factors of the vectors so far, and of the lane's.
+// Adds a lane's sums to `all`; -> the factors of the vectors so far and of the lane's.
 __device__ inline float2 merge(Sums& all, Sums lane) {
   const float m = fmaxf(all.m, lane.m);
   const bool none = lane.m == -INFINITY;

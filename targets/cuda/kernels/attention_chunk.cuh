@@ -10,11 +10,11 @@
 
 constexpr int kWarps = 8, kRows = 8 * NT;
 constexpr int kTall = (NT + 1) / 2, kPadded = 16 * kTall;  // tiles of 16 rows, and their rows
-constexpr int kKeyGroups = kChunk / 16;          // of warps: each has 16 keys
-constexpr int kSlices = kWarps / kKeyGroups;     // of head_dim, where more warps than that share them
-constexpr int kKeyBlocks = HD / 32 / kSlices;    // of 32 inputs that a warp multiplies
+constexpr int kKeyGroups = kChunk / 16;          // groups of warps: each has 16 keys
+constexpr int kSlices = kWarps / kKeyGroups;     // slices of head_dim, where there are more warps than key groups
+constexpr int kKeyBlocks = HD / 32 / kSlices;    // blocks of 32 inputs that a warp multiplies
 constexpr int kKeysPerLane = kChunk / 32, kBlocks = kChunk / 32;
-constexpr int kTiles = HD < 128 ? 1 : HD / 128;  // of 16 output columns per warp
+constexpr int kTiles = HD < 128 ? 1 : HD / 128;  // tiles of 16 output columns per warp
 constexpr int kColumnWarps = HD / 16 / kTiles;   // warps that have columns
 constexpr int kScores = kChunk + 4;              // floats per row, without bank conflicts
 
@@ -113,9 +113,9 @@ __device__ inline void score(const Keys& keys, const Shared& shared) {
     }
 }
 
-// Shares of a chunk in this warp's rows (each kWarps-th), and the factors of what their lanes have so
-// far. All rows at once, those beyond the last too: nobody reads them, and reductions are chains of
-// latency that run beside one another.
+// Softmax weights of a chunk for this warp's rows (every kWarps-th), and the factors that rescale their sums so far.
+// All rows are done at once, also those past the last one (their results are never read): the reductions are
+// latency-bound chains that overlap.
 __device__ inline void share(const Job& job, const Work& work, const Shared& shared, Sums (&sums)[NT],
                              float (&keep)[NT]) {
   const int warp = threadIdx.x / 32, first = threadIdx.x % 32 * kKeysPerLane;

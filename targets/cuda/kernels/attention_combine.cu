@@ -1,10 +1,10 @@
-// What `split` left, merged in ascending order of lanes.
+// Merges the lanes' results that `split` wrote, in ascending order.
 #include "attention.cuh"
 
 // Threads of the first warp: heads of 64 have half of one.
 constexpr u32 kFirstWarp = HD / 4 < 32 ? (1u << HD / 4) - 1 : ~0u;
 
-// The largest of the lanes below this thread's one.
+// The largest `m` of all lanes below this thread's lane.
 __device__ inline float lanes_before(float m, int lane) {
 #pragma unroll
   for (int d = 1; d < kLanes; d *= 2) {
@@ -15,8 +15,8 @@ __device__ inline float lanes_before(float m, int lane) {
   return lane ? before : -INFINITY;
 }
 
-// Grid: rows, query heads; a thread has four columns. All lanes are on their way before any is merged. Where a lane is
-// and what it is multiplied with one thread finds out for all: instructions come from cold caches, and each counts.
+// Grid: rows, query heads; a thread has four columns. All lanes' loads are issued before any lane is merged. One thread
+// per lane computes its address and factors for the whole CTA: instruction caches are cold, so each instruction counts.
 extern "C" __global__ void __launch_bounds__(HD / 4) combine(const __grid_constant__ Job job) {
   __shared__ float4 factors[kLanes];
   __shared__ uint4 places[kLanes / 4];
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(HD / 4) combine(const __grid_consta
   const int lane = threadIdx.x % kLanes, apart = job.batch * job.kv_heads * job.tokens * job.group;
   const bool seen = begin + ((lane - begin) & (kLanes - 1)) <= query / kChunk;
   const size_t first = job.part(b, kv_head, 0, row);
-  // in bytes; in place of a lane that this row does not see another one, times zero
+  // in bytes; a lane that this row does not see is replaced by one that it sees, with factor zero
   reinterpret_cast<u32*>(places)[lane] = ((seen ? lane : begin & (kLanes - 1)) * apart + u32(first)) * HD * 4;
   const float2* sums = job.sums + first + lane * apart;
   const u8* partial = reinterpret_cast<const u8*>(job.partial);

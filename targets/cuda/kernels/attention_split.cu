@@ -1,14 +1,14 @@
-// Attention of few rows: a CTA per lane and tile of rows, behind `prepare` or, of very few, without it, and
-// before `combine`. Its first chunk is loaded, but for new keys, and the next ones are on their way to L2, before the
-// previous kernel has ended.
+// Attention of few rows: a CTA per lane and tile of rows. It runs after `prepare` (left out for very few rows) and
+// before `combine`. Before the previous kernel has ended, it loads its first chunk, except new keys, and prefetches the
+// next ones into L2.
 #include "attention_chunk.cuh"
 
 constexpr int kAhead = 2;  // chunks
 // Whether there are registers for a chunk's values beside its keys; else they come where the keys were.
 constexpr bool kBoth = kChunk * HD * sizeof(Cached) <= 32 << 10;
 
-// New tokens whose keys and values are of this CTA's chunks. There are fewer than a chunk has keys, so that they
-// are next to each other.
+// The new tokens with keys and values in this CTA's chunks. A call has fewer tokens than a chunk has keys, so these
+// tokens are consecutive.
 struct Tokens {
   int first, count;
 
@@ -20,9 +20,9 @@ struct Tokens {
   }
 };
 
-// Where a warp makes several vectors at once, the CTA's new keys and values [token][HD] are in shared memory too: its own
-// warps have keys from there. In the cache a column's positions are next to each other, so that each element of a vector
-// of values would be a trip of its own, which everybody's loads wait for: columns of all tokens are written at once.
+// Where a warp makes several vectors at once, the CTA's new keys and values [token][HD] are in shared memory too: its
+// warps read the keys from there. In the cache, a value column's positions are contiguous, so each element of a value
+// vector would be a store of its own, which delays all warps' loads: columns of all tokens are written at once.
 struct NewRows {
   static constexpr int kPitch = HD + 16 / sizeof(Cached);  // eight tokens' elements are in as many banks
   Cached *keys, *values;
@@ -40,7 +40,7 @@ struct NewRows {
 #pragma unroll 1
     for (int i = kDim + threadIdx.x % VECTOR; i < HD; i += VECTOR) to[i] = 0;
   }
-  // Values to the cache. All threads: some columns of eight tokens at once.
+  // Writes the values to the cache, by all threads: at a time some columns of eight tokens.
   __device__ void write_values(const Job& job, const Work& work, const Tokens& own) const {
     const size_t row = (size_t(work.slot) * job.kv_heads + work.head) * job.entries;
 #pragma unroll 1
@@ -56,8 +56,8 @@ struct NewRows {
   }
 };
 
-// A chunk's keys and values as a warp multiplies them, in registers. What no row sees is zero. kNew: those of this
-// call alone, once they are there; else all up to position `newest`. rows: the chunk's, `pitch` from one another.
+// A chunk's keys and values in registers, as a warp multiplies them; positions that no row sees are zero. load<true>
+// loads only this call's, once they are written; load<false> all up to `newest`. rows: the chunk's keys, `pitch` apart.
 struct Keys {
   Eight at[kKeyBlocks][2];
 
@@ -101,7 +101,7 @@ struct Values {
   }
 };
 
-// This CTA's queries, as the kernel `prepare` left them: all on their way before any is waited for.
+// Loads this CTA's queries as the kernel `prepare` wrote them: all copies are issued before the first is awaited.
 __device__ inline void fetch(const Job& job, const Work& work, u16* queries) {
   const u16* from = job.queries(work.b, work.head, blockIdx.x / kLanes);
   wait_for_previous();
@@ -112,7 +112,7 @@ __device__ inline void fetch(const Job& job, const Work& work, u16* queries) {
 }
 
 #if VECTOR == 32
-// By what a warp rotates its next vector, on its way to registers since the one before.
+// The rotation of a warp's next vector, loaded into registers while the previous vector is computed.
 struct NextRotation : Rotation {
   __device__ void first(const Job& job, const Work& work, const Shared&, Role role, int token) {
     load(job, role, work.start + token);
@@ -125,8 +125,8 @@ struct NextRotation : Rotation {
   }
 };
 #else
-// The same of two vectors, for which there are no registers: in shared memory lie the weights of queries' norms and of
-// keys', then all tokens' angles.
+// The same for several vectors at once, for which registers do not suffice: shared memory holds the weights of the
+// queries' norm and of the keys', then all tokens' angles.
 struct NextRotation {
   const float *rest, *weights, *angles;
 
@@ -159,7 +159,7 @@ struct NextRotation {
 #endif
 
 // The vectors that a CTA makes without the kernel `prepare`, kVectors of them in a warp's turn: new keys by even warps
-// and values by odd ones, then queries. A last turn that has too few makes one twice.
+// and values by odd ones, then queries. A last turn with too few computes one twice.
 struct Maker {
   const Job& job;
   const Work& work;
@@ -193,8 +193,8 @@ struct Maker {
   }
 };
 
-// New keys and values to the cache (of several vectors at once values to shared memory instead), then queries to shared
-// memory. In as few instructions as can be: warps of a scheduler wait for each other's, not for memory.
+// Writes new keys and values to the cache (with several vectors at once, values to shared memory instead), then queries
+// to shared memory. In as few instructions as possible: warps wait for their scheduler's issue slots, not for memory.
 __device__ inline void prepare(const Job& job, const Work& work, const Shared& shared) {
   const Maker maker(job, work);
   int turn = threadIdx.x / 32, token = maker.token(turn);
@@ -216,7 +216,7 @@ __device__ inline void prepare(const Job& job, const Work& work, const Shared& s
   }
 }
 
-// A chunk's keys and values on their way to the L2 cache, as far as some row sees them.
+// Prefetches a chunk's keys and values into the L2 cache, as far as some row sees them.
 __device__ inline void prefetch_chunk(const Job& job, const Work& work) {
   const int key0 = work.chunk * kChunk, begin = max(0, work.oldest - key0), block = begin / 32;
   const int end = min(kChunk, work.newest + 1 - key0);
@@ -232,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(256, HD <= 256 && NT <= 2 ? 2 : 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Work work(job, blockIdx.z, blockIdx.y, blockIdx.x / kLanes, blockIdx.x % kLanes, kLanes);
   if (work.slot < 0) return wait_for_previous();
-  if (work.chunk < 0) return;  // at once: others wait, of whom one has the newest chunk
+  if (work.chunk < 0) return;  // without waiting: other CTAs wait, among them that of the newest chunk
   const bool settled = work.settled();
   Keys keys;
   Values values;

@@ -11,7 +11,7 @@ __device__ inline u32 cluster_rank() {
   return rank;
 }
 
-// Into the same place of another CTA's shared memory; there once both have passed `cluster_sync`.
+// The same place in another CTA's shared memory. What is stored there can be read once both have passed `cluster_sync`.
 __device__ inline u32 peer_address(const void* mine, int rank) {
   u32 at;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(mine)), "r"(rank));

@@ -25,7 +25,7 @@ __device__ inline u32 shared_address(const void* p) {
 __device__ inline void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-// What a thread has asked for since the last time is one group; all but the last so many of them are here.
+// Commits a thread's copies since its last call as one group; `await_asked` waits for all but the last kGroups groups.
 __device__ inline void asked() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kGroups>
 __device__ inline void await_asked() {
@@ -59,10 +59,10 @@ __device__ inline u16 input_of_fp8(float v) { return to_f16(v * kActivationScale
 __device__ inline int quotient(int v, int by) { return int(__fdividef(v + 0.5f, by)); }
 __device__ inline int remainder(int v, int by) { return v - quotient(v, by) * by; }
 
-// What is the same in all lanes, so that who compiles knows: it then needs one register of the warp, not one of each lane.
+// Broadcasts a value that is the same in all lanes: the compiler then needs one register per warp, not per lane.
 __device__ inline int of_warp(int v) { return __shfl_sync(~0u, v, 0); }
 
-// Where block `at` of a weight's k stands, if the k groups' first blocks come first, then their second ones.
+// The place of block `at` of a weight's k where all k groups' first blocks come first, then their second ones.
 __device__ inline int interleaved(int at, int k_blocks, int k_groups) {
   const int each = quotient(k_blocks, k_groups), group = quotient(at, each);
   return (at - group * each) * k_groups + group;
@@ -73,8 +73,8 @@ __device__ inline int interleaved(int at, int k_blocks, int k_groups) {
 // inputs with one 16-byte load per lane. From 32 tokens on: as core matrices, [16-byte part][token]
 // [8 inputs], with the inputs in the order in which those fragments give them to the two MMAs.
 //
-// Blocks of 32 inputs lie in order; for up to 16 tokens and a weight whose k groups are contiguous
-// (`k_groups` of them, else 1) they are interleaved.
+// Blocks of 32 inputs lie in order, except for up to 16 tokens and a weight with contiguous k groups (`k_groups` of
+// them, else 1): then the groups' blocks are interleaved.
 __device__ inline size_t x_offset(int m, int f, int k_blocks, int block, int k_groups = 1) {
   const int at = k_groups > 1 && block < 32 ? interleaved(f / 32, k_blocks, k_groups) : f / 32;
   const size_t start = (size_t(m / block) * k_blocks + at) * block * 32;
@@ -83,8 +83,8 @@ __device__ inline size_t x_offset(int m, int f, int k_blocks, int block, int k_g
   return start + (pair * block + token) * 8 + quad * 2 + f % 2;
 }
 
-// Inputs f to f + 3 (f a multiple of 4) of row m, two a word: where `x_offset` says. One address for all: what
-// few CTAs run comes from cold instruction caches, where each instruction counts.
+// Stores inputs f to f + 3 (f a multiple of 4) of row m, two per word, at `x_offset`. One address for all four:
+// kernels of few CTAs run from cold instruction caches, where every instruction counts.
 __device__ inline void store_inputs(void* x, int m, int f, u32 low, u32 high, int k_blocks, int block, int k_groups = 1) {
   const int at = k_groups > 1 && block < 32 ? interleaved(f / 32, k_blocks, k_groups) : f / 32;
   const int group = quotient(m, block), token = m - group * block;
@@ -139,7 +139,7 @@ __device__ inline float soft_cap(float v, float cap) {
   return cap - __fdividef(2.0f * cap, 1.0f + __expf(v * (2.0f / cap)));
 }
 
-// Of a warp, or of each so many of its lanes.
+// The sum over a warp, or over each group of kLanes lanes.
 template <int kLanes = 32>
 __device__ inline float warp_sum(float v) {
 #pragma unroll
@@ -164,7 +164,7 @@ __device__ inline T sum_so_far(T v, int lane) {
 }
 
 // Sums of up to eight contiguous parts of k, which every linear layer adds as this binary tree:
-// ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). Who holds which parts is nothing to it.
+// ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). It does not depend on which warp holds which parts.
 __device__ inline float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 __device__ inline float4 tree_sum(float4 (&v)[8], int parts) {
 #pragma unroll
@@ -175,7 +175,7 @@ __device__ inline float4 tree_sum(float4 (&v)[8], int parts) {
   return v[0];
 }
 
-// Several at once, each as above: of a chain of latency, one step of all before the next of any.
+// Several values at once, each as above: one shuffle step of all values comes before the next step of any.
 template <int N>
 __device__ inline void warp_sum(float (&v)[N]) {
 #pragma unroll

@@ -1,9 +1,9 @@
-// What the kernels of few rows' experts are given, which pairs of a row and a rank picked which of them, and how CTAs and
-// their warps share the work.
+// Shared by the kernels of few rows' experts: the job, the pairs (row, rank) sorted by the expert that they picked, and
+// how CTAs and their warps share the work.
 #pragma once
 #include "common.cuh"
 
-#ifndef TOKENS  // of an expert that are multiplied together: 8 or 16, of integers 4 too; 1: there is one row
+#ifndef TOKENS  // of an expert that are multiplied together: 8 or 16, with integer codes 4 too; 1: there is one row
 #define TOKENS 8
 #endif
 
@@ -11,7 +11,7 @@ constexpr bool kLone = TOKENS == 1;  // then an expert's only pair is the rank a
 constexpr int NB = TOKENS < 8 ? 1 : TOKENS / 8;  // columns of an MMA are eight
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kMaxExperts = 256;
-constexpr int kFew = 64;  // pairs that find their own places
+constexpr int kFew = 64;  // up to so many pairs each is compared with all others
 
 struct Job {
   const u8* weight;    // [experts, units, blocks, 2 tiles]
@@ -23,8 +23,8 @@ struct Job {
   int experts, pairs, top_k, rows;
   int k_blocks, block;        // of x
   int row_groups, k_groups;   // of warps: powers of two
-  int parts;                  // of k that a warp has: of gate_up 1
-  int groups, each;           // an entry's items; blocks of a part of k
+  int parts;                  // parts of k per warp; 1 for gate_up
+  int groups, each;           // items per entry; blocks per part of k
   int processors;             // which share the grid's CTAs evenly
   int out_stride;
   int f16;                    // gate_up: `down` takes f16 inputs, else bf16
@@ -37,7 +37,7 @@ struct Entry {
   int first;
 };
 
-// What a CTA knows of the choice. In shared memory, both as long as there are pairs.
+// The rows' choice of experts, in shared memory. Both arrays have an element per pair.
 struct Chosen {
   Entry* entries;
   int* list;
@@ -51,14 +51,14 @@ struct Chosen {
   __device__ int pair(const Entry& entry, int token) const { return kLone ? entry.first : list[entry.first + token]; }
 };
 
-// What a kernel before the previous one wrote: from L2, which no early start makes stale.
+// Reads what a kernel before the previous one wrote, from L2: an early start cannot make it stale there.
 __device__ inline int load_number(const int* p) {
   int v;
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p));
   return v;
 }
 
-// Sorts few pairs by expert, each expert's by number: a thread looks at all others, for its place.
+// Sorts few pairs by expert, each expert's by number: a thread finds its pair's place by comparing it with all others.
 __device__ inline void sort_few(const Job& job, Chosen& chosen) {
   __shared__ u32 numbers[kFew], starts[kFew / 32];  // an entry starts at this place of the list
   const int i = threadIdx.x;
@@ -89,7 +89,7 @@ __device__ inline void sort_few(const Job& job, Chosen& chosen) {
   __syncthreads();
 }
 
-// Sorts the pairs by expert, each expert's by number: all CTAs agree.
+// Sorts the pairs by expert, each expert's by number: the same order in all CTAs.
 __device__ inline void sort_pairs(const Job& job, Chosen& chosen) {
   __shared__ int next[kMaxExperts];
   __shared__ u32 totals[kWarps];
@@ -136,7 +136,7 @@ __device__ inline void sort_pairs(const Job& job, Chosen& chosen) {
   chosen.count = all & 0xffff;
 }
 
-// What one row picked is as many experts, or none: nothing is to be sorted. number: this thread's.
+// One row's pairs picked as many different experts, or none: no sorting is needed. number: this thread's expert.
 __device__ inline bool take_pairs(const Job& job, Chosen& chosen, int number) {
   const int i = threadIdx.x;
   if (i < job.pairs) chosen.entries[i] = {u16(number), 1, i};
@@ -144,7 +144,7 @@ __device__ inline bool take_pairs(const Job& job, Chosen& chosen, int number) {
   return chosen.entries[0].expert < job.experts;
 }
 
-// Of a CTA's items, each some units of an entry's expert, where it is.
+// A CTA's position among its items. An item is some units of an entry's expert.
 struct Walk {
   int entry, group, left;
 
@@ -157,7 +157,7 @@ struct Walk {
     entry = quotient(first, job.groups), group = first - entry * job.groups;
     left = items_before(part + 1, items) - first;
   }
-  // What rounding does is the same for all CTAs, and leaves no item out.
+  // All CTAs round alike, so every item belongs to exactly one of them.
   static __device__ int items_before(int part, int items) {
     return part == gridDim.x ? items : min(items, int(part * __fdividef(items, gridDim.x)));
   }
@@ -180,7 +180,7 @@ struct Warp {
     row_group = warp & (job.row_groups - 1), k_group = warp >> (31 - __clz(job.row_groups));
     first = k_group * most, blocks = max(0, min(most, job.blocks - first));
   }
-  // Past the last unit it is read once more, and stored by nobody.
+  // Past the last unit: that one again, which is read once more and not stored.
   __device__ int unit(const Job& job, int group) const { return min(group * job.row_groups + row_group, job.units - 1); }
   __device__ bool stores(const Job& job, int group) const { return group * job.row_groups + row_group < job.units; }
 };

@@ -4,16 +4,16 @@
 // that a call with 1 row and one with 16 do the same arithmetic for each row. Every CTA owns the
 // same number of tiles and walks all of k, so nothing is ever added up between CTAs. Inside a CTA
 // the warps form a grid: `row_groups` groups of TW tiles, times `k_groups` that share k and are added as a
-// binary tree at the end. As inputs lie, a group has every k_groups-th block of 32: of k itself, or of an
-// order in which that makes a contiguous part (tiles.py). Only `k_groups` is seen in a sum, and it is a
+// binary tree at the end. A group has every k_groups-th block of 32 inputs as they lie: in the order of k, or in
+// one that makes a group's part of k contiguous (tiles.py). Sums depend on `k_groups` only, which is a
 // function of the weight's shape alone (tiles.py); wide.cu does the same sums for more rows, bit for
 // bit.
 //
 // Memory holds [pass][step][CTA]: at any time all CTAs read one contiguous stretch. A producer warp
 // keeps a ring of steps in flight with bulk copies, and fills it before the previous kernel has
-// ended: weights are never written. Until then it asks for no more than memory gives, for what waits
-// in line there delays the previous kernel's own reads; once the ring is full, it has the L2 cache
-// fetch what follows.
+// ended: weights are never written. Until then it issues copies no faster than memory delivers them, because
+// queued requests delay the previous kernel's own reads; once the ring is full, it prefetches the following
+// steps into the L2 cache.
 #include "linear.cuh"
 #include "ring.cuh"
 
@@ -44,9 +44,9 @@ __device__ inline int step_bytes(const Job& job) {
 }
 __device__ inline int input_bytes(const Job& job) { return job.k_groups * job.depth * kInputBytes; }
 
-// Of few tokens a step's inputs are less than two lines of the cache, which all CTAs would ask for at once:
-// these come by rounds of the ring, with the weights of a round's first stage. Where they lie alternates:
-// who frees that stage has read all of the round before.
+// With few tokens, a step's inputs are less than two cache lines, which all CTAs would request at once. Inputs are
+// then copied once per round of the ring, with the weights of its first stage, into two buffers in turn: a warp
+// that frees that stage has read all inputs of the round before.
 constexpr bool kRounds = TOKENS <= 4;
 constexpr int kRoundsKept = kRounds ? 2 : 1;
 
@@ -61,8 +61,8 @@ __device__ inline void copy_inputs(const Job& job, u32 to, int& step, int count,
   }
 }
 
-// The inputs of the steps that fill the ring for the first time: every warp brings some, for the producer is
-// busy with weights.
+// Copies the inputs of the steps that fill the ring for the first time: every warp copies some, because the producer
+// is busy with weights.
 __device__ inline void first_inputs(const Job& job, u32 inputs, u32 full, int slice, int warp, int warps) {
   const u64 often = read_often();
   const int filled = min(job.stages, job.passes * job.steps);
@@ -75,7 +75,7 @@ __device__ inline void first_inputs(const Job& job, u32 inputs, u32 full, int sl
   }
 }
 
-// Until so many cycles have passed, or inputs are there: then weights are all that is waited for.
+// Waits for `pace` cycles since `last`, or until stage 0 is full (inputs too): then no pacing is needed. -> the latter
 __device__ inline bool await_turn(u32& last, int pace, u32 full) {
   bool there;
   do there = arrived(full, 0);
@@ -84,25 +84,25 @@ __device__ inline bool await_turn(u32& last, int pace, u32 full) {
   return there;
 }
 
-// Stages whose inputs come with those of stage `stage` when it gets step i.
+// The number of stages that get their inputs together with stage `stage` when it gets step i.
 __device__ inline int slices(const Job& job, int stage, int i) {
   return !kRounds ? 1 : stage ? 0 : min(job.stages, job.passes * job.steps - i);
 }
 
-// The barriers of stages from `first` on.
+// Initialises the barriers of `count` stages from `first` on.
 __device__ inline void make_stages(const Job& job, u32 full, int first, int count, int warps) {
   const u32 at = full + kBarriers * first;
   init_ring(at, at + kEmpty, count, warps, 1, kBarriers);
 }
 
-// The first stage, made and on its way before anything else is done.
+// Initialises the first stage and issues its copy, before anything else is done.
 __device__ inline void start(const Job& job, u32 ring, u32 full, int bytes, int slice, int warps) {
   make_stages(job, full, 0, 1, warps);
   expect(full, bytes + slices(job, 0, 0) * slice);
   copy(ring, job.weight + size_t(blockIdx.x) * job.apart, bytes, full, read_once());
 }
 
-// All other steps. started: when the first was asked for.
+// Copies all other steps. started: the clock when the first one's copy was issued.
 __device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full, u32 started) {
   const u64 once = read_once(), often = read_often();
   const int bytes = step_bytes(job), slice = input_bytes(job);
@@ -144,7 +144,7 @@ __device__ inline void accumulate(float (&sum)[4], const u32 (&a)[4], u32 b0, u3
     mma_bf16(sum, a[0], a[1], a[2], a[3], b0, b1);
 }
 
-// What a warp reads of a stage of the ring: when it is full, its tiles, its inputs.
+// What a warp reads of a stage of the ring: its barrier (full), its tiles, its inputs.
 struct Place {
   u32 full;
   Part tiles;
@@ -246,7 +246,7 @@ __device__ inline void add(Tile& sum, const float4* theirs, int apart) {
 __device__ inline void add_groups(const Job& job, Tile& sum, float4* shared, int row_group, int k_group, int lane) {
   const int warps = job.row_groups * job.k_groups, size = job.row_groups * TW * NT * 32;
   float4* mine = shared + row_group * TW * NT * 32 + lane;
-  consumers_sync(warps);  // who shares the room has read it
+  consumers_sync(warps);  // all warps have finished reading the shared buffer
   if (k_group)
 #pragma unroll
     for (int i = 0; i < TW * NT; i++) {
@@ -294,8 +294,8 @@ extern "C" __global__ void BOUNDS
     if (job.next == kAtOnce) let_next_start();
     if (all_certified(job)) return;
   }
-  // Two warps make the ring while all others load what they need: many CTAs start when the kernel before ends, and
-  // nothing comes from memory meanwhile.
+  // Two warps initialise the ring while the others load what they need: many CTAs start when the last kernel ends, and
+  // memory is idle until they issue copies.
   if (warp == warps) {
     const u32 started = clock();
     if (lane == 0) {
@@ -333,7 +333,7 @@ extern "C" __global__ void BOUNDS
   const Ring ring = {first, full + job.stages * kBarriers, u32(bytes), u32(fed ? slice : 0),
                      u32(fed ? job.k_groups * kInputBytes : 0)};
   Place at = first;
-  // the ring has nothing to come in the last pass, but before it
+  // with one pass the sums may overwrite the ring, to which no copy is pending; with more they have memory of their own
   float4* sums = reinterpret_cast<float4*>(memory + (job.passes > 1 ? ring_bytes + job.stages * kBarriers : 0));
   for (int pass = 0; pass < job.passes; pass++) {
     Tile sum;
@@ -344,5 +344,5 @@ extern "C" __global__ void BOUNDS
     first_tile += job.ctas * job.tiles;
     if (pass + 1 < job.passes) load_scales(job, scales, first_tile, lane);
   }
-  if (job.ready) wait_for_previous();  // who waits for this kernel waits for the one before too
+  if (job.ready) wait_for_previous();  // so that a kernel that waits for this one also waits for the one before
 }

@@ -1,5 +1,5 @@
-// A long prefill chunk's experts: rows that are sorted by expert, each times its own expert's matrix, whose
-// weights become fragments as they are read, as decoding reads them (moe.cu).
+// The experts of a long prefill chunk: rows are sorted by expert, and each is multiplied by its own expert's matrix.
+// Weights are expanded to fragments as they are read, like in decoding (moe.cu).
 //
 // A CTA multiplies up to 64 rows of one expert by 16 of its units; a unit is two tiles of 16 weight rows (gate's
 // and up's of the same features) with all of their inputs. Each warp has two units to itself, and all 64 rows
@@ -25,12 +25,12 @@ struct Job {
   int experts, gated;
 };
 
-// Rows of one expert, `count` from `first` on; of none where there are no rows left.
+// Rows of one expert, `count` from `first` on; expert -1 where no rows are left.
 struct Entry {
   int expert, first, count;
 };
 
-// The CTA's: experts' entries lie one behind the other.
+// This CTA's entry: entries are numbered expert by expert.
 __device__ inline Entry find(const Job& job) {
   __shared__ int totals[kWarps];
   __shared__ Entry found;
@@ -59,7 +59,7 @@ struct Warp {
   __device__ Warp() : lane(threadIdx.x % 32), warp(threadIdx.x / 32), unit((blockIdx.x * kWarps + warp) * kUnits) {}
 };
 
-// Starts a stage on its way.
+// Issues a stage's copies.
 __device__ inline void ask(const Job& job, const Entry& entry, const Warp& warp, u32 memory, int step) {
   const u32 stage = memory + step % kStages * kStage;
 #pragma unroll
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) grouped(const __grid_c
 #pragma unroll 1
   for (int s = 0; s < steps; s++) {
     await_asked<kStages - 2>();
-    __syncthreads();  // all have theirs, and have read what is asked for next
+    __syncthreads();  // all threads' copies have arrived, and the stage that is refilled next has been read
     if (s + kStages - 1 < steps) ask(job, entry, warp, memory, s + kStages - 1);
     asked();
     multiply(sums, memory + s % kStages * kStage, job.blocks - s * kStep, entry, warp);

@@ -3,8 +3,8 @@
 #pragma once
 #include "tile.cuh"
 
-constexpr float kMostInput = 127 * 256 + 127;  // both of whose bytes are signed
-// Of both halves of a word the larger one.
+constexpr float kMostInput = 127 * 256 + 127;  // the largest input: both its bytes are signed
+// The larger of two values, in each half of a word.
 __device__ inline u32 larger(u32 a, u32 b) {
   u32 v;
   asm("max.u16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
@@ -15,7 +15,7 @@ __device__ inline float2 floats(u32 pair) {  // of two f16
   asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(v.x), "=f"(v.y) : "r"(pair));
   return v;
 }
-// The largest magnitudes of eight inputs' pairs, or what is not a number: bits of magnitudes are ordered as they are.
+// The largest magnitudes of eight inputs, in either half, or NaN: bits of magnitudes are ordered like the magnitudes.
 __device__ inline u32 largest_of(uint4 v) {
   return larger(larger(v.x & 0x7fff7fff, v.y & 0x7fff7fff), larger(v.z & 0x7fff7fff, v.w & 0x7fff7fff));
 }

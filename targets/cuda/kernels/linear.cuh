@@ -1,10 +1,10 @@
-// What the kernels of a linear layer share: the job, where a weight's rows are, what becomes of sums.
+// Shared by the kernels of a linear layer: the job, where a weight's rows are, how sums are finished.
 #pragma once
 #include "tile.cuh"
 
 enum Epilogue { kPlain = 0, kGated = 1, kLogits = 2, kPerLayer = 3 };
-// When gemm.cu lets the next kernel start: at once; when all kernels before this one have ended; when all
-// weights have been asked for.
+// When gemm.cu lets the next kernel start: at once; when all kernels before this one have ended; when the copies of
+// all weights have been issued.
 enum Next { kAtOnce = 0, kInTurn = 1, kAllAsked = 2 };
 
 struct Job {
@@ -22,7 +22,7 @@ struct Job {
   int k_blocks;         // 32-input blocks of x
   int k_stride;         // of a k group's blocks: k_groups, or 1 where groups are contiguous
   int stages;           // of the ring
-  int ahead, pace;      // of gemm.cu, until x is there: steps after the ring's that L2 gets; cycles a step
+  int ahead, pace;      // of gemm.cu, until x has arrived: steps after the ring's to prefetch into L2; cycles per step
   int rows;             // M
   int out_stride;       // floats per row, or 32-feature blocks of the next input
   int out_groups;       // k groups that are contiguous in the next weight
@@ -45,7 +45,7 @@ __device__ inline int row_of(const Job& job, int tile, int row) {
   return feature < job.n / 2 ? feature + row / 8 * (job.n / 2) : job.n;
 }
 
-// What a row of floats gets.
+// The number that is stored in a row of floats.
 __device__ inline float to_row(const Job& job, float v) {
   return job.epilogue == kLogits ? soft_cap(v, job.softcap) : v;
 }

@@ -5,11 +5,11 @@
 // up's of the same features) with all of their inputs, contiguous in memory. A CTA takes
 // `row_groups` units of one expert at a time; `k_groups` warps share the eighths of k of each, which are
 // added as a binary tree.
-// The CTAs find out themselves which experts were picked, and share their units evenly, each a contiguous
-// part: the host needs to know nothing. Each warp keeps a ring of its weights in flight, over the edges of
-// units and experts: there is no producer, and nobody waits for another but at the end of a unit. Inputs are
-// fetched once an expert, into shared memory: what is multiplied is then a short loop, and three CTAs have the
-// registers that they need.
+// The CTAs find out on the device which experts were picked, and share their units evenly, each a contiguous
+// part: the host does not take part. Each warp keeps a ring of its weights in flight, across the ends of
+// units and experts: there is no producer, and warps wait for each other only at the end of a unit. Inputs are
+// fetched once per expert, into shared memory: the multiplying loop is then short, and registers suffice for
+// three CTAs on a multiprocessor.
 #include "experts.cuh"
 #include "integers.cuh"
 
@@ -17,15 +17,15 @@ constexpr int kPiece = BITS == 16 ? 2 : 3;  // 32-input blocks that are copied, 
 constexpr int kSlots = 2;                   // pieces of a warp's ring: more are no faster (docs/performance.md)
 constexpr int kRing = kSlots * kPiece * kUnitBytes;
 constexpr int kRegisters = NB == 1 ? 80 : 255;  // three CTAs' on a multiprocessor: experts.py
-// Integers of 4 bits meet inputs of 16, in integer MMAs (`multiply_codes`).
+// Integer codes of 4 bits are multiplied by inputs of 16 bits, in integer MMAs (`multiply_codes`).
 constexpr int NX = kIntegers ? (TOKENS + 3) / 4 : NB;  // an MMA's eight columns are then two bytes of four tokens
-constexpr int kTokens = kIntegers ? NX : 2 * NB;  // that a lane has, of each two tiles' four sums
+constexpr int kTokens = kIntegers ? NX : 2 * NB;  // tokens per lane, with four sums of two tiles each
 constexpr bool kOwn = BITS >= 8;  // a lane reads of a piece what it has copied
 constexpr int kMostParts = 2;  // of k that a warp of `down` has, which is short: fewer barriers for as many units
-constexpr int kScales = kIntegers ? kMostParts * NX * 16 : 0;  // bytes before a warp's inputs: what their last bits are
+constexpr int kScales = kIntegers ? kMostParts * NX * 16 : 0;  // bytes before a warp's inputs: value of their last bits
 
-// A warp's ring: the next piece is asked for when all lanes have read the one that it replaces. Small bulk
-// copies would be no faster, and need barriers. A part of k of `down` is a piece, or more of weights of 16 bits.
+// A warp's ring: the next piece's copy is issued when all lanes have read the piece that it replaces. Small bulk
+// copies would be no faster, and need barriers. In `down`, a part of k is one piece, or several with 16-bit weights.
 template <bool kGate>
 struct Ring {
   static constexpr bool kShort = !kGate && BITS == 16;  // pieces, shorter than a part
@@ -86,9 +86,9 @@ struct Chunks {
 template <bool kGate>
 struct Inputs {
   u32 room;
-  u32 at[NX];  // a lane's in each block of 8 columns; where it has no token another's, for a column that nobody reads
+  u32 at[NX];  // a lane's in each block of 8 columns; in columns past the last token a copy of its, never read
 
-  // Of few rows, on its way with the first piece of weights.
+  // Issues the copies, for few rows; they arrive with the first piece of weights.
   __device__ void ask(const Job& job, const Warp& warp, const Chosen& chosen, const Entry& entry) {
     const int chunks = warp.blocks * 4, all = entry.count * chunks;
 #pragma unroll 1
@@ -116,7 +116,7 @@ struct Inputs {
     }
     __syncwarp();
   }
-  // Where this lane's of a token are in memory.
+  // Where this lane's chunks of a token are in memory.
   __device__ Chunks find(const Job& job, const Warp& warp, const Chosen& chosen, const Entry& entry, int token) const {
     Chunks found;
     const int pair = chosen.pair(entry, token);
@@ -134,12 +134,12 @@ struct Inputs {
       if (chunks.at[i] >= 0) v[i] = load(job, chunks.at[i]);
     }
   }
-  // As integers of 16 bits, the largest of a token's part of k the largest there is: of each block the high bytes of its
-  // inputs, then the low ones. first: where the first token's are.
+  // Fetches inputs as 16-bit integers, scaled so that the largest in a token's part of k becomes kMostInput. Per block:
+  // the high bytes of its inputs, then the low ones. first: where the first token's chunks are.
   __device__ void fetch_rounded(const Job& job, const Warp& warp, const Chosen& chosen, const Entry& entry, const Chunks& first) const {
     uint4 v[kChunks], next[kChunks];
     load(job, first, v);
-    __syncwarp();  // the last entry's have been read
+    __syncwarp();  // all lanes have read the last entry's inputs
 #pragma unroll 1
     for (int token = 0; token < entry.count; token++) {
       if (token + 1 < entry.count) load(job, find(job, warp, chosen, entry, token + 1), next);
@@ -149,7 +149,7 @@ struct Inputs {
     }
     __syncwarp();
   }
-  // The same of those that were asked for, where they lie.
+  // The same, in place, for inputs that are in shared memory already.
   __device__ void round(const Job& job, const Warp& warp, const Entry& entry) const {
     __syncwarp();
 #pragma unroll 1
@@ -183,7 +183,7 @@ struct Inputs {
         ::store_rounded(room + (token * warp.blocks + c / 4) * 64 + c % 4 * 8, v[i], !kGate && c >= job.each * 4 ? factor[1] : factor[0]);
     }
   }
-  // Of a part of k, [token].
+  // Where the scales of a part of k are, [token].
   __device__ u32 scales(int part) const { return room - kScales + part * NX * 16; }
   __device__ void point(const Warp& warp, const Entry& entry) {
 #pragma unroll
@@ -192,10 +192,10 @@ struct Inputs {
       at[j] = room + token * warp.blocks * 64 + (kIntegers ? column % 2 * 32 + warp.lane % 4 * 8 : warp.lane % 4 * 16);
     }
   }
-  // Where a pair's are in x: inputs 8 i to 8 i + 7 of the warp's part.
+  // Where inputs 8 i to 8 i + 7 of the warp's part are in x, for a pair.
   static __device__ int place(const Job& job, const Warp& warp, int pair, int i) {
     const int m = !kGate ? pair : kLone ? 0 : quotient(pair, job.top_k), block = warp.first + i / 4, f = i % 4 * 8;
-    // of eight rows or less there is one block, and of pairs each is a block
+    // up to eight rows are one block; each pair is a block of its own
     if (!kGate) return (m * job.k_blocks + block) * 32 + f;
     return NB == 1 ? (block * job.block + m) * 32 + f : int(x_offset(m, block * 32 + f, job.k_blocks, job.block));
   }
@@ -209,8 +209,8 @@ struct Inputs {
 };
 
 typedef float Four[4];
-// Of two tiles and all tokens. As MMAs leave them: [tile][8 tokens] fragments; of integers [4 tokens]: both rows of each
-// tile, of token lane % 4.
+// A lane's sums of two tiles and all tokens, as MMAs return them: [tile][8 tokens] fragments; with integer codes
+// [4 tokens]: both rows of each tile, of token lane % 4.
 struct Sum {
   Four of[kTokens];
 
@@ -232,13 +232,13 @@ __device__ inline void accumulate(Four& sum, const u32 (&a)[4], u32 first, u32 s
 }
 
 #if BITS == 4
-// kBlocks blocks of codes and their inputs, for four tokens at a time: exact sums of 32, of which each gets its scale.
+// kBlocks blocks of codes and their inputs, for four tokens at a time: exact sums over 32 inputs, each then scaled.
 template <int kBlocks, bool kGate>
 __device__ inline void multiply_codes(Sum& sum, u32 piece, const Inputs<kGate>& inputs, int block, int count, int lane) {
 #pragma unroll
   for (int j = 0; j < NX; j++) {
     if (!used(j, count)) break;
-    if (j && NB == 1) __syncwarp();  // so that weights are read again: to keep them there are no registers
+    if (j && NB == 1) __syncwarp();  // so that weights are read again: there are no registers to keep them
     Stored w[kBlocks][2];
 #pragma unroll
     for (int u = 0; u < kBlocks; u++) load_unit(w[u], piece + u * kUnitBytes, lane);
@@ -305,7 +305,7 @@ __device__ inline void multiply_piece(Sum& sum, int begin, int end, int count, R
   ring.pass();
 }
 
-// What the last bits of a token's inputs are, in a part of k: of floats 1.
+// The value of the last bit of a token's integer inputs in a part of k; 1 for floats.
 template <bool kGate>
 __device__ inline float last_bit(const Inputs<kGate>& inputs, int part, int i, int count, int lane) {
   return kIntegers ? load_float(inputs.scales(part) + min(token_of(i, lane), count - 1) * 4) : 1.0f;
@@ -322,7 +322,7 @@ __device__ inline void add_part(Sum& sum, Sum& own, int part, int count, const I
   }
 }
 
-// One warp: all parts of k that it has of a unit, each added up alone. A loop: what CTAs run once is read like weights are.
+// One warp: all its parts of k of a unit, each summed separately. Not unrolled: code that runs once comes from memory.
 template <bool kGate>
 __device__ inline void multiply_all(Sum& sum, const Job& job, int count, Ring<kGate>& ring, const Inputs<kGate>& inputs) {
   const int blocks = ring.warp.blocks;
@@ -344,7 +344,7 @@ __device__ inline void multiply_all(Sum& sum, const Job& job, int count, Ring<kG
   if (kGate) add_part(sum, own, 0, count, inputs, ring.warp.lane);
 }
 
-// Where the warps leave their parts of k of a unit for the one that adds them: all but its own.
+// Shared memory for a unit's sums over parts of k: of all warps except the one that adds them (`finisher`).
 struct Room {
   float4* mine;
   int size;  // of a part of k, of all row groups
@@ -435,11 +435,11 @@ __device__ inline void run(const Job& job) {
   Chosen chosen;
   chosen.entries = reinterpret_cast<Entry*>(inputs_at + kWarps * most);
   chosen.list = reinterpret_cast<int*>(chosen.entries + job.pairs);
-  constexpr bool kAsks = kGate && NB == 1;  // for its first inputs before weights; one row's are known before its experts
+  constexpr bool kAsks = kGate && NB == 1;  // copies first inputs before weights; one row's are known before experts
   Inputs<kGate> inputs;
   inputs.room = shared_address(inputs_at + threadIdx.x / 32 * most) + kScales;
   if (kAsks && kLone) inputs.ask(job, warp, chosen, {0, 1, 0}), asked();
-  Walk walk(job, job.pairs);  // of one row known before its experts are
+  Walk walk(job, job.pairs);  // for one row, known before its experts are
   if (kLone) {
     if (!take_pairs(job, chosen, number)) walk.left = 0;
   } else {
@@ -477,7 +477,7 @@ __device__ inline void run(const Job& job) {
       inputs.point(warp, entry);
     }
     const int unit = warp.unit(job, walk.group);
-    // who adds a unit's parts changes, and so does the room: one barrier is enough
+    // the warp that adds the parts, and the shared memory for them, alternate by unit: one barrier is enough
     const int finisher = turn & (job.k_groups - 1);
     const Room to{sums + turn % 2 * room, part};
     Scales scales;
@@ -492,7 +492,7 @@ __device__ inline void run(const Job& job) {
     if (warp.stores(job, walk.group)) finish<kGate>(job, sum, scales, entry, unit, chosen, warp.lane);
   }
   if (kGate && turn == 0) wait_for_previous();
-  copies_done();  // inputs that were asked for a row that picked nobody
+  copies_done();  // of inputs for a row that picked no expert
 }
 
 extern "C" __global__ void __maxnreg__(kRegisters) gate_up(const __grid_constant__ Job job) {

@@ -5,15 +5,15 @@
 
 constexpr float kMaxE4m3 = 448.0f;
 
-// Where input f of row m lies, in blocks of [m / block][f / 32]: core matrices, [half][token][16], whose
-// 16 are those that a lane's neighbours hold of a weight in the same two words (packing.py).
+// Where input f of row m lies, in blocks of [m / block][f / 32]: core matrices, [half][token][16]. The 16 are the
+// inputs that four neighbouring lanes hold of a weight in the same two words (packing.py).
 __device__ inline size_t narrow_offset(int m, int f, int k_blocks, int block) {
   const size_t start = (size_t(m / block) * k_blocks + f / 32) * block * 32;
   return start + (f / 4 % 2 * block + m % block) * 16 + f % 32 / 8 * 4 + f % 4;
 }
 
-// A linear layer's output, row by row, that left parts of k: their sums [parts, M, width] are added as a
-// binary tree and scaled.
+// The output of a linear layer that left one sum per part of k, [parts, M, width]. They are added as a binary
+// tree and scaled when a row is loaded.
 struct Groups {
   const float* parts;
   const float* scale;  // [width]

@@ -6,8 +6,8 @@
 #define W8A8 0
 #endif
 
-// A linear layer's output as it is: what the norms read but for Groups (narrow.cuh) and mixtures. Kernels of
-// each, since loads that may be of groups would wait for one another: 1 us more a norm.
+// A linear layer's output as it is: what the norms read, except for Groups (narrow.cuh) and mixtures. Each has kernels
+// of its own: chosen at run time, loads would wait for one another, which costs 1 us per norm.
 struct Whole {
   const float* rows;  // may be null
 
@@ -24,8 +24,8 @@ struct AddNorm {
   float* scale;
   int hidden, k_blocks, block;
   float eps;
-  int late;  // the next kernel starts when this one can read: what it asks of memory would delay that
-  float* kept;      // where h goes besides; null: nowhere
+  int late;  // let the next kernel start after this one's wait: its memory requests would delay this one's reads
+  float* kept;      // where h is copied to; null: nowhere
   int kept_stride;  // from a row to the next
 };
 
@@ -57,15 +57,15 @@ __device__ inline float load_branch(const AddNorm& job, const Branch& branch, fl
   return squares;
 }
 
-constexpr int kKept = 1024;  // float4 of a norm's weight that are here before the branches are
+constexpr int kKept = 1024;  // float4 of a norm's weight that are loaded before the branches arrive
 
 // The two branches of a MoE layer, each with a norm of its own: the dense one, and the sum of the experts
 // that a row picked, by rank.
 struct Mixture {
   const float *dense_norm, *routed_norm;
-  const float* parts;   // [M, top_k, width]; nobody wrote those of a row that picked nobody
+  const float* parts;   // [M, top_k, width]; not written for a row that picked no expert
   const float* shares;  // [M, top_k]
-  const int* numbers;   // [M, top_k], -1 for nobody
+  const int* numbers;   // [M, top_k], -1 for no expert
   int top_k;
 };
 template <class Dense>
@@ -89,7 +89,7 @@ __device__ inline float load_branch(const AddNorm& job, const Mixed<Dense>& bran
   const int* numbers = mixture.numbers + m * top_k;
   const float* shares = mixture.shares + m * top_k;
   const float* parts = mixture.parts + size_t(m) * top_k * job.hidden;
-  const bool nobody = numbers[0] < 0;  // parts are then read for nothing: no load waits for another
+  const bool nobody = numbers[0] < 0;  // parts are read then too, and not used: no load waits for another
   float4 routed[kMax];
 #pragma unroll
   for (int j = 0; j < kMax; j++) {
@@ -139,7 +139,7 @@ __device__ inline float load_branch(const AddNorm& job, const Mixed<Dense>& bran
   return all;
 }
 
-// What else a stream is normed for: a MoE layer's router and its experts, beside its dense branch.
+// Further outputs of the same norm: the inputs of a MoE layer's router and experts, beside its dense branch's.
 struct Others {
   const float *router_norm, *experts_norm;
   void *router, *experts;      // inputs, laid out as the first one is

@@ -127,7 +127,7 @@ __device__ inline float largest_of(uint4 v) {
   return largest;
 }
 
-// A row of bf16, eight elements at a time, to x, whose rows are `stride` apart.
+// Stores a row of bf16 in x, eight elements at a time. Rows of x are `stride` apart.
 __device__ inline void store_row(const uint4 (&packs)[kPacks], float largest, void* x, float* scale,
                                  int width, int stride, float* scratch) {
   const size_t first = size_t(blockIdx.x) * stride;

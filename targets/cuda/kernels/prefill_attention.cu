@@ -115,7 +115,7 @@ struct Vector {
   }
 };
 
-// One CTA per token, whose warps take its query heads in turn, two at a time.
+// One CTA per token. Its warps take the query heads in turn, two at a time.
 // q [runs, tokens, heads / runs, D].
 extern "C" __global__ void __launch_bounds__(256)
     queries(const u16* qkv, const float* weight, const float* cosine, const float* sine, u16* q,

@@ -72,8 +72,8 @@ __device__ inline u64 read_often() {
   return policy;
 }
 
-// So many warps of a CTA meet at its barrier of this number: 0 is __syncthreads', 1 the consumers'. Who passes it does
-// not wait for the others.
+// The CTA's barrier kNumber, for `warps` warps: 0 is that of __syncthreads, 1 the consumers'. `meet` arrives and waits,
+// `pass` arrives without waiting.
 template <int kNumber>
 __device__ inline void meet(int warps) {
   asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "r"(warps * 32) : "memory");

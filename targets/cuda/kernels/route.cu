@@ -6,7 +6,7 @@
 #define SHARES 4
 #endif
 
-#ifndef ROWS  // of which `route` does all: 8 or 16
+#ifndef ROWS  // the most that `route` takes: 8 or 16
 #define ROWS 16
 #endif
 
@@ -22,7 +22,7 @@ struct Pick {
   float factor;
 };
 
-// What a warp knows before the router has ended: whether row m picks anybody, its lanes' experts' weights.
+// What a warp loads before the router has ended: whether row m picks experts, and its lanes' experts' weights.
 struct Known {
   bool picks;
   float weight[kMaxShares];
@@ -37,8 +37,8 @@ struct Known {
 };
 
 // One warp: softmax of row m's logits * factor, the best top_k (at most 32) by falling share, ties to
-// the lower number; their shares are made to sum to 1, then weighted per expert. Rows that sit out and
-// drafts that don't exist pick nobody: no expert is read for them.
+// the lower number; their shares are made to sum to 1, then weighted per expert. Idle rows and
+// draft positions without a guess pick no expert, so none is read for them.
 __device__ inline void pick_experts(const Pick& job, int m, const Known& known, const float* logits) {
   const int lane = threadIdx.x % 32, top_k = job.top_k;
   int* numbers = job.numbers + m * top_k;
@@ -99,8 +99,8 @@ extern "C" __global__ void __launch_bounds__(32) pick(const __grid_constant__ Pi
   pick_experts(job, blockIdx.x, known, logits + size_t(blockIdx.x) * job.experts);
 }
 
-// The router's weight and up to kMostRows of its input, as gemm.cu has them: 16 experts a CTA, whose warps
-// are the k groups. The same MMAs in the same order, so the same logits.
+// The router's weight and up to kMostRows rows of its input, laid out as for gemm.cu: 16 experts per CTA, a warp
+// per k group. The same MMAs in the same order as there, so the same logits.
 struct Router {
   const u8* weight;  // bf16
   const u16* x;      // blocked input
@@ -110,7 +110,7 @@ struct Router {
 constexpr int kCtas = 8, kGroups = 8, kThreads = 32 * kGroups, kMostRows = ROWS, kBlocks = ROWS / 8;
 constexpr int kTile = 1024, kRow = 64;  // bytes: 16 experts x 32 inputs; a row's 32 inputs
 
-// A warp's k group of this CTA's tile, for all rows in blocks of 8: all of it on its way before any is
+// A warp's k group of this CTA's tile, for all rows in blocks of 8: all copies are issued before any is
 // waited for. Loops stay loops: a kernel of few CTAs runs from cold instruction caches.
 __device__ inline void multiply(const Router& job, int tile, int group, u8* room, float (&sum)[kBlocks][4]) {
   const int lane = threadIdx.x % 32, count = job.steps * job.depth, token = lane / 4;

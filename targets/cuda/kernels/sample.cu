@@ -1,12 +1,12 @@
-// A token is chosen: bias, penalties, temperature, min-p, top-k, top-p, then Gumbel-max with Philox
+// Chooses a token: bias, penalties, temperature, min-p, top-k, top-p, then Gumbel-max with Philox
 // noise keyed on (seed, position, token id); greedy rows take the argmax. Ties go to the lowest id.
-// Semantics: targets/cuda/sampling.py, the reference. The target chooses here, and a drafter its guess,
-// out of the words that it scores.
+// Semantics: targets/cuda/sampling.py, the reference. It serves the target's choices, and drafters' guesses out
+// of the words that they score.
 //
-// A cluster of 8 CTAs owns one row, each an eighth of the words. Probabilities are added as whole
-// numbers, so that in which order, and beside how many tokens that are out, is nothing to a sum: a head
-// leaves all logits, or a few candidates' (screen.cu). Where few are left, one CTA takes them all. Eight
-// CTAs read their instructions cold: loops are unrolled where loads wait for each other, nowhere else.
+// A cluster of 8 CTAs owns one row, each an eighth of the words. Probabilities are added as integers, so a sum
+// depends neither on the order nor on how many excluded tokens are among them: a head leaves all logits, or only
+// a few candidates' (screen.cu). Where few tokens are left, one CTA takes them all. Eight CTAs run from cold
+// instruction caches: loops are unrolled only where loads would wait for each other.
 #include "choice.cuh"
 
 constexpr int kCtas = 8;
@@ -37,8 +37,8 @@ struct Job {
   const int* prompt_len;
   u32* counts;  // [M, words] scratch: bit 31 seen anywhere, below: times in the output
   int* chosen;  // [M]
-  const u32* masks;  // [M, ceil(vocab / 32)]: a bit for each token that the target may say; null: all
-  int* guesses;      // [B, width]: of a drafter, guess j comes at j + 1 and into the history; null: chosen
+  const u32* masks;  // [M, ceil(vocab / 32)]: a bit for each token that may be chosen; null: all
+  int* guesses;      // [B, width]: a drafter's guess j goes to j + 1 and the history; null: use `chosen`
   int words, vocab, stride, tokens, shaped;
   int width, j;
   int most;  // top-k of rows that have top-p alone; 0: none
@@ -50,7 +50,7 @@ struct Job {
   }
 };
 
-// What is chosen from: row m, of a request in `slot`, and this CTA's words from `from` to `to`.
+// What a token is chosen from: row m, of a request in `slot`, and this CTA's words from `from` to `to`.
 struct Row {
   int m, slot, position, from, to;
 };
@@ -88,12 +88,12 @@ struct Block {
   __device__ Best best(Best v) { return warp_best(of_warps(warp_best(v))); }
 };
 
-// Of all of them.
+// Sums and maxima of all CTAs of the cluster.
 struct Cluster {
   Room* room;
   int turn = 0;
 
-  // Every warp's, as every CTA has them then.
+  // Gives every CTA the values of all the cluster's warps.
   template <class T>
   __device__ const T* of_warps(T v) {
     turn ^= 1;
@@ -205,8 +205,8 @@ __device__ Best read(const Job& job, const Row& row, float4 ahead, float* values
 
 __device__ inline u64 mass(float v, float best) { return __float2ull_rz(expf(v - best) * kOne); }
 
-// -inf for values below the largest threshold whose upper set still weighs `wanted`. group: who shares them;
-// value i of this thread is values[i * kThreads].
+// Replaces values by -inf below the largest threshold at which the values not below it still have the given total
+// weight. group: the CTA or cluster that holds them; value i of this thread is values[i * kThreads].
 template <class Group, typename Weight>
 __device__ void cut(Group& group, float* values, int count, u64 wanted, Weight weight) {
   u32 threshold = 0;
@@ -239,8 +239,8 @@ __device__ void filter(const Job& job, int slot, float best, Group& group, float
   cut(group, values, count, wanted, [best](float v) { return mass(v, best); });
 }
 
-// At most what top-k leaves is as large as the k-th largest of the warps' largest values, which is returned.
-// Called right after `cluster.best` of all values, whose warps' are still there.
+// -> the k-th largest of the warps' largest values: nothing that top-k keeps is smaller. Called right after
+// `cluster.best` of all values, because it reads the warps' results that are still in `room.groups`.
 __device__ float least_of(Cluster& cluster, int top_k) {
   Room& room = *cluster.room;
   const int i = threadIdx.x;
@@ -262,7 +262,7 @@ __device__ float least_of(Cluster& cluster, int top_k) {
 }
 
 // Which values go on to the filters: those that are at least `floor` once they are divided by the temperature.
-// Values below `loose` need no division to be out.
+// Values below `loose` are out without a division.
 struct Sieve {
   float temperature, floor, loose;
 
@@ -274,7 +274,7 @@ struct Sieve {
   }
 };
 
-// What passes the sieve, to the first CTA: -> how many, or more than kFew, and nothing is moved.
+// Moves what passes the sieve to the first CTA. -> how many; if that is more than kFew, nothing is moved.
 __device__ int gather(Cluster& cluster, const Sieve& sieve, const float* values, int size, int from) {
   int mine = 0;
 #pragma unroll 2
@@ -396,7 +396,7 @@ __device__ int draw_many(const Job& job, const Row& row, const float* values, Cl
   return cluster.best(drawn).id;
 }
 
-// A draw out of `values`, whose largest is `top`. Only the first CTA's answer counts.
+// Draws one of `values`; `top` is the largest of them. Only the first CTA's result counts.
 __device__ int draw(const Job& job, const Row& row, float top, float* values, Cluster& cluster) {
   const int size = row.to - row.from, top_k = job.likeliest(row.slot);
   const float temperature = job.temperature[row.slot], min_p = job.min_p[row.slot], best = top / temperature;
@@ -420,8 +420,8 @@ __device__ int draw(const Job& job, const Row& row, float top, float* values, Cl
   return draw_many(job, row, values, cluster);
 }
 
-// What was chosen as a guess, if anything that the drafter scores may be said at all. It joins the
-// verify's tokens, and the text, where the next guess's penalties look for it.
+// Stores the chosen word as a guess; kNoGuess where every word that the drafter scores is barred. It goes into the
+// verify's tokens and into the history, from which the next guess's penalties are counted.
 __device__ void note(const Job& job, int b, int word) {
   const int own = job.slot[b], id = job.token(word);
   const bool said =
@@ -445,14 +445,14 @@ extern "C" __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThre
   if (job.ids && first + 4 <= to) ahead = biases<true>(job, max(job.slot[b], 0), first);
   cluster_sync();  // all have started: others' memory may be written from now on
   wait_for_previous();
-  if (job.guesses) let_next_start();  // who starts after a guess may take all earlier kernels for ended
+  if (job.guesses) let_next_start();  // a kernel that starts after a guess may assume that all earlier ones have ended
   const Row row{m, max(job.slot[b], 0), job.start[b] + m % job.tokens, from, to};
   Cluster cluster{&room};
   const Best top = cluster.best(read(job, row, ahead, values));
   int word = top.id;
   if (job.shaped && job.temperature[row.slot] > 0.0f) word = draw(job, row, top.value, values, cluster);
   if (cluster_rank() != 0 || threadIdx.x != 0) return;
-  // idle rows hold anything, and nothing compares with NaN: a valid id all the same
+  // idle rows hold any bits, and NaN is never the better value: keep the id valid all the same
   word = min(word, job.words - 1);
   if (job.guesses)
     note(job, m, word);

@@ -1,12 +1,12 @@
-// Which words a head's logits leave to be chosen, from logits within proven bounds (certified.py, whose
-// `candidates` is the reference): -inf for all words, and the candidates' numbers for rescore.cu, in no order.
+// Finds the words that can still be chosen, from a head's approximate logits with proven error bounds (reference:
+// `candidates` of certified.py). Sets all logits to -inf and lists the candidates for rescore.cu, in no order.
 //
-// All of a row must be seen before any of it is judged: in between CTAs wait for each other, for all of them run
-// at once. Each has the same words of every row, and reads their bounds and biases once. What a CTA's words reach it
-// says together with the number of this turn, so that one trip through L2 tells the others both.
+// A row's words are judged only once all of them have been bounded: in between CTAs wait for each other, which all
+// run at once. Each has the same words of every row, and reads their bounds and biases once. A CTA publishes its bound
+// and the number of this turn in one 64-bit word: one trip through L2 carries both.
 //
-// A lower bound that `wanted` words reach is found as the `wanted`-th largest of 256 CTAs' largest: no
-// larger than the `wanted`-th largest of all words, and nearly as large.
+// A lower bound that k words reach (k: `Rule`) is found as the k-th largest of 256 CTAs' largest lower ends: no
+// larger than the k-th largest of all words, and nearly as large.
 #include "choice.cuh"
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
@@ -17,7 +17,7 @@ constexpr int kStride = kCtas * kThreads * 4;
 
 struct Job {
   float* logits;       // [M, vocab]: of the head's codes, before the soft-cap
-  const float* error;  // [vocab]: what those of a word err by at most, per unit of an input's length
+  const float* error;  // [vocab]: a word's largest error, per unit of an input's length
   const u8* x;         // blocked input, bf16
   const float* bias;   // [slots, vocab]
   const int* start;    // [B]
@@ -33,21 +33,21 @@ struct Job {
   u64* reached;  // [kMostRows, kCtas]: the turn, and below it the largest lower end (`ordered`)
   int* found;    // [M, room]: the candidates
   int* count;    // [M]: how many, may be more than there is room for; below 0: not certified
-  u32* turns;    // that have been, ever
+  u32* turns;    // how many turns (launches) there have been
   int vocab;     // a multiple of 4
   int rows;      // M
   int tokens, shaped, room;
   int batch;            // rows that shared memory holds at once
   int k_blocks, block;  // of x
   float softcap;        // 0: none
-  float ties;           // what the soft-cap errs by
+  float ties;           // error of the soft-cap
   float safety, more;   // an input's length is |x| * safety + more
   float longest;        // of an input that is certified
 };
 
 // How a row chooses.
 struct Rule {
-  int wanted;         // the largest so many bounds decide; 0: floor alone does; below 0: not certified
+  int wanted;         // k: the k-th largest bound decides; 0: floor alone does; below 0: not certified
   float temperature;  // 0: greedy
   float floor;        // added to the largest bound: what min-p leaves
   bool noisy;
@@ -89,7 +89,7 @@ __device__ inline float square(u32 pair) {
   return low * low + high * high;
 }
 
-// By a warp.
+// The length of row m's input, by a warp.
 __device__ inline float length(const Job& job, int m, int lane) {
   float squares = 0.0f;
 #pragma unroll 8
@@ -110,7 +110,7 @@ __device__ inline Row row_of(const Job& job, int m, int lane) {
   return row;
 }
 
-// What choosing compares, of one end of a bound: every step keeps the order of numbers.
+// The number that choosing compares, for one end of a bound: every step is monotonic.
 __device__ inline float compared(const Job& job, const Rule& rule, float v, float ties, float bias, float noise) {
   if (job.softcap > 0.0f) v = soft_cap(v, job.softcap) + ties;
   v = v + bias;
@@ -133,7 +133,7 @@ __device__ inline float4 noise_of(const Row& row, int i) {
   return {noise[0], noise[1], noise[2], noise[3]};
 }
 
-// Ends of four logits, which err by `e` per unit.
+// One end of the bounds of four logits with errors `e` per unit (unit below 0: the lower end).
 __device__ inline float4 ends(float4 v, float4 e, float unit) {
   return {v.x + e.x * unit, v.y + e.y * unit, v.z + e.z * unit, v.w + e.w * unit};
 }
@@ -149,7 +149,7 @@ __device__ inline float largest_or_nan(float4 v) {
 }
 __device__ inline bool some(float4 v) { return v.x != 0.0f || v.y != 0.0f || v.z != 0.0f || v.w != 0.0f; }
 
-// This thread's four words of a batch of rows, and their sequences' biases, on their way to it.
+// This thread's four words of a batch of rows, and their sequences' biases: copied to shared memory.
 struct Batch {
   int from, to;
   float4 *logits, *biases;
@@ -169,7 +169,7 @@ struct Batch {
   }
 };
 
-// What the words of CTAs lane, lane + 32, ... reach in a row, by a warp, once all CTAs have said so in this turn.
+// By a warp: the bounds of CTAs lane, lane + 32, ... in a row, once all CTAs have published theirs in this turn.
 __device__ inline void await_all(u32 (&keys)[kCtas / 32], const u64* reached, u32 turn, int lane) {
   u64 said[kCtas / 32];
   bool missing = true;
@@ -184,7 +184,7 @@ __device__ inline void await_all(u32 (&keys)[kCtas / 32], const u64* reached, u3
   }
 }
 
-// The largest number that `wanted` of a warp's keys reach.
+// The k-th largest of a warp's keys, by bisection over its bits.
 __device__ inline u32 reached_by(const u32 (&keys)[kCtas / 32], int wanted) {
   u32 key = 0;
 #pragma unroll 1
@@ -197,7 +197,7 @@ __device__ inline u32 reached_by(const u32 (&keys)[kCtas / 32], int wanted) {
   return key;
 }
 
-// What a word must be able to reach, by a warp.
+// The bound that a candidate's upper end must reach, by a warp.
 __device__ inline float least(const Rule& rule, const u32 (&keys)[kCtas / 32]) {
   u32 largest = 0;
 #pragma unroll
@@ -231,8 +231,8 @@ struct Words {
       : job(job), shared(shared), staged(staged), first(blockIdx.x * kThreads * 4), mine(threadIdx.x * 4),
         kept(job.rows <= job.batch && job.vocab <= kStride) {}
 
-  // Of a batch's rows, words i to i + 3, whose errors are e. Upper ends with noise take the place of logits. What
-  // compares without bias or noise as it is does so at its largest: lane m compares row m's at last, for its warp.
+  // Bounds words i to i + 3, with errors e, in a batch's rows. Upper ends with noise replace the logits. Without bias
+  // or noise the order of words stays: `compared` is then applied to the warp's largest ends only, once, by lane m.
   __device__ void bound(const Batch& batch, float4 e, int i) {
     const bool there = i < job.vocab;
     const int lane = threadIdx.x % 32;
@@ -264,7 +264,7 @@ struct Words {
     if (kept) *at = upper;
     else store_words(job.logits + size_t(m) * job.vocab, upper, i);
   }
-  // All of them. batch: the first, whose biases are on their way; e: of the first words.
+  // Bounds all words. batch: the first one, with its biases already being copied; e: errors of the first words.
   __device__ void bound_all(Batch batch, float4 e) {
 #pragma unroll 1
     for (int base = first; base < job.vocab; base += kStride) {
@@ -281,7 +281,7 @@ struct Words {
       }
     }
   }
-  // What words i to i + 3, which are `thread`'s, may reach.
+  // The upper ends of words i to i + 3, which belong to `thread`.
   __device__ float4 upper(int m, int i, int thread) const {
     const Row& row = shared.rows[m];
     const float4 v = kept ? staged[m * kThreads + thread] : load_words(job.logits + size_t(m) * job.vocab, i);
@@ -290,7 +290,7 @@ struct Words {
                           : load_words(job.bias + size_t(row.slot) * job.vocab, i);
     return compared(job, row.rule, ends(v, load_words(job.error, i), row.unit), job.ties, b, all_of(0.0f));
   }
-  // What they reach in each row, said to all CTAs. Of other rows too: no older turn's number is left.
+  // Publishes this CTA's bound of each row to all CTAs; of unused rows too, so that no older turn's number is left.
   __device__ void say(u32 turn, int lane) const {
     u32 most = 0;
     if (lane >= kMostRows) return;
@@ -298,7 +298,7 @@ struct Words {
     for (u32 low : shared.low[lane]) most = max(most, low);
     asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(job.reached + lane * kCtas + blockIdx.x), "l"(u64(turn) << 32 | most) : "memory");
   }
-  // Row m's candidates, by a warp, so that rows don't wait for each other's places. Few warps' words have any.
+  // Lists row m's candidates, by a warp: rows don't wait for each other's atomics. Few warps' words have any.
   __device__ void judge_row(int m, float must, int lane) const {
     const u32 most = lane < kWarps ? shared.high[m][lane] : 0;
 #pragma unroll 1
@@ -308,7 +308,7 @@ struct Words {
       for (int i = first + thread * 4; i < job.vocab; i += kStride) judge(job, m, upper(m, i, thread), must, i);
     }
   }
-  // No word has a logit, but of rows that are whole, or idle: they have any.
+  // Sets all logits to -inf, except in rows that are not certified (computed in full) or idle.
   __device__ void clear() const {
 #pragma unroll 1
     for (int m = 0; m < job.rows; m++)
@@ -319,14 +319,14 @@ struct Words {
   }
 };
 
-// As memory has it, not what this multiprocessor remembers.
+// A relaxed load at GPU scope: it bypasses this multiprocessor's L1.
 __device__ inline u32 turns_so_far(const Job& job) {
   u32 turns;
   asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(turns) : "l"(job.turns));
   return turns;
 }
 
-// Before anybody adds to them.
+// Initialises the counts of candidates, before any CTA adds to them.
 __device__ inline void begin_counts(const Job& job, const Row* rows) {
   const int m = threadIdx.x;
   if (m < job.rows) job.count[m] = rows[m].slot < 0 || rows[m].judged() ? 0 : -1;
@@ -367,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     await_all(keys, job.reached + m * kCtas, turn, lane);
     if (shared.rows[m].judged()) words.judge_row(m, least(shared.rows[m].rule, keys), lane);
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) *job.turns = turn;  // which all CTAs have read, as row 0 tells
+  if (blockIdx.x == 0 && threadIdx.x == 0) *job.turns = turn;  // all CTAs have read it: their bounds of row 0 have come
   if (words.kept) return;
   __syncthreads();
   words.clear();

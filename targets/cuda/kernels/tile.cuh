@@ -1,9 +1,9 @@
 // A weight's tiles of 16 rows x 32 inputs, as they lie in memory (packing.py), and as fragments of MMAs.
 //
-// Of e4m3 and bf16 weights a tile is its fragments. Of 4-bit ones it is 64 words of eight codes (by
-// lane, its two rows), then a f16 scale for each row's 32 inputs, then where they have zero points a
-// byte for each. A code c means (c - zero) * scale / 2^20 as an f16, rounded once (int4.py says when not).
-// Of NVFP4 there are as many words, mixed (`decode`), then for each row two e4m3 scales, of 16 inputs each:
+// With e4m3 and bf16 weights a tile is stored as its fragments. With 4-bit ones it is 64 words of eight codes (by
+// lane, its two rows), then an f16 scale for each row's 32 inputs, then, with zero points, a byte for
+// each. A code c means (c - zero) * scale / 2^20 as an f16, rounded once (exceptions: int4.py).
+// With NVFP4 there are as many words, mixed (`decode`), then for each row two e4m3 scales, of 16 inputs each:
 // an e2m1 code means value * scale / 2^14, never rounded (nvfp4.py).
 // A head's codes lie as e4m3 values do, then their scales: (c - 128) * scale, rounded once (int8.py). Behind all codes
 // of a CTA's step lie, alike, 256ths of a code that make them the head itself: ((c - 128) + (f - 128) / 256) * scale

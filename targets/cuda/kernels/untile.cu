@@ -8,7 +8,7 @@ struct Job {
   const u8* tiled;
   u8* out;  // [experts * n, k]
   int n, k; // of one expert
-  int passes, ctas, tiles;  // of one expert; of a pass, where some may not be asked for; per CTA and pass
+  int passes, ctas, tiles;  // of one expert; of a pass, some of which may be left out; per CTA and pass
   int row_groups, k_groups, wide, depth;
   int steps, together, groups;  // along k; of a CTA: steps and k groups
   int gate_rows;  // of gate's rows, as many as stand together; 0: not gated
@@ -76,7 +76,7 @@ __device__ inline void store_rows(const Job& job, const u8* rows, int pitch, con
   }
 }
 
-// Shared memory: rows [16 tiles][pitch], the rows' numbers, the tiles' places (skinny.py).
+// Shared memory: rows [16 tiles][pitch], the rows' numbers, the tiles' places (untile.py).
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) untile(const __grid_constant__ Job job) {
   extern __shared__ __align__(16) u8 rows[];
   const int width = job.groups * job.depth * 32;  // inputs of a step

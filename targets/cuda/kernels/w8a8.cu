@@ -1,13 +1,13 @@
 // GEMM of e4m3 weights and e4m3 inputs: out[m, n] = scale[n] sum_k w[n, k] x[m, k] x_scale[m].
 //
-// For any number of rows m the same warpgroup MMAs: 64 weight rows from registers, a tile of 16 from
-// each warp, by TOKENS tokens in shared memory. Which rows are together, in a CTA or an MMA, is nothing
-// to any sum. A row of a weight walks its inputs in ascending order; where the inputs have a scale per
-// k group (kPart), each group's sum is made apart and scaled, and groups are added as a binary tree: two
-// neighbours here, the rest by who reads them (narrow.cuh).
+// Any number of rows m takes the same warpgroup MMAs: 64 weight rows from registers, a tile of 16 from
+// each warp, by TOKENS tokens in shared memory. No sum depends on which rows share a CTA or an MMA.
+// A row of a weight is multiplied with its inputs in ascending order; where the inputs have a scale per k group
+// (kPart), each group's sum is kept apart and scaled, and groups are added as a binary tree: two neighbours
+// here, the rest by the kernel that reads them (narrow.cuh).
 //
-// Weights lie as for gemm.cu (packing.py): an item of work is `take` row groups of it, whoever they were dealt
-// to, of each step the `share` k groups that are its own, one after the other, for a block of tokens. CTAs
+// Weights lie as for gemm.cu (packing.py). An item of work is `take` row groups of a weight, whichever CTAs they were
+// dealt to, with its own `share` k groups of each step, one after the other, for one block of tokens. CTAs
 // take items in turn, and the ring does not stop between them; items of the same weights run beside each
 // other. A warp holds TILES tiles.
 #include "qgmma.cuh"
@@ -73,7 +73,7 @@ __device__ inline Piece piece_of(const Job& job, const Share& own, int i) {
           u32(begin * own.chunk), u32(many * own.chunk)};
 }
 
-// Four producers share the copies: one alone would take longer to ask for small ones than memory to bring them.
+// Four producers share the copies: one alone would take longer to issue small copies than memory to deliver them.
 // Each reports to every stage, also where it has nothing to copy: else the others could lap it, and it would
 // wait for a phase that has passed.
 struct Producer {
@@ -203,7 +203,7 @@ __device__ inline void walk(All& sums, Reader& reader, int lane) {
 // The inputs' scales of a CTA's tokens, in shared memory: of all k, or of its k groups, one after the other.
 __device__ inline void load_tokens(const Job& job, const Share& own, float* tokens) {
   const int groups = job.epilogue == kPart ? job.share : 1, first = own.block * TOKENS;
-  consumers_sync(blockDim.x / 32 - kProducers);  // the last item's have been read
+  consumers_sync(blockDim.x / 32 - kProducers);  // the last item's scales have been read
   for (int i = threadIdx.x; i < groups * TOKENS; i += blockDim.x - 32 * kProducers) {
     const int m = first + i % TOKENS;
     tokens[i] = m < job.rows ? job.x_scale[size_t(own.part * groups + i / TOKENS) * job.rows + m] : 0.0f;
@@ -211,7 +211,7 @@ __device__ inline void load_tokens(const Job& job, const Share& own, float* toke
   consumers_sync(blockDim.x / 32 - kProducers);
 }
 
-// Times those scales. Rounded at once: who adds another's part must get the same.
+// Multiplies by those scales. Products are rounded before any addition, so that all adders of parts get the same.
 __device__ inline void scale_tokens(All& sums, u32 tokens, int lane) {
 #pragma unroll
   for (int i = 0; i < kAll; i += 4) {
@@ -225,7 +225,7 @@ __device__ inline void scale_tokens(All& sums, u32 tokens, int lane) {
   }
 }
 
-// To rows of floats: scaled, or as they are where others' parts are added.
+// Stores rows of floats: scaled, or unscaled where parts are added by a later kernel.
 __device__ inline void finish_rows(const Job& job, const Share& own, const Sums& sum, int tile, int first, int lane) {
   const int n = tile * 16 + lane / 4, m = first + lane % 4 * 2;
   const bool part = job.epilogue == kPart;

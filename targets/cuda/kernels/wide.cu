@@ -19,8 +19,8 @@
 #define DEPTH 2
 #endif
 
-// Twelve warps, with two of skinny.py's most tiles each, and a producer. For 128 tokens it is a
-// warpgroup, which leaves its registers to the others.
+// Up to twelve warps, with two tiles each (gemm.py), and a producer. For 128 tokens the producer
+// is a warpgroup, which leaves its registers to the others.
 constexpr int kProducers = TOKENS == 128 ? 4 : 1, kThreads = 32 * (12 + kProducers);
 constexpr int kInputBytes = TOKENS * 64;  // 32 inputs of all tokens
 

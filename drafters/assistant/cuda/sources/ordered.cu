@@ -1,6 +1,6 @@
-// The head of E2B's and E4B's assistants: words lie in clusters, and those of the clusters whose centroids fit
-// a row best are scored. `fit` scores all centroids; each CTA of `score` finds by itself which cluster is its own.
-// A row is added up in one order, whatever stands beside it.
+// The head of E2B's and E4B's assistants: words are grouped in clusters, and only words of the clusters with the
+// best-fitting centroids are scored. `fit` scores all centroids; each CTA of `score` finds its own cluster by itself.
+// A row's sums have one order, independent of the other rows.
 #include "choice.cuh"
 
 constexpr int kThreads = 256;

@@ -18,7 +18,7 @@ extern "C" __global__ void lay_out(const int* start, const int* slot, int* seen,
 
 struct Beside {
   Embed table;        // h: the states [M, hidden], or of all slots [S + 1, hidden]
-  const int* slot;    // [M]: whose state; null: each row's own
+  const int* slot;    // [M]: the slot of the state; null: each row's own
   const float* norm;  // of the state; null: as it is
   void* x;
   int token_stride, spare;

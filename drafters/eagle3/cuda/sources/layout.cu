@@ -1,5 +1,5 @@
-// What surrounds a draft head's steps in a cycle: where they stand, and what the target said of what they
-// guessed. Pending arrays have a row per slot, and one to spare.
+// Around a draft head's steps in a cycle: `lay_out` computes their positions, `keep` stores the target's features and
+// choices for the next cycle. Pending arrays have a row per slot, and a spare one for padding.
 #include "common.cuh"
 
 // The entries that are pending, as a call of `width` tokens per row, and the k steps after them. Step
@@ -25,8 +25,8 @@ extern "C" __global__ void lay_out(const int* start, const int* slot, const int*
   }
 }
 
-// What the target chose from which features becomes pending: the first of a slot's `places`. Grid: rows
-// and tokens of the call.
+// Stores the target's features and the tokens chosen from them as pending, in the first of a slot's `places`. Grid:
+// rows and tokens of the call.
 extern "C" __global__ void __launch_bounds__(256)
     keep(const float4* features, const int* chosen, const int* accepted, const int* slot, float4* to,
          int* pending, int* count, int width, int places, int quads) {
