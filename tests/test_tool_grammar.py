@@ -436,8 +436,8 @@ REFUSALS = [
     ),
     ({"a": an_object({"b": {"$ref": "#/properties/a"}}, "b")}, "a: what is required .* itself"),
     ({"a": {"items": {"$ref": "#/properties/a"}, "minItems": 1}}, "a: what is required .* itself"),
-    ({"a": {"allOf": [{"items": {}}, {"prefixItems": [{}]}]}}, "said twice, differently"),
-    ({"a": {"allOf": [{"pattern": "a"}, {"pattern": "b"}]}}, "pattern is said twice"),
+    ({"a": {"allOf": [{"items": {}}, {"prefixItems": [{}]}]}}, "two different values"),
+    ({"a": {"allOf": [{"pattern": "a"}, {"pattern": "b"}]}}, "pattern has two different values"),
 ]
 
 
