@@ -1,5 +1,5 @@
-"""Scripted decoding: the script is said, in both loops and whatever is guessed; lookup finds what
-is in it, and drafters with weights are right as often as was recorded."""
+"""Scripted decoding: both loops emit the script with any guesses; lookup finds its matches in it,
+and drafters with weights are right as often as recorded."""
 
 from __future__ import annotations
 
