@@ -22,36 +22,36 @@ from serve.stream import Piece
 from specdec.core.errors import UserError
 
 HEADERS_SECONDS = 2.0
-"""A stream whose request has not begun by then gets its headers, and comments while it waits."""
+"""How long a stream waits for its request to begin before it sends headers, then comments."""
 RESPONSES_ROUTES = "/v1/responses"
 Made = TypeVar("Made")
 
 
 class Emitter(Protocol):
-    """How one API words what is generated, once, for one request."""
+    """Formats one request's output for one API, as a document or as a stream of events."""
 
     def document(self, arrivals: Seqs[tuple[int, Piece]]) -> Json:
-        """The whole answer, of all pieces with the numbers of their choices."""
+        """The whole answer as one JSON object. arrivals: (choice index, piece) in arrival order."""
         ...
 
     def opening(self) -> Iterable[bytes]:
-        """The stream's events before there is anything to tell."""
+        """The events with which the stream begins, before any piece."""
         ...
 
     def events(self, index: int, piece: Piece) -> Iterable[bytes]:
-        """Of a piece of choice `index`."""
+        """The events for one piece of choice `index`."""
         ...
 
     def waiting(self) -> bytes:
-        """When nothing came for a while."""
+        """A keep-alive event, sent when no piece has come for PING_SECONDS."""
         ...
 
     def closing(self) -> Iterable[bytes]:
-        """When all of it was told."""
+        """The last events, after all pieces."""
         ...
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
-        """In place of `closing`, where it is too late for a status."""
+        """Events sent in place of `closing` if the request fails after the HTTP status was sent."""
         ...
 
 
@@ -85,13 +85,14 @@ def _sender(request: Request) -> Sender:
 
 
 def _note(request: Request, begun: asyncio.Task[Generation]) -> None:
-    """Leave the generation for the log and the trace."""
+    """Store the generation in the request's state, for the access log and the trace."""
     if not begun.cancelled() and begun.exception() is None:
         request.state.generation = begun.result()
 
 
 async def _soon(begun: asyncio.Task[Generation], seconds: float) -> bool:
-    """Whether a request was begun by then; raises what it raised."""
+    """Whether the request begins within `seconds`; raises the exception of `begun`, if it has
+    one."""
     done, _ = await asyncio.wait({begun}, timeout=seconds)
     if done:
         begun.result()
@@ -99,7 +100,7 @@ async def _soon(begun: asyncio.Task[Generation], seconds: float) -> bool:
 
 
 def _drop(begun: asyncio.Task[Generation]) -> None:
-    """Free what a request holds, at whatever point it is."""
+    """Cancel a request, whether it is still being prepared or already generates."""
     begun.cancel()
     if begun.done() and not begun.cancelled() and begun.exception() is None:
         begun.result().cancel()
@@ -108,7 +109,8 @@ def _drop(begun: asyncio.Task[Generation]) -> None:
 async def _late(
     path: str, begun: asyncio.Task[Generation], emitter_of: Callable[[Generation], Emitter]
 ) -> AsyncIterator[bytes]:
-    """A stream whose request still waits for its grammar: comments until it has begun."""
+    """The stream of a request that has not begun yet (it waits for its grammar's trial): comments
+    until it begins, then its events."""
     yield KEEPALIVE_COMMENT
     try:
         while not await _soon(begun, PING_SECONDS):

@@ -58,11 +58,11 @@ def create_app(
 ) -> FastAPI:
     """The server for `runner`'s engine; the app's lifespan starts and closes the runner.
 
-    drafter: its name. k: draft tokens per cycle (default: the target's largest).
-    api_keys: one of them clients must send as bearer token on /v1 routes; none asks for nothing.
+    drafter: the drafter's name. k: draft tokens per cycle (default: the target's largest).
+    api_keys: clients must send one of them on /v1 routes; if empty, no key is required.
     share_cache: whether callers with different keys reuse each other's prompts.
-    stage: of the server that this app is a part of; its own by default.
-    engine_label: of its metrics, where several engines serve one model.
+    stage: the stage of the server that runs this app; by default a new one.
+    engine_label: the metrics' label `engine`, where several engines serve one model.
     """
     stage = stage or Stage()
     k = runner.engine.target.max_draft if k is None else k
@@ -93,8 +93,8 @@ def create_app(
 
 
 def _read_vocabulary(context: Context) -> None:
-    """What requests need of the tokenizer. Gemma's takes seconds, in which no other thread runs, so
-    no request may be the first to read it."""
+    """Build the tokenizer's tables that requests need. For Gemma this takes seconds in which no
+    other thread runs, so it must not happen within a request."""
     assert context.tokenizer.longest_token
     try:
         context.vocabulary.load()
@@ -162,7 +162,7 @@ def _operator_routes(context: Context) -> APIRouter:
 
 
 def _open(stage: Stage):
-    """A dependency that refuses where the server takes no requests."""
+    """A dependency that raises ApiError 503 while the server takes no requests."""
 
     async def check() -> None:
         stage.check()

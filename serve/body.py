@@ -1,4 +1,5 @@
-"""Request bodies: read by hand, so that size and strictness are ours, and described for /docs."""
+"""Request bodies: read without FastAPI, to limit their size and parse strictly, and described for
+/docs."""
 
 from __future__ import annotations
 
@@ -88,13 +89,13 @@ def _holds_more_than(most: int, body: bytes) -> bool:
 
 
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """What a route that reads its body by hand tells /docs of it, for `openapi_extra`."""
+    """The OpenAPI description of a body that a route reads itself, for `openapi_extra`."""
     content = {"application/json": {"schema": {"$ref": PLACE.format(model=model.__name__)}}}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def errors_of(*statuses: int, form: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
-    """What a route may answer beside what was asked for, for `responses`."""
+    """The OpenAPI description of a route's error responses, for `responses`."""
     return {status: {"model": form} for status in statuses}
 
 

@@ -44,7 +44,7 @@ class AllowedFunction(BaseModel):
 
 
 class AllowedTool(BaseModel):
-    """May be the whole tool once more."""
+    """Other fields are ignored: some clients repeat the whole tool here."""
 
     model_config = STRICT
 
@@ -70,7 +70,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 def _tool_choice(value: Any) -> Any:
-    """Which of the forms it is, so that errors are about that one."""
+    """Parse a tool_choice by its type, so that error messages are about that form alone."""
     if isinstance(value, str):
         if value not in ("none", "auto", "required"):
             raise ValueError("must be none, auto, required, or name a function")
@@ -175,7 +175,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def thinks(self) -> bool | None:
-        """Whether the model is asked to think first; None: as its template has it."""
+        """Whether the request enables thinking; None: the chat template's default."""
         asked = (self.chat_template_kwargs or {}).get("enable_thinking")
         if self.reasoning_effort is None:
             return None if asked is None else bool(asked)
@@ -187,7 +187,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def limit(self) -> int | None:
-        """Most tokens to emit, None for whatever the context has room for."""
+        """Most tokens to emit, None: as many as fit in the context."""
         return self.max_completion_tokens or self.max_tokens
 
     @property

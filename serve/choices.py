@@ -16,7 +16,7 @@ from serve.stream import Piece, with_unopened_thoughts
 
 
 def check_stream(wire: ChatRequest | CompletionRequest) -> None:
-    """What is said of a prompt comes with the whole answer, as vLLM has it. Raises ApiError 400."""
+    """Refuse to stream log-probabilities of the prompt, as vLLM does. Raises ApiError 400."""
     tells = wire.prompt_logprobs is not None or (wire.echo and wire.logprob_count is not None)
     if wire.stream and (tells or wire.limit == 0):
         name = "prompt_logprobs" if wire.prompt_logprobs is not None else "echo"
@@ -24,7 +24,7 @@ def check_stream(wire: ChatRequest | CompletionRequest) -> None:
 
 
 class Choices:
-    """The `serve.answer.Emitter` of both routes; `reply` is what differs between them."""
+    """The `serve.answer.Emitter` of both routes; `reply` has the differences between them."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Choices:
         return {"usage": usage.to_json(), "metrics": usage.metrics()}
 
     def _prompt_of(self, index: int) -> PromptReport:
-        """What choice `index` says of its prompt."""
+        """The prompt's echo and log-probabilities in choice `index`, as far as requested."""
         number = index // (self._wire.n or 1)
         given = self._wire.prompt[number] if isinstance(self._wire, CompletionRequest) else None
         text = given if isinstance(given, str) else None
@@ -91,7 +91,7 @@ class Choices:
 
 
 def _joined(pieces: Seqs[Piece]) -> Piece:
-    """A choice's pieces as one; one that was not to say anything ended at its limit."""
+    """A choice's pieces merged into one. Without pieces (max_tokens: 0) its finish is "length"."""
     parts = tuple(with_unopened_thoughts(part for piece in pieces for part in piece.parts))
     tokens = tuple(token for piece in pieces for token in piece.tokens)
     reads = tuple(read for piece in pieces for read in piece.reads)

@@ -1,5 +1,5 @@
-"""Connections that can't be held for ever: by a request that never ends, or an answer that nobody
-reads. And no more of them than the server can hold."""
+"""Limits of connections: a connection is closed if its request does not arrive in time or its
+client stops reading, and the number of connections is bounded."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 ARRIVAL_SECONDS = 60.0
-"""For a whole request to arrive, from the connection's first byte or the one before."""
+"""Time limit for a whole request to arrive, counted from the opening of the connection, or from the
+first byte of a later request."""
 STALL_SECONDS = 120.0
-"""For a client to read on. uvicorn keeps 64 KiB of an answer that isn't read, and what follows
-waits for it; tokens that the engine has already chosen wait too, no more than max_tokens."""
+"""Time limit for a client that has stopped reading. uvicorn buffers 64 KiB of an unread answer and
+pauses the rest; tokens that the engine has already chosen are queued, at most max_tokens."""
 
 CONNECTIONS = 4096
-"""Most connections from which requests are taken, where there are descriptors for so many."""
+"""Most connections that are served, if the process may open that many files."""
 RESERVED_DESCRIPTORS = 256
-"""For all else that the process opens: files, devices, pipes."""
+"""File descriptors kept free for everything else: files, devices, pipes."""
 SPARE_CONNECTIONS = 64
-"""Further ones, on which each request gets a 503. What is beyond is closed."""
+"""Connections beyond the limit: their requests are answered 503. Any further one is closed."""
 CROWDED = "crowded"
-"""In a request's state: its connection is one too many."""
+"""Key in a request's state if its connection is beyond the limit; the value is the limit."""
 SELDOM_SECONDS = 60.0
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""What a system says that has nothing left to accept a connection with."""
+"""Error numbers of `accept` when the system has no descriptors or memory left."""
 log = logging.getLogger("specdec.serve")
 
 
 def most_connections() -> int:
-    """By CONNECTIONS, and by the process's limit of open files."""
+    """CONNECTIONS, or fewer if the process's limit of open files is lower."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft == resource.RLIM_INFINITY:
         return CONNECTIONS
@@ -43,7 +44,7 @@ def most_connections() -> int:
 
 
 class Seldom:
-    """A complaint that is logged once, and again where it comes after SELDOM_SECONDS of silence."""
+    """Logs an error once, and again if it recurs after SELDOM_SECONDS without one."""
 
     def __init__(self) -> None:
         self._last = -SELDOM_SECONDS
@@ -74,8 +75,8 @@ def log_loop_failure() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], 
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's connection, closed where it comes to nothing. Between requests uvicorn itself
-    closes it, after `timeout_keep_alive`."""
+    """uvicorn's connection, closed after ARRIVAL_SECONDS or STALL_SECONDS. Between requests uvicorn
+    itself closes it, after `timeout_keep_alive`."""
 
     _refused = Seldom()
     _late: asyncio.TimerHandle | None = None

@@ -1,4 +1,4 @@
-"""What the engine itself counts, read when /metrics is asked: nothing is counted twice."""
+"""Metrics that the engine counts itself: they are read at each scrape of /metrics, not copied."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LABELS = ("model_name", "engine")
 
 
 class EngineCollector(Collector):
-    """vLLM's names where it has them, `specdec:` for what it has not.
+    """Metrics have vLLM's names where vLLM has them, else the prefix `specdec:`.
 
     The engine thread writes meanwhile, so two counters of one scrape may be a cycle apart.
     """
@@ -63,11 +63,11 @@ class EngineCollector(Collector):
         yield self._counter("specdec:verified_tokens", "Tokens that they emitted.", counts.emitted)
 
     def _guesses(self) -> Iterator[Metric]:
-        """By who guessed, and position."""
+        """Drafted and accepted tokens, by source of the guess and position in the draft."""
         positions = range(self._speculating.k)
         for name, help_text, of in (
-            ("draft", "Guesses, by who made them and position in the draft.", "drafted_at"),
-            ("accepted", "Those of them that were accepted.", "accepted_at"),
+            ("draft", "Draft tokens by source and position in the draft.", "drafted_at"),
+            ("accepted", "Accepted draft tokens by source and position.", "accepted_at"),
         ):
             samples = [sample for i in positions for sample in self._guesses_at(of, i)]
             yield self._labelled(
@@ -75,14 +75,15 @@ class EngineCollector(Collector):
             )
 
     def _guesses_at(self, of: str, position: int) -> Iterator[tuple[tuple[str, str], int]]:
-        """What was counted at one position; the drafter's own is the rest of all."""
+        """The counts at one position by source: `engine.led` has those of grammars and predictions;
+        the drafter's own are the total less these."""
         engine, name = self._runner.engine, self._speculating.name
         rest = getattr(engine.acceptance, of)[position]
         for guesser, guesses in engine.led.items():
             count = getattr(guesses, of)[position]
             rest -= count
             yield (name(guesser), str(position)), count
-        # a cycle may come between two readings: a counter must not fall for that
+        # The engine may run a cycle between two of these reads; a counter must never decrease.
         key = of, position
         self._highest[key] = max(rest, self._highest.get(key, 0))
         yield (name("drafter"), str(position)), self._highest[key]
@@ -91,30 +92,30 @@ class EngineCollector(Collector):
         times = self._runner.engine.times
         yield self._labelled(
             "specdec:engine_seconds",
-            "Where the engine's time goes: prefill; draft, verify and learn of cycles that the "
-            "host drives; device, whole cycles of a device loop; host, all else.",
+            "Engine time by part: prefill; draft, verify and learn in cycles of the host loop; "
+            "device, whole cycles of a device loop; host, everything else.",
             ("part",),
             [((part,), value) for part, value in times.seconds.items()],
         )
         if times.plain_costs is not None:
             yield self._counter(
                 "specdec:plain_seconds",
-                "Seconds that plain decoding would have taken for the same tokens, by its step's "
-                "cost as measured at the start.",
+                "Seconds that plain decoding would have taken for the same tokens, from the cost "
+                "of its step measured at start-up.",
                 times.plain,
             )
 
     def _choices(self, policy: Policy) -> Iterator[Metric]:
-        """What `auto` knows."""
+        """Statistics of the drafter `auto`: its choices, its estimates and its measured costs."""
         yield self._labelled(
             "specdec:drafter_rows",
-            "Rows of cycles that took a drafter's guesses.",
+            "Rows of cycles that verified this drafter's draft.",
             ("drafter",),
             [((drafter,), rows) for drafter, rows in sorted(policy.chosen.items())],
         )
         alone = GaugeMetricFamily(
             "specdec:drafter_tokens_per_pass",
-            "Tokens per verify pass, had this drafter alone guessed k of them.",
+            "Estimated tokens per verify pass if this drafter alone drafted k tokens.",
             labels=(*LABELS, "drafter", "k"),
         )
         for drafter, k in alternatives(policy):
@@ -123,7 +124,7 @@ class EngineCollector(Collector):
         yield alone
         seconds = GaugeMetricFamily(
             "specdec:cycle_seconds",
-            "Median seconds of a cycle by rows, tokens verified and guesses by weights.",
+            "Median seconds of a cycle by rows, verified tokens and tokens drafted with weights.",
             labels=(*LABELS, "rows", "depth", "drafted"),
         )
         for work, median in policy.costs.rows():

@@ -1,4 +1,4 @@
-"""Every way in which a request can fail, in OpenAI's form, or in Anthropic's on its routes."""
+"""All errors of requests, in OpenAI's form, or in Anthropic's on Anthropic's routes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""By status; otherwise invalid_request_error, and api_error from 500 on."""
+"""Error types by HTTP status; any other is invalid_request_error, or api_error from 500 on."""
 
 
 class ApiError(Exception):
@@ -85,14 +85,14 @@ class ApiError(Exception):
         kind = "api_error" if self.status >= 500 else "invalid_request_error"
         message = self.message
         if self.code == "context_length_exceeded":
-            message = f"prompt is too long: {message}"  # the words after which clients compact
+            message = f"prompt is too long: {message}"  # clients compact the history on these words
         error: dict[str, Any] = {"type": ANTHROPIC_TYPES.get(self.status, kind), "message": message}
         if self.code is not None:
             error["details"] = {"error_code": self.code}
         return {"type": "error", "error": error}
 
     def response(self, path: str) -> JSONResponse:
-        """path: the route's, whose API decides the form."""
+        """The HTTP response. path: the route's; it determines the API and so the error's form."""
         body = self.anthropic_body if is_anthropic(path) else self.body
         return JSONResponse(body, self.status, self.headers)
 

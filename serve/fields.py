@@ -1,8 +1,8 @@
-"""Which names a request may have at its top, beside those that it honours.
+"""Checks top-level names of a request that have no field in its schema.
 
-What would change the answer, or asks for output that isn't given, is refused by name. Hints that
-ask for nothing are accepted by this list. What nobody knows is refused with the nearest name that
-is known, for it is often a misspelling. null counts as absent everywhere.
+Names that would change the answer or request output that this server does not produce are refused.
+Names in HINTS have no effect and are accepted. Any other name is refused, and the error suggests
+the closest accepted name, as it is often a misspelling. null counts as absent everywhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from serve.errors import ApiError
 
 ANY: tuple[Any, ...] = (object(),)
-"""Of a hint that may say anything."""
+"""Marks a hint that may have any value."""
 
 HINTS: dict[str, tuple[Any, ...]] = {
     "user": ANY,
@@ -51,7 +51,7 @@ HINTS: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "detokenize": (True,),
 }
-"""Accepted names -> the values that ask for nothing; any other is refused."""
+"""Accepted names -> the values without effect; any other value is refused."""
 
 REFUSED: dict[str, str] = {
     "audio": "this server writes text alone",
@@ -72,7 +72,7 @@ REFUSED: dict[str, str] = {
     "options": "this is OpenAI's API: send each option by its own name",
     "extra_body": "this is an argument of the Python client: send what is in it at the top",
 }
-"""Names that other servers know -> what to do here."""
+"""Names that other servers accept -> what to use here instead."""
 
 
 def check_names(
@@ -82,8 +82,9 @@ def check_names(
     refused: Mapping[str, str] = REFUSED,
     place: str = "",
 ) -> None:
-    """sent: what no field took. hints, refused: the API's. place: of the names, where it isn't the
-    request's top. Raises ApiError 400 for the first name that isn't accepted."""
+    """sent: names without a field, and their values. known: names of fields. hints, refused: the
+    API's tables. place: the object that holds the names, "" for the request itself. Raises ApiError
+    400 for the first name that isn't accepted."""
     inside = f"{place}." if place else ""
     for name, value in sent.items():
         if value is None:

@@ -1,5 +1,5 @@
-"""What this server can't read in a conversation (pictures, documents, items of other providers), as
-lines of text: so a conversation that began elsewhere goes on here."""
+"""Turns parts of a conversation that this server can't read (pictures, documents, items of other
+providers) into lines of text, so that a conversation begun on another server can go on here."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ log = logging.getLogger("specdec.serve")
 
 READABLE = ("text", "input_text", "output_text", "refusal")
 BLOCKS = ("thinking", "redacted_thinking", "tool_use", "tool_result")
-"""Anthropic's own, which have rules of their own."""
+"""Block types of Anthropic's API that its own schema handles."""
 UNTOLD = ("type", "id", "status", "cache_control", "signature", "encrypted_content")
-"""Names that say nothing to a model."""
+"""Fields left out of the text: they mean nothing to a model."""
 LONGEST_WORD = 500
-"""Characters; what is longer is no text but data."""
+"""Characters; a string with a longer word is taken for data, not text."""
 DEEPEST = 12
 
 
 def line_of(item: Mapping[str, Any]) -> str:
-    """Its type, and what it holds apart from data, in one line."""
+    """The item as one line: its type and its fields as JSON, with data replaced by its length."""
     kind = item["type"]
     log.info("a part of type %.80r can't be read here: it became a line of text", kind)
     held = {name: value for name, value in item.items() if name not in UNTOLD}
@@ -32,8 +32,8 @@ def line_of(item: Mapping[str, Any]) -> str:
 
 
 def kind_of(part: Any, known: Collection[str]) -> str | None:
-    """The name of a part's type, parsed or not, among types that the wire knows: `foreign` for any
-    other, None for what has no type."""
+    """The type of a part, as a dict or a parsed object: its name if it is in `known`, `foreign` if
+    not, None if the part has no type."""
     kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
     return kind if kind in known else "foreign" if isinstance(kind, str) else None
 
@@ -50,10 +50,11 @@ def is_foreign_call(call: Any) -> bool:
 
 
 def check_newest(messages: Any, param: str) -> None:
-    """A new message of the user is refused where its words may be about a picture. What comes with
-    or right after a tool's result is none: agents show pictures so, and send them again each time.
+    """Refuse a new user message that holds a picture or a document, since its text may be about it.
+    A message with or right after a tool's result is exempt: agents attach pictures there and send
+    them again with each request.
 
-    messages: as they were sent, of any API. Raises ApiError 400.
+    messages: as sent, in the form of any API. Raises ApiError 400.
     """
     if not isinstance(messages, list) or not messages:
         return
@@ -70,7 +71,7 @@ def check_newest(messages: Any, param: str) -> None:
 
 
 def _is_result(part: Any) -> bool:
-    """Of a tool, as a message, an item or a block."""
+    """Whether it is a tool's result, as a message, an item or a block."""
     if not isinstance(part, dict):
         return False
     return part.get("role") in ("tool", "function") or str(part.get("type")).endswith(

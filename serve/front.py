@@ -1,5 +1,5 @@
-"""What a listener is given at once: an app that says what is going on until the model is loaded,
-and hands on to the server's own from then on."""
+"""The ASGI app that listens from the start: until the model is loaded it reports the loading stage,
+then it passes requests on to the server's app."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ RETRY_SECONDS = 2
 
 
 class Front:
-    """An ASGI app whose engine arrives later. All but `in_flight` belongs to one asyncio loop."""
+    """An ASGI app that listens before the engine exists. All but `in_flight` belongs to one asyncio
+    loop."""
 
     def __init__(self, stage: Stage) -> None:
         self._app: ASGIApp = _loading_app(stage)
         self._opened = AsyncExitStack()
         self.in_flight = 0
-        """Requests whose answers have not ended."""
+        """Number of requests without a complete response."""
 
     async def open(self, app: FastAPI) -> None:
-        """Let `app` answer from now on; its lifespan begins."""
+        """Start the lifespan of `app` and pass all requests to it from now on."""
         await self._opened.enter_async_context(app.router.lifespan_context(app))
         self._app = app
 
     async def close(self) -> None:
-        """End what was opened."""
+        """End the lifespan of the opened app, if any."""
         await self._opened.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""One HTTP request in flight: submitted, fed by the engine, ended or cancelled."""
+"""One HTTP request in flight: submitted to the engine, then finished or cancelled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RETRY_SECONDS = 1
 
 @dataclass(frozen=True)
 class Context:
-    """What every request of one server shares."""
+    """Objects shared by all requests of one server."""
 
     runner: EngineRunner
     tokenizer: ServedTokenizer
@@ -73,10 +73,11 @@ class Sender:
     """The origin of a request."""
 
     caller: str = ""
-    """The API key's name: slots are shared over callers, and prompts are reused among the requests
-    of one (`serve.reuse`)."""
+    """The number of the API key: slots are shared over callers, and prompts are reused only among
+    requests of one caller (`serve.reuse`)."""
     address: str = ""
-    """The key and the client's host: grammars that wait for a trial are bounded by it."""
+    """The key and the client's host: the number of grammars waiting for a trial is limited per
+    address."""
     size: int = 0
     """Bytes of the body."""
 
@@ -103,7 +104,7 @@ class Generation:
             speculative=_speculative(context, plan_),
         )
         self.recited: list[list[TokenLogprob]] = [[] for _ in plan_.prompts]
-        """Per prompt the log-probabilities of its tokens but the first, where asked for."""
+        """For each prompt the log-probabilities of its tokens after the first, if requested."""
         self._recited_by = [i for i, seq in enumerate(plan_.recitals) if seq is not None]
         self._open = set(range(len(ticket.sequences)))
         self._silent = set(range(len(texts)))  # no token yet
@@ -116,10 +117,10 @@ class Generation:
         self._last: dict[int, float] = {}  # when a choice's last update came
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece] | None]:
-        """Yield (choice, piece) as they come, and None when nothing of them could be sent for
-        PING_SECONDS: tokens may have no text.
+        """Yield (choice, piece) as they come, and None after PING_SECONDS without anything to send
+        (tokens may have no text).
 
-        Raises ApiError 500 or 503 if the engine gives up on the request.
+        Raises ApiError: 400 if a constraint failed, 500 if the engine did, 503 at shutdown.
         """
         clock = asyncio.get_running_loop().time
         ping_at = clock() + PING_SECONDS
@@ -195,12 +196,13 @@ class Generation:
             self._open.discard(index)
             self._count_prediction(self._ticket.sequences[index], update)
             self._ended("length" if piece.finish == "length" else "stop", piece.finish)
-            if update.finish is None:  # ended by a stop string, of which the engine knows nothing
+            if update.finish is None:  # ended by a stop string; the engine checks only stop ids
                 self.context.runner.cancel([self._ticket.sequences[index]])
         return piece
 
     def _ended(self, counted: str, told: str) -> None:
-        """counted: in vLLM's words, told: in OpenAI's."""
+        """Record how a choice ended, by vLLM's name of the reason for /metrics and by OpenAI's for
+        the usage."""
         self.context.metrics.finished(counted)
         self.usage.finish_reasons.append(told)
 
@@ -244,7 +246,8 @@ async def begin(
 
 
 def _speculative(context: Context, plan_: EngineRequest) -> dict[str, object] | None:
-    """How it was drafted for, where the request has a say in that or brings guesses."""
+    """The request's effective `speculative` options for the reply's `metrics`; None if it has
+    neither `speculative` nor a prediction."""
     if not plan_.choices:
         return None
     first = plan_.choices[0]
@@ -265,14 +268,15 @@ def _text(
 
 
 def _check_count(request: ChatRequest | CompletionRequest, capacity: int) -> None:
-    """Refuse too many sequences before they are made: a small body can ask for millions."""
+    """Raise ApiError 400 for more sequences than the engine holds, before they are created: a small
+    body can request millions."""
     prompts = 1 if isinstance(request, ChatRequest) else len(request.prompt)
     recitals = prompts if request.echo or request.prompt_logprobs is not None else 0
     count = prompts * (request.n or 1) + recitals
     if count > capacity:
         raise ApiError(
             400,
-            f"the request asks for {count} sequences but this server holds at most {capacity}: "
+            f"the request needs {count} sequences but this server holds at most {capacity}: "
             "send fewer prompts or a smaller n",
             param="n" if prompts == 1 else "prompt",
         )

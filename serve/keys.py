@@ -1,4 +1,5 @@
-"""API keys: who sends none of them is answered 401; which one it was is `request.state.caller`."""
+"""API keys: a request without a valid one is answered 401. The number of the key that was sent is
+stored in `request.state.caller`."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from serve.errors import ApiError
 
 
 class Keys:
-    """A dependency that asks for `Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's
-    clients send it, where there are keys."""
+    """A dependency that requires `Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's
+    clients send it. Without `keys` no header is required."""
 
     def __init__(self, keys: Collection[str]) -> None:
         self._digests = [_digest(key) for key in keys]
@@ -30,11 +31,12 @@ class Keys:
             )
 
     def _known(self, headers: Mapping[str, str]) -> int | None:
-        """Which key was sent, None for none of them."""
+        """The number of the key that was sent; None if none or a wrong one was sent."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         sent = [_digest(key) for key in (bearer, headers.get("x-api-key", "").strip()) if key]
-        # all of them, always: the time tells neither which one nor how much of it was right
+        # Compare with every key in constant time, so that the time taken reveals neither which key
+        # matched nor how long a prefix of it did.
         matches = [
             [hmac.compare_digest(key, digest) for key in sent].count(True)
             for digest in self._digests
@@ -43,5 +45,5 @@ class Keys:
 
 
 def _digest(key: str) -> bytes:
-    """Of one length for all."""
+    """A key's hash: all have the same length, so comparing does not reveal a key's length."""
     return hashlib.sha256(key.encode()).digest()

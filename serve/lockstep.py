@@ -1,9 +1,9 @@
 """One engine in each of several processes, all in step: process 0 decides, the others repeat.
 
-An engine's steps follow from which sequences came and which were cancelled before each of them;
-what its prefix cache finds, keeps and forgets follows from those steps and its budget. So process 0
-tells its budget once, and before each step who came and went. A model that is split over processes
-needs every one of them in each of its programs.
+A model that is split over processes needs all of them in each of its programs. An engine's steps
+depend only on the sequences submitted and cancelled before each step; the hits, insertions and
+evictions of its prefix cache depend on those steps and on its budget. So process 0 sends its cache
+budget once, and before each step the submitted and cancelled sequences.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from specdec.core.types import Constraint, Owner, Reuse, Sampling, Sequence, Spe
 
 @dataclass(frozen=True)
 class Orders:
-    """What happens to the engine before its next step, in this order."""
+    """Changes made to the engine before its next step, in this order."""
 
     submitted: list[Sequence] = field(default_factory=list)
     cancelled: list[Sequence] = field(default_factory=list)
 
 
 class Leader:
-    """Tells the followers. Sequences go by number: each process has objects of its own."""
+    """Sends the orders to the followers. Messages refer to sequences by number, as each process has
+    its own objects."""
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
         self._send, self._next = send, 0
         self._numbers: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
 
     def announce(self, orders: Orders) -> None:
-        """Before each of the engine's steps; call from its thread."""
+        """Send the orders of the next step. Call before each step, from the engine's thread."""
         for seq in orders.submitted:
             self._numbers[seq] = self._next
             self._next += 1
@@ -47,12 +48,13 @@ class Leader:
         self._send(json.dumps(message).encode())
 
     def end(self) -> None:
-        """No step will follow."""
+        """Send the empty message that ends the followers."""
         self._send(b"")
 
 
 def lead_budget(engine: Engine, send: Callable[[bytes], None]) -> None:
-    """Tell the followers what snapshots may take: each measures, and one of them decides."""
+    """Send process 0's budget for snapshots to the followers. Each process measures its own free
+    memory, but all must use the same budget."""
     if engine.prefix_cache is not None:
         send(json.dumps(asdict(engine.prefix_cache.pool.budget)).encode())
 
@@ -67,8 +69,8 @@ def follow(
     receive: Callable[[], bytes],
     constrain: Callable[[dict[str, Any]], Constraint],
 ) -> None:
-    """Step as the leader steps, until it ends. receive: its next message, waiting for it.
-    constrain: makes the constraint that was packed."""
+    """Repeat the leader's steps until it ends. receive: waits for the leader's next message.
+    constrain: rebuilds a constraint from its packed form."""
     known: WeakValueDictionary[int, Sequence] = WeakValueDictionary()
     while message := receive():
         orders = json.loads(message)

@@ -1,4 +1,4 @@
-"""Chat messages as clients send them, and as chat templates know them."""
+"""Chat messages as clients send them, converted to the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ class Called(BaseModel):
 
     name: str
     arguments: str | dict[str, Any] | None = None
-    """A JSON object, as OpenAI has it: written out. Some clients send it as it is."""
+    """A JSON object, as a string in OpenAI's API; some clients send the object itself."""
 
     @field_validator("arguments")
     @classmethod
     def _read(cls, value: str | dict[str, Any] | None) -> str | dict[str, Any]:
-        """As an object. What isn't one (a call that was cut) stays as it was written: the model is
-        shown it as text."""
+        """Parse the arguments to an object. If they are none (the call was cut), the string is
+        kept, and the model gets it as text."""
         return {} if value is None else read_arguments(value)
 
 
@@ -88,7 +88,7 @@ class ToolCall(BaseModel):
 
 
 def _of_functions(message: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's first form of calls and results, by the names of today."""
+    """Rename OpenAI's older form of calls and results (`function_call`, role `function`)."""
     if message.get("role") == "function":
         message = {**message, "role": "tool"}
     called = message.get("function_call")
@@ -98,7 +98,7 @@ def _of_functions(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_other_kinds(message: dict[str, Any]) -> dict[str, Any]:
-    """Calls of what isn't a function become text."""
+    """Replace calls of other types than function by lines of text."""
     calls = message.get("tool_calls")
     others = [call for call in calls if is_foreign_call(call)] if isinstance(calls, list) else []
     if not others:
@@ -149,8 +149,8 @@ class Message(BaseModel):
         return value
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates know it: they have no role `developer`, and read arguments as an
-        object."""
+        """The message as a dict for chat templates. Role `developer` becomes `system`, which
+        templates have; calls' arguments are an object."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.content or ""}
         if self.name is not None:

@@ -24,7 +24,7 @@ class Metrics:
     def __init__(
         self, runner: EngineRunner, model_name: str, speculating: Speculating, engine: str = "0"
     ) -> None:
-        """engine: what tells these from other engines' of the same model."""
+        """engine: the label that distinguishes several engines of the same model."""
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": engine}
         self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens processed.")

@@ -1,5 +1,6 @@
-"""Objects of options in a request: their names are honoured, accepted as hints or refused, as those
-at its top are. Names in messages, parts and tools are not: SDKs send back what answers held."""
+"""Base class of option objects in a request. Their names are honoured, accepted as hints or
+refused, like top-level names. Unknown names in messages, parts and tools are ignored instead,
+because SDKs send back fields of earlier answers."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from serve.fields import check_names
 
 
 class Options(BaseModel):
-    """Unknown names are a 400 that says where they stand."""
+    """An unknown name is refused with a 400 that contains its path."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     place: ClassVar[str] = ""
-    """Of the object in the request."""
+    """The object's path in the request."""
     hints: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """As `serve.fields.HINTS`."""
+    """Accepted names without a field, in the form of `serve.fields.HINTS`."""
 
     @model_validator(mode="after")
     def _every_name_is_known(self) -> Options:

@@ -1,4 +1,4 @@
-"""Which pages and hosts may reach the server from a browser: the Host header, and CORS."""
+"""Access from browsers: checks the Host header, and sets CORS headers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ WILDCARDS = ("0.0.0.0", "::", "")
 
 @dataclass(frozen=True)
 class AccessPolicy:
-    """What a server without keys must know of its callers, and what pages may read."""
+    """Which Host headers are accepted (checked by a server without keys), and CORS origins."""
 
     hosts: frozenset[str] | None = None
-    """Names in the Host header that are answered, beside those of this machine; None: any."""
+    """Accepted names in the Host header, beside this machine's own; None: any name."""
     listens: str = "127.0.0.1"
-    """Where it listens."""
+    """The address on which the server listens."""
     cors_origins: Collection[str] = field(default_factory=tuple)
-    """Origins whose pages may read answers; * is any."""
+    """Origins with pages that may read responses; * is any."""
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """`app`, asked only by those who may."""
+        """`app` with the middleware that enforces this policy."""
         if self.cors_origins:
             app = CORSMiddleware(
                 app,
@@ -40,8 +40,8 @@ class AccessPolicy:
 
 
 class _HostCheck:
-    """Refuses names that aren't this server's. A page of any site can give its own name the address
-    127.0.0.1 (DNS rebinding), and is then, to the browser, the same site as this server."""
+    """Refuses requests with another name in the Host header. Any site can resolve its own name to
+    127.0.0.1 (DNS rebinding); the browser then treats its pages and this server as one site."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str], listens: str) -> None:
         self._app, self._names = app, {_plain(name) for name in {*names, listens, "localhost"}}
@@ -67,11 +67,11 @@ class _HostCheck:
             address = ip_address(name)
         except ValueError:
             return False
-        return self._any_address or address.is_loopback  # no page can rebind a number
+        return self._any_address or address.is_loopback  # DNS can't rebind an IP address
 
 
 def _plain(host: str) -> str:
-    """Without port, brackets and the root's dot."""
+    """The host in lower case, without port, brackets and a final dot."""
     host = host.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]
@@ -80,7 +80,7 @@ def _plain(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
+    """Whether an address can be reached only from this machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a reply says of its prompt: the text again, and how likely its tokens were."""
+"""The part of a reply about its prompt: the echoed text, and log-probabilities of its tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from specdec.core.types import TokenLogprob
 
 @dataclass(frozen=True)
 class PromptReport:
-    """Empty where nobody asked."""
+    """Echo and log-probabilities of a prompt; empty if the request sets neither."""
 
     echo: str = ""
-    """What comes before the answer's own text."""
+    """Text before the answer's own text."""
     tokens: tuple[TokenText, ...] = ()
-    """The prompt's, where they are part of an echo with log-probabilities."""
+    """The prompt's tokens, if /v1/completions echoes them with log-probabilities."""
     logprobs: list[Any] | None = None
-    """vLLM's prompt_logprobs."""
+    """vLLM's `prompt_logprobs`, if requested."""
 
     def logprobs_json(self) -> dict[str, Any]:
         return {} if self.logprobs is None else {"prompt_logprobs": self.logprobs}

@@ -1,4 +1,4 @@
-"""A request's prompts as token ids, refused as early as can be where they can't be served."""
+"""Encodes a request's prompts as token ids, and refuses too long ones as early as possible."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from targets.chat_template import RenderedTooLong
 from targets.tokenizer import bare_ids
 
 SLACK = 2
-"""Rendering stops at so many times the characters that a context can hold: marks that protect
-control tokens are rendered too."""
+"""Rendering stops at this multiple of the characters that a context can hold: the rendered text
+also contains marks that protect control tokens."""
 
 
 def encode(
     request: ChatRequest | CompletionRequest, tokenizer: ServedTokenizer, max_len: int
 ) -> list[list[int]]:
-    """ApiError 400 if one can't be served."""
+    """The ids of each prompt. Raises ApiError 400 if one can't be served."""
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
     check_sizes(request, tokenizer, max_len)
     prompts = [_cut(p, request, max_len) for p in _encoded(request, tokenizer, max_len)]
@@ -42,8 +42,8 @@ def _encoded(
 
 
 def chat_ids(request: ChatRequest, tokenizer: ServedTokenizer, max_len: int) -> list[int]:
-    """The prompt that the checkpoint's template makes of a chat. What it adds (tools, calls, its
-    own values) is known once it is rendered, and bounded before it is encoded."""
+    """The chat, rendered by the checkpoint's template and encoded. The size of the rendered text
+    (with tools, calls and the template's own text) is checked before encoding."""
     values = dict(request.chat_template_kwargs or {})
     if request.thinks is not None:
         values["enable_thinking"] = request.thinks
@@ -66,8 +66,8 @@ def chat_ids(request: ChatRequest, tokenizer: ServedTokenizer, max_len: int) -> 
 def predicted_text(
     request: ChatRequest | CompletionRequest, tokenizer: ServedTokenizer, max_len: int
 ) -> PredictedText | None:
-    """What the answer is expected to repeat, None where nobody said. Cut at what a context holds:
-    an answer can't be longer."""
+    """The request's `prediction`, a text that the answer is expected to repeat; None without one.
+    Cut to the length of a context, as an answer can't be longer."""
     if request.prediction is None:
         return None
     text = (request.prediction.content or "")[: max_len * tokenizer.longest_token]
@@ -86,8 +86,8 @@ def _cut(prompt: list[int], request: ChatRequest | CompletionRequest, max_len: i
 def check_sizes(
     request: ChatRequest | CompletionRequest, tokenizer: ServedTokenizer, max_len: int
 ) -> None:
-    """Refuse what can't fit by its bytes, before anybody encodes it: a token stands for so many at
-    most."""
+    """Raise ApiError 400 for texts with too many bytes for the context, before encoding them: a
+    token has at most `longest_token` bytes."""
     if isinstance(request, CompletionRequest):
         for prompt in request.prompt:
             size = len(prompt.encode()) if isinstance(prompt, str) else 0
@@ -104,8 +104,8 @@ def check_sizes(
 
 
 def _written(request: ChatRequest) -> dict[str, Iterator[Any]]:
-    """What templates write of a chat, by parameter. Thoughts of earlier turns are left out: most
-    templates cut them."""
+    """The values of a chat that templates write, by parameter. Thoughts of earlier turns are left
+    out: most templates drop them."""
     calls = (call for message in request.messages for call in message.tool_calls or ())
     functions = (tool.function for tool in request.tools or ())
     return {
@@ -146,7 +146,7 @@ def _too_long(what: str, max_len: int, param: str) -> ApiError:
 
 
 def check_ids(ids: Iterable[int], tokenizer: ServedTokenizer, param: str) -> None:
-    """ApiError 400 for ids that the model does not have."""
+    """Raise ApiError 400 for ids outside the model's vocabulary."""
     bad = next((token for token in ids if not 0 <= token < tokenizer.vocab_size), None)
     if bad is not None:
         known = f"ids go from 0 to {tokenizer.vocab_size - 1}"

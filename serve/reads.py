@@ -1,5 +1,5 @@
-"""What `include_speculation` asks for: who guessed each token, which tokens one read of the weights
-gave, what was guessed in vain, and how long the read took."""
+"""The report that `include_speculation` requests: for each read of the weights its tokens with the
+source of each guess, the rejected guesses, and how long the read took."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from serve.served_tokenizer import ServedTokenizer
 from specdec.core.types import CycleReport, Guesser, Speculative
 
 PREDICTION, GRAMMAR = "prediction", "grammar"
-"""What guesses are called that the drafter did not make."""
+"""Names of the sources of guesses other than the drafter."""
 
 
 @dataclass(frozen=True)
 class Speculating:
-    """What a server speculates with."""
+    """The drafter and depth of a server or a request."""
 
     drafter: str | None
-    """The drafter's name; None: nothing is guessed."""
+    """The drafter's name; None: no speculation."""
     k: int
     """Draft tokens per cycle."""
 
     def name(self, guesser: Guesser | str) -> str:
-        """What the wire calls it."""
+        """The name of a source of guesses in the API."""
         drafter = self.drafter or "none"
         names = {"prediction": PREDICTION, "constraint": GRAMMAR, "drafter": drafter}
         return names.get(guesser, guesser)
 
     def of(self, wish: Speculative | None) -> Speculating:
-        """What one request is speculated with."""
+        """The drafter and depth for a request with these options."""
         if wish is None:
             return self
         k = self.k if wish.k is None else min(wish.k, self.k)
@@ -39,13 +39,13 @@ class Speculating:
 
 @dataclass(frozen=True)
 class Told:
-    """One token."""
+    """One accepted, rejected or target-chosen token in a report."""
 
     id: int
     text: str
-    """As far as it is certain: half a character comes with its other half."""
+    """The decoded text; an incomplete character comes with the token that completes it."""
     guessed_by: str | None
-    """None: nobody; a read of the weights paid for it."""
+    """Source of the guess; None for the token that the target itself chose."""
 
     def to_json(self) -> dict[str, Any]:
         return {"id": self.id, "text": self.text, "guessed_by": self.guessed_by}
@@ -53,18 +53,18 @@ class Told:
 
 @dataclass(frozen=True)
 class Read:
-    """One read of the weights, as one choice saw it."""
+    """One read of the weights (a prefill or a verify), for one choice."""
 
     of: str
     """prompt or verify."""
     tokens: tuple[Told, ...]
-    """What it gave: accepted guesses, then the token that it paid for."""
+    """The emitted tokens: accepted guesses, then the target's own token."""
     rejected: tuple[Told, ...] = ()
-    """Guesses that the target did not choose, each as the one after those before it."""
+    """Guesses that differ from the target's choice, and those after them, in draft order."""
     seconds: float | None = None
-    """How long the cycle took; None for the prompt's."""
+    """How long the cycle took; None for the prompt's prefill."""
     speculating: Speculating | None = None
-    """Of a choice's first read."""
+    """Drafter and depth; only in a choice's first read."""
 
     def to_json(self) -> dict[str, Any]:
         told: dict[str, Any] = {
@@ -79,7 +79,7 @@ class Read:
 
 
 class ReadsOfChoice:
-    """Feed it one choice's updates."""
+    """Makes the reads of one choice from its updates."""
 
     def __init__(self, tokenizer: ServedTokenizer, speculating: Speculating) -> None:
         self._tokenizer, self._speculating = tokenizer, speculating
@@ -87,7 +87,8 @@ class ReadsOfChoice:
         self._told = False
 
     def feed(self, update: Update, count: int, last: bool) -> Read:
-        """count: of the update's tokens, those that are the answer's. last: nothing follows."""
+        """count: how many of the update's tokens belong to the answer. last: whether this is the
+        choice's last update."""
         report = update.report or CycleReport((), (), 0, 0.0)
         accepted = min(report.accepted, count)
         names = [self._speculating.name(guesser) for guesser in report.guessers]

@@ -1,4 +1,4 @@
-"""OpenAI's reply objects: what a choice looks like, whole and in chunks, chat and completion."""
+"""OpenAI's reply objects of chats and completions: choices, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Json = dict[str, Any]
 
 
 class Reply(Protocol):
-    """How one endpoint words its answers."""
+    """Builds the reply objects of one endpoint."""
 
     request_id: str
 
@@ -38,11 +38,11 @@ class Reply(Protocol):
         ...
 
     def opening(self, index: int, prompt: PromptReport) -> list[Json]:
-        """What is sent before a choice's first chunk, if anything."""
+        """Choices of the chunks sent before a choice's first piece, if any."""
         ...
 
     def chunks(self, index: int, piece: Piece) -> list[Json]:
-        """What is sent of a piece: choices of as many chunks."""
+        """The choices of a piece's chunks, one per chunk."""
         ...
 
 
@@ -101,13 +101,13 @@ class ChatReply:
         finish: ChoiceFinish | None,
     ) -> Json:
         content = {"content": [_chat_token(t) for t in tokens], "refusal": None}
-        # An empty list says "asked for, none in this chunk"; whole replies always carry the object.
+        # A chunk without tokens has null; a whole reply always has the object if requested.
         logprobs = content if self.logprobs and (tokens or key == "message") else None
         return {"index": index, key: message, "logprobs": logprobs, "finish_reason": finish}
 
 
 def _says_something(piece: Piece) -> bool:
-    """Beside its text."""
+    """Whether a piece must be sent even without text."""
     return bool(piece.tokens or piece.reads) or piece.finish is not None
 
 
@@ -199,7 +199,7 @@ def _completion_logprobs(tokens: Seqs[TokenText]) -> Json:
         "top_logprobs": [
             None
             if t.logprob is None
-            # of alternatives of one text the best stands, and the chosen one's own value
+            # Several ids may have one text: keep the best one's value, but the chosen token's own.
             else {one.text: one.logprob for one in (*reversed(t.top), t)}
             for t in tokens
         ],

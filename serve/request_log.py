@@ -1,4 +1,4 @@
-"""A name for every request, and a line in the log when it has ended: never of what was said."""
+"""Gives every request an id, and logs a line when it has ended, without any content."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("specdec.access")
 HEADER = "X-Request-Id"
 ANTHROPIC_HEADER = "Request-Id"
-"""The same on Anthropic's routes, where its SDK reads it."""
+"""The same id in the header that Anthropic's SDK reads, on Anthropic's routes."""
 LONGEST = 128
 PROBES = ("/health", "/ready", "/metrics")
-"""Asked every few seconds by machines: their successes are for --log-level debug."""
+"""Monitoring requests these every few seconds: successes are logged only with --log-level debug."""
 LEFT = 499
-"""What nginx calls the status of a client that was gone before its answer."""
+"""nginx's status for a client that disconnected before the response."""
 
 
 class RequestLog:
-    """Around an app: X-Request-Id on every response, the client's own where it sent one, and a line
-    per request. What an app leaves in `state["generation"]` is told too."""
+    """ASGI middleware: sets X-Request-Id on every response (the client's own id if it sent one) and
+    logs a line per request, with token counts if the app has set `state["generation"]`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -68,7 +68,7 @@ def _given(sent: str) -> str:
 
 
 def _write(scope: Scope, status: int, took: float, request_id: str, usage: Usage | None) -> None:
-    # as it was sent: percent-encoded, so that no path breaks the line; without the query
+    # The path as sent, percent-encoded, so that it can't break the line; without the query.
     path = scope.get("raw_path", b"").decode("ascii", "replace")
     level = logging.DEBUG if status == 200 and path in PROBES else logging.INFO
     method, counts = scope["method"], "" if usage is None else _counts(usage)

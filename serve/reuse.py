@@ -1,5 +1,5 @@
-"""How a request uses the prefix cache: whether it does, with whom it shares, and where later
-prompts may part from its own."""
+"""How a request uses the prefix cache: whether it does, which requests share entries with it, and
+where later prompts are likely to diverge from its own."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ def reuse_of(
     tokenizer: ServedTokenizer,
     caller: str,
 ) -> Reuse | None:
-    """None where nothing is to be read or kept: on request, and where the prompt itself is told of.
+    """The request's use of the prefix cache. None, which neither reads nor stores: on request
+    (`cache_prompt: false`), and if the reply contains the prompt's text or log-probabilities.
 
-    caller: whose requests share what is kept; a hit's time tells that somebody wrote this before.
+    caller: entries are shared only among requests of one caller, because the time of a hit reveals
+    that the same prompt was sent before.
     """
     if request.cache_prompt is False or request.echo or request.prompt_logprobs is not None:
         return None
@@ -31,8 +33,9 @@ def reuse_of(
 
 
 def _partings(prompt: list[int], tokenizer: ServedTokenizer) -> tuple[int, ...]:
-    """Where the latest user message begins (it may be sent again, edited) and where it ends (from
-    there on, templates cut thoughts once the next one comes)."""
+    """Positions where later prompts may diverge: the start of the latest user message (it may be
+    edited and sent again) and its end (templates drop the thoughts after it once a newer user
+    message follows)."""
     turn = tokenizer.token_id(TURN)
     end = len(prompt)
     for at in range(len(prompt) - 2, -1, -1):

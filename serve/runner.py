@@ -1,4 +1,4 @@
-"""The engine's thread, and the two crossings: sequences go in, updates come out to asyncio."""
+"""The engine's thread: takes sequences from asyncio, and posts updates back to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ log = logging.getLogger("specdec.serve")
 
 
 class EngineStopped(Exception):
-    """The engine's thread has ended, by a failure or a shutdown; the message says which."""
+    """The engine's thread has ended, by a failure or a shutdown; the message contains the
+    reason."""
 
 
 @dataclass(frozen=True)
@@ -28,24 +29,24 @@ class Update:
     """What one cycle did to one sequence of a ticket. Written by the engine thread."""
 
     index: int
-    """Which of the ticket's sequences."""
+    """Index of the sequence in the ticket."""
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish: FinishReason | None = None
     error: str | None = None
     drafted: int = 0
-    """Draft tokens of this sequence so far: a copy, because the engine goes on counting."""
+    """Draft tokens of this sequence so far. A copy, because the engine's counters change."""
     accepted: int = 0
     cycles: int = 0
     shutting_down: bool = False
-    """Whether the error is the server's end."""
+    """Whether the server is shutting down, which is then the reason of the error."""
     report: CycleReport | None = None
-    """How the cycle went, where the sequence asks; none of what prefill chose."""
+    """The cycle's report, if `Sequence.reported`; None for the token that prefill chose."""
 
 
 @dataclass(frozen=True)
 class _Cancel:
-    """On its way to the engine's thread, behind what was submitted before."""
+    """A cancellation in the queue to the engine's thread, behind earlier submissions."""
 
     sequence: Sequence
 
@@ -59,13 +60,15 @@ class Ticket:
 
 
 class EngineRunner:
-    """Owns the engine: nobody else may touch it once `start` was called.
+    """Owns the engine: after `start`, only its thread may use the engine.
 
-    `start`, `submit` and `cancel` belong to one asyncio loop. `failure` is None while all is well.
+    `start`, `submit` and `cancel` belong to one asyncio loop. `failure` is None until the thread
+    ends.
     """
 
     def __init__(self, engine: Engine, leader: Leader | None = None) -> None:
-        """leader: tells other processes' engines what to do, where the model is split over them."""
+        """leader: sends each step's orders to the other processes, if the model is split over
+        several."""
         self.engine, self.leader = engine, leader
         self.failure: str | None = None
         self._submitted: queue.SimpleQueue[Sequence | _Cancel | None] = queue.SimpleQueue()
@@ -80,7 +83,7 @@ class EngineRunner:
 
     @property
     def capacity(self) -> int:
-        """Most sequences that one caller may have seated or waiting at once."""
+        """Most sequences that one caller may have in slots and waiting at once."""
         return self._room.capacity
 
     @property
@@ -103,9 +106,9 @@ class EngineRunner:
         self._thread.start()
 
     def submit(self, sequences: Seqs[Sequence]) -> Ticket:
-        """Hand over one request's sequences, all of one caller: all of them or none.
+        """Queue one request's sequences, which have one owner: either all of them or none.
 
-        Raises QueueFull if they can't wait now, EngineStopped.
+        Raises QueueFull if the queue has no room for them, EngineStopped if the engine has ended.
         """
         ticket = Ticket(tuple(sequences), asyncio.Queue())
         with self._lock:
@@ -119,12 +122,12 @@ class EngineRunner:
         return ticket
 
     def cancel(self, sequences: Seqs[Sequence]) -> None:
-        """Let the engine drop them before its next cycle; finished ones don't mind."""
+        """Drop the sequences before the engine's next cycle. Finished ones are not affected."""
         for sequence in sequences:
             self._submitted.put(_Cancel(sequence))
 
     def close(self, timeout: float = 30.0) -> None:
-        """End the thread after its current step; whoever still waits is told."""
+        """End the thread after its current step; unfinished sequences get an error update."""
         if self._thread.is_alive():
             self._submitted.put(None)
             self._thread.join(timeout)
@@ -136,13 +139,13 @@ class EngineRunner:
                     self.leader.announce(orders)
                 self._deliver(self.engine.step())
             self._fail("the server is shutting down", shutting_down=True)
-        except BaseException as failure:  # noqa: B036 - no silent death, whatever it was
+        except BaseException as failure:  # noqa: B036 - the thread must never end silently
             log.exception("the engine has failed")
             self._fail(f"the engine has failed ({type(failure).__name__}: {failure})")
 
     def _take_orders(self) -> Orders | None:
-        """Move new sequences to the engine, waiting for one if it is idle, and mark those that
-        nobody wants any more: what was done, or None to end."""
+        """Submit queued sequences to the engine and mark cancelled ones; waits for a sequence if
+        the engine is idle. Returns what was done, or None after `close`."""
         orders = Orders()
         while True:
             try:
@@ -158,7 +161,7 @@ class EngineRunner:
             try:
                 self.engine.submit(order)
                 orders.submitted.append(order)
-            except (UserError, QueueFull) as failure:  # this one's fault: the others go on
+            except (UserError, QueueFull) as failure:  # fails this sequence only
                 self._finish_early(order, str(failure))
 
     def _finish_early(self, sequence: Sequence, message: str) -> None:
@@ -177,7 +180,7 @@ class EngineRunner:
         self._post(updates)
 
     def _fail(self, message: str, shutting_down: bool = False) -> None:
-        """Refuse from now on, and tell all who are live."""
+        """Refuse new sequences from now on, and end all live ones with an error update."""
         with self._lock:
             self.failure = message
             live, self._live = list(self._live.values()), {}
@@ -189,7 +192,7 @@ class EngineRunner:
             return
         try:  # one crossing per step, however many sequences
             self._loop.call_soon_threadsafe(_put_all, updates)
-        except RuntimeError:  # the loop is closed: nobody listens any more
+        except RuntimeError:  # the asyncio loop is closed
             log.info("dropped %d updates after the server's end", len(updates))
 
 

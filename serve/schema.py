@@ -1,7 +1,7 @@
-"""The wire: what /v1/completions accepts, and /v1/chat/completions as well (`serve.chat_schema`).
+"""Request schemas of /v1/completions, and the base of /v1/chat/completions (`serve.chat_schema`).
 
-Every name at the top of a request is honoured, accepted as a hint, or refused (`serve.fields`):
-nothing is ignored in silence.
+Every top-level name of a request is honoured, accepted as a hint, or refused (`serve.fields`); none
+is ignored silently.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StreamOptions(Options):
 
 
 class JsonSchema(Options):
-    """A schema by a name; `strict` or not, it is followed."""
+    """A named schema; it is enforced whether or not `strict` is set."""
 
     place = "response_format.json_schema"
 
@@ -54,8 +54,8 @@ class JsonSchema(Options):
 
 
 class ResponseFormat(Options):
-    """A schema may stand in `json_schema`, as OpenAI has it, or beside the type, as llama.cpp,
-    Together and Fireworks do."""
+    """The schema is in `json_schema`, as in OpenAI's API, or beside the type, as in those of
+    llama.cpp, Together and Fireworks."""
 
     place = "response_format"
     hints = {"name": ANY, "description": ANY, "strict": ANY}  # noqa: RUF012
@@ -77,7 +77,7 @@ class ResponseFormat(Options):
 
     @property
     def wanted(self) -> dict[str, Any] | bool | None:
-        """The schema of the documents that are asked for."""
+        """The requested schema, from either place; None if there is none."""
         inner = None if self.json_schema is None else self.json_schema.schema_
         given = self.schema_ if inner is None else inner
         if self.type == "json_object" and isinstance(given, dict):
@@ -86,7 +86,7 @@ class ResponseFormat(Options):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's: exactly one of them."""
+    """vLLM's `structured_outputs`: exactly one of its fields must be set."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -105,7 +105,7 @@ class StructuredOutputs(BaseModel):
 
 
 class PredictionContent(Options):
-    """A guess of the whole answer. It can't change it."""
+    """The expected text of the whole answer. It speeds the answer up but can't change it."""
 
     place = "prediction"
 
@@ -114,7 +114,7 @@ class PredictionContent(Options):
 
 
 class SpeculativeWish(BaseModel):
-    """How this request is drafted for. It can't change the answer."""
+    """Drafter and depth for this request. They can't change the answer."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -142,7 +142,7 @@ STOP_SCHEMA = {
 
 
 class GenerationRequest(SamplingWishes):
-    """What both of OpenAI's older endpoints share."""
+    """Fields of both /v1/completions and /v1/chat/completions."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -175,7 +175,7 @@ class GenerationRequest(SamplingWishes):
         if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
             raise ApiError(
                 400,
-                "max_tokens: 0 makes sense with echo or prompt_logprobs alone: ask for 1 or more",
+                "max_tokens: 0 is allowed only with echo or prompt_logprobs: send 1 or more",
                 param="max_tokens",
             )
         self._one_structure()
@@ -197,7 +197,7 @@ class GenerationRequest(SamplingWishes):
 
     @property
     def structure(self) -> StructuredOutputs | None:
-        """Whichever way it was asked for; None: any text."""
+        """The requested structure, from whichever parameter sets it; None: any text."""
         if self.structured_outputs is not None:
             return self.structured_outputs
         for name in GUIDED:
@@ -217,11 +217,11 @@ class GenerationRequest(SamplingWishes):
 
 
 GUIDED = ("json", "regex", "choice", "grammar")
-"""vLLM's older names begin with guided_."""
+"""Suffixes of vLLM's older parameters guided_*."""
 
 
 def _prompts(value: Any) -> Any:
-    """One text, several, one list of ids, or several: always a list of prompts afterwards."""
+    """A list of prompts from one text, several, one list of ids, or several."""
     if isinstance(value, str) or _is_ids(value):
         value = [value]
     texts = isinstance(value, list) and all(isinstance(p, str) for p in value)
@@ -261,12 +261,12 @@ class CompletionRequest(GenerationRequest):
 
 
 def parse(model: type[Wire], body: bytes) -> Wire:
-    """Validate a JSON body; raises ApiError 400 with one sentence about the first fault."""
+    """Validate a JSON body; raises ApiError 400 with one sentence about the first error."""
     return _told(lambda: model.model_validate_json(body))
 
 
 def translated(model: type[Wire], values: dict[str, Any]) -> Wire:
-    """The same of what another API's request means; None counts as absent."""
+    """Validate values translated from another API's request; None counts as absent."""
     given = {name: value for name, value in values.items() if value is not None}
     return _told(lambda: model.model_validate(given))
 

@@ -1,5 +1,5 @@
-"""The web server in a thread of its own, which leaves the main thread free to load a model, and to
-hear the signals that end the process."""
+"""The web server, in a thread of its own, so that the main thread can load a model and handle
+signals."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from serve.stage import Stage
 from serve.traces import Around
 
 LAST_WORDS = 5.0
-"""Seconds in which those whose time is over are told so."""
+"""Seconds for the last error events to be sent at shutdown."""
 IDLE_SECONDS = 75
-"""After which an idle connection is closed. Longer than clients keep theirs (httpx: 5 s): one that
-is closed just when the next request comes looks like a server that doesn't answer."""
+"""Time after which an idle connection is closed. It must be longer than clients keep theirs (httpx:
+5 s): a connection closed just as a request arrives looks to the client like a dead server."""
 TICK = 0.05
 EVENT_LOOP = "auto"
-"""uvloop's where it is installed, else asyncio's."""
+"""uvicorn's choice: uvloop if it is installed, else asyncio."""
 ANYBODY = AccessPolicy()
 
 
@@ -37,7 +37,7 @@ def _patient(seconds: float) -> bool:
 
 
 class Server:
-    """Answers on `listener` from `__enter__` to `__exit__`; `open` brings the engine."""
+    """Serves `listener` from `__enter__` to `__exit__`; `open` adds the app with the engine."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Server:
         policy: AccessPolicy = ANYBODY,
         around: Around = lambda app: app,
     ) -> None:
-        """around: what else goes around the app (`serve.traces`)."""
+        """around: adds further middleware to the app (`serve.traces`)."""
         self._stage, self._listener, self._front = stage, listener, Front(stage)
         config = uvicorn.Config(
             RequestLog(around(policy.around(self._front))),
@@ -78,14 +78,14 @@ class Server:
         self._thread.join()
 
     def open(self, app: FastAPI) -> None:
-        """Let `app`, which was made with this server's stage, answer from now on."""
+        """Serve `app`, which must have been made with this server's stage, from now on."""
         self._in_loop(self._front.open(app))
 
     def drain(self, seconds: float, hurried: Callable[[float], bool]) -> bool:
-        """Refuse new requests and wait until those that run have ended. Those that still run after
-        `seconds` are told that the server ends. Returns whether its engine has ended too.
+        """Refuse new requests and wait until the running ones have ended; those that still run
+        after `seconds` end with an error event. Returns whether the engine has ended too.
 
-        hurried: waits for so many seconds, and tells whether not to wait any longer.
+        hurried: waits for the given seconds and returns whether to stop waiting.
         """
         self._stage.draining = True
         runner = self._stage.runner
@@ -103,14 +103,15 @@ class Server:
         self._idle(LAST_WORDS)
 
     def _idle(self, seconds: float, hurried: Callable[[float], bool] = _patient) -> bool:
-        """Whether no answer is under way, or soon was not."""
+        """Wait up to `seconds` until no request is in flight; returns whether none is."""
         for _ in range(round(seconds / TICK)):
             if not self._front.in_flight or hurried(TICK):
                 break
         return not self._front.in_flight
 
     def _hang_up(self) -> None:
-        """Those that don't read can't be told; uvicorn would cancel them with a traceback each."""
+        """Abort the connections of clients that don't read: they can't receive an error event, and
+        uvicorn would cancel each with a traceback."""
         for connection in list(self._uvicorn.server_state.connections):
             connection.transport.abort()
 
@@ -125,7 +126,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Tells when it answers, and in which loop."""
+    """uvicorn's server; `up` is set once it serves, and `loop` is its asyncio loop."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""A request's `speculative`: who drafts for it, how many tokens, or nobody."""
+"""A request's `speculative` options: which drafter, how many tokens, or none."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ NOBODY = "none"
 
 
 def speculative_of(request: GenerationRequest, drafting: DraftSetup) -> Speculative | None:
-    """What the engine is told, None where nothing was asked. Raises ApiError 400 for a drafter that
-    is not loaded, or more tokens than the server drafts."""
+    """The engine's form of the request's `speculative`, None without one. Raises ApiError 400 for a
+    drafter that is not loaded, or more tokens than the server drafts."""
     wish = request.speculative
     if wish is None:
         return None
@@ -30,8 +30,9 @@ def speculative_of(request: GenerationRequest, drafting: DraftSetup) -> Speculat
 def told(
     wish: Speculative | None, drafting: DraftSetup, predicted: bool = False
 ) -> dict[str, object] | None:
-    """How a request is drafted for, for `metrics`: where it asks for something, or brings a
-    `prediction`, of which a server without guesses (`--drafter none`) takes none."""
+    """The effective options of a request, for the reply's `metrics`; None if it has neither
+    `speculative` nor a `prediction`. They show, for example, that a server with `--drafter none`
+    ignores predictions."""
     if wish is None and not predicted:
         return None
     wish = wish or Speculative()

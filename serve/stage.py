@@ -1,4 +1,5 @@
-"""Where a server is in its life, and what it says of that: loading, ready, draining or failed."""
+"""A server's lifecycle stage (loading, ready, draining or failed), and the routes that report
+it."""
 
 from __future__ import annotations
 
@@ -13,23 +14,23 @@ from serve.errors import ApiError
 from serve.runner import EngineRunner
 
 Shown = Callable[[str], AbstractContextManager[Any]]
-"""Shows what is being done for as long as it is done."""
+"""A context manager's factory: shows a text while the block runs."""
 Status = Literal["loading", "ready", "draining", "failed"]
 RETRY_SECONDS = {"loading": 5, "draining": 5}
-"""When to ask again: another server may have taken over by then."""
+"""Retry-After by status; by then another server may have taken over."""
 
 
 class Stage:
     """Written by the thread that starts and ends the server, read by its requests."""
 
     def __init__(self, doing: str = "starting") -> None:
-        """doing: what keeps it from answering, in the words of a progress line."""
+        """doing: the current step of starting up, worded as a progress line."""
         self.doing = doing
         self.runner: EngineRunner | None = None
         self.draining = False
 
     def telling(self, shown: Shown) -> Shown:
-        """`shown` that notes down, too, what is being done."""
+        """`shown`, extended to record the text in `doing`."""
 
         @contextmanager
         def told(doing: str) -> Iterator[None]:
@@ -48,7 +49,7 @@ class Stage:
         return "ready" if self.runner.failure is None else "failed"
 
     def report(self) -> dict[str, Any]:
-        """For /health and /ready."""
+        """The body of /health and /ready."""
         status, runner = self.status, self.runner
         if status == "ready":
             return {"status": status}
@@ -59,10 +60,10 @@ class Stage:
         return {"status": status, "doing": failure or self.doing}
 
     def check(self) -> None:
-        """Raises ApiError 503 where no request can be taken."""
+        """Raise ApiError 503 while the server loads or drains."""
         status = self.status
         if status not in RETRY_SECONDS:
-            return  # a failed engine says itself why
+            return  # requests to a failed engine get an error with its cause from `submit`
         why = {
             "loading": f"the server is still loading ({self.doing}): retry in a moment",
             "draining": "the server is shutting down and takes no new requests: retry elsewhere",
@@ -71,7 +72,7 @@ class Stage:
 
 
 def stage_routes(stage: Stage) -> APIRouter:
-    """/health and /ready: 200, or 503 with what is going on."""
+    """/health and /ready: 200, or 503 with the current status."""
     router = APIRouter()
 
     @router.get("/health")

@@ -1,5 +1,5 @@
-"""From token ids to what may be sent: decode, take apart, hold back what may begin a stop string,
-cut."""
+"""From token ids to pieces that can be sent: decodes, parses, and cuts at stop strings, holding
+back text that may begin one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class CallBegan:
-    """A call whose name is known. `index` counts the calls of this choice, from 0."""
+    """A tool call begins; its name is complete. `index` counts the calls of this choice, from 0."""
 
     index: int
     name: str
@@ -59,8 +59,8 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class ThoughtEnded:
-    """The end of a thought that never began: what was said until here was it, and is already out
-    where an answer streams."""
+    """The end marker of a thought without a begin marker: the content before it was the thought. In
+    a stream that content has already been sent."""
 
 
 Part = Content | Reasoning | CallBegan | CallArguments | ThoughtEnded
@@ -68,7 +68,7 @@ THOUGHTS_NAME = re.compile(r"\A\s*thought[ \t]*(\n|\Z)")
 
 
 def with_unopened_thoughts(parts: Iterable[Part]) -> Iterator[Part]:
-    """A whole answer's parts, with thoughts that have an end alone as thoughts."""
+    """A whole answer's parts; content before a `ThoughtEnded` becomes `Reasoning`."""
     said: list[Part] = []
     for part in parts:
         if isinstance(part, Content):
@@ -86,7 +86,7 @@ def with_unopened_thoughts(parts: Iterable[Part]) -> Iterator[Part]:
 
 
 class Output(Protocol):
-    """Takes what a model generates apart, token by token."""
+    """Splits a model's output into parts, token by token."""
 
     calls: int
     reasoning_tokens: int
@@ -100,7 +100,7 @@ class Output(Protocol):
 
 
 class PlainOutput:
-    """All of it is the answer."""
+    """Output without thoughts and calls: all text is content."""
 
     calls = reasoning_tokens = 0
 
@@ -124,18 +124,18 @@ def _content(text: str) -> list[Part]:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A token that may stand in a place."""
+    """A candidate token at one position."""
 
     text: str
     data: bytes
-    """Its own; where it is half a character they can't be had from the text."""
+    """The token's bytes; for an incomplete character they can't be recovered from the text."""
     logprob: float | None
     """None for a prompt's first token, which nothing precedes."""
 
 
 @dataclass(frozen=True)
 class TokenText(Alternative):
-    """The token that stands there, and the best alternatives, best first."""
+    """The chosen token at one position, and the best alternatives, best first."""
 
     offset: int
     """Where it begins in the choice's text, in characters."""
@@ -159,7 +159,7 @@ def token_text(
 
 @dataclass(frozen=True)
 class Piece:
-    """What one update added to a choice."""
+    """The part of a choice that one update added."""
 
     parts: tuple[Part, ...]
     tokens: tuple[TokenText, ...]
@@ -167,7 +167,7 @@ class Piece:
     stop: str | None = None
     """The stop string that ended it, if one did."""
     reads: tuple[Read, ...] = ()
-    """The reads of the weights that gave it, where the request asks for them."""
+    """The reads of the weights that produced it, if the request sets `include_speculation`."""
     notice: str | None = None
     """A warning about an answer that has ended, for its client."""
 
@@ -178,7 +178,7 @@ class Piece:
 
     @property
     def text(self) -> str:
-        """Of the answer."""
+        """The text of its content parts."""
         return "".join(part.text for part in self.parts if isinstance(part, Content))
 
 
@@ -192,17 +192,18 @@ class ChoiceText:
         output: Output | None = None,
         keep_stop: bool = False,
     ) -> None:
-        """output: what takes the text apart, by default nothing. Stop strings are looked for in
-        the answer alone, not in thoughts and calls. keep_stop: the one that is found is sent."""
+        """output: splits the text into parts; by default all of it is content. Stop strings are
+        searched in content only, not in thoughts and calls. keep_stop: send the one that is
+        found."""
         self.token_count = 0
-        """Tokens that count as the completion's: up to and with the one that ended it."""
+        """Number of completion tokens, including the one that ended it."""
         self.output = PlainOutput(tokenizer) if output is None else output
         self._tokenizer, self._stops, self._keep_stop = tokenizer, stops, keep_stop
-        self._held = ""  # of the answer, not yet sent
-        self._sent = 0  # characters
+        self._held = ""  # content that is not sent yet
+        self._sent = 0  # characters of content
         self._stopped_by: str | None = None
         self._ready: list[Part] = []
-        self._waiting: list[TokenText] = []  # tokens whose text is not yet sent
+        self._waiting: list[TokenText] = []  # tokens; their text is not sent yet
 
     def feed(self, update: Update) -> Piece:
         """Add an update's tokens, one by one: the result doesn't depend on how they were grouped.
@@ -224,7 +225,7 @@ class ChoiceText:
         if self._take(self.output.finish(complete=update.finish == "stop")):
             return self._piece("stop")
         self._send(len(self._held))
-        # A last token without text of its own (half a character, say) still counts as sent.
+        # The last token counts as sent even without text of its own (an incomplete character).
         piece = self._piece("stop" if update.finish == "stop" else "length", all_tokens=True)
         if update.finish == "grammar_limit":
             log.warning("an answer was cut: %s", TOO_AMBIGUOUS)
@@ -235,7 +236,7 @@ class ChoiceText:
         return piece
 
     def _take(self, parts: list[Part]) -> bool:
-        """Add what a token made certain; True where a stop string ends the answer."""
+        """Add the parts of one token; returns True if a stop string ends the answer."""
         for part in parts:
             if not isinstance(part, Content):
                 self._send(len(self._held))

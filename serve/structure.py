@@ -1,4 +1,4 @@
-"""From what a request asks of its text to the rules that hold it to that."""
+"""Turns a request's conditions on its text (structure, tools, word lists) into `TextRules`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ log = logging.getLogger("specdec.serve")
 THOUGHT = ("<|channel>", "<channel|>")
 TURN = "<|turn>"
 Thinking = Literal["none", "may", "open"]
-"""Whether a thought may come before the text, or is open where the prompt ends."""
+"""State of thoughts at the prompt's end: none may come, one may come before the text, or one is
+open."""
 LEAD: dict[Thinking, str] = {
     "may": "start: thought? body\nthought: <|channel> /(.|\\n)*/ <channel|>\n",
     "open": "start: /(.|\\n)*/ <channel|> body\n",
@@ -40,8 +41,9 @@ def rules_for(
     thinking: Thinking,
     eager: bool = True,
 ) -> TextRules:
-    """thinking: of `thinking_at`. eager: whether calls that are demanded follow schemas that need
-    not be followed. Raises ApiError 400 for what can't be followed exactly."""
+    """thinking: from `thinking_at`. eager: whether required calls, and calls of tools allowed by
+    name, follow their schemas even without `strict`. Raises ApiError 400 for what can't be enforced
+    exactly."""
     stops = (*tokenizer.stop_ids, *(request.stop_token_ids or ()))
     return TextRules(
         grammar=_grammar(request, thinking, eager),
@@ -56,7 +58,7 @@ def rules_for(
 def thinking_at(
     request: ChatRequest | CompletionRequest, tokenizer: ServedTokenizer, prompt: list[int]
 ) -> Thinking:
-    """How thoughts stand where this prompt ends."""
+    """The state of thoughts at the end of this prompt."""
     begins, ends = map(tokenizer.token_id, THOUGHT)
     if isinstance(request, CompletionRequest) or begins is None or ends is None:
         return "none"
@@ -87,7 +89,7 @@ def _grammar(
 
 
 def after_thought(bodies: dict[str, Part], thinking: Thinking) -> str:
-    """One grammar: a thought where one may come, then one of the bodies."""
+    """One grammar: a thought if `thinking` allows one, then one of the bodies."""
     lead = LEAD.get(thinking, "start: body\n")
     return composed(f"{lead}body: {' | '.join(f'@{name}' for name in bodies)}\n", bodies)
 
@@ -128,13 +130,13 @@ def _name(request: ChatRequest | CompletionRequest) -> str:
 
 
 def calls_grammar(request: ChatRequest, eager: bool = True) -> str | None:
-    """The grammar of the calls that a request allows or demands; None where any text may come."""
+    """The grammar of the calls that a request allows or requires; None if any text is allowed."""
     strict = any(tool.function.strict for tool in request.tools or ())
     single = request.parallel_tool_calls is False
     bound = strict or single or request.chosen_tools is not None
     if request.calls == "none" or (request.calls == "auto" and not bound):
         return None
-    alternative = request.structure is not None  # to a text that has a form of its own
+    alternative = request.structure is not None  # calls, or a text with its own structure
     try:
         return tool_grammar(
             [_as_strict_as_can_be(request, tool, eager) for tool in request.tools or ()],
@@ -147,8 +149,8 @@ def calls_grammar(request: ChatRequest, eager: bool = True) -> str | None:
 
 
 def _as_strict_as_can_be(request: ChatRequest, tool: Tool, eager: bool) -> dict[str, Any]:
-    """A call that is demanded, or of a tool that is allowed by name, follows its schema whatever
-    `strict` says, as long as the schema can be followed exactly."""
+    """The tool as a dict. If calls are required, or the tool is allowed by name, `strict` is set
+    even if the request does not set it, provided that the schema can be enforced exactly."""
     given = tool.model_dump(exclude_none=True)
     bound = request.calls == "required" or request.chosen_tools is not None
     if not (bound and eager) or tool.function.strict:
@@ -163,7 +165,7 @@ def _as_strict_as_can_be(request: ChatRequest, tool: Tool, eager: bool) -> dict[
 
 
 def _bad_words(words: list[str], tokenizer: ServedTokenizer) -> tuple[tuple[int, ...], ...]:
-    """Each as it begins a text and as it goes on with one, as vLLM does it."""
+    """The ids of each bad word without and with a space before it, as in vLLM."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         if not word.strip():

@@ -1,5 +1,5 @@
-"""An OpenTelemetry span for each request: what it asked for, what it took, how speculation fared;
-never what was said. A caller's `traceparent` (W3C) makes the span a part of its trace."""
+"""An OpenTelemetry span for each request: its parameters, its usage and its acceptance, without any
+content. A caller's `traceparent` (W3C) makes the span a part of its trace."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 Around = Callable[[ASGIApp], ASGIApp]
 PATH = "/v1/traces"
-"""Where collectors take spans, of an endpoint that names no path."""
+"""The path where collectors take spans, added to an endpoint without a path."""
 SECONDS = 3
-"""For a collector to take spans, retries included: the server's end waits no longer for it."""
+"""Time limit for sending spans to a collector, retries included; shutdown waits no longer."""
 
 
 @contextmanager
 def traced(endpoint: str | None) -> Iterator[Around]:
-    """What goes around an app so that its requests are traced, until the end; nothing where there
-    is no endpoint. Spans go there as OTLP over HTTP. Raises UserError."""
+    """Yields a function that wraps an app in tracing middleware; without an endpoint it returns the
+    app unchanged. Spans are sent to the endpoint as OTLP over HTTP. Raises UserError."""
     if endpoint is None:
         yield lambda app: app
         return
@@ -38,11 +38,11 @@ def traced(endpoint: str | None) -> Iterator[Around]:
     try:
         yield lambda app: Traces(app, provider.get_tracer("specdec", VERSION))
     finally:
-        provider.shutdown()  # what is still here is sent first
+        provider.shutdown()  # sends the remaining spans first
 
 
 def _checked(endpoint: str) -> str:
-    """The whole URL. Raises UserError."""
+    """The endpoint's full URL. Raises UserError."""
     url = urlsplit(endpoint)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise UserError(
@@ -71,7 +71,8 @@ def _provider(endpoint: str) -> Any:
 
 
 class Traces:
-    """Around an app. What an app leaves in `state["generation"]` is told too."""
+    """ASGI middleware that records a span per request. If the app has set `state["generation"]`,
+    the span includes its parameters and usage."""
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
         self._app, self._tracer = app, tracer

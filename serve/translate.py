@@ -39,18 +39,19 @@ VLLM_DEFAULTS: dict[str, float] = {
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """What a request means to the engine."""
+    """A request in the engine's terms."""
 
     prompts: list[list[int]]
     choices: list[Sequence]
-    """`n` per prompt, in the order of OpenAI's choices; empty where nothing is to be generated."""
+    """`n` per prompt, in the order of OpenAI's choices; empty if max_tokens is 0."""
     recitals: list[Sequence | None]
-    """Per prompt what tells its tokens' log-probabilities, None where nobody asked."""
+    """One scoring sequence per prompt; None unless log-probabilities of the prompt were
+    requested."""
     thinking: Thinking
-    """How thoughts stand where the prompt ends."""
+    """The state of thoughts at the prompt's end."""
     constrain: Callable[[], None] | None = None
-    """Gives the choices their constraints. None: they have them. It tries a grammar that has no
-    verdict yet, which takes seconds. Raises ApiError 400."""
+    """Sets the choices' constraints; None: they are set already. It first tries a grammar that has
+    no verdict yet, which takes seconds. Raises ApiError 400."""
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -66,9 +67,9 @@ def plan(
     caller: str = "",
     drafting: DraftSetup = DraftSetup(),  # noqa: B008
 ) -> EngineRequest:
-    """Everything that a request needs before the engine sees it: takes a while where its prompt or
-    its schema is long. caller: see `reuse_of`. drafting: the engine's. Raises ApiError 400 or
-    UserError."""
+    """Translate a request to sequences for the engine. Takes long if its prompt or its schema is
+    long.
+    caller: see `reuse_of`. drafting: the engine's. Raises ApiError 400 or UserError."""
     speculative = speculative_of(request, drafting)
     prompts = encode(request, tokenizer, max_len)
     choices = [] if request.limit == 0 else _choices(request, prompts, tokenizer, max_len)
@@ -102,8 +103,8 @@ def _choices(
     tokenizer: ServedTokenizer,
     max_len: int,
 ) -> list[Sequence]:
-    """Choice j of a prompt is what a lone request with seed + j gives. More `max_tokens` than the
-    context has room for is no error: the engine ends with finish_reason "length"."""
+    """Choice j of a prompt equals the answer to a single request with seed + j. A `max_tokens`
+    beyond the context is no error: the answer ends with finish_reason "length"."""
     sampling = _sampling(request, tokenizer)
     stop_ids = frozenset(request.stop_token_ids or ())
     check_ids(stop_ids, tokenizer, "stop_token_ids")
@@ -128,8 +129,8 @@ def _constraints(
     vocabulary: Vocabulary,
     count: int,
 ) -> list[Constraint | None]:
-    """One for each choice. Schemas of calls that may stay free do so where llguidance can't compile
-    them."""
+    """One constraint per choice. If llguidance can't compile the schemas of calls that need not be
+    strict, these calls' arguments are left free."""
     rules = rules_for(request, tokenizer, thinking)
     try:
         return [_constraint(rules, vocabulary) for _ in range(count)]
@@ -153,15 +154,15 @@ def _constraint(rules: TextRules, vocabulary: Vocabulary) -> Constraint | None:
 def _recital(
     request: ChatRequest | CompletionRequest, prompt: list[int], tokenizer: ServedTokenizer
 ) -> Sequence | None:
-    """The prompt, read out token by token: its log-probabilities are those of decoding, and what is
-    generated after it is what it would be without them."""
+    """A sequence that generates the prompt token by token from its first one, to get the prompt's
+    log-probabilities as decoding computes them. The choices themselves are not affected."""
     wish = request.prompt_logprobs
     if wish is None and request.echo:
         wish = request.logprob_count
     if wish is None or len(prompt) == 1:
         return None
     if silent := set(prompt) & set(tokenizer.suppress_ids):
-        message = f"the prompt holds token id {min(silent)}, which this model never says"
+        message = f"the prompt holds token id {min(silent)}, which this model never generates"
         raise ApiError(400, f"{message}: it has no log-probability", param="prompt_logprobs")
     return Sequence(
         prompt[:1],
@@ -173,7 +174,8 @@ def _recital(
 
 
 def _sampling(request: ChatRequest | CompletionRequest, tokenizer: ServedTokenizer) -> Sampling:
-    """The request's wishes, else the checkpoint's defaults, else vLLM's; UserError if bad."""
+    """The request's sampling parameters, by default the checkpoint's, then vLLM's. Raises ApiError
+    or UserError for invalid ones."""
     values = dict(VLLM_DEFAULTS)
     for name in values:
         wish = getattr(request, name)

@@ -1,4 +1,4 @@
-"""What one request took, as it is told to clients, logs and traces."""
+"""Token counts of one request, as reported to clients, logs and traces."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompts' tokens, those that the prefix cache had."""
+    """Prompt tokens that were read from the prefix cache."""
     reasoning_tokens: int = 0
     prediction: tuple[int, int] | None = None
-    """Tokens of the request's `prediction` that its answers repeated, and the others; None: there
-    was none."""
+    """Tokens of the request's `prediction` that were accepted, and the others; None without one."""
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     cycles: list[int] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
-    """Of the choices that have ended, and "error" or "abort" of those that did not end well."""
+    """Finish reasons of the ended choices; "error" or "abort" for those that failed or were
+    cancelled."""
     first_token: float | None = None
-    """Seconds until there was one."""
+    """Seconds from the submission to the first token."""
     speculative: dict[str, object] | None = None
-    """How the request was drafted for; None: it neither asked for anything nor brought guesses."""
+    """Effective `speculative` options; None if the request has neither `speculative` nor a
+    prediction."""
 
     def to_json(self) -> dict[str, object]:
-        """OpenAI's usage. What was drafted is none of it: see `metrics`."""
+        """OpenAI's `usage`. It has no counts of drafts: see `metrics`."""
         details = {"reasoning_tokens": self.reasoning_tokens}
         if self.prediction is not None:
             names = "accepted_prediction_tokens", "rejected_prediction_tokens"
@@ -47,7 +48,7 @@ class Usage:
         return 1 + sum(self.accepted) / sum(self.cycles) if sum(self.cycles) else 1.0
 
     def metrics(self) -> dict[str, object]:
-        """How speculation fared."""
+        """Counts of speculative decoding, for the reply's `metrics`."""
         asked: dict[str, object] = (
             {} if self.speculative is None else {"speculative": self.speculative}
         )

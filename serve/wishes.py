@@ -1,4 +1,4 @@
-"""The wire: what a request of any API may ask of the choice of tokens."""
+"""Sampling parameters of requests, the same in each API."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 MAX_LIST = 100_000
-"""Ids or words of one list."""
+"""Most ids in one list."""
 Ids = Annotated[list[int], Field(max_length=MAX_LIST)]
 
 
 class SamplingWishes(BaseModel):
-    """By the same names in each API. None means: the checkpoint's own default, then vLLM's."""
+    """Sampling parameters. None means the checkpoint's default, else vLLM's."""
 
-    # Not lax: "0.7" for a number is a client's mistake. NaN and Infinity are none of ours.
+    # Strict: the string "0.7" is refused for a number, as are NaN and Infinity.
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     min_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -42,6 +42,6 @@ class SamplingWishes(BaseModel):
 
     @property
     def sampling_wishes(self) -> dict[str, Any]:
-        """Those that were made, by their names."""
+        """The parameters that the request sets, by name."""
         named = {name: getattr(self, name) for name in SamplingWishes.model_fields}
         return {name: value for name, value in named.items() if value is not None}

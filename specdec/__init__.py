@@ -14,7 +14,8 @@ __all__ = ["LLM", "Answer", "Chunk", "SamplingParams", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """The door opens when it is first asked for: every module of ours imports this one before."""
+    """Import the public API on first access, as every module of this distribution imports this one
+    first."""
     if name not in __all__:
         raise AttributeError(f"module 'specdec' has no attribute {name!r}")
     from specdec.core.packages import check_packages
@@ -22,5 +23,5 @@ def __getattr__(name: str) -> Any:
     check_packages()
     from specdec import llm
 
-    globals()[name] = found = getattr(llm, name)  # asked once: the next access finds it here
+    globals()[name] = found = getattr(llm, name)  # the next access finds it here
     return found

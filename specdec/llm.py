@@ -1,4 +1,4 @@
-"""The door: an engine in five lines of Python.
+"""The Python API: an engine in five lines.
 
     import specdec
 
@@ -6,8 +6,8 @@
         answer = llm.generate("def quicksort(items):", max_tokens=64)
         print(answer.text, answer.acceptance.tau)
 
-Requests of any thread, or of a notebook's cells, share the engine's batch: each is as if it were
-alone, bit for bit.
+Requests of all threads share the engine's batch. Each answer is bitwise the same as if it were the
+only request.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ class LLM:
     async def _pieces(
         self, seq: Sequence, given: SamplingParams
     ) -> AsyncIterator[tuple[Update, Piece]]:
-        """(update, piece) until the answer ends, without the tokens that a cycle emitted beyond a
-        stop string. Raises UserError where the engine refuses."""
+        """Yield (update, piece) until the answer ends, without the tokens that a cycle emitted
+        after a stop string. Raises UserError if the engine fails the request."""
         text = ChoiceText(self.tokenizer, given.stops)
         async with self._room:
             ticket = self._runner.submit([seq])
@@ -201,7 +201,7 @@ class LLM:
                     finish = piece.finish
                     yield _first(text.token_count - before, update), piece
             finally:
-                if seq.finish is None:  # a stop string, or nobody listens any more
+                if seq.finish is None:  # a stop string ended it, or the caller is gone
                     self._runner.cancel([seq])
 
 
@@ -239,13 +239,14 @@ def configured(
 
 
 def _first(count: int, update: Update) -> Update:
-    """With so many of its tokens alone."""
+    """The update with only its first `count` tokens."""
     logprobs = None if update.logprobs is None else update.logprobs[:count]
     return replace(update, tokens=update.tokens[:count], logprobs=logprobs)
 
 
 async def _cancel_others() -> None:
-    """End what still waits on this loop: a task that outlives it takes the interpreter down."""
+    """Cancel all other tasks on this loop: a task that outlives the loop crashes the
+    interpreter."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

@@ -1,4 +1,4 @@
-"""What goes through the door: sampling parameters in, answers and chunks out."""
+"""Types of the Python API: sampling parameters, answers and chunks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from specdec.core.types import Sampling, TokenLogprob
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are chosen, by vLLM's names. None: as the checkpoint's
-    generation_config.json says, and where that is silent greedy and unfiltered."""
+    """Sampling parameters of a request, by vLLM's names. None: the value of the checkpoint's
+    generation_config.json; without one, greedy and unfiltered."""
 
     temperature: float | None = None
     """0 is greedy."""
@@ -34,14 +34,16 @@ class SamplingParams:
     stop_token_ids: Seqs[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Alternatives whose log-probabilities are wanted beside each token's own."""
+    """Number of alternatives with log-probabilities per token, beside its own; None: none at
+    all."""
 
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def for_target(self, defaults: Mapping[str, float]) -> Sampling:
-        """What the target is told, gaps filled. Raises UserError for impossible values."""
+        """The target's `Sampling`, with `defaults` for unset values. Raises UserError for invalid
+        ones."""
 
         def pick(wish: float | None, name: str, off: float) -> float:
             return defaults.get(name, off) if wish is None else wish
@@ -63,7 +65,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one prompt."""
+    """The answer to one prompt."""
 
     prompt_ids: list[int]
     text: str
@@ -73,9 +75,9 @@ class Answer:
     acceptance: Acceptance
     """What was drafted and accepted, and tau: tokens per verify."""
     logprobs: list[TokenLogprob] | None = None
-    """Of each token, where they were asked for."""
+    """Log-probabilities of each token, if requested."""
     cached_tokens: int = 0
-    """Tokens of the prompt that needed no prefill, for an earlier prompt began alike."""
+    """Tokens of the prompt that were reused from the prefix cache."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Chunk:
 
 
 def chosen_params(params: SamplingParams | None, wishes: dict[str, Any]) -> SamplingParams:
-    """Raises UserError for names that `SamplingParams` has not."""
+    """The parameters, given as one object or by name. Raises UserError for unknown names."""
     if strange := wishes.keys() - SamplingParams.__dataclass_fields__.keys():
         known = ", ".join(SamplingParams.__dataclass_fields__)
         raise UserError(f"unknown sampling parameter {', '.join(strange)}: known are {known}")

@@ -1,12 +1,12 @@
 """Replicas on Ray Serve: `serve run specdec.replicas:app model=mini replicas=3`.
 
-Each replica is an engine with the OpenAI-compatible server before it, in a process and on a card of
-its own. What one answers, any other would: a request that is sent again, because its replica has
-died, gets the same tokens, if it is greedy or has a seed.
+Each replica is an engine with its OpenAI-compatible server, in a process and on a card of its own.
+All replicas give the same answers: a request that is sent again because its replica has died gets
+the same tokens, if it is greedy or has a seed.
 
-Arguments are `ReplicaSettings`, and the command line's options by their names (k, slots, max_len,
-backend, dtype ...). SPECDEC_API_KEY in the environment of `serve run` names keys, one of which
-clients must send. Raises UserError for those that make no sense, before anything is started.
+Arguments are the fields of `ReplicaSettings`, and the command line's options by their names (k,
+slots, max_len, backend, dtype ...). SPECDEC_API_KEY in the environment of `serve run` contains
+keys; clients must send one of them. Invalid arguments raise UserError before anything is started.
 """
 
 from __future__ import annotations
@@ -45,26 +45,27 @@ class ReplicaSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     replicas: int = 1
-    """At least so many."""
+    """Number of replicas, or the fewest if `max_replicas` is set."""
     max_replicas: int | None = None
     """More are started up to this number while requests wait; None: `replicas`, no more."""
     cards: float | None = None
     """GPUs of a replica; by default 1 with backend=cuda on a GPU, else 0."""
     cpus: float = 1
     metrics: Path | None = None
-    """A folder: each replica serves its metrics on a port of its own and writes a file here that
-    tells Prometheus of it (file_sd_configs). The proxy's /metrics asks any replica."""
+    """A folder: each replica serves its metrics on its own port and writes a file here with its
+    address, for Prometheus (file_sd_configs). /metrics of the proxy is answered by one arbitrary
+    replica."""
     name: str | None = None
     """The model's name in the API; by default its folder's."""
 
 
 class Replica:
-    """What Ray asks about the engine of this process."""
+    """The deployment's class, with Ray's health check of this process's engine."""
 
     runner: EngineRunner | None = None
 
     def check_health(self) -> None:
-        """Raises RuntimeError where the engine has failed: Ray then starts another replica."""
+        """Raise RuntimeError if the engine has failed; Ray then replaces the replica."""
         if Replica.runner is not None and Replica.runner.failure is not None:
             raise RuntimeError(Replica.runner.failure)
 
@@ -99,7 +100,7 @@ def _scale(settings: ReplicaSettings, slots: int) -> dict[str, Any]:
 
 
 def _options(given: dict[str, Any]) -> tuple[ModelConfig, SpeculationConfig, PrefixConfig]:
-    """`serve run` gives texts: they are read as the fields' types."""
+    """The configurations; strings from `serve run` are parsed as the fields' types."""
     typed: dict[str, Any] = {}
     for kind in (ModelConfig, registry.config_type(), PrefixConfig):
         names = kind.__dataclass_fields__.keys() & given.keys()
@@ -121,7 +122,7 @@ def _parsed(kind: type, given: dict[str, Any]) -> Any:
 
 
 def _named(build: Callable[[], FastAPI]) -> Callable[[], FastAPI]:
-    """As a function: Ray asks for its name."""
+    """`build` as a function, because Ray reads its `__name__`."""
 
     def app() -> FastAPI:
         return build()
@@ -136,7 +137,7 @@ def _replica_app(
     settings: ReplicaSettings,
     keys: tuple[str, ...],
 ) -> FastAPI:
-    """What a replica's process serves: loaded, proved and compiled."""
+    """Load, check and warm up the model, and make the app that a replica's process serves."""
     model = load_model(config, speculation)
     require_exact(model, speculation)
     engine = serving_engine(model, speculation, WAITING, prefix)

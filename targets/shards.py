@@ -41,14 +41,14 @@ class Shard:
             start = 8 + int.from_bytes(stream.read(8), "little")
             self._header = json.loads(stream.read(start - 8))
         self.names = set(self._header) - {"__metadata__"}
-        # copy on write: writable, as torch wants its memory, and the file stays as it is
+        # copy on write: writable, because torch requires that, and the file is not changed
         self._data = np.memmap(file, np.uint8, "c")[start:]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._header[name]["shape"])
 
     def dtype(self, name: str) -> str:
-        """As safetensors calls it."""
+        """The dtype's name in safetensors."""
         return self._header[name]["dtype"]
 
     def read(self, name: str) -> np.ndarray:

@@ -57,7 +57,8 @@ Attack = Callable[[httpx.Client, int], httpx.Response]
 
 
 def bad_schema(client: httpx.Client, max_len: int) -> httpx.Response:
-    """A fresh one each time, so that no verdict is remembered."""
+    """A request with a schema that takes longer to compile than a trial may; a new one each time,
+    so that its verdict is never cached."""
     factors = [{"multipleOf": 10**6 + secrets.randbelow(10**6) * 2 + 1} for _ in range(FACTORS)]
     schema: dict[str, Any] = {"type": "integer", "allOf": factors, "description": ""}
     schema["description"] = "x" * max(0, SCHEMA_BYTES - len(json.dumps(schema)))
@@ -195,7 +196,8 @@ def _family(pid: int) -> list[int]:
 
 
 def long_mini(folder: Path, max_len: int) -> Path:
-    """mini, said to have a context of so many tokens: what it says is of no interest here."""
+    """A copy of mini with the context length `max_len` in its config; its texts don't matter
+    here."""
     model = Path(shutil.copytree(mini.path("mini"), folder / "mini"))
     file = model / "config.json"
     config = json.loads(file.read_text())

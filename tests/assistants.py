@@ -58,8 +58,9 @@ def assistant_config(variant: str, **change: Any) -> dict[str, Any]:
 
 
 def read_all_but_the_last(target: Any, texts: Seqs[list[int]]) -> Iterator[tuple[int, Step]]:
-    """Each slot reads its text but for the last token, and then a draft that is rejected: what
-    lies behind the texts is not theirs. -> the steps whose first row is of the states before."""
+    """Feed each slot its text without the last token, then a draft that is rejected, so that the
+    cache has stale entries after each text. Yields (slot, step); `step` has the states that the
+    assistant starts from in its first row."""
     chunk = target.prefill_chunk
     for slot, text in enumerate(texts):
         seq = Sequence(text[:-2], slot=slot)
@@ -103,7 +104,7 @@ def write_assistant(path: Path, variant: str, change: dict[str, Any] | None = No
 
 @cache
 def assistant_for(path: Path, variant: str) -> Assistant:
-    """For the tiny model in that folder, whose neighbour it becomes."""
+    """An assistant for the tiny model in that folder, written to a folder beside it."""
     folder = path.parent / f"{path.name}-assistant"
     if not folder.exists():
         write_assistant(folder, variant)
@@ -193,8 +194,8 @@ def chain(
     choose: Any = lambda logits, j: int(logits.argmax()),
     lent: Any = None,
 ) -> Said:
-    """Guesses after a text, whose last token is not yet fed. choose(logits [V], j): guess j. lent:
-    (state, keys and values) to use in place of those of the target."""
+    """transformers' guesses after a text; its last token is not fed yet. choose(logits [V], j):
+    guess j. lent: (state, keys and values) to use in place of the target's."""
     import torch
 
     target, model = oracle_pair(variant)

@@ -25,7 +25,7 @@ from tests.campaign_draw import Case, draw_case
 
 
 class Failed(AssertionError):
-    """A difference or a crash; says how to see it again."""
+    """A difference or a crash; the message has the command that reproduces it."""
 
     def __init__(self, problem: str, case: Case) -> None:
         line = json.dumps(case, separators=(",", ":"))
@@ -36,7 +36,7 @@ class Failed(AssertionError):
 
 @dataclass
 class Outcome:
-    """What one request was told, event by event."""
+    """One request's events, accumulated."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -59,8 +59,8 @@ class Counts:
     cancelled: int = 0
     accepted: int = 0
     refused: int = 0
-    """Targets and drafters that this device refuses in one line, such as a target whose rows depend
-    on their place there: nothing is promised then."""
+    """Targets and drafters that this device refuses in one line, such as a target with rows that
+    depend on their place there."""
 
     def __str__(self) -> str:
         return ", ".join(f"{value} {name}" for name, value in vars(self).items())
@@ -89,7 +89,7 @@ def drive(engine: Engine, seqs: list[Sequence], requests: list[dict[str, Any]]) 
 
 
 def alone(bench: parts.Bench, request: dict[str, Any]) -> Outcome:
-    """What a request is told by plain decoding, with nobody beside it."""
+    """A request's outcome with plain decoding and no other requests."""
     lone = request | {"at": 0, "cancel": None}
     engine = bench.engine(parts.PLAIN)
     (plain,) = drive(engine, [parts.sequence(request, bench.target.vocab)], [lone])
@@ -100,7 +100,7 @@ def alone(bench: parts.Bench, request: dict[str, Any]) -> Outcome:
 def check_run(
     bench: parts.Bench, engine: Engine, requests: list[dict[str, Any]], counts: Counts
 ) -> None:
-    """Raise AssertionError where a request's text is not that of its lone plain run."""
+    """Raise AssertionError if a request's outcome differs from `alone`."""
     plains = [alone(bench, request) for request in requests]
     seqs = [
         parts.sequence(request, bench.target.vocab, plain.tokens)

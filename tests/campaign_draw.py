@@ -145,7 +145,7 @@ def _shorter(random: Random, longest: int) -> int:
 
 
 def _draft_model(random: Random, target: dict[str, Any]) -> dict[str, Any]:
-    """The very same weights, whose drafts are right, or another model's of the same vocabulary."""
+    """The target's own weights, with right drafts, or another model with the same vocabulary."""
     family = ("mini", "mini-e") if target["model"].startswith("mini") else TINY
     other = random.choice([target["model"], random.choice(family)])
     same = {name: target[name] for name in ("dtype", "kv_dtype")}
@@ -176,12 +176,12 @@ def _head(random: Random, target: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw_request(random: Random, target: dict[str, Any], details: bool) -> dict[str, Any]:
-    """details: log-probabilities may be asked for, which are programs of their own."""
+    """details: some requests have log-probabilities, which need separate programs."""
     slow = target.get("device") == "cpu"
     vocab = parts.arch_of(target["model"]).vocab
     length = _length(random, target["max_len"] - 1, target["chunk"])
     at = random.choice([0, 0, random.randint(0, 25)])
-    stops = random.choice([0, 0, 3, 20, 40])  # the device loops know 16 of them
+    stops = random.choice([0, 0, 3, 20, 40])  # the device loops check 16 of them
     return {
         "prompt": {
             "seed": random.randrange(2**16),

@@ -1,7 +1,8 @@
-"""What a campaign's case is made of. The one file of it that knows where the product's pieces lie.
+"""Builds targets, drafters and engines for a campaign's cases. Only this file of the campaign
+imports the product's parts.
 
-A case is plain JSON, see campaign_draw.py. Frameworks are imported where they are needed, so that
-a machine with one of them will do.
+A case is plain JSON, see campaign_draw.py. Frameworks are imported in functions, so that a machine
+with one of them is enough.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def cuda_device() -> str:
 
 
 def load(given: dict[str, Any], draft: bool = False) -> Any:
-    """The target, or as narrow as a draft model is asked."""
+    """The target, or with `draft` a draft model, compiled for its narrower width."""
     options = dict(given)
     path, backend = folder(options.pop("model")), options.pop("backend")
     options["features"] = tuple(options.get("features", ()))
@@ -167,8 +168,8 @@ def _assistant_draft(arch: Arch, given: dict[str, Any], greedy: bool) -> Assista
 
 
 def sequence(request: dict[str, Any], vocab: int, answer: Seqs[int] = ()) -> Sequence:
-    """A request of a case, ready to be submitted. Its text repeats with a period, so that prompt
-    lookup finds something. answer: what it will say, of which its prediction is made, if any."""
+    """A request of a case, ready to be submitted. Its prompt is periodic, so that prompt lookup
+    finds matches. answer: its plain answer, from which its prediction is made, if it has one."""
     prompt = request["prompt"]
     random = np.random.default_rng(prompt["seed"])
     text = np.resize(random.integers(0, vocab, prompt["period"]), prompt["length"]).tolist()

@@ -20,7 +20,7 @@ from tests.nvfp4_files import as_nvfp4
 
 KINDS = {"fp8", "w8a8", "bf16", "int8", "int4", "uint4", "nvfp4"}
 HALF = "fp8", "int4", "uint4", "nvfp4"
-"""Kinds whose inputs are f16."""
+"""Kinds with f16 inputs."""
 
 
 def randn(*shape: int, seed: int = 0, device: str = "cuda") -> torch.Tensor:

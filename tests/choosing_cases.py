@@ -29,7 +29,8 @@ KINDS = ("peaked", "even", "tied", "few")
 
 
 class Case(NamedTuple):
-    """A slot of each request, in any order, and what the reference says."""
+    """Logits, rules and rows, with the requests' slots in any order; the methods give the
+    reference's choices."""
 
     logits: torch.Tensor
     rules: Rules

@@ -51,7 +51,7 @@ def pytest_configure(config) -> None:
     number = os.environ.get("PYTEST_XDIST_WORKER")
     if number is None:
         os.environ |= KEPT | {PROGRAMS: tempfile.mkdtemp(prefix="programs-")}
-        # packages come without bytecode (--no-compile): who imports one first writes it for all
+        # packages are installed without bytecode (--no-compile): the first import writes it for all
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     else:
         _keep_to_own_cores(int(number[2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
@@ -107,8 +107,8 @@ def pytest_unconfigure(config) -> None:
 
 
 def pytest_addoption(parser) -> None:
-    """Another schedule of emulated kernels, and what `pytest -m campaign` can be told, see
-    test_campaign.py."""
+    """Options: another schedule of emulated kernels, and those of `pytest -m campaign` (see
+    test_campaign.py)."""
     parser.addoption("--schedule", type=int, default=0, help="other orders of emulated threads")
     group = parser.getgroup("campaign", "a random campaign")
     group.addoption("--seconds", type=float, default=60.0, help="draw new cases for so long")
@@ -178,8 +178,8 @@ def compiled_programs() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def certificates() -> Iterator[None]:
-    """Read once: httpx reads them for each client and each request without one, 20 ms of CPU, and
-    no test asks an https server anything."""
+    """Read TLS certificates once: httpx reads them for each client and each request without a
+    client (20 ms of CPU), and no test sends an https request."""
     from httpx._transports import default
 
     with pytest.MonkeyPatch.context() as patch:
@@ -189,8 +189,8 @@ def certificates() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cheap_programs() -> Iterator[None]:
-    """See cheap.py. For whole modules: what two programs say is compared bit for bit only where
-    both are compiled alike."""
+    """See cheap.py. For whole modules, as results of two programs are bitwise equal only if both
+    are compiled with the same options."""
     import jax
     from jax._src import compiler  # no option of jax.jit will do: the product's are what is tested
 
@@ -210,8 +210,8 @@ def cheap_programs() -> Iterator[None]:
 
 @pytest.fixture
 def traced_anew() -> Iterator[None]:
-    """For tests that patch what is traced: a process traces equal programs once. Theirs are not
-    those from before, and nobody after them is given theirs."""
+    """For tests that patch traced functions: a process traces equal programs once, so JAX's caches
+    are cleared before such a test and after it."""
     import jax
 
     jax.clear_caches()
@@ -221,7 +221,7 @@ def traced_anew() -> Iterator[None]:
 
 @pytest.fixture
 def few_samples(monkeypatch):
-    """A bench that is only run, not believed."""
+    """Few samples, for tests that run a bench but don't use its figures."""
     for name, value in {"STEPS": 3, "CYCLE_SAMPLES": 2, "FIRST_TOKENS": 2}.items():
         monkeypatch.setattr(f"specdec.bench.timing.{name}", value)
     monkeypatch.setattr("targets.cuda.roofline.GROUPS", 3)
@@ -240,6 +240,7 @@ def emulation(request) -> Iterator[None]:
 
 @pytest.fixture
 def eager(monkeypatch):
-    """What an emulated kernel's launcher asks: no graph is captured, and a CPU's torch has none."""
+    """Makes `is_current_stream_capturing` return False for emulated kernels' launchers: torch
+    without CUDA can't answer it."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

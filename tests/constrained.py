@@ -88,7 +88,7 @@ def edited(answer: Seqs[int]) -> list[int]:
 
 
 def texts(engine: Engine, temperatures: Seqs[float] = (0.0, 1.0)) -> list[list[int]]:
-    """What each request says, at each temperature."""
+    """The answers of all requests, at each temperature."""
     said = []
     for temperature in temperatures:
         seqs = requests(temperature)

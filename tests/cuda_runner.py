@@ -38,7 +38,7 @@ class Runner:
 
 
 class Routers:
-    """Stands where routers rank their experts: notes who was picked, or has them picked again."""
+    """Replaces the routers' ranking of experts, to record the picked experts or to force them."""
 
     def __init__(self, monkeypatch):
         self.patch, self.honest = monkeypatch, reference.rank

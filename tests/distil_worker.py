@@ -1,7 +1,8 @@
 """A distillation on the fake target that kills itself (SIGKILL): run by test_distil.py.
 
-python -m tests.distil_worker OUT told|written N: after N answers are done, or N records written;
-N = 0 lives to the end.
+python -m tests.distil_worker OUT told|written N
+
+It kills itself after N answers are done, or N records written; with N = 0 never.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ SPEC = HeadSpec(
 MINI = replace(SPEC, hidden=256, vocab=4096, draft_vocab=500, layers=(1, 5, 8))
 BASE = ["generate", "def f(", "--max-tokens", "8", "--slots", "1", "--max-len", "64", "--k", "3"]
 EAGLE3 = [*BASE, "--drafter", "eagle3", "--draft-model"]
-"""How `specdec generate` is told to draft with a head; its folder follows."""
+"""Arguments of `specdec generate` for drafting with a head; its folder follows."""
 
 
 def random_head(spec: HeadSpec = SPEC) -> Head:

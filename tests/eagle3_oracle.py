@@ -68,7 +68,7 @@ def _rotate(x, position, theta):
 
 
 class Oracle:
-    """Weights as torch tensors (leaves, if gradients are wanted)."""
+    """The head in plain torch. grad: make the weights leaves with gradients."""
 
     def __init__(self, head: Head, grad: bool = False) -> None:
         self.spec = head.spec

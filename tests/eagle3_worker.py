@@ -115,7 +115,7 @@ def _teach(arch, layers, ids, params, rows):
 
 
 def made_up(teach):
-    """A teacher whose next distribution follows from the last position's features alone."""
+    """A teacher with distributions that depend only on the features of the position before."""
     ids = teach.args[-1]
 
     def lesson(params, rows):

@@ -1,21 +1,22 @@
-"""What a kernel that starts early may not see yet, for emulated kernels: outputs of those before it
-that may still run.
+"""Early starts of emulated kernels (programmatic dependent launch): hides from a kernel the outputs
+of earlier kernels that may still run.
 
-A kernel may start when every CTA of the one before has let it (`griddepcontrol.launch_dependents`)
-or has ended, and waits (`griddepcontrol.wait`) until that one has ended. So what runs beside its
-first part is the kernel before, and what that one itself ran beside; no more where a CTA of the one
-before lets it start only after a wait. A kernel that ends without a wait leaves others running.
+A kernel may start when every CTA of the kernel before has called `griddepcontrol.launch_dependents`
+or has ended; its `griddepcontrol.wait` returns when the kernel before has ended. So until its wait,
+a kernel runs beside the kernel before and beside those that ran beside that one; only beside the
+kernel before if one of its CTAs launches dependents only after its own wait. A kernel that ends
+without a wait leaves earlier kernels running.
 
-A kernel's outputs are the bytes that it changes of what `torch.empty` and `torch.zeros` have made
-in this test. Kernels follow one another where one call of the library launches them; the inputs of
-its first one a test says to be just written.
+A kernel's outputs are the bytes that it changes in memory that `torch.empty` and `torch.zeros` have
+allocated in this test. Kernels are consecutive if one call of the library launches them; a test
+declares the inputs of the first one that were just written (`just_written`).
 
-Caught: a missing wait, one that comes too late, a read before it, a copy that was asked for before
-it, a next kernel that is let too early and reads what it may not; a write before it, of a launch's
-first cluster into any memory that those kernels were given, of others into what they write. Not: a
-read whose value does not show in what is compared; memory that other functions have made; and
-memory that was given back while a kernel that reads it may still run: here it is used no second
-time.
+Caught: a missing wait, a late wait, a read before the wait, an asynchronous copy issued before it,
+a next kernel that is launched too early and reads hidden outputs; a write before the wait, by a
+launch's first cluster into any memory that the running kernels were given, by other clusters into
+memory that those kernels write. Not caught: a read without effect on the compared results; memory
+that other functions have allocated; and memory that was freed while a kernel that reads it may
+still run (it is never reused here).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-// CUDA's words for a CPU: a cluster's threads are fibers, of which one runs until it waits for others.
+// CUDA's intrinsics on a CPU: the threads of a cluster are fibers; one of them runs until it waits for others.
 //
-// Who runs next is drawn, and so is whether an asynchronous copy is done at once or when it is waited for: a missing
-// barrier shows. Each cluster draws an order of its warps, and the first of them that can runs: warps then drift apart as
-// far as barriers let them, which turns of all alike hardly do (probabilistic concurrency testing, Burckhardt et al.
-// 2010). What earlier kernels write that may still run is not a number until all threads wait for them, or one another
-// (early_starts.py); of clusters, half are as if those had ended. Memory that nobody has written is not a number. What emulated.py makes of inline PTX ends here too.
+// The next fiber is drawn at random, and so is whether an asynchronous copy is done at once or when it is waited for:
+// a missing barrier shows. Each cluster draws an order of its warps, and the first warp that is ready runs: warps
+// then drift apart as far as barriers allow, which equal turns hardly do (probabilistic concurrency testing,
+// Burckhardt et al. 2010). Outputs of earlier kernels that may still run read as NaN until all threads wait for those
+// kernels, or for one another (early_starts.py); half of the clusters run as if those kernels had ended. Unwritten
+// memory reads as NaN. The functions that emulated.py substitutes for inline PTX are defined here too.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -50,14 +51,14 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 struct Copy {
   char* to;  // null: it is there
   const char* from;
-  std::vector<char> early;  // what was read when it was asked for: before the wait for earlier kernels, and now and then
+  std::vector<char> early;  // the data when it was issued: before the wait for earlier kernels, and sometimes later
 };
 constexpr size_t kStack = 128 << 10, kDynamic = 228 << 10, kShared = 320 << 10;  // bytes
 constexpr int kPeer = 24;  // an address of shared memory has the number of another CTA, from 1 on, above so many bits
 struct Cta;
 struct Fiber {
   ucontext_t context;  // where it begins
-  jmp_buf pause;       // and where it waits: a jump is cheaper than a context, which asks the system
+  jmp_buf pause;       // and where it waits: a jump is cheaper than swapping contexts, which is a system call
   Cta* cta;
   dim3 index;
   unsigned since;  // turns of the cluster's barrier
@@ -109,7 +110,7 @@ struct Cta {
   unsigned rank;
   char* memory;                            // dynamic shared memory, then static
   Meeting everybody, numbered[16];         // at its barriers
-  std::map<unsigned, Meeting> warps[32];   // by who takes part
+  std::map<unsigned, Meeting> warps[32];   // by the mask of lanes that take part
   std::map<unsigned, Barrier> barriers;    // by address
   std::vector<Bulk> bulks;
   bool waited, lets_early;                 // some thread for earlier kernels; some the next kernel, before its own wait
@@ -132,7 +133,7 @@ static std::function<void()> body;
 
 inline Cta& here() { return *fibers[running].cta; }
 
-constexpr unsigned kUniform = 16;  // turns, of which one is anybody's
+constexpr unsigned kUniform = 16;  // one turn in so many is drawn among all threads that are ready
 
 inline void make_ready(int fiber) {
   std::vector<int>& warp = ready[fibers[fiber].warp];
@@ -439,7 +440,7 @@ inline void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned ba
   if (is_early || random_draw() % 2) here().bulks.back().early.assign(begin, begin + bytes);
 }
 inline bool passed(unsigned at, unsigned parity) { return here().barriers.at(at).phase % 2 != parity; }
-inline bool has_passed(unsigned at, unsigned parity) {  // who asks often enough lets copies arrive
+inline bool has_passed(unsigned at, unsigned parity) {  // polling lets copies arrive
   if (passed(at, parity)) return true;
   if (random_draw() % 2) bring_a_copy(here());
   others_turn();

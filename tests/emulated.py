@@ -1,9 +1,10 @@
-"""Kernels on the CPU: their CUDA as C++ for `emulated.h`, a CTA after the other.
+"""Runs CUDA kernels on the CPU: their sources are compiled as C++ with `emulated.h` and run cluster
+by cluster.
 
-Slow, and blind to a GPU's memory model, but the very sources: what they compute, whoever's turn it
-is, and whatever has been written when they start early (early_starts.py). For kernels whose inline
-PTX `SAID` has. Only a card runs `wide` and `w8a8`, whose matmuls are warpgroups', prefill's, and
-`screen`, whose CTAs wait for one another.
+It is slow and does not model a GPU's memory, but it runs the real sources: it tests what they
+compute, in any order of threads, and with early starts (early_starts.py). It supports the inline
+PTX in the table below. Not supported: `wide`, `w8a8` and prefill (warpgroup matmuls), and `screen`
+(CTAs wait for one another).
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from tests.early_starts import Before, Starts
 
 HEADER = Path(__file__).with_suffix(".h")
 FLAGS = "-O1 -std=c++20 -fPIC -fno-strict-aliasing -ffp-contract=off -fno-gnu-unique -w"
-"""A product and a sum are one rounding only where the source says so, and what a function keeps is
-of its own library, not of all that are loaded."""
+"""`-ffp-contract=off`: fused multiply-adds only where the source has them. `-fno-gnu-unique`: each
+library has its own static variables."""
 LINKED = "-shared", "-Wl,-Bsymbolic"
-"""A kernel of a system call's name, as `accept`, is itself."""
+"""So that a kernel with the name of a system call, such as `accept`, is not replaced by it."""
 KEPT = Path(gettempdir(), f"specdec-emulated-{getpass.getuser()}")
-"""Where compiled kernels stay, for other processes too, until something of them changes: they take
-three times as long to compile as to run."""
+"""Folder of compiled kernels, shared by all processes; they take three times as long to compile as
+to run, and are compiled again only after a change."""
 REPLACED: dict[str, str] = {}
-"""Texts of source files that sabotage.py puts in the place of what they are."""
+"""Source file -> text that sabotage.py uses in its place."""
 FRAGMENTS = "({d}, {{{{{i0}, {i1}, {i2}, {i3}}}, {{{i4}, {i5}}}}})"
 SAID = {
     r"griddepcontrol\.wait": "await_earlier_kernels()",

@@ -47,7 +47,8 @@ class FakeTarget:
 
 
 class Oracle:
-    """Knows the plain run's tokens, so it can be always right or always wrong."""
+    """Guesses the plain run's tokens, shifted by `shift`: always right with 0, else always
+    wrong."""
 
     def __init__(self, plain: dict[str, list[int]], shift: int = 0, vocab: int = 50) -> None:
         self.plain, self.shift, self.vocab = plain, shift, vocab
@@ -91,7 +92,7 @@ class Noise:
 
 
 class ScriptedTarget(FakeTarget):
-    """Says what it was told to say, whatever it is fed, and then ends."""
+    """Emits the given tokens whatever it is fed, then the token `end`."""
 
     def __init__(self, script: list[int], end: int, **kwargs) -> None:
         super().__init__(**kwargs)

@@ -1,4 +1,4 @@
-"""Tiny checkpoints whose linears are quantised by the public compressed-tensors library."""
+"""Tiny checkpoints with linear layers quantised by the public compressed-tensors library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from targets.arch import parse_arch
 from targets.tensors import TensorSpec, all_tensors, stored_name
 from tests.tiny import PREFIX, config_of, random_tensors
 
-if TYPE_CHECKING:  # four seconds, with half of transformers: whoever writes a checkpoint pays them
+if TYPE_CHECKING:  # takes four seconds (imports half of transformers): only to write a checkpoint
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 WIDER = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "global_head_dim": 64}
@@ -85,7 +85,8 @@ def write_folder(
 def _compressed(
     name: str, wide: torch.Tensor, spec: TensorSpec, scheme: QuantizationScheme, files: Tensors
 ) -> torch.Tensor:
-    """Into files; what they say. Experts one by one, gate and up apart."""
+    """Add a quantised weight to `files`; returns its dequantised values. Experts are stored one by
+    one, gate and up apart."""
     if wide.ndim == 2:
         return _one(stored_name(PREFIX, name).removesuffix(".weight"), wide, scheme, files)
     base, kind = name.rsplit(".", 1)

@@ -37,7 +37,7 @@ from tests.eagle3_oracle import SPEC
 from tests.mesh_worker import K, texts
 
 LAYERS = (0, 1, 2)
-"""Whose outputs the head reads."""
+"""Target layers with outputs that the head reads."""
 
 
 def main(folder: Path, port: str = "", process: str = "") -> None:

@@ -15,7 +15,8 @@ SHA = "a" * 40
 
 @dataclass
 class Hub:
-    """repos: per name its files. cut: files whose first answer breaks off in the middle."""
+    """repos: files by repository. cut: files for which the first response breaks off in the
+    middle."""
 
     repos: dict[str, dict[str, bytes]]
     sizes: dict[str, int] = field(default_factory=dict)

@@ -42,8 +42,8 @@ WIDE = 7  # every K up to 7 shares one compiled width
 
 
 class Told:
-    """Adversary on the device: guesses what stands in a table at the coming positions, whatever was
-    said. A `DeviceDrafter` whose table may change, so that one program serves all of them."""
+    """Adversarial `DeviceDrafter`: guesses a table's tokens at the next positions, whatever the
+    text. The table may be replaced, so that one program serves all adversaries."""
 
     memory: Any = ()
 
@@ -81,8 +81,8 @@ class _ToldRows:
 
 
 def tables(plain: dict[str, list[int]], slots: int, vocab: int) -> dict[str, np.ndarray]:
-    """What each adversary of the device loop is told, [slots, MAX_LEN]; NO_GUESS where the plain
-    text has ended. Slots are handed out in order of arrival."""
+    """Each device adversary's table [slots, MAX_LEN]; NO_GUESS after the end of the plain text.
+    Slots are given out in order of arrival."""
     text = np.full((slots, MAX_LEN), NO_GUESS, np.int32)
     for i, tokens in plain.items():
         text[int(i), : len(tokens)] = tokens
@@ -97,7 +97,7 @@ def tables(plain: dict[str, list[int]], slots: int, vocab: int) -> dict[str, np.
 
 
 def options_of(path, slots, features=()) -> JaxOptions:
-    """mini as commands run it by default: one set of programs for all who compile them in full."""
+    """Options; mini's are the commands' defaults, so that fully compiled programs are shared."""
     if path.name == "mini":
         return JaxOptions(slots=slots, k=WIDE, features=features)
     return JaxOptions(slots=slots, max_len=MAX_LEN, k=WIDE, chunk=8, features=features)
@@ -137,7 +137,8 @@ TEXTS = (
     "def",
     'def fibonacci(n):\n    """The first n numbers of Fibonacci."""\n    numbers = [0, 1]\n',
 )
-"""For mini, which has learnt Python: of random ids its draft model knows next to nothing either."""
+"""Prompts for mini, which is trained on Python: on random ids its draft model is hardly ever
+right."""
 
 
 @cache
@@ -187,7 +188,7 @@ def check_host(
     draft_of=draft_of,
     adversaries=ADVERSARIES,
 ):
-    """Each of the adversaries at each K, and nobody at the first."""
+    """Host loop: no adversary changes a token, with any K. At the first K without a drafter too."""
     reference, run = target_of(path, 1), partial(decode, prompts=prompts_of(path))
     plain, _ = run(reference, NoDrafter(), host_cycle(reference, NoDrafter(), 0), mode, tokens)
     target = target_of(path, slots)
@@ -204,8 +205,8 @@ def check_host(
 
 
 def _rate(acceptance, path, mode):
-    """Of a draft model's guesses. At temperature 1 and with penalties mini and mini-e seldom say
-    several words alike: there it is that of the first ones."""
+    """The acceptance rate of a draft model; in the mode "everything" that of first guesses only, as
+    mini and mini-e seldom agree on several tokens at temperature 1 with penalties."""
     if path.name == "mini" and mode == "everything":
         return acceptance.accepted_at[0] / acceptance.drafted_at[0]
     return acceptance.rate
@@ -235,7 +236,7 @@ def check_device(path, mode, slots, ks, tokens=TOKENS, adversaries=("none", *TOL
 
 
 def check_device_model(path, mode, slots, ks, tokens=TOKENS, draft_of=draft_of):
-    """The traced draft model says what the host's says."""
+    """Device loop and host loop with a draft model: equal texts and equal acceptance."""
     target, first = target_of(path, slots), prompts_of(path)[:slots]
     run = partial(decode, target, mode=mode, tokens=tokens, prompts=first)
     plain, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0))
@@ -268,8 +269,8 @@ def check_guesses_end(target, drafter, k, end, lengths, context):
 
 
 def check_both_loops(target, drafter, k):
-    """On the JAX target: each loop says what plain decoding says, and both guess the same, for
-    what the drafter keeps of the text is the same. -> by mode, what was accepted."""
+    """JAX: both loops give plain decoding's text, with the same guesses, as the drafter's state is
+    the same. Returns the accepted tokens by mode."""
     found = []
     host, device = host_cycle(target, drafter, k), device_loop(target, drafter.head, k, 4)
     for mode in ("greedy", "everything"):
@@ -317,7 +318,8 @@ def head_for(path, max_position=MAX_LEN):
 
 
 def check_assistant(path, mode, slots, ks, tokens=TOKENS):
-    """A random one of each kind of head: both loops say the same, and guess the same."""
+    """Random assistants with each kind of head: both loops give the same text and the same
+    guesses."""
     first, arch = prompts_of(path)[:slots], read_arch(path)
     options = options_of(path, slots, (len(arch.layers) - 1,))
     target, spec = load_target(path, options), released_size(arch)
@@ -337,7 +339,7 @@ def check_assistant(path, mode, slots, ks, tokens=TOKENS):
 
 
 def check_eagle3(path, mode, slots, ks, tokens=TOKENS, max_position=MAX_LEN):
-    """A target compiled for a head says the same in both loops, drafted or not."""
+    """A target compiled with feature layers gives the same text in both loops, drafted or not."""
     head, first = head_for(path, max_position), prompts_of(path)[:slots]
     target = load_target(path, options_of(path, slots, head.spec.layers))
     run = partial(decode, target, mode=mode, tokens=tokens, prompts=first)

@@ -48,8 +48,8 @@ LAYERS = ["sliding_attention", "full_attention"] * 2
 
 
 def texts(target: JaxTarget, drafter, cycle) -> list[list[int]]:
-    """A seeded and a greedy row together. The seeded one is there first and leaves last, so the
-    device loop is one program, that of a batch in which somebody samples."""
+    """Decode a sampled and a greedy row together. The sampled one joins first and ends last, so
+    that the device loop needs one program, the one with the sampler."""
     seeded = Sampling(temperature=0.8, top_p=0.9, seed=7)
     seqs = [Sequence([9, 4], seeded, max_tokens=24), Sequence([5, 6, 7] * 4, max_tokens=16)]
     Engine(target, drafter, cycle).run_to_end(seqs)
@@ -95,8 +95,8 @@ def main(root: Path, variants: list[str]) -> None:
 
 
 def guesses(target: JaxTarget, path: Path) -> list[int]:
-    """An assistant's, of half as many query heads as the target: with as many devices, a K/V head
-    is cached more often than it is asked."""
+    """An assistant's guesses. It has half as many query heads as the target: with as many devices,
+    more copies of a K/V head are cached than are read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(VARIANTS["31b"], "num_attention_heads", 4)
         assistant = assistant_for(path, "31b")

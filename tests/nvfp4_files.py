@@ -56,8 +56,9 @@ def rounded(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def write_nvfp4(source: Path, path: Path, other: Other = lambda name: None) -> None:
-    """A folder's model again, in compressed-tensors' form: linears whose inputs groups divide.
-    other: what it makes instead of a weight of this name, "fp8" or "bfloat16", if anything."""
+    """Write a folder's model in compressed-tensors' NVFP4 form: the linear layers with a multiple
+    of GROUP inputs. other: name -> "fp8" or "bfloat16" for a weight to store in that form
+    instead."""
     arch = read_arch(source)
     checkpoint = Checkpoint(source, arch)
     files: dict[str, Tensor] = {}

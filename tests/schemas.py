@@ -2,9 +2,9 @@
 
     python -m tests.schemas FILE.jsonl [--tokens 2000] [--drafter ngram] [--k 4]
 
-FILE has a line per schema: {"name", "schema", "tests": [{"valid", "data"}]}. Counts the schemas
-that are accepted, the answers that are wrong, and the instances that our masks judge otherwise than
-the file says; prints tau of the same requests with and without their schemas.
+FILE has a line per schema: {"name", "schema", "tests": [{"valid", "data"}]}. Counts the accepted
+schemas, the invalid answers, and the instances that our masks judge differently from the file;
+prints tau of the same requests with and without their schemas.
 """
 
 from __future__ import annotations

@@ -131,10 +131,10 @@ SAID = (
 
 
 class TurnsTarget(ScriptedTarget):
-    """Says one thing, and another once a tool has answered."""
+    """Emits one text, and another one once the prompt contains a tool's result."""
 
     def __init__(self, script: list[int], then: list[int], answered: int, **kwargs: Any) -> None:
-        """answered: the token that a tool's answer begins with."""
+        """answered: the token that begins a tool's result."""
         super().__init__(script, **kwargs)
         self.then, self.answered = then, answered
 
@@ -155,8 +155,8 @@ def scripted(
     max_len: int = 2048,
     **options: Any,
 ) -> Iterator[Server]:
-    """A server whose model says `text`, control tokens included; `then` once a tool answered.
-    template: of `tests.templates`."""
+    """A server with a model that always answers `text`, control tokens included, or `then` once the
+    prompt contains a tool's result. template: one of `tests.templates`."""
     tokenizer = tokenizer_with(template)
     answered = tokenizer.token_id("<|tool_response>")
     assert answered is not None

@@ -2,8 +2,8 @@
 
     python -m tests.strict_calls [--calls 1000] [--tokens 300] [--drafter ngram] [--k 4]
 
-Those that end must be valid for their schemas; those that are cut by max_tokens say so, and are
-counted apart.
+Calls that end must be valid for their schemas; those that are cut by max_tokens must have
+finish_reason "length", and are counted separately.
 """
 
 from __future__ import annotations

@@ -211,7 +211,8 @@ def test_an_untied_head_is_read_from_its_own_tensor(pair):
 
 
 def test_words_that_the_assistant_suppresses_are_never_guessed(pair):
-    """12B's says so; those that the target suppresses itself are barred already."""
+    """As 12B's assistant does by its generation_config.json; tokens that the target suppresses are
+    barred already."""
     (beside(pair) / "generation_config.json").write_text('{"suppress_tokens": [7, 9]}')
     assert suppressed(beside(pair), WORDS) == (7, 9)
     speculation = registry.config_type()(drafter="assistant", draft_model=str(beside(pair)))

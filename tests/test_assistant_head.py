@@ -87,7 +87,7 @@ def steps_of(path, variant, tokens, ahead=1, kv_dtype=None, change=lambda given:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def one_step(spec, ahead, weights, view, donors, embedded, state):
-    """One program for all who take the same steps."""
+    """One step, compiled once for all tests with the same shapes."""
     fed = embedded[:, None], state[:, None]
     y, handed = (rows[:, 0] for rows in forward.step(weights, spec, view, donors, ahead, *fed))
     return y, handed, forward.score(weights, spec, None, y)

@@ -95,7 +95,7 @@ def test_a_run_that_is_killed_five_times_ends_as_the_unbroken_one(tmp_path, monk
 
 
 def test_an_assistant_of_the_targets_width_starts_as_its_end():
-    """From there it says no worse than that any word may follow."""
+    """Its divergence is then already below that of a uniform distribution."""
     params, arch = load_teacher(mini.path("mini"))
     recipe = read_assistant_recipe(Path("assistant-mini-cpu.toml"))
     spec = shaped(arch, recipe.head)
@@ -160,7 +160,7 @@ def test_real_acceptance_is_measured_with_the_weights_at_hand():
 
 
 def test_a_recipe_is_of_one_kind():
-    """Of the other command's it is said, by key, what does not fit."""
+    """A recipe of the other command is refused with the keys that don't fit."""
     ours, other = Path("assistant-mini-cpu.toml"), Path("eagle3-mini-cpu.toml")
     assert read_assistant_recipe(ours).head == AssistantShape(hidden=256, ffw=960, heads=4)
     with pytest.raises(UserError, match=r"head\.hidden is missing.*compare with"):

@@ -1,5 +1,5 @@
-"""`auto` changes no token, whatever it chooses: with costs drawn anew in each cycle, with requests
-that have wishes of their own, beside predictions; and it finds the drafter that pays."""
+"""`auto` changes no token, whatever it chooses: with random costs in each cycle, with requests that
+have their own `speculative` options, beside predictions; and it finds the drafter that pays."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RandomCosts:
 
 
 class Whim(Policy):
-    """Anything on the menu, and anybody's guesses for each row."""
+    """Chooses at random: any pair of the menu, and any drafter for each row."""
 
     def choose(self, rows):
         draw = self.costs.choices.choice
@@ -165,7 +165,7 @@ class Dear:
 
 
 def said(answer, drafter, rows=1):
-    """The engine that has let a target say this."""
+    """Decode `answer` with this drafter; returns the engine."""
     target = ScriptedTarget(answer, 0, slots=rows)
     seqs = [Sequence([1, 2], max_tokens=len(answer), request_id=str(i)) for i in range(rows)]
     engine = Engine(target, drafter, host_cycle(target, drafter, K))
@@ -188,7 +188,7 @@ def test_it_finds_whose_guesses_pay(right, cost, runs):
 
 
 def test_the_best_of_a_text_that_changes_in_the_middle():
-    """First it repeats itself, then it doesn't but the head knows it; the policy follows."""
+    """First the text repeats itself, then the head's guesses are right; the policy switches."""
     rng = np.random.default_rng(1)
     answer = [*([3, 4, 5, 6, 7, 8] * 20), *rng.integers(0, 40, 120).tolist()]
     told = {"0": [1, 2, *answer]}
@@ -207,7 +207,7 @@ def test_the_best_of_a_text_that_changes_in_the_middle():
 
 
 def checked(config, speculation, loop="host", tokens=20):
-    """Texts of an engine whose choices are drawn, beside plain decoding's."""
+    """An engine with random choices gives plain decoding's texts. Returns the engine."""
     model = load_model(config, registry.resolved(speculation, config))
     ids = model.tokenizer.encode("def quicksort(items):\n    return quick")
 
@@ -289,7 +289,7 @@ def test_predictions_ride_with_jaxs_dispatches_and_useless_ones_do_not_cut_them_
 
 
 class Said:
-    """A `DeviceDrafter` of either loop that says this."""
+    """A `DeviceDrafter` for either device loop that proposes given rows."""
 
     memory = ()
 
@@ -368,14 +368,14 @@ def late(head, costs):
 
 
 def says(seq, answer, drafted, kept):
-    """A cycle of a row whose prompt has two tokens: so many guesses were right."""
+    """Simulate a cycle of a row with a prompt of two tokens: `kept` guesses were right."""
     at = len(seq.tokens) - 2
     seq.tokens += answer[at : at + kept + 1]
     seq.acceptance.add(drafted, kept, kept + 1)
 
 
 def test_the_late_choice_follows_what_came():
-    """Rows are told by hand what was accepted, as a device loop would."""
+    """The test extends the rows itself, as a device loop would."""
     answer = np.random.default_rng(5).integers(3, 45, 400).tolist()
     for good, dear, runs, depth in ((True, 0.1, True, K), (False, 9.0, False, 0)):
         drafter, chooser = late(Noise(50), Dear(dear))
@@ -420,8 +420,8 @@ def test_a_late_trial_is_credited_to_the_drafter_that_was_tried(behind):
 
 
 def test_a_row_that_had_ended_breaks_no_promise():
-    """The host hears of a row's end a cycle late: until then it says nothing, and was no wrong
-    guess. Long drafts would be given up for it wherever rows end together."""
+    """The host gets a row's end one cycle late. Until then the row emits nothing, which must not
+    count as wrong guesses: long drafts would otherwise be given up whenever rows end together."""
     answer = np.random.default_rng(7).integers(3, 45, 2000).tolist()
     drafter, chooser = late(Noise(50), Dear(0.1))
     drafter.policy.costs.seconds = lambda w: 1 + 0.01 * w.depth + 0.1 * (w.drafted > 0)
@@ -448,8 +448,8 @@ def dear_to_verify(work) -> float:
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_prediction_is_judged_like_a_drafter(right):
-    """In the late choice a good one is followed and a useless one costs nothing; a request's wish
-    for another drafter does not matter to it."""
+    """In the late choice a good prediction is used and a useless one costs nothing, even if the
+    request names another drafter."""
     answer = np.random.default_rng(5).integers(3, 45, 400).tolist()
     drafter, chooser = late(None, RandomCosts(0))
     drafter.policy.costs.seconds = dear_to_verify
@@ -469,7 +469,8 @@ def test_a_prediction_is_judged_like_a_drafter(right):
 
 
 def test_a_match_alone_is_no_choice_for_several_cycles():
-    """It may end with any of them, and then the head would have guessed; without a head nobody."""
+    """The match may end in any of them, and then the head should have guessed; without a head there
+    is no alternative."""
     for head, alone in ((Noise(50), False), (None, True)):
         drafter, chooser = late(head, RandomCosts(0))
         drafter.policy.costs.seconds = lambda w: 1 + 9.0 * (w.drafted > 0)

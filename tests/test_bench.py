@@ -1,4 +1,4 @@
-"""What a bench measures: acceptance as asked for, figures with their spread, tables and a plot."""
+"""The bench's measurements: requested acceptance, figures with their spread, tables and a plot."""
 
 from __future__ import annotations
 

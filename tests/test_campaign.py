@@ -1,4 +1,4 @@
-"""Random cases of everything at once: each request says what its own lone plain run says.
+"""Random cases of all features at once: each request's outcome equals that of plain decoding alone.
 
 pytest -m campaign --seconds 600 --seed 7 tests/test_campaign.py
 """
@@ -53,7 +53,7 @@ def test_a_case_counts_what_it_compared():
 
 
 def test_a_difference_is_told_as_a_case(monkeypatch):
-    """A target that says another token beside neighbours: the case that shows it comes along."""
+    """For a target with other tokens in larger batches, the failure contains the case."""
 
     class Swayed(parts.Bench):
         def engine(self, run):

@@ -1,4 +1,4 @@
-"""The commands on the CUDA target's references, and what they say where it can't run."""
+"""The commands on the CUDA target's references, and their errors where the target can't run."""
 
 from __future__ import annotations
 

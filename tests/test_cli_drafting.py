@@ -1,4 +1,4 @@
-"""Drafters with weights of their own, as a user asks for them: found, or refused in one line."""
+"""Command line options for drafters with weights: the weights are found, or refused in one line."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ FOUND = "Persistent compilation cache hit"
 
 
 def specdec(*arguments: str, **extra) -> subprocess.Popen[str]:
-    """A process of its own, whose log tells of each program."""
+    """Start a command in its own process, with a log line for each program."""
     log = {"JAX_EXPLAIN_CACHE_MISSES": "1", "JAX_LOG_COMPILES": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "specdec", *arguments],
@@ -95,7 +95,7 @@ def test_a_warm_start_and_its_requests_compile_nothing(tmp_path, worded, drafter
     options += [] if drafter == "ngram" else ["--draft-model", str(tmp_path)]
     first = compile_ahead(tmp_path / "compile.log", *options)
     assert first["found"] == 0 and first["compiled"] > 10
-    assert MISSED in (tmp_path / "compile.log").read_text()  # so the log does tell
+    assert MISSED in (tmp_path / "compile.log").read_text()  # so the log has compilations
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

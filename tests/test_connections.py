@@ -22,7 +22,7 @@ MOST = 3
 
 @pytest.fixture
 def crowded(monkeypatch):
-    """A server all of whose connections are taken, and those."""
+    """A server with all connections taken, and these connections."""
     monkeypatch.setattr("serve.connections.CONNECTIONS", MOST)
     monkeypatch.setattr("serve.connections.SPARE_CONNECTIONS", 2)
     with serving(ServedTarget(slots=1)) as server, ExitStack() as stack:

@@ -274,7 +274,8 @@ AMBIGUOUS = composed('start: s\ns: s s | s s s | "a"\n', {})
 
 
 def ambiguous_text(engine, guesses: list[int] | None) -> tuple[list[int], str | None, list[int]]:
-    """Ids, how they ended, and what the neighbour without a grammar said."""
+    """The ids and finish reason of the constrained sequence, and the ids of its neighbour without a
+    grammar."""
     tokenizer = mini_tokenizer()
     prompt = tokenizer.encode("a")
     constraint = TextConstraint(TextRules(grammar=AMBIGUOUS), mini_vocabulary())

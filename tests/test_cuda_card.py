@@ -1,4 +1,4 @@
-"""On the card: row r of any call is bitwise the row alone, and near what float64 says."""
+"""On the card: row r of any call is bitwise the row alone, and near the result in float64."""
 
 from __future__ import annotations
 

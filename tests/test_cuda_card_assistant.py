@@ -1,9 +1,9 @@
-"""On the card: an assistant's kernels say what their torch twins do, and in either loop it changes
-no token and makes the same guesses.
+"""On the card: an assistant's kernels agree with their torch twins; in either loop the assistant
+changes no token and makes the same guesses.
 
-A draft step at 31B's size: specdec bench --random gemma-4-31b --backend cuda --dtype fp8
---drafter assistant --k 7, and again with --k 3: the cycles' difference is four draft steps and four
-more verified rows; the latter is what --drafter none says of the same widths.
+To time a draft step at 31B's size: specdec bench --random gemma-4-31b --backend cuda --dtype fp8
+--drafter assistant --k 7, and again with --k 3. The difference of the cycles is four draft steps
+and four more verified rows; measure the latter with --drafter none at the same widths.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def test_what_surrounds_a_step_equals_its_twin(kind, batch):
 def test_an_ordered_head_scores_the_words_of_the_best_clusters(
     clusters, words, width, read, softcap
 ):
-    """Of clusters that fit equally well, the first; a row alone says what it says among others."""
+    """Of clusters with equal scores the first; a row's result is the same alone and among
+    others."""
     rows, vocab, limit = 5, clusters * words - 4, 2**-16
     ids = torch.randperm(clusters * words, device="cuda").int().view(clusters, words)
     distinct = randn(-(-clusters // 4), width).bfloat16()

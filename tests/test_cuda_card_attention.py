@@ -1,5 +1,5 @@
-"""On the card: attention's rows are bitwise the rows alone, whichever kernels serve them, and near
-what float64 says."""
+"""On the card: attention's rows are bitwise the rows alone with any of the kernels, and near the
+result in float64."""
 
 from __future__ import annotations
 

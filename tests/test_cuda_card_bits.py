@@ -1,8 +1,8 @@
-"""On the card: a sum knows neither the machine that makes it nor how many devices share it.
+"""On the card: a sum's bits depend neither on the card nor on the number of devices that share it.
 
-Other machines are emulated: a weight is dealt as for so many multiprocessors, and run here. So are
-several devices: each one's part of a weight is a weight, and what parts of row_parallel weights
-leave is added as devices would add it.
+Other cards are emulated: a weight is dealt as for another number of multiprocessors, and run here.
+Several devices are emulated too: each one's part of a weight runs as a weight, and the results of
+parts of row_parallel weights are added as the devices would add them.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def added(sums: list[torch.Tensor]) -> torch.Tensor:
 
 
 def bare(ops: Kernels, values: torch.Tensor, kind: str, groups: int) -> Linear:
-    """A part of a row_parallel weight whose sums are not scaled: whole ones are."""
+    """A part of a row_parallel weight, packed without scales: these apply to the added sums."""
     one = None if kind == "bf16" else torch.ones(len(values), device="cuda")
     scale = None if one is None else one / tiles.ACTIVATION_SCALE
     return ops.pack(values, scale, kind, "row_parallel", groups)

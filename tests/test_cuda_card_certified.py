@@ -91,7 +91,7 @@ def test_candidates_suffice(shape, name, softcap):
 
 
 def test_candidates_are_few():
-    """Of a head whose logits are as even as random ones: hundreds of 262,144."""
+    """Even with a head's logits as uniform as random ones there are hundreds, of 262,144."""
     ops, shape = ops_of(), SHAPES[0]
     for name, most in (("greedy", 300), ("gumbel", 300), ("gemma", 2500)):
         rows, choosing = rows_of(1, 5), choosing_of([FEW[name]], shape[0])
@@ -109,7 +109,7 @@ def test_what_is_not_certified_is_whole(name):
 
 
 def test_idle_rows_and_full_rooms():
-    """An idle row asks for nothing; equal logits, or inputs beyond bounds, for the whole head."""
+    """An idle row needs no logits; equal logits, or inputs beyond bounds, need the whole head."""
     shape = SHAPES[1]
     choosing = choosing_of([FEW["gemma"]] * 3, shape[0])
     whole, few, picked = both(shape, rows_of(3, 2, idle=True), choosing, 1.0, 30.0)

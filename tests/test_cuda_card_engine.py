@@ -1,4 +1,4 @@
-"""On the card: whatever happens around it, the captured cycle says what plain decoding says."""
+"""On the card: the captured cycle gives plain decoding's text in any batch and order of arrival."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def plain(seq, max_len=512, name="mini"):
 
 
 def prompt(seed, length, vocab=4096):
-    """A text that says most of itself again, for prompt lookup to find."""
+    """A prompt that repeats its first two thirds, for prompt lookup to find."""
     random = np.random.default_rng(seed)
     return np.resize(random.integers(3, vocab, max(1, length * 2 // 3)), length).tolist()
 
@@ -69,7 +69,8 @@ def run(engine) -> list[Event]:
 
 
 def test_more_stop_ids_than_the_device_knows():
-    """It goes on behind the one that it does not know; the engine cuts, and the slot is reused."""
+    """The device goes on after a stop id that it doesn't check; the engine cuts there, and the slot
+    is reused."""
     endless = Sequence(prompt(1, 20), max_tokens=40)
     said = plain(endless)[0][20:]
     last = max(said[5:], key=lambda token: (said.index(token) >= 5, token))
@@ -195,7 +196,7 @@ def test_a_script_is_said_by_the_captured_cycle():
 
 
 def test_a_request_has_as_many_guesses_as_it_wants():
-    """In the captured cycle as in the host loop, beside others that want more."""
+    """In the captured cycle as in the host loop, beside requests with a larger limit."""
     target = engine_of(3).target
 
     def texts(drafter, cycle, wishes):
@@ -220,7 +221,7 @@ DEEP = """extern "C" __global__ void deep(int* out, int n) {
 
 
 def run_deep(folder, words):
-    """A kernel whose threads have stacks of so many words."""
+    """Run a kernel with thread stacks of `words` words."""
     (folder / "deep.cu").write_text(DEEP)
     variant, out = Variant("deep", (("WORDS", words),), folder), torch.zeros(32, device="cuda")
     launch = Launcher(Library({variant}, folder))

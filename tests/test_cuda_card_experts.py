@@ -40,7 +40,7 @@ def live(count: int) -> Rows:
 
 
 def summed(routed: Routed) -> torch.Tensor:
-    """The experts' outputs by rank, as a norm adds them: 0 where a row picked nobody."""
+    """The experts' outputs added by rank, as a norm adds them; 0 for a row without experts."""
     total = torch.zeros_like(routed.parts[:, 0])
     for rank in range(routed.parts.shape[1]):
         total = torch.addcmul(total, routed.shares[:, rank, None], routed.parts[:, rank])
@@ -192,7 +192,7 @@ def test_rows_that_sit_out_pick_nobody(moe_ops, kind):
         x_router = moe_ops.norm(h.clone(), Opening(scale, "bf16"))
         chosen, _ = moe_ops.experts.route(x_router, proj.packed, per_expert, rows, MOE)
         poison = torch.full((m * MOE.top_k, hidden), torch.nan, device="cuda")
-        del poison  # what nobody writes is then NaN
+        del poison  # unwritten memory is then NaN
         return chosen[0], summed(moe_ops.experts.run(x, chosen, gate_up, down))
 
     slot = torch.arange(batch, dtype=torch.int32, device="cuda")

@@ -1,4 +1,5 @@
-"""On the card: the kernels of an EAGLE-3 head say what their torch twins do, a row at any place."""
+"""On the card: the kernels of an EAGLE-3 head agree with their torch twins, with a row at any
+place."""
 
 from __future__ import annotations
 
@@ -91,8 +92,8 @@ def test_bookkeeping_equals_its_twin(batch):
 )
 @pytest.mark.parametrize("mode", [*MODES, "argmax"])
 def test_guesses_equal_their_twins(mode, drafts, vocab):
-    """Of more words than a cluster holds, and of all; a row that sits out, and one that may say
-    nothing."""
+    """With more draft words than a cluster holds, and with all words; with a row that sits out, and
+    one with every word barred."""
     ours, twin = both_ops("fp8")
     batch, slots, width, j = 6, 9, 5, 2
     random = np.random.default_rng(1)

@@ -52,7 +52,7 @@ def test_weights_come_back_as_rows(kind, monkeypatch):
     plain = [(300, 1000), (128, 2816), (16384, 5376), (7, 48)]
     cases = [(shape, "plain") for shape in plain]
     cases += [((2 * n, k), "gated") for n, k in [*plain, (60_000, 64)]]
-    if kind != "w8a8" and kind not in four_bits.KINDS:  # whose experts are multiplied as they are
+    if kind != "w8a8" and kind not in four_bits.KINDS:  # these multiply experts in stored form
         cases += [((128, 2816, 704), "experts"), ((128, 1408, 2816), "experts_gated")]
         cases += [((5, 300, 104), "experts"), ((5, 2 * 72, 48), "experts_gated")]
     for shape, layout in cases:

@@ -1,4 +1,4 @@
-"""On the card: without memory, what was asked fails, in one line, and nothing else does."""
+"""On the card: if memory is short, only the request that needs it fails, with a one-line error."""
 
 from __future__ import annotations
 
@@ -84,6 +84,6 @@ def test_who_joins_without_room_fails_alone(loop):
     assert {seq.finish for seq in crowd} == {"length", "error"} and crowd[0].finish == "length"
     for seq, same in zip(crowd, alone, strict=True):
         assert seq.finish == "error" or seq.tokens == same.tokens
-    again = texts(16)  # with room, everybody is served
+    again = texts(16)  # with enough memory all are served
     engine.run_to_end(again)
     assert [seq.tokens for seq in again] == [seq.tokens for seq in alone]

@@ -41,7 +41,7 @@ def test_rows_become_inputs(ops, k):
 
 @pytest.mark.parametrize("hidden", [48, 1536, 5376, 8192])
 def test_norms_become_inputs(hidden):
-    """Near the reference, whose norm may differ in a last bit; a row is the row alone."""
+    """Near the reference, as its norm may differ in the last bit; bitwise the row alone."""
     arch = replace(one_layer(released("gemma-4-31b"), 0), hidden=hidden)
     ops = Kernels(arch, 128, torch.bfloat16, {"w8a8"})
     h, branch = randn(ROWS[-1], hidden), randn(ROWS[-1], hidden, seed=1)
@@ -87,8 +87,8 @@ def test_long_calls(ops, shape):
 
 @pytest.mark.parametrize("name", ["31b", "12b", "26b-a4b", "e4b"])
 def test_fp8_rounds_the_inputs_of_many_tokens(name):
-    """A chunk of more than FINE tokens is what fp8-w8a8 makes of it, whose tiles are dealt
-    otherwise; and what is captured is what is launched."""
+    """fp8 computes a chunk of more than FINE tokens as fp8-w8a8 does, although that one deals its
+    tiles differently; and a captured chunk equals a launched one."""
     arch = one_layer(released(f"gemma-4-{name}"), 0)
     options = CudaOptions(slots=1, max_len=256)
     fine, rounded = (

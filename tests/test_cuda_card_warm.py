@@ -1,4 +1,4 @@
-"""On a GPU: a warm turn says what a cold one says, from device memory and from the host's."""
+"""On a GPU: a warm turn gives the same answer as a cold one, from device memory and host memory."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_sums_of_k_groups_are_gathered(epilogue, monkeypatch):
 def test_inputs_are_rounded_to_e4m3(rows):
     values = (randn(rows, 520, seed=1) / tiles.ACTIVATION_SCALE).half()
     values[1] = 0
-    # ties round to either side, as the factor's last bit says
+    # ties round to either side, depending on the factor's last bit
     ours = W8A8(Launcher(), PROCESSORS)
     just_written(values)
     made = ours.quantise(values)

@@ -59,8 +59,8 @@ def sums_of(
     numbers: torch.Tensor,
     ready: bool = False,
 ):
-    """The picked experts' outputs [M, PICKED, H]; zeros of those who picked none. ready: what may
-    still be written when the first kernel starts is something else."""
+    """The picked experts' outputs [M, PICKED, H]; zeros for rows without experts. ready: the inputs
+    are complete before the first kernel starts (other memory is marked as just written)."""
     gate_up, down = weights
     given = gate_up.packed(linear, "experts_gated"), down.packed(linear, "experts")
     fed = as_input(x, gate_up.kind)
@@ -166,7 +166,7 @@ def test_devices_make_the_same_sums(experts, linear, kind):
 
 @pytest.mark.parametrize("kind", four_bits.KINDS)
 def test_many_rows_by_expert(experts, linear, kind):
-    """grouped.cu: rows in order of their experts, of whom one has none."""
+    """grouped.cu: rows sorted by expert; one expert has no rows."""
     weight = drawn((4, 96, 80), kind, 4)
     ends = torch.tensor([3, 3, 70, 81], dtype=torch.int32)
     x = (randn(81, 80, seed=6) / tiles.ACTIVATION_SCALE).half()
@@ -177,8 +177,8 @@ def test_many_rows_by_expert(experts, linear, kind):
 
 
 def test_a_router_chooses_the_best():
-    """By one kernel, a cluster of CTAs, as by two; rows that sit out and drafts that don't exist
-    choose nobody."""
+    """One kernel (a cluster of CTAs) and two kernels agree; rows that sit out and missing drafts
+    get no experts."""
     moe, rows, arch = MoeSpec(128, 8, WIDTH), 5, released("gemma-4-26b-a4b")
     weight, x = drawn((moe.experts, 512), "bf16", 1), 9 * randn(rows, 512, seed=2)
     per_expert = 1 + 0.2 * randn(moe.experts, seed=3)

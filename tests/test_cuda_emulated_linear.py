@@ -14,7 +14,7 @@ from tests.emulated_weights import KINDS, drawn, randn
 SHAPES = [(176, 1056, "plain"), (176, 2304, "row_parallel")]
 """Of two passes of three steps or more."""
 ONE_STEP = 96, 352, "plain"
-"""Whose sums lie where its only step was."""
+"""A shape with a single step: its sums reuse that step's memory."""
 PROCESSORS = 2
 RING_BYTES = 24 << 10
 """Of a ring of two or three stages, which turns."""

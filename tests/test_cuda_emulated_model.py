@@ -1,5 +1,5 @@
-"""Whole tiny models on our own kernels, without a GPU: a token's logits are the same bits however
-many are fed at a time, and near what the references say."""
+"""Whole tiny models on our own kernels, without a GPU: a token's logits have the same bits however
+many tokens are fed at a time, and are near the references'."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def decoded_integers(data, where, row, column, kind: str) -> torch.Tensor:
 
 
 def decoded_units(data, where, second, row, column) -> torch.Tensor:
-    """The same of an expert's units, whose two tiles are as one, and codes are less 8."""
+    """The same for an expert's units: two tiles are interleaved, and codes are stored minus 8."""
     unit = where - second * 288
     word = unit + (row % 8 * 4 + column // 8) * 16 + second * 8 + row // 8 * 4
     found = (nibbles(data, word, column) ^ 8) - 8

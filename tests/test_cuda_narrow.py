@@ -47,9 +47,10 @@ def test_fp8_files_equal_their_dequantised_tensors(tmp_path, monkeypatch, varian
 
 
 def test_a_router_flips_only_where_experts_are_all_but_equal(tmp_path, monkeypatch):
-    """Why a narrow forward of experts may be far from the wide one (0.25 here, 0.005 with the same
-    picks): a row whose second and third expert differ by less than bf16 can tell takes the other,
-    and all that follows is another text's. It is no error of the experts' arithmetic."""
+    """Why a narrow forward with experts may be far from the wide one (0.25 here, 0.005 with the
+    same picks): if the scores of a row's second and third expert differ by less than bf16's
+    resolution, it picks the other one, and all later states differ. It is no error of the experts'
+    arithmetic."""
     # a flip needs layers to grow in
     deep = {"layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2}
     monkeypatch.setitem(

@@ -175,7 +175,7 @@ def test_rows_that_sit_out_pick_no_expert(tiny):
 
 
 def test_mini_agrees_with_jax():
-    """The two targets in float32 on the embedded model say the same text."""
+    """The two targets in float32 give the same text with the embedded model."""
     path = mini.path("mini")
     ours = load_target(path, CudaOptions(slots=1, max_len=256, device="cpu"))
     theirs = load_jax(path, JaxOptions(slots=4, k=7, dtype="float32"))  # as commands compile it

@@ -133,7 +133,7 @@ def test_attention(layer, cache, cuts):
 
 @pytest.mark.parametrize("kind", ["fp8", "int4", "nvfp4", "bf16"])
 def test_matmuls(kind):
-    """Plain, gate and up at once, and by expert, one of whom has nothing to do."""
+    """Plain, gate and up at once, and by expert; one expert has no rows."""
     kernels, library = both(chunk_of(300))
     h, weight = randn(300, 512), randn(4, 384, 512, seed=1) / 16
     x = kernels.add_norm(h, Opening(torch.ones(512, device="cuda"), kind))

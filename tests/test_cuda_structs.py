@@ -17,7 +17,7 @@ import drafters.lookup
 import targets.cuda
 
 PACKAGES = (targets.cuda, drafters.assistant.cuda, drafters.eagle3.cuda, drafters.lookup)
-"""Who launches kernels."""
+"""Packages that launch kernels."""
 FOLDERS = [Path(p.__file__ or "").parent / n for p in PACKAGES for n in ("kernels", "sources")]
 SOURCES = {file.name: file for folder in FOLDERS for file in folder.glob("*.cu*")}
 MIRRORS = {

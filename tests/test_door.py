@@ -170,7 +170,8 @@ def test_a_closed_one_says_so():
 
 
 def test_leaving_python_in_the_middle_of_an_answer_is_quiet():
-    """Nobody closed it, and the engine is decoding: that used to end the process by a signal."""
+    """The LLM is not closed and its engine is decoding: this used to end the process by a
+    signal."""
     lines = (
         "import specdec",
         "llm = specdec.load('mini')",

@@ -38,7 +38,8 @@ K, TOLERANCE = 4, 1e-5
 
 
 def standing_in(spec, embedded: np.ndarray) -> SimpleNamespace:
-    """What a head asks of its target; token t's embedding is row t."""
+    """A stand-in with the attributes of a target that a head reads; token t's embedding is row
+    t."""
     arch = SimpleNamespace(hidden=spec.hidden, vocab=spec.vocab, layers=range(8))
     table = torch.zeros(spec.vocab, spec.hidden)
     table[: len(embedded)] = torch.from_numpy(embedded)

@@ -1,4 +1,4 @@
-"""The EAGLE-3 head computes what the formulas say: unrolled to train, cached to draft."""
+"""The EAGLE-3 head follows the formulas, unrolled for training and cached for drafting."""
 
 from __future__ import annotations
 

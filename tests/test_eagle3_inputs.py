@@ -41,7 +41,7 @@ HEADS = {
 
 
 def samplings(head: Head) -> dict[str, Sampling]:
-    """Few tokens may be said, so that a random head is right now and then."""
+    """Only a few tokens are likely, so that a random head is sometimes right."""
     bias = tuple((i, 30.0) for i in head.target_ids[40:44].tolist())
     return {"greedy": Sampling(logit_bias=bias), "sampled": Sampling(1.0, seed=7, logit_bias=bias)}
 
@@ -103,8 +103,8 @@ class Log:
 
 
 def listen_in_jax(monkeypatch, log: Log) -> None:
-    """To all that is traced from now on, whoever calls the head: each test has a head of its own,
-    and cheap_programs leaves nothing traced behind."""
+    """Log all calls of heads that are traced from now on. Each test has its own head, and
+    cheap_programs clears the traces."""
 
     def heard(original, note, first: int, last: int):
         def call(*given):
@@ -179,7 +179,7 @@ def learn(request, tiny):
 
     with pytest.MonkeyPatch.context() as patch:
         listen_in_jax(patch, log)
-        fed(pack(answers(1), LENGTH))  # compiled while somebody listens
+        fed(pack(answers(1), LENGTH))  # compile with the callbacks in place
     return head, fed
 
 

@@ -25,7 +25,7 @@ def shuffled(teach):
 
 
 def one_early(teach):
-    """Negative control: `made_up` that tells what follows one token later."""
+    """Negative control: `made_up` with the distributions of the next position."""
 
     def lesson(params, rows):
         right = made_up(teach)(params, rows)

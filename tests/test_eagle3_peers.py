@@ -1,7 +1,7 @@
 """Our exported heads in the peers' own classes: the same logits for k = 0, 1, 2, the same loss and
 the same gradients.
 
-The peers pin older libraries, so they are no dependency: CONTRIBUTING.md says how to run this.
+The peers pin older libraries, so they are no dependency; see CONTRIBUTING.md for how to run this.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ours(head, ids, table, features) -> np.ndarray:
 
 
 def write_verifier(path, table) -> None:
-    """What speculators wants to see of a target: its table, final norm and width."""
+    """Write the parts of a target that speculators reads: its embedding, final norm and config."""
     from safetensors.numpy import save_file
 
     text_config = config_of("31b")["text_config"] | {

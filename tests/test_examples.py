@@ -1,4 +1,4 @@
-"""Each script of examples/ runs, and says what it is there to show."""
+"""Each script of examples/ runs and prints what it demonstrates."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def scheduler_with(slots: int, *groups: list[Sequence]) -> Scheduler:
 
 
 def order_of(scheduler: Scheduler) -> list[str]:
-    """Who is seated, one after another, where each gives its slot up at once."""
+    """The request ids in the order of seating, if each sequence is released at once."""
     seated = []
     while scheduler.waiting:
         assert scheduler.free
@@ -66,8 +66,8 @@ def test_a_requests_choices_take_turns_with_the_callers_other_requests():
 
 
 def test_slots_that_are_held_count_before_turns():
-    """Nothing of a newcomer is decoded yet, so it is seated before another choice of those who hold
-    slots already."""
+    """A new request holds no slot, so it is seated before further choices of requests that already
+    hold slots."""
     many = sequences("a", "0", 20)
     scheduler = scheduler_with(4, many)
     seated = scheduler.admit()

@@ -1,5 +1,5 @@
-"""A feature cache says what the teacher would have said; it is never another one's, and what broke
-while it was made is made again."""
+"""A feature cache has the teacher's own states; one of other data is refused, and incomplete parts
+are made again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def small_shards(monkeypatch) -> None:
 
 
 def spoken(tokens, documents) -> Hidden:
-    """States that tell what they were made of."""
+    """Fake states that encode their tokens and documents."""
     told = (tokens + documents / 7)[..., None].astype(np.float32)
     return Hidden(told.repeat(HIDDEN, -1), -told.repeat(len(LAYERS) * HIDDEN, -1))
 

@@ -1,5 +1,5 @@
-"""4-bit checkpoints, and FP8 in blocks: what the library that wrote them reads is what we compute
-with; and what is wrong with such a file is said in one line."""
+"""4-bit checkpoints, and FP8 in blocks: we compute with the values that the library that wrote them
+reads; an invalid file is refused in one line."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_jax_keeps_four_bits_in_memory(tmp_path):
 
 @pytest.mark.slow
 def test_no_draft_changes_a_token(tmp_path):
-    """Host and device loops; the narrow model decides, whoever guesses."""
+    """Host and device loops with a narrow model, with any drafter."""
     write_quantised(tmp_path, "31b", "int4 by 32, zero points")
     check_host(tmp_path, "nucleus", 3, (4,), adversaries=("ngram", "right", "random"))
     check_device(tmp_path, "nucleus", 3, (4,), adversaries=("right", "wild"))

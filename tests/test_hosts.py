@@ -100,7 +100,7 @@ def answered(url: str, prompt: str, **wishes) -> dict:
 
 
 def streamed_past(url: str, event: Callable[[], None]) -> str:
-    """`ask(url, 0)` as a stream, of which the first piece is there when `event` comes."""
+    """The text of request 0 as a stream; `event` is called after its first piece has arrived."""
     body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 12, "seed": 0, "temperature": 0}
     text, done = "", False
     with httpx.stream(
@@ -118,7 +118,8 @@ def streamed_past(url: str, event: Callable[[], None]) -> str:
 
 
 def leave(url: str) -> None:
-    """Ask, and go after the first words: the followers must drop it at the same step."""
+    """Send a streaming request and disconnect after its first piece: the followers must drop it at
+    the same step."""
     body = {"model": "tiny", "prompt": "x", "max_tokens": 50, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
         next(answer.iter_lines())

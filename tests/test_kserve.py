@@ -96,8 +96,8 @@ def test_kserve_takes_it(manifest):
 
 
 def strictly(schema: Any) -> Any:
-    """A definition's schema as JSON Schema: names that it doesn't know are refused, which a cluster
-    would drop, and numbers may be strings where Kubernetes lets them."""
+    """A definition's schema as strict JSON Schema: unknown names are refused (a cluster would drop
+    them), and numbers may be strings where Kubernetes allows it."""
     if isinstance(schema, list):
         return [strictly(one) for one in schema]
     if not isinstance(schema, dict):

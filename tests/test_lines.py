@@ -25,7 +25,7 @@ WAIT = 20
 
 @pytest.fixture
 def ends():
-    """Process 0's end of two lines and the others', and what each is told of losses."""
+    """Process 0's channel, the two others' channels, and a queue of reported losses per process."""
     losses = {process: queue.SimpleQueue() for process in range(3)}
     told: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     made: queue.SimpleQueue[ControlChannel] = queue.SimpleQueue()

@@ -196,8 +196,8 @@ def test_what_the_target_refuses_fails_alone(refusal):
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_a_driver_may_run_late_and_rows_may_sit_out(slots):
-    """A driver one cycle behind answers with what it knows: no round at first, then rounds in
-    which the rows that came or went meanwhile sit out."""
+    """A driver that is one cycle behind returns no round at first, then rounds in which rows that
+    joined or ended meanwhile sit out."""
     target = FakeTarget(slots=slots)
     drafter = NgramDrafter(1, 3)
     inner, turns = host_cycle(target, drafter, 4), itertools.count()

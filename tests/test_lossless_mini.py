@@ -25,13 +25,13 @@ from tests.tiny import VARIANTS
 
 @pytest.fixture(autouse=True, scope="module")
 def own_targets():
-    """None whose programs were compiled cheaply."""
+    """Drop targets from other modules, which may have been compiled cheaply."""
     forget_targets()
 
 
 def test_mini_both_loops():
-    """With guesses of each kind, of whole and of no drafts; in the device loop by the drafters that
-    users have there. test_whole_matrix and, on tiny models, test_lossless tell it what to guess."""
+    """Host loop with adversaries, whole drafts and no drafts; device loop with real drafters only.
+    Device adversaries are tested in test_whole_matrix and, on tiny models, in test_lossless."""
     check = {"path": mini.path("mini"), "mode": "nucleus", "slots": 4, "ks": [4], "tokens": 16}
     check_host(**check, adversaries=("model", "ngram", "right", "wild"))
     check_device(**check, adversaries=())
@@ -39,8 +39,8 @@ def test_mini_both_loops():
 
 
 def test_feature_layers_change_no_logit():
-    """A target that was compiled for a head says what one without says, on this machine: the two
-    that test_mini_both_loops has compiled."""
+    """A target compiled with feature layers has the same logits as one without, on this machine.
+    Both are the programs that test_mini_both_loops compiles."""
     path = mini.path("mini")
     layers = head_for(path).spec.layers
     bare, featured = target_of(path, 4), load_target(path, options_of(path, 4, layers))

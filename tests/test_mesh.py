@@ -25,7 +25,7 @@ EACH = [pytest.param(v, marks=() if v in DEFAULT else pytest.mark.slow) for v in
 
 @cache
 def worked(variants: tuple[str, ...]) -> dict:
-    """What the worker said, by variant and split: one process, for jax starts but once."""
+    """The worker's output by variant and split. One process for all, as jax is started once."""
     with TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, "-m", "tests.mesh_worker", folder, *variants],

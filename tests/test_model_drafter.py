@@ -1,4 +1,5 @@
-"""A model as drafter: its cache is always that of the committed text, whoever comes and goes."""
+"""A model as drafter: its cache always holds the committed text, with any arrivals and
+cancellations."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def run_checked(target, model, k, prompts, cancel=()):
         for seq in engine.scheduler.running:
             settled = len(seq.tokens) - 2
             if settled + 2 >= model.max_len:
-                continue  # too long for the draft model, who is not asked any more
+                continue  # too long for the draft model, which no longer runs
             assert model.fed[seq.slot, :settled].tolist() == seq.tokens[:settled]
     return [s.tokens for s in seqs], engine.acceptance
 

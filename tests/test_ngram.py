@@ -1,5 +1,5 @@
-"""Prompt lookup: which match wins, what it costs, and the traced step that guesses the same, with
-its twin on the host, which knows longer suffixes."""
+"""Prompt lookup: which match wins, its cost, and the traced step, which makes the same guesses; the
+host drafter also matches longer suffixes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""NVFP4 on the CUDA target: products are exact, words are what the kernels take apart, files pick
-the kind by themselves, and what is wrong with one is said in one line."""
+"""NVFP4 on the CUDA target: products are exact, packed words have the kernels' layout, files
+determine the kind by themselves, and an invalid file is refused in one line."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def as_modelopt(tensors):
 
 
 def test_what_the_file_keeps_otherwise_stays_so(tmp_path):
-    """Wide, with all that is joined to it, or FP8; it is counted so before anything is loaded, and
-    the logits are those of what the file says."""
+    """Wide (with all weights that are joined to it) or FP8. Memory is counted accordingly before
+    loading, and the logits follow from the file's values."""
     tiny.write_tiny(tmp_path / "wide", "26b-a4b")
     write_nvfp4(tmp_path / "wide", tmp_path, in_part)
     runner = Runner(tmp_path, "int4", torch.bfloat16)
@@ -162,7 +162,7 @@ UP = f"{LAYER}.mlp.up_proj"
     ],
 )
 def test_bad_files_are_refused_in_one_line(tmp_path, how, said):
-    """By the headers, before anything is loaded: both targets say the same."""
+    """From the headers, before anything is loaded, with the same error from both targets."""
     write_quantised(tmp_path, "31b", "nvfp4")
     change(tmp_path, how)
     with pytest.raises(UserError, match=said) as problem:

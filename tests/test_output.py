@@ -1,5 +1,5 @@
-"""Where results can't go: told before the work, or in one line that costs nothing written before;
-and who stops reading, or interrupts, gets no traceback."""
+"""Unwritable results: refused before the work, or reported in one line with earlier results intact.
+A closed pipe or an interrupt gives no traceback."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ K = 7
 
 
 def learnt(shares, drafts=4000, known=K + 1, k=K):
-    """A table that saw drafts whose guesses hold as often as shares say, of each of which the first
-    `known` tokens could be compared."""
+    """A table after random drafts; shares[j] of them have more than j right guesses, and the first
+    `known` tokens of each could be compared."""
     table, random = Survival(k), np.random.default_rng(0)
     for chance in random.random(drafts):
         table.learn(2, int((chance < np.array(shares)).sum()), k, known)
@@ -32,7 +32,7 @@ def test_survival_comes_near_what_was_seen(monkeypatch):
     table = learnt(shares)
     assert table.survival(2) == pytest.approx(shares, abs=0.03)
     assert table.expected(2)[0] == 0 and table.expected(2)[K] == pytest.approx(sum(shares), abs=0.1)
-    assert table.survival(3) == pytest.approx(shares, abs=0.03)  # believes it, having seen nothing
+    assert table.survival(3) == pytest.approx(shares, abs=0.03)  # without own data: the prior
     for _ in range(50):
         table.learn(3, K, K, K + 1)
     assert table.survival(3)[K - 1] > 0.7 and table.survival(2)[K - 1] < 0.2
@@ -153,7 +153,7 @@ def test_a_depth_that_breaks_its_promises_is_left():
     rows = [row(("suffix", K))] * 8
     assert settled(policy, rows).depth == K
     depths = []
-    for _ in range(90):  # the tables go on saying that all are right, and one guess is
+    for _ in range(90):  # the tables expect all guesses to be right, but one is
         choice = policy.choose(rows)
         policy.learn(choice, len(rows) * (1 + min(choice.depth, 1)))
         depths.append(choice.depth)

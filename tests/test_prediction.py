@@ -1,5 +1,5 @@
-"""Predicted outputs: what is guessed of a given text, and what usage tells. That no token changes
-is in test_constraints.py, beside what else guides a draft."""
+"""Predicted outputs: the guesses from a given text, and the counts in `usage`. test_constraints.py
+tests that they change no token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix cache on a target that can be calculated by hand: what is found, kept, forgotten."""
+"""The prefix cache on a target that can be calculated by hand: hits, insertions and evictions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FakeSnapshot:
 
 
 class FakeSnapshots:
-    """Of a FakeTarget, which has no rings: a boundary stands for them, and knows its place."""
+    """Snapshots of a FakeTarget. It has no rings; a boundary's snapshot is just its position."""
 
     def __init__(self, target: FakeTarget) -> None:
         self.target, self.from_host = target, 0

@@ -1,4 +1,4 @@
-"""Long work tells how far it is, where nobody sees a bar as well, but not at each step."""
+"""Long work reports its progress, without a terminal too, but not at each step."""
 
 from __future__ import annotations
 

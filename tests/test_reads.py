@@ -1,4 +1,5 @@
-"""`include_speculation`: each token with who guessed it, each read of the weights by itself."""
+"""`include_speculation`: each token with the source of its guess, grouped by read of the
+weights."""
 
 from __future__ import annotations
 

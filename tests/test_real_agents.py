@@ -1,4 +1,4 @@
-"""Codex and Claude Code themselves: each reads a file through its own tool, and says what it read.
+"""Codex and Claude Code themselves: each reads a file through its own tool and reports its content.
 
 Run where they are installed (`npm install @openai/codex @anthropic-ai/claude-code`), with their
 commands on the PATH: pytest -m agents
@@ -118,7 +118,7 @@ def test_codex_calls_an_mcp_tool_in_its_namespace(tmp_path):
             "codex",
             tmp_path,
             *("exec", "--json", "--skip-git-repo-check", "-m", "mini"),
-            "--dangerously-bypass-approvals-and-sandbox",  # else it would ask before the call
+            "--dangerously-bypass-approvals-and-sandbox",  # so that it calls without confirmation
             *("-c", "model_provider=specdec", "-c", f"model_providers.specdec={provider}"),
             *("-c", f"mcp_servers.notes={notes}", ASK),
         )

@@ -1,5 +1,5 @@
-"""What is recorded of a drafter with weights says how it fares wherever cycles begin; replayed by
-`bench --script` it emits as many tokens a cycle as the drafter itself."""
+"""Recordings of drafters with weights cover cycles that begin at any token; replayed by `bench
+--script` they give the drafter's own tokens per cycle."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUESTIONS = [
 
 
 class Fickle(NoDrafter):
-    """Right about as many tokens as the text's length says, with what plain decoding gave."""
+    """Guesses plain decoding's tokens; how many are right is a function of the text's length."""
 
     def __init__(self, texts: dict[int, list[int]]) -> None:
         self.texts = texts
@@ -120,7 +120,8 @@ OWN = ["--drafter", "model", "--draft-sample-method", "greedy", "--k", "3"]
 
 @pytest.fixture(scope="module")
 def told(worded, tmp_path_factory):
-    """A tiny model whose draft model is itself, greedy where the target samples."""
+    """A command that records a tiny model drafted by itself (greedy drafts, sampled target), and
+    the script that it writes."""
     folder = tmp_path_factory.mktemp("recorded")
     prompts, script = folder / "prompts.jsonl", folder / "script.jsonl"
     prompts.write_text('{"prompt": "def f(x):"}\n{"prompt": "import os\\nimport sys\\n"}\n')

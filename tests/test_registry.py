@@ -45,7 +45,7 @@ def load(config, **chosen):
 
 
 def check(config, loops):
-    """Every loop says what plain decoding says, and guesses the same."""
+    """Every loop gives plain decoding's text, with the same guesses."""
     model, speculation = load(config)
     plain, _ = decoded(model, registry.plain(speculation))
     runs = [
@@ -96,7 +96,7 @@ def still(monkeypatch):
 
 
 def test_a_drafter_without_a_device_step_is_one_line(still):
-    """It would otherwise propose nothing, and nobody would be told."""
+    """Otherwise it would silently propose nothing."""
     model = load_model(ModelConfig(**MODEL), SpeculationConfig(drafter="still"))
     match = "still has no step for the device loop of jax: use --loop host"
     with pytest.raises(UserError, match=match):

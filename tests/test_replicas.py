@@ -26,7 +26,7 @@ PROMPTS = [f"def {name}(" for name in ("add", "read", "parse", "walk", "send", "
 
 @pytest.fixture(scope="module")
 def metrics(tmp_path_factory):
-    """A running application; the folder in which its replicas tell Prometheus of themselves."""
+    """Starts the application; yields the folder where its replicas write Prometheus targets."""
     ray = pytest.importorskip("ray")
     serve = pytest.importorskip("ray.serve")
     from specdec.replicas import app
@@ -42,7 +42,7 @@ def metrics(tmp_path_factory):
 
 @dataclass
 class Told:
-    """What clients were told."""
+    """All clients' answers and errors."""
 
     texts: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """By seed."""
@@ -65,7 +65,7 @@ def ask(client: openai.OpenAI, number: int, told: Told) -> None:
 
 
 def asked(retries: int, meanwhile: Callable[[Told], None]) -> Told:
-    """What `CLIENTS` are told at once, `REQUESTS` each."""
+    """Send `REQUESTS` requests from each of `CLIENTS` clients at once."""
     told = Told()
 
     def one(client: int) -> None:
@@ -124,7 +124,7 @@ def test_a_replica_is_killed(metrics, retries):
         lost.append(kill_one(metrics))
 
     told = asked(retries, kill)
-    print(f"retries {retries}: {told.done} asked, {len(told.failures)} failed, {lost[0]} lost")
+    print(f"retries {retries}: {told.done} sent, {len(told.failures)} failed, {lost[0]} lost")
     assert told.done == CLIENTS * REQUESTS and lost[0] > 0
     assert all(len(texts) == 1 for texts in told.texts.values()), told.texts
     assert len(told.failures) <= (0 if retries else CLIENTS), told.failures

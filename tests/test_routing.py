@@ -1,4 +1,4 @@
-"""Random mixtures whose rows pick as alike as asked, and experts counted as they are picked."""
+"""Random mixtures of experts: rows overlap in their picks as configured, and picks are counted."""
 
 from __future__ import annotations
 

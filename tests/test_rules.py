@@ -1,4 +1,4 @@
-"""Rules on ids bar what their definition says, whatever the text and the draft."""
+"""Rules on ids bar exactly the tokens of their definition, for any text and draft."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Scripted decoding: the script is said, in both loops and whatever is guessed; lookup finds what
-is in it, and drafters with weights are right as often as was recorded."""
+"""Scripted decoding: both loops emit the script with any guesses; lookup finds its matches in it,
+and drafters with weights are right as often as recorded."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_files_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "holds nothing to say"),
+        ("", "is empty"),
         ("{", "a.jsonl:1 is not JSON"),
         ("[1]", "a.jsonl:1 must be an object"),
         ('{"prompt": "x"}', "a.jsonl:1 must be an object"),
@@ -251,7 +251,7 @@ def test_bench_says_a_script(capsys, script, worded, backend):
     arguments += [*backend, "--json"]
     out, shown = run(capsys, *arguments)
     document = json.loads(out.splitlines()[-1])
-    assert document["equal"] and "the script was said" in shown
+    assert document["equal"] and "all answers equal the script" in shown
     points = [(row["drafter"], row["k"], row["predicted"]) for row in document["script"]]
     drafted = [("ngram", k, predicted) for k in (2, 4) for predicted in (False, True)]
     assert sorted(points) == sorted([("none", 0, False), *drafted] * 2)

@@ -1,4 +1,4 @@
-"""Who may use a server: keys, names in the Host header, and pages of other origins."""
+"""Access to a server: API keys, names in the Host header, and pages of other origins."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_keys_of_the_environment_are_checked_for_a_server(monkeypatch, keys):
 
 @pytest.mark.parametrize("keys", UNSENDABLE)
 def test_keys_of_the_environment_are_checked_for_replicas(monkeypatch, keys):
-    """Before anything of Ray is asked, which need not be installed here."""
+    """Before Ray is used, which need not be installed here."""
     for name in ("ray", "ray.serve"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.delitem(sys.modules, "specdec.replicas", raising=False)

@@ -220,7 +220,7 @@ def test_thoughts_and_calls_are_taken_out_of_the_text(k):
 
 
 def test_events_of_a_stream_are_all_there():
-    """Each event is needed: without any one of them the stream says something else."""
+    """No event may be missing from a stream, nor come in another order."""
     body = {
         "messages": ASK,
         "tools": FREE,
@@ -281,7 +281,8 @@ def _run(name: str, arguments: dict[str, Any]) -> str:
 
 
 def agent(client: openai.OpenAI, turns: int) -> list[Any]:
-    """A scripted agent: each turn asks, the model calls a tool, the tool answers."""
+    """A scripted agent: in each turn the model calls a tool and gets its result. Returns the
+    messages."""
     messages: list[Any] = [{"role": "system", "content": "You call tools."}]
     for turn in range(turns):
         if turn % 3 == 0:
@@ -322,7 +323,7 @@ def test_an_agent_of_many_turns_is_the_same_with_speculation_and_without(turns):
 
 
 def described(text: str) -> dict[str, Any]:
-    """A chat whose only long part is a tool's description."""
+    """A chat in which only a tool's description is long."""
     function = {"name": "f", "description": text, "parameters": {"type": "object"}}
     tools = [{"type": "function", "function": function}]
     return {"messages": [{"role": "user", "content": "x"}], "tools": tools}
@@ -378,7 +379,7 @@ def test_openapi_resolves_and_tells_all_forms(server):
 
 
 def test_log_likelihoods_of_prompts(server):
-    """As lm-eval asks for them; and they change nothing of what is generated."""
+    """In the form that lm-eval requests; they don't change what is generated."""
     prompt = "def add(a, b):\n    return a + b"
     body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 2, "temperature": 0}
     choice = server.post("completions", **body).json()["choices"][0]

@@ -1,4 +1,4 @@
-"""How a server ends: those who run may finish, new ones are sent elsewhere, the rest is told."""
+"""Shutdown of a server: running requests may finish, new ones get 503, the rest an error."""
 
 from __future__ import annotations
 

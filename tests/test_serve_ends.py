@@ -1,4 +1,5 @@
-"""A server that can't go on says so and ends, and one that nobody listens to goes on."""
+"""A server with a failed engine reports the error and ends; one with an unreadable stderr goes
+on."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def failing(self, rows):
 Engine._decode = failing
 main()
 """
-"""The command line, whose engine fails in the midst of a request for 77 tokens."""
+"""The command line with an engine that fails in the middle of a request for 77 tokens."""
 BODY = {"prompt": "def f(", "max_tokens": 77, "ignore_eos": True}
 
 
@@ -87,7 +88,7 @@ def full_disk(stack: ExitStack) -> tuple[int, int]:
 
 
 def deaf_pipe(stack: ExitStack) -> tuple[int, int]:
-    """One whose reader has gone."""
+    """A pipe without a reader."""
     read, write = os.pipe()
     os.close(read)
     stack.callback(os.close, write)

@@ -1,4 +1,5 @@
-"""Load, clients that leave, requests and engines that fail: the others go on, and metrics tell."""
+"""Load, clients that disconnect, requests and engines that fail: other requests go on, and metrics
+count it."""
 
 from __future__ import annotations
 

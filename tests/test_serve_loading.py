@@ -1,4 +1,4 @@
-"""A server answers while it loads: what it is doing to those who ask, 503 to all others."""
+"""A server answers while it loads: its stage on /health and /ready, 503 on all other routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anthropic's Messages over HTTP, as its SDK and Claude Code speak it."""
+"""Anthropic's Messages API over HTTP, as its SDK and Claude Code use it."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def test_parse_gives_a_pydantic_object(client):
 
 @pytest.mark.parametrize("template", WITH_TOOLS)
 def test_the_tool_runner_runs_to_the_end(template):
-    """Thought and call go back into the history as they came. The runner asks for a thread first,
-    and learns that there is none."""
+    """Thought and call go back into the history unchanged. The SDK's runner first tries to use a
+    thread, and gets the error that there are none."""
     import anthropic
 
     call = "<|channel>thought\nSum it.\n<channel|>Well.<|tool_call>call:add{a:2,b:3}<tool_call|>"

@@ -21,7 +21,7 @@ BAD = [
     ({"top_k": -2}, "top_k must be"),
     ({"repetition_penalty": 0}, "repetition_penalty must be"),
     ({"presence_penalty": 3}, "presence_penalty must be"),
-    ({"max_tokens": 0}, "max_tokens: 0 makes sense with echo"),
+    ({"max_tokens": 0}, "max_tokens: 0 is allowed only with echo"),
     ({"max_tokens": 2.5}, "max_tokens"),
     ({"n": 0}, "n: "),
     ({"n": 100}, "at most 68"),

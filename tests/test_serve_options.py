@@ -1,5 +1,5 @@
-"""What a request asks for in its options is followed or named in a 400: schemas beside json_object,
-misspelt names, and calls that are demanded whatever `strict` says."""
+"""A request's options are honoured or named in a 400: schemas beside json_object, misspelt names,
+and required calls with or without `strict`."""
 
 from __future__ import annotations
 

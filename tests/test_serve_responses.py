@@ -1,4 +1,4 @@
-"""OpenAI's Responses over HTTP, as its SDK and Codex speak them."""
+"""OpenAI's Responses API over HTTP, as its SDK and Codex use it."""
 
 from __future__ import annotations
 

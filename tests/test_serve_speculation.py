@@ -1,4 +1,5 @@
-"""A request's `speculative`: taken, capped, refused, echoed, and without a say in the answer."""
+"""A request's `speculative` options: accepted, capped, refused, echoed, and without effect on the
+answer."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_a_whole_answers_thought_needs_no_beginning(path):
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_stream_has_sent_such_a_thought_and_goes_on(path):
-    """It can't be taken back: nothing is lost or said twice."""
+    """Sent text can't be taken back: nothing is lost or repeated."""
     with scripted("They ask.<channel|>Four.") as server:
         text = server.post(path, **BODIES[path], stream=True).text
     lines = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]

@@ -144,8 +144,8 @@ def of_the_row_after(learn, seed, features, chosen, accepted, live):
 )
 @pytest.mark.usefixtures("traced_anew")
 def test_a_wrong_state_costs_an_assistant_its_tau(mistake, at_most, monkeypatch) -> None:
-    """Texts stay what they are; so it is here that a loop which hands on another state is seen;
-    test_assistant_drafter.py tells it by the guesses too."""
+    """A loop that passes on a wrong state doesn't change texts, only tau; test_assistant_drafter.py
+    detects it by the guesses too."""
     params, arch = teacher()
     right = greedy_by(assistant_for)
     learn = partial(mistake, assistant_drafting.learn)

@@ -1,5 +1,5 @@
-"""Suffix lookup finds the longest suffix that occurred before and what mostly came next, remembers
-answers within bounds and scopes, and changes no token."""
+"""Suffix lookup finds the longest suffix that occurred before and its most frequent continuation,
+stores answers within bounds and scopes, and changes no token."""
 
 from __future__ import annotations
 
@@ -105,8 +105,7 @@ def read_only(automaton: SuffixAutomaton, text: list[int]) -> Match:
 
 
 def test_the_work_per_token_does_not_grow_with_the_text(monkeypatch):
-    """States that are touched per token, in a text that says one thing over and over and in one
-    that does not."""
+    """Counts the states touched per token, in a text that repeats one token and in a random one."""
     touched = 0
     honest = SuffixAutomaton._prefer
 

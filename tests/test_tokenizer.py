@@ -1,4 +1,4 @@
-"""The tokenizer keeps the checkpoint's promises: one BOS, whole characters, its own stop ids."""
+"""The tokenizer follows the checkpoint: one BOS, whole characters, its own stop ids."""
 
 import json
 from pathlib import Path

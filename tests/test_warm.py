@@ -127,7 +127,7 @@ def test_the_tests_find_a_ring_of_another_boundary(bench, monkeypatch):
 
 
 def test_the_tests_find_a_chunk_too_many(bench, monkeypatch):
-    """A slot that is said to hold one chunk more than was put there."""
+    """`resume` reports one chunk more than it restored."""
     honest = PrefixCache.resume
 
     def generous(self, seq):

@@ -160,7 +160,7 @@ def write_tiny(
             files[stored_name(PREFIX, name)] = value.astype(kind)
     files["model.vision_tower.patch_embedder.input_proj.weight"] = np.zeros((4, 4), np.float32)
     shared = len(specs) and config["text_config"]["num_kv_shared_layers"]
-    if shared:  # released E2B / E4B files carry these, and nobody reads them
+    if shared:  # released E2B / E4B files contain these, but they are unused
         last = len(config["text_config"]["layer_types"]) - 1
         files[f"{PREFIX}layers.{last}.self_attn.k_proj.weight"] = np.zeros((4, 4), np.float32)
     path.mkdir(parents=True, exist_ok=True)

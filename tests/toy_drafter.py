@@ -1,5 +1,5 @@
-"""A drafter that the product does not know: with weights, wanting features, for every loop of both
-targets. All that it needs is this file and a name in the registry."""
+"""A drafter outside the product, with weights and features, for every loop of both targets. It
+needs only this file and a name in the registry."""
 
 from __future__ import annotations
 

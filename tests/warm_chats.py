@@ -36,7 +36,7 @@ class Turn:
     strangers: int = 1
     """Others' requests before it."""
     beside: bool = False
-    """Whether somebody decodes meanwhile, so that it gets another slot."""
+    """Whether another request decodes meanwhile, so that it gets another slot."""
     evicted: bool = False
     """Whether all that is on the device goes to the host before it."""
     left: int = 0
@@ -114,7 +114,7 @@ class Counts:
 
 
 class Expected:
-    """What a cache without bounds would have, told in plain sets of prefixes."""
+    """The contents of an unbounded cache, as sets of prefixes."""
 
     def __init__(self, unit: int) -> None:
         self.unit = unit
@@ -228,7 +228,8 @@ class Meeting:
         return Sequence(words, sampling, max_tokens=tokens)
 
     def run(self, engine: Engine, seq: Sequence, *beside: Sequence) -> tuple[Sequence, Outcome]:
-        """What `seq` is told, neighbours having been seated before it and running meanwhile."""
+        """Run `seq` with neighbours that were seated before it and run meanwhile; returns it and
+        its outcome."""
         outcome = Outcome()
         for neighbour in beside:
             engine.submit(neighbour)

@@ -46,7 +46,7 @@ class WarmBench(parts.Bench):
         context: int | None = None,
         **options: Any,
     ) -> None:
-        """context: None for what `LENGTH` and SHORT say."""
+        """context: the context length; None for the model's value in `LENGTH`, else SHORT."""
         if model in VARIANTS:
             _longer(parts.folder(model))
         chunk = CHUNK if model in VARIANTS else MINI_CHUNK

@@ -1,1 +1,1 @@
-"""Anthropic's Messages: what Claude Code and Anthropic's SDKs speak."""
+"""Anthropic's Messages API, as Claude Code and Anthropic's SDKs use it."""

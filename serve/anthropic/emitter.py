@@ -14,7 +14,7 @@ from serve.replies import Json
 from serve.stream import Piece, with_unopened_thoughts
 
 SIGNATURE = "specdec"
-"""Of a thought. Clients send it back with the thought, which is read as it stands."""
+"""Signature of every thinking block. Clients send it back with the thought; it is not checked."""
 
 
 class AnthropicEmitter:
@@ -23,7 +23,7 @@ class AnthropicEmitter:
     def __init__(
         self, request_id: str, model: str, max_tokens: int, generation: Generation
     ) -> None:
-        """model: as the client calls it. max_tokens: as it was asked for."""
+        """model, max_tokens: as in the request."""
         self._id, self._model, self._max_tokens = request_id, model, max_tokens
         self._generation = generation
         self._blocks = Blocks()
@@ -37,7 +37,7 @@ class AnthropicEmitter:
         return message | self._stop(pieces[-1]) | pieces[-1].notice_field
 
     def opening(self) -> Iterable[bytes]:
-        return ()  # the message's start tells how much was cached, which is known with a token
+        return ()  # message_start contains the cached token count, known with the first token
 
     def events(self, index: int, piece: Piece) -> Iterable[bytes]:
         if not self._began:
@@ -84,7 +84,7 @@ class AnthropicEmitter:
         return {"stop_reason": reason, "stop_sequence": last.stop}
 
     def _usage(self) -> Json:
-        """What was reused is counted beside the input, not within it."""
+        """`input_tokens` does not include the tokens read from the cache."""
         usage = self._generation.usage
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -110,7 +110,7 @@ def _changed(change: Change) -> Iterator[bytes]:
 
 
 def _block(block: Block, whole: bool) -> Json:
-    """whole: with its text; at a block's start it has none."""
+    """whole: include the text; the event at a block's start has none."""
     text = block.text if whole else ""
     if block.kind == "thought":
         return {"type": "thinking", "thinking": text, "signature": SIGNATURE if whole else ""}
@@ -129,8 +129,9 @@ def _delta(block: Block, text: str) -> Json:
 
 
 def _input(arguments: str) -> Json:
-    """A call that was cut has no object to show, as stop_reason says; what there is of it comes
-    back with the history."""
+    """The `input` object of a call. Arguments that are no JSON (the call was cut at max_tokens, see
+    `stop_reason`) are sent as `partial_json` beside an empty input; clients send them back with the
+    history."""
     try:
         return {"input": json.loads(arguments)}
     except ValueError:

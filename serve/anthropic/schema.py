@@ -1,8 +1,8 @@
 """The wire: what /v1/messages and /v1/messages/count_tokens accept.
 
-Clients send ever more names that only Anthropic's own service can honour (`cache_control`, betas).
-So a name at the top that nobody knows is logged and left out; what would change the answer, and
-can't be had here, is refused.
+Clients send many fields that only Anthropic's own service can honour (`cache_control`, betas). So
+an unknown top-level field is logged and ignored; a field that would change the answer and is not
+supported here is refused.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ UNUSED = {
     *("metadata", "service_tier", "cache_control", "context_management", "betas", "diagnostics"),
     *("inference_geo", "speed", "user_profile_id", "workspace_id", "anthropic_beta"),
 }
-"""Names that ask for nothing that changes an answer."""
+"""Fields that are ignored: none of them changes an answer."""
 REFUSED = {
     "container": "this server runs no code",
     "mcp_servers": "this server calls no tools itself: send them as tools",
     "thread": "this server keeps no threads: send the whole conversation as messages",
 }
 CODES = {"thread": "thread_unsupported_request"}
-"""Of refusals after which Anthropic's SDK sends the request again in another way."""
+"""Error codes of refused fields, after which Anthropic's SDK sends the request in another form."""
 
 
 class TextBlock(BaseModel):
@@ -61,7 +61,7 @@ class ThinkingBlock(BaseModel):
 
 
 class RedactedThinkingBlock(BaseModel):
-    """Another server's thought, which nobody here can read."""
+    """A thought encrypted by another server; it can't be read here."""
 
     type: Literal["redacted_thinking"]
 
@@ -73,13 +73,14 @@ class ToolUseBlock(BaseModel):
     id: str
     name: str
     input: dict[str, Any] | str
-    """A text where the client could not read it: the call was cut."""
+    """A string if the client could not parse the arguments, because the call was cut."""
     partial_json: str | None = None
-    """This server's own, of a call that was cut."""
+    """An extension of this server: the arguments of a call that was cut."""
 
 
 class ForeignBlock(BaseModel):
-    """A picture, a document, what tools did that Anthropic runs: the model reads it as text."""
+    """Any other block (image, document, result of a tool that Anthropic runs). The model gets it as
+    a line of text."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -131,7 +132,7 @@ KINDS = {
     "user": ("text", "tool_result"),
     "system": ("text",),
 }
-"""Which blocks who may send."""
+"""Block types that a message of each role may contain."""
 
 
 class AnthropicMessage(BaseModel):
@@ -180,7 +181,7 @@ class AnthropicToolChoice(Options):
 
 
 class ThinkingConfig(Options):
-    """`display` and `block_binding` are accepted: thoughts come as they are."""
+    """`display` and `block_binding` are accepted and ignored: thoughts are sent unabridged."""
 
     place = "thinking"
     hints = {"display": ANY, "block_binding": ANY}  # noqa: RUF012
@@ -198,7 +199,7 @@ class JsonFormat(Options):
 
 
 class OutputConfig(BaseModel):
-    """`effort` is accepted: this server's models have one."""
+    """`effort` is accepted and ignored: this server's models have one level."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -215,10 +216,10 @@ class OutputConfig(BaseModel):
 
 
 class PromptRequest(SamplingWishes):
-    """What makes a prompt: all that is needed to count its tokens."""
+    """The fields that determine the prompt; /v1/messages/count_tokens accepts these."""
 
     model: str
-    """Any name: whoever asks gets the model that is served."""
+    """Any name is accepted; the served model answers."""
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     system: Annotated[list[Readable], BeforeValidator(_as_blocks)] | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
@@ -240,7 +241,7 @@ class PromptRequest(SamplingWishes):
                 message = f"{name} is not supported: {REFUSED[name]}"
                 raise ApiError(400, message, param=name, code=CODES.get(name))
             if name not in UNUSED and name not in REFUSED:
-                log.info("/v1/messages: left out %.80r, which nobody here knows", name)
+                log.info("/v1/messages: ignored the unknown field %.80r", name)
         return self
 
 

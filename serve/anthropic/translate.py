@@ -1,4 +1,4 @@
-"""From Anthropic's request to the chat that it means."""
+"""Translates a request of Anthropic's API to a `ChatRequest`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from serve.schema import translated
 log = logging.getLogger("specdec.serve")
 
 ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
-"""A line with which Claude Code begins its system prompt, another one with each request: nothing
-after it could ever be reused."""
+"""The first line of Claude Code's system prompt. It is removed: it differs in each request, so the
+prefix cache could reuse nothing after it."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_of(wire: PromptRequest) -> ChatRequest:
-    """Raises ApiError 400 for what the chat's own rules refuse."""
+    """Raises ApiError 400 for what `ChatRequest` refuses."""
     values = wire.sampling_wishes | {"messages": _messages(wire)} | _thinking(wire.thinking)
     if wire.tools:
         values["tools"] = [
@@ -73,7 +73,8 @@ def _messages(wire: PromptRequest) -> list[dict[str, Any]]:
 
 
 def _of_message(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
-    """An assistant's blocks are one message; each of a user's tool results is one of its own."""
+    """The chat messages of one message: one for all blocks of an assistant; for a user one per tool
+    result and one per run of other blocks between them."""
     if message.role == "assistant":
         yield _of_assistant(message)
         return
@@ -140,7 +141,7 @@ def _choice(choice: AnthropicToolChoice) -> dict[str, Any]:
 
 
 def _check_beginning(last: AnthropicMessage) -> None:
-    """A last message of the assistant is the beginning of the answer."""
+    """An assistant's message at the end is a prefix of the answer: only text is allowed."""
     if not last.content or any(not isinstance(block, TextBlock) for block in last.content):
         message = "a last message of the assistant begins the answer: it can hold text alone"
         raise ApiError(400, message, param="messages")

@@ -16,7 +16,7 @@ from enum import Enum, auto
 from serve.gemma.quotes import MARKS, Quoted
 
 DEEPEST = 100
-"""Objects and arrays in each other; a bracket beyond is text. Parsers of JSON have limits too."""
+"""Most nested objects and arrays; a deeper bracket is text, as JSON parsers have limits too."""
 
 WORDS = {"true": "true", "false": "false", "True": "true", "False": "false"}
 NOTHING = ("null", "none", "nil")  # in any case, as vLLM reads them
@@ -57,15 +57,15 @@ class _Frame:
 
 
 class ArgumentsToJson:
-    """Translates one object, piece by piece; what its three methods return is its JSON.
+    """Translates one object, piece by piece; its methods `text`, `quote` and `finish` return JSON.
 
-    Total: whatever comes, the pieces up to and with `finish` are one JSON object. Where Gemma's
-    syntax is broken, it reads on as vLLM's parser does, or loses less. A key that comes twice is
-    written twice; parsers take the last.
+    For any input, all returned pieces together are one JSON object. Broken syntax is read as vLLM's
+    parser reads it, or with less loss. A key that comes twice is written twice; parsers take the
+    last.
     """
 
     def __init__(self, closer: str = "}") -> None:
-        """closer: ")" where the arguments stand as in a call of Python's."""
+        """closer: ")" if the arguments are written as a Python call."""
         self._at = _At.KEY
         self._held = ""  # a key, or a bare value, that may still grow
         self._open = [_Frame(closer)]
@@ -141,7 +141,7 @@ class ArgumentsToJson:
             return ended
         if c.isspace() and not self._held:
             return ""
-        if self._at is _At.COMMA:  # the comma was forgotten
+        if self._at is _At.COMMA:  # a missing comma
             self._next_entry()
         if self._at is _At.VALUE:
             return self._of_value(c)
@@ -174,7 +174,8 @@ class ArgumentsToJson:
         return len(self._open) < DEEPEST
 
     def _begins_quotes(self, c: str, key: bool) -> bool:
-        """Whether this quote may count. What follows is held until that is clear."""
+        """Whether `c` may be the opening quote of a string. What follows is held until a closing
+        quote decides it."""
         if c not in MARKS or self._held or self._at is _At.COLON or (c, key) in self._unpaired:
             return False
         ends = "".join({",", *(frame.closer for frame in self._open)})
@@ -183,7 +184,7 @@ class ArgumentsToJson:
         return True
 
     def _end_quotes(self) -> str:
-        """The quotes count."""
+        """Take the held text as a quoted string: a key or a value."""
         if self._quotes_key:
             self._held, self._at = self._quoted.said, _At.COLON
             return ""
@@ -191,8 +192,9 @@ class ArgumentsToJson:
         return self._begin_value() + _string(self._quoted.said)
 
     def _settled(self) -> str:
-        """No text follows: a quote without its pair is a character like any other. Where one has
-        none, none of its kind after it has, so that the text is read a few times at most."""
+        """Decide the held text when no more text follows: a quote without its pair is an ordinary
+        character. If one has no pair, no later quote of its kind has one, so the text is read again
+        a few times at most."""
         read = ""
         while self._at is _At.QUOTED:
             if self._quoted.paired:
@@ -223,7 +225,8 @@ class ArgumentsToJson:
         self._at = _At.VALUE if self._open[-1].array else _At.KEY
 
     def _end_entry(self) -> str:
-        """The bare value that ends here, or the one that a key waited for in vain."""
+        """JSON of the bare value that ends here; for a key without a value, that of an empty
+        one."""
         held, self._held = self._held.strip(), ""
         waiting, self._at = self._at is _At.VALUE, _At.COMMA
         if not waiting or not (held or not self._open[-1].array):

@@ -1,4 +1,4 @@
-"""Finds grammar rules that no text can end: a schema may require itself inside itself."""
+"""Finds grammar rules that match no finite text, as a schema that requires itself does."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TOKEN = re.compile(
 
 
 def endless(bodies: Mapping[str, str]) -> set[str]:
-    """Names of rules, of those whose bodies are given, that match no finite text."""
+    """Names of the rules in `bodies` (name -> body) that match no finite text."""
     tokens = {name: TOKEN.findall(body) for name, body in bodies.items()}
     unended = set(bodies)
     changed = True
     while changed:
         changed = False
-        for name in reversed(tokens):  # what a rule needs was mostly made after it
+        for name in reversed(tokens):  # most rules refer to rules that were added after them
             if name in unended and _Body(tokens[name], unended).ends():
                 unended.discard(name)
                 changed = True
@@ -40,7 +40,7 @@ class _Body:
         self._tokens, self._unended, self._at = tokens, unended, 0
 
     def ends(self) -> bool:
-        """Whether any alternative ends, each of whose parts must."""
+        """Whether any alternative can match a finite text: each of its parts must."""
         found = self._sequence()
         while self._next() == "|":
             self._at += 1

@@ -1,5 +1,5 @@
-"""Rules of llguidance's Lark: those of whatever Gemma can write, a list to add others to, and the
-forms that their bodies have."""
+"""Rules of llguidance's Lark grammars: rules for any value that Gemma can write, a collection of
+generated rules, and functions that write rule bodies."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ KEY: /[\p{{L}}\p{{N}}_$@.\-]+/
 INTEGER: /-?(0|[1-9][0-9]{{0,99}})/
 NUMBER: /-?(0|[1-9][0-9]{{0,99}})(\.[0-9]+)?([eE][+-]?[0-9]{{1,2}})?/
 """
-"""Rules of whatever Gemma can write, and of values without conditions."""
+"""Rules for any value that Gemma can write, used where a schema has no conditions."""
 
 
 class LarkRules:
-    """Lark rules and terminals that were made so far, whose names begin with `prefix`."""
+    """A growing set of Lark rules and terminals; their names begin with `prefix`."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -48,7 +48,7 @@ class LarkRules:
         return name
 
     def endless(self) -> set[str]:
-        """Rules that no text can end."""
+        """Names of rules that match no finite text."""
         return endless(self._bodies)
 
     def __str__(self) -> str:
@@ -56,7 +56,8 @@ class LarkRules:
 
 
 def array(heads: list[str], tail: str, fewest: int) -> str:
-    """An array that may end after any item from the `fewest`th on; `tail` follows all heads."""
+    """The body of an array: one rule per leading item in `heads`, then `tail`. It may end after any
+    item from number `fewest` on."""
     body = tail
     for number in range(len(heads), 0, -1):
         if number < len(heads):
@@ -67,7 +68,7 @@ def array(heads: list[str], tail: str, fewest: int) -> str:
 
 
 def more(item: str, fewest: int, most: int | None) -> str:
-    """So many items more, each after a comma."""
+    """From `fewest` to `most` further items (None: any number), each after a comma."""
     if most == 0:
         return ""
     return f'( "," {item} ){{{fewest},{"" if most is None else most}}}'

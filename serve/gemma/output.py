@@ -1,7 +1,7 @@
-"""What Gemma 4 generates, taken apart while it comes: answer, reasoning and calls.
+"""Splits Gemma 4's output, while it is generated, into answer, reasoning and tool calls.
 
-It is fed tokens, and knows control tokens by id. So no draft, and no piece of text that looks like
-a marker, can mislead it.
+The parser reads token ids and recognises control tokens by id, so text that merely looks like a
+marker is never taken for one, whatever the cycles' drafts were.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHANNEL_NAME = re.compile(r"\s*[\w\-]{0,32}")
 
 
 class MarkedTokenizer(Protocol):
-    """What is needed of `targets.tokenizer.Tokenizer`."""
+    """The part of `targets.tokenizer.Tokenizer` that is used here."""
 
     def token_id(self, token: str) -> int | None: ...
 
@@ -50,8 +50,8 @@ class _In(Enum):
 class GemmaOutput:
     """One choice's output. Feed it every token but the one that ended the turn, then `finish`.
 
-    tools: whether calls are looked for. Without it, a call is content: its text without markers.
-    names: of the tools that were offered; a call's name may lead to one by its last part.
+    tools: whether to parse calls. If not, a call is content: its text without markers.
+    names: names of the request's tools; a call may name one by its last part (see `offered`).
     thinking_open: whether the prompt ended inside a thought (`<|channel>thought` and a newline).
 
     Control tokens are in no part's text. A thought's channel name, and the one newline that the
@@ -68,7 +68,7 @@ class GemmaOutput:
         thinking_open: bool = False,
     ) -> None:
         self.calls = 0
-        """Calls that have begun."""
+        """Number of calls that have begun."""
         self.reasoning_tokens = 0
         """Tokens between a thought's two markers: the channel's name counts, the markers don't."""
         self._tokenizer, self._decoder = tokenizer, tokenizer.stream()
@@ -84,7 +84,7 @@ class GemmaOutput:
         return self._in in (_In.CHANNEL_NAME, _In.THOUGHT)
 
     def feed(self, token: int) -> list[Part]:
-        """Add one token; return what became certain."""
+        """Add one token; return the parts that are now certain."""
         marker = self._markers.get(token)
         was_reasoning = self.in_reasoning
         if marker is None:
@@ -98,7 +98,7 @@ class GemmaOutput:
         """End the output.
 
         complete: whether the model ended it. Then a call without its end marker is closed. A call
-        that was cut (by max_tokens, say) stays cut: its arguments are no JSON.
+        that was cut (for example by max_tokens) is not: its arguments are not valid JSON.
         """
         parts = self._flush()
         if complete or self._in is not _In.CALL:
@@ -106,7 +106,7 @@ class GemmaOutput:
         return parts
 
     def _by_id(self, tools: bool) -> dict[int, Callable[[], list[Part]]]:
-        """What to do at each control token that this vocabulary has."""
+        """The action for each control token of this vocabulary, by token id."""
         actions: dict[str, Callable[[], list[Part]]] = {
             "<|channel>": self._begin_channel,
             "<channel|>": self._end_channel,
@@ -120,7 +120,8 @@ class GemmaOutput:
         return {i: actions[name] for name, i in ids.items() if i is not None}
 
     def _flush(self) -> list[Part]:
-        """Half a character before a marker, or at the end, comes out as U+FFFD."""
+        """Take the decoder's remaining text: an incomplete character before a marker or at the end
+        becomes U+FFFD."""
         text, self._decoder = self._decoder.finish(), self._tokenizer.stream()
         return self._text(text)
 
@@ -201,7 +202,7 @@ class GemmaOutput:
         return []
 
     def _leave(self) -> list[Part]:
-        """End the thought or the call that is open: what follows is content."""
+        """End the open thought or call; what follows is content."""
         left, held = self._in, self._held
         self._in, self._held = _In.CONTENT, ""
         if left is _In.CALL:
@@ -214,8 +215,9 @@ class GemmaOutput:
 
 
 def offered(written: str, names: Collection[str]) -> str | None:
-    """The tool that a call means: by its name, else by the last part of it, where one tool alone
-    ends so (`server:f`, `f` for `server.f`). None for what can't be a tool's name."""
+    """The name of the tool that a call means: `written` if a tool has that name, else the name of
+    the only tool with the same last part (`server:f` or `f` for `server.f`), else `written` itself.
+    None if that can't be a tool's name."""
     dotted = written.replace(":", ".")
     last = dotted.rpartition(".")[2]
     for name in (dotted, last):

@@ -1,4 +1,4 @@
-"""Strings between quotes of JSON or Python, where Gemma writes them in place of its own."""
+"""Strings in JSON's or Python's quotes, which Gemma sometimes writes in place of its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
 
 class Quoted:
-    """A text that began with a quote, until it is clear whether that counts: its pair stands before
-    one of `ends`, with nothing but blanks between."""
+    """Text after a quote mark, held until it is clear whether the mark opens a string: it does if a
+    second mark is followed by one of the characters in `ends`, with only blanks between."""
 
     def __init__(self, mark: str, ends: str) -> None:
         self.mark = mark
@@ -23,21 +23,22 @@ class Quoted:
 
     @property
     def paired(self) -> bool:
-        """Whether nothing stands behind what may be its pair."""
+        """Whether the last mark may be the closing one: only blanks have followed it."""
         return self._pair is not None
 
     @property
     def written(self) -> str:
-        """All of it."""
+        """The text as it was written, with the opening mark."""
         return self.mark + "".join(self._text)
 
     @property
     def said(self) -> str:
-        """What stands between the quotes."""
+        """The text between the quotes, unescaped."""
         return _unescaped("".join(self._text[: self._pair]))
 
     def add(self, c: str) -> bool:
-        """Take a character; True where it shows that the quotes count. It is not part of them."""
+        """Add a character; True if it proves that the marks enclose a string. It is then not
+        added."""
         if self._pair is not None and not c.isspace():
             if c in self._ends:
                 return True
@@ -57,7 +58,7 @@ def _unescaped(text: str) -> str:
         read = json.loads(f'"{text}"', strict=False)
     except ValueError:
         read = ESCAPE.sub(_character, text)
-    # two escapes may make one character, and half of one is none
+    # Two escapes may be the surrogates of one character; a lone surrogate is invalid.
     return read.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -1,4 +1,4 @@
-"""What JSON schemas say together, and whether they exclude each other."""
+"""Merges JSON schemas into one, and checks whether two exclude each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specdec.constraints.json_values import TYPES, same, type_of
 from specdec.core.errors import UserError
 
 Schema = dict[str, Any]
-# Keywords that say nothing about what is valid. `format` is one of them, as the standard has it.
+# Keywords without effect on validity. By the standard, `format` is one of them.
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 ANNOTATIONS |= {"$comment", "$schema", "$id", "$defs", "definitions", "format", "nullable"}
 ANNOTATIONS |= {"contentEncoding", "contentMediaType", "contentSchema", "discriminator"}
@@ -44,11 +44,11 @@ SHAPES: dict[str, tuple[type, ...]] = {
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 
 Resolve = Callable[[Schema], Schema]
-"""Puts what a `$ref` points at in its place."""
+"""Replaces a schema's `$ref` by the schema that it points at."""
 
 
 def check_shape(schema: Schema) -> None:
-    """Raise UserError for a keyword whose value has not the form that the standard gives it."""
+    """Raise UserError for a keyword with a value of the wrong type by the standard."""
     for keyword, kinds in SHAPES.items():
         value = schema.get(keyword, kinds[0]())
         if not isinstance(value, kinds) or (bool not in kinds and isinstance(value, bool)):
@@ -62,7 +62,7 @@ def check_shape(schema: Schema) -> None:
 
 
 def valid_types(schema: Schema) -> list[str]:
-    """Types that the schema admits."""
+    """Types of the values that are valid for the schema."""
     if "type" in schema:
         given = schema["type"]
         return [given] if isinstance(given, str) else list(given)
@@ -70,7 +70,8 @@ def valid_types(schema: Schema) -> list[str]:
 
 
 def written_types(schema: Schema) -> list[str]:
-    """Types that are written for it: where none is named, those that its keywords speak of."""
+    """Types that the grammar writes for the schema: those of `type`; without it, the types to which
+    its keywords apply; without such keywords, all."""
     types = valid_types(schema)
     if "type" in schema:
         return types
@@ -84,7 +85,8 @@ def has_type(value: Any, types: list[str]) -> bool:
 
 
 def listed(schema: Schema) -> list[Any] | None:
-    """The values of `const` and `enum`, those of the right type; None if neither is there."""
+    """The values allowed by `const` and `enum` that have a valid type; None without either
+    keyword."""
     if "const" in schema and "enum" in schema:
         values = [v for v in schema["enum"] if same(v, schema["const"])]
     elif "const" in schema or "enum" in schema:
@@ -95,7 +97,7 @@ def listed(schema: Schema) -> list[Any] | None:
 
 
 def both(one: Schema | bool, other: Schema | bool) -> Schema | bool:
-    """The schema of what is valid for both. Raises UserError where that is not simple."""
+    """A schema for the values that are valid for both. Raises UserError if they can't be merged."""
     if isinstance(one, bool):
         return other if one else False
     if isinstance(other, bool):
@@ -123,7 +125,8 @@ def _assertions(schema: Schema) -> Schema:
 
 
 def _check_closing(one: Schema, other: Schema) -> None:
-    """A schema that closes itself to other properties must know the other schema's."""
+    """Raise UserError if one schema forbids further properties and the other names a property that
+    the first does not name."""
     for closed, free in ((one, other), (other, one)):
         if any(key in closed for key in CLOSING):
             unknown = free.get("properties", {}).keys() - closed.get("properties", {}).keys()
@@ -132,10 +135,12 @@ def _check_closing(one: Schema, other: Schema) -> None:
 
 
 def _check_items(one: Schema, other: Schema) -> None:
-    """`items` speaks of what its own schema's `prefixItems` leave."""
+    """Raise UserError if both schemas have `items` or `prefixItems` and they differ: `items`
+    applies to the items after the `prefixItems` of its own schema, so they can't be merged by
+    keyword."""
     ours, theirs = ({key: s[key] for key in ITEMS if key in s} for s in (one, other))
     if ours and theirs and ours != theirs:
-        raise UserError("items or prefixItems are said twice, differently")
+        raise UserError("items or prefixItems have two different values")
 
 
 def _common_types(one: Schema, other: Schema) -> list[str]:
@@ -160,11 +165,12 @@ def _both_say(key: str, one: Any, other: Any) -> Any:
         return max(one, other)
     if key in UPPER:
         return min(one, other)
-    raise UserError(f"{key} is said twice, differently: {json.dumps(one)[:40]}")
+    raise UserError(f"{key} has two different values: {json.dumps(one)[:40]}")
 
 
 def excludes(written: Schema, other: Schema, resolve: Resolve) -> bool:
-    """Whether it is certain that nothing written for `written` is valid for `other`."""
+    """Whether it is certain that no value that the grammar of `written` produces is valid for
+    `other`."""
     written, other = resolve(written), resolve(other)
     ours, theirs = listed(written), listed(other)
     kinds = valid_types(other) if theirs is None else [type_of(value) for value in theirs]

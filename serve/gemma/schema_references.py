@@ -1,4 +1,4 @@
-"""What a JSON schema says all told: its `$ref`s followed, and schemas that hold together as one."""
+"""Resolves `$ref`s of a JSON schema and merges schemas that apply together."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from serve.gemma.schema_parts import Schema, both, check_shape, excludes
 from specdec.core.errors import UserError
 
 MOST_REFERENCES, MOST_WAYS = 32, 64
-"""Python compares schemas; more would hold up everybody's tokens."""
+"""Most `$ref`s in a row, and most schemas of a `oneOf`. Python compares schemas while it holds the
+GIL; more would delay the tokens of all requests."""
 
 
 class References:
-    """Of one root schema."""
+    """Resolves references within one root schema."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
 
     def combined(self, schemas: list[Any], where: str) -> Schema | bool:
-        """One schema for what satisfies all of these; False: nothing does. Raises UserError."""
+        """One schema for the values that are valid for all of these; False if there are none.
+        Raises UserError."""
         merged: Schema | bool = {}
         for schema in schemas:
             try:
@@ -28,7 +30,7 @@ class References:
         return merged
 
     def resolved(self, schema: Any) -> Any:
-        """The schema with what its `$ref` points at, if it has one, in it."""
+        """The schema, merged with what its `$ref` points at if it has one."""
         seen: list[str] = []
         while isinstance(schema, dict) and "$ref" in schema:
             check_shape(schema)
@@ -44,7 +46,7 @@ class References:
         return schema
 
     def pointed(self, pointer: str, where: str) -> Any:
-        """What `$ref` names within the root. Raises UserError."""
+        """The part of the root schema that a `$ref` points at. Raises UserError."""
         if not pointer.startswith("#"):
             raise UserError(f"{where}: $ref {pointer!r} does not point into the schema itself")
         found: Any = self._root

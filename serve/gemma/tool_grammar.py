@@ -13,7 +13,8 @@ from specdec.core.errors import UserError
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 LONGEST_SCHEMA = 2**17
-"""Bytes of a schema that is followed strictly: Python reads it, which holds up everybody."""
+"""Most bytes of a schema that is followed strictly: Python reads it while it holds the GIL, which
+delays all requests."""
 
 
 def tool_grammar(
@@ -23,18 +24,17 @@ def tool_grammar(
     at_most: int | None,
     names: Collection[str] | None = None,
 ) -> str:
-    """A Lark grammar for llguidance; the text, up to the end of the turn, follows it.
+    """A Lark grammar for llguidance, for an answer up to the end of the turn.
 
     tools: OpenAI's, as in a chat request. Arguments of a tool with `strict: true` are valid for
-    its schema; of another, they are any object that Gemma can write.
-    at_least: how many calls there must be. With 0, text may stand before the calls; with more,
-    there is nothing but calls.
-    at_most: how many calls there may be, None for any number.
+    its schema; those of any other tool are any object that Gemma can write.
+    at_least: fewest calls. With 0, text may come before the calls; with more, there is no text.
+    at_most: most calls, None for any number.
     names: the only functions that may be called; None for all.
 
-    Keys come in the chat template's order. Formats are annotations, as JSON schema has it. A
-    vocabulary must have the control tokens that the grammar names; the end of the turn is
-    llguidance's end of sequence. Raises UserError that names the tool and what can't be enforced.
+    Keys come in the chat template's order. `format` is an annotation, as in the standard. The
+    vocabulary must have the control tokens that the grammar uses; the end of the turn is
+    llguidance's end of sequence. Raises UserError with the tool's name and what can't be enforced.
     """
     functions = [tool["function"] for tool in tools]
     offered = [f for f in functions if names is None or f["name"] in names]
@@ -68,7 +68,7 @@ def _call(function: dict[str, Any], rules: LarkRules) -> str:
 
 
 def _arguments(schema: dict[str, Any], rules: LarkRules) -> str:
-    """Arguments are an object, whatever else the schema admits."""
+    """A rule for a call's arguments: an object, even if the schema admits other types."""
     if schema.get("type", "object") != "object":
         raise UserError("parameters must be an object's schema")
     return SchemaRules(schema, rules).arguments({**schema, "type": "object"}, "parameters")

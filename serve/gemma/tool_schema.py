@@ -1,7 +1,8 @@
 """Grammar rules (llguidance's Lark) for values of a JSON schema, written in Gemma's syntax.
 
-What can't be had exactly is refused. Some of what is valid is never written: keys that a schema
-neither names nor gives a schema for, numbers of more than a hundred digits, `1.0` for an integer.
+A schema that can't be enforced exactly is refused. Some valid values are never written: keys that a
+schema neither names nor gives a schema for, numbers of more than a hundred digits, `1.0` for an
+integer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from serve.gemma.schema_references import References
 from specdec.core.errors import UserError
 
 NOT_IN_A_KEY = set(":,{}[]\"'<>|")
-# Bounds of a number that has but one: whole numbers up to here are exact in a double.
+# A number with only one bound in its schema gets this as the other: integers up to here are exact
+# in a double.
 FARTHEST = 2**53 - 1
 REFUSED = ("not", "if", "then", "else", "$dynamicRef", "$recursiveRef")
 REFUSED_OF_ARRAYS = ("contains", "unevaluatedItems", "additionalItems")
@@ -40,7 +42,7 @@ class SchemaRules:
         self._places: dict[str, str] = {}  # of rules
 
     def arguments(self, schema: Schema, where: str) -> str:
-        """A rule for values of `schema`, all of which can be written to an end."""
+        """A rule for values of `schema`. Raises UserError if some rule matches no finite text."""
         rule = self.value(schema, where)
         places = [self._places[name] for name in self._rules.endless() if name in self._places]
         if places:
@@ -48,9 +50,9 @@ class SchemaRules:
         return rule
 
     def value(self, schema: Any, where: str) -> str:
-        """A rule for values of `schema`, which stands at `where` in the root.
+        """A rule for values of `schema`, which is at the path `where` of the root schema.
 
-        Raises UserError that says where, and which keyword can't be enforced.
+        Raises UserError with that path and the keyword that can't be enforced.
         """
         if schema is True or schema == {}:
             return "any"
@@ -97,7 +99,8 @@ class SchemaRules:
         return either(self.value(way, f"{below}[{i}]") for i, way in enumerate(ways))
 
     def _joined(self, rest: Schema, schemas: list[Any], where: str) -> str:
-        """A schema alone keeps its name, so that recursion through it ends."""
+        """A rule for values that are valid for all of these. A single schema is not merged: it
+        keeps its rule, so that recursion through it ends."""
         if len(schemas) == 1 and not rest.keys() - ANNOTATIONS:
             return self.value(schemas[0], where)
         return self.value(self._references.combined([rest, *schemas], where), where)
@@ -194,7 +197,8 @@ class SchemaRules:
         return array([f"{item} {others}"], "", fewest)
 
     def object(self, schema: Schema, where: str) -> str:
-        """The body of a rule for objects of `schema`, whatever else it admits."""
+        """The body of a rule for objects that are valid for `schema`; its other types are
+        ignored."""
         for keyword in REFUSED_OF_OBJECTS:
             if keyword in schema:
                 raise _cannot(where, keyword)
@@ -212,7 +216,8 @@ class SchemaRules:
         return f'"{{" {optional(body) if empty else body} "}}"'
 
     def _pairs(self, named: Schema, required: list[str], where: str) -> tuple[str, bool]:
-        """A rule for the pairs that may stand, in Gemma's order, and whether there may be none."""
+        """A rule for the named pairs, in the order in which Gemma writes them, and whether all of
+        them may be absent."""
         so_far, empty = "", True
         for key in _sorted(named):
             value = self.value(named[key], f"{where}.properties.{key}")
@@ -282,7 +287,7 @@ def _check_order(least: Any, most: Any, where: str) -> None:
 
 
 def _check_sizes(schema: Schema, fewest: int, most: int | None, where: str) -> None:
-    """Numbers of properties are enforced where they follow from the names alone."""
+    """Raise UserError for minProperties and maxProperties, unless the names alone imply them."""
     if schema.get("minProperties", 0) > fewest:
         raise _cannot(where, "minProperties")
     limit = schema.get("maxProperties")

@@ -1,1 +1,1 @@
-"""OpenAI's Responses, without a memory: what Codex speaks."""
+"""OpenAI's Responses API without stored state, as Codex uses it."""

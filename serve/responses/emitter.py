@@ -18,13 +18,15 @@ CODES = {
     "context_length_exceeded": "context_length_exceeded",
     "queue_full": "rate_limit_exceeded",
 }
-"""Of errors -> of failed responses, as Codex knows them; otherwise by status."""
+"""An ApiError's code -> the code of the failed response that Codex recognises. Any other error gets
+server_error or invalid_prompt, by its status."""
 PARTS = {"thought": "response.reasoning_text", "text": "response.output_text"}
 ARGUMENTS = "response.function_call_arguments"
 
 
 class ResponsesEmitter:
-    """The `serve.answer.Emitter` of /v1/responses; without a generation it can but fail."""
+    """The `serve.answer.Emitter` of /v1/responses. Without a generation only `opening` and `failed`
+    may be called."""
 
     def __init__(
         self,
@@ -117,7 +119,7 @@ class ResponsesEmitter:
         return item_id(self._id, block)
 
     def _status(self, block: Block, blocks: Seqs[Block]) -> str:
-        """The last one is cut where the answer is."""
+        """The last block of an answer that was cut is incomplete, all others are completed."""
         return "incomplete" if self._cut and block is blocks[-1] else "completed"
 
     def _ended(self, blocks: Seqs[Block]) -> Json:
@@ -139,7 +141,7 @@ class ResponsesEmitter:
         return response | {"completed_at": int(time.time()), "metrics": usage.metrics()}
 
     def _response(self, status: str) -> Json:
-        """What is told of the request is what it asked for."""
+        """The response object. It repeats the request's own options."""
         wire = self._wire
         asked = wire.model_dump(
             by_alias=True, exclude_none=True, include={"tools", "text", "reasoning"}
@@ -171,7 +173,7 @@ class ResponsesEmitter:
         }
 
     def _sampling(self, name: str) -> float | None:
-        """As it is used, whoever chose it."""
+        """The effective value: the request's, the checkpoint's or the default."""
         if self._generation is None:
             return getattr(self._wire, name)
         return getattr(self._generation.plan.choices[0].sampling, name)

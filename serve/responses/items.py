@@ -1,4 +1,4 @@
-"""Output items of a response: a block each."""
+"""Output items of a response, one per block."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def item_of(response_id: str, block: Block, status: str, sealed: bool, names: Na
 
 
 def called(block: Block, names: Names) -> Json:
-    """Which function a call calls."""
+    """The name, and the namespace if any, of the called function."""
     namespace, name = names.own(block.name)
     return {"name": name} | ({} if namespace is None else {"namespace": namespace})
 
 
 def part_of(kind: Kind, text: str) -> Json:
-    """Of a thought or a text."""
+    """The content part of a thought or a text."""
     if kind == "thought":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,5 +1,5 @@
-"""Functions in namespaces (Codex sends each MCP server's tools as one) under names of one level, as
-the chat has them, and back."""
+"""Maps functions in namespaces (Codex sends the tools of each MCP server as one) to flat names for
+the chat, and back."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class FunctionTool(BaseModel):
 
 
 def only_functions(value: Any) -> Any:
-    """Without tools of other types, which would run on OpenAI's side or need its formats."""
+    """Drop tools of other types, which would run on OpenAI's servers or need its formats."""
     return _of_types(value, ("function",))
 
 
 class NamespaceTool(BaseModel):
-    """Its description is not shown to the model: those of the functions are."""
+    """The model gets the functions' descriptions, not the namespace's."""
 
     model_config = STRICT
 
@@ -64,7 +64,8 @@ def _of_types(value: Any, types: tuple[str, ...]) -> Any:
 
 
 class Names:
-    """Of one request's functions: (namespace or None, name) and the chat's name, one to one."""
+    """A one-to-one map between (namespace or None, name) of one request's functions and their names
+    in the chat."""
 
     def __init__(self, tools: Seqs[FunctionTool | NamespaceTool]) -> None:
         self._own: dict[str, tuple[str | None, str]] = {}  # by the chat's name
@@ -85,8 +86,9 @@ class Names:
             yield {"type": "function", "function": given}
 
     def in_chat(self, namespace: str | None, name: str) -> str:
-        """The chat's name of a function. One that is not among the tools gets the name that it
-        would have; without its namespace it is found where no other has its name."""
+        """The chat's name of a function. A function with a namespace that is not among the tools
+        gets the name that it would have; one without is looked up in all namespaces, and found if
+        exactly one has its name."""
         known = self._in_chat.get((namespace or None, name))
         if known is not None:
             return known
@@ -96,7 +98,7 @@ class Names:
         return inner[0] if len(inner) == 1 else name
 
     def of_namespace(self, namespace: str) -> list[str]:
-        """The chat's names of its functions."""
+        """The chat's names of a namespace's functions."""
         return [told for (space, _), told in self._in_chat.items() if space == namespace]
 
     def own(self, name: str) -> tuple[str | None, str]:

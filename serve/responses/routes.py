@@ -36,7 +36,7 @@ def responses_routes(context: Context, max_body: int) -> APIRouter:
 
 
 async def _failure(emitter: ResponsesEmitter, error: ApiError):
-    """OpenAI tells those who stream of these errors by an event, and Codex knows them there alone:
-    it compacts its history, or tries again."""
+    """A stream that fails before it begins. OpenAI reports these errors of streaming requests as an
+    event, and only then does Codex compact its history or try again."""
     for told in [*list(emitter.opening())[:1], *emitter.failed(error)]:
         yield told

@@ -48,7 +48,7 @@ HINTS: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "context_management": ([],),
 }
-"""Accepted names -> the values that ask for nothing; any other is refused."""
+"""Accepted names -> the values without effect; any other value is refused."""
 REFUSED = {
     "previous_response_id": "this server keeps no responses: send the whole conversation as input",
     "conversation": "this server keeps no conversations: send the whole one as input",
@@ -61,7 +61,7 @@ REFUSED = {
     "stop": "this API has none: use /v1/chat/completions",
     "n": "this API has one answer: use /v1/chat/completions",
 }
-"""Other names -> what to do here."""
+"""Names that are refused -> what to use here instead."""
 
 
 class MessageItem(BaseModel):
@@ -106,8 +106,8 @@ class ReasoningItem(BaseModel):
 
 
 class ForeignItem(BaseModel):
-    """What another provider's tools did, or anything that came after this was written: the model
-    reads it as text."""
+    """Any other item: another provider's tool calls and results, or newer types. The model gets it
+    as a line of text."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -115,7 +115,7 @@ class ForeignItem(BaseModel):
 
 
 def _typed(item: Any) -> Any:
-    """A message may come without saying that it is one."""
+    """Add the type of a message, which clients may leave out."""
     return {"type": "message", **item} if isinstance(item, dict) and "role" in item else item
 
 
@@ -156,7 +156,7 @@ def _as_items(value: Any) -> Any:
 
 
 class ReasoningOptions(Options):
-    """`summary` is accepted: thoughts come as they are."""
+    """`summary` is accepted and ignored: thoughts are sent unabridged."""
 
     place = "reasoning"
     hints = {"generate_summary": ANY, "context": ANY, "mode": ("standard",)}  # noqa: RUF012
@@ -176,7 +176,7 @@ class Format(Options):
 
 
 class TextConfig(Options):
-    """`verbosity` is accepted: this server's models have one."""
+    """`verbosity` is accepted and ignored: this server's models have one level."""
 
     place = "text"
 
@@ -222,5 +222,5 @@ class ResponsesRequest(SamplingWishes):
 
     @property
     def shows_thoughts(self) -> bool:
-        """Whether thoughts are to come in a form that clients send back, too."""
+        """Whether reasoning items also get `encrypted_content`, which clients send back."""
         return THOUGHTS in (self.include or ())

@@ -1,5 +1,6 @@
-"""Thoughts as `encrypted_content`, which clients keep and send back unread. Here it hides nothing:
-it is the thought's text, by which the next turn's prompt says what was said."""
+"""Thoughts as `encrypted_content`, which clients store and send back without reading. It is not
+encrypted: it is the thought's text in base64, so that the next turn's prompt contains the
+thought."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ def sealed(thought: str) -> str:
 
 
 def opened(content: str) -> str | None:
-    """None for what another server sealed."""
+    """The thought's text; None if another server encrypted it."""
     if not content.startswith(MARK):
         return None
     try:

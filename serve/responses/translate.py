@@ -1,4 +1,4 @@
-"""From a request of OpenAI's Responses to the chat that it means."""
+"""Translates a request of OpenAI's Responses API to a `ChatRequest`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ CHOICES = {
     "namespace": ("type", "name"),
     "allowed_tools": ("type", "mode", "tools"),
 }
-"""Types of a choice -> its names."""
+"""Types of a tool_choice object -> the names that it may have."""
 
 
 def chat_of(wire: ResponsesRequest) -> ChatRequest:
-    """Raises ApiError 400 for what the chat's own rules refuse."""
+    """Raises ApiError 400 for what `ChatRequest` refuses."""
     values = wire.sampling_wishes | {
         "model": wire.model,
         "messages": _messages(wire),
@@ -62,7 +62,8 @@ def _messages(wire: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def _of_items(items: Seqs[Item], names: Names) -> Iterator[dict[str, Any]]:
-    """What the assistant thought, said and called in a row is one message."""
+    """The chat messages of the items. Consecutive items of the assistant (a thought, a text, calls)
+    become one message."""
     turn: dict[str, Any] = {}
     for item in map(_readable, items):
         if isinstance(item, FunctionOutputItem):
@@ -82,8 +83,8 @@ def _of_items(items: Seqs[Item], names: Names) -> Iterator[dict[str, Any]]:
 
 
 def _readable(item: Item) -> Item:
-    """An item of another provider as text: what its tools gave is said to the assistant, the rest
-    by it."""
+    """Replace a foreign item by a message with its text: results of tools are of role `user`, all
+    others of role `assistant`."""
     if not isinstance(item, ForeignItem):
         return item
     role = "user" if item.type.endswith("_output") else "assistant"
@@ -91,7 +92,7 @@ def _readable(item: Item) -> Item:
 
 
 def _begins_anew(turn: dict[str, Any], item: Item) -> bool:
-    """A thought or a text after a text or a call is of another answer."""
+    """Whether an item begins a new message: a thought or a text does after a text or a call."""
     said = "content" in turn or "tool_calls" in turn
     return said and not isinstance(item, FunctionCallItem)
 
@@ -115,7 +116,7 @@ def _add(turn: dict[str, Any], item: Item, names: Names) -> None:
 
 
 def _thought(item: ReasoningItem) -> str | None:
-    """As it was thought; else its summary."""
+    """The thought's full text, else its summary."""
     if item.content:
         return "\n".join(part.text for part in item.content)
     if item.encrypted_content:
@@ -126,7 +127,7 @@ def _thought(item: ReasoningItem) -> str | None:
 
 
 def _choice(choice: str | dict[str, Any] | None, names: Names) -> Any:
-    """The chat's form of it: a function's name lies one level deeper there."""
+    """The tool_choice in the chat's form, where a function's name is one level deeper."""
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")

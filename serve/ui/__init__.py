@@ -1,1 +1,2 @@
-"""The page at /: chat, coloured by who guessed what, and a race against plain decoding."""
+"""The page at /: a chat with tokens coloured by the source of each guess, and a race against plain
+decoding."""

@@ -1,5 +1,5 @@
-"""The page and its files: static, of this server alone, and open to all, for they hold no secret.
-What they ask of the API, they ask with the key that is typed into the page."""
+"""Serves the page at / and its static files. They need no API key, as they contain no secret; the
+page sends the key that the user enters with its API requests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ POLICY = "; ".join(
         *("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
     )
 )
-"""No script or style that stands in the page, nothing of any other host, no frame around it."""
+"""Forbids inline scripts and styles, anything from other hosts, and framing."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # kept, and asked for again by its tag
+    "Cache-Control": "no-cache",  # cached, but revalidated by ETag
 }
 
 
@@ -42,7 +42,7 @@ def _read() -> dict[str, _File]:
 
 
 def ui_routes() -> APIRouter:
-    """/ and /ui/…, the same while the model loads."""
+    """Routes / and /ui/…, the same while the model loads."""
     router, static = APIRouter(include_in_schema=False), _read()
 
     def answer(request: Request, file: _File) -> Response:

@@ -1,2 +1,2 @@
-"""From what was asked for to a running engine: model, drafter, loop, proof and warm-up. The command
-line and the door (`specdec.load`) are made of it."""
+"""Builds a running engine from its configuration: model, drafter, loop, self-check and warm-up.
+Used by the command line and `specdec.load`."""

@@ -27,7 +27,7 @@ WARM_TOKENS = 12
 PLAIN_STEPS = 12
 """Steps of plain decoding that are timed."""
 PROVEN_ROWS = 8
-"""Rows that both loops decode before either is trusted; more would only take longer."""
+"""Most rows with which the two loops are compared at start-up; more would only take longer."""
 VARIANTS = tuple(Sampling(temperature=t, logprobs=n, seed=1) for t in (0.0, 1.0) for n in (None, 0))
 """One request for each variant of the compiled programs."""
 
@@ -35,7 +35,7 @@ NO_REUSE = PrefixConfig(prefix_cache=False)
 
 
 def loop_of(model: Model, speculation: SpeculationConfig) -> Loop:
-    """The one that was asked for, or the faster."""
+    """The configured loop, by default the target's faster one."""
     return speculation.loop or model.loops[0]
 
 
@@ -46,11 +46,11 @@ def make_engine(
     script: Script | None = None,
     prefix: PrefixConfig = NO_REUSE,
 ) -> Engine:
-    """The engine on this model's target, with the drafter (the model's own, or none) and the loop
-    that were asked for. Raises UserError for a drafter that this loop can't run.
+    """An engine on this model's target with the drafter and loop of `speculation`; the drafter must
+    be one of `model.drafters`. Raises UserError for a drafter that this loop can't run.
 
-    prefix: what is kept of prompts; nothing by default, for prompts of most commands begin anew.
-    script: what is said, whatever the target chooses (speed tests only).
+    prefix: the prefix cache's settings; off by default, as most commands never repeat a prompt.
+    script: texts that replace the target's choices (speed tests only).
     """
     placed, target = model.drafters[speculation.drafter], model.target
     kind, loop = registry.find(speculation.drafter), loop_of(model, speculation)
@@ -79,7 +79,8 @@ def make_engine(
 def _scripted(
     target: Any, drafter: Any, script: Script, composite: Composite | None
 ) -> tuple[Any, Any]:
-    """Both as the script has them; guesses by weights are right as often as it says."""
+    """Target and drafter wrapped to follow the script. If it has recorded acceptance, guesses of
+    the drafter with weights are right as often as recorded."""
 
     def recorded(inner: Any) -> Any:
         return ScriptedDrafter(inner, script)
@@ -93,8 +94,8 @@ def _scripted(
 
 
 def require_exact(model: Model, speculation: SpeculationConfig, status: Status = quiet) -> None:
-    """Refuse programs whose rows depend on their place, their neighbours or the loop: proved on
-    the device at hand, unless they are exact by construction. Raises UserError."""
+    """Raise UserError if a row's result depends on its place, its neighbours or the loop. This is
+    tested on the device, unless the programs are exact by construction."""
     if model.backend.exact(model.target):
         return
     with status("proving that rows do not depend on their place"):
@@ -109,7 +110,7 @@ def require_exact(model: Model, speculation: SpeculationConfig, status: Status =
 
 
 def _same_in_both_loops(model: Model, speculation: SpeculationConfig) -> bool:
-    """The device loop compiles programs of its own: compare their texts with the host loop's."""
+    """Whether both loops give the same texts; the device loop compiles its own programs."""
     texts = []
     for loop in ("host", "device"):
         engine = make_engine(model, replace(speculation, loop=loop))
@@ -124,10 +125,11 @@ def _same_in_both_loops(model: Model, speculation: SpeculationConfig) -> bool:
 def warm_up(
     engine: Engine, samplings: Iterable[Sampling], rows: int = 1, lengths: Iterable[int] = (1,)
 ) -> None:
-    """Compile what these requests will need, so that none has to wait for it.
+    """Compile the programs that these requests need, so that no request waits for it.
 
-    rows: every batch up to this many is decoded; lengths: prompts to prefill. Of constrained text
-    the lone request alone: larger batches of it are rarer, and would double the start.
+    rows: batches of up to this many rows are decoded. lengths: lengths of prompts to prefill.
+    Constrained text is warmed up for one row only: larger batches are rarer and would double the
+    start-up time.
     """
     for sampling in samplings:
         # one row joins per turn, so the first must last until the last is there

@@ -18,7 +18,7 @@ from targets.model_folder import read_arch
 from targets.tokenizer import Tokenizer, load_tokenizer
 
 Status = Callable[[str], AbstractContextManager[Any]]
-"""Shows what is being done for as long as it is done."""
+"""A context manager's factory: shows a text while the block runs."""
 
 
 def quiet(doing: str) -> AbstractContextManager[None]:
@@ -35,7 +35,7 @@ class Model:
     tokenizer: Tokenizer
     backend: Backend
     drafters: Mapping[str, PlacedDrafter]
-    """By name: the one that was asked for, those that it is made of, and plain decoding's."""
+    """By name: the configured drafter, the drafters that it combines, and `none`."""
     loops: Seqs[Loop]
     """The drivers that the target has, the faster one first."""
     notes: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Model:
 def load_model(
     config: ModelConfig, speculation: SpeculationConfig, status: Status = quiet
 ) -> Model:
-    """Load what was asked for. speculation: resolved. Raises UserError."""
+    """Load a checkpoint with its drafter. speculation: resolved. Raises UserError."""
     backend, kind, loops = _asked(config, speculation)
     with status(f"looking for {config.model}"):
         path = checkpoint_path(config.model)
@@ -84,8 +84,8 @@ def random_model(
 def _asked(
     config: ModelConfig, speculation: SpeculationConfig
 ) -> tuple[Backend, DrafterKind, Seqs[Loop]]:
-    """Backend, drafter and the loops that there are. Raises UserError, before anything is read, for
-    a drafter that has no step for the loop which would run it."""
+    """The backend, the drafter's kind and the target's loops. Raises UserError, before anything is
+    read, for a drafter without a step for the loop that would run it."""
     backend, kind = backend_of(config, speculation.loop), registry.find(speculation.drafter)
     loops = backend.loops(config)
     kind.refuse(speculation.loop or loops[0], config.backend)

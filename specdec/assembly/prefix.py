@@ -1,4 +1,4 @@
-"""The prefix cache of an engine: what it may take of which memory."""
+"""Creates an engine's prefix cache and sets its memory budgets."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ GRAIN = 64 << 20
 """Host memory is taken in pieces of so many bytes (targets.cuda.host_blocks)."""
 HOST_GIB = 8
 HOST_SHARE = 4
-"""Of the machine's memory, one part in so many at most, unless more is asked for."""
+"""By default the cache takes at most 1/HOST_SHARE of the machine's memory."""
 UNBOUNDED = 1 << 62
 
 
 def make_prefix_cache(
     model: Model, placed: PlacedDrafter, drafter: Any, config: PrefixConfig
 ) -> PrefixCache | None:
-    """None where it is not wanted, or no prompt can be longer than a chunk. Device memory is
-    given to it later, by `grant`. Raises UserError."""
+    """The engine's prefix cache; None if it is turned off, or if no prompt can be longer than a
+    chunk. It gets device memory later, by `grant`. Raises UserError."""
     host, target = host_budget(config), model.target
     if not config.prefix_cache:
         return None
@@ -71,17 +71,17 @@ def warm_prefix_cache(engine: Engine) -> None:
 
 
 def grant(engine: Engine, device: int) -> None:
-    """Let it take so many bytes of device memory: what is spare once all is warm."""
+    """Set the cache's budget of device memory, in bytes: what is spare after warm-up."""
     if engine.prefix_cache is not None:
         engine.prefix_cache.pool.budget.device = device
 
 
 @dataclass(frozen=True)
 class PrefixBudget:
-    """What is told of an engine's prefix cache."""
+    """Sizes and budgets of an engine's prefix cache, as printed at start-up."""
 
     unit: int
-    """Tokens per chunk: what is reused of a prompt is a multiple."""
+    """Tokens per chunk; prompts are reused in whole chunks."""
     max_len: int
     device: int
     host: int
@@ -101,7 +101,7 @@ class PrefixBudget:
 
 
 def budget_for(model: Model, config: PrefixConfig) -> PrefixBudget:
-    """What an engine on this model would be given now. Raises UserError."""
+    """The budget for an engine on this model, by the memory that is free now. Raises UserError."""
     own, longest = snapshots_of(model.target), model.target.max_len
     spare, host = own.spare_bytes(), host_budget(config)
     return PrefixBudget(own.unit, longest, spare, host, config.prefix_cache)

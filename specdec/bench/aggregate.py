@@ -56,7 +56,8 @@ class Figures:
         return {place: timing(repeats) for place, repeats in self.samples.get(kind, {}).items()}
 
     def run_rows(self, kind: str) -> list[dict[str, Any]]:
-        """A row per run: the median speed, its spread, and whether all repeats said the same."""
+        """A row per run: the median speed, its spread, and whether all repeats gave the same
+        text."""
         rows = []
         for runs in self.runs.get(kind, {}).values():
             speeds = [run.tokens_per_second for run in runs]

@@ -99,16 +99,20 @@ def print_script(document: Row, console: Console) -> None:
     }
     print_table(f"{document['requests']} scripted answers", document["script"], columns, console)
     _print_gpus(document["gpus"][-1], console)
-    said = "the script was said" if document["equal"] else "[bold red]OTHER TOKENS CAME[/bold red]"
+    said = (
+        "all answers equal the script"
+        if document["equal"]
+        else "[bold red]ANSWERS DIFFER FROM THE SCRIPT[/bold red]"
+    )
     console.print(said)
 
 
 def print_policy(told: Row, console: Console) -> None:
-    """What `auto` chose, and what each drafter alone would have done (`core.policy.report`)."""
+    """The choices of `auto`, and estimates for each drafter alone (`core.policy.report`)."""
     chosen = told["chosen"]
     all_rows = sum(chosen.values()) or 1
     shares = ", ".join(f"{name} {count / all_rows:.0%}" for name, count in sorted(chosen.items()))
-    console.print(f"whose guesses were taken: {shares or 'nobody has asked yet'}", markup=False)
+    console.print(f"rows by source of their draft: {shares or 'none yet'}", markup=False)
     costs: dict[str, Callable[[Row], str]] = {
         "rows": _plain("rows"),
         "verified": _plain("depth"),

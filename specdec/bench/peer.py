@@ -23,7 +23,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "prompt lookup": {"prompt_lookup_num_tokens": 0},
     "static cache, compiled": {"cache_implementation": "static"},
 }
-"""What to ask of `generate`; the one that may take minutes is last."""
+"""Name of a run -> options of `generate`; the run that may take minutes is last."""
 
 
 def text_config(random: str | None, model: str) -> dict[str, Any]:

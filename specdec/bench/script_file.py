@@ -1,4 +1,4 @@
-"""What `specdec bench --script` is told to say: texts from files."""
+"""Reads the texts for `specdec bench --script` from files."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Text = str | list[int]
 
 @dataclass(frozen=True)
 class Recorded:
-    """How drafters with weights fared on an answer when they were run (`eval-acceptance
-    --record`)."""
+    """How many guesses of drafters with weights were right on an answer, recorded by
+    `eval-acceptance --record`."""
 
     k: int
     """Guesses per draft."""
@@ -42,16 +42,17 @@ class ScriptText:
     prompt: Text
     answer: Text
     prediction: Text | None = None
-    """Its predicted output, where one is given."""
+    """Its predicted output, if given."""
     acceptance: tuple[float, ...] | None = None
-    """How often drafters with weights keep at least 1, 2, ... guesses; None: as the command
-    says."""
+    """Shares of cycles in which a drafter with weights keeps at least 1, 2, ... guesses; None: the
+    command's --acceptance."""
     recorded: Recorded | None = None
-    """Comes before `acceptance`, for the drafters that it names."""
+    """Takes precedence over `acceptance`, for the drafters that it names."""
 
     def encode(self, encode: Encode, encode_bare: Encode, most: int | None) -> ScriptRow:
-        """encode: of a prompt's text; encode_bare: of one that begins none, without BOS. most:
-        tokens of the answer that are said, None for all. Raises UserError."""
+        """The request as token ids. encode: for the prompt. encode_bare: for other texts, without
+        BOS.
+        most: tokens of the answer to use, None for all. Raises UserError."""
         prompt, answer = _ids(self.prompt, encode), _ids(self.answer, encode_bare)
         for name, right in self.recorded.right.items() if self.recorded else ():
             if len(right) != len(answer):
@@ -83,15 +84,16 @@ class ScriptRow:
     recorded: Recorded | None = None
 
     def recorded_of(self, drafter: str) -> np.ndarray | None:
-        """What was recorded of it, if anything: int32 [len(answer)]."""
+        """The recorded numbers of right guesses of a drafter, int32 [len(answer)]; None without."""
         right = None if self.recorded is None else self.recorded.right.get(drafter)
         return None if right is None else right[: len(self.answer)]
 
 
 def read_script(path: Path) -> list[ScriptText]:
-    """The requests of a JSONL file; of another text one, whose first half is the prompt.
+    """The requests of a JSONL file; any other text file is one request, with its first half as
+    prompt.
 
-    Raises UserError that names the file, and the line where one is bad.
+    Raises UserError that names the file and the invalid line, if any.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -105,8 +107,7 @@ def read_script(path: Path) -> list[ScriptText]:
         rows = [_row(line, f"{path}:{n}") for n, line in numbered]
     if not rows:
         raise UserError(
-            f"--script: {path} holds nothing to say: it must be a text, or JSON lines (.jsonl), "
-            f"each {FORM}"
+            f"--script: {path} is empty: it must be a text, or JSON lines (.jsonl), each {FORM}"
         )
     return rows
 

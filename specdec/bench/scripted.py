@@ -27,12 +27,12 @@ from targets.backend import LoadedTarget
 
 @dataclass(frozen=True)
 class Point:
-    """What is timed."""
+    """One configuration that is timed."""
 
     drafter: str
     k: int
     predicted: bool
-    """Whether each request brings its prediction."""
+    """Whether the requests are sent with their predictions."""
     batch: int
     """Requests that decode together, as long as none has ended."""
 
@@ -45,23 +45,23 @@ class TimedPass:
     seconds: float
     tau: float
     differing: int
-    """Requests whose tokens were not the script's."""
+    """Requests with an answer that differs from the script."""
 
 
 @dataclass(frozen=True)
 class ScriptPlan:
-    """What to time on one script."""
+    """The requests and configurations to time."""
 
     rows: Seqs[ScriptRow]
     acceptance: tuple[float, ...] | None
-    """Of drafters with weights; None: what they guess themselves."""
+    """Acceptance of drafters with weights; None: their own guesses are used."""
     batches: tuple[int, ...]
     ks: tuple[int, ...]
     repeats: int
 
     def right(self, speculation: SpeculationConfig) -> list[np.ndarray | None]:
-        """Of each row: how many guesses of the drafter with weights are right where they begin at
-        each of its tokens. None: those that it makes itself."""
+        """For each row int32 [tokens]: how many guesses of the drafter with weights are right if
+        its draft begins at that token. None: its own guesses are used."""
         name = _weighted(speculation)
         return [
             None if name is None else self._right_of(row, name, number)
@@ -107,7 +107,8 @@ class ScriptPlan:
             )
         if self.acceptance and not drawn:
             raise UserError(
-                f"--acceptance has no use here: the script tells how {name} fared; leave it out"
+                f"--acceptance has no use here: the script has recorded guesses of {name}; leave "
+                "it out"
             )
         short = min((len(shares) for shares in told if shares), default=k)
         if short < k:
@@ -131,7 +132,7 @@ def measure_script(
     found: dict[Point, list[TimedPass]] = {}
     for _ in range(plan.repeats):
         for config in _configs(model, speculation, plan.ks):
-            with status(f"saying the script with {config.drafter}, K = {config.k}"):
+            with status(f"decoding the script with {config.drafter}, K = {config.k}"):
                 for point, timed in timed_passes(model, config, plan):
                     found.setdefault(point, []).append(timed)
     return rows_of(found, loop_of(model, speculation))
@@ -140,7 +141,7 @@ def measure_script(
 def _configs(
     model: Model, speculation: SpeculationConfig, ks: Seqs[int]
 ) -> list[SpeculationConfig]:
-    """Plain decoding, and the drafter with each K; of one that is made of others, these too."""
+    """Plain decoding, and the drafter with each K; for a composite drafter also its parts."""
     composite = model.drafters[speculation.drafter].composite
     names = [*(composite.parts if composite else ()), speculation.drafter]
     device = loop_of(model, speculation) == "device"
@@ -194,7 +195,7 @@ Numbered = list[tuple[int, ScriptRow]]
 
 
 def _timed(engine: Engine, rows: Seqs[ScriptRow], batch: int, predicted: bool) -> TimedPass:
-    """The whole script, so many requests together, group after group."""
+    """Decode the whole script in groups of `batch` requests."""
     engine.acceptance = Acceptance()
     numbered, tokens, seconds, differing = list(enumerate(rows)), 0, 0.0, 0
     for start in range(0, len(numbered), batch):
@@ -207,7 +208,7 @@ def _timed(engine: Engine, rows: Seqs[ScriptRow], batch: int, predicted: bool) -
 
 
 def _say(engine: Engine, group: Numbered, predicted: bool) -> tuple[list[Sequence], float]:
-    """Read the prompts, then decode: the requests, and seconds of the decoding."""
+    """Prefill all prompts, then decode. Returns the sequences and the seconds of decoding."""
     seqs = [_request(number, row, predicted) for number, row in group]
     prefilled(engine, seqs)
     started = time.perf_counter()

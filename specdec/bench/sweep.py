@@ -27,7 +27,8 @@ from specdec.core.types import Sampling, Sequence
 from targets.backend import meter_of
 
 LOOKUP = 24
-"""Tokens that a prompt of the end-to-end runs says twice, so that prompt lookup finds them."""
+"""Length in tokens of the text that each prompt of the end-to-end runs repeats, for prompt
+lookup."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,11 @@ class Grid:
 
 
 Targets = dict[int, tuple[Any, int]]
-"""By the width that is really fed: the target that feeds it, and the width that was asked for."""
+"""Width that is really fed -> (the target that feeds it, the requested width)."""
 
 
 def targets_by_width(model: Model, grid: Grid) -> Targets:
-    """Made once: a backend may compile a width anew."""
+    """The targets for all widths. Called once, as a backend may compile for each width."""
     meter = meter_of(model.target)
     asked = ((w, *meter.at_width(w)) for w in grid.widths)
     return {fed: (target, width) for width, target, fed in asked}
@@ -97,7 +98,8 @@ def measure(
 
 
 def _steps(model: Model, targets: Targets, grid: Grid, context: int, figures: Figures) -> None:
-    """Each batch and width, host-driven and, where it can be told, by the device's own clock."""
+    """Time steps of each batch and width, driven by the host and, if supported, by the device's own
+    clock."""
     filled: dict[int, list[Sequence]] = {}
     for fed, (target, width) in targets.items():
         if id(target) not in filled:

@@ -1,7 +1,7 @@
 """Step times and end-to-end speed of one target, as ratios measured side by side in one run.
 
-Contexts are really filled and each row has its own. Knows nothing of frameworks: what it needs of
-the device is given to it. Each function returns samples; `aggregate.py` makes figures of them.
+Contexts are really filled, and each row has its own. The module imports no framework; targets and
+engines are passed in. Each function returns samples; `aggregate.py` makes figures of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from specdec.core.types import Array, Sampling, Sequence
 
 STEPS, WARM_STEPS = 30, 5
 CYCLE_SAMPLES, CYCLES_EACH = 20, 4
-"""Several cycles to a sample: a driver may answer for many at once, or for the one before."""
+"""Samples, and cycles per sample: several, because a driver may return many rounds at once, or
+those of the dispatch before."""
 FIRST_TOKENS = 5
 ROOM = 128
 """Tokens that a context needs beyond itself to be timed."""
@@ -30,7 +31,8 @@ NUCLEUS = Sampling(temperature=0.8, top_p=0.95)
 
 @dataclass(frozen=True)
 class Run:
-    """One end-to-end run: decode tokens per second without the first token, and what was said."""
+    """One end-to-end run: decode tokens per second without the first token, and a digest of the
+    answers."""
 
     name: str
     tokens_per_second: float
@@ -75,9 +77,9 @@ def step_samples(target: Target, seqs: list[Sequence], k: int) -> list[float]:
 
 
 def cycle_samples(engine: Engine, prompts: list[list[int]]) -> list[float]:
-    """Seconds per cycle, whoever drives it: drafting, accepting, emitting and the host included.
+    """Seconds per cycle of either loop, with drafting, accepting, emitting and the host's work.
 
-    Texts grow as they are decoded; stops early where one comes to the end of its context.
+    Texts grow as they are decoded; it stops early if one reaches the end of its context.
     """
     rounds, inner = 0, engine.cycle
 
@@ -145,8 +147,8 @@ def end_to_end(
 
 
 def prefilled(engine: Engine, seqs: list[Sequence]) -> None:
-    """Read all prompts, one chunk per turn. Nobody decodes meanwhile: with many rows, the first
-    would else have come to its end before the last is there."""
+    """Prefill all prompts, one chunk per step, without decoding in between: with many rows, the
+    first would otherwise end before the last is prefilled."""
     cycle, engine.cycle = engine.cycle, lambda seqs, single: []
     for seq in seqs:
         engine.submit(seq)

@@ -1,7 +1,7 @@
 """The command line: one module per command, listed in COMMANDS.
 
-Only this package may import everything, and it does so inside its commands, so that `--help`
-answers at once and a missing backend is only noticed by who needs it.
+Only this package may import everything. It does so inside its commands, so that `--help` answers at
+once and only commands that need a backend fail without it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ app = App(
 COMMANDS = {
     "generate": (
         "generate:generate",
-        "Stream one answer and say what speculation was worth.",
+        "Stream one answer and report tau, acceptance and speed.",
         'specdec generate "def quicksort(items):" --k 7',
     ),
     "serve": (
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         try:
             _run(sys.argv[1:] if argv is None else argv)
         finally:
-            sys.stdout.flush()  # here, where a failure can still be told
+            sys.stdout.flush()  # here, so that a failure is still reported
     except (UserError, CycloptsError) as problem:
         say_failure(problem)
         sys.exit(2)
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     except OSError as problem:
         unwritable = _drop_output()
         if isinstance(problem, BrokenPipeError) and unwritable:
-            sys.exit(141)  # `| head` has read enough: the exit code that a shell gives for SIGPIPE
+            sys.exit(141)  # the reader closed the pipe: a shell's code for SIGPIPE
         line = said_of(problem)
         if line is None:
             raise
@@ -138,7 +138,8 @@ def _run(arguments: list[str]) -> None:
 
 
 def _drop_output() -> bool:
-    """Whether stdout can't be written. Python would try once more on its way out, and complain."""
+    """Whether stdout can't be written. If so it is redirected to /dev/null, as Python would flush
+    it again at exit and print an error."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""Who may use a server: the options, and the keys that they name."""
+"""Options for access to a server, and the API keys from all sources."""
 
 from __future__ import annotations
 
@@ -20,41 +20,43 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class AccessConfig:
     api_key: Annotated[tuple[str, ...], Parameter(negative=())] = ()
-    """A key, one of which clients must send as bearer token; may be repeated. The environment's
-    SPECDEC_API_KEY (several with commas between) and --api-key-file add theirs, unseen by others on
-    this machine. Nothing is asked by default."""
+    """An API key; may be repeated. Clients must send one of the keys as bearer token. Keys in the
+    environment's SPECDEC_API_KEY (separated by commas) and in --api-key-file count too, and are not
+    visible to other users of this machine. By default no key is required."""
     api_key_file: Path | None = None
     "A file of such keys, one per line; lines that begin with # are skipped."
     no_api_key: Annotated[bool, Parameter(negative=())] = False
-    "Serve anybody who reaches a --host beyond this machine, without a key."
+    "Allow requests without a key even if --host can be reached from other machines."
     share_cache: Annotated[bool, Parameter(negative=())] = False
-    """Let callers with different keys reuse each other's prompts. Apart by default: the time to the
-    first token tells that somebody sent the same before."""
+    """Let callers with different keys reuse each other's prompts. By default each key has its own
+    cache: the time to the first token would reveal that another key sent the same prompt."""
     allowed_host: Annotated[tuple[str, ...], Parameter(negative=())] = ()
-    """A further name by which clients reach a server without keys; may be repeated. Others than the
-    machine's own are refused, so that no page in a browser can pass for this server."""
+    """A further host name by which clients reach a server without keys; may be repeated. Names
+    other than these and the machine's own are refused, so that no page in a browser can pass for
+    this server."""
     cors_origin: Annotated[tuple[str, ...], Parameter(negative=())] = ()
-    """An origin whose pages may use the server, as https://app.example, or * for any; may be
-    repeated."""
+    """An origin with pages that may use the server, such as https://app.example, or * for any; may
+    be repeated."""
 
     def keys(self, host: str) -> tuple[str, ...]:
-        """All keys, of every source. Raises UserError, too where there should be one."""
+        """All keys from all sources. Raises UserError, also if a key is required and there is
+        none."""
         from serve.policy import is_loopback
 
         if any(not key.strip() for key in self.api_key):
-            raise UserError("--api-key is empty: leave it out to ask for none")
+            raise UserError("--api-key is empty: leave it out to require no key")
         found = checked_keys((*self.api_key, *self._of_file())) + environment_keys()
         if found and self.no_api_key:
             raise UserError(f"--no-api-key, but there are keys (--api-key, {VARIABLE}): choose")
         if not found and not self.no_api_key and not is_loopback(host):
             raise UserError(
-                f"--host {host} lets others than this machine in: set --api-key, --api-key-file or "
-                f"{VARIABLE}, or say --no-api-key"
+                f"--host {host} can be reached from other machines: set --api-key, --api-key-file "
+                f"or {VARIABLE}, or pass --no-api-key"
             )
         return found
 
     def policy(self, host: str, keys: tuple[str, ...]) -> AccessPolicy:
-        """What is asked of callers beside a key."""
+        """The policy for Host headers and CORS."""
         from serve.policy import AccessPolicy
 
         hosts = None if keys else frozenset(self.allowed_host)

@@ -48,24 +48,24 @@ class BenchConfig:
     ks: Whole = ()
     "Draft tokens per cycle with which cycles are timed; by default K."
     prompt_lengths: Whole = (128,)
-    "Lengths of prompts whose time to first token is measured."
+    "Lengths of prompts for which the time to the first token is measured."
     synthetic_tau: Real = ()
     "Speed end to end as if cycles emitted this many tokens on average."
     routing_overlap: float | None = None
-    """With --random, of a mixture of experts: the share of a verify's picks (of K = 4) that repeat
-    another row's. By default as many as by chance, 0.12 of 26B-A4B's; 0.38 is reported of real
-    texts, whose rows pick alike."""
+    """With --random and a mixture of experts: the share of the experts picked in a verify (of K =
+    4) that another row picks too. By default as many as by chance (0.12 for 26B-A4B); 0.38 is
+    reported for real texts, where rows pick similar experts."""
     script: Path | None = None
-    """Measure this instead: speed and tau as if the target said these texts. JSON lines (.jsonl)
-    of {"prompt", "answer"}, with "prediction", "acceptance" and "recorded" where they are known,
-    as eval-acceptance --record writes them; or a text, whose first half is the prompt."""
+    """Measure speed and tau on these texts only, as if the target generated them. JSON lines
+    (.jsonl) of {"prompt", "answer"}, optionally with "prediction", "acceptance" and "recorded", as
+    eval-acceptance --record writes them; or a text file, with its first half as the prompt."""
     acceptance: Real = ()
     """With --script: the shares of cycles in which a drafter with weights keeps at least 1, 2, ...
     guesses, as eval-acceptance reports them by position."""
     max_tokens: int | None = None
-    "Tokens per row of the end-to-end runs, 128 by default; of a script the whole answers."
+    "Tokens per row of the end-to-end runs; by default 128, or a script's whole answers."
     repeats: int = 2
-    "How often everything is measured: the receipt tells the spread."
+    "How often everything is measured; the receipt contains the spread."
     peer: Literal["transformers"] | None = None
     "Run this engine beside, on random weights of the same dimensions."
     out: Path | None = None
@@ -129,7 +129,7 @@ def _grid(config: BenchConfig, model: ModelConfig, speculation: SpeculationConfi
 def _refuse(
     config: BenchConfig, model: ModelConfig, speculation: SpeculationConfig, grid: Grid
 ) -> None:
-    """What can be known to be wrong before minutes are spent. Raises UserError."""
+    """Raise UserError for invalid options, before any measurement."""
     for name in ("batches", "contexts", "widths", "prompt_lengths"):
         if min(getattr(grid, name), default=1) < 1:
             option = name.replace("_", "-")
@@ -142,8 +142,8 @@ def _refuse(
     _refuse_overlap(config, model)
     if config.synthetic_tau and find(speculation.drafter).part is not None:
         raise UserError(
-            "--synthetic-tau says what one drafter guesses: name it with --drafter, for "
-            f"{speculation.drafter} is made of several"
+            "--synthetic-tau needs a single drafter: choose one with --drafter, as "
+            f"{speculation.drafter} combines several"
         )
     backend_of(model)
     for option, file in (("--out", config.out), ("--plot", config.plot)):
@@ -168,7 +168,7 @@ def _refuse_overlap(config: BenchConfig, model: ModelConfig) -> None:
 
 def _refuse_beside_a_script(config: BenchConfig) -> None:
     if config.script is None and config.acceptance:
-        raise UserError("--acceptance is for --script FILE: name the texts to say")
+        raise UserError("--acceptance needs --script FILE: give the texts, or leave it out")
     if config.script is None:
         return
     if config.acceptance:
@@ -205,7 +205,7 @@ def _script_plan(
 
 
 def _say_script(model: Model, speculation: SpeculationConfig, plan: ScriptPlan) -> dict[str, Any]:
-    """The receipt's figures, which it prints."""
+    """Measure and print a script's figures; returns their part of the receipt."""
     rows = measure_script(model, speculation, plan, partial(working, console))
     document = {
         "gpus": [gpus()],
@@ -262,7 +262,7 @@ def _peer(
 
 
 def _save(document: dict[str, Any], config: BenchConfig) -> None:
-    """Receipt and picture, as soon as there are any: a peer may take its time, or the machine."""
+    """Write receipt and picture; called before the peer runs too, which may take long or crash."""
     if config.out is not None:
         write_whole(config.out, json_module.dumps(document, indent=1))
     if config.plot is not None:

@@ -23,9 +23,9 @@ def compile(
     """Do all that `specdec serve` does before its first request, and keep the compiled programs.
 
     A program is compiled for a model's shapes, --slots, --max-len, --k, --drafter, --loop,
-    --dtype, --tp, the device and the versions of jax; what other commands find of theirs they
-    take, and the rest they compile. Of several processes the first one writes: let all read its
-    folder. With cuda, kernels are compiled and kept, in their own folder.
+    --dtype, --tp, the device and the versions of jax. Other commands reuse the programs that match
+    and compile the rest. Of several processes only process 0 writes: let all read its folder. With
+    cuda, kernels are compiled and kept in their own folder.
     """
     began = time.perf_counter()
     speculation = resolved(speculation, model)

@@ -39,15 +39,15 @@ class ProgramConfig:
     int4: bool = False
     "Linear layers in int4, by groups of 32 inputs."
     kv_dtype: Literal["bfloat16", "int8"] = "bfloat16"
-    "What keys and values are cached in."
+    "Data type of the KV cache."
     k: int = 7
     "Draft tokens per cycle; plain decoding runs at the width that holds them, too."
     batches: Whole = (1,)
     "Rows per step, as in 1,8,64."
     contexts: Whole = (512, 2048)
-    "Tokens that each row has, all that its cache has room for unless --max-len says more."
+    "Tokens in each row's cache; the cache is exactly that long unless --max-len is given."
     max_len: int | None = None
-    "Tokens that each row's cache has room for."
+    "Length of each row's cache in tokens."
     out: Path | None = None
     "Where to write the receipt (JSON)."
     plot: Path | None = None
@@ -107,7 +107,7 @@ def _jobs(arch: Arch, chip: Chip, config: ProgramConfig) -> list[tuple[Job, tupl
 
 
 def _refuse(config: ProgramConfig) -> None:
-    """What can be known to be wrong before anything is compiled. Raises UserError."""
+    """Raise UserError for invalid options, before anything is compiled."""
     if config.int8 and config.int4:
         raise UserError("--int8 and --int4 are two ways to quantise: leave one of them")
     for name in ("batches", "contexts"):

@@ -1,4 +1,4 @@
-"""What the commands share: where they print, and the files and records that they read and write."""
+"""Shared by the commands: the console, and reading and writing of files and records."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def command_record(command: str, model: ModelConfig, **configs: Any) -> dict[str
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no paths."""
+    """The values with paths as strings, for JSON."""
     return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
 
 
@@ -79,12 +79,13 @@ def say_model(config: ModelConfig, model: Model) -> None:
 
 
 def say_prefix_cache(model: Model, config: PrefixConfig) -> None:
-    """Tell what memory prompts may be kept in, now that all is warm."""
+    """Print the prefix cache's memory budget, once everything is warm."""
     console.print(f"[dim]prefix cache: {budget_for(model, config)}[/dim]")
 
 
 def say_compiled(backend: Backend) -> None:
-    """Tell what the cache of compiled programs was worth, where anybody counts."""
+    """Print how many programs came from the cache and how many were compiled, if the backend counts
+    them."""
     counts = backend.compiled()
     if counts is not None:
         console.print(f"[dim]programs: {counts[0]} from the cache, {counts[1]} compiled[/dim]")

@@ -82,7 +82,8 @@ def distil(
 def _answer(
     engine: Engine, asked: list[list[int]], sampling: Sampling, source: Source, out: Path
 ) -> int:
-    """Answer what `out` lacks, with a bar; how many tokens were made."""
+    """Generate the answers that `out` lacks, with a progress bar. Returns the number of new
+    tokens."""
     from training.distil import claim, distil
 
     done = claim(out, source)
@@ -109,7 +110,8 @@ def require_training() -> None:
 def _encode(
     questions: list[Prompt], loaded: Model, cut: int | None, limit: int | None
 ) -> list[list[int]]:
-    """Token ids of what fits the context; says how many don't. Raises UserError if none does."""
+    """Token ids of the prompts that fit the context; prints how many don't. Raises UserError if
+    none does."""
     from training.distil import cut_documents
 
     tokenizer = loaded.tokenizer

@@ -1,4 +1,4 @@
-"""`specdec eval-acceptance`: what a drafter is worth, and that it changes nothing."""
+"""`specdec eval-acceptance`: a drafter's acceptance and speed, and proof of equal output."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def _compare(
     sampling: SamplingConfig,
     max_tokens: int,
 ) -> tuple[Evaluation, Policy | None]:
-    """Run the drafter, plain decoding, and the fastest plain decoding on the same prompts; and how
-    the drafter chose, if it did."""
+    """Run the drafter, plain decoding, and the fastest plain decoding on the same prompts. Returns
+    the evaluation and the drafter's policy, if it has one."""
     from specdec.evaluation.run import evaluate
 
     tokenizer = loaded.tokenizer
@@ -158,7 +158,7 @@ def _encoded(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 
 
 def _refuse_recording(file: Path, speculation: SpeculationConfig) -> None:
-    """Raise UserError for what can't be recorded, or not there."""
+    """Raise UserError if the file can't be written or the drafter can't be recorded."""
     check_file(file, "--record")
     if not find(speculation.drafter).weighted:
         raise UserError(
@@ -192,7 +192,7 @@ def _record(
 
 
 def _engine(loaded: Model, speculation: SpeculationConfig, name: str) -> Engine:
-    """The engine that `evaluate` asks for by name."""
+    """The engine for one of the names that `evaluate` uses."""
     if name != NARROW:
         return make_engine(loaded, replace(speculation, drafter=name))
     target = meter_of(loaded.target).plain()

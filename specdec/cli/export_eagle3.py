@@ -31,7 +31,7 @@ def export_eagle3(
     form
         flat: vLLM, SGLang, SpecForge and specdec. speculators: speculators and vLLM.
     with_embed
-        Put the target's embedding into the flat form too, as SpecForge wants it.
+        Put the target's embedding into the flat form too, as SpecForge requires.
     """
     require_training()
     from drafters.eagle3.files import load_head, save_flat, save_speculators

@@ -1,4 +1,4 @@
-"""`specdec generate`: stream one answer, and say what speculation was worth."""
+"""`specdec generate`: stream one answer, and report tau, acceptance and speed."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def _prompt(prompt: str, prompt_file: Path | None) -> str:
 
 
 def _stream(engine: Engine, seq: Sequence, tokenizer, echo: str) -> float:
-    """Print tokens as they come; returns how long decoding took, in seconds. A device loop's first
-    cycles come together with the token that prefill chose, so arrivals do not tell."""
+    """Print tokens as they come; returns the engine's decoding time in seconds. Arrival times can't
+    be used: a device loop's first cycles arrive together with the token that prefill chose."""
     text, before = tokenizer.stream(), engine.times.decoding
     sys.stdout.write(echo)
     for event in engine.run([seq]):

@@ -25,9 +25,9 @@ from specdec.core.errors import UserError
 
 AUTO = "auto"
 GRACE = 10.0
-"""Seconds for a line to tell who is gone, after a collective has failed."""
+"""Seconds, after a failed collective, for a control connection to report which process is gone."""
 PLACES = ("model", "draft_model", "cache")
-"""Options that name folders, which each host may have elsewhere."""
+"""Options with folders, which may have other paths on each host."""
 
 
 @Parameter(name="*", group="Hosts")
@@ -35,15 +35,15 @@ PLACES = ("model", "draft_model", "cache")
 class HostsConfig:
     coordinator_address: str | None = None
     """HOST:PORT of process 0, the same in every process: jax splits the model over the devices of
-    all of them, which --tp counts together. auto: a Cloud TPU pod, Slurm or Open MPI tells it,
-    and the next two."""
+    all processes; --tp is their total number. auto: a Cloud TPU pod, Slurm or Open MPI provides
+    this and the next two."""
     num_processes: int | None = None
     "How many processes there are. Start the same command in each."
     process_id: int | None = None
     "Which one this is, from 0. Process 0 alone prints, listens and answers."
 
     def check(self, model: ModelConfig) -> None:
-        """Raise UserError for what can be known to be wrong before anybody is waited for."""
+        """Raise UserError for invalid options, before waiting for the other processes."""
         numbers = (self.num_processes, self.process_id)
         if self.coordinator_address is None:
             if numbers != (None, None):
@@ -75,7 +75,7 @@ class HostsConfig:
 
     @property
     def found(self) -> bool:
-        """Whether the cluster is asked for address and numbers."""
+        """Whether address and numbers come from the cluster."""
         return self.coordinator_address == AUTO
 
 
@@ -83,11 +83,11 @@ class HostsConfig:
 def joined(
     config: HostsConfig, model: ModelConfig, *topics: Any, **options: Any
 ) -> Iterator[ControlChannel | None]:
-    """The lines to the other processes while the command runs, None where it runs alone.
+    """The connections to the other processes while the command runs, None if it runs alone.
 
-    topics (dataclasses) and options: what else must be the same in all. Processes other than 0 are
-    silent but for failures. Where one fails or dies, all end with one line and exit code 2: without
-    its devices the others could only wait. Raises UserError.
+    topics (dataclasses) and options: further settings that must be the same in all processes.
+    Processes other than 0 print only failures. If one fails or dies, all end with one line and exit
+    code 2, as the others would wait for its devices for ever. Raises UserError.
     """
     config.check(model)
     if config.coordinator_address is None:
@@ -116,16 +116,16 @@ def joined(
 
 
 def _check_choices(topic: Any) -> None:
-    """Raise UserError for a drafter that chooses by what it measures whether one with weights runs:
-    each process would measure something else, and run other programs than the rest."""
+    """Raise UserError for a drafter that decides by its own time measurements whether a drafter
+    with weights runs: processes would measure different times, and run different programs."""
     if not isinstance(topic, SpeculationConfig):
         return
     part = find(topic.drafter).part
     if part is not None and (weighted := part(topic)) is not None:
         raise UserError(
-            f"--drafter {topic.drafter} with {weighted} measures in each process, and all must run "
-            f"the same programs: say --drafter {weighted}, or --auto-with none, where a model is "
-            "split over several"
+            f"--drafter {topic.drafter} with {weighted} decides by the times that each process "
+            f"measures, but all must run the same programs: use --drafter {weighted} or "
+            "--auto-with none with several processes"
         )
 
 
@@ -162,8 +162,8 @@ def _leave() -> None:
 
 
 def check_same(lines: ControlChannel, options: dict[str, Any]) -> None:
-    """Raise UserError where an option is not that of process 0: programs that differ would wait for
-    each other for ever."""
+    """Raise UserError if an option differs from process 0's: processes with different programs
+    would wait for each other for ever."""
     mine = {name: repr(value) for name, value in options.items() if name not in PLACES}
     if lines.leads:
         lines.send(json.dumps(mine).encode())
@@ -178,8 +178,8 @@ def check_same(lines: ControlChannel, options: dict[str, Any]) -> None:
 
 
 class _End:
-    """Ends this process with one line, once, from whichever thread first learns of a reason. An
-    orderly exit would wait for the other processes in JAX's barrier."""
+    """Ends this process once, with one line, from any thread. An orderly exit would wait for the
+    other processes in JAX's barrier."""
 
     def __init__(self) -> None:
         self._once = threading.Lock()
@@ -190,11 +190,11 @@ class _End:
             os._exit(2)
 
     def by(self, problem: BaseException, lines: ControlChannel) -> NoReturn:
-        """Of what the command raised; the others are told."""
+        """End because of an exception of the command, and notify the other processes."""
         if isinstance(problem, UserError):
             lines.fail(str(problem))
             self.now(str(problem))
-        if isinstance(problem, BrokenPipeError):  # who read process 0 has seen enough
+        if isinstance(problem, BrokenPipeError):  # the reader of process 0's output closed it
             lines.fail("its output was closed")
             with self._once:
                 os._exit(141)
@@ -202,7 +202,7 @@ class _End:
             lines.fail("interrupted")
             with self._once:
                 os._exit(130)
-        if type(problem).__name__ == "JaxRuntimeError":  # a collective, if somebody is gone
+        if type(problem).__name__ == "JaxRuntimeError":  # failed collective: a process is gone
             threading.Event().wait(GRACE)
         lines.fail(f"{type(problem).__name__}: {problem}")
         with self._once:

@@ -1,4 +1,4 @@
-"""What options may be, beyond what cyclopts knows of them: whole numbers, and files of them."""
+"""Option handling beyond cyclopts: checks of whole numbers, and TOML files of options."""
 
 from __future__ import annotations
 

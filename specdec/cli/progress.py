@@ -1,4 +1,4 @@
-"""What long work says meanwhile: a bar or a spinner on a terminal, plain lines elsewhere."""
+"""Progress of long work: a bar or a spinner on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from specdec.core.ticking import EVERY, ticking
 
 SHARE, AT_LEAST = 0.1, 1.0
-"""A line comes earlier where this share more is done, but not within so many seconds."""
+"""Without a terminal a line is printed every EVERY seconds, or earlier: once SHARE more of the work
+is done, but not within AT_LEAST seconds."""
 
 
 class Bar:
@@ -77,6 +78,6 @@ def working(console: Console, what: str) -> Iterator[None]:
 
 
 def continues(console: Console, what: str, done: int, total: int) -> None:
-    """Tell where a run that was there before goes on; nothing of a fresh one."""
+    """Print where a run is resumed; nothing for a new one."""
     if done:
         console.print(f"continues at {what} {done} of {total}", markup=False)

@@ -1,4 +1,4 @@
-"""A server's /metrics, and what two readings of it say of the time between them."""
+"""Reads a server's /metrics, and computes figures from the difference of two readings."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Reading:
     """By name: labels and values."""
 
     def sum(self, name: str, **labels: str) -> float:
-        """Of all samples of the name with these labels."""
+        """The sum of all samples of a name with these labels."""
         return sum(value for _, value in self._of(name, labels))
 
     def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
-        """The same for each combination of what these labels say."""
+        """Sums of a name's samples, by the values of these labels."""
         found: dict[tuple[str, ...], float] = defaultdict(float)
         for said, value in self._of(name, {}):
             found[tuple(said[label] for label in labels)] += value
@@ -66,7 +66,7 @@ def read_metrics(url: str) -> Reading:
 
 @dataclass(frozen=True)
 class ServerFigures:
-    """What happened between two readings. None: nothing that could be said."""
+    """Figures for the time between two readings. None: there was no data."""
 
     model: str
     seconds: float

@@ -51,12 +51,12 @@ def serve(
 ) -> None:
     """Serve /v1/chat/completions, /v1/completions, /v1/models, /health, /ready and /metrics.
 
-    It listens at once and says 503 while the model loads. SIGTERM and Ctrl-C drain it.
+    It listens at once and answers 503 while the model loads. SIGTERM and Ctrl-C drain it.
 
     Parameters
     ----------
     host
-        Address to listen on; 0.0.0.0 for every network, which asks for an API key.
+        Address to listen on; 0.0.0.0 for every network, which requires an API key.
     port
         Port to listen on.
     max_waiting
@@ -67,11 +67,11 @@ def serve(
         How long running requests may go on after SIGTERM or Ctrl-C, while new ones get 503.
         A second signal ends them at once.
     log_level
-        What the log on stderr tells. info: a line for each request, with its X-Request-Id and
-        token counts; debug: also of health checks; warning: only what goes wrong.
+        Level of the log on stderr. info: a line for each request, with its X-Request-Id and
+        token counts; debug: health checks too; warning: only problems.
     otlp_traces_endpoint
-        Where to send an OpenTelemetry span for each request, such as http://127.0.0.1:4318. It
-        tells what was asked for and how speculation fared, never what was said.
+        Where to send an OpenTelemetry span for each request, such as http://127.0.0.1:4318. A
+        span has the request's parameters, usage and acceptance, but no content.
     """
     from serve.traces import traced
 
@@ -93,7 +93,7 @@ def serve(
 
 @dataclass(frozen=True)
 class _Start:
-    """What an engine is made of."""
+    """The configuration of an engine."""
 
     model: ModelConfig
     speculation: SpeculationConfig
@@ -103,14 +103,14 @@ class _Start:
 
 @dataclass(frozen=True)
 class _Door:
-    """Where the server listens, and to whom."""
+    """Address, access and name of the server."""
 
     host: str
     port: int
     access: AccessConfig
     keys: tuple[str, ...]
     name: str | None
-    """The model's in the API."""
+    """The model's name in the API; None: its folder's."""
     drain_seconds: float
 
 
@@ -144,7 +144,7 @@ def _lead(start: _Start, door: _Door, around: Around, lines: ControlChannel | No
 
 
 def _loaded(start: _Start, stage: Stage, lines: ControlChannel | None) -> tuple[Model, Engine]:
-    """The model and its engine, ready, with what an operator wants to know of them said."""
+    """Load the model and its engine; prints memory, compiled programs and the prefix cache."""
     from serve.lockstep import lead_budget
 
     shown = stage.telling(SHOWN)
@@ -185,7 +185,7 @@ def _say_where(start: _Start, door: _Door, loaded: Model, engine: Engine) -> Non
 
 
 def _until_ended(server: Server, stage: Stage, signals: Signals, drain_seconds: float) -> int:
-    """Wait for a signal and drain. Returns its number. Where the engine fails, the process ends."""
+    """Wait for a signal and drain. Returns its number. If the engine fails, the process ends."""
     while (number := signals.take(timeout=1.0)) is None:
         assert server.alive, "the web server's thread has ended"
         if stage.status == "failed":
@@ -200,8 +200,8 @@ def _until_ended(server: Server, stage: Stage, signals: Signals, drain_seconds: 
 
 
 def _end_failed(server: Server, stage: Stage) -> NoReturn:
-    """End with exit code 1, by which a supervisor starts another server. An orderly exit might wait
-    for a device that is lost; other processes of this server end when their connections do."""
+    """End with exit code 1, so that a supervisor restarts the server. An orderly exit might wait
+    for a lost device; other processes of this server end when their connections close."""
     server.finish_answers()
     say_failure(f"{stage.report()['doing']}: the server ends")
     drain_stderr()
@@ -209,7 +209,7 @@ def _end_failed(server: Server, stage: Stage) -> NoReturn:
 
 
 def _follow(start: _Start, lines: ControlChannel) -> None:
-    """What a process other than 0 does: the same start, and then the same steps."""
+    """Run a process other than 0: the same start, then the same steps as process 0."""
     from serve.lockstep import follow, follow_budget
     from specdec.constraints.constraint import unpacked
     from specdec.constraints.vocabulary import Vocabulary
@@ -223,7 +223,7 @@ def _follow(start: _Start, lines: ControlChannel) -> None:
 
 
 def _say_memory(model: Model) -> None:
-    """What is left when all is ready tells an operator how many more slots would fit."""
+    """Print the GPU memory in use, from which an operator can see how many more slots would fit."""
     held = meter_of(model.target).memory()
     if held is not None:
         parts = "weights", "copies", "cache", "used"

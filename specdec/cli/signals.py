@@ -1,4 +1,4 @@
-"""The signals that end a server: the first asks for an orderly end, the second for a quick one."""
+"""The signals that end a server: the first one drains it, the second one ends it at once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Signals:
-    """Those of ENDING that came. After `most` of them the next does what signals do: the process is
-    gone."""
+    """A queue of received signals of ENDING. After `most` of them the default handlers are
+    restored: the next one kills the process."""
 
     def __init__(self, most: int) -> None:
         # its `put`, unlike an event's `set`, may interrupt a `get` of the same thread
@@ -22,7 +22,7 @@ class Signals:
         self._left = most
 
     def take(self, timeout: float) -> int | None:
-        """The next one, waiting for it so many seconds; None where none comes."""
+        """The next signal, waiting up to `timeout` seconds; None if none comes."""
         try:
             return self._came.get(timeout=timeout)
         except Empty:
@@ -38,7 +38,7 @@ class Signals:
 
 @contextmanager
 def signals_heard(most: int = 2) -> Iterator[Signals]:
-    """Collect signals in place of what they do. Only in the main thread."""
+    """Queue the signals instead of their default action. Only in the main thread."""
     signals = Signals(most)
     before = {number: signal.signal(number, signals._handle) for number in ENDING}
     try:
@@ -49,7 +49,7 @@ def signals_heard(most: int = 2) -> Iterator[Signals]:
 
 
 def end_by(number: int) -> NoReturn:
-    """End as a process does that knows nothing of this signal, which is what its parent expects."""
+    """End the process by the signal's default action, as its parent expects."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""How commands come by a model and an engine: assembled, proved and warmed up, saying so."""
+"""Loads, checks and warms up a model and an engine for a command, with progress on stderr."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.core.engine import Engine
 from specdec.core.types import Sampling
 
 SHOWN: Status = partial(working, console)
-"""Tells those who read stderr."""
+"""Shows progress on stderr."""
 
 
 def loaded_model(
@@ -27,11 +27,11 @@ def loaded_model(
     status: Status = SHOWN,
     overlap: float | None = None,
 ) -> Model:
-    """Load, or make with random weights of a public model's size, and prove exactness where it
-    isn't given by construction. Raises UserError.
+    """Load a model, or make one of a public model's size with random weights, and prove exactness
+    unless it is given by construction. Raises UserError.
 
-    prove: False where nothing is decoded, and for the doctor, which reports instead of refusing.
-    overlap: as `random_model` has it.
+    prove: False if nothing is decoded, and for the doctor, which reports failures itself.
+    random: the public model's name, "" to load. overlap: see `random_model`.
     """
     if random:
         model = random_model(random, config, speculation, status, overlap)

@@ -1,4 +1,4 @@
-"""A server's stderr: the server goes on where it is not read, or where it is full or closed."""
+"""A non-blocking stderr: the server goes on if stderr is not read, full or closed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import TextIO
 TEXTS = 1000
 """Most texts that wait to be written; further ones are dropped, and counted."""
 LAST_SECONDS = 1.0
-"""At the end of the process, for what still waits."""
+"""Time at the end of the process for writing the queued texts."""
 TICK_SECONDS = 0.01
 
 
 class PatientText(io.TextIOBase):
-    """Takes texts at once; a thread writes them. It writes to the descriptor itself: at the end of
-    the process Python would wait for the lock of a stream in which a thread is stuck."""
+    """Queues texts; a thread writes them. It writes to the descriptor directly: at the end of the
+    process Python would wait for the lock of a stream that a blocked thread holds."""
 
     def __init__(self, stream: TextIO) -> None:
         """stream: with a descriptor."""
@@ -71,7 +71,7 @@ class PatientText(io.TextIOBase):
         try:
             while data:
                 data = data[os.write(self._descriptor, data) :]
-        except OSError:  # closed, or on a full disk: there is no place to say so
+        except OSError:  # closed, or on a full disk: it can't be reported
             pass
 
 

@@ -1,4 +1,4 @@
-"""What the training commands share: from a recipe to a trained head, with a bar and a record."""
+"""Shared by the training commands: trains a head by a recipe, with a progress bar and a record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Stored = Annotated[Literal["bfloat16", "float32"], Parameter(help="Of the weight
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Training:
-    """What is asked of any training, whatever is trained."""
+    """Options that all training commands have."""
 
     data: list[Path]
     """The folder that `specdec distil` made; repeat it to train on several."""
@@ -87,7 +87,7 @@ def train(
 
 
 def say_exported(out: Path, step: int, json: bool, form: str | None = None) -> None:
-    """What was written of a run's newest checkpoint, and in which form where there are several."""
+    """Print the exported step, size and form (if there are several)."""
     size = (out / "model.safetensors").stat().st_size
     told = "" if form is None else f"{form}, "
     console.print(f"wrote step {step} to {out} ({told}{size / 2**20:.1f} MiB)")

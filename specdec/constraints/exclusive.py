@@ -1,4 +1,4 @@
-"""Whether schemas exclude each other, so that `oneOf` of them says no more than `anyOf`."""
+"""Whether schemas exclude each other, so that `oneOf` is equivalent to `anyOf`."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def exclusive(schemas: Iterable[Any]) -> bool:
 
 
 def _types(schema: Any, values: list[Any] | None) -> set[str]:
-    """Types that it admits. An integer is a number too."""
+    """Types of the values that a schema admits. An integer is a number too."""
     if values is not None:
         found = set(map(type_of, values))
         return found | ({"number"} if "integer" in found else set())
     given = schema.get("type", TYPES) if isinstance(schema, dict) else TYPES
     names = [given] if isinstance(given, str) else given
     if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
-        return set(TYPES)  # no types: the compiler says so
+        return set(TYPES)  # invalid types: the compiler reports them
     found = set(names)
     return found | ({"integer"} if "number" in found else set())
 

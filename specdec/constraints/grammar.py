@@ -1,4 +1,4 @@
-"""Grammars in llguidance's form, put together of parts."""
+"""Grammars in llguidance's form, composed of parts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from specdec.core.errors import UserError
 Part = dict[str, Any]
 """A grammar to refer to by its name: {"lark_grammar": ...} or {"json_schema": ...}."""
 HEADER = '%llguidance {"no_forcing": true}\n'
-"""Any way to write a text in tokens will do. By default llguidance masks all ways but its own where
-the bytes are forced, and so would bar the model from the tokens that it has learnt."""
+"""Allows every tokenisation of forced bytes. By default llguidance allows only its own one, which
+would bar the model from the tokens that it was trained on."""
 
 
 def composed(start: str, parts: dict[str, Part]) -> str:
@@ -28,13 +28,13 @@ def part_of(grammar: str) -> Part:
 
 
 def check(grammar: str, what: str) -> None:
-    """Raises UserError where llguidance can't compile it, also where it would die of it."""
+    """Raise UserError if llguidance can't compile the grammar, or would crash on it."""
     complaint = TRIALS.refusal(grammar)
     if complaint:
         raise UserError(f"{what}: {first_line(complaint)}")
 
 
 def first_line(complaint: str) -> str:
-    """Of llguidance's several lines the one that says what is wrong."""
+    """The first line of llguidance's message, which names the error; at most 300 characters."""
     lines = complaint.strip().splitlines() or ["no reason given"]
     return lines[0][:300]

@@ -1,6 +1,6 @@
-"""A JSON schema as llguidance compiles it: nothing that changes what is valid is ever ignored.
+"""Compiles a JSON schema by llguidance. No keyword that affects validity is ever ignored.
 
-Some keywords that it lacks can be said by others. What can't be said is refused.
+Some keywords that llguidance lacks are expressed by others; a schema with any other is refused.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from specdec.constraints.grammar import Part, check, composed, part_of
 from specdec.core.errors import UserError
 
 BLANKS = r"[\x20\x0A\x0D\x09]{1,32}"
-"""White space between a document's parts. Bounded: a model that has lost its way would otherwise
-print blanks until its last token."""
+"""White space between a document's parts. It is bounded, as a degenerate answer could otherwise be
+blanks until max_tokens."""
 OPTIONS: Any = {
     "whitespace_flexible": True,
     "whitespace_pattern": BLANKS,
@@ -30,7 +30,7 @@ _LEAP = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26]
 _DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
 _DATE = f"^({_YEAR}-{_DAY}|02-(0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
 DATES = {"date": _DATE + "$", "date-time": _DATE}
-"""llguidance's own have a year 0 and a 29th of February in every year."""
+"""Patterns of real dates; llguidance's own formats admit a year 0 and 29 February in every year."""
 _ONE = ("not", "if", "then", "else", "contains", "propertyNames", "additionalProperties")
 _ONE += ("unevaluatedProperties", "unevaluatedItems", "additionalItems", "items")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -59,7 +59,7 @@ def json_grammar(schema: dict[str, Any] | bool) -> str:
 
 
 class Prepared:
-    """A schema in words that llguidance knows, as far as there are any."""
+    """A schema rewritten with keywords that llguidance supports, as far as possible."""
 
     def __init__(self, schema: Any) -> None:
         self._root = schema
@@ -85,7 +85,7 @@ class Prepared:
         return _with_real_dates(self._without_one_of(kept))
 
     def _without_one_of(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """`oneOf` as `anyOf`, where that is the same."""
+        """The schema with `oneOf` replaced by `anyOf` if that is equivalent."""
         parts = schema.get("oneOf")
         if not isinstance(parts, list) or "anyOf" in schema:
             return schema
@@ -95,7 +95,8 @@ class Prepared:
         return {("anyOf" if key == "oneOf" else key): value for key, value in schema.items()}
 
     def _resolved(self, part: Any) -> Any:
-        """What a `$ref` within this document points at; the part itself where that isn't plain."""
+        """The schema that a `$ref` within this document points at; the part itself if it has none
+        or the reference can't be followed simply."""
         for _ in range(8):
             if not isinstance(part, dict) or "$ref" not in part or self._moved:
                 return part
@@ -137,7 +138,7 @@ def _has_other_bases(schema: Any) -> bool:
 
 
 def _at(root: Any, reference: Any) -> Any:
-    """What `#/a/b` is, None where that is nothing."""
+    """The value at a reference such as `#/a/b`, None if there is none."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     found = root

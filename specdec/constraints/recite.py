@@ -1,5 +1,5 @@
-"""A text that is known beforehand: the model only says how likely it finds each token. Its tokens
-are forced, so that a cycle reads K + 1 of them, and their log-probabilities are those of decoding.
+"""Scores a given text: its tokens are forced and also guessed, so that each cycle reads K + 1 of
+them, and their log-probabilities are those of decoding.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from specdec.core.types import MAX_DRAFT, Sequence
 
 
 class Recite:
-    """`specdec.core.types.Constraint`: the sequence becomes `text`, of which it has the beginning
-    as its prompt."""
+    """`specdec.core.types.Constraint` that forces the sequence to become `text`; its prompt must be
+    the beginning of `text`."""
 
     failure: str | None = None
     ends_at: int | None = None

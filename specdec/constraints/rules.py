@@ -1,5 +1,6 @@
-"""Rules on ids, beside a grammar. Each follows the emitted tokens, and clears bits in the masks of
-the next positions. Arrays are made once: a cycle costs a few passes over them."""
+"""Rules on token ids, applied beside a grammar. Each follows the emitted tokens and clears bits in
+the masks of the next positions. Arrays are created once, so a cycle costs a few passes over
+them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from specdec.core.constraint import WORD
 
 class Rule(Protocol):
     def advance(self, tokens: Seqs[int]) -> None:
-        """These were emitted."""
+        """Follow the emitted tokens."""
         ...
 
     def restrict(self, draft: Seqs[int], masks: np.ndarray) -> None:
@@ -33,7 +34,7 @@ vocabulary."""
 
 
 def only(tokens: Iterable[int] | np.ndarray, words: int) -> Mask:
-    """The mask that allows these alone."""
+    """The mask that allows only these tokens."""
     tokens = np.fromiter(tokens, np.int64)
     if len(tokens) <= FEW:
         mask = np.zeros(words, np.uint32)
@@ -58,7 +59,7 @@ class _Made:
 
 
 class AllowedTokens:
-    """Nothing but these ids, ever."""
+    """Only these ids are allowed."""
 
     def __init__(self, tokens: Iterable[int]) -> None:
         self._allowed = _Made(tokens)
@@ -86,22 +87,22 @@ class LeastTokens:
 
 
 class BadWords:
-    """None of these runs of tokens.
+    """Forbids these sequences of tokens.
 
-    A position is a state of the automaton of all words without their last tokens (Aho & Corasick
-    1975): the longest such beginning that the text ends with. What it bars are the last tokens of
-    the words whose beginnings the text ends with. A step costs the same however many words there
-    are; a state's mask is made when the text first comes to it.
+    The rule runs an Aho-Corasick automaton (1975) over all words without their last tokens. Its
+    state is the longest such prefix that is a suffix of the text. A state bars the last tokens of
+    all words of which the rest is a suffix of the text. A step's cost does not depend on the number
+    of words; a state's mask is created when the text first reaches it.
     """
 
     KEPT = 64
-    """States whose masks are kept."""
+    """Most masks of states that are kept, the most recently used."""
 
     def __init__(self, words: Iterable[Seqs[int]]) -> None:
         self._next: list[dict[int, int]] = [{}]
         self._bars: list[list[int]] = [[]]
         self._shorter = [0]
-        """By state, the longest shorter beginning that its text ends with too."""
+        """By state, the longest shorter prefix that is a suffix of it (the failure link)."""
         for word in words:
             state = 0
             for token in word[:-1]:
@@ -111,7 +112,7 @@ class BadWords:
         self._state = 0
         self._keep: OrderedDict[int, Mask] = OrderedDict()
         self._always: Mask | None = None
-        """All but the words of one token."""
+        """The mask without the words of one token, which every state bars."""
 
     def advance(self, tokens: Seqs[int]) -> None:
         for token in tokens:
@@ -133,7 +134,8 @@ class BadWords:
         return self._next[state][token]
 
     def _link(self) -> None:
-        """Breadth first: shorter beginnings are linked before longer ones."""
+        """Set the failure links breadth first, so that shorter prefixes are linked before
+        longer."""
         waiting = deque(self._next[0].values())
         while waiting:
             state = waiting.popleft()
@@ -158,7 +160,7 @@ class BadWords:
         return self._keep[state]
 
     def _barred(self, state: int) -> list[int]:
-        """Last tokens of words of two tokens or more."""
+        """The tokens that a state bars: last tokens of words of two or more tokens."""
         barred: list[int] = []
         while state:
             barred += self._bars[state]
@@ -168,10 +170,10 @@ class BadWords:
 
 @dataclass(frozen=True)
 class ThinkingLimit:
-    """How long a thought may be."""
+    """The limit of a thought's length."""
 
     open_id: int
-    """The token that begins one."""
+    """The token that begins a thought; `close_id` ends it."""
     close_id: int
     tokens: int
     """Most tokens between the two."""
@@ -180,7 +182,7 @@ class ThinkingLimit:
 
 
 class ThinkingBudget:
-    """A thought that has had its tokens ends: the next token is the one that closes it."""
+    """Ends a thought at its limit, by allowing only the closing token."""
 
     def __init__(self, budget: ThinkingLimit) -> None:
         self._budget, self._close = budget, _Made((budget.close_id,))

@@ -1,5 +1,5 @@
-"""What a user can ask for: one frozen dataclass per topic. The command line, the door
-(`specdec.load`) and the records beside each result are made of them."""
+"""The user's configuration: one frozen dataclass per topic. The command line, `specdec.load` and
+the records beside each result are made of them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class ModelConfig:
     """A Gemma 4: a checkpoint folder, a name on the Hugging Face hub (org/name or
     org/name@revision, downloaded if need be), or mini / mini-e, the embedded models."""
     backend: str = "jax"
-    "What computes: jax (CPU, GPU, TPU) or cuda (our kernels on a Hopper GPU)."
+    "The backend: jax (CPU, GPU, TPU) or cuda (our kernels on a Hopper GPU)."
     dtype: Literal["float32", "bfloat16", "fp8", "fp8-w8a8", "int4"] | None = None
     """Arithmetic; by default the checkpoint's (float32 on a CPU). With cuda, of linear layers: fp8
     (8-bit weights), fp8-w8a8 (8-bit inputs too: coarser, faster from 32 rows at once on). int4:
     4 bits where the checkpoint has them, else the linear layers rounded by groups of 32 inputs."""
     kv_dtype: Literal["bfloat16", "fp8", "int8"] | None = None
-    """What keys and values are cached in, bfloat16 by default (float32 on a CPU): fp8 with cuda,
-    int8 with jax halve the cache and what long contexts read of it."""
+    """Data type of the KV cache, bfloat16 by default (float32 on a CPU). fp8 with cuda and int8
+    with jax halve the cache and the bytes that long contexts read of it."""
     device: Literal["cuda", "cpu"] | None = None
     "Where cuda runs: a GPU, or the slow references on a CPU, which are for tests."
     int8: bool = False
@@ -47,7 +47,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class PrefixConfig:
     prefix_cache: bool = True
-    """Keep what was computed of a prompt, for later prompts that begin alike. Never changes the
+    """Keep the KV cache of prompts, for later prompts with the same beginning. Never changes the
     output."""
     cache_ram: float | None = None
     """Most GiB of host memory for prompts that the device has no room to keep; 0 for none. By
@@ -56,8 +56,7 @@ class PrefixConfig:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """What every drafter understands. Those of a drafter alone are fields that
-    `drafters.registry` adds."""
+    """Options of all drafters. `drafters.registry` adds each drafter's own options as fields."""
 
     drafter: str = "auto"
     "What guesses. Never changes the output."
@@ -85,7 +84,7 @@ class SpeculationConfig:
 @dataclass(frozen=True)
 class SamplingConfig:
     temperature: float | None = None
-    "0 is greedy. By default what the checkpoint's generation_config.json says."
+    "0 is greedy. By default the value in the checkpoint's generation_config.json."
     top_p: float | None = None
     "Nucleus sampling; 1 is off."
     top_k: int | None = None
@@ -98,7 +97,7 @@ class SamplingConfig:
     "Same seed, same output, whatever the drafter."
 
     def sampling(self, defaults: dict[str, float]) -> Sampling:
-        """The request's `Sampling`, gaps filled from the checkpoint's defaults."""
+        """The request's `Sampling`; unset values come from the checkpoint's defaults."""
 
         def pick(name: str, fallback: float) -> float:
             given = getattr(self, name)

@@ -1,8 +1,9 @@
 """Control connections between process 0 and the others, where a model is split over several
 processes.
 
-Messages go out from process 0 and arrive in order. Both ends learn at once when the other is gone,
-also while they wait for a collective that will never end: so each connection has a thread.
+Messages go from process 0 to the others and arrive in order. Each connection has a thread, so that
+either end detects at once that the other has died, even while it waits for a collective that will
+never end.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from secrets import token_bytes
 from typing import Protocol
 
 Lost = Callable[[str], None]
-"""Told in one line, from a line's own thread, that a process is gone."""
+"""Called from a connection's thread with a one-line message when a process is gone."""
 
 KEY_BYTES = 32
 _MESSAGE, _FAILED, _BYE = b"m", b"f", b"b"
@@ -26,7 +27,7 @@ _MESSAGE, _FAILED, _BYE = b"m", b"f", b"b"
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where process 0 waits for the others, and what they prove themselves with."""
+    """The address where process 0 waits for the others, and the key that authenticates them."""
 
     host: str
     port: int
@@ -50,7 +51,7 @@ class Connection(Protocol):
 
 
 class ControlChannel:
-    """One process's end of its lines: process 0 has one to each of the others, they one to it."""
+    """One process's connections: process 0 has one to each other process, the others one to it."""
 
     def __init__(self, process: int, peers: dict[int, Connection], lost: Lost) -> None:
         self.process, self._peers, self._lost = process, peers, lost
@@ -66,19 +67,19 @@ class ControlChannel:
         return self.process == 0
 
     def send(self, message: bytes) -> None:
-        """Process 0 to all others; returns before it has arrived."""
+        """Send a message from process 0 to all others; returns before it has arrived."""
         self._send(_MESSAGE + message)
 
     def receive(self) -> bytes:
-        """Process 0's next message, waiting for it."""
+        """Wait for process 0's next message."""
         return self._arrived.get()
 
     def fail(self, why: str) -> None:
-        """Tell the other ends that this process ends, and why."""
+        """Send the reason why this process ends to the other ends."""
         self._send(_FAILED + why.encode())
 
     def close(self) -> None:
-        """Tell the other ends that this process ends as planned: they take it for no failure."""
+        """Notify the other ends that this process ends as planned, which is no failure."""
         self.closed = True
         self._send(_BYE)
 
@@ -87,21 +88,21 @@ class ControlChannel:
             try:
                 line.send_bytes(parcel)
             except OSError:
-                pass  # its thread tells who is gone
+                pass  # the connection's thread reports that the process is gone
 
     def _listen(self, peer: int, line: Connection) -> None:
         try:
             while (parcel := line.recv_bytes())[:1] == _MESSAGE:
                 self._arrived.put(parcel[1:])
         except (EOFError, OSError):
-            self._lost(f"process {peer} is gone: its own output says why")
+            self._lost(f"process {peer} is gone: see its own output for the reason")
             return
         if parcel[:1] == _FAILED:
             self._lost(f"process {peer} has failed: {parcel[1:].decode()}")
 
 
 def invite(host: str, others: int, share: Callable[[bytes], object], lost: Lost) -> ControlChannel:
-    """Process 0: wait at `host` until all others have called. share: lets them know where."""
+    """Process 0: wait at `host` until all others have connected. share: sends them the address."""
     key = token_bytes(KEY_BYTES)
     with Listener(("", 0), backlog=others, authkey=key) as listener:
         share(Meeting(host, int(listener.address[1]), key).packed())
@@ -110,7 +111,7 @@ def invite(host: str, others: int, share: Callable[[bytes], object], lost: Lost)
 
 
 def call(process: int, meeting: Meeting, lost: Lost) -> ControlChannel:
-    """Another process: call process 0. Raises OSError where it can't be reached."""
+    """Any other process: connect to process 0. Raises OSError if it can't be reached."""
     line = Client((socket.gethostbyname(meeting.host), meeting.port), authkey=meeting.key)
     line.send_bytes(str(process).encode())
     return ControlChannel(process, {0: line}, lost)

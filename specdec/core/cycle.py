@@ -45,8 +45,8 @@ def guided_cycle(
     seqs: Seqs[Sequence],
     k: int,
 ) -> Round:
-    """A cycle driven by the host, in whose draft predictions and forced tokens come first. Where no
-    sequence speculates it is plain decoding, of which no drafter needs to know."""
+    """A cycle driven by the host; in its draft, predictions and forced tokens come first. If no
+    sequence speculates it is plain decoding, and the drafter is not called."""
     speculates = any(seq.most_guesses(1) for seq in seqs)
     guided = GuidedDrafter(drafter if speculates else Plain())
     timed = Timed(target, guided)

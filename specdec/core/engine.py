@@ -32,14 +32,14 @@ from specdec.core.types import (
 
 @dataclass(frozen=True)
 class DraftSetup:
-    """What an engine drafts with."""
+    """The drafters and depth of an engine."""
 
     drafter: str = "none"
     parts: tuple[str, ...] = ()
-    """The drafters that it is made of, which requests may name too."""
+    """The drafters that it combines; requests may choose one of them."""
     k: int = 0
     policy: Policy | None = None
-    """How it chooses among these."""
+    """The policy that chooses among these; None for a single drafter."""
 
 
 class Engine:
@@ -58,7 +58,7 @@ class Engine:
         prefix_cache: PrefixCache | None = None,
         drafting: DraftSetup | None = None,
     ) -> None:
-        """drafting: what there is to draft with, for those who ask."""
+        """drafting: the configured drafters, for request validation and /metrics."""
         self.target = target
         self.drafter = drafter
         self.cycle = cycle
@@ -68,10 +68,10 @@ class Engine:
         self.count_anew()
 
     def count_anew(self) -> None:
-        """Forget what was counted so far."""
+        """Reset all counters."""
         self.acceptance = Acceptance()
         self.led: dict[Guesser, Guesses] = {"prediction": Guesses(), "constraint": Guesses()}
-        """Of the drafts, what the drafter did not guess."""
+        """Counts of the guesses that did not come from the drafter."""
         self.times = EngineTimes(plain_costs=self.times.plain_costs)
 
     def submit(self, seq: Sequence) -> None:
@@ -121,7 +121,7 @@ class Engine:
         began = perf_counter()
         try:
             rounds = self.cycle(rows, bool(self.scheduler.prefilling))
-        except MemoryError as refusal:  # the last to join gives way, the others go on
+        except MemoryError as refusal:  # the row that joined last fails, the others go on
             if self.prefix_cache is not None and self.prefix_cache.give_way():
                 return []  # the next step tries again
             return [self._finish(rows[-1], (), "error", error=f"decode: {refusal}")]
@@ -166,8 +166,9 @@ class Engine:
         return [self._emit(seq, np.asarray(step.chosen)[0], step.logprobs, 0)]
 
     def _refused(self, seq: Sequence, refusal: Exception) -> list[Event]:
-        """A prompt that can't be read fails alone, the others go on. Where it has no room, the
-        prefix cache gives way first; a chunk may have been read in part, so it begins anew."""
+        """End a sequence after a failed prefill; the others go on. If memory is short and the
+        prefix cache could evict, the prompt begins anew instead (from its start or a kept
+        boundary), as a chunk may have been written in part."""
         no_room = isinstance(refusal, MemoryError)
         if no_room and self.prefix_cache is not None and self.prefix_cache.give_way():
             self.scheduler.resume(seq, 0)
@@ -181,7 +182,7 @@ class Engine:
         events = []
         for b, seq in enumerate(rows):
             n = int(accepted[b])
-            # ended in an earlier round of the same dispatch, or not yet aboard
+            # ended in an earlier round of the same dispatch, or not part of this cycle
             if seq.finish is not None or n == SAT_OUT:
                 continue
             event = self._emit(seq, chosen[b, : n + 1], done.step.logprobs, b)
@@ -200,7 +201,7 @@ class Engine:
             stats.add(drafted.tolist(), min(accepted, emitted), emitted)
 
     def _emit(self, seq: Sequence, chosen: Array, logprobs: LogprobRows | None, row: int) -> Event:
-        """Append what was chosen, cut at a stop id or a limit; what lies beyond is discarded."""
+        """Append the chosen tokens, cut at a stop id or a limit; tokens beyond are discarded."""
         if seq.constraint is not None and seq.constraint.failure is not None:
             return self._finish(seq, (), "error", error=seq.constraint.failure)
         tokens, finish = _cut_by_grammar(seq, [int(t) for t in chosen], self.target.max_len)
@@ -226,7 +227,8 @@ class Engine:
 def _cut_by_grammar(
     seq: Sequence, chosen: list[int], max_len: int
 ) -> tuple[list[int], FinishReason | None]:
-    """`_cut`, at the place where the sequence's grammar can't be followed if that comes first."""
+    """`_cut`, or cut where the sequence's grammar can't be followed any further, if that is
+    first."""
     ends_at = None if seq.constraint is None else seq.constraint.ends_at
     room = len(chosen) if ends_at is None else ends_at - seq.emitted
     if room >= len(chosen):

@@ -1,4 +1,4 @@
-"""The five packages of this distribution: found where they belong, not shadowed by strangers."""
+"""Checks that the packages of this distribution are not shadowed by others of the same name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ HOME = Path(__file__).parents[2]
 
 
 def check_packages() -> None:
-    """Raise UserError where Python would import a stranger's package for one of ours: a script's
-    own folder comes first, and many projects have a `training/`."""
+    """Raise UserError if Python would import another project's package for one of ours: a script's
+    own folder comes first on the path, and many projects have a `training/`."""
     for name in BESIDE:
         spec = find_spec(name)
         places = list(spec.submodule_search_locations or ()) if spec else []

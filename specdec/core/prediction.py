@@ -8,16 +8,17 @@ from bisect import bisect_left
 from collections.abc import Sequence as Seqs
 
 SURE = 2
-"""Tokens before a place that must agree: one alone says little, and the drafter may know better."""
+"""Tokens before a place that must agree with the answer for a guess: one alone is weak evidence,
+and the drafter's guess may be better."""
 LOOK = 32
-"""Places on each side of the last one that are tried where the answer has parted from the text, and
-tokens that are compared at each: finding the place again costs the same in any text."""
+"""When the answer has diverged from the text, this many places on each side of the last one are
+tried, and this many tokens are compared at each: the search costs the same in any text."""
 PATIENCE = 16
-"""Tokens after which an answer that has parted from the text is no longer expected back at once."""
+"""Tokens after which an answer that has diverged from the text is not expected to return soon."""
 
 
 class PredictedText:
-    """Token ids, and where each occurs. Several answers may be expected to repeat it."""
+    """A predicted text's token ids and the places of each id. Several answers may share one."""
 
     def __init__(self, tokens: Seqs[int]) -> None:
         self.tokens = tokens
@@ -33,8 +34,8 @@ class PredictedText:
 
 
 class Prediction:
-    """A predicted text, and where in it one answer is. It belongs to one sequence, whose `tokens`
-    each method is given; what it has read of them stays the same."""
+    """A predicted text, and the place in it where one answer is. It belongs to one sequence; each
+    method gets that sequence's `tokens`, of which the part already read must not change."""
 
     def __init__(self, predicted: PredictedText, start: int) -> None:
         """start: the position of the answer's first token."""
@@ -43,12 +44,12 @@ class Prediction:
         self._next = 0
         self._repeated = bytearray(len(self.text))
         self._followed = -PATIENCE
-        """Where the answer last was in the text, `SURE` tokens long; long ago: nowhere yet."""
+        """Position of the answer's last token that repeated the text with `SURE` agreeing tokens;
+        at first far in the past."""
 
     @property
     def accepted(self) -> int:
-        """Tokens of the text that were found in the answer, in their place, as far as it was
-        read."""
+        """Tokens of the text that the answer has repeated in place so far."""
         return sum(self._repeated)
 
     @property
@@ -69,18 +70,19 @@ class Prediction:
         self._read = len(tokens)
 
     def promising(self, tokens: Seqs[int]) -> bool:
-        """Whether it goes on from here, or did a moment ago."""
+        """Whether there is a guess now, or the answer followed the text in the last PATIENCE
+        tokens."""
         return bool(self.guess(tokens, 1)) or len(tokens) - self._followed <= PATIENCE
 
     def guess(self, tokens: Seqs[int], k: int) -> Seqs[int]:
-        """The next k tokens, fewer at the text's end; none where the answer has parted from the
-        text, until it is found again."""
+        """The next k tokens, fewer at the text's end; none while the answer has diverged from the
+        text."""
         enough = min(SURE, len(tokens) - self._start)
         return self.text[self._next : self._next + k] if self.agreeing(tokens) >= enough else ()
 
     def agreeing(self, tokens: Seqs[int]) -> int:
-        """Tokens at the end of the answer that the text has in a row before its next one; at most
-        `LOOK`."""
+        """Number of tokens at the end of the answer that equal those before the text's current
+        place; at most `LOOK`."""
         self.read(tokens)
         return self._agreed(tokens, len(tokens) - 1, self._next - 1)
 
@@ -88,8 +90,9 @@ class Prediction:
         return self._next < len(self.text) and self.text[self._next] == token
 
     def _found(self, tokens: Seqs[int], at: int) -> int:
-        """The place of tokens[at]: of those near the last one that before which the most tokens
-        agree, and the nearest of these. The last place itself where there is none."""
+        """The place of tokens[at] in the text: among its occurrences near the last place the one
+        with the most agreeing tokens before it, the nearest of equals. The last place if there is
+        none."""
 
         def fit(place: int) -> tuple[int, int]:
             return self._agreed(tokens, at, place), -abs(place - self._next)
@@ -98,7 +101,7 @@ class Prediction:
         return max(near, key=fit, default=self._next)
 
     def _agreed(self, tokens: Seqs[int], at: int, place: int) -> int:
-        """Tokens that are the same, from tokens[at] and the text's `place` backwards; at most
+        """Number of equal tokens backwards from tokens[at] and the text's `place`; at most
         `LOOK`."""
         most = min(LOOK, at - self._start + 1, place + 1)
         pairs = (tokens[at - i] == self.text[place - i] for i in range(most))

@@ -1,12 +1,13 @@
-"""The whole contract between the loop and what plugs into it.
+"""The contract between the loop, targets and drafters.
 
 The pairing rule, stated once: `features[b, j]` is the state *from which* the target chose
 `chosen[b, j]`. Prefill obeys it too. What is emitted is `chosen[b, :accepted + 1]`, never a draft
 token. The target owns the KV cache: an entry at position p is valid iff p < the sequence's fed
 length, so the length *is* the rollback and there is no `rollback` method.
 
-A cycle asks a target to verify and a drafter to propose and observe, for a *batch* of rows. In the
-host loop a batch is the running sequences; in a device loop it is arrays on the device.
+A cycle calls a drafter's `propose`, a target's `verify` and the drafter's `observe` for a *batch*
+of rows. In the host loop a batch is the running sequences; in a device loop it is arrays on the
+device.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ Batch = TypeVar("Batch", contravariant=True)
 
 
 class Verifier(Protocol[Batch]):
-    """What a cycle needs of a target."""
+    """The part of a target that a cycle uses."""
 
     def verify(self, batch: Batch, draft: Array, /) -> Step:
         """Feed each row's last token and its draft [B, k] int32 (NO_GUESS allowed).
 
-        Returns chosen [B, k + 1] and features, see `Step`. A row's result is bitwise the same
-        whoever else is in the batch and whatever k is.
+        Returns chosen [B, k + 1] and features, see `Step`. A row's result is bitwise independent of
+        the other rows and of k.
         """
         ...
 
 
 class Proposer(Protocol[Batch]):
-    """What a cycle needs of a drafter."""
+    """The part of a drafter that a cycle uses."""
 
     def propose(self, batch: Batch, k: int, /) -> Proposal:
         """At most k guesses for each row. In the host loop a drafter may return fewer columns: the
@@ -40,14 +41,15 @@ class Proposer(Protocol[Batch]):
         ...
 
     def observe(self, batch: Batch, step: Step, accepted: Array, /) -> None:
-        """Learn what the cycle chose, and from which features: `accepted` [B] draft tokens and the
-        one after them are kept. The rows are not extended yet. A cycle may have verified fewer
+        """Update the drafter's state after a verify: of `step.chosen`, `accepted` [B] tokens and
+        the one after them are kept. The rows are not extended yet. A cycle may have verified fewer
         guesses than the drafter's k."""
         ...
 
 
 class Target(Verifier[Seqs[Sequence]], Protocol):
-    """The model that decides every token. Weights, KV cache, sampling and device are its own."""
+    """The model that chooses every token. It owns the weights, the KV cache, sampling and the
+    device."""
 
     @property
     def slots(self) -> int:
@@ -72,10 +74,10 @@ class Target(Verifier[Seqs[Sequence]], Protocol):
     def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
         """Feed `seq.tokens[start:stop]` into `seq.slot`; chosen [1, 1], features [1, T, F].
 
-        `chosen` follows position stop - 1 and means something only where stop is the prompt's end.
+        `chosen` follows position stop - 1 and is valid only if stop is the prompt's end.
         Features may be padded beyond the chunk's own T = stop - start tokens.
-        Raises UserError for a request that this target can't take, and MemoryError where there is
-        no room for it and the target survived: only this sequence fails.
+        Raises UserError for a request that this target can't take, and MemoryError if memory is
+        short but the target can go on: only this sequence fails.
         """
         ...
 
@@ -84,27 +86,28 @@ class Drafter(Proposer[Seqs[Sequence]], Protocol):
     """Guesses what the target will choose. It can only cost or save time, never change a token."""
 
     def reset(self, seq: Sequence) -> None:
-        """`seq` now owns its slot: forget the slot's former owner."""
+        """Clear the state of `seq.slot`, which `seq` owns from now on."""
         ...
 
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
-        """Learn `seq.tokens[start:stop]` of its prompt, which the target has just read: `step` is
-        what the target's `prefill` answered. Raises MemoryError where there is no room for it.
+        """Read `seq.tokens[start:stop]` of the prompt. `step` is the result of the target's
+        `prefill` of the same tokens. Raises MemoryError if memory is short.
 
-        Chunks that the prefix cache has are not prefilled: the drafter's own `Snapshots` bring
-        what it knew of them."""
+        Chunks from the prefix cache are not prefilled: the drafter's own `Snapshots` restore its
+        state."""
         ...
 
 
 class LookupDrafter(Drafter, Protocol):
-    """A drafter whose guesses follow from the text alone, by a suffix that occurred before."""
+    """A drafter that guesses from the text alone: it continues an earlier occurrence of the text's
+    suffix."""
 
     def matched(self, seq: Sequence) -> int:
-        """Length in tokens of the suffix that the last guess followed from, 0 where none was
-        found."""
+        """Length in tokens of the suffix that gave the last guess, 0 if none was found."""
         ...
 
 
 Cycle = Callable[[Seqs[Sequence], bool], list[Round]]
-"""What the engine runs between admissions: one round (host loop) or several (device loop). The
-flag asks for no more than one, because somebody's prefill waits for the next turn."""
+"""(rows, single) -> rounds: what the engine runs in a step, one round (host loop) or several
+(device loop). `single`: run at most one, because a prompt chunk is to be prefilled in the next
+step."""

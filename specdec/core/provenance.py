@@ -1,4 +1,4 @@
-"""What is stored beside each output, so that a figure can be traced to what made it."""
+"""The record stored beside each output: command, commit, versions and device."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def gpus() -> list[dict[str, str]]:
-    """Each NVIDIA GPU's name, driver, clocks and limits at this moment; empty where there is none
-    or nobody to ask."""
+    """The current name, driver, clocks and limits of each NVIDIA GPU; empty without a GPU or
+    without nvidia-smi."""
     try:
         asked = ["nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader"]
         done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=30)
@@ -54,8 +54,8 @@ def gpus() -> list[dict[str, str]]:
 
 
 def _git_sha() -> str | None:
-    """What a copy of a checkout was told in `.git-sha` (its own history may be an older one), else
-    this checkout's commit; None for an installed package, or where there is no git."""
+    """The commit in the file `.git-sha`, which a copy of a checkout may have (its own history may
+    be older), else this checkout's commit; None for an installed package, or without git."""
     root = Path(__file__).parents[2]
     noted = root / ".git-sha"
     if noted.is_file():

@@ -17,14 +17,14 @@ def sources_of(proposal: Proposal, row: int) -> list[str]:
 
 
 def led_guesses(done: Round, row: int) -> tuple[int, Guesser]:
-    """How many guesses of a row's draft come before the drafter's own, and whose they are."""
+    """Number of guesses of a row's draft that come before the drafter's own, and their source."""
     if done.leading is None:
         return 0, "drafter"
     return int((np.asarray(done.leading.rows)[row] >= 0).sum()), done.leading.by[row]
 
 
 def report_of(done: Round, row: int, emitted: int, seconds: float) -> CycleReport:
-    """emitted: how many tokens of the row were. seconds: how long the cycle took."""
+    """The report of one row. emitted: the row's emitted tokens. seconds: the time of the cycle."""
     draft = np.asarray(done.proposal.tokens)[row].tolist()
     draft = draft[: draft.index(NO_GUESS)] if NO_GUESS in draft else draft
     led, leader = led_guesses(done, row)

@@ -1,5 +1,5 @@
-"""Which sequences wait, are prefilled, decode: a bounded queue in front of a set of slots. How they
-are shared: `sharing`."""
+"""Schedules sequences: a bounded queue in front of a set of slots. How slots are shared over
+callers: `sharing`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Scheduler:
     slots: int
     max_waiting: int
     chunk: int
-    """Prefill chunks end at absolute multiples of this, whoever else is running: the cut decides
-    the order of reductions, so it must not depend on load."""
+    """Prefill chunks end at absolute multiples of this, independent of other sequences: the cut
+    determines the order of reductions, so it must not depend on load."""
     waiting: Waiting = field(default_factory=Waiting)
     prefilling: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
@@ -52,9 +52,9 @@ class Scheduler:
         return seated
 
     def next_chunk(self) -> tuple[Sequence, int, int] | None:
-        """The next (sequence, start, stop) to prefill, or None. By turns: of the sequence that was
-        seated first, and of the one that has the least left to read. So a short prompt waits for
-        one chunk of a long one, and a long one gets at least every other chunk."""
+        """The next (sequence, start, stop) to prefill, or None. Turns alternate between the
+        sequence that was seated first and the one with the fewest tokens left. So a short prompt
+        waits for one chunk of a long one, and a long one gets at least every other chunk."""
         if not self.prefilling:
             return None
         seq = self.prefilling[0]
@@ -63,8 +63,8 @@ class Scheduler:
         return seq, seq.prefilled, self._chunk_end(seq)
 
     def resume(self, seq: Sequence, start: int) -> int:
-        """Record that the first `start` tokens of its prompt, whole chunks, are in the KV cache
-        without any prefill (0: that none are): where its next chunk ends."""
+        """Record that the first `start` tokens of the prompt, whole chunks, are in the KV cache
+        without prefill (0: none). Returns the end of the next chunk."""
         seq.prefilled = seq.cached = start
         return self._chunk_end(seq)
 

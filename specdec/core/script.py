@@ -1,9 +1,11 @@
-"""Scripted decoding: everything is computed as always, but the tokens are a given text's.
+"""Scripted decoding: everything is computed as usual, but the tokens are replaced by a given
+text's.
 
-Speed depends on the text: on what lookup finds in it, and on how often a drafter is right. Random
-weights say nothing that could be looked up and agree with no drafter. So each choice is replaced by
-the script's token at that position, after the target has made it. Drafters with weights are given a
-recorded acceptance in the same way. For speed only: what is emitted is not the target's text.
+Speed depends on the text: on the matches that lookup finds in it, and on how often a drafter is
+right. Texts of random weights contain no matches and agree with no drafter. So each choice of the
+target is replaced by the script's token at that position. Guesses of drafters with weights are
+replaced in the same way, to give a recorded acceptance. For speed tests only: the output is not the
+target's text.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, Proposal, Sequence, S
 
 GOLDEN = (5**0.5 - 1) / 2
 DIGITS = "0123456789abcdefghijklmnopqrstuv"
-"""One for each number of guesses that may be right."""
+"""A digit for each number of right guesses, 0 to 31."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,10 @@ class Line:
     """One request's answer."""
 
     answer: Seqs[int]
-    """Token ids, all of which are emitted."""
+    """Token ids; all of them are emitted."""
     right: Array | None = None
-    """int32 [len(answer)]: how many guesses are right where they begin at that token. None: the
-    drafter's own guesses count."""
+    """int32 [len(answer)]: how many guesses are right if a draft begins at that token. None: the
+    drafter's own guesses are used."""
 
 
 def _around(drafter: Any, wrap: Callable[[Any], Any]) -> Any:
@@ -39,24 +41,25 @@ def _around(drafter: Any, wrap: Callable[[Any], Any]) -> Any:
 
 
 class Script:
-    """The lines by request id, and what each slot's owner will say, by position of its text."""
+    """The lines by request id, and by slot the scripted tokens at each position of its sequence."""
 
     def __init__(self, lines: Mapping[str, Line], slots: int, max_len: int) -> None:
-        """Lines have all a recorded acceptance, or none has."""
+        """Either all lines have a recorded acceptance, or none has."""
         shape = slots, max_len + MAX_DRAFT + 1
         self.lines = lines
         self.recorded = any(line.right is not None for line in lines.values())
         self.said = np.full(shape, NO_GUESS, np.int32)
-        """[slots, positions]; NO_GUESS where the target's own choice stands."""
+        """[slots, positions]: the scripted token; NO_GUESS keeps the target's own choice."""
         self.right = np.zeros(shape, np.int32)
         """[slots, positions], see `Line`."""
         self.wrap_weighted: Callable[[Any, Callable[[Any], Any]], Any] = _around
         """(drafter, wrap) -> the device drafter, `wrap` around its part with weights."""
         self.version = 0
-        """Grows with each change: devices keep copies."""
+        """Incremented with each change, as devices keep copies."""
 
     def seat(self, seq: Sequence) -> None:
-        """`seq` now owns its slot. A request without a line says what the target chooses."""
+        """Set the scripted tokens of `seq.slot`, which `seq` owns from now on. A request without a
+        line keeps the target's choices."""
         said, right = self.said[seq.slot], self.right[seq.slot]
         said[:], right[:] = NO_GUESS, 0
         line = self.lines.get(seq.request_id)
@@ -72,15 +75,15 @@ class Script:
 
 
 def scripted_choice(said: Array, chosen: Array) -> Array:
-    """What the script says, the target's choice where it says nothing. Both of one shape. That the
-    choice counts at all keeps a compiler from leaving the forward out. One expression for numpy,
-    jax and torch, like the next."""
+    """The script's tokens, and the target's choice where the script has NO_GUESS; both arrays have
+    one shape. The result depends on the choice, so that a compiler can't drop the forward. One
+    expression for numpy, jax and torch, like the next."""
     return chosen + (said - chosen) * (said >= 0)
 
 
 def recorded_draft(said: Array, right: Array, own: Array, offset: Array) -> Array:
-    """A draft [B, k] whose first right [B] guesses are the script's, said [B, k], and none after
-    them: these are the drafter's own, unless they happen to be right. offset: 0 .. k - 1."""
+    """A draft [B, k]: the first right [B] guesses are the script's tokens [B, k]; the others are
+    the drafter's own, changed if they happen to be right. offset: 0 .. k - 1."""
     told = offset < right[:, None]
     same = own == said
     missed = own * ~same + abs(said - 1) * same
@@ -88,7 +91,7 @@ def recorded_draft(said: Array, right: Array, own: Array, offset: Array) -> Arra
 
 
 class ScriptedTarget:
-    """A target whose choices are a script's."""
+    """A target with its choices replaced by a script's."""
 
     def __init__(self, target: Target, script: Script) -> None:
         self._target, self._script = target, script
@@ -111,7 +114,8 @@ class ScriptedTarget:
 
 
 class ScriptedDrafter:
-    """A drafter that works as always, and whose guesses are right as often as was recorded."""
+    """A drafter that computes as usual, with its guesses replaced to be right as often as
+    recorded."""
 
     def __init__(self, drafter: Drafter, script: Script) -> None:
         self._drafter, self._script = drafter, script
@@ -127,7 +131,7 @@ class ScriptedDrafter:
 
 
 def right_text(right: Seqs[int]) -> str:
-    """A digit per token, base 32: as scripts have what was recorded (`Line.right`)."""
+    """`Line.right` in a script's form: a digit per token, base 32."""
     return "".join(DIGITS[count] for count in right)
 
 
@@ -142,9 +146,10 @@ def recorded_right(text: str) -> np.ndarray:
 
 
 def drawn_right(acceptance: Seqs[float], count: int, seed: int) -> np.ndarray:
-    """int32 [count]: how many guesses are right at each of so many tokens. acceptance: the share of
-    cycles that keep at least 1, 2, ... of them, as `eval-acceptance` tells it by position. Of one
-    token the answer is the same whatever K is and wherever cycles began before."""
+    """int32 [count]: random numbers of right guesses for drafts that begin at each of `count`
+    tokens.
+    acceptance: shares of cycles that keep at least 1, 2, ... guesses, as `eval-acceptance` reports
+    by position. A token's number does not depend on K or on where earlier cycles began."""
     kept = np.asarray(acceptance, np.float64)
     if not len(kept) or not ((0 <= kept) & (kept <= 1)).all() or (np.diff(kept) > 0).any():
         raise UserError(
@@ -156,11 +161,11 @@ def drawn_right(acceptance: Seqs[float], count: int, seed: int) -> np.ndarray:
 
 
 def right_for_tau(tau: float, k: int, count: int, seed: int = 0) -> np.ndarray:
-    """int32 [count]: the same for cycles that emit `tau` tokens on average, as if each guess were
-    right with one chance, whatever came before. Raises UserError.
+    """int32 [count]: the same for cycles that emit `tau` tokens on average, with one chance for
+    every guess to be right. Raises UserError.
 
-    Cycles of k guesses come by some of the tokens only. These take quantiles by golden steps from a
-    random start: short runs have the mean too, as independent draws do not.
+    Cycles of k guesses begin at only some of the tokens. Only these get numbers, by quantiles in
+    golden ratio steps from a random start: unlike independent draws, even short runs have the mean.
     """
     if not 1 <= tau <= k + 1:
         raise UserError(f"--synthetic-tau must be 1 to K + 1 = {k + 1}, got {tau:g}")

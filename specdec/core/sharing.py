@@ -1,7 +1,8 @@
-"""How callers share an engine: who may wait, and who is next.
+"""Shares an engine over callers: limits the queue, and chooses the sequence that gets the next
+slot.
 
-All of it follows from the order in which sequences came, were seated and went, so several processes
-that see the same order decide alike.
+Decisions depend only on the order in which sequences were submitted, seated and released, so
+several processes with the same order decide the same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class QueueFull(Exception):
 
 @dataclass
 class Room:
-    """Sequences that are seated or wait, counted by caller, and how many may be."""
+    """Counts seated and waiting sequences by caller, and limits them."""
 
     slots: int
     max_waiting: int
@@ -31,9 +32,9 @@ class Room:
         return self.slots + self.max_waiting
 
     def take(self, caller: str, count: int = 1) -> None:
-        """Count `caller`'s further sequences in. Raises QueueFull where all places are taken and
-        the caller would hold more than its part of the queue: `max_waiting` divided by the callers
-        that are here, itself included."""
+        """Add sequences of `caller`. Raises QueueFull if all places are taken and the caller would
+        hold more than its part of the queue: `max_waiting` divided by the number of callers with
+        sequences, itself included."""
         callers = len(self.held.keys() | {caller})
         part = -(-self.max_waiting // callers)
         if self.held.total() + count > self.capacity and self.held[caller] + count > part:
@@ -48,16 +49,16 @@ class Room:
 
 @dataclass
 class _Request:
-    """A request's sequences that wait."""
+    """The waiting sequences of a request."""
 
     turn: int
-    """When it came, or when one of its sequences was seated last."""
+    """The turn in which the request came, or in which one of its sequences was seated last."""
     sequences: deque[Sequence] = field(default_factory=deque)
 
 
 class Waiting:
-    """The sequences that wait. The next is of the caller that holds the fewest slots, and of its
-    request that does; among equals, of the one that waits longest since its last turn."""
+    """The waiting sequences. The next one is of the caller with the fewest slots, and of its
+    request with the fewest; among equals, of the one with the longest time since its last turn."""
 
     def __init__(self) -> None:
         self._callers: dict[str, dict[Owner, _Request]] = {}
@@ -89,13 +90,13 @@ class Waiting:
         requests[seq.owner].sequences.append(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """Without a slot."""
+        """Remove a sequence that has no slot."""
         requests = self._callers[seq.owner.caller]
         requests[seq.owner].sequences.remove(seq)
         self._forget_empty(seq.owner)
 
     def seat(self) -> Sequence:
-        """Take out the next, which holds a slot from now on."""
+        """Remove and return the next sequence, and count its slot."""
         caller = min(self._callers, key=self._rank)
         requests = self._callers[caller]
         owner = min(requests, key=self._rank_of_request)
@@ -107,7 +108,7 @@ class Waiting:
         return seq
 
     def unseat(self, seq: Sequence) -> None:
-        """It holds its slot no more."""
+        """Count a slot that is free again."""
         _less(self._slots, seq.owner.caller)
         _less(self._seated, seq.owner)
 
@@ -130,7 +131,7 @@ class Waiting:
 
 
 def _less(counts: Counter[Any], key: Any) -> None:
-    """One less; what is at zero is forgotten."""
+    """Decrement a count; a count of zero is removed."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

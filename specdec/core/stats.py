@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Guesses:
-    """Of one who guesses: tokens by position 0 .. k - 1."""
+    """Draft tokens of one source, by position 0 .. k - 1."""
 
     drafted_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
 
     def add(self, drafted: int, accepted: int) -> None:
-        """The first so many of a draft, of which so many were accepted."""
+        """Count the first `drafted` tokens of a draft; of the draft, `accepted` tokens were
+        accepted."""
         self.drafted_at.update(range(drafted))
         self.accepted_at.update(range(min(drafted, accepted)))
 

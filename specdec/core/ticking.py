@@ -1,4 +1,4 @@
-"""Something said now and then while long work goes on."""
+"""Calls a function periodically while long work goes on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EVERY = 10.0
 
 @contextmanager
 def ticking(tell: Callable[[], None], every: float = EVERY) -> Iterator[None]:
-    """Call `tell` every so many seconds, from a thread, until the block ends."""
+    """Call a function every `every` seconds, from a thread, until the block ends."""
     ended = threading.Event()
 
     def tick() -> None:

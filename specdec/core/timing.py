@@ -1,4 +1,5 @@
-"""Where an engine's time goes, and what plain decoding would have taken for the same tokens."""
+"""An engine's time by part, and the time that plain decoding would have taken for the same
+tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from specdec.core.protocols import Batch, Proposer, Verifier
 from specdec.core.types import Array, Proposal, Round, Step
 
 PARTS = ("prefill", "draft", "verify", "learn", "device", "host")
-"""prefill: reading prompts. draft, verify, learn: a cycle that the host drives; what is chosen is
-part of verify. device: whole cycles of a device loop, whose parts the host can't see. host: all
-else that the engine's thread does."""
+"""prefill: reading prompts. draft, verify, learn: a cycle of the host loop; choosing tokens is part
+of verify. device: whole cycles of a device loop, which the host can't split. host: everything else
+in the engine's thread."""
 
 
 class Timed(Generic[Batch]):
-    """A target and a drafter in one, that note how long each call took."""
+    """A target and a drafter in one object that measures the time of each call."""
 
     def __init__(self, target: Verifier[Batch], drafter: Proposer[Batch]) -> None:
         self._target, self._drafter = target, drafter
@@ -50,21 +51,21 @@ class PlainCosts:
     slots: int
 
     def of(self, rows: int) -> float:
-        """Of so many rows, between the two."""
+        """Seconds of a step of `rows` rows, interpolated linearly."""
         share = (rows - 1) / (self.slots - 1) if self.slots > 1 else 0.0
         return self.one + share * (self.all - self.one)
 
 
 @dataclass
 class EngineTimes:
-    """Written by the engine's thread, read by anybody."""
+    """Written by the engine's thread, read by any thread."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """By part (`PARTS`)."""
     plain: float = 0.0
     """Seconds that plain decoding would have taken for the tokens that cycles emitted."""
     plain_costs: PlainCosts | None = None
-    """None: nobody measured."""
+    """None: not measured."""
     _known: float = 0.0
 
     @property

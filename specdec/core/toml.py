@@ -1,4 +1,4 @@
-"""TOML files that people write, read strictly: one line says what is wrong where."""
+"""Reads users' TOML files strictly; an error is one line with the file and the key."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from specdec.core.errors import UserError
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-"""What a dataclass to be read sets as `__pydantic_config__`: "3" is no number, and a key that
-nobody reads is an error."""
+"""For `__pydantic_config__` of a dataclass to be read: "3" is no number, and an unknown key is an
+error."""
 MOST_FAULTS = 4
-"""That are told at once."""
+"""Most faults in one error message."""
 Read = TypeVar("Read")
 
 
@@ -32,11 +32,11 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 
 def read_recipe_as(kind: type[Read], file: Path, example: str) -> Read:
-    """A file as a dataclass, by its annotations. example: a file to compare with. Raises UserError
-    that names the file and each key that is unknown, missing or impossible."""
+    """A file as a dataclass, by its annotations. example: a file that errors refer to. Raises
+    UserError that names the file and each unknown, missing or invalid key."""
     if not file.is_file():
         raise UserError(f"{file} is missing: name a recipe such as {example}")
-    # by way of JSON, where a list is what a tuple is written as
+    # by way of JSON, as strict validation accepts a JSON list for a tuple
     values = json.dumps(read_toml(file), default=str)
     try:
         return TypeAdapter(kind).validate_json(values)
@@ -46,7 +46,7 @@ def read_recipe_as(kind: type[Read], file: Path, example: str) -> Read:
 
 
 def _told(fault: dict[str, Any]) -> str:
-    """One of pydantic's findings, in our words."""
+    """A short message for one of pydantic's errors."""
     key = ".".join(map(str, fault["loc"]))
     if fault["type"] in ("missing", "missing_argument"):
         return f"{key} is missing"

@@ -1,4 +1,5 @@
-"""What travels between scheduler, target, drafter and server. Each field names its writer."""
+"""Data that scheduler, target, drafter and server exchange. Each field's docstring names its
+writer."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ Array = Any
 """A numpy, jax or torch array: the loop only indexes and compares."""
 
 NO_GUESS = -1
-"""The draft entry of a drafter that has nothing to say; it never equals a token id."""
+"""A draft's entry without a guess; it never equals a token id."""
 
 SAT_OUT = -1
 """In `Round.accepted`: nothing was chosen for this row in this cycle, not even the free token."""
 
 MAX_LOGPROBS = 20
-"""Most alternatives that a request may ask for at each position."""
+"""Most alternatives with log-probabilities that a request may have at each position."""
 
 MAX_DRAFT = 31
 """Largest number of draft tokens per cycle (K)."""
@@ -30,7 +31,7 @@ FinishReason = Literal["stop", "length", "grammar_limit", "cancelled", "error"]
 """grammar_limit: the constraint's grammar became too ambiguous to be followed any further."""
 
 Guesser = Literal["drafter", "prediction", "constraint"]
-"""Who guessed a token: the drafter, a predicted text, or a constraint that left no choice."""
+"""Source of a guess: the drafter, a predicted text, or a constraint that allows only one token."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -107,10 +108,10 @@ class Sampling:
 
 
 class Constraint(Protocol):
-    """What a sequence may say: a function of its ids so far, draft included.
+    """Restricts a sequence's next tokens, as a function of its ids so far, draft included.
 
-    It belongs to one sequence and may remember how far it has read. Its methods are called from the
-    engine's thread, those of several sequences at a time.
+    It belongs to one sequence and may cache how far it has read. Its methods are called for several
+    sequences at a time.
     """
 
     failure: str | None
@@ -121,43 +122,43 @@ class Constraint(Protocol):
     the engine ends the sequence there, whatever was drafted."""
 
     def masks(self, seq: Sequence, draft: Seqs[int], out: Array) -> None:
-        """Clear in `out` [at least len(draft) + 1, words] uint32, all of whose bits are set, those
-        of the tokens that must not come: row j after the text and draft[:j]. Rows behind a guess
-        that must not come may hold anything."""
+        """Clear the bits of forbidden tokens in `out` [at least len(draft) + 1, words] uint32,
+        where all bits are set: row j is for the position after the text and draft[:j]. Rows after a
+        forbidden guess may hold anything."""
         ...
 
     def forced(self, seq: Sequence) -> list[int]:
-        """Tokens that come next if the text is to obey, as far as they can be told."""
+        """The next tokens that the constraint forces, as far as it can determine them."""
         ...
 
     def packed(self) -> dict[str, Any]:
-        """What makes the same constraint in another process, as JSON values."""
+        """JSON values from which another process rebuilds the constraint."""
         ...
 
 
 @dataclass(frozen=True)
 class Speculative:
-    """How one request is drafted for, where it says so itself."""
+    """A request's own drafter and depth."""
 
     drafter: str | None = None
-    """One of those that are loaded; None: the engine's own."""
+    """One of the loaded drafters; None: the engine's."""
     k: int | None = None
-    """Guesses per cycle at most, 0 for none; None: the engine's own."""
+    """Most guesses per cycle, 0 for none; None: the engine's K."""
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """How a request uses the prefix cache: it reads, and what it prefills is kept."""
+    """A request's use of the prefix cache: it reads from it and adds to it."""
 
     scope: str = ""
-    """Prompts of different scopes never share anything: whose key, and which salt."""
+    """API key and salt. Prompts of different scopes never share anything."""
     partings: tuple[int, ...] = ()
-    """Positions of the prompt at which later ones may go on otherwise, beside its end."""
+    """Positions of the prompt where later prompts may diverge, beside its end."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Where a sequence comes from. Slots are shared over callers, then over a caller's requests."""
+    """A sequence's origin. Slots are shared over callers, then over a caller's requests."""
 
     caller: str = ""
     request: str = ""
@@ -165,10 +166,10 @@ class Owner:
 
 @dataclass(eq=False)
 class Sequence:
-    """One request on its way. The engine owns `tokens`; drafters and targets only read it.
+    """One text that is generated. The engine owns `tokens`; drafters and targets only read it.
 
-    After prefill `tokens` is always one longer than what the target's KV cache holds: the last
-    token was chosen but has not been fed yet.
+    After prefill, `tokens` is always one token longer than the target's KV cache: the last token
+    was chosen but has not been fed yet.
     """
 
     tokens: list[int]
@@ -180,17 +181,17 @@ class Sequence:
     """Ids that end the sequence; the stop id itself is emitted last. Written by the caller."""
     request_id: str = ""
     constraint: Constraint | None = None
-    """What it may say, None for anything. Written by the caller, read by the target."""
+    """Restricts its tokens, None for no restriction. Written by the caller, read by the target."""
     prediction: Prediction | None = None
-    """A text that it is expected to repeat: guesses, whichever drafter there is. Written by the
+    """A text that it is expected to repeat, used as guesses with any drafter. Written by the
     caller, read by the loop."""
     speculative: Speculative | None = None
-    """How it is drafted for, None as any other. Written by the caller, read by loops and drafters.
-    """
+    """Its own drafter and depth, None for the engine's. Written by the caller, read by loops and
+    drafters."""
     reuse: Reuse | None = field(default_factory=Reuse)
-    """None: nothing is read from the prefix cache, and nothing kept. Written by the caller."""
+    """None: nothing is read from the prefix cache, and nothing added. Written by the caller."""
     owner: Owner = field(default_factory=Owner)
-    """It decides when the sequence runs, never what it says. Written by the server, read by the
+    """It affects when the sequence runs, never its tokens. Written by the server, read by the
     scheduler."""
     prompt_len: int = 0
     """Length of the prompt within `tokens`. Set here from `tokens`."""
@@ -199,15 +200,15 @@ class Sequence:
     prefilled: int = 0
     """Prompt tokens that are in the KV cache. Written by the scheduler."""
     cached: int = 0
-    """Prompt tokens that the prefix cache had. Written by the scheduler."""
+    """Prompt tokens that came from the prefix cache. Written by the scheduler."""
     finish: FinishReason | None = None
     """Why it ended, None while it runs. Written by the engine."""
     cancelled: bool = False
     """Set between steps; the engine frees the slot at the next."""
     acceptance: Acceptance = field(default_factory=Acceptance)
-    """How speculation fared on this sequence. Written by the engine."""
+    """Acceptance statistics of this sequence. Written by the engine."""
     reported: bool = False
-    """Whether its events tell how each cycle went (`CycleReport`). Written by the caller."""
+    """Whether its events have a `CycleReport`. Written by the caller."""
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
@@ -215,7 +216,7 @@ class Sequence:
         _require(self.max_tokens >= 1, f"max_tokens must be 1 or more, got {self.max_tokens}")
 
     def most_guesses(self, k: int) -> int:
-        """Of the engine's k guesses per cycle, how many this request wants at most."""
+        """This sequence's limit of guesses per cycle, at most the engine's k."""
         wish = self.speculative
         return k if wish is None or wish.k is None else min(k, wish.k)
 
@@ -248,19 +249,19 @@ class LogprobRows:
 
 @dataclass(frozen=True)
 class Step:
-    """What a target answers: row b's `features[b, j]` is the state *from which* it chose
-    `chosen[b, j]`. Written by the target, read by the engine and the drafter."""
+    """A target's result: row b's `features[b, j]` is the state *from which* it chose `chosen[b,
+    j]`. Written by the target, read by the engine and the drafter."""
 
     chosen: Array
     """[B, T] int32."""
     features: Array | None = None
-    """[at least B, at least T, F], or None where the target was loaded to hand out none. Padding
-    lies beyond; which entry is row b's, `by_slot` tells."""
+    """[at least B, at least T, F] with padding at the end, or None if the target was loaded without
+    features. Rows are in the order that `by_slot` determines."""
     logprobs: LogprobRows | None = None
-    """Only where a sequence asked."""
+    """Only if a sequence has `sampling.logprobs`."""
     by_slot: bool = False
-    """Whether a row's features lie at its slot's number, not at its place in the batch: cutting
-    them out would be a program to compile for each number of rows, while requests wait."""
+    """Whether row b's features are at its slot's number instead of b. Selecting them would need a
+    program for each number of rows, compiled while requests wait."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,7 @@ class Proposal:
     """[B] or [B, columns] int32: the drafter that made each row's guesses, or each guess, as an
     index into `names`. None: one drafter made all of them."""
     names: tuple[str, ...] = ()
-    """The drafters that this one is made of."""
+    """The drafters that this one combines."""
 
 
 @dataclass(frozen=True)
@@ -308,12 +309,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Leading:
-    """Guesses that come before the drafter's own."""
+    """Guesses from predictions and constraints; they come before the drafter's own."""
 
     rows: Array
-    """[B, k] int32, NO_GUESS behind them."""
+    """[B, k] int32, NO_GUESS after them."""
     by: tuple[Guesser, ...]
-    """Whose those of each row are."""
+    """The source of each row's guesses."""
 
 
 @dataclass(frozen=True)
@@ -321,16 +322,16 @@ class Round:
     """One cycle's outcome, for the rows it ran on.
 
     accepted [B]: how many draft tokens each row keeps, SAT_OUT for a row that took no part (a
-    driver that runs ahead of the host may learn of a row only one cycle later).
+    driver that runs ahead of the host may include a new row only one cycle later).
     """
 
     proposal: Proposal
     step: Step
     accepted: Array
     leading: Leading | None = None
-    """Those guesses of the draft that the drafter did not make; None: it made them all."""
+    """The draft's guesses from other sources than the drafter; None: there are none."""
     seconds: Mapping[str, float] | None = None
-    """How long its parts took (`timing.PARTS`); None where a device loop ran it."""
+    """Seconds of its parts (`timing.PARTS`); None in a device loop."""
 
 
 @dataclass(frozen=True)
@@ -343,21 +344,21 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class CycleReport:
-    """How one cycle went for one sequence: one read of the weights. Written by the engine."""
+    """One cycle's outcome for one sequence: one read of the weights. Written by the engine."""
 
     draft: tuple[int, ...]
-    """What was guessed."""
+    """The guessed tokens."""
     guessers: tuple[Guesser | str, ...]
-    """Who guessed each of them, by name where the drafter is made of others."""
+    """The source of each guess; a composite drafter's parts by name."""
     accepted: int
-    """How many of them were emitted; the token after them, if there is one, the target paid for."""
+    """How many guesses were emitted; the token after them, if any, is the target's own."""
     seconds: float
-    """How long the cycle took; the mean of a device loop's dispatch."""
+    """The time of the cycle; in a device loop the mean of its dispatch."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What one cycle did to one sequence, for callers of the engine."""
+    """The tokens that one cycle or prefill added to one sequence, for callers of the engine."""
 
     sequence: Sequence
     tokens: tuple[int, ...]
@@ -365,4 +366,4 @@ class Event:
     logprobs: tuple[TokenLogprob, ...] | None = None
     error: str | None = None
     report: CycleReport | None = None
-    """Of a cycle, where the sequence asked for it; none of what prefill chose."""
+    """The cycle's report, if `Sequence.reported`; None for prefill's token."""

@@ -1,4 +1,4 @@
-"""Writing what a run is for: a full disk is one line, and costs nothing that was written before."""
+"""Writes result files: a full disk gives a one-line error, and leaves earlier files intact."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 @contextmanager
 def writing(file: Path, stands: str = "") -> Iterator[None]:
-    """Raise UserError where `file` can't be written. stands: what the folder holds nevertheless."""
+    """Raise UserError if `file` can't be written. stands: results that exist nevertheless, for the
+    message."""
     try:
         yield
     except OSError as problem:
@@ -26,7 +27,7 @@ def writing(file: Path, stands: str = "") -> Iterator[None]:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Beside and renamed, so that a file is whole or not there. Raises UserError."""
+    """Write a temporary file and rename it, so that the file is never partial. Raises UserError."""
     beside = file.with_name(f"partial{file.suffix}")
     with writing(file):
         if file.exists() and not file.is_file():  # /dev/stdout: not to be replaced
@@ -36,12 +37,12 @@ def write_whole(file: Path, text: str) -> None:
             beside.write_text(text)
             beside.rename(file)
         except OSError:
-            beside.unlink(missing_ok=True)  # what it holds is room
+            beside.unlink(missing_ok=True)  # free its space
             raise
 
 
 def said_of(problem: OSError) -> str | None:
-    """One line about a disk that is full or may not be written; None for other failures."""
+    """A one-line message if the disk is full or read-only; None for other failures."""
     if problem.errno not in NO_ROOM:
         return None
     where = os.fsdecode(problem.filename) if problem.filename else "the output"

@@ -1,1 +1,1 @@
-"""What a drafter is worth: running prompts, comparing texts, statistics, tables and plots."""
+"""Evaluates drafters: runs prompts, compares texts, computes statistics, tables and plots."""

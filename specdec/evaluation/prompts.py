@@ -1,4 +1,4 @@
-"""Prompts for evaluation, from JSON lines in the forms that people have.
+"""Prompts for evaluation, from JSON lines in common forms.
 
 | form        | a line                                             |
 |-------------|----------------------------------------------------|
@@ -7,8 +7,8 @@
 | HumanEval   | `{"task_id": …, "prompt": "def f(…"}`              |
 | Spec-Bench  | `{"question_id": …, "category": …, "turns": [...]}`|
 
-Of a Spec-Bench question only the first turn is asked: the second would need the model's own answer
-to the first. `id` and `category` are read where a line has them.
+Only the first turn of a Spec-Bench question is used: the second would need the model's own answer
+to the first. `id` and `category` are optional.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORMS = 'a string, or an object with "prompt", "text", "messages" or "turns"'
 
 @dataclass(frozen=True)
 class Prompt:
-    """One thing to ask. Plain ones have `text`, chat ones have `messages`."""
+    """One prompt. A plain one has `text`, a chat has `messages`."""
 
     id: str
     category: str
@@ -37,14 +37,14 @@ class Prompt:
     def encode(
         self, encode: Callable[[str], list[int]], encode_chat: Callable[..., list[int]]
     ) -> list[int]:
-        """Token ids, by a tokenizer's two ways in."""
+        """Token ids. encode, encode_chat: the tokenizer's methods for texts and chats."""
         return encode_chat(list(self.messages)) if self.kind == "chat" else encode(self.text)
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """Read a JSONL file, at most `limit` prompts; blank lines are skipped.
 
-    Raises UserError that names the file, and the line where one is bad.
+    Raises UserError that names the file and the invalid line, if any.
     """
     path = Path(path)
     try:
@@ -104,8 +104,8 @@ def _check_messages(value: Any, where: str) -> tuple[dict[str, Any], ...]:
 
 
 def _text_of(content: Any, where: str) -> str:
-    """A template would write anything else as Python shows it. Parts are joined as the server
-    does."""
+    """The text of a message's content; parts are joined as in the server. Anything else is refused,
+    as a template would write its Python representation."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(
         isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str)

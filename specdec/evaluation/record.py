@@ -1,9 +1,9 @@
-"""How far a drafter's guesses hold from every token of an answer on: what `bench --script` replays.
+"""Records, for every token of an answer, how many guesses of a draft that begins there are right.
+`bench --script` replays such records.
 
-A request decodes a token per cycle, whatever was guessed, and each cycle's draft is compared with
-the answer when that is whole. So the record says how a cycle would fare wherever it began. Drafters
-with weights follow from the text and the target's states alone: where earlier cycles began makes no
-difference to them.
+A request decodes one token per cycle and accepts no guesses; each cycle's draft is compared with
+the complete answer. So the record covers a cycle that begins at any token. Guesses of drafters with
+weights depend only on the text and the target's states, not on where earlier cycles began.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Recording:
     question: Question
     answer: tuple[int, ...]
     right: tuple[int, ...]
-    """How many of k guesses are right where they begin at each of the answer's tokens; 0 at the
-    first, which is prefill's."""
+    """For each token of the answer, how many of k guesses are right if the draft begins there; 0 at
+    the first token, which prefill chooses."""
 
 
 def record(
@@ -39,8 +39,8 @@ def record(
     settings: Settings,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Recording]:
-    """Ask every question. engine: an idle one of the host loop; its cycle is another afterwards.
-    tell: gets how many answers there are, and how many there will be. Raises UserError."""
+    """Answer and record all questions. engine: idle, with the host loop; its `cycle` is replaced.
+    tell: called with the number of answers so far and in total. Raises UserError."""
     found: list[Recording] = []
     slots = engine.target.slots
     for start in range(0, len(questions), slots):
@@ -62,7 +62,7 @@ def _group(engine: Engine, questions: Seqs[Question], settings: Settings) -> lis
 
 
 def _one_by_one(engine: Engine, k: int, drafts: dict[Sequence, list[Array]]) -> Cycle:
-    """A cycle that keeps none of what it guesses, and notes it down."""
+    """A cycle that accepts no guesses and appends each row's draft to `drafts`."""
 
     def cycle(seqs: Seqs[Sequence], single: bool) -> list[Round]:
         proposal = engine.drafter.propose(seqs, k)
@@ -78,7 +78,7 @@ def _one_by_one(engine: Engine, k: int, drafts: dict[Sequence, list[Array]]) -> 
 
 
 def _right(answer: Seqs[int], drafts: Seqs[Array]) -> list[int]:
-    """Of the drafts that begin at the second token and on."""
+    """How many guesses of each draft are right; the first draft begins at the second token."""
     right = []
     for place, draft in enumerate(drafts, 1):
         came = np.array(answer[place : place + len(draft)])

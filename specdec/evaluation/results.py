@@ -1,4 +1,4 @@
-"""What an acceptance evaluation says, and how each figure comes from counts and outputs."""
+"""The results of an acceptance evaluation, computed from counts and outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec.core.stats import Acceptance
 
 @dataclass(frozen=True)
 class PromptOutcome:
-    """One prompt's run: what was emitted, and how speculation fared on it."""
+    """One prompt's run: its output, and its acceptance."""
 
     prompt_id: str
     category: str
@@ -47,8 +47,8 @@ class Position:
     proposed: float
     accepted: float
     conditional: float
-    """Accepted here, of the passes whose guess before this one was accepted (for position 0: of
-    those that had a guess). A pass without a guess here counts as not accepted."""
+    """Share accepted at this position among the passes that accepted the guess before it (for
+    position 0: among those with a guess). A pass without a guess here counts as not accepted."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class Evaluation:
     """`plain` (drafter none), `drafted`, and whatever else was timed."""
     equality: Equality
     distinct_4: float
-    """Distinct 4-grams over all 4-grams of the plain outputs: low means loops, which flatter."""
+    """Distinct 4-grams over all 4-grams of the plain outputs. Low means repetitive texts, which
+    raise acceptance."""
     prompts: list[dict[str, Any]]
     skipped: list[dict[str, Any]]
     samples: list[dict[str, Any]]

@@ -26,7 +26,7 @@ from specdec.evaluation.results import Evaluation, PromptOutcome, Speed
 
 @dataclass(frozen=True)
 class Settings:
-    """What to run. Prompt i is asked with seed `sampling.seed + i`, whatever the drafter."""
+    """What to run. Prompt i has the seed `sampling.seed + i`, with any drafter."""
 
     drafter: str
     k: int = 4
@@ -34,7 +34,7 @@ class Settings:
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
     speed_only: tuple[str, ...] = ()
-    """Further engine names to time, such as a narrower plain one; equality isn't asked of them."""
+    """Names of further engines to time, such as a narrower plain one; their outputs may differ."""
     resamples: int = 2000
     """Bootstrap resamples behind each interval."""
     samples: int = 3
@@ -63,7 +63,7 @@ class Question:
 
 
 class Racer:
-    """One engine with its stopwatch. It wraps the engine's cycle, which is a value like another."""
+    """Runs one engine and times it, by wrapping the engine's `cycle`."""
 
     def __init__(self, engine: Engine) -> None:
         self.outcomes: list[PromptOutcome] = []
@@ -114,7 +114,7 @@ class Racer:
     def _timed_cycle(self, seqs: Seqs[Sequence], single: bool) -> list[Round]:
         started = time.perf_counter()
         rounds = self._cycle(seqs, single)
-        for done in rounds:  # the engine would wait for these next; waiting here is being honest
+        for done in rounds:  # the engine waits for these next: count the wait as decoding
             for array in (done.step.chosen, done.accepted, done.proposal.tokens):
                 np.asarray(array)
         self._last = time.perf_counter() - started
@@ -130,12 +130,12 @@ def evaluate(
     decode: Callable[[Seqs[int]], str] | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Ask every prompt of the drafter `none` and of `settings.drafter`, and compare.
+    """Answer all prompts with the drafter `none` and with `settings.drafter`, and compare.
 
     make_engine: an idle engine for a drafter's name, always on the same target (engines never run
     at the same time, so they may share its slots). Plain decoding is "none".
-    decode: token ids to text, for the report's samples. tell: gets how many answers there
-    are, and how many there will be.
+    decode: token ids to text, for the report's samples. tell: called with the number of answers so
+    far and in total.
     Raises UserError for a prompt that can't be encoded, or if none fits the context.
     """
     names = ["plain", "drafted", *settings.speed_only]

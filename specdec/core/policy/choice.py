@@ -1,10 +1,10 @@
 """The policy: which drafter guesses for each row, and how many tokens a cycle verifies.
 
 The long-run rate tokens / time is highest if each cycle maximises E[tokens] - rate * time
-(Dinkelbach 1967). The rate is known as a speed-up over plain decoding of as many rows, for batches
-grow and shrink faster than a rate is learned. Tokens come from survival tables, time from a cost
-table. Off is a draft of no tokens. What is chosen decides how fast the text comes, and no token of
-it.
+(Dinkelbach 1967). The rate is kept as a speed-up over plain decoding of as many rows, because batch
+sizes change faster than a rate can be estimated. Tokens are estimated from survival tables, time
+from a cost table. A draft of no tokens turns speculation off. The choice affects only the speed,
+never a token.
 """
 
 from __future__ import annotations
@@ -18,66 +18,67 @@ from specdec.core.policy.promises import Promises
 from specdec.core.policy.survival import DISCOUNT, Survival
 
 SHADOW = 32
-"""Cycles after which a drafter with weights that does not pay is tried again: the text may have
+"""Cycles after which a drafter with weights that does not pay is tried again, as the text may have
 changed."""
 TRIALS, DEEPER = 0.01, 0.03
-"""Part of the time that trials may take: of a drafter that does not pay, and of longer drafts,
-which bring more tokens for it."""
+"""Share of the time that trials may take: of a drafter that does not pay, and of longer drafts
+(more, as these emit more tokens)."""
 APART = 4
-"""Cycles between trials of longer drafts, at least."""
+"""Fewest cycles between trials of longer drafts."""
 ALLOWANCE = 0.7
-"""Cycles that trials of longer drafts may take beyond that part, for they can't be judged unseen: a
-few at the start."""
+"""Time, in cycles, that trials of longer drafts may take beyond DEEPER: a few trials at the start,
+since longer drafts can't be judged before they were tried."""
 FADE = 0.97
-"""Of tokens and time so far, with each cycle: the speed-up is the last thirty cycles'."""
+"""Discount of tokens and time per cycle: the speed-up covers about the last thirty cycles."""
 BESIDE_WEIGHTS = 0.7
-"""What a right guess of lookup counts where a drafter with weights could guess instead. Means don't
-tell that both stumble over the same hard token: a lookup that ends before it has cost a cycle, for
-the next one gets no further than the weights would have got at once."""
+"""Weight of lookup's expected right guesses on a row where a drafter with weights could guess
+instead. Their means don't show that both fail at the same hard tokens: a lookup draft that ends
+before such a token wastes a cycle, since the next cycle gets no further than the drafter with
+weights would have got in this one."""
 LONG = 6
-"""Bucket of lookup (`survival.bucket_of`) from which its guesses count in full all the same: so
-long a match is a copy."""
+"""Bucket of lookup (`survival.bucket_of`) from which its guesses count in full nevertheless: a
+match this long is a copy."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What one drafter has to say on one row."""
+    """One drafter's possible guesses on one row."""
 
     drafter: str
     bucket: int
-    """How much speaks for it, see `survival.bucket_of`."""
+    """The strength of its evidence, see `survival.bucket_of`."""
     guesses: int
-    """How many there are; of a drafter with weights, how many it could make."""
+    """Number of its guesses; for a drafter with weights, the number that it could make."""
 
 
 @dataclass(frozen=True)
 class RowOffers:
-    """What a cycle's row can choose from."""
+    """The offers of all drafters on one row of a cycle."""
 
     offers: tuple[Offer, ...]
     most: int
-    """Guesses at most: the request's own limit."""
+    """Most guesses: the request's own limit."""
     insists: bool = False
-    """Whether the request asked for the drafter with weights by name."""
+    """Whether the request names the drafter with weights."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a cycle does."""
+    """The policy's decision for one cycle."""
 
     depth: int
     """Draft tokens that are verified, per row."""
     drafted: int
-    """Guesses of the drafter with weights, 0: it does not run."""
+    """Guesses per row of the drafter with weights, 0: it does not run."""
     by_row: tuple[str | None, ...]
-    """Whose guesses each row takes, None: nobody's."""
+    """The drafter of each row's guesses, None: no guesses."""
     promised: float = 0.0
-    """Guesses of all rows that should be right."""
+    """Expected number of right guesses, summed over all rows."""
 
 
 @dataclass(frozen=True)
 class Menu:
-    """What a cycle may do: pairs of (depth, drafted)."""
+    """The possible cycles: pairs of (depth, drafted)."""
 
     pairs: tuple[tuple[int, int], ...]
 
@@ -87,13 +88,15 @@ class Menu:
 
     @classmethod
     def filled(cls, depths: Iterable[int], weighted: bool) -> Menu:
-        """Of loops in which the drafter with weights, if any, makes all guesses or none."""
+        """The menu of loops in which the drafter with weights, if any, makes all guesses or
+        none."""
         return cls(tuple((d, n) for d in sorted(depths) for n in {0, d if weighted else 0}))
 
 
 @dataclass
 class Policy:
-    """Chooses, and learns from what came. `weighted` is the drafter with weights, if any."""
+    """Chooses each cycle's drafter and depth, and updates its estimates from the outcomes.
+    `weighted` is the drafter with weights, if any."""
 
     k: int
     costs: Costs
@@ -102,28 +105,28 @@ class Policy:
     tables: dict[str, Survival] = field(default_factory=dict)
     promises: Promises = field(default_factory=Promises)
     chosen: dict[str, int] = field(default_factory=dict)
-    """Rows that took each drafter's guesses so far; `none` where they took nobody's."""
+    """Rows so far by the drafter of their draft; `none` for rows without guesses."""
     _rows: float = 0.0
-    """Rows that chose lately, discounted as survival is."""
+    """Recent rows, discounted like survival."""
     _offered: dict[str, float] = field(default_factory=dict)
-    """Of them, those on which each drafter had guesses."""
+    """By drafter, the recent rows on which it had guesses."""
     _idle: int = 0
     """Cycles since the drafter with weights ran."""
     _shallow: int = 0
-    """Cycles since it guessed more than in the one before."""
+    """Cycles since it guessed more than in the cycle before."""
     _drafted: int = 0
-    """Guesses of its last cycle."""
+    """Its guesses in the last cycle."""
     _allowance: float = ALLOWANCE
-    """Cycles, what is left of it."""
+    """The rest of ALLOWANCE, in cycles."""
     _tokens: float = 0.0
-    """Of a row."""
+    """Tokens per row, discounted."""
     _plain_cycles: float = 0.0
-    """That would have taken as long."""
+    """The time of the same cycles, as a number of plain cycles, discounted."""
 
     @property
     def speedup(self) -> float:
-        """Over plain decoding, at present; before any tokens came plain decoding's own, for time
-        that is worth nothing would be spent on the longest drafts of all rows."""
+        """The current speed-up over plain decoding; 1 before the first tokens, since with 0 time
+        would cost nothing and the longest drafts would always win."""
         return self._tokens / self._plain_cycles if self._plain_cycles else 1.0
 
     def table(self, drafter: str) -> Survival:
@@ -132,20 +135,20 @@ class Policy:
         return self.tables[drafter]
 
     def share(self, drafter: str) -> float:
-        """Of rows lately, those on which it had guesses; 1 before any."""
+        """Share of the recent rows on which the drafter had guesses; 1 before the first row."""
         return self._offered.get(drafter, 0.0) / self._rows if self._rows else 1.0
 
     def choose(self, rows: Seqs[RowOffers]) -> Choice:
-        """The best of the menu. The drafter with weights runs where a request insists, and where
-        it did not run for long."""
+        """The best cycle of the menu. The drafter with weights always runs if a request names it,
+        or if a trial is due."""
         pairs = self.menu.pairs
         runs = [pair for pair in pairs if pair[1]]
         tried = bool(runs) and self._idle >= SHADOW and self._may_try(runs, len(rows))
         if tried:
-            self._idle = 0  # what comes of it may be heard of later
+            self._idle = 0  # now, as the outcome may be reported some cycles later
         if tried or (runs and any(r.insists and r.most for r in rows)):
             pairs = runs
-        alike = Counter(rows)  # many rows of a batch have the same to choose from
+        alike = Counter(rows)  # many rows of a batch have equal offers
         self._count(alike)
         rate = self.speedup * len(rows) / self._plain(len(rows))
         best = max(pairs, key=lambda pair: self._worth(alike, rate, *pair))
@@ -156,8 +159,8 @@ class Policy:
         return Choice(*best, tuple(whose[row] for row in rows), self._right(alike, *best))
 
     def learn(self, choice: Choice, emitted: float, ended: float = 0.0) -> None:
-        """The cycle emitted so many tokens, over all rows. ended: rows that had come to their end
-        before it, and said nothing: what they were promised was not broken."""
+        """Update the estimates after a cycle. emitted: its tokens, over all rows. ended: rows that
+        had ended before the cycle and emitted nothing; they don't count as wrong guesses."""
         self._idle = 0 if choice.drafted or self.weighted is None else self._idle + 1
         self._shallow = 0 if choice.drafted > self._drafted else self._shallow + 1
         self._drafted = choice.drafted
@@ -173,7 +176,7 @@ class Policy:
             self.chosen[name or "none"] = self.chosen.get(name or "none", 0) + 1
 
     def _count(self, alike: Counter[RowOffers]) -> None:
-        """Who had guesses on these rows."""
+        """Count the rows, and by drafter those on which it had guesses."""
         self._rows = self._rows * DISCOUNT + alike.total()
         for name in self._offered:
             self._offered[name] *= DISCOUNT
@@ -182,15 +185,15 @@ class Policy:
                 self._offered[offer.drafter] = self._offered.get(offer.drafter, 0.0) + n
 
     def _may_try(self, runs: Iterable[tuple[int, int]], rows: int) -> bool:
-        """Whether the drafter with weights did not run for so long that the cheapest of its cycles
-        takes no more than TRIALS of the time since."""
+        """Whether the drafter with weights has not run for so long that its cheapest cycle takes at
+        most TRIALS of the time since."""
         least = min(self.costs.seconds(Work(rows, *pair)) for pair in runs)
         return least / self._plain(rows) - 1 <= TRIALS * self._idle
 
     def _untried(self, best: tuple[int, int], rows: int) -> int:
-        """The next longer draft, where it has not been tried for as long as it costs, or what is
-        left of the allowance pays for it; else 0. How far guesses hold is not seen beyond where
-        drafts end."""
+        """The next longer draft, if its last trial is long enough ago for its cost, or the rest of
+        the allowance covers it; else 0. Trials are needed because a draft shows nothing about
+        acceptance beyond its end."""
         deeper = [pair for pair in self.menu.pairs if pair[1] > best[1] > 0]
         if not deeper or self._shallow < APART:
             return 0
@@ -203,13 +206,13 @@ class Policy:
         return pair[1]
 
     def _worth(self, alike: Counter[RowOffers], rate: float, depth: int, drafted: int) -> float:
-        """rate: tokens per second at present."""
+        """The value that a cycle maximises, in tokens. rate: current tokens per second."""
         right = self._right(alike, depth, drafted) * self.promises.kept((depth, drafted))
         rows = alike.total()
         return rows + right - rate * self.costs.seconds(Work(rows, depth, drafted))
 
     def _right(self, alike: Counter[RowOffers], depth: int, drafted: int) -> float:
-        """Guesses of all rows that should be right, as the survival tables have it."""
+        """Expected right guesses of all rows by the survival tables."""
         return sum(n * self._best(row, depth, drafted)[0] for row, n in alike.items())
 
     def _plain(self, rows: int) -> float:
@@ -217,7 +220,8 @@ class Policy:
         return self.costs.seconds(Work(rows, 0, 0))
 
     def _best(self, row: RowOffers, depth: int, drafted: int) -> tuple[float, str | None]:
-        """Most guesses that are right on average, and whose; the first of equals."""
+        """The largest expected number of right guesses on a row and its drafter; the first of
+        equals."""
         best: tuple[float, str | None] = (0.0, None)
         beside = any(offer.drafter == self.weighted for offer in row.offers)
         for offer in row.offers:

@@ -1,4 +1,4 @@
-"""What a cycle costs: seconds by rows, tokens verified, and guesses of a drafter with weights."""
+"""Costs of cycles: seconds by rows, verified tokens, and guesses of a drafter with weights."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from statistics import median
 from typing import NamedTuple, Protocol
 
 REMEMBERED = 15
-"""Cycles of a kind whose median counts."""
+"""The cost of a kind of cycle is the median of this many last ones."""
 COMPILED = 1
-"""First cycles of a kind that do not count: programs are compiled for them."""
+"""First cycles of a kind that are ignored, as programs are compiled for them."""
 STRANGE, BELIEVED = 5.0, 3
-"""So many times what was expected is a pause, such as for a program that some request is the first
-to need; after so many of them in a row it is believed."""
+"""A cycle that takes more than 5 times its expected time is ignored as a pause (such as the
+compilation of a program for some request), but from the third one in a row on they count."""
 
 
 class Work(NamedTuple):
-    """What a cycle does."""
+    """A kind of cycle."""
 
     rows: int
     depth: int
@@ -26,21 +26,21 @@ class Work(NamedTuple):
 
 
 class Costs(Protocol):
-    """What a choice asks of a cost table."""
+    """The interface of a cost table."""
 
     def seconds(self, work: Work) -> float: ...
 
     def saw(self, work: Work, seconds: float) -> None:
-        """A cycle of this kind took so long."""
+        """Record the time of a cycle of this kind."""
         ...
 
     def rows(self) -> list[tuple[Work, float]]:
-        """What is known."""
+        """All kinds of cycles with their seconds."""
         ...
 
 
 class CostTable:
-    """Measured: at the start, and in each cycle from then on."""
+    """Measured costs: at the start, and in each cycle from then on."""
 
     def __init__(self) -> None:
         self._seen: dict[Work, deque[float]] = {}
@@ -60,25 +60,26 @@ class CostTable:
         return strange and self._strange[place] < BELIEVED
 
     def seconds(self, work: Work) -> float:
-        """The median of such cycles; of what was never seen that of the most alike. 1 where nothing
-        was: then the most tokens win."""
+        """The median time of such cycles; for a kind without measurements, that of the most similar
+        kind; 1 without any measurement, so that the most tokens win."""
         place = _rounded(work)
         if place not in self._seen and self._seen:
             place = min(self._seen, key=lambda seen: _distance(seen, place))
         return median(self._seen[place]) if place in self._seen else 1.0
 
     def rows(self) -> list[tuple[Work, float]]:
-        """All that was measured, in order."""
+        """All measured kinds with their medians, sorted."""
         return sorted((work, median(seen)) for work, seen in list(self._seen.items()))
 
 
 def _rounded(work: Work) -> Work:
-    """Rows by powers of two: batches of about one size cost about the same."""
+    """The work with its rows rounded up to a power of two: similar batches cost about the same."""
     return work._replace(rows=1 << (work.rows - 1).bit_length())
 
 
 def _distance(seen: Work, wanted: Work) -> tuple[int, int, int]:
-    """Whether the drafter with weights runs tells more than how deep, and that more than rows."""
+    """Dissimilarity of two kinds: first whether the drafter with weights runs, then depths, then
+    rows."""
     runs = int(bool(seen.drafted) != bool(wanted.drafted))
     deep = abs(seen.drafted - wanted.drafted) + abs(seen.depth - wanted.depth)
     return runs, deep, abs(seen.rows.bit_length() - wanted.rows.bit_length())

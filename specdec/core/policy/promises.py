@@ -1,23 +1,24 @@
-"""What cycles promised, beside what came of them.
+"""Corrects expected numbers of right guesses by what earlier cycles achieved.
 
-The most promising of several estimates is the one that errs upwards: chosen for its promise, it
-keeps less (the optimizer's curse, Smith & Winkler 2006). What a kind of cycle kept so far is what
-its next promise is worth.
+The highest of several estimates tends to be too high, so the chosen cycle achieves less than was
+expected (the optimizer's curse, Smith & Winkler 2006). Expectations are therefore multiplied by the
+share that cycles of the same kind have achieved so far.
 """
 
 from __future__ import annotations
 
 KEPT = 0.97
-"""Of promises so far, with each further cycle: the last thirty count."""
+"""Discount of earlier cycles per further cycle: about the last thirty count."""
 BELIEF = 50.0
-"""Guesses whose promise was kept, before anything came."""
+"""Prior: expected guesses that count as achieved before the first cycle."""
 FEW = 6.0
-"""Cycles of a kind from which what came is believed; those that lack count as if they had kept
-theirs: rows that are alike break a cycle's promise together, and tell no more than one of them."""
+"""Fewest cycles of a kind for a full correction. Missing ones count as if they had achieved what
+was expected: similar rows of one cycle fail together, so many rows are no more evidence than
+one."""
 
 
 class Promises:
-    """Guesses that were to be right and that were, by kind of cycle: (depth, drafted)."""
+    """Expected and actual right guesses, by kind of cycle: (depth, drafted)."""
 
     def __init__(self) -> None:
         self._promised: dict[tuple[int, int], float] = {}
@@ -25,7 +26,7 @@ class Promises:
         self._cycles: dict[tuple[int, int], float] = {}
 
     def learn(self, kind: tuple[int, int], promised: float, came: float) -> None:
-        """Of all rows of one cycle."""
+        """Record one cycle's expected and actual right guesses, summed over its rows."""
         for sums in (self._promised, self._came, self._cycles):
             for other in sums:
                 sums[other] *= KEPT
@@ -34,7 +35,7 @@ class Promises:
         self._cycles[kind] = self._cycles.get(kind, 0.0) + 1
 
     def kept(self, kind: tuple[int, int]) -> float:
-        """The part of a promise that is kept, at most 1."""
+        """The achieved share of the expected guesses, at most 1."""
         promised, came = self._promised.get(kind, 0.0), self._came.get(kind, 0.0)
         cycles = self._cycles.get(kind, 1.0)
         belief = max(BELIEF, (FEW - cycles) * promised / cycles)

@@ -1,4 +1,4 @@
-"""What a policy knows, as JSON values: for receipts, the doctor and /metrics."""
+"""A policy's statistics and estimates as JSON values, for receipts, the doctor and /metrics."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from specdec.core.policy.costs import Work
 
 
 def report(policy: Policy, rows: int = 1) -> dict[str, Any]:
-    """Rows that took each drafter's guesses, the cost table, survival by bucket, and the what-if of
-    every drafter and K for a batch of so many rows."""
+    """Rows by drafter of their draft, the cost table, survival by bucket, and the estimate for
+    every drafter and K alone with a batch of `rows` rows."""
     survival = {
         name: {str(b): _rounded(table.survival(b)) for b in table.buckets}
         for name, table in policy.tables.items()
@@ -25,14 +25,14 @@ def report(policy: Policy, rows: int = 1) -> dict[str, Any]:
 
 
 def alternatives(policy: Policy) -> list[tuple[str, int]]:
-    """Plain decoding, and each drafter that was seen with each K."""
+    """Plain decoding, and each drafter with a survival table, with each K."""
     drafters = sorted(policy.tables.keys() - {*KNOWN})
     return [("none", 0), *((name, k) for name in drafters for k in range(1, policy.k + 1))]
 
 
 def what_if(policy: Policy, drafter: str, k: int, rows: int) -> dict[str, Any]:
-    """Had this drafter alone guessed, k tokens wherever it had any: tau and speed, as far as its
-    guesses on the texts so far and the costs tell."""
+    """Estimated tau and speed if this drafter alone drafted k tokens wherever it has guesses, by
+    its acceptance on the texts so far and the measured costs."""
     tau = 1 + (policy.share(drafter) * policy.table(drafter).overall()[k] if k else 0.0)
     seconds = policy.costs.seconds(Work(rows, k, k if drafter == policy.weighted else 0))
     speed = round(rows * tau / seconds, 2)

@@ -1,42 +1,45 @@
-"""How far a drafter's guesses hold: the chance that the first j are all right, from what was seen.
+"""Estimates the chance that a drafter's first j guesses are all right, from earlier drafts.
 
-A guess is at risk where all before it were right. The chance that one at risk is right is counted,
-and the chances multiply (Kaplan & Meier 1958): so a draft that was cut short, or of which only the
-beginning could be compared, counts as far as it was seen, and nothing beyond is forgotten for it. A
-bucket that saw little believes what all buckets together saw, and a position what the one before it
-did.
+A guess is at risk if all guesses before it were right. The table counts how often a guess at risk
+is right at each position, and multiplies these chances (Kaplan & Meier 1958). So a draft that was
+cut short, or of which only the beginning could be compared, counts up to there, and the counts of
+later positions are not discounted for it. A bucket with few drafts uses the chances of all buckets
+together as its prior, and a position with few drafts the chance of the position before.
 """
 
 from __future__ import annotations
 
 DISCOUNT = 0.98
-"""Of what was seen, with each further cycle: the last fifty count, so that a text may change."""
+"""Discount of earlier drafts per further cycle: about the last fifty count, as the text may
+change."""
 BELIEF = 5.0
-"""Drafts that the guess before a position stands for, where few were seen."""
+"""Weight of a prior, in drafts."""
 FIRST = 0.6
-"""Chance of a first guess of which nothing is known: high enough for it to be tried."""
+"""Prior for a first guess without any data: high enough for it to be tried."""
 BUCKETS = 8
 
 
 def bucket_of(length: int) -> int:
-    """0 to 7, for 0, 1, 2 - 3, 4 - 7, ... 64 and more: of a match's length, or of any count."""
+    """The bucket 0 to 7 of a match's length, or of any count: 0, 1, 2 - 3, 4 - 7, ... 64 and
+    more."""
     return min(length.bit_length(), BUCKETS - 1)
 
 
 class Survival:
-    """Of one drafter. Drafts differ by how much speaks for them: each bucket has its own counts."""
+    """One drafter's table. Drafts are sorted into buckets by the strength of their evidence; each
+    bucket has its own counts."""
 
     def __init__(self, k: int) -> None:
         """k: most guesses of a draft."""
         self.k = k
         self._at_risk = [[0.0] * k for _ in range(BUCKETS + 1)]
         self._right = [[0.0] * k for _ in range(BUCKETS + 1)]
-        """By bucket and position; the last one holds all buckets."""
+        """Counts by bucket and position; the last entry counts all buckets together."""
         self._expected: list[list[float] | None] = [None] * BUCKETS
 
     def learn(self, bucket: int, right: int, guessed: int, known: int, rows: int = 1) -> None:
-        """One draft of `guessed` guesses, the first `right` of which are right, as far as the first
-        `known` tokens of the text that came tell. rows: those of its cycle, each with a draft."""
+        """Count a draft of `guessed` guesses of which the first `right` are right; only the first
+        `known` could be compared with the text. rows: rows of its cycle, each with a draft."""
         discount = DISCOUNT ** (1 / rows)
         compared = min(guessed, known, self.k)
         kept = min(right, compared)
@@ -48,7 +51,7 @@ class Survival:
         self._expected = [None] * BUCKETS
 
     def expected(self, bucket: int) -> list[float]:
-        """Mean number of guesses that are right, of drafts of 0, 1, ... k."""
+        """Mean number of right guesses, for drafts of 0, 1, ... k tokens."""
         found = self._expected[bucket]
         if found is None:
             found = self._expected[bucket] = self._sum(bucket)
@@ -71,7 +74,7 @@ class Survival:
 
     @property
     def buckets(self) -> list[int]:
-        """Those of which drafts count at present."""
+        """The buckets with recent drafts."""
         return [b for b in range(BUCKETS) if self.k and self._at_risk[b][0] > 0.5]
 
     def _sum(self, bucket: int) -> list[float]:

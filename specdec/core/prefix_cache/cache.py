@@ -1,9 +1,9 @@
-"""Which prompts are resumed from where, and what of them is kept for later ones.
+"""Decides where prompts are resumed, and which snapshots of them are kept for later prompts.
 
-A prompt is resumed at a *boundary*: the end of a full chunk. Two kinds of entries make that
-possible. A chunk's own (entries of global layers) is kept once for all prompts that begin alike. A
-boundary's (rings of sliding layers) is large, and kept only where later prompts will part from this
-one: at the end of the prompt, around its latest user message, and where prompts have parted before.
+A prompt is resumed at a *boundary*: the end of a full chunk. This needs two kinds of snapshots. A
+chunk's (entries of global layers) is kept once for all prompts with the same prefix. A boundary's
+(rings of sliding layers) is large, and kept only where later prompts are likely to diverge: at the
+end of the prompt, around its latest user message, and where prompts have diverged before.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from specdec.core.prefix_cache.snapshots import Snapshots
 from specdec.core.types import Sequence
 
 LAST = 2
-"""Boundaries that are kept at a prompt's end. The next turn may be tokenised otherwise a little
-before it: calls are written anew, and templates close a generation prompt in their own way."""
+"""Number of boundaries kept at a prompt's end. More than one, as the next turn may tokenise the
+last part differently: calls are written anew, and templates change the end of a generation
+prompt."""
 
 
 class Key(NamedTuple):
@@ -30,13 +31,13 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class _Path:
-    """A prompt's prefixes, by the number of their chunks."""
+    """A prompt's prefixes, each identified by its number of chunks."""
 
     names: list[Digest]
     kept: frozenset[int] = frozenset()
-    """Those whose boundary is kept."""
+    """Prefixes with a boundary to keep."""
     shared: int = 0
-    """The one from which another prompt went on otherwise: so will a third. 0: none."""
+    """The prefix after which another prompt diverged from this one, as later ones may. 0: none."""
 
     def chunk(self, number: int) -> Key:
         return Key("chunk", self.names[number - 1])
@@ -45,8 +46,8 @@ class _Path:
         return Key("boundary", self.names[number - 1])
 
     def used(self, last: int) -> Iterator[Key]:
-        """What is used of it up to this chunk, the deepest first: it is the first to be
-        forgotten."""
+        """Keys used up to chunk `last`, the deepest first, so that it is the first to be
+        evicted."""
         for number in range(last, 0, -1):
             if number == last or number in self.kept:
                 yield self.boundary(number)
@@ -54,7 +55,8 @@ class _Path:
 
 
 class PrefixCache:
-    """One engine's. It lives and ends with its target and drafter. Call it from their thread."""
+    """One engine's prefix cache, with the lifetime of its target and drafter. Call it from their
+    thread."""
 
     def __init__(
         self, unit: int, owners: Seqs[Snapshots], pool: SnapshotPool, seed: str = ""
@@ -68,8 +70,8 @@ class PrefixCache:
         self._paths: WeakKeyDictionary[Sequence, _Path] = WeakKeyDictionary()
 
     def resume(self, seq: Sequence) -> int:
-        """Restore the longest known prefix of a seated sequence: how many of its tokens need no
-        prefill. Never all of them: the last chunk also says the first token."""
+        """Restore the longest kept prefix of a seated sequence. Returns the number of its tokens
+        that need no prefill, never all: the prefill of the last chunk chooses the first token."""
         if seq.reuse is None:
             return 0
         names = chain(self.seed, seq.reuse.scope, seq.tokens[: seq.prompt_len], self.unit)
@@ -87,7 +89,8 @@ class PrefixCache:
         return found * self.unit
 
     def keep(self, seq: Sequence, stop: int) -> None:
-        """`seq` has just been prefilled up to `stop`: keep what later prompts may resume from."""
+        """Keep snapshots that later prompts may resume from. `seq` was just prefilled up to
+        `stop`."""
         path = self._paths.get(seq)
         if path is None:
             return
@@ -99,9 +102,9 @@ class PrefixCache:
             del self._paths[seq]
 
     def leave(self, seq: Sequence) -> None:
-        """`seq` is given up before its prompt was read, and still has its slot: a client that lost
-        its patience sends the prompt again, and so gets further each time. The boundary is the
-        first to leave for others."""
+        """Keep the boundary reached by a `seq` that is cancelled before its prompt was prefilled
+        and still has its slot: a client that timed out and sends the prompt again then gets further
+        each time. This boundary is the first to be evicted."""
         path = self._paths.pop(seq, None)
         number, rest = divmod(seq.prefilled, self.unit)
         if path is None or rest or not number or path.boundary(number) in self.pool:
@@ -111,16 +114,17 @@ class PrefixCache:
         self.pool.supersede(path.boundary(number))
 
     def give_way(self) -> bool:
-        """Somebody has no room: leave device memory. False: there is none to leave."""
+        """Free device memory after a failed allocation. False: the cache holds none."""
         return self.pool.give_way()
 
     def clear(self) -> None:
-        """Forget everything, counts too."""
+        """Drop all entries and reset the counts."""
         self.pool.clear()
         self.queries = self.hits = 0
 
     def _planned(self, path: _Path, partings: Seqs[int], known: int) -> _Path:
-        """The path with what is to be kept of it. known: chunks of it that are kept already."""
+        """The path with the boundaries to keep. known: number of its chunks that are kept
+        already."""
         count = len(path.names)
         shared = known if known and path.boundary(known) not in self.pool else 0
         ends = range(count - LAST + 1, count + 1)
@@ -139,7 +143,7 @@ class PrefixCache:
     def _keep_if_possible(self, seq: Sequence, path: _Path, number: int) -> None:
         try:
             self._keep(seq, path, number)
-        except MemoryError:  # no request fails for it: what others need comes first
+        except MemoryError:  # keeping a snapshot is optional: evict, never fail the request
             self.pool.give_way()
 
     def _keep(self, seq: Sequence, path: _Path, number: int) -> None:
@@ -153,7 +157,8 @@ class PrefixCache:
             self.pool.put(path.boundary(number), parts, lasting=number == path.shared)
 
     def _finish(self, path: _Path) -> None:
-        """The conversation has gone on: its earlier boundaries are the first to leave."""
+        """Mark the earlier boundaries of a conversation that has gone on as the first to be
+        evicted."""
         for number in range(1, len(path.names) + 1):
             if number not in path.kept:
                 self.pool.supersede(path.boundary(number))

@@ -13,8 +13,8 @@ Digest = bytes
 def chain(seed: str, scope: str, tokens: Seqs[int], unit: int) -> list[Digest]:
     """The digest of tokens[: (i + 1) * unit] for each full chunk i.
 
-    seed: what fixes the bits of what is kept, beside the tokens. scope: whose prompts they are;
-    those of other scopes share nothing.
+    seed: everything beside the tokens that determines the bits of snapshots. scope: API key and
+    salt; prompts of different scopes share nothing.
     """
     last = _digest(_part(seed) + _part(scope))
     found = []
@@ -25,7 +25,7 @@ def chain(seed: str, scope: str, tokens: Seqs[int], unit: int) -> list[Digest]:
 
 
 def _part(text: str) -> bytes:
-    """With its length before it: no two lists of texts make the same bytes."""
+    """The text's bytes after their length, so that no two lists of texts give the same bytes."""
     data = text.encode()
     return struct.pack("<q", len(data)) + data
 

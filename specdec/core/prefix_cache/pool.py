@@ -1,5 +1,5 @@
-"""Where snapshots lie: device memory first, then host memory, each within a budget; the least
-recently used leave first."""
+"""Stores snapshots in device memory first, then in host memory, each within a budget; the least
+recently used are evicted first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Budget:
 class _Entry:
     parts: Parts
     lasting: bool = False
-    """Whether nothing newer takes its place."""
+    """Whether it is never superseded by a newer entry."""
     superseded: bool = False
 
 
@@ -38,7 +38,7 @@ class _Tier:
 
 
 class SnapshotPool:
-    """Entries by key. Nothing that it drops is missed: a prompt is then prefilled."""
+    """Entries by key. Any of them may be evicted: the prompt is then prefilled."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
@@ -63,13 +63,13 @@ class SnapshotPool:
         return self._host.used
 
     def put(self, key: Hashable, parts: Parts, lasting: bool = False) -> None:
-        """Keep an entry that lies on the device, as the last one used. Others give way to it."""
+        """Keep an entry with device memory as the most recently used; evicts others if need be."""
         self._device.entries[key] = _Entry(parts, lasting)
         self._device.used += _on_device(parts)
         self._settle()
 
     def touch(self, keys: Iterable[Hashable]) -> None:
-        """They are used now, in this order."""
+        """Mark entries as used, in this order."""
         for key in keys:
             for tier in (self._device, self._host):
                 if key in tier.entries:
@@ -77,16 +77,16 @@ class SnapshotPool:
                     tier.entries[key].superseded = False
 
     def supersede(self, key: Hashable) -> None:
-        """Something newer takes its place, unless it is lasting: it is the first to leave, and not
-        worth host memory."""
+        """Mark an entry as superseded, unless it is lasting: it is evicted first, and not moved to
+        host memory."""
         for tier in (self._device, self._host):
             if key in tier.entries and not tier.entries[key].lasting:
                 tier.entries.move_to_end(key, last=False)
                 tier.entries[key].superseded = True
 
     def give_way(self) -> bool:
-        """Leave half of the device memory that is used to others, for good. False: there is none
-        to leave."""
+        """Lower the device budget for good to half of what is used, and evict. False: nothing is
+        used."""
         if not self._device.entries:
             return False
         self.budget.device = self._device.used // 2

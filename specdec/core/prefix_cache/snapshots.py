@@ -1,4 +1,4 @@
-"""What targets and drafters bring to the prefix cache: copies of what prefill wrote into a slot.
+"""The prefix cache's interface to targets and drafters: copies of what prefill wrote into a slot.
 
 Only what *prefill* wrote for full chunks is ever copied. It is a pure function of the tokens up to
 the chunk's end, because chunks are cut at absolute multiples; what decoding wrote for the same
@@ -14,16 +14,16 @@ from specdec.core.types import Sequence
 
 
 class Snapshot(Protocol):
-    """A copy of a part of a slot. Opaque to the cache, but for its size."""
+    """A copy of a part of a slot. The cache uses only its size."""
 
     @property
     def device_bytes(self) -> int:
-        """What it takes of device memory."""
+        """Bytes of device memory that it takes."""
         ...
 
     @property
     def host_bytes(self) -> int:
-        """What it takes, or would take, of host memory."""
+        """Bytes of host memory that it takes, or would take."""
         ...
 
     def to_host(self) -> Snapshot:
@@ -32,18 +32,18 @@ class Snapshot(Protocol):
 
 
 class Snapshots(Protocol):
-    """How one owner of state (the target, or a drafter) has its part of a slot copied out and in.
+    """Copies the part of a slot of one owner (the target, or a drafter) out and in.
 
-    None in place of a snapshot: the owner has nothing to keep there, and does without it later.
+    None in place of a snapshot: the owner has nothing to keep there, and needs nothing to restore.
     """
 
     def take_chunk(self, seq: Sequence, start: int, stop: int) -> Snapshot | None:
-        """What belongs to positions start .. stop - 1 for good: entries of global layers. Called
-        once they are prefilled, before anything is fed behind them."""
+        """Copy the entries of global layers at positions start .. stop - 1, which don't change
+        later. Called once they are prefilled, before anything is fed after them."""
         ...
 
     def take_boundary(self, seq: Sequence, stop: int) -> Snapshot | None:
-        """What is overwritten as the text goes on: rings of sliding layers, as they are when
+        """Copy the rings of sliding layers, which later tokens overwrite, as they are when
         positions 0 .. stop - 1 have just been prefilled."""
         ...
 
@@ -54,17 +54,17 @@ class Snapshots(Protocol):
         chunks: Seqs[Any],
         boundary: Any,
     ) -> None:
-        """Bring `seq.slot`, whatever it held, to where prefilling positions 0 .. stop - 1 of `seq`
-        would have brought it. The prompt is longer than that.
+        """Set `seq.slot` to the state after a prefill of positions 0 .. stop - 1 of `seq`, whatever
+        it held before. The prompt is longer than `stop`.
 
-        chunks: all of them in order, as this owner took them, and boundary: the one at `stop`; on
-        the device, or moved to the host. Raises UserError and MemoryError as `Target.prefill`.
+        chunks: this owner's snapshots of all chunks in order. boundary: the one at `stop`. Either
+        may be on the device or on the host. Raises UserError and MemoryError like `Target.prefill`.
         """
         ...
 
 
 class TargetSnapshots(Snapshots, Protocol):
-    """The target's, which also decides where prompts can be resumed."""
+    """The target's snapshots; the target also determines where prompts can be resumed."""
 
     @property
     def unit(self) -> int:
@@ -72,6 +72,6 @@ class TargetSnapshots(Snapshots, Protocol):
         ...
 
     def spare_bytes(self) -> int:
-        """Device memory that nobody will need, as far as can be told now that the target is warm;
-        0 where the device's memory is the host's."""
+        """Estimate of the device memory that stays unused now that the target is warm; 0 if device
+        and host share their memory."""
         ...
