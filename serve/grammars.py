@@ -1,4 +1,4 @@
-"""Requests whose grammar has no verdict yet: they wait here for a trial, apart from all others."""
+"""Requests with a grammar that has no verdict yet wait here for a trial, apart from all others."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class TargetRequest:
     """Whether a row must be the same at any width. A draft model need not be exact: it is compiled
     no wider than it is fed."""
     extra_bytes: Callable[[Any], int] = lambda shape: 0
-    """Bytes of GPU memory for the drafter, for `targets.cuda.footprint.Shape`."""
+    """Bytes of GPU memory for the drafter, for `targets.cuda.footprint.TargetShape`."""
 
 
 class Meter(Protocol):

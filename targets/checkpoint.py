@@ -168,8 +168,8 @@ class Checkpoint:
         return Weight(self.path, self._where, base, shape, self._config)
 
     def _ignorable(self, name: str) -> bool:
-        """Whether a tensor that nothing reads is expected. Raises UserError where it says something
-        else than what is read instead of it."""
+        """Whether a tensor that is not read is expected. Raises UserError for a copy that differs
+        from the tensor that is read in its place."""
         if any(re.search(pattern, name) for pattern in IGNORED):
             return True
         if name.rpartition(".")[0] == self._head.rpartition(".")[0]:

@@ -1,5 +1,5 @@
-"""A checkpoint folder's architecture: what its config.json says, and whether its files hold a head
-beside the embedding."""
+"""A checkpoint folder's architecture: its config.json, and whether its files have a head beside the
+embedding."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from targets.shards import has_weights, open_shards
 
 
 def read_arch(path: Path) -> Arch:
-    """Raises UserError for a folder without a Gemma 4 config.json, with damaged weights, or without
-    the head that its config.json promises."""
+    """Raises UserError for a folder without a Gemma 4 config.json, with damaged weights, or, if
+    config.json has `tie_word_embeddings` false, without a head."""
     config = read_config(path)
     return replace(parse_arch(config), own_head=has_own_head(path, config))
 
 
 def has_own_head(path: Path, config: dict[str, Any]) -> bool:
-    """Whether there is an `lm_head` that differs from the embedding. The files decide, whatever
-    `tie_word_embeddings` says, as in transformers 5.24 and vLLM; a folder without weights has none.
-    Raises UserError where config.json has it untied and there is no head."""
+    """Whether there is an `lm_head` that differs from the embedding. The files decide, not
+    `tie_word_embeddings`, as in transformers 5.24 and vLLM; a folder without weights has none.
+    Raises UserError if config.json has it untied and there is no head."""
     if not has_weights(path):
         return False
     if _untied(config) and _head_of(path)[0] is None:
@@ -47,7 +47,8 @@ def _head_of(path: Path) -> tuple[str | None, dict[str, Any]]:
 
 @lru_cache(maxsize=8)
 def _differs(path: Path, _stamp: tuple[tuple[str, int], ...]) -> bool:
-    """Remembered by the files' times: equal tables of gigabytes are read whole to compare them."""
+    """Cached by the files' times: tables of gigabytes that are equal are read whole to compare
+    them."""
     head, where = _head_of(path)
     if head is None:
         return False

@@ -243,7 +243,7 @@ class Weight:
 
 
 def refuse_unread(path: Path, names: Iterable[str], config: Mapping[str, Any]) -> None:
-    """Raise UserError, with the scheme's name, for a checkpoint whose form is not read at all."""
+    """Raise UserError, with the scheme's name, for a checkpoint in a form that is not read."""
     found = next(
         (scheme for scheme, own in UNREAD.items() if any(re.search(own, name) for name in names)),
         None,

@@ -31,7 +31,7 @@ class PackedRows(NamedTuple):
 
 
 def pack(answers: Iterable[Any], length: int) -> PackedRows:
-    """Rows of `training.distil.FEATURES`, in their order, each cut at `length` tokens.
+    """Rows of `training.distil.features`, in their order, each cut at `length` tokens.
 
     Raises UserError where nothing could be learned: no answer, or no generated token.
     """

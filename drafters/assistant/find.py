@@ -57,7 +57,7 @@ def _arch_at_hand(model: str) -> Arch | None:
         return None
     try:
         return parse_arch(read_config(folder))
-    except UserError:  # the loader says what is wrong with it
+    except UserError:  # reported when the model is loaded
         return None
 
 

@@ -28,8 +28,8 @@ _EXECUTOR = LLExecutor(num_threads=1)
 
 @dataclass(frozen=True)
 class TextRules:
-    """All that a request asks of its text. Where they contradict each other the grammar wins: what
-    was promised to be valid is."""
+    """All rules of a request for its text. Where they contradict each other the grammar wins, so
+    that the text is valid in any case."""
 
     grammar: str | None = None
     """Of the whole text, as llguidance reads it: Lark, or its own JSON form."""
@@ -46,7 +46,7 @@ class TextRules:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is asked at all."""
+        """Whether there is no rule at all."""
         return self == TextRules(stop_ids=self.stop_ids)
 
 
@@ -67,7 +67,7 @@ class TextConstraint:
         self._read = 0
         self._ended = False
         self._forced: list[int] | None = None
-        """After what was read, once anybody asked: a policy does, and the loop."""
+        """Token ids that must follow the text read so far; None until `forced` is called."""
 
     def masks(self, seq: Sequence, draft: Seqs[int], out: np.ndarray) -> None:
         self.ends_at = None
@@ -88,8 +88,8 @@ class TextConstraint:
         if self._matcher is None or self._ended or self._matcher.is_error():
             return []
         if self._forced is None:
-            # of a copy: asking for forced bytes pushes them into the matcher, whose masks then fail
-            # where a control token is among them (llguidance 1.9)
+            # of a copy: compute_ff_bytes pushes the bytes into the matcher, and its masks then fail
+            # if a control token is among them (llguidance 1.9)
             forced = self._matcher.deep_copy().compute_ff_bytes()
             self._forced = self._vocabulary.tokens_of(forced)
         return self._forced

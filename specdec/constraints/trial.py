@@ -61,7 +61,7 @@ _cancellation: ContextVar[Cancellation | None] = ContextVar("cancellation", defa
 
 
 class Untried(Exception):
-    """A grammar has no remembered verdict, and the caller is not allowed to wait for one."""
+    """A grammar has no kept verdict, and the caller is not allowed to wait for one."""
 
 
 class Cancelled(Exception):
@@ -130,7 +130,7 @@ class Verdicts:
         self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
 
     def find(self, name: bytes) -> str | None:
-        """None where nothing is remembered."""
+        """None if there is no verdict, or it has expired."""
         with self._lock:
             complaint, until = self._known.get(name, ("", 0.0))
             if until <= self._clock():

@@ -30,7 +30,7 @@ EVERYTHING = np.uint32(0xFFFFFFFF)
 WORD = 32
 """Tokens per mask word."""
 KNOWN: tuple[Guesser, ...] = ("prediction", "constraint")
-"""Who guesses without the drafter."""
+"""Sources of guesses other than the drafter."""
 _THREADS = ThreadPoolExecutor(4, "specdec-masks")
 """Constraints leave Python's lock while they compute, so that rows don't wait for each other."""
 
@@ -91,8 +91,8 @@ def _real(draft: Array, vocab: int) -> list[int]:
 
 
 def guided(seqs: Seqs[Sequence]) -> bool:
-    """Whether the host has a say in any one's next cycle: it is constrained, or what was predicted
-    for it may go on."""
+    """Whether the host takes part in the next cycle: a sequence is constrained, or its predicted
+    text may go on."""
 
     def asks(seq: Sequence) -> bool:
         predicted = seq.prediction is not None and seq.prediction.promising(seq.tokens)
@@ -118,7 +118,7 @@ def leading_guesses(seqs: Seqs[Sequence], k: int) -> Leading | None:
 
 
 def known_by_guesser(seqs: Seqs[Sequence], k: int) -> dict[str, Array]:
-    """`leading_guesses` [B, k] apart by whose they are: a row has those of one."""
+    """`leading_guesses` [B, k] by their source; a row has those of one source."""
     leading = leading_guesses(seqs, k)
     if leading is None:
         return {}
@@ -161,7 +161,7 @@ class Plain:
 
 
 def limited(seqs: Seqs[Sequence], draft: Array) -> Array:
-    """A draft [B, k] with no more guesses for each row than its request wants."""
+    """A draft [B, k] with no more guesses in a row than its request allows."""
     k = np.shape(draft)[1]
     most = [seq.most_guesses(k) for seq in seqs]
     if all(count == k for count in most):
@@ -171,8 +171,8 @@ def limited(seqs: Seqs[Sequence], draft: Array) -> Array:
 
 
 class GuidedDrafter:
-    """A drafter in whose guesses what is known without it comes first, and which guesses no more
-    than requests want. What is known is cut to the columns of the drafter's own proposal."""
+    """A drafter with predictions and forced tokens in front of its own guesses, limited to as many
+    as each request allows. Both are cut to the columns of the drafter's own proposal."""
 
     def __init__(self, drafter: Proposer[Seqs[Sequence]]) -> None:
         self._drafter = drafter

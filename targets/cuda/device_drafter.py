@@ -50,8 +50,8 @@ class CapturedBatch:
 
 
 class DeviceDrafter(Proposer[CapturedBatch], Protocol):
-    """`propose` and `observe` are captured. A `propose` that writes into `batch.draft`, and returns
-    that, saves a copy."""
+    """`propose` and `observe` are captured. A `propose` that writes into the batch's `draft`, and
+    returns that, saves a copy."""
 
     def ready(self, seqs: Seqs[Sequence]) -> CycleChoice:
         """The host's work for these rows before a cycle, and how that cycle runs."""

@@ -1,4 +1,4 @@
-// Tiled weights back to rows, for the library's matmuls: the inverse of `tiles.tile`.
+// Tiled weights back to rows, for the library's matmuls: the inverse of `packing.tile`.
 //
 // One CTA per few steps of one pass of one CTA of the schedule: so many that rows come out in whole
 // cache lines; where k groups are contiguous, of one group. k must be a multiple of 8, which every Gemma's is.
