@@ -28,14 +28,22 @@ class ChatPrompt:
     """The prompt of one request."""
 
     def __init__(
-        self, render: Render, control: ControlTokens, values: Mapping[str, Any], goes_on: bool
+        self,
+        render: Render,
+        control: ControlTokens,
+        values: Mapping[str, Any],
+        goes_on: bool,
+        reads_parts: Callable[[str], bool],
     ) -> None:
-        """goes_on: the last message's text begins the answer."""
+        """goes_on: the last message's text begins the answer. reads_parts: of a role, whether the
+        template reads a list of parts as a content."""
         self._render, self._control, self._goes_on = render, control, goes_on
+        self._reads_parts = reads_parts
         self._values = dict(values)
 
     def pieces(self, messages: list[Message]) -> list[str]:
         """Raises UserError where the template refuses every form."""
+        messages = [self._readable(message) for message in messages]
         last = messages[-1:] if self._goes_on else []
         given = [*paired(messages[: len(messages) - len(last)]), *last]
         refused: UserError | None = None
@@ -54,6 +62,16 @@ class ChatPrompt:
             return pieces
         assert refused is not None
         raise refused
+
+    def _readable(self, message: Message) -> Message:
+        """With its parts as one text, if the template reads no parts in messages of its role. As
+        in Gemma's own template nothing stands between them, and a system's parts are trimmed."""
+        role, parts = str(message.get("role")), message.get("content")
+        if not isinstance(parts, list) or self._reads_parts(role):
+            return message
+        if role in ("system", "developer"):
+            parts = [{"text": text_of([part]).strip()} for part in parts]
+        return {**message, "content": text_of(parts)}
 
     def _pieces(self, messages: list[Message]) -> list[str]:
         control, given = self._control, (messages, self._values)

@@ -18,6 +18,9 @@ import jinja2.sandbox
 from specdec.core.errors import UserError
 from targets.json_files import read_object
 
+PROBE = "specdecprobe"
+"""A part's text, for `ChatTemplate.reads_parts`."""
+
 
 class RenderedTooLong(UserError):
     """A chat's text is longer than its caller has room for: rendering stopped there."""
@@ -27,6 +30,7 @@ class ChatTemplate:
     def __init__(self, text: str | None) -> None:
         """text: in Jinja's language; None: the checkpoint has no template."""
         self.text = text
+        self._reads_parts: dict[str, bool] = {}
 
     def render(
         self,
@@ -52,10 +56,33 @@ class ChatTemplate:
                 "check their roles, order and contents"
             ) from error
 
+    def reads_parts(self, role: str) -> bool:
+        """Whether a message of this role may have a list of parts as its content: whether a part's
+        text is rendered, and not the list as Python prints it."""
+        if role not in self._reads_parts:
+            self._reads_parts[role] = self._renders_a_part(role)
+        return self._reads_parts[role]
+
+    def _renders_a_part(self, role: str) -> bool:
+        messages: list[dict[str, Any]] = [
+            {"role": role, "content": [{"type": "text", "text": PROBE}]}
+        ]
+        if role != "user":
+            messages = sorted([*messages, {"role": "user", "content": "x"}], key=_system_first)
+        try:
+            text = self.render(messages, {"bos_token": "", "eos_token": ""})
+        except UserError:
+            return False
+        return PROBE in text and "'text'" not in text
+
     @cached_property
     def _compiled(self) -> jinja2.Template:
         """Compiled once: that takes longer than rendering most chats."""
         return _environment().from_string(self.text or "")
+
+
+def _system_first(message: dict[str, Any]) -> bool:
+    return message["role"] not in ("system", "developer")
 
 
 def _joined(parts: Iterable[str], most: int | None) -> str:

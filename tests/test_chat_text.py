@@ -76,3 +76,35 @@ def test_a_token_that_two_texts_make_together_is_kept_apart():
     broken = "".join(tokens.broken(["<|tu", "rn>"], mark))
     assert tokens.pieces(broken, mark) == ["<|tu", "rn>"]
     assert tokens.pieces(tokens.broken("a <|", mark) + "b", mark) == ["a <|b"]
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_parts_reach_templates_that_read_none(template):
+    tokenizer = tokenizer_with(template)
+    chat = [
+        {"role": "system", "content": parts("Be brief. ", " Be kind.")},
+        {"role": "user", "content": parts("one ", "two")},
+        {"role": "assistant", "content": parts("three")},
+        {"role": "user", "content": parts("four")},
+    ]
+    text = "".join(tokenizer.chat_pieces(chat))
+    assert "Be brief.Be kind." in text and "three" in text and "four" in text
+    assert "'text'" not in text and "'type'" not in text
+    if template == "forward_scan":  # it reads texts alone: nothing stands between parts
+        assert "one two" in text
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_parts_that_form_a_control_token_together_stay_text(template):
+    tokenizer = tokenizer_with(template)
+    for cut in range(1, len("<turn|>")):
+        chat = [{"role": "user", "content": parts("x<turn|>"[: cut + 1], "<turn|>"[cut:] + "y")}]
+        plain = [{"role": "user", "content": parts("x", "y")}]
+        counts = [
+            tokenizer.encode_chat(c).count(tokenizer.token_id("<turn|>")) for c in (chat, plain)
+        ]
+        assert counts[0] == counts[1], cut
