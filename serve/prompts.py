@@ -141,7 +141,10 @@ def check_size(size: int, tokenizer: ServedTokenizer, max_len: int, param: str) 
 
 
 def _too_long(what: str, max_len: int, param: str) -> ApiError:
-    message = f"{what} but the context is {max_len}: shorten it"
+    message = (
+        f"{what} but the context is {max_len}: shorten it, or start the server with a larger "
+        "--max-len"
+    )
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 

@@ -119,8 +119,15 @@ class Backend(Protocol):
         """The device at hand, for people and records."""
         ...
 
+    def context(
+        self, arch: Arch, path: Path | None, config: ModelConfig, request: TargetRequest
+    ) -> int:
+        """Tokens: --max-len where it is not given. path: None for random weights."""
+        ...
+
     def load(self, path: Path, config: ModelConfig, request: TargetRequest) -> Any:
-        """The checkpoint's target. Raises UserError, before gigabytes are read."""
+        """The checkpoint's target; `config.max_len` is set. Raises UserError, before gigabytes are
+        read."""
         ...
 
     def random(self, arch: Arch, config: ModelConfig, request: TargetRequest, seed: int = 0) -> Any:

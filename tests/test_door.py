@@ -151,8 +151,8 @@ def test_bad_parameters_are_one_line(llm, wishes, said):
 
 
 def test_bad_prompts_and_options_are_one_line(llm):
-    with pytest.raises(UserError, match="the prompt has 3000 tokens but the context is 2048"):
-        llm.generate([5] * 3000)
+    with pytest.raises(UserError, match="the prompt has 5000 tokens.*4096.*--max-len"):
+        llm.generate([5] * 5000)
     with pytest.raises(UserError, match="this model's ids are 0 to"):
         llm.generate([10**6])
     with pytest.raises(UserError, match="unknown option slot:"):

@@ -17,18 +17,21 @@ from specdec.core.config import ModelConfig
 from specdec.core.cycle import host_cycle
 from specdec.core.types import Sequence
 from targets import mini
+from targets.arch import parse_arch
 from targets.backend import TargetRequest
-from targets.jax import kv_exchange, layers
+from targets.jax import kv_exchange, layers, snapshots as snapshots_module
 from targets.jax.backend import JaxBackend
 from targets.jax.cache import Rounded, make_cache, round_entries
 from targets.jax.device_drafter import TextDrafter
 from targets.jax.device_loop import device_loop
-from targets.jax.load import JaxOptions, load_target
+from targets.jax.load import JaxOptions, load_target, random_target
 from targets.jax.programs import Feed
 from targets.jax.roofline import cache_bytes
+from targets.jax.snapshots import SlotSnapshots
 from targets.model_folder import read_arch
 from targets.tokenizer import load_tokenizer
 from tests.lossless import WIDE, check_host, decode, draft_of, prompts_for
+from tests.tiny import config_of
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
@@ -157,3 +160,20 @@ def test_int8_is_lossless_within_itself(tiny, short_blocks):
     assert found == plain and acceptance.drafted
     found, again = run(none, device_loop(target, TextDrafter(TracedLookup(1, 3)), 4, 4))
     assert found == plain and again == acceptance
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_a_chunk_is_put_and_taken_in_place(kv_dtype):
+    """Whatever the context: a copy of the cache for each chunk made reuse slow at large ones."""
+    arch = parse_arch(config_of("31b"))
+    target = random_target(arch, JaxOptions(slots=2, max_len=512, kv_dtype=kv_dtype))
+    snapshots = SlotSnapshots(target)
+    seq = Sequence([2] * (snapshots.unit + 2))
+    seq.slot = 1
+    chunk = snapshots.take_chunk(seq, 0, snapshots.unit).arrays()
+    layers = snapshots_module._of(target.cache, snapshots._global)
+    put = jax.jit(snapshots_module._put_chunk, donate_argnums=0)
+    compiled = put.lower(layers, np.int32(1), np.int32(0), chunk).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4096
+    taken = snapshots._take_chunk.lower(layers, np.int32(1), np.int32(0)).compile()
+    assert taken.memory_analysis().temp_size_in_bytes < 4096

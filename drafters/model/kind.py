@@ -38,7 +38,7 @@ class ModelDraft:
 
     def place(self, backend: Backend, target: LoadedTarget, config: ModelConfig) -> PlacedDrafter:
         """As many slots as the target's, and as much of the context as the draft model takes."""
-        own = replace(config, max_len=min(config.max_len, self.arch.max_position))
+        own = replace(config, max_len=min(target.max_len, self.arch.max_position))
         request = TargetRequest(k=CATCH_UP - 1, suppress=self.suppress, exact=False)
         if self.path is None:
             model = backend.random(self.arch, own, request, seed=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence as Seqs
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from drafters import registry
@@ -38,6 +39,8 @@ class Model:
     """By name: the configured drafter, the drafters that it combines, and `none`."""
     loops: Seqs[Loop]
     """The drivers that the target has, the faster one first."""
+    config: ModelConfig
+    """What was loaded, with the context that was chosen."""
     notes: tuple[str, ...] = ()
     """Sentences about the drafter, printed at start."""
 
@@ -56,9 +59,10 @@ def load_model(
     backend.prepare(config)
     with status(f"loading {name}"):
         request = _request(speculation, draft, tokenizer.suppress_ids)
+        config = _sized(backend, arch, path, config, request)
         target = backend.load(path, config, request)
         drafters = _placed(kind, draft, arch, backend, target, config)
-    return Model(name, target, tokenizer, backend, drafters, loops, draft.notes)
+    return Model(name, target, tokenizer, backend, drafters, loops, config, draft.notes)
 
 
 def random_model(
@@ -76,9 +80,10 @@ def random_model(
     with status(f"making random weights of {name}"):
         draft = (kind.random or kind.read)(Asked(arch, None, speculation, random=True))
         request = replace(_request(speculation, draft), routing_overlap=overlap)
+        config = _sized(backend, arch, None, config, request)
         target = backend.random(arch, config, request)
         drafters = _placed(kind, draft, arch, backend, target, config)
-    return Model(name, target, load_tokenizer(mini.path("mini")), backend, drafters, loops)
+    return Model(name, target, load_tokenizer(mini.path("mini")), backend, drafters, loops, config)
 
 
 def _asked(
@@ -90,6 +95,15 @@ def _asked(
     loops = backend.loops(config)
     kind.refuse(speculation.loop or loops[0], config.backend)
     return backend, kind, loops
+
+
+def _sized(
+    backend: Backend, arch: Arch, path: Path | None, config: ModelConfig, request: TargetRequest
+) -> ModelConfig:
+    """With a context, where none was given. Raises UserError."""
+    if config.max_len is not None:
+        return config
+    return replace(config, max_len=backend.context(arch, path, config, request))
 
 
 def _request(

@@ -94,7 +94,7 @@ def bench(
     widest = replace(speculation, k=max(speculation.k, *grid.ks, *(w - 1 for w in grid.widths)))
     random, overlap = config.random or "", config.routing_overlap
     loaded = loaded_model(model, widest, random=random, overlap=overlap)
-    document = command_record("bench", model=model, speculation=speculation, bench=config)
+    document = command_record("bench", model=loaded.config, speculation=speculation, bench=config)
     document |= {"architecture": loaded.name}
     if texts is not None:
         plan = _script_plan(texts, config, loaded, speculation, grid)

@@ -36,6 +36,6 @@ def compile(
         console.print(f"ready after {took:.1f} s; start `specdec serve` alike")
         if json:
             topics_ = {"speculation": speculation, "prefix": prefix, "hosts": hosts}
-            record = command_record("compile", model=model, **topics_)
+            record = command_record("compile", model=loaded.config, **topics_)
             found, made = loaded.backend.compiled() or (None, None)
             print_json(record | {"programs": {"found": found, "compiled": made}})

@@ -68,12 +68,15 @@ def print_json(document: dict[str, Any]) -> None:
     print(json.dumps(document))
 
 
-def say_model(config: ModelConfig, model: Model) -> None:
+def say_model(model: Model) -> None:
     """Print which model runs where, that mini is the small embedded one, and what there is to note
     about the drafter."""
+    config, target = model.config, model.target
     device = model.backend.device(config)
     embedded = " (embedded; --model PATH runs another)" if config.model == "mini" else ""
     console.print(f"[dim]model {model.name}{embedded} on {device}[/dim]")
+    sizes = f"{target.slots} x {target.max_len:,} tokens of context (--slots, --max-len)"
+    console.print(f"[dim]{sizes}; the model's limit is {target.arch.max_position:,}[/dim]")
     for note in model.notes:
         console.print(note, style="dim", markup=False, soft_wrap=True)
 

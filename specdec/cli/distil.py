@@ -66,7 +66,7 @@ def distil(
     if shard_rows < 1 or (cut is not None and cut < 2) or (limit is not None and limit < 1):
         raise UserError("--shard-rows and --limit must be 1 or more, --cut 2 or more")
     loaded = loaded_model(model, speculation)
-    say_model(model, loaded)
+    say_model(loaded)
     chosen = sampling.sampling(loaded.tokenizer.defaults)
     asked = _encode(questions, loaded, cut, limit)
     source = _source(model, loaded, asked, chosen, max_tokens, shard_rows)
@@ -75,7 +75,9 @@ def distil(
     tau = engine.acceptance.tau
     console.print(f"{len(asked)} answers in {out}: {tokens:,} new tokens, tau {tau:.2f}")
     if json:
-        record = command_record("distil", model=model, speculation=speculation, sampling=sampling)
+        record = command_record(
+            "distil", model=loaded.config, speculation=speculation, sampling=sampling
+        )
         print_json(record | {"rows": len(asked), "new_tokens": tokens, "tau": tau})
 
 

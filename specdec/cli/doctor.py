@@ -102,7 +102,7 @@ def doctor(
     if json:
         found = {"checks": [asdict(c) for c in checks], "wiring": asdict(wiring), "policy": policy}
         print_json(
-            command_record("doctor", model=model, prefix=prefix)
+            command_record("doctor", model=loaded.config, prefix=prefix)
             | found
             | {"verdict": wiring.verdict, "healthy": healthy}
         )

@@ -86,11 +86,11 @@ def eval_acceptance(
     if record is not None:
         _refuse_recording(record, speculation)
     loaded = loaded_model(model, speculation)
-    say_model(model, loaded)
+    say_model(loaded)
     evaluation, policy = _compare(loaded, questions, speculation, sampling, max_tokens)
     print_evaluation(evaluation, console)
     document = command_record(
-        "eval-acceptance", model=model, speculation=speculation, sampling=sampling
+        "eval-acceptance", model=loaded.config, speculation=speculation, sampling=sampling
     )
     document |= {"prompts_file": str(prompts)} | evaluation.to_json()
     if policy is not None:

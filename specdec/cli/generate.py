@@ -51,7 +51,7 @@ def generate(
     asked = {"prompt": text, "chat": chat, "max_tokens": max_tokens}
     with joined(hosts, model, speculation, sampling, **asked):
         loaded = loaded_model(model, speculation)
-        say_model(model, loaded)
+        say_model(loaded)
         tokenizer = loaded.tokenizer
         ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else None
         ids = ids or tokenizer.encode(text)
@@ -68,6 +68,7 @@ def generate(
         rate = (seq.emitted - 1) / seconds if seconds else 0.0
         console.print(_summary(seq, rate), soft_wrap=True)
         if json:
+            topics["model"] = loaded.config
             record = command_record("generate", **topics, hosts=hosts)
             output = tokenizer.decode(seq.tokens[seq.prompt_len :])
             print_json(record | _report(seq, rate, output))

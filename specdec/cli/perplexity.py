@@ -36,7 +36,7 @@ def perplexity(
     """
     content = read_text(text)
     loaded = loaded_model(model, SpeculationConfig(), prove=False)
-    say_model(model, loaded)
+    say_model(loaded)
     ids = loaded.tokenizer.encode(content)
     bos, ids = ids[0], ids[1:]
     if window > loaded.target.arch.max_position:
@@ -56,4 +56,4 @@ def perplexity(
     )
     if json:
         values = asdict(result) | {"perplexity": result.perplexity}
-        print_json(command_record("perplexity", model=model) | values)
+        print_json(command_record("perplexity", model=loaded.config) | values)

@@ -58,5 +58,5 @@ def started(
     """Everything that a server does before its first request, which then compiles nothing."""
     host_budget(prefix)  # a mistake should not cost the time to load
     model = loaded_model(config, speculation, status=status)
-    say_model(config, model)
+    say_model(model)
     return model, engines.serving_engine(model, speculation, max_waiting, prefix, status)

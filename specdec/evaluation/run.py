@@ -170,7 +170,7 @@ def questions_of(
             raise UserError(f"prompt {prompt.id}: {failure}") from failure
         seed = (settings.sampling.seed + i) % 2**64
         if len(ids) >= max_len:
-            reason = f"{len(ids)} tokens, but the context is {max_len}"
+            reason = f"{len(ids)} tokens, but the context is {max_len} (--max-len)"
             skipped.append({"prompt": prompt.id, "reason": reason})
         else:
             questions.append(Question(prompt, ids, replace(settings.sampling, seed=seed)))

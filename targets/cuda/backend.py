@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seqs
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +20,13 @@ if TYPE_CHECKING:
 
     from targets.arch import Arch
     from targets.cuda.device_drafter import DeviceDrafter
+    from targets.cuda.footprint import TargetShape
     from targets.cuda.load import CudaOptions
     from targets.cuda.target import CudaTarget, Plan
+
+
+STEP = 1024
+"""Tokens of the context with which a plan is made to find the default one."""
 
 
 class CudaBackend:
@@ -54,6 +60,28 @@ class CudaBackend:
         from targets.cuda.device import device_name
 
         return device_name(config.device or "cuda")
+
+    def context(
+        self, arch: Arch, path: Path | None, config: ModelConfig, request: TargetRequest
+    ) -> int:
+        _check(config)
+        from targets.checkpoint import Checkpoint
+        from targets.cuda.device import free_bytes
+        from targets.cuda.footprint import need
+        from targets.cuda.load import LONGEST, make_plan, plan_of
+        from targets.memory import default_context, host_free
+
+        shortest = _options(replace(config, max_len=min(arch.max_position, STEP)), request)
+        if path is None:
+            plan = make_plan(arch, shortest, "bfloat16")
+        else:
+            plan = plan_of(Checkpoint(path, arch), arch, shortest)
+        shape = _shape(shortest, plan)
+        free = host_free() if shortest.device == "cpu" else free_bytes()
+        if free is not None:
+            free -= request.extra_bytes(replace(shape, max_len=arch.max_position))
+        limit = arch.max_position if shortest.device == "cpu" else min(arch.max_position, LONGEST)
+        return default_context(limit, free, lambda n: need(arch, replace(shape, max_len=n)))
 
     def load(self, path: Path, config: ModelConfig, request: TargetRequest) -> CudaTarget:
         _check(config)
@@ -125,16 +153,23 @@ def _fit(arch: Arch, options: CudaOptions, plan: Plan, request: TargetRequest) -
     if options.device == "cpu":
         return
     from targets.cuda.device import free_bytes
-    from targets.cuda.footprint import TargetShape, check_fits
+    from targets.cuda.footprint import check_fits
+
+    shape = _shape(options, plan)
+    check_fits(arch, shape, free_bytes(), request.extra_bytes(shape))
+
+
+def _shape(options: CudaOptions, plan: Plan) -> TargetShape:
+    from targets.cuda.footprint import TargetShape
 
     sizes = plan.slots, plan.max_len, options.k + 1, plan.chunk
-    shape = TargetShape(*sizes, plan.dtype, plan.kv_dtype, options.prefill_copy, plan.own)
-    check_fits(arch, shape, free_bytes(), request.extra_bytes(shape))
+    return TargetShape(*sizes, plan.dtype, plan.kv_dtype, options.prefill_copy, plan.own)
 
 
 def _options(config: ModelConfig, request: TargetRequest) -> CudaOptions:
     from targets.cuda.load import CudaOptions
 
+    assert config.max_len is not None, "Backend.context sets it"
     return CudaOptions(
         slots=config.slots,
         max_len=config.max_len,

@@ -5,7 +5,7 @@ Everything that decides a byte is a constant or a one-line rule here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
@@ -21,6 +21,7 @@ from targets.cuda.load import SHORT
 from targets.cuda.prefill_kernels import ROOM
 from targets.cuda.reader import QUANTISED, quantised
 from targets.cuda.untile import WHOLE_BYTES
+from targets.memory import Need, gib, largest
 from targets.tensors import TensorSpec, all_tensors
 
 WIDE = {"float32": 4, "bfloat16": 2, "fp8": 2, "fp8-w8a8": 2, "int4": 2}
@@ -64,17 +65,6 @@ class TargetShape:
     """Whether linear layers lie in plain order as well."""
     own: Mapping[str, str] = field(default_factory=dict)
     """dtypes of tensors that have another than `dtype`."""
-
-
-@dataclass(frozen=True)
-class Need:
-    weights: int
-    cache: int
-    workspace: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.cache + self.workspace
 
 
 def need(arch: Arch, shape: TargetShape) -> Need:
@@ -158,10 +148,9 @@ def check_fits(arch: Arch, shape: TargetShape, free: int, drafter: int = 0) -> N
     needed, free = need(arch, shape), free - drafter
     if needed.total <= free:
         return
-    beside = f" beside {_gib(drafter)} for the drafter" if drafter else ""
+    beside = f" beside {gib(drafter)} for the drafter" if drafter else ""
     raise UserError(
-        f"this needs {_gib(needed.total)} of GPU memory (weights {_gib(needed.weights)}, K/V cache "
-        f"{_gib(needed.cache)}, workspace {_gib(needed.workspace)}) but {_gib(free)} are free"
+        f"this needs {needed} of GPU memory but {gib(free)} are free"
         f"{beside}: {_remedy(arch, shape, free)}"
     )
 
@@ -184,15 +173,6 @@ def _remedy(arch: Arch, shape: TargetShape, free: int) -> str:
     if fits(slots=1, max_len=CHUNK):
         return f"--slots 1 --max-len {CHUNK} would fit"
     return "not even one short sequence fits; free the GPU, or take a larger one or a smaller model"
-
-
-def largest(fits: Callable[[int], bool], top: int) -> int:
-    """The largest n in [1, top] that fits, where fitting only gets harder; 0 if none does."""
-    low, high = 0, top
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
 
 
 def _workspace(arch: Arch, shape: TargetShape) -> int:
@@ -233,7 +213,3 @@ def _gate_and_up(dtype: str, values: int) -> int:
 
 def _up(value: int, to: int) -> int:
     return -(-value // to) * to
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seqs
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,9 @@ from specdec.core.protocols import Cycle
 from specdec.core.script import Script
 from specdec.core.types import Check
 from targets.backend import TargetRequest
+from targets.checkpoint import Checkpoint
+from targets.memory import default_context
+from targets.model_folder import read_arch
 
 if TYPE_CHECKING:
     from targets.arch import Arch
@@ -57,17 +61,34 @@ class JaxBackend:
 
         return f"{jax.default_backend()}: {jax.devices()[0].device_kind}"
 
+    def context(
+        self, arch: Arch, path: Path | None, config: ModelConfig, request: TargetRequest
+    ) -> int:
+        import jax
+
+        from targets.jax import memory
+
+        options = _options(replace(config, max_len=1), request)
+        # processes of a mesh must not differ, whatever each of them has free
+        free = memory.free_bytes() if jax.process_count() == 1 else None
+        need = memory.need(arch, options, path and Checkpoint(path, arch))
+        return default_context(arch.max_position, free, need)
+
     def load(self, path: Path, config: ModelConfig, request: TargetRequest) -> JaxTarget:
         from targets.jax.load import load_target
 
-        return load_target(path, _options(config, request), request.suppress)
+        options, arch = _options(config, request), read_arch(path)
+        _check_fits(arch, options, Checkpoint(path, arch))
+        return load_target(path, options, request.suppress)
 
     def random(
         self, arch: Arch, config: ModelConfig, request: TargetRequest, seed: int = 0
     ) -> JaxTarget:
         from targets.jax.load import random_target
 
-        return random_target(arch, _options(config, request), seed)
+        options = _options(config, request)
+        _check_fits(arch, options, None)
+        return random_target(arch, options, seed)
 
     def exact(self, target: JaxTarget) -> bool:
         return target.plan.mapped
@@ -101,9 +122,19 @@ class JaxBackend:
         return partial(window_nll, target)
 
 
+def _check_fits(arch: Arch, options: JaxOptions, checkpoint: Checkpoint | None) -> None:
+    """Raise UserError for a model that needs more memory than there is."""
+    from targets.jax import memory
+
+    needed = memory.need(arch, options, checkpoint)(options.max_len)
+    rounded = memory.need(arch, replace(options, narrow="int4"), checkpoint)(options.max_len)
+    memory.check_fits(arch, needed, memory.free_bytes(), rounded)
+
+
 def _options(config: ModelConfig, request: TargetRequest) -> JaxOptions:
     from targets.jax.load import JaxOptions
 
+    assert config.max_len is not None, "Backend.context sets it"
     return JaxOptions(
         slots=config.slots,
         max_len=config.max_len,

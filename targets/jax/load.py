@@ -62,16 +62,16 @@ def load_target(path: Path, options: JaxOptions, suppress: tuple[int, ...] = ())
     """Check, read, place. Raises UserError with one line for anything wrong in the folder or the
     options, and does so before gigabytes are read."""
     arch = read_arch(path)
-    plan, mesh, dtype = make_plan(arch, options), make_mesh(options.tp), _dtype(options)
+    plan, mesh, dtype = make_plan(arch, options), make_mesh(options.tp), wide_dtype(options)
     params = load_params(Checkpoint(path, arch), arch, dtype, options.narrow, mesh)
-    return JaxTarget(plan, params, dtype, suppress, mesh, _kv_dtype(options))
+    return JaxTarget(plan, params, dtype, suppress, mesh, kv_dtype_of(options))
 
 
 def random_target(arch: Arch, options: JaxOptions, seed: int = 0) -> JaxTarget:
     """A model of this architecture with random weights (speed tests), the same for any split."""
-    plan, mesh, dtype = make_plan(arch, options), make_mesh(options.tp), _dtype(options)
+    plan, mesh, dtype = make_plan(arch, options), make_mesh(options.tp), wide_dtype(options)
     params = random_params(arch, seed, dtype, options.narrow, mesh)
-    return JaxTarget(plan, params, dtype, mesh=mesh, kv_dtype=_kv_dtype(options))
+    return JaxTarget(plan, params, dtype, mesh=mesh, kv_dtype=kv_dtype_of(options))
 
 
 def narrowed(target: JaxTarget) -> JaxTarget:
@@ -113,12 +113,14 @@ def make_mesh(tp: int) -> jax.sharding.Mesh | None:
     return jax.sharding.Mesh(np.array(jax.devices()[:tp]), ("tp",))
 
 
-def _dtype(options: JaxOptions) -> Any:
+def wide_dtype(options: JaxOptions) -> Any:
+    """Of all that is not quantised."""
     suits = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return _named(options.dtype or suits, DTYPES)
 
 
-def _kv_dtype(options: JaxOptions) -> Any:
+def kv_dtype_of(options: JaxOptions) -> Any:
+    """Of cached keys and values; None: as wide as `wide_dtype`."""
     return None if options.kv_dtype is None else _named(options.kv_dtype, KV_DTYPES)
 
 

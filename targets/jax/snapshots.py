@@ -181,9 +181,9 @@ def _cut_chunk(unit: int, layers: Any, slot: Array, start: Array) -> Any:
 def _put_chunk(layers: Any, slot: Array, start: Array, chunk: Any) -> Any:
     def put(stored: Entries, new: Any) -> Any:
         values, own = numbers(stored), numbers(new)
-        tiles = _tiled(values)
-        place = (0, slot, start // TILE, *[0] * (tiles.ndim - 3))
-        values = jax.lax.dynamic_update_slice(tiles, own[:, None], place).reshape(values.shape)
+        rows = own.reshape(own.shape[0], 1, -1, *own.shape[3:])
+        place = (0, slot, start // TILE * TILE, *[0] * (values.ndim - 3))
+        values = jax.lax.dynamic_update_slice(values, rows, place)
         if not isinstance(stored, Rounded):
             return values
         place = (0, slot, 0, start)

@@ -1,0 +1,92 @@
+"""Memory plans: what a model needs by its context, and the context that fits by default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+MOST_CONTEXT = 65_536
+"""Tokens: the largest default context."""
+STEP = 1024
+"""Tokens: default contexts below a model's limit are multiples of it."""
+PREFIX_SHARE = 4
+"""A default context leaves 1/PREFIX_SHARE of the memory beside the weights to the prefix cache."""
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes."""
+
+    weights: int
+    cache: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.workspace
+
+    def __str__(self) -> str:
+        parts = f"weights {gib(self.weights)}, K/V cache {gib(self.cache)}, workspace "
+        return f"{gib(self.total)} ({parts}{gib(self.workspace)})"
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def default_context(limit: int, free: int | None, need: Callable[[int], Need]) -> int:
+    """Tokens per sequence. limit: the model's own. free: bytes; None where they are not known.
+    need: by context. What does not fit at all is left to the check of the memory plan."""
+    most = min(limit, MOST_CONTEXT)
+    if free is None:
+        return most
+
+    def leaves_room(context: int) -> bool:
+        needed = need(context)
+        beside = free - needed.weights
+        return needed.total - needed.weights <= beside - beside // PREFIX_SHARE
+
+    if leaves_room(most):
+        return most
+    steps = largest(lambda n: leaves_room(n * STEP), most // STEP)
+    return steps * STEP or min(most, STEP)
+
+
+def largest(fits: Callable[[int], bool], top: int) -> int:
+    """The largest n in [1, top] that fits, where fitting only gets harder; 0 if none does."""
+    low, high = 0, top
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def host_free() -> int | None:
+    """Bytes of the machine's memory that a process can still take; None where the system does not
+    report it. A container's limit counts (cgroup v2)."""
+    free = _available()
+    limit, used = (
+        _number(Path("/sys/fs/cgroup") / f"memory.{part}") for part in ("max", "current")
+    )
+    if limit is not None and used is not None:
+        free = min(free if free is not None else limit, max(0, limit - used))
+    return free
+
+
+def _available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    found = (line.split() for line in lines if line.startswith("MemAvailable:"))
+    return next((int(number) * 1024 for _, number, _ in found), None)
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
