@@ -142,7 +142,10 @@ def test_int8_says_nearly_the_same():
     text = load_tokenizer(path).encode(PROSE)
     narrow, wide = (
         jax.nn.log_softmax(
-            logits_of(JaxBackend().load(path, ModelConfig(slots=1, kv_dtype=kind), cut), text)
+            logits_of(
+                JaxBackend().load(path, ModelConfig(slots=1, max_len=2048, kv_dtype=kind), cut),
+                text,
+            )
         )
         for kind in ("int8", None)
     )
