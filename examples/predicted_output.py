@@ -1,4 +1,4 @@
-"""Asking again after a small change: most of the answer is the earlier one, so that is the guess."""
+"""Asking again after a small change: the earlier answer is a good guess of the new one."""
 
 import sys
 
@@ -24,7 +24,8 @@ def main(url: str = "http://127.0.0.1:8000") -> None:
             "a prediction can't change the answer"
         )
         for name, reply in (("without", plain), ("with", guessed)):
-            print(f"{name} a prediction: {reply.usage.completion_tokens} tokens in {reads(reply)} reads")
+            tokens = reply.usage.completion_tokens
+            print(f"{name} a prediction: {tokens} tokens in {reads(reply)} reads")
         assert reads(guessed) < reads(plain), "the earlier answer saved no read of the model"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from functools import partial
@@ -18,10 +17,12 @@ from serve.anthropic.schema import MessagesRequest, PromptRequest
 from serve.body import body_schema, describe_bodies, errors_of, read_request
 from serve.chat_schema import ChatRequest
 from serve.choices import Choices, check_stream
-from serve.errors import ApiError, install_error_handlers
+from serve.docs import docs_routes
+from serve.errors import install_error_handlers
 from serve.generation import Context
 from serve.keys import Keys
 from serve.metrics import Metrics
+from serve.models import model_routes
 from serve.reads import Speculating
 from serve.replies import ChatReply, CompletionReply, Json, Reply
 from serve.responses.routes import responses_routes
@@ -55,12 +56,14 @@ def create_app(
     stage: Stage | None = None,
     share_cache: bool = False,
     engine_label: str = "0",
+    aliases: Collection[str] = (),
 ) -> FastAPI:
     """The server for `runner`'s engine; the app's lifespan starts and closes the runner.
 
     drafter: the drafter's name. k: draft tokens per cycle (default: the target's largest).
     api_keys: clients must send one of them on /v1 routes; if empty, no key is required.
     share_cache: whether callers with different keys reuse each other's prompts.
+    aliases: further names of the model in the API.
     stage: the stage of the server that runs this app; by default a new one.
     engine_label: the metrics' label `engine`, where several engines serve one model.
     """
@@ -68,7 +71,9 @@ def create_app(
     k = runner.engine.target.max_draft if k is None else k
     speculating = Speculating(drafter, k)
     metrics = Metrics(runner, model_name, speculating, engine_label)
-    context = Context(runner, tokenizer, metrics, model_name, speculating, share_cache)
+    context = Context(
+        runner, tokenizer, metrics, model_name, speculating, share_cache, tuple(aliases)
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -79,12 +84,16 @@ def create_app(
         yield
         await asyncio.to_thread(runner.close)
 
-    app = FastAPI(title="specdec", version=VERSION, lifespan=lifespan)
+    app = FastAPI(
+        title="specdec", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     app.state.metrics = metrics
     install_error_handlers(app)
     guarded = [Depends(Keys(api_keys)), Depends(_open(stage))]
     for routes in (_openai_routes, responses_routes, anthropic_routes, token_routes):
         app.include_router(routes(context, max_body), dependencies=guarded)
+    app.include_router(model_routes(context), dependencies=guarded)
+    app.include_router(docs_routes(app))
     app.include_router(stage_routes(stage))
     app.include_router(ui_routes())
     app.include_router(_operator_routes(context))
@@ -105,36 +114,18 @@ def _read_vocabulary(context: Context) -> None:
 def _openai_routes(context: Context, max_body: int) -> APIRouter:
     errors = errors_of(400, 401, 403, 404, 413, 415, 429, 500, 503)
     router = APIRouter(prefix="/v1", responses=errors)
-    card = {
-        "id": context.model_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "specdec",
-        "max_model_len": context.max_len,
-    }
 
     @router.post("/chat/completions", openapi_extra=body_schema(ChatRequest))
     async def chat(request: Request) -> Response:
         wire = await read_request(request, ChatRequest, context, max_body)
-        reply = ChatReply(context.model_name, bool(wire.logprobs))
+        reply = ChatReply(wire.model or context.model_name, bool(wire.logprobs))
         return await _in_choices(context, request, wire, reply)
 
     @router.post("/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         wire = await read_request(request, CompletionRequest, context, max_body)
-        reply = CompletionReply(context.model_name, wire.logprobs is not None)
+        reply = CompletionReply(wire.model or context.model_name, wire.logprobs is not None)
         return await _in_choices(context, request, wire, reply)
-
-    @router.get("/models")
-    async def models() -> Json:
-        return {"object": "list", "data": [card]}
-
-    @router.get("/models/{model:path}")
-    async def model(model: str) -> Json:
-        if model != context.model_name:
-            message = f"the model {model!r} does not exist: this server has {context.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return card
 
     return router
 

@@ -97,6 +97,16 @@ class ApiError(Exception):
         return JSONResponse(body, self.status, self.headers)
 
 
+def _hint(app: FastAPI, path: str) -> str:
+    """The likely remedy for a path without a route: SDKs append it to a base URL."""
+    paths = {getattr(route, "path", None) for route in app.routes}
+    if f"/v1{path}" in paths:
+        return "the base URL of OpenAI's clients ends in /v1"
+    if path.removeprefix("/v1") in paths:
+        return "the base URL of Anthropic's clients ends without /v1"
+    return "/docs lists what there is"
+
+
 def is_anthropic(path: str) -> bool:
     """Whether a route is of Anthropic's API."""
     return path == ANTHROPIC_ROUTES or path.startswith(f"{ANTHROPIC_ROUTES}/")
@@ -117,7 +127,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def framework(request: Request, error: HTTPException) -> JSONResponse:
         where = f"{request.method} {request.url.path}"
         message = {
-            404: f"no such route: {where}; /docs lists what there is",
+            404: f"no such route: {where}; {_hint(app, request.url.path)}",
             405: f"method not allowed: {where}; /docs lists what there is",
         }.get(error.status_code, str(error.detail))
         headers = dict(error.headers or {})

@@ -28,6 +28,8 @@ from specdec.core.types import Owner, Sequence, TokenLogprob
 
 PING_SECONDS = 15.0
 RETRY_SECONDS = 1
+LONGEST_NAME = 100
+"""Characters of an unknown model's name that an error repeats."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Context:
     speculating: Speculating
     share_cache: bool = False
     """Whether callers with different keys reuse each other's prompts."""
+    aliases: tuple[str, ...] = ()
+    """Further names of the model in the API."""
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -63,9 +67,15 @@ class Context:
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 for a model that isn't this server's."""
-        if name is not None and name != self.model_name:
-            message = f"the model {name!r} does not exist: this server has {self.model_name!r}"
+        if name is not None and name not in self.model_names:
+            own = ", ".join(map(repr, self.model_names))
+            cut = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…"
+            message = f"the model {cut!r} does not exist: this server has {own}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return (self.model_name, *self.aliases)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ def _provider(endpoint: str) -> Any:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
         raise UserError(
-            "--otlp-traces-endpoint needs OpenTelemetry: pip install 'specdec-gemma[otel]'"
+            "--otlp-traces-endpoint needs OpenTelemetry: pip install '.[otel]' in specdec's "
+            "clone, or the wheel with [otel] behind its name"
         ) from None
     named = Resource.create({"service.name": "specdec", "service.version": VERSION})
     provider = TracerProvider(resource=named)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,7 @@ def eval_acceptance(
     json
         End stdout with one JSON document, the whole report.
     """
-    from specdec.evaluation.display import print_evaluation, require_matplotlib
+    from specdec.evaluation.display import print_evaluation
     from specdec.evaluation.prompts import read_prompts
 
     questions = read_prompts(prompts, limit)
@@ -82,7 +83,6 @@ def eval_acceptance(
     sampling.sampling({})  # refuse bad values before a model is loaded
     if out is not None:
         check_folder(out)
-        require_matplotlib()
     if record is not None:
         _refuse_recording(record, speculation)
     loaded = loaded_model(model, speculation)
@@ -202,10 +202,14 @@ def _engine(loaded: Model, speculation: SpeculationConfig, name: str) -> Engine:
 
 
 def _save(out: Path, document: dict, evaluation: Evaluation) -> None:
-    """report.json and report.png, written beside and renamed, so that neither is ever half."""
-    from specdec.evaluation.display import plot_evaluation
+    """report.json and report.png, written beside and renamed, so that neither is ever half. Without
+    matplotlib there is no picture."""
+    from specdec.evaluation.display import HOW, plot_evaluation
 
     write_whole(out / "report.json", json_module.dumps(document, indent=1))
+    if find_spec("matplotlib") is None:
+        console.print(f"wrote {out / 'report.json'}; report.png needs matplotlib: {HOW}")
+        return
     plot_evaluation(evaluation, out / "partial.png")
     (out / "partial.png").rename(out / "report.png")
     console.print(f"wrote {out / 'report.json'} and {out / 'report.png'}")

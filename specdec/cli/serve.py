@@ -6,7 +6,9 @@ import os
 import socket
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+from cyclopts import Parameter
 
 from drafters.registry import resolved
 from specdec.assembly.model import Model
@@ -44,7 +46,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     max_waiting: int = 256,
-    served_model_name: str | None = None,
+    served_model_name: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     drain_seconds: float = 30.0,
     log_level: LogLevel = "info",
     otlp_traces_endpoint: str | None = None,
@@ -62,7 +64,8 @@ def serve(
     max_waiting
         Requests that may wait for a slot; more are answered 429 with Retry-After.
     served_model_name
-        The model's name in the API; by default its folder's.
+        The model's name in the API; by default its folder's. Of several names the first one is
+        that of metrics, and requests may use any.
     drain_seconds
         How long running requests may go on after SIGTERM or Ctrl-C, while new ones get 503.
         A second signal ends them at once.
@@ -79,8 +82,9 @@ def serve(
     _check_at_least_zero("max-waiting", max_waiting)
     _check_at_least_zero("drain-seconds", drain_seconds)
     speculation = resolved(speculation, model)
+    names = tuple(served_model_name or ())
     start = _Start(model, speculation, prefix, max_waiting)
-    door = _Door(host, port, access, access.keys(host), served_model_name, drain_seconds)
+    door = _Door(host, port, access, access.keys(host), names, drain_seconds)
     meeting = joined(hosts, model, speculation, prefix, max_waiting=max_waiting)
     with logged(log_level), traced(otlp_traces_endpoint) as around, meeting as lines:
         if lines is not None and not lines.leads:
@@ -109,8 +113,8 @@ class _Door:
     port: int
     access: AccessConfig
     keys: tuple[str, ...]
-    name: str | None
-    """The model's name in the API; None: its folder's."""
+    names: tuple[str, ...]
+    """The model's names in the API; none: its folder's."""
     drain_seconds: float
 
 
@@ -166,7 +170,8 @@ def _app(
     return create_app(
         EngineRunner(engine, leader),
         loaded.tokenizer,
-        door.name or loaded.name,
+        (door.names or (loaded.name,))[0],
+        aliases=door.names[1:],
         drafter=start.speculation.drafter,
         k=start.speculation.k,
         api_keys=door.keys,
@@ -178,7 +183,7 @@ def _app(
 def _say_where(start: _Start, door: _Door, loaded: Model, engine: Engine) -> None:
     address = f"http://{door.host}:{door.port}"
     console.print(
-        f"serving [bold]{door.name or loaded.name}[/bold] at {address}/v1 (drafter "
+        f"serving [bold]{', '.join(door.names) or loaded.name}[/bold] at {address}/v1 (drafter "
         f"{start.speculation.drafter}, K = {start.speculation.k}, {engine.target.slots} slots), "
         f"with a page to look at: {address}/"
     )

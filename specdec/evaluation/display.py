@@ -27,14 +27,15 @@ def print_evaluation(evaluation: Evaluation, console: Console | None = None) -> 
         )
 
 
+HOW = "pip install '.[plots]' in specdec's clone, or pip install matplotlib"
+
+
 def require_matplotlib() -> None:
     """Raise UserError where plots can't be drawn: before the work, not after it."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as missing:
-        raise UserError(
-            "plots need matplotlib: pip install '.[plots]' in specdec's clone"
-        ) from missing
+        raise UserError(f"plots need matplotlib: {HOW}") from missing
 
 
 def plot_evaluation(evaluation: Evaluation, path: str | Path) -> None:
