@@ -99,7 +99,7 @@ class ApiError(Exception):
 
 def _hint(app: FastAPI, path: str) -> str:
     """The likely remedy for a path without a route: SDKs append it to a base URL."""
-    paths = {getattr(route, "path", None) for route in app.routes}
+    paths = app.openapi()["paths"]
     if f"/v1{path}" in paths:
         return "the base URL of OpenAI's clients ends in /v1"
     if path.removeprefix("/v1") in paths:

@@ -184,10 +184,15 @@ def _sampling(request: ChatRequest | CompletionRequest, tokenizer: ServedTokeniz
     check_ids(bias, tokenizer, "logit_bias")
     check_ids(request.allowed_token_ids or (), tokenizer, "allowed_token_ids")
     top_k = int(values.pop("top_k"))
-    return Sampling(
-        **values,
-        top_k=0 if top_k == -1 else top_k,  # vLLM writes "off" as -1 too
-        logit_bias=tuple(bias.items()),
-        seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
-        logprobs=request.logprob_count,
-    )
+    try:
+        return Sampling(
+            **values,
+            top_k=0 if top_k == -1 else top_k,  # vLLM writes "off" as -1 too
+            logit_bias=tuple(bias.items()),
+            seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
+            logprobs=request.logprob_count,
+        )
+    except UserError as problem:  # its sentence begins with the parameter's name
+        name = str(problem).split()[0]
+        param = name if name in type(request).model_fields else None
+        raise ApiError(400, str(problem), param=param) from None
