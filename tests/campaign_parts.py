@@ -129,7 +129,8 @@ class Bench:
         tokenizer: Any = None  # nothing is read or written in words
         drafters = {speculation.drafter: self._placed(speculation, run or {})}
         loops = self.backend.loops(self.config)
-        return Model(self.given["model"], self.target, tokenizer, self.backend, drafters, loops)
+        parts = self.target, tokenizer, self.backend, drafters, loops
+        return Model(self.given["model"], *parts, self.config)
 
     def _placed(self, speculation: SpeculationConfig, run: dict[str, Any]) -> Any:
         if "draft" in run:
