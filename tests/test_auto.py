@@ -623,7 +623,7 @@ def test_guesses_are_counted_up_to_the_first_gap():
 
 @pytest.mark.usefixtures("cheap_programs")
 def test_doctor_and_evaluation_tell_what_it_knows(capsys, tmp_path, worded):
-    base = ["--slots", "2", "--max-len", "128", "--drafter", "auto"]
+    base = ["--slots", "2", "--max-len", "128", "--drafter", "auto", "--auto-with", "none"]
     out, shown = run(capsys, "doctor", *base, "--json")
     costs = json.loads(out.splitlines()[-1])["policy"]["seconds"]
     assert {(c["rows"], c["depth"], c["drafted"]) for c in costs} == {(1, 4, 0), (2, 4, 0)}

@@ -263,7 +263,7 @@ def test_bench_says_a_script(capsys, script, worded, backend):
 def test_what_does_not_go_with_a_script(capsys, script, tmp_path):
     base = ["bench", "--script", str(script), "--max-len", "256"]
     assert "--acceptance is of drafters with weights" in refused(
-        capsys, *base, "--acceptance", "0.5,0.4,0.3,0.2"
+        capsys, *base, "--drafter", "ngram", "--acceptance", "0.5,0.4,0.3,0.2"
     )
     assert "has 2 positions, but up to 4" in refused(
         capsys, *base, "--acceptance", "0.5,0.4", "--drafter", "eagle3"
