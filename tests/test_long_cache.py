@@ -137,7 +137,7 @@ def test_int8_halves_what_bfloat16_keeps(tiny):
 
 
 def test_int8_says_nearly_the_same():
-    """The error that ARCHITECTURE.md states, on a trained model."""
+    """The error that docs/design/tpu.md states, on a trained model."""
     path, cut = mini.path("mini"), TargetRequest(k=WIDE)
     text = load_tokenizer(path).encode(PROSE)
     narrow, wide = (
