@@ -43,6 +43,8 @@ OTHERS = frozenset(
         "ncu",
         "nvdisasm",
         "llama_eagle3.py",  # files of SpecForge and transformers
+        "models/gemma4",
+        "models/gemma4_assistant",
         "models/gemma4/modeling_gemma4.py",
         "specdec-gemma",  # the package
         "mini-eagle3",
