@@ -95,7 +95,7 @@ def test_doctor_finds_mini_sound_and_exact(capsys):
         (["bench", "--batches", "0,2"], ["--batches", "0"]),
         (["bench", "--batches", "two"], ["--batches", "two"]),
         (["bench", "--widths", "33", "--slots", "1"], ["K must be 0 to 31", "32"]),
-        (["bench", "--contexts", "2000"], ["--contexts", "--max-len 2048"]),
+        (["bench", "--contexts", "4000"], ["--contexts", "--max-len 4096"]),
         (["bench", "--prompt-lengths", "4096"], ["--prompt-lengths", "4097"]),
         (["bench", "--repeats", "0"], ["--repeats"]),
         (["bench", "--drafter", "ngram", "--synthetic-tau", "7"], ["--synthetic-tau", "5"]),

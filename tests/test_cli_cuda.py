@@ -49,7 +49,7 @@ def test_bench_of_the_cuda_target_with_a_synthetic_tau_and_a_peer(capsys, tmp_pa
         "256",
     ]
     arguments += ["--max-tokens", "8", "--peer", "transformers", "--plot", str(plot)]
-    assert "name it with --drafter" in refused(capsys, *arguments)
+    assert "choose one with --drafter" in refused(capsys, *arguments)
     arguments += ["--drafter", "ngram"]
     out, err = run(capsys, *arguments, "--out", str(receipt), "--json")
     document = json.loads(out.splitlines()[-1])

@@ -13,7 +13,7 @@ from specdec.core.errors import UserError
 from targets.arch import Arch, released
 from targets.checkpoint import Checkpoint
 from targets.jax.cache import abstract_cache
-from targets.jax.load import JaxOptions, kv_dtype_of, make_plan, wide_dtype
+from targets.jax.load import JaxOptions, kv_dtype_of, make_mesh, make_plan, wide_dtype
 from targets.jax.params import bytes_of
 from targets.memory import Need, gib, host_free
 from targets.published import SIZES
@@ -30,7 +30,9 @@ RUNTIME = 512 << 20
 
 
 def need(arch: Arch, options: JaxOptions, checkpoint: Checkpoint | None) -> Callable[[int], Need]:
-    """By context, on one device. checkpoint: None for random weights."""
+    """By context, on one device. checkpoint: None for random weights. Raises UserError for a mesh
+    that there is no room for."""
+    make_mesh(options.tp)
     weights = _weight_bytes(arch, options, checkpoint) // options.tp
 
     def at(context: int) -> Need:
