@@ -14,7 +14,7 @@ OF_A_SERVER = {
     "chat": ["def ", "tokens, tau "],
     "tools": ["get_weather(city=", "unit="],
     "structured_output": ["Review(verdict="],
-    "predicted_output": ["without a prediction: 40 tokens in", "with a prediction: 40 tokens in"],
+    "predicted_output": ["without a prediction: 80 tokens in", "with a prediction: 80 tokens in"],
     "who_guessed": ["prompt  ", "verify  ", "guessed by ngram"],
     "on_and_off": ["with speculation: ", "without speculation: ", "tau 1.0", "\nequal\n"],
 }

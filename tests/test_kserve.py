@@ -50,7 +50,7 @@ def test_the_server_understands_its_options():
     options = given()
     (port,) = CONTAINER["ports"]
     assert options["port"] == port["containerPort"]
-    assert options["served_model_name"] == SERVICE["metadata"]["name"]
+    assert options["served_model_name"] == [SERVICE["metadata"]["name"]]
     assert options["drain_seconds"] < PREDICTOR["terminationGracePeriodSeconds"]
     assert options["model"].model == "/mnt/models"
     assert options["speculation"].drafter == "assistant"

@@ -152,16 +152,16 @@ class SlowReader(ServedTarget):
     """Takes its time for each chunk of a prompt."""
 
     def prefill(self, seq, start, stop):
-        time.sleep(0.02)
+        time.sleep(0.1)
         return super().prefill(seq, start, stop)
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_gives_up_while_its_prompt_is_read_gets_further_next_time(stream):
     engine = make(target=SlowReader(slots=2, chunk=4))
-    body = {"prompt": "abcde" * 60, "max_tokens": 2, "stream": stream}
+    body = {"prompt": "abcde" * 25, "max_tokens": 2, "stream": stream}
     with served(engine, "fake", **OPTIONS) as server:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json=body, headers=KEY, timeout=0.6)
+            httpx.post(f"{server.url}/v1/completions", json=body, headers=KEY, timeout=2)
         server.wait_until_idle()
         assert cached(server, body["prompt"]) > 0

@@ -161,6 +161,6 @@ def test_an_endpoint_that_is_none_is_refused(endpoint):
 
 def test_without_opentelemetry_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(UserError, match=r"pip install 'specdec-gemma\[otel\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[otel\]' in specdec's clone"):
         with traced("http://127.0.0.1:4318"):
             pass
