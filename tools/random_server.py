@@ -8,8 +8,12 @@ Prompts are token ids (`tools/load.py` sends these); texts mean nothing. Runs un
 from __future__ import annotations
 
 import argparse
+import copy
+import json
 import socket
 import threading
+
+import tokenizers
 
 from drafters import registry
 from serve.api import create_app
@@ -19,6 +23,18 @@ from serve.stage import Stage
 from specdec.assembly.engine import serving_engine
 from specdec.assembly.model import random_model
 from specdec.core.config import ModelConfig, PrefixConfig
+from targets.tokenizer import Tokenizer
+
+
+def with_words(small: Tokenizer, size: int) -> Tokenizer:
+    """mini's tokenizer with a word for each further id: a token without text makes no event, and
+    then gaps between events would say nothing."""
+    file = json.loads(small.to_json())
+    file["model"]["vocab"] |= {f"w{number}": number for number in range(small.vocab_size, size)}
+    large = copy.copy(small)
+    large._backend = tokenizers.Tokenizer.from_str(json.dumps(file))
+    large.vocab_size = large.model_vocab_size = size
+    return large
 
 
 def options() -> argparse.Namespace:
@@ -48,7 +64,8 @@ def main() -> None:
     prefix = PrefixConfig(prefix_cache=asked.prefix_cache)
     engine = serving_engine(model, speculation, 1024, prefix)
     stage = Stage()
-    app = create_app(EngineRunner(engine), model.tokenizer, asked.name, stage=stage)
+    tokenizer = with_words(model.tokenizer, model.target.vocab)
+    app = create_app(EngineRunner(engine), tokenizer, asked.name, stage=stage)
     with (
         socket.create_server(("127.0.0.1", asked.port)) as listener,
         Server(listener, stage) as server,
