@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDERS = ("specdec", "drafters", "serve", "targets", "training", "tests")
+FOLDERS = ("specdec", "drafters", "serve", "targets", "training", "recipes", "tools", "tests")
 """Python and CUDA sources, from the repository's root."""
 END = re.compile(r"(?<=[.!?:;])\s+(?=[\"'`(A-Z0-9])|\n\s*\n|\n\s*[-*] ")
 """Between two sentences."""

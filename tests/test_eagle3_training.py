@@ -20,11 +20,11 @@ from targets.model_folder import read_arch
 from tests.cheap import beside
 from tests.commands import refused
 from tests.eagle3_worker import RECIPE, SHAPE, STOPS, VOCAB, answers, made_up, target, trainer
+from tools.training_throughput import measure
 from training.heads import origin_of
 from training.packing import pack
 from training.real_acceptance import Live, prompts_of
 from training.recipe import spec_for
-from training.throughput import measure
 from training.trained import trained_head
 from training.trainer import contract_of, initial_state, sign
 from training.vocabulary import count_generated

@@ -11,6 +11,13 @@ import pytest
 import tokenizers
 import torch
 
+from recipes.mini import corpus as source
+from recipes.mini.baselines import CountModel
+from recipes.mini.corpus import Package, collect, fault, is_heldout
+from recipes.mini.export import write_checkpoint
+from recipes.mini.licences import permissive_licence
+from recipes.mini.mini_tokenizer import train_tokenizer, write_tokenizer
+from recipes.mini.similarity import LeakScan, evaluation_texts
 from specdec.core.errors import UserError
 from targets import mini
 from targets.arch import Arch, parse_arch
@@ -20,18 +27,11 @@ from targets.jax.model import sequence_logits
 from targets.jax.params import Params, load_params
 from targets.model_folder import read_arch
 from targets.tokenizer import load_tokenizer
-from training import corpus as source
-from training.baselines import CountModel
 from training.blocks import block_logits
 from training.chats import chats_of
-from training.corpus import Package, collect, fault, is_heldout
-from training.export import write_checkpoint
 from training.heldout import heldout_nats, make_scorer, summarise, windows_of
-from training.licences import permissive_licence
-from training.mini_tokenizer import train_tokenizer, write_tokenizer
 from training.optimizer import OptimizerConfig
 from training.pretrain import Phase, PretrainConfig, Pretrainer, read_config_file
-from training.similarity import LeakScan, evaluation_texts
 from training.tokens import encode_stream, row_starts, training_texts
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")

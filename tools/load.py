@@ -96,7 +96,7 @@ def prompts(asked: argparse.Namespace, seed: int) -> Callable[[], list[int]]:
 
 
 async def closed_loop(asked: argparse.Namespace, seed: int, users: int) -> list[Answer]:
-    """Each user asks again until the time is over."""
+    """Each user sends requests one after another until the time is over."""
     draw, answers, ends = prompts(asked, seed), [], time.monotonic() + asked.warm + asked.seconds
     async with client_of(asked.url) as client:
 

@@ -28,7 +28,7 @@ from targets.tokenizer import Tokenizer
 
 def with_words(small: Tokenizer, size: int) -> Tokenizer:
     """mini's tokenizer with a word for each further id: a token without text makes no event, and
-    then gaps between events would say nothing."""
+    gaps between events would then not be those between tokens."""
     file = json.loads(small.to_json())
     file["model"]["vocab"] |= {f"w{number}": number for number in range(small.vocab_size, size)}
     large = copy.copy(small)

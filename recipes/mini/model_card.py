@@ -1,6 +1,6 @@
 """What a model card needs: held-out losses, baselines, samples and the curve.
 
-`python -m training.model_card CONFIG CORPUS TOKENIZER RUN OUT` writes OUT/report.json,
+`python -m recipes.mini.model_card CONFIG CORPUS TOKENIZER RUN OUT` writes OUT/report.json,
 OUT/samples.md and OUT/curve.png. The weights are judged as they are shipped: rounded to bfloat16.
 """
 
@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
+from recipes.mini.baselines import baseline_losses
+from recipes.mini.export import trained_params
+from recipes.mini.samples import sample
 from targets.tokenizer import load_tokenizer
-from training.baselines import baseline_losses
-from training.export import trained_params
 from training.heldout import Loss, heldout_loss, heldout_nats, make_scorer, windows_of
-from training.samples import sample
 from training.tokens import documents
 
 WIDTHS = (1024, 4096)  # window of the headline figure, and the model's whole context

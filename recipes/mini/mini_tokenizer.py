@@ -1,6 +1,6 @@
 """The embedded family's tokenizer: byte-level BPE over Python, with Gemma's special tokens.
 
-`python -m training.mini_tokenizer CORPUS OUT` learns it from CORPUS/train.jsonl and writes the
+`python -m recipes.mini.mini_tokenizer CORPUS OUT` learns it from CORPUS/train.jsonl and writes the
 checkpoint's tokenizer files into OUT.
 """
 

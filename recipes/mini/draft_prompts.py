@@ -1,7 +1,7 @@
 """Prompts for mini to answer when its EAGLE-3 head's data is distilled.
 
-`python -m training.draft_prompts corpus/train.jsonl prompts.jsonl` writes for each document a piece
-from somewhere in it (`specdec distil --cut` makes several prompts of it), how some of its functions
+`python -m recipes.mini.draft_prompts corpus/train.jsonl prompts.jsonl` writes for each document a
+piece from somewhere in it (`specdec distil --cut` makes several prompts of it), how some of its functions
 begin, and requests for functions. A little of every document: a head trained on all of a few files
 would be good at those files only.
 """
@@ -51,7 +51,7 @@ def openings(text: str) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("corpus", type=Path, help="train.jsonl of training.corpus")
+    parser.add_argument("corpus", type=Path, help="train.jsonl of recipes.mini.corpus")
     parser.add_argument("out", type=Path)
     parser.add_argument("--characters", type=int, default=1000, help="of each document")
     parser.add_argument("--functions", type=int, default=2, help="of each document")

@@ -1,7 +1,7 @@
 """Trained weights to a Hugging Face checkpoint folder.
 
-`python -m training.export CONFIG TOKENIZER RUN OUT` writes config.json, model.safetensors (bf16)
-and the tokenizer's files; transformers loads the folder unchanged.
+`python -m recipes.mini.export CONFIG TOKENIZER RUN OUT` writes config.json, model.safetensors
+(bf16) and the tokenizer's files; transformers loads the folder unchanged.
 """
 
 import argparse

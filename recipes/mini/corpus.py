@@ -1,6 +1,6 @@
 """Python source to learn from: the standard library and permissively licensed installed packages.
 
-`python -m training.corpus OUT --keep-out humaneval.jsonl` writes `train.jsonl`, `heldout.jsonl`
+`python -m recipes.mini.corpus OUT --keep-out humaneval.jsonl` writes `train.jsonl`, `heldout.jsonl`
 (one document per line: package, path, text) and `manifest.json`. The same files give the same
 split on every machine: a file's normalised content decides its side, nothing else does.
 """
@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from training.licences import licence_statement, permissive_licence
-from training.similarity import (
+from recipes.mini.licences import licence_statement, permissive_licence
+from recipes.mini.similarity import (
     LeakScan,
     NearDuplicates,
     content_key,

@@ -1,0 +1,1 @@
+"""How the embedded models were made. Not a part of the installed package."""
