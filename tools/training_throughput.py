@@ -1,9 +1,9 @@
 """Tokens per second of training a head: random weights of true sizes, real steps.
 
-`python -m tools.training_throughput configs/eagle3-31b.toml --target gemma-4-31b
---teacher gemma-4-e4b --out FILE`. A teacher that is not the head's own target (31B does not fit
-beside its head and the optimizer) teaches with its own features, repeated to the width that the head reads; the head is fed
-from a table of the target's size.
+`python -m tools.training_throughput configs/eagle3-31b.toml --target gemma-4-31b --teacher
+gemma-4-e4b --out FILE`. A teacher that is not the head's own target (31B does not fit beside its
+head and the optimizer) teaches with its own features, repeated to the width that the head reads;
+the head is fed from a table of the target's size.
 """
 
 import argparse

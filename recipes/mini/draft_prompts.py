@@ -2,8 +2,8 @@
 
 `python -m recipes.mini.draft_prompts corpus/train.jsonl prompts.jsonl` writes for each document a
 piece from somewhere in it (`specdec distil --cut` makes several prompts of it), how some of its
-functions begin, and requests for functions. A little of every document: a head trained on all of a few files
-would be good at those files only.
+functions begin, and requests for functions. A little of every document: a head trained on all of a
+few files would be good at those files only.
 """
 
 import argparse
