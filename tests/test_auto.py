@@ -371,7 +371,7 @@ def says(seq, answer, drafted, kept):
     """Simulate a cycle of a row with a prompt of two tokens: `kept` guesses were right."""
     at = len(seq.tokens) - 2
     seq.tokens += answer[at : at + kept + 1]
-    seq.acceptance.add(drafted, kept, kept + 1)
+    seq.acceptance.add(drafted, kept, kept + 1, len(seq.tokens))
 
 
 def test_the_late_choice_follows_what_came():
@@ -415,7 +415,7 @@ def test_a_late_trial_is_credited_to_the_drafter_that_was_tried(behind):
         if len(unread) > behind:
             tokens, drafted, right = unread.pop(0)
             seq.tokens += tokens
-            seq.acceptance.add(drafted, right, right + 1)
+            seq.acceptance.add(drafted, right, right + 1, len(seq.tokens))
     assert sum(ran[100:200]) < 10 and sum(ran[-100:]) > 90, (sum(ran[100:200]), sum(ran[-100:]))
 
 
@@ -480,7 +480,7 @@ def test_a_match_alone_is_no_choice_for_several_cycles():
             choice = chooser.choose([seq])
             kept = K if chooser.take[1] in (TEXT, EITHER) else 0
             seq.tokens += [(len(seq.tokens) + i) % 6 + 1 for i in range(kept + 1)]
-            seq.acceptance.add([True] * K, kept, kept + 1)
+            seq.acceptance.add([True] * K, kept, kept + 1, len(seq.tokens))
             if number > 20 and not chooser.runs:
                 assert choice.variant == "text"
                 assert (choice.repeats, int(chooser.take[1])) == (alone, TEXT)
@@ -510,7 +510,7 @@ def test_a_choice_taken_back_is_not_heard_of():
         chooser.take_back()
         chooser.choose([seq])
         seq.tokens += range(kept + 1)
-        seq.acceptance.add([True] * K, kept, kept + 1)
+        seq.acceptance.add([True] * K, kept, kept + 1, len(seq.tokens))
     chooser.choose([seq])
     assert sum(drafter.policy.chosen.values()) == 3
 

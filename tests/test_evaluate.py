@@ -17,12 +17,13 @@ from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
-from specdec.core.stats import Acceptance
+from specdec.core.stats import Acceptance, context_bucket
 from specdec.core.types import Sampling, Sequence
 from specdec.evaluation.display import plot_evaluation, print_evaluation
 from specdec.evaluation.prompts import Prompt, read_prompts
 from specdec.evaluation.results import (
     PromptOutcome,
+    by_context,
     compare,
     distinct,
     measure_positions,
@@ -221,10 +222,10 @@ def test_tau_of_outputs_that_ended_at_once_is_1():
 
 def test_positions_by_hand():
     counts = Acceptance()
-    counts.add([True, True], 2, 3)
-    counts.add([True, True], 1, 2)
-    counts.add([True, False], 1, 2)
-    counts.add([False, False], 0, 1)
+    counts.add([True, True], 2, 3, 10)
+    counts.add([True, True], 1, 2, 511)
+    counts.add([True, False], 1, 2, 512)
+    counts.add([False, False], 0, 1, 5000)
     first, second = measure_positions(counts, 2)
     assert (first.proposed, first.accepted, first.conditional) == (0.75, 0.75, 1.0)
     assert (second.proposed, second.accepted, second.conditional) == (0.5, 0.25, 1 / 3)
@@ -308,3 +309,23 @@ def test_bad_files_are_named(tmp_path):
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match=r"bytes\.jsonl"):
         read_prompts(tmp_path / "bytes.jsonl")
+
+
+def test_acceptance_by_the_length_of_the_text():
+    buckets = [context_bucket(n) for n in (0, 511, 512, 1023, 1024, 2047, 2048, 70_000)]
+    assert buckets == [0, 0, 512, 512, 1024, 1024, 2048, 65_536]
+    outcomes = []
+    for name, context, emitted in (("a", 100, 4), ("b", 700, 1), ("c", 600, 2)):
+        counts = Acceptance()
+        for cycle in range(3):
+            counts.add([True] * 3, emitted - 1, emitted, context + 100 * cycle)
+        outcomes.append(PromptOutcome(name, "c", 1, (1,) * 9, "length", counts))
+    rows = by_context(outcomes, 200)
+    assert [(row.name, row.prompts, row.cycles, row.tau) for row in rows] == [
+        ("0 – 512", 1, 3, 4.0),
+        ("512 – 1,024", 2, 6, 1.5),
+    ]
+    total = Acceptance()
+    for outcome in outcomes:
+        total.merge(outcome.acceptance)
+    assert {b: c.emitted for b, c in total.by_context.items()} == {0: 12, 512: 9}

@@ -197,8 +197,9 @@ class Engine:
         return events
 
     def _count(self, seq: Sequence, drafted: Array, accepted: int, emitted: int) -> None:
+        before = len(seq.tokens) - emitted
         for stats in (seq.acceptance, self.acceptance):
-            stats.add(drafted.tolist(), min(accepted, emitted), emitted)
+            stats.add(drafted.tolist(), min(accepted, emitted), emitted, before)
 
     def _emit(self, seq: Sequence, chosen: Array, logprobs: LogprobRows | None, row: int) -> Event:
         """Append the chosen tokens, cut at a stop id or a limit; tokens beyond are discarded."""

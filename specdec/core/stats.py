@@ -5,6 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+FIRST_BUCKET = 512
+"""Tokens: texts up to this length are one bucket; each further bucket is twice as long."""
+
+
+def context_bucket(length: int) -> int:
+    """The least length, in tokens, of the bucket of a text's length: 0, 512, 1024, 2048, …"""
+    return (
+        FIRST_BUCKET << (length // FIRST_BUCKET).bit_length() - 1 if length >= FIRST_BUCKET else 0
+    )
+
 
 @dataclass
 class Guesses:
@@ -37,9 +47,17 @@ class Acceptance:
     """Draft tokens accepted, by position 0 .. k - 1."""
     lengths: Counter[int] = field(default_factory=Counter)
     """How many cycles accepted 0, 1, 2, ... draft tokens."""
+    by_context: dict[int, Acceptance] = field(default_factory=dict)
+    """The same counts, apart by the text's length before the cycle: see `context_bucket`."""
 
-    def add(self, drafted: list[bool], accepted: int, emitted: int) -> None:
-        """One cycle of one row: which positions held a guess, how many were kept and emitted."""
+    def add(self, drafted: list[bool], accepted: int, emitted: int, context: int) -> None:
+        """One cycle of one row: which positions held a guess, how many were kept and emitted.
+        context: tokens of the text before the cycle."""
+        self._add(drafted, accepted, emitted)
+        own = self.by_context.setdefault(context_bucket(context), Acceptance())
+        own._add(drafted, accepted, emitted)
+
+    def _add(self, drafted: list[bool], accepted: int, emitted: int) -> None:
         self.cycles += 1
         self.emitted += emitted
         self.lengths[accepted] += 1
@@ -51,6 +69,8 @@ class Acceptance:
         self.emitted += other.emitted
         for name in ("drafted_at", "accepted_at", "lengths"):
             getattr(self, name).update(getattr(other, name))
+        for bucket, counts in other.by_context.items():
+            self.by_context.setdefault(bucket, Acceptance()).merge(counts)
 
     @property
     def tau(self) -> float:

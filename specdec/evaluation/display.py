@@ -17,6 +17,8 @@ def print_evaluation(evaluation: Evaluation, console: Console | None = None) -> 
     """Tables of tau by category, acceptance by position, and speed; stderr by default."""
     console = console or Console(stderr=True)
     console.print(_tau_table(evaluation))
+    if len(evaluation.contexts) > 1:
+        console.print(_context_table(evaluation))
     console.print(_position_table(evaluation))
     console.print(_speed_table(evaluation))
     console.print(_equality_line(evaluation))
@@ -39,13 +41,14 @@ def require_matplotlib() -> None:
 
 
 def plot_evaluation(evaluation: Evaluation, path: str | Path) -> None:
-    """Write a PNG: acceptance by position, accepted lengths, tau by category with intervals."""
+    """Write a PNG: acceptance by position, accepted lengths, and tau with intervals by the text's
+    length and by category."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
     rows = [evaluation.overall, *evaluation.categories]
-    figure = Figure(figsize=(14, max(3.6, 1.2 + 0.32 * len(rows))), layout="constrained")
-    positions, lengths, categories = figure.subplots(1, 3)
+    figure = Figure(figsize=(18, max(3.6, 1.2 + 0.32 * len(rows))), layout="constrained")
+    positions, lengths, contexts, categories = figure.subplots(1, 4)
     x = [p.index + 1 for p in evaluation.positions]
     positions.plot(x, [p.accepted for p in evaluation.positions], "o-", label="of all passes")
     conditional = [p.conditional for p in evaluation.positions]
@@ -55,6 +58,17 @@ def plot_evaluation(evaluation: Evaluation, path: str | Path) -> None:
     total = max(1, sum(evaluation.histogram))
     lengths.bar(range(len(evaluation.histogram)), [n / total for n in evaluation.histogram])
     lengths.set(xlabel="draft tokens accepted", ylabel="share of verify passes")
+    spans = range(len(evaluation.contexts))
+    contexts.vlines(
+        spans,
+        [c.low for c in evaluation.contexts],
+        [c.high for c in evaluation.contexts],
+        linewidth=3,
+        alpha=0.4,
+    )
+    contexts.plot(spans, [c.tau for c in evaluation.contexts], "o")
+    contexts.set(xlabel="length of the text, in tokens", ylabel="tau", xticks=list(spans))
+    contexts.set_xticklabels([c.name for c in evaluation.contexts], rotation=30)
     y = range(len(rows))
     categories.hlines(y, [r.low for r in rows], [r.high for r in rows], linewidth=3, alpha=0.4)
     categories.plot([r.tau for r in rows], y, "o")
@@ -87,6 +101,15 @@ def _tau_table(evaluation: Evaluation) -> Table:
     rows = evaluation.categories if len(evaluation.categories) > 1 else []
     for row in (*rows, evaluation.overall):
         table.add_row(*_tau_cells(row), style="bold" if row is evaluation.overall else None)
+    return table
+
+
+def _context_table(evaluation: Evaluation) -> Table:
+    table = Table(title="acceptance by length of the text, in tokens")
+    for column in ("length", "prompts", "tokens", "passes", "tau", "95 % interval", "accepted"):
+        table.add_column(column, justify="left" if column == "length" else "right")
+    for row in evaluation.contexts:
+        table.add_row(*_tau_cells(row))
     return table
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence as Seqs
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from specdec.core.stats import Acceptance
+from specdec.core.stats import FIRST_BUCKET, Acceptance
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ class Evaluation:
     settings: dict[str, Any]
     overall: Tau
     categories: list[Tau]
+    contexts: list[Tau]
+    """By the length of prompt and answer before each pass, in buckets (`context_bucket`)."""
     positions: list[Position]
     histogram: list[int]
     """How many verify passes accepted 0, 1, ... k draft tokens."""
@@ -136,6 +138,23 @@ def by_category(outcomes: Seqs[PromptOutcome], resamples: int) -> list[Tau]:
     names = sorted({o.category for o in outcomes})
     groups = ([o for o in outcomes if o.category == name] for name in names)
     return [measure_tau(name, group, resamples) for name, group in zip(names, groups, strict=True)]
+
+
+def by_context(outcomes: Seqs[PromptOutcome], resamples: int) -> list[Tau]:
+    """A row for each bucket of text lengths with a pass; its tokens are those that were emitted
+    there."""
+    buckets = sorted({bucket for o in outcomes for bucket in o.acceptance.by_context})
+    rows = []
+    for bucket in buckets:
+        held = [(o, o.acceptance.by_context.get(bucket)) for o in outcomes]
+        own = [replace(o, acceptance=counts) for o, counts in held if counts is not None]
+        row = measure_tau(_span(bucket), own, resamples)
+        rows.append(replace(row, tokens=sum(o.acceptance.emitted for o in own)))
+    return rows
+
+
+def _span(bucket: int) -> str:
+    return f"{bucket:,} – {2 * bucket or FIRST_BUCKET:,}"
 
 
 def measure_positions(total: Acceptance, k: int) -> list[Position]:

@@ -198,6 +198,7 @@ def _report(
         settings=settings.to_json(),
         overall=results.measure_tau("all", drafted, settings.resamples),
         categories=results.by_category(drafted, settings.resamples),
+        contexts=results.by_context(drafted, settings.resamples),
         positions=results.measure_positions(total, settings.k),
         histogram=[total.lengths[i] for i in range(settings.k + 1)],
         speeds={name: racer.speed for name, racer in racers.items()},
