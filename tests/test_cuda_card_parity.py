@@ -81,7 +81,10 @@ def test_embeddings_are_rows_of_the_head(shape):
     weight = random_weight(ops, shape, "bf16")
     ids = torch.randint(0, vocab, (5, 203), dtype=torch.int32, device="cuda")
     ids[0, :6] = torch.tensor([0, vocab - 1, vocab, -1, 2**31 - 1, -(2**31)], device="cuda")
-    whole = lambda *values: torch.tensor(values, dtype=torch.int32, device="cuda")  # noqa: E731
+
+    def whole(*values):
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
     start, slot = whole(0, 3, 2**30, 9, 1), whole(4, 0, -1, 1, 3)
     texts = torch.full((6, 220), -7, dtype=torch.int32, device="cuda")
     expected = texts.clone()

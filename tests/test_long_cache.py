@@ -63,7 +63,10 @@ one_pass = jax.jit(layers.attend)
 def in_blocks(q, k, v, visible, count):
     def block(i):
         begin = jnp.minimum(i * PIECE, SIZE - PIECE)
-        cut = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, begin, PIECE, axis)  # noqa: E731
+
+        def cut(x, axis):
+            return jax.lax.dynamic_slice_in_dim(x, begin, PIECE, axis)
+
         fresh = begin + jnp.arange(PIECE) >= i * PIECE
         return (cut(k, 1),), cut(v, 1), cut(visible, 2) & fresh
 

@@ -46,7 +46,9 @@ def step_ms(model: Model, drafter: str) -> dict[str, float]:
 
 @torch.inference_mode()
 def _draft_ms(drafter: Any, k: int, sampling: Sampling) -> float:
-    whole = lambda *values: torch.tensor(values, dtype=torch.int32, device="cuda")  # noqa: E731
+    def whole(*values):
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
     rows = Rows(whole([7, *[NO_GUESS] * k]), whole(CONTEXT), whole(0))
     batch = CapturedBatch(rows, sampling.needs_sampler, False)
     return 1e3 * median(forward_samples(lambda: drafter.propose(batch, k), "cuda"))

@@ -70,7 +70,10 @@ def measured(engine: Engine, given: argparse.Namespace) -> dict[str, Any]:
     cache = engine.prefix_cache
     assert cache is not None, "the context is no longer than a chunk"
     random = np.random.default_rng(0)
-    words = lambda count: random.integers(3, 4000, count).tolist()  # noqa: E731
+
+    def words(count):
+        return random.integers(3, 4000, count).tolist()
+
     times: dict[str, list[float]] = {name: [] for name in ("cold", "keeping", "device", "host")}
     alone = [first_token(engine, words(given.alone), None)[0] for _ in range(TURNS)]
     equal, found = True, set()

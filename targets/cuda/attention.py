@@ -144,7 +144,10 @@ class Attention:
         vectors = min(queries, 8 * high) + 2 * tokens
         per_row = layer.heads + (2 * layer.kv_heads if layer.kv_from is None else 0)
         alone = vectors <= _most_alone(dim, batch * tokens * _parts(per_row))
-        new = lambda *shape: torch.empty(shape, device=self._device)  # noqa: E731
+
+        def new(*shape: int) -> Tensor:
+            return torch.empty(shape, device=self._device)
+
         # q has 16-bit values, two per float; lanes first: those of a short context share pages
         q = None if alone else new(heads, _shares(queries, high), dim // 2, _filled(high))
         room = q, new(LANES, heads, queries, dim), new(LANES, heads, queries, 2)

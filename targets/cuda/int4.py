@@ -47,7 +47,10 @@ class Int4:
     def values(self) -> Tensor:
         """[..., n, k] float16, without `row`: what meets an input, to the bit."""
         inner = self.codes.shape[-1]
-        spread = lambda part: part.repeat_interleave(GROUP, -1)[..., :inner]  # noqa: E731
+
+        def spread(part: Tensor) -> Tensor:
+            return part.repeat_interleave(GROUP, -1)[..., :inner]
+
         scale = spread(self.scale).float() / 2**RAISED
         if self.zero is None:  # multiplied and added at once
             return (self.codes * scale - spread(self._middle).float()).half()

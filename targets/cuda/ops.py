@@ -1,7 +1,7 @@
 """What a forward pass is made of: the operations that both the kernels and the references offer.
 
-`reference.Reference` computes them in plain torch on any device; `kernels.Kernels` launches our CUDA
-kernels. `model.py` is written in these words only.
+`reference.Reference` computes them in plain torch on any device; `kernels.Kernels` launches our
+CUDA kernels. `model.py` is written in these words only.
 
 Shape legend: M rows of a call (B sequences times T tokens, row b * T + t), H hidden, V vocab.
 `h` is the residual stream, float32 [M, H], updated in place. An `X` is a linear layer's input in

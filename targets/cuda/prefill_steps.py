@@ -1,5 +1,6 @@
 """What a long prefill chunk is made of between its layers' structure (`prefill.py`) and the
-arithmetic: `prefill_reference.PrefillReference` in plain torch, `prefill_kernels.PrefillKernels` on a Hopper GPU.
+arithmetic: `prefill_reference.PrefillReference` in plain torch, `prefill_kernels.PrefillKernels` on
+a Hopper GPU.
 
 Shape legend: T tokens of the chunk, H hidden, S keys, K kv heads, D head_dim, E experts.
 """

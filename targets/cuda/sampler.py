@@ -171,7 +171,10 @@ class Sampler:
         token, then k times NO_GUESS. state: length and live [slots]. turn [1] int32: is
         advanced."""
         batch = len(slots)
-        make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=self._device)  # noqa: E731
+
+        def make(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=self._device)
+
         rows = Rows(make(batch, k + 1), make(batch), make(batch))
         tensors = (history, *state, slots, rows.tokens, rows.start, rows.slot, turn)
         arguments = [*map(pointer, tensors), *map(c_int, (history.stride(0), k))]

@@ -64,7 +64,10 @@ class AssistantKernels(Kernels):
 
     def lay_out(self, rows: Rows, k: int, longest: int) -> DraftLayout:
         batch = len(rows.slot)
-        make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=self.device)  # noqa: E731
+
+        def make(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=self.device)
+
         layout = DraftLayout(make(batch), make(k, batch), make(k, batch))
         arguments = [*map(pointer, (rows.start, rows.slot, *layout))]
         arguments += [c_int(n) for n in (batch, k, longest)]

@@ -49,7 +49,10 @@ class DraftKernels(Kernels):
 
     def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> DraftLayout:
         batch, width = len(rows.slot), pending.chosen.shape[1]
-        make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=self.device)  # noqa: E731
+
+        def make(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=self.device)
+
         tokens, first, starts, slots = (
             make(batch, width),
             make(batch),
