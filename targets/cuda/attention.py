@@ -175,15 +175,40 @@ class Attention:
         """room: for queries, partial outputs and their sums."""
         (batch, tokens), layer, cache = rows.tokens.shape, given.spec, given.cache
         cosine, sine = (part[given.ahead :] for part in self._rope[layer.rope, layer.head_dim])
-        places = (x.k_blocks, x.block, x.k_groups) if x else (0, 0, 1)
+        k_blocks, block, k_groups = (x.k_blocks, x.block, x.k_groups) if x else (0, 0, 1)
+        q, partial, sums = room
         own = layer.kv_from is None
         return _AttentionJob(
-            *map(address, (qkv, given.q_norm, given.k_norm, cosine, sine, cache.k, cache.v)),
-            *map(address, (rows.start, rows.slot, x and x.data, *room)),
-            *(qkv.stride(0), batch, tokens, layer.heads // layer.kv_heads, layer.kv_heads),
-            *(cache.size, layer.window or 0, int(own), int(layer.k_eq_v)),
-            *(int(own and tokens <= STORED_APART), 0, 0),
-            *(int(kind != "bf16"), *places, self._eps),
+            qkv=address(qkv),
+            q_norm=address(given.q_norm),
+            k_norm=address(given.k_norm),
+            cosine=address(cosine),
+            sine=address(sine),
+            k=address(cache.k),
+            v=address(cache.v),
+            start=address(rows.start),
+            slot=address(rows.slot),
+            x=address(x and x.data),
+            q=address(q),
+            partial=address(partial),
+            sums=address(sums),
+            stride=qkv.stride(0),
+            batch=batch,
+            tokens=tokens,
+            group=layer.heads // layer.kv_heads,
+            kv_heads=layer.kv_heads,
+            entries=cache.size,
+            window=layer.window or 0,
+            own=int(own),
+            k_eq_v=int(layer.k_eq_v),
+            stores=int(own and tokens <= STORED_APART),
+            stages=0,
+            rows=0,
+            fp8=int(kind != "bf16"),
+            k_blocks=k_blocks,
+            block=block,
+            k_groups=k_groups,
+            eps=self._eps,
         )
 
     def _walk(self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int) -> None:

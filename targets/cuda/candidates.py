@@ -96,15 +96,31 @@ class Candidates:
         found = torch.empty((m, ROOM), dtype=torch.int32, device=device)
         count = torch.empty(m, dtype=torch.int32, device=device)
         batch, quads = staged(*rows.tokens.shape)
-        table = [getattr(rules.sampling_params, name) for name in TABLE]
         job = _ScreenJob(
-            *map(address, (out, narrow.error, x.data, rules.bias, rows.start, rows.slot)),
-            *map(address, table),
-            *map(address, (self._reached, found, count, self._turns)),
-            *(head.n, m, rows.tokens.shape[1], int(needs_sampler), ROOM),
-            *(batch, x.k_blocks, x.block),
-            *(softcap or 0.0, certified.TIES * (softcap or 0.0)),
-            *(int8.SAFETY, certified.MORE / sqrt(head.k), certified.LONGEST),
+            logits=address(out),
+            error=address(narrow.error),
+            x=address(x.data),
+            bias=address(rules.bias),
+            start=address(rows.start),
+            slot=address(rows.slot),
+            **{name: address(getattr(rules.sampling_params, name)) for name in TABLE},
+            reached=address(self._reached),
+            found=address(found),
+            count=address(count),
+            turns=address(self._turns),
+            vocab=head.n,
+            rows=m,
+            tokens=rows.tokens.shape[1],
+            shaped=int(needs_sampler),
+            room=ROOM,
+            batch=batch,
+            k_blocks=x.k_blocks,
+            block=x.block,
+            softcap=softcap or 0.0,
+            ties=certified.TIES * (softcap or 0.0),
+            safety=int8.SAFETY,
+            more=certified.MORE / sqrt(head.k),
+            longest=certified.LONGEST,
         )
         room = 16 * SCREEN_THREADS * quads
         self._launch(SCREEN, "screen", (SCREEN_CTAS, 1, 1), SCREEN_THREADS, [job], room)
@@ -119,11 +135,25 @@ class Candidates:
         out: Tensor,
     ) -> None:
         plan = tiles.schedule_of(head, self._processors)
+        found, count = candidates
         job = _RescoreJob(
-            *map(address, (head.data, head.scale, x.data, *candidates, out)),
-            *(ROOM, head.n, x.rows, plan.ctas, plan.tiles, plan.steps),
-            *(plan.row_groups, plan.wide, plan.depth),
-            *(2 * tiles.INPUTS * x.block, softcap or 0.0),
+            weight=address(head.data),
+            scale=address(head.scale),
+            x=address(x.data),
+            found=address(found),
+            count=address(count),
+            logits=address(out),
+            room=ROOM,
+            vocab=head.n,
+            rows=x.rows,
+            ctas=plan.ctas,
+            tiles=plan.tiles,
+            steps=plan.steps,
+            row_groups=plan.row_groups,
+            wide=plan.wide,
+            depth=plan.depth,
+            x_bytes=2 * tiles.INPUTS * x.block,
+            softcap=softcap or 0.0,
         )
         grid, room = (CHAINS * self._processors, 1, 1), plan.steps * plan.depth * BLOCK_BYTES
         self._launch(RESCORE, "rescore", grid, RESCORE_THREADS, [job], room)

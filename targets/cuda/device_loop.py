@@ -302,8 +302,11 @@ class CapturedCycle:
         longest = self.target.max_len
         words = [
             [
-                *(s.slot, len(s.tokens), s.tokens[-1]),
-                *(min(s.prompt_len + s.max_tokens, longest), s.most_guesses(self.k)),
+                s.slot,
+                len(s.tokens),
+                s.tokens[-1],
+                min(s.prompt_len + s.max_tokens, longest),
+                s.most_guesses(self.k),
             ]
             for s in seqs
         ]

@@ -131,14 +131,29 @@ class Experts:
         numbers = torch.empty((x.rows, moe.top_k), dtype=torch.int32, device=x.data.device)
         shares = torch.empty((x.rows, moe.top_k), device=x.data.device)
         pick = _Pick(
-            *map(address, (per_expert, rows.tokens, rows.slot, numbers, shares)),
-            *(moe.experts, moe.top_k, rows.tokens.shape[1], self._factor),
+            per_expert=address(per_expert),
+            tokens=address(rows.tokens),
+            slot=address(rows.slot),
+            numbers=address(numbers),
+            shares=address(shares),
+            experts=moe.experts,
+            top_k=moe.top_k,
+            width=rows.tokens.shape[1],
+            factor=self._factor,
         )
         plan = tiles.schedule_of(proj, self._processors)
         at_once = x.rows <= ROUTER_ROWS[-1] and _fits(plan)
         if at_once:
-            places = plan.steps, plan.depth, plan.ctas, x.k_blocks, x.block, x.rows
-            router = _Router(*map(address, (proj.data, x.data)), *places)
+            router = _Router(
+                weight=address(proj.data),
+                x=address(x.data),
+                steps=plan.steps,
+                depth=plan.depth,
+                tiles=plan.ctas,
+                k_blocks=x.k_blocks,
+                block=x.block,
+                rows=x.rows,
+            )
             room = tiles.TILE_BYTES["bf16"] + 2 * tiles.INPUTS * x.rows
             shared, grid = _blocks(plan) * room, (ROUTER_CTAS, 1, 1)
             self._launch(
@@ -179,9 +194,17 @@ class Experts:
         rows, (count, units) = len(x), weight.data.shape[:2]
         out = torch.empty((rows, weight.n), dtype=torch.bfloat16, device=x.device)
         job = _GroupedJob(
-            *map(address, (weight.data, weight.scale, x, out, ends)),
-            *(weight.n, weight.k, units, tiles.expert_inputs(weight.k) // tiles.INPUTS, count),
-            int(weight.layout == "experts_gated"),
+            weight=address(weight.data),
+            scale=address(weight.scale),
+            x=address(x),
+            out=address(out),
+            ends=address(ends),
+            n=weight.n,
+            k=weight.k,
+            units=units,
+            blocks=tiles.expert_inputs(weight.k) // tiles.INPUTS,
+            experts=count,
+            gated=int(weight.layout == "experts_gated"),
         )
         unit = 2 * tiles.TILE_BYTES[weight.kind]
         stage = GROUPED_ROWS * GROUPED_PITCH + GROUPED_UNITS * GROUPED_BLOCKS * unit
@@ -207,10 +230,29 @@ def _job(
     row_groups = WARPS // k_groups
     each = -(-weight.k // (tiles.INPUTS * weight.k_groups))
     return _ExpertsJob(
-        *map(address, (weight.data, weight.scale, x, out, numbers)),
-        *(weight.n, units, blocks, count, rows * top_k, top_k, rows, *blocked),
-        *(row_groups, k_groups, own, -(-units // row_groups), each),
-        *(0, out.shape[-1], 0, 0),
+        weight=address(weight.data),
+        scale=address(weight.scale),
+        x=address(x),
+        out=address(out),
+        numbers=address(numbers),
+        n=weight.n,
+        units=units,
+        blocks=blocks,
+        experts=count,
+        pairs=rows * top_k,
+        top_k=top_k,
+        rows=rows,
+        k_blocks=blocked[0],
+        block=blocked[1],
+        row_groups=row_groups,
+        k_groups=k_groups,
+        parts=own,
+        groups=-(-units // row_groups),
+        each=each,
+        processors=0,
+        out_stride=out.shape[-1],
+        f16=0,
+        ready=0,
     )
 
 

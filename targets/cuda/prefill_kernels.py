@@ -144,9 +144,18 @@ class PrefillKernels:
         for part in (k, v):
             part[count:] = 0  # met by shares of 0, and must not be NaN
         place = _Place(
-            *(t.data_ptr() for t in (store.k, store.v, k, v)),
-            *(store.size, store.k.shape[-1], dim, heads),
-            *(self.chunk.slot, start, self.tokens, oldest),
+            k=store.k.data_ptr(),
+            v=store.v.data_ptr(),
+            keys=k.data_ptr(),
+            values=v.data_ptr(),
+            entries=store.size,
+            padded=store.k.shape[-1],
+            dim=dim,
+            kv_heads=heads,
+            slot=self.chunk.slot,
+            start=start,
+            tokens=self.tokens,
+            oldest=oldest,
         )
         variant = attention(store.k.dtype, dim)
         if oldest < start:

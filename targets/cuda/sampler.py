@@ -148,12 +148,28 @@ class Sampler:
         size = (m, words) if needs_sampler else 0
         counts = torch.empty(size, dtype=torch.int32, device=self._device)
         width, most = (0, 0) if place.guesses is None else (place.guesses.shape[1], LIKELIEST)
+        ids, draft_ids = known or (None, None)
         job = _SampleJob(
-            *map(address, (logits, *(known or (None, None)), rules.bias, rules.history)),
-            *map(address, (rows.start, rows.slot, *rules.sampling_params)),
-            *map(address, (counts, place.chosen, masks, place.guesses)),
-            *(words, vocab, rules.history.stride(0), tokens, int(needs_sampler)),
-            *(width, place.j, most),
+            logits=address(logits),
+            ids=address(ids),
+            draft_ids=address(draft_ids),
+            bias=address(rules.bias),
+            history=address(rules.history),
+            start=address(rows.start),
+            slot=address(rows.slot),
+            **{name: address(leaf) for name, leaf in rules.sampling_params._asdict().items()},
+            counts=address(counts),
+            chosen=address(place.chosen),
+            masks=address(masks),
+            guesses=address(place.guesses),
+            words=words,
+            vocab=vocab,
+            stride=rules.history.stride(0),
+            tokens=tokens,
+            shaped=int(needs_sampler),
+            width=width,
+            j=place.j,
+            most=most,
         )
         share = (words + 4 * CLUSTER - 1) // (4 * CLUSTER) * 4
         room = 4 * share if needs_sampler else 0

@@ -103,11 +103,21 @@ class Untile:
         step = groups * plan.depth * tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
         together = min(plan.steps, max(1, LAID_BYTES // (plan.tiles * tiles.TILE * step)))
         job = _Job(
-            *(weight.data.data_ptr() + part.before, out.data_ptr()),
-            *(part.rows, weight.k, part.passes, plan.ctas, plan.tiles),
-            *(plan.row_groups, plan.k_groups, plan.wide, plan.depth, plan.steps, together),
-            groups,
-            tiles.GATE_ROWS.get(weight.layout, 0),
+            tiled=weight.data.data_ptr() + part.before,
+            out=out.data_ptr(),
+            n=part.rows,
+            k=weight.k,
+            passes=part.passes,
+            ctas=plan.ctas,
+            tiles=plan.tiles,
+            row_groups=plan.row_groups,
+            k_groups=plan.k_groups,
+            wide=plan.wide,
+            depth=plan.depth,
+            steps=plan.steps,
+            together=together,
+            groups=groups,
+            gate_rows=tiles.GATE_ROWS.get(weight.layout, 0),
         )
         grid = (
             part.ctas,

@@ -112,7 +112,11 @@ def share_out(plan: tiles.Schedule, apart: bool, block: int, blocks: int, proces
 
 
 def as_groups(parts: Parts) -> KGroups:
-    return KGroups(*map(address, (parts.sums, parts.scale)), len(parts.sums))
+    return KGroups(
+        parts=address(parts.sums),
+        scale=address(parts.scale),
+        count=len(parts.sums),
+    )
 
 
 def variants(blocks: tuple[int, ...] = NARROW_BLOCKS) -> set[Variant]:
@@ -176,11 +180,28 @@ class W8A8:
         items = blocks * own.ctas * (plan.k_groups // own.share)
         stages, shared = ring(plan, own, x.block)
         job = _W8A8Job(
-            *map(address, (weight.data, weight.scale, x.data, x.scale, out)),
-            *(weight.n, plan.ctas, plan.steps, plan.row_groups, plan.k_groups, plan.wide),
-            *(own.runs, own.run, own.take, own.share),
-            *(x.k_blocks, tiles.k_stride(weight), stages, x.rows, epilogue),
-            *(blocks, items),
+            weight=address(weight.data),
+            scale=address(weight.scale),
+            x=address(x.data),
+            x_scale=address(x.scale),
+            out=address(out),
+            n=weight.n,
+            ctas=plan.ctas,
+            steps=plan.steps,
+            row_groups=plan.row_groups,
+            k_groups=plan.k_groups,
+            wide=plan.wide,
+            runs=own.runs,
+            run=own.run,
+            take=own.take,
+            share=own.share,
+            k_blocks=x.k_blocks,
+            k_stride=tiles.k_stride(weight),
+            stages=stages,
+            rows=x.rows,
+            epilogue=epilogue,
+            blocks=blocks,
+            items=items,
         )
         grid = (min(items, self._processors), 1, 1)
         variant = _variant(x.block, plan.depth, own.together)

@@ -78,9 +78,15 @@ class AssistantKernels(Kernels):
         m = len(tokens)
         x = make_input(m, 2 * table.k, self.device)
         job = _Beside(
-            self.lookup(table, tokens, states.rows),
-            *map(address, (states.slot, states.norm, x.data)),
-            *(tokens.stride(0), len(states.rows) - 1, x.k_blocks, x.block, self.arch.eps),
+            table=self.lookup(table, tokens, states.rows),
+            slot=address(states.slot),
+            norm=address(states.norm),
+            x=address(x.data),
+            token_stride=tokens.stride(0),
+            spare=len(states.rows) - 1,
+            k_blocks=x.k_blocks,
+            block=x.block,
+            eps=self.arch.eps,
         )
         # everything before the first step of a cycle has ended when it starts; later steps may rely
         # on that, and on each guess (sample.cu) to have seen all before it end
@@ -94,9 +100,20 @@ class AssistantKernels(Kernels):
         fits = torch.empty((m, clusters), device=self.device)
         logits = torch.empty((m, head.vocab), device=self.device)
         job = _Ordered(
-            *map(address, (h, norm, head.centroids, head.rows, head.ids, fits, logits)),
-            *(width, clusters, words, head.read, head.vocab),
-            *(self.arch.eps, head.softcap or 0.0),
+            h=address(h),
+            norm=address(norm),
+            centroids=address(head.centroids),
+            rows=address(head.rows),
+            ids=address(head.ids),
+            fits=address(fits),
+            logits=address(logits),
+            width=width,
+            clusters=clusters,
+            words=words,
+            read=head.read,
+            vocab=head.vocab,
+            eps=self.arch.eps,
+            softcap=head.softcap or 0.0,
         )
         launch = partial(self._launch, ORDERED, threads=ORDERED_THREADS, arguments=[job])
         launch("fit", (-(-clusters // TOGETHER), m, 1), shared=4 * width)

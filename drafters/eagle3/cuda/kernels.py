@@ -85,11 +85,17 @@ class DraftKernels(Kernels):
     def pair(self, table: Linear, tokens: Tensor, h: Tensor, norms: PairNorms, kind: str) -> Input:
         m = len(h)
         x = make_input(m, 2 * table.k, self.device)
-        weights = norms.embedding, norms.feedback, norms.hidden
         job = _Pair(
-            self.lookup(table, tokens, h),
-            *map(address, (*weights, x.data)),
-            *(tokens.stride(0), int(norms.residual), x.k_blocks, x.block, self.arch.eps),
+            table=self.lookup(table, tokens, h),
+            embedding=address(norms.embedding),
+            feedback=address(norms.feedback),
+            hidden=address(norms.hidden),
+            x=address(x.data),
+            token_stride=tokens.stride(0),
+            normed=int(norms.residual),
+            k_blocks=x.k_blocks,
+            block=x.block,
+            eps=self.arch.eps,
         )
         self._launch(INPUTS[kind], "pair", (m, 2, 1), ROW_THREADS, [job])
         return x
