@@ -28,7 +28,7 @@ def one_layer_of(layer: LayerSpec) -> Arch:
 
 def make_alone(patch: pytest.MonkeyPatch, most: int) -> None:
     """Up to so many vectors of a CTA `split` makes itself."""
-    for limit in ("ALONE_VECTORS", "ALONE_WIDE", "MOST_WIDE"):
+    for limit in ("UNPREPARED_VECTORS", "UNPREPARED_VECTORS_WIDE", "UNPREPARED_VECTORS_WIDE_MANY"):
         patch.setattr(attention, limit, most)
 
 

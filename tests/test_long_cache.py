@@ -32,7 +32,13 @@ from tests.lossless import WIDE, check_host, decode, draft_of, prompts_for
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
-ROWS, TOKENS, HEADS, KV_HEADS, DIM, SIZE, PIECE = 3, 4, 4, 2, 8, 40, 16
+ROWS = 3
+TOKENS = 4
+HEADS = 4
+KV_HEADS = 2
+DIM = 8
+SIZE = 40
+PIECE = 16
 PROSE = (
     "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n"
     "    return a\n\n\nclass Stack:\n    def __init__(self):\n        self.items = []\n"

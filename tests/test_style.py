@@ -25,6 +25,9 @@ def faults(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, "a literal is unpacked where its elements could stand"
         if _is_named_lambda(node):
             yield node.lineno, "a lambda is bound to a name: write a function"
+    for node in tree.body:
+        if _is_tuple_of_constants(node):
+            yield node.lineno, "several constants in one assignment: one line each"
 
 
 def _is_packed(node: ast.AST) -> bool:
@@ -37,6 +40,14 @@ def _is_named_lambda(node: ast.AST) -> bool:
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Lambda)
         and any(isinstance(target, ast.Name) for target in node.targets)
+    )
+
+
+def _is_tuple_of_constants(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and any(
+        isinstance(target, ast.Tuple)
+        and sum(isinstance(name, ast.Name) and name.id.isupper() for name in target.elts) > 1
+        for target in node.targets
     )
 
 
@@ -58,15 +69,18 @@ def test_a_fault_of_each_kind_is_found():
             "items = [*(a, b), *[c]]",
             "names = {*('a', 'b')}",
             "double = lambda x: 2 * x",
+            "ROWS, COLUMNS = 3, 4",
         )
     )
-    assert sorted(line for line, _ in faults(bad)) == [1, 2, 2, 3, 4]
+    assert sorted(line for line, _ in faults(bad)) == [1, 2, 2, 3, 4, 5]
     good = "\n".join(
         (
             "call(*names, *map(f, (a, b)), key=lambda x: x)",
             "first, *rest = items",
             "[*(f(x) for x in items)]",
             "hooks.key = lambda x: x",
+            "rows, columns = SHAPE = 3, 4",
+            "(ONLY,) = names",
         )
     )
     assert not list(faults(good))

@@ -41,7 +41,9 @@ from specdec.core.provenance import gpus, run_record
 from specdec.core.types import Event, Sampling, Sequence
 from targets.backend import backend_of
 
-STREAMS, TOKENS, STRETCH = (1, 8), 512, 32
+STREAMS = (1, 8)
+TOKENS = 512
+STRETCH = 32
 PROMPT = [2 + i % 60 for i in range(32)]
 CLIENT = Path(__file__).with_name("added_latency_client.py")
 Clock = dict[str, list[float]]

@@ -26,7 +26,9 @@ from targets.cuda.roofline import forward_samples
 from targets.cuda.target import CudaTarget
 from targets.sampling_params import set_row
 
-CONTEXT, WIDTHS, TURNS = 512, (1, 5, 8), 2
+CONTEXT = 512
+WIDTHS = (1, 5, 8)
+TURNS = 2
 KINDS = {
     "greedy": Sampling(),
     "T 1": Sampling(1.0, seed=1),

@@ -25,7 +25,9 @@ from targets.cuda.ops import Rows
 from targets.cuda.roofline import forward_samples
 from targets.sampling_params import set_row
 
-CONTEXT, LONG, SHORT = 512, 8, 2
+CONTEXT = 512
+LONG = 8
+SHORT = 2
 KINDS = {
     "greedy": Sampling(),
     "top-p .95": Sampling(0.8, top_p=0.95, seed=1),

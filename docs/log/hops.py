@@ -18,7 +18,8 @@ from statistics import median
 
 import cupy
 
-ROUNDS, STARTS = 2000, 5
+ROUNDS = 2000
+STARTS = 5
 STAGE = 8192
 FLYING = (0, 1, 2, 3, 4, 6, 8, 12, 20)
 """Stages in flight."""

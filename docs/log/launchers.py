@@ -28,7 +28,9 @@ extern "C" __global__ void whole(const __grid_constant__ Job job) { *job.out = j
 extern "C" __global__ void apart(int* out, int a, int b, float f) { *out = a; }
 """
 FIELDS = (("out", c_void_p), ("a", c_int), ("b", c_int), ("c", c_int), ("f", c_float))
-LAUNCHES, REPEATS, SIZE = 2000, 7, 16 << 30
+LAUNCHES = 2000
+REPEATS = 7
+SIZE = 16 << 30
 
 
 class Job(ctypes.Structure):

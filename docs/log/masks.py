@@ -28,7 +28,10 @@ from specdec.core.types import Sampling, Sequence
 from targets import mini
 from targets.tokenizer import load_tokenizer
 
-WORDS, K, STEPS, TURNS = 262144, 7, 60, 5
+WORDS = 262144
+K = 7
+STEPS = 60
+TURNS = 5
 SCHEMA = {
     "type": "object",
     "properties": {

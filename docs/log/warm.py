@@ -31,9 +31,12 @@ from targets import mini
 from targets.backend import snapshots_of
 from targets.cuda import load
 
-TURNS, ANSWER = 5, 16
-BEYOND, NEWS = 100, 300
-"""Tokens of the earlier turn that fill no chunk, and those that the turn at hand adds."""
+TURNS = 5
+ANSWER = 16
+BEYOND = 100
+"""Tokens of the earlier turn that fill no chunk."""
+NEWS = 300
+"""Tokens that the turn at hand adds."""
 
 
 def first_token(

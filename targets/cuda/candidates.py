@@ -16,7 +16,8 @@ from targets.cuda.launch import Launcher, Variant, address
 from targets.cuda.ops import Choosing, Linear, NarrowHead, Rows
 from targets.sampling_params import SamplingTable
 
-SCREEN, RESCORE = Variant("screen"), Variant("rescore")
+SCREEN = Variant("screen")
+RESCORE = Variant("rescore")
 ROOM = 4096
 """Candidates of a row at most."""
 SCREEN_CTAS = SCREEN_THREADS = certified.MOST_TOP_K
@@ -24,8 +25,10 @@ RESIDENT = 4
 """CTAs of screen.cu that fit on a multiprocessor: all of them must run at once."""
 STAGED = 10
 """Quads of a thread of screen.cu, of logits and of biases, in its CTA's shared memory at most."""
-RESCORE_THREADS, CHAINS = 256, 4
-"""Threads per CTA of rescore.cu, and its CTAs per multiprocessor."""
+RESCORE_THREADS = 256
+"""Threads per CTA of rescore.cu."""
+RESCORE_CTAS_PER_SM = 4
+"""CTAs of rescore.cu per multiprocessor."""
 BLOCK_BYTES = 64 + 64 + 8
 """Bytes of its shared memory per 32 inputs: a candidate's values, the inputs, the block's place."""
 TABLE = SamplingTable._fields[:-1]
@@ -155,7 +158,10 @@ class Candidates:
             x_bytes=2 * tiles.INPUTS * x.block,
             softcap=softcap or 0.0,
         )
-        grid, room = (CHAINS * self._processors, 1, 1), plan.steps * plan.depth * BLOCK_BYTES
+        grid, room = (
+            (RESCORE_CTAS_PER_SM * self._processors, 1, 1),
+            plan.steps * plan.depth * BLOCK_BYTES,
+        )
         self._launch(RESCORE, "rescore", grid, RESCORE_THREADS, [job], room)
 
 

@@ -17,10 +17,14 @@ from targets.sampling_params import Rules, SamplingTable
 
 CLUSTER = 8
 """CTAs that choose one row's token together."""
-THREADS, WARP = 1024, 32
+THREADS = 1024
+"""Threads per CTA of sample.cu."""
+WARP = 32
+"""Threads per CTA of cycle.cu."""
 TURNS = 2
 """kTurns of cycle.cu: records, written in turn."""
-SAMPLE, CYCLE = Variant("sample"), Variant("cycle")
+SAMPLE = Variant("sample")
+CYCLE = Variant("cycle")
 
 
 class _SampleJob(Structure):

@@ -25,8 +25,10 @@ STEPS = {
 }
 """By the kind of weight that reads what they make."""
 ORDERED = Variant("ordered", (), SOURCES)
-ORDERED_THREADS, TOGETHER = 256, 32
-"""Threads per CTA of ordered.cu; rows of a weight that a CTA scores at once."""
+ORDERED_THREADS = 256
+"""Threads per CTA of ordered.cu."""
+ROWS_PER_CTA = 32
+"""Rows of a weight that a CTA of ordered.cu scores."""
 
 
 class _Beside(Structure):
@@ -116,8 +118,8 @@ class AssistantKernels(Kernels):
             softcap=head.softcap or 0.0,
         )
         launch = partial(self._launch, ORDERED, threads=ORDERED_THREADS, arguments=[job])
-        launch("fit", (-(-clusters // TOGETHER), m, 1), shared=4 * width)
-        launch("score", (head.read, m, -(-words // TOGETHER)), shared=4 * width + 8 * clusters)
+        launch("fit", (-(-clusters // ROWS_PER_CTA), m, 1), shared=4 * width)
+        launch("score", (head.read, m, -(-words // ROWS_PER_CTA)), shared=4 * width + 8 * clusters)
         return logits
 
     def keep(self, states: Tensor, rows: Rows, features: Tensor, accepted: Tensor) -> None:
