@@ -39,8 +39,13 @@ from specdec.core.version import VERSION
 log = logging.getLogger("specdec.serve")
 MAX_BODY = 8 * 2**20
 BODIES = [
-    *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, PromptRequest),
-    *(TokenizeText, DetokenizeRequest),
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    PromptRequest,
+    TokenizeText,
+    DetokenizeRequest,
 ]
 
 

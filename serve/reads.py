@@ -10,8 +10,10 @@ from serve.runner import Update
 from serve.served_tokenizer import ServedTokenizer
 from specdec.core.types import CycleReport, Guesser, Speculative
 
-PREDICTION, GRAMMAR = "prediction", "grammar"
-"""Names of the sources of guesses other than the drafter."""
+PREDICTION = "prediction"
+"""Name of the source of guesses from the request's predicted output."""
+GRAMMAR = "grammar"
+"""Name of the source of guesses that a grammar forces."""
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,14 @@ from targets.published import instead_of_gguf
 
 NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 WANTED = (
-    *("config.json", "generation_config.json", "hf_quant_config.json", "tokenizer*.json"),
-    *("chat_template.jinja", "chat_template.json"),
-    *("*.safetensors", "*.safetensors.index.json"),
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "tokenizer*.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
 )
 """Files that are read, by pattern; at the top of a repository, not in its folders."""
 GGUF = ".gguf"

@@ -11,7 +11,10 @@ from safetensors import SafetensorError, safe_open
 
 from specdec.core.errors import UserError
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+"""File of a checkpoint in one part."""
+INDEX = "model.safetensors.index.json"
+"""File that maps tensors to the parts of a checkpoint."""
 MAPPED_TYPES = {
     name: np.dtype(kind)
     for name, kind in {
@@ -72,12 +75,12 @@ def open_shards(path: Path) -> list[Shard]:
     """The whole file where there is one: an index beside it may be of an earlier download. Raises
     UserError for files that are missing or damaged."""
     index = path / INDEX
-    if (path / WHOLE).is_file():
-        names = [WHOLE]
+    if (path / SINGLE_FILE).is_file():
+        names = [SINGLE_FILE]
     elif index.is_file():
         names = _shard_names(index)
     else:
-        raise UserError(f"{path} has neither {WHOLE} nor {INDEX}")
+        raise UserError(f"{path} has neither {SINGLE_FILE} nor {INDEX}")
     for name in names:
         if not (path / name).is_file():
             raise UserError(f"{path}: shard {name} is missing: download it again")
@@ -86,4 +89,4 @@ def open_shards(path: Path) -> list[Shard]:
 
 def has_weights(path: Path) -> bool:
     """Whether `open_shards` has anything to open."""
-    return (path / WHOLE).is_file() or (path / INDEX).is_file()
+    return (path / SINGLE_FILE).is_file() or (path / INDEX).is_file()

@@ -28,7 +28,7 @@ def one_layer_of(layer: LayerSpec) -> Arch:
 
 def make_alone(patch: pytest.MonkeyPatch, most: int) -> None:
     """Up to so many vectors of a CTA `split` makes itself."""
-    for limit in ("ALONE_VECTORS", "ALONE_WIDE", "MOST_WIDE"):
+    for limit in ("UNPREPARED_VECTORS", "UNPREPARED_VECTORS_WIDE", "UNPREPARED_VECTORS_WIDE_MANY"):
         patch.setattr(attention, limit, most)
 
 
@@ -67,7 +67,9 @@ class Case:
         return 2 * self._drawn(*size, seed=tokens)
 
     def rows(self, tokens: int, start: list[int], slot: list[int]) -> Rows:
-        ints = lambda v: torch.tensor(v, dtype=torch.int32, device=self._device)  # noqa: E731
+        def ints(v):
+            return torch.tensor(v, dtype=torch.int32, device=self._device)
+
         return Rows(ints([[0] * tokens] * len(start)), ints(start), ints(slot))
 
     def call(self, qkv: torch.Tensor, rows: Rows) -> torch.Tensor:

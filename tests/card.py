@@ -129,7 +129,10 @@ def mixed(
 ) -> torch.Tensor:
     """The outputs [M, top_k, H] in float64 of experts of gates and ups [E, 2W, H] and downs
     [E, H, W] that rows x picked, 0 where none; inputs rounded as for this kind, or not at all."""
-    given = lambda v: rounded(v, kind) if rounds else v.double()  # noqa: E731
+
+    def given(v):
+        return rounded(v, kind) if rounds else v.double()
+
     gate_up, down = wide
     out = torch.zeros(*numbers.shape, x.shape[1], dtype=torch.float64, device=x.device)
     for row, value in enumerate(given(x)):

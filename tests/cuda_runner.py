@@ -33,7 +33,10 @@ class Runner:
             *(torch.tensor(np.asarray(a), dtype=torch.int32) for a in (tokens, start, slot))
         )
         out = decode(self.weights, self.arch, self.cache, rows, self.ops, features)
-        split = lambda x: x.view(*rows.tokens.shape, -1).numpy()  # noqa: E731
+
+        def split(x):
+            return x.view(*rows.tokens.shape, -1).numpy()
+
         return split(out.logits), None if out.features is None else split(out.features)
 
 

@@ -11,7 +11,8 @@ import torch
 from drafters.eagle3.spec import Head, HeadSpec, tensors
 from specdec.core.types import Sequence
 
-VOCAB, DRAFT_VOCAB = 96, 40
+VOCAB = 96
+DRAFT_VOCAB = 40
 SPEC = HeadSpec(
     hidden=32,
     ffw=48,
@@ -24,7 +25,8 @@ SPEC = HeadSpec(
     max_position=512,
     theta=1e4,
 )
-TOKENS, STEPS = 10, 3
+TOKENS = 10
+STEPS = 3
 FLAGS = [
     {},
     {"norm_before_residual": True},

@@ -43,7 +43,10 @@ class Weight:
 
     def cut(self, first: int, width: int) -> Weight:
         """Inputs `first` to `first + width`, zeros where there are none."""
-        part = lambda t, size=1: _cut(t, first // size, width // size)  # noqa: E731
+
+        def part(t, size=1):
+            return _cut(t, first // size, width // size)
+
         codes, values = self.codes, None if self.values is None else part(self.values)
         if isinstance(codes, Int4):
             zero = None if codes.zero is None else part(codes.zero, int4.GROUP)

@@ -9,7 +9,8 @@ from typing import Any
 from specdec.core.errors import UserError
 
 ALPHABET = "\0\1" + string.ascii_letters + "0123456"
-BOS, EOS = 0, 1
+BOS = 0
+EOS = 1
 
 
 class CharTokenizer:

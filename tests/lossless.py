@@ -37,7 +37,8 @@ from targets.tokenizer import load_tokenizer
 from tests.fakes import Noise, Oracle
 from tests.modes import MODES
 
-TOKENS, MAX_LEN = 24, 256
+TOKENS = 24
+MAX_LEN = 256
 WIDE = 7  # every K up to 7 shares one compiled width
 
 

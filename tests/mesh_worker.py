@@ -40,8 +40,12 @@ EXPERTS_SPLITS = (1, 8)
 K = 4
 NARROW = "31b in int8"
 SPLIT_OR_NOT = (
-    *("mlp.gate_proj", "self_attn.k_proj", "input_layernorm"),
-    *("experts.gate_up_proj", "experts.down_proj", "per_layer_model_projection"),
+    "mlp.gate_proj",
+    "self_attn.k_proj",
+    "input_layernorm",
+    "experts.gate_up_proj",
+    "experts.down_proj",
+    "per_layer_model_projection",
 )
 """Tensors of which the parts are counted."""
 LAYERS = ["sliding_attention", "full_attention"] * 2

@@ -41,9 +41,12 @@ CALL = re.compile(
     r"(?:<[^>]*>)?|copies_done|wait_for_previous|arrive)\s*\(|asm volatile\(\"barrier\.cluster"
 )
 TESTS = Path(__file__).parent
-EXPERTS, MODEL = "test_cuda_emulated_experts.py", "test_cuda_emulated_model.py"
-ATTENTION, LINEAR = "test_cuda_emulated_attention.py", "test_cuda_emulated_linear.py"
-SAMPLING, AROUND = "test_cuda_emulated_sampling.py", "test_cuda_emulated_around.py"
+EXPERTS = "test_cuda_emulated_experts.py"
+MODEL = "test_cuda_emulated_model.py"
+ATTENTION = "test_cuda_emulated_attention.py"
+LINEAR = "test_cuda_emulated_linear.py"
+SAMPLING = "test_cuda_emulated_sampling.py"
+AROUND = "test_cuda_emulated_around.py"
 DRAFTERS = "test_cuda_emulated_drafters.py"
 COVERED = {
     "attention.cuh": (ATTENTION,),

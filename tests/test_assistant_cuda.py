@@ -133,7 +133,10 @@ def test_lossless(tiny, variant, mode, ids):
     target = target_of(tiny[variant])
     assistant = assistant_for(tiny[variant], variant)._replace(target_ids=ids)
     drafter = HostHead(AssistantDraftHead(AssistantModel(assistant, target, 1)))
-    run = lambda d, k: decode(target, d, host_cycle(target, d, k), mode, 8)  # noqa: E731
+
+    def run(d, k):
+        return decode(target, d, host_cycle(target, d, k), mode, 8)
+
     text, acceptance = run(drafter, K)
     assert text == run(NoDrafter(), 0)[0]
     assert acceptance.drafted > 0

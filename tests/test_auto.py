@@ -16,7 +16,7 @@ import torch
 from drafters import registry
 from drafters.auto import cuda as cuda_auto, jax as jax_auto
 from drafters.auto.host import AutoDrafter, Weighted
-from drafters.auto.late import EITHER, NOBODY, TEXT, WEIGHTS, LateChooser
+from drafters.auto.late import EITHER, NO_SOURCE, TEXT, WEIGHTS, LateChooser
 from drafters.eagle3.files import save_flat
 from drafters.eagle3.spec import random_head
 from drafters.lookup.jax import TracedLookup
@@ -43,7 +43,8 @@ from tests.fakes import FakeTarget, Noise, Oracle, ScriptedTarget
 from tests.modes import MODES
 from tests.worded import WORDS
 
-K, TOKENS = 5, 40
+K = 5
+TOKENS = 40
 WISHES = (
     None,
     Speculative(k=0),
@@ -325,7 +326,7 @@ def chosen(take, runs):
 
 TEXTS = [[1, 2, 3], [4, 5, NO_GUESS], [NO_GUESS] * 3, [6, 7, 8], [NO_GUESS] * 3]
 OWN = [[11, 12, 13], [14, 15, 16], [17, 18, 19], [21, 22, 23], [24, 25, 26]]
-TAKE = [TEXT, EITHER, EITHER, WEIGHTS, NOBODY]
+TAKE = [TEXT, EITHER, EITHER, WEIGHTS, NO_SOURCE]
 
 
 @pytest.mark.parametrize("runs", [False, True])
@@ -464,7 +465,7 @@ def test_a_prediction_is_judged_like_a_drafter(right):
         kept = choice.depth if right and choice.takes_known else 0
         says(seq, answer, [True] * choice.depth, kept)
         ran.append((choice.takes_known, choice.depth))
-        assert chooser.take[1] == NOBODY
+        assert chooser.take[1] == NO_SOURCE
     assert set(ran[-30:]) == ({(True, K)} if right else {(False, 0)}), ran
 
 
@@ -487,7 +488,7 @@ def test_a_match_alone_is_no_choice_for_several_cycles():
 
 
 @pytest.mark.parametrize(
-    ("wish", "take"), [(None, TEXT), ("auto", TEXT), ("ngram", TEXT), ("none", NOBODY)]
+    ("wish", "take"), [(None, TEXT), ("auto", TEXT), ("ngram", TEXT), ("none", NO_SOURCE)]
 )
 def test_where_guesses_cost_nothing_a_row_takes_a_match_that_may_come_if_its_request_lets_it(
     wish, take

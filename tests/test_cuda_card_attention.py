@@ -52,27 +52,27 @@ def test_attention(layer, kv):
 
 @pytest.mark.parametrize("kv", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_attention_walks_as_it_splits(layer, kv, monkeypatch):
+def test_fused_attention_equals_split(layer, kv, monkeypatch):
     """Whichever kernels serve a call: the same bits, in its output and in the cache."""
     case, same = case_of(layer, kv), Differences()
     for tokens in (1, 3, 5, 8, 16, 17, 128):
-        monkeypatch.setattr(attention, "WALK_FROM", 1)
-        walked, kept = case.all_together(tokens), case.stored()
+        monkeypatch.setattr(attention, "FUSED_FROM_CTAS", 1)
+        fused, kept = case.all_together(tokens), case.stored()
         for most, tiles in product((0, 48), ((1,), attention.TILES, (4,))):
             case.fill()
-            with monkeypatch.context() as patch:  # the next walk has tiles of its own choice
-                patch.setattr(attention, "WALK_FROM", 10**9)
+            with monkeypatch.context() as patch:  # the next fused call has tiles of its own choice
+                patch.setattr(attention, "FUSED_FROM_CTAS", 10**9)
                 make_alone(patch, most)
                 patch.setattr(attention, "TILES", tiles)
-                same.check(case.all_together(tokens), walked)
+                same.check(case.all_together(tokens), fused)
             for ours, theirs in zip(case.stored(), kept, strict=True):
                 same.check(ours, theirs)
     assert same.none(), int(same.count)
 
 
-@pytest.mark.parametrize("walk_from", [1, 10**9])
-def test_attention_leaves_rows_that_sit_out_alone(walk_from, monkeypatch):
-    monkeypatch.setattr(attention, "WALK_FROM", walk_from)
+@pytest.mark.parametrize("fused_from", [1, 10**9])
+def test_attention_leaves_rows_that_sit_out_alone(fused_from, monkeypatch):
+    monkeypatch.setattr(attention, "FUSED_FROM_CTAS", fused_from)
     case, same = case_of(SLIDING, torch.bfloat16), Differences()
     whole, kept = case.all_together(2), case.stored()
     slots = [slot if slot % 3 else -1 for slot in range(len(STARTS))]

@@ -48,7 +48,9 @@ def choosing_of(given: list, vocab: int) -> Choosing:
 
 
 def rows_of(batch: int, tokens: int, idle: bool = False) -> Rows:
-    whole = lambda *shape: torch.zeros(shape, dtype=torch.int32, device="cuda")  # noqa: E731
+    def whole(*shape):
+        return torch.zeros(shape, dtype=torch.int32, device="cuda")
+
     slot = torch.arange(batch, dtype=torch.int32, device="cuda")
     if idle:
         slot[-1] = -1

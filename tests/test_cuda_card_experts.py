@@ -168,7 +168,10 @@ def test_rows_by_expert(moe_ops, kind, n, k, layout):
     counts = [0, 1, 200, 64, 0, 65, 7, 63]
     weight = random_weight(moe_ops, (len(counts), n, k), kind, layout)
     x = (randn(sum(counts), k, seed=2) / ACTIVATION_SCALE).half()
-    ends = lambda counts: torch.tensor(counts, device="cuda").cumsum(0).int()  # noqa: E731
+
+    def ends(counts):
+        return torch.tensor(counts, device="cuda").cumsum(0).int()
+
     ours = moe_ops.grouped(x, ends(counts), weight.packed)
     wide = weight.values.double() * weight.scale.double()[..., None] * ACTIVATION_SCALE
     parts = zip(x.double().split(counts), wide, strict=True)
@@ -215,7 +218,10 @@ def test_a_layer_of_two_branches(moe_ops, kind):
     kernel starts while which other still runs, and beside rows that sit out."""
     hidden, most = moe_ops.arch.hidden, 130
     experts_kind = "fp8" if kind == "w8a8" else kind
-    weight = lambda shape, *rest, **keys: random_weight(moe_ops, shape, *rest, **keys)  # noqa: E731
+
+    def weight(shape, *rest, **keys):
+        return random_weight(moe_ops, shape, *rest, **keys)
+
     dense_up, dense_down = (
         weight((4224, hidden), kind, "gated", seed=1),
         weight((hidden, 2112), kind, "row_parallel", seed=2),

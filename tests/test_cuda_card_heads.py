@@ -66,7 +66,10 @@ def parts_of(layout: DraftLayout) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("batch", [1, 3, 40])
 def test_bookkeeping_equals_its_twin(batch):
     ours, twin = both_ops("fp8")
-    whole = lambda high, *shape: torch.randint(0, high, shape, device="cuda").int()  # noqa: E731
+
+    def whole(high, *shape):
+        return torch.randint(0, high, shape, device="cuda").int()
+
     slots, width, k = 50, 5, 4
     pending = Pending(
         randn(slots + 1, width, 8), whole(99, slots + 1, width), whole(5, slots + 1) + 1
@@ -132,7 +135,10 @@ def test_a_head_on_kernels_is_near_its_twin(kind):
     model = HeadModel(head, target)
     features = randn(1, 100, spec.features)
     ids = torch.randint(0, 4096, (1, 100), device="cuda").int()
-    where = lambda *v: torch.tensor(v, device="cuda").int()  # noqa: E731
+
+    def where(*v):
+        return torch.tensor(v, device="cuda").int()
+
     for slot in range(8):
         h = model.fuse(features, where(0))
         model.store(Rows(ids, where(0), where(slot)), h)

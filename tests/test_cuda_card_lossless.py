@@ -22,7 +22,8 @@ from tests.nvfp4_files import in_part, write_nvfp4
 
 pytestmark = pytest.mark.gpu
 
-TOKENS, MAX_LEN = 24, 512
+TOKENS = 24
+MAX_LEN = 512
 LENGTHS = (3, 40, 170, 1, 26, 64, 128, 129, 400, 9, 17, 33, 2, 5, 77, 100)
 """Prompts of one token and of several chunks of the cache; short prefill and the library's."""
 KINDS = [("mini", "bfloat16", "bfloat16"), ("mini", "fp8", "fp8"), ("mini-e", "fp8", "bfloat16")]

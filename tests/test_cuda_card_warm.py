@@ -27,8 +27,12 @@ def bench_of(kind: str, drafter: str) -> WarmBench:
 @pytest.mark.parametrize(
     ("kind", "drafter", "loop"),
     [
-        *(("fp8", "none", "device"), ("fp8", "suffix", "device"), ("fp8", "eagle3", "device")),
-        *(("fp8", "eagle3", "host"), ("bf16", "eagle3", "device"), ("w8a8", "model", "device")),
+        ("fp8", "none", "device"),
+        ("fp8", "suffix", "device"),
+        ("fp8", "eagle3", "device"),
+        ("fp8", "eagle3", "host"),
+        ("bf16", "eagle3", "device"),
+        ("w8a8", "model", "device"),
     ],
 )
 def test_warm_says_what_cold_says(kind, drafter, loop, temperature):

@@ -74,7 +74,7 @@ def test_a_cycle_lays_out_accepts_and_commits():
 
 
 @pytest.mark.parametrize("epilogue", ["plain", "gated"])
-def test_sums_of_k_groups_are_gathered(epilogue, monkeypatch):
+def test_sums_of_k_groups_are_reduced(epilogue, monkeypatch):
     """As wide.cu leaves them, which only a card runs: in the order of its threads."""
     rows, n, k = 37, 72, 288
     weight = drawn((2 * n if epilogue == "gated" else n, k), "fp8", 1)

@@ -49,16 +49,16 @@ def same_and_near(case: Case, kv: torch.dtype, tokens: int) -> None:
     assert all(map(torch.equal, case.stored(), kept)), tokens
 
 
-def walks_as_it_splits(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def fused_equals_split(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one kernel for all lanes, with two, and with one that prepares vectors before them."""
-    monkeypatch.setattr(attention, "WALK_FROM", 1)
+    monkeypatch.setattr(attention, "FUSED_FROM_CTAS", 1)
     case.fill()
-    walked, kept = case.all_together(tokens), case.stored()
-    monkeypatch.setattr(attention, "WALK_FROM", 10**9)
+    fused, kept = case.all_together(tokens), case.stored()
+    monkeypatch.setattr(attention, "FUSED_FROM_CTAS", 10**9)
     for most in (48, 0):
         make_alone(monkeypatch, most)
         case.fill()
-        assert torch.equal(case.all_together(tokens), walked), (tokens, most)
+        assert torch.equal(case.all_together(tokens), fused), (tokens, most)
         assert all(map(torch.equal, case.stored(), kept)), (tokens, most)
 
 
@@ -68,21 +68,21 @@ def test_a_row_is_itself():
         same_and_near(case, torch.bfloat16, tokens)
 
 
-def test_attention_walks_as_it_splits(monkeypatch):
-    walks_as_it_splits(case_of(SHORT, torch.float8_e4m3fn), 5, monkeypatch)
+def test_fused_attention_equals_split(monkeypatch):
+    fused_equals_split(case_of(SHORT, torch.float8_e4m3fn), 5, monkeypatch)
 
 
 def test_a_lane_goes_on_to_its_next_chunk(monkeypatch):
     layer, starts, positions = FAR
     case = case_of(layer, torch.bfloat16, starts, positions)
     same_and_near(case, torch.bfloat16, 2)
-    walks_as_it_splits(case, 2, monkeypatch)
+    fused_equals_split(case, 2, monkeypatch)
 
 
-@pytest.mark.parametrize("way", ["walk", "split", "prepare"])
+@pytest.mark.parametrize("way", ["fused", "split", "prepare"])
 def test_rows_that_sit_out_are_left_alone(way, monkeypatch):
     """Where all do, a kernel still waits for those before it."""
-    monkeypatch.setattr(attention, "WALK_FROM", 1 if way == "walk" else 10**9)
+    monkeypatch.setattr(attention, "FUSED_FROM_CTAS", 1 if way == "fused" else 10**9)
     if way == "prepare":
         make_alone(monkeypatch, 0)
     case = case_of(SHORT, torch.bfloat16)
@@ -100,4 +100,4 @@ def test_every_layer(layer, kv, monkeypatch):
     for tokens in (1, 3, 5, 8):
         same_and_near(case_of(layer, kv), kv, tokens)
         with monkeypatch.context() as patch:
-            walks_as_it_splits(case_of(layer, kv), tokens, patch)
+            fused_equals_split(case_of(layer, kv), tokens, patch)

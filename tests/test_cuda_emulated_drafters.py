@@ -31,7 +31,10 @@ from tests.card import error, rows_of
 from tests.emulated import Kernels, Launcher, just_written
 from tests.emulated_weights import randn
 
-HIDDEN, VOCAB, BATCH, SLOTS = 256, 512, 3, 9
+HIDDEN = 256
+VOCAB = 512
+BATCH = 3
+SLOTS = 9
 HEAD = HeadSpec(
     hidden=HIDDEN,
     ffw=320,

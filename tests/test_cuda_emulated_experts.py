@@ -25,7 +25,10 @@ from tests.tiny import write_tiny
 ROUNDED = {"int4": 1e-3, "bf16": 1e-3}
 """Relative error, else 2e-4: inputs of the second matmul now and then round the other way."""
 PROCESSORS = 2
-COUNT, HIDDEN, WIDTH, PICKED = 5, 352, 96, 3
+COUNT = 5
+HIDDEN = 352
+WIDTH = 96
+PICKED = 3
 MOST_PAIRS_AT_ONCE = 64
 """experts.cuh's kFew."""
 EIGHTH = 96

@@ -338,8 +338,8 @@ def test_shares_of_e4m3_cover_the_weight_and_fit_the_kernel(weight, processors, 
     own = w8a8.share_out(plan, apart, block, blocks, processors)
     assert own.runs * own.run == plan.ctas * plan.passes * plan.row_groups
     assert plan.k_groups % own.share == 0
-    assert own.take * plan.wide <= w8a8.WARPS * own.together
-    assert own.together == 1 or block <= w8a8.AT_ONCE
+    assert own.take * plan.wide <= w8a8.WARPS * own.tiles_per_warp
+    assert own.tiles_per_warp == 1 or block <= w8a8.AT_ONCE
     stages, shared = w8a8.ring(plan, own, block)
     assert stages >= 2 and shared <= launch.SHARED_LIMIT
     assert w8a8.threads(plan, own, block) <= 512

@@ -208,7 +208,14 @@ def test_buckets_hold_every_batch_and_lie_closer_where_rows_cost():
         if rows > 32:
             assert bucket_of(rows) <= 1.5 * rows
     assert [bucket_of(n) for n in (1, 3, 16, 17, 33, 65, 129, 512)] == [
-        *(1, 4, 16, 32, 48, 96, 192, 512)
+        1,
+        4,
+        16,
+        32,
+        48,
+        96,
+        192,
+        512,
     ]
     assert bucket_of(MOST_ROWS + 1) == MOST_ROWS + 1
 

@@ -15,7 +15,9 @@ from targets.jax import noise as jax_noise, sampling as jax_sampling
 from targets.sampling_params import blank_table, set_row, split_seed
 
 VOCAB = 517
-SLOTS, TOKENS, PAST = 3, 4, 30
+SLOTS = 3
+TOKENS = 4
+PAST = 30
 
 
 @pytest.mark.parametrize("seed", [0, 5, 2**32 - 1, 2**63 + 12345])

@@ -72,7 +72,9 @@ def test_a_stream_is_the_same_answer_in_pieces(llm, plain):
 
 
 def test_threads_share_the_engine(llm, plain):
-    ask = lambda t: llm.generate(PROMPT, max_tokens=24, temperature=t, seed=3).token_ids  # noqa: E731
+    def ask(t):
+        return llm.generate(PROMPT, max_tokens=24, temperature=t, seed=3).token_ids
+
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(ask, [0.0, 0.8] * 3))
     assert answers == [plain[0.0], plain[0.8]] * 3

@@ -121,9 +121,22 @@ captured: cuda.DeviceDrafter = Captured()
 traced: jax.DeviceDrafter = Traced()
 """
 HOOKS = (
-    *("def reset", "def prefill", "def propose", "def observe", "def matched", "def ready"),
-    *("def take_back", "def program", "def weights", "    memory: Any", "depth=", "variant="),
-    *("takes_known=", "repeats=", "source=", "names="),
+    "def reset",
+    "def prefill",
+    "def propose",
+    "def observe",
+    "def matched",
+    "def ready",
+    "def take_back",
+    "def program",
+    "def weights",
+    "    memory: Any",
+    "depth=",
+    "variant=",
+    "takes_known=",
+    "repeats=",
+    "source=",
+    "names=",
 )
 
 

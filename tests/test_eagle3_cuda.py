@@ -34,7 +34,8 @@ from tests.lossless import check_guesses_end, check_nothing_is_drafted, decode, 
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
-K, TOLERANCE = 4, 1e-5
+K = 4
+TOLERANCE = 1e-5
 
 
 def standing_in(spec, embedded: np.ndarray) -> SimpleNamespace:

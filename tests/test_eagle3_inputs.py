@@ -31,7 +31,9 @@ from training.unroll import judge, masks
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
-K, LENGTH, TOLERANCE = 3, 64, 2e-5
+K = 3
+LENGTH = 64
+TOLERANCE = 2e-5
 """States reach 10; the largest difference seen is 3e-6."""
 PROMPTS = [[5, 9, 3], [7, 8] * 9, [11]]
 HEADS = {

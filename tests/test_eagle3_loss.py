@@ -30,7 +30,8 @@ from training.unroll import (
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
-STEPS, DECAY = 3, 0.8
+STEPS = 3
+DECAY = 0.8
 masks_of = jax.jit(masks, static_argnums=1)
 
 

@@ -30,11 +30,14 @@ from training.trainer import Trainer
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-LAYERS, LENGTH, HIDDEN = (1, 3, 5), 32, 48
+LAYERS = (1, 3, 5)
+LENGTH = 32
+HIDDEN = 48
 SHARD_ROWS = 5
 TOLERANCE = 1e-5
 """The forward is a program of its own; on the CPUs seen so far it makes the very same bits."""
-TRAINING, HELDOUT = pack(answers(60), LENGTH), pack(answers(12, 1), LENGTH)
+TRAINING = pack(answers(60), LENGTH)
+HELDOUT = pack(answers(12, 1), LENGTH)
 ROWS = joined(TRAINING, HELDOUT)
 
 

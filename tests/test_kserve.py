@@ -20,9 +20,8 @@ from specdec.cli.serve import serve
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "deploy/kserve"
-RUNTIME, SERVICE = (
-    yaml.safe_load((FOLDER / name).read_text()) for name in ("runtime.yaml", "service.yaml")
-)
+RUNTIME = yaml.safe_load((FOLDER / "runtime.yaml").read_text())
+SERVICE = yaml.safe_load((FOLDER / "service.yaml").read_text())
 (CONTAINER,) = RUNTIME["spec"]["containers"]
 PREDICTOR = SERVICE["spec"]["predictor"]
 DOCKERFILE = (ROOT / "deploy/docker/Dockerfile").read_text()

@@ -29,7 +29,9 @@ def ends():
     losses = {process: queue.SimpleQueue() for process in range(3)}
     told: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     made: queue.SimpleQueue[ControlChannel] = queue.SimpleQueue()
-    share = lambda packed: [told.put(packed) for _ in range(2)]  # noqa: E731
+
+    def share(packed):
+        return [told.put(packed) for _ in range(2)]
 
     def join(process: int) -> None:
         made.put(call(process, Meeting.unpacked(told.get()), losses[process].put))

@@ -35,7 +35,13 @@ from tests.tiny import config_of
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
-ROWS, TOKENS, HEADS, KV_HEADS, DIM, SIZE, PIECE = 3, 4, 4, 2, 8, 40, 16
+ROWS = 3
+TOKENS = 4
+HEADS = 4
+KV_HEADS = 2
+DIM = 8
+SIZE = 40
+PIECE = 16
 PROSE = (
     "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n"
     "    return a\n\n\nclass Stack:\n    def __init__(self):\n        self.items = []\n"
@@ -66,7 +72,10 @@ one_pass = jax.jit(layers.attend)
 def in_blocks(q, k, v, visible, count):
     def block(i):
         begin = jnp.minimum(i * PIECE, SIZE - PIECE)
-        cut = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, begin, PIECE, axis)  # noqa: E731
+
+        def cut(x, axis):
+            return jax.lax.dynamic_slice_in_dim(x, begin, PIECE, axis)
+
         fresh = begin + jnp.arange(PIECE) >= i * PIECE
         return (cut(k, 1),), cut(v, 1), cut(visible, 2) & fresh
 

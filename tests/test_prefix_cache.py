@@ -17,8 +17,12 @@ from specdec.core.prefix_cache.pool import Budget, SnapshotPool
 from specdec.core.types import Reuse, Sampling, Sequence
 from tests.fakes import FakeTarget
 
-UNIT, RING, CHUNK = 8, 100, 10
-"""Tokens of a chunk, bytes of a boundary and of a chunk."""
+UNIT = 8
+"""Tokens of a chunk."""
+RING = 100
+"""Bytes of a boundary."""
+CHUNK = 10
+"""Bytes of a chunk."""
 
 
 @dataclass

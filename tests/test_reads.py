@@ -69,7 +69,10 @@ def test_a_stream_tells_what_the_whole_answer_tells(server):
     choices = [chunk.choices[0] for chunk in stream]
     reads = [read for c in choices for read in getattr(c, "speculation", None) or ()]
     assert "".join(c.text for c in choices) == said["text"]
-    without = lambda all_: [{**read, "seconds": None} for read in all_]  # noqa: E731
+
+    def without(all_):
+        return [{**read, "seconds": None} for read in all_]
+
     assert without(reads) == without(said["speculation"])
 
 

@@ -58,7 +58,10 @@ def test_claude_code_runs_a_turn_with_a_tool(note):
         said = agent(
             "claude",
             note.parent,
-            *("-p", "What does note.txt say?", "--output-format", "json"),
+            "-p",
+            "What does note.txt say?",
+            "--output-format",
+            "json",
             ANTHROPIC_BASE_URL=server.url,
             ANTHROPIC_API_KEY="none",
             CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
@@ -76,8 +79,17 @@ def test_codex_runs_a_turn_with_a_tool(note):
         said = agent(
             "codex",
             note.parent,
-            *("exec", "--json", "--skip-git-repo-check", "--sandbox", "read-only", "-m", "mini"),
-            *("-c", "model_provider=specdec", "-c", f"model_providers.specdec={provider}"),
+            "exec",
+            "--json",
+            "--skip-git-repo-check",
+            "--sandbox",
+            "read-only",
+            "-m",
+            "mini",
+            "-c",
+            "model_provider=specdec",
+            "-c",
+            f"model_providers.specdec={provider}",
             "What does note.txt say?",
         )
     events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
@@ -99,8 +111,15 @@ def test_claude_code_calls_an_mcp_tool(tmp_path):
         said = agent(
             "claude",
             tmp_path,
-            *("-p", ASK, "--output-format", "json", "--strict-mcp-config"),
-            *("--mcp-config", str(config), "--allowedTools", "mcp__notes__search"),
+            "-p",
+            ASK,
+            "--output-format",
+            "json",
+            "--strict-mcp-config",
+            "--mcp-config",
+            str(config),
+            "--allowedTools",
+            "mcp__notes__search",
             ANTHROPIC_BASE_URL=server.url,
             ANTHROPIC_API_KEY="none",
             CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
@@ -117,10 +136,19 @@ def test_codex_calls_an_mcp_tool_in_its_namespace(tmp_path):
         said = agent(
             "codex",
             tmp_path,
-            *("exec", "--json", "--skip-git-repo-check", "-m", "mini"),
+            "exec",
+            "--json",
+            "--skip-git-repo-check",
+            "-m",
+            "mini",
             "--dangerously-bypass-approvals-and-sandbox",  # so that it calls without confirmation
-            *("-c", "model_provider=specdec", "-c", f"model_providers.specdec={provider}"),
-            *("-c", f"mcp_servers.notes={notes}", ASK),
+            "-c",
+            "model_provider=specdec",
+            "-c",
+            f"model_providers.specdec={provider}",
+            "-c",
+            f"mcp_servers.notes={notes}",
+            ASK,
         )
     events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     done = [event["item"] for event in events if event["type"] == "item.completed"]

@@ -29,7 +29,8 @@ from tests.fakes import FakeTarget, Noise
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
-K, TOKENS = 3, 30
+K = 3
+TOKENS = 30
 QUESTIONS = [
     Question(Prompt(str(i), "any", "plain", "x"), (3, 4, 5 + i), Sampling(seed=i)) for i in range(3)
 ]

@@ -20,7 +20,9 @@ from specdec.core.errors import UserError
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # of Ray's own
 URL = "http://127.0.0.1:8000"
-REPLICAS, CLIENTS, REQUESTS = 3, 12, 200
+REPLICAS = 3
+CLIENTS = 12
+REQUESTS = 200
 PROMPTS = [f"def {name}(" for name in ("add", "read", "parse", "walk", "send", "close", "find")]
 
 

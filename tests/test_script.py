@@ -88,7 +88,10 @@ def test_both_loops_say_it_with_the_same_acceptance(tiny):
     traced = TextDrafter(TracedLookup(1, 3))
     for right in (None, lambda count: drawn_right(SHARES, count, seed=1)):
         for predicted in (None, ANSWERS[0]):
-            drive = lambda script: device_loop(target, traced, 3, script=script)  # noqa: E731
+
+            def drive(script):
+                return device_loop(target, traced, 3, script=script)
+
             host = told(target, NgramDrafter(1, 3), 3, right, predicted=predicted)
             assert host == told(target, NgramDrafter(1, 3), 3, right, drive, predicted)
             assert host[0] == ANSWERS
@@ -175,7 +178,10 @@ def test_the_captured_cycles_tables_are_the_hosts():
     script.seat(seq)
     placed.seat([2])
     seq.tokens += answer[:5]
-    one = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+
+    def one(*values):
+        return torch.tensor(values, dtype=torch.int32)
+
     rows = Rows(torch.zeros(2, 5, dtype=torch.int32), one(len(seq.tokens) - 1, 0), one(2, -1))
     assert placed.coming(rows, 5)[0].tolist() == answer[5:10] == script.coming(seq, 5).tolist()
     assert placed.right(rows)[0] == script.right[2, len(seq.tokens)]

@@ -22,7 +22,8 @@ from tests import cheap
 from tests.commands import wait_until_ready
 from tests.serving import LONG, MODEL, ServedTarget, Server, plain_text, serving
 
-COUNT, TOKENS = 4, 32
+COUNT = 4
+TOKENS = 32
 BODY = {"prompt": "abc", "max_tokens": 40, "seed": LONG}
 ENDLESS = {"prompt": "abc", "max_tokens": 5000, "ignore_eos": True}
 

@@ -211,8 +211,13 @@ def test_calls_of_other_kinds_and_the_oldest_forms_are_read(tokenizer):
     custom = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "*** Begin"}}
     old = {"role": "assistant", "function_call": {"name": "f", "arguments": '{"a": "x1"}'}}
     text = prompt(
-        *("chat", tokenizer, USER, {"role": "assistant", "tool_calls": [custom]}),
-        *({"role": "tool", "tool_call_id": "c", "content": "R1"}, USER, old),
+        "chat",
+        tokenizer,
+        USER,
+        {"role": "assistant", "tool_calls": [custom]},
+        {"role": "tool", "tool_call_id": "c", "content": "R1"},
+        USER,
+        old,
         {"role": "function", "name": "f", "content": "R2"},
     )
     assert "*** Begin" in text and "R1" in text and "R2" in text

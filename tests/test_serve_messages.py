@@ -164,8 +164,11 @@ def test_events_of_a_stream_are_all_there_in_order():
     told = [held for name, held in events if name == "content_block_delta"]
     kinds = [(held["index"], held["delta"]["type"]) for held in told]
     assert [k for i, k in enumerate(kinds) if kinds[i - 1 : i] != [k]] == [
-        *((0, "thinking_delta"), (0, "signature_delta"), (1, "text_delta")),
-        *((2, "input_json_delta"), (3, "input_json_delta")),
+        (0, "thinking_delta"),
+        (0, "signature_delta"),
+        (1, "text_delta"),
+        (2, "input_json_delta"),
+        (3, "input_json_delta"),
     ]
     starts = [held for name, held in events if name == "content_block_start"]
     stops = [held["index"] for name, held in events if name == "content_block_stop"]

@@ -126,12 +126,16 @@ def test_parse_gives_a_pydantic_object(mini_server):
 ENDS = {"reasoning_text": "text", "output_text": "text", "function_call_arguments": "arguments"}
 PART = ["response.content_part.added", "response.{}.delta", "response.{}.done"]
 WORDED = [
-    *("response.output_item.added", *PART),
-    *("response.content_part.done", "response.output_item.done"),
+    "response.output_item.added",
+    *PART,
+    "response.content_part.done",
+    "response.output_item.done",
 ]
 CALLED = [
-    *("response.output_item.added", "response.{}.delta"),
-    *("response.{}.done", "response.output_item.done"),
+    "response.output_item.added",
+    "response.{}.delta",
+    "response.{}.done",
+    "response.output_item.done",
 ]
 
 
@@ -144,7 +148,8 @@ def test_events_of_a_stream_are_all_there_in_order():
     names = [name for name, _ in events]
     call = [name.format("function_call_arguments") for name in CALLED]
     assert [name for i, name in enumerate(names) if names[i - 1 : i] != [name]] == [
-        *("response.created", "response.in_progress"),
+        "response.created",
+        "response.in_progress",
         *(name.format("reasoning_text") for name in WORDED),
         *(name.format("output_text") for name in WORDED),
         *(call * 2),
@@ -227,7 +232,14 @@ def test_a_history_means_the_chat_it_was():
     chat = chat_of(wire)
     told = [message.for_template() for message in chat.messages]
     assert [message["role"] for message in told] == [
-        *("system", "system", "user", "assistant", "tool", "tool", "assistant", "user")
+        "system",
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+        "user",
     ]
     said = told[3]
     assert (said["content"], said["reasoning"]) == ("Both.", "Hm.")

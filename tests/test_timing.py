@@ -96,7 +96,10 @@ def test_metrics_tell_all_of_it(server: Server):
         server.post("completions", prompt="abcabc", max_tokens=40, seed=7, **extra)
     after, engine = server.metrics(), server.runner.engine
     labels = 'engine="0",model_name="fake"'
-    grown = lambda name: after[name] - before.get(name, 0)  # noqa: E731
+
+    def grown(name):
+        return after[name] - before.get(name, 0)
+
     passes = grown(f"specdec:verify_passes_total{{{labels}}}")
     assert 0 < passes <= grown(f"specdec:verified_tokens_total{{{labels}}}")
     for kind, of in (

@@ -36,7 +36,10 @@ from targets.jax.placing import by_vocabulary, replicated
 from targets.sampling_params import SamplingTable, blank_table
 
 pytestmark = pytest.mark.tpu
-TOPOLOGY, ROWS, CONTEXT, K = "v6e:2x2x1", 8, 2048, 7
+TOPOLOGY = "v6e:2x2x1"
+ROWS = 8
+CONTEXT = 2048
+K = 7
 READABLE = {
     "xla_tpu_enable_offloading_sort_to_sparsecore": False,
     "xla_tpu_enable_offloading_scatter_to_sparsecore": False,

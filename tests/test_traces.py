@@ -18,7 +18,8 @@ from serve.traces import traced
 from specdec.core.errors import UserError
 from tests.serving import LONG, ServedTarget, Server, serving
 
-TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = "00f067aa0ba902b7"
 
 
 class Collector:

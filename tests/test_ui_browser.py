@@ -42,7 +42,10 @@ def visit(browser) -> Iterator[Any]:
         page.set_default_timeout(20_000)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda m: wrong.append(m.text) if "Security Policy" in m.text else None)
-        elsewhere = lambda r: not r.url.startswith((server.url, "data:"))  # noqa: E731
+
+        def elsewhere(r):
+            return not r.url.startswith((server.url, "data:"))
+
         page.on("request", lambda r: wrong.append(r.url) if elsewhere(r) else None)
         page.goto(server.url)
         playwright.expect(page.locator("#state")).to_have_text(ready)
@@ -189,7 +192,10 @@ def test_it_fits_and_follows_the_reader_s_scheme(visit, mini_server: Server, wid
     ink, back = page.evaluate(
         "['color', 'backgroundColor'].map(n => getComputedStyle(document.body)[n])"
     )
-    light = lambda colour: sum(map(int, re.findall(r"\d+", colour)[:3])) > 382  # noqa: E731
+
+    def light(colour):
+        return sum(map(int, re.findall(r"\d+", colour)[:3])) > 382
+
     assert (light(back), light(ink)) == (scheme == "light", scheme == "dark")
 
 

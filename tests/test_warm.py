@@ -29,8 +29,15 @@ def short(monkeypatch):
 warm_bench = partial(WarmBench, context=640)
 """As long as the longest of these texts: they are cut nowhere, and attention reads no more."""
 
-TALK, TOOLS, EDITED, MOVED, EVICTED, CROWDED, LEFT, WORDY = range(8)
-"""Kinds of chats, in the order of `Chats.kinds`."""
+TALK = 0
+TOOLS = 1
+EDITED = 2
+MOVED = 3
+EVICTED = 4
+CROWDED = 5
+LEFT = 6
+WORDY = 7
+"""These kinds of chats are in the order of `Chats.kinds`."""
 
 
 @pytest.mark.parametrize(

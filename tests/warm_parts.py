@@ -19,7 +19,8 @@ HEAD = {"ffw": 64, "heads": 4, "kv_heads": 2, "head_dim": 16}
 LENGTH = {"mini": 2048, "mini-e": 2048}
 """Contexts; SHORT for the tiny models."""
 SHORT = 1024
-MINI_CHUNK, CHUNK = 128, 32
+MINI_CHUNK = 128
+CHUNK = 32
 
 
 @cache

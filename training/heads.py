@@ -31,9 +31,11 @@ Weights = dict[str, Any]
 AHEAD = 1
 """Where an assistant's queries stand in training: at the token that is fed, as in transformers."""
 
-EMBEDDED, STATE = 0.3, 3.0
-"""Initial weights of the token's embedding and of the state before it in the input of an
-assistant's first layer: together some four times as large as what a layer adds to it."""
+EMBEDDING_WEIGHT = 0.3
+"""Initial weight of the token's embedding in the input of an assistant's first layer."""
+STATE_WEIGHT = 3.0
+"""Initial weight of the state before the token in the same input: with the embedding some four
+times as large as what a layer adds to it."""
 SURENESS = 0.4
 """Initial scale of an assistant's logits, relative to its target's: untrained, it is less certain
 than those."""
@@ -230,7 +232,9 @@ class AssistantHead:
             return {}
         through = np.eye(width, dtype=np.float32)
         given = {"head": origin.table[ids], "norm": SURENESS * origin.norm}
-        given["pre_projection"] = np.concatenate([EMBEDDED * through, STATE * through], 1)
+        given["pre_projection"] = np.concatenate(
+            [EMBEDDING_WEIGHT * through, STATE_WEIGHT * through], 1
+        )
         return given | {"post_projection": through} | _last_layers(self.shapes, origin.layers)
 
     def begin(self, weights: Weights, lesson: TeacherOutput) -> Any:

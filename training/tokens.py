@@ -20,7 +20,8 @@ from training.chats import chats_of
 
 CHAT_SHARE = 0.08  # of the training characters
 BATCH = 512  # documents encoded at a time
-BOS, EOS = 2, 1
+BOS = 2
+EOS = 1
 
 
 def documents(path: Path) -> Iterator[dict[str, str]]:

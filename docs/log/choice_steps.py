@@ -26,7 +26,9 @@ from targets.cuda.roofline import forward_samples
 from targets.cuda.target import CudaTarget
 from targets.sampling_params import set_row
 
-CONTEXT, WIDTHS, TURNS = 512, (1, 5, 8), 2
+CONTEXT = 512
+WIDTHS = (1, 5, 8)
+TURNS = 2
 KINDS = {
     "greedy": Sampling(),
     "T 1": Sampling(1.0, seed=1),
@@ -50,10 +52,15 @@ def heads(target: CudaTarget) -> Iterator[tuple[str, Sampling]]:
 
 @torch.inference_mode()
 def step_ms(target: CudaTarget, width: int, sampling: Sampling) -> float:
-    whole = lambda *values: torch.tensor(values, dtype=torch.int32, device="cuda")  # noqa: E731
+    def whole(*values):
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
     set_row(target.sampling_params, 0, sampling, 16)
     rows = Rows(whole([*range(7, 7 + width)]), whole(CONTEXT), whole(0))
-    step = lambda: target.step(rows, sampling.needs_sampler, False)  # noqa: E731
+
+    def step():
+        return target.step(rows, sampling.needs_sampler, False)
+
     return 1e3 * median(forward_samples(step, "cuda"))
 
 

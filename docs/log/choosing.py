@@ -62,7 +62,10 @@ MADE: dict[str, Callable[[], Any]] = {
     "ngram": NgramDrafter,
     DEVICE_SUFFIX: device_suffix,
 }
-PROMPT, ANSWER, SLOTS, MAX_LEN = 300, 400, 32, 6000
+PROMPT = 300
+ANSWER = 400
+SLOTS = 32
+MAX_LEN = 6000
 LEAST = 64
 """Texts of a row at least."""
 RATES = {"edits": 0.8, "code": 0.85, "prose": 0.65, "words": 0.3}

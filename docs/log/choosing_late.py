@@ -41,7 +41,7 @@ from recorded import Text, kinds_of  # noqa: E402
 
 from drafters.auto.host import AutoDrafter, Weighted  # noqa: E402
 from drafters.auto.kind import LATE_DEPTHS, LOOKUP  # noqa: E402
-from drafters.auto.late import EITHER, NOBODY, TEXT, WEIGHTS, LateChooser  # noqa: E402
+from drafters.auto.late import EITHER, NO_SOURCE, TEXT, WEIGHTS, LateChooser  # noqa: E402
 from drafters.none.host import NoDrafter  # noqa: E402
 from specdec.core.policy.choice import Menu, Policy  # noqa: E402
 from specdec.core.policy.costs import Work  # noqa: E402
@@ -101,7 +101,7 @@ class Single:
 
     def __post_init__(self) -> None:
         self.runs = self.name == "head"
-        whose = {"none": NOBODY, "head": WEIGHTS}.get(self.name, TEXT)
+        whose = {"none": NO_SOURCE, "head": WEIGHTS}.get(self.name, TEXT)
         self.take = np.full(SLOTS, whose)
 
     def choose(self, seqs: list[Sequence], /) -> None:
@@ -128,7 +128,7 @@ class Device:
 
     def _right(self, row: Row, coming: list[int]) -> int:
         chooser, take = self._chooser, self._chooser.take[row.seq.slot]
-        if not chooser.choice.depth or take == NOBODY:
+        if not chooser.choice.depth or take == NO_SOURCE:
             return 0
         now = Sequence(list(row.tokens), slot=row.seq.slot)
         guesses = np.asarray(self._lookup.propose([now], chooser.choice.depth).tokens)[0]

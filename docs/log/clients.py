@@ -111,9 +111,19 @@ def lm_eval() -> str:
         arguments = f"model=mini,base_url={URL}/completions,tokenizer_backend=remote,"
         arguments += f"num_concurrent=2,max_retries=1,base_url={URL}/completions"
         command = [
-            *(sys.executable, "-m", "lm_eval", "--model", "local-completions"),
-            *("--model_args", arguments, "--tasks", "words", "--include_path", folder),
-            *("--output_path", folder),
+            sys.executable,
+            "-m",
+            "lm_eval",
+            "--model",
+            "local-completions",
+            "--model_args",
+            arguments,
+            "--tasks",
+            "words",
+            "--include_path",
+            folder,
+            "--output_path",
+            folder,
         ]
         ran = subprocess.run(command, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr[-2000:]

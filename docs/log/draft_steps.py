@@ -25,7 +25,9 @@ from targets.cuda.ops import Rows
 from targets.cuda.roofline import forward_samples
 from targets.sampling_params import set_row
 
-CONTEXT, LONG, SHORT = 512, 8, 2
+CONTEXT = 512
+LONG = 8
+SHORT = 2
 KINDS = {
     "greedy": Sampling(),
     "top-p .95": Sampling(0.8, top_p=0.95, seed=1),
@@ -46,7 +48,9 @@ def step_ms(model: Model, drafter: str) -> dict[str, float]:
 
 @torch.inference_mode()
 def _draft_ms(drafter: Any, k: int, sampling: Sampling) -> float:
-    whole = lambda *values: torch.tensor(values, dtype=torch.int32, device="cuda")  # noqa: E731
+    def whole(*values):
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
     rows = Rows(whole([7, *[NO_GUESS] * k]), whole(CONTEXT), whole(0))
     batch = CapturedBatch(rows, sampling.needs_sampler, False)
     return 1e3 * median(forward_samples(lambda: drafter.propose(batch, k), "cuda"))

@@ -15,7 +15,9 @@ import time
 from drafters.none.host import NoDrafter
 from tests.serving import ServedTarget, Server, serving
 
-STREAMS, TOKENS, RUNS = 8, 1500, 5
+STREAMS = 8
+TOKENS = 1500
+RUNS = 5
 CLIENT = """
 import http.client, sys, threading
 def read(seed):

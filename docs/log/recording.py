@@ -26,7 +26,9 @@ from specdec.evaluation.run import Question, Settings, questions_of
 from targets import mini
 from targets.tokenizer import Tokenizer, load_tokenizer
 
-DRAFTERS, K, MAX_TOKENS = ("eagle3", "assistant"), 7, 128
+DRAFTERS = ("eagle3", "assistant")
+K = 7
+MAX_TOKENS = 128
 CONFIG = ModelConfig("mini", slots=1, max_len=2048)
 
 

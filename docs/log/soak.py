@@ -33,9 +33,15 @@ import numpy as np
 from soak_requests import MISTAKES, Asked, dressed, fresh, key, table
 from soak_said import Said, ended, events, failure, is_beginning, spoken
 
-CLIENTS, SAMPLE_SECONDS, WRITE_SECONDS = 16, 10, 60
-LEAVES, ERRS, FRESH = 0.12, 0.06, 0.06
-"""Shares of requests."""
+CLIENTS = 16
+SAMPLE_SECONDS = 10
+WRITE_SECONDS = 60
+LEAVES = 0.12
+"""Share of requests whose client leaves."""
+ERRS = 0.06
+"""Share of requests with a mistake."""
+FRESH = 0.06
+"""Share of requests that begin a new chat."""
 
 
 @dataclass

@@ -12,8 +12,10 @@ from typing import Any
 
 Json = dict[str, Any]
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 
 DRESS = ("stream", "speculative", "prediction", "include_speculation")
 """What may not change an answer."""

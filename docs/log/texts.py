@@ -20,7 +20,9 @@ from edits import cases  # noqa: E402
 from targets import mini  # noqa: E402
 from targets.tokenizer import load_tokenizer  # noqa: E402
 
-FILES, SHARE, EDITS = 50, 0.05, 8
+FILES = 50
+SHARE = 0.05
+EDITS = 8
 WORDS = 4
 Row = dict[str, list[int]]
 

@@ -33,8 +33,10 @@ TEXTS = {1: 4, 8: 24, 32: 64, 64: 128}
 def plan_of(batch: int, name: str) -> ScriptPlan:
     rows = [
         ScriptRow(
-            *(row["prompt"], row["answer"], row["prediction"], None),
-            Recorded(K, {name: np.zeros(len(row["answer"]), np.int32)}),
+            prompt=row["prompt"],
+            answer=row["answer"],
+            prediction=row["prediction"],
+            recorded=Recorded(K, {name: np.zeros(len(row["answer"]), np.int32)}),
         )
         for row in useless(TEXTS[batch])
     ]

@@ -31,9 +31,12 @@ from targets import mini
 from targets.backend import snapshots_of
 from targets.cuda import load
 
-TURNS, ANSWER = 5, 16
-BEYOND, NEWS = 100, 300
-"""Tokens of the earlier turn that fill no chunk, and those that the turn at hand adds."""
+TURNS = 5
+ANSWER = 16
+BEYOND = 100
+"""Tokens of the earlier turn that fill no chunk."""
+NEWS = 300
+"""Tokens that the turn at hand adds."""
 
 
 def first_token(
@@ -70,7 +73,10 @@ def measured(engine: Engine, given: argparse.Namespace) -> dict[str, Any]:
     cache = engine.prefix_cache
     assert cache is not None, "the context is no longer than a chunk"
     random = np.random.default_rng(0)
-    words = lambda count: random.integers(3, 4000, count).tolist()  # noqa: E731
+
+    def words(count):
+        return random.integers(3, 4000, count).tolist()
+
     times: dict[str, list[float]] = {name: [] for name in ("cold", "keeping", "device", "host")}
     alone = [first_token(engine, words(given.alone), None)[0] for _ in range(TURNS)]
     equal, found = True, set()

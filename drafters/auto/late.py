@@ -22,10 +22,15 @@ from specdec.core.policy.choice import Choice, Menu, Policy
 from specdec.core.policy.costs import Work
 from specdec.core.types import NO_GUESS, CycleChoice, Sequence
 
-NOBODY, TEXT, WEIGHTS = range(3)
+NO_SOURCE = 0
+"""A row takes no guesses."""
+TEXT = 1
+"""A row takes the text drafter's guesses."""
+WEIGHTS = 2
+"""A row takes the guesses of the drafter with weights."""
 EITHER = TEXT | WEIGHTS
-"""The guesses that a row takes: EITHER is the text drafter's where it has any, else those of the
-drafter with weights."""
+"""A row takes the text drafter's guesses where it has any, else those of the drafter with
+weights."""
 
 
 @dataclass
@@ -114,7 +119,7 @@ class LateChooser:
             said = {whose: [t for t in own.tolist() if t != NO_GUESS] for whose, own in row.items()}
             said = {whose: guessed for whose, guessed in said.items() if guessed}
             if takes_known and any(whose in KNOWN for whose in said):
-                take = EITHER if self.runs else NOBODY  # behind what the loop puts first
+                take = EITHER if self.runs else NO_SOURCE  # behind what the loop puts first
             else:
                 take = self._code(seq, name)
             self.take[seq.slot] = take
@@ -212,7 +217,7 @@ class LateChooser:
         wish = None if seq.speculative is None else seq.speculative.drafter
         free = wish in (None, NAME)
         if name is None:  # a match may come in a later cycle; all depths are verified anyway
-            return TEXT if self._padded and (free or wish == self._text) else NOBODY
+            return TEXT if self._padded and (free or wish == self._text) else NO_SOURCE
         if name != self._text:
             return WEIGHTS
         return EITHER if free and self.runs else TEXT

@@ -15,8 +15,10 @@ import numpy as np
 from specdec.core.errors import UserError
 from targets.arch import Arch, fits_vocabulary
 
-HEAD_DIM, DRAFT_VOCAB = 128, 32_000
-"""Usual dimensions of published heads."""
+HEAD_DIM = 128
+"""Usual values per attention head of published heads."""
+DRAFT_VOCAB = 32_000
+"""Usual number of tokens that published heads score."""
 NOISE = 1_000_003
 """Random values that repeat: a prime, so that no two rows of a weight are the same."""
 

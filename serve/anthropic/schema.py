@@ -32,8 +32,17 @@ from serve.wishes import SamplingWishes
 log = logging.getLogger("specdec.serve")
 
 UNUSED = {
-    *("metadata", "service_tier", "cache_control", "context_management", "betas", "diagnostics"),
-    *("inference_geo", "speed", "user_profile_id", "workspace_id", "anthropic_beta"),
+    "metadata",
+    "service_tier",
+    "cache_control",
+    "context_management",
+    "betas",
+    "diagnostics",
+    "inference_geo",
+    "speed",
+    "user_profile_id",
+    "workspace_id",
+    "anthropic_beta",
 }
 """Fields that are ignored: none of them changes an answer."""
 REFUSED = {

@@ -7,9 +7,11 @@ from typing import Any
 from serve.gemma.schema_parts import Schema, both, check_shape, excludes
 from specdec.core.errors import UserError
 
-MOST_REFERENCES, MOST_WAYS = 32, 64
-"""Most `$ref`s in a row, and most schemas of a `oneOf`. Python compares schemas while it holds the
-GIL; more would delay the tokens of all requests."""
+MOST_REFERENCES = 32
+"""Most `$ref`s in a row."""
+MOST_WAYS = 64
+"""Most schemas of a `oneOf`. Python compares schemas while it holds the GIL; more would delay the
+tokens of all requests."""
 
 
 class References:

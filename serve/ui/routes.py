@@ -13,8 +13,13 @@ TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 POLICY = "; ".join(
     (
         "default-src 'none'",
-        *("script-src 'self'", "style-src 'self'", "connect-src 'self'", "img-src data:"),
-        *("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
     )
 )
 """Forbids inline scripts and styles, anything from other hosts, and framing."""

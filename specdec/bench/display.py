@@ -15,10 +15,14 @@ from specdec.evaluation.display import require_matplotlib, save_figure
 
 Row = dict[str, Any]
 
-CLOCKS, POWERS = ("clocks.sm", "clocks.max.sm"), ("power.draw", "power.limit")
-LIMITED, SLOWED = 0.97, 0.98
-"""Shares of a GPU's limit of power from which, and of its highest clock below which, it counts as
-slowed by the one."""
+CLOCKS = ("clocks.sm", "clocks.max.sm")
+"""nvidia-smi's names of a GPU's clock and of the highest one, in MHz."""
+POWERS = ("power.draw", "power.limit")
+"""nvidia-smi's names of a GPU's power and of its limit, in W."""
+LIMITED = 0.97
+"""Share of the limit of power from which a GPU counts as slowed by it, if its clock is low too."""
+SLOWED = 0.98
+"""Share of the highest clock below which a GPU's clock counts as low."""
 
 
 def print_bench(document: Row, console: Console) -> None:

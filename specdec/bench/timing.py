@@ -18,10 +18,15 @@ from specdec.core.protocols import Target
 from specdec.core.stats import Acceptance
 from specdec.core.types import Array, Sampling, Sequence
 
-STEPS, WARM_STEPS = 30, 5
-CYCLE_SAMPLES, CYCLES_EACH = 20, 4
-"""Samples, and cycles per sample: several, because a driver may return many rounds at once, or
-those of the dispatch before."""
+STEPS = 30
+"""Forwards that are timed."""
+WARM_STEPS = 5
+"""Forwards before the timed ones."""
+CYCLE_SAMPLES = 20
+"""Samples of a cycle's time."""
+CYCLES_EACH = 4
+"""Cycles per sample: several, because a driver may return many rounds at once, or those of the
+dispatch before."""
 FIRST_TOKENS = 5
 ROOM = 128
 """Tokens that a context needs beyond itself to be timed."""

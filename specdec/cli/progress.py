@@ -11,9 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specdec.core.ticking import EVERY, ticking
 
-SHARE, AT_LEAST = 0.1, 1.0
-"""Without a terminal a line is printed every EVERY seconds, or earlier: once SHARE more of the work
-is done, but not within AT_LEAST seconds."""
+SHARE = 0.1
+"""Share of the work after which the next line is printed without a terminal, if that is earlier
+than EVERY seconds."""
+AT_LEAST = 1.0
+"""Seconds between two lines at least."""
 
 
 class Bar:

@@ -21,8 +21,12 @@ Lost = Callable[[str], None]
 """Called from a connection's thread with a one-line message when a process is gone."""
 
 KEY_BYTES = 32
-_MESSAGE, _FAILED, _BYE = b"m", b"f", b"b"
-"""The first byte of all that is sent."""
+_MESSAGE = b"m"
+"""First byte of a message."""
+_FAILED = b"f"
+"""First byte of the report that a process failed."""
+_BYE = b"b"
+"""First byte of the last message, when a process ends."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Split-KV attention as launches of our kernels: a part of `Kernels`.
 
 Few rows: `prepare`, `split` (a CTA per lane of chunks) and `combine`; very few go without
-`prepare`. Enough of them to keep the machine busy: `walk` alone. All do the same arithmetic
+`prepare`. Enough of them to keep the machine busy: `fused` alone. All do the same arithmetic
 (kernels/attention.cuh).
 """
 
@@ -26,8 +26,10 @@ HEADS = (64, 128, 256, 512)
 """What head_dim is padded to: there are kernels for each."""
 TILES = (1, 2, 4)
 """Tiles of 8 query rows per CTA."""
-WIDE, WIDE_TILES = 512, 2
-"""Head size for which `walk` has registers for so many tiles only."""
+WIDE = 512
+"""Head size for which there are fewer registers per value."""
+WIDE_TILES_M = 2
+"""Most tiles of query rows per CTA of `fused` with heads of `WIDE`: registers hold no more."""
 LANES = 16
 """Lanes, to which chunks of keys are dealt by absolute position (attention.cuh)."""
 SHORT_CHUNK = 64
@@ -35,27 +37,37 @@ SHORT_CHUNK = 64
 for windows that then fit into half of the lanes, because their keys are dealt to twice as many
 CTAs. With a window that needs all lanes, one lane would have two chunks, one after the other
 (docs/performance.md)."""
-STAGE, FEWEST = 64, 3
-"""Keys per stage of `walk`'s ring; stages with which it still keeps memory busy."""
-WALK_FROM = 128
+STAGE_KEYS = 64
+"""Keys per stage of `fused`'s ring."""
+MIN_STAGES = 3
+"""Stages with which that ring still keeps memory busy."""
+FUSED_FROM_CTAS = 128
 """CTAs that are enough for the machine when each does all lanes."""
-ALONE_VECTORS, ALONE_WIDE, MOST_WIDE = 32, 24, 48
+UNPREPARED_VECTORS = 32
 """Largest number of vectors per CTA (queries, new keys and values) that `split` computes itself, in
-a few rounds of its warps; with more, launching `prepare` first is faster. The second number is for
-heads of `WIDE`, the third for heads of `WIDE` where `prepare` would have more than `MANY_PREPARED`
-CTAs."""
-MANY_PREPARED = 24
-SINGLY, TOGETHER, TOGETHER_WIDE = 12, 2, 4
-"""Up to `SINGLY` of these vectors, each of a CTA's eight warps computes one at a time; with more,
-two at a time (heads of `WIDE`: four), which takes longer."""
-PAIRED = 256, 2
-"""Largest head size and tiles with which two CTAs of `split` fit on a multiprocessor at once."""
-BESIDE = 32
+a few rounds of its warps; with more, launching `prepare` first is faster."""
+UNPREPARED_VECTORS_WIDE = 24
+"""The same with heads of `WIDE`."""
+UNPREPARED_VECTORS_WIDE_MANY = 48
+"""The same with heads of `WIDE` where `prepare` would have more than `MANY_PREPARE_CTAS` CTAs."""
+MANY_PREPARE_CTAS = 24
+"""CTAs of `prepare` up to which they are few."""
+ONE_VECTOR_PER_WARP = 12
+"""Vectors per CTA of `split` up to which each of its eight warps computes one at a time."""
+VECTORS_PER_WARP = 2
+"""Vectors that a warp computes at a time if there are more of them, which takes longer."""
+VECTORS_PER_WARP_WIDE = 4
+"""The same with heads of `WIDE`."""
+PAIRED_HEAD_DIM = 256
+"""Largest head size with which two CTAs of `split` fit on a multiprocessor at once."""
+PAIRED_TILES_M = 2
+"""Most tiles of query rows per CTA with which they do."""
+PDL_PREPARE_CTAS = 32
 """CTAs of `prepare` that fit beside a projection's, on the few multiprocessors that it leaves free:
 more of them would run one after the other there."""
-STORED_APART = 16
-"""Tokens per sequence from which a kernel of its own stores their keys and values: attention
-otherwise does it in every CTA that sees them."""
+STORED_IN_ATTENTION = 16
+"""Tokens per sequence up to which attention stores their keys and values, in every CTA that sees
+them; for more, a kernel of its own does."""
 
 
 class _AttentionJob(Structure):
@@ -88,19 +100,19 @@ def variants(arch: Arch, kv8: int) -> set[Variant]:
     """kv8: whether the cache is e4m3."""
     kinds = {_heads(layer) for layer in arch.layers}
     splits = {
-        _variant("attention_split", heads, kv8, high, together)
+        _variant("attention_split", heads, kv8, tiles_m, vectors_per_warp)
         for heads in kinds
-        for high in TILES
-        for together in (1, _together(heads.padded))
+        for tiles_m in TILES
+        for vectors_per_warp in (1, _vectors_per_warp(heads.padded))
     }
-    walks = {
-        _variant("attention_fused", heads, kv8, high)
+    fused = {
+        _variant("attention_fused", heads, kv8, tiles_m)
         for heads in kinds
-        for high in TILES
-        if high <= _most_walking(heads.padded)
+        for tiles_m in TILES
+        if tiles_m <= _max_fused_tiles_m(heads.padded)
     }
     files = "attention_prepare", "attention_combine"
-    return splits | walks | {_variant(file, heads, kv8) for file in files for heads in kinds}
+    return splits | fused | {_variant(file, heads, kv8) for file in files for heads in kinds}
 
 
 class Attention:
@@ -136,23 +148,32 @@ class Attention:
         )
         heads, queries = batch * layer.kv_heads, tokens * layer.heads // layer.kv_heads
         dim = _padded(layer.head_dim)
-        high = _high(queries, _most_walking(dim))
-        if heads * _shares(queries, high) >= WALK_FROM:
-            self._walk(self._job(qkv, given, rows, x, kind), layer, batch, high)
+        tiles_m = _tiles_m(queries, _max_fused_tiles_m(dim))
+        if heads * _shares(queries, tiles_m) >= FUSED_FROM_CTAS:
+            self._fused(self._job(qkv, given, rows, x, kind), layer, batch, tiles_m)
             return x
-        high = _spread(layer, batch, tokens, self._processors)
-        vectors = min(queries, 8 * high) + 2 * tokens
+        tiles_m = _spread(layer, batch, tokens, self._processors)
+        vectors = min(queries, 8 * tiles_m) + 2 * tokens
         per_row = layer.heads + (2 * layer.kv_heads if layer.kv_from is None else 0)
-        alone = vectors <= _most_alone(dim, batch * tokens * _parts(per_row))
-        new = lambda *shape: torch.empty(shape, device=self._device)  # noqa: E731
+        alone = vectors <= _max_unprepared(dim, batch * tokens * _parts(per_row))
+
+        def new(*shape: int) -> Tensor:
+            return torch.empty(shape, device=self._device)
+
         # q has 16-bit values, two per float; lanes first: those of a short context share pages
-        q = None if alone else new(heads, _shares(queries, high), dim // 2, _filled(high))
+        q = None if alone else new(heads, _shares(queries, tiles_m), dim // 2, _filled(tiles_m))
         room = q, new(LANES, heads, queries, dim), new(LANES, heads, queries, 2)
         job = self._job(qkv, given, rows, x, kind, room)
-        job.rows = 8 * high
+        job.rows = 8 * tiles_m
         if not alone:
             self._prepare(job, layer, per_row)
-        self._split(job, layer, batch, high, _together(dim) if alone and vectors > SINGLY else 1)
+        self._split(
+            job,
+            layer,
+            batch,
+            tiles_m,
+            _vectors_per_warp(dim) if alone and vectors > ONE_VECTOR_PER_WARP else 1,
+        )
         return x
 
     def store(self, qkv: Tensor, layer: AttentionLayer, rows: Rows) -> None:
@@ -172,35 +193,60 @@ class Attention:
         """room: for queries, partial outputs and their sums."""
         (batch, tokens), layer, cache = rows.tokens.shape, given.spec, given.cache
         cosine, sine = (part[given.ahead :] for part in self._rope[layer.rope, layer.head_dim])
-        places = (x.k_blocks, x.block, x.k_groups) if x else (0, 0, 1)
+        k_blocks, block, k_groups = (x.k_blocks, x.block, x.k_groups) if x else (0, 0, 1)
+        q, partial, sums = room
         own = layer.kv_from is None
         return _AttentionJob(
-            *map(address, (qkv, given.q_norm, given.k_norm, cosine, sine, cache.k, cache.v)),
-            *map(address, (rows.start, rows.slot, x and x.data, *room)),
-            *(qkv.stride(0), batch, tokens, layer.heads // layer.kv_heads, layer.kv_heads),
-            *(cache.size, layer.window or 0, int(own), int(layer.k_eq_v)),
-            *(int(own and tokens <= STORED_APART), 0, 0),
-            *(int(kind != "bf16"), *places, self._eps),
+            qkv=address(qkv),
+            q_norm=address(given.q_norm),
+            k_norm=address(given.k_norm),
+            cosine=address(cosine),
+            sine=address(sine),
+            k=address(cache.k),
+            v=address(cache.v),
+            start=address(rows.start),
+            slot=address(rows.slot),
+            x=address(x and x.data),
+            q=address(q),
+            partial=address(partial),
+            sums=address(sums),
+            stride=qkv.stride(0),
+            batch=batch,
+            tokens=tokens,
+            group=layer.heads // layer.kv_heads,
+            kv_heads=layer.kv_heads,
+            entries=cache.size,
+            window=layer.window or 0,
+            own=int(own),
+            k_eq_v=int(layer.k_eq_v),
+            stores=int(own and tokens <= STORED_IN_ATTENTION),
+            stages=0,
+            rows=0,
+            fp8=int(kind != "bf16"),
+            k_blocks=k_blocks,
+            block=block,
+            k_groups=k_groups,
+            eps=self._eps,
         )
 
-    def _walk(self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int) -> None:
+    def _fused(self, job: _AttentionJob, layer: LayerSpec, batch: int, tiles_m: int) -> None:
         heads = _heads(layer)
         if job.own and not job.stores:
             self._prepare(job, layer, 2 * layer.kv_heads)
-        job.stages, shared = _ring(heads, high, self._kv8)
-        grid = (_shares(job.tokens * job.group, high), layer.kv_heads, batch)
-        variant = _variant("attention_fused", heads, self._kv8, high)
-        self._launch(variant, "walk", grid, THREADS + 32, [job], shared)
+        job.stages, shared = _ring(heads, tiles_m, self._kv8)
+        grid = (_shares(job.tokens * job.group, tiles_m), layer.kv_heads, batch)
+        variant = _variant("attention_fused", heads, self._kv8, tiles_m)
+        self._launch(variant, "fused", grid, THREADS + 32, [job], shared)
 
     def _split(
-        self, job: _AttentionJob, layer: LayerSpec, batch: int, high: int, together: int
+        self, job: _AttentionJob, layer: LayerSpec, batch: int, tiles_m: int, vectors_per_warp: int
     ) -> None:
-        """together: vectors that a warp makes at a time."""
+        """vectors_per_warp: vectors that a warp computes at a time."""
         heads = _heads(layer)
-        grid = (_shares(job.tokens * job.group, high) * LANES, layer.kv_heads, batch)
-        variant = _variant("attention_split", heads, self._kv8, high, together)
-        room = _room_together(heads.padded, job.tokens, self._kv8) if together > 1 else 0
-        self._launch(variant, "split", grid, THREADS, [job], _fixed(heads, high) + room)
+        grid = (_shares(job.tokens * job.group, tiles_m) * LANES, layer.kv_heads, batch)
+        variant = _variant("attention_split", heads, self._kv8, tiles_m, vectors_per_warp)
+        room = _vectors_bytes(heads.padded, job.tokens, self._kv8) if vectors_per_warp > 1 else 0
+        self._launch(variant, "split", grid, THREADS, [job], _fixed(heads, tiles_m) + room)
         merge = _variant("attention_combine", heads, self._kv8)
         grid = batch * job.tokens, layer.heads, 1
         self._launch(merge, "combine", grid, heads.padded // 4, [job])
@@ -208,14 +254,14 @@ class Attention:
     def _prepare(self, job: _AttentionJob, layer: LayerSpec, vectors: int) -> None:
         rows, parts = job.batch * job.tokens, _parts(vectors)
         variant = _variant("attention_prepare", _heads(layer), self._kv8)
-        early = rows * parts <= BESIDE
+        early = rows * parts <= PDL_PREPARE_CTAS
         self._launch(variant, "prepare", (rows, parts, 1), THREADS, [job], early=early)
 
 
 def partial_bytes(layer: LayerSpec, rows: int) -> int:
     """Most bytes of partial outputs and their sums in calls of up to this many rows. Calls with
-    more rows run `walk`, which has none."""
-    most = min(rows * layer.heads, WALK_FROM * 8 * TILES[-1])
+    more rows run `fused`, which has none."""
+    most = min(rows * layer.heads, FUSED_FROM_CTAS * 8 * TILES[-1])
     return LANES * most * (_padded(layer.head_dim) + 2) * 4
 
 
@@ -226,9 +272,9 @@ def lanes_seen(layer: LayerSpec, tokens: int) -> int:
     return min(LANES, (layer.window + tokens - 3) // _chunk(layer) + 2)
 
 
-def _high(queries: int, most: int) -> int:
+def _tiles_m(queries: int, most: int) -> int:
     """Tiles of 8 rows per CTA."""
-    return next((high for high in TILES if queries <= 8 * high and high <= most), most)
+    return next((tiles_m for tiles_m in TILES if queries <= 8 * tiles_m and tiles_m <= most), most)
 
 
 def _spread(layer: LayerSpec, batch: int, tokens: int, processors: int) -> int:
@@ -236,27 +282,27 @@ def _spread(layer: LayerSpec, batch: int, tokens: int, processors: int) -> int:
     takes less time, as long as none waits for another one's end."""
     queries, dim = tokens * layer.heads // layer.kv_heads, _padded(layer.head_dim)
     seen = batch * layer.kv_heads * lanes_seen(layer, tokens)
-    for high in TILES:
-        at_once = 2 if dim <= PAIRED[0] and high <= PAIRED[1] else 1
-        if seen * _shares(queries, high) <= at_once * processors:
-            return high
-    return _high(queries, TILES[-1])
+    for tiles_m in TILES:
+        at_once = 2 if dim <= PAIRED_HEAD_DIM and tiles_m <= PAIRED_TILES_M else 1
+        if seen * _shares(queries, tiles_m) <= at_once * processors:
+            return tiles_m
+    return _tiles_m(queries, TILES[-1])
 
 
-def _most_walking(dim: int) -> int:
-    return WIDE_TILES if dim == WIDE else TILES[-1]
+def _max_fused_tiles_m(dim: int) -> int:
+    return WIDE_TILES_M if dim == WIDE else TILES[-1]
 
 
-def _most_alone(dim: int, prepared: int) -> int:
+def _max_unprepared(dim: int, prepared: int) -> int:
     """Vectors per CTA up to which `split` runs without `prepare`. prepared: CTAs of `prepare`."""
     if dim != WIDE:
-        return ALONE_VECTORS
-    return MOST_WIDE if prepared > MANY_PREPARED else ALONE_WIDE
+        return UNPREPARED_VECTORS
+    return UNPREPARED_VECTORS_WIDE_MANY if prepared > MANY_PREPARE_CTAS else UNPREPARED_VECTORS_WIDE
 
 
-def _together(dim: int) -> int:
+def _vectors_per_warp(dim: int) -> int:
     """Vectors that a warp makes at a time where there are many."""
-    return TOGETHER_WIDE if dim == WIDE else TOGETHER
+    return VECTORS_PER_WARP_WIDE if dim == WIDE else VECTORS_PER_WARP
 
 
 def _parts(vectors: int) -> int:
@@ -264,33 +310,35 @@ def _parts(vectors: int) -> int:
     return -(-vectors // 8)
 
 
-def _shares(queries: int, high: int) -> int:
+def _shares(queries: int, tiles_m: int) -> int:
     """CTAs that share a KV head's rows."""
-    return -(-queries // (8 * high))
+    return -(-queries // (8 * tiles_m))
 
 
 def _variant(
-    file: str, heads: _Heads, kv8: int, high: int | None = None, together: int = 1
+    file: str, heads: _Heads, kv8: int, tiles_m: int | None = None, vectors_per_warp: int = 1
 ) -> Variant:
     size = ("HD", heads.padded), ("DIM", heads.dim), ("CHUNK", heads.chunk)
-    tiles = () if high is None else (("NT", high),)
+    tiles = () if tiles_m is None else (("NT", tiles_m),)
     raw = () if heads.normed else (("NORMED", 0),)
-    lanes = (("VECTOR", 32 // together),) if together > 1 else ()
+    lanes = (("VECTOR", 32 // vectors_per_warp),) if vectors_per_warp > 1 else ()
     return Variant(file, (*size, ("KV8", kv8), *tiles, *raw, *lanes))
 
 
-def _filled(high: int) -> int:
+def _filled(tiles_m: int) -> int:
     """Rows of a CTA in the tensor cores, which take sixteen at a time."""
-    return -(-high // 2) * 16
+    return -(-tiles_m // 2) * 16
 
 
-def _fixed(heads: _Heads, high: int) -> int:
+def _fixed(heads: _Heads, tiles_m: int) -> int:
     """Bytes of `Shared` in attention_chunk.cuh."""
     slices, chunk = CHUNK // heads.chunk, heads.chunk
-    return _filled(high) * (heads.padded + chunk) * 2 + 8 * high * (slices * (chunk + 4) * 4 + 16)
+    return _filled(tiles_m) * (heads.padded + chunk) * 2 + 8 * tiles_m * (
+        slices * (chunk + 4) * 4 + 16
+    )
 
 
-def _room_together(dim: int, tokens: int, kv8: int) -> int:
+def _vectors_bytes(dim: int, tokens: int, kv8: int) -> int:
     """Further bytes of shared memory where a warp computes several vectors at a time: norms'
     weights and angles, new keys and values (attention_split.cu)."""
     return 4 * dim * (2 + tokens) + 2 * tokens * (dim * (1 if kv8 else 2) + 16)
@@ -306,12 +354,12 @@ def _chunk(layer: LayerSpec) -> int:
     return SHORT_CHUNK if short or _padded(layer.head_dim) == WIDE else CHUNK
 
 
-def _ring(heads: _Heads, high: int, kv8: int) -> tuple[int, int]:
-    """Stages of `walk`'s ring, and bytes with all that is beside it: of half a multiprocessor's
+def _ring(heads: _Heads, tiles_m: int, kv8: int) -> tuple[int, int]:
+    """Stages of `fused`'s ring, and bytes with all that is beside it: of half a multiprocessor's
     shared memory if enough stages fit into that, else of all."""
-    fixed, stage = _fixed(heads, high), STAGE * heads.padded * (1 if kv8 else 2) + 16
+    fixed, stage = _fixed(heads, tiles_m), STAGE_KEYS * heads.padded * (1 if kv8 else 2) + 16
     half = ((SHARED_LIMIT - 1024) // 2 - fixed) // stage
-    stages = half if half >= FEWEST else (SHARED_LIMIT - fixed) // stage
+    stages = half if half >= MIN_STAGES else (SHARED_LIMIT - fixed) // stage
     return stages, fixed + stages * stage
 
 

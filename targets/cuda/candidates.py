@@ -16,7 +16,8 @@ from targets.cuda.launch import Launcher, Variant, address
 from targets.cuda.ops import Choosing, Linear, NarrowHead, Rows
 from targets.sampling_params import SamplingTable
 
-SCREEN, RESCORE = Variant("screen"), Variant("rescore")
+SCREEN = Variant("screen")
+RESCORE = Variant("rescore")
 ROOM = 4096
 """Candidates of a row at most."""
 SCREEN_CTAS = SCREEN_THREADS = certified.MOST_TOP_K
@@ -24,8 +25,10 @@ RESIDENT = 4
 """CTAs of screen.cu that fit on a multiprocessor: all of them must run at once."""
 STAGED = 10
 """Quads of a thread of screen.cu, of logits and of biases, in its CTA's shared memory at most."""
-RESCORE_THREADS, CHAINS = 256, 4
-"""Threads per CTA of rescore.cu, and its CTAs per multiprocessor."""
+RESCORE_THREADS = 256
+"""Threads per CTA of rescore.cu."""
+RESCORE_CTAS_PER_SM = 4
+"""CTAs of rescore.cu per multiprocessor."""
 BLOCK_BYTES = 64 + 64 + 8
 """Bytes of its shared memory per 32 inputs: a candidate's values, the inputs, the block's place."""
 TABLE = SamplingTable._fields[:-1]
@@ -96,15 +99,31 @@ class Candidates:
         found = torch.empty((m, ROOM), dtype=torch.int32, device=device)
         count = torch.empty(m, dtype=torch.int32, device=device)
         batch, quads = staged(*rows.tokens.shape)
-        table = [getattr(rules.sampling_params, name) for name in TABLE]
         job = _ScreenJob(
-            *map(address, (out, narrow.error, x.data, rules.bias, rows.start, rows.slot)),
-            *map(address, table),
-            *map(address, (self._reached, found, count, self._turns)),
-            *(head.n, m, rows.tokens.shape[1], int(needs_sampler), ROOM),
-            *(batch, x.k_blocks, x.block),
-            *(softcap or 0.0, certified.TIES * (softcap or 0.0)),
-            *(int8.SAFETY, certified.MORE / sqrt(head.k), certified.LONGEST),
+            logits=address(out),
+            error=address(narrow.error),
+            x=address(x.data),
+            bias=address(rules.bias),
+            start=address(rows.start),
+            slot=address(rows.slot),
+            **{name: address(getattr(rules.sampling_params, name)) for name in TABLE},
+            reached=address(self._reached),
+            found=address(found),
+            count=address(count),
+            turns=address(self._turns),
+            vocab=head.n,
+            rows=m,
+            tokens=rows.tokens.shape[1],
+            shaped=int(needs_sampler),
+            room=ROOM,
+            batch=batch,
+            k_blocks=x.k_blocks,
+            block=x.block,
+            softcap=softcap or 0.0,
+            ties=certified.TIES * (softcap or 0.0),
+            safety=int8.SAFETY,
+            more=certified.MORE / sqrt(head.k),
+            longest=certified.LONGEST,
         )
         room = 16 * SCREEN_THREADS * quads
         self._launch(SCREEN, "screen", (SCREEN_CTAS, 1, 1), SCREEN_THREADS, [job], room)
@@ -119,13 +138,30 @@ class Candidates:
         out: Tensor,
     ) -> None:
         plan = tiles.schedule_of(head, self._processors)
+        found, count = candidates
         job = _RescoreJob(
-            *map(address, (head.data, head.scale, x.data, *candidates, out)),
-            *(ROOM, head.n, x.rows, plan.ctas, plan.tiles, plan.steps),
-            *(plan.row_groups, plan.wide, plan.depth),
-            *(2 * tiles.INPUTS * x.block, softcap or 0.0),
+            weight=address(head.data),
+            scale=address(head.scale),
+            x=address(x.data),
+            found=address(found),
+            count=address(count),
+            logits=address(out),
+            room=ROOM,
+            vocab=head.n,
+            rows=x.rows,
+            ctas=plan.ctas,
+            tiles=plan.tiles,
+            steps=plan.steps,
+            row_groups=plan.row_groups,
+            wide=plan.wide,
+            depth=plan.depth,
+            x_bytes=2 * tiles.INPUTS * x.block,
+            softcap=softcap or 0.0,
         )
-        grid, room = (CHAINS * self._processors, 1, 1), plan.steps * plan.depth * BLOCK_BYTES
+        grid, room = (
+            (RESCORE_CTAS_PER_SM * self._processors, 1, 1),
+            plan.steps * plan.depth * BLOCK_BYTES,
+        )
         self._launch(RESCORE, "rescore", grid, RESCORE_THREADS, [job], room)
 
 

@@ -156,7 +156,10 @@ class CapturedCycle:
         assert isinstance(target.ops, Kernels), "references wait for the host: no capture"
         self.target, self.ops, self.drafter, self.k = target, target.ops, drafter, k
         self.script = script
-        make = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=target.device)  # noqa: E731
+
+        def make(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=target.device)
+
         slots = target.slots
         self.state = SlotState(
             make(slots), make(slots), make(slots, STOPS), make(slots), make(slots)
@@ -271,12 +274,15 @@ class CapturedCycle:
         drafter: Proposer[CapturedBatch] = self.drafter
         if key.limited:
             drafter = _LimitedDrafter(self.drafter, state.most)
-        masks = None
+        masks: Callable[[], torch.Tensor] | None = None
         if guides is not None:
             drafter = LedDrafter(drafter, guides.leading, cut)
-            masks = lambda: (cut(), guides.masks)[1]  # noqa: E731
+            masks = partial(_masks_after, cut, guides)
         target = _CapturedTarget(self.target, masks, self.script)
-        accept = lambda _, chosen: sampler.accept(rows, chosen)  # noqa: E731
+
+        def accept(_: CapturedBatch, chosen: torch.Tensor) -> torch.Tensor:
+            return sampler.accept(rows, chosen)
+
         done = cycle(target, drafter, batch, key.k, accept)
         result = CycleResult(done.step.chosen, done.accepted, done.proposal.source)
         sampler.commit(history, places, rows, result, (state.stops, state.limit), records)
@@ -296,12 +302,18 @@ class CapturedCycle:
         longest = self.target.max_len
         words = [
             [
-                *(s.slot, len(s.tokens), s.tokens[-1]),
-                *(min(s.prompt_len + s.max_tokens, longest), s.most_guesses(self.k)),
+                s.slot,
+                len(s.tokens),
+                s.tokens[-1],
+                min(s.prompt_len + s.max_tokens, longest),
+                s.most_guesses(self.k),
             ]
             for s in seqs
         ]
-        put = lambda values: page_locked(values).to(device, non_blocking=True)  # noqa: E731
+
+        def put(values: np.ndarray) -> torch.Tensor:
+            return page_locked(values).to(device, non_blocking=True)
+
         slot, length, last, limit, most = put(np.array(words, np.int32)).unbind(1)
         at = slot.long()
         if self.script is not None:
@@ -310,6 +322,12 @@ class CapturedCycle:
         self.state.live[at] = 1
         self.state.stops[at] = put(stops)
         self.target.cache.tokens[at, length.long() - 1] = last
+
+
+def _masks_after(cut: Callable[[], None], guides: Guides) -> torch.Tensor:
+    """End the part of the graph whose draft the host takes; the next one reads the host's masks."""
+    cut()
+    return guides.masks
 
 
 def _launched(seqs: tuple[Sequence, ...], tape: Tape, words: torch.Tensor) -> Launched:

@@ -23,26 +23,49 @@ TOKENS = 1, 8, 16
 """Tokens of an expert that are multiplied together: with one row, at most with few, with many."""
 INTEGER_TOKENS = 1, 4, 8, 16
 """The same with integer codes: four tokens fill all columns of an MMA."""
-PIECE, WIDE_PIECE, SLOTS, PARTS = 3, 2, 2, 2
-"""Of kernels/moe.cu: blocks of inputs per piece of weights that is copied at once, the same with
-16-bit weights, pieces of a warp's ring, and parts of k that a warp of `down` has."""
-GROUPED_ROWS, GROUPED_UNITS, GROUPED_BLOCKS, GROUPED_STAGES = 64, 16, 4, 3
-"""Of a long prefill (kernels/grouped.cu): an expert's rows and units per CTA, 32-input blocks per
-stage of its ring, and stages."""
+BLOCKS_PER_STAGE = 3
+"""32-input blocks of weights per stage of a warp's ring (kernels/moe.cu)."""
+BLOCKS_PER_STAGE_BF16 = 2
+"""The same with 16-bit weights."""
+RING_STAGES = 2
+"""Stages of a warp's ring."""
+K_SPLITS_PER_WARP = 2
+"""Parts of k that a warp of `down` has."""
+GROUPED_ROWS = 64
+"""Rows of an expert per CTA in a long prefill (kernels/grouped.cu)."""
+GROUPED_UNITS = 16
+"""Units of an expert's weight per CTA of grouped.cu."""
+GROUPED_BLOCKS = 4
+"""32-input blocks per stage of its ring."""
+GROUPED_STAGES = 3
+"""Stages of its ring."""
 GROUPED_PITCH = GROUPED_BLOCKS * 2 * tiles.INPUTS + 64
 """Bytes between two rows' inputs."""
-MOST_CTAS, SHARED_OF_PROCESSOR, SHARED_BESIDE = 3, 228 << 10, 2560
-"""Per multiprocessor: CTAs for which registers suffice, and bytes of shared memory; bytes that each
-CTA takes beside its own shared memory."""
-BRIEF_ROWS, BRIEF_ROWS_OF_4_BITS = 4, 1
+MAX_CTAS_PER_SM = 3
+"""CTAs of moe.cu per multiprocessor for which registers suffice."""
+SHARED_PER_SM = 228 << 10
+"""Bytes of shared memory of a multiprocessor."""
+SHARED_OVERHEAD = 2560
+"""Bytes that each CTA of moe.cu takes beside its dynamic shared memory."""
+BRIEF_ROWS = 4
 """Rows up to which experts' weights are read so quickly that the dense branch may end before they
-begin; the second number is for 4-bit weights (docs/performance.md)."""
-MOST_HIDDEN, MOST_WIDTH = 3072, 768
-"""Inputs of an expert's two matrices that CTAs have shared memory for."""
-MOST_EXPERTS, MOST_PICKED = 256, 32
-"""Limits of `pick`: experts for which it has registers; picks, of which a lane stores one each."""
-ROUTER_CTAS, ROUTER_GROUPS, ROUTER_BLOCKS = 8, 8, 100
-"""Tiles, k groups and blocks of inputs of the largest router weight that `route` takes."""
+begin (docs/performance.md)."""
+BRIEF_ROWS_OF_4_BITS = 1
+"""The same with 4-bit weights."""
+MOST_HIDDEN = 3072
+"""Most inputs of an expert's gate and up that CTAs have shared memory for."""
+MOST_WIDTH = 768
+"""The same of its down."""
+MOST_EXPERTS = 256
+"""Most experts for which `pick` has registers."""
+MOST_PICKED = 32
+"""Most picks per row: each lane of `pick` stores one."""
+ROUTER_CTAS = 8
+"""Tiles of the largest router weight that `route` takes: one per CTA."""
+ROUTER_GROUPS = 8
+"""k groups of a router weight that `route` takes: one per warp."""
+ROUTER_BLOCKS = 100
+"""Most 32-input blocks of such a weight."""
 ROUTER_ROWS = 8, 16
 """Rows of its input that `route` takes: of the variant for few rows, and at most."""
 
@@ -131,14 +154,29 @@ class Experts:
         numbers = torch.empty((x.rows, moe.top_k), dtype=torch.int32, device=x.data.device)
         shares = torch.empty((x.rows, moe.top_k), device=x.data.device)
         pick = _Pick(
-            *map(address, (per_expert, rows.tokens, rows.slot, numbers, shares)),
-            *(moe.experts, moe.top_k, rows.tokens.shape[1], self._factor),
+            per_expert=address(per_expert),
+            tokens=address(rows.tokens),
+            slot=address(rows.slot),
+            numbers=address(numbers),
+            shares=address(shares),
+            experts=moe.experts,
+            top_k=moe.top_k,
+            width=rows.tokens.shape[1],
+            factor=self._factor,
         )
         plan = tiles.schedule_of(proj, self._processors)
         at_once = x.rows <= ROUTER_ROWS[-1] and _fits(plan)
         if at_once:
-            places = plan.steps, plan.depth, plan.ctas, x.k_blocks, x.block, x.rows
-            router = _Router(*map(address, (proj.data, x.data)), *places)
+            router = _Router(
+                weight=address(proj.data),
+                x=address(x.data),
+                steps=plan.steps,
+                depth=plan.depth,
+                tiles=plan.ctas,
+                k_blocks=x.k_blocks,
+                block=x.block,
+                rows=x.rows,
+            )
             room = tiles.TILE_BYTES["bf16"] + 2 * tiles.INPUTS * x.rows
             shared, grid = _blocks(plan) * room, (ROUTER_CTAS, 1, 1)
             self._launch(
@@ -179,9 +217,17 @@ class Experts:
         rows, (count, units) = len(x), weight.data.shape[:2]
         out = torch.empty((rows, weight.n), dtype=torch.bfloat16, device=x.device)
         job = _GroupedJob(
-            *map(address, (weight.data, weight.scale, x, out, ends)),
-            *(weight.n, weight.k, units, tiles.expert_inputs(weight.k) // tiles.INPUTS, count),
-            int(weight.layout == "experts_gated"),
+            weight=address(weight.data),
+            scale=address(weight.scale),
+            x=address(x),
+            out=address(out),
+            ends=address(ends),
+            n=weight.n,
+            k=weight.k,
+            units=units,
+            blocks=tiles.expert_inputs(weight.k) // tiles.INPUTS,
+            experts=count,
+            gated=int(weight.layout == "experts_gated"),
         )
         unit = 2 * tiles.TILE_BYTES[weight.kind]
         stage = GROUPED_ROWS * GROUPED_PITCH + GROUPED_UNITS * GROUPED_BLOCKS * unit
@@ -202,15 +248,34 @@ def _job(
 ) -> _ExpertsJob:
     """blocked: 32-input blocks of x, and tokens per block."""
     (count, units), (rows, top_k) = weight.data.shape[:2], numbers.shape
-    own = 1 if weight.layout == "experts_gated" else min(PARTS, weight.k_groups)
+    own = 1 if weight.layout == "experts_gated" else min(K_SPLITS_PER_WARP, weight.k_groups)
     blocks, k_groups = tiles.expert_inputs(weight.k) // tiles.INPUTS, weight.k_groups // own
     row_groups = WARPS // k_groups
     each = -(-weight.k // (tiles.INPUTS * weight.k_groups))
     return _ExpertsJob(
-        *map(address, (weight.data, weight.scale, x, out, numbers)),
-        *(weight.n, units, blocks, count, rows * top_k, top_k, rows, *blocked),
-        *(row_groups, k_groups, own, -(-units // row_groups), each),
-        *(0, out.shape[-1], 0, 0),
+        weight=address(weight.data),
+        scale=address(weight.scale),
+        x=address(x),
+        out=address(out),
+        numbers=address(numbers),
+        n=weight.n,
+        units=units,
+        blocks=blocks,
+        experts=count,
+        pairs=rows * top_k,
+        top_k=top_k,
+        rows=rows,
+        k_blocks=blocked[0],
+        block=blocked[1],
+        row_groups=row_groups,
+        k_groups=k_groups,
+        parts=own,
+        groups=-(-units // row_groups),
+        each=each,
+        processors=0,
+        out_stride=out.shape[-1],
+        f16=0,
+        ready=0,
     )
 
 
@@ -227,20 +292,20 @@ def _blocks(plan: tiles.Schedule) -> int:
 
 def _ctas(shared: int, most: int) -> int:
     """CTAs per multiprocessor, which share its part of the weights."""
-    fit = SHARED_OF_PROCESSOR // (shared + SHARED_BESIDE)
-    return max(1, min(MOST_CTAS, fit)) if most < TOKENS[-1] else 2
+    fit = SHARED_PER_SM // (shared + SHARED_OVERHEAD)
+    return max(1, min(MAX_CTAS_PER_SM, fit)) if most < TOKENS[-1] else 2
 
 
 def _shared(job: _ExpertsJob, kind: str, most: int) -> int:
     """Each warp's ring, twice the sums of all parts of k but one, inputs (of integers with the
     scales of their parts), and the pairs by expert."""
-    blocks = WIDE_PIECE if tiles.BITS[kind] == 16 else PIECE
-    ring = WARPS * SLOTS * blocks * 2 * tiles.TILE_BYTES[kind]
+    blocks = BLOCKS_PER_STAGE_BF16 if tiles.BITS[kind] == 16 else BLOCKS_PER_STAGE
+    ring = WARPS * RING_STAGES * blocks * 2 * tiles.TILE_BYTES[kind]
     fours = -(-most // 4) if kind == tiles.INTEGERS else max(most // 4, 2)
     sums = 2 * (job.k_groups - 1) * job.row_groups * fours * 32 * 16
     inputs = WARPS * min(most, job.rows) * job.parts * job.each * 2 * tiles.INPUTS
     if kind == tiles.INTEGERS:
-        inputs += WARPS * PARTS * fours * 16
+        inputs += WARPS * K_SPLITS_PER_WARP * fours * 16
     return ring + sums + inputs + job.pairs * (8 + 4)
 
 

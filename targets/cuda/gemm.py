@@ -17,11 +17,13 @@ from targets.cuda.ops import Linear
 RING_BYTES = 160 << 10
 """Most bytes of a CTA's ring for few tokens. With 8 KiB more, a 12B verify of five tokens takes 1 %
 longer."""
-SHORT_STEPS, SHORT_BYTES = 6, 80 << 10
-"""Steps and bytes of the ring that are enough with 4-bit weights and up to `SHORT_ROWS` tokens.
-More in flight delays all accesses to L2, and does not fill the ring sooner
-(docs/performance.md)."""
 SHORT_ROWS = 4
+"""Most tokens with which the ring of a 4-bit weight is short: more in flight delays all accesses to
+L2, and does not fill the ring sooner (docs/performance.md)."""
+SHORT_STEPS = 6
+"""Steps that a short ring holds."""
+SHORT_BYTES = 80 << 10
+"""Bytes that a short ring may have in any case."""
 ROOMY_BYTES = 208 << 10
 """Bytes of a ring that leaves room for other kernels' CTAs: where it could not hold a whole weight,
 it holds all steps but one. The next kernel then starts when the first step has been multiplied.
@@ -35,10 +37,12 @@ WIDE_FROM = 32
 cores need warpgroups."""
 FEW = tuple(block for block in BLOCKS if block < WIDE_FROM)
 MANY = tuple(block for block in BLOCKS if block >= WIDE_FROM)
-LATE_ROWS, LATE_BYTES = 8, 256 << 10
-"""Where memory is fast, with up to so many tokens and from so many bytes per CTA of a 4-bit weight,
-the next kernel starts late: when the copies of all weights have been issued. With smaller weights,
-or wider ones, that costs as much as it gains there."""
+LATE_TRIGGER_ROWS = 8
+"""Most tokens with which, where memory is fast, the kernel after a 4-bit weight starts late: when
+the copies of all weights have been issued."""
+LATE_TRIGGER_BYTES = 256 << 10
+"""Fewest bytes per CTA of such a weight. With smaller weights, or wider ones, a late start costs as
+much as it gains."""
 FAST_RATE = 2000
 """Bytes per cycle from which memory counts as fast: an H200's does, an H100's does not."""
 AHEAD_BYTES = 256 << 10
@@ -50,10 +54,20 @@ ROUNDS_ROWS = 4
 """Tokens up to which inputs are copied once per round of the ring (kernels/gemm.cu)."""
 BARRIERS = 16
 """Bytes of a stage's two barriers."""
-PLAIN, GATED, LOGITS, PER_LAYER = range(4)
-"""What is done with the sums (gemm.cu)."""
-AT_ONCE, IN_TURN, ALL_ASKED = range(3)
-"""When the next kernel starts (linear.cuh)."""
+PLAIN = 0
+"""Epilogue (linear.cuh): sums are scaled and stored as float32."""
+GATED = 1
+"""Epilogue: gates and ups are combined and stored as the next weight's input."""
+LOGITS = 2
+"""Epilogue: as PLAIN, then the softcap."""
+PER_LAYER = 3
+"""Epilogue: gates are combined with per-layer inputs and stored as the next weight's input."""
+TRIGGER_AT_ONCE = 0
+"""The next kernel may start at once (linear.cuh)."""
+TRIGGER_IN_TURN = 1
+"""It may start when all kernels before this one have ended."""
+TRIGGER_AFTER_COPIES = 2
+"""It may start when the copies of all weights have been issued."""
 
 
 class _GemmJob(Structure):
@@ -80,8 +94,8 @@ def variants(kinds: set[str]) -> set[Variant]:
     many = {
         _many(kind, block, depth) for kind in of_many for block in MANY for depth in tiles.DEPTHS
     }
-    gather = {_gather(kind, block) for kind in mine for block in MANY}
-    return few | many | gather
+    reduce = {_reduce(kind, block) for kind in mine for block in MANY}
+    return few | many | reduce
 
 
 class Gemm:
@@ -157,17 +171,41 @@ class Gemm:
         this one start."""
         assert x.k_groups == (weight.k_groups if weight.layout == "row_parallel" else 1)
         plan, form = tiles.schedule_of(weight, self._processors), tiles.form_of(weight)
+        ahead, pace = self._before(plan, form)
         job = _GemmJob(
-            *map(address, (weight.data, weight.scale, x.data, out, inputs)),
-            *(None, address(certified)),
-            0 if inputs is None else inputs.stride(0),
-            *(weight.n, plan.ctas, plan.tiles, plan.passes, plan.steps),
-            *(plan.row_groups, plan.k_groups, plan.depth, x.k_blocks),
-            *(tiles.k_stride(weight), 0, *self._before(plan, form)),
-            *(x.rows, stride, out_groups, epilogue, softcap, int(silu)),
-            *(int(f16), room, self._next(plan, form, x.block, late), int(ready)),
-            plan.step_bytes(weight.dealt or form),
-            int(self._still(x.block)),
+            weight=address(weight.data),
+            scale=address(weight.scale),
+            x=address(x.data),
+            out=address(out),
+            inputs=address(inputs),
+            partial=None,
+            certified=address(certified),
+            inputs_stride=0 if inputs is None else inputs.stride(0),
+            n=weight.n,
+            ctas=plan.ctas,
+            tiles=plan.tiles,
+            passes=plan.passes,
+            steps=plan.steps,
+            row_groups=plan.row_groups,
+            k_groups=plan.k_groups,
+            depth=plan.depth,
+            k_blocks=x.k_blocks,
+            k_stride=tiles.k_stride(weight),
+            stages=0,
+            ahead=ahead,
+            pace=pace,
+            rows=x.rows,
+            out_stride=stride,
+            out_groups=out_groups,
+            epilogue=epilogue,
+            softcap=softcap,
+            silu=int(silu),
+            f16=int(f16),
+            room=room,
+            next=self._next(plan, form, x.block, late),
+            ready=int(ready),
+            apart=plan.step_bytes(weight.dealt or form),
+            alone=int(self._still(x.block)),
         )
         if x.block in FEW:
             roomy = self._roomy(form, x.block)
@@ -188,9 +226,9 @@ class Gemm:
     def _next(self, plan: tiles.Schedule, kind: str, block: int, late: bool) -> int:
         """When the next kernel starts. late: as in `run`."""
         if late:
-            return IN_TURN
+            return TRIGGER_IN_TURN
         waits = _short(kind, block) or self._still(block)
-        return ALL_ASKED if waits or self._long(plan, kind, block) else AT_ONCE
+        return TRIGGER_AFTER_COPIES if waits or self._long(plan, kind, block) else TRIGGER_AT_ONCE
 
     def _still(self, block: int) -> bool:
         """Whether memory is idle for most of a layer."""
@@ -203,9 +241,9 @@ class Gemm:
 
     def _long(self, plan: tiles.Schedule, kind: str, block: int) -> bool:
         """Whether the next kernel starts late behind a 4-bit weight of this size."""
-        few = tiles.BITS[kind] == 4 and block <= LATE_ROWS
+        few = tiles.BITS[kind] == 4 and block <= LATE_TRIGGER_ROWS
         size = plan.passes * plan.steps * plan.step_bytes(kind)
-        return few and size >= LATE_BYTES and self._fast
+        return few and size >= LATE_TRIGGER_BYTES and self._fast
 
     def _wide(self, x: Input, form: str, plan: tiles.Schedule, job: _GemmJob) -> None:
         job.stages, shared = many_stages(plan, form, x.block)
@@ -221,8 +259,8 @@ class Gemm:
         partial = torch.empty(size, device=x.data.device)
         job.partial = partial.data_ptr()
         self._wide(x, form, plan, job)
-        variant = _gather(form, x.block)
-        self._launch(variant, "gather", (count, blocks, 1), 4 * x.block, [job])
+        variant = _reduce(form, x.block)
+        self._launch(variant, "reduce", (count, blocks, 1), 4 * x.block, [job])
 
 
 def _few(kind: str, block: int, wide: int) -> Variant:
@@ -233,7 +271,7 @@ def _many(kind: str, block: int, depth: int) -> Variant:
     return tiles.weight_variant("wide", kind, ("TOKENS", block), ("DEPTH", depth))
 
 
-def _gather(kind: str, block: int) -> Variant:
+def _reduce(kind: str, block: int) -> Variant:
     return tiles.weight_variant("gemm_reduce", kind, ("TOKENS", block))
 
 

@@ -175,7 +175,10 @@ class Graphs:
 
 def idle_rows(batch: int, tokens: int, device: torch.device) -> Rows:
     """Rows that store nothing: what a graph is captured with, and padded with."""
-    make = lambda value, *shape: torch.full(shape, value, dtype=torch.int32, device=device)  # noqa: E731
+
+    def make(value: int, *shape: int) -> torch.Tensor:
+        return torch.full(shape, value, dtype=torch.int32, device=device)
+
     return Rows(make(NO_GUESS, batch, tokens), make(0, batch), make(-1, batch))
 
 

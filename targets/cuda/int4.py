@@ -24,9 +24,11 @@ SHRINKAGES = tuple(1 - step / 50 for step in range(21))
 """What is tried as a group's scale on load, in parts of that which fits its largest value."""
 AT_ONCE = 1 << 26
 """Values that are rounded at once: the trials take several times their memory."""
-TOP, RAISED = 11, 20
-"""Scales are below 2 ** TOP, so that sixteen times as much is a float16 too, and 2 ** RAISED times
-what they mean: codes are the last bits of float16s, and so much less (kernels/tile.cuh)."""
+SCALE_TOP = 11
+"""Stored scales are below 2 ** SCALE_TOP, so that sixteen times as much is a float16 too."""
+SCALE_SHIFT = 20
+"""Stored scales are 2 ** SCALE_SHIFT times the real ones: codes are the last bits of float16s, and
+so much less (kernels/tile.cuh)."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,11 @@ class Int4:
     def values(self) -> Tensor:
         """[..., n, k] float16, without `row`: what meets an input, to the bit."""
         inner = self.codes.shape[-1]
-        spread = lambda part: part.repeat_interleave(GROUP, -1)[..., :inner]  # noqa: E731
-        scale = spread(self.scale).float() / 2**RAISED
+
+        def spread(part: Tensor) -> Tensor:
+            return part.repeat_interleave(GROUP, -1)[..., :inner]
+
+        scale = spread(self.scale).float() / 2**SCALE_SHIFT
         if self.zero is None:  # multiplied and added at once
             return (self.codes * scale - spread(self._middle).float()).half()
         return ((self.codes.float() - spread(self.zero)) * scale).half()
@@ -56,7 +61,7 @@ class Int4:
     @property
     def _middle(self) -> Tensor:
         """What the code 8 of a group is."""
-        return self.scale * (MIDDLE / 2**RAISED)
+        return self.scale * (MIDDLE / 2**SCALE_SHIFT)
 
 
 def from_stored(stored: Stored, values: Tensor) -> Int4 | None:
@@ -117,8 +122,8 @@ def _in_rows(scale: Tensor) -> tuple[Tensor, Tensor]:
     largest = scale.abs().amax(-1) if scale.ndim == 2 else scale.abs().max()
     exponent = torch.frexp(largest.clamp(min=1e-30)).exponent
     one = torch.ones_like(scale[..., 0])
-    raised = scale / torch.ldexp(one, exponent - TOP)[..., None]
-    return raised.half(), torch.ldexp(one, exponent - TOP + RAISED)
+    raised = scale / torch.ldexp(one, exponent - SCALE_TOP)[..., None]
+    return raised.half(), torch.ldexp(one, exponent - SCALE_TOP + SCALE_SHIFT)
 
 
 def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from targets.cuda.int4 import GROUP
 
-MIDDLE, LARGEST = 128, 127
-"""The code of 0, and how far codes go to either side of it."""
+MIDDLE = 128
+"""The code of 0."""
+LARGEST = 127
+"""Codes go this far to either side of MIDDLE."""
 TOP = 5
 """Scales are below 2 ** TOP, times the row's power of two: 1,152 scales, which kernels subtract
 from a code, are then a float16."""

@@ -120,10 +120,20 @@ class Kernels:
         assert (head.kind, head.layout) == ("bf16", "plain"), head.kind
         plan = tiles.schedule_of(head, self.processors)
         return Embed(
-            *map(address, (head.data, head.scale, tokens, h)),
-            *(head.n, head.k, plan.ctas, plan.tiles, plan.steps),
-            *(plan.row_groups, plan.k_groups, plan.wide, plan.depth),
-            torch.tensor(head.k**0.5, dtype=torch.bfloat16).item(),
+            table=address(head.data),
+            row=address(head.scale),
+            tokens=address(tokens),
+            h=address(h),
+            vocab=head.n,
+            hidden=head.k,
+            ctas=plan.ctas,
+            tiles=plan.tiles,
+            steps=plan.steps,
+            row_groups=plan.row_groups,
+            k_groups=plan.k_groups,
+            wide=plan.wide,
+            depth=plan.depth,
+            factor=torch.tensor(head.k**0.5, dtype=torch.bfloat16).item(),
         )
 
     def gated(self, x: Input, gate_up: Linear, kind: str, ready: bool = False) -> Input:

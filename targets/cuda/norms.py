@@ -79,8 +79,12 @@ class Norms:
         m, hidden = h.shape
         x, x_router, x_experts = (make_input(m, hidden, h.device) for _ in openings)
         job = _Others(
-            *map(address, (router.pre, experts.pre, x_router.data, x_experts.data)),
-            *(int(router.kind != "bf16"), int(experts.kind != "bf16")),
+            router_norm=address(router.pre),
+            experts_norm=address(experts.pre),
+            router=address(x_router.data),
+            experts=address(x_experts.data),
+            narrow_router=int(router.kind != "bf16"),
+            narrow_experts=int(experts.kind != "bf16"),
         )
         arguments = [
             self._job(h, dense, closing, x, _late(dense)),
@@ -93,8 +97,19 @@ class Norms:
         return x, x_router, x_experts
 
     def _job(self, h: Tensor, opening: Opening, closing: Closing, x: Input, late: bool) -> _AddNorm:
-        pointers = map(address, (h, closing.post, closing.scalar, opening.pre, x.data, x.scale))
-        return _AddNorm(*pointers, h.shape[1], x.k_blocks, x.block, self._eps, int(late))
+        return _AddNorm(
+            h=address(h),
+            post=address(closing.post),
+            scalar=address(closing.scalar),
+            pre=address(opening.pre),
+            x=address(x.data),
+            scale=address(x.scale),
+            hidden=h.shape[1],
+            k_blocks=x.k_blocks,
+            block=x.block,
+            eps=self._eps,
+            late=int(late),
+        )
 
 
 def _late(opening: Opening) -> bool:
@@ -109,8 +124,14 @@ def _added(branch: Tensor | Parts | Mixture | None) -> tuple[str, list[Any]]:
     if isinstance(branch, Mixture):
         name, dense = _added(branch.dense)
         routed = branch.routed
-        pointers = branch.dense_norm, branch.routed_norm, routed.parts, routed.shares
-        job = _Mixture(*map(address, (*pointers, routed.numbers)), routed.numbers.shape[1])
+        job = _Mixture(
+            dense_norm=address(branch.dense_norm),
+            routed_norm=address(branch.routed_norm),
+            parts=address(routed.parts),
+            shares=address(routed.shares),
+            numbers=address(routed.numbers),
+            top_k=routed.numbers.shape[1],
+        )
         return name.replace("add_norm", "add_norm_mixture"), [*dense, job]
     if isinstance(branch, Parts):
         return "add_norm_groups", [as_groups(branch)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -111,7 +111,10 @@ def load_params(checkpoint: Checkpoint, arch: Arch, dtype: str, device: str, ops
         return check_sound((dequantised(stored, values), None), checkpoint.path, name)
 
     with ThreadPoolExecutor(READERS) as readers:
-        each = lambda make, items: list(readers.map(make, items))  # noqa: E731
+
+        def each(make: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+            return list(readers.map(make, items))
+
         rounds = not checkpoint.has_four_bits
         return _build(
             arch, Reader(source, all_tensors(arch), dtype, ops, Staging(device), rounds), each

@@ -30,8 +30,10 @@ ROOM = 24 << 20
 """Floats of a chunk's scratch memory: sums of 4-bit weights before rounding, scores and shares."""
 SCORES = ROOM * 2 // 3
 """Scores at once, and half as much for their softmax. More was no faster."""
-GATED_ROWS, ROWS = 1280, 16
-"""Most rows of gate and up in memory at once, since they are a layer's widest; cut at multiples."""
+GATED_ROWS = 1280
+"""Most rows of gate and up in memory at once, since they are a layer's widest."""
+GATED_ROWS_MULTIPLE = 16
+"""Such rows are cut at multiples of this."""
 MOST_ROWS = 512
 """Queries at once: each is multiplied with all keys of the last one, more in a larger block."""
 
@@ -144,9 +146,18 @@ class PrefillKernels:
         for part in (k, v):
             part[count:] = 0  # met by shares of 0, and must not be NaN
         place = _Place(
-            *(t.data_ptr() for t in (store.k, store.v, k, v)),
-            *(store.size, store.k.shape[-1], dim, heads),
-            *(self.chunk.slot, start, self.tokens, oldest),
+            k=store.k.data_ptr(),
+            v=store.v.data_ptr(),
+            keys=k.data_ptr(),
+            values=v.data_ptr(),
+            entries=store.size,
+            padded=store.k.shape[-1],
+            dim=dim,
+            kv_heads=heads,
+            slot=self.chunk.slot,
+            start=start,
+            tokens=self.tokens,
+            oldest=oldest,
         )
         variant = attention(store.k.dtype, dim)
         if oldest < start:
@@ -234,7 +245,7 @@ def _factor_of_sums(x: PrefillInput, weight: Dense) -> Tensor | None:
 
 def _some_rows(rows: int, most: int) -> Iterator[slice]:
     """All rows, about equally many at once and no more than `most`."""
-    size = -(-rows // -(-rows // most) // ROWS) * ROWS
+    size = -(-rows // -(-rows // most) // GATED_ROWS_MULTIPLE) * GATED_ROWS_MULTIPLE
     return (slice(first, min(first + size, rows)) for first in range(0, rows, size))
 
 

@@ -13,8 +13,10 @@ from targets.cuda.launch import Launcher, Library, Variant
 from targets.cuda.prefill_steps import PrefillInput
 
 THREADS = 512
-QUADS, PACKS = 4, 6
-"""What a thread holds of a row at most (prefill.cu): pieces of 4 floats, of 8 narrow values."""
+QUADS = 4
+"""Most pieces of 4 floats of a row that a thread of prefill.cu holds."""
+PACKS = 6
+"""Most pieces of 8 narrow values of a row that a thread of prefill.cu holds."""
 
 SOFTMAX = Variant("prefill_softmax")
 

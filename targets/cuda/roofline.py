@@ -20,9 +20,14 @@ from targets.tensors import all_tensors
 
 TABLES = ("embed_tokens", "embed_tokens_per_layer")
 """Only looked up; but the one that is `Arch.head` is read whole, or its codes are."""
-GROUPS, REPLAYS = 10, 8
-"""Timed groups of back-to-back forwards: a group hides the clock's own resolution."""
-STREAM, CPU_BLOCK = 2**34, 2**26
+GROUPS = 10
+"""Timed groups of back-to-back forwards."""
+REPLAYS = 8
+"""Forwards per group: a group hides the clock's own resolution."""
+STREAM_BYTES = 2**34
+"""Bytes that a GPU reads to measure its bandwidth."""
+CPU_BLOCK_BYTES = 2**26
+"""The same on a CPU."""
 
 
 def weight_bytes(
@@ -79,8 +84,8 @@ def read_bandwidth(device: str) -> float:
         return _stream()
     import torch
 
-    block = torch.ones(CPU_BLOCK // 4)
-    return CPU_BLOCK / min(_seconds(block.sum) for _ in range(10))
+    block = torch.ones(CPU_BLOCK_BYTES // 4)
+    return CPU_BLOCK_BYTES / min(_seconds(block.sum) for _ in range(10))
 
 
 def _stream() -> float:
@@ -90,7 +95,7 @@ def _stream() -> float:
     from targets.cuda.bandwidth import stream_bandwidth
 
     torch.cuda.empty_cache()
-    size = min(STREAM, free_bytes() // 2 >> 30 << 30)
+    size = min(STREAM_BYTES, free_bytes() // 2 >> 30 << 30)
     if not size:
         raise UserError("no 2 GiB are free to measure the read bandwidth: use fewer --batches")
     bandwidth = stream_bandwidth(size)

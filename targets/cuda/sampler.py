@@ -17,10 +17,14 @@ from targets.sampling_params import Rules, SamplingTable
 
 CLUSTER = 8
 """CTAs that choose one row's token together."""
-THREADS, WARP = 1024, 32
+THREADS = 1024
+"""Threads per CTA of sample.cu."""
+WARP = 32
+"""Threads per CTA of cycle.cu."""
 TURNS = 2
 """kTurns of cycle.cu: records, written in turn."""
-SAMPLE, CYCLE = Variant("sample"), Variant("cycle")
+SAMPLE = Variant("sample")
+CYCLE = Variant("cycle")
 
 
 class _SampleJob(Structure):
@@ -148,12 +152,28 @@ class Sampler:
         size = (m, words) if needs_sampler else 0
         counts = torch.empty(size, dtype=torch.int32, device=self._device)
         width, most = (0, 0) if place.guesses is None else (place.guesses.shape[1], LIKELIEST)
+        ids, draft_ids = known or (None, None)
         job = _SampleJob(
-            *map(address, (logits, *(known or (None, None)), rules.bias, rules.history)),
-            *map(address, (rows.start, rows.slot, *rules.sampling_params)),
-            *map(address, (counts, place.chosen, masks, place.guesses)),
-            *(words, vocab, rules.history.stride(0), tokens, int(needs_sampler)),
-            *(width, place.j, most),
+            logits=address(logits),
+            ids=address(ids),
+            draft_ids=address(draft_ids),
+            bias=address(rules.bias),
+            history=address(rules.history),
+            start=address(rows.start),
+            slot=address(rows.slot),
+            **{name: address(leaf) for name, leaf in rules.sampling_params._asdict().items()},
+            counts=address(counts),
+            chosen=address(place.chosen),
+            masks=address(masks),
+            guesses=address(place.guesses),
+            words=words,
+            vocab=vocab,
+            stride=rules.history.stride(0),
+            tokens=tokens,
+            shaped=int(needs_sampler),
+            width=width,
+            j=place.j,
+            most=most,
         )
         share = (words + 4 * CLUSTER - 1) // (4 * CLUSTER) * 4
         room = 4 * share if needs_sampler else 0
@@ -171,7 +191,10 @@ class Sampler:
         token, then k times NO_GUESS. state: length and live [slots]. turn [1] int32: is
         advanced."""
         batch = len(slots)
-        make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=self._device)  # noqa: E731
+
+        def make(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=self._device)
+
         rows = Rows(make(batch, k + 1), make(batch), make(batch))
         tensors = (history, *state, slots, rows.tokens, rows.start, rows.slot, turn)
         arguments = [*map(pointer, tensors), *map(c_int, (history.stride(0), k))]

@@ -30,6 +30,11 @@ def blank_table(slots: int, device: str) -> SamplingTable:
     return SamplingTable(*map(place, sampling_params.blank_table(slots)))
 
 
+def _row(leaf: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    """The row of leaf [slots, ...] at slot [1]; the host does not wait for the index."""
+    return leaf.index_select(0, slot)[0]
+
+
 def choose_greedy(logits: torch.Tensor, bias: torch.Tensor, rows: Rows) -> torch.Tensor:
     """logits [B, T, V], bias [slots, V] -> [B, T] int32; ties go to the lowest id."""
     own = bias.index_select(0, rows.slot.clamp(min=0))
@@ -59,15 +64,15 @@ def choose(
     chosen = []
     for b in range(batch):
         slot = rows.slot[b : b + 1].clamp(min=0)
-        mine = lambda leaf: leaf.index_select(0, slot)[0]  # noqa: B023, E731
-        rule = SamplingTable(*map(mine, sampling_params))
+        rule = SamplingTable(*(_row(leaf, slot) for leaf in sampling_params))
+        own_bias, own_history = _row(bias, slot), _row(history, slot)
         positions = rows.start[b] + torch.arange(tokens, device=logits.device)
         noise = None
         if rule.temperature > 0:
             # drawn as integers, which do not depend on neighbouring rows: for all rows at once
             noise = uniform(rule.seed, positions + 1, logits.shape[-1])
         for t in range(tokens):
-            row = penalise(logits[b, t] + mine(bias), rule, mine(history), positions[t])
+            row = penalise(logits[b, t] + own_bias, rule, own_history, positions[t])
             # each row's noise is cloned, because logs are taken of it row by row
             drawn = row if noise is None else _drawn(row, rule, noise[t].clone())
             chosen.append(drawn.argmax().int())

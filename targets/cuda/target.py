@@ -163,7 +163,10 @@ class CudaTarget:
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
         rows = self.feed(seqs, draft)
         if constrained(seqs):
-            masks = lambda: self.on_device(mask_rows(seqs, draft, self.vocab))  # noqa: E731
+
+            def masks() -> torch.Tensor | None:
+                return self.on_device(mask_rows(seqs, draft, self.vocab))
+
             out = self.step(rows, needs_sampler, logprobs, masks)
         else:
             out = (self._graphs or self).step(rows, needs_sampler, logprobs)

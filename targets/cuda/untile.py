@@ -15,8 +15,10 @@ from targets.cuda import four_bits, tiles
 from targets.cuda.launch import Launcher, Variant
 from targets.cuda.ops import Dense, Linear
 
-THREADS, LAID_BYTES = 512, 96 << 10
-"""Threads per CTA; bytes that it lays out at once, with two CTAs per multiprocessor."""
+THREADS = 512
+"""Threads per CTA of untile.cu."""
+CTA_BYTES = 96 << 10
+"""Bytes that a CTA lays out at once: two CTAs fit on a multiprocessor."""
 WHOLE_BYTES = 256 << 20
 """Bytes up to which gates and ups are untiled whole. Smaller ones in two parts would double the
 launches of a prompt that is bound by launches, and save less memory than `down` takes anyway."""
@@ -29,7 +31,7 @@ class _Job(Structure):
         *((name, c_void_p) for name in ("tiled", "out")),
         *((name, c_int) for name in ("n", "k", "passes", "ctas", "tiles")),
         *((name, c_int) for name in ("row_groups", "k_groups", "wide", "depth")),
-        *((name, c_int) for name in ("steps", "together", "groups", "gate_rows")),
+        *((name, c_int) for name in ("steps", "steps_per_cta", "groups", "gate_rows")),
     )
 
 
@@ -101,22 +103,32 @@ class Untile:
         assert weight.k % 8 == 0 and weight.dealt != "int16" and not _stays(weight), weight
         groups = tiles.k_stride(weight) if plan.k_groups > 1 else 1
         step = groups * plan.depth * tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
-        together = min(plan.steps, max(1, LAID_BYTES // (plan.tiles * tiles.TILE * step)))
+        steps_per_cta = min(plan.steps, max(1, CTA_BYTES // (plan.tiles * tiles.TILE * step)))
         job = _Job(
-            *(weight.data.data_ptr() + part.before, out.data_ptr()),
-            *(part.rows, weight.k, part.passes, plan.ctas, plan.tiles),
-            *(plan.row_groups, plan.k_groups, plan.wide, plan.depth, plan.steps, together),
-            groups,
-            tiles.GATE_ROWS.get(weight.layout, 0),
+            tiled=weight.data.data_ptr() + part.before,
+            out=out.data_ptr(),
+            n=part.rows,
+            k=weight.k,
+            passes=part.passes,
+            ctas=plan.ctas,
+            tiles=plan.tiles,
+            row_groups=plan.row_groups,
+            k_groups=plan.k_groups,
+            wide=plan.wide,
+            depth=plan.depth,
+            steps=plan.steps,
+            steps_per_cta=steps_per_cta,
+            groups=groups,
+            gate_rows=tiles.GATE_ROWS.get(weight.layout, 0),
         )
         grid = (
             part.ctas,
-            -(-plan.steps // together) * (plan.k_groups // groups),
+            -(-plan.steps // steps_per_cta) * (plan.k_groups // groups),
             _count(weight) * part.passes,
         )
         rows, pads = plan.tiles * tiles.TILE, tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
-        places = groups * plan.tiles * plan.depth * together
-        shared = rows * (together * step + pads + 4) + 8 * places
+        places = groups * plan.tiles * plan.depth * steps_per_cta
+        shared = rows * (steps_per_cta * step + pads + 4) + 8 * places
         self._launch(_variant(weight.kind), "untile", grid, THREADS, [job], shared, early=False)
 
     def _plain_scale(self, weight: Linear, part: slice | None = None) -> Tensor | None:

@@ -28,11 +28,18 @@ PIECES = 12
 """Most pieces of a step's weights that the producers copy, each from one CTA of the deal."""
 BARRIERS = 16
 """Bytes of a stage's two barriers."""
-ADD_THREADS, QUANTISE_THREADS = 256, 1024
+ADD_THREADS = 256
+"""Threads per CTA of `add_groups`."""
+QUANTISE_THREADS = 1024
+"""Threads per CTA of `quantise`."""
 WIDEST = 3 * 8 * QUANTISE_THREADS
 """What a CTA of quantise.cu holds of a row."""
-PLAIN, GATED, PART = range(3)
-"""What becomes of sums (w8a8.cu)."""
+PLAIN = 0
+"""Epilogue (w8a8.cu): sums are scaled and stored as float32."""
+GATED = 1
+"""Epilogue: gates and ups are combined and stored as f16."""
+PART = 2
+"""Epilogue: sums of a part of k are stored unscaled."""
 AROUND = Variant("quantise")
 
 
@@ -69,14 +76,14 @@ class Parts:
 @dataclass(frozen=True)
 class Share:
     """What a CTA of w8a8.cu takes: up to `take` row groups of one of `runs` runs of `run` each, and
-    `share` k groups of them, with `together` tiles per warp. Sums do not depend on these
+    `share` k groups of them, with `tiles_per_warp` tiles per warp. Sums do not depend on these
     numbers."""
 
     runs: int
     run: int
     take: int
     share: int
-    together: int
+    tiles_per_warp: int
 
     @property
     def ctas(self) -> int:
@@ -112,15 +119,19 @@ def share_out(plan: tiles.Schedule, apart: bool, block: int, blocks: int, proces
 
 
 def as_groups(parts: Parts) -> KGroups:
-    return KGroups(*map(address, (parts.sums, parts.scale)), len(parts.sums))
+    return KGroups(
+        parts=address(parts.sums),
+        scale=address(parts.scale),
+        count=len(parts.sums),
+    )
 
 
 def variants(blocks: tuple[int, ...] = NARROW_BLOCKS) -> set[Variant]:
     """The variants for all weights, with inputs in blocks of so many tokens."""
     multiply = {
-        _variant(block, depth, together)
-        for block, depth, together in product(blocks, tiles.DEPTHS, (1, 2))
-        if together == 1 or block <= AT_ONCE
+        _variant(block, depth, tiles_per_warp)
+        for block, depth, tiles_per_warp in product(blocks, tiles.DEPTHS, (1, 2))
+        if tiles_per_warp == 1 or block <= AT_ONCE
     }
     return {AROUND} | multiply
 
@@ -176,19 +187,36 @@ class W8A8:
         items = blocks * own.ctas * (plan.k_groups // own.share)
         stages, shared = ring(plan, own, x.block)
         job = _W8A8Job(
-            *map(address, (weight.data, weight.scale, x.data, x.scale, out)),
-            *(weight.n, plan.ctas, plan.steps, plan.row_groups, plan.k_groups, plan.wide),
-            *(own.runs, own.run, own.take, own.share),
-            *(x.k_blocks, tiles.k_stride(weight), stages, x.rows, epilogue),
-            *(blocks, items),
+            weight=address(weight.data),
+            scale=address(weight.scale),
+            x=address(x.data),
+            x_scale=address(x.scale),
+            out=address(out),
+            n=weight.n,
+            ctas=plan.ctas,
+            steps=plan.steps,
+            row_groups=plan.row_groups,
+            k_groups=plan.k_groups,
+            wide=plan.wide,
+            runs=own.runs,
+            run=own.run,
+            take=own.take,
+            share=own.share,
+            k_blocks=x.k_blocks,
+            k_stride=tiles.k_stride(weight),
+            stages=stages,
+            rows=x.rows,
+            epilogue=epilogue,
+            blocks=blocks,
+            items=items,
         )
         grid = (min(items, self._processors), 1, 1)
-        variant = _variant(x.block, plan.depth, own.together)
+        variant = _variant(x.block, plan.depth, own.tiles_per_warp)
         self._launch(variant, "w8a8", grid, threads(plan, own, x.block), [job], shared)
 
 
-def _variant(block: int, depth: int, together: int) -> Variant:
-    macros = ("TOKENS", block), ("DEPTH", depth), ("TILES", together)
+def _variant(block: int, depth: int, tiles_per_warp: int) -> Variant:
+    macros = ("TOKENS", block), ("DEPTH", depth), ("TILES", tiles_per_warp)
     return Variant("w8a8", macros)
 
 
@@ -204,4 +232,4 @@ def ring(plan: tiles.Schedule, own: Share, block: int) -> tuple[int, int]:
 def threads(plan: tiles.Schedule, own: Share, block: int) -> int:
     """Warps for the tiles, in whole warpgroups, and the producers (w8a8.cu)."""
     tiles_of_cta = own.take * plan.wide
-    return 128 * -(-tiles_of_cta // (4 * own.together)) + 128
+    return 128 * -(-tiles_of_cta // (4 * own.tiles_per_warp)) + 128

@@ -102,7 +102,9 @@ class CacheExchange:
         parts = layers.queries_in_parts(q, layer, key_norm) if layer.k_eq_v else (q,)
 
         def part(first: Array) -> Array:
-            cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, some)  # noqa: E731
+            def cut(x: Array) -> Array:
+                return jax.lax.dynamic_slice_in_dim(x, first, some)
+
             span = Span(self.span.first + first, cut(self.span.start), cut(self.span.count))
             own = CacheExchange(span)
             return own._attend(tuple(map(cut, parts)), stored, repeat, layer.window)

@@ -182,7 +182,10 @@ def _run_repeats(
     body: Callable[[tuple, tuple], tuple[tuple, tuple]], carry: tuple, groups: tuple, repeats: int
 ) -> tuple[tuple, Any]:
     """A scan; or one repeat after the other, where weights lie apart."""
-    is_apart = lambda leaf: isinstance(leaf, Apart)  # noqa: E731
+
+    def is_apart(leaf: Any) -> bool:
+        return isinstance(leaf, Apart)
+
     if not any(map(is_apart, jax.tree.leaves(groups, is_leaf=is_apart))):
         return jax.lax.scan(body, carry, groups)
     states = []

@@ -73,9 +73,11 @@ class Apart:
     repeats: tuple[Any, ...]
 
 
-APART_BYTES, APART_LAYERS = 128 << 10, 16
-"""A weight of so many bytes a layer is worth it, where a program of all layers, none of them in a
-loop, does not take too long to compile, and weights may be there twice while they are cut."""
+APART_BYTES = 128 << 10
+"""Bytes per layer from which a weight's layers are kept in arrays of their own."""
+APART_LAYERS = 16
+"""Most layers of a model for which that is done: a program of all layers, none of them in a loop,
+takes long to compile, and weights may be there twice while they are cut."""
 
 
 def apart(params: Params, arch: Arch) -> Params:

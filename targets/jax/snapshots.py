@@ -70,7 +70,10 @@ class ArraySnapshot:
 
     def arrays(self) -> Any:
         """The tree on the device."""
-        here = lambda leaf: leaf.on_device() if isinstance(leaf, HostArray) else leaf  # noqa: E731
+
+        def here(leaf: Any) -> Any:
+            return leaf.on_device() if isinstance(leaf, HostArray) else leaf
+
         return jax.tree.map(here, self.tree)
 
 

@@ -25,8 +25,10 @@ STEPS = {
 }
 """By the kind of weight that reads what they make."""
 ORDERED = Variant("ordered", (), SOURCES)
-ORDERED_THREADS, TOGETHER = 256, 32
-"""Threads per CTA of ordered.cu; rows of a weight that a CTA scores at once."""
+ORDERED_THREADS = 256
+"""Threads per CTA of ordered.cu."""
+ROWS_PER_CTA = 32
+"""Rows of a weight that a CTA of ordered.cu scores."""
 
 
 class _Beside(Structure):
@@ -64,7 +66,10 @@ class AssistantKernels(Kernels):
 
     def lay_out(self, rows: Rows, k: int, longest: int) -> DraftLayout:
         batch = len(rows.slot)
-        make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=self.device)  # noqa: E731
+
+        def make(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=self.device)
+
         layout = DraftLayout(make(batch), make(k, batch), make(k, batch))
         arguments = [*map(pointer, (rows.start, rows.slot, *layout))]
         arguments += [c_int(n) for n in (batch, k, longest)]
@@ -75,9 +80,15 @@ class AssistantKernels(Kernels):
         m = len(tokens)
         x = make_input(m, 2 * table.k, self.device)
         job = _Beside(
-            self.lookup(table, tokens, states.rows),
-            *map(address, (states.slot, states.norm, x.data)),
-            *(tokens.stride(0), len(states.rows) - 1, x.k_blocks, x.block, self.arch.eps),
+            table=self.lookup(table, tokens, states.rows),
+            slot=address(states.slot),
+            norm=address(states.norm),
+            x=address(x.data),
+            token_stride=tokens.stride(0),
+            spare=len(states.rows) - 1,
+            k_blocks=x.k_blocks,
+            block=x.block,
+            eps=self.arch.eps,
         )
         # everything before the first step of a cycle has ended when it starts; later steps may rely
         # on that, and on each guess (sample.cu) to have seen all before it end
@@ -91,13 +102,24 @@ class AssistantKernels(Kernels):
         fits = torch.empty((m, clusters), device=self.device)
         logits = torch.empty((m, head.vocab), device=self.device)
         job = _Ordered(
-            *map(address, (h, norm, head.centroids, head.rows, head.ids, fits, logits)),
-            *(width, clusters, words, head.read, head.vocab),
-            *(self.arch.eps, head.softcap or 0.0),
+            h=address(h),
+            norm=address(norm),
+            centroids=address(head.centroids),
+            rows=address(head.rows),
+            ids=address(head.ids),
+            fits=address(fits),
+            logits=address(logits),
+            width=width,
+            clusters=clusters,
+            words=words,
+            read=head.read,
+            vocab=head.vocab,
+            eps=self.arch.eps,
+            softcap=head.softcap or 0.0,
         )
         launch = partial(self._launch, ORDERED, threads=ORDERED_THREADS, arguments=[job])
-        launch("fit", (-(-clusters // TOGETHER), m, 1), shared=4 * width)
-        launch("score", (head.read, m, -(-words // TOGETHER)), shared=4 * width + 8 * clusters)
+        launch("fit", (-(-clusters // ROWS_PER_CTA), m, 1), shared=4 * width)
+        launch("score", (head.read, m, -(-words // ROWS_PER_CTA)), shared=4 * width + 8 * clusters)
         return logits
 
     def keep(self, states: Tensor, rows: Rows, features: Tensor, accepted: Tensor) -> None:

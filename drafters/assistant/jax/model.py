@@ -124,7 +124,10 @@ def score(weights: Weights, spec: AssistantSpec, target_ids: Array | None, y: Ar
         return Scores(_capped(spec, project_wide(y, weights["head"])), target_ids)
     count, each = spec.clusters.count, spec.arch.vocab // spec.clusters.count
     _, best = jax.lax.top_k(project_wide(y, weights["centroids"]), spec.clusters.read)
-    split = lambda leaf: leaf.reshape(count, each, *leaf.shape[1:])[best]  # noqa: E731
+
+    def split(leaf: Array) -> Array:
+        return leaf.reshape(count, each, *leaf.shape[1:])[best]
+
     rows = jax.tree.map(split, weights["head"])
     ids = split(weights["token_ordering"]).reshape(len(y), -1)
     return Scores(_capped(spec, _products(y, rows).reshape(len(y), -1)), ids)

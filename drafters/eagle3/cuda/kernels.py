@@ -49,7 +49,10 @@ class DraftKernels(Kernels):
 
     def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> DraftLayout:
         batch, width = len(rows.slot), pending.chosen.shape[1]
-        make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=self.device)  # noqa: E731
+
+        def make(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=self.device)
+
         tokens, first, starts, slots = (
             make(batch, width),
             make(batch),
@@ -82,11 +85,17 @@ class DraftKernels(Kernels):
     def pair(self, table: Linear, tokens: Tensor, h: Tensor, norms: PairNorms, kind: str) -> Input:
         m = len(h)
         x = make_input(m, 2 * table.k, self.device)
-        weights = norms.embedding, norms.feedback, norms.hidden
         job = _Pair(
-            self.lookup(table, tokens, h),
-            *map(address, (*weights, x.data)),
-            *(tokens.stride(0), int(norms.residual), x.k_blocks, x.block, self.arch.eps),
+            table=self.lookup(table, tokens, h),
+            embedding=address(norms.embedding),
+            feedback=address(norms.feedback),
+            hidden=address(norms.hidden),
+            x=address(x.data),
+            token_stride=tokens.stride(0),
+            normed=int(norms.residual),
+            k_blocks=x.k_blocks,
+            block=x.block,
+            eps=self.arch.eps,
         )
         self._launch(INPUTS[kind], "pair", (m, 2, 1), ROW_THREADS, [job])
         return x

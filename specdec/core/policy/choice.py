@@ -20,9 +20,10 @@ from specdec.core.policy.survival import DISCOUNT, Survival
 SHADOW = 32
 """Cycles after which a drafter with weights that does not pay is tried again, as the text may have
 changed."""
-TRIALS, DEEPER = 0.01, 0.03
-"""Share of the time that trials may take: of a drafter that does not pay, and of longer drafts
-(more, as these emit more tokens)."""
+TRIALS = 0.01
+"""Share of the time that trials of a drafter that does not pay may take."""
+DEEPER = 0.03
+"""Share of the time that trials of longer drafts may take: more, as these emit more tokens."""
 APART = 4
 """Fewest cycles between trials of longer drafts."""
 ALLOWANCE = 0.7

@@ -10,9 +10,11 @@ REMEMBERED = 15
 """The cost of a kind of cycle is the median of this many last ones."""
 COMPILED = 1
 """First cycles of a kind that are ignored, as programs are compiled for them."""
-STRANGE, BELIEVED = 5.0, 3
-"""A cycle that takes more than 5 times its expected time is ignored as a pause (such as the
-compilation of a program for some request), but from the third one in a row on they count."""
+OUTLIER_FACTOR = 5.0
+"""A cycle that takes more than this many times its expected time is ignored as a pause, such as the
+compilation of a program for some request."""
+OUTLIERS_COUNT_FROM = 3
+"""From this many such cycles in a row on, they count."""
 
 
 class Work(NamedTuple):
@@ -55,9 +57,9 @@ class CostTable:
         self._seen.setdefault(place, deque(maxlen=REMEMBERED)).append(seconds)
 
     def _is_pause(self, place: Work, seconds: float) -> bool:
-        strange = bool(self._seen) and seconds > STRANGE * self.seconds(place)
+        strange = bool(self._seen) and seconds > OUTLIER_FACTOR * self.seconds(place)
         self._strange[place] = self._strange.get(place, 0) + 1 if strange else 0
-        return strange and self._strange[place] < BELIEVED
+        return strange and self._strange[place] < OUTLIERS_COUNT_FROM
 
     def seconds(self, work: Work) -> float:
         """The median time of such cycles; for a kind without measurements, that of the most similar

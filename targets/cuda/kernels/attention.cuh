@@ -69,15 +69,15 @@ struct Job {
   const int* start;
   const int* slot;
   void* x;        // the output projection's input
-  u16* q;         // [B * kv_heads, shares, fragments of `rows` rows]; null: `split` and `walk` prepare queries themselves
+  u16* q;         // [B * kv_heads, shares, fragments of `rows` rows]; null: `split` and `fused` prepare queries themselves
   float* partial; // [lanes, B * kv_heads, T * G, HD]: short contexts touch few pages
   float2* sums;   // [lanes, B * kv_heads, T * G]: (m, l)
   int stride;     // floats per row of qkv
   int batch, tokens, group, kv_heads;
   int entries, window;       // S; 0: global
   int own, k_eq_v;           // whether K/V are this layer's own; values are the raw keys
-  int stores;                // whether `walk` stores them, not `prepare`
-  int stages;                // of `walk`'s ring
+  int stores;                // whether `fused` stores them, not `prepare`
+  int stages;                // of `fused`'s ring
   int rows;                  // query rows per CTA where q is read
   int fp8, k_blocks, block, k_groups;  // of the layer that reads x: FP8 weights or bf16 ones; x's layout, block 0: rows
   float eps;

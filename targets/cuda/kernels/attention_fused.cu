@@ -6,8 +6,8 @@
 #include "ring.cuh"
 
 constexpr int kOutputs = HD / 2 + 4;  // floats per row, without bank conflicts
-constexpr int kPart = 64, kParts = kChunk / kPart;  // keys per stage of the ring
-constexpr u32 kStage = kPart * HD * sizeof(Cached);
+constexpr int kStageKeys = 64, kStagesPerChunk = kChunk / kStageKeys;  // keys per stage of the ring
+constexpr u32 kStage = kStageKeys * HD * sizeof(Cached);
 
 struct Ring {
   u32 at, full, empty;
@@ -23,13 +23,13 @@ struct Ring {
   // One lane of the producer: keys begin .. end of a chunk, of `width` bytes each.
   __device__ void fill(const Cached* chunk, int begin, int end) {
     const u32 width = HD * sizeof(Cached);
-    for (int part = 0; part < kParts; part++, advance()) {
-      const int from = max(begin - part * kPart, 0), to = min(end - part * kPart, kPart);
+    for (int part = 0; part < kStagesPerChunk; part++, advance()) {
+      const int from = max(begin - part * kStageKeys, 0), to = min(end - part * kStageKeys, kStageKeys);
       const u32 bytes = to > from ? (to - from) * width : 0;
       await(empty + 8 * stage, phase ^ 1);
       expect(full + 8 * stage, bytes);
       if (bytes)
-        copy(at + stage * kStage + from * width, chunk + size_t(part * kPart + from) * HD, bytes,
+        copy(at + stage * kStage + from * width, chunk + size_t(part * kStageKeys + from) * HD, bytes,
              full + 8 * stage);
     }
   }
@@ -40,7 +40,7 @@ struct Ring {
   }
   __device__ void release() {
     __syncwarp();
-    for (int part = 0; part < kParts; part++, advance())
+    for (int part = 0; part < kStagesPerChunk; part++, advance())
       if (threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
   }
 };
@@ -129,7 +129,7 @@ __device__ inline void give(const Job& job, const Work& work, const Shared& shar
   }
 }
 
-constexpr int kTogether = NT == 1 || HD <= 256 && NT == 2 ? 2 : 1;  // CTAs per multiprocessor
+constexpr int kCtasPerSm = NT == 1 || HD <= 256 && NT == 2 ? 2 : 1;  // CTAs per multiprocessor
 
 // The other warps.
 __device__ inline void consume(const Job& job, Work work, const Shared& shared, Ring& ring) {
@@ -141,8 +141,8 @@ __device__ inline void consume(const Job& job, Work work, const Shared& shared, 
 #pragma unroll 1
   for (; work.chunk >= 0; work.advance()) {
     const int key = warp % kKeyGroups * 16;
-    const Cached* keys = reinterpret_cast<const Cached*>(shared.rest + ring.ready(key / kPart));
-    keys += (key % kPart + g) * HD + warp / kKeyGroups * (HD / kSlices) + tg * 8;
+    const Cached* keys = reinterpret_cast<const Cached*>(shared.rest + ring.ready(key / kStageKeys));
+    keys += (key % kStageKeys + g) * HD + warp / kKeyGroups * (HD / kSlices) + tg * 8;
     score([&](int kb, int half) { return load8(keys + half * 8 * HD + kb * 32); }, shared);
     ring.release();
     consumers_sync(kWarps);
@@ -156,12 +156,12 @@ __device__ inline void consume(const Job& job, Work work, const Shared& shared, 
       if (lane == 0) shared.factors[warp + i * kWarps] = make_float4(keep[i], factor.x, factor.y, 0.0f);
     }
     consumers_sync(kWarps);
-    const Cached* parts[kParts];
-    for (int part = 0; part < kParts; part++)
+    const Cached* parts[kStagesPerChunk];
+    for (int part = 0; part < kStagesPerChunk; part++)
       parts[part] = reinterpret_cast<const Cached*>(shared.rest + ring.ready(part)) +
                     (warp * kTiles * 16 + g) * 32 + tg * 8;
     const auto values = [&](int kb, int n, int half) {
-      return load8(parts[kb * 32 / kPart] + kb * 32 % kPart * HD + (n * 16 + half * 8) * 32);
+      return load8(parts[kb * 32 / kStageKeys] + kb * 32 % kStageKeys * HD + (n * 16 + half * 8) * 32);
     };
     if (warp < kColumnWarps) add_values(values, work, shared, o);
     ring.release();
@@ -179,7 +179,7 @@ __device__ inline void consume(const Job& job, Work work, const Shared& shared, 
   give(job, work, shared, all, all_sums);
 }
 
-extern "C" __global__ void __launch_bounds__(288, kTogether) walk(const __grid_constant__ Job job) {
+extern "C" __global__ void __launch_bounds__(288, kCtasPerSm) fused(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) u8 memory[];
   const Shared shared(memory);
   const Work work(job, blockIdx.z, blockIdx.y, blockIdx.x, 0, 1);

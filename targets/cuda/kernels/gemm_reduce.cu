@@ -7,7 +7,7 @@
 
 // A thread per four sums; grid: (tiles, token blocks).
 extern "C" __global__ void __launch_bounds__(4 * TOKENS)
-    gather(const __grid_constant__ Job job) {
+    reduce(const __grid_constant__ Job job) {
   let_next_start();
   const int lane = threadIdx.x % 32, tile = blockIdx.x;
   Scales scales;

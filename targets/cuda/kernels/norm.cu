@@ -82,7 +82,7 @@ struct Mixed {
 // rms(dense) * dense_norm + rms(routed) * routed_norm. Threads without values read the last ones.
 template <class Dense>
 __device__ inline float load_branch(const AddNorm& job, const Mixed<Dense>& branch, float4 (&added)[kMax]) {
-  constexpr int kTogether = kMax <= 2 ? 8 : 2;  // ranks on their way at once
+  constexpr int kRanksAtOnce = kMax <= 2 ? 8 : 2;  // ranks on their way at once
   __shared__ float scratch[2][32];
   const Mixture& mixture = branch.job;
   const int m = blockIdx.x, quads = job.hidden / 4, top_k = mixture.top_k;
@@ -97,11 +97,11 @@ __device__ inline float load_branch(const AddNorm& job, const Mixed<Dense>& bran
     added[j] = branch.dense.load(m, i, gridDim.x, job.hidden);
     routed[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  for (int first = 0; first < top_k; first += kTogether) {
-    float4 part[kTogether][kMax];
-    float share[kTogether];
+  for (int first = 0; first < top_k; first += kRanksAtOnce) {
+    float4 part[kRanksAtOnce][kMax];
+    float share[kRanksAtOnce];
 #pragma unroll
-    for (int u = 0; u < kTogether; u++) {
+    for (int u = 0; u < kRanksAtOnce; u++) {
       const int r = min(first + u, top_k - 1);
       share[u] = shares[r];
 #pragma unroll
@@ -109,7 +109,7 @@ __device__ inline float load_branch(const AddNorm& job, const Mixed<Dense>& bran
         part[u][j] = load4(parts + size_t(r) * job.hidden, min(int(threadIdx.x) + j * kThreads, quads - 1));
     }
 #pragma unroll
-    for (int u = 0; u < kTogether; u++) {
+    for (int u = 0; u < kRanksAtOnce; u++) {
       if (first + u >= top_k || nobody) continue;
 #pragma unroll
       for (int j = 0; j < kMax; j++) {

@@ -10,15 +10,15 @@ struct Job {
   int n, k; // of one expert
   int passes, ctas, tiles;  // of one expert; of a pass, some of which may be left out; per CTA and pass
   int row_groups, k_groups, wide, depth;
-  int steps, together, groups;  // along k; of a CTA: steps and k groups
+  int steps, steps_per_cta, groups;  // along k; of a CTA: steps and k groups
   int gate_rows;  // of gate's rows, as many as stand together; 0: not gated
 };
 
 __device__ inline int row_of(const Job& job, int tile, int r) {  // -1: only pads
-  const int place = tile * 16 + r, together = job.gate_rows, half = job.n / 2;
-  if (!together) return place < job.n ? place : -1;
-  const int row = place / together / 2 * together + place % together;
-  return row < half ? row + place / together % 2 * half : -1;
+  const int place = tile * 16 + r, rows = job.gate_rows, half = job.n / 2;
+  if (!rows) return place < job.n ? place : -1;
+  const int row = place / rows / 2 * rows + place % rows;
+  return row < half ? row + place / rows % 2 * half : -1;
 }
 
 constexpr int kWarps = 16;
@@ -80,9 +80,9 @@ __device__ inline void store_rows(const Job& job, const u8* rows, int pitch, con
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) untile(const __grid_constant__ Job job) {
   extern __shared__ __align__(16) u8 rows[];
   const int width = job.groups * job.depth * 32;  // inputs of a step
-  const int parts = job.k_groups / job.groups, part = blockIdx.y % parts, first_step = blockIdx.y / parts * job.together;
-  const int steps = min(job.together, job.steps - first_step);
-  const int pitch = (job.together * width + 32) * kSize;  // so that a tile's rows lie in banks of their own
+  const int parts = job.k_groups / job.groups, part = blockIdx.y % parts, first_step = blockIdx.y / parts * job.steps_per_cta;
+  const int steps = min(job.steps_per_cta, job.steps - first_step);
+  const int pitch = (job.steps_per_cta * width + 32) * kSize;  // so that a tile's rows lie in banks of their own
   const int each = job.groups * job.row_groups * job.depth * job.wide, count = steps * each;
   int* numbers = reinterpret_cast<int*>(rows + job.tiles * 16 * pitch);
   uint2* places = reinterpret_cast<uint2*>(numbers + job.tiles * 16);

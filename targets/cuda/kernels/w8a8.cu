@@ -120,17 +120,17 @@ __device__ inline void produce(const Job& job, u32 ring, u32 full, int mine) {
     Piece pieces[3];
     find_pieces(job, own, mine, pieces);
     Place place(job, own);
-    // blocks of 32 inputs: a step's are together where groups are contiguous
-    const bool together = job.k_stride == 1;
-    const u32 inputs = together ? (mine ? 0 : kSlice) : mine < DEPTH ? kInputBytes : 0;
+    // blocks of 32 inputs: a step's are contiguous where groups are contiguous
+    const bool contiguous = job.k_stride == 1;
+    const u32 inputs = contiguous ? (mine ? 0 : kSlice) : mine < DEPTH ? kInputBytes : 0;
     if (item == blockIdx.x) {
       for (; ahead < min(job.stages, count); ahead++, place.next())
         all.weights(pieces, inputs, ring + ahead * own.stage, full + 8 * ahead, place.at);
       wait_for_previous();
     }
-    const int block = together ? own.part * job.share * job.steps * DEPTH : own.part * job.share + mine * job.k_stride;
+    const int block = contiguous ? own.part * job.share * job.steps * DEPTH : own.part * job.share + mine * job.k_stride;
     const u8* x = job.x + (size_t(own.block) * job.k_blocks + block) * kInputBytes;
-    const u32 to = job.take * own.chunk + (together ? 0 : mine * kInputBytes);
+    const u32 to = job.take * own.chunk + (contiguous ? 0 : mine * kInputBytes);
     int step = 0;
     for (int i = 0; i < count; i++) {
       const u32 here = ring + stage * own.stage, bar = full + 8 * stage;
@@ -145,7 +145,7 @@ __device__ inline void produce(const Job& job, u32 ring, u32 full, int mine) {
       x += job.k_stride * kSlice;
       if (++step == job.steps) {
         step = 0;
-        if (!together) x -= size_t(job.steps) * job.k_stride * kSlice - kInputBytes;
+        if (!contiguous) x -= size_t(job.steps) * job.k_stride * kSlice - kInputBytes;
       }
       if (++stage == job.stages) stage = 0, phase ^= 1;
     }

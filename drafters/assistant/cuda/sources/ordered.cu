@@ -5,7 +5,7 @@
 
 constexpr int kThreads = 256;
 constexpr int kLanes = 8;                      // that share a product of two rows
-constexpr int kTogether = kThreads / kLanes;  // products of a CTA at once
+constexpr int kRowsPerCta = kThreads / kLanes;  // products of a CTA at once
 
 struct Job {
   const float* h;        // [M, width], not normed yet
@@ -49,14 +49,14 @@ __device__ inline float product(const u16* row, const float* y, int width) {
   return warp_sum<kLanes>(sum);
 }
 
-// grid: clusters by kTogether, M. No word is scored yet, either.
+// grid: clusters by kRowsPerCta, M. No word is scored yet, either.
 extern "C" __global__ void __launch_bounds__(kThreads) fit(const __grid_constant__ Job job) {
   extern __shared__ float4 memory[];
   float* y = reinterpret_cast<float*>(memory);
-  const int m = blockIdx.y, first = blockIdx.x * kTogether, own = first + threadIdx.x / kLanes;
+  const int m = blockIdx.y, first = blockIdx.x * kRowsPerCta, own = first + threadIdx.x / kLanes;
   let_next_start();
   if (threadIdx.x == 0) {
-    const int count = min(kTogether, job.clusters - first);
+    const int count = min(kRowsPerCta, job.clusters - first);
     prefetch(job.centroids + size_t(first) * job.width, count * job.width * 2);
   }
   wait_for_previous();
@@ -102,13 +102,13 @@ __device__ inline int cluster_of(const Job& job, const float* fits, int rank, Sh
   return shared.cluster;
 }
 
-// grid: read, M, words of a cluster by kTogether
+// grid: read, M, words of a cluster by kRowsPerCta
 extern "C" __global__ void __launch_bounds__(kThreads) score(const __grid_constant__ Job job) {
   extern __shared__ float4 memory[];
   __shared__ Shared shared;
   float* y = reinterpret_cast<float*>(memory);
   u64* found = reinterpret_cast<u64*>(y + job.width);
-  const int m = blockIdx.y, word = blockIdx.z * kTogether + threadIdx.x / kLanes;
+  const int m = blockIdx.y, word = blockIdx.z * kRowsPerCta + threadIdx.x / kLanes;
   let_next_start();
   wait_for_previous();
   keep_normed(job, m, y);
