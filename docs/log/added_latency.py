@@ -30,9 +30,9 @@ from typing import Any
 
 from drafters import registry
 from serve.api import create_app
+from serve.lifecycle import Lifecycle
 from serve.runner import EngineRunner
 from serve.server import Server
-from serve.stage import Stage
 from specdec.assembly.engine import make_engine, warm_up
 from specdec.assembly.model import Model, load_model, random_model
 from specdec.core.config import ModelConfig
@@ -129,10 +129,10 @@ def per_token(clock: Clock) -> float:
 @contextmanager
 def server_of(engine: Engine, model: Model) -> Iterator[int]:
     """The port where it answers."""
-    stage = Stage()
-    app = create_app(EngineRunner(engine), Worded(model.tokenizer), model.name, stage=stage)
+    lifecycle = Lifecycle()
+    app = create_app(EngineRunner(engine), Worded(model.tokenizer), model.name, lifecycle=lifecycle)
     listening = socket.create_server(("127.0.0.1", 0))
-    with listening as listener, Server(listener, stage) as server:
+    with listening as listener, Server(listener, lifecycle) as server:
         server.open(app)
         yield listener.getsockname()[1]
 
