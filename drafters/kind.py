@@ -35,7 +35,7 @@ class NoOptions:
 
 
 @dataclass(frozen=True)
-class Asked:
+class DraftRequest:
     """The inputs from which a drafter is made. Written by `specdec.assembly.model`."""
 
     arch: Arch
@@ -154,9 +154,9 @@ class DrafterKind:
     """What users type."""
     summary: str
     """For `--help`, after the name."""
-    read: Callable[[Asked], Draft]
+    read: Callable[[DraftRequest], Draft]
     """Raises UserError for files that are missing, damaged, or of another target."""
-    random: Callable[[Asked], Draft] | None = None
+    random: Callable[[DraftRequest], Draft] | None = None
     """Makes it with random weights, for measurements; None: it has no weights."""
     resolve: Callable[[SpeculationConfig, str, bool], SpeculationConfig] = refuse_draft_model
     """(options, model's name, whether weights are random) -> the options checked, and what follows

@@ -17,20 +17,20 @@ from serve.anthropic.schema import MessagesRequest, PromptRequest
 from serve.body import body_schema, describe_bodies, errors_of, read_request
 from serve.chat_schema import ChatRequest
 from serve.choices import Choices, check_stream
+from serve.cycle_reports import Speculating
 from serve.docs import docs_routes
 from serve.errors import install_error_handlers
 from serve.generation import Context
 from serve.keys import Keys
+from serve.lifecycle import Lifecycle, lifecycle_routes
 from serve.metrics import Metrics
 from serve.models import model_routes
-from serve.reads import Speculating
 from serve.replies import ChatReply, CompletionReply, Json, Reply
 from serve.responses.routes import responses_routes
 from serve.responses.schema import ResponsesRequest
 from serve.runner import EngineRunner
 from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
-from serve.stage import Stage, stage_routes
 from serve.tokens import DetokenizeRequest, TokenizeText, token_routes
 from serve.ui.routes import ui_routes
 from specdec.constraints.grammar import first_line
@@ -58,7 +58,7 @@ def create_app(
     k: int | None = None,
     api_keys: Collection[str] = (),
     max_body: int = MAX_BODY,
-    stage: Stage | None = None,
+    lifecycle: Lifecycle | None = None,
     share_cache: bool = False,
     engine_label: str = "0",
     aliases: Collection[str] = (),
@@ -69,10 +69,10 @@ def create_app(
     api_keys: clients must send one of them on /v1 routes; if empty, no key is required.
     share_cache: whether callers with different keys reuse each other's prompts.
     aliases: further names of the model in the API.
-    stage: the stage of the server that runs this app; by default a new one.
+    lifecycle: the stage of the server that runs this app; by default a new one.
     engine_label: the metrics' label `engine`, where several engines serve one model.
     """
-    stage = stage or Stage()
+    lifecycle = lifecycle or Lifecycle()
     k = runner.engine.target.max_draft if k is None else k
     speculating = Speculating(drafter, k)
     metrics = Metrics(runner, model_name, speculating, engine_label)
@@ -82,10 +82,10 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        stage.doing = "reading the vocabulary"
+        lifecycle.doing = "reading the vocabulary"
         await asyncio.to_thread(_read_vocabulary, context)
         runner.start()
-        stage.runner = runner
+        lifecycle.runner = runner
         yield
         await asyncio.to_thread(runner.close)
 
@@ -94,12 +94,12 @@ def create_app(
     )
     app.state.metrics = metrics
     install_error_handlers(app)
-    guarded = [Depends(Keys(api_keys)), Depends(_open(stage))]
+    guarded = [Depends(Keys(api_keys)), Depends(_open(lifecycle))]
     for routes in (_openai_routes, responses_routes, anthropic_routes, token_routes):
         app.include_router(routes(context, max_body), dependencies=guarded)
     app.include_router(model_routes(context), dependencies=guarded)
     app.include_router(docs_routes(app))
-    app.include_router(stage_routes(stage))
+    app.include_router(lifecycle_routes(lifecycle))
     app.include_router(ui_routes())
     app.include_router(_operator_routes(context))
     describe_bodies(app, BODIES)
@@ -157,10 +157,10 @@ def _operator_routes(context: Context) -> APIRouter:
     return router
 
 
-def _open(stage: Stage):
+def _open(lifecycle: Lifecycle):
     """A dependency that raises ApiError 503 while the server takes no requests."""
 
     async def check() -> None:
-        stage.check()
+        lifecycle.check()
 
     return check

@@ -94,11 +94,14 @@ def _joined(pieces: Seqs[Piece]) -> Piece:
     """A choice's pieces merged into one. Without pieces (max_tokens: 0) its finish is "length"."""
     parts = tuple(with_unopened_thoughts(part for piece in pieces for part in piece.parts))
     tokens = tuple(token for piece in pieces for token in piece.tokens)
-    reads = tuple(read for piece in pieces for read in piece.reads)
+    cycle_reports = tuple(cycle for piece in pieces for cycle in piece.cycle_reports)
     if not pieces:
-        return Piece(parts, tokens, "length", reads=reads)
-    return Piece(parts, tokens, pieces[-1].finish, reads=reads, notice=pieces[-1].notice)
+        return Piece(parts, tokens, "length", cycle_reports=cycle_reports)
+    return Piece(
+        parts, tokens, pieces[-1].finish, cycle_reports=cycle_reports, notice=pieces[-1].notice
+    )
 
 
 def _speculation(piece: Piece) -> Json:
-    return {"speculation": [read.to_json() for read in piece.reads]} if piece.reads else {}
+    cycles = [cycle.to_json() for cycle in piece.cycle_reports]
+    return {"speculation": cycles} if cycles else {}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from serve.reads import Speculating
+from serve.cycle_reports import Speculating
 from serve.runner import EngineRunner
 from specdec.core.policy.choice import Policy
 from specdec.core.policy.report import alternatives, what_if

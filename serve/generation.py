@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from serve.chat_schema import ChatRequest
+from serve.cycle_reports import ChoiceReports, Speculating
 from serve.errors import ApiError
 from serve.gemma.output import GemmaOutput
 from serve.grammars import GrammarQueue
 from serve.lanes import Lanes
 from serve.metrics import Metrics
-from serve.reads import ReadsOfChoice, Speculating
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
 from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
@@ -118,8 +118,8 @@ class Generation:
         self._recited_by = [i for i, seq in enumerate(plan_.recitals) if seq is not None]
         self._open = set(range(len(ticket.sequences)))
         self._silent = set(range(len(texts)))  # no token yet
-        self._reads = {
-            index: ReadsOfChoice(context.tokenizer, context.speculating.of(seq.speculative))
+        self._cycle_reports = {
+            index: ChoiceReports(context.tokenizer, context.speculating.of(seq.speculative))
             for index, seq in enumerate(ticket.sequences)
             if seq.reported
         }
@@ -148,7 +148,7 @@ class Generation:
             self._check(update)
             if update.index < len(self._texts):
                 piece = self._feed(update)
-                if piece.parts or piece.tokens or piece.reads:
+                if piece.parts or piece.tokens or piece.cycle_reports:
                     ping_at = clock() + PING_SECONDS
                 yield update.index, piece
             else:
@@ -194,9 +194,9 @@ class Generation:
         text = self._texts[index]
         before, thought = text.token_count, text.output.reasoning_tokens
         piece = text.feed(update)
-        if (reads := self._reads.get(index)) is not None:
-            read = reads.feed(update, text.token_count - before, piece.finish is not None)
-            piece = replace(piece, reads=(read,))
+        if (cycle_reports := self._cycle_reports.get(index)) is not None:
+            read = cycle_reports.feed(update, text.token_count - before, piece.finish is not None)
+            piece = replace(piece, cycle_reports=(read,))
         self.usage.completion_tokens += text.token_count - before
         self.usage.reasoning_tokens += text.output.reasoning_tokens - thought
         metrics.generated(text.token_count - before)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from serve.cycle_reports import Speculating
 from serve.engine_metrics import LABELS, EngineCollector
-from serve.reads import Speculating
 from serve.runner import EngineRunner
 
 FIRST_TOKEN_BUCKETS = (

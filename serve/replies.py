@@ -108,7 +108,7 @@ class ChatReply:
 
 def _says_something(piece: Piece) -> bool:
     """Whether a piece must be sent even without text."""
-    return bool(piece.tokens or piece.reads) or piece.finish is not None
+    return bool(piece.tokens or piece.cycle_reports) or piece.finish is not None
 
 
 def _delta(part: Content | Reasoning | CallBegan | CallArguments) -> Json:

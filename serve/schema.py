@@ -23,7 +23,7 @@ from serve.errors import ApiError
 from serve.fields import ANY, check_names
 from serve.messages import Text
 from serve.options import Options
-from serve.wishes import Ids, SamplingWishes
+from serve.overrides import Ids, SamplingOverrides
 from specdec.core.types import MAX_DRAFT
 
 MAX_STOPS = 16
@@ -141,7 +141,7 @@ STOP_SCHEMA = {
 }
 
 
-class GenerationRequest(SamplingWishes):
+class GenerationRequest(SamplingOverrides):
     """Fields of both /v1/completions and /v1/chat/completions."""
 
     model: str | None = None

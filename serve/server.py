@@ -14,10 +14,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from serve.connections import BoundedProtocol, log_loop_failure
-from serve.front import Front
+from serve.lifecycle import Lifecycle
+from serve.loading_app import LoadingApp
 from serve.policy import AccessPolicy
 from serve.request_log import RequestLog
-from serve.stage import Stage
 from serve.traces import Around
 
 LAST_WORDS = 5.0
@@ -42,14 +42,15 @@ class Server:
     def __init__(
         self,
         listener: socket.socket,
-        stage: Stage,
+        lifecycle: Lifecycle,
         policy: AccessPolicy = ANYBODY,
         around: Around = lambda app: app,
     ) -> None:
         """around: adds further middleware to the app (`serve.traces`)."""
-        self._stage, self._listener, self._front = stage, listener, Front(stage)
+        self._lifecycle, self._listener = lifecycle, listener
+        self._loading_app = LoadingApp(lifecycle)
         config = uvicorn.Config(
-            RequestLog(around(policy.around(self._front))),
+            RequestLog(around(policy.around(self._loading_app))),
             http=BoundedProtocol,
             loop=EVENT_LOOP,
             ws="none",
@@ -73,13 +74,13 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         if self.alive:
-            self._in_loop(self._front.close())
+            self._in_loop(self._loading_app.close())
         self._uvicorn.should_exit = True
         self._thread.join()
 
     def open(self, app: FastAPI) -> None:
-        """Serve `app`, which must have been made with this server's stage, from now on."""
-        self._in_loop(self._front.open(app))
+        """Serve `app`, which must have been made with this server's lifecycle, from now on."""
+        self._in_loop(self._loading_app.open(app))
 
     def drain(self, seconds: float, hurried: Callable[[float], bool]) -> bool:
         """Refuse new requests and wait until the running ones have ended; those that still run
@@ -87,8 +88,8 @@ class Server:
 
         hurried: waits for the given seconds and returns whether to stop waiting.
         """
-        self._stage.draining = True
-        runner = self._stage.runner
+        self._lifecycle.draining = True
+        runner = self._lifecycle.runner
         assert runner is not None
         if not self._idle(seconds, hurried):
             runner.close(LAST_WORDS)
@@ -105,9 +106,9 @@ class Server:
     def _idle(self, seconds: float, hurried: Callable[[float], bool] = _patient) -> bool:
         """Wait up to `seconds` until no request is in flight; returns whether none is."""
         for _ in range(round(seconds / TICK)):
-            if not self._front.in_flight or hurried(TICK):
+            if not self._loading_app.in_flight or hurried(TICK):
                 break
-        return not self._front.in_flight
+        return not self._loading_app.in_flight
 
     def _hang_up(self) -> None:
         """Abort the connections of clients that don't read: they can't receive an error event, and

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence as Seqs
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from serve.reads import Read
+from serve.cycle_reports import ReportedCycle
 from serve.runner import Update
 from serve.served_tokenizer import ServedTokenizer
 from specdec.core.types import TokenLogprob
@@ -166,8 +166,8 @@ class Piece:
     finish: ChoiceFinish | None
     stop: str | None = None
     """The stop string that ended it, if one did."""
-    reads: tuple[Read, ...] = ()
-    """The reads of the weights that produced it, if the request sets `include_speculation`."""
+    cycle_reports: tuple[ReportedCycle, ...] = ()
+    """The cycles that produced it, if the request sets `include_speculation`."""
     notice: str | None = None
     """A warning about an answer that has ended, for its client."""
 

@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from serve.body import body_schema, errors_of, parse_bounded, read_body, read_request
 from serve.chat_schema import ChatRequest
 from serve.generation import Context
+from serve.overrides import MAX_LIST
 from serve.prompts import chat_ids, check_ids, check_size, check_sizes
 from serve.replies import Json
 from serve.schema import parse
-from serve.wishes import MAX_LIST
 from targets.tokenizer import bare_ids
 
 

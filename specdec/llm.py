@@ -59,19 +59,19 @@ class LLM:
         return self.model.tokenizer
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, **wishes: Any
+        self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any
     ) -> Answer:
         """One answer. params, or single parameters by the names of `SamplingParams`.
 
         Raises UserError for prompts and parameters that this model can't take.
         """
-        return self.generate_all([prompt], params, **wishes)[0]
+        return self.generate_all([prompt], params, **overrides)[0]
 
     def generate_all(
-        self, prompts: Seqs[Prompt], params: SamplingParams | None = None, **wishes: Any
+        self, prompts: Seqs[Prompt], params: SamplingParams | None = None, **overrides: Any
     ) -> list[Answer]:
         """An answer to each prompt, in their order; as many as there are slots run together."""
-        given = chosen_params(params, wishes)
+        given = chosen_params(params, overrides)
         seqs = [self._sequence(prompt, given) for prompt in prompts]
         return self._call(self._answers(seqs, given))
 
@@ -79,16 +79,16 @@ class LLM:
         self,
         messages: Seqs[Mapping[str, Any]],
         params: SamplingParams | None = None,
-        **wishes: Any,
+        **overrides: Any,
     ) -> Answer:
         """The next message of a conversation, by the checkpoint's chat template."""
-        return self.generate(messages, params, **wishes)
+        return self.generate(messages, params, **overrides)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **wishes: Any
+        self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any
     ) -> Iterator[Chunk]:
         """The answer piece by piece, as cycles make it. Leaving the loop early cancels it."""
-        given = chosen_params(params, wishes)
+        given = chosen_params(params, overrides)
         seq = self._sequence(prompt, given)
         arrived: queue.SimpleQueue[Chunk | BaseException] = queue.SimpleQueue()
         task = asyncio.run_coroutine_threadsafe(self._forward(seq, given, arrived), self._loop)

@@ -92,13 +92,13 @@ class Chunk:
     finish_reason: str | None
 
 
-def chosen_params(params: SamplingParams | None, wishes: dict[str, Any]) -> SamplingParams:
+def chosen_params(params: SamplingParams | None, overrides: dict[str, Any]) -> SamplingParams:
     """The parameters, given as one object or by name. Raises UserError for unknown names."""
-    if strange := wishes.keys() - SamplingParams.__dataclass_fields__.keys():
+    if strange := overrides.keys() - SamplingParams.__dataclass_fields__.keys():
         known = ", ".join(SamplingParams.__dataclass_fields__)
         raise UserError(f"unknown sampling parameter {', '.join(strange)}: known are {known}")
     if params is None:
-        return SamplingParams(**wishes)
-    if wishes:
+        return SamplingParams(**overrides)
+    if overrides:
         raise UserError("give SamplingParams or single parameters, not both")
     return params

@@ -23,7 +23,7 @@ from drafters.eagle3 import embedded
 from drafters.eagle3.files import load_head
 from drafters.eagle3.kind import EagleDraft
 from drafters.eagle3.spec import Head, HeadSpec, random_head
-from drafters.kind import Asked
+from drafters.kind import DraftRequest
 from drafters.model.host import CATCH_UP
 from drafters.model.kind import placed as placed_model
 from specdec.assembly.engine import make_engine, require_exact
@@ -143,7 +143,7 @@ class Bench:
             draft = EagleDraft(self._head(run["head"]), speculation.greedy)
         else:
             draft = registry.find(speculation.drafter).read(
-                Asked(self.target.arch, None, speculation)
+                DraftRequest(self.target.arch, None, speculation)
             )
         return draft.place(self.backend, self.target, self.config)
 

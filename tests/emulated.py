@@ -148,7 +148,7 @@ class Launcher(launch.Launcher):
         arguments: list[Any],
         shared: int = 0,
         early: bool = True,
-        roomy: bool = False,
+        max_smem_carveout: bool = False,
     ) -> None:
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         before = _starts.before(early, b"".join(map(bytes, arguments)))

@@ -18,10 +18,10 @@ from drafters import registry
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
 from serve.api import create_app
+from serve.lifecycle import Lifecycle
 from serve.policy import AccessPolicy
 from serve.runner import EngineRunner
 from serve.server import ANYBODY, Server as Web
-from serve.stage import Stage
 from serve.traces import Around
 from specdec.assembly.engine import make_engine
 from specdec.assembly.model import load_model
@@ -200,10 +200,10 @@ def served(
     around: Around = lambda app: app,
     **options: Any,
 ) -> Iterator[Server]:
-    runner, stage = EngineRunner(engine), Stage()
-    app = create_app(runner, model_name=name, **{"stage": stage} | options)
+    runner, lifecycle = EngineRunner(engine), Lifecycle()
+    app = create_app(runner, model_name=name, **{"lifecycle": lifecycle} | options)
     listening = socket.create_server(("127.0.0.1", 0))
-    with listening as listener, Web(listener, stage, policy, around) as web:
+    with listening as listener, Web(listener, lifecycle, policy, around) as web:
         web.open(app)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         key = options.get("api_keys", ["none"])[0]

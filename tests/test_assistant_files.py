@@ -18,7 +18,7 @@ from drafters.assistant.files import load_assistant, suppressed
 from drafters.assistant.find import nearby
 from drafters.assistant.kind import KIND
 from drafters.assistant.spec import random_assistant, released_size, tensors
-from drafters.kind import Asked
+from drafters.kind import DraftRequest
 from specdec.core.config import ModelConfig
 from specdec.core.errors import UserError
 from targets import hub
@@ -123,7 +123,7 @@ def test_the_hub_is_asked_only_for_an_assistant(pair, tmp_path, monkeypatch):
             assert not made.asked
         assert speculation.draft_model == "org/tiny-assistant"
         tokenizer = load_tokenizer(pair, WORDS)
-        draft = KIND.read(Asked(read_arch(pair), tokenizer, speculation))
+        draft = KIND.read(DraftRequest(read_arch(pair), tokenizer, speculation))
         assert draft.features == (3,)
         paths = [path for _, path, _ in made.asked if "org/" in path]
         assert paths and all("org/tiny-assistant" in path for path in paths)
@@ -216,7 +216,7 @@ def test_words_that_the_assistant_suppresses_are_never_guessed(pair):
     (beside(pair) / "generation_config.json").write_text('{"suppress_tokens": [7, 9]}')
     assert suppressed(beside(pair), WORDS) == (7, 9)
     speculation = registry.config_type()(drafter="assistant", draft_model=str(beside(pair)))
-    draft = KIND.read(Asked(read_arch(pair), load_tokenizer(pair, WORDS), speculation))
+    draft = KIND.read(DraftRequest(read_arch(pair), load_tokenizer(pair, WORDS), speculation))
     assert draft.assistant.target_ids.tolist() == [i for i in range(WORDS) if i not in (7, 9)]
     (beside(pair) / "generation_config.json").write_text('{"suppress_tokens": [9000]}')
     with pytest.raises(UserError, match="token ids from 0 to 4095"):

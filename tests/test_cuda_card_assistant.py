@@ -82,7 +82,7 @@ def test_what_surrounds_a_step_equals_its_twin(kind, batch):
         exact = twin.beside(tables[1], tokens, states, "float32")
         assert error(rows_of(x, 512, kind), exact) < limit
     rows = Rows(torch.zeros(batch, 5, device="cuda").int(), where(*range(55, 55 + batch)), slot)
-    for mine, theirs in zip(*(ops.lay_out(rows, 4, 60) for ops in (ours, twin)), strict=True):
+    for mine, theirs in zip(*(ops.prepare_rows(rows, 4, 60) for ops in (ours, twin)), strict=True):
         assert torch.equal(mine, theirs)
     features, kept = randn(batch, 5, 256), []
     accepted = torch.arange(batch, device="cuda").int() % 5

@@ -77,7 +77,7 @@ def test_bookkeeping_equals_its_twin(batch):
     slot = torch.randperm(slots, device="cuda")[:batch].int()
     slot[batch // 2] = -1
     rows = Rows(whole(99, batch, k + 1), whole(80, batch) + 10, slot)
-    mine, theirs = (ops.lay_out(pending, rows, k, 60) for ops in (ours, twin))
+    mine, theirs = (ops.prepare_rows(pending, rows, k, 60) for ops in (ours, twin))
     for a, b in zip(parts_of(mine), parts_of(theirs), strict=True):
         assert torch.equal(a, b)
     for heard in (width, 2):  # of a cycle of fewer guesses too

@@ -15,7 +15,7 @@ from specdec.core.types import Sequence
 from targets import mini
 from targets.cuda.graphs import Captured
 from targets.cuda.load import CudaOptions, load_target
-from targets.cuda.out_of_memory import room_for
+from targets.cuda.out_of_memory import catching_oom
 
 pytestmark = pytest.mark.gpu
 LARGE = 8 << 30
@@ -49,7 +49,7 @@ def test_a_capture_that_runs_out_leaves_others_usable():
         with (
             no_more_than(LARGE),
             pytest.raises(MemoryError, match="no room for a test"),
-            room_for("a test"),
+            catching_oom("a test"),
         ):
             Captured(grows, pool)
         assert turns == 2

@@ -50,7 +50,7 @@ def test_a_cycle_lays_out_accepts_and_commits():
     length, live, turn = ints(5, 2, 7, 1), ints(1, 1, 0, 1), ints(0)
     history[0, 4], history[1, 1] = 30, 31
     slots, state = ints(0, 1, 2, -1), (length, live)
-    rows = ours.lay_out(history, state, slots, k, turn)
+    rows = ours.prepare_rows(history, state, slots, k, turn)
     assert rows.tokens.tolist() == [[last, *[NO_GUESS] * k] for last in (30, 31, 0, 0)]
     assert (rows.start.tolist(), rows.slot.tolist()) == ([4, 1, 0, 0], [0, 1, -1, -1])
     rows.tokens[:, 1:] = ints([6, 7, 8], [6, 7, 8], [6, 7, 8], [6, 7, 8])

@@ -92,7 +92,7 @@ def test_what_surrounds_an_assistants_step():
         assert error(rows_of(x, 2 * HIDDEN, "fp8"), exact) < NEAR
     rows = Rows(torch.zeros(BATCH, 5).int(), ints(55, 56, 57), slot)
     just_written(rows.start, rows.slot)
-    ours_laid, twins = (ops.lay_out(rows, 4, 60) for ops in (ours, twin))
+    ours_laid, twins = (ops.prepare_rows(rows, 4, 60) for ops in (ours, twin))
     assert all(map(torch.equal, ours_laid, twins))
     features, accepted, kept = randn(BATCH, 5, HIDDEN, seed=5), ints(0, 1, 4), []
     for ops in (ours, twin):
@@ -164,7 +164,7 @@ def test_bookkeeping_of_a_head():
     slot = ints(7, -1, 3)
     rows = Rows(whole(98, BATCH, k + 1), whole(80, BATCH) + 10, slot)
     just_written(pending.chosen, pending.count, rows.start)
-    mine, theirs = (ops.lay_out(pending, rows, k, 60) for ops in (ours, twin))
+    mine, theirs = (ops.prepare_rows(pending, rows, k, 60) for ops in (ours, twin))
     for name in ("tokens", "start", "slot"):
         assert torch.equal(getattr(mine.pending, name), getattr(theirs.pending, name))
     assert all(map(torch.equal, mine[1:], theirs[1:]))

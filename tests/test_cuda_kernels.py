@@ -292,7 +292,7 @@ def test_a_schedule_covers_the_weight_and_fits_the_machine(weight, kind, process
         assert stages >= 2 and shared <= launch.SHARED_LIMIT
         assert gemm.many_threads(plan, block) <= (16 if block == 128 else 13) * 32  # wide.cu's
         if block in gemm.FEW:
-            more, shared = gemm.few_stages(plan, kind, block, roomy=True)
+            more, shared = gemm.few_stages(plan, kind, block, max_smem_carveout=True)
             assert stages <= more <= plan.steps * plan.passes or more == stages
             assert shared <= launch.SHARED_LIMIT
 

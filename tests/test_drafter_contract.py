@@ -26,7 +26,7 @@ ALLOWED = {
     "serve/schema.py": 2,  # fields of a request that were set
     "serve/structure.py": 1,  # the field of a request that an error names
     "serve/translate.py": 1,  # fields of a request
-    "serve/wishes.py": 1,  # fields of a request
+    "serve/overrides.py": 1,  # fields of a request
     "specdec/__init__.py": 1,  # a lazy import
     "specdec/cli/bench.py": 2,  # options, checked alike
     "specdec/cli/compile_report.py": 1,  # options, checked alike

@@ -94,8 +94,8 @@ def ask(url: str, i: int) -> str:
     return answer["choices"][0]["text"]
 
 
-def answered(url: str, prompt: str, **wishes) -> dict:
-    body = {"model": "tiny", "prompt": prompt, "logprobs": 1, "seed": 0} | wishes
+def answered(url: str, prompt: str, **overrides) -> dict:
+    body = {"model": "tiny", "prompt": prompt, "logprobs": 1, "seed": 0} | overrides
     return httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
 
 

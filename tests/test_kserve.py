@@ -14,7 +14,7 @@ import pytest
 import yaml
 from fastapi.routing import APIRoute
 
-from serve.stage import Stage, stage_routes
+from serve.lifecycle import Lifecycle, lifecycle_routes
 from specdec.cli import app
 from specdec.cli.serve import serve
 
@@ -58,7 +58,7 @@ def test_the_server_understands_its_options():
 
 
 def test_probes_ask_what_the_server_answers():
-    routes = stage_routes(Stage()).routes
+    routes = lifecycle_routes(Lifecycle()).routes
     answered = {route.path for route in routes if isinstance(route, APIRoute)}
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         asked = CONTAINER[probe]["httpGet"]

@@ -20,9 +20,9 @@ from llguidance import LLTokenizer
 
 from drafters.none.host import NoDrafter
 from serve.api import create_app
+from serve.lifecycle import Lifecycle
 from serve.runner import EngineRunner
 from serve.server import Server as Web
-from serve.stage import Stage
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from targets.jax import compile_cache
@@ -42,10 +42,10 @@ def shown(doing: str):
 
 
 def test_while_loading_every_route_says_so():
-    stage = Stage()
-    with socket.create_server(("127.0.0.1", 0)) as listener, Web(listener, stage) as web:
+    lifecycle = Lifecycle()
+    with socket.create_server(("127.0.0.1", 0)) as listener, Web(listener, lifecycle) as web:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with stage.telling(shown)("loading mini"):
+        with lifecycle.telling(shown)("loading mini"):
             for route in ("health", "ready"):
                 answer = httpx.get(f"{url}/{route}")
                 assert answer.status_code == 503
@@ -58,7 +58,7 @@ def test_while_loading_every_route_says_so():
                     assert answer.json()["error"]["code"] == "loading"
         target = ServedTarget(slots=1)
         engine = Engine(target, drafter := NoDrafter(), host_cycle(target, drafter, 0))
-        web.open(create_app(EngineRunner(engine), CharTokenizer(), "fake", stage=stage))
+        web.open(create_app(EngineRunner(engine), CharTokenizer(), "fake", lifecycle=lifecycle))
         assert httpx.get(f"{url}/ready").json() == {"status": "ready"}
         assert httpx.get(f"{url}/health").json() == {"status": "ok"}
         body = {"prompt": "abc", "max_tokens": 2}
@@ -109,11 +109,11 @@ def test_not_ready_before_grammars_can_be_used(monkeypatch):
     monkeypatch.setattr("specdec.constraints.vocabulary.LLTokenizer", reading)
     target = ScriptedTarget(tokenizer.encode('{"a":1}')[1:], end=16, slots=1, vocab=WORDS)
     engine = Engine(target, drafter := NoDrafter(), host_cycle(target, drafter, 0))
-    stage = Stage()
-    app = create_app(EngineRunner(engine), tokenizer, "fake", stage=stage)
+    lifecycle = Lifecycle()
+    app = create_app(EngineRunner(engine), tokenizer, "fake", lifecycle=lifecycle)
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        Web(listener, stage) as web,
+        Web(listener, lifecycle) as web,
         ThreadPoolExecutor() as pool,
     ):
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

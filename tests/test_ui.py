@@ -9,8 +9,8 @@ from importlib.resources import files
 import httpx
 import pytest
 
-from serve.front import Front
-from serve.stage import Stage
+from serve.lifecycle import Lifecycle
+from serve.loading_app import LoadingApp
 from tests.serving import ServedTarget, serving
 
 STATIC = files("serve.ui").joinpath("static")
@@ -63,7 +63,7 @@ def test_other_paths_are_refused_as_ever(url):
 
 
 def test_it_is_there_while_the_model_loads():
-    transport = httpx.ASGITransport(Front(Stage("loading mini")))
+    transport = httpx.ASGITransport(LoadingApp(Lifecycle("loading mini")))
 
     async def fetched() -> list[int]:
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:

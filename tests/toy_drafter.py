@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from drafters.kind import Asked, DrafterKind, PlacedDrafter, own_options
+from drafters.kind import DrafterKind, DraftRequest, PlacedDrafter, own_options
 from specdec.core.types import Array, CycleChoice, Proposal, Sequence, Step
 
 LAYER = 2
@@ -19,10 +19,10 @@ class ToyOptions:
     toy_shift: int = field(default=0, metadata={"help": "Added to each guess."})
 
 
-def read(asked: Asked) -> ToyDraft:
-    shape = asked.arch.hidden, asked.arch.vocab
+def read(request: DraftRequest) -> ToyDraft:
+    shape = request.arch.hidden, request.arch.vocab
     weights = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    return ToyDraft(weights, own_options(ToyOptions, asked.speculation).toy_shift)
+    return ToyDraft(weights, own_options(ToyOptions, request.speculation).toy_shift)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import tokenizers
 
 from drafters import registry
 from serve.api import create_app
+from serve.lifecycle import Lifecycle
 from serve.runner import EngineRunner
 from serve.server import Server
-from serve.stage import Stage
 from specdec.assembly.engine import serving_engine
 from specdec.assembly.model import random_model
 from specdec.core.config import ModelConfig, PrefixConfig
@@ -63,12 +63,12 @@ def main() -> None:
     model = random_model(asked.name, config, speculation)
     prefix = PrefixConfig(prefix_cache=asked.prefix_cache)
     engine = serving_engine(model, speculation, 1024, prefix)
-    stage = Stage()
+    lifecycle = Lifecycle()
     tokenizer = with_words(model.tokenizer, model.target.vocab)
-    app = create_app(EngineRunner(engine), tokenizer, asked.name, stage=stage)
+    app = create_app(EngineRunner(engine), tokenizer, asked.name, lifecycle=lifecycle)
     with (
         socket.create_server(("127.0.0.1", asked.port)) as listener,
-        Server(listener, stage) as server,
+        Server(listener, lifecycle) as server,
     ):
         server.open(app)
         print(f"serving {asked.name} with random weights on port {asked.port}", flush=True)

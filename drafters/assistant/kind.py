@@ -11,7 +11,7 @@ from drafters.assistant.files import load_assistant, suppressed
 from drafters.assistant.find import default_name, folder_of, lies_by, published
 from drafters.assistant.spec import Assistant, random_assistant, released_size
 from drafters.frequency import counts_of, draft_vocabulary, texts_at_hand
-from drafters.kind import Asked, DrafterKind, PlacedDrafter, own_options
+from drafters.kind import DrafterKind, DraftRequest, PlacedDrafter, own_options
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from targets.backend import Backend
@@ -100,32 +100,32 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
     return speculation if random else replace(speculation, draft_model=default_name(model))
 
 
-def _read(asked: Asked) -> AssistantDraft:
+def _read(request: DraftRequest) -> AssistantDraft:
     """Raises UserError, also for an assistant of another target."""
-    assert asked.speculation.draft_model and asked.tokenizer
-    path = folder_of(asked.speculation.draft_model)
-    assistant, vocab = load_assistant(path, asked.arch), asked.arch.vocab
+    assert request.speculation.draft_model and request.tokenizer
+    path = folder_of(request.speculation.draft_model)
+    assistant, vocab = load_assistant(path, request.arch), request.arch.vocab
     own = assistant.spec.arch.vocab
     if own < vocab and not assistant.spec.clusters:  # the target's is padded
         assistant = assistant._replace(target_ids=np.arange(own))
     # without ids that the target itself suppresses: these are barred already
-    barred = set(suppressed(path, vocab)) - set(asked.tokenizer.suppress_ids)
-    return _draft(_barring(_pruned(assistant, asked), sorted(barred), vocab), asked)
+    barred = set(suppressed(path, vocab)) - set(request.tokenizer.suppress_ids)
+    return _draft(_barring(_pruned(assistant, request), sorted(barred), vocab), request)
 
 
-def _random(asked: Asked) -> AssistantDraft:
-    return _draft(_pruned(random_assistant(released_size(asked.arch)), asked), asked)
+def _random(request: DraftRequest) -> AssistantDraft:
+    return _draft(_pruned(random_assistant(released_size(request.arch)), request), request)
 
 
-def _draft(assistant: Assistant, asked: Asked) -> AssistantDraft:
-    ahead = POSITIONS[own_options(AssistantOptions, asked.speculation).draft_position]
-    last = len(asked.arch.layers) - 1
-    return AssistantDraft(assistant, (last,), ahead, asked.speculation.greedy)
+def _draft(assistant: Assistant, request: DraftRequest) -> AssistantDraft:
+    ahead = POSITIONS[own_options(AssistantOptions, request.speculation).draft_position]
+    last = len(request.arch.layers) - 1
+    return AssistantDraft(assistant, (last,), ahead, request.speculation.greedy)
 
 
-def _pruned(assistant: Assistant, asked: Asked) -> Assistant:
+def _pruned(assistant: Assistant, request: DraftRequest) -> Assistant:
     """With a head of only the words that `--draft-vocab` selects. Raises UserError."""
-    given, spec = own_options(AssistantOptions, asked.speculation), assistant.spec
+    given, spec = own_options(AssistantOptions, request.speculation), assistant.spec
     vocab = spec.arch.vocab
     if not given.draft_vocab:
         return assistant
@@ -134,15 +134,15 @@ def _pruned(assistant: Assistant, asked: Asked) -> Assistant:
             f"--draft-vocab is for assistants that score every word; this one scores {spec.scored} "
             "of them by itself"
         )
-    least = 1 + (len(asked.tokenizer.stop_ids) if asked.tokenizer else 0)
+    least = 1 + (len(request.tokenizer.stop_ids) if request.tokenizer else 0)
     if not least <= given.draft_vocab <= vocab:
         raise UserError(f"--draft-vocab must be {least} to {vocab}, got {given.draft_vocab}")
-    if asked.tokenizer is None:  # random weights: any words do
+    if request.tokenizer is None:  # random weights: any words do
         return assistant._replace(
             target_ids=np.arange(given.draft_vocab) * vocab // given.draft_vocab
         )
-    counts = counts_of(texts_at_hand(given.draft_vocab_text), asked.tokenizer, vocab)
-    ids = draft_vocabulary(counts, given.draft_vocab, asked.tokenizer.stop_ids)
+    counts = counts_of(texts_at_hand(given.draft_vocab_text), request.tokenizer, vocab)
+    ids = draft_vocabulary(counts, given.draft_vocab, request.tokenizer.stop_ids)
     return assistant._replace(target_ids=ids)
 
 

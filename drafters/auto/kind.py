@@ -11,10 +11,10 @@ from drafters.auto.host import NAME, AutoDrafter, Weighted
 from drafters.auto.late import LateChooser
 from drafters.auto.measure import measure_costs
 from drafters.kind import (
-    Asked,
     Composite,
     Draft,
     DrafterKind,
+    DraftRequest,
     PlacedDrafter,
     own_options,
     refuse_draft_model,
@@ -186,21 +186,21 @@ def _weighted(speculation: SpeculationConfig) -> str | None:
     return None if name == registry.PLAIN else name
 
 
-def _read(asked: Asked) -> AutoDraft:
-    weighted = _weighted(asked.speculation)
+def _read(request: DraftRequest) -> AutoDraft:
+    weighted = _weighted(request.speculation)
     names = TEXTS if weighted is None else (*TEXTS, weighted)
-    drafts = {name: _part(name, asked) for name in names}
-    given = own_options(AutoOptions, asked.speculation).auto_with
-    missing = given is None and weighted is None and not asked.random
-    published = (kind.published(asked.model) for kind in registry.every())
+    drafts = {name: _part(name, request) for name in names}
+    given = own_options(AutoOptions, request.speculation).auto_with
+    missing = given is None and weighted is None and not request.random
+    published = (kind.published(request.model) for kind in registry.every())
     unused = next(filter(None, published), None) if missing else None
     return AutoDraft(drafts, weighted, unused)
 
 
-def _part(name: str, asked: Asked) -> Draft:
+def _part(name: str, request: DraftRequest) -> Draft:
     kind = registry.find(name)
-    read = (asked.random and kind.random) or kind.read
-    return read(replace(asked, speculation=replace(asked.speculation, drafter=name)))
+    read = (request.random and kind.random) or kind.read
+    return read(replace(request, speculation=replace(request.speculation, drafter=name)))
 
 
 KIND = DrafterKind(

@@ -9,7 +9,7 @@ from typing import Any
 from drafters.eagle3 import embedded
 from drafters.eagle3.files import load_head
 from drafters.eagle3.spec import Head, random_head, sized
-from drafters.kind import Asked, DrafterKind, PlacedDrafter, find_draft_model
+from drafters.kind import DrafterKind, DraftRequest, PlacedDrafter, find_draft_model
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from targets import hub
@@ -85,9 +85,9 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
     return speculation
 
 
-def _read(asked: Asked) -> EagleDraft:
+def _read(request: DraftRequest) -> EagleDraft:
     """Raises UserError, too for a head of another target."""
-    name = asked.speculation.draft_model
+    name = request.speculation.draft_model
     assert name
     folder = embedded.path(name) if name in embedded.NAMES else Path(name)
     if hub.is_name(name) and name not in embedded.NAMES:
@@ -97,17 +97,17 @@ def _read(asked: Asked) -> EagleDraft:
             f"no folder {folder}: --draft-model names an EAGLE-3 head's folder, or one of the "
             "Hugging Face hub's as org/name"
         )
-    head = load_head(folder, asked.arch)
-    trained, limit = head.spec.max_position, asked.arch.max_position
+    head = load_head(folder, request.arch)
+    trained, limit = head.spec.max_position, request.arch.max_position
     if trained >= limit:
-        return EagleDraft(head, asked.speculation.greedy)
+        return EagleDraft(head, request.speculation.greedy)
     # positions are rotary: beyond those it was trained on a head still guesses
     head = head._replace(spec=replace(head.spec, max_position=limit))
-    return EagleDraft(head, asked.speculation.greedy, (SHORT.format(folder.name, trained),))
+    return EagleDraft(head, request.speculation.greedy, (SHORT.format(folder.name, trained),))
 
 
-def _random(asked: Asked) -> EagleDraft:
-    return EagleDraft(random_head(sized(asked.arch)), asked.speculation.greedy)
+def _random(request: DraftRequest) -> EagleDraft:
+    return EagleDraft(random_head(sized(request.arch)), request.speculation.greedy)
 
 
 KIND = DrafterKind(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from drafters.kind import Asked, DrafterKind, PlacedDrafter, find_draft_model
+from drafters.kind import DrafterKind, DraftRequest, PlacedDrafter, find_draft_model
 from drafters.model.host import CATCH_UP, ModelDrafter
 from drafters.model.snapshots import ModelSnapshots
 from specdec.core.config import ModelConfig, SpeculationConfig
@@ -79,11 +79,11 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
     return found
 
 
-def _read(asked: Asked) -> ModelDraft:
+def _read(request: DraftRequest) -> ModelDraft:
     """Raises UserError, too for a vocabulary that is not the target's: the same id would be another
     word."""
-    assert asked.speculation.draft_model and asked.tokenizer
-    path, mine = checkpoint_path(asked.speculation.draft_model), asked.tokenizer.vocabulary
+    assert request.speculation.draft_model and request.tokenizer
+    path, mine = checkpoint_path(request.speculation.draft_model), request.tokenizer.vocabulary
     arch = read_arch(path)
     own = load_tokenizer(path, arch.vocab).vocabulary
     if own != mine:
@@ -92,12 +92,14 @@ def _read(asked: Asked) -> ModelDraft:
             f"{own[:16]}, the model's {mine[:16]}): choose a draft model with the model's own "
             "tokenizer"
         )
-    return ModelDraft(arch, path, asked.tokenizer.suppress_ids, asked.speculation.greedy)
+    return ModelDraft(arch, path, request.tokenizer.suppress_ids, request.speculation.greedy)
 
 
-def _random(asked: Asked) -> ModelDraft:
-    assert asked.speculation.draft_model
-    return ModelDraft(released(asked.speculation.draft_model), None, (), asked.speculation.greedy)
+def _random(request: DraftRequest) -> ModelDraft:
+    assert request.speculation.draft_model
+    return ModelDraft(
+        released(request.speculation.draft_model), None, (), request.speculation.greedy
+    )
 
 
 KIND = DrafterKind(

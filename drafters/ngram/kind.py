@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-from drafters.kind import Asked, DrafterKind, TextDraft, own_options, refuse_draft_model
+from drafters.kind import DrafterKind, DraftRequest, TextDraft, own_options, refuse_draft_model
 from drafters.lookup.steps import captured, traced
 from drafters.ngram.host import N_MAX, N_MIN, NgramDrafter
 from specdec.core.config import SpeculationConfig
@@ -26,8 +26,8 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
     return refuse_draft_model(speculation, model, random)
 
 
-def _read(asked: Asked) -> TextDraft:
-    given = own_options(NgramOptions, asked.speculation)
+def _read(request: DraftRequest) -> TextDraft:
+    given = own_options(NgramOptions, request.speculation)
     lengths = given.ngram_min, given.ngram_max
     steps = {"jax": partial(traced, lengths), "cuda": partial(captured, lengths)}
     return TextDraft(partial(NgramDrafter, *lengths), steps)

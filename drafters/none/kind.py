@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafters.kind import Asked, DrafterKind, TextDraft
+from drafters.kind import DrafterKind, DraftRequest, TextDraft
 from drafters.none.host import NoDrafter
 
 
-def _read(asked: Asked) -> TextDraft:
+def _read(request: DraftRequest) -> TextDraft:
     return TextDraft(NoDrafter, {"jax": _traced, "cuda": _captured})
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-from drafters.kind import Asked, DrafterKind, TextDraft, own_options, refuse_draft_model
+from drafters.kind import DrafterKind, DraftRequest, TextDraft, own_options, refuse_draft_model
 from drafters.lookup.host import LookupTwin
 from drafters.lookup.steps import captured, traced
 from drafters.suffix.host import SHORTEST, SuffixDrafter
@@ -33,8 +33,8 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
     return refuse_draft_model(speculation, model, random)
 
 
-def _read(asked: Asked) -> TextDraft:
-    given = own_options(SuffixOptions, asked.speculation)
+def _read(request: DraftRequest) -> TextDraft:
+    given = own_options(SuffixOptions, request.speculation)
     lengths = given.suffix_min, max(given.suffix_min, LONGEST)
     steps = {"jax": partial(traced, lengths), "cuda": partial(captured, lengths)}
     return TextDraft(partial(_made, given), steps, partial(LookupTwin, *lengths))

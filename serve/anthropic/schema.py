@@ -26,8 +26,8 @@ from serve.errors import ApiError
 from serve.fields import ANY
 from serve.foreign import check_newest, kind_of
 from serve.options import Options
+from serve.overrides import SamplingOverrides
 from serve.schema import STRICT
-from serve.wishes import SamplingWishes
 
 log = logging.getLogger("specdec.serve")
 
@@ -224,7 +224,7 @@ class OutputConfig(BaseModel):
         return self
 
 
-class PromptRequest(SamplingWishes):
+class PromptRequest(SamplingOverrides):
     """The fields that determine the prompt; /v1/messages/count_tokens accepts these."""
 
     model: str

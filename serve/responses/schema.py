@@ -22,6 +22,7 @@ from serve.fields import ANY, check_names
 from serve.foreign import check_newest, kind_of
 from serve.messages import Text
 from serve.options import Options
+from serve.overrides import SamplingOverrides
 from serve.responses.namespaces import (
     FunctionTool,
     Names,
@@ -29,7 +30,6 @@ from serve.responses.namespaces import (
     functions_and_namespaces,
 )
 from serve.schema import STRICT, StreamOptions
-from serve.wishes import SamplingWishes
 
 THOUGHTS = "reasoning.encrypted_content"
 HINTS: dict[str, tuple[Any, ...]] = {
@@ -187,7 +187,7 @@ class TextConfig(Options):
 AnyTool = Annotated[FunctionTool | NamespaceTool, Field(discriminator="type")]
 
 
-class ResponsesRequest(SamplingWishes):
+class ResponsesRequest(SamplingOverrides):
     model: str | None = None
     input: Annotated[list[Item], Field(min_length=1), BeforeValidator(_as_items)]
     instructions: str | None = None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters import registry
-from drafters.kind import Asked, Draft, DrafterKind, PlacedDrafter
+from drafters.kind import Draft, DrafterKind, DraftRequest, PlacedDrafter
 from specdec.core.config import Loop, ModelConfig, SpeculationConfig
 from targets import hub, mini
 from targets.arch import Arch, released
@@ -55,7 +55,7 @@ def load_model(
     name = hub.repo_of(config.model) if hub.is_name(config.model) else path.name
     arch = read_arch(path)
     tokenizer = load_tokenizer(path, arch.vocab)
-    draft = kind.read(Asked(arch, tokenizer, speculation, model=config.model))
+    draft = kind.read(DraftRequest(arch, tokenizer, speculation, model=config.model))
     backend.prepare(config)
     with status(f"loading {name}"):
         request = _request(speculation, draft, tokenizer.suppress_ids)
@@ -78,7 +78,7 @@ def random_model(
     arch = released(name)
     backend.prepare(config)
     with status(f"making random weights of {name}"):
-        draft = (kind.random or kind.read)(Asked(arch, None, speculation, random=True))
+        draft = (kind.random or kind.read)(DraftRequest(arch, None, speculation, random=True))
         request = replace(_request(speculation, draft), routing_overlap=overlap)
         config = _sized(backend, arch, None, config, request)
         target = backend.random(arch, config, request)
@@ -125,7 +125,7 @@ def _placed(
     target: Any,
     config: ModelConfig,
 ) -> dict[str, PlacedDrafter]:
-    plain = registry.find(registry.PLAIN).read(Asked(arch, None, SpeculationConfig()))
+    plain = registry.find(registry.PLAIN).read(DraftRequest(arch, None, SpeculationConfig()))
     drafts = {registry.PLAIN: plain, kind.name: draft}
     placed = {name: one.place(backend, target, config) for name, one in drafts.items()}
     composite = placed[kind.name].composite

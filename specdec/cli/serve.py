@@ -29,9 +29,9 @@ from targets.backend import meter_of
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from serve.lifecycle import Lifecycle
     from serve.lockstep import Leader
     from serve.server import Server
-    from serve.stage import Stage
     from serve.traces import Around
     from specdec.core.engine import Engine
 
@@ -125,33 +125,35 @@ def _check_at_least_zero(name: str, value: float) -> None:
 
 def _lead(start: _Start, door: _Door, around: Around, lines: ControlChannel | None) -> int:
     """Listen, load, serve and drain. Returns the number of the signal that ended it."""
+    from serve.lifecycle import Lifecycle
     from serve.lockstep import Leader
     from serve.server import Server
-    from serve.stage import Stage
 
-    stage, policy = Stage(), door.access.policy(door.host, door.keys)
+    lifecycle, policy = Lifecycle(), door.access.policy(door.host, door.keys)
     leader = None if lines is None else Leader(lines.send)
     with (
         _listen(door.host, door.port) as listener,
-        Server(listener, stage, policy, around) as server,
+        Server(listener, lifecycle, policy, around) as server,
     ):
-        loaded, engine = _loaded(start, stage, lines)
-        app = _app(start, door, stage, loaded, engine, leader)
+        loaded, engine = _loaded(start, lifecycle, lines)
+        app = _app(start, door, lifecycle, loaded, engine, leader)
         with signals_heard() as signals:
             server.open(app)
             _say_where(start, door, loaded, engine)
-            number = _until_ended(server, stage, signals, door.drain_seconds)
+            number = _until_ended(server, lifecycle, signals, door.drain_seconds)
     if leader is not None and lines is not None:
         leader.end()
         lines.close()
     return number
 
 
-def _loaded(start: _Start, stage: Stage, lines: ControlChannel | None) -> tuple[Model, Engine]:
+def _loaded(
+    start: _Start, lifecycle: Lifecycle, lines: ControlChannel | None
+) -> tuple[Model, Engine]:
     """Load the model and its engine; prints memory, compiled programs and the prefix cache."""
     from serve.lockstep import lead_budget
 
-    shown = stage.telling(SHOWN)
+    shown = lifecycle.telling(SHOWN)
     loaded, engine = started(start.model, start.speculation, start.max_waiting, shown, start.prefix)
     say_compiled(loaded.backend)
     _say_memory(loaded)
@@ -162,7 +164,12 @@ def _loaded(start: _Start, stage: Stage, lines: ControlChannel | None) -> tuple[
 
 
 def _app(
-    start: _Start, door: _Door, stage: Stage, loaded: Model, engine: Engine, leader: Leader | None
+    start: _Start,
+    door: _Door,
+    lifecycle: Lifecycle,
+    loaded: Model,
+    engine: Engine,
+    leader: Leader | None,
 ) -> FastAPI:
     from serve.api import create_app
     from serve.runner import EngineRunner
@@ -175,7 +182,7 @@ def _app(
         drafter=start.speculation.drafter,
         k=start.speculation.k,
         api_keys=door.keys,
-        stage=stage,
+        lifecycle=lifecycle,
         share_cache=door.access.share_cache,
     )
 
@@ -189,12 +196,14 @@ def _say_where(start: _Start, door: _Door, loaded: Model, engine: Engine) -> Non
     )
 
 
-def _until_ended(server: Server, stage: Stage, signals: Signals, drain_seconds: float) -> int:
+def _until_ended(
+    server: Server, lifecycle: Lifecycle, signals: Signals, drain_seconds: float
+) -> int:
     """Wait for a signal and drain. Returns its number. If the engine fails, the process ends."""
     while (number := signals.take(timeout=1.0)) is None:
         assert server.alive, "the web server's thread has ended"
-        if stage.status == "failed":
-            _end_failed(server, stage)
+        if lifecycle.status == "failed":
+            _end_failed(server, lifecycle)
     console.print(f"draining: running requests have {drain_seconds:g} s to end", markup=False)
     if not server.drain(drain_seconds, lambda seconds: signals.take(seconds) is not None):
         console.print("the engine does not end: giving it up", markup=False)
@@ -204,11 +213,11 @@ def _until_ended(server: Server, stage: Stage, signals: Signals, drain_seconds: 
     return number
 
 
-def _end_failed(server: Server, stage: Stage) -> NoReturn:
+def _end_failed(server: Server, lifecycle: Lifecycle) -> NoReturn:
     """End with exit code 1, so that a supervisor restarts the server. An orderly exit might wait
     for a lost device; other processes of this server end when their connections close."""
     server.finish_answers()
-    say_failure(f"{stage.report()['doing']}: the server ends")
+    say_failure(f"{lifecycle.report()['doing']}: the server ends")
     drain_stderr()
     os._exit(1)
 

@@ -35,7 +35,7 @@ from targets.cuda.device_drafter import CapturedBatch, DeviceDrafter, SlotState
 from targets.cuda.graphs import Captured, CapturedParts, bucket_of
 from targets.cuda.guides import Guides, LedDrafter
 from targets.cuda.kernels import Kernels
-from targets.cuda.out_of_memory import room_for
+from targets.cuda.out_of_memory import catching_oom
 from targets.cuda.sampler import CycleRecord, CycleResult, HostRecords
 from targets.cuda.sampling import each_part
 from targets.cuda.script import PlacedScript, ScriptedDeviceDrafter
@@ -179,7 +179,7 @@ class CapturedCycle:
             former, self.pending = self.pending, None
             return [_round(former, seqs)]
         key = self._key(tuple(seqs), choice, led)
-        with room_for(f"a batch of {len(seqs)}"):  # else the last one stays to be read
+        with catching_oom(f"a batch of {len(seqs)}"):  # else the last one stays to be read
             if led:
                 return [_round(self._launch_guided(tuple(seqs), key), seqs)]
             launched = self._launch(tuple(seqs), key)
@@ -269,7 +269,7 @@ class CapturedCycle:
         called where the host takes the draft, and where it has written the masks."""
         state, sampler, history = self.state, self.ops.sampler, self.target.cache.tokens
         places = state.length, state.live
-        rows = sampler.lay_out(history, places, slots, key.k, records.turn)
+        rows = sampler.prepare_rows(history, places, slots, key.k, records.turn)
         batch = CapturedBatch(rows, key.needs_sampler, key.logprobs)
         drafter: Proposer[CapturedBatch] = self.drafter
         if key.limited:

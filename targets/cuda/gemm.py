@@ -24,7 +24,7 @@ SHORT_STEPS = 6
 """Steps that a short ring holds."""
 SHORT_BYTES = 80 << 10
 """Bytes that a short ring may have in any case."""
-ROOMY_BYTES = 208 << 10
+CARVEOUT_RING_BYTES = 208 << 10
 """Bytes of a ring that leaves room for other kernels' CTAs: where it could not hold a whole weight,
 it holds all steps but one. The next kernel then starts when the first step has been multiplied.
 Earlier or later costs 1 to 3 % of a mixture's forward (docs/performance.md)."""
@@ -208,11 +208,13 @@ class Gemm:
             alone=int(self._still(x.block)),
         )
         if x.block in FEW:
-            roomy = self._roomy(form, x.block)
-            job.stages, shared = few_stages(plan, form, x.block, roomy)
+            max_smem_carveout = self._max_smem_carveout(form, x.block)
+            job.stages, shared = few_stages(plan, form, x.block, max_smem_carveout)
             variant, grid = _few(form, x.block, plan.wide), (plan.ctas, 1, 1)
             threads = 32 * (plan.warps + 1)
-            self._launch(variant, "gemm", grid, threads, [job], shared, roomy=roomy)
+            self._launch(
+                variant, "gemm", grid, threads, [job], shared, max_smem_carveout=max_smem_carveout
+            )
         elif plan.k_groups == 1 and epilogue != PER_LAYER:
             self._wide(x, form, plan, job)
         else:
@@ -234,7 +236,7 @@ class Gemm:
         """Whether memory is idle for most of a layer."""
         return self._mixture and block <= SHORT_ROWS
 
-    def _roomy(self, kind: str, block: int) -> bool:
+    def _max_smem_carveout(self, kind: str, block: int) -> bool:
         """Whether other kernels' CTAs may share a multiprocessor with a linear layer's. With 4-bit
         weights that costs 2 % where memory is slower."""
         return self._still(block) and (kind == "fp8" or self._fast)
@@ -279,18 +281,20 @@ def _short(kind: str, block: int) -> bool:
     return tiles.BITS[kind] == 4 and block <= SHORT_ROWS
 
 
-def few_stages(plan: tiles.Schedule, kind: str, block: int, roomy: bool = False) -> tuple[int, int]:
+def few_stages(
+    plan: tiles.Schedule, kind: str, block: int, max_smem_carveout: bool = False
+) -> tuple[int, int]:
     """Stages of gemm.cu's ring, and the shared memory of a CTA in bytes. With few tokens, inputs of
     two rounds are kept. Sums of k groups take the ring's place after the only pass; with more
-    passes they have memory of their own. roomy: `Gemm._roomy`."""
+    passes they have memory of their own. max_smem_carveout: `Gemm._max_smem_carveout`."""
     inputs = plan.k_groups * plan.depth * block * 2 * tiles.INPUTS
     stage = plan.step_bytes(kind) + inputs * (2 if block <= ROUNDS_ROWS else 1)
     ring = RING_BYTES
     if _short(kind, block):
         ring = min(ring, max(SHORT_STEPS * stage, SHORT_BYTES))
     steps = plan.steps * plan.passes
-    if roomy and plan.passes == 1 and ring // stage < steps:
-        ring, steps = ROOMY_BYTES, steps - 1
+    if max_smem_carveout and plan.passes == 1 and ring // stage < steps:
+        ring, steps = CARVEOUT_RING_BYTES, steps - 1
     stages = max(2, min(ring // stage, steps))
     sums = (plan.k_groups - 1) * plan.tiles * tiles.TILE * 4 * max(block, 8)
     return stages, max(stages * (stage + BARRIERS) + sums * (plan.passes > 1), sums, ALONE_BYTES)

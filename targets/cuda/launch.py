@@ -138,19 +138,19 @@ class Launcher:
         arguments: list[Any],
         shared: int = 0,
         early: bool = True,
-        roomy: bool = False,
+        max_smem_carveout: bool = False,
     ) -> None:
         """Launch with ctypes values (or one ctypes Structure). early: may start before the previous
-        kernel has ended (programmatic dependent launch); it waits by itself. roomy: all of a
-        multiprocessor's memory that can be is shared memory while this kernel runs, so that others
-        find room beside it. By default there is as much as the kernel itself takes."""
+        kernel has ended (programmatic dependent launch); it waits by itself. max_smem_carveout: all
+        of a multiprocessor's memory that can be is shared memory while this kernel runs, so that
+        others find room beside it. By default there is as much as the kernel itself takes."""
         cuda, kernel = _import("driver"), self._library.kernel(variant, name)
         config = cuda.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared
         config.hStream = torch.cuda.current_stream().cuda_stream
-        attributes = [_early()] * early + [_roomy()] * roomy
+        attributes = [_early()] * early + [_max_smem_carveout()] * max_smem_carveout
         config.attrs, config.numAttrs = attributes, len(attributes)
         pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(a) for a in arguments])
         _call(cuda.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
@@ -186,7 +186,7 @@ def _early() -> Any:
 
 
 @cache
-def _roomy() -> Any:
+def _max_smem_carveout() -> Any:
     cuda = _import("driver")
     attribute = cuda.CUlaunchAttribute()
     of = cuda.CUlaunchAttributeID

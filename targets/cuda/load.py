@@ -17,7 +17,7 @@ from targets.cuda import four_bits
 from targets.cuda.attention import HEADS
 from targets.cuda.graphs import MOST_ROWS, TOKENS, bucket_of
 from targets.cuda.ops import Ops
-from targets.cuda.out_of_memory import room_for, use_pages
+from targets.cuda.out_of_memory import catching_oom, use_pages
 from targets.cuda.params import copied, load_params, random_params
 from targets.cuda.reader import DTYPES, QUANTISED, own_dtypes, quantised
 from targets.cuda.reference import Reference
@@ -98,7 +98,7 @@ def _all_or_nothing() -> Iterator[None]:
     """What a load leaves behind is the target alone. Raises UserError where it has no room: another
     process may have taken what was free when it was checked."""
     try:
-        with room_for("the weights and the K/V cache"):
+        with catching_oom("the weights and the K/V cache"):
             yield
     except MemoryError as problem:
         raise UserError(str(problem)) from problem

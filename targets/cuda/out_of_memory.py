@@ -17,7 +17,7 @@ def use_pages() -> None:
 
 
 @contextmanager
-def room_for(what: str) -> Iterator[None]:
+def catching_oom(what: str) -> Iterator[None]:
     """Raise MemoryError, which names `what`, where the GPU has no room for it. What torch keeps for
     reuse is given back: graphs and kernels are not made of torch's memory."""
     try:

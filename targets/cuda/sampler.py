@@ -179,7 +179,7 @@ class Sampler:
         room = 4 * share if needs_sampler else 0
         self._launch(SAMPLE, "choose", (m * CLUSTER, 1, 1), THREADS, [job], room)
 
-    def lay_out(
+    def prepare_rows(
         self,
         history: torch.Tensor,
         state: tuple[torch.Tensor, torch.Tensor],
@@ -198,7 +198,7 @@ class Sampler:
         rows = Rows(make(batch, k + 1), make(batch), make(batch))
         tensors = (history, *state, slots, rows.tokens, rows.start, rows.slot, turn)
         arguments = [*map(pointer, tensors), *map(c_int, (history.stride(0), k))]
-        self._launch(CYCLE, "lay_out", (batch, 1, 1), WARP, arguments, early=False)
+        self._launch(CYCLE, "prepare_rows", (batch, 1, 1), WARP, arguments, early=False)
         return rows
 
     def accept(self, rows: Rows, chosen: torch.Tensor) -> torch.Tensor:

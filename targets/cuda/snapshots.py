@@ -16,7 +16,7 @@ from torch import Tensor
 from specdec.core.types import Sequence
 from targets.cuda.cache import LANES, LayerCache
 from targets.cuda.host_blocks import BLOCK, blocks_of, host_blocks
-from targets.cuda.out_of_memory import room_for
+from targets.cuda.out_of_memory import catching_oom
 from targets.cuda.target import CudaTarget
 
 ALIGN = 256
@@ -37,7 +37,7 @@ class TensorSnapshot:
     def of(cls, parts: Seqs[Tensor]) -> TensorSnapshot:
         """Copies. Raises MemoryError."""
         shapes = [(part.shape, part.dtype) for part in parts]
-        with room_for("a snapshot of a prompt"):
+        with catching_oom("a snapshot of a prompt"):
             size = sum(_padded(*shape) for shape in shapes)
             made = cls(shapes, torch.empty(size, dtype=torch.uint8, device=parts[0].device))
         made.copy_from(parts)
@@ -78,7 +78,7 @@ class TensorSnapshot:
         return found
 
     def _uploaded(self) -> Tensor:
-        with room_for("a snapshot of a prompt"):
+        with catching_oom("a snapshot of a prompt"):
             data = torch.empty(self._size, dtype=torch.uint8, device=self._device)
         for block, part in zip(self._blocks, data.split(BLOCK), strict=True):
             part.copy_(block[: len(part)], non_blocking=True)

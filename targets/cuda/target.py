@@ -17,7 +17,7 @@ from targets.cuda.cache import make_cache, remember, slack_of
 from targets.cuda.graphs import TOKENS, Chosen, ForwardOutput, Graphs
 from targets.cuda.model import Hidden, decode
 from targets.cuda.ops import Choosing, Ops, Rows
-from targets.cuda.out_of_memory import room_for
+from targets.cuda.out_of_memory import catching_oom
 from targets.cuda.params import Weights, rounding
 from targets.cuda.prefill import PrefillChunk, prefill
 from targets.cuda.reference import Reference
@@ -115,7 +115,7 @@ class CudaTarget:
     def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
         if start == 0:
             self.seat(seq)
-        with room_for(f"a chunk of {stop - start} tokens"):
+        with catching_oom(f"a chunk of {stop - start} tokens"):
             return self._prefill(seq, start, stop)
 
     @torch.inference_mode()
@@ -155,7 +155,7 @@ class CudaTarget:
     def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
         if draft.shape[1] > self.max_draft:
             raise UserError(f"K is {draft.shape[1]} but at most {self.max_draft} is possible")
-        with room_for(f"a batch of {len(seqs)}"):
+        with catching_oom(f"a batch of {len(seqs)}"):
             return self._verify(seqs, draft)
 
     def _verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:

@@ -32,7 +32,7 @@ def propose(given: Drafting, rows: Rows, needs_sampler: bool) -> None:
     if k == 0:
         return
     target, ops = model.target, model.ops
-    layout = ops.lay_out(rows, k, target.max_len)
+    layout = ops.prepare_rows(rows, k, target.max_len)
     rules = Rules(target.bias, given.sampling_params, target.cache.tokens)
     states = States(given.states, rows.slot, target.weights.norm)
     for j in range(k):

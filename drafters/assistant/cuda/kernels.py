@@ -64,7 +64,7 @@ class AssistantKernels(Kernels):
         self.guess = self.sampler.guess
         self._steps = STEPS[kind]
 
-    def lay_out(self, rows: Rows, k: int, longest: int) -> DraftLayout:
+    def prepare_rows(self, rows: Rows, k: int, longest: int) -> DraftLayout:
         batch = len(rows.slot)
 
         def make(*shape: int) -> Tensor:
@@ -73,7 +73,7 @@ class AssistantKernels(Kernels):
         layout = DraftLayout(make(batch), make(k, batch), make(k, batch))
         arguments = [*map(pointer, (rows.start, rows.slot, *layout))]
         arguments += [c_int(n) for n in (batch, k, longest)]
-        self._launch(self._steps, "lay_out", (1, 1, 1), 1024, arguments)
+        self._launch(self._steps, "prepare_rows", (1, 1, 1), 1024, arguments)
         return layout
 
     def beside(self, table: Linear, tokens: Tensor, states: States, kind: str) -> Input:

@@ -24,7 +24,7 @@ from targets.cuda.graphs import bucket_of
 from targets.cuda.guessing import DraftVocabulary, vocabulary_of
 from targets.cuda.model import decode_layer
 from targets.cuda.ops import AttentionLayer, Linear, Opening, Rows, X
-from targets.cuda.out_of_memory import room_for
+from targets.cuda.out_of_memory import catching_oom
 from targets.cuda.params import LayerWeights, layer_weights
 from targets.cuda.reader import Raw, Reader
 from targets.cuda.reference import Reference
@@ -96,7 +96,7 @@ class AssistantModel:
 def placed(assistant: Assistant, target: CudaTarget, ahead: int) -> AssistantModel:
     """The assistant beside its target. Raises UserError, also if memory does not suffice."""
     try:
-        with room_for("the assistant beside the model"):
+        with catching_oom("the assistant beside the model"):
             return AssistantModel(assistant, target, ahead)
     except MemoryError as problem:
         raise UserError(str(problem)) from problem

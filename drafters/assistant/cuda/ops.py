@@ -42,7 +42,7 @@ class AssistantOps(Ops, Protocol):
     @property
     def guess(self) -> Guess: ...
 
-    def lay_out(self, rows: Rows, k: int, longest: int) -> DraftLayout:
+    def prepare_rows(self, rows: Rows, k: int, longest: int) -> DraftLayout:
         """rows: a verify's; their `start` is the position of each last token. longest: no guess
         lies at this position or beyond."""
         ...
@@ -70,7 +70,7 @@ class AssistantReference(Reference):
         super().__init__(arch)
         self.guess = partial(reference_guess, self)
 
-    def lay_out(self, rows: Rows, k: int, longest: int) -> DraftLayout:
+    def prepare_rows(self, rows: Rows, k: int, longest: int) -> DraftLayout:
         steps = torch.arange(k, dtype=torch.int32, device=rows.start.device)[:, None]
         starts = rows.start[None] + steps
         slots = torch.where(starts + 1 < longest, rows.slot, -1)

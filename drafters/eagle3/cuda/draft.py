@@ -36,7 +36,7 @@ def propose(given: Drafting, rows: Rows, needs_sampler: bool) -> None:
     head, target, k = given.head, given.head.target, rows.tokens.shape[1] - 1
     if k == 0:
         return
-    layout = head.ops.lay_out(given.pending, rows, k, head.longest)
+    layout = head.ops.prepare_rows(given.pending, rows, k, head.longest)
     rules = Rules(target.bias, given.sampling_params, target.cache.tokens)
     h = head.fuse(given.pending.features, rows.slot)
     mixed = head.mix(layout.pending, h, own=False)

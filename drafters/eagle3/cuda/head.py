@@ -26,7 +26,7 @@ from targets.cuda.graphs import bucket_of
 from targets.cuda.guessing import vocabulary_of
 from targets.cuda.load import WIDEST
 from targets.cuda.ops import AttentionLayer, Closing, Linear, Opening, Rows
-from targets.cuda.out_of_memory import room_for
+from targets.cuda.out_of_memory import catching_oom
 from targets.cuda.reader import quantise_fp8
 from targets.cuda.reference import Reference
 from targets.cuda.staging import Staging
@@ -133,7 +133,7 @@ class HeadModel:
 def placed(head: Head, target: CudaTarget) -> HeadModel:
     """The head beside its target. Raises UserError, too where it has no room."""
     try:
-        with room_for("the EAGLE-3 head beside the model"):
+        with catching_oom("the EAGLE-3 head beside the model"):
             return HeadModel(head, target)
     except MemoryError as problem:
         raise UserError(str(problem)) from problem

@@ -47,7 +47,7 @@ class DraftKernels(Kernels):
         super().__init__(arch, max_len, torch.bfloat16, kinds, draft_variants(arch, kinds))
         self.guess = self.sampler.guess
 
-    def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> DraftLayout:
+    def prepare_rows(self, pending: Pending, rows: Rows, k: int, longest: int) -> DraftLayout:
         batch, width = len(rows.slot), pending.chosen.shape[1]
 
         def make(*shape: int) -> Tensor:
@@ -64,7 +64,7 @@ class DraftKernels(Kernels):
         arguments = [*map(pointer, (*read, tokens, first, last, starts, slots))]
         spare = len(pending.count) - 1
         arguments += [c_int(n) for n in (batch, width, k, spare, longest)]
-        self._launch(LAYOUT, "lay_out", (1, 1, 1), 1024, arguments)
+        self._launch(LAYOUT, "prepare_rows", (1, 1, 1), 1024, arguments)
         return DraftLayout(Rows(tokens, first, slots[0]), last, starts, slots)
 
     def features(

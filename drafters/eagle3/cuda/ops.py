@@ -54,7 +54,7 @@ class PairNorms(NamedTuple):
 
 
 class DraftOps(Ops, Protocol):
-    def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> DraftLayout:
+    def prepare_rows(self, pending: Pending, rows: Rows, k: int, longest: int) -> DraftLayout:
         """longest: no guess lies at this position or beyond."""
         ...
 
@@ -92,7 +92,7 @@ class DraftReference(Reference):
         super().__init__(arch)
         self.guess = partial(reference_guess, self)
 
-    def lay_out(self, pending: Pending, rows: Rows, k: int, longest: int) -> DraftLayout:
+    def prepare_rows(self, pending: Pending, rows: Rows, k: int, longest: int) -> DraftLayout:
         slot = rows.slot.long()  # -1: the last row, the spare one
         count = pending.count[slot]
         starts = rows.start[None] + torch.arange(k, dtype=torch.int32, device=slot.device)[:, None]

@@ -4,7 +4,7 @@
 constexpr int kThreads = 1024;
 
 // Guesses what followed the longest suffix of n_max down to n_min tokens that occurred before, at its latest
-// occurrence; past the end of the text the match repeats. Rows without a match keep the NO_GUESS that `lay_out`
+// occurrence; past the end of the text the match repeats. Rows without a match keep the NO_GUESS that `prepare_rows`
 // wrote. One CTA per row; the text ends with token `start`.
 extern "C" __global__ void __launch_bounds__(kThreads)
     lookup(const int* history, const int* start, const int* slots, int* tokens, int stride, int k,

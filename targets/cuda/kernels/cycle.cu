@@ -20,7 +20,7 @@ struct CycleRecord {
 // The verify of each slot's text: its last token, then no guesses. A row that does not run gets slot
 // -1. One warp per row: k + 1 is 32 at most. A cycle begins, and with it the next turn.
 extern "C" __global__ void __launch_bounds__(32)
-    lay_out(const int* history, const int* length, const int* live, const int* slots, int* tokens,
+    prepare_rows(const int* history, const int* length, const int* live, const int* slots, int* tokens,
             int* start, int* slot_out, int* turn, int stride, int k) {
   let_next_start();
   const int b = blockIdx.x, slot = slots[b], i = threadIdx.x;

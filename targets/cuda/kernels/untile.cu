@@ -37,7 +37,7 @@ __device__ inline uint2 place_of(const Job& job, int pitch, int i) {
 }
 
 // What was stored tile by tile, into rows of shared memory.
-__device__ inline void lay_out(const Job& job, const u8* tiled, u8* rows, int pitch, const uint2* places, int count) {
+__device__ inline void untile_rows(const Job& job, const u8* tiled, u8* rows, int pitch, const uint2* places, int count) {
   const int lane = threadIdx.x % 32;
   rows += lane / 4 * pitch + lane % 4 * 8 * kSize;
   for (int first = threadIdx.x / 32; first < count; first += kAhead * kWarps) {
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) untile(const __grid
   for (int i = threadIdx.x; i < count; i += blockDim.x) places[i] = place_of(job, pitch, i);
   __syncthreads();
   const size_t step = (size_t(blockIdx.z) * job.steps + first_step) * job.ctas + blockIdx.x;
-  lay_out(job, job.tiled + (step * parts + part) * each * kTileBytes, rows, pitch, places, count);
+  untile_rows(job, job.tiled + (step * parts + part) * each * kTileBytes, rows, pitch, places, count);
   __syncthreads();
   const int input = (part * job.steps + first_step) * width, bytes = min(steps * width, job.k - input) * kSize;
   if (bytes <= 0) return;

@@ -4,7 +4,7 @@
 
 // The k steps of a cycle: all see the cache up to the position before the last token's; guess j follows
 // position start + j, and sits out where it would lie at `longest` or beyond.
-extern "C" __global__ void lay_out(const int* start, const int* slot, int* seen, int* starts, int* slots,
+extern "C" __global__ void prepare_rows(const int* start, const int* slot, int* seen, int* starts, int* slots,
                                    int rows, int k, int longest) {
   let_next_start();
   wait_for_previous();

@@ -1,10 +1,10 @@
-// Around a draft head's steps in a cycle: `lay_out` computes their positions, `keep` stores the target's features and
+// Around a draft head's steps in a cycle: `prepare_rows` computes their positions, `keep` stores the target's features and
 // choices for the next cycle. Pending arrays have a row per slot, and a spare one for padding.
 #include "common.cuh"
 
 // The entries that are pending, as a call of `width` tokens per row, and the k steps after them. Step
 // j follows position start + j and sits out where its guess would lie at `longest` or beyond.
-extern "C" __global__ void lay_out(const int* start, const int* slot, const int* pending, const int* count,
+extern "C" __global__ void prepare_rows(const int* start, const int* slot, const int* pending, const int* count,
                                    int* tokens, int* first, long long* last, int* starts, int* slots,
                                    int rows, int width, int k, int spare, int longest) {
   let_next_start();

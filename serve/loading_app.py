@@ -1,5 +1,5 @@
-"""The ASGI app that listens from the start: until the model is loaded it reports the loading stage,
-then it passes requests on to the server's app."""
+"""The ASGI app that listens from the start: until the model is loaded it reports the stage of
+loading, then it passes requests on to the server's app."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve.connections import CROWDED
 from serve.errors import ApiError, install_error_handlers
+from serve.lifecycle import Lifecycle, lifecycle_routes
 from serve.request_log import PROBES
-from serve.stage import Stage, stage_routes
 from serve.ui.routes import ui_routes
 
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 RETRY_SECONDS = 2
 
 
-class Front:
+class LoadingApp:
     """An ASGI app that listens before the engine exists. All but `in_flight` belongs to one asyncio
     loop."""
 
-    def __init__(self, stage: Stage) -> None:
-        self._app: ASGIApp = _loading_app(stage)
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._app: ASGIApp = _loading_routes(lifecycle)
         self._opened = AsyncExitStack()
         self.in_flight = 0
         """Number of requests without a complete response."""
@@ -60,14 +60,14 @@ class Front:
         return refusal.response(scope["path"])
 
 
-def _loading_app(stage: Stage) -> FastAPI:
+def _loading_routes(lifecycle: Lifecycle) -> FastAPI:
     app = FastAPI(title="specdec, loading", docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
-    app.include_router(stage_routes(stage))
+    app.include_router(lifecycle_routes(lifecycle))
     app.include_router(ui_routes())
 
     @app.api_route("/{path:path}", methods=METHODS)
     async def later(path: str) -> None:
-        stage.check()
+        lifecycle.check()
 
     return app

@@ -36,16 +36,16 @@ def choice(server: Server, path: str = "completions", **ask: Any) -> tuple[Any, 
     return body["choices"][0], body
 
 
-def told(reads: list[dict[str, Any]]) -> str:
-    return "".join(token["text"] for read in reads for token in read["tokens"])
+def told(cycle_reports: list[dict[str, Any]]) -> str:
+    return "".join(token["text"] for read in cycle_reports for token in read["tokens"])
 
 
 def test_every_token_and_every_read_is_told(server):
     said, body = choice(server, **ASK)
-    reads, counts = said["speculation"], body["metrics"]["speculative_decoding"]
-    assert told(reads) == said["text"]
-    assert sum(len(read["tokens"]) for read in reads) == body["usage"]["completion_tokens"]
-    prompt, *verifies = reads
+    cycle_reports, counts = said["speculation"], body["metrics"]["speculative_decoding"]
+    assert told(cycle_reports) == said["text"]
+    assert sum(len(read["tokens"]) for read in cycle_reports) == body["usage"]["completion_tokens"]
+    prompt, *verifies = cycle_reports
     assert (prompt["read"], prompt["drafter"], prompt["k"]) == ("prompt", "ngram", 4)
     assert len(prompt["tokens"]) == 1 and prompt["seconds"] is None
     assert len(verifies) == counts["verify_passes"]
@@ -67,13 +67,13 @@ def test_a_stream_tells_what_the_whole_answer_tells(server):
         model="mini", **ASK, stream=True, extra_body={"include_speculation": True}
     )
     choices = [chunk.choices[0] for chunk in stream]
-    reads = [read for c in choices for read in getattr(c, "speculation", None) or ()]
+    cycle_reports = [read for c in choices for read in getattr(c, "speculation", None) or ()]
     assert "".join(c.text for c in choices) == said["text"]
 
     def without(all_):
         return [{**read, "seconds": None} for read in all_]
 
-    assert without(reads) == without(said["speculation"])
+    assert without(cycle_reports) == without(said["speculation"])
 
 
 def test_nothing_is_told_unasked(server):

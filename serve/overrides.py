@@ -11,7 +11,7 @@ MAX_LIST = 100_000
 Ids = Annotated[list[int], Field(max_length=MAX_LIST)]
 
 
-class SamplingWishes(BaseModel):
+class SamplingOverrides(BaseModel):
     """Sampling parameters. None means the checkpoint's default, else vLLM's."""
 
     # Strict: the string "0.7" is refused for a number, as are NaN and Infinity.
@@ -43,5 +43,5 @@ class SamplingWishes(BaseModel):
     @property
     def sampling_wishes(self) -> dict[str, Any]:
         """The parameters that the request sets, by name."""
-        named = {name: getattr(self, name) for name in SamplingWishes.model_fields}
+        named = {name: getattr(self, name) for name in SamplingOverrides.model_fields}
         return {name: value for name, value in named.items() if value is not None}

@@ -40,7 +40,7 @@ class Speculating:
 
 
 @dataclass(frozen=True)
-class Told:
+class ReportedToken:
     """One accepted, rejected or target-chosen token in a report."""
 
     id: int
@@ -54,14 +54,14 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Read:
+class ReportedCycle:
     """One read of the weights (a prefill or a verify), for one choice."""
 
     of: str
     """prompt or verify."""
-    tokens: tuple[Told, ...]
+    tokens: tuple[ReportedToken, ...]
     """The emitted tokens: accepted guesses, then the target's own token."""
-    rejected: tuple[Told, ...] = ()
+    rejected: tuple[ReportedToken, ...] = ()
     """Guesses that differ from the target's choice, and those after them, in draft order."""
     seconds: float | None = None
     """How long the cycle took; None for the prompt's prefill."""
@@ -80,7 +80,7 @@ class Read:
         return told
 
 
-class ReadsOfChoice:
+class ChoiceReports:
     """Makes the reads of one choice from its updates."""
 
     def __init__(self, tokenizer: ServedTokenizer, speculating: Speculating) -> None:
@@ -88,7 +88,7 @@ class ReadsOfChoice:
         self._decoder = tokenizer.stream(False)
         self._told = False
 
-    def feed(self, update: Update, count: int, last: bool) -> Read:
+    def feed(self, update: Update, count: int, last: bool) -> ReportedCycle:
         """count: how many of the update's tokens belong to the answer. last: whether this is the
         choice's last update."""
         report = update.report or CycleReport((), (), 0, 0.0)
@@ -98,12 +98,12 @@ class ReadsOfChoice:
         if last and texts:
             texts[-1] += self._decoder.finish()
         tokens = [
-            Told(token, text, names[i] if i < accepted else None)
+            ReportedToken(token, text, names[i] if i < accepted else None)
             for i, (token, text) in enumerate(zip(update.tokens[:count], texts, strict=True))
         ]
         wrong = range(report.accepted, len(report.draft))
         first, self._told = not self._told, True
-        return Read(
+        return ReportedCycle(
             "prompt" if update.report is None else "verify",
             tuple(tokens),
             tuple(self._wrong(report.draft[i], names[i]) for i in wrong),
@@ -111,5 +111,5 @@ class ReadsOfChoice:
             self._speculating if first else None,
         )
 
-    def _wrong(self, token: int, name: str) -> Told:
-        return Told(token, self._tokenizer.decode([token], False), name)
+    def _wrong(self, token: int, name: str) -> ReportedToken:
+        return ReportedToken(token, self._tokenizer.decode([token], False), name)

@@ -20,7 +20,7 @@ RETRY_SECONDS = {"loading": 5, "draining": 5}
 """Retry-After by status; by then another server may have taken over."""
 
 
-class Stage:
+class Lifecycle:
     """Written by the thread that starts and ends the server, read by its requests."""
 
     def __init__(self, doing: str = "starting") -> None:
@@ -71,7 +71,7 @@ class Stage:
         raise ApiError(503, why, code=status, headers={"Retry-After": str(RETRY_SECONDS[status])})
 
 
-def stage_routes(stage: Stage) -> APIRouter:
+def lifecycle_routes(lifecycle: Lifecycle) -> APIRouter:
     """/health and /ready: 200, or 503 with the current status."""
     router = APIRouter()
 
@@ -79,7 +79,7 @@ def stage_routes(stage: Stage) -> APIRouter:
     async def health() -> Response:
         """Whether the server works; 503 while it loads or drains, and where its engine has
         failed."""
-        report = stage.report()
+        report = lifecycle.report()
         if report["status"] == "ready":
             return JSONResponse({"status": "ok"})
         return JSONResponse(report, 503)
@@ -87,7 +87,7 @@ def stage_routes(stage: Stage) -> APIRouter:
     @router.get("/ready")
     async def ready() -> Response:
         """Whether to send requests here."""
-        report = stage.report()
+        report = lifecycle.report()
         return JSONResponse(report, 200 if report["status"] == "ready" else 503)
 
     return router
