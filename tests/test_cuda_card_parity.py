@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from targets.arch import released
 from targets.checkpoint import Checkpoint
@@ -22,7 +23,7 @@ from targets.stored import dequantise
 from tests.card import KINDS, error, one_layer, random_weight
 from tests.nvfp4_files import in_part, write_nvfp4
 from tests.runner import IDS, Runner
-from tests.tiny import VARIANTS, oracle, write_tiny
+from tests.tiny import PREFIX, VARIANTS, oracle, write_tiny
 
 pytestmark = pytest.mark.gpu
 torch.set_num_threads(1)  # as targets.cuda.load does for the references
@@ -139,3 +140,22 @@ def test_a_model_agrees_with_transformers(tmp_path, variant, storage, dtype):
     if arch.layers[0].moe:
         allowed = max(ROUTED, allowed) if dtype == "fp8-w8a8" else ROUTED
     assert error(whole, exact) <= allowed
+
+
+def test_a_head_of_its_own_makes_the_logits(tmp_path):
+    """Another table than the embedding: the kernels agree with the references."""
+    write_tiny(tmp_path, "31b")
+    file = tmp_path / "model.safetensors"
+    tensors, tied = load_file(file), read_arch(tmp_path)
+    before = Runner(tmp_path, Reference(tied), "bfloat16", "cpu").feed((32,))
+    head = np.roll(tensors[f"{PREFIX}embed_tokens.weight"], 1, 0)
+    save_file(tensors | {"lm_head.weight": head}, file)
+    arch = read_arch(tmp_path)
+    assert arch.own_head and not tied.own_head
+    expected = Runner(tmp_path, Reference(arch), "bfloat16", "cpu").feed((32,))
+    ours = Runner(tmp_path, Kernels(arch, 128, torch.bfloat16, KINDS), "bfloat16", "cuda")
+    whole = ours.feed((32,))
+    assert torch.equal(ours.feed((1,) * 32), whole)
+    assert error(whole, expected.double()) < LEAST
+    # row i of the head is the embedding's row i - 1: the same logits, one place further
+    assert torch.equal(expected, before.roll(1, -1)) and not torch.equal(expected, before)
