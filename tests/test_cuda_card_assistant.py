@@ -160,10 +160,10 @@ def test_a_step_on_kernels_is_near_its_twin(kind, head, ahead):
             assert torch.equal(alone[0], both[row])
     twin = AssistantReference(given.spec.arch)
     plain = twin.pack(table_of(target), None, "bf16", "plain")
-    model.ops, model.weights = twin, place(given, kind[0], twin, "cuda")
+    model.ops, model.weights = twin, place(given, kind[0], twin, target)
     honest = target.weights
     try:  # the references read the very cache that the kernels wrote
-        target.weights = replace(honest, head=plain)
+        target.weights = replace(honest, embedding=plain)
         exact = step(0, 8)
     finally:
         target.weights = honest

@@ -158,7 +158,7 @@ def test_a_head_on_kernels_is_near_its_twin(kind):
     twin = DraftReference(arch_of(spec))
     model.ops = twin
     model.weights = place(head, "float32", twin, target.device)
-    weights = SimpleNamespace(head=twin.pack(table_of(target), None, "bf16", "plain"))
+    weights = SimpleNamespace(embedding=twin.pack(table_of(target), None, "bf16", "plain"))
     model.target = SimpleNamespace(weights=weights)
     assert error(together, step(0, 8).double()) < {"fp8": 0.06, "bf16": 0.02}[kind]
 
