@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from serve.traces import Around
     from specdec.core.engine import Engine
 
+ServedNames = Annotated[list[str] | None, Parameter(consume_multiple=True, negative=())]
+
 
 def serve(
     *,
@@ -46,7 +48,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     max_waiting: int = 256,
-    served_model_name: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    served_model_name: ServedNames = None,
     drain_seconds: float = 30.0,
     log_level: LogLevel = "info",
     otlp_traces_endpoint: str | None = None,
