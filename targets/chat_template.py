@@ -68,7 +68,7 @@ class ChatTemplate:
             {"role": role, "content": [{"type": "text", "text": PROBE}]}
         ]
         if role != "user":
-            messages = sorted([*messages, {"role": "user", "content": "x"}], key=_system_first)
+            messages.append({"role": "user", "content": "x"})
         try:
             text = self.render(messages, {"bos_token": "", "eos_token": ""})
         except UserError:
@@ -79,10 +79,6 @@ class ChatTemplate:
     def _compiled(self) -> jinja2.Template:
         """Compiled once: that takes longer than rendering most chats."""
         return _environment().from_string(self.text or "")
-
-
-def _system_first(message: dict[str, Any]) -> bool:
-    return message["role"] not in ("system", "developer")
 
 
 def _joined(parts: Iterable[str], most: int | None) -> str:

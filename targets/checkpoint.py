@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from specdec.core.errors import UserError
 from targets import schemes
 from targets.arch import Arch
 from targets.schemes import Weight
-from targets.shards import Shard, open_shards
+from targets.shards import Shard, tensors_of
+from targets.soundness import PIECE
 from targets.stored import Groups, Stored
 from targets.tensors import TensorSpec, all_tensors, stored_name
 
@@ -34,13 +35,13 @@ IGNORED = {
 """Tensors that may be in a file though nothing reads them, and the reason. What is in none of these
 rows, and not in `Checkpoint._ignorable`, is refused."""
 HEAD = "lm_head"
-MOE_BASES = ("experts", "moe.experts")
-"""Names of a layer's experts: the released files' and older community files'."""
+EXPERTS = ".experts."
+"""Between a layer's name and that of an expert's tensor."""
+OLDER = ".moe.experts."
+"""The same in older community files."""
 
 FOUR_BITS = frozenset({"I32", "U8"})
 """What packed values of 4 bits lie in: of int4, and of NVFP4."""
-PIECE = 1 << 22
-"""Values of two tensors that are compared at once."""
 WIDE_TYPES = tuple(np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16))
 
 
@@ -51,9 +52,10 @@ class Checkpoint:
         """Opens, and checks names and shapes by the headers; raises UserError."""
         self.path = path
         self.specs = all_tensors(arch)
-        self._where = {name: file for file in open_shards(path) for name in file.names}
+        self._where = tensors_of(path)
         self._config = quantization_config(path)
         self._prefix = self._find_prefix()
+        self._older_experts = {n.partition(OLDER)[0] for n in self._where if OLDER in n}
         self._head = head_name(self._where) or stored_name(self._prefix, HEAD)
         self._check_headers()
 
@@ -90,9 +92,8 @@ class Checkpoint:
 
     def _find_prefix(self) -> str:
         schemes.refuse_unread(self.path, self._where, self._config)
-        for prefix in PREFIXES:
-            if f"{prefix}embed_tokens.weight" in self._where:
-                return prefix
+        if (prefix := prefix_of(self._where)) is not None:
+            return prefix
         raise UserError(
             f"{self.path}: no tensor <prefix>embed_tokens.weight with one of the prefixes "
             f"{', '.join(PREFIXES)}: this is not a Gemma 4 checkpoint, or a shard is missing"
@@ -103,27 +104,21 @@ class Checkpoint:
         if name == HEAD:
             return self._head
         usual = stored_name(self._prefix, name)
-        older = usual.replace(f".{MOE_BASES[0]}.", f".{MOE_BASES[1]}.")
-        return older if older in self._where else usual
+        layer, _, rest = usual.partition(EXPERTS)
+        return f"{layer}{OLDER}{rest}" if rest and layer in self._older_experts else usual
 
     def _expert_parts(
         self, name: str, spec: TensorSpec
     ) -> list[tuple[str, tuple[int, ...]]] | None:
         """Names and shapes of un-fused experts (compressed-tensors files); None where fused, and
         for all other tensors."""
-        if ".experts." not in name or self._stored(name) in self._where:
+        if EXPERTS not in name or self._stored(name) in self._where:
             return None
-        base, kind = self._experts_base(name), name.rsplit(".", 1)[-1]
+        base, kind = self._stored(name).rsplit(".", 1)
         experts, out, inner = spec.shape
         names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
         shape = (out // len(names), inner)
         return [(f"{base}.{e}.{part}.weight", shape) for e in range(experts) for part in names]
-
-    def _experts_base(self, name: str) -> str:
-        """Of un-fused experts: what stands before their number."""
-        layer = f"{self._prefix}{name.partition('.experts.')[0]}"
-        bases = [f"{layer}.{base}" for base in MOE_BASES]
-        return next((base for base in bases if any(_of_expert(base, self._where))), bases[0])
 
     def _check_headers(self) -> None:
         """Names and shapes, before gigabytes are read."""
@@ -226,6 +221,11 @@ def quantization_config(path: Path) -> dict[str, Any]:
     return {}
 
 
+def prefix_of(names: Container[str]) -> str | None:
+    """What stands before the embedding's name; None where there is no embedding."""
+    return next((p for p in PREFIXES if f"{p}embed_tokens.weight" in names), None)
+
+
 def head_name(names: Iterable[str]) -> str | None:
     """The name of a language model's head among a file's tensors, as if it were not quantised."""
     for name in names:
@@ -265,10 +265,6 @@ def _same_values(one: np.ndarray, other: np.ndarray) -> bool:
         return bool((next(pieces) == next(pieces)).all())
 
     return all(map(equal, range(0, one.size, PIECE)))
-
-
-def _of_expert(base: str, names: Iterable[str]) -> Iterator[bool]:
-    return (name.startswith(f"{base}.0.") for name in names)
 
 
 def _refuse(what: str, names: set[str], path: Path, remedy: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from specdec.core.errors import UserError
 from targets.arch import Arch, parse_arch, read_config
-from targets.checkpoint import PREFIXES, head_name, same_tensors
-from targets.shards import has_weights, open_shards
+from targets.checkpoint import head_name, prefix_of, same_tensors
+from targets.shards import has_weights, tensors_of
 
 
 def read_arch(path: Path) -> Arch:
@@ -27,12 +27,14 @@ def has_own_head(path: Path, config: dict[str, Any]) -> bool:
     Raises UserError if config.json has it untied and there is no head."""
     if not has_weights(path):
         return False
-    if _untied(config) and _head_of(path)[0] is None:
+    stamp = tuple(sorted((f.name, f.stat().st_mtime_ns) for f in path.iterdir()))
+    own = _own_head(path, stamp)
+    if own is None and _untied(config):
         raise UserError(
             f"{path}: config.json has tie_word_embeddings=false but there is no lm_head.weight: "
             "download the missing shards"
         )
-    return _differs(path, tuple(sorted((f.name, f.stat().st_mtime_ns) for f in path.iterdir())))
+    return bool(own)
 
 
 def _untied(config: dict[str, Any]) -> bool:
@@ -40,18 +42,14 @@ def _untied(config: dict[str, Any]) -> bool:
     return any(part.get("tie_word_embeddings") is False for part in parts)
 
 
-def _head_of(path: Path) -> tuple[str | None, dict[str, Any]]:
-    where = {name: shard for shard in open_shards(path) for name in shard.names}
-    return head_name(where), where
-
-
 @lru_cache(maxsize=8)
-def _differs(path: Path, _stamp: tuple[tuple[str, int], ...]) -> bool:
-    """Cached by the files' times: tables of gigabytes that are equal are read whole to compare
-    them."""
-    head, where = _head_of(path)
+def _own_head(path: Path, _stamp: tuple[tuple[str, int], ...]) -> bool | None:
+    """Whether the head differs from the embedding; None without a head. Cached by the files' times:
+    tables of gigabytes that are equal are read whole to compare them."""
+    where = tensors_of(path)
+    head, prefix = head_name(where), prefix_of(where)
     if head is None:
-        return False
-    tables = (f"{prefix}embed_tokens" for prefix in PREFIXES)
-    table = next((name for name in tables if f"{name}.weight" in where), None)
-    return table is None or not same_tensors(where, table, head.removesuffix(".weight"))
+        return None
+    if prefix is None:
+        return True
+    return not same_tensors(where, f"{prefix}embed_tokens", head.removesuffix(".weight"))

@@ -87,6 +87,11 @@ def open_shards(path: Path) -> list[Shard]:
     return [Shard(path / name) for name in names]
 
 
+def tensors_of(path: Path) -> dict[str, Shard]:
+    """The file of each tensor of a folder, by the tensor's name. Raises UserError."""
+    return {name: shard for shard in open_shards(path) for name in shard.names}
+
+
 def has_weights(path: Path) -> bool:
     """Whether `open_shards` has anything to open."""
     return (path / SINGLE_FILE).is_file() or (path / INDEX).is_file()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import logging
 import os
 import socket
@@ -15,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
-import tokenizers
 from llguidance import LLTokenizer
 
 from drafters.none.host import NoDrafter
@@ -26,12 +23,12 @@ from serve.server import Server as Web
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from targets.jax import compile_cache
-from targets.tokenizer import Tokenizer
 from tests.commands import refused, wait_until_ready
 from tests.constrained import mini_tokenizer
 from tests.fakes import ScriptedTarget
 from tests.fakes_text import CharTokenizer
 from tests.serving import ServedTarget, serving
+from tools.random_server import with_words
 
 ROUTES = ["v1/completions", "v1/chat/completions", "tokenize", "v1/models", "metrics", "nowhere"]
 
@@ -83,21 +80,10 @@ WORDS = 262_144
 """Tokens of Gemma 4."""
 
 
-def large_tokenizer() -> Tokenizer:
-    """mini's, with as many tokens as Gemma's."""
-    small = mini_tokenizer()
-    file = json.loads(small.to_json())
-    vocab = file["model"]["vocab"]
-    vocab |= {f"w{number}": number for number in range(small.vocab_size, WORDS)}
-    large = copy.copy(small)
-    large._backend = tokenizers.Tokenizer.from_str(json.dumps(file))
-    large.vocab_size = large.model_vocab_size = WORDS
-    return large
-
-
 def test_not_ready_before_grammars_can_be_used(monkeypatch):
     """The first request with a schema would hold up all others while a vocabulary is read."""
-    tokenizer, read, go_on = large_tokenizer(), threading.Semaphore(0), threading.Event()
+    tokenizer = with_words(mini_tokenizer(), WORDS)
+    read, go_on = threading.Semaphore(0), threading.Event()
     readings = []
 
     def reading(*args, **kwargs):

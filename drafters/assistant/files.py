@@ -16,7 +16,7 @@ from drafters.export import write_folder
 from specdec.core.errors import UserError
 from targets.arch import Arch, read_config
 from targets.generation import as_ids, check_generation
-from targets.shards import Shard, open_shards
+from targets.shards import Shard, tensors_of
 from targets.soundness import is_sound, refuse_unsound
 from targets.tensors import stored_name
 
@@ -43,7 +43,7 @@ def load_assistant(path: Path, arch: Arch) -> Assistant:
     """The assistant in a folder, for this target. Raises UserError for one of another target, and
     for files that are damaged, incomplete or not an assistant's."""
     spec = paired(parse_config(read_config(path)), arch)
-    where = {name: shard for shard in open_shards(path) for name in shard.names}
+    where = tensors_of(path)
     table = {name: file_name(spec, name) for name in tensors(spec)}
     _refuse("lacks", set(table.values()) - where.keys(), path)
     _refuse("has unused", where.keys() - set(table.values()) - set(HEADS.values()), path)

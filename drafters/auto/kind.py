@@ -191,10 +191,10 @@ def _read(request: DraftRequest) -> AutoDraft:
     names = TEXTS if weighted is None else (*TEXTS, weighted)
     drafts = {name: _part(name, request) for name in names}
     given = own_options(AutoOptions, request.speculation).auto_with
-    missing = given is None and weighted is None and not request.random
+    if given is not None or request.random:
+        return AutoDraft(drafts, weighted)
     published = (kind.published(request.model) for kind in registry.every())
-    unused = next(filter(None, published), None) if missing else None
-    return AutoDraft(drafts, weighted, unused)
+    return AutoDraft(drafts, weighted, next(filter(None, published), None))
 
 
 def _part(name: str, request: DraftRequest) -> Draft:

@@ -23,7 +23,7 @@ from specdec.core.errors import UserError
 from targets.arch import Arch, read_config
 from targets.checkpoint import quantization_config
 from targets.schemes import Weight
-from targets.shards import open_shards
+from targets.shards import tensors_of
 from targets.soundness import is_sound, refuse_unsound
 from targets.stored import dequantise
 
@@ -101,7 +101,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
     file = path / "model.safetensors"
     if not file.is_file():
         raise UserError(f"{path} has no model.safetensors: give an EAGLE-3 head's folder")
-    where = {name: shard for shard in open_shards(path) for name in shard.names}
+    where = tensors_of(path)
     config, stored, used = quantization_config(path), dict[str, np.ndarray](), set[str]()
     for name, shard in where.items():
         shape, base = shard.shape(name), name.removesuffix(".weight")

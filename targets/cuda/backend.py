@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from targets.cuda.target import CudaTarget, Plan
 
 
-STEP = 1024
-"""Tokens of the context with which a plan is made to find the default one."""
-
-
 class CudaBackend:
     def refuse(self, config: ModelConfig, loop: Loop | None = None) -> None:
         if config.tp != 1:
@@ -69,7 +65,7 @@ class CudaBackend:
         from targets.cuda.device import free_bytes
         from targets.cuda.footprint import need
         from targets.cuda.load import LONGEST, make_plan, plan_of
-        from targets.memory import default_context, host_free
+        from targets.memory import STEP, default_context, host_free
 
         shortest = _options(replace(config, max_len=min(arch.max_position, STEP)), request)
         if path is None:

@@ -17,7 +17,7 @@ from specdec.core.script import Script
 from specdec.core.types import Check
 from targets.backend import TargetRequest
 from targets.checkpoint import Checkpoint
-from targets.memory import default_context
+from targets.memory import Need, default_context
 from targets.model_folder import read_arch
 
 if TYPE_CHECKING:
@@ -126,9 +126,11 @@ def _check_fits(arch: Arch, options: JaxOptions, checkpoint: Checkpoint | None) 
     """Raise UserError for a model that needs more memory than there is."""
     from targets.jax import memory
 
-    needed = memory.need(arch, options, checkpoint)(options.max_len)
-    rounded = memory.need(arch, replace(options, narrow="int4"), checkpoint)(options.max_len)
-    memory.check_fits(arch, needed, memory.free_bytes(), rounded)
+    def need(options: JaxOptions) -> Need:
+        return memory.need(arch, options, checkpoint)(options.max_len)
+
+    rounded = replace(options, narrow="int4")
+    memory.check_fits(arch, need(options), memory.free_bytes(), lambda: need(rounded))
 
 
 def _options(config: ModelConfig, request: TargetRequest) -> JaxOptions:

@@ -79,13 +79,13 @@ def free_bytes() -> int | None:
     return min(s["bytes_limit"] - s["bytes_in_use"] for s in stats if s)
 
 
-def check_fits(arch: Arch, needed: Need, free: int | None, rounded: Need) -> None:
+def check_fits(arch: Arch, needed: Need, free: int | None, rounded: Callable[[], Need]) -> None:
     """Raise UserError, with what would fit, if `free` bytes are not enough. rounded: the need with
     linear layers of 4 bits."""
     if free is None or needed.total <= free:
         return
     raise UserError(
-        f"this needs {needed} but {gib(free)} are free: {_remedy(arch, needed, free, rounded)}"
+        f"this needs {needed} but {gib(free)} are free: {_remedy(arch, needed, free, rounded())}"
     )
 
 
