@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 
 from targets import mini
-from tests.commands import free_port, wait_until_ready
+from tests.support.commands import free_port, wait_until_ready
 
 PLAIN = {"prompt": "def add(first, second):", "max_tokens": 4, "ignore_eos": True}
 SCHEMAS_AT_ONCE = 10

@@ -22,8 +22,8 @@ from typing import Any
 from serve.errors import ApiError
 from specdec.core.errors import UserError
 from targets.tokenizer import Tokenizer
-from tests.chats import CONTROL, controls, prompt_of, words_of
-from tests.templates import TEMPLATES, tokenizer_with
+from tests.support.chats import CONTROL, controls, prompt_of, words_of
+from tests.support.templates import TEMPLATES, tokenizer_with
 
 APIS = ("chat", "responses", "messages")
 IDS = ("a", "b", "c")

@@ -20,8 +20,8 @@ from typing import Any
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from specdec.core.types import Sequence, TokenLogprob
-from tests import campaign_parts as parts
-from tests.campaign_draw import Case, draw_case
+from tests.lossless import campaign_parts as parts
+from tests.lossless.campaign_draw import Case, draw_case
 
 
 class Failed(AssertionError):

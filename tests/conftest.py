@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -18,9 +17,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests import cheap
-from tests.tiny import IDS, VARIANTS, oracle, random_tensors, write_tiny
-from tests.worded import write_worded
+from tests.support import cheap
+from tests.support.tiny import IDS, VARIANTS, oracle, random_tensors, write_tiny
+from tests.support.worded import write_worded
 
 settings.register_profile("shared", deadline=None)  # a busy machine is no fault of a test
 settings.load_profile("shared")
@@ -176,9 +175,9 @@ def worded(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Any]:
-    """A fake target of four slots behind HTTP: a `tests.serving.Server`. Modules that need another
-    have one of their own by this name."""
-    from tests.serving import ServedTarget, serving
+    """A fake target of four slots behind HTTP: a `tests.support.serving.Server`. Modules
+    that need another have one of their own by this name."""
+    from tests.support.serving import ServedTarget, serving
 
     with serving(ServedTarget(slots=4)) as running:
         yield running
@@ -186,8 +185,8 @@ def server() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def mini_server() -> Iterator[Any]:
-    """The embedded model behind HTTP: a `tests.serving.Server`."""
-    from tests.serving import serving_mini
+    """The embedded model behind HTTP: a `tests.support.serving.Server`."""
+    from tests.support.serving import serving_mini
 
     with serving_mini() as server:
         yield server
@@ -265,22 +264,3 @@ def few_samples(monkeypatch):
     for name, value in {"STEPS": 3, "CYCLE_SAMPLES": 2, "FIRST_TOKENS": 2}.items():
         monkeypatch.setattr(f"specdec.bench.timing.{name}", value)
     monkeypatch.setattr("targets.cuda.roofline.GROUPS", 3)
-
-
-@pytest.fixture(autouse=True)
-def emulation(request) -> Iterator[None]:
-    """Of kernels: schedules and memory are each test's own."""
-    emulated = sys.modules.get("tests.emulated")
-    if emulated is None or "_emulated_" not in request.path.stem:
-        yield
-        return
-    with emulated.one_test(f"{request.node.nodeid} {request.config.option.schedule}"):
-        yield
-
-
-@pytest.fixture
-def eager(monkeypatch):
-    """Makes `is_current_stream_capturing` return False for emulated kernels' launchers: torch
-    without CUDA can't answer it."""
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 
-from tests.serving import serving_mini
-from tests.test_serve_agents import CLIENTS, TOOLS
+from tests.serve.test_serve_agents import CLIENTS, TOOLS
+from tests.support.serving import serving_mini
 
 JUNK: list[Any] = [
     None,

@@ -13,13 +13,13 @@ import struct
 import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 from targets.cuda.launch import Variant, compile_variant
-from tests.kernel_variants import FILES, needed
+from tests.support.places import DATA
+from tests.targets.cuda.kernel_variants import FILES, needed
 
-TABLE = Path(__file__).with_name("data") / "machine_code.json"
+TABLE = DATA / "machine_code.json"
 CODE = ".text.", ".nv.info", ".nv.constant0.", ".nv.constant2", ".nv.constant3", ".nv.shared."
 """Instructions; registers, stack and parameters; what instructions read at fixed places; how much
 shared memory."""

@@ -10,7 +10,6 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -23,10 +22,10 @@ from serve.responses.schema import ResponsesRequest
 from serve.schema import CompletionRequest
 from specdec.cli import COMMANDS, app
 from targets.backend import BACKENDS
-from tests.serving import ServedTarget, serving
+from tests.support.places import ROOT
+from tests.support.serving import ServedTarget, serving
 from training.recipe import Recipe
 
-ROOT = Path(__file__).parent.parent
 FILE = ROOT / "tests" / "data" / "public_names.json"
 BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
 

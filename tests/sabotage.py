@@ -25,8 +25,10 @@ from pathlib import Path
 import pytest
 
 from targets.cuda.launch import SOURCES
-from tests import emulated, emulated_weights, runner  # noqa: F401 (what tests import)
-from tests.kernel_variants import FILES
+from tests.support.places import ROOT
+from tests.targets.cuda import runner  # noqa: F401 (what tests import)
+from tests.targets.cuda.emulation import emulated, emulated_weights  # noqa: F401 (what tests import)
+from tests.targets.cuda.kernel_variants import FILES
 
 SCHEDULES = 3
 JOBS = 2
@@ -40,7 +42,7 @@ CALL = re.compile(
     r"(?<![.\w])(?:__syncthreads|__syncwarp|cluster_sync|consumers_sync|(?:meet|pass|await|await_asked)"
     r"(?:<[^>]*>)?|copies_done|wait_for_previous|arrive)\s*\(|asm volatile\(\"barrier\.cluster"
 )
-TESTS = Path(__file__).parent
+TESTS = ROOT / "tests" / "targets" / "cuda" / "emulation"
 EXPERTS = "test_cuda_emulated_experts.py"
 MODEL = "test_cuda_emulated_model.py"
 ATTENTION = "test_cuda_emulated_attention.py"

@@ -26,8 +26,8 @@ from specdec.constraints.json_schema import json_grammar
 from specdec.core.constraint import mask_rows
 from specdec.core.errors import UserError
 from specdec.core.types import Sequence
-from tests.constrained import mini_vocabulary
-from tests.serving import serving_mini
+from tests.support.constrained import mini_vocabulary
+from tests.support.serving import serving_mini
 
 VERDICTS = ("valid", "wrong", "cut by max_tokens")
 PROMPT = "An example of a document in JSON:\n"

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import jsonschema
 
-from tests.serving import serving_mini
+from tests.support.serving import serving_mini
 
 STRING = {"type": "string", "maxLength": 16}
 SCHEMAS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from specdec.core.engine import Engine
 from specdec.core.provenance import gpus, run_record
 from specdec.core.types import Reuse, Sampling, Sequence
 from tests.campaign import Outcome
-from tests.warm_parts import WarmBench
+from tests.lossless.warm_parts import WarmBench
 
 CALLS = 30
 """Of a tool loop."""

@@ -13,7 +13,7 @@ import sys
 import time
 
 from drafters.none.host import NoDrafter
-from tests.serving import ServedTarget, Server, serving
+from tests.support.serving import ServedTarget, Server, serving
 
 STREAMS = 8
 TOKENS = 1500

@@ -3,7 +3,7 @@
 What may depend on neighbours is computed row by row, from fresh tensors of a shape that no other
 row decides: a CPU library blocks a matmul by its shape and treats the end of an array apart (gelu
 there is another function). Norms and roundings take all rows at once: their single steps are
-exactly rounded, and a row's sum is in an order of its own (tests/test_cuda_parity.py).
+exactly rounded, and a row's sum is in an order of its own (tests/targets/cuda/test_cuda_parity.py).
 Shape legend: as in ops.py; K kv heads, G = heads / K, D head_dim, n keys, C chunks of keys.
 """
 

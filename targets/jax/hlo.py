@@ -2,7 +2,7 @@
 
 Only what counting needs: computations, instructions, shapes with their tiles and memory spaces.
 Syntax: openxla.org/xla/operation_semantics and /xla/tiled_layout; checked by
-tests/test_compile_report.py.
+tests/targets/jax/test_compile_report.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Shape legend: B batch, T tokens, H hidden, N query heads, K kv heads, G = N / K, D head_dim,
 S cache entries, F feed-forward width, E experts, V vocabulary.
-Formulas: transformers 5.23 `models/gemma4/modeling_gemma4.py`; checked by tests/test_parity.py.
+Formulas: transformers 5.23 `models/gemma4/modeling_gemma4.py`; checked by
+tests/targets/jax/test_parity.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,126 @@
+"""`specdec top`: its figures from readings made by hand, and its screen of a real server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+from specdec.assembly.engine import measure_plain
+from specdec.cli import main
+from specdec.cli.scraping import Reading, figures_between, read_metrics
+from specdec.core.errors import UserError
+from tests.support.serving import LONG, ServedTarget, Server, serving
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(ServedTarget(slots=3)) as server:
+        measure_plain(server.runner.engine)
+        yield server
+
+
+def reading(at: float, **values: float) -> Reading:
+    """Of names with their labels in words: accepted_a_0 is drafter a, position 0."""
+    samples: dict[str, list[tuple[dict[str, str], float]]] = {
+        "specdec:slots": [({"model_name": "m"}, 4)],
+        "specdec:verify_passes_total": [({}, values.get("passes", 0))],
+        "specdec:verified_tokens_total": [({}, values.get("tokens", 0))],
+        "vllm:generation_tokens_total": [({}, values.get("tokens", 0))],
+        "specdec:plain_seconds_total": [({}, values.get("plain", 0))],
+        "specdec:engine_seconds_total": [
+            ({"part": part}, values.get(part, 0)) for part in ("prefill", "verify", "host")
+        ],
+    }
+    for kind in ("draft", "accepted"):
+        samples[f"specdec:{kind}_tokens_total"] = [
+            ({"drafter": "a", "position": str(i)}, values.get(f"{kind}_{i}", 0)) for i in range(3)
+        ]
+    samples["vllm:inter_token_latency_seconds_bucket"] = [
+        ({"le": le}, values.get(f"below_{le}", 0)) for le in ("0.1", "0.2", "+Inf")
+    ]
+    return Reading(at, samples)
+
+
+def test_figures_are_of_what_grew():
+    first = reading(10, passes=100, tokens=200, plain=5, verify=3, prefill=7)
+    last = reading(
+        12, passes=110, tokens=230, plain=8, verify=4, host=0.5, prefill=9,
+        draft_0=10, draft_1=5, accepted_0=8, accepted_1=1,
+        **{"below_0.1": 50, "below_0.2": 90, "below_+Inf": 100},
+    )  # fmt: skip
+    figures = figures_between(first, last)
+    assert (figures.model, figures.seconds, figures.slots) == ("m", 2, 4)
+    assert figures.tau == 3 and figures.tokens_per_second == 15 and figures.speedup == 2
+    assert figures.acceptance == {"a": [0.8, 0.2]}
+    assert figures.cycle_ms == {"verify": 100, "host": 50}
+    assert figures.between_tokens_ms["p50"] == pytest.approx(100)
+    assert figures.between_tokens_ms["p95"] == pytest.approx(200)  # beyond the last bound
+
+
+def test_nothing_is_made_up_where_nothing_happened():
+    figures = figures_between(reading(0), reading(1))
+    assert figures.tau is figures.speedup is figures.cached is None
+    assert figures.acceptance == figures.cycle_ms == figures.first_token_ms == {}
+
+
+def test_a_screen_of_a_server_under_load(server: Server, capsys, monkeypatch):
+    def asked(seconds: float) -> None:  # what happens between two readings
+        server.post("completions", prompt="abc" * 8, max_tokens=40, seed=LONG)
+
+    monkeypatch.setattr("specdec.cli.top.time", SimpleNamespace(sleep=asked))
+    main(["top", server.url, "--count", "2", "--json"])
+    monkeypatch.undo()
+    said = capsys.readouterr()
+    told = json.loads(said.out)
+    assert told["model"] == "fake" and told["slots"] == 3
+    assert told["tau"] >= 1 and told["speedup"] > 0 and told["tokens_per_second"] > 0
+    assert told["acceptance"]["drafter"] and told["cycle_ms"]["verify"] > 0
+    assert told["first_token_ms"].keys() == {"p50", "p95"}
+    for word in ("tau", "speed-up over plain", "running", "position", "a cycle", "verify"):
+        assert word in said.err
+
+
+def test_an_idle_server_has_a_screen_too(server: Server, capsys):
+    server.wait_until_idle()
+    main(["top", server.url, "--count", "1", "--interval", "0.05"])
+    assert "no guess was made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["http://127.0.0.1:9"], "is `specdec serve` running there?"),
+        (["127.0.0.1:8000"], "must begin with http"),
+        (["--interval", "0"], "interval must be more than 0"),
+        (["--count", "-1"], "count must be 0 or more"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["top", *arguments])
+    assert ended.value.code == 2 and told in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("body", [b"hello", b"vllm:num_requests_running 1\n", b"\xff\xfe"])
+def test_other_servers_are_named(body):
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_) -> None:
+            pass
+
+    other = ThreadingHTTPServer(("127.0.0.1", 0), Other)
+    threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        with pytest.raises(UserError, match="is not of a specdec server"):
+            read_metrics(f"http://127.0.0.1:{other.server_port}")
+    finally:
+        other.shutdown()
+        other.server_close()

@@ -1,0 +1,35 @@
+"""The load driver's definitions, and a closed loop and a fixed rate against a real server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.places import ROOT
+from tests.support.serving import ServedTarget, serving
+from tools.load import Answer, report
+
+TOOL = ROOT / "tools" / "load.py"
+
+
+def test_times_are_as_defined():
+    whole = Answer(10.0, 5, [10.5, 10.7, 11.5], tokens=6, status=200)
+    late, failed = Answer(99.0, 5, [99.5], 1, 200), Answer(10.0, 5, status=429)
+    found = report([whole, late, failed], 10.0, 20.0)
+    assert (found["requests"], found["failed"]) == (1, 1)
+    assert found["ttft_ms"]["p50"] == 500 and found["tpot_ms"]["p50"] == 200
+    assert found["longest_gap_ms"]["p50"] == 800
+    assert found["tokens_per_second"] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("load", [["--users", "5"], ["--rate", "8"]])
+def test_a_server_under_load(load):
+    with serving(ServedTarget(slots=4)) as server:
+        sizes = "--input 20 --output 12 --seconds 2 --warm 0.5 --vocab 60".split()
+        command = [sys.executable, str(TOOL), "--url", server.url, *sizes, *load]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["failed"] == 0 and found["requests"] > 3 and found["tokens_per_second"] > 10

@@ -1,0 +1,103 @@
+"""attention_*.cu without a GPU: near float64, and a row's bits whichever kernels serve it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from targets.arch import LayerSpec, Rope
+from targets.cuda import attention
+from targets.cuda.attention import Attention
+from tests.targets.cuda.attention_cases import POSITIONS, Case, make_alone, one_layer_of
+from tests.targets.cuda.card import error
+from tests.targets.cuda.emulation.emulated import Launcher, just_written
+
+pytestmark = pytest.mark.usefixtures("eager")
+PROCESSORS = 132
+SHORT = LayerSpec(40, 2, 1, 48, Rope(1e4, 24), False, None, 256, None)
+LONG = LayerSpec(None, 6, 2, 64, Rope(1e4, 32), False, None, 256, None)
+BROAD = LayerSpec(1024, 2, 1, 256, Rope(1e4, 128), False, None, 256, None)
+WIDE = LayerSpec(None, 4, 1, 512, Rope(1e6, 64), True, None, 256, None)
+LAYERS = [pytest.param(layer, id=str(layer.head_dim)) for layer in (SHORT, LONG, BROAD, WIDE)]
+KV = [pytest.param(kv, id=str(kv)) for kv in (torch.bfloat16, torch.float8_e4m3fn)]
+STARTS = [0, 61, 126, 200]
+"""Around edges of chunks and of windows."""
+FAR = replace(SHORT, window=None), [4000], 4224
+"""A layer, a start and positions: all lanes have two chunks, and the ring of keys turns."""
+NEAR = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 2e-3}
+
+
+def case_of(layer: LayerSpec, kv: torch.dtype, starts=STARTS, positions: int = POSITIONS) -> Case:
+    kv8, cpu = int(kv == torch.float8_e4m3fn), torch.device("cpu")
+    ours = Attention(Launcher(), one_layer_of(layer), positions, kv8, cpu, PROCESSORS)
+
+    def attend(qkv, *given):
+        just_written(qkv)
+        return ours.run(qkv, *given)
+
+    return Case(layer, kv, starts, attend, "cpu", positions)
+
+
+def same_and_near(case: Case, kv: torch.dtype, tokens: int) -> None:
+    """Rows together and each third of them alone, and what is stored."""
+    together, kept = case.all_together(tokens), case.stored()
+    assert error(together, case.exact(tokens)) <= NEAR[kv], tokens
+    for row in range(0, len(together), 3):
+        assert torch.equal(case.alone(row, tokens), together[row : row + 1]), (tokens, row)
+    assert all(map(torch.equal, case.stored(), kept)), tokens
+
+
+def fused_equals_split(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one kernel for all lanes, with two, and with one that prepares vectors before them."""
+    monkeypatch.setattr(attention, "FUSED_FROM_CTAS", 1)
+    case.fill()
+    fused, kept = case.all_together(tokens), case.stored()
+    monkeypatch.setattr(attention, "FUSED_FROM_CTAS", 10**9)
+    for most in (48, 0):
+        make_alone(monkeypatch, most)
+        case.fill()
+        assert torch.equal(case.all_together(tokens), fused), (tokens, most)
+        assert all(map(torch.equal, case.stored(), kept)), (tokens, most)
+
+
+def test_a_row_is_itself():
+    case = case_of(SHORT, torch.bfloat16)
+    for tokens in (1, 5):
+        same_and_near(case, torch.bfloat16, tokens)
+
+
+def test_fused_attention_equals_split(monkeypatch):
+    fused_equals_split(case_of(SHORT, torch.float8_e4m3fn), 5, monkeypatch)
+
+
+def test_a_lane_goes_on_to_its_next_chunk(monkeypatch):
+    layer, starts, positions = FAR
+    case = case_of(layer, torch.bfloat16, starts, positions)
+    same_and_near(case, torch.bfloat16, 2)
+    fused_equals_split(case, 2, monkeypatch)
+
+
+@pytest.mark.parametrize("way", ["fused", "split", "prepare"])
+def test_rows_that_sit_out_are_left_alone(way, monkeypatch):
+    """Where all do, a kernel still waits for those before it."""
+    monkeypatch.setattr(attention, "FUSED_FROM_CTAS", 1 if way == "fused" else 10**9)
+    if way == "prepare":
+        make_alone(monkeypatch, 0)
+    case = case_of(SHORT, torch.bfloat16)
+    whole, kept = case.all_together(2), case.stored()
+    given = case.call(case.qkv(2), case.rows(2, STARTS, [0, -1, 2, -1]))
+    assert torch.equal(given[:2], whole[:2]) and torch.equal(given[4:6], whole[4:6])
+    case.call(case.qkv(2), case.rows(2, STARTS, [-1] * 4))
+    assert all(map(torch.equal, case.stored(), kept))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_layer(layer, kv, monkeypatch):
+    for tokens in (1, 3, 5, 8):
+        same_and_near(case_of(layer, kv), kv, tokens)
+        with monkeypatch.context() as patch:
+            fused_equals_split(case_of(layer, kv), tokens, patch)

@@ -1,0 +1,225 @@
+"""Bytes of a CUDA target and of its steps, against figures known by hand; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.core.errors import UserError
+from targets.arch import LayerSpec, released
+from targets.backend import meter_of
+from targets.cuda import footprint, roofline
+from targets.cuda.cache import entries
+from targets.cuda.device import Machine, refuse
+from targets.cuda.footprint import TargetShape, check_fits, need
+from targets.cuda.graphs import MOST_ROWS, bucket_of
+from targets.cuda.load import CudaOptions, load_target
+from tests.support.tiny import VARIANTS
+
+SHAPE = TargetShape(slots=4, max_len=2048, width=5, chunk=2048, dtype="fp8", kv="bfloat16")
+B31 = released("gemma-4-31b")
+GIB = 2**30
+
+
+def test_weights_of_31b_by_hand():
+    """30.70 billion parameters, of them 1.409 in the table, which has a scale for each 32, and half
+    of which few rows read; other scales are a float32 a row."""
+    scales = footprint.head_scale_bytes(B31, "bfloat16")
+    assert scales / 1e9 == pytest.approx(1.409 * 2 / 32, rel=3e-2)
+    codes = footprint.codes_bytes(B31, "bfloat16")
+    assert codes / 1e9 == pytest.approx(1.409 * 34 / 32, rel=2e-3)
+    for dtype, vocab in (("float32", B31.vocab), ("bfloat16", B31.vocab - 1)):
+        other = replace(B31, vocab=vocab)
+        assert footprint.head_scale_bytes(other, dtype) == footprint.codes_bytes(other, dtype) == 0
+    bf16 = footprint.weight_bytes(B31, "bfloat16") - scales
+    assert bf16 / 1e9 == pytest.approx(2 * 30.696, rel=1e-3)
+    fp8 = footprint.weight_bytes(B31, "fp8") - scales
+    assert fp8 / 1e9 == pytest.approx(30.696 + 1.409, rel=2e-3)
+
+
+def test_cache_of_31b_by_hand():
+    """50 rings of 1,024 + 128 entries of 16 x 256 and 10 caches of 2,048 + 128 of 4 x 512."""
+    by_hand = 50 * 1152 * 16 * 256 + 10 * 2176 * 4 * 512
+    text = 4 * (2048 + 128)
+    assert footprint.cache_bytes(B31, SHAPE) == 4 * 2 * 2 * by_hand + 4 * text
+    assert footprint.cache_bytes(B31, replace(SHAPE, kv="fp8")) == 4 * 2 * by_hand + 4 * text
+
+
+def test_a_copy_for_prefill_is_counted_and_its_scratch_is_not():
+    """31B: a byte of each of 60 layers' values; a long chunk un-tiles nothing then."""
+    sliding = 5376 * (32 * 256 + 2 * 16 * 256 + 32 * 256)
+    dense = 3 * 5376 * 21504
+    wide = 5376 * (32 * 512 + 4 * 512 + 32 * 512)
+    copy = 50 * (sliding + dense) + 10 * (wide + dense)
+    assert footprint.plain_bytes(B31, "fp8") == copy
+    assert footprint.plain_bytes(B31, "int4") == footprint.plain_bytes(B31, "bfloat16") == 2 * copy
+    with_copy, without = need(B31, replace(SHAPE, copied=True)), need(B31, SHAPE)
+    assert with_copy.weights == without.weights + copy
+    assert with_copy.workspace < without.workspace
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8", "fp8-w8a8"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_counted_is_what_a_target_holds(tiny, variant, dtype):
+    """To the byte."""
+    options = CudaOptions(slots=3, max_len=64, dtype=dtype, device="cpu")
+    target = load_target(tiny[variant], options)
+    counted = need(target.arch, TargetShape(3, 64, 5, target.plan.chunk, dtype, target.kv_dtype))
+    assert _held(target.weights) == counted.weights
+    assert _held(target.cache) == counted.cache
+
+
+def _held(part: Any) -> int:
+    """Bytes behind all tensors of a dataclass; a storage that two share counts once."""
+    storages = (tensor.untyped_storage() for tensor in _tensors(part))
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def _tensors(part: Any) -> Iterator[torch.Tensor]:
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif is_dataclass(part) or isinstance(part, tuple):
+        parts = part if isinstance(part, tuple) else (getattr(part, f.name) for f in fields(part))
+        for inner in parts:
+            yield from _tensors(inner)
+
+
+def test_layers_that_share_keep_no_cache_but_read_one():
+    e4b = released("gemma-4-e4b")
+    owners = [layer for layer in e4b.layers if layer.kv_from is None]
+    assert len(owners) == 24
+    sliding = sum(layer.sliding for layer in e4b.layers)
+    read = 2 * 2 * 2 * (sliding * 512 * 256 + (42 - sliding) * 8192 * 512)
+    assert roofline.cache_bytes(e4b, "bfloat16", 1, 8192) == read
+    stored = footprint.cache_bytes(e4b, SHAPE) - 4 * 4 * (2048 + 128)
+    assert stored == sum(4 * 2 * 2 * _entries(layer) for layer in owners)
+
+
+def _entries(layer: LayerSpec) -> int:
+    return layer.kv_heads * layer.head_dim * entries(layer, 2048, slack=128)
+
+
+def test_what_fits_is_offered_and_does_fit():
+    big = replace(SHAPE, slots=16, max_len=8192)
+    for free in (36, 40, 50, 56):
+        with pytest.raises(UserError) as refused:
+            check_fits(B31, big, free * GIB)
+        line = str(refused.value)
+        assert "needs 56.9" in line and f"but {free}.0 GiB are free" in line and "\n" not in line
+        for offer in _offers(line):
+            check_fits(B31, replace(big, **offer), free * GIB)
+    check_fits(B31, big, need(B31, big).total)
+
+
+def _offers(line: str) -> list[dict[str, int]]:
+    """The alternatives that a refusal names, as changes of a Shape."""
+    offered = line.rsplit(": ", 1)[1].removesuffix(" would fit")
+    words = [alternative.split() for alternative in offered.split(" or ")]
+    return [{w[i][2:].replace("-", "_"): int(w[i + 1]) for i in range(0, len(w), 2)} for w in words]
+
+
+def test_a_model_that_cannot_fit_says_what_would():
+    with pytest.raises(UserError, match="--dtype fp8 would fit"):
+        check_fits(B31, replace(SHAPE, dtype="bfloat16"), 45 * GIB)
+    with pytest.raises(UserError, match="larger one or a smaller model"):
+        check_fits(B31, SHAPE, 20 * GIB)
+
+
+@pytest.mark.parametrize("top", [0, 1, 2, 7, 64])
+def test_largest_finds_the_edge(top):
+    for edge in range(top + 1):
+        assert footprint.largest(lambda n, edge=edge: n <= edge, top) == edge
+
+
+H200 = Machine("2.13.0", "13.0", "NVIDIA H200", (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        (Machine(None, None, None), ["needs torch", ".[cuda]"]),
+        (Machine("2.13.0+cpu", None, None), ["without CUDA"]),
+        (Machine("2.13.0", "13.0", None), ["no NVIDIA GPU", "--device cpu"]),
+        (replace(H200, gpu="NVIDIA A100", capability=(8, 0)), ["A100", "8.0", "9.0"]),
+        (replace(H200, missing=("cuda-bindings", "NVRTC")), ["cuda-bindings, NVRTC"]),
+    ],
+)
+def test_a_machine_without_a_part_is_told_in_one_line(machine, words):
+    with pytest.raises(UserError) as refused:
+        refuse(machine)
+    line = str(refused.value)
+    assert all(word in line for word in words) and "\n" not in line
+    refuse(H200)
+
+
+def test_bytes_of_a_step_of_31b():
+    """32.1 GB with a bf16 head, 30.8 with the copy that few rows read; 440 MiB of K/V at context
+    512."""
+    for rows, read in ((1, 30.8), (5, 30.8), (64, 32.1)):
+        assert roofline.weight_bytes(B31, "fp8", rows) / 1e9 == pytest.approx(read, rel=2e-3)
+    assert roofline.cache_bytes(B31, "bfloat16", 1, 512) == 440 * 2**20
+    assert roofline.cache_bytes(B31, "fp8", 3, 2048) == 3 * 480 * 2**20
+
+
+def test_experts_are_read_as_they_are_picked():
+    moe = released("gemma-4-26b-a4b").layers[0].moe
+    assert moe is not None and (moe.experts, moe.top_k) == (128, 8)
+    assert roofline.expert_share(moe, 1) == roofline.expert_share(moe, 1, False) == 1 / 16
+    assert roofline.expert_share(moe, 2) == pytest.approx(1 - (15 / 16) ** 2)
+    assert roofline.expert_share(moe, 16, expected=False) == 1.0
+    one, many = (roofline.weight_bytes(released("gemma-4-26b-a4b"), "fp8", m) for m in (1, 10**4))
+    assert one / 1e9 == pytest.approx(3.89, rel=5e-3)
+    assert many / 1e9 == pytest.approx(25.2 + 0.74, rel=1e-2)
+
+
+def test_lookup_tables_cost_their_rows():
+    e4b = released("gemma-4-e4b")
+    growth = roofline.weight_bytes(e4b, "fp8", 2) - roofline.weight_bytes(e4b, "fp8", 1)
+    assert growth == 2 * (42 * 256 + 2560)
+
+
+def test_the_references_are_timed_too():
+    assert roofline.read_bandwidth("cpu") > 0
+    samples = roofline.forward_samples(lambda: None, "cpu")
+    assert len(samples) == roofline.GROUPS and min(samples) >= 0
+
+
+def test_attentions_partial_results_are_counted_and_bounded():
+    """Of a row at most 16 per head; of many rows no more than a fixed room."""
+    from targets.cuda.attention import partial_bytes
+
+    sliding, wide = B31.layers[0], next(layer for layer in B31.layers if not layer.window)
+    assert partial_bytes(wide, 8) == 16 * 8 * 32 * (512 + 2) * 4
+    for layer in (sliding, wide):
+        assert partial_bytes(layer, 8) < partial_bytes(layer, 10**6) < 160 << 20
+    long = replace(SHAPE, max_len=131072)
+    angles = 4 * (131072 - SHAPE.max_len) * (256 + 512)
+    chunk = replace(SHAPE, chunk=128), replace(long, chunk=128)
+    assert need(B31, chunk[1]).workspace - need(B31, chunk[0]).workspace == angles
+
+
+def test_buckets_hold_every_batch_and_lie_closer_where_rows_cost():
+    for rows in range(1, MOST_ROWS + 1):
+        assert rows <= bucket_of(rows) < 2 * rows + (rows == 1)
+        if rows > 32:
+            assert bucket_of(rows) <= 1.5 * rows
+    assert [bucket_of(n) for n in (1, 3, 16, 17, 33, 65, 129, 512)] == [
+        1,
+        4,
+        16,
+        32,
+        48,
+        96,
+        192,
+        512,
+    ]
+    assert bucket_of(MOST_ROWS + 1) == MOST_ROWS + 1
+
+
+def test_a_cpu_tells_no_gpu_memory(tiny):
+    target = load_target(tiny["31b"], CudaOptions(slots=1, max_len=64, device="cpu"))
+    assert meter_of(target).memory() is None

@@ -1,0 +1,83 @@
+"""The default context and memory plans: what fits is known before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+
+from specdec.assembly.model import random_model
+from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.errors import UserError
+from targets.arch import parse_arch, released
+from targets.backend import TargetRequest
+from targets.cuda.backend import CudaBackend
+from targets.jax import memory
+from targets.jax.backend import JaxBackend
+from targets.jax.load import JaxOptions, random_target
+from targets.memory import MOST_CONTEXT, Need, default_context
+from tests.support.tiny import config_of
+
+GB = 10**9
+
+
+def needs(context: int) -> Need:
+    """1 MB per token beside 20 GB."""
+    return Need(18 * GB, context * 10**6, 2 * GB)
+
+
+@pytest.mark.parametrize(
+    ("limit", "free", "context"),
+    [
+        (131_072, 1000 * GB, MOST_CONTEXT),
+        (4096, 1000 * GB, 4096),
+        (131_072, None, MOST_CONTEXT),
+        (131_072, 58 * GB, 27 * 1024),  # three quarters of 40 GB, less 2 GB of workspace
+        (131_072, 21 * GB, 1024),  # the check of the plan refuses it
+        (512, 21 * GB, 512),
+    ],
+)
+def test_the_default_context_leaves_a_quarter_to_prefixes(limit, free, context):
+    assert default_context(limit, free, needs) == context
+    if free is not None and context > 1024:
+        room = free - needs(context).weights
+        assert needs(context).cache + needs(context).workspace <= 3 * room / 4
+
+
+@pytest.mark.parametrize("backend", [JaxBackend(), CudaBackend()], ids=["jax", "cuda"])
+def test_backends_find_a_context_that_fits(monkeypatch, backend):
+    device = "cpu" if isinstance(backend, CudaBackend) else None
+    config, arch = ModelConfig(device=device), released("gemma-4-e2b")
+    for free in (30 * GB, 40 * GB):
+        monkeypatch.setattr("targets.memory.host_free", lambda own=free: own)
+        monkeypatch.setattr("targets.jax.memory.host_free", lambda own=free: own)
+        found = backend.context(arch, None, config, TargetRequest(k=4))
+        assert 1024 <= found <= MOST_CONTEXT and found % 1024 == 0
+    assert found == MOST_CONTEXT
+
+
+def test_a_model_that_does_not_fit_is_one_line(monkeypatch):
+    monkeypatch.setattr("targets.jax.memory.host_free", lambda: 20 * GB)
+    with pytest.raises(UserError) as refusal:
+        random_model("gemma-4-e4b", ModelConfig(), SpeculationConfig(drafter="none"))
+    message = str(refusal.value)
+    assert "\n" not in message
+    assert all(part in message for part in ("weights", "are free", "--dtype int4")), message
+    monkeypatch.setattr("targets.jax.memory.host_free", lambda: 24 * GB)
+    with pytest.raises(UserError, match="smaller model .*gemma-4-e2b"):
+        random_model("gemma-4-e4b", ModelConfig(), SpeculationConfig(drafter="none"))
+
+
+def test_the_plan_counts_what_is_allocated():
+    arch = parse_arch(config_of("31b"))
+    options = JaxOptions(slots=2, max_len=256)
+    target = random_target(arch, options)
+    needed = memory.need(arch, options, None)(256)
+    assert needed.weights == held(target.params)
+    assert needed.cache == held(target.cache.layers)
+
+
+def held(tree: Any) -> int:
+    """Bytes of its arrays."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
