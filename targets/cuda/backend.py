@@ -123,8 +123,9 @@ class CudaBackend:
         from targets.cuda.graphs import TOKENS
         from targets.cuda.target import CALLS
 
-        fit, long = 3 * target.max_len // 4, (CALLS + 1) * TOKENS[-1]  # the library reads it
-        return target.slots, (*(n for n in TOKENS if n <= fit), min(long, fit))
+        plan, fit = target.plan, 3 * target.max_len // 4
+        long = max(plan.first, CALLS * plan.short) + 1  # the library reads it
+        return target.slots, (*(n for n in TOKENS if n <= min(fit, plan.first)), min(long, fit))
 
     def scorer(self, target: CudaTarget) -> Callable[[list[int]], np.ndarray]:
         from targets.cuda.score import window_nll

@@ -67,21 +67,30 @@ def slack_of(chunk: int, short: int) -> int:
     return max(MAX_DRAFT + 1, min(chunk, short))
 
 
-def entries(layer: LayerSpec, max_len: int, slack: int) -> int:
-    """Cache entries S of a layer."""
-    needed = min(layer.window or max_len, max_len) + slack
+def entries(layer: LayerSpec, max_len: int, slack: int, first: int = 0) -> int:
+    """Cache entries S of a layer. first: rows that a sequence's first call may feed, which
+    overwrites nothing as long as it is not longer than S."""
+    needed = max(min(layer.window or max_len, max_len) + slack, first)
     return -(-needed // CHUNK) * CHUNK
 
 
 def make_cache(
-    arch: Arch, slots: int, max_len: int, slack: int, dtype: torch.dtype, device: str
+    arch: Arch,
+    slots: int,
+    max_len: int,
+    slack: int,
+    dtype: torch.dtype,
+    device: str,
+    first: int = 0,
 ) -> KVCache:
-    """Zeros. slack: the most rows that one call through the cache feeds to a sequence."""
+    """Zeros. slack: the most rows that one call through the cache feeds to a sequence; first: the
+    most that its first call feeds."""
 
     def one(layer: LayerSpec) -> LayerCache | None:
         if layer.kv_from is not None:
             return None
-        size, padded = entries(layer, max_len, slack), -(-layer.head_dim // HEAD_ALIGN) * HEAD_ALIGN
+        size = entries(layer, max_len, slack, first)
+        padded = -(-layer.head_dim // HEAD_ALIGN) * HEAD_ALIGN
         heads = (slots, layer.kv_heads)
         return LayerCache(
             torch.zeros((*heads, size, padded), dtype=dtype, device=device),

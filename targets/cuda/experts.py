@@ -31,16 +31,25 @@ RING_STAGES = 2
 """Stages of a warp's ring."""
 K_SPLITS_PER_WARP = 2
 """Parts of k that a warp of `down` has."""
+SORTED_FROM_TOKENS = 129
+"""Tokens of a prefill call from which its rows are sorted by expert: then enough of them picked
+each expert for grouped.cu."""
+SORTED_BLOCK = 16
+"""Tokens per block of such rows' inputs, which are gathered row by row."""
+ORDER_THREADS = 1024
+"""Threads of `order_pairs`."""
 GROUPED_ROWS = 64
-"""Rows of an expert per CTA in a long prefill (kernels/grouped.cu)."""
+"""Rows of an expert per CTA of kernels/grouped.cu."""
 GROUPED_UNITS = 16
 """Units of an expert's weight per CTA of grouped.cu."""
 GROUPED_BLOCKS = 4
 """32-input blocks per stage of its ring."""
+GROUPED_BLOCKS_OF_8_BITS = 2
+"""The same with weights of 8 bits."""
 GROUPED_STAGES = 3
 """Stages of its ring."""
-GROUPED_PITCH = GROUPED_BLOCKS * 2 * tiles.INPUTS + 64
-"""Bytes between two rows' inputs."""
+GROUPED_PADDING = 64
+"""Bytes between two rows' inputs of a stage."""
 MAX_CTAS_PER_SM = 3
 """CTAs of moe.cu per multiprocessor for which registers suffice."""
 SHARED_PER_SM = 228 << 10
@@ -70,6 +79,10 @@ ROUTER_ROWS = 8, 16
 """Rows of its input that `route` takes: of the variant for few rows, and at most."""
 
 
+SORTED_KINDS = ("fp8", *four_bits.KINDS)
+"""Kinds of experts that grouped.cu multiplies."""
+
+
 class Routed(NamedTuple):
     """Routed experts' outputs before they are summed by rank: parts [M, top_k, H] float32, not
     written where a row picked no expert; numbers [M, top_k] int32; shares [M, top_k] float32.
@@ -94,8 +107,9 @@ class _ExpertsJob(Structure):
 
 class _GroupedJob(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("weight", "scale", "x", "out", "ends")),
+        *((name, c_void_p) for name in ("weight", "scale", "x", "out", "ends", "order")),
         *((name, c_int) for name in ("n", "k", "units", "blocks", "experts", "gated")),
+        *((name, c_int) for name in ("top_k", "k_blocks", "block")),
     )
 
 
@@ -130,8 +144,13 @@ def variants(arch: Arch, kinds: set[str]) -> set[Variant]:
             f"kernels take {MOST_HIDDEN} and {MOST_WIDTH} at most: run it with --device cpu"
         )
     mine = {_variant(kind, most) for kind in kinds for most in _tokens(kind)}
-    mine |= {_grouped(kind) for kind in kinds if kind in four_bits.KINDS}
+    mine |= {_grouped(kind) for kind in kinds if kind in SORTED_KINDS}
     return {_route(moe, rows) for rows in ROUTER_ROWS} | mine
+
+
+def are_sorted(rows: Rows, kind: str) -> bool:
+    """Whether these rows, of a prompt, are sorted by experts of this kind."""
+    return rows.tokens.shape[1] >= SORTED_FROM_TOKENS and kind in SORTED_KINDS
 
 
 def come_first(rows: int, kind: str) -> bool:
@@ -212,29 +231,40 @@ class Experts:
         self._start("down", second, down.kind)
         return Routed(parts, numbers, shares, gated)
 
+    def run_sorted(self, x: Input, chosen: Chosen, gate_up: Linear, down: Linear) -> Routed:
+        """`run` for many rows of a prompt (`are_sorted`), whose inputs are in blocks of
+        SORTED_BLOCK."""
+        (numbers, shares), device = chosen, x.data.device
+        pairs, top_k = numbers.numel(), numbers.shape[1]
+        order = torch.empty(pairs, dtype=torch.int32, device=device)
+        ends = torch.empty(len(gate_up.data), dtype=torch.int32, device=device)
+        gated = torch.empty((pairs, gate_up.n // 2), dtype=torch.int16, device=device)
+        parts = torch.empty((*numbers.shape, down.n), device=device)
+        arguments = [*map(pointer, (numbers, order, ends)), c_int(pairs), c_int(len(ends))]
+        variant = _grouped(gate_up.kind)
+        self._launch(variant, "order_pairs", (1, 1, 1), ORDER_THREADS, arguments, early=False)
+        first = _grouped_job(gate_up, x.data, ends, gated, order)
+        first.top_k, first.k_blocks, first.block = top_k, x.k_blocks, x.block
+        self._start_grouped("gate_up_sorted", first, gate_up.kind, pairs)
+        second = _grouped_job(down, gated, ends, parts, order)
+        self._start_grouped("down_sorted", second, down.kind, pairs)
+        return Routed(parts, numbers, shares, gated)
+
     def grouped(self, x: Tensor, ends: Tensor, weight: Linear) -> Tensor:
         """`Ops.grouped`."""
-        rows, (count, units) = len(x), weight.data.shape[:2]
-        out = torch.empty((rows, weight.n), dtype=torch.bfloat16, device=x.device)
-        job = _GroupedJob(
-            weight=address(weight.data),
-            scale=address(weight.scale),
-            x=address(x),
-            out=address(out),
-            ends=address(ends),
-            n=weight.n,
-            k=weight.k,
-            units=units,
-            blocks=tiles.expert_inputs(weight.k) // tiles.INPUTS,
-            experts=count,
-            gated=int(weight.layout == "experts_gated"),
+        out = torch.empty((len(x), weight.n), dtype=torch.bfloat16, device=x.device)
+        self._start_grouped(
+            "grouped", _grouped_job(weight, x, ends, out, None), weight.kind, len(x)
         )
-        unit = 2 * tiles.TILE_BYTES[weight.kind]
-        stage = GROUPED_ROWS * GROUPED_PITCH + GROUPED_UNITS * GROUPED_BLOCKS * unit
-        grid = -(-units // GROUPED_UNITS), -(-rows // GROUPED_ROWS) + count, 1
-        room = GROUPED_STAGES * stage
-        self._launch(_grouped(weight.kind), "grouped", grid, THREADS, [job], room, early=False)
         return out
+
+    def _start_grouped(self, name: str, job: _GroupedJob, kind: str, rows: int) -> None:
+        blocks = _grouped_blocks(kind)
+        pitch = blocks * 2 * tiles.INPUTS + GROUPED_PADDING
+        stage = GROUPED_ROWS * pitch + GROUPED_UNITS * blocks * 2 * tiles.TILE_BYTES[kind]
+        grid = -(-job.units // GROUPED_UNITS), -(-rows // GROUPED_ROWS) + job.experts, 1
+        room = GROUPED_STAGES * stage
+        self._launch(_grouped(kind), name, grid, THREADS, [job], room, early=False)
 
     def _start(self, name: str, job: _ExpertsJob, kind: str) -> None:
         most = next((n for n in _tokens(kind) if job.rows <= n), TOKENS[-1])
@@ -277,6 +307,32 @@ def _job(
         f16=0,
         ready=0,
     )
+
+
+def _grouped_job(
+    weight: Linear, x: Tensor, ends: Tensor, out: Tensor, order: Tensor | None
+) -> _GroupedJob:
+    return _GroupedJob(
+        weight=address(weight.data),
+        scale=address(weight.scale),
+        x=address(x),
+        out=address(out),
+        ends=address(ends),
+        order=address(order),
+        n=weight.n,
+        k=weight.k,
+        units=weight.data.shape[1],
+        blocks=tiles.expert_inputs(weight.k) // tiles.INPUTS,
+        experts=weight.data.shape[0],
+        gated=int(weight.layout == "experts_gated"),
+        top_k=1,
+        k_blocks=0,
+        block=0,
+    )
+
+
+def _grouped_blocks(kind: str) -> int:
+    return GROUPED_BLOCKS_OF_8_BITS if tiles.BITS[kind] == 8 else GROUPED_BLOCKS
 
 
 def _fits(plan: tiles.Schedule) -> bool:

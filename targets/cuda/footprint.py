@@ -12,12 +12,13 @@ from math import prod
 
 from specdec.core.errors import UserError
 from targets.arch import Arch
+from targets.cuda import tiles
 from targets.cuda.attention import partial_bytes
 from targets.cuda.cache import CHUNK, HEAD_ALIGN, entries, slack_of
-from targets.cuda.graphs import bucket_of
+from targets.cuda.graphs import bucket_of, padded_tokens
 from targets.cuda.int4 import GROUP
 from targets.cuda.int8 import WORDS
-from targets.cuda.load import SHORT
+from targets.cuda.load import SHORT, first_of
 from targets.cuda.prefill_kernels import ROOM
 from targets.cuda.reader import QUANTISED, quantised
 from targets.cuda.untile import WHOLE_BYTES
@@ -43,6 +44,8 @@ LOGIT_COPIES = 3
 """float32 [rows, vocab] at once: logits, their shaped copy, and the sampler's work."""
 GATES_AT_ONCE = 3
 """Prefill holds the gate and up rows of a chunk, and their result."""
+K_PARTS = tiles.EIGHTHS
+"""Most sums of parts of k that a layer's output has before they are added."""
 RUNTIME = 768 << 20
 """CUDA context, library handles, compiled kernels, captured graphs."""
 MARGIN = 1 << 30
@@ -133,11 +136,11 @@ def tensor_bytes(name: str, spec: TensorSpec, dtype: str) -> int:
 
 def cache_bytes(arch: Arch, shape: TargetShape) -> int:
     """Bytes of keys, values and fed tokens, for all slots."""
-    slack = slack_of(shape.chunk, SHORT)
+    slack, first = slack_of(shape.chunk, SHORT), _first_rows(shape)
     total = 4 * (shape.max_len + slack)
     for layer in arch.layers:
         if layer.kv_from is None:
-            held = layer.kv_heads * entries(layer, shape.max_len, slack)
+            held = layer.kv_heads * entries(layer, shape.max_len, slack, first)
             total += 2 * held * _up(layer.head_dim, HEAD_ALIGN) * KV[shape.kv]
     return shape.slots * total
 
@@ -183,7 +186,24 @@ def _workspace(arch: Arch, shape: TargetShape) -> int:
     partial = max(partial_bytes(layer, max(rows, SHORT)) for layer in arch.layers)
     kinds = {(layer.rope, layer.head_dim) for layer in arch.layers}
     angles = sum(4 * shape.max_len * head_dim for _, head_dim in kinds)
-    return RUNTIME + logits + partial + angles + prefill_bytes(arch, shape)
+    calls = first_call_bytes(arch, shape) + prefill_bytes(arch, shape)
+    return RUNTIME + logits + partial + angles + calls
+
+
+def _first_rows(shape: TargetShape) -> int:
+    """`Plan.first_rows`."""
+    return padded_tokens(min(first_of(shape.dtype), shape.chunk, shape.max_len))
+
+
+def first_call_bytes(arch: Arch, shape: TargetShape) -> int:
+    """What a prompt's first call through decoding's kernels holds at once, in memory that graphs
+    keep: the stream, sums of parts of k, the widest input; experts' results; per-layer inputs."""
+    widest = max(max(2 * layer.ffw, layer.heads * layer.head_dim) for layer in arch.layers)
+    values = (1 + K_PARTS) * arch.hidden + widest
+    if arch.moe:
+        values += arch.moe.top_k * (arch.hidden + arch.moe.width)
+    values += 2 * len(arch.layers) * arch.per_layer_input
+    return 4 * _first_rows(shape) * values
 
 
 def prefill_bytes(arch: Arch, shape: TargetShape) -> int:

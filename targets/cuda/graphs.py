@@ -27,11 +27,17 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, *range(192, MOST_ROWS + 1, 64))
 cost next to nothing. From there on they are computed for, block of 64 tokens by block, so buckets
 lie closer together. Not closer still: a server captures each, once per kind of choice, before its
 first request."""
-TOKENS = (8, 16, 32, 64, 128)
-"""Short prefill chunks are padded to these: what lies beyond their end is never read."""
+TOKENS = (8, 16, 32, 64, 128, 256, 384, 512, 768, 1024)
+"""Prefill calls of decoding's kernels are padded to these: what lies beyond their end is never
+read."""
 
 
 Result = TypeVar("Result")
+
+
+def padded_tokens(tokens: int) -> int:
+    """Tokens that a prefill call is padded to."""
+    return next(size for size in TOKENS if tokens <= size)
 
 
 def bucket_of(rows: int) -> int:
@@ -160,7 +166,7 @@ class Graphs:
     def prefill(self, rows: Rows) -> Hidden:
         """As `CudaTarget.short` of a chunk [1, T]; the result is valid until the next call."""
         tokens = rows.tokens.shape[1]
-        bucket = next(size for size in TOKENS if tokens <= size)
+        bucket = padded_tokens(tokens)
         if bucket not in self._chunks:
             idle = idle_rows(1, bucket, rows.tokens.device)
             only = torch.zeros(1, dtype=torch.int64, device=rows.tokens.device)

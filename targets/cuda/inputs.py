@@ -39,9 +39,11 @@ def block_of(rows: int, blocks: tuple[int, ...] = BLOCKS) -> int:
     return blocks[-2] if few and -(-rows // blocks[-2]) % 2 else blocks[-1]
 
 
-def make_input(rows: int, k: int, device: torch.device, groups: int = 1) -> Input:
-    """Room for an input, to be written by a kernel."""
-    block = block_of(rows)
+def make_input(
+    rows: int, k: int, device: torch.device, groups: int = 1, block: int | None = None
+) -> Input:
+    """Room for an input, to be written by a kernel. block: if it is not what GEMMs read."""
+    block = block or block_of(rows)
     k_blocks = tiles.padded_inputs(k, groups if groups > 1 else tiles.EIGHTHS) // tiles.INPUTS
     size = (-(-rows // block), k_blocks, block, tiles.INPUTS)
     return Input(_room(size, k, groups, torch.int16, device), rows, block, k_blocks, groups)

@@ -19,7 +19,7 @@ from targets.cuda.gemm import GATED, LOGITS, PER_LAYER, PLAIN
 from targets.cuda.inputs import Input, make_input
 from targets.cuda.launch import Launcher, Library, Variant, address, keep_stacks_small, pointer
 from targets.cuda.norms import Mixture, Norms
-from targets.cuda.ops import AttentionLayer, DenseBranch, Linear, RoutedBranch, Rows
+from targets.cuda.ops import AttentionLayer, Chosen, DenseBranch, Linear, RoutedBranch, Rows
 from targets.cuda.variants import ROW_THREADS, norm_variant, variants
 from targets.cuda.w8a8 import Parts
 
@@ -177,6 +177,8 @@ class Kernels:
         """With few rows, kernels that do not depend on each other run side by side: the dense
         branch begins beside the router, and ends before the experts or beside them."""
         chosen, beside = self.experts.route(*routed[:3], rows, moe)
+        if experts.are_sorted(rows, routed.gate_up.kind):
+            return self._mixture_of_many(dense, routed, chosen)
         few = dense.x.block in gemm.FEW and dense.down.kind != "w8a8"
         x = self.gated(dense.x, dense.gate_up, dense.down.kind, ready=beside and few)
         if few and experts.come_first(x.rows, routed.down.kind):
@@ -188,3 +190,8 @@ class Kernels:
             branch = self._gemm.linear(x, down, late=True) if few else self.branch(x, down)
             outputs = self.experts.run(routed.x, chosen, routed.gate_up, routed.down, few)
         return Mixture(branch, dense.norm, outputs, routed.norm)
+
+    def _mixture_of_many(self, dense: DenseBranch, routed: RoutedBranch, chosen: Chosen) -> Mixture:
+        outputs = self.experts.run_sorted(routed.x, chosen, routed.gate_up, routed.down)
+        x = self.gated(dense.x, dense.gate_up, dense.down.kind)
+        return Mixture(self.branch(x, dense.down), dense.norm, outputs, routed.norm)

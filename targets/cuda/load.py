@@ -29,8 +29,12 @@ from targets.tensors import all_tensors
 
 SHORTEST = 16
 """Least context: shorter ones can't even be checked."""
-SHORT = TOKENS[-1]
-"""Tokens that one call of decoding's kernels prefills (`Plan.short`)."""
+SHORT = 128
+"""Tokens that a call of decoding's kernels prefills behind others (`Plan.short`)."""
+FIRST = TOKENS[-1]
+"""Tokens that a prompt's first call of decoding's kernels prefills (`Plan.first`)."""
+FIRST_BF16 = 384
+"""The same with weights of 16 bits, with which the library takes less time from there on."""
 CHUNKS = {"cuda": 2048, "cpu": SHORT}
 """Tokens per prefill call: enough to be bound by arithmetic, where it matters."""
 WIDEST = 8192
@@ -62,6 +66,8 @@ class CudaOptions:
     device: str = "cuda"
     chunk: int | None = None
     short: int = SHORT
+    first: int | None = None
+    """`Plan.first`; None: `first_of` on a GPU, else `short`."""
     graphs: bool = True
     """Replay captured CUDA graphs; off to launch kernel by kernel (the text is the same)."""
     prefill_copy: bool = False
@@ -140,12 +146,24 @@ def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
         options.max_len,
         min(options.chunk or CHUNKS[options.device], options.max_len),
         options.short,
+        _first(options, dtype),
         dtype,
         kv_dtype,
         options.features,
         options.device,
         correlation=_correlation(arch, options.routing_overlap),
     )
+
+
+def _first(options: CudaOptions, dtype: str) -> int:
+    if options.first is not None:
+        return options.first
+    return options.short if options.device == "cpu" else first_of(dtype)
+
+
+def first_of(dtype: str) -> int:
+    """`Plan.first` on a GPU."""
+    return FIRST if dtype in QUANTISED else FIRST_BF16
 
 
 def _correlation(arch: Arch, overlap: float | None) -> float:
@@ -218,7 +236,7 @@ def make_ops(arch: Arch, plan: Plan) -> Ops:
 
     kv = KV_DTYPES[plan.kv_dtype]
     more = rounding_variants(arch.hidden) if plan.dtype == "fp8" else set()
-    ops = Kernels(arch, plan.max_len + plan.slack, kv, _kinds(arch, plan), more)
+    ops = Kernels(arch, plan.positions, kv, _kinds(arch, plan), more)
     compiled()  # now, not within the first request
     return ops
 

@@ -1,5 +1,5 @@
-"""Gemma 4 in the words of `ops.Ops`: verify, plain decoding and short prefill chunks are this one
-forward. Long prefill chunks take the library's matmuls instead (`prefill.py`).
+"""Gemma 4 in the words of `ops.Ops`: verify, plain decoding and prompts of up to 1,024 tokens are
+this one forward. Longer prefill chunks take the library's matmuls instead (`prefill.py`).
 
 A norm closes one branch and opens the next: residual, layer scalar and the next layer's input
 norm are one operation, so that a kernel reads and writes the stream once.
@@ -28,12 +28,16 @@ from targets.cuda.ops import (
 )
 from targets.cuda.params import LayerWeights, Moe, Weights
 
+ALL_ROWS_TO_THE_END = 64
+"""Tokens of a prefill call up to which all its rows run through all layers: fewer would not take
+less time."""
+
 
 class Hidden(NamedTuple):
-    """logits [M, V] float32, soft-capped, of each row or of one alone; features [M, F]: the
-    chosen layers' outputs, or None."""
+    """logits [M, V] float32, soft-capped, of each row, of one alone, or None where none were
+    needed; features [M, F]: the chosen layers' outputs, or None."""
 
-    logits: Tensor
+    logits: Tensor | None
     features: Tensor | None
 
 
@@ -48,18 +52,27 @@ def decode(
     choosing: Choosing | None = None,
     remembers: bool = False,
 ) -> Hidden:
-    """Feed the rows: write their K/V, attend over the cache alone. only [1]: logits of that row
-    alone. choosing: how words are chosen, if logits are used for nothing else; words that can't be
-    chosen may then have -inf. `remembers`: whether the tokens are also written to their slots'
-    text."""
+    """Feed the rows: write their K/V, attend over the cache alone. only [B]: logits of these rows
+    alone, one of each sequence. choosing: how words are chosen, if logits are used for nothing
+    else; words that can't be chosen may then have -inf. `remembers`: whether the tokens are also
+    written to their slots' text."""
     h = ops.embed(weights.embedding, rows, cache.tokens if remembers else None)
     inputs = _per_layer_inputs(weights, h, rows, ops)
     x = ops.norm(h, opening(weights, 0))
     captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None
+    many = only is not None and rows.tokens.shape[1] > ALL_ROWS_TO_THE_END
+    last = last_of_all_rows(arch, features) if many else len(arch.layers)
     for i, w in enumerate(weights.layers):
         layer = AttentionLayer(arch.layers[i], cache.of(arch.layers, i), w.q_norm, w.k_norm)
         kept = captured[:, features.index(i)] if captured is not None and i in features else None
-        x = decode_layer(h, x, w, layer, rows, ops, opening(weights, i + 1), (inputs, i), kept)
+        qkv = ops.linear(x, w.qkv)
+        if i == last and only is not None:
+            if layer.spec.kv_from is None:
+                ops.store(qkv, layer, rows)
+            h, qkv = h.index_select(0, only), qkv.index_select(0, only)
+            inputs = None if inputs is None else inputs.index_select(0, only)
+            rows, only = _last_rows(rows, only), None
+        x = _rest(h, qkv, w, layer, rows, ops, opening(weights, i + 1), (inputs, i), kept)
     if only is not None:
         x = ops.norm(h.index_select(0, only), opening(weights, len(weights.layers)))
     narrow = weights.narrow_head
@@ -84,7 +97,36 @@ def decode_layer(
     """One decoder layer on the stream h [M, H], in place, where x is what its input norm made; ->
     what `following` opens with. per_layer: all layers' inputs (E2B, E4B), and which this one is.
     kept [M, H]: becomes a copy of what the layer leaves."""
-    mixed = ops.attention(ops.linear(x, w.qkv), layer, rows, w.o.kind)
+    return _rest(h, ops.linear(x, w.qkv), w, layer, rows, ops, following, per_layer, kept)
+
+
+def last_of_all_rows(arch: Arch, features: tuple[int, ...]) -> int:
+    """The last layer that prefill feeds all rows to, for their K/V. In it, behind these, and in
+    all others only rows continue whose logits are needed. The number of layers where all rows are
+    needed to the end: by `features`."""
+    stores = max(i for i, layer in enumerate(arch.layers) if layer.kv_from is None)
+    return max(stores, *(i + 1 for i in features), 0)
+
+
+def _last_rows(rows: Rows, only: Tensor) -> Rows:
+    """Row `only` [B] of each sequence alone."""
+    tokens = rows.tokens.flatten().index_select(0, only)[:, None]
+    return Rows(tokens, rows.start + (only % rows.tokens.shape[1]).int(), rows.slot)
+
+
+def _rest(
+    h: Tensor,
+    qkv: Tensor,
+    w: LayerWeights,
+    layer: AttentionLayer,
+    rows: Rows,
+    ops: Ops,
+    following: Opening,
+    per_layer: tuple[Tensor | None, int],
+    kept: Tensor | None,
+) -> X:
+    """`decode_layer` from its queries, keys and values on."""
+    mixed = ops.attention(qkv, layer, rows, w.o.kind)
     closing = Closing(ops.branch(mixed, w.o), w.post_attention_norm)
     if layer.spec.moe and w.moe:
         branch = _mixture(h, closing, w, w.moe, layer.spec.moe, rows, ops)
@@ -125,7 +167,7 @@ def _mixture(
         Opening(moe.router_scale, moe.router.kind),
         Opening(moe.pre_norm, moe.gate_up.kind),
     )
-    x, x_router, x_experts = ops.norm_moe(h, openings, closing)
+    x, x_router, x_experts = ops.norm_moe(h, openings, rows, closing)
     dense = DenseBranch(x, w.gate_up, w.down, moe.dense_norm)
     experts = moe.gate_up, moe.down, moe.routed_norm
     routed = RoutedBranch(x_router, moe.router, moe.per_expert, x_experts, *experts)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from targets.cuda import tiles
-from targets.cuda.experts import Routed
+from targets.cuda.experts import SORTED_BLOCK, Routed, are_sorted
 from targets.cuda.inputs import Input, make_input, make_narrow_input
 from targets.cuda.launch import Launcher, address, pointer
-from targets.cuda.ops import NOTHING, Closing, Opening
+from targets.cuda.ops import NOTHING, Closing, Opening, Rows
 from targets.cuda.variants import ROW_THREADS, norm_variant
 from targets.cuda.w8a8 import Parts, as_groups
 
@@ -58,8 +58,14 @@ class Norms:
         self, h: Tensor, opening: Opening, closing: Closing = NOTHING, kept: Tensor | None = None
     ) -> Input:
         """`Ops.norm`."""
+        make = make_narrow_input if opening.kind == "w8a8" else make_input
         m, hidden = h.shape
-        x = (make_narrow_input if opening.kind == "w8a8" else make_input)(m, hidden, h.device)
+        return self._norm(h, opening, closing, make(m, hidden, h.device), kept)
+
+    def _norm(
+        self, h: Tensor, opening: Opening, closing: Closing, x: Input, kept: Tensor | None
+    ) -> Input:
+        m, hidden = h.shape
         name, branch = _added(closing.branch)
         late = isinstance(closing.branch, Mixture) and _late(opening)
         job = self._job(h, opening, closing, x, late)
@@ -70,13 +76,22 @@ class Norms:
         return x
 
     def norm_moe(
-        self, h: Tensor, openings: tuple[Opening, Opening, Opening], closing: Closing = NOTHING
+        self,
+        h: Tensor,
+        openings: tuple[Opening, Opening, Opening],
+        rows: Rows,
+        closing: Closing = NOTHING,
     ) -> tuple[Input, Input, Input]:
-        """`Ops.norm_moe`. One kernel has no scale for w8a8 weights beside others."""
+        """`Ops.norm_moe`. One kernel has no scale for w8a8 weights beside others, and one size of
+        blocks."""
         dense, router, experts = openings
+        m, hidden = h.shape
+        if are_sorted(rows, experts.kind):
+            x = self.norm(h, dense, closing), self.norm(h, router)
+            gathered = make_input(m, hidden, h.device, block=SORTED_BLOCK)
+            return *x, self._norm(h, experts, NOTHING, gathered, None)
         if dense.kind == "w8a8":
             return self.norm(h, dense, closing), self.norm(h, router), self.norm(h, experts)
-        m, hidden = h.shape
         x, x_router, x_experts = (make_input(m, hidden, h.device) for _ in openings)
         job = _Others(
             router_norm=address(router.pre),

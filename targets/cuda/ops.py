@@ -181,9 +181,14 @@ class Ops(Protocol):
         ...
 
     def norm_moe(
-        self, h: Tensor, openings: tuple[Opening, Opening, Opening], closing: Closing = NOTHING
+        self,
+        h: Tensor,
+        openings: tuple[Opening, Opening, Opening],
+        rows: Rows,
+        closing: Closing = NOTHING,
     ) -> tuple[X, X, X]:
-        """`norm` for what opens a MoE layer: the dense branch, the router, the experts."""
+        """`norm` for what opens a MoE layer: the dense branch, the router, the experts of these
+        rows."""
         ...
 
     def linear(self, x: X, weight: Linear) -> Tensor:

@@ -14,7 +14,7 @@ from targets.arch import Arch, MoeSpec
 from targets.cuda import four_bits
 from targets.cuda.cache import KVCache
 from targets.cuda.formulas import gelu, mix_inputs, rank, rms
-from targets.cuda.model import Hidden, opening
+from targets.cuda.model import Hidden, last_of_all_rows, opening
 from targets.cuda.ops import AttentionLayer, Closing, Linear, Opening, Ops
 from targets.cuda.params import LayerWeights, Moe, PerLayer, Weights
 from targets.cuda.prefill_kernels import PrefillKernels
@@ -23,8 +23,8 @@ from targets.cuda.prefill_steps import Pair, PrefillChunk, PrefillInput, Steps
 from targets.cuda.reference import Reference
 
 TAIL = 16
-"""Rows of a chunk that go on after the last layer's keys and values are stored: only the last row's
-logits are needed, and the library's matmuls need 16 rows."""
+"""Rows of a prompt's last chunk that continue behind the last layer that stores keys and values:
+only the last row's logits are needed, and the library's matmuls need 16 rows."""
 
 
 def prefill(
@@ -34,15 +34,15 @@ def prefill(
     chunk: PrefillChunk,
     ops: Ops,
     features: tuple[int, ...] = (),
+    ends: bool = True,
 ) -> Hidden:
-    """Logits [1, V] after the chunk's last token; features [T, F]."""
+    """Logits [1, V] after the chunk's last token, if the prompt `ends` there; features [T, F]."""
+    return _Pass(weights, arch, cache, chunk, ops).run(features, ends)
+
+
+def _steps(chunk: PrefillChunk, ops: Ops, eps: float) -> Steps:
     make = PrefillReference if isinstance(ops, Reference) else PrefillKernels
-    return _Pass(weights, arch, cache, chunk, ops, make(chunk, arch.eps)).run(features)
-
-
-def tail(x: PrefillInput) -> PrefillInput:
-    first = max(0, len(x.values) - TAIL)
-    return x.rows(torch.arange(first, len(x.values), device=x.values.device))
+    return make(chunk, eps)
 
 
 class _Pass:
@@ -55,54 +55,69 @@ class _Pass:
         cache: KVCache,
         chunk: PrefillChunk,
         ops: Ops,
-        steps: Steps,
     ) -> None:
         self.weights, self.arch, self.cache, self.chunk = weights, arch, cache, chunk
-        self.ops, self.steps = ops, steps
+        self.ops, self.steps = ops, _steps(chunk, ops, arch.eps)
         self.lenders = {layer.kv_from for layer in arch.layers}
         self.lent: dict[int | None, Pair] = {}
 
-    def run(self, features: tuple[int, ...]) -> Hidden:
-        weights, arch, add_norm = self.weights, self.arch, self.steps.add_norm
+    def run(self, features: tuple[int, ...], ends: bool) -> Hidden:
+        """ends: the prompt ends with this chunk."""
+        weights, arch = self.weights, self.arch
         h = self.ops.embed(weights.embedding, self.chunk.as_rows())
         inputs = self._per_layer_inputs(h)
-        x = add_norm(h, opening(weights, 0))
+        x = self.steps.add_norm(h, opening(weights, 0))
         captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None
+        last = last_of_all_rows(arch, features)
         for i, w in enumerate(weights.layers):
-            mixed, inner = self._attention(i, x, w), w.pre_feedforward_norm
-            if i + 1 == len(weights.layers) and i not in features:
-                h, inputs, mixed = (
-                    h[-TAIL:],
-                    inputs if inputs is None else inputs[-TAIL:],
-                    tail(mixed),
-                )
-            branch = self._project(mixed, w.o)
-            closing = Closing(branch, w.post_attention_norm)
-            x = add_norm(h, Opening(inner, w.gate_up.kind), closing)
-            del mixed, branch, closing  # room for what is widest
-            branch, post = self._feed_forward(h, x, w, arch.layers[i].moe), w.post_feedforward_norm
-            if w.per_layer and inputs is not None:
-                x = add_norm(h, Opening(None, w.per_layer.gate.kind), Closing(branch, post))
-                branch = self._gated_inputs(x, w.per_layer, inputs[:, i])
-                post = w.per_layer.post_norm
-            x = add_norm(h, opening(weights, i + 1), Closing(branch, post, w.scalar))
+            qkv = self._project(x, w.qkv)
+            layer, pair = self._keys(i, qkv, w)
+            if i == last:
+                if not ends:
+                    break
+                h, qkv = h[-TAIL:], qkv[-TAIL:]
+                inputs = None if inputs is None else inputs[-TAIL:]
+                self.steps = _steps(self.chunk.end(TAIL), self.ops, arch.eps)
+            mixed = self.steps.attend(qkv, layer, pair, w.o.kind)
+            del qkv, pair
+            x = self._behind_attention(i, h, mixed, w, None if inputs is None else inputs[:, i])
             if captured is not None and i in features:
                 captured[:, features.index(i)] = h
+        kept = None if captured is None else captured.flatten(1)
+        return Hidden(self._logits(h) if ends else None, kept)
+
+    def _logits(self, h: Tensor) -> Tensor:
+        weights = self.weights
         last = self.ops.norm(h[-1:], opening(weights, len(weights.layers)))
-        logits = self.ops.head(last, weights.head, arch.softcap)
-        return Hidden(logits, None if captured is None else captured.flatten(1))
+        return self.ops.head(last, weights.head, self.arch.softcap)
+
+    def _behind_attention(
+        self, i: int, h: Tensor, mixed: PrefillInput, w: LayerWeights, inputs: Tensor | None
+    ) -> PrefillInput:
+        """What a layer adds to h from attention's output on, in place; -> the next one's input."""
+        add_norm, post = self.steps.add_norm, w.post_feedforward_norm
+        closing = Closing(self._project(mixed, w.o), w.post_attention_norm)
+        x = add_norm(h, Opening(w.pre_feedforward_norm, w.gate_up.kind), closing)
+        del mixed, closing  # room for what is widest
+        branch = self._feed_forward(h, x, w, self.arch.layers[i].moe)
+        if w.per_layer and inputs is not None:
+            x = add_norm(h, Opening(None, w.per_layer.gate.kind), Closing(branch, post))
+            branch = self._gated_inputs(x, w.per_layer, inputs)
+            post = w.per_layer.post_norm
+        return add_norm(h, opening(self.weights, i + 1), Closing(branch, post, w.scalar))
 
     def _project(self, x: PrefillInput, weight: Linear) -> Tensor:
         return self.steps.matmul(x, self.ops.dense(weight))
 
-    def _attention(self, i: int, x: PrefillInput, w: LayerWeights) -> PrefillInput:
-        layers, qkv = self.arch.layers, self._project(x, w.qkv)
+    def _keys(self, i: int, qkv: Tensor, w: LayerWeights) -> tuple[AttentionLayer, Pair]:
+        """Layer i, with the keys and values that it attends to; new ones are stored."""
+        layers = self.arch.layers
         layer = AttentionLayer(layers[i], self.cache.of(layers, i), w.q_norm, w.k_norm)
         donor = layer.spec.kv_from
         pair = self.steps.exchange(qkv, layer) if donor is None else self.lent[donor]
         if i in self.lenders:
             self.lent[i] = pair
-        return self.steps.attend(qkv, layer, pair, w.o.kind)
+        return layer, pair
 
     def _feed_forward(
         self, h: Tensor, x: PrefillInput, w: LayerWeights, moe: MoeSpec | None

@@ -22,15 +22,23 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """tokens [T] int32 on the device, at positions start .. start + T - 1 of `slot`."""
+    """tokens [T] int32 on the device, at positions start .. start + T - 1 of `slot`. whole: the
+    start of the chunk that this is the end of, from whose keys on it attends."""
 
     tokens: Tensor
     start: int
     slot: int
+    whole: int | None = None
 
     def oldest(self, window: int | None) -> int:
-        """The first position that the chunk's first query sees."""
-        return 0 if window is None else max(0, self.start - window + 1)
+        """The first position that the (whole) chunk's first query sees."""
+        start = self.start if self.whole is None else self.whole
+        return 0 if window is None else max(0, start - window + 1)
+
+    def end(self, tokens: int) -> PrefillChunk:
+        """Its last tokens, that many at most."""
+        skipped = max(0, len(self.tokens) - tokens)
+        return PrefillChunk(self.tokens[skipped:], self.start + skipped, self.slot, self.start)
 
     def as_rows(self) -> Rows:
         """As a call of one sequence."""

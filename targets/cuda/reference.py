@@ -179,7 +179,11 @@ class Reference:
         return as_input(each_row(gelu, self.linear(x, gate)) * own, kind)
 
     def norm_moe(
-        self, h: Tensor, openings: tuple[Opening, Opening, Opening], closing: Closing = NOTHING
+        self,
+        h: Tensor,
+        openings: tuple[Opening, Opening, Opening],
+        rows: Rows,
+        closing: Closing = NOTHING,
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._close(h, closing)
         dense, router, experts = (self._opened(h, opening) for opening in openings)

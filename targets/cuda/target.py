@@ -14,7 +14,7 @@ from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, Sequence, Step
 from targets.arch import Arch
 from targets.cuda import sampling
 from targets.cuda.cache import make_cache, remember, slack_of
-from targets.cuda.graphs import TOKENS, Chosen, ForwardOutput, Graphs
+from targets.cuda.graphs import Chosen, ForwardOutput, Graphs, padded_tokens
 from targets.cuda.model import Hidden, decode
 from targets.cuda.ops import Choosing, Ops, Rows
 from targets.cuda.out_of_memory import catching_oom
@@ -32,7 +32,7 @@ KV_DTYPES = {
 CALLS = 3
 """Calls of decoding's kernels that are quicker than the library's matmuls, which read weights that
 are put in order first, by more launches than the host has time for."""
-FINE = TOKENS[-2]
+FINE = 64
 """FP8 weights meet inputs of 16 bits in prefill chunks of up to so many tokens. More are bound by
 arithmetic, and their inputs are rounded to 8 bits, as a long chunk's are."""
 
@@ -49,8 +49,10 @@ class Plan:
     chunk: int
     """Tokens per prefill call; chunks are cut at its absolute multiples."""
     short: int
-    """Tokens that one call of decoding's kernels prefills; chunks of up to CALLS times as many run
-    so, longer ones on the library."""
+    """Tokens that one call of decoding's kernels prefills behind others; chunks of up to CALLS
+    times as many run so, longer ones on the library."""
+    first: int
+    """Tokens that one call of decoding's kernels prefills where nothing is before them."""
     dtype: str
     kv_dtype: str
     features: tuple[int, ...]
@@ -64,6 +66,17 @@ class Plan:
     def slack(self) -> int:
         """Extra cache entries."""
         return slack_of(self.chunk, self.short)
+
+    @property
+    def first_rows(self) -> int:
+        """Rows of the longest call at a text's beginning."""
+        longest = min(self.first, self.chunk, self.max_len)
+        return padded_tokens(longest) if longest else 0
+
+    @property
+    def positions(self) -> int:
+        """Positions that a call may compute, past its sequence's end included."""
+        return max(self.max_len + self.slack, self.first_rows)
 
 
 class CudaTarget:
@@ -90,7 +103,8 @@ class CudaTarget:
         self.vocab, self.dtype, self.kv_dtype = arch.vocab, plan.dtype, plan.kv_dtype
         self.suppress, self.device = suppress, torch.device(plan.device)
         kv = KV_DTYPES[plan.kv_dtype]
-        self.cache = make_cache(arch, plan.slots, plan.max_len, plan.slack, kv, plan.device)
+        sizes = plan.slots, plan.max_len, plan.slack
+        self.cache = make_cache(arch, *sizes, kv, plan.device, plan.first_rows)
         self._rounding = rounding(weights) if plan.dtype == "fp8" else weights
         self._unbiased = torch.zeros(arch.vocab, device=self.device)
         self._unbiased[list(suppress)] = -torch.inf
@@ -122,9 +136,9 @@ class CudaTarget:
     def _prefill(self, seq: Sequence, start: int, stop: int) -> Step:
         rows = self._rows([seq.tokens[start:stop]], [start], [seq.slot])
         remember(self.cache.tokens, rows.tokens, rows.start, rows.slot)
-        out = self._chunk(rows, start, seq.slot)
+        out = self._chunk(rows, start, seq.slot, stop == seq.prompt_len)
         features = None if out.features is None else out.features[None]
-        if stop < seq.prompt_len:  # no choice follows from here: nothing to wait for either
+        if out.logits is None or stop < seq.prompt_len:  # no choice follows: nothing to wait for
             return Step(np.full((1, 1), NO_GUESS, np.int32), features)
         last = Rows(rows.tokens[:, -1:], rows.start + (stop - start - 1), rows.slot)
         logits = out.logits[None]
@@ -134,17 +148,21 @@ class CudaTarget:
         details = sampling.on_host(sampling.logprobs(logits, chosen)) if wanted else None
         return Step(chosen.cpu().numpy(), features, details)
 
-    def _chunk(self, rows: Rows, start: int, slot: int) -> Hidden:
-        plan, ops = self.plan, self.ops
-        common = self.weights, self.arch, self.cache
-        if rows.tokens.shape[1] <= CALLS * plan.short:
-            return self._in_calls(rows)
-        return prefill(*common, PrefillChunk(rows.tokens[0], start, slot), ops, plan.features)
+    def _chunk(self, rows: Rows, start: int, slot: int, ends: bool) -> Hidden:
+        """ends: the prompt ends here, so that logits are needed."""
+        plan, tokens = self.plan, rows.tokens.shape[1]
+        if start == 0 and tokens <= plan.first:
+            return self._in_calls(rows, plan.first)
+        if tokens <= CALLS * plan.short:
+            return self._in_calls(rows, plan.short)
+        chunk = PrefillChunk(rows.tokens[0], start, slot)
+        return prefill(self.weights, self.arch, self.cache, chunk, self.ops, plan.features, ends)
 
-    def _in_calls(self, rows: Rows) -> Hidden:
+    def _in_calls(self, rows: Rows, size: int) -> Hidden:
+        """size: tokens of a call."""
         logits, features = None, []
-        for number, tokens in enumerate(rows.tokens.split(self.plan.short, 1)):
-            piece = Rows(tokens, rows.start + number * self.plan.short, rows.slot)
+        for number, tokens in enumerate(rows.tokens.split(size, 1)):
+            piece = Rows(tokens, rows.start + number * size, rows.slot)
             out = self._graphs.prefill(piece) if self._graphs else self.short(piece)
             logits = out.logits
             if out.features is not None:
@@ -214,12 +232,13 @@ class CudaTarget:
         choosing: as in `model.decode`."""
         common = self.weights, self.arch, self.cache, rows, self.ops
         out = decode(*common, self.plan.features, choosing=choosing, remembers=True)
+        assert out.logits is not None, "of all rows"
         shape = (*rows.tokens.shape, -1)
         return out.logits.view(shape), None if out.features is None else out.features.view(shape)
 
     @torch.inference_mode()
     def short(self, rows: Rows, only: torch.Tensor | None = None) -> Hidden:
-        """A short prefill chunk [1, T] like a verify; logits of row `only` [1], or the last."""
+        """A prefill chunk [1, T] like a verify; logits of row `only` [1], or the last."""
         tokens = rows.tokens.shape[1]
         if only is None:
             only = torch.tensor([tokens - 1], device=self.device)

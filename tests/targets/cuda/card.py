@@ -61,13 +61,19 @@ def groups_of(layout: str) -> int:
     return EIGHTHS if layout == "row_parallel" else 1
 
 
-def as_input(x: torch.Tensor, kind: str, layout: str = "plain", groups: int | None = None) -> Input:
+def as_input(
+    x: torch.Tensor,
+    kind: str,
+    layout: str = "plain",
+    groups: int | None = None,
+    block: int | None = None,
+) -> Input:
     """x [M, k] as a weight of this kind and layout reads it. groups: of a part of a row_parallel
-    weight, which has fewer."""
+    weight, which has fewer. block: as in `make_input`."""
     m, k = x.shape
     if kind == "w8a8":
         return _narrow_input(x, groups or groups_of(layout))
-    made = make_input(m, k, x.device, groups or groups_of(layout))
+    made = make_input(m, k, x.device, groups or groups_of(layout), block)
     blocks, _, block, _ = made.data.shape
     values = (x / ACTIVATION_SCALE).half() if kind in HALF else x.bfloat16()
     rows = values.new_zeros((blocks * block, made.k_blocks * 32))

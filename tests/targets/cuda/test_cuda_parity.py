@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, replace
+
 import numpy as np
 import pytest
 import torch
 
 from specdec.core.errors import UserError
-from specdec.core.types import Sequence
+from specdec.core.types import Sampling, Sequence
 from targets import mini
 from targets.checkpoint import Checkpoint
 from targets.cuda.cache import read
@@ -119,6 +121,50 @@ def test_long_prefill_chunks_equal_short_ones(tiny, references, variant):
             seen = 400 - (layer.window or 400), 400
             for a, b in zip(read(ours, 1, *seen), read(theirs, 1, *seen), strict=True):
                 assert (a - b).abs().max() <= TOLERANCE * scale and a.abs().max() > 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_first_call_says_what_calls_of_eight_say(tiny, variant):
+    """Bit for bit, where rings are no longer than that call, and only its last row runs through
+    layers that store nothing."""
+    text = np.random.default_rng(7).integers(0, VOCAB, 101).tolist()
+    made = []
+    for first, features in ((128, ()), (128, (0,)), (8, ())):
+        options = CudaOptions(2, 256, device="cpu", chunk=128, short=8, first=first)
+        target = load_target(tiny[variant], replace(options, features=features))
+        seq = Sequence(text, Sampling(logprobs=3), slot=1)
+        cuts = [(0, 101)] if first == 128 else [(a, min(a + 24, 101)) for a in range(0, 101, 24)]
+        step = [target.prefill(seq, *cut) for cut in cuts][-1]
+        texts = [
+            read(layer, 1, 101 - min(101, spec.window or 101), 101)
+            for spec, layer in zip(target.arch.layers, target.cache.layers, strict=True)
+            if layer is not None
+        ]
+        made.append((step.chosen, astuple(step.logprobs), texts))
+    for chosen, logprobs, texts in made[:-1]:
+        assert chosen == made[-1][0]
+        assert all((a == b).all() for a, b in zip(logprobs, made[-1][1], strict=True))
+        for ours, theirs in zip(texts, made[-1][2], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_end_where_nothing_is_stored_any_more(tiny, variant):
+    """The library's path: a chunk of which no layer is recorded says what one says of which all
+    are, and its K/V are the same."""
+    text = np.random.default_rng(8).integers(0, VOCAB, 150).tolist()
+    made = []
+    for features in ((), tuple(range(len(read_arch(tiny[variant]).layers)))):
+        options = CudaOptions(1, 256, device="cpu", chunk=100, short=0, features=features)
+        target = load_target(tiny[variant], options)
+        seq = Sequence(text, Sampling(logprobs=3), slot=0)
+        step = [target.prefill(seq, *cut) for cut in ((0, 100), (100, 150))][-1]
+        made.append((step.chosen, astuple(step.logprobs), target.cache.layers))
+    (chosen, logprobs, layers), (other, logprobs_too, layers_too) = made
+    assert chosen == other
+    assert all(np.abs(a - b).max() < 1e-4 for a, b in zip(logprobs, logprobs_too, strict=True))
+    for ours, theirs in zip(layers, layers_too, strict=True):
+        assert ours is None or (torch.equal(ours.k, theirs.k) and torch.equal(ours.v, theirs.v))
 
 
 def test_a_chunk_in_pieces_is_its_pieces(tiny):

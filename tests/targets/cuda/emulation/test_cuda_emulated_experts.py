@@ -179,6 +179,30 @@ def test_many_rows_by_expert(experts, linear, kind):
     assert error(ours, exact[..., 0]) <= 3e-3  # a bfloat16
 
 
+@pytest.mark.parametrize("kind", launches.SORTED_KINDS)
+def test_a_prompts_rows_are_sorted_by_expert(experts, linear, kind):
+    """Near float64, a row the same in any company; an expert of more rows than a CTA takes, and
+    rows that picked none."""
+    shape = (COUNT, 2 * 48, 80), (COUNT, 80, 48)
+    gate_up, down = drawn(shape[0], kind, 1), drawn(shape[1], kind, 2)
+    packed = gate_up.packed(linear, "experts_gated"), down.packed(linear, "experts")
+    x, numbers = randn(90, 80, seed=3), chosen(90)
+    numbers[:70, 0] = 2
+    numbers[:70, 1:] = torch.tensor([0, 4])
+
+    def call(rows: slice) -> torch.Tensor:
+        fed = as_input(x[rows], kind, block=launches.SORTED_BLOCK)
+        shares = torch.empty(0)
+        routed = experts.run_sorted(fed, (numbers[rows].contiguous(), shares), *packed)
+        return routed.parts.masked_fill(numbers[rows][..., None] < 0, 0.0)
+
+    whole = call(slice(0, 90))
+    exact = mixed((gate_up.meant, down.meant), numbers, x, "fp8", False)
+    assert error(whole, exact) <= 1e-3
+    for rows in (slice(0, 1), slice(60, 90), slice(0, 70)):
+        assert torch.equal(call(rows), whole[rows])
+
+
 def test_a_router_chooses_the_best():
     """One kernel (a cluster of CTAs) and two kernels agree; rows that sit out and missing drafts
     get no experts."""

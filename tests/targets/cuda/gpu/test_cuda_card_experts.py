@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from specdec.core.types import NO_GUESS
 from targets.arch import MoeSpec, released
 from targets.cuda import four_bits
-from targets.cuda.experts import Routed
+from targets.cuda.experts import SORTED_BLOCK, SORTED_KINDS, Routed
 from targets.cuda.kernels import Kernels
 from targets.cuda.ops import Closing, DenseBranch, Opening, RoutedBranch, Rows
 from targets.cuda.tiles import ACTIVATION_SCALE
@@ -180,6 +180,32 @@ def test_rows_by_expert(moe_ops, kind, n, k, layout):
     assert torch.equal(lone, ours[150:151])
 
 
+@pytest.mark.parametrize("kind", SORTED_KINDS)
+def test_a_prompts_rows_are_sorted_by_expert(moe_ops, kind):
+    """Near float64; a row the same in any company. Experts of no row, and of more than a CTA
+    takes; rows that picked none."""
+    hidden, rows = moe_ops.arch.hidden, 700
+    gate_up = random_weight(moe_ops, (128, 1408, hidden), kind, "experts_gated")
+    down = random_weight(moe_ops, (128, hidden, 704), kind, "experts", seed=1)
+    x, shares = randn(rows, hidden, seed=3), randn(rows, 8, seed=4).abs()
+    draw = torch.rand((rows, 100), device="cuda", generator=torch.Generator("cuda").manual_seed(5))
+    numbers = draw.topk(8).indices.int()  # of 100 of 128 experts
+    numbers[:300, 0] = 127
+    numbers[::7] = -1
+
+    def call(m: int) -> torch.Tensor:
+        fed = as_input(x[:m], kind, block=SORTED_BLOCK)
+        chosen = numbers[:m].contiguous(), shares[:m]
+        return summed(moe_ops.experts.run_sorted(fed, chosen, gate_up.packed, down.packed))
+
+    whole, few = call(rows), 150
+    wide = in_full(gate_up, down)
+    exact = shared_out(mixed(wide, numbers[:few], x[:few], "fp8", False), shares[:few])
+    assert error(whole[:few], exact) <= 2e-3
+    for m in (few, 299, 650):
+        assert torch.equal(call(m), whole[:m])
+
+
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])
 def test_rows_that_sit_out_pick_nobody(moe_ops, kind):
     """Nor do drafts that don't exist: they come out as 0, and change no bit of the others."""
@@ -240,7 +266,7 @@ def test_a_layer_of_two_branches(moe_ops, kind):
         stream, of = h[rows].clone(), Rows(tokens[rows], zeros[rows], slot)
         openings = Opening(pre, kind), Opening(scale, "bf16"), Opening(pre_experts, experts_kind)
         closing = Closing(branch[rows].contiguous(), post)
-        x, x_router, x_experts = moe_ops.norm_moe(stream, openings, closing)
+        x, x_router, x_experts = moe_ops.norm_moe(stream, openings, of, closing)
         dense = DenseBranch(x, dense_up.packed, dense_down.packed, dense_norm)
         experts = gate_up.packed, down.packed, routed_norm
         routed = RoutedBranch(x_router, proj.packed, per_expert, x_experts, *experts)
