@@ -151,8 +151,9 @@ class Backend(Protocol):
         loop; script: the text that replaces the target's choices (speed tests)."""
         ...
 
-    def warm(self, target: Any) -> tuple[int, Seqs[int]]:
-        """Up to how many rows each batch size, and which prompt lengths, need programs."""
+    def warm(self, target: Any) -> tuple[Seqs[int], Seqs[tuple[int, int]]]:
+        """What needs programs of its own: batches of so many rows; prompts read together, how many
+        and of how many tokens."""
         ...
 
     def scorer(self, target: Any) -> Callable[[list[int]], np.ndarray]:

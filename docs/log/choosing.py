@@ -39,6 +39,7 @@ from specdec.core.cycle import host_cycle  # noqa: E402
 from specdec.core.engine import Engine  # noqa: E402
 from specdec.core.policy.choice import Menu, Policy  # noqa: E402
 from specdec.core.policy.costs import Work  # noqa: E402
+from specdec.core.protocols import OneByOne  # noqa: E402
 from specdec.core.script import (  # noqa: E402
     Line,
     Script,
@@ -92,7 +93,7 @@ class Table:
         return []
 
 
-class Silent:
+class Silent(OneByOne):
     """A target that says nothing of its own."""
 
     slots, max_len, max_draft, prefill_chunk = SLOTS, MAX_LEN, 31, 1 << 20

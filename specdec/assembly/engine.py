@@ -24,6 +24,8 @@ from specdec.core.types import Constraint, Round, Sampling, Sequence
 
 WARM_TOKENS = 12
 """Enough for a prefill and one dispatch of either loop."""
+WARM_STEPS = 3
+"""Steps of each batch: one compiles, or captures; the others show that it is done."""
 PLAIN_STEPS = 12
 """Steps of plain decoding that are timed."""
 PROVEN_ROWS = 8
@@ -123,20 +125,24 @@ def _same_in_both_loops(model: Model, speculation: SpeculationConfig) -> bool:
 
 
 def warm_up(
-    engine: Engine, samplings: Iterable[Sampling], rows: int = 1, lengths: Iterable[int] = (1,)
+    engine: Engine,
+    samplings: Iterable[Sampling],
+    batches: Iterable[int] = (1,),
+    prompts: Iterable[tuple[int, int]] = ((1, 1),),
 ) -> None:
     """Compile the programs that these requests need, so that no request waits for it.
 
-    rows: batches of up to this many rows are decoded. lengths: lengths of prompts to prefill.
-    Constrained text is warmed up for one row only: larger batches are rarer and would double the
-    start-up time.
+    batches: numbers of rows that are decoded. prompts: how many are prefilled together, and their
+    tokens. Constrained text is warmed up for one row only: larger batches are rarer and would
+    double the start-up time.
     """
     for sampling in samplings:
-        # one row joins per turn, so the first must last until the last is there
-        _decode(engine, [[2]] * rows, replace(sampling, seed=0), WARM_TOKENS + rows)
+        for batch in batches:
+            _decode_all(engine, batch, replace(sampling, seed=0), WARM_STEPS)
+        _decode(engine, [[2]], replace(sampling, seed=0), WARM_TOKENS)
         _decode(engine, [[2]], replace(sampling, seed=0), WARM_TOKENS, Unrestricted())
-    for length in lengths:
-        _decode(engine, [[2] * length], Sampling(), WARM_TOKENS)
+    for count, length in prompts:
+        _decode(engine, [[2] * length] * count, Sampling(), 2)
     warm_prefix_cache(engine)
     engine.count_anew()
 
@@ -173,11 +179,25 @@ def measure_plain(engine: Engine) -> None:
     driver, engine.cycle = engine.cycle, plain_cycle
     try:
         _decode(engine, [[2]], Sampling(), PLAIN_STEPS)
-        _decode(engine, [[2]] * slots, Sampling(), PLAIN_STEPS + slots)  # one joins per turn
+        _decode_all(engine, slots, Sampling(), PLAIN_STEPS)
     finally:
         engine.cycle = driver
     engine.times.plain_costs = PlainCosts(median(costs[1]), median(costs[slots]), slots)
     engine.count_anew()
+
+
+def _decode_all(engine: Engine, rows: int, sampling: Sampling, steps: int) -> None:
+    """That many steps of that many rows at once; they join over several turns."""
+    seqs = [Sequence([2], sampling, max_tokens=engine.target.max_len) for _ in range(rows)]
+    for seq in seqs:
+        engine.submit(seq)
+    while len(engine.scheduler.running) < rows and not engine.idle:
+        engine.step()
+    for _ in range(steps):
+        engine.step()
+    for seq in seqs:
+        seq.cancelled = True
+    engine.step()
 
 
 def _decode(

@@ -26,6 +26,7 @@ from specdec.core.types import (
     LogprobRows,
     Round,
     Sequence,
+    Step,
     TokenLogprob,
 )
 
@@ -64,6 +65,8 @@ class Engine:
         self.cycle = cycle
         self.prefix_cache, self.drafting = prefix_cache, drafting or DraftSetup()
         self.scheduler = Scheduler(target.slots, max_waiting, target.prefill_chunk)
+        self._parts: Iterator[Step | None] = iter(())
+        """The rest of the chunk that `scheduler.reading` is in."""
         self.times = EngineTimes()
         self.count_anew()
 
@@ -113,6 +116,8 @@ class Engine:
                 if seq.cancelled:
                     self.prefix_cache.leave(seq)
         gone = self.scheduler.drop_cancelled()
+        if self.scheduler.reading is None:
+            self._parts = iter(())
         for seq in gone:
             seq.finish = "cancelled"
         return [Event(seq, (), "cancelled") for seq in gone]
@@ -146,16 +151,56 @@ class Engine:
         if chunk is None:
             return []
         began = perf_counter()
-        events = self._read_chunk(*chunk)
+        seqs = self._together(*chunk)
+        events = self._read_prompts(seqs) if len(seqs) > 1 else self._read_chunk(*chunk)
         self.times.add("prefill", perf_counter() - began)
         return events
 
-    def _read_chunk(self, seq: Sequence, start: int, stop: int) -> list[Event]:
+    def _together(self, seq: Sequence, start: int, stop: int) -> list[Sequence]:
+        """The sequence, and others with prompts that the target reads in the same call."""
+        if start > 0 or stop < seq.prompt_len or seq is self.scheduler.reading:
+            return [seq]
+        seqs = [seq, *self.scheduler.beside(seq)]
+        return [seqs[i] for i in self.target.together([s.prompt_len for s in seqs])]
+
+    def _read_prompts(self, seqs: list[Sequence]) -> list[Event]:
+        if self.prefix_cache is not None:
+            for seq in seqs:
+                self.scheduler.resume(seq, self.prefix_cache.resume(seq))
+        whole = [seq for seq in seqs if seq.prefilled == 0]
         try:
-            if start == 0 and self.prefix_cache is not None:
-                start = self.prefix_cache.resume(seq)
-                stop = self.scheduler.resume(seq, start)
-            step = self.target.prefill(seq, start, stop)
+            steps = self.target.prefill_all(whole)
+        except (UserError, MemoryError):  # of one of them: each alone, and the others go on
+            return [e for seq in whole for e in self._read_chunk(seq, 0, seq.prompt_len)]
+        pairs = zip(whole, steps, strict=True)
+        return [e for seq, step in pairs for e in self._was_read(seq, 0, seq.prompt_len, step)]
+
+    def _read_chunk(self, seq: Sequence, start: int, stop: int) -> list[Event]:
+        """Read a chunk, or a part of one. While another's is read in part, all of it."""
+        reading = self.scheduler.reading
+        try:
+            if seq is reading:
+                parts = self._parts
+            else:
+                if start == 0 and self.prefix_cache is not None:
+                    start = self.prefix_cache.resume(seq)
+                    stop = self.scheduler.resume(seq, start)
+                parts = self.target.prefill_parts(seq, start, stop)
+            step = next(parts)
+            while step is None and reading is not None and reading is not seq:
+                step = next(parts)
+        except (UserError, MemoryError) as refusal:
+            return self._refused(seq, refusal)
+        if step is None:
+            self.scheduler.reading, self._parts = seq, parts
+            return []
+        if seq is reading:
+            self._parts = iter(())  # its memory goes
+        return self._was_read(seq, start, stop, step)
+
+    def _was_read(self, seq: Sequence, start: int, stop: int, step: Step) -> list[Event]:
+        """Of a chunk: the drafter reads it too, and a prompt's first token is emitted."""
+        try:
             self.drafter.prefill(seq, start, stop, step)
         except (UserError, MemoryError) as refusal:
             return self._refused(seq, refusal)

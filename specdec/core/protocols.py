@@ -12,7 +12,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seqs
+from collections.abc import Callable, Iterator, Sequence as Seqs
 from typing import Protocol, TypeVar
 
 from specdec.core.types import Array, Proposal, Round, Sequence, Step
@@ -80,6 +80,34 @@ class Target(Verifier[Seqs[Sequence]], Protocol):
         short but the target can go on: only this sequence fails.
         """
         ...
+
+    def prefill_parts(self, seq: Sequence, start: int, stop: int) -> Iterator[Step | None]:
+        """`prefill` in parts, each about as long as others may wait: None after each but the last,
+        then the step. Other sequences may be decoded or prefilled in between."""
+        ...
+
+    def together(self, lengths: Seqs[int]) -> list[int]:
+        """Which of the prompts of so many tokens one call of `prefill_all` reads: numbers within
+        `lengths`, the first one's among them."""
+        ...
+
+    def prefill_all(self, seqs: Seqs[Sequence]) -> list[Step]:
+        """Several whole prompts in one call; what `prefill` returns for each. Raises as that does,
+        without saying for which."""
+        ...
+
+
+class OneByOne:
+    """The part of a `Target` that reads each prompt alone, a chunk at once."""
+
+    def prefill_parts(self: Target, seq: Sequence, start: int, stop: int) -> Iterator[Step | None]:
+        yield self.prefill(seq, start, stop)
+
+    def together(self, lengths: Seqs[int]) -> list[int]:
+        return [0]
+
+    def prefill_all(self: Target, seqs: Seqs[Sequence]) -> list[Step]:
+        return [self.prefill(seq, 0, seq.prompt_len) for seq in seqs]
 
 
 class Drafter(Proposer[Seqs[Sequence]], Protocol):

@@ -26,7 +26,9 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.free = list(range(self.slots))[::-1]
-        self._least_left = False
+        self._least_left = True
+        self.reading: Sequence | None = None
+        """The sequence of which a part of a chunk has been read. Written by the engine too."""
         self._room = Room(self.slots, self.max_waiting)
 
     def submit(self, seq: Sequence) -> None:
@@ -52,31 +54,51 @@ class Scheduler:
         return seated
 
     def next_chunk(self) -> tuple[Sequence, int, int] | None:
-        """The next (sequence, start, stop) to prefill, or None. Turns alternate between the
+        """The (sequence, start, stop) to prefill in this turn, or None. Turns alternate between the
         sequence that was seated first and the one with the fewest tokens left. So a short prompt
-        waits for one chunk of a long one, and a long one gets at least every other chunk."""
+        waits for a part of a long one's chunk, and a long one gets at least every other turn. Where
+        a chunk has been read in part, only prompts of half a chunk get in between."""
         if not self.prefilling:
             return None
+        self._least_left = not self._least_left
         seq = self.prefilling[0]
         if self._least_left:
             seq = min(self.prefilling, key=_left_to_read)
+        if self.reading is not None and 2 * _left_to_read(seq) > self.chunk:
+            seq = self.reading
         return seq, seq.prefilled, self._chunk_end(seq)
+
+    def beside(self, seq: Sequence) -> list[Sequence]:
+        """Other prompts that could be read in the same turn: whole, from their start."""
+        return [
+            other
+            for other in self.prefilling
+            if other is not seq
+            and other is not self.reading
+            and other.prefilled == 0
+            and other.prompt_len <= self.chunk
+        ]
 
     def resume(self, seq: Sequence, start: int) -> int:
         """Record that the first `start` tokens of the prompt, whole chunks, are in the KV cache
         without prefill (0: none). Returns the end of the next chunk."""
         seq.prefilled = seq.cached = start
+        self._forget(seq)
         return self._chunk_end(seq)
 
     def chunk_done(self, seq: Sequence, stop: int) -> bool:
         """Record a prefilled chunk; True where the prompt is complete and decoding may begin."""
         seq.prefilled = stop
-        self._least_left = not self._least_left
+        self._forget(seq)
         if stop < seq.prompt_len:
             return False
         self.prefilling.remove(seq)
         self.running.append(seq)
         return True
+
+    def _forget(self, seq: Sequence) -> None:
+        if self.reading is seq:
+            self.reading = None
 
     def _chunk_end(self, seq: Sequence) -> int:
         return min(seq.prompt_len, (seq.prefilled // self.chunk + 1) * self.chunk)
@@ -84,6 +106,7 @@ class Scheduler:
     def release(self, seq: Sequence) -> None:
         """Take a sequence out and free its slot, if it has one."""
         self._room.leave(seq.owner.caller)
+        self._forget(seq)
         if seq.slot < 0:
             self.waiting.remove(seq)
             return

@@ -10,7 +10,7 @@ target's text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seqs
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seqs
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,7 +101,27 @@ class ScriptedTarget:
     def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
         if start == 0:
             self._script.seat(seq)
-        step = self._target.prefill(seq, start, stop)
+        return self._first(seq, stop, self._target.prefill(seq, start, stop))
+
+    def prefill_parts(self, seq: Sequence, start: int, stop: int) -> Iterator[Step | None]:
+        if start == 0:
+            self._script.seat(seq)
+        for step in self._target.prefill_parts(seq, start, stop):
+            yield step and self._first(seq, stop, step)
+
+    def together(self, lengths: Seqs[int]) -> list[int]:
+        return self._target.together(lengths)
+
+    def prefill_all(self, seqs: Seqs[Sequence]) -> list[Step]:
+        for seq in seqs:
+            self._script.seat(seq)
+        steps = self._target.prefill_all(seqs)
+        return [
+            self._first(seq, seq.prompt_len, step) for seq, step in zip(seqs, steps, strict=True)
+        ]
+
+    def _first(self, seq: Sequence, stop: int, step: Step) -> Step:
+        """The step of a chunk, with the script's choice behind a whole prompt."""
         if stop < seq.prompt_len:
             return step
         said = self._script.coming(seq, 1)[None]

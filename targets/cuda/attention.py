@@ -43,6 +43,13 @@ MIN_STAGES = 3
 """Stages with which that ring still keeps memory busy."""
 FUSED_FROM_CTAS = 128
 """CTAs that are enough for the machine when each does all lanes."""
+LONG = 8192
+"""Entries of a global layer's cache from which one row may take far longer than the others: then
+its lanes are dealt to CTAs however many rows there are."""
+LONG_BYTES = 512 << 20
+"""Most bytes of partial outputs that this may take."""
+LONG_TOKENS = 32
+"""Most tokens per sequence of such calls: a verify's."""
 UNPREPARED_VECTORS = 32
 """Largest number of vectors per CTA (queries, new keys and values) that `split` computes itself, in
 a few rounds of its warps; with more, launching `prepare` first is faster."""
@@ -149,7 +156,8 @@ class Attention:
         heads, queries = batch * layer.kv_heads, tokens * layer.heads // layer.kv_heads
         dim = _padded(layer.head_dim)
         tiles_m = _tiles_m(queries, _max_fused_tiles_m(dim))
-        if heads * _shares(queries, tiles_m) >= FUSED_FROM_CTAS:
+        full = heads * _shares(queries, tiles_m) >= FUSED_FROM_CTAS
+        if full and not _may_be_uneven(layer, given.cache.size, batch, tokens):
             self._fused(self._job(qkv, given, rows, x, kind), layer, batch, tiles_m)
             return x
         tiles_m = _spread(layer, batch, tokens, self._processors)
@@ -258,11 +266,18 @@ class Attention:
         self._launch(variant, "prepare", (rows, parts, 1), THREADS, [job], early=early)
 
 
-def partial_bytes(layer: LayerSpec, rows: int) -> int:
-    """Most bytes of partial outputs and their sums in calls of up to this many rows. Calls with
-    more rows run `fused`, which has none."""
-    most = min(rows * layer.heads, FUSED_FROM_CTAS * 8 * TILES[-1])
-    return LANES * most * (_padded(layer.head_dim) + 2) * 4
+def partial_bytes(layer: LayerSpec, rows: int, entries: int) -> int:
+    """Most bytes of partial outputs and their sums in calls of up to this many rows, over a cache
+    of so many entries. Calls with more rows run `fused`, which has none."""
+    most = -(-FUSED_FROM_CTAS * 8 * TILES[-1] // layer.heads)
+    few = _partial(layer, min(rows, most))
+    if layer.window is not None or entries <= LONG:
+        return few
+    return max(few, min(_partial(layer, rows), LONG_BYTES))
+
+
+def _partial(layer: LayerSpec, rows: int) -> int:
+    return LANES * rows * layer.heads * (_padded(layer.head_dim) + 2) * 4
 
 
 def lanes_seen(layer: LayerSpec, tokens: int) -> int:
@@ -270,6 +285,12 @@ def lanes_seen(layer: LayerSpec, tokens: int) -> int:
     if layer.window is None:
         return LANES
     return min(LANES, (layer.window + tokens - 3) // _chunk(layer) + 2)
+
+
+def _may_be_uneven(layer: LayerSpec, entries: int, batch: int, tokens: int) -> bool:
+    """Whether one row's keys may take far longer than all others', and its lanes can be dealt."""
+    long = layer.window is None and entries > LONG and tokens <= LONG_TOKENS
+    return long and _partial(layer, batch * tokens) <= LONG_BYTES
 
 
 def _tiles_m(queries: int, most: int) -> int:

@@ -117,15 +117,23 @@ class CudaBackend:
 
         return device_loop(target, drafter, k, script=script)
 
-    def warm(self, target: CudaTarget) -> tuple[int, Seqs[int]]:
+    def warm(self, target: CudaTarget) -> tuple[Seqs[int], Seqs[tuple[int, int]]]:
         if self.exact(target):
-            return 1, (1,)  # the references are not compiled
-        from targets.cuda.graphs import TOKENS
+            return (1,), ((1, 1),)  # the references are not compiled
+        from targets.cuda.graphs import BUCKETS, TOGETHER, TOKENS, TOKENS_TOGETHER
         from targets.cuda.target import CALLS
 
-        plan, fit = target.plan, 3 * target.max_len // 4
+        plan, slots, fit = target.plan, target.slots, 3 * target.max_len // 4
         long = max(plan.first, CALLS * plan.short) + 1  # the library reads it
-        return target.slots, (*(n for n in TOKENS if n <= min(fit, plan.first)), min(long, fit))
+        alone = [(1, n) for n in (*TOKENS, long) if n <= min(fit, max(plan.first, long))]
+        counts = [2**i for i in range(1, slots.bit_length())]
+        several = [
+            (count, n)
+            for n in TOKENS_TOGETHER
+            for count in counts
+            if count * n <= TOGETHER and n <= min(fit, plan.first)
+        ]
+        return [*(b for b in BUCKETS if b < slots), slots], [*alone, *several]
 
     def scorer(self, target: CudaTarget) -> Callable[[list[int]], np.ndarray]:
         from targets.cuda.score import window_nll

@@ -44,7 +44,7 @@ class KVCache:
 
     layers: tuple[LayerCache | None, ...]
     tokens: Tensor
-    """[slots, max_len + slack] int32: what was fed at each position, valid below each length like
+    """[slots, positions] int32: what was fed at each position, valid below each length like
     K/V."""
 
     def of(self, layers: tuple[LayerSpec, ...], i: int) -> LayerCache:
@@ -99,7 +99,7 @@ def make_cache(
             layer.head_dim,
         )
 
-    tokens = torch.zeros((slots, max_len + slack), dtype=torch.int32, device=device)
+    tokens = torch.zeros((slots, max(max_len + slack, first)), dtype=torch.int32, device=device)
     return KVCache(tuple(map(one, arch.layers)), tokens)
 
 

@@ -137,7 +137,7 @@ def tensor_bytes(name: str, spec: TensorSpec, dtype: str) -> int:
 def cache_bytes(arch: Arch, shape: TargetShape) -> int:
     """Bytes of keys, values and fed tokens, for all slots."""
     slack, first = slack_of(shape.chunk, SHORT), _first_rows(shape)
-    total = 4 * (shape.max_len + slack)
+    total = 4 * max(shape.max_len + slack, first)
     for layer in arch.layers:
         if layer.kv_from is None:
             held = layer.kv_heads * entries(layer, shape.max_len, slack, first)
@@ -183,7 +183,7 @@ def _workspace(arch: Arch, shape: TargetShape) -> int:
     and angles, and a chunk's prefill."""
     rows = bucket_of(shape.slots) * shape.width
     logits = 4 * arch.vocab * (LOGIT_COPIES * rows + shape.slots)
-    partial = max(partial_bytes(layer, max(rows, SHORT)) for layer in arch.layers)
+    partial = max(partial_bytes(layer, max(rows, SHORT), shape.max_len) for layer in arch.layers)
     kinds = {(layer.rope, layer.head_dim) for layer in arch.layers}
     angles = sum(4 * shape.max_len * head_dim for _, head_dim in kinds)
     calls = first_call_bytes(arch, shape) + prefill_bytes(arch, shape)

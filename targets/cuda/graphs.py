@@ -35,6 +35,17 @@ read."""
 Result = TypeVar("Result")
 
 
+TOGETHER = 1024
+"""Tokens, padding included, of several prompts that one call prefills."""
+TOKENS_TOGETHER = (16, 64, 128, 256, 512)
+"""What each of them is padded to: there is a graph for each of these and each power of two."""
+
+
+def padded_together(tokens: int) -> int | None:
+    """The same where several prompts are prefilled at once; None for a long one."""
+    return next((size for size in TOKENS_TOGETHER if tokens <= size), None)
+
+
 def padded_tokens(tokens: int) -> int:
     """Tokens that a prefill call is padded to."""
     return next(size for size in TOKENS if tokens <= size)
@@ -145,7 +156,7 @@ class Graphs:
         """pool: of memory that no two graphs use at the same time."""
         self._step, self._short, self.pool = step, short, pool
         self._steps: dict[tuple[int, int, bool, bool], tuple[Rows, Captured[Chosen]]] = {}
-        self._chunks: dict[int, tuple[Rows, torch.Tensor, Captured[Hidden]]] = {}
+        self._prefills: dict[tuple[int, int], tuple[Rows, torch.Tensor, Captured[Hidden]]] = {}
 
     def step(self, rows: Rows, needs_sampler: bool, logprobs: bool) -> Chosen:
         """As `CudaTarget.step`; the result is valid until the next call."""
@@ -166,17 +177,30 @@ class Graphs:
     def prefill(self, rows: Rows) -> Hidden:
         """As `CudaTarget.short` of a chunk [1, T]; the result is valid until the next call."""
         tokens = rows.tokens.shape[1]
-        bucket = padded_tokens(tokens)
-        if bucket not in self._chunks:
-            idle = idle_rows(1, bucket, rows.tokens.device)
-            only = torch.zeros(1, dtype=torch.int64, device=rows.tokens.device)
-            captured = Captured(lambda: self._short(idle, only), self.pool)
-            self._chunks[bucket] = idle, only, captured
-        feed, only, graph = self._chunks[bucket]
-        _fill(feed, rows)
-        only.fill_(tokens - 1)
-        logits, features = graph.replay()
+        last = rows.start.new_full((1,), tokens - 1)
+        logits, features = self._prefill(rows, last, 1, padded_tokens(tokens))
         return Hidden(logits, None if features is None else features[:tokens])
+
+    def prefill_all(self, rows: Rows, last: torch.Tensor) -> Hidden:
+        """The same of prompts [B, T], T one of TOKENS_TOGETHER: logits [B, V] of the rows `last`
+        [B], each counted from its prompt's first; features [B * T, F]."""
+        batch, tokens = rows.tokens.shape
+        logits, features = self._prefill(rows, last, 1 << (batch - 1).bit_length(), tokens)
+        assert logits is not None
+        return Hidden(logits[:batch], None if features is None else features[: batch * tokens])
+
+    def _prefill(self, rows: Rows, last: torch.Tensor, batch: int, tokens: int) -> Hidden:
+        """Padded to [batch, tokens]."""
+        key = batch, tokens
+        if key not in self._prefills:
+            idle = idle_rows(batch, tokens, rows.tokens.device)
+            firsts = torch.arange(0, batch * tokens, tokens, device=rows.tokens.device)
+            captured = Captured(lambda: self._short(idle, firsts), self.pool)
+            self._prefills[key] = idle, firsts, captured
+        feed, only, graph = self._prefills[key]
+        _fill(feed, rows)
+        only[: len(last)] = last + tokens * torch.arange(len(last), device=last.device)
+        return graph.replay()
 
 
 def idle_rows(batch: int, tokens: int, device: torch.device) -> Rows:

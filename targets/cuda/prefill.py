@@ -7,6 +7,8 @@ bitwise `model.decode`: which of the two a chunk takes follows from its own leng
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,9 @@ from targets.cuda.reference import Reference
 TAIL = 16
 """Rows of a prompt's last chunk that continue behind the last layer that stores keys and values:
 only the last row's logits are needed, and the library's matmuls need 16 rows."""
+PART_TOKENS = 512
+"""A chunk is read in as many parts as it has this many tokens, each of equally many layers: others
+wait for a part. Cut so, rather than by tokens, no sum depends on it."""
 
 
 def prefill(
@@ -35,8 +40,9 @@ def prefill(
     ops: Ops,
     features: tuple[int, ...] = (),
     ends: bool = True,
-) -> Hidden:
-    """Logits [1, V] after the chunk's last token, if the prompt `ends` there; features [T, F]."""
+) -> Iterator[Hidden | None]:
+    """None after each part but the last, then logits [1, V] after the chunk's last token, if the
+    prompt `ends` there, and features [T, F]."""
     return _Pass(weights, arch, cache, chunk, ops).run(features, ends)
 
 
@@ -61,7 +67,7 @@ class _Pass:
         self.lenders = {layer.kv_from for layer in arch.layers}
         self.lent: dict[int | None, Pair] = {}
 
-    def run(self, features: tuple[int, ...], ends: bool) -> Hidden:
+    def run(self, features: tuple[int, ...], ends: bool) -> Iterator[Hidden | None]:
         """ends: the prompt ends with this chunk."""
         weights, arch = self.weights, self.arch
         h = self.ops.embed(weights.embedding, self.chunk.as_rows())
@@ -69,7 +75,10 @@ class _Pass:
         x = self.steps.add_norm(h, opening(weights, 0))
         captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None
         last = last_of_all_rows(arch, features)
+        each = -(-last // -(-len(h) // PART_TOKENS))
         for i, w in enumerate(weights.layers):
+            if 0 < i < last and i % each == 0:
+                yield None
             qkv = self._project(x, w.qkv)
             layer, pair = self._keys(i, qkv, w)
             if i == last:
@@ -84,7 +93,7 @@ class _Pass:
             if captured is not None and i in features:
                 captured[:, features.index(i)] = h
         kept = None if captured is None else captured.flatten(1)
-        return Hidden(self._logits(h) if ends else None, kept)
+        yield Hidden(self._logits(h) if ends else None, kept)
 
     def _logits(self, h: Tensor) -> Tensor:
         weights = self.weights

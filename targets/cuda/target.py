@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seqs
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seqs
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,18 +10,25 @@ import torch
 
 from specdec.core.constraint import constrained, mask_rows
 from specdec.core.errors import UserError
-from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, Sequence, Step
+from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Sequence, Step
 from targets.arch import Arch
 from targets.cuda import sampling
 from targets.cuda.cache import make_cache, remember, slack_of
-from targets.cuda.graphs import Chosen, ForwardOutput, Graphs, padded_tokens
+from targets.cuda.graphs import (
+    TOGETHER,
+    Chosen,
+    ForwardOutput,
+    Graphs,
+    padded_together,
+    padded_tokens,
+)
 from targets.cuda.model import Hidden, decode
 from targets.cuda.ops import Choosing, Ops, Rows
 from targets.cuda.out_of_memory import catching_oom
 from targets.cuda.params import Weights, rounding
 from targets.cuda.prefill import PrefillChunk, prefill
 from targets.cuda.reference import Reference
-from targets.cuda.sampling import blank_table
+from targets.cuda.sampling import blank_table, each_part
 from targets.sampling_params import Rules, set_row
 
 KV_DTYPES = {
@@ -127,36 +134,103 @@ class CudaTarget:
         return not isinstance(self.ops, Reference)
 
     def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
+        *_, step = self.prefill_parts(seq, start, stop)
+        assert step is not None
+        return step
+
+    @torch.inference_mode()
+    def prefill_parts(self, seq: Sequence, start: int, stop: int) -> Iterator[Step | None]:
         if start == 0:
             self.seat(seq)
         with catching_oom(f"a chunk of {stop - start} tokens"):
-            return self._prefill(seq, start, stop)
+            rows = self._rows([seq.tokens[start:stop]], [start], [seq.slot])
+            remember(self.cache.tokens, rows.tokens, rows.start, rows.slot)
+            for out in self._chunk(rows, start, seq.slot, stop == seq.prompt_len):
+                yield out and self._read(seq, stop, rows, out)
 
-    @torch.inference_mode()
-    def _prefill(self, seq: Sequence, start: int, stop: int) -> Step:
-        rows = self._rows([seq.tokens[start:stop]], [start], [seq.slot])
-        remember(self.cache.tokens, rows.tokens, rows.start, rows.slot)
-        out = self._chunk(rows, start, seq.slot, stop == seq.prompt_len)
+    def _read(self, seq: Sequence, stop: int, rows: Rows, out: Hidden) -> Step:
+        """The step of a chunk that ends before `stop`."""
         features = None if out.features is None else out.features[None]
         if out.logits is None or stop < seq.prompt_len:  # no choice follows: nothing to wait for
             return Step(np.full((1, 1), NO_GUESS, np.int32), features)
-        last = Rows(rows.tokens[:, -1:], rows.start + (stop - start - 1), rows.slot)
-        logits = out.logits[None]
-        masks = mask_rows([seq], np.empty((1, 0), np.int32), self.vocab)
-        chosen = self.choose(logits, last, seq.sampling.needs_sampler, self.on_device(masks))
-        wanted = seq.sampling.logprobs is not None
-        details = sampling.on_host(sampling.logprobs(logits, chosen)) if wanted else None
-        return Step(chosen.cpu().numpy(), features, details)
+        last = Rows(rows.tokens[:, -1:], rows.start + (rows.tokens.shape[1] - 1), rows.slot)
+        chosen, details = self._first_choices([seq], out.logits, last)
+        return Step(chosen, features, details)
 
-    def _chunk(self, rows: Rows, start: int, slot: int, ends: bool) -> Hidden:
-        """ends: the prompt ends here, so that logits are needed."""
+    def _first_choices(
+        self, seqs: Seqs[Sequence], logits: torch.Tensor, last: Rows
+    ) -> tuple[Array, LogprobRows | None]:
+        """What follows each prompt [B, 1]. logits [B, V] after the rows `last` [B, 1]."""
+        logits = logits[:, None]
+        masks = mask_rows(seqs, np.empty((len(seqs), 0), np.int32), self.vocab)
+        needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
+        chosen = self.choose(logits, last, needs_sampler, self.on_device(masks))
+        wanted = any(seq.sampling.logprobs is not None for seq in seqs)
+        details = sampling.on_host(sampling.logprobs(logits, chosen)) if wanted else None
+        return chosen.cpu().numpy(), details
+
+    def together(self, lengths: Seqs[int]) -> list[int]:
+        size = self._padded_together(lengths[0])
+        if size is None:
+            return [0]
+        alike = [i for i, n in enumerate(lengths) if self._padded_together(n) == size]
+        return alike[: TOGETHER // size]
+
+    def _padded_together(self, tokens: int) -> int | None:
+        size = padded_together(tokens)
+        return size if size and size <= self.plan.first_rows else None
+
+    def prefill_all(self, seqs: Seqs[Sequence]) -> list[Step]:
+        if len(seqs) == 1:
+            return [self.prefill(seqs[0], 0, seqs[0].prompt_len)]
+        for seq in seqs:
+            self.seat(seq)
+        with catching_oom(f"{len(seqs)} prompts at once"):
+            return self._prefill_all(seqs)
+
+    @torch.inference_mode()
+    def _prefill_all(self, seqs: Seqs[Sequence]) -> list[Step]:
+        lengths = [seq.prompt_len for seq in seqs]
+        size = self._padded_together(max(lengths))
+        assert size is not None, "`together` chose them"
+        texts = [
+            [*seq.tokens[:n], *[NO_GUESS] * (size - n)]
+            for seq, n in zip(seqs, lengths, strict=True)
+        ]
+        rows = self._rows(texts, [0] * len(seqs), [seq.slot for seq in seqs])
+        remember(self.cache.tokens, rows.tokens, rows.start, rows.slot)
+        ends = torch.tensor([n - 1 for n in lengths], device=self.device)
+        out = self._at_once(rows, ends)
+        assert out.logits is not None
+        last = Rows(rows.tokens.gather(1, ends[:, None]), ends.int(), rows.slot)
+        chosen, details = self._first_choices(seqs, out.logits, last)
+        features = None if out.features is None else out.features.unflatten(0, (-1, size)).clone()
+        return [
+            Step(
+                chosen[b : b + 1],
+                None if features is None else features[b : b + 1],
+                details and each_part(lambda part, b=b: part[b : b + 1], details),
+            )
+            for b in range(len(seqs))
+        ]
+
+    def _at_once(self, rows: Rows, ends: torch.Tensor) -> Hidden:
+        """Prompts [B, T]; logits of row `ends` [B] of each."""
+        if self._graphs:
+            return self._graphs.prefill_all(rows, ends)
+        batch, tokens = rows.tokens.shape
+        return self.short(rows, ends + tokens * torch.arange(batch, device=self.device))
+
+    def _chunk(self, rows: Rows, start: int, slot: int, ends: bool) -> Iterator[Hidden | None]:
+        """A chunk in parts. ends: the prompt ends here, so that logits are needed."""
         plan, tokens = self.plan, rows.tokens.shape[1]
         if start == 0 and tokens <= plan.first:
-            return self._in_calls(rows, plan.first)
-        if tokens <= CALLS * plan.short:
-            return self._in_calls(rows, plan.short)
-        chunk = PrefillChunk(rows.tokens[0], start, slot)
-        return prefill(self.weights, self.arch, self.cache, chunk, self.ops, plan.features, ends)
+            yield self._in_calls(rows, plan.first)
+        elif tokens <= CALLS * plan.short:
+            yield self._in_calls(rows, plan.short)
+        else:
+            common = self.weights, self.arch, self.cache, PrefillChunk(rows.tokens[0], start, slot)
+            yield from prefill(*common, self.ops, plan.features, ends)
 
     def _in_calls(self, rows: Rows, size: int) -> Hidden:
         """size: tokens of a call."""
@@ -238,7 +312,7 @@ class CudaTarget:
 
     @torch.inference_mode()
     def short(self, rows: Rows, only: torch.Tensor | None = None) -> Hidden:
-        """A prefill chunk [1, T] like a verify; logits of row `only` [1], or the last."""
+        """A prefill call [B, T] like a verify; logits of rows `only` [B], or of one's last."""
         tokens = rows.tokens.shape[1]
         if only is None:
             only = torch.tensor([tokens - 1], device=self.device)

@@ -11,6 +11,7 @@ import numpy as np
 
 from specdec.core.constraint import EVERYTHING, mask_rows
 from specdec.core.errors import UserError
+from specdec.core.protocols import OneByOne
 from specdec.core.types import NO_GUESS, Array, LogprobRows, Sequence, Step
 from targets.jax import programs, sampling
 from targets.jax.cache import make_cache
@@ -20,7 +21,7 @@ from targets.jax.programs import Feed, Plan, bind
 from targets.sampling_params import Rules, SamplingTable, blank_table, set_row
 
 
-class JaxTarget:
+class JaxTarget(OneByOne):
     """One model on one device or mesh, with `plan.slots` sequences of up to `plan.max_len`.
 
     Features are handed out as the programs make them: `prefill`'s [1, chunk, F], `verify`'s by

@@ -6,10 +6,11 @@ from collections.abc import Sequence as Seqs
 
 import numpy as np
 
+from specdec.core.protocols import OneByOne
 from specdec.core.types import NO_GUESS, Array, Proposal, Sequence, Step
 
 
-class FakeTarget:
+class FakeTarget(OneByOne):
     """Chooses (sum of (position + 1) * token over all it was fed, + seed) mod vocab.
 
     It keeps what it was fed per slot as a KV cache would, so reading a rejected draft's entry or
