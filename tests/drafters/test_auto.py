@@ -4,7 +4,6 @@ have their own `speculative` options, beside predictions; and it finds the draft
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -29,7 +28,7 @@ from specdec.core.config import ModelConfig
 from specdec.core.constraint import GuidedDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
-from specdec.core.policy.choice import Choice, Menu, Policy
+from specdec.core.policy.choice import Menu, Policy
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import NO_GUESS, CycleChoice, Proposal, Sequence, Speculative
 from targets.cuda.device_drafter import CapturedBatch
@@ -41,6 +40,7 @@ from tests.support.commands import CUDA, refused, run
 from tests.support.eagle3_oracle import SPEC
 from tests.support.fakes import FakeTarget, Noise, Oracle, ScriptedTarget
 from tests.support.modes import MODES
+from tests.support.policies import RandomCosts, Whim
 from tests.support.worded import WORDS
 
 K = 5
@@ -54,32 +54,6 @@ WISHES = (
     Speculative("auto"),
     Speculative("none", 0),
 )
-
-
-class RandomCosts:
-    """Another table in each cycle."""
-
-    def __init__(self, seed: int) -> None:
-        self.random, self.choices, self.works = random.Random(seed), random.Random(-seed), set()
-
-    def seconds(self, work) -> float:
-        return self.random.random()
-
-    def saw(self, work, seconds) -> None:
-        self.works.add(work)
-
-
-class Whim(Policy):
-    """Chooses at random: any pair of the menu, and any drafter for each row."""
-
-    def choose(self, rows):
-        draw = self.costs.choices.choice
-        depth, drafted = draw(self.menu.pairs)
-        guessing = [
-            [None, *(o.drafter for o in row.offers if drafted or o.drafter != self.weighted)]
-            for row in rows
-        ]
-        return Choice(depth, drafted, tuple(map(draw, guessing)))
 
 
 def auto(head, seed, depths=(0, 1, 3, K), drafted=(0, 2, K), costs=None, kind=Policy, answers=100):

@@ -13,8 +13,8 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import DraftSetup, Engine
 from specdec.core.prediction import PATIENCE, PredictedText, Prediction
 from specdec.core.types import NO_GUESS, Sequence
-from tests.specdec.core.test_prefix_cache import make
 from tests.support.fakes import Noise
+from tests.support.fakes_snapshots import cached_engine
 from tests.support.serving import TOKENIZER, ServedTarget, served
 
 TEXT = list(range(100, 140))
@@ -126,7 +126,9 @@ def test_without_a_place_the_drafter_guesses():
 
 @pytest.fixture(scope="module")
 def server():
-    with served(make(target=ServedTarget(slots=3, chunk=4)), "fake", tokenizer=TOKENIZER) as it:
+    with served(
+        cached_engine(target=ServedTarget(slots=3, chunk=4)), "fake", tokenizer=TOKENIZER
+    ) as it:
         yield it
 
 

@@ -32,8 +32,8 @@ from targets.cuda.device_loop import device_loop
 from targets.cuda.host_drafter import DeviceHead, HostHead
 from targets.cuda.ops import Rows
 from targets.cuda.target import FINE
-from tests.drafters.test_auto import RandomCosts, Whim
 from tests.support.modes import MODES
+from tests.support.policies import RandomCosts, Whim
 from tests.targets.cuda.gpu.card_targets import SPEC, target_of
 
 pytestmark = pytest.mark.gpu
