@@ -115,11 +115,11 @@ BY_HAND = [
     ("moe.cu", "await_asked<kSlots - 1>()", "await_asked<kSlots>()"),
     ("grouped.cu", "await_asked<kStages - 2>()", "await_asked<kStages - 1>()"),
     # starts
-    ("gemm.cu", "if (job.next == kInTurn) let_next_start();", ""),
+    ("gemm.cu", "if (job.pdl_trigger == kTriggerInTurn) let_next_start();", ""),
     (
         "moe.cu",
-        "  if (!job.ready) wait_for_previous();\n  let_next_start();",
-        "  let_next_start();\n  if (!job.ready) wait_for_previous();",
+        "  if (!job.pdl_inputs_ready) wait_for_previous();\n  let_next_start();",
+        "  let_next_start();\n  if (!job.pdl_inputs_ready) wait_for_previous();",
     ),
     (
         "route.cu",
@@ -131,7 +131,7 @@ BY_HAND = [
         "wait_for_previous(), let_next_start();",
         "let_next_start(), wait_for_previous();",
     ),
-    ("norm.cu", "if (!job.late) let_next_start();", "let_next_start();"),
+    ("norm.cu", "if (!job.pdl_trigger_late) let_next_start();", "let_next_start();"),
     (
         "attention_split.cu",
         "  wait_for_previous();\n  let_next_start();\n#pragma unroll 1",
@@ -142,8 +142,8 @@ BY_HAND = [
 EXPLAINED: dict[str, str] = {
     "attention_fused.cu: __syncwarp(); #3": "orders nothing: only lane 0 acts between two turns",
     "experts.cuh: __syncwarp();": "the next turn's __match_any_sync gathers the warp",
-    "gemm.cu: if (!job.ready) wait_for_previous();": "a stage is free once consumers, who have "
-    "waited, have read it",
+    "gemm.cu: if (!job.pdl_inputs_ready) wait_for_previous();": "a stage is free once consumers, "
+    "who have waited, have read it",
     "gemm.cu: __syncwarp();": "the MMAs before it gather all lanes after their loads",
     "gemm.cu: wait_for_previous();": "a head's `certified` path: the card's alone, as screen.cu is",
     "gemm.cu: __syncwarp(); #2": "pass<kStarted> below counts each lane, lane 0 too",
@@ -165,10 +165,10 @@ EXPLAINED: dict[str, str] = {
     "into another only once that has started",
     "attention_combine.cu: if (place.slot < 0) return; -> nothing": "saves time: what an idle row "
     "gets is not read",
-    "gemm.cu: if (job.next == kInTurn) let_next_start(); -> nothing": "costs time alone: the end "
-    "of a CTA lets the next kernel start too",
-    "norm.cu: if (!job.late) let_next_start(); -> let_next_start();": "timing alone: what comes "
-    "from memory first",
+    "gemm.cu: if (job.pdl_trigger == kTriggerInTurn) let_next_start(); -> nothing": "costs time "
+    "alone: the end of a CTA lets the next kernel start too",
+    "norm.cu: if (!job.pdl_trigger_late) let_next_start(); -> let_next_start();": "timing alone: "
+    "what comes from memory first",
     "attention_split.cu: wait_for_previous(); let_next_start(); #pragma unroll 1 -> "
     "let_next_start(); wait_for_previous(); #pragma unroll 1": "timing alone: `combine` reads "
     "nothing before its own wait",

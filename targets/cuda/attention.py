@@ -136,10 +136,10 @@ class Attention:
             for layer in {layer.rope: layer for layer in arch.layers}.values()
         }
 
-    def run(self, qkv: Tensor, given: AttentionLayer, rows: Rows, kind: str) -> Input:
+    def run(self, qkv: Tensor, inputs: AttentionLayer, rows: Rows, kind: str) -> Input:
         """`Ops.attention`. For "w8a8": rows of f16 (value / 32) that are not quantised yet, as an
         input with block 0."""
-        (batch, tokens), layer = rows.tokens.shape, given.spec
+        (batch, tokens), layer = rows.tokens.shape, inputs.spec
         size = batch * tokens, layer.heads * layer.head_dim
         x = (
             make_rows(*size, self._device)
@@ -150,7 +150,7 @@ class Attention:
         dim = _padded(layer.head_dim)
         tiles_m = _tiles_m(queries, _max_fused_tiles_m(dim))
         if heads * _shares(queries, tiles_m) >= FUSED_FROM_CTAS:
-            self._fused(self._job(qkv, given, rows, x, kind), layer, batch, tiles_m)
+            self._fused(self._job(qkv, inputs, rows, x, kind), layer, batch, tiles_m)
             return x
         tiles_m = _spread(layer, batch, tokens, self._processors)
         vectors = min(queries, 8 * tiles_m) + 2 * tokens
@@ -163,7 +163,7 @@ class Attention:
         # q has 16-bit values, two per float; lanes first: those of a short context share pages
         q = None if alone else new(heads, _shares(queries, tiles_m), dim // 2, _filled(tiles_m))
         room = q, new(LANES, heads, queries, dim), new(LANES, heads, queries, 2)
-        job = self._job(qkv, given, rows, x, kind, room)
+        job = self._job(qkv, inputs, rows, x, kind, room)
         job.rows = 8 * tiles_m
         if not alone:
             self._prepare(job, layer, per_row)
@@ -184,22 +184,22 @@ class Attention:
     def _job(
         self,
         qkv: Tensor,
-        given: AttentionLayer,
+        inputs: AttentionLayer,
         rows: Rows,
         x: Input | None,
         kind: str,
         room: tuple[Tensor | None, ...] = (None, None, None),
     ) -> _AttentionJob:
         """room: for queries, partial outputs and their sums."""
-        (batch, tokens), layer, cache = rows.tokens.shape, given.spec, given.cache
-        cosine, sine = (part[given.ahead :] for part in self._rope[layer.rope, layer.head_dim])
+        (batch, tokens), layer, cache = rows.tokens.shape, inputs.spec, inputs.cache
+        cosine, sine = (part[inputs.ahead :] for part in self._rope[layer.rope, layer.head_dim])
         k_blocks, block, k_groups = (x.k_blocks, x.block, x.k_groups) if x else (0, 0, 1)
         q, partial, sums = room
         own = layer.kv_from is None
         return _AttentionJob(
             qkv=address(qkv),
-            q_norm=address(given.q_norm),
-            k_norm=address(given.k_norm),
+            q_norm=address(inputs.q_norm),
+            k_norm=address(inputs.k_norm),
             cosine=address(cosine),
             sine=address(sine),
             k=address(cache.k),
@@ -254,8 +254,8 @@ class Attention:
     def _prepare(self, job: _AttentionJob, layer: LayerSpec, vectors: int) -> None:
         rows, parts = job.batch * job.tokens, _parts(vectors)
         variant = _variant("attention_prepare", _heads(layer), self._kv8)
-        early = rows * parts <= PDL_PREPARE_CTAS
-        self._launch(variant, "prepare", (rows, parts, 1), THREADS, [job], early=early)
+        pdl = rows * parts <= PDL_PREPARE_CTAS
+        self._launch(variant, "prepare", (rows, parts, 1), THREADS, [job], pdl=pdl)
 
 
 def partial_bytes(layer: LayerSpec, rows: int) -> int:

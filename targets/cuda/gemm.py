@@ -80,21 +80,21 @@ class _GemmJob(Structure):
         *((name, c_int) for name in ("ahead", "pace", "rows")),
         *((name, c_int) for name in ("out_stride", "out_groups", "epilogue")),
         ("softcap", c_float),
-        *((name, c_int) for name in ("silu", "f16", "room", "next", "ready", "apart")),
-        ("alone", c_int),
+        *((name, c_int) for name in ("silu", "f16", "room", "pdl_trigger")),
+        *((name, c_int) for name in ("pdl_inputs_ready", "apart", "alone")),
     )
 
 
 def variants(kinds: set[str]) -> set[Variant]:
     """For weights of these kinds; none of w8a8 ones, which w8a8.cu multiplies. int8 are the codes
     of a head, which few rows take, and stand for the head itself, which has one k group."""
-    mine, whole = kinds - {"w8a8", "int8"}, {"int16"} if "int8" in kinds else set()
-    of_few, of_many = kinds - {"w8a8"} | whole, mine | whole
+    multiplied, whole = kinds - {"w8a8", "int8"}, {"int16"} if "int8" in kinds else set()
+    of_few, of_many = kinds - {"w8a8"} | whole, multiplied | whole
     few = {_few(kind, block, wide) for kind in of_few for block in FEW for wide in (1, 2, 3)}
     many = {
         _many(kind, block, depth) for kind in of_many for block in MANY for depth in tiles.DEPTHS
     }
-    reduce = {_reduce(kind, block) for kind in mine for block in MANY}
+    reduce = {_reduce(kind, block) for kind in multiplied for block in MANY}
     return few | many | reduce
 
 
@@ -140,10 +140,24 @@ class Gemm:
         n, k = head.fine.shape
         return Linear(n, k, "bf16", data, head.narrow.row.contiguous(), dealt="int16")
 
-    def linear(self, x: Input, weight: Linear, late: bool = False, ready: bool = False) -> Tensor:
-        """`Ops.linear`. late, ready: as in `run`."""
+    def linear(
+        self,
+        x: Input,
+        weight: Linear,
+        pdl_trigger_late: bool = False,
+        pdl_inputs_ready: bool = False,
+    ) -> Tensor:
+        """`Ops.linear`. pdl_trigger_late, pdl_inputs_ready: as in `run`."""
         out = torch.empty((x.rows, weight.n), device=weight.data.device)
-        self.run(x, weight, out, PLAIN, weight.n, late=late, ready=ready)
+        self.run(
+            x,
+            weight,
+            out,
+            PLAIN,
+            weight.n,
+            pdl_trigger_late=pdl_trigger_late,
+            pdl_inputs_ready=pdl_inputs_ready,
+        )
         return out
 
     def run(
@@ -160,15 +174,15 @@ class Gemm:
         out_groups: int = 1,
         certified: Tensor | None = None,
         room: int = 0,
-        late: bool = False,
-        ready: bool = False,
+        pdl_trigger_late: bool = False,
+        pdl_inputs_ready: bool = False,
     ) -> None:
         """out: float32 rows of `stride`, or an `Input`'s data of `stride` blocks and `out_groups` k
         groups. inputs: factors for PER_LAYER. silu: GATED uses SiLU, else tanh GELU; f16: its
         output is f16, else bf16. For few rows only: certified [M], nothing is done if all are 0 to
-        `room`; late, the next kernel starts only when all kernels before this one have ended, and
-        may read their results before it waits; ready, x was complete before the previous kernel let
-        this one start."""
+        `room`; pdl_trigger_late: the next kernel starts only when all kernels before this one have
+        ended, and may read their results before it waits; pdl_inputs_ready: x was complete before
+        the previous kernel let this one start."""
         assert x.k_groups == (weight.k_groups if weight.layout == "row_parallel" else 1)
         plan, form = tiles.schedule_of(weight, self._processors), tiles.form_of(weight)
         ahead, pace = self._before(plan, form)
@@ -202,8 +216,8 @@ class Gemm:
             silu=int(silu),
             f16=int(f16),
             room=room,
-            next=self._next(plan, form, x.block, late),
-            ready=int(ready),
+            pdl_trigger=self._pdl_trigger(plan, form, x.block, pdl_trigger_late),
+            pdl_inputs_ready=int(pdl_inputs_ready),
             apart=plan.step_bytes(weight.dealt or form),
             alone=int(self._still(x.block)),
         )
@@ -225,9 +239,11 @@ class Gemm:
         step = plan.step_bytes(kind)
         return AHEAD_BYTES // step, int(plan.ctas * step / (PACE * self._bytes_per_cycle))
 
-    def _next(self, plan: tiles.Schedule, kind: str, block: int, late: bool) -> int:
-        """When the next kernel starts. late: as in `run`."""
-        if late:
+    def _pdl_trigger(
+        self, plan: tiles.Schedule, kind: str, block: int, pdl_trigger_late: bool
+    ) -> int:
+        """When the next kernel starts. pdl_trigger_late: as in `run`."""
+        if pdl_trigger_late:
             return TRIGGER_IN_TURN
         waits = _short(kind, block) or self._still(block)
         return TRIGGER_AFTER_COPIES if waits or self._long(plan, kind, block) else TRIGGER_AT_ONCE

@@ -25,7 +25,7 @@ class PrefillLauncher:
     """Room for results, and launches without programmatic overlap: cuBLAS runs in between."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.run = device, partial(compiled(), early=False)
+        self.device, self.run = device, partial(compiled(), pdl=False)
 
     def input(self, rows: int, width: int, kind: str) -> PrefillInput:
         """Room for the input [rows, width] of a weight of this kind."""

@@ -493,17 +493,17 @@ def test_a_choice_taken_back_is_not_heard_of():
 def test_the_host_loop_verifies_no_prediction_that_does_not_pay():
     drafter = auto(None, 0, costs=RandomCosts(0))
     drafter.policy.costs.seconds = dear_to_verify
-    led, depths = GuidedDrafter(drafter), []
+    guided, depths = GuidedDrafter(drafter), []
     seq = Sequence([1, 2], max_tokens=500, speculative=Speculative("none"))
     seq.prediction = Prediction(PredictedText([5, 6] * 100), seq.prompt_len)
     drafter.reset(seq)
     for _ in range(40):  # what is predicted fits two tokens back, and is never right
         seq.tokens += [5, 6]
-        draft = led.propose([seq], K).tokens
+        draft = guided.propose([seq], K).tokens
         depths.append(draft.shape[1])
-        led.observe([seq], SimpleNamespace(chosen=np.full((1, len(draft[0]) + 1), 9)), [0])
+        guided.observe([seq], SimpleNamespace(chosen=np.full((1, len(draft[0]) + 1), 9)), [0])
         seq.tokens.append(9)
-    assert depths[0] and set(depths[-20:]) == {0} and led.leading is None
+    assert depths[0] and set(depths[-20:]) == {0} and guided.forced_prefix is None
 
 
 def test_lossless_on_the_cuda_target_with_narrower_cycles(worded):

@@ -28,7 +28,7 @@ struct Job {
   int processors;             // which share the grid's CTAs evenly
   int out_stride;
   int f16;                    // gate_up: `down` takes f16 inputs, else bf16
-  int ready;                  // gate_up: x and numbers were complete before it could start
+  int pdl_inputs_ready;       // gate_up: x and numbers were complete before it could start
 };
 
 // Some pairs that picked the same expert: `count` of the list from `first` on.

@@ -116,13 +116,13 @@ __device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full, u
     expect(full + kBarriers * i, bytes + slices(job, i, i) * slice);
     copy(ring + i * bytes, weight + i * stride, bytes, full + kBarriers * i, once);
   }
-  if (job.next == kAllAsked && filled == count) let_next_start();
+  if (job.pdl_trigger == kTriggerAfterCopies && filled == count) let_next_start();
 #pragma unroll 1
   for (int i = filled; i < min(count, filled + job.ahead); i++) {
     if (await_turn(last, job.pace, full)) break;
     prefetch(weight + i * stride, bytes);
   }
-  if (!job.ready) wait_for_previous();
+  if (!job.pdl_inputs_ready) wait_for_previous();
   int stage = 0, phase = 0, step = filled % job.steps;
   for (int i = filled; i < count; i++) {
     const u32 bar = full + kBarriers * stage;
@@ -134,7 +134,7 @@ __device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full, u
     copy_inputs(job, inputs + (round * job.stages + stage) * slice, step, arriving, slice, bar, often);
     if (++stage == job.stages) stage = 0, phase ^= 1;
   }
-  if (job.next == kAllAsked) let_next_start();
+  if (job.pdl_trigger == kTriggerAfterCopies) let_next_start();
 }
 
 __device__ inline void accumulate(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -291,7 +291,7 @@ extern "C" __global__ void BOUNDS
   const u32 full = shared_address(memory + ring_bytes);
   __shared__ uint4 nothing;
   if (job.certified) {
-    if (job.next == kAtOnce) let_next_start();
+    if (job.pdl_trigger == kTriggerAtOnce) let_next_start();
     if (all_certified(job)) return;
   }
   // Two warps initialise the ring while the others load what they need: many CTAs start when the last kernel ends, and
@@ -321,10 +321,10 @@ extern "C" __global__ void BOUNDS
   Scales scales[TW];  // weights too: here by the time that they are needed
   load_scales(job, scales, first_tile, lane);
   meet<kStarted>(warps + 1);
-  if (job.next == kAtOnce) let_next_start();
-  if (!job.ready) wait_for_previous();
+  if (job.pdl_trigger == kTriggerAtOnce) let_next_start();
+  if (!job.pdl_inputs_ready) wait_for_previous();
   if (lane == 0) first_inputs(job, shared_address(inputs), full, slice, warp, warps);
-  if (job.next == kInTurn) let_next_start();
+  if (job.pdl_trigger == kTriggerInTurn) let_next_start();
   k_group = of_warp(k_group), row_group = of_warp(row_group), first_tile = of_warp(first_tile);  // no sooner: it takes time
   const int each = job.depth * TW, mine = (k_group * job.row_groups + row_group) * each;
   const bool fed = TOKENS >= 8 || lane < 4 * TOKENS;
@@ -344,5 +344,5 @@ extern "C" __global__ void BOUNDS
     first_tile += job.ctas * job.tiles;
     if (pass + 1 < job.passes) load_scales(job, scales, first_tile, lane);
   }
-  if (job.ready) wait_for_previous();  // so that a kernel that waits for this one also waits for the one before
+  if (job.pdl_inputs_ready) wait_for_previous();  // so that a kernel that waits for this one also waits for the one before
 }

@@ -5,7 +5,7 @@
 enum Epilogue { kPlain = 0, kGated = 1, kLogits = 2, kPerLayer = 3 };
 // When gemm.cu lets the next kernel start: at once; when all kernels before this one have ended; when the copies of
 // all weights have been issued.
-enum Next { kAtOnce = 0, kInTurn = 1, kAllAsked = 2 };
+enum PdlTrigger { kTriggerAtOnce = 0, kTriggerInTurn = 1, kTriggerAfterCopies = 2 };
 
 struct Job {
   const u8* weight;
@@ -31,8 +31,8 @@ struct Job {
   int silu;             // what gates: 1 SiLU, 0 tanh GELU
   int f16;              // kGated: the next weight takes f16 inputs, else bf16
   int room;             // for candidates of a row
-  int next;             // of gemm.cu: when the next kernel starts
-  int ready;            // of gemm.cu: x was complete before this kernel could start
+  int pdl_trigger;      // of gemm.cu: when the next kernel starts
+  int pdl_inputs_ready;  // of gemm.cu: x was complete before this kernel could start
   int apart;            // of gemm.cu: bytes from a CTA's step to the next one's, which may be more than it reads
   int alone;            // of gemm.cu: the producer makes the ring by itself, before others go on
 };

@@ -496,7 +496,7 @@ __device__ inline void run(const Job& job) {
 }
 
 extern "C" __global__ void __maxnreg__(kRegisters) gate_up(const __grid_constant__ Job job) {
-  if (!job.ready) wait_for_previous();
+  if (!job.pdl_inputs_ready) wait_for_previous();
   let_next_start();  // only now: `down` may then read what the router wrote before it waits
   run<true>(job);
 }

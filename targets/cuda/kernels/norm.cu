@@ -24,7 +24,7 @@ struct AddNorm {
   float* scale;
   int hidden, k_blocks, block;
   float eps;
-  int late;  // let the next kernel start after this one's wait: its memory requests would delay this one's reads
+  int pdl_trigger_late;  // let the next kernel start after this one's wait: its memory requests would delay this one's reads
   float* kept;      // where h is copied to; null: nowhere
   int kept_stride;  // from a row to the next
 };
@@ -164,7 +164,7 @@ __device__ inline void store_other(const AddNorm& job, const float4 (&stream)[kM
 template <class Branch>
 __device__ inline void add_and_norm(const AddNorm& job, const Branch& branch, const Others* others = nullptr) {
   __shared__ float scratch[3][32];
-  if (!job.late) let_next_start();
+  if (!job.pdl_trigger_late) let_next_start();
   const int m = blockIdx.x, quads = job.hidden / 4;
   float4 weight[kMax], closing[kMax], stream[kMax], added[kMax], router[kMax], experts[kMax];
 #pragma unroll
@@ -176,7 +176,7 @@ __device__ inline void add_and_norm(const AddNorm& job, const Branch& branch, co
   if (others) load_norm(router, others->router_norm, quads), load_norm(experts, others->experts_norm, quads);
   const float factor = job.scalar ? *job.scalar : 1.0f;
   wait_for_previous();
-  if (job.late) let_next_start();
+  if (job.pdl_trigger_late) let_next_start();
   float* row = job.h + size_t(m) * job.hidden;
 #pragma unroll
   for (int j = 0; j < kMax; j++) {

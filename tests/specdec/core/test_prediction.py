@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
-from specdec.core.constraint import GuidedDrafter, Unrestricted, guided, leading_guesses
+from specdec.core.constraint import GuidedDrafter, Unrestricted, forced_prefix_of, guided
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import DraftSetup, Engine
 from specdec.core.prediction import PATIENCE, PredictedText, Prediction
@@ -112,14 +112,14 @@ class Forcing:
 def test_what_is_forced_is_guessed_where_nothing_is_predicted(tokens, row):
     seq = Sequence(tokens)
     seq.prediction, seq.constraint = Prediction(PredictedText(TEXT), 2), Forcing([7, 8])
-    (found,) = leading_guesses([seq], 3).rows
+    (found,) = forced_prefix_of([seq], 3).rows
     assert found.tolist() == row
 
 
 def test_without_a_place_the_drafter_guesses():
     seq = Sequence([5, 6, 7])
     seq.prediction = Prediction(PredictedText(TEXT), 2)
-    assert leading_guesses([seq], 3) is None
+    assert forced_prefix_of([seq], 3) is None
     noise, twin = Noise(50), Noise(50)
     assert (GuidedDrafter(noise).propose([seq], 3).tokens == twin.propose([seq], 3).tokens).all()
 

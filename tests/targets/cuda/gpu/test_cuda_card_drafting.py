@@ -172,7 +172,7 @@ def entries_that_hold(host, fresh, seq) -> int:
         if isinstance(fresh, HostHead):
             fresh.prefill(text, start, stop, step)
     if isinstance(fresh, HostHead):
-        caches = [(d.head.given.head.layer.cache,) for d in (host, fresh)]
+        caches = [(d.head.inputs.head.layer.cache,) for d in (host, fresh)]
         kept = 5  # what the last cycle verified is pending
     else:
         caches, kept = [d.model.cache.layers for d in (host, fresh)], 1

@@ -225,7 +225,7 @@ def run_deep(folder, words):
     (folder / "deep.cu").write_text(DEEP)
     variant, out = Variant("deep", (("WORDS", words),), folder), torch.zeros(32, device="cuda")
     launch = Launcher(Library({variant}, folder))
-    launch(variant, "deep", (1, 1, 1), 32, [pointer(out), c_int(3)], early=False)
+    launch(variant, "deep", (1, 1, 1), 32, [pointer(out), c_int(3)], pdl=False)
     torch.cuda.synchronize()
 
 
