@@ -28,6 +28,7 @@
 #define NORMED 1
 #endif
 
+// ---- Number format of the cache ----
 #if KV8
 typedef u8 Cached;
 __device__ inline u16 to_math(float v) { return to_f16(v); }
@@ -56,7 +57,12 @@ __device__ inline uint4 wide(Eight raw) { return raw; }
 #endif
 __device__ inline Eight load8(const Cached* p) { return *reinterpret_cast<const Eight*>(p); }
 
+// ---- The job ----
 constexpr int kChunk = CHUNK, kLanes = 16, kDim = DIM, kHalf = DIM / 2;
+static_assert(HD == 64 || HD == 128 || HD == 256 || HD == 512, "Heads are padded to 64, 128, 256 or 512 elements.");
+static_assert(DIM <= HD, "A head fits into its padding.");
+static_assert(CHUNK == 64 || CHUNK == 128, "A chunk of keys is 64 or 128: the order of sums depends on it.");
+static_assert(VECTOR == 32 || VECTOR == 16 || VECTOR == 8, "A warp makes 1, 2 or 4 head vectors at once.");
 
 struct Job {
   const float* qkv;
@@ -99,6 +105,7 @@ struct Place {
   __device__ Place(const Job& job, int b) : slot(job.slot[b]), start(job.start[b]) {}
 };
 
+// ---- Head vectors: norm and rotary angles ----
 enum Role { kQuery, kKey, kValue };
 constexpr int kVectors = 32 / VECTOR;                             // head vectors that a warp processes at once
 constexpr int kQuads = HD <= 8 * VECTOR ? 1 : HD / (8 * VECTOR);  // a lane's groups of 4 elements of each half
@@ -195,6 +202,7 @@ struct Rotation {
   }
 };
 
+// ---- Raw queries, keys and values ----
 // A row's raw query of query head `head`.
 __device__ inline const float* raw_query(const Job& job, size_t row, int head) {
   return job.qkv + row * job.stride + head * kDim;
@@ -205,6 +213,7 @@ __device__ inline const float* raw_key(const Job& job, size_t row, int head, Rol
   return job.qkv + row * job.stride + heads * kDim;
 }
 
+// ---- Queries as fragments, keys and values in the cache ----
 // Where columns c and c + 1 of row r are among A fragments of the tensor cores, in words: [r / 16][step of 16
 // columns][lane][4]. The columns of a step are those that a lane's 16 bytes of a key have in its half of them.
 __device__ inline u32 fragment(u32 r, u32 c, u32 columns) {
@@ -259,6 +268,7 @@ __device__ inline void store_key(const Job& job, int slot, int head, int positio
   }
 }
 
+// ---- Merging lanes, output ----
 // Sums of shares, relative to their maximum.
 struct Sums {
   float m = -INFINITY, l = 0.0f;

@@ -8,6 +8,7 @@
 #define NT 1
 #endif
 
+// ---- Shape of a CTA ----
 constexpr int kWarps = 8, kRows = 8 * NT;
 constexpr int kTall = (NT + 1) / 2, kPadded = 16 * kTall;  // tiles of 16 rows, and their rows
 constexpr int kKeyGroups = kChunk / 16;          // groups of warps: each has 16 keys
@@ -17,7 +18,12 @@ constexpr int kKeysPerLane = kChunk / 32, kBlocks = kChunk / 32;
 constexpr int kTiles = HD < 128 ? 1 : HD / 128;  // tiles of 16 output columns per warp
 constexpr int kColumnWarps = HD / 16 / kTiles;   // warps that have columns
 constexpr int kScores = kChunk + 4;              // floats per row, without bank conflicts
+static_assert(NT == 1 || NT == 2 || NT == 4, "A CTA has 8, 16 or 32 query rows.");
+static_assert(kWarps == kKeyGroups * kSlices, "Each group of 16 keys has the same number of warps.");
+static_assert(32 * kKeyBlocks * kSlices == HD, "Slices of head_dim are whole blocks of 32 elements.");
+static_assert(kColumnWarps <= kWarps, "Each tile of 16 output columns has a warp.");
 
+// ---- Work of a CTA, and its shared memory ----
 // A CTA's part of a call: rows, keys that they see, and where it stands among chunks.
 struct Work {
   int b, head, first_row, rows, start, slot;
@@ -78,6 +84,7 @@ struct Shared {
   }
 };
 
+// ---- Scores, softmax ----
 // A lane's part of a tile's fragments: step `step` of 16 columns.
 __device__ inline uint4 load_fragment(const u16* from, int step) {
   return reinterpret_cast<const uint4*>(from)[step * 32 + threadIdx.x % 32];
@@ -155,6 +162,7 @@ __device__ inline void share(const Job& job, const Work& work, const Shared& sha
   for (int t = 0; t < NT; t++) sums[t].l = __fmaf_rn(sums[t].l, keep[t], total[t]);
 }
 
+// ---- Values ----
 typedef float Outputs[kTiles][2][kTall][4];  // a warp's columns, tiles of eight, of all query rows
 
 // Two columns of a row, which are next to each other.

@@ -5,9 +5,11 @@
 #include "attention_chunk.cuh"
 #include "ring.cuh"
 
+// ---- The ring ----
 constexpr int kOutputs = HD / 2 + 4;  // floats per row, without bank conflicts
 constexpr int kStageKeys = 64, kStagesPerChunk = kChunk / kStageKeys;  // keys per stage of the ring
 constexpr u32 kStage = kStageKeys * HD * sizeof(Cached);
+static_assert(kStagesPerChunk * kStageKeys == kChunk, "A chunk is copied in whole stages.");
 
 struct Ring {
   u32 at, full, empty;
@@ -45,6 +47,7 @@ struct Ring {
   }
 };
 
+// ---- Producer ----
 // The producer stores the new keys and values of its KV head, which other CTAs may do as well.
 __device__ inline void store_new(const Job& job, const Work& work) {
 #pragma unroll 1
@@ -81,6 +84,7 @@ __device__ inline void produce(const Job& job, Work work, Ring& ring) {
   }
 }
 
+// ---- Consumers ----
 // Row r's query, one warp each.
 __device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
   const int warp = threadIdx.x / 32;
@@ -179,6 +183,7 @@ __device__ inline void consume(const Job& job, Work work, const Shared& shared, 
   give(job, work, shared, all, all_sums);
 }
 
+// ---- Kernel ----
 extern "C" __global__ void __launch_bounds__(288, kCtasPerSm) fused(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) u8 memory[];
   const Shared shared(memory);

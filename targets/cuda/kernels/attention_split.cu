@@ -7,6 +7,7 @@ constexpr int kAhead = 2;  // chunks
 // Whether there are registers for a chunk's values beside its keys; else they come where the keys were.
 constexpr bool kBoth = kChunk * HD * sizeof(Cached) <= 32 << 10;
 
+// ---- New keys and values ----
 // The new tokens with keys and values in this CTA's chunks. A call has fewer tokens than a chunk has keys, so these
 // tokens are consecutive.
 struct Tokens {
@@ -56,6 +57,7 @@ struct NewRows {
   }
 };
 
+// ---- A chunk in registers ----
 // A chunk's keys and values in registers, as a warp multiplies them; positions that no row sees are zero. load<true>
 // loads only this call's, once they are written; load<false> all up to `newest`. rows: the chunk's keys, `pitch` apart.
 struct Keys {
@@ -101,6 +103,7 @@ struct Values {
   }
 };
 
+// ---- Queries, and vectors that are made here ----
 // Loads this CTA's queries as the kernel `prepare` wrote them: all copies are issued before the first is awaited.
 __device__ inline void fetch(const Job& job, const Work& work, u16* queries) {
   const u16* from = job.queries(work.b, work.head, blockIdx.x / kLanes);
@@ -216,6 +219,7 @@ __device__ inline void prepare(const Job& job, const Work& work, const Shared& s
   }
 }
 
+// ---- Kernel ----
 // Prefetches a chunk's keys and values into the L2 cache, as far as some row sees them.
 __device__ inline void prefetch_chunk(const Job& job, const Work& work) {
   const int key0 = work.chunk * kChunk, begin = max(0, work.oldest - key0), block = begin / 32;

@@ -24,6 +24,7 @@
 #define TW 2
 #endif
 
+// ---- Registers and shape ----
 // With 56 registers a thread there is room beside a projection for a CTA of attention, which then is ready before it
 // ends.
 #if TW == 1 && TOKENS <= 8
@@ -37,8 +38,13 @@ constexpr int kInputBytes = TOKENS * 64;         // 32 inputs of all tokens
 constexpr int kThreads = 32 * (1 + (TW == 3 ? 8 : TW == 2 ? 11 : 24));  // a producer, and tiles.py's
 constexpr int kEmpty = 8, kBarriers = 16;        // bytes: from a stage's first barrier to its other; both
 constexpr int kStarted = 2, kMade = 3;           // numbers of the CTA's barriers: the first stage is made; the others are
+static_assert(TOKENS <= 16, "From 32 tokens on, wide.cu multiplies.");
+static_assert(TW >= 1 && TW <= 3, "Registers hold the sums of at most three tiles per warp.");
+static_assert(kThreads <= 1024, "A CTA has at most 1,024 threads.");
+static_assert(kBarriers == 2 * kEmpty, "A stage's two barriers are of the same size.");
 typedef float Tile[TW][NT][4];
 
+// ---- Inputs ----
 __device__ inline int step_bytes(const Job& job) {
   return job.row_groups * job.k_groups * job.depth * TW * kTileBytes;
 }
@@ -75,6 +81,7 @@ __device__ inline void first_inputs(const Job& job, u32 inputs, u32 full, int sl
   }
 }
 
+// ---- Producer: the ring ----
 // Waits for `pace` cycles since `last`, or until stage 0 is full (inputs too): then no pacing is needed. -> the latter
 __device__ inline bool await_turn(u32& last, int pace, u32 full) {
   bool there;
@@ -137,6 +144,7 @@ __device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full, u
   if (job.pdl_trigger == kTriggerAfterCopies) let_next_start();
 }
 
+// ---- Consumers: multiply ----
 __device__ inline void accumulate(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   if (kNarrow)
     mma_f16(sum, a[0], a[1], a[2], a[3], b0, b1);
@@ -227,6 +235,7 @@ __device__ inline void clear(Tile& sum) {
       for (int e = 0; e < 4; e++) sum[t][j][e] = 0.0f;
 }
 
+// ---- Consumers: add the k groups, finish ----
 // The other k groups' sums, `apart` from one another, added to group 0's. All loads first, and no branch
 // between them.
 template <int kGroups>
@@ -271,6 +280,7 @@ __device__ inline void finish(const Job& job, const Tile& sum, const Scales (&sc
   for (int i = 0; i < TW * NT; i++) finish(job, sum[i / NT][i % NT], scales[i / NT], first_tile + i / NT, i % NT * 8, TOKENS, lane);
 }
 
+// ---- Kernel ----
 // Whether a head's logits are there already (screen.cu): known when the kernels before have ended.
 __device__ inline bool all_certified(const Job& job) {
   wait_for_previous();

@@ -13,6 +13,7 @@
 
 constexpr int kThreads = 512;
 constexpr int kMax = QUADS;
+static_assert(QUADS >= 1 && QUADS <= 4, "A row has at most 8,192 values.");
 
 __device__ inline float4 load4(const float* p, int i) { return reinterpret_cast<const float4*>(p)[i]; }
 __device__ inline float square4(float4 v) {

@@ -2,6 +2,7 @@
 #pragma once
 #include "tile.cuh"
 
+// ---- The job ----
 enum Epilogue { kPlain = 0, kGated = 1, kLogits = 2, kPerLayer = 3 };
 // When gemm.cu lets the next kernel start: at once; when all kernels before this one have ended; when the copies of
 // all weights have been issued.
@@ -37,6 +38,7 @@ struct Job {
   int alone;            // of gemm.cu: the producer makes the ring by itself, before others go on
 };
 
+// ---- Rows of a weight ----
 // The weight's row n that is `row` of a tile, or past its end. The first half of a gated tile are gate's
 // rows, the second up's of the same features.
 __device__ inline int row_of(const Job& job, int tile, int row) {
@@ -60,6 +62,7 @@ __device__ inline void store(const Job& job, float v, int m, int n, int block) {
   static_cast<u16*>(job.out)[x_offset(m, n, job.out_stride, block)] = to_bf16(v);
 }
 
+// ---- Epilogues ----
 // Four sums as MMAs leave them: element e is of weight row lane / 4 (+ 8 for e >= 2) of a tile and of
 // token 2 (lane % 4) (+ 1 for odd e) of eight. Scales: of the two rows.
 typedef float Four[4];

@@ -13,6 +13,7 @@
 #include "experts.cuh"
 #include "integers.cuh"
 
+// ---- Shape of a CTA ----
 constexpr int kPiece = BITS == 16 ? 2 : 3;  // 32-input blocks that are copied, waited for and multiplied at once
 constexpr int kSlots = 2;                   // pieces of a warp's ring: more are no faster (docs/performance.md)
 constexpr int kRing = kSlots * kPiece * kUnitBytes;
@@ -23,7 +24,10 @@ constexpr int kTokens = kIntegers ? NX : 2 * NB;  // tokens per lane, with four 
 constexpr bool kOwn = BITS >= 8;  // a lane reads of a piece what it has copied
 constexpr int kMostParts = 2;  // of k that a warp of `down` has, which is short: fewer barriers for as many units
 constexpr int kScales = kIntegers ? kMostParts * NX * 16 : 0;  // bytes before a warp's inputs: value of their last bits
+static_assert(kSlots >= 2, "One piece of the ring is multiplied while the next one arrives.");
+static_assert(kUnitBytes % 16 == 0, "Lanes copy 16 bytes at a time.");
 
+// ---- The ring ----
 // A warp's ring: the next piece's copy is issued when all lanes have read the piece that it replaces. Small bulk
 // copies would be no faster, and need barriers. In `down`, a part of k is one piece, or several with 16-bit weights.
 template <bool kGate>
@@ -77,6 +81,7 @@ struct Ring {
   }
 };
 
+// ---- Inputs ----
 constexpr int kChunks = 2;  // of a warp's part of k, eight inputs each, that a lane has at most
 struct Chunks {
   int at[kChunks];  // in x; -1: none
@@ -208,6 +213,7 @@ struct Inputs {
   }
 };
 
+// ---- Multiply ----
 typedef float Four[4];
 // A lane's sums of two tiles and all tokens, as MMAs return them: [tile][8 tokens] fragments; with integer codes
 // [4 tokens]: both rows of each tile, of token lane % 4.
@@ -344,6 +350,7 @@ __device__ inline void multiply_all(Sum& sum, const Job& job, int count, Ring<kG
   if (kGate) add_part(sum, own, 0, count, inputs, ring.warp.lane);
 }
 
+// ---- Add the parts of k ----
 // Shared memory for a unit's sums over parts of k: of all warps except the one that adds them (`finisher`).
 struct Room {
   float4* mine;
@@ -381,6 +388,7 @@ __device__ inline void add(Sum& sum, const Room& room, int k_groups, int finishe
   if (k_groups == 2) return add<2>(sum, room, finisher, count);
 }
 
+// ---- Finish ----
 // Of a unit's tile t: the weight's row that is `row` of it, or past its end.
 template <bool kGate>
 __device__ inline int row_of(const Job& job, int unit, int t, int row) {
@@ -423,6 +431,7 @@ __device__ inline void finish(const Job& job, const Sum& sum, const Scales& scal
     }
 }
 
+// ---- Kernels ----
 template <bool kGate>
 __device__ inline void run(const Job& job) {
   extern __shared__ __align__(128) u8 memory[];

@@ -6,6 +6,7 @@
 #define W8A8 0
 #endif
 
+// ---- Branches that are added ----
 // A linear layer's output as it is: what the norms read, except for Groups (narrow.cuh) and mixtures. Each has kernels
 // of its own: chosen at run time, loads would wait for one another, which costs 1 us per norm.
 struct Whole {
@@ -139,6 +140,7 @@ __device__ inline float load_branch(const AddNorm& job, const Mixed<Dense>& bran
   return all;
 }
 
+// ---- Norm of the sum ----
 // Further outputs of the same norm: the inputs of a MoE layer's router and experts, beside its dense branch's.
 struct Others {
   const float *router_norm, *experts_norm;
@@ -232,6 +234,7 @@ __device__ inline void add_and_norm(const AddNorm& job, const Branch& branch, co
 #endif
 }
 
+// ---- Kernels ----
 extern "C" __global__ void __launch_bounds__(kThreads) add_norm(const __grid_constant__ AddNorm job, const float* branch) {
   add_and_norm(job, Whole{branch});
 }

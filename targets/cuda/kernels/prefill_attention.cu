@@ -16,6 +16,7 @@
 constexpr int kPasses = HD / 2 / 128;  // a lane's groups of 4 pairs
 constexpr int kLanes = 32;             // positions per CTA of `keys` and `recall`: a block of v
 
+// ---- Number format of the cache ----
 #if KV8
 typedef u8 Cached;
 __device__ inline Cached to_cache(float v) {
@@ -36,6 +37,7 @@ __device__ inline Cached to_cache(float v) { return to_bf16(v); }
 __device__ inline u16 wide(Cached v) { return v; }
 #endif
 
+// ---- Head vectors ----
 struct Place {  // of a chunk in one layer's cache
   Cached* k;
   Cached* v;
@@ -115,6 +117,7 @@ struct Vector {
   }
 };
 
+// ---- Queries ----
 // One CTA per token. Its warps take the query heads in turn, two at a time.
 // q [runs, tokens, heads / runs, D].
 extern "C" __global__ void __launch_bounds__(256)
@@ -148,6 +151,7 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 }
 
+// ---- Keys and values ----
 // Rounds a vector as the cache does; writes it to `flat`, and to every `step`-th of `cached`.
 __device__ inline void store(const Vector& x, int dim, u16* flat, Cached* cached, int step) {
   const int lane = threadIdx.x % 32, half = dim / 2;

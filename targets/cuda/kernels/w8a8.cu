@@ -20,6 +20,7 @@
 #define TILES 1
 #endif
 
+// ---- The job ----
 enum Epilogue { kPlain = 0, kGated = 1, kPart = 2 };
 
 // Twelve warps and a warpgroup of producers, which leaves its registers to the others.
@@ -27,6 +28,8 @@ constexpr int kAll = TILES * kHalves * kSums;
 constexpr int kProducers = 4, kThreads = 32 * (12 + kProducers);
 constexpr bool kTwice = TILES == 1 && kAll <= 64;  // registers have room for another k group's sums
 constexpr int kTileBytes = 512, kInputBytes = TOKENS * 32, kSlice = DEPTH * kInputBytes;
+static_assert(DEPTH >= 1 && DEPTH <= 4, "A step has one to four blocks of 32 inputs.");
+static_assert(TILES == 1 || TILES == 2, "Registers hold the sums of at most two tiles per warp.");
 
 struct Job {
   const u8* weight;
@@ -44,6 +47,7 @@ struct Job {
   int blocks, items;     // of tokens; of work
 };
 
+// ---- Producers ----
 // An item of work: `count` row groups from `first`, k groups from part x share, a block of tokens.
 struct Share {
   int block, part, first, count, chunk, stage;  // the last two in bytes: of a row group's step, of all of a step
@@ -152,6 +156,7 @@ __device__ inline void produce(const Job& job, u32 ring, u32 full, int mine) {
   }
 }
 
+// ---- Consumers: multiply ----
 __device__ inline uint4 load(u32 from) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
@@ -200,6 +205,7 @@ __device__ inline void walk(All& sums, Reader& reader, int lane) {
   reader.next();
 }
 
+// ---- Consumers: scale, finish ----
 // The inputs' scales of a CTA's tokens, in shared memory: of all k, or of its k groups, one after the other.
 __device__ inline void load_tokens(const Job& job, const Share& own, float* tokens) {
   const int groups = job.epilogue == kPart ? job.share : 1, first = own.block * TOKENS;
@@ -308,6 +314,7 @@ __device__ inline void work(const Job& job, const Share& own, Reader& reader, fl
   finish(job, own, sums, warp, lane);
 }
 
+// ---- Kernel ----
 extern "C" __global__ void __launch_bounds__(kThreads, 1) w8a8(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) u8 memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32 - kProducers;
