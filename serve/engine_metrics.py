@@ -75,8 +75,8 @@ class EngineCollector(Collector):
             )
 
     def _guesses_at(self, of: str, position: int) -> Iterator[tuple[tuple[str, str], int]]:
-        """The counts at one position by source: `engine.forced` has those of grammars and predictions;
-        the drafter's own are the total less these."""
+        """The counts at one position by source: `engine.forced` has those of grammars and
+        predictions; the drafter's own are the total less these."""
         engine, name = self._runner.engine, self._speculating.name
         rest = getattr(engine.acceptance, of)[position]
         for guesser, guesses in engine.forced.items():

@@ -185,30 +185,11 @@ class Gemm:
         the previous kernel let this one start."""
         assert x.k_groups == (weight.k_groups if weight.layout == "row_parallel" else 1)
         plan, form = tiles.schedule_of(weight, self._processors), tiles.form_of(weight)
-        ahead, pace = self._before(plan, form)
         job = _GemmJob(
-            weight=address(weight.data),
-            scale=address(weight.scale),
-            x=address(x.data),
             out=address(out),
             inputs=address(inputs),
-            partial=None,
             certified=address(certified),
             inputs_stride=0 if inputs is None else inputs.stride(0),
-            n=weight.n,
-            ctas=plan.ctas,
-            tiles=plan.tiles,
-            passes=plan.passes,
-            steps=plan.steps,
-            row_groups=plan.row_groups,
-            k_groups=plan.k_groups,
-            depth=plan.depth,
-            k_blocks=x.k_blocks,
-            k_stride=tiles.k_stride(weight),
-            stages=0,
-            ahead=ahead,
-            pace=pace,
-            rows=x.rows,
             out_stride=stride,
             out_groups=out_groups,
             epilogue=epilogue,
@@ -218,21 +199,27 @@ class Gemm:
             room=room,
             pdl_trigger=self._pdl_trigger(plan, form, x.block, pdl_trigger_late),
             pdl_inputs_ready=int(pdl_inputs_ready),
-            apart=plan.step_bytes(weight.dealt or form),
-            alone=int(self._still(x.block)),
         )
+        self._fill_operands(job, x, weight, plan, form)
         if x.block in FEW:
-            max_smem_carveout = self._max_smem_carveout(form, x.block)
-            job.stages, shared = few_stages(plan, form, x.block, max_smem_carveout)
-            variant, grid = _few(form, x.block, plan.wide), (plan.ctas, 1, 1)
-            threads = 32 * (plan.warps + 1)
-            self._launch(
-                variant, "gemm", grid, threads, [job], shared, max_smem_carveout=max_smem_carveout
-            )
+            self._skinny(x, form, plan, job)
         elif plan.k_groups == 1 and epilogue != PER_LAYER:
             self._wide(x, form, plan, job)
         else:
             self._spread(x, form, plan, job)
+
+    def _fill_operands(
+        self, job: _GemmJob, x: Input, weight: Linear, plan: tiles.Schedule, form: str
+    ) -> None:
+        """The job's fields that follow from the weight, its schedule and x."""
+        job.weight, job.scale = address(weight.data), address(weight.scale)
+        job.x, job.rows, job.k_blocks = address(x.data), x.rows, x.k_blocks
+        job.n, job.k_stride = weight.n, tiles.k_stride(weight)
+        job.ctas, job.tiles, job.passes, job.steps = plan.ctas, plan.tiles, plan.passes, plan.steps
+        job.row_groups, job.k_groups, job.depth = plan.row_groups, plan.k_groups, plan.depth
+        job.ahead, job.pace = self._before(plan, form)
+        job.apart = plan.step_bytes(weight.dealt or form)
+        job.alone = int(self._still(x.block))
 
     def _before(self, plan: tiles.Schedule, kind: str) -> tuple[int, int]:
         """How weights are copied until x has arrived: `ahead`, `pace` (linear.cuh)."""
@@ -262,6 +249,20 @@ class Gemm:
         few = tiles.BITS[kind] == 4 and block <= LATE_TRIGGER_ROWS
         size = plan.passes * plan.steps * plan.step_bytes(kind)
         return few and size >= LATE_TRIGGER_BYTES and self._fast
+
+    def _skinny(self, x: Input, form: str, plan: tiles.Schedule, job: _GemmJob) -> None:
+        """Up to 16 rows: one launch of gemm.cu, which sums all of k in a CTA."""
+        max_smem_carveout = self._max_smem_carveout(form, x.block)
+        job.stages, shared = few_stages(plan, form, x.block, max_smem_carveout)
+        self._launch(
+            _few(form, x.block, plan.wide),
+            "gemm",
+            (plan.ctas, 1, 1),
+            32 * (plan.warps + 1),
+            [job],
+            shared,
+            max_smem_carveout=max_smem_carveout,
+        )
 
     def _wide(self, x: Input, form: str, plan: tiles.Schedule, job: _GemmJob) -> None:
         job.stages, shared = many_stages(plan, form, x.block)
