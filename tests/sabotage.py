@@ -112,7 +112,7 @@ BY_HAND = [
     ("gemm.cu", "(job.passes > 1 ? ring_bytes + job.stages * kBarriers : 0)", "(0)"),
     ("gemm.cu", "if ((step += here) == job.steps) step = 0;", "step += here;"),
     ("moe.cu", "sums + turn % 2 * room", "sums"),
-    ("moe.cu", "await_asked<kSlots - 1>()", "await_asked<kSlots>()"),
+    ("moe.cu", "await_asked<kRingStages - 1>()", "await_asked<kRingStages>()"),
     ("grouped.cu", "await_asked<kStages - 2>()", "await_asked<kStages - 1>()"),
     # starts
     ("gemm.cu", "if (job.pdl_trigger == kTriggerInTurn) let_next_start();", ""),
@@ -156,7 +156,8 @@ EXPLAINED: dict[str, str] = {
     "moe.cu: if (!kOwn) __syncwarp(); #2": "the MMAs before it gather all lanes after their loads",
     "moe.cu: __syncwarp();": "the last entry's MMAs gather all lanes after their loads",
     "moe.cu: __syncwarp(); #3": "the last entry's MMAs, and the reduction before each store",
-    "moe.cu: if (j && NB == 1) __syncwarp();": "orders nothing: it makes the compiler load again",
+    "moe.cu: if (j && kColumnTiles == 1) __syncwarp();": "orders nothing: it makes the compiler "
+    "load again",
     "moe.cu: __syncwarp(); #5": "token 0's copies are the lane's own; the warp's maximum gathers "
     "all lanes before another's are read or written over",
     "ordered.cu: __syncthreads(); #3": "a bound too low lets more clusters through, of the same "

@@ -318,11 +318,11 @@ def _shares(queries: int, tiles_m: int) -> int:
 def _variant(
     file: str, heads: _Heads, kv8: int, tiles_m: int | None = None, vectors_per_warp: int = 1
 ) -> Variant:
-    size = ("HD", heads.padded), ("DIM", heads.dim), ("CHUNK", heads.chunk)
-    tiles = () if tiles_m is None else (("NT", tiles_m),)
+    size = ("PADDED_HEAD_DIM", heads.padded), ("HEAD_DIM", heads.dim), ("CHUNK_KEYS", heads.chunk)
+    tiles = () if tiles_m is None else (("TILES_M", tiles_m),)
     raw = () if heads.normed else (("NORMED", 0),)
-    lanes = (("VECTOR", 32 // vectors_per_warp),) if vectors_per_warp > 1 else ()
-    return Variant(file, (*size, ("KV8", kv8), *tiles, *raw, *lanes))
+    lanes = (("LANES_PER_VECTOR", 32 // vectors_per_warp),) if vectors_per_warp > 1 else ()
+    return Variant(file, (*size, ("FP8_CACHE", kv8), *tiles, *raw, *lanes))
 
 
 def _filled(tiles_m: int) -> int:

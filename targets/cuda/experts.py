@@ -315,7 +315,7 @@ def _grouped(kind: str) -> Variant:
 
 def _route(moe: MoeSpec, rows: int = ROUTER_ROWS[-1]) -> Variant:
     most = next(n for n in ROUTER_ROWS if rows <= n)
-    return Variant("route", (("SHARES", -(-moe.experts // 32)), ("ROWS", most)))
+    return Variant("route", (("EXPERTS_PER_LANE", -(-moe.experts // 32)), ("MAX_ROWS", most)))
 
 
 def _tokens(kind: str) -> tuple[int, ...]:

@@ -283,7 +283,7 @@ class Gemm:
 
 
 def _few(kind: str, block: int, wide: int) -> Variant:
-    return tiles.weight_variant("gemm", kind, ("TOKENS", block), ("TW", wide))
+    return tiles.weight_variant("gemm", kind, ("TOKENS", block), ("TILES_PER_WARP", wide))
 
 
 def _many(kind: str, block: int, depth: int) -> Variant:

@@ -31,7 +31,7 @@ compile time, like ours and the libraries', get what they need in any case."""
 
 @dataclass(frozen=True)
 class Variant:
-    """One .cu file with its macros, such as ("gemm", (("FP8", 1), ("NT", 2)))."""
+    """One .cu file with its macros, such as ("gemm", (("BITS", 8), ("TOKENS", 5)))."""
 
     file: str
     macros: tuple[tuple[str, int], ...] = ()

@@ -9,7 +9,7 @@
 
 // ---- Shape, and the job ----
 constexpr bool kLone = TOKENS == 1;  // then an expert's only pair is the rank at which it was picked
-constexpr int NB = TOKENS < 8 ? 1 : TOKENS / 8;  // columns of an MMA are eight
+constexpr int kColumnTiles = TOKENS < 8 ? 1 : TOKENS / 8;  // columns of an MMA are eight
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kMaxExperts = 256;
 constexpr int kFew = 64;  // up to so many pairs each is compared with all others
