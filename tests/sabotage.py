@@ -202,11 +202,11 @@ def dropped() -> Iterator[Sabotage]:
                 continue
             begin = match.end() if match[0].endswith("(") else text.index("(", match.start()) + 1
             end = emulated._closing(text, begin) + 1
-            said = line.split("//")[0].strip()
-            seen[said] = seen.get(said, 0) + 1
-            again = f" #{seen[said]}" if seen[said] > 1 else ""
+            label = line.split("//")[0].strip()
+            seen[label] = seen.get(label, 0) + 1
+            again = f" #{seen[label]}" if seen[label] > 1 else ""
             sabotaged = text[: match.start()] + "void()" + text[end:]
-            yield Sabotage(f"{file}: {said}{again}", file, _line(text, match.start()), sabotaged)
+            yield Sabotage(f"{file}: {label}{again}", file, _line(text, match.start()), sabotaged)
 
 
 def by_hand() -> Iterator[Sabotage]:
@@ -260,9 +260,9 @@ def _run_here(sabotage: Sabotage, schedule: str) -> int:
     emulated.REPLACED[sabotage.file] = sabotage.text
     compile_ = emulated._compile
 
-    def compiled(*given: str) -> None:
+    def compiled(*command: str) -> None:
         try:
-            compile_(*given)
+            compile_(*command)
         except subprocess.CalledProcessError:
             os._exit(NOT_COMPILED)
 

@@ -139,7 +139,7 @@ class Dear:
         pass
 
 
-def said(answer, drafter, rows=1):
+def run_answer(answer, drafter, rows=1):
     """Decode `answer` with this drafter; returns the engine."""
     target = ScriptedTarget(answer, 0, slots=rows)
     seqs = [Sequence([1, 2], max_tokens=len(answer), request_id=str(i)) for i in range(rows)]
@@ -157,7 +157,7 @@ def test_it_finds_whose_guesses_pay(right, cost, runs):
     answer = np.random.default_rng(2).integers(3, 45, 240).tolist()
     known = {str(i): [1, 2, *answer] for i in range(3)}
     drafter = auto(Oracle(known, 0 if right else 1), 0, costs=Dear(cost), depths=(K,))
-    said(answer, drafter, rows=3)
+    run_answer(answer, drafter, rows=3)
     chosen = drafter.policy.chosen
     assert (chosen.get("head", 0) > 0.8 * sum(chosen.values())) == runs, chosen
 
@@ -175,7 +175,7 @@ def test_the_best_of_a_text_that_changes_in_the_middle():
             return Proposal(np.where(late, known, 39).astype(np.int32))
 
     def cycles(drafter):
-        return said(answer, drafter).acceptance.cycles
+        return run_answer(answer, drafter).acceptance.cycles
 
     both = cycles(auto(Head(told), 0, costs=Dear(0.1), depths=(K,)))
     assert both < 0.75 * min(cycles(Head(told)), cycles(SuffixDrafter()))

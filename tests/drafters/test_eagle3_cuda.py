@@ -82,8 +82,8 @@ def test_cached_steps_equal_the_formulas(flags):
     for row, anchor in enumerate(anchors):
         fed = torch.from_numpy(embedded), torch.from_numpy(features)
         expected = Oracle(head).chain(*fed, anchor, STEPS)
-        mine = torch.stack([step[row] for step in found])
-        assert (mine - expected).abs().max() < TOLERANCE
+        drafted = torch.stack([step[row] for step in found])
+        assert (drafted - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("flags", [*FLAGS, {"silu": False}], ids=str)
@@ -100,8 +100,8 @@ def test_both_heads_say_the_same(flags):
         fed_in = jnp.asarray(embedded[fed][None]), hidden, positions
         cache, out = jax_head.decode(weights, head.spec, cache, *fed_in)
         theirs = np.asarray(jax_head.logits(weights, head.spec, out[0]))
-        mine = ours.logits(h, ours.mix(rows([fed.tolist()], [first], [0]), h, own=n > 0))
-        assert np.abs(mine.numpy() - theirs).max() < TOLERANCE
+        drafted = ours.logits(h, ours.mix(rows([fed.tolist()], [first], [0]), h, own=n > 0))
+        assert np.abs(drafted.numpy() - theirs).max() < TOLERANCE
         hidden, h = jax_head.feedback(weights, head.spec, out[:, -1:]), h[-1:].clone()
         first, fed = TOKENS + n, np.array([TOKENS + n])
 

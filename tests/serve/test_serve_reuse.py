@@ -95,9 +95,9 @@ def test_a_request_may_ask_for_none_of_it(server):
     assert cached(server, cache_prompt=False) == 0
 
 
-@pytest.mark.parametrize("told", [{"echo": True}, {"prompt_logprobs": 1}])
-def test_what_tells_of_the_prompt_reads_nothing(told):
-    request = parse(CompletionRequest, _json({"prompt": PROMPT} | told))
+@pytest.mark.parametrize("expected", [{"echo": True}, {"prompt_logprobs": 1}])
+def test_what_tells_of_the_prompt_reads_nothing(expected):
+    request = parse(CompletionRequest, _json({"prompt": PROMPT} | expected))
     assert reuse_of(request, [1, 2], TOKENIZER, "") is None
 
 

@@ -21,7 +21,7 @@ from tests.support.fakes_snapshots import (
 )
 
 
-def said(engine, tokens, reuse=Reuse(), max_tokens=6):  # noqa: B008
+def answered(engine, tokens, reuse=Reuse(), max_tokens=6):  # noqa: B008
     """(cached, answer), which is that of a lone start."""
     seq = Sequence(list(tokens), Sampling(seed=3), max_tokens, reuse=reuse)
     engine.run_to_end([seq])
@@ -39,25 +39,25 @@ def words(count, seed=0):
 def test_a_turn_resumes_at_the_last_boundary_before_its_news():
     engine = cached_engine()
     prompt = words(30)
-    assert said(engine, prompt)[0] == 0
-    assert said(engine, words(40, 1))[0] == 0
-    assert said(engine, prompt + words(9, 2))[0] == 24
-    assert said(engine, prompt[:20] + words(9, 3))[0] == 16  # of the last two
-    assert said(engine, prompt[:10] + words(9, 4))[0] == 0  # no ring was kept there
-    assert said(engine, prompt[:10] + words(9, 5))[0] == 8  # prompts have parted there before
+    assert answered(engine, prompt)[0] == 0
+    assert answered(engine, words(40, 1))[0] == 0
+    assert answered(engine, prompt + words(9, 2))[0] == 24
+    assert answered(engine, prompt[:20] + words(9, 3))[0] == 16  # of the last two
+    assert answered(engine, prompt[:10] + words(9, 4))[0] == 0  # no ring was kept there
+    assert answered(engine, prompt[:10] + words(9, 5))[0] == 8  # prompts have parted there before
     assert (engine.prefix_cache.hits, engine.prefix_cache.queries) == (48, 176)
 
 
 def test_a_prompt_is_never_wholly_read_from_the_cache():
     engine = cached_engine()
     prompt = words(24)
-    assert [said(engine, prompt)[0] for _ in range(2)] == [0, 16]
+    assert [answered(engine, prompt)[0] for _ in range(2)] == [0, 16]
 
 
 def test_the_boundary_at_a_parting_is_kept():
     engine, prompt = cached_engine(), words(60)
-    said(engine, prompt, Reuse(partings=(19,)))
-    assert said(engine, prompt[:19] + words(9, 1))[0] == 16
+    answered(engine, prompt, Reuse(partings=(19,)))
+    assert answered(engine, prompt[:19] + words(9, 1))[0] == 16
 
 
 def test_choices_of_one_prompt_share_it():
@@ -70,17 +70,17 @@ def test_choices_of_one_prompt_share_it():
 def check_scopes(engine):
     prompt = words(30)
     for scope in ("", "a", "b"):
-        assert said(engine, prompt, Reuse(scope))[0] == 0
-        assert said(engine, prompt, Reuse(scope))[0] == 24
+        assert answered(engine, prompt, Reuse(scope))[0] == 0
+        assert answered(engine, prompt, Reuse(scope))[0] == 24
 
 
 def check_last_tokens(engine):
     """Prompts that differ in any one token share no more than what is before it."""
     prompt = words(40)
-    said(engine, prompt, Reuse(partings=tuple(range(40))))
+    answered(engine, prompt, Reuse(partings=tuple(range(40))))
     for at in range(40):
         other = [token + (i == at) for i, token in enumerate(prompt)]
-        found = said(engine, other, Reuse(partings=tuple(range(40))))[0]
+        found = answered(engine, other, Reuse(partings=tuple(range(40))))[0]
         assert found == min(at // UNIT * UNIT, 32)
 
 
@@ -124,27 +124,27 @@ def test_names_are_those_of_all_before_them_too():
 
 def test_a_request_may_neither_read_nor_leave_anything():
     engine, prompt = cached_engine(), words(30)
-    assert said(engine, prompt, None)[0] == 0
-    assert said(engine, prompt)[0] == 0  # nothing was left
-    assert said(engine, prompt, None)[0] == 0  # nothing is read
+    assert answered(engine, prompt, None)[0] == 0
+    assert answered(engine, prompt)[0] == 0  # nothing was left
+    assert answered(engine, prompt, None)[0] == 0  # nothing is read
     assert engine.prefix_cache.queries == 30
 
 
 def test_what_leaves_the_device_goes_to_the_host_and_is_read_there():
     engine, prompt = cached_engine(device=300), words(30)
-    said(engine, prompt)
+    answered(engine, prompt)
     pool = engine.prefix_cache.pool
     for seed in range(3):
-        said(engine, words(30, 10 + seed))
+        answered(engine, words(30, 10 + seed))
         assert pool.device_bytes <= 300
     assert pool.host_bytes > 0
-    assert said(engine, prompt + words(5, 9))[0] == 24
+    assert answered(engine, prompt + words(5, 9))[0] == 24
     assert engine.prefix_cache.owners[0].from_host == 1
 
 
 def test_without_any_memory_nothing_is_kept():
     engine, prompt = cached_engine(device=0, host=0), words(30)
-    assert [said(engine, prompt)[0] for _ in range(2)] == [0, 0]
+    assert [answered(engine, prompt)[0] for _ in range(2)] == [0, 0]
     assert len(engine.prefix_cache.pool) == 0
 
 
@@ -181,12 +181,12 @@ def test_a_conversation_that_goes_on_leaves_its_earlier_boundaries_first():
     one's earlier rings gave way before it: it takes those of two turns, and never more."""
     room = (2 * RING + 3 * CHUNK) + (4 * RING + 13 * CHUNK)
     engine, chat = cached_engine(device=room, host=0), words(30)
-    said(engine, chat)
+    answered(engine, chat)
     prompt = words(30, 1)
     for turn in range(6):
-        _, answer = said(engine, prompt)
+        _, answer = answered(engine, prompt)
         prompt = prompt + answer + words(10, 10 + turn)
-    assert said(engine, chat + words(5, 9))[0] == 24
+    assert answered(engine, chat + words(5, 9))[0] == 24
 
 
 class Cramped(FakeTarget):
@@ -215,9 +215,9 @@ def test_snapshots_give_way_before_anything_is_refused(spare):
     if spare == 0:
         target.verify = lambda seqs, draft: FakeTarget.verify(target, seqs, draft)
     for seed in range(4):
-        said(engine, words(60, seed), Reuse(partings=(20,)))
+        answered(engine, words(60, seed), Reuse(partings=(20,)))
     assert engine.prefix_cache.pool.host_bytes > 0
-    assert said(engine, words(60, 3) + words(9, 8))[0] > 0
+    assert answered(engine, words(60, 3) + words(9, 8))[0] > 0
 
 
 def test_what_fails_without_snapshots_fails():
@@ -236,7 +236,7 @@ def test_a_snapshot_that_has_no_room_is_not_taken(monkeypatch):
         raise MemoryError("no room")
 
     monkeypatch.setattr(engine.prefix_cache.owners[0], "take_chunk", refuse)
-    assert [said(engine, prompt)[0] for _ in range(2)] == [0, 0]
+    assert [answered(engine, prompt)[0] for _ in range(2)] == [0, 0]
 
 
 def left_after(engine, prompt, chunks, reuse=Reuse()):  # noqa: B008
@@ -254,7 +254,7 @@ def left_after(engine, prompt, chunks, reuse=Reuse()):  # noqa: B008
 def test_a_prompt_that_was_left_resumes_at_its_last_finished_chunk():
     engine, prompt = cached_engine(), words(100)
     assert left_after(engine, prompt, 6).prefilled == 24
-    assert said(engine, prompt)[0] == 24
+    assert answered(engine, prompt)[0] == 24
 
 
 def test_each_try_gets_further():
@@ -267,7 +267,7 @@ def test_each_try_gets_further():
 def test_a_prompt_that_was_left_within_a_chunk_leaves_no_boundary_there():
     engine, prompt = cached_engine(), words(100)
     assert left_after(engine, prompt, 5).prefilled == 20
-    assert said(engine, prompt)[0] == 0
+    assert answered(engine, prompt)[0] == 0
 
 
 def test_what_was_left_leaves_no_trace_where_it_must_not():
@@ -277,15 +277,15 @@ def test_what_was_left_leaves_no_trace_where_it_must_not():
     left_after(engine, prompt, 0)
     assert not len(engine.prefix_cache.pool)
     left_after(engine, prompt, 6, Reuse("a"))
-    assert said(engine, prompt, Reuse("b"))[0] == 0
+    assert answered(engine, prompt, Reuse("b"))[0] == 0
 
 
 def test_what_was_left_is_the_first_to_go():
     engine, prompt = cached_engine(device=3 * RING + 30 * CHUNK, host=0), words(40)
-    said(engine, prompt)
+    answered(engine, prompt)
     left_after(engine, words(40, 1), 4)
-    said(engine, words(12, 2))
-    assert said(engine, prompt + words(9, 3))[0] == 40
+    answered(engine, words(12, 2))
+    assert answered(engine, prompt + words(9, 3))[0] == 40
 
 
 def test_what_was_left_and_has_no_room_fails_nothing():
@@ -296,4 +296,4 @@ def test_what_was_left_and_has_no_room_fails_nothing():
     engine = cached_engine()
     engine.prefix_cache.owners = (Full(engine.target),)
     left_after(engine, words(100), 6)
-    assert said(engine, words(100))[0] == 0
+    assert answered(engine, words(100))[0] == 0
