@@ -79,20 +79,20 @@ def resolved(
 def _from_vllm(speculation: SpeculationConfig) -> SpeculationConfig:
     names = SHARED_KEYS | {key: name for kind in every() for key, name in kind.vllm_keys.items()}
     try:
-        given = loads(speculation.speculative_config or "")
+        config = loads(speculation.speculative_config or "")
     except JSONDecodeError as problem:
         raise UserError(f"--speculative-config is not JSON: {problem}") from None
-    if not isinstance(given, dict) or given.keys() - names.keys():
-        strange = ", ".join(given.keys() - names.keys()) if isinstance(given, dict) else given
+    if not isinstance(config, dict) or config.keys() - names.keys():
+        strange = ", ".join(config.keys() - names.keys()) if isinstance(config, dict) else config
         raise UserError(
             f"--speculative-config: unknown key {strange}; known are {', '.join(names)}"
         )
     hints = get_type_hints(config_type())
-    for key, value in given.items():
+    for key, value in config.items():
         kind = int if hints[names[key]] is int else str
         if type(value) is not kind:  # by type, for true is an int to Python
             raise UserError(f"--speculative-config: {value!r} does not fit {key}")
-    values = {names[key]: value for key, value in given.items()}
+    values = {names[key]: value for key, value in config.items()}
     methods = {kind.vllm_method or kind.name: kind.name for kind in every()}
     if "drafter" in values:
         values["drafter"] = methods.get(values["drafter"], values["drafter"])

@@ -33,7 +33,7 @@ class Began:
 @dataclass(frozen=True)
 class Grew:
     block: Block
-    by: str
+    text: str
 
 
 @dataclass(frozen=True)

@@ -42,13 +42,13 @@ class Choices:
         pieces: list[list[Piece]] = [[] for _ in range(count)]
         for index, piece in arrivals:
             pieces[index].append(piece)
-        said = [
+        choices = [
             self._reply.whole(index, choice := _joined(own), self._prompt_of(index))
             | _speculation(choice)
             | choice.notice_field
             for index, own in enumerate(pieces)
         ]
-        return {**self._reply.envelope(said, streaming=False), **self._totals()}
+        return {**self._reply.envelope(choices, streaming=False), **self._totals()}
 
     def opening(self) -> Iterable[bytes]:
         return ()
@@ -83,8 +83,8 @@ class Choices:
     def _prompt_of(self, index: int) -> PromptReport:
         """The prompt's echo and log-probabilities in choice `index`, as far as requested."""
         number = index // (self._wire.n or 1)
-        given = self._wire.prompt[number] if isinstance(self._wire, CompletionRequest) else None
-        text = given if isinstance(given, str) else None
+        sent = self._wire.prompt[number] if isinstance(self._wire, CompletionRequest) else None
+        text = sent if isinstance(sent, str) else None
         generation = self._generation
         prompt, recited = generation.plan.prompts[number], generation.recited[number]
         return report(self._wire, prompt, text, recited, self._tokenizer)

@@ -69,15 +69,15 @@ class ReportedCycle:
     """Drafter and depth; only in a choice's first read."""
 
     def to_json(self) -> dict[str, Any]:
-        told: dict[str, Any] = {
+        document: dict[str, Any] = {
             "read": self.of,
             "tokens": [token.to_json() for token in self.tokens],
             "rejected": [token.to_json() for token in self.rejected],
             "seconds": self.seconds and round(self.seconds, 6),
         }
         if self.speculating is not None:
-            told |= {"drafter": self.speculating.drafter, "k": self.speculating.k}
-        return told
+            document |= {"drafter": self.speculating.drafter, "k": self.speculating.k}
+        return document
 
 
 class ChoiceReports:
@@ -86,7 +86,7 @@ class ChoiceReports:
     def __init__(self, tokenizer: ServedTokenizer, speculating: Speculating) -> None:
         self._tokenizer, self._speculating = tokenizer, speculating
         self._decoder = tokenizer.stream(False)
-        self._told = False
+        self._announced = False
 
     def feed(self, update: Update, count: int, last: bool) -> ReportedCycle:
         """count: how many of the update's tokens belong to the answer. last: whether this is the
@@ -102,7 +102,7 @@ class ChoiceReports:
             for i, (token, text) in enumerate(zip(update.tokens[:count], texts, strict=True))
         ]
         wrong = range(report.accepted, len(report.draft))
-        first, self._told = not self._told, True
+        first, self._announced = not self._announced, True
         return ReportedCycle(
             "prompt" if update.report is None else "verify",
             tuple(tokens),

@@ -75,11 +75,11 @@ class EngineCollector(Collector):
             )
 
     def _guesses_at(self, of: str, position: int) -> Iterator[tuple[tuple[str, str], int]]:
-        """The counts at one position by source: `engine.led` has those of grammars and predictions;
-        the drafter's own are the total less these."""
+        """The counts at one position by source: `engine.forced` has those of grammars and
+        predictions; the drafter's own are the total less these."""
         engine, name = self._runner.engine, self._speculating.name
         rest = getattr(engine.acceptance, of)[position]
-        for guesser, guesses in engine.led.items():
+        for guesser, guesses in engine.forced.items():
             count = getattr(guesses, of)[position]
             rest -= count
             yield (name(guesser), str(position)), count

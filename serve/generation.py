@@ -18,7 +18,7 @@ from serve.metrics import Metrics
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
 from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
-from serve.speculation import told
+from serve.speculation import effective_options
 from serve.stream import ChoiceText, Output, Piece, PlainOutput
 from serve.translate import EngineRequest, plan
 from serve.usage import Usage
@@ -210,11 +210,11 @@ class Generation:
                 self.context.runner.cancel([self._ticket.sequences[index]])
         return piece
 
-    def _ended(self, counted: str, told: str) -> None:
+    def _ended(self, counted: str, reason: str) -> None:
         """Record how a choice ended, by vLLM's name of the reason for /metrics and by OpenAI's for
         the usage."""
         self.context.metrics.finished(counted)
-        self.usage.finish_reasons.append(told)
+        self.usage.finish_reasons.append(reason)
 
     def _count_prediction(self, seq: Sequence, update: Update) -> None:
         if seq.prediction is None:
@@ -261,7 +261,9 @@ def _speculative(context: Context, plan_: EngineRequest) -> dict[str, object] | 
     if not plan_.choices:
         return None
     first = plan_.choices[0]
-    return told(first.speculative, context.runner.engine.drafting, first.prediction is not None)
+    return effective_options(
+        first.speculative, context.runner.engine.drafting, first.prediction is not None
+    )
 
 
 def _text(

@@ -14,7 +14,7 @@ VARIABLE = "SPECDEC_API_KEY"
 def checked_keys(keys: Iterable[str]) -> tuple[str, ...]:
     """Keys without white space around them, and no empty ones. Raises UserError for one that a
     client could not send."""
-    found = tuple(key for key in (given.strip() for given in keys) if key)
+    found = tuple(key for key in (key.strip() for key in keys) if key)
     if not all(key.isascii() and key.isprintable() for key in found):
         raise UserError("an API key may hold visible ASCII characters only")
     return found

@@ -33,12 +33,12 @@ class Lifecycle:
         """`shown`, extended to record the text in `doing`."""
 
         @contextmanager
-        def told(doing: str) -> Iterator[None]:
+        def recorded(doing: str) -> Iterator[None]:
             self.doing = doing
             with shown(doing):
                 yield
 
-        return told
+        return recorded
 
     @property
     def status(self) -> Status:

@@ -102,10 +102,10 @@ def _packed(seq: Sequence) -> dict[str, Any]:
 def _unpacked(
     packed: dict[str, Any], constrain: Callable[[dict[str, Any]], Constraint]
 ) -> Sequence:
-    given = packed["sampling"]
-    given["logit_bias"] = tuple((token, bias) for token, bias in given["logit_bias"])
+    sampling = packed["sampling"]
+    sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling["logit_bias"])
     stop_ids = frozenset(packed["stop_ids"])
-    seq = Sequence(packed["tokens"], Sampling(**given), packed["max_tokens"], stop_ids)
+    seq = Sequence(packed["tokens"], Sampling(**sampling), packed["max_tokens"], stop_ids)
     seq.owner = Owner(*packed["owner"])
     if packed["reuse"] is None:
         seq.reuse = None

@@ -182,8 +182,8 @@ class Tool(BaseModel):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        given = self.function
-        function = {"name": given.name, "description": given.description or ""}
-        if given.parameters is not None:
-            function["parameters"] = given.parameters  # pyright: ignore[reportArgumentType]
+        own = self.function
+        function = {"name": own.name, "description": own.description or ""}
+        if own.parameters is not None:
+            function["parameters"] = own.parameters  # pyright: ignore[reportArgumentType]
         return {"type": "function", "function": function}

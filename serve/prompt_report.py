@@ -52,8 +52,8 @@ def _as_texts(
     prompt: Seqs[int], recited: Seqs[TokenLogprob], tokenizer: ServedTokenizer
 ) -> tuple[TokenText, ...]:
     texts, at = [], 0
-    for token, said in zip(prompt, [None, *recited], strict=True):
-        texts.append(token_text(tokenizer, token, said, at))
+    for token, chosen in zip(prompt, [None, *recited], strict=True):
+        texts.append(token_text(tokenizer, token, chosen, at))
         at += len(texts[-1].text)
     return tuple(texts)
 
@@ -62,10 +62,10 @@ def _as_vllm(
     prompt: Seqs[int], recited: Seqs[TokenLogprob], tokenizer: ServedTokenizer
 ) -> list[dict[str, Any] | None]:
     entries: list[dict[str, Any] | None] = [None]
-    for token, said in zip(prompt[1:], recited, strict=True):
+    for token, chosen in zip(prompt[1:], recited, strict=True):
         values: dict[int, tuple[float, int | None]]
-        values = {i: (value, rank) for rank, (i, value) in enumerate(said.top, 1)}
-        values.setdefault(token, (said.logprob, None))
+        values = {i: (value, rank) for rank, (i, value) in enumerate(chosen.top, 1)}
+        values.setdefault(token, (chosen.logprob, None))
         entries.append(
             {
                 str(i): {

@@ -69,8 +69,8 @@ class ChatReply:
             message |= {"reasoning_content": thought, "reasoning": thought}
         if calls:
             message["tool_calls"] = calls
-        said = self._choice(index, "message", message, choice.tokens, choice.finish)
-        return said | prompt.logprobs_json()
+        document = self._choice(index, "message", message, choice.tokens, choice.finish)
+        return document | prompt.logprobs_json()
 
     def opening(self, index: int, prompt: PromptReport) -> list[Json]:
         delta = {"role": "assistant", "content": prompt.echo}
@@ -151,8 +151,8 @@ class CompletionReply:
     def whole(self, index: int, choice: Piece, prompt: PromptReport) -> Json:
         after = len(prompt.echo)
         tokens = [*prompt.tokens, *(_moved(token, after) for token in choice.tokens)]
-        said = self._choice(index, prompt.echo + choice.text, tokens, choice.finish)
-        return said | prompt.logprobs_json()
+        document = self._choice(index, prompt.echo + choice.text, tokens, choice.finish)
+        return document | prompt.logprobs_json()
 
     def opening(self, index: int, prompt: PromptReport) -> list[Json]:
         return [self._choice(index, prompt.echo, (), None)] if prompt.echo else []

@@ -39,7 +39,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _given(Headers(scope=scope).get(HEADER, "")) or uuid.uuid4().hex
+        request_id = _sent_id(Headers(scope=scope).get(HEADER, "")) or uuid.uuid4().hex
         state = scope.setdefault("state", {})
         began, status = time.monotonic(), LEFT
 
@@ -62,7 +62,7 @@ class RequestLog:
             _write(scope, status, took, request_id, usage)
 
 
-def _given(sent: str) -> str:
+def _sent_id(sent: str) -> str:
     """A client's own id, fit for a header and a line."""
     return re.sub(r"[^\x21-\x7e]", "", sent)[:LONGEST]
 

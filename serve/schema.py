@@ -79,10 +79,10 @@ class ResponseFormat(Options):
     def wanted(self) -> dict[str, Any] | bool | None:
         """The requested schema, from either place; None if there is none."""
         inner = None if self.json_schema is None else self.json_schema.schema_
-        given = self.schema_ if inner is None else inner
-        if self.type == "json_object" and isinstance(given, dict):
-            return {"type": "object", **given}
-        return given
+        schema = self.schema_ if inner is None else inner
+        if self.type == "json_object" and isinstance(schema, dict):
+            return {"type": "object", **schema}
+        return schema
 
 
 class StructuredOutputs(BaseModel):
@@ -262,16 +262,16 @@ class CompletionRequest(GenerationRequest):
 
 def parse(model: type[Wire], body: bytes) -> Wire:
     """Validate a JSON body; raises ApiError 400 with one sentence about the first error."""
-    return _told(lambda: model.model_validate_json(body))
+    return _one_sentence(lambda: model.model_validate_json(body))
 
 
 def translated(model: type[Wire], values: dict[str, Any]) -> Wire:
     """Validate values translated from another API's request; None counts as absent."""
-    given = {name: value for name, value in values.items() if value is not None}
-    return _told(lambda: model.model_validate(given))
+    fields = {name: value for name, value in values.items() if value is not None}
+    return _one_sentence(lambda: model.model_validate(fields))
 
 
-def _told(validate: Callable[[], Wire]) -> Wire:
+def _one_sentence(validate: Callable[[], Wire]) -> Wire:
     try:
         return validate()
     except ValidationError as failure:

@@ -27,7 +27,7 @@ def speculative_of(request: GenerationRequest, drafting: DraftSetup) -> Speculat
     return Speculative(wish.drafter, 0 if off else wish.k)
 
 
-def told(
+def effective_options(
     wish: Speculative | None, drafting: DraftSetup, predicted: bool = False
 ) -> dict[str, object] | None:
     """The effective options of a request, for the reply's `metrics`; None if it has neither

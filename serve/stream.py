@@ -69,20 +69,20 @@ THOUGHTS_NAME = re.compile(r"\A\s*thought[ \t]*(\n|\Z)")
 
 def with_unopened_thoughts(parts: Iterable[Part]) -> Iterator[Part]:
     """A whole answer's parts; content before a `ThoughtEnded` becomes `Reasoning`."""
-    said: list[Part] = []
+    held: list[Part] = []
     for part in parts:
         if isinstance(part, Content):
-            said.append(part)
+            held.append(part)
             continue
         if isinstance(part, ThoughtEnded):
-            text = "".join(p.text for p in said if isinstance(p, Content))
+            text = "".join(p.text for p in held if isinstance(p, Content))
             text = THOUGHTS_NAME.sub("", text, count=1).removesuffix("\n")
-            said = [Reasoning(text)] if text else []
-        yield from said
-        said = []
+            held = [Reasoning(text)] if text else []
+        yield from held
+        held = []
         if not isinstance(part, ThoughtEnded):
             yield part
-    yield from said
+    yield from held
 
 
 class Output(Protocol):
@@ -143,18 +143,18 @@ class TokenText(Alternative):
 
 
 def token_text(
-    tokenizer: ServedTokenizer, token: int, told: TokenLogprob | None, offset: int
+    tokenizer: ServedTokenizer, token: int, logprob: TokenLogprob | None, offset: int
 ) -> TokenText:
-    """told: None for a prompt's first token."""
+    """logprob: None for a prompt's first token."""
 
     text, data = tokenizer.decode([token]), tokenizer.token_bytes(token)
-    if told is None:
+    if logprob is None:
         return TokenText(text, data, None, offset, ())
     top = tuple(
         Alternative(tokenizer.decode([i]), tokenizer.token_bytes(i), finite(value))
-        for i, value in told.top
+        for i, value in logprob.top
     )
-    return TokenText(text, data, finite(told.logprob), offset, top)
+    return TokenText(text, data, finite(logprob.logprob), offset, top)
 
 
 @dataclass(frozen=True)
@@ -270,9 +270,9 @@ class ChoiceText:
             or self.output.in_reasoning
             or any(not isinstance(part, Content) for part in parts)
         )
-        ready = [t for t in self._waiting if outside or t.offset < self._sent]
-        self._waiting = self._waiting[len(ready) :]
-        return Piece(parts, tuple(ready), finish, self._stopped_by)
+        complete = [t for t in self._waiting if outside or t.offset < self._sent]
+        self._waiting = self._waiting[len(complete) :]
+        return Piece(parts, tuple(complete), finish, self._stopped_by)
 
     def _describe(self, token: int, chosen: TokenLogprob) -> TokenText:
         return token_text(self._tokenizer, token, chosen, self._sent + len(self._held))

@@ -151,16 +151,16 @@ def calls_grammar(request: ChatRequest, eager: bool = True) -> str | None:
 def _as_strict_as_can_be(request: ChatRequest, tool: Tool, eager: bool) -> dict[str, Any]:
     """The tool as a dict. If calls are required, or the tool is allowed by name, `strict` is set
     even if the request does not set it, provided that the schema can be enforced exactly."""
-    given = tool.model_dump(exclude_none=True)
+    loose = tool.model_dump(exclude_none=True)
     bound = request.calls == "required" or request.chosen_tools is not None
     if not (bound and eager) or tool.function.strict:
-        return given
-    strict = {**given, "function": given["function"] | {"strict": True}}
+        return loose
+    strict = {**loose, "function": loose["function"] | {"strict": True}}
     try:
         tool_grammar([strict], at_least=1, at_most=1)
     except UserError as problem:
         log.info("arguments stay free: %s", problem)
-        return given
+        return loose
     return strict
 
 

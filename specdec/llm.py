@@ -71,9 +71,9 @@ class LLM:
         self, prompts: Seqs[Prompt], params: SamplingParams | None = None, **overrides: Any
     ) -> list[Answer]:
         """An answer to each prompt, in their order; as many as there are slots run together."""
-        given = chosen_params(params, overrides)
-        seqs = [self._sequence(prompt, given) for prompt in prompts]
-        return self._call(self._answers(seqs, given))
+        params = chosen_params(params, overrides)
+        seqs = [self._sequence(prompt, params) for prompt in prompts]
+        return self._call(self._answers(seqs, params))
 
     def chat(
         self,
@@ -88,10 +88,10 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any
     ) -> Iterator[Chunk]:
         """The answer piece by piece, as cycles make it. Leaving the loop early cancels it."""
-        given = chosen_params(params, overrides)
-        seq = self._sequence(prompt, given)
+        params = chosen_params(params, overrides)
+        seq = self._sequence(prompt, params)
         arrived: queue.SimpleQueue[Chunk | BaseException] = queue.SimpleQueue()
-        task = asyncio.run_coroutine_threadsafe(self._forward(seq, given, arrived), self._loop)
+        task = asyncio.run_coroutine_threadsafe(self._forward(seq, params, arrived), self._loop)
         try:
             while True:
                 chunk = arrived.get()
@@ -135,12 +135,12 @@ class LLM:
         self._room = asyncio.Semaphore(self._runner.capacity)
         self._runner.start()
 
-    def _sequence(self, prompt: Prompt, given: SamplingParams) -> Sequence:
-        stop_ids = frozenset(given.stop_token_ids)
-        if not given.ignore_eos:
+    def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
             stop_ids |= frozenset(self.tokenizer.stop_ids)
-        sampling = given.for_target(self.tokenizer.defaults)
-        seq = Sequence(self._ids(prompt), sampling, given.max_tokens, stop_ids)
+        sampling = params.for_target(self.tokenizer.defaults)
+        seq = Sequence(self._ids(prompt), sampling, params.max_tokens, stop_ids)
         seq.check_ids(self.model.target.vocab)
         self._runner.engine.check(seq)
         return seq
@@ -154,40 +154,40 @@ class LLM:
             raise UserError("a prompt is a text, a list of token ids or a list of chat messages")
         return list(prompt)  # pyright: ignore[reportReturnType]
 
-    async def _answers(self, seqs: list[Sequence], given: SamplingParams) -> list[Answer]:
-        return list(await asyncio.gather(*(self._answer(seq, given) for seq in seqs)))
+    async def _answers(self, seqs: list[Sequence], params: SamplingParams) -> list[Answer]:
+        return list(await asyncio.gather(*(self._answer(seq, params) for seq in seqs)))
 
-    async def _answer(self, seq: Sequence, given: SamplingParams) -> Answer:
+    async def _answer(self, seq: Sequence, params: SamplingParams) -> Answer:
         text, finish, logprobs = "", "length", []
         tokens: list[int] = []
-        async for update, piece in self._pieces(seq, given):
+        async for update, piece in self._pieces(seq, params):
             text += piece.text
             tokens += update.tokens
             logprobs += update.logprobs or ()
             finish = piece.finish or finish
-        wanted = None if given.logprobs is None else logprobs
+        wanted = None if params.logprobs is None else logprobs
         prompt = seq.tokens[: seq.prompt_len]
         return Answer(prompt, text, tokens, finish, seq.acceptance, wanted, seq.cached)
 
     async def _forward(
         self,
         seq: Sequence,
-        given: SamplingParams,
+        params: SamplingParams,
         arrived: queue.SimpleQueue[Chunk | BaseException],
     ) -> None:
         try:
-            async for update, piece in self._pieces(seq, given):
+            async for update, piece in self._pieces(seq, params):
                 counts = update.drafted, update.accepted
                 arrived.put(Chunk(piece.text, update.tokens, *counts, piece.finish))
         except Exception as failure:
             arrived.put(failure)
 
     async def _pieces(
-        self, seq: Sequence, given: SamplingParams
+        self, seq: Sequence, params: SamplingParams
     ) -> AsyncIterator[tuple[Update, Piece]]:
         """Yield (update, piece) until the answer ends, without the tokens that a cycle emitted
         after a stop string. Raises UserError if the engine fails the request."""
-        text = ChoiceText(self.tokenizer, given.stops)
+        text = ChoiceText(self.tokenizer, params.stops)
         async with self._room:
             ticket = self._runner.submit([seq])
             try:

@@ -99,22 +99,22 @@ def _scale(settings: ReplicaSettings, slots: int) -> dict[str, Any]:
     return {"autoscaling_config": bounds | {"target_ongoing_requests": slots}}
 
 
-def _options(given: dict[str, Any]) -> tuple[ModelConfig, SpeculationConfig, PrefixConfig]:
+def _options(values: dict[str, Any]) -> tuple[ModelConfig, SpeculationConfig, PrefixConfig]:
     """The configurations; strings from `serve run` are parsed as the fields' types."""
     typed: dict[str, Any] = {}
     for kind in (ModelConfig, registry.config_type(), PrefixConfig):
-        names = kind.__dataclass_fields__.keys() & given.keys()
-        parsed = _parsed(kind, {name: given[name] for name in names})
+        names = kind.__dataclass_fields__.keys() & values.keys()
+        parsed = _parsed(kind, {name: values[name] for name in names})
         typed |= {name: getattr(parsed, name) for name in names}
-    rest = given | typed
+    rest = values | typed
     model = rest.pop("model", ModelConfig.model)
     drafter = rest.pop("drafter", SpeculationConfig.drafter)
     return configured(model, drafter, rest.pop("k", SpeculationConfig.k), rest)
 
 
-def _parsed(kind: type, given: dict[str, Any]) -> Any:
+def _parsed(kind: type, values: dict[str, Any]) -> Any:
     try:
-        return TypeAdapter(kind).validate_python(given)
+        return TypeAdapter(kind).validate_python(values)
     except ValidationError as problem:
         first = problem.errors()[0]
         name = ".".join(map(str, first["loc"]))

@@ -240,13 +240,13 @@ def _rope(text: dict[str, Any], kind: str, head_dim: int) -> Rope:
             "rope_theta": 1e6,
         },
     }
-    given = (text.get("rope_parameters") or default).get(kind) or default[kind]
-    rope_type = given.get("rope_type", "default")
-    theta, factor = float(given["rope_theta"]), float(given.get("factor", 1.0))
+    parameters = (text.get("rope_parameters") or default).get(kind) or default[kind]
+    rope_type = parameters.get("rope_type", "default")
+    theta, factor = float(parameters["rope_theta"]), float(parameters.get("factor", 1.0))
     if rope_type == "default":
         return Rope(theta, head_dim // 2, factor)
     if rope_type == "proportional":
-        share = float(given.get("partial_rotary_factor", 1.0))
+        share = float(parameters.get("partial_rotary_factor", 1.0))
         return Rope(theta, int(share * head_dim // 2), factor)
     raise UserError(f"rope_type {rope_type!r} is not one that Gemma 4 uses (default, proportional)")
 

@@ -63,8 +63,8 @@ class _Pairs:
             if call.id is None:
                 continue
             here.setdefault(call.id, []).append(call)
-            for place, early in self._early.pop(call.id, ()):
-                self._pair(place, early, call)
+            for place, index in self._early.pop(call.id, ()):
+                self._pair(place, index, call)
         for own, found in here.items():
             if waiting := [call for call in found if not call.results]:
                 self._waiting.setdefault(own, []).append(waiting)
@@ -105,24 +105,24 @@ def paired(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
     """With each tool result directly behind the message that calls it, in the order of its calls;
     what stood between follows. A result without a call becomes a line of text, and so does a call
     that was cut, with its result."""
-    given, pairs = [with_arguments(message) for message in messages], _Pairs()
-    for at, message in enumerate(given):
+    history, pairs = [with_arguments(message) for message in messages], _Pairs()
+    for at, message in enumerate(history):
         if message.get("role") == "tool":
             pairs.add_result(at, message)
         elif calls := message.get("tool_calls"):
             pairs.add_calls(at, calls)
-    return list(_in_order(given, pairs))
+    return list(_in_order(history, pairs))
 
 
-def _in_order(given: list[Message], pairs: _Pairs) -> Iterator[Message]:
-    for at, message in enumerate(given):
+def _in_order(history: list[Message], pairs: _Pairs) -> Iterator[Message]:
+    for at, message in enumerate(history):
         if message.get("role") != "tool":
             calls = pairs.turns.get(at, [])
             yield _with_cut_calls(message, calls)
             for call in calls:
                 yield from () if call.cut else call.results
             for call in calls:
-                yield from (_told(result, call.name) for result in call.results if call.cut)
+                yield from (_in_words(result, call.name) for result in call.results if call.cut)
         elif at not in pairs.found:
             log.info("a tool's result has no call among the messages: it became text")
             yield _orphan(message)
@@ -174,7 +174,7 @@ def _with_cut_calls(message: Message, calls: list[_Call]) -> Message:
     return found | ({"tool_calls": whole} if whole else {})
 
 
-def _told(result: Message, name: str | None) -> Message:
+def _in_words(result: Message, name: str | None) -> Message:
     """A result as text."""
     content = f"Result of {name or 'a tool'}: {text_of(result.get('content'))}"
     return {"role": "user", "content": content}
@@ -182,8 +182,8 @@ def _told(result: Message, name: str | None) -> Message:
 
 def _orphan(result: Message) -> Message:
     of = result.get("name") or result.get("tool_call_id")
-    told = f"Result of a tool call that is not in this conversation{f' ({of})' if of else ''}: "
-    return {"role": "user", "content": told + text_of(result.get("content"))}
+    note = f"Result of a tool call that is not in this conversation{f' ({of})' if of else ''}: "
+    return {"role": "user", "content": note + text_of(result.get("content"))}
 
 
 def alternating(messages: Iterable[Message]) -> list[Message]:
@@ -214,13 +214,13 @@ def in_words(messages: Iterable[Message]) -> list[Message]:
         role, content = message.get("role"), text_of(message.get("content"))
         if role == "tool":
             found.append(
-                _told(message, names.get(message.get("tool_call_id")) or message.get("name"))
+                _in_words(message, names.get(message.get("tool_call_id")) or message.get("name"))
             )
         elif calls := message.get("tool_calls"):
             names |= {call.get("id"): call["function"].get("name") for call in calls}
             lines = [content, *map(written_call, calls)]
-            told = {"content": "\n".join(filter(None, lines)), "tool_calls": None}
-            found.append({**message, **told})
+            changes = {"content": "\n".join(filter(None, lines)), "tool_calls": None}
+            found.append({**message, **changes})
         else:
             role = "user" if role in ("system", "developer") else role
             found.append({**message, "role": role})
@@ -230,8 +230,8 @@ def in_words(messages: Iterable[Message]) -> list[Message]:
 def written_call(call: Mapping[str, Any]) -> str:
     """A call as text: `call:name{"city": "Paris"}`."""
     function = call["function"]
-    given = function.get("arguments") or {}
-    arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    value = function.get("arguments") or {}
+    arguments = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return f"call:{function.get('name')}{arguments}"
 
 

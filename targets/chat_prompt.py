@@ -45,11 +45,11 @@ class ChatPrompt:
         """Raises UserError where the template refuses every form."""
         messages = [self._readable(message) for message in messages]
         last = messages[-1:] if self._goes_on else []
-        given = [*paired(messages[: len(messages) - len(last)]), *last]
+        messages = [*paired(messages[: len(messages) - len(last)]), *last]
         refused: UserError | None = None
         for name, form in FORMS.items():
             try:
-                pieces = self._pieces(form(given))
+                pieces = self._pieces(form(messages))
             except RecursionError:
                 raise UserError("the messages or the tools are nested too deeply") from None
             except RenderedTooLong:
@@ -74,9 +74,9 @@ class ChatPrompt:
         return {**message, "content": text_of(parts)}
 
     def _pieces(self, messages: list[Message]) -> list[str]:
-        control, given = self._control, (messages, self._values)
-        mark, witness, end = control.marks_for(given, 3)
-        safe, values = control.broken(given, mark)
+        control, inputs = self._control, (messages, self._values)
+        mark, witness, end = control.marks_for(inputs, 3)
+        safe, values = control.broken(inputs, mark)
         begun = ""
         if self._goes_on:
             begun, safe[-1]["content"] = text_of(safe[-1].get("content")), end

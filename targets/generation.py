@@ -22,8 +22,8 @@ def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 def sampling_defaults(generation: dict[str, Any]) -> dict[str, float | int]:
     """Its sampling parameters; temperature 0 where do_sample is false."""
-    given = {key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None}
-    return given | ({"temperature": 0.0} if generation.get("do_sample") is False else {})
+    defaults = {key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None}
+    return defaults | ({"temperature": 0.0} if generation.get("do_sample") is False else {})
 
 
 def check_generation(values: dict[str, Any], file: Path, vocab: int) -> None:

@@ -100,7 +100,7 @@ def fetched(name: str) -> Path:
     except UserError:
         raise
     except Exception as problem:  # the library's errors have no common base
-        raise UserError(f"{name}: {_said(problem, repo, revision)}") from problem
+        raise UserError(f"{name}: {_failure(problem, repo, revision)}") from problem
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _fetched(repo: str, revision: str | None) -> Path:
     _check_weights(repo, [file.name for file in every])
     missing = sum(f.size for f in files if not _is_kept(repo, f.name, info.sha))
     _check_room(repo, missing)
-    with _told(repo, missing):
+    with _reported(repo, missing):
         names = [file.name for file in files]
         folder = hub.snapshot_download(repo, revision=info.sha, allow_patterns=names)
         _remember(repo, revision, info.sha)
@@ -205,7 +205,7 @@ def _cache() -> Path:
 
 
 @contextmanager
-def _told(repo: str, missing: int) -> Iterator[None]:
+def _reported(repo: str, missing: int) -> Iterator[None]:
     """Report a download's progress: the library's bars on a terminal, else a line now and then."""
     if not missing:
         yield
@@ -254,7 +254,7 @@ def _unreachable(problem: Exception) -> bool:
     return isinstance(problem, (OfflineModeIsEnabled, ConnectionError, TimeoutError)) or http
 
 
-def _said(problem: Exception, repo: str, revision: str | None) -> str:
+def _failure(problem: Exception, repo: str, revision: str | None) -> str:
     from huggingface_hub import utils
 
     if isinstance(problem, utils.GatedRepoError):
@@ -277,5 +277,5 @@ def _said(problem: Exception, repo: str, revision: str | None) -> str:
             f"({type(problem).__name__}): check the network, or name a folder"
         )
     status = getattr(getattr(problem, "response", None), "status_code", None)
-    told: Any = f"status {status}" if status else f"{type(problem).__name__}: {problem}"
-    return f"the Hugging Face hub did not deliver it ({told}): try again, what came is kept"
+    cause: Any = f"status {status}" if status else f"{type(problem).__name__}: {problem}"
+    return f"the Hugging Face hub did not deliver it ({cause}): try again, what came is kept"

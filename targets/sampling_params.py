@@ -52,17 +52,17 @@ def blank_table(rows: int) -> SamplingTable:
     )
 
 
-def set_row(sampling_params: Any, row: int, given: Sampling, prompt_len: int) -> None:
+def set_row(sampling_params: Any, row: int, sampling: Sampling, prompt_len: int) -> None:
     """Write a request's parameters into its row, in place: a captured graph may read these very
     arrays."""
-    sampling_params.temperature[row] = given.temperature
-    sampling_params.top_k[row] = given.top_k
-    sampling_params.top_p[row] = given.top_p
-    sampling_params.min_p[row] = given.min_p
-    sampling_params.repetition[row] = given.repetition_penalty
-    sampling_params.presence[row] = given.presence_penalty
-    sampling_params.frequency[row] = given.frequency_penalty
-    sampling_params.seed[row, 0], sampling_params.seed[row, 1] = split_seed(given.seed)
+    sampling_params.temperature[row] = sampling.temperature
+    sampling_params.top_k[row] = sampling.top_k
+    sampling_params.top_p[row] = sampling.top_p
+    sampling_params.min_p[row] = sampling.min_p
+    sampling_params.repetition[row] = sampling.repetition_penalty
+    sampling_params.presence[row] = sampling.presence_penalty
+    sampling_params.frequency[row] = sampling.frequency_penalty
+    sampling_params.seed[row, 0], sampling_params.seed[row, 1] = split_seed(sampling.seed)
     sampling_params.prompt_len[row] = prompt_len
 
 

@@ -214,11 +214,11 @@ class Weight:
                 f"[{out}, groups], groups of equally many inputs"
             )
         found = inner // shape[1]
-        said = {size} if size else _group_sizes(self.config)
-        if shape[1] > 1 and said and found not in said:
+        expected = {size} if size else _group_sizes(self.config)
+        if shape[1] > 1 and expected and found not in expected:
             self._refuse(
                 f"{self._scale} has shape {list(shape)}: groups of {found} inputs, where "
-                f"{' or '.join(map(str, sorted(said)))} are expected"
+                f"{' or '.join(map(str, sorted(expected)))} are expected"
             )
         if size is None and _asymmetric(self.config):
             zero = f"{self.base}.weight_zero_point"

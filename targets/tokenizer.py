@@ -190,8 +190,8 @@ class Tokenizer:
         goes on with it.
         """
         render = partial(self.render, max_characters=max_characters)
-        given = render, self._control_tokens, template_kwargs, continue_final
-        prompt = ChatPrompt(*given, self._template.reads_parts)
+        inputs = render, self._control_tokens, template_kwargs, continue_final
+        prompt = ChatPrompt(*inputs, self._template.reads_parts)
         return prompt.pieces(messages)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:

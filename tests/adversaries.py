@@ -106,7 +106,7 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
 }
 
 
-def repeat(attack: Attack, url: str, max_len: int, ended: Event, told: Any) -> None:
+def repeat(attack: Attack, url: str, max_len: int, ended: Event, reports: Any) -> None:
     """An attacker's process: send, whatever is answered, until `ended`."""
     statuses: Counter[str] = Counter()
     with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as client:
@@ -118,23 +118,23 @@ def repeat(attack: Attack, url: str, max_len: int, ended: Event, told: Any) -> N
             statuses[status] += 1
             if status in ("429", "503"):
                 time.sleep(PAUSE_SECONDS)
-    told.put(dict(statuses))
+    reports.put(dict(statuses))
 
 
 @contextmanager
 def attacked(url: str, max_len: int, attack: Attack, count: int) -> Iterator[Counter[str]]:
     """Attackers beside the block; afterwards the counter holds what they were answered."""
     context = multiprocessing.get_context("fork")
-    ended, told, statuses = context.Event(), context.Queue(), Counter[str]()
-    given = (attack, url, max_len, ended, told)
-    attackers = [context.Process(target=repeat, args=given, daemon=True) for _ in range(count)]
+    ended, reports, statuses = context.Event(), context.Queue(), Counter[str]()
+    inputs = (attack, url, max_len, ended, reports)
+    attackers = [context.Process(target=repeat, args=inputs, daemon=True) for _ in range(count)]
     for one in attackers:
         one.start()
     time.sleep(HEAD_START_SECONDS)
     yield statuses
     ended.set()
     for _ in attackers:  # all are read before any is joined: a full queue would hold one up
-        statuses.update(told.get(timeout=TIMEOUT_SECONDS))
+        statuses.update(reports.get(timeout=TIMEOUT_SECONDS))
     for one in attackers:
         one.join(TIMEOUT_SECONDS)
 
@@ -265,12 +265,12 @@ def main() -> None:
     parser.add_argument("--pid", type=int, help="its process, for memory")
     parser.add_argument("--max-len", type=int, default=2048, help="the server's")
     parser.add_argument("--tries", type=int, default=20)
-    given, more = parser.parse_known_args()
-    if given.url is not None:
-        print(json.dumps(report(given.url, given.pid, given.max_len, given.tries)))
+    options, more = parser.parse_known_args()
+    if options.url is not None:
+        print(json.dumps(report(options.url, options.pid, options.max_len, options.tries)))
         return
-    with started(given.max_len, more) as (url, pid):
-        print(json.dumps(report(url, pid, given.max_len, given.tries)))
+    with started(options.max_len, more) as (url, pid):
+        print(json.dumps(report(url, pid, options.max_len, options.tries)))
 
 
 if __name__ == "__main__":

@@ -213,9 +213,9 @@ def changed_controls(
     """The control tokens of the prompt with an attack and with a plain text in its place; None
     where both are refused."""
     found = []
-    for said in (text, "x"):
+    for value in (text, "x"):
         try:
-            found.append(controls(prompt_of(api, changed(BODIES[api](), path, said), tokenizer)))
+            found.append(controls(prompt_of(api, changed(BODIES[api](), path, value), tokenizer)))
         except (ApiError, UserError):
             found.append(None)
     return None if None in found else tuple(found)
@@ -224,25 +224,25 @@ def changed_controls(
 def history(rng: random.Random, api: str) -> tuple[dict[str, Any], set[str]]:
     """A body with a random history, and the words of what its tools answered."""
     items: list[dict[str, Any]] = []
-    told: set[str] = set()
+    answered: set[str] = set()
     for number in range(rng.randint(1, 10)):
         kind = rng.choice(["result", "result", "call", "call", "said", "user", "system"])
         own = rng.choice(IDS)
         if kind == "result":
-            told.add(f"R{number}")
+            answered.add(f"R{number}")
         whole: Any = {"n": number} if api == "messages" else json.dumps({"n": number})
         arguments = rng.choice([whole, whole, f'{{"n": "cut{number}'])
         items += FORMS[api](kind, number, own, arguments, rng)
     if api == "responses":
-        return {"input": [*items, {"role": "user", "content": "Go"}]}, told
+        return {"input": [*items, {"role": "user", "content": "Go"}]}, answered
     last = {"role": "user", "content": "Go"}
-    return {"model": "m", "max_tokens": 5, "messages": [*items, last]}, told
+    return {"model": "m", "max_tokens": 5, "messages": [*items, last]}, answered
 
 
 def _of_chat(kind: str, number: int, own: str, arguments: Any, rng: random.Random) -> list[Any]:
     if kind == "result":
-        given = rng.choice([{"tool_call_id": own}, {"tool_call_id": own}, {}])
-        return [{"role": "tool", "content": f"R{number}", **given}]
+        pairing = rng.choice([{"tool_call_id": own}, {"tool_call_id": own}, {}])
+        return [{"role": "tool", "content": f"R{number}", **pairing}]
     if kind == "call":
         calls = [
             {"id": i, "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -288,16 +288,16 @@ FORMS = {"chat": _of_chat, "responses": _of_responses, "messages": _of_messages}
 
 def missing_results(rng: random.Random, api: str, tokenizer: Tokenizer) -> set[str]:
     """Of one random history."""
-    body, told = history(rng, api)
+    body, answered = history(rng, api)
     ids = prompt_of(api, body, tokenizer)
-    return told - words_of(tokenizer.decode(ids, skip_special=False))
+    return answered - words_of(tokenizer.decode(ids, skip_special=False))
 
 
 def moved_beginning(text: str, tokenizer: Tokenizer) -> bool:
     """Whether a prompt does not end in the beginning of an answer, or has other control tokens."""
 
-    def begun(said: str) -> tuple[str, list[str]]:
-        messages = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": said}]
+    def begun(beginning: str) -> tuple[str, list[str]]:
+        messages = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": beginning}]
         ids = prompt_of("chat", {"messages": messages, "continue_final_message": True}, tokenizer)
         again = {"model": "m", "max_tokens": 5, "messages": messages}
         assert prompt_of("messages", again, tokenizer) == ids

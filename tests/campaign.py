@@ -128,8 +128,8 @@ def check_case(case: Case, counts: Counts) -> None:
                 check_run(bench, engine, run["requests"], counts)
         counts.cases += bench is not None
     except Exception as problem:  # whatever goes wrong, the case is what matters
-        said = str(problem) if isinstance(problem, AssertionError) else traceback.format_exc()
-        raise Failed(said, case | {"runs": case["runs"][:done]}) from problem
+        report = str(problem) if isinstance(problem, AssertionError) else traceback.format_exc()
+        raise Failed(report, case | {"runs": case["runs"][:done]}) from problem
 
 
 def allowed(make: Callable[[], Any], counts: Counts) -> Any | None:
@@ -162,13 +162,13 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="of --backend cuda")
     parser.add_argument("--case", type=json.loads, help="one case, as a failure printed it")
     parser.add_argument("--show", action="store_true", help="print each case before it runs")
-    given = parser.parse_args()
-    if given.case:
+    options = parser.parse_args()
+    if options.case:
         counts = Counts()
-        check_case(given.case, counts)
+        check_case(options.case, counts)
     else:
-        device = given.device or (parts.cuda_device() if given.backend == "cuda" else "cpu")
-        counts = campaign(given.seconds, given.seed, given.backend, device, given.show)
+        device = options.device or (parts.cuda_device() if options.backend == "cuda" else "cpu")
+        counts = campaign(options.seconds, options.seed, options.backend, device, options.show)
     print(f"no difference: {counts}")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from tests.serve.test_serve_agents import CLIENTS, TOOLS
+from tests.support.agents import CLIENTS, TOOLS
 from tests.support.serving import serving_mini
 
 JUNK: list[Any] = [

@@ -112,14 +112,14 @@ BY_HAND = [
     ("gemm.cu", "(job.passes > 1 ? ring_bytes + job.stages * kBarriers : 0)", "(0)"),
     ("gemm.cu", "if ((step += here) == job.steps) step = 0;", "step += here;"),
     ("moe.cu", "sums + turn % 2 * room", "sums"),
-    ("moe.cu", "await_asked<kSlots - 1>()", "await_asked<kSlots>()"),
+    ("moe.cu", "await_asked<kRingStages - 1>()", "await_asked<kRingStages>()"),
     ("grouped.cu", "await_asked<kStages - 2>()", "await_asked<kStages - 1>()"),
     # starts
-    ("gemm.cu", "if (job.next == kInTurn) let_next_start();", ""),
+    ("gemm.cu", "if (job.pdl_trigger == kTriggerInTurn) let_next_start();", ""),
     (
         "moe.cu",
-        "  if (!job.ready) wait_for_previous();\n  let_next_start();",
-        "  let_next_start();\n  if (!job.ready) wait_for_previous();",
+        "  if (!job.pdl_inputs_ready) wait_for_previous();\n  let_next_start();",
+        "  let_next_start();\n  if (!job.pdl_inputs_ready) wait_for_previous();",
     ),
     (
         "route.cu",
@@ -131,7 +131,7 @@ BY_HAND = [
         "wait_for_previous(), let_next_start();",
         "let_next_start(), wait_for_previous();",
     ),
-    ("norm.cu", "if (!job.late) let_next_start();", "let_next_start();"),
+    ("norm.cu", "if (!job.pdl_trigger_late) let_next_start();", "let_next_start();"),
     (
         "attention_split.cu",
         "  wait_for_previous();\n  let_next_start();\n#pragma unroll 1",
@@ -142,8 +142,8 @@ BY_HAND = [
 EXPLAINED: dict[str, str] = {
     "attention_fused.cu: __syncwarp(); #3": "orders nothing: only lane 0 acts between two turns",
     "experts.cuh: __syncwarp();": "the next turn's __match_any_sync gathers the warp",
-    "gemm.cu: if (!job.ready) wait_for_previous();": "a stage is free once consumers, who have "
-    "waited, have read it",
+    "gemm.cu: if (!job.pdl_inputs_ready) wait_for_previous();": "a stage is free once consumers, "
+    "who have waited, have read it",
     "gemm.cu: __syncwarp();": "the MMAs before it gather all lanes after their loads",
     "gemm.cu: wait_for_previous();": "a head's `certified` path: the card's alone, as screen.cu is",
     "gemm.cu: __syncwarp(); #2": "pass<kStarted> below counts each lane, lane 0 too",
@@ -156,7 +156,8 @@ EXPLAINED: dict[str, str] = {
     "moe.cu: if (!kOwn) __syncwarp(); #2": "the MMAs before it gather all lanes after their loads",
     "moe.cu: __syncwarp();": "the last entry's MMAs gather all lanes after their loads",
     "moe.cu: __syncwarp(); #3": "the last entry's MMAs, and the reduction before each store",
-    "moe.cu: if (j && NB == 1) __syncwarp();": "orders nothing: it makes the compiler load again",
+    "moe.cu: if (j && kColumnTiles == 1) __syncwarp();": "orders nothing: it makes the compiler "
+    "load again",
     "moe.cu: __syncwarp(); #5": "token 0's copies are the lane's own; the warp's maximum gathers "
     "all lanes before another's are read or written over",
     "ordered.cu: __syncthreads(); #3": "a bound too low lets more clusters through, of the same "
@@ -165,10 +166,10 @@ EXPLAINED: dict[str, str] = {
     "into another only once that has started",
     "attention_combine.cu: if (place.slot < 0) return; -> nothing": "saves time: what an idle row "
     "gets is not read",
-    "gemm.cu: if (job.next == kInTurn) let_next_start(); -> nothing": "costs time alone: the end "
-    "of a CTA lets the next kernel start too",
-    "norm.cu: if (!job.late) let_next_start(); -> let_next_start();": "timing alone: what comes "
-    "from memory first",
+    "gemm.cu: if (job.pdl_trigger == kTriggerInTurn) let_next_start(); -> nothing": "costs time "
+    "alone: the end of a CTA lets the next kernel start too",
+    "norm.cu: if (!job.pdl_trigger_late) let_next_start(); -> let_next_start();": "timing alone: "
+    "what comes from memory first",
     "attention_split.cu: wait_for_previous(); let_next_start(); #pragma unroll 1 -> "
     "let_next_start(); wait_for_previous(); #pragma unroll 1": "timing alone: `combine` reads "
     "nothing before its own wait",
@@ -201,11 +202,11 @@ def dropped() -> Iterator[Sabotage]:
                 continue
             begin = match.end() if match[0].endswith("(") else text.index("(", match.start()) + 1
             end = emulated._closing(text, begin) + 1
-            said = line.split("//")[0].strip()
-            seen[said] = seen.get(said, 0) + 1
-            again = f" #{seen[said]}" if seen[said] > 1 else ""
+            label = line.split("//")[0].strip()
+            seen[label] = seen.get(label, 0) + 1
+            again = f" #{seen[label]}" if seen[label] > 1 else ""
             sabotaged = text[: match.start()] + "void()" + text[end:]
-            yield Sabotage(f"{file}: {said}{again}", file, _line(text, match.start()), sabotaged)
+            yield Sabotage(f"{file}: {label}{again}", file, _line(text, match.start()), sabotaged)
 
 
 def by_hand() -> Iterator[Sabotage]:
@@ -259,9 +260,9 @@ def _run_here(sabotage: Sabotage, schedule: str) -> int:
     emulated.REPLACED[sabotage.file] = sabotage.text
     compile_ = emulated._compile
 
-    def compiled(*given: str) -> None:
+    def compiled(*command: str) -> None:
         try:
-            compile_(*given)
+            compile_(*command)
         except subprocess.CalledProcessError:
             os._exit(NOT_COMPILED)
 

@@ -131,9 +131,10 @@ def main() -> None:
     rows = [json.loads(line) for line in asked.file.read_text().splitlines()]
     judged = replay(rows)
     with serving_mini(asked.drafter, asked.k, 8, asked.tokens + 256, asked.backend) as server:
-        said = asyncio.run(answers(f"{server.url}/v1", rows, asked.tokens))
-    tau = {kind: said[f"tokens {kind}"] / said[f"passes {kind}"] for kind in ("with", "without")}
-    print(json.dumps({"masks": judged, "answers": said, "tau": tau}, indent=1))
+        counts = asyncio.run(answers(f"{server.url}/v1", rows, asked.tokens))
+    kinds = "with", "without"
+    tau = {kind: counts[f"tokens {kind}"] / counts[f"passes {kind}"] for kind in kinds}
+    print(json.dumps({"masks": judged, "answers": counts, "tau": tau}, indent=1))
 
 
 if __name__ == "__main__":

@@ -278,19 +278,19 @@ def main() -> None:
     parser.add_argument("--dtype", help="by default the checkpoint's; float32 on a CPU")
     parser.add_argument("--kv-dtype")
     parser.add_argument("--out", type=Path, help="write what is printed to this file, too")
-    given = parser.parse_args()
+    args = parser.parse_args()
     began = time.monotonic()
-    own = {name: getattr(given, name) for name in ("dtype", "kv_dtype") if getattr(given, name)}
-    bench = WarmBench(given.backend, given.model, given.drafter, given.device, **own)
-    counts = campaign(bench, given.loop, given.temperature, range(given.chats), given.seed)
+    own = {name: getattr(args, name) for name in ("dtype", "kv_dtype") if getattr(args, name)}
+    bench = WarmBench(args.backend, args.model, args.drafter, args.device, **own)
+    counts = campaign(bench, args.loop, args.temperature, range(args.chats), args.seed)
     took = round(time.monotonic() - began, 1)
     found = {"counts": asdict(counts), "differences": 0, "seconds": took}
-    options = {name: value for name, value in vars(given).items() if name != "out"}
+    options = {name: value for name, value in vars(args).items() if name != "out"}
     device = bench.backend.device(bench.config)
     text = json.dumps(run_record(device, gpus=gpus(), options=options) | found)
     print(text)
-    if given.out:
-        given.out.write_text(text + "\n")
+    if args.out:
+        args.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -101,14 +101,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="rows a step, instead of the recipe's")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    recipe = read_recipe(given.recipe)
-    recipe = replace(recipe, batch=given.batch or recipe.batch)
-    target, teacher = released(given.target), released(given.teacher)
-    found = measure(recipe, target, teacher, given.steps)
-    named = {"target": given.target, "teacher": given.teacher}
+    options = parser.parse_args()
+    recipe = read_recipe(options.recipe)
+    recipe = replace(recipe, batch=options.batch or recipe.batch)
+    target, teacher = released(options.target), released(options.teacher)
+    found = measure(recipe, target, teacher, options.steps)
+    named = {"target": options.target, "teacher": options.teacher}
     record = run_record(jax.devices()[0].device_kind, **named, **found)
-    given.out.write_text(json.dumps(record, indent=1))
+    options.out.write_text(json.dumps(record, indent=1))
     print(f"{found['tokens_per_second']:,.0f} tokens/s")
 
 

@@ -87,19 +87,19 @@ def make_trainer(request: TrainingRequest, watcher: Watcher) -> tuple[Trainer, f
     prompts = prompts_of(kept, recipe.live_prompts, recipe.length)
     ends = tuple(tokenizer.stop_ids), tokenizer.suppress_ids
     live = Live(params, arch, spec, ids, prompts, recipe.unroll, *ends)
-    told = _teaching(teacher, ids, tokenizer)
-    given = recipe, spec, request.run, params, told, rows, judged, ids, live, request.devices
-    return Trainer(*given), coverage(counts, ids)
+    teaching = _teaching(teacher, ids, tokenizer)
+    inputs = recipe, spec, request.run, params, teaching, rows, judged, ids, live, request.devices
+    return Trainer(*inputs), coverage(counts, ids)
 
 
 def _teaching(
     teacher: _Teacher, ids: np.ndarray, tokenizer: Tokenizer
 ) -> Callable[[Params, PackedRows], TeacherOutput]:
-    def told(params: Params, rows: PackedRows) -> TeacherOutput:
-        given = teacher.layers, ids, tokenizer.suppress_ids, rows, teacher.lenders
-        return teach(params, teacher.arch, *given)
+    def teaching(params: Params, rows: PackedRows) -> TeacherOutput:
+        inputs = teacher.layers, ids, tokenizer.suppress_ids, rows, teacher.lenders
+        return teach(params, teacher.arch, *inputs)
 
-    return told
+    return teaching
 
 
 def _claim_cache(
@@ -123,7 +123,7 @@ def _claim_cache(
 
 def _fill_cache(cache: FeatureCache, teacher: _Teacher, batch: int, watcher: Watcher) -> None:
     """Let the target read what is missing. Raises UserError."""
-    program = jax.jit(lambda params, *given: read(params, teacher.arch, teacher.layers, *given))
+    program = jax.jit(lambda params, *inputs: read(params, teacher.arch, teacher.layers, *inputs))
     total = len(cache.rows.tokens)
     done = total - cache.check_room()
     if 0 < done < total:

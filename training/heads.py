@@ -231,11 +231,11 @@ class AssistantHead:
         if origin.table.shape[1] != width:
             return {}
         through = np.eye(width, dtype=np.float32)
-        given = {"head": origin.table[ids], "norm": SURENESS * origin.norm}
-        given["pre_projection"] = np.concatenate(
+        weights = {"head": origin.table[ids], "norm": SURENESS * origin.norm}
+        weights["pre_projection"] = np.concatenate(
             [EMBEDDING_WEIGHT * through, STATE_WEIGHT * through], 1
         )
-        return given | {"post_projection": through} | _last_layers(self.shapes, origin.layers)
+        return weights | {"post_projection": through} | _last_layers(self.shapes, origin.layers)
 
     def begin(self, weights: Weights, lesson: TeacherOutput) -> Any:
         return lesson.features

@@ -137,9 +137,9 @@ def spec_for(arch: Arch, shape: HeadShape, stop_ids: Collection[int]) -> HeadSpe
     """The recipe's head for this target. Raises UserError where it can't be."""
     if shape.draft_vocab < len(stop_ids):
         raise UserError(f"draft_vocab {shape.draft_vocab} has no room for {len(stop_ids)} stop ids")
-    given: dict[str, Any] = asdict(shape)
-    given["layers"] = shape.layers or default_layers(len(arch.layers))
-    spec = HeadSpec(hidden=arch.hidden, vocab=arch.vocab, **given)
+    sizes: dict[str, Any] = asdict(shape)
+    sizes["layers"] = shape.layers or default_layers(len(arch.layers))
+    spec = HeadSpec(hidden=arch.hidden, vocab=arch.vocab, **sizes)
     check_spec(spec)
     check_pair(spec, arch)
     return spec

@@ -113,8 +113,8 @@ def teach(
     the target never chooses. lenders: layers from which the head reads keys and values."""
     hidden, lent = rows.states, None
     if hidden is None:
-        given = layers, lenders, rows.tokens, rows.documents
-        hidden, lent = read_and_lend(params, arch, *given)
+        inputs = layers, lenders, rows.tokens, rows.documents
+        hidden, lent = read_and_lend(params, arch, *inputs)
     assert lent is not None or not lenders, "states from a cache lend no keys and values"
 
     def token(state: Any) -> tuple[Any, Any, Any]:

@@ -58,9 +58,9 @@ def initial_state(
     for name, shape in head.shapes.items():
         noise = random.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
         weights[name] = jnp.ones(shape, jnp.float32) if len(shape) == 1 else jnp.asarray(noise)
-    given = head.start(origin, target_ids)
+    start = head.start(origin, target_ids)
     # copies: a step gives its weights away, and the target's are not its own
-    weights |= {name: jnp.array(value, jnp.float32) for name, value in given.items()}
+    weights |= {name: jnp.array(value, jnp.float32) for name, value in start.items()}
     optimizer = make_optimizer(recipe)
     return TrainState(jnp.zeros((), jnp.int32), weights, optimizer.init(weights))
 

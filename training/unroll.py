@@ -28,7 +28,7 @@ class Judged:
 
     mask: Any
     """1 where the step counts at all."""
-    told: Any
+    has_next_token: Any
     """1 where the row also contains the answer's next token (the target's choice)."""
     known: Any
     """1 where the target's likeliest token is in the draft vocabulary: the loss counts only these
@@ -97,11 +97,13 @@ def judge(
 
     before, seen = head.begin(weights, lesson), []
     tokens, spoken = jnp.asarray(rows.tokens), lesson._replace(lent=None)
-    for n, (mask, told) in enumerate(zip(masks(rows, steps), continued(rows, steps), strict=True)):
+    for n, (mask, has_next_token) in enumerate(
+        zip(masks(rows, steps), continued(rows, steps), strict=True)
+    ):
         taught = jax.tree.map(lambda part, n=n: ahead(part, n + 1), spoken)
         fed, chosen = ahead(tokens, n + 1), ahead(tokens, n + 2)
         before, judged = one(weights, before, fed, lesson.lent, taught, chosen)
-        seen.append(Judged(mask.astype(jnp.float32), told.astype(jnp.float32), *judged))
+        seen.append(Judged(mask.astype(jnp.float32), has_next_token.astype(jnp.float32), *judged))
     return jax.tree.map(lambda *parts: jnp.stack(parts), *seen)
 
 
@@ -167,9 +169,9 @@ def simulated(judged: Judged, key: Any) -> dict[str, Any]:
     chains = (jnp.cumprod(judged.overlap, 0) * judged.mask[-1]).sum((1, 2))
     return {
         "overlap": _mean(judged.overlap, judged.mask),
-        "coupled": _mean(judged.coupled, judged.told),
+        "coupled": _mean(judged.coupled, judged.has_next_token),
         "tau_t0": walked_tau(judged.hit, judged.mask),
-        "tau_t1": walked_tau(accepted, judged.told),
+        "tau_t1": walked_tau(accepted, judged.has_next_token),
         "tau_t1_bound": 1 + (chains / jnp.maximum(judged.mask[-1].sum(), 1)).sum(),
     }
 

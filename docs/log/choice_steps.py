@@ -69,18 +69,18 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--random", default="gemma-4-31b")
     parser.add_argument("--dtype", default="fp8")
-    given = parser.parse_args()
-    config = ModelConfig(backend="cuda", dtype=given.dtype, slots=1, max_len=2 * CONTEXT)
+    options = parser.parse_args()
+    config = ModelConfig(backend="cuda", dtype=options.dtype, slots=1, max_len=2 * CONTEXT)
     plain = registry.resolved(registry.config_type()(drafter="none", k=0), config, random=True)
-    target = loaded_model(config, plain, random=given.random).target
+    target = loaded_model(config, plain, random=options.random).target
     assert isinstance(target, CudaTarget)
     found: dict[str, list[float]] = {}
     for _ in range(TURNS):
         for width in WIDTHS:
             for name, sampling in heads(target):
                 found.setdefault(f"{name}, {width}", []).append(step_ms(target, width, sampling))
-    about = {"gpus": gpus(), "asked": vars(given) | {"out": None}}
-    given.out.write_text(json.dumps(about | {"ms": found}, indent=1) + "\n")
+    about = {"gpus": gpus(), "asked": vars(options) | {"out": None}}
+    options.out.write_text(json.dumps(about | {"ms": found}, indent=1) + "\n")
     print({name: [round(ms, 3) for ms in times] for name, times in found.items()})
 
 

@@ -276,24 +276,24 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--recorded", type=Path)
     parser.add_argument("--prompts", type=Path)
-    given = parser.parse_args()
-    if given.recorded is None:
-        kinds, about = made_kinds(given.texts), {"texts": given.texts, "rates": RATES}
+    options = parser.parse_args()
+    if options.recorded is None:
+        kinds, about = made_kinds(options.texts), {"texts": options.texts, "rates": RATES}
     else:
-        kinds = dict(kinds_of(given.recorded, given.prompts))
+        kinds = dict(kinds_of(options.recorded, options.prompts))
         about = {"texts": {kind: len(known) for kind, known in kinds.items()}}
     about |= {"k": K, "call_ms": dict(zip(map(str, TOKENS), MS, strict=True))}
     table: dict[str, dict[str, Any]] = {}
     seen: Speeds = {}
     for kind, known in kinds.items():
-        for batch in map(int, given.batches.split(",")):
+        for batch in map(int, options.batches.split(",")):
             filling = enough(known, batch)
             found = row(filling, batch, seen)
-            if given.recorded is None:
+            if options.recorded is None:
                 found["useless_over_plain"] = useless_over_plain(filling, batch)
             table[f"{kind}, batch {batch}"] = found
             print(kind, batch, found, flush=True)
-        given.out.write_text(json.dumps(about | {"rows": table}, indent=1) + "\n")
+        options.out.write_text(json.dumps(about | {"rows": table}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

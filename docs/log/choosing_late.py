@@ -218,14 +218,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--only", default="", help="kinds whose name begins so")
     parser.add_argument("--one-width", action="store_true", help="as JAX's loop runs")
-    given = parser.parse_args()
-    Table.one_width = given.one_width
+    options = parser.parse_args()
+    Table.one_width = options.one_width
     table: dict[str, dict[str, Any]] = {}
     seen: Speeds = {}
-    for kind, texts in kinds_of(given.recorded, given.prompts):
-        if not kind.startswith(given.only):
+    for kind, texts in kinds_of(options.recorded, options.prompts):
+        if not kind.startswith(options.only):
             continue
-        for batch in map(int, given.batches.split(",")):
+        for batch in map(int, options.batches.split(",")):
             known = enough(texts, batch)
             singles = single_speeds(ON_DEVICE, known, batch, seen, single)
             best = max(singles, key=lambda name: singles[name])
@@ -238,7 +238,7 @@ def main() -> None:
             found["useless"] = round(auto(wrong, batch) / plain, 3)
             table[f"{kind}, batch {batch}"] = found
             print(kind, batch, found, flush=True)
-        given.out.write_text(json.dumps({"k": K, "rows": table}, indent=1) + "\n")
+        options.out.write_text(json.dumps({"k": K, "rows": table}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -63,15 +63,15 @@ def main() -> None:
     parser.add_argument("--drafter", default="assistant")
     parser.add_argument("--draft-vocab", type=int)
     parser.add_argument("--dtype", default="fp8")
-    given = parser.parse_args()
-    config = ModelConfig(backend="cuda", dtype=given.dtype, slots=1, max_len=2 * CONTEXT)
-    own = {} if given.draft_vocab is None else {"draft_vocab": given.draft_vocab}
-    asked = registry.config_type()(drafter=given.drafter, k=LONG, **own)
+    options = parser.parse_args()
+    config = ModelConfig(backend="cuda", dtype=options.dtype, slots=1, max_len=2 * CONTEXT)
+    own = {} if options.draft_vocab is None else {"draft_vocab": options.draft_vocab}
+    asked = registry.config_type()(drafter=options.drafter, k=LONG, **own)
     speculation = registry.resolved(asked, config, random=True)
-    model = loaded_model(config, speculation, random=given.random)
-    found = {"gpus": gpus(), "asked": vars(given) | {"out": None}}
-    found["ms"] = step_ms(model, given.drafter)
-    given.out.write_text(json.dumps(found, indent=1) + "\n")
+    model = loaded_model(config, speculation, random=options.random)
+    found = {"gpus": gpus(), "asked": vars(options) | {"out": None}}
+    found["ms"] = step_ms(model, options.drafter)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
     print({name: round(ms, 4) for name, ms in found["ms"].items()})
 
 

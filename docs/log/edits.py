@@ -121,11 +121,11 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=50)
     parser.add_argument("--share", type=float, default=0.05, help="of lines that are changed")
     parser.add_argument("--ks", default="3,4,7,15,31")
-    given = parser.parse_args()
-    known = list(cases(given.files, given.share, load_tokenizer(mini.path("mini"))))
+    options = parser.parse_args()
+    known = list(cases(options.files, options.share, load_tokenizer(mini.path("mini"))))
     answered, held = sum(len(c.answer) - 1 for c in known), sum(len(c.file) for c in known)
     table: dict[str, dict[str, float]] = {}
-    for k in map(int, given.ks.split(",")):
+    for k in map(int, options.ks.split(",")):
         row = table[f"k {k}"] = {}
         for name, (make, predicted) in WAYS.items():
             found = [counted(case, make(), k, predicted) for case in known]
@@ -133,8 +133,8 @@ def main() -> None:
             if predicted and make is NoDrafter:
                 row["of the file repeated"] = round(sum(c.repeated for c in found) / held, 4)
         print(k, row, flush=True)
-    about = {"files": given.files, "lines changed": given.share, "tokens": answered}
-    given.out.write_text(json.dumps(about | {"tau": table}, indent=1) + "\n")
+    about = {"files": options.files, "lines changed": options.share, "tokens": answered}
+    options.out.write_text(json.dumps(about | {"tau": table}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -80,19 +80,19 @@ def main() -> None:
     parser.add_argument("--compare", type=Path, nargs=2)
     parser.add_argument("models", nargs="*", help="NAME:DTYPE")
     parser.add_argument("--tokens", type=int, default=256)
-    given = parser.parse_args()
-    if given.compare:
-        compare(*given.compare)
+    options = parser.parse_args()
+    if options.compare:
+        compare(*options.compare)
     import torch
 
     cases: dict[str, object] = {}
-    for one in given.models:
+    for one in options.models:
         name, dtype = one.split(":")
-        cases |= measured(name, dtype, given.tokens)
+        cases |= measured(name, dtype, options.tokens)
         gc.collect()
         torch.cuda.empty_cache()
         card = torch.cuda.get_device_name()
-        given.out.write_text(json.dumps({"card": card, "cases": cases}, indent=1))
+        options.out.write_text(json.dumps({"card": card, "cases": cases}, indent=1))
 
 
 if __name__ == "__main__":

@@ -44,24 +44,24 @@ def main() -> None:
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--max-len", type=int, default=8192)
     parser.add_argument("--no-prefix-cache", action="store_true")
-    given = parser.parse_args()
-    asked = {"dtype": given.dtype, "kv_dtype": given.kv_dtype, "max_len": given.max_len}
-    config = ModelConfig(given.model, backend="cuda", slots=1, **asked)
+    options = parser.parse_args()
+    asked = {"dtype": options.dtype, "kv_dtype": options.kv_dtype, "max_len": options.max_len}
+    config = ModelConfig(options.model, backend="cuda", slots=1, **asked)
     speculation = registry.resolved(
-        registry.config_type()(drafter=given.drafter), config, random=True
+        registry.config_type()(drafter=options.drafter), config, random=True
     )
-    model = random_model(given.model, config, speculation)
-    found = {"gpus": gpus(), "asked": vars(given) | {"out": str(given.out)}, "loaded": used()}
-    prefix = PrefixConfig(not given.no_prefix_cache)
+    model = random_model(options.model, config, speculation)
+    found = {"gpus": gpus(), "asked": vars(options) | {"out": str(options.out)}, "loaded": used()}
+    prefix = PrefixConfig(not options.no_prefix_cache)
     engine = serving_engine(model, speculation, 8, prefix)
     found["ready"] = used()
-    prompt = [2 + i % 4000 for i in range(given.max_len - ANSWER - 8)]
+    prompt = [2 + i % 4000 for i in range(options.max_len - ANSWER - 8)]
     for name in ("after a long prompt", "after it again"):
         seq = Sequence([*prompt], max_tokens=ANSWER)
         engine.run_to_end([seq])
         found[name] = used()
     print(json.dumps(found))
-    given.out.write_text(json.dumps(found, indent=1))
+    options.out.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -80,19 +80,19 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--each", type=int, default=8)
     parser.add_argument("--only", nargs="+", default=DRAFTERS, help="keep the others' in OUT")
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(mini.path("mini"))
-    prompts = fitting(read_prompts(given.prompts), tokenizer, given.each)
+    prompts = fitting(read_prompts(options.prompts), tokenizer, options.each)
     for temperature in (1.0, 0.0):
-        found = [recorded(drafter, prompts, temperature) for drafter in given.only]
-        file = given.out / f"t{temperature:g}.jsonl"
+        found = [recorded(drafter, prompts, temperature) for drafter in options.only]
+        file = options.out / f"t{temperature:g}.jsonl"
         rows = []
         for prompt, *each in zip(prompts, *found, strict=True):
-            row = script_row(each, given.only, K)
+            row = script_row(each, options.only, K)
             del row["prompt"]
             rows.append({"id": prompt.id, "category": prompt.category} | row)
-        if set(given.only) != set(DRAFTERS):
+        if set(options.only) != set(DRAFTERS):
             keep_others(rows, file)
         lines = (json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
         file.write_text("".join(lines))

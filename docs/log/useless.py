@@ -50,12 +50,12 @@ def main() -> None:
     parser.add_argument("--random", default="gemma-4-31b")
     parser.add_argument("--batches", default="1,8,32,64")
     parser.add_argument("--target", nargs=2, default=CUDA, metavar=("BACKEND", "DTYPE"))
-    given = parser.parse_args()
-    batches = [int(batch) for batch in given.batches.split(",")]
-    model, auto = loaded(given.name, given.random, max(batches), 256, given.target)
+    options = parser.parse_args()
+    batches = [int(batch) for batch in options.batches.split(",")]
+    model, auto = loaded(options.name, options.random, max(batches), 256, options.target)
     rows = []
     for batch in batches:
-        plan, plain = plan_of(batch, given.name), 0.0
+        plan, plain = plan_of(batch, options.name), 0.0
         for speculation in (registry.plain(auto), auto):
             for point, timed in timed_passes(model, speculation, plan):
                 speed = timed.tokens / timed.seconds
@@ -63,7 +63,7 @@ def main() -> None:
                 row = {"batch": batch, "drafter": point.drafter, "predicted": point.predicted}
                 rows.append(row | {"tokens_per_second": speed, "over_plain": speed / plain})
                 print(rows[-1], flush=True)
-                given.out.write_text(json.dumps({"gpus": gpus(), "k": K, "rows": rows}, indent=1))
+                options.out.write_text(json.dumps({"gpus": gpus(), "k": K, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

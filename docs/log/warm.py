@@ -68,7 +68,7 @@ def empty_device(engine: Engine) -> None:
     settle(engine)
 
 
-def measured(engine: Engine, given: argparse.Namespace) -> dict[str, Any]:
+def measured(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
     """Medians in ms."""
     cache = engine.prefix_cache
     assert cache is not None, "the context is no longer than a chunk"
@@ -78,13 +78,13 @@ def measured(engine: Engine, given: argparse.Namespace) -> dict[str, Any]:
         return random.integers(3, 4000, count).tolist()
 
     times: dict[str, list[float]] = {name: [] for name in ("cold", "keeping", "device", "host")}
-    alone = [first_token(engine, words(given.alone), None)[0] for _ in range(TURNS)]
+    alone = [first_token(engine, words(options.alone), None)[0] for _ in range(TURNS)]
     equal, found = True, set()
     for _ in range(TURNS):
         for place in ("device", "host"):
             cache.clear()
             grant(engine, UNBOUNDED)
-            before = words(given.shared + BEYOND)
+            before = words(options.shared + BEYOND)
             times["keeping"].append(first_token(engine, before, Reuse())[0])
             prompt = before + words(NEWS)
             cold = first_token(engine, prompt, None)  # it dirties the slot, too
@@ -99,10 +99,10 @@ def measured(engine: Engine, given: argparse.Namespace) -> dict[str, Any]:
     return {
         "unit": cache.unit,
         "cached": sorted(found),
-        "of": given.shared + BEYOND + NEWS,
+        "of": options.shared + BEYOND + NEWS,
         "equal": equal,
         "first token, ms": ms,
-        f"first token of {given.alone}, ms": round(statistics.median(alone), 2),
+        f"first token of {options.alone}, ms": round(statistics.median(alone), 2),
         "device / cold": round(ms["device"] / ms["cold"], 4),
         "host / cold": round(ms["host"] / ms["cold"], 4),
         "keeping / cold": round(ms["keeping"] / ms["cold"], 4),
@@ -110,22 +110,22 @@ def measured(engine: Engine, given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def engine_of(given: argparse.Namespace, chunk: int) -> Engine:
-    load.CHUNKS[given.device] = chunk
+def engine_of(options: argparse.Namespace, chunk: int) -> Engine:
+    load.CHUNKS[options.device] = chunk
     config = ModelConfig(
-        given.model,
+        options.model,
         backend="cuda",
-        dtype=given.dtype,
-        kv_dtype=given.kv_dtype,
-        device=given.device,
-        max_len=given.max_len,
+        dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
+        device=options.device,
+        max_len=options.max_len,
         slots=2,
     )
-    asked = registry.config_type()(drafter=given.drafter, k=given.k)
-    embedded = given.model in mini.NAMES
+    asked = registry.config_type()(drafter=options.drafter, k=options.k)
+    embedded = options.model in mini.NAMES
     asked = registry.resolved(asked, config, random=not embedded)
-    model = load_model(config, asked) if embedded else random_model(given.model, config, asked)
-    engine = make_engine(model, asked, prefix=PrefixConfig(True, given.cache_ram))
+    model = load_model(config, asked) if embedded else random_model(options.model, config, asked)
+    engine = make_engine(model, asked, prefix=PrefixConfig(True, options.cache_ram))
     warm_up(engine, [Sampling(logprobs=1)], *model.backend.warm(model.target))
     spare = snapshots_of(model.target).spare_bytes()
     print(f"spare device memory: {spare / 2**30:.1f} GiB", flush=True)
@@ -146,27 +146,27 @@ def main() -> None:
     parser.add_argument("--alone", type=int, default=8192, help="a cold prompt, by chunk")
     parser.add_argument("--max-len", type=int, default=20480)
     parser.add_argument("--cache-ram", type=float, default=16)
-    given = parser.parse_args()
+    options = parser.parse_args()
     rows = {}
-    for chunk in map(int, given.chunks.split(",")):
-        engine = engine_of(given, chunk)
-        row = rows[chunk] = measured(engine, given)
+    for chunk in map(int, options.chunks.split(",")):
+        engine = engine_of(options, chunk)
+        row = rows[chunk] = measured(engine, options)
         ms = row["first token, ms"]
         print(
             f"chunk {chunk}: cold {ms['cold']} ms (keeping {ms['keeping']}), from device "
             f"{ms['device']} ({row['device / cold']}), from host {ms['host']} "
-            f"({row['host / cold']}); {given.alone} alone "
-            f"{row[f'first token of {given.alone}, ms']}; cached {row['cached']}, "
+            f"({row['host / cold']}); {options.alone} alone "
+            f"{row[f'first token of {options.alone}, ms']}; cached {row['cached']}, "
             f"equal {row['equal']}",
             flush=True,
         )
         record = run_record(
-            given.device, gpus=gpus(), options=vars(given) | {"out": str(given.out)}
+            options.device, gpus=gpus(), options=vars(options) | {"out": str(options.out)}
         )
-        given.out.write_text(json.dumps(record | {"chunks": rows}, indent=1) + "\n")
+        options.out.write_text(json.dumps(record | {"chunks": rows}, indent=1) + "\n")
         del engine
         gc.collect()  # captured graphs refer to what they were captured of
-        if given.device == "cuda":
+        if options.device == "cuda":
             torch.cuda.empty_cache()
 
 

@@ -80,14 +80,14 @@ def _beside_cuda(draft: AssistantDraft, target: Any, config: ModelConfig) -> Pla
 
 
 def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:
-    given = own_options(AssistantOptions, speculation)
-    if given.draft_position not in POSITIONS:
+    options = own_options(AssistantOptions, speculation)
+    if options.draft_position not in POSITIONS:
         raise UserError(
-            f"--draft-position must be {' or '.join(POSITIONS)}, got {given.draft_position!r}"
+            f"--draft-position must be {' or '.join(POSITIONS)}, got {options.draft_position!r}"
         )
-    if given.draft_vocab < 0:
-        raise UserError(f"--draft-vocab must be 0 (all words) or more, got {given.draft_vocab}")
-    if given.draft_vocab_text is not None and not given.draft_vocab:
+    if options.draft_vocab < 0:
+        raise UserError(f"--draft-vocab must be 0 (all words) or more, got {options.draft_vocab}")
+    if options.draft_vocab_text is not None and not options.draft_vocab:
         raise UserError(
             "--draft-vocab-text needs --draft-vocab: set how many of its commonest words to score"
         )
@@ -125,9 +125,9 @@ def _draft(assistant: Assistant, request: DraftRequest) -> AssistantDraft:
 
 def _pruned(assistant: Assistant, request: DraftRequest) -> Assistant:
     """With a head of only the words that `--draft-vocab` selects. Raises UserError."""
-    given, spec = own_options(AssistantOptions, request.speculation), assistant.spec
+    options, spec = own_options(AssistantOptions, request.speculation), assistant.spec
     vocab = spec.arch.vocab
-    if not given.draft_vocab:
+    if not options.draft_vocab:
         return assistant
     if spec.clusters:
         raise UserError(
@@ -135,14 +135,14 @@ def _pruned(assistant: Assistant, request: DraftRequest) -> Assistant:
             "of them by itself"
         )
     least = 1 + (len(request.tokenizer.stop_ids) if request.tokenizer else 0)
-    if not least <= given.draft_vocab <= vocab:
-        raise UserError(f"--draft-vocab must be {least} to {vocab}, got {given.draft_vocab}")
+    if not least <= options.draft_vocab <= vocab:
+        raise UserError(f"--draft-vocab must be {least} to {vocab}, got {options.draft_vocab}")
     if request.tokenizer is None:  # random weights: any words do
         return assistant._replace(
-            target_ids=np.arange(given.draft_vocab) * vocab // given.draft_vocab
+            target_ids=np.arange(options.draft_vocab) * vocab // options.draft_vocab
         )
-    counts = counts_of(texts_at_hand(given.draft_vocab_text), request.tokenizer, vocab)
-    ids = draft_vocabulary(counts, given.draft_vocab, request.tokenizer.stop_ids)
+    counts = counts_of(texts_at_hand(options.draft_vocab_text), request.tokenizer, vocab)
+    ids = draft_vocabulary(counts, options.draft_vocab, request.tokenizer.stop_ids)
     return assistant._replace(target_ids=ids)
 
 

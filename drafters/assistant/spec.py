@@ -102,13 +102,13 @@ def paired(spec: AssistantSpec, arch: Arch) -> AssistantSpec:
     """The assistant with its layers tied to the target's. Raises UserError where it was not made
     for this target."""
     vocabularies = spec.arch.vocab, arch.vocab
-    for what, mine, other, fits in (
+    for what, own, other, fits in (
         ("of width", spec.backbone, arch.hidden, spec.backbone == arch.hidden),
         ("with a vocabulary of", *vocabularies, fits_vocabulary(*vocabularies)),
     ):
         if not fits:
             raise UserError(
-                f"this assistant is for a target {what} {mine}, not {other}: use the one that was "
+                f"this assistant is for a target {what} {own}, not {other}: use the one that was "
                 "made for this model"
             )
     layers = tuple(_tied(i, layer, arch) for i, layer in enumerate(spec.arch.layers))
@@ -119,10 +119,10 @@ def _tied(i: int, layer: LayerSpec, arch: Arch) -> LayerSpec:
     number = source_of(arch, layer.sliding)
     source = arch.layers[number]
     for what in ("window", "kv_heads", "head_dim", "rope"):
-        mine, other = getattr(layer, what), getattr(source, what)
-        if mine != other:
+        own, other = getattr(layer, what), getattr(source, what)
+        if own != other:
             raise UserError(
-                f"layer {i} of this assistant reads keys and values with {what} {mine}, but layer "
+                f"layer {i} of this assistant reads keys and values with {what} {own}, but layer "
                 f"{number} of the target has {other}: use the assistant that was made for this "
                 "model"
             )

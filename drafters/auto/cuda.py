@@ -24,7 +24,7 @@ class DeviceAuto:
     ) -> None:
         self._chooser, self._text, self._weighted = chooser, text, weighted
         self._take: Tensor | None = None
-        self._told = np.empty(0, np.int32)
+        self._copied = np.empty(0, np.int32)
         """The values in `_take`."""
 
     def with_weighted(self, wrap: Callable[[DeviceDrafter], DeviceDrafter]) -> DeviceAuto:
@@ -65,14 +65,14 @@ class DeviceAuto:
     def _taken(self, batch: CapturedBatch) -> Tensor:
         """[B] int32, by row: graphs read it where it is."""
         if self._take is None:
-            self._told = self._chooser.take.copy()
-            self._take = torch.from_numpy(self._told).to(batch.rows.slot.device, copy=True)
+            self._copied = self._chooser.take.copy()
+            self._take = torch.from_numpy(self._copied).to(batch.rows.slot.device, copy=True)
         return self._take.index_select(0, batch.rows.slot.clamp(min=0))
 
     def _write_taken(self) -> None:
         """Out of page-locked memory: else the host would wait for the cycle that runs."""
-        if self._take is None or np.array_equal(self._told, self._chooser.take):
+        if self._take is None or np.array_equal(self._copied, self._chooser.take):
             return
-        self._told = self._chooser.take.copy()
+        self._copied = self._chooser.take.copy()
         with torch.inference_mode():
-            self._take.copy_(page_locked(self._told), non_blocking=True)
+            self._take.copy_(page_locked(self._copied), non_blocking=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specdec.core.constraint import KNOWN, known_by_guesser, lead
+from specdec.core.constraint import KNOWN, known_by_source, put_forced_first
 from specdec.core.policy.choice import Choice, Offer, Policy, RowOffers
 from specdec.core.policy.costs import Work
 from specdec.core.policy.survival import BUCKETS, bucket_of
@@ -74,7 +74,7 @@ class AutoDrafter:
     def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
         began = time.perf_counter()
         own = {name: np.asarray(d.propose(seqs, k).tokens) for name, d in self.texts.items()}
-        guesses = known_by_guesser(seqs, k) | own
+        guesses = known_by_source(seqs, k) | own
         rows = ({name: draft[b] for name, draft in guesses.items()} for b in range(len(seqs)))
         offers = [self.offers(seq, row, k) for seq, row in zip(seqs, rows, strict=True)]
         choice = self.chosen(offers)
@@ -160,7 +160,7 @@ class AutoDrafter:
         made = guesses[self.weighted.name][:, : choice.depth]
         tail[:, : made.shape[1]] = made
         taken = np.array([name is not None for name in choice.by_row])[:, None]
-        return np.where(taken, lead(draft, tail), draft).astype(np.int32)
+        return np.where(taken, put_forced_first(draft, tail), draft).astype(np.int32)
 
     def _judge(self, turn: _Turn, b: int, seq: Sequence, came: Array) -> None:
         """Compare what each drafter guessed with what came."""

@@ -173,8 +173,8 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
 
 def _filled(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:
     """With the drafter that has weights in or beside the model's folder, if none was chosen."""
-    given = own_options(AutoOptions, speculation).auto_with
-    if given is not None or speculation.draft_model is not None or random:
+    auto_with = own_options(AutoOptions, speculation).auto_with
+    if auto_with is not None or speculation.draft_model is not None or random:
         return speculation
     lying = (kind.name for kind in registry.every() if kind.lies_by(model))
     found = next(lying, None)
@@ -190,8 +190,8 @@ def _read(request: DraftRequest) -> AutoDraft:
     weighted = _weighted(request.speculation)
     names = TEXTS if weighted is None else (*TEXTS, weighted)
     drafts = {name: _part(name, request) for name in names}
-    given = own_options(AutoOptions, request.speculation).auto_with
-    if given is not None or request.random:
+    auto_with = own_options(AutoOptions, request.speculation).auto_with
+    if auto_with is not None or request.random:
         return AutoDraft(drafts, weighted)
     published = (kind.published(request.model) for kind in registry.every())
     return AutoDraft(drafts, weighted, next(filter(None, published), None))

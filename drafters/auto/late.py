@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from drafters.auto.host import NAME, AutoDrafter
-from specdec.core.constraint import KNOWN, guided, known_by_guesser
+from specdec.core.constraint import KNOWN, guided, known_by_source
 from specdec.core.policy.choice import Choice, Menu, Policy
 from specdec.core.policy.costs import Work
 from specdec.core.types import NO_GUESS, CycleChoice, Sequence
@@ -107,7 +107,7 @@ class LateChooser:
         self._hear(seqs)
         k = self._policy.k
         text = np.asarray(self._drafter.texts[self._text].propose(seqs, k).tokens)
-        guesses = known_by_guesser(seqs, k) | {self._text: text}
+        guesses = known_by_source(seqs, k) | {self._text: text}
         rows = [{name: draft[b] for name, draft in guesses.items()} for b in range(len(seqs))]
         offers = [self._drafter.offers(seq, row, k) for seq, row in zip(seqs, rows, strict=True)]
         self._asked = time.perf_counter()
@@ -116,16 +116,18 @@ class LateChooser:
         takes_known = self._takes_known(choice, seqs, bool(guesses.keys() & KNOWN))
         taken: dict[int, _Taken] = {}
         for seq, row, name in zip(seqs, rows, choice.by_row, strict=True):
-            said = {whose: [t for t in own.tolist() if t != NO_GUESS] for whose, own in row.items()}
-            said = {whose: guessed for whose, guessed in said.items() if guessed}
-            if takes_known and any(whose in KNOWN for whose in said):
+            drafts = {
+                source: [t for t in own.tolist() if t != NO_GUESS] for source, own in row.items()
+            }
+            drafts = {source: draft for source, draft in drafts.items() if draft}
+            if takes_known and any(source in KNOWN for source in drafts):
                 take = EITHER if self.runs else NO_SOURCE  # behind what the loop puts first
             else:
                 take = self._code(seq, name)
             self.take[seq.slot] = take
             lengths = Counter(seq.acceptance.lengths)
-            self._seen[seq.slot] = _Seen(seq, len(seq.tokens), lengths, said)
-            buckets = {whose: self._drafter.bucket(whose, seq) for whose in said}
+            self._seen[seq.slot] = _Seen(seq, len(seq.tokens), lengths, drafts)
+            buckets = {source: self._drafter.bucket(source, seq) for source in drafts}
             taken[seq.slot] = _Taken(seq, take, buckets, self._drafter.fared(seq))
         self._unheard.append(_Dispatch(choice, taken))
         variant = "weights" if self.runs else "text"
@@ -156,33 +158,33 @@ class LateChooser:
         tokens."""
         while self._unheard and not any(self._unheard[0].of(s) for s in seqs):
             self._unheard.popleft()  # all of its rows have ended
-        if self._unheard and any(self._said(seq) for seq in seqs):
+        if self._unheard and any(self._has_news(seq) for seq in seqs):
             dispatch = self._unheard.popleft()
             self._tell(dispatch, len(seqs), *self._learn(dispatch, seqs))
         while len(self._unheard) > UNREAD:  # a dispatch that failed
             self._unheard.popleft()
 
-    def _said(self, seq: Sequence) -> bool:
+    def _has_news(self, seq: Sequence) -> bool:
         seen = self._seen.get(seq.slot)
         return seen is not None and seen.seq is seq and len(seq.tokens) > seen.length
 
     def _learn(self, dispatch: _Dispatch, seqs: Seqs[Sequence]) -> tuple[int, int, int]:
         """-> its number of cycles, all rows' new tokens, and the sum of its rows' cycles."""
-        cycles = emitted = said = 0
-        for seq in filter(self._said, seqs):
+        cycles = emitted = row_cycles = 0
+        for seq in filter(self._has_news, seqs):
             seen = self._seen[seq.slot]
             came = seq.tokens[seen.length :]
             kept = Counter(seq.acceptance.lengths)
             kept.subtract(seen.lengths)
             own = kept.total()
-            cycles, emitted, said = max(cycles, own), emitted + len(came), said + own
+            cycles, emitted, row_cycles = max(cycles, own), emitted + len(came), row_cycles + own
             taken = dispatch.of(seq)
             if self._drafter.forced is None and taken is not None:
                 for name, bucket in taken.buckets.items():
                     self._judge(name, bucket, seen.guesses.get(name, []), came, len(seqs))
                 if taken.take == WEIGHTS and dispatch.choice.drafted:
                     self._judge_weights(taken, +kept, dispatch.choice.drafted, len(seqs))
-        return cycles, emitted, said
+        return cycles, emitted, row_cycles
 
     def _judge(
         self, name: str, bucket: int, guesses: list[int], came: list[int], rows: int
@@ -202,7 +204,9 @@ class LateChooser:
             self._policy.table(weighted.name).learn(taken.fared, right, drafted, right + 1, rows)
             self._drafter.remember(taken.seq, right, drafted)
 
-    def _tell(self, dispatch: _Dispatch, rows: int, cycles: int, emitted: int, said: int) -> None:
+    def _tell(
+        self, dispatch: _Dispatch, rows: int, cycles: int, emitted: int, row_cycles: int
+    ) -> None:
         """Record a dispatch's time and tokens. The last three arguments are `_learn`'s results. The
         host sees the end of a row one dispatch late."""
         choice = dispatch.choice
@@ -210,7 +214,7 @@ class LateChooser:
             work = Work(rows, choice.depth, choice.drafted)
             self._policy.costs.saw(work, (time.perf_counter() - self._asked) / cycles)
         if self._drafter.forced is None:
-            ended = max(0.0, len(choice.by_row) - said / cycles)
+            ended = max(0.0, len(choice.by_row) - row_cycles / cycles)
             self._policy.learn(choice, emitted / cycles, ended)
 
     def _code(self, seq: Sequence, name: str | None) -> int:

@@ -99,10 +99,10 @@ class _TracedModel:
         A row at the end of the context sits out: its guess is NO_GUESS.
         """
         static, weights = self.static, self.weights
-        plan, given = static.plan, tokens.shape[1]
-        going = live & (start + given < plan.max_len)
-        padding = jnp.full((plan.slots, plan.width - given), NO_GUESS, jnp.int32)
-        feed = Feed(jnp.concatenate([tokens, padding], 1), start, jnp.where(going, given, 0))
+        plan, count = static.plan, tokens.shape[1]
+        going = live & (start + count < plan.max_len)
+        padding = jnp.full((plan.slots, plan.width - count), NO_GUESS, jnp.int32)
+        feed = Feed(jnp.concatenate([tokens, padding], 1), start, jnp.where(going, count, 0))
         memory, out = programs.verify(plan, weights.params, memory, feed)
         rules = Rules(weights.bias, weights.sampling_params, memory.tokens)
         chosen = programs.choose(plan, static.needs_sampler, out.logits, rules, feed)

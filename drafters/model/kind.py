@@ -83,14 +83,14 @@ def _read(request: DraftRequest) -> ModelDraft:
     """Raises UserError, too for a vocabulary that is not the target's: the same id would be another
     word."""
     assert request.speculation.draft_model and request.tokenizer
-    path, mine = checkpoint_path(request.speculation.draft_model), request.tokenizer.vocabulary
+    path = checkpoint_path(request.speculation.draft_model)
+    vocabulary = request.tokenizer.vocabulary
     arch = read_arch(path)
     own = load_tokenizer(path, arch.vocab).vocabulary
-    if own != mine:
+    if own != vocabulary:
         raise UserError(
-            f"--draft-model {path.name} has another vocabulary than the model (sha256 "
-            f"{own[:16]}, the model's {mine[:16]}): choose a draft model with the model's own "
-            "tokenizer"
+            f"--draft-model {path.name} has another vocabulary than the model (sha256 {own[:16]}, "
+            f"the model's {vocabulary[:16]}): choose a draft model with the model's own tokenizer"
         )
     return ModelDraft(arch, path, request.tokenizer.suppress_ids, request.speculation.greedy)
 

@@ -21,14 +21,14 @@ class NgramOptions:
 
 
 def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:
-    given = own_options(NgramOptions, speculation)
-    NgramDrafter(given.ngram_min, given.ngram_max)  # refuses bad lengths before any loading
+    options = own_options(NgramOptions, speculation)
+    NgramDrafter(options.ngram_min, options.ngram_max)  # refuses bad lengths before any loading
     return refuse_draft_model(speculation, model, random)
 
 
 def _read(request: DraftRequest) -> TextDraft:
-    given = own_options(NgramOptions, request.speculation)
-    lengths = given.ngram_min, given.ngram_max
+    options = own_options(NgramOptions, request.speculation)
+    lengths = options.ngram_min, options.ngram_max
     steps = {"jax": partial(traced, lengths), "cuda": partial(captured, lengths)}
     return TextDraft(partial(NgramDrafter, *lengths), steps)
 

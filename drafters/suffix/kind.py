@@ -34,14 +34,14 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
 
 
 def _read(request: DraftRequest) -> TextDraft:
-    given = own_options(SuffixOptions, request.speculation)
-    lengths = given.suffix_min, max(given.suffix_min, LONGEST)
+    options = own_options(SuffixOptions, request.speculation)
+    lengths = options.suffix_min, max(options.suffix_min, LONGEST)
     steps = {"jax": partial(traced, lengths), "cuda": partial(captured, lengths)}
-    return TextDraft(partial(_made, given), steps, partial(LookupTwin, *lengths))
+    return TextDraft(partial(_made, options), steps, partial(LookupTwin, *lengths))
 
 
-def _made(given: SuffixOptions) -> SuffixDrafter:
-    return SuffixDrafter(given.suffix_min, given.suffix_answers)
+def _made(options: SuffixOptions) -> SuffixDrafter:
+    return SuffixDrafter(options.suffix_min, options.suffix_answers)
 
 
 KIND = DrafterKind(

@@ -54,8 +54,8 @@ class AnthropicEmitter:
     def closing(self) -> Iterable[bytes]:
         for change in self._blocks.end():
             yield from _changed(change)
-        told = {"delta": self._stop(self._last), "usage": self._usage()}
-        yield _event("message_delta", **told, **self._last.notice_field)
+        ending = {"delta": self._stop(self._last), "usage": self._usage()}
+        yield _event("message_delta", **ending, **self._last.notice_field)
         yield _event("message_stop")
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
@@ -98,9 +98,9 @@ def _changed(change: Change) -> Iterator[bytes]:
     block = change.block
     match change:
         case Began():
-            said = _block(block, whole=False)
-            yield _event("content_block_start", index=block.index, content_block=said)
-        case Grew(by=text):
+            content = _block(block, whole=False)
+            yield _event("content_block_start", index=block.index, content_block=content)
+        case Grew(text=text):
             yield _event("content_block_delta", index=block.index, delta=_delta(block, text))
         case Ended():
             if block.kind == "thought":

@@ -65,10 +65,10 @@ def chat_of(wire: PromptRequest) -> ChatRequest:
 
 
 def _messages(wire: PromptRequest) -> list[dict[str, Any]]:
-    messages = [said for message in wire.messages for said in _of_message(message)]
-    given = _joined(wire.system or [])
-    line = ATTRIBUTION.match(given)
-    system = given[line.end() :] if line else given
+    messages = [message for turn in wire.messages for message in _of_message(turn)]
+    text = _joined(wire.system or [])
+    line = ATTRIBUTION.match(text)
+    system = text[line.end() :] if line else text
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 

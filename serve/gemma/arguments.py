@@ -186,10 +186,10 @@ class ArgumentsToJson:
     def _end_quotes(self) -> str:
         """Take the held text as a quoted string: a key or a value."""
         if self._quotes_key:
-            self._held, self._at = self._quoted.said, _At.COLON
+            self._held, self._at = self._quoted.text, _At.COLON
             return ""
         self._at = _At.COMMA
-        return self._begin_value() + _string(self._quoted.said)
+        return self._begin_value() + _string(self._quoted.text)
 
     def _settled(self) -> str:
         """Decide the held text when no more text follows: a quote without its pair is an ordinary

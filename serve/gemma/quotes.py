@@ -32,7 +32,7 @@ class Quoted:
         return self.mark + "".join(self._text)
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         """The text between the quotes, unescaped."""
         return _unescaped("".join(self._text[: self._pair]))
 

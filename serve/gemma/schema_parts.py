@@ -64,8 +64,8 @@ def check_shape(schema: Schema) -> None:
 def valid_types(schema: Schema) -> list[str]:
     """Types of the values that are valid for the schema."""
     if "type" in schema:
-        given = schema["type"]
-        return [given] if isinstance(given, str) else list(given)
+        types = schema["type"]
+        return [types] if isinstance(types, str) else list(types)
     return list(TYPES)
 
 

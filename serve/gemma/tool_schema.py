@@ -81,16 +81,16 @@ class SchemaRules:
             return self._listed(values, schema, where)
         return self._of_types(schema, where)
 
-    def _composed(self, keyword: str, given: Any, rest: Schema, where: str) -> str:
+    def _composed(self, keyword: str, value: Any, rest: Schema, where: str) -> str:
         below = f"{where}.{keyword}"
         if keyword == "$ref":
-            self._references.combined([{"$ref": given}], where)  # refuses a circle
-            return self._joined(rest, [self._references.pointed(given, where)], below)
-        if not given or not all(isinstance(one, dict | bool) for one in given):
+            self._references.combined([{"$ref": value}], where)  # refuses a circle
+            return self._joined(rest, [self._references.pointed(value, where)], below)
+        if not value or not all(isinstance(one, dict | bool) for one in value):
             raise UserError(f"{where}: {keyword} must be a list of schemas")
         if keyword == "allOf":
-            return self._joined(rest, given, below)
-        ways = [self._references.combined([rest, way], below) for way in given]
+            return self._joined(rest, value, below)
+        ways = [self._references.combined([rest, way], below) for way in value]
         ways = [way for way in ways if way is not False]
         if not ways:
             raise UserError(f"{where}: no value is valid there")

@@ -84,7 +84,7 @@ class ResponsesEmitter:
                 if block.kind != "call":
                     part = part_of(block.kind, "")
                     yield self._of_part("response.content_part.added", block, part=part)
-            case Grew(by=text):
+            case Grew(text=text):
                 if block.kind == "call":
                     where = at | {"item_id": self._item_id(block)}
                     yield self._event(f"{ARGUMENTS}.delta", **where, delta=text)
@@ -96,8 +96,8 @@ class ResponsesEmitter:
     def _done(self, block: Block) -> Iterator[bytes]:
         at = {"output_index": block.index}
         if block.kind == "call":
-            said = called(block, self._wire.names) | {"arguments": block.text}
-            yield self._event(f"{ARGUMENTS}.done", **at, item_id=self._item_id(block), **said)
+            content = called(block, self._wire.names) | {"arguments": block.text}
+            yield self._event(f"{ARGUMENTS}.done", **at, item_id=self._item_id(block), **content)
         else:
             yield self._of_part(f"{PARTS[block.kind]}.done", block, text=block.text)
             part = part_of(block.kind, block.text)

@@ -70,7 +70,7 @@ class Names:
     def __init__(self, tools: Seqs[FunctionTool | NamespaceTool]) -> None:
         self._own: dict[str, tuple[str | None, str]] = {}  # by the chat's name
         self._in_chat: dict[tuple[str | None, str], str] = {}
-        self._given: list[tuple[str, FunctionTool]] = []
+        self._functions: list[tuple[str, FunctionTool]] = []
         for tool in tools:
             if isinstance(tool, FunctionTool):
                 self._add(None, tool)
@@ -81,9 +81,9 @@ class Names:
 
     def functions(self) -> Iterator[dict[str, Any]]:
         """The chat's tools."""
-        for name, tool in self._given:
-            given = tool.model_dump(exclude={"type"}) | {"name": name}
-            yield {"type": "function", "function": given}
+        for name, tool in self._functions:
+            function = tool.model_dump(exclude={"type"}) | {"name": name}
+            yield {"type": "function", "function": function}
 
     def in_chat(self, namespace: str | None, name: str) -> str:
         """The chat's name of a function. A function with a namespace that is not among the tools
@@ -94,12 +94,14 @@ class Names:
             return known
         if namespace:
             return _qualified(namespace, name)
-        inner = [told for (space, own), told in self._in_chat.items() if space and own == name]
+        inner = [
+            chat_name for (space, own), chat_name in self._in_chat.items() if space and own == name
+        ]
         return inner[0] if len(inner) == 1 else name
 
     def of_namespace(self, namespace: str) -> list[str]:
         """The chat's names of a namespace's functions."""
-        return [told for (space, _), told in self._in_chat.items() if space == namespace]
+        return [chat_name for (space, _), chat_name in self._in_chat.items() if space == namespace]
 
     def own(self, name: str) -> tuple[str | None, str]:
         """(namespace, name) of what the chat calls `name`."""
@@ -107,11 +109,13 @@ class Names:
 
     def _add(self, namespace: str | None, tool: FunctionTool) -> None:
         key = namespace, tool.name
-        told = self._in_chat.get(key)
-        if told is None:
-            told = tool.name if namespace is None else self._free(_qualified(namespace, tool.name))
-            self._in_chat[key], self._own[told] = told, key
-        self._given.append((told, tool))
+        chat_name = self._in_chat.get(key)
+        if chat_name is None:
+            chat_name = (
+                tool.name if namespace is None else self._free(_qualified(namespace, tool.name))
+            )
+            self._in_chat[key], self._own[chat_name] = chat_name, key
+        self._functions.append((chat_name, tool))
 
     def _free(self, name: str) -> str:
         number, free = 1, name

@@ -38,5 +38,5 @@ def responses_routes(context: Context, max_body: int) -> APIRouter:
 async def _failure(emitter: ResponsesEmitter, error: ApiError):
     """A stream that fails before it begins. OpenAI reports these errors of streaming requests as an
     event, and only then does Codex compact its history or try again."""
-    for told in [*list(emitter.opening())[:1], *emitter.failed(error)]:
-        yield told
+    for event in [*list(emitter.opening())[:1], *emitter.failed(error)]:
+        yield event

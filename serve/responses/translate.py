@@ -93,8 +93,8 @@ def _readable(item: Item) -> Item:
 
 def _begins_anew(turn: dict[str, Any], item: Item) -> bool:
     """Whether an item begins a new message: a thought or a text does after a text or a call."""
-    said = "content" in turn or "tool_calls" in turn
-    return said and not isinstance(item, FunctionCallItem)
+    has_content = "content" in turn or "tool_calls" in turn
+    return has_content and not isinstance(item, FunctionCallItem)
 
 
 def _ended(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:

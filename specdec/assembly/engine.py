@@ -57,8 +57,8 @@ def make_engine(
     placed, target = model.drafters[speculation.drafter], model.target
     kind, loop = registry.find(speculation.drafter), loop_of(model, speculation)
     kind.refuse(loop, target.backend)
-    told = script is not None and script.recorded  # then `none` has guesses too
-    k = speculation.k if told else min(speculation.k, kind.most_k)
+    recorded = script is not None and script.recorded  # then `none` has guesses too
+    k = speculation.k if recorded else min(speculation.k, kind.most_k)
     drafter, composite = placed.make(k), placed.composite
     if loop == "device":
         if script is not None and composite is not None:

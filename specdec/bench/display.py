@@ -103,17 +103,17 @@ def print_script(document: Row, console: Console) -> None:
     }
     print_table(f"{document['requests']} scripted answers", document["script"], columns, console)
     _print_gpus(document["gpus"][-1], console)
-    said = (
+    verdict = (
         "all answers equal the script"
         if document["equal"]
         else "[bold red]ANSWERS DIFFER FROM THE SCRIPT[/bold red]"
     )
-    console.print(said)
+    console.print(verdict)
 
 
-def print_policy(told: Row, console: Console) -> None:
+def print_policy(report: Row, console: Console) -> None:
     """The choices of `auto`, and estimates for each drafter alone (`core.policy.report`)."""
-    chosen = told["chosen"]
+    chosen = report["chosen"]
     all_rows = sum(chosen.values()) or 1
     shares = ", ".join(f"{name} {count / all_rows:.0%}" for name, count in sorted(chosen.items()))
     console.print(f"rows by source of their draft: {shares or 'none yet'}", markup=False)
@@ -123,14 +123,14 @@ def print_policy(told: Row, console: Console) -> None:
         "guesses by weights": _plain("drafted"),
         "ms": lambda row: _ms(row["seconds"]),
     }
-    print_table("what cycles cost", told["seconds"], costs, console)
+    print_table("what cycles cost", report["seconds"], costs, console)
     columns: dict[str, Callable[[Row], str]] = {
         "drafter": _plain("drafter"),
         "K": _plain("k"),
         "tau": lambda row: f"{row['tau']:.2f}",
         "tok/s": lambda row: f"{row['tokens_per_second']:,.1f}",
     }
-    print_table("had one drafter guessed alone", told["what_if"], columns, console)
+    print_table("had one drafter guessed alone", report["what_if"], columns, console)
 
 
 def plot_bench(document: Row, path: str | Path) -> None:

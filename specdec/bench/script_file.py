@@ -114,41 +114,41 @@ def read_script(path: Path) -> list[ScriptText]:
 
 def _row(line: str, where: str) -> ScriptText:
     try:
-        given = json.loads(line)
+        row = json.loads(line)
     except ValueError as failure:
         raise UserError(f"--script: {where} is not JSON: {failure}") from None
-    if not isinstance(given, dict) or not {"prompt", "answer"} <= given.keys():
+    if not isinstance(row, dict) or not {"prompt", "answer"} <= row.keys():
         raise UserError(f"--script: {where} must be {FORM}")
-    strange = given.keys() - {*TEXTS, "acceptance", "recorded"}
+    strange = row.keys() - {*TEXTS, "acceptance", "recorded"}
     if strange:
         raise UserError(f"--script: {where}: unknown key {min(strange)!r}: it must be {FORM}")
     for key in TEXTS:
-        if key in given and not _is_text(given[key]):
+        if key in row and not _is_text(row[key]):
             raise UserError(
                 f"--script: {where}: {key!r} must be a text that isn't empty, or its token ids"
             )
-    texts = given["prompt"], given["answer"], given.get("prediction")
-    acceptance = _acceptance(given.get("acceptance"), where)
-    return ScriptText(*texts, acceptance, _recorded(given.get("recorded"), where))
+    texts = row["prompt"], row["answer"], row.get("prediction")
+    acceptance = _acceptance(row.get("acceptance"), where)
+    return ScriptText(*texts, acceptance, _recorded(row.get("recorded"), where))
 
 
-def _is_text(given: Any) -> bool:
-    if isinstance(given, list):
-        return bool(given) and all(type(i) is int and i >= 0 for i in given)
-    return isinstance(given, str) and bool(given)
+def _is_text(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(type(i) is int and i >= 0 for i in value)
+    return isinstance(value, str) and bool(value)
 
 
-def _recorded(given: Any, where: str) -> Recorded | None:
-    if given is None:
+def _recorded(value: Any, where: str) -> Recorded | None:
+    if value is None:
         return None
-    right = given.get("right") if isinstance(given, dict) and given.keys() == {"k", "right"} else 0
-    if not isinstance(right, dict) or not all(isinstance(told, str) for told in right.values()):
+    right = value.get("right") if isinstance(value, dict) and value.keys() == {"k", "right"} else 0
+    if not isinstance(right, dict) or not all(isinstance(digits, str) for digits in right.values()):
         raise UserError(f'--script: {where}: "recorded" must be {RECORDED}')
-    k = given["k"]
+    k = value["k"]
     if type(k) is not int or not 1 <= k <= MAX_DRAFT:
         raise UserError(f'--script: {where}: "k" of "recorded" must be 1 to {MAX_DRAFT}')
     try:
-        found = {name: recorded_right(told) for name, told in right.items()}
+        found = {name: recorded_right(digits) for name, digits in right.items()}
     except UserError as problem:
         raise UserError(f"--script: {where}: {problem}") from None
     if any(counts.max(initial=0) > k for counts in found.values()):
@@ -156,12 +156,12 @@ def _recorded(given: Any, where: str) -> Recorded | None:
     return Recorded(k, found)
 
 
-def _acceptance(given: Any, where: str) -> tuple[float, ...] | None:
-    if given is None:
+def _acceptance(value: Any, where: str) -> tuple[float, ...] | None:
+    if value is None:
         return None
-    if not isinstance(given, list) or not all(type(x) in (int, float) for x in given):
+    if not isinstance(value, list) or not all(type(x) in (int, float) for x in value):
         raise UserError(f'--script: {where}: "acceptance" must be a list of numbers')
-    return checked_acceptance(given, f"--script: {where}")
+    return checked_acceptance(value, f"--script: {where}")
 
 
 def checked_acceptance(shares: Seqs[float], where: str) -> tuple[float, ...]:

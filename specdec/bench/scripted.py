@@ -98,8 +98,8 @@ class ScriptPlan:
 
     def _refuse_shares(self, name: str, random: bool) -> None:
         drawn = [row for row in self.rows if row.recorded_of(name) is None]
-        told, k = [row.acceptance or self.acceptance for row in drawn], max(self.ks)
-        if None in told and (random or any(told) or len(drawn) < len(self.rows)):
+        acceptances, k = [row.acceptance or self.acceptance for row in drawn], max(self.ks)
+        if None in acceptances and (random or any(acceptances) or len(drawn) < len(self.rows)):
             raise UserError(
                 f"--script needs --acceptance for --drafter {name}: random weights agree with no "
                 "text; give the shares that eval-acceptance reports by position, or a script that "
@@ -110,7 +110,7 @@ class ScriptPlan:
                 f"--acceptance has no use here: the script has recorded guesses of {name}; leave "
                 "it out"
             )
-        short = min((len(shares) for shares in told if shares), default=k)
+        short = min((len(shares) for shares in acceptances if shares), default=k)
         if short < k:
             raise UserError(f"--acceptance has {short} positions, but up to {k} tokens are drafted")
         taken = [row.recorded for row in self.rows if row.recorded_of(name) is not None]
@@ -175,9 +175,9 @@ def timed_passes(
     target = model.target
     script = Script(_lines(plan, config), target.slots, target.max_len)
     engine = make_engine(model, config, script=script)
-    given = any(row.prediction is not None for row in plan.rows) and config.k > 0
+    predicts = any(row.prediction is not None for row in plan.rows) and config.k > 0
     for batch in plan.batches:
-        for predicted in (False, True) if given else (False,):
+        for predicted in (False, True) if predicts else (False,):
             first = list(enumerate(plan.rows))[:batch]
             _say(engine, first, predicted)  # compiles and captures what is needed
             yield (
@@ -187,8 +187,8 @@ def timed_passes(
 
 
 def _lines(plan: ScriptPlan, config: SpeculationConfig) -> dict[str, Line]:
-    told = zip(plan.rows, plan.right(config), strict=True)
-    return {str(number): Line(row.answer, right) for number, (row, right) in enumerate(told)}
+    rows = zip(plan.rows, plan.right(config), strict=True)
+    return {str(number): Line(row.answer, right) for number, (row, right) in enumerate(rows)}
 
 
 Numbered = list[tuple[int, ScriptRow]]

@@ -132,8 +132,8 @@ def main(argv: list[str] | None = None) -> None:
 def _run(arguments: list[str]) -> None:
     check_packages()
     arguments, file = take_config(arguments)
-    given = [] if file is None else [read_config(file, COMMANDS)]
-    app.config = [*given, check_whole]
+    sources = [] if file is None else [read_config(file, COMMANDS)]
+    app.config = [*sources, check_whole]
     app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
 
 

@@ -173,13 +173,13 @@ def _refuse_beside_a_script(config: BenchConfig) -> None:
         return
     if config.acceptance:
         checked_acceptance(config.acceptance, "--acceptance")
-    for option, given in (
+    for option, used in (
         ("--synthetic-tau", config.synthetic_tau),
         ("--peer", config.peer),
         ("--plot", config.plot),
         ("--widths", config.widths),
     ):
-        if given:
+        if used:
             raise UserError(f"{option} is not measured with --script: leave one of them out")
 
 
@@ -256,8 +256,8 @@ def _peer(
         text = peer.text_config(config.random, model.model)
         figures = peer.measure(text, grid, speculation.k, model)
     for row in figures["runs"]:
-        said = row.get("failure") or f"{row['tokens_per_second']:.1f} tok/s"
-        console.print(f"transformers, {row['name']}, batch {row['batch']}: {said}", markup=False)
+        result = row.get("failure") or f"{row['tokens_per_second']:.1f} tok/s"
+        console.print(f"transformers, {row['name']}, batch {row['batch']}: {result}", markup=False)
     return figures
 
 

@@ -185,10 +185,10 @@ def _record(
     engine = make_engine(loaded, replace(speculation, loop="host"))
     with Bar(console, "recording", len(asked)) as bar:
         found = record(engine, asked, settings, lambda done, total: bar.update(done, total=total))
-    told = [one for one in found if len(one.answer) > 1]  # shorter ones are prefill's alone
-    rows = [script_row([one], [settings.drafter], settings.k) for one in told]
+    recorded = [one for one in found if len(one.answer) > 1]  # shorter ones are prefill's alone
+    rows = [script_row([one], [settings.drafter], settings.k) for one in recorded]
     write_whole(file, "".join(json_module.dumps(row) + "\n" for row in rows))
-    console.print(f"wrote {file}: {len(told)} answers, of {len(found)}")
+    console.print(f"wrote {file}: {len(recorded)} answers, of {len(found)}")
 
 
 def _engine(loaded: Model, speculation: SpeculationConfig, name: str) -> Engine:

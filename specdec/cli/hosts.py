@@ -110,7 +110,7 @@ def joined(
     except BaseException as problem:
         if lines.closed:
             raise
-        end.by(problem, lines)
+        end.because_of(problem, lines)
     lines.close()
     _leave()
 
@@ -134,10 +134,12 @@ def _meet(config: HostsConfig, end: _End) -> ControlChannel:
 
     address = None if config.found else config.coordinator_address
     where = "the cluster's coordinator" if address is None else address
-    late = f"not all processes came to {where} within {hosts.PATIENCE} s: start the command in each"
+    too_late = (
+        f"not all processes came to {where} within {hosts.PATIENCE} s: start the command in each"
+    )
     with working(console, f"waiting for the other processes at {where}"):
         process, count = hosts.join(
-            address, config.num_processes, config.process_id, lambda: end.now(late)
+            address, config.num_processes, config.process_id, lambda: end.now(too_late)
         )
         if process == 0:
             host = address.rpartition(":")[0] if address else socket.gethostname()
@@ -164,12 +166,12 @@ def _leave() -> None:
 def check_same(lines: ControlChannel, options: dict[str, Any]) -> None:
     """Raise UserError if an option differs from process 0's: processes with different programs
     would wait for each other for ever."""
-    mine = {name: repr(value) for name, value in options.items() if name not in PLACES}
+    own = {name: repr(value) for name, value in options.items() if name not in PLACES}
     if lines.leads:
-        lines.send(json.dumps(mine).encode())
+        lines.send(json.dumps(own).encode())
         return
     first = json.loads(lines.receive())
-    for name, value in mine.items():
+    for name, value in own.items():
         if value != first.get(name):
             raise UserError(
                 f"{name} is {value} in process {lines.process} and {first.get(name)} in process 0: "
@@ -189,7 +191,7 @@ class _End:
             say_failure(why)
             os._exit(2)
 
-    def by(self, problem: BaseException, lines: ControlChannel) -> NoReturn:
+    def because_of(self, problem: BaseException, lines: ControlChannel) -> NoReturn:
         """End because of an exception of the command, and notify the other processes."""
         if isinstance(problem, UserError):
             lines.fail(str(problem))

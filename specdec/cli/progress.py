@@ -30,7 +30,7 @@ class Bar:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console, self._title, self._total, self._done = console, title, total, done
-        self._clock, self._said, self._when = clock, done, clock()
+        self._clock, self._shown, self._when = clock, done, clock()
         columns = TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         self._bar: Progress | None = None
         if console.is_terminal:
@@ -56,9 +56,9 @@ class Bar:
             self._bar.update(self._task, completed=done, total=self._total, note=note)
             return
         waited = self._clock() - self._when
-        much = done - self._said >= SHARE * self._total and waited >= AT_LEAST
+        much = done - self._shown >= SHARE * self._total and waited >= AT_LEAST
         if much or waited >= EVERY:
-            self._said, self._when = done, self._clock()
+            self._shown, self._when = done, self._clock()
             tail = f", {note}" if note else ""
             self._console.print(f"{self._title}: {done} of {self._total}{tail}", markup=False)
 

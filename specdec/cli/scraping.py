@@ -28,17 +28,17 @@ class Reading:
         """The sum of all samples of a name with these labels."""
         return sum(value for _, value in self._of(name, labels))
 
-    def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+    def sums(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
         """Sums of a name's samples, by the values of these labels."""
         found: dict[tuple[str, ...], float] = defaultdict(float)
-        for said, value in self._of(name, {}):
-            found[tuple(said[label] for label in labels)] += value
+        for labelled, value in self._of(name, {}):
+            found[tuple(labelled[label] for label in labels)] += value
         return found
 
     def _of(self, name: str, labels: dict[str, str]) -> Iterator[tuple[dict[str, str], float]]:
-        for said, value in self.samples.get(name, ()):
-            if labels.items() <= said.items():
-                yield said, value
+        for own, value in self.samples.get(name, ()):
+            if labels.items() <= own.items():
+                yield own, value
 
 
 def read_metrics(url: str) -> Reading:
@@ -93,10 +93,10 @@ def figures_between(first: Reading, last: Reading) -> ServerFigures:
     grown = _Grown(first, last)
     seconds = last.at - first.at
     passes = grown.sum("specdec:verify_passes_total")
-    parts = {part: s for (part,), s in grown.by("specdec:engine_seconds_total", "part").items()}
+    parts = {part: s for (part,), s in grown.sums("specdec:engine_seconds_total", "part").items()}
     parts.pop("prefill", None)
     return ServerFigures(
-        model=next(iter(last.by("specdec:slots", "model_name")))[0],
+        model=next(iter(last.sums("specdec:slots", "model_name")))[0],
         seconds=seconds,
         tokens_per_second=grown.sum("vllm:generation_tokens_total") / seconds,
         prompt_tokens_per_second=grown.sum("vllm:prompt_tokens_total") / seconds,
@@ -124,11 +124,11 @@ class _Grown:
     def sum(self, name: str) -> float:
         return max(0.0, self._last.sum(name) - self._first.sum(name))
 
-    def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
-        before = self._first.by(name, *labels)
+    def sums(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+        before = self._first.sums(name, *labels)
         return {
             key: max(0.0, value - before[key])
-            for key, value in self._last.by(name, *labels).items()
+            for key, value in self._last.sums(name, *labels).items()
         }
 
 
@@ -138,9 +138,9 @@ def _share(of: float, whole: float) -> float | None:
 
 def _acceptance(grown: _Grown) -> dict[str, list[float]]:
     labels = "drafter", "position"
-    accepted = grown.by("specdec:accepted_tokens_total", *labels)
+    accepted = grown.sums("specdec:accepted_tokens_total", *labels)
     found: dict[str, list[float]] = {}
-    drafted = grown.by("specdec:draft_tokens_total", *labels)
+    drafted = grown.sums("specdec:draft_tokens_total", *labels)
     for (drafter, position), count in sorted(drafted.items(), key=lambda item: int(item[0][1])):
         if count:
             found.setdefault(drafter, []).append(accepted[drafter, position] / count)
@@ -149,7 +149,7 @@ def _acceptance(grown: _Grown) -> dict[str, list[float]]:
 
 def _quantiles(grown: _Grown, name: str) -> dict[str, float]:
     """Milliseconds, interpolated within buckets as Prometheus does."""
-    buckets = [(float(le), count) for (le,), count in grown.by(f"{name}_bucket", "le").items()]
+    buckets = [(float(le), count) for (le,), count in grown.sums(f"{name}_bucket", "le").items()]
     buckets.sort()
     if not buckets or not buckets[-1][1]:
         return {}

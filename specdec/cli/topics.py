@@ -32,10 +32,10 @@ def _with_drafters() -> type[SpeculationConfig]:
     helps = {name: f.metadata["help"] for name, f in registry.own_fields().items()}
     helps |= {"drafter": who}
 
-    def told(name: str, kind: Any) -> Any:
+    def with_help(name: str, kind: Any) -> Any:
         return Annotated[kind, Parameter(help=helps[name])] if name in helps else kind
 
-    made = registry.config_type(told)
+    made = registry.config_type(with_help)
     made.__module__ = __name__  # cyclopts takes what it finds in `types` for a builtin
     return made
 

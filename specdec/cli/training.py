@@ -72,8 +72,8 @@ def train(
     backend_of(model).prepare(model)
     path = checkpoint_path(model.model)
     devices = asked.data_parallel_size
-    given = recipe, asked.data, run, path, model.dtype, feature_cache, devices
-    trainer, covered = make_trainer(TrainingRequest(*given), _Console())
+    inputs = recipe, asked.data, run, path, model.dtype, feature_cache, devices
+    trainer, covered = make_trainer(TrainingRequest(*inputs), _Console())
     console.print(f"the draft vocabulary covers {covered:.2%} of the generated tokens")
     record = command_record(command, model=model, recipe=recipe) | {"coverage": covered}
     write_whole(run / "run.json", json_module.dumps(record, indent=1, default=str))
@@ -89,8 +89,8 @@ def train(
 def say_exported(out: Path, step: int, json: bool, form: str | None = None) -> None:
     """Print the exported step, size and form (if there are several)."""
     size = (out / "model.safetensors").stat().st_size
-    told = "" if form is None else f"{form}, "
-    console.print(f"wrote step {step} to {out} ({told}{size / 2**20:.1f} MiB)")
+    prefix = "" if form is None else f"{form}, "
+    console.print(f"wrote step {step} to {out} ({prefix}{size / 2**20:.1f} MiB)")
     if json:
         own = {} if form is None else {"form": form}
         print_json({"step": step} | own | {"bytes": size, "out": str(out)})

@@ -188,11 +188,11 @@ def unpacked(packed: dict[str, Any], vocabulary: Vocabulary) -> Constraint:
     """What a constraint's `packed` gave."""
     if "recite" in packed:
         return Recite(packed["recite"])
-    given = dict(packed)
-    given["bad_words"] = tuple(map(tuple, given["bad_words"]))
-    given["stop_ids"] = tuple(given["stop_ids"])
-    if given["allowed"] is not None:
-        given["allowed"] = tuple(given["allowed"])
-    if given["budget"] is not None:
-        given["budget"] = ThinkingLimit(**given["budget"])
-    return TextConstraint(TextRules(**given), vocabulary)
+    fields = dict(packed)
+    fields["bad_words"] = tuple(map(tuple, fields["bad_words"]))
+    fields["stop_ids"] = tuple(fields["stop_ids"])
+    if fields["allowed"] is not None:
+        fields["allowed"] = tuple(fields["allowed"])
+    if fields["budget"] is not None:
+        fields["budget"] = ThinkingLimit(**fields["budget"])
+    return TextConstraint(TextRules(**fields), vocabulary)

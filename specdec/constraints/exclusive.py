@@ -40,8 +40,8 @@ def _types(schema: Any, values: list[Any] | None) -> set[str]:
     if values is not None:
         found = set(map(type_of, values))
         return found | ({"number"} if "integer" in found else set())
-    given = schema.get("type", TYPES) if isinstance(schema, dict) else TYPES
-    names = [given] if isinstance(given, str) else given
+    types = schema.get("type", TYPES) if isinstance(schema, dict) else TYPES
+    names = [types] if isinstance(types, str) else types
     if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
         return set(TYPES)  # invalid types: the compiler reports them
     found = set(names)

@@ -43,8 +43,8 @@ def json_part(schema: dict[str, Any] | bool) -> Part:
     if schema is False:
         raise UserError("this JSON schema can't be followed exactly: nothing is valid for false")
     try:
-        said = json.dumps(Prepared({} if schema is True else schema).schema)
-        grammar = LLMatcher.grammar_from_json_schema(said, overrides=OPTIONS)
+        text = json.dumps(Prepared({} if schema is True else schema).schema)
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides=OPTIONS)
     except RecursionError:
         raise UserError("this JSON schema is nested too deeply") from None
     except ValueError as problem:
@@ -64,9 +64,9 @@ class Prepared:
     def __init__(self, schema: Any) -> None:
         self._root = schema
         self._moved = _has_other_bases(schema)
-        self.schema = self._said(schema)
+        self.schema = self._prepared(schema)
 
-    def _said(self, schema: Any) -> Any:
+    def _prepared(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
             return schema
         _check_whole_numbers([schema.get("const"), schema.get("enum")])
@@ -76,11 +76,11 @@ class Prepared:
             if name == "x-guidance" or unknown:
                 continue
             if name in _MAPS and isinstance(value, dict):
-                value = {key: self._said(part) for key, part in value.items()}
+                value = {key: self._prepared(part) for key, part in value.items()}
             elif name in _LISTS and isinstance(value, list):
-                value = [self._said(part) for part in value]
+                value = [self._prepared(part) for part in value]
             elif name in _ONE:
-                value = self._said(value)
+                value = self._prepared(value)
             kept[name] = value
         return _with_real_dates(self._without_one_of(kept))
 

@@ -271,9 +271,9 @@ def _read(pipe: IO[bytes]) -> str | None:
 def _answer_all() -> None:
     while (grammar := _next_grammar()) is not None:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process
-        said = _compiled(grammar)
+        complaint = _compiled(grammar)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(sys.stdout.buffer, said)
+        _write(sys.stdout.buffer, complaint)
 
 
 def _next_grammar() -> str | None:
@@ -285,9 +285,9 @@ def _next_grammar() -> str | None:
 
 def _compiled(grammar: str) -> str:
     """llguidance's complaint. All is done that is done for a request, up to the first mask."""
-    said = LLMatcher.validate_grammar(grammar)
-    if said and not said.startswith("WARNING"):
-        return said
+    complaint = LLMatcher.validate_grammar(grammar)
+    if complaint and not complaint.startswith("WARNING"):
+        return complaint
     matcher = LLMatcher(LLTokenizer(_Bytes(CONTROL.findall(grammar))), grammar, log_level=0)
     if matcher.is_error():
         return matcher.get_error()

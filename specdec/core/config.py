@@ -102,8 +102,8 @@ class SamplingConfig:
         """The request's `Sampling`; unset values come from the checkpoint's defaults."""
 
         def pick(name: str, fallback: float) -> float:
-            given = getattr(self, name)
-            return defaults.get(name, fallback) if given is None else given
+            value = getattr(self, name)
+            return defaults.get(name, fallback) if value is None else value
 
         return Sampling(
             temperature=pick("temperature", 0.0),

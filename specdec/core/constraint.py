@@ -19,8 +19,8 @@ from specdec.core.types import (
     NO_GUESS,
     Array,
     CycleChoice,
+    ForcedPrefix,
     Guesser,
-    Leading,
     Proposal,
     Sequence,
     Step,
@@ -106,28 +106,28 @@ def takes_known(choice: CycleChoice, seqs: Seqs[Sequence]) -> bool:
     return choice.takes_known and guided(seqs)
 
 
-def leading_guesses(seqs: Seqs[Sequence], k: int) -> Leading | None:
+def forced_prefix_of(seqs: Seqs[Sequence], k: int) -> ForcedPrefix | None:
     """What is guessed without the drafter; None where there is nothing at all."""
     rows = np.full((len(seqs), k), NO_GUESS, np.int32)
     guessers: list[Guesser] = []
     for b, seq in enumerate(seqs):
-        known, guesser = _leading(seq, k)
+        known, guesser = _forced_prefix(seq, k)
         rows[b, : len(known)] = known
         guessers.append(guesser)
-    return Leading(rows, tuple(guessers)) if (rows != NO_GUESS).any() else None
+    return ForcedPrefix(rows, tuple(guessers)) if (rows != NO_GUESS).any() else None
 
 
-def known_by_guesser(seqs: Seqs[Sequence], k: int) -> dict[str, Array]:
-    """`leading_guesses` [B, k] by their source; a row has those of one source."""
-    leading = leading_guesses(seqs, k)
-    if leading is None:
+def known_by_source(seqs: Seqs[Sequence], k: int) -> dict[str, Array]:
+    """`forced_prefix_of` [B, k] by their source; a row has those of one source."""
+    forced_prefix = forced_prefix_of(seqs, k)
+    if forced_prefix is None:
         return {}
-    whose = np.array(leading.by)[:, None]
-    apart = {by: np.where(whose == by, leading.rows, NO_GUESS) for by in KNOWN}
-    return {by: rows for by, rows in apart.items() if (rows != NO_GUESS).any()}
+    source = np.array(forced_prefix.source)[:, None]
+    apart = {name: np.where(source == name, forced_prefix.rows, NO_GUESS) for name in KNOWN}
+    return {name: rows for name, rows in apart.items() if (rows != NO_GUESS).any()}
 
 
-def _leading(seq: Sequence, k: int) -> tuple[Seqs[int], Guesser]:
+def _forced_prefix(seq: Sequence, k: int) -> tuple[Seqs[int], Guesser]:
     """What was predicted, as long as the text follows it; else what its constraint leaves no choice
     about. Of that the bytes are known, and not always into which tokens the target cuts them."""
     predicted = _predicted(seq, k)
@@ -142,12 +142,12 @@ def _predicted(seq: Sequence, k: int) -> Seqs[int]:
     return seq.prediction.guess(seq.tokens, seq.most_guesses(k))
 
 
-def lead(leading: Array, draft: Array) -> Array:
-    """The rows of `leading_guesses` first [B, k]; the drafter's go on behind them where they agree
+def put_forced_first(forced_prefix: Array, draft: Array) -> Array:
+    """The rows of `forced_prefix_of` first [B, k]; the drafter's go on behind them where they agree
     with them, for they were made without. One expression for numpy, jax and torch."""
-    given = leading != NO_GUESS
-    agreed = (~given | (leading == draft)).all(1)[:, None]
-    return leading * given + (draft * agreed + NO_GUESS * ~agreed) * ~given
+    given = forced_prefix != NO_GUESS
+    agreed = (~given | (forced_prefix == draft)).all(1)[:, None]
+    return forced_prefix * given + (draft * agreed + NO_GUESS * ~agreed) * ~given
 
 
 class Plain:
@@ -176,15 +176,15 @@ class GuidedDrafter:
 
     def __init__(self, drafter: Proposer[Seqs[Sequence]]) -> None:
         self._drafter = drafter
-        self.leading: Leading | None = None
+        self.forced_prefix: ForcedPrefix | None = None
         """What came first in the last draft."""
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
         own = self._drafter.propose(seqs, k)
         draft = limited(seqs, own.tokens)
-        self.leading = leading_guesses(seqs, np.shape(draft)[1])
-        if self.leading is not None:
-            draft = lead(self.leading.rows, np.asarray(draft))
+        self.forced_prefix = forced_prefix_of(seqs, np.shape(draft)[1])
+        if self.forced_prefix is not None:
+            draft = put_forced_first(self.forced_prefix.rows, np.asarray(draft))
         return replace(own, tokens=draft)
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:

@@ -51,4 +51,4 @@ def guided_cycle(
     guided = GuidedDrafter(drafter if speculates else Plain())
     timed = Timed(target, guided)
     done = cycle(timed, timed, seqs, k if speculates else 0)
-    return replace(done, leading=guided.leading, seconds=timed.seconds)
+    return replace(done, forced_prefix=guided.forced_prefix, seconds=timed.seconds)

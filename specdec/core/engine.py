@@ -12,7 +12,7 @@ from specdec.core.errors import UserError
 from specdec.core.policy.choice import Policy
 from specdec.core.prefix_cache.cache import PrefixCache
 from specdec.core.protocols import Cycle, Drafter, Target
-from specdec.core.reporting import led_guesses, report_of
+from specdec.core.reporting import forced_guesses, report_of
 from specdec.core.scheduler import Scheduler
 from specdec.core.stats import Acceptance, Guesses
 from specdec.core.timing import EngineTimes
@@ -73,7 +73,7 @@ class Engine:
     def count_anew(self) -> None:
         """Reset all counters."""
         self.acceptance = Acceptance()
-        self.led: dict[Guesser, Guesses] = {"prediction": Guesses(), "constraint": Guesses()}
+        self.forced: dict[Guesser, Guesses] = {"prediction": Guesses(), "constraint": Guesses()}
         """Counts of the guesses that did not come from the drafter."""
         self.times = EngineTimes(plain_costs=self.times.plain_costs)
 
@@ -232,9 +232,9 @@ class Engine:
                 continue
             event = self._emit(seq, chosen[b, : n + 1], done.step.logprobs, b)
             self._count(seq, drafted[b], n, len(event.tokens))
-            led, leader = led_guesses(done, b)
-            if led:
-                self.led[leader].add(led, min(n, len(event.tokens)))
+            forced, source = forced_guesses(done, b)
+            if forced:
+                self.forced[source].add(forced, min(n, len(event.tokens)))
             if seq.reported:
                 event = replace(event, report=report_of(done, b, len(event.tokens), seconds))
             events.append(event)

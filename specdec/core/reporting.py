@@ -16,19 +16,20 @@ def sources_of(proposal: Proposal, row: int) -> list[str]:
     return [proposal.names[number] for number in source]
 
 
-def led_guesses(done: Round, row: int) -> tuple[int, Guesser]:
+def forced_guesses(done: Round, row: int) -> tuple[int, Guesser]:
     """Number of guesses of a row's draft that come before the drafter's own, and their source."""
-    if done.leading is None:
+    prefix = done.forced_prefix
+    if prefix is None:
         return 0, "drafter"
-    return int((np.asarray(done.leading.rows)[row] >= 0).sum()), done.leading.by[row]
+    return int((np.asarray(prefix.rows)[row] >= 0).sum()), prefix.source[row]
 
 
 def report_of(done: Round, row: int, emitted: int, seconds: float) -> CycleReport:
     """The report of one row. emitted: the row's emitted tokens. seconds: the time of the cycle."""
     draft = np.asarray(done.proposal.tokens)[row].tolist()
     draft = draft[: draft.index(NO_GUESS)] if NO_GUESS in draft else draft
-    led, leader = led_guesses(done, row)
+    forced, source = forced_guesses(done, row)
     sources = sources_of(done.proposal, row)
-    guessers = [leader] * min(led, len(draft)) + sources[led : len(draft)]
+    guessers = [source] * min(forced, len(draft)) + sources[forced : len(draft)]
     accepted = min(int(np.asarray(done.accepted)[row]), emitted)
     return CycleReport(tuple(draft), tuple(guessers), accepted, seconds)

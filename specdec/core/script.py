@@ -48,7 +48,7 @@ class Script:
         shape = slots, max_len + MAX_DRAFT + 1
         self.lines = lines
         self.recorded = any(line.right is not None for line in lines.values())
-        self.said = np.full(shape, NO_GUESS, np.int32)
+        self.scripted = np.full(shape, NO_GUESS, np.int32)
         """[slots, positions]: the scripted token; NO_GUESS keeps the target's own choice."""
         self.right = np.zeros(shape, np.int32)
         """[slots, positions], see `Line`."""
@@ -60,34 +60,34 @@ class Script:
     def seat(self, seq: Sequence) -> None:
         """Set the scripted tokens of `seq.slot`, which `seq` owns from now on. A request without a
         line keeps the target's choices."""
-        said, right = self.said[seq.slot], self.right[seq.slot]
-        said[:], right[:] = NO_GUESS, 0
+        scripted, right = self.scripted[seq.slot], self.right[seq.slot]
+        scripted[:], right[:] = NO_GUESS, 0
         line = self.lines.get(seq.request_id)
         if line is not None:
             spoken = slice(seq.prompt_len, seq.prompt_len + len(line.answer))
-            said[spoken] = line.answer
+            scripted[spoken] = line.answer
             right[spoken] = 0 if line.right is None else line.right
         self.version += 1
 
     def coming(self, seq: Sequence, count: int) -> Array:
         """Its next tokens [count]."""
-        return self.said[seq.slot, len(seq.tokens) : len(seq.tokens) + count]
+        return self.scripted[seq.slot, len(seq.tokens) : len(seq.tokens) + count]
 
 
-def scripted_choice(said: Array, chosen: Array) -> Array:
+def scripted_choice(scripted: Array, chosen: Array) -> Array:
     """The script's tokens, and the target's choice where the script has NO_GUESS; both arrays have
     one shape. The result depends on the choice, so that a compiler can't drop the forward. One
     expression for numpy, jax and torch, like the next."""
-    return chosen + (said - chosen) * (said >= 0)
+    return chosen + (scripted - chosen) * (scripted >= 0)
 
 
-def recorded_draft(said: Array, right: Array, own: Array, offset: Array) -> Array:
+def recorded_draft(scripted: Array, right: Array, own: Array, offset: Array) -> Array:
     """A draft [B, k]: the first right [B] guesses are the script's tokens [B, k]; the others are
     the drafter's own, changed if they happen to be right. offset: 0 .. k - 1."""
-    told = offset < right[:, None]
-    same = own == said
-    missed = own * ~same + abs(said - 1) * same
-    return said * told + missed * ~told
+    kept = offset < right[:, None]
+    same = own == scripted
+    missed = own * ~same + abs(scripted - 1) * same
+    return scripted * kept + missed * ~kept
 
 
 class ScriptedTarget:
@@ -124,13 +124,13 @@ class ScriptedTarget:
         """The step of a chunk, with the script's choice behind a whole prompt."""
         if stop < seq.prompt_len:
             return step
-        said = self._script.coming(seq, 1)[None]
-        return replace(step, chosen=scripted_choice(said, np.asarray(step.chosen)))
+        scripted = self._script.coming(seq, 1)[None]
+        return replace(step, chosen=scripted_choice(scripted, np.asarray(step.chosen)))
 
     def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
         step = self._target.verify(seqs, draft)
-        said = np.stack([self._script.coming(seq, draft.shape[1] + 1) for seq in seqs])
-        return replace(step, chosen=scripted_choice(said, np.asarray(step.chosen)))
+        scripted = np.stack([self._script.coming(seq, draft.shape[1] + 1) for seq in seqs])
+        return replace(step, chosen=scripted_choice(scripted, np.asarray(step.chosen)))
 
 
 class ScriptedDrafter:
@@ -144,9 +144,9 @@ class ScriptedDrafter:
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
         own = self._drafter.propose(seqs, k)
-        said = np.stack([self._script.coming(seq, k) for seq in seqs])
+        scripted = np.stack([self._script.coming(seq, k) for seq in seqs])
         right = np.array([self._script.right[seq.slot, len(seq.tokens)] for seq in seqs])
-        draft = recorded_draft(said, right, np.asarray(own.tokens), np.arange(k))
+        draft = recorded_draft(scripted, right, np.asarray(own.tokens), np.arange(k))
         return replace(own, tokens=draft.astype(np.int32))
 
 

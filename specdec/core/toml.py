@@ -41,11 +41,11 @@ def read_recipe_as(kind: type[Read], file: Path, example: str) -> Read:
     try:
         return TypeAdapter(kind).validate_json(values)
     except ValidationError as problem:
-        faults = [_told(dict(e)) for e in problem.errors(include_url=False)[:MOST_FAULTS]]
+        faults = [_described(dict(e)) for e in problem.errors(include_url=False)[:MOST_FAULTS]]
     raise UserError(f"{file}: {'; '.join(faults)}: compare with {example}")
 
 
-def _told(fault: dict[str, Any]) -> str:
+def _described(fault: dict[str, Any]) -> str:
     """A short message for one of pydantic's errors."""
     key = ".".join(map(str, fault["loc"]))
     if fault["type"] in ("missing", "missing_argument"):

@@ -308,12 +308,12 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Leading:
+class ForcedPrefix:
     """Guesses from predictions and constraints; they come before the drafter's own."""
 
     rows: Array
     """[B, k] int32, NO_GUESS after them."""
-    by: tuple[Guesser, ...]
+    source: tuple[Guesser, ...]
     """The source of each row's guesses."""
 
 
@@ -328,7 +328,7 @@ class Round:
     proposal: Proposal
     step: Step
     accepted: Array
-    leading: Leading | None = None
+    forced_prefix: ForcedPrefix | None = None
     """The draft's guesses from other sources than the drafter; None: there are none."""
     seconds: Mapping[str, float] | None = None
     """Seconds of its parts (`timing.PARTS`); None in a device loop."""

@@ -92,9 +92,9 @@ def script_row(recorded: Seqs[Recording], names: Seqs[str], k: int) -> dict[str,
     first = recorded[0]
     if any(one.answer != first.answer for one in recorded):
         raise ValueError(f"prompt {first.question.prompt.id}: drafters changed the answer")
-    told = {name: right_text(one.right) for name, one in zip(names, recorded, strict=True)}
+    right = {name: right_text(one.right) for name, one in zip(names, recorded, strict=True)}
     return {
         "prompt": list(first.question.ids),
         "answer": list(first.answer),
-        "recorded": {"k": k, "right": told},
+        "recorded": {"k": k, "right": right},
     }

@@ -143,10 +143,10 @@ class Attention:
             for layer in {layer.rope: layer for layer in arch.layers}.values()
         }
 
-    def run(self, qkv: Tensor, given: AttentionLayer, rows: Rows, kind: str) -> Input:
+    def run(self, qkv: Tensor, inputs: AttentionLayer, rows: Rows, kind: str) -> Input:
         """`Ops.attention`. For "w8a8": rows of f16 (value / 32) that are not quantised yet, as an
         input with block 0."""
-        (batch, tokens), layer = rows.tokens.shape, given.spec
+        (batch, tokens), layer = rows.tokens.shape, inputs.spec
         size = batch * tokens, layer.heads * layer.head_dim
         x = (
             make_rows(*size, self._device)
@@ -157,8 +157,8 @@ class Attention:
         dim = _padded(layer.head_dim)
         tiles_m = _tiles_m(queries, _max_fused_tiles_m(dim))
         full = heads * _shares(queries, tiles_m) >= FUSED_FROM_CTAS
-        if full and not _may_be_uneven(layer, given.cache.size, batch, tokens):
-            self._fused(self._job(qkv, given, rows, x, kind), layer, batch, tiles_m)
+        if full and not _may_be_uneven(layer, inputs.cache.size, batch, tokens):
+            self._fused(self._job(qkv, inputs, rows, x, kind), layer, batch, tiles_m)
             return x
         tiles_m = _spread(layer, batch, tokens, self._processors)
         vectors = min(queries, 8 * tiles_m) + 2 * tokens
@@ -171,7 +171,7 @@ class Attention:
         # q has 16-bit values, two per float; lanes first: those of a short context share pages
         q = None if alone else new(heads, _shares(queries, tiles_m), dim // 2, _filled(tiles_m))
         room = q, new(LANES, heads, queries, dim), new(LANES, heads, queries, 2)
-        job = self._job(qkv, given, rows, x, kind, room)
+        job = self._job(qkv, inputs, rows, x, kind, room)
         job.rows = 8 * tiles_m
         if not alone:
             self._prepare(job, layer, per_row)
@@ -192,22 +192,22 @@ class Attention:
     def _job(
         self,
         qkv: Tensor,
-        given: AttentionLayer,
+        inputs: AttentionLayer,
         rows: Rows,
         x: Input | None,
         kind: str,
         room: tuple[Tensor | None, ...] = (None, None, None),
     ) -> _AttentionJob:
         """room: for queries, partial outputs and their sums."""
-        (batch, tokens), layer, cache = rows.tokens.shape, given.spec, given.cache
-        cosine, sine = (part[given.ahead :] for part in self._rope[layer.rope, layer.head_dim])
+        (batch, tokens), layer, cache = rows.tokens.shape, inputs.spec, inputs.cache
+        cosine, sine = (part[inputs.ahead :] for part in self._rope[layer.rope, layer.head_dim])
         k_blocks, block, k_groups = (x.k_blocks, x.block, x.k_groups) if x else (0, 0, 1)
         q, partial, sums = room
         own = layer.kv_from is None
         return _AttentionJob(
             qkv=address(qkv),
-            q_norm=address(given.q_norm),
-            k_norm=address(given.k_norm),
+            q_norm=address(inputs.q_norm),
+            k_norm=address(inputs.k_norm),
             cosine=address(cosine),
             sine=address(sine),
             k=address(cache.k),
@@ -262,8 +262,8 @@ class Attention:
     def _prepare(self, job: _AttentionJob, layer: LayerSpec, vectors: int) -> None:
         rows, parts = job.batch * job.tokens, _parts(vectors)
         variant = _variant("attention_prepare", _heads(layer), self._kv8)
-        early = rows * parts <= PDL_PREPARE_CTAS
-        self._launch(variant, "prepare", (rows, parts, 1), THREADS, [job], early=early)
+        pdl = rows * parts <= PDL_PREPARE_CTAS
+        self._launch(variant, "prepare", (rows, parts, 1), THREADS, [job], pdl=pdl)
 
 
 def partial_bytes(layer: LayerSpec, rows: int, entries: int) -> int:
@@ -339,11 +339,11 @@ def _shares(queries: int, tiles_m: int) -> int:
 def _variant(
     file: str, heads: _Heads, kv8: int, tiles_m: int | None = None, vectors_per_warp: int = 1
 ) -> Variant:
-    size = ("HD", heads.padded), ("DIM", heads.dim), ("CHUNK", heads.chunk)
-    tiles = () if tiles_m is None else (("NT", tiles_m),)
+    size = ("PADDED_HEAD_DIM", heads.padded), ("HEAD_DIM", heads.dim), ("CHUNK_KEYS", heads.chunk)
+    tiles = () if tiles_m is None else (("TILES_M", tiles_m),)
     raw = () if heads.normed else (("NORMED", 0),)
-    lanes = (("VECTOR", 32 // vectors_per_warp),) if vectors_per_warp > 1 else ()
-    return Variant(file, (*size, ("KV8", kv8), *tiles, *raw, *lanes))
+    lanes = (("LANES_PER_VECTOR", 32 // vectors_per_warp),) if vectors_per_warp > 1 else ()
+    return Variant(file, (*size, ("FP8_CACHE", kv8), *tiles, *raw, *lanes))
 
 
 def _filled(tiles_m: int) -> int:

@@ -21,7 +21,7 @@ def stream_bandwidth(size: int = 16 << 30) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         arguments = [pointer(data), c_size_t(size // 16), pointer(out)]
-        launch(variant, "stream", (528, 1, 1), 512, arguments, early=False)
+        launch(variant, "stream", (528, 1, 1), 512, arguments, pdl=False)
         end.record()
         end.synchronize()
         best = min(best, begin.elapsed_time(end) / 1000)

@@ -95,7 +95,7 @@ class Candidates:
         rules, needs_sampler = choosing
         head, m, device = narrow.weight, x.rows, x.data.device
         out = torch.empty((m, head.n), device=device)
-        self._gemm.run(x, head, out, PLAIN, head.n, late=True)
+        self._gemm.run(x, head, out, PLAIN, head.n, pdl_trigger_late=True)
         found = torch.empty((m, ROOM), dtype=torch.int32, device=device)
         count = torch.empty(m, dtype=torch.int32, device=device)
         batch, quads = staged(*rows.tokens.shape)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specdec.core.constraint import constrained, fill_masks, leading_guesses, takes_known
+from specdec.core.constraint import constrained, fill_masks, forced_prefix_of, takes_known
 from specdec.core.cycle import cycle
 from specdec.core.protocols import Cycle, Proposer
 from specdec.core.script import Script, scripted_choice
@@ -24,7 +24,7 @@ from specdec.core.types import (
     NO_GUESS,
     SAT_OUT,
     CycleChoice,
-    Leading,
+    ForcedPrefix,
     LogprobRows,
     Proposal,
     Round,
@@ -33,7 +33,7 @@ from specdec.core.types import (
 )
 from targets.cuda.device_drafter import CapturedBatch, DeviceDrafter, SlotState
 from targets.cuda.graphs import Captured, CapturedParts, bucket_of
-from targets.cuda.guides import Guides, LedDrafter
+from targets.cuda.guides import ForcedPrefixDrafter, Guides
 from targets.cuda.kernels import Kernels
 from targets.cuda.out_of_memory import catching_oom
 from targets.cuda.sampler import CycleRecord, CycleResult, HostRecords
@@ -77,8 +77,8 @@ class _CapturedTarget:
         out = self.target.step(batch.rows, *wanted, self.masks)
         chosen = out.chosen
         if self.script is not None:
-            said = self.script.coming(batch.rows, chosen.shape[1])
-            chosen = scripted_choice(said, chosen)
+            scripted = self.script.coming(batch.rows, chosen.shape[1])
+            chosen = scripted_choice(scripted, chosen)
         return Step(chosen, out.features, out.details)
 
 
@@ -130,7 +130,7 @@ class Launched:
     """On the device; the host reads the record's guesses."""
     details: LogprobRows | None
     done: torch.cuda.Event
-    leading: Leading | None = None
+    forced_prefix: ForcedPrefix | None = None
     """In a guided cycle, which is read at once; it covers just the rows of this call."""
 
 
@@ -173,14 +173,14 @@ class CapturedCycle:
     def __call__(self, seqs: Seqs[Sequence], single: bool) -> list[Round]:
         self._seat([seq for seq in seqs if self.owners.get(seq.slot) is not seq])
         choice = self.drafter.ready(seqs)
-        led = constrained(seqs) or takes_known(choice, seqs)
-        if led and self.pending is not None:  # guides follow from what it chose
+        guided = constrained(seqs) or takes_known(choice, seqs)
+        if guided and self.pending is not None:  # guides follow from what it chose
             self.drafter.take_back()
             former, self.pending = self.pending, None
             return [_round(former, seqs)]
-        key = self._key(tuple(seqs), choice, led)
+        key = self._key(tuple(seqs), choice, guided)
         with catching_oom(f"a batch of {len(seqs)}"):  # else the last one stays to be read
-            if led:
+            if guided:
                 return [_round(self._launch_guided(tuple(seqs), key), seqs)]
             launched = self._launch(tuple(seqs), key)
         former, self.pending = self.pending, launched
@@ -219,24 +219,24 @@ class CapturedCycle:
         """Draft, forward, choose: the host makes the masks of a draft while the forward runs."""
         if key not in self.in_parts:
             self.in_parts[key] = self._capture_in_parts(key)
-        mine = self.in_parts[key]
-        guides, (draft, forward, choose) = mine.guides, mine.graphs.parts
-        self._feed(key, mine.slots, seqs)
-        leading = leading_guesses(seqs, key.k)
-        guides.put_first(None if leading is None else leading.rows)
+        parts = self.in_parts[key]
+        guides, (draft, forward, choose) = parts.guides, parts.graphs.parts
+        self._feed(key, parts.slots, seqs)
+        forced_prefix = forced_prefix_of(seqs, key.k)
+        guides.put_first(None if forced_prefix is None else forced_prefix.rows)
         draft.replay()
-        mine.drafted.record()
+        parts.drafted.record()
         forward.replay()
-        with torch.cuda.stream(mine.side):  # beside the forward, which must not wait for it
-            mine.side.wait_event(mine.drafted)
-            guides.host_draft.copy_(mine.graphs.result.proposal.tokens, non_blocking=True)
-        mine.side.synchronize()
+        with torch.cuda.stream(parts.side):  # beside the forward, which must not wait for it
+            parts.side.wait_event(parts.drafted)
+            guides.host_draft.copy_(parts.graphs.result.proposal.tokens, non_blocking=True)
+        parts.side.synchronize()
         masks = guides.host_masks.numpy().view(np.uint32)
         fill_masks(seqs, guides.host_draft.numpy()[: len(seqs)], self.target.vocab, masks)
         guides.masks.copy_(guides.host_masks, non_blocking=True)
         choose.replay()
-        launched = _launched(seqs, mine.graphs.result, mine.records.coming())
-        return replace(launched, leading=leading)
+        launched = _launched(seqs, parts.graphs.result, parts.records.coming())
+        return replace(launched, forced_prefix=forced_prefix)
 
     def _capture_in_parts(self, key: GraphKey) -> InParts:
         device = self.target.device
@@ -276,7 +276,7 @@ class CapturedCycle:
             drafter = _LimitedDrafter(self.drafter, state.most)
         masks: Callable[[], torch.Tensor] | None = None
         if guides is not None:
-            drafter = LedDrafter(drafter, guides.leading, cut)
+            drafter = ForcedPrefixDrafter(drafter, guides.forced_prefix, cut)
             masks = partial(_masks_after, cut, guides)
         target = _CapturedTarget(self.target, masks, self.script)
 
@@ -355,4 +355,4 @@ def _round(cycle_: Launched, seqs: Seqs[Sequence]) -> Round:
     details = cycle_.details and each_part(lambda part: part.numpy()[rows], cycle_.details)
     source = None if cycle_.proposal.source is None else record.source
     proposal = replace(cycle_.proposal, tokens=record.draft, source=source)
-    return Round(proposal, Step(record.chosen, None, details), accepted, cycle_.leading)
+    return Round(proposal, Step(record.chosen, None, details), accepted, cycle_.forced_prefix)

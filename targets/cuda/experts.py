@@ -101,7 +101,7 @@ class _ExpertsJob(Structure):
         *((name, c_int) for name in ("n", "units", "blocks", "experts", "pairs", "top_k", "rows")),
         *((name, c_int) for name in ("k_blocks", "block", "row_groups", "k_groups", "parts")),
         *((name, c_int) for name in ("groups", "each", "processors")),
-        *((name, c_int) for name in ("out_stride", "f16", "ready")),
+        *((name, c_int) for name in ("out_stride", "f16", "pdl_inputs_ready")),
     )
 
 
@@ -143,9 +143,9 @@ def variants(arch: Arch, kinds: set[str]) -> set[Variant]:
             f"this model's experts have {arch.hidden} inputs and {moe.width} features, the "
             f"kernels take {MOST_HIDDEN} and {MOST_WIDTH} at most: run it with --device cpu"
         )
-    mine = {_variant(kind, most) for kind in kinds for most in _tokens(kind)}
-    mine |= {_grouped(kind) for kind in kinds if kind in SORTED_KINDS}
-    return {_route(moe, rows) for rows in ROUTER_ROWS} | mine
+    found = {_variant(kind, most) for kind in kinds for most in _tokens(kind)}
+    found |= {_grouped(kind) for kind in kinds if kind in SORTED_KINDS}
+    return {_route(moe, rows) for rows in ROUTER_ROWS} | found
 
 
 def are_sorted(rows: Rows, kind: str) -> bool:
@@ -212,10 +212,10 @@ class Experts:
         chosen: Chosen,
         gate_up: Linear,
         down: Linear,
-        ready: bool = False,
+        pdl_inputs_ready: bool = False,
     ) -> Routed:
-        """Two kernels: gate and up of every (row, rank) pair, then down. ready: the kernel before
-        lets the first one start only when x and what was chosen are complete."""
+        """Two kernels: gate and up of every (row, rank) pair, then down. pdl_inputs_ready: the
+        kernel before lets the first one start only when x and what was chosen are complete."""
         numbers, shares = chosen
         pairs, device = numbers.numel(), numbers.device
         width, inputs = gate_up.n // 2, tiles.expert_inputs(down.k)
@@ -226,7 +226,7 @@ class Experts:
         # no other launch between these two: `down` reads `numbers` before it waits
         first = _job(gate_up, x.data, (x.k_blocks, x.block), numbers, gated)
         second = _job(down, gated, (inputs // tiles.INPUTS, 1), numbers, parts)
-        first.f16, first.ready = int(down.kind != "bf16"), int(ready)
+        first.f16, first.pdl_inputs_ready = int(down.kind != "bf16"), int(pdl_inputs_ready)
         self._start("gate_up", first, gate_up.kind)
         self._start("down", second, down.kind)
         return Routed(parts, numbers, shares, gated)
@@ -242,7 +242,7 @@ class Experts:
         parts = torch.empty((*numbers.shape, down.n), device=device)
         arguments = [*map(pointer, (numbers, order, ends)), c_int(pairs), c_int(len(ends))]
         variant = _grouped(gate_up.kind)
-        self._launch(variant, "order_pairs", (1, 1, 1), ORDER_THREADS, arguments, early=False)
+        self._launch(variant, "order_pairs", (1, 1, 1), ORDER_THREADS, arguments, pdl=False)
         first = _grouped_job(gate_up, x.data, ends, gated, order)
         first.top_k, first.k_blocks, first.block = top_k, x.k_blocks, x.block
         self._start_grouped("gate_up_sorted", first, gate_up.kind, pairs)
@@ -264,7 +264,7 @@ class Experts:
         stage = GROUPED_ROWS * pitch + GROUPED_UNITS * blocks * 2 * tiles.TILE_BYTES[kind]
         grid = -(-job.units // GROUPED_UNITS), -(-rows // GROUPED_ROWS) + job.experts, 1
         room = GROUPED_STAGES * stage
-        self._launch(_grouped(kind), name, grid, THREADS, [job], room, early=False)
+        self._launch(_grouped(kind), name, grid, THREADS, [job], room, pdl=False)
 
     def _start(self, name: str, job: _ExpertsJob, kind: str) -> None:
         most = next((n for n in _tokens(kind) if job.rows <= n), TOKENS[-1])
@@ -305,7 +305,7 @@ def _job(
         processors=0,
         out_stride=out.shape[-1],
         f16=0,
-        ready=0,
+        pdl_inputs_ready=0,
     )
 
 
@@ -371,7 +371,7 @@ def _grouped(kind: str) -> Variant:
 
 def _route(moe: MoeSpec, rows: int = ROUTER_ROWS[-1]) -> Variant:
     most = next(n for n in ROUTER_ROWS if rows <= n)
-    return Variant("route", (("SHARES", -(-moe.experts // 32)), ("ROWS", most)))
+    return Variant("route", (("EXPERTS_PER_LANE", -(-moe.experts // 32)), ("MAX_ROWS", most)))
 
 
 def _tokens(kind: str) -> tuple[int, ...]:

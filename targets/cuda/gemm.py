@@ -80,21 +80,21 @@ class _GemmJob(Structure):
         *((name, c_int) for name in ("ahead", "pace", "rows")),
         *((name, c_int) for name in ("out_stride", "out_groups", "epilogue")),
         ("softcap", c_float),
-        *((name, c_int) for name in ("silu", "f16", "room", "next", "ready", "apart")),
-        ("alone", c_int),
+        *((name, c_int) for name in ("silu", "f16", "room", "pdl_trigger")),
+        *((name, c_int) for name in ("pdl_inputs_ready", "apart", "alone")),
     )
 
 
 def variants(kinds: set[str]) -> set[Variant]:
     """For weights of these kinds; none of w8a8 ones, which w8a8.cu multiplies. int8 are the codes
     of a head, which few rows take, and stand for the head itself, which has one k group."""
-    mine, whole = kinds - {"w8a8", "int8"}, {"int16"} if "int8" in kinds else set()
-    of_few, of_many = kinds - {"w8a8"} | whole, mine | whole
+    multiplied, whole = kinds - {"w8a8", "int8"}, {"int16"} if "int8" in kinds else set()
+    of_few, of_many = kinds - {"w8a8"} | whole, multiplied | whole
     few = {_few(kind, block, wide) for kind in of_few for block in FEW for wide in (1, 2, 3)}
     many = {
         _many(kind, block, depth) for kind in of_many for block in MANY for depth in tiles.DEPTHS
     }
-    reduce = {_reduce(kind, block) for kind in mine for block in MANY}
+    reduce = {_reduce(kind, block) for kind in multiplied for block in MANY}
     return few | many | reduce
 
 
@@ -140,10 +140,24 @@ class Gemm:
         n, k = head.fine.shape
         return Linear(n, k, "bf16", data, head.narrow.row.contiguous(), dealt="int16")
 
-    def linear(self, x: Input, weight: Linear, late: bool = False, ready: bool = False) -> Tensor:
-        """`Ops.linear`. late, ready: as in `run`."""
+    def linear(
+        self,
+        x: Input,
+        weight: Linear,
+        pdl_trigger_late: bool = False,
+        pdl_inputs_ready: bool = False,
+    ) -> Tensor:
+        """`Ops.linear`. pdl_trigger_late, pdl_inputs_ready: as in `run`."""
         out = torch.empty((x.rows, weight.n), device=weight.data.device)
-        self.run(x, weight, out, PLAIN, weight.n, late=late, ready=ready)
+        self.run(
+            x,
+            weight,
+            out,
+            PLAIN,
+            weight.n,
+            pdl_trigger_late=pdl_trigger_late,
+            pdl_inputs_ready=pdl_inputs_ready,
+        )
         return out
 
     def run(
@@ -160,41 +174,22 @@ class Gemm:
         out_groups: int = 1,
         certified: Tensor | None = None,
         room: int = 0,
-        late: bool = False,
-        ready: bool = False,
+        pdl_trigger_late: bool = False,
+        pdl_inputs_ready: bool = False,
     ) -> None:
         """out: float32 rows of `stride`, or an `Input`'s data of `stride` blocks and `out_groups` k
         groups. inputs: factors for PER_LAYER. silu: GATED uses SiLU, else tanh GELU; f16: its
         output is f16, else bf16. For few rows only: certified [M], nothing is done if all are 0 to
-        `room`; late, the next kernel starts only when all kernels before this one have ended, and
-        may read their results before it waits; ready, x was complete before the previous kernel let
-        this one start."""
+        `room`; pdl_trigger_late: the next kernel starts only when all kernels before this one have
+        ended, and may read their results before it waits; pdl_inputs_ready: x was complete before
+        the previous kernel let this one start."""
         assert x.k_groups == (weight.k_groups if weight.layout == "row_parallel" else 1)
         plan, form = tiles.schedule_of(weight, self._processors), tiles.form_of(weight)
-        ahead, pace = self._before(plan, form)
         job = _GemmJob(
-            weight=address(weight.data),
-            scale=address(weight.scale),
-            x=address(x.data),
             out=address(out),
             inputs=address(inputs),
-            partial=None,
             certified=address(certified),
             inputs_stride=0 if inputs is None else inputs.stride(0),
-            n=weight.n,
-            ctas=plan.ctas,
-            tiles=plan.tiles,
-            passes=plan.passes,
-            steps=plan.steps,
-            row_groups=plan.row_groups,
-            k_groups=plan.k_groups,
-            depth=plan.depth,
-            k_blocks=x.k_blocks,
-            k_stride=tiles.k_stride(weight),
-            stages=0,
-            ahead=ahead,
-            pace=pace,
-            rows=x.rows,
             out_stride=stride,
             out_groups=out_groups,
             epilogue=epilogue,
@@ -202,32 +197,40 @@ class Gemm:
             silu=int(silu),
             f16=int(f16),
             room=room,
-            next=self._next(plan, form, x.block, late),
-            ready=int(ready),
-            apart=plan.step_bytes(weight.dealt or form),
-            alone=int(self._still(x.block)),
+            pdl_trigger=self._pdl_trigger(plan, form, x.block, pdl_trigger_late),
+            pdl_inputs_ready=int(pdl_inputs_ready),
         )
+        self._fill_operands(job, x, weight, plan, form)
         if x.block in FEW:
-            max_smem_carveout = self._max_smem_carveout(form, x.block)
-            job.stages, shared = few_stages(plan, form, x.block, max_smem_carveout)
-            variant, grid = _few(form, x.block, plan.wide), (plan.ctas, 1, 1)
-            threads = 32 * (plan.warps + 1)
-            self._launch(
-                variant, "gemm", grid, threads, [job], shared, max_smem_carveout=max_smem_carveout
-            )
+            self._skinny(x, form, plan, job)
         elif plan.k_groups == 1 and epilogue != PER_LAYER:
             self._wide(x, form, plan, job)
         else:
             self._spread(x, form, plan, job)
+
+    def _fill_operands(
+        self, job: _GemmJob, x: Input, weight: Linear, plan: tiles.Schedule, form: str
+    ) -> None:
+        """The job's fields that follow from the weight, its schedule and x."""
+        job.weight, job.scale = address(weight.data), address(weight.scale)
+        job.x, job.rows, job.k_blocks = address(x.data), x.rows, x.k_blocks
+        job.n, job.k_stride = weight.n, tiles.k_stride(weight)
+        job.ctas, job.tiles, job.passes, job.steps = plan.ctas, plan.tiles, plan.passes, plan.steps
+        job.row_groups, job.k_groups, job.depth = plan.row_groups, plan.k_groups, plan.depth
+        job.ahead, job.pace = self._before(plan, form)
+        job.apart = plan.step_bytes(weight.dealt or form)
+        job.alone = int(self._still(x.block))
 
     def _before(self, plan: tiles.Schedule, kind: str) -> tuple[int, int]:
         """How weights are copied until x has arrived: `ahead`, `pace` (linear.cuh)."""
         step = plan.step_bytes(kind)
         return AHEAD_BYTES // step, int(plan.ctas * step / (PACE * self._bytes_per_cycle))
 
-    def _next(self, plan: tiles.Schedule, kind: str, block: int, late: bool) -> int:
-        """When the next kernel starts. late: as in `run`."""
-        if late:
+    def _pdl_trigger(
+        self, plan: tiles.Schedule, kind: str, block: int, pdl_trigger_late: bool
+    ) -> int:
+        """When the next kernel starts. pdl_trigger_late: as in `run`."""
+        if pdl_trigger_late:
             return TRIGGER_IN_TURN
         waits = _short(kind, block) or self._still(block)
         return TRIGGER_AFTER_COPIES if waits or self._long(plan, kind, block) else TRIGGER_AT_ONCE
@@ -246,6 +249,20 @@ class Gemm:
         few = tiles.BITS[kind] == 4 and block <= LATE_TRIGGER_ROWS
         size = plan.passes * plan.steps * plan.step_bytes(kind)
         return few and size >= LATE_TRIGGER_BYTES and self._fast
+
+    def _skinny(self, x: Input, form: str, plan: tiles.Schedule, job: _GemmJob) -> None:
+        """Up to 16 rows: one launch of gemm.cu, which sums all of k in a CTA."""
+        max_smem_carveout = self._max_smem_carveout(form, x.block)
+        job.stages, shared = few_stages(plan, form, x.block, max_smem_carveout)
+        self._launch(
+            _few(form, x.block, plan.wide),
+            "gemm",
+            (plan.ctas, 1, 1),
+            32 * (plan.warps + 1),
+            [job],
+            shared,
+            max_smem_carveout=max_smem_carveout,
+        )
 
     def _wide(self, x: Input, form: str, plan: tiles.Schedule, job: _GemmJob) -> None:
         job.stages, shared = many_stages(plan, form, x.block)
@@ -266,7 +283,7 @@ class Gemm:
 
 
 def _few(kind: str, block: int, wide: int) -> Variant:
-    return tiles.weight_variant("gemm", kind, ("TOKENS", block), ("TW", wide))
+    return tiles.weight_variant("gemm", kind, ("TOKENS", block), ("TILES_PER_WARP", wide))
 
 
 def _many(kind: str, block: int, depth: int) -> Variant:

@@ -112,7 +112,7 @@ class Kernels:
         feed = *map(pointer, (texts, rows.start, rows.slot)), c_int(stride)
         arguments = [self.lookup(head, rows.tokens, h), *feed, c_int(rows.tokens.shape[1])]
         # the first kernel of a call: everything before it has ended when it starts
-        self._launch(self._norm, "embed", (m, 1, 1), ROW_THREADS, arguments, early=False)
+        self._launch(self._norm, "embed", (m, 1, 1), ROW_THREADS, arguments, pdl=False)
         return h
 
     def lookup(self, head: Linear, tokens: Tensor, h: Tensor) -> Embed:
@@ -136,13 +136,13 @@ class Kernels:
             factor=torch.tensor(head.k**0.5, dtype=torch.bfloat16).item(),
         )
 
-    def gated(self, x: Input, gate_up: Linear, kind: str, ready: bool = False) -> Input:
-        """ready: as in `gemm.Gemm.run`."""
+    def gated(self, x: Input, gate_up: Linear, kind: str, pdl_inputs_ready: bool = False) -> Input:
+        """pdl_inputs_ready: as in `gemm.Gemm.run`."""
         if gate_up.kind == "w8a8":
             return self._w8a8.quantise(self._w8a8.gated(x, gate_up))
         out = make_input(x.rows, gate_up.n // 2, self.device, tiles.EIGHTHS)
         gating = {"silu": self.arch.silu, "out_groups": out.k_groups}
-        gating |= {"f16": kind != "bf16", "ready": ready}
+        gating |= {"f16": kind != "bf16", "pdl_inputs_ready": pdl_inputs_ready}
         self._gemm.run(x, gate_up, out.data, GATED, out.k_blocks, **gating)
         return out
 
@@ -150,8 +150,8 @@ class Kernels:
         self, x: Input, gate: Linear, inputs: Tensor, layer: int, kind: str
     ) -> Input:
         out = make_input(x.rows, gate.n, self.device)
-        mine = inputs[:, layer * gate.n :]
-        self._gemm.run(x, gate, out.data, PER_LAYER, out.k_blocks, mine)
+        of_layer = inputs[:, layer * gate.n :]
+        self._gemm.run(x, gate, out.data, PER_LAYER, out.k_blocks, of_layer)
         return out
 
     def head(self, x: Input, table: Linear, softcap: float | None) -> Tensor:
@@ -180,14 +180,17 @@ class Kernels:
         if experts.are_sorted(rows, routed.gate_up.kind):
             return self._mixture_of_many(dense, routed, chosen)
         few = dense.x.block in gemm.FEW and dense.down.kind != "w8a8"
-        x = self.gated(dense.x, dense.gate_up, dense.down.kind, ready=beside and few)
+        x = self.gated(dense.x, dense.gate_up, dense.down.kind, pdl_inputs_ready=beside and few)
         if few and experts.come_first(x.rows, routed.down.kind):
             outputs = self.experts.run(routed.x, chosen, routed.gate_up, routed.down)
             # x was there before the experts' second kernel could start
-            branch = self._gemm.linear(x, dense.down, ready=True)
+            branch = self._gemm.linear(x, dense.down, pdl_inputs_ready=True)
         else:
             down = dense.down
-            branch = self._gemm.linear(x, down, late=True) if few else self.branch(x, down)
+            if few:
+                branch = self._gemm.linear(x, down, pdl_trigger_late=True)
+            else:
+                branch = self.branch(x, down)
             outputs = self.experts.run(routed.x, chosen, routed.gate_up, routed.down, few)
         return Mixture(branch, dense.norm, outputs, routed.norm)
 

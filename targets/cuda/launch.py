@@ -31,7 +31,7 @@ compile time, like ours and the libraries', get what they need in any case."""
 
 @dataclass(frozen=True)
 class Variant:
-    """One .cu file with its macros, such as ("gemm", (("FP8", 1), ("NT", 2)))."""
+    """One .cu file with its macros, such as ("gemm", (("BITS", 8), ("TOKENS", 5)))."""
 
     file: str
     macros: tuple[tuple[str, int], ...] = ()
@@ -137,20 +137,21 @@ class Launcher:
         threads: int,
         arguments: list[Any],
         shared: int = 0,
-        early: bool = True,
+        pdl: bool = True,
         max_smem_carveout: bool = False,
     ) -> None:
-        """Launch with ctypes values (or one ctypes Structure). early: may start before the previous
-        kernel has ended (programmatic dependent launch); it waits by itself. max_smem_carveout: all
-        of a multiprocessor's memory that can be is shared memory while this kernel runs, so that
-        others find room beside it. By default there is as much as the kernel itself takes."""
+        """Launch with ctypes values (or one ctypes Structure). pdl: programmatic dependent launch,
+        the kernel may start before the previous one has ended, and waits by itself.
+        max_smem_carveout: all of a multiprocessor's memory that can be is shared memory while this
+        kernel runs, so that others find room beside it. By default there is as much as the kernel
+        itself takes."""
         cuda, kernel = _import("driver"), self._library.kernel(variant, name)
         config = cuda.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared
         config.hStream = torch.cuda.current_stream().cuda_stream
-        attributes = [_early()] * early + [_max_smem_carveout()] * max_smem_carveout
+        attributes = [_pdl_attribute()] * pdl + [_max_smem_carveout()] * max_smem_carveout
         config.attrs, config.numAttrs = attributes, len(attributes)
         pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(a) for a in arguments])
         _call(cuda.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
@@ -177,7 +178,7 @@ def address(tensor: Any | None) -> int | None:
 
 
 @cache
-def _early() -> Any:
+def _pdl_attribute() -> Any:
     cuda = _import("driver")
     attribute = cuda.CUlaunchAttribute()
     attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

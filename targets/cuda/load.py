@@ -133,9 +133,9 @@ def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
         raise UserError(f"unknown device {options.device!r}: choose one of {', '.join(CHUNKS)}")
     dtype = options.dtype or ("float32" if options.device == "cpu" else stored)
     kv_dtype = options.kv_dtype or ("bfloat16" if dtype in QUANTISED else dtype)
-    for given, known in ((dtype, DTYPES), (kv_dtype, tuple(KV_DTYPES))):
-        if given not in known:
-            raise UserError(f"unknown dtype {given!r}: choose one of {', '.join(known)}")
+    for name, known in ((dtype, DTYPES), (kv_dtype, tuple(KV_DTYPES))):
+        if name not in known:
+            raise UserError(f"unknown dtype {name!r}: choose one of {', '.join(known)}")
     if options.device != "cpu" and dtype != "float32":
         _refuse_for_kernels(arch, options, kv_dtype)
         if dtype == "fp8-w8a8":

@@ -21,7 +21,7 @@ class _AddNorm(Structure):
         *((name, c_void_p) for name in ("h", "post", "scalar", "pre", "x", "scale")),
         *((name, c_int) for name in ("hidden", "k_blocks", "block")),
         ("eps", c_float),
-        ("late", c_int),
+        ("pdl_trigger_late", c_int),
         ("kept", c_void_p),
         ("kept_stride", c_int),
     )
@@ -67,8 +67,8 @@ class Norms:
     ) -> Input:
         m, hidden = h.shape
         name, branch = _added(closing.branch)
-        late = isinstance(closing.branch, Mixture) and _late(opening)
-        job = self._job(h, opening, closing, x, late)
+        pdl_trigger_late = isinstance(closing.branch, Mixture) and _pdl_trigger_late(opening)
+        job = self._job(h, opening, closing, x, pdl_trigger_late)
         if kept is not None:
             job.kept, job.kept_stride = kept.data_ptr(), kept.stride(0)
         arguments = [job, *branch]
@@ -102,7 +102,7 @@ class Norms:
             narrow_experts=int(experts.kind != "bf16"),
         )
         arguments = [
-            self._job(h, dense, closing, x, _late(dense)),
+            self._job(h, dense, closing, x, _pdl_trigger_late(dense)),
             pointer(closing.branch),
             job,
         ]
@@ -111,7 +111,9 @@ class Norms:
         )
         return x, x_router, x_experts
 
-    def _job(self, h: Tensor, opening: Opening, closing: Closing, x: Input, late: bool) -> _AddNorm:
+    def _job(
+        self, h: Tensor, opening: Opening, closing: Closing, x: Input, pdl_trigger_late: bool
+    ) -> _AddNorm:
         return _AddNorm(
             h=address(h),
             post=address(closing.post),
@@ -123,11 +125,11 @@ class Norms:
             k_blocks=x.k_blocks,
             block=x.block,
             eps=self._eps,
-            late=int(late),
+            pdl_trigger_late=int(pdl_trigger_late),
         )
 
 
-def _late(opening: Opening) -> bool:
+def _pdl_trigger_late(opening: Opening) -> bool:
     """In a mixture: whether memory stands still for most of a layer. Then what a norm reads comes
     first, and the next kernel's weights later. With more than 4 bits these take longer than that
     (docs/performance.md)."""

@@ -35,8 +35,8 @@ def ran_out(problem: BaseException | None) -> bool:
     """Whether memory is behind an error. torch has a class for it, driver and libraries have words,
     and a capture that ended early reports that instead: its cause is what it came from."""
     while problem is not None:
-        said = str(problem).lower().replace("_", " ")
-        if isinstance(problem, torch.cuda.OutOfMemoryError) or "out of memory" in said:
+        message = str(problem).lower().replace("_", " ")
+        if isinstance(problem, torch.cuda.OutOfMemoryError) or "out of memory" in message:
             return True
         problem = problem.__cause__ or problem.__context__
     return False

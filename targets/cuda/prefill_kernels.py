@@ -120,9 +120,11 @@ class PrefillKernels:
         for features, weight in parts:
             values, factor = weight[0], _factor_of_sums(x, weight)
             for part in _some_rows(rows, GATED_ROWS):
-                mine, own = x.part(part), out.part(part)
+                inputs, own = x.part(part), out.part(part)
                 own = own._replace(values=own.values[:, features])
-                both = self._product(mine, weight) if factor is None else self._sums(mine, values)
+                both = (
+                    self._product(inputs, weight) if factor is None else self._sums(inputs, values)
+                )
                 self._gate(both, factor, own, kind)
         return out
 

@@ -25,7 +25,7 @@ class PrefillLauncher:
     """Room for results, and launches without programmatic overlap: cuBLAS runs in between."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.run = device, partial(compiled(), early=False)
+        self.device, self.run = device, partial(compiled(), pdl=False)
 
     def input(self, rows: int, width: int, kind: str) -> PrefillInput:
         """Room for the input [rows, width] of a weight of this kind."""
@@ -66,7 +66,7 @@ def variants() -> set[Variant]:
 
 def attention(cache: torch.dtype, head_dim: int) -> Variant:
     kv8, widest = int(cache == torch.float8_e4m3fn), 256 if head_dim <= 256 else 512
-    return Variant("prefill_attention", (("KV8", kv8), ("HD", widest)))
+    return Variant("prefill_attention", (("FP8_CACHE", kv8), ("MAX_HEAD_DIM", widest)))
 
 
 def _rows(kind: str) -> Variant:

@@ -198,7 +198,7 @@ class Sampler:
         rows = Rows(make(batch, k + 1), make(batch), make(batch))
         tensors = (history, *state, slots, rows.tokens, rows.start, rows.slot, turn)
         arguments = [*map(pointer, tensors), *map(c_int, (history.stride(0), k))]
-        self._launch(CYCLE, "prepare_rows", (batch, 1, 1), WARP, arguments, early=False)
+        self._launch(CYCLE, "prepare_rows", (batch, 1, 1), WARP, arguments, pdl=False)
         return rows
 
     def accept(self, rows: Rows, chosen: torch.Tensor) -> torch.Tensor:

@@ -19,20 +19,23 @@ class PlacedScript:
 
     def __init__(self, script: Script, device: torch.device) -> None:
         self.script = script
-        self._said, self._right = (
-            torch.from_numpy(table).to(device, copy=True) for table in (script.said, script.right)
+        self._scripted, self._right = (
+            torch.from_numpy(table).to(device, copy=True)
+            for table in (script.scripted, script.right)
         )
 
     def seat(self, slots: Seqs[int]) -> None:
         """Copy what is new: these slots' owners."""
         rows = list(slots)
-        self._said[rows] = torch.from_numpy(self.script.said[rows]).to(self._said.device)
+        self._scripted[rows] = torch.from_numpy(self.script.scripted[rows]).to(
+            self._scripted.device
+        )
         self._right[rows] = torch.from_numpy(self.script.right[rows]).to(self._right.device)
 
     def coming(self, rows: Rows, count: int) -> torch.Tensor:
         """Each row's next tokens [B, count] int32, from the position behind its last token on."""
         offset = torch.arange(count, device=rows.start.device)
-        return self._said[_slots(rows)[:, None], rows.start.long()[:, None] + 1 + offset]
+        return self._scripted[_slots(rows)[:, None], rows.start.long()[:, None] + 1 + offset]
 
     def right(self, rows: Rows) -> torch.Tensor:
         """How many guesses are right there [B] int32."""
@@ -59,8 +62,8 @@ class ScriptedDeviceDrafter:
     def propose(self, batch: CapturedBatch, k: int) -> Proposal:
         own, rows = self._drafter.propose(batch, k), batch.rows
         offset = torch.arange(k, device=rows.start.device)
-        said, right = self._placed.coming(rows, k), self._placed.right(rows)
-        return replace(own, tokens=recorded_draft(said, right, own.tokens, offset))
+        scripted, right = self._placed.coming(rows, k), self._placed.right(rows)
+        return replace(own, tokens=recorded_draft(scripted, right, own.tokens, offset))
 
     def observe(self, batch: CapturedBatch, step: Step, accepted: torch.Tensor) -> None:
         self._drafter.observe(batch, step, accepted)

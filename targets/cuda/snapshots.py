@@ -63,8 +63,8 @@ class TensorSnapshot:
         return host
 
     def copy_from(self, parts: Seqs[Tensor]) -> None:
-        for mine, part in zip(self.tensors(), parts, strict=True):
-            _bits(mine).copy_(_bits(part))
+        for tensor, part in zip(self.tensors(), parts, strict=True):
+            _bits(tensor).copy_(_bits(part))
 
     @torch.inference_mode()
     def tensors(self) -> list[Tensor]:

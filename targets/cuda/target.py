@@ -350,14 +350,14 @@ class CudaTarget:
         """Take over a new owner's sampling parameters for its slot. Raises UserError for token
         ids that this model does not have."""
         seq.check_ids(self.vocab)
-        given, slot = seq.sampling, seq.slot
-        set_row(self.sampling_params, slot, given, seq.prompt_len)
-        if given.logit_bias or slot in self._biased:
+        params, slot = seq.sampling, seq.slot
+        set_row(self.sampling_params, slot, params, seq.prompt_len)
+        if params.logit_bias or slot in self._biased:
             row = self._unbiased.clone()
-            for token, bias in given.logit_bias:
+            for token, bias in params.logit_bias:
                 row[token] += bias
             self.bias[slot] = row
-            self._biased = self._biased | {slot} if given.logit_bias else self._biased - {slot}
+            self._biased = self._biased | {slot} if params.logit_bias else self._biased - {slot}
 
     def _rows(self, tokens: list[list[int]], start: list[int], slot: list[int]) -> Rows:
         packed = (torch.from_numpy(np.array(a, np.int32)) for a in (tokens, start, slot))

@@ -129,7 +129,7 @@ class Untile:
         rows, pads = plan.tiles * tiles.TILE, tiles.INPUTS * tiles.VALUE_BYTES[weight.kind]
         places = groups * plan.tiles * plan.depth * steps_per_cta
         shared = rows * (steps_per_cta * step + pads + 4) + 8 * places
-        self._launch(_variant(weight.kind), "untile", grid, THREADS, [job], shared, early=False)
+        self._launch(_variant(weight.kind), "untile", grid, THREADS, [job], shared, pdl=False)
 
     def _plain_scale(self, weight: Linear, part: slice | None = None) -> Tensor | None:
         """Scales of all rows, or of some features' gates and ups. The division is cached: it is a

@@ -34,4 +34,4 @@ def rounding_variants(hidden: int) -> set[Variant]:
 def norm_variant(kind: str, hidden: int) -> Variant:
     """What feeds weights of this kind from a stream of this width."""
     kinds = ("FP8", int(kind != "bf16")), ("W8A8", int(kind == "w8a8"))
-    return Variant("norm", (*kinds, ("QUADS", -(-hidden // (4 * ROW_THREADS)))))
+    return Variant("norm", (*kinds, ("QUADS_PER_THREAD", -(-hidden // (4 * ROW_THREADS)))))

@@ -216,7 +216,7 @@ class W8A8:
 
 
 def _variant(block: int, depth: int, tiles_per_warp: int) -> Variant:
-    macros = ("TOKENS", block), ("DEPTH", depth), ("TILES", tiles_per_warp)
+    macros = ("TOKENS", block), ("DEPTH", depth), ("TILES_PER_WARP", tiles_per_warp)
     return Variant("w8a8", macros)
 
 

@@ -40,8 +40,8 @@ def topology_mesh(name: str, tp: int) -> Mesh:
     try:
         chips = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     except (jax.errors.JaxRuntimeError, ValueError) as problem:
-        said = str(problem).splitlines()[0]
-        raise UserError(f"--topology {name}: {said}; v6e:2x2x1 has 4 chips") from None
+        message = str(problem).splitlines()[0]
+        raise UserError(f"--topology {name}: {message}; v6e:2x2x1 has 4 chips") from None
     if not 1 <= tp <= len(chips):
         raise UserError(f"--tp must be 1 to {len(chips)} on {name}, got {tp}")
     return Mesh(np.array(chips[:tp]), ("tp",))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from specdec.core.constraint import constrained, lead, leading_guesses, takes_known
+from specdec.core.constraint import constrained, forced_prefix_of, put_forced_first, takes_known
 from specdec.core.cycle import cycle, guided_cycle
 from specdec.core.protocols import Cycle
 from specdec.core.script import Script, ScriptedTarget, scripted_choice
@@ -24,7 +24,7 @@ from specdec.core.types import (
     MAX_DRAFT,
     NO_GUESS,
     Array,
-    Leading,
+    ForcedPrefix,
     LogprobRows,
     Proposal,
     Round,
@@ -97,7 +97,7 @@ class LoopState:
     slots: SlotState
     memory: Any
     """The drafter's own."""
-    leading: Array
+    forced_prefix: Array
     """[B, k] int32: tokens that come first in the next cycle's draft. Set by the host for the first
     cycle of a dispatch, none in others."""
 
@@ -115,23 +115,23 @@ class Tape:
 class _TracedTarget:
     """`Verifier` of traced state. `state` is what the verify left behind."""
 
-    def __init__(self, plan: LoopPlan, given: LoopInputs, state: SlotState) -> None:
-        self.plan, self.given, self.state = plan, given, state
+    def __init__(self, plan: LoopPlan, inputs: LoopInputs, state: SlotState) -> None:
+        self.plan, self.inputs, self.state = plan, inputs, state
 
     def verify(self, batch: SlotState, draft: Array) -> Step:
-        plan, given, cache = self.plan.plan, self.given, batch.cache
+        plan, inputs, cache = self.plan.plan, self.inputs, batch.cache
         last = jnp.take_along_axis(cache.tokens, batch.length[:, None] - 1, 1)
         padding = jnp.full((plan.slots, plan.width - 1 - draft.shape[1]), NO_GUESS, jnp.int32)
         count = jnp.where(batch.live, plan.width, 0)
         feed = Feed(jnp.concatenate([last, draft, padding], 1), batch.length - 1, count)
-        cache, out = programs.verify(plan, given.params, cache, feed)
+        cache, out = programs.verify(plan, inputs.params, cache, feed)
         # a wall, so that choosing cannot be fused into the forward and change its arithmetic
         logits = jax.lax.optimization_barrier(out.logits)
-        rules = Rules(given.bias, given.sampling_params, cache.tokens)
+        rules = Rules(inputs.bias, inputs.sampling_params, cache.tokens)
         chosen = programs.choose(plan, self.plan.needs_sampler, logits, rules, feed)
-        if given.script is not None:
-            said = coming(given.script.said, batch.length, plan.width)
-            chosen = scripted_choice(said, chosen)
+        if inputs.script is not None:
+            scripted = coming(inputs.script.scripted, batch.length, plan.width)
+            chosen = scripted_choice(scripted, chosen)
         self.state = replace(batch, cache=cache)
         details = sampling.logprobs(logits, chosen) if self.plan.logprobs else None
         width = draft.shape[1] + 1
@@ -143,45 +143,47 @@ class _GuidedDrafter:
     """A traced drafter with the host's tokens put first, and with each row's guesses limited to its
     request's maximum."""
 
-    def __init__(self, drafter: TracedDrafter, leading: Array, most: Array) -> None:
-        self._drafter, self._leading, self._most = drafter, leading, most
+    def __init__(self, drafter: TracedDrafter, forced_prefix: Array, most: Array) -> None:
+        self._drafter, self._forced_prefix, self._most = drafter, forced_prefix, most
 
     def propose(self, batch: SlotState, k: int) -> Proposal:
         own = self._drafter.propose(batch, k)
         wanted = jnp.arange(k) < self._most[:, None]
         draft = jnp.where(wanted, own.tokens, NO_GUESS)
-        return replace(own, tokens=lead(self._leading, draft))
+        return replace(own, tokens=put_forced_first(self._forced_prefix, draft))
 
     def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:
         self._drafter.observe(batch, step, accepted)
 
 
-def run_cycles(plan: LoopPlan, given: LoopInputs, loop: LoopState) -> tuple[LoopState, Tape, Array]:
+def run_cycles(
+    plan: LoopPlan, inputs: LoopInputs, loop: LoopState
+) -> tuple[LoopState, Tape, Array]:
     """Up to `limits.cycles` cycles, fewer once no row is live; the tape, and how many ran."""
     one_cycle = jax.jit(partial(_one_cycle, plan), inline=True)  # traced once, for both uses
-    _, shapes = jax.eval_shape(one_cycle, given, loop)
+    _, shapes = jax.eval_shape(one_cycle, inputs, loop)
     tape = jax.tree.map(lambda s: jnp.zeros((plan.cycles, *s.shape), s.dtype), shapes)
 
     def go_on(carry: tuple[Array, LoopState, Tape]) -> Array:
-        return (carry[0] < given.limits.cycles) & carry[1].slots.live.any()
+        return (carry[0] < inputs.limits.cycles) & carry[1].slots.live.any()
 
     def body(carry: tuple[Array, LoopState, Tape]) -> tuple[Array, LoopState, Tape]:
         i, loop, tape = carry
-        loop, entry = one_cycle(given, loop)
+        loop, entry = one_cycle(inputs, loop)
         return i + 1, loop, jax.tree.map(lambda all_, one: all_.at[i].set(one), tape, entry)
 
     ran, loop, tape = jax.lax.while_loop(go_on, body, (jnp.int32(0), loop, tape))
     return loop, tape, ran
 
 
-def _one_cycle(plan: LoopPlan, given: LoopInputs, loop: LoopState) -> tuple[LoopState, Tape]:
-    target = _TracedTarget(plan, given, loop.slots)
-    drafter = plan.drafter.on(given.drafter, loop.memory)
-    guided_drafter = _GuidedDrafter(drafter, loop.leading, given.limits.guesses)
+def _one_cycle(plan: LoopPlan, inputs: LoopInputs, loop: LoopState) -> tuple[LoopState, Tape]:
+    target = _TracedTarget(plan, inputs, loop.slots)
+    drafter = plan.drafter.on(inputs.drafter, loop.memory)
+    guided_drafter = _GuidedDrafter(drafter, loop.forced_prefix, inputs.limits.guesses)
     done = cycle(target, guided_drafter, loop.slots, plan.k)
-    slots = _commit(target.state, done, given.limits)
+    slots = _commit(target.state, done, inputs.limits)
     entry = Tape(done.proposal, done.step.chosen, done.accepted, done.step.logprobs)
-    nothing = jnp.full_like(loop.leading, NO_GUESS)
+    nothing = jnp.full_like(loop.forced_prefix, NO_GUESS)
     return LoopState(slots, drafter.memory, nothing), entry
 
 
@@ -231,20 +233,20 @@ def device_loop(
             compiled[plan] = jax.jit(
                 bind(run_cycles, plan), donate_argnums=1, out_shardings=(None, whole, whole)
             )
-        led = takes_known(choice, seqs)
-        leading = leading_guesses(seqs, k) if led else None
-        several = not single and not led and choice.repeats
+        guided = takes_known(choice, seqs)
+        forced_prefix = forced_prefix_of(seqs, k) if guided else None
+        several = not single and not guided and choice.repeats
         limits = _limits(target, seqs, cycles if several else 1)
         state = slot_state(target, seqs)
         weights = drafter.weights()
-        said = None if placed is None else placed.tables()
-        given = LoopInputs(
-            target.params, target.bias, target.sampling_params(), weights, limits, said
+        scripted = None if placed is None else placed.tables()
+        inputs = LoopInputs(
+            target.params, target.bias, target.sampling_params(), weights, limits, scripted
         )
-        first = _by_slot(leading, seqs, target.slots, k)
-        loop, tape, ran = compiled[plan](given, LoopState(state, drafter.memory, first))
+        first = _by_slot(forced_prefix, seqs, target.slots, k)
+        loop, tape, ran = compiled[plan](inputs, LoopState(state, drafter.memory, first))
         target.cache, drafter.memory = loop.slots.cache, loop.memory
-        return _replay(tape, int(ran), seqs, leading)
+        return _replay(tape, int(ran), seqs, forced_prefix)
 
     return rounds
 
@@ -261,16 +263,20 @@ def _limits(target: JaxTarget, seqs: Seqs[Sequence], cycles: int) -> Limits:
     return Limits(stop_ids, limit, np.int32(cycles), guesses)
 
 
-def _by_slot(leading: Leading | None, seqs: Seqs[Sequence], slots: int, k: int) -> np.ndarray:
+def _by_slot(
+    forced_prefix: ForcedPrefix | None, seqs: Seqs[Sequence], slots: int, k: int
+) -> np.ndarray:
     """[slots, k] int32, NO_GUESS where nothing is known."""
     rows = np.full((slots, k), NO_GUESS, np.int32)
-    if leading is not None:
-        rows[[seq.slot for seq in seqs]] = leading.rows
+    if forced_prefix is not None:
+        rows[[seq.slot for seq in seqs]] = forced_prefix.rows
     return rows
 
 
-def _replay(tape: Tape, ran: int, seqs: Seqs[Sequence], leading: Leading | None) -> list[Round]:
-    """leading: what came first in the first cycle."""
+def _replay(
+    tape: Tape, ran: int, seqs: Seqs[Sequence], forced_prefix: ForcedPrefix | None
+) -> list[Round]:
+    """forced_prefix: what came first in the first cycle."""
     tape = jax.tree.map(np.asarray, tape)  # the one copy to the host
     rows = np.array([seq.slot for seq in seqs])
     rounds = []
@@ -278,7 +284,7 @@ def _replay(tape: Tape, ran: int, seqs: Seqs[Sequence], leading: Leading | None)
         now = jax.tree.map(lambda leaf: leaf[i], tape)  # noqa: B023
         details = now.logprobs and pick_rows(now.logprobs, rows)
         step = Step(now.chosen[rows], None, details)
-        first = leading if i == 0 else None
+        first = forced_prefix if i == 0 else None
         proposal = jax.tree.map(lambda leaf: leaf[rows], now.proposal)
         rounds.append(Round(proposal, step, now.accepted[rows], first))
     return rounds

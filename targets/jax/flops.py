@@ -39,13 +39,13 @@ def _convolution(i: Instruction, left: tuple[int, ...], right: tuple[int, ...]) 
 def _windows(i: Instruction, spatial: int) -> list[dict[str, int]]:
     """Stride, padding before, dilations of each spatial dimension."""
     text = i.attribute(r"window=\{([^}]*)\}") or ""
-    given = dict(part.split("=") for part in text.split())
+    fields = dict(part.split("=") for part in text.split())
     found = []
     for n in range(spatial):
         one = {"stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
         for key in one:
-            if key in given:
-                one[key] = int(given[key].split("x")[n].split("_")[0])
+            if key in fields:
+                one[key] = int(fields[key].split("x")[n].split("_")[0])
         found.append(one)
     return found
 

@@ -23,16 +23,16 @@ def join(
     coordinator: str | None,
     processes: int | None,
     process: int | None,
-    late: Callable[[], None],
+    timed_out: Callable[[], None],
     patience: int = PATIENCE,
 ) -> tuple[int, int]:
     """Connect to the other processes -> (this one's index, how many there are).
 
-    All None: JAX reads them from the cluster (Cloud TPU, Slurm, Open MPI). late: called from
+    All None: JAX reads them from the cluster (Cloud TPU, Slurm, Open MPI). timed_out: called from
     another thread if processes are missing after `patience` seconds; it must end the process,
     because otherwise JAX does, with a stack trace. Raises UserError.
     """
-    watch = threading.Timer(patience, late)
+    watch = threading.Timer(patience, timed_out)
     watch.daemon = True
     watch.start()
     try:
@@ -40,7 +40,7 @@ def join(
             coordinator,
             processes,
             process,
-            initialization_timeout=patience + 30,  # `late` comes first
+            initialization_timeout=patience + 30,  # `timed_out` comes first
             heartbeat_timeout_seconds=HEARTBEAT,
         )
     except (RuntimeError, ValueError) as problem:
@@ -53,8 +53,8 @@ def join(
             raise UserError(
                 f"process 0 cannot listen at {coordinator}: choose another port"
             ) from None
-        said = str(problem).splitlines()[0]
-        raise UserError(f"the processes cannot meet at {coordinator}: {said}") from None
+        message = str(problem).splitlines()[0]
+        raise UserError(f"the processes cannot meet at {coordinator}: {message}") from None
     finally:
         watch.cancel()
     return jax.process_index(), jax.process_count()

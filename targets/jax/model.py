@@ -92,12 +92,12 @@ def forward(
         real = None  # whole sequences: all real, and some are trained on
     x = embed(params, arch, tokens)
     per_layer = _per_layer_inputs(params, arch, tokens, x)
-    given = Shared(arch, exchange, features, real, per_layer)
+    shared = Shared(arch, exchange, features, real, per_layer)
     states: dict[int, Array] = {}
     done: list[tuple] = []
     for i, group in enumerate(layer_groups(arch)):
         donors = _donors(arch, group, done, exchange)
-        x, store, seen = _run_group(given, params.segments[i], group, stored[i], x, donors)
+        x, store, seen = _run_group(shared, params.segments[i], group, stored[i], x, donors)
         done.append(store)
         states |= seen
     last = layers.rms_norm(x, params.top["norm"], arch.eps)
@@ -138,7 +138,7 @@ def _donors(arch: Arch, group: LayerGroup, done: list[tuple], exchange: KVExchan
 
 
 def _run_group(
-    given: Shared,
+    shared: Shared,
     weights: tuple[dict[str, Any], ...],
     group: LayerGroup,
     store: tuple,
@@ -148,14 +148,16 @@ def _run_group(
     """Scan the group's repeats; the KV store rides in the carry, so it is updated in place."""
     period, repeats = len(group.pattern), group.repeats
     wanted = [
-        j for j in range(period) if any(group.layer(g, j) in given.features for g in range(repeats))
+        j
+        for j in range(period)
+        if any(group.layer(g, j) in shared.features for g in range(repeats))
     ]
-    positions = given.exchange.positions(x.shape[1])
+    positions = shared.exchange.positions(x.shape[1])
 
     def repeat_body(carry: tuple, repeat: tuple) -> tuple:
         x, store = carry
         number, w, extra = repeat
-        alike = given._replace(exchange=given.exchange.scope())
+        alike = shared._replace(exchange=shared.exchange.scope())
         tables = layers.tables_of(group.pattern, positions)
         states, kept = [], list(store)
         for j, layer in enumerate(group.pattern):
@@ -168,8 +170,8 @@ def _run_group(
         return (x, tuple(kept)), tuple(states)
 
     extra = None
-    if given.per_layer is not None:
-        part = given.per_layer[:, :, group.first : group.first + period * repeats]
+    if shared.per_layer is not None:
+        part = shared.per_layer[:, :, group.first : group.first + period * repeats]
         extra = jnp.moveaxis(part, 2, 0).reshape(repeats, period, *x.shape[:2], -1)
     scanned = tuple({n: t for n, t in w.items() if not n.startswith("experts.")} for w in weights)
     groups = (jnp.arange(repeats), scanned, extra)
@@ -197,7 +199,7 @@ def _run_repeats(
 
 
 def decoder_layer(
-    given: Shared,
+    shared: Shared,
     layer: LayerSpec,
     h: Array,
     w: dict[str, Any],
@@ -208,19 +210,19 @@ def decoder_layer(
     """One decoder layer on the stream h [B, T, H]. w: its weights by name. memory: its store, which
     of its repeats this is, and the donor's K/V. tables: for the positions of its queries.
     per_layer [B, T, P]: the layer's own. -> the stream, and the store."""
-    eps, (store, repeat, donor) = given.arch.eps, memory
+    eps, (store, repeat, donor) = shared.arch.eps, memory
     x = layers.rms_norm(h, w["input_layernorm"], eps)
     turning = tables[layer.rope, layer.head_dim]
     q = layers.queries(x, w, layer, turning, eps)
     if donor is None:
         new_k, new_v = layers.keys_values(x, w, layer, turning, eps)
-        store, seen = given.exchange.exchange(store, repeat, layer, new_k, new_v)
+        store, seen = shared.exchange.exchange(store, repeat, layer, new_k, new_v)
     else:
         seen = donor
-    mixed = given.exchange.attend(q, seen, layer, w.get("self_attn.k_norm"))
+    mixed = shared.exchange.attend(q, seen, layer, w.get("self_attn.k_norm"))
     mixed = layers.project(mixed, w["self_attn.o_proj"])
     h = h + layers.rms_norm(mixed, w["post_attention_layernorm"], eps)
-    h = h + feed_forward(h, given.real, w, layer.moe, eps)
+    h = h + feed_forward(h, shared.real, w, layer.moe, eps)
     if per_layer is not None:
         gate = jax.nn.gelu(layers.project(h, w["per_layer_input_gate"]), approximate=True)
         extra = layers.project(gate * per_layer, w["per_layer_projection"])

@@ -63,12 +63,12 @@ def report(job: Job, contexts: Seqs[int]) -> list[dict[str, Any]]:
         "compile_seconds": seconds,
         "memory": memory(module, program.memory_analysis(), job.chip),
     }
-    said = costs(program)
+    compiler = costs(program)
     rows = []
     for filled in contexts:
         for kind, tokens in (("plain", 1), ("verify", plan.width)):
             counted = count(job, module, arguments[0], filled, plan.slots * tokens)
-            counted["compiler"] |= said
+            counted["compiler"] |= compiler
             rows.append(common | {"context": filled, "kind": kind} | counted)
     return rows
 
@@ -146,8 +146,8 @@ def summary(collectives: list[Collective], layers: int) -> list[dict[str, Any]]:
 
 def costs(program: Any) -> dict[str, float]:
     """The results of XLA's own analysis, for comparison; see targets/jax/traffic.py."""
-    said = program.cost_analysis() or {}
-    return {name: said.get(name, 0.0) for name in ("bytes accessed", "flops")}
+    analysis = program.cost_analysis() or {}
+    return {name: analysis.get(name, 0.0) for name in ("bytes accessed", "flops")}
 
 
 def rounds(arch: Arch, rows: int) -> float:

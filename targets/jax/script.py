@@ -19,7 +19,7 @@ from targets.jax.placing import put, replicated
 class ScriptTables(NamedTuple):
     """`Script`'s tables [slots, positions] int32."""
 
-    said: Array
+    scripted: Array
     right: Array
 
 
@@ -32,8 +32,8 @@ class PlacedScript:
 
     def tables(self) -> Any:
         if self._version != self.script.version:
-            given = self.script.said, self.script.right
-            self._tables = ScriptTables(*(put(table.copy(), self._place) for table in given))
+            both = self.script.scripted, self.script.right
+            self._tables = ScriptTables(*(put(table.copy(), self._place) for table in both))
             self._version = self.script.version
         return self._tables
 
@@ -86,9 +86,9 @@ class _Traced:
 
     def propose(self, batch: SlotState, k: int) -> Proposal:
         own = self._inner.propose(batch, k)
-        said = coming(self._tables.said, batch.length, k)
+        scripted = coming(self._tables.scripted, batch.length, k)
         right = coming(self._tables.right, batch.length, 1)[:, 0]
-        return replace(own, tokens=recorded_draft(said, right, own.tokens, jnp.arange(k)))
+        return replace(own, tokens=recorded_draft(scripted, right, own.tokens, jnp.arange(k)))
 
     def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:
         self._inner.observe(batch, step, accepted)

@@ -139,9 +139,9 @@ class SlotSnapshots:
         """`put` on these layers of the target's cache."""
         program = self._donating(put, _of(self.target.cache, places))
 
-        def write(*given: Any) -> None:
+        def write(*values: Any) -> None:
             cache = self.target.cache
-            self.target.cache = _with(cache, places, program(_of(cache, places), *given))
+            self.target.cache = _with(cache, places, program(_of(cache, places), *values))
 
         return write
 

@@ -87,24 +87,24 @@ class _Walk:
         origins: dict[str, Any] = {}
         known = {i.name: i for i in computation.instructions}
         for i in computation.instructions:
-            given = [origins.get(name) for name in i.operands]
+            inputs = [origins.get(name) for name in i.operands]
             if i.op == "parameter":
                 origins[i.name] = arguments[int(i.arguments)]
             elif i.op == "tuple":
-                origins[i.name] = given
+                origins[i.name] = inputs
             elif i.op == "get-tuple-element":
                 index = int(i.attribute(r"index=(\d+)") or 0)
-                origins[i.name] = given[0][index] if isinstance(given[0], list) else None
+                origins[i.name] = inputs[0][index] if isinstance(inputs[0], list) else None
             elif i.op in ("bitcast", "opt-barrier"):
-                origins[i.name] = given[0]
+                origins[i.name] = inputs[0]
             elif i.op == "while":
-                origins[i.name] = self._loop(i, given[0], times)
+                origins[i.name] = self._loop(i, inputs[0], times)
             elif i.op == "conditional":
-                self._branches(i, given, times)
+                self._branches(i, inputs, times)
             elif i.op == "call":
-                origins[i.name] = self.run(self._called(i, "to_apply"), given, times)
+                origins[i.name] = self.run(self._called(i, "to_apply"), inputs, times)
             else:
-                origins[i.name] = self._count(i, [known[n] for n in i.operands], given, times)
+                origins[i.name] = self._count(i, [known[n] for n in i.operands], inputs, times)
         return origins.get(computation.root.name)
 
     def _loop(self, i: Instruction, carried: Any, times: float) -> Any:
@@ -115,13 +115,13 @@ class _Walk:
         self.run(self._called(i, "body"), [carried], times * count)
         return carried
 
-    def _branches(self, i: Instruction, given: list[Any], times: float) -> None:
+    def _branches(self, i: Instruction, origins: list[Any], times: float) -> None:
         """The branch that reads most, as if it were always taken."""
         inside = i.attribute(r"branch_computations=\{([^}]*)\}")
         names = re.findall(r"%([\w.\-]+)", inside) if inside else []
         names = names or re.findall(r"(?:true|false)_computation=%([\w.\-]+)", i.text)
         walks = []
-        for name, arguments in zip(names, given[1:], strict=True):
+        for name, arguments in zip(names, origins[1:], strict=True):
             walk = _Walk(self.module, self.trips)
             walk.run(self.module.computations[name], [arguments], times)
             walks.append(walk.found)
@@ -137,7 +137,7 @@ class _Walk:
         return self.module.computations[i.calls[kind]]
 
     def _count(
-        self, i: Instruction, operands: list[Instruction], given: list[Any], times: float
+        self, i: Instruction, operands: list[Instruction], origins: list[Any], times: float
     ) -> Any:
         """Reads, writes and operations of one instruction; the origin of its result."""
         if i.op in FREE or i.op.endswith(("-done", "-update")):
@@ -145,7 +145,7 @@ class _Walk:
         self.found.cycles += times * float(i.attribute(r'"estimated_cycles":"(\d+)"') or 0)
         self.found.flops += times * self._flops(i, operands)
         self._collect(i, times)
-        for operand, origin, size in zip(operands, given, self._read(i, operands), strict=True):
+        for operand, origin, size in zip(operands, origins, self._read(i, operands), strict=True):
             if operand.op == "constant":
                 continue
             if len(operand.shapes) == 1 and operand.shapes[0].space == HBM:
@@ -153,7 +153,7 @@ class _Walk:
                 self.found.reads[name] += times * size
         writes, updated = self._written(i, operands)
         self.found.written += times * writes
-        return given[updated] if updated is not None else None
+        return origins[updated] if updated is not None else None
 
     def _flops(self, i: Instruction, operands: list[Instruction]) -> float:
         if "calls" not in i.calls:

@@ -131,7 +131,7 @@ def test_the_hub_is_asked_only_for_an_assistant(pair, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda t: t.pop("model.layers.2.layer_scalar"), "lacks tensors: model.layers.2.layer_sc"),
         (lambda t: t.pop("pre_projection.weight"), "lacks tensors: pre_projection.weight"),
@@ -152,13 +152,13 @@ def test_the_hub_is_asked_only_for_an_assistant(pair, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_damaged_weights_are_one_line(pair, capsys, change, said):
+def test_damaged_weights_are_one_line(pair, capsys, change, message):
     rewrite(pair, change)
-    assert said in refused(capsys, *BASE, "--drafter", "assistant", "--model", str(pair))
+    assert message in refused(capsys, *BASE, "--drafter", "assistant", "--model", str(pair))
 
 
 @pytest.mark.parametrize(
-    ("change", "text", "said"),
+    ("change", "text", "message"),
     [
         ({"backbone_hidden_size": 96}, {}, "width 96, not 48"),
         ({}, {"vocab_size": 400}, "vocabulary of 400, not 4096"),
@@ -172,15 +172,15 @@ def test_damaged_weights_are_one_line(pair, capsys, change, said):
         ({"use_ordered_embeddings": True, "num_centroids": 7}, {}, "do not divide into 7"),
     ],
 )
-def test_another_models_assistant_is_one_line(pair, capsys, change, text, said):
+def test_another_models_assistant_is_one_line(pair, capsys, change, text, message):
     config = assistant_config("31b", **change)
     config["text_config"] |= text
     (beside(pair) / "config.json").write_text(json.dumps(config))
-    assert said in refused(capsys, *BASE, "--drafter", "assistant", "--model", str(pair))
+    assert message in refused(capsys, *BASE, "--drafter", "assistant", "--model", str(pair))
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--draft-position", "first"], "next or last"),
         (["--draft-vocab", "-1"], "0 (all words) or more"),
@@ -191,9 +191,9 @@ def test_another_models_assistant_is_one_line(pair, capsys, change, text, said):
         (["--draft-model", "/nowhere"], "no folder /nowhere"),
     ],
 )
-def test_mistyped_options_are_one_line(pair, capsys, options, said):
+def test_mistyped_options_are_one_line(pair, capsys, options, message):
     given = [*BASE, "--drafter", "assistant", "--model", str(pair), *options]
-    assert said in refused(capsys, *given)
+    assert message in refused(capsys, *given)
 
 
 def test_a_model_without_an_assistant_says_where_it_was_looked_for(worded, capsys):

@@ -4,7 +4,6 @@ have their own `speculative` options, beside predictions; and it finds the draft
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -29,7 +28,7 @@ from specdec.core.config import ModelConfig
 from specdec.core.constraint import GuidedDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
-from specdec.core.policy.choice import Choice, Menu, Policy
+from specdec.core.policy.choice import Menu, Policy
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import NO_GUESS, CycleChoice, Proposal, Sequence, Speculative
 from targets.cuda.device_drafter import CapturedBatch
@@ -41,6 +40,7 @@ from tests.support.commands import CUDA, refused, run
 from tests.support.eagle3_oracle import SPEC
 from tests.support.fakes import FakeTarget, Noise, Oracle, ScriptedTarget
 from tests.support.modes import MODES
+from tests.support.policies import RandomCosts, Whim
 from tests.support.worded import WORDS
 
 K = 5
@@ -54,32 +54,6 @@ WISHES = (
     Speculative("auto"),
     Speculative("none", 0),
 )
-
-
-class RandomCosts:
-    """Another table in each cycle."""
-
-    def __init__(self, seed: int) -> None:
-        self.random, self.choices, self.works = random.Random(seed), random.Random(-seed), set()
-
-    def seconds(self, work) -> float:
-        return self.random.random()
-
-    def saw(self, work, seconds) -> None:
-        self.works.add(work)
-
-
-class Whim(Policy):
-    """Chooses at random: any pair of the menu, and any drafter for each row."""
-
-    def choose(self, rows):
-        draw = self.costs.choices.choice
-        depth, drafted = draw(self.menu.pairs)
-        guessing = [
-            [None, *(o.drafter for o in row.offers if drafted or o.drafter != self.weighted)]
-            for row in rows
-        ]
-        return Choice(depth, drafted, tuple(map(draw, guessing)))
 
 
 def auto(head, seed, depths=(0, 1, 3, K), drafted=(0, 2, K), costs=None, kind=Policy, answers=100):
@@ -165,7 +139,7 @@ class Dear:
         pass
 
 
-def said(answer, drafter, rows=1):
+def run_answer(answer, drafter, rows=1):
     """Decode `answer` with this drafter; returns the engine."""
     target = ScriptedTarget(answer, 0, slots=rows)
     seqs = [Sequence([1, 2], max_tokens=len(answer), request_id=str(i)) for i in range(rows)]
@@ -183,7 +157,7 @@ def test_it_finds_whose_guesses_pay(right, cost, runs):
     answer = np.random.default_rng(2).integers(3, 45, 240).tolist()
     known = {str(i): [1, 2, *answer] for i in range(3)}
     drafter = auto(Oracle(known, 0 if right else 1), 0, costs=Dear(cost), depths=(K,))
-    said(answer, drafter, rows=3)
+    run_answer(answer, drafter, rows=3)
     chosen = drafter.policy.chosen
     assert (chosen.get("head", 0) > 0.8 * sum(chosen.values())) == runs, chosen
 
@@ -201,7 +175,7 @@ def test_the_best_of_a_text_that_changes_in_the_middle():
             return Proposal(np.where(late, known, 39).astype(np.int32))
 
     def cycles(drafter):
-        return said(answer, drafter).acceptance.cycles
+        return run_answer(answer, drafter).acceptance.cycles
 
     both = cycles(auto(Head(told), 0, costs=Dear(0.1), depths=(K,)))
     assert both < 0.75 * min(cycles(Head(told)), cycles(SuffixDrafter()))
@@ -519,17 +493,17 @@ def test_a_choice_taken_back_is_not_heard_of():
 def test_the_host_loop_verifies_no_prediction_that_does_not_pay():
     drafter = auto(None, 0, costs=RandomCosts(0))
     drafter.policy.costs.seconds = dear_to_verify
-    led, depths = GuidedDrafter(drafter), []
+    guided, depths = GuidedDrafter(drafter), []
     seq = Sequence([1, 2], max_tokens=500, speculative=Speculative("none"))
     seq.prediction = Prediction(PredictedText([5, 6] * 100), seq.prompt_len)
     drafter.reset(seq)
     for _ in range(40):  # what is predicted fits two tokens back, and is never right
         seq.tokens += [5, 6]
-        draft = led.propose([seq], K).tokens
+        draft = guided.propose([seq], K).tokens
         depths.append(draft.shape[1])
-        led.observe([seq], SimpleNamespace(chosen=np.full((1, len(draft[0]) + 1), 9)), [0])
+        guided.observe([seq], SimpleNamespace(chosen=np.full((1, len(draft[0]) + 1), 9)), [0])
         seq.tokens.append(9)
-    assert depths[0] and set(depths[-20:]) == {0} and led.leading is None
+    assert depths[0] and set(depths[-20:]) == {0} and guided.forced_prefix is None
 
 
 def test_lossless_on_the_cuda_target_with_narrower_cycles(worded):

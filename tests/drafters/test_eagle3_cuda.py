@@ -69,11 +69,11 @@ def test_cached_steps_equal_the_formulas(flags):
     for part in (model.layer.cache.k, model.layer.cache.v):
         part += 7
     anchors, ids = [9, 3], torch.arange(TOKENS + STEPS)
-    given, first = torch.from_numpy(features)[None], torch.zeros(1, dtype=torch.int32)
+    context, first = torch.from_numpy(features)[None], torch.zeros(1, dtype=torch.int32)
     for slot, anchor in enumerate(anchors):
         fed = rows(ids[None, :anchor].tolist(), [0], [slot])
-        model.store(fed, model.fuse(given[:, :anchor].contiguous(), first))
-    last = given[0, anchors][:, None].contiguous()
+        model.store(fed, model.fuse(context[:, :anchor].contiguous(), first))
+    last = context[0, anchors][:, None].contiguous()
     h = model.fuse(last, torch.tensor([0, 1], dtype=torch.int32))
     found = []
     for n in range(STEPS):
@@ -82,8 +82,8 @@ def test_cached_steps_equal_the_formulas(flags):
     for row, anchor in enumerate(anchors):
         fed = torch.from_numpy(embedded), torch.from_numpy(features)
         expected = Oracle(head).chain(*fed, anchor, STEPS)
-        mine = torch.stack([step[row] for step in found])
-        assert (mine - expected).abs().max() < TOLERANCE
+        drafted = torch.stack([step[row] for step in found])
+        assert (drafted - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("flags", [*FLAGS, {"silu": False}], ids=str)
@@ -97,11 +97,11 @@ def test_both_heads_say_the_same(flags):
     fed, first = np.arange(TOKENS), 0
     for n in range(STEPS):
         positions = jnp.asarray(first + np.arange(len(fed))[None])
-        given = jnp.asarray(embedded[fed][None]), hidden, positions
-        cache, out = jax_head.decode(weights, head.spec, cache, *given)
+        fed_in = jnp.asarray(embedded[fed][None]), hidden, positions
+        cache, out = jax_head.decode(weights, head.spec, cache, *fed_in)
         theirs = np.asarray(jax_head.logits(weights, head.spec, out[0]))
-        mine = ours.logits(h, ours.mix(rows([fed.tolist()], [first], [0]), h, own=n > 0))
-        assert np.abs(mine.numpy() - theirs).max() < TOLERANCE
+        drafted = ours.logits(h, ours.mix(rows([fed.tolist()], [first], [0]), h, own=n > 0))
+        assert np.abs(drafted.numpy() - theirs).max() < TOLERANCE
         hidden, h = jax_head.feedback(weights, head.spec, out[:, -1:]), h[-1:].clone()
         first, fed = TOKENS + n, np.array([TOKENS + n])
 
@@ -156,7 +156,8 @@ def test_lossless(tiny, mode, k, slots):
 def test_narrow_weights(tiny, dtype):
     target = cuda_target_of(tiny["31b"], dtype=dtype, max_len=64)
     drafter = drafter_of(target)
-    assert drafter.head.given.head.weights.lm_head.kind == {"fp8": "fp8", "bfloat16": "bf16"}[dtype]
+    kind = drafter.head.inputs.head.weights.lm_head.kind
+    assert kind == {"fp8": "fp8", "bfloat16": "bf16"}[dtype]
     run_ = [
         decode(target, d, host_cycle(target, d, K), "greedy", 8) for d in (NoDrafter(), drafter)
     ]
@@ -165,10 +166,10 @@ def test_narrow_weights(tiny, dtype):
 
 def test_what_a_head_needs_is_known_before_it_is_there(tiny):
     target = cuda_target_of(tiny["31b"], dtype="fp8", max_len=64)
-    given = drafter_of(target).head.given
-    weights = [part for part in vars(given.head.weights).values() if isinstance(part, Linear)]
-    parts = [*(part.data for part in weights), *given.pending[:1]]
-    parts += [given.head.layer.cache.k, given.head.layer.cache.v]
+    own = drafter_of(target).head.inputs
+    weights = [part for part in vars(own.head.weights).values() if isinstance(part, Linear)]
+    parts = [*(part.data for part in weights), *own.pending[:1]]
+    parts += [own.head.layer.cache.k, own.head.layer.cache.v]
     held = sum(part.numel() * part.element_size() for part in parts)
     needed = need_bytes(SPEC, TargetShape(2, 64, K + 1, 0, "fp8", "fp8"))
     assert held < needed < 1.1 * held

@@ -84,16 +84,16 @@ def test_says_nothing_where_nothing_that_it_knows_may_be_said(tiny, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"hidden": 96}, "width 96, not 256"),
         ({"vocab": 3000}, "vocabulary of 3000, not 4096"),
         ({"layers": (0, 2, 40)}, "layers"),
     ],
 )
-def test_a_head_for_another_target_is_one_line(tmp_path, capsys, change, said):
+def test_a_head_for_another_target_is_one_line(tmp_path, capsys, change, message):
     save_flat(random_head(replace(MINI, **change)), tmp_path, stop_ids=(1,))
-    assert said in refused(capsys, *EAGLE3, str(tmp_path))
+    assert message in refused(capsys, *EAGLE3, str(tmp_path))
 
 
 def test_eagle3_from_the_command_line(tmp_path, capsys):

@@ -105,7 +105,7 @@ def test_a_head_of_another_target_is_refused(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"hidden_act": "gelu"}, "activated by gelu"),
         ({"num_hidden_layers": 2}, "of 2 layers"),
@@ -118,10 +118,10 @@ def test_a_head_of_another_target_is_refused(tmp_path) -> None:
         ({"fc_norm": True}, "lacks the tensor fc_norm.0"),
     ],
 )
-def test_unclear_configs_are_refused(tmp_path, values, said) -> None:
+def test_unclear_configs_are_refused(tmp_path, values, message) -> None:
     save(random_head(), tmp_path, "flat")
     edit(tmp_path, **values)
-    assert said in refusal(tmp_path)
+    assert message in refusal(tmp_path)
 
 
 def test_speculators_must_say_its_residual(tmp_path) -> None:

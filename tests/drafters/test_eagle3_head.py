@@ -56,8 +56,8 @@ def test_cached_steps_equal_the_formulas(flags) -> None:
         found.append(eagle3.logits(weights, head.spec, hidden)[:, 0])
     for row, anchor in enumerate(anchors):
         oracle = Oracle(head).chain(torch.tensor(embedded), torch.tensor(features), anchor, STEPS)
-        mine = np.stack([np.asarray(step[row]) for step in found])
-        assert np.abs(mine - oracle.numpy()).max() < TOLERANCE
+        own = np.stack([np.asarray(step[row]) for step in found])
+        assert np.abs(own - oracle.numpy()).max() < TOLERANCE
 
 
 def test_packed_documents_do_not_see_each_other() -> None:
@@ -70,5 +70,5 @@ def test_packed_documents_do_not_see_each_other() -> None:
     changed = unrolled_logits(
         head, changed, np.concatenate([other[1][:6], features[6:]]), documents
     )
-    for mine, theirs in zip(packed, changed, strict=True):
-        assert np.array_equal(mine[6:], theirs[6:])
+    for own, theirs in zip(packed, changed, strict=True):
+        assert np.array_equal(own[6:], theirs[6:])

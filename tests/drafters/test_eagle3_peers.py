@@ -116,10 +116,10 @@ def test_speculators_computes_the_same_logits(tmp_path, flags) -> None:
             document_ids=torch.zeros(1, TOKENS, dtype=torch.long),
             ttt_steps=STEPS,
         )
-    mine = ours(head, ids, table, features)
+    own = ours(head, ids, table, features)
     # the peer's unroll ends with the text: row i of step n is fed token i + n
     worst = [
-        np.abs(seen[n][0, : TOKENS - n].numpy() - mine[n, : TOKENS - n]).max() for n in range(STEPS)
+        np.abs(seen[n][0, : TOKENS - n].numpy() - own[n, : TOKENS - n]).max() for n in range(STEPS)
     ]
     print(f"speculators {flags}: {worst}")
     assert max(worst) < TOLERANCE
@@ -146,9 +146,9 @@ def test_speculators_has_the_same_loss_and_gradients(tmp_path, flags) -> None:
         loss_config=resolve_loss_config("kl_div", "eager"),
     )
     loss.backward()
-    mine, gradients = our_loss(head, ids, table, features, states)
-    print(f"speculators {flags}: loss {loss.item()}, ours {mine}")
-    assert abs(loss.item() - mine) < TOLERANCE * mine
+    own, gradients = our_loss(head, ids, table, features, states)
+    print(f"speculators {flags}: loss {loss.item()}, ours {own}")
+    assert abs(loss.item() - own) < TOLERANCE * own
     theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for name, gradient in gradients.items():
         found = theirs[SPECULATORS.get(name, f"layers.0.{name}") + ".weight"].numpy()

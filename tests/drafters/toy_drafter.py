@@ -137,8 +137,8 @@ def _captured(drafter: ToyDrafter) -> Any:
             pass
 
         def propose(self, batch, k):
-            mine = drafter.state.index_select(0, batch.rows.slot.clamp(min=0))
-            best = (mine @ weights).argmax(-1)[:, None]
+            states = drafter.state.index_select(0, batch.rows.slot.clamp(min=0))
+            best = (states @ weights).argmax(-1)[:, None]
             ahead = torch.arange(k, device=best.device)
             return Proposal(((best + ahead + drafter.draft.shift) % weights.shape[1]).int())
 

@@ -25,6 +25,8 @@ def faults(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, "a literal is unpacked where its elements could stand"
         if _is_named_lambda(node):
             yield node.lineno, "a lambda is bound to a name: write a function"
+        if _is_import_of_tests(node):
+            yield node.lineno, "an import of a test module: what tests share lies in helpers"
     for node in tree.body:
         if _is_tuple_of_constants(node):
             yield node.lineno, "several constants in one assignment: one line each"
@@ -40,6 +42,12 @@ def _is_named_lambda(node: ast.AST) -> bool:
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Lambda)
         and any(isinstance(target, ast.Name) for target in node.targets)
+    )
+
+
+def _is_import_of_tests(node: ast.AST) -> bool:
+    return isinstance(node, ast.ImportFrom) and any(
+        name.startswith("test_") for name in (node.module or "").split(".")
     )
 
 
@@ -70,9 +78,10 @@ def test_a_fault_of_each_kind_is_found():
             "names = {*('a', 'b')}",
             "double = lambda x: 2 * x",
             "ROWS, COLUMNS = 3, 4",
+            "from tests.serve.test_serve import TEXT",
         )
     )
-    assert sorted(line for line, _ in faults(bad)) == [1, 2, 2, 3, 4, 5]
+    assert sorted(line for line, _ in faults(bad)) == [1, 2, 2, 3, 4, 5, 6]
     good = "\n".join(
         (
             "call(*names, *map(f, (a, b)), key=lambda x: x)",
@@ -81,6 +90,7 @@ def test_a_fault_of_each_kind_is_found():
             "hooks.key = lambda x: x",
             "rows, columns = SHAPE = 3, 4",
             "(ONLY,) = names",
+            "from tests.support import tiny",
         )
     )
     assert not list(faults(good))

@@ -208,7 +208,7 @@ def _sampling(random: Random, vocab: int, details: bool) -> dict[str, Any]:
     def some(share: float, *values: Any) -> Any:
         return random.choice(values) if random.random() < share else None
 
-    given = {
+    drawn = {
         "temperature": some(0.5, 0.3, 0.8, 1.0, 2.0),
         "top_k": some(0.2, 1, 5, 40),
         "top_p": some(0.3, 0.1, 0.5, 0.95),
@@ -219,5 +219,5 @@ def _sampling(random: Random, vocab: int, details: bool) -> dict[str, Any]:
         "logit_bias": some(0.15, [[random.randrange(vocab), random.choice([-100, 3, 100])]]),
         "logprobs": some(0.5, 0, 3, 20) if details else None,
     }
-    rest = {name: value for name, value in given.items() if value is not None}
+    rest = {name: value for name, value in drawn.items() if value is not None}
     return rest | {"seed": random.randrange(2**32)}

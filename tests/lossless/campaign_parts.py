@@ -81,9 +81,9 @@ def cuda_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load(given: dict[str, Any], draft: bool = False) -> Any:
+def load(case: dict[str, Any], draft: bool = False) -> Any:
     """The target, or with `draft` a draft model, compiled for its narrower width."""
-    options = dict(given)
+    options = dict(case)
     path, backend = folder(options.pop("model")), options.pop("backend")
     options["features"] = tuple(options.get("features", ()))
     if backend == "jax":
@@ -100,13 +100,13 @@ def load(given: dict[str, Any], draft: bool = False) -> Any:
 class Bench:
     """One target, and engines on it."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    def __init__(self, case: dict[str, Any]) -> None:
         """Raises UserError as a start does, too where rows depend on their place on this device."""
-        self.given, self.target = given, load(given)
-        chosen = {name: given.get(name) for name in ("device", "dtype")}
-        self.config = ModelConfig(backend=given["backend"], **chosen)
+        self.case, self.target = case, load(case)
+        chosen = {name: case.get(name) for name in ("device", "dtype")}
+        self.config = ModelConfig(backend=case["backend"], **chosen)
         self.backend = backend_of(self.config)
-        speculation = SpeculationConfig(drafter="none", k=given["k"])
+        speculation = SpeculationConfig(drafter="none", k=case["k"])
         require_exact(self._model(speculation), speculation)
 
     def engine(self, run: dict[str, Any]) -> Engine:
@@ -130,11 +130,11 @@ class Bench:
         drafters = {speculation.drafter: self._placed(speculation, run or {})}
         loops = self.backend.loops(self.config)
         parts = self.target, tokenizer, self.backend, drafters, loops
-        return Model(self.given["model"], *parts, self.config)
+        return Model(self.case["model"], *parts, self.config)
 
     def _placed(self, speculation: SpeculationConfig, run: dict[str, Any]) -> Any:
         if "draft" in run:
-            same = {n: self.given[n] for n in ("backend", "device", "slots") if n in self.given}
+            same = {n: self.case[n] for n in ("backend", "device", "slots") if n in self.case}
             model = load(run["draft"] | same, draft=True)
             return placed_model(model, self.target, speculation.greedy)
         if "assistant" in run:
@@ -147,25 +147,25 @@ class Bench:
             )
         return draft.place(self.backend, self.target, self.config)
 
-    def _head(self, given: dict[str, Any]) -> Head:
-        if given.get("trained"):
-            head = _trained(self.given["model"])
-            return head._replace(spec=replace(head.spec, max_position=given["max_position"]))
-        arch, layers = self.target.arch, tuple(self.given["features"])
-        return random_head(HeadSpec(hidden=arch.hidden, vocab=arch.vocab, layers=layers, **given))
+    def _head(self, case: dict[str, Any]) -> Head:
+        if case.get("trained"):
+            head = _trained(self.case["model"])
+            return head._replace(spec=replace(head.spec, max_position=case["max_position"]))
+        arch, layers = self.target.arch, tuple(self.case["features"])
+        return random_head(HeadSpec(hidden=arch.hidden, vocab=arch.vocab, layers=layers, **case))
 
 
-def _assistant_draft(arch: Arch, given: dict[str, Any], greedy: bool) -> AssistantDraft:
+def _assistant_draft(arch: Arch, case: dict[str, Any], greedy: bool) -> AssistantDraft:
     """A small random one, of either kind of head."""
     spec = released_size(arch)
     layers = tuple(replace(layer, ffw=96) for layer in spec.arch.layers)
-    clusters = Clusters(*given["clusters"]) if given["clusters"] else None
+    clusters = Clusters(*case["clusters"]) if case["clusters"] else None
     small = replace(spec.arch, hidden=64, layers=layers)
     made = random_assistant(replace(spec, arch=small, clusters=clusters))
-    count = given["drafts"]
+    count = case["drafts"]
     ids = None if count is None else np.arange(count) * arch.vocab // count
     last = len(arch.layers) - 1
-    return AssistantDraft(made._replace(target_ids=ids), (last,), given["ahead"], greedy)
+    return AssistantDraft(made._replace(target_ids=ids), (last,), case["ahead"], greedy)
 
 
 def sequence(request: dict[str, Any], vocab: int, answer: Seqs[int] = ()) -> Sequence:
@@ -185,6 +185,6 @@ def sequence(request: dict[str, Any], vocab: int, answer: Seqs[int] = ()) -> Seq
     wrong = request.get("prediction")
     if wrong is not None and answer:
         other = random.integers(0, vocab, len(answer))
-        told = np.where(random.random(len(answer)) < wrong, other, answer).tolist()
-        seq.prediction = Prediction(PredictedText(told), seq.prompt_len)
+        predicted = np.where(random.random(len(answer)) < wrong, other, answer).tolist()
+        seq.prediction = Prediction(PredictedText(predicted), seq.prompt_len)
     return seq

@@ -51,25 +51,25 @@ class WarmBench(parts.Bench):
         if model in VARIANTS:
             _longer(parts.folder(model))
         chunk = CHUNK if model in VARIANTS else MINI_CHUNK
-        given = {"backend": backend, "model": model, "slots": 3, "k": 4, "chunk": chunk}
-        given["max_len"] = context or LENGTH.get(model, SHORT)
+        case = {"backend": backend, "model": model, "slots": 3, "k": 4, "chunk": chunk}
+        case["max_len"] = context or LENGTH.get(model, SHORT)
         if backend == "cuda":
-            given |= {"device": device, "short": chunk // 4}
+            case |= {"device": device, "short": chunk // 4}
         if drafter == "eagle3":
-            given["features"] = list(parts.embedded_layers(model) or (0, 1, 2))
+            case["features"] = list(parts.embedded_layers(model) or (0, 1, 2))
         if drafter == "assistant":
-            given["features"] = [len(parts.arch_of(model).layers) - 1]
-        super().__init__(given | options)
+            case["features"] = [len(parts.arch_of(model).layers) - 1]
+        super().__init__(case | options)
         self.run: dict[str, Any] = {"drafter": drafter, "k": 4}
-        own = {name: given[name] for name in ("max_len", "chunk", "k")}
+        own = {name: case[name] for name in ("max_len", "chunk", "k")}
         if drafter == "model":
             small = "mini-e" if model == "mini" else model
             self.run["draft"] = own | {"model": small}
         if drafter == "eagle3" and model == "mini":
-            self.run["head"] = {"trained": True, "max_position": given["max_len"]}
+            self.run["head"] = {"trained": True, "max_position": case["max_len"]}
         elif drafter == "eagle3":
             vocab = self.target.vocab // 2
-            self.run["head"] = HEAD | {"draft_vocab": vocab, "max_position": given["max_len"]}
+            self.run["head"] = HEAD | {"draft_vocab": vocab, "max_position": case["max_len"]}
         if drafter == "assistant":
             self.run["assistant"] = {"clusters": None, "drafts": None, "ahead": 1}
         self._last: PlacedDrafter | None = None

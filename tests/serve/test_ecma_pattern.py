@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 
 from serve.gemma.ecma_pattern import whole_regex
 from specdec.core.errors import UserError
-from tests.serve.test_tool_grammar import GRAMMAR_TOKENIZER, TOKENIZER
+from tests.serve.mini_grammar import GRAMMAR_TOKENIZER, TOKENIZER
 
 PATTERNS = [
     "",

@@ -15,36 +15,12 @@ import pytest
 from serve.chat_schema import ChatRequest
 from serve.schema import parse
 from serve.structure import rules_for, thinking_at
+from tests.support.agents import CLIENTS, SCHEMAS, TOOLS
 from tests.support.constrained import mini_tokenizer, mini_vocabulary
 from tests.support.fakes import Noise
-from tests.support.places import DATA
 from tests.support.serving import SAID, Server, scripted, serving_mini
 from tests.support.templates import WITH_TOOLS
 
-WEATHER = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 8},
-        "days": {"type": "integer", "minimum": 1, "maximum": 14},
-        "unit": {"enum": ["c", "f"]},
-    },
-    "required": ["city", "days", "unit"],
-    "additionalProperties": False,
-}
-ADD = {
-    "type": "object",
-    "properties": {name: {"type": "integer", "minimum": 0, "maximum": 99} for name in "ab"},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {"name": name, "description": text, "parameters": schema, "strict": True},
-    }
-    for name, text, schema in (("get_weather", "Of a city", WEATHER), ("add", "Sums", ADD))
-]
-SCHEMAS = {"get_weather": WEATHER, "add": ADD}
 FREE: Any = [{"type": "function", "function": {"name": name}} for name in ("edit", "run")]
 ASK: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 
@@ -488,9 +464,6 @@ def test_null_is_absent_and_hints_are_accepted(server):
         "prediction": {"type": "content", "content": "x"},
     }
     assert server.post("chat/completions", **body).status_code == 200
-
-
-CLIENTS = json.loads((DATA / "clients.json").read_text())
 
 
 @pytest.mark.parametrize("sent", CLIENTS, ids=[sent["client"] for sent in CLIENTS])

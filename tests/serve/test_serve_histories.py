@@ -109,9 +109,9 @@ def test_a_cut_call_is_shown_as_it_was_written(api, arguments, tokenizer, caplog
 
 
 @pytest.mark.parametrize("api", FORMS)
-@pytest.mark.parametrize("said", [None, "", []])
-def test_a_tool_may_have_said_nothing(api, said, tokenizer):
-    assert prompt(api, tokenizer, USER, *called(api, "{}", said), USER)
+@pytest.mark.parametrize("message", [None, "", []])
+def test_a_tool_may_have_said_nothing(api, message, tokenizer):
+    assert prompt(api, tokenizer, USER, *called(api, "{}", message), USER)
 
 
 @pytest.mark.parametrize("arguments", [r'{"a": "\ud800"}', '{"a":' * 900 + "1" + "}" * 900])

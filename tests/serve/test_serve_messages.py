@@ -14,10 +14,10 @@ import pytest
 from serve.anthropic.schema import MessagesRequest
 from serve.anthropic.translate import chat_of
 from serve.schema import parse
-from tests.specdec.core.test_prefix_cache import make
 from tests.support.chats import prompt_of
 from tests.support.constrained import mini_tokenizer
 from tests.support.fakes import ScriptedTarget
+from tests.support.fakes_snapshots import cached_engine
 from tests.support.serving import SAID, ServedTarget, Server, events_of, scripted, served, serving
 from tests.support.templates import WITH_TOOLS
 
@@ -300,7 +300,7 @@ def test_a_changing_attribution_line_defeats_no_reuse():
     tokenizer = mini_tokenizer()
     script = tokenizer.encode("Yes.")[1:]
     target = ScriptedTarget(script, end=16, slots=2, vocab=tokenizer.vocab_size)
-    engine = make(target=target)
+    engine = cached_engine(target=target)
     with served(engine, "mini", tokenizer=tokenizer, k=0) as server:
         asked = [
             server.post("messages", **BODY | {"system": billed(number, number == 2)})

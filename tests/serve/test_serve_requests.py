@@ -110,12 +110,13 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"GE", HEAD, HEAD + b"Content-Length: 100\r\n\r\n{", b"GET /health HTTP/1.1\r\n"]
+    "message",
+    [b"", b"GE", HEAD, HEAD + b"Content-Length: 100\r\n\r\n{", b"GET /health HTTP/1.1\r\n"],
 )
-def test_a_request_that_never_ends_is_dropped(server, monkeypatch, said):
+def test_a_request_that_never_ends_is_dropped(server, monkeypatch, message):
     monkeypatch.setattr("serve.connections.ARRIVAL_SECONDS", 0.3)
     with raw(server) as slow:
-        slow.sendall(said)
+        slow.sendall(message)
         assert slow.recv(1000) == b""
     assert server.post("completions", **BODY).status_code == 200
 

@@ -14,7 +14,7 @@ from serve.schema import CompletionRequest, parse
 from specdec.core.types import Reuse
 from targets import mini
 from targets.tokenizer import load_tokenizer
-from tests.specdec.core.test_prefix_cache import UNIT, make
+from tests.support.fakes_snapshots import UNIT, cached_engine
 from tests.support.serving import TOKENIZER, ServedTarget, Server, served, serving_mini
 
 KEYS = ["eins", "zwei"]
@@ -25,7 +25,7 @@ WHOLE = 3 * UNIT
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with served(make(target=ServedTarget(slots=2, chunk=4)), "fake", **OPTIONS) as running:
+    with served(cached_engine(target=ServedTarget(slots=2, chunk=4)), "fake", **OPTIONS) as running:
         yield running
 
 
@@ -84,7 +84,7 @@ def test_a_salt_cannot_pass_for_another_key(server):
 
 
 def test_keys_may_share():
-    engine = make(target=ServedTarget(slots=2, chunk=4))
+    engine = cached_engine(target=ServedTarget(slots=2, chunk=4))
     with served(engine, "fake", **OPTIONS, share_cache=True) as server:
         assert [cached(server, key=key) for key in KEYS] == [0, WHOLE]
 
@@ -95,9 +95,9 @@ def test_a_request_may_ask_for_none_of_it(server):
     assert cached(server, cache_prompt=False) == 0
 
 
-@pytest.mark.parametrize("told", [{"echo": True}, {"prompt_logprobs": 1}])
-def test_what_tells_of_the_prompt_reads_nothing(told):
-    request = parse(CompletionRequest, _json({"prompt": PROMPT} | told))
+@pytest.mark.parametrize("expected", [{"echo": True}, {"prompt_logprobs": 1}])
+def test_what_tells_of_the_prompt_reads_nothing(expected):
+    request = parse(CompletionRequest, _json({"prompt": PROMPT} | expected))
     assert reuse_of(request, [1, 2], TOKENIZER, "") is None
 
 
@@ -158,7 +158,7 @@ class SlowReader(ServedTarget):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_gives_up_while_its_prompt_is_read_gets_further_next_time(stream):
-    engine = make(target=SlowReader(slots=2, chunk=4))
+    engine = cached_engine(target=SlowReader(slots=2, chunk=4))
     body = {"prompt": "abcde" * 25, "max_tokens": 2, "stream": stream}
     with served(engine, "fake", **OPTIONS) as server:
         with pytest.raises(httpx.ReadTimeout):

@@ -55,7 +55,7 @@ def asked(server, **wish):
 
 
 @pytest.mark.parametrize(
-    ("wish", "told"),
+    ("wish", "expected"),
     [
         ({"enabled": False}, {"drafter": "none", "k": 0, "enabled": False}),
         ({"enabled": False, "k": 3}, {"drafter": "none", "k": 0, "enabled": False}),
@@ -68,13 +68,13 @@ def asked(server, **wish):
         ({"drafter": "auto"}, {"drafter": "auto", "k": K, "enabled": True}),
     ],
 )
-def test_a_wish_is_taken_told_and_changes_nothing(server, wish, told):
+def test_a_wish_is_taken_told_and_changes_nothing(server, wish, expected):
     free, reply = asked(server), asked(server, **wish)
     assert reply["choices"] == free["choices"] and "speculative" not in free["metrics"]
-    assert reply["metrics"]["speculative"] == told
+    assert reply["metrics"]["speculative"] == expected
     counts = reply["metrics"]["speculative_decoding"]
-    assert counts["draft_tokens"] <= told["k"] * counts["verify_passes"]
-    assert told["k"] or counts["draft_tokens"] == 0
+    assert counts["draft_tokens"] <= expected["k"] * counts["verify_passes"]
+    assert expected["k"] or counts["draft_tokens"] == 0
     if wish == {"drafter": "model", "k": 1}:
         assert counts["draft_tokens"] == counts["verify_passes"]
 

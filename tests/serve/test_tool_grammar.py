@@ -12,21 +12,15 @@ import llguidance.numpy
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from serve.gemma.output import CallArguments, CallBegan, Content, GemmaOutput, Reasoning
 from serve.gemma.tool_grammar import tool_grammar
 from serve.structure import Thinking, after_thought
 from specdec.core.errors import UserError
-from targets.mini import path
-from targets.tokenizer import load_tokenizer
 from tests.serve.gemma_syntax import gemma_value
+from tests.serve.mini_grammar import GRAMMAR_TOKENIZER, STOPS, TOKENIZER
 
-TOKENIZER = load_tokenizer(path("mini"))
-STOPS = list(TOKENIZER.stop_ids)
-GRAMMAR_TOKENIZER = LLTokenizer(
-    (path("mini") / "tokenizer.json").read_text(), n_vocab=TOKENIZER.vocab_size, eos_token=STOPS
-)
 # Tokens that bring a random walk to its end.
 ENDING = {
     i

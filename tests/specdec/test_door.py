@@ -140,15 +140,15 @@ def test_leaving_a_stream_early_frees_its_slot(llm):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ({"temprature": 1.0}, "unknown sampling parameter temprature"),
         ({"temperature": -1.0}, "temperature must be in"),
         ({"max_tokens": 0}, "max_tokens must be 1 or more"),
     ],
 )
-def test_bad_parameters_are_one_line(llm, overrides, said):
-    with pytest.raises(UserError, match=said):
+def test_bad_parameters_are_one_line(llm, overrides, message):
+    with pytest.raises(UserError, match=message):
         llm.generate(PROMPT, **overrides)
 
 

@@ -150,7 +150,7 @@ def test_metrics_tell_replicas_apart(metrics):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"slotz": "3"}, "unknown option slotz"),
         ({"k": "many"}, "k: .*got 'many'"),
@@ -158,9 +158,9 @@ def test_metrics_tell_replicas_apart(metrics):
         ({"drafter": "oracle"}, "oracle"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(given, said):
+def test_mistakes_are_told_before_anything_starts(given, message):
     pytest.importorskip("ray")
     from specdec.replicas import app
 
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         app(given)

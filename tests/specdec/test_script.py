@@ -19,7 +19,6 @@ from specdec.bench.script_file import read_script
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
-from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.script import (
     Line,
     Script,
@@ -37,37 +36,15 @@ from targets.jax.device_loop import device_loop
 from targets.jax.load import JaxOptions, load_target
 from tests.support.commands import CUDA, refused, run
 from tests.support.fakes import FakeTarget, Noise
+from tests.support.scripts import ANSWERS, SHARES, decode_script
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
-
-ANSWERS = [[5, 6, 7, 8] * 6, [9, 8, 7] * 4 + [3] * 9]
-SHARES = (0.8, 0.5, 0.3)
-
-
-def told(target, drafter, k, right=None, drive=None, predicted=None):
-    """The answers, emitted, and how speculation fared. drive: (script) -> a device loop."""
-    lines = {
-        str(i): Line(a, None if right is None else right(len(a))) for i, a in enumerate(ANSWERS)
-    }
-    script = Script(lines, target.slots, target.max_len)
-    scripted = ScriptedTarget(target, script)
-    mine = ScriptedDrafter(drafter, script) if script.recorded else drafter
-    cycle = host_cycle(scripted, mine, k) if drive is None else drive(script)
-    engine = Engine(scripted, mine, cycle)
-    seqs = [
-        Sequence([3, 4, 5, 6 + i], max_tokens=len(a), request_id=str(i))
-        for i, a in enumerate(ANSWERS)
-    ]
-    for seq in seqs if predicted is not None else ():
-        seq.prediction = Prediction(PredictedText(predicted), seq.prompt_len)
-    engine.run_to_end(seqs)
-    return [seq.tokens[seq.prompt_len :] for seq in seqs], engine.acceptance
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
 def test_the_script_is_said_whatever_is_guessed(k):
     for drafter in (NoDrafter(), NgramDrafter(1, 3), Noise(50), Noise(50, wild=True)):
-        said, acceptance = told(FakeTarget(), drafter, k)
+        said, acceptance = decode_script(FakeTarget(), drafter, k)
         assert said == ANSWERS
         assert isinstance(drafter, NgramDrafter) == (acceptance.tau > 1.5) or k < 3
 
@@ -92,19 +69,21 @@ def test_both_loops_say_it_with_the_same_acceptance(tiny):
             def drive(script):
                 return device_loop(target, traced, 3, script=script)
 
-            host = told(target, NgramDrafter(1, 3), 3, right, predicted=predicted)
-            assert host == told(target, NgramDrafter(1, 3), 3, right, drive, predicted)
+            host = decode_script(target, NgramDrafter(1, 3), 3, right, predicted=predicted)
+            assert host == decode_script(target, NgramDrafter(1, 3), 3, right, drive, predicted)
             assert host[0] == ANSWERS
 
 
 def test_a_recorded_acceptance_is_kept_whatever_the_drafter_guesses():
     right = partial(drawn_right, SHARES, seed=3)
     taus = {
-        told(FakeTarget(), drafter, 3, right)[1].tau
+        decode_script(FakeTarget(), drafter, 3, right)[1].tau
         for drafter in (NoDrafter(), Noise(50), NgramDrafter(1, 3))
     }
     assert len(taus) == 1
-    useless = told(FakeTarget(), NgramDrafter(1, 3), 3, partial(drawn_right, (0.0,) * 3, seed=0))
+    useless = decode_script(
+        FakeTarget(), NgramDrafter(1, 3), 3, partial(drawn_right, (0.0,) * 3, seed=0)
+    )
     assert useless[0] == ANSWERS and useless[1].accepted == 0
 
 

@@ -125,8 +125,8 @@ def read_by_transformers(path: Path) -> Any:
     from transformers import Gemma4AssistantForCausalLM, Gemma4TextConfig
 
     with all_reuse(Gemma4TextConfig):
-        model, told = Gemma4AssistantForCausalLM.from_pretrained(path, output_loading_info=True)
-    assert not told["missing_keys"] and not told["unexpected_keys"], told
+        model, report = Gemma4AssistantForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"], report
     return model
 
 
@@ -200,7 +200,7 @@ def chain(
 
     target, model = oracle_pair(variant)
     state, shared = settled(variant, text) if lent is None else lent
-    said, token, window = Said(), text[-1], config_of(variant)["text_config"]["sliding_window"]
+    steps, token, window = Said(), text[-1], config_of(variant)["text_config"]["sliding_window"]
     if not ahead:  # as vLLM: the window ends at the last key
         near = tuple(part[:, :, -window:] for part in shared["sliding_attention"])
         shared = {**shared, "sliding_attention": near}
@@ -217,10 +217,10 @@ def chain(
         if variant in ORDERED:
             logits = np.where(logits > logits.min(), logits, -np.inf)
         token = choose(logits, j)
-        said.states.append(state[0, 0].numpy())
-        said.logits.append(logits)
-        said.tokens.append(token)
-    return said
+        steps.states.append(state[0, 0].numpy())
+        steps.logits.append(logits)
+        steps.tokens.append(token)
+    return steps
 
 
 def a_text(length: int, seed: int = 0) -> list[int]:

@@ -89,12 +89,12 @@ def edited(answer: Seqs[int]) -> list[int]:
 
 def texts(engine: Engine, temperatures: Seqs[float] = (0.0, 1.0)) -> list[list[int]]:
     """The answers of all requests, at each temperature."""
-    said = []
+    answers = []
     for temperature in temperatures:
         seqs = requests(temperature)
         engine.run_to_end(seqs)
-        said += [seq.tokens[seq.prompt_len :] for seq in seqs]
-    return said
+        answers += [seq.tokens[seq.prompt_len :] for seq in seqs]
+    return answers
 
 
 def check_predictions(engine: Engine, plain: Seqs[list[int]]) -> None:

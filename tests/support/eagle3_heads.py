@@ -47,8 +47,8 @@ def jax_target_of(path, slots=2, max_len=96):
 
 @cache
 def cuda_target_of(path, slots=2, max_len=96, **options):
-    given = {"chunk": 16, "short": 8, "features": SPEC.layers, "max_len": max_len} | options
-    return load_cuda(path, CudaOptions(slots=slots, k=4, device="cpu", **given))
+    fields = {"chunk": 16, "short": 8, "features": SPEC.layers, "max_len": max_len} | options
+    return load_cuda(path, CudaOptions(slots=slots, k=4, device="cpu", **fields))
 
 
 def unrolled_logits(head, embedded, features, documents) -> list[np.ndarray]:

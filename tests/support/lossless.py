@@ -220,11 +220,11 @@ def check_device(path, mode, slots, ks, tokens=TOKENS, adversaries=("none", *TOL
     run = partial(decode, mode=mode, tokens=tokens, prompts=first)
     plain, _ = run(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
     for k in ks:
-        told = Told(slots)
-        cycle = device_loop(target, told, k)
+        scripted = Told(slots)
+        cycle = device_loop(target, scripted, k)
         made = tables(plain, slots, target.vocab)
         for name in adversaries:
-            told.table = made[name]
+            scripted.table = made[name]
             output, acceptance = run(target, NoDrafter(), cycle)
             assert output == plain, (path.name, mode, slots, name, k)
             assert name != "right" or acceptance.rate == 1.0 or k == 0

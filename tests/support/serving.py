@@ -97,8 +97,8 @@ def serving(
 ) -> Iterator[Server]:
     drafter = drafter or NgramDrafter()
     engine = Engine(target, drafter, host_cycle(target, drafter, k), max_waiting)
-    given = {"tokenizer": TOKENIZER, "k": k} | options
-    with served(engine, MODEL, policy, **given) as server:
+    served_options = {"tokenizer": TOKENIZER, "k": k} | options
+    with served(engine, MODEL, policy, **served_options) as server:
         yield server
 
 

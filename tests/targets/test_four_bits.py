@@ -109,8 +109,8 @@ def test_cuda_rounds_to_the_scale_of_the_least_error(shape):
     values = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     ours = int4.quantise(torch.from_numpy(values))
     assert ours.kind == "int4" and ours.codes.shape == shape
-    mine = (ours.values().float() * ours.row[..., None]).numpy()
-    np.testing.assert_allclose(mine, dequantise(quantise_int4(values)), 1e-6, 1e-9)
+    values_of_ours = (ours.values().float() * ours.row[..., None]).numpy()
+    np.testing.assert_allclose(values_of_ours, dequantise(quantise_int4(values)), 1e-6, 1e-9)
 
 
 def test_jax_keeps_four_bits_in_memory(tmp_path):
@@ -158,7 +158,7 @@ NAME = "model.language_model.layers.0.mlp.up_proj"
 
 
 @pytest.mark.parametrize(
-    ("scheme", "change", "said"),
+    ("scheme", "change", "message"),
     [
         ("int4 by 32", lambda t: t.pop(f"{NAME}.weight_scale"), r"up_proj.weight_scale is missing"),
         (
@@ -204,10 +204,10 @@ NAME = "model.language_model.layers.0.mlp.up_proj"
         ),
     ],
 )
-def test_bad_files_are_refused_in_one_line(tmp_path, scheme, change, said):
+def test_bad_files_are_refused_in_one_line(tmp_path, scheme, change, message):
     write_quantised(tmp_path, "31b", scheme)
     tensors_of(tmp_path, change)
-    with pytest.raises(UserError, match=said) as problem:
+    with pytest.raises(UserError, match=message) as problem:
         checkpoint = Checkpoint(tmp_path, read_arch(tmp_path))
         checkpoint.read("layers.0.mlp.up_proj")
     assert "\n" not in str(problem.value)

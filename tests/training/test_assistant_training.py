@@ -91,7 +91,7 @@ def test_a_run_that_is_killed_five_times_ends_as_the_unbroken_one(tmp_path, monk
     assert int(parts.state.step) == 16
     parts.train(STEPS)
     both = jax.tree.leaves(whole.state), jax.tree.leaves(parts.state)
-    assert all(np.array_equal(mine, other) for mine, other in zip(*both, strict=True))
+    assert all(np.array_equal(ours, other) for ours, other in zip(*both, strict=True))
 
 
 def test_an_assistant_of_the_targets_width_starts_as_its_end():
@@ -104,8 +104,8 @@ def test_an_assistant_of_the_targets_width_starts_as_its_end():
     for i, number in enumerate((8, 9, 10, 11)):
         assert spec.arch.layers[i].sliding == arch.layers[number].sliding
         for name in ("self_attn.q_proj", "mlp.down_proj", "layer_scalar"):
-            mine, own = weights[f"layers.{i}.{name}"], stored.read(f"layers.{number}.{name}").values
-            assert np.array_equal(mine, own), (i, name)
+            ours, own = weights[f"layers.{i}.{name}"], stored.read(f"layers.{number}.{name}").values
+            assert np.array_equal(ours, own), (i, name)
     tokens = np.array([load_tokenizer(mini.path("mini"), arch.vocab).encode(TEXT)], np.int32)
     rows = PackedRows(tokens, 0 * tokens, tokens >= 0, tokens < 0)
 

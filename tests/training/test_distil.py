@@ -32,8 +32,8 @@ def test_killed_runs_add_up_to_the_uninterrupted_one(tmp_path) -> None:
         assert killed(broken, where, count) in (-signal.SIGKILL, 0)
     distil_fake(broken)
     assert [f.name for f in shards(broken)] == [f.name for f in shards(whole)]
-    for mine, theirs in zip(shards(broken), shards(whole), strict=True):
-        assert mine.read_bytes() == theirs.read_bytes()
+    for ours, theirs in zip(shards(broken), shards(whole), strict=True):
+        assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_rows_are_prompts_and_answers_in_order_whoever_drafts(tmp_path) -> None:

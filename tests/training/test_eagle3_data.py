@@ -99,7 +99,7 @@ def test_impossible_data_and_recipes_are_refused(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "expected"),
     [
         ('steps = "2000"', "steps should be a valid integer, got '2000'"),
         ("steps = true", "steps .*integer, got True"),
@@ -110,11 +110,11 @@ def test_impossible_data_and_recipes_are_refused(tmp_path) -> None:
         ("steps = 8\nhead = 3", "not valid TOML|head"),
     ],
 )
-def test_a_bad_recipe_is_one_line_with_file_and_key(tmp_path, wrong, told) -> None:
+def test_a_bad_recipe_is_one_line_with_file_and_key(tmp_path, wrong, expected) -> None:
     shipped = (CONFIGS / "eagle3-mini-cpu.toml").read_text(encoding="utf-8")
     file = tmp_path / "bad.toml"
     file.write_text(shipped.replace("steps = 300", wrong))
-    with pytest.raises(UserError, match=f"bad.toml.*({told})") as refusal:
+    with pytest.raises(UserError, match=f"bad.toml.*({expected})") as refusal:
         read_recipe(file)
     assert "\n" not in str(refusal.value)
 

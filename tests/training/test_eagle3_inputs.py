@@ -206,13 +206,13 @@ def same_steps(turns: list[Turn], steps: list[Call], mask, start: int, text: lis
     them. Returns how many there were after the first."""
     compared = 0
     for turn in turns[1:]:
-        for n, (mine, theirs) in enumerate(zip(turn.calls, steps, strict=True)):
-            i, last = start + turn.anchor, -1 if n else mine.positions.tolist().index(turn.anchor)
-            if text[turn.anchor + 1 + n : turn.anchor + 2 + n] != [mine.tokens[last]]:
+        for n, (ours, theirs) in enumerate(zip(turn.calls, steps, strict=True)):
+            i, last = start + turn.anchor, -1 if n else ours.positions.tolist().index(turn.anchor)
+            if text[turn.anchor + 1 + n : turn.anchor + 2 + n] != [ours.tokens[last]]:
                 break
-            assert mine.positions[last] == theirs.positions[i] - start
-            assert mine.tokens[last] == theirs.tokens[i] and mask[n, i]
-            np.testing.assert_allclose(mine.hidden[last], theirs.hidden[i], atol=TOLERANCE, rtol=0)
+            assert ours.positions[last] == theirs.positions[i] - start
+            assert ours.tokens[last] == theirs.tokens[i] and mask[n, i]
+            np.testing.assert_allclose(ours.hidden[last], theirs.hidden[i], atol=TOLERANCE, rtol=0)
             compared += n > 0
     return compared
 

@@ -138,9 +138,9 @@ def test_packed_documents_are_judged_as_if_alone() -> None:
             alone, size = jax.tree.map(np.asarray, judge_rows(one, own)), len(at)
             assert np.array_equal(alone.mask[:, 0, :size], together.mask[:, r, at])
             for field in ("divergence", "hit", "overlap"):
-                mine = getattr(together, field)[:, r, at] * together.mask[:, r, at]
+                part = getattr(together, field)[:, r, at] * together.mask[:, r, at]
                 theirs = (getattr(alone, field) * alone.mask)[:, 0, :size]
-                np.testing.assert_allclose(mine, theirs, atol=1e-5)
+                np.testing.assert_allclose(part, theirs, atol=1e-5)
             number += 1
 
 

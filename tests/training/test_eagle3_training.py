@@ -63,10 +63,10 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path) -> None:
     second = trainer(broken)
     assert int(second.state.step) == 10
     second.train(20)
-    for mine, theirs in zip(
+    for ours, theirs in zip(
         jax.tree.leaves(first.state), jax.tree.leaves(second.state), strict=True
     ):
-        assert np.array_equal(mine, theirs)
+        assert np.array_equal(ours, theirs)
     assert without_speed(whole) == without_speed(broken)
 
 
@@ -155,7 +155,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch) -> None:
 def test_throughput_is_of_whole_steps_whoever_teaches() -> None:
     """Here mini-e's states, repeated to the width of mini's, as E4B's may teach 31B's head."""
     recipe = replace(RECIPE, head=replace(SHAPE, draft_vocab=64), steps=1)
-    mine, teacher = (read_arch(mini.path(name)) for name in ("mini", "mini-e"))
-    found = measure(recipe, mine, teacher, steps=1)
+    ours, teacher = (read_arch(mini.path(name)) for name in ("mini", "mini-e"))
+    found = measure(recipe, ours, teacher, steps=1)
     assert found["batch"] * found["length"] == 4 * 32
     assert found["tokens_per_second"] == pytest.approx(4 * 32 / found["step_seconds"][0])

@@ -72,8 +72,8 @@ def test_training_from_a_cache_is_training_online(tmp_path, monkeypatch) -> None
         each.train(6, lambda row: losses.append(row.get("loss")))
         states.append(jax.tree.leaves(each.state))
     assert np.isclose(losses[2], losses[0], rtol=TOLERANCE)
-    for mine, theirs in zip(*states, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+    for ours, theirs in zip(*states, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_every_row_gets_its_own_states(tmp_path) -> None:

@@ -25,16 +25,16 @@ class Drafting:
 
 
 @torch.inference_mode()
-def propose(given: Drafting, rows: Rows, needs_sampler: bool) -> None:
+def propose(inputs: Drafting, rows: Rows, needs_sampler: bool) -> None:
     """Fill rows.tokens [B, k + 1] behind the last tokens with guesses. needs_sampler False: every
     guess is a bare argmax."""
-    model, k = given.model, rows.tokens.shape[1] - 1
+    model, k = inputs.model, rows.tokens.shape[1] - 1
     if k == 0:
         return
     target, ops = model.target, model.ops
     layout = ops.prepare_rows(rows, k, target.max_len)
-    rules = Rules(target.bias, given.sampling_params, target.cache.tokens)
-    states = States(given.states, rows.slot, target.weights.norm)
+    rules = Rules(target.bias, inputs.sampling_params, target.cache.tokens)
+    states = States(inputs.states, rows.slot, target.weights.norm)
     for j in range(k):
         seen = Rows(rows.tokens[:, j : j + 1], layout.seen, layout.slots[j])
         logits, x = model.step(rows.tokens[:, j], states, seen)

@@ -20,18 +20,18 @@ class AssistantDraftHead:
         """greedy: guess the argmax at any temperature, as other engines do (to compare)."""
         self.target = target = model.target
         states = torch.zeros((target.slots + 1, target.arch.hidden), device=target.device)
-        self.given = Drafting(model, states, sampling_of(target, greedy))
+        self.inputs = Drafting(model, states, sampling_of(target, greedy))
 
     @torch.inference_mode()
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         assert step.features is not None, NO_FEATURES
         if stop == seq.prompt_len:
-            self.given.states[seq.slot] = step.features[0, stop - 1 - start]
+            self.inputs.states[seq.slot] = step.features[0, stop - 1 - start]
 
     def propose(self, rows: Rows, needs_sampler: bool) -> None:
-        drafting.propose(self.given, rows, needs_sampler)
+        drafting.propose(self.inputs, rows, needs_sampler)
 
     def keep(
         self, rows: Rows, features: torch.Tensor, chosen: torch.Tensor, accepted: torch.Tensor
     ) -> None:
-        self.given.model.ops.keep(self.given.states, rows, features, accepted)
+        self.inputs.model.ops.keep(self.inputs.states, rows, features, accepted)

@@ -92,8 +92,8 @@ class AssistantKernels(Kernels):
         )
         # everything before the first step of a cycle has ended when it starts; later steps may rely
         # on that, and on each guess (sample.cu) to have seen all before it end
-        early = states.slot is None
-        self._launch(STEPS[kind], "beside", (m, 2, 1), ROW_THREADS, [job], early=early)
+        pdl = states.slot is None
+        self._launch(STEPS[kind], "beside", (m, 2, 1), ROW_THREADS, [job], pdl=pdl)
         return x
 
     def ordered(self, h: Tensor, norm: Tensor, head: OrderedHead) -> Tensor:

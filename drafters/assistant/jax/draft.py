@@ -71,12 +71,12 @@ class AssistantProgram:
 
 
 class _TracedAssistant:
-    def __init__(self, static: AssistantProgram, given: DraftInputs, memory: Seed) -> None:
-        self.static, self.given, self.memory = static, given, memory
+    def __init__(self, static: AssistantProgram, inputs: DraftInputs, memory: Seed) -> None:
+        self.static, self.inputs, self.memory = static, inputs, memory
 
     def propose(self, batch: SlotState, k: int) -> Proposal:
         return Proposal(
-            propose(self.static, self.given, self.memory, batch.cache, batch.length, batch.live, k)
+            propose(self.static, self.inputs, self.memory, batch.cache, batch.length, batch.live, k)
         )
 
     def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:
@@ -105,7 +105,7 @@ def begin(seed: Seed, slot: Array, features: Array, last: Array, token: Array) -
 
 def propose(
     static: AssistantProgram,
-    given: DraftInputs,
+    inputs: DraftInputs,
     seed: Seed,
     cache: Cache,
     length: Array,
@@ -120,16 +120,16 @@ def propose(
         return draft
     view = KVView(jnp.maximum(length - 2, 0), static.ahead)
     donors = tuple(entries_of(static.target, cache, source) for source in spec.sources)
-    state = rms_norm(seed.state, given.top.top["norm"], static.target.eps)
+    state = rms_norm(seed.state, inputs.top.top["norm"], static.target.eps)
     history = cache.tokens.at[row, length - 1].set(seed.token)
 
     def body(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         token, state, history, draft = carry
-        embedded = embed(given.top, static.target, jnp.maximum(token, 0)).astype(state.dtype)
+        embedded = embed(inputs.top, static.target, jnp.maximum(token, 0)).astype(state.dtype)
         fed = embedded[:, None], state[:, None]
-        y, handed = step(given.weights, spec, view, donors, static.ahead, *fed)
-        scores, place = score(given.weights, spec, given.target_ids, y[:, 0]), length + j
-        rules = Rules(given.bias, given.sampling_params, history)
+        y, handed = step(inputs.weights, spec, view, donors, static.ahead, *fed)
+        scores, place = score(inputs.weights, spec, inputs.target_ids, y[:, 0]), length + j
+        rules = Rules(inputs.bias, inputs.sampling_params, history)
         going = live & (place < static.longest)
         token = guess(scores.logits, scores.ids, rules, place, going, static.needs_sampler)
         history = history.at[row, place].set(token, mode="drop")

@@ -108,12 +108,12 @@ def step(
     [B, T, d], and the state [B, T, H] that the next step is fed. donors: by layer, what `view`
     attends to."""
     x = project(jnp.concatenate([embedded, state], -1), weights["pre_projection"])
-    given = Shared(spec.arch, view, (), None, None)
+    shared = Shared(spec.arch, view, (), None, None)
     tables = tables_of(spec.arch.layers, view.positions(x.shape[1]))
     for i, layer in enumerate(spec.arch.layers):
         memory = None, 0, donors[i]
         own = weights["layers"][i]
-        x, _ = decoder_layer(given, seen(layer, ahead), x, own, memory, tables, None)
+        x, _ = decoder_layer(shared, seen(layer, ahead), x, own, memory, tables, None)
     y = rms_norm(x, weights["norm"], spec.arch.eps)
     return y, project(y, weights["post_projection"])
 

@@ -30,15 +30,15 @@ class Drafting:
 
 
 @torch.inference_mode()
-def propose(given: Drafting, rows: Rows, needs_sampler: bool) -> None:
+def propose(inputs: Drafting, rows: Rows, needs_sampler: bool) -> None:
     """Fill rows.tokens [B, k + 1] behind the last tokens with guesses. needs_sampler False: every
     guess is a bare argmax."""
-    head, target, k = given.head, given.head.target, rows.tokens.shape[1] - 1
+    head, target, k = inputs.head, inputs.head.target, rows.tokens.shape[1] - 1
     if k == 0:
         return
-    layout = head.ops.prepare_rows(given.pending, rows, k, head.longest)
-    rules = Rules(target.bias, given.sampling_params, target.cache.tokens)
-    h = head.fuse(given.pending.features, rows.slot)
+    layout = head.ops.prepare_rows(inputs.pending, rows, k, head.longest)
+    rules = Rules(target.bias, inputs.sampling_params, target.cache.tokens)
+    h = head.fuse(inputs.pending.features, rows.slot)
     mixed = head.mix(layout.pending, h, own=False)
     h, mixed = head.ops.ends(h, mixed, layout.last)
     for j in range(k):
@@ -50,16 +50,16 @@ def propose(given: Drafting, rows: Rows, needs_sampler: bool) -> None:
 
 
 @torch.inference_mode()
-def read(given: Drafting, slot: int, start: int, features: Tensor, tokens: list[int]) -> None:
+def read(inputs: Drafting, slot: int, start: int, features: Tensor, tokens: list[int]) -> None:
     """A chunk of a prompt: features [1, T, F] from position `start` on, and the token that follows
     each. The last is pending too, to draft from."""
-    device, head = features.device, given.head
+    device, head = features.device, inputs.head
     ids = torch.tensor(tokens, dtype=torch.int32, device=device)
     first = torch.zeros(1, dtype=torch.int32, device=device)
     for at in range(0, len(tokens), PIECE):
         part = ids[None, at : at + PIECE].contiguous()
         h = head.fuse(features[:, at : at + PIECE].contiguous(), first)
         head.store(Rows(part, first + (start + at), first + slot), h)
-    pending = given.pending
+    pending = inputs.pending
     pending.features[slot, 0], pending.chosen[slot, 0] = features[0, -1], ids[-1]
     pending.count[slot] = 1

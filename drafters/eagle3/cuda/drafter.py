@@ -21,25 +21,25 @@ class EagleDraftHead:
         """greedy: guess the argmax at any temperature, as other engines do (to compare)."""
         self.target = model.target
         sampling_params = sampling_of(model.target, greedy)
-        self.given = Drafting(model, _nothing(model, k + 1), sampling_params)
+        self.inputs = Drafting(model, _nothing(model, k + 1), sampling_params)
 
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         """Each position's features go with the token after it, which after the last position is
         the one chosen."""
         assert step.features is not None, NO_FEATURES
         # from there on nothing is guessed; before, a shorter prompt may begin alike
-        if stop <= self.given.head.longest:
+        if stop <= self.inputs.head.longest:
             chosen = int(step.chosen[0, 0])
             tokens = [*seq.tokens[start + 1 : stop + 1], chosen][: stop - start]
-            drafting.read(self.given, seq.slot, start, step.features, tokens)
+            drafting.read(self.inputs, seq.slot, start, step.features, tokens)
 
     def propose(self, rows: Rows, needs_sampler: bool) -> None:
-        drafting.propose(self.given, rows, needs_sampler)
+        drafting.propose(self.inputs, rows, needs_sampler)
 
     def keep(
         self, rows: Rows, features: torch.Tensor, chosen: torch.Tensor, accepted: torch.Tensor
     ) -> None:
-        self.given.head.ops.keep(self.given.pending, rows, features, chosen, accepted)
+        self.inputs.head.ops.keep(self.inputs.pending, rows, features, chosen, accepted)
 
 
 def _nothing(head: HeadModel, width: int) -> Pending:

@@ -79,7 +79,7 @@ class DraftKernels(Kernels):
         # everything before the first kernel of a cycle has ended when it starts; later steps may
         # rely on that, and on each guess (sample.cu) to have seen all before it end
         grid = m, parts, 1
-        self._launch(INPUTS[kind], "features", grid, ROW_THREADS, arguments, early=False)
+        self._launch(INPUTS[kind], "features", grid, ROW_THREADS, arguments, pdl=False)
         return x
 
     def pair(self, table: Linear, tokens: Tensor, h: Tensor, norms: PairNorms, kind: str) -> Input:

@@ -19,7 +19,7 @@ class EagleSnapshots:
     """`Snapshots` of one head. Nothing is kept beyond the head's context."""
 
     def __init__(self, head: EagleDraftHead) -> None:
-        self.given, self.head = head.given, head.given.head
+        self.inputs, self.head = head.inputs, head.inputs.head
 
     @torch.inference_mode()
     def take_chunk(self, seq: Sequence, start: int, stop: int) -> TensorSnapshot | None:
@@ -34,7 +34,7 @@ class EagleSnapshots:
         """The features of its last row: they are pending where a prompt was just read."""
         if stop > self.head.longest:
             return None
-        return TensorSnapshot.of([self.given.pending.features[seq.slot, 0]])
+        return TensorSnapshot.of([self.inputs.pending.features[seq.slot, 0]])
 
     @torch.inference_mode()
     def restore(
@@ -52,4 +52,4 @@ class EagleSnapshots:
             k, v = (part.transpose(0, 1) for part in chunk.tensors())
             kv.write(self.head.layer.cache, seq.slot, number * unit - 1 - len(k), k, v)
         (row,) = boundary.tensors()
-        drafting.read(self.given, seq.slot, stop - 1, row[None, None], [seq.tokens[stop]])
+        drafting.read(self.inputs, seq.slot, stop - 1, row[None, None], [seq.tokens[stop]])

@@ -83,12 +83,12 @@ class HeadProgram:
 
 
 class _TracedHead:
-    def __init__(self, static: HeadProgram, given: DraftInputs, memory: DraftState) -> None:
-        self.static, self.given, self.memory = static, given, memory
+    def __init__(self, static: HeadProgram, inputs: DraftInputs, memory: DraftState) -> None:
+        self.static, self.inputs, self.memory = static, inputs, memory
 
     def propose(self, batch: SlotState, k: int) -> Proposal:
         texts = Texts(batch.cache.tokens, batch.length, batch.live)
-        self.memory, draft = propose(self.static, self.given, self.memory, texts, k)
+        self.memory, draft = propose(self.static, self.inputs, self.memory, texts, k)
         return Proposal(draft)
 
     def observe(self, batch: SlotState, step: Step, accepted: Array) -> None:
@@ -115,7 +115,7 @@ def learn(old: Pending, new: Pending, live: Array) -> Pending:
 
 
 def propose(
-    static: HeadProgram, given: DraftInputs, memory: DraftState, texts: Texts, k: int
+    static: HeadProgram, inputs: DraftInputs, memory: DraftState, texts: Texts, k: int
 ) -> tuple[DraftState, Array]:
     """The accepted tokens' entries from the target's features, then a guess at a time: [B, k]."""
     draft = jnp.full((texts.length.shape[0], k), NO_GUESS, jnp.int32)
@@ -124,18 +124,18 @@ def propose(
     row, pending = jnp.arange(texts.length.shape[0]), memory.pending
     last = pending.chosen[row, pending.count - 1]
     history = texts.history.at[row, texts.length - 1].set(last)
-    cache, out = _catch_up(static, given, memory, texts)
-    draft = draft.at[:, 0].set(_choose(static, given, out, replace(texts, history=history), 0))
+    cache, out = _catch_up(static, inputs, memory, texts)
+    draft = draft.at[:, 0].set(_choose(static, inputs, out, replace(texts, history=history), 0))
 
     def step(j: Array, carry: tuple) -> tuple:
         cache, out, history, draft = carry
         token, place = draft[:, j - 1], texts.length + j - 1
         history = history.at[row, place].set(token)
         position = jnp.where(texts.live, place - 1, -1)[:, None]
-        embedded = head.embed(given.table, token)[:, None].astype(out.dtype)
-        hidden = head.feedback(given.head, static.spec, out)[:, None]
-        cache, out = head.decode(given.head, static.spec, cache, embedded, hidden, position)
-        chosen = _choose(static, given, out[:, 0], replace(texts, history=history), j)
+        embedded = head.embed(inputs.table, token)[:, None].astype(out.dtype)
+        hidden = head.feedback(inputs.head, static.spec, out)[:, None]
+        cache, out = head.decode(inputs.head, static.spec, cache, embedded, hidden, position)
+        chosen = _choose(static, inputs, out[:, 0], replace(texts, history=history), j)
         return cache, out[:, 0], history, draft.at[:, j].set(chosen)
 
     cache, _, _, draft = jax.lax.fori_loop(1, k, step, (cache, out, history, draft))
@@ -143,7 +143,7 @@ def propose(
 
 
 def _catch_up(
-    static: HeadProgram, given: DraftInputs, memory: DraftState, texts: Texts
+    static: HeadProgram, inputs: DraftInputs, memory: DraftState, texts: Texts
 ) -> tuple[DraftCache, Array]:
     """Write what is pending -> (cache, the head's output [B, H] after the last committed token)."""
     pending = memory.pending
@@ -151,13 +151,13 @@ def _catch_up(
     offset = jnp.arange(chosen.shape[1])
     real = (offset < count[:, None]) & texts.live[:, None]
     positions = jnp.where(real, (texts.length - 1 - count)[:, None] + offset, -1)
-    cache, out = _extend(static, given, memory.cache, chosen, pending.features, positions)
+    cache, out = _extend(static, inputs, memory.cache, chosen, pending.features, positions)
     return cache, out[jnp.arange(len(count)), count - 1]
 
 
 def read(
     static: HeadProgram,
-    given: DraftInputs,
+    inputs: DraftInputs,
     memory: DraftState,
     slot: Array,
     features: Array,
@@ -170,7 +170,7 @@ def read(
     row = jax.tree.map(lambda leaf: leaf[slot][None], memory.cache)
     offset = jnp.arange(tokens.shape[1])[None]
     positions = jnp.where(offset < count, start + offset, -1)
-    row, _ = _extend(static, given, row, tokens, features, positions)
+    row, _ = _extend(static, inputs, row, tokens, features, positions)
     cache = jax.tree.map(lambda all_, one: all_.at[slot].set(one[0]), memory.cache, row)
     old = memory.pending
     pending = Pending(
@@ -183,25 +183,25 @@ def read(
 
 def _extend(
     static: HeadProgram,
-    given: DraftInputs,
+    inputs: DraftInputs,
     cache: DraftCache,
     tokens: Array,
     features: Array,
     positions: Array,
 ) -> tuple[DraftCache, Array]:
     """Entries of tokens [B, T] that were chosen from features [B, T, F]."""
-    hidden = head.fuse(given.head, static.spec, features)
-    embedded = head.embed(given.table, tokens).astype(hidden.dtype)
-    return head.decode(given.head, static.spec, cache, embedded, hidden, positions)
+    hidden = head.fuse(inputs.head, static.spec, features)
+    embedded = head.embed(inputs.table, tokens).astype(hidden.dtype)
+    return head.decode(inputs.head, static.spec, cache, embedded, hidden, positions)
 
 
 def _choose(
-    static: HeadProgram, given: DraftInputs, out: Array, texts: Texts, j: Array | int
+    static: HeadProgram, inputs: DraftInputs, out: Array, texts: Texts, j: Array | int
 ) -> Array:
     """The head's output [B, H] -> guess j of each text [B], as the target would choose: by its
     rules, and with its noise. NO_GUESS where a row is idle, or all of the head's words are
     barred."""
-    logits, place = head.logits(given.head, static.spec, out), texts.length + j
+    logits, place = head.logits(inputs.head, static.spec, out), texts.length + j
     going = texts.live & (place < static.longest)
-    rules = Rules(given.bias, given.sampling_params, texts.history)
-    return guess(logits, given.target_ids, rules, place, going, static.needs_sampler)
+    rules = Rules(inputs.bias, inputs.sampling_params, texts.history)
+    return guess(logits, inputs.target_ids, rules, place, going, static.needs_sampler)

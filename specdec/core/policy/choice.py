@@ -156,8 +156,8 @@ class Policy:
         if not tried and (deeper := self._untried(best, len(rows))):
             pairs = [pair for pair in pairs if pair[1] == deeper]
             best = max(pairs, key=lambda pair: self._worth(alike, rate, *pair))
-        whose = {row: self._best(row, *best)[1] for row in alike}
-        return Choice(*best, tuple(whose[row] for row in rows), self._right(alike, *best))
+        drafters = {row: self._best(row, *best)[1] for row in alike}
+        return Choice(*best, tuple(drafters[row] for row in rows), self._right(alike, *best))
 
     def learn(self, choice: Choice, emitted: float, ended: float = 0.0) -> None:
         """Update the estimates after a cycle. emitted: its tokens, over all rows. ended: rows that

@@ -5,30 +5,32 @@
 // chunk c belongs to lane c % 16. A lane takes its chunks in ascending order with a running maximum; then the lanes'
 // results are merged in ascending order. So a row's sums depend on absolute positions alone, not on the CTA that
 // computes them. Chunks that a row can't see add exactly nothing to it.
-// k [slots, kv_heads, S, HD]; v [slots, kv_heads, S / 32, HD, 32]: position p is entry p mod S.
+// k [slots, kv_heads, S, PADDED_HEAD_DIM]; v [slots, kv_heads, S / 32, PADDED_HEAD_DIM, 32]: position p is entry
+// p mod S.
 #pragma once
 #include "common.cuh"
 
-#ifndef HD  // head_dim, padded up to 64, 128, 256 or 512
-#define HD 256
+#ifndef PADDED_HEAD_DIM  // head_dim, padded up to 64, 128, 256 or 512
+#define PADDED_HEAD_DIM 256
 #endif
-#ifndef DIM  // head_dim
-#define DIM HD
+#ifndef HEAD_DIM  // head_dim
+#define HEAD_DIM PADDED_HEAD_DIM
 #endif
-#ifndef CHUNK  // keys of a chunk: 128, or 64
-#define CHUNK 64
+#ifndef CHUNK_KEYS  // keys of a chunk: 128, or 64
+#define CHUNK_KEYS 64
 #endif
-#ifndef KV8  // 1: e4m3 cache, arithmetic in f16; 0: bf16 both
-#define KV8 0
+#ifndef FP8_CACHE  // 1: e4m3 cache, arithmetic in f16; 0: bf16 both
+#define FP8_CACHE 0
 #endif
-#ifndef VECTOR  // lanes that share a head vector: 32, 16, 8
-#define VECTOR 32
+#ifndef LANES_PER_VECTOR  // lanes that share a head vector: 32, 16, 8
+#define LANES_PER_VECTOR 32
 #endif
 #ifndef NORMED  // 0: queries are scaled, keys and values are taken as they are
 #define NORMED 1
 #endif
 
-#if KV8
+// ---- Number format of the cache ----
+#if FP8_CACHE
 typedef u8 Cached;
 __device__ inline u16 to_math(float v) { return to_f16(v); }
 __device__ inline Cached to_cache(float v) {
@@ -56,7 +58,14 @@ __device__ inline uint4 wide(Eight raw) { return raw; }
 #endif
 __device__ inline Eight load8(const Cached* p) { return *reinterpret_cast<const Eight*>(p); }
 
-constexpr int kChunk = CHUNK, kLanes = 16, kDim = DIM, kHalf = DIM / 2;
+// ---- The job ----
+constexpr int kChunk = CHUNK_KEYS, kLanes = 16, kDim = HEAD_DIM, kHalf = HEAD_DIM / 2;
+static_assert(PADDED_HEAD_DIM == 64 || PADDED_HEAD_DIM == 128 || PADDED_HEAD_DIM == 256 || PADDED_HEAD_DIM == 512,
+              "Heads are padded to 64, 128, 256 or 512 elements.");
+static_assert(HEAD_DIM <= PADDED_HEAD_DIM, "A head fits into its padding.");
+static_assert(CHUNK_KEYS == 64 || CHUNK_KEYS == 128, "A chunk of keys is 64 or 128: the order of sums depends on it.");
+static_assert(LANES_PER_VECTOR == 32 || LANES_PER_VECTOR == 16 || LANES_PER_VECTOR == 8,
+              "A warp makes 1, 2 or 4 head vectors at once.");
 
 struct Job {
   const float* qkv;
@@ -70,7 +79,7 @@ struct Job {
   const int* slot;
   void* x;        // the output projection's input
   u16* q;         // [B * kv_heads, shares, fragments of `rows` rows]; null: `split` and `fused` prepare queries themselves
-  float* partial; // [lanes, B * kv_heads, T * G, HD]: short contexts touch few pages
+  float* partial; // [lanes, B * kv_heads, T * G, PADDED_HEAD_DIM]: short contexts touch few pages
   float2* sums;   // [lanes, B * kv_heads, T * G]: (m, l)
   int stride;     // floats per row of qkv
   int batch, tokens, group, kv_heads;
@@ -85,7 +94,7 @@ struct Job {
   // Fragments of a CTA's queries.
   __device__ u16* queries(int b, int head, int share) const {
     const int all = tokens * group, shares = (all + rows - 1) / rows;
-    return q + (size_t(b * kv_heads + head) * shares + share) * HD * ((rows + 15) / 16 * 16);
+    return q + (size_t(b * kv_heads + head) * shares + share) * PADDED_HEAD_DIM * ((rows + 15) / 16 * 16);
   }
   __device__ size_t part(int b, int head, int lane, int row) const {
     return (size_t(lane * batch + b) * kv_heads + head) * tokens * group + row;
@@ -99,9 +108,12 @@ struct Place {
   __device__ Place(const Job& job, int b) : slot(job.slot[b]), start(job.start[b]) {}
 };
 
+// ---- Head vectors: norm and rotary angles ----
 enum Role { kQuery, kKey, kValue };
-constexpr int kVectors = 32 / VECTOR;                             // head vectors that a warp processes at once
-constexpr int kQuads = HD <= 8 * VECTOR ? 1 : HD / (8 * VECTOR);  // a lane's groups of 4 elements of each half
+// head vectors that a warp processes at once
+constexpr int kVectors = 32 / LANES_PER_VECTOR;
+// a lane's groups of 4 elements of each half
+constexpr int kQuads = PADDED_HEAD_DIM <= 8 * LANES_PER_VECTOR ? 1 : PADDED_HEAD_DIM / (8 * LANES_PER_VECTOR);
 
 // Four elements of each half of a head vector. Rotary turns the halves in pairs.
 struct Part {
@@ -114,11 +126,11 @@ struct Part {
   }
 };
 
-// A head vector in VECTOR lanes: each holds elements 4 lane + 4 VECTOR j + 0..3 of each half.
+// A head vector in LANES_PER_VECTOR lanes: each holds elements 4 lane + 4 LANES_PER_VECTOR j + 0..3 of each half.
 struct Vector {
   Part at[kQuads];
 
-  __device__ static int first(int j) { return 4 * (threadIdx.x % VECTOR + VECTOR * j); }
+  __device__ static int first(int j) { return 4 * (threadIdx.x % LANES_PER_VECTOR + LANES_PER_VECTOR * j); }
 
   __device__ void load(const float* raw) { load(raw, raw + kHalf); }
   __device__ void load(const float* lows, const float* highs) {
@@ -143,7 +155,7 @@ struct Vector {
     for (int d = kVectors / 2; d; d /= 2)
 #pragma unroll
       for (int i = 0; i < d; i++) of_lane[i] += of_lane[i + d];
-    return warp_sum<VECTOR>(of_lane[0]);
+    return warp_sum<LANES_PER_VECTOR>(of_lane[0]);
   }
 };
 
@@ -195,6 +207,7 @@ struct Rotation {
   }
 };
 
+// ---- Raw queries, keys and values ----
 // A row's raw query of query head `head`.
 __device__ inline const float* raw_query(const Job& job, size_t row, int head) {
   return job.qkv + row * job.stride + head * kDim;
@@ -205,6 +218,7 @@ __device__ inline const float* raw_key(const Job& job, size_t row, int head, Rol
   return job.qkv + row * job.stride + heads * kDim;
 }
 
+// ---- Queries as fragments, keys and values in the cache ----
 // Where columns c and c + 1 of row r are among A fragments of the tensor cores, in words: [r / 16][step of 16
 // columns][lane][4]. The columns of a step are those that a lane's 16 bytes of a key have in its half of them.
 __device__ inline u32 fragment(u32 r, u32 c, u32 columns) {
@@ -215,7 +229,7 @@ __device__ inline u32 fragment(u32 r, u32 c, u32 columns) {
 // Stores row `row` of a CTA's queries as fragments, in global or shared memory.
 __device__ inline void store_query(u16* queries, int row, const Vector& x) {
   u32* words = reinterpret_cast<u32*>(queries);
-  const u32 first = Vector::first(0), at = fragment(row, first, HD);
+  const u32 first = Vector::first(0), at = fragment(row, first, PADDED_HEAD_DIM);
 #pragma unroll
   for (int j = 0; j < kQuads; j++)
 #pragma unroll
@@ -223,16 +237,18 @@ __device__ inline void store_query(u16* queries, int row, const Vector& x) {
       const float(&v)[4] = high ? x.at[j].high : x.at[j].low;
       if (Vector::first(j) >= kHalf) continue;
       const int behind = Vector::first(j) - first + high * kHalf;
-      u32* to = words + (behind % 32 ? fragment(row, first + behind, HD) : at + behind * 8);  // 32 columns are 256 words
+      // 32 columns are 256 words
+      u32* to = words + (behind % 32 ? fragment(row, first + behind, PADDED_HEAD_DIM) : at + behind * 8);
       to[0] = to_math(v[0]) | u32(to_math(v[1])) << 16, to[2] = to_math(v[2]) | u32(to_math(v[3])) << 16;
     }
 #pragma unroll 1
-  for (int d = kDim + threadIdx.x % VECTOR * 2; d < HD; d += VECTOR * 2) words[fragment(row, d, HD)] = 0;
+  for (int d = kDim + threadIdx.x % LANES_PER_VECTOR * 2; d < PADDED_HEAD_DIM; d += LANES_PER_VECTOR * 2)
+    words[fragment(row, d, PADDED_HEAD_DIM)] = 0;
 }
 
 // Four values next to each other.
 __device__ inline void store4(Cached* to, const float (&v)[4]) {
-#if KV8
+#if FP8_CACHE
   *reinterpret_cast<u32*>(to) = to_cache(v[0]) | to_cache(v[1]) << 8 | to_cache(v[2]) << 16 | u32(to_cache(v[3])) << 24;
 #else
   *reinterpret_cast<uint2*>(to) = make_uint2(to_cache(v[0]) | u32(to_cache(v[1])) << 16, to_cache(v[2]) | u32(to_cache(v[3])) << 16);
@@ -243,8 +259,8 @@ __device__ inline void store_key(const Job& job, int slot, int head, int positio
                                  const Vector& x) {
   const int entry = remainder(position, job.entries);
   const size_t row = (size_t(slot) * job.kv_heads + head) * job.entries;
-  Cached* key = job.k + (row + entry) * HD;
-  Cached* column = job.v + (row + entry / 32 * 32) * HD + entry % 32;
+  Cached* key = job.k + (row + entry) * PADDED_HEAD_DIM;
+  Cached* column = job.v + (row + entry / 32 * 32) * PADDED_HEAD_DIM + entry % 32;
 #pragma unroll
   for (int j = 0; j < kQuads; j++) {
     const int i = Vector::first(j);
@@ -259,6 +275,7 @@ __device__ inline void store_key(const Job& job, int slot, int head, int positio
   }
 }
 
+// ---- Merging lanes, output ----
 // Sums of shares, relative to their maximum.
 struct Sums {
   float m = -INFINITY, l = 0.0f;

@@ -4,20 +4,26 @@
 #pragma once
 #include "attention.cuh"
 
-#ifndef NT  // tiles of 8 query rows per CTA: 1, 2, 4
-#define NT 1
+#ifndef TILES_M  // tiles of 8 query rows per CTA: 1, 2, 4
+#define TILES_M 1
 #endif
 
-constexpr int kWarps = 8, kRows = 8 * NT;
-constexpr int kTall = (NT + 1) / 2, kPadded = 16 * kTall;  // tiles of 16 rows, and their rows
+// ---- Shape of a CTA ----
+constexpr int kWarps = 8, kRows = 8 * TILES_M;
+constexpr int kTall = (TILES_M + 1) / 2, kPadded = 16 * kTall;  // tiles of 16 rows, and their rows
 constexpr int kKeyGroups = kChunk / 16;          // groups of warps: each has 16 keys
 constexpr int kSlices = kWarps / kKeyGroups;     // slices of head_dim, where there are more warps than key groups
-constexpr int kKeyBlocks = HD / 32 / kSlices;    // blocks of 32 inputs that a warp multiplies
+constexpr int kKeyBlocks = PADDED_HEAD_DIM / 32 / kSlices;    // blocks of 32 inputs that a warp multiplies
 constexpr int kKeysPerLane = kChunk / 32, kBlocks = kChunk / 32;
-constexpr int kTiles = HD < 128 ? 1 : HD / 128;  // tiles of 16 output columns per warp
-constexpr int kColumnWarps = HD / 16 / kTiles;   // warps that have columns
+constexpr int kTiles = PADDED_HEAD_DIM < 128 ? 1 : PADDED_HEAD_DIM / 128;  // tiles of 16 output columns per warp
+constexpr int kColumnWarps = PADDED_HEAD_DIM / 16 / kTiles;   // warps that have columns
 constexpr int kScores = kChunk + 4;              // floats per row, without bank conflicts
+static_assert(TILES_M == 1 || TILES_M == 2 || TILES_M == 4, "A CTA has 8, 16 or 32 query rows.");
+static_assert(kWarps == kKeyGroups * kSlices, "Each group of 16 keys has the same number of warps.");
+static_assert(32 * kKeyBlocks * kSlices == PADDED_HEAD_DIM, "Slices of head_dim are whole blocks of 32 elements.");
+static_assert(kColumnWarps <= kWarps, "Each tile of 16 output columns has a warp.");
 
+// ---- Work of a CTA, and its shared memory ----
 // A CTA's part of a call: rows, keys that they see, and where it stands among chunks.
 struct Work {
   int b, head, first_row, rows, start, slot;
@@ -63,7 +69,7 @@ struct Work {
 };
 
 struct Shared {
-  u16* queries;     // fragments of kPadded rows, HD columns
+  u16* queries;     // fragments of kPadded rows, PADDED_HEAD_DIM columns
   float* scores;    // [kSlices][kRows][kScores]
   u16* shares;      // fragments of kPadded rows, kChunk columns
   float4* factors;  // [kRows]: of the lane's vector so far, of the merged one, of the lane's
@@ -71,13 +77,14 @@ struct Shared {
 
   __device__ Shared(u8* memory) {
     queries = reinterpret_cast<u16*>(memory);
-    scores = reinterpret_cast<float*>(queries + kPadded * HD);
+    scores = reinterpret_cast<float*>(queries + kPadded * PADDED_HEAD_DIM);
     shares = reinterpret_cast<u16*>(scores + kSlices * kRows * kScores);
     factors = reinterpret_cast<float4*>(shares + kPadded * kChunk);
     rest = reinterpret_cast<u8*>(factors + kRows);
   }
 };
 
+// ---- Scores, softmax ----
 // A lane's part of a tile's fragments: step `step` of 16 columns.
 __device__ inline uint4 load_fragment(const u16* from, int step) {
   return reinterpret_cast<const uint4*>(from)[step * 32 + threadIdx.x % 32];
@@ -97,7 +104,7 @@ __device__ inline void score(const Keys& keys, const Shared& shared) {
     for (int t = 0; t < kTall; t++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const uint4 q = load_fragment(shared.queries, t * (HD / 16) + (slice * kKeyBlocks + kb) * 2 + half);
+        const uint4 q = load_fragment(shared.queries, t * (PADDED_HEAD_DIM / 16) + (slice * kKeyBlocks + kb) * 2 + half);
 #pragma unroll
         for (int n = 0; n < 2; n++)
           MMA(s[t][n], q.x, q.y, q.z, q.w, half ? key[n].z : key[n].x, half ? key[n].w : key[n].y);
@@ -105,7 +112,7 @@ __device__ inline void score(const Keys& keys, const Shared& shared) {
   }
   float* out = shared.scores + (slice * kRows + g) * kScores + warp % kKeyGroups * 16 + tg * 2;
 #pragma unroll
-  for (int t = 0; t < NT; t++)
+  for (int t = 0; t < TILES_M; t++)
 #pragma unroll
     for (int n = 0; n < 2; n++) {
       const float* v = s[t / 2][n] + t % 2 * 2;
@@ -116,13 +123,13 @@ __device__ inline void score(const Keys& keys, const Shared& shared) {
 // Softmax weights of a chunk for this warp's rows (every kWarps-th), and the factors that rescale their sums so far.
 // All rows are done at once, also those past the last one (their results are never read): the reductions are
 // latency-bound chains that overlap.
-__device__ inline void share(const Job& job, const Work& work, const Shared& shared, Sums (&sums)[NT],
-                             float (&keep)[NT]) {
+__device__ inline void share(const Job& job, const Work& work, const Shared& shared, Sums (&sums)[TILES_M],
+                             float (&keep)[TILES_M]) {
   const int warp = threadIdx.x / 32, first = threadIdx.x % 32 * kKeysPerLane;
   const int key0 = work.chunk * kChunk + first;
-  float s[NT][kKeysPerLane], top[NT], total[NT];
+  float s[TILES_M][kKeysPerLane], top[TILES_M], total[TILES_M];
 #pragma unroll
-  for (int t = 0; t < NT; t++) {
+  for (int t = 0; t < TILES_M; t++) {
     const int r = warp + t * kWarps, query = work.position(job, r);
     const int oldest = job.window ? query - job.window + 1 : 0;
     top[t] = -INFINITY;
@@ -136,7 +143,7 @@ __device__ inline void share(const Job& job, const Work& work, const Shared& sha
   }
   warp_max(top);
 #pragma unroll
-  for (int t = 0; t < NT; t++) {
+  for (int t = 0; t < TILES_M; t++) {
     const int r = warp + t * kWarps;
     const float m = fmaxf(sums[t].m, top[t]);
     const bool none = m == -INFINITY;
@@ -152,9 +159,10 @@ __device__ inline void share(const Job& job, const Work& work, const Shared& sha
   }
   warp_sum(total);
 #pragma unroll
-  for (int t = 0; t < NT; t++) sums[t].l = __fmaf_rn(sums[t].l, keep[t], total[t]);
+  for (int t = 0; t < TILES_M; t++) sums[t].l = __fmaf_rn(sums[t].l, keep[t], total[t]);
 }
 
+// ---- Values ----
 typedef float Outputs[kTiles][2][kTall][4];  // a warp's columns, tiles of eight, of all query rows
 
 // Two columns of a row, which are next to each other.
@@ -168,7 +176,7 @@ template <typename Each>
 __device__ inline void each_output(const Each& each) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, tg = threadIdx.x % 4;
 #pragma unroll
-  for (int t = 0; t < NT; t++)
+  for (int t = 0; t < TILES_M; t++)
 #pragma unroll
     for (int n = 0; n < kTiles; n++)
 #pragma unroll

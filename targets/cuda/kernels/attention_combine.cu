@@ -2,7 +2,7 @@
 #include "attention.cuh"
 
 // Threads of the first warp: heads of 64 have half of one.
-constexpr u32 kFirstWarp = HD / 4 < 32 ? (1u << HD / 4) - 1 : ~0u;
+constexpr u32 kFirstWarp = PADDED_HEAD_DIM / 4 < 32 ? (1u << PADDED_HEAD_DIM / 4) - 1 : ~0u;
 
 // The largest `m` of all lanes below this thread's lane.
 __device__ inline float lanes_before(float m, int lane) {
@@ -17,7 +17,7 @@ __device__ inline float lanes_before(float m, int lane) {
 
 // Grid: rows, query heads; a thread has four columns. All lanes' loads are issued before any lane is merged. One thread
 // per lane computes its address and factors for the whole CTA: instruction caches are cold, so each instruction counts.
-extern "C" __global__ void __launch_bounds__(HD / 4) combine(const __grid_constant__ Job job) {
+extern "C" __global__ void __launch_bounds__(PADDED_HEAD_DIM / 4) combine(const __grid_constant__ Job job) {
   __shared__ float4 factors[kLanes];
   __shared__ uint4 places[kLanes / 4];
   let_next_start();
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(HD / 4) combine(const __grid_consta
   const bool seen = begin + ((lane - begin) & (kLanes - 1)) <= query / kChunk;
   const size_t first = job.part(b, kv_head, 0, row);
   // in bytes; a lane that this row does not see is replaced by one that it sees, with factor zero
-  reinterpret_cast<u32*>(places)[lane] = ((seen ? lane : begin & (kLanes - 1)) * apart + u32(first)) * HD * 4;
+  reinterpret_cast<u32*>(places)[lane] = ((seen ? lane : begin & (kLanes - 1)) * apart + u32(first)) * PADDED_HEAD_DIM * 4;
   const float2* sums = job.sums + first + lane * apart;
   const u8* partial = reinterpret_cast<const u8*>(job.partial);
   __syncthreads();

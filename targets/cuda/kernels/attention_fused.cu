@@ -5,9 +5,11 @@
 #include "attention_chunk.cuh"
 #include "ring.cuh"
 
-constexpr int kOutputs = HD / 2 + 4;  // floats per row, without bank conflicts
+// ---- The ring ----
+constexpr int kOutputs = PADDED_HEAD_DIM / 2 + 4;  // floats per row, without bank conflicts
 constexpr int kStageKeys = 64, kStagesPerChunk = kChunk / kStageKeys;  // keys per stage of the ring
-constexpr u32 kStage = kStageKeys * HD * sizeof(Cached);
+constexpr u32 kStage = kStageKeys * PADDED_HEAD_DIM * sizeof(Cached);
+static_assert(kStagesPerChunk * kStageKeys == kChunk, "A chunk is copied in whole stages.");
 
 struct Ring {
   u32 at, full, empty;
@@ -22,14 +24,14 @@ struct Ring {
   }
   // One lane of the producer: keys begin .. end of a chunk, of `width` bytes each.
   __device__ void fill(const Cached* chunk, int begin, int end) {
-    const u32 width = HD * sizeof(Cached);
+    const u32 width = PADDED_HEAD_DIM * sizeof(Cached);
     for (int part = 0; part < kStagesPerChunk; part++, advance()) {
       const int from = max(begin - part * kStageKeys, 0), to = min(end - part * kStageKeys, kStageKeys);
       const u32 bytes = to > from ? (to - from) * width : 0;
       await(empty + 8 * stage, phase ^ 1);
       expect(full + 8 * stage, bytes);
       if (bytes)
-        copy(at + stage * kStage + from * width, chunk + size_t(part * kStageKeys + from) * HD, bytes,
+        copy(at + stage * kStage + from * width, chunk + size_t(part * kStageKeys + from) * PADDED_HEAD_DIM, bytes,
              full + 8 * stage);
     }
   }
@@ -45,6 +47,7 @@ struct Ring {
   }
 };
 
+// ---- Producer ----
 // The producer stores the new keys and values of its KV head, which other CTAs may do as well.
 __device__ inline void store_new(const Job& job, const Work& work) {
 #pragma unroll 1
@@ -74,13 +77,14 @@ __device__ inline void produce(const Job& job, Work work, Ring& ring) {
     const int key0 = work.chunk * kChunk, begin = max(0, work.oldest - key0);
     const int end = min(kChunk, work.newest + 1 - key0);
     if (threadIdx.x % 32 == 0) {
-      ring.fill(job.k + work.entry(job) * HD, begin, end);
-      ring.fill(job.v + work.entry(job) * HD, begin / 32 * 32, (end + 31) / 32 * 32);
+      ring.fill(job.k + work.entry(job) * PADDED_HEAD_DIM, begin, end);
+      ring.fill(job.v + work.entry(job) * PADDED_HEAD_DIM, begin / 32 * 32, (end + 31) / 32 * 32);
     }
     __syncwarp();
   }
 }
 
+// ---- Consumers ----
 // Row r's query, one warp each.
 __device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
   const int warp = threadIdx.x / 32;
@@ -104,23 +108,23 @@ __device__ inline void prepare(const Job& job, const Work& work, u16* queries) {
 // The merged outputs to the output projection's input: through shared memory, half of the columns at
 // a time, where queries and scores were.
 __device__ inline void give(const Job& job, const Work& work, const Shared& shared, const Outputs& all,
-                            const Sums (&sums)[NT]) {
+                            const Sums (&sums)[TILES_M]) {
   float* outputs = reinterpret_cast<float*>(shared.queries);
   const int warp = threadIdx.x / 32;
   consumers_sync(kWarps);
 #pragma unroll
-  for (int i = 0; i < NT; i++)
+  for (int i = 0; i < TILES_M; i++)
     if (threadIdx.x % 32 == 0) shared.factors[warp + i * kWarps].x = sums[i].l;
 #pragma unroll 1
-  for (int first = 0; first < HD; first += HD / 2) {
+  for (int first = 0; first < PADDED_HEAD_DIM; first += PADDED_HEAD_DIM / 2) {
     each_output([&](Pair pair, int row, int column) {
-      if (row < work.rows && column >= first && column < first + HD / 2)
+      if (row < work.rows && column >= first && column < first + PADDED_HEAD_DIM / 2)
         *reinterpret_cast<float2*>(outputs + row * kOutputs + column - first) = make_float2(pair.of(all)[0], pair.of(all)[1]);
     });
     consumers_sync(kWarps);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < work.rows * HD / 8; i += kWarps * 32) {
-      const int row = i / (HD / 8), column = i % (HD / 8) * 4, r = work.first_row + row;
+    for (int i = threadIdx.x; i < work.rows * PADDED_HEAD_DIM / 8; i += kWarps * 32) {
+      const int row = i / (PADDED_HEAD_DIM / 8), column = i % (PADDED_HEAD_DIM / 8) * 4, r = work.first_row + row;
       const float4 o = *reinterpret_cast<const float4*>(outputs + row * kOutputs + column);
       emit(job, work.b * job.tokens + r / job.group, work.head * job.group + r % job.group, first + column,
            o, shared.factors[row].x);
@@ -129,7 +133,7 @@ __device__ inline void give(const Job& job, const Work& work, const Shared& shar
   }
 }
 
-constexpr int kCtasPerSm = NT == 1 || HD <= 256 && NT == 2 ? 2 : 1;  // CTAs per multiprocessor
+constexpr int kCtasPerSm = TILES_M == 1 || PADDED_HEAD_DIM <= 256 && TILES_M == 2 ? 2 : 1;  // CTAs per multiprocessor
 
 // The other warps.
 __device__ inline void consume(const Job& job, Work work, const Shared& shared, Ring& ring) {
@@ -137,20 +141,20 @@ __device__ inline void consume(const Job& job, Work work, const Shared& shared, 
   prepare(job, work, shared.queries);
   consumers_sync(kWarps);
   Outputs o = {}, all = {};
-  Sums lane_sums[NT], all_sums[NT];
+  Sums lane_sums[TILES_M], all_sums[TILES_M];
 #pragma unroll 1
   for (; work.chunk >= 0; work.advance()) {
     const int key = warp % kKeyGroups * 16;
     const Cached* keys = reinterpret_cast<const Cached*>(shared.rest + ring.ready(key / kStageKeys));
-    keys += (key % kStageKeys + g) * HD + warp / kKeyGroups * (HD / kSlices) + tg * 8;
-    score([&](int kb, int half) { return load8(keys + half * 8 * HD + kb * 32); }, shared);
+    keys += (key % kStageKeys + g) * PADDED_HEAD_DIM + warp / kKeyGroups * (PADDED_HEAD_DIM / kSlices) + tg * 8;
+    score([&](int kb, int half) { return load8(keys + half * 8 * PADDED_HEAD_DIM + kb * 32); }, shared);
     ring.release();
     consumers_sync(kWarps);
     const bool last = work.last_of_lane();
-    float keep[NT];
+    float keep[TILES_M];
     share(job, work, shared, lane_sums, keep);
 #pragma unroll
-    for (int i = 0; i < NT; i++) {
+    for (int i = 0; i < TILES_M; i++) {
       float2 factor = make_float2(1.0f, 0.0f);
       if (last) factor = merge(all_sums[i], lane_sums[i]), lane_sums[i] = Sums();
       if (lane == 0) shared.factors[warp + i * kWarps] = make_float4(keep[i], factor.x, factor.y, 0.0f);
@@ -161,7 +165,7 @@ __device__ inline void consume(const Job& job, Work work, const Shared& shared, 
       parts[part] = reinterpret_cast<const Cached*>(shared.rest + ring.ready(part)) +
                     (warp * kTiles * 16 + g) * 32 + tg * 8;
     const auto values = [&](int kb, int n, int half) {
-      return load8(parts[kb * 32 / kStageKeys] + kb * 32 % kStageKeys * HD + (n * 16 + half * 8) * 32);
+      return load8(parts[kb * 32 / kStageKeys] + kb * 32 % kStageKeys * PADDED_HEAD_DIM + (n * 16 + half * 8) * 32);
     };
     if (warp < kColumnWarps) add_values(values, work, shared, o);
     ring.release();
@@ -179,6 +183,7 @@ __device__ inline void consume(const Job& job, Work work, const Shared& shared, 
   give(job, work, shared, all, all_sums);
 }
 
+// ---- Kernel ----
 extern "C" __global__ void __launch_bounds__(288, kCtasPerSm) fused(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) u8 memory[];
   const Shared shared(memory);

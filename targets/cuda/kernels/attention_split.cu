@@ -5,8 +5,9 @@
 
 constexpr int kAhead = 2;  // chunks
 // Whether there are registers for a chunk's values beside its keys; else they come where the keys were.
-constexpr bool kBoth = kChunk * HD * sizeof(Cached) <= 32 << 10;
+constexpr bool kBoth = kChunk * PADDED_HEAD_DIM * sizeof(Cached) <= 32 << 10;
 
+// ---- New keys and values ----
 // The new tokens with keys and values in this CTA's chunks. A call has fewer tokens than a chunk has keys, so these
 // tokens are consecutive.
 struct Tokens {
@@ -20,15 +21,16 @@ struct Tokens {
   }
 };
 
-// Where a warp makes several vectors at once, the CTA's new keys and values [token][HD] are in shared memory too: its
-// warps read the keys from there. In the cache, a value column's positions are contiguous, so each element of a value
+// Where a warp makes several vectors at once, the CTA's new keys and values [token][PADDED_HEAD_DIM] are in shared
+// memory too: its warps read the keys from there. In the cache, a value column's positions are contiguous, so each element of a value
 // vector would be a store of its own, which delays all warps' loads: columns of all tokens are written at once.
 struct NewRows {
-  static constexpr int kPitch = HD + 16 / sizeof(Cached);  // eight tokens' elements are in as many banks
+  static constexpr int kPitch = PADDED_HEAD_DIM + 16 / sizeof(Cached);  // eight tokens' elements are in as many banks
   Cached *keys, *values;
 
   __device__ NewRows(const Job& job, const Shared& shared)
-      : keys(reinterpret_cast<Cached*>(shared.rest + 4 * HD * (2 + job.tokens))), values(keys + job.tokens * kPitch) {}
+      : keys(reinterpret_cast<Cached*>(shared.rest + 4 * PADDED_HEAD_DIM * (2 + job.tokens))),
+        values(keys + job.tokens * kPitch) {}
 
   __device__ void keep(Role role, int token, const Vector& x) const {
     Cached* to = (role == kKey ? keys : values) + token * kPitch;
@@ -38,7 +40,7 @@ struct NewRows {
       if (i < kHalf) store4(to + i, x.at[j].low), store4(to + kHalf + i, x.at[j].high);
     }
 #pragma unroll 1
-    for (int i = kDim + threadIdx.x % VECTOR; i < HD; i += VECTOR) to[i] = 0;
+    for (int i = kDim + threadIdx.x % LANES_PER_VECTOR; i < PADDED_HEAD_DIM; i += LANES_PER_VECTOR) to[i] = 0;
   }
   // Writes the values to the cache, by all threads: at a time some columns of eight tokens.
   __device__ void write_values(const Job& job, const Work& work, const Tokens& own) const {
@@ -46,9 +48,9 @@ struct NewRows {
 #pragma unroll 1
     for (int t = threadIdx.x % 8; t < own.count; t += 8) {
       const int entry = remainder(work.start + own.first + t, job.entries);
-      Cached* column = job.v + (row + entry / 32 * 32) * HD + entry % 32;
+      Cached* column = job.v + (row + entry / 32 * 32) * PADDED_HEAD_DIM + entry % 32;
 #pragma unroll
-      for (int first = 0; first < HD; first += kWarps * 4) {
+      for (int first = 0; first < PADDED_HEAD_DIM; first += kWarps * 4) {
         const int i = first + threadIdx.x / 8;
         if (i < kDim) column[i * 32] = values[t * kPitch + i];
       }
@@ -56,6 +58,7 @@ struct NewRows {
   }
 };
 
+// ---- A chunk in registers ----
 // A chunk's keys and values in registers, as a warp multiplies them; positions that no row sees are zero. load<true>
 // loads only this call's, once they are written; load<false> all up to `newest`. rows: the chunk's keys, `pitch` apart.
 struct Keys {
@@ -67,7 +70,7 @@ struct Keys {
   __device__ void load(const Work& work, int newest, const Cached* rows, int pitch) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, tg = threadIdx.x % 4;
     const int key0 = work.chunk * kChunk, key = warp % kKeyGroups * 16 + g;
-    const Cached* from = rows + key * pitch + warp / kKeyGroups * (HD / kSlices) + tg * 8;
+    const Cached* from = rows + key * pitch + warp / kKeyGroups * (PADDED_HEAD_DIM / kSlices) + tg * 8;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int position = key0 + key + half * 8;
@@ -86,7 +89,7 @@ struct Values {
   template <bool kNew>
   __device__ void load(const Job& job, const Work& work) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, tg = threadIdx.x % 4;
-    const Cached* from = job.v + work.entry(job) * HD + (warp * kTiles * 16 + g) * 32 + tg * 8;
+    const Cached* from = job.v + work.entry(job) * PADDED_HEAD_DIM + (warp * kTiles * 16 + g) * 32 + tg * 8;
 #pragma unroll
     for (int kb = 0; kb < kBlocks; kb++) {
       const int position = work.chunk * kChunk + kb * 32 + tg * 8;
@@ -96,22 +99,24 @@ struct Values {
       for (int n = 0; n < kTiles; n++)
 #pragma unroll
         for (int half = 0; half < 2; half++)
-          at[kb][n][half] = seen ? load8(from + kb * 32 * HD + (n * 16 + half * 8) * 32) : nothing();
+          at[kb][n][half] = seen ? load8(from + kb * 32 * PADDED_HEAD_DIM + (n * 16 + half * 8) * 32) : nothing();
     }
   }
 };
 
+// ---- Queries, and vectors that are made here ----
 // Loads this CTA's queries as the kernel `prepare` wrote them: all copies are issued before the first is awaited.
 __device__ inline void fetch(const Job& job, const Work& work, u16* queries) {
   const u16* from = job.queries(work.b, work.head, blockIdx.x / kLanes);
   wait_for_previous();
   let_next_start();
 #pragma unroll
-  for (int i = threadIdx.x; i < kPadded * HD / 8; i += kWarps * 32) copy16(shared_address(queries + 8 * i), from + 8 * i);
+  for (int i = threadIdx.x; i < kPadded * PADDED_HEAD_DIM / 8; i += kWarps * 32)
+    copy16(shared_address(queries + 8 * i), from + 8 * i);
   copies_done();
 }
 
-#if VECTOR == 32
+#if LANES_PER_VECTOR == 32
 // The rotation of a warp's next vector, loaded into registers while the previous vector is computed.
 struct NextRotation : Rotation {
   __device__ void first(const Job& job, const Work& work, const Shared&, Role role, int token) {
@@ -167,7 +172,7 @@ struct Maker {
   const int part, stored, all;  // part: this lane's vector of a turn; turns that store, and all
 
   __device__ Maker(const Job& job, const Work& work)
-      : job(job), work(work), own(job, work), part(threadIdx.x % 32 / VECTOR),
+      : job(job), work(work), own(job, work), part(threadIdx.x % 32 / LANES_PER_VECTOR),
         stored(job.own ? (own.count + kVectors - 1) / kVectors * 2 : 0),
         all(stored + (work.rows + kVectors - 1) / kVectors) {}
 
@@ -216,16 +221,17 @@ __device__ inline void prepare(const Job& job, const Work& work, const Shared& s
   }
 }
 
+// ---- Kernel ----
 // Prefetches a chunk's keys and values into the L2 cache, as far as some row sees them.
 __device__ inline void prefetch_chunk(const Job& job, const Work& work) {
   const int key0 = work.chunk * kChunk, begin = max(0, work.oldest - key0), block = begin / 32;
   const int end = min(kChunk, work.newest + 1 - key0);
   const size_t row = work.entry(job);
-  prefetch(job.k + (row + begin) * HD, (end - begin) * HD * sizeof(Cached));
-  prefetch(job.v + (row + block * 32) * HD, ((end + 31) / 32 - block) * 32 * HD * sizeof(Cached));
+  prefetch(job.k + (row + begin) * PADDED_HEAD_DIM, (end - begin) * PADDED_HEAD_DIM * sizeof(Cached));
+  prefetch(job.v + (row + block * 32) * PADDED_HEAD_DIM, ((end + 31) / 32 - block) * 32 * PADDED_HEAD_DIM * sizeof(Cached));
 }
 
-extern "C" __global__ void __launch_bounds__(256, HD <= 256 && NT <= 2 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(256, PADDED_HEAD_DIM <= 256 && TILES_M <= 2 ? 2 : 1)
     split(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) u8 memory[];
   const Shared shared(memory);
@@ -237,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(256, HD <= 256 && NT <= 2 ? 2 : 1)
   Keys keys;
   Values values;
   const auto load = [&](int newest) {
-    keys.load<false>(work, newest, job.k + work.entry(job) * HD, HD);
+    keys.load<false>(work, newest, job.k + work.entry(job) * PADDED_HEAD_DIM, PADDED_HEAD_DIM);
     if (kBoth) values.load<false>(job, work);
   };
   load(min(work.start - 1, work.newest));
@@ -261,21 +267,21 @@ extern "C" __global__ void __launch_bounds__(256, HD <= 256 && NT <= 2 ? 2 : 1)
       __syncthreads();
     }
   } else if (!settled) {
-    keys.load<true>(work, work.newest, job.k + work.entry(job) * HD, HD);
+    keys.load<true>(work, work.newest, job.k + work.entry(job) * PADDED_HEAD_DIM, PADDED_HEAD_DIM);
   }
   if (!settled && kBoth) values.load<true>(job, work);
 
   Outputs o = {};
-  Sums sums[NT];
+  Sums sums[TILES_M];
   const size_t part = job.part(work.b, work.head, work.lane, work.first_row);
   while (true) {
     score(keys, shared);
     if (!kBoth) values.load<false>(job, work);
     __syncthreads();
-    float keep[NT];
+    float keep[TILES_M];
     share(job, work, shared, sums, keep);
 #pragma unroll
-    for (int i = 0; i < NT; i++)
+    for (int i = 0; i < TILES_M; i++)
       if (lane == 0) shared.factors[warp + i * kWarps].x = keep[i];
     __syncthreads();
     add_values(values, work, shared, o);
@@ -284,11 +290,12 @@ extern "C" __global__ void __launch_bounds__(256, HD <= 256 && NT <= 2 ? 2 : 1)
     load(work.newest);
   }
   each_output([&](Pair pair, int row, int column) {
-    if (row < work.rows && column < HD)
-      *reinterpret_cast<float2*>(job.partial + (part + row) * HD + column) = make_float2(pair.of(o)[0], pair.of(o)[1]);
+    if (row < work.rows && column < PADDED_HEAD_DIM)
+      *reinterpret_cast<float2*>(job.partial + (part + row) * PADDED_HEAD_DIM + column) =
+          make_float2(pair.of(o)[0], pair.of(o)[1]);
   });
 #pragma unroll
-  for (int i = 0; i < NT; i++)
+  for (int i = 0; i < TILES_M; i++)
     if (lane == 0 && warp + i * kWarps < work.rows)
       job.sums[part + warp + i * kWarps] = make_float2(sums[i].m, sums[i].l);
 }

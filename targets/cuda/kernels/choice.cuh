@@ -2,6 +2,7 @@
 #pragma once
 #include "common.cuh"
 
+// ---- Clusters ----
 __device__ inline void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -24,6 +25,7 @@ __device__ inline void store_peer(const void* mine, int rank, u64 v) {
   asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(peer_address(mine, rank)), "l"(v) : "memory");
 }
 
+// ---- The better of two ----
 struct alignas(8) Best {
   float value;
   int id;
@@ -50,6 +52,7 @@ __device__ inline u32 ordered(float v) {
 }
 __device__ inline float of_ordered(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
 
+// ---- Keyed noise ----
 // Philox words of four tokens (4 * block .. 4 * block + 3) at a position.
 __device__ inline void random_words(u32 k0, u32 k1, u32 block, u32 position, u32 (&c)[4]) {
   c[0] = block, c[1] = position, c[2] = 0, c[3] = 0;

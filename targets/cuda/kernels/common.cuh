@@ -7,11 +7,13 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+// ---- Programmatic dependent launch ----
 // Kernels start before their predecessor has ended (programmatic dependent launch). Nothing that
 // an earlier kernel of the same cycle writes may be touched before `wait_for_previous`.
 __device__ inline void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ inline void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 
+// ---- Copies ----
 // Starts bytes (a multiple of 16) on their way to the L2 cache.
 __device__ inline void prefetch(const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
@@ -33,6 +35,7 @@ __device__ inline void await_asked() {
 }
 __device__ inline void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// ---- Conversions ----
 // Activations of fp8 weights travel as f16 of value / 32: f16 then reaches 2 million and still
 // carries 11 bits (bf16: 8). The weight's scale is multiplied by 32 when it is packed.
 constexpr float kActivationScale = 1.0f / 32.0f;
@@ -54,6 +57,7 @@ __device__ inline u16 to_bf16(float v) {
 __device__ inline float from_bf16(u16 bits) { return __uint_as_float(u32(bits) << 16); }
 __device__ inline u16 input_of_fp8(float v) { return to_f16(v * kActivationScale); }
 
+// ---- Integers ----
 // v / by and v % by, exact for v below 2^20 (load.py sees to it). In floats: three divisions of integers take 0.2 us
 // of every kernel.
 __device__ inline int quotient(int v, int by) { return int(__fdividef(v + 0.5f, by)); }
@@ -68,6 +72,7 @@ __device__ inline int interleaved(int at, int k_blocks, int k_groups) {
   return (at - group * each) * k_groups + group;
 }
 
+// ---- Inputs of a linear layer ----
 // Where element f of row m of a linear layer's input lies, in blocks of [m / block][f / 32].
 // Up to 16 tokens, 1, 2, 4, 8 or 16 of them: [token][f % 32], so that a warp reads the B fragments of 32
 // inputs with one 16-byte load per lane. From 32 tokens on: as core matrices, [16-byte part][token]
@@ -110,6 +115,7 @@ __device__ inline void widen(u32 four, u32& low, u32& high) {
       : "r"(four));
 }
 
+// ---- Tensor cores ----
 // D[16 x 8] += A[16 x 16] B[16 x 8]; a column of D depends on its own column of B alone.
 __device__ inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile(
@@ -126,6 +132,7 @@ __device__ inline void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// ---- Functions ----
 // x (1 + tanh(inner)) / 2 = x / (1 + exp(-2 inner)): one exponential.
 __device__ inline float gelu_tanh(float x) {
   const float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
@@ -139,6 +146,7 @@ __device__ inline float soft_cap(float v, float cap) {
   return cap - __fdividef(2.0f * cap, 1.0f + __expf(v * (2.0f / cap)));
 }
 
+// ---- Sums and maxima in a fixed order ----
 // The sum over a warp, or over each group of kLanes lanes.
 template <int kLanes = 32>
 __device__ inline float warp_sum(float v) {

@@ -2,9 +2,11 @@
 // The state of each slot lives on the device: its text, its length, whether it goes on.
 #include "common.cuh"
 
+// ---- Records ----
 constexpr int kStops = 16;
 constexpr int kNoGuess = -1, kSatOut = -1;
 constexpr int kTurns = 2;  // of the records: the host reads one while the next cycle writes the other
+static_assert(kNoGuess < 0 && kSatOut < 0, "Neither is a token or a count.");
 
 // One row of a cycle's results for the host, as int32 words side by side: k guesses, the k + 1 chosen tokens, the number
 // of accepted guesses (kSatOut: the row did not run), and the drafter of the guesses (0 where there is one drafter).
@@ -17,6 +19,7 @@ struct CycleRecord {
   __device__ int words() const { return 2 * k + 3; }
 };
 
+// ---- Kernels ----
 // The verify of each slot's text: its last token, then no guesses. A row that does not run gets slot
 // -1. One warp per row: k + 1 is 32 at most. A cycle begins, and with it the next turn.
 extern "C" __global__ void __launch_bounds__(32)

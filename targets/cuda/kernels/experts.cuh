@@ -7,11 +7,13 @@
 #define TOKENS 8
 #endif
 
+// ---- Shape, and the job ----
 constexpr bool kLone = TOKENS == 1;  // then an expert's only pair is the rank at which it was picked
-constexpr int NB = TOKENS < 8 ? 1 : TOKENS / 8;  // columns of an MMA are eight
+constexpr int kColumnTiles = TOKENS < 8 ? 1 : TOKENS / 8;  // columns of an MMA are eight
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kMaxExperts = 256;
 constexpr int kFew = 64;  // up to so many pairs each is compared with all others
+static_assert(kMaxExperts <= kThreads, "Each expert has a thread of the CTA.");
 
 struct Job {
   const u8* weight;    // [experts, units, blocks, 2 tiles]
@@ -28,9 +30,10 @@ struct Job {
   int processors;             // which share the grid's CTAs evenly
   int out_stride;
   int f16;                    // gate_up: `down` takes f16 inputs, else bf16
-  int ready;                  // gate_up: x and numbers were complete before it could start
+  int pdl_inputs_ready;       // gate_up: x and numbers were complete before it could start
 };
 
+// ---- Pairs sorted by expert ----
 // Some pairs that picked the same expert: `count` of the list from `first` on.
 struct Entry {
   u16 expert, count;
@@ -144,6 +147,7 @@ __device__ inline bool take_pairs(const Job& job, Chosen& chosen, int number) {
   return chosen.entries[0].expert < job.experts;
 }
 
+// ---- Shares of CTAs and warps ----
 // A CTA's position among its items. An item is some units of an entry's expert.
 struct Walk {
   int entry, group, left;

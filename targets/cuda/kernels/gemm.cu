@@ -3,7 +3,7 @@
 // Weights are the A operand of the tensor cores (tiles of 16 weight rows), tokens its columns, so
 // that a call with 1 row and one with 16 do the same arithmetic for each row. Every CTA owns the
 // same number of tiles and walks all of k, so nothing is ever added up between CTAs. Inside a CTA
-// the warps form a grid: `row_groups` groups of TW tiles, times `k_groups` that share k and are added as a
+// the warps form a grid: `row_groups` groups of TILES_PER_WARP tiles, times `k_groups` that share k and are added as a
 // binary tree at the end. A group has every k_groups-th block of 32 inputs as they lie: in the order of k, or in
 // one that makes a group's part of k contiguous (tiles.py). Sums depend on `k_groups` only, which is a
 // function of the weight's shape alone (tiles.py); wide.cu does the same sums for more rows, bit for
@@ -20,27 +20,34 @@
 #ifndef TOKENS  // 1, 2, 4, 5, 8, 16
 #define TOKENS 8
 #endif
-#ifndef TW  // 16-row tiles per warp: 1, 2, 3
-#define TW 2
+#ifndef TILES_PER_WARP  // 16-row tiles per warp: 1, 2, 3
+#define TILES_PER_WARP 2
 #endif
 
+// ---- Registers and shape ----
 // With 56 registers a thread there is room beside a projection for a CTA of attention, which then is ready before it
 // ends.
-#if TW == 1 && TOKENS <= 8
+#if TILES_PER_WARP == 1 && TOKENS <= 8
 #define BOUNDS __maxnreg__(56)
 #else
 #define BOUNDS __launch_bounds__(kThreads, 1)
 #endif
 
-constexpr int NT = TOKENS < 8 ? 1 : TOKENS / 8;  // MMAs' columns, of 8 tokens each
+constexpr int kColumnTiles = TOKENS < 8 ? 1 : TOKENS / 8;  // MMAs' columns, of 8 tokens each
 constexpr int kInputBytes = TOKENS * 64;         // 32 inputs of all tokens
-constexpr int kThreads = 32 * (1 + (TW == 3 ? 8 : TW == 2 ? 11 : 24));  // a producer, and tiles.py's
+// a producer, and tiles.py's
+constexpr int kThreads = 32 * (1 + (TILES_PER_WARP == 3 ? 8 : TILES_PER_WARP == 2 ? 11 : 24));
 constexpr int kEmpty = 8, kBarriers = 16;        // bytes: from a stage's first barrier to its other; both
 constexpr int kStarted = 2, kMade = 3;           // numbers of the CTA's barriers: the first stage is made; the others are
-typedef float Tile[TW][NT][4];
+static_assert(TOKENS <= 16, "From 32 tokens on, wide.cu multiplies.");
+static_assert(TILES_PER_WARP >= 1 && TILES_PER_WARP <= 3, "Registers hold the sums of at most three tiles per warp.");
+static_assert(kThreads <= 1024, "A CTA has at most 1,024 threads.");
+static_assert(kBarriers == 2 * kEmpty, "A stage's two barriers are of the same size.");
+typedef float Tile[TILES_PER_WARP][kColumnTiles][4];
 
+// ---- Inputs ----
 __device__ inline int step_bytes(const Job& job) {
-  return job.row_groups * job.k_groups * job.depth * TW * kTileBytes;
+  return job.row_groups * job.k_groups * job.depth * TILES_PER_WARP * kTileBytes;
 }
 __device__ inline int input_bytes(const Job& job) { return job.k_groups * job.depth * kInputBytes; }
 
@@ -75,6 +82,7 @@ __device__ inline void first_inputs(const Job& job, u32 inputs, u32 full, int sl
   }
 }
 
+// ---- Producer: the ring ----
 // Waits for `pace` cycles since `last`, or until stage 0 is full (inputs too): then no pacing is needed. -> the latter
 __device__ inline bool await_turn(u32& last, int pace, u32 full) {
   bool there;
@@ -116,13 +124,13 @@ __device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full, u
     expect(full + kBarriers * i, bytes + slices(job, i, i) * slice);
     copy(ring + i * bytes, weight + i * stride, bytes, full + kBarriers * i, once);
   }
-  if (job.next == kAllAsked && filled == count) let_next_start();
+  if (job.pdl_trigger == kTriggerAfterCopies && filled == count) let_next_start();
 #pragma unroll 1
   for (int i = filled; i < min(count, filled + job.ahead); i++) {
     if (await_turn(last, job.pace, full)) break;
     prefetch(weight + i * stride, bytes);
   }
-  if (!job.ready) wait_for_previous();
+  if (!job.pdl_inputs_ready) wait_for_previous();
   int stage = 0, phase = 0, step = filled % job.steps;
   for (int i = filled; i < count; i++) {
     const u32 bar = full + kBarriers * stage;
@@ -134,9 +142,10 @@ __device__ inline void produce(const Job& job, u32 ring, u32 inputs, u32 full, u
     copy_inputs(job, inputs + (round * job.stages + stage) * slice, step, arriving, slice, bar, often);
     if (++stage == job.stages) stage = 0, phase ^= 1;
   }
-  if (job.next == kAllAsked) let_next_start();
+  if (job.pdl_trigger == kTriggerAfterCopies) let_next_start();
 }
 
+// ---- Consumers: multiply ----
 __device__ inline void accumulate(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   if (kNarrow)
     mma_f16(sum, a[0], a[1], a[2], a[3], b0, b1);
@@ -159,31 +168,31 @@ struct Ring {
   u32 apart;         // from a block's inputs to the next one's
 };
 
-// One warp: TW tiles times kDepth blocks of 32 inputs, for all tokens. Columns without a token read zeros,
+// One warp: TILES_PER_WARP tiles times kDepth blocks of 32 inputs, for all tokens. Columns without a token read zeros,
 // `apart` 0 from one another.
 template <int kDepth>
 __device__ inline void multiply(Tile& sum, const Part& tiles, u32 input, u32 apart) {
 #pragma unroll
   for (int d = 0; d < kDepth; d++, input += apart) {
-    u32 a[TW][2][4];  // [tile][k16 step][fragment]
+    u32 a[TILES_PER_WARP][2][4];  // [tile][k16 step][fragment]
 #pragma unroll
-    for (int t = 0; t < TW; t++) {
-      const Stored tile = load_shared(tiles, d * TW + t);
+    for (int t = 0; t < TILES_PER_WARP; t++) {
+      const Stored tile = load_shared(tiles, d * TILES_PER_WARP + t);
 #pragma unroll
       for (int s = 0; s < 2; s++) expand(tile, s, a[t][s]);
     }
-    uint4 b[NT];
+    uint4 b[kColumnTiles];
 #pragma unroll
-    for (int j = 0; j < NT; j++) b[j] = as_weights(load(input + j * 512));
+    for (int j = 0; j < kColumnTiles; j++) b[j] = as_weights(load(input + j * 512));
     // all first halves before any second: an accumulator is not needed again right away
 #pragma unroll
-    for (int j = 0; j < NT; j++)
+    for (int j = 0; j < kColumnTiles; j++)
 #pragma unroll
-      for (int t = 0; t < TW; t++) accumulate(sum[t][j], a[t][0], b[j].x, b[j].y);
+      for (int t = 0; t < TILES_PER_WARP; t++) accumulate(sum[t][j], a[t][0], b[j].x, b[j].y);
 #pragma unroll
-    for (int j = 0; j < NT; j++)
+    for (int j = 0; j < kColumnTiles; j++)
 #pragma unroll
-      for (int t = 0; t < TW; t++) accumulate(sum[t][j], a[t][1], b[j].z, b[j].w);
+      for (int t = 0; t < TILES_PER_WARP; t++) accumulate(sum[t][j], a[t][1], b[j].z, b[j].w);
   }
 }
 
@@ -220,20 +229,21 @@ __device__ inline void multiply_all(Tile& sum, Place& at, const Ring& ring, int 
 
 __device__ inline void clear(Tile& sum) {
 #pragma unroll
-  for (int t = 0; t < TW; t++)
+  for (int t = 0; t < TILES_PER_WARP; t++)
 #pragma unroll
-    for (int j = 0; j < NT; j++)
+    for (int j = 0; j < kColumnTiles; j++)
 #pragma unroll
       for (int e = 0; e < 4; e++) sum[t][j][e] = 0.0f;
 }
 
+// ---- Consumers: add the k groups, finish ----
 // The other k groups' sums, `apart` from one another, added to group 0's. All loads first, and no branch
 // between them.
 template <int kGroups>
 __device__ inline void add(Tile& sum, const float4* theirs, int apart) {
 #pragma unroll
-  for (int i = 0; i < TW * NT; i++) {
-    float* to = sum[i / NT][i % NT];
+  for (int i = 0; i < TILES_PER_WARP * kColumnTiles; i++) {
+    float* to = sum[i / kColumnTiles][i % kColumnTiles];
     float4 v[8] = {make_float4(to[0], to[1], to[2], to[3])};
 #pragma unroll
     for (int g = 1; g < kGroups; g++) v[g] = theirs[(g - 1) * apart + i * 32];
@@ -244,13 +254,13 @@ __device__ inline void add(Tile& sum, const float4* theirs, int apart) {
 
 // Adds the k groups; group 0 holds the sum. shared: room for those of all others.
 __device__ inline void add_groups(const Job& job, Tile& sum, float4* shared, int row_group, int k_group, int lane) {
-  const int warps = job.row_groups * job.k_groups, size = job.row_groups * TW * NT * 32;
-  float4* mine = shared + row_group * TW * NT * 32 + lane;
+  const int warps = job.row_groups * job.k_groups, size = job.row_groups * TILES_PER_WARP * kColumnTiles * 32;
+  float4* mine = shared + row_group * TILES_PER_WARP * kColumnTiles * 32 + lane;
   consumers_sync(warps);  // all warps have finished reading the shared buffer
   if (k_group)
 #pragma unroll
-    for (int i = 0; i < TW * NT; i++) {
-      const float* v = sum[i / NT][i % NT];
+    for (int i = 0; i < TILES_PER_WARP * kColumnTiles; i++) {
+      const float* v = sum[i / kColumnTiles][i % kColumnTiles];
       mine[(k_group - 1) * size + i * 32] = make_float4(v[0], v[1], v[2], v[3]);
     }
   consumers_sync(warps);
@@ -260,17 +270,20 @@ __device__ inline void add_groups(const Job& job, Tile& sum, float4* shared, int
   add<2>(sum, mine, size);
 }
 
-__device__ inline void load_scales(const Job& job, Scales (&scales)[TW], int first_tile, int lane) {
+__device__ inline void load_scales(const Job& job, Scales (&scales)[TILES_PER_WARP], int first_tile, int lane) {
 #pragma unroll
-  for (int t = 0; t < TW; t++) load_scales(job, scales[t], first_tile + t, lane);
+  for (int t = 0; t < TILES_PER_WARP; t++) load_scales(job, scales[t], first_tile + t, lane);
 }
 
-__device__ inline void finish(const Job& job, const Tile& sum, const Scales (&scales)[TW], int first_tile,
+__device__ inline void finish(const Job& job, const Tile& sum, const Scales (&scales)[TILES_PER_WARP], int first_tile,
                               int lane) {
 #pragma unroll
-  for (int i = 0; i < TW * NT; i++) finish(job, sum[i / NT][i % NT], scales[i / NT], first_tile + i / NT, i % NT * 8, TOKENS, lane);
+  for (int i = 0; i < TILES_PER_WARP * kColumnTiles; i++)
+    finish(job, sum[i / kColumnTiles][i % kColumnTiles], scales[i / kColumnTiles], first_tile + i / kColumnTiles,
+           i % kColumnTiles * 8, TOKENS, lane);
 }
 
+// ---- Kernel ----
 // Whether a head's logits are there already (screen.cu): known when the kernels before have ended.
 __device__ inline bool all_certified(const Job& job) {
   wait_for_previous();
@@ -291,7 +304,7 @@ extern "C" __global__ void BOUNDS
   const u32 full = shared_address(memory + ring_bytes);
   __shared__ uint4 nothing;
   if (job.certified) {
-    if (job.next == kAtOnce) let_next_start();
+    if (job.pdl_trigger == kTriggerAtOnce) let_next_start();
     if (all_certified(job)) return;
   }
   // Two warps initialise the ring while the others load what they need: many CTAs start when the last kernel ends, and
@@ -317,16 +330,16 @@ extern "C" __global__ void BOUNDS
     if (!job.alone) pass<kMade>(2);
   }
   int k_group = quotient(warp, job.row_groups), row_group = warp - k_group * job.row_groups;
-  int first_tile = blockIdx.x * job.tiles + row_group * TW;
-  Scales scales[TW];  // weights too: here by the time that they are needed
+  int first_tile = blockIdx.x * job.tiles + row_group * TILES_PER_WARP;
+  Scales scales[TILES_PER_WARP];  // weights too: here by the time that they are needed
   load_scales(job, scales, first_tile, lane);
   meet<kStarted>(warps + 1);
-  if (job.next == kAtOnce) let_next_start();
-  if (!job.ready) wait_for_previous();
+  if (job.pdl_trigger == kTriggerAtOnce) let_next_start();
+  if (!job.pdl_inputs_ready) wait_for_previous();
   if (lane == 0) first_inputs(job, shared_address(inputs), full, slice, warp, warps);
-  if (job.next == kInTurn) let_next_start();
+  if (job.pdl_trigger == kTriggerInTurn) let_next_start();
   k_group = of_warp(k_group), row_group = of_warp(row_group), first_tile = of_warp(first_tile);  // no sooner: it takes time
-  const int each = job.depth * TW, mine = (k_group * job.row_groups + row_group) * each;
+  const int each = job.depth * TILES_PER_WARP, mine = (k_group * job.row_groups + row_group) * each;
   const bool fed = TOKENS >= 8 || lane < 4 * TOKENS;
   const u32 inputs_at = fed ? shared_address(inputs) + k_group * kInputBytes + lane * 16 : shared_address(&nothing);
   const Place first = {full, Part(shared_address(memory), warps * each, mine, lane), inputs_at, 0};
@@ -344,5 +357,5 @@ extern "C" __global__ void BOUNDS
     first_tile += job.ctas * job.tiles;
     if (pass + 1 < job.passes) load_scales(job, scales, first_tile, lane);
   }
-  if (job.ready) wait_for_previous();  // so that a kernel that waits for this one also waits for the one before
+  if (job.pdl_inputs_ready) wait_for_previous();  // so that a kernel that waits for this one also waits for the one before
 }

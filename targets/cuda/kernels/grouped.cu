@@ -10,6 +10,7 @@
 // beside them: nothing is added across warps. Weights and inputs come through a ring of stages, by cp.async.
 #include "tile.cuh"
 
+// ---- Shape of a CTA ----
 constexpr int kRows = 64, kColumns = kRows / 8;  // columns of an MMA are eight
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kUnits = 2, kTiles = 2 * kUnits;  // of a warp
@@ -20,6 +21,8 @@ constexpr int kMostExperts = 256;
 constexpr int kPitch = kStep * 64 + 64;         // bytes: eight rows' loads meet all banks
 constexpr int kWeights = kUnits * kStep * kUnitBytes;
 constexpr int kStage = kRows * kPitch + kWarps * kWeights;
+static_assert(kPitch % 16 == 0 && kUnitBytes % 16 == 0, "Threads copy 16 bytes at a time.");
+static_assert(kStages * kStage <= 227 << 10, "The stages fit into a CTA's shared memory.");
 
 struct Job {
   const u8* weight;    // [experts, units, blocks, 2 tiles]
@@ -58,6 +61,7 @@ __device__ inline Entry find(const Job& job) {
   return found;
 }
 
+// ---- Copies ----
 // 16 bytes, or zeros.
 __device__ inline void copy16_or_zero(u32 to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
@@ -111,6 +115,7 @@ __device__ inline void ask(const Job& job, const Rows& rows, const Entry& entry,
   }
 }
 
+// ---- Multiply ----
 typedef float Sums[kTiles][kColumns][4];
 
 // blocks: as many as are there.

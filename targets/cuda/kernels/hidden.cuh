@@ -7,12 +7,13 @@
 #define FP8 1
 #endif
 
-#ifndef QUADS  // float4 of a row that a thread has: 4 reach hidden sizes of 8192
-#define QUADS 4
+#ifndef QUADS_PER_THREAD  // float4 of a row that a thread has: 4 reach hidden sizes of 8192
+#define QUADS_PER_THREAD 4
 #endif
 
 constexpr int kThreads = 512;
-constexpr int kMax = QUADS;
+constexpr int kMax = QUADS_PER_THREAD;
+static_assert(QUADS_PER_THREAD >= 1 && QUADS_PER_THREAD <= 4, "A row has at most 8,192 values.");
 
 __device__ inline float4 load4(const float* p, int i) { return reinterpret_cast<const float4*>(p)[i]; }
 __device__ inline float square4(float4 v) {

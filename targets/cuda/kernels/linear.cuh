@@ -2,10 +2,11 @@
 #pragma once
 #include "tile.cuh"
 
+// ---- The job ----
 enum Epilogue { kPlain = 0, kGated = 1, kLogits = 2, kPerLayer = 3 };
 // When gemm.cu lets the next kernel start: at once; when all kernels before this one have ended; when the copies of
 // all weights have been issued.
-enum Next { kAtOnce = 0, kInTurn = 1, kAllAsked = 2 };
+enum PdlTrigger { kTriggerAtOnce = 0, kTriggerInTurn = 1, kTriggerAfterCopies = 2 };
 
 struct Job {
   const u8* weight;
@@ -31,12 +32,13 @@ struct Job {
   int silu;             // what gates: 1 SiLU, 0 tanh GELU
   int f16;              // kGated: the next weight takes f16 inputs, else bf16
   int room;             // for candidates of a row
-  int next;             // of gemm.cu: when the next kernel starts
-  int ready;            // of gemm.cu: x was complete before this kernel could start
+  int pdl_trigger;      // of gemm.cu: when the next kernel starts
+  int pdl_inputs_ready;  // of gemm.cu: x was complete before this kernel could start
   int apart;            // of gemm.cu: bytes from a CTA's step to the next one's, which may be more than it reads
   int alone;            // of gemm.cu: the producer makes the ring by itself, before others go on
 };
 
+// ---- Rows of a weight ----
 // The weight's row n that is `row` of a tile, or past its end. The first half of a gated tile are gate's
 // rows, the second up's of the same features.
 __device__ inline int row_of(const Job& job, int tile, int row) {
@@ -60,6 +62,7 @@ __device__ inline void store(const Job& job, float v, int m, int n, int block) {
   static_cast<u16*>(job.out)[x_offset(m, n, job.out_stride, block)] = to_bf16(v);
 }
 
+// ---- Epilogues ----
 // Four sums as MMAs leave them: element e is of weight row lane / 4 (+ 8 for e >= 2) of a tile and of
 // token 2 (lane % 4) (+ 1 for odd e) of eight. Scales: of the two rows.
 typedef float Four[4];

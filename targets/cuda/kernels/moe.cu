@@ -13,17 +13,25 @@
 #include "experts.cuh"
 #include "integers.cuh"
 
-constexpr int kPiece = BITS == 16 ? 2 : 3;  // 32-input blocks that are copied, waited for and multiplied at once
-constexpr int kSlots = 2;                   // pieces of a warp's ring: more are no faster (docs/performance.md)
-constexpr int kRing = kSlots * kPiece * kUnitBytes;
-constexpr int kRegisters = NB == 1 ? 80 : 255;  // three CTAs' on a multiprocessor: experts.py
+// ---- Shape of a CTA ----
+// 32-input blocks that are copied, waited for and multiplied at once
+constexpr int kBlocksPerStage = BITS == 16 ? 2 : 3;
+constexpr int kRingStages = 2;                   // pieces of a warp's ring: more are no faster (docs/performance.md)
+constexpr int kRing = kRingStages * kBlocksPerStage * kUnitBytes;
+constexpr int kRegisters = kColumnTiles == 1 ? 80 : 255;  // three CTAs' on a multiprocessor: experts.py
 // Integer codes of 4 bits are multiplied by inputs of 16 bits, in integer MMAs (`multiply_codes`).
-constexpr int NX = kIntegers ? (TOKENS + 3) / 4 : NB;  // an MMA's eight columns are then two bytes of four tokens
-constexpr int kTokens = kIntegers ? NX : 2 * NB;  // tokens per lane, with four sums of two tiles each
+// an MMA's eight columns are then two bytes of four tokens
+constexpr int kInputTiles = kIntegers ? (TOKENS + 3) / 4 : kColumnTiles;
+// tokens per lane, with four sums of two tiles each
+constexpr int kTokens = kIntegers ? kInputTiles : 2 * kColumnTiles;
 constexpr bool kOwn = BITS >= 8;  // a lane reads of a piece what it has copied
 constexpr int kMostParts = 2;  // of k that a warp of `down` has, which is short: fewer barriers for as many units
-constexpr int kScales = kIntegers ? kMostParts * NX * 16 : 0;  // bytes before a warp's inputs: value of their last bits
+// bytes before a warp's inputs: value of their last bits
+constexpr int kScales = kIntegers ? kMostParts * kInputTiles * 16 : 0;
+static_assert(kRingStages >= 2, "One piece of the ring is multiplied while the next one arrives.");
+static_assert(kUnitBytes % 16 == 0, "Lanes copy 16 bytes at a time.");
 
+// ---- The ring ----
 // A warp's ring: the next piece's copy is issued when all lanes have read the piece that it replaces. Small bulk
 // copies would be no faster, and need barriers. In `down`, a part of k is one piece, or several with 16-bit weights.
 template <bool kGate>
@@ -42,7 +50,7 @@ struct Ring {
     at = begin;
     find();
 #pragma unroll 1
-    for (int i = 0; i < kSlots; i++) ask();
+    for (int i = 0; i < kRingStages; i++) ask();
   }
   __device__ void find() {
     left = ahead.left > 0 ? warp.blocks : 0;
@@ -53,21 +61,21 @@ struct Ring {
   }
   __device__ void ask() {
     if (left > 0) {
-      const int size = kGate || kShort ? kPiece : job.each, blocks = min(size, kShort ? here : left);
+      const int size = kGate || kShort ? kBlocksPerStage : job.each, blocks = min(size, kShort ? here : left);
       const int bytes = blocks * kUnitBytes - warp.lane * 16;
       const u32 to = at + warp.lane * 16;
 #pragma unroll
-      for (int i = 0; i < kPiece * kUnitBytes; i += 512)
+      for (int i = 0; i < kBlocksPerStage * kUnitBytes; i += 512)
         if (i + 512 <= kUnitBytes || i < bytes) copy16(to + i, from + i);
       from += size * kUnitBytes, left -= size;
-      if (kShort && (here -= kPiece) <= 0) from += here * kUnitBytes, left -= here, here = min(job.each, left);
+      if (kShort && (here -= kBlocksPerStage) <= 0) from += here * kUnitBytes, left -= here, here = min(job.each, left);
       if (left <= 0) ahead.next(job.groups), find();
     }
     asked();
-    if ((at += kPiece * kUnitBytes) == begin + kRing) at = begin;
+    if ((at += kBlocksPerStage * kUnitBytes) == begin + kRing) at = begin;
   }
   __device__ u32 wait() const {
-    await_asked<kSlots - 1>();
+    await_asked<kRingStages - 1>();
     if (!kOwn) __syncwarp();
     return at;
   }
@@ -77,6 +85,7 @@ struct Ring {
   }
 };
 
+// ---- Inputs ----
 constexpr int kChunks = 2;  // of a warp's part of k, eight inputs each, that a lane has at most
 struct Chunks {
   int at[kChunks];  // in x; -1: none
@@ -86,7 +95,7 @@ struct Chunks {
 template <bool kGate>
 struct Inputs {
   u32 room;
-  u32 at[NX];  // a lane's in each block of 8 columns; in columns past the last token a copy of its, never read
+  u32 at[kInputTiles];  // a lane's in each block of 8 columns; in columns past the last token a copy of its, never read
 
   // Issues the copies, for few rows; they arrive with the first piece of weights.
   __device__ void ask(const Job& job, const Warp& warp, const Chosen& chosen, const Entry& entry) {
@@ -184,10 +193,10 @@ struct Inputs {
     }
   }
   // Where the scales of a part of k are, [token].
-  __device__ u32 scales(int part) const { return room - kScales + part * NX * 16; }
+  __device__ u32 scales(int part) const { return room - kScales + part * kInputTiles * 16; }
   __device__ void point(const Warp& warp, const Entry& entry) {
 #pragma unroll
-    for (int j = 0; j < NX; j++) {
+    for (int j = 0; j < kInputTiles; j++) {
       const int column = j * 8 + warp.lane / 4, token = min(kIntegers ? column / 2 : column, entry.count - 1);
       at[j] = room + token * warp.blocks * 64 + (kIntegers ? column % 2 * 32 + warp.lane % 4 * 8 : warp.lane % 4 * 16);
     }
@@ -197,10 +206,10 @@ struct Inputs {
     const int m = !kGate ? pair : kLone ? 0 : quotient(pair, job.top_k), block = warp.first + i / 4, f = i % 4 * 8;
     // up to eight rows are one block; each pair is a block of its own
     if (!kGate) return (m * job.k_blocks + block) * 32 + f;
-    return NB == 1 ? (block * job.block + m) * 32 + f : int(x_offset(m, block * 32 + f, job.k_blocks, job.block));
+    return kColumnTiles == 1 ? (block * job.block + m) * 32 + f : int(x_offset(m, block * 32 + f, job.k_blocks, job.block));
   }
   static __device__ uint4 load(const Job& job, int place) {
-    return load_inputs(reinterpret_cast<const u32*>(job.x + place), kGate && NB > 1 ? job.block : 1);
+    return load_inputs(reinterpret_cast<const u32*>(job.x + place), kGate && kColumnTiles > 1 ? job.block : 1);
   }
   static __device__ void store(u32 to, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory"); }
   static __device__ void store(u32 to, uint4 v) {
@@ -208,16 +217,17 @@ struct Inputs {
   }
 };
 
+// ---- Multiply ----
 typedef float Four[4];
 // A lane's sums of two tiles and all tokens, as MMAs return them: [tile][8 tokens] fragments; with integer codes
 // [4 tokens]: both rows of each tile, of token lane % 4.
 struct Sum {
   Four of[kTokens];
 
-  __device__ Four& fragment(int t, int j) { return of[t * NB + j]; }
+  __device__ Four& fragment(int t, int j) { return of[t * kColumnTiles + j]; }
   // Of row lane / 4 (+ 8: half) of a tile, and the lane's token i.
   __device__ float get(int t, int half, int i) const {
-    return kIntegers ? of[i][t * 2 + half] : of[t * NB + i / 2][half * 2 + i % 2];
+    return kIntegers ? of[i][t * 2 + half] : of[t * kColumnTiles + i / 2][half * 2 + i % 2];
   }
 };
 __device__ inline int token_of(int i, int lane) { return kIntegers ? i * 4 + lane % 4 : i / 2 * 8 + lane % 4 * 2 + i % 2; }
@@ -236,9 +246,9 @@ __device__ inline void accumulate(Four& sum, const u32 (&a)[4], u32 first, u32 s
 template <int kBlocks, bool kGate>
 __device__ inline void multiply_codes(Sum& sum, u32 piece, const Inputs<kGate>& inputs, int block, int count, int lane) {
 #pragma unroll
-  for (int j = 0; j < NX; j++) {
+  for (int j = 0; j < kInputTiles; j++) {
     if (!used(j, count)) break;
-    if (j && NB == 1) __syncwarp();  // so that weights are read again: there are no registers to keep them
+    if (j && kColumnTiles == 1) __syncwarp();  // so that weights are read again: there are no registers to keep them
     Stored w[kBlocks][2];
 #pragma unroll
     for (int u = 0; u < kBlocks; u++) load_unit(w[u], piece + u * kUnitBytes, lane);
@@ -271,18 +281,19 @@ __device__ inline void multiply(Sum& sum, u32 piece, const Inputs<kGate>& inputs
   if constexpr (kIntegers) return multiply_codes<kBlocks>(sum, piece, inputs, block, count, lane);
 #endif
   Stored w[kBlocks][2];
-  uint4 x[kBlocks][NB];
+  uint4 x[kBlocks][kColumnTiles];
 #pragma unroll
   for (int u = 0; u < kBlocks; u++) load_unit(w[u], piece + u * kUnitBytes, lane);
 #pragma unroll
-  for (int i = 0; i < kBlocks * NB; i++) x[i / NB][i % NB] = load(inputs.at[i % NB] + (block + i / NB) * 64);
+  for (int i = 0; i < kBlocks * kColumnTiles; i++)
+    x[i / kColumnTiles][i % kColumnTiles] = load(inputs.at[i % kColumnTiles] + (block + i / kColumnTiles) * 64);
 #pragma unroll
   for (int u = 0; u < kBlocks; u++) {
     u32 a[2][2][4];
 #pragma unroll
     for (int i = 0; i < 4; i++) expand(w[u][i / 2], i % 2, a[i / 2][i % 2]);
 #pragma unroll
-    for (int j = 0; j < NB; j++) {
+    for (int j = 0; j < kColumnTiles; j++) {
       if (j && count <= 8 * j) continue;
 #pragma unroll
       for (int t = 0; t < 2; t++) accumulate(sum.fragment(t, j), a[t][0], x[u][j].x, x[u][j].y);
@@ -296,9 +307,9 @@ __device__ inline void multiply(Sum& sum, u32 piece, const Inputs<kGate>& inputs
 template <bool kGate>
 __device__ inline void multiply_piece(Sum& sum, int begin, int end, int count, Ring<kGate>& ring, const Inputs<kGate>& inputs) {
   const u32 piece = ring.wait();
-  if (end - begin >= kPiece)
-    multiply<kPiece>(sum, piece, inputs, begin, count, ring.warp.lane);
-  else if (kPiece > 2 && end - begin == 2)
+  if (end - begin >= kBlocksPerStage)
+    multiply<kBlocksPerStage>(sum, piece, inputs, begin, count, ring.warp.lane);
+  else if (kBlocksPerStage > 2 && end - begin == 2)
     multiply<2>(sum, piece, inputs, begin, count, ring.warp.lane);
   else
     multiply<1>(sum, piece, inputs, begin, count, ring.warp.lane);
@@ -332,9 +343,9 @@ __device__ inline void multiply_all(Sum& sum, const Job& job, int count, Ring<kG
     const int end = kGate ? blocks : min(begin + job.each, blocks);
     if constexpr (!Ring<kGate>::kShort) {
       multiply_piece(own, begin, end, count, ring, inputs);
-      begin += kGate ? kPiece : job.each;
+      begin += kGate ? kBlocksPerStage : job.each;
     } else {
-      for (; begin < end; begin += kPiece) multiply_piece(own, begin, end, count, ring, inputs);
+      for (; begin < end; begin += kBlocksPerStage) multiply_piece(own, begin, end, count, ring, inputs);
       begin = end;
     }
     if (kGate) continue;
@@ -344,6 +355,7 @@ __device__ inline void multiply_all(Sum& sum, const Job& job, int count, Ring<kG
   if (kGate) add_part(sum, own, 0, count, inputs, ring.warp.lane);
 }
 
+// ---- Add the parts of k ----
 // Shared memory for a unit's sums over parts of k: of all warps except the one that adds them (`finisher`).
 struct Room {
   float4* mine;
@@ -381,6 +393,7 @@ __device__ inline void add(Sum& sum, const Room& room, int k_groups, int finishe
   if (k_groups == 2) return add<2>(sum, room, finisher, count);
 }
 
+// ---- Finish ----
 // Of a unit's tile t: the weight's row that is `row` of it, or past its end.
 template <bool kGate>
 __device__ inline int row_of(const Job& job, int unit, int t, int row) {
@@ -423,6 +436,7 @@ __device__ inline void finish(const Job& job, const Sum& sum, const Scales& scal
     }
 }
 
+// ---- Kernels ----
 template <bool kGate>
 __device__ inline void run(const Job& job) {
   extern __shared__ __align__(128) u8 memory[];
@@ -435,7 +449,8 @@ __device__ inline void run(const Job& job) {
   Chosen chosen;
   chosen.entries = reinterpret_cast<Entry*>(inputs_at + kWarps * most);
   chosen.list = reinterpret_cast<int*>(chosen.entries + job.pairs);
-  constexpr bool kAsks = kGate && NB == 1;  // copies first inputs before weights; one row's are known before experts
+  // copies first inputs before weights; one row's are known before experts
+  constexpr bool kAsks = kGate && kColumnTiles == 1;
   Inputs<kGate> inputs;
   inputs.room = shared_address(inputs_at + threadIdx.x / 32 * most) + kScales;
   if (kAsks && kLone) inputs.ask(job, warp, chosen, {0, 1, 0}), asked();
@@ -464,7 +479,7 @@ __device__ inline void run(const Job& job) {
     if (another) {
       if (turn) entry = chosen.entry(walk.entry);
       if (kAsks && turn == 0) {
-        await_asked<kSlots>();
+        await_asked<kRingStages>();
         if (kIntegers)
           inputs.round(job, warp, entry);
         else
@@ -496,7 +511,7 @@ __device__ inline void run(const Job& job) {
 }
 
 extern "C" __global__ void __maxnreg__(kRegisters) gate_up(const __grid_constant__ Job job) {
-  if (!job.ready) wait_for_previous();
+  if (!job.pdl_inputs_ready) wait_for_previous();
   let_next_start();  // only now: `down` may then read what the router wrote before it waits
   run<true>(job);
 }

@@ -6,6 +6,7 @@
 #define W8A8 0
 #endif
 
+// ---- Branches that are added ----
 // A linear layer's output as it is: what the norms read, except for Groups (narrow.cuh) and mixtures. Each has kernels
 // of its own: chosen at run time, loads would wait for one another, which costs 1 us per norm.
 struct Whole {
@@ -24,7 +25,7 @@ struct AddNorm {
   float* scale;
   int hidden, k_blocks, block;
   float eps;
-  int late;  // let the next kernel start after this one's wait: its memory requests would delay this one's reads
+  int pdl_trigger_late;  // let the next kernel start after this one's wait: its memory requests would delay this one's reads
   float* kept;      // where h is copied to; null: nowhere
   int kept_stride;  // from a row to the next
 };
@@ -139,6 +140,7 @@ __device__ inline float load_branch(const AddNorm& job, const Mixed<Dense>& bran
   return all;
 }
 
+// ---- Norm of the sum ----
 // Further outputs of the same norm: the inputs of a MoE layer's router and experts, beside its dense branch's.
 struct Others {
   const float *router_norm, *experts_norm;
@@ -164,7 +166,7 @@ __device__ inline void store_other(const AddNorm& job, const float4 (&stream)[kM
 template <class Branch>
 __device__ inline void add_and_norm(const AddNorm& job, const Branch& branch, const Others* others = nullptr) {
   __shared__ float scratch[3][32];
-  if (!job.late) let_next_start();
+  if (!job.pdl_trigger_late) let_next_start();
   const int m = blockIdx.x, quads = job.hidden / 4;
   float4 weight[kMax], closing[kMax], stream[kMax], added[kMax], router[kMax], experts[kMax];
 #pragma unroll
@@ -176,7 +178,7 @@ __device__ inline void add_and_norm(const AddNorm& job, const Branch& branch, co
   if (others) load_norm(router, others->router_norm, quads), load_norm(experts, others->experts_norm, quads);
   const float factor = job.scalar ? *job.scalar : 1.0f;
   wait_for_previous();
-  if (job.late) let_next_start();
+  if (job.pdl_trigger_late) let_next_start();
   float* row = job.h + size_t(m) * job.hidden;
 #pragma unroll
   for (int j = 0; j < kMax; j++) {
@@ -232,6 +234,7 @@ __device__ inline void add_and_norm(const AddNorm& job, const Branch& branch, co
 #endif
 }
 
+// ---- Kernels ----
 extern "C" __global__ void __launch_bounds__(kThreads) add_norm(const __grid_constant__ AddNorm job, const float* branch) {
   add_and_norm(job, Whole{branch});
 }

@@ -11,6 +11,7 @@
 #define F16 0
 #endif
 
+// ---- Shape and conversions ----
 constexpr int kThreads = 512;
 constexpr int kQuads = 4;  // of 4 elements per thread: hidden sizes up to 8192
 constexpr int kPacks = 6;  // of 8 elements per thread: widths up to 24576
@@ -45,6 +46,7 @@ __device__ inline float largest4(float4 v) {
   return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 }
 
+// ---- Norms ----
 // h = (h + rms(branch) * post) * scalar; x = rms(h) * pre. branch (bf16, or float32 where `wide`),
 // scalar, pre and x may be null; without pre, x is h itself.
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -118,6 +120,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// ---- Rows as inputs ----
 __device__ inline float largest_of(uint4 v) {
   float largest = 0.0f;
   const u32 words[4] = {v.x, v.y, v.z, v.w};
@@ -152,6 +155,7 @@ __device__ inline void store_row(const uint4 (&packs)[kPacks], float largest, vo
   }
 }
 
+// ---- Gates ----
 __device__ inline float gated(float gate, float up) { return gelu_tanh(gate) * up; }
 __device__ inline u32 gated2(u32 gate, u32 up) {
   return two_bf16(gated(low_of(gate), low_of(up)), gated(high_of(gate), high_of(up)));
@@ -196,6 +200,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   gate_row<true>(gate_up, factors, x, scale, width, stride);
 }
 
+// ---- Kernel that joins pieces ----
 // A row of x is made of `runs` pieces: in is [runs, T, width / runs].
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     narrow(const u16* in, void* x, float* scale, int width, int runs) {

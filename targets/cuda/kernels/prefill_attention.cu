@@ -5,18 +5,19 @@
 // p mod S. A chunk's keys and values, older ones included, lie in [positions, kv_heads, D] bf16.
 #include "common.cuh"
 
-#ifndef KV8  // 1: e4m3 cache; 0: bf16
-#define KV8 0
+#ifndef FP8_CACHE  // 1: e4m3 cache; 0: bf16
+#define FP8_CACHE 0
 #endif
 
-#ifndef HD  // widest head: 256 or 512
-#define HD 256
+#ifndef MAX_HEAD_DIM  // widest head: 256 or 512
+#define MAX_HEAD_DIM 256
 #endif
 
-constexpr int kPasses = HD / 2 / 128;  // a lane's groups of 4 pairs
+constexpr int kPasses = MAX_HEAD_DIM / 2 / 128;  // a lane's groups of 4 pairs
 constexpr int kLanes = 32;             // positions per CTA of `keys` and `recall`: a block of v
 
-#if KV8
+// ---- Number format of the cache ----
+#if FP8_CACHE
 typedef u8 Cached;
 __device__ inline Cached to_cache(float v) {
   u16 two;
@@ -36,6 +37,7 @@ __device__ inline Cached to_cache(float v) { return to_bf16(v); }
 __device__ inline u16 wide(Cached v) { return v; }
 #endif
 
+// ---- Head vectors ----
 struct Place {  // of a chunk in one layer's cache
   Cached* k;
   Cached* v;
@@ -115,6 +117,7 @@ struct Vector {
   }
 };
 
+// ---- Queries ----
 // One CTA per token. Its warps take the query heads in turn, two at a time.
 // q [runs, tokens, heads / runs, D].
 extern "C" __global__ void __launch_bounds__(256)
@@ -148,6 +151,7 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 }
 
+// ---- Keys and values ----
 // Rounds a vector as the cache does; writes it to `flat`, and to every `step`-th of `cached`.
 __device__ inline void store(const Vector& x, int dim, u16* flat, Cached* cached, int step) {
   const int lane = threadIdx.x % 32, half = dim / 2;
@@ -172,7 +176,7 @@ __device__ inline void store(const Vector& x, int dim, u16* flat, Cached* cached
 extern "C" __global__ void __launch_bounds__(512)
     keys(const __grid_constant__ Place at, const u16* raw, const float* weight, const float* cosine,
          const float* sine, int stride, int k_eq_v, float eps) {
-  __shared__ Cached turned[HD * (kLanes + 1)];
+  __shared__ Cached turned[MAX_HEAD_DIM * (kLanes + 1)];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y, dim = at.dim;
   const int base = (at.start / kLanes + blockIdx.x) * kLanes, stop = at.start + at.tokens;
   const int kept = max(at.start, stop - at.entries);  // older ones have no place in a ring
@@ -205,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(512)
 
 // What the cache holds of positions `oldest` .. start - 1, in plain order. Grid as for `keys`.
 extern "C" __global__ void __launch_bounds__(256) recall(const __grid_constant__ Place at) {
-  __shared__ u16 turned[kLanes * (HD + 2)];
+  __shared__ u16 turned[kLanes * (MAX_HEAD_DIM + 2)];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y, dim = at.dim;
   const int base = (at.oldest / kLanes + blockIdx.x) * kLanes;
   const size_t row = size_t(at.slot) * at.kv_heads + head;

@@ -8,6 +8,7 @@
 #define FINE 1
 #include "tile.cuh"
 
+// ---- Shape, and the job ----
 constexpr int kThreads = 256;
 constexpr int kResident = 4;  // CTAs on a multiprocessor
 constexpr int kAhead = 3;     // quarters of 32 inputs that a thread has on their way
@@ -25,6 +26,7 @@ struct Job {
   float softcap;     // 0: none
 };
 
+// ---- Candidates ----
 // Candidates of all rows, in order.
 struct Item {
   int m, at;  // row, `rows` past the last; which of its candidates
@@ -87,6 +89,7 @@ struct Row {
   }
 };
 
+// ---- Multiply ----
 // In shared memory: what a CTA multiplies, its row's values and inputs [blocks][4 lanes], and where blocks are.
 struct Fed {
   int quarters;  // of blocks
@@ -128,6 +131,7 @@ struct Fed {
   }
 };
 
+// ---- Kernel ----
 extern "C" __global__ void __launch_bounds__(kThreads, kResident) rescore(const __grid_constant__ Job job) {
   extern __shared__ uint4 memory[];
   let_next_start();

@@ -2,6 +2,7 @@
 #pragma once
 #include "common.cuh"
 
+// ---- Barriers in shared memory ----
 __device__ inline void barrier_init(u32 bar, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
 }
@@ -27,6 +28,8 @@ __device__ inline bool arrived(u32 bar, u32 parity) {
                : "memory");
   return done;
 }
+
+// ---- Bulk copies ----
 __device__ inline void copy(u32 to, const void* from, u32 bytes, u32 bar, u64 policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], "
@@ -50,6 +53,7 @@ __device__ inline void copy_blocks(u32 to, const u8* from, int stride, u32 bytes
   for (int i = 0; i < N; i++) copy(to + i * bytes, from + size_t(i) * stride * bytes, bytes, bar, policy);
 }
 
+// ---- The ring ----
 // A barrier of the producers' arrivals when a stage is full, one of the consumers' when it is free.
 __device__ inline void init_ring(u32 full, u32 empty, int stages, int consumers, int producers = 1, int apart = 8) {
 #pragma unroll 1
@@ -72,6 +76,7 @@ __device__ inline u64 read_often() {
   return policy;
 }
 
+// ---- Barriers of warps ----
 // The CTA's barrier kNumber, for `warps` warps: 0 is that of __syncthreads, 1 the consumers'. `meet` arrives and waits,
 // `pass` arrives without waiting.
 template <int kNumber>

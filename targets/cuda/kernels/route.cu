@@ -2,15 +2,16 @@
 #include "choice.cuh"
 #include "tile.cuh"
 
-#ifndef SHARES  // experts per lane: up to 8
-#define SHARES 4
+#ifndef EXPERTS_PER_LANE  // experts per lane: up to 8
+#define EXPERTS_PER_LANE 4
 #endif
 
-#ifndef ROWS  // the most that `route` takes: 8 or 16
-#define ROWS 16
+#ifndef MAX_ROWS  // the most that `route` takes: 8 or 16
+#define MAX_ROWS 16
 #endif
 
-constexpr int kMaxShares = SHARES;
+// ---- The choice of experts ----
+constexpr int kMaxShares = EXPERTS_PER_LANE;
 constexpr int kNoGuess = -1, kNobody = -1;
 
 struct Pick {
@@ -99,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(32) pick(const __grid_constant__ Pi
   pick_experts(job, blockIdx.x, known, logits + size_t(blockIdx.x) * job.experts);
 }
 
+// ---- The router ----
 // The router's weight and up to kMostRows rows of its input, laid out as for gemm.cu: 16 experts per CTA, a warp
 // per k group. The same MMAs in the same order as there, so the same logits.
 struct Router {
@@ -107,8 +109,11 @@ struct Router {
   int steps, depth, tiles;  // tiles: CTAs that have one
   int k_blocks, block, rows;
 };
-constexpr int kCtas = 8, kGroups = 8, kThreads = 32 * kGroups, kMostRows = ROWS, kBlocks = ROWS / 8;
+constexpr int kCtas = 8, kGroups = 8, kThreads = 32 * kGroups, kMostRows = MAX_ROWS, kBlocks = MAX_ROWS / 8;
 constexpr int kTile = 1024, kRow = 64;  // bytes: 16 experts x 32 inputs; a row's 32 inputs
+static_assert(kGroups == 8, "The router's sums are made of eight parts, as a weight's are.");
+static_assert(EXPERTS_PER_LANE >= 1 && EXPERTS_PER_LANE <= 8, "A warp chooses among at most 256 experts.");
+static_assert(MAX_ROWS == 8 || MAX_ROWS == 16, "Columns of an MMA are eight.");
 
 // A warp's k group of this CTA's tile, for all rows in blocks of 8: all copies are issued before any is
 // waited for. Loops stay loops: a kernel of few CTAs runs from cold instruction caches.
@@ -154,6 +159,7 @@ __device__ inline void send(const float* place, u32 rank, float v) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
 }
 
+// ---- Kernel ----
 // The router and its choice at once: each CTA of the cluster has its experts' logits of all rows, and
 // then chooses for the rows m with m % 8 of its own number.
 extern "C" __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads)

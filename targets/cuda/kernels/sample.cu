@@ -9,12 +9,15 @@
 // instruction caches: loops are unrolled only where loads would wait for each other.
 #include "choice.cuh"
 
+// ---- Shape, and the job ----
 constexpr int kCtas = 8;
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kFew = 4096;  // tokens that one CTA takes
 constexpr int kRanked = 512;  // tokens of which each is compared with all others
 constexpr int kGroups = kCtas * kWarps;  // warps of a cluster
+static_assert(kWarps == 32, "One warp has a lane for each warp of the CTA.");
+static_assert(kCtas <= 8, "A cluster of more CTAs is not portable.");
 constexpr int kNoGuess = -1;
 constexpr float kOne = 1099511627776.0f;  // the largest probability as a whole number: 2^40
 
@@ -55,6 +58,7 @@ struct Row {
   int m, slot, position, from, to;
 };
 
+// ---- Sums and maxima of a CTA and a cluster ----
 __device__ inline u64 warp_sum(u64 v) {
 #pragma unroll
   for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(~0u, v, d);
@@ -119,6 +123,7 @@ struct Cluster {
   }
 };
 
+// ---- Logits: bias, masks, penalties ----
 // What counts towards penalties: this row's history up to its own position.
 __device__ void count(const Job& job, const Row& row, u32* counts) {
   for (int i = row.from + threadIdx.x; i < row.to; i += kThreads) counts[i] = 0;
@@ -203,6 +208,7 @@ __device__ Best read(const Job& job, const Row& row, float4 ahead, float* values
   return job.shaped ? read_quads<false, true>(job, row, ahead, values) : read_quads<false, false>(job, row, ahead, values);
 }
 
+// ---- Filters: top-k, top-p ----
 __device__ inline u64 mass(float v, float best) { return __float2ull_rz(expf(v - best) * kOne); }
 
 // Replaces values by -inf below the largest threshold at which the values not below it still have the given total
@@ -239,6 +245,7 @@ __device__ void filter(const Job& job, int slot, float best, Group& group, float
   cut(group, values, count, wanted, [best](float v) { return mass(v, best); });
 }
 
+// ---- Few that are left ----
 // -> the k-th largest of the warps' largest values: nothing that top-k keeps is smaller. Called right after
 // `cluster.best` of all values, because it reads the warps' results that are still in `room.groups`.
 __device__ float least_of(Cluster& cluster, int top_k) {
@@ -347,6 +354,7 @@ __device__ bool stays(const Job& job, int slot, float best, float value, int cou
   return above < wanted;
 }
 
+// ---- Draw ----
 __device__ Best with_noise(const Job& job, const Row& row, float value, int word) {
   const u32 id = job.token(word);
   u32 words[4];
@@ -420,6 +428,7 @@ __device__ int draw(const Job& job, const Row& row, float top, float* values, Cl
   return draw_many(job, row, values, cluster);
 }
 
+// ---- Kernel ----
 // Stores the chosen word as a guess; kNoGuess where every word that the drafter scores is barred. It goes into the
 // verify's tokens and into the history, from which the next guess's penalties are counted.
 __device__ void note(const Job& job, int b, int word) {

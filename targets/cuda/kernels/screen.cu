@@ -9,11 +9,13 @@
 // larger than the k-th largest of all words, and nearly as large.
 #include "choice.cuh"
 
+// ---- Shape, and the job ----
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kCtas = 256;    // four words a thread of the released vocabularies
 constexpr int kResident = 4;  // on a multiprocessor
 constexpr int kMostRows = 16;
 constexpr int kStride = kCtas * kThreads * 4;
+static_assert(kCtas % 32 == 0, "Each lane of a warp reads the bounds of equally many CTAs.");
 
 struct Job {
   float* logits;       // [M, vocab]: of the head's codes, before the soft-cap
@@ -45,6 +47,7 @@ struct Job {
   float longest;        // of an input that is certified
 };
 
+// ---- Rules and bounds ----
 // How a row chooses.
 struct Rule {
   int wanted;         // k: the k-th largest bound decides; 0: floor alone does; below 0: not certified
@@ -149,6 +152,7 @@ __device__ inline float largest_or_nan(float4 v) {
 }
 __device__ inline bool some(float4 v) { return v.x != 0.0f || v.y != 0.0f || v.z != 0.0f || v.w != 0.0f; }
 
+// ---- Bounds of all CTAs ----
 // This thread's four words of a batch of rows, and their sequences' biases: copied to shared memory.
 struct Batch {
   int from, to;
@@ -219,6 +223,7 @@ __device__ inline void judge(const Job& job, int m, float4 high, float least, in
     if (in[c] && at < job.room) job.found[size_t(m) * job.room + at++] = i + c;
 }
 
+// ---- Words ----
 // A CTA's words: the same of every row, four a thread.
 struct Words {
   const Job& job;
@@ -319,6 +324,7 @@ struct Words {
   }
 };
 
+// ---- Kernel ----
 // A relaxed load at GPU scope: it bypasses this multiprocessor's L1.
 __device__ inline u32 turns_so_far(const Job& job) {
   u32 turns;

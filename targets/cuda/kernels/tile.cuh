@@ -27,15 +27,22 @@
 #define FINE 0
 #endif
 
+// ---- Layout of a tile ----
 constexpr bool kNarrow = BITS < 16 && !FINE;  // then MMAs take f16
 constexpr bool kScaled = BITS < 16;           // rows have a scale
 constexpr int kCodeBytes = BITS == 16 ? 1024 : BITS == 8 ? 512 + (CODES || FINE) * 32 : ZEROS ? 304 : 288;
 constexpr int kFineBytes = FINE * 512, kTileBytes = kCodeBytes + kFineBytes;
 constexpr int kLaneBytes = BITS == 4 ? 8 : 16;  // that are next to each other in a tile
 constexpr int kScalesAt = BITS == 8 ? 512 : 256, kZerosAt = 288;
+static_assert(BITS == 16 || BITS == 8 || BITS == 4, "Weights have 16, 8 or 4 bits.");
+static_assert(BITS == 4 || !E2M1 && !ZEROS, "Only 4-bit codes are e2m1 or have zero points.");
+static_assert(BITS == 8 || !CODES && !FINE, "Only 8-bit values are codes, with their 256ths or without.");
+static_assert(!CODES || !FINE, "A head is read by its codes alone, or with their 256ths.");
+static_assert(kTileBytes % 16 == 0, "Bulk copies move multiples of 16 bytes.");
 // A lane's scales in a tile: of its two rows, f16, or e4m3 of its group.
 __device__ inline int scales_at(int lane) { return kScalesAt + (E2M1 ? lane / 2 * 2 : lane / 4 * 4); }
 
+// ---- Loads ----
 // What a lane holds of a tile.
 #if BITS == 4
 struct Stored {
@@ -135,6 +142,7 @@ __device__ inline Stored load_tile(const u8* tile, int lane) {
   return to;
 }
 
+// ---- Arithmetic on pairs ----
 #if BITS == 4 || CODES
 // Both halves of a word as two f16x2 of twice the same.
 __device__ inline void twice(u32 both, u32& low, u32& high) {
@@ -159,6 +167,7 @@ __device__ inline u32 times_plus(u32 a, u32 b, u32 c) {
 }
 #endif
 
+// ---- Decoding ----
 #if E2M1
 // Four codes of a word, those of inputs 4 `half` to + 3, as two f16x2. The three bits of a magnitude, where
 // an f16 has the last of its exponent and the first of its mantissa, are value / 2^14. Two pairs are shifted
@@ -217,6 +226,7 @@ __device__ inline float fine_scale(u32 both, int half) {
 }
 #endif
 
+// ---- Fragments ----
 // Two bf16 as f16.
 __device__ inline u32 halves(u32 pair) {
   u32 v;

@@ -4,6 +4,7 @@
 // cache lines; where k groups are contiguous, of one group. k must be a multiple of 8, which every Gemma's is.
 #include "tile.cuh"
 
+// ---- The job ----
 struct Job {
   const u8* tiled;
   u8* out;  // [experts * n, k]
@@ -21,10 +22,12 @@ __device__ inline int row_of(const Job& job, int tile, int r) {  // -1: only pad
   return row < half ? row + place / rows % 2 * half : -1;
 }
 
+// ---- Shape of a CTA ----
 constexpr int kWarps = 16;
 constexpr int kAhead = 4;  // tiles that a warp has on their way
 constexpr int kSize = BITS == 8 ? 1 : 2;  // bytes of a value: e4m3, bf16, or f16 of 4 bits
 
+// ---- Places ----
 // Where a tile of a CTA's is: stored, from its first; and its first value, among the rows.
 // Found once per tile, by one thread: divisions by every lane would take longer than the memory.
 __device__ inline uint2 place_of(const Job& job, int pitch, int i) {
@@ -36,6 +39,7 @@ __device__ inline uint2 place_of(const Job& job, int pitch, int i) {
   return make_uint2((s * job.ctas * (job.k_groups / job.groups) * count + place) * kTileBytes, row * pitch + column * kSize);
 }
 
+// ---- Rows ----
 // What was stored tile by tile, into rows of shared memory.
 __device__ inline void untile_rows(const Job& job, const u8* tiled, u8* rows, int pitch, const uint2* places, int count) {
   const int lane = threadIdx.x % 32;
@@ -76,6 +80,7 @@ __device__ inline void store_rows(const Job& job, const u8* rows, int pitch, con
   }
 }
 
+// ---- Kernel ----
 // Shared memory: rows [16 tiles][pitch], the rows' numbers, the tiles' places (untile.py).
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) untile(const __grid_constant__ Job job) {
   extern __shared__ __align__(16) u8 rows[];

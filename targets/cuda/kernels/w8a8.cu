@@ -9,24 +9,27 @@
 // Weights lie as for gemm.cu (packing.py). An item of work is `take` row groups of a weight, whichever CTAs they were
 // dealt to, with its own `share` k groups of each step, one after the other, for one block of tokens. CTAs
 // take items in turn, and the ring does not stop between them; items of the same weights run beside each
-// other. A warp holds TILES tiles.
+// other. A warp holds TILES_PER_WARP tiles.
 #include "qgmma.cuh"
 #include "ring.cuh"
 
 #ifndef DEPTH  // the deal's: blocks of 32 inputs of a step
 #define DEPTH 4
 #endif
-#ifndef TILES  // per warp: 1, 2
-#define TILES 1
+#ifndef TILES_PER_WARP  // per warp: 1, 2
+#define TILES_PER_WARP 1
 #endif
 
+// ---- The job ----
 enum Epilogue { kPlain = 0, kGated = 1, kPart = 2 };
 
 // Twelve warps and a warpgroup of producers, which leaves its registers to the others.
-constexpr int kAll = TILES * kHalves * kSums;
+constexpr int kAll = TILES_PER_WARP * kHalves * kSums;
 constexpr int kProducers = 4, kThreads = 32 * (12 + kProducers);
-constexpr bool kTwice = TILES == 1 && kAll <= 64;  // registers have room for another k group's sums
+constexpr bool kTwice = TILES_PER_WARP == 1 && kAll <= 64;  // registers have room for another k group's sums
 constexpr int kTileBytes = 512, kInputBytes = TOKENS * 32, kSlice = DEPTH * kInputBytes;
+static_assert(DEPTH >= 1 && DEPTH <= 4, "A step has one to four blocks of 32 inputs.");
+static_assert(TILES_PER_WARP == 1 || TILES_PER_WARP == 2, "Registers hold the sums of at most two tiles per warp.");
 
 struct Job {
   const u8* weight;
@@ -44,6 +47,7 @@ struct Job {
   int blocks, items;     // of tokens; of work
 };
 
+// ---- Producers ----
 // An item of work: `count` row groups from `first`, k groups from part x share, a block of tokens.
 struct Share {
   int block, part, first, count, chunk, stage;  // the last two in bytes: of a row group's step, of all of a step
@@ -152,6 +156,7 @@ __device__ inline void produce(const Job& job, u32 ring, u32 full, int mine) {
   }
 }
 
+// ---- Consumers: multiply ----
 __device__ inline uint4 load(u32 from) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
@@ -161,7 +166,7 @@ __device__ inline uint4 load(u32 from) {
 // Where a warp is in the ring.
 struct Reader {
   u32 ring, full, stages, stage_bytes;
-  u32 at[TILES], stride, inputs;  // in a stage: its tiles, from there to their next block, and the inputs
+  u32 at[TILES_PER_WARP], stride, inputs;  // in a stage: its tiles, from there to their next block, and the inputs
   u32 stage, phase;
 
   __device__ u32 here() const { return ring + stage * stage_bytes; }
@@ -170,17 +175,18 @@ struct Reader {
     if (++stage == stages) stage = 0, phase ^= 1;
   }
   __device__ void free() const { arrive(full + 8 * (stages + stage)); }
-  // Fragment i of a step: of block i / TILES.
-  __device__ uint4 fragment(int i) const { return load(here() + at[i % TILES] + i / TILES * stride); }
+  // Fragment i of a step: of block i / TILES_PER_WARP.
+  __device__ uint4 fragment(int i) const { return load(here() + at[i % TILES_PER_WARP] + i / TILES_PER_WARP * stride); }
 };
 
-typedef Sums All[TILES * kHalves];
+typedef Sums All[TILES_PER_WARP * kHalves];
 
 // Fragment i of a step times its inputs.
 __device__ inline void multiply_all(All& sums, uint4 w, u32 inputs, int i) {
 #pragma unroll
   for (int h = 0; h < kHalves; h++)
-    multiply(sums[i % TILES * kHalves + h], w, kApart | (inputs + i / TILES * (kInputBytes / 16) + h * kColumns));
+    multiply(sums[i % TILES_PER_WARP * kHalves + h], w,
+             kApart | (inputs + i / TILES_PER_WARP * (kInputBytes / 16) + h * kColumns));
 }
 
 // A step: DEPTH blocks of 32 inputs. One fragment after the other: sums leave registers for no more, and
@@ -189,7 +195,7 @@ __device__ inline void walk(All& sums, Reader& reader, int lane) {
   reader.open();
   const u32 inputs = inputs_at(reader.here() + reader.inputs);
 #pragma unroll
-  for (int i = 0; i < TILES * DEPTH; i++) {
+  for (int i = 0; i < TILES_PER_WARP * DEPTH; i++) {
     uint4 w = reader.fragment(i);
     begin_mma();
     multiply_all(sums, w, inputs, i);
@@ -200,6 +206,7 @@ __device__ inline void walk(All& sums, Reader& reader, int lane) {
   reader.next();
 }
 
+// ---- Consumers: scale, finish ----
 // The inputs' scales of a CTA's tokens, in shared memory: of all k, or of its k groups, one after the other.
 __device__ inline void load_tokens(const Job& job, const Share& own, float* tokens) {
   const int groups = job.epilogue == kPart ? job.share : 1, first = own.block * TOKENS;
@@ -262,8 +269,8 @@ __device__ inline void finish_gated(const Job& job, const Sums& sum, int tile, i
 
 __device__ inline void finish(const Job& job, const Share& own, const All& sums, int warp, int lane) {
 #pragma unroll
-  for (int i = 0; i < TILES * kHalves; i++) {
-    const int mine = warp * TILES + i / kHalves, first = own.block * TOKENS + i % kHalves * kColumns;
+  for (int i = 0; i < TILES_PER_WARP * kHalves; i++) {
+    const int mine = warp * TILES_PER_WARP + i / kHalves, first = own.block * TOKENS + i % kHalves * kColumns;
     if (mine >= own.count * job.wide) continue;
     if (job.epilogue == kGated)
       finish_gated(job, sums[i], own.first * job.wide + mine, first, lane);
@@ -279,9 +286,9 @@ __device__ inline void clear(All& sums) {
 
 __device__ inline void work(const Job& job, const Share& own, Reader& reader, float* tokens, int warp, int lane) {
 #pragma unroll
-  for (int t = 0; t < TILES; t++) {
+  for (int t = 0; t < TILES_PER_WARP; t++) {
     // tiles past the last only fill up their warpgroup: they are multiplied, and dropped
-    const int mine = min(warp * TILES + t, own.count * job.wide - 1);
+    const int mine = min(warp * TILES_PER_WARP + t, own.count * job.wide - 1);
     reader.at[t] = mine / job.wide * own.chunk + mine % job.wide * kTileBytes + lane * 16;
   }
   load_tokens(job, own, tokens);
@@ -308,6 +315,7 @@ __device__ inline void work(const Job& job, const Share& own, Reader& reader, fl
   finish(job, own, sums, warp, lane);
 }
 
+// ---- Kernel ----
 extern "C" __global__ void __launch_bounds__(kThreads, 1) w8a8(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) u8 memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32 - kProducers;

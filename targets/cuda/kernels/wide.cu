@@ -19,11 +19,15 @@
 #define DEPTH 2
 #endif
 
+// ---- Shape of a CTA ----
 // Up to twelve warps, with two tiles each (gemm.py), and a producer. For 128 tokens the producer
 // is a warpgroup, which leaves its registers to the others.
 constexpr int kProducers = TOKENS == 128 ? 4 : 1, kThreads = 32 * (12 + kProducers);
 constexpr int kInputBytes = TOKENS * 64;  // 32 inputs of all tokens
+static_assert(DEPTH >= 1 && DEPTH <= 4, "A step has one to four blocks of 32 inputs.");
+static_assert(kThreads <= 1024, "A CTA has at most 1,024 threads.");
 
+// ---- Producer ----
 // What CTA blockIdx.y reads: `pieces` CTAs' k group `part`, of each step.
 struct Share {
   int part, first, pieces, piece, slice, stage;  // the last three in bytes
@@ -66,6 +70,7 @@ __device__ inline void produce(const Job& job, const Share& own, u32 ring, u32 f
   }
 }
 
+// ---- Consumers: multiply ----
 // Where a warp is in the ring.
 struct Reader {
   u32 ring, full, stages, stage_bytes;
@@ -173,6 +178,7 @@ __device__ inline void walk(Sums (&sums)[2], Tiles&, Reader& reader, bool, int l
 }
 #endif
 
+// ---- Consumers: finish ----
 // To partial[k group][tile][token block], four sums at a time (linear.cuh).
 __device__ inline void finish_part(const Job& job, const Sums& sums, int part, int tile, int lane) {
   const size_t at = (size_t(part) * job.passes * job.ctas * job.tiles + tile) * gridDim.x + blockIdx.x;
@@ -239,6 +245,7 @@ __device__ inline void consume(const Job& job, const Share& own, u32 ring, u32 f
   }
 }
 
+// ---- Kernel ----
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     wide(const __grid_constant__ Job job) {
   extern __shared__ __align__(128) u8 memory[];

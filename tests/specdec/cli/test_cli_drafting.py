@@ -70,7 +70,7 @@ def test_another_vocabulary_is_refused_with_both_hashes(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--drafter", "model", "--model", "mini-e"], "needs --draft-model PATH"),
         (["--drafter", "model", "--draft-model", "/nowhere"], "no checkpoint folder"),
@@ -79,8 +79,8 @@ def test_another_vocabulary_is_refused_with_both_hashes(capsys, tmp_path):
         (["--speculative-config", '{"draft_sample_method": "beam"}'], "probabilistic or greedy"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(capsys, arguments, said):
-    assert said in refused(capsys, *SHORT, *arguments)
+def test_what_makes_no_sense_is_one_line(capsys, arguments, message):
+    assert message in refused(capsys, *SHORT, *arguments)
 
 
 def test_a_random_head_is_of_the_models_size(capsys):

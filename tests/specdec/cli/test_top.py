@@ -91,7 +91,7 @@ def test_an_idle_server_has_a_screen_too(server: Server, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         (["http://127.0.0.1:9"], "is `specdec serve` running there?"),
         (["127.0.0.1:8000"], "must begin with http"),
@@ -99,10 +99,10 @@ def test_an_idle_server_has_a_screen_too(server: Server, capsys):
         (["--count", "-1"], "count must be 0 or more"),
     ],
 )
-def test_mistakes_are_one_line(arguments, told, capsys):
+def test_mistakes_are_one_line(arguments, expected, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["top", *arguments])
-    assert ended.value.code == 2 and told in " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 2 and expected in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("body", [b"hello", b"vllm:num_requests_running 1\n", b"\xff\xfe"])

@@ -18,7 +18,7 @@ from specdec.constraints.json_schema import json_grammar
 from specdec.constraints.recite import Recite
 from specdec.constraints.rules import ThinkingLimit
 from specdec.core.config import ModelConfig
-from specdec.core.constraint import EVERYTHING, lead, leading_guesses, mask_rows
+from specdec.core.constraint import EVERYTHING, forced_prefix_of, mask_rows, put_forced_first
 from specdec.core.errors import UserError
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import NO_GUESS, Sampling, Sequence
@@ -130,7 +130,7 @@ def test_wild_guesses_end_a_draft():
 def test_forced_tokens_lead_and_guesses_go_on_where_they_agree():
     forced = np.array([[4, 5, NO_GUESS], [4, 5, NO_GUESS], [NO_GUESS] * 3])
     draft = np.array([[4, 5, 6], [4, 9, 6], [1, 2, 3]])
-    assert lead(forced, draft).tolist() == [[4, 5, 6], [4, 5, NO_GUESS], [1, 2, 3]]
+    assert put_forced_first(forced, draft).tolist() == [[4, 5, 6], [4, 5, NO_GUESS], [1, 2, 3]]
 
 
 def test_forced_tokens_are_what_a_schema_leaves_no_choice_about():
@@ -138,7 +138,7 @@ def test_forced_tokens_are_what_a_schema_leaves_no_choice_about():
     grammar = json_grammar({"const": "quicksort of items"})
     seq = Sequence([2], constraint=TextConstraint(TextRules(grammar=grammar), vocabulary))
     seq.tokens += vocabulary.load().tokenize_str('"quick')
-    (row,) = leading_guesses([seq], 31).rows
+    (row,) = forced_prefix_of([seq], 31).rows
     forced = [int(t) for t in row if t != NO_GUESS]
     assert vocabulary.load().decode_str(forced) == 'sort of items"'
 

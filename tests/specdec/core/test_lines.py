@@ -88,7 +88,7 @@ def test_followers_do_the_leaders_steps():
     """With sampling of all kinds, one sequence cancelled while it runs and one after its end."""
     engines = [_engine() for _ in range(2)]
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    leader, mine = Leader(messages.put), engines[0]
+    leader, first = Leader(messages.put), engines[0]
     seqs = [
         Sequence([3 + i, 4], sampling, max_tokens=9, stop_ids=frozenset({7, 48}))
         for i, sampling in zip(range(5), around(SAMPLINGS), strict=False)
@@ -99,19 +99,19 @@ def test_followers_do_the_leaders_steps():
     engines[1].submit = lambda seq: (theirs.append(seq), submit(seq))[1]
     for turn in range(30):
         for seq in joining.get(turn, ()):
-            mine.submit(seq)
+            first.submit(seq)
         for seq in gone.get(turn, ()):
             seq.cancelled = True
         leader.announce(Orders(joining.get(turn, []), gone.get(turn, [])))
-        mine.step()
+        first.step()
     leader.end()
     follow(engines[1], messages.get, _no_constraint)
-    assert mine.idle and engines[1].idle and messages.empty()
+    assert first.idle and engines[1].idle and messages.empty()
     assert [s.tokens for s in theirs] == [s.tokens for s in seqs]
     assert [s.finish for s in theirs] == [s.finish for s in seqs]
     assert [s.sampling for s in theirs] == [s.sampling for s in seqs]
     assert "cancelled" in {s.finish for s in seqs}
-    assert (engines[1].target.fed == mine.target.fed).all()
+    assert (engines[1].target.fed == first.target.fed).all()
 
 
 SAMPLINGS = (

@@ -8,13 +8,13 @@ from hypothesis import given, strategies as st
 
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
-from specdec.core.constraint import GuidedDrafter, Unrestricted, guided, leading_guesses
+from specdec.core.constraint import GuidedDrafter, Unrestricted, forced_prefix_of, guided
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import DraftSetup, Engine
 from specdec.core.prediction import PATIENCE, PredictedText, Prediction
 from specdec.core.types import NO_GUESS, Sequence
-from tests.specdec.core.test_prefix_cache import make
 from tests.support.fakes import Noise
+from tests.support.fakes_snapshots import cached_engine
 from tests.support.serving import TOKENIZER, ServedTarget, served
 
 TEXT = list(range(100, 140))
@@ -112,21 +112,23 @@ class Forcing:
 def test_what_is_forced_is_guessed_where_nothing_is_predicted(tokens, row):
     seq = Sequence(tokens)
     seq.prediction, seq.constraint = Prediction(PredictedText(TEXT), 2), Forcing([7, 8])
-    (found,) = leading_guesses([seq], 3).rows
+    (found,) = forced_prefix_of([seq], 3).rows
     assert found.tolist() == row
 
 
 def test_without_a_place_the_drafter_guesses():
     seq = Sequence([5, 6, 7])
     seq.prediction = Prediction(PredictedText(TEXT), 2)
-    assert leading_guesses([seq], 3) is None
+    assert forced_prefix_of([seq], 3) is None
     noise, twin = Noise(50), Noise(50)
     assert (GuidedDrafter(noise).propose([seq], 3).tokens == twin.propose([seq], 3).tokens).all()
 
 
 @pytest.fixture(scope="module")
 def server():
-    with served(make(target=ServedTarget(slots=3, chunk=4)), "fake", tokenizer=TOKENIZER) as it:
+    with served(
+        cached_engine(target=ServedTarget(slots=3, chunk=4)), "fake", tokenizer=TOKENIZER
+    ) as it:
         yield it
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 
@@ -11,62 +9,19 @@ from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.prefix_cache import cache as caches
-from specdec.core.prefix_cache.cache import PrefixCache
 from specdec.core.prefix_cache.keys import chain
-from specdec.core.prefix_cache.pool import Budget, SnapshotPool
 from specdec.core.types import Reuse, Sampling, Sequence
 from tests.support.fakes import FakeTarget
-
-UNIT = 8
-"""Tokens of a chunk."""
-RING = 100
-"""Bytes of a boundary."""
-CHUNK = 10
-"""Bytes of a chunk."""
-
-
-@dataclass
-class FakeSnapshot:
-    values: object
-    device_bytes: int
-    on_host: bool = False
-
-    @property
-    def host_bytes(self) -> int:
-        return self.device_bytes
-
-    def to_host(self) -> FakeSnapshot:
-        assert not self.on_host
-        return FakeSnapshot(self.values, self.device_bytes, True)
+from tests.support.fakes_snapshots import (
+    CHUNK,
+    RING,
+    UNIT,
+    FakeSnapshots,
+    cached_engine,
+)
 
 
-class FakeSnapshots:
-    """Snapshots of a FakeTarget. It has no rings; a boundary's snapshot is just its position."""
-
-    def __init__(self, target: FakeTarget) -> None:
-        self.target, self.from_host = target, 0
-
-    def take_chunk(self, seq, start, stop):
-        return FakeSnapshot(self.target.fed[seq.slot, start:stop].copy(), CHUNK)
-
-    def take_boundary(self, seq, stop):
-        return FakeSnapshot(stop, RING)
-
-    def restore(self, seq, stop, chunks, boundary):
-        assert boundary.values == stop
-        self.from_host += boundary.on_host
-        self.target.fed[seq.slot] = -9
-        self.target.fed[seq.slot, :stop] = np.concatenate([chunk.values for chunk in chunks])
-
-
-def make(slots=2, device=10**6, host=10**6, target=None) -> Engine:
-    target = target or FakeTarget(slots=slots, chunk=4)
-    cache = PrefixCache(UNIT, [FakeSnapshots(target)], SnapshotPool(Budget(device, host)))
-    drafter = NoDrafter()
-    return Engine(target, drafter, host_cycle(target, drafter, 0), prefix_cache=cache)
-
-
-def said(engine, tokens, reuse=Reuse(), max_tokens=6):  # noqa: B008
+def answered(engine, tokens, reuse=Reuse(), max_tokens=6):  # noqa: B008
     """(cached, answer), which is that of a lone start."""
     seq = Sequence(list(tokens), Sampling(seed=3), max_tokens, reuse=reuse)
     engine.run_to_end([seq])
@@ -82,31 +37,31 @@ def words(count, seed=0):
 
 
 def test_a_turn_resumes_at_the_last_boundary_before_its_news():
-    engine = make()
+    engine = cached_engine()
     prompt = words(30)
-    assert said(engine, prompt)[0] == 0
-    assert said(engine, words(40, 1))[0] == 0
-    assert said(engine, prompt + words(9, 2))[0] == 24
-    assert said(engine, prompt[:20] + words(9, 3))[0] == 16  # of the last two
-    assert said(engine, prompt[:10] + words(9, 4))[0] == 0  # no ring was kept there
-    assert said(engine, prompt[:10] + words(9, 5))[0] == 8  # prompts have parted there before
+    assert answered(engine, prompt)[0] == 0
+    assert answered(engine, words(40, 1))[0] == 0
+    assert answered(engine, prompt + words(9, 2))[0] == 24
+    assert answered(engine, prompt[:20] + words(9, 3))[0] == 16  # of the last two
+    assert answered(engine, prompt[:10] + words(9, 4))[0] == 0  # no ring was kept there
+    assert answered(engine, prompt[:10] + words(9, 5))[0] == 8  # prompts have parted there before
     assert (engine.prefix_cache.hits, engine.prefix_cache.queries) == (48, 176)
 
 
 def test_a_prompt_is_never_wholly_read_from_the_cache():
-    engine = make()
+    engine = cached_engine()
     prompt = words(24)
-    assert [said(engine, prompt)[0] for _ in range(2)] == [0, 16]
+    assert [answered(engine, prompt)[0] for _ in range(2)] == [0, 16]
 
 
 def test_the_boundary_at_a_parting_is_kept():
-    engine, prompt = make(), words(60)
-    said(engine, prompt, Reuse(partings=(19,)))
-    assert said(engine, prompt[:19] + words(9, 1))[0] == 16
+    engine, prompt = cached_engine(), words(60)
+    answered(engine, prompt, Reuse(partings=(19,)))
+    assert answered(engine, prompt[:19] + words(9, 1))[0] == 16
 
 
 def test_choices_of_one_prompt_share_it():
-    engine, prompt = make(slots=4), words(30)
+    engine, prompt = cached_engine(slots=4), words(30)
     seqs = [Sequence(list(prompt), Sampling(seed=i)) for i in range(4)]
     engine.run_to_end(seqs)
     assert [seq.cached for seq in seqs] == [0, 24, 24, 24]
@@ -115,33 +70,33 @@ def test_choices_of_one_prompt_share_it():
 def check_scopes(engine):
     prompt = words(30)
     for scope in ("", "a", "b"):
-        assert said(engine, prompt, Reuse(scope))[0] == 0
-        assert said(engine, prompt, Reuse(scope))[0] == 24
+        assert answered(engine, prompt, Reuse(scope))[0] == 0
+        assert answered(engine, prompt, Reuse(scope))[0] == 24
 
 
 def check_last_tokens(engine):
     """Prompts that differ in any one token share no more than what is before it."""
     prompt = words(40)
-    said(engine, prompt, Reuse(partings=tuple(range(40))))
+    answered(engine, prompt, Reuse(partings=tuple(range(40))))
     for at in range(40):
         other = [token + (i == at) for i, token in enumerate(prompt)]
-        found = said(engine, other, Reuse(partings=tuple(range(40))))[0]
+        found = answered(engine, other, Reuse(partings=tuple(range(40))))[0]
         assert found == min(at // UNIT * UNIT, 32)
 
 
 def test_prompts_of_other_scopes_share_nothing():
-    check_scopes(make())
+    check_scopes(cached_engine())
 
 
 def test_one_token_more_or_less_in_common():
-    check_last_tokens(make())
+    check_last_tokens(cached_engine())
 
 
 def test_the_tests_find_a_scope_that_is_left_out(monkeypatch):
     honest = chain
     monkeypatch.setattr(caches, "chain", lambda seed, scope, *rest: honest(seed, "", *rest))
     with pytest.raises(AssertionError):
-        check_scopes(make())
+        check_scopes(cached_engine())
 
 
 def test_the_tests_find_one_entry_too_many(monkeypatch):
@@ -154,7 +109,7 @@ def test_the_tests_find_one_entry_too_many(monkeypatch):
 
     monkeypatch.setattr(caches, "chain", careless)
     with pytest.raises(AssertionError):
-        check_last_tokens(make())
+        check_last_tokens(cached_engine())
 
 
 def test_names_are_those_of_all_before_them_too():
@@ -168,35 +123,35 @@ def test_names_are_those_of_all_before_them_too():
 
 
 def test_a_request_may_neither_read_nor_leave_anything():
-    engine, prompt = make(), words(30)
-    assert said(engine, prompt, None)[0] == 0
-    assert said(engine, prompt)[0] == 0  # nothing was left
-    assert said(engine, prompt, None)[0] == 0  # nothing is read
+    engine, prompt = cached_engine(), words(30)
+    assert answered(engine, prompt, None)[0] == 0
+    assert answered(engine, prompt)[0] == 0  # nothing was left
+    assert answered(engine, prompt, None)[0] == 0  # nothing is read
     assert engine.prefix_cache.queries == 30
 
 
 def test_what_leaves_the_device_goes_to_the_host_and_is_read_there():
-    engine, prompt = make(device=300), words(30)
-    said(engine, prompt)
+    engine, prompt = cached_engine(device=300), words(30)
+    answered(engine, prompt)
     pool = engine.prefix_cache.pool
     for seed in range(3):
-        said(engine, words(30, 10 + seed))
+        answered(engine, words(30, 10 + seed))
         assert pool.device_bytes <= 300
     assert pool.host_bytes > 0
-    assert said(engine, prompt + words(5, 9))[0] == 24
+    assert answered(engine, prompt + words(5, 9))[0] == 24
     assert engine.prefix_cache.owners[0].from_host == 1
 
 
 def test_without_any_memory_nothing_is_kept():
-    engine, prompt = make(device=0, host=0), words(30)
-    assert [said(engine, prompt)[0] for _ in range(2)] == [0, 0]
+    engine, prompt = cached_engine(device=0, host=0), words(30)
+    assert [answered(engine, prompt)[0] for _ in range(2)] == [0, 0]
     assert len(engine.prefix_cache.pool) == 0
 
 
 @pytest.mark.parametrize(("device", "host"), [(10**6, 0), (0, 10**6), (1500, 4000)])
 def test_chats_by_turns_over_fewer_slots_all_resume(device, host):
     """Eight chats over four slots: whatever can be read is."""
-    engine, chats = make(4, device, host), [words(40, seed) for seed in range(8)]
+    engine, chats = cached_engine(4, device, host), [words(40, seed) for seed in range(8)]
     for turn in range(6):
         seqs = [Sequence(list(chat), Sampling(seed=3)) for chat in chats]
         engine.run_to_end(seqs)
@@ -207,7 +162,7 @@ def test_chats_by_turns_over_fewer_slots_all_resume(device, host):
 
 
 def test_memory_stays_within_its_bounds_and_does_not_grow():
-    engine = make(2, device=2000, host=5000)
+    engine = cached_engine(2, device=2000, host=5000)
     pool, sizes = engine.prefix_cache.pool, []
     prompt = words(30)
     for turn in range(2000):
@@ -225,13 +180,13 @@ def test_a_conversation_that_goes_on_leaves_its_earlier_boundaries_first():
     """Two chats: one of few turns, then one of many. The older one is there still, for the longer
     one's earlier rings gave way before it: it takes those of two turns, and never more."""
     room = (2 * RING + 3 * CHUNK) + (4 * RING + 13 * CHUNK)
-    engine, chat = make(device=room, host=0), words(30)
-    said(engine, chat)
+    engine, chat = cached_engine(device=room, host=0), words(30)
+    answered(engine, chat)
     prompt = words(30, 1)
     for turn in range(6):
-        _, answer = said(engine, prompt)
+        _, answer = answered(engine, prompt)
         prompt = prompt + answer + words(10, 10 + turn)
-    assert said(engine, chat + words(5, 9))[0] == 24
+    assert answered(engine, chat + words(5, 9))[0] == 24
 
 
 class Cramped(FakeTarget):
@@ -256,18 +211,18 @@ class Cramped(FakeTarget):
 def test_snapshots_give_way_before_anything_is_refused(spare):
     target = Cramped(slots=2, chunk=4)
     target.spare = spare
-    engine = target.engine = make(target=target)
+    engine = target.engine = cached_engine(target=target)
     if spare == 0:
         target.verify = lambda seqs, draft: FakeTarget.verify(target, seqs, draft)
     for seed in range(4):
-        said(engine, words(60, seed), Reuse(partings=(20,)))
+        answered(engine, words(60, seed), Reuse(partings=(20,)))
     assert engine.prefix_cache.pool.host_bytes > 0
-    assert said(engine, words(60, 3) + words(9, 8))[0] > 0
+    assert answered(engine, words(60, 3) + words(9, 8))[0] > 0
 
 
 def test_what_fails_without_snapshots_fails():
     target = Cramped(slots=2, chunk=4)
-    engine = target.engine = make(target=target)
+    engine = target.engine = cached_engine(target=target)
     target.spare = -1
     seq = Sequence(words(30))
     events = list(engine.run([seq]))
@@ -275,13 +230,13 @@ def test_what_fails_without_snapshots_fails():
 
 
 def test_a_snapshot_that_has_no_room_is_not_taken(monkeypatch):
-    engine, prompt = make(), words(30)
+    engine, prompt = cached_engine(), words(30)
 
     def refuse(seq, start, stop):
         raise MemoryError("no room")
 
     monkeypatch.setattr(engine.prefix_cache.owners[0], "take_chunk", refuse)
-    assert [said(engine, prompt)[0] for _ in range(2)] == [0, 0]
+    assert [answered(engine, prompt)[0] for _ in range(2)] == [0, 0]
 
 
 def left_after(engine, prompt, chunks, reuse=Reuse()):  # noqa: B008
@@ -297,40 +252,40 @@ def left_after(engine, prompt, chunks, reuse=Reuse()):  # noqa: B008
 
 
 def test_a_prompt_that_was_left_resumes_at_its_last_finished_chunk():
-    engine, prompt = make(), words(100)
+    engine, prompt = cached_engine(), words(100)
     assert left_after(engine, prompt, 6).prefilled == 24
-    assert said(engine, prompt)[0] == 24
+    assert answered(engine, prompt)[0] == 24
 
 
 def test_each_try_gets_further():
-    engine, prompt, cached = make(), words(100), []
+    engine, prompt, cached = cached_engine(), words(100), []
     for _ in range(5):
         cached.append(left_after(engine, prompt, 4).cached)
     assert cached == [0, 16, 32, 48, 64]
 
 
 def test_a_prompt_that_was_left_within_a_chunk_leaves_no_boundary_there():
-    engine, prompt = make(), words(100)
+    engine, prompt = cached_engine(), words(100)
     assert left_after(engine, prompt, 5).prefilled == 20
-    assert said(engine, prompt)[0] == 0
+    assert answered(engine, prompt)[0] == 0
 
 
 def test_what_was_left_leaves_no_trace_where_it_must_not():
-    engine, prompt = make(), words(100)
+    engine, prompt = cached_engine(), words(100)
     left_after(engine, prompt, 6, reuse=None)
     assert not len(engine.prefix_cache.pool)
     left_after(engine, prompt, 0)
     assert not len(engine.prefix_cache.pool)
     left_after(engine, prompt, 6, Reuse("a"))
-    assert said(engine, prompt, Reuse("b"))[0] == 0
+    assert answered(engine, prompt, Reuse("b"))[0] == 0
 
 
 def test_what_was_left_is_the_first_to_go():
-    engine, prompt = make(device=3 * RING + 30 * CHUNK, host=0), words(40)
-    said(engine, prompt)
+    engine, prompt = cached_engine(device=3 * RING + 30 * CHUNK, host=0), words(40)
+    answered(engine, prompt)
     left_after(engine, words(40, 1), 4)
-    said(engine, words(12, 2))
-    assert said(engine, prompt + words(9, 3))[0] == 40
+    answered(engine, words(12, 2))
+    assert answered(engine, prompt + words(9, 3))[0] == 40
 
 
 def test_what_was_left_and_has_no_room_fails_nothing():
@@ -338,7 +293,7 @@ def test_what_was_left_and_has_no_room_fails_nothing():
         def take_boundary(self, seq, stop):
             raise MemoryError
 
-    engine = make()
+    engine = cached_engine()
     engine.prefix_cache.owners = (Full(engine.target),)
     left_after(engine, words(100), 6)
-    assert said(engine, words(100))[0] == 0
+    assert answered(engine, words(100))[0] == 0

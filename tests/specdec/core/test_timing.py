@@ -78,9 +78,10 @@ def test_guesses_are_counted_by_who_made_them():
     told = Sequence([1, 2, 3], max_tokens=20, prediction=Prediction(PredictedText(text), 3))
     engine.run_to_end([told])
     assert told.tokens == known.tokens
-    led, both = engine.led["prediction"], engine.acceptance
-    assert led.accepted_at.total() == told.acceptance.accepted > 10
-    assert led.drafted_at <= both.drafted_at and engine.led["constraint"].drafted_at.total() == 0
+    forced, both = engine.forced["prediction"], engine.acceptance
+    assert forced.accepted_at.total() == told.acceptance.accepted > 10
+    assert forced.drafted_at <= both.drafted_at
+    assert engine.forced["constraint"].drafted_at.total() == 0
 
 
 @pytest.fixture(scope="module")

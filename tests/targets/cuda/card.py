@@ -181,16 +181,16 @@ def outputs(
     """What a linear layer, named as in `linears`, makes of x [M, k], in plain order. inputs [M, n]:
     of a layer with inputs of its own."""
     packed, kind = weight.packed, weight.packed.kind
-    given = as_input(x, kind, layout)
+    fed = as_input(x, kind, layout)
     if layout == "gated":
-        return rows_of(ops.gated(given, packed, kind), packed.n // 2, kind)
+        return rows_of(ops.gated(fed, packed, kind), packed.n // 2, kind)
     if layout == "per layer":
         assert inputs is not None
-        made = ops.gated_per_layer(given, packed, inputs, 0, "bf16")
+        made = ops.gated_per_layer(fed, packed, inputs, 0, "bf16")
         return rows_of(made, packed.n, "bf16")
     if layout == "head":
-        return ops.head(given, packed, ops.arch.softcap)
-    return ops.linear(given, packed)
+        return ops.head(fed, packed, ops.arch.softcap)
+    return ops.linear(fed, packed)
 
 
 def stored(layout: str) -> str:

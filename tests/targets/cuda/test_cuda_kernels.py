@@ -250,14 +250,14 @@ def decoded_floats(data, where, row, column, kind: str) -> torch.Tensor:
 def _in_gemm(
     weight: Linear, plan: tiles.Schedule, tile: torch.Tensor, block: torch.Tensor
 ) -> torch.Tensor:
-    owner, mine = tile // plan.tiles, tile % plan.tiles
+    owner, place = tile // plan.tiles, tile % plan.tiles
     each = plan.steps * plan.depth  # blocks of a k group: contiguous, or every k_groups-th
     group, part = block % plan.k_groups, block // plan.k_groups
     if weight.layout == "row_parallel":
         group, part = block // each, block % each
     steps = (owner // plan.ctas * plan.steps + part // plan.depth) * plan.ctas + owner % plan.ctas
-    warp = group * plan.row_groups + mine // plan.wide
-    before = (warp * plan.depth + part % plan.depth) * plan.wide + mine % plan.wide
+    warp = group * plan.row_groups + place // plan.wide
+    before = (warp * plan.depth + part % plan.depth) * plan.wide + place % plan.wide
     return steps * plan.step_bytes(weight.kind) + before * tiles.TILE_BYTES[weight.kind]
 
 

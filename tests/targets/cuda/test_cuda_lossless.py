@@ -96,14 +96,14 @@ def test_out_of_memory_in_prefill_fails_that_request_alone(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         torch.cuda.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("CUDA driver: CUDA_ERROR_OUT_OF_MEMORY"),
         RuntimeError("operation failed due to a previous error during capture"),
     ],
 )
-def test_out_of_memory_in_a_cycle_fails_who_joined_last(tiny, monkeypatch, said):
+def test_out_of_memory_in_a_cycle_fails_who_joined_last(tiny, monkeypatch, message):
     target = target_of(tiny["31b"], 3)
     honest = target.logits
 
@@ -113,7 +113,7 @@ def test_out_of_memory_in_a_cycle_fails_who_joined_last(tiny, monkeypatch, said)
         try:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         finally:
-            raise said  # as the end of a capture does: what came first is its context
+            raise message  # as the end of a capture does: what came first is its context
 
     prompts = [[5, 6], [7], [8, 9, 10]]
     alone = [Sequence(list(p), max_tokens=9) for p in prompts]
@@ -158,7 +158,7 @@ def test_other_failures_stay_what_they_are(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"slots": 0}, "--slots"),
         ({"max_len": 8}, "--max-len"),
@@ -169,8 +169,8 @@ def test_other_failures_stay_what_they_are(tiny, monkeypatch):
         ({"device": "tpu"}, "device"),
     ],
 )
-def test_bad_options_are_one_line(tiny, options, said):
-    with pytest.raises(UserError, match=said) as refusal:
+def test_bad_options_are_one_line(tiny, options, message):
+    with pytest.raises(UserError, match=message) as refusal:
         load_target(tiny["31b"], CudaOptions(**{"device": "cpu", "max_len": 64} | options))
     assert "\n" not in str(refusal.value)
 

@@ -135,7 +135,7 @@ UP = f"{LAYER}.mlp.up_proj"
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         (lambda t: t.pop(f"{UP}.weight_global_scale"), r"weight_global_scale is missing"),
         (lambda t: t.pop(f"{UP}.weight_scale"), r"weight_scale is missing"),
@@ -161,12 +161,12 @@ UP = f"{LAYER}.mlp.up_proj"
         ),
     ],
 )
-def test_bad_files_are_refused_in_one_line(tmp_path, how, said):
+def test_bad_files_are_refused_in_one_line(tmp_path, how, message):
     """From the headers, before anything is loaded, with the same error from both targets."""
     write_quantised(tmp_path, "31b", "nvfp4")
     change(tmp_path, how)
-    with pytest.raises(UserError, match=said) as problem:
+    with pytest.raises(UserError, match=message) as problem:
         load_cuda(tmp_path, IN_4_BITS)
     assert "\n" not in str(problem.value)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         opened(tmp_path)

@@ -42,7 +42,7 @@ LAYERS = (0, 1, 2)
 
 def main(folder: Path, port: str = "", process: str = "") -> None:
     if port:
-        hosts.join(f"localhost:{port}", 2, int(process), late=lambda: os._exit(3))
+        hosts.join(f"localhost:{port}", 2, int(process), timed_out=lambda: os._exit(3))
         assert hosts.share(b"from %s" % process.encode()) == b"from 0"
     assert jax.device_count() == 4
     options = JaxOptions(slots=2, max_len=64, k=K, tp=4, mapped=False, chunk=8)

@@ -162,7 +162,7 @@ def test_floor_of_experts_and_the_rounds_over_them():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["gemma-9"], "unknown architecture"),
         (["gemma-4-31b", "--topology", "v9:1"], "--topology v9:1"),
@@ -171,8 +171,8 @@ def test_floor_of_experts_and_the_rounds_over_them():
         (["gemma-4-31b", "--k", "32"], "K must be 0 to 31"),
     ],
 )
-def test_bad_input_is_one_line(arguments, said, capsys):
+def test_bad_input_is_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["compile-report", *arguments])
     assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

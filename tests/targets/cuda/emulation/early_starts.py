@@ -100,11 +100,11 @@ class Starts:
         self._last = Launched(frozenset(), False, np.array(spans, np.int64), list(tensors))
         self._pretended = True
 
-    def before(self, early: bool, arguments: bytes) -> Before:
+    def before(self, pdl: bool, arguments: bytes) -> Before:
         """arguments: in which the addresses stand of all that the kernel may write."""
         caller = _caller()
         follows = caller is self._caller or self._pretended
-        last = self._last if early and follows else None
+        last = self._last if pdl and follows else None
         self._caller, self._pretended = caller, False
         words = np.frombuffer(arguments[: len(arguments) // 8 * 8], np.uint64)
         self._made = [made for made in self._made if made() is not None]

@@ -147,11 +147,11 @@ class Launcher(launch.Launcher):
         threads: int,
         arguments: list[Any],
         shared: int = 0,
-        early: bool = True,
+        pdl: bool = True,
         max_smem_carveout: bool = False,
     ) -> None:
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        before = _starts.before(early, b"".join(map(bytes, arguments)))
+        before = _starts.before(pdl, b"".join(map(bytes, arguments)))
         start = _Start.of(before)
         kernel = getattr(_library(variant), f"emulate_{name}")
         kernel(

@@ -154,12 +154,12 @@ def test_a_norm_rounds_to_e4m3():
     rows, hidden, eps = 3, 256, 1e-6
     h, branch, pre, post = (randn(n, hidden, seed=n) for n in (rows, rows, 1, 2))
     pre, post = 1 + 0.1 * pre[0], 1 + 0.1 * post[0]
-    mine, theirs = h.clone(), h.clone()
-    just_written(mine, branch)
-    x = Norms(Launcher(), eps).norm(mine, Opening(pre, "w8a8"), Closing(branch, post))
+    ours, theirs = h.clone(), h.clone()
+    just_written(ours, branch)
+    x = Norms(Launcher(), eps).norm(ours, Opening(pre, "w8a8"), Closing(branch, post))
     reference = Reference(replace(released("gemma-4-31b"), eps=eps))
     expected = reference.norm(theirs, Opening(pre, "w8a8"), Closing(branch, post))
-    torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(ours, theirs)
     assert error(rows_of(x, hidden, "w8a8"), expected) <= 2e-3
 
 

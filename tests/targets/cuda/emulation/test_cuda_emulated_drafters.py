@@ -121,7 +121,7 @@ def test_an_ordered_head_scores_the_words_of_the_best_clusters(
     logits = ops.ordered(h, norm, head)
     y = rms(h, norm, ops.arch.eps).double()
     best = (y @ centroids.double().T).sort(descending=True).indices[:, :read]
-    for row, mine in enumerate(logits):
+    for row, got in enumerate(logits):
         scores = (table[best[row]].double() @ y[row]).flatten()
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
@@ -129,9 +129,9 @@ def test_an_ordered_head_scores_the_words_of_the_best_clusters(
         there = word < vocab
         expected = torch.full((vocab,), -torch.inf, dtype=torch.double)
         expected[word[there]] = scores[there]
-        assert torch.equal(torch.isfinite(mine), torch.isfinite(expected))
-        finite = torch.isfinite(mine)
-        assert error(mine[finite], expected[finite]) < 2**-16
+        assert torch.equal(torch.isfinite(got), torch.isfinite(expected))
+        finite = torch.isfinite(got)
+        assert error(got[finite], expected[finite]) < 2**-16
 
 
 def test_inputs_of_a_head():
@@ -146,12 +146,12 @@ def test_inputs_of_a_head():
     weights = [1 + 0.1 * randn(HIDDEN, seed=i) for i in range(3)]
     for feedback, residual in ((None, False), (weights[2], False), (weights[2], True)):
         norms = PairNorms(weights[0], weights[1], feedback, residual)
-        mine, theirs = (randn(BATCH, HIDDEN, seed=7) for _ in range(2))
-        just_written(tokens, mine)
-        x = ours.pair(table, tokens, mine, norms, "fp8")
+        got, theirs = (randn(BATCH, HIDDEN, seed=7) for _ in range(2))
+        just_written(tokens, got)
+        x = ours.pair(table, tokens, got, norms, "fp8")
         exact = twin.pair(plain, tokens, theirs, norms, "float32")
         assert error(rows_of(x, 2 * HIDDEN, "fp8"), exact) < NEAR
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got, theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_bookkeeping_of_a_head():
@@ -164,13 +164,13 @@ def test_bookkeeping_of_a_head():
     slot = ints(7, -1, 3)
     rows = Rows(whole(98, BATCH, k + 1), whole(80, BATCH) + 10, slot)
     just_written(pending.chosen, pending.count, rows.start)
-    mine, theirs = (ops.prepare_rows(pending, rows, k, 60) for ops in (ours, twin))
+    got, theirs = (ops.prepare_rows(pending, rows, k, 60) for ops in (ours, twin))
     for name in ("tokens", "start", "slot"):
-        assert torch.equal(getattr(mine.pending, name), getattr(theirs.pending, name))
-    assert all(map(torch.equal, mine[1:], theirs[1:]))
+        assert torch.equal(getattr(got.pending, name), getattr(theirs.pending, name))
+    assert all(map(torch.equal, got[1:], theirs[1:]))
     h, mixed = randn(BATCH * width, 8, seed=4), randn(BATCH * width, 8, seed=5)
-    just_written(h, mixed, mine.last)
-    assert all(map(torch.equal, ours.ends(h, mixed, mine.last), twin.ends(h, mixed, mine.last)))
+    just_written(h, mixed, got.last)
+    assert all(map(torch.equal, ours.ends(h, mixed, got.last), twin.ends(h, mixed, got.last)))
     kept = []
     told = randn(BATCH, width, 8, seed=2), whole(97, BATCH, width), slot.clamp(min=0) % width
     for ops in (ours, twin):

@@ -47,11 +47,11 @@ def start(tmp_path):
     """start(source, to, from) launches the one kernel of a source, early or not."""
     launch = Launcher()
 
-    def one(source: str, to: torch.Tensor, from_: torch.Tensor | None = None, early: bool = True):
+    def one(source: str, to: torch.Tensor, from_: torch.Tensor | None = None, pdl: bool = True):
         name = source.split("void ")[1].split("(")[0]
         (tmp_path / f"{name}.cu").write_text(source)
         variant = Variant(name, folder=tmp_path)
-        launch(variant, name, (TURNS, 1, 1), 1, [pointer(to), pointer(from_)], early=early)
+        launch(variant, name, (TURNS, 1, 1), 1, [pointer(to), pointer(from_)], pdl=pdl)
         return to
 
     return one
@@ -102,7 +102,7 @@ def test_a_kernel_has_to_wait_or_others_could_not_for_those_before_it(start):
 def test_who_does_not_start_early_sees_all(start):
     first = room()
     start(ADD_ONE, first)
-    assert (start(READ_FIRST, room(), first, early=False) == 7).all()
+    assert (start(READ_FIRST, room(), first, pdl=False) == 7).all()
 
 
 def test_nothing_shared_is_written_before_the_wait(start):

@@ -82,8 +82,8 @@ def test_what_surrounds_a_step_equals_its_twin(kind, batch):
         exact = twin.beside(tables[1], tokens, states, "float32")
         assert error(rows_of(x, 512, kind), exact) < limit
     rows = Rows(torch.zeros(batch, 5, device="cuda").int(), where(*range(55, 55 + batch)), slot)
-    for mine, theirs in zip(*(ops.prepare_rows(rows, 4, 60) for ops in (ours, twin)), strict=True):
-        assert torch.equal(mine, theirs)
+    for got, theirs in zip(*(ops.prepare_rows(rows, 4, 60) for ops in (ours, twin)), strict=True):
+        assert torch.equal(got, theirs)
     features, kept = randn(batch, 5, 256), []
     accepted = torch.arange(batch, device="cuda").int() % 5
     for ops in (ours, twin):
@@ -120,8 +120,8 @@ def test_an_ordered_head_scores_the_words_of_the_best_clusters(
     y = rms(h, norm, ops.arch.eps).double()
     fits = (y @ distinct.double().T).repeat(1, 4)[:, :clusters]
     best = fits.sort(stable=True, dim=-1, descending=True).indices[:, :read]
-    for row, mine in enumerate(logits):
-        assert torch.equal(ops.ordered(h[row : row + 1], norm, head)[0], mine)
+    for row, got in enumerate(logits):
+        assert torch.equal(ops.ordered(h[row : row + 1], norm, head)[0], got)
         scores = (table[best[row]].double() @ y[row]).flatten()
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
@@ -129,8 +129,8 @@ def test_an_ordered_head_scores_the_words_of_the_best_clusters(
         there = word < vocab
         expected = torch.full((vocab,), -torch.inf, device="cuda", dtype=torch.double)
         expected[word[there]] = scores[there]
-        assert torch.equal(torch.isfinite(mine), torch.isfinite(expected))
-        assert error(mine[word[there]], scores[there]) < limit
+        assert torch.equal(torch.isfinite(got), torch.isfinite(expected))
+        assert error(got[word[there]], scores[there]) < limit
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

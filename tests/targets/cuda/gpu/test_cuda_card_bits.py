@@ -85,13 +85,13 @@ def parts_of(values: torch.Tensor, devices: int, layout: str) -> Iterator[torch.
         each = tiles.padded_inputs(values.shape[1]) // devices
         for first in range(0, devices * each, each):
             part = values[:, first : first + each]
-            mine = torch.zeros((len(values), each), device=values.device).to(values.dtype)
-            mine[:, : part.shape[1]] = part
-            yield mine
+            share = torch.zeros((len(values), each), device=values.device).to(values.dtype)
+            share[:, : part.shape[1]] = part
+            yield share
     elif layout == "gated":
         gate, up = values.chunk(2)
-        for mine in zip(gate.tensor_split(devices), up.tensor_split(devices), strict=True):
-            yield torch.cat(mine)
+        for share in zip(gate.tensor_split(devices), up.tensor_split(devices), strict=True):
+            yield torch.cat(share)
     else:
         yield from values.tensor_split(devices)
 
@@ -128,13 +128,13 @@ def split_sums(
         if weight.scale is not None:
             scales = list(parts_of(weight.scale, devices, layout))
         made = []
-        for mine, scale in zip(values, scales, strict=True):
-            packed = ops.pack(mine, scale, kind, stored(layout), groups)
-            made.append(bare_outputs(ops, Weight(packed, mine, scale), layout, x))
+        for share, scale in zip(values, scales, strict=True):
+            packed = ops.pack(share, scale, kind, stored(layout), groups)
+            made.append(bare_outputs(ops, Weight(packed, share, scale), layout, x))
         return torch.cat(made, 1)
     sums = []
-    for mine, inputs in zip(values, parts_of(x, devices, layout), strict=True):
-        packed = bare(ops, mine, kind, groups // devices)
+    for share, inputs in zip(values, parts_of(x, devices, layout), strict=True):
+        packed = bare(ops, share, kind, groups // devices)
         given = as_input(inputs, kind, layout, groups // devices)
         sums.append(ops.linear(given, packed))
     whole = added(sums)
@@ -184,10 +184,10 @@ def test_several_devices_make_the_same_sums_of_an_expert(kind):
         for devices in DEVICES:
             sums, each = [], tiles.EIGHTHS // devices * eighth
             for first in range(0, width, each):
-                mine = torch.zeros((picked, hidden, each), device="cuda").to(values.dtype)
+                share = torch.zeros((picked, hidden, each), device="cuda").to(values.dtype)
                 part = values[..., first : first + each]
-                mine[..., : part.shape[-1]] = part
-                packed = ops.pack(mine, one, kind, "experts", tiles.EIGHTHS // devices)
+                share[..., : part.shape[-1]] = part
+                packed = ops.pack(share, one, kind, "experts", tiles.EIGHTHS // devices)
                 inputs = torch.zeros((len(given), each), device="cuda")
                 inputs[:, : part.shape[-1]] = given[:, first : first + each]
                 sums.append(down(packed, inputs, pairs))

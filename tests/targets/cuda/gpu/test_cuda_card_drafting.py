@@ -32,8 +32,8 @@ from targets.cuda.device_loop import device_loop
 from targets.cuda.host_drafter import DeviceHead, HostHead
 from targets.cuda.ops import Rows
 from targets.cuda.target import FINE
-from tests.drafters.test_auto import RandomCosts, Whim
 from tests.support.modes import MODES
+from tests.support.policies import RandomCosts, Whim
 from tests.targets.cuda.gpu.card_targets import SPEC, target_of
 
 pytestmark = pytest.mark.gpu
@@ -172,7 +172,7 @@ def entries_that_hold(host, fresh, seq) -> int:
         if isinstance(fresh, HostHead):
             fresh.prefill(text, start, stop, step)
     if isinstance(fresh, HostHead):
-        caches = [(d.head.given.head.layer.cache,) for d in (host, fresh)]
+        caches = [(d.head.inputs.head.layer.cache,) for d in (host, fresh)]
         kept = 5  # what the last cycle verified is pending
     else:
         caches, kept = [d.model.cache.layers for d in (host, fresh)], 1

@@ -18,8 +18,8 @@ from specdec.core.types import Event, Sampling, Sequence, Speculative
 from targets import mini
 from targets.cuda.launch import Launcher, Library, Variant, pointer
 from targets.cuda.load import CudaOptions, load_target
-from tests.specdec.test_script import ANSWERS, SHARES, told
 from tests.support.modes import MODES
+from tests.support.scripts import ANSWERS, SHARES, decode_script
 
 pytestmark = pytest.mark.gpu
 UNREACHED = 10**6
@@ -190,8 +190,8 @@ def test_a_script_is_said_by_the_captured_cycle():
 
     for right in (None, partial(drawn_right, SHARES, seed=1)):
         for predicted in (None, ANSWERS[0]):
-            host = told(target, NgramDrafter(1, 3), 3, right, predicted=predicted)
-            assert told(target, NgramDrafter(1, 3), 3, right, drive, predicted) == host
+            host = decode_script(target, NgramDrafter(1, 3), 3, right, predicted=predicted)
+            assert decode_script(target, NgramDrafter(1, 3), 3, right, drive, predicted) == host
             assert host[0] == ANSWERS
 
 
@@ -225,7 +225,7 @@ def run_deep(folder, words):
     (folder / "deep.cu").write_text(DEEP)
     variant, out = Variant("deep", (("WORDS", words),), folder), torch.zeros(32, device="cuda")
     launch = Launcher(Library({variant}, folder))
-    launch(variant, "deep", (1, 1, 1), 32, [pointer(out), c_int(3)], early=False)
+    launch(variant, "deep", (1, 1, 1), 32, [pointer(out), c_int(3)], pdl=False)
     torch.cuda.synchronize()
 
 

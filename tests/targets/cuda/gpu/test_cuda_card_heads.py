@@ -51,11 +51,11 @@ def test_inputs_of_a_head_equal_their_twins(kind, batch):
     for feedback, residual in ((None, False), (weights[2], False), (weights[2], True)):
         norms = PairNorms(weights[0], weights[1], feedback, residual)
         h = randn(batch, 256, seed=7)
-        mine, theirs = h.clone(), h.clone()
-        x = ours.pair(tables[0], tokens, mine, norms, kind)
+        got, theirs = h.clone(), h.clone()
+        x = ours.pair(tables[0], tokens, got, norms, kind)
         exact = twin.pair(tables[1], tokens, theirs, norms, "float32")
         assert error(rows_of(x, 512, kind), exact) < limit
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got, theirs, atol=1e-5, rtol=1e-5)
 
 
 def parts_of(layout: DraftLayout) -> tuple[torch.Tensor, ...]:
@@ -77,8 +77,8 @@ def test_bookkeeping_equals_its_twin(batch):
     slot = torch.randperm(slots, device="cuda")[:batch].int()
     slot[batch // 2] = -1
     rows = Rows(whole(99, batch, k + 1), whole(80, batch) + 10, slot)
-    mine, theirs = (ops.prepare_rows(pending, rows, k, 60) for ops in (ours, twin))
-    for a, b in zip(parts_of(mine), parts_of(theirs), strict=True):
+    got, theirs = (ops.prepare_rows(pending, rows, k, 60) for ops in (ours, twin))
+    for a, b in zip(parts_of(got), parts_of(theirs), strict=True):
         assert torch.equal(a, b)
     for heard in (width, 2):  # of a cycle of fewer guesses too
         kept = []
@@ -86,8 +86,8 @@ def test_bookkeeping_equals_its_twin(batch):
         for ops in (ours, twin):
             kept.append(Pending(*(part.clone() for part in pending)))
             ops.keep(kept[-1], rows, *told)
-        for mine, theirs in zip(*kept, strict=True):
-            assert torch.equal(mine[:-1], theirs[:-1])  # the spare row holds anything
+        for got, theirs in zip(*kept, strict=True):
+            assert torch.equal(got[:-1], theirs[:-1])  # the spare row holds anything
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_guesses_equal_their_twins(mode, drafts, vocab):
         rules = Rules(bias, sampling_params, text[:-1])
         ops.guess(logits, known, rules, at, j, mode != "argmax")
         outcomes.append((at.tokens, text))
-    for mine, theirs in zip(*outcomes, strict=True):
-        assert torch.equal(mine, theirs)
+    for got, theirs in zip(*outcomes, strict=True):
+        assert torch.equal(got, theirs)
     said = outcomes[0][0][:, j + 1]
     assert (said == NO_GUESS).tolist() == [False, False, True, True, False, False]
 
@@ -172,9 +172,9 @@ def test_silu_and_bare_residuals():
         gate, up = (x[:m].bfloat16().double() @ values.double().T).chunk(2, -1)
         assert error(made, F.silu(gate) * up) < 2**-8
     h, branch, norm = randn(5, 256), randn(5, 256, seed=1), randn(256, seed=2)
-    mine, kept = h.clone(), torch.zeros(5, 3, 256, device="cuda")
-    made = ours.norm(mine, Opening(norm, "bf16"), Closing(branch), kept[:, 1])
-    assert torch.equal(mine, h + branch)
-    assert torch.equal(kept[:, 1], mine) and not kept[:, ::2].any()
+    got, kept = h.clone(), torch.zeros(5, 3, 256, device="cuda")
+    made = ours.norm(got, Opening(norm, "bf16"), Closing(branch), kept[:, 1])
+    assert torch.equal(got, h + branch)
+    assert torch.equal(kept[:, 1], got) and not kept[:, ::2].any()
     exact = F.rms_norm((h + branch).double(), (256,), norm.double(), SPEC.eps)
     assert error(rows_of(made, 256, "bf16"), exact) < 2**-8
