@@ -208,7 +208,7 @@ class CudaTarget:
         return [
             Step(
                 chosen[b : b + 1],
-                None if features is None else features[b : b + 1],
+                None if features is None else features[b : b + 1, : lengths[b]],
                 details and each_part(lambda part, b=b: part[b : b + 1], details),
             )
             for b in range(len(seqs))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from targets.arch import Arch
 from targets.cuda import attention, candidates, experts, gemm, sampler, untile, w8a8
-from targets.cuda.inputs import NARROW_BLOCKS
 from targets.cuda.launch import Variant
 
 ROW_THREADS = 512
@@ -26,9 +25,9 @@ def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
 
 
 def rounding_variants(hidden: int) -> set[Variant]:
-    """What a prefill chunk of more than `target.FINE` tokens needs beside FP8's own kernels: for
-    all its rows, and for its last one."""
-    return w8a8.variants((*NARROW_BLOCKS[:1], *NARROW_BLOCKS[-2:])) | {norm_variant("w8a8", hidden)}
+    """What a prefill call of more than `target.FINE` tokens needs beside FP8's own kernels: for all
+    rows, and for the last one of each prompt."""
+    return w8a8.variants() | {norm_variant("w8a8", hidden)}
 
 
 def norm_variant(kind: str, hidden: int) -> Variant:

@@ -184,7 +184,7 @@ def test_whole_prefill(tmp_path, name, dtype, tolerance):
             outs = []
             for start, stop in ((0, 401), (401, 700)):
                 chunk = PrefillChunk(ids[start:stop].int().cuda(), start, 1)
-                outs.append(prefill(weights, arch, cache, chunk, ops, features))
+                outs += filter(None, prefill(weights, arch, cache, chunk, ops, features))
             runs.append(outs)
     ours, again, theirs, _ = runs
     for a, b, c in zip(ours, again, theirs, strict=True):
@@ -219,7 +219,7 @@ def test_a_copy_in_plain_order_changes_no_bit(name, dtype):
     for each in (weights, copy):
         cache = make_cache(arch, 2, 1024, 128, torch.bfloat16, "cuda")
         chunk = PrefillChunk(ids.int().cuda(), 0, 1)
-        runs.append(prefill(each, arch, cache, chunk, ops, (1,)))
+        runs += filter(None, prefill(each, arch, cache, chunk, ops, (1,)))
     ours, theirs = runs
     assert torch.equal(ours.logits, theirs.logits) and torch.equal(ours.features, theirs.features)
     every = [weight.plain for part in (*copy.layers, copy.per_layer) for weight in linears(part)]
