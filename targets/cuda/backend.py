@@ -120,7 +120,7 @@ class CudaBackend:
     def warm(self, target: CudaTarget) -> tuple[Seqs[int], Seqs[tuple[int, int]]]:
         if self.exact(target):
             return (1,), ((1, 1),)  # the references are not compiled
-        from targets.cuda.graphs import BUCKETS, TOGETHER, TOKENS, TOKENS_TOGETHER
+        from targets.cuda.graphs import BUCKETS, TOKENS, TOKENS_TOGETHER
         from targets.cuda.target import CALLS
 
         plan, slots, fit = target.plan, target.slots, 3 * target.max_len // 4
@@ -131,7 +131,7 @@ class CudaBackend:
             (count, n)
             for n in TOKENS_TOGETHER
             for count in counts
-            if count * n <= TOGETHER and n <= min(fit, plan.first)
+            if len(target.together([n] * count)) == count and n <= fit
         ]
         return [*(b for b in BUCKETS if b < slots), slots], [*alone, *several]
 

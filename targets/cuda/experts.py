@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.core.errors import UserError
 from targets.arch import Arch, MoeSpec
 from targets.cuda import four_bits, gemm, tiles
-from targets.cuda.launch import Launcher, Variant, address, pointer
+from targets.cuda.launch import SHARED_LIMIT, Launcher, Variant, address, pointer
 from targets.cuda.ops import Chosen, Linear, Rows
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ SHARED_PER_SM = 228 << 10
 """Bytes of shared memory of a multiprocessor."""
 SHARED_OVERHEAD = 2560
 """Bytes that each CTA of moe.cu takes beside its dynamic shared memory."""
+PAIR_BYTES = 8 + 4
+"""Bytes of a pair in a CTA's lists: its entry, and its number."""
 BRIEF_ROWS = 4
 """Rows up to which experts' weights are read so quickly that the dense branch may end before they
 begin (docs/performance.md)."""
@@ -278,11 +280,7 @@ def _job(
 ) -> _ExpertsJob:
     """blocked: 32-input blocks of x, and tokens per block."""
     (count, units), (rows, top_k) = weight.data.shape[:2], numbers.shape
-    own = 1 if weight.layout == "experts_gated" else min(K_SPLITS_PER_WARP, weight.k_groups)
-    blocks, k_groups = tiles.expert_inputs(weight.k) // tiles.INPUTS, weight.k_groups // own
-    row_groups = WARPS // k_groups
-    each = -(-weight.k // (tiles.INPUTS * weight.k_groups))
-    return _ExpertsJob(
+    job = _ExpertsJob(
         weight=address(weight.data),
         scale=address(weight.scale),
         x=address(x),
@@ -290,23 +288,40 @@ def _job(
         numbers=address(numbers),
         n=weight.n,
         units=units,
-        blocks=blocks,
+        blocks=tiles.expert_inputs(weight.k) // tiles.INPUTS,
         experts=count,
         pairs=rows * top_k,
         top_k=top_k,
         rows=rows,
         k_blocks=blocked[0],
         block=blocked[1],
-        row_groups=row_groups,
-        k_groups=k_groups,
-        parts=own,
-        groups=-(-units // row_groups),
-        each=each,
         processors=0,
         out_stride=out.shape[-1],
         f16=0,
         pdl_inputs_ready=0,
     )
+    _deal(job, weight.k, weight.k_groups, weight.layout)
+    job.groups = -(-units // job.row_groups)
+    return job
+
+
+def _deal(job: _ExpertsJob, k: int, k_groups: int, layout: str) -> None:
+    """How a CTA's warps share a unit."""
+    job.parts = 1 if layout == "experts_gated" else min(K_SPLITS_PER_WARP, k_groups)
+    job.k_groups = k_groups // job.parts
+    job.row_groups = WARPS // job.k_groups
+    job.each = -(-k // (tiles.INPUTS * k_groups))
+
+
+def most_pairs(hidden: int, width: int, kind: str) -> int:
+    """Pairs of row and rank that fit into a CTA's shared memory beside all else, for experts of
+    this kind."""
+    taken = []
+    for k, layout in ((hidden, "experts_gated"), (width, "experts")):
+        job = _ExpertsJob(rows=TOKENS[-1], pairs=0)
+        _deal(job, k, tiles.EIGHTHS, layout)
+        taken.append(_shared(job, kind, TOKENS[-1]))
+    return (SHARED_LIMIT - SHARED_OVERHEAD - max(taken)) // PAIR_BYTES
 
 
 def _grouped_job(
@@ -362,7 +377,7 @@ def _shared(job: _ExpertsJob, kind: str, most: int) -> int:
     inputs = WARPS * min(most, job.rows) * job.parts * job.each * 2 * tiles.INPUTS
     if kind == tiles.INTEGERS:
         inputs += WARPS * K_SPLITS_PER_WARP * fours * 16
-    return ring + sums + inputs + job.pairs * (8 + 4)
+    return ring + sums + inputs + job.pairs * PAIR_BYTES
 
 
 def _grouped(kind: str) -> Variant:

@@ -11,10 +11,11 @@ import torch
 
 from specdec.core.errors import UserError
 from specdec.core.types import MAX_DRAFT
-from targets.arch import Arch
+from targets.arch import Arch, MoeSpec
 from targets.checkpoint import Checkpoint
 from targets.cuda import four_bits
 from targets.cuda.attention import HEADS
+from targets.cuda.experts import most_pairs
 from targets.cuda.graphs import MOST_ROWS, TOKENS, bucket_of
 from targets.cuda.ops import Ops
 from targets.cuda.out_of_memory import catching_oom, use_pages
@@ -41,8 +42,6 @@ WIDEST = 8192
 """What a CTA of the norms holds of a row."""
 LONGEST = 1_000_000
 """Positions: the kernels' divisions in floats are exact below 2 ** 20, a call's rows included."""
-MOST_PAIRS = 48 * 1024
-"""Pairs of row and expert that one call's CTAs can list in shared memory."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
         if name not in known:
             raise UserError(f"unknown dtype {name!r}: choose one of {', '.join(known)}")
     if options.device != "cpu" and dtype != "float32":
-        _refuse_for_kernels(arch, options, kv_dtype)
+        _refuse_for_kernels(arch, options, dtype, kv_dtype)
         if dtype == "fp8-w8a8":
             _refuse_for_w8a8(arch)
         _refuse_sizes(arch, dtype)
@@ -170,7 +169,7 @@ def _correlation(arch: Arch, overlap: float | None) -> float:
     return correlation_for(overlap, arch.moe) if arch.moe and overlap is not None else 0.0
 
 
-def _refuse_for_kernels(arch: Arch, options: CudaOptions, kv_dtype: str) -> None:
+def _refuse_for_kernels(arch: Arch, options: CudaOptions, dtype: str, kv_dtype: str) -> None:
     """What only the references can do. Raises UserError."""
     slots = options.slots
     if kv_dtype == "float32":
@@ -181,18 +180,25 @@ def _refuse_for_kernels(arch: Arch, options: CudaOptions, kv_dtype: str) -> None
         )
     if options.max_len > LONGEST:
         raise UserError(f"--max-len must be up to {LONGEST} on a GPU, got {options.max_len}")
-    rows = bucket_of(slots) * (options.k + 1)
-    pairs = rows * (arch.moe.top_k if arch.moe else 0)
-    if pairs > MOST_PAIRS:
-        raise UserError(
-            f"{slots} slots at K = {options.k} route {pairs} pairs of row and expert at once, the "
-            f"kernels at most {MOST_PAIRS}: choose fewer --slots or a smaller --k"
-        )
+    if arch.moe:
+        _refuse_pairs(arch, arch.moe, options, dtype)
     dims = {layer.head_dim for layer in arch.layers}
     if arch.hidden > WIDEST or any(-(-d // 64) * 64 not in HEADS or d % 8 for d in dims):
         raise UserError(
             f"the kernels take hidden sizes up to {WIDEST} and heads that fill up to 64, 128, 256 "
             f"or 512, not {arch.hidden} with heads of {sorted(dims)}: run it with --device cpu"
+        )
+
+
+def _refuse_pairs(arch: Arch, moe: MoeSpec, options: CudaOptions, dtype: str) -> None:
+    """Raises UserError for a verify whose rows pick more experts than its kernels can list."""
+    kind = {"int4": "int4", "bfloat16": "bf16"}.get(dtype, "fp8")
+    pairs = bucket_of(options.slots) * (options.k + 1) * moe.top_k
+    most = most_pairs(arch.hidden, moe.width, kind)
+    if pairs > most:
+        raise UserError(
+            f"{options.slots} slots at K = {options.k} route {pairs} pairs of row and expert at "
+            f"once, the kernels at most {most}: choose fewer --slots or a smaller --k"
         )
 
 

@@ -177,7 +177,9 @@ class CudaTarget:
         return alike[: TOGETHER // size]
 
     def _padded_together(self, tokens: int) -> int | None:
-        size = padded_together(tokens)
+        """None for prompts that are read alone: all of a mixture of experts, for which no card has
+        run anything else yet."""
+        size = None if self.arch.moe else padded_together(tokens)
         return size if size and size <= self.plan.first_rows else None
 
     def prefill_all(self, seqs: Seqs[Sequence]) -> list[Step]:

@@ -130,6 +130,9 @@ def test_the_kernels_refuse_what_only_references_do():
         make_plan(arch, CudaOptions(kv_dtype="float32"), "bfloat16")
     with pytest.raises(UserError, match="pairs of row and expert"):
         make_plan(released("gemma-4-26b-a4b"), CudaOptions(slots=512, k=15), "bfloat16")
+    make_plan(released("gemma-4-26b-a4b"), CudaOptions(slots=128, k=4), "fp8")
+    with pytest.raises(UserError, match="K = 4 route 10240 pairs"):  # a launch would fail
+        make_plan(released("gemma-4-26b-a4b"), CudaOptions(slots=256, k=4), "fp8")
     wide = replace(arch, layers=(replace(arch.layers[0], ffw=24584),))
     with pytest.raises(UserError, match="24584: choose --dtype fp8"):
         make_plan(wide, CudaOptions(dtype="fp8-w8a8"), "fp8")
