@@ -68,6 +68,12 @@ def print_json(document: dict[str, Any]) -> None:
     print(json.dumps(document))
 
 
+ROUNDED_INPUTS = (
+    "8-bit weights meet 8-bit inputs (fp8-w8a8), for so many slots and guesses; --dtype fp8 keeps "
+    "16-bit inputs"
+)
+
+
 def say_model(model: Model) -> None:
     """Print which model runs where, that mini is the small embedded one, and what there is to note
     about the drafter."""
@@ -77,6 +83,8 @@ def say_model(model: Model) -> None:
     console.print(f"[dim]model {model.name}{embedded} on {device}[/dim]")
     sizes = f"{target.slots} x {target.max_len:,} tokens of context (--slots, --max-len)"
     console.print(f"[dim]{sizes}; the model's limit is {target.arch.max_position:,}[/dim]")
+    if config.dtype is None and target.dtype == "fp8-w8a8":
+        console.print(f"[dim]{ROUNDED_INPUTS}[/dim]")
     for note in model.notes:
         console.print(note, style="dim", markup=False, soft_wrap=True)
 

@@ -38,6 +38,9 @@ FIRST_BF16 = 384
 """The same with weights of 16 bits, with which the library takes less time from there on."""
 CHUNKS = {"cuda": 2048, "cpu": SHORT}
 """Tokens per prefill call: enough to be bound by arithmetic, where it matters."""
+FP8_ROWS = 64
+"""Rows of a verify, slots times K + 1, up to which FP8 files run as fp8 by default: with more,
+their inputs are rounded to 8 bits too, as these files prescribe, which then takes less time."""
 WIDEST = 8192
 """What a CTA of the norms holds of a row."""
 LONGEST = 1_000_000
@@ -49,7 +52,8 @@ class CudaOptions:
     """How to run a model with torch. None takes what suits the checkpoint and the device.
 
     dtype: int4, fp8, fp8-w8a8, bfloat16 or float32. By default a file of 4 bits runs as int4, an
-    FP8 one as fp8, any other as bfloat16, and all as float32 on a CPU. fp8-w8a8 rounds the inputs
+    FP8 one as fp8, or for more than FP8_ROWS rows as fp8-w8a8, any other as bfloat16, and all as
+    float32 on a CPU. fp8-w8a8 rounds the inputs
     of linear layers to 8 bits as well: for many rows at once. float32 is for comparing: it runs
     the references, on a GPU too.
     kv_dtype: fp8, bfloat16 or float32; by default as wide as dtype, but bfloat16 beside fp8.
@@ -130,7 +134,7 @@ def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
         )
     if options.device not in CHUNKS:
         raise UserError(f"unknown device {options.device!r}: choose one of {', '.join(CHUNKS)}")
-    dtype = options.dtype or ("float32" if options.device == "cpu" else stored)
+    dtype = options.dtype or _default_dtype(arch, options, stored)
     kv_dtype = options.kv_dtype or ("bfloat16" if dtype in QUANTISED else dtype)
     for name, known in ((dtype, DTYPES), (kv_dtype, tuple(KV_DTYPES))):
         if name not in known:
@@ -152,6 +156,13 @@ def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
         options.device,
         correlation=_correlation(arch, options.routing_overlap),
     )
+
+
+def _default_dtype(arch: Arch, options: CudaOptions, stored: str) -> str:
+    if options.device == "cpu":
+        return "float32"
+    many = options.slots * (options.k + 1) > FP8_ROWS
+    return "fp8-w8a8" if stored == "fp8" and many and _takes_w8a8(arch) else stored
 
 
 def _first(options: CudaOptions, dtype: str) -> int:
@@ -219,12 +230,20 @@ def _refuse_sizes(arch: Arch, dtype: str) -> None:
 
 def _refuse_for_w8a8(arch: Arch) -> None:
     """Raises UserError for what its kernels don't fit."""
-    widths = {w for layer in arch.layers for w in (layer.ffw, layer.heads * layer.head_dim)}
-    if max(widths) > WIDEST_INPUT or any(width % 8 for width in widths):
+    if not _takes_w8a8(arch):
         raise UserError(
             f"fp8-w8a8 takes feed-forward and attention widths that are multiples of 8 up to "
-            f"{WIDEST_INPUT}, not {', '.join(map(str, sorted(widths)))}: choose --dtype fp8"
+            f"{WIDEST_INPUT}, not {', '.join(map(str, sorted(_widths(arch))))}: choose --dtype fp8"
         )
+
+
+def _takes_w8a8(arch: Arch) -> bool:
+    return all(width <= WIDEST_INPUT and width % 8 == 0 for width in _widths(arch))
+
+
+def _widths(arch: Arch) -> set[int]:
+    """Of row_parallel weights' inputs."""
+    return {w for layer in arch.layers for w in (layer.ffw, layer.heads * layer.head_dim)}
 
 
 def make_ops(arch: Arch, plan: Plan) -> Ops:

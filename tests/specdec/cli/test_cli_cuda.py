@@ -122,6 +122,20 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
     assert cached_binary(Variant("bandwidth"), folder / "kernels", 1).startswith(b"\x7fELF")
 
 
+def test_fp8_files_for_many_rows_have_8_bit_inputs():
+    arch = released("gemma-4-e2b")
+
+    def dtype(stored: str = "fp8", arch=arch, **options) -> str:
+        return make_plan(arch, CudaOptions(**options), stored).dtype
+
+    assert [dtype(slots=8, k=k) for k in (0, 7, 8)] == ["fp8", "fp8", "fp8-w8a8"]
+    assert dtype(slots=64, k=4, dtype="fp8") == "fp8"
+    assert dtype("int4", slots=64) == "int4" and dtype("bfloat16", slots=64) == "bfloat16"
+    assert dtype(slots=64, k=4, device="cpu") == "float32"
+    wide = replace(arch, layers=(replace(arch.layers[0], ffw=24592),))
+    assert dtype(arch=wide, slots=64, k=4) == "fp8"  # too wide for its kernels
+
+
 def test_the_kernels_refuse_what_only_references_do():
     arch = released("gemma-4-e2b")
     with pytest.raises(UserError, match="--slots must be 1 to 512"):
