@@ -14,8 +14,8 @@ to the first. `id` and `category` are optional.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence as Seqs
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,12 +33,26 @@ class Prompt:
     kind: Literal["plain", "chat"]
     text: str = ""
     messages: tuple[dict[str, Any], ...] = ()
+    thinking: bool = False
+    """Of a chat: whether the model thinks before it answers."""
 
     def encode(
         self, encode: Callable[[str], list[int]], encode_chat: Callable[..., list[int]]
     ) -> list[int]:
         """Token ids. encode, encode_chat: the tokenizer's methods for texts and chats."""
-        return encode_chat(list(self.messages)) if self.kind == "chat" else encode(self.text)
+        if self.kind == "plain":
+            return encode(self.text)
+        options = {"enable_thinking": True} if self.thinking else {}
+        return encode_chat(list(self.messages), **options)
+
+
+def thinking_prompts(prompts: Seqs[Prompt]) -> list[Prompt]:
+    """The same chats with thinking. Raises UserError where there is a prompt that is not a chat."""
+    if plain := next((prompt for prompt in prompts if prompt.kind == "plain"), None):
+        raise UserError(
+            f'--thinking is of chats: prompt {plain.id} is a plain text, give it as "messages"'
+        )
+    return [replace(prompt, thinking=True) for prompt in prompts]
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
