@@ -43,6 +43,16 @@ class LoadedTarget(Target, Protocol):
     def arch(self) -> Arch: ...
 
     @property
+    def dtype(self) -> Any:
+        """The type of its arithmetic, as its backend names it."""
+        ...
+
+    @property
+    def kv_dtype(self) -> Any:
+        """The type of cached keys and values."""
+        ...
+
+    @property
     def identity(self) -> str:
         """What determines its results bit by bit, beside its weights."""
         ...

@@ -7,8 +7,8 @@
 | HumanEval   | `{"task_id": …, "prompt": "def f(…"}`              |
 | Spec-Bench  | `{"question_id": …, "category": …, "turns": [...]}`|
 
-Only the first turn of a Spec-Bench question is used: the second would need the model's own answer
-to the first. `id` and `category` are optional.
+SPEED-Bench's lines are as Spec-Bench's. Only the first turn of such a question is used: the second
+would need the model's own answer to the first. `id` and `category` are optional.
 """
 
 from __future__ import annotations
@@ -55,8 +55,11 @@ def thinking_prompts(prompts: Seqs[Prompt]) -> list[Prompt]:
     return [replace(prompt, thinking=True) for prompt in prompts]
 
 
-def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """Read a JSONL file, at most `limit` prompts; blank lines are skipped.
+def read_prompts(
+    path: str | Path, limit: int | None = None, category: str | None = None
+) -> list[Prompt]:
+    """Read a JSONL file, at most `limit` prompts; blank lines are skipped. category: of lines that
+    name none; by default the file's name.
 
     Raises UserError that names the file and the invalid line, if any.
     """
@@ -70,7 +73,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         if limit is not None and len(prompts) >= limit:
             break
         if line.strip():
-            prompts.append(_read_line(line, f"{path}:{number}", str(number), path.stem))
+            prompts.append(_read_line(line, f"{path}:{number}", str(number), category or path.stem))
     if not prompts:
         raise UserError(f"{path} holds no prompts: each line must be {FORMS}")
     return prompts
