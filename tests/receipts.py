@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +18,13 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.types import Proposal
 from specdec.evaluation.prompts import Prompt
+from specdec.report import acceptance, equality, identity, speed
+from specdec.report.parts import TEACHER
 from specdec.report.profile import K, Profile
 from specdec.report.subject import Progress, Subject
 from tests.fakes import FakeTarget
 
+SHORT = Profile("quick", 6, (K,), (10,), 2, False)
 PROFILE = Profile("quick", 24, (1, K), (10,), 2, False)
 CATEGORIES = ("coding", "math")
 VOCAB = 53
@@ -77,14 +81,14 @@ def counting(title: str, total: int):
     yield SimpleNamespace(update=lambda done: None)
 
 
-def fake_subject(prompts: int = 6, **options: Any) -> FakeSubject:
-    """prompts: so many chats, in turn of CATEGORIES; each fifth is longer than 512 tokens."""
+def fake_subject(prompts: int = 6, profile: Profile = PROFILE, **options: Any) -> FakeSubject:
+    """prompts: so many chats, in turn of CATEGORIES; the fifth is longer than 512 tokens."""
     texts = [
         Prompt(
             str(i),
             CATEGORIES[i % 2],
             "chat",
-            messages=({"role": "user", "content": f"{WORD} {i}" + "long " * 120 * (i % 5 == 4)},),
+            messages=({"role": "user", "content": f"{WORD} {i}" + "long " * 120 * (i == 4)},),
         )
         for i in range(prompts)
     ]
@@ -96,4 +100,55 @@ def fake_subject(prompts: int = 6, **options: Any) -> FakeSubject:
     )
     speculation = config_type()(drafter="auto", k=K, auto_with="assistant")  # pyright: ignore
     progress = Progress(lambda doing: nullcontext(), counting)
-    return FakeSubject(model, speculation, PROFILE, texts, 8, progress, **options)
+    return FakeSubject(model, speculation, profile, texts, 8, progress, **options)
+
+
+@cache
+def fake_receipt_steps() -> dict[str, Any]:
+    """Sections by name, in the order in which they are measured: real ones of a fake subject where
+    that is cheap."""
+    subject = fake_subject()
+    found = acceptance.measure(subject)
+    gaps = {
+        f"{kind}_{name}_ms": 2.0 for name in speed.FIGURES for kind in ("mean", "median", "p99")
+    }
+    timed = gaps | {"requests": 2, "output_throughput": 100.0, "per_user": 50.0, "input_len": 9.0}
+    timed |= {
+        "output_len": 8.0,
+        "speedup": 1.5,
+        "spread": 0.1,
+        "answers_sha256": "0",
+        "equal": True,
+    }
+    facts = {"schema_version": identity.SCHEMA_VERSION, "specdec": "0", "git": None, "gpus": []}
+    facts |= {"device": "cpu", "versions": {"python": "3"}, "arch": "tiny", "dtype": "float32"}
+    facts |= {
+        "files": [],
+        "slots": 8,
+        "max_len": 800,
+        "k": K,
+        "drafter": "auto",
+        "profile": "quick",
+    }
+    scores = {"text": 1.0, "shuffled": 2.0, "first": 2.0, "second": 1.0, "uniform": 4.0}
+    return {
+        "identity": facts | {"assistant": "assistant"},
+        "doctor": {
+            "checks": [{"question": "place", "differing": 0, "total": 9}],
+            "wiring": scores | {"verdict": "sound"},
+            "healthy": True,
+            "policy": None,
+        },
+        "acceptance": found,
+        "equality": equality.measure(subject, found),
+        "speed": {
+            "rows": [
+                timed | {"drafter": name, "users": users}
+                for name in ("none", "assistant")
+                for users in (1, 4)
+            ]
+        },
+        "memory": dict.fromkeys(("weights", "cache", "peak_device"))
+        | {"peak_rss": 1, "why_not": "unknown"},
+        TEACHER: {"why_not": "random weights"},
+    }

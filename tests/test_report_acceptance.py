@@ -17,7 +17,7 @@ from specdec.report.profile import K
 from specdec.report.replay import replayed
 from specdec.report.subject import Condition
 from tests.fakes import FakeTarget
-from tests.receipts import VOCAB, WORD, Clairvoyant, fake_subject
+from tests.receipts import SHORT, VOCAB, WORD, Clairvoyant, fake_subject
 
 GREEDY = Condition(0.0, False)
 IDENTITY = {"assistant": "assistant", "arch": "26B-A4B"}
@@ -90,16 +90,16 @@ def noted(subject, identity=IDENTITY):
 
 
 def test_a_miswired_assistant_is_warned_of():
-    (note,) = noted(fake_subject(prompts=40, wired=False))
+    (note,) = noted(fake_subject(40, SHORT, wired=False))
     assert note["code"] == "wiring" and "smells of wiring" in note["sentence"]
     assert "84 % of 26B-A4B's first guesses" in note["sentence"]
     assert note["numbers"]["first_guess"] == 0 and note["numbers"]["category"] == "coding"
-    assert not noted(fake_subject(prompts=40, wired=True))
+    assert not noted(fake_subject(40, SHORT, wired=True))
 
 
 def test_few_prompts_prove_no_fault_and_all_together_stand_in_for_code():
-    assert not noted(fake_subject(prompts=8, wired=False))
-    (note,) = noted(fake_subject(prompts=24, wired=False), IDENTITY | {"arch": "E4B"})
+    assert not noted(fake_subject(8, SHORT, wired=False))
+    (note,) = noted(fake_subject(24, SHORT, wired=False), IDENTITY | {"arch": "E4B"})
     assert note["numbers"]["category"] == "all" and "no figure of this size" in note["sentence"]
 
 

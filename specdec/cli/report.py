@@ -7,7 +7,6 @@ import gc
 import json as json_module
 import os
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,10 +18,10 @@ from specdec.cli import topics
 from specdec.cli.console import check_folder, console, print_json, read_text
 from specdec.cli.progress import Bar
 from specdec.cli.start import SHOWN
-from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.core.config import ModelConfig, ReportModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from specdec.core.writing import write_whole
-from specdec.report.profile import SLOTS, K, output_length, profile_of
+from specdec.report.profile import K, output_length, profile_of
 from targets.backend import backend_of
 
 COMBINED = "auto"
@@ -33,21 +32,14 @@ OF_WEIGHTS = "assistant"
 app = App(name="report")
 
 
-@dataclass(frozen=True)
-class ReportedModel(ModelConfig):
-    """As everywhere, with as many slots as users are measured."""
-
-    slots: int = SLOTS
-
-
-ReportModel = Annotated[ReportedModel, Parameter(name="*", group="Model")]
+Model = Annotated[ReportModelConfig, Parameter(name="*", group="Model")]
 
 
 @app.default
 def report(
     *,
     out: Path,
-    model: ReportModel = ReportedModel(),  # noqa: B008
+    model: Model = ReportModelConfig(),  # noqa: B008
     assistant: str | None = None,
     prompts: Path | None = None,
     text: Path | None = None,

@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.report.acceptance import ALL
 from specdec.report.parts import Section
-from specdec.report.profile import SLOTS, USERS, K
+from specdec.report.profile import USERS, K
 from specdec.report.questions import CODING
 from targets.published import reported_acceptance
 
@@ -140,7 +140,7 @@ def _unfitting(acceptance: Section) -> Iterator[Note]:
 def _fewer_users(sections: dict[str, Section]) -> Iterator[Note]:
     slots = sections["identity"]["slots"]
     if slots < max(USERS):
-        text = f"speed with more users than slots: {SLOTS} slots are the default (--slots)"
+        text = "speed with more users than there are slots (--slots)"
         yield _note("users", text, slots=slots)
 
 

@@ -8,8 +8,6 @@ from specdec.core.errors import UserError
 
 K = 7
 """Draft tokens per cycle, at most."""
-SLOTS = 8
-"""Sequences that decode at the same time, unless --slots sets it."""
 USERS = (1, 4, 8)
 """Requests at the same time for which speed is measured, as far as there are slots."""
 TEMPERATURES = (0.0, 1.0)
@@ -35,7 +33,7 @@ class Profile:
 
 
 PROFILES = {
-    "quick": Profile("quick", 32, (1, 3, K), (1_500, 2_500, 3_500, 4_500), 2, False),
+    "quick": Profile("quick", 24, (1, 3, K), (1_500, 2_500, 3_500, 4_500), 2, False),
     "full": Profile("full", 256, tuple(range(1, K + 1)), (4_000, 16_000, 48_000, 120_000), 3, True),
 }
 
