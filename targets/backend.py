@@ -86,6 +86,10 @@ class Meter(Protocol):
         where that is not measurable."""
         ...
 
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of the weights, second copies included, and of the KV cache."""
+        ...
+
     def plain(self) -> Any | None:
         """The target of the fastest plain decoding, where that isn't the exact one."""
         ...

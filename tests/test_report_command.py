@@ -12,6 +12,8 @@ from specdec.core.errors import UserError
 from specdec.evaluation.prompts import Prompt, thinking_prompts
 from specdec.report import parity, profile, run, transformers_scores
 from targets import mini
+from targets.backend import meter_of
+from targets.cuda.load import CudaOptions, load_target
 from tests.commands import refused, run as typed
 from tests.receipts import SHORT, fake_receipt_steps
 
@@ -96,6 +98,7 @@ def _check_sections(receipt):
     assert compared["first_difference"]["margin"] == pytest.approx(0.5)
     assert compared["max_abs_dlogprob"] == 0
     assert receipt["perplexity"]["tokens"] > 9 and receipt["memory"]["peak_rss"] > 1 << 20
+    assert receipt["memory"]["weights"] > receipt["memory"]["cache"] > 1 << 10
     assert {note["code"] for note in receipt["skipped"]} == {"memory", "users"}
 
 
@@ -181,3 +184,10 @@ def test_a_device_is_given_back_before_transformers_runs(monkeypatch):
     ((_, command),) = started
     assert command[1:] == ["-m", "specdec", "report", "--out", "x"]
     assert Path(command[0]).name.startswith("python")
+
+
+def test_the_references_have_the_sizes_of_a_card(tiny):
+    """On a CPU what is in use is unknown, and what weights and cache take is not."""
+    target = load_target(tiny["31b"], CudaOptions(slots=1, max_len=64, device="cpu"))
+    weights, cache = meter_of(target).sizes()
+    assert weights > 0 < cache and meter_of(target).memory() is None

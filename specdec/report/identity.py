@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.registry import every
+from specdec.assembly.model import Model
 from specdec.core.config import SpeculationConfig
 from specdec.core.provenance import gpus, run_record
 from specdec.report.parts import Section
@@ -17,7 +18,7 @@ from specdec.report.profile import K
 from specdec.report.questions import digest
 from specdec.report.subject import Subject
 from targets.hub import WANTED
-from targets.mini import checkpoint_path
+from targets.mini import NAMES, checkpoint_path
 from targets.published import size_of
 
 SCHEMA_VERSION = 1
@@ -55,7 +56,7 @@ def measure(subject: Subject, files: list[dict[str, Any]]) -> Section:
             "gpus": [{fact: gpu.get(fact) for fact in FIXED_GPU_FACTS} for gpu in gpus()],
             "files": files,
             "random_weights": subject.random,
-            "arch": size_of("", target.arch) or _described(target.arch),
+            "arch": _described(model),
             "backend": target.backend,
             "dtype": dtype_name(target.dtype),
             "kv_dtype": dtype_name(target.kv_dtype),
@@ -77,8 +78,13 @@ def dtype_name(dtype: Any) -> str:
     return str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
 
 
-def _described(arch: Any) -> str:
-    return f"{len(arch.layers)} layers, {arch.hidden} wide, {arch.vocab} words"
+def _described(model: Model) -> str:
+    """A public size, an embedded model's name, or the dimensions: never a folder's name."""
+    if model.config.model in NAMES:
+        return model.config.model
+    arch = model.target.arch
+    dimensions = f"{len(arch.layers)} layers, {arch.hidden} wide, {arch.vocab} words"
+    return size_of("", arch) or dimensions
 
 
 def _drafter_folder(speculation: SpeculationConfig) -> Path | None:

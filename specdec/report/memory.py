@@ -14,14 +14,10 @@ KIB = 1024
 
 def measure(subject: Subject) -> Section:
     """The section, in bytes. It comes after speed: nothing later takes more."""
-    held = meter_of(subject.model.target).memory()
+    meter = meter_of(subject.model.target)
+    held, (weights, cache) = meter.memory(), meter.sizes()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+    section = {"weights": weights, "cache": cache, "peak_rss": peak}
     if held is None:
-        unknown = dict.fromkeys(("weights", "cache", "peak_device"))
-        return unknown | {"peak_rss": peak, "why_not": "this backend does not report memory"}
-    return {
-        "weights": held["weights"] + held["copies"],
-        "cache": held["cache"],
-        "peak_device": held["used"],
-        "peak_rss": peak,
-    }
+        return section | {"peak_device": None, "why_not": "this backend does not report its use"}
+    return section | {"peak_device": held["used"]}
