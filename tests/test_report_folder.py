@@ -191,6 +191,7 @@ def test_prompts_of_known_benchmarks(tmp_path, line, category, kind):
         ('{"prompt": "a", "category": "/home/me/secret"}', "category of prompt 1"),
         (json.dumps({"prompt": "a", "category": "b" * 41}), "category of prompt 1"),
         ('{"prompt": "a", "category": ""}', "category of prompt 1"),
+        ('"a"\n{"prompt": "a", "category": "all"}', "category of prompt 2"),
         (
             "\n".join(f'{{"prompt": "a", "category": "c{i}"}}' for i in range(33)),
             "at most 32 categories",

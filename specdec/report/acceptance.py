@@ -12,11 +12,10 @@ from specdec.evaluation.record import Recording, record
 from specdec.evaluation.results import PromptOutcome
 from specdec.report.parts import Section
 from specdec.report.profile import K
+from specdec.report.questions import ALL
 from specdec.report.replay import replayed
 from specdec.report.subject import Condition, Subject
 
-ALL = "all"
-"""The row of all categories, or of all lengths."""
 RESAMPLES = 2000
 """Bootstrap resamples behind each interval."""
 DEFINITIONS = {

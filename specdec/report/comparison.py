@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from specdec.core.errors import UserError
-from specdec.report.acceptance import ALL
 from specdec.report.identity import SCHEMA_VERSION
 from specdec.report.parts import Section
+from specdec.report.questions import ALL
 
 RATIOS = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
 """Figures of speed that are compared."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.report import charts
-from specdec.report.acceptance import ALL
 from specdec.report.charts import Interval
 from specdec.report.parts import Section
+from specdec.report.questions import ALL
 
 Row = dict[str, Any]
 

@@ -56,7 +56,7 @@ def measure(subject: Subject, files: list[dict[str, Any]]) -> Section:
             "gpus": [{fact: gpu.get(fact) for fact in FIXED_GPU_FACTS} for gpu in gpus()],
             "files": files,
             "random_weights": subject.random,
-            "arch": _described(model),
+            "arch": _described(model, subject.random),
             "backend": target.backend,
             "dtype": dtype_name(target.dtype),
             "kv_dtype": dtype_name(target.kv_dtype),
@@ -78,9 +78,9 @@ def dtype_name(dtype: Any) -> str:
     return str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
 
 
-def _described(model: Model) -> str:
+def _described(model: Model, random: bool) -> str:
     """A public size, an embedded model's name, or the dimensions: never a folder's name."""
-    if model.config.model in NAMES:
+    if model.config.model in NAMES and not random:
         return model.config.model
     arch = model.target.arch
     dimensions = f"{len(arch.layers)} layers, {arch.hidden} wide, {arch.vocab} words"

@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from specdec.report.acceptance import ALL
 from specdec.report.parts import Section
 from specdec.report.profile import USERS, K
-from specdec.report.questions import CODING
+from specdec.report.questions import ALL, CODING
 from targets.published import reported_acceptance
 
 Note = dict[str, Any]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec.report import figures
-from specdec.report.acceptance import ALL
 from specdec.report.parts import Section
+from specdec.report.questions import ALL
 
 Row = dict[str, Any]
 

@@ -14,6 +14,8 @@ from specdec.evaluation.prompts import Prompt, read_prompts
 LONG = "long_context"
 CODING = ("coding", "humaneval")
 """Categories of prompts that are about code."""
+ALL = "all"
+"""The row of all categories, or of all lengths."""
 LONGEST_NAME = 40
 """Characters of a category's name, at most: a longer one is no name, and might be a prompt."""
 MOST_CATEGORIES = 32
@@ -120,14 +122,20 @@ def from_file(path: Path) -> list[Prompt]:
     prompts = [replace(prompt, id=str(number)) for number, prompt in enumerate(read, 1)]
     for prompt in prompts:
         number, name = prompt.id, prompt.category
-        if len(name) > LONGEST_NAME or not name.replace("_", "").replace("-", "").isalnum():
+        if not is_name(name):
             raise UserError(
                 f"--prompts: the category of prompt {number} must be a name of letters, digits, - "
-                f"and _, at most {LONGEST_NAME} characters, as the receipt shows it"
+                f"and _, at most {LONGEST_NAME} characters and not {ALL}, as the receipt shows it"
             )
     if len({prompt.category for prompt in prompts}) > MOST_CATEGORIES:
         raise UserError(f"--prompts: at most {MOST_CATEGORIES} categories, each has its own rows")
     return prompts
+
+
+def is_name(category: str) -> bool:
+    """Whether it may stand in a receipt: it is no sentence, no path and no markup."""
+    plain = category.replace("_", "").replace("-", "")
+    return plain.isalnum() and len(category) <= LONGEST_NAME and category != ALL
 
 
 def digest(prompts: Seqs[Prompt]) -> str:
