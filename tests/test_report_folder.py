@@ -64,8 +64,7 @@ def measured(monkeypatch):
 
     def measure(out, request=None, said=None):
         said = [] if said is None else said
-        again = nullcontext
-        return run.measure(request or FakeRequest(), out, PROGRESS, said.append, again)
+        return run.measure(request or FakeRequest(), out, PROGRESS, said.append, nullcontext)
 
     measure.done = done
     return measure

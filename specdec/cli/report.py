@@ -9,11 +9,12 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from drafters.registry import PLAIN, config_type, resolved
+from specdec.bench.display import print_table
 from specdec.cli import topics
 from specdec.cli.console import check_folder, console, print_json, read_text
 from specdec.cli.progress import Bar
@@ -24,14 +25,17 @@ from specdec.core.writing import write_whole
 from specdec.report.profile import K, output_length, profile_of
 from targets.backend import backend_of
 
+if TYPE_CHECKING:
+    from specdec.report.parts import Section
+    from specdec.report.run import Request
+    from specdec.report.subject import Progress
+
 COMBINED = "auto"
 """The drafter that is loaded: it brings the others."""
 OF_WEIGHTS = "assistant"
 """The drafter whose weights --assistant names."""
 
 app = App(name="report")
-
-
 Model = Annotated[ReportModelConfig, Parameter(name="*", group="Model")]
 
 
@@ -43,7 +47,7 @@ def report(
     assistant: str | None = None,
     prompts: Path | None = None,
     text: Path | None = None,
-    profile: str | None = None,
+    profile: Literal["quick", "full"] | None = None,
     random: str | None = None,
     json: topics.Json = False,
 ) -> None:
@@ -67,7 +71,7 @@ def report(
     text
         A UTF-8 text to measure perplexity on.
     profile
-        quick or full; by default quick on a CPU and full on an accelerator.
+        How much is measured; by default quick on a CPU and full on an accelerator.
     random
         Random weights of a public model's true size (gemma-4-e4b, ...), to time without weights.
     """
@@ -75,16 +79,13 @@ def report(
 
     check_folder(out)
     request = _request(model, assistant, prompts, text, profile, random)
-    watching = _progress()
-    document = run.measure(request, out, watching, _say, partial(_again, request.accelerated))
+    restart = partial(_again, request.accelerated)
+    document = run.measure(request, out, _progress(), _say, restart)
     write_whole(out / "report.json", json_module.dumps(document, indent=1))
     write_whole(out / "report.html", page.html(document))
-    for note in document["warnings"]:
-        console.print(f"warning: {note['sentence']}", style="yellow", markup=False)
-    for note in document["skipped"]:
-        console.print(f"left out: {note['sentence']}", style="dim", markup=False)
-    said = "answers equal plain decoding" if document["equal"] else "ANSWERS DIFFER"
-    console.print(f"{said}; wrote {out / 'report.json'} and {out / 'report.html'}", markup=False)
+    _say_figures(document)
+    verdict = "answers equal plain decoding" if document["equal"] else "ANSWERS DIFFER"
+    _say(f"{verdict}; wrote {out / 'report.json'} and {out / 'report.html'}")
     if json:
         print_json(document)
     if not document["equal"]:
@@ -119,7 +120,7 @@ def _request(
     text: Path | None,
     profile: str | None,
     random: str | None,
-) -> Any:
+) -> Request:
     """All options checked before anything is loaded. Raises UserError."""
     from specdec.report.questions import built_in, from_file
     from specdec.report.run import Request
@@ -128,7 +129,6 @@ def _request(
     content = None if text is None else read_text(text)
     if content is not None and not content.strip():
         raise UserError(f"--text: {text} is empty: there is nothing to score")
-    profile_of(profile, False)  # a mistake should not cost the time to find the device
     asked = None if prompts is None else from_file(prompts)
     speculation = _speculation(model, assistant, random is not None)
     accelerated = not backend.device(model).startswith("cpu")
@@ -155,14 +155,35 @@ def _speculation(model: ModelConfig, assistant: str | None, random: bool) -> Spe
     return resolved(config_type()(**options), model, random)
 
 
-def _progress() -> Any:
+def _progress() -> Progress:
     from specdec.report.subject import Progress
 
     return Progress(SHOWN, partial(Bar, console))
 
 
-def _say(line: str) -> None:
-    console.print(line, markup=False)
+def _say(line: str, style: str | None = None) -> None:
+    console.print(line, style=style, markup=False, soft_wrap=True)
+
+
+def _say_figures(document: Section) -> None:
+    """Speed by drafter and users, then what to doubt and what is missing."""
+    columns = {
+        "drafter": lambda row: row["drafter"],
+        "users": lambda row: str(row["users"]),
+        "tok/s": lambda row: f"{row['output_throughput']:,.1f}",
+        "speed-up": lambda row: f"{row['speedup']:.2f}",
+        "spread": lambda row: f"{row['spread']:.0%}",
+        "TTFT ms": lambda row: f"{row['median_ttft_ms']:,.1f}",
+        "TPOT ms": lambda row: f"{row['median_tpot_ms']:,.2f}",
+    }
+    print_table("answers as users see them", document["speed"]["rows"], columns, console)
+    for row in document["equality"]["rows"]:
+        where = f"T = {row['temperature']:g}, thinking {'on' if row['thinking'] else 'off'}"
+        _say(f"tau of {document['equality']['drafter']}, {where}: {row['run_tau']:.2f}")
+    for note in document["warnings"]:
+        _say(f"warning: {note['sentence']}", "yellow")
+    for note in document["skipped"]:
+        _say(f"left out: {note['sentence']}", "dim")
 
 
 def _again(accelerated: bool) -> None:
@@ -172,4 +193,4 @@ def _again(accelerated: bool) -> None:
     if accelerated:
         sys.stdout.flush()
         sys.stderr.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "specdec", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -49,11 +49,17 @@ def teach(subject: Subject) -> Section:
     return {"dtype": dtype_name(subject.model.target.dtype), "texts": texts}
 
 
-def measure(teacher: Section, model: str, config: ModelConfig) -> Section:
-    """The section; runs transformers. model: as the user named it."""
-    if "why_not" in teacher:
+def is_possible(teacher: Section) -> bool:
+    """Whether there is something to compare."""
+    return "why_not" not in teacher
+
+
+def measure(teacher: Section, config: ModelConfig) -> Section:
+    """The section; runs transformers."""
+    if not is_possible(teacher):
         return _not_compared(teacher["why_not"])
-    request = teacher | {"folder": str(checkpoint_path(model)), "device": config.device}
+    folder = checkpoint_path(config.model).resolve()  # the process runs elsewhere
+    request = teacher | {"folder": str(folder), "device": config.device}
     scores = _scores(request)
     if "why_not" in scores:
         return _not_compared(scores["why_not"])

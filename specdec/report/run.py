@@ -119,13 +119,10 @@ def measure(
         say(f"continues: {len(steps) - len(missing)} of {len(steps)} sections are there")
     if missing:
         _measure_missing(request, parts, {name: steps[name] for name in missing}, progress)
-        again()
     if PARITY not in parts:
-        with progress.status("transformers scores the same ids"):
-            began = perf_counter()
-            section = parity.measure(parts[TEACHER], request.model.model, request.model)
-        parts.put(PARITY, section, perf_counter() - began)
-        parts.drop(TEACHER)
+        if missing and parity.is_possible(parts[TEACHER]):
+            again()
+        _measure_parity(request, parts, progress)
     return receipt(parts)
 
 
@@ -140,6 +137,14 @@ def receipt(parts: Parts) -> Section:
         "warnings": notes.warnings(sections),
         "skipped": notes.skipped(sections),
     }
+
+
+def _measure_parity(request: Request, parts: Parts, progress: Progress) -> None:
+    began = perf_counter()
+    with progress.status("transformers scores the same ids"):
+        section = parity.measure(parts[TEACHER], request.model)
+    parts.put(PARITY, section, perf_counter() - began)
+    parts.drop(TEACHER)
 
 
 def _superseded(name: str, parts: Parts) -> bool:
