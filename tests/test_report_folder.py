@@ -12,6 +12,7 @@ from specdec.core.errors import UserError
 from specdec.report import identity, page, run
 from specdec.report.comparison import compare, lines, read_receipt
 from specdec.report.parts import TEACHER, Parts
+from specdec.report.profile import PROFILES
 from specdec.report.questions import LONG, QUESTIONS, built_in, digest, from_file
 from specdec.report.subject import Progress
 from tests.receipts import WORD, counting, fake_receipt_steps
@@ -121,7 +122,6 @@ def test_the_key_depends_on_all_that_is_measured(monkeypatch):
     from dataclasses import replace
 
     from specdec.core.config import ModelConfig, SpeculationConfig
-    from specdec.report.profile import PROFILES
 
     prompts = built_in((10, 10, 10, 10))
     files = [{"of": "model", "name": "a", "bytes": 1, "sha256": "0"}]
@@ -153,6 +153,17 @@ def test_the_built_in_prompts_are_eight_categories_of_four_chats():
         True
     ] * 4
     assert digest(prompts) != digest(prompts[::-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "sha256"),
+    [
+        ("quick", "ecbd4c7bf55bae463cbd9a76133e966f2da50aec98be6c3980320d98454976a5"),
+        ("full", "b35a9fadca34b81522701332d56e748a80b430a4f33ba170db9d95b99618c28d"),
+    ],
+)
+def test_the_built_in_prompts_stay_so_that_receipts_compare(name, sha256):
+    assert digest(built_in(PROFILES[name].long_texts)) == sha256
 
 
 SPEED_BENCH = {"question_id": "7", "category": "coding", "sub_category": "x", "multiturn": False}

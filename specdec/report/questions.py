@@ -10,6 +10,7 @@ from pathlib import Path
 
 from specdec.core.errors import UserError
 from specdec.evaluation.prompts import Prompt, read_prompts
+from targets import mini
 
 LONG = "long_context"
 CODING = ("coding", "humaneval")
@@ -87,31 +88,32 @@ QUESTIONS: dict[str, tuple[str, str, str, str]] = {
         "zurück.",
     ),
     LONG: (
-        "Explain in a few sentences what this source code does:\n\n{text}",
-        "List the classes and functions of this source code, with one line for each:\n\n{text}",
-        "Write a docstring for the last function of this source code:\n\n{text}",
-        "Find the longest function of this source code and repeat it word by word:\n\n{text}",
+        "Explain in a few sentences what this document is about:\n\n{text}",
+        "List the sections of this document, with one line for each:\n\n{text}",
+        "Which three figures of this document matter most, and why?\n\n{text}",
+        "Find the longest sentence of this document and repeat it word by word:\n\n{text}",
     ),
 }
-"""By category; {text} is specdec's own source, which lies wherever specdec runs."""
+"""By category; {text} is the beginning of the embedded models' cards, which lie wherever specdec
+runs and change no more than their weights: receipts of different versions can be compared."""
 
 
 def built_in(long_texts: Seqs[int]) -> list[Prompt]:
     """All of them. long_texts: characters of the long prompts' texts."""
-    source = _source(max(long_texts))
+    cards = _cards(max(long_texts))
     prompts = []
     for category, texts in QUESTIONS.items():
         for number, text in enumerate(texts):
-            content = text.replace("{text}", source[: long_texts[number]])
+            content = text.replace("{text}", cards[: long_texts[number]])
             message = {"role": "user", "content": content}
             prompts.append(Prompt(f"{category}-{number}", category, "chat", messages=(message,)))
     return prompts
 
 
-def _source(characters: int) -> str:
-    """Sources of this package's ground, one after the other, again from the start if they end."""
-    folder = Path(__file__).parents[1] / "core"
-    whole = "\n\n".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py")))
+def _cards(characters: int) -> str:
+    """One after the other, and again from the start if they end."""
+    files = (mini.path(name) / "CARD.md" for name in mini.NAMES)
+    whole = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
     return whole * (1 + characters // len(whole))
 
 
