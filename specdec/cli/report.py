@@ -167,6 +167,8 @@ def _say(line: str, style: str | None = None) -> None:
 
 def _say_figures(document: Section) -> None:
     """Speed by drafter and users, then what to doubt and what is missing."""
+    from specdec.report.subject import Condition
+
     columns = {
         "drafter": lambda row: row["drafter"],
         "users": lambda row: str(row["users"]),
@@ -178,8 +180,8 @@ def _say_figures(document: Section) -> None:
     }
     print_table("answers as users see them", document["speed"]["rows"], columns, console)
     for row in document["equality"]["rows"]:
-        where = f"T = {row['temperature']:g}, thinking {'on' if row['thinking'] else 'off'}"
-        _say(f"tau of {document['equality']['drafter']}, {where}: {row['run_tau']:.2f}")
+        tau = f"{row['run_tau']:.2f} tokens per verify"
+        _say(f"{document['equality']['drafter']}, {Condition.of(row)}: {tau}")
     for note in document["warnings"]:
         _say(f"warning: {note['sentence']}", "yellow")
     for note in document["skipped"]:

@@ -11,6 +11,7 @@ from specdec.core.errors import UserError
 from specdec.report.identity import SCHEMA_VERSION
 from specdec.report.parts import Section
 from specdec.report.questions import ALL
+from specdec.report.subject import Condition
 
 RATIOS = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
 """Figures of speed that are compared."""
@@ -85,23 +86,19 @@ def _flat(identity: Section) -> dict[str, Any]:
 
 def _digests(receipt: Section) -> dict[str, str]:
     equality, speed = receipt["equality"]["rows"], receipt["speed"]["rows"]
-    plain = {f"plain, {_condition(row)}": row["plain_sha256"] for row in equality}
-    drafted = {f"drafted, {_condition(row)}": row["drafted_sha256"] for row in equality}
+    plain = {f"plain, {Condition.of(row)}": row["plain_sha256"] for row in equality}
+    drafted = {f"drafted, {Condition.of(row)}": row["drafted_sha256"] for row in equality}
     return plain | drafted | {f"timed, {_timed(row)}": row["answers_sha256"] for row in speed}
 
 
 def _figures(receipt: Section) -> dict[str, float]:
     whole = [r for r in receipt["acceptance"]["rows"] if r["category"] == r["context"] == ALL]
-    taus = {f"tau, {r['drafter']}, K = {r['k']}, {_condition(r)}": r["tau"] for r in whole}
+    taus = {f"tau, {r['drafter']}, K = {r['k']}, {Condition.of(r)}": r["tau"] for r in whole}
     rows = receipt["speed"]["rows"]
     speeds = {f"{name}, {_timed(row)}": row[name] for row in rows for name in RATIOS}
     memory = receipt["memory"]
     sizes = {f"memory, {name}": memory[name] for name in SIZES if memory[name] is not None}
     return taus | speeds | sizes
-
-
-def _condition(row: dict[str, Any]) -> str:
-    return f"T = {row['temperature']:g}, thinking {'on' if row['thinking'] else 'off'}"
 
 
 def _timed(row: dict[str, Any]) -> str:

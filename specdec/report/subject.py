@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence as Seqs
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seqs
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,6 +44,11 @@ class Condition:
 
     def to_json(self) -> dict[str, Any]:
         return {"temperature": self.temperature, "thinking": self.thinking}
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Condition:
+        """That of a receipt's row."""
+        return cls(row["temperature"], row["thinking"])
 
     def __str__(self) -> str:
         return f"T = {self.temperature:g}, thinking {'on' if self.thinking else 'off'}"
