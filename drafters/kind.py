@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from specdec.core.config import Loop, ModelConfig, SpeculationConfig
@@ -173,6 +174,9 @@ class DrafterKind:
     published: Callable[[str], str | None] = lambda model: None
     """The hub's name of its weights that are published for this model, if any. Without queries to
     the hub."""
+    folder: Callable[[str], Path] | None = None
+    """The folder of weights that `draft_model` names, downloaded if need be; None where receipts
+    do not list these files."""
     most_k: int = MAX_DRAFT
     """Most draft tokens of a cycle."""
     device_loops: tuple[str, ...] = ()

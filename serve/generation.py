@@ -111,6 +111,7 @@ class Generation:
             drafted=zeros,
             accepted=zeros.copy(),
             cycles=zeros.copy(),
+            histograms=[()] * len(texts),
             speculative=_speculative(context, plan_),
         )
         self.recited: list[list[TokenLogprob]] = [[] for _ in plan_.prompts]
@@ -201,7 +202,7 @@ class Generation:
         self.usage.reasoning_tokens += text.output.reasoning_tokens - thought
         metrics.generated(text.token_count - before)
         self.usage.drafted[index], self.usage.accepted[index] = update.drafted, update.accepted
-        self.usage.cycles[index] = update.cycles
+        self.usage.cycles[index], self.usage.histograms[index] = update.cycles, update.histogram
         if piece.finish is not None:
             self._open.discard(index)
             self._count_prediction(self._ticket.sequences[index], update)

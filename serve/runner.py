@@ -38,6 +38,8 @@ class Update:
     """Draft tokens of this sequence so far. A copy, because the engine's counters change."""
     accepted: int = 0
     cycles: int = 0
+    histogram: tuple[int, ...] = ()
+    """Its passes with a guess so far, by how many were accepted: 0 to K."""
     shutting_down: bool = False
     """Whether the server is shutting down, which is then the reason of the error."""
     report: CycleReport | None = None
@@ -176,7 +178,7 @@ class EngineRunner:
                 with self._lock:
                     del self._live[event.sequence]
                     self._room.leave(event.sequence.owner.caller)
-            updates.append((ticket, _update(index, event)))
+            updates.append((ticket, _update(index, event, self.engine.drafting.k)))
         self._post(updates)
 
     def _fail(self, message: str, shutting_down: bool = False) -> None:
@@ -196,7 +198,7 @@ class EngineRunner:
             log.info("dropped %d updates after the server's end", len(updates))
 
 
-def _update(index: int, event: Event) -> Update:
+def _update(index: int, event: Event, k: int) -> Update:
     counts = event.sequence.acceptance
     return Update(
         index,
@@ -207,6 +209,7 @@ def _update(index: int, event: Event) -> Update:
         drafted=counts.drafted,
         accepted=counts.accepted,
         cycles=counts.cycles,
+        histogram=tuple(counts.histogram(k)),
         report=event.report,
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from specdec.core.stats import vllm_fields
+
 
 @dataclass
 class Usage:
@@ -19,6 +21,9 @@ class Usage:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     cycles: list[int] = field(default_factory=list)
+    histograms: list[tuple[int, ...]] = field(default_factory=list)
+    """Passes with a guess, by how many guesses were accepted: 0 to K. Empty before the first
+    token."""
     finish_reasons: list[str] = field(default_factory=list)
     """Finish reasons of the ended choices; "error" or "abort" for those that failed or were
     cancelled."""
@@ -48,7 +53,8 @@ class Usage:
         return 1 + sum(self.accepted) / sum(self.cycles) if sum(self.cycles) else 1.0
 
     def metrics(self) -> dict[str, object]:
-        """Counts of speculative decoding, for the reply's `metrics`."""
+        """Counts of speculative decoding, for the reply's `metrics`: our names, then vLLM's, which
+        clients such as AIPerf read."""
         asked: dict[str, object] = (
             {} if self.speculative is None else {"speculative": self.speculative}
         )
@@ -58,5 +64,13 @@ class Usage:
                 "draft_tokens": sum(self.drafted),
                 "accepted_tokens": sum(self.accepted),
                 "tokens_per_pass": round(self.tau, 4),
+                **self._by_vllms_names(),
             }
         }
+
+    def _by_vllms_names(self) -> dict[str, object]:
+        """All choices together; {} before the first token."""
+        known = [counts for counts in self.histograms if counts]
+        if not known:
+            return {}
+        return vllm_fields([sum(counts) for counts in zip(*known, strict=True)], sum(self.drafted))

@@ -43,6 +43,16 @@ class LoadedTarget(Target, Protocol):
     def arch(self) -> Arch: ...
 
     @property
+    def dtype(self) -> Any:
+        """The type of its arithmetic, as its backend names it."""
+        ...
+
+    @property
+    def kv_dtype(self) -> Any:
+        """The type of cached keys and values."""
+        ...
+
+    @property
     def identity(self) -> str:
         """What determines its results bit by bit, beside its weights."""
         ...
@@ -74,6 +84,10 @@ class Meter(Protocol):
     def memory(self) -> dict[str, int] | None:
         """Bytes on the GPU: weights, second copies of weights, cache, and all that is in use; None
         where that is not measurable."""
+        ...
+
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of the weights, second copies included, and of the KV cache."""
         ...
 
     def plain(self) -> Any | None:

@@ -72,6 +72,7 @@ LONGEST = (
     "cuda_narrow",
     "registry",
     "cli_bench",
+    "report_command",
 )
 """Files that take longest, by CPU seconds. They go first, so that no worker is left with one at the
 end. Those that compile the same programs of mini are apart: what one compiled, the other finds."""

@@ -170,5 +170,6 @@ KIND = DrafterKind(
     vllm_method="mtp",
     lies_by=lies_by,
     published=published,
+    folder=folder_of,
     device_loops=("jax", "cuda"),
 )

@@ -56,6 +56,11 @@ COMMANDS = {
         "Measure tau and acceptance on your prompts, and prove equal output.",
         "specdec eval-acceptance prompts.jsonl --k 4 --temperature 0.8 --out report",
     ),
+    "report": (
+        "report:app",
+        "Prove a model on this machine, and write the receipt: exactness, acceptance, speed.",
+        "specdec report --model ./gemma-4-E4B-it --out receipt",
+    ),
     "distil": (
         "distil:distil",
         "Let the target answer prompts, as data to train a drafter on.",

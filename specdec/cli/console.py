@@ -83,7 +83,7 @@ def say_model(model: Model) -> None:
     console.print(f"[dim]model {model.name}{embedded} on {device}[/dim]")
     sizes = f"{target.slots} x {target.max_len:,} tokens of context (--slots, --max-len)"
     console.print(f"[dim]{sizes}; the model's limit is {target.arch.max_position:,}[/dim]")
-    if config.dtype is None and target.dtype == "fp8-w8a8":
+    if config.dtype is None and str(target.dtype) == "fp8-w8a8":
         console.print(f"[dim]{ROUNDED_INPUTS}[/dim]")
     for note in model.notes:
         console.print(note, style="dim", markup=False, soft_wrap=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 from rich.table import Table
 
 from drafters.registry import resolved
@@ -21,45 +20,8 @@ from specdec.cli.start import loaded_model
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.policy.report import report
 from specdec.core.provenance import versions
+from specdec.evaluation.wiring import probe
 from targets.backend import backend_of
-
-PROBE = '''def add(first, second):
-    """Return the sum of two numbers."""
-    return first + second
-
-
-def multiply(first, second):
-    """Return the product of two numbers."""
-    return first * second
-
-
-for number in range(10):
-    print(number, add(number, 1), multiply(number, 2))
-'''
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """Mean nats per token of a plain text, of the same tokens shuffled, and of random tokens the
-    first and the second time that they are read."""
-
-    text: float
-    shuffled: float
-    first: float
-    second: float
-    uniform: float
-
-    @property
-    def verdict(self) -> str:
-        """A sound model prefers order to disorder and reads a repetition more easily, however
-        hard the text; a wiring fault takes away one or both, whatever the text."""
-        if not np.isfinite([self.text, self.shuffled, self.first, self.second]).all():
-            return "fault: scores are not finite (overflow, or damaged weights)"
-        if self.text > 0.95 * self.uniform or self.text > 0.9 * self.shuffled:
-            return "fault: word order makes no difference (positions, attention or embeddings)"
-        if self.second > 0.95 * self.first:
-            return "doubtful: a repetition is no easier to read (attention to earlier positions)"
-        return "sound"
 
 
 def doctor(
@@ -120,25 +82,6 @@ def _policy(model: Model, speculation: SpeculationConfig) -> dict[str, Any] | No
     found = report(policy)
     print_policy(found, console)
     return found
-
-
-def probe(model: Model) -> Wiring:
-    """Score the probe texts; see Wiring."""
-    window_nll = model.backend.scorer(model.target)
-    random = np.random.default_rng(0)
-    ids = model.tokenizer.encode(PROBE)
-    bos, body = ids[0], ids[1:]
-    shuffled = [int(i) for i in random.permutation(body)]
-    common = sorted(set(body))
-    once = [int(i) for i in random.choice(common, 48)]
-    repeated = window_nll([bos, *once, *once])
-    return Wiring(
-        text=float(window_nll(ids).mean()),
-        shuffled=float(window_nll([bos, *shuffled]).mean()),
-        first=float(repeated[:48].mean()),
-        second=float(repeated[48:].mean()),
-        uniform=float(np.log(model.target.vocab)),
-    )
 
 
 def _print_environment() -> None:

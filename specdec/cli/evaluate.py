@@ -51,6 +51,7 @@ def eval_acceptance(
     sampling: topics.Sampling = SamplingConfig(),  # noqa: B008
     max_tokens: int = 128,
     limit: int | None = None,
+    thinking: bool = False,
     out: Path | None = None,
     record: Path | None = None,
     json: bool = False,
@@ -67,6 +68,8 @@ def eval_acceptance(
         Most tokens per prompt.
     limit
         Use only the first prompts.
+    thinking
+        Let the model think before it answers a chat, by its chat template.
     out
         Folder for report.json and report.png.
     record
@@ -76,9 +79,11 @@ def eval_acceptance(
         End stdout with one JSON document, the whole report.
     """
     from specdec.evaluation.display import print_evaluation
-    from specdec.evaluation.prompts import read_prompts
+    from specdec.evaluation.prompts import read_prompts, thinking_prompts
 
     questions = read_prompts(prompts, limit)
+    if thinking:
+        questions = thinking_prompts(questions)
     speculation = resolved(speculation, model)
     sampling.sampling({})  # refuse bad values before a model is loaded
     if out is not None:
@@ -92,7 +97,7 @@ def eval_acceptance(
     document = command_record(
         "eval-acceptance", model=loaded.config, speculation=speculation, sampling=sampling
     )
-    document |= {"prompts_file": str(prompts)} | evaluation.to_json()
+    document |= {"prompts_file": str(prompts), "thinking": thinking} | evaluation.to_json()
     if policy is not None:
         document["policy"] = report(policy)
         print_policy(document["policy"], console)

@@ -47,6 +47,14 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class ReportModelConfig(ModelConfig):
+    """The same for a receipt, whose speed is measured with up to eight users."""
+
+    slots: int = 8
+    "Sequences that decode at the same time."
+
+
+@dataclass(frozen=True)
 class PrefixConfig:
     prefix_cache: bool = True
     """Keep the KV cache of prompts, for later prompts with the same beginning. Never changes the

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as Seqs
 from dataclasses import dataclass, field
+from typing import Any
 
 FIRST_BUCKET = 512
 """Tokens: texts up to this length are one bucket; each further bucket is twice as long."""
@@ -14,6 +16,22 @@ def context_bucket(length: int) -> int:
     return (
         FIRST_BUCKET << (length // FIRST_BUCKET).bit_length() - 1 if length >= FIRST_BUCKET else 0
     )
+
+
+def vllm_fields(histogram: Seqs[int], drafted: int) -> dict[str, Any]:
+    """Acceptance under the names and definitions of vLLM's `metrics.speculative_decoding`: passes
+    without a guess are left out, where tau counts them. histogram: `Acceptance.histogram`, whose
+    length is K + 1; drafted: draft tokens."""
+    steps, accepted = sum(histogram), sum(i * count for i, count in enumerate(histogram))
+    return {
+        "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "acceptance_histogram": list(histogram),
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": len(histogram) - 1,
+    }
 
 
 @dataclass
@@ -89,6 +107,16 @@ class Acceptance:
     def rate(self) -> float:
         """Share of the drafted tokens that were accepted; 0 where nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def drafts(self) -> int:
+        """Verify passes with a guess: what vLLM counts as steps."""
+        return self.drafted_at[0]
+
+    def histogram(self, k: int) -> list[int]:
+        """How many of these passes accepted 0, 1, ... k draft tokens."""
+        without = self.cycles - self.drafts
+        return [self.lengths[0] - without, *(self.lengths[i] for i in range(1, k + 1))]
 
     def per_position(self, k: int) -> list[float]:
         """P(draft token i was proposed and accepted) per verify pass, for i < k."""

@@ -7,15 +7,15 @@
 | HumanEval   | `{"task_id": …, "prompt": "def f(…"}`              |
 | Spec-Bench  | `{"question_id": …, "category": …, "turns": [...]}`|
 
-Only the first turn of a Spec-Bench question is used: the second would need the model's own answer
-to the first. `id` and `category` are optional.
+SPEED-Bench's lines are as Spec-Bench's. Only the first turn of such a question is used: the second
+would need the model's own answer to the first. `id` and `category` are optional.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence as Seqs
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,16 +33,33 @@ class Prompt:
     kind: Literal["plain", "chat"]
     text: str = ""
     messages: tuple[dict[str, Any], ...] = ()
+    thinking: bool = False
+    """Of a chat: whether the model thinks before it answers."""
 
     def encode(
         self, encode: Callable[[str], list[int]], encode_chat: Callable[..., list[int]]
     ) -> list[int]:
         """Token ids. encode, encode_chat: the tokenizer's methods for texts and chats."""
-        return encode_chat(list(self.messages)) if self.kind == "chat" else encode(self.text)
+        if self.kind == "plain":
+            return encode(self.text)
+        options = {"enable_thinking": True} if self.thinking else {}
+        return encode_chat(list(self.messages), **options)
 
 
-def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """Read a JSONL file, at most `limit` prompts; blank lines are skipped.
+def thinking_prompts(prompts: Seqs[Prompt]) -> list[Prompt]:
+    """The same chats with thinking. Raises UserError where there is a prompt that is not a chat."""
+    if plain := next((prompt for prompt in prompts if prompt.kind == "plain"), None):
+        raise UserError(
+            f'--thinking is of chats: prompt {plain.id} is a plain text, give it as "messages"'
+        )
+    return [replace(prompt, thinking=True) for prompt in prompts]
+
+
+def read_prompts(
+    path: str | Path, limit: int | None = None, category: str | None = None
+) -> list[Prompt]:
+    """Read a JSONL file, at most `limit` prompts; blank lines are skipped. category: of lines that
+    name none; by default the file's name.
 
     Raises UserError that names the file and the invalid line, if any.
     """
@@ -56,7 +73,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         if limit is not None and len(prompts) >= limit:
             break
         if line.strip():
-            prompts.append(_read_line(line, f"{path}:{number}", str(number), path.stem))
+            prompts.append(_read_line(line, f"{path}:{number}", str(number), category or path.stem))
     if not prompts:
         raise UserError(f"{path} holds no prompts: each line must be {FORMS}")
     return prompts

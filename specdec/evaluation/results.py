@@ -143,14 +143,22 @@ def by_category(outcomes: Seqs[PromptOutcome], resamples: int) -> list[Tau]:
 def by_context(outcomes: Seqs[PromptOutcome], resamples: int) -> list[Tau]:
     """A row for each bucket of text lengths with a pass; its tokens are those that were emitted
     there."""
-    buckets = sorted({bucket for o in outcomes for bucket in o.acceptance.by_context})
     rows = []
-    for bucket in buckets:
-        held = [(o, o.acceptance.by_context.get(bucket)) for o in outcomes]
-        own = [replace(o, acceptance=counts) for o, counts in held if counts is not None]
-        row = measure_tau(_span(bucket), own, resamples)
+    for name, own in split_by_context(outcomes).items():
+        row = measure_tau(name, own, resamples)
         rows.append(replace(row, tokens=sum(o.acceptance.emitted for o in own)))
     return rows
+
+
+def split_by_context(outcomes: Seqs[PromptOutcome]) -> dict[str, list[PromptOutcome]]:
+    """By span of the text's length, "0 – 512" first: the prompts with a pass there, with only these
+    passes in their acceptance."""
+    found = {}
+    for bucket in sorted({bucket for o in outcomes for bucket in o.acceptance.by_context}):
+        held = [(o, o.acceptance.by_context.get(bucket)) for o in outcomes]
+        own = [replace(o, acceptance=counts) for o, counts in held if counts is not None]
+        found[_span(bucket)] = own
+    return found
 
 
 def _span(bucket: int) -> str:

@@ -20,14 +20,20 @@ class Meter:
     def memory(self) -> dict[str, int] | None:
         if self.target.device.type == "cpu":
             return None
+        return self._counted() | {"used": used_bytes()}
+
+    def sizes(self) -> tuple[int, int]:
+        counted = self._counted()
+        return counted["weights"] + counted["copies"], counted["cache"]
+
+    def _counted(self) -> dict[str, int]:
         plan = self.target.plan
         sizes = plan.slots, plan.max_len, 1, plan.chunk
         arch, copied = self.target.arch, self.target.weights.copied
         shape = TargetShape(*sizes, plan.dtype, plan.kv_dtype, copied, plan.own)
         counted = need(arch, shape)
         copies = copied_bytes(arch, shape)
-        held = {"weights": counted.weights, "copies": copies, "cache": counted.cache}
-        return held | {"used": used_bytes()}
+        return {"weights": counted.weights, "copies": copies, "cache": counted.cache}
 
     def plain(self) -> None:
         return None  # kernels do not pad: the exact one is the fastest

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
 
+import jax
+
 from specdec.core.types import Array, Sequence
 from targets.jax import roofline
 from targets.jax.load import narrowed
@@ -18,6 +20,11 @@ class Meter:
 
     def memory(self) -> None:
         return None  # XLA allocates most of the device at once: usage is no measure
+
+    def sizes(self) -> tuple[int, int]:
+        held = self.target.params, self.target.cache
+        weights, cache = (sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in held)
+        return weights, cache
 
     def plain(self) -> JaxTarget:
         """Width 1: the exact one is as wide as the widest verify."""
