@@ -164,15 +164,15 @@ class Engine:
         return [seqs[i] for i in self.target.together([s.prompt_len for s in seqs])]
 
     def _read_prompts(self, seqs: list[Sequence]) -> list[Event]:
+        """Prompts of a chunk at most: no prefix of one is kept."""
+        try:
+            steps = self.target.prefill_all(seqs)
+        except (UserError, MemoryError):  # of one of them: each alone, and the others go on
+            return [e for seq in seqs for e in self._read_chunk(seq, 0, seq.prompt_len)]
         if self.prefix_cache is not None:
             for seq in seqs:
-                self.scheduler.resume(seq, self.prefix_cache.resume(seq))
-        whole = [seq for seq in seqs if seq.prefilled == 0]
-        try:
-            steps = self.target.prefill_all(whole)
-        except (UserError, MemoryError):  # of one of them: each alone, and the others go on
-            return [e for seq in whole for e in self._read_chunk(seq, 0, seq.prompt_len)]
-        pairs = zip(whole, steps, strict=True)
+                self.prefix_cache.resume(seq)  # counts its tokens
+        pairs = zip(seqs, steps, strict=True)
         return [e for seq, step in pairs for e in self._was_read(seq, 0, seq.prompt_len, step)]
 
     def _read_chunk(self, seq: Sequence, start: int, stop: int) -> list[Event]:
