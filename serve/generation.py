@@ -11,15 +11,15 @@ from functools import cached_property
 from serve.chat_schema import ChatRequest
 from serve.cycle_reports import ChoiceReports, Speculating
 from serve.errors import ApiError
-from serve.gemma.output import GemmaOutput
 from serve.grammars import GrammarQueue
 from serve.lanes import Lanes
 from serve.metrics import Metrics
+from serve.outputs import output_of, output_part
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
 from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
 from serve.speculation import effective_options
-from serve.stream import ChoiceText, Output, Piece, PlainOutput
+from serve.stream import ChoiceText, Piece
 from serve.translate import EngineRequest, plan
 from serve.usage import Usage
 from specdec.constraints.vocabulary import Vocabulary
@@ -269,12 +269,7 @@ def _speculative(context: Context, plan_: EngineRequest) -> dict[str, object] | 
 def _text(
     tokenizer: ServedTokenizer, request: ChatRequest | CompletionRequest, planned: EngineRequest
 ) -> ChoiceText:
-    raw = request.skip_special_tokens is False
-    output: Output = PlainOutput(tokenizer, skip_special=not raw)
-    if isinstance(request, ChatRequest) and not raw:
-        tools, inside = request.calls != "none", planned.thinking == "open"
-        names = [tool.function.name for tool in request.tools or ()]
-        output = GemmaOutput(tokenizer, tools=tools, names=names, thinking_open=inside)
+    output = output_of(output_part(request, planned.thinking), tokenizer)
     keep_stop = bool(request.include_stop_str_in_output)
     return ChoiceText(tokenizer, request.stop or (), output, keep_stop)
 

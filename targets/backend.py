@@ -43,6 +43,11 @@ class LoadedTarget(Target, Protocol):
     def arch(self) -> Arch: ...
 
     @property
+    def plan(self) -> Any:
+        """What it was made for, by the backend's own type; `features` is in each."""
+        ...
+
+    @property
     def identity(self) -> str:
         """What determines its results bit by bit, beside its weights."""
         ...
