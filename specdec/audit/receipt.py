@@ -12,7 +12,7 @@ import json
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specdec.core.errors import UserError
 from specdec.core.types import MAX_DRAFT, Sampling
@@ -147,12 +147,6 @@ class BudgetPart(Part):
     inside: bool
 
 
-def _no_recital(value: Any) -> Any:
-    if isinstance(value, dict) and "recite" in value:
-        raise ValueError("recite forces the text, so that any claim would hold")
-    return value
-
-
 class ConstraintPart(Part):
     """`specdec.constraints.constraint.TextRules`."""
 
@@ -189,7 +183,7 @@ class Receipt(Part):
     choice: Annotated[int, Field(ge=0, lt=2**16)]
     """Which of a request's n choices, from 0."""
     limits: LimitsPart
-    constraint: Annotated[ConstraintPart | None, BeforeValidator(_no_recital)]
+    constraint: ConstraintPart | None
     answer: AnswerPart
     logprobs: str | None = None
     """Log-probability of each id before any shaping: float32, little endian, in base64."""
@@ -233,7 +227,9 @@ def read_receipt(data: bytes) -> Receipt:
     """A receipt from a file's bytes. Raises UserError with one sentence about the first fault."""
     if len(data) > MOST_BYTES:
         raise UserError(f"it has {len(data):,} bytes, and a receipt at most {MOST_BYTES:,}")
-    _check_format(_document(data))
+    document = _document(data)
+    _check_format(document)
+    _check_chosen(document)
     receipt = _validated(Receipt, data)
     receipt.sampling_of()
     return receipt
@@ -264,6 +260,12 @@ def _check_format(document: Any) -> None:
     found = document.get("format") if isinstance(document, dict) else None
     if found != FORMAT:
         raise UserError(f"it is not a receipt that is read here: format must be {FORMAT!r}")
+
+
+def _check_chosen(document: dict[str, Any]) -> None:
+    constraint = document.get("constraint")
+    if isinstance(constraint, dict) and "recite" in constraint:
+        raise UserError("its constraint recites the answer, so that any claim would hold")
 
 
 def _validated(model: type[Made], data: bytes) -> Made:
