@@ -17,6 +17,7 @@ from specdec.audit.replay import replayed
 from specdec.audit.verdict import Verdict, conditions_of
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
+from targets.mini import checkpoint_path
 
 
 class Shown(Protocol):
@@ -51,9 +52,10 @@ def verify(
     """A verdict on each receipt, in the files' order.
 
     model: a checkpoint folder, a name on the Hugging Face hub, or an embedded model. It is loaded
-    once, for the arithmetic of the first receipt that can be read; what no option sets (versions,
-    the device) is compared. status: shows what is done meanwhile. bar: shows the replay's progress.
-    Raises UserError if the model can't be loaded so.
+    once, for the arithmetic of the first receipt with one that can be had here; what no option sets
+    (versions, the device) is compared. status: shows what is done meanwhile. bar: shows the
+    replay's progress.
+    Raises UserError for a model that is not there.
     """
     names = [str(file) for file in files]
     read = [_read(name) for name in names]
@@ -99,8 +101,18 @@ def judged_by(loaded: Model, receipts: Seqs[Receipt], bar: Bars = _hidden) -> li
 
 
 def _judged(receipts: Seqs[Receipt], model: str, status: Status, bar: Bars) -> list[Verdict]:
-    loaded = model_for(receipts[0].arithmetic, model, status)
-    return judged_by(loaded, receipts, bar)
+    """A receipt with an arithmetic that can't be had here is refused, and the next one's is
+    tried."""
+    checkpoint_path(model)  # a wrong name is no fault of a receipt
+    refused: list[Verdict] = []
+    for number, receipt in enumerate(receipts):
+        try:
+            loaded = model_for(receipt.arithmetic, model, status)
+        except UserError as problem:
+            refused.append(Verdict("refused", reason=str(problem)))
+            continue
+        return refused + judged_by(loaded, receipts[number:], bar)
+    return refused
 
 
 def _incomparable(receipt: Receipt, parts: Seqs[str]) -> Verdict:
