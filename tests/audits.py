@@ -94,7 +94,9 @@ class Asked:
             max_tokens=self.max_tokens,
             stop_ids=frozenset(stop_ids),
             constraint=None if rules is None else TextConstraint(rules, vocabulary),
-            prediction=predicted and Prediction(PredictedText(predicted), len(self.prompt)),
+            prediction=None
+            if predicted is None
+            else Prediction(PredictedText(predicted), len(self.prompt)),
             reuse=Reuse(self.scope),
         )
 

@@ -49,7 +49,7 @@ REQUESTS = {
     "regex": ("completions", {"prompt": CODE, "structured_outputs": {"regex": "[0-9]{3}(a|b)"}}),
     "call": (
         "chat/completions",
-        {"messages": CHAT, "tools": [TOOL], "tool_choice": "required", "max_tokens": 60},
+        {"messages": CHAT, "tools": [TOOL], "tool_choice": "required", "max_tokens": 40},
     ),
     "thought": (
         "chat/completions",
@@ -64,7 +64,7 @@ REQUESTS = {
 
 def receipts_of(server: Server, name: str, stream: bool) -> list[dict]:
     path, request = REQUESTS[name]
-    ask = {"max_tokens": 24, **request, "include_receipt": True, "stream": stream}
+    ask = {"max_tokens": 17, **request, "include_receipt": True, "stream": stream}
     reply = server.post(path, model="mini", **ask)
     assert reply.status_code == 200, reply.text
     if not stream:
@@ -214,3 +214,37 @@ def test_the_doors_answers_are_verified(tmp_path):
             assert receipt.answer.text == answer.text
     assert receipt.limits.max_tokens == 8
     assert [v.kind for v in verify(files)] == ["verified"] * 3
+
+
+def test_an_answer_that_its_grammars_cost_ended(mini_server, capsys, tmp_path):
+    grammar = 'start: s\ns: s s | s s s | "a"\n'
+    reply = mini_server.post(
+        "completions",
+        model="mini",
+        prompt="a",
+        max_tokens=100,
+        temperature=0,
+        logit_bias={"1": -100, "9": -100, "16": -100},
+        structured_outputs={"grammar": grammar},
+        include_receipt=True,
+    ).json()["choices"][0]
+    assert "grammar_limit" in reply["notice"] and reply["finish_reason"] == "length"
+    honest = read_receipt(text_of(reply["receipt"]))
+    ids = list(honest.answer.ids)
+    assert 10 < len(ids) < 100
+    cut = changed(honest, "answer", "ids", value=ids[:-1])
+    files = [tmp_path / "honest.json", tmp_path / "cut.json"]
+    for file, receipt in zip(files, (honest, cut), strict=True):
+        file.write_text(receipt.to_text())
+    code, lines, _ = judged(capsys, *files)
+    assert code == 1 and "honest.json: verified" in lines[0]
+    assert any("cut.json: ends otherwise" in line for line in lines)
+
+
+def test_an_arithmetic_that_cant_be_had_refuses_its_receipt_alone(written, capsys, tmp_path):
+    honest = read_receipt(written["greedy-whole-0"].read_bytes())
+    strange = tmp_path / "strange.json"
+    strange.write_text(changed(honest, "arithmetic", "max_len", value=2**24).to_text())
+    code, lines, _ = judged(capsys, strange, written["greedy-whole-0"])
+    assert code == 2 and len(lines) == 2
+    assert "refused: --max-len must be" in lines[0] and "verified" in lines[1]
