@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from pydantic import ValidationError
+
 from specdec.audit.receipt import (
     FORMAT,
     AnswerPart,
@@ -22,6 +24,7 @@ from specdec.audit.receipt import (
     Receipt,
     SamplingPart,
     packed_floats,
+    sentence_of,
     shortest,
 )
 from specdec.core.errors import UserError
@@ -67,9 +70,17 @@ class Ended:
 
 def receipt_of(identity: Identity, seq: Sequence, ended: Ended) -> Receipt:
     """The receipt of an answer. seq: the sequence that gave it, whose `max_tokens` is the one in
-    force. Raises UserError for an empty answer, and for one whose text was forced."""
+    force. Raises UserError for an empty answer, for one whose text was forced, and for a request
+    beyond the format's bounds."""
     if not ended.ids:
         raise UserError("an empty answer has no receipt")
+    try:
+        return _receipt(identity, seq, ended)
+    except ValidationError as failure:
+        raise UserError(f"this answer has no receipt: {sentence_of(failure)}") from None
+
+
+def _receipt(identity: Identity, seq: Sequence, ended: Ended) -> Receipt:
     return Receipt(
         format=FORMAT,
         model=identity.model,

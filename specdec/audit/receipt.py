@@ -272,10 +272,15 @@ def _validated(model: type[Made], data: bytes) -> Made:
     try:
         return model.model_validate_json(data)
     except ValidationError as failure:
-        first = failure.errors(include_url=False, include_input=False)[0]
+        raise UserError(sentence_of(failure)) from None
+
+
+def sentence_of(failure: ValidationError) -> str:
+    """The first fault, and where it is."""
+    first = failure.errors(include_url=False, include_input=False)[0]
     where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"]).lstrip(".")
     message = first["msg"].removeprefix("Value error, ")
-    raise UserError(_short(f"{where}: {message[0].lower()}{message[1:]}".removeprefix(": ")))
+    return _short(f"{where}: {message[0].lower()}{message[1:]}".removeprefix(": "))
 
 
 def _short(text: str) -> str:

@@ -127,12 +127,14 @@ def test_a_part_that_is_missing_is_named(receipt, part):
         read_receipt(text_of(document))
 
 
-def test_a_recited_text_has_no_receipt():
+def test_what_has_no_receipt_is_refused_when_one_is_made():
     seq = Sequence([1], constraint=Recite([1, 2]))
     with pytest.raises(UserError, match="recited"):
         receipt_of(IDENTITY, seq, Ended([2], "length"))
     with pytest.raises(UserError, match="empty"):
         receipt_of(IDENTITY, Sequence([1]), Ended([], "length"))
+    with pytest.raises(UserError, match="no receipt: stop"):
+        receipt_of(IDENTITY, Sequence([1]), Ended([2], "length", ["x" * 2000]))
 
 
 @pytest.mark.parametrize("token", [-1, 2**31, 2**63])
