@@ -42,7 +42,9 @@ def replayed(
     """A verdict on each receipt, in their order. They run together, as many as there are slots."""
     replay = Replay(target, tokenizer)
     rows = [replay.seated(receipt) for receipt in receipts]
-    replay.run([row for row in rows if isinstance(row, Row)], progress)
+    seated = [row for row in rows if isinstance(row, Row)]
+    replay.run(seated, progress)
+    replay.look_up([row for row in seated if row.wrong is not None])
     return [row if isinstance(row, Verdict) else replay.verdict(row) for row in rows]
 
 
@@ -63,10 +65,20 @@ class Row:
     failure: str | None = None
     parts: list[Part] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    looked_up: tuple[Chosen, ...] = ()
+    """The ids of `wrong`, with their log-probabilities."""
 
     @property
     def claimed(self) -> tuple[int, ...]:
         return self.receipt.answer.ids
+
+    @property
+    def wrong(self) -> tuple[int, int] | None:
+        """The claimed id and the right one at place `equal`, where they differ and the answer has
+        not ended before."""
+        if self.differs is None or self.finish is not None:
+            return None
+        return self.claimed[self.equal], self.differs
 
     def follow(self, event: Event) -> int:
         """Compare what one cycle chose. Returns the number of equal ids."""
@@ -143,8 +155,9 @@ class Replay:
     def _judged(self, row: Row) -> Verdict:
         if row.failure is not None:
             return Verdict("refused", reason=row.failure)
-        if row.differs is not None and row.finish is None:
-            return self._difference(row, row.differs)
+        if row.wrong is not None:
+            claimed, right = row.looked_up
+            return Verdict("differs", at=row.equal, claimed=claimed, right=right)
         if (end := _false_end(row)) is not None:
             return end
         finish = row.receipt.answer.finish
@@ -152,32 +165,28 @@ class Replay:
             return Verdict("text differs")
         return _false_logprob(row) or Verdict("verified", claimed=finish)
 
-    def _difference(self, row: Row, right: int) -> Verdict:
-        """At the first differing id, with the log-probabilities of both."""
-        at = row.equal
-        claimed = row.claimed[at]
-        found = self._looked_up(row, (claimed, right))
-        return Verdict(
-            "differs", at=at, claimed=Chosen(claimed, found[0]), right=Chosen(right, found[1])
-        )
+    def look_up(self, rows: Seqs[Row]) -> None:
+        """Of rows that differ: log-probabilities, before any shaping, of the claimed id and the
+        right one. The ids before are recited, and then the id: alternatives end at 20, and a false
+        id is seldom among them."""
+        asked = {
+            self._reciting(row, token): (row, token) for row in rows for token in row.wrong or ()
+        }
+        if not asked:
+            return
+        last = {event.sequence: event for event in self._engine(len(asked)).run(list(asked))}
+        for seq, (row, token) in asked.items():
+            row.looked_up += (Chosen(token, _last_logprob(last[seq], token)),)
 
-    def _looked_up(self, row: Row, tokens: Seqs[int]) -> list[float | None]:
-        """Log-probabilities, before any shaping, of ids after the equal ones. The equal ones and
-        the id are recited: alternatives end at 20, and a false id is seldom among them."""
-        prompt, seqs = list(row.receipt.prompt.ids), []
-        for token in tokens:
-            recited = Recite([*prompt, *row.claimed[: row.equal], token])
-            seqs.append(
-                Sequence(
-                    list(prompt),
-                    Sampling(logprobs=0),
-                    max_tokens=row.equal + 1,
-                    constraint=recited,
-                    reuse=None,
-                )
-            )
-        last = {e.sequence: e for e in self._engine(len(seqs)).run(seqs)}
-        return [_last_logprob(last[s], t) for s, t in zip(seqs, tokens, strict=True)]
+    def _reciting(self, row: Row, token: int) -> Sequence:
+        prompt = list(row.receipt.prompt.ids)
+        return Sequence(
+            prompt,
+            Sampling(logprobs=0),
+            max_tokens=row.equal + 1,
+            constraint=Recite([*prompt, *row.claimed[: row.equal], token]),
+            reuse=None,
+        )
 
     def _engine(self, waiting: int) -> Engine:
         drafter = NoDrafter()
@@ -192,6 +201,8 @@ class Replay:
         named.append(tuple(dict(receipt.sampling.logit_bias)))
         if rules is not None:
             named += [rules.allowed or (), rules.stop_ids, *rules.bad_words]
+            if rules.budget is not None:
+                named.append((rules.budget.open_id, rules.budget.close_id))
         largest = max(max(ids, default=0) for ids in named)
         if largest >= vocab:
             raise UserError(f"it names token {largest}, but this model's ids are 0 to {vocab - 1}")

@@ -151,6 +151,23 @@ def test_text_and_log_probabilities_are_compared(honest):
     assert (verdict.kind, verdict.at) == ("log-probability differs", 5)
 
 
+@pytest.mark.parametrize(
+    ("rule", "value"),
+    [
+        ("allowed", [2**31 - 1]),
+        ("bad_words", [[4, 2**31 - 1]]),
+        ("stop_ids", [100]),
+        ("budget", {"open_id": 4, "close_id": 2**31 - 1, "tokens": 0, "inside": True}),
+    ],
+)
+def test_a_rule_on_ids_that_the_model_does_not_have_is_refused(honest, rule, value):
+    rules = {"grammar": None, "allowed": None, "bad_words": [], "min_tokens": 1, "stop_ids": []}
+    forged = changed(honest[0], "constraint", value={**rules, "budget": None, rule: value})
+    strange, beside = judged(forged, honest[0])
+    assert strange.kind == "refused" and "it names token" in strange.reason
+    assert beside.kind == "verified"
+
+
 def test_what_has_no_room_is_refused_and_the_others_are_judged(honest):
     r = honest[0]
     strange = changed(r, "answer", "ids", 2, value=len(ALPHABET))
