@@ -33,6 +33,7 @@ from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
 from serve.tokens import DetokenizeRequest, TokenizeText, token_routes
 from serve.ui.routes import ui_routes
+from specdec.audit.making import Identity
 from specdec.constraints.grammar import first_line
 from specdec.core.version import VERSION
 
@@ -62,6 +63,7 @@ def create_app(
     share_cache: bool = False,
     engine_label: str = "0",
     aliases: Collection[str] = (),
+    identity: Identity | None = None,
 ) -> FastAPI:
     """The server for `runner`'s engine; the app's lifespan starts and closes the runner.
 
@@ -69,6 +71,7 @@ def create_app(
     api_keys: clients must send one of them on /v1 routes; if empty, no key is required.
     share_cache: whether callers with different keys reuse each other's prompts.
     aliases: further names of the model in the API.
+    identity: the model and arithmetic that receipts name; None: there are no receipts.
     lifecycle: the stage of the server that runs this app; by default a new one.
     engine_label: the metrics' label `engine`, where several engines serve one model.
     """
@@ -77,7 +80,14 @@ def create_app(
     speculating = Speculating(drafter, k)
     metrics = Metrics(runner, model_name, speculating, engine_label)
     context = Context(
-        runner, tokenizer, metrics, model_name, speculating, share_cache, tuple(aliases)
+        runner,
+        tokenizer,
+        metrics,
+        model_name,
+        speculating,
+        share_cache,
+        tuple(aliases),
+        identity,
     )
 
     @asynccontextmanager
@@ -123,13 +133,15 @@ def _openai_routes(context: Context, max_body: int) -> APIRouter:
     @router.post("/chat/completions", openapi_extra=body_schema(ChatRequest))
     async def chat(request: Request) -> Response:
         wire = await read_request(request, ChatRequest, context, max_body)
-        reply = ChatReply(wire.model or context.model_name, bool(wire.logprobs))
+        name = wire.model or context.model_name
+        reply = ChatReply(name, bool(wire.logprobs), context.fingerprint)
         return await _in_choices(context, request, wire, reply)
 
     @router.post("/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         wire = await read_request(request, CompletionRequest, context, max_body)
-        reply = CompletionReply(wire.model or context.model_name, wire.logprobs is not None)
+        name = wire.model or context.model_name
+        reply = CompletionReply(name, wire.logprobs is not None, context.fingerprint)
         return await _in_choices(context, request, wire, reply)
 
     return router

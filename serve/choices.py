@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seqs
+from dataclasses import replace
+from functools import cached_property
 
 from serve.answer import done, event, keep_alive, openai_failure
 from serve.chat_schema import ChatRequest
@@ -46,9 +48,10 @@ class Choices:
             self._reply.whole(index, choice := _joined(own), self._prompt_of(index))
             | _speculation(choice)
             | choice.notice_field
+            | choice.receipt_field
             for index, own in enumerate(pieces)
         ]
-        return {**self._reply.envelope(choices, streaming=False), **self._totals()}
+        return {**self._head(choices, streaming=False), **self._totals()}
 
     def opening(self) -> Iterable[bytes]:
         return ()
@@ -61,20 +64,32 @@ class Choices:
         chunks = self._reply.chunks(index, piece)
         if chunks:
             chunks[0] |= _speculation(piece)
-            chunks[-1] |= piece.notice_field
+            chunks[-1] |= piece.notice_field | piece.receipt_field
         for choice in [*first, *chunks]:
-            yield event({**self._reply.envelope([choice], streaming=True), **no_usage})
+            yield event({**self._head([choice], streaming=True), **no_usage})
 
     def waiting(self) -> bytes:
         return keep_alive()
 
     def closing(self) -> Iterable[bytes]:
         if self._wire.include_usage:
-            yield event({**self._reply.envelope([], streaming=True), **self._totals()})
+            yield event({**self._head([], streaming=True), **self._totals()})
         yield done()
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
         return openai_failure(error)
+
+    def _head(self, choices: list[Json], streaming: bool) -> Json:
+        return {**self._reply.envelope(choices, streaming), **self._drawn_seed}
+
+    @cached_property
+    def _drawn_seed(self) -> Json:
+        """The seed that the server drew, with which a client gets the same answer again; nothing
+        where the request has one, or is greedy."""
+        choices = self._generation.plan.choices
+        if self._wire.seed is not None or not choices or choices[0].sampling.greedy:
+            return {}
+        return {"seed": choices[0].sampling.seed}
 
     def _totals(self) -> Json:
         usage = self._generation.usage
@@ -97,9 +112,8 @@ def _joined(pieces: Seqs[Piece]) -> Piece:
     cycle_reports = tuple(cycle for piece in pieces for cycle in piece.cycle_reports)
     if not pieces:
         return Piece(parts, tokens, "length", cycle_reports=cycle_reports)
-    return Piece(
-        parts, tokens, pieces[-1].finish, cycle_reports=cycle_reports, notice=pieces[-1].notice
-    )
+    last = pieces[-1]
+    return replace(last, parts=parts, tokens=tokens, cycle_reports=cycle_reports)
 
 
 def _speculation(piece: Piece) -> Json:

@@ -11,20 +11,22 @@ from functools import cached_property
 from serve.chat_schema import ChatRequest
 from serve.cycle_reports import ChoiceReports, Speculating
 from serve.errors import ApiError
-from serve.gemma.output import GemmaOutput
 from serve.grammars import GrammarQueue
 from serve.lanes import Lanes
 from serve.metrics import Metrics
+from serve.outputs import output_of, output_part
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
 from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
 from serve.speculation import effective_options
-from serve.stream import ChoiceText, Output, Piece, PlainOutput
+from serve.stream import ChoiceText, Piece
 from serve.translate import EngineRequest, plan
 from serve.usage import Usage
+from specdec.audit.making import Ended, Identity, receipt_of
 from specdec.constraints.vocabulary import Vocabulary
 from specdec.core.sharing import QueueFull
 from specdec.core.types import Owner, Sequence, TokenLogprob
+from specdec.core.version import VERSION
 
 PING_SECONDS = 15.0
 RETRY_SECONDS = 1
@@ -45,6 +47,13 @@ class Context:
     """Whether callers with different keys reuse each other's prompts."""
     aliases: tuple[str, ...] = ()
     """Further names of the model in the API."""
+    identity: Identity | None = None
+    """What receipts name; None: there are no receipts."""
+
+    @property
+    def fingerprint(self) -> str:
+        """`system_fingerprint` of replies."""
+        return f"specdec-{VERSION}" if self.identity is None else self.identity.fingerprint
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -124,6 +133,8 @@ class Generation:
             for index, seq in enumerate(ticket.sequences)
             if seq.reported
         }
+        self._logprobs: list[list[float]] = [[] for _ in texts]
+        """Log-probabilities of each choice's ids, for its receipt."""
         self._arrived = time.monotonic()
         self._last: dict[int, float] = {}  # when a choice's last update came
 
@@ -203,6 +214,8 @@ class Generation:
         metrics.generated(text.token_count - before)
         self.usage.drafted[index], self.usage.accepted[index] = update.drafted, update.accepted
         self.usage.cycles[index], self.usage.histograms[index] = update.cycles, update.histogram
+        if self.request.include_receipt:
+            piece = self._with_receipt(index, piece, update)
         if piece.finish is not None:
             self._open.discard(index)
             self._count_prediction(self._ticket.sequences[index], update)
@@ -210,6 +223,24 @@ class Generation:
             if update.finish is None:  # ended by a stop string; the engine checks only stop ids
                 self.context.runner.cancel([self._ticket.sequences[index]])
         return piece
+
+    def _with_receipt(self, index: int, piece: Piece, update: Update) -> Piece:
+        """The piece, and once its choice has ended the choice's receipt."""
+        identity, seq = self.context.identity, self._ticket.sequences[index]
+        assert identity is not None, "`begin` refuses the request"
+        self._logprobs[index] += [each.logprob for each in update.logprobs or ()]
+        count = self._texts[index].token_count
+        if piece.finish is None or count == 0:
+            return piece
+        ended = Ended(
+            seq.tokens[seq.prompt_len : seq.prompt_len + count],
+            piece.finish,
+            self.request.stop or (),
+            output_part(self.request, self.plan.thinking),
+            choice=index % (self.request.n or 1),
+            logprobs=None if seq.sampling.logprobs is None else self._logprobs[index][:count],
+        )
+        return replace(piece, receipt=receipt_of(identity, seq, ended).to_json())
 
     def _ended(self, counted: str, reason: str) -> None:
         """Record how a choice ended, by vLLM's name of the reason for /metrics and by OpenAI's for
@@ -235,6 +266,7 @@ async def begin(
 ) -> Generation:
     """Encode and submit a request. Raises ApiError or UserError for a fault of the client."""
     context.check_model(request.model)
+    _check_receipt(request, context)
     _check_count(request, context.runner.capacity)
     planned = await context.lanes.prepare(
         sender.size,
@@ -270,14 +302,15 @@ def _speculative(context: Context, plan_: EngineRequest) -> dict[str, object] | 
 def _text(
     tokenizer: ServedTokenizer, request: ChatRequest | CompletionRequest, planned: EngineRequest
 ) -> ChoiceText:
-    raw = request.skip_special_tokens is False
-    output: Output = PlainOutput(tokenizer, skip_special=not raw)
-    if isinstance(request, ChatRequest) and not raw:
-        tools, inside = request.calls != "none", planned.thinking == "open"
-        names = [tool.function.name for tool in request.tools or ()]
-        output = GemmaOutput(tokenizer, tools=tools, names=names, thinking_open=inside)
+    output = output_of(output_part(request, planned.thinking), tokenizer)
     keep_stop = bool(request.include_stop_str_in_output)
     return ChoiceText(tokenizer, request.stop or (), output, keep_stop)
+
+
+def _check_receipt(request: ChatRequest | CompletionRequest, context: Context) -> None:
+    if request.include_receipt and context.identity is None:
+        message = "this server's model was not read from files, so its answers have no receipts"
+        raise ApiError(400, message, param="include_receipt")
 
 
 def _check_count(request: ChatRequest | CompletionRequest, capacity: int) -> None:

@@ -21,7 +21,6 @@ from serve.stream import (
     ThoughtEnded,
     TokenText,
 )
-from specdec.core.version import VERSION
 
 Json = dict[str, Any]
 
@@ -47,10 +46,10 @@ class Reply(Protocol):
 
 
 class ChatReply:
-    def __init__(self, model_name: str, logprobs: bool) -> None:
+    def __init__(self, model_name: str, logprobs: bool, fingerprint: str) -> None:
         self.request_id = f"chatcmpl-{uuid.uuid4().hex}"
         self.logprobs = logprobs
-        self._head = _head(self.request_id, model_name)
+        self._head = _head(self.request_id, model_name, fingerprint)
 
     def envelope(self, choices: list[Json], streaming: bool) -> Json:
         kind = "chat.completion.chunk" if streaming else "chat.completion"
@@ -140,10 +139,10 @@ def _call_id() -> str:
 
 
 class CompletionReply:
-    def __init__(self, model_name: str, logprobs: bool) -> None:
+    def __init__(self, model_name: str, logprobs: bool, fingerprint: str) -> None:
         self.request_id = f"cmpl-{uuid.uuid4().hex}"
         self.logprobs = logprobs
-        self._head = _head(self.request_id, model_name)
+        self._head = _head(self.request_id, model_name, fingerprint)
 
     def envelope(self, choices: list[Json], streaming: bool) -> Json:
         return {**self._head, "object": "text_completion", "choices": choices}
@@ -173,12 +172,12 @@ def _moved(token: TokenText, by: int) -> TokenText:
     return replace(token, offset=token.offset + by)
 
 
-def _head(request_id: str, model_name: str) -> Json:
+def _head(request_id: str, model_name: str, fingerprint: str) -> Json:
     return {
         "id": request_id,
         "created": int(time.time()),
         "model": model_name,
-        "system_fingerprint": f"specdec-{VERSION}",
+        "system_fingerprint": fingerprint,
     }
 
 

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence as Seqs
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from serve.cycle_reports import ReportedCycle
 from serve.runner import Update
@@ -170,11 +170,18 @@ class Piece:
     """The cycles that produced it, if the request sets `include_speculation`."""
     notice: str | None = None
     """A warning about an answer that has ended, for its client."""
+    receipt: dict[str, Any] | None = None
+    """Of an answer that has ended, if the request sets `include_receipt`: JSON values."""
 
     @property
     def notice_field(self) -> dict[str, str]:
         """The notice as a field of a JSON object, if there is one."""
         return {} if self.notice is None else {"notice": self.notice}
+
+    @property
+    def receipt_field(self) -> dict[str, Any]:
+        """The receipt as a field of a JSON object, if there is one."""
+        return {} if self.receipt is None else {"receipt": self.receipt}
 
     @property
     def text(self) -> str:

@@ -26,6 +26,9 @@ from specdec.core.types import Constraint, Sampling, Sequence
 
 log = logging.getLogger("specdec.serve")
 
+SEED_BITS = 53
+"""Of a seed that is drawn here: readers of JSON lose larger integers, and a client may send it
+again."""
 VLLM_DEFAULTS: dict[str, float] = {
     "temperature": 1.0,
     "top_k": 0,
@@ -189,7 +192,7 @@ def _sampling(request: ChatRequest | CompletionRequest, tokenizer: ServedTokeniz
             **values,
             top_k=0 if top_k == -1 else top_k,  # vLLM writes "off" as -1 too
             logit_bias=tuple(bias.items()),
-            seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
+            seed=secrets.randbits(SEED_BITS) if request.seed is None else request.seed % 2**64,
             logprobs=request.logprob_count,
         )
     except UserError as problem:  # its sentence begins with the parameter's name

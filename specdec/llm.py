@@ -18,6 +18,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence as Seqs
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from drafters import registry
@@ -25,9 +26,12 @@ from serve.runner import EngineRunner, Update
 from serve.stream import ChoiceText, Piece
 from specdec.assembly.engine import NO_REUSE, make_engine, require_exact
 from specdec.assembly.model import Model, load_model
+from specdec.audit.identity import identity_of
+from specdec.audit.making import Ended, Identity, receipt_of
+from specdec.audit.receipt import Finish, Receipt
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.errors import UserError
-from specdec.core.types import Sequence
+from specdec.core.types import Sequence, TokenLogprob
 from specdec.llm_types import Answer, Chunk, SamplingParams, chosen_params
 
 Prompt = str | Seqs[int] | Seqs[Mapping[str, Any]]
@@ -140,7 +144,9 @@ class LLM:
         if not params.ignore_eos:
             stop_ids |= frozenset(self.tokenizer.stop_ids)
         sampling = params.for_target(self.tokenizer.defaults)
-        seq = Sequence(self._ids(prompt), sampling, params.max_tokens, stop_ids)
+        ids = self._ids(prompt)
+        room = max(1, self.model.target.max_len - len(ids))
+        seq = Sequence(ids, sampling, min(params.max_tokens, room), stop_ids)
         seq.check_ids(self.model.target.vocab)
         self._runner.engine.check(seq)
         return seq
@@ -158,7 +164,8 @@ class LLM:
         return list(await asyncio.gather(*(self._answer(seq, params) for seq in seqs)))
 
     async def _answer(self, seq: Sequence, params: SamplingParams) -> Answer:
-        text, finish, logprobs = "", "length", []
+        text, logprobs = "", []
+        finish: Finish = "length"
         tokens: list[int] = []
         async for update, piece in self._pieces(seq, params):
             text += piece.text
@@ -167,7 +174,18 @@ class LLM:
             finish = piece.finish or finish
         wanted = None if params.logprobs is None else logprobs
         prompt = seq.tokens[: seq.prompt_len]
-        return Answer(prompt, text, tokens, finish, seq.acceptance, wanted, seq.cached)
+        claim = Ended(tokens, finish, params.stops, text=text, logprobs=_chosen(wanted))
+        receipt = partial(self._receipt, seq, claim)
+        return Answer(prompt, text, tokens, finish, seq.acceptance, wanted, seq.cached, receipt)
+
+    @cached_property
+    def identity(self) -> Identity:
+        """The model and the arithmetic, as receipts name them. The first time reads all weights'
+        files."""
+        return identity_of(self.model)
+
+    def _receipt(self, seq: Sequence, ended: Ended) -> Receipt:
+        return receipt_of(self.identity, seq, ended)
 
     async def _forward(
         self,
@@ -236,6 +254,10 @@ def configured(
     prefix = PrefixConfig(**{n: v for n, v in options.items() if n in prefixes})
     own = {n: v for n, v in options.items() if n not in models.keys() | prefixes.keys()}
     return config, registry.resolved(speculations(drafter=drafter, k=k, **own), config), prefix
+
+
+def _chosen(logprobs: Seqs[TokenLogprob] | None) -> list[float] | None:
+    return None if logprobs is None else [each.logprob for each in logprobs]
 
 
 def _first(count: int, update: Update) -> Update:

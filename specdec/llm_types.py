@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seqs
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence as Seqs
+from dataclasses import dataclass, field
 from typing import Any
 
+from specdec.audit.receipt import Receipt
 from specdec.core.errors import UserError
 from specdec.core.stats import Acceptance
 from specdec.core.types import Sampling, TokenLogprob
@@ -78,6 +79,14 @@ class Answer:
     """Log-probabilities of each token, if requested."""
     cached_tokens: int = 0
     """Tokens of the prompt that were reused from the prefix cache."""
+    _receipt: Callable[[], Receipt] | None = field(default=None, repr=False, compare=False)
+
+    def receipt(self) -> Receipt:
+        """The request and this answer as a file that `specdec verify` proves by replay, with
+        log-probabilities if they were requested. The first receipt of a model reads its weights'
+        files. Raises UserError for an empty answer."""
+        assert self._receipt is not None, "only answers of an LLM have one"
+        return self._receipt()
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from serve.key_sources import environment_keys
 from serve.runner import EngineRunner
 from specdec.assembly.engine import require_exact, serving_engine
 from specdec.assembly.model import load_model
+from specdec.audit.identity import identity_of
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from specdec.llm import configured
@@ -151,6 +152,7 @@ def _replica_app(
         k=speculation.k,
         api_keys=keys,
         engine_label=replica,
+        identity=identity_of(model),
     )
     if settings.metrics is not None:
         _tell_prometheus(settings.metrics, replica, made.state.metrics.registry)

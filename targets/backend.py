@@ -53,6 +53,11 @@ class LoadedTarget(Target, Protocol):
         ...
 
     @property
+    def plan(self) -> Any:
+        """What it was made for, by the backend's own type; `features` is in each."""
+        ...
+
+    @property
     def identity(self) -> str:
         """What determines its results bit by bit, beside its weights."""
         ...

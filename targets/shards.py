@@ -62,7 +62,7 @@ class Shard:
         return np.asarray(self._data[start:stop]).view(kind).reshape(self.shape(name))
 
 
-def _shard_names(index: Path) -> list[str]:
+def _indexed_names(index: Path) -> list[str]:
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
@@ -71,20 +71,26 @@ def _shard_names(index: Path) -> list[str]:
         ) from None
 
 
-def open_shards(path: Path) -> list[Shard]:
-    """The whole file where there is one: an index beside it may be of an earlier download. Raises
-    UserError for files that are missing or damaged."""
+def shard_names(path: Path) -> list[str]:
+    """The names of a folder's files of weights: the whole file where there is one, as an index
+    beside it may be of an earlier download. Raises UserError for missing files."""
     index = path / INDEX
     if (path / SINGLE_FILE).is_file():
         names = [SINGLE_FILE]
     elif index.is_file():
-        names = _shard_names(index)
+        names = _indexed_names(index)
     else:
         raise UserError(f"{path} has neither {SINGLE_FILE} nor {INDEX}")
     for name in names:
         if not (path / name).is_file():
             raise UserError(f"{path}: shard {name} is missing: download it again")
-    return [Shard(path / name) for name in names]
+    return names
+
+
+def open_shards(path: Path) -> list[Shard]:
+    """Every file of `shard_names`, opened. Raises UserError for files that are missing or
+    damaged."""
+    return [Shard(path / name) for name in shard_names(path)]
 
 
 def tensors_of(path: Path) -> dict[str, Shard]:

@@ -46,9 +46,13 @@ class Model:
 
 
 def load_model(
-    config: ModelConfig, speculation: SpeculationConfig, status: Status = quiet
+    config: ModelConfig,
+    speculation: SpeculationConfig,
+    status: Status = quiet,
+    features: tuple[int, ...] = (),
 ) -> Model:
-    """Load a checkpoint with its drafter. speculation: resolved. Raises UserError."""
+    """Load a checkpoint with its drafter. speculation: resolved. features: layers whose outputs the
+    target returns although the drafter reads none. Raises UserError."""
     backend, kind, loops = _asked(config, speculation)
     with status(f"looking for {config.model}"):
         path = checkpoint_path(config.model)
@@ -59,6 +63,7 @@ def load_model(
     backend.prepare(config)
     with status(f"loading {name}"):
         request = _request(speculation, draft, tokenizer.suppress_ids)
+        request = replace(request, features=request.features or features)
         config = _sized(backend, arch, path, config, request)
         target = backend.load(path, config, request)
         drafters = _placed(kind, draft, arch, backend, target, config)

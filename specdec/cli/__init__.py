@@ -35,6 +35,12 @@ COMMANDS = {
         "Stream one answer and report tau, acceptance and speed.",
         'specdec generate "def quicksort(items):" --k 7',
     ),
+    "verify": (
+        "verify:verify",
+        "Prove answers by replaying their receipts: the first false id is named. Exit code 0: all "
+        "are verified; 1: a claim is false; 2: one was refused, or can't be compared here.",
+        "specdec verify answer.json --model ./gemma-4-E4B-it",
+    ),
     "serve": (
         "serve:serve",
         "Serve an OpenAI-compatible API.",

@@ -12,6 +12,8 @@ from cyclopts import Parameter
 
 from drafters.registry import resolved
 from specdec.assembly.model import Model
+from specdec.audit.identity import identity_of
+from specdec.audit.making import Identity
 from specdec.cli import topics
 from specdec.cli.access import AccessConfig
 from specdec.cli.console import console, say_compiled, say_prefix_cache
@@ -138,7 +140,9 @@ def _lead(start: _Start, door: _Door, around: Around, lines: ControlChannel | No
         Server(listener, lifecycle, policy, around) as server,
     ):
         loaded, engine = _loaded(start, lifecycle, lines)
-        app = _app(start, door, lifecycle, loaded, engine, leader)
+        with lifecycle.telling(SHOWN)("digesting the weights"):
+            identity = identity_of(loaded)
+        app = _app(start, door, lifecycle, loaded, engine, leader, identity)
         with signals_heard() as signals:
             server.open(app)
             _say_where(start, door, loaded, engine)
@@ -172,6 +176,7 @@ def _app(
     loaded: Model,
     engine: Engine,
     leader: Leader | None,
+    identity: Identity,
 ) -> FastAPI:
     from serve.api import create_app
     from serve.runner import EngineRunner
@@ -186,6 +191,7 @@ def _app(
         api_keys=door.keys,
         lifecycle=lifecycle,
         share_cache=door.access.share_cache,
+        identity=identity,
     )
 
 

@@ -7,6 +7,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence as Seqs
 
+from specdec.core.errors import UserError
+
+MOST_IDS = 2**31
+"""Token ids are below it."""
 SURE = 2
 """Tokens before a place that must agree with the answer for a guess: one alone is weak evidence,
 and the drafter's guess may be better."""
@@ -21,6 +25,9 @@ class PredictedText:
     """A predicted text's token ids and the places of each id. Several answers may share one."""
 
     def __init__(self, tokens: Seqs[int]) -> None:
+        """Raises UserError for what can't be a token id: guesses are int32."""
+        if tokens and not (0 <= min(tokens) and max(tokens) < MOST_IDS):
+            raise UserError("a predicted text holds what is no token id: ids are 0 or more")
         self.tokens = tokens
         self._places: dict[int, list[int]] = {}
         for place, token in enumerate(tokens):

@@ -25,6 +25,7 @@ from serve.server import ANYBODY, Server as Web
 from serve.traces import Around
 from specdec.assembly.engine import make_engine
 from specdec.assembly.model import load_model
+from specdec.audit.identity import identity_of
 from specdec.core.config import ModelConfig, PrefixConfig
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
@@ -118,7 +119,8 @@ def serving_mini(
     speculation = registry.resolved(asked, config)
     model = load_model(config, speculation)
     engine = make_engine(model, speculation, prefix=PrefixConfig(prefix_cache=reuse))
-    with served(engine, "mini", tokenizer=model.tokenizer, drafter=drafter, k=k) as server:
+    options = {"tokenizer": model.tokenizer, "drafter": drafter, "k": k}
+    with served(engine, "mini", identity=identity_of(model), **options) as server:
         yield server
 
 

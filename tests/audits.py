@@ -1,0 +1,295 @@
+"""Honest answers of many kinds and many forged ones, on mini: every honest one is verified, and a
+forgery passes exactly where generating anew gives its claim.
+
+python -m tests.audits --forgeries 3000 --seed 1
+python -m tests.audits --makers none ngram/device --forgeries 100    # a part
+
+Prints counts, and ends with code 1 at the first thing that is not so. A maker is DRAFTER,
+DRAFTER/device or DRAFTER/cuda (the CUDA target's references, on the CPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence as Seqs
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from drafters import registry
+from drafters.none.host import NoDrafter
+from specdec.assembly.engine import make_engine
+from specdec.assembly.model import Model, load_model
+from specdec.audit.identity import identity_of
+from specdec.audit.making import Identity
+from specdec.audit.receipt import Receipt
+from specdec.audit.verdict import Verdict
+from specdec.audit.verify import judged_by, model_for
+from specdec.constraints.constraint import TextConstraint, TextRules, unpacked
+from specdec.constraints.grammar import composed
+from specdec.constraints.vocabulary import Vocabulary
+from specdec.core.config import ModelConfig, PrefixConfig
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.prediction import PredictedText, Prediction
+from specdec.core.types import Reuse, Sampling, Sequence
+from tests.support.audits import answers, changed
+
+MAKERS = (
+    "none",
+    "ngram",
+    "suffix",
+    "eagle3",
+    "assistant",
+    "auto",
+    "none/device",
+    "ngram/device",
+    "eagle3/device",
+    "ngram/cuda",
+)
+OTHER = {"int8": {"int8": True}, "bfloat16": {"dtype": "bfloat16"}, "K/V": {"kv_dtype": "int8"}}
+"""Set-ups whose answers are claimed for float32."""
+TEXTS = (
+    "def add(first, second):\n    return",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n",
+    "import os\n\nfor name in os.listdir(",
+    "x = [1, 2, 3]\ny = [1, 2, 3]\nz = [1, 2, 3]\n",
+)
+SHAPES: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 1.2, "min_p": 0.05},
+    {"temperature": 0.8, "repetition_penalty": 1.3},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.3},
+    {"temperature": 1.0, "logit_bias": ((30, -4.5), (31, 2.0))},
+    {"temperature": 0.9, "seed": 2**64 - 1},
+)
+"""Sampling parameters, beside a seed."""
+TOKENS = 32
+BATCH = 4
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    max_tokens: int = TOKENS
+    stops: tuple[str, ...] = ()
+    rules: TextRules | None = None
+    predicted: tuple[int, ...] | None = None
+    scope: str = ""
+
+    def sequence(self, vocabulary: Vocabulary, stop_ids: Seqs[int]) -> Sequence:
+        rules, predicted = self.rules, self.predicted
+        return Sequence(
+            list(self.prompt),
+            self.sampling,
+            max_tokens=self.max_tokens,
+            stop_ids=frozenset(stop_ids),
+            constraint=None if rules is None else TextConstraint(rules, vocabulary),
+            prediction=None
+            if predicted is None
+            else Prediction(PredictedText(predicted), len(self.prompt)),
+            reuse=Reuse(self.scope),
+        )
+
+
+def requests(model: Model, draw: random.Random) -> list[Asked]:
+    encode, stops = model.tokenizer.encode, model.tokenizer.stop_ids
+    found = []
+    for i, shape in enumerate(SHAPES * 3):
+        sampling = Sampling(**{"seed": draw.randrange(2**63), **shape}, logprobs=0)
+        found.append(Asked(tuple(encode(TEXTS[i % 4])), sampling, draw.randint(4, TOKENS)))
+    plain = found[1]
+    found.append(replace(plain, stops=("\n", "self")))
+    found.append(replace(found[0], stops=("return", "zzz")))
+    found.append(replace(plain, predicted=tuple(encode(TEXTS[1])[1:])))
+    long = tuple(encode("".join(TEXTS)) * 3)[:300]
+    found += [replace(plain, prompt=long), replace(found[0], prompt=(*long[:280], 7))]
+    for rules in (
+        TextRules(grammar=composed('start: "a" /[0-9 ]{3,9}/ ("x" | "yy")\n', {})),
+        TextRules(grammar=composed("start: /[a-z]+(, [a-z]+)*/\n", {})),
+        TextRules(allowed=tuple(range(200, 400)), stop_ids=stops),
+        TextRules(bad_words=((215,), (274, 376)), stop_ids=stops),
+        TextRules(min_tokens=20, stop_ids=stops),
+    ):
+        found += [replace(plain, rules=rules), replace(found[0], rules=rules)]
+    return found
+
+
+def loaded(maker: str, **options: Any) -> tuple[Model, Any]:
+    """A model with a maker's drafter, and its speculation."""
+    drafter, _, where = maker.partition("/")
+    if where == "cuda":
+        options |= {"backend": "cuda", "device": "cpu", "dtype": "bfloat16"}
+    config = ModelConfig("mini", max_len=512, slots=BATCH, **options)
+    loop = "device" if where == "device" else "host"
+    own = registry.config_type()(drafter=drafter, k=4, loop=loop)
+    speculation = registry.resolved(own, config)
+    return load_model(config, speculation), speculation
+
+
+def made(maker: str, draw: random.Random, **options: Any) -> tuple[list[Asked], list[Receipt]]:
+    model, speculation = loaded(maker, **options)
+    engine = make_engine(model, speculation, prefix=PrefixConfig(cache_ram=0.25))
+    asked, vocabulary = requests(model, draw), Vocabulary(model.tokenizer)
+    seqs = [one.sequence(vocabulary, model.tokenizer.stop_ids) for one in asked]
+    stops = [one.stops for one in asked]
+    return asked, answers(engine, seqs, model.tokenizer, identity_of(model), stops)
+
+
+def judged(receipts: Seqs[Receipt]) -> list[Verdict]:
+    """By one model for each arithmetic."""
+    found: dict[int, Verdict] = {}
+    keyed = sorted(enumerate(receipts), key=lambda pair: pair[1].arithmetic.model_dump_json())
+    for _, pairs in groupby(keyed, key=lambda pair: pair[1].arithmetic):
+        numbers, own = zip(*pairs, strict=True)
+        found |= zip(numbers, judged_by(model_for(own[0].arithmetic, "mini"), own), strict=True)
+    return [found[i] for i in range(len(receipts))]
+
+
+def check_honest(receipts: list[Receipt]) -> None:
+    began, reads, most = time.monotonic(), 0, 0
+    for receipt, verdict in zip(receipts, judged(receipts), strict=True):
+        k = receipt.arithmetic.width - 1
+        most += len(receipt.answer.ids) - 1
+        fewest = -(-(len(receipt.answer.ids) - 1) // (k + 1))
+        assert verdict.kind == "verified", (verdict, receipt.to_text())
+        assert verdict.reads == fewest, (verdict, receipt.to_text())
+        reads += verdict.reads
+    kinds = Counter(receipt.answer.finish for receipt in receipts)
+    print(
+        f"honest: {len(receipts)} verified {dict(kinds)}, {reads} reads for {most} of plain "
+        f"decoding, {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+
+
+def forged_answers(receipts: Seqs[Receipt], draw: random.Random) -> Iterator[tuple[Receipt, Any]]:
+    """Forged ids and ends, with the honest receipt: the request is the same."""
+    while True:
+        honest = draw.choice(receipts)
+        ids, kind = list(honest.answer.ids), draw.randrange(5)
+        at = draw.randrange(len(ids))
+        if kind < 3:
+            value = draw.randrange(4096)
+            yield changed(honest, "answer", "ids", at, value=value), honest
+        elif kind == 3:
+            cut = [*ids[: at + 1], *([] if draw.random() < 0.5 else [draw.randrange(4096)])]
+            yield changed(honest, "answer", "ids", value=cut), honest
+        else:
+            finish = draw.choice(["stop", "length", "tool_calls"])
+            yield changed(honest, "answer", "finish", value=finish), honest
+
+
+def forged_requests(receipts: Seqs[Receipt], draw: random.Random) -> Iterator[Receipt]:
+    while True:
+        honest = draw.choice(receipts)
+        s = honest.sampling
+        drawn: list[tuple[tuple[Any, ...], Any]] = [
+            (("seed",), str(draw.randrange(2**64))),
+            (("sampling", "temperature"), s.temperature + draw.choice((1e-5, 0.01, 0.1, 0.5))),
+            (("sampling", "top_p"), draw.uniform(0.5, 1)),
+            (("sampling", "top_k"), draw.choice((1, 2, 19, 21, 63, 64, 0))),
+            (("sampling", "min_p"), draw.choice((0.001, 0.01, 0.1))),
+            (("sampling", "repetition_penalty"), s.repetition_penalty + draw.choice((0.01, 0.5))),
+            (("sampling", "presence_penalty"), draw.uniform(-1, 1)),
+            (("sampling", "frequency_penalty"), draw.uniform(-1, 1)),
+            (("sampling", "logit_bias"), [[draw.randrange(4096), draw.uniform(-50, 9)]]),
+            (("prompt", "ids", draw.randrange(len(honest.prompt.ids))), draw.randrange(4096)),
+            (("limits", "max_tokens"), draw.randint(1, 2 * TOKENS)),
+            (("limits", "stop"), draw.choice(([], ["\n"], ["self"], [" "], ["return"]))),
+            (("limits", "stop_ids"), draw.choice(([], [1], [9, 16], [215]))),
+            (("constraint",), None),
+        ]
+        path, value = draw.choice(drawn)
+        yield changed(honest, *path, value=value)
+
+
+def anew(model: Model, forged: Seqs[Receipt]) -> list[Receipt]:
+    """What plain decoding gives these requests."""
+    drafter, vocabulary = NoDrafter(), Vocabulary(model.tokenizer)
+    cycle = host_cycle(model.target, drafter, 0)
+    engine = Engine(model.target, drafter, cycle, max_waiting=len(forged))
+    seqs = [
+        Sequence(
+            list(r.prompt.ids),
+            r.sampling_of(),
+            max_tokens=r.limits.max_tokens,
+            stop_ids=frozenset(r.limits.stop_ids),
+            constraint=r.constraint and unpacked(r.constraint.model_dump(), vocabulary),
+            reuse=None,
+        )
+        for r in forged
+    ]
+    identity = Identity(forged[0].model, forged[0].arithmetic)
+    return answers(engine, seqs, model.tokenizer, identity, [r.limits.stop for r in forged])
+
+
+def check_forged(name: str, forged: Seqs[Receipt], right: Seqs[Receipt], model: Model) -> None:
+    """Each is verified exactly where its claim is right, and a wrong id is named at its place."""
+    counts: Counter[str] = Counter()
+    for claim, true, verdict in zip(forged, right, judged_by(model, forged), strict=True):
+        same = (claim.answer.ids, claim.answer.finish) == (true.answer.ids, true.answer.finish)
+        assert (verdict.kind == "verified") == same, (verdict, claim.to_text(), true.to_text())
+        pairs = zip(claim.answer.ids, true.answer.ids, strict=False)
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if verdict.kind == "differs":
+            assert verdict.at == first, (verdict, claim.to_text(), true.to_text())
+        counts[verdict.kind] += 1
+    print(f"{name}: {len(forged)} {dict(counts)}, each as generating anew has it", flush=True)
+
+
+def check_other_arithmetic(asked_seed: int, honest: Seqs[Receipt], model: Model) -> None:
+    """Answers of other arithmetics that are claimed for this one."""
+    for name, options in OTHER.items():
+        _, receipts = made("none", random.Random(asked_seed), **options)
+        claimed = [
+            r.model_copy(update={"model": h.model, "arithmetic": h.arithmetic})
+            for r, h in zip(receipts, honest, strict=True)
+        ]
+        alone = [r.model_copy(update={"logprobs": None}) for r in claimed]
+        seen = [sum(v.false for v in judged_by(model, some)) for some in (alone, claimed)]
+        for r, h, v in zip(alone, honest, judged_by(model, alone), strict=True):
+            same = (r.answer.ids, r.answer.finish) == (h.answer.ids, h.answer.finish)
+            assert (v.kind == "verified") == same, (v, r.to_text())
+        print(
+            f"{name} for float32: seen in {seen[0]} of {len(claimed)} by ids, in {seen[1]} with "
+            "log-probabilities",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--makers", nargs="+", default=list(MAKERS))
+    parser.add_argument("--forgeries", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    every: list[Receipt] = []
+    for maker in options.makers:
+        _, receipts = made(maker, random.Random(options.seed))
+        print(f"{maker}: {len(receipts)} answers", flush=True)
+        every += receipts
+    check_honest(every)
+    _, honest = made("none", random.Random(options.seed))
+    model = model_for(honest[0].arithmetic, "mini")
+    draw, count = random.Random(options.seed), options.forgeries // 2
+    drawn = forged_answers(honest, draw)
+    pairs = [next(drawn) for _ in range(count)]
+    check_forged("answers", [f for f, _ in pairs], [h for _, h in pairs], model)
+    requested = forged_requests(honest, draw)
+    forged = [next(requested) for _ in range(count)]
+    check_forged("requests", forged, anew(model, forged), model)
+    check_other_arithmetic(options.seed, honest, model)
+
+
+if __name__ == "__main__":
+    main()
