@@ -29,12 +29,16 @@ ALLOWED = {
     "serve/translate.py": 1,  # fields of a request
     "serve/overrides.py": 1,  # fields of a request
     "specdec/__init__.py": 1,  # a lazy import
+    "specdec/audit/identity.py": 2,  # fields of two identities, compared
     "specdec/cli/bench.py": 2,  # options, checked alike
     "specdec/cli/compile_report.py": 1,  # options, checked alike
     "specdec/cli/scraping.py": 1,  # an exception's reason
     "specdec/core/config.py": 1,  # options, checked alike
     "specdec/core/stats.py": 2,  # counters, added alike
     "specdec/core/types.py": 2,  # sampling parameters, checked alike
+    "specdec/report/identity.py": 1,  # options, by their names in a receipt
+    "specdec/report/speed.py": 1,  # times of a request, summarised alike
+    "specdec/report/transformers_scores.py": 1,  # torch's type of a name
     "specdec/replicas.py": 1,  # options of a parsed command line
     "targets/backend.py": 1,  # a backend's class, in its module
     "targets/cuda/candidates.py": 1,  # columns of the sampling table
