@@ -36,7 +36,7 @@ ALLOWED = {
     "specdec/core/config.py": 1,  # options, checked alike
     "specdec/core/stats.py": 2,  # counters, added alike
     "specdec/core/types.py": 2,  # sampling parameters, checked alike
-    "specdec/report/identity.py": 1,  # options, by their names in a receipt
+    "specdec/report/identity.py": 1,  # the name of a data type
     "specdec/report/speed.py": 1,  # times of a request, summarised alike
     "specdec/report/transformers_scores.py": 1,  # torch's type of a name
     "specdec/replicas.py": 1,  # options of a parsed command line

@@ -41,7 +41,9 @@ def wide_tool(count: int) -> dict:
 @pytest.mark.parametrize("path", ["v1/chat/completions", "v1/messages", "v1/responses", "tokenize"])
 def test_too_many_parts_are_refused_before_they_are_validated(server, monkeypatch, path):
     built = []
-    monkeypatch.setattr("serve.schema._one_sentence", lambda validate: built.append(validate) or validate())
+    monkeypatch.setattr(
+        "serve.schema._one_sentence", lambda validate: built.append(validate) or validate()
+    )
     messages = json.dumps([USER] * 5).encode()[1:-1]
     many = b"{}," * (MAX_LEN + SPARE_CONTAINERS + 1)
     name = "input" if path == "v1/responses" else "messages"
