@@ -123,7 +123,7 @@ def test_long_prefill_chunks_equal_short_ones(tiny, references, variant):
                 assert (a - b).abs().max() <= TOLERANCE * scale and a.abs().max() > 0
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["31b", "26b-a4b", "e4b"])
 def test_a_first_call_says_what_calls_of_eight_say(tiny, variant):
     """Bit for bit, where rings are no longer than that call, and only its last row runs through
     layers that store nothing."""
@@ -148,7 +148,7 @@ def test_a_first_call_says_what_calls_of_eight_say(tiny, variant):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["31b", "26b-a4b", "e4b"])
 def test_rows_end_where_nothing_is_stored_any_more(tiny, variant):
     """The library's path: a chunk of which no layer is recorded says what one says of which all
     are, and its K/V are the same."""

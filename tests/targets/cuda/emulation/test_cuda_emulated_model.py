@@ -37,7 +37,8 @@ def test_a_mixture_of_4_bits(tmp_path):
     same_and_near(tmp_path, "26b-a4b", "int4", [(5,), (1, 1, 1, 1, 1), (2, 3)])
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("fp8", marks=pytest.mark.slow), "int4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp8", "int4"])
 def test_a_prompt_whose_rows_are_sorted_by_expert(tmp_path, monkeypatch, dtype):
     """Its logits are near those of calls whose rows are not."""
     monkeypatch.setattr(experts, "SORTED_FROM_TOKENS", 8)
