@@ -120,7 +120,7 @@ class Generation:
             drafted=zeros,
             accepted=zeros.copy(),
             cycles=zeros.copy(),
-            histograms=[()] * len(texts),
+            passes=[None] * len(texts),
             speculative=_speculative(context, plan_),
         )
         self.recited: list[list[TokenLogprob]] = [[] for _ in plan_.prompts]
@@ -213,7 +213,7 @@ class Generation:
         self.usage.reasoning_tokens += text.output.reasoning_tokens - thought
         metrics.generated(text.token_count - before)
         self.usage.drafted[index], self.usage.accepted[index] = update.drafted, update.accepted
-        self.usage.cycles[index], self.usage.histograms[index] = update.cycles, update.histogram
+        self.usage.cycles[index], self.usage.passes[index] = update.cycles, update.passes
         if self.request.include_receipt:
             piece = self._with_receipt(index, piece, update)
         if piece.finish is not None:

@@ -14,6 +14,7 @@ from serve.lockstep import Leader, Orders
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from specdec.core.sharing import QueueFull, Room
+from specdec.core.stats import Passes
 from specdec.core.types import CycleReport, Event, FinishReason, Sequence, TokenLogprob
 
 log = logging.getLogger("specdec.serve")
@@ -38,8 +39,8 @@ class Update:
     """Draft tokens of this sequence so far. A copy, because the engine's counters change."""
     accepted: int = 0
     cycles: int = 0
-    histogram: tuple[int, ...] = ()
-    """Its passes with a guess so far, by how many were accepted: 0 to K."""
+    passes: Passes | None = None
+    """Its verify passes so far."""
     shutting_down: bool = False
     """Whether the server is shutting down, which is then the reason of the error."""
     report: CycleReport | None = None
@@ -209,7 +210,7 @@ def _update(index: int, event: Event, k: int) -> Update:
         drafted=counts.drafted,
         accepted=counts.accepted,
         cycles=counts.cycles,
-        histogram=tuple(counts.histogram(k)),
+        passes=counts.passes(k),
         report=event.report,
     )
 

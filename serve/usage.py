@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specdec.core.stats import vllm_fields
+from specdec.core.stats import Passes, vllm_fields
 
 
 @dataclass
@@ -21,9 +21,8 @@ class Usage:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     cycles: list[int] = field(default_factory=list)
-    histograms: list[tuple[int, ...]] = field(default_factory=list)
-    """Passes with a guess, by how many guesses were accepted: 0 to K. Empty before the first
-    token."""
+    passes: list[Passes | None] = field(default_factory=list)
+    """Of each choice; None before its first token."""
     finish_reasons: list[str] = field(default_factory=list)
     """Finish reasons of the ended choices; "error" or "abort" for those that failed or were
     cancelled."""
@@ -70,7 +69,7 @@ class Usage:
 
     def _by_vllms_names(self) -> dict[str, object]:
         """All choices together; {} before the first token."""
-        known = [counts for counts in self.histograms if counts]
+        known = [passes.histogram() for passes in self.passes if passes is not None]
         if not known:
             return {}
         return vllm_fields([sum(counts) for counts in zip(*known, strict=True)], sum(self.drafted))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence as Seqs
+from collections.abc import Mapping, Sequence as Seqs
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 FIRST_BUCKET = 512
 """Tokens: texts up to this length are one bucket; each further bucket is twice as long."""
@@ -46,6 +46,22 @@ class Guesses:
         accepted."""
         self.drafted_at.update(range(drafted))
         self.accepted_at.update(range(min(drafted, accepted)))
+
+
+class Passes(NamedTuple):
+    """A copy of a sequence's verify passes, which a cycle does not change: to be counted later, by
+    another thread."""
+
+    lengths: Mapping[int, int]
+    """How many accepted 0, 1, 2, ... draft tokens."""
+    unguessed: int
+    """How many of them had no guess."""
+    k: int
+
+    def histogram(self) -> list[int]:
+        """How many passes with a guess accepted 0, 1, ... k draft tokens."""
+        guessed = [self.lengths.get(accepted, 0) for accepted in range(self.k + 1)]
+        return [guessed[0] - self.unguessed, *guessed[1:]]
 
 
 @dataclass
@@ -113,10 +129,13 @@ class Acceptance:
         """Verify passes with a guess: what vLLM counts as steps."""
         return self.drafted_at[0]
 
+    def passes(self, k: int) -> Passes:
+        """As they are now, with drafts of up to k tokens."""
+        return Passes(dict(self.lengths), self.cycles - self.drafts, k)
+
     def histogram(self, k: int) -> list[int]:
-        """How many of these passes accepted 0, 1, ... k draft tokens."""
-        without = self.cycles - self.drafts
-        return [self.lengths[0] - without, *(self.lengths[i] for i in range(1, k + 1))]
+        """How many passes with a guess accepted 0, 1, ... k draft tokens."""
+        return self.passes(k).histogram()
 
     def per_position(self, k: int) -> list[float]:
         """P(draft token i was proposed and accepted) per verify pass, for i < k."""
