@@ -28,7 +28,7 @@ def weight_digests(folder: Path, kept: Path = KEPT) -> dict[str, str]:
     found = {n: d for n, (stamp, d) in _read(place).items() if stamps.get(n) == stamp}
     if missing := [name for name in names if name not in found]:
         with ThreadPoolExecutor(THREADS) as pool:
-            made = pool.map(_digest, (folder / name for name in missing))
+            made = pool.map(file_digest, (folder / name for name in missing))
             found |= dict(zip(missing, made, strict=True))
         _write(place, {name: [stamps[name], digest] for name, digest in found.items()})
     return {name: found[name] for name in names}
@@ -41,7 +41,8 @@ def _stamp(file: Path) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
-def _digest(file: Path) -> str:
+def file_digest(file: Path) -> str:
+    """sha256 of a file, in hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from drafters.registry import every
 from specdec.assembly.model import Model
+from specdec.audit.digests import file_digest
 from specdec.core.config import SpeculationConfig
 from specdec.core.provenance import gpus, run_record
 from specdec.report.parts import Section
@@ -23,8 +23,6 @@ from targets.published import size_of
 
 SCHEMA_VERSION = 1
 """Of report.json: raised when a field changes its meaning or goes."""
-PIECE = 1 << 24
-"""Bytes that are read at once for a digest."""
 FIXED_GPU_FACTS = ("name", "driver_version", "clocks.max.sm", "power.limit", "memory.total")
 """What nvidia-smi reports of a GPU that does not change while it runs."""
 
@@ -37,7 +35,7 @@ def weight_files(model: str, speculation: SpeculationConfig) -> list[dict[str, A
     if folder is not None:
         found += _files_of("drafter", folder)
     with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(_sha256, [file for _, file in found]))
+        digests = list(pool.map(file_digest, [file for _, file in found]))
     return [
         {"of": of, "name": file.name, "bytes": file.stat().st_size, "sha256": sha256}
         for (of, file), sha256 in zip(found, digests, strict=True)
@@ -97,11 +95,3 @@ def _files_of(of: str, folder: Path) -> Iterator[tuple[str, Path]]:
     for file in sorted(folder.iterdir()):
         if file.is_file() and any(fnmatch.fnmatch(file.name, pattern) for pattern in WANTED):
             yield of, file
-
-
-def _sha256(file: Path) -> str:
-    found = hashlib.sha256()
-    with file.open("rb") as stream:
-        while piece := stream.read(PIECE):
-            found.update(piece)
-    return found.hexdigest()
