@@ -80,10 +80,9 @@ def generate(
         seq = Sequence(
             ids,
             replace(sampling.sampling(tokenizer.defaults), logprobs=logprobs),
-            max_tokens=max_tokens,
+            max_tokens=max(1, min(max_tokens, loaded.target.max_len - len(ids))),
             stop_ids=frozenset(tokenizer.stop_ids),
         )
-        seq.max_tokens = max(1, min(max_tokens, loaded.target.max_len - seq.prompt_len))
         engine = make_engine(loaded, speculation)
         engine.check(seq)
         warm_up(engine, [seq.sampling])
