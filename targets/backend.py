@@ -171,8 +171,8 @@ class Backend(Protocol):
         ...
 
     def warm(self, target: Any) -> tuple[Seqs[int], Seqs[tuple[int, int]]]:
-        """What needs programs of its own: batches of so many rows; prompts read together, how many
-        and of how many tokens."""
+        """What needs programs of its own: batches of more than one row, so many; prompts read
+        together, how many and of how many tokens."""
         ...
 
     def scorer(self, target: Any) -> Callable[[list[int]], np.ndarray]:

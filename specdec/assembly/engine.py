@@ -127,14 +127,14 @@ def _same_in_both_loops(model: Model, speculation: SpeculationConfig) -> bool:
 def warm_up(
     engine: Engine,
     samplings: Iterable[Sampling],
-    batches: Iterable[int] = (1,),
+    batches: Iterable[int] = (),
     prompts: Iterable[tuple[int, int]] = ((1, 1),),
 ) -> None:
     """Compile the programs that these requests need, so that no request waits for it.
 
-    batches: numbers of rows that are decoded. prompts: how many are prefilled together, and their
-    tokens. Constrained text is warmed up for one row only: larger batches are rarer and would
-    double the start-up time.
+    batches: numbers of rows that are decoded besides one. prompts: how many are prefilled together,
+    and their tokens. Constrained text is warmed up for one row only: larger batches are rarer and
+    would double the start-up time.
     """
     for sampling in samplings:
         for batch in batches:

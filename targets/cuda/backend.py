@@ -119,13 +119,13 @@ class CudaBackend:
 
     def warm(self, target: CudaTarget) -> tuple[Seqs[int], Seqs[tuple[int, int]]]:
         if self.exact(target):
-            return (1,), ((1, 1),)  # the references are not compiled
+            return (), ((1, 1),)  # the references are not compiled
         from targets.cuda.graphs import BUCKETS, TOKENS, TOKENS_TOGETHER
         from targets.cuda.target import CALLS
 
         plan, slots, fit = target.plan, target.slots, 3 * target.max_len // 4
         long = max(plan.first, CALLS * plan.short) + 1  # the library reads it
-        alone = [(1, n) for n in (*TOKENS, long) if n <= min(fit, max(plan.first, long))]
+        alone = [(1, n) for n in (*TOKENS, long) if n <= min(fit, long)]
         counts = [2**i for i in range(1, slots.bit_length())]
         several = [
             (count, n)
@@ -133,7 +133,8 @@ class CudaBackend:
             for count in counts
             if len(target.together([n] * count)) == count and n <= fit
         ]
-        return [*(b for b in BUCKETS if b < slots), slots], [*alone, *several]
+        batches = {*(b for b in BUCKETS if b < slots), slots} - {1}
+        return sorted(batches), [*alone, *several]
 
     def scorer(self, target: CudaTarget) -> Callable[[list[int]], np.ndarray]:
         from targets.cuda.score import window_nll

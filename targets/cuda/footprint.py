@@ -15,7 +15,7 @@ from targets.arch import Arch
 from targets.cuda import tiles
 from targets.cuda.attention import partial_bytes
 from targets.cuda.cache import CHUNK, HEAD_ALIGN, entries, slack_of
-from targets.cuda.graphs import bucket_of, padded_tokens
+from targets.cuda.graphs import bucket_of, first_rows
 from targets.cuda.int4 import GROUP
 from targets.cuda.int8 import WORDS
 from targets.cuda.load import SHORT, first_of
@@ -192,7 +192,7 @@ def _workspace(arch: Arch, shape: TargetShape) -> int:
 
 def _first_rows(shape: TargetShape) -> int:
     """`Plan.first_rows`."""
-    return padded_tokens(min(first_of(shape.dtype), shape.chunk, shape.max_len))
+    return first_rows(first_of(shape.dtype), shape.chunk, shape.max_len)
 
 
 def first_call_bytes(arch: Arch, shape: TargetShape) -> int:

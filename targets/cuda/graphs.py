@@ -51,6 +51,12 @@ def padded_tokens(tokens: int) -> int:
     return next(size for size in TOKENS if tokens <= size)
 
 
+def first_rows(first: int, chunk: int, max_len: int) -> int:
+    """Rows of the longest call at a text's beginning. first: as in `Plan`."""
+    longest = min(first, chunk, max_len)
+    return padded_tokens(longest) if longest else 0
+
+
 def bucket_of(rows: int) -> int:
     """Rows that a batch is padded to; beyond the largest nothing is captured."""
     return next((bucket for bucket in BUCKETS if rows <= bucket), rows)
@@ -177,19 +183,19 @@ class Graphs:
     def prefill(self, rows: Rows) -> Hidden:
         """As `CudaTarget.short` of a chunk [1, T]; the result is valid until the next call."""
         tokens = rows.tokens.shape[1]
-        last = rows.start.new_full((1,), tokens - 1)
-        logits, features = self._prefill(rows, last, 1, padded_tokens(tokens))
+        only = rows.start.new_full((1,), tokens - 1)
+        logits, features = self._prefill(rows, only, 1, padded_tokens(tokens))
         return Hidden(logits, None if features is None else features[:tokens])
 
-    def prefill_all(self, rows: Rows, last: torch.Tensor) -> Hidden:
-        """The same of prompts [B, T], T one of TOKENS_TOGETHER: logits [B, V] of the rows `last`
-        [B], each counted from its prompt's first; features [B * T, F]."""
+    def prefill_all(self, rows: Rows, only: torch.Tensor) -> Hidden:
+        """The same of prompts [B, T], T one of TOKENS_TOGETHER: logits [B, V] of the rows `only`
+        [B], one of each; features [B * T, F]."""
         batch, tokens = rows.tokens.shape
-        logits, features = self._prefill(rows, last, 1 << (batch - 1).bit_length(), tokens)
+        logits, features = self._prefill(rows, only, 1 << (batch - 1).bit_length(), tokens)
         assert logits is not None
         return Hidden(logits[:batch], None if features is None else features[: batch * tokens])
 
-    def _prefill(self, rows: Rows, last: torch.Tensor, batch: int, tokens: int) -> Hidden:
+    def _prefill(self, rows: Rows, only: torch.Tensor, batch: int, tokens: int) -> Hidden:
         """Padded to [batch, tokens]."""
         key = batch, tokens
         if key not in self._prefills:
@@ -197,9 +203,9 @@ class Graphs:
             firsts = torch.arange(0, batch * tokens, tokens, device=rows.tokens.device)
             captured = Captured(lambda: self._short(idle, firsts), self.pool)
             self._prefills[key] = idle, firsts, captured
-        feed, only, graph = self._prefills[key]
+        feed, fed, graph = self._prefills[key]
         _fill(feed, rows)
-        only[: len(last)] = last + tokens * torch.arange(len(last), device=last.device)
+        fed[: len(only)] = only
         return graph.replay()
 
 

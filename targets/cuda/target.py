@@ -19,8 +19,8 @@ from targets.cuda.graphs import (
     Chosen,
     ForwardOutput,
     Graphs,
+    first_rows,
     padded_together,
-    padded_tokens,
 )
 from targets.cuda.model import Hidden, decode
 from targets.cuda.ops import Choosing, Ops, Rows
@@ -77,8 +77,7 @@ class Plan:
     @property
     def first_rows(self) -> int:
         """Rows of the longest call at a text's beginning."""
-        longest = min(self.first, self.chunk, self.max_len)
-        return padded_tokens(longest) if longest else 0
+        return first_rows(self.first, self.chunk, self.max_len)
 
     @property
     def positions(self) -> int:
@@ -202,7 +201,8 @@ class CudaTarget:
         rows = self._rows(texts, [0] * len(seqs), [seq.slot for seq in seqs])
         remember(self.cache.tokens, rows.tokens, rows.start, rows.slot)
         ends = torch.tensor([n - 1 for n in lengths], device=self.device)
-        out = self._at_once(rows, ends)
+        only = ends + size * torch.arange(len(seqs), device=self.device)
+        out = self._graphs.prefill_all(rows, only) if self._graphs else self.short(rows, only)
         assert out.logits is not None
         last = Rows(rows.tokens.gather(1, ends[:, None]), ends.int(), rows.slot)
         chosen, details = self._first_choices(seqs, out.logits, last)
@@ -215,13 +215,6 @@ class CudaTarget:
             )
             for b in range(len(seqs))
         ]
-
-    def _at_once(self, rows: Rows, ends: torch.Tensor) -> Hidden:
-        """Prompts [B, T]; logits of row `ends` [B] of each."""
-        if self._graphs:
-            return self._graphs.prefill_all(rows, ends)
-        batch, tokens = rows.tokens.shape
-        return self.short(rows, ends + tokens * torch.arange(batch, device=self.device))
 
     def _chunk(self, rows: Rows, start: int, slot: int, ends: bool) -> Iterator[Hidden | None]:
         """A chunk in parts. ends: the prompt ends here, so that logits are needed."""

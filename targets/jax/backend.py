@@ -114,7 +114,7 @@ class JaxBackend:
         return device_loop(target, drafter, k, script=script)
 
     def warm(self, target: JaxTarget) -> tuple[Seqs[int], Seqs[tuple[int, int]]]:
-        return (1,), ((1, 1),)  # all slots are one program, and chunks are padded to one length
+        return (), ((1, 1),)  # all slots are one program, and chunks are padded to one length
 
     def scorer(self, target: JaxTarget) -> Callable[[list[int]], np.ndarray]:
         from targets.jax.score import window_nll
