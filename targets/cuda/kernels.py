@@ -177,7 +177,7 @@ class Kernels:
         """With few rows, kernels that do not depend on each other run side by side: the dense
         branch begins beside the router, and ends before the experts or beside them."""
         chosen, beside = self.experts.route(*routed[:3], rows, moe)
-        if experts.are_sorted(rows, routed.gate_up.kind):
+        if experts.are_sorted(rows.tokens.shape[1], routed.gate_up.kind):
             return self._mixture_of_many(dense, routed, chosen)
         few = dense.x.block in gemm.FEW and dense.down.kind != "w8a8"
         x = self.gated(dense.x, dense.gate_up, dense.down.kind, pdl_inputs_ready=beside and few)

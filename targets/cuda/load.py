@@ -15,7 +15,7 @@ from targets.arch import Arch, MoeSpec
 from targets.checkpoint import Checkpoint
 from targets.cuda import four_bits
 from targets.cuda.attention import HEADS
-from targets.cuda.experts import most_pairs
+from targets.cuda.experts import kind_of, most_pairs
 from targets.cuda.graphs import MOST_ROWS, TOKENS, bucket_of
 from targets.cuda.ops import Ops
 from targets.cuda.out_of_memory import catching_oom, use_pages
@@ -203,9 +203,8 @@ def _refuse_for_kernels(arch: Arch, options: CudaOptions, dtype: str, kv_dtype: 
 
 def _refuse_pairs(arch: Arch, moe: MoeSpec, options: CudaOptions, dtype: str) -> None:
     """Raises UserError for a verify whose rows pick more experts than its kernels can list."""
-    kind = {"int4": "int4", "bfloat16": "bf16"}.get(dtype, "fp8")
     pairs = bucket_of(options.slots) * (options.k + 1) * moe.top_k
-    most = most_pairs(arch.hidden, moe.width, kind)
+    most = most_pairs(arch, moe, kind_of(dtype))
     if pairs > most:
         raise UserError(
             f"{options.slots} slots at K = {options.k} route {pairs} pairs of row and expert at "

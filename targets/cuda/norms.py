@@ -86,7 +86,7 @@ class Norms:
         blocks."""
         dense, router, experts = openings
         m, hidden = h.shape
-        if are_sorted(rows, experts.kind):
+        if are_sorted(rows.tokens.shape[1], experts.kind):
             x = self.norm(h, dense, closing), self.norm(h, router)
             gathered = make_input(m, hidden, h.device, block=SORTED_BLOCK)
             return *x, self._norm(h, experts, NOTHING, gathered, None)

@@ -14,6 +14,7 @@ from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Sequence
 from targets.arch import Arch
 from targets.cuda import sampling
 from targets.cuda.cache import make_cache, remember, slack_of
+from targets.cuda.experts import are_sorted, kind_of, most_pairs
 from targets.cuda.graphs import (
     TOGETHER,
     Chosen,
@@ -173,13 +174,20 @@ class CudaTarget:
         if size is None:
             return [0]
         alike = [i for i, n in enumerate(lengths) if self._padded_together(n) == size]
-        return alike[: TOGETHER // size]
+        return alike[: max(1, self._rows_together(size) // size)]
 
     def _padded_together(self, tokens: int) -> int | None:
-        """None for prompts that are read alone: all of a mixture of experts, for which no card has
-        run anything else yet."""
-        size = None if self.arch.moe else padded_together(tokens)
+        """None for a prompt that is read alone."""
+        size = padded_together(tokens)
         return size if size and size <= self.plan.first_rows else None
+
+    def _rows_together(self, size: int) -> int:
+        """Most rows of prompts of `size` tokens that one call reads: a power of two."""
+        moe, kind = self.arch.moe, kind_of(self.plan.dtype)
+        if moe is None or are_sorted(size, kind):
+            return TOGETHER
+        listed = most_pairs(self.arch, moe, kind) // moe.top_k
+        return min(TOGETHER, 1 << (listed.bit_length() - 1))
 
     def prefill_all(self, seqs: Seqs[Sequence]) -> list[Step]:
         if len(seqs) == 1:
