@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,7 +86,7 @@ def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()
     checkpoint = Checkpoint(path, arch)
     plan = plan_of(checkpoint, arch, options)
     ops = make_ops(arch, plan)
-    with _all_or_nothing():
+    with all_or_nothing():
         weights = load_params(checkpoint, arch, plan.dtype, plan.device, ops)
         weights = copied(weights, ops) if options.prefill_copy else weights
         return CudaTarget(plan, arch, weights, ops, suppress, _captures(options, ops))
@@ -96,14 +96,14 @@ def random_target(arch: Arch, options: CudaOptions, seed: int = 0) -> CudaTarget
     """A model of this architecture with random weights (speed tests)."""
     plan = make_plan(arch, options, "bfloat16")
     ops = make_ops(arch, plan)
-    with _all_or_nothing():
+    with all_or_nothing():
         weights = random_params(arch, plan.dtype, plan.device, ops, seed, plan.correlation)
         weights = copied(weights, ops) if options.prefill_copy else weights
         return CudaTarget(plan, arch, weights, ops, graphs=_captures(options, ops))
 
 
 @contextmanager
-def _all_or_nothing() -> Iterator[None]:
+def all_or_nothing() -> Iterator[None]:
     """What a load leaves behind is the target alone. Raises UserError where it has no room: another
     process may have taken what was free when it was checked."""
     try:
@@ -245,8 +245,9 @@ def _widths(arch: Arch) -> set[int]:
     return {w for layer in arch.layers for w in (layer.ffw, layer.heads * layer.head_dim)}
 
 
-def make_ops(arch: Arch, plan: Plan) -> Ops:
-    """The kernels on a GPU; plain torch on a CPU, and for float32 anywhere."""
+def make_ops(arch: Arch, plan: Plan, kernels: Callable[..., Ops] | None = None) -> Ops:
+    """The kernels on the current GPU; plain torch on a CPU, and for float32 anywhere. kernels: of a
+    card that has a part of each layer."""
     if plan.device == "cpu":
         # rows are computed one by one: threads would wait for each other far longer than they work
         torch.set_num_threads(1)
@@ -260,7 +261,8 @@ def make_ops(arch: Arch, plan: Plan) -> Ops:
 
     kv = KV_DTYPES[plan.kv_dtype]
     more = rounding_variants(arch.hidden) if plan.dtype == "fp8" else set()
-    ops = Kernels(arch, plan.positions, kv, _kinds(arch, plan), more)
+    common = plan.positions, kv, _kinds(arch, plan), more
+    ops = Kernels(arch, *common) if kernels is None else kernels(*common)
     compiled()  # now, not within the first request
     return ops
 

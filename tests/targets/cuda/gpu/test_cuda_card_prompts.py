@@ -13,6 +13,7 @@ from targets import mini
 from targets.arch import Arch, released
 from targets.cuda.cache import read
 from targets.cuda.load import CudaOptions, load_target, random_target
+from targets.cuda.ops import Rows
 from targets.cuda.target import CudaTarget
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +25,13 @@ LENGTHS = (65, 128, 129, 256, 300, 384, 385, 513, 767, 1000, 1024)
 def text(length: int) -> list[int]:
     draw = torch.Generator().manual_seed(length)
     return torch.randint(5, 4000, (length,), generator=draw).tolist()
+
+
+def logits_of(target: CudaTarget, rows: Rows, size: int) -> torch.Tensor:
+    """Behind a prompt that is read in calls of `size` tokens."""
+    *_, out = target._in_calls(rows, size)
+    assert out is not None and out.logits is not None
+    return out.logits
 
 
 def stored(target: CudaTarget, slot: int, stop: int) -> list[torch.Tensor]:
@@ -45,13 +53,12 @@ def test_one_call_has_the_bits_of_calls_of_128(kind, name):
         ids = text(length)
         with torch.inference_mode():
             rows = target._rows([ids], [0], [1])
-            calls = target._in_calls(rows, 128).logits
-            assert calls is not None
+            calls = logits_of(target, rows, 128)
             calls, parts = calls.clone(), stored(target, 1, length)
-            whole = target._in_calls(rows, target.plan.first).logits
+            whole = logits_of(target, rows, target.plan.first)
         # a last call of up to 64 tokens takes FP8 inputs as they are
         if length % 128 == 0 or length % 128 > 64 or dtype != "fp8":
-            assert whole is not None and torch.equal(whole, calls), length
+            assert torch.equal(whole, calls), length
             now = stored(target, 1, length)
             assert all(torch.equal(a, b) for a, b in zip(now, parts, strict=True)), length
 
