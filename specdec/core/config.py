@@ -41,7 +41,8 @@ class ModelConfig:
     slots: int = 4
     "Sequences that decode at the same time."
     tp: int = 1
-    "Devices to split the model over."
+    """Devices that share the model. With cuda two, four or eight GPUs with peer access, for dense
+    models: one answer comes sooner; for many users a server per card gives more tokens."""
     cache: Path | None = None
     "Where jax keeps compiled programs between runs; ~/.cache/specdec/xla by default."
 

@@ -18,7 +18,7 @@ import torch
 
 from specdec.core.constraint import constrained, fill_masks, forced_prefix_of, takes_known
 from specdec.core.cycle import cycle
-from specdec.core.protocols import Cycle, Proposer
+from specdec.core.protocols import Proposer
 from specdec.core.script import Script, scripted_choice
 from specdec.core.types import (
     NO_GUESS,
@@ -143,7 +143,7 @@ class Prepared(NamedTuple):
 
 def device_loop(
     target: CudaTarget, drafter: DeviceDrafter, k: int, script: Script | None = None
-) -> Cycle:
+) -> CapturedCycle:
     """A `Cycle` for the engine. script: the text that replaces the target's choices (speed
     tests)."""
     placed = None if script is None else PlacedScript(script, target.device)

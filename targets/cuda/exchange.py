@@ -22,6 +22,8 @@ ROWS_AT_ONCE = 128
 """Rows whose CTAs all run at once, on any Hopper GPU: these send their sums themselves."""
 INBOXES = 2
 """In turn: one for what attention adds, one for what the feed-forward does."""
+MOST_RANKS = 8
+"""Cards that a kernel's job has room for."""
 ALREADY_ENABLED = 704
 """The driver's answer where peer access is there already."""
 
@@ -39,18 +41,15 @@ def silent() -> Iterator[None]:
         _silent = before
 
 
-def _job_type(ranks: int) -> type[Structure]:
-    class Exchange(Structure):
-        """`Exchange` of kernels/exchange.cuh."""
+class Exchange(Structure):
+    """`Exchange` of kernels/exchange.cuh."""
 
-        _fields_ = (
-            ("own", c_void_p),
-            ("scale", c_void_p),
-            ("inbox", c_void_p * ranks),
-            *((name, c_int) for name in ("rank", "rows", "silent", "sent")),
-        )
-
-    return Exchange
+    _fields_ = (
+        ("own", c_void_p),
+        ("scale", c_void_p),
+        ("inbox", c_void_p * MOST_RANKS),
+        *((name, c_int) for name in ("rank", "rows", "silent", "sent")),
+    )
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,6 @@ class Inboxes:
     """[INBOXES][ranks]"""
     rows: int
     """Rows that an inbox holds."""
-    job_type: type[Structure]
 
     @property
     def ranks(self) -> int:
@@ -83,15 +81,14 @@ class PartialSum:
     def ranks(self) -> int:
         return self.inboxes.ranks
 
-    def job(self, sent: bool = False) -> Structure:
+    def job(self, sent: bool = False) -> Exchange:
         """sent: another kernel has sent it."""
         rows = len(self.own)
         assert rows <= self.inboxes.rows, (rows, self.inboxes.rows)
-        own = self.inboxes.addresses[self.turn]
-        return self.inboxes.job_type(
+        return Exchange(
             own=address(self.own),
             scale=address(self.scale),
-            inbox=(c_void_p * len(own))(*own),
+            inbox=(c_void_p * MOST_RANKS)(*self.inboxes.addresses[self.turn]),
             rank=self.inboxes.rank,
             rows=self.inboxes.rows,
             silent=int(_silent),
@@ -107,7 +104,6 @@ class ExchangeMemory:
         check_peers(devices)
         self._devices, self._rows = tuple(devices), rows
         self._bytes = INBOXES * len(devices) * rows * width * 4
-        self._job_type = _job_type(len(devices))
         contexts = [_context(device) for device in devices]
         for (a, _), (_, context) in permutations(list(zip(devices, contexts, strict=True)), 2):
             with torch.cuda.device(a):
@@ -129,7 +125,7 @@ class ExchangeMemory:
         places = tuple(
             tuple(start + turn * each for start in self._memory) for turn in range(INBOXES)
         )
-        return Inboxes(rank, places, self._rows, self._job_type)
+        return Inboxes(rank, places, self._rows)
 
     def close(self) -> None:
         for device, where in zip(self._devices, self._memory, strict=True):
@@ -145,6 +141,12 @@ def exchange_bytes(ranks: int, rows: int, width: int) -> int:
 
 def check_peers(devices: Seqs[int]) -> None:
     """Raises UserError where a card can't reach another one's memory."""
+    there = torch.cuda.device_count()
+    if len(devices) > there:
+        raise UserError(
+            f"--tp {len(devices)} needs {len(devices)} GPUs, this machine has {there}: choose a "
+            "smaller --tp, or show this process more of them (CUDA_VISIBLE_DEVICES)"
+        )
     for a, b in permutations(devices, 2):
         if not torch.cuda.can_device_access_peer(a, b):
             raise UserError(

@@ -50,6 +50,11 @@ def load_cards(
     return _on_cards(arch, options, plan, count, suppress, weights)
 
 
+def most_rows(options: CudaOptions) -> int:
+    """Rows of the largest call, whose sums the cards exchange."""
+    return max(TOGETHER, bucket_of(options.slots) * (options.k + 1))
+
+
 def _on_cards(
     arch: Arch,
     options: CudaOptions,
@@ -60,8 +65,7 @@ def _on_cards(
 ) -> CardsTarget:
     """weights: makes a rank's part on its device."""
     refuse_ranks(arch, count)
-    rows = max(TOGETHER, bucket_of(options.slots) * (options.k + 1))
-    memory, ranks = ExchangeMemory(range(count), rows, arch.hidden), []
+    memory, ranks = ExchangeMemory(range(count), most_rows(options), arch.hidden), []
     for number in range(count):
         rank, device = Rank(number, count, arch), f"cuda:{number}"
         own = replace(plan, device=device, short=SHORT)

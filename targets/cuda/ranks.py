@@ -26,7 +26,7 @@ from targets.cuda.int4 import Int4
 from targets.cuda.kernels import Kernels
 from targets.cuda.launch import Variant
 from targets.cuda.ops import Linear, Rows
-from targets.cuda.reader import Raw
+from targets.cuda.reader import Part, Plain
 from targets.cuda.tiles import EIGHTHS, INPUTS, k_groups
 from targets.cuda.variants import norm_variant
 
@@ -67,7 +67,7 @@ class Rank:
             ffw=layer.ffw // self.count,
         )
 
-    def cut(self, name: str, raw: Raw) -> Raw:
+    def cut(self, name: str, raw: Part) -> Part:
         """`reader.Cut`."""
         kind = name.rsplit(".", 1)[-1]
         if kind in COLUMNS:
@@ -175,15 +175,15 @@ def _gate_up_rows(layer: LayerSpec) -> int:
     return 2 * layer.ffw
 
 
-def _outer(raw: Raw) -> int:
+def _outer(raw: Plain | FourBits) -> int:
     return raw.codes.shape[-2] if isinstance(raw, FourBits) else raw[0].shape[-2]
 
 
-def _inner(raw: Raw) -> int:
+def _inner(raw: Plain | FourBits) -> int:
     return raw.codes.shape[-1] if isinstance(raw, FourBits) else raw[0].shape[-1]
 
 
-def _rows(raw: Raw, part: slice) -> Raw:
+def _rows(raw: Part, part: slice) -> Part:
     if isinstance(raw, Int4):
         zero = None if raw.zero is None else raw.zero[part]
         return replace(
@@ -192,13 +192,14 @@ def _rows(raw: Raw, part: slice) -> Raw:
     if isinstance(raw, FourBits):
         return replace(raw, codes=raw.codes[part], scale=raw.scale[part], row=raw.row[part])
     values, scale = raw
-    return values[part], None if scale is None else scale[part]
+    kept = None if scale is None else scale[part]
+    return values[part], kept  # pyright: ignore[reportReturnType]
 
 
-def _columns(raw: Raw, part: slice) -> Raw:
+def _columns(raw: Part, part: slice) -> Part:
     if not isinstance(raw, FourBits):
         values, scale = raw
-        return values[:, part].contiguous(), scale
+        return values[:, part].contiguous(), scale  # pyright: ignore[reportReturnType]
     shared = raw.codes.shape[-1] // raw.scale.shape[-1]
     grouped = slice(part.start // shared, part.stop // shared)
     changed = {

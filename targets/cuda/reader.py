@@ -13,6 +13,7 @@ Per-layer inputs (E2B, E4B) stay wide in any case: they are small, and the kerne
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,14 +30,20 @@ QUANTISED = ("fp8", "fp8-w8a8", "int4")
 """Dtypes of narrow weights."""
 DTYPES = ("float32", "bfloat16", *QUANTISED)
 
-Raw = tuple[Tensor, Tensor | None] | FourBits
+Plain = tuple[Tensor, Tensor | None]
+Raw = Plain | FourBits
 """A tensor as stored and its scale (None where it is wide), or its 4 bits, on the device."""
 Source = Callable[[str], Raw]
-Cut = Callable[[str, Raw], Raw]
-"""A card's part of a tensor of this name, in the form that its weight is packed from."""
+Part = TypeVar("Part", Plain, FourBits)
 
 
-def whole(name: str, raw: Raw) -> Raw:
+class Cut(Protocol):
+    def __call__(self, name: str, raw: Part, /) -> Part:
+        """A card's part of a tensor of this name, in the form that its weight is packed from."""
+        ...
+
+
+def whole(name: str, raw: Part) -> Part:
     """The `Cut` of a card that has all."""
     return raw
 

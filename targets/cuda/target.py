@@ -15,6 +15,7 @@ from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Sequence
 from targets.arch import Arch
 from targets.cuda import sampling
 from targets.cuda.cache import make_cache, remember, slack_of
+from targets.cuda.exchange import silent
 from targets.cuda.experts import are_sorted, kind_of, most_pairs
 from targets.cuda.graphs import (
     TOGETHER,
@@ -119,6 +120,7 @@ class CudaTarget:
         self._unbiased[list(suppress)] = -torch.inf
         self.bias = self._unbiased.repeat(plan.slots, 1)
         self._biased: set[int] = set()
+        self._loaded: set[tuple[int, int]] = set()
         self.sampling_params = blank_table(plan.slots, plan.device)
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._graphs = Graphs(self.step, self.short, self.pool) if graphs else None
@@ -221,14 +223,16 @@ class CudaTarget:
         ends = torch.tensor([n - 1 for n in lengths], device=self.device)
         only = ends + size * torch.arange(len(seqs), device=self.device)
         out = self._graphs.prefill_all(rows, only) if self._graphs else self.short(rows, only)
-        last = Rows(rows.tokens.gather(1, ends[:, None]), ends.int(), rows.slot)
-        return partial(self._read_all, seqs, out, last, size)
+        return partial(self._read_all, seqs, out, rows, ends)
 
     @torch.inference_mode()
-    def _read_all(self, seqs: Seqs[Sequence], out: Hidden, last: Rows, size: int) -> list[Step]:
-        """The steps of prompts that were padded to `size` tokens and end with the rows `last`."""
+    def _read_all(
+        self, seqs: Seqs[Sequence], out: Hidden, rows: Rows, ends: torch.Tensor
+    ) -> list[Step]:
+        """The steps of prompts that end with the tokens numbered `ends` of their rows."""
         assert out.logits is not None
-        lengths = [seq.prompt_len for seq in seqs]
+        lengths, size = [seq.prompt_len for seq in seqs], rows.tokens.shape[1]
+        last = Rows(rows.tokens.gather(1, ends[:, None]), ends.int(), rows.slot)
         chosen, details = self._first_choices(seqs, out.logits, last)
         features = None if out.features is None else out.features.unflatten(0, (-1, size)).clone()
         return [
@@ -279,10 +283,17 @@ class CudaTarget:
         self._capture_prefill(len(seqs), size)
 
     def prepare_verify(self, seqs: Seqs[Sequence], draft: Array) -> None:
-        """The same for `enqueued_verify`."""
-        if self._graphs and not constrained(seqs):
-            rows = idle_rows(len(seqs), draft.shape[1] + 1, self.device)
-            self._graphs.step_graph(rows, sampler_needed(seqs), logprobs_wanted(seqs))
+        """The same for `enqueued_verify`; what is not captured runs once for nothing, as the driver
+        loads kernels when they are first launched."""
+        shape = len(seqs), draft.shape[1] + 1
+        if constrained(seqs) or not self._graphs:
+            if shape not in self._loaded:
+                with silent():
+                    self.logits(idle_rows(*shape, self.device))
+                self._loaded.add(shape)
+            return
+        rows = idle_rows(*shape, self.device)
+        self._graphs.step_graph(rows, sampler_needed(seqs), logprobs_wanted(seqs))
 
     def _capture_prefill(self, batch: int, tokens: int) -> None:
         if self._graphs:

@@ -34,5 +34,7 @@ def norm_variant(kind: str, hidden: int, ranks: int = 1) -> Variant:
     """What feeds weights of this kind from a stream of this width. ranks: cards whose sums it
     adds."""
     kinds = ("FP8", int(kind != "bf16")), ("W8A8", int(kind == "w8a8"))
-    shared = (("RANKS", ranks),) if ranks > 1 else ()
-    return Variant("norm", (*kinds, ("QUADS_PER_THREAD", -(-hidden // (4 * ROW_THREADS))), *shared))
+    common = *kinds, ("QUADS_PER_THREAD", -(-hidden // (4 * ROW_THREADS)))
+    if ranks == 1:
+        return Variant("norm", common)
+    return Variant("norm_exchange", (*common, ("RANKS", ranks)))

@@ -9,7 +9,7 @@ so that a device that has a part of k needs no other's maximum.
 from __future__ import annotations
 
 from ctypes import Structure, c_int, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -148,6 +148,9 @@ class W8A8:
         m, k = rows.shape
         assert k % 8 == 0 and k <= WIDEST, k
         x = make_narrow_input(m, k, rows.device, self._k_groups)
+        # the kernel writes a scale for each of eight groups, also for those that aren't there
+        scale = torch.empty((tiles.EIGHTHS, m), device=rows.device)
+        x = replace(x, scale=scale[: self._k_groups])
         each = x.k_blocks * tiles.INPUTS // self._k_groups
         arguments = [pointer(t) for t in (rows, x.data, x.scale)]
         arguments += [c_int(size) for size in (k, each, x.k_blocks, x.block)]

@@ -11,17 +11,19 @@
 #define RANKS 2
 #endif
 
+constexpr int kMostRanks = 8;
+static_assert(RANKS >= 2 && RANKS <= kMostRanks, "Two to eight cards share each layer.");
 constexpr u32 kEmpty = 0xffffffffu;
 constexpr u64 kMostNanoseconds = 2000000000ull;  // that a card waits for another one's sums before it gives up
 constexpr int kPolls = 4096;                     // between two looks at the clock
 
 struct Exchange {
-  const float* own;     // [M, width]: this card's sums
-  const float* scale;   // [width], or null
-  u32* inbox[RANKS];    // of each card: [RANKS][rows][width]
-  int rank, rows;       // this card; rows that an inbox holds
-  int silent;           // nothing is sent or awaited: the other cards don't run this kernel
-  int sent;             // another kernel has sent this card's sums
+  const float* own;         // [M, width]: this card's sums
+  const float* scale;       // [width], or null
+  u32* inbox[kMostRanks];   // of each card: [RANKS][rows][width]
+  int rank, rows;           // this card; rows that an inbox holds
+  int silent;               // nothing is sent or awaited: the other cards don't run this kernel
+  int sent;                 // another kernel has sent this card's sums
 
   __device__ bool here() const { return true; }
   // Where values 4 i to 4 i + 3 of row m that `from` sends lie in the inbox of `to`.
