@@ -80,6 +80,8 @@ class Arch:
     max_position: int
     silu: bool = False
     """Gates are SiLU, as Llama's, not tanh GELU."""
+    pictures_both_ways: bool = False
+    """On sliding layers the rows of a picture see each other; else they are causal, as text is."""
     own_head: bool = False
     """Logits are made by a tensor `lm_head`, not by the embedding. Files decide: see
     `model_folder.read_arch`."""
@@ -153,6 +155,7 @@ def _parse(text: dict[str, Any]) -> Arch:
         per_layer_input=int(text.get("hidden_size_per_layer_input") or 0),
         per_layer_vocab=int(text.get("vocab_size_per_layer_input") or 0),
         max_position=int(text.get("max_position_embeddings", 131072)),
+        pictures_both_ways=text.get("use_bidirectional_attention") == "vision",
     )
 
 

@@ -11,12 +11,14 @@ from typing import Any
 from drafters import registry
 from drafters.kind import Draft, DrafterKind, DraftRequest, PlacedDrafter
 from specdec.core.config import Loop, ModelConfig, SpeculationConfig
+from specdec.core.errors import UserError
 from targets import hub, mini
 from targets.arch import Arch, released
 from targets.backend import Backend, LoadedTarget, TargetRequest, backend_of
 from targets.mini import checkpoint_path
 from targets.model_folder import read_arch
 from targets.tokenizer import Tokenizer, load_tokenizer
+from targets.vision.spec import VisionSpec, read_vision
 
 Status = Callable[[str], AbstractContextManager[Any]]
 """A context manager's factory: shows a text while the block runs."""
@@ -63,7 +65,8 @@ def load_model(
     backend.prepare(config)
     with status(f"loading {name}"):
         request = _request(speculation, draft, tokenizer.suppress_ids)
-        request = replace(request, features=request.features or features)
+        seen = _vision(path, config)
+        request = replace(request, features=request.features or features, vision=seen)
         config = _sized(backend, arch, path, config, request)
         target = backend.load(path, config, request)
         drafters = _placed(kind, draft, arch, backend, target, config)
@@ -109,6 +112,14 @@ def _sized(
     if config.max_len is not None:
         return config
     return replace(config, max_len=backend.context(arch, path, config, request))
+
+
+def _vision(path: Path, config: ModelConfig) -> VisionSpec | None:
+    """Raises UserError for pictures' options where none are taken."""
+    found = None if config.images == "off" else read_vision(path, config.image_tokens)
+    if found is None and config.image_tokens is not None:
+        raise UserError("--image-tokens is for models that take pictures: leave it out")
+    return found
 
 
 def _request(
