@@ -11,7 +11,7 @@ from serve.body import body_schema, errors_of, parse_bounded, read_body, read_re
 from serve.chat_schema import ChatRequest
 from serve.generation import Context
 from serve.overrides import MAX_LIST
-from serve.prompts import chat_ids, check_ids, check_size, check_sizes
+from serve.prompts import chat_prompt, check_ids, check_size, check_sizes
 from serve.replies import Json
 from serve.schema import parse
 from targets.tokenizer import bare_ids
@@ -67,7 +67,7 @@ def _tokenized(context: Context, body: bytes) -> tuple[list[int], list[str] | No
         chat = parse(ChatRequest, body)
         context.check_model(chat.model)
         check_sizes(chat, tokenizer, context.max_len)
-        return chat_ids(chat, tokenizer, context.max_len), None
+        return chat_prompt(chat, tokenizer, context.max_len, context.sight).ids, None
     wire = parse(TokenizeText, body)
     context.check_model(wire.model)
     check_size(len(wire.prompt.encode()), tokenizer, context.max_len, "prompt")
