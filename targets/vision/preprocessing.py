@@ -11,8 +11,10 @@ import hashlib
 import io
 import math
 import struct
+import threading
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +49,10 @@ PNG_HEAD = 8
 """Bytes before a PNG's first chunk."""
 GREY16_STEP = 257
 """65,535 / 255: what a level of 8 bits is in 16."""
+LARGE_PIXELS = 8_000_000
+"""Of larger pictures one is decoded at a time: Pillow takes 4 bytes for each pixel."""
+_ONE_LARGE = threading.Lock()
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # the limit is our own
 GREYS_OF_16_BITS = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 """Pillow's modes."""
 WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
@@ -101,18 +107,23 @@ def prepared(data: bytes, budget: int, patches: Patches) -> Picture:
     """The picture of a file, for a budget of soft tokens. Raises UserError for a file that can't be
     decoded, or is none of the four formats."""
     with _opened(data) as image:
-        levels = _upright_levels(image, _orientation(image, data))
-    return of_levels(levels, budget, patches)
+        large = image.width * image.height > LARGE_PIXELS
+        with _ONE_LARGE if large else nullcontext():
+            return _of_image(_upright(image, _orientation(image, data)), budget, patches)
 
 
 def of_levels(levels: np.ndarray, budget: int, patches: Patches) -> Picture:
     """The picture of RGB levels [height, width, 3] uint8."""
-    before = levels.shape[0], levels.shape[1]
-    size = target_size(*before, budget, patches)
-    if before != size:
-        height, width = size
-        image = Image.fromarray(levels).resize((width, height), Image.Resampling.BICUBIC)
-        levels = np.asarray(image)
+    return _of_image(Image.fromarray(levels), budget, patches)
+
+
+def _of_image(image: Image.Image, budget: int, patches: Patches) -> Picture:
+    """Of an upright picture in RGB."""
+    size = target_size(image.height, image.width, budget, patches)
+    height, width = size
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    levels = np.asarray(image)
     rows, columns = (length // patches.cell for length in size)
     head = struct.pack("<3q", DIGEST_FORM, *size)
     digest = hashlib.sha256(head + levels.tobytes()).digest()
@@ -187,9 +198,8 @@ def _png_exif(data: bytes) -> bytes:
     return b""
 
 
-def _upright_levels(image: Image.Image, orientation: int) -> np.ndarray:
-    """RGB levels [height, width, 3] uint8 of the first frame: turned as EXIF says, transparency on
-    white."""
+def _upright(image: Image.Image, orientation: int) -> Image.Image:
+    """The first frame in RGB: turned as EXIF says, transparency on white."""
     image.seek(0)
     image.load()
     see_through = image.info.get("transparency") is not None
@@ -201,7 +211,7 @@ def _upright_levels(image: Image.Image, orientation: int) -> np.ndarray:
         image.alpha_composite(opaque)
     if orientation in TURNS:
         image = image.transpose(TURNS[orientation])
-    return np.asarray(image.convert("RGB"))
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _grey_of_16_bits(image: Image.Image) -> Image.Image:
