@@ -30,7 +30,8 @@ EMBEDDER = "vision_embedder."
 PATCHES = "patch_embedder.input_proj.weight"
 TABLE = "patch_embedder.position_embedding_table"
 """[axis, position, D]; axis 0 is x."""
-STD_BIAS, STD_SCALE = "std_bias", "std_scale"
+STD_BIAS = "std_bias"
+STD_SCALE = "std_scale"
 
 
 def vision_tensors(spec: VisionSpec, hidden: int) -> dict[str, Shape]:

@@ -43,7 +43,8 @@ SLOTS = 3
 CHUNK = 32
 FEATURES = (0, 1, 4)
 TOKENS = 10
-ONE, OTHER = levels(61, 97), levels(40, 24, seed=1)
+ONE = levels(61, 97)
+OTHER = levels(40, 24, seed=1)
 TURNED = np.ascontiguousarray(ONE.reshape(97, 61, 3))
 """The same bytes, of another shape."""
 

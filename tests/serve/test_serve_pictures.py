@@ -27,7 +27,8 @@ from tests.support.pictures import file_of, levels
 from tests.support.serving import served
 from tools import seeing_mini
 
-ONE, OTHER = file_of(levels(60, 97)), file_of(levels(40, 24, seed=1), "WEBP", lossless=True)
+ONE = file_of(levels(60, 97))
+OTHER = file_of(levels(40, 24, seed=1), "WEBP", lossless=True)
 URL = f"data:image/png;base64,{base64.b64encode(ONE).decode()}"
 ELSE = f"data:image/webp;base64,{base64.b64encode(OTHER).decode()}"
 ASK = "What is it?"
