@@ -1,6 +1,6 @@
 """A question about a picture, with speculation and without: the same answer.
 
-    python examples/pictures.py google/gemma-4-E4B-it cat.jpg
+python examples/pictures.py google/gemma-4-E4B-it cat.jpg
 """
 
 import sys

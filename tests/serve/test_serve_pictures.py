@@ -11,20 +11,16 @@ import httpx
 import numpy as np
 import pytest
 
-from drafters.ngram.host import NgramDrafter
 from serve import picture_urls
 from serve.errors import ApiError
 from serve.pictures import MOST_PICTURES, PictureRoom
 from serve.prompts import Sight, chat_prompt
-from specdec.core.cycle import host_cycle
-from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from targets.tokenizer import load_tokenizer
 from targets.vision.spec import read_vision
 from tests.support.chats import chat_of_body
-from tests.support.fakes import FakeTarget
 from tests.support.pictures import file_of, levels
-from tests.support.serving import served
+from tests.support.seeing import serving_pictures
 from tools import seeing_mini
 
 ONE = file_of(levels(60, 97))
@@ -34,15 +30,6 @@ ELSE = f"data:image/webp;base64,{base64.b64encode(OTHER).decode()}"
 ASK = "What is it?"
 
 
-class SeeingTarget(FakeTarget):
-    """A target whose tokens depend on the pictures' digests, and on no seed."""
-
-    def _choose(self, seq, length):
-        seen = sum(int.from_bytes(p.picture.digest[:4], "little") for p in seq.pictures)
-        said = int((self.fed[seq.slot, :length] * np.arange(1, length + 1)).sum())
-        return 100 + (said + seen) % 900
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return seeing_mini.write(tmp_path_factory.mktemp("served") / "seeing")
@@ -50,11 +37,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    tokenizer, vision = load_tokenizer(folder), read_vision(folder)
-    target = SeeingTarget(slots=2, vocab=tokenizer.model_vocab_size, max_len=1024)
-    drafter = NgramDrafter()
-    engine = Engine(target, drafter, host_cycle(target, drafter, 4))
-    with served(engine, "seeing", tokenizer=tokenizer, vision=vision) as running:
+    with serving_pictures(folder) as running:
         yield running
 
 

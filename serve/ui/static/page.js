@@ -51,7 +51,10 @@ function wish(prompt) {
   if (value("schema")) {
     ask.response_format = { type: "json_schema", json_schema: { name: "answer", schema: parsed(value("schema")) } };
   }
-  if ($("mode").value === "completion") return ["completions", { ...ask, prompt }];
+  if ($("mode").value === "completion") {
+    if (pictures.parts.length) throw new Refused(0, "pictures need the mode chat");
+    return ["completions", { ...ask, prompt }];
+  }
   return ["chat/completions", { ...ask, messages: [...history, { role: "user", content: content(prompt) }] }];
 }
 
