@@ -17,8 +17,8 @@ SMALL_BYTES = 64 << 10
 SMALL_THREADS = 4
 LARGE_THREADS = 1
 """Large requests are prepared one by one: each takes memory, and time of a core."""
-PICTURE_THREADS = 2
-"""Pictures are decoded beside the others: a large one takes a second."""
+PICTURE_THREADS = 4
+"""Pictures are fetched and decoded beside the others: a large one takes a second."""
 LARGE_WAITING = 8
 """Large bodies in memory at once, the one in work included."""
 RETRY_SECONDS = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -39,7 +40,10 @@ def token_routes(context: Context, max_body: int) -> APIRouter:
     @router.post("/tokenize", openapi_extra=body_schema(TokenizeText))
     async def tokenize(request: Request) -> Json:
         body = await read_body(request, max_body)
-        ids, strings = await context.lanes.prepare(len(body), _tokenized, context, body)
+        lanes, sight = context.lanes, context.sight
+        fetches = sight is not None and sight.fetch is not None
+        prepare = lanes.prepare_pictures if fetches else partial(lanes.prepare, len(body))
+        ids, strings = await prepare(_tokenized, context, body)
         return {
             "count": len(ids),
             "max_model_len": context.max_len,

@@ -7,7 +7,7 @@ of transformers 5.23, `models/gemma4`.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,9 @@ class Arch:
     max_position: int
     silu: bool = False
     """Gates are SiLU, as Llama's, not tanh GELU."""
-    pictures_both_ways: bool = False
-    """On sliding layers the rows of a picture see each other; else they are causal, as text is."""
+    pictures_both_ways: bool = field(default=False, repr=False)
+    """On sliding layers the rows of a picture see each other; else they are causal, as text is. Not
+    in identities: no bit of a text depends on it."""
     own_head: bool = False
     """Logits are made by a tensor `lm_head`, not by the embedding. Files decide: see
     `model_folder.read_arch`."""

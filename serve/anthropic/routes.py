@@ -38,8 +38,10 @@ def anthropic_routes(context: Context, max_body: int) -> APIRouter:
     @router.post("/count_tokens", openapi_extra=body_schema(PromptRequest))
     async def count_tokens(request: Request) -> Json:
         wire = await read_request(request, PromptRequest, context, max_body)
-        size = request.state.size
-        return {"input_tokens": await context.lanes.prepare(size, _count, context, wire)}
+        lanes, sight = context.lanes, context.sight
+        fetches = sight is not None and sight.fetch is not None
+        prepare = lanes.prepare_pictures if fetches else partial(lanes.prepare, request.state.size)
+        return {"input_tokens": await prepare(_count, context, wire)}
 
     return router
 

@@ -16,7 +16,7 @@ from specdec.audit.identity import identity_of
 from specdec.audit.making import Identity
 from specdec.cli import topics
 from specdec.cli.access import AccessConfig
-from specdec.cli.console import console, say_compiled, say_prefix_cache
+from specdec.cli.console import console, say_compiled, say_pictures, say_prefix_cache
 from specdec.cli.failure import say_failure
 from specdec.cli.hosts import HostsConfig, joined
 from specdec.cli.logs import LogLevel, logged
@@ -172,6 +172,7 @@ def _loaded(
     say_compiled(loaded.backend)
     _say_memory(loaded)
     say_prefix_cache(loaded, start.prefix)
+    say_pictures(loaded)
     if lines is not None:
         lead_budget(engine, lines.send)
     return loaded, engine

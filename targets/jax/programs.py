@@ -10,7 +10,7 @@ Everything is indexed by slot. Two ways to run the rows, the same body:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,7 +49,7 @@ class Plan:
     """Tokens per prefill call; chunks are cut at its absolute multiples."""
     features: tuple[int, ...]
     mapped: bool
-    pictures: int = 0
+    pictures: int = field(default=0, repr=False)
     """Soft tokens of the largest picture, which one prefill call reads whole; 0: none are read."""
 
     @property

@@ -157,7 +157,8 @@ class JaxTarget(OneByOne):
     def identity(self) -> str:
         """What fixes the bits that it computes, beside its weights."""
         mesh = None if self.mesh is None else dict(self.mesh.shape)
-        return f"{self.plan} {np.dtype(self.dtype)} {np.dtype(self.kv_dtype)} {mesh}"
+        sees = f" pictures {self.plan.pictures}" if self.plan.pictures else ""  # longer rings
+        return f"{self.plan} {np.dtype(self.dtype)} {np.dtype(self.kv_dtype)} {mesh}{sees}"
 
     def _restricted(self, logits: Array, masks: np.ndarray, rows: np.ndarray) -> Array:
         """logits [slots, width, V] under the masks [B, k + 1, words] of these slots."""

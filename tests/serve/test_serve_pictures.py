@@ -4,6 +4,7 @@ in one line where they can't be read."""
 from __future__ import annotations
 
 import base64
+import json
 from typing import Any
 
 import anthropic
@@ -11,14 +12,18 @@ import httpx
 import numpy as np
 import pytest
 
-from serve import picture_urls
+from serve import lockstep, picture_urls
+from serve.api import create_app
 from serve.errors import ApiError
 from serve.pictures import MOST_PICTURES, PictureRoom
 from serve.prompts import Sight, chat_prompt
 from specdec.core.errors import UserError
+from specdec.core.types import Sequence
+from specdec.llm_pictures import chat_prompt as door_prompt
 from targets.tokenizer import load_tokenizer
 from targets.vision.spec import read_vision
 from tests.support.chats import chat_of_body
+from tests.support.constrained import mini_tokenizer
 from tests.support.pictures import file_of, levels
 from tests.support.seeing import serving_pictures
 from tools import seeing_mini
@@ -408,6 +413,55 @@ def test_hosts_are_names():
     for host in ("https://example.org", "example.org/path", "", ".", "a b", "*.example.org"):
         with pytest.raises(UserError, match="--image-hosts"):
             picture_urls.fetcher([host])
+
+
+def test_other_processes_get_the_pictures_too(folder, sight):
+    """Of a model that is split over several: each encodes them itself."""
+    part = {"type": "image_url", "image_url": URL}
+    prompt = prompt_of(folder, sight, asked(part, part))
+    pictures = sight.room.decoded(prompt, sight.vision)
+    seq = Sequence(prompt.tokens, pictures=pictures)
+    again = lockstep._unpacked(json.loads(json.dumps(lockstep._packed(seq))), lambda _: None)
+    assert again.tokens == seq.tokens and len(again.pictures) == 2
+    for one, other in zip(seq.pictures, again.pictures, strict=True):
+        assert (one.start, one.picture.digest) == (other.start, other.picture.digest)
+        assert (one.picture.levels == other.picture.levels).all()
+        assert (one.picture.positions == other.picture.positions).all()
+
+
+def test_hosts_are_for_models_that_see(mini_server):
+    with pytest.raises(UserError, match="--image-hosts is for models that take pictures"):
+        create_app(mini_server.runner, mini_tokenizer(), "mini", image_hosts=["example.org"])
+
+
+def test_the_python_door_reads_paths_and_bytes(folder, sight, tmp_path):
+    tokenizer, vision = load_tokenizer(folder), sight.vision
+    file = tmp_path / "picture.png"
+    file.write_bytes(ONE)
+    found = [
+        door_prompt(
+            [{"role": "user", "content": [{"image": image}, {"text": ASK}]}], tokenizer, vision
+        )
+        for image in (ONE, str(file), file)
+    ]
+    over_http = prompt_of(folder, sight, asked({"type": "image_url", "image_url": URL}))
+    assert {tuple(prompt.ids) for prompt in found} == {tuple(over_http.ids)}
+    plain = door_prompt([{"role": "user", "content": ASK}], tokenizer, vision)
+    assert not plain.files and plain.ids == tokenizer.encode_chat(asked())
+    refusals = [
+        (
+            [{"role": "user", "content": [{"image": tmp_path / "none.png"}]}],
+            vision,
+            "can't be read",
+        ),
+        ([{"role": "user", "content": [{"image": 7}]}], vision, "path or its bytes"),
+        ([{"role": "user", "content": [{"image": b"7"}]}], vision, "PNG, JPEG"),
+        ([{"role": "system", "content": [{"image": ONE}]}], vision, "users and tools"),
+        ([{"role": "user", "content": [{"image": ONE}]}], None, "takes no pictures"),
+    ]
+    for messages, own, words in refusals:
+        with pytest.raises(UserError, match=words):
+            door_prompt(messages, tokenizer, own)
 
 
 def test_hostile_bodies_are_never_a_servers_fault(server):
