@@ -123,7 +123,7 @@ def test_no_drafter_changes_a_token(folder, mode):
         "model": (ModelDrafter(load_target(folder, blind)), 2),
     }
     if mode == "everything":
-        drafters = {name: drafters[name] for name in ("suffix", "right", "eagle3")}
+        drafters = {name: drafters[name] for name in ("suffix", "right")}
     for name, (drafter, k) in drafters.items():
         found, engine = decode(target, drafter, host_cycle(target, drafter, k), mode)
         assert found == plain, name
