@@ -9,6 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from drafters.assistant.cuda import drafter as assistants
+from drafters.assistant.cuda.model import AssistantModel
+from drafters.eagle3.cuda import drafter as eagles
+from drafters.eagle3.cuda.head import HeadModel
 from drafters.eagle3.jax.drafter import EagleDraftHead
 from drafters.eagle3.jax.snapshots import EagleSnapshots
 from drafters.eagle3.spec import HeadSpec, random_head
@@ -26,6 +30,7 @@ from specdec.core.prefix_cache.cache import PrefixCache
 from specdec.core.prefix_cache.pool import Budget, SnapshotPool
 from specdec.core.types import NO_GUESS, Reuse, Sequence
 from targets.backend import snapshots_of
+from targets.cuda.host_drafter import HostHead as CudaHead
 from targets.jax.device_drafter import TextDrafter
 from targets.jax.device_loop import device_loop
 from targets.jax.host_drafter import HostHead
@@ -33,6 +38,7 @@ from targets.jax.load import JaxOptions, load_target
 from targets.model_folder import read_arch
 from targets.vision.rows import SoftTokens
 from targets.vision.spec import read_vision
+from tests.support.assistants import assistant_for
 from tests.support.fakes import Noise, Oracle
 from tests.support.modes import MODES
 from tests.support.pictures import levels, prompt_of, words, write_seeing
@@ -99,12 +105,14 @@ def plain_of(path, backend, mode):
     return found
 
 
-def eagle_of(target):
-    arch = target.arch
+def spec_of(arch):
     sizes = {"ffw": 32, "heads": 4, "kv_heads": 2, "head_dim": 16}
     vocab = {"vocab": arch.vocab, "draft_vocab": arch.vocab // 2}
-    spec = HeadSpec(hidden=arch.hidden, layers=FEATURES, max_position=512, **sizes, **vocab)
-    return EagleDraftHead(random_head(spec), target, 4)
+    return HeadSpec(hidden=arch.hidden, layers=FEATURES, max_position=512, **sizes, **vocab)
+
+
+def eagle_of(target):
+    return EagleDraftHead(random_head(spec_of(target.arch)), target, 4)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "everything"])
@@ -143,6 +151,29 @@ def test_the_cuda_target_keeps_its_tokens_too(folder):
     target, plain = target_of(folder, "cuda"), plain_of(folder, "cuda", "greedy")
     for drafter, k in ((NgramDrafter(1, 3), 5), (Oracle(plain, 0, target.vocab), 8)):
         assert decode(target, drafter, host_cycle(target, drafter, k))[0] == plain
+
+
+def cuda_with(path, features):
+    from targets.cuda.load import CudaOptions, load_target as load_cuda
+
+    sizes = {"slots": SLOTS, "max_len": 512, "chunk": CHUNK, "short": 8, "device": "cpu"}
+    return load_cuda(path, CudaOptions(**sizes, features=features, vision=read_vision(path)))
+
+
+def test_heads_beside_the_cuda_target_change_no_token(folder):
+    """Assistants read the target's keys and values, of pictures too; EAGLE-3 its states."""
+    last = len(read_arch(folder).layers) - 1
+    for features in ((last,), FEATURES):
+        target = cuda_with(folder, features)
+        if features == (last,):
+            assistant = assistant_for(folder, "31b")
+            head = assistants.AssistantDraftHead(AssistantModel(assistant, target, 1))
+        else:
+            head = eagles.EagleDraftHead(HeadModel(random_head(spec_of(target.arch)), target), 4)
+        drafter = CudaHead(head)
+        plain = decode(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))[0]
+        found, engine = decode(target, drafter, host_cycle(target, drafter, 4))
+        assert found == plain and engine.acceptance.drafted > 0
 
 
 def cache_of(target, head=None):
