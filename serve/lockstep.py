@@ -118,7 +118,7 @@ def _packed_picture(placed: PlacedPicture) -> dict[str, Any]:
 def _unpacked_picture(packed: dict[str, Any]) -> PlacedPicture:
     levels = np.frombuffer(base64.b64decode(packed["levels"]), np.uint8)
     positions = np.frombuffer(base64.b64decode(packed["positions"]), np.int32).reshape(-1, 2)
-    levels = levels.reshape(len(positions), -1)
+    levels, positions = levels.reshape(len(positions), -1).copy(), positions.copy()
     digest = bytes.fromhex(packed["digest"])
     return PlacedPicture(packed["start"], Picture(levels, positions, packed["tokens"], digest))
 

@@ -139,7 +139,8 @@ def _by_cell(levels: np.ndarray, rows: int, columns: int, patches: Patches) -> n
     """[height, width, 3] -> [patches, side * side * 3]."""
     side, pool = patches.side, patches.pool
     parts = levels.reshape(rows, pool, side, columns, pool, side, 3)
-    return np.ascontiguousarray(parts.transpose(0, 3, 1, 4, 2, 5, 6)).reshape(-1, side * side * 3)
+    # a copy in any case: what is Pillow's own is read-only, which torch warns of
+    return np.array(parts.transpose(0, 3, 1, 4, 2, 5, 6), order="C").reshape(-1, side * side * 3)
 
 
 def _positions(rows: int, columns: int, pool: int) -> np.ndarray:

@@ -63,6 +63,14 @@ def test_patches_of_a_cell_are_neighbours():
     assert (order == np.arange(picture.tokens)).all()
 
 
+@pytest.mark.parametrize("shape", [(72, 12), (12, 72), (840, 12), (36, 36), (3000, 20)])
+@pytest.mark.parametrize("patches", [SMALL, Patches(12, 1)])
+def test_encoders_get_arrays_of_their_own(shape, patches):
+    picture = of_levels(levels(*shape), BUDGET, patches)
+    assert picture.levels.flags.writeable and picture.levels.flags.c_contiguous
+    assert len(picture.levels) == len(picture.positions) == picture.tokens * patches.pool**2
+
+
 def test_the_digest_is_of_pixels_and_shape():
     one = of_levels(PIXELS, BUDGET, SMALL)
     assert of_levels(PIXELS.copy(), BUDGET, SMALL).digest == one.digest
