@@ -204,7 +204,7 @@ def meter_of(target: LoadedTarget) -> Meter:
 
 def snapshots_of(target: LoadedTarget) -> TargetSnapshots:
     """Copies of this target's slots for the prefix cache."""
-    return import_module(f"targets.{target.backend}.snapshots").SlotSnapshots(target)
+    return import_module(f"targets.{target.backend}.snapshots").snapshots_of(target)
 
 
 def _class_of(name: str) -> type[Backend]:

@@ -44,7 +44,7 @@ class Model:
     config: ModelConfig
     """What was loaded, with the context that was chosen."""
     notes: tuple[str, ...] = ()
-    """Sentences about the drafter, printed at start."""
+    """Sentences about the drafter and what else is not as expected, printed at start."""
 
 
 def load_model(
@@ -70,7 +70,8 @@ def load_model(
         config = _sized(backend, arch, path, config, request)
         target = backend.load(path, config, request)
         drafters = _placed(kind, draft, arch, backend, target, config)
-    return Model(name, target, tokenizer, backend, drafters, loops, config, draft.notes)
+    notes = (*draft.notes, *_blind(path, config))
+    return Model(name, target, tokenizer, backend, drafters, loops, config, notes)
 
 
 def random_model(
@@ -102,6 +103,12 @@ def _asked(
     backend, kind = backend_of(config, speculation.loop), registry.find(speculation.drafter)
     loops = backend.loops(config)
     kind.refuse(speculation.loop or loops[0], config.backend)
+    weighted = kind.weighted_name(speculation)
+    if config.backend == "cuda" and config.tp > 1 and weighted is not None:
+        raise UserError(
+            f"the drafter {weighted} runs beside a model on one card: with --tp use --drafter auto "
+            "--auto-with none, suffix, ngram or none"
+        )
     return backend, kind, loops
 
 
@@ -115,11 +122,26 @@ def _sized(
 
 
 def _vision(path: Path, config: ModelConfig) -> VisionSpec | None:
-    """Raises UserError for pictures' options where none are taken."""
-    found = None if config.images == "off" else read_vision(path, config.image_tokens)
+    """None where no pictures are taken, with cuda on several cards too. Raises UserError for
+    pictures' options there."""
+    cards = _on_cards(config)
+    blind = cards or config.images == "off"
+    found = None if blind else read_vision(path, config.image_tokens)
     if found is None and config.image_tokens is not None:
-        raise UserError("--image-tokens is for models that take pictures: leave it out")
+        where = " on one GPU" if cards else ""
+        raise UserError(f"--image-tokens is for models that take pictures{where}: leave it out")
     return found
+
+
+def _blind(path: Path, config: ModelConfig) -> tuple[str, ...]:
+    """What is to be said where several GPUs take no pictures though the checkpoint could."""
+    if not _on_cards(config) or config.images == "off" or read_vision(path) is None:
+        return ()
+    return ("pictures are taken on one GPU alone, not yet on several (--tp)",)
+
+
+def _on_cards(config: ModelConfig) -> bool:
+    return config.backend == "cuda" and config.tp > 1
 
 
 def _request(
