@@ -19,9 +19,9 @@ from pydantic import (
     model_validator,
 )
 
+from serve.content import Text
 from serve.errors import ApiError
 from serve.fields import ANY, check_names
-from serve.messages import Text
 from serve.options import Options
 from serve.overrides import Ids, SamplingOverrides
 from specdec.core.types import MAX_DRAFT

@@ -210,7 +210,8 @@ def _shape(options: CudaOptions, plan: Plan) -> TargetShape:
     from targets.cuda.footprint import TargetShape
 
     sizes = plan.slots, plan.max_len, options.k + 1, plan.chunk
-    return TargetShape(*sizes, plan.dtype, plan.kv_dtype, options.prefill_copy, plan.own)
+    more = options.prefill_copy, plan.own, options.vision
+    return TargetShape(*sizes, plan.dtype, plan.kv_dtype, *more)
 
 
 def _options(config: ModelConfig, request: TargetRequest) -> CudaOptions:
@@ -227,4 +228,5 @@ def _options(config: ModelConfig, request: TargetRequest) -> CudaOptions:
         device=config.device or "cuda",
         prefill_copy=config.prefill_copy,
         routing_overlap=request.routing_overlap,
+        vision=request.vision,
     )

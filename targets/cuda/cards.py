@@ -36,6 +36,9 @@ class CardsTarget:
     sampling parameters, is written on each."""
 
     backend, max_draft = "cuda", MAX_DRAFT
+    vision = None
+    """A card's part of the layers is not what long prompts are multiplied with, and pictures are
+    read so: they are taken on one card alone."""
 
     def __init__(self, arch: Arch, ranks: Seqs[CudaTarget], memory: ExchangeMemory) -> None:
         self.arch, self.ranks, self._memory = arch, tuple(ranks), memory

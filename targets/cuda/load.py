@@ -20,13 +20,17 @@ from targets.cuda.graphs import MOST_ROWS, TOKENS, bucket_of
 from targets.cuda.ops import Ops
 from targets.cuda.out_of_memory import catching_oom, use_pages
 from targets.cuda.params import copied, load_params, random_params
+from targets.cuda.prefill_kernels import FLASH_HEAD_DIM
 from targets.cuda.reader import DTYPES, QUANTISED, own_dtypes, quantised
 from targets.cuda.reference import Reference
 from targets.cuda.target import KV_DTYPES, CudaTarget, Plan
+from targets.cuda.tower import PictureEncoder, load_vision, vision_dtype
 from targets.cuda.w8a8 import WIDEST as WIDEST_INPUT
 from targets.model_folder import read_arch
 from targets.routing import correlation_for
 from targets.tensors import all_tensors
+from targets.vision.files import VisionFiles
+from targets.vision.spec import VisionSpec
 
 SHORTEST = 16
 """Least context: shorter ones can't even be checked."""
@@ -77,6 +81,8 @@ class CudaOptions:
     """Keep linear layers in plain order as well, as long prompts are multiplied."""
     routing_overlap: float | None = None
     """For random weights; as in `TargetRequest`."""
+    vision: VisionSpec | None = None
+    """The checkpoint's image side; None: it is not read."""
 
 
 def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()) -> CudaTarget:
@@ -85,11 +91,17 @@ def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()
     arch = read_arch(path)
     checkpoint = Checkpoint(path, arch)
     plan = plan_of(checkpoint, arch, options)
+    spec, encoder = options.vision, None
+    files = None if spec is None else VisionFiles(path, spec, arch.hidden)
     ops = make_ops(arch, plan)
     with all_or_nothing():
         weights = load_params(checkpoint, arch, plan.dtype, plan.device, ops)
         weights = copied(weights, ops) if options.prefill_copy else weights
-        return CudaTarget(plan, arch, weights, ops, suppress, _captures(options, ops))
+        if spec is not None and files is not None:
+            seen = load_vision(files, spec, vision_dtype(plan.dtype), plan.device)
+            encoder = PictureEncoder(spec, seen, arch.eps)
+        graphs = _captures(options, ops)
+        return CudaTarget(plan, arch, weights, ops, suppress, graphs, encoder)
 
 
 def random_target(arch: Arch, options: CudaOptions, seed: int = 0) -> CudaTarget:
@@ -198,6 +210,23 @@ def _refuse_for_kernels(arch: Arch, options: CudaOptions, dtype: str, kv_dtype: 
         raise UserError(
             f"the kernels take hidden sizes up to {WIDEST} and heads that fill up to 64, 128, 256 "
             f"or 512, not {arch.hidden} with heads of {sorted(dims)}: run it with --device cpu"
+        )
+    if options.vision is not None:
+        _refuse_pictures(arch, options, options.vision)
+
+
+def _refuse_pictures(arch: Arch, options: CudaOptions, vision: VisionSpec) -> None:
+    """Raises UserError."""
+    sliding = [layer.head_dim for layer in arch.layers if layer.sliding]
+    if arch.pictures_both_ways and max(sliding, default=0) > FLASH_HEAD_DIM:
+        raise UserError(
+            f"with pictures the kernels take sliding layers' heads up to {FLASH_HEAD_DIM}, not "
+            f"{max(sliding)}: leave them off (--images off)"
+        )
+    if vision.budget > (options.chunk or CHUNKS["cuda"]):
+        raise UserError(
+            f"--image-tokens {vision.budget} is more than one prefill call reads "
+            f"({options.chunk or CHUNKS['cuda']}): choose fewer"
         )
 
 

@@ -33,7 +33,8 @@ class Meter:
         plan = self.target.plan
         sizes = plan.slots, plan.max_len, 1, plan.chunk
         arch, copied = self.target.arch, self.target.weights.copied
-        shape = TargetShape(*sizes, plan.dtype, plan.kv_dtype, copied, plan.own)
+        more = copied, plan.own, self.target.vision
+        shape = TargetShape(*sizes, plan.dtype, plan.kv_dtype, *more)
         counted = need(arch, shape)
         copies = copied_bytes(arch, shape)
         return {"weights": counted.weights, "copies": copies, "cache": counted.cache}

@@ -11,6 +11,7 @@ import torch
 
 from specdec.core.constraint import constrained, mask_rows
 from specdec.core.errors import UserError
+from specdec.core.pictures import PlacedPicture, within
 from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Sequence, Step
 from targets.arch import Arch
 from targets.cuda import sampling
@@ -34,6 +35,7 @@ from targets.cuda.prefill import PrefillChunk, prefill
 from targets.cuda.reference import Reference
 from targets.cuda.sampling import blank_table, each_part
 from targets.sampling_params import Rules, set_row
+from targets.vision.rows import Encoder, SoftTokens, rows_of
 
 KV_DTYPES = {
     "float32": torch.float32,
@@ -106,12 +108,16 @@ class CudaTarget:
         ops: Ops,
         suppress: tuple[int, ...] = (),
         graphs: bool = False,
+        encoder: Encoder | None = None,
     ) -> None:
-        """graphs: replay captured CUDA graphs instead of launching kernel by kernel."""
+        """graphs: replay captured CUDA graphs instead of launching kernel by kernel. encoder: of
+        pictures; None: it takes none."""
         self.plan, self.arch, self.weights, self.ops = plan, arch, weights, ops
         self.slots, self.max_len, self.prefill_chunk = plan.slots, plan.max_len, plan.chunk
         self.vocab, self.dtype, self.kv_dtype = arch.vocab, plan.dtype, plan.kv_dtype
         self.suppress, self.device = suppress, torch.device(plan.device)
+        self.soft_tokens = None if encoder is None else SoftTokens(encoder)
+        self.vision = None if encoder is None else encoder.spec
         kv = KV_DTYPES[plan.kv_dtype]
         sizes = plan.slots, plan.max_len, plan.slack
         self.cache = make_cache(arch, *sizes, kv, plan.device, plan.first_rows)
@@ -155,9 +161,18 @@ class CudaTarget:
         if start == 0:
             self.seat(seq)
         with catching_oom(f"a chunk of {stop - start} tokens"):
+            placed, soft = within(start, stop, seq.pictures), []
+            for part in rows_of(self.soft_tokens, placed, seq.reuse):
+                if part is None:
+                    yield None
+                else:
+                    soft.append(part)
+            pictures = list(zip(placed, soft, strict=True))
             rows = self._rows([seq.tokens[start:stop]], [start], [seq.slot])
             remember(self.cache.tokens, rows.tokens, rows.start, rows.slot)
-            for out in self._chunk(rows, start, seq.slot, stop == seq.prompt_len):
+            ends = stop == seq.prompt_len
+            made = self._pictures(rows, start, seq.slot, ends, pictures)
+            for out in made if pictures else self._chunk(rows, start, seq.slot, ends):
                 yield out and partial(self._read, seq, stop, rows, out)
 
     def _read(self, seq: Sequence, stop: int, rows: Rows, out: Hidden) -> Step:
@@ -254,6 +269,22 @@ class CudaTarget:
         else:
             common = self.weights, self.arch, self.cache, PrefillChunk(rows.tokens[0], start, slot)
             yield from prefill(*common, self.ops, plan.features, ends)
+
+    def _pictures(
+        self,
+        rows: Rows,
+        start: int,
+        slot: int,
+        ends: bool,
+        pictures: list[tuple[PlacedPicture, torch.Tensor]],
+    ) -> Iterator[Hidden | None]:
+        """A chunk with pictures: always on the library, whatever its length."""
+        spans = tuple((placed.start - start, placed.stop - start) for placed, _ in pictures)
+        seen = spans if self.arch.pictures_both_ways else ()
+        chunk = PrefillChunk(rows.tokens[0], start, slot, spans=seen)
+        soft = tuple((first, own) for (first, _), (_, own) in zip(spans, pictures, strict=True))
+        common = self.weights, self.arch, self.cache, chunk, self.ops
+        return prefill(*common, self.plan.features, ends, soft)
 
     def _in_calls(self, rows: Rows, size: int) -> Iterator[Hidden | None]:
         """A chunk in parts. size: tokens of a call."""
