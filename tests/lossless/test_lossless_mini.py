@@ -11,6 +11,7 @@ from targets.jax.load import load_target
 from targets.jax.programs import Feed
 from tests.support.lossless import (
     check_assistant,
+    check_block,
     check_device,
     check_device_model,
     check_eagle3,
@@ -60,3 +61,4 @@ def test_whole_matrix(tiny, variant, slots, mode):
     check_device_model(path, mode, slots, ks=[0, 1, 2, 4, 7])
     check_eagle3(path, mode, slots, ks=[1, 2, 4, 7])
     check_assistant(path, mode, slots, ks=[1, 2, 4, 7])
+    check_block(path, mode, slots, ks=[1, 4, 7])

@@ -55,6 +55,8 @@ class WarmBench(parts.Bench):
         case["max_len"] = context or LENGTH.get(model, SHORT)
         if backend == "cuda":
             case |= {"device": device, "short": chunk // 4}
+        if drafter == "dflash":
+            case["features"] = [0, 1, 2]
         if drafter == "eagle3":
             case["features"] = list(parts.embedded_layers(model) or (0, 1, 2))
         if drafter == "assistant":
@@ -65,6 +67,8 @@ class WarmBench(parts.Bench):
         if drafter == "model":
             small = "mini-e" if model == "mini" else model
             self.run["draft"] = own | {"model": small}
+        if drafter == "dflash":
+            self.run["block"] = "zlab"
         if drafter == "eagle3" and model == "mini":
             self.run["head"] = {"trained": True, "max_position": case["max_len"]}
         elif drafter == "eagle3":

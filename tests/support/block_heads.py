@@ -20,7 +20,7 @@ from drafters.dflash.spec import (
     Selector,
     tensors,
 )
-from targets.arch import Rope
+from targets.arch import Arch, Rope
 
 WINDOW = 12
 WORDS = 200
@@ -222,6 +222,11 @@ def grown(spec: BlockSpec, hidden: int, vocab: int, taps: tuple[int, ...]) -> Bl
         draft_vocab=vocab if whole else spec.draft_vocab,
         embedding_scale=scale,
     )
+
+
+def block_for(arch: Arch, taps: tuple[int, ...], form: str) -> BlockHead:
+    """A random one for any target."""
+    return random_block(grown(SPECS[form], arch.hidden, arch.vocab, taps))
 
 
 def grown_config(form: str, hidden: int, vocab: int, taps: tuple[int, ...]) -> dict[str, Any]:
