@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from drafters.dflash.cuda import body as torch_body, choosing as torch_choosing
+from drafters.dflash.cuda.placing import arch_of, place
 from drafters.dflash.jax import body, choosing
 from drafters.dflash.spec import BlockHead, BlockLayer, BlockSpec
 from targets.arch import Rope
+from targets.cuda.reference import Reference
 from tests.support.block_heads import CAUSAL, FORMS, FULL, SPECS, random_block
 from tests.support.block_oracle import BlockOracle
 
@@ -99,10 +101,10 @@ def by_jax(head: BlockHead):
 
 def by_torch(head: BlockHead):
     spec, (_, table, matrix, anchors) = head.spec, inputs()
-    device = torch.device("cpu")
-    placed = torch_body.place(spec, head.weights, torch.float32, device)
+    device, ops = torch.device("cpu"), Reference(arch_of(spec))
+    placed = place(spec, head.weights, ops, "float32", device)
     table = placed.weights.get("embed_tokens", torch.tensor(table))
-    matrix = placed.weights.get("lm_head", torch.tensor(matrix))
+    matrix = torch.tensor(head.weights.get("lm_head", matrix))
 
     def inject(caches, features, places):
         where = torch.arange(2), torch.tensor(places)

@@ -21,6 +21,7 @@ from specdec.core.types import NO_GUESS, Sequence
 from targets.cuda.footprint import TargetShape
 from targets.cuda.host_drafter import HostHead
 from targets.cuda.noise import gumbel
+from targets.cuda.ops import Linear
 from targets.sampling_params import split_seed
 from tests.support.block_heads import FORMS, SPECS, grown, grown_config, random_block, save
 from tests.support.block_oracle import BlockOracle
@@ -144,7 +145,11 @@ def test_what_a_head_needs_is_known_before_it_is_there(tiny):
     path = tiny["31b"]
     target = cuda_target_of(path, dtype="fp8", max_len=64)
     head = BlockDraftHead(BlockModel(random_block(SPECS["dflash"]), target))
-    parts = [*head.inputs.model.placed.weights.values()]
+    placed = head.inputs.model.placed
+    assert placed.kind == "fp8"
+    linears = [part for layer in placed.layers for part in vars(layer).values()]
+    parts = [part.data for part in (*linears, placed.lm_head) if isinstance(part, Linear)]
+    parts += [*placed.weights.values()]
     parts += [part for cache in head.inputs.caches for part in cache]
     held = sum(part.numel() * part.element_size() for part in parts)
     shape = TargetShape(2, 64, K + 1, 0, "fp8", "fp8")

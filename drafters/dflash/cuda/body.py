@@ -1,5 +1,6 @@
-"""A block drafter's forward in plain torch, on any device: no shape depends on what was accepted,
-and nothing waits for the host, so a cycle captures it. The mathematics, and the JAX twin:
+"""A block drafter's forward: linear layers and norms in the words of `targets.cuda.ops` (our
+kernels on a Hopper GPU, plain torch elsewhere), attention in torch. No shape depends on what was
+accepted, and nothing waits for the host, so a cycle captures it. The mathematics, and the JAX twin:
 `../jax/body.py`.
 
 Shape legend: B rows, T tokens, U slots of a block, H hidden, F features, K kv heads, G query heads
@@ -8,24 +9,18 @@ per kv head, D head_dim, S cache entries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.dflash.cuda.convolution import convolved
-from drafters.dflash.spec import BlockLayer, BlockSpec, Body
-from targets.cuda.formulas import MASKED, inverse_frequencies, rms, rotate
-from targets.cuda.upload import as_tensor, upload
-
-NORMS = 1
-"""Dimensions of weights that stay float32."""
-
-Weights = dict[str, Tensor]
-"""By the names of `drafters.dflash.spec.tensors`."""
+from drafters.dflash.cuda.convolution import convolved, unchanged
+from drafters.dflash.cuda.placing import Layer, Placed
+from drafters.dflash.spec import BlockLayer
+from targets.cuda.formulas import MASKED, rms
+from targets.cuda.ops import Opening, X
 
 
 class LayerCache(NamedTuple):
@@ -41,26 +36,20 @@ class LayerCache(NamedTuple):
         return self.k.shape[2] - 1
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A head's weights on a device, in `dtype`; vectors in float32."""
+class Turning(NamedTuple):
+    """Cosines and sines [B, T, 1, D / 2] of rotary positions."""
 
-    spec: BlockSpec
-    weights: Weights
-    inverse: Tensor
-    """[D / 2]: radians per position."""
-    dtype: torch.dtype
+    cos: Tensor
+    sin: Tensor
 
 
-def place(
-    spec: BlockSpec, weights: dict[str, np.ndarray], dtype: torch.dtype, device: torch.device
-) -> Placed:
-    def one(values: np.ndarray) -> Tensor:
-        wide = torch.float32 if values.ndim == NORMS else dtype
-        return upload(as_tensor(np.ascontiguousarray(values)), str(device)).to(wide)
+class Attended(NamedTuple):
+    """What a layer's slots attend to: the cache's entries held, and the block itself; mask
+    [B, U, S + U] says which of them each sees."""
 
-    inverse = inverse_frequencies(spec.body.rope, spec.body.head_dim, device)
-    return Placed(spec, {name: one(values) for name, values in weights.items()}, inverse, dtype)
+    turn: Turning
+    held: LayerCache
+    mask: Tensor
 
 
 def entries(layer: BlockLayer, longest: int) -> int:
@@ -89,13 +78,12 @@ def inject(
 ) -> None:
     """Write the entries of features [B, T, F] at positions [B, T] of slots [B] (-1: idle). A
     negative position is not kept: what a verify rejected never enters."""
-    w, body = placed.weights, placed.spec.body
-    fused = rms(F.linear(features.to(placed.dtype), w["fc"]), w["hidden_norm"], body.eps)
-    fused = fused.to(placed.dtype)
-    angles = _angles(placed, positions)
+    raw = F.linear(features.to(placed.dtype), placed.weights["fc"]).float().flatten(0, 1)
+    x = placed.ops.norm(raw, Opening(placed.weights["hidden_norm"], placed.kind))
+    turn = turning(placed, positions)
     newest = positions.amax(1, keepdim=True)
-    for number, cache in enumerate(caches):
-        k, v = _keys_values(layer_of(w, number), body, fused, angles)
+    for layer, cache in zip(placed.layers, caches, strict=True):
+        k, v = _keys_values(placed, layer, x, turn)
         lasting = (positions >= 0) & (positions > newest - cache.size)
         where = torch.where(lasting, positions % cache.size, cache.size)
         at = slot.long()[:, None], slice(None), where
@@ -111,20 +99,18 @@ def block(
 ) -> Tensor:
     """The slots' states before the final norm [B, U, H] float32, of embedded [B, U, H] float32: a
     text's newest token, at position start [B], then mask tokens."""
-    spec, x = placed.spec, embedded
+    spec, x = placed.spec, embedded.flatten(0, 1)
     positions = start[:, None].long() + torch.arange(spec.slots, device=start.device)
-    angles = _angles(placed, positions)
-    for number, (layer, cache) in enumerate(zip(spec.body.layers, caches, strict=True)):
-        own = layer_of(placed.weights, number)
-        seen = visible(layer, positions, start, cache.size)
-        step = _gemma_layer if spec.body.gemma else _qwen3_layer
+    turn, step = turning(placed, positions), _gemma_layer if spec.body.gemma else _qwen3_layer
+    for kind, layer, cache in zip(spec.body.layers, placed.layers, caches, strict=True):
+        seen = visible(kind, positions, start, cache.size)
         held = LayerCache(*(part[slot.long(), :, :-1] for part in cache))
-        x = step(own, placed, x, angles, held, seen)
-    return x
+        x = step(placed, layer, x, Attended(turn, held, seen))
+    return x.view(embedded.shape)
 
 
 def normed(placed: Placed, x: Tensor) -> Tensor:
-    """The slots' states after the final norm."""
+    """States [..., H] after the final norm."""
     return rms(x, placed.weights["norm"], placed.spec.body.eps)
 
 
@@ -144,70 +130,77 @@ def visible(layer: BlockLayer, positions: Tensor, start: Tensor, size: int) -> T
     return torch.cat([seen, block_seen], -1)
 
 
-def layer_of(weights: Weights, number: int) -> Weights:
-    """One layer's weights by their last names."""
-    prefix = f"layers.{number}."
-    return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+def turning(placed: Placed, positions: Tensor) -> Turning:
+    """For positions [B, T]."""
+    angles = positions[..., None, None] * placed.inverse
+    return Turning(angles.cos(), angles.sin())
 
 
-def _angles(placed: Placed, positions: Tensor) -> Tensor:
-    """[B, T, 1, D / 2]."""
-    return positions[..., None, None] * placed.inverse
+def _rotate(x: Tensor, turn: Turning) -> Tensor:
+    """NeoX pairing (i, i + D / 2) of x [B, T, heads, D]."""
+    low, high = x.chunk(2, -1)
+    return torch.cat([low * turn.cos - high * turn.sin, high * turn.cos + low * turn.sin], -1)
 
 
-def _keys_values(w: Weights, body: Body, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """x [B, T, H] -> k, v [B, T, K, D] float32: of the features' context, or of a block."""
-    shape = (body.kv_heads, body.head_dim)
-    raw = F.linear(x, w["self_attn.k_proj"]).unflatten(-1, shape)
-    k = rotate(rms(raw, w["self_attn.k_norm"], body.eps), angles)
-    if body.gemma:
-        return k, rms(raw, None, body.eps)
-    return k, F.linear(x, w["self_attn.v_proj"]).unflatten(-1, shape).float()
+def _keys_values(placed: Placed, layer: Layer, x: X, turn: Turning) -> tuple[Tensor, Tensor]:
+    """x of B T rows -> k, v [B, T, K, D] float32: of the features' context, or of a block."""
+    body, (batch, tokens) = placed.spec.body, turn.cos.shape[:2]
+    made = placed.ops.linear(x, layer.kv).view(batch, tokens, -1, body.kv_heads, body.head_dim)
+    raw = made[:, :, 0]
+    k = _rotate(rms(raw, layer.vectors["self_attn.k_norm"], body.eps), turn)
+    return k, rms(raw, None, body.eps) if body.gemma else made[:, :, 1]
 
 
-def _attention(
-    w: Weights, placed: Placed, x: Tensor, angles: Tensor, held: LayerCache, seen: Tensor
-) -> Tensor:
-    """x [B, U, H], normed -> [B, U, H] float32: one softmax over the cache and the block."""
-    body, (batch, slots, _) = placed.spec.body, x.shape
-    q = F.linear(x, w["self_attn.q_proj"]).unflatten(-1, (body.heads, body.head_dim))
-    q = rotate(rms(q, w["self_attn.q_norm"], body.eps), angles) * body.scale
-    k, v = (part.to(placed.dtype).transpose(1, 2) for part in _keys_values(w, body, x, angles))
-    keys, values = torch.cat([held.k, k], 2), torch.cat([held.v, v], 2)
+def _attention(placed: Placed, layer: Layer, x: X, seen: Attended) -> Tensor:
+    """x of B U rows, normed -> [B U, H] float32: one softmax over the cache and the block."""
+    body, (batch, slots) = placed.spec.body, seen.turn.cos.shape[:2]
+    q = placed.ops.linear(x, layer.q).view(batch, slots, body.heads, body.head_dim)
+    q = _rotate(rms(q, layer.vectors["self_attn.q_norm"], body.eps), seen.turn) * body.scale
+    own = _keys_values(placed, layer, x, seen.turn)
+    k, v = (part.to(placed.dtype).transpose(1, 2) for part in own)
+    keys, values = torch.cat([seen.held.k, k], 2), torch.cat([seen.held.v, v], 2)
     grouped = q.to(placed.dtype).unflatten(2, (body.kv_heads, -1)).permute(0, 2, 3, 1, 4)
     scores = grouped.flatten(2, 3) @ keys.transpose(2, 3)  # [B, K, G U, S + U]
-    scores = scores.float().unflatten(2, (-1, slots)).masked_fill(~seen[:, None, None], MASKED)
+    scores = scores.float().unflatten(2, (-1, slots)).masked_fill(~seen.mask[:, None, None], MASKED)
     shares = scores.softmax(-1).to(placed.dtype).flatten(2, 3)
     mixed = (shares @ values).unflatten(2, (-1, slots)).permute(0, 3, 1, 2, 4)
-    return F.linear(mixed.reshape(batch, slots, -1), w["self_attn.o_proj"]).float()
+    rows = mixed.reshape(batch * slots, -1).float()
+    return placed.ops.linear(fed(placed, rows), layer.o)
 
 
-def _qwen3_layer(
-    w: Weights, placed: Placed, x: Tensor, angles: Tensor, held: LayerCache, seen: Tensor
-) -> Tensor:
-    group = placed.spec.body.conv_group
-    fed, after = convolved(w, "attention_conv", group, _norm(w, placed, "input_layernorm", x))
-    x = x + after(_attention(w, placed, fed, angles, held, seen))
-    fed, after = convolved(w, "mlp_conv", group, _norm(w, placed, "post_attention_layernorm", x))
-    gate = F.silu(F.linear(fed, w["mlp.gate_proj"]))
-    return x + after(_down(w, gate, fed))
+def fed(placed: Placed, rows: Tensor, norm: Tensor | None = None) -> X:
+    """Rows [M, n] float32 as the input of a linear layer, normed by a weight [n] or as they
+    are."""
+    return placed.ops.norm(rows.contiguous(), Opening(norm, placed.kind))
 
 
-def _gemma_layer(
-    w: Weights, placed: Placed, x: Tensor, angles: Tensor, held: LayerCache, seen: Tensor
-) -> Tensor:
-    eps = placed.spec.body.eps
-    mixed = _attention(w, placed, _norm(w, placed, "input_layernorm", x), angles, held, seen)
-    x = x + rms(mixed, w["post_attention_layernorm"], eps)
-    fed = _norm(w, placed, "pre_feedforward_layernorm", x)
-    gate = F.gelu(F.linear(fed, w["mlp.gate_proj"]), approximate="tanh")
-    return (x + rms(_down(w, gate, fed), w["post_feedforward_layernorm"], eps)) * w["layer_scalar"]
+def _mlp(placed: Placed, layer: Layer, x: X) -> Tensor:
+    gated = placed.ops.gated(x, layer.gate_up, placed.kind)
+    return placed.ops.linear(gated, layer.down)
 
 
-def _down(w: Weights, gate: Tensor, fed: Tensor) -> Tensor:
-    return F.linear(gate * F.linear(fed, w["mlp.up_proj"]), w["mlp.down_proj"]).float()
+def _qwen3_layer(placed: Placed, layer: Layer, h: Tensor, seen: Attended) -> Tensor:
+    x, after = _opened(placed, layer, "attention", "input_layernorm", h)
+    h = h + after(_attention(placed, layer, x, seen))
+    x, after = _opened(placed, layer, "mlp", "post_attention_layernorm", h)
+    return h + after(_mlp(placed, layer, x))
 
 
-def _norm(w: Weights, placed: Placed, name: str, x: Tensor) -> Tensor:
-    """For a linear layer, in its dtype."""
-    return rms(x, w[name], placed.spec.body.eps).to(placed.dtype)
+def _opened(
+    placed: Placed, layer: Layer, part: str, norm: str, h: Tensor
+) -> tuple[X, Callable[[Tensor], Tensor]]:
+    """A sub-layer's input, and what is done with its output."""
+    body, weight = placed.spec.body, layer.vectors[norm]
+    if not body.conv_group:
+        return fed(placed, h, weight), unchanged
+    rows = rms(h, weight, body.eps).view(-1, placed.spec.slots, body.hidden)
+    rows, after = convolved(layer.vectors, f"{part}_conv", body.conv_group, rows)
+    return fed(placed, rows.flatten(0, 1)), after
+
+
+def _gemma_layer(placed: Placed, layer: Layer, h: Tensor, seen: Attended) -> Tensor:
+    w, eps = layer.vectors, placed.spec.body.eps
+    mixed = _attention(placed, layer, fed(placed, h, w["input_layernorm"]), seen)
+    h = h + rms(mixed, w["post_attention_layernorm"], eps)
+    out = _mlp(placed, layer, fed(placed, h, w["pre_feedforward_layernorm"]))
+    return (h + rms(out, w["post_feedforward_layernorm"], eps)) * w["layer_scalar"]

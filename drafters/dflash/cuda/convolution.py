@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,14 +13,18 @@ from drafters.dflash.spec import SIDES, TAPS
 def convolved(
     w: dict[str, Tensor], conv: str, group: int, x: Tensor
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """A sub-layer's input x [B, U, H] as it is fed, and what is done with its output."""
-    if not group:
-        return x, _unchanged
-    coefficients = F.linear(x, w[f"{conv}.kernel_projection"])
+    """A sub-layer's input x [B, U, H] float32 as it is fed, and what is done with its output
+    [B U, H]."""
+    projection, shape = w[f"{conv}.kernel_projection"], x.shape
+    coefficients = F.linear(x.to(projection.dtype), projection).float()
     coefficients = coefficients.unflatten(-1, (SIDES, TAPS, -1)).repeat_interleave(group, -1)
     kernels = w[f"{conv}.base_kernel"] + coefficients
     before, after = kernels.unbind(-3)
-    return _convolve(before, x), partial(_convolve, after)
+
+    def finished(out: Tensor) -> Tensor:
+        return _convolve(after, out.view(shape)).flatten(0, 1)
+
+    return _convolve(before, x), finished
 
 
 def _convolve(kernels: Tensor, x: Tensor) -> Tensor:
@@ -30,5 +33,6 @@ def _convolve(kernels: Tensor, x: Tensor) -> Tensor:
     return x * kernels[:, :, 0] + earlier * kernels[:, :, 1]
 
 
-def _unchanged(x: Tensor) -> Tensor:
+def unchanged(x: Tensor) -> Tensor:
+    """What is done with an output where there is no convolution."""
     return x

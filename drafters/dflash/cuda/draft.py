@@ -15,7 +15,7 @@ from drafters.dflash.cuda.model import BlockModel
 from targets.cuda.ops import Rows
 from targets.sampling_params import Rules, SamplingTable
 
-PIECE = 1024
+PIECE = 128
 """Rows of a prompt that are written at once: what its sums take stays small."""
 
 

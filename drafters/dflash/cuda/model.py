@@ -1,8 +1,6 @@
-"""A block drafter beside the CUDA target: its weights, and what it shares with the target.
-
-The body is plain torch in bfloat16 (float32 for references); embeddings, a shared head and the
-choice of each guess are the target's own operations. Shape legend: as in `body.py`.
-"""
+"""A block drafter beside the CUDA target: its weights, and what it shares with the target:
+embeddings, a head where it brings none, and the choice of each guess. Shape legend: as in
+`body.py`."""
 
 from __future__ import annotations
 
@@ -11,13 +9,11 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.dflash.cuda import body
+from drafters.dflash.cuda.placing import KINDS, ops_of, place
 from drafters.dflash.spec import BlockHead, check_pair
 from specdec.core.errors import UserError
-from targets.cuda.formulas import soft_cap
 from targets.cuda.guessing import Guess, reference_guess, vocabulary_of
 from targets.cuda.kernels import Kernels
 from targets.cuda.ops import Linear, Opening, Rows
@@ -43,9 +39,10 @@ class BlockModel:
             if name in weights and self._equals(weights[name], table):
                 del weights[name]
         own = {"own_table": "embed_tokens" in weights, "own_head": "lm_head" in weights}
-        dtype = torch.float32 if target.dtype == "float32" else torch.bfloat16
         self.spec = replace(head.spec, **own)
-        self.placed = body.place(self.spec, weights, dtype, target.device)
+        kind = KINDS.get(target.dtype, "fp8")
+        ops = ops_of(self.spec, target.ops, self.longest, kind)
+        self.placed = place(self.spec, weights, ops, kind, target.device)
         self.known = None
         ids = head.target_ids
         if ids is None and self.spec.vocab < target.arch.vocab:  # the target's is padded
@@ -94,14 +91,11 @@ class BlockModel:
 
     def logits(self, x: Tensor) -> Tensor:
         """States before the final norm [B, K, H] float32 -> [B, K, D] float32."""
-        spec, flat = self.spec, x.flatten(0, 1).contiguous()
-        if spec.own_head:
-            hidden = body.normed(self.placed, flat).to(self.placed.dtype)
-            found = soft_cap(F.linear(hidden, self.placed.weights["lm_head"]).float(), spec.softcap)
-        else:
-            head, ops = self.target.weights.head, self.target.ops
-            fed = ops.norm(flat.clone(), Opening(self.placed.weights["norm"], head.kind))
-            found = ops.head(fed, head, spec.softcap)
+        spec, flat, norm = self.spec, x.flatten(0, 1).contiguous(), self.placed.weights["norm"]
+        ops, head = self.placed.ops, self.placed.lm_head
+        if head is None:
+            ops, head = self.target.ops, self.target.weights.head
+        found = ops.head(ops.norm(flat, Opening(norm, head.kind)), head, spec.softcap)
         return found[:, : spec.draft_vocab].view(*x.shape[:2], -1)
 
 
