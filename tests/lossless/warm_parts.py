@@ -16,6 +16,8 @@ from tests.lossless import campaign_parts as parts
 from tests.support.tiny import VARIANTS
 
 HEAD = {"ffw": 64, "heads": 4, "kv_heads": 2, "head_dim": 16}
+WINDOWED = {"window": 40}
+"""Rings, of one of the models' heads."""
 LENGTH = {"mini": 2048, "mini-e": 2048}
 """Contexts; SHORT for the tiny models."""
 SHORT = 1024
@@ -74,6 +76,7 @@ class WarmBench(parts.Bench):
         elif drafter == "eagle3":
             vocab = self.target.vocab // 2
             self.run["head"] = HEAD | {"draft_vocab": vocab, "max_position": case["max_len"]}
+            self.run["head"] |= WINDOWED if model == "12b" else {}
         if drafter == "assistant":
             self.run["assistant"] = {"clusters": None, "drafts": None, "ahead": 1}
         self._last: PlacedDrafter | None = None
