@@ -36,7 +36,8 @@ OrNone = Annotated[float, Field(ge=0)]
 @dataclass(frozen=True)
 class HeadShape:
     """A head's free dimensions; the others are the target's. layers: by output, () for the default.
-    fc_norm, norm_output: as in EAGLE-3.1 (`HeadSpec`)."""
+    window: the last tokens that it sees, 0 for all; served texts may be longer than rows. fc_norm,
+    norm_output: as in EAGLE-3.1 (`HeadSpec`)."""
 
     ffw: Count
     heads: Count
@@ -45,6 +46,7 @@ class HeadShape:
     draft_vocab: Count
     max_position: Count
     layers: tuple[int, ...] = ()
+    window: Annotated[int, Field(ge=0)] = 0
     fc_norm: bool = False
     norm_output: bool = False
     __pydantic_config__ = STRICT
@@ -139,6 +141,7 @@ def spec_for(arch: Arch, shape: HeadShape, stop_ids: Collection[int]) -> HeadSpe
         raise UserError(f"draft_vocab {shape.draft_vocab} has no room for {len(stop_ids)} stop ids")
     sizes: dict[str, Any] = asdict(shape)
     sizes["layers"] = shape.layers or default_layers(len(arch.layers))
+    sizes["window"] = shape.window or None
     spec = HeadSpec(hidden=arch.hidden, vocab=arch.vocab, **sizes)
     check_spec(spec)
     check_pair(spec, arch)
