@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from specdec.core.errors import UserError
@@ -22,6 +23,8 @@ from targets.arch import Arch, Rope, fits_vocabulary
 
 HEAD_DIM = 128
 """Values per attention head of z-lab's heads."""
+KV_HEADS = 8
+"""Of the same; they have about 1.5 times as many values in all heads as the target is wide."""
 NOISE = 1_000_003
 """Random values that repeat: a prime, so that no two rows of a weight are the same."""
 SIDES = 2
@@ -247,8 +250,8 @@ def check_pair(spec: BlockSpec, arch: Arch) -> None:
 
 def sized(arch: Arch) -> BlockSpec:
     """A head such as z-lab's for a target of this size, to measure with."""
-    heads = max(1, 3 * arch.hidden // (2 * HEAD_DIM))
-    kv_heads = max(n for n in range(1, 9) if heads % n == 0)
+    kv_heads = KV_HEADS
+    heads = kv_heads * max(1, round(3 * arch.hidden / (2 * HEAD_DIM * kv_heads)))
     window = BlockLayer(causal=True, window=2048)
     return BlockSpec(
         body=Body(
@@ -281,14 +284,15 @@ def spread_layers(count: int, wanted: int) -> tuple[int, ...]:
 
 
 def random_head(spec: BlockSpec, seed: int = 0) -> BlockHead:
-    """Norms of 1, linears with std 1 / sqrt(in) in float32, draft ids spread over the vocabulary;
+    """Norms of 1, linears with std 1 / sqrt(in) in bfloat16, draft ids spread over the vocabulary;
     to measure with: values repeat themselves, as gigabytes of noise would take minutes."""
     noise = np.random.default_rng(seed).standard_normal(NOISE, np.float32)
 
     def draw(shape: tuple[int, ...]) -> np.ndarray:
         if len(shape) == 1:
             return np.ones(shape, np.float32)
-        return np.resize(noise * np.float32(shape[-1] ** -0.5), shape)
+        scaled = (noise * np.float32(shape[-1] ** -0.5)).astype(ml_dtypes.bfloat16)
+        return np.resize(scaled, shape)
 
     weights = {name: draw(shape) for name, shape in tensors(spec).items()}
     whole = spec.draft_vocab == spec.vocab
