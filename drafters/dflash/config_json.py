@@ -84,6 +84,74 @@ def parse_config(config: Mapping[str, Any]) -> BlockSpec:
         ) from None
 
 
+def dspark_config(
+    spec: BlockSpec, stop_ids: tuple[int, ...], verifier: str, dtype: str
+) -> dict[str, Any]:
+    """The config.json of a causal head with a previous-token bias, in speculators' form."""
+    chooser, body = spec.chooser, spec.body
+    assert isinstance(chooser, PreviousToken) and all(layer.causal for layer in body.layers)
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": spec.drafts,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": ["DSparkDraftModel"],
+        "speculators_model_type": "dspark",
+        "speculators_version": "0.9.0",
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in spec.taps],
+        "block_size": spec.slots,
+        "draft_vocab_size": spec.draft_vocab,
+        "mask_token_id": spec.mask_id,
+        "sample_from_anchor": spec.first == 0,
+        "sliding_window_non_causal": False,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "markov_rank": chooser.rank,
+        "markov_head_type": MARKOV,
+        "enable_confidence_head": chooser.confidence,
+        "confidence_head_with_markov": chooser.confidence_reads_token,
+        "dtype": dtype,
+        "speculators_config": {
+            "algorithm": "dspark",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": verifier, "architectures": ["Gemma4ForCausalLM"]},
+        },
+        "transformer_layer_config": _inner_config(spec, stop_ids),
+    }
+
+
+def _inner_config(spec: BlockSpec, stop_ids: tuple[int, ...]) -> dict[str, Any]:
+    body = spec.body
+    windows = {layer.window for layer in body.layers}
+    assert len(windows) == 1 and None not in windows, "all layers slide alike"
+    return {
+        "model_type": "qwen3",
+        "hidden_size": body.hidden,
+        "intermediate_size": body.ffw,
+        "num_hidden_layers": len(body.layers),
+        "num_attention_heads": body.heads,
+        "num_key_value_heads": body.kv_heads,
+        "head_dim": body.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": body.eps,
+        "vocab_size": spec.vocab,
+        "max_position_embeddings": spec.max_position,
+        "layer_types": [SLIDING] * len(body.layers),
+        "sliding_window": windows.pop(),
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": body.rope.theta},
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 2,
+        "pad_token_id": 0,
+        "eos_token_id": list(stop_ids),
+    }
+
+
 def _reader(config: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], BlockSpec]:
     if "speculators_model_type" in config:
         return _speculators

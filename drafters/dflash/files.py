@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
-from drafters.dflash.config_json import parse_config
+from drafters.dflash.config_json import dspark_config, parse_config
 from drafters.dflash.spec import BlockHead, BlockSpec, check_pair, check_spec, tensors
-from drafters.draft_ids import from_offsets
+from drafters.draft_ids import from_offsets, offsets
+from drafters.export import write_folder
 from specdec.core.errors import UserError
 from targets.arch import Arch, read_config
 from targets.checkpoint import quantization_config
@@ -60,6 +62,19 @@ def load_head(path: Path, arch: Arch) -> BlockHead:
         )
     weights = _read(path, files, spec)
     return BlockHead(spec, weights, _target_ids(spec, files, path))
+
+
+def save_dspark(
+    head: BlockHead, out: Path, stop_ids: tuple[int, ...], verifier: str, dtype: str = "bfloat16"
+) -> None:
+    """A causal head with a previous-token bias, as speculators and vLLM read it. verifier: the
+    target's folder or hub name. Raises UserError on a full disk."""
+    kind = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}[dtype]
+    stored = {stored_name(name): np.asarray(w).astype(kind) for name, w in head.weights.items()}
+    if head.target_ids is not None:
+        stored[OFFSETS] = offsets(head.target_ids)
+        stored["t2d"] = np.isin(np.arange(head.spec.vocab), head.target_ids)
+    write_folder(out, dspark_config(head.spec, stop_ids, verifier, dtype), stored, "block drafter")
 
 
 def _read(path: Path, files: Mapping[str, Shard], spec: BlockSpec) -> dict[str, np.ndarray]:

@@ -7,6 +7,8 @@ heads, D head_dim, S cache entries, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +45,9 @@ class LayerCache(NamedTuple):
 
 
 Caches = tuple[LayerCache, ...]
+Exchange = Callable[[Array, Array, Array], Array]
+"""A layer's attention: q [B, U, N, D] (scaled, rotated) and the block's own k and v [B, U, K, D] ->
+what they mix with the context's [B, U, N * D]."""
 
 
 def place(weights: dict[str, np.ndarray], body: Body, dtype: Any, mesh: Mesh | None) -> Weights:
@@ -114,7 +119,7 @@ def inject(
 
     def write(number: int, cache: LayerCache) -> LayerCache:
         size = cache.k.shape[1]
-        k, v = _keys_values(layer_of(weights, number), body, fused, tables)
+        k, v = keys_values(layer_of(weights, number), body, fused, tables)
         lasting = (positions >= 0) & (positions > newest - size)  # no entry is written twice
         where = jnp.where(lasting, positions % size, size)
         at = rows[:, None], where
@@ -135,9 +140,13 @@ def block(
     for number, (layer, cache) in enumerate(zip(body.layers, caches, strict=True)):
         own = layer_of(weights, number)
         seen = visible(layer, positions, start, cache.k.shape[1])
-        layer_step = _gemma_layer if body.gemma else _qwen3_layer
-        x = layer_step(own, body, x, tables, cache, seen)
+        x = layer_step(own, body, x, tables, partial(_attend, cache, seen))
     return rms_norm(x, weights["norm"], body.eps)
+
+
+def layer_step(w: Weights, body: Body, x: Array, tables: Any, exchange: Exchange) -> Array:
+    """One layer on the slots' states x [B, U, H]."""
+    return (_gemma_layer if body.gemma else _qwen3_layer)(w, body, x, tables, exchange)
 
 
 def embed(spec: BlockSpec, table: Array, anchor: Array) -> Array:
@@ -181,7 +190,7 @@ def layer_of(weights: Weights, number: int) -> Weights:
     return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
 
 
-def _keys_values(w: Weights, body: Body, x: Array, tables: Any) -> tuple[Array, Array]:
+def keys_values(w: Weights, body: Body, x: Array, tables: Any) -> tuple[Array, Array]:
     """x [B, T, H] -> k, v [B, T, K, D]: of the features' context, or of a block's slots."""
     shape = (*x.shape[:-1], body.kv_heads, body.head_dim)
     raw = project(x, w["self_attn.k_proj"]).reshape(shape)
@@ -191,23 +200,26 @@ def _keys_values(w: Weights, body: Body, x: Array, tables: Any) -> tuple[Array, 
     return k, project(x, w["self_attn.v_proj"]).reshape(shape)
 
 
-def _attention(
-    w: Weights, body: Body, x: Array, tables: Any, cache: LayerCache, seen: Visible
-) -> Array:
-    """x [B, U, H], normed -> [B, U, H]: one softmax over the cache and the block."""
+def _attention(w: Weights, body: Body, x: Array, tables: Any, exchange: Exchange) -> Array:
+    """x [B, U, H], normed -> [B, U, H]."""
     shape = (*x.shape[:-1], body.heads, body.head_dim)
     q = rms_norm(project(x, w["self_attn.q_proj"]).reshape(shape), w["self_attn.q_norm"], body.eps)
     q = rotate(q, tables) * jnp.asarray(body.scale, q.dtype)
-    own_k, own_v = _keys_values(w, body, x, tables)
-    grouped = q.reshape(*q.shape[:2], body.kv_heads, -1, body.head_dim)
+    mixed = exchange(q, *keys_values(w, body, x, tables))
+    return project(mixed.astype(x.dtype), w["self_attn.o_proj"])
+
+
+def _attend(cache: LayerCache, seen: Visible, q: Array, own_k: Array, own_v: Array) -> Array:
+    """`Exchange` with a cache: one softmax over its entries and the block."""
+    grouped = q.reshape(*q.shape[:2], own_k.shape[2], -1, q.shape[-1])
     parts = [
         jnp.where(mask[:, None, None], _scores(grouped, k), MASKED)
         for k, mask in ((cache.k, seen.context), (own_k, seen.block))
     ]
-    shares = jax.nn.softmax(jnp.concatenate(parts, -1), -1).astype(x.dtype)
+    shares = jax.nn.softmax(jnp.concatenate(parts, -1), -1).astype(q.dtype)
     before = cache.k.shape[1]
     mixed = _mix(shares[..., :before], cache.v) + _mix(shares[..., before:], own_v)
-    return project(mixed.reshape(*x.shape[:2], -1).astype(x.dtype), w["self_attn.o_proj"])
+    return mixed.reshape(*q.shape[:2], -1)
 
 
 def _scores(q: Array, k: Array) -> Array:
@@ -222,22 +234,18 @@ def _mix(shares: Array, v: Array) -> Array:
     )
 
 
-def _qwen3_layer(
-    w: Weights, body: Body, x: Array, tables: Any, cache: LayerCache, seen: Visible
-) -> Array:
+def _qwen3_layer(w: Weights, body: Body, x: Array, tables: Any, exchange: Exchange) -> Array:
     normed = _norm(w, body, "input_layernorm", x)
     normed, after = convolved(w, "attention_conv", body.conv_group, normed)
-    x = x + after(_attention(w, body, normed, tables, cache, seen))
+    x = x + after(_attention(w, body, normed, tables, exchange))
     normed = _norm(w, body, "post_attention_layernorm", x)
     normed, after = convolved(w, "mlp_conv", body.conv_group, normed)
     gate = jax.nn.silu(project(normed, w["mlp.gate_proj"]))
     return x + after(project(gate * project(normed, w["mlp.up_proj"]), w["mlp.down_proj"]))
 
 
-def _gemma_layer(
-    w: Weights, body: Body, x: Array, tables: Any, cache: LayerCache, seen: Visible
-) -> Array:
-    mixed = _attention(w, body, _norm(w, body, "input_layernorm", x), tables, cache, seen)
+def _gemma_layer(w: Weights, body: Body, x: Array, tables: Any, exchange: Exchange) -> Array:
+    mixed = _attention(w, body, _norm(w, body, "input_layernorm", x), tables, exchange)
     x = x + _norm(w, body, "post_attention_layernorm", mixed)
     normed = _norm(w, body, "pre_feedforward_layernorm", x)
     gate = jax.nn.gelu(project(normed, w["mlp.gate_proj"]), approximate=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seqs
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -36,29 +35,35 @@ class PlacedBlock:
         assert target.plan.features == head.spec.taps, (target.plan.features, head.spec.taps)
         self.target, self.greedy = target, greedy
         self.longest = target.max_len
-        top, weights = target.params.top, dict(head.weights)
-        tables = {"embed_tokens": top["embed_tokens"], "lm_head": top[target.arch.head]}
-        for name, table in tables.items():
-            if name in weights and equals(weights[name], table):
-                del weights[name]
-        own = {"own_table": "embed_tokens" in weights, "own_head": "lm_head" in weights}
-        self.spec: BlockSpec = replace(head.spec, **own)
-        self.weights = place(weights, self.spec.body, target.dtype, target.mesh)
-        self._tables: dict[str, Any] = {
-            name: self.weights.pop(name, table) for name, table in tables.items()
-        }
         ids, whole = head.target_ids, replicated(target.mesh)
-        if ids is None and self.spec.vocab < target.arch.vocab:  # the target's is padded
-            ids = np.arange(self.spec.vocab)
+        if ids is None and head.spec.vocab < target.arch.vocab:  # the target's is padded
+            ids = np.arange(head.spec.vocab)
         self.target_ids = None if ids is None else put(ids.astype(np.int32), whole)
+        top = target.params.top
+        self._tables = {"embed_tokens": top["embed_tokens"], "lm_head": top[target.arch.head]}
+        own = {
+            name: name in head.weights and not equals(head.weights[name], table)
+            for name, table in self._tables.items()
+        }
+        self.spec: BlockSpec = replace(
+            head.spec, own_table=own["embed_tokens"], own_head=own["lm_head"]
+        )
+        self.read(head.weights)
+
+    def read(self, weights: dict[str, np.ndarray]) -> None:
+        """Take these weights, of the same spec."""
+        shared = {"embed_tokens": self.spec.own_table, "lm_head": self.spec.own_head}
+        kept = {name: value for name, value in weights.items() if shared.get(name, True)}
+        target = self.target
+        self.weights = place(kept, self.spec.body, target.dtype, target.mesh)
 
     def inputs(self) -> DraftInputs:
         target = self.target
         return DraftInputs(
             self.weights,
             self.target_ids,
-            self._tables["embed_tokens"],
-            self._tables["lm_head"],
+            self.weights.get("embed_tokens", self._tables["embed_tokens"]),
+            self.weights.get("lm_head", self._tables["lm_head"]),
             target.bias,
             sampling_of(target, self.greedy),
         )
