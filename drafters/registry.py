@@ -19,9 +19,12 @@ KINDS = {
     "model": "drafters.model.kind",
     "eagle3": "drafters.eagle3.kind",
     "assistant": "drafters.assistant.kind",
+    "dflash": "drafters.dflash.kind",
     "auto": "drafters.auto.kind",
 }
 """Each name's module, imported on first use. Its `KIND` is the `DrafterKind`."""
+ALIASES = {"dspark": "dflash", "dflash2": "dflash"}
+"""Further names of a drafter: what its files call themselves."""
 PLAIN = "none"
 """The drafter of plain decoding."""
 SHARED_KEYS = {
@@ -69,10 +72,12 @@ def own_fields() -> dict[str, Field[Any]]:
 def resolved(
     speculation: SpeculationConfig, model: ModelConfig, random: bool = False
 ) -> SpeculationConfig:
-    """Checked, with vLLM's JSON folded in, before anything is loaded. random: weights are made, the
-    drafter's too. Raises UserError."""
+    """Checked, with vLLM's JSON folded in and the drafter by its first name, before anything is
+    loaded. random: weights are made, the drafter's too. Raises UserError."""
     if speculation.speculative_config is not None:
         speculation = _from_vllm(speculation)
+    name = speculation.drafter
+    speculation = replace(speculation, drafter=ALIASES.get(name, name))
     return find(speculation.drafter).resolve(speculation, model.model, random)
 
 

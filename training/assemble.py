@@ -22,7 +22,7 @@ from training.feature_cache import CacheLayout, FeatureCache, joined, with_state
 from training.heads import head_of
 from training.packing import PackedRows, pack
 from training.real_acceptance import Live, prompts_of
-from training.recipe import AssistantShape, HeadShape, Recipe, any_spec_for
+from training.recipe import AssistantShape, BlockShape, HeadShape, Recipe, any_spec_for
 from training.teacher import TeacherOutput, load_teacher, read, teach
 from training.trainer import Trainer, contract_of, sign
 from training.vocabulary import count_generated, coverage
@@ -44,7 +44,7 @@ class Watcher(Protocol):
 class TrainingRequest:
     """What a run is made of. Written by the command."""
 
-    recipe: Recipe[HeadShape] | Recipe[AssistantShape]
+    recipe: Recipe[HeadShape] | Recipe[AssistantShape] | Recipe[BlockShape]
     data: list[Path]
     """Folders that `specdec distil` made."""
     run: Path

@@ -13,6 +13,10 @@ import numpy as np
 from drafters.assistant.jax import model as assistant
 from drafters.assistant.jax.drafter import AssistantDraftHead, PlacedAssistant
 from drafters.assistant.spec import Assistant, AssistantSpec, tensors as assistant_tensors
+from drafters.dflash.jax import body as dflash
+from drafters.dflash.jax.drafter import BlockDraftHead, PlacedBlock
+from drafters.dflash.jax.unroll import unroll as unroll_blocks
+from drafters.dflash.spec import BlockHead, BlockSpec, PreviousToken, tensors as block_tensors
 from drafters.eagle3.jax import head as eagle3
 from drafters.eagle3.jax.drafter import EagleDraftHead
 from drafters.eagle3.spec import Head, HeadSpec, tensors as eagle3_tensors
@@ -25,7 +29,7 @@ from targets.jax.target import JaxTarget
 from training.packing import PackedRows
 from training.teacher import PackedExchange, TeacherOutput
 
-AnySpec = HeadSpec | AssistantSpec
+AnySpec = HeadSpec | AssistantSpec | BlockSpec
 Weights = dict[str, Any]
 """Float32 arrays by the names of the kind's `tensors`."""
 AHEAD = 1
@@ -123,6 +127,8 @@ class TrainableHead(Protocol):
 
 
 def head_of(spec: AnySpec) -> TrainableHead:
+    if isinstance(spec, BlockSpec):
+        return BlockTrainee(spec)
     return AssistantHead(spec) if isinstance(spec, AssistantSpec) else EagleHead(spec)
 
 
@@ -174,6 +180,85 @@ class EagleHead:
             head.placed = {n: jnp.asarray(value, target.dtype) for n, value in weights.items()}
 
         return HostHead(head), draft_by
+
+
+class Fused(NamedTuple):
+    """What a block's layers make their keys and values of [B, T, H], before the first step."""
+
+    context: Any
+
+
+class Slots(NamedTuple):
+    """States [B, T, n, H] of each position's slots that are still to predict."""
+
+    hidden: Any
+
+
+@dataclass(frozen=True)
+class BlockTrainee:
+    """`TrainableHead` of a block drafter with a previous-token bias. The whole block is made in the
+    first step, which is fed the anchors; each step then scores the next slot, and the bias reads
+    the token that the step is fed."""
+
+    spec: BlockSpec
+    lenders: tuple[int, ...] = ()
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self.spec.taps
+
+    @property
+    def draft_vocab(self) -> int:
+        return self.spec.draft_vocab
+
+    @property
+    def table(self) -> tuple[int, int]:
+        return self.spec.vocab, self.spec.body.hidden
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return block_tensors(self.spec)
+
+    def start(self, origin: Origin, ids: np.ndarray) -> Weights:
+        """The last norm, and the rows of a head of its own, start as the target's; the bias as
+        none."""
+        weights: Weights = {"norm": origin.norm}
+        if self.spec.own_head:
+            weights["lm_head"] = origin.table[ids]
+        name = "markov_head.markov_w2"
+        return weights | {name: jnp.zeros(self.shapes[name], jnp.float32)}
+
+    def begin(self, weights: Weights, lesson: TeacherOutput) -> Any:
+        return Fused(dflash.context(weights, self.spec, lesson.features))
+
+    def step(
+        self, weights: Weights, before: Any, table: Any, tokens: Any, rows: PackedRows, lent: Any
+    ) -> tuple[Any, Any]:
+        spec = self.spec
+        assert isinstance(spec.chooser, PreviousToken)
+        if isinstance(before, Fused):
+            embedded = dflash.embed(spec, table, tokens.reshape(-1))
+            embedded = embedded.reshape(*tokens.shape, spec.slots, -1)
+            documents = jnp.asarray(rows.documents)
+            made = unroll_blocks(weights, spec, before.context, embedded, documents)
+            before = Slots(made[:, :, spec.first :])
+        hidden, known = before.hidden, jnp.clip(tokens, 0, spec.vocab - 1)
+        words = weights["lm_head"] if spec.own_head else table
+        bias = weights["markov_head.markov_w1"][known]
+        scored = dflash.logits(spec, words, hidden[:, :, 0])
+        scored += dflash.logits(spec, weights["markov_head.markov_w2"], bias)
+        return Slots(hidden[:, :, 1:]), scored
+
+    def drafter(
+        self, target: JaxTarget, ids: np.ndarray, k: int
+    ) -> tuple[HostHead[Any], Callable[[Weights], None]]:
+        own = ids if self.spec.draft_vocab < self.spec.vocab else None
+        placed = PlacedBlock(BlockHead(self.spec, _blank(self.shapes), own), target)
+
+        def draft_by(weights: Weights) -> None:
+            placed.read({name: np.asarray(value) for name, value in weights.items()})
+
+        return HostHead(BlockDraftHead(placed)), draft_by
 
 
 class LentExchange(NamedTuple):

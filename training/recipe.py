@@ -13,22 +13,35 @@ from optax.contrib import MuonDimensionNumbers, muon
 from pydantic import Field
 
 from drafters.assistant.spec import AssistantSpec, sized
+from drafters.dflash.spec import (
+    BlockLayer,
+    BlockSpec,
+    Body,
+    PreviousToken,
+    check_pair as check_block_pair,
+    check_spec as check_block,
+)
 from drafters.eagle3.spec import HeadSpec, check_pair, check_spec, default_layers
 from specdec.core.errors import UserError
 from specdec.core.toml import STRICT, read_recipe_as
-from targets.arch import Arch
+from targets.arch import Arch, Rope
 from training.optimizer import ADAM_LIKE_RMS
 
-Loss = Literal["kl", "lk"]
+Loss = Literal["kl", "lk", "tv"]
 RECIPES = Path(__file__).parent / "configs"
 """The recipes that come with specdec."""
 EXAMPLE = "configs/eagle3-mini.toml"
 ASSISTANT_EXAMPLE = "configs/assistant-mini-cpu.toml"
+BLOCK_EXAMPLE = "configs/dspark-mini-cpu.toml"
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Rate = Annotated[float, Field(gt=0)]
-HEADS = ("lm_head", "head")
-"""Names of the matrix with a row per word."""
+HEADS = ("lm_head", "head", "markov_head.markov_w1", "markov_head.markov_w2")
+"""Names of matrices with a row per word."""
+MASK_ID = 4
+"""Token that a block's other slots are fed: what all published heads for Gemma 4 are fed."""
+THETA = 1e6
+"""Of a block drafter's rotary positions."""
 OrNone = Annotated[float, Field(ge=0)]
 """A rate, or 0 for none."""
 
@@ -36,7 +49,8 @@ OrNone = Annotated[float, Field(ge=0)]
 @dataclass(frozen=True)
 class HeadShape:
     """A head's free dimensions; the others are the target's. layers: by output, () for the default.
-    fc_norm, norm_output: as in EAGLE-3.1 (`HeadSpec`)."""
+    window: the last tokens that it sees, 0 for all; served texts may be longer than rows. fc_norm,
+    norm_output: as in EAGLE-3.1 (`HeadSpec`)."""
 
     ffw: Count
     heads: Count
@@ -45,6 +59,7 @@ class HeadShape:
     draft_vocab: Count
     max_position: Count
     layers: tuple[int, ...] = ()
+    window: Annotated[int, Field(ge=0)] = 0
     fc_norm: bool = False
     norm_output: bool = False
     __pydantic_config__ = STRICT
@@ -62,7 +77,28 @@ class AssistantShape:
     __pydantic_config__ = STRICT
 
 
-Shape = TypeVar("Shape", HeadShape, AssistantShape)
+@dataclass(frozen=True)
+class BlockShape:
+    """What is free in a block drafter; the rest is the target's. slots: of a block, of which the
+    first holds the anchor; rank: of the previous-token bias. window: the last tokens that each
+    layer sees. Blocks are causal: a shorter draft is a beginning of a longer one. taps: by output,
+    () for as many as the EAGLE-3 default. draft_vocab: 0 for the target's whole vocabulary."""
+
+    ffw: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    layers: Count
+    slots: Annotated[int, Field(ge=2, le=16)]
+    rank: Count
+    window: Count
+    max_position: Count
+    draft_vocab: Annotated[int, Field(ge=0)] = 0
+    taps: tuple[int, ...] = ()
+    __pydantic_config__ = STRICT
+
+
+Shape = TypeVar("Shape", HeadShape, AssistantShape, BlockShape)
 
 
 @dataclass(frozen=True)
@@ -99,7 +135,8 @@ class Recipe(Generic[Shape]):
     head: Shape
     rates: Rates
     loss: Loss = "kl"
-    """What is made small: the divergence from the target, or its hybrid with lost acceptance."""
+    """What is made small: the divergence from the target, its hybrid with lost acceptance, or lost
+    acceptance with a tenth of the divergence, as block drafters are trained by others."""
     __pydantic_config__ = STRICT
 
 
@@ -125,6 +162,18 @@ def read_assistant_recipe(path: Path) -> Recipe[AssistantShape]:
     return _checked(read_recipe_as(Recipe[AssistantShape], path, ASSISTANT_EXAMPLE), path)
 
 
+def read_block_recipe(path: Path) -> Recipe[BlockShape]:
+    """As `read_recipe`, for a block drafter."""
+    path = find_recipe(path)
+    recipe = _checked(read_recipe_as(Recipe[BlockShape], path, BLOCK_EXAMPLE), path)
+    if recipe.unroll != recipe.head.slots - 1:
+        raise UserError(
+            f"{path}: unroll {recipe.unroll} must be slots - 1, which is {recipe.head.slots - 1}: "
+            "a block is trained whole"
+        )
+    return recipe
+
+
 def _checked(recipe: Recipe[Shape], path: Path) -> Recipe[Shape]:
     if recipe.length <= recipe.unroll + 1:
         raise UserError(
@@ -139,6 +188,7 @@ def spec_for(arch: Arch, shape: HeadShape, stop_ids: Collection[int]) -> HeadSpe
         raise UserError(f"draft_vocab {shape.draft_vocab} has no room for {len(stop_ids)} stop ids")
     sizes: dict[str, Any] = asdict(shape)
     sizes["layers"] = shape.layers or default_layers(len(arch.layers))
+    sizes["window"] = shape.window or None
     spec = HeadSpec(hidden=arch.hidden, vocab=arch.vocab, **sizes)
     check_spec(spec)
     check_pair(spec, arch)
@@ -157,12 +207,45 @@ def assistant_for(arch: Arch, shape: AssistantShape) -> AssistantSpec:
     return spec
 
 
+def block_for(arch: Arch, shape: BlockShape, stop_ids: Collection[int]) -> BlockSpec:
+    """The recipe's block drafter for this target. Raises UserError where it can't be."""
+    words = shape.draft_vocab or arch.vocab
+    if words < len(stop_ids):
+        raise UserError(f"draft_vocab {words} has no room for {len(stop_ids)} stop ids")
+    layer = BlockLayer(causal=True, window=shape.window)
+    spec = BlockSpec(
+        body=Body(
+            hidden=arch.hidden,
+            ffw=shape.ffw,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            rope=Rope(THETA, shape.head_dim // 2),
+            layers=(layer,) * shape.layers,
+        ),
+        taps=shape.taps or default_layers(len(arch.layers)),
+        slots=shape.slots,
+        first=1,
+        mask_id=MASK_ID,
+        vocab=arch.vocab,
+        draft_vocab=words,
+        max_position=shape.max_position,
+        chooser=PreviousToken(shape.rank),
+        own_head=words < arch.vocab,
+    )
+    check_block(spec)
+    check_block_pair(spec, arch)
+    return spec
+
+
 def any_spec_for(
-    arch: Arch, shape: HeadShape | AssistantShape, stop_ids: Collection[int]
-) -> HeadSpec | AssistantSpec:
-    """The spec of either kind. Raises UserError if there is none."""
+    arch: Arch, shape: HeadShape | AssistantShape | BlockShape, stop_ids: Collection[int]
+) -> HeadSpec | AssistantSpec | BlockSpec:
+    """The spec of any kind. Raises UserError if there is none."""
     if isinstance(shape, AssistantShape):
         return assistant_for(arch, shape)
+    if isinstance(shape, BlockShape):
+        return block_for(arch, shape, stop_ids)
     return spec_for(arch, shape, stop_ids)
 
 

@@ -1,4 +1,4 @@
-"""A run's newest checkpoint as a head, or as an assistant."""
+"""A run's newest checkpoint as a head, as a block drafter, or as an assistant."""
 
 from __future__ import annotations
 
@@ -11,14 +11,24 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from drafters.assistant.spec import Assistant
+from drafters.dflash.spec import BlockHead
 from drafters.eagle3.spec import Head, HeadSpec
 from specdec.core.errors import UserError
 from targets.model_folder import read_arch
+from targets.tokenizer import load_tokenizer
 from training.distil import target_hash
 from training.heads import AnySpec, Origin, head_of
 from training.manifest import recall
 from training.pretrain import open_checkpoints, restore
-from training.recipe import AssistantShape, HeadShape, Rates, Recipe, assistant_for
+from training.recipe import (
+    AssistantShape,
+    BlockShape,
+    HeadShape,
+    Rates,
+    Recipe,
+    assistant_for,
+    block_for,
+)
 from training.trainer import CONTRACT, TrainState, initial_state
 
 
@@ -42,6 +52,16 @@ def trained_assistant(run: Path, target: Path) -> tuple[Assistant, int]:
     return Assistant(spec, state.weights), int(state.step)
 
 
+def trained_block(run: Path, target: Path) -> tuple[BlockHead, int]:
+    """(block drafter in float32, step). Raises UserError as `trained_head` does."""
+    contract, ids = _contract(run, target, "train-dflash")
+    recipe, arch = _recipe(contract["recipe"], _block_shape), read_arch(target)
+    spec = block_for(arch, recipe.head, load_tokenizer(target, arch.vocab).stop_ids)
+    state = _restored(run, spec, recipe, ids)
+    own = ids if spec.draft_vocab < spec.vocab else None
+    return BlockHead(spec, state.weights, own), int(state.step)
+
+
 def _contract(run: Path, target: Path, command: str) -> tuple[dict[str, Any], np.ndarray]:
     """What RUN was signed with, and its draft vocabulary. Raises UserError."""
     contract = recall(
@@ -53,7 +73,8 @@ def _contract(run: Path, target: Path, command: str) -> tuple[dict[str, Any], np
     ids = np.load(run / "vocabulary.npy")
     if contract["data"]["target"] != target_hash(target):
         raise UserError(f"{run} has a head for another model than {target.name}: set --model")
-    made = "train-assistant" if "backbone" in contract["spec"] else "train-eagle3"
+    keys = {"backbone": "train-assistant", "slots": "train-dflash"}
+    made = next((keys[key] for key in keys if key in contract["spec"]), "train-eagle3")
     if made != command:
         raise UserError(f"{run} is a run of `specdec {made}`, not of {command}: export it as such")
     return contract, ids
@@ -73,6 +94,11 @@ def _restored(run: Path, spec: AnySpec, recipe: Recipe[Any], ids: np.ndarray) ->
 def _spec(values: dict[str, Any]) -> HeadSpec:
     values["layers"] = tuple(values["layers"])
     return HeadSpec(**values)
+
+
+def _block_shape(values: dict[str, Any]) -> BlockShape:
+    made: dict[str, Any] = values | {"taps": tuple(values["taps"])}
+    return BlockShape(**made)
 
 
 def _head_shape(values: dict[str, Any]) -> HeadShape:

@@ -31,8 +31,9 @@ from training.recipe import Recipe, make_optimizer
 from training.teacher import TeacherOutput
 from training.unroll import judge, loss_of, measures, simulated
 
-ADDED = {"silu": True, "own_head": False}
-"""Fields of specs that were added after 0.1.0, and the value that stands for what was before."""
+ADDED = {"silu": True, "own_head": False, "window": 0}
+"""Fields of specs and recipes that were added after 0.1.0, and the value that stands for what was
+before."""
 CONTRACT = "contract.json"
 LOG_EVERY = 10  # steps
 HELDOUT_BATCHES = 8
@@ -217,13 +218,13 @@ def contract_of(
 ) -> dict[str, Any]:
     """All that determines a run's results, bit by bit. data: the distilled answers' manifest;
     cached: the teacher's states were computed before the run, in a program of their own."""
-    made = {"recipe": asdict(recipe), "spec": _as_of_old(asdict(spec)), "data": data}
+    made = {"recipe": _as_of_old(asdict(recipe)), "spec": _as_of_old(asdict(spec)), "data": data}
     return made | {"feature_cache": cached}
 
 
-def _as_of_old(spec: dict[str, Any]) -> dict[str, Any]:
+def _as_of_old(part: dict[str, Any]) -> dict[str, Any]:
     """Without the fields of ADDED: contracts of earlier versions lack them."""
-    kept = {name: value for name, value in spec.items() if ADDED.get(name, ...) != value}
+    kept = {name: value for name, value in part.items() if ADDED.get(name, ...) != value}
     return {
         name: _as_of_old(value) if isinstance(value, dict) else value
         for name, value in kept.items()

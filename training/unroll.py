@@ -18,6 +18,8 @@ from training.heads import AnySpec, Weights, head_of
 from training.packing import PackedRows
 from training.teacher import TeacherOutput
 
+SHARE_LOST = 0.9
+"""Weight of lost acceptance in "tv"."""
 LK_ETA = 3.0
 """How early "lk" moves from divergence to acceptance: the paper's value for EAGLE-3 heads."""
 
@@ -137,9 +139,12 @@ def _coupled(log_p: Any, log_q: Any, chosen: Any) -> Any:
 
 def loss_of(judged: Judged, decay: float, kind: str = "kl") -> Any:
     """Sum over steps of decay ** n times the mean loss of what counts and is known. kind: "kl",
-    the divergence, or "lk", its hybrid with lost acceptance (arXiv 2602.23881, eq. 8)."""
+    the divergence; "lk", its hybrid with lost acceptance (arXiv 2602.23881, eq. 8); or "tv", lost
+    acceptance and a tenth of the divergence (DSpark's, whose cross entropy has the same
+    gradient)."""
     weight = judged.mask * judged.known
-    each = judged.divergence if kind == "kl" else _hybrid(judged)
+    lost = SHARE_LOST * (1 - judged.overlap) + (1 - SHARE_LOST) * judged.divergence
+    each = {"kl": judged.divergence, "lk": _hybrid(judged), "tv": lost}[kind]
     means = (weight * each).sum((1, 2)) / jnp.maximum(weight.sum((1, 2)), 1)
     return (decay ** jnp.arange(len(means)) * means).sum()
 

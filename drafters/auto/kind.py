@@ -40,7 +40,8 @@ LATE_DEPTHS = 0, 1, 3
 """The same for device loops, which capture a cycle for each depth with and without weights."""
 WITH = (
     "The drafter with weights that auto chooses from, beside those that read the text: model, "
-    "eagle3, assistant, or none. By default an assistant that lies in or beside the model's folder."
+    "eagle3, assistant, dflash, or none. By default an assistant that lies in or beside the "
+    "model's folder."
 )
 
 
@@ -167,8 +168,8 @@ def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> Specul
         return refuse_draft_model(speculation, model, random)
     if name not in registry.KINDS or not (kind := registry.find(name)).weighted:
         raise UserError(
-            "--auto-with must be a drafter with weights (model, eagle3, assistant) or none, got "
-            f"{name!r}"
+            "--auto-with must be a drafter with weights (model, eagle3, assistant, dflash) or "
+            f"none, got {name!r}"
         )
     return replace(kind.resolve(replace(speculation, drafter=name), model, random), drafter=NAME)
 
@@ -185,7 +186,7 @@ def _filled(speculation: SpeculationConfig, model: str, random: bool) -> Specula
 
 def _weighted(speculation: SpeculationConfig) -> str | None:
     name = own_options(AutoOptions, speculation).auto_with
-    return None if name == registry.PLAIN else name
+    return None if name in (None, registry.PLAIN) else registry.ALIASES.get(name, name)
 
 
 def _read(request: DraftRequest) -> AutoDraft:

@@ -8,14 +8,13 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from drafters.draft_ids import from_offsets, offsets
 from drafters.eagle3 import config_json as names
 from drafters.eagle3.spec import (
     Head,
     HeadSpec,
     check_pair,
     check_spec,
-    from_offsets,
-    offsets,
     tensors,
 )
 from drafters.export import write_folder

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from drafters.eagle3 import embedded
 from drafters.eagle3.files import load_head
 from drafters.eagle3.spec import Head, random_head, sized
-from drafters.kind import DrafterKind, DraftRequest, PlacedDrafter, find_draft_model
+from drafters.kind import (
+    DrafterKind,
+    DraftRequest,
+    PlacedDrafter,
+    find_draft_model,
+    own_options,
+)
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from targets import hub
@@ -17,10 +23,21 @@ from targets.backend import Backend
 
 SHORT = (
     "the EAGLE-3 head {} names {} positions in its config.json (max_position_embeddings): beyond "
-    "them it goes on drafting, and may be right less often"
+    "them it goes on drafting, and may be right less often; --draft-window lets it see the last "
+    "tokens alone"
+)
+WINDOW = (
+    "How many of the last tokens an EAGLE-3 head sees; 0 for all. By default what its config.json "
+    "says (sliding_window). A head is seldom right where it sees more tokens than it saw in "
+    "training."
 )
 EMBEDDED = {model: name for name, model in embedded.NAMES.items()}
 """The embedded models' heads."""
+
+
+@dataclass(frozen=True)
+class EagleOptions:
+    draft_window: int | None = field(default=None, metadata={"help": WINDOW})
 
 
 @dataclass(frozen=True)
@@ -76,6 +93,9 @@ def _beside_cuda(draft: EagleDraft, target: Any) -> PlacedDrafter:
 
 
 def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:
+    window = own_options(EagleOptions, speculation).draft_window
+    if window is not None and window < 0:
+        raise UserError(f"--draft-window must be 0 (all tokens) or more, got {window}")
     if not random:
         return find_draft_model(speculation, model, EMBEDDED)
     if speculation.draft_model is not None:
@@ -97,7 +117,7 @@ def _read(request: DraftRequest) -> EagleDraft:
             f"no folder {folder}: --draft-model names an EAGLE-3 head's folder, or one of the "
             "Hugging Face hub's as org/name"
         )
-    head = load_head(folder, request.arch)
+    head = _seeing(load_head(folder, request.arch), request.speculation)
     trained, limit = head.spec.max_position, request.arch.max_position
     if trained >= limit:
         return EagleDraft(head, request.speculation.greedy)
@@ -106,8 +126,17 @@ def _read(request: DraftRequest) -> EagleDraft:
     return EagleDraft(head, request.speculation.greedy, (SHORT.format(folder.name, trained),))
 
 
+def _seeing(head: Head, speculation: SpeculationConfig) -> Head:
+    """With the window of `--draft-window`, if it was set."""
+    window = own_options(EagleOptions, speculation).draft_window
+    if window is None:
+        return head
+    return head._replace(spec=replace(head.spec, window=window or None))
+
+
 def _random(request: DraftRequest) -> EagleDraft:
-    return EagleDraft(random_head(sized(request.arch)), request.speculation.greedy)
+    head = _seeing(random_head(sized(request.arch)), request.speculation)
+    return EagleDraft(head, request.speculation.greedy)
 
 
 KIND = DrafterKind(
@@ -116,5 +145,6 @@ KIND = DrafterKind(
     _read,
     random=_random,
     resolve=_resolve,
+    options=EagleOptions,
     device_loops=("jax", "cuda"),
 )

@@ -169,21 +169,3 @@ def check_pair(spec: HeadSpec, arch: Arch) -> None:
             f"this EAGLE-3 head reads the outputs of layers {spec.layers}, but the target has "
             f"layers 0 to {len(arch.layers) - 1}: use the head that was trained for this model"
         )
-
-
-def offsets(target_ids: np.ndarray) -> np.ndarray:
-    """`d2t` as files have it: int64 [draft_vocab], target id less draft id."""
-    return target_ids.astype(np.int64) - np.arange(len(target_ids))
-
-
-def from_offsets(d2t: np.ndarray, vocab: int) -> np.ndarray:
-    """The target ids that a file's `d2t` means. Raises UserError where they are not ascending ids
-    of the target, as when a file holds them without having taken the draft id off."""
-    target_ids = d2t.astype(np.int64) + np.arange(len(d2t))
-    ascending = bool((np.diff(target_ids) > 0).all())
-    if not ascending or target_ids[0] < 0 or target_ids[-1] >= vocab:
-        raise UserError(
-            f"d2t does not map draft ids to ascending target ids below {vocab}: it must hold "
-            "target id minus draft id; export the head again"
-        )
-    return target_ids

@@ -92,6 +92,16 @@ COMMANDS = {
         "Write a trained assistant as transformers reads it.",
         "specdec export-assistant run --out assistant",
     ),
+    "train-dflash": (
+        "train_dflash:train_dflash",
+        "Train a block drafter, which drafts several tokens in one pass, on distilled answers.",
+        "specdec train-dflash configs/dspark-mini-cpu.toml --data data --run run",
+    ),
+    "export-dflash": (
+        "export_dflash:export_dflash",
+        "Write a trained block drafter as speculators reads it.",
+        "specdec export-dflash run --out head",
+    ),
     "bench": (
         "bench:bench",
         "Time steps against the memory roofline, and speed end to end.",

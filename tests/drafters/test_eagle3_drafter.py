@@ -11,10 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+from drafters import registry
 from drafters.eagle3.files import save_flat
 from drafters.eagle3.jax.drafter import EagleDraftHead
+from drafters.eagle3.kind import KIND
+from drafters.eagle3.spec import Head
+from drafters.kind import DraftRequest
+from specdec.core.config import ModelConfig
+from targets import mini
 from targets.jax.host_drafter import HostHead
 from targets.jax.noise import gumbel
+from targets.model_folder import read_arch
 from targets.sampling_params import split_seed
 from tests.support.commands import refused, run
 from tests.support.eagle3_heads import BASE, EAGLE3, MINI, SPEC, jax_target_of, random_head
@@ -38,6 +45,8 @@ def drafter_of(path, **change):
 
 
 class Judged(Judging, HostHead):
+    head_of: Head
+
     def by_the_formulas(self, seq, guesses):
         fresh, tokens, sampling = jax_target_of(self.path, slots=1), seq.tokens, seq.sampling
         steps = self.read_again(fresh, tokens)
@@ -45,8 +54,8 @@ class Judged(Judging, HostHead):
         features = torch.tensor(padded[: len(tokens) - 1])
         table = np.array(self.target.params.top["embed_tokens"])
         embedded = torch.tensor(table[[*tokens[1:], *guesses[:-1]]])
-        rows = Oracle(random_head()).chain(embedded, features, len(tokens) - 2, len(guesses))
-        ids, scores = random_head().target_ids, rows.numpy()
+        rows = Oracle(self.head_of).chain(embedded, features, len(tokens) - 2, len(guesses))
+        ids, scores = self.head_of.target_ids, rows.numpy()
         if sampling.temperature:
             places = np.arange(len(tokens), len(tokens) + len(guesses))
             seeds = np.tile(np.array(split_seed(sampling.seed), np.uint32), (len(guesses), 1))
@@ -55,12 +64,16 @@ class Judged(Judging, HostHead):
         return ids[scores.argmax(-1)].tolist()
 
 
-def test_guesses_are_those_of_a_fresh_prefill(tiny):
-    """So the draft cache is that of the committed text, whatever was drafted and rejected."""
-    target = jax_target_of(tiny["31b"])
-    drafter = Judged(EagleDraftHead(random_head(), target, K))
-    drafter.path = tiny["31b"]
-    decode_three(target, drafter, K)
+@pytest.mark.parametrize(("window", "tokens"), [(None, 14), (9, 40)])
+def test_guesses_are_those_of_a_fresh_prefill(tiny, window, tokens):
+    """So the draft cache is that of the committed text, whatever was drafted and rejected; that of
+    a head with a window is a ring, which wraps here."""
+    target, head = jax_target_of(tiny["31b"]), random_head(replace(SPEC, window=window))
+    drafter = Judged(EagleDraftHead(head, target, K))
+    drafter.path, drafter.head_of = tiny["31b"], head
+    entries = drafter.head.memory.cache.k.shape[1]
+    assert entries == 96 if window is None else entries < 17 + tokens
+    decode_three(target, drafter, K, tokens)
     assert drafter.judged >= 6
 
 
@@ -96,6 +109,15 @@ def test_a_head_for_another_target_is_one_line(tmp_path, capsys, change, message
     assert message in refused(capsys, *EAGLE3, str(tmp_path))
 
 
+@pytest.mark.parametrize(("asked", "seen"), [(None, 384), (0, None), (50, 50)])
+def test_a_window_is_the_heads_own_or_what_was_asked_for(asked, seen):
+    """mini's head was trained on rows of 512 tokens; its config.json says what it may see."""
+    speculation = registry.config_type()(drafter="eagle3", draft_window=asked)
+    resolved = registry.resolved(speculation, ModelConfig())
+    draft = KIND.read(DraftRequest(read_arch(mini.path("mini")), None, resolved))
+    assert draft.head.spec.window == seen
+
+
 def test_eagle3_from_the_command_line(tmp_path, capsys):
     save_flat(random_head(MINI), tmp_path, stop_ids=(1,))
     alias = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3}
@@ -103,6 +125,9 @@ def test_eagle3_from_the_command_line(tmp_path, capsys):
     document = json.loads(out.splitlines()[-1])
     assert document["tokens"] == 8 and document["drafted"] > 0
     assert document["config"]["speculation"]["drafter"] == "eagle3"
+    assert "must be 0 (all tokens) or more" in refused(
+        capsys, *EAGLE3, str(tmp_path), "--draft-window", "-1"
+    )
     other = [*BASE, "--drafter", "eagle3", "--model", "mini-e"]
     assert "needs --draft-model" in refused(capsys, *other)
     assert "no folder" in refused(capsys, *EAGLE3, "/nowhere")

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, strategies as st
 from safetensors.numpy import load_file, save_file
 
+from drafters.draft_ids import from_offsets, offsets
 from drafters.eagle3.files import load_head, save_flat, save_speculators
-from drafters.eagle3.spec import Head, default_layers, from_offsets, offsets
+from drafters.eagle3.spec import Head, default_layers
 from specdec.core.errors import UserError
 from targets.arch import Arch, parse_arch
 from tests.support.eagle3_oracle import FLAGS, SPEC, random_head

@@ -1,7 +1,7 @@
 """Random cases of a campaign: JSON documents, each complete in itself.
 
     {"target": {backend, model, slots, max_len, k, chunk, dtype, kv_dtype, features, ...},
-     "runs": [{drafter, k, loop, draft | head | assistant | lengths,
+     "runs": [{drafter, k, loop, draft | head | block | assistant | lengths,
                "requests": [{prompt, sampling, max_tokens, stop_ids, at, cancel, prediction}]}]}
 
 `at` and `cancel` count the engine's turns. `prediction` is the share of the predicted answer that
@@ -15,6 +15,7 @@ from typing import Any
 
 from drafters import registry
 from tests.lossless import campaign_parts as parts
+from tests.support.block_heads import FORMS
 from tests.support.tiny import VARIANTS
 
 Case = dict[str, Any]
@@ -24,6 +25,8 @@ SLOW = 64
 """Longest context where references go row by row, in Python."""
 RUNS = 4
 """On each target."""
+HEADS = ["eagle3", "eagle3", "eagle3", "dflash", "dflash"]
+"""Drafters that read some layers' outputs."""
 WIDTHS = (7, 7, 15, 31)
 """Most guesses: JAX compiles a width for each."""
 
@@ -96,7 +99,7 @@ def _features(random: Random, model: str) -> list[int]:
 
 def draw_run(random: Random, target: dict[str, Any], device: str) -> dict[str, Any]:
     kinds = ["none", "ngram", "suffix", "auto", "model", "model", "noise", "wild"]
-    fed = {0: [], 1: ["assistant"] * 3}.get(len(target["features"]), ["eagle3"] * 3)
+    fed = {0: [], 1: ["assistant"] * 3}.get(len(target["features"]), HEADS)
     drafter = random.choice(kinds + fed)
     run: dict[str, Any] = {
         "drafter": drafter,
@@ -129,6 +132,8 @@ def _draft(random: Random, drafter: str, target: dict[str, Any]) -> dict[str, An
         return {"draft": _draft_model(random, target)}
     if drafter == "assistant":
         return {"assistant": _assistant(random, target)}
+    if drafter == "dflash":
+        return {"block": random.choice(FORMS)}
     return {"head": _head(random, target)} if drafter == "eagle3" else {}
 
 

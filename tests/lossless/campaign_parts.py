@@ -19,6 +19,7 @@ import numpy as np
 from drafters import registry
 from drafters.assistant.kind import AssistantDraft
 from drafters.assistant.spec import Clusters, random_assistant, released_size
+from drafters.dflash.kind import BlockDraft
 from drafters.eagle3 import embedded
 from drafters.eagle3.files import load_head
 from drafters.eagle3.kind import EagleDraft
@@ -37,6 +38,7 @@ from targets import mini
 from targets.arch import Arch
 from targets.backend import backend_of
 from targets.model_folder import read_arch
+from tests.support.block_heads import block_for
 from tests.support.fakes import Noise
 from tests.support.tiny import write_tiny
 
@@ -139,6 +141,10 @@ class Bench:
             return placed_model(model, self.target, speculation.greedy)
         if "assistant" in run:
             draft = _assistant_draft(self.target.arch, run["assistant"], speculation.greedy)
+        elif "block" in run:
+            taps = tuple(self.case["features"])
+            block = block_for(self.target.arch, taps, run["block"])
+            draft = BlockDraft(block, speculation.greedy)
         elif "head" in run:
             draft = EagleDraft(self._head(run["head"]), speculation.greedy)
         else:

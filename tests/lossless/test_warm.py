@@ -50,6 +50,8 @@ WORDY = 7
         ("cuda", "31b", "eagle3", "host", 1.0, [EVICTED, LEFT]),
         ("cuda", "26b-a4b", "model", "host", 0.0, [EDITED]),
         ("jax", "31b", "assistant", "device", 1.0, [EVICTED]),
+        pytest.param("jax", "31b", "dflash", "device", 1.0, [EVICTED], marks=pytest.mark.slow),
+        ("cuda", "31b", "dflash", "host", 0.0, [LEFT]),
         pytest.param("cuda", "e4b", "assistant", "host", 1.0, [TALK], marks=pytest.mark.slow),
     ],
 )

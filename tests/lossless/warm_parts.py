@@ -16,6 +16,8 @@ from tests.lossless import campaign_parts as parts
 from tests.support.tiny import VARIANTS
 
 HEAD = {"ffw": 64, "heads": 4, "kv_heads": 2, "head_dim": 16}
+WINDOWED = {"window": 40}
+"""Rings, of one of the models' heads."""
 LENGTH = {"mini": 2048, "mini-e": 2048}
 """Contexts; SHORT for the tiny models."""
 SHORT = 1024
@@ -55,6 +57,8 @@ class WarmBench(parts.Bench):
         case["max_len"] = context or LENGTH.get(model, SHORT)
         if backend == "cuda":
             case |= {"device": device, "short": chunk // 4}
+        if drafter == "dflash":
+            case["features"] = [0, 1, 2]
         if drafter == "eagle3":
             case["features"] = list(parts.embedded_layers(model) or (0, 1, 2))
         if drafter == "assistant":
@@ -65,11 +69,14 @@ class WarmBench(parts.Bench):
         if drafter == "model":
             small = "mini-e" if model == "mini" else model
             self.run["draft"] = own | {"model": small}
+        if drafter == "dflash":
+            self.run["block"] = "zlab"
         if drafter == "eagle3" and model == "mini":
             self.run["head"] = {"trained": True, "max_position": case["max_len"]}
         elif drafter == "eagle3":
             vocab = self.target.vocab // 2
             self.run["head"] = HEAD | {"draft_vocab": vocab, "max_position": case["max_len"]}
+            self.run["head"] |= WINDOWED if model == "12b" else {}
         if drafter == "assistant":
             self.run["assistant"] = {"clusters": None, "drafts": None, "ahead": 1}
         self._last: PlacedDrafter | None = None

@@ -15,6 +15,7 @@ import pytest
 
 from drafters.assistant.jax.drafter import AssistantDraftHead, PlacedAssistant
 from drafters.assistant.spec import Clusters, random_assistant, released_size
+from drafters.dflash.jax.drafter import BlockDraftHead, PlacedBlock
 from drafters.eagle3 import embedded
 from drafters.eagle3.files import load_head
 from drafters.eagle3.jax.drafter import EagleDraftHead
@@ -34,6 +35,7 @@ from targets.jax.host_drafter import HostHead
 from targets.jax.load import JaxOptions, load_target
 from targets.model_folder import read_arch
 from targets.tokenizer import load_tokenizer
+from tests.support.block_heads import block_for
 from tests.support.fakes import Noise, Oracle
 from tests.support.modes import MODES
 
@@ -336,6 +338,23 @@ def check_assistant(path, mode, slots, ks, tokens=TOKENS):
             output, acceptance = run(drafter, host_cycle(target, drafter, k))
             again, device_acceptance = run(drafter, device_loop(target, drafter.head, k))
             assert output == again == plain, (path.name, mode, slots, k)
+            assert acceptance == device_acceptance
+
+
+def check_block(path, mode, slots, ks, tokens=TOKENS):
+    """Block drafters of three kinds: both loops give the same text and the same guesses."""
+    arch, first = read_arch(path), prompts_of(path)[:slots]
+    taps = 0, 1, len(arch.layers) - 2
+    target = load_target(path, options_of(path, slots, taps))
+    run = partial(decode, target, mode=mode, tokens=tokens, prompts=first)
+    plain, _ = run(NoDrafter(), host_cycle(target, NoDrafter(), 0))
+    for form in ("dspark", "dflash2", "zlab"):
+        placed = PlacedBlock(block_for(arch, taps, form), target)
+        for k in ks:
+            drafter = HostHead(BlockDraftHead(placed))
+            output, acceptance = run(drafter, host_cycle(target, drafter, k))
+            again, device_acceptance = run(drafter, device_loop(target, drafter.head, k))
+            assert output == again == plain, (path.name, mode, slots, form, k)
             assert acceptance == device_acceptance
 
 

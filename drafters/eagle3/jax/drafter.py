@@ -3,6 +3,7 @@ traced part."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seqs
 
 import jax
@@ -11,9 +12,10 @@ import numpy as np
 
 from drafters.eagle3.jax import draft as drafting
 from drafters.eagle3.jax.draft import DraftInputs, DraftState, HeadProgram, Pending
-from drafters.eagle3.jax.head import make_cache, place
+from drafters.eagle3.jax.head import entries, make_cache, place
 from drafters.eagle3.spec import Head, check_pair
 from specdec.core.types import Array, CycleChoice, Sequence, Step
+from targets.jax.cache import TILE
 from targets.jax.host_drafter import sampling_of
 from targets.jax.placing import put, replicated, zeros
 from targets.jax.programs import bind
@@ -44,7 +46,9 @@ class EagleDraftHead:
             zeros((slots, width), jnp.int32, whole),
             put(np.ones(slots, np.int32), whole),
         )
-        return DraftState(make_cache(self.spec, slots, self.longest, dtype, mesh), pending)
+        slack = max(width, math.lcm(self.target.plan.chunk, TILE))  # a snapshot's chunk fits too
+        size = entries(self.spec, self.longest, slack)
+        return DraftState(make_cache(self.spec, slots, size, dtype, mesh), pending)
 
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         """Each position's features go with the token after it, which after the last position is

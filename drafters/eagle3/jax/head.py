@@ -41,7 +41,8 @@ SPLIT = {
 
 
 class DraftCache(NamedTuple):
-    """k, v [B, S, K * D]. Position p lives in entry p, and is valid iff p < the row's length."""
+    """k, v [B, S, K * D]. Position p lives in entry p mod S, and is valid iff p < the row's length.
+    Heads that see everything have an entry for each position; with a window they have a ring."""
 
     k: Array
     v: Array
@@ -65,6 +66,12 @@ def sharding_of(name: str, spec: HeadSpec, mesh: Mesh | None) -> NamedSharding |
     if getattr(spec, parts) % mesh.shape["tp"]:
         return replicated(mesh)
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, "tp"))
+
+
+def entries(spec: HeadSpec, longest: int, slack: int) -> int:
+    """Cache entries S for texts of up to `longest` tokens. slack: the most that one call writes, or
+    one cycle drafts: what that overwrites has left every window."""
+    return longest if spec.window is None else min(longest, spec.window + slack)
 
 
 def make_cache(
@@ -135,17 +142,19 @@ def decode(
 ) -> tuple[DraftCache, Array]:
     """Draft: write entries at positions [B, T], attend to all up to each. -> (cache, [B, T, H]).
 
-    A negative position, or one past the cache, writes nothing; its output means nothing.
+    A negative position, or one past a cache without a window, writes nothing; its output means
+    nothing.
     """
 
     def exchange(q: Array, k: Array, v: Array) -> tuple[DraftCache, Array]:
-        entries = cache.k.shape[1]
+        size = cache.k.shape[1]
         row = jnp.arange(positions.shape[0])[:, None]
-        where = jnp.where(positions < 0, entries, positions)  # out of range: dropped
+        entry = positions if spec.window is None else positions % size
+        where = jnp.where(positions < 0, size, entry)  # out of range: dropped
         flat = (*positions.shape, -1)
         new_k = cache.k.at[row, where].set(k.reshape(flat).astype(cache.k.dtype), mode="drop")
         new_v = cache.v.at[row, where].set(v.reshape(flat).astype(cache.v.dtype), mode="drop")
-        seen = _visible(spec, positions, jnp.arange(entries)[None])
+        seen = _visible(spec, positions, _held(spec, positions, size))
         kept = DraftCache(new_k, new_v)
         return kept, _attend_heads(spec, q, kept, seen)
 
@@ -194,6 +203,17 @@ def unroll(
 
     positions = jnp.arange(tokens)[None] + step
     return layer(weights, spec, embedded, hidden, positions, exchange)
+
+
+def _held(spec: HeadSpec, positions: Array, size: int) -> Array:
+    """The position of each of `size` entries [B or 1, S] once `positions` [B, T] are written. What
+    a rejected draft left in a ring lies behind them; what it overwrote had left every window."""
+    entry = jnp.arange(size)[None]
+    if spec.window is None:
+        return entry
+    last = positions.max(1, keepdims=True)
+    held = last - (last - entry) % size
+    return jnp.where(held < 0, jnp.iinfo(jnp.int32).max, held)
 
 
 def _visible(spec: HeadSpec, queries: Array, keys: Array) -> Array:

@@ -76,16 +76,20 @@ def _first(start: int) -> np.int32:
 
 def _cut(unit: int, cache: DraftCache, slot: Array, first: Array) -> DraftCache:
     """[unit, K * D] of each."""
-    shape = 1, unit, cache.k.shape[-1]
-    k, v = (jax.lax.dynamic_slice(part, (slot, first, 0), shape)[0] for part in cache)
-    return DraftCache(k, v)
+    entry = _entries(cache, first, unit)
+    return DraftCache(*(part[slot, entry] for part in cache))
 
 
 def _put(cache: DraftCache, slot: Array, first: Array, chunk: DraftCache) -> DraftCache:
-    def put(part: Array, new: Array) -> Array:
-        return jax.lax.dynamic_update_slice(part, new[None], (slot, first, 0))
+    entry = _entries(cache, first, len(chunk.k))
+    return DraftCache(
+        *(part.at[slot, entry].set(new) for part, new in zip(cache, chunk, strict=True))
+    )
 
-    return DraftCache(put(cache.k, chunk.k), put(cache.v, chunk.v))
+
+def _entries(cache: DraftCache, first: Array, count: int) -> Array:
+    """Where positions from `first` on lie."""
+    return (first + jnp.arange(count)) % cache.k.shape[1]
 
 
 def _row(features: Array, slot: Array) -> Array:

@@ -1,0 +1,126 @@
+"""On the card: block drafters change no token in either loop, and their forward is the reference's.
+
+To time one at 31B's size: specdec bench --random gemma-4-31b --backend cuda --dtype fp8 --drafter
+dflash --ks 7,15, beside --drafter none at the same widths: the difference is one draft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from drafters.dflash.cuda import body
+from drafters.dflash.cuda.drafter import BlockDraftHead
+from drafters.dflash.cuda.model import BlockModel
+from drafters.dflash.cuda.placing import arch_of, place
+from drafters.dflash.spec import BlockHead, BlockSpec
+from drafters.none.host import NoDrafter
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.types import Sequence
+from targets.arch import Rope
+from targets.cuda.device_loop import device_loop
+from targets.cuda.host_drafter import DeviceHead, HostHead
+from targets.cuda.reference import Reference
+from tests.support.block_heads import SPECS, grown, random_block
+from tests.support.modes import MODES
+from tests.targets.cuda.gpu.card_targets import SPEC, target_of
+
+pytestmark = pytest.mark.gpu
+
+KINDS = [("fp8", "fp8"), ("bfloat16", "bfloat16")]
+FORMS = ["dflash", "dspark", "dspark-anchor", "dflash2", "zlab", "jetspec", "deepspec"]
+LENGTHS = (3, 40, 170, 1, 26, 64, 129, 400, 9, 17)
+TOKENS = 24
+ERROR = {"fp8": 0.1, "bfloat16": 0.03}
+"""Of states after the final norm, relative to their size: rounding through some layers."""
+
+
+def spec_of(form: str) -> BlockSpec:
+    """For mini, with sizes that a card's heads have; the windows are shorter than the prompts."""
+    made = grown(SPECS[form], SPEC.hidden, SPEC.vocab, SPEC.layers)
+    rope = Rope(made.body.rope.theta, 8 if made.body.gemma else 32)
+    layers = tuple(replace(layer, window=layer.window and 64) for layer in made.body.layers)
+    sizes = {"ffw": 320, "heads": 4, "kv_heads": made.body.kv_heads, "head_dim": 64}
+    return replace(made, body=replace(made.body, **sizes, rope=rope, layers=layers))
+
+
+@cache
+def head_of(form: str) -> BlockHead:
+    return random_block(spec_of(form))
+
+
+@cache
+def model_of(form: str, kind, slots: int) -> BlockModel:
+    return BlockModel(head_of(form), target_of(kind, slots))
+
+
+@cache
+def prompts():
+    random = np.random.default_rng(3)
+    return [random.integers(3, SPEC.vocab, n).tolist() for n in LENGTHS]
+
+
+def decode(target, drafter, cycle, mode):
+    engine = Engine(target, drafter, cycle)
+    seqs = [Sequence(list(p), MODES[mode](i), TOKENS) for i, p in enumerate(prompts())]
+    engine.run_to_end(seqs)
+    return [seq.tokens for seq in seqs], engine.acceptance
+
+
+@cache
+def plain(kind, mode):
+    """One slot, no features, launched kernel by kernel."""
+    lone = target_of(kind, 1, False, ())
+    return decode(lone, NoDrafter(), host_cycle(lone, NoDrafter(), 0), mode)[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_states_are_the_references(kind, form):
+    """The kernels' linear layers around torch's attention, against float32 on the CPU; keys and
+    values lie in wrapped rings."""
+    model, head = model_of(form, kind, 3), head_of(form)
+    exact = place(
+        model.spec,
+        {n: w for n, w in head.weights.items() if n != "embed_tokens"},
+        Reference(arch_of(model.spec)),
+        "float32",
+        torch.device("cpu"),
+    )
+    random = torch.Generator().manual_seed(1)
+    features = torch.randn(2, 150, model.spec.features, generator=random)
+    embedded = torch.randn(2, model.spec.slots, SPEC.hidden, generator=random)
+    found = []
+    for placed in (model.placed, exact):
+        device = placed.inverse.device
+        caches, slot = body.make_caches(placed, 2, 200), torch.tensor([1, 0], device=device)
+        for start in range(0, 150, 50):
+            places = torch.arange(start, start + 50, device=device)[None].repeat(2, 1)
+            places[1] = torch.where(places[1] < 70, places[1], -1)
+            part = features[:, start : start + 50].to(device)
+            body.inject(placed, caches, part, slot, places)
+        begin = torch.tensor([150, 70], device=device)
+        x = body.block(placed, caches, embedded.to(device), slot, begin)
+        found.append(body.normed(placed, x).float().cpu())
+    error = (found[0] - found[1]).norm() / found[1].norm()
+    assert error < ERROR[kind[0]], float(error)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("kind", "slots"), [(KINDS[0], 1), (KINDS[0], 8), (KINDS[1], 3)])
+def test_every_token_is_plain_decodings(kind, slots, form):
+    target = target_of(kind, slots)
+    for k in (1, 7):
+        host = HostHead(BlockDraftHead(model_of(form, kind, slots)))
+        captured = device_loop(target, DeviceHead(host), k)
+        for mode in ("greedy", "everything"):
+            text, drafted = decode(target, host, captured, mode)
+            assert text == plain(kind, mode), (k, mode, "captured")
+            assert drafted.drafted > 0
+        text, drafted = decode(target, host, host_cycle(target, host, k), "nucleus")
+        assert text == plain(kind, "nucleus"), (k, "host loop")
