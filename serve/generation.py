@@ -227,6 +227,15 @@ class Generation:
                 self.context.runner.cancel([self._ticket.sequences[index]])
         return piece
 
+    @cached_property
+    def seed_field(self) -> dict[str, int]:
+        """The seed that the server drew, with which a client gets the same answer again, as a field
+        of a JSON object; nothing where the request has one, or is greedy."""
+        choices = self.plan.choices
+        if self.request.seed is not None or not choices or choices[0].sampling.greedy:
+            return {}
+        return {"seed": choices[0].sampling.seed}
+
     def _with_receipt(self, index: int, piece: Piece, update: Update) -> Piece:
         """The piece, and once its choice has ended the choice's receipt."""
         identity, seq = self.context.identity, self._ticket.sequences[index]

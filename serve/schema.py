@@ -166,7 +166,6 @@ class GenerationRequest(SamplingOverrides):
     prediction: PredictionContent | None = None
     speculative: SpeculativeWish | None = None
     include_speculation: bool | None = None
-    include_receipt: bool | None = None
 
     @model_validator(mode="after")
     def _every_name_is_known(self) -> GenerationRequest:
