@@ -11,6 +11,9 @@ from specdec.core.pictures import PlacedPicture, place_ids
 from targets.vision.preprocessing import Patches, prepared, size_of, tokens_of
 from targets.vision.spec import PictureIds, VisionSpec
 
+MOST_PIXELS_TOGETHER = 128_000_000
+"""Of a request's pictures, before they are resized: decoding takes a second for each 50 million."""
+
 
 @dataclass(frozen=True)
 class PictureFile:
@@ -62,15 +65,22 @@ class PicturePrompt:
 
 def with_pictures(ids: Seqs[int], files: Seqs[PictureFile], vision: VisionSpec) -> PicturePrompt:
     """ids: with `vision.ids.image` once for each picture, in their order. Raises UserError for a
-    file that is no picture."""
+    file that is no picture, and for too many pixels in all."""
     assert ids.count(vision.ids.image) == len(files), "only a template writes this id"
-    coming, found, placed = iter(files), list[int](), list[PlacedFile]()
+    sizes = [size_of(file.data) for file in files]
+    if sum(height * width for height, width in sizes) > MOST_PIXELS_TOGETHER:
+        raise UserError(
+            f"the pictures have more than {MOST_PIXELS_TOGETHER // 10**6} million pixels together: "
+            "send fewer or smaller ones"
+        )
+    coming = zip(files, sizes, strict=True)
+    found, placed = list[int](), list[PlacedFile]()
     for token in ids:
         if token != vision.ids.image:
             found.append(token)
             continue
-        file = next(coming)
-        count = tokens_of(size_of(file.data), file.budget, vision.patches)
+        file, size = next(coming)
+        count = tokens_of(size, file.budget, vision.patches)
         placed.append(PlacedFile(len(found) + 1, count, file))
         found += _around(vision.ids, count)
     return PicturePrompt(found, tuple(placed))

@@ -24,7 +24,7 @@ from targets.tokenizer import load_tokenizer
 from targets.vision.spec import read_vision
 from tests.support.chats import chat_of_body
 from tests.support.constrained import mini_tokenizer
-from tests.support.pictures import file_of, levels
+from tests.support.pictures import bomb, file_of, levels
 from tests.support.seeing import serving_pictures
 from tools import seeing_mini
 
@@ -262,6 +262,13 @@ def test_more_pictures_than_a_request_may_have(server):
     parts = [{"type": "image_url", "image_url": URL}] * (MOST_PICTURES + 1)
     reply = server.post("chat/completions", messages=asked(*parts), max_tokens=3)
     assert reply.status_code == 400 and str(MOST_PICTURES) in reply.text
+
+
+def test_more_pixels_than_a_request_may_have(server):
+    encoded = base64.b64encode(bomb(7000, 7000)).decode()
+    part = {"type": "image_url", "image_url": f"data:image/png;base64,{encoded}"}
+    reply = server.post("chat/completions", messages=asked(part, part, part), max_tokens=3)
+    assert reply.status_code == 400 and "128 million" in reply.json()["error"]["message"]
 
 
 def test_a_prompt_is_measured_before_its_pictures_are_decoded(server, monkeypatch):

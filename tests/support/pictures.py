@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import struct
+import zlib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,18 @@ def file_of(pixels: np.ndarray, form: str = "PNG", **options: Any) -> bytes:
     written = io.BytesIO()
     Image.fromarray(pixels).save(written, form, **options)
     return written.getvalue()
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG's header of that size, with a few pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        sum_ = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + sum_
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+    pixels = chunk(b"IDAT", zlib.compress(bytes(99)))
+    return b"\x89PNG\r\n\x1a\n" + head + pixels + chunk(b"IEND", b"")
 
 
 def prompt_of(spec: VisionSpec, *parts: Any) -> tuple[list[int], tuple[PlacedPicture, ...]]:

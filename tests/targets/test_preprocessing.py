@@ -22,7 +22,7 @@ from targets.vision.preprocessing import (
     tokens_of,
 )
 from tests.hostile_pictures import hostile, seeds
-from tests.support.pictures import file_of, levels
+from tests.support.pictures import bomb, file_of, levels
 
 PATCHES = Patches(16, 3)
 SMALL = Patches(4, 3)
@@ -138,18 +138,6 @@ def test_of_several_frames_the_first_is_seen(form):
     written = io.BytesIO()
     first.save(written, form, save_all=True, append_images=[second], duration=50, lossless=True)
     assert (levels_of(written.getvalue())[0, 0] == (255, 0, 0)).all()
-
-
-def bomb(width: int, height: int) -> bytes:
-    """A PNG's header of that size, with a few pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        sum_ = struct.pack(">I", zlib.crc32(kind + data))
-        return struct.pack(">I", len(data)) + kind + data + sum_
-
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
-    pixels = chunk(b"IDAT", zlib.compress(bytes(99)))
-    return b"\x89PNG\r\n\x1a\n" + head + pixels + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize(

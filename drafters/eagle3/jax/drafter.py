@@ -46,7 +46,9 @@ class EagleDraftHead:
             zeros((slots, width), jnp.int32, whole),
             put(np.ones(slots, np.int32), whole),
         )
-        slack = max(width, math.lcm(self.target.plan.chunk, TILE))  # a snapshot's chunk fits too
+        plan = self.target.plan
+        # a snapshot's chunk fits too, with the rest of a picture that lies across its end
+        slack = max(width, math.lcm(plan.chunk, TILE) + plan.pictures)
         size = entries(self.spec, self.longest, slack)
         return DraftState(make_cache(self.spec, slots, size, dtype, mesh), pending)
 
