@@ -25,6 +25,9 @@ from serve.keys import Keys
 from serve.lifecycle import Lifecycle, lifecycle_routes
 from serve.metrics import Metrics
 from serve.models import model_routes
+from serve.picture_urls import fetcher
+from serve.pictures import PICTURE_BODY
+from serve.prompts import Sight
 from serve.replies import ChatReply, CompletionReply, Json, Reply
 from serve.responses.routes import responses_routes
 from serve.responses.schema import ResponsesRequest
@@ -35,7 +38,9 @@ from serve.tokens import DetokenizeRequest, TokenizeText, token_routes
 from serve.ui.routes import ui_routes
 from specdec.audit.making import Identity
 from specdec.constraints.grammar import first_line
+from specdec.core.errors import UserError
 from specdec.core.version import VERSION
+from targets.vision.spec import VisionSpec
 
 log = logging.getLogger("specdec.serve")
 MAX_BODY = 8 * 2**20
@@ -64,6 +69,8 @@ def create_app(
     engine_label: str = "0",
     aliases: Collection[str] = (),
     identity: Identity | None = None,
+    vision: VisionSpec | None = None,
+    image_hosts: Collection[str] = (),
 ) -> FastAPI:
     """The server for `runner`'s engine; the app's lifespan starts and closes the runner.
 
@@ -72,6 +79,8 @@ def create_app(
     share_cache: whether callers with different keys reuse each other's prompts.
     aliases: further names of the model in the API.
     identity: the model and arithmetic that receipts name; None: there are no receipts.
+    vision: how the model sees; None: it takes no pictures.
+    image_hosts: the hosts from which pictures are fetched; none: pictures come as data alone.
     lifecycle: the stage of the server that runs this app; by default a new one.
     engine_label: the metrics' label `engine`, where several engines serve one model.
     """
@@ -88,7 +97,10 @@ def create_app(
         share_cache,
         tuple(aliases),
         identity,
+        _sight(vision, image_hosts),
     )
+    if vision is not None:
+        max_body = max(max_body, PICTURE_BODY)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -114,6 +126,15 @@ def create_app(
     app.include_router(_operator_routes(context))
     describe_bodies(app, BODIES)
     return app
+
+
+def _sight(vision: VisionSpec | None, image_hosts: Collection[str]) -> Sight | None:
+    """Raises UserError for hosts where no pictures are taken."""
+    if vision is None:
+        if image_hosts:
+            raise UserError("--image-hosts is for models that take pictures: leave it out")
+        return None
+    return Sight(vision, fetcher(image_hosts) if image_hosts else None)
 
 
 def _read_vocabulary(context: Context) -> None:

@@ -148,7 +148,7 @@ class ChatRequest(GenerationRequest):
         if self.add_generation_prompt:
             message = "continue_final_message and add_generation_prompt exclude each other"
             raise ApiError(400, message, param="continue_final_message")
-        if self.messages[-1].role != "assistant" or not self.messages[-1].content:
+        if self.messages[-1].role != "assistant" or not self.messages[-1].text:
             message = "continue_final_message needs a last message of the assistant, with text"
             raise ApiError(400, message, param="continue_final_message")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seqs
 from dataclasses import replace
-from functools import cached_property
 
 from serve.answer import done, event, keep_alive, openai_failure
 from serve.chat_schema import ChatRequest
@@ -80,16 +79,7 @@ class Choices:
         return openai_failure(error)
 
     def _head(self, choices: list[Json], streaming: bool) -> Json:
-        return {**self._reply.envelope(choices, streaming), **self._drawn_seed}
-
-    @cached_property
-    def _drawn_seed(self) -> Json:
-        """The seed that the server drew, with which a client gets the same answer again; nothing
-        where the request has one, or is greedy."""
-        choices = self._generation.plan.choices
-        if self._wire.seed is not None or not choices or choices[0].sampling.greedy:
-            return {}
-        return {"seed": choices[0].sampling.seed}
+        return {**self._reply.envelope(choices, streaming), **self._generation.seed_field}
 
     def _totals(self) -> Json:
         usage = self._generation.usage

@@ -6,13 +6,17 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from serve.errors import ApiError
 
 log = logging.getLogger("specdec.serve")
 
 READABLE = ("text", "input_text", "output_text", "refusal")
+PICTURES = ("image_url", "input_image", "image")
+"""Types of pictures, by OpenAI's two APIs and Anthropic's. Models that take none get a line."""
+HEARD = ("input_audio", "audio_url", "audio", "input_video", "video_url", "video")
+"""Types of what Gemma 4 could hear or watch."""
 BLOCKS = ("thinking", "redacted_thinking", "tool_use", "tool_result")
 """Block types of Anthropic's API that its own schema handles."""
 UNTOLD = ("type", "id", "status", "cache_control", "signature", "encrypted_content")
@@ -50,9 +54,9 @@ def is_foreign_call(call: Any) -> bool:
 
 
 def check_newest(messages: Any, param: str) -> None:
-    """Refuse a new user message that holds a picture or a document, since its text may be about it.
-    A message with or right after a tool's result is exempt: agents attach pictures there and send
-    them again with each request.
+    """Refuse a new user message that holds a document, a sound or a video, since its text may be
+    about it. A message with or right after a tool's result is exempt: agents attach things there
+    and send them again with each request. Pictures: `pictures.refuse_newest`.
 
     messages: as sent, in the form of any API. Raises ApiError 400.
     """
@@ -63,11 +67,20 @@ def check_newest(messages: Any, param: str) -> None:
         return
     content = last.get("content")
     parts = content if isinstance(content, list) else ()
-    kinds = [p["type"] for p in parts if is_foreign(p) and p["type"] not in BLOCKS]
+    kinds = [p["type"] for p in parts if is_foreign(p) and p["type"] not in (*BLOCKS, *PICTURES)]
     if kinds and not any(map(_is_result, parts)):
-        where = f"{param}[{len(messages) - 1}].content"
-        message = f"{where} has a part of type {kinds[0][:80]!r}, but this server reads text alone"
-        raise ApiError(400, f"{message}: images are not supported, nor are documents", param=param)
+        refuse_part(f"{param}[{len(messages) - 1}].content", kinds[0], param)
+
+
+def refuse_part(where: str, kind: str, param: str) -> NoReturn:
+    """Raise ApiError 400 for a part of this type in the newest message."""
+    message = f"{where} has a part of type {kind[:80]!r}, but this server"
+    if kind in HEARD:
+        raise ApiError(400, f"{message} takes no audio or video, not yet", param=param)
+    if kind in PICTURES:
+        message += "'s model reads text alone: images are not supported, nor are documents"
+        raise ApiError(400, message, param=param)
+    raise ApiError(400, f"{message} reads no documents: send their text", param=param)
 
 
 def _is_result(part: Any) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence as Seqs
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from serve.chat_schema import ChatRequest
 from serve.cycle_reports import ChoiceReports, Speculating
@@ -15,6 +15,7 @@ from serve.grammars import GrammarQueue
 from serve.lanes import Lanes
 from serve.metrics import Metrics
 from serve.outputs import output_of, output_part
+from serve.prompts import Sight
 from serve.runner import EngineRunner, EngineStopped, Ticket, Update
 from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
@@ -49,6 +50,8 @@ class Context:
     """Further names of the model in the API."""
     identity: Identity | None = None
     """What receipts name; None: there are no receipts."""
+    sight: Sight | None = None
+    """How the model sees; None: it takes no pictures."""
 
     @property
     def fingerprint(self) -> str:
@@ -224,6 +227,15 @@ class Generation:
                 self.context.runner.cancel([self._ticket.sequences[index]])
         return piece
 
+    @cached_property
+    def seed_field(self) -> dict[str, int]:
+        """The seed that the server drew, with which a client gets the same answer again, as a field
+        of a JSON object; nothing where the request has one, or is greedy."""
+        choices = self.plan.choices
+        if self.request.seed is not None or not choices or choices[0].sampling.greedy:
+            return {}
+        return {"seed": choices[0].sampling.seed}
+
     def _with_receipt(self, index: int, piece: Piece, update: Update) -> Piece:
         """The piece, and once its choice has ended the choice's receipt."""
         identity, seq = self.context.identity, self._ticket.sequences[index]
@@ -268,8 +280,10 @@ async def begin(
     context.check_model(request.model)
     _check_receipt(request, context)
     _check_count(request, context.runner.capacity)
-    planned = await context.lanes.prepare(
-        sender.size,
+    lanes = context.lanes
+    sees = context.sight is not None and _has_pictures(request)
+    prepare = lanes.prepare_pictures if sees else partial(lanes.prepare, sender.size)
+    planned = await prepare(
         plan,
         request,
         context.tokenizer,
@@ -278,6 +292,7 @@ async def begin(
         request_id,
         "" if context.share_cache else sender.caller,
         context.runner.engine.drafting,
+        context.sight,
     )
     for seq in planned.sequences:
         seq.owner = Owner(sender.caller, request_id)
@@ -286,6 +301,11 @@ async def begin(
     ticket = _submit(context.runner, planned.sequences)
     texts = [_text(context.tokenizer, request, planned) for _ in planned.choices]
     return Generation(context, request, planned, ticket, texts)
+
+
+def _has_pictures(request: ChatRequest | CompletionRequest) -> bool:
+    messages = request.messages if isinstance(request, ChatRequest) else ()
+    return any(message.pictures for message in messages)
 
 
 def _speculative(context: Context, plan_: EngineRequest) -> dict[str, object] | None:

@@ -17,6 +17,8 @@ SMALL_BYTES = 64 << 10
 SMALL_THREADS = 4
 LARGE_THREADS = 1
 """Large requests are prepared one by one: each takes memory, and time of a core."""
+PICTURE_THREADS = 4
+"""Pictures are fetched and decoded beside the others: a large one takes a second."""
 LARGE_WAITING = 8
 """Large bodies in memory at once, the one in work included."""
 RETRY_SECONDS = 2
@@ -30,6 +32,7 @@ class Lanes:
     def __init__(self) -> None:
         self._small = ThreadPoolExecutor(SMALL_THREADS, "specdec-small")
         self._large = ThreadPoolExecutor(LARGE_THREADS, "specdec-large")
+        self._pictures = ThreadPoolExecutor(PICTURE_THREADS, "specdec-pictures")
         self._admitted = 0
 
     @contextmanager
@@ -56,6 +59,14 @@ class Lanes:
         """`run`, counted like a body that is being read. Raises ApiError 429."""
         with self.admitted(size):
             return await self.run(size, make, *args, **kwargs)
+
+    async def prepare_pictures(
+        self, make: Callable[P, Made], *args: P.args, **kwargs: P.kwargs
+    ) -> Made:
+        """`make`, which decodes pictures, counted like a large body. Raises ApiError 429."""
+        with self.admitted(None):
+            work = partial(make, *args, **kwargs)
+            return await asyncio.get_running_loop().run_in_executor(self._pictures, work)
 
     async def run(
         self, size: int, make: Callable[P, Made], *args: P.args, **kwargs: P.kwargs

@@ -8,13 +8,17 @@ budget once, and before each step the submitted and cancelled sequences.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import numpy as np
+
 from specdec.core.engine import Engine
+from specdec.core.pictures import Picture, PlacedPicture
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.prefix_cache.pool import Budget
 from specdec.core.types import Constraint, Owner, Reuse, Sampling, Sequence, Speculative
@@ -96,7 +100,27 @@ def _packed(seq: Sequence) -> dict[str, Any]:
         "constraint": None if seq.constraint is None else seq.constraint.packed(),
         "speculative": None if seq.speculative is None else asdict(seq.speculative),
         "prediction": None if seq.prediction is None else list(seq.prediction.text),
+        "pictures": [_packed_picture(placed) for placed in seq.pictures],
     }
+
+
+def _packed_picture(placed: PlacedPicture) -> dict[str, Any]:
+    picture = placed.picture
+    return {
+        "start": placed.start,
+        "tokens": picture.tokens,
+        "digest": picture.digest.hex(),
+        "levels": base64.b64encode(picture.levels).decode(),
+        "positions": base64.b64encode(picture.positions).decode(),
+    }
+
+
+def _unpacked_picture(packed: dict[str, Any]) -> PlacedPicture:
+    levels = np.frombuffer(base64.b64decode(packed["levels"]), np.uint8)
+    positions = np.frombuffer(base64.b64decode(packed["positions"]), np.int32).reshape(-1, 2)
+    levels, positions = levels.reshape(len(positions), -1).copy(), positions.copy()
+    digest = bytes.fromhex(packed["digest"])
+    return PlacedPicture(packed["start"], Picture(levels, positions, packed["tokens"], digest))
 
 
 def _unpacked(
@@ -105,7 +129,9 @@ def _unpacked(
     sampling = packed["sampling"]
     sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling["logit_bias"])
     stop_ids = frozenset(packed["stop_ids"])
-    seq = Sequence(packed["tokens"], Sampling(**sampling), packed["max_tokens"], stop_ids)
+    pictures = tuple(map(_unpacked_picture, packed["pictures"]))
+    limits = packed["max_tokens"], stop_ids
+    seq = Sequence(packed["tokens"], Sampling(**sampling), *limits, pictures=pictures)
     seq.owner = Owner(*packed["owner"])
     if packed["reuse"] is None:
         seq.reuse = None

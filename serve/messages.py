@@ -6,60 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationInfo,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
 
-from serve.foreign import is_foreign, is_foreign_call, line_of
+from serve.content import PARTS, Content, Mixed, SentPicture
+from serve.foreign import is_foreign_call, line_of
 from targets.chat_history import read_arguments
-
-PARTS = 'must be a string or a list of {"type": "text", "text": ...} parts'
-TEXT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                "required": ["type", "text"],
-            },
-        },
-        {"type": "null"},
-    ]
-}
-
-
-def joined_text(value: Any) -> Any:
-    """A string, or a list of text parts, which are joined by newlines as vLLM does."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError(PARTS)
-    texts = [_part_text(part) for part in value]
-    return "\n".join(text for text in texts if text is not None)
-
-
-def _part_text(part: Any) -> str | None:
-    """A part's text; None for a refusal that an SDK sends back."""
-    if isinstance(part, str):
-        return part
-    if is_foreign(part):
-        return line_of(part)
-    if isinstance(part, dict):
-        if part.get("type") == "refusal":
-            return None
-        if "type" in part and isinstance(part.get("text"), str):
-            return part["text"]
-    raise ValueError(PARTS)
-
-
-Text = Annotated[str | None, BeforeValidator(joined_text), WithJsonSchema(TEXT_SCHEMA)]
 
 
 class Called(BaseModel):
@@ -115,7 +71,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text, Field(validate_default=True)] = None
+    content: Annotated[Content, Field(validate_default=True)] = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -134,7 +90,9 @@ class Message(BaseModel):
 
     @field_validator("content")
     @classmethod
-    def _only_some_are_silent(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _only_some_are_silent(
+        cls, value: str | Mixed | None, info: ValidationInfo
+    ) -> str | Mixed | None:
         if value is None and info.data.get("role", "assistant") not in ("assistant", "tool"):
             raise ValueError(PARTS)
         return value
@@ -148,11 +106,24 @@ class Message(BaseModel):
             raise ValueError("belong to assistant messages")
         return value
 
-    def for_template(self) -> dict[str, Any]:
+    @property
+    def text(self) -> str:
+        """Its content without pictures."""
+        return self.content.text if isinstance(self.content, Mixed) else self.content or ""
+
+    @property
+    def pictures(self) -> list[SentPicture]:
+        return self.content.pictures if isinstance(self.content, Mixed) else []
+
+    def for_template(self, sees: bool = False) -> dict[str, Any]:
         """The message as a dict for chat templates. Role `developer` becomes `system`, which
-        templates have; calls' arguments are an object."""
+        templates have; calls' arguments are an object. sees: pictures are parts, else lines of
+        text."""
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self.content or ""}
+        content: Any = self.content or ""
+        if isinstance(content, Mixed):
+            content = content.for_template() if sees else content.in_words
+        message: dict[str, Any] = {"role": role, "content": content}
         if self.name is not None:
             message["name"] = self.name
         if self.tool_calls:

@@ -39,11 +39,13 @@ def _is_anthropic(request: Request) -> bool:
 def _card(context: Context, name: str, created: int, request: Request) -> Json:
     if _is_anthropic(request):
         when = datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
-        return {"type": "model", "id": name, "display_name": name, "created_at": when}
+        card = {"type": "model", "id": name, "display_name": name, "created_at": when}
+        return card | {"capabilities": {"image_input": {"supported": context.sight is not None}}}
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "specdec",
         "max_model_len": context.max_len,
+        "input_modalities": ["text"] if context.sight is None else ["text", "image"],
     }

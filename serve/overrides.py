@@ -1,4 +1,4 @@
-"""Sampling parameters of requests, the same in each API."""
+"""Sampling parameters of requests, the same in each API, and what is told of the answer."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class SamplingOverrides(BaseModel):
     ignore_eos: bool | None = None
     cache_prompt: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    include_receipt: bool | None = None
 
     @field_validator("logit_bias")
     @classmethod

@@ -38,7 +38,7 @@ def report(
     """text: the prompt as it was sent, None where it was sent as ids or messages."""
     echo = ""
     if request.echo and isinstance(request, ChatRequest):
-        echo = request.messages[-1].content or ""  # vLLM repeats the last message
+        echo = request.messages[-1].text  # vLLM repeats the last message
     elif request.echo:
         echo = tokenizer.decode(prompt) if text is None else text
     tokens: tuple[TokenText, ...] = ()

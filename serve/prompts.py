@@ -2,48 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
+from serve.pictures import Fetch, PictureRoom, files_of, refuse_newest
 from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
 from specdec.core.prediction import PredictedText
 from targets.chat_template import RenderedTooLong
 from targets.tokenizer import bare_ids
+from targets.vision.prompt import PicturePrompt, with_pictures
+from targets.vision.spec import VisionSpec
 
 SLACK = 2
 """Rendering stops at this multiple of the characters that a context can hold: the rendered text
 also contains marks that protect control tokens."""
 
 
+@dataclass(frozen=True)
+class Sight:
+    """How a server's model sees, and where its pictures come from."""
+
+    vision: VisionSpec
+    fetch: Fetch | None = None
+    """Gets pictures that are sent as URLs; None: they are refused."""
+    room: PictureRoom = field(default_factory=PictureRoom)
+
+
 def encode(
-    request: ChatRequest | CompletionRequest, tokenizer: ServedTokenizer, max_len: int
-) -> list[list[int]]:
-    """The ids of each prompt. Raises ApiError 400 if one can't be served."""
+    request: ChatRequest | CompletionRequest,
+    tokenizer: ServedTokenizer,
+    max_len: int,
+    sight: Sight | None = None,
+) -> list[PicturePrompt]:
+    """Each prompt. sight: None for a model that takes no pictures. Raises ApiError 400 if one can't
+    be served."""
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
     check_sizes(request, tokenizer, max_len)
-    prompts = [_cut(p, request, max_len) for p in _encoded(request, tokenizer, max_len)]
+    if isinstance(request, ChatRequest):
+        prompts = [chat_prompt(request, tokenizer, max_len, sight)]
+    else:
+        encoded = (p if isinstance(p, list) else tokenizer.encode(p) for p in request.prompt)
+        prompts = list(map(PicturePrompt, encoded))
+    prompts = [replace(prompt, ids=_cut(prompt.ids, request, max_len)) for prompt in prompts]
     for prompt in prompts:
-        check_ids(prompt, tokenizer, param)
-        if len(prompt) >= max_len + (request.limit == 0):
-            raise _too_long(f"the prompt has {len(prompt)} tokens", max_len, param)
+        check_ids(prompt.ids, tokenizer, param)
+        if len(prompt.ids) >= max_len + (request.limit == 0):
+            raise _too_long(f"the prompt has {len(prompt.ids)} tokens", max_len, param)
     return prompts
 
 
-def _encoded(
-    request: ChatRequest | CompletionRequest, tokenizer: ServedTokenizer, max_len: int
-) -> list[list[int]]:
-    if isinstance(request, CompletionRequest):
-        return [p if isinstance(p, list) else tokenizer.encode(p) for p in request.prompt]
-    return [chat_ids(request, tokenizer, max_len)]
+def chat_prompt(
+    request: ChatRequest, tokenizer: ServedTokenizer, max_len: int, sight: Sight | None = None
+) -> PicturePrompt:
+    """The chat, rendered by the checkpoint's template and encoded, with places for its pictures,
+    which are not decoded. The size of the rendered text (with tools, calls and the template's own
+    text) is checked before encoding."""
+    files = [] if sight is None else files_of(request, sight.vision, sight.fetch)
+    if sight is None or not files:
+        return PicturePrompt(chat_ids(request, tokenizer, max_len))
+    picture = tokenizer.token_text(sight.vision.ids.image)
+    assert picture is not None, "the vocabulary has the ids that config.json names"
+
+    def rendered(messages: list[Any], goes_on: bool, **values: Any) -> tuple[list[str], list[int]]:
+        return tokenizer.picture_pieces(messages, picture, goes_on, **values)
+
+    pieces, order = _rendered(request, tokenizer, max_len, rendered, sees=True)
+    ids = tokenizer.encode_pieces(pieces)
+    return with_pictures(ids, [files[number] for number in order], sight.vision)
 
 
 def chat_ids(request: ChatRequest, tokenizer: ServedTokenizer, max_len: int) -> list[int]:
-    """The chat, rendered by the checkpoint's template and encoded. The size of the rendered text
-    (with tools, calls and the template's own text) is checked before encoding."""
+    """`chat_prompt` for a model that takes no pictures: there are lines of text for them, but in
+    the newest message they are refused."""
+    refuse_newest(request.messages)
+
+    def rendered(messages: list[Any], goes_on: bool, **values: Any) -> tuple[list[str], list[int]]:
+        return tokenizer.chat_pieces(messages, goes_on, **values), []
+
+    return tokenizer.encode_pieces(_rendered(request, tokenizer, max_len, rendered)[0])
+
+
+def _rendered(
+    request: ChatRequest,
+    tokenizer: ServedTokenizer,
+    max_len: int,
+    render: Callable[..., tuple[list[str], list[int]]],
+    sees: bool = False,
+) -> tuple[list[str], list[int]]:
+    """The pieces of the rendered chat, and its pictures by number. Raises ApiError 400."""
     values = dict(request.chat_template_kwargs or {})
     if request.thinks is not None:
         values["enable_thinking"] = request.thinks
@@ -51,16 +102,16 @@ def chat_ids(request: ChatRequest, tokenizer: ServedTokenizer, max_len: int) -> 
         values["tools"] = [tool.for_template() for tool in request.tools or ()]
     if request.add_generation_prompt is False:
         values["add_generation_prompt"] = False
-    messages = [message.for_template() for message in request.messages]
+    messages = [message.for_template(sees) for message in request.messages]
     most = SLACK * max_len * tokenizer.longest_token
     try:
         goes_on = bool(request.continue_final_message)
-        pieces = tokenizer.chat_pieces(messages, goes_on, max_characters=most, **values)
+        pieces, order = render(messages, goes_on, max_characters=most, **values)
     except RenderedTooLong:
         least = f"the prompt has more than {SLACK * max_len} tokens"
         raise _too_long(least, max_len, "messages") from None
     check_size(sum(len(piece.encode()) for piece in pieces), tokenizer, max_len, "messages")
-    return tokenizer.encode_pieces(pieces)
+    return pieces, order
 
 
 def predicted_text(
@@ -110,7 +161,7 @@ def _written(request: ChatRequest) -> dict[str, Iterator[Any]]:
     functions = (tool.function for tool in request.tools or ())
     return {
         "messages": chain(
-            (message.content for message in request.messages),
+            (message.text for message in request.messages),
             (call.function.arguments for call in calls),
         ),
         "tools": (part for f in functions for part in (f.name, f.description, f.parameters)),

@@ -19,9 +19,9 @@ from pydantic import (
     model_validator,
 )
 
+from serve.content import Text
 from serve.errors import ApiError
 from serve.fields import ANY, check_names
-from serve.messages import Text
 from serve.options import Options
 from serve.overrides import Ids, SamplingOverrides
 from specdec.core.types import MAX_DRAFT
@@ -166,7 +166,6 @@ class GenerationRequest(SamplingOverrides):
     prediction: PredictionContent | None = None
     speculative: SpeculativeWish | None = None
     include_speculation: bool | None = None
-    include_receipt: bool | None = None
 
     @model_validator(mode="after")
     def _every_name_is_known(self) -> GenerationRequest:

@@ -40,6 +40,17 @@ class ServedTokenizer(Protocol):
         **template_kwargs: Any,
     ) -> list[str]: ...
 
+    def picture_pieces(
+        self,
+        messages: list[dict[str, Any]],
+        picture: str,
+        continue_final: bool = False,
+        max_characters: int | None = None,
+        **template_kwargs: Any,
+    ) -> tuple[list[str], list[int]]: ...
+
+    def token_text(self, token_id: int) -> str | None: ...
+
     def encode_pieces(self, pieces: list[str]) -> list[int]: ...
 
     def decode(self, ids: Seqs[int], skip_special: bool = True) -> str: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -11,7 +12,7 @@ from serve.body import body_schema, errors_of, parse_bounded, read_body, read_re
 from serve.chat_schema import ChatRequest
 from serve.generation import Context
 from serve.overrides import MAX_LIST
-from serve.prompts import chat_ids, check_ids, check_size, check_sizes
+from serve.prompts import chat_prompt, check_ids, check_size, check_sizes
 from serve.replies import Json
 from serve.schema import parse
 from targets.tokenizer import bare_ids
@@ -39,7 +40,10 @@ def token_routes(context: Context, max_body: int) -> APIRouter:
     @router.post("/tokenize", openapi_extra=body_schema(TokenizeText))
     async def tokenize(request: Request) -> Json:
         body = await read_body(request, max_body)
-        ids, strings = await context.lanes.prepare(len(body), _tokenized, context, body)
+        lanes, sight = context.lanes, context.sight
+        fetches = sight is not None and sight.fetch is not None
+        prepare = lanes.prepare_pictures if fetches else partial(lanes.prepare, len(body))
+        ids, strings = await prepare(_tokenized, context, body)
         return {
             "count": len(ids),
             "max_model_len": context.max_len,
@@ -67,7 +71,7 @@ def _tokenized(context: Context, body: bytes) -> tuple[list[int], list[str] | No
         chat = parse(ChatRequest, body)
         context.check_model(chat.model)
         check_sizes(chat, tokenizer, context.max_len)
-        return chat_ids(chat, tokenizer, context.max_len), None
+        return chat_prompt(chat, tokenizer, context.max_len, context.sight).ids, None
     wire = parse(TokenizeText, body)
     context.check_model(wire.model)
     check_size(len(wire.prompt.encode()), tokenizer, context.max_len, "prompt")

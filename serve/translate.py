@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
-from serve.prompts import check_ids, encode, predicted_text
+from serve.prompts import Sight, check_ids, encode, predicted_text
 from serve.reuse import reuse_of
 from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
@@ -21,8 +21,10 @@ from specdec.constraints.trial import Untried, remembered_only
 from specdec.constraints.vocabulary import Vocabulary
 from specdec.core.engine import DraftSetup
 from specdec.core.errors import UserError
+from specdec.core.pictures import PlacedPicture
 from specdec.core.prediction import Prediction
 from specdec.core.types import Constraint, Sampling, Sequence
+from targets.vision.prompt import PicturePrompt
 
 log = logging.getLogger("specdec.serve")
 
@@ -45,6 +47,7 @@ class EngineRequest:
     """A request in the engine's terms."""
 
     prompts: list[list[int]]
+    """As they are counted and shown: with the image's own id at the places of pictures."""
     choices: list[Sequence]
     """`n` per prompt, in the order of OpenAI's choices; empty if max_tokens is 0."""
     recitals: list[Sequence | None]
@@ -69,13 +72,16 @@ def plan(
     request_id: str,
     caller: str = "",
     drafting: DraftSetup = DraftSetup(),  # noqa: B008
+    sight: Sight | None = None,
 ) -> EngineRequest:
     """Translate a request to sequences for the engine. Takes long if its prompt or its schema is
-    long.
-    caller: see `reuse_of`. drafting: the engine's. Raises ApiError 400 or UserError."""
+    long, or if it has pictures, which are decoded here.
+    caller: see `reuse_of`. drafting: the engine's. sight: None for a model that takes no pictures.
+    Raises ApiError 400 or UserError, and ApiError 429 for pictures without room."""
     speculative = speculative_of(request, drafting)
-    prompts = encode(request, tokenizer, max_len)
-    choices = [] if request.limit == 0 else _choices(request, prompts, tokenizer, max_len)
+    encoded = encode(request, tokenizer, max_len, sight)
+    prompts = [prompt.ids for prompt in encoded]
+    choices = [] if request.limit == 0 else _choices(request, encoded, tokenizer, max_len, sight)
     thinking = thinking_at(request, tokenizer, prompts[0])
 
     def constrain() -> None:
@@ -93,7 +99,7 @@ def plan(
     for number, seq in enumerate(choices):
         seq.request_id = f"{request_id}-{number}"
         seq.prediction = predicted and Prediction(predicted, seq.prompt_len)
-        seq.reuse = reuse_of(request, seq.tokens, tokenizer, caller)
+        seq.reuse = reuse_of(request, prompts[number // (request.n or 1)], tokenizer, caller)
         seq.speculative = speculative
         seq.reported = bool(request.include_speculation)
     recitals = [_recital(request, prompt, tokenizer) for prompt in prompts]
@@ -102,9 +108,10 @@ def plan(
 
 def _choices(
     request: ChatRequest | CompletionRequest,
-    prompts: Seqs[list[int]],
+    prompts: Seqs[PicturePrompt],
     tokenizer: ServedTokenizer,
     max_len: int,
+    sight: Sight | None,
 ) -> list[Sequence]:
     """Choice j of a prompt equals the answer to a single request with seed + j. A `max_tokens`
     beyond the context is no error: the answer ends with finish_reason "length"."""
@@ -115,14 +122,24 @@ def _choices(
         stop_ids |= frozenset(tokenizer.stop_ids)
     return [
         Sequence(
-            list(prompt),
+            list(tokens),
             replace(sampling, seed=(sampling.seed + choice) % 2**64),
-            max_tokens=min(request.limit or max_len, max_len - len(prompt)),
+            max_tokens=min(request.limit or max_len, max_len - len(tokens)),
             stop_ids=stop_ids,
+            pictures=pictures,
         )
-        for prompt in prompts
+        for tokens, pictures in [_read(prompt, sight) for prompt in prompts]
         for choice in range(request.n or 1)
     ]
+
+
+def _read(
+    prompt: PicturePrompt, sight: Sight | None
+) -> tuple[list[int], tuple[PlacedPicture, ...]]:
+    """A prompt's ids for the engine, and its pictures, decoded."""
+    if sight is None or not prompt.files:
+        return prompt.ids, ()
+    return prompt.tokens, sight.room.decoded(prompt, sight.vision)
 
 
 def _constraints(

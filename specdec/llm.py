@@ -32,10 +32,13 @@ from specdec.audit.receipt import Finish, Receipt
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from specdec.core.types import Sequence, TokenLogprob
+from specdec.llm_pictures import chat_prompt
 from specdec.llm_types import Answer, Chunk, SamplingParams, chosen_params
+from targets.vision.prompt import PicturePrompt
 
 Prompt = str | Seqs[int] | Seqs[Mapping[str, Any]]
-"""A text to continue, its token ids, or chat messages ({"role": ..., "content": ...})."""
+"""A text to continue, its token ids, or chat messages ({"role": ..., "content": ...}). A content is
+a text, or a list of {"text": ...} and {"image": ...}, where an image is a file's path or bytes."""
 Value = TypeVar("Value")
 
 
@@ -144,21 +147,26 @@ class LLM:
         if not params.ignore_eos:
             stop_ids |= frozenset(self.tokenizer.stop_ids)
         sampling = params.for_target(self.tokenizer.defaults)
-        ids = self._ids(prompt)
-        room = max(1, self.model.target.max_len - len(ids))
-        seq = Sequence(ids, sampling, min(params.max_tokens, room), stop_ids)
+        read = self._read(prompt)
+        room = max(1, self.model.target.max_len - len(read.ids))
+        vision, pictures = self.model.target.vision, ()
+        if read.files and vision is not None:
+            pictures = read.pictures(vision.patches)
+        limits = min(params.max_tokens, room), stop_ids
+        seq = Sequence(read.tokens, sampling, *limits, pictures=pictures)
         seq.check_ids(self.model.target.vocab)
         self._runner.engine.check(seq)
         return seq
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def _read(self, prompt: Prompt) -> PicturePrompt:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
+            return PicturePrompt(self.tokenizer.encode(prompt))
         if prompt and isinstance(prompt[0], Mapping):
-            return self.tokenizer.encode_chat([dict(m) for m in prompt])  # pyright: ignore
+            vision = self.model.target.vision
+            return chat_prompt(prompt, self.tokenizer, vision)  # pyright: ignore
         if not all(isinstance(token, int) for token in prompt):
             raise UserError("a prompt is a text, a list of token ids or a list of chat messages")
-        return list(prompt)  # pyright: ignore[reportReturnType]
+        return PicturePrompt(list(prompt))  # pyright: ignore
 
     async def _answers(self, seqs: list[Sequence], params: SamplingParams) -> list[Answer]:
         return list(await asyncio.gather(*(self._answer(seq, params) for seq in seqs)))
@@ -173,7 +181,9 @@ class LLM:
             logprobs += update.logprobs or ()
             finish = piece.finish or finish
         wanted = None if params.logprobs is None else logprobs
-        prompt = seq.tokens[: seq.prompt_len]
+        vision = self.model.target.vision
+        image = 0 if vision is None else vision.ids.image
+        prompt = [image if token < 0 else token for token in seq.tokens[: seq.prompt_len]]
         claim = Ended(tokens, finish, params.stops, text=text, logprobs=_chosen(wanted))
         receipt = partial(self._receipt, seq, claim)
         return Answer(prompt, text, tokens, finish, seq.acceptance, wanted, seq.cached, receipt)
@@ -185,6 +195,8 @@ class LLM:
         return identity_of(self.model)
 
     def _receipt(self, seq: Sequence, ended: Ended) -> Receipt:
+        if seq.pictures:
+            raise UserError("an answer about pictures has no receipt: it would not hold them")
         return receipt_of(self.identity, seq, ended)
 
     async def _forward(

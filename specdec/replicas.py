@@ -153,6 +153,7 @@ def _replica_app(
         api_keys=keys,
         engine_label=replica,
         identity=identity_of(model),
+        vision=model.target.vision,
     )
     if settings.metrics is not None:
         _tell_prometheus(settings.metrics, replica, made.state.metrics.registry)

@@ -7,7 +7,7 @@ of transformers 5.23, `models/gemma4`.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,9 @@ class Arch:
     max_position: int
     silu: bool = False
     """Gates are SiLU, as Llama's, not tanh GELU."""
+    pictures_both_ways: bool = field(default=False, repr=False)
+    """On sliding layers the rows of a picture see each other; else they are causal, as text is. Not
+    in identities: no bit of a text depends on it."""
     own_head: bool = False
     """Logits are made by a tensor `lm_head`, not by the embedding. Files decide: see
     `model_folder.read_arch`."""
@@ -153,6 +156,7 @@ def _parse(text: dict[str, Any]) -> Arch:
         per_layer_input=int(text.get("hidden_size_per_layer_input") or 0),
         per_layer_vocab=int(text.get("vocab_size_per_layer_input") or 0),
         max_position=int(text.get("max_position_embeddings", 131072)),
+        pictures_both_ways=text.get("use_bidirectional_attention") == "vision",
     )
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from targets.arch import Arch
+    from targets.vision.spec import VisionSpec
 
 BACKENDS = {"jax": "targets.jax.backend:JaxBackend", "cuda": "targets.cuda.backend:CudaBackend"}
 """Where each backend's class is. Its module is imported on first use."""
@@ -58,6 +59,11 @@ class LoadedTarget(Target, Protocol):
         ...
 
     @property
+    def vision(self) -> VisionSpec | None:
+        """The image side that it was loaded with; None: it takes no pictures."""
+        ...
+
+    @property
     def identity(self) -> str:
         """What determines its results bit by bit, beside its weights."""
         ...
@@ -76,6 +82,8 @@ class TargetRequest:
     routing_overlap: float | None = None
     """For random weights: the share of a verify's picks of experts that repeat (`targets.routing`);
     None: as many as repeat by chance."""
+    vision: VisionSpec | None = None
+    """The image side that is loaded with it; None: it takes no pictures."""
     exact: bool = True
     """Whether a row must be the same at any width. A draft model need not be exact: it is compiled
     no wider than it is fed."""
@@ -196,7 +204,7 @@ def meter_of(target: LoadedTarget) -> Meter:
 
 def snapshots_of(target: LoadedTarget) -> TargetSnapshots:
     """Copies of this target's slots for the prefix cache."""
-    return import_module(f"targets.{target.backend}.snapshots").SlotSnapshots(target)
+    return import_module(f"targets.{target.backend}.snapshots").snapshots_of(target)
 
 
 def _class_of(name: str) -> type[Backend]:

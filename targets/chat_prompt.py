@@ -4,7 +4,9 @@ no tool's result is lost, and an answer that was begun is gone on with where it 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from specdec.core.errors import UserError
@@ -15,6 +17,10 @@ from targets.chat_text import ControlTokens
 log = logging.getLogger("specdec.chat")
 
 Render = Callable[..., str]
+PICTURE = {"type": "image"}
+"""A picture among the parts of a content."""
+RESPONSE_END = "<tool_response|>"
+"""The control token behind which the pictures of a tool's result stand."""
 FORMS: dict[str, Callable[[list[Message]], list[Message]]] = {
     "as they are": list,
     "with user and assistant in turns": alternating,
@@ -34,15 +40,27 @@ class ChatPrompt:
         values: Mapping[str, Any],
         goes_on: bool,
         reads_parts: Callable[[str], bool],
+        picture: str | None = None,
     ) -> None:
         """goes_on: the last message's text begins the answer. reads_parts: of a role, whether the
-        template reads a list of parts as a content."""
+        template reads a list of parts as a content. picture: the control token that stands for a
+        picture; None: no content has any."""
         self._render, self._control, self._goes_on = render, control, goes_on
-        self._reads_parts = reads_parts
+        self._reads_parts, self._picture = reads_parts, picture
+        self._marks: dict[str, bool] = {}
+        """The character that stands for each picture, in the messages' order, and whether a tool's
+        result has it."""
+        self.order: list[int] = []
+        """The pictures by number, in the order in which they stand in the prompt: a tool's result
+        may move behind its call. Written by `pieces`."""
         self._values = dict(values)
 
     def pieces(self, messages: list[Message]) -> list[str]:
         """Raises UserError where the template refuses every form."""
+        if self._picture is not None:
+            count = sum(_pictures_of(message) for message in messages)
+            marks = iter(self._control.marks_for((messages, self._values), count))
+            messages = [self._with_marks(message, marks) for message in messages]
         messages = [self._readable(message) for message in messages]
         last = messages[-1:] if self._goes_on else []
         messages = [*paired(messages[: len(messages) - len(last)]), *last]
@@ -62,6 +80,35 @@ class ChatPrompt:
             return pieces
         assert refused is not None
         raise refused
+
+    def _with_marks(self, message: Message, marks: Iterator[str]) -> Message:
+        """With its parts as one text, if there are pictures among them, and a mark for each. Texts
+        are trimmed, and nothing stands between them, as in Gemma's own template, but a tool's
+        result stays as it is, before its pictures."""
+        count, of_tool = _pictures_of(message), bool(message.get("role") == "tool")
+        if not count:
+            return message
+        parts, own = message["content"], list(islice(marks, count))
+        self._marks |= dict.fromkeys(own, of_tool)
+        if of_tool:
+            return {**message, "content": text_of(parts) + "".join(own)}
+        coming = iter(own)
+        texts = (next(coming) if part == PICTURE else text_of([part]).strip() for part in parts)
+        return {**message, "content": "".join(texts)}
+
+    def _with_pictures(self, text: str) -> str:
+        """A rendered text with the picture's control token in place of each mark; those of a tool's
+        result behind its response."""
+        if self._picture is None:
+            return text
+        if shown := "".join(mark for mark, of_tool in self._marks.items() if of_tool):
+            behind = rf"([{shown}]+)(.*?{re.escape(RESPONSE_END)})"
+            text = re.sub(behind, r"\2\1", text, flags=re.DOTALL)
+        numbers = {mark: number for number, mark in enumerate(self._marks)}
+        self.order = [numbers[letter] for letter in text if letter in numbers]
+        if sorted(self.order) != list(numbers.values()):
+            raise UserError("the chat template leaves out a picture, or writes it twice")
+        return text.translate({ord(mark): self._picture for mark in numbers})
 
     def _readable(self, message: Message) -> Message:
         """With its parts as one text, if the template reads no parts in messages of its role. As
@@ -87,7 +134,12 @@ class ChatPrompt:
             raise UserError("the chat template leaves out what a tool answered: send it as text")
         if self._goes_on:
             text = _up_to(text, end) + begun
-        return control.pieces(text.replace(witness, ""), mark)
+        return control.pieces(self._with_pictures(text.replace(witness, "")), mark)
+
+
+def _pictures_of(message: Message) -> int:
+    parts = message.get("content")
+    return parts.count(PICTURE) if isinstance(parts, list) else 0
 
 
 def _witnessed(messages: list[Message], witness: str) -> int:

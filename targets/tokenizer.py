@@ -134,8 +134,11 @@ class Tokenizer:
 
     @cached_property
     def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self._control_texts())
+
+    def _control_texts(self) -> set[str]:
         added = self._backend.get_added_tokens_decoder()
-        return ControlTokens(added[token_id].content for token_id in self.special_ids)
+        return {added[token_id].content for token_id in self.special_ids}
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` with BOS in front exactly once, whether or not the text brings its own.
@@ -194,6 +197,22 @@ class Tokenizer:
         prompt = ChatPrompt(*inputs, self._template.reads_parts)
         return prompt.pieces(messages)
 
+    def picture_pieces(
+        self,
+        messages: list[dict[str, Any]],
+        picture: str,
+        continue_final: bool = False,
+        max_characters: int | None = None,
+        **template_kwargs: Any,
+    ) -> tuple[list[str], list[int]]:
+        """`chat_pieces` with the control token `picture` for each part {"type": "image"} of a
+        content, and the order in which the prompt has these: by number, as they were sent."""
+        render = partial(self.render, max_characters=max_characters)
+        control = ControlTokens(self._control_texts() | {picture})
+        inputs = render, control, template_kwargs, continue_final
+        prompt = ChatPrompt(*inputs, self._template.reads_parts, picture)
+        return prompt.pieces(messages), prompt.order
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `ids`; special tokens are left out unless `skip_special` is False."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special)
@@ -223,6 +242,10 @@ class Tokenizer:
     def to_json(self) -> str:
         """The tokenizer in the form of `tokenizer.json`."""
         return self._backend.to_str()
+
+    def token_text(self, token_id: int) -> str | None:
+        """One vocabulary entry, such as "<turn|>", or None."""
+        return self._backend.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
         """Id of one vocabulary entry such as "<turn|>", or None."""

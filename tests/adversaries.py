@@ -2,11 +2,14 @@
 
 python -m tests.adversaries --max-len 65536 [options of serve]    # starts a server on mini
 python -m tests.adversaries --url http://127.0.0.1:8000 --pid 1234
+python -m tests.adversaries --sees    # hostile pictures, to a checkpoint that takes some
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import json
 import multiprocessing
 import os
@@ -21,15 +24,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence as Seqs
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
+import numpy as np
+from PIL import Image
 
 from targets import mini
+from tests.hostile_pictures import hostile, seeds
 from tests.support.commands import free_port, wait_until_ready
+from tools import seeing_mini
 
 PLAIN = {"prompt": "def add(first, second):", "max_tokens": 4, "ignore_eos": True}
 SCHEMAS_AT_ONCE = 10
@@ -104,6 +112,28 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     "huge bodies": (huge_body, BODIES_AT_ONCE),
     "leavers": (leaver, LEAVERS_AT_ONCE),
 }
+
+
+def hostile_picture(client: httpx.Client, max_len: int) -> httpx.Response:
+    """Mostly a file that is cut or changed; at times a whole one of 50 megapixels."""
+    if secrets.randbelow(8) == 0:
+        data = _large_picture()
+    else:
+        data = hostile(np.random.default_rng(secrets.randbits(32)), seeds())
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    content = [{"type": "image_url", "image_url": url}, {"type": "text", "text": "What is it?"}]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
+    return client.post("/v1/chat/completions", json=body)
+
+
+@cache
+def _large_picture() -> bytes:
+    written = io.BytesIO()
+    Image.new("RGB", (10_000, 5_000), "teal").save(written, "PNG")
+    return written.getvalue()
+
+
+PICTURES: dict[str, tuple[Attack, int]] = {"hostile pictures": (hostile_picture, 4)}
 
 
 def repeat(attack: Attack, url: str, max_len: int, ended: Event, reports: Any) -> None:
@@ -207,11 +237,14 @@ def long_mini(folder: Path, max_len: int) -> Path:
 
 
 @contextmanager
-def started(max_len: int, more: Seqs[str]) -> Iterator[tuple[str, int]]:
-    """A server on mini: its address and process. more: options of `specdec serve`."""
+def started(max_len: int, more: Seqs[str], sees: bool = False) -> Iterator[tuple[str, int]]:
+    """A server on mini: its address and process. more: options of `specdec serve`. sees: with a
+    random image side."""
     port = free_port()
     with TemporaryDirectory() as folder:
         model = long_mini(Path(folder), max_len)
+        if sees:
+            model = seeing_mini.write(Path(folder) / "seeing", model)
         options = ["--model", str(model), "--port", port, "--max-len", str(max_len), *more]
         with process("serve", *options, "--log-level", "warning") as server:
             wait_until_ready(server, url := f"http://127.0.0.1:{port}")
@@ -229,7 +262,13 @@ def process(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         server.wait(60)
 
 
-def report(url: str, pid: int | None, max_len: int, tries: int) -> dict[str, Any]:
+def report(
+    url: str,
+    pid: int | None,
+    max_len: int,
+    tries: int,
+    attacks: dict[str, tuple[Attack, int]] = ATTACKS,
+) -> dict[str, Any]:
     """Idle first, then beside each attack, then beside all."""
     latencies(url, 3)  # whatever the first ones load
     idle = statistics.median(latencies(url, tries))
@@ -237,7 +276,7 @@ def report(url: str, pid: int | None, max_len: int, tries: int) -> dict[str, Any
     before = memory.now() if memory else 0
     found: dict[str, Any] = {"max_len": max_len, "tries": tries, "idle_ms": round(1000 * idle, 1)}
     with memory.watched() if memory else nullcontext():
-        for name, (attack, count) in ATTACKS.items():
+        for name, (attack, count) in attacks.items():
             with attacked(url, max_len, attack, count) as statuses:
                 took = latencies(url, tries)
             found[name] = _ratios(took, idle) | {"answers": dict(statuses)}
@@ -265,12 +304,15 @@ def main() -> None:
     parser.add_argument("--pid", type=int, help="its process, for memory")
     parser.add_argument("--max-len", type=int, default=2048, help="the server's")
     parser.add_argument("--tries", type=int, default=20)
+    parser.add_argument("--sees", action="store_true", help="hostile pictures in place of others")
     options, more = parser.parse_known_args()
+    attacks = PICTURES if options.sees else ATTACKS
     if options.url is not None:
-        print(json.dumps(report(options.url, options.pid, options.max_len, options.tries)))
+        found = report(options.url, options.pid, options.max_len, options.tries, attacks)
+        print(json.dumps(found))
         return
-    with started(options.max_len, more) as (url, pid):
-        print(json.dumps(report(url, pid, options.max_len, options.tries)))
+    with started(options.max_len, more, options.sees) as (url, pid):
+        print(json.dumps(report(url, pid, options.max_len, options.tries, attacks)))
 
 
 if __name__ == "__main__":

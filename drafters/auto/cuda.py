@@ -4,6 +4,7 @@ writes each row's drafter into a tensor before a cycle (`late.py`)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seqs
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,8 +12,57 @@ from torch import Tensor
 
 from drafters.auto.late import TEXT, WEIGHTS, LateChooser
 from specdec.core.types import NO_GUESS, CycleChoice, Proposal, Sequence, Step
+from targets.cuda.cards import OnCards
 from targets.cuda.device_drafter import CapturedBatch, DeviceDrafter
 from targets.cuda.upload import page_locked
+
+
+class Chooser(Protocol):
+    """The part of `LateChooser` that a `DeviceAuto` uses."""
+
+    @property
+    def take(self) -> np.ndarray: ...
+    @property
+    def runs(self) -> bool: ...
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    def choose(self, seqs: Seqs[Sequence], /) -> CycleChoice: ...
+    def take_back(self) -> None: ...
+
+
+class RepeatedChoice:
+    """The `Chooser` of a card behind the first one, which has chosen by then."""
+
+    def __init__(self, first: LateChooser) -> None:
+        self._first = first
+
+    @property
+    def take(self) -> np.ndarray:
+        return self._first.take
+
+    @property
+    def runs(self) -> bool:
+        return self._first.runs
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self._first.names
+
+    def choose(self, seqs: Seqs[Sequence], /) -> CycleChoice:
+        return self._first.choice
+
+    def take_back(self) -> None:
+        pass
+
+
+def on_device(
+    chooser: LateChooser, text: DeviceDrafter | OnCards, weighted: DeviceDrafter | None
+) -> DeviceAuto | OnCards:
+    """The device loop's drafter, or one of each card."""
+    if not isinstance(text, OnCards):
+        return DeviceAuto(chooser, text, weighted)
+    choosers = [chooser, *[RepeatedChoice(chooser)] * (len(text.each) - 1)]
+    return OnCards([DeviceAuto(c, own, None) for c, own in zip(choosers, text.each, strict=True)])
 
 
 class DeviceAuto:
@@ -20,7 +70,7 @@ class DeviceAuto:
     drafter, or none. In each, the drafter with weights observes every cycle."""
 
     def __init__(
-        self, chooser: LateChooser, text: DeviceDrafter, weighted: DeviceDrafter | None
+        self, chooser: Chooser, text: DeviceDrafter, weighted: DeviceDrafter | None
     ) -> None:
         self._chooser, self._text, self._weighted = chooser, text, weighted
         self._take: Tensor | None = None

@@ -139,9 +139,11 @@ def _policy(drafter: AutoDrafter) -> Policy:
 def _device_drafter(backend: str) -> Any:
     if backend == "jax":
         from drafters.auto.jax import DeviceAuto
-    else:
-        from drafters.auto.cuda import DeviceAuto
-    return DeviceAuto
+
+        return DeviceAuto
+    from drafters.auto.cuda import on_device
+
+    return on_device
 
 
 def _wrapped(drafter: AutoDrafter, wrap: Callable[[Any], Any]) -> AutoDrafter:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specdec.core.types import CycleChoice, Proposal, Sequence, Step
+from specdec.core.types import NO_GUESS, CycleChoice, Proposal, Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch
 from targets.cuda.launch import Launcher, Library, Variant, pointer
 from targets.cuda.target import CudaTarget
@@ -36,6 +36,8 @@ class DeviceLookup:
         tensors = history, rows.start, rows.slot, rows.tokens
         arguments = [*map(pointer, tensors), *map(c_int, (history.stride(0), k, *self.lengths))]
         self._launch(LOOKUP, "lookup", (len(rows.slot), 1, 1), THREADS, arguments)
+        if self.target.vision is not None:
+            batch.draft.clamp_(min=NO_GUESS)  # pictures' places are below
         return Proposal(batch.draft)
 
     def observe(self, batch: CapturedBatch, step: Step, accepted: Tensor) -> None:

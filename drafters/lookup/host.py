@@ -15,9 +15,10 @@ SEEN = 1 << 14
 
 
 def continuation(tokens: Seqs[int] | np.ndarray, follow: int, k: int) -> list[int]:
-    """The k tokens from `follow` on; past the end of the text the match repeats with its period."""
+    """The k tokens from `follow` on; past the end of the text the match repeats with its period.
+    NO_GUESS at pictures' places, of which no copy could be right."""
     period = len(tokens) - follow
-    return [tokens[follow + i % period] for i in range(k)]
+    return [max(int(tokens[follow + i % period]), NO_GUESS) for i in range(k)]
 
 
 def longest_suffix(text: np.ndarray, shortest: int, longest: int) -> tuple[int, int]:

@@ -46,4 +46,5 @@ class TracedLookup:
         _, _, follow = jax.lax.while_loop(goes_on, longer, (jnp.int32(1), matched, nowhere))
         period = jnp.maximum(length - follow, 1)
         source = follow[:, None] + jnp.arange(k) % period[:, None]
-        return jnp.where(follow[:, None] > 0, history[rows, source], NO_GUESS)
+        copied = jnp.maximum(history[rows, source], NO_GUESS)  # pictures' places are below
+        return jnp.where(follow[:, None] > 0, copied, NO_GUESS)

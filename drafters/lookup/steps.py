@@ -17,5 +17,6 @@ def traced(lengths: tuple[int, int], target: Any) -> Any:
 def captured(lengths: tuple[int, int], target: Any) -> Any:
     """The step of CUDA's loop."""
     from drafters.lookup.cuda import DeviceLookup
+    from targets.cuda.cards import step_of
 
-    return DeviceLookup(target, *lengths)
+    return step_of(target, lambda rank: DeviceLookup(rank, *lengths))

@@ -34,7 +34,8 @@ class ModelDrafter:
         self._ahead: dict[int, Sequence] = {}
 
     def reset(self, seq: Sequence) -> None:
-        self._ahead[seq.slot] = Sequence(list(seq.tokens), self._sampling(seq), slot=seq.slot)
+        tokens = [max(token, 0) for token in seq.tokens]  # at pictures' places: pad, as id 0 is
+        self._ahead[seq.slot] = Sequence(tokens, self._sampling(seq), slot=seq.slot)
 
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         """Read the prompt beside the target, a chunk for a chunk."""

@@ -21,8 +21,9 @@ def _traced(target: Any) -> Any:
 
 def _captured(target: Any) -> Any:
     from drafters.none.cuda import DeviceNone
+    from targets.cuda.cards import step_of
 
-    return DeviceNone()
+    return step_of(target, lambda rank: DeviceNone())
 
 
 KIND = DrafterKind("none", "plain decoding", _read, most_k=0, device_loops=("jax", "cuda"))

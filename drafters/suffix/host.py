@@ -73,7 +73,8 @@ class SuffixDrafter:
         draft = np.full((len(seqs), k), NO_GUESS, np.int32)
         for b, seq in enumerate(seqs):
             guesses = self._guess(self._rows[seq.slot])[:k]
-            draft[b, : len(guesses)] = guesses
+            # pictures' places are below NO_GUESS: no copy of one could be right
+            draft[b, : len(guesses)] = [max(guess, NO_GUESS) for guess in guesses]
         return Proposal(draft)
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:

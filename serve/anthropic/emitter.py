@@ -34,7 +34,7 @@ class AnthropicEmitter:
         pieces = [piece for _, piece in arrivals]
         parts = with_unopened_thoughts(part for piece in pieces for part in piece.parts)
         message = self._message([_block(block, whole=True) for block in blocks_of(parts)])
-        return message | self._stop(pieces[-1]) | pieces[-1].notice_field
+        return message | self._stop(pieces[-1]) | self._extras(pieces[-1])
 
     def opening(self) -> Iterable[bytes]:
         return ()  # message_start contains the cached token count, known with the first token
@@ -55,7 +55,7 @@ class AnthropicEmitter:
         for change in self._blocks.end():
             yield from _changed(change)
         ending = {"delta": self._stop(self._last), "usage": self._usage()}
-        yield _event("message_delta", **ending, **self._last.notice_field)
+        yield _event("message_delta", **ending, **self._extras(self._last))
         yield _event("message_stop")
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
@@ -82,6 +82,10 @@ class AnthropicEmitter:
         ):
             reason = "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": last.stop}
+
+    def _extras(self, last: Piece) -> Json:
+        """Extensions of this server, once the answer has ended."""
+        return last.notice_field | last.receipt_field | self._generation.seed_field
 
     def _usage(self) -> Json:
         """`input_tokens` does not include the tokens read from the cache."""

@@ -15,7 +15,7 @@ from serve.anthropic.translate import chat_of
 from serve.body import body_schema, errors_of, read_request
 from serve.errors import AnthropicErrorBody, ApiError
 from serve.generation import Context
-from serve.prompts import chat_ids, check_sizes
+from serve.prompts import chat_prompt, check_sizes
 from serve.replies import Json
 
 OLDEST = "2023-06-01"
@@ -38,8 +38,10 @@ def anthropic_routes(context: Context, max_body: int) -> APIRouter:
     @router.post("/count_tokens", openapi_extra=body_schema(PromptRequest))
     async def count_tokens(request: Request) -> Json:
         wire = await read_request(request, PromptRequest, context, max_body)
-        size = request.state.size
-        return {"input_tokens": await context.lanes.prepare(size, _count, context, wire)}
+        lanes, sight = context.lanes, context.sight
+        fetches = sight is not None and sight.fetch is not None
+        prepare = lanes.prepare_pictures if fetches else partial(lanes.prepare, request.state.size)
+        return {"input_tokens": await prepare(_count, context, wire)}
 
     return router
 
@@ -47,7 +49,7 @@ def anthropic_routes(context: Context, max_body: int) -> APIRouter:
 def _count(context: Context, wire: PromptRequest) -> int:
     chat = chat_of(wire)
     check_sizes(chat, context.tokenizer, context.max_len)
-    return len(chat_ids(chat, context.tokenizer, context.max_len))
+    return len(chat_prompt(chat, context.tokenizer, context.max_len, context.sight).ids)
 
 
 async def _check_version(request: Request) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from serve.anthropic.schema import (
@@ -22,7 +22,7 @@ from serve.anthropic.schema import (
 )
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
-from serve.foreign import line_of
+from serve.foreign import PICTURES, line_of
 from serve.schema import translated
 
 log = logging.getLogger("specdec.serve")
@@ -84,11 +84,11 @@ def _of_message(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
             texts.append(block)
         elif isinstance(block, ToolResultBlock):
             if texts:
-                yield {"role": message.role, "content": _joined(texts)}
+                yield {"role": message.role, "content": _content(texts)}
             texts = []
             yield _of_result(block)
     if texts or not message.content:
-        yield {"role": message.role, "content": _joined(texts)}
+        yield {"role": message.role, "content": _content(texts)}
 
 
 def _of_assistant(message: AnthropicMessage) -> dict[str, Any]:
@@ -113,9 +113,22 @@ def _of_assistant(message: AnthropicMessage) -> dict[str, Any]:
 
 
 def _of_result(block: ToolResultBlock) -> dict[str, Any]:
-    text = _joined(block.content or [])
-    content = f"Error: {text}" if block.is_error else text
+    content = _content(block.content or [])
+    if block.is_error:
+        error = {"type": "text", "text": "Error:"}
+        content = f"Error: {content}" if isinstance(content, str) else [error, *content]
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _content(blocks: Sequence[TextBlock | ForeignBlock]) -> str | list[dict[str, Any]]:
+    """A text; with pictures, parts, of which the pictures are as they were sent."""
+    if not any(block.type in PICTURES for block in blocks):
+        return _joined(blocks)
+    parts = (
+        block.model_dump() if block.type in PICTURES else {"type": "text", "text": _joined([block])}
+        for block in blocks
+    )
+    return list(parts)
 
 
 def _joined(blocks: Iterable[TextBlock | ForeignBlock]) -> str:

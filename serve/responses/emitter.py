@@ -40,12 +40,11 @@ class ResponsesEmitter:
         self._created = int(time.time())
         self._blocks = Blocks()
         self._number = -1
-        self._cut = False
-        self._notice: str | None = None
+        self._last = Piece((), (), None)
 
     def document(self, arrivals: Seqs[tuple[int, Piece]]) -> Json:
         pieces = [piece for _, piece in arrivals]
-        self._cut, self._notice = pieces[-1].finish == "length", pieces[-1].notice
+        self._last = pieces[-1]
         parts = with_unopened_thoughts(part for piece in pieces for part in piece.parts)
         return self._ended(blocks_of(parts))
 
@@ -56,7 +55,7 @@ class ResponsesEmitter:
     def events(self, index: int, piece: Piece) -> Iterable[bytes]:
         for change in self._blocks.feed(piece.parts):
             yield from self._changed(change)
-        self._cut, self._notice = piece.finish == "length", piece.notice
+        self._last = piece
 
     def waiting(self) -> bytes:
         return keep_alive()
@@ -118,6 +117,10 @@ class ResponsesEmitter:
     def _item_id(self, block: Block) -> str:
         return item_id(self._id, block)
 
+    @property
+    def _cut(self) -> bool:
+        return self._last.finish == "length"
+
     def _status(self, block: Block, blocks: Seqs[Block]) -> str:
         """The last block of an answer that was cut is incomplete, all others are completed."""
         return "incomplete" if self._cut and block is blocks[-1] else "completed"
@@ -127,9 +130,9 @@ class ResponsesEmitter:
         response["output"] = [self._item(block, self._status(block, blocks)) for block in blocks]
         if self._cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        if self._notice is not None:
-            response["notice"] = self._notice
         assert self._generation is not None
+        response |= self._last.notice_field | self._last.receipt_field
+        response |= self._generation.seed_field
         usage = self._generation.usage
         response["usage"] = {
             "input_tokens": usage.prompt_tokens,

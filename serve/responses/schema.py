@@ -17,10 +17,10 @@ from pydantic import (
 )
 
 from serve.chat_schema import Effort
+from serve.content import Content
 from serve.errors import ApiError
 from serve.fields import ANY, check_names
 from serve.foreign import check_newest, kind_of
-from serve.messages import Text
 from serve.options import Options
 from serve.overrides import SamplingOverrides
 from serve.responses.namespaces import (
@@ -69,7 +69,7 @@ class MessageItem(BaseModel):
 
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
-    content: Text
+    content: Content
 
 
 class FunctionCallItem(BaseModel):
@@ -87,7 +87,7 @@ class FunctionOutputItem(BaseModel):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Text
+    output: Content
 
 
 class ThoughtPart(BaseModel):

@@ -9,6 +9,8 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from drafters import registry
 from drafters.kind import Composite
 from specdec.assembly.model import Model, Status, quiet
@@ -18,9 +20,12 @@ from specdec.core.constraint import Plain, Unrestricted
 from specdec.core.cycle import cycle, host_cycle
 from specdec.core.engine import DraftSetup, Engine
 from specdec.core.errors import UserError
+from specdec.core.pictures import PlacedPicture, place_ids
 from specdec.core.script import Script, ScriptedDrafter, ScriptedTarget
 from specdec.core.timing import PlainCosts
 from specdec.core.types import Constraint, Round, Sampling, Sequence
+from targets.vision.preprocessing import of_levels
+from targets.vision.spec import VisionSpec
 
 WARM_TOKENS = 12
 """Enough for a prefill and one dispatch of either loop."""
@@ -147,6 +152,22 @@ def warm_up(
     engine.count_anew()
 
 
+def warm_pictures(engine: Engine, vision: VisionSpec | None) -> None:
+    """Compile what a prompt with a picture needs, for each budget that requests can have; nothing
+    is kept."""
+    if vision is None:
+        return
+    white = np.full((1, 1, 3), 255, np.uint8)
+    for budget in sorted({vision.budget_for(detail) for detail in ("low", "auto", "high")}):
+        picture = of_levels(white, budget, vision.patches)
+        tokens = [2, *place_ids(1, picture.tokens), 2]
+        if len(tokens) + 1 < engine.target.max_len:
+            placed = (PlacedPicture(1, picture),)
+            seq = Sequence(tokens, max_tokens=1, reuse=None, pictures=placed)
+            engine.run_to_end([seq])
+    engine.count_anew()
+
+
 def serving_engine(
     model: Model,
     speculation: SpeculationConfig,
@@ -159,6 +180,7 @@ def serving_engine(
     engine = make_engine(model, speculation, max_waiting, prefix=prefix)
     with status("compiling"):
         warm_up(engine, VARIANTS, *model.backend.warm(model.target))
+        warm_pictures(engine, model.target.vision)
     with status("timing plain decoding"):
         measure_plain(engine)
     grant(engine, budget_for(model, prefix).device)

@@ -11,12 +11,14 @@ from typing import Any
 from drafters import registry
 from drafters.kind import Draft, DrafterKind, DraftRequest, PlacedDrafter
 from specdec.core.config import Loop, ModelConfig, SpeculationConfig
+from specdec.core.errors import UserError
 from targets import hub, mini
 from targets.arch import Arch, released
 from targets.backend import Backend, LoadedTarget, TargetRequest, backend_of
 from targets.mini import checkpoint_path
 from targets.model_folder import read_arch
 from targets.tokenizer import Tokenizer, load_tokenizer
+from targets.vision.spec import VisionSpec, read_vision
 
 Status = Callable[[str], AbstractContextManager[Any]]
 """A context manager's factory: shows a text while the block runs."""
@@ -42,7 +44,7 @@ class Model:
     config: ModelConfig
     """What was loaded, with the context that was chosen."""
     notes: tuple[str, ...] = ()
-    """Sentences about the drafter, printed at start."""
+    """Sentences about the drafter and what else is not as expected, printed at start."""
 
 
 def load_model(
@@ -63,11 +65,13 @@ def load_model(
     backend.prepare(config)
     with status(f"loading {name}"):
         request = _request(speculation, draft, tokenizer.suppress_ids)
-        request = replace(request, features=request.features or features)
+        seen = _vision(path, config)
+        request = replace(request, features=request.features or features, vision=seen)
         config = _sized(backend, arch, path, config, request)
         target = backend.load(path, config, request)
         drafters = _placed(kind, draft, arch, backend, target, config)
-    return Model(name, target, tokenizer, backend, drafters, loops, config, draft.notes)
+    notes = (*draft.notes, *_blind(path, config))
+    return Model(name, target, tokenizer, backend, drafters, loops, config, notes)
 
 
 def random_model(
@@ -99,6 +103,12 @@ def _asked(
     backend, kind = backend_of(config, speculation.loop), registry.find(speculation.drafter)
     loops = backend.loops(config)
     kind.refuse(speculation.loop or loops[0], config.backend)
+    weighted = kind.weighted_name(speculation)
+    if config.backend == "cuda" and config.tp > 1 and weighted is not None:
+        raise UserError(
+            f"the drafter {weighted} runs beside a model on one card: with --tp use --drafter auto "
+            "--auto-with none, suffix, ngram or none"
+        )
     return backend, kind, loops
 
 
@@ -109,6 +119,29 @@ def _sized(
     if config.max_len is not None:
         return config
     return replace(config, max_len=backend.context(arch, path, config, request))
+
+
+def _vision(path: Path, config: ModelConfig) -> VisionSpec | None:
+    """None where no pictures are taken, with cuda on several cards too. Raises UserError for
+    pictures' options there."""
+    cards = _on_cards(config)
+    blind = cards or config.images == "off"
+    found = None if blind else read_vision(path, config.image_tokens)
+    if found is None and config.image_tokens is not None:
+        where = " on one GPU" if cards else ""
+        raise UserError(f"--image-tokens is for models that take pictures{where}: leave it out")
+    return found
+
+
+def _blind(path: Path, config: ModelConfig) -> tuple[str, ...]:
+    """What is to be said where several GPUs take no pictures though the checkpoint could."""
+    if not _on_cards(config) or config.images == "off" or read_vision(path) is None:
+        return ()
+    return ("pictures are taken on one GPU alone, not yet on several (--tp)",)
+
+
+def _on_cards(config: ModelConfig) -> bool:
+    return config.backend == "cuda" and config.tp > 1
 
 
 def _request(

@@ -94,6 +94,14 @@ def say_prefix_cache(model: Model, config: PrefixConfig) -> None:
     console.print(f"[dim]prefix cache: {budget_for(model, config)}[/dim]")
 
 
+def say_pictures(model: Model) -> None:
+    """Print how many tokens a picture becomes, if any are taken."""
+    vision = model.target.vision
+    if vision is not None:
+        largest = f", {vision.budget} with detail: high" * (vision.budget > vision.usual)
+        console.print(f"[dim]pictures: up to {vision.usual} tokens each{largest}[/dim]")
+
+
 def say_compiled(backend: Backend) -> None:
     """Print how many programs came from the cache and how many were compiled, if the backend counts
     them."""

@@ -16,7 +16,7 @@ from specdec.audit.identity import identity_of
 from specdec.audit.making import Identity
 from specdec.cli import topics
 from specdec.cli.access import AccessConfig
-from specdec.cli.console import console, say_compiled, say_prefix_cache
+from specdec.cli.console import console, say_compiled, say_pictures, say_prefix_cache
 from specdec.cli.failure import say_failure
 from specdec.cli.hosts import HostsConfig, joined
 from specdec.cli.logs import LogLevel, logged
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from specdec.core.engine import Engine
 
 ServedNames = Annotated[list[str] | None, Parameter(consume_multiple=True, negative=())]
+Hosts = Annotated[list[str] | None, Parameter(consume_multiple=True, negative=())]
 
 
 def serve(
@@ -54,6 +55,7 @@ def serve(
     drain_seconds: float = 30.0,
     log_level: LogLevel = "info",
     otlp_traces_endpoint: str | None = None,
+    image_hosts: Hosts = None,
 ) -> None:
     """Serve /v1/chat/completions, /v1/completions, /v1/models, /health, /ready and /metrics.
 
@@ -79,6 +81,9 @@ def serve(
     otlp_traces_endpoint
         Where to send an OpenTelemetry span for each request, such as http://127.0.0.1:4318. A
         span has the request's parameters, usage and acceptance, but no content.
+    image_hosts
+        Hosts from which pictures are fetched (https, public addresses, no redirects), such as
+        images.example.org, or .example.org for all below. By default none: pictures come as data.
     """
     from serve.traces import traced
 
@@ -88,7 +93,8 @@ def serve(
     speculation = resolved(speculation, model)
     names = tuple(served_model_name or ())
     start = _Start(model, speculation, prefix, max_waiting)
-    door = _Door(host, port, access, access.keys(host), names, drain_seconds)
+    hosts_of_images = tuple(image_hosts or ())
+    door = _Door(host, port, access, access.keys(host), names, drain_seconds, hosts_of_images)
     meeting = joined(hosts, model, speculation, prefix, max_waiting=max_waiting)
     with logged(log_level), traced(otlp_traces_endpoint) as around, meeting as lines:
         if lines is not None and not lines.leads:
@@ -120,6 +126,8 @@ class _Door:
     names: tuple[str, ...]
     """The model's names in the API; none: its folder's."""
     drain_seconds: float
+    image_hosts: tuple[str, ...] = ()
+    """From which pictures are fetched; none: they come as data alone."""
 
 
 def _check_at_least_zero(name: str, value: float) -> None:
@@ -164,6 +172,7 @@ def _loaded(
     say_compiled(loaded.backend)
     _say_memory(loaded)
     say_prefix_cache(loaded, start.prefix)
+    say_pictures(loaded)
     if lines is not None:
         lead_budget(engine, lines.send)
     return loaded, engine
@@ -192,6 +201,8 @@ def _app(
         lifecycle=lifecycle,
         share_cache=door.access.share_cache,
         identity=identity,
+        vision=loaded.target.vision,
+        image_hosts=door.image_hosts,
     )
 
 

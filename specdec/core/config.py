@@ -41,7 +41,14 @@ class ModelConfig:
     slots: int = 4
     "Sequences that decode at the same time."
     tp: int = 1
-    "Devices to split the model over."
+    """Devices that share the model. With cuda two, four or eight GPUs with peer access, for dense
+    models: one answer comes sooner; for many users a server per card gives more tokens."""
+    images: Literal["auto", "off"] = "auto"
+    """Whether pictures are taken: auto, where the checkpoint has an image side (with cuda on one
+    GPU); off leaves that on disk."""
+    image_tokens: int | None = None
+    """Most tokens that a picture becomes, for `detail: high`: 70, 140, 280, 560 or 1120. By default
+    the checkpoint's own number, 280 for Gemma 4, which all other pictures have in any case."""
     cache: Path | None = None
     "Where jax keeps compiled programs between runs; ~/.cache/specdec/xla by default."
 

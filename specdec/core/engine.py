@@ -158,7 +158,8 @@ class Engine:
 
     def _together(self, seq: Sequence, start: int, stop: int) -> list[Sequence]:
         """The sequence, and others with prompts that the target reads in the same call."""
-        if start > 0 or stop < seq.prompt_len or seq is self.scheduler.reading:
+        alone = bool(seq.pictures) or seq is self.scheduler.reading
+        if alone or start > 0 or stop < seq.prompt_len:
             return [seq]
         seqs = [seq, *self.scheduler.beside(seq)]
         return [seqs[i] for i in self.target.together([s.prompt_len for s in seqs])]

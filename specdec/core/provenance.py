@@ -12,7 +12,7 @@ from typing import Any
 from specdec.core.version import VERSION
 
 PACKAGES = ("jax", "jaxlib", "numpy", "safetensors", "tokenizers", "libtpu", "torch")
-PACKAGES += ("cuda-bindings", "transformers")
+PACKAGES += ("cuda-bindings", "transformers", "pillow")
 
 GPU_FACTS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm")
 GPU_FACTS += ("power.draw", "power.limit", "temperature.gpu", "memory.used", "memory.total")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from specdec.core.pictures import chunk_end
 from specdec.core.sharing import Room, Waiting
 from specdec.core.types import Sequence
 
@@ -17,8 +18,9 @@ class Scheduler:
     slots: int
     max_waiting: int
     chunk: int
-    """Prefill chunks end at absolute multiples of this, independent of other sequences: the cut
-    determines the order of reductions, so it must not depend on load."""
+    """Prefill chunks end at absolute multiples of this, or at a picture that lies across one,
+    independent of other sequences: the cut determines the order of reductions, so it must not
+    depend on load."""
     waiting: Waiting = field(default_factory=Waiting)
     prefilling: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
@@ -69,13 +71,15 @@ class Scheduler:
         return seq, seq.prefilled, self._chunk_end(seq)
 
     def beside(self, seq: Sequence) -> list[Sequence]:
-        """Other prompts that could be read in the same turn: whole, from their start."""
+        """Other prompts that could be read in the same turn: whole, from their start, and without
+        pictures."""
         return [
             other
             for other in self.prefilling
             if other is not seq
             and other is not self.reading
             and other.prefilled == 0
+            and not other.pictures
             and other.prompt_len <= self.chunk
         ]
 
@@ -101,7 +105,7 @@ class Scheduler:
             self.reading = None
 
     def _chunk_end(self, seq: Sequence) -> int:
-        return min(seq.prompt_len, (seq.prefilled // self.chunk + 1) * self.chunk)
+        return chunk_end(seq.prefilled, self.chunk, seq.prompt_len, seq.pictures)
 
     def release(self, seq: Sequence) -> None:
         """Take a sequence out and free its slot, if it has one."""

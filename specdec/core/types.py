@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from specdec.core.errors import UserError
+from specdec.core.pictures import PlacedPicture, check_places
 from specdec.core.prediction import Prediction
 from specdec.core.stats import Acceptance
 
@@ -173,7 +174,8 @@ class Sequence:
     """
 
     tokens: list[int]
-    """Prompt, then everything emitted. Written by the engine."""
+    """Prompt, then everything emitted. Written by the engine. At a picture's places the ids are
+    those of `pictures.place_ids`."""
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int = 16
     """Most tokens to emit. Written by the caller."""
@@ -193,6 +195,9 @@ class Sequence:
     owner: Owner = field(default_factory=Owner)
     """It affects when the sequence runs, never its tokens. Written by the server, read by the
     scheduler."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """The prompt's pictures in order. Kept while it runs, because it may be prefilled again.
+    Written by the caller, read by the target."""
     prompt_len: int = 0
     """Length of the prompt within `tokens`. Set here from `tokens`."""
     slot: int = -1
@@ -214,6 +219,7 @@ class Sequence:
         self.prompt_len = len(self.tokens)
         _require(self.prompt_len > 0, "the prompt is empty: send at least one token")
         _require(self.max_tokens >= 1, f"max_tokens must be 1 or more, got {self.max_tokens}")
+        check_places(self.tokens, self.pictures)
 
     def most_guesses(self, k: int) -> int:
         """This sequence's limit of guesses per cycle, at most the engine's k."""
@@ -226,13 +232,20 @@ class Sequence:
 
     def check_ids(self, vocab: int) -> None:
         """Raise UserError for token ids that a model with `vocab` of them does not have."""
-        named = (*self.tokens, *dict(self.sampling.logit_bias))
+        named = (*self._outside_pictures(), *dict(self.sampling.logit_bias))
         strange = max(named) if max(named) >= vocab else min(named)
         _require(
             0 <= strange < vocab,
             f"prompt or logit_bias names token {strange}, but this model's ids are 0 to "
             f"{vocab - 1}",
         )
+
+    def _outside_pictures(self) -> list[int]:
+        found, last = [], 0
+        for placed in self.pictures:
+            found += self.tokens[last : placed.start]
+            last = placed.stop
+        return found + self.tokens[last:]
 
 
 @dataclass(frozen=True)

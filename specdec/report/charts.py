@@ -11,7 +11,7 @@ WIDTH = 640
 """Of every chart, in its own units; the page scales it."""
 LEFT = 150
 """Room for labels of rows."""
-RIGHT = 70
+RIGHT = 110
 """Room behind the longest bar, for its figure."""
 ROW = 16
 """Height of a bar or an interval."""

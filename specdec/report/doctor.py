@@ -9,6 +9,9 @@ from specdec.evaluation.wiring import probe
 from specdec.report.parts import Section
 from specdec.report.subject import Subject
 
+NOT_JUDGED = "not judged: random weights prefer no order"
+"""Verdict of the wiring."""
+
 
 def measure(subject: Subject) -> Section:
     model, status = subject.model, subject.progress.status
@@ -19,10 +22,10 @@ def measure(subject: Subject) -> Section:
     with status("measuring what cycles cost"):
         policy = subject.engine(subject.speculation.drafter).drafting.policy
     exact = all(check.passed for check in checks)
+    verdict = NOT_JUDGED if subject.random else wiring.verdict
     return {
         "checks": [asdict(check) for check in checks],
-        "wiring": asdict(wiring) | {"verdict": wiring.verdict},
-        # random weights prefer no order
-        "healthy": exact and (subject.random or wiring.verdict == "sound"),
+        "wiring": asdict(wiring) | {"verdict": verdict},
+        "healthy": exact and verdict in ("sound", NOT_JUDGED),
         "policy": None if policy is None else report(policy),
     }

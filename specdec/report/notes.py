@@ -41,9 +41,9 @@ def skipped(sections: dict[str, Section]) -> list[Note]:
     acceptance, parity = sections["acceptance"], sections["parity"]
     found = []
     if "why_not" in acceptance:
-        found.append(_note("acceptance", f"acceptance is empty: {acceptance['why_not']}"))
+        found.append(_note("acceptance", f"empty: {acceptance['why_not']}"))
     if "perplexity" not in sections:
-        found.append(_note("perplexity", "no text was given for perplexity (--text)"))
+        found.append(_note("perplexity", "no text was given (--text)"))
     if not parity["compared"]:
         found.append(_note("parity", f"not compared with transformers: {parity['why_not']}"))
     if "why_not" in sections["memory"]:

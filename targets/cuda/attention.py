@@ -133,8 +133,10 @@ class Attention:
         kv8: int,
         device: torch.device,
         processors: int,
+        k_groups: int = tiles.EIGHTHS,
     ) -> None:
-        self._launch, self._kv8 = launch, kv8
+        """k_groups: of the weight that the output meets."""
+        self._launch, self._kv8, self._k_groups = launch, kv8, k_groups
         self._eps, self._device, self._processors = arch.eps, device, processors
         self._rope = {
             (layer.rope, layer.head_dim): _rope_tables(
@@ -151,7 +153,7 @@ class Attention:
         x = (
             make_rows(*size, self._device)
             if kind == "w8a8"
-            else make_input(*size, self._device, tiles.EIGHTHS)
+            else make_input(*size, self._device, self._k_groups)
         )
         heads, queries = batch * layer.kv_heads, tokens * layer.heads // layer.kv_heads
         dim = _padded(layer.head_dim)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from targets.arch import Arch
+    from targets.cuda.cards import CardsTarget, OnCards
     from targets.cuda.device_drafter import DeviceDrafter
     from targets.cuda.footprint import TargetShape
     from targets.cuda.load import CudaOptions
@@ -27,8 +28,12 @@ if TYPE_CHECKING:
 
 class CudaBackend:
     def refuse(self, config: ModelConfig, loop: Loop | None = None) -> None:
-        if config.tp != 1:
-            raise UserError("--tp needs --backend jax: cuda runs on one GPU")
+        if config.tp != 1 and _asks_the_host(config):
+            raise UserError("--tp with cuda needs GPUs: the references run on one device")
+        if config.tp != 1 and config.prefill_copy:
+            raise UserError(
+                "--prefill-copy is for one card: several read prompts by decoding's kernels"
+            )
         if config.int8:
             raise UserError("--int8 needs --backend jax: with cuda, use --dtype fp8")
         if config.cache is not None:
@@ -79,30 +84,40 @@ class CudaBackend:
         limit = arch.max_position if shortest.device == "cpu" else min(arch.max_position, LONGEST)
         return default_context(limit, free, lambda n: need(arch, replace(shape, max_len=n)))
 
-    def load(self, path: Path, config: ModelConfig, request: TargetRequest) -> CudaTarget:
+    def load(
+        self, path: Path, config: ModelConfig, request: TargetRequest
+    ) -> CudaTarget | CardsTarget:
         _check(config)
         from targets.checkpoint import Checkpoint
         from targets.cuda.load import load_target, plan_of
         from targets.model_folder import read_arch
 
         options, arch = _options(config, request), read_arch(path)
-        _fit(arch, options, plan_of(Checkpoint(path, arch), arch, options), request)
-        return load_target(path, options, request.suppress)
+        _fit(arch, options, plan_of(Checkpoint(path, arch), arch, options), request, config.tp)
+        if config.tp == 1:
+            return load_target(path, options, request.suppress)
+        from targets.cuda.load_cards import load_cards
+
+        return load_cards(path, options, config.tp, request.suppress)
 
     def random(
         self, arch: Arch, config: ModelConfig, request: TargetRequest, seed: int = 0
-    ) -> CudaTarget:
+    ) -> CudaTarget | CardsTarget:
         _check(config)
         from targets.cuda.load import make_plan, random_target
 
         options = _options(config, request)
-        _fit(arch, options, make_plan(arch, options, "bfloat16"), request)
-        return random_target(arch, options, seed)
+        _fit(arch, options, make_plan(arch, options, "bfloat16"), request, config.tp)
+        if config.tp == 1:
+            return random_target(arch, options, seed)
+        from targets.cuda.load_cards import random_cards
 
-    def exact(self, target: CudaTarget) -> bool:
+        return random_cards(arch, options, config.tp, seed)
+
+    def exact(self, target: CudaTarget | CardsTarget) -> bool:
         return target.device.type == "cpu"
 
-    def self_check(self, target: CudaTarget) -> Seqs[Check]:
+    def self_check(self, target: CudaTarget | CardsTarget) -> Seqs[Check]:
         from targets.cuda.selfcheck import self_check
 
         return self_check(target)
@@ -111,20 +126,29 @@ class CudaBackend:
         return ("host",) if _asks_the_host(config) else ("device", "host")
 
     def device_loop(
-        self, target: CudaTarget, drafter: DeviceDrafter, k: int, script: Script | None = None
+        self,
+        target: CudaTarget | CardsTarget,
+        drafter: DeviceDrafter | OnCards,
+        k: int,
+        script: Script | None = None,
     ) -> Cycle:
+        from targets.cuda.cards import CardsCycle, CardsTarget, OnCards
         from targets.cuda.device_loop import device_loop
 
+        if isinstance(target, CardsTarget):
+            assert isinstance(drafter, OnCards)
+            return CardsCycle(target, drafter, k, script)
+        assert not isinstance(drafter, OnCards)
         return device_loop(target, drafter, k, script=script)
 
-    def warm(self, target: CudaTarget) -> tuple[Seqs[int], Seqs[tuple[int, int]]]:
+    def warm(self, target: CudaTarget | CardsTarget) -> tuple[Seqs[int], Seqs[tuple[int, int]]]:
         if self.exact(target):
             return (), ((1, 1),)  # the references are not compiled
         from targets.cuda.graphs import BUCKETS, TOKENS, TOKENS_TOGETHER
         from targets.cuda.target import CALLS
 
         plan, slots, fit = target.plan, target.slots, 3 * target.max_len // 4
-        long = max(plan.first, CALLS * plan.short) + 1  # the library reads it
+        long = max(plan.first, CALLS * plan.short) + 1  # the library reads it, on one card
         alone = [(1, n) for n in (*TOKENS, long) if n <= min(fit, long)]
         counts = [2**i for i in range(1, slots.bit_length())]
         several = [
@@ -136,7 +160,7 @@ class CudaBackend:
         batches = {*(b for b in BUCKETS if b < slots), slots} - {1}
         return sorted(batches), [*alone, *several]
 
-    def scorer(self, target: CudaTarget) -> Callable[[list[int]], np.ndarray]:
+    def scorer(self, target: CudaTarget | CardsTarget) -> Callable[[list[int]], np.ndarray]:
         from targets.cuda.score import window_nll
 
         return partial(window_nll, target)
@@ -154,22 +178,40 @@ def _check(config: ModelConfig) -> None:
         check_device()
 
 
-def _fit(arch: Arch, options: CudaOptions, plan: Plan, request: TargetRequest) -> None:
+def _fit(arch: Arch, options: CudaOptions, plan: Plan, request: TargetRequest, cards: int) -> None:
     """Refuse before loading what will not fit. A CPU's memory is the system's own affair."""
     if options.device == "cpu":
         return
-    from targets.cuda.device import free_bytes
     from targets.cuda.footprint import check_fits
 
     shape = _shape(options, plan)
-    check_fits(arch, shape, free_bytes(), request.extra_bytes(shape))
+    own, free = _of_each(arch, options, cards)
+    check_fits(own, shape, free, request.extra_bytes(shape))
+
+
+def _of_each(arch: Arch, options: CudaOptions, cards: int) -> tuple[Arch, int]:
+    """The part of the model that each card has, and the bytes that are free on all of them. Raises
+    UserError for cards that aren't there or that can't share the model."""
+    from targets.cuda.device import free_bytes
+
+    if cards == 1:
+        return arch, free_bytes()
+    from targets.cuda.exchange import check_peers, exchange_bytes
+    from targets.cuda.load_cards import most_rows
+    from targets.cuda.ranks import Rank, refuse_ranks
+
+    refuse_ranks(arch, cards)
+    check_peers(range(cards))
+    taken = exchange_bytes(cards, most_rows(options), arch.hidden)
+    return Rank(0, cards, arch).own, min(map(free_bytes, range(cards))) - taken
 
 
 def _shape(options: CudaOptions, plan: Plan) -> TargetShape:
     from targets.cuda.footprint import TargetShape
 
     sizes = plan.slots, plan.max_len, options.k + 1, plan.chunk
-    return TargetShape(*sizes, plan.dtype, plan.kv_dtype, options.prefill_copy, plan.own)
+    more = options.prefill_copy, plan.own, options.vision
+    return TargetShape(*sizes, plan.dtype, plan.kv_dtype, *more)
 
 
 def _options(config: ModelConfig, request: TargetRequest) -> CudaOptions:
@@ -186,4 +228,5 @@ def _options(config: ModelConfig, request: TargetRequest) -> CudaOptions:
         device=config.device or "cuda",
         prefill_copy=config.prefill_copy,
         routing_overlap=request.routing_overlap,
+        vision=request.vision,
     )

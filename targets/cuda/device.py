@@ -100,9 +100,9 @@ def bytes_per_cycle(properties: Any) -> float:
     return twice_a_cycle / properties.clock_rate
 
 
-def free_bytes() -> int:
-    """Free memory of the current GPU."""
-    return import_module("torch").cuda.mem_get_info()[0]
+def free_bytes(card: int | None = None) -> int:
+    """Free memory of this GPU, by default the current one."""
+    return import_module("torch").cuda.mem_get_info(card)[0]
 
 
 def used_bytes() -> int:

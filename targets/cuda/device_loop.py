@@ -18,7 +18,7 @@ import torch
 
 from specdec.core.constraint import constrained, fill_masks, forced_prefix_of, takes_known
 from specdec.core.cycle import cycle
-from specdec.core.protocols import Cycle, Proposer
+from specdec.core.protocols import Proposer
 from specdec.core.script import Script, scripted_choice
 from specdec.core.types import (
     NO_GUESS,
@@ -39,7 +39,7 @@ from targets.cuda.out_of_memory import catching_oom
 from targets.cuda.sampler import CycleRecord, CycleResult, HostRecords
 from targets.cuda.sampling import each_part
 from targets.cuda.script import PlacedScript, ScriptedDeviceDrafter
-from targets.cuda.target import CudaTarget, Masks
+from targets.cuda.target import CudaTarget, Masks, logprobs_wanted, sampler_needed
 from targets.cuda.upload import page_locked
 
 STOPS = 16
@@ -134,9 +134,16 @@ class Launched:
     """In a guided cycle, which is read at once; it covers just the rows of this call."""
 
 
+class Prepared(NamedTuple):
+    """A call of the cycle: its rows, and the graphs to launch; None to launch none."""
+
+    seqs: tuple[Sequence, ...]
+    key: GraphKey | None
+
+
 def device_loop(
     target: CudaTarget, drafter: DeviceDrafter, k: int, script: Script | None = None
-) -> Cycle:
+) -> CapturedCycle:
     """A `Cycle` for the engine. script: the text that replaces the target's choices (speed
     tests)."""
     placed = None if script is None else PlacedScript(script, target.device)
@@ -171,42 +178,69 @@ class CapturedCycle:
         self.pending: Launched | None = None
 
     def __call__(self, seqs: Seqs[Sequence], single: bool) -> list[Round]:
+        prepared = self.prepare(seqs)
+        return rounds(self.end(prepared, self.launch(prepared)), seqs)
+
+    def prepare(self, seqs: Seqs[Sequence]) -> Prepared:
+        """All that comes before a cycle is launched: nothing may be captured, or allocated by the
+        driver, while other cards wait for this one."""
         self._seat([seq for seq in seqs if self.owners.get(seq.slot) is not seq])
         choice = self.drafter.ready(seqs)
         guided = constrained(seqs) or takes_known(choice, seqs)
         if guided and self.pending is not None:  # guides follow from what it chose
             self.drafter.take_back()
-            former, self.pending = self.pending, None
-            return [_round(former, seqs)]
+            return Prepared(tuple(seqs), None)
         key = self._key(tuple(seqs), choice, guided)
         with catching_oom(f"a batch of {len(seqs)}"):  # else the last one stays to be read
-            if guided:
-                return [_round(self._launch_guided(tuple(seqs), key), seqs)]
-            launched = self._launch(tuple(seqs), key)
-        former, self.pending = self.pending, launched
-        return [] if former is None else [_round(former, seqs)]
+            self._captured(key)
+        return Prepared(tuple(seqs), key)
+
+    @torch.inference_mode()
+    def launch(self, prepared: Prepared) -> ForcedPrefix | None:
+        """The cycle's graphs, or of a guided one those before its masks; -> what it drafts without
+        the drafter."""
+        seqs, key = prepared
+        if key is None:
+            return None
+        if key.guided:
+            return self._launch_guided(seqs, key)
+        slots, _, graph = self.graphs[key]
+        self._feed(key, slots, seqs)
+        graph.replay()
+        return None
+
+    def end(self, prepared: Prepared, forced_prefix: ForcedPrefix | None) -> Launched | None:
+        """Enqueue what is left of the cycle; -> the one that is to be read now."""
+        seqs, key = prepared
+        former, self.pending = self.pending, None
+        if key is None:
+            return former
+        if key.guided:
+            return self._end_guided(seqs, key, forced_prefix)
+        _, records, graph = self.graphs[key]
+        self.pending = _launched(seqs, graph.result, records.coming())
+        return former
 
     def _key(self, seqs: tuple[Sequence, ...], choice: CycleChoice, guided: bool) -> GraphKey:
         return GraphKey(
             batch=bucket_of(len(seqs)),
             k=self.k if choice.depth is None else choice.depth,
-            needs_sampler=any(seq.sampling.needs_sampler for seq in seqs),
-            logprobs=any(seq.sampling.logprobs is not None for seq in seqs),
+            needs_sampler=sampler_needed(seqs),
+            logprobs=logprobs_wanted(seqs),
             guided=guided,
             limited=any(seq.most_guesses(self.k) < self.k for seq in seqs),
             variant=choice.variant,
         )
 
     @torch.inference_mode()
-    def _launch(self, seqs: tuple[Sequence, ...], key: GraphKey) -> Launched:
-        if key not in self.graphs:
+    def _captured(self, key: GraphKey) -> None:
+        if key.guided and key not in self.in_parts:
+            self.in_parts[key] = self._capture_in_parts(key)
+        elif not key.guided and key not in self.graphs:
             idle, records = self._blank(key)
             captured = Captured(lambda: self._cycle(key, idle, records), self.target.pool)
             records.begin()
             self.graphs[key] = idle, records, captured
-        slots, records, graph = self.graphs[key]
-        self._feed(key, slots, seqs)
-        return _launched(seqs, graph.replay(), records.coming())
 
     def _blank(self, key: GraphKey) -> tuple[torch.Tensor, HostRecords]:
         """Slots [B] of which none runs, and the records of the graph's cycles."""
@@ -214,19 +248,24 @@ class CapturedCycle:
         idle = torch.full((key.batch,), -1, dtype=torch.int32, device=device)
         return idle, HostRecords(key.batch, key.k, device)
 
-    @torch.inference_mode()
-    def _launch_guided(self, seqs: tuple[Sequence, ...], key: GraphKey) -> Launched:
-        """Draft, forward, choose: the host makes the masks of a draft while the forward runs."""
-        if key not in self.in_parts:
-            self.in_parts[key] = self._capture_in_parts(key)
+    def _launch_guided(self, seqs: tuple[Sequence, ...], key: GraphKey) -> ForcedPrefix | None:
+        """Draft and forward: the host makes the masks of a draft while the forward runs."""
         parts = self.in_parts[key]
-        guides, (draft, forward, choose) = parts.guides, parts.graphs.parts
+        draft, forward, _ = parts.graphs.parts
         self._feed(key, parts.slots, seqs)
         forced_prefix = forced_prefix_of(seqs, key.k)
-        guides.put_first(None if forced_prefix is None else forced_prefix.rows)
+        parts.guides.put_first(None if forced_prefix is None else forced_prefix.rows)
         draft.replay()
         parts.drafted.record()
         forward.replay()
+        return forced_prefix
+
+    @torch.inference_mode()
+    def _end_guided(
+        self, seqs: tuple[Sequence, ...], key: GraphKey, forced_prefix: ForcedPrefix | None
+    ) -> Launched:
+        parts = self.in_parts[key]
+        guides, choose = parts.guides, parts.graphs.parts[-1]
         with torch.cuda.stream(parts.side):  # beside the forward, which must not wait for it
             parts.side.wait_event(parts.drafted)
             guides.host_draft.copy_(parts.graphs.result.proposal.tokens, non_blocking=True)
@@ -343,6 +382,11 @@ def _to_host(values: torch.Tensor) -> torch.Tensor:
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     return host
+
+
+def rounds(cycle_: Launched | None, seqs: Seqs[Sequence]) -> list[Round]:
+    """What the engine is told of the cycle that is read, if any."""
+    return [] if cycle_ is None else [_round(cycle_, seqs)]
 
 
 def _round(cycle_: Launched, seqs: Seqs[Sequence]) -> Round:

@@ -150,9 +150,10 @@ def variants(arch: Arch, kinds: set[str]) -> set[Variant]:
     return {_route(moe, rows) for rows in ROUTER_ROWS} | found
 
 
-def are_sorted(rows: Rows, kind: str) -> bool:
-    """Whether these rows, of a prompt, are sorted by experts of this kind."""
-    return rows.tokens.shape[1] >= SORTED_FROM_TOKENS and kind in SORTED_KINDS
+def are_sorted(tokens: int, kind: str) -> bool:
+    """Whether rows of prompts of so many tokens, padding included, are sorted by experts of this
+    kind."""
+    return tokens >= SORTED_FROM_TOKENS and kind in SORTED_KINDS
 
 
 def come_first(rows: int, kind: str) -> bool:
@@ -313,11 +314,16 @@ def _deal(job: _ExpertsJob, k: int, k_groups: int, layout: str) -> None:
     job.each = -(-k // (tiles.INPUTS * k_groups))
 
 
-def most_pairs(hidden: int, width: int, kind: str) -> int:
+def kind_of(dtype: str) -> str:
+    """Kind of the experts of a target of this dtype, where its file keeps none otherwise."""
+    return {"int4": "int4", "bfloat16": "bf16"}.get(dtype, "fp8")
+
+
+def most_pairs(arch: Arch, moe: MoeSpec, kind: str) -> int:
     """Pairs of row and rank that fit into a CTA's shared memory beside all else, for experts of
-    this kind."""
+    this kind that are not sorted."""
     taken = []
-    for k, layout in ((hidden, "experts_gated"), (width, "experts")):
+    for k, layout in ((arch.hidden, "experts_gated"), (moe.width, "experts")):
         job = _ExpertsJob(rows=TOKENS[-1], pairs=0)
         _deal(job, k, tiles.EIGHTHS, layout)
         taken.append(_shared(job, kind, TOKENS[-1]))

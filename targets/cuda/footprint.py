@@ -24,6 +24,8 @@ from targets.cuda.reader import QUANTISED, quantised
 from targets.cuda.untile import WHOLE_BYTES
 from targets.memory import Need, gib, largest
 from targets.tensors import TensorSpec, all_tensors
+from targets.vision import memory as vision_memory
+from targets.vision.spec import VisionSpec
 
 WIDE = {"float32": 4, "bfloat16": 2, "fp8": 2, "fp8-w8a8": 2, "int4": 2}
 """Bytes per value of what stays wide: embeddings, head, router, per-layer inputs."""
@@ -68,12 +70,17 @@ class TargetShape:
     """Whether linear layers lie in plain order as well."""
     own: Mapping[str, str] = field(default_factory=dict)
     """dtypes of tensors that have another than `dtype`."""
+    vision: VisionSpec | None = None
+    """The image side that is loaded too."""
 
 
 def need(arch: Arch, shape: TargetShape) -> Need:
     """Bytes for weights, K/V cache and workspace."""
     weights = weight_bytes(arch, shape.dtype, shape.own) + copied_bytes(arch, shape)
-    return Need(weights, cache_bytes(arch, shape), _workspace(arch, shape))
+    weights += vision_memory.weight_bytes(shape.vision, arch.hidden, WIDE[shape.dtype])
+    workspace = _workspace(arch, shape)
+    workspace += vision_memory.workspace_bytes(shape.vision, WIDE[shape.dtype])
+    return Need(weights, cache_bytes(arch, shape), workspace)
 
 
 def weight_bytes(arch: Arch, dtype: str, own: Mapping[str, str] = ALIKE) -> int:

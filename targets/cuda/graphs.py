@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from specdec.core.types import NO_GUESS, LogprobRows
+from targets.cuda.exchange import silent
 from targets.cuda.model import Hidden
 from targets.cuda.ops import Rows
 from targets.cuda.sampling import each_part
@@ -83,13 +84,14 @@ class Captured(Generic[Result]):
     """A function of device tensors as a graph; its result's tensors are the same at each replay."""
 
     def __init__(self, function: Callable[[], Result], pool: Any) -> None:
-        side = _side_stream()
+        side = _side_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), silent():
             function()  # warm: nothing may be allocated by libraries or compiled in a capture
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with _quiet(), torch.cuda.graph(self._graph, pool=pool), _no_collection():
+        # torch's own stream for captures is the first GPU's
+        with _quiet(), torch.cuda.graph(self._graph, pool, side), _no_collection():
             self.result = function()
 
     def replay(self) -> Result:
@@ -102,11 +104,12 @@ class CapturedParts(Generic[Result]):
     the next. The host may work between two, and put in place what the next one reads."""
 
     def __init__(self, function: Callable[[Callable[[], None]], Result], pool: Any) -> None:
-        side, self._pool = _side_stream(), pool
+        side, self._pool = _side_stream(torch.cuda.current_device()), pool
         self.parts: list[torch.cuda.CUDAGraph] = []
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            function(lambda: None)  # warm, as in `Captured`
+            with silent():
+                function(lambda: None)  # warm, as in `Captured`
             torch.cuda.synchronize()
             with _quiet(), _no_collection():
                 self._begin()
@@ -124,9 +127,9 @@ class CapturedParts(Generic[Result]):
 
 
 @cache
-def _side_stream() -> torch.cuda.Stream:
-    """One for all: torch keeps freed memory for the stream that it was taken on."""
-    return torch.cuda.Stream()
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """One for all of a GPU: torch keeps freed memory for the stream that it was taken on."""
+    return torch.cuda.Stream(device)
 
 
 @contextmanager
@@ -166,6 +169,18 @@ class Graphs:
 
     def step(self, rows: Rows, needs_sampler: bool, logprobs: bool) -> Chosen:
         """As `CudaTarget.step`; the result is valid until the next call."""
+        batch = len(rows.tokens)
+        feed, graph = self.step_graph(rows, needs_sampler, logprobs)
+        _fill(feed, rows)
+        out = graph.replay()
+        kept = None if out.features is None else out.features[:batch]
+        details = out.details and each_part(lambda part: part[:batch], out.details)
+        return Chosen(out.chosen[:batch], details, kept)
+
+    def step_graph(
+        self, rows: Rows, needs_sampler: bool, logprobs: bool
+    ) -> tuple[Rows, Captured[Chosen]]:
+        """What it feeds, and the graph."""
         batch, tokens = rows.tokens.shape
         bucket = bucket_of(batch)
         key = bucket, tokens, needs_sampler, logprobs
@@ -173,40 +188,40 @@ class Graphs:
             idle = idle_rows(bucket, tokens, rows.tokens.device)
             captured = Captured(lambda: self._step(idle, needs_sampler, logprobs), self.pool)
             self._steps[key] = idle, captured
-        feed, graph = self._steps[key]
-        _fill(feed, rows)
-        out = graph.replay()
-        kept = None if out.features is None else out.features[:batch]
-        details = out.details and each_part(lambda part: part[:batch], out.details)
-        return Chosen(out.chosen[:batch], details, kept)
+        return self._steps[key]
 
     def prefill(self, rows: Rows) -> Hidden:
         """As `CudaTarget.short` of a chunk [1, T]; the result is valid until the next call."""
         tokens = rows.tokens.shape[1]
         only = rows.start.new_full((1,), tokens - 1)
-        logits, features = self._prefill(rows, only, 1, padded_tokens(tokens))
+        logits, features = self._prefill(rows, only)
         return Hidden(logits, None if features is None else features[:tokens])
 
     def prefill_all(self, rows: Rows, only: torch.Tensor) -> Hidden:
         """The same of prompts [B, T], T one of TOKENS_TOGETHER: logits [B, V] of the rows `only`
         [B], one of each; features [B * T, F]."""
         batch, tokens = rows.tokens.shape
-        logits, features = self._prefill(rows, only, 1 << (batch - 1).bit_length(), tokens)
+        logits, features = self._prefill(rows, only)
         assert logits is not None
         return Hidden(logits[:batch], None if features is None else features[: batch * tokens])
 
-    def _prefill(self, rows: Rows, only: torch.Tensor, batch: int, tokens: int) -> Hidden:
-        """Padded to [batch, tokens]."""
-        key = batch, tokens
-        if key not in self._prefills:
-            idle = idle_rows(batch, tokens, rows.tokens.device)
-            firsts = torch.arange(0, batch * tokens, tokens, device=rows.tokens.device)
-            captured = Captured(lambda: self._short(idle, firsts), self.pool)
-            self._prefills[key] = idle, firsts, captured
-        feed, fed, graph = self._prefills[key]
+    def _prefill(self, rows: Rows, only: torch.Tensor) -> Hidden:
+        feed, fed, graph = self.prefill_graph(rows)
         _fill(feed, rows)
         fed[: len(only)] = only
         return graph.replay()
+
+    def prefill_graph(self, rows: Rows) -> tuple[Rows, torch.Tensor, Captured[Hidden]]:
+        """What it feeds, the rows whose logits it computes, and the graph: padded to one of TOKENS,
+        and to a power of two prompts."""
+        batch, tokens = 1 << (len(rows.tokens) - 1).bit_length(), rows.tokens.shape[1]
+        key = batch, padded_tokens(tokens)
+        if key not in self._prefills:
+            idle = idle_rows(*key, rows.tokens.device)
+            firsts = torch.arange(0, idle.tokens.numel(), key[1], device=rows.tokens.device)
+            captured = Captured(lambda: self._short(idle, firsts), self.pool)
+            self._prefills[key] = idle, firsts, captured
+        return self._prefills[key]
 
 
 def idle_rows(batch: int, tokens: int, device: torch.device) -> Rows:

@@ -49,6 +49,11 @@ class Gpu(NamedTuple):
 class Kernels:
     """`ops.Ops` for one architecture on the current device."""
 
+    k_groups = tiles.EIGHTHS
+    """Of row_parallel weights."""
+    multiplies_whole = True
+    """As in `Ops`."""
+
     def __init__(
         self,
         arch: Arch,
@@ -68,14 +73,14 @@ class Kernels:
         plain = untile.Untile(self._launch, self.processors)
         self.dense, self.dense_parts = plain.dense, plain.dense_parts
         self.with_plain = plain.with_plain
-        self._w8a8 = w8a8.W8A8(self._launch, self.processors)
+        self._w8a8 = w8a8.W8A8(self._launch, self.processors, self.k_groups)
         self._norm = norm_variant("bf16", arch.hidden)
         norms = Norms(self._launch, arch.eps)
         self.norm, self.norm_moe = norms.norm, norms.norm_moe
         self.experts = experts.Experts(self._launch, self._gemm, arch, self.processors)
         self.grouped = self.experts.grouped
         self._attention = attention.Attention(
-            self._launch, arch, max_len, kv8, self.device, self.processors
+            self._launch, arch, max_len, kv8, self.device, self.processors, self.k_groups
         )
         self.store = self._attention.store
         self.sampler = sampler.Sampler(self._launch, self.device)
@@ -140,7 +145,7 @@ class Kernels:
         """pdl_inputs_ready: as in `gemm.Gemm.run`."""
         if gate_up.kind == "w8a8":
             return self._w8a8.quantise(self._w8a8.gated(x, gate_up))
-        out = make_input(x.rows, gate_up.n // 2, self.device, tiles.EIGHTHS)
+        out = make_input(x.rows, gate_up.n // 2, self.device, self.k_groups)
         gating = {"silu": self.arch.silu, "out_groups": out.k_groups}
         gating |= {"f16": kind != "bf16", "pdl_inputs_ready": pdl_inputs_ready}
         self._gemm.run(x, gate_up, out.data, GATED, out.k_blocks, **gating)
@@ -177,7 +182,7 @@ class Kernels:
         """With few rows, kernels that do not depend on each other run side by side: the dense
         branch begins beside the router, and ends before the experts or beside them."""
         chosen, beside = self.experts.route(*routed[:3], rows, moe)
-        if experts.are_sorted(rows, routed.gate_up.kind):
+        if experts.are_sorted(rows.tokens.shape[1], routed.gate_up.kind):
             return self._mixture_of_many(dense, routed, chosen)
         few = dense.x.block in gemm.FEW and dense.down.kind != "w8a8"
         x = self.gated(dense.x, dense.gate_up, dense.down.kind, pdl_inputs_ready=beside and few)

@@ -98,27 +98,27 @@ class Library:
     """The kernels of a set of variants on the current device, compiled side by side."""
 
     def __init__(self, variants: set[Variant], folder: Path | None = None) -> None:
-        cuda = _import("driver")
+        cuda = driver()
         folder = folder or Path.home() / ".cache" / "specdec" / "kernels"
-        version = _call(cuda.cuDriverGetVersion())
+        version = call(cuda.cuDriverGetVersion())
         ordered = sorted(variants, key=repr)
         with ThreadPoolExecutor() as pool:
             binaries = list(pool.map(lambda v: cached_binary(v, folder, version), ordered))
         self._modules = {
-            variant: _call(cuda.cuModuleLoadData(binary))
+            variant: call(cuda.cuModuleLoadData(binary))
             for variant, binary in zip(ordered, binaries, strict=True)
         }
         self._kernels: dict[tuple[Variant, str], Any] = {}
 
     def kernel(self, variant: Variant, name: str) -> Any:
         """A kernel's handle, allowed to take as much shared memory as there is."""
-        cuda, key = _import("driver"), (variant, name)
+        cuda, key = driver(), (variant, name)
         if key not in self._kernels:
-            handle = _call(cuda.cuModuleGetFunction(self._modules[variant], name.encode()))
+            handle = call(cuda.cuModuleGetFunction(self._modules[variant], name.encode()))
             of = cuda.CUfunction_attribute
-            static = _call(cuda.cuFuncGetAttribute(of.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle))
+            static = call(cuda.cuFuncGetAttribute(of.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle))
             dynamic = of.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _call(cuda.cuFuncSetAttribute(handle, dynamic, SHARED_LIMIT - static))
+            call(cuda.cuFuncSetAttribute(handle, dynamic, SHARED_LIMIT - static))
             self._kernels[key] = handle
         return self._kernels[key]
 
@@ -145,7 +145,7 @@ class Launcher:
         max_smem_carveout: all of a multiprocessor's memory that can be is shared memory while this
         kernel runs, so that others find room beside it. By default there is as much as the kernel
         itself takes."""
-        cuda, kernel = _import("driver"), self._library.kernel(variant, name)
+        cuda, kernel = driver(), self._library.kernel(variant, name)
         config = cuda.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
@@ -154,7 +154,7 @@ class Launcher:
         attributes = [_pdl_attribute()] * pdl + [_max_smem_carveout()] * max_smem_carveout
         config.attrs, config.numAttrs = attributes, len(attributes)
         pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(a) for a in arguments])
-        _call(cuda.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
+        call(cuda.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
 
 
 @cache
@@ -162,9 +162,9 @@ def keep_stacks_small(device: int) -> None:
     """Give back memory that this GPU's context sets apart for all threads' stacks: of 1 KiB each by
     default. Once, before anything is captured: the driver makes them larger for a kernel that needs
     it, and a graph that was captured with larger ones fails in smaller ones."""
-    cuda = _import("driver")
+    cuda = driver()
     with torch.cuda.device(device):
-        _call(cuda.cuCtxSetLimit(cuda.CUlimit.CU_LIMIT_STACK_SIZE, STACK_BYTES))
+        call(cuda.cuCtxSetLimit(cuda.CUlimit.CU_LIMIT_STACK_SIZE, STACK_BYTES))
 
 
 def pointer(tensor: Any | None) -> ctypes.c_void_p:
@@ -179,7 +179,7 @@ def address(tensor: Any | None) -> int | None:
 
 @cache
 def _pdl_attribute() -> Any:
-    cuda = _import("driver")
+    cuda = driver()
     attribute = cuda.CUlaunchAttribute()
     attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
@@ -188,13 +188,18 @@ def _pdl_attribute() -> Any:
 
 @cache
 def _max_smem_carveout() -> Any:
-    cuda = _import("driver")
+    cuda = driver()
     attribute = cuda.CUlaunchAttribute()
     of = cuda.CUlaunchAttributeID
     attribute.id = of.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     most = cuda.CUshared_carveout.CU_SHAREDMEM_CARVEOUT_MAX_SHARED
     attribute.value.sharedMemCarveout = most.value
     return attribute
+
+
+def driver() -> Any:
+    """The CUDA driver's functions."""
+    return _import("driver")
 
 
 @cache
@@ -211,7 +216,7 @@ def _import(name: str) -> Any:
     return module
 
 
-def _call(answer: tuple) -> Any:
+def call(answer: tuple) -> Any:
     """The value of a driver call. Raises RuntimeError where the driver reports an error."""
     status, *values = answer
     if status.value != 0:

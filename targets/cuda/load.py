@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,18 +15,22 @@ from targets.arch import Arch, MoeSpec
 from targets.checkpoint import Checkpoint
 from targets.cuda import four_bits
 from targets.cuda.attention import HEADS
-from targets.cuda.experts import most_pairs
+from targets.cuda.experts import kind_of, most_pairs
 from targets.cuda.graphs import MOST_ROWS, TOKENS, bucket_of
 from targets.cuda.ops import Ops
 from targets.cuda.out_of_memory import catching_oom, use_pages
 from targets.cuda.params import copied, load_params, random_params
+from targets.cuda.prefill_kernels import FLASH_HEAD_DIM
 from targets.cuda.reader import DTYPES, QUANTISED, own_dtypes, quantised
 from targets.cuda.reference import Reference
 from targets.cuda.target import KV_DTYPES, CudaTarget, Plan
+from targets.cuda.tower import PictureEncoder, load_vision, vision_dtype
 from targets.cuda.w8a8 import WIDEST as WIDEST_INPUT
 from targets.model_folder import read_arch
 from targets.routing import correlation_for
 from targets.tensors import all_tensors
+from targets.vision.files import VisionFiles
+from targets.vision.spec import VisionSpec
 
 SHORTEST = 16
 """Least context: shorter ones can't even be checked."""
@@ -77,6 +81,8 @@ class CudaOptions:
     """Keep linear layers in plain order as well, as long prompts are multiplied."""
     routing_overlap: float | None = None
     """For random weights; as in `TargetRequest`."""
+    vision: VisionSpec | None = None
+    """The checkpoint's image side; None: it is not read."""
 
 
 def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()) -> CudaTarget:
@@ -85,25 +91,31 @@ def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()
     arch = read_arch(path)
     checkpoint = Checkpoint(path, arch)
     plan = plan_of(checkpoint, arch, options)
+    spec, encoder = options.vision, None
+    files = None if spec is None else VisionFiles(path, spec, arch.hidden)
     ops = make_ops(arch, plan)
-    with _all_or_nothing():
+    with all_or_nothing():
         weights = load_params(checkpoint, arch, plan.dtype, plan.device, ops)
         weights = copied(weights, ops) if options.prefill_copy else weights
-        return CudaTarget(plan, arch, weights, ops, suppress, _captures(options, ops))
+        if spec is not None and files is not None:
+            seen = load_vision(files, spec, vision_dtype(plan.dtype), plan.device)
+            encoder = PictureEncoder(spec, seen, arch.eps)
+        graphs = _captures(options, ops)
+        return CudaTarget(plan, arch, weights, ops, suppress, graphs, encoder)
 
 
 def random_target(arch: Arch, options: CudaOptions, seed: int = 0) -> CudaTarget:
     """A model of this architecture with random weights (speed tests)."""
     plan = make_plan(arch, options, "bfloat16")
     ops = make_ops(arch, plan)
-    with _all_or_nothing():
+    with all_or_nothing():
         weights = random_params(arch, plan.dtype, plan.device, ops, seed, plan.correlation)
         weights = copied(weights, ops) if options.prefill_copy else weights
         return CudaTarget(plan, arch, weights, ops, graphs=_captures(options, ops))
 
 
 @contextmanager
-def _all_or_nothing() -> Iterator[None]:
+def all_or_nothing() -> Iterator[None]:
     """What a load leaves behind is the target alone. Raises UserError where it has no room: another
     process may have taken what was free when it was checked."""
     try:
@@ -199,13 +211,29 @@ def _refuse_for_kernels(arch: Arch, options: CudaOptions, dtype: str, kv_dtype: 
             f"the kernels take hidden sizes up to {WIDEST} and heads that fill up to 64, 128, 256 "
             f"or 512, not {arch.hidden} with heads of {sorted(dims)}: run it with --device cpu"
         )
+    if options.vision is not None:
+        _refuse_pictures(arch, options, options.vision)
+
+
+def _refuse_pictures(arch: Arch, options: CudaOptions, vision: VisionSpec) -> None:
+    """Raises UserError."""
+    sliding = [layer.head_dim for layer in arch.layers if layer.sliding]
+    if arch.pictures_both_ways and max(sliding, default=0) > FLASH_HEAD_DIM:
+        raise UserError(
+            f"with pictures the kernels take sliding layers' heads up to {FLASH_HEAD_DIM}, not "
+            f"{max(sliding)}: leave them off (--images off)"
+        )
+    if vision.budget > (options.chunk or CHUNKS["cuda"]):
+        raise UserError(
+            f"--image-tokens {vision.budget} is more than one prefill call reads "
+            f"({options.chunk or CHUNKS['cuda']}): choose fewer"
+        )
 
 
 def _refuse_pairs(arch: Arch, moe: MoeSpec, options: CudaOptions, dtype: str) -> None:
     """Raises UserError for a verify whose rows pick more experts than its kernels can list."""
-    kind = {"int4": "int4", "bfloat16": "bf16"}.get(dtype, "fp8")
     pairs = bucket_of(options.slots) * (options.k + 1) * moe.top_k
-    most = most_pairs(arch.hidden, moe.width, kind)
+    most = most_pairs(arch, moe, kind_of(dtype))
     if pairs > most:
         raise UserError(
             f"{options.slots} slots at K = {options.k} route {pairs} pairs of row and expert at "
@@ -246,8 +274,9 @@ def _widths(arch: Arch) -> set[int]:
     return {w for layer in arch.layers for w in (layer.ffw, layer.heads * layer.head_dim)}
 
 
-def make_ops(arch: Arch, plan: Plan) -> Ops:
-    """The kernels on a GPU; plain torch on a CPU, and for float32 anywhere."""
+def make_ops(arch: Arch, plan: Plan, kernels: Callable[..., Ops] | None = None) -> Ops:
+    """The kernels on the current GPU; plain torch on a CPU, and for float32 anywhere. kernels: of a
+    card that has a part of each layer."""
     if plan.device == "cpu":
         # rows are computed one by one: threads would wait for each other far longer than they work
         torch.set_num_threads(1)
@@ -261,7 +290,8 @@ def make_ops(arch: Arch, plan: Plan) -> Ops:
 
     kv = KV_DTYPES[plan.kv_dtype]
     more = rounding_variants(arch.hidden) if plan.dtype == "fp8" else set()
-    ops = Kernels(arch, plan.positions, kv, _kinds(arch, plan), more)
+    common = plan.positions, kv, _kinds(arch, plan), more
+    ops = Kernels(arch, *common) if kernels is None else kernels(*common)
     compiled()  # now, not within the first request
     return ops
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seqs
 
 from specdec.core.types import Array, Sequence
 from targets.cuda import roofline
+from targets.cuda.cards import CardsTarget
 from targets.cuda.device import used_bytes
 from targets.cuda.footprint import TargetShape, copied_bytes, need
 from targets.cuda.target import CudaTarget
@@ -14,8 +15,10 @@ from targets.cuda.target import CudaTarget
 class Meter:
     """`targets.backend.Meter`."""
 
-    def __init__(self, target: CudaTarget) -> None:
-        self.target = target
+    def __init__(self, target: CudaTarget | CardsTarget) -> None:
+        """Of several cards the first one is measured: all have and read as much."""
+        self._whole = target
+        self.target = target if isinstance(target, CudaTarget) else target.ranks[0]
 
     def memory(self) -> dict[str, int] | None:
         if self.target.device.type == "cpu":
@@ -30,7 +33,8 @@ class Meter:
         plan = self.target.plan
         sizes = plan.slots, plan.max_len, 1, plan.chunk
         arch, copied = self.target.arch, self.target.weights.copied
-        shape = TargetShape(*sizes, plan.dtype, plan.kv_dtype, copied, plan.own)
+        more = copied, plan.own, self.target.vision
+        shape = TargetShape(*sizes, plan.dtype, plan.kv_dtype, *more)
         counted = need(arch, shape)
         copies = copied_bytes(arch, shape)
         return {"weights": counted.weights, "copies": copies, "cache": counted.cache}
@@ -38,8 +42,8 @@ class Meter:
     def plain(self) -> None:
         return None  # kernels do not pad: the exact one is the fastest
 
-    def at_width(self, width: int) -> tuple[CudaTarget, int]:
-        return self.target, width
+    def at_width(self, width: int) -> tuple[CudaTarget | CardsTarget, int]:
+        return self._whole, width
 
     def fed_width(self, k: int) -> int:
         return k + 1
@@ -57,6 +61,8 @@ class Meter:
 
     def forward_samples(self, seqs: Seqs[Sequence], draft: Array) -> list[float] | None:
         kind = self.target.device.type
+        if self._whole is not self.target:
+            return None  # one card's forward waits for the others'
         if not self.target.capturable and kind != "cpu":
             return None  # references on a GPU wait for the host: nothing that can be captured
         rows = self.target.feed(seqs, draft)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from targets.cuda import tiles
+from targets.cuda.exchange import ROWS_AT_ONCE, PartialSum
 from targets.cuda.experts import SORTED_BLOCK, Routed, are_sorted
 from targets.cuda.inputs import Input, make_input, make_narrow_input
 from targets.cuda.launch import Launcher, address, pointer
@@ -71,8 +72,13 @@ class Norms:
         job = self._job(h, opening, closing, x, pdl_trigger_late)
         if kept is not None:
             job.kept, job.kept_stride = kept.data_ptr(), kept.stride(0)
-        arguments = [job, *branch]
-        self._launch(norm_variant(opening.kind, hidden), name, (m, 1, 1), ROW_THREADS, arguments)
+        ranks = closing.branch.ranks if isinstance(closing.branch, PartialSum) else 1
+        variant = norm_variant(opening.kind, hidden, ranks)
+        if isinstance(closing.branch, PartialSum) and m > ROWS_AT_ONCE:
+            ahead = [job, closing.branch.job()]
+            self._launch(variant, "send_rows", (m, 1, 1), ROW_THREADS, ahead)
+            branch = [closing.branch.job(sent=True)]
+        self._launch(variant, name, (m, 1, 1), ROW_THREADS, [job, *branch])
         return x
 
     def norm_moe(
@@ -86,7 +92,7 @@ class Norms:
         blocks."""
         dense, router, experts = openings
         m, hidden = h.shape
-        if are_sorted(rows, experts.kind):
+        if are_sorted(rows.tokens.shape[1], experts.kind):
             x = self.norm(h, dense, closing), self.norm(h, router)
             gathered = make_input(m, hidden, h.device, block=SORTED_BLOCK)
             return *x, self._norm(h, experts, NOTHING, gathered, None)
@@ -136,7 +142,7 @@ def _pdl_trigger_late(opening: Opening) -> bool:
     return tiles.BITS[opening.kind] == 4
 
 
-def _added(branch: Tensor | Parts | Mixture | None) -> tuple[str, list[Any]]:
+def _added(branch: Tensor | Parts | Mixture | PartialSum | None) -> tuple[str, list[Any]]:
     """The kernel that adds such a branch, and its arguments after the job."""
     if isinstance(branch, Mixture):
         name, dense = _added(branch.dense)
@@ -152,4 +158,6 @@ def _added(branch: Tensor | Parts | Mixture | None) -> tuple[str, list[Any]]:
         return name.replace("add_norm", "add_norm_mixture"), [*dense, job]
     if isinstance(branch, Parts):
         return "add_norm_groups", [as_groups(branch)]
+    if isinstance(branch, PartialSum):
+        return "add_norm_exchange", [branch.job()]
     return "add_norm", [pointer(branch)]

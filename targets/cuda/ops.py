@@ -144,6 +144,12 @@ class AttentionLayer:
 
 
 class Ops(Protocol):
+    @property
+    def multiplies_whole(self) -> bool:
+        """Whether a branch's product is here as a whole: long prompts are then multiplied by the
+        library."""
+        ...
+
     def pack(self, values: Tensor, scale: Tensor | None, kind: str, layout: str) -> Linear:
         """A weight as this implementation keeps it. values [n, k], or [E, n, k] for the layouts of
         experts; scale as values without the last axis."""

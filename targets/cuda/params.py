@@ -14,7 +14,7 @@ from targets.arch import Arch, LayerSpec
 from targets.checkpoint import Checkpoint
 from targets.cuda import four_bits
 from targets.cuda.ops import Linear, NarrowHead, Ops
-from targets.cuda.reader import Raw, Reader, wide_dtype
+from targets.cuda.reader import Cut, Raw, Reader, whole, wide_dtype
 from targets.cuda.soundness import check_sound
 from targets.cuda.staging import Staging
 from targets.cuda.upload import as_tensor, upload
@@ -94,7 +94,9 @@ class Weights:
         return self.layers[0].qkv.plain is not None
 
 
-def load_params(checkpoint: Checkpoint, arch: Arch, dtype: str, device: str, ops: Ops) -> Weights:
+def load_params(
+    checkpoint: Checkpoint, arch: Arch, dtype: str, device: str, ops: Ops, cut: Cut = whole
+) -> Weights:
     """Read, quantise or widen, fuse and pack, a few layers at a time. Raises UserError."""
 
     def source(name: str) -> Raw:
@@ -117,12 +119,18 @@ def load_params(checkpoint: Checkpoint, arch: Arch, dtype: str, device: str, ops
 
         rounds = not checkpoint.has_four_bits
         return _build(
-            arch, Reader(source, all_tensors(arch), dtype, ops, Staging(device), rounds), each
+            arch, Reader(source, all_tensors(arch), dtype, ops, Staging(device), rounds, cut), each
         )
 
 
 def random_params(
-    arch: Arch, dtype: str, device: str, ops: Ops, seed: int = 0, correlation: float = 0.0
+    arch: Arch,
+    dtype: str,
+    device: str,
+    ops: Ops,
+    seed: int = 0,
+    correlation: float = 0.0,
+    cut: Cut = whole,
 ) -> Weights:
     """Random weights of true size, made on the device: linears with std 1 / sqrt(in), embeddings
     with 1 / sqrt(hidden), norms, scalars and router scales 1. correlation: that of any two
@@ -146,7 +154,7 @@ def random_params(
             values.mul_((1 - correlation) ** 0.5).add_(common)
         return values, None
 
-    reader = Reader(source, specs, dtype, ops, Staging(device))
+    reader = Reader(source, specs, dtype, ops, Staging(device), cut=cut)
     return _build(arch, reader, lambda make, items: [make(i) for i in items])
 
 

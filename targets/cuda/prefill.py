@@ -2,7 +2,8 @@
 
 It reads the window before the chunk from the cache, attends to that and to the chunk's own keys
 and values (rounded as the cache rounds them), and leaves in the cache what later calls need. Not
-bitwise `model.decode`: which of the two a chunk takes follows from its own length alone.
+bitwise `model.decode`: which of the two a chunk takes follows from its own length, and from
+whether it has a picture, of which decoding's kernels know nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from targets.cuda.prefill_reference import PrefillReference
 from targets.cuda.prefill_steps import Pair, PrefillChunk, PrefillInput, Steps
 from targets.cuda.reference import Reference
 
+SoftRows = tuple[tuple[int, Tensor], ...]
+"""Pictures' rows [S, H], each with the row of the chunk from which on they take the place of
+embeddings."""
 TAIL = 16
 """Rows of a prompt's last chunk that continue behind the last layer that stores keys and values:
 only the last row's logits are needed, and the library's matmuls need 16 rows."""
@@ -40,10 +44,11 @@ def prefill(
     ops: Ops,
     features: tuple[int, ...] = (),
     ends: bool = True,
+    pictures: SoftRows = (),
 ) -> Iterator[Hidden | None]:
     """None after each part but the last, then logits [1, V] after the chunk's last token, if the
     prompt `ends` there, and features [T, F]."""
-    return _Pass(weights, arch, cache, chunk, ops).run(features, ends)
+    return _Pass(weights, arch, cache, chunk, ops).run(features, ends, pictures)
 
 
 def _steps(chunk: PrefillChunk, ops: Ops, eps: float) -> Steps:
@@ -67,10 +72,14 @@ class _Pass:
         self.lenders = {layer.kv_from for layer in arch.layers}
         self.lent: dict[int | None, Pair] = {}
 
-    def run(self, features: tuple[int, ...], ends: bool) -> Iterator[Hidden | None]:
+    def run(
+        self, features: tuple[int, ...], ends: bool, pictures: SoftRows
+    ) -> Iterator[Hidden | None]:
         """ends: the prompt ends with this chunk."""
         weights, arch = self.weights, self.arch
         h = self.ops.embed(weights.embedding, self.chunk.as_rows())
+        for first, rows in pictures:  # per-layer inputs are those of id 0: see `pictures.py`
+            h[first : first + len(rows)] = rows
         inputs = self._per_layer_inputs(h)
         x = self.steps.add_norm(h, opening(weights, 0))
         captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None

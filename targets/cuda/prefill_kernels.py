@@ -180,9 +180,10 @@ class PrefillKernels:
         self.launch.run(variant, "queries", (self.tokens, 1, 1), 256, arguments)
         count = self.chunk.start + self.tokens - self.chunk.oldest(spec.window)
         if dim > FLASH_HEAD_DIM:
+            assert spec.window is None or not self.chunk.spans, "refused at load"
             out = self._wide(q, *pair, count, spec.window)
         else:
-            out = _flash(q[0], pair[0][:count], pair[1][:count], spec.window)
+            out = self._pieces(q[0], *pair, count, spec.window)
         width = heads * dim
         if kind == "bf16" and runs == 1:
             return PrefillInput(out.view(self.tokens, width), None)
@@ -190,6 +191,14 @@ class PrefillKernels:
         arguments = [pointer(out), *map(pointer, x), c_int(width), c_int(runs)]
         self.launch.each_row("narrow", kind, self.tokens, width // 8, PACKS, arguments)
         return x
+
+    def _pieces(self, q: Tensor, k: Tensor, v: Tensor, count: int, window: int | None) -> Tensor:
+        """q [T, N, D] -> the same shape; one call but where there are pictures."""
+        before, parts = count - self.tokens, []
+        for first, stop, both_ways in self.chunk.pieces(window):
+            seen = slice(before + stop)
+            parts.append(_flash(q[first:stop], k[seen], v[seen], window, both_ways))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _wide(self, q: Tensor, k: Tensor, v: Tensor, count: int, window: int | None) -> Tensor:
         """q [K, T, G, D] -> the same shape. Plain matmuls around a softmax, a block of queries at
@@ -256,8 +265,9 @@ def _blocks(start: int, stop: int) -> int:
     return (stop - 1) // LANES - start // LANES + 1
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """The operator itself: torch's own fronts to it have no windows, or not in every version."""
+def _flash(q: Tensor, k: Tensor, v: Tensor, window: int | None, both_ways: bool) -> Tensor:
+    """The operator itself: torch's own fronts to it have no windows, or not in every version.
+    both_ways: each query sees the keys of all queries."""
     return torch.ops.aten._flash_attention_forward(
         *(x[None] for x in (q, k, v)),
         None,
@@ -265,9 +275,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         len(q),
         len(k),
         0.0,  # dropout
-        True,  # causal, the last query beside the last key
+        not both_ways,  # causal, the last query beside the last key
         False,
         scale=1.0,
         window_size_left=None if window is None else window - 1,
-        window_size_right=0,
+        window_size_right=len(q) if both_ways else 0,
     )[0][0]

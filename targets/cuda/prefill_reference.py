@@ -71,7 +71,12 @@ class PrefillReference:
         spec = layer.spec
         q = qkv[:, : spec.heads * spec.head_dim].unflatten(-1, (spec.heads, spec.head_dim))
         q = rotate(rms(q, layer.q_norm, self.eps), self._angles(spec))
-        return PrefillInput(attend(q, *pair, spec.window), None)
+        parts = []
+        for first, stop, both_ways in self.chunk.pieces(spec.window):
+            seen = len(pair[0]) - len(q) + stop  # keys up to the piece's last row
+            k, v = (part[:seen] for part in pair)
+            parts.append(attend(q[first:stop], k, v, spec.window, both_ways))
+        return PrefillInput(torch.cat(parts), None)
 
     def _angles(self, layer: LayerSpec) -> Tensor:
         inverse = inverse_frequencies(layer.rope, layer.head_dim, self.positions.device)
@@ -92,8 +97,11 @@ def by_expert(x: Tensor, ends: Tensor, weights: Iterable[Dense]) -> Tensor:
     return torch.cat([times(part, own) for part, own in zip(parts, weights, strict=True)])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """q [T, N, D], k and v [S, K, D], of which the last T are the queries' own -> [T, N * D]."""
+def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, both_ways: bool = False) -> Tensor:
+    """q [T, N, D], k and v [S, K, D], of which the last T are the queries' own -> [T, N * D].
+    both_ways: each query sees all of these."""
+    if both_ways:
+        return _masked(q, k, v, window, True).flatten(1)
     block = len(q) if window is None else window
     parts = []
     for first in range(0, len(q), block):
@@ -104,10 +112,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return torch.cat(parts).flatten(1)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def _masked(q: Tensor, k: Tensor, v: Tensor, window: int | None, both_ways: bool = False) -> Tensor:
     ahead = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
     ahead = ahead - torch.arange(len(k), device=q.device)  # how far a query is past a key
-    seen = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+    seen = ahead < len(k) if window is None else ahead < window
+    if not both_ways:
+        seen &= ahead >= 0
     heads = q.shape[1] // k.shape[1]
     # shared KV heads are repeated: the kernel with masks and wide heads can't share them
     wide = [x.repeat_interleave(heads, 1).transpose(0, 1)[None] for x in (k, v)]

@@ -23,12 +23,14 @@ Pair = tuple[Tensor, Tensor]
 @dataclass(frozen=True)
 class PrefillChunk:
     """tokens [T] int32 on the device, at positions start .. start + T - 1 of `slot`. whole: the
-    start of the chunk that this is the end of, from whose keys on it attends."""
+    start of the chunk that this is the end of, from whose keys on it attends. spans: rows first
+    .. stop - 1 that see each other on sliding layers (pictures), in order and apart."""
 
     tokens: Tensor
     start: int
     slot: int
     whole: int | None = None
+    spans: tuple[tuple[int, int], ...] = ()
 
     def oldest(self, window: int | None) -> int:
         """The first position that the (whole) chunk's first query sees."""
@@ -38,7 +40,23 @@ class PrefillChunk:
     def end(self, tokens: int) -> PrefillChunk:
         """Its last tokens, that many at most."""
         skipped = max(0, len(self.tokens) - tokens)
-        return PrefillChunk(self.tokens[skipped:], self.start + skipped, self.slot, self.start)
+        left = ((max(0, first - skipped), stop - skipped) for first, stop in self.spans)
+        spans = tuple(span for span in left if span[1] > 0)
+        tokens_left, start = self.tokens[skipped:], self.start + skipped
+        return PrefillChunk(tokens_left, start, self.slot, self.start, spans)
+
+    def pieces(self, window: int | None) -> list[tuple[int, int, bool]]:
+        """Its rows first .. stop - 1 in pieces, and whether the rows of a piece see each other: all
+        in one that don't, but on sliding layers with pictures."""
+        found, last = [], 0
+        for first, stop in self.spans if window is not None else ():
+            if first > last:
+                found.append((last, first, False))
+            found.append((first, stop, True))
+            last = stop
+        if last < len(self.tokens):
+            found.append((last, len(self.tokens), False))
+        return found
 
     def as_rows(self) -> Rows:
         """As a call of one sequence."""

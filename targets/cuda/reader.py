@@ -13,6 +13,7 @@ Per-layer inputs (E2B, E4B) stay wide in any case: they are small, and the kerne
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,9 +30,22 @@ QUANTISED = ("fp8", "fp8-w8a8", "int4")
 """Dtypes of narrow weights."""
 DTYPES = ("float32", "bfloat16", *QUANTISED)
 
-Raw = tuple[Tensor, Tensor | None] | FourBits
+Plain = tuple[Tensor, Tensor | None]
+Raw = Plain | FourBits
 """A tensor as stored and its scale (None where it is wide), or its 4 bits, on the device."""
 Source = Callable[[str], Raw]
+Part = TypeVar("Part", Plain, FourBits)
+
+
+class Cut(Protocol):
+    def __call__(self, name: str, raw: Part, /) -> Part:
+        """A card's part of a tensor of this name, in the form that its weight is packed from."""
+        ...
+
+
+def whole(name: str, raw: Part) -> Part:
+    """The `Cut` of a card that has all."""
+    return raw
 
 
 def quantise_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,8 +81,10 @@ class Reader:
         ops: Ops,
         staging: Staging,
         rounds: bool = True,
+        cut: Cut = whole,
     ) -> None:
         """rounds: whether dtype int4 rounds wider weights too."""
+        self.cut = cut
         self.source, self.specs, self.ops = source, specs, ops
         self.staging, self.rounds = staging, rounds
         self.wide = wide_dtype(dtype)
@@ -109,18 +125,24 @@ class Reader:
         narrows = all(quantised(name, self.specs[name]) for name in names)
         if narrows and self.dtype == "int4":
             narrow = [self._four_bits(each) for each in raw]
-            there = [part for part in narrow if part is not None]
+            there = [
+                self.cut(name, part)
+                for name, part in zip(names, narrow, strict=True)
+                if part is not None
+            ]
             joined = four_bits.joined(there) if len(there) == len(raw) else None
             if joined is not None:
                 return self.ops.pack_codes(joined, layout)
             narrows = all(map(_is_fp8, raw))
         if narrows and self.dtype in QUANTISED:
-            values, scales = zip(*map(_fp8, raw), strict=True)
+            parts = [self.cut(name, _fp8(each)) for name, each in zip(names, raw, strict=True)]
+            values, scales = zip(*parts, strict=True)
             w8a8 = self.dtype == "fp8-w8a8" and not layout.startswith("experts")
             kind = "w8a8" if w8a8 else "fp8"
             return self.ops.pack(_joined(values), _joined(scales), kind, layout)
-        wide = _joined([_widened(each).to(self.wide) for each in raw])
-        return self.ops.pack(wide, None, self.wide_kind, layout)
+        wide = [(_widened(each).to(self.wide), None) for each in raw]
+        parts = [self.cut(name, each) for name, each in zip(names, wide, strict=True)]
+        return self.ops.pack(_joined([part[0] for part in parts]), None, self.wide_kind, layout)
 
     def _four_bits(self, raw: Raw) -> FourBits | None:
         if isinstance(raw, FourBits):

@@ -87,6 +87,8 @@ def as_input(x: Tensor, kind: str, groups: int = 1) -> Tensor:
 class Reference:
     """`ops.Ops` in torch. Weights are [n, k] tensors, an X is a tensor [M, k]."""
 
+    multiplies_whole = True
+
     def __init__(self, arch: Arch) -> None:
         self.arch = arch
 

@@ -7,6 +7,7 @@ import torch
 
 from specdec.core.errors import UserError
 from specdec.core.types import MAX_DRAFT
+from targets.cuda.cards import CardsTarget
 from targets.cuda.ops import Rows
 from targets.cuda.target import CudaTarget
 
@@ -14,7 +15,7 @@ ROWS = MAX_DRAFT + 1
 """Positions per call: the widest verify, which room in the rings is kept for."""
 
 
-def window_nll(target: CudaTarget, tokens: list[int]) -> np.ndarray:
+def window_nll(target: CudaTarget | CardsTarget, tokens: list[int]) -> np.ndarray:
     """nll[i] of tokens[i + 1] given tokens[:i + 1], float32, length len(tokens) - 1. Overwrites
     slot 0's cache. Raises UserError for a window that is longer than the context."""
     scored = len(tokens) - 1

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.types import Check, Sampling, Sequence
+from targets.cuda.cards import CardsTarget
 from targets.cuda.ops import Rows
 from targets.cuda.target import CudaTarget
 
@@ -20,7 +21,7 @@ ROWS = 8
 memory."""
 
 
-def self_check(target: CudaTarget, seed: int = 0) -> list[Check]:
+def self_check(target: CudaTarget | CardsTarget, seed: int = 0) -> list[Check]:
     """Feed random tokens. Overwrites the cache: call it while no sequence runs."""
     random = np.random.default_rng(seed)
     rounds = min(ROUNDS, (target.max_len - 1) // WIDTH)
@@ -42,7 +43,7 @@ def self_check(target: CudaTarget, seed: int = 0) -> list[Check]:
     return checks
 
 
-def _sampled(target: CudaTarget, logits: Tensor, slots: list[int]) -> Check:
+def _sampled(target: CudaTarget | CardsTarget, logits: Tensor, slots: list[int]) -> Check:
     """The full sampler on slot 0's logits, beside other rows and beside none."""
     for slot in slots:
         shape = Sampling(temperature=1.0, top_p=0.9, min_p=0.01, top_k=50, seed=slot)
@@ -58,7 +59,9 @@ def _compare(question: str, ours: Tensor, theirs: Tensor) -> Check:
     return Check(question, int((ours != theirs).sum()), ours.numel())
 
 
-def _logits(target: CudaTarget, texts: np.ndarray, slots: list[int], width: int) -> Tensor:
+def _logits(
+    target: CudaTarget | CardsTarget, texts: np.ndarray, slots: list[int], width: int
+) -> Tensor:
     """Logits [B, tokens, V] of the texts in these slots, `width` tokens of each per call."""
     pieces = []
     for start in range(0, texts.shape[1], width):
@@ -67,7 +70,9 @@ def _logits(target: CudaTarget, texts: np.ndarray, slots: list[int], width: int)
     return torch.cat(pieces, 1)
 
 
-def _rows(target: CudaTarget, tokens: np.ndarray, start: int, slots: list[int]) -> Rows:
+def _rows(
+    target: CudaTarget | CardsTarget, tokens: np.ndarray, start: int, slots: list[int]
+) -> Rows:
     starts = np.full(len(tokens), start, np.int32)
     arrays = np.ascontiguousarray(tokens), starts, np.array(slots, np.int32)
     return Rows(*(torch.from_numpy(a).to(target.device) for a in arrays))

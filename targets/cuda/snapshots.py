@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence as Seqs
+from collections.abc import Callable, Sequence as Seqs
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from specdec.core.types import Sequence
 from targets.cuda.cache import LANES, LayerCache
+from targets.cuda.cards import CardsTarget, on_card
 from targets.cuda.host_blocks import BLOCK, blocks_of, host_blocks
 from targets.cuda.out_of_memory import catching_oom
 from targets.cuda.target import CudaTarget
@@ -157,3 +160,55 @@ def _copy(places: list[Tensor], snapshot: TensorSnapshot) -> None:
 def _bits(values: Tensor) -> Tensor:
     """FP8 as bytes: torch can't copy e4m3 everywhere."""
     return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
+
+
+@dataclass(frozen=True)
+class CardsSnapshot:
+    """`Snapshot` of a slot on several cards: one of each."""
+
+    each: tuple[TensorSnapshot, ...]
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the card that has most."""
+        return max(part.device_bytes for part in self.each)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(part.host_bytes for part in self.each)
+
+    def to_host(self) -> CardsSnapshot:
+        return CardsSnapshot(tuple(part.to_host() for part in self.each))
+
+
+class CardsSnapshots:
+    """`TargetSnapshots` of a model on several cards."""
+
+    def __init__(self, cards: CardsTarget) -> None:
+        self._cards = [(rank, SlotSnapshots(rank)) for rank in cards.ranks]
+        self.unit = self._cards[0][1].unit
+
+    def spare_bytes(self) -> int:
+        return min(on_card(rank, own.spare_bytes) for rank, own in self._cards)
+
+    def take_chunk(self, seq: Sequence, start: int, stop: int) -> CardsSnapshot:
+        return self._taken(lambda own: own.take_chunk(seq, start, stop))
+
+    def take_boundary(self, seq: Sequence, stop: int) -> CardsSnapshot:
+        return self._taken(lambda own: own.take_boundary(seq, stop))
+
+    def restore(
+        self, seq: Sequence, stop: int, chunks: Seqs[CardsSnapshot], boundary: CardsSnapshot
+    ) -> None:
+        for number, (rank, own) in enumerate(self._cards):
+            parts = [chunk.each[number] for chunk in chunks]
+            common = seq, stop, parts, boundary.each[number]
+            on_card(rank, partial(own.restore, *common))
+
+    def _taken(self, take: Callable[[SlotSnapshots], TensorSnapshot]) -> CardsSnapshot:
+        return CardsSnapshot(tuple(on_card(rank, partial(take, own)) for rank, own in self._cards))
+
+
+def snapshots_of(target: CudaTarget | CardsTarget) -> SlotSnapshots | CardsSnapshots:
+    """`targets.backend.snapshots_of`."""
+    return SlotSnapshots(target) if isinstance(target, CudaTarget) else CardsSnapshots(target)

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seqs
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
 from specdec.core.constraint import constrained, mask_rows
 from specdec.core.errors import UserError
+from specdec.core.pictures import PlacedPicture, within
 from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Sequence, Step
 from targets.arch import Arch
 from targets.cuda import sampling
 from targets.cuda.cache import make_cache, remember, slack_of
+from targets.cuda.exchange import silent
+from targets.cuda.experts import are_sorted, kind_of, most_pairs
 from targets.cuda.graphs import (
     TOGETHER,
     Chosen,
     ForwardOutput,
     Graphs,
     first_rows,
+    idle_rows,
     padded_together,
 )
 from targets.cuda.model import Hidden, decode
@@ -30,6 +35,7 @@ from targets.cuda.prefill import PrefillChunk, prefill
 from targets.cuda.reference import Reference
 from targets.cuda.sampling import blank_table, each_part
 from targets.sampling_params import Rules, set_row
+from targets.vision.rows import Encoder, SoftTokens, rows_of
 
 KV_DTYPES = {
     "float32": torch.float32,
@@ -102,12 +108,16 @@ class CudaTarget:
         ops: Ops,
         suppress: tuple[int, ...] = (),
         graphs: bool = False,
+        encoder: Encoder | None = None,
     ) -> None:
-        """graphs: replay captured CUDA graphs instead of launching kernel by kernel."""
+        """graphs: replay captured CUDA graphs instead of launching kernel by kernel. encoder: of
+        pictures; None: it takes none."""
         self.plan, self.arch, self.weights, self.ops = plan, arch, weights, ops
         self.slots, self.max_len, self.prefill_chunk = plan.slots, plan.max_len, plan.chunk
         self.vocab, self.dtype, self.kv_dtype = arch.vocab, plan.dtype, plan.kv_dtype
         self.suppress, self.device = suppress, torch.device(plan.device)
+        self.soft_tokens = None if encoder is None else SoftTokens(encoder)
+        self.vision = None if encoder is None else encoder.spec
         kv = KV_DTYPES[plan.kv_dtype]
         sizes = plan.slots, plan.max_len, plan.slack
         self.cache = make_cache(arch, *sizes, kv, plan.device, plan.first_rows)
@@ -116,6 +126,7 @@ class CudaTarget:
         self._unbiased[list(suppress)] = -torch.inf
         self.bias = self._unbiased.repeat(plan.slots, 1)
         self._biased: set[int] = set()
+        self._loaded: set[tuple[int, int]] = set()
         self.sampling_params = blank_table(plan.slots, plan.device)
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._graphs = Graphs(self.step, self.short, self.pool) if graphs else None
@@ -139,13 +150,30 @@ class CudaTarget:
 
     @torch.inference_mode()
     def prefill_parts(self, seq: Sequence, start: int, stop: int) -> Iterator[Step | None]:
+        for read in self.enqueued_parts(seq, start, stop):
+            yield read and read()
+
+    @torch.inference_mode()
+    def enqueued_parts(
+        self, seq: Sequence, start: int, stop: int
+    ) -> Iterator[Callable[[], Step] | None]:
+        """`prefill_parts` on the device; the last part's step is read by what is returned."""
         if start == 0:
             self.seat(seq)
         with catching_oom(f"a chunk of {stop - start} tokens"):
+            placed, soft = within(start, stop, seq.pictures), []
+            for part in rows_of(self.soft_tokens, placed, seq.reuse):
+                if part is None:
+                    yield None
+                else:
+                    soft.append(part)
+            pictures = list(zip(placed, soft, strict=True))
             rows = self._rows([seq.tokens[start:stop]], [start], [seq.slot])
             remember(self.cache.tokens, rows.tokens, rows.start, rows.slot)
-            for out in self._chunk(rows, start, seq.slot, stop == seq.prompt_len):
-                yield out and self._read(seq, stop, rows, out)
+            ends = stop == seq.prompt_len
+            made = self._pictures(rows, start, seq.slot, ends, pictures)
+            for out in made if pictures else self._chunk(rows, start, seq.slot, ends):
+                yield out and partial(self._read, seq, stop, rows, out)
 
     def _read(self, seq: Sequence, stop: int, rows: Rows, out: Hidden) -> Step:
         """The step of a chunk that ends before `stop`."""
@@ -162,9 +190,8 @@ class CudaTarget:
         """What follows each prompt [B, 1]. logits [B, V] after the rows `last` [B, 1]."""
         logits = logits[:, None]
         masks = mask_rows(seqs, np.empty((len(seqs), 0), np.int32), self.vocab)
-        needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
-        chosen = self.choose(logits, last, needs_sampler, self.on_device(masks))
-        wanted = any(seq.sampling.logprobs is not None for seq in seqs)
+        chosen = self.choose(logits, last, sampler_needed(seqs), self.on_device(masks))
+        wanted = logprobs_wanted(seqs)
         details = sampling.on_host(sampling.logprobs(logits, chosen)) if wanted else None
         return chosen.cpu().numpy(), details
 
@@ -173,24 +200,32 @@ class CudaTarget:
         if size is None:
             return [0]
         alike = [i for i, n in enumerate(lengths) if self._padded_together(n) == size]
-        return alike[: TOGETHER // size]
+        return alike[: max(1, self._rows_together(size) // size)]
 
     def _padded_together(self, tokens: int) -> int | None:
-        """None for prompts that are read alone: all of a mixture of experts, for which no card has
-        run anything else yet."""
-        size = None if self.arch.moe else padded_together(tokens)
+        """None for a prompt that is read alone."""
+        size = padded_together(tokens)
         return size if size and size <= self.plan.first_rows else None
+
+    def _rows_together(self, size: int) -> int:
+        """Most rows of prompts of `size` tokens that one call reads: a power of two."""
+        moe, kind = self.arch.moe, kind_of(self.plan.dtype)
+        if moe is None or are_sorted(size, kind):
+            return TOGETHER
+        listed = most_pairs(self.arch, moe, kind) // moe.top_k
+        return min(TOGETHER, 1 << (listed.bit_length() - 1))
 
     def prefill_all(self, seqs: Seqs[Sequence]) -> list[Step]:
         if len(seqs) == 1:
             return [self.prefill(seqs[0], 0, seqs[0].prompt_len)]
-        for seq in seqs:
-            self.seat(seq)
         with catching_oom(f"{len(seqs)} prompts at once"):
-            return self._prefill_all(seqs)
+            return self.enqueue_all(seqs)()
 
     @torch.inference_mode()
-    def _prefill_all(self, seqs: Seqs[Sequence]) -> list[Step]:
+    def enqueue_all(self, seqs: Seqs[Sequence]) -> Callable[[], list[Step]]:
+        """`prefill_all` of two prompts or more on the device; -> what reads the steps."""
+        for seq in seqs:
+            self.seat(seq)
         lengths = [seq.prompt_len for seq in seqs]
         size = self._padded_together(max(lengths))
         assert size is not None, "`together` chose them"
@@ -203,7 +238,15 @@ class CudaTarget:
         ends = torch.tensor([n - 1 for n in lengths], device=self.device)
         only = ends + size * torch.arange(len(seqs), device=self.device)
         out = self._graphs.prefill_all(rows, only) if self._graphs else self.short(rows, only)
+        return partial(self._read_all, seqs, out, rows, ends)
+
+    @torch.inference_mode()
+    def _read_all(
+        self, seqs: Seqs[Sequence], out: Hidden, rows: Rows, ends: torch.Tensor
+    ) -> list[Step]:
+        """The steps of prompts that end with the tokens numbered `ends` of their rows."""
         assert out.logits is not None
+        lengths, size = [seq.prompt_len for seq in seqs], rows.tokens.shape[1]
         last = Rows(rows.tokens.gather(1, ends[:, None]), ends.int(), rows.slot)
         chosen, details = self._first_choices(seqs, out.logits, last)
         features = None if out.features is None else out.features.unflatten(0, (-1, size)).clone()
@@ -220,45 +263,94 @@ class CudaTarget:
         """A chunk in parts. ends: the prompt ends here, so that logits are needed."""
         plan, tokens = self.plan, rows.tokens.shape[1]
         if start == 0 and tokens <= plan.first:
-            yield self._in_calls(rows, plan.first)
-        elif tokens <= CALLS * plan.short:
-            yield self._in_calls(rows, plan.short)
+            yield from self._in_calls(rows, plan.first)
+        elif tokens <= CALLS * plan.short or not self.ops.multiplies_whole:
+            yield from self._in_calls(rows, plan.short)
         else:
             common = self.weights, self.arch, self.cache, PrefillChunk(rows.tokens[0], start, slot)
             yield from prefill(*common, self.ops, plan.features, ends)
 
-    def _in_calls(self, rows: Rows, size: int) -> Hidden:
-        """size: tokens of a call."""
+    def _pictures(
+        self,
+        rows: Rows,
+        start: int,
+        slot: int,
+        ends: bool,
+        pictures: list[tuple[PlacedPicture, torch.Tensor]],
+    ) -> Iterator[Hidden | None]:
+        """A chunk with pictures: always on the library, whatever its length."""
+        spans = tuple((placed.start - start, placed.stop - start) for placed, _ in pictures)
+        seen = spans if self.arch.pictures_both_ways else ()
+        chunk = PrefillChunk(rows.tokens[0], start, slot, spans=seen)
+        soft = tuple((first, own) for (first, _), (_, own) in zip(spans, pictures, strict=True))
+        common = self.weights, self.arch, self.cache, chunk, self.ops
+        return prefill(*common, self.plan.features, ends, soft)
+
+    def _in_calls(self, rows: Rows, size: int) -> Iterator[Hidden | None]:
+        """A chunk in parts. size: tokens of a call."""
         logits, features = None, []
         for number, tokens in enumerate(rows.tokens.split(size, 1)):
+            if number:
+                yield None
             piece = Rows(tokens, rows.start + number * size, rows.slot)
             out = self._graphs.prefill(piece) if self._graphs else self.short(piece)
             logits = out.logits
             if out.features is not None:
                 features.append(out.features.clone())  # a graph's own are the next one's too
         assert logits is not None
-        return Hidden(logits, torch.cat(features) if features else None)
+        yield Hidden(logits, torch.cat(features) if features else None)
+
+    def prepare_prefill(self, start: int, stop: int) -> None:
+        """Capture what `enqueued_parts` replays: nothing may be captured, or allocated by the
+        driver, while other cards wait for this one."""
+        size = self.plan.first if start == 0 and stop <= self.plan.first else self.plan.short
+        for first in range(start, stop, size):
+            self._capture_prefill(1, min(size, stop - first))
+
+    def prepare_all(self, seqs: Seqs[Sequence]) -> None:
+        """The same for `enqueue_all`."""
+        size = self._padded_together(max(seq.prompt_len for seq in seqs))
+        assert size is not None, "`together` chose them"
+        self._capture_prefill(len(seqs), size)
+
+    def prepare_verify(self, seqs: Seqs[Sequence], draft: Array) -> None:
+        """The same for `enqueued_verify`; what is not captured runs once for nothing, as the driver
+        loads kernels when they are first launched."""
+        shape = len(seqs), draft.shape[1] + 1
+        if constrained(seqs) or not self._graphs:
+            if shape not in self._loaded:
+                with silent():
+                    self.logits(idle_rows(*shape, self.device))
+                self._loaded.add(shape)
+            return
+        rows = idle_rows(*shape, self.device)
+        self._graphs.step_graph(rows, sampler_needed(seqs), logprobs_wanted(seqs))
+
+    def _capture_prefill(self, batch: int, tokens: int) -> None:
+        if self._graphs:
+            self._graphs.prefill_graph(idle_rows(batch, tokens, self.device))
 
     def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
         if draft.shape[1] > self.max_draft:
             raise UserError(f"K is {draft.shape[1]} but at most {self.max_draft} is possible")
         with catching_oom(f"a batch of {len(seqs)}"):
-            return self._verify(seqs, draft)
+            *_, out = self.enqueued_verify(seqs, draft)
+            assert out is not None
+            return read_step(out)
 
-    def _verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
-        needs_sampler = any(seq.sampling.needs_sampler for seq in seqs)
-        logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
+    def enqueued_verify(self, seqs: Seqs[Sequence], draft: Array) -> Iterator[Chosen | None]:
+        """`verify` on the device: None once the forward is enqueued whose choice waits for masks,
+        and at last the result."""
+        needs_sampler, logprobs = sampler_needed(seqs), logprobs_wanted(seqs)
         rows = self.feed(seqs, draft)
-        if constrained(seqs):
-
-            def masks() -> torch.Tensor | None:
-                return self.on_device(mask_rows(seqs, draft, self.vocab))
-
-            out = self.step(rows, needs_sampler, logprobs, masks)
-        else:
-            out = (self._graphs or self).step(rows, needs_sampler, logprobs)
-        details = out.details and sampling.on_host(out.details)
-        return Step(out.chosen.cpu().numpy(), out.features, details)
+        if not constrained(seqs):
+            yield (self._graphs or self).step(rows, needs_sampler, logprobs)
+            return
+        logits, features = self.logits(rows)
+        yield None
+        masks = self.on_device(mask_rows(seqs, draft, self.vocab))
+        chosen = self.choose(logits, rows, needs_sampler, masks)
+        yield Chosen(chosen, sampling.logprobs(logits, chosen) if logprobs else None, features)
 
     def feed(self, seqs: Seqs[Sequence], draft: Array) -> Rows:
         """Each sequence's last token and its draft [B, k], as `forward` takes them."""
@@ -357,3 +449,18 @@ class CudaTarget:
     def _rows(self, tokens: list[list[int]], start: list[int], slot: list[int]) -> Rows:
         packed = (torch.from_numpy(np.array(a, np.int32)) for a in (tokens, start, slot))
         return Rows(*(a.to(self.device) for a in packed))
+
+
+def sampler_needed(seqs: Seqs[Sequence]) -> bool:
+    """Whether any row's choice is more than an argmax."""
+    return any(seq.sampling.needs_sampler for seq in seqs)
+
+
+def logprobs_wanted(seqs: Seqs[Sequence]) -> bool:
+    return any(seq.sampling.logprobs is not None for seq in seqs)
+
+
+def read_step(out: Chosen) -> Step:
+    """Wait for a step's results."""
+    details = out.details and sampling.on_host(out.details)
+    return Step(out.chosen.cpu().numpy(), out.features, details)

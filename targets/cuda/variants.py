@@ -30,7 +30,11 @@ def rounding_variants(hidden: int) -> set[Variant]:
     return w8a8.variants() | {norm_variant("w8a8", hidden)}
 
 
-def norm_variant(kind: str, hidden: int) -> Variant:
-    """What feeds weights of this kind from a stream of this width."""
+def norm_variant(kind: str, hidden: int, ranks: int = 1) -> Variant:
+    """What feeds weights of this kind from a stream of this width. ranks: cards whose sums it
+    adds."""
     kinds = ("FP8", int(kind != "bf16")), ("W8A8", int(kind == "w8a8"))
-    return Variant("norm", (*kinds, ("QUADS_PER_THREAD", -(-hidden // (4 * ROW_THREADS)))))
+    common = *kinds, ("QUADS_PER_THREAD", -(-hidden // (4 * ROW_THREADS)))
+    if ranks == 1:
+        return Variant("norm", common)
+    return Variant("norm_exchange", (*common, ("RANKS", ranks)))

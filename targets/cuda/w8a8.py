@@ -9,7 +9,7 @@ so that a device that has a part of k needs no other's maximum.
 from __future__ import annotations
 
 from ctypes import Structure, c_int, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -139,15 +139,19 @@ def variants(blocks: tuple[int, ...] = NARROW_BLOCKS) -> set[Variant]:
 class W8A8:
     """Launches w8a8.cu on a GPU with this many multiprocessors."""
 
-    def __init__(self, launch: Launcher, processors: int) -> None:
-        self._launch, self._processors = launch, processors
+    def __init__(self, launch: Launcher, processors: int, k_groups: int = tiles.EIGHTHS) -> None:
+        """k_groups: of a row_parallel weight."""
+        self._launch, self._processors, self._k_groups = launch, processors, k_groups
 
     def quantise(self, rows: Tensor) -> Input:
         """rows [M, k] f16 of value / 32, for a row_parallel weight."""
         m, k = rows.shape
         assert k % 8 == 0 and k <= WIDEST, k
-        x = make_narrow_input(m, k, rows.device, tiles.EIGHTHS)
-        each = x.k_blocks * tiles.INPUTS // tiles.EIGHTHS
+        x = make_narrow_input(m, k, rows.device, self._k_groups)
+        # the kernel writes a scale for each of eight groups, also for those that aren't there
+        scale = torch.empty((tiles.EIGHTHS, m), device=rows.device)
+        x = replace(x, scale=scale[: self._k_groups])
+        each = x.k_blocks * tiles.INPUTS // self._k_groups
         arguments = [pointer(t) for t in (rows, x.data, x.scale)]
         arguments += [c_int(size) for size in (k, each, x.k_blocks, x.block)]
         self._launch(AROUND, "quantise", (m, 1, 1), QUANTISE_THREADS, arguments)

@@ -147,4 +147,5 @@ def _options(config: ModelConfig, request: TargetRequest) -> JaxOptions:
         narrow="int4" if config.dtype == "int4" else "int8" if config.int8 else None,
         features=request.features,
         tp=config.tp,
+        vision=request.vision,
     )

@@ -58,12 +58,14 @@ class Span(NamedTuple):
 
     first: the first slot (traced or not); the call's B rows are slots first .. first + B - 1.
     start [B]: position of each row's first token. count [B]: how many of its T tokens to write
-    (0 leaves the row's cache untouched, fewer than T drops padding).
+    (0 leaves the row's cache untouched, fewer than T drops padding). reach [B, T]: the last
+    position that each token sees on sliding layers, where that isn't its own (pictures).
     """
 
     first: Array | int
     start: Array
     count: Array
+    reach: Array | None = None
 
 
 def entries(layer: LayerSpec, max_len: int, slack: int) -> int:
@@ -213,10 +215,12 @@ def read(
 def visible(span: Span, tokens: int, entries: Array, size: int, window: int | None) -> Array:
     """[B, T, C]: may query start + t see entries [C], out of a cache of `size`? After `write`,
     entry s holds the highest fed position p with p = s mod size; it is seen iff 0 <= p and
-    q - window < p <= q."""
+    q - window < p <= q, on sliding layers q's reach in place of the second q."""
     last = (span.start + span.count - 1)[:, None]
     held = last - (last - entries) % size  # [B, C]
     query = (span.start[:, None] + jnp.arange(tokens))[..., None]  # [B, T, 1]
     held = held[:, None]
-    seen = (held >= 0) & (held <= query)
-    return seen if window is None else seen & (held > query - window)
+    if window is None:
+        return (held >= 0) & (held <= query)
+    last = query if span.reach is None else span.reach[..., None]
+    return (held >= 0) & (held <= last) & (held > query - window)

@@ -105,7 +105,8 @@ class CacheExchange:
             def cut(x: Array) -> Array:
                 return jax.lax.dynamic_slice_in_dim(x, first, some)
 
-            span = Span(self.span.first + first, cut(self.span.start), cut(self.span.count))
+            reach = None if self.span.reach is None else cut(self.span.reach)
+            span = Span(self.span.first + first, cut(self.span.start), cut(self.span.count), reach)
             own = CacheExchange(span)
             return own._attend(tuple(map(cut, parts)), stored, repeat, layer.window)
 

@@ -18,7 +18,10 @@ from targets.jax.blank_params import random_params
 from targets.jax.params import Narrow, load_params
 from targets.jax.programs import Plan
 from targets.jax.target import JaxTarget
+from targets.jax.tower import PictureEncoder, load_vision
 from targets.model_folder import read_arch
+from targets.vision.files import VisionFiles
+from targets.vision.spec import VisionSpec
 
 WIDTHS = (8, 16, 32)
 """Compiled verify widths: the smallest that holds K + 1. Plain decoding runs at the same one."""
@@ -49,6 +52,8 @@ class JaxOptions:
     tp: int = 1
     mapped: bool | None = None
     chunk: int = CHUNK
+    vision: VisionSpec | None = None
+    """The checkpoint's image side; None: it is not read."""
 
 
 def width_for(k: int) -> int:
@@ -63,8 +68,12 @@ def load_target(path: Path, options: JaxOptions, suppress: tuple[int, ...] = ())
     options, and does so before gigabytes are read."""
     arch = read_arch(path)
     plan, mesh, dtype = make_plan(arch, options), make_mesh(options.tp), wide_dtype(options)
+    spec, encoder = options.vision, None
+    files = None if spec is None else VisionFiles(path, spec, arch.hidden)
     params = load_params(Checkpoint(path, arch), arch, dtype, options.narrow, mesh)
-    return JaxTarget(plan, params, dtype, suppress, mesh, kv_dtype_of(options))
+    if spec is not None and files is not None:
+        encoder = PictureEncoder(spec, load_vision(files, spec, dtype, mesh), arch.eps)
+    return JaxTarget(plan, params, dtype, suppress, mesh, kv_dtype_of(options), encoder)
 
 
 def random_target(arch: Arch, options: JaxOptions, seed: int = 0) -> JaxTarget:
@@ -99,6 +108,7 @@ def make_plan(arch: Arch, options: JaxOptions) -> Plan:
         min(options.chunk, options.max_len),
         options.features,
         mapped,
+        0 if options.vision is None else options.vision.budget,
     )
 
 

@@ -15,9 +15,11 @@ from targets.checkpoint import Checkpoint
 from targets.jax.cache import abstract_cache
 from targets.jax.load import JaxOptions, kv_dtype_of, make_mesh, make_plan, wide_dtype
 from targets.jax.params import bytes_of
+from targets.jax.tower import CELLS_AT_ONCE
 from targets.memory import Need, gib, host_free
 from targets.published import SIZES
 from targets.tensors import all_tensors
+from targets.vision import memory as vision_memory
 
 STORED = {"F8_E4M3": 1.0, "I8": 1.0, "I32": 0.5625, "U8": 0.5625}
 """Bytes per value of quantised linear layers, scales included, by safetensors' dtype."""
@@ -50,7 +52,8 @@ def _weight_bytes(arch: Arch, options: JaxOptions, checkpoint: Checkpoint | None
             rounded = None if options.narrow is None else ROUNDED[options.narrow]
             each = stored or rounded or wide
         total += prod(spec.shape) * each
-    return int(total)
+    seen = vision_memory.weight_bytes(options.vision, arch.hidden, wide)
+    return int(total) + seen * options.tp  # whole on each device
 
 
 def _cache_bytes(arch: Arch, options: JaxOptions, context: int) -> int:
@@ -66,7 +69,10 @@ def _workspace(arch: Arch, options: JaxOptions) -> int:
     plan = make_plan(arch, replace(options, max_len=min(options.chunk, arch.max_position)))
     widest = max(layer.ffw for layer in arch.layers)
     logits = plan.slots * plan.width * arch.vocab
-    return RUNTIME + 4 * COPIES * (logits + plan.chunk * widest)
+    wide = jnp.dtype(wide_dtype(options)).itemsize
+    scores = 0 if options.vision is None else CELLS_AT_ONCE * options.vision.patches.pool**2
+    pictures = vision_memory.workspace_bytes(options.vision, wide, scores)
+    return RUNTIME + 4 * COPIES * (logits + plan.widest * widest) + pictures
 
 
 def free_bytes() -> int | None:

@@ -35,6 +35,14 @@ class Shared(NamedTuple):
     per_layer: Array | None
 
 
+class Merged(NamedTuple):
+    """Rows of pictures, which take the place of tokens' embeddings: rows [B, T, H], and there
+    [B, T], where they do."""
+
+    rows: Array
+    there: Array
+
+
 class Hidden(NamedTuple):
     """last [B, T, H]: after the final norm. features [B, T, F]: chosen layers' outputs, or None."""
 
@@ -43,13 +51,21 @@ class Hidden(NamedTuple):
 
 
 def decode(
-    params: Params, arch: Arch, cache: Cache, tokens: Array, span: Span, features: tuple[int, ...]
+    params: Params,
+    arch: Arch,
+    cache: Cache,
+    tokens: Array,
+    span: Span,
+    features: tuple[int, ...],
+    merged: Merged | None = None,
 ) -> tuple[Cache, Hidden]:
     """Feed tokens [B, T] int32 at `span`: the updated cache and the states. Ids outside the
-    vocabulary are fed as id 0; the target never chooses what follows from them."""
+    vocabulary are fed as id 0, but for pictures' rows; the target never chooses what follows from
+    them."""
     places = kv.places(span, tokens.shape[1], cache.tokens.shape[1])
     cache = cache._replace(tokens=kv.write(cache.tokens[None], 0, places, tokens)[0])
-    stored, hidden = forward(params, arch, cache.layers, tokens, CacheExchange(span), features)
+    exchange = CacheExchange(span)
+    stored, hidden = forward(params, arch, cache.layers, tokens, exchange, features, merged)
     return cache._replace(layers=stored), hidden
 
 
@@ -79,10 +95,12 @@ def forward(
     tokens: Array,
     exchange: KVExchange,
     features: tuple[int, ...],
+    merged: Merged | None = None,
 ) -> tuple[tuple, Hidden]:
     """The one forward: tokens [B, T] through every layer, K/V exchanged with `exchange`.
 
-    stored: the memory's per-layer stores, shaped like `Params.segments`; returned updated.
+    stored: the memory's per-layer stores, shaped like `Params.segments`; returned updated. merged:
+    rows that are not scaled as embeddings are; their per-layer inputs are those of id 0.
     """
     # a draft head's layers, Llama's, are the CUDA target's to run: here they would come out wrong
     assert not arch.silu and all(layer.normed for layer in arch.layers), (arch.silu, arch.layers)
@@ -91,6 +109,9 @@ def forward(
     if not isinstance(exchange, CacheExchange):
         real = None  # whole sequences: all real, and some are trained on
     x = embed(params, arch, tokens)
+    if merged is not None:
+        x = jnp.where(merged.there[..., None], merged.rows.astype(x.dtype), x)
+        real = None if real is None else real | merged.there
     per_layer = _per_layer_inputs(params, arch, tokens, x)
     shared = Shared(arch, exchange, features, real, per_layer)
     states: dict[int, Array] = {}

@@ -10,7 +10,7 @@ Everything is indexed by slot. Two ways to run the rows, the same body:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +21,7 @@ from specdec.core.types import Array
 from targets.arch import Arch
 from targets.jax import sampling
 from targets.jax.cache import Cache, Span
-from targets.jax.model import decode, head
+from targets.jax.model import Merged, decode, head
 from targets.jax.params import Params
 from targets.sampling_params import Rules
 
@@ -49,11 +49,18 @@ class Plan:
     """Tokens per prefill call; chunks are cut at its absolute multiples."""
     features: tuple[int, ...]
     mapped: bool
+    pictures: int = field(default=0, repr=False)
+    """Soft tokens of the largest picture, which one prefill call reads whole; 0: none are read."""
+
+    @property
+    def widest(self) -> int:
+        """Tokens of a prefill call with a picture."""
+        return max(self.chunk, self.pictures)
 
     @property
     def slack(self) -> int:
         """Extra cache entries, so that no call overwrites what its own queries still see."""
-        return max(self.width, self.chunk)
+        return max(self.width, self.widest)
 
 
 class Feed(NamedTuple):
@@ -104,6 +111,23 @@ def prefill(
     """One slot's chunk [1, chunk]; logits [1, 1, V] after its last real token only."""
     span = Span(slot, feed.start, feed.count)
     cache, hidden = decode(params, plan.arch, cache, feed.tokens, span, plan.features)
+    last = jax.lax.dynamic_slice_in_dim(hidden.last, feed.count[0] - 1, 1, 1)
+    return cache, ForwardOutput(head(params, plan.arch, last), hidden.features)
+
+
+def prefill_pictures(
+    plan: Plan,
+    params: Params,
+    cache: Cache,
+    feed: Feed,
+    slot: Array,
+    merged: Merged,
+    reach: Array,
+) -> tuple[Cache, ForwardOutput]:
+    """`prefill` of a chunk [1, widest] with pictures. reach [1, widest]: the last position that
+    each token sees on sliding layers."""
+    span = Span(slot, feed.start, feed.count, reach)
+    cache, hidden = decode(params, plan.arch, cache, feed.tokens, span, plan.features, merged)
     last = jax.lax.dynamic_slice_in_dim(hidden.last, feed.count[0] - 1, 1, 1)
     return cache, ForwardOutput(head(params, plan.arch, last), hidden.features)
 

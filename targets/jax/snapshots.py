@@ -219,3 +219,8 @@ def _slice(array: Array, parts: dict[int, tuple[Array, int]]) -> Array:
     start = [parts[axis][0] if axis in parts else 0 for axis in range(array.ndim)]
     shape = [parts[axis][1] if axis in parts else array.shape[axis] for axis in range(array.ndim)]
     return jax.lax.dynamic_slice(array, start, shape)
+
+
+def snapshots_of(target: JaxTarget) -> SlotSnapshots:
+    """`targets.backend.snapshots_of`."""
+    return SlotSnapshots(target)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seqs
+from collections.abc import Iterator, Sequence as Seqs
 from typing import Any
 
 import jax
@@ -11,14 +11,17 @@ import numpy as np
 
 from specdec.core.constraint import EVERYTHING, mask_rows
 from specdec.core.errors import UserError
+from specdec.core.pictures import PlacedPicture, sees_up_to, within
 from specdec.core.protocols import OneByOne
 from specdec.core.types import NO_GUESS, Array, LogprobRows, Sequence, Step
 from targets.jax import programs, sampling
 from targets.jax.cache import make_cache
+from targets.jax.model import Merged
 from targets.jax.params import Params, apart
 from targets.jax.placing import by_vocabulary, put, read, replicated, zeros
 from targets.jax.programs import Feed, Plan, bind
 from targets.sampling_params import Rules, SamplingTable, blank_table, set_row
+from targets.vision.rows import Encoder, SoftTokens, rows_of
 
 
 class JaxTarget(OneByOne):
@@ -39,8 +42,10 @@ class JaxTarget(OneByOne):
         suppress: tuple[int, ...] = (),
         mesh: jax.sharding.Mesh | None = None,
         kv_dtype: Any = None,
+        encoder: Encoder | None = None,
     ) -> None:
-        """kv_dtype: dtype of cached keys and values, such as int8; None: as `dtype`."""
+        """kv_dtype: dtype of cached keys and values, such as int8; None: as `dtype`. encoder: of
+        pictures; None: it takes none."""
         self.plan, self.params, self.dtype = plan, params, dtype
         if plan.mapped and mesh is None:
             self.params = apart(params, plan.arch)
@@ -62,6 +67,9 @@ class JaxTarget(OneByOne):
         self._device_params: SamplingTable | None = None
         self._verify = jax.jit(bind(programs.verify, plan), donate_argnums=1)
         self._prefill = jax.jit(bind(programs.prefill, plan), donate_argnums=1)
+        self._prefill_pictures = jax.jit(bind(programs.prefill_pictures, plan), donate_argnums=1)
+        self.soft_tokens = None if encoder is None else SoftTokens(encoder)
+        self.vision = None if encoder is None else encoder.spec
         # the host reads what is chosen: each process all of it
         read_by_host: dict[str, Any] = {"out_shardings": self._whole}
         choose = bind(programs.choose, plan)
@@ -72,13 +80,34 @@ class JaxTarget(OneByOne):
         self._logprobs = jax.jit(sampling.logprobs, **read_by_host)
 
     def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
+        *_, step = self.prefill_parts(seq, start, stop)
+        assert step is not None
+        return step
+
+    def prefill_parts(self, seq: Sequence, start: int, stop: int) -> Iterator[Step | None]:
+        """Each picture that has to be encoded is a part."""
         if start == 0:
             self.seat(seq)
-        tokens = np.zeros((1, self.plan.chunk), np.int32)
+        pictures = within(start, stop, seq.pictures)
+        rows = []
+        for part in rows_of(self.soft_tokens, pictures, seq.reuse):
+            if part is None:
+                yield None
+            else:
+                rows.append(part)
+        yield self._prefill_chunk(seq, start, stop, list(zip(pictures, rows, strict=True)))
+
+    def _prefill_chunk(
+        self, seq: Sequence, start: int, stop: int, pictures: list[tuple[PlacedPicture, Array]]
+    ) -> Step:
+        tokens = np.zeros((1, self.plan.widest if pictures else self.plan.chunk), np.int32)
         tokens[0, : stop - start] = seq.tokens[start:stop]
         feed = Feed(tokens, np.array([start], np.int32), np.array([stop - start], np.int32))
-        slot = np.int32(seq.slot)
-        self.cache, out = self._prefill(self.params, self.cache, feed, slot)
+        slot, common = np.int32(seq.slot), (self.params, self.cache, feed)
+        if pictures:
+            self.cache, out = self._prefill_pictures(*common, slot, *self._merged(start, pictures))
+        else:
+            self.cache, out = self._prefill(*common, slot)
         if stop < seq.prompt_len:  # no choice follows from here: nothing to wait for either
             return Step(np.full((1, 1), NO_GUESS, np.int32), out.features)
         last = np.array([stop - 1], np.int32)
@@ -88,6 +117,20 @@ class JaxTarget(OneByOne):
         chosen = self._choose_one(needs_sampler, logits, self._rules(), last, slot)
         details = self._logprobs(out.logits, chosen) if seq.sampling.logprobs is not None else None
         return Step(np.asarray(chosen), out.features, details)
+
+    def _merged(
+        self, start: int, pictures: list[tuple[PlacedPicture, Array]]
+    ) -> tuple[Merged, np.ndarray]:
+        """The pictures' rows in a call from `start`, and how far each of its positions sees."""
+        widest = self.plan.widest
+        there = np.zeros((1, widest), bool)
+        rows = np.zeros((1, widest, self.arch.hidden), self.dtype)
+        for placed, own in pictures:
+            at = slice(placed.start - start, placed.stop - start)
+            there[0, at], rows[0, at] = True, own
+        each_other = [placed for placed, _ in pictures] if self.arch.pictures_both_ways else []
+        reach = np.array([sees_up_to(start, start + widest, each_other)], np.int32)
+        return Merged(rows, there), reach
 
     def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
         k = draft.shape[1]
@@ -114,7 +157,8 @@ class JaxTarget(OneByOne):
     def identity(self) -> str:
         """What fixes the bits that it computes, beside its weights."""
         mesh = None if self.mesh is None else dict(self.mesh.shape)
-        return f"{self.plan} {np.dtype(self.dtype)} {np.dtype(self.kv_dtype)} {mesh}"
+        sees = f" pictures {self.plan.pictures}" if self.plan.pictures else ""  # longer rings
+        return f"{self.plan} {np.dtype(self.dtype)} {np.dtype(self.kv_dtype)} {mesh}{sees}"
 
     def _restricted(self, logits: Array, masks: np.ndarray, rows: np.ndarray) -> Array:
         """logits [slots, width, V] under the masks [B, k + 1, words] of these slots."""

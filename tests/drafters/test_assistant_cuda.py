@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from drafters.assistant.cuda.drafter import AssistantDraftHead
-from drafters.assistant.cuda.model import AssistantModel, need_bytes
+from drafters.assistant.cuda.model import AssistantModel, need_bytes, widened
 from drafters.assistant.cuda.ops import States
+from drafters.assistant.spec import released_size
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.types import Sampling, Sequence
+from targets.arch import released
 from targets.cuda import cache as kv
+from targets.cuda.attention import variants
 from targets.cuda.footprint import TargetShape
 from targets.cuda.formulas import rms
 from targets.cuda.host_drafter import HostHead
@@ -163,3 +166,15 @@ def test_weights_are_as_narrow_as_the_targets(tiny):
     lone = [Sequence([5, 9, 3], Sampling(0.8, seed=1), 8)]
     Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0)).run_to_end(lone)
     assert seqs[0].tokens == lone[0].tokens
+
+
+@pytest.mark.parametrize(("ahead", "keys"), [(0, 64), (1, 128)])
+def test_kernels_are_compiled_for_the_windows_that_are_run(ahead, keys):
+    """E4B's window of 512 keys is read in chunks of 64, one of 513 in chunks of 128."""
+    arch = released_size(released("gemma-4-e4b")).arch
+    sliding = [
+        dict(variant.macros)
+        for variant in variants(widened(arch, ahead), kv8=0)
+        if ("HEAD_DIM", 256) in variant.macros
+    ]
+    assert sliding and {macros["CHUNK_KEYS"] for macros in sliding} == {keys}

@@ -6,8 +6,10 @@ import runpy
 
 import pytest
 
+from tests.support.pictures import file_of, levels
 from tests.support.places import ROOT
 from tests.support.serving import Server
+from tools import seeing_mini
 
 FOLDER = ROOT / "examples"
 OF_A_SERVER = {
@@ -45,6 +47,15 @@ def test_an_example_of_the_library(capsys, name):
     assert all(words in said for words in OF_THE_LIBRARY[name]), said
 
 
+def test_the_example_of_pictures(capsys, tmp_path):
+    model = seeing_mini.write(tmp_path / "seeing")
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(file_of(levels(60, 97)))
+    runpy.run_path(str(FOLDER / "pictures.py"))["main"](str(model), str(picture))
+    said = capsys.readouterr().out
+    assert "none: 81 tokens in, tau 1.00" in said and said.endswith("\nequal\n"), said
+
+
 @pytest.mark.slow
 def test_the_example_of_training(capfd, tmp_path):
     run = runpy.run_path(str(FOLDER / "train_drafter.py"))["main"]
@@ -64,6 +75,7 @@ def test_the_example_of_replicas(capsys):
 
 def test_every_script_is_run_and_listed():
     scripts = {path.stem for path in FOLDER.glob("*.py")}
-    assert scripts == {*OF_A_SERVER, *OF_THE_LIBRARY, "train_drafter", "replicas"}
+    apart = {"pictures", "train_drafter", "replicas"}
+    assert scripts == {*OF_A_SERVER, *OF_THE_LIBRARY} | apart
     listed = (FOLDER / "README.md").read_text()
     assert all(f"[{name}.py]({name}.py)" in listed for name in scripts)

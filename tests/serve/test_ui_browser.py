@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.pictures import file_of, levels
+from tests.support.seeing import serving_pictures
 from tests.support.serving import Server, scripted
+from tools import seeing_mini
 
 pytestmark = pytest.mark.browser
 playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install playwright")
@@ -197,6 +200,41 @@ def test_it_fits_and_follows_the_reader_s_scheme(visit, mini_server: Server, wid
         return sum(map(int, re.findall(r"\d+", colour)[:3])) > 382
 
     assert (light(back), light(ink)) == (scheme == "light", scheme == "dark")
+
+
+GIVE = """([bytes, kind, type]) => {
+  const file = new File([Uint8Array.from(bytes)], "waves.png", { type });
+  const data = new DataTransfer();
+  data.items.add(file);
+  const options = { bubbles: true, cancelable: true };
+  document.dispatchEvent(
+    kind === "drop"
+      ? new DragEvent("drop", { dataTransfer: data, ...options })
+      : new ClipboardEvent("paste", { clipboardData: data, ...options }),
+  );
+}"""
+
+
+def test_a_picture_is_dropped_pasted_and_removed(visit, tmp_path, mini_server: Server):
+    picture, png = list(file_of(levels(40, 60))), "image/png"
+    with serving_pictures(seeing_mini.write(tmp_path / "seeing")) as server:
+        page = visit(server)
+        page.evaluate(GIVE, [picture, "drop", png])
+        page.evaluate(GIVE, [picture, "paste", png])
+        shown = page.locator("#pictures img")
+        playwright.expect(shown).to_have_count(2)
+        page.get_by_role("button", name="Remove waves.png").first.click()
+        playwright.expect(shown).to_have_count(1)
+        page.get_by_label("Message").fill("What is it?")
+        page.get_by_role("button", name="Send", exact=True).click()
+        playwright.expect(page.locator("#announce")).to_contain_text("Answer complete")
+        playwright.expect(page.locator("article.user img")).to_have_count(1)
+        playwright.expect(shown).to_have_count(0)
+        page.evaluate(GIVE, [picture, "drop", "image/tiff"])
+        playwright.expect(page.get_by_role("alert")).to_contain_text("no PNG, JPEG, WebP or GIF")
+    page = visit(mini_server)
+    page.evaluate(GIVE, [picture, "drop", png])
+    playwright.expect(page.get_by_role("alert")).to_contain_text("takes no pictures")
 
 
 def test_every_control_has_a_name(visit, mini_server: Server):

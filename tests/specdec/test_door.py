@@ -114,7 +114,10 @@ def places(llm, ids: list[int]) -> dict[int, str]:
     return ends
 
 
-@pytest.mark.parametrize(("drafter", "k"), [("none", 4), ("ngram", 4), ("assistant", 7)])
+@pytest.mark.parametrize(
+    ("drafter", "k"),
+    [("none", 4), ("ngram", 4), pytest.param("assistant", 7, marks=pytest.mark.slow)],
+)
 def test_ids_end_with_a_stop_string_whatever_the_drafter(drafter, k, plain):
     """A cycle may emit more than the answer holds: what lies beyond its stop string is no part of
     it, whole or streamed, log-probabilities included."""

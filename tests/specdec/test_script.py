@@ -229,7 +229,11 @@ def script(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("backend", [[], ["--loop", "device"], CUDA], ids=str)
+@pytest.mark.parametrize(
+    "backend",
+    [[], pytest.param(["--loop", "device"], marks=pytest.mark.slow), CUDA],
+    ids=str,
+)
 def test_bench_says_a_script(capsys, script, worded, backend):
     arguments = ["bench", "--script", str(script), "--model", str(worded), "--max-len", "256"]
     arguments += ["--drafter", "ngram", "--batches", "1,2", "--ks", "2,4", "--repeats", "2"]

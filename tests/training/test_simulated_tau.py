@@ -90,7 +90,8 @@ def live_with(shipped: Shipped, params: Any, arch: Arch) -> tuple[Live, tuple[in
 
 
 @pytest.mark.parametrize(
-    ("name", "shipped_for"), [("eagle3", head_for), ("assistant", assistant_for)]
+    ("name", "shipped_for"),
+    [("eagle3", head_for), pytest.param("assistant", assistant_for, marks=pytest.mark.slow)],
 )
 def test_simulated_tau_is_what_the_engine_measures(
     name: str, shipped_for: Callable[[Arch], Shipped]

@@ -19,6 +19,7 @@ from drafters.assistant.cuda.ops import AssistantOps, AssistantReference, States
 from drafters.assistant.cuda.ordered import OrderedHead
 from drafters.assistant.spec import Assistant, tensors
 from specdec.core.errors import UserError
+from targets.arch import Arch
 from targets.cuda.footprint import TargetShape, tensor_bytes
 from targets.cuda.graphs import bucket_of
 from targets.cuda.guessing import DraftVocabulary, vocabulary_of
@@ -55,21 +56,20 @@ class AssistantModel:
         """ahead: how far behind the last key the queries are turned: 1 as transformers does, 0 as
         vLLM; sliding layers then see as many more keys."""
         spec, self.target, self.ahead = assistant.spec, target, ahead
+        self.arch = widened(spec.arch, ahead)
         last = len(target.arch.layers) - 1
         assert target.plan.features == (last,), (target.plan.features, last)
         self.spec = spec
         dtype = DTYPES.get(target.dtype, "fp8")
-        self.ops = _ops(assistant, target, KINDS[dtype])
+        self.ops = _ops(self.arch, target, KINDS[dtype])
         self.weights = place(assistant, dtype, self.ops, target)
         self.known = _known(assistant, target)
-        self._layers = tuple(self._layer(i) for i in range(len(spec.arch.layers)))
+        self._layers = tuple(self._layer(i) for i in range(len(self.arch.layers)))
 
     def _layer(self, i: int) -> AttentionLayer:
-        layer, cache = self.spec.arch.layers[i], self.target.cache
-        window = layer.window and layer.window + self.ahead
-        stored = cache.of(self.target.arch.layers, self.spec.sources[i])
+        stored = self.target.cache.of(self.target.arch.layers, self.spec.sources[i])
         norm = self.weights.layers[i].q_norm
-        return AttentionLayer(replace(layer, window=window), stored, norm, ahead=self.ahead)
+        return AttentionLayer(self.arch.layers[i], stored, norm, ahead=self.ahead)
 
     def step(self, tokens: Tensor, states: States, seen: Rows) -> tuple[Tensor, X]:
         """One draft step of tokens [M] int32 -> logits [M, words], and what `handed` takes. seen:
@@ -91,6 +91,13 @@ class AssistantModel:
         """The states [M, H] that the next step is fed. Launched after the guess: few CTAs choose
         it, and these weights are loaded meanwhile."""
         return self.ops.linear(x, self.weights.post)
+
+
+def widened(arch: Arch, ahead: int) -> Arch:
+    """The layers as they are run. Kernels are compiled for these: a chunk's keys depend on the
+    window."""
+    layers = (replace(layer, window=layer.window and layer.window + ahead) for layer in arch.layers)
+    return replace(arch, layers=tuple(layers))
 
 
 def placed(assistant: Assistant, target: CudaTarget, ahead: int) -> AssistantModel:
@@ -116,8 +123,7 @@ def need_bytes(assistant: Assistant, shape: TargetShape) -> int:
     return weights + 4 * spec.backbone * states + 4 * rows * (words + spec.arch.vocab)
 
 
-def _ops(assistant: Assistant, target: CudaTarget, kind: str) -> AssistantOps:
-    arch = assistant.spec.arch
+def _ops(arch: Arch, target: CudaTarget, kind: str) -> AssistantOps:
     if isinstance(target.ops, Reference):
         return AssistantReference(arch)
     positions = target.max_len + target.plan.slack + 1

@@ -20,11 +20,12 @@ export async function stage() {
   return (await fetch(at("ready"))).json();
 }
 
-/** The model's name. */
+/** The model: its name, and whether it takes pictures. */
 export async function model() {
   const reply = await fetch(at("v1/models"), { headers: headers() });
   if (!reply.ok) throw await refusal(reply);
-  return (await reply.json()).data[0].id;
+  const { id, input_modalities: takes } = (await reply.json()).data[0];
+  return { name: id, sees: (takes ?? []).includes("image") };
 }
 
 /** The chunks of a streamed answer, each with the time of its arrival in ms. */

@@ -1,12 +1,14 @@
 // The page: a conversation, and a race.
 import { Answer, element } from "./answer.js";
 import { Refused, model, stage, stream, useKey } from "./api.js";
+import { Pictures } from "./pictures.js";
 import { race } from "./race.js";
 
 const $ = (id) => document.getElementById(id);
 const history = []; // the chat's messages
 let running = null; // what aborts the request under way
 let name = ""; // the model's
+const pictures = new Pictures($("pictures"), trouble);
 
 function trouble(problem) {
   if (problem?.name === "AbortError") return;
@@ -28,8 +30,11 @@ async function connect() {
     await new Promise((later) => setTimeout(later, 1000));
   }
   try {
-    name = await model();
-    $("model").textContent = name;
+    const found = await model();
+    name = found.name;
+    pictures.taken = found.sees;
+    $("picture-choice").hidden = !found.sees;
+    $("model").textContent = name + (found.sees ? " (takes pictures: drop or paste one)" : "");
     document.title = `${name} – specdec`;
     trouble(null);
   } catch (problem) {
@@ -46,8 +51,17 @@ function wish(prompt) {
   if (value("schema")) {
     ask.response_format = { type: "json_schema", json_schema: { name: "answer", schema: parsed(value("schema")) } };
   }
-  if ($("mode").value === "completion") return ["completions", { ...ask, prompt }];
-  return ["chat/completions", { ...ask, messages: [...history, { role: "user", content: prompt }] }];
+  if ($("mode").value === "completion") {
+    if (pictures.parts.length) throw new Refused(0, "pictures need the mode chat");
+    return ["completions", { ...ask, prompt }];
+  }
+  return ["chat/completions", { ...ask, messages: [...history, { role: "user", content: content(prompt) }] }];
+}
+
+/** A message's content: its text, behind its pictures. */
+function content(prompt) {
+  const parts = pictures.parts;
+  return parts.length ? [...parts, { type: "text", text: prompt }] : prompt;
 }
 
 function parsed(schema) {
@@ -86,7 +100,8 @@ async function send(signal) {
   const answer = new Answer();
   const box = element("article", "answer", element("h3", "unseen", "Answer"), answer.root);
   $("welcome").hidden = true;
-  $("conversation").append(element("article", "user", prompt), box);
+  const said = content(prompt);
+  $("conversation").append(element("article", "user", ...pictures.shown, prompt), box);
   box.scrollIntoView();
   let text = "";
   try {
@@ -97,7 +112,8 @@ async function send(signal) {
   } finally {
     follow(() => answer.finish());
     if (path === "chat/completions" && text) {
-      history.push({ role: "user", content: prompt }, { role: "assistant", content: text });
+      history.push({ role: "user", content: said }, { role: "assistant", content: text });
+      pictures.clear();
     }
   }
   $("prompt").value = "";
@@ -114,6 +130,7 @@ function follow(grow) {
 
 function startAnew() {
   history.length = 0;
+  pictures.clear();
   $("conversation").replaceChildren($("welcome"));
   $("welcome").hidden = false;
   $("race").hidden = true;
@@ -131,6 +148,20 @@ $("prompt").addEventListener("keydown", (event) => {
 });
 $("run-race").addEventListener("click", () => {
   if ($("ask").reportValidity()) alone((signal) => race(...wish($("prompt").value), signal));
+});
+$("picture").addEventListener("change", async () => {
+  await pictures.add($("picture").files);
+  $("picture").value = "";
+});
+document.addEventListener("paste", (event) => {
+  const { files } = event.clipboardData;
+  if (files.length) event.preventDefault();
+  pictures.add(files);
+});
+document.addEventListener("dragover", (event) => event.preventDefault());
+document.addEventListener("drop", (event) => {
+  event.preventDefault();
+  pictures.add(event.dataTransfer.files);
 });
 $("stop").addEventListener("click", () => running?.abort());
 $("new").addEventListener("click", startAnew);

@@ -74,7 +74,8 @@ class PrefixCache:
         that need no prefill, never all: the prefill of the last chunk chooses the first token."""
         if seq.reuse is None:
             return 0
-        names = chain(self.seed, seq.reuse.scope, seq.tokens[: seq.prompt_len], self.unit)
+        prompt = seq.tokens[: seq.prompt_len]
+        names = chain(self.seed, seq.reuse.scope, prompt, self.unit, seq.pictures)
         path = _Path(names)
         known = next(
             (n for n in range(len(names)) if path.chunk(n + 1) not in self.pool), len(names)
@@ -89,12 +90,15 @@ class PrefixCache:
         return found * self.unit
 
     def keep(self, seq: Sequence, stop: int) -> None:
-        """Keep snapshots that later prompts may resume from. `seq` was just prefilled up to
-        `stop`."""
+        """Keep snapshots that later prompts may resume from. `seq` was just prefilled from
+        `seq.prefilled` up to `stop`."""
         path = self._paths.get(seq)
         if path is None:
             return
         number, rest = divmod(stop, self.unit)
+        for passed in range(seq.prefilled // self.unit + 1, (stop - 1) // self.unit + 1):
+            # no call ended there, because a picture lies across: no prompt resumes there either
+            self._keep_if_possible(seq, path, passed, resumable=False)
         if not rest:
             self._keep_if_possible(seq, path, number)
         if stop == seq.prompt_len:
@@ -140,19 +144,22 @@ class PrefixCache:
             owner.restore(seq, last * self.unit, own, boundary[i])
         self.pool.touch(path.used(last))
 
-    def _keep_if_possible(self, seq: Sequence, path: _Path, number: int) -> None:
+    def _keep_if_possible(
+        self, seq: Sequence, path: _Path, number: int, resumable: bool = True
+    ) -> None:
         try:
-            self._keep(seq, path, number)
+            self._keep(seq, path, number, resumable)
         except MemoryError:  # keeping a snapshot is optional: evict, never fail the request
             self.pool.give_way()
 
-    def _keep(self, seq: Sequence, path: _Path, number: int) -> None:
+    def _keep(self, seq: Sequence, path: _Path, number: int, resumable: bool) -> None:
         self.pool.touch(path.used(number))
         start, stop = (number - 1) * self.unit, number * self.unit
         if path.chunk(number) not in self.pool:
             parts = tuple(owner.take_chunk(seq, start, stop) for owner in self.owners)
             self.pool.put(path.chunk(number), parts)
-        if number in path.kept and path.boundary(number) not in self.pool:
+        kept = resumable and number in path.kept
+        if kept and path.boundary(number) not in self.pool:
             parts = tuple(owner.take_boundary(seq, stop) for owner in self.owners)
             self.pool.put(path.boundary(number), parts, lasting=number == path.shared)
 

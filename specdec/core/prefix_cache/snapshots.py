@@ -39,7 +39,8 @@ class Snapshots(Protocol):
 
     def take_chunk(self, seq: Sequence, start: int, stop: int) -> Snapshot | None:
         """Copy the entries of global layers at positions start .. stop - 1, which don't change
-        later. Called once they are prefilled, before anything is fed after them."""
+        later. Called once they are prefilled, before anything is fed after them, but for what one
+        call read with them: the rest of a picture that lies across `stop`."""
         ...
 
     def take_boundary(self, seq: Sequence, stop: int) -> Snapshot | None:

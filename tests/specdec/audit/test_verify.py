@@ -30,6 +30,13 @@ TOOL = {
         },
     },
 }
+FORM = {
+    "format": {
+        "type": "json_schema",
+        "name": "sum",
+        "schema": {"type": "object", "properties": {"sum": {"type": "integer"}}},
+    }
+}
 REQUESTS = {
     "greedy": ("completions", {"prompt": CODE, "temperature": 0, "logprobs": 2}),
     "drawn": ("chat/completions", {"messages": CHAT, "n": 2, "logprobs": True}),
@@ -199,6 +206,41 @@ def test_a_server_without_files_has_no_receipts():
         reply = server.post("completions", model="fake", prompt="a", include_receipt=True)
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, "include_receipt")
+
+
+OTHER_APIS = {
+    "messages": {"messages": CHAT, "max_tokens": 17},
+    "responses": {"input": CHAT, "max_output_tokens": 17, "text": FORM},
+}
+
+
+def ending_of(server: Server, api: str, stream: bool, **ask) -> dict:
+    """The part of a reply that has what is told once the answer has ended."""
+    reply = server.post(api, model="mini", stream=stream, **OTHER_APIS[api], **ask)
+    assert reply.status_code == 200, reply.text
+    if not stream:
+        return reply.json()
+    lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
+    events = [json.loads(line) for line in lines]
+    kinds = "message_delta", "response.completed", "response.incomplete"
+    (last,) = (event for event in events if event["type"] in kinds)
+    return last.get("response", last)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", OTHER_APIS)
+def test_answers_of_other_apis_are_verified(mini_server, capsys, tmp_path, api, stream):
+    """A seed that the server drew is told, and gives the same answer again."""
+    drawn = ending_of(mini_server, api, stream, include_receipt=True, temperature=1.0)
+    again = ending_of(
+        mini_server, api, stream, include_receipt=True, temperature=1.0, seed=drawn["seed"]
+    )
+    assert again["receipt"]["answer"] == drawn["receipt"]["answer"] and "seed" not in again
+    file = tmp_path / "receipt.json"
+    file.write_bytes(text_of(drawn["receipt"]))
+    code, lines, _ = judged(capsys, file)
+    assert code == 0 and "verified" in lines[0]
+    assert "receipt" not in ending_of(mini_server, api, stream, temperature=0.0)
 
 
 def test_the_doors_answers_are_verified(tmp_path):

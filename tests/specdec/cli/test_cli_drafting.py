@@ -27,7 +27,13 @@ def document(capsys, *arguments):
 OWN = {"model": "mini-e", "eagle3": "mini-eagle3", "assistant": "mini-assistant"}
 
 
-@pytest.mark.parametrize(("drafter", "name"), OWN.items())
+@pytest.mark.parametrize(
+    ("drafter", "name"),
+    [
+        pytest.param(*own, marks=[pytest.mark.slow] if own[0] == "assistant" else [])
+        for own in OWN.items()
+    ],
+)
 def test_mini_brings_what_drafts_for_it(capsys, drafter, name):
     drafted = document(capsys, "--drafter", drafter)
     assert drafted["config"]["speculation"]["draft_model"] == name

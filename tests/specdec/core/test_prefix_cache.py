@@ -103,9 +103,9 @@ def test_the_tests_find_one_entry_too_many(monkeypatch):
     """Names that leave out each chunk's last token: two prompts share what only one of them is."""
     honest = chain
 
-    def careless(seed, scope, tokens, unit):
+    def careless(seed, scope, tokens, unit, pictures):
         tokens = [0 if i % unit == unit - 1 else token for i, token in enumerate(tokens)]
-        return honest(seed, scope, tokens, unit)
+        return honest(seed, scope, tokens, unit, pictures)
 
     monkeypatch.setattr(caches, "chain", careless)
     with pytest.raises(AssertionError):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import drafters
 from drafters.assistant.cuda.kernels import assistant_variants
+from drafters.assistant.cuda.model import widened
 from drafters.assistant.spec import released_size
 from drafters.eagle3.cuda.head import arch_of
 from drafters.eagle3.cuda.kernels import draft_variants
@@ -15,7 +16,8 @@ from targets import arch, mini
 from targets.arch import released
 from targets.cuda import four_bits, launch, prefill_launch
 from targets.cuda.launch import Variant
-from targets.cuda.variants import variants as target_variants
+from targets.cuda.ranks import RANKS
+from targets.cuda.variants import norm_variant, variants as target_variants
 from targets.model_folder import read_arch
 
 RELEASED = sorted(file.stem for file in Path(arch.__file__).with_name("released").glob("*.json"))
@@ -24,6 +26,8 @@ FOLDERS = (launch.SOURCES, *DRAFTERS.glob("**/sources"))
 FILES = {file.stem: folder for folder in FOLDERS for file in folder.glob("*.cu")}
 KINDS = {"fp8", "w8a8", "bf16", "int8", *four_bits.KINDS}
 """Of weights."""
+SHARED = "gemma-4-31b", "gemma-4-12b"
+"""Models that several cards share."""
 
 
 def variants() -> set[Variant]:
@@ -33,11 +37,18 @@ def variants() -> set[Variant]:
     decoding = [target_variants(a, kv8, KINDS) for a in archs for kv8 in (0, 1)]
     heads = [draft_variants(arch_of(sized(a)), {"fp8", "bf16"}) for a in archs]
     assistants = [
-        assistant_variants(released_size(a).arch, kv8, {"fp8", "bf16"})
+        assistant_variants(widened(released_size(a).arch, ahead), kv8, {"fp8", "bf16"})
         for a in archs
         for kv8 in (0, 1)
+        for ahead in (0, 1)
     ]
-    return prefill_launch.variants().union({LOOKUP}, *decoding, *heads, *assistants)
+    ranks = {
+        norm_variant(kind, released(name).hidden, count)
+        for kind in KINDS
+        for name in SHARED
+        for count in RANKS
+    }
+    return prefill_launch.variants().union({LOOKUP}, ranks, *decoding, *heads, *assistants)
 
 
 def needed(file: str) -> list[Variant]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from ctypes import Structure, c_float, c_int, c_void_p
+from ctypes import Array, Structure, c_float, c_int, c_void_p
 from pathlib import Path
 
 import pytest
@@ -33,10 +33,11 @@ MIRRORS = {
     "experts._Pick": "route.cu Pick",
     "experts._Router": "route.cu Router",
     "kernels.Embed": "hidden.cuh Embed",
-    "norms._Mixture": "norm.cu Mixture",
-    "norms._Others": "norm.cu Others",
-    "norms._AddNorm": "norm.cu AddNorm",
+    "norms._Mixture": "norm.cuh Mixture",
+    "norms._Others": "norm.cuh Others",
+    "norms._AddNorm": "norm.cuh AddNorm",
     "prefill_kernels._Place": "prefill_attention.cu Place",
+    "exchange.Exchange": "exchange.cuh Exchange",
     "gemm._GemmJob": "linear.cuh Job",
     "untile._Job": "untile.cu Job",
     "w8a8.KGroups": "narrow.cuh Groups",
@@ -44,7 +45,7 @@ MIRRORS = {
 }
 """Each Structure, and where the struct that it mirrors is declared."""
 KINDS = {c_void_p: "*", c_int: "int", c_float: "float"}
-DECLARATION = re.compile(r"(?:const )?(?P<kind>(?:long )?\w+)\s*(?P<names>[\w\s*,]+);")
+DECLARATION = re.compile(r"(?:const )?(?P<kind>(?:long )?\w+)\s*(?P<names>[\w\s*,\[\]]+);")
 
 
 def structures() -> dict[str, type[Structure]]:
@@ -58,7 +59,8 @@ def structures() -> dict[str, type[Structure]]:
 
 
 def declared(text: str, name: str) -> list[tuple[str, str]]:
-    """(name, kind) of a struct's fields in order; every pointer is of kind `*`."""
+    """(name, kind) of a struct's fields in order; every pointer is of kind `*`, an array has a
+    bracket behind its kind."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
     (body,) = re.findall(rf"^struct {name} {{ *\n(.*?)^}};", text, re.DOTALL | re.MULTILINE)
     fields = []
@@ -69,13 +71,21 @@ def declared(text: str, name: str) -> list[tuple[str, str]]:
         assert found, f"{name}: what is {line!r}?"
         for word in found["names"].split(","):
             kind = "*" if "*" in word else found["kind"]
-            fields.append((word.strip(" *"), kind))
+            field, many, _ = word.strip(" *").partition("[")
+            fields.append((field, kind + many))
     return fields
 
 
 def mirrored(structure: type[Structure]) -> list[tuple[str, str]]:
     fields = [field[:2] for field in structure._fields_]
-    return [(name, KINDS.get(kind, kind.__name__)) for name, kind in fields]
+    return [(name, kind_of(kind)) for name, kind in fields]
+
+
+def kind_of(kind: type) -> str:
+    """Of an array with a bracket behind it."""
+    if issubclass(kind, Array):
+        return kind_of(kind._type_) + "["
+    return KINDS.get(kind, kind.__name__)
 
 
 def test_every_structure_is_compared() -> None:

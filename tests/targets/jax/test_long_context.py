@@ -75,9 +75,10 @@ def test_decoding_far_out_equals_scoring_the_whole_text(variant):
         assert (far.argmax(-1) == whole.argmax(-1)).all()
 
 
+@pytest.mark.slow  # shorter rows of blocks: test_long_cache.py
 @pytest.mark.parametrize(
     ("variant", "mode"),
-    [("31b", "everything"), pytest.param("e4b", "nucleus", marks=pytest.mark.slow)],
+    [("31b", "everything"), ("e4b", "nucleus")],
 )
 def test_no_drafter_changes_a_token_far_out(variant, mode):
     target = target_of(variant)

@@ -38,6 +38,7 @@ struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
+inline void __trap() { std::abort(); }
 struct int4 { int x, y, z, w; };
 struct ulonglong2 { unsigned long long x, y; };
 struct dim3 { int x, y, z; };

@@ -81,6 +81,10 @@ SAID = {
     r"ld\.shared\.u16": "{o0} = *shared_at<uint16_t>({i0})",
     r"ld\.shared\.f32": "{o0} = *shared_at<float>({i0})",
     r"ld\.global\.cg\.s32": "{o0} = *({i0})",
+    r"ld\.relaxed\.sys\.global\.v4\.u32": "(([&](const unsigned* p) {{ {o0} = p[0], {o1} = p[1], "
+    "{o2} = p[2], {o3} = p[3]; }})({i0}))",
+    r"st\.relaxed\.sys\.global\.v4\.f32": "*(float4*)({i0}) = {{{i1}, {i2}, {i3}, {i4}}}",
+    r"mov\.u64 %0, %globaltimer": "{o0} = 0",
     r"st\.shared\.f32": "*shared_at<float>({i0}) = {i1}",
     r"st\.shared\.v4\.u32": "*shared_at<uint4>({i0}) = {{{i1}, {i2}, {i3}, {i4}}}",
     r"st\.shared\.v2\.u32 \[%0 \+ 32\]": "*shared_at<uint2>({i0} + 32) = {{{i1}, {i2}}}",

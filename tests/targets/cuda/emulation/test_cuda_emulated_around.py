@@ -129,6 +129,23 @@ def test_inputs_are_rounded_to_e4m3(rows):
     assert error(*(rows_of(x, 520, "w8a8") for x in (made, expected))) <= 2e-3
 
 
+def test_a_cards_part_is_rounded_as_the_whole_is():
+    """The kernel writes a scale for each of eight groups, whatever a part has."""
+    rows, k = 5, 512
+    values = (randn(rows, k, seed=1) / tiles.ACTIVATION_SCALE).half()
+    just_written(values)
+    whole = W8A8(Launcher(), PROCESSORS).quantise(values)
+    for rank, part in enumerate(values.split(k // 2, 1)):
+        own = part.contiguous()
+        just_written(own)
+        made = W8A8(Launcher(), PROCESSORS, 4).quantise(own)
+        assert made.scale is not None and whole.scale is not None
+        assert torch.equal(made.scale, whole.scale[4 * rank : 4 * rank + 4])
+        at = slice(rank * k // 2, (rank + 1) * k // 2)
+        assert torch.equal(rows_of(made, k // 2, "w8a8"), rows_of(whole, k, "w8a8")[:, at])
+        assert made.scale.untyped_storage().nbytes() >= tiles.EIGHTHS * rows * 4
+
+
 def test_candidates_are_scored_as_the_whole_head_scores_them():
     """rescore.cu: the same bits, and nothing of a row that has too many or none."""
     rows, n, k = 4, 200, 352

@@ -26,9 +26,11 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.types import Sequence
 from targets import mini
+from targets.arch import released
 from targets.cuda.device_loop import device_loop
 from targets.cuda.formulas import rms
 from targets.cuda.host_drafter import DeviceHead, HostHead
+from targets.cuda.load import CudaOptions, random_target
 from targets.cuda.ops import Rows
 from targets.model_folder import read_arch
 from tests.support.modes import MODES
@@ -210,3 +212,23 @@ def test_every_token_is_plain_decodings_and_loops_agree(kind, slots, head):
             text, again = decode(target, drafter, host_cycle(target, drafter, k), mode)
             assert text == plain(kind, mode), (k, mode, "host loop")
             assert drafted == again, (k, mode)  # the same guesses
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_an_assistant_of_e4bs_size_changes_no_token(ahead):
+    """Its window of 512 is one key longer where queries stand behind the last key."""
+    arch = released("gemma-4-e4b")
+    options = CudaOptions(2, 640, k=3, dtype="fp8", features=(len(arch.layers) - 1,))
+    target = random_target(arch, options)
+    model = AssistantModel(random_assistant(released_size(arch)), target, ahead)
+    drafter = HostHead(AssistantDraftHead(model))
+    texts = []
+    for guide, cycle in (
+        (NoDrafter(), host_cycle(target, NoDrafter(), 0)),
+        (drafter, host_cycle(target, drafter, 3)),
+        (drafter, device_loop(target, DeviceHead(drafter), 3)),
+    ):
+        seqs = [Sequence([*range(5, 5 + n)], max_tokens=9) for n in (600, 20)]
+        Engine(target, guide, cycle).run_to_end(seqs)
+        texts.append([seq.tokens for seq in seqs])
+    assert texts[1:] == texts[:1] * 2

@@ -1,0 +1,232 @@
+"""One model on several cards beside the same on one: equal ids in a random campaign, and times.
+
+    PYTHONPATH=. python docs/log/cards.py gemma-4-31b --dtype fp8 --tp 2 --tokens 30000 --timed
+
+Random weights of true size, the same on all. Each round of the campaign draws a drafter, a loop, K,
+and rows with prompts of up to 1,024 tokens, sampling parameters, log-probabilities and constraints
+of their own; ids and log-probabilities are compared bit for bit. A long prompt's are compared cold
+and warm, on the cards alone: one card reads it by other kernels. Needs `--tp` Hopper cards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from drafters import registry
+from specdec.assembly.engine import make_engine, serving_engine
+from specdec.assembly.model import Model, random_model
+from specdec.core.config import ModelConfig, PrefixConfig
+from specdec.core.constraint import Unrestricted
+from specdec.core.engine import Engine
+from specdec.core.types import Sampling, Sequence
+
+MOST_K = 7
+LONGEST = 1024
+"""Tokens of a prompt up to which one card and several have the same bits."""
+OUTPUT = 96
+"""Tokens of an answer at most."""
+TIMED = 60
+"""Steps that are timed."""
+SETTLED = 10
+"""Steps before these."""
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("name")
+    parser.add_argument("--dtype", default="fp8")
+    parser.add_argument("--kv-dtype", default="fp8")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=30000, help="of the campaign; 0 for none")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timed", action="store_true", help="times too")
+    return parser.parse_args()
+
+
+def model_of(asked: argparse.Namespace, tp: int, slots: int = 8, max_len: int = 5632) -> Model:
+    began = time.perf_counter()
+    kv = {"kv_dtype": asked.kv_dtype, "dtype": asked.dtype, "max_len": max_len}
+    config = ModelConfig(asked.name, backend="cuda", slots=slots, tp=tp, **kv)
+    model = random_model(asked.name, config, speculation("auto", MOST_K))
+    print(f"{tp} cards: loaded in {time.perf_counter() - began:.1f} s", flush=True)
+    return model
+
+
+class EveryThird(Unrestricted):
+    """Allows a third of the words, another one after each token."""
+
+    def masks(self, seq: Sequence, draft, out: np.ndarray) -> None:
+        text = [*seq.tokens, *draft]
+        for row in range(len(draft) + 1):
+            word = len(seq.tokens) + row
+            bits = np.zeros(out.shape[1] * 32, bool)
+            bits[(word + text[word - 1]) % 3 :: 3] = True
+            out[row] &= np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+@cache
+def speculation(drafter: str, k: int, loop: str | None = None):
+    return registry.resolved(
+        registry.config_type()(drafter=drafter, k=k, loop=loop), ModelConfig("x"), random=True
+    )
+
+
+def rows(random: np.random.Generator, count: int, vocab: int) -> list[Sequence]:
+    made = []
+    for _ in range(count):
+        length = int(random.choice([3, 17, 60, 128, 200, 400, 512, 700, LONGEST]))
+        text = random.integers(3, vocab, length)
+        text = np.tile(text[: max(3, length // 4)], 4)[:length]  # for lookups to find
+        warm = random.random() < 0.6
+        sampling = Sampling(
+            temperature=float(random.choice([0.3, 1.0, 1.7])) if warm else 0.0,
+            top_p=float(random.choice([0.7, 1.0])),
+            top_k=int(random.choice([0, 40])),
+            min_p=float(random.choice([0.0, 0.05])),
+            repetition_penalty=float(random.choice([1.0, 1.2])),
+            seed=int(random.integers(1 << 40)),
+            logprobs=int(random.choice([0, 5])) if random.random() < 0.3 else None,
+        )
+        constraint = None
+        if random.random() < 0.2:
+            constraint = EveryThird()
+        seq = Sequence(text.tolist(), sampling, max_tokens=int(random.integers(8, OUTPUT)))
+        seq.constraint = constraint
+        made.append(seq)
+    return made
+
+
+def played(model: Model, number: int, vocab: int) -> tuple[list[list[int]], list[list[Any]], str]:
+    """The ids and log-probabilities of a round, and what it was."""
+    random = np.random.default_rng(number)
+    drafter = str(random.choice(["none", "ngram", "suffix", "auto"]))
+    loop = str(random.choice(["host", "device"]))
+    if (drafter, loop) == ("suffix", "device"):
+        drafter = "auto"
+    k = int(random.integers(1, MOST_K + 1)) if drafter != "none" else 0
+    if drafter not in model.drafters:
+        drafter = "auto"
+    engine = make_engine(model, speculation(drafter, k, loop))
+    seqs = rows(random, int(random.integers(1, 14)), vocab)
+    for seq in seqs:
+        engine.submit(seq)
+    details: dict[int, list[Any]] = {}
+    while not engine.idle:
+        for event in engine.step():
+            assert event.error is None, event.error
+            number = next(i for i, seq in enumerate(seqs) if seq is event.sequence)
+            own = event.logprobs or (None,) * len(event.tokens)
+            details.setdefault(number, []).extend(own)
+    found = [details[i] for i in range(len(seqs))]
+    return [seq.tokens for seq in seqs], found, f"{drafter} {loop} K = {k}, {len(seqs)} rows"
+
+
+def campaign(asked: argparse.Namespace, one: Model, several: Model) -> None:
+    tokens = number = wrong = 0
+    rounds: dict[str, int] = {}
+    while tokens < asked.tokens:
+        ours, details, what = played(several, asked.seed + number, one.target.vocab)
+        theirs, expected, _ = played(one, asked.seed + number, one.target.vocab)
+        made = sum(map(len, details))
+        wrong += ours != theirs or details != expected
+        if ours != theirs:
+            print(f"round {asked.seed + number} differs: {what}", flush=True)
+        tokens, number = tokens + made, number + 1
+        rounds[what.split(" K")[0]] = rounds.get(what.split(" K")[0], 0) + 1
+    print(f"{tokens} tokens in {number} rounds {rounds}: {wrong} differ")
+
+
+def long_prompt(several: Model) -> None:
+    """Cold, warm, and warm beside others."""
+    prefix = PrefixConfig()
+    engine = make_engine(several, speculation("auto", MOST_K), prefix=prefix)
+    text = np.random.default_rng(1).integers(3, 5000, 5000).tolist()
+    answers = []
+    for beside in (0, 0, 5):
+        seqs = [Sequence(list(text), Sampling(temperature=1.0, seed=3), max_tokens=40)]
+        seqs += [Sequence(text[:n], Sampling(seed=n), max_tokens=40) for n in range(9, 9 + beside)]
+        engine.run_to_end(seqs)
+        answers.append(seqs[0].tokens)
+    print(f"5,000 tokens, cold, warm, beside others: equal {answers[1:] == answers[:1] * 2}")
+
+
+def step_ms(engine: Engine, count: int, context: int = 512) -> float:
+    seqs = [Sequence([7 + i] * context, max_tokens=400) for i in range(count)]
+    for seq in seqs:
+        engine.submit(seq)
+    while len(engine.scheduler.running) < count:
+        engine.step()
+    for _ in range(SETTLED):
+        engine.step()
+    began = time.perf_counter()
+    for _ in range(TIMED):
+        engine.step()
+    taken = (time.perf_counter() - began) / TIMED * 1e3
+    for seq in seqs:
+        seq.cancelled = True
+    while not engine.idle:
+        engine.step()
+    return taken
+
+
+def first_token_ms(engine: Engine, length: int) -> float:
+    """Median of five, each of another text."""
+    taken = []
+    for seed in range(5):
+        text = np.random.default_rng(seed).integers(3, 5000, length).tolist()
+        seq = Sequence(text, max_tokens=1)
+        began = time.perf_counter()
+        engine.run_to_end([seq])
+        taken.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(taken)
+
+
+def verify_ms(model: Model, width: int) -> float:
+    seq = Sequence([7] * 512, max_tokens=40)
+    seq.slot = 0
+    model.target.prefill(seq, 0, 512)
+    seq.tokens.append(5)
+    draft = np.full((1, width - 1), 7, np.int32)
+    for _ in range(SETTLED):
+        model.target.verify([seq], draft)
+    began = time.perf_counter()
+    for _ in range(TIMED):
+        model.target.verify([seq], draft)
+    return (time.perf_counter() - began) / TIMED * 1e3
+
+
+def timed(model: Model, tp: int) -> None:
+    plain = speculation("none", 0)
+    began = time.perf_counter()
+    engine = serving_engine(model, plain, 256, PrefixConfig(prefix_cache=False))
+    print(f"{tp} cards: warm after {time.perf_counter() - began:.1f} s")
+    for count in (1, 8):
+        ms = step_ms(engine, count)
+        print(f"{tp} cards, {count} rows: {ms:.3f} ms a step, {count / ms * 1e3:.1f} tok/s")
+    widths = {width: verify_ms(model, width) for width in (1, 5, 8)}
+    print(f"{tp} cards, verify by host: { ({w: round(ms, 3) for w, ms in widths.items()}) } ms")
+    for length in (128, 512, 1000):
+        print(f"{tp} cards, first token of {length}: {first_token_ms(engine, length):.1f} ms")
+
+
+def main() -> None:
+    asked = options()
+    print(f"{asked}, {torch.cuda.get_device_name()} x {torch.cuda.device_count()}", flush=True)
+    one, several = model_of(asked, 1), model_of(asked, asked.tp)
+    if asked.tokens:
+        campaign(asked, one, several)
+        long_prompt(several)
+    if asked.timed:
+        timed(one, 1)
+        timed(several, asked.tp)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""One model on several cards, driven by one thread: a `Target` of which each rank is a `CudaTarget`
+with its part of the layers (ranks.py).
+
+Cards wait for each other within a call. So a call is enqueued on every card before the host waits
+for any, and nothing that waits for a card lies between. All cards compute the same choice; the
+first one's is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence as Seqs
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from specdec.core.errors import UserError
+from specdec.core.script import Script
+from specdec.core.types import MAX_DRAFT, Array, Round, Sequence, Step
+from targets.arch import Arch
+from targets.cuda.device_drafter import DeviceDrafter
+from targets.cuda.device_loop import CapturedCycle, device_loop, rounds
+from targets.cuda.exchange import ExchangeMemory
+from targets.cuda.graphs import ForwardOutput
+from targets.cuda.ops import Rows
+from targets.cuda.out_of_memory import catching_oom
+from targets.cuda.target import CudaTarget, read_step
+
+Result = TypeVar("Result")
+END: Any = object()
+"""Behind the last part."""
+
+
+class CardsTarget:
+    """The same model on `ranks`, one a card. Everything that a rank has for itself, such as its
+    sampling parameters, is written on each."""
+
+    backend, max_draft = "cuda", MAX_DRAFT
+    vision = None
+    """A card's part of the layers is not what long prompts are multiplied with, and pictures are
+    read so: they are taken on one card alone."""
+
+    def __init__(self, arch: Arch, ranks: Seqs[CudaTarget], memory: ExchangeMemory) -> None:
+        self.arch, self.ranks, self._memory = arch, tuple(ranks), memory
+        first = self.ranks[0]
+        self.plan, self.slots, self.max_len = first.plan, first.slots, first.max_len
+        self.prefill_chunk, self.vocab = first.prefill_chunk, first.vocab
+        self.suppress, self.device = first.suppress, first.device
+        self.dtype, self.kv_dtype = first.dtype, first.kv_dtype
+
+    @property
+    def identity(self) -> str:
+        """Their number doesn't matter for prompts of up to `plan.first` tokens, and does for longer
+        ones."""
+        return f"{self.plan} {self.arch} on {len(self.ranks)} cards"
+
+    def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
+        *_, step = self.prefill_parts(seq, start, stop)
+        assert step is not None
+        return step
+
+    def prefill_parts(self, seq: Sequence, start: int, stop: int) -> Iterator[Step | None]:
+        with catching_oom(f"a chunk of {stop - start} tokens"):
+            self._on_each(lambda rank: rank.prepare_prefill(start, stop))
+        parts = [rank.enqueued_parts(seq, start, stop) for rank in self.ranks]
+        for reads in self._in_turns(parts):
+            yield reads[0] and on_card(self.ranks[0], reads[0])
+
+    def together(self, lengths: Seqs[int]) -> list[int]:
+        return self.ranks[0].together(lengths)
+
+    def prefill_all(self, seqs: Seqs[Sequence]) -> list[Step]:
+        if len(seqs) == 1:
+            return [self.prefill(seqs[0], 0, seqs[0].prompt_len)]
+        with catching_oom(f"{len(seqs)} prompts at once"):
+            self._on_each(lambda rank: rank.prepare_all(seqs))
+            reads = self._on_each(lambda rank: rank.enqueue_all(seqs))
+            return on_card(self.ranks[0], reads[0])
+
+    def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
+        if draft.shape[1] > self.max_draft:
+            raise UserError(f"K is {draft.shape[1]} but at most {self.max_draft} is possible")
+        with catching_oom(f"a batch of {len(seqs)}"):
+            self._on_each(lambda rank: rank.prepare_verify(seqs, draft))
+            *_, results = self._in_turns([r.enqueued_verify(seqs, draft) for r in self.ranks])
+            return on_card(self.ranks[0], partial(read_step, results[0]))
+
+    def forward(self, rows: Rows, needs_sampler: bool) -> ForwardOutput:
+        """As `CudaTarget.forward`, of the first card."""
+        return self._on_each(lambda rank: rank.forward(_moved(rows, rank), needs_sampler))[0]
+
+    def seat(self, seq: Sequence) -> None:
+        """As `CudaTarget.seat`."""
+        self._on_each(lambda rank: rank.seat(seq))
+
+    def choose(self, logits: torch.Tensor, rows: Rows, needs_sampler: bool) -> torch.Tensor:
+        """As `CudaTarget.choose`; every card would choose the same."""
+        return self.ranks[0].choose(logits, rows, needs_sampler)
+
+    def _on_each(self, work: Callable[[CudaTarget], Result]) -> list[Result]:
+        """Enqueue on each card in turn."""
+        return [on_card(rank, partial(work, rank)) for rank in self.ranks]
+
+    def _in_turns(self, parts: list[Iterator[Any]]) -> Iterator[list[Any]]:
+        """Each card's next part, once it is enqueued on all."""
+        while True:
+            pairs = zip(self.ranks, parts, strict=True)
+            results = [on_card(rank, partial(next, part, END)) for rank, part in pairs]
+            if END in results:
+                return
+            yield results
+
+
+class OnCards:
+    """A device drafter of each card, in the order of the ranks."""
+
+    def __init__(self, each: Seqs[DeviceDrafter]) -> None:
+        self.each = tuple(each)
+
+
+def step_of(target: CudaTarget | CardsTarget, make: Callable[[CudaTarget], Any]) -> Any:
+    """A device drafter beside this target: one, or one for each card."""
+    if isinstance(target, CudaTarget):
+        return make(target)
+    return OnCards([on_card(rank, partial(make, rank)) for rank in target.ranks])
+
+
+class CardsCycle:
+    """A `Cycle` of which each card runs the same captured graphs."""
+
+    def __init__(
+        self, cards: CardsTarget, drafters: OnCards, k: int, script: Script | None = None
+    ) -> None:
+        self._ranks = cards.ranks
+        self._cycles = [
+            on_card(rank, partial(device_loop, rank, drafter, k, script))
+            for rank, drafter in zip(cards.ranks, drafters.each, strict=True)
+        ]
+
+    def __call__(self, seqs: Seqs[Sequence], single: bool) -> list[Round]:
+        prepared = self._on_each(lambda cycle, _: cycle.prepare(seqs))
+        forced = self._on_each(lambda cycle, i: cycle.launch(prepared[i]))
+        former = self._on_each(lambda cycle, i: cycle.end(prepared[i], forced[i]))
+        return rounds(former[0], seqs)
+
+    def _on_each(self, work: Callable[[CapturedCycle, int], Result]) -> list[Result]:
+        """With the card's cycle and its number."""
+        pairs = enumerate(zip(self._ranks, self._cycles, strict=True))
+        return [on_card(rank, partial(work, cycle, i)) for i, (rank, cycle) in pairs]
+
+
+def on_card(rank: CudaTarget, work: Callable[[], Result]) -> Result:
+    """With this rank's card as the current one."""
+    with torch.cuda.device(rank.device):
+        return work()
+
+
+def _moved(rows: Rows, rank: CudaTarget) -> Rows:
+    return Rows(*(part.to(rank.device) for part in (rows.tokens, rows.start, rows.slot)))
