@@ -144,8 +144,18 @@ def difference(found, exact: torch.Tensor) -> float:
     return float((as_torch(found) - exact).abs().max())
 
 
-@pytest.mark.parametrize("backend", [by_jax, by_torch])
-@pytest.mark.parametrize("form", FORMS)
+IN_JAX = "dspark", "dflash2", "zlab", "deepspec"
+"""Forms that are compiled in the fast suite: the others differ from these in their spec alone."""
+CASES = [
+    pytest.param(form, backend, marks=[pytest.mark.slow] * (backend is by_jax))
+    if form not in IN_JAX
+    else (form, backend)
+    for form in FORMS
+    for backend in (by_jax, by_torch)
+]
+
+
+@pytest.mark.parametrize(("form", "backend"), CASES)
 def test_states_logits_and_scores_are_those_of_the_formulas(form, backend) -> None:
     head = random_block(SPECS[form])
     weights, hidden, logits, score = backend(head)

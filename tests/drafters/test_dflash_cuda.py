@@ -39,6 +39,8 @@ pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 K = 4
 MINI = (256, 4096, (1, 5, 8))
+TOKENS = 12
+"""Of each answer where whole texts are compared."""
 
 
 def target_of(path: Path, slots: int = 2):
@@ -84,9 +86,9 @@ def test_guesses_are_those_of_a_fresh_prefill(tiny, form):
 @pytest.mark.parametrize(("form", "mode", "slots"), [("dspark", "everything", 3)])
 def test_lossless(tiny, form, mode, slots):
     plain = cuda_target_of(tiny["31b"], 1, features=())
-    expected, _ = decode(plain, NoDrafter(), host_cycle(plain, NoDrafter(), 0), mode, 24)
+    expected, _ = decode(plain, NoDrafter(), host_cycle(plain, NoDrafter(), 0), mode, TOKENS)
     target, drafter = target_of(tiny["31b"], slots), drafter_of(tiny["31b"], form, slots)
-    text, acceptance = decode(target, drafter, host_cycle(target, drafter, K), mode, 24)
+    text, acceptance = decode(target, drafter, host_cycle(target, drafter, K), mode, TOKENS)
     assert text == expected and acceptance.drafted > 0
 
 
@@ -157,11 +159,16 @@ def test_what_a_head_needs_is_known_before_it_is_there(tiny):
 
 
 def test_a_block_drafter_from_the_command_line(tmp_path, capsys):
-    save(random_block(grown(SPECS["dflash"], *MINI)), grown_config("dflash", *MINI), tmp_path)
+    """By the name that its file has, in vLLM's form."""
+    save(random_block(grown(SPECS["dspark"], *MINI)), grown_config("dspark", *MINI), tmp_path)
+    alias = {"method": "dspark", "model": str(tmp_path), "num_speculative_tokens": 3}
     texts = set()
-    for drafter in (["dflash", "--draft-model", str(tmp_path)], ["none"]):
-        out, _ = run(capsys, *BASE, *CUDA, "--json", "--drafter", *drafter)
+    for drafter in (["--speculative-config", json.dumps(alias)], ["--drafter", "none"]):
+        out, err = run(capsys, *BASE, *CUDA, "--json", *drafter)
         document = json.loads(out.splitlines()[-1])
         texts.add(document["text"])
-        assert (document["drafted"] > 0) == (drafter != ["none"])
+        drafts = drafter[0] != "--drafter"
+        assert (document["drafted"] > 0) == drafts
+        assert document["config"]["speculation"]["drafter"] == ("dflash" if drafts else "none")
+        assert ("predicts its own acceptance, which is not used" in err) == drafts
     assert len(texts) == 1

@@ -102,7 +102,13 @@ def test_lossless_in_both_loops(tiny, form):
     assert sum(check_both_loops(target, drafter, K)) > 0  # a random head's luck
 
 
-@pytest.mark.parametrize("form", FORMS)
+ALONE = "dflash", "dflash2"
+"""Forms whose shorter draft is compiled in the fast suite; both ways, and with a selector."""
+
+
+@pytest.mark.parametrize(
+    "form", [f if f in ALONE else pytest.param(f, marks=pytest.mark.slow) for f in FORMS]
+)
 def test_a_shorter_draft_begins_as_the_whole_block(tiny, form):
     """Trap 6; and behind what a block drafts there is no guess."""
     target, drafter = jax_target_of(tiny["31b"]), drafter_of(tiny["31b"], form)
@@ -165,6 +171,7 @@ def block_folder(tmp_path: Path, form: str) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_block_drafter_from_the_command_line(tmp_path, capsys):
     """By the name that its file has, too."""
     folder = block_folder(tmp_path, "dspark")

@@ -158,12 +158,15 @@ def _attention(placed: Placed, layer: Layer, x: X, seen: Attended) -> Tensor:
     q = _rotate(rms(q, layer.vectors["self_attn.q_norm"], body.eps), seen.turn) * body.scale
     own = _keys_values(placed, layer, x, seen.turn)
     k, v = (part.to(placed.dtype).transpose(1, 2) for part in own)
-    keys, values = torch.cat([seen.held.k, k], 2), torch.cat([seen.held.v, v], 2)
     grouped = q.to(placed.dtype).unflatten(2, (body.kv_heads, -1)).permute(0, 2, 3, 1, 4)
-    scores = grouped.flatten(2, 3) @ keys.transpose(2, 3)  # [B, K, G U, S + U]
+    grouped = grouped.flatten(2, 3)  # [B, K, G U, D]
+    # in two parts: joined to the block's, the window would be copied once more
+    scores = torch.cat([grouped @ part.transpose(2, 3) for part in (seen.held.k, k)], -1)
     scores = scores.float().unflatten(2, (-1, slots)).masked_fill(~seen.mask[:, None, None], MASKED)
     shares = scores.softmax(-1).to(placed.dtype).flatten(2, 3)
-    mixed = (shares @ values).unflatten(2, (-1, slots)).permute(0, 3, 1, 2, 4)
+    before = seen.held.k.shape[2]
+    mixed = shares[..., :before] @ seen.held.v + shares[..., before:] @ v
+    mixed = mixed.unflatten(2, (-1, slots)).permute(0, 3, 1, 2, 4)
     rows = mixed.reshape(batch * slots, -1).float()
     return placed.ops.linear(fed(placed, rows), layer.o)
 
