@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Any, Literal
-
-from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from serve.chat_schema import ChatRequest, NamedTool
 from serve.errors import ApiError
@@ -16,11 +12,11 @@ from serve.messages import Tool
 from serve.schema import CompletionRequest, StructuredOutputs
 from serve.served_tokenizer import ServedTokenizer
 from specdec.constraints.constraint import TextRules
-from specdec.constraints.grammar import Part, composed, part_of
-from specdec.constraints.json_schema import json_part
+from specdec.constraints.grammar import Part, composed
 from specdec.constraints.rules import ThinkingLimit
+from specdec.constraints.structure import Structure
 from specdec.core.errors import UserError
-from targets.tokenizer import bare_ids
+from targets.tokenizer import bad_word_ids
 
 log = logging.getLogger("specdec.serve")
 
@@ -96,32 +92,13 @@ def after_thought(bodies: dict[str, Part], thinking: Thinking) -> str:
 
 def _of_text(structure: StructuredOutputs) -> Part:
     """Raises UserError."""
-    if structure.json_object:
-        return json_part({"type": "object"})
-    if structure.json_ is not None:
-        return json_part(_read_schema(structure.json_))
-    if structure.regex is not None:
-        return part_of(LLMatcher.grammar_from_regex(structure.regex))
-    if structure.choice is not None:
-        words = " | ".join(json.dumps(word, ensure_ascii=False) for word in structure.choice)
-        return {"lark_grammar": f"start: {words}\n"}
-    assert structure.grammar is not None
-    try:
-        return {"lark_grammar": any_to_lark(structure.grammar)}
-    except (GbnfToLarkError, ValueError) as problem:
-        raise UserError(f"this grammar is neither Lark nor GBNF: {problem}") from None
-
-
-def _read_schema(schema: str | dict[str, Any] | bool) -> dict[str, Any] | bool:
-    if not isinstance(schema, str):
-        return schema
-    try:
-        read = json.loads(schema)
-    except (ValueError, RecursionError) as problem:
-        raise UserError(f"this schema is not JSON: {problem}") from None
-    if not isinstance(read, (dict, bool)):
-        raise UserError("a JSON schema is an object")
-    return read
+    return Structure(
+        json=structure.json_,
+        json_object=bool(structure.json_object),
+        regex=structure.regex,
+        choice=structure.choice,
+        grammar=structure.grammar,
+    ).part()
 
 
 def _name(request: ChatRequest | CompletionRequest) -> str:
@@ -165,14 +142,10 @@ def _as_strict_as_can_be(request: ChatRequest, tool: Tool, eager: bool) -> dict[
 
 
 def _bad_words(words: list[str], tokenizer: ServedTokenizer) -> tuple[tuple[int, ...], ...]:
-    """The ids of each bad word without and with a space before it, as in vLLM."""
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
-        if not word.strip():
-            raise ApiError(400, "bad_words holds an empty word", param="bad_words")
-        for form in (word.lstrip(), f" {word.lstrip()}"):
-            found[tuple(bare_ids(form, tokenizer))] = None
-    return tuple(found)
+    try:
+        return bad_word_ids(words, tokenizer)
+    except UserError as problem:
+        raise ApiError(400, str(problem), param="bad_words") from None
 
 
 def _budget(

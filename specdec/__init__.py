@@ -8,9 +8,19 @@ from specdec.core.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from specdec.llm import LLM, load
+    from specdec.llm_async import AsyncLLM, load_async
     from specdec.llm_types import Answer, Chunk, SamplingParams
 
-__all__ = ["LLM", "Answer", "Chunk", "SamplingParams", "__version__", "load"]
+__all__ = [
+    "LLM",
+    "Answer",
+    "AsyncLLM",
+    "Chunk",
+    "SamplingParams",
+    "__version__",
+    "load",
+    "load_async",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,7 +31,8 @@ def __getattr__(name: str) -> Any:
     from specdec.core.packages import check_packages
 
     check_packages()
-    from specdec import llm
+    from specdec import llm, llm_async
 
-    globals()[name] = found = getattr(llm, name)  # the next access finds it here
+    home = llm_async if hasattr(llm_async, name) else llm
+    globals()[name] = found = getattr(home, name)  # the next access finds it here
     return found

@@ -16,12 +16,14 @@ import asyncio
 import atexit
 import queue
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence as Seqs
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence as Seqs
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from drafters import registry
+from serve.cycle_reports import ChoiceReports, Speculating
 from serve.runner import EngineRunner, Update
 from serve.stream import ChoiceText, Piece
 from specdec.assembly.engine import NO_REUSE, make_engine, require_exact
@@ -32,13 +34,9 @@ from specdec.audit.receipt import Finish, Receipt
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from specdec.core.types import Sequence, TokenLogprob
-from specdec.llm_pictures import chat_prompt
+from specdec.llm_requests import Prompt, Requests
 from specdec.llm_types import Answer, Chunk, SamplingParams, chosen_params
-from targets.vision.prompt import PicturePrompt
 
-Prompt = str | Seqs[int] | Seqs[Mapping[str, Any]]
-"""A text to continue, its token ids, or chat messages ({"role": ..., "content": ...}). A content is
-a text, or a list of {"text": ...} and {"image": ...}, where an image is a file's path or bytes."""
 Value = TypeVar("Value")
 
 
@@ -55,6 +53,7 @@ class LLM:
         """speculation: resolved. prefix: prompts are kept in host memory alone. Prefer `load`."""
         self.model, self.speculation = model, speculation
         self._runner = EngineRunner(make_engine(model, speculation, prefix=prefix))
+        self._requests = Requests(model, self._runner.engine.drafting)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="specdec-llm", daemon=True)
         self._thread.start()
@@ -79,8 +78,17 @@ class LLM:
     ) -> list[Answer]:
         """An answer to each prompt, in their order; as many as there are slots run together."""
         params = chosen_params(params, overrides)
-        seqs = [self._sequence(prompt, params) for prompt in prompts]
-        return self._call(self._answers(seqs, params))
+        return self._call(self._answers(self._sequences(prompts, params), params))
+
+    async def generate_all_async(
+        self, prompts: Seqs[Prompt], params: SamplingParams
+    ) -> list[Answer]:
+        """`generate_all` from another event loop; cancelled with the task that awaits it."""
+        seqs = await asyncio.to_thread(self._sequences, prompts, params)
+        return await asyncio.wrap_future(self._submitted(self._answers(seqs, params)))
+
+    def _sequences(self, prompts: Seqs[Prompt], params: SamplingParams) -> list[Sequence]:
+        return [self._sequence(prompt, params) for prompt in prompts]
 
     def chat(
         self,
@@ -95,10 +103,8 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any
     ) -> Iterator[Chunk]:
         """The answer piece by piece, as cycles make it. Leaving the loop early cancels it."""
-        params = chosen_params(params, overrides)
-        seq = self._sequence(prompt, params)
         arrived: queue.SimpleQueue[Chunk | BaseException] = queue.SimpleQueue()
-        task = asyncio.run_coroutine_threadsafe(self._forward(seq, params, arrived), self._loop)
+        task = self.begin_stream(prompt, chosen_params(params, overrides), arrived.put)
         try:
             while True:
                 chunk = arrived.get()
@@ -110,6 +116,14 @@ class LLM:
         finally:
             if not self._loop.is_closed():
                 task.cancel()
+
+    def begin_stream(
+        self, prompt: Prompt, params: SamplingParams, put: Callable[[Chunk | BaseException], object]
+    ) -> Future[None]:
+        """What `stream` is made of. put: gets each chunk, or what ended the answer, on the engine's
+        event loop. Cancel the result to end the request."""
+        seq = self._sequence(prompt, params)
+        return self._submitted(self._forward(seq, params, put))
 
     def close(self) -> None:
         """End the engine's thread and let go of the model."""
@@ -133,40 +147,22 @@ class LLM:
 
     def _call(self, work: Coroutine[Any, Any, Value]) -> Value:
         """Run on the event loop's thread, from any other."""
+        return self._submitted(work).result()
+
+    def _submitted(self, work: Coroutine[Any, Any, Value]) -> Future[Value]:
         if not self._thread.is_alive():
             work.close()
             raise UserError("this LLM is closed: load another")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _open(self) -> None:
         self._room = asyncio.Semaphore(self._runner.capacity)
         self._runner.start()
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= frozenset(self.tokenizer.stop_ids)
-        sampling = params.for_target(self.tokenizer.defaults)
-        read = self._read(prompt)
-        room = max(1, self.model.target.max_len - len(read.ids))
-        vision, pictures = self.model.target.vision, ()
-        if read.files and vision is not None:
-            pictures = read.pictures(vision.patches)
-        limits = min(params.max_tokens, room), stop_ids
-        seq = Sequence(read.tokens, sampling, *limits, pictures=pictures)
-        seq.check_ids(self.model.target.vocab)
+        seq = self._requests.sequence(prompt, params)
         self._runner.engine.check(seq)
         return seq
-
-    def _read(self, prompt: Prompt) -> PicturePrompt:
-        if isinstance(prompt, str):
-            return PicturePrompt(self.tokenizer.encode(prompt))
-        if prompt and isinstance(prompt[0], Mapping):
-            vision = self.model.target.vision
-            return chat_prompt(prompt, self.tokenizer, vision)  # pyright: ignore
-        if not all(isinstance(token, int) for token in prompt):
-            raise UserError("a prompt is a text, a list of token ids or a list of chat messages")
-        return PicturePrompt(list(prompt))  # pyright: ignore
 
     async def _answers(self, seqs: list[Sequence], params: SamplingParams) -> list[Answer]:
         return list(await asyncio.gather(*(self._answer(seq, params) for seq in seqs)))
@@ -175,18 +171,30 @@ class LLM:
         text, logprobs = "", []
         finish: Finish = "length"
         tokens: list[int] = []
+        texts: list[str] = []
+        guessers: list[str | None] = []
+        reports = self._reports(seq)
         async for update, piece in self._pieces(seq, params):
             text += piece.text
             tokens += update.tokens
             logprobs += update.logprobs or ()
             finish = piece.finish or finish
+            read = reports.feed(update, len(update.tokens), piece.finish is not None)
+            texts += [token.text for token in read.tokens]
+            guessers += [token.guessed_by for token in read.tokens]
         wanted = None if params.logprobs is None else logprobs
         vision = self.model.target.vision
         image = 0 if vision is None else vision.ids.image
         prompt = [image if token < 0 else token for token in seq.tokens[: seq.prompt_len]]
         claim = Ended(tokens, finish, params.stops, text=text, logprobs=_chosen(wanted))
         receipt = partial(self._receipt, seq, claim)
-        return Answer(prompt, text, tokens, finish, seq.acceptance, wanted, seq.cached, receipt)
+        told = seq.acceptance, wanted, seq.cached, guessers, texts
+        return Answer(prompt, text, tokens, finish, *told, receipt)
+
+    def _reports(self, seq: Sequence) -> ChoiceReports:
+        drafting = self._runner.engine.drafting
+        own = Speculating(drafting.drafter, drafting.k).of(seq.speculative)
+        return ChoiceReports(self.tokenizer, own)
 
     @cached_property
     def identity(self) -> Identity:
@@ -203,14 +211,21 @@ class LLM:
         self,
         seq: Sequence,
         params: SamplingParams,
-        arrived: queue.SimpleQueue[Chunk | BaseException],
+        put: Callable[[Chunk | BaseException], object],
     ) -> None:
         try:
-            async for update, piece in self._pieces(seq, params):
-                counts = update.drafted, update.accepted
-                arrived.put(Chunk(piece.text, update.tokens, *counts, piece.finish))
+            async for chunk in self._chunks(seq, params):
+                put(chunk)
         except Exception as failure:
-            arrived.put(failure)
+            put(failure)
+
+    async def _chunks(self, seq: Sequence, params: SamplingParams) -> AsyncIterator[Chunk]:
+        reports = self._reports(seq)
+        async for update, piece in self._pieces(seq, params):
+            read = reports.feed(update, len(update.tokens), piece.finish is not None)
+            guessers = tuple(token.guessed_by for token in read.tokens)
+            counts = update.drafted, update.accepted
+            yield Chunk(piece.text, update.tokens, guessers, *counts, piece.finish)
 
     async def _pieces(
         self, seq: Sequence, params: SamplingParams

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.audit.receipt import Receipt
+from specdec.constraints.structure import Structure
 from specdec.core.errors import UserError
 from specdec.core.stats import Acceptance
 from specdec.core.types import Sampling, TokenLogprob
+from specdec.llm_html import provenance_html
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,47 @@ class SamplingParams:
     logprobs: int | None = None
     """Number of alternatives with log-probabilities per token, beside its own; None: none at
     all."""
+    json: str | Mapping[str, Any] | type | bool | None = None
+    """The answer is JSON: of this schema (a dict, its text, or a pydantic model), or True for any
+    object."""
+    regex: str | None = None
+    """The whole answer matches this regular expression."""
+    choice: Seqs[str] | None = None
+    """The answer is one of these texts."""
+    grammar: str | None = None
+    """The answer follows this grammar, Lark or GBNF."""
+    allowed_token_ids: Seqs[int] | None = None
+    """The only ids that may come."""
+    bad_words: Seqs[str] = ()
+    """Words that must not come."""
+    min_tokens: int = 0
+    """Tokens before an end token may come."""
+    prediction: str | Seqs[int] | None = None
+    """A text that the answer is expected to repeat for the most part, such as a file that is to be
+    edited: it is guessed from, and never changes the answer."""
+    drafter: str | None = None
+    """One of those loaded, or none; by default the one that was loaded."""
+    k: int | None = None
+    """Most draft tokens per cycle, up to the number that was loaded."""
+    cache_salt: str | None = None
+    """Prompts of different salts share nothing in the prefix cache."""
+
+    @property
+    def structure(self) -> Structure:
+        """Raises UserError for a schema of no known form."""
+        schema = self.json
+        if isinstance(schema, type):
+            if not hasattr(schema, "model_json_schema"):
+                raise UserError(f"json: {schema.__name__} is no pydantic model")
+            schema = schema.model_json_schema()  # pyright: ignore[reportAttributeAccessIssue]
+        anything = schema is True
+        return Structure(
+            json=None if anything or schema is False else _plain(schema),
+            json_object=anything,
+            regex=self.regex,
+            choice=self.choice,
+            grammar=self.grammar,
+        )
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -79,7 +122,16 @@ class Answer:
     """Log-probabilities of each token, if requested."""
     cached_tokens: int = 0
     """Tokens of the prompt that were reused from the prefix cache."""
+    guessed_by: list[str | None] = field(default_factory=list)
+    """The source of each token's guess (a drafter's name, prediction, grammar); None for tokens
+    that the model itself chose."""
+    token_texts: list[str] = field(default_factory=list, repr=False, compare=False)
+    """The text of each token; an incomplete character comes with the token that completes it."""
     _receipt: Callable[[], Receipt] | None = field(default=None, repr=False, compare=False)
+
+    def _repr_html_(self) -> str:
+        """In a notebook: each token with its source, by colour and by an underline."""
+        return provenance_html(self.token_texts, self.guessed_by, self.acceptance.tau)
 
     def receipt(self) -> Receipt:
         """The request and this answer as a file that `specdec verify` proves by replay, with
@@ -95,10 +147,20 @@ class Chunk:
 
     text: str
     token_ids: tuple[int, ...]
+    guessed_by: tuple[str | None, ...]
+    """The source of each token's guess; None for the token that the model itself chose."""
     drafted: int
     """Draft tokens of this answer so far."""
     accepted: int
     finish_reason: str | None
+
+
+def _plain(schema: Any) -> str | dict[str, Any] | None:
+    if schema is None or isinstance(schema, str):
+        return schema
+    if not isinstance(schema, Mapping):
+        raise UserError("json is a schema (a dict, its text or a pydantic model), or True")
+    return dict(schema)
 
 
 def chosen_params(params: SamplingParams | None, overrides: dict[str, Any]) -> SamplingParams:

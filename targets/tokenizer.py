@@ -8,7 +8,7 @@ the sampling defaults come from the checkpoint's `tokenizer.json`, `tokenizer_co
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -278,6 +278,18 @@ def bare_ids(text: str, tokenizer: Encoder) -> list[int]:
     """Ids of a text that is not the beginning of a prompt: without BOS."""
     ids = tokenizer.encode(text)
     return ids[1:] if ids[:1] == [tokenizer.bos_id] else ids
+
+
+def bad_word_ids(words: Iterable[str], tokenizer: Encoder) -> tuple[tuple[int, ...], ...]:
+    """The ids of each word without and with a space before it, as vLLM bars them. Raises
+    UserError."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not word.strip():
+            raise UserError("bad_words holds an empty word")
+        for form in (word.lstrip(), f" {word.lstrip()}"):
+            found[tuple(bare_ids(form, tokenizer))] = None
+    return tuple(found)
 
 
 def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:

@@ -28,14 +28,14 @@ USERS = 6
 """Requests at a time."""
 TOKENS = 24
 """Of an answer at most."""
-VOLATILE = (
-    *("id", "item_id", "response_id", "call_id", "tool_call_id", "created", "created_at"),
-    *("completed_at", "metrics", "usage", "system_fingerprint", "sequence_number"),
+VOLATILE = frozenset(
+    "id item_id response_id call_id tool_call_id created created_at completed_at metrics usage "
+    "system_fingerprint sequence_number seed".split()
 )
 """Names whose values are of one answer alone, or tell how it was made."""
-TEXTS = (
-    *("text", "content", "arguments", "delta", "thinking", "partial_json", "reasoning_content"),
-    *("finish_reason", "stop_reason", "status", "name"),
+TEXTS = frozenset(
+    "text content arguments delta thinking partial_json reasoning_content finish_reason "
+    "stop_reason status name".split()
 )
 """Names of what a stream's events add up to."""
 NEAR = 1e-4

@@ -149,6 +149,7 @@ def test_a_wrong_state_costs_an_assistant_its_tau(mistake, at_most, monkeypatch)
     detects it by the guesses too."""
     params, arch = teacher()
     right = greedy_by(assistant_for)
+    jax.clear_caches()  # its programs have no mistake
     learn = partial(mistake, assistant_drafting.learn)
     monkeypatch.setattr(assistant_drafting, "learn", learn)
     wrong = live_with(assistant_for(arch), params, arch)[0].decode(0.0)
