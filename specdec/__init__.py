@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from specdec.core.version import VERSION as __version__
@@ -21,6 +22,8 @@ __all__ = [
     "load",
     "load_async",
 ]
+AWAITED = ("AsyncLLM", "load_async")
+"""Names of the door for event loops."""
 
 
 def __getattr__(name: str) -> Any:
@@ -31,8 +34,6 @@ def __getattr__(name: str) -> Any:
     from specdec.core.packages import check_packages
 
     check_packages()
-    from specdec import llm, llm_async
-
-    home = llm_async if hasattr(llm_async, name) else llm
+    home = import_module("specdec.llm_async" if name in AWAITED else "specdec.llm")
     globals()[name] = found = getattr(home, name)  # the next access finds it here
     return found

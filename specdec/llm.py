@@ -64,6 +64,12 @@ class LLM:
     def tokenizer(self) -> Any:
         return self.model.tokenizer
 
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """What a request may name as its `drafter`, beside none."""
+        drafting = self._runner.engine.drafting
+        return (drafting.drafter, *drafting.parts)
+
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any
     ) -> Answer:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence as Seqs
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel
+
 from specdec.audit.receipt import Receipt
 from specdec.constraints.structure import Structure
 from specdec.core.errors import UserError
@@ -69,9 +71,9 @@ class SamplingParams:
         """Raises UserError for a schema of no known form."""
         schema = self.json
         if isinstance(schema, type):
-            if not hasattr(schema, "model_json_schema"):
+            if not issubclass(schema, BaseModel):
                 raise UserError(f"json: {schema.__name__} is no pydantic model")
-            schema = schema.model_json_schema()  # pyright: ignore[reportAttributeAccessIssue]
+            schema = schema.model_json_schema()
         anything = schema is True
         return Structure(
             json=None if anything or schema is False else _plain(schema),

@@ -35,6 +35,12 @@ COMMANDS = {
         "Stream one answer and report tau, acceptance and speed.",
         'specdec generate "def quicksort(items):" --k 7',
     ),
+    "chat": (
+        "chat:chat",
+        "Chat in the terminal; /drafter and /k change who guesses, and tau stands behind each "
+        "answer.",
+        "specdec chat --model ./gemma-4-E4B-it --drafter assistant --k 7",
+    ),
     "verify": (
         "verify:verify",
         "Prove answers by replaying their receipts: the first false id is named. Exit code 0: all "

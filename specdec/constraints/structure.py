@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Sequence as Seqs
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from llguidance import LLMatcher
@@ -31,7 +31,7 @@ class Structure:
 
     @property
     def set_fields(self) -> list[str]:
-        return [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        return [name for name, value in asdict(self).items() if value not in (None, False)]
 
     def part(self) -> Part:
         """Raises UserError for what can't be enforced exactly."""

@@ -112,7 +112,7 @@ def test_doctor_finds_mini_sound_and_exact(capsys):
         (["generate", PROMPT, "--kv-dtype", "fp8"], ["--kv-dtype", "--backend cuda"]),
         (["generate", PROMPT, *CUDA, "--kv-dtype", "int8"], ["int8", "fp8"]),
         (["serve", "--port", "0", "--device", "cpu"], ["--device", "--backend cuda"]),
-        (["doctor", "--backend", "cuda", "--tp", "2"], ["--tp", "--backend jax"]),
+        (["doctor", "--backend", "cuda", "--device", "cpu", "--tp", "2"], ["--tp", "needs GPUs"]),
         (["generate", PROMPT, "--prefill-copy"], ["--prefill-copy", "--backend cuda"]),
         (["generate", PROMPT, *CUDA, "--prefill-copy"], ["--prefill-copy", "--device cpu"]),
         (["perplexity", __file__, "--backend", "cuda", "--int8"], ["--int8", "--dtype fp8"]),

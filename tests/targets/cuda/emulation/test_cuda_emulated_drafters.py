@@ -193,7 +193,7 @@ def test_lookup_guesses_as_its_twin_does(lengths):
     start = torch.tensor([len(text) - 1 for text in texts], dtype=torch.int32)
     rows = Rows(tokens, start, torch.arange(len(texts), dtype=torch.int32))
     batch = CapturedBatch(rows, needs_sampler=False, logprobs=False)
-    target = SimpleNamespace(cache=SimpleNamespace(tokens=history))
+    target = SimpleNamespace(cache=SimpleNamespace(tokens=history), vision=None)
     device = SimpleNamespace(target=target, lengths=lengths, _launch=Launcher())
     just_written(history, start)
     found = DeviceLookup.propose(device, batch, k).tokens.tolist()
