@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence as Seqs
 from typing import Any
 
+from drafters.registry import PLAIN
 from specdec.assembly.model import Model
 from specdec.constraints.constraint import TextConstraint, TextRules
 from specdec.constraints.grammar import composed
@@ -21,8 +22,6 @@ from targets.vision.prompt import PicturePrompt
 Prompt = str | Seqs[int] | Seqs[Mapping[str, Any]]
 """A text to continue, its token ids, or chat messages ({"role": ..., "content": ...}). A content is
 a text, or a list of {"text": ...} and {"image": ...}, where an image is a file's path or bytes."""
-PLAIN = "none"
-"""The drafter that every model has."""
 
 
 class Requests:

@@ -20,7 +20,6 @@ from specdec.core.types import MAX_DRAFT, Array, Round, Sequence, Step
 from targets.arch import Arch
 from targets.cuda.device_drafter import DeviceDrafter
 from targets.cuda.device_loop import CapturedCycle, device_loop, rounds
-from targets.cuda.exchange import ExchangeMemory
 from targets.cuda.graphs import ForwardOutput
 from targets.cuda.ops import Rows
 from targets.cuda.out_of_memory import catching_oom
@@ -40,8 +39,8 @@ class CardsTarget:
     """A card's part of the layers is not what long prompts are multiplied with, and pictures are
     read so: they are taken on one card alone."""
 
-    def __init__(self, arch: Arch, ranks: Seqs[CudaTarget], memory: ExchangeMemory) -> None:
-        self.arch, self.ranks, self._memory = arch, tuple(ranks), memory
+    def __init__(self, arch: Arch, ranks: Seqs[CudaTarget]) -> None:
+        self.arch, self.ranks = arch, tuple(ranks)
         first = self.ranks[0]
         self.plan, self.slots, self.max_len = first.plan, first.slots, first.max_len
         self.prefill_chunk, self.vocab = first.prefill_chunk, first.vocab

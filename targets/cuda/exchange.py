@@ -97,13 +97,12 @@ class PartialSum:
 
 
 class ExchangeMemory:
-    """The inboxes of all cards, which each may write. Freed by `close`."""
+    """The inboxes of all cards, which each may write. They stay until the process ends."""
 
     def __init__(self, devices: Seqs[int], rows: int, width: int) -> None:
         """Raises UserError where two cards can't reach each other's memory."""
         check_peers(devices)
-        self._devices, self._rows = tuple(devices), rows
-        self._bytes = INBOXES * len(devices) * rows * width * 4
+        self._rows, self._bytes = rows, exchange_bytes(len(devices), rows, width)
         contexts = [_context(device) for device in devices]
         for (a, _), (_, context) in permutations(list(zip(devices, contexts, strict=True)), 2):
             with torch.cuda.device(a):
@@ -126,12 +125,6 @@ class ExchangeMemory:
             tuple(start + turn * each for start in self._memory) for turn in range(INBOXES)
         )
         return Inboxes(rank, places, self._rows)
-
-    def close(self) -> None:
-        for device, where in zip(self._devices, self._memory, strict=True):
-            with torch.cuda.device(device):
-                call(driver().cuMemFree(where))
-        self._memory = []
 
 
 def exchange_bytes(ranks: int, rows: int, width: int) -> int:

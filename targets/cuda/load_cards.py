@@ -73,4 +73,4 @@ def _on_cards(
             ops = make_ops(rank.own, own, partial(RankKernels, rank, memory.of(number)))
             params = weights(rank, device, ops)
             ranks.append(CudaTarget(own, rank.own, params, ops, suppress, options.graphs))
-    return CardsTarget(arch, ranks, memory)
+    return CardsTarget(arch, ranks)
