@@ -185,11 +185,11 @@ def _fit(arch: Arch, options: CudaOptions, plan: Plan, request: TargetRequest, c
     from targets.cuda.footprint import check_fits
 
     shape = _shape(options, plan)
-    own, free = _of_each(arch, options, cards)
+    own, free = _of_each(arch, options, plan, cards)
     check_fits(own, shape, free, request.extra_bytes(shape))
 
 
-def _of_each(arch: Arch, options: CudaOptions, cards: int) -> tuple[Arch, int]:
+def _of_each(arch: Arch, options: CudaOptions, plan: Plan, cards: int) -> tuple[Arch, int]:
     """The part of the model that each card has, and the bytes that are free on all of them. Raises
     UserError for cards that aren't there or that can't share the model."""
     from targets.cuda.device import free_bytes
@@ -200,7 +200,7 @@ def _of_each(arch: Arch, options: CudaOptions, cards: int) -> tuple[Arch, int]:
     from targets.cuda.load_cards import most_rows
     from targets.cuda.ranks import Rank, refuse_ranks
 
-    refuse_ranks(arch, cards)
+    refuse_ranks(arch, cards, plan.kv_dtype)
     check_peers(range(cards))
     taken = exchange_bytes(cards, most_rows(options), arch.hidden)
     return Rank(0, cards, arch).own, min(map(free_bytes, range(cards))) - taken

@@ -265,7 +265,7 @@ def test_lookup_guesses_as_its_twin_does(lengths):
     start = torch.tensor([len(text) - 1 for text in texts], dtype=torch.int32, device="cuda")
     slots = torch.arange(len(texts), dtype=torch.int32, device="cuda")
     batch = CapturedBatch(Rows(tokens, start, slots), needs_sampler=False, logprobs=False)
-    target = SimpleNamespace(cache=SimpleNamespace(tokens=history))
+    target = SimpleNamespace(cache=SimpleNamespace(tokens=history), vision=None)
     found = DeviceLookup(target, *lengths).propose(batch, k).tokens.tolist()
     twin, seqs = LookupTwin(*lengths), [Sequence(t, slot=slot) for slot, t in enumerate(texts)]
     for seq in seqs:
