@@ -33,7 +33,7 @@ from specdec.audit.making import Ended, Identity, receipt_of
 from specdec.audit.receipt import Finish, Receipt
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.errors import UserError
-from specdec.core.types import Sequence, TokenLogprob
+from specdec.core.types import Sequence
 from specdec.llm_requests import Prompt, Requests
 from specdec.llm_types import Answer, Chunk, SamplingParams, chosen_params
 
@@ -192,7 +192,7 @@ class LLM:
         vision = self.model.target.vision
         image = 0 if vision is None else vision.ids.image
         prompt = [image if token < 0 else token for token in seq.tokens[: seq.prompt_len]]
-        claim = Ended(tokens, finish, params.stops, text=text, logprobs=_chosen(wanted))
+        claim = Ended(tokens, finish, params.stops, text=text, logprobs=wanted)
         receipt = partial(self._receipt, seq, claim)
         told = seq.acceptance, wanted, seq.cached, guessers, texts
         return Answer(prompt, text, tokens, finish, *told, receipt)
@@ -287,10 +287,6 @@ def configured(
     prefix = PrefixConfig(**{n: v for n, v in options.items() if n in prefixes})
     own = {n: v for n, v in options.items() if n not in models.keys() | prefixes.keys()}
     return config, registry.resolved(speculations(drafter=drafter, k=k, **own), config), prefix
-
-
-def _chosen(logprobs: Seqs[TokenLogprob] | None) -> list[float] | None:
-    return None if logprobs is None else [each.logprob for each in logprobs]
 
 
 def _first(count: int, update: Update) -> Update:
