@@ -182,7 +182,7 @@ function follow(grow) {
 
 function save() {
   if (keep(fields(), conversation.kept)) return;
-  $("hint").textContent = "This conversation is too large to come back after a reload.";
+  $("hint").textContent = "Too large to keep: a reload brings back an earlier state.";
 }
 
 function restore() {
