@@ -56,7 +56,7 @@ COMMANDS = {
     ),
     "top": (
         "top:top",
-        "Watch a server live: tau, speed, acceptance by position, queue.",
+        "Watch a server live: queue, slots, tau by drafter, speed, acceptance by position.",
         "specdec top http://127.0.0.1:8000",
     ),
     "compile": (
