@@ -57,7 +57,7 @@ def config_type(
 ) -> type[SpeculationConfig]:
     """`SpeculationConfig` with the drafters' own options as further fields. annotated: (name, type)
     -> what a field is declared as."""
-    hints = get_type_hints(SpeculationConfig)
+    hints = get_type_hints(SpeculationConfig, include_extras=True)
     hints |= {name: hint for kind in every() for name, hint in get_type_hints(kind.options).items()}
     known = (*fields(SpeculationConfig), *own_fields().values())
     named = [(f.name, annotated(f.name, hints[f.name]), field(default=f.default)) for f in known]

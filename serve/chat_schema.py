@@ -186,6 +186,16 @@ class ChatRequest(GenerationRequest):
         return effort
 
     @property
+    def template_values(self) -> dict[str, Any]:
+        """What the chat template reads beside the messages."""
+        values = dict(self.chat_template_kwargs or {})
+        if self.thinks is not None:
+            values["enable_thinking"] = self.thinks
+        if self.calls != "none":
+            values["tools"] = [tool.for_template() for tool in self.tools or ()]
+        return values
+
+    @property
     def limit(self) -> int | None:
         """Most tokens to emit, None: as many as fit in the context."""
         return self.max_completion_tokens or self.max_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -30,6 +31,7 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._speculation()
         yield from self._guesses()
+        yield from self._drafts()
         yield from self._times()
         yield from self._queue()
         if (policy := self._runner.engine.drafting.policy) is not None:
@@ -88,6 +90,27 @@ class EngineCollector(Collector):
         self._highest[key] = max(rest, self._highest.get(key, 0))
         yield (name("drafter"), str(position)), self._highest[key]
 
+    def _drafts(self) -> Iterator[Metric]:
+        """Verify passes and what they emitted, by the source of the draft's first guess."""
+        drafts = sorted(self._runner.engine.drafts.items())
+        for name, help_text, of in (
+            (
+                "passes",
+                "Verify passes by source of the draft's first guess; none: no guess.",
+                "passes",
+            ),
+            ("verified_tokens", "Tokens that they emitted.", "emitted"),
+        ):
+            samples: Counter[str] = Counter()
+            for source, counts in drafts:
+                samples[self._speculating.name(source)] += getattr(counts, of)
+            yield self._labelled(
+                f"specdec:drafter_{name}",
+                help_text,
+                ("drafter",),
+                [((drafter,), count) for drafter, count in samples.items()],
+            )
+
     def _times(self) -> Iterator[Metric]:
         times = self._runner.engine.times
         yield self._labelled(
@@ -136,6 +159,12 @@ class EngineCollector(Collector):
         for name, help_text, value in (
             ("vllm:num_requests_running", "Sequences that hold a slot.", runner.running),
             ("vllm:num_requests_waiting", "Sequences that wait for a slot.", runner.waiting),
+            (
+                "specdec:num_requests_prefilling",
+                "Sequences in slots of which the prompt is being read.",
+                runner.prefilling,
+            ),
+            ("specdec:num_requests_decoding", "Sequences in slots that decode.", runner.decoding),
             ("specdec:slots", "Sequences that can decode together.", runner.engine.target.slots),
         ):
             family = GaugeMetricFamily(name, help_text, labels=LABELS)

@@ -95,11 +95,7 @@ def _rendered(
     sees: bool = False,
 ) -> tuple[list[str], list[int]]:
     """The pieces of the rendered chat, and its pictures by number. Raises ApiError 400."""
-    values = dict(request.chat_template_kwargs or {})
-    if request.thinks is not None:
-        values["enable_thinking"] = request.thinks
-    if request.calls != "none":
-        values["tools"] = [tool.for_template() for tool in request.tools or ()]
+    values = request.template_values
     if request.add_generation_prompt is False:
         values["add_generation_prompt"] = False
     messages = [message.for_template(sees) for message in request.messages]

@@ -11,15 +11,17 @@ from typing import Any, Protocol
 from serve.prompt_report import PromptReport
 from serve.stream import (
     Alternative,
+    Call,
     CallArguments,
     CallBegan,
     ChoiceFinish,
     Content,
-    Part,
     Piece,
     Reasoning,
     ThoughtEnded,
     TokenText,
+    call_id,
+    calls_of,
 )
 
 Json = dict[str, Any]
@@ -56,7 +58,7 @@ class ChatReply:
         return {**self._head, "object": kind, "choices": choices}
 
     def whole(self, index: int, choice: Piece, prompt: PromptReport) -> Json:
-        calls = _calls(choice.parts)
+        calls = [_call(call) for call in calls_of(choice.parts)]
         content = prompt.echo + choice.text
         message: Json = {
             "role": "assistant",
@@ -117,25 +119,15 @@ def _delta(part: Content | Reasoning | CallBegan | CallArguments) -> Json:
         case Reasoning(text):
             return {"reasoning_content": text, "reasoning": text}
         case CallBegan(index, name):
-            call = {"index": index, "id": _call_id(), "type": "function"}
+            call = {"index": index, "id": call_id(), "type": "function"}
             return {"tool_calls": [call | {"function": {"name": name, "arguments": ""}}]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def _calls(parts: Seqs[Part]) -> list[Json]:
-    calls: list[Json] = []
-    for part in parts:
-        if isinstance(part, CallBegan):
-            function = {"name": part.name, "arguments": ""}
-            calls.append({"id": _call_id(), "type": "function", "function": function})
-        elif isinstance(part, CallArguments):
-            calls[part.index]["function"]["arguments"] += part.text
-    return calls
-
-
-def _call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+def _call(call: Call) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 class CompletionReply:

@@ -95,6 +95,15 @@ class EngineRunner:
         return self.engine.scheduler.slots - len(self.engine.scheduler.free)
 
     @property
+    def prefilling(self) -> int:
+        """Sequences that hold a slot while their prompt is read."""
+        return len(self.engine.scheduler.prefilling)
+
+    @property
+    def decoding(self) -> int:
+        return len(self.engine.scheduler.running)
+
+    @property
     def waiting(self) -> int:
         return max(0, len(self._live) - self.running)
 

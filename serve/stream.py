@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+import uuid
 from collections.abc import Iterable, Iterator, Sequence as Seqs
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -64,6 +65,35 @@ class ThoughtEnded:
 
 
 Part = Content | Reasoning | CallBegan | CallArguments | ThoughtEnded
+
+
+@dataclass(frozen=True)
+class Call:
+    """A whole tool call."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON object; its beginning where the answer was cut."""
+
+
+def calls_of(parts: Iterable[Part]) -> list[Call]:
+    """The calls of a whole answer."""
+    calls: list[Call] = []
+    for part in parts:
+        if isinstance(part, CallBegan):
+            calls.append(Call(call_id(), part.name, ""))
+        elif isinstance(part, CallArguments):
+            call = calls[part.index]
+            calls[part.index] = replace(call, arguments=call.arguments + part.text)
+    return calls
+
+
+def call_id() -> str:
+    """A new one, in OpenAI's form."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
 THOUGHTS_NAME = re.compile(r"\A\s*thought[ \t]*(\n|\Z)")
 
 

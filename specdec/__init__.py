@@ -10,7 +10,7 @@ from specdec.core.version import VERSION as __version__
 if TYPE_CHECKING:
     from specdec.llm import LLM, load
     from specdec.llm_async import AsyncLLM, load_async
-    from specdec.llm_types import Answer, Chunk, SamplingParams
+    from specdec.llm_types import Answer, Chunk, SamplingParams, ToolCall
 
 __all__ = [
     "LLM",
@@ -18,6 +18,7 @@ __all__ = [
     "AsyncLLM",
     "Chunk",
     "SamplingParams",
+    "ToolCall",
     "__version__",
     "load",
     "load_async",

@@ -25,7 +25,15 @@ from typing import Any, TypeVar
 from drafters import registry
 from serve.cycle_reports import ChoiceReports, Speculating
 from serve.runner import EngineRunner, Update
-from serve.stream import ChoiceText, Piece
+from serve.stream import (
+    ChoiceText,
+    Content,
+    Part,
+    Piece,
+    Reasoning,
+    calls_of,
+    with_unopened_thoughts,
+)
 from specdec.assembly.engine import NO_REUSE, make_engine, require_exact
 from specdec.assembly.model import Model, load_model
 from specdec.audit.identity import identity_of
@@ -34,8 +42,15 @@ from specdec.audit.receipt import Finish, Receipt
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from specdec.core.types import Sequence
-from specdec.llm_requests import Prompt, Requests
-from specdec.llm_types import Answer, Chunk, SamplingParams, chosen_params
+from specdec.llm_requests import Planned, Prompt, Requests
+from specdec.llm_types import (
+    Answer,
+    Chunk,
+    Conversation,
+    SamplingParams,
+    ToolCall,
+    chosen_params,
+)
 
 Value = TypeVar("Value")
 
@@ -84,26 +99,38 @@ class LLM:
     ) -> list[Answer]:
         """An answer to each prompt, in their order; as many as there are slots run together."""
         params = chosen_params(params, overrides)
-        return self._call(self._answers(self._sequences(prompts, params), params))
+        return self._call(self._answers(self._plans(prompts, params), params))
 
     async def generate_all_async(
-        self, prompts: Seqs[Prompt], params: SamplingParams
+        self, prompts: Seqs[Prompt | Conversation], params: SamplingParams
     ) -> list[Answer]:
         """`generate_all` from another event loop; cancelled with the task that awaits it."""
-        seqs = await asyncio.to_thread(self._sequences, prompts, params)
-        return await asyncio.wrap_future(self._submitted(self._answers(seqs, params)))
+        plans = await asyncio.to_thread(self._plans, prompts, params)
+        return await asyncio.wrap_future(self._submitted(self._answers(plans, params)))
 
-    def _sequences(self, prompts: Seqs[Prompt], params: SamplingParams) -> list[Sequence]:
-        return [self._sequence(prompt, params) for prompt in prompts]
+    def _plans(self, prompts: Seqs[Prompt | Conversation], params: SamplingParams) -> list[Planned]:
+        return [self._plan(prompt, params) for prompt in prompts]
 
     def chat(
         self,
         messages: Seqs[Mapping[str, Any]],
         params: SamplingParams | None = None,
+        *,
+        tools: Seqs[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        thinking: bool | None = None,
+        thinking_token_budget: int | None = None,
         **overrides: Any,
     ) -> Answer:
-        """The next message of a conversation, by the checkpoint's chat template."""
-        return self.generate(messages, params, **overrides)
+        """The next message of a conversation, by the checkpoint's chat template. A thought is in
+        the answer's `reasoning` and calls are in its `tool_calls`, apart from the text.
+
+        tools, tool_choice, thinking, thinking_token_budget: see `Conversation`.
+        Raises UserError, in one line, for messages, tools and parameters of no known form.
+        """
+        wishes = tools, tool_choice, thinking, thinking_token_budget
+        chosen = chosen_params(params, overrides)
+        return self._call(self._answer(self._plan(Conversation(messages, *wishes), chosen), chosen))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any
@@ -128,8 +155,8 @@ class LLM:
     ) -> Future[None]:
         """What `stream` is made of. put: gets each chunk, or what ended the answer, on the engine's
         event loop. Cancel the result to end the request."""
-        seq = self._sequence(prompt, params)
-        return self._submitted(self._forward(seq, params, put))
+        plan = self._plan(prompt, params)
+        return self._submitted(self._forward(plan, params, put))
 
     def close(self) -> None:
         """End the engine's thread and let go of the model."""
@@ -165,23 +192,25 @@ class LLM:
         self._room = asyncio.Semaphore(self._runner.capacity)
         self._runner.start()
 
-    def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
-        seq = self._requests.sequence(prompt, params)
-        self._runner.engine.check(seq)
-        return seq
+    def _plan(self, prompt: Prompt | Conversation, params: SamplingParams) -> Planned:
+        plan = self._requests.plan(prompt, params)
+        self._runner.engine.check(plan.seq)
+        return plan
 
-    async def _answers(self, seqs: list[Sequence], params: SamplingParams) -> list[Answer]:
-        return list(await asyncio.gather(*(self._answer(seq, params) for seq in seqs)))
+    async def _answers(self, plans: list[Planned], params: SamplingParams) -> list[Answer]:
+        return list(await asyncio.gather(*(self._answer(plan, params) for plan in plans)))
 
-    async def _answer(self, seq: Sequence, params: SamplingParams) -> Answer:
-        text, logprobs = "", []
+    async def _answer(self, plan: Planned, params: SamplingParams) -> Answer:
+        seq = plan.seq
+        parts: list[Part] = []
+        logprobs = []
         finish: Finish = "length"
         tokens: list[int] = []
         texts: list[str] = []
         guessers: list[str | None] = []
         reports = self._reports(seq)
-        async for update, piece in self._pieces(seq, params):
-            text += piece.text
+        async for update, piece in self._pieces(plan, params):
+            parts += piece.parts
             tokens += update.tokens
             logprobs += update.logprobs or ()
             finish = piece.finish or finish
@@ -192,10 +221,11 @@ class LLM:
         vision = self.model.target.vision
         image = 0 if vision is None else vision.ids.image
         prompt = [image if token < 0 else token for token in seq.tokens[: seq.prompt_len]]
-        claim = Ended(tokens, finish, params.stops, text=text, logprobs=wanted)
+        text, reasoning, calls = _taken_apart(parts)
+        claim = Ended(tokens, finish, params.stops, plan.part, text=text, logprobs=wanted)
         receipt = partial(self._receipt, seq, claim)
         told = seq.acceptance, wanted, seq.cached, guessers, texts
-        return Answer(prompt, text, tokens, finish, *told, receipt)
+        return Answer(prompt, text, tokens, finish, *told, reasoning, calls, receipt)
 
     def _reports(self, seq: Sequence) -> ChoiceReports:
         drafting = self._runner.engine.drafting
@@ -215,30 +245,30 @@ class LLM:
 
     async def _forward(
         self,
-        seq: Sequence,
+        plan: Planned,
         params: SamplingParams,
         put: Callable[[Chunk | BaseException], object],
     ) -> None:
         try:
-            async for chunk in self._chunks(seq, params):
+            async for chunk in self._chunks(plan, params):
                 put(chunk)
         except Exception as failure:
             put(failure)
 
-    async def _chunks(self, seq: Sequence, params: SamplingParams) -> AsyncIterator[Chunk]:
-        reports = self._reports(seq)
-        async for update, piece in self._pieces(seq, params):
+    async def _chunks(self, plan: Planned, params: SamplingParams) -> AsyncIterator[Chunk]:
+        reports = self._reports(plan.seq)
+        async for update, piece in self._pieces(plan, params):
             read = reports.feed(update, len(update.tokens), piece.finish is not None)
             guessers = tuple(token.guessed_by for token in read.tokens)
             counts = update.drafted, update.accepted
             yield Chunk(piece.text, update.tokens, guessers, *counts, piece.finish)
 
     async def _pieces(
-        self, seq: Sequence, params: SamplingParams
+        self, plan: Planned, params: SamplingParams
     ) -> AsyncIterator[tuple[Update, Piece]]:
         """Yield (update, piece) until the answer ends, without the tokens that a cycle emitted
         after a stop string. Raises UserError if the engine fails the request."""
-        text = ChoiceText(self.tokenizer, params.stops)
+        seq, text = plan.seq, ChoiceText(self.tokenizer, params.stops, plan.output)
         async with self._room:
             ticket = self._runner.submit([seq])
             try:
@@ -287,6 +317,14 @@ def configured(
     prefix = PrefixConfig(**{n: v for n, v in options.items() if n in prefixes})
     own = {n: v for n, v in options.items() if n not in models.keys() | prefixes.keys()}
     return config, registry.resolved(speculations(drafter=drafter, k=k, **own), config), prefix
+
+
+def _taken_apart(parts: Seqs[Part]) -> tuple[str, str, list[ToolCall]]:
+    """A whole answer's text, thought and calls."""
+    whole = list(with_unopened_thoughts(parts))
+    text = "".join(part.text for part in whole if isinstance(part, Content))
+    thought = "".join(part.text for part in whole if isinstance(part, Reasoning))
+    return text, thought, [ToolCall(call.id, call.name, call.arguments) for call in calls_of(whole)]
 
 
 def _first(count: int, update: Update) -> Update:

@@ -15,7 +15,7 @@ from typing import Any
 
 from specdec.llm import LLM, load
 from specdec.llm_requests import Prompt
-from specdec.llm_types import Answer, Chunk, SamplingParams, chosen_params
+from specdec.llm_types import Answer, Chunk, Conversation, SamplingParams, chosen_params
 
 
 class AsyncLLM:
@@ -45,10 +45,17 @@ class AsyncLLM:
         self,
         messages: Seqs[Mapping[str, Any]],
         params: SamplingParams | None = None,
+        *,
+        tools: Seqs[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        thinking: bool | None = None,
+        thinking_token_budget: int | None = None,
         **overrides: Any,
     ) -> Answer:
         """As `LLM.chat`."""
-        return await self.generate(messages, params, **overrides)
+        wishes = tools, tool_choice, thinking, thinking_token_budget
+        chosen = chosen_params(params, overrides)
+        return (await self.llm.generate_all_async([Conversation(messages, *wishes)], chosen))[0]
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any

@@ -17,18 +17,21 @@ ROLES = ("user", "tool")
 
 
 def chat_prompt(
-    messages: Seqs[Mapping[str, Any]], tokenizer: Tokenizer, vision: VisionSpec | None
+    messages: Seqs[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    vision: VisionSpec | None,
+    **values: Any,
 ) -> PicturePrompt:
     """Messages by the checkpoint's template. A content's parts are {"text": ...} and
-    {"image": path or bytes}, the latter with "detail" if it is not to have the usual size. Raises
-    UserError."""
+    {"image": path or bytes}, the latter with "detail" if it is not to have the usual size. values:
+    what the template reads beside the messages. Raises UserError."""
     files: list[PictureFile] = []
     read = [_read(message, files, vision) for message in messages]
     if vision is None or not files:
-        return PicturePrompt(tokenizer.encode_chat(read))
+        return PicturePrompt(tokenizer.encode_chat(read, **values))
     picture = tokenizer.token_text(vision.ids.image)
     assert picture is not None, "the vocabulary has the ids that config.json names"
-    pieces, order = tokenizer.picture_pieces(read, picture)
+    pieces, order = tokenizer.picture_pieces(read, picture, **values)
     ids = tokenizer.encode_pieces(pieces)
     return with_pictures(ids, [files[number] for number in order], vision)
 

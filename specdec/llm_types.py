@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seqs
 from dataclasses import dataclass, field
+from json import loads
 from typing import Any
 
 from pydantic import BaseModel
@@ -68,20 +69,23 @@ class SamplingParams:
 
     @property
     def structure(self) -> Structure:
-        """Raises UserError for a schema of no known form."""
+        """Raises UserError for a schema of no known form, and for two structures."""
         schema = self.json
         if isinstance(schema, type):
             if not issubclass(schema, BaseModel):
                 raise UserError(f"json: {schema.__name__} is no pydantic model")
             schema = schema.model_json_schema()
         anything = schema is True
-        return Structure(
+        structure = Structure(
             json=None if anything or schema is False else _plain(schema),
             json_object=anything,
             regex=self.regex,
             choice=self.choice,
             grammar=self.grammar,
         )
+        if len(named := structure.set_fields) > 1:
+            raise UserError(f"an answer has one structure: give one of {', '.join(named)}")
+        return structure
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -110,6 +114,43 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Conversation:
+    """A chat as `LLM.chat` takes it."""
+
+    messages: Seqs[Mapping[str, Any]]
+    tools: Seqs[Mapping[str, Any]] | None = None
+    """In OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
+    tool_choice: str | Mapping[str, Any] | None = None
+    """auto (the default), none, required, or a function to call:
+    {"type": "function", "function": {"name": ...}}."""
+    thinking: bool | None = None
+    """Whether the model thinks first; None: as its chat template has it."""
+    thinking_token_budget: int | None = None
+    """Most tokens of a thought."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of one of the request's tools."""
+
+    id: str
+    """Of this call alone; the tool's result is sent back with it as `tool_call_id`."""
+    name: str
+    arguments_text: str
+    """A JSON object; only its beginning if the answer was cut within the call."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Raises UserError if the answer was cut within the call."""
+        try:
+            return loads(self.arguments_text)
+        except ValueError:
+            raise UserError(
+                f"the answer was cut within the call of {self.name}: allow more max_tokens"
+            ) from None
+
+
+@dataclass(frozen=True)
 class Answer:
     """The answer to one prompt."""
 
@@ -117,7 +158,7 @@ class Answer:
     text: str
     token_ids: list[int]
     finish_reason: str
-    """stop or length."""
+    """stop, length or tool_calls."""
     acceptance: Acceptance
     """What was drafted and accepted, and tau: tokens per verify."""
     logprobs: list[TokenLogprob] | None = None
@@ -129,7 +170,21 @@ class Answer:
     that the model itself chose."""
     token_texts: list[str] = field(default_factory=list, repr=False, compare=False)
     """The text of each token; an incomplete character comes with the token that completes it."""
+    reasoning: str = ""
+    """The thought before the text; of `chat` alone."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Calls of the tools that were given to `chat`."""
     _receipt: Callable[[], Receipt] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, for the chat to go on."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [_sent(call) for call in self.tool_calls]
+        return message
 
     def _repr_html_(self) -> str:
         """In a notebook: each token with its source, by colour and by an underline."""
@@ -155,6 +210,11 @@ class Chunk:
     """Draft tokens of this answer so far."""
     accepted: int
     finish_reason: str | None
+
+
+def _sent(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments_text}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _plain(schema: Any) -> str | dict[str, Any] | None:

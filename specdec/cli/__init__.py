@@ -14,6 +14,7 @@ from cyclopts import App, CycloptsError
 
 from specdec.cli.failure import say_failure
 from specdec.cli.options import check_whole, read_config, take_config
+from specdec.cli.short_help import HELP_FLAGS, choose_help
 from specdec.core.errors import UserError
 from specdec.core.packages import check_packages
 from specdec.core.version import VERSION
@@ -22,6 +23,7 @@ from specdec.core.writing import said_of
 app = App(
     name="specdec",
     version=VERSION,
+    help_flags=HELP_FLAGS,
     help=(
         "Lossless speculative decoding for Gemma 4.\n\n"
         'Start with:  specdec generate "def quicksort(items):"\n\n'
@@ -54,7 +56,7 @@ COMMANDS = {
     ),
     "top": (
         "top:top",
-        "Watch a server live: tau, speed, acceptance by position, queue.",
+        "Watch a server live: queue, slots, tau by drafter, speed, acceptance by position.",
         "specdec top http://127.0.0.1:8000",
     ),
     "compile": (
@@ -129,6 +131,8 @@ COMMANDS = {
         "specdec doctor --model ./gemma-4-E4B-it --slots 8",
     ),
 }
+SHORT_HELP = {"generate", "chat", "serve"}
+"""Commands of which `--help` shows the common options; `--help-all` has the rest."""
 for _name, (_where, _what, _example) in COMMANDS.items():
     app.command(f"specdec.cli.{_where}", name=_name, help=f"{_what}\n\nExample:  {_example}")
 
@@ -161,6 +165,8 @@ def _run(arguments: list[str]) -> None:
     arguments, file = take_config(arguments)
     sources = [] if file is None else [read_config(file, COMMANDS)]
     app.config = [*sources, check_whole]
+    if arguments and arguments[0] in SHORT_HELP:
+        choose_help(app[arguments[0]], arguments)
     app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
 
 

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from serve.key_sources import VARIABLE, checked_keys, environment_keys
 from specdec.cli.console import read_text
+from specdec.core.config import Common
 from specdec.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 @Parameter(name="*", group="Access")
 @dataclass(frozen=True)
 class AccessConfig:
-    api_key: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    api_key: Annotated[tuple[str, ...], Common, Parameter(negative=())] = ()
     """An API key; may be repeated. Clients must send one of the keys as bearer token. Keys in the
     environment's SPECDEC_API_KEY (separated by commas) and in --api-key-file count too, and are not
     visible to other users of this machine. By default no key is required."""
-    api_key_file: Path | None = None
+    api_key_file: Annotated[Path | None, Common] = None
     "A file of such keys, one per line; lines that begin with # are skipped."
     no_api_key: Annotated[bool, Parameter(negative=())] = False
     "Allow requests without a key even if --host can be reached from other machines."

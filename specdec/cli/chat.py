@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from drafters.registry import resolved
 from specdec.assembly.model import Model
 from specdec.cli import topics
 from specdec.cli.console import console, say_model
 from specdec.cli.start import loaded_model
-from specdec.core.config import ModelConfig, PrefixConfig, SamplingConfig
+from specdec.core.config import Common, ModelConfig, PrefixConfig, SamplingConfig
 from specdec.core.errors import UserError
 from specdec.llm import LLM
 from specdec.llm_types import Chunk, SamplingParams
@@ -94,8 +95,8 @@ def chat(
     model: topics.Model = ModelConfig(),  # noqa: B008
     speculation: topics.Speculation = topics.AnySpeculation(),  # noqa: B008
     sampling: topics.Sampling = SamplingConfig(),  # noqa: B008
-    system: str = "",
-    max_tokens: int = 1024,
+    system: Annotated[str, Common] = "",
+    max_tokens: Annotated[int, Common] = 1024,
 ) -> None:
     """A conversation in the terminal: type a message, or /help. After each answer stands tau, the
     mean number of tokens per verify.

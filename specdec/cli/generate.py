@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 from drafters.registry import resolved
 from serve.runner import Update
@@ -24,7 +25,7 @@ from specdec.cli.console import (
 )
 from specdec.cli.hosts import HostsConfig, joined
 from specdec.cli.start import SHOWN, loaded_model, warm_up
-from specdec.core.config import ModelConfig, SamplingConfig
+from specdec.core.config import Common, ModelConfig, SamplingConfig
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from specdec.core.stats import Acceptance
@@ -34,17 +35,17 @@ from targets.tokenizer import Tokenizer
 
 
 def generate(
-    prompt: str = "",
+    prompt: Annotated[str, Common] = "",
     /,
     *,
     model: topics.Model = ModelConfig(),  # noqa: B008
     speculation: topics.Speculation = topics.AnySpeculation(),  # noqa: B008
     sampling: topics.Sampling = SamplingConfig(),  # noqa: B008
     hosts: HostsConfig = HostsConfig(),  # noqa: B008
-    prompt_file: Path | None = None,
-    chat: bool = False,
-    max_tokens: int = 128,
-    receipt: Path | None = None,
+    prompt_file: Annotated[Path | None, Common] = None,
+    chat: Annotated[bool, Common] = False,
+    max_tokens: Annotated[int, Common] = 128,
+    receipt: Annotated[Path | None, Common] = None,
     json: topics.Json = False,
 ) -> None:
     """Continue a prompt, streaming, and report tokens, tau, acceptance and speed.

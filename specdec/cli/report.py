@@ -18,6 +18,7 @@ from specdec.bench.display import print_table
 from specdec.cli import topics
 from specdec.cli.console import check_folder, console, print_json, read_text
 from specdec.cli.progress import Bar
+from specdec.cli.short_help import HELP_FLAGS
 from specdec.cli.start import SHOWN
 from specdec.core.config import ModelConfig, ReportModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
@@ -35,7 +36,7 @@ COMBINED = "auto"
 OF_WEIGHTS = "assistant"
 """The drafter whose weights --assistant names."""
 
-app = App(name="report")
+app = App(name="report", help_flags=HELP_FLAGS)
 Model = Annotated[ReportModelConfig, Parameter(name="*", group="Model")]
 
 

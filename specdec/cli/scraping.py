@@ -59,7 +59,7 @@ def read_metrics(url: str) -> Reading:
                 samples[sample.name].append((sample.labels, sample.value))
     except ValueError:
         samples.clear()
-    if "specdec:verify_passes_total" not in samples:
+    if not samples.keys() >= {"specdec:verify_passes_total", "specdec:num_requests_decoding"}:
         raise UserError(f"{where} is not of a specdec server of this version")
     return Reading(time.monotonic(), samples)
 
@@ -72,14 +72,23 @@ class ServerFigures:
     seconds: float
     tokens_per_second: float
     prompt_tokens_per_second: float
-    running: float
     waiting: float
+    """Requests without a slot."""
+    prefilling: float
+    """Requests of which the prompt is being read."""
+    decoding: float
+    running: float
+    """Requests that hold a slot: those that prefill and those that decode."""
     slots: float
     tau: float | None
     speedup: float | None
     """Over plain decoding."""
     cached: float | None
     """Share of the prompts' tokens that needed no prefill."""
+    tau_by_drafter: dict[str, float] = field(default_factory=dict)
+    """By the drafter that made the draft's first guess; none: without a guess."""
+    passes_by_drafter: dict[str, float] = field(default_factory=dict)
+    """By the same: its share of the verify passes."""
     acceptance: dict[str, list[float]] = field(default_factory=dict)
     """By drafter: the share of the guesses at each position that were accepted."""
     cycle_ms: dict[str, float] = field(default_factory=dict)
@@ -95,19 +104,25 @@ def figures_between(first: Reading, last: Reading) -> ServerFigures:
     passes = grown.sum("specdec:verify_passes_total")
     parts = {part: s for (part,), s in grown.sums("specdec:engine_seconds_total", "part").items()}
     parts.pop("prefill", None)
+    drafts = _drafts(grown)
+    made = sum(count for _, count, _ in drafts)
     return ServerFigures(
         model=next(iter(last.sums("specdec:slots", "model_name")))[0],
         seconds=seconds,
         tokens_per_second=grown.sum("vllm:generation_tokens_total") / seconds,
         prompt_tokens_per_second=grown.sum("vllm:prompt_tokens_total") / seconds,
-        running=last.sum("vllm:num_requests_running"),
         waiting=last.sum("vllm:num_requests_waiting"),
+        prefilling=last.sum("specdec:num_requests_prefilling"),
+        decoding=last.sum("specdec:num_requests_decoding"),
+        running=last.sum("vllm:num_requests_running"),
         slots=last.sum("specdec:slots"),
         tau=_share(grown.sum("specdec:verified_tokens_total"), passes),
         speedup=_share(grown.sum("specdec:plain_seconds_total"), sum(parts.values())) or None,
         cached=_share(
             grown.sum("vllm:prefix_cache_hits_total"), grown.sum("vllm:prefix_cache_queries_total")
         ),
+        tau_by_drafter={name: emitted / count for name, count, emitted in drafts},
+        passes_by_drafter={name: count / made for name, count, _ in drafts},
         acceptance=_acceptance(grown),
         cycle_ms={part: 1000 * s / passes for part, s in parts.items() if s} if passes else {},
         first_token_ms=_quantiles(grown, "vllm:time_to_first_token_seconds"),
@@ -134,6 +149,14 @@ class _Grown:
 
 def _share(of: float, whole: float) -> float | None:
     return of / whole if whole else None
+
+
+def _drafts(grown: _Grown) -> list[tuple[str, float, float]]:
+    """Drafters with their passes and the tokens that these emitted, the busiest first."""
+    emitted = grown.sums("specdec:drafter_verified_tokens_total", "drafter")
+    passes = grown.sums("specdec:drafter_passes_total", "drafter")
+    busiest = sorted(passes.items(), key=lambda item: -item[1])
+    return [(drafter, count, emitted[drafter,]) for (drafter,), count in busiest if count]
 
 
 def _acceptance(grown: _Grown) -> dict[str, list[float]]:

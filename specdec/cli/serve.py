@@ -23,7 +23,7 @@ from specdec.cli.logs import LogLevel, logged
 from specdec.cli.signals import Signals, end_by, signals_heard
 from specdec.cli.start import SHOWN, started
 from specdec.cli.stderr import drain_stderr, make_stderr_patient
-from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
+from specdec.core.config import Common, ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.control_channel import ControlChannel
 from specdec.core.errors import UserError
 from targets.backend import meter_of
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from serve.traces import Around
     from specdec.core.engine import Engine
 
-ServedNames = Annotated[list[str] | None, Parameter(consume_multiple=True, negative=())]
+ServedNames = Annotated[list[str] | None, Common, Parameter(consume_multiple=True, negative=())]
 Hosts = Annotated[list[str] | None, Parameter(consume_multiple=True, negative=())]
 
 
@@ -48,9 +48,9 @@ def serve(
     prefix: topics.Prefix = PrefixConfig(),  # noqa: B008
     hosts: HostsConfig = HostsConfig(),  # noqa: B008
     access: AccessConfig = AccessConfig(),  # noqa: B008
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    max_waiting: int = 256,
+    host: Annotated[str, Common] = "127.0.0.1",
+    port: Annotated[int, Common] = 8000,
+    max_waiting: Annotated[int, Common] = 256,
     served_model_name: ServedNames = None,
     drain_seconds: float = 30.0,
     log_level: LogLevel = "info",

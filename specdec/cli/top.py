@@ -28,7 +28,7 @@ def top(
     count: int = 0,
     json: bool = False,
 ) -> None:
-    """Show a server's tau, speed, acceptance by position and queue, until Ctrl-C.
+    """Show a server's queue, slots, tau by drafter, speed and acceptance, until Ctrl-C.
 
     Parameters
     ----------
@@ -92,11 +92,13 @@ def display(figures: ServerFigures, url: str) -> RenderableType:
     f = figures
     head = Text.assemble(
         (f"{f.model}", "bold"),
-        f"  {url}   running {f.running:.0f} of {f.slots:.0f}, waiting {f.waiting:.0f}",
+        f"  {url}",
         (f"   last {f.seconds:.0f} s, Ctrl-C ends", "dim"),
     )
     main = Table.grid(padding=(0, 3))
     for name, value in (
+        ("requests", _requests(f)),
+        ("slots", f"{f.running:.0f} of {f.slots:.0f} taken"),
         ("tau", _number(f.tau)),
         ("speed-up over plain", _number(f.speedup)),
         ("generated tok/s", _number(f.tokens_per_second, 1)),
@@ -106,7 +108,24 @@ def display(figures: ServerFigures, url: str) -> RenderableType:
         ("between tokens", _milliseconds(f.between_tokens_ms)),
     ):
         main.add_row(name, Text(value, style="bold"))
-    return Group(head, Text(), main, Text(), _acceptance(f), _cycle(f))
+    return Group(head, Text(), main, Text(), _by_drafter(f), _acceptance(f), _cycle(f))
+
+
+def _requests(figures: ServerFigures) -> str:
+    f = figures
+    return f"{f.waiting:.0f} waiting, {f.prefilling:.0f} prefilling, {f.decoding:.0f} decoding"
+
+
+def _by_drafter(figures: ServerFigures) -> RenderableType:
+    """Tau of each drafter's drafts, and which share of the verify passes had them."""
+    if not figures.tau_by_drafter:
+        return Text()
+    table = Table("drafter", "tau", "passes", "", box=None, padding=(0, 2), header_style="dim")
+    for drafter, tau in figures.tau_by_drafter.items():
+        share = figures.passes_by_drafter[drafter]
+        bar = ProgressBar(total=1, completed=share, width=30)
+        table.add_row(drafter, f"{tau:.2f}", bar, f"{share:.0%}")
+    return table
 
 
 def _acceptance(figures: ServerFigures) -> RenderableType:

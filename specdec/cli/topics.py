@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter, Token
 
 from drafters import registry
-from specdec.core.config import ModelConfig, PrefixConfig, SamplingConfig, SpeculationConfig
+from specdec.core.config import Common, ModelConfig, PrefixConfig, SamplingConfig, SpeculationConfig
 
 
 def _numbers(kind: type, tokens: Seqs[Token]) -> tuple[float, ...]:
@@ -27,8 +27,8 @@ Real = Annotated[
 
 def _with_drafters() -> type[SpeculationConfig]:
     """`SpeculationConfig` with the drafters' own options and help, from the registry."""
-    kinds = ", ".join(f"{kind.name} ({kind.summary})" for kind in registry.every())
-    who = f"What guesses: {kinds}. Never changes the output."
+    kinds = "; ".join(f"{kind.name}: {kind.summary}" for kind in registry.every())
+    who = f"What guesses: {', '.join(registry.KINDS)}. Never changes the output. {kinds}."
     helps = {name: f.metadata["help"] for name, f in registry.own_fields().items()}
     helps |= {"drafter": who}
 
@@ -40,7 +40,7 @@ def _with_drafters() -> type[SpeculationConfig]:
     return made
 
 
-Json = Annotated[bool, Parameter(help="End stdout with one JSON document.")]
+Json = Annotated[bool, Common, Parameter(help="End stdout with one JSON document.")]
 Model = Annotated[ModelConfig, Parameter(name="*", group="Model")]
 Prefix = Annotated[PrefixConfig, Parameter(name="*", group="Prefix cache")]
 Sampling = Annotated[SamplingConfig, Parameter(name="*", group="Sampling")]

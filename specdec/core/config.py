@@ -5,25 +5,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from specdec.core.types import Sampling
 
 Loop = Literal["host", "device"]
 
 
+class Common:
+    """Marks an option that most users set: `--help` shows it by its help's first sentence, and
+    `--help-all` shows every option."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    model: str = "mini"
-    """A Gemma 4: a checkpoint folder, a name on the Hugging Face hub (org/name or
-    org/name@revision, downloaded if need be), or mini / mini-e, the embedded models."""
-    backend: str = "jax"
+    model: Annotated[str, Common] = "mini"
+    """A Gemma 4: a checkpoint folder, org/name on the Hugging Face hub (or org/name@revision), or
+    mini / mini-e, the embedded models. What is not on disk yet is downloaded."""
+    backend: Annotated[str, Common] = "jax"
     "The backend: jax (CPU, GPU, TPU) or cuda (our kernels on a Hopper GPU)."
-    dtype: Literal["float32", "bfloat16", "fp8", "fp8-w8a8", "int4"] | None = None
+    dtype: Annotated[Literal["float32", "bfloat16", "fp8", "fp8-w8a8", "int4"] | None, Common] = (
+        None
+    )
     """Arithmetic; by default the checkpoint's (float32 on a CPU). With cuda, of linear layers: fp8
     (8-bit weights), fp8-w8a8 (8-bit inputs too: coarser, faster from 32 rows at once on). int4:
     4 bits where the checkpoint has them, else the linear layers rounded by groups of 32 inputs."""
-    kv_dtype: Literal["bfloat16", "fp8", "int8"] | None = None
+    kv_dtype: Annotated[Literal["bfloat16", "fp8", "int8"] | None, Common] = None
     """Data type of the KV cache, bfloat16 by default (float32 on a CPU). fp8 with cuda and int8
     with jax halve the cache and the bytes that long contexts read of it."""
     device: Literal["cuda", "cpu"] | None = None
@@ -34,11 +41,11 @@ class ModelConfig:
     """With cuda on a GPU: keep the linear layers' weights once more in the order in which long
     prompts are multiplied. 31B in FP8 has read 1,200 tokens in 80 instead of 95 ms, and takes 31 GB
     more; the output is the same."""
-    max_len: int | None = None
+    max_len: Annotated[int | None, Common] = None
     """Context per sequence, prompt and output together, in tokens. By default the model's limit, at
     most 65,536, and as much as fits with a quarter of the memory beside the weights left to the
     prefix cache."""
-    slots: int = 4
+    slots: Annotated[int, Common] = 4
     "Sequences that decode at the same time."
     tp: int = 1
     """Devices that share the model. With cuda two or four GPUs with peer access, for 31B with
@@ -57,7 +64,7 @@ class ModelConfig:
 class ReportModelConfig(ModelConfig):
     """The same for a receipt, whose speed is measured with up to eight users."""
 
-    slots: int = 8
+    slots: Annotated[int, Common] = 8
     "Sequences that decode at the same time."
 
 
@@ -75,14 +82,14 @@ class PrefixConfig:
 class SpeculationConfig:
     """Options of all drafters. `drafters.registry` adds each drafter's own options as fields."""
 
-    drafter: str = "auto"
+    drafter: Annotated[str, Common] = "auto"
     "What guesses. Never changes the output."
-    k: int = 4
+    k: Annotated[int, Common] = 4
     "Draft tokens per cycle, 0 to 31."
-    draft_model: str | None = None
-    """The drafter's weights, a folder or org/name on the Hugging Face hub: of a smaller Gemma 4
-    with the model's own tokenizer (E4B for 31B), or of a head trained for this very model, as vLLM,
-    SGLang or speculators read it. The embedded model brings both, and needs none."""
+    draft_model: Annotated[str | None, Common] = None
+    """The drafter's weights, a folder or org/name on the Hugging Face hub. They are a smaller
+    Gemma 4 with the model's own tokenizer (E4B for 31B), or a head trained for this very model, as
+    vLLM, SGLang or speculators read it. The embedded model brings both, and needs none."""
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
     """How drafters with weights guess when sampling: with the target's own noise, which agrees with
     it more often, or their argmax (to compare)."""
@@ -100,17 +107,17 @@ class SpeculationConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    temperature: float | None = None
+    temperature: Annotated[float | None, Common] = None
     "0 is greedy. By default the value in the checkpoint's generation_config.json."
-    top_p: float | None = None
+    top_p: Annotated[float | None, Common] = None
     "Nucleus sampling; 1 is off."
-    top_k: int | None = None
+    top_k: Annotated[int | None, Common] = None
     "Sample from the k likeliest tokens; 0 is off."
     min_p: float = 0.0
     "Drop tokens less likely than this share of the likeliest."
     repetition_penalty: float = 1.0
     "Above 1 discourages tokens that occur in prompt or output."
-    seed: int = 0
+    seed: Annotated[int, Common] = 0
     "Same seed, same output, whatever the drafter."
 
     def sampling(self, defaults: dict[str, float]) -> Sampling:

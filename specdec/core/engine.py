@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -12,9 +13,9 @@ from specdec.core.errors import UserError
 from specdec.core.policy.choice import Policy
 from specdec.core.prefix_cache.cache import PrefixCache
 from specdec.core.protocols import Cycle, Drafter, Target
-from specdec.core.reporting import forced_guesses, report_of
+from specdec.core.reporting import first_sources, forced_guesses, report_of
 from specdec.core.scheduler import Scheduler
-from specdec.core.stats import Acceptance, Guesses
+from specdec.core.stats import Acceptance, Drafts, Guesses
 from specdec.core.timing import EngineTimes
 from specdec.core.types import (
     NO_GUESS,
@@ -75,6 +76,8 @@ class Engine:
         self.acceptance = Acceptance()
         self.forced: dict[Guesser, Guesses] = {"prediction": Guesses(), "constraint": Guesses()}
         """Counts of the guesses that did not come from the drafter."""
+        self.drafts: defaultdict[str, Drafts] = defaultdict(Drafts)
+        """Passes by the source of the draft's first guess; none: without a guess."""
         self.times = EngineTimes(plain_costs=self.times.plain_costs)
 
     def submit(self, seq: Sequence) -> None:
@@ -225,6 +228,7 @@ class Engine:
     def _emit_round(self, rows: tuple[Sequence, ...], done: Round, seconds: float) -> list[Event]:
         chosen, accepted = np.asarray(done.step.chosen), np.asarray(done.accepted)
         drafted = np.asarray(done.proposal.tokens) != NO_GUESS
+        sources = first_sources(done.proposal)
         events = []
         for b, seq in enumerate(rows):
             n = int(accepted[b])
@@ -236,6 +240,8 @@ class Engine:
             forced, source = forced_guesses(done, b)
             if forced:
                 self.forced[source].add(forced, min(n, len(event.tokens)))
+            first = source if forced else sources[b]
+            self.drafts[first if drafted[b].any() else "none"].add(len(event.tokens))
             if seq.reported:
                 event = replace(event, report=report_of(done, b, len(event.tokens), seconds))
             events.append(event)

@@ -1,4 +1,4 @@
-"""One row of a cycle's outcome: the drafter of each guess, and how many guesses were accepted."""
+"""A cycle's outcome by row: the drafter of each guess, and how many guesses were accepted."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ def sources_of(proposal: Proposal, row: int) -> list[str]:
         return ["drafter"] * columns
     source = np.broadcast_to(np.asarray(proposal.source)[row], columns)
     return [proposal.names[number] for number in source]
+
+
+def first_sources(proposal: Proposal) -> list[str]:
+    """The name of the drafter that made each row's first guess."""
+    source = proposal.source
+    if source is None or not proposal.tokens.shape[1]:
+        return ["drafter"] * len(proposal.tokens)
+    first = np.asarray(source).reshape(len(source), -1)[:, 0]
+    return [proposal.names[number] for number in first.tolist()]
 
 
 def forced_guesses(done: Round, row: int) -> tuple[int, Guesser]:

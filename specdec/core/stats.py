@@ -48,6 +48,20 @@ class Guesses:
         self.accepted_at.update(range(min(drafted, accepted)))
 
 
+@dataclass
+class Drafts:
+    """Verify passes of one source of guesses, by who made the draft's first guess."""
+
+    passes: int = 0
+    emitted: int = 0
+    """Tokens that they emitted."""
+
+    def add(self, emitted: int) -> None:
+        """Count a pass."""
+        self.passes += 1
+        self.emitted += emitted
+
+
 class Passes(NamedTuple):
     """A copy of a sequence's verify passes, which a cycle does not change: to be counted later, by
     another thread."""

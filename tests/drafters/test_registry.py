@@ -122,4 +122,5 @@ def test_it_is_refused_before_anything_is_read(monkeypatch, still, asked):
 def test_help_names_every_drafter(capsys):
     out, _ = run(capsys, "generate", "--help")
     assert all(kind.name in out for kind in registry.every())
+    out, _ = run(capsys, "generate", "--help-all")
     assert "--ngram-min" in out and "--ngram-max" in out

@@ -102,6 +102,6 @@ def test_a_random_head_is_of_the_models_size(capsys):
 
 
 def test_help_teaches_the_drafters(capsys):
-    out, _ = run(capsys, "generate", "--help")
+    out, _ = run(capsys, "generate", "--help-all")
     for word in ("mini-e", "eagle3", "--draft-model", "speculators"):
         assert word in out

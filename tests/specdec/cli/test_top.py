@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from specdec.assembly.engine import measure_plain
 from specdec.cli import main
 from specdec.cli.scraping import Reading, figures_between, read_metrics
 from specdec.core.errors import UserError
+from tests.support.fakes_text import ALPHABET
 from tests.support.serving import LONG, ServedTarget, Server, serving
 
 
@@ -39,6 +42,11 @@ def reading(at: float, **values: float) -> Reading:
         samples[f"specdec:{kind}_tokens_total"] = [
             ({"drafter": "a", "position": str(i)}, values.get(f"{kind}_{i}", 0)) for i in range(3)
         ]
+    for name in ("suffix", "assistant", "none"):
+        for kind in ("passes", "verified_tokens"):
+            samples.setdefault(f"specdec:drafter_{kind}_total", []).append(
+                ({"drafter": name}, values.get(f"{name}_{kind}", 0))
+            )
     samples["vllm:inter_token_latency_seconds_bucket"] = [
         ({"le": le}, values.get(f"below_{le}", 0)) for le in ("0.1", "0.2", "+Inf")
     ]
@@ -61,10 +69,22 @@ def test_figures_are_of_what_grew():
     assert figures.between_tokens_ms["p95"] == pytest.approx(200)  # beyond the last bound
 
 
+def test_tau_by_drafter_is_of_the_passes_since_the_first_reading():
+    first = reading(0, suffix_passes=4, suffix_verified_tokens=4)
+    last = reading(
+        1, suffix_passes=10, suffix_verified_tokens=22, none_passes=18, none_verified_tokens=18
+    )  # fmt: skip
+    figures = figures_between(first, last)
+    assert figures.tau_by_drafter == {"none": 1, "suffix": 3}  # the busiest first
+    assert figures.passes_by_drafter == {"none": 0.75, "suffix": 0.25}
+    assert list(figures.tau_by_drafter) == ["none", "suffix"]
+
+
 def test_nothing_is_made_up_where_nothing_happened():
     figures = figures_between(reading(0), reading(1))
     assert figures.tau is figures.speedup is figures.cached is None
     assert figures.acceptance == figures.cycle_ms == figures.first_token_ms == {}
+    assert figures.tau_by_drafter == figures.passes_by_drafter == {}
 
 
 def test_a_screen_of_a_server_under_load(server: Server, capsys, monkeypatch):
@@ -80,8 +100,56 @@ def test_a_screen_of_a_server_under_load(server: Server, capsys, monkeypatch):
     assert told["tau"] >= 1 and told["speedup"] > 0 and told["tokens_per_second"] > 0
     assert told["acceptance"]["drafter"] and told["cycle_ms"]["verify"] > 0
     assert told["first_token_ms"].keys() == {"p50", "p95"}
-    for word in ("tau", "speed-up over plain", "running", "position", "a cycle", "verify"):
-        assert word in said.err
+    assert told["tau_by_drafter"].keys() <= {"drafter", "none"}
+    assert told["tau_by_drafter"]["drafter"] > 1 and told["tau_by_drafter"].get("none", 1) == 1
+    assert sum(told["passes_by_drafter"].values()) == pytest.approx(1, abs=0.001)
+    words = "requests", "slots", "tau", "speed-up over plain", "passes", "position", "a cycle"
+    assert all(word in said.err for word in words)
+
+
+class HeldTarget(ServedTarget):
+    """Reads no further while a prompt with `q` is at its start, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(slots=3, pause=0.01)
+        self.reached, self.let_go = threading.Event(), threading.Event()
+
+    def prefill(self, seq, start, stop):
+        if ALPHABET.index("q") in seq.tokens[start:stop]:
+            self.reached.set()
+            self.let_go.wait(30)
+        return super().prefill(seq, start, stop)
+
+
+def test_each_request_is_seen_waiting_prefilling_or_decoding(capsys, monkeypatch):
+    def begin(held: HeldTarget, server: Server, pool: ThreadPoolExecutor) -> None:
+        decoding = [pool.submit(ask, server, "abc") for _ in range(2)]
+        while server.runner.decoding < 2:
+            assert not any(request.done() for request in decoding)
+            time.sleep(0.01)
+        pool.submit(ask, server, "q")
+        assert held.reached.wait(30)
+        pool.submit(ask, server, "xyz")
+        while not server.runner.waiting:
+            time.sleep(0.01)
+
+    def ask(server: Server, prompt: str) -> None:
+        server.post("completions", prompt=prompt, max_tokens=300, ignore_eos=True)
+
+    held = HeldTarget()
+    with serving(held) as server, ThreadPoolExecutor() as pool:
+        slept = SimpleNamespace(sleep=lambda seconds: begin(held, server, pool))
+        monkeypatch.setattr("specdec.cli.top.time", slept)
+        try:
+            main(["top", server.url, "--count", "1", "--json"])
+        finally:
+            held.let_go.set()
+        monkeypatch.undo()
+        said = capsys.readouterr()
+        told = json.loads(said.out)
+        assert (told["waiting"], told["prefilling"], told["decoding"]) == (1, 1, 2)
+        assert (told["running"], told["slots"]) == (3, 3)
+        assert "1 waiting, 1 prefilling, 2 decoding" in said.err and "3 of 3 taken" in said.err
 
 
 def test_an_idle_server_has_a_screen_too(server: Server, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
 from drafters.ngram.host import NgramDrafter
@@ -11,8 +12,9 @@ from specdec.assembly.engine import measure_plain
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.prediction import PredictedText, Prediction
+from specdec.core.reporting import first_sources
 from specdec.core.timing import PARTS, EngineTimes, PlainCosts
-from specdec.core.types import Round, Sequence, Step
+from specdec.core.types import NO_GUESS, Proposal, Round, Sequence, Step
 from tests.support.fakes import FakeTarget
 from tests.support.serving import ServedTarget, Server, serving
 
@@ -82,6 +84,21 @@ def test_guesses_are_counted_by_who_made_them():
     assert forced.accepted_at.total() == told.acceptance.accepted > 10
     assert forced.drafted_at <= both.drafted_at
     assert engine.forced["constraint"].drafted_at.total() == 0
+    assert sum(drafts.passes for drafts in engine.drafts.values()) == both.cycles
+    assert sum(drafts.emitted for drafts in engine.drafts.values()) == both.emitted
+    assert engine.drafts["prediction"].emitted > engine.drafts["prediction"].passes > 0
+
+
+def test_the_first_guess_of_each_row_has_a_source():
+    tokens = np.array([[5, 6], [7, 8], [NO_GUESS, NO_GUESS]], np.int32)
+    assert first_sources(Proposal(tokens)) == ["drafter"] * 3
+    names = "suffix", "assistant"
+    by_row = Proposal(tokens, np.array([1, 0, 0], np.int32), names)
+    assert first_sources(by_row) == ["assistant", "suffix", "suffix"]
+    by_guess = Proposal(tokens, np.array([[0, 1], [1, 1], [1, 1]], np.int32), names)
+    assert first_sources(by_guess) == ["suffix", "assistant", "assistant"]
+    nothing = Proposal(tokens[:, :0], np.empty((3, 0), np.int32), names)
+    assert first_sources(nothing) == ["drafter"] * 3
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,179 @@
+"""`LLM.chat` with tools and thoughts: the same prompt and the same parts as the server's, for the
+same request; and mistakes, each one line."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import specdec
+from specdec.core.errors import UserError
+from tests.support.serving import Server, serving_mini
+
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                name: {"type": "integer", "minimum": 0, "maximum": 99} for name in ("a", "b")
+            },
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+RUN: dict[str, Any] = {"type": "function", "function": {"name": "run"}}
+MESSAGES = [{"role": "user", "content": "Add 1 and 2"}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":1,"b":2}'}}
+HISTORY = [
+    {"role": "developer", "content": "Be short."},
+    *MESSAGES,
+    {"role": "assistant", "content": None, "reasoning_content": "I add.", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "3"},
+]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with specdec.load("mini", drafter="ngram", k=4, max_len=512) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving_mini(max_len=512) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def begun(llm) -> dict[int, float]:
+    """A bias with which an answer begins with a thought, if it may."""
+    return {llm.tokenizer.token_id("<|channel>"): 100}
+
+
+def served(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    """What the server parses: the choice's message, and why it ended."""
+    reply = server.post("chat/completions", model="mini", temperature=0, **body)
+    assert reply.status_code == 200, reply.text
+    (choice,) = reply.json()["choices"]
+    said = choice["message"]
+    return {
+        "text": said["content"] or "",
+        "reasoning": said.get("reasoning_content", ""),
+        "calls": [call["function"] for call in said.get("tool_calls", ())],
+        "finish": choice["finish_reason"],
+        "prompt": reply.json()["usage"]["prompt_tokens"],
+    }
+
+
+def parsed(answer: specdec.Answer) -> dict[str, Any]:
+    calls = [{"name": c.name, "arguments": c.arguments_text} for c in answer.tool_calls]
+    return {
+        "text": answer.text,
+        "reasoning": answer.reasoning,
+        "calls": calls,
+        "finish": answer.finish_reason,
+        "prompt": len(answer.prompt_ids),
+    }
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "body"),
+    [
+        (MESSAGES, {}, {}),
+        (HISTORY, {"tools": [ADD]}, {}),
+        (MESSAGES, {"tools": [ADD, RUN], "tool_choice": "required"}, {}),
+        (MESSAGES, {"tools": [ADD, RUN], "tool_choice": "none"}, {}),
+        (MESSAGES, {"tools": [ADD, RUN], "tool_choice": RUN}, {}),
+        (MESSAGES, {"thinking": False}, {}),
+    ],
+    ids=["text", "history", "required", "none", "named", "no thought"],
+)
+def test_a_chat_is_the_servers(llm, server, messages, options, body):
+    answer = llm.chat(messages, temperature=0, max_tokens=40, **options)
+    wishes = {name: value for name, value in options.items() if name != "thinking"}
+    if "thinking" in options:
+        wishes["chat_template_kwargs"] = {"enable_thinking": options["thinking"]}
+    assert parsed(answer) == served(server, {"messages": messages, "max_tokens": 40, **wishes})
+
+
+@pytest.mark.parametrize("most", [30, 6], ids=["whole", "cut"])
+def test_a_thought_is_apart_from_the_text(llm, server, begun, most):
+    options = {"thinking_token_budget": 6, "tools": [ADD], "logit_bias": begun}
+    answer = llm.chat(
+        MESSAGES, thinking=True, regex="[0-9]", temperature=0, max_tokens=most, **options
+    )
+    assert answer.reasoning and answer.text.isdigit() == (most == 30)
+    body = options | {"logit_bias": {str(token): bias for token, bias in begun.items()}}
+    body |= {"chat_template_kwargs": {"enable_thinking": True}, "max_tokens": most}
+    body |= {"structured_outputs": {"regex": "[0-9]"}, "messages": MESSAGES}
+    assert parsed(answer) == served(server, body)
+
+
+def test_a_call_is_answered_and_the_chat_goes_on(llm):
+    answer = llm.chat(MESSAGES, tools=[ADD], tool_choice="required", temperature=0)
+    (call,) = answer.tool_calls
+    assert call.name == "add" and call.arguments.keys() == {"a", "b"}
+    assert (answer.text, answer.finish_reason) == ("", "tool_calls")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "a result"}
+    after = llm.chat([*MESSAGES, answer.message, result], tools=[ADD], max_tokens=2)
+    shown = llm.tokenizer.decode(after.prompt_ids, skip_special=False)
+    assert "call:add{" in shown and "a result" in shown
+    again = llm.chat(MESSAGES, tools=[ADD], tool_choice="required", temperature=0)
+    assert again.tool_calls[0].id != call.id
+
+
+def test_arguments_of_a_cut_call_are_refused(llm):
+    cut = llm.chat(MESSAGES, tools=[ADD], tool_choice="required", max_tokens=6, temperature=0)
+    (call,) = cut.tool_calls
+    assert cut.finish_reason == "length"
+    with pytest.raises(UserError, match="cut within the call of add: allow more max_tokens"):
+        _ = call.arguments
+
+
+def test_a_receipt_has_how_the_answer_was_taken_apart(llm):
+    answer = llm.chat(MESSAGES, tools=[ADD], tool_choice="required", temperature=0)
+    output = answer.receipt().limits.output
+    assert (output.form, output.tools) == ("chat", ("add",))
+
+
+def test_the_same_awaited(llm):
+    async def use() -> specdec.Answer:
+        awaited = specdec.AsyncLLM(llm)
+        return await awaited.chat(MESSAGES, tools=[ADD], tool_choice="required", temperature=0)
+
+    here = llm.chat(MESSAGES, tools=[ADD], tool_choice="required", temperature=0)
+    assert parsed(asyncio.run(use())) == parsed(here)
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "words"),
+    [
+        ("Hi", {}, "messages is a list of"),
+        ([], {}, "messages: list should have at least 1 item"),
+        (["Hi"], {}, r"messages\[0\]: "),
+        ([{"role": "person", "content": "Hi"}], {}, r"messages\[0\].role: "),
+        (MESSAGES, {"tools": ADD}, "tools: input should be a valid list"),
+        (MESSAGES, {"tools": [{"type": "function"}]}, r"tools\[0\].function: field required"),
+        (MESSAGES, {"tools": [ADD, ADD]}, "tools holds two functions of one name"),
+        (MESSAGES, {"tool_choice": "required"}, "tool_choice needs tools"),
+        (MESSAGES, {"tools": [ADD], "tool_choice": "maybe"}, "tool_choice: must be none, auto"),
+        (MESSAGES, {"tools": [ADD], "tool_choice": RUN}, "'run', which is not among the tools"),
+        (MESSAGES, {"thinking": "yes"}, "thinking is True, False or None, not 'yes'"),
+        (MESSAGES, {"thinking_token_budget": -1}, "thinking_token_budget: "),
+        (MESSAGES, {"regex": "a", "choice": ["b"]}, "give one of regex, choice"),
+        (MESSAGES, {"regex": "("}, "the grammar can't be used"),
+        (MESSAGES, {"allowed_token_ids": [4096]}, "ids from 0 to 4095"),
+        (MESSAGES, {"bad_words": [" "]}, "empty word"),
+        (MESSAGES, {"tol": []}, "unknown sampling parameter tol"),
+    ],
+)
+def test_mistakes_are_one_line(llm, messages, options, words):
+    with pytest.raises(UserError, match=words) as refused:
+        llm.chat(messages, **options)
+    assert "\n" not in str(refused.value)
