@@ -151,7 +151,7 @@ def test_anything_but_true_or_false_is_refused(server, value):
 
 
 def test_both_loops_report_the_same_guesses_and_auto_whose_they_are():
-    config = ModelConfig("mini")
+    config = ModelConfig("mini", max_len=512)
     auto = registry.resolved(registry.config_type()(k=4, loop="host"), config)
     model = load_model(config, auto)
     lookup, reports = replace(auto, drafter="ngram"), {}

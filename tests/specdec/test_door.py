@@ -167,7 +167,7 @@ def test_bad_prompts_and_options_are_one_line(llm):
 
 
 def test_a_closed_one_says_so():
-    llm = specdec.load("mini")
+    llm = specdec.load("mini", drafter="none", max_len=512)
     llm.close()
     llm.close()
     with pytest.raises(UserError, match="closed"):
@@ -179,7 +179,7 @@ def test_leaving_python_in_the_middle_of_an_answer_is_quiet():
     signal."""
     lines = (
         "import specdec",
-        "llm = specdec.load('mini')",
+        "llm = specdec.load('mini', drafter='ngram', max_len=2048)",
         "chunks = llm.stream('def quicksort(items):', max_tokens=2000, ignore_eos=True)",
         "next(chunks)",
     )
